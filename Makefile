@@ -1,0 +1,153 @@
+# Every tool comes from .venv, cmake and ninja too: the machine needs python3 (3.11 or newer), a C++ compiler and make.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+DEVICE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
+TORCH_INDEX ?=
+PIP_FLAGS ?= -qq
+ARGS ?=
+BENCHMARKS ?= group_race overhead scheduler kernels
+
+ifeq ($(filter cpu cuda,$(DEVICE)),)
+$(error DEVICE must be cpu or cuda, got "$(DEVICE)")
+endif
+
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check
+LOCK := requirements/$(DEVICE).txt
+TORCH_PIN := $(shell sed -n 's/^torch==/torch==/p' requirements/cpu.txt)
+TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
+
+# Stamps are files in .venv: what they stand for is done as long as they are newer than what they depend on.
+DEPENDENCIES := $(VENV)/.installed-$(DEVICE)
+PACKAGE := $(VENV)/.built-$(DEVICE)
+NATIVE := $(wildcard setup.py CMakeLists.txt) $(shell find csrc cmake -type f 2>/dev/null)
+CXX_FILES = $(shell find csrc -type f \( -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' \) 2>/dev/null)
+
+export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+# Models are local directories, and nothing here reports to anyone.
+export HF_HUB_OFFLINE := 1
+export VLLM_NO_USAGE_STATS := 1
+export DO_NOT_TRACK := 1
+
+.PHONY: help
+help:
+	@echo "vllm-rollout: group rollouts that stop inside vLLM's step loop"
+	@echo
+	@echo "  make demo        install, fetch the embedded model, race 16 candidates for the first 8 against stock vLLM"
+	@echo "  make test        install, fetch the test models, run every test         ARGS='-k name'"
+	@echo "  make test-fast   the tests that start no engine"
+	@echo
+	@echo "  make install     .venv here, pinned packages, csrc built; fast when nothing changed"
+	@echo "  make models      fetch and convert the embedded model into ~/.cache/vllm_rollout (VLLM_ROLLOUT_CACHE)"
+	@echo "  make lint        ruff and clang-format, check only"
+	@echo "  make format      let them rewrite"
+	@echo "  make bench       benchmarks/: $(BENCHMARKS)"
+	@echo "  make clean       remove what was built (to start from nothing, remove $(VENV) too)"
+	@echo
+	@echo "Variables:"
+	@echo "  DEVICE=cpu|cuda  what to install for; now $(DEVICE), because nvidia-smi $(if $(filter cuda,$(DEVICE)),finds,does not find) a GPU unless you set it"
+	@echo "  PYTHON=...       interpreter for .venv; now $(PYTHON)"
+	@echo "  TORCH_INDEX=URL  where the CPU build of torch comes from. Empty: pip's own sources if they carry it, else"
+	@echo "                   $(TORCH_CPU_INDEX)"
+	@echo "  PIP_FLAGS=       empty: show what pip does"
+
+.PHONY: install
+install: $(PACKAGE)
+	@echo "ready for $(DEVICE): $(VENV)/bin/vllm-rollout"
+
+.PHONY: models
+models: $(PACKAGE)
+	$(PY) -m vllm_rollout.models smollm2-135m-instruct tiny-random
+
+.PHONY: demo
+demo: install models
+	$(VENV)/bin/vllm-rollout demo $(ARGS)
+
+.PHONY: test
+test: install models
+	$(PY) -m pytest -q $(ARGS)
+
+.PHONY: test-fast
+test-fast: install
+	$(PY) -m pytest -q -m "not engine and not slow" $(ARGS)
+
+.PHONY: lint
+lint: $(DEPENDENCIES)
+	ruff check .
+	ruff format --check .
+	$(if $(CXX_FILES),clang-format --dry-run --Werror $(CXX_FILES),@echo "csrc: no C++ files")
+
+.PHONY: format
+format: $(DEPENDENCIES)
+	ruff check --fix --exit-zero .
+	ruff format .
+	$(if $(CXX_FILES),clang-format -i $(CXX_FILES))
+
+.PHONY: bench
+bench: install models
+	for script in $(BENCHMARKS); do echo "benchmarks.$$script"; $(PY) -m benchmarks.$$script $(ARGS); done
+
+.PHONY: clean
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .schemathesis
+	rm -f vllm_rollout/*.so $(VENV)/.built-*
+	find vllm_rollout kernels benchmarks tests examples -type d -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+
+$(VENV)/bin/python:
+	@test -n "$(PYTHON)" || { echo "error: no python3 found. On Debian: apt install python3 python3-venv" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "error: the lock needs Python 3.11 or newer, got $$("$(PYTHON)" --version). Set PYTHON=python3.11." >&2; exit 1; }
+	@"$(PYTHON)" -c 'import ensurepip' || { \
+	  echo "error: $(PYTHON) cannot make a virtual environment. On Debian: apt install python3-venv" >&2; exit 1; }
+	"$(PYTHON)" -m venv $(VENV)
+
+define CHECK_CPU
+import importlib.util, sys
+import torch
+unwanted = [name for name in ("torchvision", "torchaudio", "torchcodec") if importlib.util.find_spec(name)]
+if unwanted:
+    sys.exit(f"error: {', '.join(unwanted)} must not be installed for DEVICE=cpu: the published wheels are CUDA builds, "
+             "beside which transformers fails on a CPU torch. Run: .venv/bin/pip uninstall -y " + " ".join(unwanted))
+if torch.version.cuda:
+    sys.exit(f"error: torch {torch.__version__} is a CUDA build, but this is DEVICE=cpu. Remove .venv and run "
+             "make install TORCH_INDEX=$(TORCH_CPU_INDEX), or set DEVICE=cuda.")
+print(f"torch {torch.__version__}, no torchvision, torchaudio, torchcodec")
+endef
+export CHECK_CPU
+
+$(VENV)/.installed-cpu: requirements/cpu.txt | $(VENV)/bin/python
+	@test ! -e $(VENV)/.installed-cuda || { \
+	  echo "error: $(VENV) was installed for DEVICE=cuda, asked for DEVICE=cpu. Remove $(VENV) first." >&2; exit 1; }
+	@echo "installing for the CPU (no GPU found, or DEVICE=cpu): about 1 GB to download, some minutes"
+ifneq ($(TORCH_INDEX),)
+	$(PIP) install $(PIP_FLAGS) --no-deps --index-url "$(TORCH_INDEX)" "$(TORCH_PIN)"
+else
+	@$(PIP) install $(PIP_FLAGS) --no-deps "$(TORCH_PIN)" 2>/dev/null || { \
+	  echo "pip's own sources do not carry $(TORCH_PIN): taking it from $(TORCH_CPU_INDEX) (TORCH_INDEX chooses another)"; \
+	  $(PIP) install $(PIP_FLAGS) --no-deps --index-url "$(TORCH_CPU_INDEX)" "$(TORCH_PIN)"; } || { \
+	  echo "error: no $(TORCH_PIN) there either. Set TORCH_INDEX=URL to an index that has it, or PIP_FIND_LINKS=FOLDER" \
+	    "to a folder with the wheel." >&2; exit 1; }
+endif
+	$(PIP) install $(PIP_FLAGS) --no-deps -r $<
+	@$(PY) -c "$$CHECK_CPU"
+	@touch $@
+
+$(VENV)/.installed-cuda: requirements/cuda.txt | $(VENV)/bin/python
+	@test ! -e $(VENV)/.installed-cpu || { \
+	  echo "error: $(VENV) was installed for DEVICE=cpu, asked for DEVICE=cuda. Remove $(VENV) first." >&2; exit 1; }
+	@echo "installing for CUDA (nvidia-smi found a GPU, or DEVICE=cuda): several GB to download"
+	$(PIP) install $(PIP_FLAGS) -r $<
+	@$(PY) -c 'import sys, torch; torch.version.cuda or sys.exit("error: torch " + torch.__version__ + " has no CUDA, but this is DEVICE=cuda. Remove .venv, or set DEVICE=cpu.")'
+	@touch $@
+
+$(PACKAGE): $(DEPENDENCIES) pyproject.toml vllm_rollout/__init__.py $(NATIVE)
+	@command -v c++ >/dev/null || command -v g++ >/dev/null || { \
+	  echo "error: no C++ compiler found to build csrc. On Debian: apt install g++" >&2; exit 1; }
+	@echo "building csrc and installing vllm-rollout into $(VENV) (editable)"
+	$(PIP) install $(PIP_FLAGS) --no-build-isolation --no-deps -e .
+	@touch $@

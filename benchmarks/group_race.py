@@ -1,0 +1,680 @@
+"""The first 8 of 16 candidates per prompt, four ways over HTTP, on stock vLLM and on vllm-rollout.
+
+  a  stock vLLM, n=16 in one request per prompt; wait for all, keep the first 8
+  b  stock vLLM, n=8 in one request per prompt; wait for all
+  c  stock vLLM, 16 streaming requests per prompt (one event per token); when 8 have finished, the client closes
+     the others' connections
+  d  vllm-rollout, one POST /v1/rollouts for all prompts, group_size 8, redundancy 8
+  e  (only when asked for) c with an ordinary client: httpx, every event parsed
+
+Conditions. One server at a time, the same flags for both kinds, the same prompts as token ids, the same seeds
+(candidate i of a prompt gets seed + i in every way), temperature 1, token ids returned, no log probabilities. Every
+prompt has run once before, so that each way finds the same prefix cache. Within a repeat the ways follow each other;
+the order turns round with every repeat. Ratios are medians of the ratios within a repeat.
+
+The client of c is the cheapest we could write: one process, one connection per candidate on asyncio's transport, which
+keeps the bytes it gets and looks in them for a finish reason only; token ids are read after the clock has stopped. The
+others use httpx. No way computes a reward.
+
+What is reported:
+  wall_s              from the first request to the last byte of the last answer
+  generated_tokens    vLLM's counter vllm:generation_tokens_total, after minus before, once it stands still. Of requests
+                      that a client aborts it counts what has reached the API process: for c it is a lower bound
+  returned_tokens     tokens of the 8 kept candidates per prompt
+  wasted_tokens       generated - returned
+  tokens_after_completion   per remaining candidate of a group, decoded after the group's 8th completion:
+      a: its length beyond that of the 8th shortest; b: there is no remaining candidate
+      c, e: counted by the server, minus what the client had received when it closed the connection (a lower bound)
+      d: its num_tokens beyond those of the group's longest winner. Under the synchronous scheduler 0, or 1 for a
+         candidate whose first step came one step before the winner's
+  api_process_cpu_s   CPU seconds of the server's API process (process_cpu_seconds_total)
+  client_cpu_s        CPU seconds of this process
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import re
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+import uvloop
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.common import (
+    median,
+    raise_file_limit,
+    ratios,
+    record_of_run,
+    server_process,
+    settled_tokens,
+    write_json,
+)
+from benchmarks.prompts import cycle
+from vllm_rollout.demo.options import MAX_CANDIDATES
+from vllm_rollout.models import DEFAULT_MODEL, resolve
+from vllm_rollout.server.process import (
+    ServerError,
+    ServerProcess,
+    counter,
+    exit_on_sigterm,
+    log_folder,
+    server_flags,
+)
+
+Way = Literal["a", "b", "c", "e", "d"]
+WAYS: dict[Way, str] = {
+    "a": "stock, n=16, wait for all",
+    "b": "stock, n=8, wait for all",
+    "c": "stock, 16 streams, client aborts",
+    "e": "the same through httpx and json",
+    "d": "vllm-rollout",
+}
+TABLE_WIDTH = 140
+"""Columns where the output is not a terminal."""
+API_CPU = "process_cpu_seconds_total"
+TINY = "tiny-random"
+MAX_CANDIDATES_TINY = 1024
+TINY_PROMPT_TOKENS = 12
+"""Few enough for 1024 candidates in one step: vLLM's CPU engine dies when a seeded prompt is split over steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Race:
+    """One comparison of ways: a model, a number of groups at once, a length cap."""
+
+    name: str
+    model: str
+    num_groups: int
+    group_size: int
+    num_candidates: int
+    max_tokens: int
+    ways: tuple[Way, ...]
+
+    @property
+    def flags(self) -> list[str]:
+        """Of the server. The same for every race of a model, so that servers can be kept."""
+        return server_flags(MAX_CANDIDATES_TINY if self.model == TINY else MAX_CANDIDATES)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a way gives back when the clock has stopped."""
+
+    returned_tokens: int
+    tokens_after_completion: float | None
+    """Mean per remaining candidate; None when it takes the server's counter or there is no remaining candidate."""
+    num_remaining: int
+    """Candidates that were not finished when their group was complete."""
+    tokens_received: int
+    """Everything the client has got, returned or not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One way in one repeat."""
+
+    way: Way
+    repeat: int
+    wall_s: float
+    generated_tokens: int
+    returned_tokens: int
+    wasted_tokens: int
+    tokens_after_completion: float | None
+    num_remaining: int
+    api_process_cpu_s: float
+    client_cpu_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What a way has to do: prompts as token ids, and how to sample."""
+
+    race: Race
+    prompts: list[list[int]]
+    seed: int
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        return {"temperature": 1.0, "max_tokens": self.race.max_tokens, "seed": self.seed}
+
+
+Read = Callable[[], Outcome]
+"""Called after the clock has stopped: parsing an answer is nobody's wall time."""
+
+
+async def wait_for_all(client: httpx.AsyncClient, task: Task, num_candidates: int) -> Read:
+    """Ways a and b: one request per prompt."""
+
+    async def ask(prompt: list[int]) -> httpx.Response:
+        body = {"prompt": prompt, "n": num_candidates, "return_token_ids": True, **task.sampling}
+        return await client.post("/v1/completions", json=body)
+
+    responses = await asyncio.gather(*map(ask, task.prompts))
+
+    def read() -> Outcome:
+        returned = received = after = num_remaining = 0
+        for response in responses:
+            choices = _body(response)["choices"]
+            lengths = [(c["finish_reason"] != "stop", len(c["token_ids"])) for c in choices]
+            kept, beyond = split_group(lengths, task.race.group_size)
+            returned += sum(kept)
+            received += sum(length for _, length in lengths)
+            after += sum(beyond)
+            num_remaining += len(beyond)
+        return Outcome(returned, after / num_remaining if num_remaining else None, num_remaining, received)
+
+    return read
+
+
+def split_group(candidates: Sequence[tuple[bool, int]], group_size: int) -> tuple[list[int], list[int]]:
+    """Of (was cut, length) pairs that decoded in step: lengths of the first `group_size` to finish, and for each of the
+    others how far it went on after that. Cut ones are kept only when there are too few others.
+    """
+    ordered = sorted(candidates)
+    kept = [length for _, length in ordered[:group_size]]
+    stop = max(kept, default=0)
+    return kept, [max(0, length - stop) for _, length in ordered[group_size:]]
+
+
+async def roll_out(client: httpx.AsyncClient, task: Task) -> Read:
+    """Way d: one request for everything."""
+    race = task.race
+    body = {
+        "prompts": [{"prompt_token_ids": prompt} for prompt in task.prompts],
+        "group_size": race.group_size,
+        "redundancy": race.num_candidates - race.group_size,
+        "sampling": task.sampling,
+        "return": {"logprobs": False},
+    }
+    response = await client.post("/v1/rollouts", json=body)
+
+    def read() -> Outcome:
+        answer = _body(response)
+        beyond = []
+        for group in answer["groups"]:
+            stop = max(trajectory["num_tokens"] for trajectory in group["trajectories"])
+            beyond += [max(0, c["num_tokens"] - stop) for c in group["candidates"] if c["state"] == "surplus"]
+        usage = answer["usage"]
+        mean = sum(beyond) / len(beyond) if beyond else None
+        return Outcome(usage["returned_tokens"], mean, len(beyond), usage["generated_tokens"])
+
+    return read
+
+
+class TokenStream(asyncio.Protocol):
+    """One streaming request. Keeps what it receives; looks only for the finish reason."""
+
+    FINISHED = b'"finish_reason":"'
+    TOKEN_IDS = re.compile(rb'"token_ids":\[([^\]]*)\]')
+
+    __slots__ = ("_on_end", "_request", "_tail", "closed", "received", "stopped", "transport")
+
+    def __init__(self, request: bytes, on_end: Callable[[TokenStream], None]) -> None:
+        self._request = request
+        self._on_end = on_end
+        self._tail = b""
+        self.received: list[bytes] = []
+        self.closed = False
+        self.stopped: bool | None = None
+        """Ended by itself (finish reason `stop`), cut at the cap, or None: not ended."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        self.transport = transport
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        if self.closed:
+            return
+        self.received.append(data)
+        text = self._tail + data
+        position = text.find(self.FINISHED)
+        # What follows the marker tells how it ended: wait for it.
+        if position >= 0 and len(text) > position + len(self.FINISHED):
+            self.stopped = text[position + len(self.FINISHED)] == ord("s")
+            self.close()
+            self._on_end(self)
+        else:
+            self._tail = text[-len(self.FINISHED) - 1 :]
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.closed:
+            self.close()
+            self._on_end(self)
+
+    def close(self) -> None:
+        self.closed = True
+        self.transport.close()
+
+    @property
+    def num_tokens(self) -> int:
+        ids = self.TOKEN_IDS.findall(b"".join(self.received))
+        return sum(chunk.count(b",") + 1 for chunk in ids if chunk.strip())
+
+
+class StreamingGroup:
+    """The client's side of way c: 16 streams, of which the first 8 to end by themselves are kept."""
+
+    def __init__(self, size: int, requests: Sequence[bytes]) -> None:
+        self._size = size
+        self._num_running = len(requests)
+        self._num_stopped = 0
+        self.streams = [TokenStream(request, self._ended) for request in requests]
+        self.kept: list[TokenStream] = []
+        self.remaining: list[TokenStream] = []
+        """Closed by us while they were running."""
+        self.over = asyncio.get_running_loop().create_future()
+
+    def _ended(self, stream: TokenStream) -> None:
+        if self.over.done():
+            return
+        self._num_running -= 1
+        if stream.stopped:
+            self.kept.append(stream)
+        if len(self.kept) == self._size:
+            for other in self.streams:
+                if not other.closed:
+                    self.remaining.append(other)
+                    other.close()
+            self.over.set_result(None)
+        elif self._num_running == 0:
+            cut = [s for s in self.streams if s.stopped is False]
+            self.kept += cut[: self._size - len(self.kept)]
+            self.over.set_result(None)
+
+
+async def stream_all(client: httpx.AsyncClient, task: Task) -> Read:
+    """Way c: a request and a connection per candidate."""
+    host, port = client.base_url.host, client.base_url.port
+    loop = asyncio.get_running_loop()
+    groups = []
+    for prompt in task.prompts:
+        bodies = [
+            {"prompt": prompt, "stream": True, "return_token_ids": True, **task.sampling, "seed": task.seed + index}
+            for index in range(task.race.num_candidates)
+        ]
+        groups.append(StreamingGroup(task.race.group_size, [_http_request(host, body) for body in bodies]))
+    connections = [
+        loop.create_connection(lambda stream=stream: stream, host, port) for group in groups for stream in group.streams
+    ]
+    await asyncio.gather(*connections)
+    await asyncio.gather(*(group.over for group in groups))
+
+    def read() -> Outcome:
+        for group in groups:
+            if len(group.kept) < task.race.group_size:
+                raise ServerError(f"only {len(group.kept)} candidates of a group ended: {_first_words(group.streams)}")
+        returned = sum(stream.num_tokens for group in groups for stream in group.kept)
+        received = sum(stream.num_tokens for group in groups for stream in group.streams)
+        num_remaining = sum(len(group.remaining) for group in groups)
+        return Outcome(returned, None, num_remaining, received)
+
+    return read
+
+
+async def stream_parsed(client: httpx.AsyncClient, task: Task) -> Read:
+    """Way e: a stream per candidate, read line by line and parsed; the rest are cancelled when enough have ended."""
+    received = 0
+
+    async def candidate(prompt: list[int], index: int) -> tuple[bool, int]:
+        """Whether it ended by itself, and its number of tokens."""
+        nonlocal received
+        body = {"prompt": prompt, "stream": True, "return_token_ids": True, **task.sampling, "seed": task.seed + index}
+        num_tokens, reason = 0, None
+        async with client.stream("POST", "/v1/completions", json=body) as response:
+            async for line in response.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+                num_tokens += len(choice["token_ids"] or ())
+                received += len(choice["token_ids"] or ())
+                reason = choice["finish_reason"] or reason
+        return reason == "stop", num_tokens
+
+    async def group(prompt: list[int]) -> tuple[int, int]:
+        """Tokens of the kept candidates, and the number of those cancelled."""
+        tasks = [asyncio.create_task(candidate(prompt, index)) for index in range(task.race.num_candidates)]
+        kept, cut = [], []
+        for ended in asyncio.as_completed(tasks):
+            by_itself, num_tokens = await ended
+            (kept if by_itself else cut).append(num_tokens)
+            if len(kept) == task.race.group_size:
+                break
+        remaining = [t for t in tasks if not t.done()]
+        for t in remaining:
+            t.cancel()
+        await asyncio.gather(*remaining, return_exceptions=True)
+        kept += cut[: task.race.group_size - len(kept)]
+        return sum(kept), len(remaining)
+
+    groups = await asyncio.gather(*map(group, task.prompts))
+    returned, num_remaining = (sum(values) for values in zip(*groups, strict=True))
+    return lambda: Outcome(returned, None, num_remaining, received)
+
+
+def _http_request(host: str, body: dict[str, Any]) -> bytes:
+    content = json.dumps(body).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(content)}\r\n\r\n"
+    )
+    return head.encode() + content
+
+
+def _first_words(streams: Sequence[TokenStream]) -> str:
+    broken = next((s for s in streams if s.stopped is None), streams[0])
+    return b"".join(broken.received)[:300].decode(errors="replace")
+
+
+def _body(response: httpx.Response) -> dict[str, Any]:
+    if response.status_code != 200:
+        raise ServerError(f"{response.request.url.path} answered {response.status_code}: {response.text[:300]}")
+    return response.json()
+
+
+RUN: dict[Way, Callable[[httpx.AsyncClient, Task], Awaitable[Read]]] = {
+    "a": lambda client, task: wait_for_all(client, task, task.race.num_candidates),
+    "b": lambda client, task: wait_for_all(client, task, task.race.group_size),
+    "c": stream_all,
+    "e": stream_parsed,
+    "d": roll_out,
+}
+
+
+async def measure(server: ServerProcess, race: Race, way: Way, repeat: int, seed: int) -> Measurement:
+    """Warm up, run one way, and read the counters before and after."""
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=server.url, timeout=None, limits=limits, trust_env=False) as client:
+        try:
+            task = Task(race, await _prompts(client, race, seed), seed + 1000 * repeat)
+            for prompt in task.prompts:
+                _body(await client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1}))
+            tokens = await settled_tokens(client)
+            api_cpu = counter((await client.get("/metrics")).text, API_CPU)
+            client_cpu = time.process_time()
+            started = time.perf_counter()
+            read = await RUN[way](client, task)
+            wall_s = time.perf_counter() - started
+            client_cpu = time.process_time() - client_cpu
+            api_cpu = counter((await client.get("/metrics")).text, API_CPU) - api_cpu
+            generated = int(await settled_tokens(client) - tokens)
+        except httpx.TransportError as error:
+            raise server.lost(error) from error
+    outcome = read()
+    after = outcome.tokens_after_completion
+    if way in ("c", "e") and outcome.num_remaining:
+        after = (generated - outcome.tokens_received) / outcome.num_remaining
+    return Measurement(
+        way,
+        repeat,
+        round(wall_s, 3),
+        generated,
+        outcome.returned_tokens,
+        generated - outcome.returned_tokens,
+        None if after is None else round(after, 3),
+        outcome.num_remaining,
+        round(api_cpu, 2),
+        round(client_cpu, 2),
+    )
+
+
+async def _prompts(client: httpx.AsyncClient, race: Race, seed: int) -> list[list[int]]:
+    if race.model == TINY:
+        rng = random.Random(seed)
+        return [[rng.randrange(16, 512) for _ in range(TINY_PROMPT_TOKENS)] for _ in range(race.num_groups)]
+    bodies = [{"messages": [{"role": "user", "content": prompt}]} for prompt in cycle(race.num_groups)]
+    return [_body(await client.post("/tokenize", json=body))["tokens"] for body in bodies]
+
+
+class Servers:
+    """Keeps at most one server: starting another kind, or one for another model, stops the one before."""
+
+    def __init__(self, folder: Path, console: Console) -> None:
+        self._folder = folder
+        self._console = console
+        self._key: tuple[str, str] | None = None
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Servers:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def get(self, way: Way, race: Race) -> ServerProcess:
+        kind = "rollout" if way == "d" else "stock"
+        if self._key != (kind, race.model):
+            self._stack.close()
+            self._key = None
+            server = server_process(kind, resolve(race.model), race.flags, self._folder / f"{kind}.log")
+            self._server = self._stack.enter_context(server)
+            with self._console.status(f"starting {kind} server, {race.model}"):
+                server.wait_until_healthy(lambda seconds, line: None)
+            self._key = (kind, race.model)
+        self._server.check_alive()
+        return self._server
+
+
+def run_races(races: Sequence[Race], repeats: int, seed: int, console: Console) -> list[dict[str, Any]]:
+    """All repeats of a race before the next one; the order of its ways turns round with every repeat."""
+    results = []
+    with log_folder() as folder, Servers(folder, console) as servers:
+        for race in races:
+            measurements = []
+            for repeat in range(repeats):
+                for way in race.ways if repeat % 2 == 0 else race.ways[::-1]:
+                    server = servers.get(way, race)
+                    measurement = uvloop.run(measure(server, race, way, repeat, seed))
+                    measurements.append(measurement)
+                    console.print(
+                        f"{race.name}, {race.num_groups} groups, repeat {repeat + 1}/{repeats}, way {way}: "
+                        f"{measurement.wall_s:.2f} s, {measurement.generated_tokens:,} tokens generated, "
+                        f"{measurement.returned_tokens:,} returned"
+                    )
+            results.append(summarize(race, measurements))
+    return results
+
+
+def summarize(race: Race, measurements: Sequence[Measurement]) -> dict[str, Any]:
+    """Every measurement, medians per way, and the medians of the ratios x/d within a repeat."""
+    by_way = {way: sorted((m for m in measurements if m.way == way), key=lambda m: m.repeat) for way in race.ways}
+    medians = {}
+    for way, ours in by_way.items():
+        medians[way] = {
+            field: _median_or_none([getattr(m, field) for m in ours])
+            for field in Measurement.__dataclass_fields__
+            if field not in ("way", "repeat")
+        }
+    walls = {way: [m.wall_s for m in ours] for way, ours in by_way.items()}
+    return {
+        **asdict(race),
+        "server_flags": race.flags,
+        "measurements": [asdict(m) for m in measurements],
+        "medians": medians,
+        "ratios": {f"{way}/d": round(median(ratios(walls[way], walls["d"])), 3) for way in race.ways if way != "d"}
+        if "d" in walls
+        else {},
+    }
+
+
+def _median_or_none(values: Sequence[float | None]) -> float | None:
+    present = [value for value in values if value is not None]
+    return round(median(present), 3) if present else None
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    table = Table(title="Medians; ratio: wall time over that of way d, paired within a repeat", title_justify="left")
+    for name in ("race", "way"):
+        table.add_column(name)
+    for name in ("wall s", "x/d", "generated", "returned", "wasted", "after 8th", "API CPU s", "client CPU s"):
+        table.add_column(name, justify="right")
+    for race in result["races"]:
+        for way, row in race["medians"].items():
+            after = row["tokens_after_completion"]
+            table.add_row(
+                f"{race['name']}, {race['num_groups']} groups" if way == next(iter(race["medians"])) else "",
+                f"{way}: {WAYS[way]}",
+                f"{row['wall_s']:.2f}",
+                f"{race['ratios'].get(f'{way}/d', 1):.2f}",
+                *(f"{row[field]:,.0f}" for field in ("generated_tokens", "returned_tokens", "wasted_tokens")),
+                "-" if after is None else f"{after:.2f}",
+                f"{row['api_process_cpu_s']:.1f}",
+                f"{row['client_cpu_s']:.1f}",
+            )
+        table.add_section()
+    console.print(table)
+
+
+COLORS: dict[Way, str] = {"a": "#94a3b8", "b": "#64748b", "c": "#f59e0b", "e": "#b45309", "d": "#0f766e"}
+INK = "#1e293b"
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Left: wall time and tokens on the real model. Right: how the ratios grow with the number of groups."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    real = next(race for race in result["races"] if race["model"] != TINY)
+    tiny = [race for race in result["races"] if race["model"] == TINY]
+    with plt.rc_context({"font.size": 10, "text.color": INK, "axes.labelcolor": INK, "xtick.color": INK}):
+        figure, (left, right) = plt.subplots(1, 2, figsize=(13.5, 4.6), dpi=120, width_ratios=(1.5, 1))
+        _draw_real(left, real)
+        _draw_concurrency(right, tiny)
+        for axes in (left, right):
+            axes.spines[["top", "right"]].set_visible(False)
+        figure.tight_layout(w_pad=3)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+        plt.close(figure)
+
+
+def _draw_real(axes, race: dict[str, Any]) -> None:
+    slowest = max(row["wall_s"] for row in race["medians"].values())
+    for position, (way, row) in enumerate(race["medians"].items()):
+        axes.barh(position, row["wall_s"], color=COLORS[way], height=0.62)
+        runs = [measurement["wall_s"] for measurement in race["measurements"] if measurement["way"] == way]
+        axes.plot(runs, [position] * len(runs), "|", color=INK, ms=9, mew=1)
+        inside = min(runs) > 0.55 * slowest
+        axes.annotate(
+            f"{row['wall_s']:.1f} s, {row['generated_tokens']:,.0f} tokens generated",
+            (0 if inside else max(*runs, row["wall_s"]), position),
+            (10, 0),
+            textcoords="offset points",
+            va="center",
+            color="white" if inside else INK,
+            weight="bold",
+        )
+    axes.set_yticks(range(len(race["medians"])), [f"{way}: {WAYS[way]}" for way in race["medians"]])
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds until every group has its trajectories (ticks: single runs)")
+    axes.set_title(
+        f"First {race['group_size']} of {race['num_candidates']} candidates, {race['num_groups']} prompts\n"
+        f"{Path(race['model']).name}, at most {race['max_tokens']} tokens",
+        loc="left",
+        weight="bold",
+    )
+
+
+def _draw_concurrency(axes, races: Sequence[dict[str, Any]]) -> None:
+    ways = [way for way in WAYS if any(f"{way}/d" in race["ratios"] for race in races)]
+    width = 0.8 / max(1, len(ways))
+    for rank, way in enumerate(ways):
+        places = [position - 0.4 + (rank + 0.5) * width for position in range(len(races))]
+        heights = [race["ratios"].get(f"{way}/d", 0) for race in races]
+        bars = axes.bar(places, heights, 0.92 * width, color=COLORS[way], label=way)
+        axes.bar_label(bars, [f"{height:.2f}" for height in heights], padding=2, size=9)
+    axes.axhline(1, color=COLORS["d"], lw=2, label="d = 1")
+    axes.set_xticks(range(len(races)), [str(race["num_groups"]) for race in races])
+    axes.margins(y=0.22)
+    axes.set_xlabel("groups at once, 16 candidates each")
+    axes.set_ylabel("wall time over that of d")
+    cap = races[0]["max_tokens"] if races else "-"
+    axes.set_title(f"More groups at once\ntiny random model, at most {cap} tokens", loc="left", weight="bold")
+    axes.legend(frameon=False, fontsize=9, ncols=4, loc="upper center")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.group_race",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", default=DEFAULT_MODEL, help="model of the first part: a name of `vllm-rollout models list`, a "
+        "Hugging Face name or a directory (default %(default)s)")  # fmt: skip
+    add("--prompts", type=int, default=8, help="groups at once on the model (default 8)")
+    add("--max-tokens", type=int, default=1024, help="length cap on the model (default 1024)")
+    add("--groups", type=int, nargs="*", default=[4, 16, 64], help="groups at once on the tiny random model (default "
+        "4 16 64; none: leave this part out)")  # fmt: skip
+    add("--tiny-max-tokens", type=int, default=512, help="length cap on the tiny model; an output token ends an answer "
+        "with a chance of about 1/512 (default 512)")  # fmt: skip
+    add("--group-size", type=int, default=8, help="M, trajectories kept per prompt (default 8)")
+    add("--candidates", type=int, default=16, help="M', candidates per prompt in ways a, c and d (default 16)")
+    add("--ways", default="abcd", help="which ways to run, in this order, e.g. cd (default abcd)")
+    add("--repeats", type=int, default=3, help="repeats of every way; the order turns round each time (default 3)")
+    add("--seed", type=int, default=7, help="repeat r samples with seed + 1000 r (default 7)")
+    add("--output", type=Path, help="where the JSON goes (default benchmarks/results/group_race.json, with --quick "
+        "benchmarks/results/group_race_quick.json)")  # fmt: skip
+    add("--plot", type=Path, default=Path("docs/group_race.png"), help="where the picture goes (default %(default)s); "
+        "not drawn with --quick")  # fmt: skip
+    add("--plot-only", action="store_true", help="measure nothing: draw the picture from the JSON at --output")
+    add("--quick", action="store_true", help="one repeat of 2 prompts of at most 128 tokens, and 2 and 4 tiny groups: "
+        "proves that everything runs, 2 to 6 minutes, mostly server starts; its ratios mean nothing")  # fmt: skip
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.prompts, arguments.max_tokens, arguments.groups, arguments.repeats = 2, 128, [2, 4], 1
+        arguments.tiny_max_tokens = 128
+    if arguments.output is None:
+        name = "group_race_quick.json" if arguments.quick else "group_race.json"
+        arguments.output = Path("benchmarks/results") / name
+    if not arguments.ways or set(arguments.ways) - set(WAYS) or len(set(arguments.ways)) < len(arguments.ways):
+        parser.error(f"--ways must be some of {''.join(WAYS)}, each once, got {arguments.ways!r}")
+    if not 1 <= arguments.group_size <= arguments.candidates:
+        parser.error(f"--group-size must be in 1 to --candidates ({arguments.candidates}), got {arguments.group_size}")
+    if max([0, *arguments.groups]) * arguments.candidates > MAX_CANDIDATES_TINY:
+        parser.error(
+            f"--groups times --candidates must be at most {MAX_CANDIDATES_TINY}, got {max(arguments.groups)} groups"
+        )
+    if arguments.prompts * arguments.candidates > MAX_CANDIDATES:
+        parser.error(f"--prompts times --candidates must be at most {MAX_CANDIDATES}, got {arguments.prompts} prompts")
+    return arguments
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    sys.stdout.reconfigure(line_buffering=True)  # a log file shows each measurement when it is there
+    console = Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)
+    if not arguments.plot_only:
+        exit_on_sigterm()
+        ways: tuple[Way, ...] = tuple(arguments.ways)
+        sizes = (arguments.group_size, arguments.candidates)
+        races = [Race("real model", arguments.model, arguments.prompts, *sizes, arguments.max_tokens, ways)]
+        races += [Race("tiny model", TINY, n, *sizes, arguments.tiny_max_tokens, ways) for n in arguments.groups]
+        raise_file_limit(2 * max(race.num_groups * race.num_candidates for race in races) + 256)
+        result = record_of_run(seed=arguments.seed, workload={"ways": WAYS, "conditions": __doc__})
+        try:
+            result["races"] = run_races(races, arguments.repeats, arguments.seed, console)
+        except (ServerError, ValueError) as error:
+            raise SystemExit(f"group_race: {error}") from error
+        write_json(arguments.output, result)
+        show(result, console)
+        console.print(f"written to {arguments.output}")
+    if arguments.plot_only or not arguments.quick:
+        draw(json.loads(arguments.output.read_text()), arguments.plot)
+        console.print(f"picture: {arguments.plot}")
+
+
+if __name__ == "__main__":
+    main()

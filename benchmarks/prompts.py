@@ -1,0 +1,28 @@
+"""Everyday and arithmetic prompts with heavy-tailed answers.
+
+Chosen by one run of SmolLM2-135M-Instruct (28 prompts x 16 candidates, temperature 1, cap 1024 tokens, seed 500): at
+least 13 of the 16 end by themselves, half of them within 20 to 190 tokens, while the longest run into the cap. Prompts
+that this small model rambles on are left out: with fewer than half ending by themselves, a race too waits for the cap.
+Measure with other seeds than 500.
+"""
+
+from __future__ import annotations
+
+from vllm_rollout.demo.options import PROMPTS as DEMO_PROMPTS
+
+PROMPTS: tuple[str, ...] = (
+    *DEMO_PROMPTS,
+    "Translate 'good morning, how are you?' into Spanish and French.",
+    "List five animals that live in the desert.",
+    "What is 9 times 8? Answer with a sentence.",
+    "Convert 5 kilometres to metres.",
+    "A rectangle has a perimeter of 30 cm and a width of 6 cm. What is its area?",
+    "What is photosynthesis?",
+    "What is the largest planet in the solar system?",
+    "Name the days of the week.",
+)
+
+
+def cycle(num_prompts: int) -> list[str]:
+    """`num_prompts` of them; they come round again."""
+    return [PROMPTS[i % len(PROMPTS)] for i in range(num_prompts)]

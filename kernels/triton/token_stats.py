@@ -1,0 +1,105 @@
+"""token_stats on a GPU: log-probability, entropy and confidence of every row in one pass over the vocabulary.
+
+Invariant: logits are read once, nothing of their size is written, and the host never waits for the device.
+The specification is `vllm_rollout.tracker.ops.token_stats_reference`.
+"""
+
+import torch
+
+import triton
+import triton.language as tl
+
+NUM_WARPS = 16
+"""Many for one program: a decode step has fewer rows than a GPU has multiprocessors, so that a row's own loads must
+hide the memory's latency."""
+BLOCK_SIZE = 32 * NUM_WARPS * 8
+"""Entries that the program takes side by side: 8 for each thread, one 16-byte load of 16-bit logits."""
+NUM_BLOCKS = 4
+"""Blocks per step of the loop: a lane rescales its sums once for that many entries."""
+
+
+@triton.jit
+def token_stats_kernel(
+    logits_ptr,
+    sampled_ptr,
+    logprob_ptr,
+    entropy_ptr,
+    confidence_ptr,
+    row_stride,
+    sampled_stride,
+    vocab_size,
+    NUM_BLOCKS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """One program per row. Every lane keeps an online log-sum-exp of its own; lanes meet only at the end."""
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * row_stride
+    lanes = tl.arange(0, NUM_BLOCKS)[:, None] * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)[None, :]
+
+    # A finite start keeps z - peak away from -inf - (-inf).
+    peak = tl.full([BLOCK_SIZE], -3.4028234663852886e38, tl.float32)
+    sum_exp = tl.zeros([BLOCK_SIZE], tl.float32)
+    sum_exp_shifted = tl.zeros([BLOCK_SIZE], tl.float32)
+    sum_z = tl.zeros([BLOCK_SIZE], tl.float32)
+    num_unmasked = tl.zeros([BLOCK_SIZE], tl.int32)
+
+    for start in range(0, vocab_size, NUM_BLOCKS * BLOCK_SIZE):
+        columns = start + lanes
+        z = tl.load(logits_ptr + columns, mask=columns < vocab_size, other=-float("inf")).to(tl.float32)
+        unmasked = z != -float("inf")
+        sum_z += tl.sum(tl.where(unmasked, z, 0.0), axis=0)
+        num_unmasked += tl.sum(unmasked.to(tl.int32), axis=0)
+
+        new_peak = tl.maximum(peak, tl.max(z, axis=0))
+        # Without the limit, change * sum_exp overflows when a lane has seen only the lowest float32 so far, which
+        # some masks write; exp(-1000) is zero either way.
+        change = tl.maximum(peak - new_peak, -1000.0)
+        scale = tl.exp(change)
+        shifted = z - new_peak[None, :]
+        exp = tl.exp(shifted)
+        sum_exp_shifted = scale * (sum_exp_shifted + change * sum_exp)
+        sum_exp_shifted += tl.sum(tl.where(unmasked, exp * shifted, 0.0), axis=0)
+        sum_exp = scale * sum_exp + tl.sum(exp, axis=0)
+        peak = new_peak
+
+    row_peak = tl.max(peak, axis=0)
+    change = tl.maximum(peak - row_peak, -1000.0)
+    scale = tl.exp(change)
+    row_sum_exp_shifted = tl.sum(scale * (sum_exp_shifted + change * sum_exp), axis=0)
+    row_sum_exp = tl.sum(scale * sum_exp, axis=0)
+    row_sum_z = tl.sum(sum_z, axis=0)
+    row_num_unmasked = tl.sum(num_unmasked, axis=0)
+
+    # A NaN or +inf in the row has made row_sum_exp NaN by now, and with it all three results.
+    nan = float("nan")
+    log_sum_exp = tl.where(row_num_unmasked > 0, tl.log(row_sum_exp), nan)
+    token = tl.load(sampled_ptr + row * sampled_stride)
+    has_token = (token >= 0) & (token < vocab_size)
+    token_z = tl.load(logits_ptr + token, mask=has_token, other=0.0).to(tl.float32)
+    logprob = tl.where(has_token, token_z - row_peak - log_sum_exp, nan)
+    mean_z = row_sum_z / row_num_unmasked.to(tl.float32)
+    tl.store(logprob_ptr + row, logprob)
+    tl.store(entropy_ptr + row, log_sum_exp - row_sum_exp_shifted / row_sum_exp)
+    tl.store(confidence_ptr + row, log_sum_exp + (row_peak - mean_z))
+
+
+def token_stats_triton(logits: torch.Tensor, sampled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """logprob, entropy and confidence, float32 [num_rows], of arguments that `check_arguments` accepts."""
+    num_rows, vocab_size = logits.shape
+    logprob, entropy, confidence = torch.empty(3, num_rows, dtype=torch.float32, device=logits.device).unbind()
+    if num_rows == 0:
+        return logprob, entropy, confidence
+    token_stats_kernel[(num_rows,)](
+        logits,
+        sampled,
+        logprob,
+        entropy,
+        confidence,
+        logits.stride(0),
+        sampled.stride(0),
+        vocab_size,
+        NUM_BLOCKS=NUM_BLOCKS,
+        BLOCK_SIZE=BLOCK_SIZE,
+        num_warps=NUM_WARPS,
+    )
+    return logprob, entropy, confidence

@@ -1,0 +1,275 @@
+"""Messages of a candidate: few, complete and in order."""
+
+import queue
+
+import numpy as np
+import pytest
+from scheduler_runs import TracedRun, add_group, assert_nothing_left
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.engine.core import EngineCoreProc
+from vllm.v1.outputs import LogprobsLists, SamplingMaskLists
+from vllm.v1.request import RequestStatus
+
+from vllm_rollout.adapter.dry_run import EOS_TOKEN
+from vllm_rollout.adapter.held_outputs import HeldOutputs
+
+
+def message_sizes(run: TracedRun, request_id: str) -> list[int]:
+    return [len(output.new_token_ids) for output in run.outputs[request_id]]
+
+
+def pause_and_resume(run: TracedRun, clear_cache: bool = False) -> None:
+    run.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    while run.step():
+        pass
+    if clear_cache:
+        assert run.scheduler.reset_prefix_cache(reset_running_requests=True)
+    run.scheduler.set_pause_state(PauseState.UNPAUSED)
+
+
+def test_a_long_candidate_nobody_streams_takes_a_handful_of_messages(new_run):
+    run = new_run()
+    (id,) = add_group(run, "g", [1000], group_size=1, interval=256)
+    run.run()
+    assert message_sizes(run, id) == [1, 256, 256, 256, 231]
+    assert run.num_messages == 5
+    assert run.tokens(id) == [*run.own_tokens(id, 999), EOS_TOKEN]
+
+
+def test_a_streamed_candidate_gets_every_token_in_its_own_message(new_run):
+    run = new_run()
+    ids = add_group(run, "g", [40, 60], group_size=1, interval=1)
+    run.run()
+    assert message_sizes(run, ids[0]) == [1] * 40
+    assert run.tokens(ids[0]) == [*run.own_tokens(ids[0], 39), EOS_TOKEN]
+    assert run.tokens(ids[1]) == run.own_tokens(ids[1], 40)
+
+
+@pytest.mark.parametrize("interval", [2, 7, 64])
+def test_whatever_the_interval_a_stopped_candidate_gets_all_its_tokens(new_run, interval):
+    run = new_run()
+    ids = add_group(run, "g", [50, 90, 90], group_size=1, interval=interval)
+    run.run()
+    for id in ids[1:]:
+        assert run.tokens(id) == run.own_tokens(id, 50)
+        assert set(message_sizes(run, id)[1:-1]) <= {interval}
+
+
+def test_a_preempted_candidate_that_is_stopped_gets_what_was_held(new_run):
+    run = new_run(num_blocks=30)
+    ids = add_group(run, "g", [150, 200, 200, 200], group_size=1, interval=256)
+    run.run()
+    stopped_early = [id for id in ids if run.num_tokens(id) < 150]
+    assert any(run.requests[id].num_preemptions for id in stopped_early)
+    for id in stopped_early:
+        assert run.tokens(id) == run.own_tokens(id, run.requests[id].num_output_tokens)
+        assert len(run.outputs[id]) == 2
+
+
+@pytest.mark.parametrize("interval", [1, 16, 256])
+def test_logprobs_line_up_with_tokens(new_run, interval):
+    run = new_run()
+    ids = add_group(run, "g", [60, 100], group_size=1, interval=interval, logprobs=0)
+    run.run()
+    for id in ids:
+        outputs = run.outputs[id]
+        for output in outputs:
+            rows = output.new_logprobs
+            assert len(output.new_token_ids) == len(rows.logprob_token_ids) == len(rows.logprobs)
+            assert len(output.new_token_ids) == len(rows.sampled_token_ranks)
+        token_ids = np.concatenate([output.new_logprobs.logprob_token_ids for output in outputs])
+        logprobs = np.concatenate([output.new_logprobs.logprobs for output in outputs])
+        ranks = np.concatenate([output.new_logprobs.sampled_token_ranks for output in outputs])
+        assert token_ids[:, 0].tolist() == run.tokens(id)
+        assert logprobs[:, 0].tolist() == [-k for k in range(1, 61)]
+        assert ranks.tolist() == list(range(1, 61))
+
+
+def test_without_logprobs_none_are_made_up(new_run):
+    run = new_run()
+    (id,) = add_group(run, "g", [60], group_size=1)
+    run.run()
+    assert [output.new_logprobs for output in run.outputs[id]] == [None] * len(run.outputs[id])
+
+
+def test_prefill_statistics_come_with_the_first_message_only(new_run):
+    run = new_run()
+    ids = add_group(run, "g", [60, 90], group_size=1, interval=16)
+    run.run()
+    for id in ids:
+        assert [output.prefill_stats is not None for output in run.outputs[id]] == [True] + [False] * 4
+
+
+def test_no_event_is_lost_or_told_twice(new_run, loop):
+    stock = new_run(scheduler_cls=loop.stock_cls, log_stats=True, num_blocks=24)
+    ours = new_run(log_stats=True, num_blocks=24)
+    for run in (stock, ours):
+        add_group(run, "g", [100, 120, 130, 140], group_size=4, interval=64)
+        run.run()
+    assert any(request.num_preemptions for request in ours.requests.values())
+    for id in ours.requests:
+        told = [[event.type for output in run.outputs[id] for event in output.events or ()] for run in (stock, ours)]
+        assert told[0] == told[1]
+        assert told[0]
+        prefills = [sum(output.prefill_stats is not None for output in run.outputs[id]) for run in (stock, ours)]
+        assert prefills[0] == prefills[1]
+
+
+def test_statistics_do_not_bring_held_outputs_out(new_run):
+    run = new_run(log_stats=True)
+    (id,) = add_group(run, "g", [300], group_size=1, interval=256)
+    run.run()
+    assert message_sizes(run, id) == [1, 256, 43]
+
+
+def test_a_pause_is_noted_and_what_was_held_comes_with_the_next_token(new_run):
+    run = new_run()
+    ids = add_group(run, "g", [200, 100], group_size=2, interval=256)
+    for _ in range(30):
+        run.step()
+    pause_and_resume(run)
+    num_paused_at = run.requests[ids[0]].num_output_tokens
+    run.step()
+    assert message_sizes(run, ids[0]) == [1, num_paused_at]
+    for _ in range(20):
+        run.step()
+    pause_and_resume(run)
+    assert message_sizes(run, ids[0]) == [1, num_paused_at]
+    num_paused_again_at = run.requests[ids[0]].num_output_tokens
+    run.run()
+    assert 30 <= num_paused_at < num_paused_again_at < 100
+    for id, length in zip(ids, [200, 100], strict=True):
+        assert run.note(id).pauses == [num_paused_at, num_paused_again_at]
+        assert message_sizes(run, id)[:3] == [1, num_paused_at, num_paused_again_at - num_paused_at]
+        assert run.tokens(id) == [*run.own_tokens(id, length - 1), EOS_TOKEN]
+    assert_nothing_left(run)
+
+
+def test_a_stopped_candidate_tells_its_pauses_too(new_run):
+    run = new_run(max_num_seqs=2)
+    ids = add_group(run, "g", [40, 60, 60], group_size=1)
+    for _ in range(10):
+        run.step()
+    pause_and_resume(run)
+    num_paused_at = run.requests[ids[0]].num_output_tokens
+    run.run()
+    assert [run.note(id).pauses for id in ids] == [[num_paused_at], [num_paused_at], [0]]
+
+
+def test_a_candidate_that_comes_after_a_pause_does_not_note_it(new_run):
+    run = new_run()
+    add_group(run, "before", [20], group_size=1)
+    run.step()
+    pause_and_resume(run)
+    add_group(run, "after", [20], group_size=1)
+    run.run()
+    assert len(run.note("before-0").pauses) == 1
+    assert run.note("after-0").pauses == []
+
+
+def test_tokens_stay_in_order_when_a_pause_clears_the_cache(new_run):
+    run = new_run()
+    ids = add_group(run, "g", [100, 90, 120], group_size=2, interval=64)
+    for _ in range(20):
+        run.step()
+    pause_and_resume(run, clear_cache=True)
+    run.run()
+    assert [run.state(id) for id in ids] == ["finished", "finished", "surplus"]
+    for id in ids:
+        assert run.tokens(id)[:-1] == run.own_tokens(id, run.num_tokens(id) - 1)
+    assert_nothing_left(run)
+
+
+def test_a_pause_that_aborts_loses_no_token_that_stock_vllm_would_have_sent(new_run):
+    run = new_run()
+    ids = add_group(run, "g", [100, 100], group_size=2, interval=64)
+    for _ in range(30):
+        run.step()
+    # As EngineCoreProc.pause_scheduler(mode="abort") does it, without an engine around it.
+    core = EngineCoreProc.__new__(EngineCoreProc)
+    core.output_queue = queue.Queue()
+    core._send_abort_outputs(run.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED))
+    run.run()
+    answers = [core.output_queue.get_nowait()[1] for _ in range(core.output_queue.qsize())]
+    for id in ids:
+        outputs = [output for answer in answers for output in answer.outputs if output.request_id == id]
+        last = [token for output in outputs for token in output.new_token_ids]
+        assert run.tokens(id) + last == run.own_tokens(id, run.requests[id].num_output_tokens)
+
+
+def output_with(*tokens: int, **fields) -> EngineCoreOutput:
+    return EngineCoreOutput("r", list(tokens), **fields)
+
+
+def test_the_first_output_passes_and_the_next_ones_wait():
+    held = HeldOutputs(3)
+    first = output_with(1)
+    assert held.add(first) is first
+    assert [held.add(output_with(2)), held.add(output_with(3))] == [None, None]
+    assert held.add(output_with(4)).new_token_ids == [2, 3, 4]
+    assert held.add(output_with(5)) is None
+    assert held.finish(output_with(6, finish_reason=0)).new_token_ids == [5, 6]
+    assert held.finish(output_with(7)).new_token_ids == [7]
+
+
+def test_released_outputs_come_together_with_the_next_one():
+    held = HeldOutputs(10)
+    held.add(output_with(1))
+    held.add(output_with(2))
+    held.release_next()
+    assert held.add(output_with(3)).new_token_ids == [2, 3]
+    assert held.add(output_with(4)) is None
+
+
+def test_an_output_with_a_sampling_mask_does_not_wait():
+    held = HeldOutputs(10)
+    held.add(output_with(1))
+    mask = SamplingMaskLists(np.array([1, 2]))
+    assert held.add(output_with(2, new_sampling_mask=mask)).new_sampling_mask is mask
+
+
+def test_held_outputs_come_with_everything_they_carried():
+    def rows(token: int) -> LogprobsLists:
+        return LogprobsLists(np.array([[token, 0]]), np.array([[-1.0 * token, -9.0]]), np.array([token]))
+
+    held = HeldOutputs(10)
+    held.add(output_with(9, new_logprobs=rows(9), events=["queued"]))
+    held.add(output_with(1, new_logprobs=rows(1), events=["preempted"], routed_experts=np.ones((2, 3))))
+    held.add(output_with(2, new_logprobs=rows(2)))
+    last = output_with(3, new_logprobs=rows(3), events=["scheduled"], routed_experts=np.zeros((1, 3)), stop_reason=77)
+    released = held.finish(last)
+    assert released.new_token_ids == [1, 2, 3]
+    assert released.new_logprobs.logprob_token_ids.tolist() == [[1, 0], [2, 0], [3, 0]]
+    assert released.new_logprobs.logprobs.tolist() == [[-1, -9], [-2, -9], [-3, -9]]
+    assert released.new_logprobs.sampled_token_ranks.tolist() == [1, 2, 3]
+    assert released.events == ["preempted", "scheduled"]
+    assert released.routed_experts[:, 0].tolist() == [1, 1, 0]
+    assert released.stop_reason == 77
+
+
+def test_what_was_released_is_not_released_again():
+    held = HeldOutputs(2)
+    held.add(output_with(1))
+    held.add(output_with(2, events=["preempted"], routed_experts=np.ones((1, 3))))
+    held.add(output_with(3))
+    held.add(output_with(4))
+    released = held.finish(output_with(5))
+    assert (released.new_token_ids, released.events, released.routed_experts) == ([4, 5], None, None)
+
+
+def test_an_ending_without_a_token_takes_what_was_held():
+    held = HeldOutputs(10)
+    held.add(output_with(1))
+    held.add(output_with(2))
+    ending = output_with()
+    assert held.finish(ending) is ending
+    assert ending.new_token_ids == [2]
+
+
+def test_holding_does_not_hide_that_logits_were_corrupt():
+    # vLLM counts a request as corrupted when any of its outputs says so.
+    held = HeldOutputs(10)
+    held.add(output_with(1))
+    held.add(output_with(2, num_nans_in_logits=4))
+    assert held.finish(output_with(3)).num_nans_in_logits > 0

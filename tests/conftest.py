@@ -1,0 +1,20 @@
+"""Settings every test shares. They stand here because vLLM reads its environment when it is first imported."""
+
+import os
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory) -> str:
+    """Folder of a tiny random model: configuration, tokenizer, weights."""
+    from vllm_rollout import model_files
+
+    folder = str(tmp_path_factory.mktemp("models") / "tiny")
+    model_files.tiny(folder)
+    return folder

@@ -1,0 +1,119 @@
+"""Real engines for tests. One server per session: a start takes 15 to 50 seconds."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from vllm_rollout.model_files import tiny
+from vllm_rollout.models import resolve
+from vllm_rollout.server.process import ServerProcess, counter, free_port
+
+HERE = Path(__file__).parent
+START_TIMEOUT_S = 240
+NO_KEEPALIVE = httpx.Limits(max_keepalive_connections=0)
+"""Uvicorn closes connections that are idle for 5 s, and a client that reuses one at that moment fails."""
+
+ENVIRONMENT = {
+    **os.environ,
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "TORCH_COMPILE_DISABLE": "1",
+    "VLLM_LOGGING_LEVEL": "INFO",
+}
+
+
+def pytest_configure() -> None:
+    # A server is a process group of its own and would outlive a killed pytest: SIGTERM acts as Ctrl-C.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.engine)
+
+
+class Server:
+    """A server process on 127.0.0.1 and an HTTP client for it."""
+
+    def __init__(self, command: list[str], log: Path, **environment: str) -> None:
+        self._process = ServerProcess(command, free_port(), {**ENVIRONMENT, **environment}, log)
+        self.log = log
+        self.url = self._process.url
+        with ExitStack() as stack:
+            stack.enter_context(self._process)
+            self.http = stack.enter_context(httpx.Client(base_url=self.url, limits=NO_KEEPALIVE, timeout=180))
+            self._process.wait_until_healthy(lambda seconds, line: None, START_TIMEOUT_S)
+            self.stop = stack.pop_all().close
+
+    @property
+    def alive(self) -> bool:
+        """Raises: ServerError with the end of the log when the process has ended."""
+        self._process.check_alive()
+        return self.http.get("/health").status_code == 200
+
+    def counter(self, name: str, **labels: str) -> float:
+        """Sum of a Prometheus counter over the label sets that match."""
+        wanted = [f'{label}="{value}"' for label, value in labels.items()]
+        lines = self.http.get("/metrics").text.splitlines()
+        return counter("\n".join(line for line in lines if all(label in line for label in wanted)), name)
+
+    def wait_until_idle(self, timeout_s: float = 30) -> None:
+        deadline = time.monotonic() + timeout_s
+        while self.counter("vllm:num_requests_running") + self.counter("vllm:num_requests_waiting"):
+            assert time.monotonic() < deadline, "requests are still running"
+            time.sleep(0.1)
+
+
+def serve_command(model: str, *flags: str) -> list[str]:
+    return [sys.executable, "-m", "vllm_rollout.cli", "serve", model, "--enforce-eager", *flags]
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    tiny(path)
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def default_model() -> str:
+    return resolve("smollm2-135m-instruct")
+
+
+@pytest.fixture(scope="session")
+def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """`vllm-rollout serve` on the tiny model: 64 candidates at once, chunked prefill from 256 tokens on."""
+    flags = ("--max-model-len", "2048", "--max-num-seqs", "64", "--max-num-batched-tokens", "256", "--enable-scale-out")
+    log = tmp_path_factory.mktemp("server") / "server.log"
+    server = Server(serve_command(tiny_model, *flags), log, VLLM_SERVER_DEV_MODE="1")
+    yield server
+    server.stop()
+
+
+def run_script(name: str, *arguments: str, **environment: str) -> dict[str, Any]:
+    """Run a script of this folder in its own process and return the JSON it prints."""
+    done = subprocess.run(
+        [sys.executable, str(HERE / name), *arguments],
+        capture_output=True,
+        text=True,
+        env={**ENVIRONMENT, **environment},
+        timeout=600,
+    )
+    results = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert results, done.stdout[-4000:]
+    return json.loads(results[0].removeprefix("RESULT "))

@@ -1,0 +1,55 @@
+"""Two data-parallel ranks and two API processes: the siblings of a group meet on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.engine.conftest import Server, serve_command
+
+NUM_RANKS = 2
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("server") / "server.log"
+    flags = ("--max-model-len", "1024", "--data-parallel-size", str(NUM_RANKS), "--max-num-queued-reqs", "64")
+    server = Server(serve_command(tiny_model, *flags), log)
+    yield server
+    server.stop()
+
+
+def tokens_by_rank(server: Server) -> list[float]:
+    return [server.counter("vllm:generation_tokens_total", engine=str(rank)) for rank in range(NUM_RANKS)]
+
+
+def test_a_group_runs_on_one_rank_and_the_next_one_on_the_other(server: Server) -> None:
+    used = []
+    for _ in range(8):  # either of two API processes may take a request, each with turns of its own
+        before = tokens_by_rank(server)
+        body = {"prompts": [{"prompt": "hello"}], "group_size": 2, "redundancy": 2, "sampling": {"max_tokens": 200}}
+        answer = server.http.post("/v1/rollouts", json=body).json()
+        server.wait_until_idle()
+        (rank,) = [r for r in range(NUM_RANKS) if tokens_by_rank(server)[r] > before[r]]
+        used.append(rank)
+        assert answer["groups"][0]["status"] == "complete"
+    assert set(used) == set(range(NUM_RANKS))
+
+
+def test_requests_that_join_a_group_meet_whichever_api_process_takes_them(server: Server) -> None:
+    xargs = {"rollout_group_id": "meet", "rollout_group_size": 2, "rollout_num_candidates": 6}
+    body = {"prompt": "hello", "max_tokens": 900, "vllm_xargs": xargs}
+    with ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(lambda _: server.http.post("/v1/completions", json=body).json(), range(6)))
+    reasons = [answer["choices"][0]["stop_reason"] for answer in answers]
+    assert reasons.count("surplus") == 4
+
+
+def test_a_group_that_the_servers_queue_has_no_room_for_is_refused_as_a_whole(server: Server) -> None:
+    body = {"prompts": [{"prompt": "hello"}], "group_size": 40, "redundancy": 40, "sampling": {"max_tokens": 300}}
+    response = server.http.post("/v1/rollouts", json=body)
+    assert response.status_code == 503
+    assert response.json()["error"]["message"]
+    server.wait_until_idle()

@@ -1,0 +1,56 @@
+"""`vllm-rollout serve` without a MODEL: the embedded default, through our own client."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from tests.engine.conftest import Server
+from vllm_rollout import RolloutClient
+
+FLAGS = ("--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "32")
+
+
+@pytest.fixture(scope="module")
+def server(default_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("server") / "server.log"
+    server = Server([sys.executable, "-m", "vllm_rollout.cli", "serve", *FLAGS], log)
+    yield server
+    server.stop()
+
+
+def test_the_default_model_is_served_under_its_name(server: Server) -> None:
+    with RolloutClient(server.url) as client:
+        assert client.models() == ["smollm2-135m-instruct"]
+
+
+def test_start_up_says_what_is_active(server: Server) -> None:
+    log = server.log.read_text()
+    assert "vllm_rollout 0.1.0 on vLLM 0.32" in log
+    assert "model runner V1, token_stats: c++" in log
+
+
+def test_a_chat_race_returns_text_that_ended_by_itself(server: Server) -> None:
+    question = [{"role": "user", "content": "What is the capital of France? Answer in one short sentence."}]
+    with RolloutClient(server.url) as client:
+        answer = client.rollout(
+            [question], group_size=2, redundancy=4, sampling={"max_tokens": 200, "seed": 1, "temperature": 0.7},
+            return_text=True,
+        )  # fmt: skip
+    (group,) = answer.groups
+    assert group.status == "complete"
+    assert all(trajectory.finish_reason == "stop" for trajectory in group.trajectories)
+    assert any("Paris" in (trajectory.text or "") for trajectory in group.trajectories)
+    assert answer.usage.generated_tokens == answer.usage.returned_tokens + answer.usage.wasted_tokens
+    assert answer.usage.num_surplus + answer.usage.num_finished == 6
+
+
+def test_siblings_share_a_short_chat_prompt(server: Server) -> None:
+    # The block size chosen on CPU is 32: vLLM's default of 128 would share nothing here.
+    question = [{"role": "user", "content": "Tell me a story about a fox and a crow. " * 4}]
+    before = server.counter("vllm:prefix_cache_hits_total")
+    with RolloutClient(server.url) as client:
+        client.rollout([question], group_size=4, sampling={"max_tokens": 2})
+    assert server.counter("vllm:prefix_cache_hits_total") - before >= 3 * 64

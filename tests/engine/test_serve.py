@@ -1,0 +1,99 @@
+"""`vllm-rollout serve` as a drop-in: flags, help, exit codes, OpenAPI, plugins, refusals."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.engine.conftest import ENVIRONMENT, run_script
+from vllm_rollout.adapter.compat import check_vllm_version
+from vllm_rollout.adapter.serve import allowed_plugins
+
+
+def serve(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "vllm_rollout.cli", "serve", *arguments],
+        capture_output=True,
+        text=True,
+        env={**ENVIRONMENT, **environment},
+        timeout=120,
+    )
+
+
+def test_help_lists_every_flag_of_vllm_serve() -> None:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    stock = {
+        flag
+        for action in make_arg_parser(FlexibleArgumentParser())._actions
+        for flag in action.option_strings
+        if flag.startswith("--")
+    }
+    shown = set(re.findall(r"--[a-z][a-z0-9_.-]*", serve("--help=all").stdout))
+    assert len(stock) > 200
+    # A help text breaks long lists of flags across lines; the parser is the same, so a few breaks are all there can be.
+    assert len(stock - shown) < 0.02 * len(stock)
+
+
+def test_short_help_says_what_is_added_and_what_the_default_model_is() -> None:
+    done = serve("--help")
+    assert done.returncode == 0
+    assert "vllm-rollout serve" in done.stdout
+    assert "/v1/rollouts" in done.stdout
+    assert "smollm2-135m-instruct" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--no-such-flag",), ["unrecognized arguments", "--no-such-flag"]),
+        (("--max-num-seqs", "many"), ["--max-num-seqs", "many"]),
+        (("--grpc",), ["--grpc", "HTTP"]),
+        (("--scheduler-cls", "other.Scheduler"), ["--scheduler-cls other.Scheduler", "Leave it out"]),
+        (("--worker-cls", "other.Worker"), ["--worker-cls other.Worker", "--worker-extension-cls"]),
+        (("--runner", "pooling"), ["--runner pooling", "--runner generate"]),
+    ],
+)
+def test_a_bad_or_unsupported_flag_exits_with_2_and_says_why(arguments: tuple[str, ...], words: list[str]) -> None:
+    done = serve("tiny-random", *arguments)
+    assert done.returncode == 2
+    for word in words:
+        assert word in done.stderr
+
+
+def test_the_rust_frontend_is_refused() -> None:
+    done = serve("tiny-random", VLLM_USE_RUST_FRONTEND="1")
+    assert done.returncode == 2
+    assert "VLLM_USE_RUST_FRONTEND" in done.stderr
+
+
+def test_another_vllm_version_is_refused_with_the_command_that_helps() -> None:
+    with pytest.raises(RuntimeError, match=r"supports vLLM 0\.32\.x, found 0\.33\.0\. Install vllm==0\.32\.\*"):
+        check_vllm_version("0.33.0")
+    check_vllm_version("0.32.7")
+
+
+def test_plugins_chosen_by_the_user_are_kept_and_ours_is_added() -> None:
+    assert allowed_plugins("mine,other") == ["mine", "other", "vllm_rollout"]
+    assert allowed_plugins("mine,vllm_rollout") == ["mine", "vllm_rollout"]
+    assert allowed_plugins("") == ["vllm_rollout"]
+
+
+def test_unset_plugins_become_all_that_are_installed() -> None:
+    # vLLM's own two resolvers are registered as general plugins; an allow-list without them would switch them off.
+    assert {"lora_filesystem_resolver", "lora_hf_hub_resolver", "vllm_rollout"} <= set(allowed_plugins(None))
+
+
+def test_openapi_has_everything_of_stock_and_only_additions(tiny_model: str) -> None:
+    stock = run_script("openapi.py", tiny_model)
+    ours = run_script("openapi.py", tiny_model, VLLM_PLUGINS="vllm_rollout")
+    added = {path for path in ours["paths"] if path not in stock["paths"]}
+    assert added == {"/v1/rollouts"}
+    for path, operations in stock["paths"].items():
+        assert ours["paths"][path] == operations
+    for name, schema in stock["components"]["schemas"].items():
+        assert ours["components"]["schemas"][name] == schema

@@ -1,0 +1,365 @@
+"""The server on a real engine (tiny random model): rollouts, OpenAI endpoints, groups of single requests, metrics."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.engine.conftest import Server
+
+PROMPTS = [
+    {"id": "text", "prompt": "hello world"},
+    {"id": "ids", "prompt_token_ids": [5, 6, 7, 8]},
+    {"id": "chat", "messages": [{"role": "user", "content": "what is 1+1?"}]},
+]
+
+LONG = {"max_tokens": 1900, "ignore_eos": True}
+MANY = 24
+"""Candidates enough for 1,900 steps to take seconds: something can happen to them while they run."""
+CHUNK = 50
+
+
+def rollout(server: Server, **fields: Any) -> dict[str, Any]:
+    body = {"prompts": PROMPTS, "group_size": 3, "redundancy": 3, "sampling": {"max_tokens": 300}, **fields}
+    response = server.http.post("/v1/rollouts", json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def completion(server: Server, **fields: Any) -> httpx.Response:
+    body = {"prompt": "hello world", "max_tokens": 300, "temperature": 1, "return_token_ids": True, **fields}
+    return server.http.post("/v1/completions", json=body)
+
+
+def test_a_race_returns_exactly_group_size_and_stops_the_others(server: Server) -> None:
+    answer = rollout(server)
+    assert [group["prompt_id"] for group in answer["groups"]] == ["text", "ids", "chat"]
+    for group in answer["groups"]:
+        assert group["status"] == "complete"
+        trajectories, others = group["trajectories"], group["candidates"]
+        assert [t["index"] for t in trajectories] == sorted(t["index"] for t in trajectories)
+        assert (len(trajectories), len(others)) == (3, 3)
+        assert {t["index"] for t in trajectories} | {c["index"] for c in others} == set(range(6))
+        assert {c["state"] for c in others} <= {"surplus", "finished"}
+        for t in trajectories:
+            assert len(t["token_ids"]) == len(t["logprobs"]) == t["num_tokens"]
+            assert all(logprob <= 0 for logprob in t["logprobs"])
+            assert t["mean_confidence"] > 0
+            assert t["weight_versions"][-1]["end"] == t["num_tokens"]
+
+
+def test_the_engines_own_counter_agrees_with_usage(server: Server) -> None:
+    server.wait_until_idle()
+    before = server.counter("vllm:generation_tokens_total")
+    usage = rollout(server)["usage"]
+    server.wait_until_idle()
+    assert server.counter("vllm:generation_tokens_total") - before == usage["generated_tokens"]
+    assert usage["generated_tokens"] == usage["returned_tokens"] + usage["wasted_tokens"]
+
+
+def test_our_metrics_agree_with_usage(server: Server) -> None:
+    kinds, states = ("generated", "returned", "wasted"), ("finished", "surplus", "pruned", "failed")
+
+    def read() -> list[float]:
+        tokens = [server.counter("vllm_rollout:tokens_total", kind=kind) for kind in kinds]
+        return tokens + [server.counter("vllm_rollout:candidates_total", state=state) for state in states]
+
+    before = read()
+    usage = rollout(server)["usage"]
+    expected = [usage[f"{kind}_tokens"] for kind in kinds] + [usage[f"num_{state}"] for state in states]
+    assert [after - b for after, b in zip(read(), before, strict=True)] == expected
+
+
+def test_the_same_seed_gives_the_same_group(server: Server) -> None:
+    def tokens() -> list[list[int]]:
+        answer = rollout(server, sampling={"max_tokens": 200, "seed": 11}, early_stop=False)
+        return [t["token_ids"] for group in answer["groups"] for t in group["trajectories"]]
+
+    assert tokens() == tokens()
+
+
+def test_a_group_without_redundancy_equals_the_n_choices_of_stock(server: Server) -> None:
+    sampling = {"max_tokens": 60, "seed": 5, "temperature": 1.0}
+    group = rollout(server, prompts=[PROMPTS[1]], redundancy=0, sampling=sampling)["groups"][0]
+    stock = completion(server, prompt=[5, 6, 7, 8], n=3, **sampling).json()
+    assert [t["token_ids"] for t in group["trajectories"]] == [c["token_ids"] for c in stock["choices"]]
+
+
+def test_a_stop_string_ends_a_candidate_and_counts_as_a_finish(server: Server) -> None:
+    answer = rollout(server, sampling={"max_tokens": 400, "stop": ["e"]}, **{"return": {"text": True}})
+    for group in answer["groups"]:
+        assert group["status"] == "complete"
+        for t in group["trajectories"]:
+            assert t["finish_reason"] == "stop"
+            assert "e" not in t["text"]
+    assert any(t["stop_reason"] == "e" for group in answer["groups"] for t in group["trajectories"])
+
+
+def test_truncated_candidates_fill_a_group_when_nothing_better_is_left(server: Server) -> None:
+    answer = rollout(server, sampling={"max_tokens": 5, "ignore_eos": True})
+    for group in answer["groups"]:
+        assert group["status"] == "complete"
+        assert {t["finish_reason"] for t in group["trajectories"]} == {"length"}
+        assert [c["state"] for c in group["candidates"]] == ["surplus"] * 3
+
+
+def test_dual_end_returns_the_shortest_and_the_longest(server: Server) -> None:
+    answer = rollout(server, selection={"dual_end": {"num_longest": 1}}, **{"return": {"unselected": True}})
+    for group in answer["groups"]:
+        lengths = [t["num_tokens"] for t in group["trajectories"] if t["finish_reason"] == "stop"]
+        others = [c["num_tokens"] for c in group["candidates"] if c["num_tokens"] < 300]
+        if len(lengths) == 3:
+            assert max(lengths) >= max(others, default=0)
+
+
+def test_streamed_tokens_are_complete_and_the_stream_ends_with_done(server: Server) -> None:
+    body = {
+        "prompts": PROMPTS, "group_size": 2, "redundancy": 2, "stream": True, "stream_tokens": 10,
+        "sampling": {"max_tokens": 200},
+    }  # fmt: skip
+    events = []
+    with server.http.stream("POST", "/v1/rollouts", json=body) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        for line in response.iter_lines():
+            if line.startswith("data: "):
+                events.append(json.loads(line.removeprefix("data: ")))
+    assert events[-1]["type"] == "done"
+    tokens: dict[tuple[str, int], list[int]] = {}
+    chunks: dict[tuple[str, int], list[int]] = {}
+    for event in events:
+        if event["type"] == "tokens":
+            key = (event["prompt_id"], event["index"])
+            assert event["offset"] == len(tokens.setdefault(key, []))
+            assert len(event["token_ids"]) == len(event["logprobs"])
+            tokens[key] += event["token_ids"]
+            chunks.setdefault(key, []).append(len(event["token_ids"]))
+        if event["type"] == "trajectory":
+            trajectory = event["trajectory"]
+            assert tokens[event["prompt_id"], trajectory["index"]] == trajectory["token_ids"]
+    for sizes in chunks.values():
+        assert all(size >= 10 for size in sizes[:-1])
+    assert sum(event["type"] == "group" for event in events) == 3
+    assert sum(event["type"] == "trajectory" for event in events) == 6
+    assert events[-1]["usage"]["generated_tokens"] == sum(len(t) for t in tokens.values())
+
+
+def test_a_client_that_goes_away_aborts_its_candidates_and_nobody_elses(server: Server) -> None:
+    server.wait_until_idle()
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(rollout, server, sampling={"max_tokens": 300})
+        body = {"prompts": PROMPTS, "group_size": 4, "redundancy": 4, "sampling": LONG}
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{server.url}/v1/rollouts", json=body, timeout=0.5)
+        assert all(group["status"] == "complete" for group in other.result()["groups"])
+    server.wait_until_idle(timeout_s=10)
+
+    with httpx.stream(
+        "POST", f"{server.url}/v1/rollouts", json={**body, "stream": True, "stream_tokens": 1}
+    ) as response:
+        next(response.iter_lines())
+    server.wait_until_idle(timeout_s=10)
+
+
+@pytest.mark.parametrize("endpoint", ["completions", "chat", "generate"])
+def test_openai_endpoints_answer_with_exactly_n_choices(server: Server, endpoint: str) -> None:
+    xargs = {"rollout_redundancy": 4}
+    before = server.counter("vllm_rollout:candidates_total")
+    if endpoint == "completions":
+        response = completion(server, n=3, vllm_xargs=xargs)
+    elif endpoint == "chat":
+        body = {"messages": PROMPTS[2]["messages"], "n": 3, "max_tokens": 300, "vllm_xargs": xargs}
+        response = server.http.post("/v1/chat/completions", json=body)
+    else:
+        sampling = {"n": 3, "max_tokens": 300, "extra_args": xargs}
+        body = {"token_ids": [5, 6, 7], "sampling_params": sampling}
+        response = server.http.post("/inference/v1/generate", json=body)
+    assert response.status_code == 200, response.text
+    answer = response.json()
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+    assert all(choice["finish_reason"] in ("stop", "length") for choice in answer["choices"])
+    assert not answer.get("kv_transfer_params")
+    assert server.counter("vllm_rollout:candidates_total") - before == 7
+
+
+def test_many_prompts_in_one_completion_request_stay_prompt_major(server: Server) -> None:
+    answer = completion(
+        server, prompt=["hello", "what is"], n=2, logprobs=1, vllm_xargs={"rollout_redundancy": 2}
+    ).json()
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert answer["choices"][0]["prompt_token_ids"] == answer["choices"][1]["prompt_token_ids"]
+    assert answer["choices"][1]["prompt_token_ids"] != answer["choices"][2]["prompt_token_ids"]
+    for choice in answer["choices"]:
+        assert len(choice["logprobs"]["token_logprobs"]) == len(choice["token_ids"])
+
+
+def test_a_streamed_completion_gets_n_whole_choices(server: Server) -> None:
+    body = {"prompt": "hello", "n": 2, "max_tokens": 200, "stream": True, "vllm_xargs": {"rollout_redundancy": 3}}
+    finished = []
+    with server.http.stream("POST", "/v1/completions", json=body) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                for choice in json.loads(line.removeprefix("data: "))["choices"]:
+                    if choice["finish_reason"]:
+                        finished.append(choice["index"])
+    assert sorted(finished) == [0, 1]
+
+
+def test_single_requests_with_a_group_id_race_each_other(server: Server) -> None:
+    xargs = {"rollout_group_id": "joined", "rollout_group_size": 3, "rollout_num_candidates": 8}
+    with ThreadPoolExecutor(8) as pool:
+        # No candidate may be cut before the third has ended: it would have been answered as `length`.
+        request = {"max_tokens": 1900, "vllm_xargs": xargs}
+        answers = list(pool.map(lambda _: completion(server, **request).json(), range(8)))
+    choices = [answer["choices"][0] for answer in answers]
+    stopped = [choice for choice in choices if choice["finish_reason"] == "abort"]
+    assert len(stopped) == 5
+    assert all(choice["stop_reason"] == "surplus" for choice in stopped)
+    assert not any(answer.get("kv_transfer_params") for answer in answers)
+
+
+def test_siblings_share_the_prompt_in_the_prefix_cache(server: Server) -> None:
+    server.wait_until_idle()
+    before = server.counter("vllm:prefix_cache_hits_total")
+    prompt = {"prompt_token_ids": [9 + i % 400 for i in range(100)]}  # three full blocks of 32
+    rollout(server, prompts=[prompt], group_size=4, redundancy=0, sampling={"max_tokens": 4})
+    assert server.counter("vllm:prefix_cache_hits_total") - before >= 3 * 96
+
+
+def test_seeded_requests_with_chunked_prefill_do_not_end_the_engine(server: Server) -> None:
+    # vLLM 0.32 on CPU dies of this: it rewinds the generator of an unfinished prefill, which a CPU generator cannot.
+    prompt = {"prompt_token_ids": [7 + i % 300 for i in range(700)]}
+    sampling = {"max_tokens": 8, "seed": 3}
+    chunked = rollout(server, prompts=[prompt], sampling=sampling, redundancy=0)["groups"][0]
+    assert chunked["status"] == "complete"
+    again = rollout(server, prompts=[prompt], sampling=sampling, redundancy=0)["groups"][0]  # from the prefix cache
+    assert [t["token_ids"] for t in again["trajectories"]] == [t["token_ids"] for t in chunked["trajectories"]]
+    assert server.alive
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param", "words"),
+    [
+        ({"sampling": {"n": 4}}, 422, "sampling.n", "use group_size"),
+        ({"sampling": {"temprature": 1}}, 422, "sampling.temprature", "temperature"),
+        ({"sampling": {"temperature": -1}}, 422, "sampling.temperature", "temperature"),
+        ({"sampling": {"top_p": "high"}}, 422, "sampling.top_p", "number"),
+        ({"sampling": {"max_tokens": 0}}, 422, "sampling.max_tokens", "max_tokens"),
+        ({"sampling": {"logit_bias": {"99999": 1}}}, 400, "sampling.logit_bias", "99999"),
+        ({"sampling": {"allowed_token_ids": [99999]}}, 400, "sampling.allowed_token_ids", "allowed_token_ids"),
+        ({"sampling": {"structured_outputs": {"json": "{"}}}, 400, "sampling", "JSON"),
+        ({"sampling": {"extra_args": {"vllm_rollout": 1}}}, 422, "sampling.extra_args.vllm_rollout", "not allowed"),
+        ({"sampling": {"extra_args": 5}}, 422, "sampling.extra_args", "object"),
+        ({"sampling": {"seed": 2**62 + 1}}, 422, "sampling.seed", "seed + i"),
+        ({"redundancy": 100}, 422, "redundancy", "--max-num-seqs 103"),
+        ({"model": "other"}, 404, "model", "not served"),
+        ({"prompts": [{"prompt_token_ids": [5] * 2048}]}, 400, "prompts.0.prompt_token_ids", "max_model_len (2048)"),
+        ({"prompts": [{"prompt_token_ids": [99999]}]}, 400, "prompts.0.prompt_token_ids", "99999"),
+        ({"prompts": [{"messages": [{"content": "no role"}]}]}, 400, "prompts.0.messages", "role"),
+        ({"selection": {"dual_end": {}}, "early_stop": True}, 422, "early_stop", "dual_end"),
+    ],
+)
+def test_bad_requests_name_the_field_and_disturb_nobody(
+    server: Server, fields: dict[str, Any], status: int, param: str | None, words: str
+) -> None:
+    body = {"prompts": PROMPTS, "group_size": 3, "redundancy": 3, **fields}
+    response = server.http.post("/v1/rollouts", json=body)
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (status, status), error
+    assert words in error["message"]
+    if param is not None:
+        assert error["param"] == param
+    assert server.alive
+
+
+@pytest.mark.parametrize(
+    ("xargs", "word"),
+    [
+        ({"rollout_redundancy": -1}, "at least 0"),
+        ({"rollout_redundancy": 100}, "--max-num-seqs 103"),
+        ({"rollout_redundancy": "x"}, "integer"),
+        ({"rollout_selection": "worst"}, "first, shortest, dual_end"),
+        ({"rollout_keep_ratio": 0.5}, "rollout_keep_ratio"),
+        ({"rollout_group_id": "g"}, "n is 3"),
+        ({"vllm_rollout": "x"}, "set by the server"),
+    ],
+)
+def test_bad_xargs_are_a_400_that_names_them(server: Server, xargs: dict[str, Any], word: str) -> None:
+    response = completion(server, n=3, vllm_xargs=xargs)
+    assert response.status_code == 400
+    assert word in response.json()["error"]["message"]
+
+
+def stream_and_interfere(server: Server, interfere: Callable[[], None]) -> list[dict[str, Any]]:
+    """Stream a group of many long candidates; call `interfere` at the first tokens, far from the end."""
+    body = {
+        "prompts": [PROMPTS[0]], "group_size": MANY, "sampling": LONG, "stream": True, "stream_tokens": CHUNK,
+        "return": {"unselected": True},
+    }  # fmt: skip
+    events: list[dict[str, Any]] = []
+    with httpx.stream("POST", f"{server.url}/v1/rollouts", json=body, timeout=120) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: "):
+                if not events:
+                    interfere()
+                events.append(json.loads(line.removeprefix("data: ")))
+    assert events[-1]["type"] == "done"
+    return events
+
+
+def test_a_pause_for_new_weights_splits_versions_where_the_tokens_were_made(server: Server) -> None:
+    def update_weights() -> None:
+        server.http.post("/pause?mode=keep&clear_cache=false").raise_for_status()
+        server.http.post("/update_weight_version", json={"new_version": "two"}).raise_for_status()
+        server.http.post("/resume").raise_for_status()
+
+    events = stream_and_interfere(server, update_weights)
+    server.http.post("/update_weight_version", json={"new_version": "default"}).raise_for_status()
+    starts = []
+    for event in events:
+        if event["type"] == "trajectory":
+            spans = event["trajectory"]["weight_versions"]
+            assert [span["version"] for span in spans] == ["default", "two"]
+            assert 0 < spans[0]["end"] == spans[1]["start"] < spans[1]["end"] == LONG["max_tokens"]
+            starts.append(spans[1]["start"])
+    assert len(starts) == MANY
+    # All were paused at one moment, some steps of prefill apart. Without mending a boundary would be where a held batch
+    # arrived, at 1 + a multiple of the chunk.
+    assert any((start - 1) % CHUNK for start in starts)
+    assert events[-1]["weight_version"] is None
+
+
+@pytest.mark.parametrize("path", ["/abort_requests", "/pause?mode=abort"])
+def test_an_abort_delivers_the_tokens_that_were_held_back(server: Server, path: str) -> None:
+    server.wait_until_idle()
+    before = server.counter("vllm:generation_tokens_total")
+    events = stream_and_interfere(server, lambda: server.http.post(path, json={}).raise_for_status())
+    server.http.post("/resume").raise_for_status()
+    streamed = [0] * MANY
+    for event in events:
+        if event["type"] == "tokens":
+            streamed[event["index"]] += len(event["token_ids"])
+    candidates = [event["candidate"] for event in events if event["type"] == "candidate"]
+    assert {candidate["state"] for candidate in candidates} == {"failed"}
+    assert [c["num_tokens"] for c in sorted(candidates, key=lambda c: c["index"])] == streamed
+    # The first token comes at once and a message with every CHUNK after it: what is between was held.
+    assert any((num_tokens - 1) % CHUNK for num_tokens in streamed)
+    (group,) = [event for event in events if event["type"] == "group"]
+    assert group["status"] == "incomplete"
+    assert f"{MANY} failed" in group["reason"]
+    usage = events[-1]["usage"]
+    assert usage["num_failed"] == MANY
+    assert usage["wasted_tokens"] == usage["generated_tokens"] == sum(streamed)
+    server.wait_until_idle()
+    assert server.counter("vllm:generation_tokens_total") - before == sum(streamed)
+
+
+def test_the_stock_endpoints_still_work(server: Server) -> None:
+    assert server.http.get("/v1/models").json()["data"]
+    assert completion(server, n=2).json()["choices"][1]["index"] == 1
+    assert server.counter("vllm:num_requests_running") >= 0
+    assert server.http.post("/tokenize", json={"prompt": "hello"}).status_code == 200

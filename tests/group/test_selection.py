@@ -1,0 +1,172 @@
+"""Selection against brute force over all subsets of small pools."""
+
+import itertools
+import math
+import random
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from vllm_rollout.group.plan import GroupPlan
+from vllm_rollout.group.selection import Lengths, conclude, lengths_of
+from vllm_rollout.group.types import Ending
+
+never = st.just(False)
+few_examples = settings(max_examples=60, deadline=None, database=None)
+
+
+def ended(*num_tokens: int) -> list[Ending]:
+    """Candidates that ended by themselves, one step after the other."""
+    return [Ending(index, "finished", length, end_step=index) for index, length in enumerate(num_tokens)]
+
+
+@st.composite
+def pools(draw, states=("finished",), truncated=never):
+    endings = draw(
+        st.lists(
+            st.tuples(st.sampled_from(states), st.integers(1, 4), truncated, st.integers(0, 3)), min_size=1, max_size=7
+        )
+    )
+    return [Ending(i, state, tokens, cut, step) for i, (state, tokens, cut, step) in enumerate(endings)]
+
+
+mixed_pools = pools(states=("finished", "finished", "surplus", "failed", "pruned"), truncated=st.booleans())
+
+
+def best_subset(pool: list[Ending], size: int, key) -> set[int]:
+    """Of all subsets of that size, the one whose ranks are lowest."""
+    return {e.index for e in min(itertools.combinations(pool, size), key=lambda subset: sorted(map(key, subset)))}
+
+
+def by_length(ending: Ending) -> tuple[int, int]:
+    return ending.num_tokens, ending.index
+
+
+def by_finish(ending: Ending) -> tuple[int, int, int]:
+    return ending.end_step, ending.num_tokens, ending.index
+
+
+def test_first_takes_who_ended_first():
+    assert conclude(GroupPlan(2, 2), ended(40, 30, 20, 10)).selected == (0, 1)
+
+
+def test_shortest_takes_the_shortest():
+    assert conclude(GroupPlan(2, 2, selection="shortest"), ended(40, 30, 20, 10)).selected == (2, 3)
+
+
+def test_dual_end_takes_both_ends_of_the_length_distribution():
+    plan = GroupPlan(3, 2, False, "dual_end", num_longest=1)
+    assert conclude(plan, ended(50, 10, 40, 20, 30)).selected == (0, 1, 3)
+
+
+def test_a_complete_group_has_no_reason():
+    result = conclude(GroupPlan(1), ended(5))
+    assert (result.status, result.reason) == ("complete", None)
+
+
+def test_an_incomplete_group_returns_what_there_is_and_says_why():
+    endings = [Ending(0, "finished", 5), Ending(1, "failed", 2), Ending(2, "surplus", 3), Ending(3, "failed", 0)]
+    result = conclude(GroupPlan(2, 2), endings)
+    assert result.status == "incomplete"
+    assert result.selected == (0,)
+    assert result.reason == "1 of 4 candidates finished, group_size is 2 (2 failed, 1 surplus)"
+
+
+def test_a_group_without_any_ending_is_incomplete():
+    assert conclude(GroupPlan(2), []).reason == "0 of 0 candidates finished, group_size is 2"
+
+
+@pytest.mark.parametrize("selection", ["first", "shortest", "dual_end"])
+def test_a_truncated_candidate_only_fills_a_gap(selection):
+    plan = GroupPlan(2, 1, False, selection, num_longest=1 if selection == "dual_end" else 0)
+    truncated = Ending(0, "finished", 1, truncated=True, end_step=0)
+    enough = [truncated, Ending(1, "finished", 5, end_step=1), Ending(2, "finished", 6, end_step=2)]
+    assert conclude(plan, enough).selected == (1, 2)
+    assert conclude(plan, enough[:2]).selected == (0, 1)
+    assert conclude(plan, enough[:1]).status == "incomplete"
+
+
+@pytest.mark.parametrize("selection", ["first", "shortest", "dual_end"])
+def test_of_truncated_candidates_the_shortest_fills_the_gap(selection):
+    plan = GroupPlan(2, 2, False, selection)
+    cut = [Ending(index, "finished", num_tokens, truncated=True) for index, num_tokens in [(1, 9), (2, 7), (3, 8)]]
+    assert conclude(plan, [*ended(5), *cut]).selected == (0, 2)
+
+
+def test_a_truncated_candidate_is_never_the_longest_of_a_dual_end():
+    plan = GroupPlan(2, 2, False, "dual_end", num_longest=1)
+    endings = [*ended(10, 20, 30), Ending(3, "finished", 99, truncated=True)]
+    assert conclude(plan, endings).selected == (0, 2)
+
+
+@few_examples
+@given(pools(), st.data())
+def test_first_agrees_with_brute_force(pool, data):
+    size = data.draw(st.integers(1, len(pool)))
+    assert set(conclude(GroupPlan(size, len(pool) - size), pool).selected) == best_subset(pool, size, by_finish)
+
+
+@few_examples
+@given(pools(), st.data())
+def test_shortest_agrees_with_brute_force(pool, data):
+    size = data.draw(st.integers(1, len(pool)))
+    plan = GroupPlan(size, len(pool) - size, selection="shortest")
+    assert set(conclude(plan, pool).selected) == best_subset(pool, size, by_length)
+
+
+@few_examples
+@given(pools(truncated=st.booleans()), st.data())
+def test_dual_end_agrees_with_brute_force(pool, data):
+    valid = [ending for ending in pool if ending.valid]
+    assume(valid)
+    size = data.draw(st.integers(1, len(valid)))
+    num_longest = data.draw(st.integers(0, size))
+    shortest = best_subset(valid, size - num_longest, by_length)
+    rest = [ending for ending in valid if ending.index not in shortest]
+    longest = best_subset(rest, num_longest, lambda ending: [-part for part in by_length(ending)])
+    plan = GroupPlan(size, len(pool) - size, False, "dual_end", num_longest)
+    assert set(conclude(plan, pool).selected) == shortest | longest
+
+
+plans = st.builds(
+    lambda size, redundancy, selection, part: GroupPlan(
+        size, redundancy, selection != "dual_end", selection, min(part, size) if selection == "dual_end" else 0
+    ),
+    st.integers(1, 5),
+    st.integers(0, 3),
+    st.sampled_from(["first", "shortest", "dual_end"]),
+    st.integers(0, 5),
+)
+
+
+@few_examples
+@given(plans, mixed_pools)
+def test_a_group_is_complete_exactly_when_enough_finished(plan, pool):
+    result = conclude(plan, pool)
+    finished = {ending.index for ending in pool if ending.state == "finished"}
+    valid = {ending.index for ending in pool if ending.valid}
+    assert set(result.selected) <= finished
+    assert len(set(result.selected)) == len(result.selected) == min(plan.group_size, len(finished))
+    assert len(valid.intersection(result.selected)) == min(plan.group_size, len(valid))
+    assert (result.status == "complete") == (len(finished) >= plan.group_size)
+    assert (result.reason is None) == (result.status == "complete")
+    assert list(result.selected) == sorted(result.selected)
+
+
+@few_examples
+@given(plans, mixed_pools, st.integers(0, 1000))
+def test_the_order_in_which_endings_arrive_does_not_matter(plan, pool, seed):
+    shuffled = random.Random(seed).sample(pool, len(pool))
+    assert conclude(plan, shuffled) == conclude(plan, pool)
+    assert conclude(plan, shuffled).endings == tuple(pool)
+
+
+def test_lengths_are_mean_population_deviation_and_maximum():
+    assert lengths_of([2, 4, 4, 4, 5, 5, 7, 9]) == Lengths(mean=5.0, std=2.0, max=9)
+    assert lengths_of([7]) == Lengths(7.0, 0.0, 7)
+    assert math.isclose(lengths_of([1, 2]).std, 0.5)
+
+
+def test_the_lengths_of_nothing_are_zero():
+    assert lengths_of([]) == Lengths(0.0, 0.0, 0)

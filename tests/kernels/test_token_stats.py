@@ -1,0 +1,237 @@
+"""The torch reference against values computed by hand, and the C++ operator against the reference."""
+
+import math
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from token_stats_cases import DTYPES, TOLERANCE, random_case, special_cases, with_masked_entries
+
+from vllm_rollout.tracker import ops
+from vllm_rollout.tracker.ops import TokenStats, active_implementation, token_stats, token_stats_reference
+
+
+@pytest.fixture(autouse=True)
+def _implementation_chosen_anew(monkeypatch):
+    monkeypatch.delenv(ops.OPS_VARIABLE, raising=False)
+    active_implementation.cache_clear()
+    yield
+    active_implementation.cache_clear()
+
+
+@pytest.fixture
+def cpp():
+    implementation = active_implementation("cpu")
+    if implementation.name != "c++":
+        pytest.skip(implementation.reason)
+    return implementation.compute
+
+
+def stats_in_float64(logits: torch.Tensor, sampled: torch.Tensor) -> TokenStats:
+    """The definition, entry by entry, in Python's floats."""
+    rows = []
+    for row, token in zip(logits.double().tolist(), sampled.tolist(), strict=True):
+        left = [z for z in row if z != -math.inf]
+        if not left:
+            rows.append((math.nan,) * 3)
+            continue
+        peak = max(left)
+        lse = peak + math.log(math.fsum(math.exp(z - peak) for z in left))
+        logprob = math.nan if token == -1 else row[token] - lse
+        entropy = math.fsum(math.exp(z - lse) * (lse - z) for z in left)
+        confidence = math.fsum(lse - z for z in left) / len(left)
+        rows.append((logprob, entropy, confidence))
+    return TokenStats(*torch.tensor(rows, dtype=torch.float64).reshape(-1, 3).unbind(1))
+
+
+def assert_same_stats(actual: TokenStats, expected: TokenStats) -> None:
+    for name in TokenStats._fields:
+        value = getattr(actual, name)
+        assert value.dtype == torch.float32, name
+        torch.testing.assert_close(
+            value, getattr(expected, name).float(), msg=lambda text, name=name: f"{name}: {text}", **TOLERANCE
+        )
+
+
+def test_reference_gives_the_values_computed_by_hand():
+    # Probabilities 1/8, 2/8, 5/8; then the same with the last token masked: 1/3, 2/3.
+    logits = torch.tensor([[0.0, math.log(2), math.log(5)], [0.0, math.log(2), -math.inf]])
+    stats = token_stats_reference(logits, torch.tensor([2, 0]))
+
+    torch.testing.assert_close(stats.logprob, torch.tensor([math.log(5 / 8), math.log(1 / 3)]))
+    entropies = [
+        math.log(8) - math.log(2) / 4 - 5 * math.log(5) / 8,
+        math.log(3) - 2 * math.log(2) / 3,
+    ]
+    torch.testing.assert_close(stats.entropy, torch.tensor(entropies))
+    confidences = [math.log(8) - math.log(10) / 3, math.log(3) - math.log(2) / 2]
+    torch.testing.assert_close(stats.confidence, torch.tensor(confidences))
+
+
+def test_equal_logits_have_the_entropy_and_confidence_of_the_vocabulary_size():
+    stats = token_stats_reference(torch.full((1, 512), 3.0), torch.tensor([17]))
+    expected = torch.tensor([math.log(512)])
+    torch.testing.assert_close(stats.logprob, -expected)
+    torch.testing.assert_close(stats.entropy, expected)
+    torch.testing.assert_close(stats.confidence, expected)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 7, 512])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_reference_agrees_with_float64(vocab_size, dtype):
+    logits, sampled = random_case(9, vocab_size, dtype)
+    sampled[4] = -1
+    assert_same_stats(token_stats_reference(logits, sampled), stats_in_float64(logits, sampled))
+    logits, sampled = with_masked_entries((logits, sampled), keep_fraction=0.3)
+    assert_same_stats(token_stats_reference(logits, sampled), stats_in_float64(logits, sampled))
+
+
+@pytest.mark.parametrize("name", special_cases(torch.float32))
+def test_reference_agrees_with_float64_at_the_edges(name):
+    if name in ("nan and inf", "lowest number as a mask"):
+        pytest.skip("no value in the definition, or too large for float32's sum")
+    logits, sampled = special_cases(torch.float32)[name]
+    assert_same_stats(token_stats_reference(logits, sampled), stats_in_float64(logits, sampled))
+
+
+@pytest.mark.parametrize("compute", ["c++", "torch"])
+def test_rows_with_nan_or_inf_or_nothing_are_nan_and_leave_other_rows_alone(compute, request):
+    function = request.getfixturevalue("cpp") if compute == "c++" else token_stats_reference
+    logits, sampled = special_cases(torch.float32)["nan and inf"]
+    stats = function(logits, sampled)
+    for values in stats:
+        assert values.isnan().tolist() == [True, True, True, False]
+    nothing_left = function(torch.full((2, 40), -torch.inf), torch.tensor([3, -1]))
+    assert all(values.isnan().all() for values in nothing_left)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "vocab_size"),
+    [(0, 512), (1, 1), (1, 7), (1, 512), (300, 1), (300, 7), (300, 512), (5, 1023), (5, 1025), (3, 49152), (2, 151936)],
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_cpp_agrees_with_the_reference(cpp, num_rows, vocab_size, dtype):
+    logits, sampled = random_case(num_rows, vocab_size, dtype)
+    assert_same_stats(cpp(logits, sampled), token_stats_reference(logits, sampled))
+
+
+@pytest.mark.parametrize("name", special_cases(torch.float32))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_cpp_agrees_with_the_reference_at_the_edges(cpp, name, dtype):
+    logits, sampled = special_cases(dtype)[name]
+    assert_same_stats(cpp(logits, sampled), token_stats_reference(logits, sampled))
+
+
+def test_cpp_reads_every_float16_value(cpp):
+    every_bit_pattern = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    logits = torch.stack([torch.zeros_like(every_bit_pattern), every_bit_pattern], dim=1)
+    sampled = torch.ones(len(logits), dtype=torch.int64)
+    assert_same_stats(cpp(logits, sampled), token_stats_reference(logits, sampled))
+
+
+def test_cpp_is_as_accurate_as_float64_for_a_large_vocabulary(cpp):
+    logits, sampled = random_case(2, 151936)
+    expected = stats_in_float64(logits, sampled)
+    for actual, value in zip(cpp(logits, sampled), expected, strict=True):
+        torch.testing.assert_close(actual.double(), value, rtol=1e-6, atol=1e-6)
+
+
+def test_cpp_counts_masked_entries_as_nothing(cpp):
+    logits = torch.full((1, 3000), -torch.inf)
+    logits[0, 1234] = 17.25
+    stats = cpp(logits, torch.tensor([1234]))
+    assert [values.item() for values in stats] == pytest.approx([0.0, 0.0, 0.0], abs=1e-30)
+
+
+def test_cpp_results_do_not_depend_on_the_number_of_threads(cpp):
+    logits, sampled = random_case(40, 30000, torch.bfloat16)
+    num_threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = cpp(logits, sampled)
+        torch.set_num_threads(2)
+        together = cpp(logits, sampled)
+    finally:
+        torch.set_num_threads(num_threads)
+    assert all(a.equal(b) for a, b in zip(alone, together, strict=True))
+
+
+def test_cpp_operator_is_well_behaved_under_torch_library(cpp):
+    for logits, sampled in (random_case(3, 70, torch.bfloat16), random_case(0, 7)):
+        torch.library.opcheck(torch.ops.vllm_rollout.token_stats.default, (logits, sampled))
+
+
+WRONG_ARGUMENTS = {
+    "dtype of logits": (torch.zeros(2, 3, dtype=torch.float64), torch.zeros(2, dtype=torch.int64), "float16, got"),
+    "integer logits": (torch.zeros(2, 3, dtype=torch.int32), torch.zeros(2, dtype=torch.int64), "logits must be float"),
+    "logits of one row": (torch.zeros(3), torch.zeros(1, dtype=torch.int64), r"\[num_rows, vocab_size\].*got"),
+    "empty vocabulary": (torch.zeros(2, 0), torch.zeros(2, dtype=torch.int64), "vocab_size"),
+    "transposed logits": (torch.zeros(3, 2).T, torch.zeros(2, dtype=torch.int64), r"stride\(1\) == 1, got 2"),
+    "dtype of sampled": (torch.zeros(2, 3), torch.zeros(2, dtype=torch.int32), "sampled must be int64, got"),
+    "length of sampled": (torch.zeros(2, 3), torch.zeros(3, dtype=torch.int64), r"sampled must be \[num_rows\].*2"),
+    "two-dimensional sampled": (torch.zeros(2, 3), torch.zeros(2, 1, dtype=torch.int64), r"sampled must be \[num_row"),
+    "token id too large": (torch.zeros(2, 3), torch.tensor([0, 3]), r"sampled\[1\] must be -1 or in \[0, 3\), got 3"),
+    "token id below -1": (torch.zeros(2, 3), torch.tensor([-2, 0]), r"sampled\[0\] must be -1 or in \[0, 3\), got -2"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_ARGUMENTS)
+@pytest.mark.parametrize("compute", ["c++", "torch"])
+def test_wrong_arguments_are_named_with_value_and_allowed(name, compute, request):
+    function = request.getfixturevalue("cpp") if compute == "c++" else token_stats_reference
+    logits, sampled, message = WRONG_ARGUMENTS[name]
+    with pytest.raises(ValueError, match=message):
+        function(logits, sampled)
+
+
+@pytest.mark.parametrize("name", WRONG_ARGUMENTS)
+def test_operator_called_directly_refuses_wrong_arguments_too(cpp, name):
+    logits, sampled, message = WRONG_ARGUMENTS[name]
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.vllm_rollout.token_stats(logits, sampled)
+
+
+def test_token_stats_uses_the_active_implementation(cpp):
+    logits, sampled = random_case(4, 600)
+    for actual, expected in zip(token_stats(logits, sampled), cpp(logits, sampled), strict=True):
+        assert actual.equal(expected)
+
+
+def test_environment_forces_the_reference(monkeypatch):
+    monkeypatch.setenv("VLLM_ROLLOUT_OPS", "torch")
+    implementation = active_implementation("cpu")
+    assert (implementation.name, implementation.reason) == ("torch", "VLLM_ROLLOUT_OPS=torch")
+
+
+def test_environment_with_an_unknown_value_is_refused(monkeypatch):
+    monkeypatch.setenv("VLLM_ROLLOUT_OPS", "fast")
+    with pytest.raises(ValueError, match="VLLM_ROLLOUT_OPS must be one of auto, torch, got 'fast'"):
+        active_implementation("cpu")
+
+
+def test_a_missing_extension_is_said_with_its_remedy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm_rollout._C", None)
+    monkeypatch.delattr("vllm_rollout._C", raising=False)
+    implementation = active_implementation("cpu")
+    assert implementation.name == "torch"
+    assert implementation.reason == "vllm_rollout._C is not built: run `make install`"
+    logits, sampled = random_case(2, 9)
+    assert_same_stats(token_stats(logits, sampled), token_stats_reference(logits, sampled))
+
+
+def test_an_unknown_device_type_gets_the_reference_and_a_reason():
+    assert active_implementation("meta").reason == "no kernel for device type 'meta'"
+
+
+def test_importing_the_package_loads_neither_torch_nor_vllm_and_the_tracker_not_vllm():
+    code = """
+        import sys
+        import vllm_rollout
+        assert not {"torch", "vllm"} & sys.modules.keys()
+        from vllm_rollout.tracker.ops import active_implementation
+        active_implementation("cpu")
+        assert not {"triton", "vllm"} & sys.modules.keys()
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=60)

@@ -1,0 +1,104 @@
+"""The app around a FakeEngine, and three ways to it: in process, over a socket, with our clients."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+
+import httpx
+import pytest
+import uvicorn
+from fastapi import FastAPI, Response
+from prometheus_client import CollectorRegistry, generate_latest
+
+from vllm_rollout import RolloutClient
+from vllm_rollout.metrics import Metrics
+from vllm_rollout.server.routes import router
+from vllm_rollout.server.service import RolloutService
+
+from .fake_engine import MODEL, FakeEngine
+
+DEADLINE_S = 10.0
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+def app(engine: FakeEngine) -> FastAPI:
+    return make_app(engine)
+
+
+def make_app(engine: FakeEngine) -> FastAPI:
+    app = FastAPI()
+    app.include_router(router)
+    registry = CollectorRegistry()
+    app.state.rollout_service = RolloutService(engine, Metrics(registry))
+    app.state.healthy = True
+
+    @app.get("/health", include_in_schema=False)
+    async def health() -> Response:
+        return Response(status_code=200 if app.state.healthy else 503)
+
+    @app.get("/v1/models", include_in_schema=False)
+    async def models() -> dict[str, object]:
+        return {"object": "list", "data": [{"id": MODEL, "object": "model"}]}
+
+    @app.get("/metrics", include_in_schema=False)
+    async def metrics() -> Response:
+        return Response(generate_latest(registry), media_type="text/plain")
+
+    return app
+
+
+@pytest.fixture
+async def http(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
+    """In process; an answer comes when it is complete."""
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        yield client
+
+
+@pytest.fixture
+def server_url(app: FastAPI) -> Iterator[str]:
+    """A real server on a free port."""
+    with serving(app) as url:
+        yield url
+
+
+@contextmanager
+def serving(app: FastAPI) -> Iterator[str]:
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=2))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    wait_until(lambda: server.started)
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(DEADLINE_S)
+        listener.close()
+    assert not thread.is_alive()
+
+
+@pytest.fixture
+def client(server_url: str) -> Iterator[RolloutClient]:
+    with RolloutClient(server_url) as client:
+        yield client
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"not reached within {DEADLINE_S} s"
+        time.sleep(0.005)

@@ -1,0 +1,242 @@
+"""An engine that really runs groups, without a model.
+
+Invariant: the same seed, prompt and index make the same candidate. A step of virtual time adds one token to every
+running candidate of a group; `Group` decides who stops.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError
+
+from vllm_rollout.group.lifecycle import Group
+from vllm_rollout.group.plan import GroupPlan
+from vllm_rollout.group.types import CandidateState, Ending, EndReason
+from vllm_rollout.server.engine import CandidateEnd, CandidateTokens, PreparedPrompt, PromptInput, RequestError
+
+MODEL = "fake-model"
+VOCAB_SIZE = 1000
+
+
+class Sampling(BaseModel):
+    """The sampling fields that mean something here."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    max_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
+    min_tokens: Annotated[StrictInt, Field(ge=0)] = 0
+    seed: Annotated[StrictInt, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: list[StrictStr] | StrictStr | None = None
+    logprobs: Annotated[StrictInt, Field(ge=-1, le=20)] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    sampling: Sampling
+    want_logprobs: bool
+    want_text: bool
+
+
+@dataclass(slots=True)
+class Candidate:
+    """One candidate: what it will say, and how much of it is out."""
+
+    index: int
+    token_ids: list[int]
+    logprobs: list[float]
+    end_reason: EndReason
+    num_tokens: int = 0
+    num_sent: int = 0
+
+    def take_chunk(self, min_tokens: int) -> CandidateTokens | None:
+        start, end = self.num_sent, self.num_tokens
+        if end - start < min_tokens:
+            return None
+        self.num_sent = end
+        return CandidateTokens(self.index, start, self.token_ids[start:end], self.logprobs[start:end])
+
+
+@dataclass(slots=True)
+class FakeEngine:
+    """Implements `vllm_rollout.server.engine.Engine`."""
+
+    max_num_seqs: int = 64
+    max_model_len: int = 4096
+    max_length: int = 40
+    """Candidates that nothing makes longer have 1 to this many tokens."""
+    step_s: float = 0.0
+    lengths: Mapping[int, int] = field(default_factory=dict)
+    """Number of tokens of a candidate, by index, in place of a random one."""
+    failures: Mapping[int, int] = field(default_factory=dict)
+    """Candidate index -> tokens after which it fails."""
+    dies_at_step: int | None = None
+    """The engine dies at that step of a group."""
+    weight_version: str | None = None
+    num_launched: int = 0
+    num_ended: int = 0
+    num_aborted: int = 0
+    last_step_s: float = 0.0
+    """When a group last made a step."""
+
+    @property
+    def num_running(self) -> int:
+        return self.num_launched - self.num_ended - self.num_aborted
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no group has made a step for a while: their readers make them wait."""
+        return time.monotonic() - self.last_step_s > 0.2
+
+    async def prepare(
+        self,
+        prompts: Sequence[PromptInput],
+        model: str | None,
+        sampling: dict[str, Any],
+        *,
+        want_logprobs: bool,
+        want_text: bool,
+    ) -> tuple[str, list[PreparedPrompt]]:
+        if model not in (None, MODEL):
+            raise RequestError(
+                f"model: {model!r} is not served; served here: {MODEL}. Leave the field out to use the first.",
+                status=HTTPStatus.NOT_FOUND,
+                param="model",
+            )
+        handle = Handle(_sampling(sampling), want_logprobs, want_text)
+        return MODEL, [PreparedPrompt(p.id, self._tokenize(p), handle) for p in prompts]
+
+    async def run_group(
+        self, group_id: str, plan: GroupPlan, prompt: PreparedPrompt, *, stream_tokens: int | None
+    ) -> AsyncGenerator[CandidateTokens | CandidateEnd, None]:
+        handle: Handle = prompt.handle
+        group = Group(plan.group_size, plan.num_candidates, plan.early_stop)
+        running = {group.launch(i): self._candidate(i, prompt) for i in range(plan.num_candidates)}
+        self.num_launched += len(running)
+        step = 0
+        try:
+            while running:
+                await asyncio.sleep(self.step_s)
+                self.last_step_s = time.monotonic()
+                if step == self.dies_at_step:
+                    raise RequestError(
+                        "the engine has stopped; restart the server and see its log for the reason.",
+                        status=HTTPStatus.SERVICE_UNAVAILABLE,
+                    )
+                ended = _step(group, running)
+                for candidate in ended:
+                    del running[candidate.index]
+                self.num_ended += len(ended)
+                for candidate in ended:
+                    if stream_tokens is not None and (rest := candidate.take_chunk(1)) is not None:
+                        yield rest
+                    yield self._end(candidate, group.state(candidate.index), step, handle)
+                for candidate in tuple(running.values()):
+                    if stream_tokens is not None and (chunk := candidate.take_chunk(stream_tokens)) is not None:
+                        yield chunk
+                step += 1
+        finally:
+            self.num_aborted += len(running)
+
+    def _candidate(self, index: int, prompt: PreparedPrompt) -> Candidate:
+        sampling: Sampling = prompt.handle.sampling
+        chance = random.Random(f"{sampling.seed}/{list(prompt.token_ids)}/{index}")
+        room = min(sampling.max_tokens or self.max_model_len, self.max_model_len - len(prompt.token_ids))
+        length = self.lengths.get(index) or chance.randint(1, self.max_length)
+        length = max(length, sampling.min_tokens)
+        end_reason: EndReason = "length" if length > room else "stop"
+        length = min(length, room)
+        if self.failures.get(index, length) < length:
+            end_reason, length = "failed", self.failures[index]
+        tokens = [chance.randrange(VOCAB_SIZE) for _ in range(length)]
+        return Candidate(index, tokens, [-chance.expovariate(1.0) for _ in range(length)], end_reason)
+
+    def _end(self, candidate: Candidate, state: CandidateState, step: int, handle: Handle) -> CandidateEnd:
+        num_tokens = candidate.num_tokens
+        by_itself = state == "finished"
+        tokens = candidate.token_ids[:num_tokens]
+        spans = [{"version": self.weight_version, "start": 0, "end": num_tokens}] if self.weight_version else []
+        return CandidateEnd(
+            ending=Ending(candidate.index, state, num_tokens, by_itself and candidate.end_reason == "length", step),
+            token_ids=tokens,
+            logprobs=candidate.logprobs[:num_tokens] if handle.want_logprobs else None,
+            text="".join(f"t{token}\u2028" for token in tokens) if handle.want_text else None,
+            finish_reason=candidate.end_reason if by_itself else "error" if state == "failed" else "abort",
+            stop_reason="surplus" if state == "surplus" else None,
+            mean_confidence=None,
+            weight_versions=spans,
+        )
+
+    def _tokenize(self, prompt: PromptInput) -> list[int]:
+        if prompt.messages is not None:
+            form = "messages"
+            try:
+                text = "".join(f"{message['role']}: {message['content']}\n" for message in prompt.messages)
+            except KeyError as error:
+                raise RequestError(
+                    f"prompt {prompt.id!r} cannot be rendered: a message has no {error}",
+                    status=HTTPStatus.BAD_REQUEST,
+                    param=f"prompts.{prompt.id}.messages",
+                ) from error
+            token_ids = [ord(c) % VOCAB_SIZE for c in text]
+        elif prompt.prompt is not None:
+            form, token_ids = "prompt", [ord(c) % VOCAB_SIZE for c in prompt.prompt]
+        else:
+            form, token_ids = "prompt_token_ids", list(prompt.prompt_token_ids or ())
+        param = f"prompts.{prompt.id}.{form}"
+        if not token_ids:
+            raise RequestError(f"prompt {prompt.id!r} is empty after tokenization.", param=param)
+        if max(token_ids) >= VOCAB_SIZE:
+            raise RequestError(
+                f"prompt {prompt.id!r}: token id {max(token_ids)} is out of vocabulary ({VOCAB_SIZE}).",
+                status=HTTPStatus.BAD_REQUEST,
+                param=param,
+            )
+        if len(token_ids) >= self.max_model_len:
+            raise RequestError(
+                f"prompt {prompt.id!r} has {len(token_ids)} tokens and must leave room for an answer within "
+                f"max_model_len ({self.max_model_len}). Shorten it or start the server with a larger --max-model-len.",
+                status=HTTPStatus.BAD_REQUEST,
+                param=param,
+            )
+        return token_ids
+
+
+def _step(group: Group, running: dict[int, Candidate]) -> list[Candidate]:
+    """One token for every running candidate; returns those that ended, the stopped ones among them."""
+    ended = []
+    for candidate in running.values():
+        candidate.num_tokens = min(candidate.num_tokens + 1, len(candidate.token_ids))
+        if candidate.num_tokens == len(candidate.token_ids):
+            group.end(candidate.index, candidate.end_reason, candidate.num_tokens)
+            ended.append(candidate)
+    return [*ended, *(running[index] for index in group.settle().stop)]
+
+
+def _sampling(fields: dict[str, Any]) -> Sampling:
+    if "n" in fields:
+        raise RequestError("sampling.n: is not a sampling field here: use group_size.", param="sampling.n")
+    for name in fields:
+        if name not in Sampling.model_fields:
+            raise RequestError(
+                f"sampling.{name}: is not a field of vLLM's SamplingParams; "
+                f"allowed: {', '.join(sorted(Sampling.model_fields))}.",
+                param=f"sampling.{name}",
+            )
+    try:
+        return Sampling.model_validate(fields)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        name = f"sampling.{problem['loc'][0]}"
+        value: Any = None
+        with suppress(KeyError):
+            value = fields[str(problem["loc"][0])]
+        raise RequestError(f"{name}: {problem['msg']}, got {value!r}", param=name) from error

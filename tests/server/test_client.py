@@ -1,0 +1,385 @@
+"""The clients say what was asked, in the server's words, over connections that break."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pickle
+import runpy
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import aclosing, closing, contextmanager
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+import vllm_rollout
+from vllm_rollout import AsyncRolloutClient, RolloutClient, RolloutError
+from vllm_rollout.server.answers import DoneEvent, Event, TokensEvent
+from vllm_rollout.server.client import RolloutOptions, rollout_body
+from vllm_rollout.server.protocol import DualEnd, DualEndSelection, Prompt, RolloutRequest
+
+from .conftest import wait_until
+from .fake_engine import MODEL, FakeEngine
+
+FAST = {"backoff_s": 0.01}
+ENDLESS = {"min_tokens": 4000}
+
+
+def test_importing_the_package_and_the_client_stays_light():
+    code = (
+        "import sys, vllm_rollout; assert 'httpx' not in sys.modules; assert 'RolloutClient' in dir(vllm_rollout); "
+        "from vllm_rollout import RolloutClient, AsyncRolloutClient, RolloutError; "
+        "assert not {'vllm', 'torch', 'fastapi'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_unknown_names_of_the_package_are_attribute_errors():
+    assert all(getattr(vllm_rollout, name) for name in vllm_rollout.__all__)
+    with pytest.raises(AttributeError, match="nothing_of_the_kind"):
+        vllm_rollout.nothing_of_the_kind  # noqa: B018
+
+
+def test_both_clients_have_the_same_methods():
+    for name in ("__init__", "rollout", "stream", "health", "wait_until_ready", "models", "close"):
+        ours, theirs = (signature(getattr(cls, name)) for cls in (RolloutClient, AsyncRolloutClient))
+        assert ours.parameters == theirs.parameters
+
+
+@pytest.mark.parametrize("cls", [RolloutClient, AsyncRolloutClient])
+@pytest.mark.parametrize(("name", "own"), [("rollout", set()), ("stream", {"stream_tokens"})])
+def test_help_names_every_option_with_its_default(cls, name, own):
+    method = getattr(cls, name)
+    mine, body = signature(method).parameters, signature(rollout_body).parameters
+    assert mine.keys() - {"self", "timeout"} == body.keys() - {"stream", "stream_tokens"} | own
+    assert all(mine[field].default == body[field].default for field in mine.keys() & body.keys())
+    assert all(f"\n{option}: " in method.__doc__ for option in RolloutOptions.__annotations__)
+
+
+@pytest.mark.parametrize("wrong", ["temperature", "stream", "stream_tokens"])
+def test_arguments_that_rollout_does_not_know_are_type_errors(client: RolloutClient, wrong):
+    with pytest.raises(TypeError, match=wrong):
+        client.rollout(["p"], 1, **{wrong: 1})
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sent"),
+    [
+        ("text", {"prompt": "text"}),
+        ([1, 2], {"prompt_token_ids": [1, 2]}),
+        ((1, 2), {"prompt_token_ids": [1, 2]}),
+        ([], {"prompt_token_ids": []}),
+        ([{"role": "user", "content": "hi"}], {"messages": [{"role": "user", "content": "hi"}]}),
+        ({"id": "q", "prompt": "text"}, {"id": "q", "prompt": "text"}),
+        (Prompt(id="q", prompt_token_ids=[1]), {"id": "q", "prompt_token_ids": [1]}),
+    ],
+)
+def test_prompts_come_in_every_form(prompt, sent):
+    assert rollout_body([prompt], 1)["prompts"] == [sent]
+
+
+def test_token_ids_may_be_numpy_integers():
+    numpy = pytest.importorskip("numpy")
+    sent = rollout_body([numpy.array([1, 2]), list(numpy.array([3], dtype=numpy.int32))], 1)["prompts"]
+    assert json.dumps(sent) == '[{"prompt_token_ids": [1, 2]}, {"prompt_token_ids": [3]}]'
+
+
+@pytest.mark.parametrize(
+    ("prompts", "words"),
+    [
+        ("one text", r"Write \[prompt\]"),
+        ({"prompt": "text"}, r"Write \[prompt\]"),
+        ([1, 2, 3], r"prompts\[0\] must be text"),
+        (["text", [1, "x"]], r"prompts\[1\] must be text"),
+        ([[1.5]], r"prompts\[0\] must be text"),
+    ],
+)
+def test_prompts_of_no_known_form_are_type_errors(prompts, words):
+    with pytest.raises(TypeError, match=words):
+        rollout_body(prompts, 1)
+
+
+def test_every_argument_reaches_the_body():
+    body = rollout_body(
+        ["p"], 4, 2, False, DualEndSelection(dual_end=DualEnd(num_longest=2)), {"seed": 1},
+        True, False, True, "m", 8, stream=True,
+    )  # fmt: skip
+    request = RolloutRequest.model_validate(body)
+    assert request.model_fields_set == RolloutRequest.model_fields.keys()
+    assert request.model_dump(by_alias=True, exclude={"prompts"}) == {k: v for k, v in body.items() if k != "prompts"}
+
+
+def test_defaults_are_the_servers():
+    sent = RolloutRequest.model_validate(rollout_body(["p"], 4))
+    assert sent == RolloutRequest.model_validate({"prompts": [{"prompt": "p"}], "group_size": 4})
+
+
+def test_rollout_answers_with_typed_groups(client: RolloutClient):
+    answer = client.rollout(["one", [1, 2, 3], [{"role": "user", "content": "three"}]], 4, 4, return_text=True)
+    assert [group.prompt_id for group in answer.groups] == ["0", "1", "2"]
+    assert all(len(group.trajectories) == 4 for group in answer.groups)
+    assert answer.model == MODEL
+
+
+def test_sync_and_async_give_the_same(server_url):
+    arguments: dict[str, Any] = {"prompts": ["one", "two"], "group_size": 2, "redundancy": 2, "sampling": {"seed": 3}}
+
+    async def run() -> tuple[list[Any], list[Event], list[str], bool]:
+        async with AsyncRolloutClient(server_url) as client:
+            await client.wait_until_ready(5)
+            events = [event async for event in client.stream(**arguments, stream_tokens=2)]
+            groups = (await client.rollout(**arguments)).groups
+            return groups, events, await client.models(), await client.health()
+
+    groups, events, models, healthy = asyncio.run(run())
+    with RolloutClient(server_url + "/v1/") as client:
+        client.wait_until_ready(5)
+        assert [g.trajectories for g in client.rollout(**arguments).groups] == [g.trajectories for g in groups]
+        mine = [e for e in client.stream(**arguments, stream_tokens=2) if isinstance(e, TokensEvent)]
+        assert mine == [e for e in events if isinstance(e, TokensEvent)]
+        assert client.models() == models == [MODEL]
+        assert client.health() is healthy is True
+
+
+def test_errors_carry_the_servers_words(client: RolloutClient):
+    with pytest.raises(RolloutError, match="max_num_seqs") as raised:
+        client.rollout(["p"], 60, 60)
+    error = raised.value
+    assert (error.status, error.param, error.type) == (422, "redundancy", "UnprocessableEntity")
+    assert error.message in str(error)
+    copy = pickle.loads(pickle.dumps(error))
+    assert (copy.status, copy.message, copy.type, copy.param) == (422, error.message, error.type, "redundancy")
+
+
+def test_errors_come_at_the_first_event_of_a_stream(client: RolloutClient):
+    events = client.stream(["p"], 60, 60)
+    with pytest.raises(RolloutError, match="max_num_seqs"):
+        next(events)
+
+
+def test_error_events_are_raised(server_url, engine: FakeEngine):
+    engine.dies_at_step = 2
+    seen: list[Event] = []
+
+    async def run() -> None:
+        async with AsyncRolloutClient(server_url) as client:
+            async for event in client.stream(["p"], 2, stream_tokens=1):
+                seen.append(event)
+
+    with pytest.raises(RolloutError, match="engine has stopped") as raised:
+        asyncio.run(run())
+    assert raised.value.status == 503
+    assert seen
+
+
+def test_errors_that_are_not_ours_are_told_in_short(server_url):
+    with RolloutClient(server_url + "/elsewhere") as client, pytest.raises(RolloutError, match="Not Found") as raised:
+        client.rollout(["p"], 1)
+    assert raised.value.status == 404
+
+
+def test_leaving_a_stream_early_aborts_its_candidates(server_url, engine: FakeEngine):
+    engine.step_s = 0.001
+    with RolloutClient(server_url) as client:
+        for _ in client.stream(["p"], 4, sampling=ENDLESS, stream_tokens=1):
+            break
+        wait_until(lambda: engine.num_aborted == 4)
+        with closing(client.stream(["p"], 4, sampling=ENDLESS, stream_tokens=1)) as events:
+            next(events)
+        wait_until(lambda: engine.num_aborted == 8)
+
+    async def run() -> None:
+        async with AsyncRolloutClient(server_url) as client:
+            async with aclosing(client.stream(["p"], 4, sampling=ENDLESS, stream_tokens=1)) as events:
+                await anext(events)
+            await asyncio.to_thread(wait_until, lambda: engine.num_aborted == 12)
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(client.rollout(["p"], 4, sampling=ENDLESS), 0.1)
+            await asyncio.to_thread(wait_until, lambda: engine.num_aborted == 16)
+
+    asyncio.run(run())
+    assert engine.num_running == 0
+
+
+def test_read_timeout_is_told_and_not_retried(server_url, engine: FakeEngine):
+    engine.step_s = 0.01
+    with RolloutClient(server_url, read_timeout_s=0.1) as client:
+        for call in (client.rollout, lambda *args, **fields: list(client.stream(*args, **fields))):
+            with pytest.raises(RolloutError, match="read_timeout_s") as raised:
+                call(["p"], 2, sampling=ENDLESS)
+            assert (raised.value.status, raised.value.type) == (None, "ReadTimeout")
+        assert client.rollout(["p"], 1, timeout=30, sampling={"max_tokens": 20, "min_tokens": 20}).groups
+    assert engine.num_launched == 5
+
+
+def test_api_key_is_sent():
+    seen: list[httpx.Request] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append(request)
+        return httpx.Response(200, json={"data": [{"id": "m"}]})
+
+    with RolloutClient("http://host/v1", api_key="secret", transport=httpx.MockTransport(answer)) as client:
+        assert client.models() == ["m"]
+    assert seen[0].headers["authorization"] == "Bearer secret"
+    assert seen[0].url == "http://host/v1/models"
+
+
+def test_waits_are_as_stated():
+    with RolloutClient() as client:
+        waits = client._request(client._http, "GET", "/", None, None).extensions["timeout"]
+        assert waits == {"connect": 10.0, "read": None, "write": None, "pool": None}
+        waits = client._request(client._http, "GET", "/", None, 5.0).extensions["timeout"]
+        assert waits == {"connect": 10.0, "read": 5.0, "write": None, "pool": None}
+    with RolloutClient(connect_timeout_s=1, read_timeout_s=2) as client:
+        assert client._http.timeout == httpx.Timeout(None, connect=1, read=2)
+
+
+@contextmanager
+def raw_server(answers: list[bytes]) -> Iterator[tuple[str, list[bytes]]]:
+    """Accepts one connection per answer, reads a request, sends the answer as it is and closes."""
+    received: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            for answer in answers:
+                connection, _ = listener.accept()
+                with connection:
+                    received.append(connection.recv(65536))
+                    connection.sendall(answer)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", received
+        thread.join(5)
+
+
+def http_answer(body: bytes, kind: str = "application/json", length: int | None = None) -> bytes:
+    size = len(body) if length is None else length
+    return f"HTTP/1.1 200 OK\r\ncontent-type: {kind}\r\ncontent-length: {size}\r\n\r\n".encode() + body
+
+
+MODELS = http_answer(b'{"data": [{"id": "m"}]}')
+
+
+def run_models(url: str, **settings: Any) -> list[str]:
+    with RolloutClient(url, **settings) as client:
+        return client.models()
+
+
+def run_models_async(url: str, **settings: Any) -> list[str]:
+    async def run() -> list[str]:
+        async with AsyncRolloutClient(url, **settings) as client:
+            return await client.models()
+
+    return asyncio.run(run())
+
+
+both_kinds = pytest.mark.parametrize("models", [run_models, run_models_async])
+
+
+@both_kinds
+def test_connection_lost_before_the_answer_is_retried(models: Callable[..., list[str]]):
+    with raw_server([b"", b"", MODELS]) as (url, received):
+        assert models(url, **FAST) == ["m"]
+    assert len(received) == 3
+
+
+@both_kinds
+def test_connection_refused_is_retried_then_told(models: Callable[..., list[str]]):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    with pytest.raises(RolloutError, match="in 3 attempts") as raised:
+        models(url, num_retries=2, **FAST)
+    assert (raised.value.status, raised.value.type) == (None, "ConnectError")
+    assert "vllm-rollout serve" in raised.value.message
+
+
+@both_kinds
+def test_connection_lost_within_the_answer_is_not_retried(models: Callable[..., list[str]]):
+    with (
+        raw_server([http_answer(b'{"data"', length=100)]) as (url, received),
+        pytest.raises(RolloutError, match=r"incomplete|peer closed"),
+    ):
+        models(url, **FAST)
+    assert len(received) == 1
+
+
+def test_backoff_doubles(monkeypatch):
+    waits: list[float] = []
+    monkeypatch.setattr("vllm_rollout.server.client.time.sleep", waits.append)
+
+    def refuse(request: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("refused", request=request)
+
+    with RolloutClient(transport=httpx.MockTransport(refuse)) as client, pytest.raises(RolloutError):
+        client.models()
+    assert waits == [0.5, 1.0, 2.0]
+
+
+def test_a_cut_stream_is_an_error():
+    with (
+        raw_server([http_answer(b": comment\n\n", "text/event-stream")]) as (url, _),
+        RolloutClient(url) as client,
+        pytest.raises(RolloutError, match="ended before its done event"),
+    ):
+        list(client.stream(["p"], 1))
+
+
+def test_an_answer_of_another_version_is_an_error():
+    with (
+        raw_server([http_answer(b'{"object": "rollout"}')]) as (url, _),
+        RolloutClient(url) as client,
+        pytest.raises(RolloutError, match="not of this client's version"),
+    ):
+        client.rollout(["p"], 1)
+
+
+def test_events_survive_any_split_of_the_bytes(client: RolloutClient, server_url):
+    body = rollout_body(["p"], 2, return_text=True, stream_tokens=1, stream=True)
+    content = httpx.post(f"{server_url}/v1/rollouts", json=body).content
+    assert "\u2028".encode() in content
+
+    def in_pieces(size: int, ends: bytes) -> list[Event]:
+        text = content.replace(b"\n", ends)
+        pieces = [text[i : i + size] for i in range(0, len(text), size)]
+        transport = httpx.MockTransport(lambda _: httpx.Response(200, content=iter(pieces)))
+        with RolloutClient(transport=transport) as split:
+            return list(split.stream(["p"], 2))
+
+    whole = in_pieces(len(content), b"\n")
+    assert isinstance(whole[-1], DoneEvent)
+    assert in_pieces(1, b"\n") == in_pieces(7, b"\r\n") == whole
+
+
+def test_examples_run(server_url, capsys):
+    folder = Path(__file__).parents[2] / "examples"
+    runpy.run_path(str(folder / "rollout.py"))["main"](server_url)
+    assert "poem: complete" in capsys.readouterr().out
+    asyncio.run(runpy.run_path(str(folder / "stream.py"))["main"](server_url))
+    assert "group 0: complete" in capsys.readouterr().out
+
+
+def test_health_is_false_without_a_server_or_an_engine(client: RolloutClient, app):
+    assert client.health()
+    app.state.healthy = False
+    assert not client.health()
+    with pytest.raises(TimeoutError, match=r"not ready within 0\.05 s"):
+        client.wait_until_ready(0.05)
+    with RolloutClient("http://127.0.0.1:9") as nobody:
+        assert not nobody.health()
+
+
+def test_wait_until_ready_returns_when_the_engine_is(client: RolloutClient, app):
+    app.state.healthy = False
+    timer = threading.Timer(0.1, lambda: setattr(app.state, "healthy", True))
+    timer.start()
+    client.wait_until_ready(5)
+    timer.join()

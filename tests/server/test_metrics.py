@@ -1,0 +1,56 @@
+"""`/metrics` counts what the answers say."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from vllm_rollout.server.answers import RolloutAnswer, Usage
+
+from .fake_engine import FakeEngine
+
+pytestmark = pytest.mark.anyio
+
+
+async def samples(http: httpx.AsyncClient) -> dict[str, float]:
+    text = (await http.get("/metrics")).text
+    return {
+        ".".join([sample.name.removeprefix("vllm_rollout:"), *sample.labels.values()]): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+async def roll(http: httpx.AsyncClient, **fields: object) -> Usage:
+    body = {"prompts": [{"prompt": "a"}, {"prompt": "b"}], "group_size": 4, "redundancy": 4, **fields}
+    return RolloutAnswer.model_validate_json((await http.post("/v1/rollouts", json=body)).content).usage
+
+
+async def test_every_series_is_there_before_the_first_rollout(http):
+    values = await samples(http)
+    for name in ("groups_total.complete", "groups_total.incomplete", "tokens_total.wasted", "candidates_total.surplus"):
+        assert values[name] == 0
+
+
+async def test_counters_add_up_over_rollouts_and_streams(http, engine: FakeEngine):
+    first = await roll(http)
+    engine.failures = {0: 0, 1: 0}
+    second = await roll(http, redundancy=0)
+    values = await samples(http)
+    for kind in ("generated", "returned", "wasted"):
+        assert values[f"tokens_total.{kind}"] == getattr(first, f"{kind}_tokens") + getattr(second, f"{kind}_tokens")
+    for state in ("finished", "pruned", "surplus", "failed"):
+        assert values[f"candidates_total.{state}"] == getattr(first, f"num_{state}") + getattr(second, f"num_{state}")
+    assert (values["groups_total.complete"], values["groups_total.incomplete"]) == (2, 2)
+    assert values["group_latency_seconds_count"] == values["group_wasted_share_count"] == 4
+    engine.failures = {}
+    await http.post("/v1/rollouts", json={"prompts": [{"prompt": "c"}], "group_size": 1, "stream": True})
+    assert (await samples(http))["groups_total.complete"] == 3
+
+
+async def test_refused_requests_count_nothing(http):
+    before = await samples(http)
+    await http.post("/v1/rollouts", json={"prompts": [], "group_size": 1})
+    after = await samples(http)
+    assert {name for name in before if before[name] != after[name]} == set()

@@ -1,0 +1,379 @@
+"""POST /v1/rollouts keeps the contract of design section 5.1, streamed or not."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+from collections import Counter
+from contextlib import closing
+from itertools import pairwise
+from typing import Any
+
+import httpx
+import pytest
+
+from vllm_rollout import RolloutClient
+from vllm_rollout.server.answers import (
+    CandidateEvent,
+    DoneEvent,
+    Event,
+    GroupEvent,
+    RolloutAnswer,
+    TokensEvent,
+    TrajectoryEvent,
+)
+
+from .conftest import wait_until
+from .fake_engine import FakeEngine
+
+pytestmark = pytest.mark.anyio
+
+PROMPTS = [{"id": "a", "prompt": "one"}, {"id": "b", "prompt_token_ids": [1, 2, 3]}, {"prompt": "three"}]
+ENDLESS = {"min_tokens": 4000}
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    return {"prompts": PROMPTS, "group_size": 4, "redundancy": 4, "sampling": {"seed": 7}, **fields}
+
+
+async def post(http: httpx.AsyncClient, **fields: Any) -> RolloutAnswer:
+    response = await http.post("/v1/rollouts", json=body(**fields))
+    assert response.status_code == 200, response.text
+    return RolloutAnswer.model_validate_json(response.content)
+
+
+def all_indices(answer: RolloutAnswer, position: int) -> list[int]:
+    group = answer.groups[position]
+    return sorted([t.index for t in group.trajectories] + [c.index for c in group.candidates])
+
+
+async def test_complete_group_has_exactly_group_size_trajectories_in_index_order(http):
+    answer = await post(http)
+    assert [group.prompt_id for group in answer.groups] == ["a", "b", "2"]
+    for position, group in enumerate(answer.groups):
+        indices = [t.index for t in group.trajectories]
+        assert (group.status, group.reason, len(indices)) == ("complete", None, 4)
+        assert indices == sorted(indices)
+        assert all_indices(answer, position) == list(range(8))
+        assert group.allocation.num_candidates == 8
+    assert answer.groups[1].prompt_token_ids == [1, 2, 3]
+    assert len({group.group_id for group in answer.groups}) == 3
+
+
+async def test_usage_adds_up(http):
+    usage = (answer := await post(http)).usage
+    assert usage.generated_tokens == usage.returned_tokens + usage.wasted_tokens
+    assert usage.returned_tokens == sum(t.num_tokens for g in answer.groups for t in g.trajectories)
+    assert usage.wasted_tokens == sum(c.num_tokens for g in answer.groups for c in g.candidates)
+    assert usage.num_candidates == 24
+    assert usage.num_finished + usage.num_pruned + usage.num_surplus + usage.num_failed == 24
+    assert usage.num_surplus > 0
+    assert usage.prompt_tokens == sum(len(g.prompt_token_ids) for g in answer.groups)
+    assert answer.timing.latency_s >= answer.timing.time_to_first_group_s > 0
+
+
+async def test_lengths_describe_the_returned_trajectories(http):
+    for group in (await post(http)).groups:
+        tokens = [t.num_tokens for t in group.trajectories]
+        assert group.lengths.max == max(tokens)
+        assert group.lengths.mean == pytest.approx(sum(tokens) / 4)
+
+
+async def test_same_seed_gives_the_same_trajectories(http):
+    first, second = await post(http), await post(http)
+    assert [g.trajectories for g in first.groups] == [g.trajectories for g in second.groups]
+    assert first.id != second.id
+
+
+async def test_early_stop_ends_the_group_with_its_last_winner(http, engine: FakeEngine):
+    engine.lengths = {i: 5 * (i + 1) for i in range(8)}
+    for group in (await post(http)).groups:
+        assert [t.num_tokens for t in group.trajectories] == [5, 10, 15, 20]
+        assert {(c.state, c.num_tokens) for c in group.candidates} == {("surplus", 20)}
+
+
+async def test_candidates_that_end_in_the_same_step_are_ranked_by_length_then_index(http, engine: FakeEngine):
+    engine.lengths = dict.fromkeys(range(8), 10)
+    for group in (await post(http)).groups:
+        assert [t.index for t in group.trajectories] == [0, 1, 2, 3]
+        assert {(c.state, c.num_tokens) for c in group.candidates} == {("surplus", 10)}
+
+
+async def test_without_early_stop_every_candidate_runs_to_its_end(http, engine: FakeEngine):
+    answer = await post(http, early_stop=False, selection="shortest")
+    assert answer.usage.num_finished == 24
+    assert engine.num_aborted == 0
+    for group in answer.groups:
+        longest_returned = max(t.num_tokens for t in group.trajectories)
+        assert all(c.num_tokens >= longest_returned for c in group.candidates)
+
+
+async def test_dual_end_returns_the_shortest_and_the_longest(http, engine: FakeEngine):
+    engine.lengths = {i: 5 * (i + 1) for i in range(8)}
+    answer = await post(http, selection={"dual_end": {"num_longest": 1}})
+    for group in answer.groups:
+        assert [t.num_tokens for t in group.trajectories] == [5, 10, 15, 40]
+        assert {c.state for c in group.candidates} == {"finished"}
+
+
+async def test_truncated_candidates_never_count_as_the_longest(http, engine: FakeEngine):
+    engine.lengths = {i: 5 * (i + 1) for i in range(8)}
+    answer = await post(http, selection={"dual_end": {}}, sampling={"max_tokens": 32})
+    for group in answer.groups:
+        assert [t.num_tokens for t in group.trajectories] == [5, 10, 15, 30]
+
+
+async def test_truncated_candidates_fill_a_group_that_cannot_do_without(http, engine: FakeEngine):
+    engine.lengths = {i: 5 * (i + 1) for i in range(8)}
+    answer = await post(http, group_size=6, redundancy=2, sampling={"max_tokens": 22})
+    for group in answer.groups:
+        assert group.status == "complete"
+        assert [t.finish_reason for t in group.trajectories] == ["stop"] * 4 + ["length"] * 2
+
+
+async def test_logprobs_are_as_long_as_tokens_and_come_unless_declined(http):
+    for group in (await post(http)).groups:
+        assert all(len(t.logprobs) == len(t.token_ids) == t.num_tokens for t in group.trajectories)
+    for group in (await post(http, **{"return": {"logprobs": False}})).groups:
+        assert all(t.logprobs is None for t in group.trajectories)
+
+
+async def test_text_comes_only_when_asked_for(http):
+    for group in (await post(http)).groups:
+        assert all(t.text is None for t in group.trajectories)
+    for group in (await post(http, **{"return": {"text": True}})).groups:
+        assert all(t.text for t in group.trajectories)
+
+
+async def test_unselected_tokens_come_only_when_asked_for(http):
+    plain = (await http.post("/v1/rollouts", json=body())).json()
+    assert all(c.keys().isdisjoint({"token_ids", "logprobs", "text"}) for g in plain["groups"] for c in g["candidates"])
+    for group in (await post(http, **{"return": {"unselected": True}})).groups:
+        for candidate in group.candidates:
+            assert len(candidate.token_ids) == len(candidate.logprobs) == candidate.num_tokens
+
+
+async def test_one_failed_candidate_does_not_fail_its_group(http, engine: FakeEngine):
+    engine.lengths = {i: 5 * (i + 1) for i in range(8)}
+    engine.failures = {0: 2}
+    answer = await post(http)
+    assert answer.usage.num_failed == 3
+    for group in answer.groups:
+        assert group.status == "complete"
+        assert [t.index for t in group.trajectories] == [1, 2, 3, 4]
+        assert (group.candidates[0].state, group.candidates[0].num_tokens) == ("failed", 2)
+
+
+async def test_incomplete_group_says_why_and_returns_what_there_is(http, engine: FakeEngine):
+    engine.lengths = dict.fromkeys(range(4), 10)
+    engine.failures = {0: 2, 1: 3}
+    answer = await post(http, redundancy=0)
+    for position, group in enumerate(answer.groups):
+        assert group.status == "incomplete"
+        assert [t.index for t in group.trajectories] == [2, 3]
+        assert "2 of 4" in group.reason
+        assert "2 failed" in group.reason
+        assert all_indices(answer, position) == [0, 1, 2, 3]
+
+
+async def test_a_group_of_which_everything_failed_is_empty(http, engine: FakeEngine):
+    engine.lengths = dict.fromkeys(range(4), 10)
+    engine.failures = dict.fromkeys(range(4), 1)
+    answer = await post(http, redundancy=0)
+    assert answer.usage.returned_tokens == 0
+    assert answer.usage.wasted_tokens == answer.usage.generated_tokens == 12
+    for group in answer.groups:
+        assert (group.status, group.trajectories, group.lengths.max) == ("incomplete", [], 0)
+
+
+async def test_weight_version_is_named_when_there_is_one(http, engine: FakeEngine):
+    assert (await post(http)).weight_version is None
+    engine.weight_version = "v3"
+    answer = await post(http)
+    assert answer.weight_version == "v3"
+    trajectory = answer.groups[0].trajectories[0]
+    assert trajectory.weight_versions == [{"version": "v3", "start": 0, "end": trajectory.num_tokens}]
+
+
+async def test_engine_death_is_a_503_in_error_form(http, engine: FakeEngine):
+    engine.dies_at_step = 1
+    response = await http.post("/v1/rollouts", json=body())
+    assert response.status_code == 503
+    error = response.json()["error"]
+    assert "restart the server" in error["message"]
+    assert (error["code"], error["type"]) == (503, "ServiceUnavailable")
+    assert engine.num_running == 0
+
+
+async def test_a_bug_is_a_500_in_error_form(http, app):
+    app.state.rollout_service = None
+    response = await http.post("/v1/rollouts", json=body())
+    assert response.status_code == 500
+    assert "AttributeError" in response.json()["error"]["message"]
+
+
+def stream(client: RolloutClient, **fields: Any) -> list[Event]:
+    arguments = {"prompts": PROMPTS, "group_size": 4, "redundancy": 4, "sampling": {"seed": 7}, **fields}
+    return list(client.stream(**arguments))
+
+
+def test_stream_names_trajectories_and_candidates_before_their_group_and_ends_with_done(client):
+    events = stream(client)
+    assert [type(event) for event in events].count(DoneEvent) == 1
+    assert isinstance(events[-1], DoneEvent)
+    over: set[str] = set()
+    named: dict[str, list[int]] = {}
+    for event in events[:-1]:
+        assert event.prompt_id not in over
+        if isinstance(event, GroupEvent):
+            over.add(event.prompt_id)
+            assert sorted(named[event.prompt_id]) == event.selected
+        elif isinstance(event, TrajectoryEvent):
+            named.setdefault(event.prompt_id, []).append(event.trajectory.index)
+    assert over == {"a", "b", "2"}
+
+
+def test_stream_has_the_content_of_the_answer(client):
+    arguments = {"prompts": PROMPTS, "group_size": 4, "redundancy": 4, "sampling": {"seed": 7}}
+    arguments |= {"return_text": True, "return_unselected": True}
+    answer = client.rollout(**arguments)
+    events = list(client.stream(**arguments))
+    for group in answer.groups:
+        mine = [event for event in events[:-1] if event.prompt_id == group.prompt_id]
+        trajectories = [event.trajectory for event in mine if isinstance(event, TrajectoryEvent)]
+        candidates = [event.candidate for event in mine if isinstance(event, CandidateEvent)]
+        assert sorted(trajectories, key=lambda t: t.index) == group.trajectories
+        assert sorted(candidates, key=lambda c: c.index) == group.candidates
+        (over,) = [event for event in mine if isinstance(event, GroupEvent)]
+        for name in ("status", "reason", "prompt_token_ids", "lengths", "allocation"):
+            assert getattr(over, name) == getattr(group, name)
+    assert events[-1].usage == answer.usage
+    assert (events[-1].model, events[-1].weight_version) == (answer.model, answer.weight_version)
+
+
+def test_without_stream_tokens_there_are_no_tokens_events(client):
+    assert not any(isinstance(event, TokensEvent) for event in stream(client))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 16, 1000])
+def test_token_chunks_have_the_asked_size_no_gaps_and_add_up(client, num_tokens):
+    events = stream(client, stream_tokens=num_tokens, return_unselected=True)
+    chunks: dict[tuple[str, int], list[TokensEvent]] = {}
+    for event in events:
+        if isinstance(event, TokensEvent):
+            chunks.setdefault((event.prompt_id, event.index), []).append(event)
+    for parts in chunks.values():
+        assert all(len(part.token_ids) >= num_tokens for part in parts[:-1])
+        assert parts[0].offset == 0
+        assert all(b.offset == a.offset + len(a.token_ids) for a, b in pairwise(parts))
+    ended = {(e.prompt_id, e.trajectory.index): e.trajectory for e in events if isinstance(e, TrajectoryEvent)}
+    ended |= {(e.prompt_id, e.candidate.index): e.candidate for e in events if isinstance(e, CandidateEvent)}
+    assert chunks.keys() == ended.keys()
+    for key, end in ended.items():
+        assert [t for part in chunks[key] for t in part.token_ids] == end.token_ids
+        assert [p for part in chunks[key] for p in part.logprobs] == end.logprobs
+
+
+def test_tokens_of_a_candidate_come_before_its_end(client):
+    ended: set[tuple[str, int]] = set()
+    for event in stream(client, stream_tokens=2, early_stop=False):
+        if isinstance(event, TrajectoryEvent):
+            ended.add((event.prompt_id, event.trajectory.index))
+        elif isinstance(event, TokensEvent):
+            assert (event.prompt_id, event.index) not in ended
+
+
+def test_stream_is_server_sent_events(server_url):
+    with httpx.stream("POST", f"{server_url}/v1/rollouts", json=body(stream=True)) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        blocks = response.read().decode().split("\n\n")
+    assert blocks.pop() == ""
+    for block in blocks:
+        name, data = block.split("\n")
+        assert name == f"event: {json.loads(data.removeprefix('data: '))['type']}"
+
+
+def test_engine_death_is_the_last_event_of_a_stream(server_url, engine: FakeEngine):
+    engine.dies_at_step = 3
+    response = httpx.post(f"{server_url}/v1/rollouts", json=body(stream=True, stream_tokens=1))
+    assert response.status_code == 200
+    *_, last = response.text.strip().split("\n\n")
+    assert last.startswith("event: error\n")
+    assert json.loads(last.split("data: ")[1])["error"]["code"] == 503
+    assert engine.num_running == 0
+
+
+@pytest.mark.parametrize("stream_tokens", [None, 1])
+def test_client_that_leaves_a_stream_aborts_its_candidates_and_no_others(client, engine: FakeEngine, stream_tokens):
+    engine.step_s = 0.001
+    engine.lengths = {0: 3}
+    with closing(client.stream(["other"], 2, sampling={"min_tokens": 300}, stream_tokens=1)) as other:
+        next(other)
+        sampling = {"seed": 1}
+        engine.lengths = {0: 3, **dict.fromkeys(range(1, 8), 4000)}
+        with closing(client.stream(PROMPTS, 4, 4, sampling=sampling, stream_tokens=stream_tokens)) as events:
+            next(events)
+            assert engine.num_running > 2
+        wait_until(lambda: engine.num_running == 2)
+        assert engine.num_aborted >= 21
+        num_aborted = engine.num_aborted
+        assert isinstance([*other][-1], DoneEvent)
+    assert (engine.num_running, engine.num_aborted) == (0, num_aborted)
+
+
+def test_client_that_leaves_is_noticed_however_busy_the_stream(client, engine: FakeEngine):
+    with closing(client.stream(PROMPTS, 8, sampling=ENDLESS, stream_tokens=1)) as events:
+        for _ in range(50):
+            next(events)
+    wait_until(lambda: engine.num_running == 0)
+    assert engine.num_aborted == 24
+
+
+def test_client_that_leaves_while_waiting_aborts_its_candidates_and_no_others(server_url, engine: FakeEngine):
+    engine.step_s = 0.001
+
+    async def leave_one_of_two() -> httpx.Response:
+        async with httpx.AsyncClient(base_url=server_url, timeout=30) as http:
+            other = asyncio.create_task(http.post("/v1/rollouts", json=body(sampling={"min_tokens": 400})))
+            with pytest.raises(httpx.ReadTimeout):
+                await http.post("/v1/rollouts", json=body(sampling=ENDLESS), timeout=0.2)
+            await asyncio.to_thread(wait_until, lambda: engine.num_aborted == 24)
+            return await other
+
+    response = asyncio.run(leave_one_of_two())
+    assert response.status_code == 200
+    assert all(group["status"] == "complete" for group in response.json()["groups"])
+    assert (engine.num_running, engine.num_aborted) == (0, 24)
+
+
+def test_a_reader_that_stalls_holds_up_only_itself_and_can_leave(
+    client, engine: FakeEngine, without_garbage_collection
+):
+    with closing(client.stream(PROMPTS, 8, sampling=ENDLESS, stream_tokens=1)) as stalled:
+        next(stalled)
+        wait_until(lambda: engine.is_idle)
+        assert engine.num_running == 24
+        assert client.rollout(PROMPTS, 4, 4).usage.num_candidates == 24
+    wait_until(lambda: engine.num_running == 0)
+    assert engine.num_aborted == 24
+
+
+@pytest.fixture
+def without_garbage_collection():
+    """What is given back late or by chance is not given back."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_many_rollouts_at_once_keep_apart(server_url, engine: FakeEngine):
+    async def run() -> list[httpx.Response]:
+        async with httpx.AsyncClient(base_url=server_url, timeout=30) as http:
+            bodies = [body(sampling={"seed": seed % 4}) for seed in range(16)]
+            return await asyncio.gather(*(http.post("/v1/rollouts", json=b) for b in bodies))
+
+    answers = [RolloutAnswer.model_validate_json(response.content) for response in asyncio.run(run())]
+    tokens = [str([[t.token_ids for t in g.trajectories] for g in answer.groups]) for answer in answers]
+    assert sorted(Counter(tokens).values()) == [4, 4, 4, 4]
+    assert engine.num_launched == engine.num_ended == 16 * 24

@@ -1,0 +1,149 @@
+"""Who may import whom: deciding, observing and speaking HTTP stay apart from vLLM."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "vllm_rollout"
+KERNELS = PACKAGE.parent / "kernels" / "triton"
+NOT_FOR_DECISIONS = {"random", "time", "logging"}
+
+
+def imported_modules(source: str, package: str = "vllm_rollout") -> set[str]:
+    """Dotted names of everything a module of `package` imports, at any depth of nesting."""
+    return set(_imports(ast.parse(source), package))
+
+
+def _imports(tree: ast.AST, package: str) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")[: len(package.split(".")) + 1 - node.level] if node.level else []
+            base = ".".join([*parents, *filter(None, [node.module])])
+            # `from a import b` may mean the module a.b.
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and node.args:
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", None)
+            target = node.args[0]
+            if name in ("import_module", "__import__") and isinstance(target, ast.Constant):
+                yield str(target.value)
+
+
+def is_within(module: str, *packages: str) -> bool:
+    return any(module == package or module.startswith(f"{package}.") for package in packages)
+
+
+def vllm(module: str) -> bool:
+    return is_within(module, "vllm")
+
+
+def torch_or_vllm(module: str) -> bool:
+    return is_within(module, "torch", "vllm")
+
+
+def not_for_group(module: str) -> bool:
+    if is_within(module, "vllm_rollout.group", "vllm_rollout.config"):
+        return False
+    top = module.partition(".")[0]
+    return top not in sys.stdlib_module_names or top in NOT_FOR_DECISIONS
+
+
+def offences(folder: Path, forbidden: Callable[[str], bool]) -> list[str]:
+    found = []
+    for path in sorted(folder.rglob("*.py")):
+        where = path.relative_to(folder.parent)
+        package = ".".join(["vllm_rollout", *path.relative_to(PACKAGE).parts[:-1]]) if PACKAGE in path.parents else ""
+        found += [f"{where}: {name}" for name in sorted(imported_modules(path.read_text(), package)) if forbidden(name)]
+    return found
+
+
+def test_only_the_adapter_imports_vllm():
+    folders = [path for path in PACKAGE.iterdir() if path.is_dir() and path.name != "adapter"]
+    assert {"group", "tracker", "server"} <= {folder.name for folder in folders}
+    assert [line for folder in [*folders, KERNELS] for line in offences(folder, vllm)] == []
+    top_level = [path for path in PACKAGE.glob("*.py") if any(map(vllm, imported_modules(path.read_text())))]
+    assert top_level == []
+
+
+def test_group_imports_the_standard_library_and_itself_only():
+    assert offences(PACKAGE / "group", not_for_group) == []
+
+
+def test_server_imports_neither_torch_nor_vllm():
+    assert offences(PACKAGE / "server", torch_or_vllm) == []
+
+
+def test_tracker_observes_with_torch():
+    modules = {name for path in (PACKAGE / "tracker").glob("*.py") for name in imported_modules(path.read_text())}
+    assert "torch" in modules
+    assert not any(map(vllm, modules))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import vllm",
+        "import vllm.config as c",
+        "import os, vllm",
+        "from vllm import SamplingParams",
+        "from vllm.v1.request import Request",
+        "def f():\n    from vllm import LLM",
+        "if TYPE_CHECKING:\n    import vllm",
+        "import importlib\nimportlib.import_module('vllm.config')",
+        "__import__('vllm')",
+    ],
+)
+def test_the_rule_sees_every_form_of_import(source):
+    assert any(map(vllm, imported_modules(source)))
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["import vllm_rollout", "from vllm_rollout.group import plan", "from . import vllm", "a = 'vllm'", "import vllmx"],
+)
+def test_the_rule_does_not_take_our_own_name_for_vllm(source):
+    assert not any(map(vllm, imported_modules(source)))
+
+
+@pytest.mark.parametrize(
+    ("source", "allowed"),
+    [
+        ("from dataclasses import dataclass", True),
+        ("from vllm_rollout.config import MAX_GROUP_SIZE", True),
+        ("from .types import Ending", True),
+        ("from ..config import MAX_GROUP_SIZE", True),
+        ("from vllm_rollout import config", True),
+        ("from ..server import protocol", False),
+        ("from vllm_rollout.adapter.wire import CandidateTag", False),
+        ("import numpy", False),
+        ("import random", False),
+        ("from time import monotonic", False),
+        ("import logging.config", False),
+    ],
+)
+def test_the_rule_for_group_tells_allowed_from_forbidden(source, allowed):
+    modules = imported_modules(source, "vllm_rollout.group")
+    assert any(map(not_for_group, modules)) != allowed
+
+
+@pytest.mark.parametrize(
+    ("package", "forbidden"),
+    [
+        ("vllm_rollout.group", {"torch", "vllm", "pydantic", "numpy"}),
+        ("vllm_rollout.server", {"torch", "vllm"}),
+        ("vllm_rollout.cli", {"torch", "vllm"}),
+        ("vllm_rollout", {"torch", "vllm"}),
+    ],
+)
+def test_importing_stays_light(package, forbidden):
+    names = [package]
+    if package in ("vllm_rollout.group", "vllm_rollout.server"):
+        names += [f"{package}.{path.stem}" for path in (PACKAGE / package.partition(".")[2]).glob("[!_]*.py")]
+    code = f"import importlib, sys; [importlib.import_module(name) for name in {names}]; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert forbidden.isdisjoint(done.stdout.split())

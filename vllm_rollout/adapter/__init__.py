@@ -1,0 +1,1 @@
+"""The only folder that imports vllm. Each override translates and obeys; the rules live in `vllm_rollout.group`."""

@@ -1,0 +1,75 @@
+"""A candidate's per-step outputs as fewer messages. Invariant: nothing an output carries is lost or reordered."""
+
+from __future__ import annotations
+
+import numpy as np
+from vllm.v1.engine import EngineCoreEvent, EngineCoreOutput
+from vllm.v1.outputs import LogprobsLists
+
+
+class HeldOutputs:
+    """What one candidate's unsent outputs carried. The outputs themselves are let go: a step makes one per candidate.
+
+    The first output passes at once: it carries the prefill statistics that time to first token is made of.
+    """
+
+    __slots__ = ("_events", "_interval", "_logprobs", "_num_nans", "_pass_next", "_routed_experts", "_token_ids")
+
+    def __init__(self, interval: int) -> None:
+        self._interval = interval
+        """Tokens per message."""
+        self._pass_next = True
+        self._token_ids: list[int] = []
+        self._logprobs: list[LogprobsLists] = []
+        self._routed_experts: list[np.ndarray] = []
+        self._events: list[EngineCoreEvent] = []
+        self._num_nans = 0
+
+    def add(self, output: EngineCoreOutput) -> EngineCoreOutput | None:
+        """Take an output that is not the last one; returns what is to be sent now, if anything."""
+        if self._pass_next:
+            self._pass_next = self._interval == 1
+            return self.finish(output)
+        self._collect(output)
+        # A sampling mask cannot be merged, so its output must not wait for another one.
+        if len(self._token_ids) < self._interval and output.new_sampling_mask is None:
+            return None
+        return self._release(output)
+
+    def release_next(self) -> None:
+        """Send what is held together with the next output, however little it is."""
+        self._pass_next = True
+
+    def finish(self, output: EngineCoreOutput) -> EngineCoreOutput:
+        """Everything held, together with this output."""
+        if not self._token_ids:
+            return output
+        self._collect(output)
+        return self._release(output)
+
+    def _collect(self, output: EngineCoreOutput) -> None:
+        self._token_ids += output.new_token_ids
+        if output.new_logprobs is not None:
+            self._logprobs.append(output.new_logprobs)
+        if output.routed_experts is not None:
+            self._routed_experts.append(output.routed_experts)
+        if output.events is not None:
+            self._events += output.events
+        if output.num_nans_in_logits:
+            self._num_nans = max(self._num_nans, output.num_nans_in_logits)
+
+    def _release(self, output: EngineCoreOutput) -> EngineCoreOutput:
+        output.new_token_ids, self._token_ids = self._token_ids, []
+        if self._logprobs:
+            rows, self._logprobs = self._logprobs, []
+            output.new_logprobs = LogprobsLists(
+                np.concatenate([row.logprob_token_ids for row in rows]),
+                np.concatenate([row.logprobs for row in rows]),
+                np.concatenate([row.sampled_token_ranks for row in rows]),
+            )
+        if self._routed_experts:
+            output.routed_experts, self._routed_experts = np.concatenate(self._routed_experts), []
+        if self._events:
+            output.events, self._events = self._events, []
+        output.num_nans_in_logits, self._num_nans = self._num_nans, 0
+        return output

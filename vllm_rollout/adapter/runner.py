@@ -1,0 +1,159 @@
+"""vLLM's model runners, made to show their logits to the tracker. Two thin mixins, one for each runner generation.
+
+Invariant: what is observed is not changed, and no step waits for it: values ride the copy of the step's own output.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+
+from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, CandidateTag, RunnerReport
+from vllm_rollout.tracker.tracker import CandidateTracker
+
+
+class ObservedOutput(AsyncModelRunnerOutput):
+    """An asynchronous runner output whose report arrives with it."""
+
+    def __init__(
+        self, inner: AsyncModelRunnerOutput, values: torch.Tensor, copy_stream: torch.cuda.Stream | None
+    ) -> None:
+        self._inner = inner
+        self._values = values  # the device tensor must outlive its copy
+        self._copy = values
+        self._ready: torch.cuda.Event | None = None
+        if copy_stream is None:  # on the host already
+            return
+        self._ready = torch.cuda.Event(blocking=True)
+        main_stream = torch.cuda.current_stream()
+        with torch.cuda.stream(copy_stream):
+            copy_stream.wait_stream(main_stream)
+            self._copy = values.to("cpu", non_blocking=True)
+            self._ready.record(copy_stream)
+
+    def get_output(self) -> ModelRunnerOutput:
+        output = self._inner.get_output()
+        if self._ready is not None:
+            self._ready.synchronize()
+        _attach(output, self._copy)
+        return output
+
+
+def _attach(output: ModelRunnerOutput, values: torch.Tensor) -> None:
+    setattr(output, REPORT_ATTRIBUTE, RunnerReport(values.numpy()))
+
+
+class RunnerMixin:
+    """What both generations share. Overrides: execute_model, sample_tokens."""
+
+    def start_tracking(self) -> None:
+        self.candidate_tracker = CandidateTracker(self.device)
+
+    def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
+        tracker = self.candidate_tracker
+        for request_id in scheduler_output.finished_req_ids:
+            tracker.discard(request_id)
+        for request in scheduler_output.scheduled_new_reqs:
+            params = request.sampling_params
+            if params is not None and CandidateTag.of(params.extra_args) is not None:
+                tracker.add(request.req_id)
+        tracker.mean_confidence = None
+        return super().execute_model(scheduler_output, *args, **kwargs)
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().sample_tokens(*args, **kwargs)
+        values = self.candidate_tracker.mean_confidence
+        if values is None or output is None:
+            return output
+        if isinstance(output, ModelRunnerOutput):
+            _attach(output, values)
+            return output
+        on_host = values.device.type == "cpu"
+        return ObservedOutput(output, values, None if on_host else self._copy_stream())
+
+
+class RunnerV1Mixin(RunnerMixin):
+    """`vllm/v1/worker/gpu_model_runner.py` and its CPU subclass. Overrides: execute_model, sample_tokens, _sample."""
+
+    def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any, *args: Any, **kwargs: Any) -> Any:
+        # Before sampling: float32 logits are scaled by the temperature in place.
+        if len(self.candidate_tracker) and logits is not None and spec_decode_metadata is None:
+            skip = np.flatnonzero(self.discard_request_mask.np[: self.input_batch.num_reqs])
+            self.candidate_tracker.observe(self.input_batch.req_ids, logits, skip.tolist())
+        return super()._sample(logits, spec_decode_metadata, *args, **kwargs)
+
+    def _copy_stream(self) -> torch.cuda.Stream:
+        return self.async_output_copy_stream
+
+
+class CPURunnerV1Mixin(RunnerV1Mixin):
+    """V1 on CPU. Overrides: those of RunnerV1Mixin.
+
+    vLLM draws noise for every row, also for an unfinished prefill, and then rewinds the generators of those rows with
+    `set_offset`, which CPU generators do not have: one seeded request with a chunked prefill ends the engine. Taking
+    the generators of those rows away while the step samples has the intended effect, that no noise is used up.
+    """
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        generators = self.input_batch.generators
+        if not generators or self.execute_model_state is None:
+            return super().sample_tokens(*args, **kwargs)
+        unfinished = np.flatnonzero(self.discard_request_mask.np[: self.input_batch.num_reqs])
+        set_aside = {row: generators.pop(row) for row in unfinished.tolist() if row in generators}
+        try:
+            return super().sample_tokens(*args, **kwargs)
+        finally:
+            generators.update(set_aside)
+
+
+class RunnerV2Mixin(RunnerMixin):
+    """`vllm/v1/worker/gpu/model_runner.py`. Overrides: load_model, execute_model, sample_tokens.
+
+    V2 computes its logits inside `sample()` and hands them to `self.sampler`; computing them again would cost the
+    output projection, so the sampler is the seam.
+    """
+
+    def load_model(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().load_model(*args, **kwargs)
+        if self.sampler is not None:  # only the last pipeline rank samples
+            observe_sampler(self.sampler, self.candidate_tracker)
+        return result
+
+    def _copy_stream(self) -> torch.cuda.Stream:
+        return self.output_copy_stream
+
+
+class SamplerMixin:
+    """Shows V2's sampler input to the tracker. Overrides: __call__."""
+
+    candidate_tracker: CandidateTracker
+
+    def __call__(self, logits: torch.Tensor, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(self.candidate_tracker) and logits.shape[0] == input_batch.num_reqs:
+            reached = input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens
+            skip = np.flatnonzero(reached < input_batch.prefill_len_np)
+            self.candidate_tracker.observe(input_batch.req_ids, logits, skip.tolist())
+        return super().__call__(logits, input_batch, *args, **kwargs)
+
+
+def observe_sampler(sampler: Any, tracker: CandidateTracker) -> None:
+    """Give a V2 sampler our mixin. Its class changes rather than its identity: vLLM tests it with isinstance."""
+    cls = type(sampler)
+    sampler.__class__ = type(f"Observed{cls.__name__}", (SamplerMixin, cls), {})
+    sampler.candidate_tracker = tracker
+
+
+def observe_runner(runner: Any, *, v2: bool, cpu: bool) -> None:
+    """Give a model runner our mixin.
+
+    vLLM's workers construct the runner inline (only the GPU worker has a factory method, which names the class itself),
+    so the class of the instance is the only seam both have.
+    """
+    mixin: type = RunnerV2Mixin if v2 else CPURunnerV1Mixin if cpu else RunnerV1Mixin
+    cls = type(runner)
+    runner.__class__ = type(f"Rollout{cls.__name__}", (mixin, cls), {})
+    runner.start_tracking()

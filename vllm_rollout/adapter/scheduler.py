@@ -1,0 +1,261 @@
+"""vLLM's schedulers, made to obey group verdicts in the step that gives rise to them.
+
+Invariant: every candidate gets exactly one last output, in the step in which it ends or is stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from vllm_rollout.adapter.held_outputs import HeldOutputs
+from vllm_rollout.adapter.stop_strings import StopStrings, StopStringsFactory
+from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, SURPLUS, CandidateTag, EndingNote, RunnerReport
+from vllm_rollout.group.lifecycle import Group, GroupTable
+from vllm_rollout.group.types import CandidateId, EndReason
+
+END_REASONS: dict[RequestStatus, EndReason] = {
+    RequestStatus.FINISHED_STOPPED: "stop",
+    RequestStatus.FINISHED_LENGTH_CAPPED: "length",
+    RequestStatus.FINISHED_REPETITION: "length",
+}
+"""Any other final status (aborted, error, ignored) is `failed`."""
+
+
+class Candidate:
+    """A tagged request inside the scheduler."""
+
+    __slots__ = ("end_reason", "group", "held", "id", "pauses", "request", "stop_strings")
+
+    def __init__(self, request: Request, id: CandidateId, group: Group, output_interval: int) -> None:
+        self.request = request
+        self.id = id
+        self.group = group
+        self.held = HeldOutputs(output_interval)
+        self.stop_strings: StopStrings | None = None
+        self.pauses: list[int] = []
+        """Output lengths at which generation was paused and resumed: where the weights may have changed."""
+        self.end_reason: EndReason | None = None
+
+
+class GroupSchedulerMixin:
+    """Obeys group verdicts.
+
+    Overrides: add_request, finish_requests, update_from_output, set_pause_state, _free_request.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._groups = GroupTable()
+        self._candidates: dict[str, Candidate] = {}
+        """By request id, from arrival until the step in which it ends is closed."""
+        self._by_id: dict[CandidateId, Candidate] = {}
+        self._ended: list[Candidate] = []
+        """Candidates that ended since the last step was closed."""
+        self._touched: dict[str, Group] = {}
+        """Groups with an event since the last step was closed."""
+        self._stop_strings = StopStringsFactory(self.vllm_config.model_config)
+        self._num_with_stop_strings = 0
+        self._num_steps = 0
+
+    def add_request(self, request: Request) -> None:
+        super().add_request(request)
+        params = request.sampling_params
+        if params is None or (tag := CandidateTag.of(params.extra_args)) is None:
+            return
+        group = self._groups.open(tag.group_id, tag.group_size, tag.num_candidates, tag.early_stop)
+        candidate_id = CandidateId(tag.group_id, group.launch(tag.index))
+        candidate = Candidate(request, candidate_id, group, tag.output_interval)
+        if params.stop:
+            candidate.stop_strings = self._stop_strings.watch(request)
+            self._num_with_stop_strings += 1
+        self._candidates[request.request_id] = self._by_id[candidate_id] = candidate
+        if group.closed:
+            self._touched[tag.group_id] = group
+
+    def finish_requests(self, request_ids: str | Iterable[str] | None, *args: Any, **kwargs: Any) -> list[Request]:
+        finished = super().finish_requests(request_ids, *args, **kwargs)
+        if request_ids is None and self._candidates:
+            # A pause that aborts: the engine core tells the clients of what it gets from here, with empty outputs that
+            # would overtake held tokens. Candidates get their last output from the step that now follows.
+            return [request for request in finished if request.request_id not in self._candidates]
+        return finished
+
+    def set_pause_state(self, pause_state: PauseState) -> None:
+        super().set_pause_state(pause_state)
+        if pause_state == PauseState.UNPAUSED:
+            for candidate in self._candidates.values():
+                candidate.pauses.append(candidate.request.num_output_tokens)
+                candidate.held.release_next()
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        # Called once per request that ends, whatever ended it: work happens only here.
+        candidate = self._candidates.get(request.request_id)
+        if candidate is not None:
+            candidate.end_reason = END_REASONS.get(request.status, "failed")
+            self._ended.append(candidate)
+            self._touched[candidate.id.group_id] = candidate.group
+        return super()._free_request(request, *args, **kwargs)
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if not self._candidates:
+            return outputs
+        self._num_steps += 1
+        if self._num_with_stop_strings:
+            self._end_by_stop_strings(outputs)
+        surplus = self._settle_groups(outputs) if self._touched else frozenset()
+        self._pass_outputs(outputs, surplus, model_runner_output)
+        if self._ended:
+            self._forget_ended(outputs, surplus)
+        return outputs
+
+    def _end_by_stop_strings(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+        for step_outputs in outputs.values():
+            for output in step_outputs.outputs:
+                candidate = self._candidates.get(output.request_id)
+                if candidate is None or candidate.stop_strings is None:
+                    continue
+                if not candidate.stop_strings.found_in(output.new_token_ids):
+                    continue
+                if candidate.end_reason is None:
+                    self.finish_requests(output.request_id, RequestStatus.FINISHED_ABORTED)
+                    # The API process finds the string itself and turns this into finish reason `stop`;
+                    # STOP here would make its detokenizer drop the last token.
+                    output.finish_reason = FinishReason.ABORT
+                candidate.end_reason = "stop"  # also when the token that completes the string was the last one allowed
+
+    def _settle_groups(self, outputs: dict[int, EngineCoreOutputs]) -> frozenset[str]:
+        """Close the step of every touched group and stop what it gave up; returns the surplus request ids."""
+        for candidate in self._ended:
+            candidate.group.end(candidate.id.index, candidate.end_reason, candidate.request.num_output_tokens)
+        stop: list[str] = []
+        lost: list[str] = []
+        for group_id, group in self._touched.items():
+            settlement = group.settle()
+            stop += [self._by_id[CandidateId(group_id, index)].request.request_id for index in settlement.stop]
+            lost += [self._by_id[CandidateId(group_id, index)].request.request_id for index in settlement.lost_ties]
+        if stop:
+            self.finish_requests(stop, RequestStatus.FINISHED_ABORTED)
+            self._refresh_stats(outputs)
+        if self.finished_req_ids_dict:
+            # Data parallel: super() has delivered its set; ours must not wait for a step that may never come.
+            for client_index, request_ids in self.finished_req_ids_dict.items():
+                step_outputs = outputs.setdefault(client_index, EngineCoreOutputs())
+                step_outputs.finished_requests = (step_outputs.finished_requests or set()) | request_ids
+            self.finished_req_ids_dict.clear()
+        return frozenset(stop + lost)
+
+    def _refresh_stats(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+        """Count again after stopping: with several API processes no later step may correct this one's gauges."""
+        for step_outputs in outputs.values():
+            if (stats := step_outputs.scheduler_stats) is not None:
+                stats.num_running_reqs, num_waiting = self.get_request_counts()
+                stats.num_waiting_reqs = num_waiting - len(self.deferred_waiting)
+                stats.kv_cache_usage = self.get_kv_cache_usage()
+
+    def _pass_outputs(
+        self,
+        outputs: dict[int, EngineCoreOutputs],
+        surplus: frozenset[str],
+        model_runner_output: ModelRunnerOutput,
+    ) -> None:
+        """Annotate last outputs; keep the others until there are enough of them to be worth a message."""
+        candidates = self._candidates
+        for client_index, step_outputs in list(outputs.items()):
+            passed = []
+            for output in step_outputs.outputs:
+                candidate = candidates.get(output.request_id)
+                if candidate is None:
+                    passed.append(output)
+                elif candidate.end_reason is not None:
+                    output = candidate.held.finish(output)
+                    self._annotate(candidate, output, surplus, model_runner_output)
+                    passed.append(output)
+                    del candidates[output.request_id]
+                elif (released := candidate.held.add(output)) is not None:
+                    passed.append(released)
+            step_outputs.outputs = passed
+            if not passed and step_outputs.scheduler_stats is None and not step_outputs.finished_requests:
+                del outputs[client_index]
+
+    def _forget_ended(self, outputs: dict[int, EngineCoreOutputs], surplus: frozenset[str]) -> None:
+        """Give what ended without an output in this step (waiting, preempted, aborted) its last one."""
+        for candidate in self._ended:
+            request = candidate.request
+            if self._candidates.pop(request.request_id, None) is not None:
+                output = candidate.held.finish(
+                    EngineCoreOutput(
+                        request_id=request.request_id,
+                        new_token_ids=[],
+                        finish_reason=request.get_finished_reason(),
+                        events=request.take_events(),
+                        trace_headers=request.trace_headers,
+                    )
+                )
+                self._annotate(candidate, output, surplus, None)
+                step_outputs = outputs.setdefault(request.client_index, EngineCoreOutputs())
+                # The default list of an EngineCoreOutputs is not ours to append to.
+                step_outputs.outputs = [*step_outputs.outputs, output]
+            self._num_with_stop_strings -= candidate.stop_strings is not None
+            del self._by_id[candidate.id]
+        self._ended.clear()
+        for group_id in self._touched:
+            self._groups.release(group_id)
+        self._touched.clear()
+
+    def _annotate(
+        self,
+        candidate: Candidate,
+        output: EngineCoreOutput,
+        surplus: frozenset[str],
+        model_runner_output: ModelRunnerOutput | None,
+    ) -> None:
+        if output.request_id in surplus:
+            output.finish_reason, output.stop_reason = FinishReason.ABORT, SURPLUS
+        note = EndingNote(
+            state=candidate.group.state(candidate.id.index),
+            end_step=self._num_steps,
+            mean_confidence=_confidence_of(output.request_id, model_runner_output),
+            pauses=candidate.pauses,
+        )
+        output.kv_transfer_params = note.to_params(output.kv_transfer_params)
+
+
+def _confidence_of(request_id: str, model_runner_output: ModelRunnerOutput | None) -> float | None:
+    if model_runner_output is None or (row := model_runner_output.req_id_to_index.get(request_id)) is None:
+        return None
+    report: RunnerReport | None = model_runner_output.__dict__.get(REPORT_ATTRIBUTE)
+    if report is None:  # the worker observed no candidate in this step
+        return None
+    value = float(report.mean_confidence[row])
+    return value if value == value else None
+
+
+class RolloutScheduler(GroupSchedulerMixin, Scheduler):
+    """The scheduler of vLLM's synchronous step loop, with groups."""
+
+
+class AsyncRolloutScheduler(GroupSchedulerMixin, AsyncScheduler):
+    """The scheduler of vLLM's asynchronous step loop, with groups.
+
+    The step after a verdict is already scheduled: a stopped candidate has at most one more token in flight, which vLLM
+    drops because the request has finished.
+    """
+
+
+def make_scheduler(vllm_config: VllmConfig, **kwargs: Any) -> Scheduler:
+    """What `--scheduler-cls` names: vLLM accepts a factory, and only here is it known which loop runs."""
+    cls = AsyncRolloutScheduler if vllm_config.scheduler_config.async_scheduling else RolloutScheduler
+    return cls(vllm_config=vllm_config, **kwargs)

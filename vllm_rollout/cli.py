@@ -1,0 +1,111 @@
+"""The `vllm-rollout` command. Invariant: nothing heavy is imported before a subcommand asks for it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import vllm_rollout
+
+app = typer.Typer(
+    help="Group rollouts for reinforcement learning, stopped inside vLLM's step loop.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+models_app = typer.Typer(help="Small models that need no model hub: list them, fetch them.", no_args_is_help=True)
+app.add_typer(models_app, name="models")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"vllm-rollout {vllm_rollout.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", "-v", callback=_print_version, is_eager=True, help="Print the version and exit."),
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command(
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+)
+def serve(context: typer.Context) -> None:
+    """Serve a model: `vllm serve` with group rollouts. Takes every flag of `vllm serve`.
+
+    Without MODEL it serves the embedded default, SmolLM2-135M-Instruct.
+    """
+    from vllm_rollout.adapter.serve import main as serve_main
+
+    serve_main(context.args)
+
+
+@app.command()
+def demo(
+    model: Annotated[str, typer.Option(help="A name from `models list`, a Hugging Face name or a directory.")] = "",
+    prompts: Annotated[int, typer.Option(help="Number of prompts (groups), all at once.")] = 8,
+    group_size: Annotated[int, typer.Option(help="Trajectories a trainer wants per prompt.")] = 8,
+    candidates: Annotated[int, typer.Option(help="Candidates per prompt that race for it.")] = 16,
+    max_tokens: Annotated[int, typer.Option(help="Output tokens per candidate at most.")] = 1024,
+    output: Annotated[Path, typer.Option(help="Where the picture (PNG) goes.")] = Path("group_race_demo.png"),
+    quick: Annotated[bool, typer.Option("--quick", help="4 prompts, first 4 of 8 candidates, 256 tokens.")] = False,
+) -> None:
+    """Race 16 candidates for the first 8 against stock vLLM, on a small real model: a table and a picture."""
+    from vllm_rollout.demo.options import DEFAULT_MODEL, QUICK, Options
+    from vllm_rollout.demo.run import run
+
+    chosen = {"prompts": prompts, "group_size": group_size, "candidates": candidates, "max_tokens": max_tokens}
+    try:
+        run(Options(model=model or DEFAULT_MODEL, output=output, **(QUICK if quick else chosen)))
+    except (ValueError, RuntimeError) as error:
+        sys.exit(f"vllm-rollout demo: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+@models_app.command("list")
+def list_models() -> None:
+    """List the models and say which are fetched already."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from vllm_rollout import models
+
+    table = Table()
+    table.add_column("name", no_wrap=True)
+    for column in ("fetched", "what it is", "licence"):
+        table.add_column(column)
+    for model in models.list_models():
+        fetched = "yes" if models.is_fetched(model.name) else "no"
+        table.add_row(model.name, fetched, model.description, model.license)
+    Console().print(table)
+
+
+@models_app.command("fetch")
+def fetch_model(name: Annotated[str, typer.Argument(help="A name from `vllm-rollout models list`.")]) -> None:
+    """Fetch a model, check it, convert it and print where it lies."""
+    from vllm_rollout import models
+
+    try:
+        print(models.fetch(name))
+    except (ValueError, RuntimeError) as error:
+        sys.exit(f"vllm-rollout models fetch: {error}")
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()

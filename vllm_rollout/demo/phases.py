@@ -1,0 +1,226 @@
+"""The demo's two phases on one server, stock and race, with their progress on the terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import httpx
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+
+from vllm_rollout.demo.options import Options
+from vllm_rollout.server.process import (
+    GENERATION_TOKENS,
+    POLL_INTERVAL_S,
+    REQUESTS_RUNNING,
+    ServerError,
+    ServerProcess,
+    counter,
+)
+
+
+class Candidate(NamedTuple):
+    """One bar of the picture."""
+
+    index: int
+    num_tokens: int
+    state: Literal["kept", "unused", "surplus"]
+    """In the returned group; ended by itself or at the cap, but not needed; stopped."""
+    token_ids: tuple[int, ...] = ()
+    """Of a kept one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """What one way of running the prompts took."""
+
+    name: str
+    seconds: float
+    groups: list[list[Candidate]]
+    """In the order of the prompts; candidates ascending by index."""
+
+    @property
+    def generated_tokens(self) -> int:
+        return sum(candidate.num_tokens for group in self.groups for candidate in group)
+
+    @property
+    def returned_tokens(self) -> int:
+        return sum(c.num_tokens for group in self.groups for c in group if c.state == "kept")
+
+    @property
+    def wasted_tokens(self) -> int:
+        return self.generated_tokens - self.returned_tokens
+
+    @property
+    def kept(self) -> set[tuple[int, int, tuple[int, ...]]]:
+        """Position of the prompt, index and tokens of everything returned."""
+        return {
+            (position, candidate.index, candidate.token_ids)
+            for position, group in enumerate(self.groups)
+            for candidate in group
+            if candidate.state == "kept"
+        }
+
+
+def first_finished(answers: Sequence[Sequence[int]], reasons: Sequence[str], group_size: int) -> list[Candidate]:
+    """What a trainer keeps of a full answer: the first to end by themselves, filled up with those cut at the cap.
+
+    `answers` are token ids. Candidates of a prompt decode in step, so that the shortest is the first.
+    """
+    order = sorted(range(len(answers)), key=lambda i: (reasons[i] != "stop", len(answers[i]), i))
+    kept = set(order[:group_size])
+    return [
+        Candidate(i, len(answer), "kept", tuple(answer)) if i in kept else Candidate(i, len(answer), "unused")
+        for i, answer in enumerate(answers)
+    ]
+
+
+async def run_stock(client: httpx.AsyncClient, options: Options, on_group: Callable[[], None]) -> Phase:
+    """One untagged chat request with n candidates per prompt, all at once; each waits for its slowest candidate."""
+
+    async def ask(question: str) -> list[Candidate]:
+        body = {"messages": [{"role": "user", "content": question}], "n": options.candidates, "return_token_ids": True}
+        response = await client.post("/v1/chat/completions", json=body | options.sampling)
+        _raise_for_status(response)
+        on_group()
+        choices = sorted(response.json()["choices"], key=lambda choice: choice["index"])
+        answers = [choice["token_ids"] for choice in choices]
+        return first_finished(answers, [choice["finish_reason"] for choice in choices], options.group_size)
+
+    started = time.monotonic()
+    groups = await asyncio.gather(*map(ask, options.questions))
+    return Phase("stock vLLM", time.monotonic() - started, groups)
+
+
+async def run_race(client: httpx.AsyncClient, options: Options, on_group: Callable[[], None]) -> Phase:
+    """One rollout for all prompts; its events say when a group is over."""
+    body = {
+        "prompts": [
+            {"id": str(i), "messages": [{"role": "user", "content": question}]}
+            for i, question in enumerate(options.questions)
+        ],
+        "group_size": options.group_size,
+        "redundancy": options.candidates - options.group_size,
+        "sampling": options.sampling,
+        "return": {"logprobs": False},
+        "stream": True,
+    }
+    groups: list[list[Candidate]] = [[] for _ in options.questions]
+    started = time.monotonic()
+    async with client.stream("POST", "/v1/rollouts", json=body) as response:
+        if response.status_code != 200:
+            await response.aread()
+            _raise_for_status(response)
+        async for line in response.aiter_lines():
+            if not line.startswith("data: "):
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            if event["type"] == "error":
+                raise ServerError(event["error"]["message"])
+            if event["type"] == "trajectory":
+                trajectory = event["trajectory"]
+                token_ids = tuple(trajectory["token_ids"])
+                candidate = Candidate(trajectory["index"], trajectory["num_tokens"], "kept", token_ids)
+                groups[int(event["prompt_id"])].append(candidate)
+            elif event["type"] == "candidate":
+                other = event["candidate"]
+                # One that reaches the cap in the step in which its group completes is surplus too, but saved nothing.
+                stopped = other["state"] == "surplus" and other["num_tokens"] < options.max_tokens
+                state = "surplus" if stopped else "unused"
+                groups[int(event["prompt_id"])].append(Candidate(other["index"], other["num_tokens"], state))
+            elif event["type"] == "group":
+                on_group()
+    return Phase("vllm-rollout", time.monotonic() - started, [sorted(group) for group in groups])
+
+
+def _raise_for_status(response: httpx.Response) -> None:
+    if response.status_code != 200:
+        raise ServerError(f"{response.request.url.path} answered {response.status_code}: {response.text[:500]}")
+
+
+RunPhase = Callable[[httpx.AsyncClient, Options, Callable[[], None]], Awaitable[Phase]]
+
+
+async def show_phase(
+    run: RunPhase, client: httpx.AsyncClient, server: ServerProcess, options: Options, progress: Progress, row: TaskID
+) -> Phase:
+    """Run a phase while its row of `progress` follows the server's counters.
+
+    Raises: ServerError when the server dies meanwhile.
+    """
+
+    async def follow() -> None:
+        before = None
+        while True:
+            server.check_alive()
+            metrics = (await client.get("/metrics")).text
+            tokens = counter(metrics, GENERATION_TOKENS)
+            before = tokens if before is None else before
+            running = counter(metrics, REQUESTS_RUNNING)
+            progress.update(row, tokens=f"{tokens - before:,.0f} tokens", running=f"{running:.0f} running")
+            await asyncio.sleep(POLL_INTERVAL_S)
+
+    progress.start_task(row)
+    working = asyncio.ensure_future(run(client, options, lambda: progress.advance(row)))
+    following = asyncio.create_task(follow())
+    try:
+        await asyncio.wait([working, following], return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            following.result()  # it ends only by raising
+        phase = working.result()
+    finally:
+        for task in (working, following):
+            task.cancel()
+        await asyncio.gather(working, following, return_exceptions=True)
+    progress.update(row, tokens=f"{phase.generated_tokens:,} tokens", running="done")
+    progress.stop_task(row)
+    return phase
+
+
+async def run_phases(server: ServerProcess, options: Options, console: Console) -> tuple[Phase, Phase]:
+    progress = Progress(
+        SpinnerColumn(finished_text="[green]✔[/]"),
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        TextColumn("{task.completed:.0f}/{task.total:.0f} groups"),
+        TextColumn("[cyan]{task.fields[tokens]}[/]", justify="right"),
+        TextColumn("[dim]{task.fields[running]}[/]", justify="right"),
+        TimeElapsedColumn(),
+        console=console,
+    )
+    rows = [
+        progress.add_task(name, total=options.prompts, start=False, tokens="", running="")
+        for name in (
+            f"stock: wait for all {options.candidates}",
+            f"race: first {options.group_size} of {options.candidates}",
+        )
+    ]
+    async with httpx.AsyncClient(base_url=server.url, timeout=None, trust_env=False) as client:
+        await warm_up(client, options)
+        with progress:
+            stock = await show_phase(run_stock, client, server, options, progress, rows[0])
+            race = await show_phase(run_race, client, server, options, progress, rows[1])
+    return stock, race
+
+
+async def warm_up(client: httpx.AsyncClient, options: Options) -> None:
+    """Every prompt once for a single token: both phases find the same prefix cache and a server that has run."""
+    for question in options.questions:
+        body = {"messages": [{"role": "user", "content": question}], "max_tokens": 1}
+        _raise_for_status(await client.post("/v1/chat/completions", json=body))
+
+
+def compare_kept(stock: Phase, race: Phase) -> str:
+    """How far the race returned what stock returned."""
+    same, total = len(stock.kept & race.kept), len(race.kept)
+    if same == total:
+        return f"All {total} returned trajectories are the same in both, token for token."
+    return (
+        f"{same} of {total} returned trajectories are the same in both, token for token; the others part ways because "
+        "batches of different sizes round differently."
+    )

@@ -1,0 +1,167 @@
+"""Group: engine events in, verdicts out.
+
+Invariant: each candidate reaches exactly one end state, and no verdict is given on a candidate that has ended.
+
+Events arrive while an engine step is processed (`launch`, `end`); `settle` closes the step and decides. Deciding at the
+end of the step is what makes ties exact: several candidates may end in the step in which the group completes, and the
+winners among them are the shortest, then the lowest index, whatever the order of the engine's loop.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from vllm_rollout.config import MAX_IDLE_GROUPS
+from vllm_rollout.group.types import CandidateState, EndReason
+
+
+@dataclass(frozen=True, slots=True)
+class Settlement:
+    """Verdicts of one step."""
+
+    stop: tuple[int, ...] = ()
+    """Running candidates that are surplus now: stop them."""
+    lost_ties: tuple[int, ...] = ()
+    """Candidates that ended by themselves in this step, but after `group_size` others: surplus, with all tokens."""
+
+
+NOTHING = Settlement()
+
+
+@dataclass(slots=True)
+class _Candidate:
+    state: CandidateState = "running"
+    truncated: bool = False
+    num_tokens: int = 0
+    order: int = 0
+    """Number of the settlement that saw it end."""
+
+
+@dataclass(slots=True)
+class Group:
+    """One prompt's candidates between launch and verdict (DARTS section 4.3.1: early stop at M of M')."""
+
+    group_size: int
+    num_candidates: int
+    early_stop: bool = True
+    closed: bool = False
+    """`group_size` usable candidates have finished and the others were given up."""
+    _candidates: dict[int, _Candidate] = field(default_factory=dict)
+    _new: list[int] = field(default_factory=list)
+    """Candidates that ended since the last settlement."""
+    _num_running: int = 0
+    _num_settlements: int = 0
+
+    def launch(self, index: int | None = None) -> int:
+        """A candidate entered the engine; without an index it takes the next one. Returns its index."""
+        if index is None:
+            index = len(self._candidates)
+        assert index not in self._candidates, f"candidate {index} launched twice"
+        self._candidates[index] = _Candidate()
+        self._num_running += 1
+        return index
+
+    def end(self, index: int, reason: EndReason, num_tokens: int) -> None:
+        """A candidate ended without a verdict. Ignored when a verdict was faster."""
+        candidate = self._candidates[index]
+        if candidate.state != "running":
+            return
+        candidate.state = "failed" if reason == "failed" else "finished"
+        candidate.truncated = reason == "length"
+        candidate.num_tokens = num_tokens
+        candidate.order = self._num_settlements
+        self._num_running -= 1
+        self._new.append(index)
+
+    def settle(self) -> Settlement:
+        """Close the step: decide on everything that ended since the last call.
+
+        A truncated candidate counts only when too few others are left to reach `group_size` (design 5.1).
+        """
+        new, self._new = self._new, []
+        self._num_settlements += 1
+        if self.closed:
+            # A sibling that came late, or ended in flight after the group had closed.
+            for index in new:
+                if self._candidates[index].state == "finished":
+                    self._candidates[index].state = "surplus"
+            lost = tuple(i for i in sorted(new) if self._candidates[i].state == "surplus")
+            return Settlement(self._give_up(), lost)
+        if not new or not self.early_stop:
+            return NOTHING
+        ranking = self._ranking()
+        if len(ranking) < self.group_size:
+            return NOTHING
+        self.closed = True
+        winners = set(ranking[: self.group_size])
+        lost = tuple(i for i in sorted(new) if i not in winners and self._candidates[i].state == "finished")
+        for index in lost:
+            self._candidates[index].state = "surplus"
+        return Settlement(self._give_up(), lost)
+
+    def state(self, index: int) -> CandidateState:
+        return self._candidates[index].state
+
+    @property
+    def num_running(self) -> int:
+        return self._num_running
+
+    @property
+    def over(self) -> bool:
+        """Nothing is running and nobody is still to come."""
+        return not self._num_running and len(self._candidates) >= self.num_candidates
+
+    def _ranking(self) -> list[int]:
+        """Usable finished candidates, best first: by itself before truncated, then earlier, shorter, lower index."""
+        finished = [(i, c) for i, c in self._candidates.items() if c.state == "finished"]
+        num_valid = sum(not c.truncated for _, c in finished)
+        num_to_come = self._num_running + max(0, self.num_candidates - len(self._candidates))
+        if num_valid + num_to_come >= self.group_size:
+            finished = [(i, c) for i, c in finished if not c.truncated]
+        return [i for i, _ in sorted(finished, key=lambda ic: (ic[1].truncated, ic[1].order, ic[1].num_tokens, ic[0]))]
+
+    def _give_up(self) -> tuple[int, ...]:
+        if not self._num_running:
+            return ()
+        running = tuple(i for i, c in self._candidates.items() if c.state == "running")
+        for index in running:
+            self._candidates[index].state = "surplus"
+        self._num_running = 0
+        return running
+
+
+class GroupTable:
+    """All groups of one engine, by id. A group is forgotten when it is over.
+
+    A group that waits for siblings which never come is forgotten when `max_idle` others wait longer for theirs.
+    """
+
+    def __init__(self, max_idle: int = MAX_IDLE_GROUPS) -> None:
+        self._groups: dict[str, Group] = {}
+        self._idle: OrderedDict[str, None] = OrderedDict()
+        self._max_idle = max_idle
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def open(self, group_id: str, group_size: int, num_candidates: int, early_stop: bool) -> Group:
+        """The group of that id, made by the first candidate that names it."""
+        group = self._groups.get(group_id)
+        if group is None:
+            group = self._groups[group_id] = Group(group_size, num_candidates, early_stop)
+        self._idle.pop(group_id, None)
+        return group
+
+    def release(self, group_id: str) -> None:
+        """Call after a settlement: forgets the group if it is over, bounds the number of idle ones."""
+        group = self._groups.get(group_id)
+        if group is None:
+            return
+        if group.over:
+            del self._groups[group_id]
+        elif not group.num_running:
+            self._idle[group_id] = None
+            if len(self._idle) > self._max_idle:
+                oldest, _ = self._idle.popitem(last=False)
+                del self._groups[oldest]

@@ -1,0 +1,65 @@
+"""A group that is over -> the trajectories it returns. Invariant: the order of the endings does not matter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from statistics import fmean, pstdev
+from typing import NamedTuple
+
+from vllm_rollout.group.plan import GroupPlan
+from vllm_rollout.group.types import Ending, GroupResult
+
+
+class Lengths(NamedTuple):
+    """Token counts of a group's returned trajectories."""
+
+    mean: float
+    std: float
+    max: int
+
+
+def conclude(plan: GroupPlan, endings: Iterable[Ending]) -> GroupResult:
+    """Select what a finished group returns, and say why when it falls short.
+
+    Source: DARTS 4.1.2 and Algorithm 2 (dual-end: K shortest + L longest, K + L = M).
+    """
+    endings = tuple(sorted(endings, key=lambda e: e.index))
+    pool = [e for e in endings if e.state == "finished"]
+    selected = tuple(sorted(e.index for e in _select(plan, pool)))
+    if len(selected) == plan.group_size:
+        return GroupResult("complete", None, selected, endings)
+    counts = {state: sum(e.state == state for e in endings) for state in ("failed", "pruned", "surplus")}
+    others = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
+    reason = f"{len(pool)} of {len(endings)} candidates finished, group_size is {plan.group_size}"
+    return GroupResult("incomplete", f"{reason} ({others})" if others else reason, selected, endings)
+
+
+def _select(plan: GroupPlan, pool: Sequence[Ending]) -> list[Ending]:
+    valid = [e for e in pool if e.valid]
+    truncated = sorted((e for e in pool if not e.valid), key=_by_length)
+    # A truncated candidate only fills a gap, and always among the shortest.
+    num_gaps = max(0, plan.group_size - len(valid))
+    fill = truncated[:num_gaps]
+    if plan.selection == "dual_end":
+        ranked = sorted(valid, key=_by_length)
+        num_longest = min(plan.num_longest, len(ranked))
+        longest = ranked[len(ranked) - num_longest :]
+        shortest = ranked[: len(ranked) - num_longest][: plan.group_size - num_longest]
+        return [*shortest, *fill, *longest]
+    order = _by_length if plan.selection == "shortest" else _by_finish
+    return [*sorted(valid, key=order)[: plan.group_size], *fill]
+
+
+def _by_length(ending: Ending) -> tuple[int, int]:
+    return (ending.num_tokens, ending.index)
+
+
+def _by_finish(ending: Ending) -> tuple[int, int, int]:
+    return (ending.end_step, ending.num_tokens, ending.index)
+
+
+def lengths_of(num_tokens: Sequence[int]) -> Lengths:
+    """Mean, population standard deviation and maximum, in tokens; zeros for nothing."""
+    if not num_tokens:
+        return Lengths(0.0, 0.0, 0)
+    return Lengths(fmean(num_tokens), pstdev(num_tokens), max(num_tokens))

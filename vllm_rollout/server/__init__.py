@@ -1,0 +1,1 @@
+"""HTTP: bodies, routes, the rollout service and the client. Knows an engine only by the protocol in `engine.py`."""

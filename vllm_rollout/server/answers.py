@@ -1,0 +1,165 @@
+"""Answer bodies, events and error bodies of our endpoints (design section 5).
+
+Invariant: server and client read the same classes, so what one writes the other can parse.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+from vllm_rollout.group.types import CandidateState, GroupStatus
+
+
+class Trajectory(BaseModel):
+    index: int
+    token_ids: list[int]
+    logprobs: list[float] | None = None
+    text: str | None = None
+    num_tokens: int
+    finish_reason: str | None
+    stop_reason: int | str | None = None
+    score: float | None = None
+    success_probability: float | None = None
+    survival_probability: float | None = None
+    mean_confidence: float | None = None
+    weight_versions: list[dict[str, Any]] = []
+
+
+class Candidate(BaseModel):
+    """A candidate that is not among the trajectories."""
+
+    index: int
+    state: CandidateState
+    num_tokens: int
+    score: float | None = None
+    survival_probability: float | None = None
+
+
+class UnselectedCandidate(Candidate):
+    """What `return.unselected` adds."""
+
+    token_ids: list[int]
+    logprobs: list[float] | None = None
+    text: str | None = None
+
+
+class GroupLengths(BaseModel):
+    mean: float
+    std: float
+    max: int
+
+
+class Allocation(BaseModel):
+    num_candidates: int
+    weight: float | None = None
+    at_upper_bound: bool = False
+
+
+class GroupAnswer(BaseModel):
+    prompt_id: str
+    group_id: str
+    status: GroupStatus
+    reason: str | None = None
+    prompt_token_ids: list[int]
+    trajectories: list[Trajectory]
+    candidates: list[UnselectedCandidate | Candidate]
+    lengths: GroupLengths
+    allocation: Allocation
+
+
+class Usage(BaseModel):
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    returned_tokens: int = 0
+    wasted_tokens: int = 0
+    num_candidates: int = 0
+    num_finished: int = 0
+    num_pruned: int = 0
+    num_surplus: int = 0
+    num_failed: int = 0
+
+
+class Timing(BaseModel):
+    latency_s: float = 0.0
+    time_to_first_group_s: float | None = None
+
+
+class RolloutAnswer(BaseModel):
+    id: str
+    object: Literal["rollout"] = "rollout"
+    created: int
+    model: str
+    weight_version: str | None = None
+    groups: list[GroupAnswer]
+    usage: Usage
+    timing: Timing
+
+
+class TrajectoryEvent(BaseModel):
+    type: Literal["trajectory"] = "trajectory"
+    prompt_id: str
+    group_id: str
+    trajectory: Trajectory
+
+
+class CandidateEvent(BaseModel):
+    type: Literal["candidate"] = "candidate"
+    prompt_id: str
+    group_id: str
+    candidate: UnselectedCandidate | Candidate
+
+
+class TokensEvent(BaseModel):
+    type: Literal["tokens"] = "tokens"
+    prompt_id: str
+    index: int
+    offset: int
+    token_ids: list[int]
+    logprobs: list[float] | None = None
+
+
+class GroupEvent(BaseModel):
+    """A group is over. Its trajectories were sent before; `selected` names them."""
+
+    type: Literal["group"] = "group"
+    prompt_id: str
+    group_id: str
+    status: GroupStatus
+    reason: str | None = None
+    selected: list[int]
+    prompt_token_ids: list[int]
+    lengths: GroupLengths
+    allocation: Allocation
+
+
+class DoneEvent(BaseModel):
+    type: Literal["done"] = "done"
+    id: str
+    created: int
+    model: str
+    weight_version: str | None = None
+    usage: Usage
+    timing: Timing
+
+
+class ErrorBody(BaseModel):
+    message: str
+    type: str
+    param: str | None = None
+    code: int
+
+
+class ErrorAnswer(BaseModel):
+    error: ErrorBody
+
+
+class ErrorEvent(BaseModel):
+    """The last event of a stream that could not be completed."""
+
+    type: Literal["error"] = "error"
+    error: ErrorBody
+
+
+Event = TrajectoryEvent | CandidateEvent | TokensEvent | GroupEvent | DoneEvent | ErrorEvent

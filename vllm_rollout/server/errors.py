@@ -1,0 +1,146 @@
+"""What went wrong, as OpenAI error bodies. Invariant: each says what, value, allowed, remedy, in few words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from http import HTTPStatus
+from typing import Any, get_args
+
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+
+from vllm_rollout.server.answers import ErrorAnswer, ErrorBody
+from vllm_rollout.server.engine import RequestError
+from vllm_rollout.server.protocol import UNION_TAGS, RolloutRequest
+
+MAX_REPORTED_ERRORS = 5
+MAX_VALUE_CHARS = 80
+MAX_PARAM_CHARS = 200
+MAX_MESSAGE_CHARS = 2000
+"""A message quotes the request; it must not send megabytes back."""
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    int(status): {"model": ErrorAnswer}
+    for status in (
+        HTTPStatus.BAD_REQUEST,
+        HTTPStatus.NOT_FOUND,
+        HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+        HTTPStatus.UNPROCESSABLE_ENTITY,
+        HTTPStatus.INTERNAL_SERVER_ERROR,
+        HTTPStatus.SERVICE_UNAVAILABLE,
+    )
+}
+
+
+def error_body(error: RequestError) -> ErrorBody:
+    return ErrorBody(
+        message=_quotable(str(error), MAX_MESSAGE_CHARS),
+        type=HTTPStatus(error.status).phrase.replace(" ", ""),
+        param=None if error.param is None else _quotable(error.param, MAX_PARAM_CHARS),
+        code=error.status,
+    )
+
+
+def _quotable(text: str, max_chars: int) -> str:
+    """`text` without its middle when it is long, and without the surrogates that JSON admits and UTF-8 does not."""
+    if len(text) > max_chars:
+        text = f"{text[: max_chars // 2]}…{text[-max_chars // 2 :]}"
+    return text.encode(errors="backslashreplace").decode()
+
+
+def error_response(error: RequestError) -> JSONResponse:
+    return JSONResponse(ErrorAnswer(error=error_body(error)).model_dump(), status_code=error.status)
+
+
+def explain_internal(error: Exception) -> RequestError:
+    message = f"{type(error).__name__}: {error}. The request is not complete; see the server's log."
+    return RequestError(message, status=HTTPStatus.INTERNAL_SERVER_ERROR)
+
+
+def explain_unreadable(error: HTTPException) -> RequestError:
+    """FastAPI says only that it could not read the body; the reason is the cause."""
+    cause = error.__cause__
+    if isinstance(cause, RequestError):
+        return cause
+    if isinstance(cause, RecursionError):
+        return RequestError("the body is nested too deeply to be read. Flatten it.")
+    if isinstance(cause, ValueError):
+        return RequestError(f"the body is not JSON: {cause}. Send UTF-8 encoded JSON.")
+    return RequestError(str(error.detail), status=error.status_code)
+
+
+def explain_invalid(error: RequestValidationError) -> RequestError:
+    """FastAPI's list of errors as one sentence each, the first one's field as `param`."""
+    problems = []
+    param = None
+    for problem in error.errors()[:MAX_REPORTED_ERRORS]:
+        field, message = _problem(problem)
+        param = param or field or None
+        problems.append(f"{field}: {message}" if field else message)
+    left_out = len(error.errors()) - len(problems)
+    if left_out > 0:
+        problems.append(f"and {left_out} more")
+    return RequestError("; ".join(problems), param=param)
+
+
+def _problem(problem: dict[str, Any]) -> tuple[str, str]:
+    """Field (may be empty) and message of one of pydantic's errors."""
+    location = tuple(part for part in problem["loc"][1:] if part not in UNION_TAGS)
+    field = ".".join(_short(str(part)) for part in location)
+    message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "json_invalid":
+        position = location[0] if location else 0
+        return "", f"the body is not JSON: {problem['ctx']['error']} at character {position}"
+    if problem["type"] == "unknown_field":
+        return ".".join(filter(None, [field, _short(str(problem["ctx"]["field"]))])), message
+    if problem["type"] == "value_error":
+        if ": " not in message:
+            return field, message
+        inner, message = message.split(": ", 1)
+        return ".".join(filter(None, [field, inner])), message
+    if not location:
+        return "", _not_an_object(problem)
+    if problem["type"] != "missing":
+        message = f"{message.replace('Input should', 'should', 1)}, got {_short(problem.get('input'))}"
+    description = _describe_field(location)
+    return field, f"{message}. {description}" if description else message
+
+
+def _not_an_object(problem: dict[str, Any]) -> str:
+    if problem["type"] == "missing":
+        return "the body is empty. Send a JSON object"
+    if isinstance(problem["input"], bytes):
+        return "the body was not read as JSON. Send it with the header content-type: application/json"
+    return f"the body should be a JSON object, got {_short(problem['input'])}"
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, (list, dict)):
+        return f"a {type(value).__name__} of {len(value)}"
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return repr(text[:MAX_VALUE_CHARS] + "…") if len(text) > MAX_VALUE_CHARS else text
+
+
+def _describe_field(location: tuple[int | str, ...]) -> str | None:
+    """What a field of RolloutRequest takes, in the words of its description."""
+    models: list[type[BaseModel]] = [RolloutRequest]
+    description = None
+    for part in location:
+        if isinstance(part, int) or part in UNION_TAGS:
+            continue
+        fields = {field.alias or name: field for model in models for name, field in model.model_fields.items()}
+        if part not in fields:
+            break
+        description = fields[part].description
+        models = list(_models_in(fields[part].annotation))
+    return description
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _models_in(argument)

@@ -1,0 +1,104 @@
+"""A rollout as server-sent events.
+
+Invariant: the source ends when the client goes away, and what fails says so in the last event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, Awaitable
+from contextlib import aclosing
+from typing import Any, TypeVar, get_args
+
+from fastapi.responses import StreamingResponse
+from pydantic import TypeAdapter
+from starlette.types import Receive, Scope, Send
+
+from vllm_rollout.server.answers import ErrorEvent, Event
+from vllm_rollout.server.engine import RequestError
+from vllm_rollout.server.errors import error_body, explain_internal
+from vllm_rollout.server.service import Rollout, RolloutService
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+def event_stream_schema() -> dict[str, Any]:
+    """OpenAPI's media type object of our event stream, in FastAPI's form."""
+    schema = TypeAdapter(Event).json_schema(mode="serialization")
+    definitions = schema.pop("$defs")
+
+    def inlined(value: Any) -> Any:
+        if isinstance(value, list):
+            return [inlined(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        if "$ref" in value:
+            return inlined(definitions[value["$ref"].removeprefix("#/$defs/")])
+        return {key: inlined(item) for key, item in value.items()}
+
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": inlined(schema)}
+    names = [model.model_fields["type"].default for model in get_args(Event)]
+    item = {"type": "object", "required": ["event", "data"], "properties": {"event": {"enum": names}, "data": data}}
+    return {"itemSchema": item, "example": EVENT_STREAM_EXAMPLE}
+
+
+EVENT_STREAM_EXAMPLE = "".join(
+    f"event: {json.loads(data)['type']}\ndata: {data}\n\n"
+    for data in (
+        '{"type": "tokens", "prompt_id": "q1", "index": 0, "offset": 0, "token_ids": [9, 4], "logprobs": [-0.5, -1.2]}',
+        '{"type": "done", "id": "rollout-1", "created": 0, "model": "m", "usage": {"num_finished": 1}, "timing": {}}',
+    )
+)
+
+
+class EventStream(StreamingResponse):
+    """An event stream that ends its source at once when the client goes away, whether or not it is being read.
+
+    Overrides: __call__, stream_response.
+    """
+
+    media_type = "text/event-stream"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await unless_disconnected(receive, self.stream_response(send))
+
+    async def stream_response(self, send: Send) -> None:
+        async with aclosing(self.body_iterator):
+            await super().stream_response(send)
+
+
+async def server_sent_events(service: RolloutService, rollout: Rollout) -> AsyncGenerator[str, None]:
+    try:
+        async with aclosing(service.events(rollout)) as events:
+            async for event in events:
+                yield _sse(event)
+    except RequestError as error:
+        yield _sse(ErrorEvent(error=error_body(error)))
+    except Exception as error:  # the HTTP boundary: the status line is gone, so the stream must say it
+        logger.exception("rollout %s failed", rollout.id)
+        yield _sse(ErrorEvent(error=error_body(explain_internal(error))))
+
+
+def _sse(event: Event) -> str:
+    return f"event: {event.type}\ndata: {event.model_dump_json()}\n\n"
+
+
+async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T | None:
+    """Await `work`; when the client goes away, cancel it (which aborts its candidates) and return None."""
+
+    async def disconnected() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    working = asyncio.ensure_future(work)
+    watching = asyncio.create_task(disconnected())
+    try:
+        await asyncio.wait([working, watching], return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        for task in (working, watching):
+            task.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)

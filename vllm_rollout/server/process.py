@@ -1,0 +1,217 @@
+"""A vLLM server as a child process: flags and environment for a small machine, start, log, counters, end.
+
+Invariant: the server is a process group of its own and is gone when the `with` block ends.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import TracebackType
+
+import httpx
+
+from vllm_rollout.config import CPU_BLOCK_SIZE_TOKENS
+
+START_TIMEOUT_S = 600.0
+STOP_TIMEOUT_S = 20.0
+CHILDREN_GRACE_S = 3.0
+"""What the server's own children get to follow it, before they are killed."""
+KILL_TIMEOUT_S = 1.0
+"""A killed process may stay as a zombie where nobody reaps orphans: not worth waiting for."""
+POLL_INTERVAL_S = 0.5
+LOG_TAIL_LINES = 25
+MAX_MODEL_LEN_TOKENS = 2048
+MAX_BATCHED_TOKENS = 16_384
+"""Enough for every prompt in one step: a seeded prompt that is split over steps kills vLLM 0.32's CPU engine."""
+
+GENERATION_TOKENS = "vllm:generation_tokens_total"
+REQUESTS_RUNNING = "vllm:num_requests_running"
+
+
+class ServerError(RuntimeError):
+    """The server did not start, or died; the message ends with the end of its log and what to do."""
+
+
+class ServerProcess:
+    """A vLLM server in a process group of its own, on 127.0.0.1, with its log in a file."""
+
+    def __init__(self, command: Sequence[str], port: int, environment: Mapping[str, str], log: Path) -> None:
+        self.command = [*command, "--host", "127.0.0.1", "--port", str(port)]
+        self.url = f"http://127.0.0.1:{port}"
+        self.log = log
+        self._environment = dict(environment)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> ServerProcess:
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                self.command,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C is for us; we stop the server
+            )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def check_alive(self) -> None:
+        """Raises: ServerError when the process has ended."""
+        assert self._process is not None
+        if (status := self._process.poll()) is not None:
+            raise ServerError(self._report(f"the server ended with exit status {status}"))
+
+    def wait_until_healthy(self, on_wait: Callable[[float, str], None], timeout_s: float = START_TIMEOUT_S) -> float:
+        """Seconds until /health answered 200. `on_wait(seconds, last line of the log)` is called meanwhile.
+
+        Raises: ServerError when the server ends or needs more than `timeout_s`.
+        """
+        started = time.monotonic()
+        with httpx.Client(base_url=self.url, timeout=5, trust_env=False) as client:
+            while True:
+                self.check_alive()
+                with suppress(httpx.TransportError):
+                    if client.get("/health").status_code == 200:
+                        return time.monotonic() - started
+                waited = time.monotonic() - started
+                if waited > timeout_s:
+                    raise ServerError(self._report(f"the server did not answer within {timeout_s:.0f} s"))
+                on_wait(waited, last_message(self.log_tail(50)))
+                time.sleep(POLL_INTERVAL_S)
+
+    def lost(self, error: httpx.TransportError) -> ServerError:
+        """A broken connection, explained by the server's log."""
+        with suppress(subprocess.TimeoutExpired):
+            assert self._process is not None
+            self._process.wait(3)
+        return ServerError(self._report(f"the connection to the server broke ({type(error).__name__}: {error})"))
+
+    def log_tail(self, num_lines: int) -> list[str]:
+        with self.log.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - 64 * 1024))
+            return log.read().decode(errors="replace").splitlines()[-num_lines:]
+
+    def stop(self) -> None:
+        """End the server and every process of its group; returns when they are gone."""
+        if self._process is None:
+            return
+        process, self._process = self._process, None
+        try:
+            process.terminate()
+            process.wait(STOP_TIMEOUT_S)
+            _wait_for_group(process.pid, CHILDREN_GRACE_S)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            _wait_for_group(process.pid, KILL_TIMEOUT_S)
+
+    def _report(self, what: str) -> str:
+        tail = "\n".join(f"  | {line[:200]}" for line in self.log_tail(LOG_TAIL_LINES))
+        return (
+            f"{what}. The end of its log ({self.log}):\n{tail}\n"
+            "What to do: 'address already in use' means another program took the port, so run this again; 'out of "
+            "memory' or 'KV cache' means less memory than needed, so set VLLM_CPU_KVCACHE_SPACE=2 (GiB) or choose "
+            f"fewer prompts or candidates. The command was:\n  {' '.join(self.command)}"
+        )
+
+
+def _wait_for_group(group: int, timeout_s: float) -> None:
+    """Return when the process group has no member any more, at the latest after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    with suppress(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.killpg(group, 0)
+            time.sleep(0.02)
+
+
+@contextmanager
+def log_folder() -> Iterator[Path]:
+    """A temporary folder that stays when a ServerError has named a log in it."""
+    folder = Path(tempfile.mkdtemp(prefix="vllm-rollout-"))
+    try:
+        yield folder
+    except ServerError:
+        raise
+    except BaseException:
+        shutil.rmtree(folder)
+        raise
+    else:
+        shutil.rmtree(folder)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def exit_on_sigterm() -> None:
+    """Turn SIGTERM into SystemExit, so that `with` blocks stop their servers."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
+def runs_on_cpu() -> bool:
+    """Whether the installed vLLM is the CPU build."""
+    try:
+        version("vllm-cpu")
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def server_environment(model: str) -> dict[str, str]:
+    """Our environment with what a server on a small machine needs; what the user has set stays."""
+    wanted = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    if runs_on_cpu():
+        wanted["VLLM_CPU_KVCACHE_SPACE"] = "4"
+    if Path(model).is_dir():
+        wanted |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    return {**wanted, **os.environ}
+
+
+def server_flags(max_candidates: int) -> list[str]:
+    """Flags for so many candidates at once, the same for stock vLLM and for us."""
+    flags = ["--max-num-seqs", str(max_candidates), "--max-model-len", str(MAX_MODEL_LEN_TOKENS)]
+    flags += ["--max-num-batched-tokens", str(MAX_BATCHED_TOKENS), "--disable-uvicorn-access-log"]
+    if runs_on_cpu():
+        flags += ["--enforce-eager", "--block-size", str(CPU_BLOCK_SIZE_TOKENS)]
+    return flags
+
+
+def last_message(lines: Sequence[str]) -> str:
+    """The newest line of a vLLM log without its prefix."""
+    for line in reversed(lines):
+        message = re.sub(r"^(\(.*?\)\s*)?(\w+ \d\d-\d\d \d\d:\d\d:\d\d \[.*?\]\s*)?", "", line).strip()
+        if re.search(r"\w{3}", message) and not message.startswith("Route:"):
+            return message
+    return "the process starts"
+
+
+def counter(metrics: str, name: str) -> float:
+    """The value of a counter or gauge in Prometheus text, summed over its labels; 0 when it is absent."""
+    values = re.findall(rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)", metrics, re.MULTILINE)
+    return sum(map(float, values))

@@ -1,0 +1,214 @@
+"""Request bodies of our endpoints (design section 5).
+
+Invariant: an unknown field is an error that names it, and what is accepted can travel to the engine.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+    Tag,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from vllm_rollout.config import MAX_GROUP_SIZE, MAX_PROMPTS
+
+MIN_INT, MAX_INT = -(2**63), 2**63 - 1
+"""Integers that can travel to the engine: 64 bit, signed."""
+MAX_DEPTH = 32
+"""Levels of nesting inside messages and sampling."""
+MAX_STREAM_TOKENS = 1_000_000
+UNION_TAGS = frozenset({"<name>", "<object>"})
+"""Parts that pydantic puts into an error's location and that are no part of the body."""
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_fields(cls, value: Any) -> Any:
+        """One error for the first unknown field: a body of a million of them costs no more than one."""
+        if isinstance(value, dict):
+            known = [field.alias or name for name, field in cls.model_fields.items()]
+            for name in value:
+                if name not in known:
+                    raise PydanticCustomError(
+                        "unknown_field",
+                        "is not a field of this version; allowed here: {allowed}. Leave it out",
+                        {"field": name.encode(errors="backslashreplace").decode(), "allowed": ", ".join(known)},
+                    )
+        return value
+
+
+class Prompt(Body):
+    """One prompt in exactly one of three forms."""
+
+    id: Annotated[StrictStr, Field(min_length=1, max_length=256)] | None = Field(
+        default=None, description="Your name for the prompt, unique in the request. Default: its position."
+    )
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)] | None = Field(
+        default=None, description="Chat messages, at least one; the model's chat template is applied."
+    )
+    prompt: Annotated[StrictStr, Field(min_length=1)] | None = Field(
+        default=None, description="Text of at least one character, tokenized as it is."
+    )
+    prompt_token_ids: (
+        Annotated[list[Annotated[StrictInt, Field(ge=0, le=MAX_INT)]], Field(min_length=1, fail_fast=True)] | None
+    ) = Field(default=None, description="At least one token id of the model's vocabulary, used as they are.")
+
+    @model_validator(mode="after")
+    def _one_form(self) -> Prompt:
+        forms = [f for f in ("messages", "prompt", "prompt_token_ids") if getattr(self, f) is not None]
+        if len(forms) != 1:
+            got = " and ".join(forms) or "none of them"
+            raise ValueError(f"give exactly one of messages, prompt, prompt_token_ids, got {got}")
+        _check_json(self.messages, "messages")
+        return self
+
+
+class DualEnd(Body):
+    num_longest: Annotated[StrictInt, Field(ge=0, le=MAX_GROUP_SIZE)] = Field(
+        default=1,
+        description="L, from 0 to group_size: the longest trajectories of the pool; the other group_size - L are its "
+        "shortest.",
+    )
+
+
+class DualEndSelection(Body):
+    dual_end: DualEnd
+
+
+def _selection_form(value: Any) -> str:
+    return "<object>" if isinstance(value, (dict, DualEndSelection)) else "<name>"
+
+
+Selection = Annotated[
+    Annotated[Literal["first", "shortest"], Tag("<name>")] | Annotated[DualEndSelection, Tag("<object>")],
+    Discriminator(_selection_form),
+]
+
+
+class Return(Body):
+    text: StrictBool = Field(default=False, description="Detokenize and return the text of each trajectory.")
+    logprobs: StrictBool = Field(default=True, description="Return the log probability of each sampled token.")
+    unselected: StrictBool = Field(
+        default=False, description="Also return tokens and text of candidates that were not selected."
+    )
+
+
+class RolloutRequest(Body):
+    """Groups for many prompts."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "prompts": [{"id": "q1", "messages": [{"role": "user", "content": "What is 17 + 25?"}]}],
+                    "group_size": 8,
+                    "redundancy": 8,
+                    "sampling": {"temperature": 1.0, "max_tokens": 512},
+                },
+                {
+                    "prompts": [{"prompt": "17 + 25 ="}, {"prompt_token_ids": [1, 2, 3]}],
+                    "group_size": 4,
+                    "redundancy": 4,
+                    "selection": {"dual_end": {"num_longest": 1}},
+                    "return": {"text": True},
+                    "stream": True,
+                    "stream_tokens": 16,
+                },
+            ]
+        }
+    )
+
+    model: Annotated[StrictStr, Field(min_length=1)] | None = Field(
+        default=None, description="The name of a served model. Default: the first."
+    )
+    prompts: Annotated[list[Prompt], Field(min_length=1, max_length=MAX_PROMPTS)] = Field(
+        description=f"From 1 to {MAX_PROMPTS} prompts."
+    )
+    group_size: Annotated[StrictInt, Field(ge=1, le=MAX_GROUP_SIZE)] = Field(
+        description=f"Trajectories you want for each prompt (M; OpenAI's n): an integer from 1 to {MAX_GROUP_SIZE}."
+    )
+    redundancy: Annotated[StrictInt, Field(ge=0, le=MAX_GROUP_SIZE)] = Field(
+        default=0,
+        description=f"Spare candidates beyond group_size (M' - M): an integer from 0 to {MAX_GROUP_SIZE}.",
+    )
+    early_stop: StrictBool | None = Field(
+        default=None,
+        description="Stop a group's other candidates when group_size valid ones have finished. "
+        "Default: true unless selection is dual_end, which needs the whole pool.",
+    )
+    selection: Selection = Field(
+        default="first",
+        description='Which finished candidates make the group: "first", "shortest" or '
+        '{"dual_end": {"num_longest": 1}}.',
+    )
+    sampling: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Any field of vLLM's SamplingParams except n: temperature, max_tokens, seed, …",
+    )
+    return_: Return = Field(default_factory=Return, alias="return")
+    stream: StrictBool = Field(default=False, description="Answer with server-sent events as things happen.")
+    stream_tokens: Annotated[StrictInt, Field(ge=1, le=MAX_STREAM_TOKENS)] | None = Field(
+        default=None,
+        description="With stream: also send tokens, in chunks of at least this many per candidate: an integer from 1 "
+        f"to {MAX_STREAM_TOKENS}.",
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RolloutRequest:
+        if self.stream_tokens is not None and not self.stream:
+            raise ValueError("stream_tokens: needs stream to be true, got false. Set stream, or leave it out.")
+        seen: set[str] = set()
+        for position, prompt in enumerate(self.prompts):
+            prompt_id = prompt.id if prompt.id is not None else str(position)
+            if prompt_id in seen:
+                raise ValueError(
+                    f"prompts.{position}.id: {prompt_id!r} is used twice; ids must be unique in a request "
+                    "(a prompt without an id takes its position)"
+                )
+            seen.add(prompt_id)
+        _check_json(self.sampling, "sampling")
+        return self
+
+
+def _check_json(value: Any, where: str) -> None:
+    """Raises: ValueError for what Python's JSON parser lets through and no engine can take."""
+    pending = [(value, where, 0)]
+    while pending:
+        value, where, depth = pending.pop()
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{where}: must be a finite number, got {value}")
+        if isinstance(value, int) and not MIN_INT <= value <= MAX_INT:
+            raise ValueError(f"{where}: must be an integer from {MIN_INT} to {MAX_INT} (64 bit), got {value}")
+        if isinstance(value, str) and not _is_unicode(value):
+            raise ValueError(f"{where}: must be valid Unicode text, got an unpaired surrogate")
+        if not isinstance(value, (dict, list)):
+            continue
+        if depth == MAX_DEPTH:
+            raise ValueError(f"{where}: is nested more than {MAX_DEPTH} levels deep; flatten it")
+        if isinstance(value, dict):
+            pending += ((key, where, depth + 1) for key in value)
+            pending += ((item, f"{where}.{key}", depth + 1) for key, item in value.items())
+        else:
+            pending += ((item, f"{where}.{position}", depth + 1) for position, item in enumerate(value))
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,0 +1,1 @@
+"""OBSERVES: what the model's outputs say about a candidate, per row and per step."""
