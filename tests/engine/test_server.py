@@ -22,6 +22,7 @@ LONG = {"max_tokens": 1900, "ignore_eos": True}
 MANY = 24
 """Candidates enough for 1,900 steps to take seconds: something can happen to them while they run."""
 CHUNK = 50
+TINY_VOCAB_SIZE = 512
 
 
 def rollout(server: Server, **fields: Any) -> dict[str, Any]:
@@ -211,14 +212,16 @@ def test_a_streamed_completion_gets_n_whole_choices(server: Server) -> None:
 
 def test_single_requests_with_a_group_id_race_each_other(server: Server) -> None:
     xargs = {"rollout_group_id": "joined", "rollout_group_size": 3, "rollout_num_candidates": 8}
+    # Three end by themselves after 100 tokens; no other can end in the same step, which would be a lost tie with the
+    # answer of a whole candidate, or be cut before, which would be answered as `length`.
+    ends_early = {"min_tokens": 100, "stop_token_ids": list(range(TINY_VOCAB_SIZE)), "max_tokens": 1900}
+    never_ends = {"ignore_eos": True, "max_tokens": 1900}
     with ThreadPoolExecutor(8) as pool:
-        # No candidate may be cut before the third has ended: it would have been answered as `length`.
-        request = {"max_tokens": 1900, "vllm_xargs": xargs}
-        answers = list(pool.map(lambda _: completion(server, **request).json(), range(8)))
+        requests = [never_ends] * 5 + [ends_early] * 3
+        answers = list(pool.map(lambda request: completion(server, vllm_xargs=xargs, **request).json(), requests))
     choices = [answer["choices"][0] for answer in answers]
-    stopped = [choice for choice in choices if choice["finish_reason"] == "abort"]
-    assert len(stopped) == 5
-    assert all(choice["stop_reason"] == "surplus" for choice in stopped)
+    assert [choice["finish_reason"] for choice in choices] == ["abort"] * 5 + ["stop"] * 3
+    assert all(choice["stop_reason"] == "surplus" for choice in choices[:5])
     assert not any(answer.get("kv_transfer_params") for answer in answers)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from vllm_rollout.config import MAX_GROUP_SIZE
+from vllm_rollout.group.types import Signal
 
 SelectionRule = Literal["first", "shortest", "dual_end"]
 SELECTION_RULES: tuple[SelectionRule, ...] = ("first", "shortest", "dual_end")
@@ -18,12 +19,43 @@ PLAN_XARGS = ("rollout_redundancy", "rollout_early_stop", "rollout_selection", "
 JOIN_XARGS = ("rollout_group_id", "rollout_group_size", "rollout_num_candidates", "rollout_early_stop")
 
 
+PruningRule = Literal["balance", "paper"]
+PRUNING_RULES: tuple[PruningRule, ...] = ("balance", "paper")
+PruningMode = Literal["active", "shadow"]
+PRUNING_MODES: tuple[PruningMode, ...] = ("active", "shadow")
+SIGNALS: tuple[Signal, ...] = ("head", "confidence")
+
+
 class PlanError(ValueError):
     """A field of a group request is out of its range. `field` names it as the user wrote it."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
         self.field = field
+
+
+@dataclass(frozen=True, slots=True)
+class PruningPlan:
+    """How candidates are judged at `detection_length` (ARRoL section 4.2 and A.4)."""
+
+    detection_length: int
+    """Output tokens after which a candidate is scored, L_detect."""
+    rule: PruningRule = "balance"
+    keep_ratio: float = 0.5
+    """Share of scored candidates to keep on average, kappa."""
+    target_positive_ratio: float = 0.5
+    """Success rate wanted among survivors, rho."""
+    strength: float = 0.5
+    """Lambda of the paper's rule; the balance rule solves its own."""
+    min_survival: float = 0.05
+    max_survival: float = 0.95
+    mode: PruningMode = "active"
+    """`shadow`: decide and report, stop nothing."""
+    signal: Signal = "head"
+    allow_fewer: bool = False
+    """Prune even when fewer than `group_size` candidates are left to finish."""
+    min_labels: int = 64
+    """Rewards of either kind, positive and negative, before anything is pruned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +71,7 @@ class GroupPlan:
     selection: SelectionRule = "first"
     num_longest: int = 0
     """L of a dual-end selection; K = group_size - L."""
+    pruning: PruningPlan | None = None
 
     @property
     def num_candidates(self) -> int:

@@ -19,6 +19,51 @@ class CandidateId(NamedTuple):
     index: int
 
 
+Signal = Literal["head", "confidence"]
+"""What a candidate is judged by: the quality head's logit, or its trace confidence (DeepConf)."""
+
+
+class Confidence(NamedTuple):
+    """Trace confidence of a candidate's first `detection_length` tokens, in nats (DeepConf; ARRoL section 3)."""
+
+    mean: float
+    lowest_window: float
+    """The lowest mean of any window of consecutive tokens."""
+    bottom_windows: float
+    """The mean of the lowest tenth of the windows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What the worker saw of a candidate in the step that produced token `detection_length`."""
+
+    confidence: Confidence
+    logit: float | None = None
+    """The quality head's output; None while the head is untrained."""
+    head_version: int = 0
+    """0: untrained."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assessment:
+    """What was decided about a scored candidate, and why."""
+
+    signal: Signal
+    """The signal that was used: `confidence` also stands in for a head that knows too little."""
+    score: float
+    """The head's logit, or the confidence (`bottom_windows`)."""
+    success_probability: float | None
+    """The calibrated score; None during a cold start."""
+    survival_probability: float
+    """Probability with which the candidate was kept, given what was known of its group; 1 during a cold start."""
+    keep: bool
+    """False: pruned, or in shadow mode would have been."""
+    head_version: int
+    confidence: Confidence
+    cold: bool = False
+    """There were too few labels to prune by."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ending:
     """How one candidate ended, as the engine saw it."""

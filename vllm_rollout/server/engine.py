@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from vllm_rollout.group.plan import GroupPlan
-from vllm_rollout.group.types import Ending
+from vllm_rollout.group.report import ShadowReport, SignalReport
+from vllm_rollout.group.types import Assessment, Ending, Signal
 
 
 class RequestError(Exception):
@@ -66,6 +67,72 @@ class CandidateEnd:
     mean_confidence: float | None
     weight_versions: Sequence[dict[str, Any]]
     """Spans `{"version", "start", "end"}` over the output tokens."""
+    assessment: Assessment | None = None
+    """None: never scored (no pruning, or it ended before `detection_length`)."""
+
+
+RewardStatus = Literal["accepted", "duplicate", "conflict", "unknown", "unfinished", "unscored"]
+"""What became of a posted reward.
+
+accepted    it teaches calibration and head
+duplicate   the same reward came before; nothing changes
+conflict    another reward came before, and stays
+unknown     no such candidate, or forgotten: too many came after it
+unfinished  the candidate is running, or was stopped (pruned, surplus, failed): no reward is expected
+unscored    the candidate ended before `detection_length`: there is nothing to learn from
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """The reward of one trajectory, as the client posted it."""
+
+    prompt_id: str
+    index: int
+    reward: float
+
+
+@dataclass(frozen=True, slots=True)
+class RewardsReceipt:
+    """What became of a list of rewards."""
+
+    statuses: Sequence[RewardStatus]
+    """One per reward, in their order."""
+    num_training: int
+    """Labels the quality head is going to train on now; fewer than accepted when features were evicted."""
+    head_version: int
+    """The version before that training."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadInfo:
+    """What a quality head is for."""
+
+    detection_length: int
+    hidden_size: int
+    version: int
+    num_steps: int
+    """Optimizer steps taken."""
+    num_labels: int
+    """Labels trained on."""
+
+
+@dataclass(frozen=True, slots=True)
+class LearningReport:
+    """What one detection length's calibration and head are worth."""
+
+    detection_length: int
+    head: HeadInfo | None
+    """None while no head is trained."""
+    signals: Mapping[Signal, SignalReport]
+    num_awaiting: int
+    """Scored candidates whose reward has not come."""
+    num_evicted: int
+    """Features dropped before their reward came: enlarge the ring."""
+    losses: Sequence[float]
+    """Mean training loss of each version of the head, oldest first, in nats."""
+    active: ShadowReport
+    shadow: ShadowReport
 
 
 class Engine(Protocol):
@@ -74,6 +141,11 @@ class Engine(Protocol):
     @property
     def max_num_seqs(self) -> int:
         """Candidates that can run at once on one rank."""
+        ...
+
+    @property
+    def pruning_refusal(self) -> str | None:
+        """Why this engine cannot score candidates, with the remedy; None when it can."""
         ...
 
     async def prepare(
@@ -92,10 +164,51 @@ class Engine(Protocol):
         ...
 
     def run_group(
-        self, group_id: str, plan: GroupPlan, prompt: PreparedPrompt, *, stream_tokens: int | None
+        self,
+        group_id: str,
+        plan: GroupPlan,
+        prompt: PreparedPrompt,
+        *,
+        stream_tokens: int | None,
+        rollout_id: str,
+        pruning_seed: int,
     ) -> AsyncGenerator[CandidateTokens | CandidateEnd, None]:
         """Launch the candidates and yield what happens to them, ending with one CandidateEnd each.
 
-        Closing the generator aborts what still runs.
+        With `plan.pruning`, rewards are later posted under (`rollout_id`, `prompt.id`, index), and chance depends on
+        (`pruning_seed`, `prompt.id`, index) only. Closing the generator aborts what still runs.
         """
+        ...
+
+    async def post_rewards(self, rollout_id: str, rewards: Sequence[Reward]) -> RewardsReceipt | None:
+        """Learn from rewards: calibration at once, the quality head in the background.
+
+        Returns None when no rollout of that id with pruning is known. Raises: RequestError (503) for a dead engine.
+        """
+        ...
+
+    async def quality_head(self, detection_length: int | None) -> tuple[HeadInfo, bytes]:
+        """A quality head as safetensors; None: the only one there is.
+
+        Raises: RequestError (404 without a head, 409 when the length must be named).
+        """
+        ...
+
+    async def set_quality_head(self, weights: bytes) -> HeadInfo:
+        """Put a quality head in place of the one for its detection length.
+
+        Raises: RequestError (422 not a head; 409 other hidden size or model, with both values).
+        """
+        ...
+
+    async def learning_report(self, detection_length: int | None) -> LearningReport:
+        """What calibration and head are worth so far. Raises: RequestError as `quality_head` does."""
+        ...
+
+    async def learning_state(self) -> bytes:
+        """Everything learned, to be restored by `set_learning_state`: calibration, heads and their optimizers."""
+        ...
+
+    async def set_learning_state(self, state: bytes) -> None:
+        """Raises: RequestError (422 unreadable; 409 another model, with both values)."""
         ...
