@@ -1,7 +1,12 @@
-"""Kernel benchmark: the active token_stats against the torch reference, on this machine.
+"""Kernel benchmark: the active implementation of every operator against its torch reference, on this machine.
 
 Invariant: both sides are timed in turns on the same tensors in the same process, so that what else the machine does
-hits both; a row reports the median and the quartiles of each and the median of the pairwise ratios.
+hits both; a row reports the median and the quartiles of each and the median of the pairwise ratios. Where the
+reference is what serves the device, there is one side.
+
+`steps` is what the candidates of one engine step cost together: the operators in the order in which the worker calls
+them. Those that a step does not need are not called: a step in which no row is due pays neither for the quality head
+nor for trace confidence, and a step without candidates pays nothing.
 
 One CPU thread by default: a parallel section ends with its slowest thread, so that on a machine with other work the
 medians of two threads are those of the scheduler (8 ms for a call of 0.05 ms was seen), on either side.
@@ -10,29 +15,49 @@ medians of two threads are those of the scheduler (8 ms for a call of 0.05 ms wa
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.common import record_of_run, write_json
-from vllm_rollout.tracker.ops import TokenStats, active_implementation, token_stats, token_stats_reference
+from benchmarks.kernel_inputs import CANDIDATES_PER_GROUP, MAX_LEN, NUM_HIDDEN, Inputs
+from vllm_rollout.config import CONFIDENCE_WINDOW_TOKENS
+from vllm_rollout.tracker.dispatch import OPERATORS, REFERENCES, Operator
+from vllm_rollout.tracker.ops import active_implementation
 
-ROOT = Path(__file__).resolve().parents[1]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+Call = Callable[[], Any]
 
-Compute = Callable[[torch.Tensor, torch.Tensor], TokenStats]
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One operator on arguments of one size."""
+
+    operator: Operator
+    size: dict[str, int | str]
+    arguments: tuple[Any, ...] = field(repr=False)
+    work: dict[str, float] = field(default_factory=dict)
+    """What the operator has to do at least, by the unit that a rate is given in: divided by the time."""
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Time token_stats (C++ on the CPU, Triton on CUDA) against its torch reference and write JSON.",
+        description="Time every operator (C++ on the CPU, Triton on CUDA) against its torch reference and write JSON.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 256], help="numbers of rows of logits")
-    parser.add_argument("--vocab", type=int, nargs="+", default=[512, 49152, 151936], help="vocabulary sizes")
     parser.add_argument(
-        "--dtype", choices=DTYPES, nargs="+", default=["bfloat16", "float32"], help="dtypes of the logits"
+        "--operator", choices=OPERATORS, nargs="+", default=list(OPERATORS), help="operators to measure alone"
+    )
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 256], help="rows of a step")
+    parser.add_argument("--vocab", type=int, nargs="+", default=[512, 49152, 151936], help="vocabulary sizes")
+    parser.add_argument("--due", type=int, nargs="+", default=[1, 4, 16, 64, 256, 1024], help="rows that are due")
+    parser.add_argument("--hidden", type=int, nargs="+", default=[576, 896, 4096], help="sizes of the hidden state")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, nargs="+", default=["bfloat16", "float32"], help="dtypes of logits and hidden states"
     )
     parser.add_argument(
         "--device",
@@ -43,50 +68,108 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--pairs", type=int, default=31, help="paired runs of a row at most")
     parser.add_argument("--min-pairs", type=int, default=5, help="paired runs of a row at least")
-    parser.add_argument("--seconds", type=float, default=2.0, help="stop a row after this long, with --min-pairs done")
+    parser.add_argument("--seconds", type=float, default=1.5, help="stop a row after this long, with --min-pairs done")
     parser.add_argument(
         "--threads", type=int, default=1, help="CPU threads for both sides; more only on a machine without other work"
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the logits and the sampled tokens")
+    parser.add_argument("--seed", type=int, default=0, help="seed of all numbers")
     parser.add_argument(
         "--output", type=Path, default=Path("benchmarks/results/kernels.json"), help="where the JSON goes"
     )
     return parser.parse_args()
 
 
-def timed(compute: Compute, logits: torch.Tensor, sampled: torch.Tensor) -> float:
+def capacity_for(num_rows: int) -> int:
+    """Slots of a tracker that has num_rows candidates: it starts with 256 and doubles."""
+    return max(256, 1 << (num_rows - 1).bit_length())
+
+
+def cases(inputs: Inputs, arguments: argparse.Namespace) -> Iterator[Case]:
+    for vocab_size in arguments.vocab:
+        for num_rows in arguments.rows:
+            for dtype in arguments.dtype:
+                tensors = inputs.token_stats(num_rows, vocab_size, DTYPES[dtype])
+                size = {"num_rows": num_rows, "vocab_size": vocab_size, "dtype": dtype}
+                yield Case("token_stats", size, tensors, {"logits_gb_per_s": tensors[0].nbytes / 1e9})
+    for hidden_size in arguments.hidden:
+        for num_due in arguments.due:
+            for dtype in arguments.dtype:
+                tensors = inputs.quality_head(num_due, hidden_size, DTYPES[dtype])
+                size = {"num_due": num_due, "hidden_size": hidden_size, "num_hidden": NUM_HIDDEN, "dtype": dtype}
+                num_bytes = tensors[0].nbytes + tensors[2].nbytes
+                work = {"gflop_per_s": 2e-9 * num_due * hidden_size * NUM_HIDDEN, "gb_per_s": num_bytes / 1e9}
+                yield Case("quality_head", size, tensors, work)
+    for num_rows in arguments.rows:
+        capacity = capacity_for(num_rows)
+        update, moments = inputs.update_lengths(num_rows, capacity), inputs.group_moments(capacity)
+        of_rows, of_groups = {"num_rows": num_rows, "capacity": capacity}, {"num_groups": moments[3]}
+        yield Case("update_lengths", of_rows, update)
+        yield Case("group_moments", {"capacity": capacity, **of_groups}, moments)
+        yield Case("update_group_lengths", of_rows | of_groups, (*update, *moments[1:]))
+    for num_due in arguments.due:
+        size = {"num_due": num_due, "max_len": MAX_LEN, "window": CONFIDENCE_WINDOW_TOKENS}
+        yield Case("windowed_confidence", size, inputs.windowed_confidence(num_due))
+
+
+def step_calls(inputs: Inputs, num_rows: int, num_due: int, vocab_size: int, hidden_size: int) -> tuple[Call, Call]:
+    """The operators of one step, active and reference, in the order in which the worker calls them."""
+    logits, sampled = inputs.token_stats(num_rows, vocab_size, torch.bfloat16)
+    slots, _, *state = inputs.update_lengths(num_rows, capacity_for(num_rows))
+    trace = inputs.windowed_confidence(num_due)
+    head = inputs.quality_head(num_due, hidden_size, torch.bfloat16)
+
+    def call_with(functions: dict[Operator, Callable[..., Any]]) -> Call:
+        def call() -> None:
+            confidence = functions["token_stats"](logits, sampled).confidence
+            functions["update_lengths"](slots, confidence, *state)
+            if num_due:
+                functions["windowed_confidence"](*trace)
+                functions["quality_head"](*head)
+
+        return call
+
+    active = {name: active_implementation(inputs.device, name).compute for name in OPERATORS}
+    return call_with(active), call_with(REFERENCES)
+
+
+def timed(call: Call, is_cuda: bool) -> float:
     """Seconds from the call until the results are there."""
     start = time.perf_counter()
-    compute(logits, sampled)
-    if logits.is_cuda:
+    call()
+    if is_cuda:
         torch.cuda.synchronize()
     return time.perf_counter() - start
 
 
-def largest_difference(actual: TokenStats, expected: TokenStats) -> float:
-    return max((a - b).abs().max().item() for a, b in zip(actual, expected, strict=True))
-
-
-def measure(logits: torch.Tensor, sampled: torch.Tensor, arguments: argparse.Namespace) -> dict[str, object]:
-    """Medians in microseconds of both sides, after one untimed call of each that also compares the results."""
-    difference = largest_difference(token_stats(logits, sampled), token_stats_reference(logits, sampled))
-    timed(token_stats, logits, sampled)
+def measure(kernel: Call, reference: Call | None, device: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Medians in microseconds of both sides, after one untimed call of each."""
+    is_cuda = device == "cuda"
+    timed(kernel, is_cuda)
+    if reference is not None:
+        timed(reference, is_cuda)
     kernel_s, reference_s = [], []
     deadline = time.perf_counter() + arguments.seconds
     while len(kernel_s) < arguments.min_pairs or (len(kernel_s) < arguments.pairs and time.perf_counter() < deadline):
-        kernel_s.append(timed(token_stats, logits, sampled))
-        reference_s.append(timed(token_stats_reference, logits, sampled))
-    ratios = [reference / kernel for kernel, reference in zip(kernel_s, reference_s, strict=True)]
-    return {
+        kernel_s.append(timed(kernel, is_cuda))
+        if reference is not None:
+            reference_s.append(timed(reference, is_cuda))
+    result = {
         "num_pairs": len(kernel_s),
-        "kernel_us": round(statistics.median(kernel_s) * 1e6, 2),
+        "kernel_us": median_us(kernel_s),
         "kernel_quartiles_us": quartiles_us(kernel_s),
-        "reference_us": round(statistics.median(reference_s) * 1e6, 2),
+    }
+    if reference is None:
+        return result
+    ratios = [other / own for own, other in zip(kernel_s, reference_s, strict=True)]
+    return result | {
+        "reference_us": median_us(reference_s),
         "reference_quartiles_us": quartiles_us(reference_s),
         "speedup": round(statistics.median(ratios), 2),
-        "logits_gb_per_s": round(logits.nbytes / statistics.median(kernel_s) / 1e9, 2),
-        "largest_difference": difference,
     }
+
+
+def median_us(seconds: list[float]) -> float:
+    return round(statistics.median(seconds) * 1e6, 2)
 
 
 def quartiles_us(seconds: list[float]) -> list[float]:
@@ -95,49 +178,84 @@ def quartiles_us(seconds: list[float]) -> list[float]:
     return [round(first * 1e6, 2), round(third * 1e6, 2)]
 
 
+def largest_difference(case: Case, compute: Callable[..., Any]) -> float:
+    """Between the results of both sides; each gets arguments of its own, which some operators change."""
+    results = []
+    for function in (compute, REFERENCES[case.operator]):
+        own = [value.clone() if isinstance(value, Tensor) else value for value in case.arguments]
+        results.append(list(tensors_of(function(*own))))
+    return max((a - b).abs().max().item() for a, b in zip(*results, strict=True))
+
+
+def tensors_of(result: Any) -> Iterator[Tensor]:
+    if isinstance(result, Tensor):
+        yield result
+    else:
+        for part in result:
+            yield from tensors_of(part)
+
+
+def measure_case(case: Case, device: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    implementation = active_implementation(device, case.operator)
+    reference = REFERENCES[case.operator]
+    row = {"operator": case.operator, "device": device, "implementation": implementation.name, **case.size}
+    if implementation.name == "torch":
+        row |= measure(lambda: implementation.compute(*case.arguments), None, device, arguments)
+    else:
+        kernel, other = (lambda: implementation.compute(*case.arguments)), (lambda: reference(*case.arguments))
+        row |= measure(kernel, other, device, arguments)
+        row["largest_difference"] = largest_difference(case, implementation.compute)
+    for unit, amount in case.work.items():
+        row[unit] = round(amount / row["kernel_us"] * 1e6, 2)
+    return row
+
+
+def measure_steps(inputs: Inputs, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    vocab_size, hidden_size = max(arguments.vocab), max(arguments.hidden)
+    for num_rows in arguments.rows:
+        for num_due in sorted({0, 1, num_rows}):
+            kernel, reference = step_calls(inputs, num_rows, num_due, vocab_size, hidden_size)
+            size = {"num_rows": num_rows, "num_due": num_due, "vocab_size": vocab_size, "hidden_size": hidden_size}
+            result = measure(kernel, reference, inputs.device, arguments)
+            yield {"device": inputs.device, **size, "dtype": "bfloat16", **result}
+
+
+def print_row(name: str, row: dict[str, Any]) -> None:
+    sizes = ("num_rows", "num_due", "capacity", "num_groups", "max_len", "vocab_size", "hidden_size", "dtype")
+    size = ", ".join(f"{key} {row[key]}" for key in sizes if key in row)
+    other = f", reference {row['reference_us']} us, {row['speedup']} times faster" if "speedup" in row else ""
+    print(f"{row['device']} {name}: {size}: {row['kernel_us']} us{other}", flush=True)
+
+
 def main() -> None:
     arguments = parse_arguments()
     torch.set_num_threads(arguments.threads)
+    rows, steps = [], []
     for device in arguments.device:
-        implementation = active_implementation(device)
-        reason = f" ({implementation.reason})" if implementation.reason else ""
-        print(f"token_stats on {device}: {implementation.name}{reason}", flush=True)
-
-    rows = []
-    for device in arguments.device:
-        for vocab_size in arguments.vocab:
-            for num_rows in arguments.rows:
-                generator = torch.Generator().manual_seed(arguments.seed)
-                normal = torch.randn(num_rows, vocab_size, generator=generator) * 4
-                sampled = torch.randint(vocab_size, (num_rows,), generator=generator).to(device)
-                for dtype in arguments.dtype:
-                    result = measure(normal.to(device, DTYPES[dtype]), sampled, arguments)
-                    row = {
-                        "operator": "token_stats",
-                        "device": device,
-                        "implementation": active_implementation(device).name,
-                        "num_rows": num_rows,
-                        "vocab_size": vocab_size,
-                        "dtype": dtype,
-                        **result,
-                    }
-                    rows.append(row)
-                    print(
-                        f"{device} {num_rows:>4} x {vocab_size:<6} {dtype:<8} {row['kernel_us']:>10} us, reference "
-                        f"{row['reference_us']:>10} us, {row['speedup']:>6} times faster",
-                        flush=True,
-                    )
+        for name in arguments.operator:
+            implementation = active_implementation(device, name)
+            reason = f" ({implementation.reason})" if implementation.reason else ""
+            print(f"{name} on {device}: {implementation.name}{reason}", flush=True)
+        inputs = Inputs(device, arguments.seed)
+        for case in cases(inputs, arguments):
+            if case.operator in arguments.operator:
+                rows.append(measure_case(case, device, arguments))
+                print_row(case.operator, rows[-1])
+        for row in measure_steps(inputs, arguments):
+            steps.append(row)
+            print_row("step", row)
 
     record = record_of_run(
         seed=arguments.seed,
-        workload="logits from a normal distribution with standard deviation 4, one sampled token per row, "
-        "both sides in turns on the same tensors; medians in microseconds",
+        workload="logits from a normal distribution with standard deviation 4, one sampled token per row; hidden "
+        f"states and a head of {NUM_HIDDEN} units from normal distributions; groups of {CANDIDATES_PER_GROUP} "
+        "candidates; both sides in turns on the same tensors; medians in microseconds",
     )
     record["hardware"] |= {
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "num_threads": arguments.threads,
     }
-    write_json(arguments.output, {**record, "rows": rows})
+    write_json(arguments.output, {**record, "rows": rows, "steps": steps})
 
 
 if __name__ == "__main__":

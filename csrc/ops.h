@@ -19,6 +19,30 @@ inline constexpr Operator kTokenStats{
     "token_stats(Tensor logits, Tensor sampled) -> "
     "(Tensor logprob, Tensor entropy, Tensor confidence)"};
 
-inline constexpr Operator kOperators[] = {kTokenStats};
+// slots: int64 [num_rows], distinct slots or -1
+// values: float32 [num_rows]
+// counts, means, m2s: float32 [capacity], contiguous
+// returns: float32 [num_rows]
+inline constexpr Operator kUpdateLengths{
+    "update_lengths",
+    "update_lengths(Tensor slots, Tensor values, Tensor(a!) counts, "
+    "Tensor(b!) means, Tensor(c!) m2s) -> Tensor"};
+
+// counts, groups, finished: float32, int64 and bool [capacity], contiguous
+// returns: two float32 [num_groups, 3]
+inline constexpr Operator kGroupMoments{
+    "group_moments",
+    "group_moments(Tensor counts, Tensor groups, Tensor finished, "
+    "int num_groups) -> (Tensor live, Tensor finished_ones)"};
+
+inline constexpr Operator kUpdateGroupLengths{
+    "update_group_lengths",
+    "update_group_lengths(Tensor slots, Tensor values, Tensor(a!) counts, "
+    "Tensor(b!) means, Tensor(c!) m2s, Tensor groups, Tensor finished, "
+    "int num_groups) -> (Tensor running_means, Tensor live, "
+    "Tensor finished_ones)"};
+
+inline constexpr Operator kOperators[] = {kTokenStats, kUpdateLengths,
+                                          kGroupMoments, kUpdateGroupLengths};
 
 }  // namespace vllm_rollout

@@ -1,6 +1,7 @@
 // token_stats on the CPU: checks, rows in parallel, choice of instruction set.
 //
-// The specification is token_stats_reference in vllm_rollout/tracker/ops.py.
+// The specification is token_stats_reference in
+// vllm_rollout/tracker/reference.py.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>

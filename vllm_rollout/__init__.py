@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vllm_rollout.server.client import AsyncRolloutClient, RolloutClient, RolloutError
+    from vllm_rollout.server.client import AsyncRolloutClient, Pruning, QualityHead, RolloutClient, RolloutError
 
-__all__ = ["AsyncRolloutClient", "RolloutClient", "RolloutError", "__version__"]
+__all__ = ["AsyncRolloutClient", "Pruning", "QualityHead", "RolloutClient", "RolloutError", "__version__"]
 __version__ = "0.1.0"
 
 

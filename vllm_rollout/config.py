@@ -23,3 +23,98 @@ CPU_BLOCK_SIZE_TOKENS = 32
 
 MAX_IDLE_GROUPS = 4096
 """Groups without a running candidate that the engine remembers while it waits for late siblings."""
+
+MAX_DETECTION_LENGTH = 4096
+"""Largest `detection_length`, in tokens: the worker keeps a trace of that many numbers for each candidate."""
+
+MAX_DETECTION_LENGTHS = 8
+"""Detection lengths that one server learns at; each has its own head and calibration."""
+
+CONFIDENCE_WINDOW_TOKENS = 16
+"""Window of trace confidence. DeepConf takes 1,024 and more for whole traces; here a trace ends at `detection_length`."""
+
+FEATURE_RING_BYTES = 256 * 1024 * 1024
+"""Host memory for hidden states that wait for their reward: 32,768 candidates at hidden size 4,096 in bfloat16."""
+
+MAX_REMEMBERED_CANDIDATES = 262_144
+"""Candidates of rollouts with pruning for which rewards are accepted; the oldest rollouts are forgotten first."""
+
+TRAIN_BUDGET_S = 0.005
+"""Training between two engine steps: at most this long, plus the rest of one optimizer step."""
+
+QUALITY_HEAD_HIDDEN = 128
+"""Width of the quality head (ARRoL 4.2)."""
+
+QUALITY_HEAD_REPLAY = 8192
+"""Newest labelled hidden states that a head trains on: 64 MB per head at hidden size 4,096 in bfloat16."""
+
+QUALITY_HEAD_MIN_LABELS = 32
+"""Successes, and failures, that a head has seen before its training begins."""
+
+QUALITY_HEAD_BATCH = 64
+"""Labelled states in one optimizer step."""
+
+QUALITY_HEAD_PASSES = 6
+"""Optimizer steps planned for a label, times the batch: how often each label is drawn on average."""
+
+QUALITY_HEAD_PUBLISH_STEPS = 256
+"""While labels keep coming, new weights are published at least once per this many optimizer steps."""
+
+QUALITY_HEAD_LEARNING_RATE = 1e-3
+"""Of Adam."""
+
+QUALITY_HEAD_WEIGHT_DECAY = 0.1
+"""Decoupled, on both layers' matrices."""
+
+QUALITY_HEAD_DROPOUT = 0.5
+"""Share of hidden units left out in a training step."""
+
+MAX_QUALITY_HEAD_VERSIONS = 1024
+"""Versions whose training loss is remembered."""
+
+REWARD_THRESHOLD = 0.5
+"""A posted reward above it is positive: right for rewards of 0 and 1, of -1 and 1, and for scores in [0, 1]."""
+
+MAX_REWARDS = 100_000
+"""Rewards in one request."""
+
+MAX_STATE_BYTES = 256 * 1024 * 1024
+"""Largest learning state that can be sent back, in bytes: a head of hidden size 8192 with its optimizer takes 13 MB."""
+
+REPORT_INTERVAL_S = 5.0
+"""Posted rewards refresh the gauges of calibration and head at most this often, in seconds."""
+
+CALIBRATION_BINS = 128
+"""Bins of a score's calibration, B of ARRoL A.4."""
+
+CALIBRATION_SPREAD = 7
+"""Bins on either side in which a label counts too, 7/8 to 1/8 of it; 0 is the paper's calibration. One less than a
+power of two, so that counts are exact. Measured in benchmarks/pruning_rules.py."""
+
+CALIBRATION_SMOOTHING = 1.0
+"""Laplace smoothing per bin and label."""
+
+CALIBRATION_WINDOW = 2048
+"""Newest labels, of both kinds together, that calibrate a score: a few training steps, so that calibration follows the
+policy, and enough for an error of about 0.03."""
+
+RECENT_SCORES = 1024
+"""Newest scored candidates, with or without a label, over which mean survival equals `keep_ratio`.
+Small enough to follow a head that learns; the ratio's own error is below 2 %."""
+
+MAX_LABEL_WEIGHT = 20.0
+"""A label weighs 1 / survival probability, clipped here: nothing is clipped at the default `min_survival` of 0.05."""
+
+MAX_STRENGTH = 8.0
+"""Largest size of the strength that the balance rule solves for: a difference of 1/8 in success probability then
+decides between the bounds of survival, which is as fine as calibration knows it."""
+
+MIN_BALANCED = 4.0
+"""Candidates whose survival is balanced together; a smaller batch of siblings is filled up from the population.
+Measured at 1, 4 and 16 siblings per batch (benchmarks/pruning_rules.py): more weakens the group's own balance."""
+
+NUM_QUANTILES = 8
+"""Points that stand for the population there."""
+
+REPORT_WINDOW = 4096
+"""Newest rewarded candidates, and verdicts, that the report speaks about."""

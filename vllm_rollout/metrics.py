@@ -5,17 +5,28 @@ The prefix is `vllm_rollout:`, not `vllm:`: vLLM unregisters every name of that 
 
 from __future__ import annotations
 
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
+from collections import Counter as Counts
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, get_args
 
-from vllm_rollout.group.types import GroupResult
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+
+from vllm_rollout.group.ledger import RewardStatus
+from vllm_rollout.group.types import Assessment, GroupResult, Signal
+
+if TYPE_CHECKING:
+    from vllm_rollout.server.engine import LearningReport, Reward
 
 PREFIX = "vllm_rollout:"
 LATENCY_BUCKETS_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 2500)
 TAIL_BUCKETS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
+SCORE_BUCKETS = (-8, -4, -2, -1, -0.5, 0, 0.5, 1, 2, 4, 8, 16, 32)
+"""Logits of the head lie around 0, confidence in nats between 1 and 30."""
+SURVIVAL_BUCKETS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1)
 
 
 class Metrics:
-    """What an API process has seen of groups."""
+    """What an API process has seen of groups, scores and rewards."""
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         self._groups = Counter(f"{PREFIX}groups", "Groups that are over, by status.", ["status"], registry=registry)
@@ -40,12 +51,52 @@ class Metrics:
             buckets=TAIL_BUCKETS,
             registry=registry,
         )
+        self._score = Histogram(
+            f"{PREFIX}score",
+            "Scores at detection_length: logit of the quality head, or trace confidence in nats.",
+            ["signal"],
+            buckets=SCORE_BUCKETS,
+            registry=registry,
+        )
+        self._survival = Histogram(
+            f"{PREFIX}survival_probability",
+            "Probability with which a scored candidate was kept, or in shadow mode would have been.",
+            buckets=SURVIVAL_BUCKETS,
+            registry=registry,
+        )
+        self._rewards = Counter(f"{PREFIX}rewards", "Posted rewards, by status.", ["status"], registry=registry)
+        self._labels = Counter(
+            f"{PREFIX}labels", "Accepted rewards: above the threshold or not.", ["outcome"], registry=registry
+        )
+
+        def gauge(name: str, help: str, *labels: str) -> Gauge:
+            # Of several API processes the one that looked last knows best.
+            return Gauge(
+                f"{PREFIX}{name}",
+                help,
+                ["detection_length", *labels],
+                registry=registry,
+                multiprocess_mode="mostrecent",
+            )
+
+        self._brier = gauge("calibration_brier", "Mean squared error of the success probability.", "signal")
+        self._auc = gauge("auc", "Area under the ROC curve of scores against rewards.", "signal")
+        self._within_group_auc = gauge("within_group_auc", "AUC within prompts, their mean.", "signal")
+        self._head_version = gauge("head_version", "Version of the quality head; 0 while there is none.")
+        self._evicted = gauge("features_evicted", "Hidden states dropped before their reward came.")
+        self._awaiting = gauge("rewards_awaited", "Scored candidates whose reward has not come.")
         for status in ("complete", "incomplete"):
             self._groups.labels(status)
         for state in ("finished", "pruned", "surplus", "failed"):
             self._candidates.labels(state)
         for kind in ("generated", "returned", "wasted"):
             self._tokens.labels(kind)
+        for signal in get_args(Signal):
+            self._score.labels(signal)
+        for status in get_args(RewardStatus):
+            self._rewards.labels(status)
+        for outcome in ("positive", "negative"):
+            self._labels.labels(outcome)
 
     def group_over(self, result: GroupResult, latency_s: float) -> None:
         self._groups.labels(result.status).inc()
@@ -61,3 +112,29 @@ class Metrics:
         self._latency.observe(latency_s)
         if generated:
             self._tail.observe(1 - returned / generated)
+
+    def candidate_scored(self, assessment: Assessment) -> None:
+        self._score.labels(assessment.signal).observe(assessment.score)
+        self._survival.observe(assessment.survival_probability)
+
+    def rewards_posted(self, statuses: Sequence[RewardStatus], rewards: Sequence[Reward]) -> None:
+        for status, num_rewards in Counts(statuses).items():
+            self._rewards.labels(status).inc(num_rewards)
+        accepted = [r.positive for r, status in zip(rewards, statuses, strict=True) if status == "accepted"]
+        self._labels.labels("positive").inc(sum(accepted))
+        self._labels.labels("negative").inc(len(accepted) - sum(accepted))
+
+    def learning_reported(self, report: LearningReport) -> None:
+        """Set the gauges; a value that is not known yet leaves its gauge alone."""
+        length = str(report.detection_length)
+        for signal, quality in report.signals.items():
+            for gauge, value in (
+                (self._brier, quality.brier),
+                (self._auc, quality.auc),
+                (self._within_group_auc, quality.within_group_auc),
+            ):
+                if value is not None:
+                    gauge.labels(length, signal).set(value)
+        self._head_version.labels(length).set(0 if report.head is None else report.head.version)
+        self._evicted.labels(length).set(report.num_evicted)
+        self._awaiting.labels(length).set(report.num_awaiting)

@@ -1,7 +1,7 @@
 """token_stats on a GPU: log-probability, entropy and confidence of every row in one pass over the vocabulary.
 
 Invariant: logits are read once, nothing of their size is written, and the host never waits for the device.
-The specification is `vllm_rollout.tracker.ops.token_stats_reference`.
+The specification is `vllm_rollout.tracker.reference.token_stats_reference`.
 """
 
 import torch

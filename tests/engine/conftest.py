@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,11 @@ from vllm_rollout.models import resolve
 from vllm_rollout.server.process import ServerProcess, counter, free_port
 
 HERE = Path(__file__).parent
-START_TIMEOUT_S = 240
+TIMEOUT_S = 600
+"""Of everything that is waited for, in seconds: long enough for a loaded machine, short enough to end a hung run."""
+LAST_TOKEN = 6
+LONG = {"max_tokens": 1900, "ignore_eos": True}
+"""Sampling of candidates that cannot end before seconds have passed."""
 NO_KEEPALIVE = httpx.Limits(max_keepalive_connections=0)
 """Uvicorn closes connections that are idle for 5 s, and a client that reuses one at that moment fails."""
 
@@ -55,8 +60,8 @@ class Server:
         self.url = self._process.url
         with ExitStack() as stack:
             stack.enter_context(self._process)
-            self.http = stack.enter_context(httpx.Client(base_url=self.url, limits=NO_KEEPALIVE, timeout=180))
-            self._process.wait_until_healthy(lambda seconds, line: None, START_TIMEOUT_S)
+            self.http = stack.enter_context(httpx.Client(base_url=self.url, limits=NO_KEEPALIVE, timeout=TIMEOUT_S))
+            self._process.wait_until_healthy(lambda seconds, line: None, TIMEOUT_S)
             self.stop = stack.pop_all().close
 
     @property
@@ -71,11 +76,49 @@ class Server:
         lines = self.http.get("/metrics").text.splitlines()
         return counter("\n".join(line for line in lines if all(label in line for label in wanted)), name)
 
-    def wait_until_idle(self, timeout_s: float = 30) -> None:
-        deadline = time.monotonic() + timeout_s
-        while self.counter("vllm:num_requests_running") + self.counter("vllm:num_requests_waiting"):
-            assert time.monotonic() < deadline, "requests are still running"
-            time.sleep(0.1)
+    @property
+    def num_requests(self) -> float:
+        """Requests in the engine as of its last step: 0 also when they have not reached it yet."""
+        metrics = self.http.get("/metrics").text
+        return counter(metrics, "vllm:num_requests_running") + counter(metrics, "vllm:num_requests_waiting")
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        while not condition():
+            assert time.monotonic() < deadline, f"not reached within {TIMEOUT_S} s"
+            time.sleep(0.05)
+
+    def wait_until_idle(self) -> None:
+        self.wait_until(lambda: self.num_requests == 0)
+
+
+def ends_after(num_tokens: int) -> dict[str, Any]:
+    """Sampling of a candidate of the tiny model that ends by itself with its `num_tokens`-th token, whatever it says.
+
+    The token that stops it is forbidden until then, and from then on nothing else has a chance.
+    """
+    stop = {"stop_token_ids": [LAST_TOKEN], "logit_bias": {str(LAST_TOKEN): 100}}
+    return {"min_tokens": num_tokens - 1, "max_tokens": LONG["max_tokens"], **stop}
+
+
+def race_joined(
+    server: Server, xargs: dict[str, Any], num_winners: int, num_losers: int, max_tokens: int
+) -> list[dict[str, Any]]:
+    """Completions that join one group, winners first: answers in that order, the same however slow the machine.
+
+    The losers are sent when the winners run and need twice as long: none can end before them, nor in the same step
+    (a tie, lost with a whole candidate), nor be cut before them (`length`).
+    """
+
+    def complete(**sampling: Any) -> dict[str, Any]:
+        body = {"prompt": "hello world", "vllm_xargs": xargs, **sampling, "max_tokens": max_tokens}
+        return server.http.post("/v1/completions", json=body).json()
+
+    with ThreadPoolExecutor(num_winners + num_losers) as pool:
+        winners = [pool.submit(complete, **ends_after(max_tokens // 2)) for _ in range(num_winners)]
+        server.wait_until(lambda: server.num_requests == num_winners or all(answer.done() for answer in winners))
+        losers = [pool.submit(complete, ignore_eos=True) for _ in range(num_losers)]
+        return [answer.result() for answer in [*winners, *losers]]
 
 
 def serve_command(model: str, *flags: str) -> list[str]:
@@ -96,8 +139,12 @@ def default_model() -> str:
 
 @pytest.fixture(scope="session")
 def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """`vllm-rollout serve` on the tiny model: 64 candidates at once, chunked prefill from 256 tokens on."""
+    """`vllm-rollout serve` on the tiny model: 64 candidates at once, chunked prefill from 256 tokens on.
+
+    In float32: in bfloat16 a seed may say something else in a batch of another size, depending on the CPU's kernels.
+    """
     flags = ("--max-model-len", "2048", "--max-num-seqs", "64", "--max-num-batched-tokens", "256", "--enable-scale-out")
+    flags += ("--dtype", "float32")
     log = tmp_path_factory.mktemp("server") / "server.log"
     server = Server(serve_command(tiny_model, *flags), log, VLLM_SERVER_DEV_MODE="1")
     yield server
@@ -111,7 +158,7 @@ def run_script(name: str, *arguments: str, **environment: str) -> dict[str, Any]
         capture_output=True,
         text=True,
         env={**ENVIRONMENT, **environment},
-        timeout=600,
+        timeout=3 * TIMEOUT_S,
     )
     results = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert done.returncode == 0, done.stderr[-4000:]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.engine.conftest import Server, serve_command
+from tests.engine.conftest import Server, race_joined, serve_command
 
 NUM_RANKS = 2
 
@@ -40,15 +39,16 @@ def test_a_group_runs_on_one_rank_and_the_next_one_on_the_other(server: Server) 
 
 def test_requests_that_join_a_group_meet_whichever_api_process_takes_them(server: Server) -> None:
     xargs = {"rollout_group_id": "meet", "rollout_group_size": 2, "rollout_num_candidates": 6}
-    body = {"prompt": "hello", "max_tokens": 900, "vllm_xargs": xargs}
-    with ThreadPoolExecutor(6) as pool:
-        answers = list(pool.map(lambda _: server.http.post("/v1/completions", json=body).json(), range(6)))
-    reasons = [answer["choices"][0]["stop_reason"] for answer in answers]
-    assert reasons.count("surplus") == 4
+    answers = race_joined(server, xargs, 2, 4, 900)
+    choices = [answer["choices"][0] for answer in answers]
+    assert [choice["finish_reason"] for choice in choices] == ["stop"] * 2 + ["abort"] * 4
+    assert all(choice["stop_reason"] == "surplus" for choice in choices[2:])
 
 
 def test_a_group_that_the_servers_queue_has_no_room_for_is_refused_as_a_whole(server: Server) -> None:
-    body = {"prompts": [{"prompt": "hello"}], "group_size": 40, "redundancy": 40, "sampling": {"max_tokens": 300}}
+    body = {"prompts": [{"prompt": "hello"}], "group_size": 40, "redundancy": 40}
+    # None of those let in ends and makes room while the others come.
+    body["sampling"] = {"max_tokens": 900, "ignore_eos": True}
     response = server.http.post("/v1/rollouts", json=body)
     assert response.status_code == 503
     assert response.json()["error"]["message"]

@@ -33,16 +33,17 @@ def test_start_up_says_what_is_active(server: Server) -> None:
 
 
 def test_a_chat_race_returns_text_that_ended_by_itself(server: Server) -> None:
+    # Greedy: what a small model says when it samples depends on the seed and on the CPU's rounding.
     question = [{"role": "user", "content": "What is the capital of France? Answer in one short sentence."}]
     with RolloutClient(server.url) as client:
         answer = client.rollout(
-            [question], group_size=2, redundancy=4, sampling={"max_tokens": 200, "seed": 1, "temperature": 0.7},
+            [question], group_size=2, redundancy=4, sampling={"max_tokens": 200, "temperature": 0},
             return_text=True,
         )  # fmt: skip
     (group,) = answer.groups
     assert group.status == "complete"
     assert all(trajectory.finish_reason == "stop" for trajectory in group.trajectories)
-    assert any("Paris" in (trajectory.text or "") for trajectory in group.trajectories)
+    assert all("Paris" in (trajectory.text or "") for trajectory in group.trajectories)
     assert answer.usage.generated_tokens == answer.usage.returned_tokens + answer.usage.wasted_tokens
     assert answer.usage.num_surplus + answer.usage.num_finished == 6
 

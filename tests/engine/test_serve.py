@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.engine.conftest import ENVIRONMENT, run_script
+from tests.engine.conftest import ENVIRONMENT, TIMEOUT_S, run_script
 from vllm_rollout.adapter.compat import check_vllm_version
 from vllm_rollout.adapter.serve import allowed_plugins
 
@@ -19,7 +19,7 @@ def serve(*arguments: str, **environment: str) -> subprocess.CompletedProcess[st
         capture_output=True,
         text=True,
         env={**ENVIRONMENT, **environment},
-        timeout=120,
+        timeout=TIMEOUT_S,
     )
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from http.client import HTTPConnection
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
-from tests.engine.conftest import Server
+from tests.engine.conftest import LONG, TIMEOUT_S, Server, ends_after, race_joined
 
 PROMPTS = [
     {"id": "text", "prompt": "hello world"},
@@ -18,11 +21,9 @@ PROMPTS = [
     {"id": "chat", "messages": [{"role": "user", "content": "what is 1+1?"}]},
 ]
 
-LONG = {"max_tokens": 1900, "ignore_eos": True}
 MANY = 24
 """Candidates enough for 1,900 steps to take seconds: something can happen to them while they run."""
 CHUNK = 50
-TINY_VOCAB_SIZE = 512
 
 
 def rollout(server: Server, **fields: Any) -> dict[str, Any]:
@@ -38,7 +39,7 @@ def completion(server: Server, **fields: Any) -> httpx.Response:
 
 
 def test_a_race_returns_exactly_group_size_and_stops_the_others(server: Server) -> None:
-    answer = rollout(server)
+    answer = rollout(server, sampling=ends_after(50))
     assert [group["prompt_id"] for group in answer["groups"]] == ["text", "ids", "chat"]
     for group in answer["groups"]:
         assert group["status"] == "complete"
@@ -46,9 +47,10 @@ def test_a_race_returns_exactly_group_size_and_stops_the_others(server: Server) 
         assert [t["index"] for t in trajectories] == sorted(t["index"] for t in trajectories)
         assert (len(trajectories), len(others)) == (3, 3)
         assert {t["index"] for t in trajectories} | {c["index"] for c in others} == set(range(6))
-        assert {c["state"] for c in others} <= {"surplus", "finished"}
+        assert all(c["state"] == "surplus" and c["num_tokens"] <= 50 for c in others)
         for t in trajectories:
-            assert len(t["token_ids"]) == len(t["logprobs"]) == t["num_tokens"]
+            assert t["finish_reason"] == "stop"
+            assert len(t["token_ids"]) == len(t["logprobs"]) == t["num_tokens"] == 50
             assert all(logprob <= 0 for logprob in t["logprobs"])
             assert t["mean_confidence"] > 0
             assert t["weight_versions"][-1]["end"] == t["num_tokens"]
@@ -77,9 +79,12 @@ def test_our_metrics_agree_with_usage(server: Server) -> None:
 
 
 def test_the_same_seed_gives_the_same_group(server: Server) -> None:
-    def tokens() -> list[list[int]]:
-        answer = rollout(server, sampling={"max_tokens": 200, "seed": 11}, early_stop=False)
-        return [t["token_ids"] for group in answer["groups"] for t in group["trajectories"]]
+    # Of every candidate: which of them are selected depends on the step in which each came in.
+    wanted = {"sampling": {"max_tokens": 200, "seed": 11}, "early_stop": False, "return": {"unselected": True}}
+
+    def tokens() -> list[dict[int, list[int]]]:
+        groups = rollout(server, **wanted)["groups"]
+        return [{c["index"]: c["token_ids"] for c in group["trajectories"] + group["candidates"]} for group in groups]
 
     assert tokens() == tokens()
 
@@ -92,13 +97,12 @@ def test_a_group_without_redundancy_equals_the_n_choices_of_stock(server: Server
 
 
 def test_a_stop_string_ends_a_candidate_and_counts_as_a_finish(server: Server) -> None:
-    answer = rollout(server, sampling={"max_tokens": 400, "stop": ["e"]}, **{"return": {"text": True}})
+    answer = rollout(server, sampling={**LONG, "stop": ["e"]}, **{"return": {"text": True}})
     for group in answer["groups"]:
         assert group["status"] == "complete"
         for t in group["trajectories"]:
-            assert t["finish_reason"] == "stop"
+            assert (t["finish_reason"], t["stop_reason"]) == ("stop", "e")
             assert "e" not in t["text"]
-    assert any(t["stop_reason"] == "e" for group in answer["groups"] for t in group["trajectories"])
 
 
 def test_truncated_candidates_fill_a_group_when_nothing_better_is_left(server: Server) -> None:
@@ -110,12 +114,13 @@ def test_truncated_candidates_fill_a_group_when_nothing_better_is_left(server: S
 
 
 def test_dual_end_returns_the_shortest_and_the_longest(server: Server) -> None:
-    answer = rollout(server, selection={"dual_end": {"num_longest": 1}}, **{"return": {"unselected": True}})
+    # One token in fifteen has an `e`: all end by themselves, with lengths of all kinds.
+    answer = rollout(server, selection={"dual_end": {"num_longest": 1}}, sampling={**LONG, "stop": ["e"]})
     for group in answer["groups"]:
-        lengths = [t["num_tokens"] for t in group["trajectories"] if t["finish_reason"] == "stop"]
-        others = [c["num_tokens"] for c in group["candidates"] if c["num_tokens"] < 300]
-        if len(lengths) == 3:
-            assert max(lengths) >= max(others, default=0)
+        selected = sorted(t["num_tokens"] for t in group["trajectories"])
+        everyone = sorted(selected + [c["num_tokens"] for c in group["candidates"]])
+        assert selected == [*everyone[:2], everyone[-1]]
+        assert {c["state"] for c in group["candidates"]} == {"finished"}
 
 
 def test_streamed_tokens_are_complete_and_the_stream_ends_with_done(server: Server) -> None:
@@ -151,19 +156,25 @@ def test_streamed_tokens_are_complete_and_the_stream_ends_with_done(server: Serv
 
 def test_a_client_that_goes_away_aborts_its_candidates_and_nobody_elses(server: Server) -> None:
     server.wait_until_idle()
+    before = server.counter("vllm:generation_tokens_total")
+    body = {"prompts": PROMPTS, "group_size": 4, "redundancy": 4, "sampling": LONG}
     with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(rollout, server, sampling={"max_tokens": 300})
-        body = {"prompts": PROMPTS, "group_size": 4, "redundancy": 4, "sampling": LONG}
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{server.url}/v1/rollouts", json=body, timeout=0.5)
-        assert all(group["status"] == "complete" for group in other.result()["groups"])
-    server.wait_until_idle(timeout_s=10)
+        other = pool.submit(rollout, server, prompts=PROMPTS[:1], group_size=2, redundancy=0, sampling=LONG)
+        with closing(HTTPConnection(urlsplit(server.url).netloc, timeout=TIMEOUT_S)) as leaving:
+            leaving.request("POST", "/v1/rollouts", json.dumps(body), {"content-type": "application/json"})
+            server.wait_until(lambda: server.num_requests == 24 + 2)
+        (group,) = other.result()["groups"]
+    assert [t["num_tokens"] for t in group["trajectories"]] == [LONG["max_tokens"]] * 2
+    server.wait_until_idle()
+    # They left when they had just begun: had they gone on, there would be 24 times as much as one of them can say.
+    assert server.counter("vllm:generation_tokens_total") - before < 24 * LONG["max_tokens"]
 
-    with httpx.stream(
-        "POST", f"{server.url}/v1/rollouts", json={**body, "stream": True, "stream_tokens": 1}
-    ) as response:
+    before = server.counter("vllm:generation_tokens_total")
+    body |= {"stream": True, "stream_tokens": 1}
+    with httpx.stream("POST", f"{server.url}/v1/rollouts", json=body, timeout=TIMEOUT_S) as response:
         next(response.iter_lines())
-    server.wait_until_idle(timeout_s=10)
+    server.wait_until_idle()
+    assert server.counter("vllm:generation_tokens_total") - before < 24 * LONG["max_tokens"]
 
 
 @pytest.mark.parametrize("endpoint", ["completions", "chat", "generate"])
@@ -212,16 +223,10 @@ def test_a_streamed_completion_gets_n_whole_choices(server: Server) -> None:
 
 def test_single_requests_with_a_group_id_race_each_other(server: Server) -> None:
     xargs = {"rollout_group_id": "joined", "rollout_group_size": 3, "rollout_num_candidates": 8}
-    # Three end by themselves after 100 tokens; no other can end in the same step, which would be a lost tie with the
-    # answer of a whole candidate, or be cut before, which would be answered as `length`.
-    ends_early = {"min_tokens": 100, "stop_token_ids": list(range(TINY_VOCAB_SIZE)), "max_tokens": 1900}
-    never_ends = {"ignore_eos": True, "max_tokens": 1900}
-    with ThreadPoolExecutor(8) as pool:
-        requests = [never_ends] * 5 + [ends_early] * 3
-        answers = list(pool.map(lambda request: completion(server, vllm_xargs=xargs, **request).json(), requests))
+    answers = race_joined(server, xargs, 3, 5, LONG["max_tokens"])
     choices = [answer["choices"][0] for answer in answers]
-    assert [choice["finish_reason"] for choice in choices] == ["abort"] * 5 + ["stop"] * 3
-    assert all(choice["stop_reason"] == "surplus" for choice in choices[:5])
+    assert [choice["finish_reason"] for choice in choices] == ["stop"] * 3 + ["abort"] * 5
+    assert all(choice["stop_reason"] == "surplus" for choice in choices[3:])
     assert not any(answer.get("kv_transfer_params") for answer in answers)
 
 
@@ -298,18 +303,26 @@ def test_bad_xargs_are_a_400_that_names_them(server: Server, xargs: dict[str, An
 
 
 def stream_and_interfere(server: Server, interfere: Callable[[], None]) -> list[dict[str, Any]]:
-    """Stream a group of many long candidates; call `interfere` at the first tokens, far from the end."""
+    """Stream a group of many long candidates; call `interfere` when each has said something, far from the end.
+
+    31 tokens of the prompt are no full block and are prefilled for each sibling, eight of them per step: they never are
+    all at the same length.
+    """
     body = {
-        "prompts": [PROMPTS[0]], "group_size": MANY, "sampling": LONG, "stream": True, "stream_tokens": CHUNK,
-        "return": {"unselected": True},
+        "prompts": [{"prompt_token_ids": list(range(9, 9 + 63))}], "group_size": MANY, "sampling": LONG,
+        "stream": True, "stream_tokens": CHUNK, "return": {"unselected": True},
     }  # fmt: skip
     events: list[dict[str, Any]] = []
-    with httpx.stream("POST", f"{server.url}/v1/rollouts", json=body, timeout=120) as response:
+    silent = set(range(MANY))
+    with httpx.stream("POST", f"{server.url}/v1/rollouts", json=body, timeout=TIMEOUT_S) as response:
         for line in response.iter_lines():
-            if line.startswith("data: "):
-                if not events:
+            if not line.startswith("data: "):
+                continue
+            events.append(json.loads(line.removeprefix("data: ")))
+            if silent:
+                silent.discard(events[-1]["index"])
+                if not silent:
                     interfere()
-                events.append(json.loads(line.removeprefix("data: ")))
     assert events[-1]["type"] == "done"
     return events
 
@@ -330,8 +343,7 @@ def test_a_pause_for_new_weights_splits_versions_where_the_tokens_were_made(serv
             assert 0 < spans[0]["end"] == spans[1]["start"] < spans[1]["end"] == LONG["max_tokens"]
             starts.append(spans[1]["start"])
     assert len(starts) == MANY
-    # All were paused at one moment, some steps of prefill apart. Without mending a boundary would be where a held batch
-    # arrived, at 1 + a multiple of the chunk.
+    # Without mending a boundary would be where a held batch arrived, at 1 + a multiple of the chunk.
     assert any((start - 1) % CHUNK for start in starts)
     assert events[-1]["weight_version"] is None
 

@@ -3,12 +3,13 @@
 import itertools
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from vllm_rollout.group.plan import GroupPlan
+from vllm_rollout.group.plan import GroupPlan, PruningPlan
 from vllm_rollout.group.selection import Lengths, conclude, lengths_of
 from vllm_rollout.group.types import Ending
 
@@ -152,6 +153,56 @@ def test_a_group_is_complete_exactly_when_enough_finished(plan, pool):
     assert (result.status == "complete") == (len(finished) >= plan.group_size)
     assert (result.reason is None) == (result.status == "complete")
     assert list(result.selected) == sorted(result.selected)
+
+
+def pruned(plan: GroupPlan, allow_fewer: bool = True) -> GroupPlan:
+    return replace(plan, pruning=PruningPlan(8, allow_fewer=allow_fewer))
+
+
+def test_a_group_that_pruning_left_smaller_is_complete_when_fewer_are_allowed():
+    endings = [*ended(5, 6), Ending(2, "pruned", 8), Ending(3, "pruned", 8)]
+    result = conclude(pruned(GroupPlan(4)), endings)
+    assert (result.status, result.reason, result.selected) == ("complete", None, (0, 1))
+    result = conclude(pruned(GroupPlan(4), allow_fewer=False), endings)
+    assert (result.status, result.selected) == ("incomplete", (0, 1))
+    assert result.reason == "2 of 4 candidates finished, group_size is 4 (2 pruned)"
+
+
+def test_a_group_that_lost_what_pruning_left_is_incomplete():
+    endings = [*ended(5), Ending(1, "pruned", 8), Ending(2, "failed", 3)]
+    result = conclude(pruned(GroupPlan(3)), endings)
+    assert (result.status, result.selected) == ("incomplete", (0,))
+    assert result.reason == "1 of 3 candidates finished, group_size is 3, of which pruning left 2 (1 failed, 1 pruned)"
+
+
+def test_spare_candidates_fill_what_pruning_took():
+    endings = [*ended(5, 6), Ending(2, "pruned", 8), Ending(3, "surplus", 6)]
+    assert conclude(pruned(GroupPlan(2, 2)), endings).status == "complete"
+    assert conclude(pruned(GroupPlan(3, 1)), endings).status == "incomplete"
+
+
+def test_an_empty_group_is_never_complete():
+    endings = [Ending(0, "pruned", 8), Ending(1, "pruned", 8)]
+    assert conclude(pruned(GroupPlan(2)), endings).status == "incomplete"
+    assert conclude(pruned(GroupPlan(2)), []).status == "incomplete"
+
+
+@few_examples
+@given(plans, st.booleans(), st.data())
+def test_with_fewer_allowed_a_group_is_complete_when_all_that_pruning_left_finished(plan, allow_fewer, data):
+    states = st.lists(
+        st.sampled_from(["finished", "pruned", "surplus", "failed"]),
+        min_size=plan.num_candidates,
+        max_size=plan.num_candidates,
+    )
+    pool = [Ending(i, state, 3) for i, state in enumerate(data.draw(states))]
+    result = conclude(pruned(plan, allow_fewer), pool)
+    num_finished = sum(ending.state == "finished" for ending in pool)
+    num_left = sum(ending.state != "pruned" for ending in pool)
+    wanted = min(plan.group_size, num_left) if allow_fewer else plan.group_size
+    assert len(result.selected) == min(num_finished, plan.group_size)
+    assert (result.status == "complete") == (num_finished > 0 and num_finished >= wanted)
+    assert (result.reason is None) == (result.status == "complete")
 
 
 @few_examples

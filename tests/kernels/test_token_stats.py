@@ -9,13 +9,14 @@ import pytest
 import torch
 from token_stats_cases import DTYPES, TOLERANCE, random_case, special_cases, with_masked_entries
 
-from vllm_rollout.tracker import ops
-from vllm_rollout.tracker.ops import TokenStats, active_implementation, token_stats, token_stats_reference
+from vllm_rollout.tracker import dispatch
+from vllm_rollout.tracker.ops import TokenStats, active_implementation, token_stats
+from vllm_rollout.tracker.reference import token_stats_reference
 
 
 @pytest.fixture(autouse=True)
 def _implementation_chosen_anew(monkeypatch):
-    monkeypatch.delenv(ops.OPS_VARIABLE, raising=False)
+    monkeypatch.delenv(dispatch.OPS_VARIABLE, raising=False)
     active_implementation.cache_clear()
     yield
     active_implementation.cache_clear()

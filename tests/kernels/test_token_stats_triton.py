@@ -1,20 +1,15 @@
-"""The Triton kernel against the torch reference: interpreted, compiled for sm_90, and on a GPU where there is one."""
-
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+"""The Triton kernel of token_stats against the torch reference: interpreted, and on a GPU where there is one."""
 
 import pytest
 import torch
 from token_stats_cases import DTYPES, TOLERANCE, Case, random_case, special_cases
+from triton_runs import interpreted_runs
 
-from vllm_rollout.tracker.ops import TokenStats, active_implementation, token_stats, token_stats_reference
+from vllm_rollout.tracker.ops import TokenStats, active_implementation, token_stats
+from vllm_rollout.tracker.reference import token_stats_reference
 
 pytest.importorskip("triton")
 
-HERE = Path(__file__).parent
 RANDOM_SHAPES = [(0, 512), (1, 1), (1, 7), (3, 512), (2, 16384), (3, 16385), (2, 49152)]
 
 
@@ -27,12 +22,6 @@ def all_cases() -> dict[str, Case]:
     return cases
 
 
-def run_script(name: str, *arguments: Path, cache: Path) -> None:
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(cache)
-    subprocess.run([sys.executable, HERE / name, *arguments], check=True, env=environment, timeout=120)
-
-
 def assert_same_stats(actual: TokenStats, expected: TokenStats) -> None:
     for name, value, reference in zip(TokenStats._fields, actual, expected, strict=True):
         assert value.dtype == torch.float32, name
@@ -42,24 +31,14 @@ def assert_same_stats(actual: TokenStats, expected: TokenStats) -> None:
 @pytest.fixture(scope="module")
 def interpreted(tmp_path_factory) -> dict[str, TokenStats]:
     """The kernel's results for every case, from Triton's interpreter."""
-    folder = tmp_path_factory.mktemp("interpreted")
-    torch.save(all_cases(), folder / "cases.pt")
-    run_script("triton_interpreter.py", folder / "cases.pt", folder / "results.pt", cache=folder)
-    return {name: TokenStats(*stats) for name, stats in torch.load(folder / "results.pt").items()}
+    cases = {name: ("token_stats", case) for name, case in all_cases().items()}
+    runs = interpreted_runs(cases, tmp_path_factory.mktemp("interpreted"))
+    return {name: TokenStats(*stats) for name, (stats, _) in runs.items()}
 
 
 @pytest.mark.parametrize("name", all_cases())
 def test_interpreted_kernel_agrees_with_the_reference(interpreted, name):
     assert_same_stats(interpreted[name], token_stats_reference(*all_cases()[name]))
-
-
-def test_every_kernel_compiles_for_sm_90(tmp_path):
-    run_script("triton_compiler.py", tmp_path / "results.json", cache=tmp_path / "cache")
-    results = json.loads((tmp_path / "results.json").read_text())
-    assert {f"token_stats.token_stats_kernel[{dtype}]" for dtype in ("fp32", "bf16", "fp16")} <= results.keys()
-    for name, result in results.items():
-        assert "sm_90" in result["target"], name
-        assert result["cubin_bytes"] > 0, name
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

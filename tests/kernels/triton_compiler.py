@@ -16,7 +16,9 @@ from triton.compiler import ASTSource
 
 import vllm_rollout.kernels
 
-LOGITS = ("fp32", "bf16", "fp16")
+ROW_DTYPES = ("fp32", "bf16", "fp16")
+
+Variant = tuple[str, dict[str, str], dict[str, object], dict[str, int]]
 
 
 def token_stats_signature(logits: str) -> dict[str, str]:
@@ -25,27 +27,73 @@ def token_stats_signature(logits: str) -> dict[str, str]:
     return {"logits_ptr": f"*{logits}", "sampled_ptr": "*i64", **stats, **sizes}
 
 
+def quality_head_signature(hidden: str) -> dict[str, str]:
+    weights = dict.fromkeys(("w1_ptr", "b1_ptr", "w2_ptr", "b2_ptr", "score_ptr", "parts_ptr"), "*fp32")
+    sizes = ("hidden_stride", "rows_stride", "num_rows", "num_due", "hidden_size", "num_hidden", "split_steps")
+    pointers = {"hidden_ptr": f"*{hidden}", "rows_ptr": "*i64", **weights, "arrived_ptr": "*i32"}
+    return pointers | dict.fromkeys(sizes, "i32")
+
+
+ALIGNED_SIZES = ("row_stride", "vocab_size", "hidden_stride", "hidden_size", "num_hidden")
+"""Multiples of 16 for the models there are, as all pointers are: it decides how wide a kernel's loads are."""
+
+
+def alignment(kernel: triton.JITFunction, constants: dict[str, object]) -> dict[tuple[int], list[list[object]]]:
+    names = [name for name in kernel.arg_names if name.endswith("_ptr") or name in ALIGNED_SIZES]
+    return {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in names if name not in constants}
+
+
+def lengths_signature(with_groups: bool) -> dict[str, str]:
+    state = ("values_ptr", "running_means_ptr", "counts_ptr", "means_ptr", "m2s_ptr")
+    groups = {"groups_ptr": "*i64", "finished_ptr": "*i1", "moments_ptr": "*fp32"} if with_groups else {}
+    sizes = ["slots_stride", "values_stride", "num_rows", "capacity"] + ["num_groups"] * with_groups
+    return {"slots_ptr": "*i64", **dict.fromkeys(state, "*fp32"), **groups, **dict.fromkeys(sizes, "i32")}
+
+
 def kernels() -> dict[str, triton.JITFunction]:
-    """Every kernel in vllm_rollout.kernels, by "module.name"."""
+    """Every kernel in vllm_rollout.kernels, by "module.name"; other functions are compiled as parts of them."""
     found = {}
     for info in pkgutil.iter_modules(vllm_rollout.kernels.__path__):
         module = importlib.import_module(f"vllm_rollout.kernels.{info.name}")
         for name, value in vars(module).items():
-            if isinstance(value, triton.JITFunction) and value.fn.__module__ == module.__name__:
+            is_own = isinstance(value, triton.JITFunction) and value.fn.__module__ == module.__name__
+            if is_own and name.endswith("_kernel"):
                 found[f"{info.name}.{name}"] = value
     return found
 
 
-def variants() -> dict[str, list[tuple[str, dict[str, str], dict[str, int], dict[str, int]]]]:
+def variants() -> dict[str, list[Variant]]:
     """By kernel: label, signature, compile-time constants and options of each variant that is launched."""
-    from vllm_rollout.kernels import token_stats
+    from vllm_rollout.kernels import lengths, quality_head, token_stats
 
-    constants = {"NUM_BLOCKS": token_stats.NUM_BLOCKS, "BLOCK_SIZE": token_stats.BLOCK_SIZE}
-    options = {"num_warps": token_stats.NUM_WARPS}
+    stats_constants = {"sampled_stride": 1, "NUM_BLOCKS": token_stats.NUM_BLOCKS, "BLOCK_SIZE": token_stats.BLOCK_SIZE}
+    stats_options = {"num_warps": token_stats.NUM_WARPS}
+    head_constants = {
+        "rows_stride": 1,
+        "PRECISION": quality_head.PRECISION,
+        "BLOCK_HIDDEN": 128,
+        "BLOCK_SIZE": quality_head.BLOCK_SIZE,
+    }
+    head_options = {"num_warps": quality_head.NUM_WARPS, "num_stages": quality_head.NUM_STAGES}
+    rows = {"slots_stride": 1, "values_stride": 1, "BLOCK_ROWS": lengths.BLOCK_ROWS}
+    slots = {"BLOCK_SLOTS": lengths.BLOCK_SLOTS}
+    lengths_options = {"num_warps": lengths.NUM_WARPS}
     return {
         "token_stats.token_stats_kernel": [
-            (logits, token_stats_signature(logits), constants, options) for logits in LOGITS
+            (dtype, token_stats_signature(dtype), stats_constants, stats_options) for dtype in ROW_DTYPES
         ],
+        "quality_head.quality_head_kernel": [
+            (
+                f"{dtype}, {block_due} rows",
+                quality_head_signature(dtype),
+                {**head_constants, "BLOCK_DUE": block_due},
+                head_options,
+            )
+            for dtype in ROW_DTYPES
+            for block_due in (quality_head.FEW_DUE, quality_head.MANY_DUE)
+        ],
+        "lengths.update_lengths_kernel": [("", lengths_signature(with_groups=False), rows, lengths_options)],
+        "lengths.group_lengths_kernel": [("", lengths_signature(with_groups=True), rows | slots, lengths_options)],
     }
 
 
@@ -57,10 +105,14 @@ def main(results_path: str) -> None:
             raise KeyError(f"{kernel_name} is not listed in variants() of {Path(__file__).name}: add its signature")
         for label, signature, constants, options in known[kernel_name]:
             signature = {**signature, **dict.fromkeys(constants, "constexpr")}
-            source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+            source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=alignment(kernel, constants))
             compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
             target = next(line for line in compiled.asm["ptx"].splitlines() if line.startswith(".target"))
-            results[f"{kernel_name}[{label}]"] = {"target": target, "cubin_bytes": len(compiled.asm["cubin"])}
+            results[f"{kernel_name}[{label}]"] = {
+                "target": target,
+                "cubin_bytes": len(compiled.asm["cubin"]),
+                "shared_bytes": compiled.metadata.shared,
+            }
     Path(results_path).write_text(json.dumps(results))
 
 

@@ -1,8 +1,9 @@
-"""Runs a Triton kernel on CPU tensors: triton_interpreter.py CASES RESULTS, both written by torch.save.
+"""Runs Triton kernels on CPU tensors: triton_interpreter.py CASES RESULTS, both written by torch.save.
 
 A process of its own, because TRITON_INTERPRET must be set before triton is first imported and then holds for good.
 """
 
+import importlib
 import os
 import sys
 
@@ -10,8 +11,11 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
-from vllm_rollout.kernels.token_stats import token_stats_triton
+from vllm_rollout.tracker.dispatch import TRITON_MODULES
 
 cases_path, results_path = sys.argv[1:]
-results = {name: token_stats_triton(*case) for name, case in torch.load(cases_path).items()}
+results = {}
+for name, (operator, arguments) in torch.load(cases_path).items():
+    kernel = getattr(importlib.import_module(f"vllm_rollout.kernels.{TRITON_MODULES[operator]}"), f"{operator}_triton")
+    results[name] = (kernel(*arguments), arguments)
 torch.save(results, results_path)

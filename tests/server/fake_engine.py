@@ -1,7 +1,7 @@
 """An engine that really runs groups, without a model.
 
 Invariant: the same seed, prompt and index make the same candidate. A step of virtual time adds one token to every
-running candidate of a group; `Group` decides who stops.
+running candidate of a group; `Group` and `Judge` decide who stops.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError
 
+from vllm_rollout.group.judge import Scoring
+from vllm_rollout.group.ledger import LedgerEntry
 from vllm_rollout.group.lifecycle import Group
 from vllm_rollout.group.plan import GroupPlan
 from vllm_rollout.group.types import CandidateState, Ending, EndReason
 from vllm_rollout.server.engine import CandidateEnd, CandidateTokens, PreparedPrompt, PromptInput, RequestError
 
-MODEL = "fake-model"
+from .fake_learning import MODEL, LearningEngine
+
 VOCAB_SIZE = 1000
 
 
@@ -66,7 +69,7 @@ class Candidate:
 
 
 @dataclass(slots=True)
-class FakeEngine:
+class FakeEngine(LearningEngine):
     """Implements `vllm_rollout.server.engine.Engine`."""
 
     max_num_seqs: int = 64
@@ -81,6 +84,8 @@ class FakeEngine:
     dies_at_step: int | None = None
     """The engine dies at that step of a group."""
     weight_version: str | None = None
+    weight_version_from: Mapping[int, str] = field(default_factory=dict)
+    """Output token -> the weight version from there on, after `weight_version`."""
     num_launched: int = 0
     num_ended: int = 0
     num_aborted: int = 0
@@ -112,12 +117,31 @@ class FakeEngine:
                 param="model",
             )
         handle = Handle(_sampling(sampling), want_logprobs, want_text)
-        return MODEL, [PreparedPrompt(p.id, self._tokenize(p), handle) for p in prompts]
+        prepared = []
+        for prompt in prompts:
+            token_ids = self._tokenize(prompt)
+            room = self.max_model_len - len(token_ids)
+            max_tokens = min(handle.sampling.max_tokens or room, room)
+            prepared.append(PreparedPrompt(prompt.id, token_ids, handle, max_tokens))
+        return MODEL, prepared
 
     async def run_group(
-        self, group_id: str, plan: GroupPlan, prompt: PreparedPrompt, *, stream_tokens: int | None
+        self,
+        group_id: str,
+        plan: GroupPlan,
+        prompt: PreparedPrompt,
+        *,
+        stream_tokens: int | None,
+        rollout_id: str,
+        pruning_seed: int,
     ) -> AsyncGenerator[CandidateTokens | CandidateEnd, None]:
         handle: Handle = prompt.handle
+        scoring = None if plan.pruning is None else Scoring(rollout_id, prompt.id, pruning_seed, plan.pruning)
+        entries: dict[int, LedgerEntry] = {}
+        if scoring is not None:
+            for index in range(plan.num_candidates):
+                name = f"{group_id}-c{index}"
+                entries[index] = self.judge.ledger.open(rollout_id, prompt.id, index, name, scoring.plan)
         group = Group(plan.group_size, plan.num_candidates, plan.early_stop)
         running = {group.launch(i): self._candidate(i, prompt) for i in range(plan.num_candidates)}
         self.num_launched += len(running)
@@ -132,13 +156,18 @@ class FakeEngine:
                         status=HTTPStatus.SERVICE_UNAVAILABLE,
                     )
                 ended = _step(group, running)
+                if scoring is not None:
+                    ended += self._prune(group, scoring, entries, running, ended)
                 for candidate in ended:
                     del running[candidate.index]
+                    if candidate.index in entries:
+                        entry = entries[candidate.index]
+                        entry.state, entry.num_tokens = group.state(candidate.index), candidate.num_tokens
                 self.num_ended += len(ended)
                 for candidate in ended:
                     if stream_tokens is not None and (rest := candidate.take_chunk(1)) is not None:
                         yield rest
-                    yield self._end(candidate, group.state(candidate.index), step, handle)
+                    yield self._end(candidate, group, step, handle)
                 for candidate in tuple(running.values()):
                     if stream_tokens is not None and (chunk := candidate.take_chunk(stream_tokens)) is not None:
                         yield chunk
@@ -149,7 +178,7 @@ class FakeEngine:
     def _candidate(self, index: int, prompt: PreparedPrompt) -> Candidate:
         sampling: Sampling = prompt.handle.sampling
         chance = random.Random(f"{sampling.seed}/{list(prompt.token_ids)}/{index}")
-        room = min(sampling.max_tokens or self.max_model_len, self.max_model_len - len(prompt.token_ids))
+        room = prompt.max_tokens or 0
         length = self.lengths.get(index) or chance.randint(1, self.max_length)
         length = max(length, sampling.min_tokens)
         end_reason: EndReason = "length" if length > room else "stop"
@@ -159,20 +188,49 @@ class FakeEngine:
         tokens = [chance.randrange(VOCAB_SIZE) for _ in range(length)]
         return Candidate(index, tokens, [-chance.expovariate(1.0) for _ in range(length)], end_reason)
 
-    def _end(self, candidate: Candidate, state: CandidateState, step: int, handle: Handle) -> CandidateEnd:
+    def _prune(
+        self,
+        group: Group,
+        scoring: Scoring,
+        entries: Mapping[int, LedgerEntry],
+        running: Mapping[int, Candidate],
+        ended: Sequence[Candidate],
+    ) -> list[Candidate]:
+        """Judge who has just reached `detection_length`, and settle again; returns those that stop."""
+        gone = {candidate.index for candidate in ended}
+        due = {
+            index: candidate.token_ids
+            for index, candidate in running.items()
+            if candidate.num_tokens == scoring.plan.detection_length and index not in gone
+        }
+        pruned = self.judge_due(group, scoring, entries, due)
+        return [running[index] for index in (*pruned, *(group.settle().stop if pruned else ()))]
+
+    def _spans(self, num_tokens: int) -> list[dict[str, Any]]:
+        if self.weight_version is None:
+            return []
+        starts = {0: self.weight_version, **{at: v for at, v in self.weight_version_from.items() if at < num_tokens}}
+        ends = [*list(starts)[1:], num_tokens]
+        return [
+            {"version": version, "start": start, "end": end}
+            for (start, version), end in zip(starts.items(), ends, strict=True)
+        ]
+
+    def _end(self, candidate: Candidate, group: Group, step: int, handle: Handle) -> CandidateEnd:
+        state: CandidateState = group.state(candidate.index)
         num_tokens = candidate.num_tokens
         by_itself = state == "finished"
         tokens = candidate.token_ids[:num_tokens]
-        spans = [{"version": self.weight_version, "start": 0, "end": num_tokens}] if self.weight_version else []
         return CandidateEnd(
             ending=Ending(candidate.index, state, num_tokens, by_itself and candidate.end_reason == "length", step),
             token_ids=tokens,
             logprobs=candidate.logprobs[:num_tokens] if handle.want_logprobs else None,
             text="".join(f"t{token}\u2028" for token in tokens) if handle.want_text else None,
             finish_reason=candidate.end_reason if by_itself else "error" if state == "failed" else "abort",
-            stop_reason="surplus" if state == "surplus" else None,
+            stop_reason=state if state in ("surplus", "pruned") else None,
             mean_confidence=None,
-            weight_versions=spans,
+            weight_versions=self._spans(num_tokens),
+            assessment=group.assessments.get(candidate.index),
         )
 
     def _tokenize(self, prompt: PromptInput) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import pickle
+import re
 import runpy
 import socket
 import subprocess
@@ -23,7 +24,10 @@ import vllm_rollout
 from vllm_rollout import AsyncRolloutClient, RolloutClient, RolloutError
 from vllm_rollout.server.answers import DoneEvent, Event, TokensEvent
 from vllm_rollout.server.client import RolloutOptions, rollout_body
+from vllm_rollout.server.learning_body import RewardsAnswer, RewardsRequest
 from vllm_rollout.server.protocol import DualEnd, DualEndSelection, Prompt, RolloutRequest
+from vllm_rollout.server.pruning_body import Pruning
+from vllm_rollout.server.votes import VoteAnswer, VoteRequest
 
 from .conftest import wait_until
 from .fake_engine import MODEL, FakeEngine
@@ -48,7 +52,9 @@ def test_unknown_names_of_the_package_are_attribute_errors():
 
 
 def test_both_clients_have_the_same_methods():
-    for name in ("__init__", "rollout", "stream", "health", "wait_until_ready", "models", "close"):
+    names = {name for name in dir(RolloutClient) if name == "__init__" or not name.startswith("_")}
+    assert names >= {"rollout", "post_rewards", "quality_head", "set_quality_head", "report", "state", "vote"}
+    for name in names:
         ours, theirs = (signature(getattr(cls, name)) for cls in (RolloutClient, AsyncRolloutClient))
         assert ours.parameters == theirs.parameters
 
@@ -108,12 +114,15 @@ def test_prompts_of_no_known_form_are_type_errors(prompts, words):
 
 def test_every_argument_reaches_the_body():
     body = rollout_body(
-        ["p"], 4, 2, False, DualEndSelection(dual_end=DualEnd(num_longest=2)), {"seed": 1},
+        ["p"], 4, 2, False, DualEndSelection(dual_end=DualEnd(num_longest=2)),
+        Pruning(detection_length=5), {"seed": 1},
         True, False, True, "m", 8, stream=True,
     )  # fmt: skip
     request = RolloutRequest.model_validate(body)
     assert request.model_fields_set == RolloutRequest.model_fields.keys()
-    assert request.model_dump(by_alias=True, exclude={"prompts"}) == {k: v for k, v in body.items() if k != "prompts"}
+    assert request.model_dump(by_alias=True, exclude={"prompts"}, exclude_unset=True) == {
+        k: v for k, v in body.items() if k != "prompts"
+    }
 
 
 def test_defaults_are_the_servers():
@@ -365,6 +374,21 @@ def test_examples_run(server_url, capsys):
     assert "poem: complete" in capsys.readouterr().out
     asyncio.run(runpy.run_path(str(folder / "stream.py"))["main"](server_url))
     assert "group 0: complete" in capsys.readouterr().out
+    runpy.run_path(str(folder / "trainer_loop.py"))["main"](server_url, 2)
+    out = capsys.readouterr().out
+    assert "step 1: " in out
+    assert "cold start" in out
+    assert "confidence: 0 positive" in out  # the fake engine cannot add
+
+
+def test_documented_bodies_are_accepted():
+    text = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
+    blocks = [json.loads(block) for block in re.findall(r"```json\n(.*?)```", text, re.DOTALL)]
+    forms = {"prompts": RolloutRequest, "rewards": RewardsRequest, "texts": VoteRequest}
+    forms |= {"results": RewardsAnswer, "winner": VoteAnswer}
+    seen = {name: form.model_validate(block) for block in blocks for name, form in forms.items() if name in block}
+    assert seen.keys() == forms.keys()
+    assert len(blocks) == len(forms)
 
 
 def test_health_is_false_without_a_server_or_an_engine(client: RolloutClient, app):

@@ -19,6 +19,8 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from vllm_rollout.config import REWARD_THRESHOLD
+from vllm_rollout.server.engine import HeadInfo
 from vllm_rollout.server.protocol import RolloutRequest
 
 from .conftest import make_app
@@ -53,11 +55,24 @@ VALID = {
     "group_size": 2,
     "redundancy": 2,
     "early_stop": False,
+    "pruning": {"detection_length": 4, "keep_ratio": 0.5, "mode": "shadow", "min_labels": 1},
     "selection": {"dual_end": {"num_longest": 1}},
     "sampling": {"temperature": 1.0, "max_tokens": 8, "seed": 7, "stop": ["x"]},
     "return": {"text": True, "logprobs": True, "unselected": False},
     "stream": True,
     "stream_tokens": 4,
+}
+REWARDS = {
+    "rewards": [{"prompt_id": "0", "index": 0, "reward": 1.0}, {"prompt_id": "0", "index": 1, "reward": -1}],
+    "threshold": 0.5,
+}
+VOTE = {
+    "texts": ["Answer: 1", None, "Answer: 2"],
+    "answer_pattern": r"Answer: (\d)",
+    "method": "quality",
+    "weights": [0.5, None, 1],
+    "correct": "1",
+    "k": 2,
 }
 JUNK = st.recursive(
     st.none()
@@ -78,9 +93,9 @@ def paths(value: Any, here: tuple[str | int, ...] = ()) -> list[tuple[str | int,
 
 
 @st.composite
-def mutated(draw: st.DrawFn) -> Any:
+def mutated(draw: st.DrawFn, valid: Any = VALID) -> Any:
     """A valid body in which a few places are replaced, removed or added to."""
-    root: dict[str, Any] = {"body": copy.deepcopy(VALID)}
+    root: dict[str, Any] = {"body": copy.deepcopy(valid)}
     for _ in range(draw(st.integers(1, 3))):
         *way, last = draw(st.sampled_from(paths(root)[1:]))
         holder: Any = root
@@ -117,6 +132,46 @@ def test_mutated_bodies_are_never_the_servers_fault(local_client, body):
     check_answer(local_client.post("/v1/rollouts", content=content, headers={"content-type": "application/json"}))
 
 
+@pytest.fixture(scope="module")
+def rewards_path(local_client) -> str:
+    rollout = {"prompts": [{"prompt": "p"}], "group_size": 2, "pruning": {"detection_length": 2, "keep_ratio": 1}}
+    answer = local_client.post("/v1/rollouts", json={**rollout, "sampling": {"min_tokens": 4}}).json()
+    return f"/v1/rollouts/{answer['id']}/rewards"
+
+
+@given(body=mutated(REWARDS))
+@settings(QUICK, max_examples=150)
+def test_mutated_rewards_are_never_the_servers_fault(local_client, rewards_path, body):
+    content = json.dumps(body).encode()
+    check_answer(local_client.post(rewards_path, content=content, headers={"content-type": "application/json"}))
+
+
+@given(body=mutated(VOTE))
+@settings(QUICK, max_examples=150)
+def test_mutated_votes_are_never_the_servers_fault(local_client, body):
+    content = json.dumps(body).encode()
+    check_answer(local_client.post("/v1/votes", content=content, headers={"content-type": "application/json"}))
+
+
+@pytest.fixture(scope="module")
+def files(local_client, rewards_path) -> dict[str, bytes]:
+    local_client.post(rewards_path, json=REWARDS)
+    state = local_client.get("/v1/rollouts/state").content
+    return {"/v1/quality_head": FakeEngine.head_file(HeadInfo(4, 16, 1, 1, 1)), "/v1/rollouts/state": state}
+
+
+@given(data=st.data(), path=st.sampled_from(["/v1/quality_head", "/v1/rollouts/state"]))
+@settings(QUICK, max_examples=100)
+def test_mutated_heads_and_states_are_never_the_servers_fault(local_client, files, data, path):
+    content = bytearray(files[path])
+    for _ in range(data.draw(st.integers(1, 4))):
+        start = data.draw(st.integers(0, len(content)))
+        content[start : start + data.draw(st.integers(0, 5))] = data.draw(st.binary(max_size=5))
+    response = local_client.put(path, content=bytes(content))
+    if response.status_code != 204:
+        check_answer(response)
+
+
 @given(data=st.data())
 @settings(QUICK, max_examples=150)
 def test_mutated_bytes_are_never_the_servers_fault(local_client, data):
@@ -128,7 +183,47 @@ def test_mutated_bytes_are_never_the_servers_fault(local_client, data):
     check_answer(local_client.post("/v1/rollouts", content=bytes(content), headers=headers))
 
 
-def test_openapi_describes_the_endpoint():
+ENDPOINTS = {
+    ("/v1/rollouts", "post"), ("/v1/rollouts/{rollout_id}/rewards", "post"), ("/v1/votes", "post"),
+    ("/v1/quality_head", "get"), ("/v1/quality_head", "put"), ("/v1/quality_head/report", "get"),
+    ("/v1/rollouts/state", "get"), ("/v1/rollouts/state", "put"),
+}  # fmt: skip
+
+
+def test_openapi_describes_every_endpoint_with_its_errors():
+    paths = APP.openapi()["paths"]
+    operations = {(path, method): operation for path, methods in paths.items() for method, operation in methods.items()}
+    assert operations.keys() == ENDPOINTS
+    for operation in operations.values():
+        assert operation["summary"]
+        assert operation["responses"].keys() >= {"400", "404", "413", "422", "500", "503"}
+        for status, answer in operation["responses"].items():
+            if status >= "400":
+                assert answer["content"]["application/json"]["schema"]["$ref"].endswith("/ErrorAnswer")
+
+
+def test_openapi_describes_bytes_as_bytes():
+    paths = APP.openapi()["paths"]
+    for path in ("/v1/quality_head", "/v1/rollouts/state"):
+        assert paths[path]["get"]["responses"]["200"]["content"].keys() == {"application/octet-stream"}
+        assert paths[path]["put"]["requestBody"]["content"].keys() == {"application/octet-stream"}
+        assert "409" in paths[path]["put"]["responses"]
+    assert "quality-head" in paths["/v1/quality_head"]["get"]["responses"]["200"]["headers"]
+
+
+@pytest.mark.parametrize("name", ["RolloutRequest", "Pruning", "RewardsRequest", "RewardEntry", "VoteRequest"])
+def test_openapi_says_what_every_field_takes(name):
+    schema = APP.openapi()["components"]["schemas"][name]
+    assert schema["additionalProperties"] is False
+    assert all(field.get("description") or "$ref" in field for field in schema["properties"].values())
+
+
+def test_openapi_states_the_threshold_of_rewards():
+    operation = APP.openapi()["paths"]["/v1/rollouts/{rollout_id}/rewards"]["post"]
+    assert f"above `threshold` ({REWARD_THRESHOLD}" in operation["description"]
+
+
+def test_openapi_describes_rollouts():
     openapi = APP.openapi()
     operation = openapi["paths"]["/v1/rollouts"]["post"]
     assert operation["responses"].keys() == {"200", "400", "404", "413", "422", "500", "503"}
@@ -140,10 +235,5 @@ def test_openapi_describes_the_endpoint():
     assert item["event"]["enum"] == ["trajectory", "candidate", "tokens", "group", "done", "error"]
     assert len(item["data"]["contentSchema"]["anyOf"]) == 6
     assert "$ref" not in json.dumps(item)
-    for status, answer in operation["responses"].items():
-        if status != "200":
-            assert answer["content"]["application/json"]["schema"]["$ref"].endswith("/ErrorAnswer")
     request = openapi["components"]["schemas"]["RolloutRequest"]
-    assert request["additionalProperties"] is False
-    assert all(field.get("description") or "$ref" in field for field in request["properties"].values())
     assert len([RolloutRequest.model_validate(example) for example in request["examples"]]) == 2

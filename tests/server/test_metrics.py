@@ -29,7 +29,9 @@ async def roll(http: httpx.AsyncClient, **fields: object) -> Usage:
 
 async def test_every_series_is_there_before_the_first_rollout(http):
     values = await samples(http)
-    for name in ("groups_total.complete", "groups_total.incomplete", "tokens_total.wasted", "candidates_total.surplus"):
+    names = ["groups_total.complete", "groups_total.incomplete", "tokens_total.wasted", "candidates_total.surplus"]
+    names += ["candidates_total.pruned", "rewards_total.conflict", "labels_total.positive", "score_count.head"]
+    for name in [*names, "survival_probability_count"]:
         assert values[name] == 0
 
 

@@ -6,11 +6,12 @@ Invariant: a request without our fields takes the base class's path untouched.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 import uuid
 import zlib
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from copy import copy
 from dataclasses import dataclass
@@ -23,8 +24,9 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from vllm_rollout.adapter.wire import SURPLUS, TAG_KEY, CandidateTag, EndingNote
+from vllm_rollout.adapter.wire import PRUNED, SURPLUS, TAG_KEY, CandidateTag, EndingNote
 from vllm_rollout.config import OUTPUT_INTERVAL_TOKENS
+from vllm_rollout.group.judge import Scoring
 from vllm_rollout.group.plan import GroupJoin, GroupPlan, PlanError, plan_from_xargs, rollout_xargs
 from vllm_rollout.group.selection import conclude
 from vllm_rollout.group.types import Ending, GroupResult
@@ -45,16 +47,26 @@ class CandidateOutput:
 
 
 class RolloutAsyncLLM(AsyncLLM):
-    """AsyncLLM that runs groups. Overrides: __init__, generate, abort."""
+    """AsyncLLM that runs groups. Overrides: __init__, generate, abort, shutdown."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.before_shutdown: Callable[[], None] | None = None
+        """Called once, on the thread that stops the engine, while the engine still answers."""
         super().__init__(*args, **kwargs)
         self.rollout_metrics = Metrics()
         self._candidates_on_rank: Counter[int] = Counter()
         self._candidate_ids: set[str] = set()
         """External request ids of candidates on their way."""
-        self._next_rank = int(kwargs.get("client_index", 0))
+        self.client_index = int(kwargs.get("client_index", 0))
+        """Which of the API processes this is."""
+        self._next_rank = self.client_index
         """Where a tie goes: several API processes, and groups one after the other, take turns."""
+
+    def shutdown(self, *args: Any, **kwargs: Any) -> None:
+        before, self.before_shutdown = self.before_shutdown, None
+        if before is not None:
+            before()
+        super().shutdown(*args, **kwargs)
 
     @property
     def num_ranks(self) -> int:
@@ -117,8 +129,8 @@ class RolloutAsyncLLM(AsyncLLM):
                     if note is not None:
                         (completion,) = output.outputs
                         mend_weight_versions(completion, note.pauses)
-                        if note.state == "surplus":  # a stop string found in the last token does not make it a winner
-                            completion.finish_reason, completion.stop_reason = "abort", SURPLUS
+                        if note.state in (SURPLUS, PRUNED):  # a stop string in the last token does not make it a winner
+                            completion.finish_reason, completion.stop_reason = "abort", note.state
                     yield output, note
         finally:
             self._candidate_ids.discard(request_id)
@@ -130,6 +142,7 @@ class RolloutAsyncLLM(AsyncLLM):
         prompt: Any,
         params: SamplingParams,
         *,
+        scoring: Scoring | None = None,
         data_parallel_rank: int | None = None,
         **kwargs: Any,
     ) -> AsyncGenerator[CandidateOutput, None]:
@@ -148,7 +161,9 @@ class RolloutAsyncLLM(AsyncLLM):
         interval = (params.stream_interval or 1) if delta else OUTPUT_INTERVAL_TOKENS
 
         async def run(index: int) -> None:
-            tag = CandidateTag(group_id, index, plan.group_size, plan.num_candidates, plan.early_stop, interval)
+            tag = CandidateTag(
+                group_id, index, plan.group_size, plan.num_candidates, plan.early_stop, interval, scoring
+            )
             child = copy(params)
             child.n = 1
             child.seed = None if params.seed is None else params.seed + index  # as vLLM seeds the n of a request
@@ -205,7 +220,8 @@ class RolloutAsyncLLM(AsyncLLM):
         finals: dict[int, RequestOutput] = {}
         endings: dict[int, Ending] = {}
         group_id = f"{request_id}-{uuid.uuid4().hex[:8]}"
-        stream = self.run_candidates(group_id, plan, prompt, params, **kwargs)
+        scoring = plan.pruning and Scoring(request_id, request_id, _chance_seed(params), plan.pruning)
+        stream = self.run_candidates(group_id, plan, prompt, params, scoring=scoring, **kwargs)
         async with aclosing(stream) as outputs:
             async for candidate in outputs:
                 finals[candidate.index] = candidate.output
@@ -233,12 +249,18 @@ class RolloutAsyncLLM(AsyncLLM):
             join.num_candidates,
             join.early_stop,
             1 if params.output_kind != RequestOutputKind.FINAL_ONLY else OUTPUT_INTERVAL_TOKENS,
+            join.pruning and Scoring(join.group_id, join.group_id, _chance_seed(params), join.pruning),
         )
         if kwargs.get("data_parallel_rank") is None and self.num_ranks > 1:
             kwargs["data_parallel_rank"] = zlib.crc32(join.group_id.encode()) % self.num_ranks
         async with aclosing(self._generate_candidate(tag, prompt, params, request_id, **kwargs)) as outputs:
             async for output, _ in outputs:
                 yield output
+
+
+def _chance_seed(params: SamplingParams) -> int:
+    """The same seeded request gets the same verdicts; others do not."""
+    return secrets.randbits(62) if params.seed is None else params.seed
 
 
 def ending_of(candidate: CandidateOutput, num_tokens: int | None = None) -> Ending:

@@ -24,6 +24,9 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_rollout.adapter.client import CandidateOutput, RolloutAsyncLLM, ending_of
+from vllm_rollout.adapter.learning import EngineLearning
+from vllm_rollout.adapter.options import RolloutOptions
+from vllm_rollout.group.judge import Scoring
 from vllm_rollout.group.plan import GroupPlan
 from vllm_rollout.group.types import Ending
 from vllm_rollout.server.engine import CandidateEnd, CandidateTokens, PreparedPrompt, PromptInput, RequestError
@@ -55,11 +58,11 @@ ALLOWED = sorted(
 SAMPLING = TypeAdapter(SamplingParams)
 
 
-class VLLMEngine:
+class VLLMEngine(EngineLearning):
     """Runs the service's groups on a RolloutAsyncLLM."""
 
     def __init__(self, client: RolloutAsyncLLM, state: State) -> None:
-        self._client = client
+        super().__init__(client, RolloutOptions.of(client.vllm_config))
         self._models = state.openai_serving_models
         self._renderer = state.online_renderer
         self._default_sampling = client.model_config.get_diff_sampling_param()
@@ -85,14 +88,20 @@ class VLLMEngine:
             token_ids = rendered.get("prompt_token_ids") or []
             if not token_ids:
                 raise RequestError(f"prompt {prompt.id!r} is empty after tokenization.", param=_field_of(prompt))
-            prepared.append(
-                PreparedPrompt(prompt.id, token_ids, (rendered, self._limited(params, prompt, token_ids), lora))
-            )
+            limited = self._limited(params, prompt, token_ids)
+            prepared.append(PreparedPrompt(prompt.id, token_ids, (rendered, limited, lora), limited.max_tokens))
         await self._try_out(prepared)
         return model or self._models.model_name(lora), prepared
 
     async def run_group(
-        self, group_id: str, plan: GroupPlan, prompt: PreparedPrompt, *, stream_tokens: int | None
+        self,
+        group_id: str,
+        plan: GroupPlan,
+        prompt: PreparedPrompt,
+        *,
+        stream_tokens: int | None,
+        rollout_id: str,
+        pruning_seed: int,
     ) -> AsyncGenerator[CandidateTokens | CandidateEnd, None]:
         rendered, params, lora = prompt.handle
         params = copy(params)  # run_candidates makes the deep copy
@@ -100,7 +109,8 @@ class VLLMEngine:
         if stream_tokens is not None:
             params.output_kind, params.stream_interval = RequestOutputKind.DELTA, stream_tokens
         logs = {index: _CandidateLog(index) for index in range(plan.num_candidates)}
-        stream = self._client.run_candidates(group_id, plan, rendered, params, lora_request=lora)
+        scoring = plan.pruning and Scoring(rollout_id, prompt.id, pruning_seed, plan.pruning)
+        stream = self._client.run_candidates(group_id, plan, rendered, params, scoring=scoring, lora_request=lora)
         try:
             async with aclosing(stream) as outputs:
                 async for candidate in outputs:
@@ -265,6 +275,7 @@ class _CandidateLog:
                 stop_reason=completion.stop_reason,
                 mean_confidence=None if candidate.note is None else candidate.note.mean_confidence,
                 weight_versions=[asdict(span) for span in completion.weight_versions or ()],
+                assessment=None if candidate.note is None else candidate.note.assessment,
             )
 
     def take_chunk(self, min_tokens: int) -> CandidateTokens | None:

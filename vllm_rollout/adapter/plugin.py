@@ -25,8 +25,10 @@ def register() -> None:
 
     from vllm_rollout.adapter.client import RolloutAsyncLLM
     from vllm_rollout.adapter.compat import check_vllm_version
+    from vllm_rollout.adapter.core import add_learning_calls
 
     check_vllm_version()
+    add_learning_calls()
     async_llm.AsyncLLM = RolloutAsyncLLM  # type: ignore[misc]
 
 
@@ -44,6 +46,7 @@ class RolloutEndpoints:
     async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
         from vllm_rollout.adapter.client import RolloutAsyncLLM
         from vllm_rollout.adapter.engine import VLLMEngine
+        from vllm_rollout.adapter.state_file import StateFile
         from vllm_rollout.server.service import RolloutService
 
         if not isinstance(engine_client, RolloutAsyncLLM):
@@ -51,4 +54,9 @@ class RolloutEndpoints:
                 f"the rollout endpoints need vllm_rollout's engine client, found {type(engine_client).__name__}. "
                 "Start the server with `vllm-rollout serve` instead of `vllm serve`."
             )
-        state.rollout_service = RolloutService(VLLMEngine(engine_client, state), engine_client.rollout_metrics)
+        engine = VLLMEngine(engine_client, state)
+        if args.rollout_state is not None:
+            state_file = StateFile(args.rollout_state, engine, engine_client)
+            if engine_client.client_index == 0:
+                await state_file.load()
+        state.rollout_service = RolloutService(engine, engine_client.rollout_metrics)

@@ -1,4 +1,4 @@
-"""vLLM's model runners, made to show their logits to the tracker. Two thin mixins, one for each runner generation.
+"""vLLM's model runners, made to show logits and hidden states to the tracker. A thin mixin for each runner generation.
 
 Invariant: what is observed is not changed, and no step waits for it: values ride the copy of the step's own output.
 """
@@ -9,22 +9,27 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, CandidateTag, RunnerReport
-from vllm_rollout.tracker.tracker import CandidateTracker
+from vllm_rollout.tracker.feature_ring import FeatureRing
+from vllm_rollout.tracker.tracker import DUE_COLUMNS, CandidateTracker, StepValues
 
 
 class ObservedOutput(AsyncModelRunnerOutput):
     """An asynchronous runner output whose report arrives with it."""
 
     def __init__(
-        self, inner: AsyncModelRunnerOutput, values: torch.Tensor, copy_stream: torch.cuda.Stream | None
+        self,
+        inner: AsyncModelRunnerOutput,
+        step: StepValues,
+        ring: FeatureRing | None,
+        copy_stream: torch.cuda.Stream | None,
     ) -> None:
         self._inner = inner
-        self._values = values  # the device tensor must outlive its copy
-        self._copy = values
+        self._ring = ring
+        self._step = self._copy = step  # the device tensors must outlive their copies
         self._ready: torch.cuda.Event | None = None
         if copy_stream is None:  # on the host already
             return
@@ -32,26 +37,38 @@ class ObservedOutput(AsyncModelRunnerOutput):
         main_stream = torch.cuda.current_stream()
         with torch.cuda.stream(copy_stream):
             copy_stream.wait_stream(main_stream)
-            self._copy = values.to("cpu", non_blocking=True)
+            self._copy = step.to_host()
             self._ready.record(copy_stream)
 
     def get_output(self) -> ModelRunnerOutput:
         output = self._inner.get_output()
         if self._ready is not None:
             self._ready.synchronize()
-        _attach(output, self._copy)
+        _attach(output, self._copy, self._ring)
         return output
 
 
-def _attach(output: ModelRunnerOutput, values: torch.Tensor) -> None:
-    setattr(output, REPORT_ATTRIBUTE, RunnerReport(values.numpy()))
+def _attach(output: ModelRunnerOutput, step: StepValues, ring: FeatureRing | None) -> None:
+    """Put a step's values, which are on the host, where the scheduler reads them, and its features into the ring."""
+    values, due = step.values.numpy(), step.due
+    if due is None:
+        setattr(output, REPORT_ATTRIBUTE, RunnerReport(values))
+        return
+    num_rows = len(values) - DUE_COLUMNS * len(due.rows)
+    due_values = values[num_rows:].reshape(-1, DUE_COLUMNS)
+    report = RunnerReport(values[:num_rows], due.request_ids, due_values, due.head_versions)
+    setattr(output, REPORT_ATTRIBUTE, report)
+    if ring is not None and due.features is not None:
+        ring.put(due.request_ids, due.features)
 
 
 class RunnerMixin:
     """What both generations share. Overrides: execute_model, sample_tokens."""
 
-    def start_tracking(self) -> None:
-        self.candidate_tracker = CandidateTracker(self.device)
+    def start_tracking(self, ring: FeatureRing | None) -> None:
+        """Make the tracker. Without a ring (a rank whose outputs nobody reads) hidden states are not looked at."""
+        self.feature_ring = ring
+        self.candidate_tracker = CandidateTracker(self.device, keep_features=ring is not None)
 
     def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         tracker = self.candidate_tracker
@@ -59,31 +76,46 @@ class RunnerMixin:
             tracker.discard(request_id)
         for request in scheduler_output.scheduled_new_reqs:
             params = request.sampling_params
-            if params is not None and CandidateTag.of(params.extra_args) is not None:
-                tracker.add(request.req_id)
-        tracker.mean_confidence = None
+            if params is not None and (tag := CandidateTag.of(params.extra_args)) is not None:
+                length = None if tag.scoring is None else tag.scoring.plan.detection_length
+                tracker.add(request.req_id, _num_prompt_tokens(request), length)
+        tracker.start_step()
         return super().execute_model(scheduler_output, *args, **kwargs)
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         output = super().sample_tokens(*args, **kwargs)
-        values = self.candidate_tracker.mean_confidence
-        if values is None or output is None:
+        step = self.candidate_tracker.step
+        if step is None or output is None:
             return output
         if isinstance(output, ModelRunnerOutput):
-            _attach(output, values)
+            _attach(output, step, self.feature_ring)
             return output
-        on_host = values.device.type == "cpu"
-        return ObservedOutput(output, values, None if on_host else self._copy_stream())
+        on_host = step.values.device.type == "cpu"
+        return ObservedOutput(output, step, self.feature_ring, None if on_host else self._copy_stream())
+
+
+def _num_prompt_tokens(request: NewRequestData) -> int:
+    if request.prompt_token_ids is not None:
+        return len(request.prompt_token_ids)
+    return len(request.prompt_embeds)
 
 
 class RunnerV1Mixin(RunnerMixin):
     """`vllm/v1/worker/gpu_model_runner.py` and its CPU subclass. Overrides: execute_model, sample_tokens, _sample."""
 
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        state = self.execute_model_state
+        if state is not None and self.feature_ring is not None:
+            self.candidate_tracker.see_hidden_states(state.sample_hidden_states)
+        return super().sample_tokens(*args, **kwargs)
+
     def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any, *args: Any, **kwargs: Any) -> Any:
         # Before sampling: float32 logits are scaled by the temperature in place.
         if len(self.candidate_tracker) and logits is not None and spec_decode_metadata is None:
-            skip = np.flatnonzero(self.discard_request_mask.np[: self.input_batch.num_reqs])
-            self.candidate_tracker.observe(self.input_batch.req_ids, logits, skip.tolist())
+            num_rows = self.input_batch.num_reqs
+            skip = np.flatnonzero(self.discard_request_mask.np[:num_rows])
+            num_computed = self.optimistic_seq_lens_cpu[:num_rows].numpy()  # exact without speculative decoding
+            self.candidate_tracker.observe(self.input_batch.req_ids, logits, skip.tolist(), num_computed)
         return super()._sample(logits, spec_decode_metadata, *args, **kwargs)
 
     def _copy_stream(self) -> torch.cuda.Stream:
@@ -111,7 +143,7 @@ class CPURunnerV1Mixin(RunnerV1Mixin):
 
 
 class RunnerV2Mixin(RunnerMixin):
-    """`vllm/v1/worker/gpu/model_runner.py`. Overrides: load_model, execute_model, sample_tokens.
+    """`vllm/v1/worker/gpu/model_runner.py`. Overrides: load_model, execute_model, sample_tokens, sample.
 
     V2 computes its logits inside `sample()` and hands them to `self.sampler`; computing them again would cost the
     output projection, so the sampler is the seam.
@@ -122,6 +154,11 @@ class RunnerV2Mixin(RunnerMixin):
         if self.sampler is not None:  # only the last pipeline rank samples
             observe_sampler(self.sampler, self.candidate_tracker)
         return result
+
+    def sample(self, hidden_states: torch.Tensor, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.feature_ring is not None:
+            self.candidate_tracker.see_hidden_states(hidden_states, input_batch.logits_indices)
+        return super().sample(hidden_states, input_batch, *args, **kwargs)
 
     def _copy_stream(self) -> torch.cuda.Stream:
         return self.output_copy_stream
@@ -136,7 +173,7 @@ class SamplerMixin:
         if len(self.candidate_tracker) and logits.shape[0] == input_batch.num_reqs:
             reached = input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens
             skip = np.flatnonzero(reached < input_batch.prefill_len_np)
-            self.candidate_tracker.observe(input_batch.req_ids, logits, skip.tolist())
+            self.candidate_tracker.observe(input_batch.req_ids, logits, skip.tolist(), reached)
         return super().__call__(logits, input_batch, *args, **kwargs)
 
 
@@ -147,7 +184,7 @@ def observe_sampler(sampler: Any, tracker: CandidateTracker) -> None:
     sampler.candidate_tracker = tracker
 
 
-def observe_runner(runner: Any, *, v2: bool, cpu: bool) -> None:
+def observe_runner(runner: Any, ring: FeatureRing | None, *, v2: bool, cpu: bool) -> None:
     """Give a model runner our mixin.
 
     vLLM's workers construct the runner inline (only the GPU worker has a factory method, which names the class itself),
@@ -156,4 +193,4 @@ def observe_runner(runner: Any, *, v2: bool, cpu: bool) -> None:
     mixin: type = RunnerV2Mixin if v2 else CPURunnerV1Mixin if cpu else RunnerV1Mixin
     cls = type(runner)
     runner.__class__ = type(f"Rollout{cls.__name__}", (mixin, cls), {})
-    runner.start_tracking()
+    runner.start_tracking(ring)

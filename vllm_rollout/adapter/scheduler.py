@@ -19,9 +19,18 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_rollout.adapter.held_outputs import HeldOutputs
 from vllm_rollout.adapter.stop_strings import StopStrings, StopStringsFactory
-from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, SURPLUS, CandidateTag, EndingNote, RunnerReport
+from vllm_rollout.adapter.wire import (
+    PRUNED,
+    REPORT_ATTRIBUTE,
+    SURPLUS,
+    CandidateTag,
+    EndingNote,
+    RunnerReport,
+)
+from vllm_rollout.group.judge import Judge, Scoring
+from vllm_rollout.group.ledger import LedgerEntry
 from vllm_rollout.group.lifecycle import Group, GroupTable
-from vllm_rollout.group.types import CandidateId, EndReason
+from vllm_rollout.group.types import CandidateId, EndReason, Observation
 
 END_REASONS: dict[RequestStatus, EndReason] = {
     RequestStatus.FINISHED_STOPPED: "stop",
@@ -34,7 +43,7 @@ END_REASONS: dict[RequestStatus, EndReason] = {
 class Candidate:
     """A tagged request inside the scheduler."""
 
-    __slots__ = ("end_reason", "group", "held", "id", "pauses", "request", "stop_strings")
+    __slots__ = ("end_reason", "entry", "group", "held", "id", "pauses", "request", "scoring", "stop_strings")
 
     def __init__(self, request: Request, id: CandidateId, group: Group, output_interval: int) -> None:
         self.request = request
@@ -45,6 +54,9 @@ class Candidate:
         self.pauses: list[int] = []
         """Output lengths at which generation was paused and resumed: where the weights may have changed."""
         self.end_reason: EndReason | None = None
+        self.scoring: Scoring | None = None
+        self.entry: LedgerEntry | None = None
+        """Where what a reward needs of a scored candidate is written."""
 
 
 class GroupSchedulerMixin:
@@ -55,6 +67,7 @@ class GroupSchedulerMixin:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.judge = Judge()
         self._groups = GroupTable()
         self._candidates: dict[str, Candidate] = {}
         """By request id, from arrival until the step in which it ends is closed."""
@@ -75,6 +88,15 @@ class GroupSchedulerMixin:
         group = self._groups.open(tag.group_id, tag.group_size, tag.num_candidates, tag.early_stop)
         candidate_id = CandidateId(tag.group_id, group.launch(tag.index))
         candidate = Candidate(request, candidate_id, group, tag.output_interval)
+        if tag.scoring is not None:
+            candidate.scoring = tag.scoring
+            candidate.entry = self.judge.ledger.open(
+                tag.scoring.rollout_id,
+                tag.scoring.prompt_id,
+                candidate_id.index,
+                request.request_id,
+                tag.scoring.plan,
+            )
         if params.stop:
             candidate.stop_strings = self._stop_strings.watch(request)
             self._num_with_stop_strings += 1
@@ -115,11 +137,23 @@ class GroupSchedulerMixin:
         self._num_steps += 1
         if self._num_with_stop_strings:
             self._end_by_stop_strings(outputs)
-        surplus = self._settle_groups(outputs) if self._touched else frozenset()
-        self._pass_outputs(outputs, surplus, model_runner_output)
+        report: RunnerReport | None = model_runner_output.__dict__.get(REPORT_ATTRIBUTE)
+        due = self._due(report) if report is not None and report.due else {}
+        stopped = self._settle_groups(outputs, due) if self._touched else {}
+        self._pass_outputs(outputs, stopped, model_runner_output)
         if self._ended:
-            self._forget_ended(outputs, surplus)
+            self._forget_ended(outputs, stopped)
         return outputs
+
+    def _due(self, report: RunnerReport) -> dict[str, dict[int, tuple[Candidate, Observation]]]:
+        """What the step showed of candidates that are still running, by group and index; touches those groups."""
+        due: dict[str, dict[int, tuple[Candidate, Observation]]] = {}
+        for request_id, observation in report.observations():
+            candidate = self._candidates.get(request_id)
+            if candidate is not None and candidate.end_reason is None:
+                due.setdefault(candidate.id.group_id, {})[candidate.id.index] = candidate, observation
+                self._touched[candidate.id.group_id] = candidate.group
+        return due
 
     def _end_by_stop_strings(self, outputs: dict[int, EngineCoreOutputs]) -> None:
         for step_outputs in outputs.values():
@@ -136,16 +170,40 @@ class GroupSchedulerMixin:
                     output.finish_reason = FinishReason.ABORT
                 candidate.end_reason = "stop"  # also when the token that completes the string was the last one allowed
 
-    def _settle_groups(self, outputs: dict[int, EngineCoreOutputs]) -> frozenset[str]:
-        """Close the step of every touched group and stop what it gave up; returns the surplus request ids."""
+    def _settle_groups(
+        self,
+        outputs: dict[int, EngineCoreOutputs],
+        due: dict[str, dict[int, tuple[Candidate, Observation]]],
+    ) -> dict[str, str]:
+        """Close the step of every touched group, judge what is due and stop what the verdicts name.
+
+        Returns the stop reason of every request that its group gave up, by request id.
+        """
         for candidate in self._ended:
             candidate.group.end(candidate.id.index, candidate.end_reason, candidate.request.num_output_tokens)
         stop: list[str] = []
-        lost: list[str] = []
-        for group_id, group in self._touched.items():
+        reasons: dict[str, str] = {}
+
+        def settle(group_id: str, group: Group) -> None:
             settlement = group.settle()
-            stop += [self._by_id[CandidateId(group_id, index)].request.request_id for index in settlement.stop]
-            lost += [self._by_id[CandidateId(group_id, index)].request.request_id for index in settlement.lost_ties]
+            surplus = [self._by_id[CandidateId(group_id, index)].request.request_id for index in settlement.stop]
+            stop.extend(surplus)
+            reasons.update(dict.fromkeys(surplus, SURPLUS))
+            for index in settlement.lost_ties:
+                reasons[self._by_id[CandidateId(group_id, index)].request.request_id] = SURPLUS
+
+        for group_id, group in self._touched.items():
+            settle(group_id, group)
+            siblings = due.get(group_id)
+            if siblings is None or group.closed:
+                continue
+            scoring = next(iter(siblings.values()))[0].scoring
+            pruned = self.judge.judge(group, scoring, {i: (c.entry, seen) for i, (c, seen) in siblings.items()})
+            if pruned:
+                request_ids = [siblings[index][0].request.request_id for index in pruned]
+                stop += request_ids
+                reasons.update(dict.fromkeys(request_ids, PRUNED))
+                settle(group_id, group)
         if stop:
             self.finish_requests(stop, RequestStatus.FINISHED_ABORTED)
             self._refresh_stats(outputs)
@@ -155,7 +213,7 @@ class GroupSchedulerMixin:
                 step_outputs = outputs.setdefault(client_index, EngineCoreOutputs())
                 step_outputs.finished_requests = (step_outputs.finished_requests or set()) | request_ids
             self.finished_req_ids_dict.clear()
-        return frozenset(stop + lost)
+        return reasons
 
     def _refresh_stats(self, outputs: dict[int, EngineCoreOutputs]) -> None:
         """Count again after stopping: with several API processes no later step may correct this one's gauges."""
@@ -168,7 +226,7 @@ class GroupSchedulerMixin:
     def _pass_outputs(
         self,
         outputs: dict[int, EngineCoreOutputs],
-        surplus: frozenset[str],
+        stopped: dict[str, str],
         model_runner_output: ModelRunnerOutput,
     ) -> None:
         """Annotate last outputs; keep the others until there are enough of them to be worth a message."""
@@ -181,7 +239,7 @@ class GroupSchedulerMixin:
                     passed.append(output)
                 elif candidate.end_reason is not None:
                     output = candidate.held.finish(output)
-                    self._annotate(candidate, output, surplus, model_runner_output)
+                    self._annotate(candidate, output, stopped, model_runner_output)
                     passed.append(output)
                     del candidates[output.request_id]
                 elif (released := candidate.held.add(output)) is not None:
@@ -190,7 +248,7 @@ class GroupSchedulerMixin:
             if not passed and step_outputs.scheduler_stats is None and not step_outputs.finished_requests:
                 del outputs[client_index]
 
-    def _forget_ended(self, outputs: dict[int, EngineCoreOutputs], surplus: frozenset[str]) -> None:
+    def _forget_ended(self, outputs: dict[int, EngineCoreOutputs], stopped: dict[str, str]) -> None:
         """Give what ended without an output in this step (waiting, preempted, aborted) its last one."""
         for candidate in self._ended:
             request = candidate.request
@@ -204,7 +262,7 @@ class GroupSchedulerMixin:
                         trace_headers=request.trace_headers,
                     )
                 )
-                self._annotate(candidate, output, surplus, None)
+                self._annotate(candidate, output, stopped, None)
                 step_outputs = outputs.setdefault(request.client_index, EngineCoreOutputs())
                 # The default list of an EngineCoreOutputs is not ours to append to.
                 step_outputs.outputs = [*step_outputs.outputs, output]
@@ -219,16 +277,20 @@ class GroupSchedulerMixin:
         self,
         candidate: Candidate,
         output: EngineCoreOutput,
-        surplus: frozenset[str],
+        stopped: dict[str, str],
         model_runner_output: ModelRunnerOutput | None,
     ) -> None:
-        if output.request_id in surplus:
-            output.finish_reason, output.stop_reason = FinishReason.ABORT, SURPLUS
+        if (reason := stopped.get(output.request_id)) is not None:
+            output.finish_reason, output.stop_reason = FinishReason.ABORT, reason
+        state = candidate.group.state(candidate.id.index)
+        if candidate.entry is not None:
+            candidate.entry.state, candidate.entry.num_tokens = state, candidate.request.num_output_tokens
         note = EndingNote(
-            state=candidate.group.state(candidate.id.index),
+            state=state,
             end_step=self._num_steps,
             mean_confidence=_confidence_of(output.request_id, model_runner_output),
             pauses=candidate.pauses,
+            assessment=None if candidate.entry is None else candidate.entry.assessment,
         )
         output.kv_transfer_params = note.to_params(output.kv_transfer_params)
 

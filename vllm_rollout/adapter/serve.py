@@ -1,6 +1,7 @@
 """`vllm-rollout serve`: vLLM's own serve command with our scheduler, worker and endpoints switched on.
 
-Invariant: flags, bodies, exit codes and help are vLLM's; we set three arguments and one environment variable.
+Invariant: flags, bodies, exit codes and help are vLLM's; we add the flags that begin with --rollout, set four arguments
+and one environment variable.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 import vllm_rollout
 from vllm_rollout.adapter.compat import check_vllm_version, vllm_version
+from vllm_rollout.adapter.options import RolloutOptions
 from vllm_rollout.adapter.plugin import PLUGIN
-from vllm_rollout.config import CPU_BLOCK_SIZE_TOKENS
+from vllm_rollout.config import CPU_BLOCK_SIZE_TOKENS, FEATURE_RING_BYTES, TRAIN_BUDGET_S
 from vllm_rollout.models import DEFAULT_MODEL, resolve
 
 logger = init_logger("vllm.vllm_rollout")
@@ -29,8 +31,9 @@ SCHEDULER_CLS = "vllm_rollout.adapter.scheduler.make_scheduler"
 WORKER_CLS = "vllm_rollout.adapter.worker.RolloutWorker"
 
 EPILOG = f"""
-vllm-rollout is `vllm serve` with group rollouts: every flag above is vLLM's own. Without MODEL it serves the embedded
-default, {DEFAULT_MODEL}. It adds POST /v1/rollouts, and rollout_* fields in vllm_xargs of the OpenAI endpoints.
+vllm-rollout is `vllm serve` with group rollouts: every flag is vLLM's own but the group Rollout (--help=Rollout).
+Without MODEL it serves the embedded default, {DEFAULT_MODEL}. It adds POST /v1/rollouts and what belongs to it
+(rewards, quality heads, votes, state), and rollout_* fields in vllm_xargs of the OpenAI endpoints.
 """
 
 
@@ -52,6 +55,7 @@ def main(arguments: list[str]) -> None:
     serve_parser.prog = "vllm-rollout serve"
     serve_parser.usage = "vllm-rollout serve [model_tag] [options]"
     serve_parser.epilog = EPILOG + (serve_parser.epilog or "")
+    add_flags(serve_parser)
     # vLLM's parser looks for the subcommand, its config file and its help topics in sys.argv.
     sys.argv = ["vllm", "serve", *arguments]
     args = parser.parse_args()
@@ -70,6 +74,43 @@ def main(arguments: list[str]) -> None:
         os.environ["VLLM_PLUGINS"],
     )
     command.cmd(args)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Our own flags, all of them about learning from rewards."""
+    group = parser.add_argument_group(
+        title="Rollout",
+        description="Learning from the rewards of rollouts with pruning (POST /v1/rollouts/{id}/rewards).",
+    )
+    group.add_argument(
+        "--rollout-state",
+        metavar="FILE",
+        default=None,
+        help="Keep calibration and quality heads in this file: loaded at start, written after each training and when "
+        "the server stops. Default: forget them.",
+    )
+    group.add_argument(
+        "--rollout-train-budget-ms",
+        metavar="MS",
+        type=_positive,
+        default=TRAIN_BUDGET_S * 1e3,
+        help="Train a quality head for at most this many milliseconds between two engine steps, plus the rest of one "
+        "optimizer step. Default: %(default)s.",
+    )
+    group.add_argument(
+        "--rollout-feature-ring-mb",
+        metavar="MB",
+        type=_positive,
+        default=FEATURE_RING_BYTES / 2**20,
+        help="Host memory for hidden states of scored candidates that wait for their rewards. Default: %(default)s.",
+    )
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a positive number, got {text!r}")
+    return value
 
 
 def refuse_unsupported(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
@@ -100,6 +141,8 @@ def switch_on(args: argparse.Namespace, default_model: str) -> None:
         if resolved != args.model_tag and args.served_model_name is None:
             args.served_model_name = [args.model_tag]
         args.model_tag = args.model = resolved
+    options = RolloutOptions(args.rollout_train_budget_ms / 1e3, int(args.rollout_feature_ring_mb * 2**20))
+    args.additional_config = options.into(args.additional_config)
     args.scheduler_cls = SCHEDULER_CLS
     args.worker_cls = WORKER_CLS
     if args.block_size is None and current_platform.is_cpu():

@@ -8,19 +8,24 @@ ending   scheduler -> API process: `EngineCoreOutput.kv_transfer_params[ENDING_K
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from vllm_rollout.group.types import CandidateState
+from vllm_rollout.group.judge import Label, Scoring
+from vllm_rollout.group.pruning_plan import PruningPlan
+from vllm_rollout.group.report import ReliabilityBin, RulesReport, ShadowReport, SignalReport
+from vllm_rollout.group.types import Assessment, CandidateState, Confidence, Observation
 
 TAG_KEY = "vllm_rollout"
 ENDING_KEY = "vllm_rollout"
 REPORT_ATTRIBUTE = "vllm_rollout_report"
 SURPLUS = "surplus"
 """Stop reason, beside finish reason `abort`, of a candidate its group gave up."""
+PRUNED = "pruned"
+"""Stop reason, beside finish reason `abort`, of a candidate that its score stopped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +40,10 @@ class CandidateTag:
     early_stop: bool
     output_interval: int
     """Tokens per message to the API process; 1 sends every step's token at once."""
+    scoring: Scoring | None = None
 
     def to_extra_args(self) -> dict[str, Any]:
+        scoring = self.scoring
         return {
             TAG_KEY: [
                 self.group_id,
@@ -45,16 +52,20 @@ class CandidateTag:
                 self.num_candidates,
                 self.early_stop,
                 self.output_interval,
+                scoring and [scoring.rollout_id, scoring.prompt_id, scoring.seed, *astuple(scoring.plan)],
             ]
         }
 
     @classmethod
     def of(cls, extra_args: Mapping[str, Any] | None) -> CandidateTag | None:
         """The tag of a request's `extra_args`; None when it has none."""
-        if not extra_args:
+        if not extra_args or (values := extra_args.get(TAG_KEY)) is None:
             return None
-        fields = extra_args.get(TAG_KEY)
-        return None if fields is None else cls(*fields)
+        *values, scoring = values
+        if scoring is None:
+            return cls(*values)
+        rollout_id, prompt_id, seed, *plan = scoring
+        return cls(*values, Scoring(rollout_id, prompt_id, seed, PruningPlan(*plan)))
 
 
 class RunnerReport(NamedTuple):
@@ -62,6 +73,19 @@ class RunnerReport(NamedTuple):
 
     mean_confidence: np.ndarray
     """float32 [num_rows], by row of the step's batch; NaN for a row that is no candidate's."""
+    due: Sequence[str] = ()
+    """Requests that reached their detection length in this step."""
+    due_values: np.ndarray | None = None
+    """float32 [num_due, 4]: the head's logit (NaN without a head), then the three numbers of `Confidence`."""
+    head_versions: Sequence[int] = ()
+
+    def observations(self) -> Iterator[tuple[str, Observation]]:
+        """Request id and observation of everything that is due."""
+        if self.due_values is None:
+            return
+        for request_id, row, version in zip(self.due, self.due_values.tolist(), self.head_versions, strict=True):
+            logit, *confidence = row
+            yield request_id, Observation(Confidence(*confidence), logit if version else None, version)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +97,14 @@ class EndingNote:
     mean_confidence: float | None
     pauses: Sequence[int] = ()
     """Output lengths at which generation was paused: held outputs blur where vLLM thinks a weight version began."""
+    assessment: Assessment | None = None
 
     def to_params(self, params: dict[str, Any] | None) -> dict[str, Any]:
-        return {**(params or {}), ENDING_KEY: [self.state, self.end_step, self.mean_confidence, list(self.pauses)]}
+        assessment = None if self.assessment is None else list(astuple(self.assessment))
+        return {
+            **(params or {}),
+            ENDING_KEY: [self.state, self.end_step, self.mean_confidence, list(self.pauses), assessment],
+        }
 
     @classmethod
     def take(cls, params: dict[str, Any] | None) -> tuple[EndingNote | None, dict[str, Any] | None]:
@@ -83,4 +112,31 @@ class EndingNote:
         if not params or ENDING_KEY not in params:
             return None, params
         rest = {key: value for key, value in params.items() if key != ENDING_KEY}
-        return cls(*params[ENDING_KEY]), rest or None
+        *values, assessment = params[ENDING_KEY]
+        return cls(*values, None if assessment is None else assessment_of(assessment)), rest or None
+
+
+def assessment_of(values: Sequence[Any]) -> Assessment:
+    """An assessment from its `astuple`, after any codec that turns tuples into lists."""
+    assessment = Assessment(*values)
+    return replace(assessment, confidence=Confidence(*assessment.confidence))
+
+
+def label_of(values: Sequence[Any]) -> Label:
+    """A label from its `astuple`, after any codec that turns tuples into lists."""
+    label = Label(*values)
+    confidence, logit, version = label.observation
+    return replace(
+        label,
+        observation=Observation(Confidence(*confidence), logit, version),
+        assessment=assessment_of(label.assessment),
+    )
+
+
+def rules_report_of(values: Mapping[str, Any]) -> RulesReport:
+    """A report from its `asdict`."""
+    signals = {
+        signal: SignalReport(**{**report, "bins": [ReliabilityBin(**bin) for bin in report["bins"]]})
+        for signal, report in values["signals"].items()
+    }
+    return RulesReport(signals, ShadowReport(**values["active"]), ShadowReport(**values["shadow"]))

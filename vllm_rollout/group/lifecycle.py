@@ -10,10 +10,11 @@ winners among them are the shortest, then the lowest index, whatever the order o
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from vllm_rollout.config import MAX_IDLE_GROUPS
-from vllm_rollout.group.types import CandidateState, EndReason
+from vllm_rollout.group.types import Assessment, CandidateState, EndReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,8 @@ class Group:
     early_stop: bool = True
     closed: bool = False
     """`group_size` usable candidates have finished and the others were given up."""
+    assessments: dict[int, Assessment] = field(default_factory=dict)
+    """Of the candidates that were scored, by index."""
     _candidates: dict[int, _Candidate] = field(default_factory=dict)
     _new: list[int] = field(default_factory=list)
     """Candidates that ended since the last settlement."""
@@ -88,7 +91,7 @@ class Group:
                     self._candidates[index].state = "surplus"
             lost = tuple(i for i in sorted(new) if self._candidates[i].state == "surplus")
             return Settlement(self._give_up(), lost)
-        if not new or not self.early_stop:
+        if not self.early_stop:
             return NOTHING
         ranking = self._ranking()
         if len(ranking) < self.group_size:
@@ -99,6 +102,19 @@ class Group:
         for index in lost:
             self._candidates[index].state = "surplus"
         return Settlement(self._give_up(), lost)
+
+    def num_needed(self, num_due: int, at_least: int) -> int:
+        """How many of `num_due` running candidates have to be kept so that `at_least` candidates can finish."""
+        num_finished = sum(c.state == "finished" for c in self._candidates.values())
+        num_others = num_finished + self._num_running - num_due + self._num_to_come
+        return min(num_due, max(0, at_least - num_others))
+
+    def prune(self, indices: Iterable[int]) -> None:
+        """Verdict on running candidates: their scores stop them. Call `settle` again afterwards."""
+        for index in indices:
+            assert self._candidates[index].state == "running", f"verdict on candidate {index} after its end"
+            self._candidates[index].state = "pruned"
+            self._num_running -= 1
 
     def state(self, index: int) -> CandidateState:
         return self._candidates[index].state
@@ -112,12 +128,15 @@ class Group:
         """Nothing is running and nobody is still to come."""
         return not self._num_running and len(self._candidates) >= self.num_candidates
 
+    @property
+    def _num_to_come(self) -> int:
+        return max(0, self.num_candidates - len(self._candidates))
+
     def _ranking(self) -> list[int]:
         """Usable finished candidates, best first: by itself before truncated, then earlier, shorter, lower index."""
         finished = [(i, c) for i, c in self._candidates.items() if c.state == "finished"]
         num_valid = sum(not c.truncated for _, c in finished)
-        num_to_come = self._num_running + max(0, self.num_candidates - len(self._candidates))
-        if num_valid + num_to_come >= self.group_size:
+        if num_valid + self._num_running + self._num_to_come >= self.group_size:
             finished = [(i, c) for i, c in finished if not c.truncated]
         return [i for i, _ in sorted(finished, key=lambda ic: (ic[1].truncated, ic[1].order, ic[1].num_tokens, ic[0]))]
 

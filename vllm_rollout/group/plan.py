@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from vllm_rollout.config import MAX_GROUP_SIZE
-from vllm_rollout.group.types import Signal
+from vllm_rollout.group.pruning_plan import RANGES, PlanError, PruningPlan, make_pruning_plan
 
 SelectionRule = Literal["first", "shortest", "dual_end"]
 SELECTION_RULES: tuple[SelectionRule, ...] = ("first", "shortest", "dual_end")
@@ -17,45 +17,10 @@ Default = TypeVar("Default", int, None)
 XARG_PREFIX = "rollout_"
 PLAN_XARGS = ("rollout_redundancy", "rollout_early_stop", "rollout_selection", "rollout_num_longest")
 JOIN_XARGS = ("rollout_group_id", "rollout_group_size", "rollout_num_candidates", "rollout_early_stop")
-
-
-PruningRule = Literal["balance", "paper"]
-PRUNING_RULES: tuple[PruningRule, ...] = ("balance", "paper")
-PruningMode = Literal["active", "shadow"]
-PRUNING_MODES: tuple[PruningMode, ...] = ("active", "shadow")
-SIGNALS: tuple[Signal, ...] = ("head", "confidence")
-
-
-class PlanError(ValueError):
-    """A field of a group request is out of its range. `field` names it as the user wrote it."""
-
-    def __init__(self, field: str, message: str) -> None:
-        super().__init__(f"{field}: {message}")
-        self.field = field
-
-
-@dataclass(frozen=True, slots=True)
-class PruningPlan:
-    """How candidates are judged at `detection_length` (ARRoL section 4.2 and A.4)."""
-
-    detection_length: int
-    """Output tokens after which a candidate is scored, L_detect."""
-    rule: PruningRule = "balance"
-    keep_ratio: float = 0.5
-    """Share of scored candidates to keep on average, kappa."""
-    target_positive_ratio: float = 0.5
-    """Success rate wanted among survivors, rho."""
-    strength: float = 0.5
-    """Lambda of the paper's rule; the balance rule solves its own."""
-    min_survival: float = 0.05
-    max_survival: float = 0.95
-    mode: PruningMode = "active"
-    """`shadow`: decide and report, stop nothing."""
-    signal: Signal = "head"
-    allow_fewer: bool = False
-    """Prune even when fewer than `group_size` candidates are left to finish."""
-    min_labels: int = 64
-    """Rewards of either kind, positive and negative, before anything is pruned."""
+PRUNING_XARGS: Mapping[str, str] = {
+    field: f"rollout_{'pruning_' if field in ('rule', 'strength', 'mode') else ''}{field}" for field in RANGES
+}
+"""Field of a PruningPlan -> its name among the xargs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +52,7 @@ class GroupJoin:
     group_size: int
     num_candidates: int
     early_stop: bool = True
+    pruning: PruningPlan | None = None
 
 
 def make_plan(
@@ -95,6 +61,7 @@ def make_plan(
     early_stop: bool | None = None,
     selection: SelectionRule = "first",
     num_longest: int | None = None,
+    pruning: PruningPlan | None = None,
     *,
     max_candidates: int,
     names: Mapping[str, str] | None = None,
@@ -127,12 +94,13 @@ def make_plan(
             f"({max_candidates}), got {group_size} + {redundancy} = {num_candidates}. "
             f"Ask for fewer candidates or start the server with --max-num-seqs {num_candidates}.",
         )
+    _check_can_prune(pruning, group_size, num_candidates, name("redundancy"), name("allow_fewer"))
     if selection not in SELECTION_RULES:
         raise PlanError(name("selection"), f"must be one of {', '.join(SELECTION_RULES)}, got {selection!r}.")
     if selection != "dual_end":
         if num_longest is not None:
             raise PlanError(name("num_longest"), f"only applies to selection dual_end, got selection {selection!r}.")
-        return GroupPlan(group_size, redundancy, early_stop is not False, selection)
+        return GroupPlan(group_size, redundancy, early_stop is not False, selection, pruning=pruning)
     num_longest = 1 if num_longest is None else num_longest
     if not 0 <= num_longest <= group_size:
         raise PlanError(name("num_longest"), f"must be in [0, {name('group_size')}={group_size}], got {num_longest}.")
@@ -142,7 +110,21 @@ def make_plan(
             "cannot be true with selection dual_end: the longest of the pool are known only when the whole pool has "
             "ended. Set it to false, or select first or shortest.",
         )
-    return GroupPlan(group_size, redundancy, False, selection, num_longest)
+    return GroupPlan(group_size, redundancy, False, selection, num_longest, pruning)
+
+
+def _check_can_prune(
+    pruning: PruningPlan | None, group_size: int, num_candidates: int, spare_field: str, allow_field: str
+) -> None:
+    """Raises: PlanError when pruning is asked for and its floor forbids every single verdict."""
+    if pruning is None or pruning.mode == "shadow" or pruning.keep_ratio == 1 or pruning.allow_fewer:
+        return
+    if num_candidates == group_size:
+        raise PlanError(
+            allow_field,
+            f"nothing could ever be pruned: all {num_candidates} candidates are needed for a group of {group_size}. "
+            f"Ask for spare candidates ({spare_field}), or set {allow_field} to true for smaller groups.",
+        )
 
 
 def rollout_xargs(extra_args: Mapping[str, object]) -> dict[str, object]:
@@ -159,7 +141,7 @@ def plan_from_xargs(xargs: Mapping[str, object], n: int, *, max_candidates: int)
     """
     if "rollout_group_id" in xargs:
         return _join_from_xargs(xargs, n, max_candidates)
-    _reject_unknown(xargs, PLAN_XARGS)
+    _reject_unknown(xargs, (*PLAN_XARGS, *PRUNING_XARGS.values()))
     selection = xargs.get("rollout_selection", "first")
     num_longest = _int(xargs, "rollout_num_longest", None)
     early_stop = _bool(xargs, "rollout_early_stop")
@@ -169,13 +151,14 @@ def plan_from_xargs(xargs: Mapping[str, object], n: int, *, max_candidates: int)
         early_stop,
         selection,  # type: ignore[arg-type]  # make_plan checks it
         num_longest,
+        _pruning_from_xargs(xargs),
         max_candidates=max_candidates,
-        names={"group_size": "n", **{field[len(XARG_PREFIX) :]: field for field in PLAN_XARGS}},
+        names={"group_size": "n", **{field[len(XARG_PREFIX) :]: field for field in PLAN_XARGS}, **PRUNING_XARGS},
     )
 
 
 def _join_from_xargs(xargs: Mapping[str, object], n: int, max_candidates: int) -> GroupJoin:
-    _reject_unknown(xargs, JOIN_XARGS)
+    _reject_unknown(xargs, (*JOIN_XARGS, *PRUNING_XARGS.values()))
     group_id = xargs["rollout_group_id"]
     if not isinstance(group_id, str) or not 1 <= len(group_id) <= 256:
         raise PlanError("rollout_group_id", f"must be a string of 1 to 256 characters, got {group_id!r}.")
@@ -200,7 +183,27 @@ def _join_from_xargs(xargs: Mapping[str, object], n: int, max_candidates: int) -
             f"counts all siblings and must be between rollout_group_size ({group_size}) and the server's max_num_seqs "
             f"({max_candidates}), got {num_candidates}. {remedy}",
         )
-    return GroupJoin(group_id, group_size, num_candidates, _bool(xargs, "rollout_early_stop") is not False)
+    pruning = _pruning_from_xargs(xargs)
+    _check_can_prune(pruning, group_size, num_candidates, "rollout_num_candidates", PRUNING_XARGS["allow_fewer"])
+    return GroupJoin(group_id, group_size, num_candidates, _bool(xargs, "rollout_early_stop") is not False, pruning)
+
+
+def _pruning_from_xargs(xargs: Mapping[str, object]) -> PruningPlan | None:
+    given = {field: xargs[name] for field, name in PRUNING_XARGS.items() if xargs.get(name) is not None}
+    if not given:
+        return None
+    detection_length = PRUNING_XARGS["detection_length"]
+    if "detection_length" not in given:
+        raise PlanError(
+            PRUNING_XARGS[next(iter(given))],
+            f"needs {detection_length}, which turns pruning on: output tokens after which a candidate is scored.",
+        )
+    for field in ("detection_length", "min_labels"):
+        if field in given:
+            given[field] = _int(xargs, PRUNING_XARGS[field], None)
+    if "allow_fewer" in given:
+        given["allow_fewer"] = _bool(xargs, PRUNING_XARGS["allow_fewer"])
+    return make_pruning_plan(given, PRUNING_XARGS)
 
 
 def _reject_unknown(xargs: Mapping[str, object], allowed: tuple[str, ...]) -> None:

@@ -21,17 +21,30 @@ class Lengths(NamedTuple):
 def conclude(plan: GroupPlan, endings: Iterable[Ending]) -> GroupResult:
     """Select what a finished group returns, and say why when it falls short.
 
+    With `allow_fewer` pruning may leave fewer than `group_size` candidates: then all of those make a complete group.
+
     Source: DARTS 4.1.2 and Algorithm 2 (dual-end: K shortest + L longest, K + L = M).
     """
     endings = tuple(sorted(endings, key=lambda e: e.index))
     pool = [e for e in endings if e.state == "finished"]
     selected = tuple(sorted(e.index for e in _select(plan, pool)))
-    if len(selected) == plan.group_size:
+    num_wanted = _num_wanted(plan, endings)
+    if len(selected) >= num_wanted:
         return GroupResult("complete", None, selected, endings)
     counts = {state: sum(e.state == state for e in endings) for state in ("failed", "pruned", "surplus")}
     others = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
     reason = f"{len(pool)} of {len(endings)} candidates finished, group_size is {plan.group_size}"
+    if num_wanted < plan.group_size:
+        reason += f", of which pruning left {num_wanted}"
     return GroupResult("incomplete", f"{reason} ({others})" if others else reason, selected, endings)
+
+
+def _num_wanted(plan: GroupPlan, endings: Sequence[Ending]) -> int:
+    """Trajectories that make the group complete; at least one, so that an empty group never is."""
+    if plan.pruning is None or not plan.pruning.allow_fewer:
+        return plan.group_size
+    num_pruned = sum(e.state == "pruned" for e in endings)
+    return max(1, min(plan.group_size, plan.num_candidates - num_pruned))
 
 
 def _select(plan: GroupPlan, pool: Sequence[Ending]) -> list[Ending]:

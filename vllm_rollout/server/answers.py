@@ -9,32 +9,51 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from vllm_rollout.group.types import CandidateState, GroupStatus
+from vllm_rollout.group.types import CandidateState, GroupStatus, Signal
 
 
-class Trajectory(BaseModel):
+class ConfidenceAnswer(BaseModel):
+    """Trace confidence of the first `detection_length` tokens, in nats."""
+
+    mean: float
+    lowest_window: float
+    bottom_windows: float
+
+
+class EndedCandidate(BaseModel):
+    """What every candidate has; all that concerns scores is null without pruning."""
+
     index: int
-    token_ids: list[int]
-    logprobs: list[float] | None = None
-    text: str | None = None
     num_tokens: int
-    finish_reason: str | None
-    stop_reason: int | str | None = None
     score: float | None = None
     success_probability: float | None = None
     survival_probability: float | None = None
+    """With pruning, 1 where nothing was at stake: unscored, cold start, shadow mode."""
+    signal: Signal | None = None
+    head_version: int | None = None
+    confidence: ConfidenceAnswer | None = None
+    score_weight_version: str | None = None
+    """The version that sampled token `detection_length`."""
+    would_prune: bool | None = None
+    """Shadow mode only: active mode would have stopped it."""
+    shadow_survival_probability: float | None = None
+    """Shadow mode only: the survival probability that active mode would have given it."""
+
+
+class Trajectory(EndedCandidate):
+    token_ids: list[int]
+    logprobs: list[float] | None = None
+    text: str | None = None
+    finish_reason: str | None
+    stop_reason: int | str | None = None
     mean_confidence: float | None = None
     weight_versions: list[dict[str, Any]] = []
 
 
-class Candidate(BaseModel):
+class Candidate(EndedCandidate):
     """A candidate that is not among the trajectories."""
 
-    index: int
     state: CandidateState
-    num_tokens: int
-    score: float | None = None
-    survival_probability: float | None = None
 
 
 class UnselectedCandidate(Candidate):
@@ -79,6 +98,7 @@ class Usage(BaseModel):
     num_pruned: int = 0
     num_surplus: int = 0
     num_failed: int = 0
+    num_scored: int = 0
 
 
 class Timing(BaseModel):
@@ -92,6 +112,8 @@ class RolloutAnswer(BaseModel):
     created: int
     model: str
     weight_version: str | None = None
+    warnings: list[str] = []
+    """What was asked for and could not be done, once per request."""
     groups: list[GroupAnswer]
     usage: Usage
     timing: Timing
@@ -140,6 +162,7 @@ class DoneEvent(BaseModel):
     created: int
     model: str
     weight_version: str | None = None
+    warnings: list[str] = []
     usage: Usage
     timing: Timing
 

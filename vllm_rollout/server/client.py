@@ -1,4 +1,4 @@
-"""Clients of `POST /v1/rollouts`, sync and async. Invariant: importing this needs neither vllm nor torch.
+"""Clients of our endpoints, sync and async. Invariant: importing this needs neither vllm nor torch.
 
 Both clients build bodies, read answers and decide on retries with the same functions; they differ in how they wait.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Generator, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 from pydantic import TypeAdapter
@@ -29,10 +29,14 @@ from vllm_rollout.server.client_connection import (
     raise_for_error,
     transport_error,
 )
+from vllm_rollout.server.client_learning import AsyncLearningMethods, Call, LearningMethods, QualityHead
+from vllm_rollout.server.pruning_body import Pruning
 
 __all__ = [
     "AsyncRolloutClient",
     "PromptLike",
+    "Pruning",
+    "QualityHead",
     "RolloutClient",
     "RolloutError",
     "RolloutOptions",
@@ -40,10 +44,11 @@ __all__ = [
     "rollout_body",
 ]
 
+T = TypeVar("T")
 _ANSWER: TypeAdapter[RolloutAnswer] = TypeAdapter(RolloutAnswer)
 
 
-class RolloutClient(Connection):
+class RolloutClient(Connection, LearningMethods):
     """Sync client. Use as a context manager, or call `close`. Safe to share between threads."""
 
     def __init__(self, base_url: str = DEFAULT_URL, **settings: Any) -> None:
@@ -132,15 +137,21 @@ class RolloutClient(Connection):
                 attempt += 1
 
     def _read(self, method: str, path: str, body: object = None, timeout: float | None = None) -> bytes:
+        return self._answer(method, path, body, timeout).content
+
+    def _call(self, call: Call[T]) -> T:
+        return call.read(self._answer(call.method, call.path, call.body, None))
+
+    def _answer(self, method: str, path: str, body: object, timeout: float | None) -> httpx.Response:
         response = self._open(method, path, body, timeout)
         try:
-            content = response.read()
+            response.read()
         except httpx.TransportError as error:
             raise transport_error(error, response.url) from error
         finally:
             response.close()
         raise_for_error(response)
-        return content
+        return response
 
     def _events(self, body: object, timeout: float | None) -> Generator[Event, None, None]:
         response = self._open("POST", "/v1/rollouts", body, timeout)
@@ -158,7 +169,7 @@ class RolloutClient(Connection):
             response.close()
 
 
-class AsyncRolloutClient(Connection):
+class AsyncRolloutClient(Connection, AsyncLearningMethods):
     """Async client. Use as an async context manager, or await `close`."""
 
     def __init__(self, base_url: str = DEFAULT_URL, **settings: Any) -> None:
@@ -235,15 +246,21 @@ class AsyncRolloutClient(Connection):
                 attempt += 1
 
     async def _read(self, method: str, path: str, body: object = None, timeout: float | None = None) -> bytes:
+        return (await self._answer(method, path, body, timeout)).content
+
+    async def _call(self, call: Call[T]) -> T:
+        return call.read(await self._answer(call.method, call.path, call.body, None))
+
+    async def _answer(self, method: str, path: str, body: object, timeout: float | None) -> httpx.Response:
         response = await self._open(method, path, body, timeout)
         try:
-            content = await response.aread()
+            await response.aread()
         except httpx.TransportError as error:
             raise transport_error(error, response.url) from error
         finally:
             await response.aclose()
         raise_for_error(response)
-        return content
+        return response
 
     async def _events(self, body: object, timeout: float | None) -> AsyncGenerator[Event, None]:
         response = await self._open("POST", "/v1/rollouts", body, timeout)

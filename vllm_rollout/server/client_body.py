@@ -12,6 +12,7 @@ from typing import Any, TypedDict, TypeVar
 from pydantic import BaseModel
 
 from vllm_rollout.server.protocol import DualEndSelection, Prompt
+from vllm_rollout.server.pruning_body import Pruning
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -28,6 +29,8 @@ class RolloutOptions(TypedDict, total=False):
     early_stop: stop a group's other candidates when `group_size` valid ones have finished; None: whenever the
         selection allows it.
     selection: which finished candidates make the group: "first", "shortest" or {"dual_end": {"num_longest": 1}}.
+    pruning: score candidates and stop those that will not help training: {"detection_length": 512, …} or a Pruning;
+        None: no pruning.
     sampling: any field of vLLM's SamplingParams except n.
     return_text: detokenize, and return the text of each trajectory.
     return_logprobs: return the log probability of each sampled token.
@@ -37,6 +40,7 @@ class RolloutOptions(TypedDict, total=False):
 
     early_stop: bool | None
     selection: Selection
+    pruning: Mapping[str, Any] | Pruning | None
     sampling: Mapping[str, Any] | None
     return_text: bool
     return_logprobs: bool
@@ -50,6 +54,7 @@ def rollout_body(
     redundancy: int = 0,
     early_stop: bool | None = None,
     selection: Selection = "first",
+    pruning: Mapping[str, Any] | Pruning | None = None,
     sampling: Mapping[str, Any] | None = None,
     return_text: bool = False,
     return_logprobs: bool = True,
@@ -71,6 +76,7 @@ def rollout_body(
         "redundancy": redundancy,
         "early_stop": early_stop,
         "selection": selection.model_dump() if isinstance(selection, BaseModel) else selection,
+        "pruning": pruning.model_dump(exclude_unset=True) if isinstance(pruning, BaseModel) else pruning,
         "sampling": dict(sampling or {}),
         "return": {"text": return_text, "logprobs": return_logprobs, "unselected": return_unselected},
         "stream": stream,

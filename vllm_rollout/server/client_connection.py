@@ -164,7 +164,8 @@ class Connection:
         self, http: httpx.Client | httpx.AsyncClient, method: str, path: str, body: object, timeout: float | None
     ) -> httpx.Request:
         settings: dict[str, Any] = {} if timeout is None else {"timeout": self._timeout(timeout)}
-        return http.build_request(method, path, json=body, **settings)
+        settings["content" if isinstance(body, bytes) else "json"] = body
+        return http.build_request(method, path, **settings)
 
 
 def parse(form: TypeAdapter[Any], content: bytes) -> Any:

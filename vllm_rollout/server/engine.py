@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
+from vllm_rollout.group.ledger import RewardStatus
 from vllm_rollout.group.plan import GroupPlan
 from vllm_rollout.group.report import ShadowReport, SignalReport
 from vllm_rollout.group.types import Assessment, Ending, Signal
@@ -40,6 +41,8 @@ class PreparedPrompt:
     token_ids: Sequence[int]
     handle: Any
     """The engine's own form of the prompt together with its sampling parameters."""
+    max_tokens: int | None = None
+    """Output tokens its candidates may have; None: not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,18 +74,6 @@ class CandidateEnd:
     """None: never scored (no pruning, or it ended before `detection_length`)."""
 
 
-RewardStatus = Literal["accepted", "duplicate", "conflict", "unknown", "unfinished", "unscored"]
-"""What became of a posted reward.
-
-accepted    it teaches calibration and head
-duplicate   the same reward came before; nothing changes
-conflict    another reward came before, and stays
-unknown     no such candidate, or forgotten: too many came after it
-unfinished  the candidate is running, or was stopped (pruned, surplus, failed): no reward is expected
-unscored    the candidate ended before `detection_length`: there is nothing to learn from
-"""
-
-
 @dataclass(frozen=True, slots=True)
 class Reward:
     """The reward of one trajectory, as the client posted it."""
@@ -90,6 +81,8 @@ class Reward:
     prompt_id: str
     index: int
     reward: float
+    positive: bool
+    """The reward is above the threshold: the label that calibration and head learn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +95,8 @@ class RewardsReceipt:
     """Labels the quality head is going to train on now; fewer than accepted when features were evicted."""
     head_version: int
     """The version before that training."""
+    detection_length: int
+    """Of the rollout's pruning."""
 
 
 @dataclass(frozen=True, slots=True)

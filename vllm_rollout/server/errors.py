@@ -13,8 +13,8 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from vllm_rollout.server.answers import ErrorAnswer, ErrorBody
+from vllm_rollout.server.body import UNION_TAGS
 from vllm_rollout.server.engine import RequestError
-from vllm_rollout.server.protocol import UNION_TAGS, RolloutRequest
 
 MAX_REPORTED_ERRORS = 5
 MAX_VALUE_CHARS = 80
@@ -72,12 +72,15 @@ def explain_unreadable(error: HTTPException) -> RequestError:
     return RequestError(str(error.detail), status=error.status_code)
 
 
-def explain_invalid(error: RequestValidationError) -> RequestError:
-    """FastAPI's list of errors as one sentence each, the first one's field as `param`."""
+def explain_invalid(error: RequestValidationError, body: type[BaseModel] | None) -> RequestError:
+    """FastAPI's list of errors as one sentence each, the first one's field as `param`.
+
+    `body` is the model of the body, whose descriptions say what is allowed.
+    """
     problems = []
     param = None
     for problem in error.errors()[:MAX_REPORTED_ERRORS]:
-        field, message = _problem(problem)
+        field, message = _problem(problem, body)
         param = param or field or None
         problems.append(f"{field}: {message}" if field else message)
     left_out = len(error.errors()) - len(problems)
@@ -86,7 +89,7 @@ def explain_invalid(error: RequestValidationError) -> RequestError:
     return RequestError("; ".join(problems), param=param)
 
 
-def _problem(problem: dict[str, Any]) -> tuple[str, str]:
+def _problem(problem: dict[str, Any], body: type[BaseModel] | None) -> tuple[str, str]:
     """Field (may be empty) and message of one of pydantic's errors."""
     location = tuple(part for part in problem["loc"][1:] if part not in UNION_TAGS)
     field = ".".join(_short(str(part)) for part in location)
@@ -105,7 +108,7 @@ def _problem(problem: dict[str, Any]) -> tuple[str, str]:
         return "", _not_an_object(problem)
     if problem["type"] != "missing":
         message = f"{message.replace('Input should', 'should', 1)}, got {_short(problem.get('input'))}"
-    description = _describe_field(location)
+    description = None if body is None or problem["loc"][0] != "body" else _describe_field(body, location)
     return field, f"{message}. {description}" if description else message
 
 
@@ -124,9 +127,9 @@ def _short(value: Any) -> str:
     return repr(text[:MAX_VALUE_CHARS] + "…") if len(text) > MAX_VALUE_CHARS else text
 
 
-def _describe_field(location: tuple[int | str, ...]) -> str | None:
-    """What a field of RolloutRequest takes, in the words of its description."""
-    models: list[type[BaseModel]] = [RolloutRequest]
+def _describe_field(body: type[BaseModel], location: tuple[int | str, ...]) -> str | None:
+    """What a field of the body takes, in the words of its description."""
+    models: list[type[BaseModel]] = [body]
     description = None
     for part in location:
         if isinstance(part, int) or part in UNION_TAGS:

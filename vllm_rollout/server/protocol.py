@@ -5,11 +5,9 @@ Invariant: an unknown field is an error that names it, and what is accepted can 
 
 from __future__ import annotations
 
-import math
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    BaseModel,
     ConfigDict,
     Discriminator,
     Field,
@@ -19,36 +17,12 @@ from pydantic import (
     Tag,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
 
 from vllm_rollout.config import MAX_GROUP_SIZE, MAX_PROMPTS
+from vllm_rollout.server.body import MAX_INT, Body, check_json
+from vllm_rollout.server.pruning_body import Pruning
 
-MIN_INT, MAX_INT = -(2**63), 2**63 - 1
-"""Integers that can travel to the engine: 64 bit, signed."""
-MAX_DEPTH = 32
-"""Levels of nesting inside messages and sampling."""
 MAX_STREAM_TOKENS = 1_000_000
-UNION_TAGS = frozenset({"<name>", "<object>"})
-"""Parts that pydantic puts into an error's location and that are no part of the body."""
-
-
-class Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _known_fields(cls, value: Any) -> Any:
-        """One error for the first unknown field: a body of a million of them costs no more than one."""
-        if isinstance(value, dict):
-            known = [field.alias or name for name, field in cls.model_fields.items()]
-            for name in value:
-                if name not in known:
-                    raise PydanticCustomError(
-                        "unknown_field",
-                        "is not a field of this version; allowed here: {allowed}. Leave it out",
-                        {"field": name.encode(errors="backslashreplace").decode(), "allowed": ", ".join(known)},
-                    )
-        return value
 
 
 class Prompt(Body):
@@ -73,7 +47,7 @@ class Prompt(Body):
         if len(forms) != 1:
             got = " and ".join(forms) or "none of them"
             raise ValueError(f"give exactly one of messages, prompt, prompt_token_ids, got {got}")
-        _check_json(self.messages, "messages")
+        check_json(self.messages, "messages")
         return self
 
 
@@ -117,6 +91,7 @@ class RolloutRequest(Body):
                     "prompts": [{"id": "q1", "messages": [{"role": "user", "content": "What is 17 + 25?"}]}],
                     "group_size": 8,
                     "redundancy": 8,
+                    "pruning": {"detection_length": 64, "keep_ratio": 0.5},
                     "sampling": {"temperature": 1.0, "max_tokens": 512},
                 },
                 {
@@ -155,6 +130,11 @@ class RolloutRequest(Body):
         description='Which finished candidates make the group: "first", "shortest" or '
         '{"dual_end": {"num_longest": 1}}.',
     )
+    pruning: Pruning | None = Field(
+        default=None,
+        description="Score candidates at a detection length and stop those that will not help: an object such as "
+        '{"detection_length": 512, "keep_ratio": 0.5}. Default: no pruning.',
+    )
     sampling: dict[str, Any] = Field(
         default_factory=dict,
         description="Any field of vLLM's SamplingParams except n: temperature, max_tokens, seed, …",
@@ -180,35 +160,5 @@ class RolloutRequest(Body):
                     "(a prompt without an id takes its position)"
                 )
             seen.add(prompt_id)
-        _check_json(self.sampling, "sampling")
+        check_json(self.sampling, "sampling")
         return self
-
-
-def _check_json(value: Any, where: str) -> None:
-    """Raises: ValueError for what Python's JSON parser lets through and no engine can take."""
-    pending = [(value, where, 0)]
-    while pending:
-        value, where, depth = pending.pop()
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{where}: must be a finite number, got {value}")
-        if isinstance(value, int) and not MIN_INT <= value <= MAX_INT:
-            raise ValueError(f"{where}: must be an integer from {MIN_INT} to {MAX_INT} (64 bit), got {value}")
-        if isinstance(value, str) and not _is_unicode(value):
-            raise ValueError(f"{where}: must be valid Unicode text, got an unpaired surrogate")
-        if not isinstance(value, (dict, list)):
-            continue
-        if depth == MAX_DEPTH:
-            raise ValueError(f"{where}: is nested more than {MAX_DEPTH} levels deep; flatten it")
-        if isinstance(value, dict):
-            pending += ((key, where, depth + 1) for key in value)
-            pending += ((item, f"{where}.{key}", depth + 1) for key, item in value.items())
-        else:
-            pending += ((item, f"{where}.{position}", depth + 1) for position, item in enumerate(value))
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -5,6 +5,7 @@ generated = returned + wasted tokens.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable
@@ -26,14 +27,15 @@ from vllm_rollout.server.answers import (
     GroupLengths,
     RolloutAnswer,
     Timing,
-    TokensEvent,
     Trajectory,
     TrajectoryEvent,
-    UnselectedCandidate,
     Usage,
 )
+from vllm_rollout.server.ended import candidate_of, tokens_of, trajectory_of
 from vllm_rollout.server.engine import CandidateEnd, CandidateTokens, Engine, PreparedPrompt, PromptInput, RequestError
+from vllm_rollout.server.learning import LearningService
 from vllm_rollout.server.protocol import DualEndSelection, Return, RolloutRequest
+from vllm_rollout.server.scoring_log import ScoringLog
 
 EVENT_BUFFER = 256
 """Events that wait for a slow reader before the groups that make them wait too; groups of other requests never do."""
@@ -50,6 +52,11 @@ class Rollout:
     prompts: list[PreparedPrompt]
     wanted: Return
     stream_tokens: int | None
+    pruning_seed: int
+    """What chance depends on: the same seeded request gives the same verdicts."""
+    scoring: ScoringLog | None
+    """None without pruning."""
+    warnings: list[str] = field(default_factory=list)
     usage: Usage = field(default_factory=Usage)
     timing: Timing = field(default_factory=Timing)
     versions: set[str] = field(default_factory=set)
@@ -67,6 +74,7 @@ class RolloutService:
         self._engine = engine
         self._metrics = metrics
         self._clock = clock
+        self.learning = LearningService(engine, metrics, clock)
 
     async def prepare(self, request: RolloutRequest) -> Rollout:
         """Check everything before anything is launched.
@@ -74,6 +82,8 @@ class RolloutService:
         Raises: RequestError that names the field.
         """
         plan = self._plan(request)
+        if plan.pruning is not None and (refusal := self._engine.pruning_refusal) is not None:
+            raise RequestError(f"pruning: {refusal}", param="pruning")
         inputs = [
             PromptInput(
                 prompt.id if prompt.id is not None else str(position),
@@ -91,6 +101,7 @@ class RolloutService:
             want_logprobs=request.return_.logprobs,
             want_text=request.return_.text,
         )
+        seed = request.sampling.get("seed")
         rollout = Rollout(
             id=f"rollout-{uuid.uuid4().hex}",
             created=int(time.time()),
@@ -99,6 +110,8 @@ class RolloutService:
             prompts=prompts,
             wanted=request.return_,
             stream_tokens=request.stream_tokens,
+            pruning_seed=seed if isinstance(seed, int) else secrets.randbits(62),
+            scoring=None if plan.pruning is None else ScoringLog(plan, plan.pruning),
         )
         rollout.usage.prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         return rollout
@@ -125,6 +138,7 @@ class RolloutService:
             created=rollout.created,
             model=rollout.model,
             weight_version=rollout.weight_version,
+            warnings=rollout.warnings,
             groups=[groups[prompt.id] for prompt in rollout.prompts],
             usage=rollout.usage,
             timing=rollout.timing,
@@ -156,11 +170,13 @@ class RolloutService:
                 else:
                     yield event
             rollout.timing.latency_s = self._clock() - started
+            await self._warn(rollout)
             yield DoneEvent(
                 id=rollout.id,
                 created=rollout.created,
                 model=rollout.model,
                 weight_version=rollout.weight_version,
+                warnings=rollout.warnings,
                 usage=rollout.usage,
                 timing=rollout.timing,
             )
@@ -180,11 +196,20 @@ class RolloutService:
                 request.early_stop,
                 selection,
                 num_longest,
+                None if request.pruning is None else request.pruning.plan(),
                 max_candidates=self._engine.max_num_seqs,
-                names={"num_longest": "selection.dual_end.num_longest"},
+                names={"num_longest": "selection.dual_end.num_longest", "allow_fewer": "pruning.allow_fewer"},
             )
         except PlanError as error:
             raise RequestError(str(error), param=error.field) from error
+
+    async def _warn(self, rollout: Rollout) -> None:
+        if rollout.scoring is None:
+            return
+        report = None
+        if rollout.scoring.num_cold:
+            report = await self.learning.report_if_any(rollout.scoring.plan.detection_length)
+        rollout.warnings = rollout.scoring.warnings(report)
 
     async def _group_events(
         self, rollout: Rollout, prompt: PreparedPrompt, position: int, started: float
@@ -195,15 +220,25 @@ class RolloutService:
 
         def named(end: CandidateEnd) -> TrajectoryEvent:
             sent.add(end.ending.index)
-            return TrajectoryEvent(prompt_id=prompt.id, group_id=group_id, trajectory=_trajectory(end, rollout.wanted))
+            trajectory = trajectory_of(end, rollout.wanted, plan.pruning)
+            return TrajectoryEvent(prompt_id=prompt.id, group_id=group_id, trajectory=trajectory)
 
-        stream = self._engine.run_group(group_id, plan, prompt, stream_tokens=rollout.stream_tokens)
+        stream = self._engine.run_group(
+            group_id,
+            plan,
+            prompt,
+            stream_tokens=rollout.stream_tokens,
+            rollout_id=rollout.id,
+            pruning_seed=rollout.pruning_seed,
+        )
         async with aclosing(stream) as happenings:
             async for happening in happenings:
                 if isinstance(happening, CandidateTokens):
-                    yield _tokens(prompt.id, happening, rollout.wanted)
+                    yield tokens_of(prompt.id, happening, rollout.wanted)
                     continue
                 ends[happening.ending.index] = happening
+                if happening.assessment is not None:
+                    self._metrics.candidate_scored(happening.assessment)
                 # With early stop the engine counts exactly group_size winners: each of them is sure at its end.
                 if plan.early_stop and happening.ending.valid:
                     yield named(happening)
@@ -213,9 +248,11 @@ class RolloutService:
                 yield named(ends[index])
         for ending in result.endings:
             if ending.index not in sent:
-                candidate = _candidate(ends[ending.index], rollout.wanted)
+                candidate = candidate_of(ends[ending.index], rollout.wanted, plan.pruning)
                 yield CandidateEvent(prompt_id=prompt.id, group_id=group_id, candidate=candidate)
         latency_s = self._clock() - started
+        if rollout.scoring is not None:
+            rollout.scoring.group_over(prompt, ends.values())
         _account(rollout, result, ends, latency_s)
         self._metrics.group_over(result, latency_s)
         yield GroupEvent(
@@ -238,47 +275,10 @@ def _account(rollout: Rollout, result: GroupResult, ends: dict[int, CandidateEnd
     usage.returned_tokens += returned
     usage.wasted_tokens += generated - returned
     usage.num_candidates += len(result.endings)
+    usage.num_scored += sum(end.assessment is not None for end in ends.values())
     for ending in result.endings:
         counter = f"num_{ending.state}"
         setattr(usage, counter, getattr(usage, counter) + 1)
     if rollout.timing.time_to_first_group_s is None:
         rollout.timing.time_to_first_group_s = latency_s
     rollout.versions.update(span["version"] for end in ends.values() for span in end.weight_versions)
-
-
-def _trajectory(end: CandidateEnd, wanted: Return) -> Trajectory:
-    return Trajectory(
-        index=end.ending.index,
-        token_ids=list(end.token_ids),
-        logprobs=list(end.logprobs) if wanted.logprobs and end.logprobs is not None else None,
-        text=end.text if wanted.text else None,
-        num_tokens=end.ending.num_tokens,
-        finish_reason=end.finish_reason,
-        stop_reason=end.stop_reason,
-        mean_confidence=end.mean_confidence,
-        weight_versions=list(end.weight_versions),
-    )
-
-
-def _candidate(end: CandidateEnd, wanted: Return) -> Candidate:
-    ending = end.ending
-    if not wanted.unselected:
-        return Candidate(index=ending.index, state=ending.state, num_tokens=ending.num_tokens)
-    return UnselectedCandidate(
-        index=ending.index,
-        state=ending.state,
-        num_tokens=ending.num_tokens,
-        token_ids=list(end.token_ids),
-        logprobs=list(end.logprobs) if wanted.logprobs and end.logprobs is not None else None,
-        text=end.text if wanted.text else None,
-    )
-
-
-def _tokens(prompt_id: str, tokens: CandidateTokens, wanted: Return) -> TokensEvent:
-    return TokensEvent(
-        prompt_id=prompt_id,
-        index=tokens.index,
-        offset=tokens.offset,
-        token_ids=list(tokens.token_ids),
-        logprobs=list(tokens.logprobs) if wanted.logprobs and tokens.logprobs is not None else None,
-    )

@@ -1,37 +1,30 @@
-"""Operators on logits: the torch reference, which is the specification, and the dispatch.
+"""Operators of the tracker: what each takes, gives and refuses.
 
 An operator has one name and up to three implementations: C++ for CPU tensors (csrc/), Triton for CUDA tensors
-(kernels/triton/) and torch for everything else. Which one is active is decided once per device type, with the
-reason when a faster one is not; `VLLM_ROLLOUT_OPS=torch` forces the reference.
+(kernels/triton/) and torch (reference.py), which is the specification and serves everything else. dispatch.py says
+which one is active.
 """
 
-import functools
-import os
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+from vllm_rollout.tracker.dispatch import Implementation, active_implementation
+from vllm_rollout.tracker.reference import GroupLengths, GroupMoments, TokenStats
 
-OPS_VARIABLE = "VLLM_ROLLOUT_OPS"
-OPS_CHOICES = ("auto", "torch")
-
-NO_TOKEN = -1
-"""Entry of `sampled` for a row that has no token in this step."""
-
-
-class TokenStats(NamedTuple):
-    """Per row of logits, float32 [num_rows] each."""
-
-    logprob: Tensor
-    """Natural logarithm of the sampled token's probability; NaN for a row without a token."""
-    entropy: Tensor
-    """Entropy of the distribution over the vocabulary, in nats."""
-    confidence: Tensor
-    """Mean over the vocabulary of -log(probability), in nats; larger for a more peaked distribution."""
+__all__ = [
+    "GroupLengths",
+    "GroupMoments",
+    "Implementation",
+    "TokenStats",
+    "active_implementation",
+    "group_moments",
+    "quality_head",
+    "token_stats",
+    "update_group_lengths",
+    "update_lengths",
+    "windowed_confidence",
+]
 
 
 def token_stats(logits: Tensor, sampled: Tensor) -> TokenStats:
@@ -53,116 +46,82 @@ def token_stats(logits: Tensor, sampled: Tensor) -> TokenStats:
     return active_implementation(logits.device.type).compute(logits, sampled)
 
 
-def token_stats_reference(logits: Tensor, sampled: Tensor) -> TokenStats:
-    """The specification of `token_stats`, in torch and on any device; it writes several [num_rows, vocab_size]."""
-    check_arguments(logits, sampled)
-    check_token_ids(sampled, vocab_size=logits.shape[1])
-    z = logits.float()
-    # Not z - logsumexp(z), which loses the digits of a distribution around logits of 1e4. A row with nothing left,
-    # a NaN or +inf is NaN throughout from here on.
-    logprobs = z.log_softmax(dim=1)
-    unmasked = z != -torch.inf
-    surprisal = torch.where(unmasked, -logprobs, 0.0)
-    logprob = logprobs.gather(1, sampled.clamp(min=0)[:, None])[:, 0]
-    return TokenStats(
-        logprob=logprob.masked_fill(sampled == NO_TOKEN, torch.nan),
-        entropy=(logprobs.exp() * surprisal).sum(dim=1),
-        confidence=surprisal.sum(dim=1) / unmasked.sum(dim=1),
-    )
+def quality_head(hidden: Tensor, rows: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    """The quality head's logit of the due rows: relu(hidden[rows] @ w1.T + b1) @ w2 + b2, float32 [num_due].
+
+    hidden: float32, bfloat16 or float16 [num_rows, hidden_size], stride(1) == 1.
+    rows: int64 [num_due], the rows to score; none returns an empty tensor and launches nothing.
+    w1, b1, w2, b2: float32 [num_hidden, hidden_size], [num_hidden], [num_hidden], [1], all on the device of hidden.
+
+    Sums are made in float32. Implementations agree within 1e-5 of what the sums would be without signs:
+    (abs(hidden[rows]) @ abs(w1).T + abs(b1)) @ abs(w2) + abs(b2).
+
+    Raises ValueError for a wrong dtype, shape, stride or device and, on the CPU, for a row that does not exist; on
+    CUDA, where looking would make the host wait, such a row's score is NaN.
+
+    Source: ARRoL section 4.1, a two-layer MLP on the last hidden state.
+    """
+    return active_implementation(hidden.device.type, "quality_head").compute(hidden, rows, w1, b1, w2, b2)
 
 
-def check_arguments(logits: Tensor, sampled: Tensor) -> None:
-    """Raise ValueError unless dtypes, shapes, strides and devices are those of `token_stats`; reads no data."""
-    if logits.dtype not in LOGITS_DTYPES:
-        raise ValueError(f"logits must be float32, bfloat16 or float16, got {logits.dtype}")
-    if logits.dim() != 2 or logits.shape[1] < 1:
-        raise ValueError(f"logits must be [num_rows, vocab_size] with vocab_size >= 1, got {list(logits.shape)}")
-    if logits.stride(1) != 1 and logits.shape[1] > 1:
-        raise ValueError(f"logits must have stride(1) == 1, got {logits.stride(1)}: call .contiguous() on them")
-    if sampled.dtype != torch.int64:
-        raise ValueError(f"sampled must be int64, got {sampled.dtype}")
-    if sampled.shape != logits.shape[:1]:
-        raise ValueError(f"sampled must be [num_rows] = [{logits.shape[0]}], got {list(sampled.shape)}")
-    if sampled.device != logits.device:
-        raise ValueError(f"sampled must be on the device of logits, {logits.device}, got {sampled.device}")
+def update_lengths(slots: Tensor, values: Tensor, counts: Tensor, means: Tensor, m2s: Tensor) -> Tensor:
+    """Take one value per candidate into its running statistics; its running mean per row, float32 [num_rows].
+
+    slots: int64 [num_rows], distinct; -1 for a row that is no candidate's, whose running mean is NaN.
+    values: float32 [num_rows], such as the confidence of the token that the row sampled.
+    counts, means, m2s: float32 [capacity], contiguous, updated in place: the number of values so far, which is the
+    candidate's length in tokens, their mean and the sum of their squared differences from it (Welford). A NaN stays.
+    After 1e6 values the mean is within 1e-4 of the true one, relative, and M2 within 1e-3.
+
+    Raises ValueError for a wrong dtype, shape, stride or device and, on the CPU, for a slot that does not exist,
+    before anything is changed; on CUDA such a row is one without a slot.
+    """
+    return active_implementation(counts.device.type, "update_lengths").compute(slots, values, counts, means, m2s)
 
 
-def check_token_ids(sampled: Tensor, vocab_size: int) -> None:
-    """Raise ValueError unless every entry is -1 or a token id. Looks at CPU tensors only."""
-    if sampled.device.type != "cpu":
-        return
-    wrong = ((sampled < NO_TOKEN) | (sampled >= vocab_size)).nonzero()
-    if len(wrong):
-        row = wrong[0].item()
-        raise ValueError(f"sampled[{row}] must be -1 or in [0, {vocab_size}), got {sampled[row].item()}")
+def group_moments(counts: Tensor, groups: Tensor, finished: Tensor, num_groups: int) -> GroupMoments:
+    """Number, mean and M2 of the candidates' lengths in every group, of those that run and of those that finished.
+
+    counts: float32 [capacity], contiguous: lengths in tokens, each exact up to 2**24.
+    groups: int64 [capacity], contiguous: the group of the slot's candidate, -1 for a free slot.
+    finished: bool [capacity], contiguous.
+
+    Computed in float64, in which a sum of lengths is exact, and rounded once.
+
+    Raises ValueError for a wrong dtype, shape, stride or device and, on the CPU, for a group that does not exist; on
+    CUDA such a slot counts for no group.
+    """
+    return active_implementation(counts.device.type, "group_moments").compute(counts, groups, finished, num_groups)
 
 
-@dataclass(frozen=True, slots=True)
-class Implementation:
-    """Which implementation serves a device type."""
-
-    name: Literal["c++", "triton", "torch"]
-    reason: str | None
-    """Why a faster one is not active; None when this is the fastest there is."""
-    compute: Callable[[Tensor, Tensor], TokenStats] = field(repr=False, compare=False)
-
-
-@functools.cache
-def active_implementation(device_type: str) -> Implementation:
-    """The implementation of `token_stats` for tensors on `device_type`, such as "cpu" or "cuda"."""
-    choice = os.environ.get(OPS_VARIABLE, "auto")
-    if choice not in OPS_CHOICES:
-        raise ValueError(f"{OPS_VARIABLE} must be one of {', '.join(OPS_CHOICES)}, got {choice!r}")
-    if choice == "torch":
-        return Implementation("torch", f"{OPS_VARIABLE}=torch", token_stats_reference)
-    if device_type == "cpu":
-        return _cpp_or_reference()
-    if device_type == "cuda":
-        return _triton_or_reference()
-    return Implementation("torch", f"no kernel for device type {device_type!r}", token_stats_reference)
+def update_group_lengths(
+    slots: Tensor,
+    values: Tensor,
+    counts: Tensor,
+    means: Tensor,
+    m2s: Tensor,
+    groups: Tensor,
+    finished: Tensor,
+    num_groups: int,
+) -> GroupLengths:
+    """`update_lengths`, then `group_moments` of the counts it left; on CUDA in one launch."""
+    implementation = active_implementation(counts.device.type, "update_group_lengths")
+    return implementation.compute(slots, values, counts, means, m2s, groups, finished, num_groups)
 
 
-def _cpp_or_reference() -> Implementation:
-    try:
-        from vllm_rollout import _C  # noqa: F401  (importing it registers the operators)
-    except ModuleNotFoundError:
-        return Implementation("torch", "vllm_rollout._C is not built: run `make install`", token_stats_reference)
-    except ImportError as error:
-        reason = f"vllm_rollout._C does not load ({error}): run `make install` to rebuild it"
-        return Implementation("torch", reason, token_stats_reference)
+def windowed_confidence(trace: Tensor, lengths: Tensor, window: int) -> Tensor:
+    """Trace confidence of candidates, float32 [num_due, 3]: mean, lowest window, bottom windows.
 
-    operator = torch.ops.vllm_rollout.token_stats.default
-    torch.library.register_fake("vllm_rollout::token_stats")(_token_stats_fake)
+    trace: float32 [num_due, max_len], the confidence of each token; entries at and after the length are not read.
+    lengths: int64 [num_due], 0 to max_len.
+    window: consecutive tokens of one window; a shorter trace has one window, the whole of it.
 
-    def compute(logits: Tensor, sampled: Tensor) -> TokenStats:
-        try:
-            return TokenStats(*operator(logits, sampled))
-        except RuntimeError:
-            # The operator made the same checks; repeating them here, only now, raises the same ValueError as the
-            # other implementations at no cost to a call that succeeds.
-            check_arguments(logits, sampled)
-            check_token_ids(sampled, vocab_size=logits.shape[1])
-            raise
+    The lowest window is the lowest mean of all windows at stride 1, the bottom windows are the mean of the lowest
+    tenth of them, rounded down to whole windows but at least one. An empty trace, or one with a NaN or an infinity,
+    gives NaN three times.
 
-    return Implementation("c++", None, compute)
+    Raises ValueError for a wrong dtype, shape or device and, on the CPU, for a length out of range.
 
-
-def _triton_or_reference() -> Implementation:
-    try:
-        from vllm_rollout.kernels.token_stats import token_stats_triton
-    except ModuleNotFoundError as error:
-        name = "triton" if error.name == "triton" else "vllm_rollout.kernels"
-        how = "pip install triton" if error.name == "triton" else "run `make install`"
-        return Implementation("torch", f"{name} is not installed: {how}", token_stats_reference)
-
-    def compute(logits: Tensor, sampled: Tensor) -> TokenStats:
-        check_arguments(logits, sampled)
-        return TokenStats(*token_stats_triton(logits, sampled))
-
-    return Implementation("triton", None, compute)
-
-
-def _token_stats_fake(logits: Tensor, sampled: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Shapes and dtypes of the operator's results, for torch.compile."""
-    logprob, entropy, confidence = (logits.new_empty(logits.shape[0], dtype=torch.float32) for _ in range(3))
-    return logprob, entropy, confidence
+    Source: DeepConf (Fu et al. 2025), group confidence, lowest group and bottom 10 % group confidence.
+    """
+    return active_implementation(trace.device.type, "windowed_confidence").compute(trace, lengths, window)

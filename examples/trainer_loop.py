@@ -1,0 +1,64 @@
+"""A trainer's loop that prunes: roll out, check the answers, post the rewards, and the server learns whom to stop.
+
+Needs `vllm-rollout serve` at http://127.0.0.1:8000. In place of the print a trainer would make its update, and weigh
+each trajectory by 1 / survival_probability, so that what was stopped is made up for.
+"""
+
+import random
+import re
+import sys
+
+from vllm_rollout import RolloutClient
+from vllm_rollout.server.answers import RolloutAnswer
+
+PRUNING = {"detection_length": 16, "keep_ratio": 0.5, "min_labels": 16}
+NUM_STEPS = 8
+PROMPTS_PER_STEP = 8
+
+
+def problems(step: int) -> dict[str, tuple[str, str]]:
+    """Prompt id -> (question, right answer)."""
+    chance = random.Random(step)
+    pairs = [(chance.randrange(10, 100), chance.randrange(10, 100)) for _ in range(PROMPTS_PER_STEP)]
+    return {f"{step}-{i}": (f"What is {a} + {b}? Think step by step.", str(a + b)) for i, (a, b) in enumerate(pairs)}
+
+
+def rewards(answer: RolloutAnswer, right: dict[str, str]) -> list[tuple[str, int, float]]:
+    """1 for a trajectory whose last number is the right one."""
+    return [
+        (group.prompt_id, t.index, float(re.findall(r"\d+", t.text or "")[-1:] == [right[group.prompt_id]]))
+        for group in answer.groups
+        for t in group.trajectories
+    ]
+
+
+def main(url: str, num_steps: int = NUM_STEPS) -> None:
+    with RolloutClient(url) as client:
+        client.wait_until_ready(timeout_s=600)
+        for step in range(num_steps):
+            asked = problems(step)
+            answer = client.rollout(
+                [{"id": id, "messages": [{"role": "user", "content": text}]} for id, (text, _) in asked.items()],
+                group_size=4,
+                redundancy=4,
+                pruning=PRUNING,
+                sampling={"temperature": 1.0, "max_tokens": 128, "seed": step},
+                return_text=True,
+            )
+            earned = rewards(answer, {id: right for id, (_, right) in asked.items()})
+            receipt = client.post_rewards(answer.id, earned)
+            weights = [1 / t.survival_probability for group in answer.groups for t in group.trajectories]
+            success = sum(w * reward for w, (_, _, reward) in zip(weights, earned, strict=True)) / sum(weights)
+            print(
+                f"step {step}: {success:.0%} right, {answer.usage.num_pruned} of {answer.usage.num_scored} scored "
+                f"candidates pruned, {receipt.counts.accepted} rewards taken, head version {receipt.head_version}"
+            )
+            for warning in answer.warnings:
+                print(f"  {warning}")
+        report = client.report()
+        for name, signal in report.signals.items():
+            print(f"{name}: {signal.num_positive} positive, {signal.num_negative} negative labels, AUC {signal.auc}")
+
+
+if __name__ == "__main__":
+    main(*(sys.argv[1:] or ["http://127.0.0.1:8000"]))

@@ -1,0 +1,297 @@
+import json
+import random
+from dataclasses import replace
+
+import pytest
+
+from vllm_rollout.config import MAX_LABEL_WEIGHT, REPORT_WINDOW
+from vllm_rollout.group.learning import Learning, label_weight
+from vllm_rollout.group.pruning_plan import PruningPlan
+from vllm_rollout.group.types import Assessment, Confidence, Observation
+
+PLAN = PruningPlan(detection_length=16, min_labels=8, allow_fewer=True)
+SHADOW = replace(PLAN, mode="shadow")
+
+
+def observation(logit: float | None, confidence: float = 10.0, version: int = 1) -> Observation:
+    return Observation(Confidence(0.0, 0.0, confidence), logit, version if logit is not None else 0)
+
+
+def observe_group(rng: random.Random, rate: float = 0.3, size: int = 16) -> tuple[list[bool], dict[int, Observation]]:
+    """Labels, and scores that tell them apart: logits well, confidences badly."""
+    positives = [rng.random() < rate for _ in range(size)]
+    return positives, {
+        i: observation(rng.gauss(1.7 * (y - 0.5), 1), 10 + rng.gauss(0.5 * y, 1)) for i, y in enumerate(positives)
+    }
+
+
+def assess(
+    learning: Learning,
+    observations: dict[int, Observation],
+    plan: PruningPlan = PLAN,
+    earlier: dict[int, Assessment] | None = None,
+    at_least: int = 0,
+    group: str = "g",
+) -> dict[int, Assessment]:
+    return learning.assess(plan, observations, earlier or {}, seed=1, group=group, at_least=at_least)
+
+
+def taught(num_groups: int = 40, plan: PruningPlan = SHADOW, seed: int = 0) -> Learning:
+    """A Learning that has seen groups and the rewards of all that were kept."""
+    learning, rng = Learning(plan.detection_length), random.Random(seed)
+    for g in range(num_groups):
+        positives, observations = observe_group(rng)
+        for i, assessment in assess(learning, observations, plan, group=str(g)).items():
+            if assessment.keep or plan.mode == "shadow":
+                learning.reward(observations[i], assessment, 50 + i, positives[i], str(g), plan.mode == "active")
+    return learning
+
+
+def test_cold_start_keeps_everything_and_says_so():
+    learning = Learning(16)
+    observations = {i: observation(float(i)) for i in range(4)}
+    for assessment in assess(learning, observations).values():
+        assert assessment.cold
+        assert assessment.keep
+        assert assessment.survival_probability == 1.0
+        assert assessment.success_probability is None
+        assert assessment.signal == "head"
+    assert assess(learning, observations)[3].score == 3.0
+
+
+def test_both_labels_are_needed():
+    learning = Learning(16)
+    cold = assess(learning, {0: observation(0.0)})[0]
+    for _ in range(100):
+        learning.reward(observation(1.0), cold, 20, True, "g", True)
+    for _ in range(PLAN.min_labels - 1):
+        learning.reward(observation(-1.0), cold, 20, False, "g", True)
+    assert assess(learning, {0: observation(0.0)})[0].cold
+    learning.reward(observation(-1.0), cold, 20, False, "g", True)
+    assert not assess(learning, {0: observation(0.0)})[0].cold
+
+
+def test_confidence_stands_in_for_an_untrained_head():
+    learning, rng = Learning(16), random.Random(2)
+    for _ in range(10):
+        positives, observations = observe_group(rng)
+        headless = {i: replace(o, logit=None, head_version=0) for i, o in observations.items()}
+        for i, assessment in assess(learning, headless).items():
+            learning.reward(headless[i], assessment, 30, positives[i], "g", True)
+    judged = assess(learning, observations)[0]
+    assert (judged.signal, judged.score) == ("confidence", observations[0].confidence.bottom_windows)
+    assert not judged.cold
+    assert assess(learning, {0: observation(None, 10.0)})[0].signal == "confidence"
+    assert assess(learning, {0: observation(None, 10.0)})[0].head_version == 0
+
+
+def test_plan_may_ask_for_confidence():
+    judged = assess(taught(), {0: observation(0.4, 9.5)}, replace(PLAN, signal="confidence"))[0]
+    assert (judged.signal, judged.score, judged.head_version) == ("confidence", 9.5, 1)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_scores_that_are_no_numbers_judge_nobody(bad):
+    learning = taught()
+    assert assess(learning, {0: observation(bad, 10.0)})[0].signal == "confidence"
+    lost = assess(learning, {0: observation(bad, bad)})[0]
+    assert lost.cold
+    assert lost.keep
+    learning.reward(observation(bad, bad), lost, 20, True, "g", True)
+    assert not assess(learning, {0: observation(0.0)})[0].cold
+
+
+@pytest.mark.parametrize("rule", ["balance", "paper"])
+@pytest.mark.parametrize("keep_ratio", [0.25, 0.5, 0.75])
+def test_the_keep_ratio_is_kept(rule, keep_ratio):
+    plan = replace(PLAN, rule=rule, keep_ratio=keep_ratio)
+    learning, rng = taught(), random.Random(9)
+    survival = [
+        a.survival_probability
+        for g in range(30)
+        for a in assess(learning, observe_group(rng)[1], plan, group=str(g)).values()
+    ]
+    assert sum(survival) / len(survival) == pytest.approx(keep_ratio, abs=1e-6 if rule == "balance" else 0.02)
+
+
+def test_balance_keeps_the_likely_and_paper_the_unlikely_where_success_is_rare():
+    learning = taught()
+    observations = {i: observation(logit) for i, logit in enumerate([-1.5, -1.0, -0.5, 0.0, 0.5, 1.0])}
+    for rule, better in (("balance", 1), ("paper", -1)):
+        judged = assess(learning, observations, replace(PLAN, rule=rule))
+        assert judged[5].success_probability > judged[0].success_probability
+        assert (judged[5].survival_probability - judged[0].survival_probability) * better > 0.2
+
+
+def test_keep_ratio_one_scores_and_keeps_everything():
+    judged = assess(taught(), observe_group(random.Random(4))[1], replace(PLAN, keep_ratio=1.0))
+    assert {(a.keep, a.survival_probability) for a in judged.values()} == {(True, 1.0)}
+    assert all(0 < a.success_probability < 1 for a in judged.values())
+
+
+@pytest.mark.parametrize("at_least", [0, 3, 12, 16])
+def test_floor_is_never_broken(at_least):
+    learning, rng = taught(), random.Random(4)
+    for g in range(30):
+        judged = assess(learning, observe_group(rng)[1], at_least=at_least, group=str(g))
+        assert sum(a.keep for a in judged.values()) >= at_least
+
+
+def test_shadow_decides_as_active_does():
+    observations = observe_group(random.Random(5))[1]
+    active, shadow = assess(taught(), observations), assess(taught(), observations, SHADOW)
+    assert active == shadow
+    assert 0 < sum(a.keep for a in shadow.values()) < 16
+
+
+def test_earlier_siblings_change_the_verdict():
+    """A group that has kept likely ones already wants unlikely ones."""
+    learning = taught()
+    likely = assess(learning, {i: observation(4.0) for i in range(4)})
+    likely = {i: replace(assessment, keep=i < 2) for i, assessment in likely.items()}
+    later = {i: observation(logit) for i, logit in enumerate([-1.0, -0.5, 0.5, 1.0], 4)}
+    alone, after = assess(learning, later), assess(learning, later, earlier=likely)
+    assert alone[7].survival_probability > alone[4].survival_probability
+    assert after[7].survival_probability < after[4].survival_probability
+
+
+def test_order_of_the_batch_does_not_matter():
+    observations = observe_group(random.Random(6))[1]
+    backwards = dict(reversed(observations.items()))
+    first, second = taught(), taught()
+    assert assess(first, observations) == assess(second, backwards)
+    assert first.to_state() == second.to_state()
+
+
+def test_chance_differs_between_groups_and_seeds():
+    learning = taught()
+    observations = {i: observation(0.0) for i in range(16)}
+    verdicts = {
+        tuple(a.keep for a in learning.assess(PLAN, observations, {}, seed=s, group=g, at_least=0).values())
+        for s in range(4)
+        for g in ("a", "b")
+    }
+    assert len(verdicts) == 8
+
+
+def test_labels_of_survivors_weigh_by_their_rarity():
+    """Two labels at survival 1/4 and one at 1: 8 to 1. In shadow mode nobody was at stake: 2 to 1."""
+    assert [label_weight(p) for p in (1.0, 0.25, 0.001)] == [1.0, 4.0, MAX_LABEL_WEIGHT]
+    cold = assess(Learning(16), {0: observation(0.0)})[0]
+    rare = replace(cold, survival_probability=0.25)
+    for active, weight in ((True, 4.0), (False, 1.0)):
+        learning = Learning(16)
+        learning.reward(observation(0.0), rare, 20, True, "g", active)
+        learning.reward(observation(0.0), rare, 20, True, "g", active)
+        learning.reward(observation(0.0), cold, 20, False, "g", active)
+        q = max(learning.calibrators["head"].table())
+        assert q / (1 - q) == pytest.approx(odds_in_own_bin(2 * weight))
+
+
+def odds_in_own_bin(num_positive: float) -> float:
+    """Posterior odds far from the edges, against one negative: spread 7, 128 bins, smoothing 1."""
+    return num_positive * ((num_positive + 1) / (8 * num_positive + 128)) / ((1 + 1) / (8 + 128))
+
+
+def test_report_of_a_signal_uses_what_was_said_before_the_reward():
+    learning = taught(60)
+    report = learning.report()
+    head, confidence = report.signals["head"], report.signals["confidence"]
+    assert head.num_positive + head.num_negative == 60 * 16
+    assert head.auc == pytest.approx(0.885, abs=0.03)
+    assert head.within_group_auc == pytest.approx(0.885, abs=0.04)
+    assert 0.55 < confidence.auc < 0.70
+    assert head.brier < confidence.brier < 0.25
+    num_cold = 960 - sum(b.num_labels for b in head.bins)
+    assert 16 <= num_cold <= 64
+
+
+def test_shadow_report_shows_the_counterfactual():
+    learning = Learning(16)
+    for keep, tokens, positive in [(True, 40, True), (False, 100, False), (False, 10, True), (True, 30, False)]:
+        judged = Assessment("head", 0.0, 0.4, 0.5, keep, 1, Confidence(0, 0, 0))
+        learning.reward(observation(0.0), judged, tokens, positive, "g", False)
+    learning.reward(observation(0.0), replace(judged, cold=True), 99, True, "g", False)
+    shadow = learning.report().shadow
+    assert (shadow.num_scored, shadow.num_pruned, shadow.tokens_saved) == (4, 2, 84)
+    assert (shadow.positive_ratio, shadow.survivors_positive_ratio) == (0.5, 0.5)
+    assert learning.report().active.num_scored == 0
+
+
+def test_active_report_estimates_what_nobody_saw():
+    """Survivors at 1/2 and 1/4 stand for 1 and 3 pruned ones: (1 * 84 + 3 * 4) / 4 tokens each; ratio (0 + 4) / 6."""
+    learning = taught()
+    judged = assess(learning, observe_group(random.Random(8))[1])
+    num_pruned = sum(not a.keep for a in judged.values())
+    survivor = replace(judged[0], keep=True)
+    learning.reward(observation(0.0), replace(survivor, survival_probability=0.5), 100, False, "g", True)
+    learning.reward(observation(0.0), replace(survivor, survival_probability=0.25), 20, True, "g", True)
+    active = learning.report().active
+    assert (active.num_scored, active.num_pruned) == (16, num_pruned)
+    assert active.tokens_saved == num_pruned * 24
+    assert active.positive_ratio == pytest.approx(4 / 6)
+    assert active.survivors_positive_ratio == 0.5
+
+
+@pytest.mark.parametrize("plan", [SHADOW, PLAN])
+def test_restored_learning_decides_and_reports_as_the_saved_one(plan):
+    saved = taught(40, plan)
+    restored = Learning.from_state(json.loads(json.dumps(saved.to_state())))
+    assert restored.report() == saved.report()
+    rng = random.Random(7)
+    for g in range(5):
+        positives, observations = observe_group(rng)
+        judged = assess(saved, observations, plan, group=str(g))
+        assert assess(restored, observations, plan, group=str(g)) == judged
+        for learning in (saved, restored):
+            learning.reward(observations[0], judged[0], 40, positives[0], str(g), True)
+    assert restored.to_state() == saved.to_state()
+
+
+def test_memory_is_bounded():
+    learning = taught(1)
+    judged = assess(learning, {0: observation(0.0)})[0]
+    for i in range(REPORT_WINDOW + 10):
+        learning.reward(observation(0.0), judged, 20, i % 2 == 0, "g", True)
+    assert len(learning.to_state()["outcomes"]) == REPORT_WINDOW
+    for i in range(100):
+        assess(learning, {0: observation(0.0)}, replace(PLAN, rule="paper", keep_ratio=0.3 + i / 1000))
+    assert len(learning._solved) <= 64
+
+
+@pytest.mark.parametrize(
+    "change", [{"outcomes": [[1]]}, {"calibrators": [{"signal": "luck"}]}, {"detection_length": None}, {"verdicts": 3}]
+)
+def test_states_that_were_never_saved_are_refused(change):
+    with pytest.raises(ValueError):  # noqa: PT011 - any message; the caller answers 422
+        Learning.from_state({**taught(2).to_state(), **change})
+
+
+def stream(weighted: bool, plan: PruningPlan, num_groups: int = 140) -> Learning:
+    """Prune by the head; prompts differ in difficulty, success has rate 0.3. Only survivors get rewards."""
+    learning, rng = Learning(16), random.Random(11)
+    for g in range(num_groups):
+        positives, observations = observe_group(rng, rate=rng.betavariate(0.9, 2.1))
+        for i, assessment in assess(learning, observations, plan, group=str(g)).items():
+            if assessment.keep:
+                learning.reward(observations[i], assessment, 20, positives[i], str(g), active=weighted)
+    return learning
+
+
+def confidence_bias(learning: Learning) -> float:
+    """Mean of q - truth by the signal that was not pruned by. Known truth: q averages to the success rate, 0.3."""
+    rng = random.Random(12)
+    probes = [10 + rng.gauss(0.5 * (rng.random() < 0.3), 1) for _ in range(2000)]
+    calibrator = learning.calibrators["confidence"]
+    return sum(map(calibrator.success_probability, probes)) / len(probes) - 0.3
+
+
+@pytest.mark.parametrize(("rule", "sign"), [("balance", 1), ("paper", -1)])
+def test_weighted_labels_stay_right_where_survivors_alone_drift(rule, sign):
+    plan = replace(PLAN, rule=rule)
+    drifted, right = stream(False, plan), stream(True, plan)
+    assert confidence_bias(drifted) * sign > 0.06
+    assert abs(confidence_bias(right)) < 0.03
+    assert (drifted.report().shadow.positive_ratio - 0.3) * sign > 0.06
+    assert right.report().active.positive_ratio == pytest.approx(0.3, abs=0.03)
+    assert (right.report().active.survivors_positive_ratio - 0.3) * sign > 0.06

@@ -1,0 +1,276 @@
+import math
+import random
+import time
+from dataclasses import replace
+from statistics import NormalDist
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from vllm_rollout.config import MAX_STRENGTH
+from vllm_rollout.group.pruning import (
+    SurvivalRule,
+    chance,
+    choose_survivors,
+    compress,
+    group_rule,
+    solve_balance,
+    solve_paper,
+)
+from vllm_rollout.group.pruning_plan import PruningPlan
+
+PLAN = PruningPlan(detection_length=16)
+NORMAL = NormalDist()
+
+
+def calibrated(rate: float, distance: float) -> list[tuple[float, float]]:
+    """(q, weight) of scores that are normal around +-distance / 2 for either label: q is the truth."""
+    points = []
+    for step in range(-120, 121):
+        x = step / 20
+        positive, negative = rate * NORMAL.pdf(x - distance / 2), (1 - rate) * NORMAL.pdf(x + distance / 2)
+        points.append((positive / (positive + negative), positive + negative))
+    return points
+
+
+def kept(rule: SurvivalRule, points: list[tuple[float, float]]) -> tuple[float, float]:
+    """E[p] and E[p q] / E[p]."""
+    mass = sum(w * rule.survival(q) for q, w in points)
+    return mass / sum(w for _, w in points), sum(w * q * rule.survival(q) for q, w in points) / mass
+
+
+def test_survival_is_eq_2_clipped():
+    rule = SurvivalRule(
+        bias=0.1, strength=-0.5, target_positive_ratio=0.5, keep_ratio=0.4, min_survival=0.3, max_survival=0.7
+    )
+    assert rule.survival(0.6) == pytest.approx(0.4 + 0.1 + 0.5 * (0.5 - 0.6))
+    assert rule.survival(0.0) == 0.7
+    assert rule.survival(1.0) == 0.3
+
+
+def test_paper_bias_by_hand():
+    """q 0.2 and 0.6, keep 0.5, rho 0.5, lambda 0.5: p = 0.5 + bias + (0.15, -0.05), so the bias is -0.05."""
+    rule = solve_paper([(0.2, 1.0), (0.6, 1.0)], PLAN)
+    assert rule.bias == pytest.approx(-0.05)
+    assert (rule.survival(0.2), rule.survival(0.6)) == pytest.approx((0.6, 0.4))
+
+
+def test_balance_by_hand():
+    """q 0.2 and 0.6: p = (0.5 -+ d) with 0.2 (0.5 - d) + 0.6 (0.5 + d) = 0.5 gives d = 0.25; strength 2 d / 0.4.
+    With max_survival 0.7 the likely one stops there, and the other follows the mean."""
+    rule = solve_balance([(0.2, 1.0), (0.6, 1.0)], PLAN)
+    assert rule.strength == pytest.approx(1.25, abs=1e-4)
+    assert (rule.survival(0.2), rule.survival(0.6)) == pytest.approx((0.25, 0.75), abs=1e-5)
+    bounded = solve_balance([(0.2, 1.0), (0.6, 1.0)], replace(PLAN, max_survival=0.7))
+    assert (bounded.survival(0.2), bounded.survival(0.6)) == pytest.approx((0.3, 0.7), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("rate", "survivors", "strength"), [(0.30, 0.50, 2.5), (0.70, 0.50, -2.5), (0.50, 0.50, 0.0), (0.14, 0.24, None)]
+)
+def test_balance_on_calibrated_scores(rate, survivors, strength):
+    """A head of AUC 0.88, keep 0.5. At 0.14 the bounds of survival leave no more to gain."""
+    points = calibrated(rate, 1.68)
+    rule = solve_balance(points, PLAN)
+    assert kept(rule, points) == pytest.approx((0.5, survivors), abs=0.006)
+    if strength is None:
+        assert rule.strength == MAX_STRENGTH
+    else:
+        assert rule.strength == pytest.approx(strength, abs=0.1)
+
+
+@pytest.mark.parametrize(("rate", "survivors"), [(0.30, 0.21), (0.50, 0.39), (0.70, 0.61)])
+def test_eq_2_as_printed_keeps_the_unlikely(rate, survivors):
+    points = calibrated(rate, 1.7)
+    assert kept(solve_paper(points, PLAN), points) == pytest.approx((0.5, survivors), abs=0.01)
+
+
+def test_eq_2_with_the_sign_reversed_fits_table_4():
+    points = calibrated(0.30, 1.7)
+    assert kept(solve_paper(points, replace(PLAN, strength=-0.5)), points)[1] == pytest.approx(0.39, abs=0.01)
+
+
+probability = st.floats(0.0, 1.0)
+populations = st.lists(st.tuples(probability, st.floats(0.01, 100.0)), min_size=1, max_size=40)
+plans = st.builds(
+    lambda keep, target, low, high, strength: PruningPlan(16, "balance", keep, target, strength, min(low, high), high),
+    st.floats(0.02, 1.0),
+    st.floats(0.05, 0.95),
+    st.floats(0.01, 0.5),
+    st.floats(0.3, 1.0),
+    st.floats(0.0, 20.0),
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(populations, plans, st.sampled_from([solve_paper, solve_balance]))
+def test_mean_survival_is_the_keep_ratio(points, plan, solve):
+    rule = solve(points, plan)
+    assert kept(rule, points)[0] == pytest.approx(plan.keep_ratio, abs=1e-6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(populations, plans, st.sampled_from([solve_paper, solve_balance]), probability, probability)
+def test_survival_is_monotone_in_q_and_within_bounds(points, plan, solve, a, b):
+    rule = solve(points, plan)
+    low, high = sorted((a, b))
+    difference = rule.survival(high) - rule.survival(low)
+    assert difference * rule.strength >= 0
+    assert min(plan.min_survival, plan.keep_ratio) <= rule.survival(a) <= max(plan.max_survival, plan.keep_ratio)
+
+
+@settings(max_examples=40, deadline=None)
+@given(populations, plans)
+def test_balance_comes_as_near_as_any_strength(points, plan):
+    """Brute force over the strengths: none with the same mean survival is nearer to the target."""
+    target = plan.target_positive_ratio
+    reached = abs(kept(solve_balance(points, plan), points)[1] - target)
+    for i in range(-20, 21):
+        other = solve_paper(points, replace(plan, strength=i / 20 * MAX_STRENGTH))
+        assert reached <= abs(kept(other, points)[1] - target) + 1e-5 / plan.keep_ratio
+
+
+@settings(max_examples=40, deadline=None)
+@given(populations)
+def test_balance_moves_towards_the_target_from_either_side(points):
+    """Lemma 4.1: the sign of the strength is the side on which the population is."""
+    mean = sum(q * w for q, w in points) / sum(w for _, w in points)
+    assume(abs(mean - 0.5) > 0.01)
+    rule = solve_balance(points, PLAN)
+    assert rule.strength * (0.5 - mean) > 0
+    assert abs(kept(rule, points)[1] - 0.5) <= abs(mean - 0.5) + 1e-6
+
+
+def test_keep_ratio_one_keeps_everything():
+    rule = solve_balance([(0.1, 1.0), (0.7, 2.0)], replace(PLAN, keep_ratio=1.0))
+    assert [rule.survival(q) for q in (0.0, 0.5, 1.0)] == [1.0, 1.0, 1.0]
+
+
+def test_no_points_mean_the_keep_ratio():
+    assert solve_balance([], PLAN).survival(0.3) == 0.5
+    assert solve_paper([], PLAN).survival(0.5) == 0.5
+
+
+def test_group_is_balanced_by_its_own_mean():
+    """A group above the target in a population below it: the likely ones go."""
+    population = compress(calibrated(0.2, 1.7))
+    batch = [0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.97]
+    rule = group_rule(batch, [], population, PLAN)
+    assert rule.strength < 0
+    assert solve_balance(population, PLAN).strength > 0
+    assert kept(rule, [(q, 1.0) for q in batch])[0] == pytest.approx(0.5)
+
+
+def test_group_makes_up_for_earlier_siblings():
+    """Two likely ones were kept: as many as possible of the four due now should be unlikely, and fewer are kept."""
+    batch = [0.2, 0.4, 0.6, 0.8]
+    alone = group_rule(batch, [], [], PLAN)
+    after = group_rule(batch, [(0.9, True), (0.9, True)], [], PLAN)
+    assert sum(map(alone.survival, batch)) == pytest.approx(2)
+    assert sum(map(after.survival, batch)) == pytest.approx(1)
+    assert after.strength < 0 == round(alone.strength, 3)
+    spared = group_rule(batch, [(0.9, False), (0.9, False)], [], PLAN)
+    assert sum(map(spared.survival, batch)) == pytest.approx(3)
+
+
+def test_a_sibling_alone_is_judged_by_the_population():
+    population = compress(calibrated(0.2, 1.7))
+    survival = [group_rule([q], [], population, PLAN).survival(q) for q in (0.05, 0.3, 0.6)]
+    assert survival == sorted(survival)
+    assert survival[2] - survival[0] > 0.3
+
+
+def test_compress_keeps_mass_order_and_mean():
+    points = [(0.9, 1.0), (0.1, 2.0), (0.5, 5.0)]
+    parts = compress(points, 4)
+    assert parts == [(0.1, 0.25), (0.5, 0.25), (0.5, 0.25), (pytest.approx(0.7), 0.25)]
+    rng = random.Random(0)
+    points = [(rng.random(), rng.random()) for _ in range(100)]
+    mean = sum(q * w for q, w in points) / sum(w for _, w in points)
+    assert sum(q * w for q, w in compress(points)) == pytest.approx(mean)
+    assert compress([]) == []
+
+
+def test_group_rule_costs_less_than_half_a_millisecond():
+    rng = random.Random(0)
+    population = compress(calibrated(0.3, 1.2))
+    groups = [[rng.random() ** 2 for _ in range(16)] for _ in range(50)]
+    start = time.process_time()
+    for batch in groups:
+        group_rule(batch, [], population, PLAN)
+    assert (time.process_time() - start) / len(groups) < 0.5e-3
+
+
+def test_chance_is_the_same_in_every_process_and_uniform():
+    assert chance(7, "q1", 3) == 0.1678228050004691
+    draws = sorted(chance(0, "group", i) for i in range(2000))
+    assert 0 <= draws[0] <= draws[-1] < 1
+    assert max(abs(draw - (i + 0.5) / 2000) for i, draw in enumerate(draws)) < 1.36 / math.sqrt(2000)
+    assert len({chance(1, "12", 3), chance(11, "2", 3), chance(1, "1", 23), chance(1, "2:3", 1)}) == 4
+
+
+@pytest.mark.parametrize("at_least", [0, 2])
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        (0.3,),
+        (0.9, 0.05),
+        (0.05, 0.05, 0.95, 0.95, 0.5),
+        (0.2,) * 5,
+        (0.95,) * 3,
+        (0.05, 0.07, 0.6, 0.61),
+        (1.0, 0.05, 0.5),
+    ],
+)
+def test_each_is_kept_with_the_probability_that_is_reported(wanted, at_least):
+    trials = 3000
+    counts = [0] * len(wanted)
+    at_least = min(at_least, len(wanted))
+    for seed in range(trials):
+        survivors = choose_survivors(dict(enumerate(wanted)), seed=seed, group="g", at_least=at_least)
+        total = sum(survivors.probabilities.values())
+        assert max(at_least, math.floor(total + 1e-9)) <= len(survivors.kept) <= math.ceil(total - 1e-9)
+        for index in survivors.kept:
+            counts[index] += 1
+    for index, count in enumerate(counts):
+        p = survivors.probabilities[index]
+        # 4.5 standard errors of what a binomial draw would have
+        assert abs(count / trials - p) <= 4.5 * math.sqrt(p * (1 - p) / trials) + 1e-9
+
+
+def test_draws_of_different_indices_and_groups_are_independent():
+    pairs = [
+        (0 in choose_survivors({0: 0.5}, seed=s, group="g").kept, i in choose_survivors({i: 0.5}, seed=s, group=g).kept)
+        for s in range(2000)
+        for i, g in [(1, "g"), (0, "h")]
+    ]
+    assert sum(a == b for a, b in pairs) / len(pairs) == pytest.approx(0.5, abs=0.04)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.dictionaries(st.integers(0, 40), st.floats(0.01, 1.0), max_size=20),
+    st.integers(0, 25),
+    st.integers(0, 1000),
+    st.randoms(use_true_random=False),
+)
+def test_floor_holds_and_the_order_of_siblings_does_not_matter(wanted, at_least, seed, rng):
+    survivors = choose_survivors(wanted, seed=seed, group="g", at_least=at_least)
+    assert len(survivors.kept) >= min(at_least, len(wanted))
+    assert survivors.kept <= wanted.keys() == survivors.probabilities.keys()
+    assert all(wanted[index] <= p <= 1 for index, p in survivors.probabilities.items())
+    if sum(wanted.values()) >= at_least:
+        assert survivors.probabilities == wanted
+    else:
+        assert sum(survivors.probabilities.values()) == pytest.approx(min(at_least, len(wanted)))
+    shuffled = list(wanted.items())
+    rng.shuffle(shuffled)
+    again = choose_survivors(dict(shuffled), seed=seed, group="g", at_least=at_least)
+    assert again.kept == survivors.kept
+    assert again.probabilities == survivors.probabilities
+
+
+def test_the_floor_raises_all_by_the_same_until_they_are_certain():
+    raised = choose_survivors({0: 0.2, 1: 0.4, 2: 0.9}, seed=0, group="g", at_least=2).probabilities
+    assert raised == pytest.approx({0: 0.4, 1: 0.6, 2: 1.0})

@@ -1,0 +1,27 @@
+"""Runs of the scripts beside this file, each in a process of its own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+HERE = Path(__file__).parent
+
+Arguments = tuple[Any, ...]
+
+
+def run_script(name: str, *arguments: Path | str, cache: Path) -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(cache)
+    subprocess.run([sys.executable, HERE / name, *arguments], check=True, env=environment, timeout=120)
+
+
+def interpreted_runs(cases: dict[str, tuple[str, Arguments]], folder: Path) -> dict[str, tuple[Any, Arguments]]:
+    """What Triton's interpreter makes of every case, an operator and its arguments: the kernel's results, and the
+    arguments as it left them."""
+    torch.save(cases, folder / "cases.pt")
+    run_script("triton_interpreter.py", folder / "cases.pt", folder / "results.pt", cache=folder)
+    return torch.load(folder / "results.pt")

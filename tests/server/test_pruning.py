@@ -1,0 +1,260 @@
+"""`pruning` on POST /v1/rollouts: what is scored, what is stopped, and what the answer says of it."""
+
+from __future__ import annotations
+
+from statistics import fmean
+
+import pytest
+
+from vllm_rollout import RolloutClient
+from vllm_rollout.config import MAX_DETECTION_LENGTHS
+from vllm_rollout.group.pruning_plan import MAX_MIN_LABELS
+from vllm_rollout.server.answers import CandidateEvent, DoneEvent, EndedCandidate, RolloutAnswer, TrajectoryEvent
+
+from .fake_engine import FakeEngine
+from .fake_learning import succeeded
+from .learning_steps import DETECTION_LENGTH, PRUNING, body, roll, teach
+
+pytestmark = pytest.mark.anyio
+
+NO_SCORE = {
+    "score": None,
+    "success_probability": None,
+    "survival_probability": None,
+    "signal": None,
+    "head_version": None,
+    "confidence": None,
+    "score_weight_version": None,
+    "would_prune": None,
+    "shadow_survival_probability": None,
+}
+
+
+def everyone(answer: RolloutAnswer) -> list[EndedCandidate]:
+    return [ended for group in answer.groups for ended in (*group.trajectories, *group.candidates)]
+
+
+def scoring(ended: EndedCandidate) -> dict[str, object]:
+    return ended.model_dump(include=set(NO_SCORE))
+
+
+async def test_without_pruning_nothing_is_scored_and_nothing_is_said(http):
+    answer = await roll(http, pruning=None)
+    assert (answer.warnings, answer.usage.num_scored, answer.usage.num_pruned) == ([], 0, 0)
+    assert all(scoring(ended) == NO_SCORE for ended in everyone(answer))
+
+
+async def test_a_cold_start_scores_keeps_everyone_and_says_so_once(http):
+    answer = await roll(http)
+    (warning,) = answer.warnings
+    assert warning.startswith("cold start: 24 of 24 scored candidates were kept")
+    assert "0 positive and 0 negative, min_labels 8 of each" in warning
+    assert "Post rewards to /v1/rollouts/{id}/rewards" in warning
+    assert (answer.usage.num_scored, answer.usage.num_pruned) == (24, 0)
+    for ended in everyone(answer):
+        assert (ended.survival_probability, ended.success_probability, ended.would_prune) == (1.0, None, None)
+        assert (ended.signal, ended.head_version, ended.score) == ("confidence", 0, ended.confidence.bottom_windows)
+        assert ended.confidence.lowest_window <= ended.confidence.bottom_windows <= ended.confidence.mean
+
+
+async def test_a_cold_start_counts_the_labels_there_are(http):
+    await teach(http, 1, group_size=8, redundancy=0, pruning={**PRUNING, "mode": "shadow"})
+    (warning,) = (await roll(http, pruning={**PRUNING, "min_labels": MAX_MIN_LABELS})).warnings
+    counts = warning.split("too few labels: ")[1].split(f", min_labels {MAX_MIN_LABELS}")[0]
+    positive, negative = (int(word) for word in counts.split() if word.isdigit())
+    assert positive + negative == 24
+    assert min(positive, negative) > 0
+
+
+async def test_after_rewards_candidates_are_pruned_with_the_probability_that_is_said(http):
+    await teach(http)
+    answer = await roll(http)
+    assert answer.warnings == []
+    assert answer.usage.num_pruned > 0
+    assert answer.usage.num_scored == 24
+    for group in answer.groups:
+        assert (group.status, len(group.trajectories)) == ("complete", 4)
+        assert {c.num_tokens for c in group.candidates if c.state == "pruned"} <= {DETECTION_LENGTH}
+    for ended in everyone(answer):
+        assert (ended.signal, ended.would_prune, ended.shadow_survival_probability) == ("head", None, None)
+        assert 0 < ended.success_probability < 1
+        assert 0 < ended.survival_probability <= 1
+        assert ended.head_version > 0
+
+
+async def test_the_success_probability_foretells_success(http):
+    await teach(http, 12)
+    answer = await roll(http, pruning={**PRUNING, "keep_ratio": 1}, group_size=8, redundancy=0)
+    trajectories = [t for group in answer.groups for t in group.trajectories]
+    right = [t.success_probability for t in trajectories if succeeded(t.token_ids)]
+    wrong = [t.success_probability for t in trajectories if not succeeded(t.token_ids)]
+    assert fmean(right) > fmean(wrong) + 0.3
+
+
+async def test_no_group_falls_below_its_size_unless_fewer_are_allowed(http):
+    await teach(http)
+    greedy = {**PRUNING, "keep_ratio": 0.1, "max_survival": 0.2}
+    answer = await roll(http, pruning=greedy, redundancy=1)
+    assert all(len(group.trajectories) == 4 for group in answer.groups)
+    assert answer.usage.num_pruned <= 3
+    answer = await roll(http, pruning={**greedy, "allow_fewer": True}, group_size=8, redundancy=0)
+    assert answer.usage.num_pruned > 6
+    for group in answer.groups:
+        num_pruned = sum(c.state == "pruned" for c in group.candidates)
+        assert (group.status, len(group.trajectories)) == ("complete", 8 - num_pruned)
+        assert group.trajectories
+
+
+async def test_shadow_stops_nothing_and_marks_what_active_would_have_stopped(http):
+    await teach(http)
+    fields = {"group_size": 8, "redundancy": 0}
+    shadow = await roll(http, pruning={**PRUNING, "mode": "shadow", "allow_fewer": True}, **fields)
+    active = await roll(http, pruning={**PRUNING, "allow_fewer": True}, **fields)
+    assert (shadow.usage.num_pruned, shadow.usage.num_finished) == (0, 24)
+    for marked, real in zip(shadow.groups, active.groups, strict=True):
+        would = {t.index for t in marked.trajectories if t.would_prune}
+        assert would == {c.index for c in real.candidates if c.state == "pruned"}
+        given = {ended.index: ended.survival_probability for ended in (*real.trajectories, *real.candidates)}
+        assert {t.index: t.shadow_survival_probability for t in marked.trajectories} == given
+        # A trainer corrects by 1 / survival_probability, and here nothing was at stake.
+        assert {t.survival_probability for t in marked.trajectories} == {1.0}
+    assert active.usage.num_pruned > 0
+
+
+@pytest.mark.parametrize("mode", ["active", "shadow"])
+async def test_what_ends_before_detection_is_kept_for_sure_and_has_no_score(http, engine: FakeEngine, mode):
+    engine.lengths = {i: 4 if i < 4 else 20 for i in range(8)}
+    answer = await roll(http, pruning={**PRUNING, "mode": mode}, early_stop=False, sampling={"seed": 7})
+    assert answer.usage.num_scored == 12
+    unscored = {**NO_SCORE, "survival_probability": 1.0}
+    if mode == "shadow":
+        unscored |= {"would_prune": False, "shadow_survival_probability": 1.0}
+    for group in answer.groups:
+        assert [scoring(t) for t in group.trajectories] == [unscored] * 4
+        assert all(c.score is not None for c in group.candidates)
+
+
+async def test_the_same_seeded_request_gets_the_same_verdicts(http):
+    await teach(http)
+    first, second = await roll(http), await roll(http)
+    assert [g.trajectories for g in first.groups] == [g.trajectories for g in second.groups]
+    assert [[(c.index, c.state) for c in g.candidates] for g in first.groups] == [
+        [(c.index, c.state) for c in g.candidates] for g in second.groups
+    ]
+    assert first.usage.num_pruned > 0
+
+
+async def test_chance_is_the_sampling_seed_s_and_fresh_without_one(http, engine: FakeEngine):
+    seeds = []
+    run_group = FakeEngine.run_group
+
+    def spy(self, *args, pruning_seed, **fields):
+        seeds.append(pruning_seed)
+        return run_group(self, *args, pruning_seed=pruning_seed, **fields)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FakeEngine, "run_group", spy)
+        await roll(http)
+        await roll(http, sampling={})
+        await roll(http, sampling={})
+    assert seeds[:3] == [7, 7, 7]
+    assert len({*seeds[3:6]}) == len({*seeds[6:]}) == 1
+    assert seeds[3] != seeds[6]
+
+
+async def test_the_score_names_the_weights_that_made_it(http, engine: FakeEngine):
+    engine.weight_version = "v1"
+    engine.weight_version_from = {DETECTION_LENGTH: "v2"}
+    answer = await roll(http)
+    assert {ended.score_weight_version for ended in everyone(answer)} == {"v1"}
+    engine.weight_version_from = {DETECTION_LENGTH - 1: "v2"}
+    assert {ended.score_weight_version for ended in everyone(await roll(http))} == {"v2"}
+
+
+async def test_a_detection_length_that_max_tokens_never_reaches_is_said_once(http, engine: FakeEngine):
+    for max_tokens in (DETECTION_LENGTH, 3):
+        answer = await roll(http, sampling={"max_tokens": max_tokens})
+        (warning,) = answer.warnings
+        assert warning.startswith(f"detection_length (8) is not below max_tokens ({max_tokens}): nothing was scored")
+        assert warning.endswith("for 3 of 3 prompts. Lower detection_length.")
+        assert answer.usage.num_scored == 0
+    engine.max_model_len = 10
+    prompts = [{"prompt": "12345"}, {"prompt": "1"}]
+    (warning, cold) = (await roll(http, prompts=prompts)).warnings
+    assert warning.startswith("detection_length (8) is not below max_tokens (5): nothing was scored for 1 of 2 prompts")
+    assert cold.startswith("cold start")
+
+
+async def test_candidates_that_all_end_early_are_said(http, engine: FakeEngine):
+    engine.lengths = dict.fromkeys(range(8), 5)
+    (warning,) = (await roll(http, sampling={})).warnings
+    assert warning.startswith("no candidate reached detection_length (8) while it ran: nothing was scored")
+    assert "The longest had 5 tokens" in warning
+
+
+async def test_one_detection_length_too_many_is_said(http):
+    for length in range(1, MAX_DETECTION_LENGTHS + 1):
+        (warning,) = (await roll(http, pruning={"detection_length": length})).warnings
+        assert warning.startswith("cold start")
+    (warning,) = (await roll(http, pruning={"detection_length": 9})).warnings
+    assert f"judges at {MAX_DETECTION_LENGTHS} different values" in warning
+
+
+async def test_keep_ratio_1_scores_and_keeps_everyone_without_a_warning(http):
+    every = {**PRUNING, "keep_ratio": 1}
+    assert (await roll(http, pruning=every)).warnings == []
+    await teach(http)
+    answer = await roll(http, pruning=every, redundancy=0)
+    assert (answer.usage.num_scored, answer.usage.num_pruned) == (12, 0)
+    assert {ended.survival_probability for ended in everyone(answer)} == {1.0}
+
+
+async def test_a_shadow_of_pruning_that_could_never_prune_says_so(http):
+    await teach(http)
+    answer = await roll(http, pruning={**PRUNING, "mode": "shadow"}, redundancy=0)
+    (warning,) = answer.warnings
+    assert warning.startswith("nothing would ever be pruned: all 4 candidates are needed for a group of 4")
+    assert "(redundancy), or set pruning.allow_fewer to true" in warning
+    assert {ended.would_prune for ended in everyone(answer)} == {False}
+
+
+async def test_an_engine_that_cannot_score_says_why(http, engine: FakeEngine):
+    engine.pruning_refusal = "this server runs with pipeline parallelism, which has no scores. Start it without."
+    response = await http.post("/v1/rollouts", json=body())
+    assert response.status_code == 422
+    error = response.json()["error"]
+    assert (error["param"], error["message"]) == ("pruning", f"pruning: {engine.pruning_refusal}")
+    assert engine.num_launched == 0
+    assert (await roll(http, pruning=None)).usage.num_finished > 0
+
+
+async def test_a_failed_report_does_not_fail_the_rollout(http, engine: FakeEngine):
+    engine.dead = True  # after the last token, before the warnings
+    (warning,) = (await roll(http)).warnings
+    assert "too few labels, min_labels 8" in warning
+
+
+def test_a_stream_says_what_the_answer_says(client: RolloutClient):
+    arguments = {"prompts": [{"id": "a", "prompt": "a"}], "group_size": 4, "redundancy": 4, "pruning": PRUNING}
+    arguments |= {"sampling": {"min_tokens": 12}}
+    for seed in range(16):
+        rollout = client.rollout(**{**arguments, "sampling": {"min_tokens": 12, "seed": seed}})
+        client.post_rewards(
+            rollout.id, [("a", t.index, succeeded(t.token_ids)) for t in rollout.groups[0].trajectories]
+        )
+    arguments["sampling"] = {"seed": 3, "min_tokens": 12}
+    answer = client.rollout(**arguments)
+    events = list(client.stream(**arguments))
+    done = events[-1]
+    assert isinstance(done, DoneEvent)
+    assert (done.usage, done.warnings) == (answer.usage, answer.warnings)
+    trajectories = [event.trajectory for event in events if isinstance(event, TrajectoryEvent)]
+    assert sorted(trajectories, key=lambda t: t.index) == answer.groups[0].trajectories
+    candidates = [event.candidate for event in events if isinstance(event, CandidateEvent)]
+    assert sorted(candidates, key=lambda c: c.index) == answer.groups[0].candidates
+    assert "pruned" in {candidate.state for candidate in candidates}
+
+
+def test_a_stream_s_last_event_has_the_warnings(client: RolloutClient):
+    *_, done = client.stream(["a"], 2, 2, pruning=PRUNING, sampling={"max_tokens": 4})
+    assert done.warnings[0].startswith("detection_length (8) is not below max_tokens (4)")

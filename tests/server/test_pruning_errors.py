@@ -1,0 +1,90 @@
+"""Every bad `pruning` is a 422 that names field, value, what is allowed and what to do; nothing is launched for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from vllm_rollout.config import MAX_DETECTION_LENGTH
+from vllm_rollout.group.pruning_plan import MAX_MIN_LABELS
+from vllm_rollout.server.pruning_body import DEFAULTS, Pruning
+
+from .fake_engine import FakeEngine
+from .test_errors import JSON, body, check_error, post_beside_another, raw
+
+pytestmark = pytest.mark.anyio
+
+
+def pruning(**fields: Any) -> dict[str, Any]:
+    return body(pruning={"detection_length": 8, **fields}, redundancy=2)
+
+
+BAD = {
+    # name: body, param, words of the message
+    "number": (body(pruning=8), "pruning", ["got 8", "detection_length"]),
+    "true": (body(pruning=True), "pruning", ["got true", "detection_length"]),
+    "empty": (body(pruning={}), "pruning.detection_length", ["required", f"1 to {MAX_DETECTION_LENGTH}"]),
+    "detection_length_0": (pruning(detection_length=0), "pruning.detection_length", ["got 0", "from 1 to"]),
+    "detection_length_string": (pruning(detection_length="8"), "pruning.detection_length", ["got 8", "integer"]),
+    "detection_length_float": (pruning(detection_length=8.0), "pruning.detection_length", ["got 8.0", "integer"]),
+    "detection_length_huge": (
+        pruning(detection_length=MAX_DETECTION_LENGTH + 1), "pruning.detection_length",
+        [f"got {MAX_DETECTION_LENGTH + 1}", f"1 to {MAX_DETECTION_LENGTH}"],
+    ),
+    "keep_ratio_0": (pruning(keep_ratio=0), "pruning.keep_ratio", ["got 0", "(0, 1]"]),
+    "keep_ratio_negative": (pruning(keep_ratio=-0.5), "pruning.keep_ratio", ["got -0.5", "(0, 1]"]),
+    "keep_ratio_above_1": (pruning(keep_ratio=1.5), "pruning.keep_ratio", ["got 1.5", "(0, 1]"]),
+    "keep_ratio_string": (pruning(keep_ratio="half"), "pruning.keep_ratio", ["got half", "(0, 1]"]),
+    "keep_ratio_bool": (pruning(keep_ratio=True), "pruning.keep_ratio", ["got true", "(0, 1]"]),
+    "target_0": (pruning(target_positive_ratio=0), "pruning.target_positive_ratio", ["got 0", "(0, 1)"]),
+    "target_1": (pruning(target_positive_ratio=1), "pruning.target_positive_ratio", ["got 1", "(0, 1)"]),
+    "strength_negative": (pruning(strength=-1), "pruning.strength", ["got -1", "[0, 1000]"]),
+    "min_survival_0": (pruning(min_survival=0), "pruning.min_survival", ["got 0", "(0, max_survival]"]),
+    "max_survival_above_1": (pruning(max_survival=1.1), "pruning.max_survival", ["got 1.1", "[min_survival, 1]"]),
+    "survival_crossed": (
+        pruning(min_survival=0.6, max_survival=0.4), "pruning.min_survival",
+        ["at most pruning.max_survival", "0.6 and 0.4"],
+    ),
+    "max_survival_below_default": (
+        pruning(max_survival=0.01), "pruning.max_survival", ["pruning.min_survival", "0.05 and 0.01"],
+    ),
+    "rule_unknown": (pruning(rule="best"), "pruning.rule", ["got best", "'balance' or 'paper'"]),
+    "mode_unknown": (pruning(mode="on"), "pruning.mode", ["got on", "'active' or 'shadow'"]),
+    "signal_unknown": (pruning(signal="tail"), "pruning.signal", ["got tail", "'head' or 'confidence'"]),
+    "allow_fewer_number": (pruning(allow_fewer=1), "pruning.allow_fewer", ["got 1", "boolean"]),
+    "min_labels_0": (pruning(min_labels=0), "pruning.min_labels", ["got 0", f"1 to {MAX_MIN_LABELS}"]),
+    "min_labels_beyond_memory": (
+        pruning(min_labels=MAX_MIN_LABELS + 1), "pruning.min_labels", [f"1 to {MAX_MIN_LABELS}"],
+    ),
+    "unknown_field": (pruning(keep=0.5), "pruning.keep", ["not a field", "keep_ratio"]),
+    "nothing_to_spare": (
+        body(pruning={"detection_length": 8}), "pruning.allow_fewer",
+        ["nothing could ever be pruned", "all 2 candidates", "(redundancy)", "pruning.allow_fewer to true"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+async def test_bad_pruning_is_explained(http, engine: FakeEngine, name):
+    bad, param, words = BAD[name]
+    check_error(await post_beside_another(http, engine, json=bad), 422, param, words)
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999", "-Infinity"])
+@pytest.mark.parametrize("field", ["keep_ratio", "target_positive_ratio", "strength", "min_survival", "max_survival"])
+async def test_numbers_that_are_not_finite_are_explained(http, engine: FakeEngine, field, number):
+    fields = f'{{"pruning": {{"detection_length": 8, "{field}": {number}}}}}'.encode()
+    response = await post_beside_another(http, engine, content=raw(fields), headers=JSON)
+    check_error(response, 422, f"pruning.{field}", [])
+
+
+async def test_null_is_no_pruning(http):
+    assert (await http.post("/v1/rollouts", json=body(pruning=None))).json()["usage"]["num_scored"] == 0
+
+
+def test_the_body_has_the_fields_and_defaults_of_the_plan():
+    assert Pruning(detection_length=1).plan() == DEFAULTS
+    assert Pruning.model_fields.keys() == DEFAULTS.__dataclass_fields__.keys()
+    every = Pruning(detection_length=DEFAULTS.detection_length)
+    assert every.model_dump() == {name: getattr(DEFAULTS, name) for name in Pruning.model_fields}

@@ -1,0 +1,313 @@
+"""POST /v1/rollouts/{id}/rewards: every reward gets a status, and learning shows in the next rollout."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from typing import Any, get_args
+
+import httpx
+import numpy as np
+import pytest
+
+from vllm_rollout import RolloutClient, RolloutError
+from vllm_rollout.config import MAX_REMEMBERED_CANDIDATES, MAX_REWARDS
+from vllm_rollout.group.ledger import RewardStatus
+from vllm_rollout.server.learning_body import RewardEntry
+
+from .fake_engine import FakeEngine
+from .fake_learning import succeeded
+from .learning_steps import DETECTION_LENGTH, PRUNING, post, rewards_of, roll, teach
+from .test_errors import check_error
+from .test_metrics import samples
+
+pytestmark = pytest.mark.anyio
+
+
+def entry(prompt_id: str, index: int, reward: float) -> dict[str, Any]:
+    return {"prompt_id": prompt_id, "index": index, "reward": reward}
+
+
+async def test_rewards_of_all_trajectories_are_accepted(http):
+    answer = await roll(http)
+    rewards = rewards_of(answer)
+    receipt = await post(http, answer)
+    assert receipt.id == answer.id
+    assert [(r.prompt_id, r.index) for r in receipt.results] == [(r["prompt_id"], r["index"]) for r in rewards]
+    assert {(r.status, r.message) for r in receipt.results} == {("accepted", None)}
+    assert receipt.counts.model_dump() == {**dict.fromkeys(get_args(RewardStatus), 0), "accepted": 12}
+    assert (receipt.num_training, receipt.head_version, receipt.threshold) == (12, 0, 0.5)
+
+
+async def test_every_status_comes_in_the_order_of_the_list_with_its_reason(http, engine: FakeEngine):
+    engine.lengths = {0: 4, 1: 20, 2: 21, 3: 22, 4: 90, 5: 91, 6: 92, 7: 93}
+    answer = await roll(http, sampling={"seed": 1})
+    posted = [
+        entry("a", 0, 1.0),  # ended before detection
+        entry("a", 1, 1.0),
+        entry("a", 1, 1.0),
+        entry("a", 1, 0.0),
+        entry("a", 7, 1.0),  # surplus
+        entry("a", 8, 1.0),  # there are 8
+        entry("z", 0, 1.0),  # no such prompt
+        entry("b", 2, 0.0),
+    ]
+    receipt = await post(http, answer, rewards=posted)
+    statuses = [result.status for result in receipt.results]
+    assert statuses == [
+        "unscored", "accepted", "duplicate", "conflict", "unfinished", "unknown", "unknown", "accepted",
+    ]  # fmt: skip
+    assert receipt.counts.model_dump() == Counter(statuses)
+    assert receipt.num_training == 2
+    words = {
+        "unscored": "before detection_length",
+        "duplicate": "nothing changes",
+        "conflict": "stays",
+        "unfinished": "no reward is expected",
+        "unknown": "check prompt_id and index",
+    }
+    for result in receipt.results:
+        assert (result.message is None) == (result.status == "accepted")
+        assert result.message is None or words[result.status] in result.message
+
+
+async def test_rewards_of_pruned_candidates_are_not_expected(http):
+    await teach(http)
+    answer = await roll(http, pruning={**PRUNING, "allow_fewer": True})
+    pruned = [(g.prompt_id, c.index) for g in answer.groups for c in g.candidates if c.state == "pruned"]
+    receipt = await post(http, answer, rewards=[entry(*candidate, 0.0) for candidate in pruned])
+    assert receipt.counts.unfinished == len(pruned) > 0
+
+
+async def test_rewards_while_the_rollout_runs_are_unfinished_and_lost_by_no_one(http, engine: FakeEngine):
+    engine.step_s = 0.001
+    opened = []
+    prepare = engine.judge.ledger.open
+
+    def spy(rollout_id, *args):
+        opened.append(rollout_id)
+        return prepare(rollout_id, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.judge.ledger, "open", spy)
+        running = asyncio.create_task(roll(http))
+        while not opened:
+            await asyncio.sleep(0)
+        early = await post(http, opened[0], rewards=[entry("a", 0, 1.0)])
+        answer = await running
+    assert early.counts.unfinished == 1
+    assert (await post(http, answer)).counts.accepted == 12
+
+
+async def test_posting_again_changes_nothing(http):
+    answer = await roll(http)
+    await post(http, answer)
+    report = (await http.get("/v1/quality_head/report")).json()
+    again = await post(http, answer)
+    assert (again.counts.duplicate, again.num_training) == (12, 0)
+    assert (await http.get("/v1/quality_head/report")).json() == report
+
+
+async def test_partial_rewards_leave_the_others_awaited(http):
+    answer = await roll(http)
+    rewards = rewards_of(answer)
+    await post(http, answer, rewards=rewards[:5])
+    assert (await http.get("/v1/quality_head/report")).json()["num_awaiting"] == 7
+    await post(http, answer, rewards=rewards[5:])
+    assert (await http.get("/v1/quality_head/report")).json()["num_awaiting"] == 0
+
+
+@pytest.mark.parametrize(
+    ("rewards", "fields", "num_positive"),
+    [
+        ([0, 1, 1, 0], {}, 2),
+        ([-1, 1, 1, 1], {}, 3),
+        ([0.2, 0.5, 0.51, 0.9], {}, 2),
+        ([0.2, 0.5, 0.51, 0.9], {"threshold": 0.1}, 4),
+        ([-3.0, -2.0, -1.0, 1e300], {"threshold": -2}, 2),
+    ],
+)
+async def test_a_reward_above_the_threshold_is_positive(http, rewards, fields, num_positive):
+    answer = await roll(http, prompts=[{"id": "a", "prompt": "a"}])
+    indices = [t.index for t in answer.groups[0].trajectories]
+    posted = [entry("a", index, reward) for index, reward in zip(indices, rewards, strict=True)]
+    receipt = await post(http, answer, rewards=posted, **fields)
+    assert receipt.threshold == fields.get("threshold", 0.5)
+    signal = (await http.get("/v1/quality_head/report")).json()["signals"]["confidence"]
+    assert (signal["num_positive"], signal["num_negative"]) == (num_positive, 4 - num_positive)
+
+
+async def test_features_that_are_gone_teach_calibration_but_not_the_head(http, engine: FakeEngine):
+    engine.evicts = True
+    receipt = await post(http, await roll(http))
+    assert (receipt.counts.accepted, receipt.num_training) == (12, 0)
+    report = (await http.get("/v1/quality_head/report")).json()
+    assert (report["num_evicted"], report["head"]) == (12, None)
+    assert report["signals"]["confidence"]["num_positive"] > 0
+
+
+@pytest.mark.parametrize("rollout_id", ["rollout-1", "state", "x" * 5000, "%00", "ä"])
+async def test_a_rollout_nobody_knows_is_a_404_that_says_what_is_remembered(http, rollout_id):
+    response = await http.post(f"/v1/rollouts/{rollout_id}/rewards", json={"rewards": [entry("a", 0, 1)]})
+    check_error(response, 404, None, ["with pruning", str(MAX_REMEMBERED_CANDIDATES), "from the rollout's answer"])
+
+
+async def test_a_rollout_without_pruning_has_no_rewards(http):
+    answer = await roll(http, pruning=None)
+    response = await http.post(f"/v1/rollouts/{answer.id}/rewards", json={"rewards": rewards_of(answer)})
+    check_error(response, 404, None, [answer.id, "asked for with pruning"])
+
+
+BAD = {
+    # name: body, param, words of the message
+    "missing": ({}, "rewards", ["required", f"1 to {MAX_REWARDS}"]),
+    "empty": ({"rewards": []}, "rewards", [f"1 to {MAX_REWARDS}", "list of 0"]),
+    "not_a_list": ({"rewards": 1.0}, "rewards", ["got 1.0", "list"]),
+    "too_many": ({"rewards": [entry("a", 0, 1)] * (MAX_REWARDS + 1)}, "rewards", [str(MAX_REWARDS), "100001"]),
+    "not_an_object": ({"rewards": [1.0]}, "rewards.0", ["got 1.0"]),
+    "no_reward": ({"rewards": [{"prompt_id": "a", "index": 0}]}, "rewards.0.reward", ["required", "finite number"]),
+    "reward_null": ({"rewards": [entry("a", 0, None)]}, "rewards.0.reward", ["got null", "finite number"]),
+    "reward_bool": ({"rewards": [entry("a", 0, True)]}, "rewards.0.reward", ["got true", "number"]),
+    "reward_string": ({"rewards": [entry("a", 0, "1")]}, "rewards.0.reward", ["got 1", "number"]),
+    "reward_huge": ({"rewards": [entry("a", 0, 10**400)]}, "rewards.0.reward", ["number"]),
+    "index_negative": ({"rewards": [entry("a", -1, 1)]}, "rewards.0.index", ["got -1", "from 0"]),
+    "index_float": ({"rewards": [entry("a", 0.5, 1)]}, "rewards.0.index", ["got 0.5"]),
+    "index_huge": ({"rewards": [entry("a", 2**63, 1)]}, "rewards.0.index", [str(2**63)]),
+    "prompt_id_number": ({"rewards": [entry(1, 0, 1)]}, "rewards.0.prompt_id", ["got 1", "rollout's answer"]),
+    "prompt_id_empty": ({"rewards": [entry("", 0, 1)]}, "rewards.0.prompt_id", ["at least 1 character"]),
+    "unknown_field": ({"rewards": [{**entry("a", 0, 1), "rewards": 1}]}, "rewards.0.rewards", ["not a field"]),
+    "unknown_top_field": ({"rewards": [entry("a", 0, 1)], "prompts": []}, "prompts", ["not a field", "threshold"]),
+    "threshold_null": ({"rewards": [entry("a", 0, 1)], "threshold": None}, "threshold", ["got null", "finite number"]),
+    "threshold_string": ({"rewards": [entry("a", 0, 1)], "threshold": "0"}, "threshold", ["got 0", "number"]),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+async def test_bad_rewards_are_explained_and_teach_nothing(http, name):
+    answer = await roll(http)
+    bad, param, words = BAD[name]
+    response = await http.post(f"/v1/rollouts/{answer.id}/rewards", json=bad)
+    check_error(response, 422, param, words)
+    assert (await post(http, answer)).counts.accepted == 12
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+@pytest.mark.parametrize("field", ["reward", "threshold"])
+async def test_rewards_that_are_no_finite_number_are_explained(http, number, field):
+    answer = await roll(http)
+    other = {"reward": 1.0, "threshold": 0.5}
+    reward = number if field == "reward" else other["reward"]
+    threshold = number if field == "threshold" else other["threshold"]
+    content = f'{{"rewards": [{{"prompt_id": "a", "index": 0, "reward": {reward}}}], "threshold": {threshold}}}'
+    headers = {"content-type": "application/json"}
+    response = await http.post(f"/v1/rollouts/{answer.id}/rewards", content=content.encode(), headers=headers)
+    check_error(response, 422, "rewards.0.reward" if field == "reward" else "threshold", ["finite number"])
+
+
+async def test_one_bad_reward_in_a_list_teaches_nothing_of_it(http):
+    answer = await roll(http)
+    rewards = rewards_of(answer)
+    bad = [*rewards[:-1], {**rewards[-1], "reward": None}]
+    response = await http.post(f"/v1/rollouts/{answer.id}/rewards", json={"rewards": bad})
+    check_error(response, 422, "rewards.11.reward", ["got null"])
+    assert (await post(http, answer)).counts.accepted == 12
+
+
+async def test_a_hundred_thousand_rewards_are_taken_at_once(http):
+    answer = await roll(http)
+    many = rewards_of(answer) * (MAX_REWARDS // 12)
+    receipt = await post(http, answer, rewards=many)
+    assert (receipt.counts.accepted, receipt.counts.duplicate) == (12, len(many) - 12)
+
+
+def test_two_clients_that_post_the_same_rewards_at_once_teach_once(server_url, engine: FakeEngine):
+    async def run() -> tuple[list[dict[str, int]], dict[str, Any]]:
+        async with httpx.AsyncClient(base_url=server_url, timeout=30) as http:
+            answer = await roll(http)
+            receipts = await asyncio.gather(*(post(http, answer) for _ in range(8)))
+            report = (await http.get("/v1/quality_head/report")).json()
+            return [receipt.counts.model_dump() for receipt in receipts], report
+
+    counts, report = asyncio.run(run())
+    assert sum(count["accepted"] for count in counts) == 12
+    assert sum(count["duplicate"] for count in counts) == 7 * 12
+    signal = report["signals"]["confidence"]
+    assert signal["num_positive"] + signal["num_negative"] == 12
+    assert engine.heads[DETECTION_LENGTH].num_labels == 12
+
+
+async def test_a_dead_engine_is_a_503_and_the_rewards_may_be_posted_again(http, engine: FakeEngine):
+    answer = await roll(http)
+    engine.dead = True
+    response = await http.post(f"/v1/rollouts/{answer.id}/rewards", json={"rewards": rewards_of(answer)})
+    check_error(response, 503, None, ["restart the server"])
+    engine.dead = False
+    assert (await post(http, answer)).counts.accepted == 12
+
+
+async def test_gauges_follow_rewards_but_not_each_of_them(http, app, engine: FakeEngine):
+    now = 0.0
+    app.state.rollout_service.learning._clock = lambda: now
+    before = await samples(http)
+    for status in get_args(RewardStatus):
+        assert before[f"rewards_total.{status}"] == 0
+    answer = await roll(http)
+    await post(http, answer)
+    await post(http, answer)
+    after = await samples(http)
+    assert (after["rewards_total.accepted"], after["rewards_total.duplicate"]) == (12, 12)
+    assert after["labels_total.positive"] + after["labels_total.negative"] == 12
+    num_reports = engine.num_reports
+    assert after["rewards_awaited.8"] == after["features_evicted.8"] == after["head_version.8"] == 0
+    assert "calibration_brier.8.head" not in after
+    await teach(http)
+    assert engine.num_reports == num_reports + 1  # the cold start of the first asked for one
+    assert (await samples(http))["head_version.8"] == 0
+    now = 60.0
+    await post(http, await roll(http))
+    after = await samples(http)
+    report = (await http.get("/v1/quality_head/report")).json()
+    assert after["head_version.8"] == report["head"]["version"] > 0
+    for signal in ("head", "confidence"):
+        for gauge, field in (("auc", "auc"), ("within_group_auc", "within_group_auc"), ("calibration_brier", "brier")):
+            assert after[f"{gauge}.8.{signal}"] == pytest.approx(report["signals"][signal][field])
+    assert after["score_count.head"] + after["score_count.confidence"] == after["survival_probability_count"] == 24 * 10
+
+
+def test_both_kinds_of_reward_reach_the_server(client: RolloutClient):
+    rollout = client.rollout(["a"], 4, 4, pruning=PRUNING, sampling={"min_tokens": 12})
+    trajectories = rollout.groups[0].trajectories
+    first, second, third, fourth = (t.index for t in trajectories)
+    receipt = client.post_rewards(
+        rollout.id,
+        [
+            ("0", first, 1),
+            (np.str_("0"), np.int64(second), np.float32(0.25)),
+            {"prompt_id": "0", "index": third, "reward": np.float64(0)},
+            RewardEntry(prompt_id="0", index=fourth, reward=succeeded(trajectories[3].token_ids) * 1.0),
+        ],
+        threshold=0.2,
+    )
+    assert receipt.counts.accepted == 4
+    assert client.report().signals["confidence"].num_positive >= 2
+
+
+@pytest.mark.parametrize(
+    ("reward", "error"),
+    [
+        (("0", 0), TypeError),
+        (("0", "first", 1.0), TypeError),
+        ({"prompt_id": "0", "index": 0}, TypeError),
+        (("0", 0, "high"), TypeError),
+        (("0", 0, float("nan")), ValueError),
+    ],
+)
+def test_rewards_of_no_known_form_are_refused_before_they_travel(reward, error):
+    with RolloutClient("http://127.0.0.1:9") as client, pytest.raises(error, match=r"rewards\[1\]"):
+        client.post_rewards("rollout-1", [("0", 0, 1.0), reward])
+
+
+def test_a_rollout_id_cannot_reach_another_endpoint(client: RolloutClient):
+    with pytest.raises(RolloutError, match=r"Not Found|no rollout") as raised:
+        client.post_rewards("../../v1/votes?x=", [("0", 0, 1.0)])
+    assert raised.value.status == 404

@@ -1,0 +1,159 @@
+"""POST /v1/votes: majority, confidence and quality, over answers or over texts."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from vllm_rollout import AsyncRolloutClient, RolloutClient, RolloutError
+from vllm_rollout.server import votes
+from vllm_rollout.server.votes import MAX_VOTES, VoteAnswer
+
+from .test_errors import check_error
+
+pytestmark = pytest.mark.anyio
+
+ANSWERS = ["7", "8", "8.0", None, "7", "8"]
+WEIGHTS = [9.0, 1.0, 2.0, 50.0, 8.0, 3.0]
+
+
+async def vote(http: httpx.AsyncClient, **body: Any) -> VoteAnswer:
+    response = await http.post("/v1/votes", json=body)
+    assert response.status_code == 200, response.text
+    return VoteAnswer.model_validate_json(response.content)
+
+
+async def test_the_majority_wins_and_null_abstains(http):
+    answer = await vote(http, answers=ANSWERS)
+    assert (answer.method, answer.winner, answer.share) == ("majority", "8", 0.6)
+    assert answer.tally == {"8": 3, "7": 2}
+    assert answer.answers == ["7", "8", "8", None, "7", "8"]
+    assert (answer.num_votes, answer.num_abstained, answer.num_without_weight) == (5, 1, 0)
+    assert (answer.is_correct, answer.maj_at_k) == (None, None)
+
+
+async def test_confidence_weighs_votes_as_given(http):
+    answer = await vote(http, answers=ANSWERS, method="confidence", weights=WEIGHTS)
+    assert (answer.winner, answer.tally) == ("7", {"7": 17, "8": 6})
+
+
+async def test_quality_weighs_votes_by_rank(http):
+    answer = await vote(http, answers=["7", "8", "8", "9"], method="quality", weights=[-5.0, 0.1, 0.2, None])
+    assert answer.tally == {"8": 1.5, "7": 0}
+    assert (answer.num_votes, answer.num_abstained, answer.num_without_weight) == (3, 1, 1)
+
+
+async def test_texts_are_searched_for_the_last_match_of_the_pattern(http):
+    texts = ["Answer: 3. No, Answer: 4", "Answer: 4.0", "I do not know", None]
+    answer = await vote(http, texts=texts, answer_pattern=r"Answer:\s*([\d.]+)")
+    assert (answer.answers, answer.winner, answer.num_abstained) == (["4", "4", None, None], "4", 2)
+
+
+async def test_nobody_wins_a_vote_without_voters(http):
+    answer = await vote(http, answers=[None, " "], correct="4", k=1)
+    assert (answer.winner, answer.share, answer.tally, answer.is_correct) == (None, 0, {}, False)
+    assert answer.maj_at_k.accuracy == 0
+
+
+async def test_the_right_answer_is_compared_in_its_normal_form(http):
+    assert (await vote(http, answers=["1,000"], correct="1000.0")).is_correct is True
+    assert (await vote(http, answers=["1,000"], correct="100")).is_correct is False
+
+
+async def test_maj_at_k_counts_subsets(http):
+    answer = await vote(http, answers=["1", "1", "2"], correct="1", k=1)
+    assert answer.maj_at_k.model_dump() == {"k": 1, "accuracy": pytest.approx(2 / 3), "is_exact": True}
+    answer = await vote(http, answers=["1"] * 40 + ["2"] * 20, correct="1", k=15)
+    assert 0.8 < answer.maj_at_k.accuracy < 1
+    assert not answer.maj_at_k.is_exact
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    return {"answers": ["1", "2"], **fields}
+
+
+def texts(**fields: Any) -> dict[str, Any]:
+    return {"texts": ["Answer: 4"] * 2, "answer_pattern": r"(\d)", **fields}
+
+
+BAD = {
+    # name: body, param, words of the message
+    "neither": ({}, None, ["exactly one of answers, texts", "neither"]),
+    "both": (texts(answers=["1"]), None, ["exactly one of answers, texts", "both"]),
+    "answers_empty": (body(answers=[]), "answers", [f"1 to {MAX_VOTES}", "list of 0"]),
+    "answers_many": (body(answers=["1"] * (MAX_VOTES + 1)), "answers", [f"1 to {MAX_VOTES}"]),
+    "answer_number": (body(answers=[1]), "answers.0", ["got 1", "string"]),
+    "answer_long": (body(answers=["x" * 5000]), "answers.0", ["4096"]),
+    "texts_without_pattern": ({"texts": ["a"]}, "answer_pattern", ["needed with texts"]),
+    "pattern_without_texts": (body(answer_pattern="a"), "answer_pattern", ["only applies to texts"]),
+    "pattern_empty": (texts(answer_pattern=""), "answer_pattern", ["at least 1 character"]),
+    "pattern_long": (texts(answer_pattern="a" * 600), "answer_pattern", ["512"]),
+    "pattern_malformed": (texts(answer_pattern="(a"), "answer_pattern", []),
+    "pattern_back_reference": (texts(answer_pattern=r"(a)\1"), "answer_pattern", []),
+    "pattern_of_nothing": (texts(answer_pattern=r"\b"), "answer_pattern", []),
+    "method_unknown": (body(method="best"), "method", ["got best", "quality"]),
+    "weights_missing": (body(method="quality"), "weights", ["needed with method quality", "majority"]),
+    "weights_few": (body(weights=[1.0]), "weights", ["as many as candidates (2)", "got 1"]),
+    "weight_string": (body(weights=["1", 2.0]), "weights.0", ["got 1", "number"]),
+    "weight_negative": (body(weights=[-1.0, 2.0], method="confidence"), "weights", ["got -1", "quality"]),
+    "k_0": (body(k=0, correct="1"), "k", ["got 0"]),
+    "k_many": (body(k=3, correct="1"), "k", ["at most the number of candidates (2)", "got 3"]),
+    "k_without_correct": (body(k=1), "k", ["needs correct"]),
+    "correct_blank": (body(correct=" "), "correct", ["blank"]),
+    "unknown_field": (body(pattern="a"), "pattern", ["not a field", "answer_pattern"]),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+async def test_a_bad_vote_is_explained(http, name):
+    bad, param, words = BAD[name]
+    check_error(await http.post("/v1/votes", json=bad), 422, param, words)
+
+
+async def test_a_weight_that_is_no_number_is_explained(http):
+    content = b'{"answers": ["1"], "method": "confidence", "weights": [NaN]}'
+    response = await http.post("/v1/votes", content=content, headers={"content-type": "application/json"})
+    check_error(response, 422, "weights.0", ["finite number"])
+
+
+@pytest.mark.parametrize("pattern", [r"(a+)+$", r"(a|a)*b", r"(.*)*=", r"(a?){50}a{50}"])
+async def test_a_pattern_that_would_take_forever_does_not(http, pattern):
+    started = time.monotonic()
+    response = await http.post("/v1/votes", json={"texts": ["a" * 3000 + "!"] * 3, "answer_pattern": pattern})
+    assert response.status_code in (200, 422)
+    assert time.monotonic() - started < 20  # backtracking would take longer than the universe has
+
+
+async def test_many_slow_texts_are_given_up_together(http, monkeypatch):
+    monkeypatch.setattr(votes, "MAX_PATTERN_TIME_S", 0.05)
+    slow = {"texts": ["ab" * 1000] * MAX_VOTES, "answer_pattern": r"((a|b)+)c?"}
+    check_error(await http.post("/v1/votes", json=slow), 422, "answer_pattern", ["of 1024 texts", "literal"])
+
+
+async def test_a_slow_vote_does_not_hold_up_others(http):
+    slow = asyncio.create_task(
+        http.post("/v1/votes", json={"answers": [str(i % 7) for i in range(512)], "correct": "3", "k": 200})
+    )
+    await asyncio.sleep(0.02)
+    assert (await vote(http, answers=["1"])).winner == "1"
+    assert not slow.done()
+    assert (await slow).status_code == 200
+
+
+def test_both_clients_vote(client: RolloutClient, server_url):
+    arguments: dict[str, Any] = {"method": "quality", "weights": [1, 2.5, None], "correct": "4", "k": 2}
+    answer = client.vote(["3", "4", "4"], **arguments)
+    assert (answer.winner, answer.is_correct, answer.maj_at_k.k) == ("4", True, 2)
+
+    async def run() -> VoteAnswer:
+        async with AsyncRolloutClient(server_url) as other:
+            return await other.vote(texts=["= 3", "= 4", "= 4"], answer_pattern=r"= (\d+)", **arguments)
+
+    assert asyncio.run(run()) == answer
+    with pytest.raises(RolloutError, match="exactly one of answers, texts") as raised:
+        client.vote()
+    assert raised.value.status == 422

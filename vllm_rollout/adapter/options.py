@@ -1,0 +1,29 @@
+"""Our own settings of an engine, on their way through vLLM's `additional_config`, which every process sees."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from vllm.config import VllmConfig
+
+from vllm_rollout.config import FEATURE_RING_BYTES, TRAIN_BUDGET_S
+
+KEY = "vllm_rollout"
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutOptions:
+    """What `vllm-rollout serve` was told beyond vLLM's flags."""
+
+    train_budget_s: float = TRAIN_BUDGET_S
+    feature_ring_bytes: int = FEATURE_RING_BYTES
+
+    @classmethod
+    def of(cls, vllm_config: VllmConfig) -> RolloutOptions:
+        return cls(**vllm_config.additional_config.get(KEY, {}))
+
+    def into(self, additional_config: dict[str, Any]) -> dict[str, Any]:
+        """`additional_config` with these settings; unchanged when they are the defaults, since vLLM's compile cache
+        depends on it."""
+        return additional_config if self == RolloutOptions() else {**additional_config, KEY: asdict(self)}

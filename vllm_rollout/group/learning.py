@@ -1,0 +1,291 @@
+"""Learning: observations in, assessments out; rewards in, better assessments out. One per detection length.
+
+Invariant: an assessment depends on the plan, the observations, the siblings decided before, the chance arguments and
+the two calibrators, and on nothing else; a restored Learning decides as the saved one.
+
+A head that changes while it trains mixes scores of several versions in its windows. They slide, and the recent scores,
+which set the keep ratio, slide fastest.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any
+
+from vllm_rollout.config import MAX_LABEL_WEIGHT, REPORT_WINDOW
+from vllm_rollout.group.calibration import Calibrator
+from vllm_rollout.group.pruning import Point, SurvivalRule, choose_survivors, compress, group_rule, solve_paper
+from vllm_rollout.group.pruning_plan import SIGNALS, PruningPlan
+from vllm_rollout.group.report import Prediction, RulesReport, ShadowReport, signal_report, weighted_mean
+from vllm_rollout.group.types import Assessment, Observation, Signal
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A rewarded candidate, as the report needs it."""
+
+    scores: Mapping[Signal, float]
+    success_probabilities: Mapping[Signal, float]
+    """Before the reward was known; only of signals whose calibration knew enough."""
+    positive: bool
+    weight: float
+    """1 / survival probability, clipped; 1 in shadow mode."""
+    group: str
+    active: bool
+    keep: bool
+    survival_probability: float
+    cold: bool
+    tokens_after: int
+    """Tokens generated after `detection_length`."""
+
+
+class Learning:
+    """What one detection length has learned from rewards."""
+
+    def __init__(self, detection_length: int) -> None:
+        self.detection_length = detection_length
+        self.calibrators: dict[Signal, Calibrator] = {signal: Calibrator(signal) for signal in SIGNALS}
+        self._outcomes: deque[Outcome] = deque(maxlen=REPORT_WINDOW)
+        self._verdicts: deque[bool] = deque(maxlen=REPORT_WINDOW)
+        """Of active pruning, cold starts left out: was it kept?"""
+        self._solved: dict[tuple[Signal, PruningPlan | None], tuple[int, Any]] = {}
+        """Solutions, with the state of the calibrator they hold for."""
+
+    def assess(
+        self,
+        plan: PruningPlan,
+        observations: Mapping[int, Observation],
+        earlier: Mapping[int, Assessment],
+        *,
+        seed: int,
+        group: str,
+        at_least: int,
+    ) -> dict[int, Assessment]:
+        """Judge the siblings of one group that are due in the same step.
+
+        earlier: the group's assessments so far. at_least: how many of these have to be kept.
+        """
+        for index in sorted(observations):
+            for signal, score in scores_of(observations[index]).items():
+                self.calibrators[signal].observe(score)
+        signal = self._usable_signal(plan, observations)
+        if signal is None:
+            return {index: _keep(plan, observation) for index, observation in observations.items()}
+        calibrator = self.calibrators[signal]
+        scores = {index: scores_of(observation)[signal] for index, observation in observations.items()}
+        successes = {index: calibrator.success_probability(score) for index, score in scores.items()}
+        wanted = self._survival(plan, signal, successes, earlier)
+        survivors = choose_survivors(wanted, seed=seed, group=group, at_least=at_least)
+        if plan.mode == "active":
+            self._verdicts.extend(index in survivors.kept for index in sorted(observations))
+        return {
+            index: Assessment(
+                signal=signal,
+                score=scores[index],
+                success_probability=successes[index],
+                survival_probability=survivors.probabilities[index],
+                keep=index in survivors.kept,
+                head_version=observation.head_version,
+                confidence=observation.confidence,
+            )
+            for index, observation in observations.items()
+        }
+
+    def reward(
+        self,
+        observation: Observation,
+        assessment: Assessment,
+        num_tokens: int,
+        positive: bool,
+        group_key: str,
+        active: bool,
+    ) -> None:
+        """The reward of a scored candidate came. In shadow mode nobody was pruned: it stands for itself only."""
+        weight = label_weight(assessment.survival_probability if active else 1.0)
+        scores = scores_of(observation)
+        successes: dict[Signal, float] = {}
+        for signal, score in scores.items():
+            calibrator = self.calibrators[signal]
+            if signal == assessment.signal:
+                if assessment.success_probability is not None:
+                    successes[signal] = assessment.success_probability
+            elif _is_warm(calibrator, PruningPlan(self.detection_length).min_labels):
+                successes[signal] = calibrator.success_probability(score)
+            calibrator.add(score, positive, weight)
+        self._outcomes.append(
+            Outcome(
+                scores=scores,
+                success_probabilities=successes,
+                positive=bool(positive),
+                weight=weight,
+                group=group_key,
+                active=active,
+                keep=assessment.keep,
+                survival_probability=assessment.survival_probability,
+                cold=assessment.cold,
+                tokens_after=max(0, num_tokens - self.detection_length),
+            )
+        )
+
+    def report(self) -> RulesReport:
+        """Over the newest rewarded candidates."""
+        judged = [outcome for outcome in self._outcomes if not outcome.cold]
+        return RulesReport(
+            signals={signal: signal_report(self._predictions(signal)) for signal in SIGNALS},
+            active=_active_report([o for o in judged if o.active], self._verdicts),
+            shadow=_shadow_report([o for o in judged if not o.active]),
+        )
+
+    def to_state(self) -> dict[str, Any]:
+        """JSON-able; bounded by the windows."""
+        fields = Outcome.__slots__
+        return {
+            "detection_length": self.detection_length,
+            "calibrators": [self.calibrators[signal].to_state() for signal in SIGNALS],
+            "outcomes": [[getattr(outcome, name) for name in fields] for outcome in self._outcomes],
+            "verdicts": [int(kept) for kept in self._verdicts],
+        }
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Learning:
+        """Raises: ValueError for what `to_state` cannot have written."""
+        try:
+            learning = cls(int(state["detection_length"]))
+            for saved in state["calibrators"]:
+                calibrator = Calibrator.from_state(saved)
+                if calibrator.signal not in SIGNALS:
+                    raise ValueError(f"unknown signal {calibrator.signal!r}")
+                learning.calibrators[calibrator.signal] = calibrator
+            learning._outcomes.extend(Outcome(*values) for values in state["outcomes"])
+            learning._verdicts.extend(bool(kept) for kept in state["verdicts"])
+        except (KeyError, TypeError, IndexError, AttributeError) as error:
+            raise ValueError(f"not a learning state of this version: {error!r}") from error
+        return learning
+
+    def _usable_signal(self, plan: PruningPlan, observations: Mapping[int, Observation]) -> Signal | None:
+        """The plan's signal, confidence in place of a head that knows too little, None when that does too."""
+        wanted: tuple[Signal, ...] = ("head", "confidence") if plan.signal == "head" else ("confidence",)
+        for signal in wanted:
+            if _is_warm(self.calibrators[signal], plan.min_labels) and all(
+                signal in scores_of(observation) for observation in observations.values()
+            ):
+                return signal
+        return None
+
+    def _survival(
+        self,
+        plan: PruningPlan,
+        signal: Signal,
+        successes: Mapping[int, float],
+        earlier: Mapping[int, Assessment],
+    ) -> dict[int, float]:
+        if plan.keep_ratio >= 1:
+            return dict.fromkeys(successes, 1.0)
+        if plan.rule == "paper":
+            rule = self._paper_rule(plan, signal)
+        else:
+            decided = [(a.success_probability, a.keep) for a in earlier.values() if a.success_probability is not None]
+            # in the order of indices: floating-point sums must not depend on the order of the mapping
+            batch = [successes[index] for index in sorted(successes)]
+            rule = group_rule(batch, sorted(decided), self._population(signal), plan)
+        return {index: rule.survival(q) for index, q in successes.items()}
+
+    def _paper_rule(self, plan: PruningPlan, signal: Signal) -> SurvivalRule:
+        calibrator = self.calibrators[signal]
+        changes, rule = self._solved.get((signal, plan), (-1, None))
+        if changes != calibrator.num_changes:
+            rule = solve_paper(calibrator.points(), plan)
+            self._remember((signal, plan), calibrator.num_changes, rule)
+        return rule
+
+    def _population(self, signal: Signal) -> list[Point]:
+        calibrator = self.calibrators[signal]
+        changes, population = self._solved.get((signal, None), (-1, None))
+        if changes != calibrator.num_changes:
+            population = compress(calibrator.points())
+            self._remember((signal, None), calibrator.num_changes, population)
+        return population
+
+    def _remember(self, key: tuple[Signal, PruningPlan | None], changes: int, solution: Any) -> None:
+        if len(self._solved) >= MAX_SOLVED:
+            self._solved.clear()
+        self._solved[key] = (changes, solution)
+
+    def _predictions(self, signal: Signal) -> list[Prediction]:
+        return [
+            Prediction(
+                outcome.scores[signal],
+                outcome.success_probabilities.get(signal),
+                outcome.positive,
+                outcome.weight,
+                outcome.group,
+            )
+            for outcome in self._outcomes
+            if signal in outcome.scores
+        ]
+
+
+MAX_SOLVED = 64
+"""Plans whose solution is kept; a client that varies its plan endlessly must not fill memory."""
+
+
+def label_weight(survival_probability: float) -> float:
+    """How many scored candidates a survivor's label stands for; clipped at `MAX_LABEL_WEIGHT`."""
+    return min(MAX_LABEL_WEIGHT, 1 / survival_probability)
+
+
+def scores_of(observation: Observation) -> dict[Signal, float]:
+    """The usable scores: the head's logit when there is one, and the confidence; never NaN or infinite."""
+    scores: dict[Signal, float] = {}
+    if observation.logit is not None and isfinite(observation.logit):
+        scores["head"] = observation.logit
+    if isfinite(observation.confidence.bottom_windows):
+        scores["confidence"] = observation.confidence.bottom_windows
+    return scores
+
+
+def _is_warm(calibrator: Calibrator, min_labels: int) -> bool:
+    return min(calibrator.num_positive, calibrator.num_negative) >= min_labels
+
+
+def _keep(plan: PruningPlan, observation: Observation) -> Assessment:
+    """Cold start: nothing is pruned."""
+    scores = scores_of(observation)
+    signal: Signal = plan.signal if plan.signal in scores else "confidence"
+    return Assessment(
+        signal=signal,
+        score=scores.get(signal, 0.0),
+        success_probability=None,
+        survival_probability=1.0,
+        keep=True,
+        head_version=observation.head_version,
+        confidence=observation.confidence,
+        cold=True,
+    )
+
+
+def _active_report(outcomes: list[Outcome], verdicts: deque[bool]) -> ShadowReport:
+    num_pruned = len(verdicts) - sum(verdicts)
+    # a survivor kept with probability p stands for (1 - p) / p pruned candidates like it
+    tokens_each = weighted_mean((1 / o.survival_probability - 1, float(o.tokens_after)) for o in outcomes)
+    return ShadowReport(
+        num_scored=len(verdicts),
+        num_pruned=num_pruned,
+        tokens_saved=round(num_pruned * (tokens_each or 0.0)),
+        positive_ratio=weighted_mean((o.weight, float(o.positive)) for o in outcomes),
+        survivors_positive_ratio=weighted_mean((1.0, float(o.positive)) for o in outcomes),
+    )
+
+
+def _shadow_report(outcomes: list[Outcome]) -> ShadowReport:
+    marked = [o for o in outcomes if not o.keep]
+    return ShadowReport(
+        num_scored=len(outcomes),
+        num_pruned=len(marked),
+        tokens_saved=sum(o.tokens_after for o in marked),
+        positive_ratio=weighted_mean((1.0, float(o.positive)) for o in outcomes),
+        survivors_positive_ratio=weighted_mean((1.0, float(o.positive)) for o in outcomes if o.keep),
+    )

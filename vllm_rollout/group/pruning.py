@@ -1,0 +1,255 @@
+"""Success probabilities -> survival probabilities -> survivors (ARRoL 4.2, Eq. 2; ours where the paper is silent).
+
+Eq. 2 as printed, p = clip(kappa + delta + lambda (rho - q)) with lambda > 0, falls with q: survivors are the unlikely
+ones whatever the success rate, so where success is rare (mean q < rho) it moves their mean *away* from rho. Lemma 4.1
+asks for the opposite: below rho removing a candidate with q under the mean helps, above rho one with q over the mean.
+The sign has to follow the side of rho on which the population is. `"paper"` is Eq. 2 as printed.
+
+`"balance"` solves for both aims. Among all rules with p in [min, max] it takes the one that disturbs least,
+
+    minimise E[(p - kappa)^2]   subject to   E[p] = kappa,   E[p (q - rho)] = 0   (which is E[p q] / E[p] = rho),
+
+because the inverse-probability weights of the trainer vary least near a uniform p. Its stationarity condition,
+p - kappa = a + b q clipped to the bounds (the bounds' multipliers act only where p touches them), is Eq. 2's form with
+a strength of either sign: p = clip(kappa + bias + strength (q - rho), min, max). For a fixed strength E[p] rises with
+the bias, and along the curve E[p] = kappa, E[p q] rises with the strength (mass moves to higher q), so both are found
+by one-dimensional root search. If the bounds make rho unreachable the strength ends at its limit on the right side.
+
+Invariant: every probability given out is the one the candidate was in fact kept with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from math import fsum
+
+from vllm_rollout.config import MAX_STRENGTH, MIN_BALANCED, NUM_QUANTILES
+from vllm_rollout.group.pruning_plan import PruningPlan
+
+Point = tuple[float, float]
+"""Success probability and weight."""
+
+MASS_TOLERANCE = 1e-9
+"""Accuracy of the mean survival probability."""
+RATIO_TOLERANCE = 1e-6
+"""Accuracy of the positive ratio among survivors."""
+MAX_ITERATIONS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class SurvivalRule:
+    """q -> survival probability. Positive strength keeps the likely ones; Eq. 2 is strength = -lambda."""
+
+    bias: float
+    strength: float
+    target_positive_ratio: float
+    keep_ratio: float
+    min_survival: float
+    max_survival: float
+
+    def survival(self, q: float) -> float:
+        """Never falls with q when the strength is positive, never rises when it is negative."""
+        p = self.keep_ratio + self.bias + self.strength * (q - self.target_positive_ratio)
+        return min(self.max_survival, max(self.min_survival, p))
+
+
+@dataclass(frozen=True, slots=True)
+class Survivors:
+    """What became of one batch of siblings."""
+
+    kept: frozenset[int]
+    probabilities: dict[int, float]
+    """Inclusion probabilities in force: those asked for, raised where the floor demanded it."""
+
+
+def solve_paper(points: Sequence[Point], plan: PruningPlan) -> SurvivalRule:
+    """Eq. 2: the bias for which mean survival over the points is `keep_ratio`, with strength = -lambda."""
+    mass = plan.keep_ratio * fsum(weight for _, weight in points)
+    return _Problem(points, plan, mass, 0.0).rule(-plan.strength)
+
+
+def solve_balance(points: Sequence[Point], plan: PruningPlan) -> SurvivalRule:
+    """Bias and signed strength for E[p] = keep_ratio and E[p q] / E[p] = target_positive_ratio, as nearly as the
+    bounds allow."""
+    mass = plan.keep_ratio * fsum(weight for _, weight in points)
+    return _Problem(points, plan, mass, plan.target_positive_ratio * mass).solve()
+
+
+def group_rule(
+    batch: Iterable[float],
+    earlier: Iterable[tuple[float, bool]],
+    population: Sequence[Point],
+    plan: PruningPlan,
+    min_balanced: float = MIN_BALANCED,
+) -> SurvivalRule:
+    """The balance rule inside one group: Lemma 4.1 with the group's own mean.
+
+    batch: q of the siblings to decide on now. earlier: (q, kept) of those decided before; what they took or left of
+    the group's shares of survivors and of positives is made up for now. population: `compress`ed; fills a batch up to
+    `min_balanced` candidates, as a stand-in for siblings still to come, since a batch of one cannot be balanced.
+    """
+    own = [(q, 1.0) for q in batch]
+    others = list(earlier)
+    missing = max(0.0, min_balanced - len(own))
+    points = own + [(q, missing * share) for q, share in population if missing]
+    num_kept = sum(kept for _, kept in others)
+    weight = fsum(w for _, w in points)
+    low, high = _bounds(plan)
+    mass = min(high * weight, max(low * weight, plan.keep_ratio * (len(others) + weight) - num_kept))
+    positives = plan.target_positive_ratio * (num_kept + mass) - fsum(q for q, kept in others if kept)
+    return _Problem(points, plan, mass, positives).solve()
+
+
+def compress(points: Iterable[Point], num_points: int = NUM_QUANTILES) -> list[Point]:
+    """A distribution as the means of its quantiles, of weight 1 in all. Keeps the mean."""
+    ordered = sorted(points)
+    total = fsum(w for _, w in ordered)
+    parts = [0.0] * num_points
+    start = 0.0
+    for q, w in ordered:
+        end = start + w * num_points / total  # in units of one part
+        for part in range(int(start), min(num_points, int(end) + 1)):
+            parts[part] += q * max(0.0, min(end, part + 1) - max(start, part))
+        start = end
+    return [(q, 1 / num_points) for q in parts] if ordered else []
+
+
+def chance(seed: int, group: str, index: int) -> float:
+    """A uniform number in [0, 1) that depends on nothing but its arguments.
+
+    A multiple of 2**-32: adding a small integer to it is exact.
+    """
+    digest = blake2b(f"{seed}:{index}:{group}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big") * 2.0**-32
+
+
+def choose_survivors(probabilities: Mapping[int, float], *, seed: int, group: str, at_least: int = 0) -> Survivors:
+    """Decide on siblings that are due in the same step; `at_least` of them are kept.
+
+    The probabilities are first raised until they sum to `at_least`. Then a systematic sample is drawn: siblings in an
+    order of chance lie side by side on a line, each as long as its probability, and a comb with teeth one apart falls
+    on it; whoever is hit is kept. Each is hit with exactly its probability, and the number kept is the sum rounded down
+    or up: it varies as little as it can, and the floor cannot break. A sibling alone is kept with one draw below p.
+    """
+    raised = _raise(probabilities, at_least)
+    if not raised:
+        return Survivors(frozenset(), {})
+    order = sorted(raised, key=lambda index: (chance(seed, group, index), index))
+    tooth = chance(seed, group, -1 - min(raised))  # a draw of its own: the order must not tell where the comb falls
+    kept = []
+    end = 0.0
+    for index in order:
+        end += raised[index]
+        if tooth < end:
+            kept.append(index)
+            tooth += 1.0
+    return Survivors(frozenset(kept), raised)
+
+
+def _raise(probabilities: Mapping[int, float], at_least: int) -> dict[int, float]:
+    """The same shift for all, clipped at 1, so that the sum is `at_least` or more."""
+    if at_least >= len(probabilities):
+        return dict.fromkeys(probabilities, 1.0)
+    rest = fsum(probabilities.values())
+    if rest >= at_least:
+        return dict(probabilities)
+    shift = 0.0
+    for num_certain, p in enumerate(sorted(probabilities.values(), reverse=True)):
+        shift = (at_least - num_certain - rest) / (len(probabilities) - num_certain)
+        if p + shift <= 1:
+            break
+        rest -= p
+    return {index: min(1.0, p + shift) for index, p in probabilities.items()}
+
+
+def _bounds(plan: PruningPlan) -> tuple[float, float]:
+    """Survival bounds that do not forbid the keep ratio: with `keep_ratio` 1 nothing is pruned."""
+    return min(plan.min_survival, plan.keep_ratio), max(plan.max_survival, plan.keep_ratio)
+
+
+class _Problem:
+    """Sum of w p = mass and, as nearly as possible, sum of w p q = positives, over p = clip(level + strength q)."""
+
+    def __init__(self, points: Sequence[Point], plan: PruningPlan, mass: float, positives: float) -> None:
+        self._points = [point for point in points if point[1] > 0]
+        self._plan = plan
+        self._mass = mass
+        self._positives = positives
+        self._low, self._high = _bounds(plan)
+        self._weight = fsum(w for _, w in self._points)
+        self._level = plan.keep_ratio
+        """Of the last strength tried: the next one starts near it."""
+
+    def solve(self) -> SurvivalRule:
+        """The strength of least size that reaches `positives`, or comes nearest."""
+        if not self._low * self._weight < self._mass < self._high * self._weight:
+            return self.rule(0.0)  # every p is at the same bound, or there is no point at all
+        tolerance = RATIO_TOLERANCE * self._weight
+        near, near_excess = 0.0, self._excess(0.0)
+        if abs(near_excess) <= tolerance:
+            return self.rule(0.0)
+        far = -MAX_STRENGTH if near_excess > 0 else MAX_STRENGTH
+        far_excess = self._excess(far)
+        if near_excess * far_excess > 0:
+            return self.rule(far)
+        strength = near
+        for _ in range(MAX_ITERATIONS):
+            # regula falsi; halving the value of an end that stays (Illinois) keeps it from crawling
+            strength = (near * far_excess - far * near_excess) / (far_excess - near_excess)
+            excess = self._excess(strength)
+            if abs(excess) <= tolerance:
+                break
+            if excess * far_excess < 0:
+                near, near_excess = far, far_excess
+            else:
+                near_excess /= 2
+            far, far_excess = strength, excess
+        return self.rule(strength)
+
+    def rule(self, strength: float) -> SurvivalRule:
+        plan = self._plan
+        self._excess(strength)
+        bias = self._level - plan.keep_ratio + strength * plan.target_positive_ratio
+        return SurvivalRule(bias, strength, plan.target_positive_ratio, plan.keep_ratio, self._low, self._high)
+
+    def _excess(self, strength: float) -> float:
+        """Positives beyond the wanted ones, at the level that keeps `mass`.
+
+        Mass is a non-decreasing, piecewise linear function of the level: Newton steps, bisection where they leave the
+        bracket.
+        """
+        points, low, high = self._points, self._low, self._high
+        if not points:
+            self._level = self._plan.keep_ratio - strength * self._plan.target_positive_ratio  # bias 0
+            return 0.0
+        reach = [strength * q for q, _ in points]
+        bottom, top = low - max(reach), high - min(reach)  # all p are `low`; all p are `high`
+        level = min(top, max(bottom, self._level))
+        tolerance = MASS_TOLERANCE * self._weight
+        positives = 0.0
+        for _ in range(MAX_ITERATIONS):
+            mass = positives = slope = 0.0
+            for q, w in points:
+                p = level + strength * q
+                if p < low:
+                    p = low
+                elif p > high:
+                    p = high
+                else:
+                    slope += w
+                mass += w * p
+                positives += w * p * q
+            miss = mass - self._mass
+            if abs(miss) <= tolerance:
+                break
+            if miss > 0:
+                top = level
+            else:
+                bottom = level
+            level = level - miss / slope if slope else bottom
+            if not bottom < level < top:
+                level = (bottom + top) / 2
+        self._level = level
+        return positives - self._positives

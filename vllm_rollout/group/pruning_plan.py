@@ -1,0 +1,117 @@
+"""Request fields -> PruningPlan. Invariant: a plan that exists lies within the ranges stated here, and nowhere else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from vllm_rollout.config import CALIBRATION_WINDOW, MAX_DETECTION_LENGTH
+from vllm_rollout.group.types import Signal
+
+PruningRule = Literal["balance", "paper"]
+PRUNING_RULES: tuple[PruningRule, ...] = ("balance", "paper")
+PruningMode = Literal["active", "shadow"]
+PRUNING_MODES: tuple[PruningMode, ...] = ("active", "shadow")
+SIGNALS: tuple[Signal, ...] = ("head", "confidence")
+
+MAX_STRENGTH = 1000.0
+MAX_MIN_LABELS = CALIBRATION_WINDOW // 2
+"""Of either kind: calibration remembers no more than twice that."""
+
+
+class PlanError(ValueError):
+    """A field of a group request is out of its range. `field` names it as the user wrote it."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+
+@dataclass(frozen=True, slots=True)
+class PruningPlan:
+    """How candidates are judged at `detection_length` (ARRoL section 4.2 and A.4)."""
+
+    detection_length: int
+    """Output tokens after which a candidate is scored, L_detect."""
+    rule: PruningRule = "balance"
+    keep_ratio: float = 0.5
+    """Share of scored candidates to keep on average, kappa."""
+    target_positive_ratio: float = 0.5
+    """Success rate wanted among survivors, rho."""
+    strength: float = 0.5
+    """Lambda of the paper's rule; the balance rule solves its own."""
+    min_survival: float = 0.05
+    max_survival: float = 0.95
+    mode: PruningMode = "active"
+    """`shadow`: decide and report, stop nothing."""
+    signal: Signal = "head"
+    allow_fewer: bool = False
+    """Prune even when fewer than `group_size` candidates are left to finish."""
+    min_labels: int = 64
+    """Rewards of either kind, positive and negative, before anything is pruned."""
+
+
+class _Range(NamedTuple):
+    allowed: str
+    holds: Callable[[Any], bool]
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _one_of(names: tuple[str, ...]) -> _Range:
+    return _Range(f"one of {', '.join(names)}", lambda value: isinstance(value, str) and value in names)
+
+
+_SURVIVAL = _Range("a number in (0, 1]", lambda value: _is_number(value) and 0 < value <= 1)
+
+RANGES: Mapping[str, _Range] = {
+    "detection_length": _Range(
+        f"an integer in [1, {MAX_DETECTION_LENGTH}]", lambda n: _is_integer(n) and 1 <= n <= MAX_DETECTION_LENGTH
+    ),
+    "rule": _one_of(PRUNING_RULES),
+    "keep_ratio": _Range("a number in (0, 1]; 1 scores and keeps everything", _SURVIVAL.holds),
+    "target_positive_ratio": _Range("a number in (0, 1)", lambda value: _is_number(value) and 0 < value < 1),
+    "strength": _Range(
+        f"a number in [0, {MAX_STRENGTH:.0f}]", lambda value: _is_number(value) and 0 <= value <= MAX_STRENGTH
+    ),
+    "min_survival": _SURVIVAL,
+    "max_survival": _SURVIVAL,
+    "mode": _one_of(PRUNING_MODES),
+    "signal": _one_of(SIGNALS),
+    "allow_fewer": _Range("true or false", lambda value: isinstance(value, bool)),
+    "min_labels": _Range(f"an integer in [1, {MAX_MIN_LABELS}]", lambda n: _is_integer(n) and 1 <= n <= MAX_MIN_LABELS),
+}
+"""Each field of a PruningPlan -> what it takes."""
+
+
+def make_pruning_plan(fields: Mapping[str, Any], names: Mapping[str, str] | None = None) -> PruningPlan:
+    """Check the fields of a PruningPlan; one that is left out has its default.
+
+    `names` maps field names to what the user wrote (`rollout_keep_ratio` in xargs, `pruning.keep_ratio` in a body).
+
+    Raises: PlanError with field, value and allowed range.
+    """
+    named = names or {}
+    for field, value in fields.items():
+        if not RANGES[field].holds(value):
+            raise PlanError(named.get(field, field), f"must be {RANGES[field].allowed}, got {value!r:.80}.")
+    plan = PruningPlan(**fields)
+    if plan.min_survival > plan.max_survival:
+        field, other = "min_survival", "max_survival"
+        if field not in fields:
+            field, other = other, field
+        raise PlanError(
+            named.get(field, field),
+            f"{named.get('min_survival', 'min_survival')} must be at most "
+            f"{named.get('max_survival', 'max_survival')}, got {plan.min_survival} and {plan.max_survival}. "
+            f"Change {named.get(field, field)} or {named.get(other, other)}.",
+        )
+    return plan

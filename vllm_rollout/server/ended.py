@@ -1,0 +1,84 @@
+"""What the engine says of candidates -> what the answer says. Invariant: nothing is said that was not asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_rollout.group.plan import PruningPlan
+from vllm_rollout.server.answers import Candidate, ConfidenceAnswer, TokensEvent, Trajectory, UnselectedCandidate
+from vllm_rollout.server.engine import CandidateEnd, CandidateTokens
+from vllm_rollout.server.protocol import Return
+
+
+def trajectory_of(end: CandidateEnd, wanted: Return, pruning: PruningPlan | None) -> Trajectory:
+    return Trajectory(
+        index=end.ending.index,
+        num_tokens=end.ending.num_tokens,
+        finish_reason=end.finish_reason,
+        stop_reason=end.stop_reason,
+        mean_confidence=end.mean_confidence,
+        weight_versions=list(end.weight_versions),
+        **_content(end, wanted),
+        **_scoring(end, pruning),
+    )
+
+
+def candidate_of(end: CandidateEnd, wanted: Return, pruning: PruningPlan | None) -> Candidate:
+    fields = {
+        "index": end.ending.index,
+        "num_tokens": end.ending.num_tokens,
+        "state": end.ending.state,
+        **_scoring(end, pruning),
+    }
+    return UnselectedCandidate(**fields, **_content(end, wanted)) if wanted.unselected else Candidate(**fields)
+
+
+def tokens_of(prompt_id: str, tokens: CandidateTokens, wanted: Return) -> TokensEvent:
+    return TokensEvent(
+        prompt_id=prompt_id,
+        index=tokens.index,
+        offset=tokens.offset,
+        token_ids=list(tokens.token_ids),
+        logprobs=list(tokens.logprobs) if wanted.logprobs and tokens.logprobs is not None else None,
+    )
+
+
+def _content(end: CandidateEnd, wanted: Return) -> dict[str, Any]:
+    return {
+        "token_ids": list(end.token_ids),
+        "logprobs": list(end.logprobs) if wanted.logprobs and end.logprobs is not None else None,
+        "text": end.text if wanted.text else None,
+    }
+
+
+def _scoring(end: CandidateEnd, pruning: PruningPlan | None) -> dict[str, Any]:
+    """The score's fields; empty without pruning.
+
+    A trainer corrects by 1 / `survival_probability`, so in shadow mode it is 1: nothing was at stake.
+    """
+    if pruning is None:
+        return {}
+    shadow = pruning.mode == "shadow"
+    assessment = end.assessment
+    if assessment is None:
+        unscored: dict[str, Any] = {"survival_probability": 1.0}
+        return {**unscored, "would_prune": False, "shadow_survival_probability": 1.0} if shadow else unscored
+    fields = {
+        "score": assessment.score,
+        "success_probability": assessment.success_probability,
+        "survival_probability": 1.0 if shadow else assessment.survival_probability,
+        "signal": assessment.signal,
+        "head_version": assessment.head_version,
+        "confidence": ConfidenceAnswer(**assessment.confidence._asdict()),
+        "score_weight_version": version_of_token(end, pruning.detection_length - 1),
+    }
+    if shadow:
+        fields["would_prune"] = not assessment.keep
+        fields["shadow_survival_probability"] = assessment.survival_probability
+    return fields
+
+
+def version_of_token(end: CandidateEnd, position: int) -> str | None:
+    """The weight version that sampled the output token at that position; None when the engine knows of none."""
+    spans = (span for span in end.weight_versions if span["start"] <= position < span["end"])
+    return next((span["version"] for span in spans), None)

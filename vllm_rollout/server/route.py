@@ -1,0 +1,80 @@
+"""What all our endpoints have in common. Invariant: every error body is an OpenAI error that says what, value, allowed,
+remedy, and no body larger than the limit is read.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
+from typing import ClassVar, get_type_hints
+
+from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+from starlette.types import Message, Receive
+
+from vllm_rollout.config import MAX_BODY_BYTES, MAX_STATE_BYTES
+from vllm_rollout.server.engine import RequestError
+from vllm_rollout.server.errors import error_response, explain_internal, explain_invalid, explain_unreadable
+
+logger = logging.getLogger(__name__)
+
+
+class RolloutRoute(APIRoute):
+    """A route whose errors are OpenAI error bodies: 422 names the field, 413 the limit."""
+
+    max_body_bytes: ClassVar[int] = MAX_BODY_BYTES
+    too_large_remedy: ClassVar[str] = "Send fewer prompts or rewards per request."
+
+    def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:
+        handle = super().get_route_handler()
+        body = get_type_hints(self.endpoint).get("body")
+
+        async def handler(request: Request) -> Response:
+            try:
+                self._check_size(request.headers.get("content-length", ""))
+                return await handle(Request(request.scope, self._limited(request.receive)))
+            except RequestValidationError as error:
+                return error_response(explain_invalid(error, body))
+            except RequestError as error:
+                return error_response(error)
+            except HTTPException as error:
+                return error_response(explain_unreadable(error))
+            except Exception as error:  # the HTTP boundary: no answer but ours
+                logger.exception("%s %s failed", request.method, request.url.path)
+                return error_response(explain_internal(error))
+
+        return handler
+
+    def _check_size(self, num_bytes: int | str) -> None:
+        """Raises: RequestError when a body of that size, or of that content-length, is too large."""
+        if isinstance(num_bytes, str):
+            num_bytes = int(num_bytes) if num_bytes.isascii() and num_bytes.isdecimal() else 0
+        if num_bytes > self.max_body_bytes:
+            raise RequestError(
+                f"the body has {num_bytes} bytes or more, at most {self.max_body_bytes} are allowed. "
+                f"{self.too_large_remedy}",
+                status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+            )
+
+    def _limited(self, receive: Receive) -> Receive:
+        """`receive`, which fails as soon as a body that does not state its length is too large."""
+        num_bytes = 0
+
+        async def receive_limited() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            self._check_size(num_bytes)
+            return message
+
+        return receive_limited
+
+
+class StateRoute(RolloutRoute):
+    """A route that takes back what `GET /v1/rollouts/state` gave."""
+
+    max_body_bytes = MAX_STATE_BYTES
+    too_large_remedy = "Send the bytes that GET /v1/rollouts/state gave, as they are."

@@ -1,0 +1,169 @@
+"""`POST /v1/votes`: what a group of candidates answered. Invariant: no pattern and no list holds up the server."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, Field, StrictFloat, StrictInt, StrictStr, model_validator
+
+from vllm_rollout.group.answer_pattern import SEARCH_LENGTH, compile_pattern
+from vllm_rollout.group.pattern_syntax import MAX_PATTERN_LENGTH, PatternError
+from vllm_rollout.group.voting import AnsweredGroup, VotingMethod, accuracy_at_k, extract_answer, normalise_answer, vote
+from vllm_rollout.server.body import Body
+from vllm_rollout.server.engine import RequestError
+
+MAX_VOTES = 1024
+"""Candidates in one vote."""
+MAX_ANSWER_CHARS = 4096
+MAX_PATTERN_TIME_S = 5.0
+"""For all texts of a request together; each alone is bounded by the pattern's own step budget."""
+NUM_DRAWS = 1000
+"""Subsets of size k, at most; fewer where that many candidates would be drawn more than MAX_DRAWN times."""
+MAX_DRAWN = 256_000
+
+
+class VoteRequest(Body):
+    """One prompt's candidates: their answers, or their texts and where the answer stands in them."""
+
+    answers: (
+        Annotated[
+            list[Annotated[StrictStr, Field(max_length=MAX_ANSWER_CHARS)] | None],
+            Field(min_length=1, max_length=MAX_VOTES, fail_fast=True),
+        ]
+        | None
+    ) = Field(
+        default=None,
+        description=f"From 1 to {MAX_VOTES} answers of at most {MAX_ANSWER_CHARS} characters, one per candidate; null "
+        "abstains.",
+    )
+    texts: Annotated[list[StrictStr | None], Field(min_length=1, max_length=MAX_VOTES, fail_fast=True)] | None = Field(
+        default=None,
+        description=f"From 1 to {MAX_VOTES} texts in place of answers, with answer_pattern; null abstains.",
+    )
+    answer_pattern: Annotated[StrictStr, Field(min_length=1, max_length=MAX_PATTERN_LENGTH)] | None = Field(
+        default=None,
+        description=r"A regular expression such as `Answer:\s*(\S+)`, at most "
+        f"{MAX_PATTERN_LENGTH} characters. The last match within a text's last {SEARCH_LENGTH} characters is the "
+        "answer: its first group, or the whole match. No look-around and no back-references.",
+    )
+    method: VotingMethod = Field(
+        default="majority",
+        description='"majority"; "confidence", weights as given; "quality", ranks of the weights rescaled to [0, 1].',
+    )
+    weights: Annotated[list[StrictFloat | None], Field(min_length=1, max_length=MAX_VOTES, fail_fast=True)] | None = (
+        Field(
+            default=None,
+            description="One finite number per candidate: mean_confidence for confidence, score for quality; null "
+            "abstains. Majority does not read them.",
+        )
+    )
+    correct: Annotated[StrictStr, Field(min_length=1, max_length=MAX_ANSWER_CHARS)] | None = Field(
+        default=None, description="The right answer, to be told whether the vote found it."
+    )
+    k: Annotated[StrictInt, Field(ge=1, le=MAX_VOTES)] | None = Field(
+        default=None,
+        description="With correct: maj@k, how often the vote of k of these candidates is right; at most their number.",
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> VoteRequest:
+        if (self.answers is None) == (self.texts is None):
+            got = "neither" if self.answers is None else "both"
+            raise ValueError(f"give exactly one of answers, texts, got {got}")
+        if self.texts is not None and self.answer_pattern is None:
+            raise ValueError("answer_pattern: is needed with texts, to find the answer. Or send answers.")
+        if self.texts is None and self.answer_pattern is not None:
+            raise ValueError("answer_pattern: only applies to texts, got answers. Leave it out.")
+        num_votes = len(self.answers or self.texts or ())
+        if self.method != "majority" and self.weights is None:
+            raise ValueError(f"weights: are needed with method {self.method}. Give one per candidate, or use majority.")
+        if self.weights is not None and len(self.weights) != num_votes:
+            raise ValueError(f"weights: must be as many as candidates ({num_votes}), got {len(self.weights)}.")
+        if self.k is not None and self.correct is None:
+            raise ValueError("k: needs correct, the right answer. Give it, or leave k out.")
+        if self.k is not None and self.k > num_votes:
+            raise ValueError(f"k: must be at most the number of candidates ({num_votes}), got {self.k}.")
+        return self
+
+
+class AccuracyAnswer(BaseModel):
+    k: int
+    accuracy: float
+    """Share of subsets of k candidates whose vote is right."""
+    is_exact: bool
+    """Every subset was counted; otherwise they were drawn."""
+
+
+class VoteAnswer(BaseModel):
+    object: Literal["vote"] = "vote"
+    method: VotingMethod
+    winner: str | None
+    """Null when nobody voted."""
+    share: float
+    """The winner's part of all weight."""
+    tally: dict[str, float]
+    """Answer -> weight, heaviest first."""
+    answers: list[str | None]
+    """What each candidate answered, normalised; null abstained."""
+    num_votes: int
+    num_abstained: int
+    num_without_weight: int
+    is_correct: bool | None = None
+    maj_at_k: AccuracyAnswer | None = None
+
+
+async def count_votes(request: VoteRequest) -> VoteAnswer:
+    """Vote beside the event loop. Raises: RequestError for a pattern or a weight that cannot be used."""
+    return await asyncio.to_thread(_count_votes, request)
+
+
+def _count_votes(request: VoteRequest) -> VoteAnswer:
+    answers = _answers(request)
+    try:
+        result = vote(answers, request.method, request.weights)
+    except ValueError as error:
+        raise RequestError(str(error), param="weights") from error
+    correct = normalise_answer(request.correct)
+    if request.correct is not None and correct is None:
+        raise RequestError("correct: must not be blank. Give the right answer, or leave it out.", param="correct")
+    return VoteAnswer(
+        method=request.method,
+        winner=result.winner,
+        share=result.share,
+        tally=dict(result.tally),
+        answers=[normalise_answer(answer) for answer in answers],
+        num_votes=result.num_votes,
+        num_abstained=result.num_abstained,
+        num_without_weight=result.num_without_weight,
+        is_correct=None if correct is None else result.winner == correct,
+        maj_at_k=None if correct is None or request.k is None else _accuracy(request, answers, correct, request.k),
+    )
+
+
+def _accuracy(request: VoteRequest, answers: list[str | None], correct: str, k: int) -> AccuracyAnswer:
+    group = AnsweredGroup("group", answers, correct, request.weights)
+    num_draws = max(1, min(NUM_DRAWS, MAX_DRAWN // len(answers)))
+    result = accuracy_at_k([group], k, request.method, num_draws)
+    return AccuracyAnswer(k=k, accuracy=result.accuracy, is_exact=result.num_exact == 1)
+
+
+def _answers(request: VoteRequest) -> list[str | None]:
+    if request.answers is not None:
+        return list(request.answers)
+    texts, pattern = request.texts or [], request.answer_pattern or ""
+    deadline = time.monotonic() + MAX_PATTERN_TIME_S
+    answers: list[str | None] = []
+    try:
+        compile_pattern(pattern)
+        for position, text in enumerate(texts):
+            if time.monotonic() > deadline:
+                raise PatternError(
+                    f"took more than {MAX_PATTERN_TIME_S:.0f} s for {position} of {len(texts)} texts. Begin it with a "
+                    "literal, or have fewer choices and repeats."
+                )
+            answers.append(None if text is None else extract_answer(text, pattern))
+    except PatternError as error:
+        raise RequestError(f"answer_pattern: {error}", param="answer_pattern") from error
+    return answers

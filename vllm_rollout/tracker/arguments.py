@@ -1,0 +1,148 @@
+"""What operators accept. Invariant: every check names the argument, its value and what is allowed, and none of them
+reads a tensor that is not on the CPU, where looking would make the host wait."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+NO_TOKEN = -1
+"""Entry of `sampled` for a row that has no token in this step."""
+NO_SLOT = -1
+"""Entry of `slots` for a row that is no candidate's."""
+NO_GROUP = -1
+"""Entry of `groups` for a slot that no candidate holds."""
+
+ROW_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Of logits and hidden states."""
+
+
+def check_token_stats(logits: Tensor, sampled: Tensor) -> None:
+    """Raise ValueError unless dtypes, shapes, strides and devices are those of `token_stats` and, on the CPU, every
+    entry of `sampled` is -1 or a token id."""
+    check_rows_tensor("logits", logits, "vocab_size")
+    check_vector("sampled", sampled, torch.int64, "num_rows", logits.shape[0])
+    check_devices("logits", logits, sampled=sampled)
+    check_range("sampled", sampled, NO_TOKEN, logits.shape[1])
+
+
+def check_quality_head(hidden: Tensor, rows: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> None:
+    """Raise ValueError unless dtypes, shapes, strides and devices are those of `quality_head` and, on the CPU, every
+    entry of `rows` is a row of `hidden`."""
+    check_rows_tensor("hidden", hidden, "hidden_size")
+    if rows.dim() != 1 or rows.dtype != torch.int64:
+        raise ValueError(f"rows must be int64 [num_due], got {rows.dtype} {list(rows.shape)}")
+    if w1.dim() != 2 or w1.dtype != torch.float32 or w1.shape[0] < 1 or w1.shape[1] != hidden.shape[1]:
+        raise ValueError(
+            f"w1 must be float32 [num_hidden, hidden_size] with hidden_size = {hidden.shape[1]}, got {w1.dtype} "
+            f"{list(w1.shape)}"
+        )
+    if not w1.is_contiguous():
+        raise ValueError(f"w1 must be contiguous, got strides {list(w1.stride())}: call .contiguous() on it")
+    check_vector("b1", b1, torch.float32, "num_hidden", w1.shape[0])
+    check_vector("w2", w2, torch.float32, "num_hidden", w1.shape[0])
+    check_vector("b2", b2, torch.float32, "1", 1)
+    check_contiguous(b1=b1, w2=w2)
+    check_devices("hidden", hidden, rows=rows, w1=w1, b1=b1, w2=w2, b2=b2)
+    check_range("rows", rows, 0, hidden.shape[0])
+
+
+def check_update_lengths(slots: Tensor, values: Tensor, counts: Tensor, means: Tensor, m2s: Tensor) -> None:
+    """Raise ValueError unless dtypes, shapes, strides and devices are those of `update_lengths` and, on the CPU, every
+    entry of `slots` is -1 or a slot."""
+    if slots.dim() != 1 or slots.dtype != torch.int64:
+        raise ValueError(f"slots must be int64 [num_rows], got {slots.dtype} {list(slots.shape)}")
+    check_vector("values", values, torch.float32, "num_rows", slots.shape[0])
+    check_counts(counts)
+    check_vector("means", means, torch.float32, "capacity", counts.shape[0])
+    check_vector("m2s", m2s, torch.float32, "capacity", counts.shape[0])
+    check_contiguous(means=means, m2s=m2s)
+    check_devices("slots", slots, values=values, counts=counts, means=means, m2s=m2s)
+    check_range("slots", slots, NO_SLOT, counts.shape[0])
+
+
+def check_group_moments(counts: Tensor, groups: Tensor, finished: Tensor, num_groups: int) -> None:
+    """Raise ValueError unless dtypes, shapes, strides and devices are those of `group_moments` and, on the CPU, every
+    entry of `groups` is -1 or a group."""
+    check_counts(counts)
+    check_vector("groups", groups, torch.int64, "capacity", counts.shape[0])
+    check_vector("finished", finished, torch.bool, "capacity", counts.shape[0])
+    check_contiguous(groups=groups, finished=finished)
+    check_devices("counts", counts, groups=groups, finished=finished)
+    if num_groups < 0:
+        raise ValueError(f"num_groups must be at least 0, got {num_groups}")
+    check_range("groups", groups, NO_GROUP, num_groups)
+
+
+def check_update_group_lengths(
+    slots: Tensor,
+    values: Tensor,
+    counts: Tensor,
+    means: Tensor,
+    m2s: Tensor,
+    groups: Tensor,
+    finished: Tensor,
+    num_groups: int,
+) -> None:
+    check_update_lengths(slots, values, counts, means, m2s)
+    check_group_moments(counts, groups, finished, num_groups)
+
+
+def check_counts(counts: Tensor) -> None:
+    if counts.dim() != 1 or counts.dtype != torch.float32 or counts.shape[0] < 1:
+        raise ValueError(
+            f"counts must be float32 [capacity] with capacity >= 1, got {counts.dtype} {list(counts.shape)}"
+        )
+    check_contiguous(counts=counts)
+
+
+def check_windowed_confidence(trace: Tensor, lengths: Tensor, window: int) -> None:
+    """Raise ValueError unless arguments are those of `windowed_confidence` and, on the CPU, lengths are in range."""
+    if trace.dim() != 2 or trace.dtype != torch.float32:
+        raise ValueError(f"trace must be float32 [num_due, max_len], got {trace.dtype} {list(trace.shape)}")
+    check_vector("lengths", lengths, torch.int64, "num_due", trace.shape[0])
+    check_devices("trace", trace, lengths=lengths)
+    if window < 1:
+        raise ValueError(f"window must be at least 1, got {window}")
+    check_range("lengths", lengths, 0, trace.shape[1] + 1)
+
+
+def check_rows_tensor(name: str, value: Tensor, columns: str) -> None:
+    if value.dtype not in ROW_DTYPES:
+        raise ValueError(f"{name} must be float32, bfloat16 or float16, got {value.dtype}")
+    if value.dim() != 2 or value.shape[1] < 1:
+        raise ValueError(f"{name} must be [num_rows, {columns}] with {columns} >= 1, got {list(value.shape)}")
+    if value.stride(1) != 1 and value.shape[1] > 1:
+        raise ValueError(f"{name} must have stride(1) == 1, got {value.stride(1)}: call .contiguous() on them")
+
+
+def check_vector(name: str, value: Tensor, dtype: torch.dtype, size_name: str, size: int) -> None:
+    if value.dtype != dtype:
+        raise ValueError(f"{name} must be {str(dtype).removeprefix('torch.')}, got {value.dtype}")
+    if value.shape != (size,):
+        wanted = f"[{size_name}] = [{size}]" if size_name != str(size) else f"[{size}]"
+        raise ValueError(f"{name} must be {wanted}, got {list(value.shape)}")
+
+
+def check_contiguous(**values: Tensor) -> None:
+    for name, value in values.items():
+        if not value.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, got strides {list(value.stride())}")
+
+
+def check_devices(first_name: str, first: Tensor, **others: Tensor) -> None:
+    for name, other in others.items():
+        if other.device != first.device:
+            raise ValueError(f"{name} must be on the device of {first_name}, {first.device}, got {other.device}")
+
+
+def check_range(name: str, values: Tensor, lowest: int, end: int) -> None:
+    """Raise ValueError unless every entry is in [lowest, end). Looks at CPU tensors only."""
+    if values.device.type != "cpu" or not len(values):
+        return
+    wrong = (values < lowest) | (values >= end)
+    if not wrong.any():
+        return
+    row = wrong.nonzero()[0].item()
+    allowed = f"-1 or in [0, {end})" if lowest == -1 else f"in [{lowest}, {end})"
+    raise ValueError(f"{name}[{row}] must be {allowed}, got {values[row].item()}")

@@ -1,0 +1,159 @@
+"""Which implementation of an operator serves a device type.
+
+Invariant: it is decided once per operator and device type, by what is installed and never by the data, and it says
+why a faster one is not active. `VLLM_ROLLOUT_OPS=torch` forces the reference.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from vllm_rollout.tracker import arguments, reference
+from vllm_rollout.tracker.reference import GroupLengths, GroupMoments, TokenStats
+
+OPS_VARIABLE = "VLLM_ROLLOUT_OPS"
+OPS_CHOICES = ("auto", "torch")
+
+Operator = Literal[
+    "token_stats", "quality_head", "update_lengths", "group_moments", "update_group_lengths", "windowed_confidence"
+]
+Compute = Callable[..., Any]
+
+OPERATORS: tuple[Operator, ...] = get_args(Operator)
+
+REFERENCES: dict[Operator, Compute] = {name: getattr(reference, f"{name}_reference") for name in OPERATORS}
+CHECKS: dict[Operator, Callable[..., None]] = {name: getattr(arguments, f"check_{name}") for name in OPERATORS}
+
+TRITON_MODULES: dict[Operator, str] = {
+    "token_stats": "token_stats",
+    "quality_head": "quality_head",
+    "update_lengths": "lengths",
+    "group_moments": "lengths",
+    "update_group_lengths": "lengths",
+}
+"""Operators that kernels/triton has, and the module of each. Trace confidence is computed once per candidate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Implementation:
+    """Which implementation serves an operator on a device type."""
+
+    name: Literal["c++", "triton", "torch"]
+    reason: str | None
+    """Why a faster one is not active; None when this is the fastest there is."""
+    compute: Compute = field(repr=False, compare=False)
+
+
+@functools.cache
+def active_implementation(device_type: str, operator: Operator = "token_stats") -> Implementation:
+    """The implementation of `operator` for tensors on `device_type`, such as "cpu" or "cuda"."""
+    choice = os.environ.get(OPS_VARIABLE, "auto")
+    if choice not in OPS_CHOICES:
+        raise ValueError(f"{OPS_VARIABLE} must be one of {', '.join(OPS_CHOICES)}, got {choice!r}")
+    if operator not in OPERATORS:
+        raise ValueError(f"operator must be one of {', '.join(OPERATORS)}, got {operator!r}")
+    if choice == "torch":
+        return Implementation("torch", f"{OPS_VARIABLE}=torch", REFERENCES[operator])
+    if device_type == "cpu":
+        return _cpp(operator) if operator in FAKES else Implementation("torch", None, REFERENCES[operator])
+    if device_type == "cuda":
+        return _triton(operator) if operator in TRITON_MODULES else Implementation("torch", None, REFERENCES[operator])
+    return Implementation("torch", f"no kernel for device type {device_type!r}", REFERENCES[operator])
+
+
+def _cpp(operator: Operator) -> Implementation:
+    try:
+        from vllm_rollout import _C  # noqa: F401  (importing it registers the operators)
+    except ModuleNotFoundError:
+        reason = "vllm_rollout._C is not built: run `make install`"
+        return Implementation("torch", reason, REFERENCES[operator])
+    except ImportError as error:
+        reason = f"vllm_rollout._C does not load ({error}): run `make install` to rebuild it"
+        return Implementation("torch", reason, REFERENCES[operator])
+
+    kernel = getattr(torch.ops.vllm_rollout, operator).default
+    torch.library.register_fake(f"vllm_rollout::{operator}")(FAKES[operator])
+    check, named = CHECKS[operator], RESULTS.get(operator)
+
+    def compute(*tensors: Tensor | int) -> Any:
+        try:
+            results = kernel(*tensors)
+        except RuntimeError:
+            # The operator made the same checks; repeating them here, only now, raises the same ValueError as the
+            # other implementations at no cost to a call that succeeds.
+            check(*tensors)
+            raise
+        return named(results) if named else results
+
+    return Implementation("c++", None, compute)
+
+
+def _triton(operator: Operator) -> Implementation:
+    try:
+        module = importlib.import_module(f"vllm_rollout.kernels.{TRITON_MODULES[operator]}")
+    except ModuleNotFoundError as error:
+        name = "triton" if error.name == "triton" else "vllm_rollout.kernels"
+        how = "pip install triton" if error.name == "triton" else "run `make install`"
+        return Implementation("torch", f"{name} is not installed: {how}", REFERENCES[operator])
+
+    kernel = getattr(module, f"{operator}_triton")
+    check, named = CHECKS[operator], RESULTS.get(operator)
+
+    def compute(*tensors: Tensor | int) -> Any:
+        check(*tensors)
+        results = kernel(*tensors)
+        return named(results) if named else results
+
+    return Implementation("triton", None, compute)
+
+
+RESULTS: dict[Operator, Callable[[tuple[Tensor, ...]], Any]] = {
+    "token_stats": TokenStats._make,
+    "group_moments": GroupMoments._make,
+    "update_group_lengths": lambda results: GroupLengths(results[0], GroupMoments(*results[1:])),
+}
+"""What a kernel's several results are called; one alone is given as it is."""
+
+
+def _token_stats_fake(logits: Tensor, sampled: Tensor) -> tuple[Tensor, ...]:
+    return tuple(logits.new_empty(logits.shape[0], dtype=torch.float32) for _ in TokenStats._fields)
+
+
+def _update_lengths_fake(slots: Tensor, values: Tensor, counts: Tensor, means: Tensor, m2s: Tensor) -> Tensor:
+    return torch.empty_like(values, memory_format=torch.contiguous_format)
+
+
+def _group_moments_fake(counts: Tensor, groups: Tensor, finished: Tensor, num_groups: int) -> tuple[Tensor, ...]:
+    return tuple(counts.new_empty(num_groups, 3) for _ in GroupMoments._fields)
+
+
+def _update_group_lengths_fake(
+    slots: Tensor,
+    values: Tensor,
+    counts: Tensor,
+    means: Tensor,
+    m2s: Tensor,
+    groups: Tensor,
+    finished: Tensor,
+    num_groups: int,
+) -> tuple[Tensor, ...]:
+    running_means = _update_lengths_fake(slots, values, counts, means, m2s)
+    return running_means, *_group_moments_fake(counts, groups, finished, num_groups)
+
+
+FAKES: dict[Operator, Compute] = {
+    "token_stats": _token_stats_fake,
+    "update_lengths": _update_lengths_fake,
+    "group_moments": _group_moments_fake,
+    "update_group_lengths": _update_group_lengths_fake,
+}
+"""Operators that csrc has: those that torch's own calls cost more than the work (the head is a matrix product, at which
+torch is as fast as the CPU). Each gives the shapes and dtypes of the operator's results, for torch.compile."""

@@ -1,0 +1,129 @@
+"""What a quality head trains on: the newest labelled hidden states, and their mean and scale.
+
+Invariant: bounded memory; only finite numbers.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vllm_rollout.tracker.quality_head_file import HeadFile
+
+MAX_MAGNITUDE = 1e5
+"""Largest accepted feature: hidden states after a model's last norm stay far below."""
+
+MAX_STANDARDISED = 10.0
+"""Standard deviations at which a feature is cut off in training, so that one outlier cannot undo what was learned."""
+
+MIN_RELATIVE_STD = 0.01
+"""Smallest scale of a feature, as a share of the mean one: a feature that never moved must not get a huge weight."""
+
+
+def check_labels(features: Tensor, labels: Tensor, weights: Tensor, hidden_size: int) -> None:
+    """Raise ValueError unless these are labelled hidden states that can be learned from."""
+    if not features.is_floating_point() or features.dim() != 2 or features.shape[1] != hidden_size:
+        wanted = f"floating-point [num_labels, hidden_size] with hidden_size = {hidden_size}"
+        raise ValueError(f"features must be {wanted}, got {features.dtype} {list(features.shape)}")
+    for name, value in (("labels", labels), ("weights", weights)):
+        if value.shape != features.shape[:1]:
+            raise ValueError(f"{name} must be [num_labels] = [{len(features)}], got {list(value.shape)}")
+    if (wrong := ((labels != 0) & (labels != 1)).nonzero()).numel():
+        raise ValueError(f"labels[{wrong[0].item()}] must be 0 or 1, got {labels[wrong[0]].item()}")
+    if (wrong := (~(torch.isfinite(weights) & (weights >= 0))).nonzero()).numel():
+        raise ValueError(f"weights[{wrong[0].item()}] must be finite and >= 0, got {weights[wrong[0]].item()}")
+    if (wrong := (~(features.float().abs() <= MAX_MAGNITUDE)).nonzero()).numel():
+        row, column = wrong[0].tolist()
+        limit = f"finite and at most {MAX_MAGNITUDE:g} in magnitude"
+        raise ValueError(f"features[{row}, {column}] must be {limit}, got {features[row, column].item()}")
+
+
+class Replay:
+    """The newest labelled states, in the dtype the first of them came in."""
+
+    def __init__(self, hidden_size: int, capacity: int) -> None:
+        self.hidden_size = hidden_size
+        self.capacity = capacity
+        self.num_added = 0
+        self.features = torch.empty(0, hidden_size)
+        self.labels = torch.empty(0)
+        self.weights = torch.empty(0)
+
+    def __len__(self) -> int:
+        return min(self.num_added, self.capacity)
+
+    def add(self, features: Tensor, labels: Tensor, weights: Tensor) -> None:
+        """Remember them in place of the oldest."""
+        if not self.num_added:
+            # Pages are committed when they are written.
+            self.features = torch.empty(self.capacity, self.hidden_size, dtype=features.dtype)
+            self.labels = torch.empty(self.capacity)
+            self.weights = torch.empty(self.capacity)
+        slots = torch.arange(self.num_added, self.num_added + len(labels))[-self.capacity :] % self.capacity
+        self.features[slots] = features[-self.capacity :].to(self.features.dtype)
+        self.labels[slots] = labels[-self.capacity :].float()
+        self.weights[slots] = weights[-self.capacity :].float()
+        self.num_added += len(labels)
+
+    def draw(self, num: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+        """float32 features, labels and weights of `num` of them, with replacement; the mean weight of all is 1."""
+        rows = torch.randint(len(self), (num,), generator=generator)
+        mean_weight = self.weights[: len(self)].mean().clamp_min(torch.finfo(torch.float32).tiny)
+        return self.features[rows].float(), self.labels[rows], self.weights[rows] / mean_weight
+
+    def tensors(self) -> dict[str, Tensor]:
+        used = slice(len(self))
+        return {
+            "replay.features": self.features[used],
+            "replay.labels": self.labels[used],
+            "replay.weights": self.weights[used],
+            "replay.num_added": torch.tensor(self.num_added),
+        }
+
+    def restore(self, file: HeadFile) -> None:
+        """Raises: ValueError."""
+        num_added = int(file.tensor("replay.num_added", dtype=torch.int64))
+        num = min(max(num_added, 0), self.capacity)
+        dtype = file.dtype("replay.features")
+        features = file.tensor("replay.features", num, self.hidden_size, dtype=dtype)
+        labels, weights = file.tensor("replay.labels", num), file.tensor("replay.weights", num)
+        check_labels(features, labels, weights, self.hidden_size)
+        if num:
+            self.num_added = 0
+            self.add(features, labels, weights)
+        self.num_added = num_added
+
+
+class Standardiser:
+    """Running mean and standard deviation of features, float64; after `memory` states the older ones fade."""
+
+    def __init__(self, hidden_size: int, memory: int) -> None:
+        self.memory = memory
+        self.count = 0
+        self.mean = torch.zeros(hidden_size, dtype=torch.float64)
+        self.variance = torch.zeros(hidden_size, dtype=torch.float64)
+
+    def update(self, features: Tensor) -> None:
+        """Account for states [num_states, hidden_size]."""
+        features = features.double()
+        share = len(features) / (self.count + len(features))
+        difference = features.mean(0) - self.mean
+        spread = features.var(0, correction=0) - self.variance
+        self.variance = self.variance + share * spread + share * (1 - share) * difference.square()
+        self.mean = self.mean + share * difference
+        self.count = min(self.count + len(features), self.memory)
+
+    def scale(self) -> Tensor:
+        """What a feature is divided by."""
+        std = self.variance.sqrt()
+        floor = MIN_RELATIVE_STD * std.mean()
+        return std.clamp_min(floor) if floor > 0 else torch.ones_like(std)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"running.mean": self.mean, "running.variance": self.variance, "running.count": torch.tensor(self.count)}
+
+    def restore(self, file: HeadFile) -> None:
+        """Raises: ValueError."""
+        self.mean = file.tensor("running.mean", len(self.mean), dtype=torch.float64)
+        self.variance = file.tensor("running.variance", len(self.mean), dtype=torch.float64).clamp_min(0)
+        self.count = max(0, int(file.tensor("running.count", dtype=torch.int64)))
