@@ -1,5 +1,9 @@
 """Prompts with checkable answers that a 0.5B model gets partly right, and their checker.
 
+Two sets. EARLY: stories that two or three small operations solve; a worked example makes the model write the whole
+calculation in its first line, so that a wrong plan shows, and decides, in the first dozen tokens. PLAIN: one or two
+additions, subtractions or multiplications, in which mistakes may come at any point.
+
 Invariant: the problems are a function of (num, seed, families); two problems of one call never ask the same question.
 """
 
@@ -11,19 +15,43 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 THINK = " Think step by step, then end with 'Answer: <number>'."
+CALCULATE = (
+    " First write the whole calculation in one line, then explain each step in a full sentence,"
+    " then end with 'Answer: <number>'."
+)
+EXAMPLE = (
+    {
+        "role": "user",
+        "content": "A baker fills 4 trays with 6 rolls each and has 3 more rolls. He sells 2 of them. "
+        f"How many rolls are left?{CALCULATE}",
+    },
+    {
+        "role": "assistant",
+        "content": "4 * 6 + 3 - 2\n"
+        "The 4 trays hold 4 * 6 = 24 rolls when all of them are counted together.\n"
+        "With the 3 other rolls the baker has 24 + 3 = 27 rolls in the morning.\n"
+        "After he has sold 2 of them, there are 27 - 2 = 25 rolls left.\n"
+        "Answer: 25",
+    },
+)
+NAMES = ("Tom", "Ann", "Ben", "Eva", "Sam", "Lea")
+THINGS = ("apples", "books", "coins", "cards", "stamps", "shells")
+GOODS = ("pens", "cakes", "balls", "cups")
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
 class Question(NamedTuple):
     text: str
     answer: int
+    example: tuple[dict[str, Any], ...] = ()
+    """Messages before the question."""
 
 
 class Problem(NamedTuple):
     """One prompt whose answers `check` can judge."""
 
     id: str
-    """Family and number, such as "arithmetic-12"; unique within one call of `make_problems`."""
+    """Family and number, such as "left-12"; unique within one call of `make_problems`."""
     messages: list[dict[str, Any]]
     answer: int
 
@@ -50,24 +78,75 @@ def word_sum(generator: random.Random) -> Question:
     return Question(f"{story} How many apples does he have now?{THINK}", sum(numbers))
 
 
+def story(text: str, answer: int) -> Question:
+    return Question(text + CALCULATE, answer, EXAMPLE)
+
+
+def left(generator: random.Random) -> Question:
+    name, things = generator.choice(NAMES), generator.choice(THINGS)
+    friends, each = generator.randrange(2, 6), generator.randrange(2, 7)
+    total = generator.randrange(friends * each + 3, friends * each + 30)
+    text = f"{name} has {total} {things} and gives {each} {things} to each of {friends} friends."
+    return story(f"{text} How many {things} are left?", total - friends * each)
+
+
+def boxes(generator: random.Random) -> Question:
+    name, things = generator.choice(NAMES), generator.choice(THINGS)
+    start, num, each = generator.randrange(5, 20), generator.randrange(2, 6), generator.randrange(3, 9)
+    text = f"{name} has {start} {things} and buys {num} boxes of {each} {things} each."
+    return story(f"{text} How many {things} does {name} have now?", start + num * each)
+
+
+def change(generator: random.Random) -> Question:
+    name, goods = generator.choice(NAMES), generator.choice(GOODS)
+    num, price = generator.randrange(2, 6), generator.randrange(2, 8)
+    paid = generator.choice([note for note in (20, 30, 40, 50) if note > num * price])
+    text = f"{name} buys {num} {goods} for {price} dollars each and pays with {paid} dollars."
+    return story(f"{text} How many dollars does {name} get back?", paid - num * price)
+
+
+def twice(generator: random.Random) -> Question:
+    first, second = generator.sample(NAMES, 2)
+    things, num = generator.choice(THINGS), generator.randrange(4, 20)
+    text = f"{first} has {num} {things} and {second} has twice as many."
+    return story(f"{text} How many {things} do they have together?", 3 * num)
+
+
+def share(generator: random.Random) -> Question:
+    name, things = generator.choice(NAMES), generator.choice(THINGS)
+    friends, each, had = generator.randrange(2, 6), generator.randrange(3, 9), generator.randrange(2, 9)
+    text = f"{name} shares {friends * each} {things} equally among {friends} friends, and each friend already had {had}"
+    return story(f"{text} {things}. How many {things} does each friend have now?", each + had)
+
+
+def two_goods(generator: random.Random) -> Question:
+    name, goods = generator.choice(NAMES), generator.choice(GOODS)
+    num, num_books = generator.randrange(2, 6), generator.randrange(2, 6)
+    price, book_price = generator.randrange(2, 8), generator.randrange(2, 8)
+    text = f"{name} buys {num} {goods} for {price} dollars each and {num_books} books for {book_price} dollars each."
+    return story(f"{text} How many dollars does {name} pay?", num * price + num_books * book_price)
+
+
+EARLY = ("left", "boxes", "change", "twice", "share", "two_goods")
+PLAIN = ("arithmetic", "word_sum")
 FAMILIES: dict[str, Callable[[random.Random], Question]] = {
-    family.__name__: family for family in (arithmetic, word_sum)
+    family.__name__: family for family in (arithmetic, word_sum, left, boxes, change, twice, share, two_goods)
 }
 
 
-def make_problems(num: int, seed: int, families: Sequence[str] | None = None) -> list[Problem]:
-    """`num` different problems, the families in turn; None stands for all of them.
+def make_problems(num: int, seed: int, families: Sequence[str] = EARLY) -> list[Problem]:
+    """`num` different problems, the families in turn.
 
     Raises: ValueError for an unknown family, or when the families cannot ask that many different questions.
     """
-    names = list(FAMILIES) if families is None else list(families)
-    if unknown := [name for name in names if name not in FAMILIES] or not names:
-        raise ValueError(f"families must be some of {', '.join(FAMILIES)}, got {unknown or names}")
+    unknown = [name for name in families if name not in FAMILIES]
+    if unknown or not families:
+        raise ValueError(f"families must be some of {', '.join(FAMILIES)}, got {unknown or 'none'}")
     generator = random.Random(seed)
     problems: list[Problem] = []
     asked: set[str] = set()
     while len(problems) < num:
-        name = names[len(problems) % len(names)]
+        name = families[len(problems) % len(families)]
         for _ in range(1000):
             question = FAMILIES[name](generator)
             if question.text not in asked:
@@ -75,16 +154,14 @@ def make_problems(num: int, seed: int, families: Sequence[str] | None = None) ->
         else:
             raise ValueError(f"num must be smaller: after {len(problems)} problems {name!r} has no new question")
         asked.add(question.text)
-        messages = [{"role": "user", "content": question.text}]
+        messages = [*question.example, {"role": "user", "content": question.text}]
         problems.append(Problem(f"{name}-{len(problems)}", messages, question.answer))
     return problems
 
 
 def check(problem: Problem, text: str) -> bool:
-    """Whether the answer is right: the number after the last "Answer:", or the last number when there is none."""
+    """Whether the answer is right: the first number after the last "Answer:"; without one, the last number."""
     text = re.sub(r"(?<=\d),(?=\d{3})", "", text)
     _, marker, after = text.rpartition("Answer:")
     numbers = NUMBER.findall(after)
-    if not numbers:
-        return False
-    return float(numbers[0] if marker else numbers[-1]) == problem.answer
+    return bool(numbers) and float(numbers[0] if marker else numbers[-1]) == problem.answer

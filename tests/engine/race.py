@@ -1,12 +1,14 @@
 """Race groups on one in-process engine and print how each candidate ended, as JSON: `race.py MODEL`.
 
 The runner is V1, or V2 when VLLM_USE_V2_MODEL_RUNNER=1 (see v2_on_cpu). Every group is raced twice: once whole (no
-early stop) and once to its second finisher, with the same seeds.
+early stop) and once to its second finisher, with the same seeds. A third time its candidates are scored by a given
+quality head, and what the runner showed is set beside what the model computes in transformers.
 """
 
 import json
 import os
 import sys
+from dataclasses import replace
 from statistics import fmean
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -15,16 +17,24 @@ os.environ.update(
     TORCH_COMPILE_DISABLE="1",
 )  # fmt: skip
 
+import torch
+from transformers import AutoModelForCausalLM
 from vllm import LLM, SamplingParams
 
 from vllm_rollout.adapter.serve import SCHEDULER_CLS, WORKER_CLS
 from vllm_rollout.adapter.wire import CandidateTag, EndingNote
+from vllm_rollout.group.judge import Scoring
+from vllm_rollout.group.plan import PruningPlan
+from vllm_rollout.tracker.quality_head import HeadWeights
+from vllm_rollout.tracker.tracker import PublishedHead
 
 NUM_GROUPS = 2
 NUM_CANDIDATES = 4
 GROUP_SIZE = 2
 LENGTHS = (5, 9, 14, 20)
 """Output lengths, forced by max_tokens; a candidate that is cut counts when nothing better is left."""
+DETECTION_LENGTH = 7
+HEAD_VERSION = 3
 
 
 def main(model: str) -> None:
@@ -33,11 +43,13 @@ def main(model: str) -> None:
         scheduler_cls=SCHEDULER_CLS, worker_cls=WORKER_CLS, worker_extension_cls="trainer_extension.TrainerExtension",
     )  # fmt: skip
 
-    def race(name: str, early_stop: bool) -> list[list]:
+    def race(name: str, early_stop: bool, scoring: PruningPlan | None = None) -> list[list]:
         prompts, params = [], []
         for group in range(NUM_GROUPS):
             for index in range(NUM_CANDIDATES):
                 tag = CandidateTag(f"{name}-{group}", index, GROUP_SIZE, NUM_CANDIDATES, early_stop, 8)
+                if scoring is not None:
+                    tag = replace(tag, scoring=Scoring("rollout", f"prompt-{group}", 0, scoring))
                 stop_at = LENGTHS[(index + group) % NUM_CANDIDATES]
                 prompts.append({"prompt_token_ids": [3 + group, 4, 5, 6, 7]})
                 params.append(
@@ -58,13 +70,62 @@ def main(model: str) -> None:
             expected = fmean(-fmean(entry.logprob for entry in position.values()) for position in completion.logprobs)
             tokens = list(completion.token_ids)
             rows.append([note.state, tokens, completion.finish_reason, note.mean_confidence, expected])
+            confidences.append([-fmean(e.logprob for e in position.values()) for position in completion.logprobs])
         return rows
+
+    confidences: list[list[float]] = []
 
     runner = llm.llm_engine.collective_rpc(_runner_of)[0]
     result = {"runner": runner, "group_size": GROUP_SIZE, "lengths": LENGTHS}
     result["extension"] = llm.collective_rpc("trainer_rank")
     result |= {"whole": race("whole", early_stop=False), "raced": race("raced", early_stop=True)}
+    confidences.clear()
+    llm.llm_engine.collective_rpc(_publish_head)
+    result["scored"] = race("scored", early_stop=False, scoring=PruningPlan(DETECTION_LENGTH, mode="shadow"))
+    result["detection_length"] = DETECTION_LENGTH
+    result["shown"] = shown(llm, model, result["scored"], confidences)
     print("RESULT " + json.dumps(result))
+
+
+def shown(llm: LLM, model: str, rows: list[list], confidences: list[list[float]]) -> list:
+    """Per candidate: None when it ended too early to be scored, else what the runner showed beside what it should."""
+    entries = llm.llm_engine.engine_core.engine_core.scheduler.judge.ledger._rollouts["rollout"]
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    compared = []
+    for number, (_, tokens, *_) in enumerate(rows):
+        group, index = divmod(number, NUM_CANDIDATES)
+        entry = entries[f"prompt-{group}", index]
+        if entry.observation is None:
+            compared.append(None)
+            continue
+        (answer,) = llm.collective_rpc("rollout_take_features", args=([entry.request_id],))
+        features = torch.frombuffer(bytearray(answer[0]), dtype=torch.float32)
+        prompt = [3 + group, 4, 5, 6, 7]
+        with torch.no_grad():
+            hidden = reference.model(torch.tensor([prompt + tokens[: DETECTION_LENGTH - 1]])).last_hidden_state[0, -1]
+        w1, b1, w2, b2 = _head(len(features))
+        observation = entry.observation
+        compared.append(
+            {
+                "hidden_error": ((features - hidden).norm() / hidden.norm()).item(),
+                "logit": [observation.logit, (torch.relu(hidden @ w1.T + b1) @ w2 + b2).item()],
+                "mean": [observation.confidence.mean, fmean(confidences[number][:DETECTION_LENGTH])],
+                "head_version": observation.head_version,
+            }
+        )
+    return compared
+
+
+def _head(hidden_size: int) -> HeadWeights:
+    generator = torch.Generator().manual_seed(5)
+    shapes = (128, hidden_size), (128,), (128,), (1,)
+    return HeadWeights(*(torch.randn(shape, generator=generator) / shape[-1] ** 0.5 for shape in shapes))
+
+
+def _publish_head(worker) -> None:
+    hidden_size = worker.model_config.get_hidden_size()
+    heads = worker.model_runner.candidate_tracker.heads
+    heads[DETECTION_LENGTH] = PublishedHead(HEAD_VERSION, _head(hidden_size))
 
 
 def _runner_of(worker) -> list[str]:

@@ -44,3 +44,20 @@ def test_confidence_is_what_the_full_log_probabilities_say(race: dict[str, Any])
     for _, tokens, _, confidence, expected in race["whole"] + race["raced"]:
         assert tokens
         assert confidence == pytest.approx(expected, rel=1e-3)
+
+
+def test_scoring_changes_no_token(race: dict[str, Any]) -> None:
+    assert [row[:3] for row in race["scored"]] == [row[:3] for row in race["whole"]]
+
+
+def test_a_candidate_is_scored_by_the_state_that_produced_its_token_at_the_detection_length(
+    race: dict[str, Any],
+) -> None:
+    # One that ends with that very token is not judged any more.
+    lives_on = [len(row[1]) > race["detection_length"] for row in race["scored"]]
+    assert [shown is not None for shown in race["shown"]] == lives_on
+    for shown in filter(None, race["shown"]):
+        assert shown["hidden_error"] < 1e-3
+        assert shown["logit"][0] == pytest.approx(shown["logit"][1], abs=1e-2)
+        assert shown["mean"][0] == pytest.approx(shown["mean"][1], rel=1e-3)
+        assert shown["head_version"] == 3

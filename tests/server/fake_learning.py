@@ -7,6 +7,7 @@ noise. The judge and the ledger are the real ones; the head is a file of safeten
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -45,6 +46,8 @@ class LearningEngine:
     """The engine has stopped."""
     evicts: bool = False
     """Features are gone when rewards come."""
+    blind: bool = False
+    """Confidence cannot be seen."""
     judge: Judge = field(default_factory=Judge)
     heads: dict[int, HeadInfo] = field(default_factory=dict)
     num_reports: int = 0
@@ -63,7 +66,7 @@ class LearningEngine:
         chance = random.Random(str(list(token_ids[:8])))
         truth = SIGNAL_GAP if succeeded(token_ids) else -SIGNAL_GAP
         head = self.heads.get(detection_length)
-        bottom = 10 + 0.3 * truth + chance.gauss(0, 1)
+        bottom = math.nan if self.blind else 10 + 0.3 * truth + chance.gauss(0, 1)
         return Observation(
             Confidence(bottom + 2, bottom - 1, bottom),
             None if head is None else truth + chance.gauss(0, 1),

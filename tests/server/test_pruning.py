@@ -10,6 +10,7 @@ from vllm_rollout import RolloutClient
 from vllm_rollout.config import MAX_DETECTION_LENGTHS
 from vllm_rollout.group.pruning_plan import MAX_MIN_LABELS
 from vllm_rollout.server.answers import CandidateEvent, DoneEvent, EndedCandidate, RolloutAnswer, TrajectoryEvent
+from vllm_rollout.server.engine import HeadInfo
 
 from .fake_engine import FakeEngine
 from .fake_learning import succeeded
@@ -160,6 +161,13 @@ async def test_chance_is_the_sampling_seed_s_and_fresh_without_one(http, engine:
     assert seeds[:3] == [7, 7, 7]
     assert len({*seeds[3:6]}) == len({*seeds[6:]}) == 1
     assert seeds[3] != seeds[6]
+
+
+async def test_confidence_that_cannot_be_seen_is_null(http, engine: FakeEngine):
+    engine.blind = True
+    engine.heads[DETECTION_LENGTH] = HeadInfo(DETECTION_LENGTH, 16, 1, 1, 1)
+    answer = await roll(http)
+    assert {(ended.signal, ended.confidence) for ended in everyone(answer)} == {("head", None)}
 
 
 async def test_the_score_names_the_weights_that_made_it(http, engine: FakeEngine):

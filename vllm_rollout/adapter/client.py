@@ -226,6 +226,8 @@ class RolloutAsyncLLM(AsyncLLM):
             async for candidate in outputs:
                 finals[candidate.index] = candidate.output
                 endings[candidate.index] = ending_of(candidate)
+                if candidate.note is not None and candidate.note.assessment is not None:
+                    self.rollout_metrics.candidate_scored(candidate.note.assessment)
         for index in range(plan.num_candidates):
             endings.setdefault(index, Ending(index, "failed", 0))
         result = conclude(plan, endings.values())

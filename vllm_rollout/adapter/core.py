@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple
 from typing import Any
 
+from vllm.config import ParallelConfig
 from vllm.v1.engine.core import EngineCore
 
 from vllm_rollout.adapter.wire import label_of
-from vllm_rollout.group.judge import Judge
-from vllm_rollout.group.learning import Learning
+from vllm_rollout.group.judge import Judge, restore_learnings
 
 METHOD = "rollout_learning"
 STATE_FORMAT = 1
@@ -39,9 +39,14 @@ def rollout_learning(core: EngineCore, operation: str, arguments: Sequence[Any])
             (result for result in core.collective_rpc(method, args=args) if result is not None), None
         ),
         model=core.vllm_config.model_config.served_model_name,
-        rank=core.vllm_config.parallel_config.data_parallel_rank,
+        rank=_rank(core.vllm_config.parallel_config),
     )
     return OPERATIONS[operation](calls, *arguments)
+
+
+def _rank(parallel: ParallelConfig) -> int:
+    """Which of its API process's ranks an engine core is. `data_parallel_rank` is 0 on all ranks of a dense model."""
+    return (parallel.data_parallel_rank_local or 0) if parallel.local_engines_only else parallel.data_parallel_index
 
 
 class LearningCalls:
@@ -67,23 +72,19 @@ class LearningCalls:
         if outcome is None:
             return None
         detection_length, statuses, labels = outcome
-        if not labels:
-            return [detection_length, statuses, 0, []]
-        if share:
-            request_ids = [label.request_id for label in labels]
-            features, found = self._worker("rollout_take_features", request_ids)
-            shared = [[[astuple(label) for label in labels], features, found]]
-        else:
-            shared = []
-            found = self._worker(
-                "rollout_learn",
-                detection_length,
-                [label.request_id for label in labels],
-                [label.positive for label in labels],
-                [label.weight for label in labels],
-            )
-        self._judge.num_evicted[detection_length] += len(labels) - len(found)
-        return [detection_length, statuses, len(found), shared]
+        num_training, shared = 0, []
+        for length in sorted({label.detection_length for label in labels}):  # several only among joined requests
+            alike = [label for label in labels if label.detection_length == length]
+            request_ids = [label.request_id for label in alike]
+            if share:
+                features, found = self._worker("rollout_take_features", request_ids)
+                shared.append([[astuple(label) for label in alike], features, found])
+            else:
+                positives, weights = [label.positive for label in alike], [label.weight for label in alike]
+                found = self._worker("rollout_learn", length, request_ids, positives, weights)
+            self._judge.num_evicted[length] += len(alike) - len(found)
+            num_training += len(found)
+        return [detection_length, statuses, num_training, shared]
 
     def teach(self, origin: int, shared: Sequence[Sequence[Any]]) -> None:
         """Learn labels that rank `origin` shared: calibration on every other rank, the head on rank 0."""
@@ -143,13 +144,13 @@ class LearningCalls:
                 return ["invalid", f"format must be {STATE_FORMAT}, got {state['format']!r}"]
             if state["model"] != self._model:
                 return ["mismatch", f"the state is of model {state['model']!r}, this server's is {self._model!r}"]
-            learnings = [Learning.from_state(learning) for learning in state["learnings"]]
-            heads = [b64decode(head) for head in state["heads"]]
-        except (ValueError, KeyError, TypeError) as error:
+            learnings = restore_learnings(state["learnings"])
+            heads = [b64decode(head, validate=True) for head in state["heads"]]
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             return ["invalid", f"not a rollout state ({type(error).__name__}: {error})"]
         answer = self._worker("rollout_restore_heads", heads)
         if answer[0] == "ok":
-            self._judge.learnings = {learning.detection_length: learning for learning in learnings}
+            self._judge.learnings = learnings
         return answer
 
 

@@ -30,6 +30,7 @@ from vllm_rollout.adapter.wire import (
 from vllm_rollout.group.judge import Judge, Scoring
 from vllm_rollout.group.ledger import LedgerEntry
 from vllm_rollout.group.lifecycle import Group, GroupTable
+from vllm_rollout.group.pruning_plan import PruningPlan
 from vllm_rollout.group.types import CandidateId, EndReason, Observation
 
 END_REASONS: dict[RequestStatus, EndReason] = {
@@ -57,6 +58,11 @@ class Candidate:
         self.scoring: Scoring | None = None
         self.entry: LedgerEntry | None = None
         """Where what a reward needs of a scored candidate is written."""
+
+
+Due = dict[tuple[str, PruningPlan], dict[int, tuple[Candidate, Observation]]]
+"""Candidates to judge in one step, by group and plan (requests that join a group may bring different ones), then index.
+"""
 
 
 class GroupSchedulerMixin:
@@ -141,17 +147,18 @@ class GroupSchedulerMixin:
         due = self._due(report) if report is not None and report.due else {}
         stopped = self._settle_groups(outputs, due) if self._touched else {}
         self._pass_outputs(outputs, stopped, model_runner_output)
-        if self._ended:
+        if self._touched:
             self._forget_ended(outputs, stopped)
         return outputs
 
-    def _due(self, report: RunnerReport) -> dict[str, dict[int, tuple[Candidate, Observation]]]:
-        """What the step showed of candidates that are still running, by group and index; touches those groups."""
-        due: dict[str, dict[int, tuple[Candidate, Observation]]] = {}
+    def _due(self, report: RunnerReport) -> Due:
+        """What the step showed of candidates that are still running; touches their groups."""
+        due: Due = {}
         for request_id, observation in report.observations():
             candidate = self._candidates.get(request_id)
             if candidate is not None and candidate.end_reason is None:
-                due.setdefault(candidate.id.group_id, {})[candidate.id.index] = candidate, observation
+                siblings = due.setdefault((candidate.id.group_id, candidate.scoring.plan), {})
+                siblings[candidate.id.index] = candidate, observation
                 self._touched[candidate.id.group_id] = candidate.group
         return due
 
@@ -170,11 +177,7 @@ class GroupSchedulerMixin:
                     output.finish_reason = FinishReason.ABORT
                 candidate.end_reason = "stop"  # also when the token that completes the string was the last one allowed
 
-    def _settle_groups(
-        self,
-        outputs: dict[int, EngineCoreOutputs],
-        due: dict[str, dict[int, tuple[Candidate, Observation]]],
-    ) -> dict[str, str]:
+    def _settle_groups(self, outputs: dict[int, EngineCoreOutputs], due: Due) -> dict[str, str]:
         """Close the step of every touched group, judge what is due and stop what the verdicts name.
 
         Returns the stop reason of every request that its group gave up, by request id.
@@ -194,10 +197,11 @@ class GroupSchedulerMixin:
 
         for group_id, group in self._touched.items():
             settle(group_id, group)
-            siblings = due.get(group_id)
-            if siblings is None or group.closed:
+        for (group_id, _), siblings in sorted(due.items(), key=_place):
+            group = self._touched[group_id]
+            if group.closed:
                 continue
-            scoring = next(iter(siblings.values()))[0].scoring
+            scoring = siblings[min(siblings)][0].scoring
             pruned = self.judge.judge(group, scoring, {i: (c.entry, seen) for i, (c, seen) in siblings.items()})
             if pruned:
                 request_ids = [siblings[index][0].request.request_id for index in pruned]
@@ -293,6 +297,12 @@ class GroupSchedulerMixin:
             assessment=None if candidate.entry is None else candidate.entry.assessment,
         )
         output.kv_transfer_params = note.to_params(output.kv_transfer_params)
+
+
+def _place(due: tuple[tuple[str, PruningPlan], dict[int, tuple[Candidate, Observation]]]) -> tuple[str, int]:
+    """Groups learn from each other's scores: the order in which they are judged must not be that of the batch."""
+    (_, plan), siblings = due
+    return siblings[min(siblings)][0].scoring.prompt_id, plan.detection_length
 
 
 def _confidence_of(request_id: str, model_runner_output: ModelRunnerOutput | None) -> float | None:

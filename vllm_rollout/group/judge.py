@@ -6,10 +6,11 @@ Invariant: a candidate is judged once, while it runs, with what was known before
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from vllm_rollout.config import MAX_DETECTION_LENGTHS
+from vllm_rollout.config import MAX_DETECTION_LENGTH, MAX_DETECTION_LENGTHS
 from vllm_rollout.group.learning import Learning, label_weight
 from vllm_rollout.group.ledger import Ledger, LedgerEntry, RewardStatus
 from vllm_rollout.group.lifecycle import Group
@@ -61,11 +62,13 @@ class Judge:
     def judge(self, group: Group, scoring: Scoring, due: Mapping[int, tuple[LedgerEntry, Observation]]) -> list[int]:
         """Judge running siblings that are due in one step; returns those to stop, which the group now counts as pruned.
 
-        Nothing is judged at more than `MAX_DETECTION_LENGTHS` different detection lengths.
+        Nothing is judged at more than `MAX_DETECTION_LENGTHS` different detection lengths, nor twice: a token that the
+        engine drops and samples again shows its candidate once more.
         """
         plan = scoring.plan
+        due = {index: seen for index, seen in due.items() if seen[0].assessment is None}
         learning = self._learning_at(plan.detection_length)
-        if learning is None:
+        if learning is None or not due:
             return []
         assessments = learning.assess(
             plan,
@@ -124,6 +127,25 @@ class Judge:
         if learning is None and len(self.learnings) < MAX_DETECTION_LENGTHS:
             learning = self.learnings[detection_length] = Learning(detection_length)
         return learning
+
+
+def restore_learnings(states: Iterable[Mapping[str, Any]]) -> dict[int, Learning]:
+    """What a Judge had learned, by detection length, from the `Learning.to_state` of each.
+
+    Raises: ValueError for what no Judge can have had.
+    """
+    learnings = [Learning.from_state(state) for state in states]
+    lengths = [learning.detection_length for learning in learnings]
+    if (
+        len(lengths) > MAX_DETECTION_LENGTHS
+        or len(set(lengths)) < len(lengths)
+        or not all(1 <= length <= MAX_DETECTION_LENGTH for length in lengths)
+    ):
+        raise ValueError(
+            f"detection lengths must be at most {MAX_DETECTION_LENGTHS} different numbers in "
+            f"[1, {MAX_DETECTION_LENGTH}], got {lengths!r:.80}"
+        )
+    return dict(zip(lengths, learnings, strict=True))
 
 
 def _label(rollout_id: str, entry: LedgerEntry, positive: bool) -> Label:

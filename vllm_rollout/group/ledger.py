@@ -56,8 +56,8 @@ class Ledger:
         """A candidate was launched. What happens to it is written into the entry."""
         entry = LedgerEntry(request_id, prompt_id, plan)
         rollout = self._rollouts.setdefault(rollout_id, {})
+        self._num_candidates += (prompt_id, index) not in rollout  # a group id may be used again
         rollout[prompt_id, index] = entry
-        self._num_candidates += 1
         while self._num_candidates > self._max_candidates and len(self._rollouts) > 1:
             _, forgotten = self._rollouts.popitem(last=False)
             self._num_candidates -= len(forgotten)

@@ -53,6 +53,8 @@ class Group:
     _candidates: dict[int, _Candidate] = field(default_factory=dict)
     _new: list[int] = field(default_factory=list)
     """Candidates that ended since the last settlement."""
+    _settled: list[int] = field(default_factory=list)
+    """Candidates that the last settlement was about."""
     _num_running: int = 0
     _num_settlements: int = 0
 
@@ -82,7 +84,7 @@ class Group:
 
         A truncated candidate counts only when too few others are left to reach `group_size` (design 5.1).
         """
-        new, self._new = self._new, []
+        new, self._settled, self._new = self._new, self._new, []
         self._num_settlements += 1
         if self.closed:
             # A sibling that came late, or ended in flight after the group had closed.
@@ -104,17 +106,27 @@ class Group:
         return Settlement(self._give_up(), lost)
 
     def num_needed(self, num_due: int, at_least: int) -> int:
-        """How many of `num_due` running candidates have to be kept so that `at_least` candidates can finish."""
-        num_finished = sum(c.state == "finished" for c in self._candidates.values())
-        num_others = num_finished + self._num_running - num_due + self._num_to_come
+        """How many of `num_due` running candidates have to be kept so that `at_least` candidates can finish.
+
+        What shadow mode marked counts as stopped: the next verdicts are those that active mode would give.
+        """
+        num_able = sum(
+            candidate.state in ("running", "finished") and not self._is_marked(index)
+            for index, candidate in self._candidates.items()
+        )
+        num_others = num_able - num_due + self._num_to_come
         return min(num_due, max(0, at_least - num_others))
 
     def prune(self, indices: Iterable[int]) -> None:
-        """Verdict on running candidates: their scores stop them. Call `settle` again afterwards."""
+        """Verdict on running candidates: their scores stop them. Call `settle` again afterwards.
+
+        It belongs to the step that was settled last: if the group closes by it, what ended in that step may tie.
+        """
         for index in indices:
             assert self._candidates[index].state == "running", f"verdict on candidate {index} after its end"
             self._candidates[index].state = "pruned"
             self._num_running -= 1
+        self._new, self._settled = self._settled + self._new, []
 
     def state(self, index: int) -> CandidateState:
         return self._candidates[index].state
@@ -131,6 +143,10 @@ class Group:
     @property
     def _num_to_come(self) -> int:
         return max(0, self.num_candidates - len(self._candidates))
+
+    def _is_marked(self, index: int) -> bool:
+        assessment = self.assessments.get(index)
+        return assessment is not None and not assessment.keep
 
     def _ranking(self) -> list[int]:
         """Usable finished candidates, best first: by itself before truncated, then earlier, shorter, lower index."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import Any
 
 from vllm_rollout.group.plan import PruningPlan
+from vllm_rollout.group.types import Confidence
 from vllm_rollout.server.answers import Candidate, ConfidenceAnswer, TokensEvent, Trajectory, UnselectedCandidate
 from vllm_rollout.server.engine import CandidateEnd, CandidateTokens
 from vllm_rollout.server.protocol import Return
@@ -69,13 +71,18 @@ def _scoring(end: CandidateEnd, pruning: PruningPlan | None) -> dict[str, Any]:
         "survival_probability": 1.0 if shadow else assessment.survival_probability,
         "signal": assessment.signal,
         "head_version": assessment.head_version,
-        "confidence": ConfidenceAnswer(**assessment.confidence._asdict()),
+        "confidence": _confidence(assessment.confidence),
         "score_weight_version": version_of_token(end, pruning.detection_length - 1),
     }
     if shadow:
         fields["would_prune"] = not assessment.keep
         fields["shadow_survival_probability"] = assessment.survival_probability
     return fields
+
+
+def _confidence(confidence: Confidence) -> ConfidenceAnswer | None:
+    """None where the engine could not see it: JSON has no NaN."""
+    return ConfidenceAnswer(**confidence._asdict()) if all(map(isfinite, confidence)) else None
 
 
 def version_of_token(end: CandidateEnd, position: int) -> str | None:

@@ -78,6 +78,9 @@ def _cpp(operator: Operator) -> Implementation:
     except ImportError as error:
         reason = f"vllm_rollout._C does not load ({error}): run `make install` to rebuild it"
         return Implementation("torch", reason, REFERENCES[operator])
+    if not hasattr(torch.ops.vllm_rollout, operator):
+        reason = f"vllm_rollout._C was built before it had {operator}: run `make install` to rebuild it"
+        return Implementation("torch", reason, REFERENCES[operator])
 
     kernel = getattr(torch.ops.vllm_rollout, operator).default
     torch.library.register_fake(f"vllm_rollout::{operator}")(FAKES[operator])

@@ -44,8 +44,9 @@ class FeatureRing:
     def take(self, request_ids: Sequence[str]) -> tuple[torch.Tensor, list[int]]:
         """The states that are still there, [num_found, hidden_size], and their positions in `request_ids`."""
         with self._lock:
-            found = [position for position, id in enumerate(request_ids) if id in self._slots]
-            slots = [self._slots.pop(request_ids[position]) for position in found]
+            taken = [(position, self._slots.pop(id, None)) for position, id in enumerate(request_ids)]
+            found = [position for position, slot in taken if slot is not None]
+            slots = [slot for _, slot in taken if slot is not None]
             self._free += slots
             return self._states[torch.tensor(slots, dtype=torch.int64)], found
 

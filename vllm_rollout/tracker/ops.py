@@ -120,7 +120,8 @@ def windowed_confidence(trace: Tensor, lengths: Tensor, window: int) -> Tensor:
     tenth of them, rounded down to whole windows but at least one. An empty trace, or one with a NaN or an infinity,
     gives NaN three times.
 
-    Raises ValueError for a wrong dtype, shape or device and, on the CPU, for a length out of range.
+    Raises ValueError for a wrong dtype, shape or device and, on the CPU, for a length out of range; on CUDA, where
+    looking would make the host wait, the caller vouches for them.
 
     Source: DeepConf (Fu et al. 2025), group confidence, lowest group and bottom 10 % group confidence.
     """

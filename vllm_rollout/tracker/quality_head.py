@@ -149,7 +149,7 @@ class QualityHead:
         """Take planned steps, at least one, until none is left or the budget is spent; returns their mean loss.
 
         After the last planned step, or enough of them, the new weights are published.
-        Raises: FloatingPointError when training diverged; `weights` stay, and training starts anew from them.
+        Raises: FloatingPointError when training diverged; `weights` stay, and training starts anew.
         """
         if not self.num_pending_steps:
             return None
@@ -179,7 +179,7 @@ class QualityHead:
         file = read_head_file(data, "quality head", hidden_size=hidden_size, model=model)
         head = cls._described(file, hidden_size, model, seed)
         with torch.inference_mode(False):
-            head._mean, head._scale = file.tensor("mean", hidden_size), file.tensor("scale", hidden_size)
+            head._read_standardisation(file)
             head.weights = w1, b1, w2, b2 = read_weights(file, hidden_size)
             head._set_parameters((w1 * head._scale, b1 + w1 @ head._mean, w2.clone(), b2.clone()))
         return head
@@ -204,7 +204,7 @@ class QualityHead:
         file = read_head_file(data, "quality head state", hidden_size=hidden_size, model=model)
         head = cls._described(file, hidden_size, model, seed=0)
         with torch.inference_mode(False):
-            head._mean, head._scale = file.tensor("mean", hidden_size), file.tensor("scale", hidden_size)
+            head._read_standardisation(file)
             head._generator.set_state(file.tensor("generator", len(head._generator.get_state()), dtype=torch.uint8))
             head._replay.restore(file)
             head._standardiser.restore(file)
@@ -233,6 +233,11 @@ class QualityHead:
         head.num_steps = file.integer("num_steps")
         head.num_labels = file.integer("num_labels")
         return head
+
+    def _read_standardisation(self, file: HeadFile) -> None:
+        self._mean, self._scale = file.tensor("mean", self.hidden_size), file.tensor("scale", self.hidden_size)
+        if not (self._scale > 0).all():
+            raise ValueError(f"tensor 'scale' must be positive, got {self._scale.min().item()}")
 
     def _random_weights(self) -> HeadWeights:
         """Uniform, as torch.nn.Linear begins."""
@@ -282,6 +287,7 @@ class QualityHead:
         weights = HeadWeights(folded, b1 - folded @ self._mean, w2.clone(), b2.clone())
         if not all(tensor.isfinite().all() for tensor in weights):
             self._set_parameters(self._random_weights())
+            self._version_losses.clear()
             raise FloatingPointError(f"the head diverged in {self.num_steps} steps: its training starts anew")
         self.weights = weights
         self.version += 1
@@ -289,7 +295,7 @@ class QualityHead:
         self._version_losses.clear()
 
     def _standardise(self) -> None:
-        """Follow the running statistics whenever labels have grown by a tenth; what the head computes stays the same."""
+        """Follow the running statistics when labels have grown by a tenth; what the head computes stays the same."""
         if self.num_labels < 1.1 * self._num_labels_standardised:
             return
         mean, scale = self._standardiser.mean.float(), self._standardiser.scale().float()

@@ -14,6 +14,7 @@ import torch
 from vllm_rollout.config import MAX_DETECTION_LENGTHS
 from vllm_rollout.tracker.feature_ring import FeatureRing
 from vllm_rollout.tracker.quality_head import HeadWeights, QualityHead
+from vllm_rollout.tracker.replay import MAX_MAGNITUDE
 from vllm_rollout.tracker.tracker import CandidateTracker, PublishedHead
 
 
@@ -52,8 +53,13 @@ class QualityHeads:
         self._heads: dict[int, QualityHead] = {}
 
     def take_features(self, request_ids: Sequence[str]) -> tuple[torch.Tensor, list[int]]:
-        """Features that are still there, [num_found, hidden_size], and their positions in `request_ids`."""
-        return self._ring.take(request_ids)
+        """Features that are still there, [num_found, hidden_size], and their positions in `request_ids`.
+
+        One that overflowed in the model is left out: a head refuses a whole batch with such a state in it.
+        """
+        features, found = self._ring.take(request_ids)
+        usable = (features.float().abs() <= MAX_MAGNITUDE).all(dim=1)
+        return features[usable], [position for position, ok in zip(found, usable.tolist(), strict=True) if ok]
 
     def learn(
         self, detection_length: int, features: torch.Tensor, positives: Sequence[bool], weights: Sequence[float]
@@ -66,10 +72,12 @@ class QualityHeads:
     def train(self, budget_s: float) -> int:
         """Take planned steps for `budget_s` seconds; returns how many are left."""
         deadline = self._clock() + budget_s
-        for detection_length, head in self._heads.items():
+        for head in self._heads.values():
             if head.num_pending_steps:
+                version = head.version
                 head.train(max(0.0, deadline - self._clock()))
-                self._publish(detection_length, head)
+                if head.version != version:
+                    self._publish(head)
                 break
         return sum(head.num_pending_steps for head in self._heads.values())
 
@@ -87,10 +95,14 @@ class QualityHeads:
     def put(self, data: bytes) -> int:
         """Put a head in place of the one for its detection length, which is returned.
 
-        Raises: HeadMismatch, ValueError (as `QualityHead.from_safetensors`).
+        Raises: HeadMismatch, ValueError (as `QualityHead.from_safetensors`, and for one head too many).
         """
         head = QualityHead.from_safetensors(data, hidden_size=self._hidden_size, model=self._model)
-        self._replace(head)
+        if not head.version:
+            raise ValueError("version must be at least 1, got 0, which stands for an untrained head")
+        _check_lengths([*self._heads.keys() - {head.detection_length}, head.detection_length])
+        self._heads[head.detection_length] = head
+        self._publish(head)
         return head.detection_length
 
     def state(self) -> list[bytes]:
@@ -98,10 +110,13 @@ class QualityHeads:
         return [head.state() for head in self._heads.values()]
 
     def restore(self, states: Sequence[bytes]) -> None:
-        """Raises: HeadMismatch, ValueError. Nothing is replaced unless all of them fit."""
+        """Put these heads in place of all there are. Raises: HeadMismatch, ValueError, and nothing has changed."""
         heads = [QualityHead.restore(state, hidden_size=self._hidden_size, model=self._model) for state in states]
+        _check_lengths([head.detection_length for head in heads])
+        self._heads = {head.detection_length: head for head in heads}
+        self._tracker.heads.clear()
         for head in heads:
-            self._replace(head)
+            self._publish(head)
 
     def _head(self, detection_length: int) -> QualityHead | None:
         head = self._heads.get(detection_length)
@@ -110,13 +125,15 @@ class QualityHeads:
             self._heads[detection_length] = head
         return head
 
-    def _replace(self, head: QualityHead) -> None:
-        self._heads[head.detection_length] = head
-        self._publish(head.detection_length, head)
+    def _publish(self, head: QualityHead) -> None:
+        if head.weights is not None:
+            weights = HeadWeights(*(tensor.to(self._device) for tensor in head.weights))
+            self._tracker.heads[head.detection_length] = PublishedHead(head.version, weights)
 
-    def _publish(self, detection_length: int, head: QualityHead) -> None:
-        published = self._tracker.heads.get(detection_length)
-        if head.weights is None or (published is not None and published.version == head.version):
-            return
-        weights = HeadWeights(*(tensor.to(self._device) for tensor in head.weights))
-        self._tracker.heads[detection_length] = PublishedHead(head.version, weights)
+
+def _check_lengths(detection_lengths: Sequence[int]) -> None:
+    if len(set(detection_lengths)) < len(detection_lengths) or len(detection_lengths) > MAX_DETECTION_LENGTHS:
+        raise ValueError(
+            f"heads must be for at most {MAX_DETECTION_LENGTHS} different detection lengths, got "
+            f"{', '.join(map(str, detection_lengths))}"
+        )

@@ -126,7 +126,8 @@ def update_group_lengths_reference(
 
 
 def windowed_confidence_reference(trace: Tensor, lengths: Tensor, window: int) -> Tensor:
-    """Window sums are differences of float64 prefix sums, of which only [num_due, max_len] is ever written."""
+    """Window sums are differences of prefix sums, so that nothing of [num_due, max_len, window] is written; in float64,
+    so that differences keep their digits."""
     check_windowed_confidence(trace, lengths, window)
     num_due, max_len = trace.shape
     positions = torch.arange(max_len + 1, device=trace.device)
@@ -139,10 +140,10 @@ def windowed_confidence_reference(trace: Tensor, lengths: Tensor, window: int) -
     ends = torch.minimum(starts + window, lengths[:, None])
     sums = prefix.gather(1, ends) - prefix[:, : len(starts)]
     window_means = (sums / lengths.clamp(max=window)[:, None]).masked_fill_(starts >= num_windows[:, None], torch.inf)
-    lowest = window_means.sort(dim=1).values
+    lowest = window_means.topk(max(len(starts) // 10, 1), dim=1, largest=False).values  # ascending
     num_lowest = (num_windows // 10).clamp(min=1)[:, None]
-    bottom = lowest.where(starts < num_lowest, 0.0).sum(dim=1) / num_lowest[:, 0]
+    bottom = lowest.where(positions[: lowest.shape[1]] < num_lowest, 0.0).sum(dim=1) / num_lowest[:, 0]
 
     mean = prefix[:, -1] / lengths
-    # NaN, and with it infinity, is sorted last: the mean alone says that there was one.
+    # Among the lowest a NaN is the last: the mean alone says that there was one, or an infinity.
     return torch.stack([mean, lowest[:, 0], bottom], dim=1).float().masked_fill_(~mean.isfinite()[:, None], torch.nan)

@@ -1,0 +1,253 @@
+"""Results of `benchmarks.pruning` -> tables in Markdown and one picture. Invariant: shows what is there, adds nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+SCORE_NAMES = {
+    "head": "quality head",
+    "mean": "confidence, mean",
+    "lowest_window": "confidence, lowest window",
+    "bottom_windows": "confidence, lowest tenth of windows",
+}
+WAY_NAMES = {"none": "nobody pruned", "random": "at random", "paper": "paper's rule", "balance": "balance rule"}
+COLORS = {"head": "#0f766e", "confidence": "#94a3b8", "none": "#64748b", "random": "#94a3b8", "paper": "#f59e0b"}
+COLORS["balance"] = COLORS["head"]
+INK = "#1e293b"
+
+
+def tables(result: Mapping[str, Any]) -> str:
+    """Every phase that has run, the targets first."""
+    phases = result["phases"]
+    parts = [_targets(result.get("targets", []))]
+    parts += [table(phases[name]) for name, table in TABLES.items() if name in phases]
+    return "\n\n".join(parts)
+
+
+def _targets(targets: Sequence[Mapping[str, Any]]) -> str:
+    said = {True: "reached", False: "**missed**", None: "not measured"}
+    rows = [[t["name"], number(t["value"]), number(t["target"]), said[t["reached"]]] for t in targets]
+    return grid("Targets", ["target", "value", "wanted", ""], rows)
+
+
+def _learn(phase: Mapping[str, Any]) -> str:
+    rows = []
+    for part in phase["learning_curve"]:
+        values = [
+            part[measure][score] for measure in ("auc", "within_group_auc") for score in ("head", "bottom_windows")
+        ]
+        labels = f"{part['num_labels_before']:,} to {part['num_labels_before'] + part['num_labels']:,}"
+        rows.append([labels, f"{part['num_with_head']:,}", *map(number, values)])
+    title = (
+        f"Learning: {phase['num_labels']:,} labels, {phase['generated_tokens']:,} tokens, {phase['seconds']:,.0f} s, "
+        f"{_described(phase['overview'])}"
+    )
+    header = ["labels", "scored by the head", "AUC, head", "AUC, confidence", "within groups, head", "confidence"]
+    return grid(title, header, rows)
+
+
+def _evaluate(phase: Mapping[str, Any]) -> str:
+    told = phase["discrimination"]
+    rows = []
+    for score, name in SCORE_NAMES.items():
+        values = [told[measure][score] for measure in ("auc", "within_group_auc")]
+        rows.append([name, *map(ranged, values), number(phase["accuracy"][score])])
+    above = [ranged(told[f"{measure}_head_above"]["bottom_windows"]) for measure in ("auc", "within_group_auc")]
+    rows.append(["head above the last", *above, ""])
+    calibrated = phase["calibration"]
+    title = f"Held-out prompts, head version {phase['head_version']}: {_described(phase['overview'])}"
+    after = (
+        f"Accuracy at probability 0.5: {number(calibrated['accuracy_at_half'])} (always the same: "
+        f"{number(calibrated['accuracy_always'])}). Brier score: {number(calibrated['brier'])} (always the base rate: "
+        f"{number(calibrated['brier_always'])})."
+    )
+    return grid(title, ["signal", "AUC", "AUC within groups", "accuracy"], rows) + "\n\n" + after
+
+
+def _vote(phase: Mapping[str, Any]) -> str:
+    ways = {name: row for name, row in phase.items() if isinstance(row, list)}
+    sizes = [part["k"] for part in next(iter(ways.values()))]
+    rows = [
+        [name, *(f"{part['accuracy']:.3f} ± {part['standard_error'] or 0:.3f}" for part in row)]
+        for name, row in ways.items()
+    ]
+    title = f"Votes: {phase['num_groups']} prompts, single candidates right {number(phase['mean_success_rate'])}"
+    return grid(title, ["weight", *(f"maj@{k}" for k in sizes)], rows)
+
+
+def _compare(phase: Mapping[str, Any]) -> str:
+    rows = []
+    for way, row in phase["survivors"].items():
+        fast = phase["speed"][way]
+        ratios = [row["mean_ratio"], row["mean_ratio_product"], row["overall_ratio"], row["distance_from_half"]]
+        spent = [f"{fast['generated_tokens']:,}", f"{fast['median_wall_s']:.1f}", number(fast["speed_ratio"], 2)]
+        rows.append([WAY_NAMES[way], f"{row['num_survivors']:,}", *map(number, ratios), *spent])
+    expected = phase["random_in_expectation"]
+    rows.append(["at random, in expectation", "", "", number(expected), "", "", "", "", ""])
+    header = ["way", "survivors", "E[ρ̂]", "E[ρ̂(1−ρ̂)]", "of all", "from 0.5", "tokens", "s per block", "× none"]
+    title = (
+        f"Half kept: {phase['survivors']['none']['num_groups']} prompts, {phase['speed']['none']['num_blocks']} blocks"
+    )
+    differences = "; ".join(
+        f"above {WAY_NAMES[other]} by {ranged(row['mean_ratio_product'])}"
+        for other, row in phase["balance_minus"].items()
+    )
+    return grid(title, header, rows) + f"\n\nE[ρ̂(1−ρ̂)] of the balance rule: {differences}."
+
+
+def _sweep(phase: Mapping[str, Any]) -> str:
+    rows = [
+        [
+            ratio,
+            f"{row['num_pruned']:,} of {row['num_scored']:,}",
+            f"{row['generated_tokens']:,}",
+            number(row["tokens_ratio"], 2),
+            f"{row['median_wall_s']:.1f}",
+            number(row["speed_ratio"], 2),
+        ]
+        for ratio, row in phase["speed"].items()
+    ]
+    title = (
+        f"keep_ratio: scored after {phase['detection_length']} tokens, mean length "
+        f"{number(phase['mean_length_over_detection_length'], 1)} times that"
+    )
+    return grid(title, ["keep_ratio", "pruned", "tokens", "× fewer", "s per block", "× faster"], rows)
+
+
+def _overhead(phase: Mapping[str, Any]) -> str:
+    rows = [
+        [way, f"{row['median_tokens_per_s']:.1f}", number(row["throughput_ratio"])]
+        for way, row in phase["speed"].items()
+    ]
+    pairs = next(iter(phase["speed"].values()))["num_blocks"]
+    return grid(f"Cost of scoring, {pairs} pairs", ["way", "tokens/s", "ratio"], rows)
+
+
+TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
+    "learn": _learn,
+    "evaluate": _evaluate,
+    "vote": _vote,
+    "compare": _compare,
+    "sweep": _sweep,
+    "overhead": _overhead,
+}
+
+
+def _described(row: Mapping[str, Any]) -> str:
+    return (
+        f"{row['num_candidates']:,} candidates of {row['num_prompts']} prompts, {number(row['success_rate'], 2)} right, "
+        f"mean length {number(row['mean_tokens'], 0)}"
+    )
+
+
+def grid(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [f"### {title}", "", _line(header), _line(["---"] * len(header)), *map(_line, rows)]
+    return "\n".join(lines)
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    return "—" if value is None else f"{value:,.{digits}f}"
+
+
+def ranged(row: Mapping[str, Any]) -> str:
+    ends = row["interval"]
+    return number(row["value"]) if ends is None else f"{row['value']:.3f} ({ends[0]:.3f} to {ends[1]:.3f})"
+
+
+def draw(result: Mapping[str, Any], path: Path) -> None:
+    """Left: learning curve. Middle: survivors by rule. Right: speed by keep_ratio. A phase that has not run is blank."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    phases = result["phases"]
+    colors = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), INK)
+    with plt.rc_context({"font.size": 10, **colors}):
+        figure, panels = plt.subplots(1, 3, figsize=(15.5, 4.6), dpi=120, width_ratios=(1.35, 1.2, 1))
+        for axes, (name, panel) in zip(panels, PANELS.items(), strict=True):
+            axes.spines[["top", "right"]].set_visible(False)
+            if name in phases:
+                panel(axes, phases)
+        figure.tight_layout(w_pad=3)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+        plt.close(figure)
+
+
+def _draw_learning(axes: Any, phases: Mapping[str, Any]) -> None:
+    curve = phases["learn"]["learning_curve"]
+    middles = [part["num_labels_before"] + part["num_labels"] / 2 for part in curve]
+    end = phases["learn"]["num_labels"]
+    for color, name, score in (("head", "head", "head"), ("confidence", "confidence", "bottom_windows")):
+        for measure, style, told in (("auc", "-", ""), ("within_group_auc", "--", ", within groups")):
+            points = [(x, part[measure][score]) for x, part in zip(middles, curve, strict=True)]
+            points = [point for point in points if point[1] is not None]
+            axes.plot(
+                *zip(*points, strict=True), style, color=COLORS[color], lw=2, label=name + told
+            ) if points else None
+            if "evaluate" in phases:
+                row = phases["evaluate"]["discrimination"][measure][score]
+                place = end * (1.06 if measure == "auc" else 1.1)
+                ends = row["interval"] or [row["value"]] * 2
+                axes.plot([place, place], ends, color=COLORS[color], lw=1.5, alpha=0.8)
+                axes.plot(place, row["value"], "o" if measure == "auc" else "s", color=COLORS[color], ms=6)
+    axes.axhline(0.5, color=INK, lw=0.8, alpha=0.4)
+    axes.set_xlabel("labels learned from (points at the right: held-out prompts, 90 % intervals)")
+    axes.set_ylabel("AUC")
+    axes.set_title("Rewards teach the head", loc="left", weight="bold")
+    axes.legend(frameon=False, fontsize=9, loc="upper left", ncols=2)
+    low, high = axes.get_ylim()
+    axes.set_ylim(low, high + 0.18 * (high - low))
+
+
+def _draw_survivors(axes: Any, phases: Mapping[str, Any]) -> None:
+    rows = phases["compare"]["survivors"]
+    for position, (way, row) in enumerate(rows.items()):
+        axes.barh(position, row["overall_ratio"], color=COLORS[way], height=0.62)
+        axes.annotate(
+            f"{row['overall_ratio']:.2f};  E[ρ̂(1−ρ̂)] {row['mean_ratio_product']:.3f}",
+            (0, position),
+            (8, 0),
+            textcoords="offset points",
+            va="center",
+            color="white",
+            weight="bold",
+        )
+    axes.axvline(0.5, color=INK, lw=1.2, ls=":")
+    axes.set_yticks(range(len(rows)), [WAY_NAMES[way] for way in rows])
+    axes.invert_yaxis()
+    axes.set_xlim(0, max(0.6, *(row["overall_ratio"] + 0.05 for row in rows.values())))
+    axes.set_xlabel("positive ratio of survivors (dotted: wanted)")
+    axes.set_title("Whom each rule keeps, half of 16", loc="left", weight="bold")
+
+
+def _draw_speed(axes: Any, phases: Mapping[str, Any]) -> None:
+    rows = phases["sweep"]["speed"]
+    names = sorted(rows, key=float)
+    heights = [rows[name]["speed_ratio"] for name in names]
+    bars = axes.bar(range(len(names)), heights, 0.62, color=COLORS["head"], label="seconds")
+    axes.bar_label(bars, [f"{height:.2f}" for height in heights], padding=2)
+    tokens = [rows[name]["tokens_ratio"] for name in names]
+    axes.plot(range(len(names)), tokens, "_", color=INK, ms=30, mew=2, label="tokens")
+    axes.axhline(1, color=INK, lw=0.8, alpha=0.4)
+    axes.set_xticks(range(len(names)), [f"{float(name):g}" for name in names])
+    axes.set_ylim(0, 1.12 * max(*heights, *tokens))
+    axes.set_xlabel("keep_ratio")
+    axes.set_ylabel("times less than without pruning")
+    ratio = phases["sweep"]["mean_length_over_detection_length"]
+    axes.set_title(f"Speed, scored at 1/{ratio:.1f} of the mean length", loc="left", weight="bold")
+    axes.legend(frameon=False, fontsize=9, loc="upper right")
+
+
+PANELS: Mapping[str, Callable[[Any, Mapping[str, Any]], None]] = {
+    "learn": _draw_learning,
+    "compare": _draw_survivors,
+    "sweep": _draw_speed,
+}

@@ -1,0 +1,132 @@
+"""What `benchmarks.pruning` asks, and how much of it. Invariant: nothing that is evaluated was learned from."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from benchmarks.tasks import Problem, check, make_problems
+from vllm_rollout.server.answers import Trajectory
+
+Phase = Literal["learn", "evaluate", "vote", "compare", "sweep", "overhead"]
+PHASES: tuple[Phase, ...] = ("learn", "evaluate", "vote", "compare", "sweep", "overhead")
+
+TINY = "tiny-random"
+TINY_PROMPT_TOKENS = 12
+TINY_SAMPLING = {"allowed_token_ids": [2, *range(16, 80)]}
+"""The end, and few enough other tokens that a head learns their parity from hundreds of labels."""
+
+
+class Question(NamedTuple):
+    """One prompt and its judge."""
+
+    text: str
+    """What makes two questions the same."""
+    prompt: Mapping[str, Any]
+    correct: str
+    judge: Callable[[Trajectory], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How much of everything. Fields are options of the command line; see there."""
+
+    model: str
+    families: tuple[str, ...] | None
+    sweep_families: tuple[str, ...] | None
+    seed: int
+    max_tokens: int
+    temperature: float
+    detection_length: int
+    at_once: int
+    labels: int
+    learn_group_size: int
+    learn_prompts: int
+    window: int
+    evaluate_prompts: int
+    vote_prompts: int
+    vote_candidates: int
+    group_size: int
+    blocks: int
+    block_prompts: int
+    sweep_detection_length: int
+    sweep_labels: int
+    sweep_blocks: int
+    sweep_block_prompts: int
+    overhead_blocks: int
+    overhead_tokens: int
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Of every request, beside the seed."""
+        own = {"temperature": self.temperature, "max_tokens": self.max_tokens}
+        return own | (TINY_SAMPLING if self.model == TINY else {})
+
+    @property
+    def sweep_must_learn(self) -> bool:
+        """Its detection length is not that of the head: calibration has to get warm for it first."""
+        return self.sweep_detection_length != self.detection_length
+
+
+LEARNING_SIZES = ("model", "families", "seed", "max_tokens", "temperature", "detection_length", "labels")
+LEARNING_SIZES += ("learn_group_size", "learn_prompts")
+"""What decides what is learned, and from which questions."""
+
+
+def questions(sizes: Sizes, num: int, seed: int, families: Sequence[str] | None) -> list[Question]:
+    """The first `num` of an endless list."""
+    if sizes.model == TINY:
+        return [_tiny_question(position, seed, sizes.detection_length) for position in range(num)]
+    return [_question(problem) for problem in make_problems(num, seed, families)]
+
+
+def held_out(sizes: Sizes, num: int, seed: int, families: Sequence[str] | None, taken: set[str]) -> list[Question]:
+    """`num` questions none of which is among `taken` texts. Raises: ValueError when there are not that many."""
+    asked = num
+    while True:
+        found = [question for question in questions(sizes, asked, seed, families) if question.text not in taken]
+        if len(found) >= num:
+            return found[:num]
+        asked += num - len(found) + 8
+
+
+def _question(problem: Problem) -> Question:
+    text = json.dumps(problem.messages)
+    judge = lambda trajectory: check(problem, trajectory.text or "")  # noqa: E731
+    return Question(text, {"id": problem.id, "messages": problem.messages}, str(problem.answer), judge)
+
+
+def _tiny_question(position: int, seed: int, detection_length: int) -> Question:
+    """The random model answers nothing: "correct" is what its state can know, the parity of the token it read last."""
+    generator = random.Random(f"{seed}/{position}")
+    tokens = [generator.randrange(16, 512) for _ in range(TINY_PROMPT_TOKENS)]
+    judge = lambda trajectory: [*trajectory.token_ids, 1][: detection_length - 1][-1] % 2 == 0  # noqa: E731
+    return Question(str(tokens), {"id": f"tiny-{position}", "prompt_token_ids": tokens}, "right", judge)
+
+
+def learning_questions(sizes: Sizes) -> list[Question]:
+    """More than are needed: not every candidate lives to be scored."""
+    num = -(-5 * sizes.labels // (4 * sizes.learn_group_size))
+    return questions(sizes, num, sizes.seed, sizes.families)
+
+
+def evaluation_questions(sizes: Sizes) -> dict[str, list[Question]]:
+    """Questions that nothing was learned from, by use; another seed than the one of learning."""
+    taken = {question.text for question in learning_questions(sizes)}
+    wanted = {
+        "evaluate": sizes.evaluate_prompts,
+        "vote": sizes.vote_prompts,
+        "compare": sizes.blocks * sizes.block_prompts,
+    }
+    rest = iter(held_out(sizes, sum(wanted.values()), sizes.seed + 1, sizes.families, taken))
+    found = {use: [next(rest) for _ in range(num)] for use, num in wanted.items()}
+    taken |= {question.text for part in found.values() for question in part}
+    wanted = {
+        "warm-up": -(-5 * sizes.sweep_labels // (4 * sizes.learn_group_size)) if sizes.sweep_must_learn else 0,
+        "sweep": sizes.sweep_blocks * sizes.sweep_block_prompts,
+    }
+    rest = iter(held_out(sizes, sum(wanted.values()), sizes.seed + 2, sizes.sweep_families, taken))
+    return found | {use: [next(rest) for _ in range(num)] for use, num in wanted.items()}

@@ -1,0 +1,299 @@
+"""Pruning and learning on a real engine (tiny random model): a head learns from posted rewards, and what it learned
+stops candidates, survives failures and restarts.
+
+The task: a prompt of one kind always succeeds, of the other kind never. The hidden states tell them apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load
+
+from tests.engine.conftest import HERE, Server, ends_after, race_joined, serve_command
+
+DETECTION_LENGTH = 8
+SHADOW = {"detection_length": DETECTION_LENGTH, "mode": "shadow", "min_labels": 8}
+ACTIVE = {"detection_length": DETECTION_LENGTH, "min_labels": 8}
+KINDS = (10, 400)
+"""First token of a prompt of each kind; the second kind succeeds."""
+NUM_KINDS_PROMPTS = 8
+NUM_LESSONS = 6
+
+
+class LearningServer(Server):
+    """A server whose quality head is taught by this module."""
+
+    def rollout(self, **fields: Any) -> dict[str, Any]:
+        prompts = [
+            {"id": f"{kind}-{number}", "prompt_token_ids": [kind, 20 + number, 30 + number]}
+            for number in range(NUM_KINDS_PROMPTS)
+            for kind in KINDS
+        ]
+        sampling = {"min_tokens": 2 * DETECTION_LENGTH, "max_tokens": 40, **fields.pop("sampling", {})}
+        body = {"prompts": prompts, "group_size": 4, "sampling": sampling, **fields}
+        response = self.http.post("/v1/rollouts", json=body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def post_rewards(self, answer: dict[str, Any]) -> dict[str, Any]:
+        rewards = [
+            {"prompt_id": group["prompt_id"], "index": t["index"], "reward": float(is_success(group["prompt_id"]))}
+            for group in answer["groups"]
+            for t in group["trajectories"]
+        ]
+        response = self.http.post(f"/v1/rollouts/{answer['id']}/rewards", json={"rewards": rewards})
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def report(self) -> dict[str, Any]:
+        response = self.http.get("/v1/quality_head/report", params={"detection_length": DETECTION_LENGTH})
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def head(self) -> bytes:
+        response = self.http.get("/v1/quality_head", params={"detection_length": DETECTION_LENGTH})
+        assert response.status_code == 200, response.text
+        return response.content
+
+    def head_version(self) -> int:
+        head = self.report()["head"]
+        return 0 if head is None else head["version"]
+
+    def teach(self) -> None:
+        """One shadow rollout with its rewards, until the head has taken them in."""
+        version = self.head_version() if self.taught else 0
+        self.post_rewards(self.rollout(pruning=SHADOW))
+        self.wait_until(lambda: self.head_version() > version)
+        self.taught = True
+
+    taught = False
+
+
+def is_success(prompt_id: str) -> bool:
+    return prompt_id.startswith(f"{KINDS[1]}-")
+
+
+def learning_server(model: str, state: Path, log: Path) -> LearningServer:
+    flags = ("--max-model-len", "1024", "--max-num-seqs", "64", "--dtype", "float32", "--rollout-state", str(state))
+    flags += ("--worker-extension-cls", "trainer_extension.TrainerExtension")
+    environment = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": str(HERE)}
+    return LearningServer(serve_command(model, *flags), log, **environment)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("learning")
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: str, files: Path) -> Iterator[LearningServer]:
+    server = learning_server(tiny_model, files / "state" / "rollout.json", files / "server.log")
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def taught(server: LearningServer) -> LearningServer:
+    for _ in range(NUM_LESSONS):
+        server.teach()
+    return server
+
+
+def test_nothing_is_pruned_and_the_answer_says_so_while_nothing_is_learned(server: LearningServer) -> None:
+    cold = {"detection_length": DETECTION_LENGTH, "min_labels": 1000}
+    answer = server.rollout(pruning=cold, redundancy=4)
+    assert answer["usage"]["num_scored"] == answer["usage"]["num_candidates"]
+    assert answer["usage"]["num_pruned"] == 0
+    assert any("cold start" in warning for warning in answer["warnings"])
+    trajectory = answer["groups"][0]["trajectories"][0]
+    assert trajectory["success_probability"] is None
+    assert trajectory["survival_probability"] == 1
+
+
+def test_a_head_learns_from_posted_rewards_alone(taught: LearningServer) -> None:
+    answer = taught.rollout(pruning=SHADOW)
+    scores: dict[bool, list[float]] = {True: [], False: []}
+    for group in answer["groups"]:
+        for trajectory in group["trajectories"]:
+            assert trajectory["signal"] == "head"
+            assert trajectory["head_version"] == taught.head_version() > 0
+            scores[is_success(group["prompt_id"])].append(trajectory["score"])
+    ordered = [good > bad for good in scores[True] for bad in scores[False]]
+    assert sum(ordered) / len(ordered) > 0.9
+    report = taught.report()
+    assert report["signals"]["head"]["auc"] > 0.8  # all versions, the first ones too
+    assert report["head"]["num_labels"] >= NUM_LESSONS * 2 * NUM_KINDS_PROMPTS * 4
+    assert report["num_evicted"] == 0
+
+
+def test_shadow_mode_stops_nothing_and_says_what_it_would_have_stopped(taught: LearningServer) -> None:
+    answer = taught.rollout(pruning=SHADOW, redundancy=4, early_stop=False)
+    candidates = [c for group in answer["groups"] for c in group["trajectories"] + group["candidates"]]
+    assert answer["usage"]["num_pruned"] == 0
+    assert any(candidate["would_prune"] for candidate in candidates)
+    assert all(candidate["survival_probability"] == 1 for candidate in candidates)
+
+
+def test_pruned_candidates_stop_with_the_token_they_were_judged_by(taught: LearningServer) -> None:
+    before = taught.counter("vllm_rollout:candidates_total", state="pruned")
+    answer = taught.rollout(pruning=ACTIVE, redundancy=4)
+    pruned = [c for group in answer["groups"] for c in group["candidates"] if c["state"] == "pruned"]
+    assert len(pruned) == answer["usage"]["num_pruned"] > 0
+    assert {candidate["num_tokens"] for candidate in pruned} == {DETECTION_LENGTH}
+    assert taught.counter("vllm_rollout:candidates_total", state="pruned") - before == len(pruned)
+    for group in answer["groups"]:
+        assert group["status"] == "complete"
+        assert len(group["trajectories"]) == 4  # the floor: never fewer than group_size can finish
+        for trajectory in group["trajectories"]:
+            assert 0 < trajectory["survival_probability"] <= 1
+    usage = answer["usage"]
+    assert usage["generated_tokens"] == usage["returned_tokens"] + usage["wasted_tokens"]
+
+
+def test_groups_may_come_back_smaller_when_the_request_allows_it(taught: LearningServer) -> None:
+    answer = taught.rollout(pruning={**ACTIVE, "allow_fewer": True, "keep_ratio": 0.5}, group_size=8)
+    sizes = [len(group["trajectories"]) for group in answer["groups"]]
+    assert all(group["status"] == "complete" for group in answer["groups"])
+    assert sum(sizes) + answer["usage"]["num_pruned"] == 8 * len(sizes)
+    assert 0.3 < sum(sizes) / (8 * len(sizes)) < 0.7
+
+
+def test_the_same_request_in_the_same_state_gets_the_same_verdicts(taught: LearningServer) -> None:
+    state = taught.http.get("/v1/rollouts/state").content
+
+    def verdicts() -> list[Any]:
+        assert taught.http.put("/v1/rollouts/state", content=state).status_code == 204
+        answer = taught.rollout(pruning=ACTIVE, redundancy=4, early_stop=False, sampling={"seed": 5})
+        return [
+            [(c["index"], c["state"], c["survival_probability"]) for c in group["candidates"]]
+            for group in answer["groups"]
+        ]
+
+    first = verdicts()
+    assert any(state == "pruned" for group in first for _, state, _ in group)
+    assert verdicts() == first
+
+
+def test_two_clients_that_post_the_same_rewards_teach_once(taught: LearningServer) -> None:
+    answer = taught.rollout(pruning=SHADOW)
+    labels = taught.report()["head"]["num_labels"]
+    with ThreadPoolExecutor(2) as pool:
+        counts = [posted["counts"] for posted in pool.map(taught.post_rewards, [answer] * 2)]
+    num_trajectories = 4 * 2 * NUM_KINDS_PROMPTS
+    assert sorted(count["accepted"] for count in counts) == [0, num_trajectories]
+    assert sorted(count["duplicate"] for count in counts) == [0, num_trajectories]
+    assert taught.report()["head"]["num_labels"] == labels + num_trajectories
+
+
+def test_a_detection_length_that_no_candidate_can_reach_is_said_once(taught: LearningServer) -> None:
+    answer = taught.rollout(pruning={"detection_length": 64}, redundancy=4)
+    assert answer["usage"]["num_scored"] == 0
+    (warning,) = answer["warnings"]
+    assert "64" in warning
+    assert "max_tokens" in warning
+
+
+def test_openai_requests_get_exactly_n_choices_of_a_pruned_group(taught: LearningServer) -> None:
+    before = taught.counter("vllm_rollout:candidates_total", state="pruned")
+    body = {
+        "prompt": [KINDS[0], 21, 31],
+        "n": 3,
+        **ends_after(30),
+        "vllm_xargs": {
+            "rollout_redundancy": 5,
+            "rollout_detection_length": DETECTION_LENGTH,
+            "rollout_min_labels": 8,
+            "rollout_keep_ratio": 0.4,
+        },
+    }
+    response = taught.http.post("/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    answer = response.json()
+    assert [choice["finish_reason"] for choice in answer["choices"]] == ["stop"] * 3
+    assert taught.counter("vllm_rollout:candidates_total", state="pruned") > before
+
+
+def test_single_requests_that_join_a_group_are_pruned(taught: LearningServer) -> None:
+    xargs = {
+        "rollout_group_id": "pruned",
+        "rollout_group_size": 6,
+        "rollout_num_candidates": 6,
+        "rollout_detection_length": DETECTION_LENGTH,
+        "rollout_min_labels": 8,
+        "rollout_keep_ratio": 0.1,
+        "rollout_allow_fewer": True,
+    }
+    answers = race_joined(taught, xargs, 3, 3, 200)
+    choices = [answer["choices"][0] for answer in answers]
+    stopped = [choice for choice in choices if choice["finish_reason"] == "abort"]
+    assert stopped
+    assert all(choice["stop_reason"] == "pruned" for choice in stopped)
+    assert len(stopped) < len(choices)  # one at least is able to finish
+
+
+def test_a_head_can_be_taken_out_and_put_back(taught: LearningServer) -> None:
+    weights = taught.head()
+    answer = taught.http.put("/v1/quality_head", content=weights)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["detection_length"] == DETECTION_LENGTH
+    assert taught.http.put("/v1/quality_head", content=b"no head").status_code == 422
+
+
+def test_the_head_outlives_a_weight_update_and_scores_name_the_version(taught: LearningServer) -> None:
+    version = taught.head_version()
+    response = taught.http.post("/update_weight_version", json={"new_version": "step-1"})
+    assert response.status_code == 200, response.text
+    answer = taught.rollout(pruning=SHADOW)
+    for group in answer["groups"]:
+        for trajectory in group["trajectories"]:
+            assert trajectory["score_weight_version"] == "step-1"
+            assert trajectory["head_version"] == version
+
+
+def test_generation_goes_on_when_training_fails_and_training_goes_on_after_it(taught: LearningServer) -> None:
+    version = taught.head_version()
+    assert taught.http.post("/collective_rpc", json={"method": "break_training"}).status_code == 200
+    try:
+        posted = taught.post_rewards(taught.rollout(pruning=SHADOW))
+        assert posted["counts"]["accepted"] == 4 * 2 * NUM_KINDS_PROMPTS
+        taught.wait_until(lambda: "training of the quality head failed" in taught.log.read_text())
+        assert taught.alive
+        answer = taught.rollout(pruning=ACTIVE, redundancy=4)
+        assert all(group["status"] == "complete" for group in answer["groups"])
+        assert answer["groups"][0]["trajectories"][0]["head_version"] == version
+    finally:
+        assert taught.http.post("/collective_rpc", json={"method": "mend_training"}).status_code == 200
+    taught.teach()
+    assert taught.head_version() > version
+
+
+def test_what_was_learned_survives_a_restart(taught: LearningServer, tiny_model: str, files: Path) -> None:
+    """Last: it stops the module's server."""
+    report, weights = taught.report(), taught.head()
+    taught.stop()
+    again = learning_server(tiny_model, files / "state" / "rollout.json", files / "again.log")
+    try:
+        assert load(again.head()).keys() == load(weights).keys()
+        assert all(load(again.head())[name].equal(tensor) for name, tensor in load(weights).items())
+        restored = again.report()
+        assert restored["head"] == report["head"]
+        assert restored["signals"] == report["signals"]
+    finally:
+        again.stop()
+
+
+def test_a_state_of_another_model_ends_the_start_with_both_names(tiny_model: str, files: Path) -> None:
+    """After the restart, whose state it takes."""
+    log = files / "other.log"
+    path = files / "state" / "rollout.json"
+    flags = ("--max-model-len", "1024", "--rollout-state", str(path), "--served-model-name", "another")
+    with pytest.raises(Exception, match="ended"):
+        Server(serve_command(tiny_model, *flags), log)
+    text = log.read_text()
+    assert str(path) in text
+    assert "'another'" in text

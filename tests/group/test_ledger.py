@@ -1,0 +1,170 @@
+"""Ledger: every posted reward is accounted for once, and what is remembered is bounded."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_rollout.group.ledger import Ledger, LedgerEntry
+from vllm_rollout.group.pruning_plan import PruningPlan
+from vllm_rollout.group.types import Assessment, Confidence
+
+PLAN = PruningPlan(detection_length=8)
+ASSESSMENT = Assessment("head", 0.3, 0.6, 0.5, True, 2, Confidence(1.0, 0.5, 0.7))
+
+
+def opened(ledger: Ledger, rollout: str, prompt: str, index: int, plan: PruningPlan = PLAN) -> LedgerEntry:
+    return ledger.open(rollout, prompt, index, f"{rollout}-{prompt}-{index}", plan)
+
+
+def finished(ledger: Ledger, rollout: str, prompt: str, index: int, plan: PruningPlan = PLAN) -> LedgerEntry:
+    entry = opened(ledger, rollout, prompt, index, plan)
+    entry.state, entry.assessment = "finished", ASSESSMENT
+    return entry
+
+
+def status(ledger: Ledger, rollout: str, prompt: str, index: int, reward: float) -> str:
+    return ledger.reward(rollout, prompt, index, reward)[0]
+
+
+def test_the_first_reward_of_a_finished_and_scored_candidate_is_accepted_with_its_entry():
+    ledger = Ledger()
+    entry = finished(ledger, "r", "p", 3)
+    assert ledger.reward("r", "p", 3, 0.25) == ("accepted", entry)
+    assert entry.reward == 0.25
+    assert entry.request_id == "r-p-3"
+
+
+def test_the_same_reward_again_is_a_duplicate_and_another_one_a_conflict():
+    ledger = Ledger()
+    entry = finished(ledger, "r", "p", 0)
+    ledger.reward("r", "p", 0, 1.0)
+    assert ledger.reward("r", "p", 0, 1.0) == ("duplicate", None)
+    assert ledger.reward("r", "p", 0, 0.0) == ("conflict", None)
+    assert ledger.reward("r", "p", 0, 1.0) == ("duplicate", None)
+    assert entry.reward == 1.0
+
+
+def test_a_reward_of_zero_counts_as_a_reward():
+    ledger = Ledger()
+    finished(ledger, "r", "p", 0)
+    assert [status(ledger, "r", "p", 0, reward) for reward in (0.0, 0.0, 1.0)] == ["accepted", "duplicate", "conflict"]
+
+
+@pytest.mark.parametrize(("rollout", "prompt", "index"), [("x", "p", 0), ("r", "x", 0), ("r", "p", 1), ("r", "p", -1)])
+def test_what_was_never_launched_is_unknown(rollout, prompt, index):
+    ledger = Ledger()
+    finished(ledger, "r", "p", 0)
+    assert ledger.reward(rollout, prompt, index, 1.0) == ("unknown", None)
+    assert len(ledger) == 1
+
+
+@pytest.mark.parametrize("state", ["running", "pruned", "surplus", "failed"])
+def test_no_reward_is_expected_of_a_candidate_that_runs_or_was_stopped(state):
+    ledger = Ledger()
+    entry = finished(ledger, "r", "p", 0)
+    entry.state = state
+    assert ledger.reward("r", "p", 0, 1.0) == ("unfinished", None)
+    assert entry.reward is None
+    entry.state = "finished"
+    assert status(ledger, "r", "p", 0, 0.0) == "accepted"
+
+
+def test_a_candidate_that_ended_before_its_detection_length_is_unscored():
+    ledger = Ledger()
+    opened(ledger, "r", "p", 0).state = "finished"
+    assert ledger.reward("r", "p", 0, 1.0) == ("unscored", None)
+
+
+def test_two_rollouts_with_the_same_prompt_ids_do_not_meet():
+    ledger = Ledger()
+    one, other = finished(ledger, "r1", "p", 0), finished(ledger, "r2", "p", 0)
+    assert status(ledger, "r1", "p", 0, 1.0) == "accepted"
+    assert status(ledger, "r2", "p", 0, 0.0) == "accepted"
+    assert (one.reward, other.reward) == (1.0, 0.0)
+
+
+def test_the_oldest_rollouts_are_forgotten_whole():
+    ledger = Ledger(max_candidates=5)
+    for rollout in ("a", "b"):
+        for index in range(2):
+            finished(ledger, rollout, "p", index)
+    finished(ledger, "c", "p", 0)
+    assert len(ledger) == 5
+    finished(ledger, "c", "p", 1)
+    assert len(ledger) == 4
+    assert [status(ledger, rollout, "p", 1, 1.0) for rollout in "abc"] == ["unknown", "accepted", "accepted"]
+    assert ledger.detection_length("a") is None
+
+
+def test_a_rollout_larger_than_the_memory_is_remembered_while_it_is_the_newest():
+    ledger = Ledger(max_candidates=3)
+    for index in range(10):
+        finished(ledger, "large", "p", index)
+    assert [status(ledger, "large", "p", index, 1.0) for index in range(10)] == ["accepted"] * 10
+    finished(ledger, "next", "p", 0)
+    assert len(ledger) == 1
+    assert status(ledger, "large", "p", 0, 1.0) == "unknown"
+
+
+def test_a_rollout_id_that_is_used_again_does_not_push_others_out():
+    ledger = Ledger(max_candidates=4)
+    finished(ledger, "other", "p", 0)
+    for use in range(10):
+        finished(ledger, "again", "p", 0)
+        assert len(ledger) == 2
+        assert status(ledger, "again", "p", 0, float(use)) == "accepted"
+    assert status(ledger, "other", "p", 0, 1.0) == "accepted"
+
+
+def test_an_entry_of_a_forgotten_rollout_can_still_be_written():
+    ledger = Ledger(max_candidates=1)
+    entry = opened(ledger, "old", "p", 0)
+    finished(ledger, "new", "p", 0)
+    entry.state = "finished"
+    assert status(ledger, "old", "p", 0, 1.0) == "unknown"
+
+
+def test_the_detection_length_is_that_of_the_rollout_s_candidates():
+    ledger = Ledger()
+    opened(ledger, "r", "p", 0, PruningPlan(detection_length=77))
+    assert ledger.detection_length("r") == 77
+    assert ledger.detection_length("x") is None
+
+
+def test_what_awaits_a_reward_is_finished_scored_and_without_one():
+    ledger = Ledger()
+    for index in range(4):
+        finished(ledger, "r", "p", index)
+    finished(ledger, "s", "p", 0, PruningPlan(detection_length=16))
+    opened(ledger, "r", "p", 4)
+    opened(ledger, "r", "p", 5).state = "finished"
+    finished(ledger, "r", "p", 6).state = "surplus"
+    assert ledger.num_awaiting() == {8: 4, 16: 1}
+    ledger.reward("r", "p", 2, 0.0)
+    assert ledger.num_awaiting() == {8: 3, 16: 1}
+
+
+posts = st.lists(st.tuples(st.sampled_from("rs"), st.sampled_from("pq"), st.integers(0, 2), st.integers(0, 1)))
+
+
+@settings(max_examples=60, deadline=None, database=None)
+@given(posts, st.sets(st.tuples(st.sampled_from("rs"), st.sampled_from("pq"), st.integers(0, 2))))
+def test_whatever_is_posted_in_any_order_each_candidate_is_accepted_once(posted, launched):
+    ledger = Ledger()
+    for key in launched:
+        finished(ledger, *key)
+    first: dict[tuple, int] = {}
+    seen: Counter[str] = Counter()
+    for *name, reward in posted:
+        key = tuple(name)
+        expected = "unknown" if key not in launched else "accepted"
+        if key in first:
+            expected = "duplicate" if first[key] == reward else "conflict"
+        elif key in launched:
+            first[key] = reward
+        assert status(ledger, *key, reward) == expected
+        seen[expected] += 1
+    assert seen["accepted"] == len(first)
+    assert sum(ledger.num_awaiting().values()) == len(launched) - len(first)

@@ -1,0 +1,91 @@
+"""Which implementation serves an operator, and what is said when it is not the fastest."""
+
+import sys
+
+import pytest
+import torch
+from lengths_cases import assert_moments, assert_updated, random_case
+
+from vllm_rollout.tracker import dispatch
+from vllm_rollout.tracker.ops import active_implementation, update_group_lengths
+
+IN_TORCH_ON_CPU = {"quality_head", "windowed_confidence"}
+IN_TORCH_ON_CUDA = {"windowed_confidence"}
+
+
+@pytest.fixture(autouse=True)
+def _implementation_chosen_anew(monkeypatch):
+    monkeypatch.delenv(dispatch.OPS_VARIABLE, raising=False)
+    active_implementation.cache_clear()
+    yield
+    active_implementation.cache_clear()
+
+
+@pytest.mark.parametrize("operator", dispatch.OPERATORS)
+def test_every_operator_has_the_implementation_it_should(operator):
+    pytest.importorskip("vllm_rollout._C")
+    implementation = active_implementation("cpu", operator)
+    assert (implementation.name, implementation.reason) == ("torch" if operator in IN_TORCH_ON_CPU else "c++", None)
+    pytest.importorskip("triton")
+    implementation = active_implementation("cuda", operator)
+    assert (implementation.name, implementation.reason) == ("torch" if operator in IN_TORCH_ON_CUDA else "triton", None)
+
+
+@pytest.mark.parametrize("operator", dispatch.OPERATORS)
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_the_environment_forces_every_reference(monkeypatch, device_type, operator):
+    monkeypatch.setenv(dispatch.OPS_VARIABLE, "torch")
+    implementation = active_implementation(device_type, operator)
+    assert (implementation.name, implementation.reason) == ("torch", "VLLM_ROLLOUT_OPS=torch")
+    assert implementation.compute is dispatch.REFERENCES[operator]
+
+
+def test_without_the_extension_the_reference_serves_and_the_remedy_is_said(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm_rollout._C", None)
+    monkeypatch.delattr("vllm_rollout._C", raising=False)
+    implementation = active_implementation("cpu", "update_group_lengths")
+    assert implementation.name == "torch"
+    assert implementation.reason == "vllm_rollout._C is not built: run `make install`"
+    case = random_case(6, 20, 3)
+    after = case.clone()
+    running_means, moments = update_group_lengths(*after)
+    assert_updated(running_means, after.for_update[2:], case)
+    assert_moments(moments, after)
+
+
+def test_an_extension_from_before_the_operator_is_named_with_its_remedy(monkeypatch):
+    pytest.importorskip("vllm_rollout._C")
+    monkeypatch.setitem(dispatch.FAKES, "quality_head", None)
+    implementation = active_implementation("cpu", "quality_head")
+    assert implementation.name == "torch"
+    assert implementation.reason == (
+        "vllm_rollout._C was built before it had quality_head: run `make install` to rebuild it"
+    )
+
+
+@pytest.mark.parametrize("operator", dispatch.TRITON_MODULES)
+def test_without_triton_the_reference_serves_and_the_remedy_is_said(monkeypatch, operator):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, f"vllm_rollout.kernels.{dispatch.TRITON_MODULES[operator]}", raising=False)
+    implementation = active_implementation("cuda", operator)
+    assert (implementation.name, implementation.reason) == ("torch", "triton is not installed: pip install triton")
+
+
+def test_a_device_type_without_kernels_gets_the_reference_and_a_reason():
+    implementation = active_implementation("meta", "quality_head")
+    assert (implementation.name, implementation.reason) == ("torch", "no kernel for device type 'meta'")
+
+
+def test_an_unknown_operator_is_refused():
+    with pytest.raises(ValueError, match=r"operator must be one of token_stats, .*, got 'softmax'"):
+        active_implementation("cpu", "softmax")
+
+
+def test_fakes_have_the_shapes_and_dtypes_of_the_results():
+    case = random_case(6, 20, 3)
+    arguments = {"update_lengths": case.for_update, "group_moments": case.for_moments, "update_group_lengths": case}
+    for operator, values in arguments.items():
+        own = [value.clone() if isinstance(value, torch.Tensor) else value for value in values]
+        faked, actual = dispatch.FAKES[operator](*values), getattr(torch.ops.vllm_rollout, operator)(*own)
+        for fake, result in zip(*((r if isinstance(r, tuple) else (r,)) for r in (faked, actual)), strict=True):
+            assert (fake.shape, fake.dtype, fake.stride()) == (result.shape, result.dtype, result.stride()), operator

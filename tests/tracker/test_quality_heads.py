@@ -1,0 +1,286 @@
+"""QualityHeads: what the tracker scores with is always one whole, published head."""
+
+import threading
+
+import pytest
+import torch
+
+from vllm_rollout.config import MAX_DETECTION_LENGTHS, QUALITY_HEAD_PUBLISH_STEPS
+from vllm_rollout.tracker.feature_ring import FeatureRing
+from vllm_rollout.tracker.quality_head import HeadMismatch, QualityHead
+from vllm_rollout.tracker.quality_head_file import read_head_file, write_head_file
+from vllm_rollout.tracker.quality_heads import QualityHeads
+from vllm_rollout.tracker.tracker import CandidateTracker, PublishedHead
+
+HIDDEN_SIZE = 8
+LENGTH = 16
+CPU = torch.device("cpu")
+
+
+class Clock:
+    """Each look at it takes a second."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+def new_heads(*, hidden_size: int = HIDDEN_SIZE, model: str = "model") -> QualityHeads:
+    ring = FeatureRing(hidden_size, torch.float32, 4096 * hidden_size)
+    return QualityHeads(
+        CandidateTracker(CPU), ring, hidden_size=hidden_size, model=model, device=CPU, clock=Clock()
+    )  # fmt: skip
+
+
+def learn(heads: QualityHeads, length: int = LENGTH, num: int = 100, seed: int = 0, hidden_size: int = HIDDEN_SIZE):
+    features = torch.randn(num, hidden_size, generator=torch.Generator().manual_seed(seed))
+    heads.learn(length, features, (features[:, 0] > 0).tolist(), [1.0] * num)
+
+
+def train(heads: QualityHeads) -> None:
+    while heads.train(60.0):
+        pass
+
+
+def trained(*lengths: int, num: int = 100, **kwargs) -> QualityHeads:
+    heads = new_heads(**kwargs)
+    for length in lengths or (LENGTH,):
+        learn(heads, length, num, hidden_size=kwargs.get("hidden_size", HIDDEN_SIZE))
+    train(heads)
+    return heads
+
+
+def published(heads: QualityHeads) -> dict[int, PublishedHead]:
+    return dict(heads._tracker.heads)
+
+
+def same(one: PublishedHead, other: PublishedHead) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one.weights, other.weights, strict=True))
+
+
+def test_nothing_is_published_before_training_has_come_to_a_version():
+    heads = new_heads()
+    learn(heads, num=4000)
+    assert heads.train(60.0) == 0 or published(heads)
+    heads = new_heads()
+    learn(heads, num=4000)
+    assert heads.train(0.0) > 0
+    assert published(heads) == {}
+    assert heads.export(LENGTH) is None
+    assert heads.summaries()[0].version == 0
+
+
+def test_each_version_is_published_whole_and_those_before_stay_as_they_were():
+    heads = new_heads()
+    learn(heads, num=4000)
+    seen: list[PublishedHead] = []
+    copies = []
+    left = heads.train(0.0)
+    while left:
+        left = heads.train(0.0)
+        head = published(heads).get(LENGTH)
+        if head is not None and (not seen or head is not seen[-1]):
+            seen.append(head)
+            copies.append([tensor.clone() for tensor in head.weights])
+    assert [head.version for head in seen] == list(range(1, len(seen) + 1))
+    assert len(seen) == -(-heads.summaries()[0].num_steps // QUALITY_HEAD_PUBLISH_STEPS)
+    for head, copy in zip(seen, copies, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(head.weights, copy, strict=True))
+    assert not same(seen[0], seen[-1])
+
+
+def test_what_is_published_is_what_is_exported():
+    heads = trained()
+    file = QualityHead.from_safetensors(heads.export(LENGTH), hidden_size=HIDDEN_SIZE, model="model")
+    assert published(heads)[LENGTH].version == file.version == 1
+    assert same(published(heads)[LENGTH], PublishedHead(1, file.weights))
+
+
+def test_detection_lengths_learn_and_publish_apart():
+    heads = trained(LENGTH)
+    first = published(heads)[LENGTH]
+    learn(heads, 32, seed=1)
+    train(heads)
+    assert set(published(heads)) == {LENGTH, 32}
+    assert published(heads)[LENGTH] is first
+    assert [(s.detection_length, s.num_labels) for s in heads.summaries()] == [(LENGTH, 100), (32, 100)]
+
+
+def test_training_stops_when_its_budget_is_spent_and_says_what_is_left():
+    heads = new_heads()
+    learn(heads, LENGTH, 100)
+    learn(heads, 32, 100)
+    num_planned = 2 * (100 * 6 // 64)
+    lefts = [heads.train(0.0) for _ in range(num_planned)]
+    assert lefts == list(range(num_planned - 1, -1, -1))
+    assert heads.train(60.0) == 0
+
+
+def test_a_head_that_is_put_scores_at_once_also_with_the_version_that_was_there():
+    heads, other = trained(), new_heads()
+    learn(other, seed=5)
+    train(other)
+    assert published(heads)[LENGTH].version == published(other)[LENGTH].version == 1
+    assert heads.put(other.export(LENGTH)) == LENGTH
+    assert same(published(heads)[LENGTH], published(other)[LENGTH])
+    learn(heads, seed=6)
+    train(heads)
+    assert published(heads)[LENGTH].version == 2
+
+
+@pytest.mark.parametrize(
+    ("other", "error", "said"),
+    [
+        ({"hidden_size": 12}, HeadMismatch, "12.*8"),
+        ({"model": "another"}, HeadMismatch, "'another'.*'model'"),
+    ],
+)
+def test_a_head_of_something_else_leaves_the_old_one_scoring(other, error, said):
+    heads = trained()
+    before, exported = published(heads), heads.export(LENGTH)
+    with pytest.raises(error, match=said):
+        heads.put(trained(**other).export(LENGTH))
+    with pytest.raises(error, match=said):
+        heads.restore([trained(32).state()[0], *trained(**other).state()])
+    assert published(heads) == before
+    assert heads.export(LENGTH) == exported
+    assert [s.detection_length for s in heads.summaries()] == [LENGTH]
+
+
+@pytest.mark.parametrize("data", [b"", b"garbage", b"\x00" * 64, b"\xff" * 64])
+def test_garbage_leaves_the_old_head_scoring(data):
+    heads = trained()
+    before = published(heads)
+    with pytest.raises(ValueError, match="safetensors"):
+        heads.put(data)
+    with pytest.raises(ValueError, match="safetensors"):
+        heads.restore([data])
+    with pytest.raises(ValueError, match="kind"):
+        heads.put(heads.state()[0])
+    with pytest.raises(ValueError, match="kind"):
+        heads.restore([heads.export(LENGTH)])
+    assert published(heads) == before
+
+
+def test_a_head_that_says_it_is_untrained_is_refused():
+    heads = trained()
+    file = read_head_file(heads.export(LENGTH), "quality head", hidden_size=HIDDEN_SIZE, model="model")
+    metadata = {name: file.metadata[name] for name in ("hidden_size", "model", "detection_length", "num_steps")}
+    data = write_head_file("quality head", file.tensors, metadata | {"num_labels": 0, "version": 0})
+    with pytest.raises(ValueError, match="version must be at least 1, got 0"):
+        heads.put(data)
+    assert published(heads)[LENGTH].version == 1
+
+
+def test_no_more_heads_than_detection_lengths_are_taken():
+    heads = new_heads()
+    for length in range(1, MAX_DETECTION_LENGTHS + 1):
+        learn(heads, length, 80)
+    learn(heads, 100, 80)
+    train(heads)
+    assert len(heads.summaries()) == len(published(heads)) == MAX_DETECTION_LENGTHS
+    data, more = trained(100).export(100), [state for i in range(9) for state in trained(100 + i).state()]
+    with pytest.raises(ValueError, match="at most 8 different detection lengths"):
+        heads.put(data)
+    with pytest.raises(ValueError, match="at most 8 different detection lengths"):
+        heads.restore(more)
+    with pytest.raises(ValueError, match="at most 8 different detection lengths"):
+        heads.restore(more[:1] * 2)
+    assert heads.put(trained(3).export(3)) == 3
+    assert set(published(heads)) == set(range(1, MAX_DETECTION_LENGTHS + 1))
+
+
+def test_what_is_restored_scores_and_trains_on_as_what_was_saved():
+    saved = trained(LENGTH, 32)
+    states = saved.state()
+    heads = new_heads()
+    heads.restore(states)
+    assert heads.state() == states
+    for some in (saved, heads):
+        learn(some, LENGTH, seed=9)
+        train(some)
+    assert heads.state() == saved.state()
+    assert set(published(heads)) == {LENGTH, 32}
+    assert all(same(published(heads)[length], published(saved)[length]) for length in (LENGTH, 32))
+
+
+def test_restoring_takes_the_place_of_all_heads_untrained_ones_too():
+    untrained = new_heads()
+    learn(untrained, LENGTH, 10)
+    heads = trained(LENGTH, 32)
+    heads.restore(untrained.state())
+    assert published(heads) == {}
+    assert [(s.detection_length, s.version) for s in heads.summaries()] == [(LENGTH, 0)]
+    heads.restore(trained(LENGTH, num=120).state())
+    assert published(heads)[LENGTH].version == 1
+    heads.restore([])
+    assert published(heads) == {}
+    assert heads.summaries() == []
+
+
+def test_training_that_diverges_leaves_the_published_head_alone(monkeypatch):
+    heads = trained()
+    before = published(heads)
+    learn(heads, seed=3)
+    step = QualityHead._step
+
+    def diverge(head: QualityHead) -> float:
+        loss = step(head)
+        with torch.no_grad():
+            head._parameters.b2.fill_(torch.nan)
+        return loss
+
+    monkeypatch.setattr(QualityHead, "_step", diverge)
+    with pytest.raises(FloatingPointError):
+        train(heads)
+    assert published(heads) == before
+    monkeypatch.undo()
+    learn(heads, seed=4)
+    train(heads)
+    assert published(heads)[LENGTH].version == 2
+
+
+def test_features_that_overflowed_are_left_out_and_the_others_learned():
+    heads = new_heads()
+    states = torch.randn(4, HIDDEN_SIZE)
+    states[1, 3], states[2, 0] = torch.inf, torch.nan
+    heads._ring.put(list("abcd"), states)
+    features, found = heads.take_features(["x", "a", "b", "c", "d"])
+    assert found == [1, 4]
+    assert torch.equal(features, states[[0, 3]])
+    heads.learn(LENGTH, features, [True, False], [1.0, 2.0])
+    assert heads.summaries()[0].num_labels == 2
+    assert heads.take_features(["a", "b", "c", "d"])[1] == []
+
+
+def test_no_label_makes_no_head():
+    heads = new_heads()
+    heads.learn(LENGTH, *heads.take_features(["gone"])[:1], [], [])
+    assert heads.summaries() == []
+    assert heads.train(1.0) == 0
+
+
+def test_a_reader_never_sees_half_a_version():
+    heads = new_heads()
+    learn(heads, num=6000)
+    known: dict[int, float] = {}
+    torn: list[int] = []
+    done = threading.Event()
+
+    def look() -> None:
+        while not done.is_set():
+            head = heads._tracker.heads.get(LENGTH)
+            if head is not None:
+                total = sum(tensor.sum().item() for tensor in head.weights)
+                if known.setdefault(head.version, total) != total:
+                    torn.append(head.version)
+
+    reader = threading.Thread(target=look)
+    reader.start()
+    train(heads)
+    done.set()
+    reader.join()
+    assert not torn

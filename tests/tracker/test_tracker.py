@@ -1,0 +1,387 @@
+"""CandidateTracker against a brute-force record of every token, whatever the batches look like."""
+
+import math
+import random
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_rollout.config import CONFIDENCE_WINDOW_TOKENS
+from vllm_rollout.tracker.ops import token_stats, windowed_confidence
+from vllm_rollout.tracker.quality_head import HeadWeights
+from vllm_rollout.tracker.tracker import DUE_COLUMNS, CandidateTracker, PublishedHead
+
+VOCAB_SIZE = 11
+HIDDEN_SIZE = 6
+CPU = torch.device("cpu")
+
+
+def weights(seed: int) -> HeadWeights:
+    generator = torch.Generator().manual_seed(seed)
+    return HeadWeights(*(torch.randn(shape, generator=generator) for shape in ((4, HIDDEN_SIZE), (4,), (4,), (1,))))
+
+
+class Request(NamedTuple):
+    id: str
+    num_prompt_tokens: int
+    detection_length: int | None
+    is_candidate: bool = True
+
+
+class Scored(NamedTuple):
+    """What a due row showed."""
+
+    values: list[float]
+    head_version: int
+    feature: list[float] | None
+
+
+class Steps:
+    """Runs a tracker like a model runner, and keeps what it should have seen."""
+
+    def __init__(self, seed: int = 0, *, capacity: int = 4, keep_features: bool = True) -> None:
+        self.tracker = CandidateTracker(CPU, capacity, keep_features=keep_features)
+        self._generator = torch.Generator().manual_seed(seed)
+        self.num_computed: dict[str, int] = {}
+        self.confidences: dict[str, list[float]] = {}
+        self.features: dict[str, list[torch.Tensor]] = {}
+        """The state behind each token."""
+        self.scored: dict[str, list[Scored]] = {}
+
+    def add(self, request: Request) -> None:
+        self.num_computed.setdefault(request.id, 0)
+        self.confidences.setdefault(request.id, [])
+        self.features.setdefault(request.id, [])
+        if request.is_candidate:
+            self.tracker.add(request.id, request.num_prompt_tokens, request.detection_length)
+
+    def step(self, rows: list[tuple[Request, int]], *, padded: bool = False) -> None:
+        """One step in which each request computes so many tokens; those behind their known tokens sample none.
+
+        `padded`: hidden states of more tokens than there are rows, with an index that picks the rows.
+        """
+        ids = [request.id for request, _ in rows]
+        logits = torch.randn(len(rows), VOCAB_SIZE, generator=self._generator) * 3
+        hidden = torch.randn(len(rows), HIDDEN_SIZE, generator=self._generator).bfloat16()
+        skip = []
+        for row, (request, num_tokens) in enumerate(rows):
+            self.num_computed[request.id] += num_tokens
+            num_known = request.num_prompt_tokens + len(self.confidences[request.id])
+            assert self.num_computed[request.id] <= num_known
+            if self.num_computed[request.id] < num_known:
+                skip.append(row)
+        confidence = token_stats(logits, torch.full((len(rows),), -1)).confidence
+        for row, request_id in enumerate(ids):
+            if row not in skip:
+                self.confidences[request_id].append(confidence[row].item())
+                self.features[request_id].append(hidden[row])
+        self.tracker.start_step()
+        if padded:
+            index = torch.randperm(2 * len(rows), generator=self._generator)[: len(rows)]
+            flat = torch.full((2 * len(rows), HIDDEN_SIZE), 99.0).bfloat16()
+            flat[index] = hidden
+            self.tracker.see_hidden_states(flat, index)
+        else:
+            self.tracker.see_hidden_states(hidden)
+        reached = np.array([self.num_computed[request_id] for request_id in ids], dtype=np.int32)
+        self.tracker.observe(ids, logits, skip, reached)
+        self._check_means(rows, skip)
+        self._note_scores()
+
+    def _check_means(self, rows: list[tuple[Request, int]], skip: list[int]) -> None:
+        seen = [row for row, (request, _) in enumerate(rows) if request.is_candidate and row not in skip]
+        step = self.tracker.step
+        if not seen:
+            assert step is None or step.values.isnan().all()
+            return
+        for row, (request, _) in enumerate(rows):
+            value = step.values[row].item()
+            if row in seen:
+                tokens = self.confidences[request.id]
+                assert value == pytest.approx(sum(tokens) / len(tokens), rel=1e-4)
+            else:
+                assert math.isnan(value)
+
+    def _note_scores(self) -> None:
+        step = self.tracker.step
+        if step is None or step.due is None:
+            return
+        due = step.due
+        values = step.values[-DUE_COLUMNS * len(due.rows) :].reshape(-1, DUE_COLUMNS).tolist()
+        features = [None] * len(due.rows) if due.features is None else due.features.tolist()
+        for request_id, row, version, feature in zip(due.request_ids, values, due.head_versions, features, strict=True):
+            self.scored.setdefault(request_id, []).append(Scored(row, version, feature))
+
+    def check(self, request: Request, *, head: HeadWeights | None = None, num_tokens: int | None = None) -> None:
+        """The request was scored once, from its first `detection_length` tokens, or never if it had fewer."""
+        length = request.detection_length
+        if length is None or len(self.confidences[request.id]) < length:
+            assert request.id not in self.scored
+            return
+        (scored,) = self.scored[request.id]
+        trace = torch.tensor([self.confidences[request.id][:length]])
+        expected = windowed_confidence(trace, torch.tensor([length]), CONFIDENCE_WINDOW_TOKENS)
+        torch.testing.assert_close(torch.tensor([scored.values[1:]]), expected)
+        state = self.features[request.id][length - 1]
+        if scored.feature is not None:
+            assert scored.feature == state.tolist()
+        if head is None:
+            assert math.isnan(scored.values[0])
+            assert scored.head_version == 0
+        else:
+            logit = torch.relu(state.float() @ head.w1.T + head.b1) @ head.w2 + head.b2
+            assert scored.values[0] == pytest.approx(logit.item(), rel=1e-4, abs=1e-4)
+
+
+def decode(steps: Steps, requests: list[Request], num_steps: int) -> None:
+    for _ in range(num_steps):
+        steps.step([(request, 1) for request in requests])
+
+
+@pytest.mark.parametrize("detection_length", [1, 2, 5, 40])
+def test_a_candidate_is_due_in_the_step_that_makes_its_token(detection_length):
+    steps = Steps()
+    request = Request("a", 7, detection_length)
+    steps.add(request)
+    steps.step([(request, 7)])
+    for num_tokens in range(1, detection_length + 5):
+        assert (steps.tracker.step.due is not None) == (num_tokens == detection_length)
+        steps.step([(request, 1)])
+    steps.check(request)
+
+
+def test_an_unfinished_prefill_is_not_observed_also_where_it_ends_at_the_due_length():
+    steps = Steps()
+    request = Request("a", 9, 1)
+    steps.add(request)
+    for num_tokens in (3, 3, 2):
+        steps.step([(request, num_tokens)])
+        assert steps.tracker.step is None
+    steps.step([(request, 1)])
+    assert steps.tracker.step.due.request_ids == ["a"]
+    steps.check(request)
+
+
+def test_a_preempted_candidate_is_computed_again_without_being_observed_twice():
+    steps = Steps()
+    request = Request("a", 4, 3)
+    steps.add(request)
+    steps.step([(request, 4)])
+    decode(steps, [request], 4)
+    steps.check(request)
+    steps.num_computed["a"] = 0
+    steps.add(request)
+    steps.step([(request, 6)])  # prompt and 2 tokens, where token 3 was due
+    assert steps.tracker.step is None
+    steps.step([(request, 3)])
+    decode(steps, [request], 3)
+    assert len(steps.confidences["a"]) == 9
+    steps.check(request)
+
+
+def test_a_candidate_preempted_before_it_is_due_is_due_afterwards():
+    steps = Steps()
+    request = Request("a", 4, 4)
+    steps.add(request)
+    steps.step([(request, 4)])
+    decode(steps, [request], 1)
+    steps.num_computed["a"] = 0
+    steps.add(request)
+    steps.step([(request, 6)])
+    assert steps.tracker.step.due is None
+    decode(steps, [request], 2)
+    steps.check(request)
+
+
+def test_a_slot_that_is_used_again_inherits_nothing():
+    steps = Steps(capacity=1)
+    old = Request("old", 2, 6)
+    steps.add(old)
+    steps.step([(old, 2)])
+    decode(steps, [old], 3)
+    steps.tracker.discard("old")
+    heir = Request("heir", 2, None)
+    steps.add(heir)
+    steps.step([(heir, 2)])
+    decode(steps, [heir], 12)
+    steps.check(heir)
+    steps.tracker.discard("heir")
+    third = Request("third", 3, 4)
+    steps.add(third)
+    steps.step([(third, 3)])
+    decode(steps, [third], 6)
+    steps.check(third)
+    assert "old" not in steps.scored
+
+
+def test_siblings_with_several_detection_lengths_are_due_in_one_step():
+    steps = Steps()
+    heads = {2: weights(2), 5: weights(5)}
+    for length, head in heads.items():
+        steps.tracker.heads[length] = PublishedHead(length * 10, head)
+    requests = [Request("a", 4, 2), Request("b", 1, 5), Request("c", 4, 2), Request("d", 2, 4), Request("e", 3, None)]
+    for request in requests:
+        steps.add(request)
+    steps.step([(request, request.num_prompt_tokens) for request in requests if request.id in "bd"])
+    decode(steps, [requests[1], requests[3]], 2)
+    steps.step([(requests[1], 1), (requests[3], 1), (requests[0], 4), (requests[2], 4), (requests[4], 3)])
+    steps.step([(request, 1) for request in reversed(requests)], padded=True)
+    assert sorted(steps.scored) == ["a", "b", "c", "d"]
+    assert set(steps.tracker.step.due.request_ids) == {"a", "b", "c"}
+    for request in requests:
+        steps.check(request, head=heads.get(request.detection_length))
+    assert {id: scored[0].head_version for id, scored in steps.scored.items()} == {"a": 20, "b": 50, "c": 20, "d": 0}
+
+
+def test_a_longer_detection_length_that_comes_later_keeps_the_traces_of_those_that_run():
+    steps = Steps()
+    first, second = Request("a", 3, 5), Request("b", 3, 33)
+    steps.add(first)
+    steps.step([(first, 3)])
+    decode(steps, [first], 2)
+    steps.add(second)
+    steps.step([(first, 1), (second, 3)])
+    decode(steps, [second, first], 40)
+    steps.check(first)
+    steps.check(second)
+
+
+def test_candidates_beyond_the_capacity_find_room_with_all_they_need():
+    steps = Steps(capacity=1)
+    requests = [Request(f"r{i}", 2 + i, 4 if i % 2 else 6) for i in range(9)]
+    running: list[Request] = []
+    for request in requests:
+        steps.add(request)
+        steps.step([*((r, 1) for r in running), (request, request.num_prompt_tokens)])
+        running.append(request)
+    decode(steps, running, 8)
+    for request in requests:
+        steps.check(request)
+
+
+def test_without_features_wanted_due_rows_carry_none():
+    steps = Steps(keep_features=False)
+    request = Request("a", 3, 1)
+    steps.add(request)
+    steps.step([(request, 3)])
+    assert steps.tracker.step.due.features is None
+    steps.check(request)
+
+
+def test_nothing_is_due_when_no_hidden_states_were_seen_or_no_counts_given():
+    tracker = CandidateTracker(CPU)
+    tracker.add("a", 3, 1)
+    tracker.start_step()
+    tracker.observe(["a"], torch.randn(1, VOCAB_SIZE), (), np.array([3]))
+    assert tracker.step.due is None
+    tracker.add("b", 3, 1)
+    tracker.start_step()
+    tracker.see_hidden_states(torch.randn(1, HIDDEN_SIZE))
+    tracker.observe(["b"], torch.randn(1, VOCAB_SIZE))
+    assert tracker.step.due is None
+
+
+def test_without_a_scored_candidate_hidden_states_are_let_go():
+    tracker = CandidateTracker(CPU)
+    tracker.add("a", 3)
+    tracker.see_hidden_states(torch.randn(1, HIDDEN_SIZE))
+    assert tracker._hidden is None
+    assert tracker._trace is None
+    tracker.add("b", 3, 2)
+    tracker.discard("b")
+    tracker.see_hidden_states(torch.randn(1, HIDDEN_SIZE))
+    assert tracker._hidden is None
+
+
+def test_a_step_does_not_show_what_the_one_before_saw():
+    steps = Steps()
+    request, stranger = Request("a", 3, 2), Request("s", 3, None, is_candidate=False)
+    steps.add(request)
+    steps.add(stranger)
+    steps.step([(request, 3), (stranger, 3)])
+    steps.step([(stranger, 1), (request, 1)])
+    steps.tracker.start_step()
+    assert steps.tracker.step is None
+    steps.tracker.discard("a")
+    steps.step([(stranger, 1)])
+    assert steps.tracker.step is None
+    steps.tracker.discard("a")
+    assert len(steps.tracker) == 0
+
+
+def test_discarding_while_others_run_does_not_move_their_rows():
+    steps = Steps()
+    requests = [Request(f"r{i}", 2, 6) for i in range(4)]
+    for request in requests:
+        steps.add(request)
+    steps.step([(request, 2) for request in requests])
+    decode(steps, requests, 2)
+    steps.tracker.discard("r1")
+    late = Request("late", 2, 3)
+    steps.add(late)
+    left = [requests[0], requests[2], requests[3]]
+    steps.step([(late, 2), *((request, 1) for request in left)])
+    decode(steps, [*left, late], 6)
+    for request in (*left, late):
+        steps.check(request)
+    assert "r1" not in steps.scored
+
+
+def test_a_head_that_is_replaced_scores_those_that_are_due_from_then_on():
+    steps = Steps()
+    one, other = weights(1), weights(2)
+    a, b = Request("a", 2, 3), Request("b", 2, 4)
+    for request in (a, b):
+        steps.add(request)
+    steps.tracker.heads[3] = PublishedHead(1, one)
+    steps.step([(a, 2), (b, 2)])
+    decode(steps, [a, b], 2)
+    steps.tracker.heads[4] = PublishedHead(9, other)
+    decode(steps, [a, b], 2)
+    steps.check(a, head=one)
+    steps.check(b, head=other)
+    assert steps.scored["b"][0].head_version == 9
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_whatever_the_batches_look_like_every_candidate_is_scored_once_from_its_own_tokens(seed):
+    rng = random.Random(seed)
+    steps = Steps(seed, capacity=2)
+    heads = {3: weights(3)}
+    steps.tracker.heads[3] = PublishedHead(1, heads[3])
+    waiting = [
+        Request(f"r{i}", rng.randint(1, 9), rng.choice([1, 2, 3, 3, 18, None]), rng.random() < 0.85) for i in range(24)
+    ]
+    everybody = list(waiting)
+    running: list[Request] = []
+    preempted: list[Request] = []
+    for _ in range(150):
+        if waiting and rng.random() < 0.4:
+            running.append(waiting.pop())
+            steps.add(running[-1])
+        if preempted and rng.random() < 0.5:
+            running.append(preempted.pop())
+            steps.add(running[-1])
+        if running and rng.random() < 0.1:
+            request = running.pop(rng.randrange(len(running)))
+            steps.num_computed[request.id] = 0
+            preempted.append(request)
+        if running and rng.random() < 0.15:
+            request = running.pop(rng.randrange(len(running)))
+            steps.tracker.discard(request.id)
+        if rng.random() < 0.3:
+            rng.shuffle(running)
+        rows = []
+        for request in running:
+            left = request.num_prompt_tokens + len(steps.confidences[request.id]) - steps.num_computed[request.id]
+            rows.append((request, rng.randint(1, left)))
+        if rows:
+            steps.step(rows, padded=rng.random() < 0.5)
+    assert sum(len(scores) for scores in steps.scored.values()) > 5
+    for request in everybody:
+        if request.is_candidate and request.id in steps.confidences:
+            steps.check(request, head=heads.get(request.detection_length))
+        else:
+            assert request.id not in steps.scored
