@@ -43,10 +43,12 @@ from rich.markdown import Markdown
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from benchmarks.common import record_of_run, server_process, write_json
-from benchmarks.pruning_phases import RUN_PHASE, Bench, Log, Progressed
+from benchmarks.pruning_phases import RUN_PHASE, Bench, Progressed
 from benchmarks.pruning_picture import draw, tables
+from benchmarks.pruning_records import Log
 from benchmarks.pruning_results import summarize, targets
 from benchmarks.pruning_setup import LEARNING_SIZES, PHASES, TINY, Phase, Sizes
+from benchmarks.tasks import EARLY, FAMILIES, PLAIN
 from vllm_rollout.models import resolve
 from vllm_rollout.server.client import AsyncRolloutClient, RolloutError
 from vllm_rollout.server.process import ServerError, ServerProcess, exit_on_sigterm, log_folder, server_flags
@@ -79,11 +81,13 @@ def main() -> None:
     console = Console(stderr=True)
     exit_on_sigterm()
     try:
-        result = load(arguments.output, sizes)
-        if not arguments.plot_only:
+        if arguments.plot_only:
+            result = json.loads(arguments.output.read_text())
+        else:
+            result = load(arguments.output, sizes)
             with log_folder() as folder:
                 run_phases(arguments, sizes, result, folder, console)
-    except (ServerError, RolloutError, ValueError) as error:
+    except (ServerError, RolloutError, ValueError, FileNotFoundError) as error:
         raise SystemExit(f"pruning: {error}") from error
     text = tables(result)
     Console().print(Markdown(text)) if sys.stdout.isatty() else print(text)
@@ -93,18 +97,25 @@ def main() -> None:
 
 
 def load(output: Path, sizes: Sizes) -> dict[str, Any]:
-    """What is there already. Raises: ValueError when it was learned from other sizes."""
-    if not output.exists():
-        return {**record_of_run(seed=sizes.seed, workload=__doc__), "sizes": asdict(sizes), "phases": {}}
-    result = json.loads(output.read_text())
+    """What is there already, or a new record. Without the JSON, logs beside it are of another run and are removed.
+
+    Raises: ValueError when what is there was made with other sizes that matter.
+    """
+    work = output.with_suffix("")
     mine = json.loads(json.dumps(asdict(sizes)))
-    for field in LEARNING_SIZES:
+    if not output.exists():
+        forget(work, PHASES)
+        return {**record_of_run(seed=sizes.seed, workload=__doc__), "sizes": mine, "phases": {}}
+    result = json.loads(output.read_text())
+    started = [phase for phase in PHASES if phase not in result["phases"] and (work / f"{phase}.jsonl").exists()]
+    for field in mine if started else LEARNING_SIZES:
         if result["sizes"][field] != mine[field]:
             raise ValueError(
-                f"--{field.replace('_', '-')} must be {result['sizes'][field]!r}, which {output} was made with, got "
-                f"{mine[field]!r}. What was learned would not fit: name another --output."
+                f"--{field.replace('_', '-')} must be {result['sizes'][field]!r}, which {output} was made with"
+                f"{f' and phase {started[0]} was begun with' if started else ''}, got {mine[field]!r}. "
+                "Name another --output, or remove that one."
             )
-    return result
+    return result | {"sizes": mine}
 
 
 def run_phases(
@@ -112,12 +123,16 @@ def run_phases(
 ) -> None:
     """All that are asked for and not there. The server starts with the first one that needs it."""
     work = arguments.output.with_suffix("")
-    todo = [phase for phase in arguments.phases if arguments.again or phase not in result["phases"]]
     if arguments.again:
-        forget(work, todo)
+        gone = PHASES if "learn" in arguments.phases else arguments.phases  # all others build on what was learned
+        forget(work, gone)
+        for phase in gone:
+            result["phases"].pop(phase, None)
+    todo = [phase for phase in arguments.phases if phase not in result["phases"]]
     for phase in arguments.phases:
         if phase not in todo:
             console.print(f"{phase}: in {arguments.output} already (--again makes it anew)")
+    write_json(arguments.output, result)  # from here on it says which sizes the logs are of
     with maybe_server(arguments, work, todo, folder, console) as server:
         for phase in todo:
             what_server_says: dict[str, Any] = {}
@@ -176,7 +191,6 @@ def progress(console: Console) -> Iterator[Progressed]:
     columns = (*columns, TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=1)
-
         shown = [-1.0]
 
         def progressed(done: float, total: float, what: str) -> None:
@@ -195,7 +209,8 @@ def parse_arguments() -> argparse.Namespace:
     what = parser.add_argument_group("what to run")
     add = what.add_argument
     add("--phases", default=",".join(PHASES), help="comma-separated, in the order above (default: all)")
-    add("--again", action="store_true", help="run these phases even if the output has them")
+    add("--again", action="store_true", help="run these phases even if the output has them; learn takes all others "
+        "with it, which build on it")  # fmt: skip
     add("--quick", action="store_true", help="small sizes, tiny-random unless --model is given; no picture")
     add("--output", type=Path, help="results (default benchmarks/results/pruning.json, with --quick "
         ".scratch/pruning_quick.json); logs and learned state go into the folder of that name beside it")  # fmt: skip
@@ -206,8 +221,10 @@ def parse_arguments() -> argparse.Namespace:
     sizes = parser.add_argument_group("model and problems")
     add = sizes.add_argument
     add("--model", help=f"a name of `vllm-rollout models list`, a Hugging Face name or a directory (default {REAL})")
-    add("--families", type=_names, help="problem families of benchmarks/tasks.py, comma-separated (default: all)")
-    add("--sweep-families", type=_names, help="those of sweep (default: as --families)")
+    add("--families", type=_names, default=EARLY, help="problem families of benchmarks/tasks.py, comma-separated "
+        f"(default {','.join(EARLY)})")  # fmt: skip
+    add("--sweep-families", type=_names, default=PLAIN, help="those of sweep, whose answers are longer (default "
+        f"{','.join(PLAIN)})")  # fmt: skip
     add("--seed", type=int, default=7, help="problems and sampling (default 7)")
     add("--temperature", type=float, default=1.0, help="default 1")
     _add_sizes(parser.add_argument_group("sizes; defaults are those of the recorded run"))
@@ -216,8 +233,8 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     arguments.phases = _phases(parser, arguments.phases)
     arguments.model = arguments.model or REAL
-    arguments.sweep_families = arguments.sweep_families or arguments.families
     if arguments.output is None:
+        arguments.again = arguments.again or arguments.quick
         arguments.output = Path(".scratch/pruning_quick.json" if arguments.quick else "benchmarks/results/pruning.json")
     for name in ("group_size", "learn_group_size", "vote_candidates"):
         if getattr(arguments, name) > arguments.at_once:
@@ -230,19 +247,19 @@ def _add_sizes(group: argparse._ArgumentGroup) -> None:
         group.add_argument(name, type=_positive, default=default, help=f"{text} (default {default})")
 
     add("--max-tokens", 256, "length cap of an answer")
-    add("--detection-length", 32, "tokens after which a candidate is scored")
+    add("--detection-length", 12, "tokens after which a candidate is scored")
     add("--at-once", 64, "candidates that run at once: the server's --max-num-seqs")
     add("--labels", 4000, "learn: rewards to be accepted")
     add("--learn-group-size", 8, "learn and evaluate: candidates per prompt")
     add("--learn-prompts", 4, "learn: prompts per request; requests overlap so that the server is never short of work")
     add("--window", 500, "learn: labels per point of the learning curve")
-    add("--evaluate-prompts", 80, "evaluate: prompts")
-    add("--vote-prompts", 16, "vote: prompts")
+    add("--evaluate-prompts", 120, "evaluate: prompts")
+    add("--vote-prompts", 24, "vote: prompts")
     add("--vote-candidates", 32, "vote: candidates per prompt, the largest k")
     add("--group-size", 16, "compare, sweep, overhead: candidates per prompt")
-    add("--blocks", 4, "compare: blocks; every way runs once in each")
+    add("--blocks", 8, "compare: blocks; every way runs once in each")
     add("--block-prompts", 6, "compare: prompts per block")
-    add("--sweep-detection-length", 12, "sweep: at most an eighth of the mean length of an answer")
+    add("--sweep-detection-length", 10, "sweep: at most an eighth of the mean length of an answer")
     add("--sweep-labels", 200, "sweep: rewards that warm up calibration at that detection length, if it is another one")
     add("--sweep-blocks", 3, "sweep: blocks")
     add("--sweep-block-prompts", 6, "sweep: prompts per block")
@@ -257,7 +274,10 @@ def _positive(text: str) -> int:
 
 
 def _names(text: str) -> tuple[str, ...]:
-    return tuple(text.split(","))
+    names = tuple(text.split(","))
+    if unknown := set(names) - set(FAMILIES):
+        raise argparse.ArgumentTypeError(f"must be some of {','.join(FAMILIES)}, got {','.join(sorted(unknown))}")
+    return names
 
 
 def _phases(parser: argparse.ArgumentParser, text: str) -> list[Phase]:

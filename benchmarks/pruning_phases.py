@@ -7,7 +7,6 @@ What was learned lies in files beside the logs, and only `learn` (and the warm-u
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -15,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pruning_measures import Record, Run
+from benchmarks.pruning_records import Log, Record, Run
 from benchmarks.pruning_setup import PHASES, Phase, Question, Sizes, evaluation_questions, learning_questions
 from benchmarks.tasks import NUMBER
 from vllm_rollout.group.types import Confidence
@@ -44,26 +43,6 @@ OVERHEAD: Mapping[str, Mapping[str, Any] | None] = {
 }
 Progressed = Callable[[float, float, str], None]
 """Takes done, total and what is going on."""
-
-
-class Log:
-    """The runs of one phase, in a file of one JSON line each."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lines = path.read_text().splitlines() if path.exists() else []
-        self.runs = [Run.from_json(json.loads(line)) for line in lines]
-        self._keys = {run.key for run in self.runs}
-
-    def __contains__(self, key: tuple[str | int, ...]) -> bool:
-        return key in self._keys
-
-    def add(self, run: Run) -> None:
-        with self._path.open("a") as file:
-            file.write(json.dumps(run.to_json()) + "\n")
-        self.runs.append(run)
-        self._keys.add(run.key)
 
 
 @dataclass(slots=True)
@@ -167,7 +146,7 @@ async def evaluate(bench: Bench) -> dict[str, Any]:
 
 
 async def compare(bench: Bench) -> dict[str, Any]:
-    """Four ways over the same prompts and seeds, in turns; nothing is posted."""
+    """Four ways over the same prompts and seeds, in turns."""
     sizes, log = bench.sizes, bench.log("compare")
     await bench.restore(bench.learned)
     blocks = _split(evaluation_questions(sizes)["compare"], sizes.block_prompts)
@@ -226,7 +205,7 @@ async def _take_turns(
             continue
         bench.progress(done, total, f"{phase}: block {number + 1}")
         # the prompts get into the prefix cache before any way is timed; the first time, everything warms up
-        warm_up = {"max_tokens": bench.sizes.detection_length + 8 if done == 0 else 1}
+        warm_up = {"max_tokens": bench.sizes.detection_length + 8 if done == 0 else 1, "min_tokens": 0}
         key = ("warm-up", number)
         await roll(bench, key, block, phase=phase, group_size=2, pruning=None, seed=number, sampling=warm_up)
         for way in order:

@@ -1,4 +1,7 @@
-"""Results of `benchmarks.pruning` -> tables in Markdown and one picture. Invariant: shows what is there, adds nothing."""
+"""Results of `benchmarks.pruning` -> tables in Markdown and one picture.
+
+Invariant: shows what is there and adds nothing.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ SCORE_NAMES = {
     "bottom_windows": "confidence, lowest tenth of windows",
 }
 WAY_NAMES = {"none": "nobody pruned", "random": "at random", "paper": "paper's rule", "balance": "balance rule"}
+MEASURES = ("auc", "within_group_auc")
 COLORS = {"head": "#0f766e", "confidence": "#94a3b8", "none": "#64748b", "random": "#94a3b8", "paper": "#f59e0b"}
 COLORS["balance"] = COLORS["head"]
 INK = "#1e293b"
@@ -35,9 +39,7 @@ def _targets(targets: Sequence[Mapping[str, Any]]) -> str:
 def _learn(phase: Mapping[str, Any]) -> str:
     rows = []
     for part in phase["learning_curve"]:
-        values = [
-            part[measure][score] for measure in ("auc", "within_group_auc") for score in ("head", "bottom_windows")
-        ]
+        values = [part[measure][score] for measure in MEASURES for score in ("head", "bottom_windows")]
         labels = f"{part['num_labels_before']:,} to {part['num_labels_before'] + part['num_labels']:,}"
         rows.append([labels, f"{part['num_with_head']:,}", *map(number, values)])
     title = (
@@ -52,9 +54,9 @@ def _evaluate(phase: Mapping[str, Any]) -> str:
     told = phase["discrimination"]
     rows = []
     for score, name in SCORE_NAMES.items():
-        values = [told[measure][score] for measure in ("auc", "within_group_auc")]
+        values = [told[measure][score] for measure in MEASURES]
         rows.append([name, *map(ranged, values), number(phase["accuracy"][score])])
-    above = [ranged(told[f"{measure}_head_above"]["bottom_windows"]) for measure in ("auc", "within_group_auc")]
+    above = [ranged(told[f"{measure}_head_above"]["bottom_windows"]) for measure in MEASURES]
     rows.append(["head above the last", *above, ""])
     calibrated = phase["calibration"]
     title = f"Held-out prompts, head version {phase['head_version']}: {_described(phase['overview'])}"
@@ -63,7 +65,19 @@ def _evaluate(phase: Mapping[str, Any]) -> str:
         f"{number(calibrated['accuracy_always'])}). Brier score: {number(calibrated['brier'])} (always the base rate: "
         f"{number(calibrated['brier_always'])})."
     )
-    return grid(title, ["signal", "AUC", "AUC within groups", "accuracy"], rows) + "\n\n" + after
+    return grid(title, ["signal", "AUC", "AUC within groups", "accuracy"], rows) + f"\n\n{after} {_shadow(phase)}"
+
+
+def _shadow(phase: Mapping[str, Any]) -> str:
+    shadow = phase["shadow"]
+    ratios = [
+        number(shadow[who][field]) for field in ("overall_ratio", "mean_ratio_product") for who in ("all", "survivors")
+    ]
+    return (
+        f"Had the default rule been active: {shadow['num_marked']:,} of {shadow['num_judged']:,} candidates pruned, "
+        f"{number(shadow['tokens_saved_share'], 2)} of all tokens saved, positive ratio {ratios[0]} → {ratios[1]}, "
+        f"E[ρ̂(1−ρ̂)] {ratios[2]} → {ratios[3]} (at random, in expectation: {number(shadow['random_in_expectation'])})."
+    )
 
 
 def _vote(phase: Mapping[str, Any]) -> str:
@@ -87,9 +101,8 @@ def _compare(phase: Mapping[str, Any]) -> str:
     expected = phase["random_in_expectation"]
     rows.append(["at random, in expectation", "", "", number(expected), "", "", "", "", ""])
     header = ["way", "survivors", "E[ρ̂]", "E[ρ̂(1−ρ̂)]", "of all", "from 0.5", "tokens", "s per block", "× none"]
-    title = (
-        f"Half kept: {phase['survivors']['none']['num_groups']} prompts, {phase['speed']['none']['num_blocks']} blocks"
-    )
+    num_groups, num_blocks = phase["survivors"]["none"]["num_groups"], phase["speed"]["none"]["num_blocks"]
+    title = f"Half kept: {num_groups} prompts in {num_blocks} blocks"
     differences = "; ".join(
         f"above {WAY_NAMES[other]} by {ranged(row['mean_ratio_product'])}"
         for other, row in phase["balance_minus"].items()
@@ -136,10 +149,8 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
 
 
 def _described(row: Mapping[str, Any]) -> str:
-    return (
-        f"{row['num_candidates']:,} candidates of {row['num_prompts']} prompts, {number(row['success_rate'], 2)} right, "
-        f"mean length {number(row['mean_tokens'], 0)}"
-    )
+    right, length = number(row["success_rate"], 2), number(row["mean_tokens"], 0)
+    return f"{row['num_candidates']:,} candidates of {row['num_prompts']} prompts, {right} right, mean length {length}"
 
 
 def grid(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -152,7 +163,9 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    return "—" if value is None else f"{value:,.{digits}f}"
+    if value is None:
+        return "—"
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.{digits}f}"
 
 
 def ranged(row: Mapping[str, Any]) -> str:
@@ -161,7 +174,7 @@ def ranged(row: Mapping[str, Any]) -> str:
 
 
 def draw(result: Mapping[str, Any], path: Path) -> None:
-    """Left: learning curve. Middle: survivors by rule. Right: speed by keep_ratio. A phase that has not run is blank."""
+    """Left: learning curve. Middle: survivors by rule. Right: speed by keep_ratio. What has not run stays blank."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -183,28 +196,28 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
 
 def _draw_learning(axes: Any, phases: Mapping[str, Any]) -> None:
     curve = phases["learn"]["learning_curve"]
-    middles = [part["num_labels_before"] + part["num_labels"] / 2 for part in curve]
     end = phases["learn"]["num_labels"]
-    for color, name, score in (("head", "head", "head"), ("confidence", "confidence", "bottom_windows")):
+    for color, score in (("head", "head"), ("confidence", "bottom_windows")):
         for measure, style, told in (("auc", "-", ""), ("within_group_auc", "--", ", within groups")):
-            points = [(x, part[measure][score]) for x, part in zip(middles, curve, strict=True)]
-            points = [point for point in points if point[1] is not None]
-            axes.plot(
-                *zip(*points, strict=True), style, color=COLORS[color], lw=2, label=name + told
-            ) if points else None
+            known = [part for part in curve if part[measure][score] is not None]
+            middles = [part["num_labels_before"] + part["num_labels"] / 2 for part in known]
+            values = [part[measure][score] for part in known]
+            axes.plot(middles, values, style, color=COLORS[color], lw=2, ms=4, marker=".", label=color + told)
             if "evaluate" in phases:
                 row = phases["evaluate"]["discrimination"][measure][score]
-                place = end * (1.06 if measure == "auc" else 1.1)
-                ends = row["interval"] or [row["value"]] * 2
-                axes.plot([place, place], ends, color=COLORS[color], lw=1.5, alpha=0.8)
+                if row["value"] is None:
+                    continue
+                place = end * ((1.05 if measure == "auc" else 1.13) + (0.02 if color == "head" else 0))
+                axes.plot([place, place], row["interval"] or [row["value"]] * 2, color=COLORS[color], lw=1.5)
                 axes.plot(place, row["value"], "o" if measure == "auc" else "s", color=COLORS[color], ms=6)
     axes.axhline(0.5, color=INK, lw=0.8, alpha=0.4)
-    axes.set_xlabel("labels learned from (points at the right: held-out prompts, 90 % intervals)")
+    axes.set_xlim(0, 1.2 * max(1, end))
+    axes.set_xlabel("labels (at the right: held-out prompts, 90 % intervals)")
     axes.set_ylabel("AUC")
     axes.set_title("Rewards teach the head", loc="left", weight="bold")
     axes.legend(frameon=False, fontsize=9, loc="upper left", ncols=2)
     low, high = axes.get_ylim()
-    axes.set_ylim(low, high + 0.18 * (high - low))
+    axes.set_ylim(low, high + 0.22 * (high - low))
 
 
 def _draw_survivors(axes: Any, phases: Mapping[str, Any]) -> None:
@@ -242,7 +255,7 @@ def _draw_speed(axes: Any, phases: Mapping[str, Any]) -> None:
     axes.set_xlabel("keep_ratio")
     axes.set_ylabel("times less than without pruning")
     ratio = phases["sweep"]["mean_length_over_detection_length"]
-    axes.set_title(f"Speed, scored at 1/{ratio:.1f} of the mean length", loc="left", weight="bold")
+    axes.set_title(f"Speed, scored at 1/{ratio:.1f} of the length", loc="left", weight="bold")
     axes.legend(frameon=False, fontsize=9, loc="upper right")
 
 

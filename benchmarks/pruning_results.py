@@ -6,9 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks.pruning_measures import (
-    SCORES,
-    Record,
-    Run,
     accuracy,
     best_threshold,
     by_family,
@@ -16,17 +13,16 @@ from benchmarks.pruning_measures import (
     compare_survivors,
     correct_by_prompt,
     counterfactual,
-    difference,
     discrimination,
     learning_curve,
     overview,
     random_in_expectation,
-    records_of,
     speed,
     survivors,
     votes,
 )
 from benchmarks.pruning_phases import COMPARED, OVERHEAD, SWEPT
+from benchmarks.pruning_records import SCORES, Record, Run, difference, records_of
 from benchmarks.pruning_setup import Phase, Sizes
 
 Runs = Mapping[Phase, Sequence[Run]]
@@ -39,6 +35,7 @@ class Target(NamedTuple):
     name: str
     value: float | None
     target: float
+    """At least, or where the name compares two ways, more than this."""
     reached: bool | None
     """None: there is no value."""
 

@@ -1,8 +1,9 @@
 """Prompts with checkable answers that a 0.5B model gets partly right, and their checker.
 
-Two sets. EARLY: stories that two or three small operations solve; a worked example makes the model write the whole
-calculation in its first line, so that a wrong plan shows, and decides, in the first dozen tokens. PLAIN: one or two
-additions, subtractions or multiplications, in which mistakes may come at any point.
+Two sets. EARLY: stories that two or three small operations solve. Two worked examples ask for a form, the whole
+calculation in the first line and without words, and reward needs the form and the right answer, as recipes that train
+reasoning do. A wrong plan or a wrong form shows in the first dozen tokens. PLAIN: one or two additions, subtractions or
+multiplications in any form, in which mistakes may come at any point.
 
 Invariant: the problems are a function of (num, seed, families); two problems of one call never ask the same question.
 """
@@ -16,24 +17,33 @@ from typing import Any, NamedTuple
 
 THINK = " Think step by step, then end with 'Answer: <number>'."
 CALCULATE = (
-    " First write the whole calculation in one line, then explain each step in a full sentence,"
-    " then end with 'Answer: <number>'."
+    " Write the whole calculation in the first line, with numbers and signs only."
+    " Then explain each step in two full sentences. End with 'Answer: <number>'."
 )
-EXAMPLE = (
-    {
-        "role": "user",
-        "content": "A baker fills 4 trays with 6 rolls each and has 3 more rolls. He sells 2 of them. "
-        f"How many rolls are left?{CALCULATE}",
-    },
-    {
-        "role": "assistant",
-        "content": "4 * 6 + 3 - 2\n"
-        "The 4 trays hold 4 * 6 = 24 rolls when all of them are counted together.\n"
-        "With the 3 other rolls the baker has 24 + 3 = 27 rolls in the morning.\n"
-        "After he has sold 2 of them, there are 27 - 2 = 25 rolls left.\n"
-        "Answer: 25",
-    },
+EXAMPLES = (
+    (
+        "A baker fills 4 trays with 6 rolls each and has 3 more rolls. How many rolls are there?",
+        (
+            "4 * 6 + 3\n"
+            "The baker fills 4 trays with 6 rolls each. "
+            "When all of the trays are counted together, they hold 4 * 6 = 24 rolls.\n"
+            "The baker also has 3 more rolls that are on no tray. With these there are 24 + 3 = 27 rolls in the bakery.\n"
+            "Answer: 27"
+        ),
+    ),
+    (
+        "A school has 35 desks and puts 4 desks into each of 5 rooms. How many desks are not in a room?",
+        (
+            "35 - 4 * 5\n"
+            "The school puts 4 desks into each of 5 rooms. "
+            "When all of the rooms are counted together, they hold 4 * 5 = 20 desks.\n"
+            "The school has 35 desks, and 20 of them are in a room now. "
+            "That leaves 35 - 20 = 15 desks that are not in a room.\n"
+            "Answer: 15"
+        ),
+    ),
 )
+ROLES = ("user", "assistant")
 NAMES = ("Tom", "Ann", "Ben", "Eva", "Sam", "Lea")
 THINGS = ("apples", "books", "coins", "cards", "stamps", "shells")
 GOODS = ("pens", "cakes", "balls", "cups")
@@ -43,8 +53,8 @@ NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 class Question(NamedTuple):
     text: str
     answer: int
-    example: tuple[dict[str, Any], ...] = ()
-    """Messages before the question."""
+    examples: tuple[tuple[str, str], ...] = ()
+    """Questions and answers to put before it."""
 
 
 class Problem(NamedTuple):
@@ -79,7 +89,7 @@ def word_sum(generator: random.Random) -> Question:
 
 
 def story(text: str, answer: int) -> Question:
-    return Question(text + CALCULATE, answer, EXAMPLE)
+    return Question(text + CALCULATE, answer, EXAMPLES)
 
 
 def left(generator: random.Random) -> Question:
@@ -112,13 +122,6 @@ def twice(generator: random.Random) -> Question:
     return story(f"{text} How many {things} do they have together?", 3 * num)
 
 
-def share(generator: random.Random) -> Question:
-    name, things = generator.choice(NAMES), generator.choice(THINGS)
-    friends, each, had = generator.randrange(2, 6), generator.randrange(3, 9), generator.randrange(2, 9)
-    text = f"{name} shares {friends * each} {things} equally among {friends} friends, and each friend already had {had}"
-    return story(f"{text} {things}. How many {things} does each friend have now?", each + had)
-
-
 def two_goods(generator: random.Random) -> Question:
     name, goods = generator.choice(NAMES), generator.choice(GOODS)
     num, num_books = generator.randrange(2, 6), generator.randrange(2, 6)
@@ -127,10 +130,10 @@ def two_goods(generator: random.Random) -> Question:
     return story(f"{text} How many dollars does {name} pay?", num * price + num_books * book_price)
 
 
-EARLY = ("left", "boxes", "change", "twice", "share", "two_goods")
+EARLY = ("left", "boxes", "change", "twice", "two_goods")
 PLAIN = ("arithmetic", "word_sum")
 FAMILIES: dict[str, Callable[[random.Random], Question]] = {
-    family.__name__: family for family in (arithmetic, word_sum, left, boxes, change, twice, share, two_goods)
+    family.__name__: family for family in (arithmetic, word_sum, left, boxes, change, twice, two_goods)
 }
 
 
@@ -154,14 +157,27 @@ def make_problems(num: int, seed: int, families: Sequence[str] = EARLY) -> list[
         else:
             raise ValueError(f"num must be smaller: after {len(problems)} problems {name!r} has no new question")
         asked.add(question.text)
-        messages = [*question.example, {"role": "user", "content": question.text}]
+        turns = [(example + CALCULATE, answer) for example, answer in question.examples]
+        messages = [{"role": role, "content": text} for turn in turns for role, text in zip(ROLES, turn, strict=True)]
+        messages.append({"role": "user", "content": question.text})
         problems.append(Problem(f"{name}-{len(problems)}", messages, question.answer))
     return problems
 
 
 def check(problem: Problem, text: str) -> bool:
-    """Whether the answer is right: the first number after the last "Answer:"; without one, the last number."""
+    """Whether the answer is right, and for a family of EARLY in the form asked for."""
+    return is_right(problem, text) and (problem.family not in EARLY or is_in_form(text))
+
+
+def is_right(problem: Problem, text: str) -> bool:
+    """By the first number after the last "Answer:"; without one, by the last number."""
     text = re.sub(r"(?<=\d),(?=\d{3})", "", text)
     _, marker, after = text.rpartition("Answer:")
     numbers = NUMBER.findall(after)
     return bool(numbers) and float(numbers[0] if marker else numbers[-1]) == problem.answer
+
+
+def is_in_form(text: str) -> bool:
+    """Whether the first line is a calculation without words."""
+    first_line = text.partition("\n")[0]
+    return any(character.isdigit() for character in first_line) and not any(map(str.isalpha, first_line))

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from benchmarks.tasks import EARLY, FAMILIES, Problem, check, make_problems
+from benchmarks.tasks import EARLY, FAMILIES, Problem, check, is_in_form, make_problems
 
 
 def test_the_same_seed_asks_the_same_questions_and_another_others():
@@ -25,11 +25,11 @@ def test_problems_can_be_sent_and_solved(family):
     for problem in make_problems(100, seed=7, families=[family]):
         assert problem.family == family
         roles = [message["role"] for message in problem.messages]
-        assert roles in (["user"], ["user", "assistant", "user"])
+        assert roles in (["user"], ["user", "assistant", "user", "assistant", "user"])
         assert "Answer: <number>" in problem.messages[-1]["content"]
         assert problem.answer >= 0
-        assert check(problem, f"So it is.\nAnswer: {problem.answer}")
-        assert not check(problem, f"So it is.\nAnswer: {problem.answer + 1}")
+        assert check(problem, f"1 + 1\nSo it is.\nAnswer: {problem.answer}")
+        assert not check(problem, f"1 + 1\nSo it is.\nAnswer: {problem.answer + 1}")
 
 
 def solve(family, question):
@@ -43,7 +43,6 @@ def solve(family, question):
         "boxes": lambda start, num, each: start + num * each,
         "change": lambda num, price, paid: paid - num * price,
         "twice": lambda num: num + 2 * num,
-        "share": lambda total, friends, had: total // friends + had,
         "two_goods": lambda num, price, num_books, book_price: num * price + num_books * book_price,
     }[family](*numbers)
 
@@ -54,13 +53,35 @@ def test_the_answer_is_that_of_the_question(family):
         assert solve(family, problem.messages[-1]["content"]) == problem.answer
 
 
-def test_the_worked_example_is_right_and_no_problem_of_ours():
-    *_, example, _ = make_problems(1, seed=0, families=["left"])[0].messages
-    calculation, *sentences, last = example["content"].split("\n")
-    assert last == f"Answer: {eval(calculation)}"
-    for sentence in sentences:
-        left, right = re.search(r"(\d+ [-+*] \d+) = (\d+)", sentence).groups()
-        assert eval(left) == int(right)
+def test_the_worked_examples_are_right_and_in_form():
+    problem = make_problems(1, seed=0, families=["left"])[0]
+    answers = [message["content"] for message in problem.messages if message["role"] == "assistant"]
+    assert len(answers) == 2
+    for answer in answers:
+        calculation, *sentences, last = answer.split("\n")
+        assert last == f"Answer: {eval(calculation)}"
+        assert is_in_form(answer)
+        for sentence in sentences:
+            left, right = re.search(r"(\d+ [-+*] \d+) = (\d+)", sentence).groups()
+            assert eval(left) == int(right)
+
+
+@pytest.mark.parametrize(
+    ("first_line", "in_form"),
+    [
+        ("35 - 4 * 5", True),
+        ("(2 * 3) + 4 = 10", True),
+        ("3 × 4 = $12", True),
+        ("35 desks - 20", False),
+        ("To find out, add 3 and 4.", False),
+        ("***", False),
+        ("", False),
+    ],
+)
+def test_a_wrong_form_earns_nothing_where_a_form_is_asked_for(first_line, in_form):
+    text = f"{first_line}\nIt is so.\nAnswer: 15"
+    assert check(Problem("left-0", [], 15), text) is in_form
+    assert check(Problem("arithmetic-0", [], 15), text)
 
 
 @pytest.mark.parametrize(

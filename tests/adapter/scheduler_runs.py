@@ -1,5 +1,6 @@
 """Dry runs of the scheduler with traceable tokens, and what tests ask of them."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +14,10 @@ from vllm.v1.request import Request
 from vllm_rollout.adapter.dry_run import EOS_TOKEN, DryRun
 from vllm_rollout.adapter.scheduler import AsyncRolloutScheduler, RolloutScheduler
 from vllm_rollout.adapter.wire import CandidateTag, EndingNote
+from vllm_rollout.group.judge import Scoring
+from vllm_rollout.group.learning import Learning
+from vllm_rollout.group.pruning_plan import PruningPlan
+from vllm_rollout.group.types import Assessment, Observation
 
 REQUEST_STRIDE = 10_000
 """The k-th token of the n-th request is n * REQUEST_STRIDE + k, its last one EOS_TOKEN."""
@@ -111,20 +116,56 @@ def add_group(
     interval: int = 64,
     joined: bool = False,
     num_candidates: int | None = None,
+    pruning: PruningPlan | None = None,
+    logits: list[float] | None = None,
+    seed: int = 7,
     **sampling: Any,
 ) -> list[str]:
     """Add one candidate per length; returns their request ids.
 
-    `joined` leaves the numbering to the scheduler, as requests with a rollout_group_id do.
+    `joined` leaves the numbering to the scheduler, as requests with a rollout_group_id do. `logits` are what the head
+    will say of the candidates.
     """
     request_ids = []
+    scoring = pruning and Scoring("rollout", group_id, seed, pruning)
+    for index, logit in enumerate(logits or ()):
+        run.logits[f"{group_id}-{index}"] = logit
     for index, length in enumerate(lengths):
         tag = CandidateTag(
-            group_id, None if joined else index, group_size, num_candidates or len(lengths), early_stop, interval
-        )
+            group_id, None if joined else index, group_size, num_candidates or len(lengths), early_stop, interval,
+            scoring,
+        )  # fmt: skip
         request_ids.append(f"{group_id}-{index}")
         run.add(request_ids[-1], length, extra_args=tag.to_extra_args(), **sampling)
     return request_ids
+
+
+class SignLearning(Learning):
+    """Keeps what has a positive logit, and the best of the others as far as they are needed."""
+
+    def assess(
+        self,
+        plan: PruningPlan,
+        observations: Mapping[int, Observation],
+        earlier: Mapping[int, Assessment],
+        *,
+        seed: int,
+        group: str,
+        at_least: int,
+    ) -> dict[int, Assessment]:
+        best = sorted(observations, key=lambda index: (-observations[index].logit, index))[:at_least]
+        return {
+            index: Assessment(
+                "head", seen.logit, 0.5, 0.75, seen.logit > 0 or index in best, seen.head_version, seen.confidence
+            )
+            for index, seen in observations.items()
+        }
+
+
+def prune_by_sign(run: TracedRun, *detection_lengths: int) -> None:
+    """From now on a candidate with a negative logit is pruned where the floor allows it."""
+    for length in detection_lengths:
+        run.scheduler.judge.learnings[length] = SignLearning(length)
 
 
 def assert_nothing_left(run: TracedRun) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -53,3 +54,46 @@ def test_a_group_that_the_servers_queue_has_no_room_for_is_refused_as_a_whole(se
     assert response.status_code == 503
     assert response.json()["error"]["message"]
     server.wait_until_idle()
+
+
+def test_both_ranks_learn_every_label_and_score_with_the_same_head(server: Server) -> None:
+    pruning = {"detection_length": 8, "mode": "shadow", "min_labels": 4}
+
+    def rollout() -> tuple[int, dict[str, Any]]:
+        before = tokens_by_rank(server)
+        body = {"prompts": [{"id": "q", "prompt": "hello"}], "group_size": 8, "pruning": pruning}
+        body["sampling"] = {"min_tokens": 20, "max_tokens": 40}
+        response = server.http.post("/v1/rollouts", json=body)
+        assert response.status_code == 200, response.text
+        server.wait_until_idle()
+        (rank,) = [r for r in range(NUM_RANKS) if tokens_by_rank(server)[r] > before[r]]
+        return rank, response.json()
+
+    def report() -> dict[str, Any]:
+        return server.http.get("/v1/quality_head/report").json()
+
+    num_labels, used = 0, set()
+    while used != set(range(NUM_RANKS)) or num_labels < 160:
+        rank, answer = rollout()
+        used.add(rank)
+        rewards = [
+            {"prompt_id": "q", "index": t["index"], "reward": t["token_ids"][6] % 2}
+            for t in answer["groups"][0]["trajectories"]
+        ]
+        posted = server.http.post(f"/v1/rollouts/{answer['id']}/rewards", json={"rewards": rewards}).json()
+        assert posted["counts"]["accepted"] == 8
+        assert posted["num_training"] == 8
+        num_labels += 8
+        signals = report()["signals"]["confidence"]
+        assert signals["num_positive"] + signals["num_negative"] == num_labels
+    server.wait_until(lambda: report()["head"] is not None)
+
+    def versions() -> dict[int, int]:
+        """The head that scored the newest rollout of each rank."""
+        scored = {}
+        while len(scored) < NUM_RANKS:
+            rank, answer = rollout()
+            scored[rank] = answer["groups"][0]["trajectories"][0]["head_version"]
+        return scored
+
+    server.wait_until(lambda: set(versions().values()) == {report()["head"]["version"]})

@@ -79,7 +79,7 @@ def is_success(prompt_id: str) -> bool:
 
 
 def learning_server(model: str, state: Path, log: Path) -> LearningServer:
-    flags = ("--max-model-len", "1024", "--max-num-seqs", "64", "--dtype", "float32", "--rollout-state", str(state))
+    flags = ("--max-model-len", "2048", "--max-num-seqs", "64", "--dtype", "float32", "--rollout-state", str(state))
     flags += ("--worker-extension-cls", "trainer_extension.TrainerExtension")
     environment = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": str(HERE)}
     return LearningServer(serve_command(model, *flags), log, **environment)
@@ -161,22 +161,6 @@ def test_groups_may_come_back_smaller_when_the_request_allows_it(taught: Learnin
     assert all(group["status"] == "complete" for group in answer["groups"])
     assert sum(sizes) + answer["usage"]["num_pruned"] == 8 * len(sizes)
     assert 0.3 < sum(sizes) / (8 * len(sizes)) < 0.7
-
-
-def test_the_same_request_in_the_same_state_gets_the_same_verdicts(taught: LearningServer) -> None:
-    state = taught.http.get("/v1/rollouts/state").content
-
-    def verdicts() -> list[Any]:
-        assert taught.http.put("/v1/rollouts/state", content=state).status_code == 204
-        answer = taught.rollout(pruning=ACTIVE, redundancy=4, early_stop=False, sampling={"seed": 5})
-        return [
-            [(c["index"], c["state"], c["survival_probability"]) for c in group["candidates"]]
-            for group in answer["groups"]
-        ]
-
-    first = verdicts()
-    assert any(state == "pruned" for group in first for _, state, _ in group)
-    assert verdicts() == first
 
 
 def test_two_clients_that_post_the_same_rewards_teach_once(taught: LearningServer) -> None:

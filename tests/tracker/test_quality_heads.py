@@ -4,8 +4,10 @@ import threading
 
 import pytest
 import torch
+from safetensors.torch import load
 
-from vllm_rollout.config import MAX_DETECTION_LENGTHS, QUALITY_HEAD_PUBLISH_STEPS
+from vllm_rollout.config import MAX_DETECTION_LENGTHS
+from vllm_rollout.tracker import quality_head
 from vllm_rollout.tracker.feature_ring import FeatureRing
 from vllm_rollout.tracker.quality_head import HeadMismatch, QualityHead
 from vllm_rollout.tracker.quality_head_file import read_head_file, write_head_file
@@ -14,7 +16,18 @@ from vllm_rollout.tracker.tracker import CandidateTracker, PublishedHead
 
 HIDDEN_SIZE = 8
 LENGTH = 16
+PUBLISH_STEPS = 4
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _small_steps(monkeypatch):
+    """Many versions from few labels, on one thread: steps this small only wait for the others."""
+    monkeypatch.setattr(quality_head, "QUALITY_HEAD_PUBLISH_STEPS", PUBLISH_STEPS)
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
 
 
 class Clock:
@@ -57,28 +70,33 @@ def published(heads: QualityHeads) -> dict[int, PublishedHead]:
     return dict(heads._tracker.heads)
 
 
+def tensors(heads: QualityHeads) -> list[dict]:
+    """All that a state holds; its metadata comes in no certain order."""
+    return [{name: value.tolist() for name, value in load(state).items()} for state in heads.state()]
+
+
 def same(one: PublishedHead, other: PublishedHead) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one.weights, other.weights, strict=True))
 
 
 def test_nothing_is_published_before_training_has_come_to_a_version():
     heads = new_heads()
-    learn(heads, num=4000)
-    assert heads.train(60.0) == 0 or published(heads)
-    heads = new_heads()
-    learn(heads, num=4000)
-    assert heads.train(0.0) > 0
+    learn(heads)
+    for _ in range(PUBLISH_STEPS - 1):
+        assert heads.train(0.0) > 0
     assert published(heads) == {}
     assert heads.export(LENGTH) is None
     assert heads.summaries()[0].version == 0
+    assert heads.train(0.0) > 0
+    assert published(heads)[LENGTH].version == 1
 
 
 def test_each_version_is_published_whole_and_those_before_stay_as_they_were():
     heads = new_heads()
-    learn(heads, num=4000)
+    learn(heads, num=200)
     seen: list[PublishedHead] = []
     copies = []
-    left = heads.train(0.0)
+    left = True
     while left:
         left = heads.train(0.0)
         head = published(heads).get(LENGTH)
@@ -86,7 +104,7 @@ def test_each_version_is_published_whole_and_those_before_stay_as_they_were():
             seen.append(head)
             copies.append([tensor.clone() for tensor in head.weights])
     assert [head.version for head in seen] == list(range(1, len(seen) + 1))
-    assert len(seen) == -(-heads.summaries()[0].num_steps // QUALITY_HEAD_PUBLISH_STEPS)
+    assert len(seen) == -(-heads.summaries()[0].num_steps // PUBLISH_STEPS)
     for head, copy in zip(seen, copies, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(head.weights, copy, strict=True))
     assert not same(seen[0], seen[-1])
@@ -95,8 +113,8 @@ def test_each_version_is_published_whole_and_those_before_stay_as_they_were():
 def test_what_is_published_is_what_is_exported():
     heads = trained()
     file = QualityHead.from_safetensors(heads.export(LENGTH), hidden_size=HIDDEN_SIZE, model="model")
-    assert published(heads)[LENGTH].version == file.version == 1
-    assert same(published(heads)[LENGTH], PublishedHead(1, file.weights))
+    assert published(heads)[LENGTH].version == file.version
+    assert same(published(heads)[LENGTH], PublishedHead(0, file.weights))
 
 
 def test_detection_lengths_learn_and_publish_apart():
@@ -123,12 +141,13 @@ def test_a_head_that_is_put_scores_at_once_also_with_the_version_that_was_there(
     heads, other = trained(), new_heads()
     learn(other, seed=5)
     train(other)
-    assert published(heads)[LENGTH].version == published(other)[LENGTH].version == 1
+    assert published(heads)[LENGTH].version == published(other)[LENGTH].version
+    assert not same(published(heads)[LENGTH], published(other)[LENGTH])
     assert heads.put(other.export(LENGTH)) == LENGTH
     assert same(published(heads)[LENGTH], published(other)[LENGTH])
     learn(heads, seed=6)
     train(heads)
-    assert published(heads)[LENGTH].version == 2
+    assert published(heads)[LENGTH].version > published(other)[LENGTH].version
 
 
 @pytest.mark.parametrize(
@@ -140,13 +159,12 @@ def test_a_head_that_is_put_scores_at_once_also_with_the_version_that_was_there(
 )
 def test_a_head_of_something_else_leaves_the_old_one_scoring(other, error, said):
     heads = trained()
-    before, exported = published(heads), heads.export(LENGTH)
+    before = published(heads)
     with pytest.raises(error, match=said):
         heads.put(trained(**other).export(LENGTH))
     with pytest.raises(error, match=said):
         heads.restore([trained(32).state()[0], *trained(**other).state()])
     assert published(heads) == before
-    assert heads.export(LENGTH) == exported
     assert [s.detection_length for s in heads.summaries()] == [LENGTH]
 
 
@@ -172,17 +190,21 @@ def test_a_head_that_says_it_is_untrained_is_refused():
     data = write_head_file("quality head", file.tensors, metadata | {"num_labels": 0, "version": 0})
     with pytest.raises(ValueError, match="version must be at least 1, got 0"):
         heads.put(data)
-    assert published(heads)[LENGTH].version == 1
+    assert published(heads)[LENGTH].version > 0
 
 
 def test_no_more_heads_than_detection_lengths_are_taken():
     heads = new_heads()
     for length in range(1, MAX_DETECTION_LENGTHS + 1):
-        learn(heads, length, 80)
-    learn(heads, 100, 80)
+        learn(heads, length)
+    learn(heads, 100)
     train(heads)
     assert len(heads.summaries()) == len(published(heads)) == MAX_DETECTION_LENGTHS
-    data, more = trained(100).export(100), [state for i in range(9) for state in trained(100 + i).state()]
+    data, more = trained(100).export(100), []
+    for length in range(100, 109):
+        other = new_heads()
+        learn(other, length, 2)
+        more += other.state()
     with pytest.raises(ValueError, match="at most 8 different detection lengths"):
         heads.put(data)
     with pytest.raises(ValueError, match="at most 8 different detection lengths"):
@@ -198,11 +220,11 @@ def test_what_is_restored_scores_and_trains_on_as_what_was_saved():
     states = saved.state()
     heads = new_heads()
     heads.restore(states)
-    assert heads.state() == states
+    assert tensors(heads) == tensors(saved)
     for some in (saved, heads):
         learn(some, LENGTH, seed=9)
         train(some)
-    assert heads.state() == saved.state()
+    assert tensors(heads) == tensors(saved)
     assert set(published(heads)) == {LENGTH, 32}
     assert all(same(published(heads)[length], published(saved)[length]) for length in (LENGTH, 32))
 
@@ -215,7 +237,7 @@ def test_restoring_takes_the_place_of_all_heads_untrained_ones_too():
     assert published(heads) == {}
     assert [(s.detection_length, s.version) for s in heads.summaries()] == [(LENGTH, 0)]
     heads.restore(trained(LENGTH, num=120).state())
-    assert published(heads)[LENGTH].version == 1
+    assert published(heads)[LENGTH].version > 0
     heads.restore([])
     assert published(heads) == {}
     assert heads.summaries() == []
@@ -240,7 +262,7 @@ def test_training_that_diverges_leaves_the_published_head_alone(monkeypatch):
     monkeypatch.undo()
     learn(heads, seed=4)
     train(heads)
-    assert published(heads)[LENGTH].version == 2
+    assert published(heads)[LENGTH].version > before[LENGTH].version
 
 
 def test_features_that_overflowed_are_left_out_and_the_others_learned():
@@ -265,7 +287,7 @@ def test_no_label_makes_no_head():
 
 def test_a_reader_never_sees_half_a_version():
     heads = new_heads()
-    learn(heads, num=6000)
+    learn(heads, num=1000)
     known: dict[int, float] = {}
     torn: list[int] = []
     done = threading.Event()

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
@@ -21,6 +22,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
+
+from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, CandidateTag, RunnerReport
 
 EOS_TOKEN = 2
 OTHER_TOKEN = 7
@@ -71,6 +74,9 @@ class DryRun:
         self._depth = depth
         self._in_flight: deque[SchedulerOutput] = deque()
         self._lengths: dict[str, int] = {}
+        self._detection_lengths: dict[str, int] = {}
+        self.logits: dict[str, float] = {}
+        """What a trained head says of candidates with a detection length, NaN where there is no such head; else 0."""
         self.num_sampled: dict[str, int] = {}
         """Tokens the model made, also those the scheduler dropped."""
         self.outputs: dict[str, list[EngineCoreOutput]] = {}
@@ -92,6 +98,8 @@ class DryRun:
         params = SamplingParams(max_tokens=max_tokens, extra_args=extra_args, **sampling)
         params.update_from_generation_config({}, EOS_TOKEN)
         self._lengths[request_id] = length
+        if (tag := CandidateTag.of(extra_args)) is not None and tag.scoring is not None:
+            self._detection_lengths[request_id] = tag.scoring.plan.detection_length
         self.scheduler.add_request(
             Request(request_id, prompt_token_ids or [5] * 20, params, None, block_hasher=self._hasher)
         )
@@ -132,7 +140,25 @@ class DryRun:
             count = self.num_sampled[request_id] = self.num_sampled.get(request_id, 0) + 1
             sampled.append([EOS_TOKEN if count >= self._lengths[request_id] else OTHER_TOKEN])
         rows = {request_id: row for row, request_id in enumerate(request_ids)}
-        return ModelRunnerOutput(req_ids=request_ids, req_id_to_index=rows, sampled_token_ids=sampled)
+        output = ModelRunnerOutput(req_ids=request_ids, req_id_to_index=rows, sampled_token_ids=sampled)
+        if self._detection_lengths:
+            self._report(output)
+        return output
+
+    def _report(self, output: ModelRunnerOutput) -> None:
+        """What a worker would say of candidates that reach their detection length; the trace is the logit, too."""
+        due = [
+            request_id
+            for request_id, tokens in zip(output.req_ids, output.sampled_token_ids, strict=True)
+            if tokens and self._detection_lengths.get(request_id) == self.num_sampled[request_id]
+        ]
+        values, versions = None, []
+        if due:
+            logits = np.array([self.logits.get(request_id, 0.0) for request_id in due], dtype=np.float32)
+            values = np.stack([logits, *[np.nan_to_num(logits)] * 3], axis=1)
+            versions = [int(logit == logit) for logit in logits]
+        confidence = np.ones(len(output.req_ids), dtype=np.float32)
+        setattr(output, REPORT_ATTRIBUTE, RunnerReport(confidence, due, values, versions))
 
     def num_tokens(self, request_id: str) -> int:
         """Tokens delivered for a request."""

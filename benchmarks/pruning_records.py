@@ -1,0 +1,132 @@
+"""What `benchmarks.pruning` keeps of each rollout request. Invariant: a run that was logged is read back as it was."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from benchmarks.common import median
+from vllm_rollout.group.types import CandidateState, Confidence, Signal
+
+Score = Literal["head", "mean", "lowest_window", "bottom_windows"]
+SCORES: tuple[Score, ...] = ("head", "mean", "lowest_window", "bottom_windows")
+"""The head's logit, and the three aggregates of trace confidence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One candidate, as the answer and the checker told."""
+
+    prompt_id: str
+    index: int
+    state: CandidateState
+    num_tokens: int
+    truncated: bool
+    correct: bool | None
+    """None: stopped before it could answer."""
+    answer: str | None
+    expected: str
+    """The answer that is right."""
+    signal: Signal | None
+    score: float | None
+    """None: it ended before `detection_length`, or nothing was scored."""
+    success_probability: float | None
+    survival_probability: float | None
+    head_version: int | None
+    confidence: Confidence | None
+    mean_confidence: float | None
+    """Of the whole trajectory."""
+    would_prune: bool | None = None
+    shadow_survival_probability: float | None = None
+
+    @property
+    def family(self) -> str:
+        """Of its problem: ids are `<phase>/<family>-<number>`."""
+        return self.prompt_id.rpartition("/")[2].rpartition("-")[0]
+
+    def score_of(self, score: Score) -> float | None:
+        if score == "head":
+            return self.score if self.signal == "head" else None
+        return None if self.confidence is None else getattr(self.confidence, score)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One rollout request."""
+
+    key: tuple[str | int, ...]
+    """What it was for, such as ("balance", 3): way and block."""
+    started_s: float
+    """Unix time."""
+    wall_s: float
+    generated_tokens: int
+    num_scored: int
+    num_pruned: int
+    warnings: tuple[str, ...]
+    records: tuple[Record, ...]
+    rewards: Mapping[str, int] | None = None
+    """Posted rewards by status; None when none were posted."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> Run:
+        records = []
+        for fields in row["records"]:
+            confidence = fields["confidence"]
+            records.append(Record(**{**fields, "confidence": confidence and Confidence(*confidence)}))
+        lists = {"key": tuple(row["key"]), "warnings": tuple(row["warnings"]), "records": tuple(records)}
+        return cls(**{**row, **lists})
+
+
+def records_of(runs: Iterable[Run]) -> list[Record]:
+    return [record for run in runs for record in run.records]
+
+
+class Log:
+    """The runs of one phase, in a file of one JSON line each."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = path.read_text().splitlines() if path.exists() else []
+        self.runs = [Run.from_json(json.loads(line)) for line in lines]
+        self._keys = {run.key for run in self.runs}
+
+    def __contains__(self, key: tuple[str | int, ...]) -> bool:
+        return key in self._keys
+
+    def add(self, run: Run) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps(run.to_json()) + "\n")
+        self.runs.append(run)
+        self._keys.add(run.key)
+
+
+def group_by(records: Iterable[Record], name: Callable[[Record], str]) -> dict[str, list[Record]]:
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        groups.setdefault(name(record), []).append(record)
+    return groups
+
+
+def mean(values: Iterable[float]) -> float | None:
+    values = list(values)
+    return sum(values) / len(values) if values else None
+
+
+def middle(values: Iterable[float]) -> float | None:
+    values = list(values)
+    return median(values) if values else None
+
+
+def share(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
+
+
+def difference(ours: float | None, theirs: float | None) -> float | None:
+    return None if ours is None or theirs is None else ours - theirs

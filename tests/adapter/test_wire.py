@@ -1,0 +1,110 @@
+"""Carriers survive the codecs between our processes."""
+
+import math
+import pickle
+from dataclasses import asdict, astuple, replace
+
+import msgspec
+import numpy as np
+import pytest
+from vllm import SamplingParams
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from vllm_rollout.adapter.wire import (
+    CandidateTag,
+    EndingNote,
+    RunnerReport,
+    label_of,
+    rules_report_of,
+)
+from vllm_rollout.group.judge import Label, Scoring
+from vllm_rollout.group.learning import Learning
+from vllm_rollout.group.pruning_plan import PruningPlan
+from vllm_rollout.group.types import Assessment, Confidence, Observation
+
+PLAN = PruningPlan(12, "paper", 0.25, 0.4, 0.75, 0.1, 0.9, "shadow", "confidence", True, 33)
+ASSESSMENT = Assessment("head", -0.25, 0.375, 0.5, False, 4, Confidence(3.0, 1.5, 2.25))
+COLD = Assessment("confidence", 2.25, None, 1.0, True, 0, Confidence(3.0, 1.5, 2.25), cold=True)
+
+
+@pytest.mark.parametrize("scoring", [None, Scoring("r", "p", 2**62 - 1, PLAN), Scoring("r", "ü", -5, PruningPlan(1))])
+@pytest.mark.parametrize("index", [None, 0, 7])
+def test_a_tag_reaches_the_scheduler_as_it_was(scoring, index):
+    tag = CandidateTag("g", index, 4, 8, False, 64, scoring)
+    params = SamplingParams(extra_args={"other": 1, **tag.to_extra_args()})
+    request = EngineCoreRequest(
+        request_id="g-c0", prompt_token_ids=[1, 2], mm_features=None, sampling_params=params, pooling_params=None,
+        arrival_time=0.0, lora_request=None, cache_salt=None, data_parallel_rank=None,
+    )  # fmt: skip
+    received = MsgpackDecoder(EngineCoreRequest).decode(MsgpackEncoder().encode(request))
+    assert CandidateTag.of(received.sampling_params.extra_args) == tag
+    assert CandidateTag.of(pickle.loads(pickle.dumps(params)).extra_args) == tag  # scheduler -> worker
+
+
+@pytest.mark.parametrize("extra_args", [None, {}, {"rollout_x": 1}])
+def test_a_request_without_a_tag_has_none(extra_args):
+    assert CandidateTag.of(extra_args) is None
+
+
+@pytest.mark.parametrize("assessment", [None, ASSESSMENT, COLD])
+def test_a_note_reaches_the_api_process_as_it_was(assessment):
+    note = EndingNote("pruned", 17, 1.25, [3, 9], assessment)
+    output = EngineCoreOutput(
+        "g-c0", [1, 2], finish_reason=FinishReason.ABORT, stop_reason="pruned",
+        kv_transfer_params=note.to_params({"remote": [1]}),
+    )  # fmt: skip
+    outputs = EngineCoreOutputs(outputs=[output])
+    (received,) = MsgpackDecoder(EngineCoreOutputs).decode(MsgpackEncoder().encode(outputs)).outputs
+    assert EndingNote.take(received.kv_transfer_params) == (note, {"remote": [1]})
+    assert EndingNote.take(note.to_params(None)) == (note, None)
+    assert isinstance(EndingNote.take(received.kv_transfer_params)[0].assessment, type(assessment))
+
+
+def test_a_confidence_that_nobody_could_see_travels_as_it_is():
+    unseen = replace(COLD, confidence=Confidence(math.nan, math.inf, 1.0))
+    params = msgspec.msgpack.decode(msgspec.msgpack.encode(EndingNote("finished", 1, None, (), unseen).to_params(None)))
+    note, _ = EndingNote.take(params)
+    assert math.isnan(note.assessment.confidence.mean)
+    assert note.assessment.confidence.lowest_window == math.inf
+
+
+@pytest.mark.parametrize("params", [None, {}, {"remote": 1}])
+def test_an_output_without_a_note_keeps_its_parameters(params):
+    assert EndingNote.take(params) == (None, params)
+
+
+@pytest.mark.parametrize("logit", [None, 0.5])
+@pytest.mark.parametrize("assessment", [ASSESSMENT, COLD])
+def test_a_label_reaches_other_ranks_as_it_was(logit, assessment):
+    seen = Observation(Confidence(3.0, 1.5, 2.25), logit, 4)
+    label = Label(12, "g-c0", "r/p", seen, assessment, 99, True, True)
+    received = label_of(msgspec.msgpack.decode(msgspec.msgpack.encode(astuple(label))))
+    assert received == label
+    assert isinstance(received.observation.confidence, Confidence)
+    assert received.weight == label.weight
+
+
+def test_a_report_reaches_the_api_process_as_it_was():
+    learning = Learning(12)
+    for number in range(20):
+        seen = Observation(Confidence(1.0, 1.0, number / 7), number / 5, 1)
+        learning.reward(seen, ASSESSMENT, 40, number % 3 == 0, "g", number % 2 == 0)
+    report = learning.report()
+    assert rules_report_of(msgspec.msgpack.decode(msgspec.msgpack.encode(asdict(report)))) == report
+
+
+def test_a_runner_s_report_gives_each_due_request_its_own_row():
+    values = np.array([[0.5, 3.0, 1.5, 2.25], [np.nan, 6.0, 5.0, 5.5]], dtype=np.float32)
+    report = pickle.loads(pickle.dumps(RunnerReport(np.zeros(3, np.float32), ["a", "b"], values, [7, 0])))
+    assert list(report.observations()) == [
+        ("a", Observation(Confidence(3.0, 1.5, 2.25), 0.5, 7)),
+        ("b", Observation(Confidence(6.0, 5.0, 5.5), None, 0)),
+    ]
+    assert list(RunnerReport(np.zeros(3, np.float32)).observations()) == []
+
+
+def test_a_report_whose_parts_do_not_fit_together_is_our_mistake():
+    report = RunnerReport(np.zeros(1, np.float32), ["a", "b"], np.zeros((1, 4), np.float32), [1])
+    with pytest.raises(ValueError, match="zip"):
+        list(report.observations())
