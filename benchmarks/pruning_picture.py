@@ -224,13 +224,14 @@ def _draw_survivors(axes: Any, phases: Mapping[str, Any]) -> None:
     rows = phases["compare"]["survivors"]
     for position, (way, row) in enumerate(rows.items()):
         axes.barh(position, row["overall_ratio"], color=COLORS[way], height=0.62)
+        inside = row["overall_ratio"] > 0.3
         axes.annotate(
             f"{row['overall_ratio']:.2f};  E[ρ̂(1−ρ̂)] {row['mean_ratio_product']:.3f}",
-            (0, position),
+            (0 if inside else row["overall_ratio"], position),
             (8, 0),
             textcoords="offset points",
             va="center",
-            color="white",
+            color="white" if inside else INK,
             weight="bold",
         )
     axes.axvline(0.5, color=INK, lw=1.2, ls=":")
@@ -255,7 +256,7 @@ def _draw_speed(axes: Any, phases: Mapping[str, Any]) -> None:
     axes.set_xlabel("keep_ratio")
     axes.set_ylabel("times less than without pruning")
     ratio = phases["sweep"]["mean_length_over_detection_length"]
-    axes.set_title(f"Speed, scored at 1/{ratio:.1f} of the length", loc="left", weight="bold")
+    axes.set_title(f"Scored at 1/{ratio:.1f} of the length", loc="left", weight="bold")
     axes.legend(frameon=False, fontsize=9, loc="upper right")
 
 

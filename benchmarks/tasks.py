@@ -27,7 +27,8 @@ EXAMPLES = (
             "4 * 6 + 3\n"
             "The baker fills 4 trays with 6 rolls each. "
             "When all of the trays are counted together, they hold 4 * 6 = 24 rolls.\n"
-            "The baker also has 3 more rolls that are on no tray. With these there are 24 + 3 = 27 rolls in the bakery.\n"
+            "The baker also has 3 more rolls that are on no tray. "
+            "With these there are 24 + 3 = 27 rolls in the bakery.\n"
             "Answer: 27"
         ),
     ),
@@ -100,11 +101,11 @@ def left(generator: random.Random) -> Question:
     return story(f"{text} How many {things} are left?", total - friends * each)
 
 
-def boxes(generator: random.Random) -> Question:
+def more(generator: random.Random) -> Question:
     name, things = generator.choice(NAMES), generator.choice(THINGS)
-    start, num, each = generator.randrange(5, 20), generator.randrange(2, 6), generator.randrange(3, 9)
-    text = f"{name} has {start} {things} and buys {num} boxes of {each} {things} each."
-    return story(f"{text} How many {things} does {name} have now?", start + num * each)
+    num, each, others = generator.randrange(2, 7), generator.randrange(3, 9), generator.randrange(2, 10)
+    text = f"{name} fills {num} boxes with {each} {things} each and has {others} more {things}."
+    return story(f"{text} How many {things} are there?", num * each + others)
 
 
 def change(generator: random.Random) -> Question:
@@ -130,10 +131,10 @@ def two_goods(generator: random.Random) -> Question:
     return story(f"{text} How many dollars does {name} pay?", num * price + num_books * book_price)
 
 
-EARLY = ("left", "boxes", "change", "twice", "two_goods")
+EARLY = ("left", "more", "change", "twice", "two_goods")
 PLAIN = ("arithmetic", "word_sum")
 FAMILIES: dict[str, Callable[[random.Random], Question]] = {
-    family.__name__: family for family in (arithmetic, word_sum, left, boxes, change, twice, two_goods)
+    family.__name__: family for family in (arithmetic, word_sum, left, more, change, twice, two_goods)
 }
 
 

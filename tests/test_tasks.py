@@ -40,7 +40,7 @@ def solve(family, question):
     return {
         "word_sum": lambda a, b, c: a + b + c,
         "left": lambda total, each, friends: total - each * friends,
-        "boxes": lambda start, num, each: start + num * each,
+        "more": lambda num, each, others: num * each + others,
         "change": lambda num, price, paid: paid - num * price,
         "twice": lambda num: num + 2 * num,
         "two_goods": lambda num, price, num_books, book_price: num * price + num_books * book_price,

@@ -31,7 +31,7 @@ MAX_DETECTION_LENGTHS = 8
 """Detection lengths that one server learns at; each has its own head and calibration."""
 
 CONFIDENCE_WINDOW_TOKENS = 16
-"""Window of trace confidence. DeepConf takes 1,024 and more for whole traces; here a trace ends at `detection_length`."""
+"""Window of trace confidence. DeepConf takes 1,024 and more for whole traces; ours end at `detection_length`."""
 
 FEATURE_RING_BYTES = 256 * 1024 * 1024
 """Host memory for hidden states that wait for their reward: 32,768 candidates at hidden size 4,096 in bfloat16."""

@@ -313,7 +313,7 @@ def test_scheduler_statistics_and_finished_sets_know_the_pruned_in_that_step(pru
 def teach(run: TracedRun) -> None:
     """Warm up the real rule: a higher logit is a better chance."""
     learning, rng = Learning(10), random.Random(3)
-    for i in range(200):
+    for i in range(60):
         seen = Observation(Confidence(1.0, 1.0, rng.random()), rng.gauss(1 if i % 2 else -1, 1), 1)
         kept = Assessment("head", seen.logit, None, 1.0, True, 1, seen.confidence, cold=True)
         learning.reward(seen, kept, 20, bool(i % 2), str(i), False)
@@ -323,7 +323,7 @@ def teach(run: TracedRun) -> None:
 
 def test_the_order_in_which_groups_and_siblings_arrive_does_not_change_verdicts(new_run):
     rng = random.Random(5)
-    logits = {f"g{group}-{index}": rng.gauss(0, 2) for group in range(4) for index in range(6)}
+    logits = {f"g{group}-{index}": rng.gauss(0, 2) for group in range(12) for index in range(2)}
     assessments = []
     for order in range(3):
         run = new_run()
@@ -333,7 +333,7 @@ def test_the_order_in_which_groups_and_siblings_arrive_does_not_change_verdicts(
         random.Random(order).shuffle(ids)
         for id in ids:
             group, index = id.split("-")
-            tag = CandidateTag(group, int(index), 2, 6, True, 64, Scoring("r", group, 7, replace(PLAN, min_labels=8)))
+            tag = CandidateTag(group, int(index), 1, 2, True, 64, Scoring("r", group, 7, replace(PLAN, min_labels=8)))
             run.add(id, 20, extra_args=tag.to_extra_args())
         for _ in range(11):
             run.step()

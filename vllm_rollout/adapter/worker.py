@@ -15,7 +15,7 @@ from vllm_rollout.adapter.runner import observe_runner
 from vllm_rollout.tracker.feature_ring import FeatureRing
 from vllm_rollout.tracker.ops import active_implementation
 from vllm_rollout.tracker.quality_head import HeadMismatch
-from vllm_rollout.tracker.quality_heads import QualityHeads
+from vllm_rollout.tracker.quality_heads import QualityHeads, warm_up_quality_head
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
@@ -23,6 +23,9 @@ else:
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
 
 logger = init_logger("vllm.vllm_rollout")
+
+STEP_OPERATORS = ("token_stats", "update_lengths", "quality_head")
+"""What a step calls, the last one only when a candidate is due."""
 
 
 class RolloutWorker(PlatformWorker):
@@ -39,15 +42,16 @@ class RolloutWorker(PlatformWorker):
         if get_pp_group().is_last_rank and get_tp_group().rank_in_group == 0:
             ring = FeatureRing(hidden_size, dtype, RolloutOptions.of(self.vllm_config).feature_ring_bytes)
         observe_runner(self.model_runner, ring, v2=self.use_v2_model_runner, cpu=current_platform.is_cpu())
-        implementation = active_implementation(self.device.type)
         logger.info_once(
-            "vllm_rollout worker: model runner %s, token_stats: %s%s",
+            "vllm_rollout worker: model runner %s, %s",
             "V2" if self.use_v2_model_runner else "V1",
-            implementation.name,
-            f" ({implementation.reason})" if implementation.reason else "",
+            ", ".join(_described(operator, self.device.type) for operator in STEP_OPERATORS),
         )
         if ring is None:
             return
+        if self.device.type == "cuda":
+            for num_due in (1, 17):  # compiles both variants now, not in the step of the first due candidate
+                warm_up_quality_head(hidden_size, num_due, dtype, self.device)
         self.quality_heads = QualityHeads(
             self.model_runner.candidate_tracker,
             ring,
@@ -114,6 +118,11 @@ class RolloutWorker(PlatformWorker):
     def rollout_restore_heads(self, states: list[bytes]) -> list[Any] | None:
         """Answers as `rollout_put_head`."""
         return None if self.quality_heads is None else _answer(self.quality_heads.restore, states)
+
+
+def _described(operator: str, device_type: str) -> str:
+    implementation = active_implementation(device_type, operator)
+    return f"{operator}: {implementation.name}" + (f" ({implementation.reason})" if implementation.reason else "")
 
 
 def _answer(put: Callable[[Any], Any], data: Any) -> list[Any]:
