@@ -54,7 +54,7 @@ QUALITY_HEAD_MIN_LABELS = 32
 QUALITY_HEAD_BATCH = 64
 """Labelled states in one optimizer step."""
 
-QUALITY_HEAD_PASSES = 6
+QUALITY_HEAD_PASSES = 12
 """Optimizer steps planned for a label, times the batch: how often each label is drawn on average."""
 
 QUALITY_HEAD_PUBLISH_STEPS = 256

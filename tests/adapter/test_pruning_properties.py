@@ -128,7 +128,7 @@ def check_group(run: TracedRun, group: GroupSpec, states: list[str]) -> None:
         assert "pruned" not in states
 
 
-@settings(max_examples=100, deadline=None, database=None, derandomize=True)
+@settings(max_examples=60, deadline=None, database=None, derandomize=True)
 @given(workload=workloads, loop=st.sampled_from(LOOPS))
 def test_whatever_happens_pruning_keeps_its_promises(workload, loop, tiny_model):
     run = play(workload, loop, tiny_model)

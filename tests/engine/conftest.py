@@ -19,6 +19,7 @@ import pytest
 
 from vllm_rollout.model_files import tiny
 from vllm_rollout.models import resolve
+from vllm_rollout.server import process
 from vllm_rollout.server.process import ServerProcess, counter, free_port
 
 HERE = Path(__file__).parent
@@ -49,6 +50,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.engine)
+
+
+process.STOP_TIMEOUT_S = TIMEOUT_S  # a server killed while it stops would not save its state
 
 
 class Server:

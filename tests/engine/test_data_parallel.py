@@ -46,16 +46,6 @@ def test_requests_that_join_a_group_meet_whichever_api_process_takes_them(server
     assert all(choice["stop_reason"] == "surplus" for choice in choices[2:])
 
 
-def test_a_group_that_the_servers_queue_has_no_room_for_is_refused_as_a_whole(server: Server) -> None:
-    body = {"prompts": [{"prompt": "hello"}], "group_size": 40, "redundancy": 40}
-    # None of those let in ends and makes room while the others come.
-    body["sampling"] = {"max_tokens": 900, "ignore_eos": True}
-    response = server.http.post("/v1/rollouts", json=body)
-    assert response.status_code == 503
-    assert response.json()["error"]["message"]
-    server.wait_until_idle()
-
-
 def test_both_ranks_learn_every_label_and_score_with_the_same_head(server: Server) -> None:
     pruning = {"detection_length": 8, "mode": "shadow", "min_labels": 4}
 
@@ -97,3 +87,13 @@ def test_both_ranks_learn_every_label_and_score_with_the_same_head(server: Serve
         return scored
 
     server.wait_until(lambda: set(versions().values()) == {report()["head"]["version"]})
+
+
+def test_a_group_that_the_servers_queue_has_no_room_for_is_refused_as_a_whole(server: Server) -> None:
+    """Last: nothing tells when the engine is rid of those it had let in, whose tokens would be taken for others'."""
+    body = {"prompts": [{"prompt": "hello"}], "group_size": 40, "redundancy": 40}
+    # None of those let in ends and makes room while the others come.
+    body["sampling"] = {"max_tokens": 900, "ignore_eos": True}
+    response = server.http.post("/v1/rollouts", json=body)
+    assert response.status_code == 503
+    assert response.json()["error"]["message"]

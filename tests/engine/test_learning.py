@@ -26,7 +26,10 @@ NUM_LESSONS = 6
 
 
 class LearningServer(Server):
-    """A server whose quality head is taught by this module."""
+    """A server whose quality head is taught by this module: with seeds, so that it learns the same every time."""
+
+    taught = False
+    num_rollouts = 0
 
     def rollout(self, **fields: Any) -> dict[str, Any]:
         prompts = [
@@ -34,7 +37,8 @@ class LearningServer(Server):
             for number in range(NUM_KINDS_PROMPTS)
             for kind in KINDS
         ]
-        sampling = {"min_tokens": 2 * DETECTION_LENGTH, "max_tokens": 40, **fields.pop("sampling", {})}
+        self.num_rollouts += 1
+        sampling = {"min_tokens": 2 * DETECTION_LENGTH, "max_tokens": 40, "seed": 100 * self.num_rollouts}
         body = {"prompts": prompts, "group_size": 4, "sampling": sampling, **fields}
         response = self.http.post("/v1/rollouts", json=body)
         assert response.status_code == 200, response.text
@@ -68,10 +72,12 @@ class LearningServer(Server):
         """One shadow rollout with its rewards, until the head has taken them in."""
         version = self.head_version() if self.taught else 0
         self.post_rewards(self.rollout(pruning=SHADOW))
-        self.wait_until(lambda: self.head_version() > version)
+        self.wait_until_learned(version)
         self.taught = True
 
-    taught = False
+    def wait_until_learned(self, version: int) -> None:
+        """What one post teaches makes one version after `version`."""
+        self.wait_until(lambda: self.head_version() > version)
 
 
 def is_success(prompt_id: str) -> bool:
@@ -106,7 +112,7 @@ def taught(server: LearningServer) -> LearningServer:
 
 def test_nothing_is_pruned_and_the_answer_says_so_while_nothing_is_learned(server: LearningServer) -> None:
     cold = {"detection_length": DETECTION_LENGTH, "min_labels": 1000}
-    answer = server.rollout(pruning=cold, redundancy=4)
+    answer = server.rollout(pruning=cold, redundancy=4, early_stop=False)  # all reach the detection length
     assert answer["usage"]["num_scored"] == answer["usage"]["num_candidates"]
     assert answer["usage"]["num_pruned"] == 0
     assert any("cold start" in warning for warning in answer["warnings"])
@@ -165,13 +171,14 @@ def test_groups_may_come_back_smaller_when_the_request_allows_it(taught: Learnin
 
 def test_two_clients_that_post_the_same_rewards_teach_once(taught: LearningServer) -> None:
     answer = taught.rollout(pruning=SHADOW)
-    labels = taught.report()["head"]["num_labels"]
+    version, labels = taught.head_version(), taught.report()["head"]["num_labels"]
     with ThreadPoolExecutor(2) as pool:
         counts = [posted["counts"] for posted in pool.map(taught.post_rewards, [answer] * 2)]
     num_trajectories = 4 * 2 * NUM_KINDS_PROMPTS
     assert sorted(count["accepted"] for count in counts) == [0, num_trajectories]
     assert sorted(count["duplicate"] for count in counts) == [0, num_trajectories]
     assert taught.report()["head"]["num_labels"] == labels + num_trajectories
+    taught.wait_until_learned(version)
 
 
 def test_a_detection_length_that_no_candidate_can_reach_is_said_once(taught: LearningServer) -> None:
@@ -188,6 +195,7 @@ def test_openai_requests_get_exactly_n_choices_of_a_pruned_group(taught: Learnin
         "prompt": [KINDS[0], 21, 31],
         "n": 3,
         **ends_after(30),
+        "seed": 1,
         "vllm_xargs": {
             "rollout_redundancy": 5,
             "rollout_detection_length": DETECTION_LENGTH,

@@ -96,7 +96,7 @@ def test_a_candidate_is_judged_once():
     before = siblings.assessments()
     state = siblings.judge.learnings[LENGTH].to_state()
     kept = [index for index in LOGITS if index not in pruned]
-    assert siblings.due({index: -9.0 for index in kept}) == []
+    assert siblings.due(dict.fromkeys(kept, -9.0)) == []
     assert siblings.assessments() == before
     assert siblings.judge.learnings[LENGTH].to_state() == state
 

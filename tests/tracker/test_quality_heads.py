@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load
 
-from vllm_rollout.config import MAX_DETECTION_LENGTHS
+from vllm_rollout.config import MAX_DETECTION_LENGTHS, QUALITY_HEAD_BATCH, QUALITY_HEAD_PASSES
 from vllm_rollout.tracker import quality_head
 from vllm_rollout.tracker.feature_ring import FeatureRing
 from vllm_rollout.tracker.quality_head import HeadMismatch, QualityHead
@@ -131,7 +131,7 @@ def test_training_stops_when_its_budget_is_spent_and_says_what_is_left():
     heads = new_heads()
     learn(heads, LENGTH, 100)
     learn(heads, 32, 100)
-    num_planned = 2 * (100 * 6 // 64)
+    num_planned = 2 * (100 * QUALITY_HEAD_PASSES // QUALITY_HEAD_BATCH)
     lefts = [heads.train(0.0) for _ in range(num_planned)]
     assert lefts == list(range(num_planned - 1, -1, -1))
     assert heads.train(60.0) == 0

@@ -1,0 +1,246 @@
+"""The runner mixins on runners without a model: what they show the tracker, and what rides on the step's output."""
+
+import pickle
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+
+from vllm_rollout.adapter.runner import ObservedOutput, observe_runner, observe_sampler
+from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, CandidateTag, RunnerReport
+from vllm_rollout.group.judge import Scoring
+from vllm_rollout.group.pruning_plan import PruningPlan
+from vllm_rollout.tracker.feature_ring import FeatureRing
+from vllm_rollout.tracker.quality_head import HeadWeights
+from vllm_rollout.tracker.tracker import PublishedHead
+
+HIDDEN_SIZE = 4
+VOCAB_SIZE = 5
+
+
+class Row(NamedTuple):
+    """One request's part of a step."""
+
+    request_id: str
+    num_computed: int
+    """After the step."""
+    num_known: int
+    """Prompt and output before it: a row that does not get there samples nothing."""
+
+
+class InnerOutput(AsyncModelRunnerOutput):
+    def __init__(self, output: ModelRunnerOutput) -> None:
+        self.output = output
+
+    def get_output(self) -> ModelRunnerOutput:
+        return self.output
+
+
+class Sampler:
+    def __call__(self, logits: torch.Tensor, input_batch: Any) -> torch.Tensor:
+        return logits.argmax(dim=1)
+
+
+class RunnerV1:
+    """The parts of vLLM's V1 runner that the mixin touches."""
+
+    def __init__(self, asynchronous: bool = False) -> None:
+        self.device = torch.device("cpu")
+        self.asynchronous = asynchronous
+        self.rows: list[Row] = []
+        self.execute_model_state = None
+        self.hidden = torch.empty(0)
+
+    def execute_model(self, scheduler_output: Any) -> None:
+        rows = self.rows = scheduler_output.rows
+        self.hidden = torch.arange(len(rows) * HIDDEN_SIZE, dtype=torch.float32).reshape(-1, HIDDEN_SIZE)
+        self.execute_model_state = SimpleNamespace(sample_hidden_states=self.hidden)
+        self.input_batch = SimpleNamespace(req_ids=[row.request_id for row in rows], num_reqs=len(rows), generators={})
+        unfinished = np.array([row.num_computed < row.num_known for row in rows] + [True])
+        self.discard_request_mask = SimpleNamespace(np=unfinished)  # longer than the batch, as vLLM's buffers are
+        self.optimistic_seq_lens_cpu = torch.tensor([row.num_computed for row in rows] + [99])
+
+    def sample_tokens(self, grammar: Any = None) -> Any:
+        self._sample(torch.randn(len(self.rows), VOCAB_SIZE), None)
+        return self.answer()
+
+    def _sample(self, logits: torch.Tensor, spec_decode_metadata: Any) -> torch.Tensor:
+        return logits.argmax(dim=1)
+
+    def answer(self) -> Any:
+        ids = [row.request_id for row in self.rows]
+        output = ModelRunnerOutput(req_ids=ids, req_id_to_index={id: row for row, id in enumerate(ids)})
+        return InnerOutput(output) if self.asynchronous else output
+
+
+class RunnerV2(RunnerV1):
+    """Of V2: logits are made from the rows that `logits_indices` picks, inside `sample`."""
+
+    def load_model(self) -> None:
+        self.sampler = Sampler()
+
+    def sample_tokens(self, grammar: Any = None) -> Any:
+        rows = self.rows
+        padded = torch.full((2 * len(rows), HIDDEN_SIZE), -1.0)
+        indices = torch.arange(len(rows), dtype=torch.int32) * 2
+        padded[indices.long()] = self.hidden
+        batch = SimpleNamespace(
+            req_ids=[row.request_id for row in rows],
+            num_reqs=len(rows),
+            logits_indices=indices,
+            num_computed_tokens_np=np.array([row.num_computed - 1 for row in rows]),
+            num_scheduled_tokens=np.ones(len(rows), dtype=np.int64),
+            prefill_len_np=np.array([row.num_known for row in rows]),
+        )
+        self.sample(padded, batch)
+        return self.answer()
+
+    def sample(self, hidden_states: torch.Tensor, input_batch: Any) -> torch.Tensor:
+        return self.sampler(torch.randn(len(self.rows), VOCAB_SIZE), input_batch)
+
+
+KINDS = [(RunnerV1, False, False), (RunnerV1, False, True), (RunnerV2, True, False)]
+
+
+@pytest.fixture(params=KINDS, ids=["v1", "v1-cpu", "v2"])
+def new_runner(request):
+    """Makes an observed runner of each generation, with a ring unless told otherwise."""
+    base, v2, cpu = request.param
+
+    def make(ring: FeatureRing | None = None, *, asynchronous: bool = False) -> RunnerV1:
+        runner = base(asynchronous)
+        observe_runner(runner, ring, v2=v2, cpu=cpu)
+        if v2:
+            runner.load_model()
+        return runner
+
+    return make
+
+
+def new_ring() -> FeatureRing:
+    return FeatureRing(HIDDEN_SIZE, torch.float32, 1 << 12)
+
+
+def new_request(request_id: str, num_prompt_tokens: int, detection_length: int | None, tagged: bool = True) -> Any:
+    scoring = None if detection_length is None else Scoring("r", "p", 1, PruningPlan(detection_length))
+    extra_args = CandidateTag("g", 0, 1, 2, True, 64, scoring).to_extra_args() if tagged else None
+    return SimpleNamespace(
+        req_id=request_id,
+        prompt_token_ids=[0] * num_prompt_tokens,
+        prompt_embeds=None,
+        sampling_params=SimpleNamespace(extra_args=extra_args),
+    )
+
+
+def step(runner: Any, rows: list[Row], new: tuple = (), finished: tuple = ()) -> tuple[Any, RunnerReport | None]:
+    runner.execute_model(SimpleNamespace(rows=rows, scheduled_new_reqs=new, finished_req_ids=set(finished)))
+    output = runner.sample_tokens()
+    if isinstance(output, AsyncModelRunnerOutput):
+        output = output.get_output()
+    return output, output.__dict__.get(REPORT_ATTRIBUTE)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_due_candidate_s_state_goes_to_the_ring_and_its_score_on_the_output(new_runner, asynchronous):
+    ring = new_ring()
+    runner = new_runner(ring, asynchronous=asynchronous)
+    head = HeadWeights(torch.ones(2, HIDDEN_SIZE), torch.zeros(2), torch.ones(2), torch.full((1,), 0.5))
+    runner.candidate_tracker.heads[2] = PublishedHead(3, head)
+    new = (new_request("a", 3, 2), new_request("b", 2, 9), new_request("plain", 3, None, tagged=False))
+    _, report = step(runner, [Row("plain", 3, 3), Row("a", 3, 3), Row("b", 2, 2)], new)
+    assert np.isnan(report.mean_confidence).tolist() == [True, False, False]
+    assert report.due == ()
+    output, report = step(runner, [Row("b", 3, 3), Row("plain", 4, 4), Row("a", 4, 4)])
+    assert np.isnan(report.mean_confidence).tolist() == [False, True, False]
+    ((request_id, seen),) = report.observations()
+    assert (request_id, seen.head_version) == ("a", 3)
+    assert seen.logit == pytest.approx(2 * runner.hidden[2].sum().item() + 0.5)
+    features, found = ring.take(["b", "plain", "a"])
+    assert found == [2]
+    assert torch.equal(features[0], runner.hidden[2])
+    same = pickle.loads(pickle.dumps(output)).__dict__[REPORT_ATTRIBUTE]  # worker -> engine core
+    assert list(same.observations()) == [(request_id, seen)]
+    _, report = step(runner, [Row("a", 5, 5)])
+    assert report.due == ()
+
+
+def test_an_unfinished_prefill_is_left_out(new_runner):
+    runner = new_runner(new_ring())
+    _, report = step(runner, [Row("a", 2, 3)], (new_request("a", 3, 1),))
+    assert report is None
+    _, report = step(runner, [Row("a", 3, 3)])
+    assert list(report.due) == ["a"]
+
+
+def test_without_a_candidate_nothing_rides_on_the_output(new_runner):
+    runner = new_runner(new_ring())
+    _, report = step(runner, [Row("plain", 3, 3)], (new_request("plain", 3, None, tagged=False),))
+    assert report is None
+    _, report = step(runner, [Row("plain", 4, 4), Row("a", 3, 3)], (new_request("a", 3, None),))
+    assert report is not None
+    assert report.due_values is None
+    _, report = step(runner, [Row("plain", 5, 5)], finished=("a",))
+    assert report is None
+    assert len(runner.candidate_tracker) == 0
+
+
+def test_a_request_id_that_ends_and_begins_in_one_step_begins_anew(new_runner):
+    runner = new_runner(new_ring())
+    step(runner, [Row("a", 3, 3)], (new_request("a", 3, 2),))
+    _, report = step(runner, [Row("a", 5, 5)], (new_request("a", 5, 1),), finished=("a",))
+    assert list(report.due) == ["a"]
+
+
+def test_a_rank_whose_outputs_nobody_reads_keeps_no_states(new_runner):
+    runner = new_runner(None)
+    _, report = step(runner, [Row("a", 3, 3)], (new_request("a", 3, 1),))
+    assert report.due == ()
+    assert runner.candidate_tracker._hidden is None
+
+
+def test_a_prompt_of_embeddings_has_its_length_too(new_runner):
+    runner = new_runner(new_ring())
+    request = new_request("a", 0, 2)
+    request.prompt_token_ids, request.prompt_embeds = None, torch.zeros(4, HIDDEN_SIZE)
+    step(runner, [Row("a", 4, 4)], (request,))
+    _, report = step(runner, [Row("a", 5, 5)])
+    assert list(report.due) == ["a"]
+
+
+def test_rows_of_speculative_decoding_are_not_observed():
+    runner = RunnerV1()
+    observe_runner(runner, new_ring(), v2=False, cpu=False)
+    rows, new = [Row("a", 3, 3)], (new_request("a", 3, 1),)
+    runner.execute_model(SimpleNamespace(rows=rows, scheduled_new_reqs=new, finished_req_ids=set()))
+    runner._sample(torch.randn(3, VOCAB_SIZE), object())
+    assert runner.candidate_tracker.step is None
+    runner = RunnerV2()
+    observe_runner(runner, new_ring(), v2=True, cpu=False)
+    runner.load_model()
+    runner.execute_model(SimpleNamespace(rows=rows, scheduled_new_reqs=new, finished_req_ids=set()))
+    runner.sampler(torch.randn(3, VOCAB_SIZE), SimpleNamespace(num_reqs=1))
+    assert runner.candidate_tracker.step is None
+
+
+def test_observing_changes_the_class_of_runner_and_sampler_but_not_what_they_are():
+    runner, sampler = RunnerV2(), Sampler()
+    observe_runner(runner, None, v2=True, cpu=False)
+    observe_sampler(sampler, runner.candidate_tracker)
+    assert isinstance(runner, RunnerV2)
+    assert isinstance(sampler, Sampler)
+    assert type(runner).__name__ == "RolloutRunnerV2"
+
+
+def test_a_report_comes_with_the_output_and_not_before(new_runner):
+    ring = new_ring()
+    runner = new_runner(ring, asynchronous=True)
+    rows, new = [Row("a", 3, 3)], (new_request("a", 3, 1),)
+    runner.execute_model(SimpleNamespace(rows=rows, scheduled_new_reqs=new, finished_req_ids=set()))
+    output = runner.sample_tokens()
+    assert isinstance(output, ObservedOutput)
+    assert len(ring) == 0
+    assert list(output.get_output().__dict__[REPORT_ATTRIBUTE].due) == ["a"]
+    assert len(ring) == 1
