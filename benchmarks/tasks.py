@@ -108,14 +108,6 @@ def more(generator: random.Random) -> Question:
     return story(f"{text} How many {things} are there?", num * each + others)
 
 
-def change(generator: random.Random) -> Question:
-    name, goods = generator.choice(NAMES), generator.choice(GOODS)
-    num, price = generator.randrange(2, 6), generator.randrange(2, 8)
-    paid = generator.choice([note for note in (20, 30, 40, 50) if note > num * price])
-    text = f"{name} buys {num} {goods} for {price} dollars each and pays with {paid} dollars."
-    return story(f"{text} How many dollars does {name} get back?", paid - num * price)
-
-
 def twice(generator: random.Random) -> Question:
     first, second = generator.sample(NAMES, 2)
     things, num = generator.choice(THINGS), generator.randrange(4, 20)
@@ -131,10 +123,10 @@ def two_goods(generator: random.Random) -> Question:
     return story(f"{text} How many dollars does {name} pay?", num * price + num_books * book_price)
 
 
-EARLY = ("left", "more", "change", "twice", "two_goods")
+EARLY = ("left", "more", "twice", "two_goods")
 PLAIN = ("arithmetic", "word_sum")
 FAMILIES: dict[str, Callable[[random.Random], Question]] = {
-    family.__name__: family for family in (arithmetic, word_sum, left, more, change, twice, two_goods)
+    family.__name__: family for family in (arithmetic, word_sum, left, more, twice, two_goods)
 }
 
 

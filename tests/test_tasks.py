@@ -41,7 +41,6 @@ def solve(family, question):
         "word_sum": lambda a, b, c: a + b + c,
         "left": lambda total, each, friends: total - each * friends,
         "more": lambda num, each, others: num * each + others,
-        "change": lambda num, price, paid: paid - num * price,
         "twice": lambda num: num + 2 * num,
         "two_goods": lambda num, price, num_books, book_price: num * price + num_books * book_price,
     }[family](*numbers)

@@ -36,7 +36,7 @@ CONFIDENCE_WINDOW_TOKENS = 16
 FEATURE_RING_BYTES = 256 * 1024 * 1024
 """Host memory for hidden states that wait for their reward: 32,768 candidates at hidden size 4,096 in bfloat16."""
 
-MAX_REMEMBERED_CANDIDATES = 262_144
+MAX_REMEMBERED_CANDIDATES = 65_536
 """Candidates of rollouts with pruning for which rewards are accepted; the oldest rollouts are forgotten first."""
 
 TRAIN_BUDGET_S = 0.005

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from http import HTTPStatus
 from itertools import chain
 from typing import Any
@@ -92,8 +93,15 @@ class EngineLearning:
         ranks = await self._call("report")
         length = self._choose(detection_length, {values[0]: values for values in chain(*ranks)}, "anything learned")
         found = [values for values in chain(*ranks) if values[0] == length]
-        # Every rank's calibration knows every label; what awaits a reward each rank knows of itself.
-        report = rules_report_of(found[0][3])
+        # Every rank's calibration knows every label; verdicts, and what awaits a reward, each rank knows of itself.
+        reports = [rules_report_of(values[3]) for values in found]
+        report = reports[0]
+        active = replace(
+            report.active,
+            num_scored=sum(rank.active.num_scored for rank in reports),
+            num_pruned=sum(rank.active.num_pruned for rank in reports),
+            tokens_saved=sum(rank.active.tokens_saved for rank in reports),
+        )
         summaries = {summary[0]: summary for summary in await self._summaries()}
         head, losses = None, []
         if length in summaries:
@@ -106,7 +114,7 @@ class EngineLearning:
             num_awaiting=sum(values[1] for values in found),
             num_evicted=sum(values[2] for values in found),
             losses=losses,
-            active=report.active,
+            active=active,
             shadow=report.shadow,
         )
 
