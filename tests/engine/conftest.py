@@ -52,7 +52,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.engine)
 
 
-process.STOP_TIMEOUT_S = TIMEOUT_S  # a server killed while it stops would not save its state
+process.STOP_TIMEOUT_S = 120.0  # a server killed while it stops would not save its state
 
 
 class Server:
