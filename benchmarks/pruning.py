@@ -48,7 +48,7 @@ from benchmarks.pruning_picture import draw, tables
 from benchmarks.pruning_records import Log
 from benchmarks.pruning_results import summarize, targets
 from benchmarks.pruning_setup import LEARNING_SIZES, PHASES, TINY, Phase, Sizes
-from benchmarks.tasks import EARLY, FAMILIES, PLAIN
+from benchmarks.tasks import EARLY, FAMILIES
 from vllm_rollout.models import resolve
 from vllm_rollout.server.client import AsyncRolloutClient, RolloutError
 from vllm_rollout.server.process import ServerError, ServerProcess, exit_on_sigterm, log_folder, server_flags
@@ -223,8 +223,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--model", help=f"a name of `vllm-rollout models list`, a Hugging Face name or a directory (default {REAL})")
     add("--families", type=_names, default=EARLY, help="problem families of benchmarks/tasks.py, comma-separated "
         f"(default {','.join(EARLY)})")  # fmt: skip
-    add("--sweep-families", type=_names, default=PLAIN, help="those of sweep, whose answers are longer (default "
-        f"{','.join(PLAIN)})")  # fmt: skip
+    add("--sweep-families", type=_names, default=EARLY, help="those of sweep, where other ones have longer answers "
+        f"(default {','.join(EARLY)})")  # fmt: skip
     add("--seed", type=int, default=7, help="problems and sampling (default 7)")
     add("--temperature", type=float, default=1.0, help="default 1")
     _add_sizes(parser.add_argument_group("sizes; defaults are those of the recorded run"))
@@ -247,11 +247,11 @@ def _add_sizes(group: argparse._ArgumentGroup) -> None:
         group.add_argument(name, type=_positive, default=default, help=f"{text} (default {default})")
 
     add("--max-tokens", 256, "length cap of an answer")
-    add("--detection-length", 12, "tokens after which a candidate is scored")
-    add("--at-once", 64, "candidates that run at once: the server's --max-num-seqs")
+    add("--detection-length", 8, "tokens after which a candidate is scored")
+    add("--at-once", 96, "candidates that run at once: the server's --max-num-seqs")
     add("--labels", 4000, "learn: rewards to be accepted")
     add("--learn-group-size", 8, "learn and evaluate: candidates per prompt")
-    add("--learn-prompts", 4, "learn: prompts per request; requests overlap so that the server is never short of work")
+    add("--learn-prompts", 6, "learn: prompts per request; requests overlap so that the server is never short of work")
     add("--window", 500, "learn: labels per point of the learning curve")
     add("--evaluate-prompts", 120, "evaluate: prompts")
     add("--vote-prompts", 24, "vote: prompts")
@@ -259,7 +259,7 @@ def _add_sizes(group: argparse._ArgumentGroup) -> None:
     add("--group-size", 16, "compare, sweep, overhead: candidates per prompt")
     add("--blocks", 8, "compare: blocks; every way runs once in each")
     add("--block-prompts", 6, "compare: prompts per block")
-    add("--sweep-detection-length", 10, "sweep: at most an eighth of the mean length of an answer")
+    add("--sweep-detection-length", 8, "sweep: at most an eighth of the mean length of an answer")
     add("--sweep-labels", 200, "sweep: rewards that warm up calibration at that detection length, if it is another one")
     add("--sweep-blocks", 3, "sweep: blocks")
     add("--sweep-block-prompts", 6, "sweep: prompts per block")
