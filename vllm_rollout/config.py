@@ -48,6 +48,9 @@ QUALITY_HEAD_HIDDEN = 128
 QUALITY_HEAD_REPLAY = 8192
 """Newest labelled hidden states that a head trains on: 64 MB per head at hidden size 4,096 in bfloat16."""
 
+QUALITY_HEAD_STATE_BYTES = 8 * 1024 * 1024
+"""Labelled states in a saved head, in bytes: 1,024 at hidden size 4,096 in bfloat16. Saving holds up the engine."""
+
 QUALITY_HEAD_MIN_LABELS = 32
 """Successes, and failures, that a head has seen before its training begins."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
+import threading
 from typing import Any
 
 import httpx
@@ -92,9 +92,7 @@ BAD = {
     "pattern_without_texts": (body(answer_pattern="a"), "answer_pattern", ["only applies to texts"]),
     "pattern_empty": (texts(answer_pattern=""), "answer_pattern", ["at least 1 character"]),
     "pattern_long": (texts(answer_pattern="a" * 600), "answer_pattern", ["512"]),
-    "pattern_malformed": (texts(answer_pattern="(a"), "answer_pattern", []),
-    "pattern_back_reference": (texts(answer_pattern=r"(a)\1"), "answer_pattern", []),
-    "pattern_of_nothing": (texts(answer_pattern=r"\b"), "answer_pattern", []),
+    "pattern_malformed": (texts(answer_pattern="(a"), "answer_pattern", ["no regular expression", "(a"]),
     "method_unknown": (body(method="best"), "method", ["got best", "quality"]),
     "weights_missing": (body(method="quality"), "weights", ["needed with method quality", "majority"]),
     "weights_few": (body(weights=[1.0]), "weights", ["as many as candidates (2)", "got 1"]),
@@ -120,27 +118,44 @@ async def test_a_weight_that_is_no_number_is_explained(http):
     check_error(response, 422, "weights.0", ["finite number"])
 
 
+@pytest.mark.parametrize(
+    ("text", "pattern", "answer"),
+    [
+        (r"First \boxed{1}, then \boxed{1,042.50}.", r"\\boxed{(.*?)}", "1042.5"),
+        ("The answer is 7. No: the Answer is $-42.", r"(?i)answer is\s*\$?(-?\d+)", "-42"),
+        ("2 + 3 = 5", r"-?\d+(?:\.\d+)?", "5"),
+        ("#### 12\n####  \n", r"####([^\n]*)", "12"),
+        ("A: x", r"B: (\w)|A: (\w)", "x"),
+        ("= 1" + " " * votes.SEARCH_LENGTH, r"= (\d)", None),
+        ("no number", r"\d+", None),
+        ("", r"\d+", None),
+    ],
+)
+async def test_the_last_match_is_the_answer(http, text, pattern, answer):
+    assert (await vote(http, texts=[text], answer_pattern=pattern)).answers == [answer]
+
+
 @pytest.mark.parametrize("pattern", [r"(a+)+$", r"(a|a)*b", r"(.*)*=", r"(a?){50}a{50}"])
-async def test_a_pattern_that_would_take_forever_does_not(http, pattern):
-    started = time.monotonic()
+async def test_a_pattern_that_would_take_forever_is_given_up(http, monkeypatch, pattern):
+    monkeypatch.setattr(votes, "MAX_PATTERN_TIME_S", 0.2)
+    # Without a limit, backtracking would take longer than the universe has.
     response = await http.post("/v1/votes", json={"texts": ["a" * 3000 + "!"] * 3, "answer_pattern": pattern})
-    assert response.status_code in (200, 422)
-    assert time.monotonic() - started < 20  # backtracking would take longer than the universe has
+    if response.status_code != 200:  # some of them are seen through
+        check_error(response, 422, "answer_pattern", ["more than 0.2 s for 3 texts", "literal"])
 
 
-async def test_many_slow_texts_are_given_up_together(http, monkeypatch):
-    monkeypatch.setattr(votes, "MAX_PATTERN_TIME_S", 0.05)
-    slow = {"texts": ["ab" * 1000] * MAX_VOTES, "answer_pattern": r"((a|b)+)c?"}
-    check_error(await http.post("/v1/votes", json=slow), 422, "answer_pattern", ["of 1024 texts", "literal"])
+async def test_a_slow_vote_does_not_hold_up_others(http, monkeypatch):
+    others_are_done = threading.Event()
+    count = votes.accuracy_at_k
 
+    def wait_and_count(*arguments: Any) -> Any:
+        assert others_are_done.wait(60)
+        return count(*arguments)
 
-async def test_a_slow_vote_does_not_hold_up_others(http):
-    slow = asyncio.create_task(
-        http.post("/v1/votes", json={"answers": [str(i % 7) for i in range(512)], "correct": "3", "k": 200})
-    )
-    await asyncio.sleep(0.02)
+    monkeypatch.setattr(votes, "accuracy_at_k", wait_and_count)
+    slow = asyncio.create_task(http.post("/v1/votes", json={"answers": ["1", "2"], "correct": "1", "k": 1}))
     assert (await vote(http, answers=["1"])).winner == "1"
-    assert not slow.done()
+    others_are_done.set()
     assert (await slow).status_code == 200
 
 

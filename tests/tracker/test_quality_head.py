@@ -569,3 +569,24 @@ def test_a_state_that_lacks_something_is_refused(name):
     data = edited(interrupted_head().state(), drop=[name])
     with pytest.raises(ValueError, match=name):
         QualityHead.restore(data, hidden_size=HIDDEN_SIZE, model="model")
+
+
+def test_a_state_keeps_the_newest_labels_that_fit_and_trains_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_rollout.tracker.quality_head.QUALITY_HEAD_STATE_BYTES", 40 * HIDDEN_SIZE * 4)
+    generator = torch.Generator().manual_seed(1)
+    features = torch.randn(300, HIDDEN_SIZE, generator=generator)
+    labels = (features[:, 0] > 0).float()
+    head = QualityHead(HIDDEN_SIZE, "model", 8)
+    head.add(features, labels, torch.ones(300))
+    while head.num_pending_steps:
+        head.train(60.0)
+    saved = load(head.state())
+    assert saved["replay.features"].equal(features[-40:])
+    assert saved["replay.labels"].equal(labels[-40:])
+    restored = QualityHead.restore(head.state(), hidden_size=HIDDEN_SIZE, model="model")
+    assert all(a.equal(b) for a, b in zip(restored.weights, head.weights, strict=True))
+    restored.add(features[:64], labels[:64], torch.ones(64))
+    version = restored.version
+    while restored.num_pending_steps:
+        restored.train(60.0)
+    assert restored.version > version

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Literal
 
-from vllm_rollout.group.answer_pattern import compile_pattern
 from vllm_rollout.group.pruning import chance
 
 VotingMethod = Literal["majority", "confidence", "quality"]
@@ -84,16 +83,6 @@ def normalise_answer(answer: str | None) -> str | None:
     fraction = (number[3] or number[5] or "").rstrip("0")
     size = f"{whole}.{fraction}" if fraction else whole
     return f"-{size}" if "-" in (number[1], number[4]) and size != "0" else size
-
-
-def extract_answer(text: str, pattern: str) -> str | None:
-    """The normalised answer in the last match of a pattern, or None.
-
-    The first group that took part counts, without groups the whole match; blank matches are passed over.
-
-    Raises: PatternError (see answer_pattern.py for what is supported and how time is bounded).
-    """
-    return normalise_answer(compile_pattern(pattern).last_match(text))
 
 
 def vote(

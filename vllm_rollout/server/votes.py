@@ -6,19 +6,21 @@ import asyncio
 import time
 from typing import Annotated, Literal
 
+import regex
 from pydantic import BaseModel, Field, StrictFloat, StrictInt, StrictStr, model_validator
 
-from vllm_rollout.group.answer_pattern import SEARCH_LENGTH, compile_pattern
-from vllm_rollout.group.pattern_syntax import MAX_PATTERN_LENGTH, PatternError
-from vllm_rollout.group.voting import AnsweredGroup, VotingMethod, accuracy_at_k, extract_answer, normalise_answer, vote
+from vllm_rollout.group.voting import AnsweredGroup, VotingMethod, accuracy_at_k, normalise_answer, vote
 from vllm_rollout.server.body import Body
 from vllm_rollout.server.engine import RequestError
 
 MAX_VOTES = 1024
 """Candidates in one vote."""
 MAX_ANSWER_CHARS = 4096
+MAX_PATTERN_LENGTH = 512
+SEARCH_LENGTH = 4096
+"""Last characters of a text that are searched: answers stand at the end."""
 MAX_PATTERN_TIME_S = 5.0
-"""For all texts of a request together; each alone is bounded by the pattern's own step budget."""
+"""For all texts of a request together. Patterns are users': `(a+)+$` would search for longer than anybody lives."""
 NUM_DRAWS = 1000
 """Subsets of size k, at most; fewer where that many candidates would be drawn more than MAX_DRAWN times."""
 MAX_DRAWN = 256_000
@@ -46,7 +48,7 @@ class VoteRequest(Body):
         default=None,
         description=r"A regular expression such as `Answer:\s*(\S+)`, at most "
         f"{MAX_PATTERN_LENGTH} characters. The last match within a text's last {SEARCH_LENGTH} characters is the "
-        "answer: its first group, or the whole match. No look-around and no back-references.",
+        "answer: its first group, or the whole match; blank ones are passed over.",
     )
     method: VotingMethod = Field(
         default="majority",
@@ -150,20 +152,36 @@ def _accuracy(request: VoteRequest, answers: list[str | None], correct: str, k: 
 
 
 def _answers(request: VoteRequest) -> list[str | None]:
+    """Raises: RequestError for a pattern that is none, or takes too long."""
     if request.answers is not None:
         return list(request.answers)
-    texts, pattern = request.texts or [], request.answer_pattern or ""
     deadline = time.monotonic() + MAX_PATTERN_TIME_S
-    answers: list[str | None] = []
     try:
-        compile_pattern(pattern)
-        for position, text in enumerate(texts):
-            if time.monotonic() > deadline:
-                raise PatternError(
-                    f"took more than {MAX_PATTERN_TIME_S:.0f} s for {position} of {len(texts)} texts. Begin it with a "
-                    "literal, or have fewer choices and repeats."
-                )
-            answers.append(None if text is None else extract_answer(text, pattern))
-    except PatternError as error:
-        raise RequestError(f"answer_pattern: {error}", param="answer_pattern") from error
-    return answers
+        pattern = regex.compile(request.answer_pattern or "")
+        return [None if text is None else last_answer(pattern, text, deadline) for text in request.texts or ()]
+    except regex.error as error:
+        message = f"answer_pattern: is no regular expression ({error}), got {request.answer_pattern!r:.80}."
+        raise RequestError(message, param="answer_pattern") from error
+    except TimeoutError as error:
+        message = (
+            f"answer_pattern: takes more than {MAX_PATTERN_TIME_S} s for {len(request.texts or ())} texts. Begin it "
+            "with a literal, or have fewer choices and nested repeats."
+        )
+        raise RequestError(message, param="answer_pattern") from error
+
+
+def last_answer(pattern: regex.Pattern[str], text: str, deadline: float) -> str | None:
+    """The last match that is not blank: its first group that took part, the whole of it without groups.
+
+    `deadline` on the monotonic clock. Raises: TimeoutError.
+    """
+    answer = None
+    remaining_s = deadline - time.monotonic()
+    if remaining_s <= 0:
+        raise TimeoutError
+    # concurrent: the search lets go of the interpreter's lock, so the event loop is not held up.
+    for match in pattern.finditer(text[-SEARCH_LENGTH:], concurrent=True, timeout=remaining_s):
+        captured = next((group for group in match.groups() if group is not None), None) if pattern.groups else match[0]
+        if captured and captured.strip():
+            answer = captured
+    return answer

@@ -28,6 +28,7 @@ from vllm_rollout.config import (
     QUALITY_HEAD_PASSES,
     QUALITY_HEAD_PUBLISH_STEPS,
     QUALITY_HEAD_REPLAY,
+    QUALITY_HEAD_STATE_BYTES,
     QUALITY_HEAD_WEIGHT_DECAY,
 )
 from vllm_rollout.tracker.quality_head_file import HeadFile, HeadMismatch, read_head_file, write_head_file
@@ -185,9 +186,12 @@ class QualityHead:
         return head
 
     def state(self) -> bytes:
-        """Everything, optimizer and replay memory too: what is restored from it goes on as this head would."""
+        """Everything, optimizer too, and the newest `QUALITY_HEAD_STATE_BYTES` of the replay memory.
+
+        If that is all of it, what is restored goes on exactly as this head would.
+        """
         tensors = {"mean": self._mean, "scale": self._scale, "generator": self._generator.get_state()}
-        tensors |= self._replay.tensors() | self._standardiser.tensors()
+        tensors |= self._replay.tensors(QUALITY_HEAD_STATE_BYTES) | self._standardiser.tensors()
         if self.weights is not None:
             tensors |= self.weights._asdict()
         for name, parameter in zip(HeadWeights._fields, self._parameters, strict=True):

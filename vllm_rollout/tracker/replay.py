@@ -71,13 +71,16 @@ class Replay:
         mean_weight = self.weights[: len(self)].mean().clamp_min(torch.finfo(torch.float32).tiny)
         return self.features[rows].float(), self.labels[rows], self.weights[rows] / mean_weight
 
-    def tensors(self) -> dict[str, Tensor]:
-        used = slice(len(self))
+    def tensors(self, max_bytes: int) -> dict[str, Tensor]:
+        """Everything, or the newest states that fit into `max_bytes`, at least one."""
+        num = min(len(self), max(1, max_bytes // (self.hidden_size * self.features.element_size())))
+        whole = num == len(self)
+        slots = torch.arange(num) if whole else torch.arange(self.num_added - num, self.num_added) % self.capacity
         return {
-            "replay.features": self.features[used],
-            "replay.labels": self.labels[used],
-            "replay.weights": self.weights[used],
-            "replay.num_added": torch.tensor(self.num_added),
+            "replay.features": self.features[slots],
+            "replay.labels": self.labels[slots],
+            "replay.weights": self.weights[slots],
+            "replay.num_added": torch.tensor(self.num_added if whole else num),
         }
 
     def restore(self, file: HeadFile) -> None:
