@@ -21,7 +21,7 @@ from vllm_rollout.server.service import RolloutService
 
 from .fake_engine import MODEL, FakeEngine
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 
 @pytest.fixture

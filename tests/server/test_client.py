@@ -209,8 +209,9 @@ def test_leaving_a_stream_early_aborts_its_candidates(server_url, engine: FakeEn
             async with aclosing(client.stream(["p"], 4, sampling=ENDLESS, stream_tokens=1)) as events:
                 await anext(events)
             await asyncio.to_thread(wait_until, lambda: engine.num_aborted == 12)
-            with pytest.raises(asyncio.TimeoutError):
-                await asyncio.wait_for(client.rollout(["p"], 4, sampling=ENDLESS), 0.1)
+            waiting = asyncio.create_task(client.rollout(["p"], 4, sampling=ENDLESS))
+            await asyncio.to_thread(wait_until, lambda: engine.num_launched == 16)
+            waiting.cancel()
             await asyncio.to_thread(wait_until, lambda: engine.num_aborted == 16)
 
     asyncio.run(run())
@@ -219,7 +220,8 @@ def test_leaving_a_stream_early_aborts_its_candidates(server_url, engine: FakeEn
 
 def test_read_timeout_is_told_and_not_retried(server_url, engine: FakeEngine):
     engine.step_s = 0.01
-    with RolloutClient(server_url, read_timeout_s=0.1) as client:
+    # Long enough for the candidates to be launched on a loaded machine.
+    with RolloutClient(server_url, read_timeout_s=3) as client:
         for call in (client.rollout, lambda *args, **fields: list(client.stream(*args, **fields))):
             with pytest.raises(RolloutError, match="read_timeout_s") as raised:
                 call(["p"], 2, sampling=ENDLESS)

@@ -308,7 +308,7 @@ def test_engine_death_is_the_last_event_of_a_stream(server_url, engine: FakeEngi
 def test_client_that_leaves_a_stream_aborts_its_candidates_and_no_others(client, engine: FakeEngine, stream_tokens):
     engine.step_s = 0.001
     engine.lengths = {0: 3}
-    with closing(client.stream(["other"], 2, sampling={"min_tokens": 300}, stream_tokens=1)) as other:
+    with closing(client.stream(["other"], 2, sampling={"min_tokens": 1500}, stream_tokens=1)) as other:
         next(other)
         sampling = {"seed": 1}
         engine.lengths = {0: 3, **dict.fromkeys(range(1, 8), 4000)}
@@ -336,8 +336,10 @@ def test_client_that_leaves_while_waiting_aborts_its_candidates_and_no_others(se
     async def leave_one_of_two() -> httpx.Response:
         async with httpx.AsyncClient(base_url=server_url, timeout=30) as http:
             other = asyncio.create_task(http.post("/v1/rollouts", json=body(sampling={"min_tokens": 400})))
-            with pytest.raises(httpx.ReadTimeout):
-                await http.post("/v1/rollouts", json=body(sampling=ENDLESS), timeout=0.2)
+            await asyncio.to_thread(wait_until, lambda: engine.num_launched == 24)
+            waiting = asyncio.create_task(http.post("/v1/rollouts", json=body(sampling=ENDLESS)))
+            await asyncio.to_thread(wait_until, lambda: engine.num_launched == 48)
+            waiting.cancel()
             await asyncio.to_thread(wait_until, lambda: engine.num_aborted == 24)
             return await other
 

@@ -6,6 +6,7 @@ Invariant: the server is a process group of its own and is gone when the `with` 
 from __future__ import annotations
 
 import os
+import random
 import re
 import shutil
 import signal
@@ -25,7 +26,9 @@ import httpx
 from vllm_rollout.config import CPU_BLOCK_SIZE_TOKENS
 
 START_TIMEOUT_S = 600.0
-STOP_TIMEOUT_S = 20.0
+STOP_TIMEOUT_S = 60.0
+"""For a server to stop by itself: it may be saving what it learned."""
+FIRST_PORT, LAST_PORT = 20_000, 32_000
 CHILDREN_GRACE_S = 3.0
 """What the server's own children get to follow it, before they are killed."""
 KILL_TIMEOUT_S = 1.0
@@ -164,9 +167,12 @@ def log_folder() -> Iterator[Path]:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port that is free now. Below those the system gives to outgoing connections, which would take it meanwhile."""
+    for port in random.sample(range(FIRST_PORT, LAST_PORT), LAST_PORT - FIRST_PORT):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError(f"no port from {FIRST_PORT} to {LAST_PORT} is free")
 
 
 def exit_on_sigterm() -> None:

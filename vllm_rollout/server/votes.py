@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from math import prod
 from typing import Annotated, Literal
 
 import regex
@@ -17,6 +18,9 @@ MAX_VOTES = 1024
 """Candidates in one vote."""
 MAX_ANSWER_CHARS = 4096
 MAX_PATTERN_LENGTH = 512
+MAX_REPEATS = 10_000
+COUNTED_REPEAT = regex.compile(r"\{\s*\d*\s*,?\s*(\d+)\s*,?\s*\}")
+"""The larger bound of `{m}`, `{m,}`, `{,n}` and `{m,n}`."""
 SEARCH_LENGTH = 4096
 """Last characters of a text that are searched: answers stand at the end."""
 MAX_PATTERN_TIME_S = 5.0
@@ -156,8 +160,13 @@ def _answers(request: VoteRequest) -> list[str | None]:
     if request.answers is not None:
         return list(request.answers)
     deadline = time.monotonic() + MAX_PATTERN_TIME_S
+    source = request.answer_pattern or ""
+    # Nested counts are written out when a pattern is compiled, which no time limit ends.
+    if (num_repeats := prod(max(1, int(count)) for count in COUNTED_REPEAT.findall(source))) > MAX_REPEATS:
+        message = f"answer_pattern: its counted repeats multiply to {num_repeats}, at most {MAX_REPEATS} are allowed."
+        raise RequestError(f"{message} Use * or + in their place.", param="answer_pattern")
     try:
-        pattern = regex.compile(request.answer_pattern or "")
+        pattern = regex.compile(source)
         return [None if text is None else last_answer(pattern, text, deadline) for text in request.texts or ()]
     except regex.error as error:
         message = f"answer_pattern: is no regular expression ({error}), got {request.answer_pattern!r:.80}."
