@@ -19,8 +19,8 @@ MAX_VOTES = 1024
 MAX_ANSWER_CHARS = 4096
 MAX_PATTERN_LENGTH = 512
 MAX_REPEATS = 10_000
-COUNTED_REPEAT = regex.compile(r"\{\s*\d*\s*,?\s*(\d+)\s*,?\s*\}")
-"""The larger bound of `{m}`, `{m,}`, `{,n}` and `{m,n}`."""
+COUNTED_REPEAT = regex.compile(r"\{[\s\d,]*\}")
+"""`{m}`, `{m,}`, `{,n}` and `{m,n}`."""
 SEARCH_LENGTH = 4096
 """Last characters of a text that are searched: answers stand at the end."""
 MAX_PATTERN_TIME_S = 5.0
@@ -162,7 +162,8 @@ def _answers(request: VoteRequest) -> list[str | None]:
     deadline = time.monotonic() + MAX_PATTERN_TIME_S
     source = request.answer_pattern or ""
     # Nested counts are written out when a pattern is compiled, which no time limit ends.
-    if (num_repeats := prod(max(1, int(count)) for count in COUNTED_REPEAT.findall(source))) > MAX_REPEATS:
+    bounds = [max(map(int, regex.findall(r"\d+", repeat)), default=1) for repeat in COUNTED_REPEAT.findall(source)]
+    if (num_repeats := prod(max(1, bound) for bound in bounds)) > MAX_REPEATS:
         message = f"answer_pattern: its counted repeats multiply to {num_repeats}, at most {MAX_REPEATS} are allowed."
         raise RequestError(f"{message} Use * or + in their place.", param="answer_pattern")
     try:
