@@ -224,7 +224,7 @@ def _draw_survivors(axes: Any, phases: Mapping[str, Any]) -> None:
     rows = phases["compare"]["survivors"]
     for position, (way, row) in enumerate(rows.items()):
         axes.barh(position, row["overall_ratio"], color=COLORS[way], height=0.62)
-        inside = row["overall_ratio"] > 0.3
+        inside = row["overall_ratio"] > 0.25
         axes.annotate(
             f"{row['overall_ratio']:.2f};  E[ρ̂(1−ρ̂)] {row['mean_ratio_product']:.3f}",
             (0 if inside else row["overall_ratio"], position),
@@ -233,6 +233,7 @@ def _draw_survivors(axes: Any, phases: Mapping[str, Any]) -> None:
             va="center",
             color="white" if inside else INK,
             weight="bold",
+            fontsize=8.5,
         )
     axes.axvline(0.5, color=INK, lw=1.2, ls=":")
     axes.set_yticks(range(len(rows)), [WAY_NAMES[way] for way in rows])
@@ -247,7 +248,7 @@ def _draw_speed(axes: Any, phases: Mapping[str, Any]) -> None:
     names = sorted(rows, key=float)
     heights = [rows[name]["speed_ratio"] for name in names]
     bars = axes.bar(range(len(names)), heights, 0.62, color=COLORS["head"], label="seconds")
-    axes.bar_label(bars, [f"{height:.2f}" for height in heights], padding=2)
+    axes.bar_label(bars, [f"{height:.2f}" for height in heights], label_type="center", color="white", weight="bold")
     tokens = [rows[name]["tokens_ratio"] for name in names]
     axes.plot(range(len(names)), tokens, "_", color=INK, ms=30, mew=2, label="tokens")
     axes.axhline(1, color=INK, lw=0.8, alpha=0.4)
