@@ -1,6 +1,7 @@
 """A trainer's loop that prunes: roll out, check the answers, post the rewards, and the server learns whom to stop.
 
-Needs `vllm-rollout serve` at http://127.0.0.1:8000. In place of the print a trainer would make its update, and weigh
+Needs `vllm-rollout serve MODEL` at http://127.0.0.1:8000 with a model that is right now and then, such as
+`qwen2.5-coder-0.5b-instruct`: the embedded default hardly ever is, and nothing is pruned without both labels. In place of the print a trainer would make its update, and weigh
 each trajectory by 1 / survival_probability, so that what was stopped is made up for.
 """
 
@@ -61,4 +62,4 @@ def main(url: str, num_steps: int = NUM_STEPS) -> None:
 
 
 if __name__ == "__main__":
-    main(*(sys.argv[1:] or ["http://127.0.0.1:8000"]))
+    main(sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000")

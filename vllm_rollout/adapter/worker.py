@@ -64,7 +64,7 @@ class RolloutWorker(PlatformWorker):
             "at most %d MB of host memory, used as they come",
             ring.capacity,
             hidden_size,
-            ring.capacity * hidden_size * dtype.itemsize >> 20,
+            round(ring.capacity * hidden_size * dtype.itemsize / 2**20),
         )
 
     def rollout_learn(
