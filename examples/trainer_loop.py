@@ -3,8 +3,8 @@
 Needs `vllm-rollout serve MODEL` at http://127.0.0.1:8000 with a model that is right now and then, such as
 `qwen2.5-coder-0.5b-instruct`: the embedded default hardly ever is, and nothing is pruned without both labels.
 
-In place of the print a trainer would make its update, and weigh each trajectory by 1 / survival_probability, so that what
-was stopped is made up for.
+In place of the print a trainer would make its update, and weigh each trajectory by 1 / survival_probability, so that
+what was stopped is made up for.
 """
 
 import random
