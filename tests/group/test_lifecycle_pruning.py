@@ -4,6 +4,7 @@ import random
 from typing import NamedTuple
 
 import pytest
+from group_steps import end_step, launched, states
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,23 +12,6 @@ from vllm_rollout.group.lifecycle import NOTHING, Group, Settlement
 from vllm_rollout.group.types import Assessment, Confidence, EndReason
 
 END_STATES = {"finished", "surplus", "failed", "pruned"}
-
-
-def launched(group_size: int, num_candidates: int, early_stop: bool = True) -> Group:
-    group = Group(group_size, num_candidates, early_stop)
-    for _ in range(num_candidates):
-        group.launch()
-    return group
-
-
-def end_step(group: Group, *ends: tuple[int, EndReason, int]) -> Settlement:
-    for index, reason, num_tokens in ends:
-        group.end(index, reason, num_tokens)
-    return group.settle()
-
-
-def states(group: Group) -> list[str]:
-    return [group.state(index) for index in sorted(group._candidates)]
 
 
 def assessment(keep: bool) -> Assessment:

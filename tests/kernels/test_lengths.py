@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lengths_cases import assert_moments, assert_updated, random_case, special_cases
+from torch import library
 
 from vllm_rollout.tracker import reference
 from vllm_rollout.tracker.ops import (
@@ -109,9 +110,9 @@ def test_operators_are_well_behaved_under_torch_library(lengths, request):
     if request.node.callspec.params["lengths"] != "c++":
         pytest.skip("about the registration of the C++ operators")
     case = random_case(2, 6, 2)
-    torch.library.opcheck(torch.ops.vllm_rollout.update_lengths.default, case.clone().for_update)
-    torch.library.opcheck(torch.ops.vllm_rollout.group_moments.default, case.for_moments)
-    torch.library.opcheck(torch.ops.vllm_rollout.update_group_lengths.default, tuple(case.clone()))
+    library.opcheck(torch.ops.vllm_rollout.update_lengths.default, case.clone().for_update)
+    library.opcheck(torch.ops.vllm_rollout.group_moments.default, case.for_moments)
+    library.opcheck(torch.ops.vllm_rollout.update_group_lengths.default, tuple(case.clone()))
 
 
 def test_the_public_operators_use_the_active_implementation():

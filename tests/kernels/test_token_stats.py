@@ -8,6 +8,7 @@ import textwrap
 import pytest
 import torch
 from token_stats_cases import DTYPES, TOLERANCE, random_case, special_cases, with_masked_entries
+from torch import library
 
 from vllm_rollout.tracker import dispatch
 from vllm_rollout.tracker.ops import TokenStats, active_implementation, token_stats
@@ -161,7 +162,7 @@ def test_cpp_results_do_not_depend_on_the_number_of_threads(cpp):
 
 def test_cpp_operator_is_well_behaved_under_torch_library(cpp):
     for logits, sampled in (random_case(3, 70, torch.bfloat16), random_case(0, 7)):
-        torch.library.opcheck(torch.ops.vllm_rollout.token_stats.default, (logits, sampled))
+        library.opcheck(torch.ops.vllm_rollout.token_stats.default, (logits, sampled))
 
 
 WRONG_ARGUMENTS = {

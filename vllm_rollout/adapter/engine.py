@@ -24,7 +24,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_rollout.adapter.client import CandidateOutput, RolloutAsyncLLM, ending_of
-from vllm_rollout.adapter.learning import EngineLearning
+from vllm_rollout.adapter.learning import EngineLearning, engine_stopped
 from vllm_rollout.adapter.options import RolloutOptions
 from vllm_rollout.group.judge import Scoring
 from vllm_rollout.group.plan import GroupPlan
@@ -128,10 +128,7 @@ class VLLMEngine(EngineLearning):
         except GracefulHTTPError as error:  # the server's own limits, such as --max-num-queued-reqs
             raise RequestError(str(error), status=error.http_status) from error
         except EngineDeadError as error:
-            raise RequestError(
-                "the engine has stopped; restart the server and see its log for the reason.",
-                status=HTTPStatus.SERVICE_UNAVAILABLE,
-            ) from error
+            raise engine_stopped() from error
         for log in logs.values():
             yield log.failed()
 

@@ -166,10 +166,7 @@ class EngineLearning:
         try:
             return await self._client.engine_core.call_utility_all_async(METHOD, operation, arguments)
         except EngineDeadError as error:
-            raise RequestError(
-                "the engine has stopped; restart the server and see its log for the reason.",
-                status=HTTPStatus.SERVICE_UNAVAILABLE,
-            ) from error
+            raise engine_stopped() from error
 
     def _choose(self, detection_length: int | None, known: dict[int, Any], what: str) -> int:
         named = ", ".join(map(str, sorted(known)))
@@ -191,6 +188,14 @@ class EngineLearning:
             status=HTTPStatus.NOT_FOUND,
             param="detection_length",
         )
+
+
+def engine_stopped() -> RequestError:
+    """What a client is told of a dead engine."""
+    return RequestError(
+        "the engine has stopped; restart the server and see its log for the reason.",
+        status=HTTPStatus.SERVICE_UNAVAILABLE,
+    )
 
 
 def _checked(answers: Sequence[Sequence[Any]]) -> Any:

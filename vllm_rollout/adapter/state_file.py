@@ -18,6 +18,9 @@ from vllm_rollout.server.engine import RequestError
 
 logger = init_logger("vllm.vllm_rollout")
 
+SAVE_INTERVAL_S = 30.0
+SAVE_TIMEOUT_S = 10.0
+
 
 class StateFile:
     """Loads at start; saves when training is done, at most once per `SAVE_INTERVAL_S`, and when the server stops."""
@@ -28,6 +31,8 @@ class StateFile:
         self._loop = asyncio.get_running_loop()
         self._lock = asyncio.Lock()
         self._saving: asyncio.Task[None] | None = None
+        self._saved_all = True
+        """No training was done since the last save began."""
         engine.after_training = self._save_soon
         client.before_shutdown = self._save_at_shutdown
 
@@ -74,10 +79,6 @@ class StateFile:
             logger.info("vllm_rollout: kept what was learned in %s", self._path)
         except Exception as error:  # the server is going, with or without us
             logger.warning("vllm_rollout: %s is the one of the last training: %r", self._path, error)
-
-
-SAVE_INTERVAL_S = 30.0
-SAVE_TIMEOUT_S = 10.0
 
 
 def write_whole(path: Path, data: bytes) -> None:

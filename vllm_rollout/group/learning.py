@@ -10,17 +10,19 @@ which set the keep ratio, slide fastest.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from math import isfinite
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm_rollout.config import MAX_LABEL_WEIGHT, REPORT_WINDOW
 from vllm_rollout.group.calibration import Calibrator
-from vllm_rollout.group.pruning import Point, SurvivalRule, choose_survivors, compress, group_rule, solve_paper
+from vllm_rollout.group.pruning import Point, choose_survivors, compress, group_rule, solve_paper
 from vllm_rollout.group.pruning_plan import SIGNALS, PruningPlan
 from vllm_rollout.group.report import Prediction, RulesReport, ShadowReport, signal_report, weighted_mean
 from vllm_rollout.group.types import Assessment, Observation, Signal
+
+Solution = TypeVar("Solution")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +70,15 @@ class Learning:
 
         earlier: the group's assessments so far. at_least: how many of these have to be kept.
         """
-        for index in sorted(observations):
-            for signal, score in scores_of(observations[index]).items():
+        seen = {index: scores_of(observations[index]) for index in sorted(observations)}
+        for scores_by_signal in seen.values():
+            for signal, score in scores_by_signal.items():
                 self.calibrators[signal].observe(score)
-        signal = self._usable_signal(plan, observations)
+        signal = self._usable_signal(plan, seen.values())
         if signal is None:
             return {index: _keep(plan, observation) for index, observation in observations.items()}
         calibrator = self.calibrators[signal]
-        scores = {index: scores_of(observation)[signal] for index, observation in observations.items()}
+        scores = {index: seen[index][signal] for index in observations}
         successes = {index: calibrator.success_probability(score) for index, score in scores.items()}
         wanted = self._survival(plan, signal, successes, earlier)
         survivors = choose_survivors(wanted, seed=seed, group=group, at_least=at_least)
@@ -165,13 +168,11 @@ class Learning:
             raise ValueError(f"not a learning state of this version: {error!r}") from error
         return learning
 
-    def _usable_signal(self, plan: PruningPlan, observations: Mapping[int, Observation]) -> Signal | None:
+    def _usable_signal(self, plan: PruningPlan, seen: Collection[Mapping[Signal, float]]) -> Signal | None:
         """The plan's signal, confidence in place of a head that knows too little, None when that does too."""
         wanted: tuple[Signal, ...] = ("head", "confidence") if plan.signal == "head" else ("confidence",)
         for signal in wanted:
-            if _is_warm(self.calibrators[signal], plan.min_labels) and all(
-                signal in scores_of(observation) for observation in observations.values()
-            ):
+            if _is_warm(self.calibrators[signal], plan.min_labels) and all(signal in scores for scores in seen):
                 return signal
         return None
 
@@ -185,34 +186,24 @@ class Learning:
         if plan.keep_ratio >= 1:
             return dict.fromkeys(successes, 1.0)
         if plan.rule == "paper":
-            rule = self._paper_rule(plan, signal)
+            rule = self._solution((signal, plan), lambda points: solve_paper(points, plan))
         else:
             decided = [(a.success_probability, a.keep) for a in earlier.values() if a.success_probability is not None]
             # in the order of indices: floating-point sums must not depend on the order of the mapping
             batch = [successes[index] for index in sorted(successes)]
-            rule = group_rule(batch, sorted(decided), self._population(signal), plan)
+            rule = group_rule(batch, sorted(decided), self._solution((signal, None), compress), plan)
         return {index: rule.survival(q) for index, q in successes.items()}
 
-    def _paper_rule(self, plan: PruningPlan, signal: Signal) -> SurvivalRule:
-        calibrator = self.calibrators[signal]
-        changes, rule = self._solved.get((signal, plan), (-1, None))
+    def _solution(self, key: tuple[Signal, PruningPlan | None], solve: Callable[[list[Point]], Solution]) -> Solution:
+        """What `solve` makes of the signal's recent scores, kept until they or the labels change."""
+        calibrator = self.calibrators[key[0]]
+        changes, solution = self._solved.get(key, (-1, None))
         if changes != calibrator.num_changes:
-            rule = solve_paper(calibrator.points(), plan)
-            self._remember((signal, plan), calibrator.num_changes, rule)
-        return rule
-
-    def _population(self, signal: Signal) -> list[Point]:
-        calibrator = self.calibrators[signal]
-        changes, population = self._solved.get((signal, None), (-1, None))
-        if changes != calibrator.num_changes:
-            population = compress(calibrator.points())
-            self._remember((signal, None), calibrator.num_changes, population)
-        return population
-
-    def _remember(self, key: tuple[Signal, PruningPlan | None], changes: int, solution: Any) -> None:
-        if len(self._solved) >= MAX_SOLVED:
-            self._solved.clear()
-        self._solved[key] = (changes, solution)
+            solution = solve(calibrator.points())
+            if len(self._solved) >= MAX_SOLVED:
+                self._solved.clear()
+            self._solved[key] = (calibrator.num_changes, solution)
+        return solution
 
     def _predictions(self, signal: Signal) -> list[Prediction]:
         return [

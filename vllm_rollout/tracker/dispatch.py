@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from vllm_rollout.tracker import arguments, reference
 from vllm_rollout.tracker.reference import GroupLengths, GroupMoments, TokenStats
@@ -83,7 +83,7 @@ def _cpp(operator: Operator) -> Implementation:
         return Implementation("torch", reason, REFERENCES[operator])
 
     kernel = getattr(torch.ops.vllm_rollout, operator).default
-    torch.library.register_fake(f"vllm_rollout::{operator}")(FAKES[operator])
+    library.register_fake(f"vllm_rollout::{operator}")(FAKES[operator])
     check, named = CHECKS[operator], RESULTS.get(operator)
 
     def compute(*tensors: Tensor | int) -> Any:
