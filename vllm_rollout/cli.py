@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 import vllm_rollout
+from vllm_rollout.simulator.command import simulate
 
 app = typer.Typer(
     help="Group rollouts for reinforcement learning, stopped inside vLLM's step loop.",
@@ -19,6 +20,7 @@ app = typer.Typer(
 )
 models_app = typer.Typer(help="Small models that need no model hub: list them, fetch them.", no_args_is_help=True)
 app.add_typer(models_app, name="models")
+app.command()(simulate)
 
 
 def _print_version(wanted: bool) -> None:

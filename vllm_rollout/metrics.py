@@ -11,17 +11,19 @@ from typing import TYPE_CHECKING, get_args
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
+from vllm_rollout.group.allocation import PromptAllocation
 from vllm_rollout.group.ledger import RewardStatus
 from vllm_rollout.group.types import Assessment, GroupResult, Signal
 
 if TYPE_CHECKING:
-    from vllm_rollout.server.engine import LearningReport, Reward
+    from vllm_rollout.server.engine import LearningReport, LengthStatistics, Reward, StepDrift
 
 PREFIX = "vllm_rollout:"
 LATENCY_BUCKETS_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 2500)
 TAIL_BUCKETS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 SCORE_BUCKETS = (-8, -4, -2, -1, -0.5, 0, 0.5, 1, 2, 4, 8, 16, 32)
 """Logits of the head lie around 0, confidence in nats between 1 and 30."""
+ALLOCATION_BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 64, 128, 256)
 SURVIVAL_BUCKETS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1)
 
 
@@ -85,6 +87,30 @@ class Metrics:
         self._head_version = gauge("head_version", "Version of the quality head; 0 while there is none.")
         self._evicted = gauge("features_evicted", "Hidden states dropped before their reward came.")
         self._awaiting = gauge("rewards_awaited", "Scored candidates whose reward has not come.")
+        self._allocated = Histogram(
+            f"{PREFIX}allocated_candidates",
+            'Candidates per prompt with redundancy "auto".',
+            buckets=ALLOCATION_BUCKETS,
+            registry=registry,
+        )
+        self._at_upper_bound = Counter(
+            f"{PREFIX}prompts_at_upper_bound",
+            'Prompts whose redundancy "auto" went to its upper bound: shortest-only, with early stop.',
+            registry=registry,
+        )
+
+        def plain_gauge(name: str, help: str) -> Gauge:
+            return Gauge(f"{PREFIX}{name}", help, registry=registry, multiprocess_mode="mostrecent")
+
+        self._length_mean = plain_gauge("length_mean_tokens", "Mean length of candidates, moving average.")
+        self._length_std = plain_gauge("length_std_tokens", "Standard deviation of their lengths, moving average.")
+        self._drift = Gauge(
+            f"{PREFIX}step_time_drift",
+            "Live time of decode steps over the profile's, medians of recent ones; 1 without a drift.",
+            ["batch_sizes"],
+            registry=registry,
+            multiprocess_mode="mostrecent",
+        )
         for status in ("complete", "incomplete"):
             self._groups.labels(status)
         for state in ("finished", "pruned", "surplus", "failed"):
@@ -112,6 +138,19 @@ class Metrics:
         self._latency.observe(latency_s)
         if generated:
             self._tail.observe(1 - returned / generated)
+
+    def prompts_allocated(self, allocations: Sequence[PromptAllocation]) -> None:
+        for allocation in allocations:
+            self._allocated.observe(allocation.num_candidates)
+        self._at_upper_bound.inc(sum(allocation.at_upper_bound for allocation in allocations))
+
+    def shape_reported(self, lengths: LengthStatistics, drift: Sequence[StepDrift]) -> None:
+        """Set the gauges; a value that is not known leaves its gauge alone."""
+        if lengths.dataset is not None:
+            self._length_mean.set(lengths.dataset.mean)
+            self._length_std.set(lengths.dataset.std)
+        for found in drift:
+            self._drift.labels(f"{found.smallest}-{found.largest}").set(found.ratio)
 
     def candidate_scored(self, assessment: Assessment) -> None:
         self._score.labels(assessment.signal).observe(assessment.score)

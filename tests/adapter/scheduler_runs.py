@@ -119,6 +119,7 @@ def add_group(
     pruning: PruningPlan | None = None,
     logits: list[float] | None = None,
     seed: int = 7,
+    patience: float | None = None,
     **sampling: Any,
 ) -> list[str]:
     """Add one candidate per length; returns their request ids.
@@ -133,7 +134,7 @@ def add_group(
     for index, length in enumerate(lengths):
         tag = CandidateTag(
             group_id, None if joined else index, group_size, num_candidates or len(lengths), early_stop, interval,
-            scoring,
+            scoring, patience,
         )  # fmt: skip
         request_ids.append(f"{group_id}-{index}")
         run.add(request_ids[-1], length, extra_args=tag.to_extra_args(), **sampling)
@@ -181,5 +182,6 @@ def assert_nothing_left(run: TracedRun) -> None:
     assert scheduler._by_id == {}
     assert scheduler._ended == []
     assert scheduler._touched == {}
+    assert all(group.over for group in scheduler._capped.values())
     assert scheduler._num_with_stop_strings == 0
     assert len(scheduler._groups) == 0

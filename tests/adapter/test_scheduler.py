@@ -432,3 +432,45 @@ def test_the_stats_of_the_step_that_stops_losers_do_not_count_them(new_run):
     run.run()
     # Three run until the first has ended; there is no step that reports the two it takes with it.
     assert set(seen) == {3, 0}
+
+
+def test_with_patience_the_wait_for_the_longest_ends_at_a_length(new_run):
+    run = new_run()
+    ids = add_group(run, "g", [10, 20, 30, 31, 90], group_size=2, early_stop=False, patience=1.5)
+    run.run()
+    assert [ending(run, id) for id in ids] == [WON, WON, WON, LOST, LOST]
+    assert [run.num_tokens(id) for id in ids] == [10, 20, 30, 30, 30]
+    assert_nothing_left(run)
+
+
+def test_patience_counts_tokens_not_steps(new_run):
+    run = new_run(max_num_seqs=3)
+    ids = add_group(run, "g", [10, 20, 80, 25, 80], group_size=2, early_stop=False, patience=1.5)
+    run.run()
+    # The last two wait for a place: they get as many tokens as their siblings all the same.
+    assert [run.num_tokens(id) for id in ids] == [10, 20, 30, 25, 30]
+    assert [ending(run, id) for id in ids] == [WON, WON, LOST, WON, LOST]
+    assert_nothing_left(run)
+
+
+def test_a_client_that_leaves_while_patience_runs_leaves_nothing_behind(new_run):
+    run = new_run()
+    ids = add_group(run, "g", [10, 20, 80, 80], group_size=2, early_stop=False, patience=3)
+    while run.num_sampled.get("g-2", 0) < 25:
+        run.step()
+    abort(run, *ids[2:])
+    run.run()
+    assert [run.state(id) for id in ids] == ["finished", "finished", "failed", "failed"]
+    add_group(run, "h", [5, 6], group_size=1)
+    run.run()
+    assert run.scheduler._capped == {}
+    assert_nothing_left(run)
+
+
+def test_groups_without_patience_wait_for_everybody(new_run):
+    run = new_run()
+    patient = add_group(run, "g", [10, 20, 90], group_size=2, early_stop=False, patience=1)
+    others = add_group(run, "h", [10, 20, 90], group_size=2, early_stop=False)
+    run.run()
+    assert [run.num_tokens(id) for id in patient + others] == [10, 20, 20, 10, 20, 90]
+    assert_nothing_left(run)

@@ -58,6 +58,9 @@ process.STOP_TIMEOUT_S = 120.0  # a server killed while it stops would not save 
 class Server:
     """A server process on 127.0.0.1 and an HTTP client for it."""
 
+    record: Path
+    """The trace of its rollouts, where it keeps one."""
+
     def __init__(self, command: list[str], log: Path, **environment: str) -> None:
         self._process = ServerProcess(command, free_port(), {**ENVIRONMENT, **environment}, log)
         self.log = log
@@ -149,8 +152,11 @@ def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     """
     flags = ("--max-model-len", "2048", "--max-num-seqs", "64", "--max-num-batched-tokens", "256", "--enable-scale-out")
     flags += ("--dtype", "float32")
-    log = tmp_path_factory.mktemp("server") / "server.log"
-    server = Server(serve_command(tiny_model, *flags), log, VLLM_SERVER_DEV_MODE="1")
+    folder = tmp_path_factory.mktemp("server")
+    record = folder / "trace.jsonl"
+    flags += ("--rollout-record", str(record))
+    server = Server(serve_command(tiny_model, *flags), folder / "server.log", VLLM_SERVER_DEV_MODE="1")
+    server.record = record
     yield server
     server.stop()
 

@@ -27,6 +27,29 @@ def test_dual_end_runs_the_whole_pool_and_keeps_one_long_trajectory_unless_told(
     assert make_plan(4, 4, None, "dual_end", 4, max_candidates=8).num_longest == 4
 
 
+@pytest.mark.parametrize("early_stop", [None, "auto"])
+def test_early_stop_goes_where_the_selection_allows_it(early_stop):
+    assert make_plan(2, 2, early_stop, "shortest", max_candidates=4).early_stop
+    assert not make_plan(2, 2, early_stop, "dual_end", max_candidates=4).early_stop
+
+
+def test_patience_bounds_the_wait_of_a_dual_end_selection():
+    plan = make_plan(4, 4, selection="dual_end", patience=1.5, max_candidates=8)
+    assert plan == GroupPlan(4, 4, False, "dual_end", 1, patience=1.5)
+    assert make_plan(4, 4, selection="dual_end", patience=1, max_candidates=8).patience == 1
+
+
+def test_a_prompt_below_the_upper_bound_keeps_its_selection():
+    plan = make_plan(4, 4, selection="dual_end", patience=1.5, max_candidates=8)
+    assert plan.allocated(6, at_upper_bound=False) == GroupPlan(4, 2, False, "dual_end", 1, patience=1.5)
+
+
+def test_a_prompt_at_the_upper_bound_takes_the_shortest_and_stops_early():
+    plan = make_plan(4, 4, selection="dual_end", patience=1.5, max_candidates=8)
+    assert plan.allocated(8, at_upper_bound=True) == GroupPlan(4, 4, True, "shortest")
+    assert plan.allocated(8, at_upper_bound=True, early_stop=False) == GroupPlan(4, 4, False, "shortest")
+
+
 def test_the_largest_group_is_allowed():
     assert make_plan(MAX_GROUP_SIZE, max_candidates=MAX_GROUP_SIZE).group_size == MAX_GROUP_SIZE
 
@@ -43,7 +66,13 @@ def test_the_largest_group_is_allowed():
         ({"num_longest": 1}, "num_longest", ["selection 'first'", "dual_end"]),
         ({"selection": "dual_end", "num_longest": 5}, "num_longest", ["got 5", "[0, group_size=4]"]),
         ({"selection": "dual_end", "num_longest": -1}, "num_longest", ["got -1", "[0, group_size=4]"]),
-        ({"selection": "dual_end", "early_stop": True}, "early_stop", ["true", "dual_end", "false"]),
+        ({"selection": "dual_end", "early_stop": True}, "early_stop", ["true", "dual_end", "false", '"auto"']),
+        ({"patience": 2.0}, "patience", ["selection 'first'", "dual_end"]),
+        ({"selection": "shortest", "patience": 2.0}, "patience", ["selection 'shortest'", "dual_end"]),
+        ({"selection": "dual_end", "patience": 0.99}, "patience", ["got 0.99", "[1, 1000]"]),
+        ({"selection": "dual_end", "patience": 1001}, "patience", ["got 1001", "[1, 1000]", "whole pool"]),
+        ({"selection": "dual_end", "patience": math.nan}, "patience", ["got nan"]),
+        ({"selection": "dual_end", "patience": math.inf}, "patience", ["got inf"]),
     ],
 )
 def test_a_field_out_of_range_is_named_with_its_value_and_what_is_allowed(fields, field, said):
@@ -65,6 +94,8 @@ def test_flat_fields_make_the_plan_of_the_request_s_own_group():
     assert plan_from_xargs(dual_end, 4, max_candidates=8) == GroupPlan(4, 0, False, "dual_end", 2)
     assert plan_from_xargs({"rollout_redundancy": 2.0}, 1, max_candidates=8) == GroupPlan(1, 2)
     assert plan_from_xargs({"rollout_early_stop": True}, 3, max_candidates=8) == GroupPlan(3)
+    patient = {"rollout_selection": "dual_end", "rollout_early_stop": "auto", "rollout_patience": 2}
+    assert plan_from_xargs(patient, 4, max_candidates=8) == GroupPlan(4, 0, False, "dual_end", 1, patience=2)
 
 
 @pytest.mark.parametrize(
@@ -87,6 +118,9 @@ def test_flat_fields_make_the_plan_of_the_request_s_own_group():
             ["got 5", "[0, n=4]"],
         ),
         ({"rollout_selection": "dual_end", "rollout_early_stop": 1}, "rollout_early_stop", ["dual_end"]),
+        ({"rollout_patience": 2}, "rollout_patience", ["dual_end", "'first'"]),
+        ({"rollout_selection": "dual_end", "rollout_patience": "2"}, "rollout_patience", ["number", "got '2'"]),
+        ({"rollout_selection": "dual_end", "rollout_patience": True}, "rollout_patience", ["number", "got True"]),
         ({"rollout_group_size": 4}, "rollout_group_size", ["rollout_redundancy", "rollout_selection"]),
         ({"rollout_redundency": 4}, "rollout_redundency", ["rollout_redundancy"]),
     ],

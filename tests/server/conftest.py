@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from vllm_rollout import RolloutClient
 from vllm_rollout.metrics import Metrics
+from vllm_rollout.server.recorder import TraceRecorder
 from vllm_rollout.server.routes import router
 from vllm_rollout.server.service import RolloutService
 
@@ -39,11 +40,11 @@ def app(engine: FakeEngine) -> FastAPI:
     return make_app(engine)
 
 
-def make_app(engine: FakeEngine) -> FastAPI:
+def make_app(engine: FakeEngine, recorder: TraceRecorder | None = None) -> FastAPI:
     app = FastAPI()
     app.include_router(router)
     registry = CollectorRegistry()
-    app.state.rollout_service = RolloutService(engine, Metrics(registry))
+    app.state.rollout_service = RolloutService(engine, Metrics(registry), recorder=recorder)
     app.state.healthy = True
 
     @app.get("/health", include_in_schema=False)

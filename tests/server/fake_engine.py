@@ -17,12 +17,22 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError
 
+from vllm_rollout.group.cost import CostModel
+from vllm_rollout.group.history import ObservedLength
 from vllm_rollout.group.judge import Scoring
 from vllm_rollout.group.ledger import LedgerEntry
 from vllm_rollout.group.lifecycle import Group
 from vllm_rollout.group.plan import GroupPlan
 from vllm_rollout.group.types import CandidateState, Ending, EndReason
-from vllm_rollout.server.engine import CandidateEnd, CandidateTokens, PreparedPrompt, PromptInput, RequestError
+from vllm_rollout.server.engine import (
+    CandidateEnd,
+    CandidateTokens,
+    LengthStatistics,
+    PreparedPrompt,
+    PromptInput,
+    RequestError,
+    StepDrift,
+)
 
 from .fake_learning import MODEL, LearningEngine
 
@@ -86,6 +96,9 @@ class FakeEngine(LearningEngine):
     weight_version: str | None = None
     weight_version_from: Mapping[int, str] = field(default_factory=dict)
     """Output token -> the weight version from there on, after `weight_version`."""
+    cost_model: CostModel | None = None
+    drift: Sequence[StepDrift] = ()
+    num_ranks: int = 1
     num_launched: int = 0
     num_ended: int = 0
     num_aborted: int = 0
@@ -142,7 +155,7 @@ class FakeEngine(LearningEngine):
             for index in range(plan.num_candidates):
                 name = f"{group_id}-c{index}"
                 entries[index] = self.judge.ledger.open(rollout_id, prompt.id, index, name, scoring.plan)
-        group = Group(plan.group_size, plan.num_candidates, plan.early_stop)
+        group = Group(plan.group_size, plan.num_candidates, plan.early_stop, patience=plan.patience)
         running = {group.launch(i): self._candidate(i, prompt) for i in range(plan.num_candidates)}
         self.num_launched += len(running)
         step = 0
@@ -158,6 +171,7 @@ class FakeEngine(LearningEngine):
                 ended = _step(group, running)
                 if scoring is not None:
                     ended += self._prune(group, scoring, entries, running, ended)
+                ended += _give_up_too_long(group, running)
                 for candidate in ended:
                     del running[candidate.index]
                     if candidate.index in entries:
@@ -174,6 +188,17 @@ class FakeEngine(LearningEngine):
                 step += 1
         finally:
             self.num_aborted += len(running)
+
+    async def observe_lengths(self, key: str, lengths: Sequence[ObservedLength]) -> None:
+        self._check_alive()
+        self.judge.lengths.observe(key, lengths)
+
+    async def length_history(self, keys: Sequence[str]) -> LengthStatistics:
+        self._check_alive()
+        return LengthStatistics(self.judge.lengths.dataset(), [self.judge.lengths.of(key) for key in keys])
+
+    async def step_drift(self) -> Sequence[StepDrift]:
+        return self.drift
 
     def _candidate(self, index: int, prompt: PreparedPrompt) -> Candidate:
         sampling: Sampling = prompt.handle.sampling
@@ -277,6 +302,14 @@ def _step(group: Group, running: dict[int, Candidate]) -> list[Candidate]:
             group.end(candidate.index, candidate.end_reason, candidate.num_tokens)
             ended.append(candidate)
     return [*ended, *(running[index] for index in group.settle().stop)]
+
+
+def _give_up_too_long(group: Group, running: Mapping[int, Candidate]) -> list[Candidate]:
+    if group.length_cap is None:
+        return []
+    reached = [running[index] for index in group.running if running[index].num_tokens >= group.length_cap]
+    group.give_up(candidate.index for candidate in reached)
+    return reached
 
 
 def _sampling(fields: dict[str, Any]) -> Sampling:

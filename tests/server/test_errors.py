@@ -50,7 +50,7 @@ BAD = {
     "group_size_beyond_server": (body(group_size=65), 422, "group_size", ["max_num_seqs (64)", "--max-num-seqs 65"]),
     "redundancy_negative": (body(redundancy=-1), 422, "redundancy", ["got -1", "0 to 4096"]),
     "redundancy_float": (body(redundancy=0.5), 422, "redundancy", ["got 0.5", "0 to 4096"]),
-    "redundancy_auto": (body(redundancy="auto"), 422, "redundancy", ["got auto", "0 to 4096"]),
+    "redundancy_word": (body(redundancy="much"), 422, "redundancy", ["got much", "0 to 4096"]),
     "too_many_candidates": (
         body(group_size=40, redundancy=40), 422, "redundancy",
         ["40 + 40 = 80", "max_num_seqs (64)", "--max-num-seqs 80"],
@@ -106,7 +106,7 @@ BAD = {
         body(selection={"dual_end": {"num_longest": "1"}}), 422, "selection.dual_end.num_longest", ["got 1", "integer"]
     ),
     "early_stop_with_dual_end": (
-        body(selection={"dual_end": {}}, early_stop=True), 422, "early_stop", ["dual_end", "Set it to false"]
+        body(selection={"dual_end": {}}, early_stop=True), 422, "early_stop", ["dual_end", "to false"]
     ),
     "early_stop_number": (body(early_stop=1), 422, "early_stop", ["got 1", "boolean"]),
     "stream_string": (body(stream="yes"), 422, "stream", ["got yes", "boolean"]),

@@ -236,4 +236,4 @@ def test_openapi_describes_rollouts():
     assert len(item["data"]["contentSchema"]["anyOf"]) == 6
     assert "$ref" not in json.dumps(item)
     request = openapi["components"]["schemas"]["RolloutRequest"]
-    assert len([RolloutRequest.model_validate(example) for example in request["examples"]]) == 2
+    assert len([RolloutRequest.model_validate(example) for example in request["examples"]]) == 3

@@ -150,11 +150,14 @@ class RolloutAsyncLLM(AsyncLLM):
 
         A candidate that fails ends with a final output of finish reason `error` or `abort`. Closing the generator
         aborts what still runs. Raises what concerns all candidates alike: bad parameters, a full queue, a dead engine.
+
+        For a reader that does not read, at most three outputs per candidate are held, whatever the engine generates: one
+        in the queue, one that waits for room there, and the one into which vLLM merges deltas that nobody has taken.
         """
         rank = self._choose_rank() if data_parallel_rank is None else data_parallel_rank
         if rank is not None:
             self._candidates_on_rank[rank] += plan.num_candidates
-        queue: asyncio.Queue[CandidateOutput | int | Exception] = asyncio.Queue()
+        queue: asyncio.Queue[CandidateOutput | int | Exception] = asyncio.Queue(plan.num_candidates)
         params = params.clone()
         params.skip_clone = True  # siblings share what they only read; each gets its own copy of the rest below
         delta = params.output_kind == RequestOutputKind.DELTA
@@ -162,7 +165,14 @@ class RolloutAsyncLLM(AsyncLLM):
 
         async def run(index: int) -> None:
             tag = CandidateTag(
-                group_id, index, plan.group_size, plan.num_candidates, plan.early_stop, interval, scoring
+                group_id,
+                index,
+                plan.group_size,
+                plan.num_candidates,
+                plan.early_stop,
+                interval,
+                scoring,
+                plan.patience,
             )
             child = copy(params)
             child.n = 1
@@ -173,13 +183,13 @@ class RolloutAsyncLLM(AsyncLLM):
             try:
                 async with aclosing(outputs):
                     async for output, note in outputs:
-                        queue.put_nowait(CandidateOutput(index, output, note))
-                queue.put_nowait(index)
+                        await queue.put(CandidateOutput(index, output, note))
+                await queue.put(index)
             except (VLLMClientError, GracefulHTTPError, EngineDeadError) as error:
-                queue.put_nowait(error)
+                await queue.put(error)
             except Exception:  # one candidate's failure is not its group's: the reader ends it as failed
                 logger.exception("candidate %d of group %s failed", index, group_id)
-                queue.put_nowait(index)
+                await queue.put(index)
 
         tasks = [asyncio.create_task(run(index)) for index in range(plan.num_candidates)]
         try:

@@ -1,39 +1,41 @@
-"""What API processes ask of an engine core about learning.
+"""What API processes ask of an engine core.
 
 vLLM's utility calls reach methods of EngineCore by name, and none of them leads to the scheduler; so one method is
-added, `EngineCore.rollout_learning`, which nothing of vLLM's calls. Invariant: a call takes bounded time, because the
-engine makes no step meanwhile.
+added, `EngineCore.rollout_call`, which nothing of vLLM's calls. Invariant: every operation is in one of the tables, and
+its results are plain lists, numbers, text and bytes.
 """
 
 from __future__ import annotations
 
-import json
-from base64 import b64decode, b64encode
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, astuple
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vllm.config import ParallelConfig
 from vllm.v1.engine.core import EngineCore
 
-from vllm_rollout.adapter.wire import label_of
-from vllm_rollout.group.judge import Judge, restore_learnings
+from vllm_rollout.adapter.learning_calls import LEARNING_OPERATIONS, LearningCalls
+from vllm_rollout.adapter.length_calls import LENGTH_OPERATIONS, LengthCalls
+from vllm_rollout.adapter.step_times import STEP_TIME_OPERATIONS, StepTimeCalls
 
-METHOD = "rollout_learning"
-STATE_FORMAT = 1
+METHOD = "rollout_call"
 
 
-def add_learning_calls() -> None:
+def add_rollout_calls() -> None:
     """Make `METHOD` callable on every engine core of this process."""
-    EngineCore.rollout_learning = rollout_learning  # type: ignore[attr-defined]
+    EngineCore.rollout_call = rollout_call  # type: ignore[attr-defined]
 
 
-def rollout_learning(core: EngineCore, operation: str, arguments: Sequence[Any]) -> Any:
-    """Carry out one operation of `LearningCalls`; results are plain lists, numbers, text and bytes.
+def rollout_call(core: EngineCore, operation: str, arguments: Sequence[Any]) -> Any:
+    """Carry out one operation.
 
     vLLM checks the number of arguments against the signature and does not know of `*arguments`.
     """
-    calls = LearningCalls(
+    table, make_calls = next((table, make) for table, make in TABLES if operation in table)
+    return table[operation](make_calls(core), *arguments)
+
+
+def _learning_calls(core: EngineCore) -> LearningCalls:
+    return LearningCalls(
         core.scheduler.judge,
         lambda method, *args: next(
             (result for result in core.collective_rpc(method, args=args) if result is not None), None
@@ -41,7 +43,6 @@ def rollout_learning(core: EngineCore, operation: str, arguments: Sequence[Any])
         model=core.vllm_config.model_config.served_model_name,
         rank=_rank(core.vllm_config.parallel_config),
     )
-    return OPERATIONS[operation](calls, *arguments)
 
 
 def _rank(parallel: ParallelConfig) -> int:
@@ -49,123 +50,13 @@ def _rank(parallel: ParallelConfig) -> int:
     return (parallel.data_parallel_rank_local or 0) if parallel.local_engines_only else parallel.data_parallel_index
 
 
-class LearningCalls:
-    """The operations. `worker` calls a method of the scoring rank's worker.
-
-    With one data-parallel rank everything is learned where it was observed. With several, rank 0 trains the heads and
-    the API process hands its weights to the others; every rank's calibration learns every label.
-    """
-
-    def __init__(self, judge: Judge, worker: Callable[..., Any], *, model: str, rank: int) -> None:
-        self._judge = judge
-        self._worker = worker
-        self._model = model
-        self._rank = rank
-
-    def rewards(self, rollout_id: str, rewards: Sequence[Sequence[Any]], share: bool) -> list[Any] | None:
-        """Account for (prompt id, index, reward, positive) of a rollout that ran here.
-
-        Answers `[detection_length, statuses, num_training, shared]`; None when the rollout is not known here. With
-        `share`, labels come with their features, for `teach` on every rank; without, they are learned here and now.
-        """
-        outcome = self._judge.reward(rollout_id, [tuple(reward) for reward in rewards])
-        if outcome is None:
-            return None
-        detection_length, statuses, labels = outcome
-        num_training, shared = 0, []
-        for length in sorted({label.detection_length for label in labels}):  # several only among joined requests
-            alike = [label for label in labels if label.detection_length == length]
-            request_ids = [label.request_id for label in alike]
-            if share:
-                features, found = self._worker("rollout_take_features", request_ids)
-                shared.append([[astuple(label) for label in alike], features, found])
-            else:
-                positives, weights = [label.positive for label in alike], [label.weight for label in alike]
-                found = self._worker("rollout_learn", length, request_ids, positives, weights)
-            self._judge.num_evicted[length] += len(alike) - len(found)
-            num_training += len(found)
-        return [detection_length, statuses, num_training, shared]
-
-    def teach(self, origin: int, shared: Sequence[Sequence[Any]]) -> None:
-        """Learn labels that rank `origin` shared: calibration on every other rank, the head on rank 0."""
-        for labels, features, found in shared:
-            labels = [label_of(label) for label in labels]
-            if self._rank != origin:
-                self._judge.learn(labels)
-            if self._rank == 0 and found:
-                self._worker(
-                    "rollout_learn_features",
-                    labels[0].detection_length,
-                    features,
-                    [labels[i].positive for i in found],
-                    [labels[i].weight for i in found],
-                )
-
-    def train(self, budget_s: float) -> int:
-        """One slice of training; returns how many optimizer steps are left."""
-        return self._worker("rollout_train", budget_s)
-
-    def heads(self) -> list[list[Any]]:
-        return self._worker("rollout_heads")
-
-    def export_head(self, detection_length: int) -> bytes | None:
-        return self._worker("rollout_export_head", detection_length)
-
-    def put_head(self, data: bytes) -> list[Any]:
-        return self._worker("rollout_put_head", data)
-
-    def receive_head(self, data: bytes) -> list[Any]:
-        """As `put_head`, on every rank but rank 0, where the head comes from."""
-        return ["ok", None] if self._rank == 0 else self.put_head(data)
-
-    def report(self) -> list[list[Any]]:
-        """`[detection length, num_awaiting, num_evicted, report]` for each detection length."""
-        awaiting, evicted = self._judge.ledger.num_awaiting(), self._judge.num_evicted
-        return [
-            [length, awaiting[length], evicted[length], asdict(learning.report())]
-            for length, learning in self._judge.learnings.items()
-        ]
-
-    def state(self) -> bytes:
-        """Calibration and heads as JSON."""
-        state = {
-            "format": STATE_FORMAT,
-            "model": self._model,
-            "learnings": [learning.to_state() for learning in self._judge.learnings.values()],
-            "heads": [b64encode(head).decode() for head in self._worker("rollout_head_states")],
-        }
-        return json.dumps(state, allow_nan=False).encode()
-
-    def set_state(self, data: bytes) -> list[Any]:
-        """Answers `["ok", None]`, or what is wrong: `["mismatch" | "invalid", message]`; then nothing has changed."""
-        try:
-            state = json.loads(data)
-            if state["format"] != STATE_FORMAT:
-                return ["invalid", f"format must be {STATE_FORMAT}, got {state['format']!r}"]
-            if state["model"] != self._model:
-                return ["mismatch", f"the state is of model {state['model']!r}, this server's is {self._model!r}"]
-            learnings = restore_learnings(state["learnings"])
-            heads = [b64decode(head, validate=True) for head in state["heads"]]
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-            return ["invalid", f"not a rollout state ({type(error).__name__}: {error})"]
-        answer = self._worker("rollout_restore_heads", heads)
-        if answer[0] == "ok":
-            self._judge.learnings = learnings
-        return answer
+def _by_name(operations: Sequence[Callable[..., Any]]) -> Mapping[str, Callable[..., Any]]:
+    return {operation.__name__: operation for operation in operations}
 
 
-OPERATIONS: dict[str, Callable[..., Any]] = {
-    operation.__name__: operation
-    for operation in (
-        LearningCalls.rewards,
-        LearningCalls.teach,
-        LearningCalls.train,
-        LearningCalls.heads,
-        LearningCalls.export_head,
-        LearningCalls.put_head,
-        LearningCalls.receive_head,
-        LearningCalls.report,
-        LearningCalls.state,
-        LearningCalls.set_state,
-    )
-}
+TABLES: tuple[tuple[Mapping[str, Callable[..., Any]], Callable[[EngineCore], Any]], ...] = (
+    (_by_name(LEARNING_OPERATIONS), _learning_calls),
+    (_by_name(LENGTH_OPERATIONS), lambda core: LengthCalls(core.scheduler.judge.lengths)),
+    (_by_name(STEP_TIME_OPERATIONS), lambda core: StepTimeCalls(core.scheduler.step_times)),
+)
+"""Operations by name, with what carries them out."""

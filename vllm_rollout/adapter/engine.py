@@ -24,8 +24,10 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_rollout.adapter.client import CandidateOutput, RolloutAsyncLLM, ending_of
-from vllm_rollout.adapter.learning import EngineLearning, engine_stopped
+from vllm_rollout.adapter.engine_calls import engine_stopped
+from vllm_rollout.adapter.learning import EngineLearning
 from vllm_rollout.adapter.options import RolloutOptions
+from vllm_rollout.adapter.shaping import EngineShaping
 from vllm_rollout.group.judge import Scoring
 from vllm_rollout.group.plan import GroupPlan
 from vllm_rollout.group.types import Ending
@@ -58,7 +60,7 @@ ALLOWED = sorted(
 SAMPLING = TypeAdapter(SamplingParams)
 
 
-class VLLMEngine(EngineLearning):
+class VLLMEngine(EngineLearning, EngineShaping):
     """Runs the service's groups on a RolloutAsyncLLM."""
 
     def __init__(self, client: RolloutAsyncLLM, state: State) -> None:

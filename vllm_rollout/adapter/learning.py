@@ -6,17 +6,16 @@ Invariant: what one API process is told, every data-parallel rank it can reach l
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from http import HTTPStatus
 from itertools import chain
 from typing import Any
 
 from vllm.logger import init_logger
-from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_rollout.adapter.client import RolloutAsyncLLM
-from vllm_rollout.adapter.core import METHOD
+from vllm_rollout.adapter.engine_calls import EngineCalls
 from vllm_rollout.adapter.options import RolloutOptions
 from vllm_rollout.adapter.wire import rules_report_of
 from vllm_rollout.group.ledger import RewardStatus
@@ -33,15 +32,13 @@ logger = init_logger("vllm.vllm_rollout")
 ERROR_STATUS = {"mismatch": HTTPStatus.CONFLICT, "invalid": HTTPStatus.UNPROCESSABLE_ENTITY}
 
 
-class EngineLearning:
+class EngineLearning(EngineCalls):
     """The part of `server.engine.Engine` that learns. Rank 0 trains; the others get its heads."""
 
     def __init__(self, client: RolloutAsyncLLM, options: RolloutOptions) -> None:
-        self._client = client
+        super().__init__(client)
         self._budget_s = options.train_budget_s
         self._training: asyncio.Task[None] | None = None
-        self.after_training: Callable[[], None] | None = None
-        """Called when the planned training is done."""
 
     @property
     def pruning_refusal(self) -> str | None:
@@ -136,8 +133,7 @@ class EngineLearning:
                 pass
             if self._client.num_ranks > 1:
                 await self._share_heads()
-            if self.after_training is not None:
-                self.after_training()
+            self.after_change()
         except RequestError:  # the engine is dead, and says so everywhere else
             logger.warning("training of the quality head ended with the engine")
         except Exception:
@@ -161,13 +157,6 @@ class EngineLearning:
         """Of rank 0, which trains."""
         return [HeadInfo(*fields) for *fields, _ in await self._summaries()]
 
-    async def _call(self, operation: str, *arguments: Any) -> list[Any]:
-        """One operation on every rank; its results in the order of the ranks."""
-        try:
-            return await self._client.engine_core.call_utility_all_async(METHOD, operation, arguments)
-        except EngineDeadError as error:
-            raise engine_stopped() from error
-
     def _choose(self, detection_length: int | None, known: dict[int, Any], what: str) -> int:
         named = ", ".join(map(str, sorted(known)))
         if detection_length is None:
@@ -188,14 +177,6 @@ class EngineLearning:
             status=HTTPStatus.NOT_FOUND,
             param="detection_length",
         )
-
-
-def engine_stopped() -> RequestError:
-    """What a client is told of a dead engine."""
-    return RequestError(
-        "the engine has stopped; restart the server and see its log for the reason.",
-        status=HTTPStatus.SERVICE_UNAVAILABLE,
-    )
 
 
 def _checked(answers: Sequence[Sequence[Any]]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
@@ -25,10 +26,10 @@ def register() -> None:
 
     from vllm_rollout.adapter.client import RolloutAsyncLLM
     from vllm_rollout.adapter.compat import check_vllm_version
-    from vllm_rollout.adapter.core import add_learning_calls
+    from vllm_rollout.adapter.core import add_rollout_calls
 
     check_vllm_version()
-    add_learning_calls()
+    add_rollout_calls()
     async_llm.AsyncLLM = RolloutAsyncLLM  # type: ignore[misc]
 
 
@@ -47,6 +48,7 @@ class RolloutEndpoints:
         from vllm_rollout.adapter.client import RolloutAsyncLLM
         from vllm_rollout.adapter.engine import VLLMEngine
         from vllm_rollout.adapter.state_file import StateFile
+        from vllm_rollout.server.recorder import TraceRecorder
         from vllm_rollout.server.service import RolloutService
 
         if not isinstance(engine_client, RolloutAsyncLLM):
@@ -55,8 +57,11 @@ class RolloutEndpoints:
                 "Start the server with `vllm-rollout serve` instead of `vllm serve`."
             )
         engine = VLLMEngine(engine_client, state)
+        if args.rollout_profile is not None:
+            await engine.use_profile(args.rollout_profile)
+        recorder = None if args.rollout_record is None else TraceRecorder(Path(args.rollout_record))
         if args.rollout_state is not None:
             state_file = StateFile(args.rollout_state, engine, engine_client)
             if engine_client.client_index == 0:
                 await state_file.load()
-        state.rollout_service = RolloutService(engine, engine_client.rollout_metrics)
+        state.rollout_service = RolloutService(engine, engine_client.rollout_metrics, recorder=recorder)

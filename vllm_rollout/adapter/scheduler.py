@@ -17,8 +17,9 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_rollout.adapter.held_outputs import HeldOutputs
-from vllm_rollout.adapter.stop_strings import StopStrings, StopStringsFactory
+from vllm_rollout.adapter.candidate import END_REASONS, Candidate, Due, confidence_of, place
+from vllm_rollout.adapter.step_times import StepTimes
+from vllm_rollout.adapter.stop_strings import StopStringsFactory
 from vllm_rollout.adapter.wire import (
     PRUNED,
     REPORT_ATTRIBUTE,
@@ -27,42 +28,9 @@ from vllm_rollout.adapter.wire import (
     EndingNote,
     RunnerReport,
 )
-from vllm_rollout.group.judge import Judge, Scoring
-from vllm_rollout.group.ledger import LedgerEntry
+from vllm_rollout.group.judge import Judge
 from vllm_rollout.group.lifecycle import Group, GroupTable
-from vllm_rollout.group.pruning_plan import PruningPlan
-from vllm_rollout.group.types import CandidateId, EndReason, Observation
-
-END_REASONS: dict[RequestStatus, EndReason] = {
-    RequestStatus.FINISHED_STOPPED: "stop",
-    RequestStatus.FINISHED_LENGTH_CAPPED: "length",
-    RequestStatus.FINISHED_REPETITION: "length",
-}
-"""Any other final status (aborted, error, ignored) is `failed`."""
-
-
-class Candidate:
-    """A tagged request inside the scheduler."""
-
-    __slots__ = ("end_reason", "entry", "group", "held", "id", "pauses", "request", "scoring", "stop_strings")
-
-    def __init__(self, request: Request, id: CandidateId, group: Group, output_interval: int) -> None:
-        self.request = request
-        self.id = id
-        self.group = group
-        self.held = HeldOutputs(output_interval)
-        self.stop_strings: StopStrings | None = None
-        self.pauses: list[int] = []
-        """Output lengths at which generation was paused and resumed: where the weights may have changed."""
-        self.end_reason: EndReason | None = None
-        self.scoring: Scoring | None = None
-        self.entry: LedgerEntry | None = None
-        """Where what a reward needs of a scored candidate is written."""
-
-
-Due = dict[tuple[str, PruningPlan], dict[int, tuple[Candidate, Observation]]]
-"""Candidates to judge in one step, by group and plan (requests that join a group may bring different ones), then index.
-"""
+from vllm_rollout.group.types import CandidateId
 
 
 class GroupSchedulerMixin:
@@ -74,6 +42,7 @@ class GroupSchedulerMixin:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.judge = Judge()
+        self.step_times = StepTimes()
         self._groups = GroupTable()
         self._candidates: dict[str, Candidate] = {}
         """By request id, from arrival until the step in which it ends is closed."""
@@ -82,6 +51,8 @@ class GroupSchedulerMixin:
         """Candidates that ended since the last step was closed."""
         self._touched: dict[str, Group] = {}
         """Groups with an event since the last step was closed."""
+        self._capped: dict[str, Group] = {}
+        """Running groups whose candidates are given up when they reach a length."""
         self._stop_strings = StopStringsFactory(self.vllm_config.model_config)
         self._num_with_stop_strings = 0
         self._num_steps = 0
@@ -91,7 +62,9 @@ class GroupSchedulerMixin:
         params = request.sampling_params
         if params is None or (tag := CandidateTag.of(params.extra_args)) is None:
             return
-        group = self._groups.open(tag.group_id, tag.group_size, tag.num_candidates, tag.early_stop)
+        group = self._groups.open(
+            tag.group_id, tag.group_size, tag.num_candidates, tag.early_stop, tag.patience
+        )
         candidate_id = CandidateId(tag.group_id, group.launch(tag.index))
         candidate = Candidate(request, candidate_id, group, tag.output_interval)
         if tag.scoring is not None:
@@ -138,6 +111,7 @@ class GroupSchedulerMixin:
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         outputs = super().update_from_output(scheduler_output, model_runner_output)
+        self.step_times.step(scheduler_output, self.running)
         if not self._candidates:
             return outputs
         self._num_steps += 1
@@ -145,7 +119,7 @@ class GroupSchedulerMixin:
             self._end_by_stop_strings(outputs)
         report: RunnerReport | None = model_runner_output.__dict__.get(REPORT_ATTRIBUTE)
         due = self._due(report) if report is not None and report.due else {}
-        stopped = self._settle_groups(outputs, due) if self._touched else {}
+        stopped = self._settle_groups(outputs, due) if self._touched or self._capped else {}
         self._pass_outputs(outputs, stopped, model_runner_output)
         if self._touched:
             self._forget_ended(outputs, stopped)
@@ -192,12 +166,14 @@ class GroupSchedulerMixin:
             surplus = [self._by_id[CandidateId(group_id, index)].request.request_id for index in settlement.stop]
             stop.extend(surplus)
             reasons.update(dict.fromkeys(surplus, SURPLUS))
+            if group.length_cap is not None:
+                self._capped[group_id] = group
             for index in settlement.lost_ties:
                 reasons[self._by_id[CandidateId(group_id, index)].request.request_id] = SURPLUS
 
         for group_id, group in self._touched.items():
             settle(group_id, group)
-        for (group_id, _), siblings in sorted(due.items(), key=_place):
+        for (group_id, _), siblings in sorted(due.items(), key=place):
             group = self._touched[group_id]
             if group.closed:
                 continue
@@ -208,6 +184,9 @@ class GroupSchedulerMixin:
                 stop += request_ids
                 reasons.update(dict.fromkeys(request_ids, PRUNED))
                 settle(group_id, group)
+        too_long = self._give_up_too_long()
+        reasons.update(dict.fromkeys(too_long, SURPLUS))
+        stop += too_long
         if stop:
             self.finish_requests(stop, RequestStatus.FINISHED_ABORTED)
             self._refresh_stats(outputs)
@@ -218,6 +197,18 @@ class GroupSchedulerMixin:
                 step_outputs.finished_requests = (step_outputs.finished_requests or set()) | request_ids
             self.finished_req_ids_dict.clear()
         return reasons
+
+    def _give_up_too_long(self) -> list[str]:
+        """Requests of running candidates that have reached their group's length cap."""
+        too_long: list[str] = []
+        for group_id, group in list(self._capped.items()):
+            siblings = {i: self._by_id[CandidateId(group_id, i)].request for i in group.running}
+            reached = [i for i, request in siblings.items() if request.num_output_tokens >= group.length_cap]
+            group.give_up(reached)
+            too_long += [siblings[index].request_id for index in reached]
+            if group.over:
+                del self._capped[group_id]
+        return too_long
 
     def _refresh_stats(self, outputs: dict[int, EngineCoreOutputs]) -> None:
         """Count again after stopping: with several API processes no later step may correct this one's gauges."""
@@ -292,27 +283,11 @@ class GroupSchedulerMixin:
         note = EndingNote(
             state=state,
             end_step=self._num_steps,
-            mean_confidence=_confidence_of(output.request_id, model_runner_output),
+            mean_confidence=confidence_of(output.request_id, model_runner_output),
             pauses=candidate.pauses,
             assessment=None if candidate.entry is None else candidate.entry.assessment,
         )
         output.kv_transfer_params = note.to_params(output.kv_transfer_params)
-
-
-def _place(due: tuple[tuple[str, PruningPlan], dict[int, tuple[Candidate, Observation]]]) -> tuple[str, int]:
-    """Groups learn from each other's scores: the order in which they are judged must not be that of the batch."""
-    (_, plan), siblings = due
-    return siblings[min(siblings)][0].scoring.prompt_id, plan.detection_length
-
-
-def _confidence_of(request_id: str, model_runner_output: ModelRunnerOutput | None) -> float | None:
-    if model_runner_output is None or (row := model_runner_output.req_id_to_index.get(request_id)) is None:
-        return None
-    report: RunnerReport | None = model_runner_output.__dict__.get(REPORT_ATTRIBUTE)
-    if report is None:  # the worker observed no candidate in this step
-        return None
-    value = float(report.mean_confidence[row])
-    return value if value == value else None
 
 
 class RolloutScheduler(GroupSchedulerMixin, Scheduler):

@@ -10,6 +10,7 @@ import argparse
 import os
 import sys
 from importlib.metadata import entry_points
+from pathlib import Path
 
 from vllm import envs
 from vllm.entrypoints.cli.serve import ServeSubcommand
@@ -24,6 +25,8 @@ from vllm_rollout.adapter.options import RolloutOptions
 from vllm_rollout.adapter.plugin import PLUGIN
 from vllm_rollout.config import CPU_BLOCK_SIZE_TOKENS, FEATURE_RING_BYTES, TRAIN_BUDGET_S
 from vllm_rollout.models import DEFAULT_MODEL, resolve
+from vllm_rollout.profiling.profile_file import Profile
+from vllm_rollout.simulator.trace_file import TraceFile
 
 logger = init_logger("vllm.vllm_rollout")
 
@@ -77,17 +80,31 @@ def main(arguments: list[str]) -> None:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Our own flags, all of them about learning from rewards."""
+    """Our own flags."""
     group = parser.add_argument_group(
         title="Rollout",
-        description="Learning from the rewards of rollouts with pruning (POST /v1/rollouts/{id}/rewards).",
+        description="What POST /v1/rollouts learns, from rewards and from lengths, and what it leaves behind.",
+    )
+    group.add_argument(
+        "--rollout-profile",
+        metavar="FILE",
+        default=None,
+        help="What a step costs here, made by `vllm-rollout profile`: redundancy auto weighs it, and live step times "
+        "are compared with it. Default: redundancy auto takes half as many candidates again as wanted.",
+    )
+    group.add_argument(
+        "--rollout-record",
+        metavar="FILE",
+        default=None,
+        help="Append to this file one JSON line per rollout: lengths, ends and scores of its candidates, for "
+        "`vllm-rollout simulate`. No token and no text is in it. Default: off.",
     )
     group.add_argument(
         "--rollout-state",
         metavar="FILE",
         default=None,
-        help="Keep calibration and quality heads in this file: loaded at start, written after each training and when "
-        "the server stops. Default: forget them.",
+        help="Keep calibration, quality heads and lengths in this file: loaded at start, written while something is "
+        "learned (every 30 s at most) and when the server stops. Default: forget them.",
     )
     group.add_argument(
         "--rollout-train-budget-ms",
@@ -119,6 +136,15 @@ def refuse_unsupported(args: argparse.Namespace, parser: argparse.ArgumentParser
         parser.error("--grpc has no rollout endpoints. Leave it out to serve HTTP, or use plain `vllm serve`.")
     if envs.VLLM_USE_RUST_FRONTEND:
         parser.error("VLLM_USE_RUST_FRONTEND=1 bypasses Python endpoints. Unset it, or use plain `vllm serve`.")
+    try:
+        if args.rollout_profile is not None:
+            Profile.read(Path(args.rollout_profile))
+        if args.rollout_record is not None:
+            TraceFile(Path(args.rollout_record)).close()
+    except ValueError as error:
+        parser.error(f"--rollout-profile: {error}")
+    except OSError as error:
+        parser.error(f"--rollout-record {args.rollout_record}: {error.strerror}. Name a file that can be written.")
     for flag, value, ours in (
         ("--scheduler-cls", args.scheduler_cls, SCHEDULER_CLS),
         ("--worker-cls", args.worker_cls, WORKER_CLS),

@@ -23,7 +23,7 @@ SAVE_TIMEOUT_S = 10.0
 
 
 class StateFile:
-    """Loads at start; saves when training is done, at most once per `SAVE_INTERVAL_S`, and when the server stops."""
+    """Loads at start; saves when something was learned, once per `SAVE_INTERVAL_S` at most, and when the server stops."""
 
     def __init__(self, path: str, engine: EngineLearning, client: RolloutAsyncLLM) -> None:
         self._path = Path(path)
@@ -32,8 +32,8 @@ class StateFile:
         self._lock = asyncio.Lock()
         self._saving: asyncio.Task[None] | None = None
         self._saved_all = True
-        """No training was done since the last save began."""
-        engine.after_training = self._save_soon
+        """Nothing was learned since the last save began."""
+        engine.after_change = self._save_soon
         client.before_shutdown = self._save_at_shutdown
 
     async def load(self) -> None:

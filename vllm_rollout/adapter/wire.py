@@ -41,6 +41,7 @@ class CandidateTag:
     output_interval: int
     """Tokens per message to the API process; 1 sends every step's token at once."""
     scoring: Scoring | None = None
+    patience: float | None = None
 
     def to_extra_args(self) -> dict[str, Any]:
         scoring = self.scoring
@@ -52,6 +53,7 @@ class CandidateTag:
                 self.num_candidates,
                 self.early_stop,
                 self.output_interval,
+                self.patience,
                 scoring and [scoring.rollout_id, scoring.prompt_id, scoring.seed, *astuple(scoring.plan)],
             ]
         }
@@ -61,11 +63,11 @@ class CandidateTag:
         """The tag of a request's `extra_args`; None when it has none."""
         if not extra_args or (values := extra_args.get(TAG_KEY)) is None:
             return None
-        *values, scoring = values
+        *values, patience, scoring = values
         if scoring is None:
-            return cls(*values)
+            return cls(*values, patience=patience)
         rollout_id, prompt_id, seed, *plan = scoring
-        return cls(*values, Scoring(rollout_id, prompt_id, seed, PruningPlan(*plan)))
+        return cls(*values, Scoring(rollout_id, prompt_id, seed, PruningPlan(*plan)), patience)
 
 
 class RunnerReport(NamedTuple):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_rollout.config import MAX_DETECTION_LENGTH, MAX_DETECTION_LENGTHS
+from vllm_rollout.group.history import LengthHistory
 from vllm_rollout.group.learning import Learning, label_weight
 from vllm_rollout.group.ledger import Ledger, LedgerEntry, RewardStatus
 from vllm_rollout.group.lifecycle import Group
@@ -56,6 +57,7 @@ class Judge:
     def __init__(self) -> None:
         self.ledger = Ledger()
         self.learnings: dict[int, Learning] = {}
+        self.lengths = LengthHistory()
         self.num_evicted: Counter[int] = Counter()
         """Labels whose features were gone when their reward came, by detection length."""
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import ceil
 
 from vllm_rollout.config import MAX_IDLE_GROUPS
 from vllm_rollout.group.types import Assessment, CandidateState, EndReason
@@ -48,6 +49,12 @@ class Group:
     early_stop: bool = True
     closed: bool = False
     """`group_size` usable candidates have finished and the others were given up."""
+    patience: float | None = None
+    """Without early stop: factor of `length_cap`."""
+    length_cap: int | None = None
+    """Tokens at which a running candidate may be given up: `group_size` valid ones have finished, and it is `patience`
+    times as long as the longest of them. A rule on lengths, not on time: it also holds for candidates that began late.
+    """
     assessments: dict[int, Assessment] = field(default_factory=dict)
     """Of the candidates that were scored, by index."""
     _candidates: dict[int, _Candidate] = field(default_factory=dict)
@@ -92,8 +99,9 @@ class Group:
                 if self._candidates[index].state == "finished":
                     self._candidates[index].state = "surplus"
             lost = tuple(i for i in sorted(new) if self._candidates[i].state == "surplus")
-            return Settlement(self._give_up(), lost)
+            return Settlement(self._give_up_rest(), lost)
         if not self.early_stop:
+            self._set_length_cap()
             return NOTHING
         ranking = self._ranking()
         if len(ranking) < self.group_size:
@@ -103,7 +111,7 @@ class Group:
         lost = tuple(i for i in sorted(new) if i not in winners and self._candidates[i].state == "finished")
         for index in lost:
             self._candidates[index].state = "surplus"
-        return Settlement(self._give_up(), lost)
+        return Settlement(self._give_up_rest(), lost)
 
     def num_needed(self, num_due: int, at_least: int) -> int:
         """How many of `num_due` running candidates have to be kept so that `at_least` candidates can finish.
@@ -127,6 +135,18 @@ class Group:
             self._candidates[index].state = "pruned"
             self._num_running -= 1
         self._new, self._settled = self._settled + self._new, []
+
+    def give_up(self, indices: Iterable[int]) -> None:
+        """Running candidates that have reached `length_cap` are surplus now: stop them."""
+        for index in indices:
+            assert self._candidates[index].state == "running", f"verdict on candidate {index} after its end"
+            self._candidates[index].state = "surplus"
+            self._num_running -= 1
+
+    @property
+    def running(self) -> list[int]:
+        """Indices of the candidates that run."""
+        return [index for index, candidate in self._candidates.items() if candidate.state == "running"]
 
     def state(self, index: int) -> CandidateState:
         return self._candidates[index].state
@@ -156,13 +176,18 @@ class Group:
             finished = [(i, c) for i, c in finished if not c.truncated]
         return [i for i, _ in sorted(finished, key=lambda ic: (ic[1].truncated, ic[1].order, ic[1].num_tokens, ic[0]))]
 
-    def _give_up(self) -> tuple[int, ...]:
-        if not self._num_running:
-            return ()
-        running = tuple(i for i, c in self._candidates.items() if c.state == "running")
-        for index in running:
-            self._candidates[index].state = "surplus"
-        self._num_running = 0
+    def _set_length_cap(self) -> None:
+        """With patience, and once: K shortest and L longest are known as far as `group_size` candidates can tell."""
+        if self.patience is None or self.length_cap is not None:
+            return
+        valid = [c for c in self._candidates.values() if c.state == "finished" and not c.truncated]
+        if len(valid) >= self.group_size:
+            first = sorted(valid, key=lambda c: (c.order, c.num_tokens))[: self.group_size]
+            self.length_cap = ceil(self.patience * max(c.num_tokens for c in first))
+
+    def _give_up_rest(self) -> tuple[int, ...]:
+        running = tuple(self.running) if self._num_running else ()
+        self.give_up(running)
         return running
 
 
@@ -180,11 +205,13 @@ class GroupTable:
     def __len__(self) -> int:
         return len(self._groups)
 
-    def open(self, group_id: str, group_size: int, num_candidates: int, early_stop: bool) -> Group:
+    def open(
+        self, group_id: str, group_size: int, num_candidates: int, early_stop: bool, patience: float | None = None
+    ) -> Group:
         """The group of that id, made by the first candidate that names it."""
         group = self._groups.get(group_id)
         if group is None:
-            group = self._groups[group_id] = Group(group_size, num_candidates, early_stop)
+            group = self._groups[group_id] = Group(group_size, num_candidates, early_stop, patience=patience)
         self._idle.pop(group_id, None)
         return group
 

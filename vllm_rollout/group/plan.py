@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import isfinite
 from typing import Literal, TypeVar
 
-from vllm_rollout.config import MAX_GROUP_SIZE
+from vllm_rollout.config import MAX_GROUP_SIZE, MAX_PATIENCE
 from vllm_rollout.group.pruning_plan import RANGES, PlanError, PruningPlan, make_pruning_plan
 
 SelectionRule = Literal["first", "shortest", "dual_end"]
 SELECTION_RULES: tuple[SelectionRule, ...] = ("first", "shortest", "dual_end")
+EarlyStop = bool | Literal["auto"] | None
+"""None and "auto": wherever the selection allows it."""
 
 Default = TypeVar("Default", int, None)
 
 XARG_PREFIX = "rollout_"
-PLAN_XARGS = ("rollout_redundancy", "rollout_early_stop", "rollout_selection", "rollout_num_longest")
+PLAN_XARGS = (
+    "rollout_redundancy",
+    "rollout_early_stop",
+    "rollout_selection",
+    "rollout_num_longest",
+    "rollout_patience",
+)
 JOIN_XARGS = ("rollout_group_id", "rollout_group_size", "rollout_num_candidates", "rollout_early_stop")
 PRUNING_XARGS: Mapping[str, str] = {
     field: f"rollout_{'pruning_' if field in ('rule', 'strength', 'mode') else ''}{field}" for field in RANGES
@@ -37,11 +46,26 @@ class GroupPlan:
     num_longest: int = 0
     """L of a dual-end selection; K = group_size - L."""
     pruning: PruningPlan | None = None
+    patience: float | None = None
+    """Of a dual-end selection: once `group_size` valid candidates have finished, the others get `patience` times the
+    tokens of the longest of those. None: the whole pool runs to its end."""
 
     @property
     def num_candidates(self) -> int:
         """M' of DARTS."""
         return self.group_size + self.redundancy
+
+    def allocated(self, num_candidates: int, at_upper_bound: bool, *, early_stop: bool = True) -> GroupPlan:
+        """This plan with as many candidates as redundancy "auto" gives the prompt.
+
+        At the upper bound the prompt's tail is long: shortest-only, with early stop unless that is forbidden.
+
+        Source: DARTS Algorithm 2.
+        """
+        plan = replace(self, redundancy=num_candidates - self.group_size)
+        if not at_upper_bound:
+            return plan
+        return replace(plan, selection="shortest", num_longest=0, patience=None, early_stop=early_stop)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,19 +82,20 @@ class GroupJoin:
 def make_plan(
     group_size: int,
     redundancy: int = 0,
-    early_stop: bool | None = None,
+    early_stop: EarlyStop = None,
     selection: SelectionRule = "first",
     num_longest: int | None = None,
     pruning: PruningPlan | None = None,
+    patience: float | None = None,
     *,
     max_candidates: int,
     names: Mapping[str, str] | None = None,
 ) -> GroupPlan:
     """Check the fields of one group and return its plan.
 
-    `early_stop=None` means "whenever the selection allows it". `max_candidates` is the engine's `max_num_seqs`: a group
-    whose candidates cannot all run at once would decide its race by queue position. `names` maps field names to what
-    the user wrote (`rollout_redundancy` in xargs).
+    `early_stop=None` and "auto" mean "wherever the selection allows it". `max_candidates` is the engine's
+    `max_num_seqs`: a group whose candidates cannot all run at once would decide its race by queue position. `names`
+    maps field names to what the user wrote (`rollout_redundancy` in xargs).
 
     Raises: PlanError with field, value, allowed range and remedy.
     """
@@ -98,19 +123,27 @@ def make_plan(
     if selection not in SELECTION_RULES:
         raise PlanError(name("selection"), f"must be one of {', '.join(SELECTION_RULES)}, got {selection!r}.")
     if selection != "dual_end":
-        if num_longest is not None:
-            raise PlanError(name("num_longest"), f"only applies to selection dual_end, got selection {selection!r}.")
+        for field, value in (("num_longest", num_longest), ("patience", patience)):
+            if value is not None:
+                raise PlanError(name(field), f"only applies to selection dual_end, got selection {selection!r}.")
         return GroupPlan(group_size, redundancy, early_stop is not False, selection, pruning=pruning)
     num_longest = 1 if num_longest is None else num_longest
     if not 0 <= num_longest <= group_size:
         raise PlanError(name("num_longest"), f"must be in [0, {name('group_size')}={group_size}], got {num_longest}.")
-    if early_stop:
+    if early_stop is True:
         raise PlanError(
             name("early_stop"),
             "cannot be true with selection dual_end: the longest of the pool are known only when the whole pool has "
-            "ended. Set it to false, or select first or shortest.",
+            'ended. Set it to "auto" (stop early where redundancy "auto" goes to its upper bound) or to false, bound '
+            f"the wait with {name('patience')}, or select first or shortest.",
         )
-    return GroupPlan(group_size, redundancy, False, selection, num_longest, pruning)
+    if patience is not None and not (isfinite(patience) and 1 <= patience <= MAX_PATIENCE):
+        raise PlanError(
+            name("patience"),
+            f"must be in [1, {MAX_PATIENCE:g}], got {patience}. It is a factor on the length of the longest of the "
+            f"first {name('group_size')} candidates; leave it out to wait for the whole pool.",
+        )
+    return GroupPlan(group_size, redundancy, False, selection, num_longest, pruning, patience)
 
 
 def _check_can_prune(
@@ -144,7 +177,12 @@ def plan_from_xargs(xargs: Mapping[str, object], n: int, *, max_candidates: int)
     _reject_unknown(xargs, (*PLAN_XARGS, *PRUNING_XARGS.values()))
     selection = xargs.get("rollout_selection", "first")
     num_longest = _int(xargs, "rollout_num_longest", None)
-    early_stop = _bool(xargs, "rollout_early_stop")
+    early_stop: EarlyStop = "auto"
+    if xargs.get("rollout_early_stop") != "auto":
+        early_stop = _bool(xargs, "rollout_early_stop")
+    patience = xargs.get("rollout_patience")
+    if patience is not None and (isinstance(patience, bool) or not isinstance(patience, int | float)):
+        raise PlanError("rollout_patience", f"must be a number, got {patience!r}.")
     return make_plan(
         n,
         _int(xargs, "rollout_redundancy", 0),
@@ -152,6 +190,7 @@ def plan_from_xargs(xargs: Mapping[str, object], n: int, *, max_candidates: int)
         selection,  # type: ignore[arg-type]  # make_plan checks it
         num_longest,
         _pruning_from_xargs(xargs),
+        patience,
         max_candidates=max_candidates,
         names={"group_size": "n", **{field[len(XARG_PREFIX) :]: field for field in PLAN_XARGS}, **PRUNING_XARGS},
     )

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
+from vllm_rollout.group.plan import SelectionRule
 from vllm_rollout.group.types import CandidateState, GroupStatus, Signal
 
 
@@ -71,9 +72,36 @@ class GroupLengths(BaseModel):
 
 
 class Allocation(BaseModel):
+    """How many candidates the prompt got, and why; without redundancy "auto" only how many."""
+
     num_candidates: int
     weight: float | None = None
+    """w of DARTS Algorithm 1, from 0 to 1: the prompt's length deviation among those of the request."""
+    std_tokens: float | None = None
+    """What the weight came from: deviation of the prompt's lengths as far as they are known; None at first sight."""
     at_upper_bound: bool = False
+    """The prompt got as many as there may be: its selection is "shortest", with early stop."""
+    selection: SelectionRule
+
+
+class RedundancyBudget(BaseModel):
+    """Candidates of all prompts together, with redundancy "auto" (DARTS Eq. 8 and 9)."""
+
+    total: int
+    lower: int
+    upper: int
+    """Bounds of `total`: once and twice as many as trajectories are wanted, within --max-num-seqs."""
+    optimum: float | None = None
+    """rho * base_s / (tradeoff * seconds_per_candidate); None with source "default"."""
+    rho: float | None = None
+    """Deviation of all lengths over their mean, moving averages."""
+    seconds_per_candidate: float | None = None
+    """k of Eq. 6, from the profile."""
+    base_s: float | None = None
+    """Predicted time of the rollout without redundancy, from the profile."""
+    tradeoff: float
+    source: Literal["profile", "default"]
+    """"default": half as many again as wanted, because the server has no profile or has not seen any lengths."""
 
 
 class GroupAnswer(BaseModel):
@@ -114,6 +142,8 @@ class RolloutAnswer(BaseModel):
     weight_version: str | None = None
     warnings: list[str] = []
     """What was asked for and could not be done, once per request."""
+    budget: RedundancyBudget | None = None
+    """With redundancy "auto" only."""
     groups: list[GroupAnswer]
     usage: Usage
     timing: Timing
@@ -163,6 +193,7 @@ class DoneEvent(BaseModel):
     model: str
     weight_version: str | None = None
     warnings: list[str] = []
+    budget: RedundancyBudget | None = None
     usage: Usage
     timing: Timing
 

@@ -15,7 +15,7 @@ MIN_INT, MAX_INT = -(2**63), 2**63 - 1
 """Integers that can travel to the engine: 64 bit, signed."""
 MAX_DEPTH = 32
 """Levels of nesting inside messages and sampling."""
-UNION_TAGS = frozenset({"<name>", "<object>"})
+UNION_TAGS = frozenset({"<flag>", "<name>", "<number>", "<object>"})
 """Parts that pydantic puts into an error's location and that are no part of the body."""
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Generator, Iterable
+from collections.abc import AsyncGenerator, Generator, Iterable, Mapping
 from typing import Any, TypeVar
 
 import httpx
@@ -15,7 +15,14 @@ from pydantic import TypeAdapter
 from typing_extensions import Self, Unpack
 
 from vllm_rollout.server.answers import Event, RolloutAnswer
-from vllm_rollout.server.client_body import PromptLike, RolloutOptions, Selection, rollout_body, takes_options
+from vllm_rollout.server.client_body import (
+    PromptLike,
+    Redundancy,
+    RolloutOptions,
+    Selection,
+    rollout_body,
+    takes_options,
+)
 from vllm_rollout.server.client_connection import (
     DEFAULT_URL,
     HEALTH_TIMEOUT_S,
@@ -37,6 +44,7 @@ __all__ = [
     "PromptLike",
     "Pruning",
     "QualityHead",
+    "Redundancy",
     "RolloutClient",
     "RolloutError",
     "RolloutOptions",
@@ -62,12 +70,15 @@ class RolloutClient(Connection, LearningMethods):
         self,
         prompts: Iterable[PromptLike],
         group_size: int,
-        redundancy: int = 0,
+        redundancy: Redundancy = 0,
         *,
         timeout: float | None = None,
         **options: Unpack[RolloutOptions],
     ) -> RolloutAnswer:
         """Run `group_size + redundancy` candidates per prompt; each complete group has `group_size` trajectories.
+
+        With redundancy "auto" the server shares out up to `group_size` spare candidates per prompt, by what it has seen
+        of lengths: give prompts ids that stay theirs.
 
         `timeout`: longest silence of the server in seconds, in place of the client's `read_timeout_s`.
 
@@ -81,7 +92,7 @@ class RolloutClient(Connection, LearningMethods):
         self,
         prompts: Iterable[PromptLike],
         group_size: int,
-        redundancy: int = 0,
+        redundancy: Redundancy = 0,
         *,
         stream_tokens: int | None = None,
         timeout: float | None = None,
@@ -89,11 +100,15 @@ class RolloutClient(Connection, LearningMethods):
     ) -> Generator[Event, None, None]:
         """Like `rollout`, as events: trajectories and candidates, then their `group`, and `done` at the end.
 
-        `stream_tokens`: also send `tokens` events, in chunks of at least that many tokens per candidate. The request is
-        sent when the first event is asked for. Closing the generator (`contextlib.closing`, or dropping it) closes the
-        connection, and the server aborts the candidates.
+        `stream_tokens`: also send `tokens` events, in chunks of at least that many tokens per candidate, the last one
+        of a candidate excepted. Its chunks join without a gap (checked here) and make up its trajectory; a `candidate`
+        event says that it is out and that no more of its tokens come. A reader may take its time: generation goes on,
+        and later chunks are longer.
 
-        Raises: RolloutError as `rollout`, at an `error` event, and when the stream is cut.
+        The request is sent when the first event is asked for. Closing the generator (`contextlib.closing`, or dropping
+        it) closes the connection, and the server aborts the candidates.
+
+        Raises: RolloutError as `rollout`, at an `error` event, when the stream is cut and where tokens do not join.
         """
         body = rollout_body(prompts, group_size, redundancy, stream=True, stream_tokens=stream_tokens, **options)
         return self._events(body, timeout)
@@ -153,13 +168,13 @@ class RolloutClient(Connection, LearningMethods):
         raise_for_error(response)
         return response
 
-    def _events(self, body: object, timeout: float | None) -> Generator[Event, None, None]:
+    def _events(self, body: Mapping[str, Any], timeout: float | None) -> Generator[Event, None, None]:
         response = self._open("POST", "/v1/rollouts", body, timeout)
         try:
             if response.is_error:
                 response.read()
                 raise_for_error(response)
-            reader = EventReader()
+            reader = EventReader(streams_tokens="stream_tokens" in body)
             for chunk in response.iter_bytes():
                 yield from reader.feed(chunk)
             reader.close()
@@ -183,7 +198,7 @@ class AsyncRolloutClient(Connection, AsyncLearningMethods):
         self,
         prompts: Iterable[PromptLike],
         group_size: int,
-        redundancy: int = 0,
+        redundancy: Redundancy = 0,
         *,
         timeout: float | None = None,
         **options: Unpack[RolloutOptions],
@@ -197,7 +212,7 @@ class AsyncRolloutClient(Connection, AsyncLearningMethods):
         self,
         prompts: Iterable[PromptLike],
         group_size: int,
-        redundancy: int = 0,
+        redundancy: Redundancy = 0,
         *,
         stream_tokens: int | None = None,
         timeout: float | None = None,
@@ -262,13 +277,13 @@ class AsyncRolloutClient(Connection, AsyncLearningMethods):
         raise_for_error(response)
         return response
 
-    async def _events(self, body: object, timeout: float | None) -> AsyncGenerator[Event, None]:
+    async def _events(self, body: Mapping[str, Any], timeout: float | None) -> AsyncGenerator[Event, None]:
         response = await self._open("POST", "/v1/rollouts", body, timeout)
         try:
             if response.is_error:
                 await response.aread()
                 raise_for_error(response)
-            reader = EventReader()
+            reader = EventReader(streams_tokens="stream_tokens" in body)
             async for chunk in response.aiter_bytes():
                 for event in reader.feed(chunk):
                     yield event

@@ -20,15 +20,19 @@ PromptLike = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, An
 """Text, token ids, chat messages, or a whole prompt (`{"id": …, "messages": …}`)."""
 
 Selection = str | Mapping[str, Any] | DualEndSelection
-"""`"first"`, `"shortest"` or `{"dual_end": {"num_longest": 1}}`."""
+"""`"first"`, `"shortest"` or `{"dual_end": {"num_longest": 1, "patience": 1.5}}`."""
+
+Redundancy = int | str | Mapping[str, Any]
+"""Spare candidates per prompt, `"auto"`, or `{"auto": {"tradeoff": 2.0}}`."""
 
 
 class RolloutOptions(TypedDict, total=False):
     """Options, the same for `rollout` and `stream` of both clients:
 
-    early_stop: stop a group's other candidates when `group_size` valid ones have finished; None: whenever the
+    early_stop: stop a group's other candidates when `group_size` valid ones have finished; "auto" or None: wherever the
         selection allows it.
-    selection: which finished candidates make the group: "first", "shortest" or {"dual_end": {"num_longest": 1}}.
+    selection: which finished candidates make the group: "first", "shortest" or {"dual_end": {"num_longest": 1}}, whose
+        "patience" bounds the wait for the longest.
     pruning: score candidates and stop those that will not help training: {"detection_length": 512, …} or a Pruning;
         None: no pruning.
     sampling: any field of vLLM's SamplingParams except n.
@@ -38,7 +42,7 @@ class RolloutOptions(TypedDict, total=False):
     model: name of a served model; None: the first.
     """
 
-    early_stop: bool | None
+    early_stop: bool | str | None
     selection: Selection
     pruning: Mapping[str, Any] | Pruning | None
     sampling: Mapping[str, Any] | None
@@ -51,8 +55,8 @@ class RolloutOptions(TypedDict, total=False):
 def rollout_body(
     prompts: Iterable[PromptLike],
     group_size: int,
-    redundancy: int = 0,
-    early_stop: bool | None = None,
+    redundancy: Redundancy = 0,
+    early_stop: bool | str | None = None,
     selection: Selection = "first",
     pruning: Mapping[str, Any] | Pruning | None = None,
     sampling: Mapping[str, Any] | None = None,

@@ -15,6 +15,7 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from typing_extensions import Self
 
 from vllm_rollout.server.answers import DoneEvent, ErrorAnswer, ErrorBody, ErrorEvent, Event
+from vllm_rollout.server.client_tokens import Joints
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 CONNECT_TIMEOUT_S = 10.0
@@ -36,6 +37,9 @@ CONNECTION_LOST = (
     httpx.RemoteProtocolError,
 )
 """What is retried, and only before the first byte of an answer. A read timeout is not: the rollout may be running."""
+
+INCOMPLETE = "IncompleteStream"
+"""Type of the error when a stream lacks something."""
 
 _EVENT: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="type")])
 
@@ -92,13 +96,14 @@ class EventReader:
     text.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, streams_tokens: bool = False) -> None:
+        self._joints = Joints() if streams_tokens else None
         self._tail = b""
         self._data: list[bytes] = []
         self._done = False
 
     def feed(self, chunk: bytes) -> list[Event]:
-        """The events this chunk completes. Raises: RolloutError at an `error` event."""
+        """The events this chunk completes. Raises: RolloutError at an `error` event and where tokens do not join."""
         *lines, self._tail = (self._tail + chunk).split(b"\n")
         events = []
         for line in lines:
@@ -113,14 +118,14 @@ class EventReader:
     def close(self) -> None:
         """The stream has ended. Raises: RolloutError when it was cut."""
         if not self._done:
-            raise RolloutError(
-                None, "the stream ended before its done event; the rollout is incomplete.", "IncompleteStream"
-            )
+            raise RolloutError(None, "the stream ended before its done event; the rollout is incomplete.", INCOMPLETE)
 
     def _event(self, data: bytes) -> Event:
         event = parse(_EVENT, data)
         if isinstance(event, ErrorEvent):
             raise RolloutError.from_body(event.error)
+        if self._joints is not None and (problem := self._joints.problem(event)) is not None:
+            raise RolloutError(None, f"{problem} Run the rollout again.", INCOMPLETE)
         self._done = self._done or isinstance(event, DoneEvent)
         return event
 

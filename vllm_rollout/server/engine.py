@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
+from math import log
 from typing import Any, Protocol
 
+from vllm_rollout.group.cost import CostModel
+from vllm_rollout.group.history import LengthMoments, ObservedLength
 from vllm_rollout.group.ledger import RewardStatus
 from vllm_rollout.group.plan import GroupPlan
 from vllm_rollout.group.report import ShadowReport, SignalReport
@@ -130,8 +133,49 @@ class LearningReport:
     shadow: ShadowReport
 
 
+@dataclass(frozen=True, slots=True)
+class LengthStatistics:
+    """What an engine has seen of lengths, in tokens."""
+
+    dataset: LengthMoments | None
+    """Of all candidates; None before there were any."""
+    prompts: Sequence[LengthMoments | None]
+    """Of each prompt asked for; None for one never seen."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepDrift:
+    """How far the decode steps of a range of batch sizes are from what the profile says."""
+
+    smallest: int
+    largest: int
+    num_samples: int
+    live_s: float
+    predicted_s: float
+    """Medians over the newest samples."""
+
+    @property
+    def ratio(self) -> float:
+        return self.live_s / self.predicted_s
+
+    @property
+    def distance(self) -> float:
+        """From 1, the same for twice and for half."""
+        return abs(log(self.ratio))
+
+
 class Engine(Protocol):
     """An engine that runs groups."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Data-parallel ranks that groups are spread over."""
+        ...
+
+    @property
+    def cost_model(self) -> CostModel | None:
+        """What a step costs here; None without a profile."""
+        ...
 
     @property
     def max_num_seqs(self) -> int:
@@ -173,6 +217,18 @@ class Engine(Protocol):
         With `plan.pruning`, rewards are later posted under (`rollout_id`, `prompt.id`, index), and chance depends on
         (`pruning_seed`, `prompt.id`, index) only. Closing the generator aborts what still runs.
         """
+        ...
+
+    async def observe_lengths(self, key: str, lengths: Sequence[ObservedLength]) -> None:
+        """A group of that prompt is over. Raises: RequestError (503) for a dead engine."""
+        ...
+
+    async def length_history(self, keys: Sequence[str]) -> LengthStatistics:
+        """What is known of these prompts' lengths. Raises: RequestError (503) for a dead engine."""
+        ...
+
+    async def step_drift(self) -> Sequence[StepDrift]:
+        """Live step times against the profile's, as far as there are any; of several ranks the one furthest off."""
         ...
 
     async def post_rewards(self, rollout_id: str, rewards: Sequence[Reward]) -> RewardsReceipt | None:

@@ -16,13 +16,17 @@ from vllm_rollout.server.learning_body import (
     RewardsAnswer,
     RewardsRequest,
 )
+from vllm_rollout.server.recorder import TraceRecorder
 
 
 class LearningService:
     """What the endpoints that learn ask of an engine."""
 
-    def __init__(self, engine: Engine, metrics: Metrics, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, engine: Engine, metrics: Metrics, clock: Callable[[], float], recorder: TraceRecorder | None = None
+    ) -> None:
         self._engine = engine
+        self._recorder = recorder
         self._metrics = metrics
         self._clock = clock
         self._reported: dict[int, float] = {}
@@ -44,6 +48,9 @@ class LearningService:
                 param="rollout_id",
             )
         self._metrics.rewards_posted(receipt.statuses, rewards)
+        if self._recorder is not None:
+            posted = zip(rewards, receipt.statuses, strict=True)
+            self._recorder.rewards_posted(rollout_id, [reward for reward, status in posted if status == "accepted"])
         await self._refresh_gauges(receipt.detection_length)
         results = [
             RewardResult(prompt_id=reward.prompt_id, index=reward.index, status=status, message=EXPLANATIONS[status])

@@ -12,13 +12,14 @@ from pydantic import (
     Discriminator,
     Field,
     StrictBool,
+    StrictFloat,
     StrictInt,
     StrictStr,
     Tag,
     model_validator,
 )
 
-from vllm_rollout.config import MAX_GROUP_SIZE, MAX_PROMPTS
+from vllm_rollout.config import DEFAULT_TRADEOFF, MAX_GROUP_SIZE, MAX_PATIENCE, MAX_PROMPTS, MAX_TRADEOFF
 from vllm_rollout.server.body import MAX_INT, Body, check_json
 from vllm_rollout.server.pruning_body import Pruning
 
@@ -57,19 +58,57 @@ class DualEnd(Body):
         description="L, from 0 to group_size: the longest trajectories of the pool; the other group_size - L are its "
         "shortest.",
     )
+    patience: Annotated[StrictFloat, Field(ge=1, le=MAX_PATIENCE)] | None = Field(
+        default=None,
+        description="Once group_size valid candidates have finished, the others get this many times the tokens of the "
+        f"longest of those, then they are stopped: a number from 1 to {MAX_PATIENCE:g}. Default: the whole pool runs "
+        "to its end.",
+    )
 
 
 class DualEndSelection(Body):
     dual_end: DualEnd
 
 
+def _form(value: Any) -> str:
+    """Which branch of a union is meant, so that an error speaks of that one only."""
+    if isinstance(value, (dict, Body)):
+        return "<object>"
+    return "<number>" if isinstance(value, (int, float)) else "<name>"
+
+
 def _selection_form(value: Any) -> str:
-    return "<object>" if isinstance(value, (dict, DualEndSelection)) else "<name>"
+    form = _form(value)
+    return "<name>" if form == "<number>" else form
 
 
 Selection = Annotated[
     Annotated[Literal["first", "shortest"], Tag("<name>")] | Annotated[DualEndSelection, Tag("<object>")],
     Discriminator(_selection_form),
+]
+
+
+class Auto(Body):
+    tradeoff: Annotated[StrictFloat, Field(gt=0, le=MAX_TRADEOFF)] = Field(
+        default=DEFAULT_TRADEOFF,
+        description="lambda of DARTS Eq. 8, what time is worth against shaping, with the cost of a rollout without "
+        f"redundancy as its unit: a number above 0, up to {MAX_TRADEOFF:g}. More of it gives fewer candidates.",
+    )
+
+
+class AutoRedundancy(Body):
+    auto: Auto
+
+
+EarlyStop = Annotated[
+    Annotated[StrictBool, Tag("<flag>")] | Annotated[Literal["auto"], Tag("<name>")],
+    Discriminator(lambda value: "<name>" if isinstance(value, str) else "<flag>"),
+]
+Redundancy = Annotated[
+    Annotated[StrictInt, Field(ge=0, le=MAX_GROUP_SIZE), Tag("<number>")]
+    | Annotated[Literal["auto"], Tag("<name>")]
+    | Annotated[AutoRedundancy, Tag("<object>")],
+    Discriminator(_form),
 ]
 
 
@@ -95,6 +134,12 @@ class RolloutRequest(Body):
                     "sampling": {"temperature": 1.0, "max_tokens": 512},
                 },
                 {
+                    "prompts": [{"id": "q1", "prompt": "17 + 25 ="}, {"id": "q2", "prompt": "6 * 7 ="}],
+                    "group_size": 8,
+                    "redundancy": "auto",
+                    "selection": {"dual_end": {"num_longest": 1, "patience": 1.5}},
+                },
+                {
                     "prompts": [{"prompt": "17 + 25 ="}, {"prompt_token_ids": [1, 2, 3]}],
                     "group_size": 4,
                     "redundancy": 4,
@@ -116,14 +161,15 @@ class RolloutRequest(Body):
     group_size: Annotated[StrictInt, Field(ge=1, le=MAX_GROUP_SIZE)] = Field(
         description=f"Trajectories you want for each prompt (M; OpenAI's n): an integer from 1 to {MAX_GROUP_SIZE}."
     )
-    redundancy: Annotated[StrictInt, Field(ge=0, le=MAX_GROUP_SIZE)] = Field(
+    redundancy: Redundancy = Field(
         default=0,
-        description=f"Spare candidates beyond group_size (M' - M): an integer from 0 to {MAX_GROUP_SIZE}.",
+        description=f"Spare candidates beyond group_size (M' - M): an integer from 0 to {MAX_GROUP_SIZE}, or "
+        '"auto": up to group_size of them for each prompt, more where lengths vary more (DARTS).',
     )
-    early_stop: StrictBool | None = Field(
+    early_stop: EarlyStop | None = Field(
         default=None,
-        description="Stop a group's other candidates when group_size valid ones have finished. "
-        "Default: true unless selection is dual_end, which needs the whole pool.",
+        description="Stop a group's other candidates when group_size valid ones have finished: true, false or "
+        '"auto" (the default): wherever the selection allows it, which dual_end does not.',
     )
     selection: Selection = Field(
         default="first",

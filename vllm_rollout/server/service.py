@@ -17,7 +17,6 @@ from vllm_rollout.group.selection import conclude, lengths_of
 from vllm_rollout.group.types import GroupResult
 from vllm_rollout.metrics import Metrics
 from vllm_rollout.server.answers import (
-    Allocation,
     Candidate,
     CandidateEvent,
     DoneEvent,
@@ -25,6 +24,7 @@ from vllm_rollout.server.answers import (
     GroupAnswer,
     GroupEvent,
     GroupLengths,
+    RedundancyBudget,
     RolloutAnswer,
     Timing,
     Trajectory,
@@ -34,11 +34,20 @@ from vllm_rollout.server.answers import (
 from vllm_rollout.server.ended import candidate_of, tokens_of, trajectory_of
 from vllm_rollout.server.engine import CandidateEnd, CandidateTokens, Engine, PreparedPrompt, PromptInput, RequestError
 from vllm_rollout.server.learning import LearningService
-from vllm_rollout.server.protocol import DualEndSelection, Return, RolloutRequest
+from vllm_rollout.server.protocol import Auto, DualEndSelection, Return, RolloutRequest
+from vllm_rollout.server.recorder import TraceRecorder, recorded
 from vllm_rollout.server.scoring_log import ScoringLog
+from vllm_rollout.server.shaping import PromptPlan, ShapingService, history_key
+from vllm_rollout.simulator.trace import RolloutPrompt
 
 EVENT_BUFFER = 256
-"""Events that wait for a slow reader before the groups that make them wait too; groups of other requests never do."""
+"""Events of a rollout that wait for a slow reader. Beyond them each group waits with one event, and the engine goes on:
+what its candidates generate meanwhile is held once, in at most three messages per candidate (`run_candidates`), and
+comes as longer `tokens`. Groups of other rollouts never wait.
+"""
+
+
+SELECTION_NAMES = {field: f"selection.dual_end.{field}" for field in ("num_longest", "patience")}
 
 
 @dataclass(slots=True)
@@ -48,7 +57,8 @@ class Rollout:
     id: str
     created: int
     model: str
-    plan: GroupPlan
+    plans: list[PromptPlan]
+    """One per prompt."""
     prompts: list[PreparedPrompt]
     wanted: Return
     stream_tokens: int | None
@@ -56,10 +66,14 @@ class Rollout:
     """What chance depends on: the same seeded request gives the same verdicts."""
     scoring: ScoringLog | None
     """None without pruning."""
+    budget: RedundancyBudget | None = None
+    """With redundancy "auto" only."""
     warnings: list[str] = field(default_factory=list)
     usage: Usage = field(default_factory=Usage)
     timing: Timing = field(default_factory=Timing)
     versions: set[str] = field(default_factory=set)
+    records: list[RolloutPrompt] = field(default_factory=list)
+    """Of prompts whose groups are over, for the trace."""
 
     @property
     def weight_version(self) -> str | None:
@@ -70,11 +84,19 @@ class Rollout:
 class RolloutService:
     """Runs rollouts on an engine."""
 
-    def __init__(self, engine: Engine, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        metrics: Metrics,
+        clock: Callable[[], float] = time.monotonic,
+        recorder: TraceRecorder | None = None,
+    ) -> None:
         self._engine = engine
         self._metrics = metrics
         self._clock = clock
-        self.learning = LearningService(engine, metrics, clock)
+        self._recorder = recorder
+        self.learning = LearningService(engine, metrics, clock, recorder)
+        self._shaping = ShapingService(engine, metrics, clock)
 
     async def prepare(self, request: RolloutRequest) -> Rollout:
         """Check everything before anything is launched.
@@ -101,17 +123,24 @@ class RolloutService:
             want_logprobs=request.return_.logprobs,
             want_text=request.return_.text,
         )
+        keys = [history_key(p.id, q.token_ids) for p, q in zip(request.prompts, prompts, strict=True)]
+        plans, budget, warnings = [PromptPlan(plan, key) for key in keys], None, []
+        if (tradeoff := _tradeoff(request)) is not None:
+            early_stop = request.early_stop is not False
+            plans, budget, warnings = await self._shaping.allocate(plan, keys, prompts, tradeoff, early_stop)
         seed = request.sampling.get("seed")
         rollout = Rollout(
             id=f"rollout-{uuid.uuid4().hex}",
             created=int(time.time()),
             model=model,
-            plan=plan,
+            plans=plans,
             prompts=prompts,
             wanted=request.return_,
             stream_tokens=request.stream_tokens,
             pruning_seed=seed if isinstance(seed, int) else secrets.randbits(62),
             scoring=None if plan.pruning is None else ScoringLog(plan, plan.pruning),
+            budget=budget,
+            warnings=warnings,
         )
         rollout.usage.prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         return rollout
@@ -139,6 +168,7 @@ class RolloutService:
             model=rollout.model,
             weight_version=rollout.weight_version,
             warnings=rollout.warnings,
+            budget=rollout.budget,
             groups=[groups[prompt.id] for prompt in rollout.prompts],
             usage=rollout.usage,
             timing=rollout.timing,
@@ -170,6 +200,7 @@ class RolloutService:
                 else:
                     yield event
             rollout.timing.latency_s = self._clock() - started
+            await self._shaping.told()
             await self._warn(rollout)
             yield DoneEvent(
                 id=rollout.id,
@@ -177,6 +208,7 @@ class RolloutService:
                 model=rollout.model,
                 weight_version=rollout.weight_version,
                 warnings=rollout.warnings,
+                budget=rollout.budget,
                 usage=rollout.usage,
                 timing=rollout.timing,
             )
@@ -184,21 +216,32 @@ class RolloutService:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            if self._recorder is not None:
+                limits = [prompt.max_tokens for prompt in rollout.prompts if prompt.max_tokens is not None]
+                group_size, most = rollout.plans[0].group.group_size, max(limits, default=None)
+                self._recorder.rollout_over(rollout.id, rollout.model, group_size, most, rollout.records)
 
     def _plan(self, request: RolloutRequest) -> GroupPlan:
-        selection, num_longest = request.selection, None
+        """Of every prompt; with redundancy "auto" as if each went to the upper bound."""
+        selection, num_longest, patience = request.selection, None, None
         if isinstance(selection, DualEndSelection):
-            selection, num_longest = "dual_end", selection.dual_end.num_longest
+            num_longest, patience = selection.dual_end.num_longest, selection.dual_end.patience
+            selection = "dual_end"
+        most = self._engine.max_num_seqs
+        redundancy = request.redundancy
+        if _tradeoff(request) is not None:
+            redundancy = max(0, min(request.group_size, most - request.group_size))
         try:
             return make_plan(
                 request.group_size,
-                request.redundancy,
+                redundancy,
                 request.early_stop,
                 selection,
                 num_longest,
                 None if request.pruning is None else request.pruning.plan(),
-                max_candidates=self._engine.max_num_seqs,
-                names={"num_longest": "selection.dual_end.num_longest", "allow_fewer": "pruning.allow_fewer"},
+                patience,
+                max_candidates=most,
+                names={**SELECTION_NAMES, "allow_fewer": "pruning.allow_fewer"},
             )
         except PlanError as error:
             raise RequestError(str(error), param=error.field) from error
@@ -209,12 +252,12 @@ class RolloutService:
         report = None
         if rollout.scoring.num_cold:
             report = await self.learning.report_if_any(rollout.scoring.plan.detection_length)
-        rollout.warnings = rollout.scoring.warnings(report)
+        rollout.warnings += rollout.scoring.warnings(report)
 
     async def _group_events(
         self, rollout: Rollout, prompt: PreparedPrompt, position: int, started: float
     ) -> AsyncGenerator[Event, None]:
-        plan, group_id = rollout.plan, f"{rollout.id}-{position}"
+        plan, group_id = rollout.plans[position].group, f"{rollout.id}-{position}"
         ends: dict[int, CandidateEnd] = {}
         sent: set[int] = set()
 
@@ -222,6 +265,11 @@ class RolloutService:
             sent.add(end.ending.index)
             trajectory = trajectory_of(end, rollout.wanted, plan.pruning)
             return TrajectoryEvent(prompt_id=prompt.id, group_id=group_id, trajectory=trajectory)
+
+        def dropped(end: CandidateEnd) -> CandidateEvent:
+            sent.add(end.ending.index)
+            candidate = candidate_of(end, rollout.wanted, plan.pruning)
+            return CandidateEvent(prompt_id=prompt.id, group_id=group_id, candidate=candidate)
 
         stream = self._engine.run_group(
             group_id,
@@ -242,19 +290,23 @@ class RolloutService:
                 # With early stop the engine counts exactly group_size winners: each of them is sure at its end.
                 if plan.early_stop and happening.ending.valid:
                     yield named(happening)
+                elif happening.ending.state != "finished":  # nothing can select it any more: a reader may drop it now
+                    yield dropped(happening)
         result = conclude(plan, (end.ending for end in ends.values()))
         for index in result.selected:
             if index not in sent:
                 yield named(ends[index])
         for ending in result.endings:
             if ending.index not in sent:
-                candidate = candidate_of(ends[ending.index], rollout.wanted, plan.pruning)
-                yield CandidateEvent(prompt_id=prompt.id, group_id=group_id, candidate=candidate)
+                yield dropped(ends[ending.index])
         latency_s = self._clock() - started
         if rollout.scoring is not None:
             rollout.scoring.group_over(prompt, ends.values())
         _account(rollout, result, ends, latency_s)
         self._metrics.group_over(result, latency_s)
+        self._shaping.group_over(rollout.plans[position].key, result.endings)
+        if self._recorder is not None:
+            rollout.records.append(recorded(prompt, ends.values()))
         yield GroupEvent(
             prompt_id=prompt.id,
             group_id=group_id,
@@ -263,8 +315,15 @@ class RolloutService:
             selected=list(result.selected),
             prompt_token_ids=list(prompt.token_ids),
             lengths=GroupLengths(**lengths_of([ends[i].ending.num_tokens for i in result.selected])._asdict()),
-            allocation=Allocation(num_candidates=plan.num_candidates),
+            allocation=rollout.plans[position].answer(),
         )
+
+
+def _tradeoff(request: RolloutRequest) -> float | None:
+    """lambda of redundancy "auto"; None when the request counts by itself."""
+    if isinstance(request.redundancy, int):
+        return None
+    return Auto().tradeoff if request.redundancy == "auto" else request.redundancy.auto.tradeoff
 
 
 def _account(rollout: Rollout, result: GroupResult, ends: dict[int, CandidateEnd], latency_s: float) -> None:

@@ -11,7 +11,8 @@ import pytest
 import torch
 from vllm.config import ParallelConfig
 
-from vllm_rollout.adapter.core import OPERATIONS, LearningCalls, _rank, rollout_learning
+from vllm_rollout.adapter.core import _rank, rollout_call
+from vllm_rollout.adapter.learning_calls import LearningCalls
 from vllm_rollout.adapter.worker import RolloutWorker
 from vllm_rollout.config import MAX_DETECTION_LENGTHS
 from vllm_rollout.group.judge import Judge, Scoring
@@ -53,7 +54,7 @@ class Rank:
     def call(self, operation: str, *arguments: Any) -> Any:
         """As over the wire: tuples become lists."""
         arguments = msgspec.msgpack.decode(msgspec.msgpack.encode(arguments))
-        return msgspec.msgpack.decode(msgspec.msgpack.encode(OPERATIONS[operation](self._calls, *arguments)))
+        return msgspec.msgpack.decode(msgspec.msgpack.encode(getattr(self._calls, operation)(*arguments)))
 
     def run_rollout(self, rollout_id: str, num: int = 120, seed: int = 0, plans: tuple[PruningPlan, ...] = (PLAN,)):
         """Score and finish candidates whose first feature says whether they succeed."""
@@ -305,6 +306,6 @@ def test_the_engine_core_s_method_finds_judge_worker_model_and_rank():
             model_config=SimpleNamespace(served_model_name="model"), parallel_config=ParallelConfig()
         ),
     )
-    assert json.loads(rollout_learning(core, "state", []))["model"] == "model"
-    assert rollout_learning(core, "heads", [])[0][:2] == [LENGTH, HIDDEN_SIZE]
-    assert rollout_learning(core, "receive_head", [b"ignored on the first rank"]) == ["ok", None]
+    assert json.loads(rollout_call(core, "state", []))["model"] == "model"
+    assert rollout_call(core, "heads", [])[0][:2] == [LENGTH, HIDDEN_SIZE]
+    assert rollout_call(core, "receive_head", [b"ignored on the first rank"]) == ["ok", None]

@@ -1,0 +1,131 @@
+"""What API processes and engine cores tell each other of lengths and step times."""
+
+import asyncio
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from vllm.config import ParallelConfig
+
+from vllm_rollout.adapter.core import TABLES, rollout_call
+from vllm_rollout.adapter.learning_calls import LearningCalls
+from vllm_rollout.adapter.shaping import EngineShaping
+from vllm_rollout.adapter.step_times import StepTimes, plain_cost_model
+from vllm_rollout.group.cost import CostModel, PTLCurve
+from vllm_rollout.group.history import LengthHistory, ObservedLength
+from vllm_rollout.group.judge import Judge
+from vllm_rollout.server.engine import StepDrift
+
+LENGTHS = [ObservedLength(10, False), ObservedLength(30, False), ObservedLength(30, True)]
+COST = CostModel(((64.0, PTLCurve((1.0, 8.0), (0.010, 0.017))),))
+
+
+def over_the_wire(value: Any) -> Any:
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(value))
+
+
+class Core:
+    """An engine core with our scheduler's parts and nothing else."""
+
+    def __init__(self) -> None:
+        self.scheduler = SimpleNamespace(judge=Judge(), step_times=StepTimes())
+        self.vllm_config = SimpleNamespace(
+            model_config=SimpleNamespace(served_model_name="model"), parallel_config=ParallelConfig()
+        )
+
+    def collective_rpc(self, method: str, args: tuple) -> list:
+        return [["ok", None] if method == "rollout_restore_heads" else []]
+
+
+class Client:
+    """An engine client with some ranks."""
+
+    def __init__(self, *cores: Core) -> None:
+        self.cores = cores
+        self.num_ranks = len(cores)
+        self.engine_core = self
+
+    async def call_utility_all_async(self, method: str, operation: str, arguments: tuple) -> list[Any]:
+        return [over_the_wire(rollout_call(core, operation, over_the_wire(list(arguments)))) for core in self.cores]
+
+
+@pytest.fixture
+def cores() -> list[Core]:
+    return [Core(), Core()]
+
+
+@pytest.fixture
+def engine(cores) -> EngineShaping:
+    return EngineShaping(Client(*cores))
+
+
+def test_every_operation_has_a_name_of_its_own():
+    names = [name for table, _ in TABLES for name in table]
+    assert len(names) == len(set(names))
+
+
+def test_an_observed_group_is_known_on_every_rank(engine, cores):
+    asyncio.run(engine.observe_lengths("id:a", LENGTHS))
+    expected = LengthHistory()
+    expected.observe("id:a", LENGTHS)
+    for core in cores:
+        assert core.scheduler.judge.lengths.of("id:a") == expected.of("id:a")
+    history = asyncio.run(engine.length_history(["id:a", "id:b"]))
+    assert history.prompts == [expected.of("id:a"), None]
+    assert history.dataset == expected.dataset()
+
+
+def test_before_anything_was_seen_nothing_is_known(engine):
+    history = asyncio.run(engine.length_history(["id:a"]))
+    assert (history.dataset, history.prompts) == (None, [None])
+
+
+def test_drift_is_that_of_the_rank_furthest_off_in_each_range(engine, cores, monkeypatch):
+    found = [[[1, 1, 9, 0.010, 0.010], [2, 3, 9, 0.005, 0.010]], [[1, 1, 9, 0.011, 0.010], [2, 3, 9, 0.015, 0.010]]]
+    for core, ranges in zip(cores, found, strict=True):
+        monkeypatch.setattr(core.scheduler.step_times, "drift", lambda ranges=ranges: ranges)
+    assert asyncio.run(engine.step_drift()) == []  # nothing to compare with
+    engine.cost_model = COST
+    assert asyncio.run(engine.step_drift()) == [
+        StepDrift(1, 1, 9, 0.011, 0.010), StepDrift(2, 3, 9, 0.005, 0.010),
+    ]  # fmt: skip
+
+
+def test_a_profile_reaches_the_step_times_of_a_core(cores):
+    rollout_call(cores[0], "set_cost_model", over_the_wire([plain_cost_model(COST), "model", "ptl.json"]))
+    assert rollout_call(cores[0], "step_drift", []) == []
+    assert cores[0].scheduler.step_times._active
+
+
+def calls(core: Core) -> LearningCalls:
+    return LearningCalls(
+        core.scheduler.judge, lambda method, *args: core.collective_rpc(method, args)[0], model="m", rank=0
+    )
+
+
+def test_lengths_are_part_of_the_saved_state(cores):
+    here, there = cores
+    here.scheduler.judge.lengths.observe("id:a", LENGTHS)
+    assert calls(there).set_state(calls(here).state()) == ["ok", None]
+    assert there.scheduler.judge.lengths.to_state() == here.scheduler.judge.lengths.to_state()
+
+
+def test_a_state_without_lengths_is_one_of_an_earlier_version(cores):
+    state = json.loads(calls(cores[0]).state())
+    del state["lengths"]
+    cores[0].scheduler.judge.lengths.observe("id:a", LENGTHS)
+    assert calls(cores[0]).set_state(json.dumps(state).encode()) == ["ok", None]
+    assert len(cores[0].scheduler.judge.lengths) == 0
+
+
+def test_a_state_with_broken_lengths_changes_nothing(cores):
+    lengths = cores[0].scheduler.judge.lengths
+    lengths.observe("id:a", LENGTHS)
+    state = json.loads(calls(cores[0]).state())
+    state["lengths"]["prompts"][0][1] = -5.0
+    kind, message = calls(cores[0]).set_state(json.dumps(state).encode())
+    assert kind == "invalid"
+    assert "-5" in message
+    assert cores[0].scheduler.judge.lengths is lengths

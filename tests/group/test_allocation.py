@@ -1,0 +1,283 @@
+import itertools
+import math
+import statistics
+from statistics import NormalDist
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_rollout.config import DEFAULT_TRADEOFF
+from vllm_rollout.group.allocation import allocate, allocate_batch, normalized_weights, optimal_budget
+from vllm_rollout.group.cost import CostModel, PTLCurve
+from vllm_rollout.group.history import LengthMoments
+
+weights = st.lists(st.one_of(st.floats(0, 1), st.just(0.0), st.sampled_from([0.5, 1.0])), min_size=1, max_size=30)
+FLAT = CostModel(((0.0, PTLCurve((1.0, 4096.0), (0.01, 0.01))),))
+"""Every step takes 10 ms, whatever the batch."""
+PROPORTIONAL = CostModel(((0.0, PTLCurve((1.0, 4096.0), (0.001, 4.096))),))
+"""A candidate adds 1 ms to a step."""
+MIXED = CostModel(((0.0, PTLCurve((1.0, 4096.0), (0.0101, 0.4196))),))
+"""10 ms and 0.1 ms for each candidate."""
+
+
+def lengths(mean: float, std: float) -> LengthMoments:
+    return LengthMoments(mean, std**2, 3)
+
+
+def objective(weights: list[float], shares: tuple[int, ...]) -> float:
+    """Eq. 5."""
+    return math.fsum(weight / share for weight, share in zip(weights, shares, strict=True))
+
+
+@st.composite
+def problems(draw, max_size=30, max_lower=8):
+    weight = draw(weights.filter(lambda w: len(w) <= max_size))
+    lower = draw(st.integers(1, max_lower))
+    upper = draw(st.integers(lower, 2 * max_lower))
+    return weight, draw(st.integers(len(weight) * lower, len(weight) * upper)), lower, upper
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems(max_size=4, max_lower=3))
+def test_shares_are_the_optimum_of_eq_5(problem):
+    weight, total, lower, upper = problem
+    shares = allocate(*problem)
+    possible = itertools.product(range(lower, upper + 1), repeat=len(weight))
+    best = min(objective(weight, candidate) for candidate in possible if sum(candidate) == total)
+    assert objective(weight, tuple(shares)) == pytest.approx(best, abs=1e-12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(problems())
+def test_shares_are_those_of_algorithm_1(problem):
+    """Written down as printed, with our order among ties."""
+    weight, total, lower, upper = problem
+    shares = [lower] * len(weight)
+    for _ in range(total - len(weight) * lower):
+        open_ones = [i for i in range(len(weight)) if shares[i] < upper]
+        most = max(open_ones, key=lambda i: (weight[i] / (shares[i] * (shares[i] + 1)), -shares[i], weight[i], -i))
+        shares[most] += 1
+    assert allocate(*problem) == shares
+
+
+@settings(max_examples=40, deadline=None)
+@given(problems())
+def test_shares_sum_to_the_total_within_bounds_and_follow_the_weights(problem):
+    weight, total, lower, upper = problem
+    shares = allocate(*problem)
+    assert sum(shares) == total
+    assert all(lower <= share <= upper for share in shares)
+    assert allocate(*problem) == shares
+    by_weight = sorted(zip(weight, shares, strict=True))
+    assert all(a[1] <= b[1] for a, b in itertools.combinations(by_weight, 2) if a[0] < b[0]), (
+        "a larger weight never gets fewer"
+    )
+    for same in set(weight):
+        equals = [share for w, share in zip(weight, shares, strict=True) if w == same]
+        assert equals == sorted(equals, reverse=True), "ties go to the lower index"
+        assert max(equals) - min(equals) <= 1
+
+
+def test_a_hundred_thousand_prompts():
+    num = 100_000
+    weight = [(i * 7919 % num) / num for i in range(num)]
+    shares = allocate(weight, 12 * num, 8, 16)
+    assert sum(shares) == 12 * num
+    assert {min(shares), max(shares)} == {8, 16}
+    # what is left over gains nobody anything: no candidate could move to a prompt that gains more
+    worst_given = min(w / ((m - 1) * m) for w, m in zip(weight, shares, strict=True) if m > 8)
+    best_refused = max(w / (m * (m + 1)) for w, m in zip(weight, shares, strict=True) if m < 16)
+    assert best_refused <= worst_given
+
+
+def test_weights_of_zero_share_what_is_left_evenly():
+    assert allocate([0.0] * 4, 10, 1, 4) == [3, 3, 2, 2]
+    assert allocate([0.0, 1.0, 0.0], 10, 2, 4) == [3, 4, 3]
+    assert allocate([5e-324, 0.0], 5, 1, 4) == [3, 2]
+
+
+def test_extreme_totals_leave_no_choice():
+    assert allocate([0.3, 0.7], 4, 2, 5) == [2, 2]
+    assert allocate([0.3, 0.7], 10, 2, 5) == [5, 5]
+    assert allocate([0.3, 0.7], 6, 3, 3) == [3, 3]
+    assert allocate([], 0, 8, 16) == []
+
+
+@pytest.mark.parametrize(
+    ("weight", "total", "lower", "upper", "message"),
+    [
+        ([1.0, 1.0], 3, 2, 4, r"total must be from 4 to 8 \(2 prompts of 2 to 4 candidates\), got 3. Change"),
+        ([1.0, 1.0], 9, 2, 4, "total must be from 4 to 8"),
+        ([], 1, 2, 4, "total must be from 0 to 0"),
+        ([1.0], 3, 4, 2, "1 <= lower <= upper, got lower 4 and upper 2"),
+        ([1.0], 3, 0, 4, "1 <= lower <= upper"),
+        ([1.0, -0.1], 4, 2, 4, r"weights\[1\] must be a finite number of at least 0, got -0.1"),
+        ([math.nan], 2, 2, 4, r"weights\[0\] must be a finite number"),
+        ([math.inf], 2, 2, 4, r"weights\[0\] must be a finite number"),
+    ],
+)
+def test_what_cannot_be_allocated_is_refused(weight, total, lower, upper, message):
+    with pytest.raises(ValueError, match=message):
+        allocate(weight, total, lower, upper)
+
+
+def test_weights_are_min_max_normalised():
+    assert normalized_weights([10.0, 30.0, 20.0]) == [0.0, 1.0, 0.5]
+
+
+def test_a_prompt_seen_for_the_first_time_counts_as_the_median():
+    assert normalized_weights([10.0, None, 30.0, 12.0]) == [0.0, 0.1, 1.0, 0.1]
+
+
+@pytest.mark.parametrize("stds", [[None, None], [5.0, 5.0], [5.0, None], [0.0, 0.0]])
+def test_prompts_of_which_none_stands_out_weigh_the_same(stds):
+    assert normalized_weights(stds) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "cost"), [(None, MIXED), (lengths(500, 300), None), (None, None), (lengths(0, 0), MIXED)]
+)
+def test_without_profile_or_history_the_budget_is_the_papers_average(dataset, cost):
+    budget = optimal_budget(dataset, cost, lower=64, upper=128)
+    assert (budget.total, budget.source) == (96, "default")
+    assert (budget.optimum, budget.seconds_per_candidate, budget.base_s) == (None, None, None)
+    assert optimal_budget(dataset, cost, lower=64, upper=80).total == 80
+
+
+def test_the_budget_maximises_gain_less_time():
+    """Eq. 8 against every budget between the bounds."""
+    budget = optimal_budget(lengths(500, 250), MIXED, lower=64, upper=128)
+    assert budget.source == "profile"
+    assert budget.rho == pytest.approx(0.5)
+    assert 64 < budget.optimum < 128
+
+    def utility(total: int) -> float:
+        seconds = budget.base_s + budget.seconds_per_candidate * (total - 64)
+        return budget.rho * math.log(total) - DEFAULT_TRADEOFF * seconds / budget.base_s
+
+    assert abs(max(range(64, 129), key=utility) - budget.optimum) <= 1
+    assert budget.total == math.floor(budget.optimum)
+
+
+def test_where_time_grows_with_candidates_redundancy_does_not_pay():
+    budget = optimal_budget(lengths(500, 250), PROPORTIONAL, lower=64, upper=128)
+    assert budget.total == 64
+    assert budget.optimum == pytest.approx(0.5 * 64, rel=0.1)
+
+
+def test_where_a_step_costs_the_same_for_any_batch_redundancy_is_cheap():
+    assert optimal_budget(lengths(500, 300), FLAT, lower=64, upper=128).total == 128
+
+
+def test_candidates_that_cost_no_time_are_bought_up_to_the_bound():
+    budget = optimal_budget(lengths(500, 300), FLAT, lower=64, upper=128, max_tokens=1)
+    assert budget.seconds_per_candidate == 0
+    assert (budget.total, budget.optimum) == (128, None)
+
+
+def test_a_data_set_of_equal_lengths_has_nothing_to_gain():
+    budget = optimal_budget(lengths(500, 0), MIXED, lower=64, upper=128)
+    assert (budget.total, budget.optimum, budget.rho) == (64, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("tradeoff", [0.25, 0.5, 2.0, 8.0])
+def test_a_larger_tradeoff_buys_less(tradeoff):
+    base = optimal_budget(lengths(500, 250), MIXED, lower=64, upper=128)
+    other = optimal_budget(lengths(500, 250), MIXED, lower=64, upper=128, tradeoff=tradeoff)
+    assert other.optimum == pytest.approx(base.optimum / tradeoff)
+    assert other.total < base.total if tradeoff > 1 else other.total > base.total
+
+
+def test_the_budget_does_not_depend_on_the_unit_of_time():
+    slower = CostModel(((0.0, PTLCurve((1.0, 4096.0), (0.101, 4.196))),))
+    budgets = [optimal_budget(lengths(500, 300), cost, lower=64, upper=128) for cost in (MIXED, slower)]
+    assert budgets[0].optimum == pytest.approx(budgets[1].optimum)
+
+
+@pytest.mark.parametrize("max_tokens", [200, 700, 5000, 10**6])
+def test_rho_is_of_the_lengths_as_they_run(max_tokens):
+    """Against 20,000 quantiles of the distribution, cut."""
+    log_std = 1.0
+    normal = NormalDist(6.0, log_std)
+    quantiles = [math.exp(normal.inv_cdf((i + 0.5) / 20_000)) for i in range(20_000)]
+    mean = math.exp(6.0 + 0.5)
+    dataset = lengths(mean, mean * math.sqrt(math.e - 1))
+    cut = [min(x, max_tokens) for x in quantiles]
+    budget = optimal_budget(dataset, None, lower=8, upper=16, max_tokens=max_tokens)
+    assert budget.rho == pytest.approx(statistics.pstdev(cut) / statistics.fmean(cut), rel=0.02)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.floats(0, 1e15),
+    st.floats(0, 1e18),
+    st.integers(1, 64),
+    st.integers(0, 64),
+    st.sampled_from([FLAT, PROPORTIONAL, MIXED]),
+    st.sampled_from([1, 1024]),
+)
+def test_any_history_gives_a_budget_within_its_bounds(mean, std, lower, spare, cost, max_tokens):
+    budget = optimal_budget(lengths(mean, std), cost, lower=lower, upper=lower + spare, max_tokens=max_tokens)
+    assert lower <= budget.total <= lower + spare
+    for value in (budget.optimum, budget.rho, budget.seconds_per_candidate, budget.base_s):
+        assert value is None or math.isfinite(value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tradeoff": 0.0}, "tradeoff must be a positive number, got 0.0"),
+        ({"tradeoff": math.nan}, "tradeoff must be a positive number"),
+        ({"tradeoff": math.inf}, "tradeoff must be a positive number"),
+        ({"lower": 0}, "1 <= lower <= upper"),
+        ({"lower": 200}, "1 <= lower <= upper"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
+    ],
+)
+def test_budgets_without_a_meaning_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        optimal_budget(lengths(500, 300), MIXED, **{"lower": 64, "upper": 128, **change})
+
+
+def test_a_batch_gives_most_to_the_prompts_that_spread_most():
+    prompts = [lengths(500, std) for std in (10, 400, 30, 20)]
+    batch = allocate_batch(prompts, lengths(500, 300), None, group_size=8, max_candidates=64)
+    assert batch.budget.total == 48
+    assert [p.num_candidates for p in batch.prompts] == [8, 16, 14, 10]
+    assert [p.at_upper_bound for p in batch.prompts] == [False, True, False, False]
+    assert [p.std_tokens for p in batch.prompts] == [10, 400, 30, 20]
+    assert batch.prompts[1].weight == 1
+
+
+def test_a_batch_of_new_prompts_is_uniform():
+    batch = allocate_batch([None] * 5, None, None, group_size=4, max_candidates=64)
+    assert [p.num_candidates for p in batch.prompts] == [6] * 5
+    assert {(p.weight, p.std_tokens, p.at_upper_bound) for p in batch.prompts} == {(1.0, None, False)}
+
+
+def test_without_room_for_spare_candidates_nobody_is_at_the_upper_bound():
+    prompts = [lengths(500, 10), lengths(500, 400)]
+    batch = allocate_batch(prompts, lengths(500, 300), MIXED, group_size=8, max_candidates=8)
+    assert (batch.budget.lower, batch.budget.total, batch.budget.upper) == (16, 16, 16)
+    assert [(p.num_candidates, p.at_upper_bound) for p in batch.prompts] == [(8, False), (8, False)]
+
+
+def test_a_prompt_never_gets_more_than_the_engine_runs_at_once():
+    prompts = [lengths(500, 10), lengths(500, 400)]
+    batch = allocate_batch(prompts, lengths(500, 300), None, group_size=8, max_candidates=11)
+    assert batch.budget.upper == 22
+    assert [(p.num_candidates, p.at_upper_bound) for p in batch.prompts] == [(11, True), (11, True)]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "group_size", "max_candidates", "message"),
+    [
+        ([None], 8, 7, r"group_size must be at most 7, .* \(max_num_seqs\), got 8. Ask for fewer"),
+        ([None], 0, 7, "group_size must be at least 1, got 0"),
+        ([], 8, 64, "prompts must not be empty"),
+    ],
+)
+def test_batches_that_cannot_run_are_refused(prompts, group_size, max_candidates, message):
+    with pytest.raises(ValueError, match=message):
+        allocate_batch(prompts, None, None, group_size=group_size, max_candidates=max_candidates)

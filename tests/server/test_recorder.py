@@ -1,0 +1,112 @@
+"""What `--rollout-record` leaves behind is a trace that can be replayed."""
+
+import json
+from contextlib import aclosing
+from pathlib import Path
+
+import httpx
+import pytest
+
+from vllm_rollout import AsyncRolloutClient
+from vllm_rollout.server.recorder import TraceRecorder
+from vllm_rollout.simulator.trace import TracedCandidate
+from vllm_rollout.simulator.trace_file import read_trace
+
+from .conftest import make_app, serving
+from .fake_engine import FakeEngine
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "trace.jsonl"
+
+
+@pytest.fixture
+def recorded_app(engine: FakeEngine, path: Path):
+    return make_app(engine, TraceRecorder(path))
+
+
+def body(*ids: str, **fields) -> dict:
+    prompts = [{"id": id, "prompt": f"prompt {id}"} for id in ids]
+    return {"prompts": prompts, "group_size": 2, "redundancy": 2, "sampling": {"seed": 3, "max_tokens": 30}, **fields}
+
+
+async def post(app, *bodies: dict) -> list[dict]:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as http:
+        return [(await http.post("/v1/rollouts", json=each)).json() for each in bodies]
+
+
+async def test_a_rollout_is_one_row(engine, recorded_app, path):
+    engine.lengths = {0: 40, 1: 10, 2: 25, 3: 20}
+    (answer, _) = await post(recorded_app, body("a", "b"), body("c", early_stop=False))
+    first, second = (json.loads(line) for line in path.read_text().splitlines())
+    assert first["rollout_id"] == answer["id"]
+    assert (first["model"], first["group_size"], first["max_tokens"]) == ("fake-model", 2, 30)
+    assert [prompt["id"] for prompt in first["prompts"]] == ["a", "b"]
+    assert first["prompts"][0] == {
+        "id": "a", "prompt_tokens": 8, "lengths": [20, 10, 20, 20], "ends": ["surplus", "stop", "surplus", "stop"],
+    }  # fmt: skip
+    assert second["prompts"][0]["ends"] == ["length", "stop", "stop", "stop"]
+    assert "text" not in path.read_text()
+
+
+async def test_a_recorded_trace_can_be_read(engine, recorded_app, path):
+    engine.lengths = {0: 40, 1: 10, 2: 25, 3: 20}
+    await post(recorded_app, body("a", early_stop=False))
+    trace = read_trace(path)
+    assert trace.models == ("fake-model",)
+    assert trace.group_size == 2
+    assert trace.prompts[0].candidates == (
+        TracedCandidate(30, "length"), TracedCandidate(10), TracedCandidate(25), TracedCandidate(20),
+    )  # fmt: skip
+
+
+async def test_scores_and_accepted_rewards_are_recorded(engine, recorded_app, path):
+    engine.lengths = dict.fromkeys(range(4), 20)
+    shadow = {"detection_length": 5, "mode": "shadow"}
+    (answer,) = await post(recorded_app, body("a", pruning=shadow, early_stop=False))
+    rewards = [{"prompt_id": "a", "index": index, "reward": float(index)} for index in (0, 3, 3)]
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(recorded_app), base_url="http://test") as http:
+        posted = await http.post(f"/v1/rollouts/{answer['id']}/rewards", json={"rewards": rewards})
+    assert posted.json()["counts"]["accepted"] == 2
+    candidates = read_trace(path).prompts[0].candidates
+    assert [candidate.reward for candidate in candidates] == [0.0, None, None, 3.0]
+    assert all(candidate.score is not None for candidate in candidates)
+
+
+async def test_groups_that_were_over_when_the_client_left_are_recorded(engine, recorded_app, path):
+    engine.lengths = dict.fromkeys(range(4), 20)
+    engine.step_s = 0.001
+    with serving(recorded_app) as url:
+        async with AsyncRolloutClient(url) as client:
+            prompts = [{"id": "a", "prompt": "x"}, {"id": "b", "prompt": "y"}]
+            sampling = {"seed": 3, "min_tokens": 5}
+            async with aclosing(client.stream(prompts, 2, 2, sampling=sampling)) as events:
+                async for event in events:
+                    if event.type == "group":
+                        break
+    (row,) = (json.loads(line) for line in path.read_text().splitlines())
+    assert {prompt["id"] for prompt in row["prompts"]} <= {"a", "b"}
+    assert row["prompts"]
+
+
+async def test_a_full_disk_spoils_no_rollout_and_is_said_once(engine, path, caplog):
+    recorder = TraceRecorder(path)
+    recorder._file = Full()
+    answers = await post(make_app(engine, recorder), body("a"), body("b"))
+    assert [answer["groups"][0]["status"] for answer in answers] == ["complete"] * 2
+    (record,) = caplog.records
+    assert "No space left" in record.message
+    assert "--rollout-record" in record.message
+
+
+class Full:
+    def append(self, row: str) -> None:
+        raise OSError(28, "No space left on device")
+
+
+def test_a_path_that_cannot_be_written_is_known_at_start(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        TraceRecorder(tmp_path / "missing" / "trace.jsonl")

@@ -1,0 +1,249 @@
+"""Redundancy "auto", dual-end with patience, and what the answer says of them."""
+
+import httpx
+import pytest
+
+from vllm_rollout.group.cost import CostModel, PTLCurve
+from vllm_rollout.group.history import ObservedLength
+from vllm_rollout.server.engine import RequestError, StepDrift
+from vllm_rollout.server.shaping import history_key
+
+from .conftest import make_app
+from .fake_engine import FakeEngine
+
+pytestmark = pytest.mark.anyio
+
+FLAT = CostModel(((100.0, PTLCurve((1.0, 64.0), (0.01, 0.011))),))
+"""A step costs nearly the same for 64 candidates as for one: redundancy is cheap."""
+STEEP = CostModel(((100.0, PTLCurve((1.0, 64.0), (0.001, 0.064))),))
+"""Each candidate adds as much as the first one."""
+
+
+def body(*ids: str, **fields) -> dict:
+    prompts = [{"id": id, "prompt": f"prompt {id}"} for id in ids]
+    return {"prompts": prompts, "group_size": 4, "redundancy": "auto", "sampling": {"seed": 3}, **fields}
+
+
+def seen(engine: FakeEngine, key: str, *lengths: int, times: int = 3) -> None:
+    for _ in range(times):
+        engine.judge.lengths.observe(f"id:{key}", [ObservedLength(length, censored=False) for length in lengths])
+
+
+async def rollout(http: httpx.AsyncClient, request: dict) -> dict:
+    answer = await http.post("/v1/rollouts", json=request)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+async def test_without_a_profile_the_budget_is_half_as_many_again_and_says_so(http):
+    answer = await rollout(http, body("a", "b"))
+    assert [group["allocation"]["num_candidates"] for group in answer["groups"]] == [6, 6]
+    assert answer["budget"] == {
+        "total": 12, "lower": 8, "upper": 16, "optimum": None, "rho": None, "seconds_per_candidate": None,
+        "base_s": None, "tradeoff": 1.0, "source": "default",
+    }  # fmt: skip
+    (warning,) = answer["warnings"]
+    assert "vllm-rollout profile" in warning
+    assert "--rollout-profile" in warning
+
+
+async def test_a_server_that_has_seen_nothing_says_that_of_its_budget(engine, http):
+    engine.cost_model = FLAT
+    answer = await rollout(http, body("a", "b"))
+    assert answer["budget"]["source"] == "default"
+    assert answer["warnings"] == [
+        "redundancy auto took 12 candidates, half as many again as wanted: this server has not seen any lengths yet."
+    ]
+
+
+async def test_prompts_whose_lengths_vary_more_get_more_candidates(engine, http):
+    seen(engine, "calm", 50, 51, 52, 53)
+    seen(engine, "wild", 10, 60, 300, 900)
+    answer = await rollout(http, body("calm", "wild"))
+    calm, wild = (group["allocation"] for group in answer["groups"])
+    assert calm["num_candidates"] + wild["num_candidates"] == 12
+    assert (calm["weight"], wild["weight"]) == (0.0, 1.0)
+    assert wild["num_candidates"] == 8
+    assert wild["at_upper_bound"]
+    assert not calm["at_upper_bound"]
+    assert 1 < calm["std_tokens"] < 2
+    assert wild["std_tokens"] > 300
+
+
+async def test_the_profile_decides_the_budget(engine, http):
+    seen(engine, "a", 50, 60, 300, 900)
+    engine.cost_model = FLAT
+    generous = (await rollout(http, body("a", "b")))["budget"]
+    engine.cost_model = STEEP
+    frugal = (await rollout(http, body("a", "b")))["budget"]
+    assert generous["source"] == frugal["source"] == "profile"
+    assert generous["total"] == generous["upper"] == 16
+    assert frugal["total"] < 16
+    assert frugal["optimum"] == pytest.approx(frugal["rho"] * frugal["base_s"] / frugal["seconds_per_candidate"])
+
+
+async def test_more_tradeoff_gives_fewer_candidates(engine, http):
+    seen(engine, "a", 50, 60, 300, 900)
+    engine.cost_model = STEEP
+    budgets = [
+        (await rollout(http, body("a", "b", redundancy={"auto": {"tradeoff": tradeoff}})))["budget"]
+        for tradeoff in (0.1, 1000.0)
+    ]
+    assert [budget["total"] for budget in budgets] == [16, 8]
+
+
+async def test_a_prompt_at_the_upper_bound_returns_the_shortest_and_stops_early(engine, http):
+    seen(engine, "calm", 50, 51, 52, 53)
+    seen(engine, "wild", 10, 60, 300, 900)
+    engine.lengths = {index: 10 * (index + 1) for index in range(8)}
+    answer = await rollout(http, body("calm", "wild", selection={"dual_end": {"num_longest": 1}}))
+    calm, wild = answer["groups"]
+    assert calm["allocation"]["selection"] == "dual_end"
+    assert [t["num_tokens"] for t in calm["trajectories"]] == [10, 20, 30, 40]
+    assert wild["allocation"]["selection"] == "shortest"
+    assert [t["num_tokens"] for t in wild["trajectories"]] == [10, 20, 30, 40]
+    assert {c["state"] for c in wild["candidates"]} == {"surplus"}
+
+
+async def test_a_dual_end_that_is_nowhere_applied_is_said(engine, http):
+    seen(engine, "a", 50, 60, 300, 900)
+    engine.cost_model = FLAT
+    answer = await rollout(http, body("a", "b", selection={"dual_end": {}}))
+    assert [group["allocation"]["selection"] for group in answer["groups"]] == ["shortest", "shortest"]
+    (warning,) = answer["warnings"]
+    assert "tradeoff" in warning
+    assert (await rollout(http, body("a", "b", selection="shortest")))["warnings"] == []
+
+
+async def test_an_early_stop_that_is_forbidden_stays_forbidden_at_the_upper_bound(engine, http):
+    seen(engine, "calm", 50, 51, 52, 53)
+    seen(engine, "wild", 10, 60, 300, 900)
+    answer = await rollout(http, body("calm", "wild", selection={"dual_end": {}}, early_stop=False))
+    wild = answer["groups"][1]
+    assert wild["allocation"]["at_upper_bound"]
+    assert {c["state"] for c in wild["candidates"]} == {"finished"}
+
+
+async def test_lengths_are_learned_from_every_rollout_whoever_decided_its_redundancy(engine, http):
+    await rollout(http, body("a", redundancy=2, early_stop=False))
+    moments = engine.judge.lengths.of("id:a")
+    assert moments.num_groups == 1
+    await rollout(http, body("a"))
+    assert engine.judge.lengths.of("id:a").num_groups == 2
+
+
+async def test_stopped_candidates_are_censored_and_failed_ones_are_left_out(engine, http):
+    engine.lengths = dict.fromkeys(range(5), 30) | {0: 10, 1: 12, 2: 11}
+    engine.failures = {2: 4}
+    await rollout(http, body("a", group_size=2, redundancy=3))
+    history = engine.judge.lengths.of("id:a")
+    assert history.mean > 12, "two that finished after 10 and 12 tokens, two that were stopped at 12"
+
+
+async def test_a_prompt_without_an_id_is_known_by_its_tokens(engine, http):
+    nameless = {"prompts": [{"prompt": "same words"}], "group_size": 2}
+    await rollout(http, nameless)
+    await rollout(http, {**nameless, "prompts": [{"prompt": "other words"}, {"prompt": "same words"}]})
+    key = history_key(None, [ord(character) for character in "same words"])
+    assert key.startswith("tokens:")
+    assert engine.judge.lengths.of(key).num_groups == 2
+    assert len(engine.judge.lengths) == 2
+
+
+async def test_a_server_without_room_for_spare_candidates_says_so():
+    engine = FakeEngine(max_num_seqs=4)
+    transport = httpx.ASGITransport(make_app(engine))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+        answer = await rollout(http, body("a", selection={"dual_end": {}}))
+    (group,) = answer["groups"]
+    assert group["allocation"]["num_candidates"] == 4
+    assert not group["allocation"]["at_upper_bound"]
+    assert group["allocation"]["selection"] == "dual_end"
+    assert "--max-num-seqs (4)" in answer["warnings"][0]
+
+
+async def test_a_fixed_redundancy_has_no_budget(http):
+    answer = await rollout(http, body("a", redundancy=1))
+    assert answer["budget"] is None
+    assert answer["groups"][0]["allocation"] == {
+        "num_candidates": 5, "weight": None, "std_tokens": None, "at_upper_bound": False, "selection": "first",
+    }  # fmt: skip
+
+
+async def test_the_budget_comes_with_the_last_event_of_a_stream(http):
+    answer = await http.post("/v1/rollouts", json=body("a", "b", stream=True))
+    assert '"budget":{"total":12' in answer.text.splitlines()[-2]
+
+
+async def test_patience_stops_the_pool_in_the_engine(engine, http):
+    engine.lengths = {0: 5, 1: 8, 2: 10, 3: 12, 4: 14, 5: 40}
+    dual_end = {"dual_end": {"num_longest": 1, "patience": 1.2}}
+    answer = await rollout(http, body("a", redundancy=2, selection=dual_end))
+    (group,) = answer["groups"]
+    # Four have finished at 12 tokens; the others get 15: one ends there, the other is stopped.
+    assert [t["num_tokens"] for t in group["trajectories"]] == [5, 8, 10, 14]
+    assert [(c["num_tokens"], c["state"]) for c in group["candidates"]] == [(12, "finished"), (15, "surplus")]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "said"),
+    [
+        ({"redundancy": "some"}, "redundancy", ["'auto'", "some"]),
+        ({"redundancy": 1.5}, "redundancy", ["integer", "1.5"]),
+        ({"redundancy": -1}, "redundancy", ["0", "-1"]),
+        ({"redundancy": True}, "redundancy", ["integer", "true"]),
+        ({"redundancy": None}, "redundancy", ["null"]),
+        ({"redundancy": []}, "redundancy", ["a list of 0"]),
+        ({"redundancy": {"auto": {"tradeoff": 0}}}, "redundancy.auto.tradeoff", ["greater than 0", "0"]),
+        ({"redundancy": {"auto": {"tradeof": 1}}}, "redundancy.auto.tradeof", ["tradeoff"]),
+        ({"early_stop": 1}, "early_stop", ["true, false or", "1"]),
+        ({"early_stop": "true"}, "early_stop", ["'auto'", "true"]),
+        ({"early_stop": True, "selection": {"dual_end": {}}}, "early_stop", ["dual_end", '"auto"']),
+        ({"selection": {"dual_end": {"patience": 0.5}}}, "selection.dual_end.patience", ["1", "0.5"]),
+        ({"selection": {"dual_end": {"patience": "2"}}}, "selection.dual_end.patience", ["number", "got 2"]),
+        ({"selection": "dual_end"}, "selection", ["shortest", "dual_end"]),
+        ({"group_size": 65}, "group_size", ["65", "max_num_seqs (64)"]),
+    ],
+)
+async def test_what_cannot_be_is_refused_by_its_field(http, fields, param, said):
+    answer = await http.post("/v1/rollouts", json=body("a", **fields))
+    assert answer.status_code == 422, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == param
+    for part in said:
+        assert part in error["message"]
+
+
+async def test_auto_early_stop_goes_with_dual_end(http):
+    answer = await rollout(http, body("a", early_stop="auto", selection={"dual_end": {}}))
+    assert answer["groups"][0]["status"] == "complete"
+
+
+async def test_metrics_tell_lengths_allocations_and_drift(engine, http):
+    seen(engine, "calm", 50, 51, 52, 53)
+    seen(engine, "wild", 10, 60, 300, 900)
+    engine.drift = [StepDrift(16, 31, 32, 0.030, 0.020)]
+    await rollout(http, body("calm", "wild"))
+    metrics = (await http.get("/metrics")).text
+    assert "vllm_rollout:prompts_at_upper_bound_total 1.0" in metrics
+    assert "vllm_rollout:allocated_candidates_sum 12.0" in metrics
+    assert 'vllm_rollout:step_time_drift{batch_sizes="16-31"} 1.5' in metrics
+    dataset = engine.judge.lengths.dataset()
+    assert f"vllm_rollout:length_mean_tokens {dataset.mean}" in metrics
+    assert f"vllm_rollout:length_std_tokens {dataset.std}" in metrics
+
+
+async def test_a_dead_engine_answers_503(engine, http):
+    engine.dead = True
+    answer = await http.post("/v1/rollouts", json=body("a"))
+    assert answer.status_code == 503
+    assert "restart the server" in answer.json()["error"]["message"]
+
+
+async def test_an_engine_that_dies_while_it_is_told_of_lengths_does_not_spoil_the_answer(engine, http, monkeypatch):
+    async def observe_lengths(*_: object) -> None:
+        raise RequestError("the engine has stopped", status=503)
+
+    monkeypatch.setattr(FakeEngine, "observe_lengths", observe_lengths)
+    answer = await rollout(http, body("a"))
+    assert answer["groups"][0]["status"] == "complete"

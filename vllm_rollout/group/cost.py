@@ -1,0 +1,311 @@
+"""Seconds of a rollout from the lengths of its candidates and a profile of the engine.
+
+Invariant: the closed form equals the sum of `CostModel.ptl` over every single step.
+
+Source: DARTS 4.2.1 (Eq. 4), Appendix A (three-piece linear curves), Appendix B (Eq. 6). Beyond the paper: a step's time
+also depends on the context of the candidates in it, prompts are prefilled, and candidates beyond `max_num_seqs` wait.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from statistics import NormalDist
+from typing import NamedTuple
+
+from vllm_rollout.config import MAX_SIMULATED_CANDIDATES, MIN_STEP_S
+
+
+@dataclass(frozen=True, slots=True)
+class PTLCurve:
+    """PTL over batch size at one context length: continuous and piecewise linear.
+
+    Beyond its ends the curve goes on with the end piece's slope, on the right never downwards.
+    """
+
+    batch_sizes: tuple[float, ...]
+    """Knots, ascending."""
+    seconds: tuple[float, ...]
+    """Of one decode step, at the knots."""
+
+    def __post_init__(self) -> None:
+        if not self.batch_sizes or len(self.batch_sizes) != len(self.seconds):
+            raise ValueError(
+                "a PTL curve needs one time for each of at least one batch size, got "
+                f"{len(self.batch_sizes)} batch sizes and {len(self.seconds)} times"
+            )
+        if any(not 0 < value < math.inf for value in (*self.batch_sizes, *self.seconds)):
+            raise ValueError(
+                f"batch sizes and seconds of a PTL curve must be positive numbers, got {self.batch_sizes} and "
+                f"{self.seconds}"
+            )
+        if any(after <= before for before, after in zip(self.batch_sizes, self.batch_sizes[1:], strict=False)):
+            raise ValueError(f"batch sizes of a PTL curve must ascend, got {self.batch_sizes}")
+
+    def __call__(self, batch_size: float) -> float:
+        """Seconds of one decode step with this many candidates; never below `MIN_STEP_S`."""
+        sizes, seconds = self.batch_sizes, self.seconds
+        if len(sizes) == 1:
+            return max(seconds[0], MIN_STEP_S)
+        left = min(max(bisect_right(sizes, batch_size) - 1, 0), len(sizes) - 2)
+        slope = (seconds[left + 1] - seconds[left]) / (sizes[left + 1] - sizes[left])
+        if batch_size > sizes[-1]:
+            return max(seconds[-1] + max(slope, 0.0) * (batch_size - sizes[-1]), MIN_STEP_S)
+        return max(seconds[left] + slope * (batch_size - sizes[left]), MIN_STEP_S)
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """What steps cost at one tensor-parallel size."""
+
+    curves: tuple[tuple[float, PTLCurve], ...]
+    """(context in tokens, curve), ascending by context."""
+    prefill_s_per_token: float = 0.0
+    """What a prompt token adds to the step that computes it."""
+    step_prefill_s: float = 0.0
+    """What a step that prefills takes beyond its prompt tokens and a decode step."""
+    max_num_seqs: int | None = None
+    """Candidates that run at once; the others wait. None: no limit."""
+
+    def __post_init__(self) -> None:
+        contexts = [context for context, _ in self.curves]
+        if not contexts or any(not 0 <= context < math.inf for context in contexts):
+            raise ValueError(f"a cost model needs curves at contexts of 0 tokens or more, got contexts {contexts}")
+        if any(after <= before for before, after in itertools.pairwise(contexts)):
+            raise ValueError(f"the contexts of a cost model must ascend, got {contexts}")
+        for name in ("prefill_s_per_token", "step_prefill_s"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be a number of at least 0, got {getattr(self, name)}")
+        if self.max_num_seqs is not None and self.max_num_seqs < 1:
+            raise ValueError(f"max_num_seqs must be at least 1, got {self.max_num_seqs}")
+
+    def ptl(self, batch_size: float, context_tokens: float) -> float:
+        """Seconds of one decode step; `context_tokens` is the mean of prompt and output so far over the candidates.
+
+        Linear between contexts. Beyond them it goes on with the end's slope, which is never taken as falling: longer
+        contexts do not make a step quicker.
+        """
+        return _ContextLine.of(self, batch_size).sum(context_tokens, 1)
+
+    def decode_time(self, batch_size: float, context_tokens: float, num_steps: int) -> float:
+        """Seconds of `num_steps` decode steps of the same candidates; the mean context grows by one in each."""
+        return _ContextLine.of(self, batch_size).sum(context_tokens, num_steps)
+
+
+class BudgetSlope(NamedTuple):
+    """A line through the cost of two budgets (Eq. 6)."""
+
+    seconds_per_candidate: float
+    """k."""
+    base_s: float
+    """Cost of the lower budget."""
+
+
+@dataclass(frozen=True, slots=True)
+class _ContextLine:
+    """PTL over context at one batch size: piecewise linear, from context 0 on."""
+
+    contexts: tuple[float, ...]
+    seconds: tuple[float, ...]
+    slopes: tuple[float, ...]
+    """Right of each knot."""
+
+    @classmethod
+    def of(cls, cost: CostModel, batch_size: float) -> _ContextLine:
+        contexts = [context for context, _ in cost.curves]
+        seconds = [curve(batch_size) for _, curve in cost.curves]
+        slopes = [
+            (seconds[i + 1] - seconds[i]) / (contexts[i + 1] - contexts[i]) for i in range(len(contexts) - 1)
+        ] or [0.0]
+        if contexts[0] > 0:
+            # The slope is bounded by the floor at context 0, so that the line has no kink between knots.
+            first = min(max(slopes[0], 0.0), (seconds[0] - MIN_STEP_S) / contexts[0])
+            seconds.insert(0, seconds[0] - first * contexts[0])
+            contexts.insert(0, 0.0)
+            slopes.insert(0, first)
+        if len(slopes) < len(contexts):
+            slopes.append(max(slopes[-1], 0.0))
+        return cls(tuple(contexts), tuple(seconds), tuple(slopes))
+
+    def sum(self, context: float, num_steps: int) -> float:
+        """Seconds of steps at contexts context, context + 1, …"""
+        total = 0.0
+        piece = max(bisect_right(self.contexts, context) - 1, 0)
+        while num_steps > 0:
+            count = num_steps
+            if piece + 1 < len(self.contexts):
+                count = min(num_steps, math.ceil(self.contexts[piece + 1] - context))
+            start = self.seconds[piece] + self.slopes[piece] * (context - self.contexts[piece])
+            total += count * start + self.slopes[piece] * count * (count - 1) / 2
+            context += count
+            num_steps -= count
+            piece += 1
+        return total
+
+
+def rollout_time(
+    lengths: Sequence[int],
+    cost: CostModel,
+    prompt_tokens: Sequence[int] | int = 0,
+    prefill_tokens: int | None = None,
+) -> float:
+    """Seconds until the last candidate has ended; all are there from the start, in this order, on one engine.
+
+    Args:
+        lengths: output tokens of each candidate, known or assumed.
+        prompt_tokens: of each candidate, or the same for all.
+        prefill_tokens: prompt tokens that are computed, when the prefix cache spares some of them
+            (`computed_prompt_tokens`). Default: all.
+
+    Raises: ValueError for a length that is negative or not a number, or another number of prompts than of lengths.
+
+    Source: DARTS Eq. 4, with contexts, prefill and a queue in front of `max_num_seqs` slots.
+    """
+    prompts = _checked_prompts(lengths, prompt_tokens)
+    if prefill_tokens is None:
+        prefill_tokens = sum(prompts)
+    waiting = iter(zip(lengths, prompts, strict=True))
+    slots = cost.max_num_seqs or max(1, len(lengths))
+    lines: dict[int, _ContextLine] = {}
+    running: list[tuple[int, int]] = []
+    """Step after which it ends, and its prompt less the step at which it started: the context is that plus the step."""
+    offsets = step = num_prefill_steps = 0
+    seconds = 0.0
+    while True:
+        started = False
+        while len(running) < slots and (candidate := next(waiting, None)) is not None:
+            length, prompt = candidate
+            if length > 0:
+                heappush(running, (step + length, prompt - step))
+                offsets += prompt - step
+                started = True
+        num_prefill_steps += started
+        if not running:
+            return seconds + num_prefill_steps * cost.step_prefill_s + prefill_tokens * cost.prefill_s_per_token
+        batch_size = len(running)
+        if (line := lines.get(batch_size)) is None:
+            line = lines[batch_size] = _ContextLine.of(cost, batch_size)
+        end = running[0][0]
+        seconds += line.sum(offsets / batch_size + step, end - step)
+        step = end
+        while running and running[0][0] == step:
+            offsets -= heappop(running)[1]
+
+
+def data_parallel_time(
+    ranks: Sequence[Sequence[int]], cost: CostModel, prompt_tokens: Sequence[Sequence[int]] | int = 0
+) -> float:
+    """Seconds until the slowest rank is done (DARTS 4.2.1); `ranks` are the lengths on each."""
+    prompts = [prompt_tokens] * len(ranks) if isinstance(prompt_tokens, int) else prompt_tokens
+    if len(prompts) != len(ranks):
+        raise ValueError(f"got prompt tokens of {len(prompts)} ranks and lengths of {len(ranks)}")
+    return max((rollout_time(*pair) for pair in zip(ranks, [cost] * len(ranks), prompts, strict=True)), default=0.0)
+
+
+def computed_prompt_tokens(prompt_tokens: int, num_candidates: int, block_size: int) -> int:
+    """Prompt tokens that a group computes: siblings share full blocks, but none shares the prompt's last token."""
+    if num_candidates < 1 or prompt_tokens < 1:
+        return 0
+    shared = (prompt_tokens - 1) // block_size * block_size
+    return prompt_tokens + (num_candidates - 1) * (prompt_tokens - shared)
+
+
+def budget_slope(
+    cost: CostModel,
+    mean_tokens: float,
+    std_tokens: float,
+    lower: int,
+    upper: int,
+    num_ranks: int = 1,
+    prompt_tokens: float = 0,
+    max_tokens: int | None = None,
+) -> BudgetSlope:
+    """k and T(lower) of Eq. 6: the secant of Eq. 4 between budgets of `lower` and `upper` candidates in all.
+
+    The lengths of a budget are quantiles of the log-normal distribution with this mean and standard deviation, cut at
+    `max_tokens`, spread evenly over the ranks. With `upper == lower` it is the cost of one candidate more.
+
+    Raises: ValueError for a mean that is not positive, a negative deviation, or bounds out of order.
+    """
+    if not 0 < mean_tokens < math.inf or not 0 <= std_tokens < math.inf:
+        raise ValueError(
+            f"mean_tokens must be positive and std_tokens at least 0, got {mean_tokens} and {std_tokens}: lengths "
+            "are output tokens"
+        )
+    if not 1 <= lower <= upper or num_ranks < 1:
+        raise ValueError(
+            f"a budget needs 1 <= lower <= upper and at least one rank, got lower {lower}, upper {upper}, "
+            f"{num_ranks} ranks"
+        )
+    upper = max(upper, lower + 1)
+    lengths = _LogNormal(mean_tokens, std_tokens, max_tokens)
+    base, most = (_time_of_budget(total / num_ranks, lengths, cost, round(prompt_tokens)) for total in (lower, upper))
+    return BudgetSlope((most - base) / (upper - lower), base)
+
+
+class _LogNormal:
+    """Lengths in tokens with a given mean and standard deviation."""
+
+    def __init__(self, mean: float, std: float, max_tokens: int | None) -> None:
+        variance = math.log1p((std / mean) ** 2)
+        self._normal = NormalDist(math.log(mean) - variance / 2, math.sqrt(variance)) if variance else None
+        self._mean = mean
+        self._max_tokens = math.inf if max_tokens is None else max_tokens
+
+    def sample(self, count: int) -> list[int]:
+        """`count` quantiles. A stride of the golden ratio keeps long ones apart: they arrive mixed, not sorted."""
+        stride = _coprime_near(count * (math.sqrt(5) - 1) / 2, count)
+        return [self._quantile((i * stride % count + 0.5) / count) for i in range(count)]
+
+    def _quantile(self, probability: float) -> int:
+        length = math.exp(self._normal.inv_cdf(probability)) if self._normal else self._mean
+        return max(1, round(min(length, self._max_tokens)))
+
+
+def _coprime_near(value: float, count: int) -> int:
+    stride = max(1, round(value))
+    while math.gcd(stride, count) != 1:
+        stride += 1
+    return stride
+
+
+def _time_of_budget(num_candidates: float, lengths: _LogNormal, cost: CostModel, prompt_tokens: int) -> float:
+    """Eq. 4 of a rank with this many candidates: between whole numbers of them linear, far beyond a full engine too."""
+    slots = cost.max_num_seqs or math.inf
+    most = max(MAX_SIMULATED_CANDIDATES, 4 * slots) if slots < math.inf else MAX_SIMULATED_CANDIDATES
+    if num_candidates <= most:
+        below = math.floor(num_candidates)
+        share = num_candidates - below
+        seconds = rollout_time(lengths.sample(below), cost, prompt_tokens) if below else 0.0
+        return seconds + share * (
+            rollout_time(lengths.sample(below + 1), cost, prompt_tokens) - seconds if share else 0
+        )
+    sample = lengths.sample(most)
+    if slots == math.inf:
+        # Each length of the sample stands for several candidates, all at once.
+        weight = num_candidates / most
+        sizes = tuple((context, PTLCurve(tuple(size / weight for size in curve.batch_sizes), curve.seconds))
+                      for context, curve in cost.curves)  # fmt: skip
+        scaled = CostModel(sizes, cost.prefill_s_per_token * weight, cost.step_prefill_s)
+        return rollout_time(sample, scaled, prompt_tokens)
+    # A full engine: what waits adds its share of steps with every slot taken.
+    context = prompt_tokens + sum(length * length for length in sample) / (2 * sum(sample))
+    per_candidate = sum(sample) / most * cost.ptl(slots, context) / slots + prompt_tokens * cost.prefill_s_per_token
+    return rollout_time(sample, cost, prompt_tokens) + (num_candidates - most) * per_candidate
+
+
+def _checked_prompts(lengths: Sequence[int], prompt_tokens: Sequence[int] | int) -> Sequence[int]:
+    prompts = [prompt_tokens] * len(lengths) if isinstance(prompt_tokens, int) else prompt_tokens
+    if len(prompts) != len(lengths):
+        raise ValueError(
+            f"prompt_tokens must be one number or one for each of {len(lengths)} lengths, got {len(prompts)}"
+        )
+    for name, values in (("lengths", lengths), ("prompt_tokens", prompts)):
+        for i, value in enumerate(values):
+            if not isinstance(value, int) or value < 0:
+                raise ValueError(f"{name}[{i}] must be a number of tokens, 0 or more, got {value!r}")
+    return prompts

@@ -1,0 +1,228 @@
+"""Lengths of groups that are over -> moving averages of mean and variance, per prompt and of the whole data set.
+
+A prompt has the moments within its groups: they say how much redundancy it deserves. The data set has the moments of
+all lengths, within and between prompts. Censored lengths count as `group/censoring.py` says.
+
+Averages are exponential. The newest of n groups weighs more while n is small, so that weights always sum to 1.
+
+Invariant: what a history says depends on the observed groups and their order only, and is always finite; a restored
+history goes on as the saved one.
+
+Source: DARTS 4.2.2 and Appendix B. The treatment of censored lengths is ours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from vllm_rollout.config import (
+    HISTORY_DATASET_HALF_LIFE,
+    HISTORY_KEY_CHARS,
+    HISTORY_MAX_TOKENS,
+    HISTORY_PROMPT_WEIGHT,
+    LOG_STD_PRIOR,
+    LOG_STD_PRIOR_WEIGHT,
+    MAX_HISTORY_PROMPTS,
+)
+from vllm_rollout.group.censoring import GroupMoments, bounded_log_std, group_moments
+
+DATASET_DECAY = 0.5 ** (1 / HISTORY_DATASET_HALF_LIFE)
+MAX_MEAN = 1e15
+"""In tokens. No fit of lengths up to `HISTORY_MAX_TOKENS` comes near it."""
+MAX_VARIANCE = 1e36
+"""Large enough that no average of what is accepted leaves it."""
+
+
+class ObservedLength(NamedTuple):
+    """Output tokens of one candidate."""
+
+    num_tokens: int
+    censored: bool
+    """It was cut or stopped: its real length is larger."""
+
+
+@dataclass(frozen=True, slots=True)
+class LengthMoments:
+    """Mean and variance of lengths, in tokens."""
+
+    mean: float
+    variance: float
+    num_groups: int
+    """Groups that have been averaged."""
+
+    @property
+    def std(self) -> float:
+        return math.sqrt(self.variance)
+
+
+class LengthHistory:
+    """Moving averages of lengths. The prompts seen longest ago are forgotten first."""
+
+    def __init__(self, max_prompts: int = MAX_HISTORY_PROMPTS) -> None:
+        assert max_prompts >= 1, "the prompt just seen is always remembered"
+        self._max_prompts = max_prompts
+        self._prompts: dict[str, _Average] = {}
+        """The last seen comes last."""
+        self._dataset: _Average | None = None
+        self._log_squares = 0.0
+        self._log_freedom = 0.0
+        """Decaying sums over groups: their ratio is the data set's log variance within groups."""
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def observe(self, key: str, lengths: Sequence[ObservedLength]) -> None:
+        """One group that is over: the lengths of its candidates but for the failed ones. None at all tell nothing.
+
+        Raises: ValueError for what is no length, or for a key that is empty or too long.
+        """
+        _check_key(key)
+        finished, stops = _checked(lengths)
+        if not finished and not stops:
+            return
+        group = group_moments(finished, stops, self.log_std())
+        self._log_squares = DATASET_DECAY * self._log_squares + group.log_squares
+        self._log_freedom = DATASET_DECAY * self._log_freedom + group.log_freedom
+        self._dataset = _total(self._dataset, group)
+        self._prompts[key] = _within(self._prompts.pop(key, None), group)
+        if len(self._prompts) > self._max_prompts:
+            del self._prompts[next(iter(self._prompts))]
+
+    def of(self, key: str) -> LengthMoments | None:
+        """Mean and variance within groups of this prompt. None until a group of at least two lengths was seen."""
+        average = self._prompts.get(key)
+        if average is None or not average.num_variances:
+            return None
+        return LengthMoments(average.mean, average.variance, average.num_groups)
+
+    def dataset(self) -> LengthMoments | None:
+        """Mean and total variance of lengths, within and between prompts, so that std / mean is rho of DARTS Eq. 7."""
+        if self._dataset is None:
+            return None
+        return LengthMoments(self._dataset.mean, self._dataset.variance, self._dataset.num_groups)
+
+    def log_std(self) -> float:
+        """Standard deviation of log lengths within groups, over the data set: what the fit of a group leans on."""
+        squares = LOG_STD_PRIOR_WEIGHT * LOG_STD_PRIOR**2 + self._log_squares
+        return bounded_log_std(math.sqrt(squares / (LOG_STD_PRIOR_WEIGHT + self._log_freedom)))
+
+    def to_state(self) -> dict[str, Any]:
+        """JSON-able; prompts from the one seen longest ago to the last seen."""
+        return {
+            "prompts": [[key, *average] for key, average in self._prompts.items()],
+            "dataset": None if (seen := self.dataset()) is None else [seen.num_groups, seen.mean, seen.variance],
+            "log_lengths": [self._log_squares, self._log_freedom],
+        }
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any], max_prompts: int = MAX_HISTORY_PROMPTS) -> LengthHistory:
+        """Raises: ValueError for what no history can have been."""
+        fields = {"prompts", "dataset", "log_lengths"}
+        if not isinstance(state, Mapping) or set(state) != fields:
+            got = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
+            raise ValueError(f"a length history has the fields {sorted(fields)}, got {got}")
+        history = cls(max_prompts)
+        prompts = _list(state["prompts"], "prompts")
+        if len(prompts) > max_prompts:
+            raise ValueError(f"a length history has at most {max_prompts} prompts, got {len(prompts)}")
+        for i, entry in enumerate(prompts):
+            key, *numbers = _list(entry, f"prompts[{i}]", 1 + len(_Average._fields))
+            _check_key(key)
+            if key in history._prompts:
+                raise ValueError(f"prompts[{i}] of a length history: {key!r} comes twice")
+            history._prompts[key] = _Average.from_state(numbers, f"prompts[{i}]")
+        if state["dataset"] is not None:
+            num_groups, mean, variance = _list(state["dataset"], "dataset", 3)
+            history._dataset = _Average.from_state([num_groups, mean, num_groups, variance], "dataset")
+        known = history._dataset.num_groups if history._dataset else 0
+        if (needed := sum(average.num_groups for average in history._prompts.values())) > known:
+            raise ValueError(f"the prompts of a length history have seen {needed} groups, but the data set {known}")
+        squares, freedom = (_number(x, "log_lengths") for x in _list(state["log_lengths"], "log_lengths", 2))
+        if (squares and not freedom) or (freedom and not known):
+            raise ValueError("log_lengths of a length history: a sum without a group it could come from")
+        history._log_squares, history._log_freedom = squares, freedom
+        return history
+
+
+class _Average(NamedTuple):
+    """Exponential averages; a group of one length has a mean and no variance."""
+
+    num_groups: int
+    mean: float
+    num_variances: int
+    variance: float
+
+    @classmethod
+    def from_state(cls, numbers: Sequence[Any], where: str) -> _Average:
+        num_groups, mean, num_variances, variance = numbers
+        for count, least in ((num_groups, 1), (num_variances, 0)):
+            if type(count) is not int or not least <= count <= 2**53:
+                raise ValueError(f"{where} of a length history: expected a number of groups, got {count!r}")
+        mean, variance = _number(mean, where, MAX_MEAN), _number(variance, where)
+        if num_variances > num_groups or (not num_variances and variance):
+            raise ValueError(f"{where} of a length history: a variance without a group it could come from")
+        return cls(num_groups, mean, num_variances, variance)
+
+
+def _within(old: _Average | None, group: GroupMoments) -> _Average:
+    num_groups, mean, num_variances, variance = old or _Average(0, 0.0, 0, 0.0)
+    mean += _weight(HISTORY_PROMPT_WEIGHT, num_groups + 1) * (group.mean - mean)
+    if group.variance is not None:
+        num_variances += 1
+        share = _weight(HISTORY_PROMPT_WEIGHT, num_variances)
+        variance = (1 - share) * variance + share * group.variance
+    return _Average(num_groups + 1, mean, num_variances, variance)
+
+
+def _total(old: _Average | None, group: GroupMoments) -> _Average:
+    """Averages of first and second moments, kept as mean and variance: no difference of large numbers."""
+    num_groups, mean, _, variance = old or _Average(0, 0.0, 0, 0.0)
+    share = _weight(1 - DATASET_DECAY, num_groups + 1)
+    step = group.mean - mean
+    variance = (1 - share) * (variance + share * step**2) + share * group.spread
+    return _Average(num_groups + 1, mean + share * step, num_groups + 1, variance)
+
+
+def _weight(newest: float, num: int) -> float:
+    """Weight of the newest of `num`, so that the weights of these `num` sum to 1."""
+    return 1.0 if num == 1 else newest / -math.expm1(num * math.log1p(-newest))
+
+
+def _checked(lengths: Sequence[ObservedLength]) -> tuple[list[int], list[int]]:
+    """Lengths that ended by themselves, and stops of the others."""
+    parts: tuple[list[int], list[int]] = ([], [])
+    for i, (num_tokens, censored) in enumerate(lengths):
+        if type(num_tokens) is not int or not 0 <= num_tokens <= HISTORY_MAX_TOKENS:
+            raise ValueError(
+                f"lengths[{i}]: num_tokens must be an integer from 0 to {HISTORY_MAX_TOKENS}, got {num_tokens!r}. "
+                "Leave failed candidates out."
+            )
+        if type(censored) is not bool:
+            raise ValueError(f"lengths[{i}]: censored must be true or false, got {censored!r}")
+        parts[censored].append(num_tokens)
+    return parts
+
+
+def _check_key(key: Any) -> None:
+    if not isinstance(key, str) or not 1 <= len(key) <= HISTORY_KEY_CHARS:
+        shown = f"{len(key)} characters" if isinstance(key, str) else repr(key)
+        raise ValueError(
+            f"the key of a prompt must be a string of 1 to {HISTORY_KEY_CHARS} characters, got {shown}. "
+            "Use the prompt's id, or a hash."
+        )
+
+
+def _list(value: Any, where: str, length: int | None = None) -> Sequence[Any]:
+    if not isinstance(value, list | tuple) or (length is not None and len(value) != length):
+        wanted = "a list" if length is None else f"a list of {length}"
+        raise ValueError(f"{where} of a length history must be {wanted}, got {str(value)[:80]}")
+    return value
+
+
+def _number(value: Any, where: str, limit: float = MAX_VARIANCE) -> float:
+    if type(value) not in (int, float) or not 0 <= value <= limit:
+        raise ValueError(f"{where} of a length history: expected a number from 0 to {limit:g}, got {value!r}")
+    return float(value)

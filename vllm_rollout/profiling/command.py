@@ -1,0 +1,127 @@
+"""`vllm-rollout profile` as a command: its options, its help. Invariant: importing this is light."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer.core import TyperCommand
+
+EPILOG = """
+**What it measures.** The real engine, with the scheduler and worker of `vllm-rollout serve`, decodes batches of 1, 2,
+3, … candidates at several context lengths. Each point is the median of steady steps, warm-up left out. Prefill time,
+KV bytes per token and KV capacity are measured, too. A continuous curve of three linear pieces with free breakpoints
+is fitted per tensor-parallel size and context (DARTS, Appendix A).
+
+**What it is for.** `vllm-rollout serve --rollout-profile FILE` sizes `"redundancy": "auto"` with it and warns when live
+steps drift from it; `vllm-rollout simulate TRACE --profile FILE` predicts what a setting would save.
+
+**Flags of the engine** go behind `--`, the same as you give to serve; what changes the time of a step (`--dtype`,
+`--enforce-eager`, `--quantization`, …) changes the profile.
+
+**Interrupted?** The same command goes on where it stopped. Let the machine do nothing else meanwhile.
+
+Examples:
+
+- `vllm-rollout profile --quick` : the embedded model, under two minutes on two CPU cores
+- `vllm-rollout profile MODEL --output ptl.json -- --max-num-seqs 256 --max-model-len 8192`
+- `vllm-rollout profile MODEL --output ptl.json --tensor-parallel 1,2,4 -- --dtype bfloat16`
+- `vllm-rollout profile MODEL --output ptl.json --refresh --batch-sizes 16,32`
+- `vllm-rollout profile --compare old.json new.json`
+"""
+
+
+class ProfileCommand(TyperCommand):
+    """Says where the engine's flags belong. Overrides: parse_args."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+        known = {name for parameter in self.get_params(ctx) for name in (*parameter.opts, *parameter.secondary_opts)}
+        for argument in args[: args.index("--")] if "--" in args else args:
+            name = argument.partition("=")[0]
+            if name.startswith("-") and not name[1:2].isdigit() and name not in known:
+                ctx.fail(f"no such option: {name}. Flags of the engine go behind --, as in: profile MODEL -- {name} …")
+        return super().parse_args(ctx, args)
+
+
+def profile(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A name from `models list`, a Hugging Face name or a directory. Default: the embedded model.",
+            show_default=False,
+        ),
+    ] = "",
+    flags: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="-- FLAGS", help="Flags of `vllm-rollout serve` for the engine.", show_default=False
+        ),
+    ] = None,
+    output: Annotated[
+        Path, typer.Option(help="The profile (JSON); the picture goes next to it. A profile there is gone on with.")
+    ] = Path("ptl.json"),
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Batch sizes up to 32, contexts of 128 and 512 tokens, 12 steps per point.")
+    ] = False,
+    batch_sizes: Annotated[
+        str | None, typer.Option(help="1,2,4,… Default: two per doubling up to the engine's max_num_seqs.")
+    ] = None,
+    contexts: Annotated[
+        str | None, typer.Option(help="Tokens, 128,2048,… Default: 128, half of max_model_len and nearly all of it.")
+    ] = None,
+    tensor_parallel: Annotated[
+        str, typer.Option(help="Tensor-parallel sizes, 1,2,4,… One engine after the other.")
+    ] = "1",
+    steps: Annotated[int | None, typer.Option(help="Steps per point. Default: 32, quick 12.", min=1)] = None,
+    logprobs: Annotated[
+        bool, typer.Option(help="Whether steps return log probabilities, as rollouts do unless told otherwise.")
+    ] = True,
+    refresh: Annotated[
+        bool, typer.Option("--refresh", help="Measure the named --batch-sizes and --contexts of the profile again.")
+    ] = False,
+    restart: Annotated[bool, typer.Option("--restart", help="Forget the profile in the file.")] = False,
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(help="Compare two profiles, and do nothing else.", metavar="A.json B.json", show_default=False),
+    ] = None,
+    picture: Annotated[Path | None, typer.Option(help="With --compare: draw it to this file (PNG).")] = None,
+) -> None:
+    """Measure how long a decode step takes, by batch size, context and tensor parallelism, and fit curves to it."""
+    from vllm_rollout.profiling.compare import compare as compare_profiles
+    from vllm_rollout.profiling.grid import Wanted
+    from vllm_rollout.profiling.options import DEFAULT_MODEL, Options, parse_sizes
+    from vllm_rollout.profiling.run import run
+
+    serve_flags = list(flags or ())
+    if model.startswith("-"):  # no MODEL: the first flag behind -- took its place
+        model, serve_flags = "", [model, *serve_flags]
+    try:
+        if compare is not None:
+            compare_profiles(*compare, picture)
+            return
+        wanted = Wanted(parse_sizes("--batch-sizes", batch_sizes), parse_sizes("--contexts", contexts), quick, steps)
+        options = Options(
+            model=model or DEFAULT_MODEL,
+            output=output,
+            wanted=wanted,
+            tensor_parallel_sizes=parse_sizes("--tensor-parallel", tensor_parallel) or (1,),
+            serve_flags=tuple(serve_flags),
+            logprobs=logprobs,
+            refresh=refresh,
+            restart=restart,
+            command=shlex.join(["vllm-rollout", *sys.argv[1:]]),
+        )
+        run(options)
+    except (ValueError, RuntimeError) as error:
+        sys.exit(f"vllm-rollout profile: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the program."""
+    app.command(cls=ProfileCommand, epilog=EPILOG)(profile)

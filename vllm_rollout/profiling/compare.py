@@ -1,0 +1,123 @@
+"""Two profiles side by side: PTL at the points both have. Invariant: a ratio above 1 means the second one is slower."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from vllm_rollout.profiling.picture import CONTEXT_COLORS, FAINT, INK
+from vllm_rollout.profiling.profile_file import Profile, describe_hardware, describe_model
+
+
+class Pair(NamedTuple):
+    """One point in both profiles."""
+
+    tensor_parallel_size: int
+    context_tokens: int
+    batch_size: int
+    first_s: float
+    second_s: float
+
+    @property
+    def ratio(self) -> float:
+        return self.second_s / self.first_s
+
+
+def common_points(first: Profile, second: Profile) -> list[Pair]:
+    """Raises: ValueError when the two have no point in common."""
+    seconds = {(p.tensor_parallel_size, p.context_tokens, p.batch_size): p.median_s for p in second.points}
+    pairs = [
+        Pair(*place, point.median_s, seconds[place])
+        for point in first.points
+        if (place := (point.tensor_parallel_size, point.context_tokens, point.batch_size)) in seconds
+    ]
+    if not pairs:
+        raise ValueError(
+            "the two profiles have no point in common. Measure the same --tensor-parallel, --contexts and "
+            "--batch-sizes in both."
+        )
+    return pairs
+
+
+def compare(first_path: Path, second_path: Path, picture: Path | None, console: Console | None = None) -> None:
+    """Print the table; draw it when there is a file to draw to. Raises: ValueError (profiles that cannot be read)."""
+    console = console or Console()
+    first, second = Profile.read(first_path), Profile.read(second_path)
+    pairs = common_points(first, second)
+    names = _names(first_path, second_path)
+    for name, profile in zip(names, (first, second), strict=True):
+        console.print(f"[bold]{name}[/]: {describe(profile)}", soft_wrap=True)
+    console.print(comparison_table(pairs, names))
+    console.print(f"median over {len(pairs)} points: {verdict(pairs, names)}")
+    if picture is not None:
+        draw_comparison(pairs, names, picture)
+        console.print(f"Picture: [bold]{picture}[/]")
+
+
+def describe(profile: Profile) -> str:
+    flags = " ".join(profile.serve_flags) or "no flags"
+    return (
+        f"{describe_model(profile.model_name, profile.model)}; {describe_hardware(profile.hardware)}; vLLM "
+        f"{profile.versions.get('vllm')}; {flags}; {profile.updated}"
+    )
+
+
+def verdict(pairs: list[Pair], names: tuple[str, str]) -> str:
+    ratio = median(pair.ratio for pair in pairs)
+    word = "slower" if ratio > 1 else "faster"
+    return f"{names[1]} takes {ratio:.3f} times as long as {names[0]} ({abs(ratio - 1):.1%} {word})"
+
+
+def comparison_table(pairs: list[Pair], names: tuple[str, str]) -> Table:
+    table = Table(title="Milliseconds of a decode step")
+    for column in ("tensor\nparallel", "context", "batch", *names, "second / first"):
+        table.add_column(column, justify="right")
+    context = None
+    for pair in pairs:
+        if context not in (None, pair[:2]):
+            table.add_section()
+        context = pair[:2]
+        cells = [str(pair.tensor_parallel_size), str(pair.context_tokens), str(pair.batch_size)]
+        table.add_row(*cells, f"{pair.first_s * 1e3:.2f}", f"{pair.second_s * 1e3:.2f}", f"{pair.ratio:.3f}")
+    return table
+
+
+def draw_comparison(pairs: list[Pair], names: tuple[str, str], path: Path) -> None:
+    """The ratio over batch size, a line per tensor-parallel size and context."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    with plt.rc_context({"font.size": 10, "text.color": INK, "axes.labelcolor": INK}):
+        figure, axes = plt.subplots(figsize=(9, 5), dpi=120, facecolor="white", layout="constrained")
+        for i, (size, context) in enumerate(sorted({pair[:2] for pair in pairs})):
+            line = [pair for pair in pairs if pair[:2] == (size, context)]
+            axes.plot(
+                [pair.batch_size for pair in line], [pair.ratio for pair in line], "o-", lw=1.6,
+                color=CONTEXT_COLORS[i % len(CONTEXT_COLORS)],
+                label=f"context {context}" + (f", tensor-parallel size {size}" if size > 1 else ""),
+            )  # fmt: skip
+        axes.axhline(1, color=INK, lw=1, ls=(0, (3, 2)))
+        axes.set_xscale("log", base=2)
+        sizes = sorted({pair.batch_size for pair in pairs})
+        axes.set_xticks(sizes, [str(size) for size in sizes])
+        axes.minorticks_off()
+        axes.set_xlabel("candidates in the step (batch size)")
+        axes.set_ylabel(f"step time, {names[1]} / {names[0]}")
+        axes.set_title(verdict(pairs, names), loc="left", weight="bold", fontsize=11)
+        axes.grid(axis="y", color=FAINT, lw=0.6)
+        axes.legend(frameon=False)
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+        figure.savefig(path)
+        plt.close(figure)
+
+
+def _names(first: Path, second: Path) -> tuple[str, str]:
+    """File names, with folders where those are the same."""
+    return (first.name, second.name) if first.name != second.name else (str(first), str(second))

@@ -1,0 +1,170 @@
+"""The measuring engine as a child process: commands down its standard input, answers up, its log in a file.
+
+Invariant: the child is a process group of its own and is gone when the `with` block ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol
+
+from vllm_rollout.server.process import LOG_TAIL_LINES, last_message
+
+STOP_TIMEOUT_S = 20.0
+POLL_INTERVAL_S = 0.5
+
+OnWait = Callable[[float, str], None]
+"""Called with seconds waited and the last line of the log."""
+
+
+class EngineError(RuntimeError):
+    """The engine did not start, or died; the message ends with the end of its log and what to do."""
+
+
+class MeasuredStep(NamedTuple):
+    """As `adapter.step_times.StepTime`."""
+
+    batch_size: int
+    num_tokens: int
+    context_tokens: float
+    seconds: float
+
+
+class MeasuringEngine(Protocol):
+    """What a profile is measured with."""
+
+    def info(self) -> dict[str, Any]:
+        """What the engine is, and what fits into it."""
+        ...
+
+    def warm_up(self) -> None: ...
+
+    def decode(self, *, batch_size: int, context_tokens: int, num_warmup: int, num_steps: int) -> list[MeasuredStep]:
+        """Pure decode steps of exactly so many candidates."""
+        ...
+
+    def prefill(self, *, chunk_tokens: int, num_steps: int) -> list[MeasuredStep]:
+        """Steps that compute so many prompt tokens beside one candidate that decodes."""
+        ...
+
+
+class EngineProcess:
+    """The real engine."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        log: Path,
+        on_wait: OnWait = lambda seconds, line: None,
+    ) -> None:
+        self._command = list(command)
+        self._environment = dict(environment)
+        self._log = log
+        self._on_wait = on_wait
+        self._process: subprocess.Popen[str] | None = None
+        self._answers: queue.Queue[str] = queue.Queue()
+
+    def __enter__(self) -> EngineProcess:
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                self._command,
+                env=self._environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                bufsize=1,
+                start_new_session=True,  # Ctrl-C is for us; we stop the engine
+            )
+        threading.Thread(target=self._read, args=(self._process,), daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        process, self._process = self._process, None
+        assert process is not None
+        assert process.stdin is not None
+        try:
+            with suppress(BrokenPipeError):
+                process.stdin.close()  # it ends with its input
+            if kind is not None:
+                process.send_signal(signal.SIGINT)  # and now rather than after the point it is at
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def info(self) -> dict[str, Any]:
+        return self._call("info")
+
+    def warm_up(self) -> None:
+        self._call("warm_up")
+
+    def decode(self, **arguments: int) -> list[MeasuredStep]:
+        return [MeasuredStep(*step) for step in self._call("decode", **arguments)]
+
+    def prefill(self, **arguments: int) -> list[MeasuredStep]:
+        return [MeasuredStep(*step) for step in self._call("prefill", **arguments)]
+
+    def _call(self, command: str, **arguments: Any) -> Any:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps([command, arguments]) + "\n")
+        except BrokenPipeError:
+            raise self._ended() from None
+        waited = 0.0
+        while True:
+            try:
+                answer = self._answers.get(timeout=POLL_INTERVAL_S)
+            except queue.Empty:
+                waited += POLL_INTERVAL_S
+                self._on_wait(waited, last_message(self._tail(50)))
+                continue
+            if not answer:
+                raise self._ended()
+            return json.loads(answer)
+
+    def _read(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            self._answers.put(line)
+        self._answers.put("")
+
+    def _ended(self) -> EngineError:
+        assert self._process is not None
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(3)
+        tail = "\n".join(f"  | {line[:200]}" for line in self._tail(LOG_TAIL_LINES))
+        return EngineError(
+            f"the engine ended with exit status {self._process.poll()}. The end of its log ({self._log}):\n{tail}\n"
+            "What to do: 'unrecognized arguments' means a flag behind -- that `vllm-rollout serve` does not have; "
+            "'out of memory' or 'KV cache' means less memory than needed, so set VLLM_CPU_KVCACHE_SPACE=2 (GiB) or "
+            f"--gpu-memory-utilization behind --. The command was:\n  {' '.join(self._command)}"
+        )
+
+    def _tail(self, num_lines: int) -> list[str]:
+        with self._log.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - 64 * 1024))
+            return log.read().decode(errors="replace").splitlines()[-num_lines:]
+
+
+def engine_command(model: str, tensor_parallel_size: int, flags: Sequence[str], *, logprobs: bool) -> list[str]:
+    """How the measuring engine is started."""
+    command = [sys.executable, "-m", "vllm_rollout.adapter.profiler", *([] if logprobs else ["--no-logprobs"]), model]
+    return [*command, "--tensor-parallel-size", str(tensor_parallel_size), *flags]

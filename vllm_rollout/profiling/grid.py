@@ -1,0 +1,123 @@
+"""Which points a profile measures. Invariant: a point of the plan fits into the engine; one that does not is named."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from vllm_rollout.config import (
+    PROFILE_CHUNK_TOKENS,
+    PROFILE_QUICK_BATCH_SIZE,
+    PROFILE_QUICK_CONTEXT_TOKENS,
+    PROFILE_QUICK_STEPS,
+    PROFILE_QUICK_WARMUP_STEPS,
+    PROFILE_SHORTEST_CONTEXT_TOKENS,
+    PROFILE_STEPS,
+    PROFILE_WARMUP_STEPS,
+)
+
+
+class GridPoint(NamedTuple):
+    """So many candidates with so long a context."""
+
+    batch_size: int
+    context_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What an engine has room for."""
+
+    max_num_seqs: int
+    max_model_len: int
+    kv_capacity_tokens: int
+    block_size: int
+    max_num_batched_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What the user asked for; None: our choice."""
+
+    batch_sizes: tuple[int, ...] | None = None
+    contexts: tuple[int, ...] | None = None
+    quick: bool = False
+    num_steps: int | None = None
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """Warm-up and measured steps of a point."""
+        if self.quick:
+            return PROFILE_QUICK_WARMUP_STEPS, self.num_steps or PROFILE_QUICK_STEPS
+        return PROFILE_WARMUP_STEPS, self.num_steps or PROFILE_STEPS
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Points in the order in which they are measured."""
+
+    points: tuple[GridPoint, ...]
+    left_out: tuple[GridPoint, ...]
+    """They were wanted, but do not fit into the KV cache."""
+    chunks: tuple[int, ...]
+    """Prompt tokens of the steps that prefill."""
+
+
+def make_plan(wanted: Wanted, limits: Limits) -> Plan:
+    """Contexts ascend, so that each finds the one before in the prefix cache; the largest batch comes first and fills
+    it for the others.
+
+    Raises: ValueError for a batch size or context that the engine does not allow at all, or when nothing is left.
+    """
+    room = sum(wanted.steps)
+    batch_sizes = wanted.batch_sizes or default_batch_sizes(
+        min(limits.max_num_seqs, PROFILE_QUICK_BATCH_SIZE) if wanted.quick else limits.max_num_seqs
+    )
+    longest = limits.max_model_len - room
+    contexts = wanted.contexts or default_contexts(longest, wanted.quick)
+    for size in batch_sizes:
+        if not 1 <= size <= limits.max_num_seqs:
+            raise ValueError(
+                f"--batch-sizes: {size} must be in [1, {limits.max_num_seqs}], the engine's max_num_seqs. Leave it "
+                f"out, or profile and serve with --max-num-seqs {size}."
+            )
+    for context in contexts:
+        if not 1 <= context <= longest:
+            raise ValueError(
+                f"--contexts: {context} must be in [1, {longest}]: max_model_len ({limits.max_model_len}) less the "
+                f"{room} steps of a point."
+            )
+    points, left_out = [], []
+    for context in sorted(set(contexts)):
+        for size in sorted(set(batch_sizes), reverse=True):
+            blocks = -(-(context + room) // limits.block_size)
+            fits = size * blocks * limits.block_size <= limits.kv_capacity_tokens
+            (points if fits else left_out).append(GridPoint(size, context))
+    if not points:
+        raise ValueError(
+            f"no point fits into the KV cache of {limits.kv_capacity_tokens:,} tokens. Give the engine more memory "
+            "(VLLM_CPU_KVCACHE_SPACE, --gpu-memory-utilization) or ask for shorter --contexts."
+        )
+    most = min(limits.max_num_batched_tokens - 1, longest)
+    chunks = [chunk for chunk in PROFILE_CHUNK_TOKENS if chunk <= most and not (wanted.quick and chunk > 512)]
+    return Plan(tuple(points), tuple(left_out), tuple(chunks))
+
+
+def default_batch_sizes(largest: int) -> tuple[int, ...]:
+    """1, 2, 3, 4, 6, 8, 12, … : two per doubling, and the largest."""
+    sizes = {1, 2, 3, largest}
+    power = 4
+    while power <= largest:
+        sizes |= {power, power * 3 // 2}
+        power *= 2
+    return tuple(sorted(size for size in sizes if size <= largest))
+
+
+def default_contexts(longest: int, quick: bool) -> tuple[int, ...]:
+    """A short one, the longest, and one half way; two rather short ones in a quick profile."""
+    if quick:
+        wanted: Sequence[int] = PROFILE_QUICK_CONTEXT_TOKENS
+    else:
+        wanted = (PROFILE_SHORTEST_CONTEXT_TOKENS, longest // 2, longest)
+    return tuple(sorted({min(context, longest) for context in wanted}))

@@ -1,0 +1,31 @@
+"""What a machine is, without asking torch."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+from vllm_rollout.server.process import runs_on_cpu
+
+
+def cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def num_devices() -> int | None:
+    """Devices an engine can spread over: GPUs, or NUMA nodes for the CPU build; None when nobody can tell."""
+    if runs_on_cpu():
+        return len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([device for device in visible.split(",") if device.strip()])
+    if shutil.which("nvidia-smi") is None:
+        return None
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
+    return listed.stdout.count("GPU ") if listed.returncode == 0 else None

@@ -1,0 +1,157 @@
+"""Points measured one by one into a profile. Invariant: after each of them the profile holds a fit of what it has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
+
+from vllm_rollout.profiling.engine_process import MeasuredStep, MeasuringEngine
+from vllm_rollout.profiling.fit import fit_curve, fit_prefill, leave_one_out
+from vllm_rollout.profiling.grid import GridPoint, Plan
+from vllm_rollout.profiling.profile_file import CurveFit, EngineFacts, Point, PrefillPoint, Profile
+
+PREFILL_STEPS = 3
+"""Per chunk size: a step of many tokens is long and varies little."""
+
+
+class TooFewSteps(RuntimeError):
+    """The engine never ran a point's candidates all together."""
+
+
+def now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def missing_points(profile: Profile, plan: Plan, tensor_parallel_size: int) -> list[GridPoint]:
+    measured = {
+        (point.batch_size, point.context_tokens)
+        for point in profile.points
+        if point.tensor_parallel_size == tensor_parallel_size
+    }
+    return [point for point in plan.points if point not in measured]
+
+
+def missing_chunks(profile: Profile, plan: Plan, tensor_parallel_size: int) -> list[int]:
+    measured = {p.chunk_tokens for p in profile.prefill if p.tensor_parallel_size == tensor_parallel_size}
+    return [chunk for chunk in plan.chunks if chunk not in measured]
+
+
+def measure_point(
+    engine: MeasuringEngine, point: GridPoint, tensor_parallel_size: int, steps: tuple[int, int]
+) -> Point:
+    """Raises: TooFewSteps when fewer than half of the steps are there."""
+    num_warmup, num_steps = steps
+    measured = engine.decode(
+        batch_size=point.batch_size,
+        context_tokens=point.context_tokens,
+        num_warmup=num_warmup,
+        num_steps=num_steps,
+    )
+    if 2 * len(measured) < num_steps:
+        raise TooFewSteps(
+            f"only {len(measured)} of {num_steps} steps had all {point.batch_size} candidates at a context of "
+            f"{point.context_tokens} tokens"
+        )
+    seconds = [step.seconds for step in measured]
+    low, middle, high = np.percentile(seconds, (10, 50, 90)).tolist()
+    return Point(
+        tensor_parallel_size=tensor_parallel_size,
+        batch_size=point.batch_size,
+        context_tokens=point.context_tokens,
+        mean_context_tokens=round(fmean(step.context_tokens for step in measured), 2),
+        median_s=middle,
+        p10_s=low,
+        p90_s=high,
+        num_steps=len(measured),
+    )
+
+
+def measure_prefill(engine: MeasuringEngine, chunk: int, tensor_parallel_size: int) -> PrefillPoint:
+    steps: Sequence[MeasuredStep] = engine.prefill(chunk_tokens=chunk, num_steps=PREFILL_STEPS)
+    if not steps:
+        raise TooFewSteps(f"no step computed all of {chunk} prompt tokens")
+    return PrefillPoint(
+        tensor_parallel_size=tensor_parallel_size,
+        chunk_tokens=chunk,
+        median_s=median(step.seconds for step in steps),
+        num_steps=len(steps),
+    )
+
+
+def with_point(profile: Profile, point: Point) -> Profile:
+    """The profile with this point instead of what it had there, and its curve fitted again."""
+    others = [p for p in profile.points if _place(p) != _place(point)]
+    changed = _changed(profile, points=tuple(sorted([*others, point], key=_place)))
+    return _with_fit(changed, point.tensor_parallel_size, point.context_tokens, thorough=False)
+
+
+def with_prefill(profile: Profile, point: PrefillPoint) -> Profile:
+    def place(p: PrefillPoint) -> tuple[int, int]:
+        return p.tensor_parallel_size, p.chunk_tokens
+
+    others = [p for p in profile.prefill if place(p) != place(point)]
+    return _changed(profile, prefill=tuple(sorted([*others, point], key=place)))
+
+
+def with_engine(profile: Profile, facts: EngineFacts) -> Profile:
+    others = [e for e in profile.engines if e.tensor_parallel_size != facts.tensor_parallel_size]
+    return _changed(profile, engines=tuple(sorted([*others, facts], key=lambda e: e.tensor_parallel_size)))
+
+
+def finished(profile: Profile) -> Profile:
+    """The profile with all its fits made, and tried on points left out."""
+    for tensor_parallel_size, context in sorted({(p.tensor_parallel_size, p.context_tokens) for p in profile.points}):
+        profile = _with_fit(profile, tensor_parallel_size, context, thorough=True)
+    for facts in profile.engines:
+        profile = with_engine(profile, _with_prefill_fit(profile, facts))
+    return profile
+
+
+def _place(point: Point) -> tuple[int, int, int]:
+    return point.tensor_parallel_size, point.context_tokens, point.batch_size
+
+
+def _with_fit(profile: Profile, tensor_parallel_size: int, context: int, *, thorough: bool) -> Profile:
+    where = (tensor_parallel_size, context)
+    points = [p for p in profile.points if (p.tensor_parallel_size, p.context_tokens) == where]
+    sizes, seconds = [p.batch_size for p in points], [p.median_s for p in points]
+    fit = fit_curve(sizes, seconds)
+    errors = leave_one_out(sizes, seconds) if thorough else None
+    made = CurveFit(
+        tensor_parallel_size=tensor_parallel_size,
+        context_tokens=context,
+        mean_context_tokens=fmean(p.mean_context_tokens for p in points),
+        batch_sizes=fit.curve.batch_sizes,
+        seconds=fit.curve.seconds,
+        r_squared=fit.r_squared,
+        residuals=dict(zip(sizes, fit.residuals, strict=True)),
+        left_out_errors=None if errors is None else {left.batch_size: left.error for left in errors},
+        median_left_out_error=median(abs(left.error) for left in errors) if errors else None,
+    )
+    others = [f for f in profile.fits if (f.tensor_parallel_size, f.context_tokens) != where]
+    in_order = sorted([*others, made], key=lambda f: (f.tensor_parallel_size, f.context_tokens))
+    return _changed(profile, fits=tuple(in_order))
+
+
+def _with_prefill_fit(profile: Profile, facts: EngineFacts) -> EngineFacts:
+    """What prompt tokens add to a decode step of the one candidate beside them."""
+    points = [p for p in profile.prefill if p.tensor_parallel_size == facts.tensor_parallel_size]
+    if not points or facts.tensor_parallel_size not in profile.tensor_parallel_sizes:
+        return facts
+    cost = profile.cost(facts.tensor_parallel_size)
+    per_token, fixed = fit_prefill(
+        [p.chunk_tokens for p in points], [p.median_s - cost.ptl(1, p.chunk_tokens / 2) for p in points]
+    )
+    return facts.model_copy(update={"prefill_s_per_token": per_token, "step_prefill_s": fixed})
+
+
+def _changed(profile: Profile, **changes: Any) -> Profile:
+    return profile.model_copy(update={**changes, "updated": now()})
+
+
+OnPoint = Callable[[str, str], None]
+"""What is measured now, and what came out of the last one."""

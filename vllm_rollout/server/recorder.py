@@ -1,0 +1,51 @@
+"""Rollouts -> a trace file for `vllm-rollout simulate`. Invariant: what cannot be written never fails a rollout."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from vllm_rollout.server.engine import CandidateEnd, PreparedPrompt, Reward
+from vllm_rollout.simulator.trace import RolloutPrompt, reward_row, trace_row, traced_prompt
+from vllm_rollout.simulator.trace_file import TraceFile
+
+logger = logging.getLogger("vllm.vllm_rollout")
+
+
+class TraceRecorder:
+    """Appends one row per rollout, and one for the rewards of a request."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises: OSError for a path that cannot be written."""
+        self._path = path
+        self._file: TraceFile | None = TraceFile(path)
+
+    def rollout_over(
+        self, rollout_id: str, model: str, group_size: int, max_tokens: int | None, prompts: Sequence[RolloutPrompt]
+    ) -> None:
+        """`prompts` are those whose group is over: of a rollout whose client went away, not all of them."""
+        if prompts:
+            self._append(trace_row(rollout_id, model, group_size, max_tokens, prompts))
+
+    def rewards_posted(self, rollout_id: str, rewards: Iterable[Reward]) -> None:
+        """Rewards that were accepted."""
+        posted = [(reward.prompt_id, reward.index, reward.reward) for reward in rewards]
+        if posted:
+            self._append(reward_row(rollout_id, posted))
+
+    def _append(self, row: str) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.append(row)
+        except OSError as error:
+            logger.warning("vllm_rollout: --rollout-record %s: %s. Nothing more is recorded.", self._path, error)
+            self._file = None
+
+
+def recorded(prompt: PreparedPrompt, ends: Iterable[CandidateEnd]) -> RolloutPrompt:
+    """One prompt of a rollout's row."""
+    ends = list(ends)
+    scores = {end.ending.index: end.assessment.score for end in ends if end.assessment is not None}
+    return traced_prompt(prompt.id, len(prompt.token_ids), [end.ending for end in ends], scores)

@@ -1,0 +1,141 @@
+"""Redundancy "auto": from what is known of lengths to a plan for each prompt.
+
+Invariant: every group that is over is observed once, whoever decided its redundancy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean
+
+from vllm_rollout.config import REPORT_INTERVAL_S
+from vllm_rollout.group.allocation import Budget, PromptAllocation, allocate_batch
+from vllm_rollout.group.history import ObservedLength
+from vllm_rollout.group.plan import GroupPlan
+from vllm_rollout.group.types import Ending
+from vllm_rollout.metrics import Metrics
+from vllm_rollout.server.answers import Allocation, RedundancyBudget
+from vllm_rollout.server.engine import Engine, PreparedPrompt, RequestError
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPlan:
+    """What to do with one prompt, and why."""
+
+    group: GroupPlan
+    key: str
+    """Names the prompt in the history of lengths."""
+    allocation: PromptAllocation | None = None
+    """None: the request says how many candidates."""
+
+    def answer(self) -> Allocation:
+        fields = {} if self.allocation is None else asdict(self.allocation)
+        return Allocation(**{**fields, "num_candidates": self.group.num_candidates, "selection": self.group.selection})
+
+
+class ShapingService:
+    """What rollouts ask of an engine's history of lengths, and tell it."""
+
+    def __init__(self, engine: Engine, metrics: Metrics, clock: Callable[[], float]) -> None:
+        self._engine = engine
+        self._metrics = metrics
+        self._clock = clock
+        self._telling: set[asyncio.Task[None]] = set()
+        self._drift_seen_s: float | None = None
+
+    async def allocate(
+        self, plan: GroupPlan, keys: Sequence[str], prompts: Sequence[PreparedPrompt], tradeoff: float, early_stop: bool
+    ) -> tuple[list[PromptPlan], RedundancyBudget, list[str]]:
+        """Share a budget of candidates among the prompts of a request; also says what could not be done.
+
+        Source: DARTS 4.2, Algorithm 1, and Algorithm 2 for what a prompt at the upper bound does.
+        """
+        history = await self._engine.length_history(keys)
+        limits = [prompt.max_tokens for prompt in prompts if prompt.max_tokens is not None]
+        batch = allocate_batch(
+            history.prompts,
+            history.dataset,
+            self._engine.cost_model,
+            group_size=plan.group_size,
+            max_candidates=self._engine.max_num_seqs,
+            num_ranks=self._engine.num_ranks,
+            prompt_tokens=fmean(len(prompt.token_ids) for prompt in prompts),
+            max_tokens=max(limits, default=None),
+            tradeoff=tradeoff,
+        )
+        plans = [
+            PromptPlan(
+                plan.allocated(allocation.num_candidates, allocation.at_upper_bound, early_stop=early_stop),
+                key,
+                allocation,
+            )
+            for key, allocation in zip(keys, batch.prompts, strict=True)
+        ]
+        self._metrics.prompts_allocated(batch.prompts)
+        warning = self._budget_warning(batch.budget)
+        warnings = [] if warning is None else [warning]
+        if plan.selection == "dual_end" and all(allocation.at_upper_bound for allocation in batch.prompts):
+            warnings.append(
+                "dual_end was nowhere applied: every prompt is at its upper bound, where the shortest are returned. "
+                "Raise redundancy.auto.tradeoff for fewer candidates, or count them by yourself."
+            )
+        return plans, RedundancyBudget(**asdict(batch.budget)), warnings
+
+    def _budget_warning(self, budget: Budget) -> str | None:
+        if budget.upper == budget.lower:
+            return (
+                f"redundancy auto had nothing to give: --max-num-seqs ({self._engine.max_num_seqs}) leaves no spare "
+                "candidates. Start the server with a larger one."
+            )
+        if budget.source == "profile":
+            return None
+        took = f"redundancy auto took {budget.total} candidates, half as many again as wanted"
+        if self._engine.cost_model is None:
+            return (
+                f"{took}: without a profile their cost is not known. Make one with `vllm-rollout profile` and start "
+                "the server with --rollout-profile."
+            )
+        return f"{took}: this server has not seen any lengths yet."
+
+    def group_over(self, key: str, endings: Iterable[Ending]) -> None:
+        """Tell the engine what lengths a group had; nobody waits for it."""
+        lengths = [observed(ending) for ending in endings if ending.state != "failed" and ending.num_tokens]
+        if not lengths:
+            return
+        task = asyncio.create_task(self._tell(key, lengths))
+        self._telling.add(task)
+        task.add_done_callback(self._telling.discard)
+
+    async def told(self) -> None:
+        """Wait until the engine has heard of every group so far; refreshes the gauges."""
+        await asyncio.gather(*self._telling)
+        now = self._clock()
+        if self._drift_seen_s is not None and now - self._drift_seen_s < REPORT_INTERVAL_S:
+            return
+        self._drift_seen_s = now
+        try:
+            self._metrics.shape_reported(await self._engine.length_history([]), await self._engine.step_drift())
+        except RequestError:  # the engine is dead, and says so elsewhere
+            return
+
+    async def _tell(self, key: str, lengths: Sequence[ObservedLength]) -> None:
+        try:
+            await self._engine.observe_lengths(key, lengths)
+        except RequestError:  # the engine is dead, and says so elsewhere
+            return
+
+
+def observed(ending: Ending) -> ObservedLength:
+    """A candidate's length as the history takes it: what was cut or stopped would have been longer."""
+    return ObservedLength(ending.num_tokens, censored=not ending.valid)
+
+
+def history_key(prompt_id: str | None, token_ids: Sequence[int]) -> str:
+    """A prompt's name over all rollouts: the client's, or one made from its tokens where the client gave none."""
+    if prompt_id is not None:
+        return f"id:{prompt_id}"
+    return f"tokens:{hashlib.blake2b(array('Q', token_ids).tobytes(), digest_size=12).hexdigest()}"

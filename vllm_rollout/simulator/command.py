@@ -1,0 +1,130 @@
+"""The `vllm-rollout simulate` command. Invariant: importing it is light; what it needs it imports when it runs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+USAGE = 2
+"""Exit status for flags that make no sense."""
+
+
+def simulate(
+    trace: Annotated[
+        Path | None,
+        typer.Argument(help="What `serve --rollout-record FILE` wrote, or JSON lines as shown above."),
+    ] = None,
+    generate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FIELD=VALUE,…",
+            help="Instead of a trace: log-normal lengths. Fields with their defaults: prompts=64, candidates=16, "
+            "steps=4, median=700 (tokens), prompt_sigma=0.6 (how much prompts differ), sigma=0.7 (how heavy the tail "
+            "of one prompt is), max_tokens=8192, prompt_tokens=100. Every step has the same prompts.",
+        ),
+    ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(help="What `vllm-rollout profile MODEL` wrote. Without it every step takes the same time."),
+    ] = None,
+    tensor_parallel_size: Annotated[
+        int | None, typer.Option(min=1, help="Which of the profile's. Default: the only one.")
+    ] = None,
+    data_parallel_size: Annotated[
+        int, typer.Option(min=1, help="Engines that share the groups; a rollout takes as long as the slowest.")
+    ] = 1,
+    group_size: Annotated[
+        int | None,
+        typer.Option(min=1, help="Trajectories a trainer wants per prompt. Default: the recorded one, else 8."),
+    ] = None,
+    max_num_seqs: Annotated[
+        int | None, typer.Option(min=1, help="Candidates that run at once on one engine. Default: the profiled one.")
+    ] = None,
+    kv_capacity_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens in one engine's KV cache; beyond, it preempts. Default: no limit.")
+    ] = None,
+    setting: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FIELD=VALUE,…",
+            help="Try this beside the baseline instead of the default sweep; repeat it, or write alternatives as "
+            "redundancy=2|4|8. Fields are those of a rollout request: redundancy (a number or auto), selection, "
+            "num_longest, patience, early_stop, tradeoff, group_size, and those of pruning: detection_length, "
+            "keep_ratio, …; name labels it.",
+        ),
+    ] = None,
+    detection_length: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens at which the trace's scores were taken. Default: the recorded number."),
+    ] = None,
+    prompts_per_step: Annotated[
+        int | None, typer.Option(min=1, help="Cut the trace's prompts into rollouts of this many, in their order.")
+    ] = None,
+    epochs: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Go through the trace this often, so that redundancy auto knows its prompts. From the second time on "
+            "a prompt's lengths are drawn from its recorded ones.",
+        ),
+    ] = 1,
+    skip_broken: Annotated[bool, typer.Option("--skip-broken", help="Go on without rows that are broken.")] = False,
+    seed: Annotated[int, typer.Option(help="Of everything that is drawn.")] = 0,
+    output: Annotated[Path, typer.Option(help="Where the picture (PNG) goes.")] = Path("simulation.png"),
+    output_json: Annotated[Path | None, typer.Option(help="Where all numbers go, for a program.")] = None,
+) -> None:
+    """Say what a setting of groups will save, before GPU hours are spent.
+
+    A trace says how long every candidate became; the replay lets them race through the code that decides in the engine,
+    on a clock that a profile drives. Same trace and seed, same numbers.
+
+    **Try it** without trace, profile or GPU:
+
+        vllm-rollout simulate --generate prompts=64,sigma=0.9
+
+    **For numbers to plan with**, record rollouts (with early_stop false), profile the engine, replay:
+
+        vllm-rollout serve MODEL --rollout-record trace.jsonl
+        vllm-rollout profile MODEL --output ptl.json
+        vllm-rollout simulate trace.jsonl --profile ptl.json
+
+    **Your own question** takes the place of the default sweep:
+
+        vllm-rollout simulate trace.jsonl --setting "redundancy=2|4|8,selection=dual_end,patience=1.5"
+
+    **A trace** has one JSON row per rollout (a training step), or one per prompt. "ends", "scores" and "rewards" are
+    optional:
+
+        {"rollout_id": "r1", "model": "m", "group_size": 2, "max_tokens": 1024, "prompts": [
+          {"id": "q1", "prompt_tokens": 31, "lengths": [412, 77, 1024], "ends": ["stop", "stop", "length"]}, …]}
+        {"prompt_id": "q1", "lengths": [412, 77, 1024]}
+
+    **Reading the tables:** *speed-up* is against the first row, which asks for exactly group_size candidates. *Bubble*
+    is the part of the peak batch that stands empty, on average over time: the room there is for spare candidates.
+    *Mean* and *P99* say what the trainer sees less of: "first" returns the quickest answers, dual-end also the longest.
+    """
+    from vllm_rollout.simulator.simulation import FlagError, Options, run
+
+    try:
+        options = Options(
+            trace=trace, generate=generate, profile=profile, tensor_parallel_size=tensor_parallel_size,
+            data_parallel_size=data_parallel_size, group_size=group_size, max_num_seqs=max_num_seqs,
+            kv_capacity_tokens=kv_capacity_tokens, settings=tuple(setting or ()), detection_length=detection_length,
+            prompts_per_step=prompts_per_step, epochs=epochs, skip_broken=skip_broken, seed=seed, output=output,
+            output_json=output_json,
+        )  # fmt: skip
+        run(options)
+    except FlagError as error:
+        _fail(str(error), USAGE)
+    except (ValueError, OSError) as error:
+        _fail(str(error), 1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _fail(message: str, status: int) -> NoReturn:
+    print(f"vllm-rollout simulate: {message}", file=sys.stderr)
+    sys.exit(status)

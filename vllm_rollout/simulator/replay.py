@@ -1,0 +1,154 @@
+"""A trace replayed under one setting: rollout after rollout, as a trainer would ask for them.
+
+Invariant: what is decided is decided by `group/`; a replay depends on trace, setting, machine and seed only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from vllm_rollout.config import REWARD_THRESHOLD
+from vllm_rollout.group.allocation import allocate_batch
+from vllm_rollout.group.history import LengthHistory, ObservedLength
+from vllm_rollout.group.judge import Judge, Scoring
+from vllm_rollout.group.plan import GroupPlan
+from vllm_rollout.group.selection import conclude
+from vllm_rollout.group.types import GroupResult
+from vllm_rollout.simulator.machine import Machine
+from vllm_rollout.simulator.outcome import Outcome, Tally
+from vllm_rollout.simulator.pool import Pools
+from vllm_rollout.simulator.rank import Race, Rank
+from vllm_rollout.simulator.settings import Setting
+from vllm_rollout.simulator.trace import TracedRollout
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    plan: GroupPlan
+    at_upper_bound: bool = False
+
+
+def replay(
+    pools: Pools,
+    setting: Setting,
+    machine: Machine,
+    *,
+    epochs: int = 1,
+    seed: int = 0,
+    on_rollout: Callable[[], None] = lambda: None,
+) -> Outcome:
+    """Run every rollout of the trace, `epochs` times over.
+
+    Raises: PlanError for a setting that no engine would take; ValueError for a candidate the KV cache cannot hold.
+    """
+    return _Replay(pools, setting, machine, seed).run(epochs, on_rollout)
+
+
+class _Replay:
+    def __init__(self, pools: Pools, setting: Setting, machine: Machine, seed: int) -> None:
+        self._pools = pools
+        self._setting = setting
+        self._machine = machine
+        self._seed = seed
+        self._plan = setting.plan(machine.max_candidates)
+        self._history = LengthHistory()
+        self._judges = [Judge() for _ in range(machine.num_ranks)]
+        self._next_rank = 0
+        self._tally = Tally(setting)
+
+    def run(self, epochs: int, on_rollout: Callable[[], None]) -> Outcome:
+        for epoch in range(epochs):
+            for number, rollout in enumerate(self._pools.trace.rollouts):
+                self._roll_out(epoch, number, rollout)
+                on_rollout()
+        return self._tally.outcome()
+
+    def _roll_out(self, epoch: int, number: int, rollout: TracedRollout) -> None:
+        name = f"rollout-{epoch}-{number}"
+        planned = self._planned(rollout)
+        races = []
+        for position, (prompt, its) in enumerate(zip(rollout.prompts, planned, strict=True)):
+            pool = self._pools.candidates(epoch, number, position, its.plan.num_candidates)
+            self._check_fits(prompt.id, prompt.prompt_tokens + max(c.num_tokens for c in pool))
+            scoring = its.plan.pruning and Scoring(name, prompt.id, self._seed, its.plan.pruning)
+            races.append(Race(prompt.id, its.plan, pool, prompt.prompt_tokens, scoring))
+        ranks = self._shared(races)
+        runs = [Rank(self._machine, own, judge).run() for own, judge in zip(ranks, self._judges, strict=True)]
+        results = {race: conclude(race.plan, race.endings) for race in races}
+        for prompt, its, race in zip(rollout.prompts, planned, races, strict=True):
+            self._tally.add_group(results[race], race.pool, its.at_upper_bound)
+            self._history.observe(prompt.history_key, observed_lengths(results[race]))
+        self._tally.add_rollout(runs, min(race.over_s for race in races))
+        if self._setting.pruning is not None:
+            for judge, own in zip(self._judges, ranks, strict=True):
+                self._reward(judge, name, {race: results[race] for race in own})
+
+    def _planned(self, rollout: TracedRollout) -> list[_Planned]:
+        if self._setting.redundancy != "auto":
+            return [_Planned(self._plan)] * len(rollout.prompts)
+        known = [self._history.of(prompt.history_key) for prompt in rollout.prompts]
+        self._tally.num_without_history += known.count(None)
+        limits = [prompt.max_tokens for prompt in rollout.prompts if prompt.max_tokens is not None]
+        batch = allocate_batch(
+            known,
+            self._history.dataset(),
+            self._machine.cost,
+            group_size=self._setting.group_size,
+            max_candidates=self._machine.max_candidates,
+            num_ranks=self._machine.num_ranks,
+            prompt_tokens=fmean(prompt.prompt_tokens for prompt in rollout.prompts),
+            max_tokens=max(limits, default=None),
+            tradeoff=self._setting.tradeoff,
+        )
+        early_stop = self._setting.early_stop is not False
+        return [
+            _Planned(
+                self._plan.allocated(its.num_candidates, its.at_upper_bound, early_stop=early_stop), its.at_upper_bound
+            )
+            for its in batch.prompts
+        ]
+
+    def _shared(self, races: Sequence[Race]) -> list[list[Race]]:
+        """Each group to the rank with the fewest candidates; ties take turns, as in `adapter/client.py`."""
+        ranks: list[list[Race]] = [[] for _ in self._judges]
+        loads = [0] * len(ranks)
+        for race in races:
+            turns = [(self._next_rank + turn) % len(ranks) for turn in range(len(ranks))]
+            rank = min(turns, key=loads.__getitem__)
+            ranks[rank].append(race)
+            loads[rank] += race.plan.num_candidates
+            self._next_rank = (rank + 1) % len(ranks)
+        return ranks
+
+    def _check_fits(self, prompt_id: str, num_tokens: int) -> None:
+        capacity = self._machine.kv_capacity_tokens
+        if capacity is not None and num_tokens > capacity:
+            raise ValueError(
+                f"a candidate of prompt {prompt_id!r} needs {num_tokens:,} tokens of KV cache, but one rank has "
+                f"{capacity:,}. Give it more with --kv-capacity-tokens."
+            )
+
+    def _reward(self, judge: Judge, rollout_id: str, results: Mapping[Race, GroupResult]) -> None:
+        """Returned trajectories are rewarded after the rollout; every rank learns of them."""
+        rewards = []
+        for race, result in results.items():
+            for index in result.selected:
+                reward = race.pool[index].reward
+                if reward is not None:
+                    rewards.append((race.prompt_id, index, reward, reward > REWARD_THRESHOLD))
+        if not rewards or (learned := judge.reward(rollout_id, rewards)) is None:
+            return
+        for other in self._judges:
+            if other is not judge:
+                other.learn(learned[2])
+
+
+def observed_lengths(result: GroupResult) -> list[ObservedLength]:
+    """What the history is told of a group: what was cut or stopped would have been longer."""
+    return [
+        ObservedLength(ending.num_tokens, censored=not ending.valid)
+        for ending in result.endings
+        if ending.state != "failed" and ending.num_tokens
+    ]

@@ -1,0 +1,182 @@
+"""A sweep in words: tables, recommendation, and what to know before believing it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import floor, log10
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from vllm_rollout.simulator.outcome import Outcome
+from vllm_rollout.simulator.sweep import Sweep
+from vllm_rollout.simulator.trace import Trace
+from vllm_rollout.simulator.trace_file import told_reasons
+
+HARDLY_FASTER = 1.02
+"""A speed-up below it is not worth a recommendation."""
+
+LENGTHS = ("mean", "std", "P50", "P90", "P99")
+
+Column = tuple[str, Callable[[Outcome], str]]
+
+
+def tables(sweep: Sweep) -> list[Table]:
+    """Time and tokens; and what the trainer gets."""
+    steps = "\nin steps" if sweep.machine.is_ideal else ""
+    costs: list[Column] = [
+        (f"time{steps}", lambda o: _time(o.seconds, sweep)),
+        ("speed-up", lambda o: f"{sweep.speed_up(o):.2f}x"),
+        ("first\ngroup", lambda o: _time(o.time_to_first_group_s, sweep)),
+        ("candidates\nper prompt", lambda o: f"{o.candidates_per_prompt:.1f}"),
+        ("tokens\ngenerated", lambda o: _count(o.generated_tokens)),
+        ("tokens\nreturned", lambda o: _count(o.returned_tokens)),
+        ("wasted", lambda o: f"{o.wasted_tokens / o.generated_tokens:.0%}"),
+        ("bubble", lambda o: f"{o.bubble:.0%}"),
+    ]
+    lengths: list[Column] = [
+        *((name, lambda o, name=name: f"{getattr(o.lengths, name.lower()):,.0f}") for name in LENGTHS),
+        ("cut at\nmax_tokens", lambda o: f"{o.truncated_share:.1%}"),
+        ("groups\nincomplete", lambda o: f"{o.incomplete_share:.1%}"),
+    ]
+    if any(outcome.setting.redundancy == "auto" for outcome in sweep.outcomes):
+        lengths.append(("at upper\nbound", lambda o: f"{o.upper_bound_share:.1%}"))
+    if any(outcome.num_pruned for outcome in sweep.outcomes):
+        lengths.append(("candidates\npruned", lambda o: f"{o.num_pruned / o.num_candidates:.1%}"))
+    return [
+        _table("Time and tokens", costs, sweep),
+        _table("What the trainer gets: tokens of returned answers", lengths, sweep),
+    ]
+
+
+def _table(title: str, columns: list[Column], sweep: Sweep) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("", no_wrap=True)
+    for name, _ in columns:
+        table.add_column(name, justify="right")
+    for outcome in sweep.outcomes:
+        style = "bold" if outcome is sweep.fastest or outcome is sweep.fastest_with_longest else ""
+        table.add_row(outcome.setting.name, *(value(outcome) for _, value in columns), style=style)
+    return table
+
+
+def _count(tokens: int) -> str:
+    """In three figures."""
+    for size, letter in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
+        if tokens >= size:
+            value = tokens / size
+            return f"{value:,.{max(0, 2 - floor(log10(value)))}f} {letter}"
+    return str(tokens)
+
+
+def _time(value: float, sweep: Sweep) -> str:
+    """The unit of steps stands in the header."""
+    return f"{value:,.0f}" if sweep.machine.is_ideal else duration(value, in_steps=False)
+
+
+def duration(value: float, in_steps: bool) -> str:
+    if in_steps:
+        return f"{value:,.0f} steps"
+    return f"{value:,.0f} s" if value >= 100 else f"{value:.1f} s" if value >= 1 else f"{value * 1000:.0f} ms"
+
+
+def recommendation(sweep: Sweep) -> str:
+    """Which setting to take, and what it costs."""
+    baseline, fastest, keeping = sweep.baseline, sweep.fastest, sweep.fastest_with_longest
+    if sweep.speed_up(fastest) < HARDLY_FASTER:
+        said = (
+            f"Nothing that was tried is faster than {baseline.setting.name}: here the steps that early stop saves do "
+        )
+        said += "not make up for those that spare candidates make longer."
+    else:
+        said = f"Fastest: {fastest.setting.name}, {sweep.speed_up(fastest):.2f}x; answers are "
+        said += _shift(baseline, fastest) + "."
+    if keeping is None:
+        return said
+    if keeping is fastest:
+        return f"{said} It keeps long answers, too."
+    return (
+        f"{said} Of those that keep long answers: {keeping.setting.name}, {sweep.speed_up(keeping):.2f}x, "
+        f"{_shift(baseline, keeping)}."
+    )
+
+
+def _shift(baseline: Outcome, outcome: Outcome) -> str:
+    before, after = baseline.lengths, outcome.lengths
+    return (
+        f"{before.mean:,.0f} -> {after.mean:,.0f} tokens long on average ({_change(before.mean, after.mean)}), "
+        f"P99 {before.p99:,.0f} -> {after.p99:,.0f}"
+    )
+
+
+def _change(before: float, after: float) -> str:
+    return f"{after / before - 1:+.0%}" if before else "-"
+
+
+def notes(sweep: Sweep, trace: Trace) -> list[str]:
+    """What the numbers rest on, where that is less than a recording."""
+    said = []
+    if sweep.machine.is_ideal:
+        said.append(
+            "No --profile: every step takes the same time, whatever is in it. Times are in steps, not seconds, and "
+            "spare candidates look cheaper than they are."
+        )
+    if trace.skipped:
+        said.append(told_reasons(trace.skipped) + ".")
+    if trace.num_failed:
+        said.append(f"{trace.num_failed} candidates that failed are left out.")
+    if trace.num_stopped:
+        most = max(outcome.num_drawn for outcome in sweep.outcomes)
+        total = sum(len(prompt.candidates) for prompt in trace.prompts)
+        said.append(
+            f"{trace.num_stopped:,} of {total:,} recorded candidates were stopped, so that their length is not known: "
+            "the rest is drawn from a log-normal distribution fitted to their prompt, for up to "
+            f"{most:,} candidates of a setting. Record with early_stop false and without pruning to avoid that."
+        )
+    resampled = [outcome for outcome in sweep.outcomes if outcome.num_resampled]
+    if resampled:
+        most = max(outcome.num_resampled / outcome.num_candidates for outcome in resampled)
+        said.append(
+            f"{len(resampled)} of {len(sweep.outcomes)} settings want more candidates than the trace has: these are "
+            f"candidates of the same prompt once more, up to {most:.0%} of a setting's. Record more per prompt to "
+            "avoid that."
+        )
+    for outcome in sweep.outcomes:
+        if outcome.num_without_history:
+            said.append(
+                f"{outcome.setting.name}: nothing was known of {outcome.num_without_history:,} of "
+                f"{outcome.num_groups:,} prompts when they came, which then all count alike. Prompts that come again, "
+                "recorded or with --epochs, have a history."
+            )
+            break
+    for outcome in sweep.outcomes:
+        if outcome.setting.pruning is not None and not outcome.num_pruned:
+            said.append(
+                f"{outcome.setting.name}: nobody was pruned. It takes scores, and rewards of earlier rollouts: at "
+                f"least {outcome.setting.pruning.min_labels} of either kind (min_labels)."
+            )
+    if num_preemptions := max(outcome.num_preemptions for outcome in sweep.outcomes):
+        said.append(f"The KV cache was too small for what ran: up to {num_preemptions:,} preemptions in a setting.")
+    return said
+
+
+def to_json(sweep: Sweep, trace: Trace, source: dict[str, Any], said: list[str]) -> dict[str, Any]:
+    """Everything, for a program. `source` says where trace and times come from."""
+    machine = sweep.machine
+    keeping = sweep.fastest_with_longest
+    return {
+        **source,
+        "time_unit": "steps" if machine.is_ideal else "seconds",
+        "num_rollouts": len(trace.rollouts),
+        "num_prompts": len(trace.prompts),
+        "num_ranks": machine.num_ranks,
+        "max_num_seqs": machine.num_slots,
+        "kv_capacity_tokens": machine.kv_capacity_tokens,
+        "baseline": sweep.baseline.setting.name,
+        "settings": [{**outcome.to_json(), "speed_up": sweep.speed_up(outcome)} for outcome in sweep.outcomes],
+        "fastest": sweep.fastest.setting.name,
+        "fastest_with_longest": None if keeping is None else keeping.setting.name,
+        "recommendation": recommendation(sweep),
+        "notes": said,
+    }

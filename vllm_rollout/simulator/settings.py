@@ -1,0 +1,154 @@
+"""Settings: one way of running groups each. Invariant: a setting that has a plan can be replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+from vllm_rollout.config import DEFAULT_TRADEOFF, MAX_BUDGET_RATIO, MAX_TRADEOFF
+from vllm_rollout.group.plan import EarlyStop, GroupPlan, SelectionRule, make_plan
+from vllm_rollout.group.pruning_plan import RANGES, PlanError, PruningPlan, make_pruning_plan
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    group_size: int
+    redundancy: int | Literal["auto"] = 0
+    selection: SelectionRule = "first"
+    num_longest: int | None = None
+    patience: float | None = None
+    early_stop: EarlyStop = None
+    pruning: PruningPlan | None = None
+    tradeoff: float = DEFAULT_TRADEOFF
+    """lambda of redundancy "auto"."""
+    label: str = ""
+
+    def plan(self, max_candidates: int) -> GroupPlan:
+        """Of every prompt; with redundancy "auto" before anything is allocated.
+
+        Raises: PlanError.
+        """
+        redundancy = self.redundancy
+        if redundancy == "auto":
+            redundancy = max(0, min((MAX_BUDGET_RATIO - 1) * self.group_size, max_candidates - self.group_size))
+        return make_plan(
+            self.group_size,
+            redundancy,
+            self.early_stop,
+            self.selection,
+            self.num_longest,
+            self.pruning,
+            self.patience,
+            max_candidates=max_candidates,
+        )
+
+    @property
+    def keeps_longest(self) -> bool:
+        """It returns long answers on purpose."""
+        return self.selection == "dual_end" and self.num_longest != 0 and self.redundancy != 0
+
+    @property
+    def name(self) -> str:
+        return self.label or " ".join(self._words())
+
+    def _words(self) -> list[str]:
+        if not self.redundancy:
+            words = [f"uniform n={self.group_size}"]
+        elif self.redundancy == "auto":
+            words = ["auto"]
+        elif self.redundancy * 100 % self.group_size == 0:
+            words = [f"{1 + self.redundancy / self.group_size:g}x"]
+        else:
+            words = [f"{self.group_size}+{self.redundancy}"]
+        if self.selection == "dual_end":
+            num_longest = 1 if self.num_longest is None else self.num_longest
+            words.append(f"dual-end {self.group_size - num_longest}+{num_longest}")
+        elif self.redundancy or self.selection != "first":
+            words.append(self.selection)
+            if self.early_stop is False:
+                words.append("waits for all")
+        if self.patience is not None:
+            words.append(f"patience {self.patience:g}")
+        if self.pruning is not None:
+            words.append(f"pruned at {self.pruning.detection_length}")
+        if self.tradeoff != DEFAULT_TRADEOFF:
+            words.append(f"tradeoff {self.tradeoff:g}")
+        return words
+
+    def described(self) -> dict[str, Any]:
+        """JSON-able."""
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "label"}
+        if self.pruning is not None:
+            values["pruning"] = {field: getattr(self.pruning, field) for field in RANGES}
+        return {"name": self.name, **values}
+
+
+def default_sweep(group_size: int, max_candidates: int, pruning: PruningPlan | None = None) -> list[Setting]:
+    """What to compare when nothing is asked for, the baseline first. What does not fit the engine is left out."""
+    baseline = Setting(group_size)
+    spare = {share: max(1, round(share * group_size)) for share in (0.25, 0.5, 1)}
+    settings = [baseline, *(Setting(group_size, redundancy) for redundancy in dict.fromkeys(spare.values()))]
+    for redundancy in (spare[0.5], "auto"):
+        dual_end = Setting(group_size, redundancy, "dual_end", num_longest=1)
+        settings += [dual_end, replace(dual_end, patience=1.5)]
+    if pruning is not None:
+        settings.append(Setting(group_size, spare[0.5], pruning=pruning))
+    return [s for s in settings if s.redundancy == "auto" or group_size + s.redundancy <= max_candidates]
+
+
+NUMBERS = ("group_size", "redundancy", "num_longest", "patience", "tradeoff")
+PRUNING_FIELDS = tuple(RANGES)
+FIELDS = (*NUMBERS, "selection", "early_stop", "name", *PRUNING_FIELDS)
+
+
+def parse_setting(text: str, group_size: int, pruning: Mapping[str, Any] | None = None) -> Setting:
+    """A setting from "redundancy=4,selection=dual_end,patience=1.5"; fields of pruning stand beside the others.
+
+    `pruning` has defaults of its fields, used once any of them is named.
+
+    Raises: PlanError, or ValueError for what is no field.
+    """
+    given: dict[str, Any] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        key, equals, value = (word.strip() for word in part.partition("="))
+        if not equals or not value:
+            raise ValueError(f"expected field=value, got {part!r}")
+        if key not in FIELDS:
+            raise ValueError(f"{key!r} is not a field; allowed: {', '.join(FIELDS)}")
+        if key in given:
+            raise ValueError(f"{key} is given twice")
+        given[key] = _value(key, value)
+    label = given.pop("name", "")
+    pruned = {key: given.pop(key) for key in PRUNING_FIELDS if key in given}
+    if pruned:
+        pruned = {**(pruning or {}), **pruned}
+        if "detection_length" not in pruned:
+            raise PlanError("detection_length", "is needed to prune: output tokens after which candidates are scored.")
+        given["pruning"] = make_pruning_plan(pruned)
+    return Setting(**{"group_size": group_size, **given, "label": label})
+
+
+def _value(key: str, text: str) -> Any:
+    if key == "name":
+        return text
+    if key == "redundancy" and text == "auto":
+        return text
+    if text in ("true", "false"):
+        return text == "true"
+    if key == "early_stop" and text != "auto":
+        raise PlanError(key, f"must be true, false or auto, got {text!r}.")
+    try:
+        number: int | float = int(text)
+    except ValueError:
+        try:
+            number = float(text)
+        except ValueError:
+            if key in NUMBERS:
+                raise PlanError(key, f"must be a number, got {text!r}.") from None
+            return text
+    if key in ("group_size", "redundancy", "num_longest") and not isinstance(number, int):
+        raise PlanError(key, f"must be an integer, got {text}.")
+    if key == "tradeoff" and not 0 < number <= MAX_TRADEOFF:
+        raise PlanError(key, f"must be a number in (0, {MAX_TRADEOFF:g}], got {text}.")
+    return number

@@ -1,0 +1,217 @@
+"""Traces: how long every candidate of every prompt became. Invariant: a trace that was read can be replayed.
+
+JSON lines of three forms. A rollout row is one rollout, which is one training step:
+    {"rollout_id": "rollout-1", "model": "m", "group_size": 2, "max_tokens": 1024, "prompts": [{"id": "q1",
+     "prompt_tokens": 31, "lengths": [412, 77, 1024], "ends": ["stop", "stop", "length"], "scores": [0.7, null, 0.1]}]}
+A reward row brings rewards that came after it:
+    {"rollout_id": "rollout-1", "rewards": [{"prompt_id": "q1", "index": 0, "reward": 1.0}]}
+A prompt row is shorthand; rows that follow each other are one rollout, unless they say otherwise in "step":
+    {"prompt_id": "q1", "lengths": [412, 77, 1024]}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, StrictInt, StrictStr, model_validator
+
+from vllm_rollout.config import HISTORY_KEY_CHARS, MAX_DETECTION_LENGTH, MAX_TRACED_TOKENS
+from vllm_rollout.group.types import Ending
+
+End = Literal["stop", "length", "surplus", "pruned", "failed"]
+"""Ended by itself; cut at `max_tokens`; stopped as surplus; stopped by its score; lost."""
+STOPPED: tuple[End, ...] = ("surplus", "pruned")
+"""Ends that hide how long the candidate would have become."""
+
+
+class TracedCandidate(NamedTuple):
+    num_tokens: int
+    end: End = "stop"
+    score: float | None = None
+    reward: float | None = None
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.end in STOPPED
+
+
+@dataclass(frozen=True, slots=True)
+class TracedPrompt:
+    """One prompt of one rollout."""
+
+    id: str
+    candidates: tuple[TracedCandidate, ...]
+    """At least one; failed ones are left out."""
+    prompt_tokens: int = 0
+    max_tokens: int | None = None
+    key: str = ""
+    """Its name over all rollouts; empty: its id."""
+
+    @property
+    def history_key(self) -> str:
+        return self.key or self.id
+
+
+@dataclass(frozen=True, slots=True)
+class TracedRollout:
+    prompts: tuple[TracedPrompt, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    rollouts: tuple[TracedRollout, ...]
+    models: tuple[str, ...] = ()
+    """Names of the models it was recorded with."""
+    group_size: int | None = None
+    """The recorded one; None when there are none or several."""
+    detection_length: int | None = None
+    """At which its scores were taken; None when that is not said, or differs."""
+    num_failed: int = 0
+    """Candidates left out because they failed."""
+    skipped: tuple[str, ...] = ()
+    """What was wrong with each row that was skipped."""
+
+    @property
+    def prompts(self) -> list[TracedPrompt]:
+        return [prompt for rollout in self.rollouts for prompt in rollout.prompts]
+
+    @property
+    def max_tokens(self) -> int:
+        """The largest recorded cap; without one the longest length."""
+        caps = [prompt.max_tokens for prompt in self.prompts if prompt.max_tokens is not None]
+        return max(caps) if caps else max(c.num_tokens for prompt in self.prompts for c in prompt.candidates)
+
+    @property
+    def num_stopped(self) -> int:
+        """Candidates whose full length is not known."""
+        return sum(c.is_stopped for prompt in self.prompts for c in prompt.candidates)
+
+    @property
+    def has_scores(self) -> bool:
+        return any(c.score is not None for prompt in self.prompts for c in prompt.candidates)
+
+    @property
+    def has_rewards(self) -> bool:
+        return any(c.reward is not None for prompt in self.prompts for c in prompt.candidates)
+
+
+Length = Annotated[StrictInt, Field(ge=0, le=MAX_TRACED_TOKENS)]
+Name = Annotated[StrictStr, Field(min_length=1, max_length=256)]
+Key = Annotated[StrictStr, Field(max_length=HISTORY_KEY_CHARS)]
+
+
+class _Row(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class Lengths(_Row):
+    """What rollout rows and prompt rows say of a prompt: one entry per candidate."""
+
+    lengths: Annotated[list[Length], Field(min_length=1)]
+    ends: list[End] | None = None
+    scores: list[FiniteFloat | None] | None = None
+    rewards: list[FiniteFloat | None] | None = None
+    prompt_tokens: Length = 0
+    key: Key = ""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Lengths:
+        num = len(self.lengths)
+        for name in ("ends", "scores", "rewards"):
+            values = getattr(self, name)
+            if values is not None and len(values) != num:
+                raise ValueError(f"{name} has {len(values)} entries, lengths has {num}; they must be equally long")
+        ends = self.ends or ["stop"] * num
+        for index, (length, end) in enumerate(zip(self.lengths, ends, strict=True)):
+            if length == 0 and end in ("stop", "length"):
+                raise ValueError(f"lengths.{index} is 0, but a candidate that ended by itself has at least 1 token")
+        if not any(length for length, end in zip(self.lengths, ends, strict=True) if end != "failed"):
+            raise ValueError("every candidate failed or was stopped before its first token: there is nothing to replay")
+        return self
+
+
+class RolloutPrompt(Lengths):
+    """One prompt of a rollout row."""
+
+    id: Name
+
+
+class RolloutRow(_Row):
+    rollout_id: Name
+    model: StrictStr | None = None
+    group_size: Annotated[StrictInt, Field(ge=1)] | None = None
+    max_tokens: Annotated[Length, Field(ge=1)] | None = None
+    detection_length: Annotated[StrictInt, Field(ge=1, le=MAX_DETECTION_LENGTH)] | None = None
+    """At which scores were taken."""
+    prompts: Annotated[list[RolloutPrompt], Field(min_length=1)]
+
+
+class _Reward(_Row):
+    prompt_id: Name
+    index: Annotated[StrictInt, Field(ge=0)]
+    reward: FiniteFloat
+
+
+class RewardRow(_Row):
+    rollout_id: Name
+    rewards: list[_Reward]
+
+
+class PromptRow(Lengths):
+    prompt_id: Name
+    step: StrictInt | None = None
+
+
+def end_of(ending: Ending) -> End:
+    """How a trace names an ending. A candidate that lost a tie is `surplus`, with all its tokens."""
+    if ending.state == "finished":
+        return "length" if ending.truncated else "stop"
+    assert ending.state != "running", f"candidate {ending.index} has not ended"
+    return ending.state
+
+
+def traced_prompt(
+    id: str, prompt_tokens: int, endings: Iterable[Ending], scores: Mapping[int, float] | None = None, key: str = ""
+) -> RolloutPrompt:
+    """One prompt of a rollout row, from what became of its candidates.
+
+    scores: by index, of those that have one. key: its name in the history of lengths, if that is not its id.
+    """
+    endings = sorted(endings, key=lambda ending: ending.index)
+    assert [ending.index for ending in endings] == list(range(len(endings))), "an index is a position in the row"
+    return RolloutPrompt.model_construct(
+        id=id,
+        prompt_tokens=prompt_tokens,
+        key=key,
+        lengths=[ending.num_tokens for ending in endings],
+        ends=[end_of(ending) for ending in endings],
+        scores=[scores.get(ending.index) for ending in endings] if scores else None,
+    )
+
+
+def trace_row(
+    rollout_id: str,
+    model: str,
+    group_size: int,
+    max_tokens: int | None,
+    prompts: Sequence[RolloutPrompt],
+    detection_length: int | None = None,
+) -> str:
+    """A rollout row, without a line end."""
+    row = RolloutRow.model_construct(
+        rollout_id=rollout_id,
+        model=model,
+        group_size=group_size,
+        max_tokens=max_tokens,
+        detection_length=detection_length,
+        prompts=list(prompts),
+    )
+    return row.model_dump_json(exclude_none=True, exclude_defaults=True)
+
+
+def reward_row(rollout_id: str, rewards: Iterable[tuple[str, int, float]]) -> str:
+    """A reward row of (prompt id, index, reward), without a line end."""
+    named = [_Reward(prompt_id=prompt_id, index=index, reward=reward) for prompt_id, index, reward in rewards]
+    return RewardRow(rollout_id=rollout_id, rewards=named).model_dump_json()
