@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 import vllm_rollout
+from vllm_rollout.profiling import command as profile_command
 from vllm_rollout.simulator.command import simulate
 
 app = typer.Typer(
@@ -20,7 +21,6 @@ app = typer.Typer(
 )
 models_app = typer.Typer(help="Small models that need no model hub: list them, fetch them.", no_args_is_help=True)
 app.add_typer(models_app, name="models")
-app.command()(simulate)
 
 
 def _print_version(wanted: bool) -> None:
@@ -74,6 +74,10 @@ def demo(
         sys.exit(f"vllm-rollout demo: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+profile_command.register(app)
+app.command()(simulate)
 
 
 @models_app.command("list")

@@ -1,4 +1,4 @@
-"""A reader that is slow, or never reads: what is held for it is bounded, and nothing of it is lost, out of order or late.
+"""For a reader that is slow, or never reads, a bounded number of outputs is held, and nothing is lost or out of order.
 
 Real are the client, vLLM's output processor and the scheduler; only the model is made up, and every token says which it
 is. The test steps the engine.
@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scheduler_runs import TracedRun, add_group, assert_nothing_left, prune_by_sign
+from scheduler_runs import TracedRun, assert_nothing_left, prune_by_sign
 from vllm import SamplingParams
 from vllm.outputs import STREAM_FINISHED, RequestOutput
 from vllm.sampling_params import RequestOutputKind
@@ -53,8 +53,6 @@ class SteppedLLM(RolloutAsyncLLM):
         self.engine_core = self
         self.log_requests = False
         self.num_aborted = 0
-        self.failing: set[str] = set()
-        """Candidates whose requests fail when they are made."""
         self._candidate_ids = set()
         self._candidates_on_rank = Counter()
 
@@ -63,8 +61,6 @@ class SteppedLLM(RolloutAsyncLLM):
     async def add_request(
         self, request_id: str, prompt: Sequence[int], params: SamplingParams, **kwargs: Any
     ) -> RequestOutputCollector:
-        if request_id in self.failing:
-            raise ConnectionError("on purpose")
         id = f"{request_id}-internal"
         collector = RequestOutputCollector(params.output_kind, id)
         request = EngineCoreRequest(id, [5] * 20, None, params, None, 0.0, None, None, None, external_req_id=request_id)
@@ -219,12 +215,16 @@ def test_a_dead_engine_is_told_to_a_reader_that_was_not_reading(llm: SteppedLLM)
 
 def test_one_failure_behind_a_full_queue_leaves_the_other_candidates_whole(llm: SteppedLLM) -> None:
     async def run() -> None:
-        llm.failing = {"g-c3"}
         outputs = candidates(llm, "g", WHOLE_POOL, [300] * 8)
         async with stalled(llm, outputs) as read:
+            for _ in range(20):
+                await llm.step()
+            llm.output_processor.request_states["g-c3-internal"].queue.put(ConnectionError("on purpose"))
             await llm.step_to_the_end()
             read += await in_time(collect(outputs))
-        assert_complete(llm, "g", read, {index: 300 for index in range(8) if index != 3})
+        assert not any(candidate.output.finished for candidate in read if candidate.index == 3)
+        others = [candidate for candidate in read if candidate.index != 3]
+        assert_complete(llm, "g", others, {index: 300 for index in range(8) if index != 3})
 
     asyncio.run(run())
 

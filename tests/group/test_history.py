@@ -15,7 +15,8 @@ from vllm_rollout.config import (
     LOG_STD_PRIOR,
     MAX_HISTORY_PROMPTS,
 )
-from vllm_rollout.group.history import LengthHistory, ObservedLength
+from vllm_rollout.group.history import LengthHistory, ObservedLength, observed_lengths
+from vllm_rollout.group.types import Ending
 
 observed = st.lists(st.builds(ObservedLength, st.integers(0, 5000), st.booleans()), max_size=6)
 groups = st.lists(st.tuples(st.sampled_from(["a", "b", "c", "d"]), observed), max_size=12)
@@ -241,3 +242,15 @@ def test_the_largest_numbers_that_are_accepted_stay_acceptable():
     for lengths in (finished(0), cut(HISTORY_MAX_TOKENS, HISTORY_MAX_TOKENS), finished(0, HISTORY_MAX_TOKENS)):
         history.observe("b", lengths)
     assert LengthHistory.from_state(history.to_state()).dataset() == history.dataset()
+
+
+def test_what_was_cut_or_stopped_is_observed_as_censored_and_what_failed_not_at_all():
+    endings = [
+        Ending(0, "finished", 10),
+        Ending(1, "finished", 20, truncated=True),
+        Ending(2, "surplus", 12),
+        Ending(3, "pruned", 8),
+        Ending(4, "failed", 5),
+        Ending(5, "surplus", 0),
+    ]
+    assert observed_lengths(endings) == [(10, False), (20, True), (12, True), (8, True)]

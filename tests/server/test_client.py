@@ -376,6 +376,9 @@ def test_examples_run(server_url, capsys):
     assert "poem: complete" in capsys.readouterr().out
     asyncio.run(runpy.run_path(str(folder / "stream.py"))["main"](server_url))
     assert "group 0: complete" in capsys.readouterr().out
+    asyncio.run(runpy.run_path(str(folder / "stream_tokens.py"))["main"](server_url))
+    assert "0: complete, selected [" in (out := capsys.readouterr().out)
+    assert ": surplus, dropped" in out
     runpy.run_path(str(folder / "trainer_loop.py"))["main"](server_url, 2)
     out = capsys.readouterr().out
     assert "step 1: " in out

@@ -12,7 +12,7 @@ from vllm_rollout.server.recorder import TraceRecorder
 from vllm_rollout.simulator.trace import TracedCandidate
 from vllm_rollout.simulator.trace_file import read_trace
 
-from .conftest import make_app, serving
+from .conftest import make_app, serving, wait_until
 from .fake_engine import FakeEngine
 
 pytestmark = pytest.mark.anyio
@@ -87,6 +87,7 @@ async def test_groups_that_were_over_when_the_client_left_are_recorded(engine, r
                 async for event in events:
                     if event.type == "group":
                         break
+        wait_until(lambda: path.read_text() != "")
     (row,) = (json.loads(line) for line in path.read_text().splitlines())
     assert {prompt["id"] for prompt in row["prompts"]} <= {"a", "b"}
     assert row["prompts"]

@@ -151,12 +151,14 @@ class RolloutAsyncLLM(AsyncLLM):
         A candidate that fails ends with a final output of finish reason `error` or `abort`. Closing the generator
         aborts what still runs. Raises what concerns all candidates alike: bad parameters, a full queue, a dead engine.
 
-        For a reader that does not read, at most three outputs per candidate are held, whatever the engine generates: one
-        in the queue, one that waits for room there, and the one into which vLLM merges deltas that nobody has taken.
+        However much the engine generates, at most three outputs per candidate are held for a reader that does not read:
+        as many as there are candidates in the queue, and of each candidate one that waits for room there and one into
+        which vLLM merges the deltas that nobody has taken.
         """
         rank = self._choose_rank() if data_parallel_rank is None else data_parallel_rank
         if rank is not None:
             self._candidates_on_rank[rank] += plan.num_candidates
+        # One place per candidate: with fewer, candidates of one step wait for each other, a task switch per output.
         queue: asyncio.Queue[CandidateOutput | int | Exception] = asyncio.Queue(plan.num_candidates)
         params = params.clone()
         params.skip_clone = True  # siblings share what they only read; each gets its own copy of the rest below

@@ -132,6 +132,8 @@ class VLLMEngine(EngineLearning, EngineShaping):
         except EngineDeadError as error:
             raise engine_stopped() from error
         for log in logs.values():
+            if stream_tokens is not None and (rest := log.take_chunk(1)) is not None:
+                yield rest
             yield log.failed()
 
     def _adapter_of(self, model: str | None) -> LoRARequest | None:

@@ -74,6 +74,10 @@ class Profiler:
             "kv_bytes_per_token": sum(kv_bytes),
         }
 
+    async def warm_up(self) -> None:
+        """A few steps of the kinds that will be measured: the first ones compile and allocate."""
+        await self.decode(batch_size=2, context_tokens=self._block_size, num_warmup=0, num_steps=2)
+
     async def decode(self, *, batch_size: int, context_tokens: int, num_warmup: int, num_steps: int) -> list[StepTime]:
         """Steps of `batch_size` candidates with a mean context of about `context_tokens`, warm-up left out.
 

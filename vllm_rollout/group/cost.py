@@ -274,28 +274,31 @@ def _coprime_near(value: float, count: int) -> int:
 
 
 def _time_of_budget(num_candidates: float, lengths: _LogNormal, cost: CostModel, prompt_tokens: int) -> float:
-    """Eq. 4 of a rank with this many candidates: between whole numbers of them linear, far beyond a full engine too."""
-    slots = cost.max_num_seqs or math.inf
-    most = max(MAX_SIMULATED_CANDIDATES, 4 * slots) if slots < math.inf else MAX_SIMULATED_CANDIDATES
+    """Eq. 4 of a rank with this many candidates; linear between whole numbers of them."""
+
+    def time_of(count: int, cost: CostModel = cost) -> float:
+        return rollout_time(lengths.sample(count), cost, prompt_tokens) if count else 0.0
+
+    most = max(MAX_SIMULATED_CANDIDATES, 4 * (cost.max_num_seqs or 0))
     if num_candidates <= most:
         below = math.floor(num_candidates)
-        share = num_candidates - below
-        seconds = rollout_time(lengths.sample(below), cost, prompt_tokens) if below else 0.0
-        return seconds + share * (
-            rollout_time(lengths.sample(below + 1), cost, prompt_tokens) - seconds if share else 0
-        )
-    sample = lengths.sample(most)
-    if slots == math.inf:
-        # Each length of the sample stands for several candidates, all at once.
-        weight = num_candidates / most
-        sizes = tuple((context, PTLCurve(tuple(size / weight for size in curve.batch_sizes), curve.seconds))
-                      for context, curve in cost.curves)  # fmt: skip
-        scaled = CostModel(sizes, cost.prefill_s_per_token * weight, cost.step_prefill_s)
-        return rollout_time(sample, scaled, prompt_tokens)
-    # A full engine: what waits adds its share of steps with every slot taken.
-    context = prompt_tokens + sum(length * length for length in sample) / (2 * sum(sample))
-    per_candidate = sum(sample) / most * cost.ptl(slots, context) / slots + prompt_tokens * cost.prefill_s_per_token
-    return rollout_time(sample, cost, prompt_tokens) + (num_candidates - most) * per_candidate
+        share, base = num_candidates - below, time_of(below)
+        return base + share * (time_of(below + 1) - base) if share else base
+    if cost.max_num_seqs is None:
+        # All run at once: each length of a sample stands for several candidates.
+        return time_of(most, _several_at_once(cost, num_candidates / most))
+    # The engine is full: what waits adds its share of the time.
+    per_candidate = (time_of(most) - time_of(most // 2)) / (most - most // 2)
+    return time_of(most) + (num_candidates - most) * per_candidate
+
+
+def _several_at_once(cost: CostModel, weight: float) -> CostModel:
+    """The same costs with batch sizes counted in units of `weight` candidates."""
+    curves = tuple(
+        (context, PTLCurve(tuple(size / weight for size in curve.batch_sizes), curve.seconds))
+        for context, curve in cost.curves
+    )
+    return CostModel(curves, cost.prefill_s_per_token * weight, cost.step_prefill_s)
 
 
 def _checked_prompts(lengths: Sequence[int], prompt_tokens: Sequence[int] | int) -> Sequence[int]:

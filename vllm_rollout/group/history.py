@@ -14,7 +14,7 @@ Source: DARTS 4.2.2 and Appendix B. The treatment of censored lengths is ours.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ from vllm_rollout.config import (
     MAX_HISTORY_PROMPTS,
 )
 from vllm_rollout.group.censoring import GroupMoments, bounded_log_std, group_moments
+from vllm_rollout.group.types import Ending
 
 DATASET_DECAY = 0.5 ** (1 / HISTORY_DATASET_HALF_LIFE)
 MAX_MEAN = 1e15
@@ -42,6 +43,15 @@ class ObservedLength(NamedTuple):
     num_tokens: int
     censored: bool
     """It was cut or stopped: its real length is larger."""
+
+
+def observed_lengths(endings: Iterable[Ending]) -> list[ObservedLength]:
+    """What a group that is over tells: what was cut or stopped would have been longer, what failed tells nothing."""
+    return [
+        ObservedLength(ending.num_tokens, censored=not ending.valid)
+        for ending in endings
+        if ending.state != "failed" and ending.num_tokens
+    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,9 +57,7 @@ def profile(
     ] = "",
     flags: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="-- FLAGS", help="Flags of `vllm-rollout serve` for the engine.", show_default=False
-        ),
+        typer.Argument(metavar="-- FLAGS", help="Flags of `vllm-rollout serve` for the engine.", show_default=False),
     ] = None,
     output: Annotated[
         Path, typer.Option(help="The profile (JSON); the picture goes next to it. A profile there is gone on with.")

@@ -63,9 +63,9 @@ def fit_curve(batch_sizes: Sequence[float], seconds: Sequence[float], num_pieces
     best = _Solution(problem, ())
     for pieces in range(2, num_pieces + 1):
         if len(x) >= POINTS_PER_PIECE * pieces:
-            for breakpoints in _first_guesses(x, y, pieces - 1):
-                best = min(best, _Solution(problem, breakpoints), key=_error_of)
-            best = _refined(problem, best)
+            guesses = [*_first_guesses(x, y, pieces - 1), *_with_one_more(x, best.breakpoints)]
+            found = min((_Solution(problem, breakpoints) for breakpoints in guesses), key=_error_of)
+            best = min(best, _refined(problem, found), key=_error_of)
     return _fit_of(x, y, best.knots, best.values)
 
 
@@ -171,6 +171,15 @@ def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
     columns = np.stack([x, np.ones_like(x)], axis=1) / y[:, None]
     slope, base = np.linalg.lstsq(columns, np.ones_like(y), rcond=None)[0]
     return float(slope), float(base)
+
+
+def _with_one_more(x: np.ndarray, breakpoints: tuple[float, ...]) -> Iterator[tuple[float, ...]]:
+    """These breakpoints and one point more, as far as every piece then has its points."""
+    for place in set(x[1:-1]) - set(breakpoints):
+        knots = sorted([x[0], *breakpoints, place, x[-1]])
+        counts = [np.count_nonzero((x >= left) & (x <= right)) for left, right in pairwise(knots)]
+        if min(counts) >= POINTS_PER_PIECE:
+            yield tuple(knots[1:-1])
 
 
 def _meeting(line: tuple[float, float], other: tuple[float, float]) -> float:

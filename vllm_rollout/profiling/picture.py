@@ -14,6 +14,14 @@ FAINT = "#cbd5e1"
 CONTEXT_COLORS = ("#0f766e", "#f59e0b", "#4f46e5", "#be123c", "#0ea5e9", "#65a30d")
 ROW_INCHES = 4.6
 HEAD_INCHES = 1.15
+STYLE = {
+    "font.size": 10,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "font.family": "DejaVu Sans",
+}
 
 
 def draw(profile: Profile, path: Path) -> None:
@@ -24,23 +32,15 @@ def draw(profile: Profile, path: Path) -> None:
     from matplotlib import pyplot as plt
 
     sizes = profile.tensor_parallel_sizes
-    style = {
-        "font.size": 10,
-        "text.color": INK,
-        "axes.labelcolor": INK,
-        "xtick.color": INK,
-        "ytick.color": INK,
-        "font.family": "DejaVu Sans",
-    }
     height = HEAD_INCHES + ROW_INCHES * len(sizes)
-    with plt.rc_context(style):
+    with plt.rc_context(STYLE):
         figure, rows = plt.subplots(len(sizes), 2, figsize=(13, height), dpi=120, squeeze=False, facecolor="white")
         top = 1 - HEAD_INCHES / height
         figure.subplots_adjust(left=0.06, right=0.985, top=top, bottom=0.62 / height, wspace=0.14, hspace=0.35)
         figure.text(0.02, 1 - 0.42 / height, _headline(profile), size=17, weight="bold")
         figure.text(0.02, 1 - 0.72 / height, _subtitle(profile), size=10)
         for (times, speeds), size in zip(rows, sizes, strict=True):
-            _draw_size(times, speeds, profile, size)
+            draw_size(times, speeds, profile, size)
         figure.savefig(path)
         plt.close(figure)
 
@@ -51,8 +51,10 @@ def _headline(profile: Profile) -> str:
     if largest <= 1:
         return f"{Path(profile.model_name).name}: time of a decode step"
     ratio = fit.curve(largest) / fit.curve(1)
-    more = largest / ratio
-    return f"{largest:.0f} candidates take {ratio:.1f} times the step of one, and make {more:.1f} times the tokens"
+    return (
+        f"A step of {largest:.0f} candidates takes {ratio:.1f} times as long as a step of one "
+        f"and makes {largest / ratio:.1f} times the tokens"
+    )
 
 
 def _subtitle(profile: Profile) -> str:
@@ -64,7 +66,8 @@ def _subtitle(profile: Profile) -> str:
     )
 
 
-def _draw_size(times, speeds, profile: Profile, tensor_parallel_size: int) -> None:
+def draw_size(times, speeds, profile: Profile, tensor_parallel_size: int) -> None:
+    """Step times on one panel, tokens per second on the other."""
     fits = [fit for fit in profile.fits if fit.tensor_parallel_size == tensor_parallel_size]
     for i, fit in enumerate(fits):
         where = (tensor_parallel_size, fit.context_tokens)

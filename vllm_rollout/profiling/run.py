@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -251,27 +252,28 @@ def _left_out(plan: Plan, facts: EngineFacts) -> str:
 
 
 def results_table(profile: Profile) -> Table:
-    table = Table(title=f"{profile.model_name} on {profile.hardware['device']}: time of a decode step")
-    for column in ("tensor\nparallel", "context", "batch 1\nms", "largest batch\nms", "tokens/s there", "breakpoints"):
-        table.add_column(column, justify="right")
-    table.add_column("R²", justify="right")
-    table.add_column("error on points\nleft out (median)", justify="right")
+    title = f"{profile.model_name} on {profile.hardware['device']}: time of a decode step"
+    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in ("TP", "context", "batch 1", "batch", "takes", "tokens/s", "bends at", "R²", "left out"):
+        table.add_column(column, justify="right", no_wrap=True)
     for fit in profile.fits:
         largest = fit.batch_sizes[-1]
         error = fit.median_left_out_error
         table.add_row(
             str(fit.tensor_parallel_size),
             f"{fit.mean_context_tokens:.0f}",
-            f"{fit.curve(1) * 1e3:.1f}",
-            f"{fit.curve(largest) * 1e3:.1f}",
-            f"{largest / fit.curve(largest):,.0f} at {largest:.0f}",
-            ", ".join(f"{size:.1f}" for size in fit.batch_sizes[1:-1]) or "-",
+            f"{fit.curve(1) * 1e3:.1f} ms",
+            f"{largest:.0f}",
+            f"{fit.curve(largest) * 1e3:.1f} ms",
+            f"{largest / fit.curve(largest):,.0f}",
+            ", ".join(f"{size:.0f}" for size in fit.batch_sizes[1:-1]) or "-",
             f"{fit.r_squared:.4f}",
             "-" if error is None else f"{error:.1%}",
         )
     for facts in profile.engines:
         speed = f"{1 / facts.prefill_s_per_token:,.0f} tokens/s" if facts.prefill_s_per_token else "not measured"
         table.caption = (
+            "left out: median error on batch sizes that the fit has not seen\n"
             f"prefill {speed}; KV cache {facts.kv_bytes_per_token / 1024:,.1f} KiB per token, "
             f"{facts.kv_capacity_tokens:,} tokens"
         )

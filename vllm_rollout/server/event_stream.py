@@ -19,7 +19,8 @@ from starlette.types import Receive, Scope, Send
 from vllm_rollout.server.answers import ErrorEvent, Event
 from vllm_rollout.server.engine import RequestError
 from vllm_rollout.server.errors import error_body, explain_internal
-from vllm_rollout.server.service import Rollout, RolloutService
+from vllm_rollout.server.rollout import Rollout
+from vllm_rollout.server.service import RolloutService
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 from vllm_rollout.server.engine import CandidateEnd, PreparedPrompt, Reward
+from vllm_rollout.server.rollout import Rollout
 from vllm_rollout.simulator.trace import RolloutPrompt, reward_row, trace_row, traced_prompt
 from vllm_rollout.simulator.trace_file import TraceFile
 
@@ -21,12 +22,11 @@ class TraceRecorder:
         self._path = path
         self._file: TraceFile | None = TraceFile(path)
 
-    def rollout_over(
-        self, rollout_id: str, model: str, group_size: int, max_tokens: int | None, prompts: Sequence[RolloutPrompt]
-    ) -> None:
-        """`prompts` are those whose group is over: of a rollout whose client went away, not all of them."""
-        if prompts:
-            self._append(trace_row(rollout_id, model, group_size, max_tokens, prompts))
+    def rollout_over(self, rollout: Rollout) -> None:
+        """Records the prompts whose group is over: of a rollout whose client went away, not all of them."""
+        if rollout.records:
+            group_size = rollout.plans[0].group.group_size
+            self._append(trace_row(rollout.id, rollout.model, group_size, rollout.max_tokens, rollout.records))
 
     def rewards_posted(self, rollout_id: str, rewards: Iterable[Reward]) -> None:
         """Rewards that were accepted."""

@@ -10,11 +10,9 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, field
 
 from vllm_rollout.group.plan import GroupPlan, PlanError, make_plan
 from vllm_rollout.group.selection import conclude, lengths_of
-from vllm_rollout.group.types import GroupResult
 from vllm_rollout.metrics import Metrics
 from vllm_rollout.server.answers import (
     Candidate,
@@ -24,21 +22,18 @@ from vllm_rollout.server.answers import (
     GroupAnswer,
     GroupEvent,
     GroupLengths,
-    RedundancyBudget,
     RolloutAnswer,
-    Timing,
     Trajectory,
     TrajectoryEvent,
-    Usage,
 )
 from vllm_rollout.server.ended import candidate_of, tokens_of, trajectory_of
 from vllm_rollout.server.engine import CandidateEnd, CandidateTokens, Engine, PreparedPrompt, PromptInput, RequestError
 from vllm_rollout.server.learning import LearningService
-from vllm_rollout.server.protocol import Auto, DualEndSelection, Return, RolloutRequest
+from vllm_rollout.server.protocol import Auto, DualEndSelection, RolloutRequest
 from vllm_rollout.server.recorder import TraceRecorder, recorded
+from vllm_rollout.server.rollout import Rollout
 from vllm_rollout.server.scoring_log import ScoringLog
 from vllm_rollout.server.shaping import PromptPlan, ShapingService, history_key
-from vllm_rollout.simulator.trace import RolloutPrompt
 
 EVENT_BUFFER = 256
 """Events of a rollout that wait for a slow reader. Beyond them each group waits with one event, and the engine goes on:
@@ -48,37 +43,6 @@ comes as longer `tokens`. Groups of other rollouts never wait.
 
 
 SELECTION_NAMES = {field: f"selection.dual_end.{field}" for field in ("num_longest", "patience")}
-
-
-@dataclass(slots=True)
-class Rollout:
-    """A checked request, ready to run."""
-
-    id: str
-    created: int
-    model: str
-    plans: list[PromptPlan]
-    """One per prompt."""
-    prompts: list[PreparedPrompt]
-    wanted: Return
-    stream_tokens: int | None
-    pruning_seed: int
-    """What chance depends on: the same seeded request gives the same verdicts."""
-    scoring: ScoringLog | None
-    """None without pruning."""
-    budget: RedundancyBudget | None = None
-    """With redundancy "auto" only."""
-    warnings: list[str] = field(default_factory=list)
-    usage: Usage = field(default_factory=Usage)
-    timing: Timing = field(default_factory=Timing)
-    versions: set[str] = field(default_factory=set)
-    records: list[RolloutPrompt] = field(default_factory=list)
-    """Of prompts whose groups are over, for the trace."""
-
-    @property
-    def weight_version(self) -> str | None:
-        """The version every token was sampled with; None when there is none or more than one."""
-        return next(iter(self.versions)) if len(self.versions) == 1 else None
 
 
 class RolloutService:
@@ -217,9 +181,7 @@ class RolloutService:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             if self._recorder is not None:
-                limits = [prompt.max_tokens for prompt in rollout.prompts if prompt.max_tokens is not None]
-                group_size, most = rollout.plans[0].group.group_size, max(limits, default=None)
-                self._recorder.rollout_over(rollout.id, rollout.model, group_size, most, rollout.records)
+                self._recorder.rollout_over(rollout)
 
     def _plan(self, request: RolloutRequest) -> GroupPlan:
         """Of every prompt; with redundancy "auto" as if each went to the upper bound."""
@@ -302,7 +264,7 @@ class RolloutService:
         latency_s = self._clock() - started
         if rollout.scoring is not None:
             rollout.scoring.group_over(prompt, ends.values())
-        _account(rollout, result, ends, latency_s)
+        rollout.account(result, ends, latency_s)
         self._metrics.group_over(result, latency_s)
         self._shaping.group_over(rollout.plans[position].key, result.endings)
         if self._recorder is not None:
@@ -324,20 +286,3 @@ def _tradeoff(request: RolloutRequest) -> float | None:
     if isinstance(request.redundancy, int):
         return None
     return Auto().tradeoff if request.redundancy == "auto" else request.redundancy.auto.tradeoff
-
-
-def _account(rollout: Rollout, result: GroupResult, ends: dict[int, CandidateEnd], latency_s: float) -> None:
-    usage = rollout.usage
-    generated = sum(e.num_tokens for e in result.endings)
-    returned = sum(ends[i].ending.num_tokens for i in result.selected)
-    usage.generated_tokens += generated
-    usage.returned_tokens += returned
-    usage.wasted_tokens += generated - returned
-    usage.num_candidates += len(result.endings)
-    usage.num_scored += sum(end.assessment is not None for end in ends.values())
-    for ending in result.endings:
-        counter = f"num_{ending.state}"
-        setattr(usage, counter, getattr(usage, counter) + 1)
-    if rollout.timing.time_to_first_group_s is None:
-        rollout.timing.time_to_first_group_s = latency_s
-    rollout.versions.update(span["version"] for end in ends.values() for span in end.weight_versions)

@@ -14,7 +14,7 @@ from statistics import fmean
 
 from vllm_rollout.config import REPORT_INTERVAL_S
 from vllm_rollout.group.allocation import Budget, PromptAllocation, allocate_batch
-from vllm_rollout.group.history import ObservedLength
+from vllm_rollout.group.history import ObservedLength, observed_lengths
 from vllm_rollout.group.plan import GroupPlan
 from vllm_rollout.group.types import Ending
 from vllm_rollout.metrics import Metrics
@@ -103,7 +103,7 @@ class ShapingService:
 
     def group_over(self, key: str, endings: Iterable[Ending]) -> None:
         """Tell the engine what lengths a group had; nobody waits for it."""
-        lengths = [observed(ending) for ending in endings if ending.state != "failed" and ending.num_tokens]
+        lengths = observed_lengths(endings)
         if not lengths:
             return
         task = asyncio.create_task(self._tell(key, lengths))
@@ -127,11 +127,6 @@ class ShapingService:
             await self._engine.observe_lengths(key, lengths)
         except RequestError:  # the engine is dead, and says so elsewhere
             return
-
-
-def observed(ending: Ending) -> ObservedLength:
-    """A candidate's length as the history takes it: what was cut or stopped would have been longer."""
-    return ObservedLength(ending.num_tokens, censored=not ending.valid)
 
 
 def history_key(prompt_id: str | None, token_ids: Sequence[int]) -> str:

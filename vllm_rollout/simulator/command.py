@@ -41,10 +41,18 @@ def simulate(
         typer.Option(min=1, help="Trajectories a trainer wants per prompt. Default: the recorded one, else 8."),
     ] = None,
     max_num_seqs: Annotated[
-        int | None, typer.Option(min=1, help="Candidates that run at once on one engine. Default: the profiled one.")
+        int | None,
+        typer.Option(
+            min=1, help="Candidates that run at once on one engine. Default: the profiled number, else no limit."
+        ),
     ] = None,
     kv_capacity_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens in one engine's KV cache; beyond, it preempts. Default: no limit.")
+        int | None,
+        typer.Option(
+            min=1,
+            help="Tokens in one engine's KV cache; when it is full it preempts. Default: the profiled number, else no "
+            "limit.",
+        ),
     ] = None,
     setting: Annotated[
         list[str] | None,

@@ -47,7 +47,7 @@ class Outcome:
     truncated_share: float
     """Of returned trajectories."""
     incomplete_share: float
-    """Of groups."""
+    """Of groups: those that return fewer than `group_size` trajectories, be it with `allow_fewer`."""
     upper_bound_share: float
     """Of groups whose redundancy "auto" went to its upper bound."""
     candidates_per_prompt: float
@@ -105,7 +105,7 @@ class Tally:
     def add_group(self, result: GroupResult, pool: Sequence[PoolCandidate], at_upper_bound: bool) -> None:
         self.num_groups += 1
         self.num_at_upper_bound += at_upper_bound
-        self.num_incomplete += result.status == "incomplete"
+        self.num_incomplete += len(result.selected) < self.setting.group_size
         self.num_candidates += len(pool)
         self.num_resampled += sum(candidate.resampled for candidate in pool)
         endings: tuple[Ending, ...] = result.endings

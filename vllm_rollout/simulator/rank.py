@@ -72,12 +72,9 @@ class Runner:
 
     @property
     def detection_length(self) -> int | None:
-        """At which it is scored; None when it has no score, or ends before."""
+        """At which it is scored, if it lives that long; None when it has no score."""
         scoring = self.race.scoring
-        if scoring is None or self.future.score is None:
-            return None
-        length = scoring.plan.detection_length
-        return length if length < self.future.num_tokens else None
+        return None if scoring is None or self.future.score is None else scoring.plan.detection_length
 
     @property
     def ending(self) -> Ending:

@@ -38,8 +38,9 @@ def tables(sweep: Sweep) -> list[Table]:
     lengths: list[Column] = [
         *((name, lambda o, name=name: f"{getattr(o.lengths, name.lower()):,.0f}") for name in LENGTHS),
         ("cut at\nmax_tokens", lambda o: f"{o.truncated_share:.1%}"),
-        ("groups\nincomplete", lambda o: f"{o.incomplete_share:.1%}"),
     ]
+    if any(outcome.incomplete_share for outcome in sweep.outcomes):
+        lengths.append(("groups\nincomplete", lambda o: f"{o.incomplete_share:.1%}"))
     if any(outcome.setting.redundancy == "auto" for outcome in sweep.outcomes):
         lengths.append(("at upper\nbound", lambda o: f"{o.upper_bound_share:.1%}"))
     if any(outcome.num_pruned for outcome in sweep.outcomes):
@@ -125,7 +126,9 @@ def notes(sweep: Sweep, trace: Trace) -> list[str]:
     if trace.skipped:
         said.append(told_reasons(trace.skipped) + ".")
     if trace.num_failed:
-        said.append(f"{trace.num_failed} candidates that failed are left out.")
+        said.append(f"{trace.num_failed:,} candidates that failed are left out.")
+    if trace.num_empty:
+        said.append(f"{trace.num_empty:,} prompts none of whose candidates had a token are left out.")
     if trace.num_stopped:
         most = max(outcome.num_drawn for outcome in sweep.outcomes)
         total = sum(len(prompt.candidates) for prompt in trace.prompts)

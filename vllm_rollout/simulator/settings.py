@@ -134,7 +134,7 @@ def _value(key: str, text: str) -> Any:
         return text
     if key == "redundancy" and text == "auto":
         return text
-    if text in ("true", "false"):
+    if text in ("true", "false") and key not in NUMBERS:
         return text == "true"
     if key == "early_stop" and text != "auto":
         raise PlanError(key, f"must be true, false or auto, got {text!r}.")

@@ -122,31 +122,55 @@ def _told(its: LengthDistribution) -> str:
 
 
 def _clock(options: Options, trace: Trace) -> Clock:
-    fields = {
-        "num_ranks": options.data_parallel_size,
-        "max_num_seqs": options.max_num_seqs,
-        "kv_capacity_tokens": options.kv_capacity_tokens,
-    }
     if options.profile is None:
-        return Clock(Machine(**fields), {"profile": None}, [])
-    from vllm_rollout.profiling.profile_file import Profile
+        machine = Machine(None, options.data_parallel_size, options.max_num_seqs, options.kv_capacity_tokens)
+        return Clock(machine, {"profile": None}, [])
+    from vllm_rollout.profiling.profile_file import Profile, describe_hardware
 
     profile = Profile.read(options.profile)
-    cost = profile.cost(options.tensor_parallel_size)
+    size = _tensor_parallel_size(options, profile.tensor_parallel_sizes)
+    cost = profile.cost(size)
+    engine = profile.engine(size)
+    machine = Machine(
+        cost,
+        options.data_parallel_size,
+        options.max_num_seqs,
+        options.kv_capacity_tokens or engine.kv_capacity_tokens,
+        engine.block_size,
+    )
     warnings = []
-    others = [model for model in trace.models if Path(model).name != Path(profile.model).name]
+    others = [model for model in trace.models if Path(model).name != Path(profile.model_name).name]
     if others:
         warnings.append(
-            f"the trace was recorded with {', '.join(others)}, but {options.profile} is a profile of {profile.model}: "
-            "lengths and times belong to different models."
+            f"the trace was recorded with {', '.join(others)}, but {options.profile} is a profile of "
+            f"{profile.model_name}: lengths and times belong to different models."
         )
     longest = max(p.prompt_tokens + max(c.num_tokens for c in p.candidates) for p in trace.prompts)
     if longest > (known := cost.curves[-1][0]):
         warnings.append(
             f"contexts go up to {longest:,} tokens, the profile's to {known:,.0f}: times beyond are extrapolated."
         )
-    source = {"profile": str(options.profile), "model": profile.model, "hardware": profile.hardware}
-    return Clock(Machine(cost, **fields), source, warnings)
+    if machine.num_slots > (known := profile.batch_sizes(size)[-1]):
+        warnings.append(
+            f"up to {machine.num_slots:,} candidates run at once, the profile was measured up to {known:,}: times "
+            "beyond are extrapolated."
+        )
+    source = {
+        "profile": str(options.profile),
+        "model": profile.model_name,
+        "hardware": describe_hardware(profile.hardware),
+        "tensor_parallel_size": size,
+    }
+    return Clock(machine, source, warnings)
+
+
+def _tensor_parallel_size(options: Options, known: list[int]) -> int:
+    """The wanted one, or the only one there is."""
+    if options.tensor_parallel_size is not None or not known:
+        return options.tensor_parallel_size or 1
+    if len(known) > 1:
+        raise FlagError(f"--tensor-parallel-size must say which: {options.profile} has {', '.join(map(str, known))}")
+    return known[0]
 
 
 def _settings(options: Options, trace: Trace, group_size: int, max_candidates: int) -> list[Setting]:

@@ -50,6 +50,10 @@ class TracedPrompt:
     """Its name over all rollouts; empty: its id."""
 
     @property
+    def has_tokens(self) -> bool:
+        return any(candidate.num_tokens for candidate in self.candidates)
+
+    @property
     def history_key(self) -> str:
         return self.key or self.id
 
@@ -70,6 +74,8 @@ class Trace:
     """At which its scores were taken; None when that is not said, or differs."""
     num_failed: int = 0
     """Candidates left out because they failed."""
+    num_empty: int = 0
+    """Prompts left out because no candidate had a token."""
     skipped: tuple[str, ...] = ()
     """What was wrong with each row that was skipped."""
 
@@ -127,8 +133,6 @@ class Lengths(_Row):
         for index, (length, end) in enumerate(zip(self.lengths, ends, strict=True)):
             if length == 0 and end in ("stop", "length"):
                 raise ValueError(f"lengths.{index} is 0, but a candidate that ended by itself has at least 1 token")
-        if not any(length for length, end in zip(self.lengths, ends, strict=True) if end != "failed"):
-            raise ValueError("every candidate failed or was stopped before its first token: there is nothing to replay")
         return self
 
 

@@ -91,12 +91,15 @@ class TraceBuilder:
                     f'prompt {twice!r} comes twice in step {number}. Give prompt rows a "step", or cut them with '
                     "--prompts-per-step."
                 )
+        closed = [[prompt.close() for prompt in rollout] for rollout in rollouts]
+        usable = [tuple(prompt for prompt in rollout if prompt.has_tokens) for rollout in closed]
         return Trace(
-            rollouts=tuple(TracedRollout(tuple(prompt.close() for prompt in rollout)) for rollout in rollouts),
+            rollouts=tuple(TracedRollout(prompts) for prompts in usable if prompts),
             models=tuple(self._models),
             group_size=_only(self._group_sizes),
             detection_length=_only(self._detection_lengths - {None}),
-            num_failed=sum(prompt.ends.count("failed") for rollout in self._rollouts for prompt in rollout),
+            num_failed=sum(prompt.ends.count("failed") for rollout in rollouts for prompt in rollout),
+            num_empty=sum(map(len, closed)) - sum(map(len, usable)),
             skipped=tuple(skipped),
         )
 

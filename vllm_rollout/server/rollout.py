@@ -1,0 +1,70 @@
+"""One rollout on its way: what was asked for, and what has come of it so far.
+
+Invariant: generated = returned + wasted tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from vllm_rollout.group.types import GroupResult
+from vllm_rollout.server.answers import RedundancyBudget, Timing, Usage
+from vllm_rollout.server.engine import CandidateEnd, PreparedPrompt
+from vllm_rollout.server.protocol import Return
+from vllm_rollout.server.scoring_log import ScoringLog
+from vllm_rollout.server.shaping import PromptPlan
+from vllm_rollout.simulator.trace import RolloutPrompt
+
+
+@dataclass(slots=True)
+class Rollout:
+    """A checked request, ready to run."""
+
+    id: str
+    created: int
+    model: str
+    plans: list[PromptPlan]
+    """One per prompt."""
+    prompts: list[PreparedPrompt]
+    wanted: Return
+    stream_tokens: int | None
+    pruning_seed: int
+    """What chance depends on: the same seeded request gives the same verdicts."""
+    scoring: ScoringLog | None
+    """None without pruning."""
+    budget: RedundancyBudget | None = None
+    """With redundancy "auto" only."""
+    warnings: list[str] = field(default_factory=list)
+    usage: Usage = field(default_factory=Usage)
+    timing: Timing = field(default_factory=Timing)
+    versions: set[str] = field(default_factory=set)
+    records: list[RolloutPrompt] = field(default_factory=list)
+    """Of prompts whose groups are over, for the trace."""
+
+    @property
+    def weight_version(self) -> str | None:
+        """The version every token was sampled with; None when there is none or more than one."""
+        return next(iter(self.versions)) if len(self.versions) == 1 else None
+
+    @property
+    def max_tokens(self) -> int | None:
+        """The largest limit among the prompts' candidates."""
+        return max((p.max_tokens for p in self.prompts if p.max_tokens is not None), default=None)
+
+    def account(self, result: GroupResult, ends: Mapping[int, CandidateEnd], latency_s: float) -> None:
+        """A group is over."""
+        usage = self.usage
+        generated = sum(e.num_tokens for e in result.endings)
+        returned = sum(ends[i].ending.num_tokens for i in result.selected)
+        usage.generated_tokens += generated
+        usage.returned_tokens += returned
+        usage.wasted_tokens += generated - returned
+        usage.num_candidates += len(result.endings)
+        usage.num_scored += sum(end.assessment is not None for end in ends.values())
+        for ending in result.endings:
+            counter = f"num_{ending.state}"
+            setattr(usage, counter, getattr(usage, counter) + 1)
+        if self.timing.time_to_first_group_s is None:
+            self.timing.time_to_first_group_s = latency_s
+        self.versions.update(span["version"] for end in ends.values() for span in end.weight_versions)
