@@ -63,6 +63,17 @@ async def test_a_recorded_trace_can_be_read(engine, recorded_app, path):
     )  # fmt: skip
 
 
+async def test_prompts_stand_in_their_order_and_a_nameless_one_is_known_by_its_tokens(engine, recorded_app, path):
+    engine.step_s = 0.0005
+    prompts = [{"prompt": "long", "id": "a"}, {"prompt": "short"}]
+    await post(recorded_app, body(prompts=prompts), body(prompts=[{"prompt": "short"}]))
+    first, second = (json.loads(line)["prompts"] for line in path.read_text().splitlines())
+    assert [prompt["id"] for prompt in first] == ["a", "1"]
+    assert "key" not in first[0]
+    assert first[1]["key"] == second[0]["key"]
+    assert first[1]["key"].startswith("tokens:")
+
+
 async def test_scores_and_accepted_rewards_are_recorded(engine, recorded_app, path):
     engine.lengths = dict.fromkeys(range(4), 20)
     shadow = {"detection_length": 5, "mode": "shadow"}
@@ -71,6 +82,7 @@ async def test_scores_and_accepted_rewards_are_recorded(engine, recorded_app, pa
     async with httpx.AsyncClient(transport=httpx.ASGITransport(recorded_app), base_url="http://test") as http:
         posted = await http.post(f"/v1/rollouts/{answer['id']}/rewards", json={"rewards": rewards})
     assert posted.json()["counts"]["accepted"] == 2
+    assert json.loads(path.read_text().splitlines()[0])["detection_length"] == 5
     candidates = read_trace(path).prompts[0].candidates
     assert [candidate.reward for candidate in candidates] == [0.0, None, None, 3.0]
     assert all(candidate.score is not None for candidate in candidates)

@@ -23,7 +23,7 @@ SAVE_TIMEOUT_S = 10.0
 
 
 class StateFile:
-    """Loads at start; saves when something was learned, once per `SAVE_INTERVAL_S` at most, and when the server stops."""
+    """Loads at start; saves while something is learned, once per `SAVE_INTERVAL_S` at most, and when the server stops."""
 
     def __init__(self, path: str, engine: EngineLearning, client: RolloutAsyncLLM) -> None:
         self._path = Path(path)

@@ -109,6 +109,11 @@ class EngineProcess:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
     def info(self) -> dict[str, Any]:
         return self._call("info")
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from vllm_rollout.server.engine import CandidateEnd, PreparedPrompt, Reward
 from vllm_rollout.server.rollout import Rollout
+from vllm_rollout.server.shaping import history_key
 from vllm_rollout.simulator.trace import RolloutPrompt, reward_row, trace_row, traced_prompt
 from vllm_rollout.simulator.trace_file import TraceFile
 
@@ -24,9 +25,18 @@ class TraceRecorder:
 
     def rollout_over(self, rollout: Rollout) -> None:
         """Records the prompts whose group is over: of a rollout whose client went away, not all of them."""
-        if rollout.records:
-            group_size = rollout.plans[0].group.group_size
-            self._append(trace_row(rollout.id, rollout.model, group_size, rollout.max_tokens, rollout.records))
+        if not rollout.records:
+            return
+        plan = rollout.plans[0].group
+        row = trace_row(
+            rollout.id,
+            rollout.model,
+            plan.group_size,
+            rollout.max_tokens,
+            [rollout.records[position] for position in sorted(rollout.records)],
+            detection_length=None if plan.pruning is None else plan.pruning.detection_length,
+        )
+        self._append(row)
 
     def rewards_posted(self, rollout_id: str, rewards: Iterable[Reward]) -> None:
         """Rewards that were accepted."""
@@ -44,8 +54,9 @@ class TraceRecorder:
             self._file = None
 
 
-def recorded(prompt: PreparedPrompt, ends: Iterable[CandidateEnd]) -> RolloutPrompt:
-    """One prompt of a rollout's row."""
+def recorded(prompt: PreparedPrompt, key: str, ends: Iterable[CandidateEnd]) -> RolloutPrompt:
+    """One prompt of a rollout's row; `key` names it over all rollouts."""
     ends = list(ends)
+    own_key = "" if key == history_key(prompt.id, ()) else key
     scores = {end.ending.index: end.assessment.score for end in ends if end.assessment is not None}
-    return traced_prompt(prompt.id, len(prompt.token_ids), [end.ending for end in ends], scores)
+    return traced_prompt(prompt.id, len(prompt.token_ids), [end.ending for end in ends], scores, key=own_key)

@@ -39,8 +39,8 @@ class Rollout:
     usage: Usage = field(default_factory=Usage)
     timing: Timing = field(default_factory=Timing)
     versions: set[str] = field(default_factory=set)
-    records: list[RolloutPrompt] = field(default_factory=list)
-    """Of prompts whose groups are over, for the trace."""
+    records: dict[int, RolloutPrompt] = field(default_factory=dict)
+    """By position: prompts whose groups are over, for the trace."""
 
     @property
     def weight_version(self) -> str | None:

@@ -268,7 +268,7 @@ class RolloutService:
         self._metrics.group_over(result, latency_s)
         self._shaping.group_over(rollout.plans[position].key, result.endings)
         if self._recorder is not None:
-            rollout.records.append(recorded(prompt, ends.values()))
+            rollout.records[position] = recorded(prompt, rollout.plans[position].key, ends.values())
         yield GroupEvent(
             prompt_id=prompt.id,
             group_id=group_id,

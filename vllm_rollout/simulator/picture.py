@@ -15,6 +15,7 @@ INK = "#1e293b"
 PALE = "#cbd5e1"
 BASELINE, PLAIN, FASTEST, KEEPING = "#94a3b8", "#7dd3c8", "#0f766e", "#f59e0b"
 OTHER = "#6366f1"
+LINE_CHARS = 175
 MAX_NAME = 44
 """Characters of a setting's name that fit beside its bar."""
 
@@ -29,11 +30,11 @@ def draw(sweep: Sweep, title: str, subtitle: str, path: Path) -> None:
     style = {"font.size": 9.5, "text.color": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK}
     num_rows = len(sweep.outcomes)
     with plt.rc_context({**style, "font.family": "DejaVu Sans"}):
-        height = 2.0 + 0.42 * num_rows + 3.2
+        height = 2.15 + 0.42 * num_rows + 3.2
         figure = plt.figure(figsize=(14, height), dpi=120, facecolor="white")
         figure.text(0.02, 1 - 0.42 / height, title, size=17, weight="bold")
-        figure.text(0.02, 1 - 0.75 / height, textwrap.shorten(subtitle, 185, placeholder=" …"), size=10)
-        upper, lower = 1 - 1.25 / height, (3.2 + 0.55) / height
+        figure.text(0.02, 1 - 0.62 / height, textwrap.fill(subtitle, LINE_CHARS), size=10, va="top")
+        upper, lower = 1 - 1.4 / height, (3.2 + 0.55) / height
         widest = max(len(outcome.setting.name) for outcome in sweep.outcomes)
         left = 0.03 + 0.0058 * min(widest, MAX_NAME)
         times = figure.add_axes((left, lower, 0.56 - left, upper - lower))
@@ -46,20 +47,22 @@ def draw(sweep: Sweep, title: str, subtitle: str, path: Path) -> None:
 
 
 def _draw_times(axes, sweep: Sweep) -> None:
+    from matplotlib.patheffects import withStroke
+
     slowest = max(outcome.seconds for outcome in sweep.outcomes)
     for row, outcome in enumerate(sweep.outcomes):
         axes.barh(row, outcome.seconds, height=0.66, color=_color(sweep, outcome))
-        text = f" {duration(outcome.seconds, sweep.machine.is_ideal)}"
+        text = f"  {duration(outcome.seconds, sweep.machine.is_ideal)}"
         if outcome is not sweep.baseline:
             text += f"  {sweep.speed_up(outcome):.2f}x"
-        paper = {"facecolor": "white", "edgecolor": "none", "pad": 1}
-        axes.text(outcome.seconds, row, text, va="center", size=9.5, weight="bold", bbox=paper)
+        label = axes.text(outcome.seconds, row, text, va="center", size=9.5, weight="bold")
+        label.set_path_effects([withStroke(linewidth=3, foreground="white")])
     axes.set_yticks(range(len(sweep.outcomes)), [_name(outcome) for outcome in sweep.outcomes])
     axes.set_ylim(len(sweep.outcomes) - 0.45, -0.55)
     axes.set_xlim(0, slowest * 1.42)
     axes.set_xticks([])
     axes.set_title("time of all rollouts", loc="left", size=10.5, weight="bold")
-    axes.axvline(sweep.baseline.seconds, color=INK, lw=1, ls=(0, (3, 3)))
+    axes.axvline(sweep.baseline.seconds, color=INK, lw=1, ls=(0, (3, 3)), zorder=1.5)
     axes.tick_params(length=0)
     _open(axes, "top", "right", "bottom")
 

@@ -11,7 +11,7 @@ from statistics import fmean
 
 from vllm_rollout.config import REWARD_THRESHOLD
 from vllm_rollout.group.allocation import allocate_batch
-from vllm_rollout.group.history import LengthHistory, ObservedLength
+from vllm_rollout.group.history import LengthHistory, observed_lengths
 from vllm_rollout.group.judge import Judge, Scoring
 from vllm_rollout.group.plan import GroupPlan
 from vllm_rollout.group.selection import conclude
@@ -74,12 +74,12 @@ class _Replay:
             self._check_fits(prompt.id, prompt.prompt_tokens + max(c.num_tokens for c in pool))
             scoring = its.plan.pruning and Scoring(name, prompt.id, self._seed, its.plan.pruning)
             races.append(Race(prompt.id, its.plan, pool, prompt.prompt_tokens, scoring))
-        ranks = self._shared(races)
+        ranks, self._next_rank = assigned(races, len(self._judges), self._next_rank)
         runs = [Rank(self._machine, own, judge).run() for own, judge in zip(ranks, self._judges, strict=True)]
         results = {race: conclude(race.plan, race.endings) for race in races}
         for prompt, its, race in zip(rollout.prompts, planned, races, strict=True):
             self._tally.add_group(results[race], race.pool, its.at_upper_bound)
-            self._history.observe(prompt.history_key, observed_lengths(results[race]))
+            self._history.observe(prompt.history_key, observed_lengths(results[race].endings))
         self._tally.add_rollout(runs, min(race.over_s for race in races))
         if self._setting.pruning is not None:
             for judge, own in zip(self._judges, ranks, strict=True):
@@ -110,18 +110,6 @@ class _Replay:
             for its in batch.prompts
         ]
 
-    def _shared(self, races: Sequence[Race]) -> list[list[Race]]:
-        """Each group to the rank with the fewest candidates; ties take turns, as in `adapter/client.py`."""
-        ranks: list[list[Race]] = [[] for _ in self._judges]
-        loads = [0] * len(ranks)
-        for race in races:
-            turns = [(self._next_rank + turn) % len(ranks) for turn in range(len(ranks))]
-            rank = min(turns, key=loads.__getitem__)
-            ranks[rank].append(race)
-            loads[rank] += race.plan.num_candidates
-            self._next_rank = (rank + 1) % len(ranks)
-        return ranks
-
     def _check_fits(self, prompt_id: str, num_tokens: int) -> None:
         capacity = self._machine.kv_capacity_tokens
         if capacity is not None and num_tokens > capacity:
@@ -145,10 +133,17 @@ class _Replay:
                 other.learn(learned[2])
 
 
-def observed_lengths(result: GroupResult) -> list[ObservedLength]:
-    """What the history is told of a group: what was cut or stopped would have been longer."""
-    return [
-        ObservedLength(ending.num_tokens, censored=not ending.valid)
-        for ending in result.endings
-        if ending.state != "failed" and ending.num_tokens
-    ]
+def assigned(races: Sequence[Race], num_ranks: int, next_rank: int) -> tuple[list[list[Race]], int]:
+    """Each group to the rank with the fewest candidates; ties take turns, as in `adapter/client.py`.
+
+    next_rank: whose turn it is; the second value is the one after the last group.
+    """
+    ranks: list[list[Race]] = [[] for _ in range(num_ranks)]
+    loads = [0] * num_ranks
+    for race in races:
+        turns = [(next_rank + turn) % num_ranks for turn in range(num_ranks)]
+        rank = min(turns, key=loads.__getitem__)
+        ranks[rank].append(race)
+        loads[rank] += race.plan.num_candidates
+        next_rank = (rank + 1) % num_ranks
+    return ranks, next_rank

@@ -160,7 +160,7 @@ def notes(sweep: Sweep, trace: Trace) -> list[str]:
                 f"least {outcome.setting.pruning.min_labels} of either kind (min_labels)."
             )
     if num_preemptions := max(outcome.num_preemptions for outcome in sweep.outcomes):
-        said.append(f"The KV cache was too small for what ran: up to {num_preemptions:,} preemptions in a setting.")
+        said.append(f"The KV cache was too small for what ran; most preemptions in a setting: {num_preemptions:,}.")
     return said
 
 

@@ -61,6 +61,9 @@ class Options:
             raise FlagError("--tensor-parallel-size chooses among the curves of a --profile, and none is given")
         if self.output.suffix != ".png":
             raise FlagError(f"--output must end in .png, got {self.output}")
+        for flag, path in (("--output", self.output), ("--output-json", self.output_json)):
+            if path is not None and not path.parent.is_dir():
+                raise FlagError(f"{flag} {path}: there is no folder {path.parent}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +84,8 @@ def run(options: Options) -> None:
     clock = _clock(options, trace)
     group_size = options.group_size or trace.group_size or DEFAULT_GROUP_SIZE
     settings = _settings(options, trace, group_size, clock.machine.max_candidates)
-    num_rollouts = len(trace.rollouts) * options.epochs
-    num_prompts = sum(len(rollout.prompts) for rollout in trace.rollouts) * options.epochs
     machine = clock.machine
-    subtitle = (
-        f"{origin}: {num_prompts:,} groups of {group_size} in {num_rollouts:,} rollouts, at most "
-        f"{trace.max_tokens:,} tokens. " + _described(machine, clock.source)
-    )
+    subtitle = f"{origin}: {_size(trace, group_size, options.epochs)}. {_described(machine, clock.source)}"
     console.print(f"[bold]vllm-rollout simulate[/] {escape(subtitle)}")
     outcome = _sweep(options, trace, settings, machine, console)
     for table in tables(outcome):
@@ -139,7 +137,7 @@ def _clock(options: Options, trace: Trace) -> Clock:
         engine.block_size,
     )
     warnings = []
-    others = [model for model in trace.models if Path(model).name != Path(profile.model_name).name]
+    others = [model for model in trace.models if _last_part(model) != _last_part(profile.model_name)]
     if others:
         warnings.append(
             f"the trace was recorded with {', '.join(others)}, but {options.profile} is a profile of "
@@ -162,6 +160,11 @@ def _clock(options: Options, trace: Trace) -> Clock:
         "tensor_parallel_size": size,
     }
     return Clock(machine, source, warnings)
+
+
+def _last_part(model: str) -> str:
+    """The same model has a path, a hub name or a name of our catalogue."""
+    return Path(model).name.casefold()
 
 
 def _tensor_parallel_size(options: Options, known: list[int]) -> int:
@@ -219,6 +222,13 @@ def _sweep(options: Options, trace: Trace, settings: list[Setting], machine: Mac
         return sweep(
             Pools(trace, options.seed), settings, machine, epochs=options.epochs, seed=options.seed, on_rollout=advance
         )
+
+
+def _size(trace: Trace, group_size: int, epochs: int) -> str:
+    num_rollouts = len(trace.rollouts) * epochs
+    rollouts = "1 rollout" if num_rollouts == 1 else f"{num_rollouts:,} rollouts"
+    groups = f"{len(trace.prompts) * epochs:,} groups of {group_size}"
+    return f"{groups} in {rollouts}, at most {trace.max_tokens:,} tokens"
 
 
 def _described(machine: Machine, source: dict[str, Any]) -> str:

@@ -1,0 +1,186 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.simulator.traces import DETAILED, FLAT, LINEAR, StepByStep, future, pool, run_rank, warm_judge
+from vllm_rollout.group.cost import CostModel, PTLCurve, computed_prompt_tokens, rollout_time
+from vllm_rollout.group.judge import Judge, Scoring
+from vllm_rollout.group.plan import GroupPlan
+from vllm_rollout.group.pruning_plan import PruningPlan
+from vllm_rollout.simulator.machine import Machine
+from vllm_rollout.simulator.rank import Race
+
+WAITS = {"early_stop": False}
+
+
+def states(race):
+    return [ending.state for ending in race.endings]
+
+
+def num_tokens(race):
+    return [ending.num_tokens for ending in race.endings]
+
+
+def test_a_group_takes_what_equation_4_says():
+    race = Race("q", GroupPlan(4, **WAITS), pool(10, 3, 7, 3))
+    curve = PTLCurve((1, 2, 3, 4), (1.0, 1.5, 1.75, 4.0))
+    run = run_rank(Machine(CostModel(((0.0, curve),))), [race])
+    assert run.seconds == 3 * 4.0 + (7 - 3) * 1.5 + (10 - 7) * 1.0
+    assert race.over_s == run.seconds
+    assert run.curve == [(0.0, 4), (12.0, 2), (18.0, 1), (21.0, 0)]
+
+
+def test_early_stop_ends_a_group_with_its_last_winner():
+    race = Race("q", GroupPlan(2, 2), pool(10, 3, 7, 20))
+    run = run_rank(Machine(LINEAR), [race])
+    assert run.seconds == 3 * 4 + 4 * 3
+    assert states(race) == ["surplus", "finished", "finished", "surplus"]
+    assert num_tokens(race) == [7, 3, 7, 7]
+
+
+def test_candidates_that_end_in_one_step_tie():
+    race = Race("q", GroupPlan(1, 2), pool(5, 5, 9))
+    run_rank(Machine(FLAT), [race])
+    assert states(race) == ["finished", "surplus", "surplus"]
+    assert num_tokens(race) == [5, 5, 5]
+
+
+def test_patience_gives_up_what_grows_too_long():
+    race = Race("q", GroupPlan(2, 3, False, "dual_end", 1, patience=1.5), pool(4, 8, 11, 12, 90))
+    run = run_rank(Machine(FLAT), [race])
+    assert states(race) == ["finished", "finished", "finished", "finished", "surplus"]
+    assert run.seconds == num_tokens(race)[4] == 12
+
+
+def test_what_waits_comes_in_when_a_slot_is_free():
+    first, second = Race("a", GroupPlan(2, **WAITS), pool(4, 6)), Race("b", GroupPlan(2, **WAITS), pool(5, 1))
+    run = run_rank(Machine(FLAT, max_num_seqs=2), [first, second])
+    assert (first.over_s, second.over_s, run.seconds) == (6, 9, 9)
+    assert [running for _, running in run.curve] == [2, 1, 0]
+
+
+def test_a_group_that_is_over_gives_up_what_still_waits():
+    race = Race("q", GroupPlan(1, 2), pool(3, 9, 9))
+    run = run_rank(Machine(FLAT, max_num_seqs=1), [race])
+    assert (states(race), num_tokens(race), run.seconds) == (["finished", "surplus", "surplus"], [3, 0, 0], 3)
+
+
+def test_siblings_share_the_blocks_of_their_prompt():
+    cost = CostModel(FLAT.curves, prefill_s_per_token=1.0, step_prefill_s=10.0)
+    run = run_rank(Machine(cost, block_size=16), [Race("q", GroupPlan(3, **WAITS), pool(2, 2, 2), prompt_tokens=40)])
+    assert run.seconds == 10 + 40 + 8 + 8 + 2
+    assert computed_prompt_tokens(40, 3, 16) == 56
+
+
+def test_a_full_kv_cache_preempts_the_last_admitted_which_keeps_its_tokens_and_its_turn():
+    race = Race("q", GroupPlan(3, **WAITS), pool(40, 40, 5))
+    run = run_rank(Machine(FLAT, max_num_seqs=2, kv_capacity_tokens=60, block_size=1), [race])
+    assert run.num_preemptions == 1
+    assert num_tokens(race) == [40, 40, 5]
+    assert [ending.end_step for ending in race.endings] == [40, 50, 45]
+
+
+def test_a_kv_cache_that_holds_everything_changes_nothing():
+    runs = []
+    for capacity in (None, 2 * (40 + 20) + 2 * 16):
+        races = [Race(id, GroupPlan(2, **WAITS), pool(20, 40), prompt_tokens=20) for id in "a"]
+        runs.append(run_rank(Machine(LINEAR, kv_capacity_tokens=capacity), races))
+    assert runs[0] == runs[1]
+
+
+def test_a_group_that_pruning_leaves_too_few_closes_in_that_step():
+    plan = PruningPlan(5, min_survival=0.001, max_survival=1.0, allow_fewer=True, min_labels=4)
+    candidates = [future(3, "length"), future(3, "length"), future(30, score=0.0), future(30, score=1.0)]
+    race = Race("q", GroupPlan(2, 2, pruning=plan), candidates, scoring=Scoring("rollout", "q", 0, plan))
+    run = run_rank(Machine(FLAT), [race], warm_judge(5))
+    assert (states(race), run.seconds) == (["finished", "finished", "pruned", "surplus"], 5)
+
+
+def test_a_candidate_without_a_score_is_not_judged():
+    plan = PruningPlan(5, min_survival=0.001, allow_fewer=True, min_labels=4)
+    race = Race("q", GroupPlan(1, 2), pool(6, 9, 9), scoring=Scoring("rollout", "q", 0, plan))
+    run_rank(Machine(FLAT), [race], warm_judge(5))
+    assert (states(race), race.group.assessments) == (["finished", "surplus", "surplus"], {})
+
+
+lengths = st.integers(1, 40)
+
+
+@given(st.lists(st.tuples(lengths, st.integers(0, 40)), min_size=1, max_size=12), st.integers(1, 12))
+def test_waiting_for_all_takes_the_time_of_the_cost_model(candidates, slots):
+    cost = CostModel(DETAILED.curves, DETAILED.prefill_s_per_token, DETAILED.step_prefill_s, max_num_seqs=slots)
+    races = [Race(str(i), GroupPlan(1, **WAITS), pool(length), prompt) for i, (length, prompt) in enumerate(candidates)]
+    run = run_rank(Machine(cost), races)
+    expected = rollout_time([length for length, _ in candidates], cost, [prompt for _, prompt in candidates])
+    assert run.seconds == pytest.approx(expected)
+
+
+futures = st.builds(future, lengths, st.sampled_from(["stop", "stop", "length"]), st.floats(0, 1))
+pruning = st.builds(
+    PruningPlan,
+    detection_length=st.integers(1, 20),
+    keep_ratio=st.sampled_from([0.2, 0.5, 0.9]),
+    rule=st.sampled_from(["balance", "paper"]),
+    mode=st.sampled_from(["active", "active", "shadow"]),
+    allow_fewer=st.booleans(),
+    min_labels=st.just(4),
+)
+
+
+@st.composite
+def groups(draw):
+    group_size, redundancy = draw(st.integers(1, 4)), draw(st.integers(0, 4))
+    selection = draw(st.sampled_from(["first", "shortest", "dual_end"]))
+    dual_end = selection == "dual_end"
+    plan = GroupPlan(
+        group_size,
+        redundancy,
+        early_stop=not dual_end and draw(st.booleans()),
+        selection=selection,
+        num_longest=1 if dual_end else 0,
+        patience=draw(st.sampled_from([None, 1.0, 1.3, 2.0])) if dual_end else None,
+    )
+    size = plan.num_candidates
+    return plan, draw(st.lists(futures, min_size=size, max_size=size)), draw(st.integers(0, 20))
+
+
+@given(st.lists(groups(), min_size=1, max_size=5), st.integers(1, 12), st.none() | pruning)
+def test_a_replay_is_every_single_step(drawn, slots, plan):
+    cost = CostModel(DETAILED.curves, DETAILED.prefill_s_per_token, DETAILED.step_prefill_s)
+    judges = [warm_judge(plan.detection_length) if plan else Judge() for _ in range(2)]
+    slow = StepByStep(cost, slots, judges[0])
+    races = []
+    for i, (group, candidates, prompt_tokens) in enumerate(drawn):
+        scoring = plan and Scoring("rollout", f"q{i}", 7, plan)
+        slow.add(f"q{i}", group, candidates, prompt_tokens, scoring)
+        races.append(Race(f"q{i}", group, candidates, prompt_tokens, scoring))
+    slow.run()
+    # prompts shorter than a block share nothing: the step-by-step replay knows no prefix cache
+    run = run_rank(Machine(cost, max_num_seqs=slots, block_size=64), races, judges[1])
+    assert [race.endings for race in races] == [race.endings() for race in slow.races]
+    assert [race.over_s for race in races] == pytest.approx([race.over_s for race in slow.races])
+    assert run.seconds == pytest.approx(slow.seconds)
+    assert [race.group.assessments for race in races] == [race.group.assessments for race in slow.races]
+
+
+@given(st.lists(groups(), min_size=1, max_size=5))
+def test_early_stop_is_never_slower_where_larger_batches_take_longer(drawn):
+    seconds = []
+    for early_stop in (True, False):
+        races = [
+            Race(str(i), GroupPlan(plan.group_size, plan.redundancy, early_stop), candidates)
+            for i, (plan, candidates, _) in enumerate(drawn)
+        ]
+        seconds.append(run_rank(Machine(LINEAR), races).seconds)
+    assert seconds[0] <= seconds[1]
+
+
+@given(st.lists(groups(), min_size=1, max_size=5), st.integers(80, 200), st.integers(1, 8))
+def test_preemption_loses_nothing(drawn, capacity, slots):
+    def race(i, plan, candidates, prompt_tokens):
+        return Race(str(i), GroupPlan(plan.group_size, plan.redundancy, False), candidates, prompt_tokens)
+
+    races = [race(i, *group) for i, group in enumerate(drawn)]
+    run = run_rank(Machine(LINEAR, max_num_seqs=slots, kv_capacity_tokens=capacity), races)
+    assert [num_tokens(race) for race in races] == [[c.num_tokens for c in candidates] for _, candidates, _ in drawn]
+    assert run.seconds == sum(c.num_tokens for _, candidates, _ in drawn for c in candidates)

@@ -1,0 +1,166 @@
+"""Traces and machines for the simulator's tests, and a replay that makes every single step."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from vllm_rollout.group.cost import CostModel, PTLCurve
+from vllm_rollout.group.judge import Judge, Scoring
+from vllm_rollout.group.ledger import LedgerEntry
+from vllm_rollout.group.lifecycle import Group
+from vllm_rollout.group.plan import GroupPlan
+from vllm_rollout.group.types import Confidence, Ending, Observation
+from vllm_rollout.simulator.machine import Machine
+from vllm_rollout.simulator.pool import PoolCandidate
+from vllm_rollout.simulator.rank import Race, Rank
+from vllm_rollout.simulator.trace import Trace, TracedCandidate, TracedPrompt, TracedRollout
+
+FLAT = CostModel(((0.0, PTLCurve((1.0, 2.0), (1.0, 1.0))),))
+LINEAR = CostModel(((0.0, PTLCurve((1.0, 2.0), (1.0, 2.0))),))
+"""A step takes as many seconds as candidates run."""
+DETAILED = CostModel(
+    ((16.0, PTLCurve((1.0, 4.0, 8.0), (0.5, 1.0, 3.0))), (64.0, PTLCurve((1.0, 4.0, 8.0), (0.5, 1.5, 6.0)))),
+    prefill_s_per_token=0.25,
+    step_prefill_s=0.125,
+)
+
+
+def traced(*rollouts: Mapping[str, Sequence[int]], max_tokens: int | None = None, **fields) -> Trace:
+    """Rollouts of {prompt id: lengths}; a length of `max_tokens` is cut there."""
+    return Trace(
+        tuple(
+            TracedRollout(
+                tuple(
+                    TracedPrompt(
+                        id,
+                        tuple(TracedCandidate(n, "length" if n == max_tokens else "stop") for n in lengths),
+                        max_tokens=max_tokens,
+                    )
+                    for id, lengths in rollout.items()
+                )
+            )
+            for rollout in rollouts
+        ),
+        **fields,
+    )
+
+
+def future(num_tokens: int, end="stop", score: float | None = None) -> PoolCandidate:
+    return PoolCandidate(num_tokens, end, num_tokens, False, score, None)
+
+
+def pool(*lengths: int) -> list[PoolCandidate]:
+    return [future(length) for length in lengths]
+
+
+def warm_judge(detection_length: int) -> Judge:
+    """One that has seen enough rewards to prune: high scores succeed."""
+    judge = Judge()
+    learning = judge._learning_at(detection_length)
+    for i in range(40):
+        calibrator = learning.calibrators["confidence"]
+        calibrator.observe(i / 40)
+        calibrator.add(i / 40, i % 3 != 0 and i > 10, 1.0)
+    return judge
+
+
+def run_rank(machine: Machine, races: Sequence[Race], judge: Judge | None = None):
+    return Rank(machine, races, judge or Judge()).run()
+
+
+@dataclass
+class Step:
+    """A candidate of the step-by-step replay."""
+
+    index: int
+    future: PoolCandidate
+    num_tokens: int = 0
+    runs: bool = False
+    end_step: int = 0
+    entry: LedgerEntry | None = None
+
+
+@dataclass
+class StepRace:
+    id: str
+    plan: GroupPlan
+    group: Group
+    steps: list[Step]
+    prompt_tokens: int = 0
+    scoring: Scoring | None = None
+    over_s: float | None = None
+
+    def endings(self) -> tuple[Ending, ...]:
+        return tuple(
+            Ending(
+                step.index,
+                self.group.state(step.index),
+                step.num_tokens,
+                self.group.state(step.index) == "finished" and step.future.end == "length",
+                step.end_step,
+            )
+            for step in self.steps
+        )
+
+
+@dataclass
+class StepByStep:
+    """Every step of one rank, one after the other, with the verdicts in the order of the scheduler."""
+
+    cost: CostModel
+    slots: int
+    judge: Judge
+    races: list[StepRace] = field(default_factory=list)
+    seconds: float = 0.0
+    step: int = 0
+
+    def add(self, id, plan, futures, prompt_tokens=0, scoring=None) -> None:
+        group = Group(plan.group_size, plan.num_candidates, plan.early_stop, patience=plan.patience)
+        steps = [Step(group.launch(), future) for future in futures]
+        if scoring is not None:
+            for step in steps:
+                step.entry = LedgerEntry("request", id, scoring.plan)
+        self.races.append(StepRace(id, plan, group, steps, prompt_tokens, scoring))
+
+    def run(self) -> None:
+        while any(not race.group.over for race in self.races):
+            self._make_step()
+
+    def _make_step(self) -> None:
+        everyone = [(race, step) for race in self.races for step in race.steps]
+        admitted = 0
+        for race, step in everyone:
+            running = sum(other.runs for _, other in everyone)
+            if not step.runs and race.group.state(step.index) == "running" and running < self.slots:
+                step.runs = True
+                admitted += 1
+                self.seconds += self.cost.prefill_s_per_token * race.prompt_tokens
+        self.seconds += self.cost.step_prefill_s if admitted else 0.0
+        running = [(race, step) for race, step in everyone if step.runs]
+        context = sum(race.prompt_tokens + step.num_tokens for race, step in running) / len(running)
+        self.seconds += self.cost.ptl(len(running), context)
+        self.step += 1
+        ended, due = [], {}
+        for race, step in running:
+            step.num_tokens += 1
+            if step.num_tokens == step.future.num_tokens:
+                race.group.end(step.index, step.future.end, step.num_tokens)
+                ended.append(race)
+            elif race.scoring is not None and step.num_tokens == race.scoring.plan.detection_length:
+                due.setdefault(race.id, (race, []))[1].append(step)
+        for race in self.races:
+            if race in ended or race.id in due:
+                race.group.settle()
+        for _, (race, steps) in sorted(due.items()):
+            if not race.group.closed:
+                seen = {s.index: (s.entry, Observation(Confidence(*[s.future.score] * 3))) for s in steps}
+                if self.judge.judge(race.group, race.scoring, seen):
+                    race.group.settle()
+        for race in self.races:
+            cap = race.group.length_cap
+            if cap is not None:
+                race.group.give_up([i for i in race.group.running if race.steps[i].num_tokens >= cap])
+            for step in race.steps:
+                if step.end_step == 0 and race.group.state(step.index) != "running":
+                    step.runs, step.end_step = False, self.step
+            if race.group.over and race.over_s is None:
+                race.over_s = self.seconds
