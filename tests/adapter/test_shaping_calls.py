@@ -2,20 +2,25 @@
 
 import asyncio
 import json
+import logging
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
-from vllm.config import ParallelConfig
+from vllm.config import ParallelConfig, VllmConfig
+from vllm.engine.arg_utils import EngineArgs
 
 from vllm_rollout.adapter.core import TABLES, rollout_call
+from vllm_rollout.adapter.fingerprint import engine_flags, fingerprint_of, hardware_of
 from vllm_rollout.adapter.learning_calls import LearningCalls
 from vllm_rollout.adapter.shaping import EngineShaping
 from vllm_rollout.adapter.step_times import StepTimes, plain_cost_model
 from vllm_rollout.group.cost import CostModel, PTLCurve
 from vllm_rollout.group.history import LengthHistory, ObservedLength
 from vllm_rollout.group.judge import Judge
+from vllm_rollout.profiling.profile_file import CurveFit, EngineFacts, Point, Profile
 from vllm_rollout.server.engine import StepDrift
 
 LENGTHS = [ObservedLength(10, False), ObservedLength(30, False), ObservedLength(30, True)]
@@ -129,3 +134,74 @@ def test_a_state_with_broken_lengths_changes_nothing(cores):
     assert kind == "invalid"
     assert "-5" in message
     assert cores[0].scheduler.judge.lengths is lengths
+
+
+@pytest.fixture(scope="module")
+def config(tiny_model) -> VllmConfig:
+    return EngineArgs(model=tiny_model, max_model_len=256, max_num_seqs=8, enforce_eager=True).create_engine_config()
+
+
+def profile_of(config: VllmConfig, **changes: Any) -> Profile:
+    """One curve: 10 ms for one candidate, 17 ms for eight."""
+    point = {"tensor_parallel_size": 1, "context_tokens": 64, "mean_context_tokens": 64.0}
+    points = [
+        Point(batch_size=size, median_s=seconds, p10_s=seconds, p90_s=seconds, num_steps=8, **point)
+        for size, seconds in ((1, 0.010), (8, 0.017))
+    ]
+    facts = EngineFacts(
+        tensor_parallel_size=1, max_num_seqs=8, max_model_len=256, max_num_batched_tokens=256, block_size=16,
+        kv_capacity_tokens=4096, kv_bytes_per_token=64.0,
+    )  # fmt: skip
+    fields = {
+        "created": "", "updated": "", "command": "", "model_name": "profiled", "model": fingerprint_of(config),
+        "hardware": hardware_of(config), "versions": {}, "serve_flags": (), "flags": engine_flags(config),
+        "logprobs": True, "engines": (facts,), "points": tuple(points),
+        "fits": (CurveFit(batch_sizes=(1.0, 8.0), seconds=(0.010, 0.017), r_squared=1.0, residuals={}, **point),),
+    }  # fmt: skip
+    return Profile(**{**fields, **changes})
+
+
+def use(engine: EngineShaping, config: VllmConfig, path: Path, **changes: Any) -> None:
+    profile_of(config, **changes).write(path)
+    engine._client.vllm_config = config
+    asyncio.run(engine.use_profile(str(path)))
+
+
+def test_a_profile_gives_the_cost_model_and_every_rank_compares_with_it(engine, cores, config, tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, logger="vllm.vllm_rollout"):
+        use(engine, config, tmp_path / "ptl.json")
+    assert engine.cost_model.ptl(8, 64) == pytest.approx(0.017)
+    assert all(core.scheduler.step_times._active for core in cores)
+    assert caplog.records == []
+
+
+def test_a_profile_of_another_model_ends_the_start_with_both_names(engine, config, tmp_path):
+    other = {**fingerprint_of(config), "architecture": "OtherForCausalLM", "num_layers": 99}
+    with pytest.raises(RuntimeError) as error:
+        use(engine, config, tmp_path / "ptl.json", model=other)
+    for said in ("--rollout-profile", "profiled (OtherForCausalLM, 99 layers", config.model_config.architecture):
+        assert said in str(error.value)
+    assert engine.cost_model is None
+
+
+def test_a_profile_of_another_machine_is_used_with_a_warning(engine, config, tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr("vllm_rollout.adapter.shaping.logger.warning", lambda text, *values: said.append(text % values))
+    use(engine, config, tmp_path / "ptl.json", hardware={**hardware_of(config), "device": "Abacus"})
+    (warning,) = said
+    assert "Abacus" in warning
+    assert hardware_of(config)["device"] in warning
+    assert engine.cost_model is not None
+
+
+def test_a_profile_without_this_tensor_parallel_size_names_those_it_has(engine, config, tmp_path):
+    fit = profile_of(config).fits[0].model_copy(update={"tensor_parallel_size": 4})
+    with pytest.raises(RuntimeError, match=r"no tensor-parallel size 1; measured: 4"):
+        use(engine, config, tmp_path / "ptl.json", fits=(fit,))
+
+
+def test_a_file_that_is_no_profile_ends_the_start(engine, config, tmp_path):
+    engine._client.vllm_config = config
+    (tmp_path / "ptl.json").write_text("{}")
+    with pytest.raises(RuntimeError, match=r"--rollout-profile .*is no profile"):
+        asyncio.run(engine.use_profile(str(tmp_path / "ptl.json")))

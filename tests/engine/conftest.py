@@ -132,6 +132,33 @@ def serve_command(model: str, *flags: str) -> list[str]:
     return [sys.executable, "-m", "vllm_rollout.cli", "serve", model, "--enforce-eager", *flags]
 
 
+STEP_S = 1e-4
+"""A step as the profile of `server` has it: shorter than any real one, so that live steps drift from it."""
+
+
+def write_profile(model: str, path: Path) -> None:
+    """A profile for `server` whose steps all take `STEP_S`."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    from vllm_rollout.adapter.fingerprint import engine_flags, fingerprint_of, hardware_of
+    from vllm_rollout.profiling.profile_file import CurveFit, EngineFacts, Profile
+
+    config = EngineArgs(model=model, dtype="float32", enforce_eager=True).create_engine_config()
+    facts = EngineFacts(
+        tensor_parallel_size=1, max_num_seqs=64, max_model_len=2048, max_num_batched_tokens=256, block_size=32,
+        kv_capacity_tokens=65_536, kv_bytes_per_token=64.0,
+    )  # fmt: skip
+    fit = CurveFit(
+        tensor_parallel_size=1, context_tokens=64, mean_context_tokens=64.0, batch_sizes=(1.0, 64.0),
+        seconds=(STEP_S, 2 * STEP_S), r_squared=1.0, residuals={},
+    )  # fmt: skip
+    Profile(
+        created="", updated="", command="", model_name="tiny", model=fingerprint_of(config),
+        hardware=hardware_of(config), versions={}, serve_flags=(), flags=engine_flags(config), logprobs=True,
+        engines=(facts,), fits=(fit,),
+    ).write(path)  # fmt: skip
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("models") / "tiny"
@@ -153,8 +180,9 @@ def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     flags = ("--max-model-len", "2048", "--max-num-seqs", "64", "--max-num-batched-tokens", "256", "--enable-scale-out")
     flags += ("--dtype", "float32")
     folder = tmp_path_factory.mktemp("server")
-    record = folder / "trace.jsonl"
-    flags += ("--rollout-record", str(record))
+    record, profile = folder / "trace.jsonl", folder / "ptl.json"
+    write_profile(tiny_model, profile)
+    flags += ("--rollout-record", str(record), "--rollout-profile", str(profile))
     server = Server(serve_command(tiny_model, *flags), folder / "server.log", VLLM_SERVER_DEV_MODE="1")
     server.record = record
     yield server

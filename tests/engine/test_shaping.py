@@ -97,9 +97,28 @@ def test_auto_gives_more_to_prompts_whose_lengths_vary_more(server: Server) -> N
     assert of_wild["num_candidates"] == 2 * GROUP_SIZE
     assert of_wild["at_upper_bound"]
     assert of_wild["selection"] == "shortest"
+    budget = answer["budget"]
+    assert budget["source"] == "profile"
+    assert budget["rho"] > 0
+    assert budget["base_s"] > budget["seconds_per_candidate"] > 0
     assert answer["budget"]["total"] == of_calm["num_candidates"] + of_wild["num_candidates"]
     assert [group["status"] for group in answer["groups"]] == ["complete", "complete"]
     assert server.counter("vllm_rollout:prompts_at_upper_bound_total") >= 1
+
+
+def test_steps_that_take_longer_than_the_profile_says_are_drift_and_said_once(server: Server) -> None:
+    long = {"max_tokens": 1900, "ignore_eos": True}
+    server.wait_until(
+        lambda: rollout(server, "drift", sampling=long) and "have drifted from the profile" in server.log.read_text()
+    )
+    assert server.log.read_text().count("have drifted from the profile") == 1
+    assert "vllm-rollout profile tiny --output" in server.log.read_text()
+    server.wait_until(
+        lambda: (
+            rollout(server, "drift", sampling=long)
+            and server.counter("vllm_rollout:step_time_drift", batch_sizes="4-7") > 1.25
+        )
+    )
 
 
 def test_the_state_holds_the_lengths(server: Server) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save
 
+from vllm_rollout.group.history import LengthHistory
 from vllm_rollout.group.judge import Judge, Scoring
 from vllm_rollout.group.learning import Learning
 from vllm_rollout.group.ledger import LedgerEntry
@@ -145,6 +146,7 @@ class LearningEngine:
             "model": MODEL,
             "learnings": [learning.to_state() for learning in self.judge.learnings.values()],
             "heads": [_fields(head) for head in self.heads.values()],
+            "lengths": self.judge.lengths.to_state(),
         }
         return json.dumps(state).encode()
 
@@ -155,6 +157,7 @@ class LearningEngine:
             model = fields["model"]
             learnings = [Learning.from_state(saved) for saved in fields["learnings"]]
             heads = [HeadInfo(**head) for head in fields["heads"]]
+            lengths = LengthHistory.from_state(fields["lengths"])
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise RequestError(
                 f"the body is no learning state ({error!r:.80}). Send what GET /v1/rollouts/state gave."
@@ -165,6 +168,7 @@ class LearningEngine:
                 status=HTTPStatus.CONFLICT,
             )
         self.judge.learnings = {learning.detection_length: learning for learning in learnings}
+        self.judge.lengths = lengths
         self.heads = {head.detection_length: head for head in heads}
 
     def _check_alive(self) -> None:

@@ -43,7 +43,7 @@ def hardware_of(config: VllmConfig) -> dict[str, Any]:
         "device": cpu if current_platform.is_cpu() else current_platform.get_device_name(),
         "num_devices": 1 if current_platform.is_cpu() else torch.accelerator.device_count(),
         "cpu": cpu,
-        "num_cpus": len(os.sched_getaffinity(0)),
+        "num_cpus": os.cpu_count(),
     }
 
 

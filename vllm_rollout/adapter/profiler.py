@@ -16,7 +16,7 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -102,18 +102,20 @@ class Profiler:
 
     async def prefill(self, *, chunk_tokens: int, num_steps: int) -> list[StepTime]:
         """Steps that compute a new prompt of so many tokens beside one candidate that decodes."""
-        steps: list[StepTime] = []
-        companion_tokens = self._max_model_len - 1
-        companion = asyncio.create_task(self._generate(self._new_prompt(1), companion_tokens, "companion"))
-        try:
-            await self._call("record_steps", True)
-            for _ in range(num_steps):
-                await self._generate(self._new_prompt(chunk_tokens), 1)
-            steps = [step for step in await self._steps() if step.num_tokens > chunk_tokens]
-        finally:
-            await self._client.abort("companion")
+        companion = None
+        await self._call("record_steps", True)
+        for _ in range(num_steps):
+            if companion is None or companion.done():
+                companion = asyncio.create_task(
+                    self._generate(self._new_prompt(1), self._max_model_len - 1, "companion")
+                )
+                await self._generate(self._new_prompt(1), 1)  # the companion runs when this one is through
+            await self._generate(self._new_prompt(chunk_tokens), 1)
+        steps = await self._steps()
+        await self._client.abort("companion")
+        if companion is not None:
             await companion
-        return steps
+        return [step for step in steps if step.num_tokens > chunk_tokens]
 
     async def _fill(self, num_slots: int, num_tokens: int) -> None:
         """Compute the first tokens of the first slots' prompts, unless that was done."""
@@ -131,7 +133,7 @@ class Profiler:
         return await self._steps()
 
     @asynccontextmanager
-    async def _paused(self):
+    async def _paused(self) -> AsyncIterator[None]:
         await self._client.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
         try:
             yield

@@ -62,9 +62,7 @@ class GroupSchedulerMixin:
         params = request.sampling_params
         if params is None or (tag := CandidateTag.of(params.extra_args)) is None:
             return
-        group = self._groups.open(
-            tag.group_id, tag.group_size, tag.num_candidates, tag.early_stop, tag.patience
-        )
+        group = self._groups.open(tag.group_id, tag.group_size, tag.num_candidates, tag.early_stop, tag.patience)
         candidate_id = CandidateId(tag.group_id, group.launch(tag.index))
         candidate = Candidate(request, candidate_id, group, tag.output_interval)
         if tag.scoring is not None:
@@ -93,6 +91,7 @@ class GroupSchedulerMixin:
 
     def set_pause_state(self, pause_state: PauseState) -> None:
         super().set_pause_state(pause_state)
+        self.step_times.interrupt()
         if pause_state == PauseState.UNPAUSED:
             for candidate in self._candidates.values():
                 candidate.pauses.append(candidate.request.num_output_tokens)

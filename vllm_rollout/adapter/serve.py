@@ -94,6 +94,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--rollout-record",
+        "--record",
         metavar="FILE",
         default=None,
         help="Append to this file one JSON line per rollout: lengths, ends and scores of its candidates, for "

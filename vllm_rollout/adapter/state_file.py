@@ -6,8 +6,6 @@ Invariant: the file is whole at every moment; a crash while it is written leaves
 from __future__ import annotations
 
 import asyncio
-import os
-import tempfile
 from pathlib import Path
 
 from vllm.logger import init_logger
@@ -15,6 +13,7 @@ from vllm.logger import init_logger
 from vllm_rollout.adapter.client import RolloutAsyncLLM
 from vllm_rollout.adapter.learning import EngineLearning
 from vllm_rollout.server.engine import RequestError
+from vllm_rollout.whole_file import write_whole
 
 logger = init_logger("vllm.vllm_rollout")
 
@@ -23,7 +22,7 @@ SAVE_TIMEOUT_S = 10.0
 
 
 class StateFile:
-    """Loads at start; saves while something is learned, once per `SAVE_INTERVAL_S` at most, and when the server stops."""
+    """Loads at start; saves while something is learned (`SAVE_INTERVAL_S`), and when the server ends."""
 
     def __init__(self, path: str, engine: EngineLearning, client: RolloutAsyncLLM) -> None:
         self._path = Path(path)
@@ -79,17 +78,3 @@ class StateFile:
             logger.info("vllm_rollout: kept what was learned in %s", self._path)
         except Exception as error:  # the server is going, with or without us
             logger.warning("vllm_rollout: %s is the one of the last training: %r", self._path, error)
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Replace the file's content at once: it holds the old bytes or the new ones, whatever happens meanwhile."""
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise

@@ -114,7 +114,7 @@ def profile(
             command=shlex.join(["vllm-rollout", *sys.argv[1:]]),
         )
         run(options)
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, OSError) as error:
         sys.exit(f"vllm-rollout profile: {error}")
     except KeyboardInterrupt:
         sys.exit(130)

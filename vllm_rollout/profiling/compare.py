@@ -75,7 +75,7 @@ def verdict(pairs: list[Pair], names: tuple[str, str]) -> str:
 def comparison_table(pairs: list[Pair], names: tuple[str, str]) -> Table:
     table = Table(title="Milliseconds of a decode step")
     for column in ("tensor\nparallel", "context", "batch", *names, "second / first"):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", overflow="fold")
     context = None
     for pair in pairs:
         if context not in (None, pair[:2]):

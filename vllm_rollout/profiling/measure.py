@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from statistics import fmean, median
 from typing import Any
@@ -40,10 +40,28 @@ def missing_chunks(profile: Profile, plan: Plan, tensor_parallel_size: int) -> l
     return [chunk for chunk in plan.chunks if chunk not in measured]
 
 
-def measure_point(
+def add_point(
+    engine: MeasuringEngine, point: GridPoint, tensor_parallel_size: int, steps: tuple[int, int], profile: Profile
+) -> tuple[Profile, str]:
+    """The profile with a point measured, and the result in words.
+
+    Raises: TooFewSteps when fewer than half of the steps are there.
+    """
+    measured = _measure_point(engine, point, tensor_parallel_size, steps)
+    return with_point(profile, measured), f"batch {point.batch_size}: {measured.median_s * 1e3:.1f} ms"
+
+
+def add_prefill(
+    engine: MeasuringEngine, chunk: int, tensor_parallel_size: int, profile: Profile
+) -> tuple[Profile, str]:
+    """The profile with a prefill step measured, and the result in words. Raises: TooFewSteps when there was none."""
+    measured = _measure_prefill(engine, chunk, tensor_parallel_size)
+    return with_prefill(profile, measured), f"{chunk / measured.median_s:,.0f} prompt tokens/s"
+
+
+def _measure_point(
     engine: MeasuringEngine, point: GridPoint, tensor_parallel_size: int, steps: tuple[int, int]
 ) -> Point:
-    """Raises: TooFewSteps when fewer than half of the steps are there."""
     num_warmup, num_steps = steps
     measured = engine.decode(
         batch_size=point.batch_size,
@@ -70,7 +88,7 @@ def measure_point(
     )
 
 
-def measure_prefill(engine: MeasuringEngine, chunk: int, tensor_parallel_size: int) -> PrefillPoint:
+def _measure_prefill(engine: MeasuringEngine, chunk: int, tensor_parallel_size: int) -> PrefillPoint:
     steps: Sequence[MeasuredStep] = engine.prefill(chunk_tokens=chunk, num_steps=PREFILL_STEPS)
     if not steps:
         raise TooFewSteps(f"no step computed all of {chunk} prompt tokens")
@@ -151,7 +169,3 @@ def _with_prefill_fit(profile: Profile, facts: EngineFacts) -> EngineFacts:
 
 def _changed(profile: Profile, **changes: Any) -> Profile:
     return profile.model_copy(update={**changes, "updated": now()})
-
-
-OnPoint = Callable[[str, str], None]
-"""What is measured now, and what came out of the last one."""

@@ -6,8 +6,6 @@ checkpoint of the same architecture costs the same.
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -16,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vllm_rollout.group.cost import CostModel, PTLCurve
 from vllm_rollout.profiling.grid import Limits
+from vllm_rollout.whole_file import write_whole
 
 FORMAT = 1
 MAX_PROBLEMS = 3
@@ -153,15 +152,7 @@ class Profile(_Model):
     def write(self, path: Path | str) -> None:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        try:
-            with os.fdopen(descriptor, "w") as file:
-                file.write(self.model_dump_json(indent=1) + "\n")
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        write_whole(path, (self.model_dump_json(indent=1) + "\n").encode())
 
     @property
     def tensor_parallel_sizes(self) -> list[int]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -21,15 +22,13 @@ from vllm_rollout.profiling.engine_process import EngineProcess, MeasuringEngine
 from vllm_rollout.profiling.grid import GridPoint, Plan, Wanted, make_plan
 from vllm_rollout.profiling.measure import (
     TooFewSteps,
+    add_point,
+    add_prefill,
     finished,
-    measure_point,
-    measure_prefill,
     missing_chunks,
     missing_points,
     now,
     with_engine,
-    with_point,
-    with_prefill,
 )
 from vllm_rollout.profiling.options import QUICK_CPU_FLAGS, Options
 from vllm_rollout.profiling.picture import draw
@@ -39,6 +38,15 @@ from vllm_rollout.server.process import exit_on_sigterm, log_folder, runs_on_cpu
 WANTED_R_SQUARED = 0.98
 WANTED_LEFT_OUT_ERROR = 0.05
 """Median over batch sizes left out of the fit."""
+
+
+class Job(NamedTuple):
+    """One measurement."""
+
+    description: str
+    measure_into: Callable[[Profile], tuple[Profile, str]]
+    """Answers the profile with it, and the result in words."""
+
 
 StartEngine = Callable[[int, Sequence[str], OnWait], AbstractContextManager[MeasuringEngine]]
 """Tensor-parallel size, flags, what to call while waiting."""
@@ -165,34 +173,29 @@ def _measure_points(
         TimeElapsedColumn(),
         console=console,
     )
-    row = progress.add_task(f"tensor-parallel size {size}", total=len(points) + len(chunks), last="")
-    num_done = 0
+    jobs = [Job(f"prefill of {chunk} tokens", partial(add_prefill, engine, chunk, size)) for chunk in chunks]
+    for point in points:
+        description = f"context {point.context_tokens}, batch {point.batch_size}"
+        jobs.append(Job(description, partial(add_point, engine, point, size, options.wanted.steps)))
+    row = progress.add_task(f"tensor-parallel size {size}", total=len(jobs), last="")
+    num_kept = 0
     try:
         with progress:
-            for chunk in chunks:
-                progress.update(row, description=f"prefill of {chunk} tokens")
-                prefill = measure_prefill(engine, chunk, size)
-                profile = with_prefill(profile, prefill)
-                profile.write(options.output)
-                num_done += 1
-                progress.update(row, advance=1, last=f"{chunk / prefill.median_s:,.0f} prompt tokens/s")
-            for point in points:
-                progress.update(row, description=f"context {point.context_tokens}, batch {point.batch_size}")
+            for job in jobs:
+                progress.update(row, description=job.description)
                 try:
-                    measured = measure_point(engine, point, size, options.wanted.steps)
+                    profile, result = job.measure_into(profile)
                 except TooFewSteps as error:
                     progress.console.print(f"[yellow]left out: {error}[/]")
-                    continue
-                finally:
-                    progress.advance(row)
-                profile = with_point(profile, measured)
-                profile.write(options.output)
-                num_done += 1
-                progress.update(row, last=f"batch {point.batch_size}: {measured.median_s * 1e3:.1f} ms")
+                else:
+                    profile.write(options.output)
+                    num_kept += 1
+                    progress.update(row, last=result)
+                progress.advance(row)
     except KeyboardInterrupt:
         console.print(
-            f"interrupted: {num_done} of {len(points) + len(chunks)} points are in {options.output}; the same command "
-            "goes on from there"
+            f"interrupted: {num_kept} of {len(jobs)} points are in {options.output}; the same command goes on from "
+            "there"
         )
         raise
     return profile
@@ -200,6 +203,11 @@ def _measure_points(
 
 def _profile_of(options: Options, profile: Profile | None, info: dict[str, Any], flags: Sequence[str]) -> Profile:
     """The profile to fill. Raises: ValueError when the one in the file is of another model, machine or engine."""
+    if info["flags"].get("speculative_decoding"):
+        raise ValueError(
+            "steps with speculative decoding make a varying number of tokens, which a PTL curve does not know. Profile "
+            "and predict without --speculative-config."
+        )
     if profile is None:
         return Profile(
             created=now(),

@@ -1,0 +1,155 @@
+"""What `benchmarks.shaping` compares, and how much of it.
+
+Invariant: all ways of a repeat have the same prompts and seeds, and the history of lengths was sampled with others.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from benchmarks.prompts import PROMPTS
+from vllm_rollout.config import MAX_BUDGET_RATIO
+from vllm_rollout.group.plan import GroupPlan, SelectionRule, make_plan
+
+WayName = Literal[
+    "uniform", "early_stop", "dual_end", "dual_end_patience", "pool", "auto", "auto_dual_end", "auto_patience"
+]
+WAY_NAMES: tuple[WayName, ...] = get_args(WayName)
+BASELINE: WayName = "uniform"
+
+TINY = "tiny-random"
+TINY_PROMPT_TOKENS = 12
+TINY_SAMPLING = {"allowed_token_ids": [2, *range(16, 64)]}
+"""The end and 48 other tokens: answers of some 50 tokens, whose lengths are nearly exponential."""
+HISTORY_SEED = 500_000
+"""Added to the seed of what only the history sees."""
+SEED_STRIDE = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to ask for the same groups."""
+
+    title: str
+    redundancy: float | Literal["auto", "shares"]
+    """Spare candidates over group_size. `shares`: as many as redundancy "auto" gave each prompt in this repeat."""
+    selection: SelectionRule = "dual_end"
+    has_patience: bool = False
+    early_stop: bool | None = None
+
+
+WAYS: dict[WayName, Way] = {
+    "uniform": Way("n = M, wait for all", 0, "first", early_stop=False),
+    "early_stop": Way("1.5x, first, early stop", 0.5, "first"),
+    "dual_end": Way("1.5x, dual-end", 0.5),
+    "dual_end_patience": Way("1.5x, dual-end, patience", 0.5, has_patience=True),
+    "pool": Way("2x, dual-end, wait for all", 1, early_stop=False),
+    "auto": Way("auto, dual-end, tail pruning (DARTS)", "auto"),
+    "auto_dual_end": Way("auto, dual-end for everybody", "shares"),
+    "auto_patience": Way("auto, dual-end, patience, tail pruning", "auto", has_patience=True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How much of everything. Fields are options of the command line; see there."""
+
+    model: str
+    prompts: int
+    group_size: int
+    max_tokens: int
+    temperature: float
+    num_longest: int
+    patience: float
+    tradeoff: float
+    epochs: int
+    repeats: int
+    seed: int
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Of the server: everything that any way asks for runs at once."""
+        return self.prompts * MAX_BUDGET_RATIO * self.group_size
+
+    def sampling(self, seed: int) -> dict[str, Any]:
+        own = {"temperature": self.temperature, "max_tokens": self.max_tokens, "seed": seed}
+        return own | (TINY_SAMPLING if self.model == TINY else {})
+
+    def repeat_seed(self, repeat: int) -> int:
+        """Candidate i samples with this + i in every way."""
+        return self.seed + SEED_STRIDE * repeat
+
+    def epoch_seed(self, epoch: int) -> int:
+        return self.seed + HISTORY_SEED + SEED_STRIDE * epoch
+
+    def selection(self, way: Way) -> Any:
+        """As the request says it."""
+        if way.selection != "dual_end":
+            return way.selection
+        return {"dual_end": {"num_longest": self.num_longest, "patience": self.patience if way.has_patience else None}}
+
+    @property
+    def auto(self) -> dict[str, Any]:
+        """Redundancy "auto", as the request says it."""
+        return {"auto": {"tradeoff": self.tradeoff}}
+
+    def plan(self, way: Way, redundancy: int) -> GroupPlan:
+        """Of one prompt, as the server makes it."""
+        dual_end = way.selection == "dual_end"
+        return make_plan(
+            self.group_size,
+            redundancy,
+            way.early_stop,
+            way.selection,
+            self.num_longest if dual_end else None,
+            None,
+            self.patience if way.has_patience else None,
+            max_candidates=self.max_num_seqs,
+        )
+
+    def spare(self, way: Way) -> int:
+        """Spare candidates of a way that has as many for every prompt."""
+        assert not isinstance(way.redundancy, str), f"{way.title} has no one number of spare candidates"
+        return round(way.redundancy * self.group_size)
+
+
+def check(sizes: Sizes) -> None:
+    """Raises: ValueError for sizes that cannot be run."""
+    for name in ("prompts", "group_size", "max_tokens", "epochs", "repeats"):
+        if getattr(sizes, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(sizes, name)}")
+    if sizes.model != TINY and sizes.prompts > len(PROMPTS):
+        raise ValueError(
+            f"--prompts must be at most {len(PROMPTS)}, those of benchmarks/prompts.py, got {sizes.prompts}"
+        )
+    for way in WAYS.values():
+        sizes.plan(way, sizes.group_size)
+
+
+def prompts(sizes: Sizes) -> list[dict[str, Any]]:
+    """With ids that stay theirs: by them the server knows a prompt again."""
+    if sizes.model == TINY:
+        chance = random.Random(sizes.seed)
+        tokens = [[chance.randrange(16, 512) for _ in range(TINY_PROMPT_TOKENS)] for _ in range(sizes.prompts)]
+        return [{"id": f"tiny-{i}", "prompt_token_ids": ids} for i, ids in enumerate(tokens)]
+    return [
+        {"id": f"everyday-{i}", "messages": [{"role": "user", "content": text}]}
+        for i, text in enumerate(PROMPTS[: sizes.prompts])
+    ]
+
+
+def order(repeat: int) -> list[WayName]:
+    """Who begins rotates with the repeat; the shares of "auto" are known before a way that needs them."""
+    start = repeat % len(WAY_NAMES)
+    turned = [*WAY_NAMES[start:], *WAY_NAMES[:start]]
+    if turned.index("auto_dual_end") < turned.index("auto"):
+        turned.remove("auto_dual_end")
+        turned.insert(turned.index("auto") + 1, "auto_dual_end")
+    return turned
+
+
+def longest_counts(group_size: int) -> list[int]:
+    """L of the L:K that are compared: for 8 those of DARTS Table 4, and none, which is the shortest only."""
+    return sorted({0, *(num for num in (1, 2, group_size // 2) if num <= group_size)})

@@ -1,0 +1,24 @@
+"""Files that are whole at every moment. Invariant: a reader finds the old content or the new one, never a part."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+MODE = 0o644
+"""A temporary file is its owner's only; what is left behind may be read by all."""
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Replace the file's content at once, whatever happens meanwhile. Raises: OSError."""
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, MODE)
+        os.replace(temporary, path)
+    finally:
+        Path(temporary).unlink(missing_ok=True)
