@@ -50,6 +50,7 @@ class Client:
     def __init__(self, *cores: Core) -> None:
         self.cores = cores
         self.num_ranks = len(cores)
+        self.max_candidates = 4
         self.engine_core = self
 
     async def call_utility_all_async(self, method: str, operation: str, arguments: tuple) -> list[Any]:
@@ -171,6 +172,7 @@ def test_a_profile_gives_the_cost_model_and_every_rank_compares_with_it(engine, 
     with caplog.at_level(logging.WARNING, logger="vllm.vllm_rollout"):
         use(engine, config, tmp_path / "ptl.json")
     assert engine.cost_model.ptl(8, 64) == pytest.approx(0.017)
+    assert engine.cost_model.max_num_seqs == 4, "the queue is this server's, not the profiled one's"
     assert all(core.scheduler.step_times._active for core in cores)
     assert caplog.records == []
 

@@ -6,6 +6,7 @@ Invariant: every rank this API process can reach is told the same.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from vllm.logger import init_logger
 
@@ -41,7 +42,7 @@ class EngineShaping(EngineCalls):
             mismatch = profile.mismatch(fingerprint_of(config), hardware_of(config), engine_flags(config))
             if mismatch.error is not None:
                 raise ValueError(mismatch.error)
-            self.cost_model = profile.cost(tensor_parallel_size)
+            self.cost_model = replace(profile.cost(tensor_parallel_size), max_num_seqs=self._client.max_candidates)
         except ValueError as error:
             raise RuntimeError(f"--rollout-profile {path}: {error}") from error
         if mismatch.warning is not None:
