@@ -266,5 +266,5 @@ def test_runs_with_other_sizes_are_not_mixed(tmp_path):
 
 def test_a_missing_profile_says_how_to_make_one(monkeypatch, tmp_path):
     monkeypatch.setattr("sys.argv", ["shaping", "--profile", str(tmp_path / "no.json")])
-    with pytest.raises(SystemExit, match=r"(?s)does not exist.*vllm-rollout profile smollm2.*--max-num-seqs 256"):
+    with pytest.raises(SystemExit, match=r"(?s)does not exist.*vllm-rollout profile smollm2.*--max-num-seqs 64"):
         shaping.main()

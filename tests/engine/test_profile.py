@@ -30,6 +30,11 @@ def processes_of(session):
     return [int(pid) for sid, pid, state in rows if int(sid) == session and not state.startswith("Z")]
 
 
+def heed_ctrl_c() -> None:
+    """Shells let their background jobs ignore SIGINT, and children inherit it: a test run in one has to undo that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.fixture(scope="module")
 def profile(tiny_model, tmp_path_factory):
     path = tmp_path_factory.mktemp("profile") / "ptl.json"
@@ -84,6 +89,7 @@ def test_ctrl_c_stops_the_engine_and_keeps_the_points(tiny_model, tmp_path):
             stdout=said,
             stderr=said,
             start_new_session=True,
+            preexec_fn=heed_ctrl_c,
         )
         deadline = time.monotonic() + TIMEOUT_S
         while not (path.exists() and Profile.read(path).points):
