@@ -89,7 +89,10 @@ def test_before_anything_was_seen_nothing_is_known(engine):
 
 
 def test_drift_is_that_of_the_rank_furthest_off_in_each_range(engine, cores, monkeypatch):
-    found = [[[1, 1, 9, 0.010, 0.010], [2, 3, 9, 0.005, 0.010]], [[1, 1, 9, 0.011, 0.010], [2, 3, 9, 0.015, 0.010]]]
+    found = [
+        [StepDrift(1, 1, 9, 0.010, 0.010), StepDrift(2, 3, 9, 0.005, 0.010)],
+        [StepDrift(1, 1, 9, 0.011, 0.010), StepDrift(2, 3, 9, 0.015, 0.010)],
+    ]
     for core, ranges in zip(cores, found, strict=True):
         monkeypatch.setattr(core.scheduler.step_times, "drift", lambda ranges=ranges: ranges)
     assert asyncio.run(engine.step_drift()) == []  # nothing to compare with

@@ -1,6 +1,7 @@
 """Times of engine steps as the scheduler sees them, with a clock that tests turn."""
 
 import json
+from dataclasses import astuple
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -163,7 +164,7 @@ def test_live_steps_like_the_profile_are_no_drift(timed):
     run = watched(timed)
     run.step(0.012 * (1 + DRIFT_SHARE * 0.9), 3 * LOOK)
     assert run.warnings == []
-    ((smallest, largest, samples, live, predicted),) = run.times.drift()
+    ((smallest, largest, samples, live, predicted),) = map(astuple, run.times.drift())
     assert (smallest, largest, samples) == (2, 3, DRIFT_SAMPLES)
     assert live == pytest.approx(0.012 * (1 + DRIFT_SHARE * 0.9))
     assert predicted == pytest.approx(0.012)

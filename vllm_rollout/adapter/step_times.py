@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import astuple
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from vllm.v1.request import Request
 
 from vllm_rollout.config import DRIFT_INTERVAL_STEPS, DRIFT_SAMPLES, DRIFT_SHARE, MAX_RECORDED_STEPS
 from vllm_rollout.group.cost import CostModel, PTLCurve
+from vllm_rollout.server.engine import StepDrift
 
 logger = init_logger("vllm.vllm_rollout")
 
@@ -35,20 +37,6 @@ class StepTime(NamedTuple):
     context_tokens: float
     """Prompt and output so far, mean over the requests that are still running."""
     seconds: float
-
-
-class DriftRange(NamedTuple):
-    """Live and predicted seconds of decode steps in a range of batch sizes."""
-
-    smallest: int
-    largest: int
-    num_samples: int
-    live_s: float
-    predicted_s: float
-
-    @property
-    def ratio(self) -> float:
-        return self.live_s / self.predicted_s
 
 
 class StepTimes:
@@ -115,7 +103,7 @@ class StepTimes:
         self._drift = drift
         self._restart()
 
-    def drift(self) -> list[DriftRange]:
+    def drift(self) -> list[StepDrift]:
         return [] if self._drift is None else self._drift.ranges()
 
     def _restart(self) -> None:
@@ -150,10 +138,10 @@ class Drift:
             [found for found in self.ranges() if found.num_samples == DRIFT_SAMPLES and _is_off(found)]
         )
 
-    def ranges(self) -> list[DriftRange]:
+    def ranges(self) -> list[StepDrift]:
         return [_range_of(bits, samples) for bits, samples in sorted(self._samples.items())]
 
-    def _message(self, off: Sequence[DriftRange]) -> str:
+    def _message(self, off: Sequence[StepDrift]) -> str:
         times = "; ".join(
             f"batch sizes {found.smallest} to {found.largest}: {found.live_s * 1e3:.3g} ms live, "
             f"{found.predicted_s * 1e3:.3g} ms in the profile ({found.ratio:.2f}x)"
@@ -167,17 +155,17 @@ class Drift:
             f"--refresh --batch-sizes {','.join(map(str, wanted))}"
         )
 
-    def _sizes_to_measure(self, found: DriftRange) -> list[int]:
+    def _sizes_to_measure(self, found: StepDrift) -> list[int]:
         measured = [size for size in self._batch_sizes if found.smallest <= size <= found.largest]
         return measured or [found.smallest]
 
 
-def _range_of(bits: int, samples: Sequence[tuple[float, float]]) -> DriftRange:
+def _range_of(bits: int, samples: Sequence[tuple[float, float]]) -> StepDrift:
     live, predicted = median(live for live, _ in samples), median(predicted for _, predicted in samples)
-    return DriftRange(1 << (bits - 1), (1 << bits) - 1, len(samples), live, predicted)
+    return StepDrift(1 << (bits - 1), (1 << bits) - 1, len(samples), live, predicted)
 
 
-def _is_off(found: DriftRange) -> bool:
+def _is_off(found: StepDrift) -> bool:
     return not 1 / (1 + DRIFT_SHARE) <= found.ratio <= 1 + DRIFT_SHARE
 
 
@@ -203,7 +191,7 @@ class StepTimeCalls:
 
     def step_drift(self) -> list[list[float]]:
         """`[smallest batch size, largest, samples, live seconds, predicted seconds]` by range, ascending."""
-        return [list(found) for found in self._step_times.drift()]
+        return [list(astuple(found)) for found in self._step_times.drift()]
 
 
 STEP_TIME_OPERATIONS = (
