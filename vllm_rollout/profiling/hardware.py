@@ -18,9 +18,18 @@ def cpu_name() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
+CPU_BINDING = "VLLM_CPU_OMP_THREADS_BIND"
+
+
 def num_devices() -> int | None:
-    """Devices an engine can spread over: GPUs, or NUMA nodes for the CPU build; None when nobody can tell."""
+    """Devices an engine can spread over: GPUs, or for the CPU build NUMA nodes; None when nobody can tell.
+
+    Who names the cores of each rank (`VLLM_CPU_OMP_THREADS_BIND=0-7|8-15`) has as many devices as that.
+    """
     if runs_on_cpu():
+        binding = os.environ.get(CPU_BINDING, "")
+        if "|" in binding:
+            return len(binding.split("|"))
         return len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
