@@ -73,20 +73,17 @@ class Metrics:
 
         def gauge(name: str, help: str, *labels: str) -> Gauge:
             # Of several API processes the one that looked last knows best.
-            return Gauge(
-                f"{PREFIX}{name}",
-                help,
-                ["detection_length", *labels],
-                registry=registry,
-                multiprocess_mode="mostrecent",
-            )
+            return Gauge(f"{PREFIX}{name}", help, labels, registry=registry, multiprocess_mode="mostrecent")
 
-        self._brier = gauge("calibration_brier", "Mean squared error of the success probability.", "signal")
-        self._auc = gauge("auc", "Area under the ROC curve of scores against rewards.", "signal")
-        self._within_group_auc = gauge("within_group_auc", "AUC within prompts, their mean.", "signal")
-        self._head_version = gauge("head_version", "Version of the quality head; 0 while there is none.")
-        self._evicted = gauge("features_evicted", "Hidden states dropped before their reward came.")
-        self._awaiting = gauge("rewards_awaited", "Scored candidates whose reward has not come.")
+        def learning_gauge(name: str, help: str, *labels: str) -> Gauge:
+            return gauge(name, help, "detection_length", *labels)
+
+        self._brier = learning_gauge("calibration_brier", "Mean squared error of the success probability.", "signal")
+        self._auc = learning_gauge("auc", "Area under the ROC curve of scores against rewards.", "signal")
+        self._within_group_auc = learning_gauge("within_group_auc", "AUC within prompts, their mean.", "signal")
+        self._head_version = learning_gauge("head_version", "Version of the quality head; 0 while there is none.")
+        self._evicted = learning_gauge("features_evicted", "Hidden states dropped before their reward came.")
+        self._awaiting = learning_gauge("rewards_awaited", "Scored candidates whose reward has not come.")
         self._allocated = Histogram(
             f"{PREFIX}allocated_candidates",
             'Candidates per prompt with redundancy "auto".',
@@ -98,18 +95,12 @@ class Metrics:
             'Prompts whose redundancy "auto" went to its upper bound: shortest-only, with early stop.',
             registry=registry,
         )
-
-        def plain_gauge(name: str, help: str) -> Gauge:
-            return Gauge(f"{PREFIX}{name}", help, registry=registry, multiprocess_mode="mostrecent")
-
-        self._length_mean = plain_gauge("length_mean_tokens", "Mean length of candidates, moving average.")
-        self._length_std = plain_gauge("length_std_tokens", "Standard deviation of their lengths, moving average.")
-        self._drift = Gauge(
-            f"{PREFIX}step_time_drift",
+        self._length_mean = gauge("length_mean_tokens", "Mean length of candidates, moving average.")
+        self._length_std = gauge("length_std_tokens", "Standard deviation of their lengths, moving average.")
+        self._drift = gauge(
+            "step_time_drift",
             "Live time of decode steps over the profile's, medians of recent ones; 1 without a drift.",
-            ["batch_sizes"],
-            registry=registry,
-            multiprocess_mode="mostrecent",
+            "batch_sizes",
         )
         for status in ("complete", "incomplete"):
             self._groups.labels(status)

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
-from vllm_rollout.server.process import LOG_TAIL_LINES, last_message
+from vllm_rollout.server.process import LOG_TAIL_LINES, last_lines, last_message
 
 STOP_TIMEOUT_S = 20.0
 POLL_INTERVAL_S = 0.5
@@ -139,7 +139,7 @@ class EngineProcess:
                 answer = self._answers.get(timeout=POLL_INTERVAL_S)
             except queue.Empty:
                 waited += POLL_INTERVAL_S
-                self._on_wait(waited, last_message(self._tail(50)))
+                self._on_wait(waited, last_message(last_lines(self._log, 50)))
                 continue
             if not answer:
                 raise self._ended()
@@ -155,18 +155,13 @@ class EngineProcess:
         assert self._process is not None
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(3)
-        tail = "\n".join(f"  | {line[:200]}" for line in self._tail(LOG_TAIL_LINES))
+        tail = "\n".join(f"  | {line[:200]}" for line in last_lines(self._log, LOG_TAIL_LINES))
         return EngineError(
             f"the engine ended with exit status {self._process.poll()}. The end of its log ({self._log}):\n{tail}\n"
             "What to do: 'unrecognized arguments' means a flag behind -- that `vllm-rollout serve` does not have; "
             "'out of memory' or 'KV cache' means less memory than needed, so set VLLM_CPU_KVCACHE_SPACE=2 (GiB) or "
             f"--gpu-memory-utilization behind --. The command was:\n  {' '.join(self._command)}"
         )
-
-    def _tail(self, num_lines: int) -> list[str]:
-        with self._log.open("rb") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - 64 * 1024))
-            return log.read().decode(errors="replace").splitlines()[-num_lines:]
 
 
 def engine_command(model: str, tensor_parallel_size: int, flags: Sequence[str], *, logprobs: bool) -> list[str]:

@@ -111,9 +111,7 @@ class ServerProcess:
         return ServerError(self._report(f"the connection to the server broke ({type(error).__name__}: {error})"))
 
     def log_tail(self, num_lines: int) -> list[str]:
-        with self.log.open("rb") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - 64 * 1024))
-            return log.read().decode(errors="replace").splitlines()[-num_lines:]
+        return last_lines(self.log, num_lines)
 
     def stop(self) -> None:
         """End the server and every process of its group; returns when they are gone."""
@@ -206,6 +204,13 @@ def server_flags(max_candidates: int) -> list[str]:
     if runs_on_cpu():
         flags += ["--enforce-eager", "--block-size", str(CPU_BLOCK_SIZE_TOKENS)]
     return flags
+
+
+def last_lines(log: Path, num_lines: int) -> list[str]:
+    """The end of a log that may be long and still grow."""
+    with log.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 64 * 1024))
+        return file.read().decode(errors="replace").splitlines()[-num_lines:]
 
 
 def last_message(lines: Sequence[str]) -> str:
