@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import httpx
 
-from vllm_rollout.server.process import (
+from vllm_rollout.process import (
     GENERATION_TOKENS,
     ServerError,
     ServerProcess,
@@ -124,7 +124,8 @@ def record_of_run(*, seed: int, workload: Any) -> dict[str, Any]:
 def command_line() -> str:
     """How this program was started, without a path of this machine."""
     program = Path(sys.argv[0])
-    return " ".join(["python", "-m", f"benchmarks.{program.stem}", *sys.argv[1:]])
+    name = program.parent.name if program.stem == "__main__" else program.stem  # a benchmark may be a folder
+    return " ".join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]])
 
 
 def git_commit() -> str | None:

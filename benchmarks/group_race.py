@@ -63,7 +63,7 @@ from benchmarks.common import (
 from benchmarks.prompts import cycle
 from vllm_rollout.demo.options import MAX_CANDIDATES
 from vllm_rollout.models import DEFAULT_MODEL, resolve
-from vllm_rollout.server.process import (
+from vllm_rollout.process import (
     ServerError,
     ServerProcess,
     counter,

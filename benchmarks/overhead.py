@@ -39,7 +39,7 @@ from rich.table import Table
 
 from benchmarks.common import median, percentile, record_of_run, server_process, write_json
 from vllm_rollout.models import DEFAULT_MODEL, resolve
-from vllm_rollout.server.process import ServerProcess, exit_on_sigterm, server_environment
+from vllm_rollout.process import ServerProcess, exit_on_sigterm, server_environment
 
 NUM_PROMPTS, NUM_CHOICES, PROMPT_TOKENS = 4, 16, 64
 TARGETS = {"idle": {"tiny-random": 0.99, DEFAULT_MODEL: 0.99}, "tagged": {"tiny-random": 0.97, DEFAULT_MODEL: 0.99}}
@@ -151,7 +151,7 @@ def serve_child(kind: str, model: str) -> None:
     from vllm import LLM, SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    from vllm_rollout.adapter.serve import SCHEDULER_CLS, WORKER_CLS
+    from vllm_rollout.adapter.api.serve import SCHEDULER_CLS, WORKER_CLS
     from vllm_rollout.adapter.wire import CandidateTag
     from vllm_rollout.config import OUTPUT_INTERVAL_TOKENS
 

@@ -35,12 +35,12 @@ from benchmarks.common import record_of_run, server_process, write_json
 from benchmarks.prompts import cycle
 from vllm_rollout.group.cost import CostModel, computed_prompt_tokens, rollout_time
 from vllm_rollout.models import DEFAULT_MODEL, resolve
+from vllm_rollout.process import MAX_BATCHED_TOKENS, ServerProcess, exit_on_sigterm, runs_on_cpu
 from vllm_rollout.profiling.grid import Wanted
 from vllm_rollout.profiling.options import Options
 from vllm_rollout.profiling.picture import CONTEXT_COLORS, FAINT, INK, STYLE, draw_size
 from vllm_rollout.profiling.profile_file import Profile
 from vllm_rollout.profiling.run import run as run_profile
-from vllm_rollout.server.process import MAX_BATCHED_TOKENS, ServerProcess, exit_on_sigterm, runs_on_cpu
 
 MAX_NUM_SEQS = 64
 FLAGS = ("--max-num-seqs", str(MAX_NUM_SEQS), "--max-model-len", "1024")

@@ -20,8 +20,8 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.common import record_of_run, write_json
-from vllm_rollout.adapter.dry_run import DryRun
-from vllm_rollout.adapter.scheduler import RolloutScheduler
+from tests.support.dry_run import DryRun
+from vllm_rollout.adapter.core.scheduler import RolloutScheduler
 from vllm_rollout.adapter.wire import CandidateTag
 from vllm_rollout.config import OUTPUT_INTERVAL_TOKENS
 from vllm_rollout.model_files import tiny

@@ -20,10 +20,10 @@ from benchmarks.group_race import (
     summarize,
 )
 from benchmarks.prompts import PROMPTS, cycle
+from vllm_rollout import process
 from vllm_rollout.demo import picture
 from vllm_rollout.demo.options import Options
 from vllm_rollout.demo.phases import Candidate, Phase, compare_kept, first_finished
-from vllm_rollout.server import process
 
 METRICS = """# HELP vllm:generation_tokens_total Number of generation tokens processed.
 vllm:generation_tokens_total{engine="0",model_name="m"} 12.0

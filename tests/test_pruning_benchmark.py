@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import pruning_setup
-from benchmarks.pruning import forget, load
-from benchmarks.pruning_measures import (
+from benchmarks.pruning import setup as pruning_setup
+from benchmarks.pruning.measures import (
     accuracy,
     best_threshold,
     calibration,
@@ -28,13 +27,14 @@ from benchmarks.pruning_measures import (
     survivors,
     votes,
 )
-from benchmarks.pruning_phases import COMPARED, RUN_PHASE, SWEPT, Bench, wrong_answer
-from benchmarks.pruning_picture import draw, tables
-from benchmarks.pruning_records import Log, Record, Run, records_of
-from benchmarks.pruning_results import summarize, targets
-from benchmarks.pruning_setup import PHASES, Sizes, evaluation_questions, learning_questions
+from benchmarks.pruning.phases import COMPARED, RUN_PHASE, SWEPT, Bench, wrong_answer
+from benchmarks.pruning.picture import draw, tables
+from benchmarks.pruning.records import Log, Record, Run, records_of
+from benchmarks.pruning.results import summarize, targets
+from benchmarks.pruning.run import forget, load
+from benchmarks.pruning.setup import PHASES, Sizes, evaluation_questions, learning_questions
+from vllm_rollout.client.client import AsyncRolloutClient
 from vllm_rollout.group.types import Confidence
-from vllm_rollout.server.client import AsyncRolloutClient
 
 from .server.conftest import make_app, serving
 from .server.fake_engine import FakeEngine
@@ -286,7 +286,7 @@ def test_results_of_other_sizes_are_not_mixed(tmp_path):
 def truth(monkeypatch):
     """The fake engine's hidden truth in place of the checker: an even first token."""
     monkeypatch.setattr(pruning_setup, "check", lambda problem, text: int(text[1:].partition("\u2028")[0]) % 2 == 0)
-    monkeypatch.setattr("benchmarks.pruning_phases.TRAINING_QUIET_S", 0.05)
+    monkeypatch.setattr("benchmarks.pruning.phases.TRAINING_QUIET_S", 0.05)
 
 
 def run_phases(url, folder, phases, sizes=SIZES):

@@ -10,23 +10,23 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import shaping
-from benchmarks.shaping import begin, forget, summarize
-from benchmarks.shaping_measures import lengths_row, same_lengths_share
-from benchmarks.shaping_picture import draw, tables
-from benchmarks.shaping_records import GroupRecord, Log, Run, traced_prompts
-from benchmarks.shaping_runs import Bench, measure
-from benchmarks.shaping_setup import WAY_NAMES, WAYS, Sizes, check, longest_counts, order, prompts
-from benchmarks.shaping_simulation import history_of, simulate, speed_ups
+from benchmarks.shaping import run as shaping
+from benchmarks.shaping.measures import lengths_row, same_lengths_share
+from benchmarks.shaping.picture import draw, tables
+from benchmarks.shaping.records import GroupRecord, Log, Run, traced_prompts
+from benchmarks.shaping.run import begin, forget, summarize
+from benchmarks.shaping.runs import Bench, measure
+from benchmarks.shaping.setup import WAY_NAMES, WAYS, Sizes, check, longest_counts, order, prompts
+from benchmarks.shaping.simulation import history_of, simulate, speed_ups
+from vllm_rollout.client.client import AsyncRolloutClient
 from vllm_rollout.group.cost import CostModel, PTLCurve
 from vllm_rollout.group.history import LengthHistory
-from vllm_rollout.server.client import AsyncRolloutClient
 from vllm_rollout.server.recorder import TraceRecorder
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.pool import Pools
 from vllm_rollout.simulator.replay import replay
 from vllm_rollout.simulator.settings import Setting
-from vllm_rollout.simulator.trace_file import read_trace
+from vllm_rollout.trace.file import read_trace
 
 from .server.conftest import make_app, serving
 from .server.fake_engine import FakeEngine

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vllm_rollout.server.client import AsyncRolloutClient, Pruning, QualityHead, RolloutClient, RolloutError
+    from vllm_rollout.client.client import AsyncRolloutClient, Pruning, QualityHead, RolloutClient, RolloutError
 
 __all__ = ["AsyncRolloutClient", "Pruning", "QualityHead", "RolloutClient", "RolloutError", "__version__"]
 __version__ = "0.1.0"
@@ -14,7 +14,7 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     # Lazy: vLLM imports this package in every process, and only trainers need the client.
     if name in __all__:
-        from vllm_rollout.server import client
+        from vllm_rollout.client import client
 
         return getattr(client, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

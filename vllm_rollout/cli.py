@@ -48,7 +48,7 @@ def serve(context: typer.Context) -> None:
 
     Without MODEL it serves the embedded default, SmolLM2-135M-Instruct.
     """
-    from vllm_rollout.adapter.serve import main as serve_main
+    from vllm_rollout.adapter.api.serve import main as serve_main
 
     serve_main(context.args)
 

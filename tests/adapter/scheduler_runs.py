@@ -11,8 +11,8 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request
 
-from vllm_rollout.adapter.dry_run import EOS_TOKEN, DryRun
-from vllm_rollout.adapter.scheduler import AsyncRolloutScheduler, RolloutScheduler
+from tests.support.dry_run import EOS_TOKEN, DryRun
+from vllm_rollout.adapter.core.scheduler import AsyncRolloutScheduler, RolloutScheduler
 from vllm_rollout.adapter.wire import CandidateTag, EndingNote
 from vllm_rollout.group.judge import Scoring
 from vllm_rollout.group.learning import Learning

@@ -26,10 +26,10 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.request import RequestStatus
 
-from vllm_rollout.adapter.client import CandidateOutput, RolloutAsyncLLM
-from vllm_rollout.adapter.dry_run import EOS_TOKEN
-from vllm_rollout.adapter.engine import VLLMEngine, sampled_logprobs
-from vllm_rollout.adapter.scheduler import RolloutScheduler
+from tests.support.dry_run import EOS_TOKEN
+from vllm_rollout.adapter.api.client import CandidateOutput, RolloutAsyncLLM
+from vllm_rollout.adapter.api.engine import VLLMEngine, sampled_logprobs
+from vllm_rollout.adapter.core.scheduler import RolloutScheduler
 from vllm_rollout.adapter.wire import CandidateTag
 from vllm_rollout.group.plan import GroupPlan
 from vllm_rollout.group.pruning_plan import PruningPlan

@@ -11,8 +11,8 @@ from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.outputs import LogprobsLists, SamplingMaskLists
 from vllm.v1.request import RequestStatus
 
-from vllm_rollout.adapter.dry_run import EOS_TOKEN
-from vllm_rollout.adapter.held_outputs import HeldOutputs
+from tests.support.dry_run import EOS_TOKEN
+from vllm_rollout.adapter.core.held_outputs import HeldOutputs
 
 
 def message_sizes(run: TracedRun, request_id: str) -> list[int]:

@@ -11,9 +11,9 @@ import pytest
 import torch
 from vllm.config import ParallelConfig
 
-from vllm_rollout.adapter.core import _rank, rollout_call
-from vllm_rollout.adapter.learning_calls import LearningCalls
-from vllm_rollout.adapter.worker import RolloutWorker
+from vllm_rollout.adapter.core.calls import _rank, rollout_call
+from vllm_rollout.adapter.core.learning_calls import LearningCalls
+from vllm_rollout.adapter.worker.worker import RolloutWorker
 from vllm_rollout.config import MAX_DETECTION_LENGTHS
 from vllm_rollout.group.judge import Judge, Scoring
 from vllm_rollout.group.lifecycle import Group

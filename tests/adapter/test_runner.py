@@ -9,8 +9,8 @@ import pytest
 import torch
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
-from vllm_rollout.adapter.runner import ObservedOutput, observe_runner, observe_sampler
 from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, CandidateTag, RunnerReport
+from vllm_rollout.adapter.worker.runner import ObservedOutput, observe_runner, observe_sampler
 from vllm_rollout.group.judge import Scoring
 from vllm_rollout.group.pruning_plan import PruningPlan
 from vllm_rollout.tracker.feature_ring import FeatureRing

@@ -6,7 +6,7 @@ from scheduler_runs import TracedRun, add_group, assert_nothing_left
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
-from vllm_rollout.adapter.dry_run import EOS_TOKEN
+from tests.support.dry_run import EOS_TOKEN
 from vllm_rollout.adapter.wire import CandidateTag
 
 

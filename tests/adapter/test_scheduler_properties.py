@@ -9,7 +9,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
-from vllm_rollout.adapter.dry_run import EOS_TOKEN
+from tests.support.dry_run import EOS_TOKEN
 from vllm_rollout.adapter.wire import CandidateTag, EndingNote
 
 MAX_LENGTH = 60

@@ -12,11 +12,11 @@ import pytest
 from vllm.config import ParallelConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
-from vllm_rollout.adapter.core import TABLES, rollout_call
-from vllm_rollout.adapter.fingerprint import engine_flags, fingerprint_of, hardware_of
-from vllm_rollout.adapter.learning_calls import LearningCalls
-from vllm_rollout.adapter.shaping import EngineShaping
-from vllm_rollout.adapter.step_times import StepTimes, plain_cost_model
+from vllm_rollout.adapter.api.fingerprint import engine_flags, fingerprint_of, hardware_of
+from vllm_rollout.adapter.api.shaping import EngineShaping
+from vllm_rollout.adapter.core.calls import TABLES, rollout_call
+from vllm_rollout.adapter.core.learning_calls import LearningCalls
+from vllm_rollout.adapter.core.step_times import StepTimes, plain_cost_model
 from vllm_rollout.group.cost import CostModel, PTLCurve
 from vllm_rollout.group.history import LengthHistory, ObservedLength
 from vllm_rollout.group.judge import Judge
@@ -191,7 +191,9 @@ def test_a_profile_of_another_model_ends_the_start_with_both_names(engine, confi
 
 def test_a_profile_of_another_machine_is_used_with_a_warning(engine, config, tmp_path, monkeypatch):
     said = []
-    monkeypatch.setattr("vllm_rollout.adapter.shaping.logger.warning", lambda text, *values: said.append(text % values))
+    monkeypatch.setattr(
+        "vllm_rollout.adapter.api.shaping.logger.warning", lambda text, *values: said.append(text % values)
+    )
     use(engine, config, tmp_path / "ptl.json", hardware={**hardware_of(config), "device": "Abacus"})
     (warning,) = said
     assert "Abacus" in warning

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
-from vllm_rollout.adapter.step_times import (
+from vllm_rollout.adapter.core.step_times import (
     STEP_TIME_OPERATIONS,
     Drift,
     StepTimeCalls,

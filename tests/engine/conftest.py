@@ -17,10 +17,10 @@ from typing import Any
 import httpx
 import pytest
 
+from vllm_rollout import process
 from vllm_rollout.model_files import tiny
 from vllm_rollout.models import resolve
-from vllm_rollout.server import process
-from vllm_rollout.server.process import ServerProcess, counter, free_port
+from vllm_rollout.process import ServerProcess, counter, free_port
 
 HERE = Path(__file__).parent
 TIMEOUT_S = 600
@@ -140,7 +140,7 @@ def write_profile(model: str, path: Path) -> None:
     """A profile for `server` whose steps all take `STEP_S`."""
     from vllm.engine.arg_utils import EngineArgs
 
-    from vllm_rollout.adapter.fingerprint import engine_flags, fingerprint_of, hardware_of
+    from vllm_rollout.adapter.api.fingerprint import engine_flags, fingerprint_of, hardware_of
     from vllm_rollout.profiling.profile_file import CurveFit, EngineFacts, Profile
 
     config = EngineArgs(model=model, dtype="float32", enforce_eager=True).create_engine_config()

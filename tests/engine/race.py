@@ -21,7 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from vllm import LLM, SamplingParams
 
-from vllm_rollout.adapter.serve import SCHEDULER_CLS, WORKER_CLS
+from vllm_rollout.adapter.api.serve import SCHEDULER_CLS, WORKER_CLS
 from vllm_rollout.adapter.wire import CandidateTag, EndingNote
 from vllm_rollout.group.judge import Scoring
 from vllm_rollout.group.plan import PruningPlan

@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from tests.engine.conftest import ENVIRONMENT, TIMEOUT_S, run_script
+from vllm_rollout.adapter.api.serve import allowed_plugins
 from vllm_rollout.adapter.compat import check_vllm_version
-from vllm_rollout.adapter.serve import allowed_plugins
 
 
 def serve(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

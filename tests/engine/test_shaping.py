@@ -12,7 +12,7 @@ from tests.engine.conftest import Server
 from vllm_rollout.group.plan import GroupPlan
 from vllm_rollout.group.selection import conclude
 from vllm_rollout.group.types import Ending
-from vllm_rollout.simulator.trace_file import read_trace
+from vllm_rollout.trace.file import read_trace
 
 STOPS = list(range(20, 500, 16))
 """Tokens that end a candidate: about one in sixteen, so that lengths are geometric with a long tail."""

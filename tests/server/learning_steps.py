@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 
 from vllm_rollout.server.answers import RolloutAnswer
-from vllm_rollout.server.learning_body import RewardsAnswer
+from vllm_rollout.server.learning.body import RewardsAnswer
 
 from .fake_learning import succeeded
 

@@ -22,9 +22,9 @@ import pytest
 
 import vllm_rollout
 from vllm_rollout import AsyncRolloutClient, RolloutClient, RolloutError
+from vllm_rollout.client.client import RolloutOptions, rollout_body
 from vllm_rollout.server.answers import DoneEvent, Event, TokensEvent
-from vllm_rollout.server.client import RolloutOptions, rollout_body
-from vllm_rollout.server.learning_body import RewardsAnswer, RewardsRequest
+from vllm_rollout.server.learning.body import RewardsAnswer, RewardsRequest
 from vllm_rollout.server.protocol import DualEnd, DualEndSelection, Prompt, RolloutRequest
 from vllm_rollout.server.pruning_body import Pruning
 from vllm_rollout.server.votes import VoteAnswer, VoteRequest
@@ -325,7 +325,7 @@ def test_connection_lost_within_the_answer_is_not_retried(models: Callable[..., 
 
 def test_backoff_doubles(monkeypatch):
     waits: list[float] = []
-    monkeypatch.setattr("vllm_rollout.server.client.time.sleep", waits.append)
+    monkeypatch.setattr("vllm_rollout.client.client.time.sleep", waits.append)
 
     def refuse(request: httpx.Request) -> httpx.Response:
         raise httpx.ConnectError("refused", request=request)

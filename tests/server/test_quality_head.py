@@ -14,7 +14,7 @@ from vllm_rollout import AsyncRolloutClient, RolloutClient
 from vllm_rollout.config import MAX_BODY_BYTES, MAX_STATE_BYTES
 from vllm_rollout.group.history import LengthHistory
 from vllm_rollout.server.engine import HeadInfo
-from vllm_rollout.server.learning_body import HEAD_HEADER
+from vllm_rollout.server.learning.body import HEAD_HEADER
 
 from .conftest import make_app
 from .fake_engine import FakeEngine

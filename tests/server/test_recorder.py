@@ -9,8 +9,8 @@ import pytest
 
 from vllm_rollout import AsyncRolloutClient
 from vllm_rollout.server.recorder import TraceRecorder
-from vllm_rollout.simulator.trace import TracedCandidate
-from vllm_rollout.simulator.trace_file import read_trace
+from vllm_rollout.trace.file import read_trace
+from vllm_rollout.trace.rows import TracedCandidate
 
 from .conftest import make_app, serving, wait_until
 from .fake_engine import FakeEngine

@@ -13,7 +13,7 @@ import pytest
 from vllm_rollout import RolloutClient, RolloutError
 from vllm_rollout.config import MAX_REMEMBERED_CANDIDATES, MAX_REWARDS
 from vllm_rollout.group.ledger import RewardStatus
-from vllm_rollout.server.learning_body import RewardEntry
+from vllm_rollout.server.learning.body import RewardEntry
 
 from .fake_engine import FakeEngine
 from .fake_learning import succeeded

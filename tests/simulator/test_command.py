@@ -17,7 +17,7 @@ from vllm_rollout.simulator.pool import Pools
 from vllm_rollout.simulator.report import duration, notes, recommendation
 from vllm_rollout.simulator.settings import Setting, default_sweep
 from vllm_rollout.simulator.sweep import sweep
-from vllm_rollout.simulator.trace import Trace, TracedCandidate, TracedPrompt, TracedRollout
+from vllm_rollout.trace.rows import Trace, TracedCandidate, TracedPrompt, TracedRollout
 
 REPOSITORY = Path(__file__).parents[2]
 RECORDED = REPOSITORY / "benchmarks" / "traces" / "smollm2_math500.jsonl"
@@ -282,4 +282,4 @@ def test_the_command_is_light_and_the_simulator_needs_no_engine():
     light = imported("import vllm_rollout.simulator.command")
     assert {"numpy", "pydantic", "matplotlib"}.isdisjoint(light)
     assert {"torch", "vllm"}.isdisjoint(imported("import vllm_rollout.simulator.simulation"))
-    assert {"numpy", "matplotlib"}.isdisjoint(imported("import vllm_rollout.simulator.trace_file"))
+    assert {"numpy", "matplotlib"}.isdisjoint(imported("import vllm_rollout.trace.file"))

@@ -9,7 +9,7 @@ from tests.simulator.traces import traced
 from vllm_rollout.group.censoring import LogLengthFit
 from vllm_rollout.simulator.lengths import length_beyond
 from vllm_rollout.simulator.pool import Pools
-from vllm_rollout.simulator.trace import Trace, TracedCandidate, TracedPrompt, TracedRollout
+from vllm_rollout.trace.rows import Trace, TracedCandidate, TracedPrompt, TracedRollout
 
 
 def trace_of(*candidates: TracedCandidate, max_tokens: int | None = None) -> Trace:

@@ -16,7 +16,7 @@ from vllm_rollout.simulator.pool import Pools
 from vllm_rollout.simulator.rank import Race
 from vllm_rollout.simulator.replay import assigned, replay
 from vllm_rollout.simulator.settings import Setting, default_sweep
-from vllm_rollout.simulator.trace import Trace, TracedCandidate, TracedPrompt, TracedRollout
+from vllm_rollout.trace.rows import Trace, TracedCandidate, TracedPrompt, TracedRollout
 
 SMALL = LengthDistribution(prompts=6, candidates=8, steps=3, median=40, max_tokens=120, prompt_tokens=10)
 

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_rollout.group.types import Ending
-from vllm_rollout.simulator.trace import TracedCandidate, reward_row, trace_row, traced_prompt
-from vllm_rollout.simulator.trace_file import TraceError, TraceFile, read_trace, told_reasons
+from vllm_rollout.trace.file import TraceError, TraceFile, read_trace, told_reasons
+from vllm_rollout.trace.rows import TracedCandidate, reward_row, trace_row, traced_prompt
 
 ROLLOUT = {
     "rollout_id": "r1",

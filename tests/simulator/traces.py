@@ -12,7 +12,7 @@ from vllm_rollout.group.types import Confidence, Ending, Observation
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.pool import PoolCandidate
 from vllm_rollout.simulator.rank import Race, Rank
-from vllm_rollout.simulator.trace import Trace, TracedCandidate, TracedPrompt, TracedRollout
+from vllm_rollout.trace.rows import Trace, TracedCandidate, TracedPrompt, TracedRollout
 
 FLAT = CostModel(((0.0, PTLCurve((1.0, 2.0), (1.0, 1.0))),))
 LINEAR = CostModel(((0.0, PTLCurve((1.0, 2.0), (1.0, 2.0))),))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_rollout.models import DEFAULT_MODEL
-from vllm_rollout.server.process import MAX_MODEL_LEN_TOKENS
+from vllm_rollout.process import MAX_MODEL_LEN_TOKENS
 
 PROMPTS = (
     "Write a haiku about the sea.",

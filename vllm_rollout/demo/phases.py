@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from vllm_rollout.demo.options import Options
-from vllm_rollout.server.process import (
+from vllm_rollout.process import (
     GENERATION_TOKENS,
     POLL_INTERVAL_S,
     REQUESTS_RUNNING,

@@ -15,7 +15,7 @@ from vllm_rollout.demo.options import MAX_CANDIDATES, Options
 from vllm_rollout.demo.phases import Phase, compare_kept, run_phases
 from vllm_rollout.demo.picture import draw
 from vllm_rollout.models import list_models, resolve
-from vllm_rollout.server.process import (
+from vllm_rollout.process import (
     ServerProcess,
     exit_on_sigterm,
     free_port,

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
-from vllm_rollout.server.process import LOG_TAIL_LINES, last_lines, last_message
+from vllm_rollout.process import LOG_TAIL_LINES, last_lines, last_message
 
 STOP_TIMEOUT_S = 20.0
 POLL_INTERVAL_S = 0.5
@@ -166,5 +166,11 @@ class EngineProcess:
 
 def engine_command(model: str, tensor_parallel_size: int, flags: Sequence[str], *, logprobs: bool) -> list[str]:
     """How the measuring engine is started."""
-    command = [sys.executable, "-m", "vllm_rollout.adapter.profiler", *([] if logprobs else ["--no-logprobs"]), model]
+    command = [
+        sys.executable,
+        "-m",
+        "vllm_rollout.adapter.api.profiler",
+        *([] if logprobs else ["--no-logprobs"]),
+        model,
+    ]
     return [*command, "--tensor-parallel-size", str(tensor_parallel_size), *flags]

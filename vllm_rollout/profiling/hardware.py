@@ -8,7 +8,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from vllm_rollout.server.process import runs_on_cpu
+from vllm_rollout.process import runs_on_cpu
 
 
 def cpu_name() -> str:

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from vllm_rollout.models import DEFAULT_MODEL
+from vllm_rollout.process import runs_on_cpu
 from vllm_rollout.profiling.grid import Wanted
 from vllm_rollout.profiling.hardware import num_devices
-from vllm_rollout.server.process import runs_on_cpu
 
 QUICK_CPU_FLAGS = ("--enforce-eager",)
 """A quick profile's engine on a CPU, when no flags are given: compiling would take longer than measuring."""

@@ -9,8 +9,8 @@ from pathlib import Path
 from vllm_rollout.server.engine import CandidateEnd, PreparedPrompt, Reward
 from vllm_rollout.server.rollout import Rollout
 from vllm_rollout.server.shaping import history_key
-from vllm_rollout.simulator.trace import RolloutPrompt, reward_row, trace_row, traced_prompt
-from vllm_rollout.simulator.trace_file import TraceFile
+from vllm_rollout.trace.file import TraceFile
+from vllm_rollout.trace.rows import RolloutPrompt, reward_row, trace_row, traced_prompt
 
 logger = logging.getLogger("vllm.vllm_rollout")
 

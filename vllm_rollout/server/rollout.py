@@ -14,7 +14,7 @@ from vllm_rollout.server.engine import CandidateEnd, PreparedPrompt
 from vllm_rollout.server.protocol import Return
 from vllm_rollout.server.scoring_log import ScoringLog
 from vllm_rollout.server.shaping import PromptPlan
-from vllm_rollout.simulator.trace import RolloutPrompt
+from vllm_rollout.trace.rows import RolloutPrompt
 
 
 @dataclass(slots=True)

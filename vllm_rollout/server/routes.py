@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
-from vllm_rollout.server import learning_routes
 from vllm_rollout.server.answers import RolloutAnswer
 from vllm_rollout.server.errors import ERRORS
 from vllm_rollout.server.event_stream import EventStream, event_stream_schema, server_sent_events, unless_disconnected
+from vllm_rollout.server.learning import routes as learning_routes
 from vllm_rollout.server.protocol import RolloutRequest
 from vllm_rollout.server.route import RolloutRoute
 from vllm_rollout.server.service import RolloutService

@@ -28,7 +28,7 @@ from vllm_rollout.server.answers import (
 )
 from vllm_rollout.server.ended import candidate_of, tokens_of, trajectory_of
 from vllm_rollout.server.engine import CandidateEnd, CandidateTokens, Engine, PreparedPrompt, PromptInput, RequestError
-from vllm_rollout.server.learning import LearningService
+from vllm_rollout.server.learning.service import LearningService
 from vllm_rollout.server.protocol import Auto, DualEndSelection, RolloutRequest
 from vllm_rollout.server.recorder import TraceRecorder, recorded
 from vllm_rollout.server.rollout import Rollout

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from random import Random
 
 from vllm_rollout.config import MAX_TRACED_TOKENS
-from vllm_rollout.simulator.trace import Trace, TracedCandidate, TracedPrompt, TracedRollout
+from vllm_rollout.trace.rows import Trace, TracedCandidate, TracedPrompt, TracedRollout
 
 MAX_GENERATED = 10_000_000
 """Candidates of a generated trace: a few GB of memory."""

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 from vllm_rollout.group.censoring import fit_log_lengths
 from vllm_rollout.group.history import LengthHistory, ObservedLength
 from vllm_rollout.simulator.lengths import length_beyond
-from vllm_rollout.simulator.trace import Trace, TracedPrompt
+from vllm_rollout.trace.rows import Trace, TracedPrompt
 
 
 class PoolCandidate(NamedTuple):

@@ -1,7 +1,7 @@
 """One engine's part of a rollout, from event to event.
 
 Invariant: the groups see what they would see if every step were made: ends, then verdicts, in the order of the
-scheduler (`adapter/scheduler.py`). Between two events every running candidate gains one token per step.
+scheduler (`adapter/core/scheduler.py`). Between two events every running candidate gains one token per step.
 """
 
 from __future__ import annotations

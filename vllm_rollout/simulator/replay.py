@@ -21,7 +21,7 @@ from vllm_rollout.simulator.outcome import Outcome, Tally
 from vllm_rollout.simulator.pool import Pools
 from vllm_rollout.simulator.rank import Race, Rank
 from vllm_rollout.simulator.settings import Setting
-from vllm_rollout.simulator.trace import TracedRollout
+from vllm_rollout.trace.rows import TracedRollout
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ class _Replay:
 
 
 def assigned(races: Sequence[Race], num_ranks: int, next_rank: int) -> tuple[list[list[Race]], int]:
-    """Each group to the rank with the fewest candidates; ties take turns, as in `adapter/client.py`.
+    """Each group to the rank with the fewest candidates; ties take turns, as in `adapter/api/client.py`.
 
     next_rank: whose turn it is; the second value is the one after the last group.
     """

@@ -11,8 +11,8 @@ from rich.table import Table
 
 from vllm_rollout.simulator.outcome import Outcome
 from vllm_rollout.simulator.sweep import Sweep
-from vllm_rollout.simulator.trace import Trace
-from vllm_rollout.simulator.trace_file import told_reasons
+from vllm_rollout.trace.file import told_reasons
+from vllm_rollout.trace.rows import Trace
 
 HARDLY_FASTER = 1.02
 """A speed-up below it is not worth a recommendation."""

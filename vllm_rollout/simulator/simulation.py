@@ -20,8 +20,8 @@ from vllm_rollout.simulator.pool import Pools
 from vllm_rollout.simulator.report import notes, recommendation, tables, to_json
 from vllm_rollout.simulator.settings import Setting, default_sweep, parse_setting
 from vllm_rollout.simulator.sweep import Sweep, sweep
-from vllm_rollout.simulator.trace import Trace
-from vllm_rollout.simulator.trace_file import read_trace
+from vllm_rollout.trace.file import read_trace
+from vllm_rollout.trace.rows import Trace
 
 PLAIN_WIDTH = 120
 """Of output that goes to a file."""

@@ -1,0 +1,5 @@
+"""`python -m benchmarks.pruning`."""
+
+from benchmarks.pruning.run import main
+
+main()

@@ -1,0 +1,352 @@
+"""The phases of `benchmarks.pruning` that talk to a server.
+
+Invariant: a run that is in a phase's log is not made again; a phase that is interrupted goes on after its last run.
+What was learned lies in files beside the logs, and only `learn` (and the warm-up of `sweep`) posts rewards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.pruning.records import Log, Record, Run
+from benchmarks.pruning.setup import PHASES, Phase, Question, Sizes, evaluation_questions, learning_questions
+from benchmarks.tasks import NUMBER
+from vllm_rollout.client.client import AsyncRolloutClient
+from vllm_rollout.group.types import Confidence
+from vllm_rollout.group.voting import normalise_answer
+from vllm_rollout.server.answers import Candidate, Trajectory
+
+TRAINING_QUIET_S = 3.0
+"""Training counts as done when the head's version has not moved for this long."""
+TRAINING_TIMEOUT_S = 120.0
+
+SHADOW = {"mode": "shadow", "allow_fewer": True}
+"""Says what `compare` would do to the same group."""
+COMPARED: Mapping[str, Mapping[str, Any]] = {
+    "none": {"keep_ratio": 1.0},
+    "random": {"rule": "paper", "strength": 0.0, "keep_ratio": 0.5},
+    "paper": {"rule": "paper", "keep_ratio": 0.5},
+    "balance": {"rule": "balance", "keep_ratio": 0.5},
+}
+"""Ways of `compare`. The paper's rule without strength keeps everyone with the same probability."""
+SWEPT: Mapping[str, Mapping[str, Any]] = {str(ratio): {"keep_ratio": ratio} for ratio in (1.0, 0.75, 0.5, 0.25)}
+"""Ways of `sweep`, the default rule."""
+OVERHEAD: Mapping[str, Mapping[str, Any] | None] = {
+    "not scored": None,
+    "scored": {"mode": "shadow", "keep_ratio": 1.0},
+}
+Progressed = Callable[[float, float, str], None]
+"""Takes done, total and what is going on."""
+
+
+@dataclass(slots=True)
+class Bench:
+    """What every phase needs."""
+
+    sizes: Sizes
+    folder: Path
+    client: AsyncRolloutClient
+    progress: Progressed
+
+    def log(self, phase: Phase) -> Log:
+        return Log(self.folder / f"{phase}.jsonl")
+
+    @property
+    def learned(self) -> Path:
+        """All that `learn` has learned."""
+        return self.folder / "learned.state"
+
+    async def restore(self, path: Path) -> None:
+        if not path.exists():
+            raise ValueError(f"{path} does not exist: run phase learn first, with the same --output.")
+        await self.client.set_state(path.read_bytes())
+
+    async def keep(self, path: Path) -> None:
+        temporary = path.with_suffix(".new")
+        temporary.write_bytes(await self.client.state())
+        temporary.replace(path)
+
+
+async def learn(bench: Bench) -> dict[str, Any]:
+    """Rollouts in shadow mode, each judged and rewarded; several at once, so that the server never waits for one.
+
+    Returns what the server says of itself when training is done.
+    """
+    sizes, log = bench.sizes, bench.log("learn")
+    await _learn(bench, log, "learn", learning_questions(sizes), sizes.labels, sizes.detection_length)
+    await _wait_for_training(bench, sizes.detection_length)
+    await bench.keep(bench.learned)
+    return {"server_report": asdict(await bench.client.report(sizes.detection_length))}
+
+
+async def _learn(
+    bench: Bench, log: Log, phase: Phase, some: Sequence[Question], wanted: int, detection_length: int
+) -> None:
+    """Until `wanted` rewards have been accepted, or no question is left."""
+    sizes = bench.sizes
+    batches = _split(some, sizes.learn_prompts)
+    todo = iter([(number, batch) for number, batch in enumerate(batches) if ("rewarded", number) not in log])
+    pruning = {"detection_length": detection_length, **SHADOW}
+
+    def num_accepted() -> int:
+        return sum((run.rewards or {}).get("accepted", 0) for run in log.runs if run.key[0] == "rewarded")
+
+    async def work() -> None:
+        for number, batch in todo:
+            if num_accepted() >= wanted:
+                return
+            run = await roll(
+                bench,
+                ("rewarded", number),
+                batch,
+                phase=phase,
+                group_size=sizes.learn_group_size,
+                pruning=pruning,
+                seed=_seed(sizes, phase, number),
+                post_rewards=True,
+            )
+            log.add(run)
+            bench.progress(num_accepted(), wanted, f"{phase}: labels")
+
+    bench.progress(num_accepted(), wanted, f"{phase}: labels")
+    num_workers = max(2, round(1.5 * sizes.at_once / (sizes.learn_prompts * sizes.learn_group_size)))
+    await _together([work() for _ in range(num_workers)])
+
+
+async def evaluate(bench: Bench) -> dict[str, Any]:
+    """Shadow mode on prompts that were never posted, the head as it is; then larger groups, for the votes."""
+    sizes, log = bench.sizes, bench.log("evaluate")
+    await bench.restore(bench.learned)
+    held = evaluation_questions(sizes)
+    pruning = {"detection_length": sizes.detection_length, **SHADOW}
+    jobs = []
+    per_request = max(1, sizes.at_once // (2 * sizes.learn_group_size))
+    for number, batch in enumerate(_split(held["evaluate"], per_request)):
+        jobs.append((("evaluate", number), batch, sizes.learn_group_size))
+    for number, batch in enumerate(_split(held["vote"], 1)):
+        jobs.append((("vote", number), batch, sizes.vote_candidates))
+    todo = iter([job for job in jobs if job[0] not in log])
+
+    async def work() -> None:
+        for key, batch, group_size in todo:
+            phase, number = key
+            seed = _seed(sizes, phase, number)
+            log.add(await roll(bench, key, batch, phase=phase, group_size=group_size, pruning=pruning, seed=seed))
+            bench.progress(len(log.runs), len(jobs), "evaluate: requests")
+
+    bench.progress(len(log.runs), len(jobs), "evaluate: requests")
+    await _together([work() for _ in range(3)])
+    return {}
+
+
+async def compare(bench: Bench) -> dict[str, Any]:
+    """Four ways over the same prompts and seeds, in turns."""
+    sizes, log = bench.sizes, bench.log("compare")
+    await bench.restore(bench.learned)
+    blocks = _split(evaluation_questions(sizes)["compare"], sizes.block_prompts)
+    pruning = {"detection_length": sizes.detection_length, "allow_fewer": True}
+    await _take_turns(bench, log, "compare", blocks, {way: {**pruning, **f} for way, f in COMPARED.items()})
+    return {}
+
+
+async def sweep(bench: Bench) -> dict[str, Any]:
+    """`keep_ratio` by `keep_ratio`. At a detection length of its own calibration first gets rewards for it."""
+    sizes, log = bench.sizes, bench.log("sweep")
+    held = evaluation_questions(sizes)
+    state = bench.learned
+    if sizes.sweep_must_learn:
+        state = bench.folder / "sweep.state"
+        if not state.exists():
+            length = sizes.sweep_detection_length
+            await _learn(bench, log, "sweep", held["warm-up"], sizes.sweep_labels, length)
+            await _wait_for_training(bench, length)
+            await bench.keep(state)
+    await bench.restore(state)
+    blocks = _split(held["sweep"], sizes.sweep_block_prompts)
+    pruning = {"detection_length": sizes.sweep_detection_length, "allow_fewer": True, "min_labels": 16}
+    await _take_turns(bench, log, "sweep", blocks, {way: {**pruning, **fields} for way, fields in SWEPT.items()})
+    return {}
+
+
+async def overhead(bench: Bench) -> dict[str, Any]:
+    """Everyone scored against nobody scored. Everyone runs to the same length: the same tokens in as many steps."""
+    sizes, log = bench.sizes, bench.log("overhead")
+    await bench.restore(bench.learned)
+    block = evaluation_questions(sizes)["compare"][: max(1, sizes.at_once // sizes.group_size)]
+    length = {"detection_length": sizes.detection_length}
+    ways = {way: None if fields is None else {**length, **fields} for way, fields in OVERHEAD.items()}
+    sampling = {"max_tokens": sizes.overhead_tokens, "ignore_eos": True}
+    await _take_turns(bench, log, "overhead", [block] * sizes.overhead_blocks, ways, sampling)
+    return {}
+
+
+async def _take_turns(
+    bench: Bench,
+    log: Log,
+    phase: Phase,
+    blocks: Sequence[Sequence[Question]],
+    ways: Mapping[str, Mapping[str, Any] | None],
+    sampling: Mapping[str, Any] | None = None,
+) -> None:
+    """Every way once per block, one after the other; who begins rotates with the block."""
+    names = list(ways)
+    total = len(blocks) * len(names)
+    done = sum(run.key[0] in ways for run in log.runs)
+    for number, block in enumerate(blocks):
+        order = names[number % len(names) :] + names[: number % len(names)]
+        order = [way for way in order if (way, number) not in log]
+        if not order:
+            continue
+        bench.progress(done, total, f"{phase}: block {number + 1}")
+        # the prompts get into the prefix cache before any way is timed; the first time, everything warms up
+        warm_up = {"max_tokens": bench.sizes.detection_length + 8 if done == 0 else 1, "min_tokens": 0}
+        key = ("warm-up", number)
+        await roll(bench, key, block, phase=phase, group_size=2, pruning=None, seed=number, sampling=warm_up)
+        for way in order:
+            run = await roll(
+                bench,
+                (way, number),
+                block,
+                phase=phase,
+                group_size=bench.sizes.group_size,
+                pruning=ways[way],
+                seed=_seed(bench.sizes, phase, number),
+                sampling=sampling,
+            )
+            log.add(run)
+            done += 1
+            bench.progress(done, total, f"{phase}: {way}, block {number + 1}, {run.wall_s:.1f} s")
+
+
+async def roll(
+    bench: Bench,
+    key: tuple[str | int, ...],
+    batch: Sequence[Question],
+    *,
+    phase: Phase,
+    group_size: int,
+    pruning: Mapping[str, Any] | None,
+    seed: int,
+    sampling: Mapping[str, Any] | None = None,
+    post_rewards: bool = False,
+) -> Run:
+    """One rollout request; the clock stops when its whole answer is there. Checking and rewards come after that."""
+    sizes = bench.sizes
+    by_id = {f"{phase}/{question.prompt['id']}": question for question in batch}
+    prompts = [{**question.prompt, "id": prompt_id} for prompt_id, question in by_id.items()]
+    settings = {**sizes.sampling, "seed": seed, **(sampling or {})}
+    started_s, started = time.time(), time.perf_counter()
+    answer = await bench.client.rollout(
+        prompts, group_size, pruning=pruning, sampling=settings, return_text=True, return_logprobs=False
+    )
+    wall_s = time.perf_counter() - started
+    records = tuple(
+        _record(group.prompt_id, candidate, by_id[group.prompt_id])
+        for group in answer.groups
+        for candidate in sorted([*group.trajectories, *group.candidates], key=lambda candidate: candidate.index)
+    )
+    rewards = await _post(bench, answer.id, records) if post_rewards else None
+    usage = answer.usage
+    return Run(
+        key,
+        started_s,
+        wall_s,
+        usage.generated_tokens,
+        usage.num_scored,
+        usage.num_pruned,
+        tuple(answer.warnings),
+        records,
+        rewards,
+    )
+
+
+async def _post(bench: Bench, rollout_id: str, records: Sequence[Record]) -> dict[str, int]:
+    rewards = [(r.prompt_id, r.index, float(r.correct)) for r in records if r.correct is not None]
+    counts = (await bench.client.post_rewards(rollout_id, rewards)).counts.model_dump() if rewards else {}
+    if lost := {status: num for status, num in counts.items() if num and status not in ("accepted", "unscored")}:
+        raise ValueError(f"rewards of {rollout_id} were not accepted: {lost}. Does anyone else post to this server?")
+    return counts
+
+
+def _record(prompt_id: str, candidate: Trajectory | Candidate, question: Question) -> Record:
+    finished = isinstance(candidate, Trajectory)
+    correct = question.judge(candidate) if finished else None
+    confidence = candidate.confidence
+    return Record(
+        prompt_id=prompt_id,
+        index=candidate.index,
+        state="finished" if finished else candidate.state,
+        num_tokens=candidate.num_tokens,
+        truncated=finished and candidate.finish_reason == "length",
+        correct=correct,
+        answer=(question.correct if correct else wrong_answer(candidate.text, question.correct)) if finished else None,
+        expected=question.correct,
+        signal=candidate.signal,
+        score=candidate.score,
+        success_probability=candidate.success_probability,
+        survival_probability=candidate.survival_probability,
+        head_version=candidate.head_version,
+        confidence=None
+        if confidence is None
+        else Confidence(confidence.mean, confidence.lowest_window, confidence.bottom_windows),
+        mean_confidence=candidate.mean_confidence if finished else None,
+        would_prune=candidate.would_prune,
+        shadow_survival_probability=candidate.shadow_survival_probability,
+    )
+
+
+def wrong_answer(text: str | None, correct: str) -> str | None:
+    """What a candidate that the checker refused has to say in a vote; never the correct answer, None for nothing."""
+    _, marker, after = re.sub(r"(?<=\d),(?=\d{3})", "", text or "").rpartition("Answer:")
+    numbers = NUMBER.findall(after)
+    answer = normalise_answer((numbers[0] if marker else numbers[-1]) if numbers else None)
+    return None if answer == normalise_answer(correct) else answer
+
+
+async def _wait_for_training(bench: Bench, detection_length: int) -> None:
+    """Until the head stands still; its training goes on for a while after the last reward."""
+    bench.progress(0, 1, "training ends")
+    deadline = time.monotonic() + TRAINING_TIMEOUT_S
+    seen, since = -1, time.monotonic()
+    while time.monotonic() < deadline and time.monotonic() - since < TRAINING_QUIET_S:
+        head = (await bench.client.report(detection_length)).head
+        num_steps = 0 if head is None else head.num_steps
+        if num_steps != seen:
+            seen, since = num_steps, time.monotonic()
+        await asyncio.sleep(TRAINING_QUIET_S / 6)
+    bench.progress(1, 1, "training ends")
+
+
+async def _together(jobs: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """All of them; the first to fail ends the others."""
+    tasks = [asyncio.ensure_future(job) for job in jobs]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _split(items: Sequence[Question], size: int) -> list[Sequence[Question]]:
+    return [items[start : start + size] for start in range(0, len(items), size)]
+
+
+def _seed(sizes: Sizes, phase: Phase, number: int) -> int:
+    """Of sampling: the same for every way of a block, another one for every block and phase."""
+    return sizes.seed + 1_000_000 * PHASES.index(phase) + 1000 * number
+
+
+RUN_PHASE: Mapping[Phase, Callable[[Bench], Coroutine[Any, Any, dict[str, Any]]]] = {
+    "learn": learn,
+    "evaluate": evaluate,
+    "compare": compare,
+    "sweep": sweep,
+    "overhead": overhead,
+}
+"""The phases that need a server."""

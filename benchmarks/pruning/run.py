@@ -1,0 +1,287 @@
+"""Pruning on a real model: the quality head learns through the HTTP rewards endpoint alone, and is then put to use.
+
+Phases, in this order; each appends its results to the output JSON when it is done, and one that is there is skipped.
+Single runs are logged beside it, so that an interrupted phase goes on where it stopped:
+
+  learn     groups in shadow mode (nobody is stopped); every answer is checked and its reward posted. Learning curve
+            from prequential scores: each was given by a head that had never seen its prompt
+  evaluate  prompts that were never posted, the head as it is: AUC overall and within groups, accuracy, Brier score,
+            against three aggregates of trace confidence on the same candidates
+  vote      maj@k of larger groups, unweighted and weighted by confidence and by the head's score
+  compare   groups of 16, half kept (allow_fewer): nobody pruned / at random / the paper's rule / the balance rule, over
+            the same prompts and seeds, in turns. rho_hat is the positive ratio of a group's survivors
+  sweep     keep_ratio 0.25 to 1 at a detection length of at most an eighth of the mean length: tokens and seconds
+  overhead  everyone scored and nobody stopped, against requests without pruning
+
+Conditions. One server, one client, both on this machine. Ways take turns over blocks of prompts, who begins rotates;
+ratios are medians over blocks of the ratio within a block. Prompts are in the prefix cache before a way is timed.
+Candidate i of a group samples with seed + i in every way. Problems and checker: benchmarks/tasks.py; the questions of
+evaluate to overhead are none of those of learn. Intervals are 90 %, bootstrapped over prompts.
+
+A first look, two minutes on the tiny random model, whose numbers mean nothing:   python -m benchmarks.pruning --quick
+Phase by phase:                              python -m benchmarks.pruning --phases learn
+                                             python -m benchmarks.pruning --phases evaluate,vote,compare
+One phase again, with other sizes:           python -m benchmarks.pruning --phases compare --again --blocks 8
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import uvloop
+from rich.console import Console
+from rich.markdown import Markdown
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from benchmarks.common import record_of_run, server_process, write_json
+from benchmarks.pruning.phases import RUN_PHASE, Bench, Progressed
+from benchmarks.pruning.picture import draw, tables
+from benchmarks.pruning.records import Log
+from benchmarks.pruning.results import summarize, targets
+from benchmarks.pruning.setup import LEARNING_SIZES, PHASES, TINY, Phase, Sizes
+from benchmarks.tasks import EARLY, FAMILIES
+from vllm_rollout.client.client import AsyncRolloutClient, RolloutError
+from vllm_rollout.models import resolve
+from vllm_rollout.process import ServerError, ServerProcess, exit_on_sigterm, log_folder, server_flags
+
+LOG_INTERVAL_S = 15.0
+REAL = "qwen2.5-coder-0.5b-instruct"
+QUICK: dict[str, Any] = {
+    "model": TINY,
+    "max_tokens": 64,
+    "detection_length": 8,
+    "at_once": 32,
+    "labels": 400,
+    "evaluate_prompts": 16,
+    "vote_prompts": 4,
+    "vote_candidates": 16,
+    "blocks": 2,
+    "block_prompts": 2,
+    "sweep_detection_length": 4,
+    "sweep_labels": 96,
+    "sweep_blocks": 2,
+    "sweep_block_prompts": 2,
+    "overhead_blocks": 2,
+    "overhead_tokens": 32,
+}
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    sizes = Sizes(**{field.name: getattr(arguments, field.name) for field in fields(Sizes)})
+    console = Console(stderr=True)
+    exit_on_sigterm()
+    try:
+        if arguments.plot_only:
+            result = json.loads(arguments.output.read_text())
+        else:
+            result = load(arguments.output, sizes)
+            with log_folder() as folder:
+                run_phases(arguments, sizes, result, folder, console)
+    except (ServerError, RolloutError, ValueError, FileNotFoundError) as error:
+        raise SystemExit(f"pruning: {error}") from error
+    text = tables(result)
+    Console().print(Markdown(text)) if sys.stdout.isatty() else print(text)
+    if arguments.plot_only or not arguments.quick:
+        draw(result, arguments.plot)
+        console.print(f"picture: {arguments.plot}")
+
+
+def load(output: Path, sizes: Sizes) -> dict[str, Any]:
+    """What is there already, or a new record. Without the JSON, logs beside it are of another run and are removed.
+
+    Raises: ValueError when what is there was made with other sizes that matter.
+    """
+    work = output.with_suffix("")
+    mine = json.loads(json.dumps(asdict(sizes)))
+    if not output.exists():
+        forget(work, PHASES)
+        return {**record_of_run(seed=sizes.seed, workload=__doc__), "sizes": mine, "phases": {}}
+    result = json.loads(output.read_text())
+    started = [phase for phase in PHASES if phase not in result["phases"] and (work / f"{phase}.jsonl").exists()]
+    for field in mine if started else LEARNING_SIZES:
+        if result["sizes"][field] != mine[field]:
+            raise ValueError(
+                f"--{field.replace('_', '-')} must be {result['sizes'][field]!r}, which {output} was made with"
+                f"{f' and phase {started[0]} was begun with' if started else ''}, got {mine[field]!r}. "
+                "Name another --output, or remove that one."
+            )
+    return result | {"sizes": mine}
+
+
+def run_phases(
+    arguments: argparse.Namespace, sizes: Sizes, result: dict[str, Any], folder: Path, console: Console
+) -> None:
+    """All that are asked for and not there. The server starts with the first one that needs it."""
+    work = arguments.output.with_suffix("")
+    if arguments.again:
+        gone = PHASES if "learn" in arguments.phases else arguments.phases  # all others build on what was learned
+        forget(work, gone)
+        for phase in gone:
+            result["phases"].pop(phase, None)
+    todo = [phase for phase in arguments.phases if phase not in result["phases"]]
+    for phase in arguments.phases:
+        if phase not in todo:
+            console.print(f"{phase}: in {arguments.output} already (--again makes it anew)")
+    write_json(arguments.output, result)  # from here on it says which sizes the logs are of
+    with maybe_server(arguments, work, todo, folder, console) as server:
+        for phase in todo:
+            what_server_says: dict[str, Any] = {}
+            if phase in RUN_PHASE:
+                with progress(console) as progressed:
+                    what_server_says = uvloop.run(run_phase(phase, sizes, work, server, progressed))
+            runs = {name: Log(work / f"{name}.jsonl").runs for name in PHASES}
+            record = record_of_run(seed=sizes.seed, workload=None)
+            made = {field: record[field] for field in ("command", "date", "git_commit", "hardware")}
+            numbers = summarize(phase, sizes, runs)
+            result["phases"][phase] = {"made": made, "sizes": asdict(sizes), **numbers, **what_server_says}
+            result["targets"] = targets(result["phases"])
+            write_json(arguments.output, result)
+            console.print(f"{phase}: written to {arguments.output}")
+
+
+async def run_phase(
+    phase: Phase, sizes: Sizes, work: Path, server: ServerProcess, progressed: Progressed
+) -> dict[str, Any]:
+    async with AsyncRolloutClient(server.url) as client:
+        try:
+            return await RUN_PHASE[phase](Bench(sizes, work, client, progressed))
+        except RolloutError:
+            server.check_alive()
+            raise
+
+
+def forget(work: Path, phases: Sequence[Phase]) -> None:
+    """Remove the logs of these phases, and what was learned in them."""
+    for phase in phases:
+        names = {"learn": ("learned.state", "server.state"), "sweep": ("sweep.state",)}.get(phase, ())
+        for name in (f"{phase}.jsonl", *names):
+            (work / name).unlink(missing_ok=True)
+
+
+@contextmanager
+def maybe_server(
+    arguments: argparse.Namespace, work: Path, phases: Sequence[Phase], folder: Path, console: Console
+) -> Iterator[ServerProcess | None]:
+    """A server that goes on with what was learned, when one of the phases needs it."""
+    if not any(phase in RUN_PHASE for phase in phases):
+        yield None
+        return
+    work.mkdir(parents=True, exist_ok=True)
+    flags = [*server_flags(arguments.at_once), "--rollout-state", str(work / "server.state")]
+    flags += shlex.split(arguments.server_args)
+    with server_process("rollout", resolve(arguments.model), flags, folder / "server.log") as server:
+        with console.status(f"starting the server, {arguments.model}"):
+            server.wait_until_healthy(lambda seconds, line: None)
+        yield server
+
+
+@contextmanager
+def progress(console: Console) -> Iterator[Progressed]:
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.0f}/{task.total:.0f}"))
+    columns = (*columns, TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=1)
+        shown = [-1.0]
+
+        def progressed(done: float, total: float, what: str) -> None:
+            bar.update(task, completed=done, total=total, description=what)
+            if not console.is_terminal and (done >= total or time.monotonic() - shown[0] > LOG_INTERVAL_S):
+                shown[0] = time.monotonic()  # a log file gets lines in place of a bar
+                console.print(f"{what}: {done:.0f}/{total:.0f}")
+
+        yield progressed
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.pruning", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    what = parser.add_argument_group("what to run")
+    add = what.add_argument
+    add("--phases", default=",".join(PHASES), help="comma-separated, in the order above (default: all)")
+    add("--again", action="store_true", help="run these phases even if the output has them; learn takes all others "
+        "with it, which build on it")  # fmt: skip
+    add("--quick", action="store_true", help="small sizes, tiny-random unless --model is given; no picture")
+    add("--output", type=Path, help="results (default benchmarks/results/pruning.json, with --quick "
+        ".scratch/pruning_quick.json); logs and learned state go into the folder of that name beside it")  # fmt: skip
+    add("--plot", type=Path, default=Path("docs/pruning.png"), help="the picture (default %(default)s)")
+    add("--plot-only", action="store_true", help="measure nothing: tables and picture from the JSON at --output")
+    add("--server-args", default="", help="more flags for the server, e.g. '--gpu-memory-utilization 0.1' where other "
+        "engines share the machine")  # fmt: skip
+    sizes = parser.add_argument_group("model and problems")
+    add = sizes.add_argument
+    add("--model", help=f"a name of `vllm-rollout models list`, a Hugging Face name or a directory (default {REAL})")
+    add("--families", type=_names, default=EARLY, help="problem families of benchmarks/tasks.py, comma-separated "
+        f"(default {','.join(EARLY)})")  # fmt: skip
+    add("--sweep-families", type=_names, default=EARLY, help="those of sweep, where other ones have longer answers "
+        f"(default {','.join(EARLY)})")  # fmt: skip
+    add("--seed", type=int, default=7, help="problems and sampling (default 7)")
+    add("--temperature", type=float, default=1.0, help="default 1")
+    _add_sizes(parser.add_argument_group("sizes; defaults are those of the recorded run"))
+    if "--quick" in sys.argv[1:]:
+        parser.set_defaults(**QUICK)
+    arguments = parser.parse_args()
+    arguments.phases = _phases(parser, arguments.phases)
+    arguments.model = arguments.model or REAL
+    if arguments.output is None:
+        arguments.again = arguments.again or arguments.quick
+        arguments.output = Path(".scratch/pruning_quick.json" if arguments.quick else "benchmarks/results/pruning.json")
+    for name in ("group_size", "learn_group_size", "vote_candidates"):
+        if getattr(arguments, name) > arguments.at_once:
+            parser.error(f"--{name.replace('_', '-')} must be at most --at-once ({arguments.at_once})")
+    return arguments
+
+
+def _add_sizes(group: argparse._ArgumentGroup) -> None:
+    def add(name: str, default: int, text: str) -> None:
+        group.add_argument(name, type=_positive, default=default, help=f"{text} (default {default})")
+
+    add("--max-tokens", 256, "length cap of an answer")
+    add("--detection-length", 8, "tokens after which a candidate is scored")
+    add("--at-once", 96, "candidates that run at once: the server's --max-num-seqs")
+    add("--labels", 4000, "learn: rewards to be accepted")
+    add("--learn-group-size", 8, "learn and evaluate: candidates per prompt")
+    add("--learn-prompts", 6, "learn: prompts per request; requests overlap so that the server is never short of work")
+    add("--window", 500, "learn: labels per point of the learning curve")
+    add("--evaluate-prompts", 120, "evaluate: prompts")
+    add("--vote-prompts", 24, "vote: prompts")
+    add("--vote-candidates", 32, "vote: candidates per prompt, the largest k")
+    add("--group-size", 16, "compare, sweep, overhead: candidates per prompt")
+    add("--blocks", 8, "compare: blocks; every way runs once in each")
+    add("--block-prompts", 6, "compare: prompts per block")
+    add("--sweep-detection-length", 8, "sweep: at most an eighth of the mean length of an answer")
+    add("--sweep-labels", 200, "sweep: rewards that warm up calibration at that detection length, if it is another one")
+    add("--sweep-blocks", 3, "sweep: blocks")
+    add("--sweep-block-prompts", 6, "sweep: prompts per block")
+    add("--overhead-blocks", 5, "overhead: pairs")
+    add("--overhead-tokens", 96, "overhead: tokens of every candidate")
+
+
+def _positive(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if unknown := set(names) - set(FAMILIES):
+        raise argparse.ArgumentTypeError(f"must be some of {','.join(FAMILIES)}, got {','.join(sorted(unknown))}")
+    return names
+
+
+def _phases(parser: argparse.ArgumentParser, text: str) -> list[Phase]:
+    wanted = text.split(",")
+    if unknown := set(wanted) - set(PHASES):
+        parser.error(f"--phases must be some of {','.join(PHASES)}, got {','.join(sorted(unknown))}")
+    return [phase for phase in PHASES if phase in wanted]

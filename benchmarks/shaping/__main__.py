@@ -1,0 +1,5 @@
+"""`python -m benchmarks.shaping`."""
+
+from benchmarks.shaping.run import main
+
+main()

@@ -1,0 +1,202 @@
+"""Logged runs of `benchmarks.shaping` -> numbers. Invariant: pure; ratios are of one repeat, then comes the median."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean, pstdev
+from typing import Any
+
+from benchmarks.common import median, percentile
+from benchmarks.shaping.records import GroupRecord, Run
+from benchmarks.shaping.setup import BASELINE, WAY_NAMES, Sizes, WayName, longest_counts
+from benchmarks.shaping.simulation import Simulated, speed_ups
+from vllm_rollout.config import MAX_BUDGET_RATIO
+from vllm_rollout.group.plan import GroupPlan
+from vllm_rollout.group.selection import conclude
+
+Runs = Mapping[tuple[WayName, int], Run]
+Row = dict[str, Any]
+
+LENGTH_FIELDS = ("mean", "std", "p50", "p99", "max")
+ACCURACY_TARGET = 0.10
+"""Largest relative error of a simulated speed-up."""
+ACCURACY_WAYS: tuple[WayName, ...] = ("early_stop", "dual_end", "auto")
+POOLS = (1.5, float(MAX_BUDGET_RATIO))
+"""Candidates over group_size."""
+
+
+def lengths_row(lengths: Sequence[int]) -> Row:
+    """Of returned trajectories, all groups together, in tokens."""
+    return {
+        "mean": fmean(lengths),
+        "std": pstdev(lengths),
+        "p50": percentile(lengths, 50),
+        "p99": percentile(lengths, 99),
+        "max": max(lengths),
+    }
+
+
+def row_of(run: Run, pool: Run) -> Row:
+    """One way in one repeat."""
+    groups, returned = run.groups, run.returned
+    num_candidates = sum(group.num_candidates for group in groups)
+    return {
+        "way": run.way,
+        "repeat": run.repeat,
+        "started_s": run.started_s,
+        "server": run.server,
+        "load": run.load,
+        "wall_s": run.wall_s,
+        "generated_tokens": run.generated_tokens,
+        "returned_tokens": sum(returned),
+        "wasted_tokens": run.generated_tokens - sum(returned),
+        "lengths": lengths_row(returned),
+        "truncated_share": _truncated_share(groups),
+        "candidates_per_prompt": num_candidates / len(groups),
+        "upper_bound_share": sum(group.at_upper_bound for group in groups) / len(groups),
+        "num_incomplete": sum(not group.complete for group in groups),
+        "num_preemptions": run.num_preemptions,
+        "same_lengths_share": same_lengths_share(run, pool),
+        "warnings": list(run.warnings),
+    }
+
+
+def same_lengths_share(run: Run, pool: Run) -> float | None:
+    """Of candidates that were not stopped: those that are as long as in the pool. None when there are none.
+
+    Seeds are the same, but a batch of another size rounds logits otherwise, and then answers part.
+    """
+    theirs = {group.prompt_id: group for group in pool.groups}
+    pairs = [
+        (length, theirs[group.prompt_id].lengths[index])
+        for group in run.groups
+        for index, (length, end) in enumerate(zip(group.lengths, group.ends, strict=True))
+        if end in ("stop", "length")
+    ]
+    return fmean(length == other for length, other in pairs) if pairs else None
+
+
+def summarize_ways(rows: Sequence[Row]) -> dict[str, Row]:
+    """Medians over repeats, of values and of ratios within a repeat."""
+    cells = {(row["way"], row["repeat"]): row for row in rows}
+    repeats = sorted({repeat for _, repeat in cells})
+    ways = {}
+    for name in WAY_NAMES:
+        mine = [cells[name, repeat] for repeat in repeats]
+        base = [cells[BASELINE, repeat] for repeat in repeats]
+        plain = ("wall_s", "generated_tokens", "returned_tokens", "wasted_tokens", "truncated_share")
+        plain += ("candidates_per_prompt", "upper_bound_share", "same_lengths_share")
+        speed = [b["wall_s"] / m["wall_s"] for m, b in zip(mine, base, strict=True)]
+        ways[name] = {
+            **{field: _median(row[field] for row in mine) for field in plain},
+            "num_incomplete": sum(row["num_incomplete"] for row in mine),
+            "num_preemptions": sum(row["num_preemptions"] for row in mine),
+            "lengths": {field: _median(row["lengths"][field] for row in mine) for field in LENGTH_FIELDS},
+            "speed_up": _median(speed),
+            "speed_ups": speed,
+            "generated_ratio": _median(
+                m["generated_tokens"] / b["generated_tokens"] for m, b in zip(mine, base, strict=True)
+            ),
+            "length_ratios": _length_ratios([row["lengths"] for row in mine], [row["lengths"] for row in base]),
+        }
+    return ways
+
+
+def select_again(sizes: Sizes, runs: Runs, repeats: Iterable[int]) -> list[Row]:
+    """Returned lengths of other L:K, selected from the recorded pools: what the engine does does not depend on L."""
+    rows = []
+    repeats = list(repeats)
+    base = [lengths_row(runs[BASELINE, repeat].returned) for repeat in repeats]
+    for ratio in POOLS:
+        for num_longest in longest_counts(sizes.group_size):
+            mine = [_selected_again(sizes, runs["pool", repeat].groups, ratio, num_longest) for repeat in repeats]
+            rows.append(
+                {
+                    "candidates_over_group_size": ratio,
+                    "num_longest": num_longest,
+                    "num_shortest": sizes.group_size - num_longest,
+                    "lengths": {field: _median(row[field] for row in mine) for field in LENGTH_FIELDS},
+                    "truncated_share": _median(row["truncated_share"] for row in mine),
+                    "length_ratios": _length_ratios(mine, base),
+                }
+            )
+    return rows
+
+
+def _selected_again(sizes: Sizes, groups: Sequence[GroupRecord], ratio: float, num_longest: int) -> Row:
+    num_candidates = round(ratio * sizes.group_size)
+    plan = GroupPlan(sizes.group_size, num_candidates - sizes.group_size, False, "dual_end", num_longest)
+    chosen = []
+    for group in groups:
+        endings = group.endings(num_candidates)
+        chosen += [endings[index] for index in conclude(plan, endings).selected]
+    return {
+        **lengths_row([ending.num_tokens for ending in chosen]),
+        "truncated_share": fmean(ending.truncated for ending in chosen),
+    }
+
+
+def compare_with_simulation(
+    runs: Runs, simulated: Mapping[int, Mapping[WayName, Simulated]]
+) -> tuple[list[Row], dict[str, Row]]:
+    """Speed-ups over the baseline, simulated and measured: by way and repeat, and by way."""
+    rows = []
+    for repeat, ways in simulated.items():
+        measured = speed_ups({name: runs[name, repeat].wall_s for name in WAY_NAMES})
+        predicted = speed_ups({name: way.seconds for name, way in ways.items()})
+        for name, way in ways.items():
+            rows.append(
+                {
+                    "way": name,
+                    "repeat": repeat,
+                    "measured_s": runs[name, repeat].wall_s,
+                    "simulated_s": way.seconds,
+                    "measured_speed_up": measured[name],
+                    "simulated_speed_up": predicted[name],
+                    "error": predicted[name] / measured[name] - 1,
+                    "generated_tokens": runs[name, repeat].generated_tokens,
+                    "simulated_tokens": way.generated_tokens,
+                    "same_allocation": way.shares == [group.num_candidates for group in runs[name, repeat].groups],
+                }
+            )
+    ways = {}
+    for name in WAY_NAMES:
+        mine = [row for row in rows if row["way"] == name]
+        ways[name] = {
+            "simulated_speed_up": _median(row["simulated_speed_up"] for row in mine),
+            "measured_speed_up": _median(row["measured_speed_up"] for row in mine),
+            "median_absolute_error": _median(abs(row["error"]) for row in mine),
+            "largest_absolute_error": max(abs(row["error"]) for row in mine),
+            "simulated_over_measured_s": _median(row["simulated_s"] / row["measured_s"] for row in mine),
+            "same_allocation": all(row["same_allocation"] for row in mine),
+        }
+    return rows, ways
+
+
+def targets(simulation: Mapping[str, Row]) -> list[Row]:
+    return [
+        {
+            "name": f"error of the simulated speed-up, {name}",
+            "value": (error := simulation[name]["median_absolute_error"]),
+            "target": ACCURACY_TARGET,
+            "reached": error <= ACCURACY_TARGET,
+        }
+        for name in ACCURACY_WAYS
+    ]
+
+
+def _truncated_share(groups: Sequence[GroupRecord]) -> float:
+    ends = [group.ends[index] for group in groups for index in group.selected]
+    return fmean(end == "length" for end in ends)
+
+
+def _length_ratios(rows: Sequence[Row], base: Sequence[Row]) -> Row:
+    pairs = list(zip(rows, base, strict=True))
+    return {
+        field: _median(row[field] / other[field] for row, other in pairs if other[field]) for field in LENGTH_FIELDS
+    }
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return median(known) if known else None

@@ -1,0 +1,158 @@
+"""What `benchmarks.shaping` keeps of each way. Invariant: a run that was logged is read back as it was."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_rollout.group.types import Ending
+from vllm_rollout.server.answers import GroupAnswer
+from vllm_rollout.trace.rows import End, RolloutPrompt, RolloutRow
+
+Key = tuple[str, int]
+"""A way and its repeat, or ("history", epoch)."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRecord:
+    """One group, as the answer and the server's trace tell."""
+
+    prompt_id: str
+    prompt_tokens: int
+    lengths: tuple[int, ...]
+    """Of every candidate, by index."""
+    ends: tuple[End, ...]
+    selected: tuple[int, ...]
+    complete: bool
+    num_candidates: int
+    selection: str
+    """What was applied: at the upper bound "shortest"."""
+    at_upper_bound: bool
+    weight: float | None
+    std_tokens: float | None
+
+    @classmethod
+    def of(cls, answer: GroupAnswer, traced: RolloutPrompt) -> GroupRecord:
+        allocation = answer.allocation
+        return cls(
+            answer.prompt_id,
+            traced.prompt_tokens,
+            tuple(traced.lengths),
+            tuple(traced.ends or ["stop"] * len(traced.lengths)),
+            tuple(sorted(trajectory.index for trajectory in answer.trajectories)),
+            answer.status == "complete",
+            allocation.num_candidates,
+            allocation.selection,
+            allocation.at_upper_bound,
+            allocation.weight,
+            allocation.std_tokens,
+        )
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> GroupRecord:
+        return cls(**{**row, **{name: tuple(row[name]) for name in ("lengths", "ends", "selected")}})
+
+    @property
+    def returned(self) -> list[int]:
+        """Lengths of the trajectories."""
+        return [self.lengths[index] for index in self.selected]
+
+    def endings(self, num_candidates: int | None = None) -> list[Ending]:
+        """Of the first `num_candidates`, for a selection by length; none may have been stopped."""
+        stopped = [end for end in self.ends if end not in ("stop", "length")]
+        if stopped:
+            raise ValueError(
+                f"prompt {self.prompt_id!r}: a candidate of the pool is {stopped[0]}, so its full length is not known. "
+                "Measure this repeat again."
+            )
+        pairs = list(zip(self.lengths, self.ends, strict=True))[:num_candidates]
+        return [Ending(i, "finished", length, end == "length", length) for i, (length, end) in enumerate(pairs)]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One way in one repeat."""
+
+    key: Key
+    started_s: float
+    """Unix time."""
+    server: int
+    """Number of the server's start: a run that was interrupted has several."""
+    load: float
+    """Load average of the machine over the minute before."""
+    wall_s: float
+    num_preemptions: int
+    warnings: tuple[str, ...]
+    groups: tuple[GroupRecord, ...]
+    budget: Mapping[str, Any] | None = None
+    """What the answer says of redundancy "auto"."""
+
+    @property
+    def way(self) -> str:
+        return self.key[0]
+
+    @property
+    def repeat(self) -> int:
+        return self.key[1]
+
+    @property
+    def returned(self) -> list[int]:
+        return [length for group in self.groups for length in group.returned]
+
+    @property
+    def generated_tokens(self) -> int:
+        return sum(sum(group.lengths) for group in self.groups)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> Run:
+        lists = {"key": tuple(row["key"]), "warnings": tuple(row["warnings"])}
+        return cls(**{**row, **lists, "groups": tuple(map(GroupRecord.from_json, row["groups"]))})
+
+
+class Log:
+    """Runs by key, in a file of one JSON line each; a run that is made again takes the place of the older one."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = path.read_text().splitlines() if path.exists() else []
+        self._runs = {run.key: run for run in map(Run.from_json, map(json.loads, lines))}
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._runs
+
+    def __getitem__(self, key: Key) -> Run:
+        return self._runs[key]
+
+    def __iter__(self) -> Iterator[Run]:
+        return iter(self._runs.values())
+
+    def add(self, run: Run) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps(run.to_json()) + "\n")
+        self._runs[run.key] = run
+
+    @property
+    def num_servers(self) -> int:
+        return 1 + max((run.server for run in self), default=-1)
+
+
+def traced_prompts(path: Path, rollout_ids: Sequence[str]) -> dict[str, RolloutPrompt]:
+    """Prompts of these rollouts by id, from what the server recorded.
+
+    Raises: ValueError when a rollout is not in the record.
+    """
+    found: dict[str, list[RolloutPrompt]] = {}
+    for line in path.read_text().splitlines():
+        if json.loads(line).get("rollout_id") in rollout_ids:
+            row = RolloutRow.model_validate_json(line)
+            found[row.rollout_id] = row.prompts
+    if missing := [rollout_id for rollout_id in rollout_ids if rollout_id not in found]:
+        raise ValueError(f"{path} has no row of {missing[0]}: see the server's log for why it could not be written.")
+    return {prompt.id: prompt for prompts in found.values() for prompt in prompts}

@@ -1,0 +1,94 @@
+"""What the simulator says of the ways of `benchmarks.shaping`, from the full lengths of a repeat's pool.
+
+`simulator.replay` starts without a history of lengths, but redundancy "auto" was measured with one. So this puts the
+parts of a replay together: allocation from the server's own history, and the race of `simulator.rank`. For ways without
+history it says what `replay` says, which a test holds.
+
+Invariant: no measured time goes in.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import NamedTuple
+
+from benchmarks.shaping.records import GroupRecord, Run
+from benchmarks.shaping.setup import BASELINE, WAYS, Sizes, Way, WayName
+from vllm_rollout.group.allocation import BatchAllocation, allocate_batch
+from vllm_rollout.group.history import LengthHistory
+from vllm_rollout.group.judge import Judge
+from vllm_rollout.group.plan import GroupPlan
+from vllm_rollout.server.shaping import history_key
+from vllm_rollout.simulator.machine import Machine
+from vllm_rollout.simulator.pool import PoolCandidate
+from vllm_rollout.simulator.rank import Race, Rank
+
+
+class Simulated(NamedTuple):
+    seconds: float
+    """Steps on a machine without a profile."""
+    generated_tokens: int
+    shares: list[int]
+    """Candidates of each prompt."""
+
+
+def history_of(state: bytes) -> LengthHistory:
+    """What the server knew of lengths, out of GET /v1/rollouts/state."""
+    return LengthHistory.from_state(json.loads(state)["lengths"])
+
+
+def simulate(sizes: Sizes, pool: Run, machine: Machine, history: LengthHistory) -> dict[WayName, Simulated]:
+    """Every way on the candidates of one repeat's pool. Raises: ValueError when a full length is not known."""
+    shares = allocation(sizes, pool.groups, machine, history)
+    return {name: _simulated(sizes, way, pool.groups, machine, shares) for name, way in WAYS.items()}
+
+
+def allocation(
+    sizes: Sizes, groups: Sequence[GroupRecord], machine: Machine, history: LengthHistory
+) -> BatchAllocation:
+    """As the server allocates."""
+    return allocate_batch(
+        [history.of(history_key(group.prompt_id, ())) for group in groups],
+        history.dataset(),
+        machine.cost,
+        group_size=sizes.group_size,
+        max_candidates=sizes.max_num_seqs,
+        prompt_tokens=fmean(group.prompt_tokens for group in groups),
+        max_tokens=sizes.max_tokens,
+        tradeoff=sizes.tradeoff,
+    )
+
+
+def _simulated(
+    sizes: Sizes, way: Way, groups: Sequence[GroupRecord], machine: Machine, shares: BatchAllocation
+) -> Simulated:
+    plans = _plans(sizes, way, len(groups), shares)
+    races = [
+        Race(group.prompt_id, plan, _candidates(group, plan.num_candidates), group.prompt_tokens)
+        for group, plan in zip(groups, plans, strict=True)
+    ]
+    run = Rank(machine, races, Judge()).run()
+    generated = sum(ending.num_tokens for race in races for ending in race.endings)
+    return Simulated(run.seconds, generated, [plan.num_candidates for plan in plans])
+
+
+def _plans(sizes: Sizes, way: Way, num_prompts: int, shares: BatchAllocation) -> list[GroupPlan]:
+    if not isinstance(way.redundancy, str):
+        return [sizes.plan(way, sizes.spare(way))] * num_prompts
+    plan = sizes.plan(way, sizes.group_size)
+    prunes_tails = way.redundancy == "auto"
+    return [plan.allocated(its.num_candidates, its.at_upper_bound and prunes_tails) for its in shares.prompts]
+
+
+def _candidates(group: GroupRecord, count: int) -> list[PoolCandidate]:
+    return [
+        PoolCandidate(e.num_tokens, "length" if e.truncated else "stop", e.num_tokens, False, None, None)
+        for e in group.endings(count)
+    ]
+
+
+def speed_ups(seconds: Mapping[WayName, float]) -> dict[WayName, float]:
+    """Of each way against the baseline."""
+    return {name: seconds[BASELINE] / value for name, value in seconds.items()}

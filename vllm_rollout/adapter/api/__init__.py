@@ -1,0 +1,1 @@
+"""Touches vLLM in the API process."""

@@ -1,0 +1,46 @@
+"""Endpoint plugin: our routes on vLLM's app. Invariant: vLLM loads it only if VLLM_PLUGINS names us."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.datastructures import State
+
+from vllm_rollout.adapter.plugin import PLUGIN
+
+
+class RolloutEndpoints:
+    """What `vllm.endpoint_plugins` names."""
+
+    name = PLUGIN
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: FastAPI) -> None:
+        from vllm_rollout.server.routes import router
+
+        app.include_router(router)
+
+    async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
+        from vllm_rollout.adapter.api.client import RolloutAsyncLLM
+        from vllm_rollout.adapter.api.engine import VLLMEngine
+        from vllm_rollout.adapter.api.state_file import StateFile
+        from vllm_rollout.server.recorder import TraceRecorder
+        from vllm_rollout.server.service import RolloutService
+
+        if not isinstance(engine_client, RolloutAsyncLLM):
+            raise RuntimeError(
+                f"the rollout endpoints need vllm_rollout's engine client, found {type(engine_client).__name__}. "
+                "Start the server with `vllm-rollout serve` instead of `vllm serve`."
+            )
+        engine = VLLMEngine(engine_client, state)
+        if args.rollout_profile is not None:
+            await engine.use_profile(args.rollout_profile)
+        recorder = None if args.rollout_record is None else TraceRecorder(Path(args.rollout_record))
+        if args.rollout_state is not None:
+            state_file = StateFile(args.rollout_state, engine, engine_client)
+            if engine_client.client_index == 0:
+                await state_file.load()
+        state.rollout_service = RolloutService(engine, engine_client.rollout_metrics, recorder=recorder)

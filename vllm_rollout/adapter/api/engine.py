@@ -1,0 +1,326 @@
+"""The engine of the rollout service: vLLM behind the protocol of `server/engine.py`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from copy import copy
+from dataclasses import asdict
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from pydantic import TypeAdapter, ValidationError
+from starlette.datastructures import State
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.entrypoints.serve.utils.api_utils import get_max_tokens
+from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMValidationError
+from vllm.inputs import EngineInput
+from vllm.logprobs import FlatLogprobs
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from vllm_rollout.adapter.api.client import CandidateOutput, RolloutAsyncLLM, ending_of
+from vllm_rollout.adapter.api.engine_calls import engine_stopped
+from vllm_rollout.adapter.api.learning import EngineLearning
+from vllm_rollout.adapter.api.shaping import EngineShaping
+from vllm_rollout.adapter.options import RolloutOptions
+from vllm_rollout.group.judge import Scoring
+from vllm_rollout.group.plan import GroupPlan
+from vllm_rollout.group.types import Ending
+from vllm_rollout.server.engine import CandidateEnd, CandidateTokens, PreparedPrompt, PromptInput, RequestError
+
+LOWEST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON does not have."""
+
+MAX_SEED = 2**62
+"""Leaves room for one seed per candidate within vLLM's 64 bits."""
+
+OURS = {
+    "n": "is not a sampling field here: use group_size",
+    "output_kind": "is set by the server: use stream and stream_tokens",
+    "stream_interval": "is set by the server: use stream_tokens",
+    "detokenize": "is set by the server: use return.text",
+    "flat_logprobs": "is set by the server",
+    "skip_clone": "is set by the server",
+    "prompt_logprobs": "is not returned by this endpoint: use /inference/v1/generate",
+    "prompt_logprob_token_ids": "is not returned by this endpoint: use /inference/v1/generate",
+    "logprob_token_ids": "is not returned by this endpoint: use /inference/v1/generate",
+}
+"""SamplingParams fields that a rollout does not take, with what to use instead."""
+
+ALLOWED = sorted(
+    field.name
+    for field in msgspec.structs.fields(SamplingParams)
+    if not field.name.startswith("_") and field.name not in {*OURS, "output_text_buffer_length"}
+)
+SAMPLING = TypeAdapter(SamplingParams)
+
+
+class VLLMEngine(EngineLearning, EngineShaping):
+    """Runs the service's groups on a RolloutAsyncLLM."""
+
+    def __init__(self, client: RolloutAsyncLLM, state: State) -> None:
+        super().__init__(client, RolloutOptions.of(client.vllm_config))
+        self._models = state.openai_serving_models
+        self._renderer = state.online_renderer
+        self._default_sampling = client.model_config.get_diff_sampling_param()
+
+    @property
+    def max_num_seqs(self) -> int:
+        return self._client.max_candidates
+
+    async def prepare(
+        self,
+        prompts: Sequence[PromptInput],
+        model: str | None,
+        sampling: dict[str, Any],
+        *,
+        want_logprobs: bool,
+        want_text: bool,
+    ) -> tuple[str, list[PreparedPrompt]]:
+        lora = self._adapter_of(model)
+        params = self._sampling_params(sampling, want_logprobs=want_logprobs, want_text=want_text)
+        prepared = []
+        for prompt in prompts:
+            rendered = await self._render(prompt)
+            token_ids = rendered.get("prompt_token_ids") or []
+            if not token_ids:
+                raise RequestError(f"prompt {prompt.id!r} is empty after tokenization.", param=_field_of(prompt))
+            limited = self._limited(params, prompt, token_ids)
+            prepared.append(PreparedPrompt(prompt.id, token_ids, (rendered, limited, lora), limited.max_tokens))
+        await self._try_out(prepared)
+        return model or self._models.model_name(lora), prepared
+
+    async def run_group(
+        self,
+        group_id: str,
+        plan: GroupPlan,
+        prompt: PreparedPrompt,
+        *,
+        stream_tokens: int | None,
+        rollout_id: str,
+        pruning_seed: int,
+    ) -> AsyncGenerator[CandidateTokens | CandidateEnd, None]:
+        rendered, params, lora = prompt.handle
+        params = copy(params)  # run_candidates makes the deep copy
+        params.output_kind = RequestOutputKind.FINAL_ONLY
+        if stream_tokens is not None:
+            params.output_kind, params.stream_interval = RequestOutputKind.DELTA, stream_tokens
+        logs = {index: _CandidateLog(index) for index in range(plan.num_candidates)}
+        scoring = plan.pruning and Scoring(rollout_id, prompt.id, pruning_seed, plan.pruning)
+        stream = self._client.run_candidates(group_id, plan, rendered, params, scoring=scoring, lora_request=lora)
+        try:
+            async with aclosing(stream) as outputs:
+                async for candidate in outputs:
+                    log = logs[candidate.index]
+                    log.add(candidate)
+                    if log.end is not None:
+                        del logs[candidate.index]
+                        if stream_tokens is not None and (rest := log.take_chunk(1)) is not None:
+                            yield rest
+                        yield log.end
+                    elif stream_tokens is not None and (chunk := log.take_chunk(stream_tokens)) is not None:
+                        yield chunk
+        except VLLMClientError as error:
+            raise RequestError(str(error), status=HTTPStatus.BAD_REQUEST) from error
+        except GracefulHTTPError as error:  # the server's own limits, such as --max-num-queued-reqs
+            raise RequestError(str(error), status=error.http_status) from error
+        except EngineDeadError as error:
+            raise engine_stopped() from error
+        for log in logs.values():
+            if stream_tokens is not None and (rest := log.take_chunk(1)) is not None:
+                yield rest
+            yield log.failed()
+
+    def _adapter_of(self, model: str | None) -> LoRARequest | None:
+        if model is None or self._models.is_base_model(model):
+            return None
+        if model in self._models.lora_requests:
+            return self._models.lora_requests[model]
+        served = ", ".join([*(path.name for path in self._models.base_model_paths), *self._models.lora_requests])
+        raise RequestError(
+            f"model: {model!r} is not served; served here: {served}. Leave the field out to use the first.",
+            status=HTTPStatus.NOT_FOUND,
+            param="model",
+        )
+
+    def _sampling_params(self, sampling: dict[str, Any], *, want_logprobs: bool, want_text: bool) -> SamplingParams:
+        for field in sampling:
+            if field in OURS:
+                raise RequestError(f"sampling.{field}: {OURS[field]}.", param=f"sampling.{field}")
+            if field not in ALLOWED:
+                raise RequestError(
+                    f"sampling.{field}: is not a field of vLLM's SamplingParams; allowed: {', '.join(ALLOWED)}.",
+                    param=f"sampling.{field}",
+                )
+            if field == "extra_args" and sampling[field] is not None:
+                if not isinstance(sampling[field], dict):
+                    raise RequestError(
+                        f"sampling.extra_args: must be an object, got {sampling[field]!r:.80}.",
+                        param="sampling.extra_args",
+                    )
+                ours = [key for key in sampling[field] if key.startswith(("rollout_", "vllm_rollout"))]
+                if ours:
+                    raise RequestError(
+                        f"sampling.extra_args.{ours[0]}: is not allowed here; use the fields of the request itself.",
+                        param=f"sampling.extra_args.{ours[0]}",
+                    )
+        seed = sampling.get("seed")
+        if isinstance(seed, int) and not -MAX_SEED <= seed <= MAX_SEED:
+            raise RequestError(
+                f"sampling.seed: must be in [-{MAX_SEED}, {MAX_SEED}], got {seed}; candidate i samples with seed + i.",
+                param="sampling.seed",
+            )
+        defaults = {key: value for key, value in self._default_sampling.items() if key in ALLOWED}
+        try:
+            params = SAMPLING.validate_python({**defaults, "max_tokens": None, **sampling})
+        except ValidationError as error:
+            raise _sampling_error(error) from error
+        except (VLLMClientError, ValueError, TypeError, OverflowError) as error:
+            raise RequestError(f"sampling: {error}", param=_sampling_field(error)) from error
+        params.detokenize = want_text or bool(params.stop)
+        params.flat_logprobs = True
+        if want_logprobs and params.logprobs is None:
+            params.logprobs = 0
+        return params
+
+    def _limited(self, params: SamplingParams, prompt: PromptInput, token_ids: Sequence[int]) -> SamplingParams:
+        """The parameters with `max_tokens` bounded by the context that the prompt leaves."""
+        max_model_len = self._client.model_config.max_model_len
+        vocab_size = self._client.model_config.get_vocab_size()
+        if prompt.prompt_token_ids is not None and max(token_ids) >= vocab_size:
+            raise RequestError(
+                f"prompt {prompt.id!r}: token ids must be in [0, {vocab_size}), got {max(token_ids)}. "
+                "Tokenize it with the served model's tokenizer.",
+                status=HTTPStatus.BAD_REQUEST,
+                param=_field_of(prompt),
+            )
+        if len(token_ids) >= max_model_len:
+            raise RequestError(
+                f"prompt {prompt.id!r} has {len(token_ids)} tokens and must leave room for an answer within "
+                f"max_model_len ({max_model_len}). Shorten it or start the server with a larger --max-model-len.",
+                status=HTTPStatus.BAD_REQUEST,
+                param=_field_of(prompt),
+            )
+        limited = params.clone()
+        limited.max_tokens = get_max_tokens(max_model_len, params.max_tokens, len(token_ids), self._default_sampling)
+        return limited
+
+    async def _render(self, prompt: PromptInput) -> EngineInput:
+        try:
+            if prompt.messages is not None:
+                request = ChatCompletionRequest(messages=list(prompt.messages))
+                result = await self._renderer.render_chat(request)
+                rendered = result if isinstance(result, ErrorResponse) else result[1]
+            else:
+                text_or_ids = prompt.prompt if prompt.prompt is not None else list(prompt.prompt_token_ids or ())
+                rendered = await self._renderer.render_completion(CompletionRequest(prompt=text_or_ids, max_tokens=1))
+        except Exception as error:  # a chat template may raise anything; it is the prompt's fault
+            raise RequestError(
+                f"prompt {prompt.id!r} cannot be rendered: {_first_line(error)}",
+                status=HTTPStatus.BAD_REQUEST,
+                param=_field_of(prompt),
+            ) from error
+        if isinstance(rendered, ErrorResponse):
+            raise RequestError(
+                f"prompt {prompt.id!r}: {rendered.error.message}",
+                status=HTTPStatus.BAD_REQUEST,
+                param=_field_of(prompt),
+            )
+        (engine_input,) = rendered
+        return engine_input
+
+    async def _try_out(self, prompts: Sequence[PreparedPrompt]) -> None:
+        """Run vLLM's own checks on every prompt before anything is launched."""
+        tasks = await self._client.get_supported_tasks()
+        for prompt in prompts:
+            rendered, params, lora = prompt.handle
+            try:
+                self._client.input_processor.process_inputs(
+                    "check", rendered, params, supported_tasks=tasks, lora_request=lora
+                )
+            except (VLLMClientError, ValueError, TypeError) as error:
+                raise RequestError(
+                    f"prompt {prompt.id!r}: {error}", status=HTTPStatus.BAD_REQUEST, param=_sampling_field(error)
+                ) from error
+
+
+class _CandidateLog:
+    """What one candidate has said so far."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+        self._token_ids: list[int] = []
+        self._logprobs: list[float] | None = None
+        self._text = ""
+        self._num_sent = 0
+        self.end: CandidateEnd | None = None
+
+    def add(self, candidate: CandidateOutput) -> None:
+        (completion,) = candidate.output.outputs
+        self._token_ids += completion.token_ids
+        self._text += completion.text
+        if isinstance(completion.logprobs, FlatLogprobs):
+            self._logprobs = (self._logprobs or []) + sampled_logprobs(completion.logprobs)
+        if candidate.output.finished:
+            self.end = CandidateEnd(
+                ending=ending_of(candidate, len(self._token_ids)),
+                token_ids=self._token_ids,
+                logprobs=self._logprobs,
+                text=self._text,
+                finish_reason=completion.finish_reason,
+                stop_reason=completion.stop_reason,
+                mean_confidence=None if candidate.note is None else candidate.note.mean_confidence,
+                weight_versions=[asdict(span) for span in completion.weight_versions or ()],
+                assessment=None if candidate.note is None else candidate.note.assessment,
+            )
+
+    def take_chunk(self, min_tokens: int) -> CandidateTokens | None:
+        """The tokens not sent yet, if there are at least `min_tokens` of them."""
+        offset = self._num_sent
+        if len(self._token_ids) - offset < min_tokens:
+            return None
+        self._num_sent = len(self._token_ids)
+        logprobs = None if self._logprobs is None else self._logprobs[offset:]
+        return CandidateTokens(self._index, offset, self._token_ids[offset:], logprobs)
+
+    def failed(self) -> CandidateEnd:
+        """The end of a candidate that never had one."""
+        ending = Ending(self._index, "failed", len(self._token_ids))
+        return CandidateEnd(ending, self._token_ids, self._logprobs, self._text, "error", None, None, ())
+
+
+def _sampling_error(error: ValidationError) -> RequestError:
+    """Pydantic tries SamplingParams as an instance and as a dictionary; what it says of the latter is of use."""
+    problems = error.errors(include_url=False)
+    problem = next((p for p in problems if p["type"] != "is_instance_of"), problems[0])
+    field = ".".join(["sampling", *(part for part in problem["loc"] if part in ALLOWED)])
+    message = problem["msg"].removeprefix("Value error, ")
+    return RequestError(f"{field}: {message}, got {problem['input']!r:.80}", param=field)
+
+
+def sampled_logprobs(flat: FlatLogprobs) -> list[float]:
+    """The sampled token's log probability at each position: the first entry of its range."""
+    return [max(flat.logprobs[start], LOWEST_LOGPROB) for start in flat.start_indices]
+
+
+def _sampling_field(error: Exception) -> str:
+    """The field vLLM's own check complains about, where it says so."""
+    field = error.parameter if isinstance(error, VLLMValidationError) else None
+    return f"sampling.{field}" if field in ALLOWED else "sampling"
+
+
+def _field_of(prompt: PromptInput) -> str:
+    form = "messages" if prompt.messages is not None else "prompt" if prompt.prompt is not None else "prompt_token_ids"
+    return f"prompts.{prompt.position}.{form}"
+
+
+def _first_line(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        problem = error.errors(include_url=False)[0]
+        return f"{'.'.join(str(part) for part in problem['loc'])}: {problem['msg']}"
+    return (str(error) or type(error).__name__).splitlines()[0]

@@ -1,0 +1,237 @@
+"""One real engine that measures its own steps: the child process of `vllm-rollout profile`.
+
+Invariant: the engine is a server's, with its scheduler, worker, candidates and flags; only HTTP is missing.
+
+It reads commands from standard input and answers on standard output, one JSON object per line; everything else it, vLLM
+and their processes have to say goes to standard error. It ends with its input.
+
+A point of the profile needs so many candidates of so long a context. Their prompts are random, each its own, so that
+every candidate reads its own memory; they are computed once and found in the prefix cache ever after. The scheduler is
+paused while the candidates of a point arrive, so that they start in one step and every step has all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+from vllm.entrypoints.cli.serve import ServeSubcommand
+from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
+from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+from vllm.inputs.engine import tokens_input
+from vllm.logger import configure_logging_from_args
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from vllm_rollout.adapter.api.client import RolloutAsyncLLM
+from vllm_rollout.adapter.api.fingerprint import engine_flags, fingerprint_of, hardware_of, versions
+from vllm_rollout.adapter.api.serve import add_flags, allowed_plugins, refuse_unsupported, switch_on
+from vllm_rollout.adapter.compat import check_vllm_version
+from vllm_rollout.adapter.core.calls import METHOD
+from vllm_rollout.adapter.core.step_times import StepTime
+from vllm_rollout.adapter.wire import CandidateTag
+from vllm_rollout.config import OUTPUT_INTERVAL_TOKENS
+
+UNTIMED_STEPS = 2
+"""Of candidates that run together: the first follows a wait, and nobody goes on after the last."""
+NUM_TRIES = 2
+"""Of a point: the second one when the prefix cache had lost some of its prompts."""
+
+
+class Profiler:
+    """Measures steps of an engine. Commands are its public coroutines."""
+
+    def __init__(self, client: RolloutAsyncLLM, *, logprobs: bool) -> None:
+        self._client = client
+        self._logprobs = 0 if logprobs else None
+        self._max_model_len = client.model_config.max_model_len
+        self._vocab_size = client.model_config.get_vocab_size()
+        self._block_size = client.vllm_config.cache_config.block_size
+        self._cached: dict[int, int] = {}
+        """Tokens of each slot's prompt that were computed."""
+        self._num_requests = 0
+
+    async def info(self) -> dict[str, Any]:
+        """What the engine is, and what fits into it."""
+        config = self._client.vllm_config
+        kv_bytes = await self._client.collective_rpc("rollout_kv_bytes_per_token")
+        return {
+            "model": fingerprint_of(config),
+            "hardware": hardware_of(config),
+            "versions": versions(),
+            "flags": engine_flags(config),
+            "max_model_len": self._max_model_len,
+            "max_num_seqs": self._client.max_candidates,
+            "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
+            "block_size": self._block_size,
+            "kv_capacity_tokens": config.cache_config.kv_cache_size_tokens,
+            "kv_bytes_per_token": sum(kv_bytes),
+        }
+
+    async def warm_up(self) -> None:
+        """A few steps of the kinds that will be measured: the first ones compile and allocate."""
+        await self.decode(batch_size=2, context_tokens=self._block_size, num_warmup=0, num_steps=2)
+
+    async def decode(self, *, batch_size: int, context_tokens: int, num_warmup: int, num_steps: int) -> list[StepTime]:
+        """Steps of `batch_size` candidates with a mean context of about `context_tokens`, warm-up left out.
+
+        Fewer than `num_steps` when the engine did not run them all together.
+        """
+        # One token beyond full blocks: all that is left to compute is what the first decode step computes.
+        num_prompt = (context_tokens - num_warmup - num_steps // 2) // self._block_size * self._block_size + 1
+        num_prompt = max(1, num_prompt)
+        measured: list[StepTime] = []
+        for _ in range(NUM_TRIES):
+            await self._fill(batch_size, num_prompt)
+            steps = await self._run_together(
+                [self._prompt(slot, num_prompt) for slot in range(batch_size)],
+                num_warmup + num_steps + UNTIMED_STEPS,
+            )
+            alike = [step for step in steps if step.num_tokens == step.batch_size == batch_size]
+            measured = max(measured, alike[num_warmup:], key=len)
+            if len(measured) >= num_steps:
+                break
+            self._cached.clear()
+        return measured
+
+    async def prefill(self, *, chunk_tokens: int, num_steps: int) -> list[StepTime]:
+        """Steps that compute a new prompt of so many tokens beside one candidate that decodes."""
+        companion = None
+        await self._call("record_steps", True)
+        for _ in range(num_steps):
+            if companion is None or companion.done():
+                companion = asyncio.create_task(
+                    self._generate(self._new_prompt(1), self._max_model_len - 1, "companion")
+                )
+                await self._generate(self._new_prompt(1), 1)  # the companion runs when this one is through
+            await self._generate(self._new_prompt(chunk_tokens), 1)
+        steps = await self._steps()
+        await self._client.abort("companion")
+        if companion is not None:
+            await companion
+        return [step for step in steps if step.num_tokens > chunk_tokens]
+
+    async def _fill(self, num_slots: int, num_tokens: int) -> None:
+        """Compute the first tokens of the first slots' prompts, unless that was done."""
+        missing = [slot for slot in range(num_slots) if self._cached.get(slot, 0) < num_tokens]
+        await asyncio.gather(*(self._generate(self._prompt(slot, num_tokens), 1) for slot in missing))
+        self._cached.update(dict.fromkeys(missing, num_tokens))
+
+    async def _run_together(self, prompts: list[list[int]], num_tokens: int) -> list[StepTime]:
+        await self._call("record_steps", True)
+        async with self._paused():
+            queues = [await self._add(prompt, num_tokens) for prompt in prompts]
+        for queue in queues:
+            while not (await queue.get()).finished:
+                pass
+        return await self._steps()
+
+    @asynccontextmanager
+    async def _paused(self) -> AsyncIterator[None]:
+        await self._client.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+        try:
+            yield
+        finally:
+            await self._client.engine_core.resume_scheduler_async()
+
+    async def _steps(self) -> list[StepTime]:
+        steps = [StepTime(*step) for step in await self._call("take_steps")]
+        await self._call("record_steps", False)
+        return steps
+
+    async def _generate(self, prompt: list[int], num_tokens: int, request_id: str | None = None) -> None:
+        queue = await self._add(prompt, num_tokens, request_id)
+        while not (await queue.get()).finished:
+            pass
+
+    async def _add(self, prompt: list[int], num_tokens: int, request_id: str | None = None) -> Any:
+        """A candidate of a group of its own, sampled as `/v1/rollouts` does."""
+        self._num_requests += 1
+        request_id = request_id or f"profile-{self._num_requests}"
+        tag = CandidateTag(f"profile-{self._num_requests}", 0, 1, 1, True, OUTPUT_INTERVAL_TOKENS)
+        params = SamplingParams(
+            temperature=1.0,
+            max_tokens=num_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=self._logprobs,
+            flat_logprobs=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args=tag.to_extra_args(),
+        )
+        return await self._client.add_request(request_id, tokens_input(prompt), params)
+
+    def _prompt(self, slot: int, num_tokens: int) -> list[int]:
+        """The beginning of a slot's prompt."""
+        return np.random.default_rng(slot).integers(0, self._vocab_size, self._max_model_len)[:num_tokens].tolist()
+
+    def _new_prompt(self, num_tokens: int) -> list[int]:
+        """A prompt that was never seen."""
+        return np.random.default_rng().integers(0, self._vocab_size, num_tokens).tolist()
+
+    async def _call(self, operation: str, *arguments: Any) -> Any:
+        (answer, *_) = await self._client.engine_core.call_utility_all_async(METHOD, operation, arguments)
+        return answer
+
+
+class KVCacheSize:
+    """Worker extension: one method for `collective_rpc`."""
+
+    def rollout_kv_bytes_per_token(self) -> float:
+        """Of this worker's layers."""
+        specs = self.get_kv_cache_spec().values()  # type: ignore[attr-defined]
+        return sum(spec.page_size_bytes / spec.block_size for spec in specs)
+
+
+async def serve_commands(profiler: Profiler, answer: Callable[[Any], None]) -> None:
+    """Carry out commands until there are no more."""
+    commands: dict[str, Callable[..., Awaitable[Any]]] = {
+        command.__name__: command for command in (profiler.info, profiler.warm_up, profiler.decode, profiler.prefill)
+    }
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        name, arguments = json.loads(line)
+        answer(await commands[name](**arguments))
+
+
+def main(arguments: list[str]) -> None:
+    """Run `profiler.py [--no-logprobs] MODEL FLAGS`, FLAGS being those of `vllm-rollout serve`."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    check_vllm_version()
+    logprobs = "--no-logprobs" not in arguments
+    arguments = [argument for argument in arguments if argument != "--no-logprobs"]
+    os.environ["VLLM_PLUGINS"] = ",".join(allowed_plugins(os.environ.get("VLLM_PLUGINS")))
+    cli_env_setup()
+    parser = FlexibleArgumentParser(prog="vllm-rollout")
+    serve_parser = ServeSubcommand().subparser_init(parser.add_subparsers(dest="subparser"))
+    serve_parser.prog = "vllm-rollout profile [...] --"
+    add_flags(serve_parser)
+    sys.argv = ["vllm", "serve", *arguments]
+    args = parser.parse_args()
+    configure_logging_from_args(args)
+    refuse_unsupported(args, serve_parser)
+    switch_on(args, default_model=serve_parser.get_default("model"))
+    args.model = args.model_tag
+    args.worker_extension_cls = f"{KVCacheSize.__module__}.{KVCacheSize.__name__}"
+    args.enable_prefix_caching = True
+
+    async def run() -> None:
+        async with build_async_engine_client(args) as client:
+            assert isinstance(client, RolloutAsyncLLM)
+            profiler = Profiler(client, logprobs=logprobs)
+            await serve_commands(profiler, lambda result: print(json.dumps(result), file=answers))
+
+    asyncio.run(run())
+
+
+if __name__ == "__main__":
+    # As vllm_rollout.adapter.api.profiler, not as __main__: the workers import KVCacheSize by name.
+    from vllm_rollout.adapter.api import profiler
+
+    profiler.main(sys.argv[1:])

@@ -1,0 +1,197 @@
+"""`vllm-rollout serve`: vLLM's own serve command with our scheduler, worker and endpoints switched on.
+
+Invariant: flags, bodies, exit codes and help are vLLM's; we add the flags that begin with --rollout, set four arguments
+and one environment variable.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+
+from vllm import envs
+from vllm.entrypoints.cli.serve import ServeSubcommand
+from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+from vllm.logger import configure_logging_from_args, init_logger
+from vllm.platforms import current_platform
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+import vllm_rollout
+from vllm_rollout.adapter.compat import check_vllm_version, vllm_version
+from vllm_rollout.adapter.options import RolloutOptions
+from vllm_rollout.adapter.plugin import PLUGIN
+from vllm_rollout.config import CPU_BLOCK_SIZE_TOKENS, FEATURE_RING_BYTES, TRAIN_BUDGET_S
+from vllm_rollout.models import DEFAULT_MODEL, resolve
+from vllm_rollout.profiling.profile_file import Profile
+from vllm_rollout.trace.file import TraceFile
+
+logger = init_logger("vllm.vllm_rollout")
+
+SCHEDULER_CLS = "vllm_rollout.adapter.core.scheduler.make_scheduler"
+WORKER_CLS = "vllm_rollout.adapter.worker.worker.RolloutWorker"
+
+EPILOG = f"""
+vllm-rollout is `vllm serve` with group rollouts: every flag is vLLM's own but the group Rollout (--help=Rollout).
+Without MODEL it serves the embedded default, {DEFAULT_MODEL}. It adds POST /v1/rollouts and what belongs to it
+(rewards, quality heads, votes, state), and rollout_* fields in vllm_xargs of the OpenAI endpoints.
+"""
+
+
+def main(arguments: list[str]) -> None:
+    """Run `vllm-rollout serve ARGUMENTS`; returns when the server has stopped.
+
+    Raises: SystemExit as `vllm serve` does (2 for a bad flag).
+    """
+    try:
+        check_vllm_version()
+    except RuntimeError as error:
+        sys.exit(f"vllm-rollout serve: {error}")
+    # Before the parser is built: building it loads the plugins.
+    os.environ["VLLM_PLUGINS"] = ",".join(allowed_plugins(os.environ.get("VLLM_PLUGINS")))
+    cli_env_setup()
+    command = ServeSubcommand()
+    parser = FlexibleArgumentParser(prog="vllm-rollout")
+    serve_parser = command.subparser_init(parser.add_subparsers(dest="subparser"))
+    serve_parser.prog = "vllm-rollout serve"
+    serve_parser.usage = "vllm-rollout serve [model_tag] [options]"
+    serve_parser.epilog = EPILOG + (serve_parser.epilog or "")
+    add_flags(serve_parser)
+    # vLLM's parser looks for the subcommand, its config file and its help topics in sys.argv.
+    sys.argv = ["vllm", "serve", *arguments]
+    args = parser.parse_args()
+    configure_logging_from_args(args)
+    refuse_unsupported(args, serve_parser)
+    switch_on(args, default_model=serve_parser.get_default("model"))
+    command.validate(args)
+    logger.info(
+        "vllm_rollout %s on vLLM %s (%s): scheduler %s, worker %s, KV block size %s, plugins %s",
+        vllm_rollout.__version__,
+        vllm_version,
+        current_platform.device_type,
+        args.scheduler_cls,
+        args.worker_cls,
+        args.block_size or "vLLM's default",
+        os.environ["VLLM_PLUGINS"],
+    )
+    command.cmd(args)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Our own flags."""
+    group = parser.add_argument_group(
+        title="Rollout",
+        description="What POST /v1/rollouts learns, from rewards and from lengths, and what it leaves behind.",
+    )
+    group.add_argument(
+        "--rollout-profile",
+        metavar="FILE",
+        default=None,
+        help="What a step costs here, made by `vllm-rollout profile`: redundancy auto weighs it, and live step times "
+        "are compared with it. Default: redundancy auto takes half as many candidates again as wanted.",
+    )
+    group.add_argument(
+        "--rollout-record",
+        "--record",
+        metavar="FILE",
+        default=None,
+        help="Append to this file one JSON line per rollout: lengths, ends and scores of its candidates, for "
+        "`vllm-rollout simulate`. No token and no text is in it. Default: off.",
+    )
+    group.add_argument(
+        "--rollout-state",
+        metavar="FILE",
+        default=None,
+        help="Keep calibration, quality heads and lengths in this file: loaded at start, written while something is "
+        "learned (every 30 s at most) and when the server stops. Default: forget them.",
+    )
+    group.add_argument(
+        "--rollout-train-budget-ms",
+        metavar="MS",
+        type=_positive,
+        default=TRAIN_BUDGET_S * 1e3,
+        help="Train a quality head for at most this many milliseconds between two engine steps, plus the rest of one "
+        "optimizer step. Default: %(default)s.",
+    )
+    group.add_argument(
+        "--rollout-feature-ring-mb",
+        metavar="MB",
+        type=_positive,
+        default=FEATURE_RING_BYTES / 2**20,
+        help="Host memory for hidden states of scored candidates that wait for their rewards. Default: %(default)s.",
+    )
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a positive number, got {text!r}")
+    return value
+
+
+def refuse_unsupported(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Exit with status 2 and a remedy where groups could not work."""
+    if args.grpc:
+        parser.error("--grpc has no rollout endpoints. Leave it out to serve HTTP, or use plain `vllm serve`.")
+    if envs.VLLM_USE_RUST_FRONTEND:
+        parser.error("VLLM_USE_RUST_FRONTEND=1 bypasses Python endpoints. Unset it, or use plain `vllm serve`.")
+    try:
+        if args.rollout_profile is not None:
+            Profile.read(Path(args.rollout_profile))
+        if args.rollout_record is not None:
+            TraceFile(Path(args.rollout_record)).close()
+    except ValueError as error:
+        parser.error(f"--rollout-profile: {error}")
+    except OSError as error:
+        parser.error(f"--rollout-record {args.rollout_record}: {error.strerror}. Name a file that can be written.")
+    for flag, value, ours in (
+        ("--scheduler-cls", args.scheduler_cls, SCHEDULER_CLS),
+        ("--worker-cls", args.worker_cls, WORKER_CLS),
+    ):
+        if value not in (None, "auto", ours):
+            parser.error(
+                f"{flag} {value} would replace the {flag[2:-4]} that stops candidates ({ours}). Leave it out; "
+                "a trainer's worker methods belong in --worker-extension-cls, which stays free."
+            )
+    if args.runner not in ("auto", "generate"):
+        parser.error(f"--runner {args.runner} does not generate; groups need --runner generate.")
+
+
+def switch_on(args: argparse.Namespace, default_model: str) -> None:
+    """Set what makes the server a rollout server."""
+    if args.model_tag is None and args.model == default_model:
+        args.model_tag = DEFAULT_MODEL
+    if args.model_tag is not None:
+        resolved = resolve(args.model_tag)
+        if resolved != args.model_tag and args.served_model_name is None:
+            args.served_model_name = [args.model_tag]
+        args.model_tag = args.model = resolved
+    options = RolloutOptions(args.rollout_train_budget_ms / 1e3, int(args.rollout_feature_ring_mb * 2**20))
+    args.additional_config = options.into(args.additional_config)
+    args.scheduler_cls = SCHEDULER_CLS
+    args.worker_cls = WORKER_CLS
+    if args.block_size is None and current_platform.is_cpu():
+        args.block_size = CPU_BLOCK_SIZE_TOKENS
+
+
+def allowed_plugins(chosen: str | None) -> list[str]:
+    """The value of VLLM_PLUGINS with our plugin in it.
+
+    It is one allow-list for every kind of plugin, and vLLM loads an endpoint plugin only if it is named there. Unset
+    means "all but endpoints", so we name what is installed, except other people's endpoints.
+    """
+    if chosen is not None:
+        names = [name for name in chosen.split(",") if name]
+    else:
+        groups = entry_points()
+        names = sorted(
+            {
+                entry.name
+                for group in groups.groups
+                if group.startswith("vllm.") and group != "vllm.endpoint_plugins"
+                for entry in groups.select(group=group)
+            }
+        )
+    return [*(name for name in names if name != PLUGIN), PLUGIN]

@@ -1,0 +1,1 @@
+"""Touches vLLM in the engine core's process."""

@@ -1,0 +1,62 @@
+"""A candidate as the scheduler sees it. Invariant: what the scheduler knows of it is here, not on vLLM's request."""
+
+from __future__ import annotations
+
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from vllm_rollout.adapter.core.held_outputs import HeldOutputs
+from vllm_rollout.adapter.core.stop_strings import StopStrings
+from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, RunnerReport
+from vllm_rollout.group.judge import Scoring
+from vllm_rollout.group.ledger import LedgerEntry
+from vllm_rollout.group.lifecycle import Group
+from vllm_rollout.group.pruning_plan import PruningPlan
+from vllm_rollout.group.types import CandidateId, EndReason, Observation
+
+END_REASONS: dict[RequestStatus, EndReason] = {
+    RequestStatus.FINISHED_STOPPED: "stop",
+    RequestStatus.FINISHED_LENGTH_CAPPED: "length",
+    RequestStatus.FINISHED_REPETITION: "length",
+}
+"""Any other final status (aborted, error, ignored) is `failed`."""
+
+
+class Candidate:
+    """A tagged request inside the scheduler."""
+
+    __slots__ = ("end_reason", "entry", "group", "held", "id", "pauses", "request", "scoring", "stop_strings")
+
+    def __init__(self, request: Request, id: CandidateId, group: Group, output_interval: int) -> None:
+        self.request = request
+        self.id = id
+        self.group = group
+        self.held = HeldOutputs(output_interval)
+        self.stop_strings: StopStrings | None = None
+        self.pauses: list[int] = []
+        """Output lengths at which generation was paused and resumed: where the weights may have changed."""
+        self.end_reason: EndReason | None = None
+        self.scoring: Scoring | None = None
+        self.entry: LedgerEntry | None = None
+        """Where what a reward needs of a scored candidate is written."""
+
+
+Due = dict[tuple[str, PruningPlan], dict[int, tuple[Candidate, Observation]]]
+"""Candidates to judge in one step, by group and plan (requests that join a group may bring different ones), then index.
+"""
+
+
+def place(due: tuple[tuple[str, PruningPlan], dict[int, tuple[Candidate, Observation]]]) -> tuple[str, int]:
+    """Groups learn from each other's scores: the order in which they are judged must not be that of the batch."""
+    (_, plan), siblings = due
+    return siblings[min(siblings)][0].scoring.prompt_id, plan.detection_length
+
+
+def confidence_of(request_id: str, model_runner_output: ModelRunnerOutput | None) -> float | None:
+    if model_runner_output is None or (row := model_runner_output.req_id_to_index.get(request_id)) is None:
+        return None
+    report: RunnerReport | None = model_runner_output.__dict__.get(REPORT_ATTRIBUTE)
+    if report is None:  # the worker observed no candidate in this step
+        return None
+    value = float(report.mean_confidence[row])
+    return value if value == value else None

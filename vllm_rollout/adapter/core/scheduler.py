@@ -1,0 +1,307 @@
+"""vLLM's schedulers, made to obey group verdicts in the step that gives rise to them.
+
+Invariant: every candidate gets exactly one last output, in the step in which it ends or is stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from vllm_rollout.adapter.core.candidate import END_REASONS, Candidate, Due, confidence_of, place
+from vllm_rollout.adapter.core.step_times import StepTimes
+from vllm_rollout.adapter.core.stop_strings import StopStringsFactory
+from vllm_rollout.adapter.wire import (
+    PRUNED,
+    REPORT_ATTRIBUTE,
+    SURPLUS,
+    CandidateTag,
+    EndingNote,
+    RunnerReport,
+)
+from vllm_rollout.group.judge import Judge
+from vllm_rollout.group.lifecycle import Group, GroupTable
+from vllm_rollout.group.types import CandidateId
+
+
+class GroupSchedulerMixin:
+    """Obeys group verdicts.
+
+    Overrides: add_request, finish_requests, update_from_output, set_pause_state, _free_request.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.judge = Judge()
+        self.step_times = StepTimes()
+        self._groups = GroupTable()
+        self._candidates: dict[str, Candidate] = {}
+        """By request id, from arrival until the step in which it ends is closed."""
+        self._by_id: dict[CandidateId, Candidate] = {}
+        self._ended: list[Candidate] = []
+        """Candidates that ended since the last step was closed."""
+        self._touched: dict[str, Group] = {}
+        """Groups with an event since the last step was closed."""
+        self._capped: dict[str, Group] = {}
+        """Running groups whose candidates are given up when they reach a length."""
+        self._stop_strings = StopStringsFactory(self.vllm_config.model_config)
+        self._num_with_stop_strings = 0
+        self._num_steps = 0
+
+    def add_request(self, request: Request) -> None:
+        super().add_request(request)
+        params = request.sampling_params
+        if params is None or (tag := CandidateTag.of(params.extra_args)) is None:
+            return
+        group = self._groups.open(tag.group_id, tag.group_size, tag.num_candidates, tag.early_stop, tag.patience)
+        candidate_id = CandidateId(tag.group_id, group.launch(tag.index))
+        candidate = Candidate(request, candidate_id, group, tag.output_interval)
+        if tag.scoring is not None:
+            candidate.scoring = tag.scoring
+            candidate.entry = self.judge.ledger.open(
+                tag.scoring.rollout_id,
+                tag.scoring.prompt_id,
+                candidate_id.index,
+                request.request_id,
+                tag.scoring.plan,
+            )
+        if params.stop:
+            candidate.stop_strings = self._stop_strings.watch(request)
+            self._num_with_stop_strings += 1
+        self._candidates[request.request_id] = self._by_id[candidate_id] = candidate
+        if group.closed:
+            self._touched[tag.group_id] = group
+
+    def finish_requests(self, request_ids: str | Iterable[str] | None, *args: Any, **kwargs: Any) -> list[Request]:
+        finished = super().finish_requests(request_ids, *args, **kwargs)
+        if request_ids is None and self._candidates:
+            # A pause that aborts: the engine core tells the clients of what it gets from here, with empty outputs that
+            # would overtake held tokens. Candidates get their last output from the step that now follows.
+            return [request for request in finished if request.request_id not in self._candidates]
+        return finished
+
+    def set_pause_state(self, pause_state: PauseState) -> None:
+        super().set_pause_state(pause_state)
+        self.step_times.interrupt()
+        if pause_state == PauseState.UNPAUSED:
+            for candidate in self._candidates.values():
+                candidate.pauses.append(candidate.request.num_output_tokens)
+                candidate.held.release_next()
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        # Called once per request that ends, whatever ended it: work happens only here.
+        candidate = self._candidates.get(request.request_id)
+        if candidate is not None:
+            candidate.end_reason = END_REASONS.get(request.status, "failed")
+            self._ended.append(candidate)
+            self._touched[candidate.id.group_id] = candidate.group
+        return super()._free_request(request, *args, **kwargs)
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        self.step_times.step(scheduler_output, self.running)
+        if not self._candidates:
+            return outputs
+        self._num_steps += 1
+        if self._num_with_stop_strings:
+            self._end_by_stop_strings(outputs)
+        report: RunnerReport | None = model_runner_output.__dict__.get(REPORT_ATTRIBUTE)
+        due = self._due(report) if report is not None and report.due else {}
+        stopped = self._settle_groups(outputs, due) if self._touched or self._capped else {}
+        self._pass_outputs(outputs, stopped, model_runner_output)
+        if self._touched:
+            self._forget_ended(outputs, stopped)
+        return outputs
+
+    def _due(self, report: RunnerReport) -> Due:
+        """What the step showed of candidates that are still running; touches their groups."""
+        due: Due = {}
+        for request_id, observation in report.observations():
+            candidate = self._candidates.get(request_id)
+            if candidate is not None and candidate.end_reason is None:
+                siblings = due.setdefault((candidate.id.group_id, candidate.scoring.plan), {})
+                siblings[candidate.id.index] = candidate, observation
+                self._touched[candidate.id.group_id] = candidate.group
+        return due
+
+    def _end_by_stop_strings(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+        for step_outputs in outputs.values():
+            for output in step_outputs.outputs:
+                candidate = self._candidates.get(output.request_id)
+                if candidate is None or candidate.stop_strings is None:
+                    continue
+                if not candidate.stop_strings.found_in(output.new_token_ids):
+                    continue
+                if candidate.end_reason is None:
+                    self.finish_requests(output.request_id, RequestStatus.FINISHED_ABORTED)
+                    # The API process finds the string itself and turns this into finish reason `stop`;
+                    # STOP here would make its detokenizer drop the last token.
+                    output.finish_reason = FinishReason.ABORT
+                candidate.end_reason = "stop"  # also when the token that completes the string was the last one allowed
+
+    def _settle_groups(self, outputs: dict[int, EngineCoreOutputs], due: Due) -> dict[str, str]:
+        """Close the step of every touched group, judge what is due and stop what the verdicts name.
+
+        Returns the stop reason of every request that its group gave up, by request id.
+        """
+        for candidate in self._ended:
+            candidate.group.end(candidate.id.index, candidate.end_reason, candidate.request.num_output_tokens)
+        stop: list[str] = []
+        reasons: dict[str, str] = {}
+
+        def settle(group_id: str, group: Group) -> None:
+            settlement = group.settle()
+            surplus = [self._by_id[CandidateId(group_id, index)].request.request_id for index in settlement.stop]
+            stop.extend(surplus)
+            reasons.update(dict.fromkeys(surplus, SURPLUS))
+            if group.length_cap is not None:
+                self._capped[group_id] = group
+            for index in settlement.lost_ties:
+                reasons[self._by_id[CandidateId(group_id, index)].request.request_id] = SURPLUS
+
+        for group_id, group in self._touched.items():
+            settle(group_id, group)
+        for (group_id, _), siblings in sorted(due.items(), key=place):
+            group = self._touched[group_id]
+            if group.closed:
+                continue
+            scoring = siblings[min(siblings)][0].scoring
+            pruned = self.judge.judge(group, scoring, {i: (c.entry, seen) for i, (c, seen) in siblings.items()})
+            if pruned:
+                request_ids = [siblings[index][0].request.request_id for index in pruned]
+                stop += request_ids
+                reasons.update(dict.fromkeys(request_ids, PRUNED))
+                settle(group_id, group)
+        too_long = self._give_up_too_long()
+        reasons.update(dict.fromkeys(too_long, SURPLUS))
+        stop += too_long
+        if stop:
+            self.finish_requests(stop, RequestStatus.FINISHED_ABORTED)
+            self._refresh_stats(outputs)
+        if self.finished_req_ids_dict:
+            # Data parallel: super() has delivered its set; ours must not wait for a step that may never come.
+            for client_index, request_ids in self.finished_req_ids_dict.items():
+                step_outputs = outputs.setdefault(client_index, EngineCoreOutputs())
+                step_outputs.finished_requests = (step_outputs.finished_requests or set()) | request_ids
+            self.finished_req_ids_dict.clear()
+        return reasons
+
+    def _give_up_too_long(self) -> list[str]:
+        """Requests of running candidates that have reached their group's length cap."""
+        too_long: list[str] = []
+        for group_id, group in list(self._capped.items()):
+            siblings = {i: self._by_id[CandidateId(group_id, i)].request for i in group.running}
+            reached = [i for i, request in siblings.items() if request.num_output_tokens >= group.length_cap]
+            group.give_up(reached)
+            too_long += [siblings[index].request_id for index in reached]
+            if group.over:
+                del self._capped[group_id]
+        return too_long
+
+    def _refresh_stats(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+        """Count again after stopping: with several API processes no later step may correct this one's gauges."""
+        for step_outputs in outputs.values():
+            if (stats := step_outputs.scheduler_stats) is not None:
+                stats.num_running_reqs, num_waiting = self.get_request_counts()
+                stats.num_waiting_reqs = num_waiting - len(self.deferred_waiting)
+                stats.kv_cache_usage = self.get_kv_cache_usage()
+
+    def _pass_outputs(
+        self,
+        outputs: dict[int, EngineCoreOutputs],
+        stopped: dict[str, str],
+        model_runner_output: ModelRunnerOutput,
+    ) -> None:
+        """Annotate last outputs; keep the others until there are enough of them to be worth a message."""
+        candidates = self._candidates
+        for client_index, step_outputs in list(outputs.items()):
+            passed = []
+            for output in step_outputs.outputs:
+                candidate = candidates.get(output.request_id)
+                if candidate is None:
+                    passed.append(output)
+                elif candidate.end_reason is not None:
+                    output = candidate.held.finish(output)
+                    self._annotate(candidate, output, stopped, model_runner_output)
+                    passed.append(output)
+                    del candidates[output.request_id]
+                elif (released := candidate.held.add(output)) is not None:
+                    passed.append(released)
+            step_outputs.outputs = passed
+            if not passed and step_outputs.scheduler_stats is None and not step_outputs.finished_requests:
+                del outputs[client_index]
+
+    def _forget_ended(self, outputs: dict[int, EngineCoreOutputs], stopped: dict[str, str]) -> None:
+        """Give what ended without an output in this step (waiting, preempted, aborted) its last one."""
+        for candidate in self._ended:
+            request = candidate.request
+            if self._candidates.pop(request.request_id, None) is not None:
+                output = candidate.held.finish(
+                    EngineCoreOutput(
+                        request_id=request.request_id,
+                        new_token_ids=[],
+                        finish_reason=request.get_finished_reason(),
+                        events=request.take_events(),
+                        trace_headers=request.trace_headers,
+                    )
+                )
+                self._annotate(candidate, output, stopped, None)
+                step_outputs = outputs.setdefault(request.client_index, EngineCoreOutputs())
+                # The default list of an EngineCoreOutputs is not ours to append to.
+                step_outputs.outputs = [*step_outputs.outputs, output]
+            self._num_with_stop_strings -= candidate.stop_strings is not None
+            del self._by_id[candidate.id]
+        self._ended.clear()
+        for group_id in self._touched:
+            self._groups.release(group_id)
+        self._touched.clear()
+
+    def _annotate(
+        self,
+        candidate: Candidate,
+        output: EngineCoreOutput,
+        stopped: dict[str, str],
+        model_runner_output: ModelRunnerOutput | None,
+    ) -> None:
+        if (reason := stopped.get(output.request_id)) is not None:
+            output.finish_reason, output.stop_reason = FinishReason.ABORT, reason
+        state = candidate.group.state(candidate.id.index)
+        if candidate.entry is not None:
+            candidate.entry.state, candidate.entry.num_tokens = state, candidate.request.num_output_tokens
+        note = EndingNote(
+            state=state,
+            end_step=self._num_steps,
+            mean_confidence=confidence_of(output.request_id, model_runner_output),
+            pauses=candidate.pauses,
+            assessment=None if candidate.entry is None else candidate.entry.assessment,
+        )
+        output.kv_transfer_params = note.to_params(output.kv_transfer_params)
+
+
+class RolloutScheduler(GroupSchedulerMixin, Scheduler):
+    """The scheduler of vLLM's synchronous step loop, with groups."""
+
+
+class AsyncRolloutScheduler(GroupSchedulerMixin, AsyncScheduler):
+    """The scheduler of vLLM's asynchronous step loop, with groups.
+
+    The step after a verdict is already scheduled: a stopped candidate has at most one more token in flight, which vLLM
+    drops because the request has finished.
+    """
+
+
+def make_scheduler(vllm_config: VllmConfig, **kwargs: Any) -> Scheduler:
+    """What `--scheduler-cls` names: vLLM accepts a factory, and only here is it known which loop runs."""
+    cls = AsyncRolloutScheduler if vllm_config.scheduler_config.async_scheduling else RolloutScheduler
+    return cls(vllm_config=vllm_config, **kwargs)

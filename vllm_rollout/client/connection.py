@@ -1,0 +1,232 @@
+"""How both clients reach a server: settings, timeouts, retries, and reading what comes back.
+
+Invariant: only what never got an answer is retried, and every failure is a RolloutError.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Annotated, Any
+
+import httpx
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
+from typing_extensions import Self
+
+from vllm_rollout.client.joints import Joints
+from vllm_rollout.server.answers import DoneEvent, ErrorAnswer, ErrorBody, ErrorEvent, Event
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+CONNECT_TIMEOUT_S = 10.0
+NUM_RETRIES = 3
+"""Further attempts after a connection error."""
+BACKOFF_S = 0.5
+"""Wait before the first retry; doubles with each further one."""
+HEALTH_TIMEOUT_S = 5.0
+"""Longest wait for an answer of /health."""
+POLL_INTERVAL_S = 0.5
+MAX_ERROR_CHARS = 500
+"""How much of an answer that is not an error body goes into the error's message."""
+
+CONNECTION_LOST = (
+    httpx.ConnectError,
+    httpx.ConnectTimeout,
+    httpx.ReadError,
+    httpx.WriteError,
+    httpx.RemoteProtocolError,
+)
+"""What is retried, and only before the first byte of an answer. A read timeout is not: the rollout may be running."""
+
+INCOMPLETE = "IncompleteStream"
+"""Type of the error when a stream lacks something."""
+
+_EVENT: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="type")])
+
+
+class RolloutError(Exception):
+    """The server refused or failed, or could not be reached. The message is the server's own."""
+
+    def __init__(self, status: int | None, message: str, type: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        """HTTP status; None when there was no answer."""
+        self.message = message
+        self.type = type
+        self.param = param
+        """The field the server complains about."""
+
+    def __str__(self) -> str:
+        return f"{self.status or self.type}: {self.message}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.status, self.message, self.type, self.param)
+
+    @classmethod
+    def from_body(cls, body: ErrorBody) -> Self:
+        return cls(body.code, body.message, body.type, body.param)
+
+
+@dataclass(frozen=True, slots=True)
+class Retries:
+    num_retries: int
+    backoff_s: float
+
+    def delay_s(self, error: httpx.TransportError, attempt: int, url: object) -> float:
+        """Seconds to wait before the next attempt (`attempt` counts from 0).
+
+        Raises: RolloutError when there must be none.
+        """
+        if not isinstance(error, CONNECTION_LOST):
+            raise transport_error(error, url) from error
+        if attempt >= self.num_retries:
+            raise RolloutError(
+                None,
+                f"no connection to {url} in {attempt + 1} attempts ({_words(error)}). "
+                "Check the address and that the server runs (`vllm-rollout serve MODEL`).",
+                type(error).__name__,
+            ) from error
+        return self.backoff_s * 2**attempt
+
+
+class EventReader:
+    """Bytes of an event stream in, events out.
+
+    Splits at line feeds itself: httpx's line iterator also splits at characters such as U+2028, which JSON allows in
+    text.
+    """
+
+    def __init__(self, *, streams_tokens: bool = False) -> None:
+        self._joints = Joints() if streams_tokens else None
+        self._tail = b""
+        self._data: list[bytes] = []
+        self._done = False
+
+    def feed(self, chunk: bytes) -> list[Event]:
+        """The events this chunk completes. Raises: RolloutError at an `error` event and where tokens do not join."""
+        *lines, self._tail = (self._tail + chunk).split(b"\n")
+        events = []
+        for line in lines:
+            line = line.removesuffix(b"\r")
+            if line.startswith(b"data:"):
+                self._data.append(line[len(b"data:") :].removeprefix(b" "))
+            elif not line and self._data:
+                events.append(self._event(b"\n".join(self._data)))
+                self._data = []
+        return events
+
+    def close(self) -> None:
+        """The stream has ended. Raises: RolloutError when it was cut."""
+        if not self._done:
+            raise RolloutError(None, "the stream ended before its done event; the rollout is incomplete.", INCOMPLETE)
+
+    def _event(self, data: bytes) -> Event:
+        event = parse(_EVENT, data)
+        if isinstance(event, ErrorEvent):
+            raise RolloutError.from_body(event.error)
+        if self._joints is not None and (problem := self._joints.problem(event)) is not None:
+            raise RolloutError(None, f"{problem} Run the rollout again.", INCOMPLETE)
+        self._done = self._done or isinstance(event, DoneEvent)
+        return event
+
+
+class Connection:
+    """What both clients share: settings, requests, answers."""
+
+    def __init__(
+        self,
+        base_url: str = DEFAULT_URL,
+        *,
+        api_key: str | None = None,
+        connect_timeout_s: float = CONNECT_TIMEOUT_S,
+        read_timeout_s: float | None = None,
+        num_retries: int = NUM_RETRIES,
+        backoff_s: float = BACKOFF_S,
+        transport: Any = None,
+    ) -> None:
+        """`base_url`: the server, with or without `/v1`. `api_key`: what the server was given as --api-key.
+
+        `read_timeout_s`: longest silence of the server, in seconds; None waits for as long as a rollout takes.
+        `num_retries`, `backoff_s`: after a connection error before any answer, and only then, try again that many
+        times, waiting backoff_s, 2 backoff_s, 4 backoff_s, …. `transport`: an httpx transport in place of the network.
+        """
+        self.base_url = base_url.rstrip("/").removesuffix("/v1")
+        self._connect_timeout_s = connect_timeout_s
+        self._retries = Retries(num_retries, backoff_s)
+        self._settings: dict[str, Any] = {
+            "base_url": self.base_url,
+            "headers": {} if api_key is None else {"Authorization": f"Bearer {api_key}"},
+            "timeout": self._timeout(read_timeout_s),
+            # A trainer may wait on hundreds of rollouts at once; the server queues them, not the client.
+            "limits": httpx.Limits(max_connections=None, max_keepalive_connections=20),
+            "transport": transport,
+        }
+
+    def _timeout(self, read_timeout_s: float | None) -> httpx.Timeout:
+        return httpx.Timeout(None, connect=self._connect_timeout_s, read=read_timeout_s)
+
+    def _request(
+        self, http: httpx.Client | httpx.AsyncClient, method: str, path: str, body: object, timeout: float | None
+    ) -> httpx.Request:
+        settings: dict[str, Any] = {} if timeout is None else {"timeout": self._timeout(timeout)}
+        settings["content" if isinstance(body, bytes) else "json"] = body
+        return http.build_request(method, path, **settings)
+
+
+def parse(form: TypeAdapter[Any], content: bytes) -> Any:
+    try:
+        return form.validate_json(content)
+    except ValidationError as error:
+        raise RolloutError(
+            None,
+            f"the server's answer is not of this client's version ({error.error_count()} differences, first: "
+            f"{error.errors()[0]['loc']} {error.errors()[0]['msg']}). Install the same vllm-rollout on both sides.",
+            "UnexpectedAnswer",
+        ) from error
+
+
+def raise_for_error(response: httpx.Response) -> None:
+    if response.is_success:
+        return
+    try:
+        body = ErrorAnswer.model_validate_json(response.content).error
+    except ValidationError:
+        text = response.text[:MAX_ERROR_CHARS] or response.reason_phrase
+        raise RolloutError(response.status_code, text, response.reason_phrase) from None
+    raise RolloutError(response.status_code, body.message, body.type, body.param)
+
+
+def transport_error(error: httpx.TransportError, url: object) -> RolloutError:
+    remedy = ""
+    if isinstance(error, httpx.ReadTimeout):
+        remedy = " Rollouts take long: raise timeout or read_timeout_s, or leave both out to wait."
+    return RolloutError(None, f"{url}: {_words(error)}.{remedy}", type(error).__name__)
+
+
+def _words(error: Exception) -> str:
+    return str(error) or type(error).__name__
+
+
+def is_healthy(response: httpx.Response) -> bool:
+    if response.status_code == HTTPStatus.SERVICE_UNAVAILABLE:
+        return False
+    raise_for_error(response)
+    return True
+
+
+def poll_s(deadline: float, timeout_s: float, url: str) -> float:
+    """Seconds until the next look. Raises: TimeoutError past the deadline."""
+    left_s = deadline - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError(f"{url} was not ready within {timeout_s} s. See the server's log, or wait longer.")
+    return min(POLL_INTERVAL_S, left_s)
+
+
+def model_names(content: bytes) -> list[str]:
+    class Model(BaseModel):
+        id: str
+
+    class Models(BaseModel):
+        data: list[Model]
+
+    return [model.id for model in parse(TypeAdapter(Models), content).data]

@@ -1,0 +1,1 @@
+"""Rewards, quality heads, reports and state over HTTP."""

@@ -1,0 +1,1 @@
+"""Recorded lengths: rows, reader, writer."""
