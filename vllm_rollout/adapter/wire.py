@@ -42,6 +42,8 @@ class CandidateTag:
     """Tokens per message to the API process; 1 sends every step's token at once."""
     scoring: Scoring | None = None
     patience: float | None = None
+    observed: bool = True
+    """Somebody reads its mean confidence. A candidate with `scoring` is observed in any case."""
 
     def to_extra_args(self) -> dict[str, Any]:
         scoring = self.scoring
@@ -54,7 +56,9 @@ class CandidateTag:
                 self.early_stop,
                 self.output_interval,
                 self.patience,
-                scoring and [scoring.rollout_id, scoring.prompt_id, scoring.seed, *astuple(scoring.plan)],
+                self.observed,
+                scoring
+                and [scoring.rollout_id, scoring.prompt_id, scoring.seed, scoring.teaches, *astuple(scoring.plan)],
             ]
         }
 
@@ -63,11 +67,11 @@ class CandidateTag:
         """The tag of a request's `extra_args`; None when it has none."""
         if not extra_args or (values := extra_args.get(TAG_KEY)) is None:
             return None
-        *values, patience, scoring = values
-        if scoring is None:
-            return cls(*values, patience=patience)
-        rollout_id, prompt_id, seed, *plan = scoring
-        return cls(*values, Scoring(rollout_id, prompt_id, seed, PruningPlan(*plan)), patience)
+        *values, patience, observed, scoring = values
+        if scoring is not None:
+            rollout_id, prompt_id, seed, teaches, *plan = scoring
+            scoring = Scoring(rollout_id, prompt_id, seed, PruningPlan(*plan), teaches)
+        return cls(*values, scoring, patience, observed)
 
 
 class RunnerReport(NamedTuple):

@@ -28,6 +28,9 @@ class Scoring:
     seed: int
     """Chance depends on (seed, prompt_id, index)."""
     plan: PruningPlan
+    teaches: bool = True
+    """A reward may come for it. False for candidates whose reward has no door (OpenAI endpoints, joined requests): what
+    a reward would need is not kept."""
 
 
 @dataclass(frozen=True, slots=True)
