@@ -104,12 +104,24 @@ class EndingNote:
     pauses: Sequence[int] = ()
     """Output lengths at which generation was paused: held outputs blur where vLLM thinks a weight version began."""
     assessment: Assessment | None = None
+    refusal: str | None = None
+    """Why the request was not let into the group that it names; it has generated nothing. It becomes a 400."""
+    ended_by_itself: bool = False
+    """Also of a surplus candidate whose ending came too late to count: its length is exact."""
 
     def to_params(self, params: dict[str, Any] | None) -> dict[str, Any]:
         assessment = None if self.assessment is None else list(astuple(self.assessment))
         return {
             **(params or {}),
-            ENDING_KEY: [self.state, self.end_step, self.mean_confidence, list(self.pauses), assessment],
+            ENDING_KEY: [
+                self.state,
+                self.end_step,
+                self.mean_confidence,
+                list(self.pauses),
+                self.refusal,
+                self.ended_by_itself,
+                assessment,
+            ],
         }
 
     @classmethod
@@ -118,8 +130,9 @@ class EndingNote:
         if not params or ENDING_KEY not in params:
             return None, params
         rest = {key: value for key, value in params.items() if key != ENDING_KEY}
-        *values, assessment = params[ENDING_KEY]
-        return cls(*values, None if assessment is None else assessment_of(assessment)), rest or None
+        *values, refusal, ended_by_itself, assessment = params[ENDING_KEY]
+        assessment = None if assessment is None else assessment_of(assessment)
+        return cls(*values, assessment, refusal, ended_by_itself), rest or None
 
 
 def assessment_of(values: Sequence[Any]) -> Assessment:

@@ -285,6 +285,7 @@ class GroupSchedulerMixin:
             mean_confidence=confidence_of(output.request_id, model_runner_output),
             pauses=candidate.pauses,
             assessment=None if candidate.entry is None else candidate.entry.assessment,
+            ended_by_itself=candidate.end_reason == "stop",
         )
         output.kv_transfer_params = note.to_params(output.kv_transfer_params)
 
