@@ -252,5 +252,6 @@ def test_what_was_cut_or_stopped_is_observed_as_censored_and_what_failed_not_at_
         Ending(3, "pruned", 8),
         Ending(4, "failed", 5),
         Ending(5, "surplus", 0),
+        Ending(6, "surplus", 11, ended_by_itself=True),
     ]
-    assert observed_lengths(endings) == [(10, False), (20, True), (12, True), (8, True)]
+    assert observed_lengths(endings) == [(10, False), (20, True), (12, True), (8, True), (11, False)]

@@ -94,7 +94,9 @@ def test_eq_2_with_the_sign_reversed_fits_table_4():
 probability = st.floats(0.0, 1.0)
 populations = st.lists(st.tuples(probability, st.floats(0.01, 100.0)), min_size=1, max_size=40)
 plans = st.builds(
-    lambda keep, target, low, high, strength: PruningPlan(16, "balance", keep, target, strength, min(low, high), high),
+    lambda keep, target, low, high, strength: PruningPlan(
+        16, "balance", min(max(keep, min(low, high)), high), target, strength, min(low, high), high
+    ),
     st.floats(0.02, 1.0),
     st.floats(0.05, 0.95),
     st.floats(0.01, 0.5),
@@ -117,7 +119,7 @@ def test_survival_is_monotone_in_q_and_within_bounds(points, plan, solve, a, b):
     low, high = sorted((a, b))
     difference = rule.survival(high) - rule.survival(low)
     assert difference * rule.strength >= 0
-    assert min(plan.min_survival, plan.keep_ratio) <= rule.survival(a) <= max(plan.max_survival, plan.keep_ratio)
+    assert plan.min_survival <= rule.survival(a) <= plan.max_survival
 
 
 @settings(max_examples=40, deadline=None)

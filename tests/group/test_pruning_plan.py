@@ -30,11 +30,11 @@ def test_the_defaults_are_within_their_ranges():
     ("field", "values"),
     [
         ("detection_length", [1, MAX_DETECTION_LENGTH]),
-        ("keep_ratio", [1e-9, 1, 1.0]),
+        ("keep_ratio", [0.05, 0.95, 1, 1.0]),
         ("target_positive_ratio", [1e-9, 1 - 1e-9]),
         ("strength", [0, 0.0, 1000]),
-        ("min_survival", [1e-9, 0.95]),
-        ("max_survival", [0.05, 1]),
+        ("min_survival", [1e-9, 0.5]),
+        ("max_survival", [0.5, 1]),
         ("min_labels", [1, CALIBRATION_WINDOW // 2]),
         ("allow_fewer", [True, False]),
     ],
@@ -86,6 +86,33 @@ def test_survival_bounds_that_cross_are_refused_by_the_field_that_was_given(give
 
 def test_survival_bounds_may_meet():
     assert make_pruning_plan({"detection_length": 8, "min_survival": 0.5, "max_survival": 0.5}).min_survival == 0.5
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({"min_survival": 0.3, "max_survival": 0.3}, "max_survival"),
+        ({"min_survival": 0.3, "max_survival": 0.3, "keep_ratio": 0.5}, "keep_ratio"),
+        ({"max_survival": 0.4}, "max_survival"),
+        ({"min_survival": 0.6}, "min_survival"),
+        ({"keep_ratio": 0.97}, "keep_ratio"),
+        ({"keep_ratio": 0.01, "rule": "paper"}, "keep_ratio"),
+    ],
+)
+def test_a_keep_ratio_that_the_bounds_forbid_is_refused_as_the_user_wrote_it(given, field):
+    names = {field: f"pruning.{field}" for field in RANGES}
+    with pytest.raises(PlanError) as error:
+        make_pruning_plan({"detection_length": 8, **given}, names)
+    plan = {"keep_ratio": 0.5, "min_survival": 0.05, "max_survival": 0.95, **given}
+    assert error.value.field == f"pruning.{field}"
+    assert (
+        f"pruning.keep_ratio must lie between pruning.min_survival and pruning.max_survival, got {plan['keep_ratio']} "
+        f"and bounds of {plan['min_survival']} and {plan['max_survival']}"
+    ) in str(error.value)
+
+
+def test_a_keep_ratio_of_1_only_scores_and_needs_no_bounds():
+    assert make_pruning_plan({"detection_length": 8, "keep_ratio": 1, "max_survival": 0.6}).keep_ratio == 1
 
 
 def test_pruning_without_anything_to_spare_is_refused_with_both_remedies():
@@ -151,6 +178,7 @@ def test_a_field_of_pruning_needs_the_detection_length(name, others):
         (SPARE | {"rollout_keep_ratio": 0}, "rollout_keep_ratio", ["(0, 1]", "got 0"]),
         (SPARE | {"rollout_keep_ratio": "half"}, "rollout_keep_ratio", ["(0, 1]", "got 'half'"]),
         (SPARE | {"rollout_min_survival": 1}, "rollout_min_survival", ["at most rollout_max_survival", "1 and 0.95"]),
+        (SPARE | {"rollout_keep_ratio": 0.96}, "rollout_keep_ratio", ["rollout_max_survival", "0.96", "0.05 and 0.95"]),
         (SPARE | {"rollout_allow_fewer": "yes"}, "rollout_allow_fewer", ["true or false", "got 'yes'"]),
         (SPARE | {"rollout_min_labels": 1.5}, "rollout_min_labels", ["integer", "got 1.5"]),
         (SPARE | {"rollout_pruning_mode": "on"}, "rollout_pruning_mode", ["active, shadow", "got 'on'"]),

@@ -85,16 +85,21 @@ def test_confidence_outweighs_a_majority():
     assert result.share == pytest.approx(4 / 6.5)
 
 
-def test_quality_ranks_are_rescaled_so_that_the_worst_weighs_0_and_the_best_1():
+def test_quality_ranks_are_rescaled_so_that_the_best_weighs_1():
     result = vote(["a", "b", "c", "d", "e"], "quality", [-30.0, 2.0, 900.0, 2.0, 0.1])
-    # Ranks 0, 2.5, 4, 2.5, 1 of 4.
-    assert dict(result.tally) == {"c": 1.0, "b": 0.625, "d": 0.625, "e": 0.25, "a": 0.0}
-    assert vote(["a", "b", "c"], "quality", [5.0, 5.0, 1.0]).tally == {"a": 1.0, "b": 1.0, "c": 0.0}
+    # Ranks 1, 3.5, 5, 3.5, 2 of 5.
+    assert dict(result.tally) == {"c": 1.0, "b": 0.7, "d": 0.7, "e": 0.4, "a": 0.2}
+    assert vote(["a", "b", "c"], "quality", [5.0, 5.0, 1.0]).tally == {"a": 1.0, "b": 1.0, "c": 0.4}
+
+
+def test_three_that_tie_for_the_lowest_outvote_one_that_is_better():
+    result = vote(["a", "a", "a", "b"], "quality", [1.0, 1.0, 1.0, 2.0])
+    assert (result.winner, dict(result.tally)) == ("a", {"a": 1.5, "b": 1.0})
 
 
 def test_a_missing_weight_abstains_and_moves_no_rank():
     result = vote(["a", "b", "c", None], "quality", [1.0, None, 2.0, 3.0])
-    assert dict(result.tally) == {"c": 1.0, "a": 0.0}
+    assert dict(result.tally) == {"c": 1.0, "a": 0.5}
     assert (result.num_votes, result.num_abstained, result.num_without_weight) == (2, 2, 1)
 
 

@@ -43,7 +43,7 @@ async def test_confidence_weighs_votes_as_given(http):
 
 async def test_quality_weighs_votes_by_rank(http):
     answer = await vote(http, answers=["7", "8", "8", "9"], method="quality", weights=[-5.0, 0.1, 0.2, None])
-    assert answer.tally == {"8": 1.5, "7": 0}
+    assert answer.tally == {"8": 5 / 3, "7": 1 / 3}
     assert (answer.num_votes, answer.num_abstained, answer.num_without_weight) == (3, 1, 1)
 
 

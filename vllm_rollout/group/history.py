@@ -46,9 +46,12 @@ class ObservedLength(NamedTuple):
 
 
 def observed_lengths(endings: Iterable[Ending]) -> list[ObservedLength]:
-    """What a group that is over tells: what was cut or stopped would have been longer, what failed tells nothing."""
+    """What a group that is over tells: what was cut or stopped would have been longer, what failed tells nothing.
+
+    A surplus candidate that ended by itself, too late to count, is as long as it would ever have been.
+    """
     return [
-        ObservedLength(ending.num_tokens, censored=not ending.valid)
+        ObservedLength(ending.num_tokens, censored=not (ending.valid or ending.ended_by_itself))
         for ending in endings
         if ending.state != "failed" and ending.num_tokens
     ]

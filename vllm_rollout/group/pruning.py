@@ -165,8 +165,8 @@ def _raise(probabilities: Mapping[int, float], at_least: int) -> dict[int, float
 
 
 def _bounds(plan: PruningPlan) -> tuple[float, float]:
-    """Survival bounds that do not forbid the keep ratio: with `keep_ratio` 1 nothing is pruned."""
-    return min(plan.min_survival, plan.keep_ratio), max(plan.max_survival, plan.keep_ratio)
+    """Survival bounds, between which the keep ratio lies: with `keep_ratio` 1 nothing is pruned."""
+    return plan.min_survival, 1.0 if plan.keep_ratio == 1 else plan.max_survival
 
 
 class _Problem:

@@ -99,19 +99,26 @@ def make_pruning_plan(fields: Mapping[str, Any], names: Mapping[str, str] | None
 
     Raises: PlanError with field, value and allowed range.
     """
-    named = names or {}
+    named = {field: (names or {}).get(field, field) for field in RANGES}
     for field, value in fields.items():
         if not RANGES[field].holds(value):
-            raise PlanError(named.get(field, field), f"must be {RANGES[field].allowed}, got {value!r:.80}.")
+            raise PlanError(named[field], f"must be {RANGES[field].allowed}, got {value!r:.80}.")
     plan = PruningPlan(**fields)
     if plan.min_survival > plan.max_survival:
         field, other = "min_survival", "max_survival"
         if field not in fields:
             field, other = other, field
         raise PlanError(
-            named.get(field, field),
-            f"{named.get('min_survival', 'min_survival')} must be at most "
-            f"{named.get('max_survival', 'max_survival')}, got {plan.min_survival} and {plan.max_survival}. "
-            f"Change {named.get(field, field)} or {named.get(other, other)}.",
+            named[field],
+            f"{named['min_survival']} must be at most {named['max_survival']}, got {plan.min_survival} and "
+            f"{plan.max_survival}. Change {named[field]} or {named[other]}.",
+        )
+    if plan.keep_ratio < 1 and not plan.min_survival <= plan.keep_ratio <= plan.max_survival:
+        broken = "min_survival" if plan.keep_ratio < plan.min_survival else "max_survival"
+        raise PlanError(
+            named["keep_ratio" if "keep_ratio" in fields else broken],
+            f"{named['keep_ratio']} must lie between {named['min_survival']} and {named['max_survival']}, got "
+            f"{plan.keep_ratio} and bounds of {plan.min_survival} and {plan.max_survival}: no verdicts within them keep "
+            f"that share. Change {named['keep_ratio']} or {named[broken]}.",
         )
     return plan

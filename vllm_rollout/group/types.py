@@ -75,6 +75,8 @@ class Ending:
     """Cut at `max_tokens` (finish reason `length` or `repetition`) instead of ended by itself."""
     end_step: int = 0
     """Engine step in which it ended: the order of finishing."""
+    ended_by_itself: bool = False
+    """Of a surplus candidate whose ending came too late to count, such as a lost tie: its length is exact."""
 
     @property
     def valid(self) -> bool:

@@ -2,7 +2,8 @@
 
 Invariant: every candidate either votes or is counted as abstained; the order of candidates only breaks ties.
 
-Source: ARRoL 4.4 (scores -> ranks rescaled to [0, 1]); DeepConf as its baseline (trace confidence as weight).
+Source: ARRoL 4.4 (scores -> ranks rescaled to [0, 1]; ours leaves the lowest a weight above 0, so that a tie of many
+for the last place is not worth nothing); DeepConf as its baseline (trace confidence as weight).
 """
 
 from __future__ import annotations
@@ -92,9 +93,10 @@ def vote(
 ) -> VoteResult:
     """Add up the weights of equal answers; `answers[i]` and `weights[i]` belong to one candidate.
 
-    majority: everyone weighs 1, `weights` are not read. confidence: weights as given, in [0, MAX_CONFIDENCE]. quality:
-    ranks of the weights (any finite scores) among those who vote, ties sharing their mean rank, rescaled so that the
-    lowest weighs 0 and the best 1. Where all weights are equal, also all 0, everyone who has one weighs 1.
+    majority: everyone weighs 1, `weights` are not read. confidence: weights as given, in [0, MAX_CONFIDENCE]; where
+    all are 0, everyone who has one weighs 1. quality: ranks of the weights (any finite scores) among those who vote,
+    1 for the lowest, ties sharing their mean rank, rescaled so that the best weigh 1. So the lowest weigh little and
+    still count: several of them, or a tie, can outvote one that is a little better.
     A candidate without an answer abstains, and so does one without a weight where weights count: no score is invented
     for it.
 
@@ -198,18 +200,15 @@ def _check_weights(
 
 def _units(weights: Sequence[float], method: VotingMethod) -> tuple[list[float], float]:
     """Weights in units whose sums are exact where they can be, and the size of 1 in those units."""
-    if not weights or min(weights) == max(weights):
-        all_equal = 1.0 if method == "quality" or not any(weights) else max(weights)
-        return [all_equal] * len(weights), 1.0
-    if method != "quality":
-        return list(weights), 1.0
-    ranks = _doubled_ranks(weights)
-    return [float(rank - min(ranks)) for rank in ranks], float(max(ranks) - min(ranks))
+    if method == "quality" and weights:
+        ranks = _doubled_ranks(weights)
+        return [float(rank) for rank in ranks], float(max(ranks))
+    return list(weights) if any(weights) else [1.0] * len(weights), 1.0
 
 
 def _doubled_ranks(scores: Sequence[float]) -> list[int]:
-    """Twice the rank of each score from 0 on; ties share their mean rank, so that twice of it is whole."""
+    """Twice the rank of each score from 1 on; ties share their mean rank, so that twice of it is whole."""
     ranked = sorted(scores)
-    first = {score: position for position, score in reversed(list(enumerate(ranked)))}
-    last = {score: position for position, score in enumerate(ranked)}
+    first = {score: rank for rank, score in reversed(list(enumerate(ranked, start=1)))}
+    last = {score: rank for rank, score in enumerate(ranked, start=1)}
     return [first[score] + last[score] for score in scores]

@@ -288,6 +288,7 @@ def ending_of(candidate: CandidateOutput, num_tokens: int | None = None) -> Endi
         num_tokens=len(completion.token_ids) if num_tokens is None else num_tokens,
         truncated=completion.finish_reason in TRUNCATED,
         end_step=0 if note is None else note.end_step,
+        ended_by_itself=not failed and note.ended_by_itself,
     )
 
 
