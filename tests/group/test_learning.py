@@ -95,10 +95,29 @@ def test_scores_that_are_no_numbers_judge_nobody(bad):
     learning = taught()
     assert assess(learning, {0: observation(bad, 10.0)})[0].signal == "confidence"
     lost = assess(learning, {0: observation(bad, bad)})[0]
-    assert lost.cold
-    assert lost.keep
+    assert (lost.keep, lost.survival_probability, lost.success_probability) == (True, 1.0, None)
+    assert not lost.cold  # there are labels enough
     learning.reward(observation(bad, bad), lost, 20, True, "g", True)
     assert not assess(learning, {0: observation(0.0)})[0].cold
+
+
+def test_one_score_that_is_no_number_leaves_its_siblings_theirs():
+    bad = float("nan")
+    due = {0: observation(bad, 10.0), 1: observation(0.5), 2: observation(bad, bad), 3: observation(-0.5)}
+    judged = assess(taught(), due)
+    assert [judged[i].signal for i in (0, 1, 3)] == ["confidence", "head", "head"]
+    assert [judged[i].score for i in (0, 1, 3)] == [10.0, 0.5, -0.5]
+    assert all(0 < judged[i].survival_probability < 1 for i in (0, 1, 3))
+    assert (judged[2].keep, judged[2].survival_probability, judged[2].success_probability) == (True, 1.0, None)
+
+
+def test_a_sibling_that_nothing_can_judge_counts_among_those_that_have_to_be_kept():
+    due = {0: observation(float("nan"), float("nan")), **{i: observation(i / 4) for i in range(1, 8)}}
+    plan, learning = replace(PLAN, keep_ratio=0.05), taught()
+    for group in map(str, range(20)):
+        judged = assess(learning, due, plan, at_least=3, group=group)
+        assert sum(a.survival_probability for a in judged.values()) == pytest.approx(3.0)
+        assert sum(a.keep for a in judged.values()) == 3
 
 
 @pytest.mark.parametrize("rule", ["balance", "paper"])

@@ -10,7 +10,7 @@ which set the keep ratio, slide fastest.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any, TypeVar
@@ -74,27 +74,30 @@ class Learning:
         for scores_by_signal in seen.values():
             for signal, score in scores_by_signal.items():
                 self.calibrators[signal].observe(score)
-        signal = self._usable_signal(plan, seen.values())
-        if signal is None:
-            return {index: _keep(plan, observation) for index, observation in observations.items()}
-        calibrator = self.calibrators[signal]
-        scores = {index: seen[index][signal] for index in observations}
-        successes = {index: calibrator.success_probability(score) for index, score in scores.items()}
-        wanted = self._survival(plan, signal, successes, earlier)
-        survivors = choose_survivors(wanted, seed=seed, group=group, at_least=at_least)
+        warm = self._warm_signals(plan)
+        # One sibling whose score is no number falls back, or is kept, by itself.
+        usable = {index: next((s for s in warm if s in scores), None) for index, scores in seen.items()}
+        signals = {index: signal for index, signal in usable.items() if signal is not None}
+        unjudged = {index: _keep(plan, observations[index], cold=not warm) for index in seen if index not in signals}
+        if not signals:
+            return unjudged
+        successes = {i: self.calibrators[signal].success_probability(seen[i][signal]) for i, signal in signals.items()}
+        best = min(signals.values(), key=warm.index)
+        wanted = self._survival(plan, best, successes, earlier)
+        survivors = choose_survivors(wanted, seed=seed, group=group, at_least=max(0, at_least - len(unjudged)))
         if plan.mode == "active":
-            self._verdicts.extend(index in survivors.kept for index in sorted(observations))
-        return {
+            self._verdicts.extend(index in survivors.kept for index in signals)
+        return unjudged | {
             index: Assessment(
                 signal=signal,
-                score=scores[index],
+                score=seen[index][signal],
                 success_probability=successes[index],
                 survival_probability=survivors.probabilities[index],
                 keep=index in survivors.kept,
-                head_version=observation.head_version,
-                confidence=observation.confidence,
+                head_version=observations[index].head_version,
+                confidence=observations[index].confidence,
             )
-            for index, observation in observations.items()
+            for index, signal in signals.items()
         }
 
     def reward(
@@ -168,13 +171,11 @@ class Learning:
             raise ValueError(f"not a learning state of this version: {error!r}") from error
         return learning
 
-    def _usable_signal(self, plan: PruningPlan, seen: Collection[Mapping[Signal, float]]) -> Signal | None:
-        """The plan's signal, confidence in place of a head that knows too little, None when that does too."""
+    def _warm_signals(self, plan: PruningPlan) -> list[Signal]:
+        """What can be judged by, best first: the plan's signal, and confidence in place of a head that knows too
+        little. None of them: a cold start."""
         wanted: tuple[Signal, ...] = ("head", "confidence") if plan.signal == "head" else ("confidence",)
-        for signal in wanted:
-            if _is_warm(self.calibrators[signal], plan.min_labels) and all(signal in scores for scores in seen):
-                return signal
-        return None
+        return [signal for signal in wanted if _is_warm(self.calibrators[signal], plan.min_labels)]
 
     def _survival(
         self,
@@ -242,8 +243,8 @@ def _is_warm(calibrator: Calibrator, min_labels: int) -> bool:
     return min(calibrator.num_positive, calibrator.num_negative) >= min_labels
 
 
-def _keep(plan: PruningPlan, observation: Observation) -> Assessment:
-    """Cold start: nothing is pruned."""
+def _keep(plan: PruningPlan, observation: Observation, *, cold: bool) -> Assessment:
+    """Not judged: a cold start, or no score that is a number."""
     scores = scores_of(observation)
     signal: Signal = plan.signal if plan.signal in scores else "confidence"
     return Assessment(
@@ -254,7 +255,7 @@ def _keep(plan: PruningPlan, observation: Observation) -> Assessment:
         keep=True,
         head_version=observation.head_version,
         confidence=observation.confidence,
-        cold=True,
+        cold=cold,
     )
 
 

@@ -53,7 +53,7 @@ class Assessment:
     score: float
     """The head's logit, or the confidence (`bottom_windows`)."""
     success_probability: float | None
-    """The calibrated score; None during a cold start."""
+    """The calibrated score; None during a cold start, or when no score was a number."""
     survival_probability: float
     """Probability with which the candidate was kept, given what was known of its group; 1 during a cold start."""
     keep: bool
