@@ -24,7 +24,13 @@ def test_early_stop_may_be_turned_off():
 def test_dual_end_runs_the_whole_pool_and_keeps_one_long_trajectory_unless_told():
     assert make_plan(4, 4, selection="dual_end", max_candidates=8) == GroupPlan(4, 4, False, "dual_end", 1)
     assert make_plan(4, 4, False, "dual_end", 0, max_candidates=8).num_longest == 0
-    assert make_plan(4, 4, None, "dual_end", 4, max_candidates=8).num_longest == 4
+    assert make_plan(4, 4, None, "dual_end", 3, max_candidates=8).num_longest == 3
+
+
+def test_a_dual_end_selection_of_one_takes_the_shortest():
+    assert make_plan(1, 3, selection="dual_end", max_candidates=8) == GroupPlan(1, 3, False, "dual_end", 0)
+    with pytest.raises(PlanError, match=r"^num_longest: must be at least 0 and below group_size \(1\), got 1: .*for 0"):
+        make_plan(1, 3, selection="dual_end", num_longest=1, max_candidates=8)
 
 
 @pytest.mark.parametrize("early_stop", [None, "auto"])
@@ -64,8 +70,8 @@ def test_the_largest_group_is_allowed():
         ({"group_size": 20}, "group_size", ["20 + 0 = 20", "max_num_seqs (16)", "--max-num-seqs 20"]),
         ({"selection": "longest"}, "selection", ["got 'longest'", "first, shortest, dual_end"]),
         ({"num_longest": 1}, "num_longest", ["selection 'first'", "dual_end"]),
-        ({"selection": "dual_end", "num_longest": 5}, "num_longest", ["got 5", "[0, group_size=4]"]),
-        ({"selection": "dual_end", "num_longest": -1}, "num_longest", ["got -1", "[0, group_size=4]"]),
+        ({"selection": "dual_end", "num_longest": 4}, "num_longest", ["got 4", "below group_size (4)"]),
+        ({"selection": "dual_end", "num_longest": -1}, "num_longest", ["got -1", "at least 0"]),
         ({"selection": "dual_end", "early_stop": True}, "early_stop", ["true", "dual_end", "false", '"auto"']),
         ({"patience": 2.0}, "patience", ["selection 'first'", "dual_end"]),
         ({"selection": "shortest", "patience": 2.0}, "patience", ["selection 'shortest'", "dual_end"]),
@@ -115,7 +121,7 @@ def test_flat_fields_make_the_plan_of_the_request_s_own_group():
         (
             {"rollout_selection": "dual_end", "rollout_num_longest": 5},
             "rollout_num_longest",
-            ["got 5", "[0, n=4]"],
+            ["got 5", "below n (4)", "n - rollout_num_longest"],
         ),
         ({"rollout_selection": "dual_end", "rollout_early_stop": 1}, "rollout_early_stop", ["dual_end"]),
         ({"rollout_patience": 2}, "rollout_patience", ["dual_end", "'first'"]),

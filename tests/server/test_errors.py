@@ -100,7 +100,7 @@ BAD = {
     "selection_empty": (body(selection={}), 422, "selection.dual_end", ["required"]),
     "num_longest_beyond_group": (
         body(selection={"dual_end": {"num_longest": 3}}), 422, "selection.dual_end.num_longest",
-        ["got 3", "[0, group_size=2]"],
+        ["got 3", "below group_size (2)"],
     ),
     "num_longest_string": (
         body(selection={"dual_end": {"num_longest": "1"}}), 422, "selection.dual_end.num_longest", ["got 1", "integer"]

@@ -127,9 +127,14 @@ def make_plan(
             if value is not None:
                 raise PlanError(name(field), f"only applies to selection dual_end, got selection {selection!r}.")
         return GroupPlan(group_size, redundancy, early_stop is not False, selection, pruning=pruning)
-    num_longest = 1 if num_longest is None else num_longest
-    if not 0 <= num_longest <= group_size:
-        raise PlanError(name("num_longest"), f"must be in [0, {name('group_size')}={group_size}], got {num_longest}.")
+    num_longest = default_num_longest(group_size) if num_longest is None else num_longest
+    if not 0 <= num_longest < group_size:
+        raise PlanError(
+            name("num_longest"),
+            f"must be at least 0 and below {name('group_size')} ({group_size}), got {num_longest}: the other "
+            f"{name('group_size')} - {name('num_longest')} trajectories are the shortest, and of those a dual-end "
+            f"selection needs one. Leave it out for {default_num_longest(group_size)}.",
+        )
     if early_stop is True:
         raise PlanError(
             name("early_stop"),
@@ -144,6 +149,11 @@ def make_plan(
             f"first {name('group_size')} candidates; leave it out to wait for the whole pool.",
         )
     return GroupPlan(group_size, redundancy, False, selection, num_longest, pruning, patience)
+
+
+def default_num_longest(group_size: int) -> int:
+    """L of a dual-end selection: one, and none where that would leave no shortest."""
+    return min(1, group_size - 1)
 
 
 def _check_can_prune(

@@ -118,7 +118,7 @@ def make_pruning_plan(fields: Mapping[str, Any], names: Mapping[str, str] | None
         raise PlanError(
             named["keep_ratio" if "keep_ratio" in fields else broken],
             f"{named['keep_ratio']} must lie between {named['min_survival']} and {named['max_survival']}, got "
-            f"{plan.keep_ratio} and bounds of {plan.min_survival} and {plan.max_survival}: no verdicts within them keep "
-            f"that share. Change {named['keep_ratio']} or {named[broken]}.",
+            f"{plan.keep_ratio} and bounds of {plan.min_survival} and {plan.max_survival}: no verdicts within them "
+            f"keep that share. Change {named['keep_ratio']} or {named[broken]}.",
         )
     return plan

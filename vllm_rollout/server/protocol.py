@@ -53,10 +53,10 @@ class Prompt(Body):
 
 
 class DualEnd(Body):
-    num_longest: Annotated[StrictInt, Field(ge=0, le=MAX_GROUP_SIZE)] = Field(
-        default=1,
-        description="L, from 0 to group_size: the longest trajectories of the pool; the other group_size - L are its "
-        "shortest.",
+    num_longest: Annotated[StrictInt, Field(ge=0, le=MAX_GROUP_SIZE)] | None = Field(
+        default=None,
+        description="L, from 0 to group_size - 1: the longest trajectories of the pool; the other group_size - L are "
+        "its shortest. Default: 1, and 0 with a group_size of 1.",
     )
     patience: Annotated[StrictFloat, Field(ge=1, le=MAX_PATIENCE)] | None = Field(
         default=None,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from vllm_rollout.config import DEFAULT_TRADEOFF, MAX_BUDGET_RATIO, MAX_TRADEOFF
-from vllm_rollout.group.plan import EarlyStop, GroupPlan, SelectionRule, make_plan
+from vllm_rollout.group.plan import EarlyStop, GroupPlan, SelectionRule, default_num_longest, make_plan
 from vllm_rollout.group.pruning_plan import RANGES, PlanError, PruningPlan, make_pruning_plan
 
 
@@ -46,7 +46,11 @@ class Setting:
     @property
     def keeps_longest(self) -> bool:
         """It returns long answers on purpose."""
-        return self.selection == "dual_end" and self.num_longest != 0 and self.redundancy != 0
+        return self.selection == "dual_end" and self._num_longest != 0 and self.redundancy != 0
+
+    @property
+    def _num_longest(self) -> int:
+        return default_num_longest(self.group_size) if self.num_longest is None else self.num_longest
 
     @property
     def name(self) -> str:
@@ -62,8 +66,7 @@ class Setting:
         else:
             words = [f"{self.group_size}+{self.redundancy}"]
         if self.selection == "dual_end":
-            num_longest = 1 if self.num_longest is None else self.num_longest
-            words.append(f"dual-end {self.group_size - num_longest}+{num_longest}")
+            words.append(f"dual-end {self.group_size - self._num_longest}+{self._num_longest}")
         elif self.redundancy or self.selection != "first":
             words.append(self.selection)
             if self.early_stop is False:
@@ -90,7 +93,7 @@ def default_sweep(group_size: int, max_candidates: int, pruning: PruningPlan | N
     spare = {share: max(1, round(share * group_size)) for share in (0.25, 0.5, 1)}
     settings = [baseline, *(Setting(group_size, redundancy) for redundancy in dict.fromkeys(spare.values()))]
     for redundancy in (spare[0.5], "auto"):
-        dual_end = Setting(group_size, redundancy, "dual_end", num_longest=1)
+        dual_end = Setting(group_size, redundancy, "dual_end", default_num_longest(group_size))
         settings += [dual_end, replace(dual_end, patience=1.5)]
     if pruning is not None:
         settings.append(Setting(group_size, spare[0.5], pruning=pruning))
