@@ -145,7 +145,7 @@ async def test_the_same_seeded_request_gets_the_same_verdicts(http):
     assert first.usage.num_pruned > 0
 
 
-async def test_chance_is_the_sampling_seed_s_and_fresh_without_one(http, engine: FakeEngine):
+async def test_chance_depends_on_the_sampling_seed_and_the_prompt_and_is_fresh_without_a_seed(http):
     seeds = []
     run_group = FakeEngine.run_group
 
@@ -155,12 +155,14 @@ async def test_chance_is_the_sampling_seed_s_and_fresh_without_one(http, engine:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FakeEngine, "run_group", spy)
-        await roll(http)
-        await roll(http, sampling={})
-        await roll(http, sampling={})
-    assert seeds[:3] == [7, 7, 7]
-    assert len({*seeds[3:6]}) == len({*seeds[6:]}) == 1
-    assert seeds[3] != seeds[6]
+        for fields in ({}, {}, {"sampling": {}}, {"sampling": {}}, {"prompts": [{"prompt": text} for text in "xyz"]}):
+            await roll(http, **fields)
+    first, again, fresh, fresher, others = (set(seeds[start : start + 3]) for start in range(0, 15, 3))
+    assert first == again
+    assert len(first) == 3
+    # the same seed and positions, as in a trainer's next step
+    assert not first & others
+    assert not fresh & fresher
 
 
 async def test_confidence_that_cannot_be_seen_is_null(http, engine: FakeEngine):

@@ -95,6 +95,7 @@ def test_what_the_server_writes_is_read_as_it_was(write, tmp_path):
         Ending(2, "pruned", 4),
         Ending(3, "finished", 64, truncated=True),
         Ending(4, "failed", 0),
+        Ending(5, "surplus", 11, ended_by_itself=True),
     ]
     prompts = [traced_prompt("q1", 5, endings, {2: 0.25}, key="tokens:1")]
     file = TraceFile(tmp_path / "recorded.jsonl")
@@ -107,6 +108,7 @@ def test_what_the_server_writes_is_read_as_it_was(write, tmp_path):
         TracedCandidate(7, "surplus"),
         TracedCandidate(4, "pruned", 0.25),
         TracedCandidate(64, "length"),
+        TracedCandidate(11, "stop"),
     )
     assert (trace.models, trace.group_size, trace.max_tokens, trace.detection_length) == (("m",), 2, 64, 4)
     assert (trace.prompts[0].history_key, trace.prompts[0].prompt_tokens, trace.num_failed) == ("tokens:1", 5, 1)

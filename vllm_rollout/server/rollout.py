@@ -30,7 +30,7 @@ class Rollout:
     wanted: Return
     stream_tokens: int | None
     pruning_seed: int
-    """What chance depends on: the same seeded request gives the same verdicts."""
+    """What chance depends on, with each prompt's content: the same seeded request gives the same verdicts."""
     scoring: ScoringLog | None
     """None without pruning."""
     budget: RedundancyBudget | None = None

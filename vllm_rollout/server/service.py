@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
 from vllm_rollout.group.plan import GroupPlan, PlanError, make_plan
+from vllm_rollout.group.prompt_key import seed_for
 from vllm_rollout.group.selection import conclude, lengths_of
 from vllm_rollout.metrics import Metrics
 from vllm_rollout.server.answers import (
@@ -239,7 +240,7 @@ class RolloutService:
             prompt,
             stream_tokens=rollout.stream_tokens,
             rollout_id=rollout.id,
-            pruning_seed=rollout.pruning_seed,
+            pruning_seed=seed_for(rollout.pruning_seed, prompt.token_ids),
         )
         async with aclosing(stream) as happenings:
             async for happening in happenings:

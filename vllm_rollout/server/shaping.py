@@ -6,8 +6,6 @@ Invariant: every group that is over is observed once, whoever decided its redund
 from __future__ import annotations
 
 import asyncio
-import hashlib
-from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
@@ -16,6 +14,7 @@ from vllm_rollout.config import REPORT_INTERVAL_S
 from vllm_rollout.group.allocation import Budget, PromptAllocation, allocate_batch
 from vllm_rollout.group.history import ObservedLength, observed_lengths
 from vllm_rollout.group.plan import GroupPlan
+from vllm_rollout.group.prompt_key import digest_of
 from vllm_rollout.group.types import Ending
 from vllm_rollout.metrics import Metrics
 from vllm_rollout.server.answers import Allocation, RedundancyBudget
@@ -133,4 +132,4 @@ def history_key(prompt_id: str | None, token_ids: Sequence[int]) -> str:
     """A prompt's name over all rollouts: the client's, or one made from its tokens where the client gave none."""
     if prompt_id is not None:
         return f"id:{prompt_id}"
-    return f"tokens:{hashlib.blake2b(array('Q', token_ids).tobytes(), digest_size=12).hexdigest()}"
+    return f"tokens:{digest_of(token_ids)}"

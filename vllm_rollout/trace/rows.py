@@ -169,7 +169,9 @@ class PromptRow(Lengths):
 
 
 def end_of(ending: Ending) -> End:
-    """How a trace names an ending. A candidate that lost a tie is `surplus`, with all its tokens."""
+    """How a trace names an ending. A candidate that lost a tie ended by itself: its length is known."""
+    if ending.ended_by_itself:
+        return "stop"
     if ending.state == "finished":
         return "length" if ending.truncated else "stop"
     assert ending.state != "running", f"candidate {ending.index} has not ended"
