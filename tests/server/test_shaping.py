@@ -1,5 +1,8 @@
 """Redundancy "auto", dual-end with patience, and what the answer says of them."""
 
+import asyncio
+from collections.abc import Sequence
+
 import httpx
 import pytest
 
@@ -8,7 +11,7 @@ from vllm_rollout.group.history import ObservedLength
 from vllm_rollout.server.engine import RequestError, StepDrift
 from vllm_rollout.server.shaping import history_key
 
-from .conftest import make_app
+from .conftest import DEADLINE_S, make_app
 from .fake_engine import FakeEngine
 
 pytestmark = pytest.mark.anyio
@@ -30,7 +33,7 @@ def seen(engine: FakeEngine, key: str, *lengths: int, times: int = 3) -> None:
 
 
 async def rollout(http: httpx.AsyncClient, request: dict) -> dict:
-    answer = await http.post("/v1/rollouts", json=request)
+    answer = await asyncio.wait_for(http.post("/v1/rollouts", json=request), DEADLINE_S)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
@@ -247,3 +250,49 @@ async def test_an_engine_that_dies_while_it_is_told_of_lengths_does_not_spoil_th
     monkeypatch.setattr(FakeEngine, "observe_lengths", observe_lengths)
     answer = await rollout(http, body("a"))
     assert answer["groups"][0]["status"] == "complete"
+
+
+@pytest.fixture
+def held_back(monkeypatch) -> dict[str, asyncio.Event]:
+    """The engine hears of these prompts' lengths only when their event is set."""
+    held: dict[str, asyncio.Event] = {}
+    observe = FakeEngine.observe_lengths
+
+    async def observe_lengths(engine: FakeEngine, key: str, lengths: Sequence[ObservedLength]) -> None:
+        if key in held:
+            await held[key].wait()
+        await observe(engine, key, lengths)
+
+    monkeypatch.setattr(FakeEngine, "observe_lengths", observe_lengths)
+    return held
+
+
+async def until_idle(engine: FakeEngine, num_candidates: int) -> None:
+    """Until that many candidates have ended, and everybody has had a turn since."""
+    while engine.num_ended < num_candidates:
+        await asyncio.sleep(0)
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def test_a_rollout_waits_for_its_own_lengths_only(engine, http, held_back):
+    held_back["id:slow"] = asyncio.Event()
+    slow = asyncio.create_task(rollout(http, body("slow", redundancy=0)))
+    await until_idle(engine, 4)
+    assert not slow.done()
+    assert (await rollout(http, body("quick", redundancy=0)))["groups"][0]["status"] == "complete"
+    held_back["id:slow"].set()
+    assert (await slow)["groups"][0]["status"] == "complete"
+
+
+async def test_a_client_that_goes_while_the_engine_is_told_of_lengths_takes_nobody_with_it(engine, http, held_back):
+    held_back |= {"id:a": asyncio.Event(), "id:b": asyncio.Event()}
+    gone, stays = (asyncio.create_task(rollout(http, body(id, redundancy=0))) for id in "ab")
+    await until_idle(engine, 8)
+    gone.cancel()
+    await asyncio.wait([gone])
+    for event in held_back.values():
+        event.set()
+    assert (await stays)["groups"][0]["status"] == "complete"
+    assert engine.judge.lengths.of("id:b").num_groups == 1
+    assert engine.judge.lengths.of("id:a").num_groups == 1, "it ended, so it teaches, whoever heard of it"

@@ -5,6 +5,7 @@ Invariant: generated = returned + wasted tokens.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -39,6 +40,8 @@ class Rollout:
     usage: Usage = field(default_factory=Usage)
     timing: Timing = field(default_factory=Timing)
     versions: set[str] = field(default_factory=set)
+    tellings: list[asyncio.Task[None]] = field(default_factory=list)
+    """One per group that is over: the engine is told its lengths."""
     records: dict[int, RolloutPrompt] = field(default_factory=dict)
     """By position: prompts whose groups are over, for the trace."""
 

@@ -165,7 +165,7 @@ class RolloutService:
                 else:
                     yield event
             rollout.timing.latency_s = self._clock() - started
-            await self._shaping.told()
+            await self._shaping.told(rollout.tellings)
             await self._warn(rollout)
             yield DoneEvent(
                 id=rollout.id,
@@ -267,7 +267,8 @@ class RolloutService:
             rollout.scoring.group_over(prompt, ends.values())
         rollout.account(result, ends, latency_s)
         self._metrics.group_over(result, latency_s)
-        self._shaping.group_over(rollout.plans[position].key, result.endings)
+        if (telling := self._shaping.group_over(rollout.plans[position].key, result.endings)) is not None:
+            rollout.tellings.append(telling)
         if self._recorder is not None:
             rollout.records[position] = recorded(prompt, rollout.plans[position].key, ends.values())
         yield GroupEvent(

@@ -6,7 +6,7 @@ Invariant: every group that is over is observed once, whoever decided its redund
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
 
@@ -44,6 +44,7 @@ class ShapingService:
         self._metrics = metrics
         self._clock = clock
         self._telling: set[asyncio.Task[None]] = set()
+        """Held here because the event loop holds them weakly."""
         self._drift_seen_s: float | None = None
 
     async def allocate(
@@ -100,18 +101,23 @@ class ShapingService:
             )
         return f"{took}: this server has not seen any lengths yet."
 
-    def group_over(self, key: str, endings: Iterable[Ending]) -> None:
-        """Tell the engine what lengths a group had; nobody waits for it."""
+    def group_over(self, key: str, endings: Iterable[Ending]) -> asyncio.Task[None] | None:
+        """Begin to tell the engine what lengths a group had; None when there are none.
+
+        It is told whatever becomes of the rollout.
+        """
         lengths = observed_lengths(endings)
         if not lengths:
-            return
+            return None
         task = asyncio.create_task(self._tell(key, lengths))
         self._telling.add(task)
         task.add_done_callback(self._telling.discard)
+        return task
 
-    async def told(self) -> None:
-        """Wait until the engine has heard of every group so far; refreshes the gauges."""
-        await asyncio.gather(*self._telling)
+    async def told(self, tellings: Collection[asyncio.Task[None]]) -> None:
+        """Wait until the engine has heard of these groups; refreshes the gauges."""
+        if tellings:
+            await asyncio.wait(tellings)  # unlike gather, it leaves them alone when the one who waits is cancelled
         now = self._clock()
         if self._drift_seen_s is not None and now - self._drift_seen_s < REPORT_INTERVAL_S:
             return
