@@ -103,7 +103,7 @@ class ServerProcess:
                 on_wait(waited, last_message(self.log_tail(50)))
                 time.sleep(POLL_INTERVAL_S)
 
-    def lost(self, error: httpx.TransportError) -> ServerError:
+    def lost(self, error: Exception) -> ServerError:
         """A broken connection, explained by the server's log."""
         with suppress(subprocess.TimeoutExpired):
             assert self._process is not None

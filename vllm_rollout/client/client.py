@@ -1,27 +1,23 @@
 """Clients of our endpoints, sync and async. Invariant: importing this needs neither vllm nor torch.
 
-Both clients build bodies, read answers and decide on retries with the same functions; they differ in how they wait.
+What can be asked, and how an answer is read, is said in `calls.py` for both; here is how each of them waits.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Generator, Iterable, Mapping
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from functools import wraps
+from inspect import Parameter, signature
+from typing import Any, Concatenate, ParamSpec, TypeVar, get_args, get_type_hints
 
 import httpx
-from pydantic import TypeAdapter
-from typing_extensions import Self, Unpack
+from typing_extensions import Self
 
-from vllm_rollout.client.body import (
-    PromptLike,
-    Redundancy,
-    RolloutOptions,
-    Selection,
-    rollout_body,
-    takes_options,
-)
+from vllm_rollout.client import calls
+from vllm_rollout.client.body import PromptLike, Redundancy, RolloutOptions, Selection, rollout_body
+from vllm_rollout.client.calls import Call, EventsCall, QualityHead
 from vllm_rollout.client.connection import (
     DEFAULT_URL,
     HEALTH_TIMEOUT_S,
@@ -29,14 +25,11 @@ from vllm_rollout.client.connection import (
     EventReader,
     RolloutError,
     is_healthy,
-    model_names,
-    parse,
     poll_s,
     raise_for_error,
     transport_error,
 )
-from vllm_rollout.client.learning import AsyncLearningMethods, Call, LearningMethods, QualityHead
-from vllm_rollout.server.answers import Event, RolloutAnswer
+from vllm_rollout.server.answers import Event
 from vllm_rollout.server.pruning_body import Pruning
 
 __all__ = [
@@ -53,65 +46,93 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-_ANSWER: TypeAdapter[RolloutAnswer] = TypeAdapter(RolloutAnswer)
+P = ParamSpec("P")
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-class RolloutClient(Connection, LearningMethods):
+def _described_by(describe: Callable[..., Any], returns: object) -> Callable[[Method], Method]:
+    """Gives a method the name, words and signature of the description of its call."""
+
+    def decorate(method: Method) -> Method:
+        wraps(describe)(method)
+        described = signature(describe)
+        own = Parameter("self", Parameter.POSITIONAL_OR_KEYWORD)
+        parameters = [own, *described.parameters.values()]
+        method.__signature__ = described.replace(parameters=parameters, return_annotation=returns)  # type: ignore[attr-defined]
+        return method
+
+    return decorate
+
+
+def _answer_of(describe: Callable[..., Call[T]]) -> Any:
+    """The type that a call is answered with."""
+    (answer,) = get_args(get_type_hints(describe)["return"])
+    return answer
+
+
+def _sent(describe: Callable[P, Call[T]]) -> Callable[Concatenate[RolloutClient, P], T]:
+    """A method of the sync client that sends the described call."""
+
+    @_described_by(describe, _answer_of(describe))
+    def method(self: RolloutClient, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self._send(describe(*args, **kwargs))
+
+    return method
+
+
+def _awaited(describe: Callable[P, Call[T]]) -> Callable[Concatenate[AsyncRolloutClient, P], Coroutine[Any, Any, T]]:
+    """A method of the async client that sends the described call."""
+
+    @_described_by(describe, _answer_of(describe))
+    async def method(self: AsyncRolloutClient, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self._send(describe(*args, **kwargs))
+
+    return method
+
+
+def _streamed(
+    describe: Callable[P, EventsCall],
+) -> Callable[Concatenate[RolloutClient, P], Generator[Event, None, None]]:
+    """A method of the sync client that reads the described call's events."""
+
+    @_described_by(describe, Generator[Event, None, None])
+    def method(self: RolloutClient, *args: P.args, **kwargs: P.kwargs) -> Generator[Event, None, None]:
+        return self._events(describe(*args, **kwargs))
+
+    return method
+
+
+def _async_streamed(
+    describe: Callable[P, EventsCall],
+) -> Callable[Concatenate[AsyncRolloutClient, P], AsyncGenerator[Event, None]]:
+    """A method of the async client that reads the described call's events."""
+
+    @_described_by(describe, AsyncGenerator[Event, None])
+    def method(self: AsyncRolloutClient, *args: P.args, **kwargs: P.kwargs) -> AsyncGenerator[Event, None]:
+        return self._events(describe(*args, **kwargs))
+
+    return method
+
+
+class RolloutClient(Connection):
     """Sync client. Use as a context manager, or call `close`. Safe to share between threads."""
+
+    rollout = _sent(calls.rollout)
+    stream = _streamed(calls.stream)
+    models = _sent(calls.models)
+    post_rewards = _sent(calls.post_rewards)
+    quality_head = _sent(calls.quality_head)
+    set_quality_head = _sent(calls.set_quality_head)
+    report = _sent(calls.report)
+    state = _sent(calls.state)
+    set_state = _sent(calls.set_state)
+    vote = _sent(calls.vote)
 
     def __init__(self, base_url: str = DEFAULT_URL, **settings: Any) -> None:
         super().__init__(base_url, **settings)
         self._http = httpx.Client(**self._settings)
 
     __init__.__doc__ = Connection.__init__.__doc__
-
-    @takes_options
-    def rollout(
-        self,
-        prompts: Iterable[PromptLike],
-        group_size: int,
-        redundancy: Redundancy = 0,
-        *,
-        timeout: float | None = None,
-        **options: Unpack[RolloutOptions],
-    ) -> RolloutAnswer:
-        """Run `group_size + redundancy` candidates per prompt; each complete group has `group_size` trajectories.
-
-        With redundancy "auto" the server shares out up to `group_size` spare candidates per prompt, by what it has seen
-        of lengths: give prompts ids that stay theirs.
-
-        `timeout`: longest silence of the server in seconds, in place of the client's `read_timeout_s`.
-
-        Raises: RolloutError with the server's words; TypeError for a prompt of no known form.
-        """
-        body = rollout_body(prompts, group_size, redundancy, stream=False, stream_tokens=None, **options)
-        return parse(_ANSWER, self._read("POST", "/v1/rollouts", body, timeout))
-
-    @takes_options
-    def stream(
-        self,
-        prompts: Iterable[PromptLike],
-        group_size: int,
-        redundancy: Redundancy = 0,
-        *,
-        stream_tokens: int | None = None,
-        timeout: float | None = None,
-        **options: Unpack[RolloutOptions],
-    ) -> Generator[Event, None, None]:
-        """Like `rollout`, as events: trajectories and candidates, then their `group`, and `done` at the end.
-
-        `stream_tokens`: also send `tokens` events, in chunks of at least that many tokens per candidate, the last one
-        of a candidate excepted. Its chunks join without a gap (checked here) and make up its trajectory; a `candidate`
-        event says that it is out and that no more of its tokens come. A reader may take its time: generation goes on,
-        and later chunks are longer.
-
-        The request is sent when the first event is asked for. Closing the generator (`contextlib.closing`, or dropping
-        it) closes the connection, and the server aborts the candidates.
-
-        Raises: RolloutError as `rollout`, at an `error` event, when the stream is cut and where tokens do not join.
-        """
-        body = rollout_body(prompts, group_size, redundancy, stream=True, stream_tokens=stream_tokens, **options)
-        return self._events(body, timeout)
 
     def health(self) -> bool:
         """Whether the server answers and its engine is alive."""
@@ -126,10 +147,6 @@ class RolloutClient(Connection, LearningMethods):
         deadline = time.monotonic() + timeout_s
         while not self.health():
             time.sleep(poll_s(deadline, timeout_s, self.base_url))
-
-    def models(self) -> list[str]:
-        """Names of the served models."""
-        return model_names(self._read("GET", "/v1/models"))
 
     def close(self) -> None:
         self._http.close()
@@ -151,14 +168,8 @@ class RolloutClient(Connection, LearningMethods):
                 time.sleep(self._retries.delay_s(error, attempt, request.url))
                 attempt += 1
 
-    def _read(self, method: str, path: str, body: object = None, timeout: float | None = None) -> bytes:
-        return self._answer(method, path, body, timeout).content
-
-    def _call(self, call: Call[T]) -> T:
-        return call.read(self._answer(call.method, call.path, call.body, None))
-
-    def _answer(self, method: str, path: str, body: object, timeout: float | None) -> httpx.Response:
-        response = self._open(method, path, body, timeout)
+    def _send(self, call: Call[T]) -> T:
+        response = self._open(call.method, call.path, call.body, call.timeout)
         try:
             response.read()
         except httpx.TransportError as error:
@@ -166,15 +177,15 @@ class RolloutClient(Connection, LearningMethods):
         finally:
             response.close()
         raise_for_error(response)
-        return response
+        return call.read(response)
 
-    def _events(self, body: Mapping[str, Any], timeout: float | None) -> Generator[Event, None, None]:
-        response = self._open("POST", "/v1/rollouts", body, timeout)
+    def _events(self, call: EventsCall) -> Generator[Event, None, None]:
+        response = self._open("POST", "/v1/rollouts", call.body, call.timeout)
         try:
             if response.is_error:
                 response.read()
                 raise_for_error(response)
-            reader = EventReader(streams_tokens="stream_tokens" in body)
+            reader = EventReader(streams_tokens="stream_tokens" in call.body)
             for chunk in response.iter_bytes():
                 yield from reader.feed(chunk)
             reader.close()
@@ -184,43 +195,25 @@ class RolloutClient(Connection, LearningMethods):
             response.close()
 
 
-class AsyncRolloutClient(Connection, AsyncLearningMethods):
+class AsyncRolloutClient(Connection):
     """Async client. Use as an async context manager, or await `close`."""
+
+    rollout = _awaited(calls.rollout)
+    stream = _async_streamed(calls.stream)
+    models = _awaited(calls.models)
+    post_rewards = _awaited(calls.post_rewards)
+    quality_head = _awaited(calls.quality_head)
+    set_quality_head = _awaited(calls.set_quality_head)
+    report = _awaited(calls.report)
+    state = _awaited(calls.state)
+    set_state = _awaited(calls.set_state)
+    vote = _awaited(calls.vote)
 
     def __init__(self, base_url: str = DEFAULT_URL, **settings: Any) -> None:
         super().__init__(base_url, **settings)
         self._http = httpx.AsyncClient(**self._settings)
 
     __init__.__doc__ = Connection.__init__.__doc__
-
-    @takes_options
-    async def rollout(
-        self,
-        prompts: Iterable[PromptLike],
-        group_size: int,
-        redundancy: Redundancy = 0,
-        *,
-        timeout: float | None = None,
-        **options: Unpack[RolloutOptions],
-    ) -> RolloutAnswer:
-        """See `RolloutClient.rollout`. Cancelling it closes the connection, and the server aborts the candidates."""
-        body = rollout_body(prompts, group_size, redundancy, stream=False, stream_tokens=None, **options)
-        return parse(_ANSWER, await self._read("POST", "/v1/rollouts", body, timeout))
-
-    @takes_options
-    def stream(
-        self,
-        prompts: Iterable[PromptLike],
-        group_size: int,
-        redundancy: Redundancy = 0,
-        *,
-        stream_tokens: int | None = None,
-        timeout: float | None = None,
-        **options: Unpack[RolloutOptions],
-    ) -> AsyncGenerator[Event, None]:
-        """See `RolloutClient.stream`. Close it early with `contextlib.aclosing`."""
-        body = rollout_body(prompts, group_size, redundancy, stream=True, stream_tokens=stream_tokens, **options)
-        return self._events(body, timeout)
 
     async def health(self) -> bool:
         """Whether the server answers and its engine is alive."""
@@ -235,10 +228,6 @@ class AsyncRolloutClient(Connection, AsyncLearningMethods):
         deadline = time.monotonic() + timeout_s
         while not await self.health():
             await asyncio.sleep(poll_s(deadline, timeout_s, self.base_url))
-
-    async def models(self) -> list[str]:
-        """Names of the served models."""
-        return model_names(await self._read("GET", "/v1/models"))
 
     async def close(self) -> None:
         await self._http.aclose()
@@ -260,14 +249,8 @@ class AsyncRolloutClient(Connection, AsyncLearningMethods):
                 await asyncio.sleep(self._retries.delay_s(error, attempt, request.url))
                 attempt += 1
 
-    async def _read(self, method: str, path: str, body: object = None, timeout: float | None = None) -> bytes:
-        return (await self._answer(method, path, body, timeout)).content
-
-    async def _call(self, call: Call[T]) -> T:
-        return call.read(await self._answer(call.method, call.path, call.body, None))
-
-    async def _answer(self, method: str, path: str, body: object, timeout: float | None) -> httpx.Response:
-        response = await self._open(method, path, body, timeout)
+    async def _send(self, call: Call[T]) -> T:
+        response = await self._open(call.method, call.path, call.body, call.timeout)
         try:
             await response.aread()
         except httpx.TransportError as error:
@@ -275,15 +258,15 @@ class AsyncRolloutClient(Connection, AsyncLearningMethods):
         finally:
             await response.aclose()
         raise_for_error(response)
-        return response
+        return call.read(response)
 
-    async def _events(self, body: Mapping[str, Any], timeout: float | None) -> AsyncGenerator[Event, None]:
-        response = await self._open("POST", "/v1/rollouts", body, timeout)
+    async def _events(self, call: EventsCall) -> AsyncGenerator[Event, None]:
+        response = await self._open("POST", "/v1/rollouts", call.body, call.timeout)
         try:
             if response.is_error:
                 await response.aread()
                 raise_for_error(response)
-            reader = EventReader(streams_tokens="stream_tokens" in body)
+            reader = EventReader(streams_tokens="stream_tokens" in call.body)
             async for chunk in response.aiter_bytes():
                 for event in reader.feed(chunk):
                     yield event

@@ -11,7 +11,7 @@ from http import HTTPStatus
 from typing import Annotated, Any
 
 import httpx
-from pydantic import BaseModel, Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 from typing_extensions import Self
 
 from vllm_rollout.client.joints import Joints
@@ -220,13 +220,3 @@ def poll_s(deadline: float, timeout_s: float, url: str) -> float:
     if left_s <= 0:
         raise TimeoutError(f"{url} was not ready within {timeout_s} s. See the server's log, or wait longer.")
     return min(POLL_INTERVAL_S, left_s)
-
-
-def model_names(content: bytes) -> list[str]:
-    class Model(BaseModel):
-        id: str
-
-    class Models(BaseModel):
-        data: list[Model]
-
-    return [model.id for model in parse(TypeAdapter(Models), content).data]

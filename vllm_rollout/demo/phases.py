@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple
 
 import httpx
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
+from vllm_rollout.client.client import AsyncRolloutClient, RolloutError
 from vllm_rollout.demo.options import Options
 from vllm_rollout.process import (
     GENERATION_TOKENS,
@@ -22,6 +24,7 @@ from vllm_rollout.process import (
     ServerProcess,
     counter,
 )
+from vllm_rollout.server.answers import CandidateEvent, GroupEvent, TrajectoryEvent
 
 
 class Candidate(NamedTuple):
@@ -97,44 +100,40 @@ async def run_stock(client: httpx.AsyncClient, options: Options, on_group: Calla
     return Phase("stock vLLM", time.monotonic() - started, groups)
 
 
-async def run_race(client: httpx.AsyncClient, options: Options, on_group: Callable[[], None]) -> Phase:
-    """One rollout for all prompts; its events say when a group is over."""
-    body = {
-        "prompts": [
-            {"id": str(i), "messages": [{"role": "user", "content": question}]}
-            for i, question in enumerate(options.questions)
-        ],
-        "group_size": options.group_size,
-        "redundancy": options.candidates - options.group_size,
-        "sampling": options.sampling,
-        "return": {"logprobs": False},
-        "stream": True,
-    }
+async def run_race(client: AsyncRolloutClient, options: Options, on_group: Callable[[], None]) -> Phase:
+    """One rollout for all prompts; its events say when a group is over. Raises: ServerError with the server's words."""
+    prompts = [
+        {"id": str(i), "messages": [{"role": "user", "content": question}]}
+        for i, question in enumerate(options.questions)
+    ]
     groups: list[list[Candidate]] = [[] for _ in options.questions]
     started = time.monotonic()
-    async with client.stream("POST", "/v1/rollouts", json=body) as response:
-        if response.status_code != 200:
-            await response.aread()
-            _raise_for_status(response)
-        async for line in response.aiter_lines():
-            if not line.startswith("data: "):
-                continue
-            event = json.loads(line.removeprefix("data: "))
-            if event["type"] == "error":
-                raise ServerError(event["error"]["message"])
-            if event["type"] == "trajectory":
-                trajectory = event["trajectory"]
-                token_ids = tuple(trajectory["token_ids"])
-                candidate = Candidate(trajectory["index"], trajectory["num_tokens"], "kept", token_ids)
-                groups[int(event["prompt_id"])].append(candidate)
-            elif event["type"] == "candidate":
-                other = event["candidate"]
-                # One that reaches the cap in the step in which its group completes is surplus too, but saved nothing.
-                stopped = other["state"] == "surplus" and other["num_tokens"] < options.max_tokens
-                state = "surplus" if stopped else "unused"
-                groups[int(event["prompt_id"])].append(Candidate(other["index"], other["num_tokens"], state))
-            elif event["type"] == "group":
-                on_group()
+    events = client.stream(
+        prompts,
+        options.group_size,
+        options.candidates - options.group_size,
+        sampling=options.sampling,
+        return_logprobs=False,
+    )
+    try:
+        async with aclosing(events):
+            async for event in events:
+                if isinstance(event, TrajectoryEvent):
+                    kept = event.trajectory
+                    candidate = Candidate(kept.index, kept.num_tokens, "kept", tuple(kept.token_ids))
+                    groups[int(event.prompt_id)].append(candidate)
+                elif isinstance(event, CandidateEvent):
+                    other = event.candidate
+                    # One that reaches the cap in the step that completes its group is surplus too, but saved nothing.
+                    stopped = other.state == "surplus" and other.num_tokens < options.max_tokens
+                    state = "surplus" if stopped else "unused"
+                    groups[int(event.prompt_id)].append(Candidate(other.index, other.num_tokens, state))
+                elif isinstance(event, GroupEvent):
+                    on_group()
+    except RolloutError as error:
+        if error.status is None:  # the connection's, which the server's log explains
+            raise
+        raise ServerError(error.message) from error
     return Phase("vllm-rollout", time.monotonic() - started, [sorted(group) for group in groups])
 
 
@@ -143,7 +142,7 @@ def _raise_for_status(response: httpx.Response) -> None:
         raise ServerError(f"{response.request.url.path} answered {response.status_code}: {response.text[:500]}")
 
 
-RunPhase = Callable[[httpx.AsyncClient, Options, Callable[[], None]], Awaitable[Phase]]
+RunPhase = Callable[[Options, Callable[[], None]], Awaitable[Phase]]
 
 
 async def show_phase(
@@ -166,7 +165,7 @@ async def show_phase(
             await asyncio.sleep(POLL_INTERVAL_S)
 
     progress.start_task(row)
-    working = asyncio.ensure_future(run(client, options, lambda: progress.advance(row)))
+    working = asyncio.ensure_future(run(options, lambda: progress.advance(row)))
     following = asyncio.create_task(follow())
     try:
         await asyncio.wait([working, following], return_when=asyncio.FIRST_COMPLETED)
@@ -200,11 +199,15 @@ async def run_phases(server: ServerProcess, options: Options, console: Console) 
             f"race: first {options.group_size} of {options.candidates}",
         )
     ]
-    async with httpx.AsyncClient(base_url=server.url, timeout=None, trust_env=False) as client:
+    async with (
+        httpx.AsyncClient(base_url=server.url, timeout=None, trust_env=False) as client,
+        # With a transport of its own it asks no proxy for a server on this machine.
+        AsyncRolloutClient(server.url, transport=httpx.AsyncHTTPTransport()) as rollouts,
+    ):
         await warm_up(client, options)
         with progress:
-            stock = await show_phase(run_stock, client, server, options, progress, rows[0])
-            race = await show_phase(run_race, client, server, options, progress, rows[1])
+            stock = await show_phase(partial(run_stock, client), client, server, options, progress, rows[0])
+            race = await show_phase(partial(run_race, rollouts), client, server, options, progress, rows[1])
     return stock, race
 
 

@@ -11,6 +11,7 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
+from vllm_rollout.client.client import RolloutError
 from vllm_rollout.demo.options import MAX_CANDIDATES, Options
 from vllm_rollout.demo.phases import Phase, compare_kept, run_phases
 from vllm_rollout.demo.picture import draw
@@ -50,7 +51,7 @@ def run(options: Options) -> None:
             console.print(f"[green]✔[/] server ready after {started_s:.0f} s ({server.url})")
             try:
                 stock, race = asyncio.run(run_phases(server, options, console))
-            except httpx.TransportError as error:
+            except (httpx.TransportError, RolloutError) as error:
                 raise server.lost(error) from error
             finally:
                 console.print("[dim]the server stops[/]")

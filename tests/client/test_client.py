@@ -21,6 +21,8 @@ import httpx
 import pytest
 
 import vllm_rollout
+from tests.server.conftest import wait_until
+from tests.server.fake_engine import MODEL, FakeEngine
 from vllm_rollout import AsyncRolloutClient, RolloutClient, RolloutError
 from vllm_rollout.client.client import RolloutOptions, rollout_body
 from vllm_rollout.server.answers import DoneEvent, Event, TokensEvent
@@ -28,9 +30,6 @@ from vllm_rollout.server.learning.body import RewardsAnswer, RewardsRequest
 from vllm_rollout.server.protocol import DualEnd, DualEndSelection, Prompt, RolloutRequest
 from vllm_rollout.server.pruning_body import Pruning
 from vllm_rollout.server.votes import VoteAnswer, VoteRequest
-
-from .conftest import wait_until
-from .fake_engine import MODEL, FakeEngine
 
 FAST = {"backoff_s": 0.01}
 ENDLESS = {"min_tokens": 4000}

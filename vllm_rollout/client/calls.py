@@ -1,0 +1,235 @@
+"""What a server can be asked, one description per call. Invariant: a call is said once, for both clients.
+
+A call's arguments, defaults and words are those of the clients' method of the same name.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
+from urllib.parse import quote
+
+import httpx
+from pydantic import BaseModel, TypeAdapter
+from typing_extensions import Unpack
+
+from vllm_rollout.client.body import PromptLike, Redundancy, RolloutOptions, rollout_body, takes_options
+from vllm_rollout.client.connection import RolloutError, parse
+from vllm_rollout.group.voting import VotingMethod
+from vllm_rollout.server.answers import RolloutAnswer
+from vllm_rollout.server.engine import LearningReport
+from vllm_rollout.server.learning.body import HEAD_HEADER, HeadAnswer, RewardEntry, RewardsAnswer
+from vllm_rollout.server.votes import VoteAnswer
+
+T = TypeVar("T")
+
+RewardLike = tuple[str, int, float] | Mapping[str, Any] | RewardEntry
+"""(prompt_id, index, reward), or an object with these fields."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[T]):
+    """One request, and how its answer is read."""
+
+    method: str
+    path: str
+    read: Callable[[httpx.Response], T]
+    body: object = None
+    """Bytes are sent as they are, anything else as JSON."""
+    timeout: float | None = None
+    """Longest silence of the server in seconds; None: the client's `read_timeout_s`."""
+
+
+@dataclass(frozen=True, slots=True)
+class EventsCall:
+    """A rollout whose answer is read as events."""
+
+    body: Mapping[str, Any]
+    timeout: float | None
+
+
+class QualityHead(NamedTuple):
+    """A trained head, to be kept or put back."""
+
+    head: HeadAnswer
+    weights: bytes
+    """safetensors with metadata."""
+
+
+class _Model(BaseModel):
+    id: str
+
+
+class _Models(BaseModel):
+    data: list[_Model]
+
+
+def _typed(form: type[T]) -> Callable[[httpx.Response], T]:
+    adapter: TypeAdapter[T] = TypeAdapter(form)
+
+    def read(response: httpx.Response) -> T:
+        answer: T = parse(adapter, response.content)
+        return answer
+
+    return read
+
+
+_read_rollout = _typed(RolloutAnswer)
+_read_models = _typed(_Models)
+_read_rewards = _typed(RewardsAnswer)
+_read_head = _typed(HeadAnswer)
+_read_report = _typed(LearningReport)
+_read_vote = _typed(VoteAnswer)
+
+
+@takes_options
+def rollout(
+    prompts: Iterable[PromptLike],
+    group_size: int,
+    redundancy: Redundancy = 0,
+    *,
+    timeout: float | None = None,
+    **options: Unpack[RolloutOptions],
+) -> Call[RolloutAnswer]:
+    """Run `group_size + redundancy` candidates per prompt; each complete group has `group_size` trajectories.
+
+    With redundancy "auto" the server shares out up to `group_size` spare candidates per prompt, by what it has seen
+    of lengths: give prompts ids that stay theirs.
+
+    `timeout`: longest silence of the server in seconds, in place of the client's `read_timeout_s`. Cancelling the async
+    client's call closes the connection, and the server aborts the candidates.
+
+    Raises: RolloutError with the server's words; TypeError for a prompt of no known form.
+    """
+    body = rollout_body(prompts, group_size, redundancy, stream=False, stream_tokens=None, **options)
+    return Call("POST", "/v1/rollouts", _read_rollout, body, timeout)
+
+
+@takes_options
+def stream(
+    prompts: Iterable[PromptLike],
+    group_size: int,
+    redundancy: Redundancy = 0,
+    *,
+    stream_tokens: int | None = None,
+    timeout: float | None = None,
+    **options: Unpack[RolloutOptions],
+) -> EventsCall:
+    """Like `rollout`, as events: trajectories and candidates, then their `group`, and `done` at the end.
+
+    `stream_tokens`: also send `tokens` events, in chunks of at least that many tokens per candidate, the last one
+    of a candidate excepted. Its chunks join without a gap (checked here) and make up its trajectory; a `candidate`
+    event says that it is out and that no more of its tokens come. A reader may take its time: generation goes on,
+    and later chunks are longer.
+
+    The request is sent when the first event is asked for. Closing the generator (`contextlib.closing` or `aclosing`, or
+    dropping it) closes the connection, and the server aborts the candidates.
+
+    Raises: RolloutError as `rollout`, at an `error` event, when the stream is cut and where tokens do not join.
+    """
+    body = rollout_body(prompts, group_size, redundancy, stream=True, stream_tokens=stream_tokens, **options)
+    return EventsCall(body, timeout)
+
+
+def models() -> Call[list[str]]:
+    """Names of the served models."""
+    return Call("GET", "/v1/models", lambda response: [model.id for model in _read_models(response).data])
+
+
+def post_rewards(rollout_id: str, rewards: Iterable[RewardLike], threshold: float | None = None) -> Call[RewardsAnswer]:
+    """Say what a rollout's trajectories were worth: (prompt_id, index, reward) each. Safe to repeat.
+
+    `threshold`: a reward above it is positive; None: the server's default, 0.5.
+
+    Raises: RolloutError, 404 when the rollout is not known; TypeError for a reward of no known form; ValueError for
+    one that is not finite.
+    """
+    body: dict[str, Any] = {"rewards": [_entry(reward, position) for position, reward in enumerate(rewards)]}
+    if threshold is not None:
+        body["threshold"] = threshold
+    return Call("POST", f"/v1/rollouts/{quote(rollout_id, safe='')}/rewards", _read_rewards, body)
+
+
+def quality_head(detection_length: int | None = None) -> Call[QualityHead]:
+    """The trained head; None: the only one there is. Raises: RolloutError, 404 while there is none."""
+    return Call("GET", f"/v1/quality_head{_query(detection_length)}", _read_quality_head)
+
+
+def set_quality_head(weights: bytes) -> Call[HeadAnswer]:
+    """Put a head in place. Raises: RolloutError, 409 for one of another model or hidden size."""
+    return Call("PUT", "/v1/quality_head", _read_head, bytes(weights))
+
+
+def report(detection_length: int | None = None) -> Call[LearningReport]:
+    """What calibration and head are worth. Raises: RolloutError, 404 while nothing was learned."""
+    return Call("GET", f"/v1/quality_head/report{_query(detection_length)}", _read_report)
+
+
+def state() -> Call[bytes]:
+    """All that was learned, for a checkpoint: opaque bytes for `set_state`."""
+    return Call("GET", "/v1/rollouts/state", lambda response: response.content)
+
+
+def set_state(state: bytes) -> Call[None]:
+    """Restore what `state` gave. Raises: RolloutError, 409 for a state of another model."""
+    return Call("PUT", "/v1/rollouts/state", lambda _: None, bytes(state))
+
+
+def vote(
+    answers: Sequence[str | None] | None = None,
+    *,
+    texts: Sequence[str | None] | None = None,
+    answer_pattern: str | None = None,
+    method: VotingMethod = "majority",
+    weights: Sequence[float | None] | None = None,
+    correct: str | None = None,
+    k: int | None = None,
+) -> Call[VoteAnswer]:
+    """What a group answered: by its `answers`, or by `texts` in which `answer_pattern` finds them; None abstains.
+
+    `method`: "majority", "confidence" or "quality", the latter two with `weights`. With `correct` and `k` also
+    maj@k. Raises: RolloutError with the server's words.
+    """
+    body = {
+        "answers": None if answers is None else list(answers),
+        "texts": None if texts is None else list(texts),
+        "answer_pattern": answer_pattern,
+        "method": method,
+        "weights": None if weights is None else [None if weight is None else float(weight) for weight in weights],
+        "correct": correct,
+        "k": k,
+    }
+    return Call("POST", "/v1/votes", _read_vote, {field: value for field, value in body.items() if value is not None})
+
+
+def _entry(reward: RewardLike, position: int) -> dict[str, Any]:
+    try:
+        if isinstance(reward, RewardEntry):
+            entry = reward.model_dump()
+        elif isinstance(reward, Mapping):
+            entry = {**reward, "reward": float(reward["reward"])}
+        else:
+            prompt_id, index, value = reward
+            # numpy and torch scalars are not JSON
+            entry = {"prompt_id": prompt_id, "index": operator.index(index), "reward": float(value)}
+    except (TypeError, ValueError, KeyError) as error:
+        raise TypeError(
+            f"rewards[{position}] must be (prompt_id, index, reward) or a dict of these, got {reward!r:.80} ({error!r})"
+        ) from error
+    if not math.isfinite(entry["reward"]):
+        raise ValueError(f"rewards[{position}].reward must be a finite number, got {entry['reward']}. Leave it out.")
+    return entry
+
+
+def _query(detection_length: int | None) -> str:
+    return "" if detection_length is None else f"?detection_length={detection_length}"
+
+
+def _read_quality_head(response: httpx.Response) -> QualityHead:
+    if HEAD_HEADER not in response.headers:
+        raise RolloutError(None, f"the answer has no header {HEAD_HEADER!r}: not a rollout server?", "UnexpectedAnswer")
+    head = parse(TypeAdapter(HeadAnswer), response.headers[HEAD_HEADER].encode())
+    return QualityHead(head, response.content)
