@@ -3,7 +3,10 @@
 import ast
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -78,6 +81,71 @@ def test_server_imports_neither_torch_nor_vllm():
     assert offences(PACKAGE / "server", torch_or_vllm) == []
 
 
+def test_client_imports_neither_torch_nor_vllm():
+    assert offences(PACKAGE / "client", torch_or_vllm) == []
+
+
+Arrows = dict[str, dict[str, list[str]]]
+"""What a place imports of another: importer, imported, then `file: name`."""
+
+
+def place(parts: tuple[str, ...]) -> str:
+    """The place of a module of ours: its folder, or itself when it stands in none. Each process of the adapter is one,
+    what they share is another, and the plugin, which starts them, stands outside."""
+    if parts[0] != "adapter":
+        return parts[0]
+    if len(parts) > 1 and ((PACKAGE / "adapter" / parts[1]).is_dir() or parts[1] == "plugin"):
+        return f"adapter/{parts[1]}"
+    return "adapter"
+
+
+def arrows() -> Arrows:
+    found: Arrows = defaultdict(lambda: defaultdict(list))
+    for path in sorted(PACKAGE.rglob("*.py")):
+        where = path.relative_to(PACKAGE)
+        importer = place(where.with_suffix("").parts)
+        for name in sorted(imported_modules(path.read_text(), ".".join(["vllm_rollout", *where.parts[:-1]]))):
+            if is_within(name, "vllm_rollout") and name != "vllm_rollout":
+                imported = place(tuple(name.split(".")[1:]))
+                if imported != importer:
+                    found[importer][imported].append(f"{where}: {name}")
+    return found
+
+
+def cycle(arrows: Arrows) -> list[str]:
+    """Imports that lead from a folder back to itself; none when there is no such way."""
+    try:
+        TopologicalSorter(arrows).prepare()
+    except CycleError as error:
+        way = error.args[1]
+        return [line for imported, importer in pairwise(way) for line in arrows[importer][imported]]
+    return []
+
+
+def test_folders_form_no_cycle():
+    assert cycle(arrows()) == []
+
+
+def test_a_cycle_is_shown_by_its_imports():
+    found = {"a": {"b": ["a/x.py: b.y"]}, "b": {"c": ["b/y.py: c.z"]}, "c": {"a": ["c/z.py: a.x"]}}
+    assert sorted(cycle(found)) == ["a/x.py: b.y", "b/y.py: c.z", "c/z.py: a.x"]
+    assert cycle({"a": {"b": []}, "c": {"b": []}}) == []
+
+
+@pytest.mark.parametrize(
+    ("importer", "others"),
+    [
+        ("adapter/core", {"adapter/api", "adapter/worker"}),
+        ("adapter/worker", {"adapter/api", "adapter/core"}),
+        ("adapter", {"adapter/api", "adapter/core", "adapter/worker"}),
+        ("server", {"client", "adapter", "adapter/api", "simulator", "profiling"}),
+    ],
+)
+def test_a_process_does_not_reach_into_another(importer, others):
+    found = arrows()[importer]
+    assert {imported: found[imported] for imported in found.keys() & others} == {}
+
+
 def test_tracker_observes_with_torch():
     modules = {name for path in (PACKAGE / "tracker").glob("*.py") for name in imported_modules(path.read_text())}
     assert "torch" in modules
@@ -136,13 +204,14 @@ def test_the_rule_for_group_tells_allowed_from_forbidden(source, allowed):
     [
         ("vllm_rollout.group", {"torch", "vllm", "pydantic", "numpy"}),
         ("vllm_rollout.server", {"torch", "vllm"}),
+        ("vllm_rollout.client", {"torch", "vllm", "fastapi"}),
         ("vllm_rollout.cli", {"torch", "vllm"}),
         ("vllm_rollout", {"torch", "vllm"}),
     ],
 )
 def test_importing_stays_light(package, forbidden):
     names = [package]
-    if package in ("vllm_rollout.group", "vllm_rollout.server"):
+    if (PACKAGE / package.partition(".")[2]).is_dir() and package != "vllm_rollout":
         folder = PACKAGE / package.partition(".")[2]
         names += [
             ".".join([package, *path.relative_to(folder).with_suffix("").parts]) for path in folder.rglob("[!_]*.py")

@@ -15,7 +15,7 @@ from fastapi import FastAPI, Response
 from prometheus_client import CollectorRegistry, generate_latest
 
 from vllm_rollout import RolloutClient
-from vllm_rollout.metrics import Metrics
+from vllm_rollout.server.metrics import Metrics
 from vllm_rollout.server.recorder import TraceRecorder
 from vllm_rollout.server.routes import router
 from vllm_rollout.server.service import RolloutService

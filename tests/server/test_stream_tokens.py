@@ -12,7 +12,6 @@ import httpx
 import pytest
 
 from vllm_rollout import AsyncRolloutClient, RolloutClient, RolloutError
-from vllm_rollout.metrics import Metrics
 from vllm_rollout.server.answers import (
     Candidate,
     CandidateEvent,
@@ -22,6 +21,7 @@ from vllm_rollout.server.answers import (
     TokensEvent,
     TrajectoryEvent,
 )
+from vllm_rollout.server.metrics import Metrics
 from vllm_rollout.server.protocol import RolloutRequest
 from vllm_rollout.server.service import EVENT_BUFFER, RolloutService
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 
-PLUGIN = "vllm_rollout"
-"""Our name in VLLM_PLUGINS, which every process of the server inherits: `vllm-rollout serve` puts it there."""
+from vllm_rollout.adapter import PLUGIN
 
 
 def register() -> None:

@@ -14,7 +14,6 @@ from contextlib import aclosing
 from vllm_rollout.group.plan import GroupPlan, PlanError, make_plan
 from vllm_rollout.group.prompt_key import seed_for
 from vllm_rollout.group.selection import conclude, lengths_of
-from vllm_rollout.metrics import Metrics
 from vllm_rollout.server.answers import (
     Candidate,
     CandidateEvent,
@@ -30,6 +29,7 @@ from vllm_rollout.server.answers import (
 from vllm_rollout.server.ended import candidate_of, tokens_of, trajectory_of
 from vllm_rollout.server.engine import CandidateEnd, CandidateTokens, Engine, PreparedPrompt, PromptInput, RequestError
 from vllm_rollout.server.learning.service import LearningService
+from vllm_rollout.server.metrics import Metrics
 from vllm_rollout.server.protocol import Auto, DualEndSelection, RolloutRequest
 from vllm_rollout.server.recorder import TraceRecorder, recorded
 from vllm_rollout.server.rollout import Rollout

@@ -16,9 +16,9 @@ from vllm_rollout.group.history import ObservedLength, observed_lengths
 from vllm_rollout.group.plan import GroupPlan
 from vllm_rollout.group.prompt_key import digest_of
 from vllm_rollout.group.types import Ending
-from vllm_rollout.metrics import Metrics
 from vllm_rollout.server.answers import Allocation, RedundancyBudget
 from vllm_rollout.server.engine import Engine, PreparedPrompt, RequestError
+from vllm_rollout.server.metrics import Metrics
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from vllm_rollout.group.judge import Scoring
 from vllm_rollout.group.plan import GroupJoin, GroupPlan, PlanError, plan_from_xargs, rollout_xargs
 from vllm_rollout.group.selection import conclude
 from vllm_rollout.group.types import Ending, GroupResult
-from vllm_rollout.metrics import Metrics
+from vllm_rollout.server.metrics import Metrics
 
 logger = init_logger("vllm.vllm_rollout")
 

@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.datastructures import State
 
-from vllm_rollout.adapter.plugin import PLUGIN
+from vllm_rollout.adapter import PLUGIN
 
 
 class RolloutEndpoints:

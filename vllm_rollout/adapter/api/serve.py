@@ -20,9 +20,9 @@ from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 import vllm_rollout
+from vllm_rollout.adapter import PLUGIN
 from vllm_rollout.adapter.compat import check_vllm_version, vllm_version
 from vllm_rollout.adapter.options import RolloutOptions
-from vllm_rollout.adapter.plugin import PLUGIN
 from vllm_rollout.config import CPU_BLOCK_SIZE_TOKENS, FEATURE_RING_BYTES, TRAIN_BUDGET_S
 from vllm_rollout.models import DEFAULT_MODEL, resolve
 from vllm_rollout.profiling.profile_file import Profile

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from http import HTTPStatus
 
 from vllm_rollout.config import MAX_REMEMBERED_CANDIDATES, REPORT_INTERVAL_S
-from vllm_rollout.metrics import Metrics
 from vllm_rollout.server.engine import Engine, HeadInfo, LearningReport, RequestError, Reward
 from vllm_rollout.server.learning.body import (
     EXPLANATIONS,
@@ -16,6 +15,7 @@ from vllm_rollout.server.learning.body import (
     RewardsAnswer,
     RewardsRequest,
 )
+from vllm_rollout.server.metrics import Metrics
 from vllm_rollout.server.recorder import TraceRecorder
 
 
