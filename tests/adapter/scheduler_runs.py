@@ -17,6 +17,7 @@ from vllm_rollout.adapter.wire import CandidateTag, EndingNote
 from vllm_rollout.group.judge import Scoring
 from vllm_rollout.group.learning import Learning
 from vllm_rollout.group.pruning_plan import PruningPlan
+from vllm_rollout.group.step import GroupSteps
 from vllm_rollout.group.types import Assessment, Observation
 
 REQUEST_STRIDE = 10_000
@@ -48,8 +49,7 @@ class TracedRun(DryRun):
         """Tokens of the requests that say something in particular."""
 
     def add(self, request_id: str, length: int, **kwargs: Any) -> Request:
-        super().add(request_id, length, **kwargs)
-        request = self.requests[request_id] = self.scheduler.requests[request_id]
+        request = self.requests[request_id] = super().add(request_id, length, **kwargs)
         return request
 
     def sample(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
@@ -181,7 +181,13 @@ def assert_nothing_left(run: TracedRun) -> None:
     assert scheduler._candidates == {}
     assert scheduler._by_id == {}
     assert scheduler._ended == []
-    assert scheduler._touched == {}
-    assert all(group.over for group in scheduler._capped.values())
     assert scheduler._num_with_stop_strings == 0
-    assert len(scheduler._groups) == 0
+    assert_nothing_open(scheduler.group_steps)
+
+
+def assert_nothing_open(steps: GroupSteps) -> None:
+    """No group is left, and nothing waits for the next step."""
+    assert len(steps) == 0
+    assert not steps.has_events
+    assert steps._scored == {}
+    assert steps._capped == {}

@@ -16,7 +16,7 @@ from vllm_rollout.adapter.core.learning_calls import LearningCalls
 from vllm_rollout.adapter.worker.worker import RolloutWorker
 from vllm_rollout.config import MAX_DETECTION_LENGTHS
 from vllm_rollout.group.judge import Judge, Scoring
-from vllm_rollout.group.lifecycle import Group
+from vllm_rollout.group.lifecycle import Group, GroupTerms
 from vllm_rollout.group.pruning_plan import PruningPlan
 from vllm_rollout.group.types import Confidence, Observation
 from vllm_rollout.tracker.feature_ring import FeatureRing
@@ -59,7 +59,7 @@ class Rank:
     def run_rollout(self, rollout_id: str, num: int = 120, seed: int = 0, plans: tuple[PruningPlan, ...] = (PLAN,)):
         """Score and finish candidates whose first feature says whether they succeed."""
         states = torch.randn(num, HIDDEN_SIZE, generator=torch.Generator().manual_seed(seed))
-        group = Group(num, num)
+        group = Group(GroupTerms(num, num))
         for index in range(num):
             plan = plans[index % len(plans)]
             group.launch()
@@ -122,7 +122,7 @@ def test_ranks_teach_each_other_and_learn_every_label_once():
 def test_one_rollout_over_two_ranks_gives_each_reward_one_status():
     ranks = [Rank(0), Rank(1)]
     rewards = ranks[0].run_rollout("r", num=40)
-    group = Group(1, 1)
+    group = Group(GroupTerms(1, 1))
     group.launch()
     entry = ranks[1].judge.ledger.open("r", "q", 0, "other", PLAN)
     seen = Observation(Confidence(1.0, 1.0, 1.0), 0.5, 1)

@@ -64,7 +64,7 @@ def test_pruned_candidates_stop_in_the_step_in_which_they_are_scored(pruning_run
     assert [run.tokens(id) == run.own_tokens(id, 10) for id in (ids[1], ids[3])] == [True, True]
     assert [run.num_dropped(id) for id in (ids[1], ids[3])] == [loop.depth - 1] * 2
     assert {run.note(id).end_step for id in (ids[1], ids[3])} == {run.note("g-1").end_step}
-    assert run.note("g-0").end_step - run.note("g-1").end_step == 40
+    assert run.note("g-0").end_step == run.note("g-1").end_step + 1
     assert reward(run, "g", 0, 1, 2, 3) == ["accepted", "unfinished", "accepted", "unfinished"]
     assert_nothing_left(run)
 
@@ -271,19 +271,25 @@ def test_a_group_without_pruning_beside_one_with_it_is_not_judged(pruning_run):
     assert run.note("b-0").assessment is None
 
 
-def test_joined_requests_are_judged_each_by_its_own_plan(pruning_run):
+def test_a_request_that_joins_with_another_plan_is_refused(pruning_run):
     run = pruning_run()
-    prune_by_sign(run, 12)
-    plans = [PLAN, SHADOW, replace(PLAN, detection_length=12), None]
-    for number, plan in enumerate(plans):
+    prune_by_sign(run, 10)
+    for number, plan in enumerate([PLAN, PLAN, replace(PLAN, detection_length=12), SHADOW, None]):
         scoring = plan and Scoring("g", "g", number, plan)
-        tag = CandidateTag("g", None, 4, 4, True, 64, scoring)
+        tag = CandidateTag("g", None, 1, 2, True, 64, scoring)
         run.add(f"g-{number}", 30, extra_args=tag.to_extra_args())
-    run.logits.update({f"g-{number}": -1 for number in range(4)})
+    run.logits.update({"g-0": -1, "g-1": 1})
     run.run()
-    assert endings(run, [f"g-{number}" for number in range(4)]) == [PRUNED, WON, PRUNED, WON]
-    assert [run.num_tokens(f"g-{number}") for number in range(4)] == [10, 30, 12, 30]
-    assert [run.note(f"g-{number}").assessment is None for number in range(4)] == [False, False, False, True]
+    assert endings(run, ["g-0", "g-1"]) == [PRUNED, WON]
+    refusals = [run.note(f"g-{number}").refusal for number in (2, 3, 4)]
+    assert [run.num_tokens(f"g-{number}") for number in (2, 3, 4)] == [0, 0, 0]
+    said = [refusal.partition(". ")[0] for refusal in refusals]
+    assert said == [
+        "pruning.detection_length of this group is 10, as its first candidate said, got 12",
+        "pruning.mode of this group is 'active', as its first candidate said, got 'shadow'",
+        "pruning.detection_length of this group is 10, as its first candidate said, got None",
+    ]
+    assert_nothing_left(run)
 
 
 def test_a_group_with_nothing_new_is_not_settled_in_every_step(pruning_run, monkeypatch):

@@ -1,11 +1,11 @@
 """Drives a Group by hand."""
 
-from vllm_rollout.group.lifecycle import Group, Settlement
+from vllm_rollout.group.lifecycle import Group, GroupTerms, Settlement
 from vllm_rollout.group.types import EndReason
 
 
 def launched(group_size: int, num_candidates: int, early_stop: bool = True, *, patience: float | None = None) -> Group:
-    group = Group(group_size, num_candidates, early_stop, patience=patience)
+    group = Group(GroupTerms(group_size, num_candidates, early_stop, patience))
     for _ in range(num_candidates):
         group.launch()
     return group

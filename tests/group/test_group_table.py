@@ -2,11 +2,11 @@ import random
 
 import pytest
 
-from vllm_rollout.group.lifecycle import Group, GroupTable
+from vllm_rollout.group.lifecycle import Group, GroupTable, GroupTerms
 
 
 def open_with_candidate(table: GroupTable, group_id: str, num_candidates: int = 1) -> Group:
-    group = table.open(group_id, 1, num_candidates, True)
+    group = table.open(group_id, GroupTerms(1, num_candidates))
     group.launch()
     return group
 
@@ -20,10 +20,10 @@ def finish(table: GroupTable, group_id: str, group: Group) -> None:
 
 def test_a_group_is_made_by_the_first_candidate_that_names_it_and_found_by_the_others():
     table = GroupTable()
-    first = table.open("a", 2, 3, False)
-    assert (first.group_size, first.num_candidates, first.early_stop) == (2, 3, False)
-    assert table.open("a", 2, 3, False) is first
-    assert table.open("b", 2, 3, False) is not first
+    first = table.open("a", GroupTerms(2, 3, early_stop=False))
+    assert first.terms == GroupTerms(2, 3, early_stop=False)
+    assert table.open("a", GroupTerms(2, 3, early_stop=False)) is first
+    assert table.open("b", GroupTerms(2, 3, early_stop=False)) is not first
     assert len(table) == 2
 
 
@@ -32,21 +32,21 @@ def test_a_group_that_is_over_is_forgotten():
     group = open_with_candidate(table, "a")
     finish(table, "a", group)
     assert len(table) == 0
-    assert table.open("a", 1, 1, True) is not group
+    assert table.open("a", GroupTerms(1, 1)) is not group
 
 
 def test_a_group_with_a_running_candidate_is_kept():
     table = GroupTable(max_idle=0)
     group = open_with_candidate(table, "a", num_candidates=2)
     table.release("a")
-    assert table.open("a", 1, 2, True) is group
+    assert table.open("a", GroupTerms(1, 2)) is group
 
 
 def test_a_group_that_waits_for_siblings_is_kept():
     table = GroupTable()
     group = open_with_candidate(table, "a", num_candidates=2)
     finish(table, "a", group)
-    assert table.open("a", 1, 2, True) is group
+    assert table.open("a", GroupTerms(1, 2)) is group
 
 
 def test_the_group_that_has_waited_longest_is_forgotten_first():
@@ -56,9 +56,9 @@ def test_the_group_that_has_waited_longest_is_forgotten_first():
         groups[group_id] = open_with_candidate(table, group_id, num_candidates=3)
         finish(table, group_id, groups[group_id])
     assert len(table) == 2
-    assert table.open("b", 1, 3, True) is groups["b"]
-    assert table.open("c", 1, 3, True) is groups["c"]
-    assert table.open("a", 1, 3, True) is not groups["a"]
+    assert table.open("b", GroupTerms(1, 3)) is groups["b"]
+    assert table.open("c", GroupTerms(1, 3)) is groups["c"]
+    assert table.open("a", GroupTerms(1, 3)) is not groups["a"]
 
 
 def test_a_sibling_that_arrives_makes_the_wait_start_anew():
@@ -69,8 +69,8 @@ def test_a_sibling_that_arrives_makes_the_wait_start_anew():
         finish(table, group_id, groups[group_id])
     finish(table, "a", open_with_candidate(table, "a", num_candidates=3))
     finish(table, "c", open_with_candidate(table, "c", num_candidates=3))
-    assert table.open("a", 1, 3, True) is groups["a"]
-    assert table.open("b", 1, 3, True) is not groups["b"]
+    assert table.open("a", GroupTerms(1, 3)) is groups["a"]
+    assert table.open("b", GroupTerms(1, 3)) is not groups["b"]
 
 
 def test_releasing_an_unknown_group_changes_nothing():
@@ -94,4 +94,4 @@ def test_running_groups_are_kept_and_idle_ones_bounded_whatever_happens(seed):
             assert running.setdefault(group_id, group) is group
         assert len(running) <= len(table) <= len(running) + 3
     for group_id, group in running.items():
-        assert table.open(group_id, 1, 1, True) is group
+        assert table.open(group_id, GroupTerms(1, 1)) is group

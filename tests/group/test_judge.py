@@ -11,7 +11,7 @@ from vllm_rollout.config import MAX_DETECTION_LENGTHS, MAX_LABEL_WEIGHT
 from vllm_rollout.group.judge import Judge, Scoring, restore_learnings
 from vllm_rollout.group.learning import Learning
 from vllm_rollout.group.ledger import LedgerEntry
-from vllm_rollout.group.lifecycle import Group
+from vllm_rollout.group.lifecycle import Group, GroupTerms
 from vllm_rollout.group.pruning_plan import PruningPlan
 from vllm_rollout.group.types import Assessment, Confidence, Observation
 
@@ -52,7 +52,7 @@ class Siblings:
         self.scoring = Scoring(
             scoring.get("rollout_id", "r"), scoring.get("prompt_id", "p"), scoring.get("seed", 7), plan
         )
-        self.group = Group(group_size, num)
+        self.group = Group(GroupTerms(group_size, num))
         self.entries: dict[int, LedgerEntry] = {}
         for index in range(num):
             self.group.launch()

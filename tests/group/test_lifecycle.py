@@ -9,7 +9,7 @@ from group_steps import end_step, launched, states
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_rollout.group.lifecycle import NOTHING, Group, Settlement
+from vllm_rollout.group.lifecycle import NOTHING, Group, GroupTerms, Settlement
 from vllm_rollout.group.types import EndReason
 
 END_STATES = {"finished", "surplus", "failed"}
@@ -70,7 +70,7 @@ def test_truncated_candidates_fill_the_group_when_nobody_else_is_left():
 
 
 def test_a_truncated_candidate_waits_for_siblings_that_have_not_arrived():
-    group = Group(group_size=2, num_candidates=3)
+    group = Group(GroupTerms(2, 3))
     group.launch()
     group.launch()
     end_step(group, (0, "stop", 4), (1, "length", 8))
@@ -103,7 +103,7 @@ def test_a_failed_candidate_never_counts():
 
 
 def test_a_sibling_that_comes_after_the_end_is_given_up():
-    group = Group(group_size=1, num_candidates=3)
+    group = Group(GroupTerms(1, 3))
     group.launch()
     end_step(group, (0, "stop", 2))
     assert group.closed
@@ -117,7 +117,7 @@ def test_a_sibling_that_comes_after_the_end_is_given_up():
 
 
 def test_a_late_sibling_that_failed_stays_failed():
-    group = Group(group_size=1, num_candidates=2)
+    group = Group(GroupTerms(1, 2))
     group.launch()
     end_step(group, (0, "stop", 2))
     group.launch()
@@ -142,13 +142,13 @@ def test_without_early_stop_no_verdict_is_given():
 
 
 def test_candidates_are_numbered_by_arrival_unless_they_name_their_index():
-    group = Group(group_size=2, num_candidates=2)
+    group = Group(GroupTerms(2, 2))
     assert [group.launch(), group.launch()] == [0, 1]
-    assert [Group(2, 4).launch(3), Group(2, 4).launch(0)] == [3, 0]
+    assert [Group(GroupTerms(2, 4)).launch(3), Group(GroupTerms(2, 4)).launch(0)] == [3, 0]
 
 
 def test_launching_an_index_twice_is_our_mistake():
-    group = Group(group_size=1, num_candidates=2)
+    group = Group(GroupTerms(1, 2))
     group.launch(0)
     with pytest.raises(AssertionError, match="candidate 0 launched twice"):
         group.launch(0)
@@ -179,7 +179,7 @@ class Race(NamedTuple):
 def play(group_size: int, lives: list[Life], early_stop: bool = True, order: int = 0) -> Race:
     """Run a race as the scheduler does; `order` seeds the order of launches and ends within a step."""
     shuffled = random.Random(order)
-    group = Group(group_size, len(lives), early_stop)
+    group = Group(GroupTerms(group_size, len(lives), early_stop))
     settlements, ended_by_itself = [], []
     running: set[int] = set()
     for step in range(max(life.end_step for life in lives) + 1):

@@ -8,7 +8,7 @@ from group_steps import end_step, launched, states
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_rollout.group.lifecycle import NOTHING, Group, Settlement
+from vllm_rollout.group.lifecycle import NOTHING, Group, GroupTerms, Settlement
 from vllm_rollout.group.types import Assessment, Confidence, EndReason
 
 END_STATES = {"finished", "surplus", "failed", "pruned"}
@@ -84,7 +84,7 @@ def test_due_candidates_are_needed_as_far_as_the_others_are_too_few(num_due, at_
 
 
 def test_finished_and_expected_siblings_are_able_to_finish_while_failed_and_pruned_ones_are_not():
-    group = Group(group_size=2, num_candidates=6)
+    group = Group(GroupTerms(2, 6))
     for _ in range(5):
         group.launch()
     assert group.num_needed(5, 2) == 1  # the sixth is expected
@@ -137,7 +137,7 @@ def play(group_size: int, lives: list[Life], *, floor: int, early_stop: bool = T
     A candidate that ends in its detection step is not judged: it has ended.
     """
     shuffled = random.Random(order)
-    group = Group(group_size, len(lives), early_stop)
+    group = Group(GroupTerms(group_size, len(lives), early_stop))
     settlements: list[Settlement] = []
     pruned: list[int] = []
     ended: list[int] = []

@@ -47,10 +47,10 @@ def test_a_candidate_that_ends_before_the_cap_does_not_move_it():
 def test_candidates_given_up_are_surplus_and_the_group_is_over():
     group = launched(1, 3, False, patience=2)
     end_step(group, (0, "stop", 10))
-    group.give_up([2])
+    group.too_long({1: 19, 2: 20})
     assert states(group) == ["finished", "running", "surplus"]
     assert not group.over
-    group.give_up([1])
+    group.too_long({1: 20})
     assert group.over
 
 
@@ -58,7 +58,7 @@ def test_no_verdict_is_given_on_a_candidate_that_has_ended():
     group = launched(1, 2, False, patience=2)
     end_step(group, (0, "stop", 10))
     with pytest.raises(AssertionError, match="after its end"):
-        group.give_up([0])
+        group.too_long({0: 20})
 
 
 def test_without_patience_there_is_no_cap():
@@ -76,9 +76,8 @@ def run(lengths: list[int], group_size: int, patience: float | None) -> list[End
             group.end(index, "stop", step)
             endings[index] = Ending(index, "finished", step, end_step=step)
         group.settle()
-        if group.length_cap is not None and step >= group.length_cap:
-            rest = group.running
-            group.give_up(rest)
+        if group.length_cap is not None:
+            rest = group.too_long(dict.fromkeys(group.running, step))
             endings |= {index: Ending(index, "surplus", step, end_step=step) for index in rest}
     assert group.over
     return [endings[index] for index in sorted(endings)]

@@ -1,7 +1,7 @@
 """An engine that really runs groups, without a model.
 
 Invariant: the same seed, prompt and index make the same candidate. A step of virtual time adds one token to every
-running candidate of a group; `Group` and `Judge` decide who stops.
+running candidate of a group; `GroupSteps` decides who stops.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, Validat
 from vllm_rollout.group.cost import CostModel
 from vllm_rollout.group.history import ObservedLength
 from vllm_rollout.group.judge import Scoring
-from vllm_rollout.group.ledger import LedgerEntry
 from vllm_rollout.group.lifecycle import Group
 from vllm_rollout.group.plan import GroupPlan
-from vllm_rollout.group.types import CandidateState, Ending, EndReason
+from vllm_rollout.group.step import GroupSteps
+from vllm_rollout.group.types import CandidateId, CandidateState, Ending, EndReason
 from vllm_rollout.server.engine import (
     CandidateEnd,
     CandidateTokens,
@@ -150,13 +150,12 @@ class FakeEngine(LearningEngine):
     ) -> AsyncGenerator[CandidateTokens | CandidateEnd, None]:
         handle: Handle = prompt.handle
         scoring = None if plan.pruning is None else Scoring(rollout_id, prompt.id, pruning_seed, plan.pruning)
-        entries: dict[int, LedgerEntry] = {}
-        if scoring is not None:
-            for index in range(plan.num_candidates):
-                name = f"{group_id}-c{index}"
-                entries[index] = self.judge.ledger.open(rollout_id, prompt.id, index, name, scoring.plan)
-        group = Group(plan.group_size, plan.num_candidates, plan.early_stop, patience=plan.patience)
-        running = {group.launch(i): self._candidate(i, prompt) for i in range(plan.num_candidates)}
+        group_steps = GroupSteps(self.judge)
+        running: dict[CandidateId, Candidate] = {}
+        for index in range(plan.num_candidates):
+            name = f"{group_id}-c{index}"
+            id, group = group_steps.launch(group_id, plan.terms, index, request_id=name, scoring=scoring)
+            running[id] = self._candidate(index, prompt)
         self.num_launched += len(running)
         step = 0
         try:
@@ -168,20 +167,12 @@ class FakeEngine(LearningEngine):
                         "the engine has stopped; restart the server and see its log for the reason.",
                         status=HTTPStatus.SERVICE_UNAVAILABLE,
                     )
-                ended = _step(group, running)
-                if scoring is not None:
-                    ended += self._prune(group, scoring, entries, running, ended)
-                ended += _give_up_too_long(group, running)
-                for candidate in ended:
-                    del running[candidate.index]
-                    if candidate.index in entries:
-                        entry = entries[candidate.index]
-                        entry.state, entry.num_tokens = group.state(candidate.index), candidate.num_tokens
+                ended = self._step(group_steps, group, running, scoring)
                 self.num_ended += len(ended)
                 for candidate in ended:
                     if stream_tokens is not None and (rest := candidate.take_chunk(1)) is not None:
                         yield rest
-                    yield self._end(candidate, group, step, handle)
+                    yield self._end(candidate, group, handle)
                 for candidate in tuple(running.values()):
                     if stream_tokens is not None and (chunk := candidate.take_chunk(stream_tokens)) is not None:
                         yield chunk
@@ -213,23 +204,20 @@ class FakeEngine(LearningEngine):
         tokens = [chance.randrange(VOCAB_SIZE) for _ in range(length)]
         return Candidate(index, tokens, [-chance.expovariate(1.0) for _ in range(length)], end_reason)
 
-    def _prune(
-        self,
-        group: Group,
-        scoring: Scoring,
-        entries: Mapping[int, LedgerEntry],
-        running: Mapping[int, Candidate],
-        ended: Sequence[Candidate],
+    def _step(
+        self, group_steps: GroupSteps, group: Group, running: dict[CandidateId, Candidate], scoring: Scoring | None
     ) -> list[Candidate]:
-        """Judge who has just reached `detection_length`, and settle again; returns those that stop."""
-        gone = {candidate.index for candidate in ended}
-        due = {
-            index: candidate.token_ids
-            for index, candidate in running.items()
-            if candidate.num_tokens == scoring.plan.detection_length and index not in gone
-        }
-        pruned = self.judge_due(group, scoring, entries, due)
-        return [running[index] for index in (*pruned, *(group.settle().stop if pruned else ()))]
+        """One token for every running candidate; takes out and returns those that ended or were stopped."""
+        ended, due = [], {}
+        for id, candidate in running.items():
+            candidate.num_tokens = min(candidate.num_tokens + 1, len(candidate.token_ids))
+            if candidate.num_tokens == len(candidate.token_ids):
+                group_steps.ended(id, group, candidate.end_reason, candidate.num_tokens)
+                ended.append(id)
+            elif scoring is not None and candidate.num_tokens == scoring.plan.detection_length:
+                due[id] = self.observe(candidate.token_ids, scoring.plan.detection_length)
+        verdicts = group_steps.close_step(due, lambda id: running[id].num_tokens)
+        return [running.pop(id) for id in (*ended, *verdicts.stop)]
 
     def _spans(self, num_tokens: int) -> list[dict[str, Any]]:
         if self.weight_version is None:
@@ -241,13 +229,14 @@ class FakeEngine(LearningEngine):
             for (start, version), end in zip(starts.items(), ends, strict=True)
         ]
 
-    def _end(self, candidate: Candidate, group: Group, step: int, handle: Handle) -> CandidateEnd:
+    def _end(self, candidate: Candidate, group: Group, handle: Handle) -> CandidateEnd:
         state: CandidateState = group.state(candidate.index)
         num_tokens = candidate.num_tokens
         by_itself = state == "finished"
+        truncated = by_itself and candidate.end_reason == "length"
         tokens = candidate.token_ids[:num_tokens]
         return CandidateEnd(
-            ending=Ending(candidate.index, state, num_tokens, by_itself and candidate.end_reason == "length", step),
+            ending=Ending(candidate.index, state, num_tokens, truncated, group.end_step(candidate.index)),
             token_ids=tokens,
             logprobs=candidate.logprobs[:num_tokens] if handle.want_logprobs else None,
             text="".join(f"t{token}\u2028" for token in tokens) if handle.want_text else None,
@@ -291,25 +280,6 @@ class FakeEngine(LearningEngine):
                 param=param,
             )
         return token_ids
-
-
-def _step(group: Group, running: dict[int, Candidate]) -> list[Candidate]:
-    """One token for every running candidate; returns those that ended, the stopped ones among them."""
-    ended = []
-    for candidate in running.values():
-        candidate.num_tokens = min(candidate.num_tokens + 1, len(candidate.token_ids))
-        if candidate.num_tokens == len(candidate.token_ids):
-            group.end(candidate.index, candidate.end_reason, candidate.num_tokens)
-            ended.append(candidate)
-    return [*ended, *(running[index] for index in group.settle().stop)]
-
-
-def _give_up_too_long(group: Group, running: Mapping[int, Candidate]) -> list[Candidate]:
-    if group.length_cap is None:
-        return []
-    reached = [running[index] for index in group.running if running[index].num_tokens >= group.length_cap]
-    group.give_up(candidate.index for candidate in reached)
-    return reached
 
 
 def _sampling(fields: dict[str, Any]) -> Sampling:

@@ -18,10 +18,8 @@ import numpy as np
 from safetensors.numpy import save
 
 from vllm_rollout.group.history import LengthHistory
-from vllm_rollout.group.judge import Judge, Scoring
+from vllm_rollout.group.judge import Judge
 from vllm_rollout.group.learning import Learning
-from vllm_rollout.group.ledger import LedgerEntry
-from vllm_rollout.group.lifecycle import Group
 from vllm_rollout.group.types import Confidence, Observation
 from vllm_rollout.server.engine import HeadInfo, LearningReport, RequestError, Reward, RewardsReceipt
 
@@ -53,17 +51,8 @@ class LearningEngine:
     heads: dict[int, HeadInfo] = field(default_factory=dict)
     num_reports: int = 0
 
-    def judge_due(
-        self, group: Group, scoring: Scoring, entries: Mapping[int, LedgerEntry], due: Mapping[int, Sequence[int]]
-    ) -> list[int]:
-        """Score candidates that have just reached `detection_length`; returns those to stop."""
-        observed = {
-            index: (entries[index], self._observe(token_ids, scoring.plan.detection_length))
-            for index, token_ids in due.items()
-        }
-        return self.judge.judge(group, scoring, observed) if observed else []
-
-    def _observe(self, token_ids: Sequence[int], detection_length: int) -> Observation:
+    def observe(self, token_ids: Sequence[int], detection_length: int) -> Observation:
+        """What the step shows of a candidate that is due."""
         chance = random.Random(str(list(token_ids[:8])))
         truth = SIGNAL_GAP if succeeded(token_ids) else -SIGNAL_GAP
         head = self.heads.get(detection_length)

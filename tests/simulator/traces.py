@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 
 from vllm_rollout.group.cost import CostModel, PTLCurve
 from vllm_rollout.group.judge import Judge, Scoring
-from vllm_rollout.group.ledger import LedgerEntry
 from vllm_rollout.group.lifecycle import Group
 from vllm_rollout.group.plan import GroupPlan
-from vllm_rollout.group.types import Confidence, Ending, Observation
+from vllm_rollout.group.step import GroupSteps
+from vllm_rollout.group.types import CandidateId, Confidence, Ending, Observation
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.pool import PoolCandidate
 from vllm_rollout.simulator.rank import Race, Rank
@@ -71,12 +71,14 @@ def run_rank(machine: Machine, races: Sequence[Race], judge: Judge | None = None
 class Step:
     """A candidate of the step-by-step replay."""
 
-    index: int
+    id: CandidateId
     future: PoolCandidate
     num_tokens: int = 0
     runs: bool = False
-    end_step: int = 0
-    entry: LedgerEntry | None = None
+
+    @property
+    def index(self) -> int:
+        return self.id.index
 
 
 @dataclass
@@ -96,7 +98,7 @@ class StepRace:
                 self.group.state(step.index),
                 step.num_tokens,
                 self.group.state(step.index) == "finished" and step.future.end == "length",
-                step.end_step,
+                self.group.end_step(step.index),
             )
             for step in self.steps
         )
@@ -104,21 +106,22 @@ class StepRace:
 
 @dataclass
 class StepByStep:
-    """Every step of one rank, one after the other, with the verdicts in the order of the scheduler."""
+    """Every step of one rank, one after the other."""
 
     cost: CostModel
     slots: int
     judge: Judge
     races: list[StepRace] = field(default_factory=list)
     seconds: float = 0.0
-    step: int = 0
+
+    def __post_init__(self) -> None:
+        self.group_steps = GroupSteps(self.judge)
 
     def add(self, id, plan, futures, prompt_tokens=0, scoring=None) -> None:
-        group = Group(plan.group_size, plan.num_candidates, plan.early_stop, patience=plan.patience)
-        steps = [Step(group.launch(), future) for future in futures]
-        if scoring is not None:
-            for step in steps:
-                step.entry = LedgerEntry("request", id, scoring.plan)
+        steps = []
+        for index, future in enumerate(futures):
+            candidate_id, group = self.group_steps.launch(id, plan.terms, index, scoring=scoring)
+            steps.append(Step(candidate_id, future))
         self.races.append(StepRace(id, plan, group, steps, prompt_tokens, scoring))
 
     def run(self) -> None:
@@ -138,29 +141,17 @@ class StepByStep:
         running = [(race, step) for race, step in everyone if step.runs]
         context = sum(race.prompt_tokens + step.num_tokens for race, step in running) / len(running)
         self.seconds += self.cost.ptl(len(running), context)
-        self.step += 1
-        ended, due = [], {}
+        due = {}
         for race, step in running:
             step.num_tokens += 1
             if step.num_tokens == step.future.num_tokens:
-                race.group.end(step.index, step.future.end, step.num_tokens)
-                ended.append(race)
+                step.runs = False
+                self.group_steps.ended(step.id, race.group, step.future.end, step.num_tokens)
             elif race.scoring is not None and step.num_tokens == race.scoring.plan.detection_length:
-                due.setdefault(race.id, (race, []))[1].append(step)
+                due[step.id] = Observation(Confidence(*[step.future.score] * 3))
+        by_id = {step.id: step for _, step in everyone}
+        for candidate_id in self.group_steps.close_step(due, lambda id: by_id[id].num_tokens).stop:
+            by_id[candidate_id].runs = False
         for race in self.races:
-            if race in ended or race.id in due:
-                race.group.settle()
-        for _, (race, steps) in sorted(due.items()):
-            if not race.group.closed:
-                seen = {s.index: (s.entry, Observation(Confidence(*[s.future.score] * 3))) for s in steps}
-                if self.judge.judge(race.group, race.scoring, seen):
-                    race.group.settle()
-        for race in self.races:
-            cap = race.group.length_cap
-            if cap is not None:
-                race.group.give_up([i for i in race.group.running if race.steps[i].num_tokens >= cap])
-            for step in race.steps:
-                if step.end_step == 0 and race.group.state(step.index) != "running":
-                    step.runs, step.end_step = False, self.step
             if race.group.over and race.over_s is None:
                 race.over_s = self.seconds

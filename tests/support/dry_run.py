@@ -93,16 +93,16 @@ class DryRun:
         max_tokens: int = 4000,
         extra_args: dict[str, Any] | None = None,
         **sampling: Any,
-    ) -> None:
+    ) -> Request:
         """Add a request that ends by itself after `length` tokens."""
         params = SamplingParams(max_tokens=max_tokens, extra_args=extra_args, **sampling)
         params.update_from_generation_config({}, EOS_TOKEN)
         self._lengths[request_id] = length
         if (tag := CandidateTag.of(extra_args)) is not None and tag.scoring is not None:
             self._detection_lengths[request_id] = tag.scoring.plan.detection_length
-        self.scheduler.add_request(
-            Request(request_id, prompt_token_ids or [5] * 20, params, None, block_hasher=self._hasher)
-        )
+        request = Request(request_id, prompt_token_ids or [5] * 20, params, None, block_hasher=self._hasher)
+        self.scheduler.add_request(request)
+        return request
 
     def step(self, before_update: Callable[[], None] = lambda: None) -> bool:
         """Schedule and process one step; False when there was nothing to do."""

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vllm_rollout.group.judge import Label, Scoring
+from vllm_rollout.group.lifecycle import GroupTerms
 from vllm_rollout.group.pruning_plan import PruningPlan
 from vllm_rollout.group.report import ReliabilityBin, RulesReport, ShadowReport, SignalReport
 from vllm_rollout.group.types import Assessment, CandidateState, Confidence, Observation
@@ -44,6 +45,12 @@ class CandidateTag:
     patience: float | None = None
     observed: bool = True
     """Somebody reads its mean confidence. A candidate with `scoring` is observed in any case."""
+
+    @property
+    def terms(self) -> GroupTerms:
+        """What its siblings must say as well."""
+        pruning = None if self.scoring is None else self.scoring.plan
+        return GroupTerms(self.group_size, self.num_candidates, self.early_stop, self.patience, pruning)
 
     def to_extra_args(self) -> dict[str, Any]:
         scoring = self.scoring

@@ -64,14 +64,16 @@ class Judge:
         self.num_evicted: Counter[int] = Counter()
         """Labels whose features were gone when their reward came, by detection length."""
 
-    def judge(self, group: Group, scoring: Scoring, due: Mapping[int, tuple[LedgerEntry, Observation]]) -> list[int]:
+    def judge(
+        self, group: Group, scoring: Scoring, due: Mapping[int, tuple[LedgerEntry | None, Observation]]
+    ) -> list[int]:
         """Judge running siblings that are due in one step; returns those to stop, which the group now counts as pruned.
 
         Nothing is judged at more than `MAX_DETECTION_LENGTHS` different detection lengths, nor twice: a token that the
         engine drops and samples again shows its candidate once more.
         """
         plan = scoring.plan
-        due = {index: seen for index, seen in due.items() if seen[0].assessment is None}
+        due = {index: seen for index, seen in due.items() if index not in group.assessments}
         learning = self._learning_at(plan.detection_length)
         if learning is None or not due:
             return []
@@ -81,11 +83,12 @@ class Judge:
             group.assessments,
             seed=scoring.seed,
             group=scoring.prompt_id,
-            at_least=group.num_needed(len(due), 1 if plan.allow_fewer else group.group_size),
+            at_least=group.num_needed(len(due), 1 if plan.allow_fewer else group.terms.group_size),
         )
         group.assessments.update(assessments)
         for index, (entry, observation) in due.items():
-            entry.observation, entry.assessment = observation, assessments[index]
+            if entry is not None:
+                entry.observation, entry.assessment = observation, assessments[index]
         if plan.mode == "shadow":
             return []
         pruned = [index for index, assessment in assessments.items() if not assessment.keep]

@@ -10,12 +10,28 @@ winners among them are the shortest, then the lowest index, whatever the order o
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import ceil
 
 from vllm_rollout.config import MAX_IDLE_GROUPS
-from vllm_rollout.group.types import Assessment, CandidateState, EndReason
+from vllm_rollout.group.pruning_plan import PruningPlan
+from vllm_rollout.group.types import Assessment, CandidateState, EndReason, StopState
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTerms:
+    """What all candidates of a group agree on; whoever joins it must name the same."""
+
+    group_size: int
+    """Trajectories wanted, M."""
+    num_candidates: int
+    """M'."""
+    early_stop: bool = True
+    """Give the others up when `group_size` usable candidates have finished."""
+    patience: float | None = None
+    """Without early stop: factor of `Group.length_cap`."""
+    pruning: PruningPlan | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,21 +52,17 @@ class _Candidate:
     state: CandidateState = "running"
     truncated: bool = False
     num_tokens: int = 0
-    order: int = 0
-    """Number of the settlement that saw it end."""
+    step: int = 0
+    """The group's step in which it ended."""
 
 
 @dataclass(slots=True)
 class Group:
     """One prompt's candidates between launch and verdict (DARTS section 4.3.1: early stop at M of M')."""
 
-    group_size: int
-    num_candidates: int
-    early_stop: bool = True
+    terms: GroupTerms
     closed: bool = False
-    """`group_size` usable candidates have finished and the others were given up."""
-    patience: float | None = None
-    """Without early stop: factor of `length_cap`."""
+    """`group_size` usable candidates have finished, or nobody wants the rest: the others were given up."""
     length_cap: int | None = None
     """Tokens at which a running candidate may be given up: `group_size` valid ones have finished, and it is `patience`
     times as long as the longest of them. A rule on lengths, not on time: it also holds for candidates that began late.
@@ -63,10 +75,14 @@ class Group:
     _settled: list[int] = field(default_factory=list)
     """Candidates that the last settlement was about."""
     _num_running: int = 0
-    _num_settlements: int = 0
+    _num_steps: int = 0
+    """Settlements so far: the group's own clock, which goes with it wherever it runs."""
 
     def launch(self, index: int | None = None) -> int:
-        """A candidate entered the engine; without an index it takes the next one. Returns its index."""
+        """A candidate entered the engine; without an index it takes the next one. Returns its index.
+
+        The caller has asked `has` about an index of its own.
+        """
         if index is None:
             index = len(self._candidates)
         assert index not in self._candidates, f"candidate {index} launched twice"
@@ -82,7 +98,7 @@ class Group:
         candidate.state = "failed" if reason == "failed" else "finished"
         candidate.truncated = reason == "length"
         candidate.num_tokens = num_tokens
-        candidate.order = self._num_settlements
+        candidate.step = self._num_steps + 1  # the one that the next settlement closes
         self._num_running -= 1
         self._new.append(index)
 
@@ -92,7 +108,7 @@ class Group:
         A truncated candidate counts only when too few others are left to reach `group_size` (design 5.1).
         """
         new, self._settled, self._new = self._new, self._new, []
-        self._num_settlements += 1
+        self._num_steps += 1
         if self.closed:
             # A sibling that came late, or ended in flight after the group had closed.
             for index in new:
@@ -100,14 +116,14 @@ class Group:
                     self._candidates[index].state = "surplus"
             lost = tuple(i for i in sorted(new) if self._candidates[i].state == "surplus")
             return Settlement(self._give_up_rest(), lost)
-        if not self.early_stop:
+        if not self.terms.early_stop:
             self._set_length_cap()
             return NOTHING
         ranking = self._ranking()
-        if len(ranking) < self.group_size:
+        if len(ranking) < self.terms.group_size:
             return NOTHING
         self.closed = True
-        winners = set(ranking[: self.group_size])
+        winners = set(ranking[: self.terms.group_size])
         lost = tuple(i for i in sorted(new) if i not in winners and self._candidates[i].state == "finished")
         for index in lost:
             self._candidates[index].state = "surplus"
@@ -130,23 +146,35 @@ class Group:
 
         It belongs to the step that was settled last: if the group closes by it, what ended in that step may tie.
         """
-        for index in indices:
-            assert self._candidates[index].state == "running", f"verdict on candidate {index} after its end"
-            self._candidates[index].state = "pruned"
-            self._num_running -= 1
+        self._stop(indices, "pruned")
+        self._num_steps -= 1
         self._new, self._settled = self._settled + self._new, []
 
-    def give_up(self, indices: Iterable[int]) -> None:
-        """Running candidates that have reached `length_cap` are surplus now: stop them."""
-        for index in indices:
-            assert self._candidates[index].state == "running", f"verdict on candidate {index} after its end"
-            self._candidates[index].state = "surplus"
-            self._num_running -= 1
+    def too_long(self, num_tokens: Mapping[int, int]) -> list[int]:
+        """Of running candidates, with their output tokens, those that have reached `length_cap`: surplus now."""
+        reached = [index for index, length in num_tokens.items() if length >= self.length_cap]
+        self._stop(reached, "surplus")
+        return reached
+
+    def cancel(self) -> list[int]:
+        """Nobody wants the rest: what runs is deferred from now on, and what comes later is surplus."""
+        self.closed = True
+        running = self.running
+        self._stop(running, "deferred")
+        return running
 
     @property
     def running(self) -> list[int]:
         """Indices of the candidates that run."""
         return [index for index, candidate in self._candidates.items() if candidate.state == "running"]
+
+    def has(self, index: int) -> bool:
+        """Whether a candidate of that index was launched."""
+        return index in self._candidates
+
+    def end_step(self, index: int) -> int:
+        """The group's step in which a candidate ended: the order of finishing, wherever the group runs."""
+        return self._candidates[index].step
 
     def state(self, index: int) -> CandidateState:
         return self._candidates[index].state
@@ -158,11 +186,11 @@ class Group:
     @property
     def over(self) -> bool:
         """Nothing is running and nobody is still to come."""
-        return not self._num_running and len(self._candidates) >= self.num_candidates
+        return not self._num_running and len(self._candidates) >= self.terms.num_candidates
 
     @property
     def _num_to_come(self) -> int:
-        return max(0, self.num_candidates - len(self._candidates))
+        return max(0, self.terms.num_candidates - len(self._candidates))
 
     def _is_marked(self, index: int) -> bool:
         assessment = self.assessments.get(index)
@@ -172,23 +200,30 @@ class Group:
         """Usable finished candidates, best first: by itself before truncated, then earlier, shorter, lower index."""
         finished = [(i, c) for i, c in self._candidates.items() if c.state == "finished"]
         num_valid = sum(not c.truncated for _, c in finished)
-        if num_valid + self._num_running + self._num_to_come >= self.group_size:
+        if num_valid + self._num_running + self._num_to_come >= self.terms.group_size:
             finished = [(i, c) for i, c in finished if not c.truncated]
-        return [i for i, _ in sorted(finished, key=lambda ic: (ic[1].truncated, ic[1].order, ic[1].num_tokens, ic[0]))]
+        return [i for i, _ in sorted(finished, key=lambda ic: (ic[1].truncated, ic[1].step, ic[1].num_tokens, ic[0]))]
 
     def _set_length_cap(self) -> None:
         """With patience, and once: K shortest and L longest are known as far as `group_size` candidates can tell."""
-        if self.patience is None or self.length_cap is not None:
+        if self.terms.patience is None or self.length_cap is not None:
             return
         valid = [c for c in self._candidates.values() if c.state == "finished" and not c.truncated]
-        if len(valid) >= self.group_size:
-            first = sorted(valid, key=lambda c: (c.order, c.num_tokens))[: self.group_size]
-            self.length_cap = ceil(self.patience * max(c.num_tokens for c in first))
+        if len(valid) >= self.terms.group_size:
+            first = sorted(valid, key=lambda c: (c.step, c.num_tokens))[: self.terms.group_size]
+            self.length_cap = ceil(self.terms.patience * max(c.num_tokens for c in first))
 
     def _give_up_rest(self) -> tuple[int, ...]:
         running = tuple(self.running) if self._num_running else ()
-        self.give_up(running)
+        self._stop(running, "surplus")
         return running
+
+    def _stop(self, indices: Iterable[int], state: StopState) -> None:
+        for index in indices:
+            candidate = self._candidates[index]
+            assert candidate.state == "running", f"verdict on candidate {index} after its end"
+            candidate.state, candidate.step = state, self._num_steps
+            self._num_running -= 1
 
 
 class GroupTable:
@@ -205,25 +240,28 @@ class GroupTable:
     def __len__(self) -> int:
         return len(self._groups)
 
-    def open(
-        self, group_id: str, group_size: int, num_candidates: int, early_stop: bool, patience: float | None = None
-    ) -> Group:
-        """The group of that id, made by the first candidate that names it."""
+    def find(self, group_id: str) -> Group | None:
+        return self._groups.get(group_id)
+
+    def open(self, group_id: str, terms: GroupTerms) -> Group:
+        """The group of that id, made on these terms if there is none; it waits no longer."""
         group = self._groups.get(group_id)
         if group is None:
-            group = self._groups[group_id] = Group(group_size, num_candidates, early_stop, patience=patience)
+            group = self._groups[group_id] = Group(terms)
         self._idle.pop(group_id, None)
         return group
 
-    def release(self, group_id: str) -> None:
-        """Call after a settlement: forgets the group if it is over, bounds the number of idle ones."""
+    def release(self, group_id: str) -> bool:
+        """Call after a settlement: forgets the group if it is over (True), bounds the number of idle ones."""
         group = self._groups.get(group_id)
         if group is None:
-            return
+            return False
         if group.over:
             del self._groups[group_id]
-        elif not group.num_running:
+            return True
+        if not group.num_running:
             self._idle[group_id] = None
             if len(self._idle) > self._max_idle:
                 oldest, _ = self._idle.popitem(last=False)
                 del self._groups[oldest]
+        return False

@@ -8,6 +8,7 @@ from math import isfinite
 from typing import Literal, TypeVar
 
 from vllm_rollout.config import MAX_GROUP_SIZE, MAX_PATIENCE
+from vllm_rollout.group.lifecycle import GroupTerms
 from vllm_rollout.group.pruning_plan import RANGES, PlanError, PruningPlan, make_pruning_plan
 
 SelectionRule = Literal["first", "shortest", "dual_end"]
@@ -54,6 +55,11 @@ class GroupPlan:
     def num_candidates(self) -> int:
         """M' of DARTS."""
         return self.group_size + self.redundancy
+
+    @property
+    def terms(self) -> GroupTerms:
+        """What every candidate of the group is launched with."""
+        return GroupTerms(self.group_size, self.num_candidates, self.early_stop, self.patience, self.pruning)
 
     def allocated(self, num_candidates: int, at_upper_bound: bool, *, early_stop: bool = True) -> GroupPlan:
         """This plan with as many candidates as redundancy "auto" gives the prompt.

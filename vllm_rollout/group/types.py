@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-CandidateState = Literal["running", "finished", "pruned", "surplus", "failed"]
-"""`running` is the only state that can change; the other four are end states."""
+CandidateState = Literal["running", "finished", "pruned", "surplus", "deferred", "failed"]
+"""`running` is the only state that can change; the others are end states."""
+
+StopState = Literal["pruned", "surplus", "deferred"]
+"""End states of candidates that were stopped: by their score, because enough siblings finished, because nobody wants
+the rest of the group now. Only the last is no verdict on the candidate."""
 
 EndReason = Literal["stop", "length", "failed"]
 """Why a candidate ended without a verdict: by itself, cut at `max_tokens`, or lost (error, client abort)."""
@@ -74,7 +78,7 @@ class Ending:
     truncated: bool = False
     """Cut at `max_tokens` (finish reason `length` or `repetition`) instead of ended by itself."""
     end_step: int = 0
-    """Engine step in which it ended: the order of finishing."""
+    """The group's step in which it ended: the order of finishing."""
     ended_by_itself: bool = False
     """Of a surplus candidate whose ending came too late to count, such as a lost tie: its length is exact."""
 

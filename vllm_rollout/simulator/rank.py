@@ -1,7 +1,7 @@
 """One engine's part of a rollout, from event to event.
 
-Invariant: the groups see what they would see if every step were made: ends, then verdicts, in the order of the
-scheduler (`adapter/core/scheduler.py`). Between two events every running candidate gains one token per step.
+Invariant: `GroupSteps` sees what it would see if every step were made. Between two events every running candidate gains
+one token per step.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from math import inf
 
 from vllm_rollout.group.cost import computed_prompt_tokens
 from vllm_rollout.group.judge import Judge, Scoring
-from vllm_rollout.group.ledger import LedgerEntry
 from vllm_rollout.group.lifecycle import Group
 from vllm_rollout.group.plan import GroupPlan
-from vllm_rollout.group.types import Confidence, Ending, Observation
+from vllm_rollout.group.step import GroupSteps
+from vllm_rollout.group.types import CandidateId, Confidence, Ending, Observation
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.pool import PoolCandidate
 
@@ -43,32 +43,26 @@ class Race:
     num_holding: int = 0
     """Candidates that run now and share the prompt's KV cache."""
 
-    def __post_init__(self) -> None:
-        plan = self.plan
-        self.group = Group(plan.group_size, plan.num_candidates, plan.early_stop, patience=plan.patience)
-
     def close(self, seconds: float) -> None:
         self.over_s = seconds
         self.endings = tuple(runner.ending for runner in self.candidates)
-        for runner in self.candidates:
-            if runner.entry is not None:
-                runner.entry.state, runner.entry.num_tokens = runner.ending.state, runner.num_tokens
 
 
 @dataclass(slots=True, eq=False)
 class Runner:
     """One candidate of a race."""
 
+    id: CandidateId
     race: Race
-    index: int
     future: PoolCandidate
     start: int | None = None
     """The step at which it had, or would have had, no token yet. None: it does not run."""
     num_tokens: int = 0
     """Up to date when it does not run."""
-    end_step: int = 0
-    entry: LedgerEntry | None = None
-    """With pruning."""
+
+    @property
+    def index(self) -> int:
+        return self.id.index
 
     @property
     def detection_length(self) -> int | None:
@@ -80,7 +74,7 @@ class Runner:
     def ending(self) -> Ending:
         state = self.race.group.state(self.index)
         truncated = state == "finished" and self.future.end == "length"
-        return Ending(self.index, state, self.num_tokens, truncated, self.end_step)
+        return Ending(self.index, state, self.num_tokens, truncated, self.race.group.end_step(self.index))
 
 
 @dataclass(slots=True)
@@ -102,7 +96,7 @@ class Rank:
         self._slots = machine.num_slots or inf
         self._kv_capacity = machine.kv_capacity_tokens or inf
         self._block_size = machine.block_size
-        self._judge = judge
+        self._group_steps = GroupSteps(judge)
         self._step = 0
         self._running: dict[Runner, None] = {}
         """In the order of admission."""
@@ -114,17 +108,13 @@ class Rank:
         """(step, number, candidate, its start): something is due, unless the candidate was preempted meanwhile."""
         self._numbers = count()
         self._run = RankRun()
-        self._races = list(races)
+        self._races = {str(position): race for position, race in enumerate(races)}
+        """By group id: a trace may name a prompt twice."""
         self._waiting: deque[Runner] = deque()
-        for race in self._races:
+        for group_id, race in self._races.items():
             for index, future in enumerate(race.pool):
-                race.group.launch(index)
-                runner = Runner(race, index, future)
-                if race.scoring is not None:
-                    scoring = race.scoring
-                    runner.entry = judge.ledger.open(
-                        scoring.rollout_id, scoring.prompt_id, index, f"{race.prompt_id}-{index}", scoring.plan
-                    )
+                id, race.group = self._group_steps.launch(group_id, race.plan.terms, index, scoring=race.scoring)
+                runner = Runner(id, race, future)
                 race.candidates.append(runner)
                 self._waiting.append(runner)
 
@@ -232,64 +222,38 @@ class Rank:
             self._run.num_preemptions += 1
 
     def _close_step(self) -> None:
-        """Everything due in this step, then the verdicts of the groups it concerns."""
-        touched: dict[Race, list[Runner]] = {}
-        """Candidates to judge, by race."""
+        """Everything due in this step, and the verdicts on it."""
+        due: dict[CandidateId, Observation] = {}
+        touched: dict[Race, bool] = {}
+        """Races with an event, and whether they had a length cap before it."""
         while self._wakes and self._wakes[0][0] <= self._step:
             _, _, runner, start = heappop(self._wakes)
             if runner.start != start:
                 continue
-            due = touched.setdefault(runner.race, [])
+            race = runner.race
+            touched.setdefault(race, race.group.length_cap is not None)
             num_tokens = self._step - start
             if num_tokens == runner.future.num_tokens:
                 self._pause(runner)
-                runner.end_step = self._step
-                runner.race.group.end(runner.index, runner.future.end, num_tokens)
+                self._group_steps.ended(runner.id, race.group, runner.future.end, num_tokens)
             elif num_tokens == runner.detection_length:
-                due.append(runner)
-        for race in touched:
-            self._settle(race)
-        for race in sorted((race for race, due in touched.items() if due), key=lambda race: race.prompt_id):
-            if not race.group.closed:
-                self._judge_due(race, touched[race])
-        for race in touched:
-            if race.group.length_cap is not None:
-                self._give_up_too_long(race)
-            if race.group.over:
-                race.close(self._run.seconds)
-
-    def _settle(self, race: Race) -> None:
-        had_cap = race.group.length_cap is not None
-        self._stop(race, race.group.settle().stop)
-        if not had_cap and race.group.length_cap is not None:
-            for index in race.group.running:
-                if race.candidates[index].start is not None:
-                    self._wake(race.candidates[index], race.group.length_cap)
-
-    def _judge_due(self, race: Race, due: Sequence[Runner]) -> None:
-        seen = {runner.index: (runner.entry, _observation(runner.future)) for runner in due}
-        pruned = self._judge.judge(race.group, race.scoring, seen)
-        if pruned:
-            self._stop(race, pruned)
-            self._settle(race)
-
-    def _give_up_too_long(self, race: Race) -> None:
-        reached = []
-        for index in race.group.running:
-            runner = race.candidates[index]
-            num_tokens = runner.num_tokens if runner.start is None else self._step - runner.start
-            if num_tokens >= race.group.length_cap:
-                reached.append(index)
-        race.group.give_up(reached)
-        self._stop(race, reached)
-
-    def _stop(self, race: Race, indices: Iterable[int]) -> None:
-        """Verdicts: these run, or wait, no longer."""
-        for index in indices:
-            runner = race.candidates[index]
-            runner.end_step = self._step
+                due[runner.id] = _observation(runner.future)
+        verdicts = self._group_steps.close_step(due, self._num_tokens)
+        for group_id, index in verdicts.stop:
+            runner = self._races[group_id].candidates[index]
             if runner.start is not None:
                 self._pause(runner)
+        for race, had_cap in touched.items():
+            if race.group.length_cap is not None and not had_cap:
+                for index in race.group.running:
+                    if race.candidates[index].start is not None:
+                        self._wake(race.candidates[index], race.group.length_cap)
+        for group_id in verdicts.over:
+            self._races[group_id].close(self._run.seconds)
+
+    def _num_tokens(self, candidate_id: CandidateId) -> int:
+        runner = self._races[candidate_id.group_id].candidates[candidate_id.index]
+        return runner.num_tokens if runner.start is None else self._step - runner.start
 
 
 def _observation(future: PoolCandidate) -> Observation:

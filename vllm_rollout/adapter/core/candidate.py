@@ -8,11 +8,8 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_rollout.adapter.core.held_outputs import HeldOutputs
 from vllm_rollout.adapter.core.stop_strings import StopStrings
 from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, RunnerReport
-from vllm_rollout.group.judge import Scoring
-from vllm_rollout.group.ledger import LedgerEntry
 from vllm_rollout.group.lifecycle import Group
-from vllm_rollout.group.pruning_plan import PruningPlan
-from vllm_rollout.group.types import CandidateId, EndReason, Observation
+from vllm_rollout.group.types import CandidateId, EndReason
 
 END_REASONS: dict[RequestStatus, EndReason] = {
     RequestStatus.FINISHED_STOPPED: "stop",
@@ -25,31 +22,21 @@ END_REASONS: dict[RequestStatus, EndReason] = {
 class Candidate:
     """A tagged request inside the scheduler."""
 
-    __slots__ = ("end_reason", "entry", "group", "held", "id", "pauses", "request", "scoring", "stop_strings")
+    __slots__ = ("end_reason", "group", "held", "id", "pauses", "refusal", "request", "stop_strings")
 
-    def __init__(self, request: Request, id: CandidateId, group: Group, output_interval: int) -> None:
+    id: CandidateId
+    group: Group
+    """Of a candidate that was launched, that is: not refused."""
+
+    def __init__(self, request: Request, output_interval: int) -> None:
         self.request = request
-        self.id = id
-        self.group = group
         self.held = HeldOutputs(output_interval)
         self.stop_strings: StopStrings | None = None
         self.pauses: list[int] = []
         """Output lengths at which generation was paused and resumed: where the weights may have changed."""
         self.end_reason: EndReason | None = None
-        self.scoring: Scoring | None = None
-        self.entry: LedgerEntry | None = None
-        """Where what a reward needs of a scored candidate is written."""
-
-
-Due = dict[tuple[str, PruningPlan], dict[int, tuple[Candidate, Observation]]]
-"""Candidates to judge in one step, by group and plan (requests that join a group may bring different ones), then index.
-"""
-
-
-def place(due: tuple[tuple[str, PruningPlan], dict[int, tuple[Candidate, Observation]]]) -> tuple[str, int]:
-    """Groups learn from each other's scores: the order in which they are judged must not be that of the batch."""
-    (_, plan), siblings = due
-    return siblings[min(siblings)][0].scoring.prompt_id, plan.detection_length
+        self.refusal: str | None = None
+        """Why its group did not take it."""
 
 
 def confidence_of(request_id: str, model_runner_output: ModelRunnerOutput | None) -> float | None:

@@ -5,7 +5,7 @@ Invariant: every candidate gets exactly one last output, in the step in which it
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -17,20 +17,13 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_rollout.adapter.core.candidate import END_REASONS, Candidate, Due, confidence_of, place
+from vllm_rollout.adapter.core.candidate import END_REASONS, Candidate, confidence_of
 from vllm_rollout.adapter.core.step_times import StepTimes
 from vllm_rollout.adapter.core.stop_strings import StopStringsFactory
-from vllm_rollout.adapter.wire import (
-    PRUNED,
-    REPORT_ATTRIBUTE,
-    SURPLUS,
-    CandidateTag,
-    EndingNote,
-    RunnerReport,
-)
+from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, SURPLUS, CandidateTag, EndingNote, RunnerReport
 from vllm_rollout.group.judge import Judge
-from vllm_rollout.group.lifecycle import Group, GroupTable
-from vllm_rollout.group.types import CandidateId
+from vllm_rollout.group.step import GroupSteps, LaunchRefused, Verdicts
+from vllm_rollout.group.types import CandidateId, Observation
 
 
 class GroupSchedulerMixin:
@@ -43,43 +36,34 @@ class GroupSchedulerMixin:
         super().__init__(*args, **kwargs)
         self.judge = Judge()
         self.step_times = StepTimes()
-        self._groups = GroupTable()
+        self.group_steps = GroupSteps(self.judge)
+        """Decides. Everything below translates and obeys."""
         self._candidates: dict[str, Candidate] = {}
         """By request id, from arrival until the step in which it ends is closed."""
         self._by_id: dict[CandidateId, Candidate] = {}
         self._ended: list[Candidate] = []
         """Candidates that ended since the last step was closed."""
-        self._touched: dict[str, Group] = {}
-        """Groups with an event since the last step was closed."""
-        self._capped: dict[str, Group] = {}
-        """Running groups whose candidates are given up when they reach a length."""
         self._stop_strings = StopStringsFactory(self.vllm_config.model_config)
         self._num_with_stop_strings = 0
-        self._num_steps = 0
 
     def add_request(self, request: Request) -> None:
         super().add_request(request)
         params = request.sampling_params
         if params is None or (tag := CandidateTag.of(params.extra_args)) is None:
             return
-        group = self._groups.open(tag.group_id, tag.group_size, tag.num_candidates, tag.early_stop, tag.patience)
-        candidate_id = CandidateId(tag.group_id, group.launch(tag.index))
-        candidate = Candidate(request, candidate_id, group, tag.output_interval)
-        if tag.scoring is not None:
-            candidate.scoring = tag.scoring
-            candidate.entry = self.judge.ledger.open(
-                tag.scoring.rollout_id,
-                tag.scoring.prompt_id,
-                candidate_id.index,
-                request.request_id,
-                tag.scoring.plan,
+        candidate = self._candidates[request.request_id] = Candidate(request, tag.output_interval)
+        try:
+            candidate.id, candidate.group = self.group_steps.launch(
+                tag.group_id, tag.terms, tag.index, request_id=request.request_id, scoring=tag.scoring
             )
+        except LaunchRefused as refusal:
+            candidate.refusal = str(refusal)
+            self.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
+            return
+        self._by_id[candidate.id] = candidate
         if params.stop:
             candidate.stop_strings = self._stop_strings.watch(request)
             self._num_with_stop_strings += 1
-        self._candidates[request.request_id] = self._by_id[candidate_id] = candidate
-        if group.closed:
-            self._touched[tag.group_id] = group
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, *args: Any, **kwargs: Any) -> list[Request]:
         finished = super().finish_requests(request_ids, *args, **kwargs)
@@ -103,7 +87,6 @@ class GroupSchedulerMixin:
         if candidate is not None:
             candidate.end_reason = END_REASONS.get(request.status, "failed")
             self._ended.append(candidate)
-            self._touched[candidate.id.group_id] = candidate.group
         return super()._free_request(request, *args, **kwargs)
 
     def update_from_output(
@@ -113,27 +96,34 @@ class GroupSchedulerMixin:
         self.step_times.step(scheduler_output, self.running)
         if not self._candidates:
             return outputs
-        self._num_steps += 1
         if self._num_with_stop_strings:
             self._end_by_stop_strings(outputs)
         report: RunnerReport | None = model_runner_output.__dict__.get(REPORT_ATTRIBUTE)
         due = self._due(report) if report is not None and report.due else {}
-        stopped = self._settle_groups(outputs, due) if self._touched or self._capped else {}
-        self._pass_outputs(outputs, stopped, model_runner_output)
-        if self._touched:
-            self._forget_ended(outputs, stopped)
+        verdicts = self._close_step(due)
+        if verdicts.stop:
+            self._stop(verdicts, outputs)
+        self._pass_outputs(outputs, verdicts, model_runner_output)
+        if self._ended:
+            self._forget_ended(outputs, verdicts)
         return outputs
 
-    def _due(self, report: RunnerReport) -> Due:
-        """What the step showed of candidates that are still running; touches their groups."""
-        due: Due = {}
+    def _due(self, report: RunnerReport) -> dict[CandidateId, Observation]:
+        """What the step showed of candidates, by their names in the group."""
+        due = {}
         for request_id, observation in report.observations():
             candidate = self._candidates.get(request_id)
             if candidate is not None and candidate.end_reason is None:
-                siblings = due.setdefault((candidate.id.group_id, candidate.scoring.plan), {})
-                siblings[candidate.id.index] = candidate, observation
-                self._touched[candidate.id.group_id] = candidate.group
+                due[candidate.id] = observation
         return due
+
+    def _close_step(self, due: Mapping[CandidateId, Observation]) -> Verdicts:
+        """Tell the groups what ended, and ask what is to stop."""
+        for candidate in self._ended:
+            if candidate.refusal is None:
+                num_tokens = candidate.request.num_output_tokens
+                self.group_steps.ended(candidate.id, candidate.group, candidate.end_reason, num_tokens)
+        return self.group_steps.close_step(due, lambda id: self._by_id[id].request.num_output_tokens)
 
     def _end_by_stop_strings(self, outputs: dict[int, EngineCoreOutputs]) -> None:
         for step_outputs in outputs.values():
@@ -150,64 +140,11 @@ class GroupSchedulerMixin:
                     output.finish_reason = FinishReason.ABORT
                 candidate.end_reason = "stop"  # also when the token that completes the string was the last one allowed
 
-    def _settle_groups(self, outputs: dict[int, EngineCoreOutputs], due: Due) -> dict[str, str]:
-        """Close the step of every touched group, judge what is due and stop what the verdicts name.
-
-        Returns the stop reason of every request that its group gave up, by request id.
-        """
-        for candidate in self._ended:
-            candidate.group.end(candidate.id.index, candidate.end_reason, candidate.request.num_output_tokens)
-        stop: list[str] = []
-        reasons: dict[str, str] = {}
-
-        def settle(group_id: str, group: Group) -> None:
-            settlement = group.settle()
-            surplus = [self._by_id[CandidateId(group_id, index)].request.request_id for index in settlement.stop]
-            stop.extend(surplus)
-            reasons.update(dict.fromkeys(surplus, SURPLUS))
-            if group.length_cap is not None:
-                self._capped[group_id] = group
-            for index in settlement.lost_ties:
-                reasons[self._by_id[CandidateId(group_id, index)].request.request_id] = SURPLUS
-
-        for group_id, group in self._touched.items():
-            settle(group_id, group)
-        for (group_id, _), siblings in sorted(due.items(), key=place):
-            group = self._touched[group_id]
-            if group.closed:
-                continue
-            scoring = siblings[min(siblings)][0].scoring
-            pruned = self.judge.judge(group, scoring, {i: (c.entry, seen) for i, (c, seen) in siblings.items()})
-            if pruned:
-                request_ids = [siblings[index][0].request.request_id for index in pruned]
-                stop += request_ids
-                reasons.update(dict.fromkeys(request_ids, PRUNED))
-                settle(group_id, group)
-        too_long = self._give_up_too_long()
-        reasons.update(dict.fromkeys(too_long, SURPLUS))
-        stop += too_long
-        if stop:
-            self.finish_requests(stop, RequestStatus.FINISHED_ABORTED)
-            self._refresh_stats(outputs)
-        if self.finished_req_ids_dict:
-            # Data parallel: super() has delivered its set; ours must not wait for a step that may never come.
-            for client_index, request_ids in self.finished_req_ids_dict.items():
-                step_outputs = outputs.setdefault(client_index, EngineCoreOutputs())
-                step_outputs.finished_requests = (step_outputs.finished_requests or set()) | request_ids
-            self.finished_req_ids_dict.clear()
-        return reasons
-
-    def _give_up_too_long(self) -> list[str]:
-        """Requests of running candidates that have reached their group's length cap."""
-        too_long: list[str] = []
-        for group_id, group in list(self._capped.items()):
-            siblings = {i: self._by_id[CandidateId(group_id, i)].request for i in group.running}
-            reached = [i for i, request in siblings.items() if request.num_output_tokens >= group.length_cap]
-            group.give_up(reached)
-            too_long += [siblings[index].request_id for index in reached]
-            if group.over:
-                del self._capped[group_id]
-        return too_long
+    def _stop(self, verdicts: Verdicts, outputs: dict[int, EngineCoreOutputs]) -> None:
+        """Carry the verdicts out through vLLM's own `finish_requests`: running, waiting and preempted ones alike."""
+        stop = [self._by_id[candidate_id].request.request_id for candidate_id in verdicts.stop]
+        self.finish_requests(stop, RequestStatus.FINISHED_ABORTED)
+        self._refresh_stats(outputs)
 
     def _refresh_stats(self, outputs: dict[int, EngineCoreOutputs]) -> None:
         """Count again after stopping: with several API processes no later step may correct this one's gauges."""
@@ -220,7 +157,7 @@ class GroupSchedulerMixin:
     def _pass_outputs(
         self,
         outputs: dict[int, EngineCoreOutputs],
-        stopped: dict[str, str],
+        verdicts: Verdicts,
         model_runner_output: ModelRunnerOutput,
     ) -> None:
         """Annotate last outputs; keep the others until there are enough of them to be worth a message."""
@@ -233,7 +170,7 @@ class GroupSchedulerMixin:
                     passed.append(output)
                 elif candidate.end_reason is not None:
                     output = candidate.held.finish(output)
-                    self._annotate(candidate, output, stopped, model_runner_output)
+                    self._annotate(candidate, output, verdicts, model_runner_output)
                     passed.append(output)
                     del candidates[output.request_id]
                 elif (released := candidate.held.add(output)) is not None:
@@ -242,7 +179,7 @@ class GroupSchedulerMixin:
             if not passed and step_outputs.scheduler_stats is None and not step_outputs.finished_requests:
                 del outputs[client_index]
 
-    def _forget_ended(self, outputs: dict[int, EngineCoreOutputs], stopped: dict[str, str]) -> None:
+    def _forget_ended(self, outputs: dict[int, EngineCoreOutputs], verdicts: Verdicts) -> None:
         """Give what ended without an output in this step (waiting, preempted, aborted) its last one."""
         for candidate in self._ended:
             request = candidate.request
@@ -256,35 +193,42 @@ class GroupSchedulerMixin:
                         trace_headers=request.trace_headers,
                     )
                 )
-                self._annotate(candidate, output, stopped, None)
+                self._annotate(candidate, output, verdicts, None)
                 step_outputs = outputs.setdefault(request.client_index, EngineCoreOutputs())
                 # The default list of an EngineCoreOutputs is not ours to append to.
                 step_outputs.outputs = [*step_outputs.outputs, output]
             self._num_with_stop_strings -= candidate.stop_strings is not None
-            del self._by_id[candidate.id]
+            if candidate.refusal is None:
+                del self._by_id[candidate.id]
         self._ended.clear()
-        for group_id in self._touched:
-            self._groups.release(group_id)
-        self._touched.clear()
+        if self.finished_req_ids_dict:
+            # Data parallel: super() has delivered its set; ours must not wait for a step that may never come.
+            for client_index, request_ids in self.finished_req_ids_dict.items():
+                step_outputs = outputs.setdefault(client_index, EngineCoreOutputs())
+                step_outputs.finished_requests = (step_outputs.finished_requests or set()) | request_ids
+            self.finished_req_ids_dict.clear()
 
     def _annotate(
         self,
         candidate: Candidate,
         output: EngineCoreOutput,
-        stopped: dict[str, str],
+        verdicts: Verdicts,
         model_runner_output: ModelRunnerOutput | None,
     ) -> None:
-        if (reason := stopped.get(output.request_id)) is not None:
+        if candidate.refusal is not None:
+            note = EndingNote("failed", 0, None, refusal=candidate.refusal)
+            output.kv_transfer_params = note.to_params(output.kv_transfer_params)
+            return
+        id, group = candidate.id, candidate.group
+        reason = SURPLUS if id in verdicts.lost_ties else verdicts.stop.get(id)
+        if reason is not None:
             output.finish_reason, output.stop_reason = FinishReason.ABORT, reason
-        state = candidate.group.state(candidate.id.index)
-        if candidate.entry is not None:
-            candidate.entry.state, candidate.entry.num_tokens = state, candidate.request.num_output_tokens
         note = EndingNote(
-            state=state,
-            end_step=self._num_steps,
+            state=group.state(id.index),
+            end_step=group.end_step(id.index),
             mean_confidence=confidence_of(output.request_id, model_runner_output),
             pauses=candidate.pauses,
-            assessment=None if candidate.entry is None else candidate.entry.assessment,
+            assessment=group.assessments.get(id.index),
             ended_by_itself=candidate.end_reason == "stop",
         )
         output.kv_transfer_params = note.to_params(output.kv_transfer_params)

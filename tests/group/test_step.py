@@ -1,0 +1,214 @@
+"""The order of a step: one test per rule, then whole runs in random order of events."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_rollout.group.judge import Judge, Scoring
+from vllm_rollout.group.lifecycle import GroupTerms
+from vllm_rollout.group.pruning_plan import PruningPlan
+from vllm_rollout.group.step import NO_VERDICTS, GroupSteps, LaunchRefused
+from vllm_rollout.group.types import CandidateId, Confidence, Observation
+
+PLAN = PruningPlan(4, keep_ratio=0.5, min_labels=8)
+SCORING = Scoring("rollout", "q", 7, PLAN)
+
+
+class Run:
+    """Candidates of known lengths, each one token longer per step."""
+
+    def __init__(self, judge: Judge | None = None, **kwargs) -> None:
+        self.steps = GroupSteps(judge or Judge(), **kwargs)
+        self.groups = {}
+        self.lengths = {}
+        self.running = {}
+        self.ends = {}
+
+    def launch(self, group_id: str, lengths: list[int], terms: GroupTerms, scoring: Scoring | None = None) -> None:
+        for index, length in enumerate(lengths):
+            id, self.groups[group_id] = self.steps.launch(
+                group_id, terms, index, request_id=f"{group_id}-{index}", scoring=scoring
+            )
+            self.lengths[id], self.running[id] = length, 0
+
+    def step(self, due: dict[CandidateId, Observation] | None = None):
+        for id in self.running:
+            self.running[id] += 1
+        for id in [id for id, tokens in self.running.items() if tokens == self.lengths[id]]:
+            self.steps.ended(id, self.groups[id.group_id], "stop", self.running[id])
+            self.ends[id] = ("stop", self.running.pop(id))
+        verdicts = self.steps.close_step(due or {}, lambda id: self.running[id])
+        for id, state in verdicts.stop.items():
+            self.ends[id] = (state, self.running.pop(id))
+        return verdicts
+
+
+def seen(score: float) -> Observation:
+    return Observation(Confidence(score, score, score))
+
+
+def warm_judge() -> Judge:
+    """High confidence succeeds."""
+    judge = Judge()
+    entries = judge._learning_at(PLAN.detection_length).calibrators["confidence"]
+    for number in range(200):
+        entries.observe(number % 10)
+        entries.add(number % 10, number % 10 > 4)
+    return judge
+
+
+def test_a_step_without_events_decides_nothing():
+    run = Run()
+    run.launch("a", [5, 5], GroupTerms(1, 2))
+    assert not run.steps.has_events
+    assert run.step() is NO_VERDICTS
+
+
+def test_the_losers_stop_in_the_step_of_the_last_winner_and_the_group_is_over():
+    run = Run()
+    run.launch("a", [2, 9, 2, 1], GroupTerms(2, 4))
+    run.step()
+    verdicts = run.step()
+    assert verdicts.stop == {CandidateId("a", 1): "surplus"}
+    assert verdicts.lost_ties == {CandidateId("a", 2)}
+    assert verdicts.over == ("a",)
+    assert len(run.steps) == 0
+
+
+def test_races_are_settled_before_scores_are_judged():
+    run = Run(warm_judge())
+    run.launch("a", [4, 9, 9], GroupTerms(1, 3, pruning=PLAN), SCORING)
+    for _ in range(3):
+        run.step()
+    verdicts = run.step({CandidateId("a", index): seen(1) for index in range(3)})
+    assert set(verdicts.stop.values()) == {"surplus"}
+
+
+def test_pruning_settles_the_race_again():
+    """What pruning leaves cannot reach group_size by itself: the truncated one counts now."""
+    plan = PruningPlan(4, keep_ratio=0.05, allow_fewer=True, min_labels=8, min_survival=0.05)
+    judge = warm_judge()
+    run = Run(judge)
+    run.launch("a", [9, 9, 9, 9], GroupTerms(1, 4, pruning=plan), Scoring("r", "q", 1, plan))
+    for _ in range(3):
+        run.step()
+    verdicts = run.step({CandidateId("a", index): seen(0) for index in range(4)})
+    assert set(verdicts.stop.values()) == {"pruned"}
+    assert 1 <= len(run.running) < 4
+
+
+def test_what_is_too_long_is_given_up_in_the_step_that_reaches_the_cap():
+    run = Run()
+    run.launch("a", [2, 2, 9], GroupTerms(2, 3, early_stop=False, patience=2.0))
+    assert [run.step().stop for _ in range(3)] == [{}, {}, {}]
+    assert run.step().stop == {CandidateId("a", 2): "surplus"}
+    assert not run.steps.has_events
+
+
+def test_a_cancelled_group_defers_what_runs_and_keeps_what_has_finished():
+    run = Run()
+    run.launch("a", [2, 9, 9], GroupTerms(3, 3))
+    run.step()
+    assert run.steps.cancel("a")
+    verdicts = run.step()
+    assert verdicts.stop == {CandidateId("a", 1): "deferred", CandidateId("a", 2): "deferred"}
+    assert run.groups["a"].state(0) == "finished"
+    assert verdicts.over == ("a",)
+    assert not run.steps.cancel("a")
+
+
+def test_a_group_that_completes_in_the_step_of_its_cancellation_is_complete():
+    run = Run()
+    run.launch("a", [1, 9], GroupTerms(1, 2))
+    run.steps.cancel("a")
+    assert run.step().stop == {CandidateId("a", 1): "surplus"}
+
+
+def test_the_ledger_knows_every_end_and_forgets_nothing_that_may_be_rewarded():
+    judge = warm_judge()
+    run = Run(judge)
+    run.launch("a", [6, 9, 2], GroupTerms(2, 3, early_stop=False, patience=1.0, pruning=PLAN), SCORING)
+    for _ in range(3):
+        run.step()
+    run.step({CandidateId("a", index): seen(9) for index in range(2)})
+    while run.running:
+        run.step()
+    rollout = judge.ledger._rollouts["rollout"]
+    for (_, index), entry in rollout.items():
+        assert (entry.state, entry.num_tokens) == (run.groups["a"].state(index), run.ends[CandidateId("a", index)][1])
+    assert run.steps._scored == {}
+
+
+def test_a_candidate_whose_reward_has_no_door_is_judged_but_not_remembered():
+    judge = warm_judge()
+    run = Run(judge)
+    run.launch("a", [9] * 8, GroupTerms(1, 8, pruning=PLAN), Scoring("r", "q", 3, PLAN, teaches=False))
+    for _ in range(3):
+        run.step()
+    verdicts = run.step({CandidateId("a", index): seen(index) for index in range(8)})
+    assert "pruned" in verdicts.stop.values()
+    assert len(judge.ledger) == 0
+
+
+def test_a_candidate_that_names_other_terms_or_a_taken_index_is_refused_and_changes_nothing():
+    run = Run()
+    run.launch("a", [3, 3], GroupTerms(1, 3))
+    with pytest.raises(LaunchRefused, match=r"num_candidates of this group is 3, as its first candidate said, got 4"):
+        run.steps.launch("a", GroupTerms(1, 4))
+    with pytest.raises(LaunchRefused, match="index 1 of this group is taken"):
+        run.steps.launch("a", GroupTerms(1, 3), 1)
+    assert run.groups["a"].num_running == 2
+    assert run.steps.launch("a", GroupTerms(1, 3))[0] == CandidateId("a", 2)
+
+
+def test_a_refused_candidate_does_not_keep_an_idle_group_from_being_forgotten():
+    run = Run(max_idle=1)
+    for group_id in "ab":
+        run.launch(group_id, [1], GroupTerms(1, 2, early_stop=False))
+        run.step()
+        with pytest.raises(LaunchRefused):
+            run.steps.launch(group_id, GroupTerms(2, 2))
+    assert len(run.steps) == 1
+
+
+def test_a_sibling_that_comes_after_the_end_is_stopped_by_the_next_step():
+    run = Run()
+    run.launch("a", [1, 5], GroupTerms(1, 3))
+    run.step()
+    run.launch("a", [], GroupTerms(1, 3))
+    id, _ = run.steps.launch("a", GroupTerms(1, 3))
+    run.lengths[id], run.running[id] = 5, 0
+    assert run.step().stop == {id: "surplus"}
+
+
+races = st.lists(
+    st.tuples(st.lists(st.integers(1, 12), min_size=1, max_size=6), st.integers(1, 6), st.booleans(), st.booleans()),
+    min_size=1,
+    max_size=5,
+)
+
+
+@settings(max_examples=200)
+@given(races, st.lists(st.tuples(st.integers(1, 12), st.integers(0, 4)), max_size=3), st.randoms(use_true_random=False))
+def test_every_candidate_has_one_end_whatever_happens(groups, cancels, chance):
+    run = Run(warm_judge())
+    for number, (lengths, size, early_stop, pruned) in enumerate(groups):
+        size = min(size, len(lengths))
+        plan = PruningPlan(3, allow_fewer=True, min_labels=8) if pruned else None
+        terms = GroupTerms(size, len(lengths), early_stop, None if early_stop else 1.5, plan)
+        run.launch(str(number), lengths, terms, plan and Scoring("r", str(number), number, plan))
+    over = []
+    for step in range(1, 14):
+        for at, number in cancels:
+            if at == step:
+                run.steps.cancel(str(number))
+        due = {id: seen(chance.uniform(0, 9)) for id, tokens in run.running.items() if tokens == 2}
+        over += run.step(due).over
+    assert set(run.ends) == set(run.lengths)
+    assert sorted(over) == sorted(run.groups)
+    assert len(run.steps) == 0
+    assert not run.steps.has_events
+    assert run.steps._scored == {}
+    for (group_id, index), (end, _) in run.ends.items():
+        state = run.groups[group_id].state(index)
+        assert state == end if end != "stop" else state in ("finished", "surplus")

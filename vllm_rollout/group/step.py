@@ -1,0 +1,237 @@
+"""The order of one engine step: events in, verdicts out.
+
+    launch, ended, cancel    events, while the step is processed
+    close_step               1. what ended is told to its group     2. each race that had an event is settled
+                             3. scores of the step are judged       4. races are settled again, where that pruned
+                             5. what is too long is given up        6. cancelled groups stop
+                             7. the ledger is written, groups that are over are forgotten
+
+vLLM's scheduler, the simulator and the tests' engine translate their events into these calls and obey the verdicts;
+none of them has an order of its own.
+
+Invariant: every candidate that was launched gets exactly one end, and no verdict names one that has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from vllm_rollout.config import MAX_IDLE_GROUPS
+from vllm_rollout.group.judge import Judge, Scoring
+from vllm_rollout.group.ledger import LedgerEntry
+from vllm_rollout.group.lifecycle import Group, GroupTable, GroupTerms
+from vllm_rollout.group.pruning_plan import PruningPlan
+from vllm_rollout.group.types import CandidateId, EndReason, Observation, StopState
+
+
+class LaunchRefused(ValueError):
+    """A candidate cannot enter the group it names. The text is for the client: what, value, allowed, remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdicts:
+    """What a step decided."""
+
+    stop: Mapping[CandidateId, StopState] = field(default_factory=dict)
+    """Running candidates to stop now, and as what."""
+    lost_ties: frozenset[CandidateId] = frozenset()
+    """Candidates that ended by themselves in this step, but after `group_size` others: surplus, with all tokens."""
+    over: tuple[str, ...] = ()
+    """Groups that are over since this step."""
+
+
+NO_VERDICTS = Verdicts()
+
+
+@dataclass(slots=True)
+class _Scored:
+    """What judging a candidate needs."""
+
+    scoring: Scoring
+    entry: LedgerEntry | None
+    """Where what its reward will need is written; None when no reward can come."""
+
+
+class GroupSteps:
+    """All groups of one engine."""
+
+    def __init__(self, judge: Judge, max_idle: int = MAX_IDLE_GROUPS) -> None:
+        self.judge = judge
+        self._table = GroupTable(max_idle)
+        self._scored: dict[CandidateId, _Scored] = {}
+        """Candidates that are scored, from launch to end."""
+        self._ended: list[tuple[CandidateId, Group, EndReason, int]] = []
+        """Since the last step was closed, and so are these:"""
+        self._touched: dict[str, Group] = {}
+        self._cancelled: dict[str, Group] = {}
+        self._capped: dict[str, Group] = {}
+        """Groups whose running candidates are given up when they reach a length."""
+
+    def __len__(self) -> int:
+        """Groups that are not over."""
+        return len(self._table)
+
+    @property
+    def has_events(self) -> bool:
+        """Whether `close_step` has anything to do, even if nothing is due."""
+        return bool(self._touched or self._capped)
+
+    def launch(
+        self,
+        group_id: str,
+        terms: GroupTerms,
+        index: int | None = None,
+        *,
+        request_id: str = "",
+        scoring: Scoring | None = None,
+    ) -> tuple[CandidateId, Group]:
+        """A candidate enters the group of that id, which its first candidate makes; without an index it takes the next.
+
+        Raises: LaunchRefused when the group was made on other terms, or has that index already.
+        """
+        group = self._table.find(group_id)
+        if group is not None and group.terms != terms:
+            raise LaunchRefused(_disagreement(group.terms, terms))
+        if group is not None and index is not None and group.has(index):
+            raise LaunchRefused(f"index {index} of this group is taken. Name another group.")
+        group = self._table.open(group_id, terms)
+        candidate_id = CandidateId(group_id, group.launch(index))
+        if scoring is not None:
+            entry = None
+            if scoring.teaches:
+                entry = self.judge.ledger.open(
+                    scoring.rollout_id, scoring.prompt_id, candidate_id.index, request_id, scoring.plan
+                )
+            self._scored[candidate_id] = _Scored(scoring, entry)
+        if group.closed:
+            self._touched[group_id] = group  # it comes too late: the next step says so
+        return candidate_id, group
+
+    def ended(self, candidate_id: CandidateId, group: Group, reason: EndReason, num_tokens: int) -> None:
+        """A candidate ended without a verdict."""
+        self._ended.append((candidate_id, group, reason, num_tokens))
+        self._touched[candidate_id.group_id] = group
+
+    def cancel(self, group_id: str) -> bool:
+        """Nobody wants the rest of this group now: what runs at the end of the step stops as `deferred`.
+
+        False when there is no such group, for example because it is over.
+        """
+        group = self._table.find(group_id)
+        if group is None:
+            return False
+        self._touched[group_id] = self._cancelled[group_id] = group
+        return True
+
+    def close_step(self, due: Mapping[CandidateId, Observation], num_tokens: Callable[[CandidateId], int]) -> Verdicts:
+        """Decide on everything since the last call.
+
+        Args:
+            due: what the step showed of candidates that reached their detection length; of those that have ended it is
+                ignored.
+            num_tokens: output tokens of a candidate that has not ended by itself.
+        """
+        if not (self._touched or self._capped or due):
+            return NO_VERDICTS
+        for candidate_id, group, reason, length in self._ended:
+            group.end(candidate_id.index, reason, length)
+        siblings = self._still_due(due)
+        stop: dict[CandidateId, StopState] = {}
+        lost_ties: set[CandidateId] = set()
+
+        def settle(group_id: str, group: Group) -> None:
+            settlement = group.settle()
+            stop.update((CandidateId(group_id, index), "surplus") for index in settlement.stop)
+            lost_ties.update(CandidateId(group_id, index) for index in settlement.lost_ties)
+            if group.length_cap is not None:
+                self._capped[group_id] = group
+
+        for group_id, group in self._touched.items():
+            settle(group_id, group)
+        for group_id in self._in_order(siblings):
+            group = self._touched[group_id]
+            if pruned := self._judge(group_id, group, siblings[group_id]):
+                stop.update((CandidateId(group_id, index), "pruned") for index in pruned)
+                settle(group_id, group)
+        for group_id, group in self._capped.items():
+            too_long = group.too_long({index: num_tokens(CandidateId(group_id, index)) for index in group.running})
+            if too_long:
+                stop.update((CandidateId(group_id, index), "surplus") for index in too_long)
+                self._touched[group_id] = group
+        for group_id, group in self._cancelled.items():
+            stop.update((CandidateId(group_id, index), "deferred") for index in group.cancel())
+        over = self._forget(stop, num_tokens)
+        return Verdicts(stop, frozenset(lost_ties), over)
+
+    def _still_due(self, due: Mapping[CandidateId, Observation]) -> dict[str, dict[int, Observation]]:
+        """Of what is due what still runs, by group; touches these groups."""
+        siblings: dict[str, dict[int, Observation]] = {}
+        for id, observation in due.items():
+            group = self._table.find(id.group_id)
+            if id in self._scored and group.state(id.index) == "running":
+                siblings.setdefault(id.group_id, {})[id.index] = observation
+                self._touched[id.group_id] = group
+        return siblings
+
+    def _in_order(self, siblings: Mapping[str, Mapping[int, Observation]]) -> list[str]:
+        """Groups learn from each other's scores: the order in which they are judged must not be that of the batch."""
+        return sorted(
+            siblings, key=lambda group_id: (self._scoring_of(group_id, siblings[group_id]).prompt_id, group_id)
+        )
+
+    def _judge(self, group_id: str, group: Group, siblings: Mapping[int, Observation]) -> list[int]:
+        """Which of these to prune."""
+        if group.closed:
+            return []
+        due = {
+            index: (self._scored[CandidateId(group_id, index)].entry, observation)
+            for index, observation in siblings.items()
+        }
+        return self.judge.judge(group, self._scoring_of(group_id, siblings), due)
+
+    def _scoring_of(self, group_id: str, siblings: Mapping[int, object]) -> Scoring:
+        """Requests that join a group may bring different seeds: the first one's counts."""
+        return self._scored[CandidateId(group_id, min(siblings))].scoring
+
+    def _forget(
+        self, stop: Mapping[CandidateId, StopState], num_tokens: Callable[[CandidateId], int]
+    ) -> tuple[str, ...]:
+        """Write down the ends of this step; returns the groups that are over."""
+        for candidate_id, group, _, length in self._ended:
+            self._write(candidate_id, group, length)
+        for candidate_id in stop:
+            group = self._touched.get(candidate_id.group_id)
+            self._write(candidate_id, group, num_tokens(candidate_id))
+        over = []
+        for group_id, group in self._touched.items():
+            if self._table.release(group_id):
+                over.append(group_id)
+            if group.over:
+                self._capped.pop(group_id, None)
+        self._ended.clear()
+        self._touched.clear()
+        self._cancelled.clear()
+        return tuple(over)
+
+    def _write(self, candidate_id: CandidateId, group: Group, num_tokens: int) -> None:
+        scored = self._scored.pop(candidate_id, None)
+        if scored is not None and scored.entry is not None:
+            scored.entry.state, scored.entry.num_tokens = group.state(candidate_id.index), num_tokens
+
+
+def _disagreement(terms: GroupTerms, others: GroupTerms) -> str:
+    """What a candidate that joins a group says differently."""
+    known, named = _fields(terms), _fields(others)
+    name = next(name for name in known if known[name] != named[name])
+    return (
+        f"{name} of this group is {known[name]!r}, as its first candidate said, got {named[name]!r}. Every candidate "
+        "of a group must say the same: change it, or name another group."
+    )
+
+
+def _fields(terms: GroupTerms) -> dict[str, object]:
+    """By name; those of a plan that is not there are None."""
+    fields = {name: getattr(terms, name) for name in GroupTerms.__slots__ if name != "pruning"}
+    plan = terms.pruning
+    return fields | {f"pruning.{name}": plan and getattr(plan, name) for name in PruningPlan.__slots__}
