@@ -3,7 +3,7 @@ import math
 import pytest
 
 from vllm_rollout.config import MAX_GROUP_SIZE
-from vllm_rollout.group.plan import GroupJoin, GroupPlan, PlanError, make_plan, plan_from_xargs, rollout_xargs
+from vllm_rollout.group.plan import GroupPlan, PlanError, make_plan
 
 
 def test_a_plan_with_defaults_races_for_the_first():
@@ -88,108 +88,3 @@ def test_a_field_out_of_range_is_named_with_its_value_and_what_is_allowed(fields
     assert str(error.value).startswith(f"{field}: ")
     for part in said:
         assert part in str(error.value)
-
-
-def test_only_our_fields_are_taken_from_the_xargs():
-    xargs = {"rollout_redundancy": 2, "top_k": 3, "vllm_rollout": []}
-    assert rollout_xargs(xargs) == {"rollout_redundancy": 2}
-
-
-def test_flat_fields_make_the_plan_of_the_request_s_own_group():
-    dual_end = {"rollout_selection": "dual_end", "rollout_num_longest": 2, "rollout_early_stop": 0}
-    assert plan_from_xargs(dual_end, 4, max_candidates=8) == GroupPlan(4, 0, False, "dual_end", 2)
-    assert plan_from_xargs({"rollout_redundancy": 2.0}, 1, max_candidates=8) == GroupPlan(1, 2)
-    assert plan_from_xargs({"rollout_early_stop": True}, 3, max_candidates=8) == GroupPlan(3)
-    patient = {"rollout_selection": "dual_end", "rollout_early_stop": "auto", "rollout_patience": 2}
-    assert plan_from_xargs(patient, 4, max_candidates=8) == GroupPlan(4, 0, False, "dual_end", 1, patience=2)
-
-
-@pytest.mark.parametrize(
-    ("xargs", "field", "said"),
-    [
-        ({"rollout_redundancy": -1}, "rollout_redundancy", ["got -1", "at least 0", "beyond n"]),
-        ({"rollout_redundancy": 9}, "rollout_redundancy", ["n + rollout_redundancy", "4 + 9 = 13", "(8)"]),
-        ({"rollout_redundancy": "2"}, "rollout_redundancy", ["integer", "got '2'"]),
-        ({"rollout_redundancy": 1.5}, "rollout_redundancy", ["integer", "got 1.5"]),
-        ({"rollout_redundancy": math.inf}, "rollout_redundancy", ["integer", "got inf"]),
-        ({"rollout_redundancy": True}, "rollout_redundancy", ["integer", "got True"]),
-        ({"rollout_early_stop": "yes"}, "rollout_early_stop", ["true or false", "got 'yes'"]),
-        ({"rollout_early_stop": 2}, "rollout_early_stop", ["true or false", "got 2"]),
-        ({"rollout_selection": "best"}, "rollout_selection", ["first, shortest, dual_end", "got 'best'"]),
-        ({"rollout_selection": ["first"]}, "rollout_selection", ["first, shortest, dual_end", "got ['first']"]),
-        ({"rollout_num_longest": 1}, "rollout_num_longest", ["dual_end", "'first'"]),
-        (
-            {"rollout_selection": "dual_end", "rollout_num_longest": 5},
-            "rollout_num_longest",
-            ["got 5", "below n (4)", "n - rollout_num_longest"],
-        ),
-        ({"rollout_selection": "dual_end", "rollout_early_stop": 1}, "rollout_early_stop", ["dual_end"]),
-        ({"rollout_patience": 2}, "rollout_patience", ["dual_end", "'first'"]),
-        ({"rollout_selection": "dual_end", "rollout_patience": "2"}, "rollout_patience", ["number", "got '2'"]),
-        ({"rollout_selection": "dual_end", "rollout_patience": True}, "rollout_patience", ["number", "got True"]),
-        ({"rollout_group_size": 4}, "rollout_group_size", ["rollout_redundancy", "rollout_selection"]),
-        ({"rollout_redundency": 4}, "rollout_redundency", ["rollout_redundancy"]),
-    ],
-)
-def test_a_wrong_xarg_is_named_as_the_user_wrote_it(xargs, field, said):
-    with pytest.raises(PlanError) as error:
-        plan_from_xargs(xargs, 4, max_candidates=8)
-    assert error.value.field == field
-    assert str(error.value).startswith(f"{field}: ")
-    for part in said:
-        assert part in str(error.value)
-
-
-def test_more_choices_than_the_server_runs_at_once_is_said_of_n():
-    message = r"^n: n \+ rollout_redundancy must be at most .*\(8\), got 9 \+ 0 = 9"
-    with pytest.raises(PlanError, match=message) as error:
-        plan_from_xargs({"rollout_early_stop": 1}, 9, max_candidates=8)
-    assert error.value.field == "n"
-
-
-def test_a_group_id_makes_the_request_a_member_of_a_shared_group():
-    xargs = {"rollout_group_id": "q1", "rollout_group_size": 4}
-    assert plan_from_xargs(xargs, 1, max_candidates=8) == GroupJoin("q1", 4, 4, True)
-    xargs |= {"rollout_num_candidates": 6.0, "rollout_early_stop": 0}
-    assert plan_from_xargs(xargs, 1, max_candidates=8) == GroupJoin("q1", 4, 6, False)
-
-
-JOIN = {"rollout_group_id": "q1", "rollout_group_size": 4}
-
-
-@pytest.mark.parametrize(
-    ("xargs", "n", "field", "said"),
-    [
-        (JOIN | {"rollout_group_id": ""}, 1, "rollout_group_id", ["1 to 256", "got ''"]),
-        (JOIN | {"rollout_group_id": 7}, 1, "rollout_group_id", ["string", "got 7"]),
-        (JOIN | {"rollout_group_id": "x" * 257}, 1, "rollout_group_id", ["1 to 256"]),
-        (JOIN, 2, "rollout_group_id", ["n is 2", "n=1"]),
-        ({"rollout_group_id": "q1"}, 1, "rollout_group_size", ["required"]),
-        (JOIN | {"rollout_group_size": 0}, 1, "rollout_group_size", ["got 0", "between 1 and"]),
-        (JOIN | {"rollout_group_size": "4"}, 1, "rollout_group_size", ["integer", "got '4'"]),
-        (JOIN | {"rollout_num_candidates": 3}, 1, "rollout_num_candidates", ["got 3", "rollout_group_size (4)"]),
-        (JOIN | {"rollout_num_candidates": 9}, 1, "rollout_num_candidates", ["9", "max_num_seqs (8)"]),
-        (JOIN | {"rollout_group_size": 9}, 1, "rollout_group_size", ["9", "max_num_seqs (8)"]),
-        (JOIN | {"rollout_redundancy": 2}, 1, "rollout_redundancy", ["allowed here", "rollout_num_candidates"]),
-        (JOIN | {"rollout_early_stop": "no"}, 1, "rollout_early_stop", ["got 'no'"]),
-    ],
-)
-def test_a_wrong_membership_is_refused_by_its_field(xargs, n, field, said):
-    with pytest.raises(PlanError) as error:
-        plan_from_xargs(xargs, n, max_candidates=8)
-    assert error.value.field == field
-    for part in said:
-        assert part in str(error.value)
-
-
-def test_too_many_siblings_are_refused_with_the_number_the_user_wrote():
-    with pytest.raises(PlanError) as error:
-        plan_from_xargs(JOIN | {"rollout_num_candidates": 12}, 1, max_candidates=8)
-    # num_candidates counts all siblings already: a sum with group_size would name a value nobody sent.
-    assert "got 12" in str(error.value)
-    assert "rollout_group_size + rollout_num_candidates" not in str(error.value)
-
-
-@pytest.mark.parametrize("field", ["rollout_num_candidates", "rollout_early_stop"])
-def test_a_null_field_of_a_membership_means_its_default(field):
-    assert plan_from_xargs(JOIN | {field: None}, 1, max_candidates=8) == GroupJoin("q1", 4, 4, True)

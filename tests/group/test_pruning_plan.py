@@ -4,17 +4,12 @@ from dataclasses import fields
 import pytest
 
 from vllm_rollout.config import CALIBRATION_WINDOW, MAX_DETECTION_LENGTH
-from vllm_rollout.group.plan import PRUNING_XARGS, GroupJoin, GroupPlan, PlanError, make_plan, plan_from_xargs
+from vllm_rollout.group.plan import PlanError, make_plan
 from vllm_rollout.group.pruning_plan import RANGES, PruningPlan, make_pruning_plan
 
-SPARE = {"rollout_redundancy": 4, "rollout_detection_length": 8}
-JOIN = {"rollout_group_id": "q", "rollout_group_size": 2, "rollout_num_candidates": 4}
 
-
-def test_every_field_of_the_plan_has_a_range_and_a_name_among_the_xargs():
-    names = {field.name for field in fields(PruningPlan)}
-    assert RANGES.keys() == PRUNING_XARGS.keys() == names
-    assert len(set(PRUNING_XARGS.values())) == len(names)
+def test_every_field_of_the_plan_has_a_range():
+    assert RANGES.keys() == {field.name for field in fields(PruningPlan)}
 
 
 def test_a_detection_length_alone_makes_a_plan_with_defaults():
@@ -135,66 +130,3 @@ def test_pruning_without_anything_to_spare_is_refused_with_both_remedies():
 @pytest.mark.parametrize("selection", ["first", "dual_end"])
 def test_pruning_that_can_prune_or_only_looks_is_allowed(redundancy, pruning, selection):
     assert make_plan(4, redundancy, selection=selection, pruning=pruning, max_candidates=8).pruning == pruning
-
-
-def test_flat_fields_turn_pruning_on():
-    xargs = SPARE | {"rollout_keep_ratio": 0.25, "rollout_target_positive_ratio": 0.4, "rollout_pruning_rule": "paper"}
-    xargs |= {"rollout_pruning_strength": 1, "rollout_min_survival": 0.1, "rollout_max_survival": 0.9}
-    xargs |= {"rollout_pruning_mode": "shadow", "rollout_signal": "confidence", "rollout_allow_fewer": 1}
-    xargs |= {"rollout_min_labels": 32.0}
-    plan = plan_from_xargs(xargs, 4, max_candidates=8)
-    pruning = PruningPlan(8, "paper", 0.25, 0.4, 1, 0.1, 0.9, "shadow", "confidence", True, 32)
-    assert plan == GroupPlan(4, 4, pruning=pruning)
-    assert plan_from_xargs(SPARE, 4, max_candidates=8) == GroupPlan(4, 4, pruning=PruningPlan(8))
-
-
-def test_a_member_of_a_shared_group_carries_its_pruning():
-    join = plan_from_xargs(JOIN | {"rollout_detection_length": 8, "rollout_keep_ratio": 0.5}, 1, max_candidates=8)
-    assert join == GroupJoin("q", 2, 4, True, PruningPlan(8, keep_ratio=0.5))
-    assert plan_from_xargs(JOIN, 1, max_candidates=8).pruning is None
-
-
-@pytest.mark.parametrize("others", [{}, JOIN])
-def test_null_fields_of_pruning_mean_their_defaults(others):
-    nothing = others | dict.fromkeys(PRUNING_XARGS.values())
-    assert plan_from_xargs(nothing, 1, max_candidates=8).pruning is None
-    some = nothing | {"rollout_detection_length": 8, "rollout_allow_fewer": True}
-    assert plan_from_xargs(some, 1, max_candidates=8).pruning == PruningPlan(8, allow_fewer=True)
-
-
-@pytest.mark.parametrize("name", [name for name in PRUNING_XARGS.values() if name != "rollout_detection_length"])
-@pytest.mark.parametrize("others", [{}, JOIN])
-def test_a_field_of_pruning_needs_the_detection_length(name, others):
-    with pytest.raises(PlanError, match="needs rollout_detection_length, which turns pruning on") as error:
-        plan_from_xargs(others | {name: 1}, 1, max_candidates=8)
-    assert error.value.field == name
-
-
-@pytest.mark.parametrize(
-    ("xargs", "field", "said"),
-    [
-        (SPARE | {"rollout_detection_length": 0}, "rollout_detection_length", ["got 0", "[1,"]),
-        (SPARE | {"rollout_detection_length": "8"}, "rollout_detection_length", ["integer", "got '8'"]),
-        (SPARE | {"rollout_keep_ratio": 0}, "rollout_keep_ratio", ["(0, 1]", "got 0"]),
-        (SPARE | {"rollout_keep_ratio": "half"}, "rollout_keep_ratio", ["(0, 1]", "got 'half'"]),
-        (SPARE | {"rollout_min_survival": 1}, "rollout_min_survival", ["at most rollout_max_survival", "1 and 0.95"]),
-        (SPARE | {"rollout_keep_ratio": 0.96}, "rollout_keep_ratio", ["rollout_max_survival", "0.96", "0.05 and 0.95"]),
-        (SPARE | {"rollout_allow_fewer": "yes"}, "rollout_allow_fewer", ["true or false", "got 'yes'"]),
-        (SPARE | {"rollout_min_labels": 1.5}, "rollout_min_labels", ["integer", "got 1.5"]),
-        (SPARE | {"rollout_pruning_mode": "on"}, "rollout_pruning_mode", ["active, shadow", "got 'on'"]),
-        (SPARE | {"rollout_mode": "shadow"}, "rollout_mode", ["rollout_pruning_mode"]),
-        ({"rollout_detection_length": 8}, "rollout_allow_fewer", ["(rollout_redundancy)", "set rollout_allow_fewer"]),
-        (
-            JOIN | {"rollout_detection_length": 8, "rollout_num_candidates": 2},
-            "rollout_allow_fewer",
-            ["(rollout_num_candidates)", "all 2 candidates"],
-        ),
-    ],
-)
-def test_a_wrong_field_of_pruning_is_named_as_the_user_wrote_it(xargs, field, said):
-    n = 1 if "rollout_group_id" in xargs else 4
-    with pytest.raises(PlanError) as error:
-        plan_from_xargs(xargs, n, max_candidates=8)
-    assert error.value.field == field
-    for part in said:
-        assert part in str(error.value)

@@ -27,10 +27,11 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm_rollout.adapter.wire import PRUNED, SURPLUS, TAG_KEY, CandidateTag, EndingNote
 from vllm_rollout.config import OUTPUT_INTERVAL_TOKENS
 from vllm_rollout.group.judge import Scoring
-from vllm_rollout.group.plan import GroupJoin, GroupPlan, PlanError, plan_from_xargs, rollout_xargs
+from vllm_rollout.group.plan import GroupJoin, GroupPlan, PlanError
 from vllm_rollout.group.selection import conclude
 from vllm_rollout.group.types import Ending, GroupResult
 from vllm_rollout.server.metrics import Metrics
+from vllm_rollout.server.xargs import plan_from_xargs, rollout_xargs
 
 logger = init_logger("vllm.vllm_rollout")
 
@@ -257,16 +258,16 @@ class RolloutAsyncLLM(AsyncLLM):
     ) -> AsyncGenerator[RequestOutput, None]:
         """One of several requests that make up a group: all of them go to the rank their group id names."""
         tag = CandidateTag(
-            join.group_id,
+            join.name,
             None,
             join.group_size,
             join.num_candidates,
             join.early_stop,
             1 if params.output_kind != RequestOutputKind.FINAL_ONLY else OUTPUT_INTERVAL_TOKENS,
-            join.pruning and Scoring(join.group_id, join.group_id, _chance_seed(params), join.pruning),
+            join.pruning and Scoring(join.name, join.name, _chance_seed(params), join.pruning),
         )
         if kwargs.get("data_parallel_rank") is None and self.num_ranks > 1:
-            kwargs["data_parallel_rank"] = zlib.crc32(join.group_id.encode()) % self.num_ranks
+            kwargs["data_parallel_rank"] = zlib.crc32(join.name.encode()) % self.num_ranks
         async with aclosing(self._generate_candidate(tag, prompt, params, request_id, **kwargs)) as outputs:
             async for output, _ in outputs:
                 yield output
