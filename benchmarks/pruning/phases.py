@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.long_run import Progressed, keep_state
 from benchmarks.pruning.records import Log, Record, Run
 from benchmarks.pruning.setup import PHASES, Phase, Question, Sizes, evaluation_questions, learning_questions
 from benchmarks.tasks import NUMBER
@@ -41,8 +42,6 @@ OVERHEAD: Mapping[str, Mapping[str, Any] | None] = {
     "not scored": None,
     "scored": {"mode": "shadow", "keep_ratio": 1.0},
 }
-Progressed = Callable[[float, float, str], None]
-"""Takes done, total and what is going on."""
 
 
 @dataclass(slots=True)
@@ -68,9 +67,7 @@ class Bench:
         await self.client.set_state(path.read_bytes())
 
     async def keep(self, path: Path) -> None:
-        temporary = path.with_suffix(".new")
-        temporary.write_bytes(await self.client.state())
-        temporary.replace(path)
+        await keep_state(self.client, path)
 
 
 async def learn(bench: Bench) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.tables import INK, grid, number, picture, ranged
+
 SCORE_NAMES = {
     "head": "quality head",
     "mean": "confidence, mean",
@@ -19,7 +21,6 @@ WAY_NAMES = {"none": "nobody pruned", "random": "at random", "paper": "paper's r
 MEASURES = ("auc", "within_group_auc")
 COLORS = {"head": "#0f766e", "confidence": "#94a3b8", "none": "#64748b", "random": "#94a3b8", "paper": "#f59e0b"}
 COLORS["balance"] = COLORS["head"]
-INK = "#1e293b"
 
 
 def tables(result: Mapping[str, Any]) -> str:
@@ -153,45 +154,13 @@ def _described(row: Mapping[str, Any]) -> str:
     return f"{row['num_candidates']:,} candidates of {row['num_prompts']} prompts, {right} right, mean length {length}"
 
 
-def grid(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [f"### {title}", "", _line(header), _line(["---"] * len(header)), *map(_line, rows)]
-    return "\n".join(lines)
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def number(value: float | None, digits: int = 3) -> str:
-    if value is None:
-        return "—"
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.{digits}f}"
-
-
-def ranged(row: Mapping[str, Any]) -> str:
-    ends = row["interval"]
-    return number(row["value"]) if ends is None else f"{row['value']:.3f} ({ends[0]:.3f} to {ends[1]:.3f})"
-
-
 def draw(result: Mapping[str, Any], path: Path) -> None:
     """Left: learning curve. Middle: survivors by rule. Right: speed by keep_ratio. What has not run stays blank."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     phases = result["phases"]
-    colors = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), INK)
-    with plt.rc_context({"font.size": 10, **colors}):
-        figure, panels = plt.subplots(1, 3, figsize=(15.5, 4.6), dpi=120, width_ratios=(1.35, 1.2, 1))
+    with picture(path, figsize=(15.5, 4.6), width_ratios=(1.35, 1.2, 1), w_pad=3) as panels:
         for axes, (name, panel) in zip(panels, PANELS.items(), strict=True):
-            axes.spines[["top", "right"]].set_visible(False)
             if name in phases:
                 panel(axes, phases)
-        figure.tight_layout(w_pad=3)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
-        plt.close(figure)
 
 
 def _draw_learning(axes: Any, phases: Mapping[str, Any]) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.common import median
+from benchmarks.long_run import RunLog
 from vllm_rollout.group.types import CandidateState, Confidence, Signal
 
 Score = Literal["head", "mean", "lowest_window", "bottom_windows"]
@@ -87,24 +87,11 @@ def records_of(runs: Iterable[Run]) -> list[Record]:
     return [record for run in runs for record in run.records]
 
 
-class Log:
-    """The runs of one phase, in a file of one JSON line each."""
+class Log(RunLog[Run]):
+    """The runs of one phase."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lines = path.read_text().splitlines() if path.exists() else []
-        self.runs = [Run.from_json(json.loads(line)) for line in lines]
-        self._keys = {run.key for run in self.runs}
-
-    def __contains__(self, key: tuple[str | int, ...]) -> bool:
-        return key in self._keys
-
-    def add(self, run: Run) -> None:
-        with self._path.open("a") as file:
-            file.write(json.dumps(run.to_json()) + "\n")
-        self.runs.append(run)
-        self._keys.add(run.key)
+        super().__init__(path, Run.from_json)
 
 
 def group_by(records: Iterable[Record], name: Callable[[Record], str]) -> dict[str, list[Record]]:

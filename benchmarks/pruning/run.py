@@ -28,32 +28,25 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
-import sys
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 import uvloop
 from rich.console import Console
-from rich.markdown import Markdown
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from benchmarks.common import record_of_run, server_process, write_json
-from benchmarks.pruning.phases import RUN_PHASE, Bench, Progressed
+from benchmarks import long_run
+from benchmarks.common import record_of_run, write_json
+from benchmarks.pruning.phases import RUN_PHASE, Bench
 from benchmarks.pruning.picture import draw, tables
 from benchmarks.pruning.records import Log
 from benchmarks.pruning.results import summarize, targets
 from benchmarks.pruning.setup import LEARNING_SIZES, PHASES, TINY, Phase, Sizes
 from benchmarks.tasks import EARLY, FAMILIES
-from vllm_rollout.client.client import AsyncRolloutClient, RolloutError
-from vllm_rollout.models import resolve
-from vllm_rollout.process import ServerError, ServerProcess, exit_on_sigterm, log_folder, server_flags
+from vllm_rollout.process import ServerProcess
 
-LOG_INTERVAL_S = 15.0
 REAL = "qwen2.5-coder-0.5b-instruct"
 QUICK: dict[str, Any] = {
     "model": TINY,
@@ -78,22 +71,11 @@ QUICK: dict[str, Any] = {
 def main() -> None:
     arguments = parse_arguments()
     sizes = Sizes(**{field.name: getattr(arguments, field.name) for field in fields(Sizes)})
-    console = Console(stderr=True)
-    exit_on_sigterm()
-    try:
-        if arguments.plot_only:
-            result = json.loads(arguments.output.read_text())
-        else:
-            result = load(arguments.output, sizes)
-            with log_folder() as folder:
-                run_phases(arguments, sizes, result, folder, console)
-    except (ServerError, RolloutError, ValueError, FileNotFoundError) as error:
-        raise SystemExit(f"pruning: {error}") from error
-    text = tables(result)
-    Console().print(Markdown(text)) if sys.stdout.isatty() else print(text)
-    if arguments.plot_only or not arguments.quick:
-        draw(result, arguments.plot)
-        console.print(f"picture: {arguments.plot}")
+
+    def measure_missing(console: Console) -> None:
+        run_phases(arguments, sizes, load(arguments.output, sizes), console)
+
+    long_run.main("pruning", arguments, measure_missing, tables, draw)
 
 
 def load(output: Path, sizes: Sizes) -> dict[str, Any]:
@@ -108,19 +90,13 @@ def load(output: Path, sizes: Sizes) -> dict[str, Any]:
         return {**record_of_run(seed=sizes.seed, workload=__doc__), "sizes": mine, "phases": {}}
     result = json.loads(output.read_text())
     started = [phase for phase in PHASES if phase not in result["phases"] and (work / f"{phase}.jsonl").exists()]
-    for field in mine if started else LEARNING_SIZES:
-        if result["sizes"][field] != mine[field]:
-            raise ValueError(
-                f"--{field.replace('_', '-')} must be {result['sizes'][field]!r}, which {output} was made with"
-                f"{f' and phase {started[0]} was begun with' if started else ''}, got {mine[field]!r}. "
-                "Name another --output, or remove that one."
-            )
+    made_what = f"{output} was made with{f' and phase {started[0]} was begun with' if started else ''}"
+    fields_that_matter = mine if started else LEARNING_SIZES
+    long_run.check_same_sizes(result["sizes"], mine, fields_that_matter, made_what, "remove that one")
     return result | {"sizes": mine}
 
 
-def run_phases(
-    arguments: argparse.Namespace, sizes: Sizes, result: dict[str, Any], folder: Path, console: Console
-) -> None:
+def run_phases(arguments: argparse.Namespace, sizes: Sizes, result: dict[str, Any], console: Console) -> None:
     """All that are asked for and not there. The server starts with the first one that needs it."""
     work = arguments.output.with_suffix("")
     if arguments.again:
@@ -133,11 +109,11 @@ def run_phases(
         if phase not in todo:
             console.print(f"{phase}: in {arguments.output} already (--again makes it anew)")
     write_json(arguments.output, result)  # from here on it says which sizes the logs are of
-    with maybe_server(arguments, work, todo, folder, console) as server:
+    with maybe_server(arguments, work, todo, console) as server:
         for phase in todo:
             what_server_says: dict[str, Any] = {}
             if phase in RUN_PHASE:
-                with progress(console) as progressed:
+                with long_run.progress(console) as progressed:
                     what_server_says = uvloop.run(run_phase(phase, sizes, work, server, progressed))
             runs = {name: Log(work / f"{name}.jsonl").runs for name in PHASES}
             record = record_of_run(seed=sizes.seed, workload=None)
@@ -150,56 +126,28 @@ def run_phases(
 
 
 async def run_phase(
-    phase: Phase, sizes: Sizes, work: Path, server: ServerProcess, progressed: Progressed
+    phase: Phase, sizes: Sizes, work: Path, server: ServerProcess, progressed: long_run.Progressed
 ) -> dict[str, Any]:
-    async with AsyncRolloutClient(server.url) as client:
-        try:
-            return await RUN_PHASE[phase](Bench(sizes, work, client, progressed))
-        except RolloutError:
-            server.check_alive()
-            raise
+    async with long_run.client_of(server) as client:
+        return await RUN_PHASE[phase](Bench(sizes, work, client, progressed))
 
 
 def forget(work: Path, phases: Sequence[Phase]) -> None:
     """Remove the logs of these phases, and what was learned in them."""
+    learned = {"learn": ("learned.state", "server.state"), "sweep": ("sweep.state",)}
     for phase in phases:
-        names = {"learn": ("learned.state", "server.state"), "sweep": ("sweep.state",)}.get(phase, ())
-        for name in (f"{phase}.jsonl", *names):
-            (work / name).unlink(missing_ok=True)
+        long_run.remove(work, (f"{phase}.jsonl", *learned.get(phase, ())))
 
 
-@contextmanager
 def maybe_server(
-    arguments: argparse.Namespace, work: Path, phases: Sequence[Phase], folder: Path, console: Console
-) -> Iterator[ServerProcess | None]:
+    arguments: argparse.Namespace, work: Path, phases: Sequence[Phase], console: Console
+) -> AbstractContextManager[ServerProcess | None]:
     """A server that goes on with what was learned, when one of the phases needs it."""
     if not any(phase in RUN_PHASE for phase in phases):
-        yield None
-        return
+        return nullcontext()
     work.mkdir(parents=True, exist_ok=True)
-    flags = [*server_flags(arguments.at_once), "--rollout-state", str(work / "server.state")]
-    flags += shlex.split(arguments.server_args)
-    with server_process("rollout", resolve(arguments.model), flags, folder / "server.log") as server:
-        with console.status(f"starting the server, {arguments.model}"):
-            server.wait_until_healthy(lambda seconds, line: None)
-        yield server
-
-
-@contextmanager
-def progress(console: Console) -> Iterator[Progressed]:
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.0f}/{task.total:.0f}"))
-    columns = (*columns, TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=1)
-        shown = [-1.0]
-
-        def progressed(done: float, total: float, what: str) -> None:
-            bar.update(task, completed=done, total=total, description=what)
-            if not console.is_terminal and (done >= total or time.monotonic() - shown[0] > LOG_INTERVAL_S):
-                shown[0] = time.monotonic()  # a log file gets lines in place of a bar
-                console.print(f"{what}: {done:.0f}/{total:.0f}")
-
-        yield progressed
+    flags = ["--rollout-state", str(work / "server.state")]
+    return long_run.running_server(arguments.model, arguments.at_once, flags, arguments.server_args, console)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -211,13 +159,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--phases", default=",".join(PHASES), help="comma-separated, in the order above (default: all)")
     add("--again", action="store_true", help="run these phases even if the output has them; learn takes all others "
         "with it, which build on it")  # fmt: skip
-    add("--quick", action="store_true", help="small sizes, tiny-random unless --model is given; no picture")
-    add("--output", type=Path, help="results (default benchmarks/results/pruning.json, with --quick "
-        ".scratch/pruning_quick.json); logs and learned state go into the folder of that name beside it")  # fmt: skip
-    add("--plot", type=Path, default=Path("docs/pruning.png"), help="the picture (default %(default)s)")
-    add("--plot-only", action="store_true", help="measure nothing: tables and picture from the JSON at --output")
-    add("--server-args", default="", help="more flags for the server, e.g. '--gpu-memory-utilization 0.1' where other "
-        "engines share the machine")  # fmt: skip
+    long_run.add_arguments(what, "pruning")
     sizes = parser.add_argument_group("model and problems")
     add = sizes.add_argument
     add("--model", help=f"a name of `vllm-rollout models list`, a Hugging Face name or a directory (default {REAL})")
@@ -228,14 +170,9 @@ def parse_arguments() -> argparse.Namespace:
     add("--seed", type=int, default=7, help="problems and sampling (default 7)")
     add("--temperature", type=float, default=1.0, help="default 1")
     _add_sizes(parser.add_argument_group("sizes; defaults are those of the recorded run"))
-    if "--quick" in sys.argv[1:]:
-        parser.set_defaults(**QUICK)
-    arguments = parser.parse_args()
+    arguments = long_run.parse(parser, "pruning", QUICK)
     arguments.phases = _phases(parser, arguments.phases)
     arguments.model = arguments.model or REAL
-    if arguments.output is None:
-        arguments.again = arguments.again or arguments.quick
-        arguments.output = Path(".scratch/pruning_quick.json" if arguments.quick else "benchmarks/results/pruning.json")
     for name in ("group_size", "learn_group_size", "vote_candidates"):
         if getattr(arguments, name) > arguments.at_once:
             parser.error(f"--{name.replace('_', '-')} must be at most --at-once ({arguments.at_once})")

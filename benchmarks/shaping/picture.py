@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pruning.picture import INK, grid, number
 from benchmarks.shaping.setup import BASELINE, WAYS, WayName
+from benchmarks.tables import INK, grid, number, percent, picture
 
 COLORS: dict[WayName, str] = {
     "uniform": "#64748b",
@@ -46,7 +46,7 @@ def _speed(result: Mapping[str, Any]) -> str:
                 f"{row['speed_up']:.2f} ({low:.2f} to {high:.2f})",
                 *tokens,
                 number(row["candidates_per_prompt"], 1),
-                _percent(row["upper_bound_share"]),
+                percent(row["upper_bound_share"]),
                 str(row["num_incomplete"]),
             ]
         )
@@ -61,7 +61,7 @@ def _speed(result: Mapping[str, Any]) -> str:
 
 
 def _lengths(result: Mapping[str, Any]) -> str:
-    rows = [[name, *_length_cells(row), _percent(row["truncated_share"])] for name, row in result["ways"].items()]
+    rows = [[name, *_length_cells(row), percent(row["truncated_share"])] for name, row in result["ways"].items()]
     return grid("Returned lengths, tokens (× uniform)", ["way", *LENGTH_HEADER, "truncated"], rows)
 
 
@@ -71,7 +71,7 @@ def _again(result: Mapping[str, Any]) -> str:
             f"{row['candidates_over_group_size']:g}x",
             f"{row['num_longest']}:{row['num_shortest']}",
             *_length_cells(row),
-            _percent(row["truncated_share"]),
+            percent(row["truncated_share"]),
         ]
         for row in result["selected_again"]
     ]
@@ -92,10 +92,10 @@ def _simulated(result: Mapping[str, Any]) -> str:
             name,
             number(row["simulated_speed_up"], 2),
             number(row["measured_speed_up"], 2),
-            _percent(row["median_absolute_error"], 1),
-            _percent(row["largest_absolute_error"], 1),
+            percent(row["median_absolute_error"], 1),
+            percent(row["largest_absolute_error"], 1),
             number(row["simulated_over_measured_s"], 2),
-            _percent(result["ways"][name]["same_lengths_share"]),
+            percent(result["ways"][name]["same_lengths_share"]),
             "yes" if row["same_allocation"] else "**no**",
         ]
         for name, row in result["simulation"]["ways"].items()
@@ -109,36 +109,18 @@ def _targets(result: Mapping[str, Any]) -> str:
     if not result["targets"]:
         return "No targets: without a profile a simulated step takes one unit of time, whatever is in it."
     rows = [
-        [t["name"], _percent(t["value"], 1), _percent(t["target"]), "reached" if t["reached"] else "**missed**"]
+        [t["name"], percent(t["value"], 1), percent(t["target"]), "reached" if t["reached"] else "**missed**"]
         for t in result["targets"]
     ]
     return grid("Targets", ["target", "value", "at most", ""], rows)
 
 
-def _percent(share: float | None, digits: int = 0) -> str:
-    return number(None if share is None else 100 * share, digits) + ("" if share is None else " %")
-
-
 def draw(result: Mapping[str, Any], path: Path) -> None:
     """Left: wall time. Middle: returned lengths of the same ways. Right: simulated against measured speed-up."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    colors = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), INK)
-    with plt.rc_context({"font.size": 10, **colors}):
-        figure, panels = plt.subplots(1, 3, figsize=(17, 5), dpi=120, width_ratios=(1.15, 1, 1))
-        left, middle, right = panels
-        for axes in panels:
-            axes.spines[["top", "right"]].set_visible(False)
+    with picture(path, figsize=(17, 5), width_ratios=(1.15, 1, 1), w_pad=2) as (left, middle, right):
         _draw_times(left, result)
         _draw_lengths(middle, result)
         _draw_simulation(right, result)
-        figure.tight_layout(w_pad=2)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
-        plt.close(figure)
 
 
 def _draw_times(axes: Any, result: Mapping[str, Any]) -> None:

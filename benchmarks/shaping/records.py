@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.long_run import RunLog
 from vllm_rollout.group.types import Ending
 from vllm_rollout.server.answers import GroupAnswer
 from vllm_rollout.trace.rows import End, RolloutPrompt, RolloutRow
@@ -115,28 +116,11 @@ class Run:
         return cls(**{**row, **lists, "groups": tuple(map(GroupRecord.from_json, row["groups"]))})
 
 
-class Log:
-    """Runs by key, in a file of one JSON line each; a run that is made again takes the place of the older one."""
+class Log(RunLog[Run]):
+    """The runs of all ways."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lines = path.read_text().splitlines() if path.exists() else []
-        self._runs = {run.key: run for run in map(Run.from_json, map(json.loads, lines))}
-
-    def __contains__(self, key: Key) -> bool:
-        return key in self._runs
-
-    def __getitem__(self, key: Key) -> Run:
-        return self._runs[key]
-
-    def __iter__(self) -> Iterator[Run]:
-        return iter(self._runs.values())
-
-    def add(self, run: Run) -> None:
-        with self._path.open("a") as file:
-            file.write(json.dumps(run.to_json()) + "\n")
-        self._runs[run.key] = run
+        super().__init__(path, Run.from_json)
 
     @property
     def num_servers(self) -> int:

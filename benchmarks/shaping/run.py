@@ -39,7 +39,6 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -47,10 +46,9 @@ from typing import Any
 
 import uvloop
 from rich.console import Console
-from rich.markdown import Markdown
 
-from benchmarks.common import record_of_run, server_process, write_json
-from benchmarks.pruning.run import progress
+from benchmarks import long_run
+from benchmarks.common import record_of_run, write_json
 from benchmarks.shaping.measures import (
     Runs,
     compare_with_simulation,
@@ -61,20 +59,12 @@ from benchmarks.shaping.measures import (
 )
 from benchmarks.shaping.picture import described_machine, draw, tables
 from benchmarks.shaping.records import Log
-from benchmarks.shaping.runs import Bench, Progressed, measure
+from benchmarks.shaping.runs import Bench, measure
 from benchmarks.shaping.setup import TINY, WAY_NAMES, WAYS, Sizes, check
 from benchmarks.shaping.simulation import history_of, simulate
-from vllm_rollout.client.client import AsyncRolloutClient, RolloutError
 from vllm_rollout.config import CPU_BLOCK_SIZE_TOKENS, DEFAULT_TRADEOFF
-from vllm_rollout.models import DEFAULT_MODEL, resolve
-from vllm_rollout.process import (
-    ServerError,
-    ServerProcess,
-    exit_on_sigterm,
-    log_folder,
-    runs_on_cpu,
-    server_flags,
-)
+from vllm_rollout.models import DEFAULT_MODEL
+from vllm_rollout.process import ServerProcess, runs_on_cpu, server_flags
 from vllm_rollout.profiling.profile_file import Profile
 from vllm_rollout.simulator.machine import Machine
 
@@ -96,20 +86,12 @@ QUICK: dict[str, Any] = {
 def main() -> None:
     arguments = parse_arguments()
     sizes = Sizes(**{field.name: getattr(arguments, field.name) for field in fields(Sizes)})
-    console = Console(stderr=True)
-    exit_on_sigterm()
-    try:
+
+    def measure_missing(console: Console) -> None:
         check(sizes)
-        if not arguments.plot_only:
-            run(arguments, sizes, console)
-        result = json.loads(arguments.output.read_text())
-    except (ServerError, RolloutError, ValueError, FileNotFoundError) as error:
-        raise SystemExit(f"shaping: {error}") from error
-    text = tables(result)
-    Console().print(Markdown(text)) if sys.stdout.isatty() else print(text)
-    if arguments.plot_only or not arguments.quick:
-        draw(result, arguments.plot)
-        console.print(f"picture: {arguments.plot}")
+        run(arguments, sizes, console)
+
+    long_run.main("shaping", arguments, measure_missing, tables, draw)
 
 
 def run(arguments: argparse.Namespace, sizes: Sizes, console: Console) -> None:
@@ -119,29 +101,26 @@ def run(arguments: argparse.Namespace, sizes: Sizes, console: Console) -> None:
     if arguments.again:
         forget(folder)
     begun = begin(folder, sizes)
-    flags = flags_of(arguments, sizes, folder)
+    flags = flags_of(arguments, folder)
     log = Log(folder / "runs.jsonl")
     if any((name, repeat) not in log for repeat in range(sizes.repeats) for name in WAY_NAMES):
-        with log_folder() as logs:
-            server = server_process("rollout", resolve(sizes.model), flags, logs / "server.log")
-            with server, console.status(f"starting the server, {sizes.model}") as status:
-                server.wait_until_healthy(lambda seconds, line: None)
-                status.stop()
-                with progress(console) as progressed:
-                    uvloop.run(_measure(sizes, folder, log, server, progressed))
+        with (
+            long_run.running_server(sizes.model, sizes.max_num_seqs, flags, arguments.server_args, console) as server,
+            long_run.progress(console) as progressed,
+        ):
+            uvloop.run(_measure(sizes, folder, log, server, progressed))
     told = None if profile is None else {"file": str(arguments.profile), **_told(profile)}
     numbers = summarize(sizes, log, profile, (folder / "history.state").read_bytes())
-    write_json(arguments.output, {**begun, "note": NOTE, "server_flags": flags, "profile": told, **numbers})
+    all_flags = [*server_flags(sizes.max_num_seqs), *flags, *shlex.split(arguments.server_args)]
+    write_json(arguments.output, {**begun, "note": NOTE, "server_flags": all_flags, "profile": told, **numbers})
     console.print(f"written to {arguments.output}")
 
 
-async def _measure(sizes: Sizes, folder: Path, log: Log, server: ServerProcess, progressed: Progressed) -> None:
-    async with AsyncRolloutClient(server.url) as client:
-        try:
-            await measure(Bench(sizes, folder, client, server.url, progressed, log, log.num_servers))
-        except RolloutError:
-            server.check_alive()
-            raise
+async def _measure(
+    sizes: Sizes, folder: Path, log: Log, server: ServerProcess, progressed: long_run.Progressed
+) -> None:
+    async with long_run.client_of(server) as client:
+        await measure(Bench(sizes, folder, client, server.url, progressed, log, log.num_servers))
 
 
 def read_profile(arguments: argparse.Namespace, sizes: Sizes) -> Profile | None:
@@ -164,8 +143,7 @@ def contexts(sizes: Sizes) -> list[int]:
 
 
 def forget(folder: Path) -> None:
-    for name in ("begun.json", "runs.jsonl", "history.state", "trace.jsonl"):
-        (folder / name).unlink(missing_ok=True)
+    long_run.remove(folder, ("begun.json", "runs.jsonl", "history.state", "trace.jsonl"))
 
 
 def begin(folder: Path, sizes: Sizes) -> dict[str, Any]:
@@ -179,20 +157,15 @@ def begin(folder: Path, sizes: Sizes) -> dict[str, Any]:
         workload = {"ways": {name: asdict(way) for name, way in WAYS.items()}, "conditions": __doc__}
         write_json(file, {**record_of_run(seed=sizes.seed, workload=workload), "sizes": asdict(sizes)})
     begun = json.loads(file.read_text())
-    for field, value in asdict(sizes).items():
-        if field != "repeats" and begun["sizes"][field] != value:
-            raise ValueError(
-                f"--{field.replace('_', '-')} must be {begun['sizes'][field]!r}, which the runs in {folder} were made "
-                f"with, got {value!r}. Name another --output, or measure anew with --again."
-            )
+    fields_that_matter = [field.name for field in fields(Sizes) if field.name != "repeats"]
+    made_what, remedy = f"the runs in {folder} were made with", "measure anew with --again"
+    long_run.check_same_sizes(begun["sizes"], asdict(sizes), fields_that_matter, made_what, remedy)
     return begun
 
 
-def flags_of(arguments: argparse.Namespace, sizes: Sizes, folder: Path) -> list[str]:
-    flags = [*server_flags(sizes.max_num_seqs), "--rollout-record", str(folder / "trace.jsonl")]
-    if arguments.profile is not None:
-        flags += ["--rollout-profile", str(arguments.profile)]
-    return flags + shlex.split(arguments.server_args)
+def flags_of(arguments: argparse.Namespace, folder: Path) -> list[str]:
+    profile = [] if arguments.profile is None else ["--rollout-profile", str(arguments.profile)]
+    return ["--rollout-record", str(folder / "trace.jsonl"), *profile]
 
 
 def summarize(sizes: Sizes, log: Log, profile: Profile | None, state: bytes) -> dict[str, Any]:
@@ -249,13 +222,8 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--profile", type=Path, help=f"what `vllm-rollout profile` wrote (default {PROFILE}; with --quick none: the "
         "budget is then 1.5 times what is wanted, and simulated times are in steps)")  # fmt: skip
-    add("--quick", action="store_true", help="small sizes, tiny-random unless --model is given; no picture")
     add("--again", action="store_true", help="forget earlier runs of this output")
-    add("--output", type=Path, help="results (default benchmarks/results/shaping.json, with --quick "
-        ".scratch/shaping_quick.json); logs go into the folder of that name beside it")  # fmt: skip
-    add("--plot", type=Path, default=Path("docs/shaping.png"), help="the picture (default %(default)s)")
-    add("--plot-only", action="store_true", help="measure nothing: tables and picture from the JSON at --output")
-    add("--server-args", default="", help="more flags for the server")
+    long_run.add_arguments(parser, "shaping")
     sizes = parser.add_argument_group("sizes; defaults are those of the recorded run")
     add = sizes.add_argument
     add("--model", default=DEFAULT_MODEL, help="a name of `vllm-rollout models list`, a Hugging Face name or a "
@@ -270,12 +238,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--epochs", type=int, default=2, help="of history before anything is measured (default %(default)s)")
     add("--repeats", type=int, default=4, help="repeats of every way (default %(default)s)")
     add("--seed", type=int, default=7, help="repeat r samples with seed + 1000 r (default %(default)s)")
-    if "--quick" in sys.argv[1:]:
-        parser.set_defaults(**QUICK)
-    arguments = parser.parse_args()
-    if arguments.output is None:
-        arguments.again = arguments.again or arguments.quick
-        arguments.output = Path(".scratch/shaping_quick.json" if arguments.quick else "benchmarks/results/shaping.json")
+    arguments = long_run.parse(parser, "shaping", QUICK)
     if arguments.profile is None and not arguments.quick:
         arguments.profile = PROFILE
     return arguments

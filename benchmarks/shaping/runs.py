@@ -8,13 +8,13 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from benchmarks.long_run import Progressed, keep_state
 from benchmarks.shaping.records import GroupRecord, Log, Run, traced_prompts
 from benchmarks.shaping.setup import WAY_NAMES, WAYS, Sizes, Way, order, prompts
 from vllm_rollout.client.client import AsyncRolloutClient
@@ -27,8 +27,6 @@ HISTORY = Way("history", 0, "first", early_stop=False)
 
 Redundancy = int | dict[str, Any] | list[int]
 """For every prompt as many, "auto", or for each its own."""
-Progressed = Callable[[float, float, str], None]
-"""Takes done, total and what is going on."""
 
 
 @dataclass(slots=True)
@@ -83,9 +81,7 @@ async def _make_history(bench: Bench) -> None:
     for epoch in range(bench.sizes.epochs):
         bench.progress(epoch, bench.sizes.epochs, "history")
         bench.log.add(await _roll(bench, ("history", epoch), HISTORY, bench.sizes.epoch_seed(epoch)))
-    temporary = bench.history.with_suffix(".new")
-    temporary.write_bytes(await bench.client.state())
-    temporary.replace(bench.history)
+    await keep_state(bench.client, bench.history)
 
 
 async def _roll(bench: Bench, key: tuple[str, int], way: Way, seed: int) -> Run:

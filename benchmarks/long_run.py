@@ -1,0 +1,184 @@
+"""What benchmarks share that measure for long, go on where they stopped, and show tables and a picture.
+
+Invariant: a run that is in the log is not made again, and what is there was made with the sizes that are asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+from rich.console import Console
+from rich.markdown import Markdown
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from benchmarks.common import server_process
+from vllm_rollout.client.client import AsyncRolloutClient, RolloutError
+from vllm_rollout.models import resolve
+from vllm_rollout.process import ServerError, ServerProcess, exit_on_sigterm, log_folder, server_flags
+
+LOG_INTERVAL_S = 15.0
+
+Progressed = Callable[[float, float, str], None]
+"""Takes done, total and what is going on."""
+
+
+class Run(Protocol):
+    """What a log keeps."""
+
+    @property
+    def key(self) -> Any: ...
+
+    def to_json(self) -> dict[str, Any]: ...
+
+
+RunType = TypeVar("RunType", bound=Run)
+
+
+class RunLog(Generic[RunType]):
+    """Runs by key, in a file of one JSON line each; a run that is made again takes the place of the older one."""
+
+    def __init__(self, path: Path, from_json: Callable[[Mapping[str, Any]], RunType]) -> None:
+        self._path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = path.read_text().splitlines() if path.exists() else []
+        self._runs = {run.key: run for run in map(from_json, map(json.loads, lines))}
+
+    @property
+    def runs(self) -> list[RunType]:
+        return list(self._runs.values())
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._runs
+
+    def __getitem__(self, key: Hashable) -> RunType:
+        return self._runs[key]
+
+    def __iter__(self) -> Iterator[RunType]:
+        return iter(self._runs.values())
+
+    def add(self, run: RunType) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps(run.to_json()) + "\n")
+        self._runs[run.key] = run
+
+
+def check_same_sizes(
+    made: Mapping[str, Any], asked: Mapping[str, Any], fields: Iterable[str], made_what: str, remedy: str
+) -> None:
+    """Raises: ValueError when `made_what` was made with other sizes than are asked for."""
+    for field in fields:
+        if made[field] != asked[field]:
+            raise ValueError(
+                f"--{field.replace('_', '-')} must be {made[field]!r}, which {made_what}, got {asked[field]!r}. "
+                f"Name another --output, or {remedy}."
+            )
+
+
+def remove(folder: Path, names: Iterable[str]) -> None:
+    """Forget what lies in these files."""
+    for name in names:
+        (folder / name).unlink(missing_ok=True)
+
+
+async def keep_state(client: AsyncRolloutClient, path: Path) -> None:
+    """Write what the server has learned, whole or not at all."""
+    temporary = path.with_suffix(".new")
+    temporary.write_bytes(await client.state())
+    temporary.replace(path)
+
+
+@contextmanager
+def running_server(
+    model: str, max_num_seqs: int, flags: Sequence[str], more: str, console: Console
+) -> Iterator[ServerProcess]:
+    """Our server, ready; its log is kept when it fails. `more` are flags as on a command line."""
+    command = [*server_flags(max_num_seqs), *flags, *shlex.split(more)]
+    with log_folder() as logs, server_process("rollout", resolve(model), command, logs / "server.log") as server:
+        with console.status(f"starting the server, {model}"):
+            server.wait_until_healthy(lambda seconds, line: None)
+        yield server
+
+
+@asynccontextmanager
+async def client_of(server: ServerProcess) -> AsyncIterator[AsyncRolloutClient]:
+    """A client whose error is the server's death when that is the reason."""
+    async with AsyncRolloutClient(server.url) as client:
+        try:
+            yield client
+        except RolloutError:
+            server.check_alive()
+            raise
+
+
+@contextmanager
+def progress(console: Console) -> Iterator[Progressed]:
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.0f}/{task.total:.0f}"))
+    columns = (*columns, TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=1)
+        shown = [-1.0]
+
+        def progressed(done: float, total: float, what: str) -> None:
+            bar.update(task, completed=done, total=total, description=what)
+            if not console.is_terminal and (done >= total or time.monotonic() - shown[0] > LOG_INTERVAL_S):
+                shown[0] = time.monotonic()  # a log file gets lines in place of a bar
+                console.print(f"{what}: {done:.0f}/{total:.0f}")
+
+        yield progressed
+
+
+def add_arguments(parser: argparse._ActionsContainer, name: str) -> None:
+    """What every such benchmark takes. `name` is that of its folder, result and picture."""
+    add = parser.add_argument
+    add("--quick", action="store_true", help="small sizes, tiny-random unless --model is given; no picture")
+    add("--output", type=Path, help=f"results (default benchmarks/results/{name}.json, with --quick "
+        f".scratch/{name}_quick.json); logs and state go into the folder of that name beside it")  # fmt: skip
+    add("--plot", type=Path, default=Path(f"docs/{name}.png"), help="the picture (default %(default)s)")
+    add("--plot-only", action="store_true", help="measure nothing: tables and picture from the JSON at --output")
+    add("--server-args", default="", help="more flags for the server, e.g. '--gpu-memory-utilization 0.1' where other "
+        "engines share the machine")  # fmt: skip
+
+
+def parse(parser: argparse.ArgumentParser, name: str, quick: Mapping[str, Any]) -> argparse.Namespace:
+    """Arguments with the sizes of `--quick` in place; without `--output` a quick run begins anew."""
+    if "--quick" in sys.argv[1:]:
+        parser.set_defaults(**quick)
+    arguments = parser.parse_args()
+    if arguments.output is None:
+        arguments.again = arguments.again or arguments.quick
+        arguments.output = Path(f".scratch/{name}_quick.json" if arguments.quick else f"benchmarks/results/{name}.json")
+    return arguments
+
+
+def main(
+    name: str,
+    arguments: argparse.Namespace,
+    measure: Callable[[Console], None],
+    tables: Callable[[Mapping[str, Any]], str],
+    draw: Callable[[Mapping[str, Any], Path], None],
+) -> None:
+    """Measure what is missing and write the output, unless only the picture is wanted; then show what is there.
+
+    Raises: SystemExit with what is wrong.
+    """
+    console = Console(stderr=True)
+    exit_on_sigterm()
+    try:
+        if not arguments.plot_only:
+            measure(console)
+        result = json.loads(arguments.output.read_text())
+    except (ServerError, RolloutError, ValueError, FileNotFoundError) as error:
+        raise SystemExit(f"{name}: {error}") from error
+    text = tables(result)
+    Console().print(Markdown(text)) if sys.stdout.isatty() else print(text)
+    if arguments.plot_only or not arguments.quick:
+        draw(result, arguments.plot)
+        console.print(f"picture: {arguments.plot}")
