@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from vllm_rollout.config import CONFIDENCE_WINDOW_TOKENS
+from vllm_rollout.tracker.tracker import NUM_KEPT
 
 NUM_HIDDEN = 128
-CANDIDATES_PER_GROUP = 16
 MAX_LEN = 512
 """Tokens of a trace."""
 
@@ -29,22 +29,20 @@ class Inputs:
         return torch.randint(end, (size,), generator=self.generator).to(self.device)
 
     def token_stats(self, num_rows: int, vocab_size: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        return self.normal(num_rows, vocab_size, scale=4.0, dtype=dtype), self.integers(vocab_size, num_rows)
+        logits = self.normal(num_rows, vocab_size, scale=4.0, dtype=dtype)
+        return logits, torch.arange(num_rows, device=self.device), self.integers(vocab_size, num_rows)
 
     def quality_head(self, num_due: int, hidden_size: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
         weights = (self.normal(NUM_HIDDEN, hidden_size, scale=hidden_size**-0.5), self.normal(NUM_HIDDEN))
         rows = torch.randperm(num_due, generator=self.generator).to(self.device)
         return self.normal(num_due, hidden_size, dtype=dtype), rows, *weights, self.normal(NUM_HIDDEN), self.normal(1)
 
-    def update_lengths(self, num_rows: int, capacity: int) -> tuple[Tensor, ...]:
+    def update_confidence(self, num_rows: int, capacity: int) -> tuple[Tensor, ...]:
         slots = torch.randperm(capacity, generator=self.generator)[:num_rows].to(self.device)
-        counts = self.integers(MAX_LEN, capacity).float()
-        return slots, self.normal(num_rows) + 8, counts, self.normal(capacity) + 8, counts * 2
-
-    def group_moments(self, capacity: int) -> tuple[Any, ...]:
-        groups = torch.arange(capacity, device=self.device) // CANDIDATES_PER_GROUP
-        finished = self.integers(3, capacity) == 0
-        return self.integers(MAX_LEN, capacity).float(), groups, finished, -(-capacity // CANDIDATES_PER_GROUP)
+        state = (self.normal(capacity, NUM_KEPT) + 8, self.integers(MAX_LEN, capacity * NUM_KEPT).float())
+        trace = torch.zeros(capacity, MAX_LEN, device=self.device)
+        values = self.normal(num_rows) + 8
+        return slots, self.integers(MAX_LEN, num_rows), values, state[0], state[1].view(capacity, NUM_KEPT), trace
 
     def windowed_confidence(self, num_due: int) -> tuple[Any, ...]:
         trace = self.normal(num_due, MAX_LEN) + 8

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import record_of_run, write_json
-from benchmarks.kernel_inputs import CANDIDATES_PER_GROUP, MAX_LEN, NUM_HIDDEN, Inputs
+from benchmarks.kernel_inputs import MAX_LEN, NUM_HIDDEN, Inputs
 from vllm_rollout.config import CONFIDENCE_WINDOW_TOKENS
 from vllm_rollout.tracker.dispatch import OPERATORS, REFERENCES, Operator
 from vllm_rollout.tracker.ops import active_implementation
@@ -102,11 +102,8 @@ def cases(inputs: Inputs, arguments: argparse.Namespace) -> Iterator[Case]:
                 yield Case("quality_head", size, tensors, work)
     for num_rows in arguments.rows:
         capacity = capacity_for(num_rows)
-        update, moments = inputs.update_lengths(num_rows, capacity), inputs.group_moments(capacity)
-        of_rows, of_groups = {"num_rows": num_rows, "capacity": capacity}, {"num_groups": moments[3]}
-        yield Case("update_lengths", of_rows, update)
-        yield Case("group_moments", {"capacity": capacity, **of_groups}, moments)
-        yield Case("update_group_lengths", of_rows | of_groups, (*update, *moments[1:]))
+        size = {"num_rows": num_rows, "capacity": capacity}
+        yield Case("update_confidence", size, inputs.update_confidence(num_rows, capacity))
     for num_due in arguments.due:
         size = {"num_due": num_due, "max_len": MAX_LEN, "window": CONFIDENCE_WINDOW_TOKENS}
         yield Case("windowed_confidence", size, inputs.windowed_confidence(num_due))
@@ -114,15 +111,15 @@ def cases(inputs: Inputs, arguments: argparse.Namespace) -> Iterator[Case]:
 
 def step_calls(inputs: Inputs, num_rows: int, num_due: int, vocab_size: int, hidden_size: int) -> tuple[Call, Call]:
     """The operators of one step, active and reference, in the order in which the worker calls them."""
-    logits, sampled = inputs.token_stats(num_rows, vocab_size, torch.bfloat16)
-    slots, _, *state = inputs.update_lengths(num_rows, capacity_for(num_rows))
+    stats = inputs.token_stats(num_rows, vocab_size, torch.bfloat16)
+    slots, positions, _, *state = inputs.update_confidence(num_rows, capacity_for(num_rows))
     trace = inputs.windowed_confidence(num_due)
     head = inputs.quality_head(num_due, hidden_size, torch.bfloat16)
 
     def call_with(functions: dict[Operator, Callable[..., Any]]) -> Call:
         def call() -> None:
-            confidence = functions["token_stats"](logits, sampled).confidence
-            functions["update_lengths"](slots, confidence, *state)
+            confidence = functions["token_stats"](*stats).confidence
+            functions["update_confidence"](slots, positions, confidence, *state)
             if num_due:
                 functions["windowed_confidence"](*trace)
                 functions["quality_head"](*head)
@@ -226,7 +223,7 @@ def measure_steps(inputs: Inputs, arguments: argparse.Namespace) -> Iterator[dic
 
 
 def print_row(name: str, row: dict[str, Any]) -> None:
-    sizes = ("num_rows", "num_due", "capacity", "num_groups", "max_len", "vocab_size", "hidden_size", "dtype")
+    sizes = ("num_rows", "num_due", "capacity", "max_len", "vocab_size", "hidden_size", "dtype")
     size = ", ".join(f"{key} {row[key]}" for key in sizes if key in row)
     other = f", reference {row['reference_us']} us, {row['speedup']} times faster" if "speedup" in row else ""
     print(f"{row['device']} {name}: {size}: {row['kernel_us']} us{other}", flush=True)
@@ -253,8 +250,7 @@ def main() -> None:
     record = record_of_run(
         seed=arguments.seed,
         workload="logits from a normal distribution with standard deviation 4, one sampled token per row; hidden "
-        f"states and a head of {NUM_HIDDEN} units from normal distributions; groups of {CANDIDATES_PER_GROUP} "
-        "candidates; both sides in turns on the same tensors; medians in microseconds",
+        f"states and a head of {NUM_HIDDEN} units from normal distributions; both sides in turns on the same tensors; medians in microseconds",
     )
     record["hardware"] |= {
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),

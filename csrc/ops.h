@@ -12,37 +12,24 @@ struct Operator {
 };
 
 // logits: float32, bfloat16 or float16 [num_rows, vocab_size], stride(1) == 1
-// sampled: int64 [num_rows], a token id or -1
-// returns: three float32 [num_rows]
+// rows: int64 [num_seen], contiguous: the rows to look at
+// sampled: int64 [num_seen], contiguous: a token id or -1
+// returns: three float32 [num_seen]
 inline constexpr Operator kTokenStats{
     "token_stats",
-    "token_stats(Tensor logits, Tensor sampled) -> "
+    "token_stats(Tensor logits, Tensor rows, Tensor sampled) -> "
     "(Tensor logprob, Tensor entropy, Tensor confidence)"};
 
-// slots: int64 [num_rows], distinct slots or -1
-// values: float32 [num_rows]
-// counts, means, m2s: float32 [capacity], contiguous
-// returns: float32 [num_rows]
-inline constexpr Operator kUpdateLengths{
-    "update_lengths",
-    "update_lengths(Tensor slots, Tensor values, Tensor(a!) counts, "
-    "Tensor(b!) means, Tensor(c!) m2s) -> Tensor"};
+// slots, positions: int64 [num_rows], contiguous
+// values: float32 [num_rows], contiguous
+// means, m2s: float32 [capacity, num_kept], contiguous
+// trace: float32 [capacity, trace_length], contiguous
+// returns: float32 [num_rows, 2], mean and standard deviation
+inline constexpr Operator kUpdateConfidence{
+    "update_confidence",
+    "update_confidence(Tensor slots, Tensor positions, Tensor values, "
+    "Tensor(a!) means, Tensor(b!) m2s, Tensor(c!) trace) -> Tensor"};
 
-// counts, groups, finished: float32, int64 and bool [capacity], contiguous
-// returns: two float32 [num_groups, 3]
-inline constexpr Operator kGroupMoments{
-    "group_moments",
-    "group_moments(Tensor counts, Tensor groups, Tensor finished, "
-    "int num_groups) -> (Tensor live, Tensor finished_ones)"};
-
-inline constexpr Operator kUpdateGroupLengths{
-    "update_group_lengths",
-    "update_group_lengths(Tensor slots, Tensor values, Tensor(a!) counts, "
-    "Tensor(b!) means, Tensor(c!) m2s, Tensor groups, Tensor finished, "
-    "int num_groups) -> (Tensor running_means, Tensor live, "
-    "Tensor finished_ones)"};
-
-inline constexpr Operator kOperators[] = {kTokenStats, kUpdateLengths,
-                                          kGroupMoments, kUpdateGroupLengths};
+inline constexpr Operator kOperators[] = {kTokenStats, kUpdateConfidence};
 
 }  // namespace vllm_rollout

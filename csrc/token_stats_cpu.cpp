@@ -60,7 +60,19 @@ LogitsType logits_type(const Tensor& logits) {
   return LogitsType::kFloat32;
 }
 
-void check_shapes(const Tensor& logits, const Tensor& sampled) {
+void check_indices(const char* name, const Tensor& tensor, int64_t size) {
+  STD_TORCH_CHECK(tensor.scalar_type() == ScalarType::Long, name,
+                  " must be int64, got ",
+                  torch::headeronly::toString(tensor.scalar_type()));
+  STD_TORCH_CHECK(tensor.dim() == 1 && tensor.size(0) == size, name,
+                  " must be [num_seen] with num_seen == ", size, ", got ",
+                  tensor.dim(), " dimensions and ", tensor.numel(), " entries");
+  STD_TORCH_CHECK(tensor.is_contiguous(), name,
+                  " must be contiguous, got stride ", tensor.stride(0));
+}
+
+void check_shapes(const Tensor& logits, const Tensor& rows,
+                  const Tensor& sampled) {
   STD_TORCH_CHECK(logits.dim() == 2,
                   "logits must be [num_rows, vocab_size], got ", logits.dim(),
                   " dimensions");
@@ -68,13 +80,8 @@ void check_shapes(const Tensor& logits, const Tensor& sampled) {
                   "logits must have a vocab_size of at least 1, got 0");
   STD_TORCH_CHECK(logits.size(1) == 1 || logits.stride(1) == 1,
                   "logits must have stride(1) == 1, got ", logits.stride(1));
-  STD_TORCH_CHECK(sampled.scalar_type() == ScalarType::Long,
-                  "sampled must be int64, got ",
-                  torch::headeronly::toString(sampled.scalar_type()));
-  STD_TORCH_CHECK(
-      sampled.dim() == 1 && sampled.size(0) == logits.size(0),
-      "sampled must be [num_rows] with num_rows == ", logits.size(0), ", got ",
-      sampled.dim(), " dimensions and ", sampled.numel(), " entries");
+  check_indices("rows", rows, rows.numel());
+  check_indices("sampled", sampled, rows.numel());
 }
 
 float entry(const void* row, int64_t index, LogitsType type) {
@@ -90,29 +97,34 @@ float entry(const void* row, int64_t index, LogitsType type) {
 }
 
 std::tuple<Tensor, Tensor, Tensor> token_stats(const Tensor& logits,
+                                               const Tensor& rows,
                                                const Tensor& sampled) {
   static const RowSumsFunction row_sums = choose_row_sums();
 
   const LogitsType type = logits_type(logits);
-  check_shapes(logits, sampled);
+  check_shapes(logits, rows, sampled);
+  const int64_t num_seen = rows.size(0);
   const int64_t num_rows = logits.size(0);
   const int64_t vocab_size = logits.size(1);
   const int64_t row_bytes =
       logits.stride(0) * (type == LogitsType::kFloat32 ? 4 : 2);
-  const char* rows = static_cast<const char*>(logits.const_data_ptr());
-  const int64_t* tokens = static_cast<const int64_t*>(sampled.const_data_ptr());
-  const int64_t token_stride = sampled.stride(0);
+  const char* first_row = static_cast<const char*>(logits.const_data_ptr());
+  const int64_t* row_of = static_cast<const int64_t*>(rows.const_data_ptr());
+  const int64_t* token_of =
+      static_cast<const int64_t*>(sampled.const_data_ptr());
 
   // Before the parallel part: an exception may not leave a worker thread.
-  for (int64_t i = 0; i < num_rows; ++i) {
-    const int64_t token = tokens[i * token_stride];
-    STD_TORCH_CHECK(-1 <= token && token < vocab_size, "sampled[", i,
-                    "] must be -1 or in [0, ", vocab_size, "), got ", token);
+  for (int64_t i = 0; i < num_seen; ++i) {
+    STD_TORCH_CHECK(0 <= row_of[i] && row_of[i] < num_rows, "rows[", i,
+                    "] must be in [0, ", num_rows, "), got ", row_of[i]);
+    STD_TORCH_CHECK(-1 <= token_of[i] && token_of[i] < vocab_size, "sampled[",
+                    i, "] must be -1 or in [0, ", vocab_size, "), got ",
+                    token_of[i]);
   }
 
-  Tensor logprob = torch::stable::empty({num_rows}, ScalarType::Float);
-  Tensor entropy = torch::stable::empty({num_rows}, ScalarType::Float);
-  Tensor confidence = torch::stable::empty({num_rows}, ScalarType::Float);
+  Tensor logprob = torch::stable::empty({num_seen}, ScalarType::Float);
+  Tensor entropy = torch::stable::empty({num_seen}, ScalarType::Float);
+  Tensor confidence = torch::stable::empty({num_seen}, ScalarType::Float);
   float* logprob_out = static_cast<float*>(logprob.mutable_data_ptr());
   float* entropy_out = static_cast<float*>(entropy.mutable_data_ptr());
   float* confidence_out = static_cast<float*>(confidence.mutable_data_ptr());
@@ -120,7 +132,7 @@ std::tuple<Tensor, Tensor, Tensor> token_stats(const Tensor& logits,
   const auto finish_rows = [&](int64_t begin, int64_t end) {
     constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
     for (int64_t i = begin; i < end; ++i) {
-      const void* row = rows + i * row_bytes;
+      const void* row = first_row + row_of[i] * row_bytes;
       const RowSums sums = row_sums(row, vocab_size, type);
       if (sums.num_unmasked == 0 || std::isnan(sums.sum_exp_shifted)) {
         logprob_out[i] = entropy_out[i] = confidence_out[i] = kNaN;
@@ -130,7 +142,7 @@ std::tuple<Tensor, Tensor, Tensor> token_stats(const Tensor& logits,
       // 1e4 cost no digits.
       const double log_sum_exp = std::log(sums.sum_exp);
       const double max = sums.max;
-      const int64_t token = tokens[i * token_stride];
+      const int64_t token = token_of[i];
       logprob_out[i] =
           token < 0
               ? kNaN
@@ -144,10 +156,10 @@ std::tuple<Tensor, Tensor, Tensor> token_stats(const Tensor& logits,
   };
   const int64_t grain_size =
       std::max<int64_t>(1, kEntriesPerThread / vocab_size);
-  if (num_rows <= grain_size) {
-    finish_rows(0, num_rows);
+  if (num_seen <= grain_size) {
+    finish_rows(0, num_seen);
   } else {
-    torch::stable::parallel_for(0, num_rows, grain_size, finish_rows);
+    torch::stable::parallel_for(0, num_seen, grain_size, finish_rows);
   }
   return {logprob, entropy, confidence};
 }

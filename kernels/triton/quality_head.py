@@ -27,7 +27,8 @@ PRECISION = "tf32x3"
 """Three products of tensor cores for one of float32, about its accuracy; weights lose no digits that count."""
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_due", "split_steps"])
+# rows are a part of a larger tensor: specialised by its alignment, kernels would be compiled in a step.
+@triton.jit(do_not_specialize=["rows_ptr", "num_rows", "num_due", "split_steps"])
 def quality_head_kernel(
     hidden_ptr,
     rows_ptr,

@@ -18,22 +18,26 @@ NUM_BLOCKS = 4
 """Blocks per step of the loop: a lane rescales its sums once for that many entries."""
 
 
-@triton.jit
+# rows and sampled are parts of larger tensors: specialised by their alignment, kernels would be compiled in a step.
+@triton.jit(do_not_specialize=["rows_ptr", "sampled_ptr", "num_rows", "num_seen"])
 def token_stats_kernel(
     logits_ptr,
+    rows_ptr,
     sampled_ptr,
-    logprob_ptr,
-    entropy_ptr,
-    confidence_ptr,
+    stats_ptr,
     row_stride,
-    sampled_stride,
+    num_rows,
+    num_seen,
     vocab_size,
     NUM_BLOCKS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """One program per row. Every lane keeps an online log-sum-exp of its own; lanes meet only at the end."""
-    row = tl.program_id(0).to(tl.int64)
-    logits_ptr += row * row_stride
+    """One program per row to look at. Every lane keeps an online log-sum-exp of its own; lanes meet only at the end."""
+    seen = tl.program_id(0)
+    row = tl.load(rows_ptr + seen)
+    exists = (row >= 0) & (row < num_rows)
+    # A row that does not exist is looked at as row 0 and then forgotten.
+    logits_ptr += tl.where(exists, row, 0) * row_stride
     lanes = tl.arange(0, NUM_BLOCKS)[:, None] * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)[None, :]
 
     # A finite start keeps z - peak away from -inf - (-inf).
@@ -72,34 +76,37 @@ def token_stats_kernel(
 
     # A NaN or +inf in the row has made row_sum_exp NaN by now, and with it all three results.
     nan = float("nan")
-    log_sum_exp = tl.where(row_num_unmasked > 0, tl.log(row_sum_exp), nan)
-    token = tl.load(sampled_ptr + row * sampled_stride)
+    log_sum_exp = tl.where(exists & (row_num_unmasked > 0), tl.log(row_sum_exp), nan)
+    token = tl.load(sampled_ptr + seen)
     has_token = (token >= 0) & (token < vocab_size)
     token_z = tl.load(logits_ptr + token, mask=has_token, other=0.0).to(tl.float32)
     logprob = tl.where(has_token, token_z - row_peak - log_sum_exp, nan)
     mean_z = row_sum_z / row_num_unmasked.to(tl.float32)
-    tl.store(logprob_ptr + row, logprob)
-    tl.store(entropy_ptr + row, log_sum_exp - row_sum_exp_shifted / row_sum_exp)
-    tl.store(confidence_ptr + row, log_sum_exp + (row_peak - mean_z))
+    tl.store(stats_ptr + seen, logprob)
+    tl.store(stats_ptr + num_seen + seen, log_sum_exp - row_sum_exp_shifted / row_sum_exp)
+    tl.store(stats_ptr + 2 * num_seen + seen, log_sum_exp + (row_peak - mean_z))
 
 
-def token_stats_triton(logits: torch.Tensor, sampled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """logprob, entropy and confidence, float32 [num_rows], of arguments that `check_arguments` accepts."""
-    num_rows, vocab_size = logits.shape
-    logprob, entropy, confidence = torch.empty(3, num_rows, dtype=torch.float32, device=logits.device).unbind()
-    if num_rows == 0:
-        return logprob, entropy, confidence
-    token_stats_kernel[(num_rows,)](
-        logits,
-        sampled,
-        logprob,
-        entropy,
-        confidence,
-        logits.stride(0),
-        sampled.stride(0),
-        vocab_size,
-        NUM_BLOCKS=NUM_BLOCKS,
-        BLOCK_SIZE=BLOCK_SIZE,
-        num_warps=NUM_WARPS,
-    )
-    return logprob, entropy, confidence
+def token_stats_triton(
+    logits: torch.Tensor, rows: torch.Tensor, sampled: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """logprob, entropy and confidence, float32 [num_seen], of arguments that `check_token_stats` accepts."""
+    (num_rows, vocab_size), num_seen = logits.shape, rows.shape[0]
+    stats = torch.empty(3, num_seen, dtype=torch.float32, device=logits.device)
+    if num_seen and num_rows:
+        token_stats_kernel[(num_seen,)](
+            logits,
+            rows,
+            sampled,
+            stats,
+            logits.stride(0),
+            num_rows,
+            num_seen,
+            vocab_size,
+            NUM_BLOCKS=NUM_BLOCKS,
+            BLOCK_SIZE=BLOCK_SIZE,
+            num_warps=NUM_WARPS,
+        )
+    else:
+        stats.fill_(torch.nan)
+    return stats.unbind()

@@ -14,8 +14,9 @@ from vllm_rollout.adapter.worker.runner import ObservedOutput, observe_runner, o
 from vllm_rollout.group.judge import Scoring
 from vllm_rollout.group.pruning_plan import PruningPlan
 from vllm_rollout.tracker.feature_ring import FeatureRing
+from vllm_rollout.tracker.ops import token_stats
 from vllm_rollout.tracker.quality_head import HeadWeights
-from vllm_rollout.tracker.tracker import PublishedHead
+from vllm_rollout.tracker.tracker import PublishedHead, StepValues
 
 HIDDEN_SIZE = 4
 VOCAB_SIZE = 5
@@ -53,6 +54,7 @@ class RunnerV1:
         self.rows: list[Row] = []
         self.execute_model_state = None
         self.hidden = torch.empty(0)
+        self.all_logits: list[torch.Tensor] = []
 
     def execute_model(self, scheduler_output: Any) -> None:
         rows = self.rows = scheduler_output.rows
@@ -64,8 +66,12 @@ class RunnerV1:
         self.optimistic_seq_lens_cpu = torch.tensor([row.num_computed for row in rows] + [99])
 
     def sample_tokens(self, grammar: Any = None) -> Any:
-        self._sample(torch.randn(len(self.rows), VOCAB_SIZE), None)
+        self._sample(self.new_logits(), None)
         return self.answer()
+
+    def new_logits(self) -> torch.Tensor:
+        self.all_logits.append(torch.randn(len(self.rows), VOCAB_SIZE))
+        return self.all_logits[-1]
 
     def _sample(self, logits: torch.Tensor, spec_decode_metadata: Any) -> torch.Tensor:
         return logits.argmax(dim=1)
@@ -99,7 +105,7 @@ class RunnerV2(RunnerV1):
         return self.answer()
 
     def sample(self, hidden_states: torch.Tensor, input_batch: Any) -> torch.Tensor:
-        return self.sampler(torch.randn(len(self.rows), VOCAB_SIZE), input_batch)
+        return self.sampler(self.new_logits(), input_batch)
 
 
 KINDS = [(RunnerV1, False, False), (RunnerV1, False, True), (RunnerV2, True, False)]
@@ -124,9 +130,19 @@ def new_ring() -> FeatureRing:
     return FeatureRing(HIDDEN_SIZE, torch.float32, 1 << 12)
 
 
-def new_request(request_id: str, num_prompt_tokens: int, detection_length: int | None, tagged: bool = True) -> Any:
-    scoring = None if detection_length is None else Scoring("r", "p", 1, PruningPlan(detection_length))
-    extra_args = CandidateTag("g", 0, 1, 2, True, 64, scoring).to_extra_args() if tagged else None
+def new_request(
+    request_id: str,
+    num_prompt_tokens: int,
+    detection_length: int | None,
+    *,
+    tagged: bool = True,
+    observed: bool = True,
+    teaches: bool = True,
+) -> Any:
+    plan = None if detection_length is None else PruningPlan(detection_length)
+    scoring = None if plan is None else Scoring("r", "p", 1, plan, teaches)
+    tag = CandidateTag("g", 0, 1, 2, True, 64, scoring, observed=observed)
+    extra_args = tag.to_extra_args() if tagged else None
     return SimpleNamespace(
         req_id=request_id,
         prompt_token_ids=[0] * num_prompt_tokens,
@@ -151,10 +167,10 @@ def test_a_due_candidate_s_state_goes_to_the_ring_and_its_score_on_the_output(ne
     runner.candidate_tracker.heads[2] = PublishedHead(3, head)
     new = (new_request("a", 3, 2), new_request("b", 2, 9), new_request("plain", 3, None, tagged=False))
     _, report = step(runner, [Row("plain", 3, 3), Row("a", 3, 3), Row("b", 2, 2)], new)
-    assert np.isnan(report.mean_confidence).tolist() == [True, False, False]
+    assert np.isnan(report.confidence).tolist() == [[True, False, False]] * 2
     assert report.due == ()
     output, report = step(runner, [Row("b", 3, 3), Row("plain", 4, 4), Row("a", 4, 4)])
-    assert np.isnan(report.mean_confidence).tolist() == [False, True, False]
+    assert np.isnan(report.confidence).tolist() == [[False, True, False]] * 2
     ((request_id, seen),) = report.observations()
     assert (request_id, seen.head_version) == ("a", 3)
     assert seen.logit == pytest.approx(2 * runner.hidden[2].sum().item() + 0.5)
@@ -194,11 +210,90 @@ def test_a_request_id_that_ends_and_begins_in_one_step_begins_anew(new_runner):
     assert list(report.due) == ["a"]
 
 
-def test_a_rank_whose_outputs_nobody_reads_keeps_no_states(new_runner):
+def test_a_rank_whose_outputs_nobody_reads_observes_nothing(new_runner):
     runner = new_runner(None)
     _, report = step(runner, [Row("a", 3, 3)], (new_request("a", 3, 1),))
-    assert report.due == ()
-    assert runner.candidate_tracker._hidden is None
+    assert report is None
+    assert len(runner.candidate_tracker) == 0
+    _, report = step(runner, [Row("b", 3, 3)], (new_request("b", 3, 1),), finished=("a",))
+    assert report is None
+
+
+def test_a_candidate_that_nobody_reads_is_not_observed_unless_it_is_scored(new_runner):
+    runner = new_runner(new_ring())
+    new = (
+        new_request("unread", 3, None, observed=False),
+        new_request("read", 3, None),
+        new_request("scored", 3, 2, observed=False),
+    )
+    _, report = step(runner, [Row("unread", 3, 3), Row("read", 3, 3), Row("scored", 3, 3)], new)
+    assert np.isnan(report.confidence[0]).tolist() == [True, False, False]
+    _, report = step(runner, [Row("unread", 4, 4)])
+    assert report is None
+
+
+def test_a_candidate_that_teaches_nothing_takes_no_place_in_the_ring(new_runner):
+    ring = new_ring()
+    runner = new_runner(ring)
+    new = (new_request("a", 3, 1, teaches=False), new_request("b", 3, 1))
+    _, report = step(runner, [Row("a", 3, 3), Row("b", 3, 3)], new)
+    assert report.due == ["a", "b"]
+    assert ring.take(["a", "b"])[1] == [1]
+
+
+def test_tokens_computed_again_after_a_reset_of_the_prefix_cache_count_once(new_runner):
+    runner = new_runner(new_ring())
+    step(runner, [Row("a", 3, 3)], (new_request("a", 3, 9),))
+    step(runner, [Row("a", 4, 4)])
+    step(runner, [Row("a", 5, 5)])  # dropped by the scheduler, which resets in this moment
+    _, report = step(runner, [Row("a", 5, 5)], (new_request("a", 3, 9),))
+    seen = runner.all_logits
+    expected = token_stats(torch.cat([seen[0], seen[1], seen[3]]), torch.arange(3), torch.full((3,), -1)).confidence
+    assert report.confidence[:, 0].tolist() == pytest.approx(
+        [expected.mean().item(), expected.std(correction=0).item()], rel=1e-5
+    )
+
+
+class OnDevice(NamedTuple):
+    """Step values that are not on the host yet."""
+
+    values: StepValues
+    log: list[str]
+    on_host = False
+
+    def to_host(self) -> StepValues:
+        self.log.append("copy")
+        return self.values
+
+
+class Event:
+    log: list[str]
+
+    def __init__(self, blocking: bool) -> None:
+        assert blocking
+
+    def record(self) -> None:
+        self.log.append("record")
+
+    def synchronize(self) -> None:
+        self.log.append("wait")
+
+
+def test_the_synchronous_loop_waits_for_values_that_are_on_a_device(monkeypatch):
+    log: list[str] = []
+    Event.log = log
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    runner = RunnerV1()
+    observe_runner(runner, new_ring(), v2=False, cpu=False)
+    runner.answer = lambda: set_aside(runner, log)
+    _, report = step(runner, [Row("a", 3, 3)], (new_request("a", 3, 1),))
+    assert log == ["copy", "record", "wait"]
+    assert list(report.due) == ["a"]
+
+
+def set_aside(runner: RunnerV1, log: list[str]) -> ModelRunnerOutput:
+    runner.candidate_tracker.step = OnDevice(runner.candidate_tracker.step, log)
+    return RunnerV1.answer(runner)
 
 
 def test_a_prompt_of_embeddings_has_its_length_too(new_runner):

@@ -49,7 +49,7 @@ def test_a_request_without_a_tag_has_none(extra_args):
 
 @pytest.mark.parametrize("assessment", [None, ASSESSMENT, COLD])
 def test_a_note_reaches_the_api_process_as_it_was(assessment):
-    note = EndingNote("pruned", 17, 1.25, [3, 9], assessment, refusal="another size", ended_by_itself=True)
+    note = EndingNote("pruned", 17, (1.25, 0.5), [3, 9], assessment, refusal="another size", ended_by_itself=True)
     output = EngineCoreOutput(
         "g-c0", [1, 2], finish_reason=FinishReason.ABORT, stop_reason="pruned",
         kv_transfer_params=note.to_params({"remote": [1]}),
@@ -96,15 +96,15 @@ def test_a_report_reaches_the_api_process_as_it_was():
 
 def test_a_runner_s_report_gives_each_due_request_its_own_row():
     values = np.array([[0.5, 3.0, 1.5, 2.25], [np.nan, 6.0, 5.0, 5.5]], dtype=np.float32)
-    report = pickle.loads(pickle.dumps(RunnerReport(np.zeros(3, np.float32), ["a", "b"], values, [7, 0])))
+    report = pickle.loads(pickle.dumps(RunnerReport(np.zeros((2, 3), np.float32), ["a", "b"], values, [7, 0])))
     assert list(report.observations()) == [
         ("a", Observation(Confidence(3.0, 1.5, 2.25), 0.5, 7)),
         ("b", Observation(Confidence(6.0, 5.0, 5.5), None, 0)),
     ]
-    assert list(RunnerReport(np.zeros(3, np.float32)).observations()) == []
+    assert list(RunnerReport(np.zeros((2, 3), np.float32)).observations()) == []
 
 
 def test_a_report_whose_parts_do_not_fit_together_is_our_mistake():
-    report = RunnerReport(np.zeros(1, np.float32), ["a", "b"], np.zeros((1, 4), np.float32), [1])
+    report = RunnerReport(np.zeros((2, 1), np.float32), ["a", "b"], np.zeros((1, 4), np.float32), [1])
     with pytest.raises(ValueError, match="zip"):
         list(report.observations())

@@ -69,7 +69,9 @@ def main(model: str) -> None:
             # Self-certainty from what vLLM itself returns: minus the mean log probability over the whole vocabulary.
             expected = fmean(-fmean(entry.logprob for entry in position.values()) for position in completion.logprobs)
             tokens = list(completion.token_ids)
-            rows.append([note.state, tokens, completion.finish_reason, note.mean_confidence, expected])
+            rows.append(
+                [note.state, tokens, completion.finish_reason, note.confidence and note.confidence[0], expected]
+            )
             confidences.append([-fmean(e.logprob for e in position.values()) for position in completion.logprobs])
         return rows
 

@@ -4,10 +4,10 @@ import sys
 
 import pytest
 import torch
-from lengths_cases import assert_moments, assert_updated, random_case
+from confidence_cases import assert_updated, random_case
 
 from vllm_rollout.tracker import dispatch
-from vllm_rollout.tracker.ops import active_implementation, update_group_lengths
+from vllm_rollout.tracker.ops import active_implementation, update_confidence
 
 IN_TORCH_ON_CPU = {"quality_head", "windowed_confidence"}
 IN_TORCH_ON_CUDA = {"windowed_confidence"}
@@ -43,14 +43,12 @@ def test_the_environment_forces_every_reference(monkeypatch, device_type, operat
 def test_without_the_extension_the_reference_serves_and_the_remedy_is_said(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm_rollout._C", None)
     monkeypatch.delattr("vllm_rollout._C", raising=False)
-    implementation = active_implementation("cpu", "update_group_lengths")
+    implementation = active_implementation("cpu", "update_confidence")
     assert implementation.name == "torch"
     assert implementation.reason == "vllm_rollout._C is not built: run `make install`"
-    case = random_case(6, 20, 3)
+    case = random_case(6, 20)
     after = case.clone()
-    running_means, moments = update_group_lengths(*after)
-    assert_updated(running_means, after.for_update[2:], case)
-    assert_moments(moments, after)
+    assert_updated(update_confidence(*after), after[3:], case)
 
 
 def test_an_extension_from_before_the_operator_is_named_with_its_remedy(monkeypatch):
@@ -82,10 +80,6 @@ def test_an_unknown_operator_is_refused():
 
 
 def test_fakes_have_the_shapes_and_dtypes_of_the_results():
-    case = random_case(6, 20, 3)
-    arguments = {"update_lengths": case.for_update, "group_moments": case.for_moments, "update_group_lengths": case}
-    for operator, values in arguments.items():
-        own = [value.clone() if isinstance(value, torch.Tensor) else value for value in values]
-        faked, actual = dispatch.FAKES[operator](*values), getattr(torch.ops.vllm_rollout, operator)(*own)
-        for fake, result in zip(*((r if isinstance(r, tuple) else (r,)) for r in (faked, actual)), strict=True):
-            assert (fake.shape, fake.dtype, fake.stride()) == (result.shape, result.dtype, result.stride()), operator
+    case = random_case(6, 20)
+    fake, actual = dispatch.FAKES["update_confidence"](*case), torch.ops.vllm_rollout.update_confidence(*case.clone())
+    assert (fake.shape, fake.dtype, fake.stride()) == (actual.shape, actual.dtype, actual.stride())

@@ -28,10 +28,14 @@ def assert_same_stats(actual: TokenStats, expected: TokenStats) -> None:
         torch.testing.assert_close(value, reference, msg=lambda text, name=name: f"{name}: {text}", **TOLERANCE)
 
 
+OUTSIDE: Case = (random_case(3, 512)[0], torch.tensor([1, 3, -1]), torch.tensor([5, 5, 5]))
+"""Rows that do not exist, which on a GPU cannot be refused."""
+
+
 @pytest.fixture(scope="module")
 def interpreted(tmp_path_factory) -> dict[str, TokenStats]:
     """The kernel's results for every case, from Triton's interpreter."""
-    cases = {name: ("token_stats", case) for name, case in all_cases().items()}
+    cases = {name: ("token_stats", case) for name, case in (all_cases() | {"outside": OUTSIDE}).items()}
     runs = interpreted_runs(cases, tmp_path_factory.mktemp("interpreted"))
     return {name: TokenStats(*stats) for name, (stats, _) in runs.items()}
 
@@ -41,12 +45,21 @@ def test_interpreted_kernel_agrees_with_the_reference(interpreted, name):
     assert_same_stats(interpreted[name], token_stats_reference(*all_cases()[name]))
 
 
+def test_a_row_that_does_not_exist_is_nan_and_leaves_others_alone(interpreted):
+    logits, rows, sampled = OUTSIDE
+    for values, expected in zip(
+        interpreted["outside"], token_stats_reference(logits, rows[:1], sampled[:1]), strict=True
+    ):
+        torch.testing.assert_close(values[:1], expected)
+        assert values[1:].isnan().all()
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", all_cases())
 def test_kernel_on_a_gpu_agrees_with_the_reference(name):
     assert active_implementation("cuda").name == "triton"
     # Not .cuda() of the case: a copy to the device keeps no padding between rows.
-    logits, sampled = all_cases()[name]
+    logits, rows, sampled = all_cases()[name]
     on_device = torch.empty_strided(logits.shape, logits.stride(), dtype=logits.dtype, device="cuda").copy_(logits)
-    actual = token_stats(on_device, sampled.cuda())
-    assert_same_stats(TokenStats(*(values.cpu() for values in actual)), token_stats_reference(logits, sampled))
+    actual = token_stats(on_device, rows.cuda(), sampled.cuda())
+    assert_same_stats(TokenStats(*(values.cpu() for values in actual)), token_stats_reference(logits, rows, sampled))

@@ -18,8 +18,7 @@ def test_every_kernel_compiles_for_sm_90(tmp_path):
     assert kernels == {
         "token_stats.token_stats_kernel",
         "quality_head.quality_head_kernel",
-        "lengths.update_lengths_kernel",
-        "lengths.group_lengths_kernel",
+        "confidence.update_confidence_kernel",
     }
     assert {f"token_stats.token_stats_kernel[{dtype}]" for dtype in ("fp32", "bf16", "fp16")} <= results.keys()
     for name, result in results.items():

@@ -8,29 +8,34 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCE = {"rtol": 2e-5, "atol": 2e-5, "equal_nan": True}
 """Both sides accumulate in float32, over up to 151,936 entries."""
 
-Case = tuple[Tensor, Tensor]
+Case = tuple[Tensor, Tensor, Tensor]
+
+
+def whole(logits: Tensor, sampled: Tensor) -> Case:
+    """Every row, in order."""
+    return logits, torch.arange(len(logits)), sampled
 
 
 def random_case(num_rows: int, vocab_size: int, dtype: torch.dtype = torch.float32, scale: float = 4.0) -> Case:
     generator = torch.Generator().manual_seed(num_rows * 1_000_003 + vocab_size)
     logits = (torch.randn(num_rows, vocab_size, generator=generator) * scale).to(dtype)
     sampled = torch.randint(vocab_size, (num_rows,), generator=generator)
-    return logits, sampled
+    return whole(logits, sampled)
 
 
 def with_masked_entries(case: Case, keep_fraction: float) -> Case:
     """Mask all but a fraction of every row, as a grammar does; some sampled tokens are masked too."""
-    logits, sampled = case
+    logits, rows, sampled = case
     generator = torch.Generator().manual_seed(1)
     masked = torch.rand(logits.shape, generator=generator) > keep_fraction
-    return logits.masked_fill(masked, -torch.inf), sampled
+    return logits.masked_fill(masked, -torch.inf), rows, sampled
 
 
 def special_cases(dtype: torch.dtype, vocab_size: int = 2500) -> dict[str, Case]:
     """Small cases at the edges of the definition; a kernel should need several blocks for the vocabulary."""
     middle, last = vocab_size // 2, vocab_size - 1
     inf, nan = torch.inf, torch.nan
-    logits, sampled = random_case(5, vocab_size, dtype)
+    case = logits, _, sampled = random_case(5, vocab_size, dtype)
     without_tokens = sampled.clone()
     without_tokens[1::2] = -1
 
@@ -62,21 +67,24 @@ def special_cases(dtype: torch.dtype, vocab_size: int = 2500) -> dict[str, Case]
     lowest[:, ::10] = logits[:2, ::10]
     lowest[1, : vocab_size - 100] = torch.finfo(dtype).min
 
-    padded, padded_sampled = random_case(6, vocab_size + 60, dtype)
+    padded, _, padded_sampled = random_case(6, vocab_size + 60, dtype)
     return {
-        "rows without a token": (logits, without_tokens),
-        "extreme": (extreme.to(dtype), torch.tensor([middle, 0, last, last])),
-        "rising": (rising.to(dtype).contiguous(), torch.tensor([0, last])),
-        "equal": (torch.full((3, vocab_size), 0.75, dtype=dtype), torch.tensor([0, 1, last])),
-        "one entry left": (one_left.to(dtype), torch.tensor([0, middle, 7])),
-        "first block masked": (empty_block_first.to(dtype), torch.tensor([last])),
-        "nothing left": (nothing_left.to(dtype), torch.tensor([3, 3, -1])),
-        "nan and inf": (undefined.to(dtype), torch.tensor([7, 0, 3, 1])),
-        "half masked": with_masked_entries((logits, sampled), keep_fraction=0.5),
-        "nearly all masked": with_masked_entries((logits, sampled), keep_fraction=0.01),
-        "lowest number as a mask": (lowest, torch.tensor([0, last - 9])),
-        "padded rows": (padded[:, :vocab_size], padded_sampled % vocab_size),
-        "rows of a larger batch": (padded[::2], padded_sampled[::2]),
+        "rows without a token": whole(logits, without_tokens),
+        "extreme": whole(extreme.to(dtype), torch.tensor([middle, 0, last, last])),
+        "rising": whole(rising.to(dtype).contiguous(), torch.tensor([0, last])),
+        "equal": whole(torch.full((3, vocab_size), 0.75, dtype=dtype), torch.tensor([0, 1, last])),
+        "one entry left": whole(one_left.to(dtype), torch.tensor([0, middle, 7])),
+        "first block masked": whole(empty_block_first.to(dtype), torch.tensor([last])),
+        "nothing left": whole(nothing_left.to(dtype), torch.tensor([3, 3, -1])),
+        "nan and inf": whole(undefined.to(dtype), torch.tensor([7, 0, 3, 1])),
+        "half masked": with_masked_entries(case, keep_fraction=0.5),
+        "nearly all masked": with_masked_entries(case, keep_fraction=0.01),
+        "lowest number as a mask": whole(lowest, torch.tensor([0, last - 9])),
+        "padded rows": whole(padded[:, :vocab_size], padded_sampled % vocab_size),
+        "every second row": whole(padded[::2], padded_sampled[::2].contiguous()),
+        "rows of a larger batch": (padded, torch.tensor([4, 0, 5]), padded_sampled[[4, 0, 5]]),
+        "one row twice": (logits, torch.tensor([3, 3]), sampled[[3, 2]]),
+        "no row of some": (logits, torch.arange(0), sampled[:0]),
         "vocabulary of 1": random_case(3, 1, dtype),
         "no rows": random_case(0, 512, dtype),
     }

@@ -22,9 +22,8 @@ Variant = tuple[str, dict[str, str], dict[str, object], dict[str, int]]
 
 
 def token_stats_signature(logits: str) -> dict[str, str]:
-    stats = dict.fromkeys(("logprob_ptr", "entropy_ptr", "confidence_ptr"), "*fp32")
-    sizes = dict.fromkeys(("row_stride", "sampled_stride", "vocab_size"), "i32")
-    return {"logits_ptr": f"*{logits}", "sampled_ptr": "*i64", **stats, **sizes}
+    pointers = {"logits_ptr": f"*{logits}", "rows_ptr": "*i64", "sampled_ptr": "*i64", "stats_ptr": "*fp32"}
+    return pointers | dict.fromkeys(("row_stride", "num_rows", "num_seen", "vocab_size"), "i32")
 
 
 def quality_head_signature(hidden: str) -> dict[str, str]:
@@ -34,20 +33,22 @@ def quality_head_signature(hidden: str) -> dict[str, str]:
     return pointers | dict.fromkeys(sizes, "i32")
 
 
+UNSPECIALISED = ("rows_ptr", "sampled_ptr", "slots_ptr", "positions_ptr", "values_ptr")
 ALIGNED_SIZES = ("row_stride", "vocab_size", "hidden_stride", "hidden_size", "num_hidden")
-"""Multiples of 16 for the models there are, as all pointers are: it decides how wide a kernel's loads are."""
+"""Multiples of 16 for the models there are, as other pointers are: it decides how wide a kernel's loads are."""
 
 
 def alignment(kernel: triton.JITFunction, constants: dict[str, object]) -> dict[tuple[int], list[list[object]]]:
     names = [name for name in kernel.arg_names if name.endswith("_ptr") or name in ALIGNED_SIZES]
+    names = [name for name in names if name not in UNSPECIALISED]
     return {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in names if name not in constants}
 
 
-def lengths_signature(with_groups: bool) -> dict[str, str]:
-    state = ("values_ptr", "running_means_ptr", "counts_ptr", "means_ptr", "m2s_ptr")
-    groups = {"groups_ptr": "*i64", "finished_ptr": "*i1", "moments_ptr": "*fp32"} if with_groups else {}
-    sizes = ["slots_stride", "values_stride", "num_rows", "capacity"] + ["num_groups"] * with_groups
-    return {"slots_ptr": "*i64", **dict.fromkeys(state, "*fp32"), **groups, **dict.fromkeys(sizes, "i32")}
+def update_confidence_signature() -> dict[str, str]:
+    state = ("values_ptr", "means_ptr", "m2s_ptr", "trace_ptr", "moments_ptr")
+    sizes = ("num_rows", "capacity", "num_kept", "trace_length")
+    pointers = {"slots_ptr": "*i64", "positions_ptr": "*i64", **dict.fromkeys(state, "*fp32")}
+    return pointers | dict.fromkeys(sizes, "i32")
 
 
 def kernels() -> dict[str, triton.JITFunction]:
@@ -64,9 +65,9 @@ def kernels() -> dict[str, triton.JITFunction]:
 
 def variants() -> dict[str, list[Variant]]:
     """By kernel: label, signature, compile-time constants and options of each variant that is launched."""
-    from vllm_rollout.kernels import lengths, quality_head, token_stats
+    from vllm_rollout.kernels import confidence, quality_head, token_stats
 
-    stats_constants = {"sampled_stride": 1, "NUM_BLOCKS": token_stats.NUM_BLOCKS, "BLOCK_SIZE": token_stats.BLOCK_SIZE}
+    stats_constants = {"NUM_BLOCKS": token_stats.NUM_BLOCKS, "BLOCK_SIZE": token_stats.BLOCK_SIZE}
     stats_options = {"num_warps": token_stats.NUM_WARPS}
     head_constants = {
         "rows_stride": 1,
@@ -75,9 +76,6 @@ def variants() -> dict[str, list[Variant]]:
         "BLOCK_SIZE": quality_head.BLOCK_SIZE,
     }
     head_options = {"num_warps": quality_head.NUM_WARPS, "num_stages": quality_head.NUM_STAGES}
-    rows = {"slots_stride": 1, "values_stride": 1, "BLOCK_ROWS": lengths.BLOCK_ROWS}
-    slots = {"BLOCK_SLOTS": lengths.BLOCK_SLOTS}
-    lengths_options = {"num_warps": lengths.NUM_WARPS}
     return {
         "token_stats.token_stats_kernel": [
             (dtype, token_stats_signature(dtype), stats_constants, stats_options) for dtype in ROW_DTYPES
@@ -92,8 +90,14 @@ def variants() -> dict[str, list[Variant]]:
             for dtype in ROW_DTYPES
             for block_due in (quality_head.FEW_DUE, quality_head.MANY_DUE)
         ],
-        "lengths.update_lengths_kernel": [("", lengths_signature(with_groups=False), rows, lengths_options)],
-        "lengths.group_lengths_kernel": [("", lengths_signature(with_groups=True), rows | slots, lengths_options)],
+        "confidence.update_confidence_kernel": [
+            (
+                "",
+                update_confidence_signature(),
+                {"BLOCK_ROWS": confidence.BLOCK_ROWS},
+                {"num_warps": confidence.NUM_WARPS},
+            )
+        ],
     }
 
 

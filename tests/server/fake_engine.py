@@ -242,7 +242,7 @@ class FakeEngine(LearningEngine):
             text="".join(f"t{token}\u2028" for token in tokens) if handle.want_text else None,
             finish_reason=candidate.end_reason if by_itself else "error" if state == "failed" else "abort",
             stop_reason=state if state in ("surplus", "pruned") else None,
-            mean_confidence=None,
+            confidence=None,
             weight_versions=self._spans(num_tokens),
             assessment=group.assessments.get(candidate.index),
         )

@@ -157,7 +157,7 @@ class DryRun:
             logits = np.array([self.logits.get(request_id, 0.0) for request_id in due], dtype=np.float32)
             values = np.stack([logits, *[np.nan_to_num(logits)] * 3], axis=1)
             versions = [int(logit == logit) for logit in logits]
-        confidence = np.ones(len(output.req_ids), dtype=np.float32)
+        confidence = np.ones((2, len(output.req_ids)), dtype=np.float32)
         setattr(output, REPORT_ATTRIBUTE, RunnerReport(confidence, due, values, versions))
 
     def num_tokens(self, request_id: str) -> int:

@@ -2,6 +2,7 @@
 
 import math
 import random
+import statistics
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +29,7 @@ class Request(NamedTuple):
     num_prompt_tokens: int
     detection_length: int | None
     is_candidate: bool = True
+    teaches: bool = True
 
 
 class Scored(NamedTuple):
@@ -41,8 +43,8 @@ class Scored(NamedTuple):
 class Steps:
     """Runs a tracker like a model runner, and keeps what it should have seen."""
 
-    def __init__(self, seed: int = 0, *, capacity: int = 4, keep_features: bool = True) -> None:
-        self.tracker = CandidateTracker(CPU, capacity, keep_features=keep_features)
+    def __init__(self, seed: int = 0, *, capacity: int = 4) -> None:
+        self.tracker = CandidateTracker(CPU, capacity)
         self._generator = torch.Generator().manual_seed(seed)
         self.num_computed: dict[str, int] = {}
         self.confidences: dict[str, list[float]] = {}
@@ -55,7 +57,7 @@ class Steps:
         self.confidences.setdefault(request.id, [])
         self.features.setdefault(request.id, [])
         if request.is_candidate:
-            self.tracker.add(request.id, request.num_prompt_tokens, request.detection_length)
+            self.tracker.add(request.id, request.num_prompt_tokens, request.detection_length, teaches=request.teaches)
 
     def step(self, rows: list[tuple[Request, int]], *, padded: bool = False) -> None:
         """One step in which each request computes so many tokens; those behind their known tokens sample none.
@@ -65,16 +67,15 @@ class Steps:
         ids = [request.id for request, _ in rows]
         logits = torch.randn(len(rows), VOCAB_SIZE, generator=self._generator) * 3
         hidden = torch.randn(len(rows), HIDDEN_SIZE, generator=self._generator).bfloat16()
-        skip = []
+        unfinished = np.zeros(len(rows), dtype=bool)
         for row, (request, num_tokens) in enumerate(rows):
             self.num_computed[request.id] += num_tokens
             num_known = request.num_prompt_tokens + len(self.confidences[request.id])
             assert self.num_computed[request.id] <= num_known
-            if self.num_computed[request.id] < num_known:
-                skip.append(row)
-        confidence = token_stats(logits, torch.full((len(rows),), -1)).confidence
+            unfinished[row] = self.num_computed[request.id] < num_known
+        confidence = token_stats(logits, torch.arange(len(rows)), torch.full((len(rows),), -1)).confidence
         for row, request_id in enumerate(ids):
-            if row not in skip:
+            if not unfinished[row]:
                 self.confidences[request_id].append(confidence[row].item())
                 self.features[request_id].append(hidden[row])
         self.tracker.start_step()
@@ -86,35 +87,41 @@ class Steps:
         else:
             self.tracker.see_hidden_states(hidden)
         reached = np.array([self.num_computed[request_id] for request_id in ids], dtype=np.int32)
-        self.tracker.observe(ids, logits, skip, reached)
-        self._check_means(rows, skip)
+        self.tracker.observe(ids, logits, reached, unfinished)
+        self._check_moments(rows, unfinished)
         self._note_scores()
 
-    def _check_means(self, rows: list[tuple[Request, int]], skip: list[int]) -> None:
-        seen = [row for row, (request, _) in enumerate(rows) if request.is_candidate and row not in skip]
+    def drop(self, request: Request, num_tokens: int) -> None:
+        """The scheduler throws away the newest tokens and computes the request again."""
+        for seen in (self.confidences, self.features):
+            del seen[request.id][len(seen[request.id]) - num_tokens :]
+        self.num_computed[request.id] = 0
+        if len(self.confidences[request.id]) < (request.detection_length or 0):
+            self.scored.pop(request.id, None)  # it will be due again
+
+    def _check_moments(self, rows: list[tuple[Request, int]], unfinished: np.ndarray) -> None:
+        seen = [row for row, (request, _) in enumerate(rows) if request.is_candidate and not unfinished[row]]
         step = self.tracker.step
         if not seen:
-            assert step is None or step.values.isnan().all()
+            assert step is None
             return
-        for row, (request, _) in enumerate(rows):
-            value = step.values[row].item()
-            if row in seen:
-                tokens = self.confidences[request.id]
-                assert value == pytest.approx(sum(tokens) / len(tokens), rel=1e-4)
-            else:
-                assert math.isnan(value)
+        assert (step.num_rows, step.rows.tolist()) == (len(rows), seen)
+        for row, (mean, std) in zip(seen, step.moments.tolist(), strict=True):
+            tokens = self.confidences[rows[row][0].id]
+            assert mean == pytest.approx(statistics.fmean(tokens), rel=1e-4)
+            assert std == pytest.approx(statistics.pstdev(tokens), rel=1e-3, abs=1e-4)
 
     def _note_scores(self) -> None:
         step = self.tracker.step
         if step is None or step.due is None:
             return
         due = step.due
-        values = step.values[-DUE_COLUMNS * len(due.rows) :].reshape(-1, DUE_COLUMNS).tolist()
-        features = [None] * len(due.rows) if due.features is None else due.features.tolist()
-        for request_id, row, version, feature in zip(due.request_ids, values, due.head_versions, features, strict=True):
-            self.scored.setdefault(request_id, []).append(Scored(row, version, feature))
+        assert due.values.shape == (len(due.request_ids), DUE_COLUMNS)
+        features = dict(zip(due.teaching_ids, [] if due.features is None else due.features.tolist(), strict=True))
+        for request_id, row, version in zip(due.request_ids, due.values.tolist(), due.head_versions, strict=True):
+            self.scored.setdefault(request_id, []).append(Scored(row, version, features.get(request_id)))
 
-    def check(self, request: Request, *, head: HeadWeights | None = None, num_tokens: int | None = None) -> None:
+    def check(self, request: Request, *, head: HeadWeights | None = None) -> None:
         """The request was scored once, from its first `detection_length` tokens, or never if it had fewer."""
         length = request.detection_length
         if length is None or len(self.confidences[request.id]) < length:
@@ -125,8 +132,7 @@ class Steps:
         expected = windowed_confidence(trace, torch.tensor([length]), CONFIDENCE_WINDOW_TOKENS)
         torch.testing.assert_close(torch.tensor([scored.values[1:]]), expected)
         state = self.features[request.id][length - 1]
-        if scored.feature is not None:
-            assert scored.feature == state.tolist()
+        assert scored.feature == (state.tolist() if request.teaches else None)
         if head is None:
             assert math.isnan(scored.values[0])
             assert scored.head_version == 0
@@ -261,25 +267,55 @@ def test_candidates_beyond_the_capacity_find_room_with_all_they_need():
         steps.check(request)
 
 
-def test_without_features_wanted_due_rows_carry_none():
-    steps = Steps(keep_features=False)
-    request = Request("a", 3, 1)
-    steps.add(request)
-    steps.step([(request, 3)])
+def test_the_state_of_a_candidate_that_teaches_nothing_is_not_kept():
+    steps = Steps()
+    steps.tracker.heads[2] = PublishedHead(1, weights(1))
+    requests = [Request("a", 3, 2, teaches=False), Request("b", 3, 2), Request("c", 3, 3, teaches=False)]
+    for request in requests:
+        steps.add(request)
+    steps.step([(request, 3) for request in requests])
+    decode(steps, requests, 1)
+    assert steps.tracker.step.due.teaching_ids == ["b"]
+    assert len(steps.tracker.step.due.features) == 1
+    decode(steps, requests, 1)
     assert steps.tracker.step.due.features is None
+    for request in requests:
+        steps.check(request, head=weights(1) if request.detection_length == 2 else None)
+
+
+@pytest.mark.parametrize("num_dropped", [1, 2, 15])
+def test_tokens_that_are_dropped_and_sampled_again_count_once(num_dropped):
+    """What /reset_prefix_cache does to requests whose tokens are in flight."""
+    steps = Steps()
+    request, other = Request("a", 4, 20), Request("b", 2, None)
+    for new in (request, other):
+        steps.add(new)
+    steps.step([(request, 4), (other, 2)])
+    decode(steps, [request, other], 17)
+    steps.drop(request, num_dropped)
+    steps.step([(request, 4 + 18 - num_dropped), (other, 1)])
+    decode(steps, [request, other], 20)
     steps.check(request)
 
 
-def test_nothing_is_due_when_no_hidden_states_were_seen_or_no_counts_given():
+def test_a_due_token_that_is_dropped_is_due_again_with_the_trace_of_what_stayed():
+    steps = Steps()
+    request = Request("a", 3, 6)
+    steps.add(request)
+    steps.step([(request, 3)])
+    decode(steps, [request], 5)
+    assert "a" in steps.scored
+    steps.drop(request, 2)
+    steps.step([(request, 3 + 4)])
+    decode(steps, [request], 4)
+    steps.check(request)
+
+
+def test_nothing_is_due_when_no_hidden_states_were_seen():
     tracker = CandidateTracker(CPU)
     tracker.add("a", 3, 1)
     tracker.start_step()
-    tracker.observe(["a"], torch.randn(1, VOCAB_SIZE), (), np.array([3]))
-    assert tracker.step.due is None
-    tracker.add("b", 3, 1)
-    tracker.start_step()
-    tracker.see_hidden_states(torch.randn(1, HIDDEN_SIZE))
-    tracker.observe(["b"], torch.randn(1, VOCAB_SIZE))
+    tracker.observe(["a"], torch.randn(1, VOCAB_SIZE), np.array([3]), np.array([False]))
     assert tracker.step.due is None
 
 
@@ -288,7 +324,7 @@ def test_without_a_scored_candidate_hidden_states_are_let_go():
     tracker.add("a", 3)
     tracker.see_hidden_states(torch.randn(1, HIDDEN_SIZE))
     assert tracker._hidden is None
-    assert tracker._trace is None
+    assert tracker._trace.shape[1] == 0
     tracker.add("b", 3, 2)
     tracker.discard("b")
     tracker.see_hidden_states(torch.randn(1, HIDDEN_SIZE))
@@ -352,7 +388,8 @@ def test_whatever_the_batches_look_like_every_candidate_is_scored_once_from_its_
     heads = {3: weights(3)}
     steps.tracker.heads[3] = PublishedHead(1, heads[3])
     waiting = [
-        Request(f"r{i}", rng.randint(1, 9), rng.choice([1, 2, 3, 3, 18, None]), rng.random() < 0.85) for i in range(24)
+        Request(f"r{i}", rng.randint(1, 9), rng.choice([1, 2, 3, 3, 18, None]), rng.random() < 0.85, rng.random() < 0.7)
+        for i in range(24)
     ]
     everybody = list(waiting)
     running: list[Request] = []
@@ -367,6 +404,8 @@ def test_whatever_the_batches_look_like_every_candidate_is_scored_once_from_its_
         if running and rng.random() < 0.1:
             request = running.pop(rng.randrange(len(running)))
             steps.num_computed[request.id] = 0
+            if rng.random() < 0.5:
+                steps.drop(request, rng.randint(0, min(3, len(steps.confidences[request.id]))))
             preempted.append(request)
         if running and rng.random() < 0.15:
             request = running.pop(rng.randrange(len(running)))

@@ -27,3 +27,13 @@ class RolloutOptions:
         """`additional_config` with these settings; unchanged when they are the defaults, since vLLM's compile cache
         depends on it."""
         return additional_config if self == RolloutOptions() else {**additional_config, KEY: asdict(self)}
+
+
+def observing_refusal(vllm_config: VllmConfig) -> str | None:
+    """Why rows of the sampler's logits are not this step's requests, so that no candidate can be observed or scored;
+    None when they are."""
+    if vllm_config.speculative_config is not None:
+        return "speculative decoding (--speculative-config) makes several tokens of a request in one step"
+    if vllm_config.parallel_config.enable_batch_sharded_sampling:
+        return "--enable-batch-sharded-sampling gives each rank's sampler a part of the batch"
+    return None

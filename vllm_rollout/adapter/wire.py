@@ -84,8 +84,9 @@ class CandidateTag:
 class RunnerReport(NamedTuple):
     """What the worker saw of this step's candidates. A tuple, because it is pickled in every step."""
 
-    mean_confidence: np.ndarray
-    """float32 [num_rows], by row of the step's batch; NaN for a row that is no candidate's."""
+    confidence: np.ndarray
+    """float32 [2, num_rows]: mean and standard deviation of the candidate's token confidences, by row of the step's
+    batch; NaN for a row that nobody observes."""
     due: Sequence[str] = ()
     """Requests that reached their detection length in this step."""
     due_values: np.ndarray | None = None
@@ -107,7 +108,8 @@ class EndingNote:
 
     state: CandidateState
     end_step: int
-    mean_confidence: float | None
+    confidence: tuple[float, float] | None
+    """Mean and standard deviation over the trajectory's tokens."""
     pauses: Sequence[int] = ()
     """Output lengths at which generation was paused: held outputs blur where vLLM thinks a weight version began."""
     assessment: Assessment | None = None
@@ -123,7 +125,7 @@ class EndingNote:
             ENDING_KEY: [
                 self.state,
                 self.end_step,
-                self.mean_confidence,
+                self.confidence,
                 list(self.pauses),
                 self.refusal,
                 self.ended_by_itself,
@@ -137,9 +139,10 @@ class EndingNote:
         if not params or ENDING_KEY not in params:
             return None, params
         rest = {key: value for key, value in params.items() if key != ENDING_KEY}
-        *values, refusal, ended_by_itself, assessment = params[ENDING_KEY]
+        state, end_step, confidence, pauses, refusal, ended_by_itself, assessment = params[ENDING_KEY]
+        confidence = None if confidence is None else tuple(confidence)
         assessment = None if assessment is None else assessment_of(assessment)
-        return cls(*values, assessment, refusal, ended_by_itself), rest or None
+        return cls(state, end_step, confidence, pauses, assessment, refusal, ended_by_itself), rest or None
 
 
 def assessment_of(values: Sequence[Any]) -> Assessment:

@@ -48,6 +48,7 @@ class Trajectory(EndedCandidate):
     finish_reason: str | None
     stop_reason: int | str | None = None
     mean_confidence: float | None = None
+    std_confidence: float | None = None
     weight_versions: list[dict[str, Any]] = []
 
 

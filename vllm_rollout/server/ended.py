@@ -13,12 +13,14 @@ from vllm_rollout.server.protocol import Return
 
 
 def trajectory_of(end: CandidateEnd, wanted: Return, pruning: PruningPlan | None) -> Trajectory:
+    mean, std = end.confidence or (None, None)
     return Trajectory(
         index=end.ending.index,
         num_tokens=end.ending.num_tokens,
         finish_reason=end.finish_reason,
         stop_reason=end.stop_reason,
-        mean_confidence=end.mean_confidence,
+        mean_confidence=mean,
+        std_confidence=std,
         weight_versions=list(end.weight_versions),
         **_content(end, wanted),
         **_scoring(end, pruning),

@@ -70,7 +70,8 @@ class CandidateEnd:
     text: str | None
     finish_reason: str | None
     stop_reason: int | str | None
-    mean_confidence: float | None
+    confidence: tuple[float, float] | None
+    """Mean and standard deviation of its token confidences, in nats; None where the engine did not observe them."""
     weight_versions: Sequence[dict[str, Any]]
     """Spans `{"version", "start", "end"}` over the output tokens."""
     assessment: Assessment | None = None

@@ -8,21 +8,22 @@ from torch import Tensor
 
 NO_TOKEN = -1
 """Entry of `sampled` for a row that has no token in this step."""
-NO_SLOT = -1
-"""Entry of `slots` for a row that is no candidate's."""
-NO_GROUP = -1
-"""Entry of `groups` for a slot that no candidate holds."""
+END_OF_POSITIONS = 2**53
+"""Positions are below it: numbers that float64 and JSON keep."""
 
 ROW_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Of logits and hidden states."""
 
 
-def check_token_stats(logits: Tensor, sampled: Tensor) -> None:
+def check_token_stats(logits: Tensor, rows: Tensor, sampled: Tensor) -> None:
     """Raise ValueError unless dtypes, shapes, strides and devices are those of `token_stats` and, on the CPU, every
-    entry of `sampled` is -1 or a token id."""
+    entry of `rows` is a row of `logits` and of `sampled` is -1 or a token id."""
     check_rows_tensor("logits", logits, "vocab_size")
-    check_vector("sampled", sampled, torch.int64, "num_rows", logits.shape[0])
-    check_devices("logits", logits, sampled=sampled)
+    check_vector("rows", rows, torch.int64, "num_seen", rows.numel())
+    check_vector("sampled", sampled, torch.int64, "num_seen", rows.numel())
+    check_contiguous(rows=rows, sampled=sampled)
+    check_devices("logits", logits, rows=rows, sampled=sampled)
+    check_range("rows", rows, 0, logits.shape[0])
     check_range("sampled", sampled, NO_TOKEN, logits.shape[1])
 
 
@@ -47,53 +48,34 @@ def check_quality_head(hidden: Tensor, rows: Tensor, w1: Tensor, b1: Tensor, w2:
     check_range("rows", rows, 0, hidden.shape[0])
 
 
-def check_update_lengths(slots: Tensor, values: Tensor, counts: Tensor, means: Tensor, m2s: Tensor) -> None:
-    """Raise ValueError unless dtypes, shapes, strides and devices are those of `update_lengths` and, on the CPU, every
-    entry of `slots` is -1 or a slot."""
-    if slots.dim() != 1 or slots.dtype != torch.int64:
-        raise ValueError(f"slots must be int64 [num_rows], got {slots.dtype} {list(slots.shape)}")
-    check_vector("values", values, torch.float32, "num_rows", slots.shape[0])
-    check_counts(counts)
-    check_vector("means", means, torch.float32, "capacity", counts.shape[0])
-    check_vector("m2s", m2s, torch.float32, "capacity", counts.shape[0])
-    check_contiguous(means=means, m2s=m2s)
-    check_devices("slots", slots, values=values, counts=counts, means=means, m2s=m2s)
-    check_range("slots", slots, NO_SLOT, counts.shape[0])
-
-
-def check_group_moments(counts: Tensor, groups: Tensor, finished: Tensor, num_groups: int) -> None:
-    """Raise ValueError unless dtypes, shapes, strides and devices are those of `group_moments` and, on the CPU, every
-    entry of `groups` is -1 or a group."""
-    check_counts(counts)
-    check_vector("groups", groups, torch.int64, "capacity", counts.shape[0])
-    check_vector("finished", finished, torch.bool, "capacity", counts.shape[0])
-    check_contiguous(groups=groups, finished=finished)
-    check_devices("counts", counts, groups=groups, finished=finished)
-    if num_groups < 0:
-        raise ValueError(f"num_groups must be at least 0, got {num_groups}")
-    check_range("groups", groups, NO_GROUP, num_groups)
-
-
-def check_update_group_lengths(
-    slots: Tensor,
-    values: Tensor,
-    counts: Tensor,
-    means: Tensor,
-    m2s: Tensor,
-    groups: Tensor,
-    finished: Tensor,
-    num_groups: int,
+def check_update_confidence(
+    slots: Tensor, positions: Tensor, values: Tensor, means: Tensor, m2s: Tensor, trace: Tensor
 ) -> None:
-    check_update_lengths(slots, values, counts, means, m2s)
-    check_group_moments(counts, groups, finished, num_groups)
+    """Raise ValueError unless dtypes, shapes, strides and devices are those of `update_confidence` and, on the CPU,
+    every slot exists and no position is negative."""
+    num_rows = slots.numel()
+    check_vector("slots", slots, torch.int64, "num_rows", num_rows)
+    check_vector("positions", positions, torch.int64, "num_rows", num_rows)
+    check_vector("values", values, torch.float32, "num_rows", num_rows)
+    check_state("means", means, "num_kept")
+    check_state("m2s", m2s, "num_kept")
+    check_state("trace", trace, "trace_length")
+    if means.shape[1] < 2:
+        raise ValueError(f"means must be [capacity, num_kept] with num_kept >= 2, got {list(means.shape)}")
+    if m2s.shape != means.shape:
+        raise ValueError(f"m2s must be {list(means.shape)}, as means are, got {list(m2s.shape)}")
+    if trace.shape[0] != means.shape[0]:
+        raise ValueError(f"trace must be [{means.shape[0]}, trace_length], got {list(trace.shape)}")
+    check_contiguous(slots=slots, positions=positions, values=values)
+    check_devices("means", means, slots=slots, positions=positions, values=values, m2s=m2s, trace=trace)
+    check_range("slots", slots, 0, means.shape[0])
+    check_range("positions", positions, 0, END_OF_POSITIONS)
 
 
-def check_counts(counts: Tensor) -> None:
-    if counts.dim() != 1 or counts.dtype != torch.float32 or counts.shape[0] < 1:
-        raise ValueError(
-            f"counts must be float32 [capacity] with capacity >= 1, got {counts.dtype} {list(counts.shape)}"
-        )
-    check_contiguous(counts=counts)
+def check_state(name: str, value: Tensor, columns: str) -> None:
+    if value.dim() != 2 or value.dtype != torch.float32:
+        raise ValueError(f"{name} must be float32 [capacity, {columns}], got {value.dtype} {list(value.shape)}")
+    check_contiguous(**{name: value})
 
 
 def check_windowed_confidence(trace: Tensor, lengths: Tensor, window: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,14 +18,12 @@ import torch
 from torch import Tensor, library
 
 from vllm_rollout.tracker import arguments, reference
-from vllm_rollout.tracker.reference import GroupLengths, GroupMoments, TokenStats
+from vllm_rollout.tracker.reference import TokenStats
 
 OPS_VARIABLE = "VLLM_ROLLOUT_OPS"
 OPS_CHOICES = ("auto", "torch")
 
-Operator = Literal[
-    "token_stats", "quality_head", "update_lengths", "group_moments", "update_group_lengths", "windowed_confidence"
-]
+Operator = Literal["token_stats", "quality_head", "update_confidence", "windowed_confidence"]
 Compute = Callable[..., Any]
 
 OPERATORS: tuple[Operator, ...] = get_args(Operator)
@@ -35,9 +34,7 @@ CHECKS: dict[Operator, Callable[..., None]] = {name: getattr(arguments, f"check_
 TRITON_MODULES: dict[Operator, str] = {
     "token_stats": "token_stats",
     "quality_head": "quality_head",
-    "update_lengths": "lengths",
-    "group_moments": "lengths",
-    "update_group_lengths": "lengths",
+    "update_confidence": "confidence",
 }
 """Operators that kernels/triton has, and the module of each. Trace confidence is computed once per candidate."""
 
@@ -83,6 +80,10 @@ def _cpp(operator: Operator) -> Implementation:
         return Implementation("torch", reason, REFERENCES[operator])
 
     kernel = getattr(torch.ops.vllm_rollout, operator).default
+    arguments_built = [argument.name for argument in kernel._schema.arguments]
+    if arguments_built != list(inspect.signature(FAKES[operator]).parameters):
+        reason = f"vllm_rollout._C has another {operator} than this version: run `make install` to rebuild it"
+        return Implementation("torch", reason, REFERENCES[operator])
     library.register_fake(f"vllm_rollout::{operator}")(FAKES[operator])
     check, named = CHECKS[operator], RESULTS.get(operator)
 
@@ -118,45 +119,20 @@ def _triton(operator: Operator) -> Implementation:
     return Implementation("triton", None, compute)
 
 
-RESULTS: dict[Operator, Callable[[tuple[Tensor, ...]], Any]] = {
-    "token_stats": TokenStats._make,
-    "group_moments": GroupMoments._make,
-    "update_group_lengths": lambda results: GroupLengths(results[0], GroupMoments(*results[1:])),
-}
+RESULTS: dict[Operator, Callable[[tuple[Tensor, ...]], Any]] = {"token_stats": TokenStats._make}
 """What a kernel's several results are called; one alone is given as it is."""
 
 
-def _token_stats_fake(logits: Tensor, sampled: Tensor) -> tuple[Tensor, ...]:
-    return tuple(logits.new_empty(logits.shape[0], dtype=torch.float32) for _ in TokenStats._fields)
+def _token_stats_fake(logits: Tensor, rows: Tensor, sampled: Tensor) -> tuple[Tensor, ...]:
+    return tuple(logits.new_empty(rows.shape[0], dtype=torch.float32) for _ in TokenStats._fields)
 
 
-def _update_lengths_fake(slots: Tensor, values: Tensor, counts: Tensor, means: Tensor, m2s: Tensor) -> Tensor:
-    return torch.empty_like(values, memory_format=torch.contiguous_format)
+def _update_confidence_fake(
+    slots: Tensor, positions: Tensor, values: Tensor, means: Tensor, m2s: Tensor, trace: Tensor
+) -> Tensor:
+    return values.new_empty(slots.shape[0], 2)
 
 
-def _group_moments_fake(counts: Tensor, groups: Tensor, finished: Tensor, num_groups: int) -> tuple[Tensor, ...]:
-    return tuple(counts.new_empty(num_groups, 3) for _ in GroupMoments._fields)
-
-
-def _update_group_lengths_fake(
-    slots: Tensor,
-    values: Tensor,
-    counts: Tensor,
-    means: Tensor,
-    m2s: Tensor,
-    groups: Tensor,
-    finished: Tensor,
-    num_groups: int,
-) -> tuple[Tensor, ...]:
-    running_means = _update_lengths_fake(slots, values, counts, means, m2s)
-    return running_means, *_group_moments_fake(counts, groups, finished, num_groups)
-
-
-FAKES: dict[Operator, Compute] = {
-    "token_stats": _token_stats_fake,
-    "update_lengths": _update_lengths_fake,
-    "group_moments": _group_moments_fake,
-    "update_group_lengths": _update_group_lengths_fake,
-}
+FAKES: dict[Operator, Compute] = {"token_stats": _token_stats_fake, "update_confidence": _update_confidence_fake}
 """Operators that csrc has: those that torch's own calls cost more than the work (the head is a matrix product, at which
 torch is as fast as the CPU). Each gives the shapes and dtypes of the operator's results, for torch.compile."""

@@ -10,40 +10,37 @@ from __future__ import annotations
 from torch import Tensor
 
 from vllm_rollout.tracker.dispatch import Implementation, active_implementation
-from vllm_rollout.tracker.reference import GroupLengths, GroupMoments, TokenStats
+from vllm_rollout.tracker.reference import TokenStats
 
 __all__ = [
-    "GroupLengths",
-    "GroupMoments",
     "Implementation",
     "TokenStats",
     "active_implementation",
-    "group_moments",
     "quality_head",
     "token_stats",
-    "update_group_lengths",
-    "update_lengths",
+    "update_confidence",
     "windowed_confidence",
 ]
 
 
-def token_stats(logits: Tensor, sampled: Tensor) -> TokenStats:
-    """Log-probability of the sampled token, entropy and token confidence of every row, in one pass.
+def token_stats(logits: Tensor, rows: Tensor, sampled: Tensor) -> TokenStats:
+    """Log-probability of the sampled token, entropy and token confidence of the named rows, in one pass.
 
     logits: float32, bfloat16 or float16 [num_rows, vocab_size], stride(1) == 1; -inf marks a masked token.
-    sampled: int64 [num_rows] on the same device, a token id or -1 for a row without a token.
+    rows: int64 [num_seen], contiguous, the rows to look at, in any order; no other row is read.
+    sampled: int64 [num_seen], contiguous, a token id or -1 for a row without a token. All on one device.
 
     With z the entries of a row that are not -inf, V' their number and lse = log(sum(exp(z))):
     logprob = z[sampled] - lse, entropy = lse - sum(p * z), confidence = lse - mean(z), computed in float32 or better.
     The logprob of a masked token is -inf. A row with no entry left, with a NaN or with +inf gives NaN three times.
 
-    Raises ValueError for a wrong dtype, shape, stride or device and, on the CPU, for a token id outside the
-    vocabulary; on CUDA, where looking would make the host wait, such a row's logprob is NaN.
+    Raises ValueError for a wrong dtype, shape, stride or device and, on the CPU, for a row or token id that does not
+    exist; on CUDA, where looking would make the host wait, such a row is NaN, and such a token's logprob.
 
     Source: confidence is H_t of ARRoL section 3 (self-uncertainty, Kang et al. 2025) divided by V', so that it does
     not depend on the size of the vocabulary.
     """
-    return active_implementation(logits.device.type).compute(logits, sampled)
+    return active_implementation(logits.device.type).compute(logits, rows, sampled)
 
 
 def quality_head(hidden: Tensor, rows: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
@@ -64,49 +61,30 @@ def quality_head(hidden: Tensor, rows: Tensor, w1: Tensor, b1: Tensor, w2: Tenso
     return active_implementation(hidden.device.type, "quality_head").compute(hidden, rows, w1, b1, w2, b2)
 
 
-def update_lengths(slots: Tensor, values: Tensor, counts: Tensor, means: Tensor, m2s: Tensor) -> Tensor:
-    """Take one value per candidate into its running statistics; its running mean per row, float32 [num_rows].
+def update_confidence(
+    slots: Tensor, positions: Tensor, values: Tensor, means: Tensor, m2s: Tensor, trace: Tensor
+) -> Tensor:
+    """Take one value per candidate into its running statistics; mean and standard deviation of its values up to this
+    position, float32 [num_rows, 2].
 
-    slots: int64 [num_rows], distinct; -1 for a row that is no candidate's, whose running mean is NaN.
+    slots: int64 [num_rows], distinct: where each candidate's statistics are.
+    positions: int64 [num_rows]: how many values of the candidate come before this one, such as the number of its
+    output tokens.
     values: float32 [num_rows], such as the confidence of the token that the row sampled.
-    counts, means, m2s: float32 [capacity], contiguous, updated in place: the number of values so far, which is the
-    candidate's length in tokens, their mean and the sum of their squared differences from it (Welford). A NaN stays.
-    After 1e6 values the mean is within 1e-4 of the true one, relative, and M2 within 1e-3.
+    means, m2s: float32 [capacity, num_kept], updated in place. Column c holds the mean, and the sum of squared
+    differences from it (Welford), of the first n values for the newest n with n % num_kept == c. A value therefore
+    takes the place of one that came before for its position, and of all after it, as long as that one is among the
+    newest num_kept - 1; at position 0 nothing is read, so that a slot needs no clearing. A NaN stays.
+    trace: float32 [capacity, trace_length], updated in place: the values by position, those beyond it left out.
 
-    Raises ValueError for a wrong dtype, shape, stride or device and, on the CPU, for a slot that does not exist,
-    before anything is changed; on CUDA such a row is one without a slot.
+    The standard deviation is that of the values themselves (divided by their number). After 1e6 values the mean is
+    within 1e-4 of the true one, relative, and M2 within 1e-3.
+
+    Raises ValueError for a wrong dtype, shape, stride or device and, on the CPU, for a slot that does not exist or a
+    negative position, before anything is changed; on CUDA such a row changes nothing and gives NaN.
     """
-    return active_implementation(counts.device.type, "update_lengths").compute(slots, values, counts, means, m2s)
-
-
-def group_moments(counts: Tensor, groups: Tensor, finished: Tensor, num_groups: int) -> GroupMoments:
-    """Number, mean and M2 of the candidates' lengths in every group, of those that run and of those that finished.
-
-    counts: float32 [capacity], contiguous: lengths in tokens, each exact up to 2**24.
-    groups: int64 [capacity], contiguous: the group of the slot's candidate, -1 for a free slot.
-    finished: bool [capacity], contiguous.
-
-    Computed in float64, in which a sum of lengths is exact, and rounded once.
-
-    Raises ValueError for a wrong dtype, shape, stride or device and, on the CPU, for a group that does not exist; on
-    CUDA such a slot counts for no group.
-    """
-    return active_implementation(counts.device.type, "group_moments").compute(counts, groups, finished, num_groups)
-
-
-def update_group_lengths(
-    slots: Tensor,
-    values: Tensor,
-    counts: Tensor,
-    means: Tensor,
-    m2s: Tensor,
-    groups: Tensor,
-    finished: Tensor,
-    num_groups: int,
-) -> GroupLengths:
-    """`update_lengths`, then `group_moments` of the counts it left; on CUDA in one launch."""
-    implementation = active_implementation(counts.device.type, "update_group_lengths")
-    return implementation.compute(slots, values, counts, means, m2s, groups, finished, num_groups)
+    compute = active_implementation(means.device.type, "update_confidence").compute
+    return compute(slots, positions, values, means, m2s, trace)
 
 
 def windowed_confidence(trace: Tensor, lengths: Tensor, window: int) -> Tensor:

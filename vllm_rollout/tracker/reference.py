@@ -11,19 +11,16 @@ import torch
 from torch import Tensor
 
 from vllm_rollout.tracker.arguments import (
-    NO_SLOT,
     NO_TOKEN,
-    check_group_moments,
     check_quality_head,
     check_token_stats,
-    check_update_group_lengths,
-    check_update_lengths,
+    check_update_confidence,
     check_windowed_confidence,
 )
 
 
 class TokenStats(NamedTuple):
-    """Per row of logits, float32 [num_rows] each."""
+    """Per row that was looked at, float32 [num_seen] each."""
 
     logprob: Tensor
     """Natural logarithm of the sampled token's probability; NaN for a row without a token."""
@@ -33,30 +30,10 @@ class TokenStats(NamedTuple):
     """Mean over the vocabulary of -log(probability), in nats; larger for a more peaked distribution."""
 
 
-class GroupMoments(NamedTuple):
-    """Lengths of each group's candidates, float32 [num_groups, 3] each: number, mean, M2.
-
-    M2 is the sum of squared differences from the mean. A group without such candidates has (0, 0, 0), which is
-    neutral when moments are merged.
-    """
-
-    live: Tensor
-    finished: Tensor
-
-
-class GroupLengths(NamedTuple):
-    """What one step gives when both are wanted."""
-
-    running_means: Tensor
-    """float32 [num_rows], as `update_lengths` returns them."""
-    moments: GroupMoments
-    """Of the lengths after the update."""
-
-
-def token_stats_reference(logits: Tensor, sampled: Tensor) -> TokenStats:
-    """Writes several tensors of [num_rows, vocab_size]."""
-    check_token_stats(logits, sampled)
-    z = logits.float()
+def token_stats_reference(logits: Tensor, rows: Tensor, sampled: Tensor) -> TokenStats:
+    """Writes several tensors of [num_seen, vocab_size]."""
+    check_token_stats(logits, rows, sampled)
+    z = logits.index_select(0, rows).float()
     # Not z - logsumexp(z), which loses the digits of a distribution around logits of 1e4. A row with nothing left,
     # a NaN or +inf is NaN throughout from here on.
     logprobs = z.log_softmax(dim=1)
@@ -79,50 +56,26 @@ def quality_head_reference(hidden: Tensor, rows: Tensor, w1: Tensor, b1: Tensor,
     return torch.addmv(b2, torch.addmm(b1, due, w1.T).relu(), w2)
 
 
-def update_lengths_reference(slots: Tensor, values: Tensor, counts: Tensor, means: Tensor, m2s: Tensor) -> Tensor:
-    """Nothing is selected by a condition, which would make the host wait: a row without a slot adds 0 to slot 0."""
-    check_update_lengths(slots, values, counts, means, m2s)
-    is_candidate = slots != NO_SLOT
-    index = slots.clamp(min=0)
-    counts.index_add_(0, index, is_candidate.float())
-    delta = values - means[index]
-    means.index_add_(0, index, torch.where(is_candidate, delta / counts[index], 0.0))
-    running_means = means[index]
-    m2s.index_add_(0, index, torch.where(is_candidate, delta * (values - running_means), 0.0))
-    return running_means.masked_fill(~is_candidate, torch.nan)
-
-
-def group_moments_reference(counts: Tensor, groups: Tensor, finished: Tensor, num_groups: int) -> GroupMoments:
-    """In float64, where sums of lengths are exact: in any order of addition the result is the same."""
-    check_group_moments(counts, groups, finished, num_groups)
-    in_group = (groups >= 0) & (groups < num_groups)
-    # Live groups, then finished ones, then one bucket for the slots that count for neither.
-    bucket = torch.where(in_group, groups + num_groups * finished, 2 * num_groups)
-    lengths = counts.double()
-    sums = lengths.new_zeros(3, 2 * num_groups + 1)
-    number, total, m2 = sums.unbind()
-    number.index_add_(0, bucket, torch.ones_like(lengths))
-    total.index_add_(0, bucket, lengths)
-    mean = total.div_(number.clamp(min=1))
-    m2.index_add_(0, bucket, (lengths - mean[bucket]).square_())
-    live, finished_ones = sums[:, :-1].float().view(3, 2, num_groups).permute(1, 2, 0).contiguous().unbind()
-    return GroupMoments(live, finished_ones)
-
-
-def update_group_lengths_reference(
-    slots: Tensor,
-    values: Tensor,
-    counts: Tensor,
-    means: Tensor,
-    m2s: Tensor,
-    groups: Tensor,
-    finished: Tensor,
-    num_groups: int,
-) -> GroupLengths:
-    """All arguments are looked at before the first is changed."""
-    check_update_group_lengths(slots, values, counts, means, m2s, groups, finished, num_groups)
-    running_means = update_lengths_reference(slots, values, counts, means, m2s)
-    return GroupLengths(running_means, group_moments_reference(counts, groups, finished, num_groups))
+def update_confidence_reference(
+    slots: Tensor, positions: Tensor, values: Tensor, means: Tensor, m2s: Tensor, trace: Tensor
+) -> Tensor:
+    """Nothing is selected by a condition, which would make the host wait: an entry that must stay is written again."""
+    check_update_confidence(slots, positions, values, means, m2s, trace)
+    num_kept, trace_length = means.shape[1], trace.shape[1]
+    before, after = positions % num_kept, (positions + 1) % num_kept
+    is_first = positions == 0
+    old_mean = means[slots, before].masked_fill(is_first, 0.0)
+    old_m2 = m2s[slots, before].masked_fill(is_first, 0.0)
+    counts = (positions + 1).float()
+    delta = values - old_mean
+    mean = old_mean + delta / counts
+    m2 = old_m2 + delta * (values - mean)
+    means.index_put_((slots, after), mean)
+    m2s.index_put_((slots, after), m2)
+    if trace_length:
+        column = positions.clamp(max=trace_length - 1)
+        trace.index_put_((slots, column), values.where(positions < trace_length, trace[slots, column]))
+    return torch.stack([mean, (m2 / counts).sqrt()], dim=1)
 
 
 def windowed_confidence_reference(trace: Tensor, lengths: Tensor, window: int) -> Tensor:

@@ -1,7 +1,8 @@
 """Running statistics of candidates, where logits and hidden states are.
 
-Invariant: statistics belong to a request id, not to a batch row, so reordering and preemption do not touch them;
-nothing here waits for the device.
+Invariant: a statistic is a function of the candidate and the position of its token, not of batch rows or the number of
+calls, so reordering, preemption and tokens that are dropped and sampled again do not touch it. Nothing here waits for
+the device: what the host knows of a step goes there in one copy, and a new candidate costs no launch.
 """
 
 from __future__ import annotations
@@ -13,12 +14,18 @@ import numpy as np
 import torch
 
 from vllm_rollout.config import CONFIDENCE_WINDOW_TOKENS
-from vllm_rollout.tracker.ops import quality_head, token_stats, update_lengths, windowed_confidence
+from vllm_rollout.tracker.ops import quality_head, token_stats, update_confidence, windowed_confidence
 from vllm_rollout.tracker.quality_head import HeadWeights
 
-NEVER = -1
+NO_SLOT = -1
+"""Of a row that is no candidate's."""
+UNSCORED = 0
+"""Detection length of a candidate that is not scored."""
 DUE_COLUMNS = 4
 """Values of a due row: logit, then the three numbers of its trace confidence."""
+NUM_KEPT = 16
+"""States kept of each candidate: that many tokens less one may be in flight and be dropped, a step of each stage of a
+pipeline and of the asynchronous loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,29 +40,40 @@ class PublishedHead:
 class DueRows:
     """The candidates that reach their detection length in one step."""
 
-    rows: list[int]
     request_ids: list[str]
     head_versions: list[int]
     """The head that scored each; 0: none is trained for its detection length."""
+    values: torch.Tensor
+    """float32 [num_due, DUE_COLUMNS]: logit (NaN without a head) and trace confidence."""
+    teaching_ids: list[str]
+    """Those of them that a reward may come for."""
     features: torch.Tensor | None
-    """The hidden states that produced those tokens, [num_due, hidden_size]; None where they are not wanted."""
+    """The hidden states that produced their tokens, [num_teaching, hidden_size]; None without such candidates."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepValues:
-    """What one step showed, as one tensor so that one copy brings it to the host."""
+    """What one step showed."""
 
-    values: torch.Tensor
-    """float32 [num_rows + DUE_COLUMNS * num_due]: running mean confidence of each row (NaN where it is no candidate's),
-    then for each due row its logit (NaN without a head) and trace confidence."""
+    num_rows: int
+    """Of the step's batch."""
+    rows: np.ndarray
+    """int64 [num_seen]: the rows that were looked at."""
+    moments: torch.Tensor
+    """float32 [num_seen, 2]: mean and standard deviation of the candidate's token confidences up to this token."""
     due: DueRows | None = None
+
+    @property
+    def on_host(self) -> bool:
+        return self.moments.device.type == "cpu"
 
     def to_host(self) -> StepValues:
         """Start copying to the host, on the current stream; what is returned is filled when that stream gets there."""
         due = self.due
-        if due is not None and due.features is not None:
-            due = replace(due, features=due.features.to("cpu", non_blocking=True))
-        return StepValues(self.values.to("cpu", non_blocking=True), due)
+        if due is not None:
+            features = None if due.features is None else due.features.to("cpu", non_blocking=True)
+            due = replace(due, values=due.values.to("cpu", non_blocking=True), features=features)
+        return replace(self, moments=self.moments.to("cpu", non_blocking=True), due=due)
 
 
 class CandidateTracker:
@@ -65,26 +83,23 @@ class CandidateTracker:
     is no candidate.
     """
 
-    def __init__(self, device: torch.device, capacity: int = 256, *, keep_features: bool = True) -> None:
+    def __init__(self, device: torch.device, capacity: int = 256) -> None:
         self._device = device
-        self._keep_features = keep_features
         self._slots: dict[str, int] = {}
         self._free = list(range(capacity - 1, -1, -1))
-        self._counts = torch.zeros(capacity, dtype=torch.float32, device=device)
-        self._means = torch.zeros(capacity, dtype=torch.float32, device=device)
-        self._m2s = torch.zeros(capacity, dtype=torch.float32, device=device)
+        self._means = torch.zeros(capacity, NUM_KEPT, dtype=torch.float32, device=device)
+        self._m2s = torch.zeros(capacity, NUM_KEPT, dtype=torch.float32, device=device)
+        self._trace = torch.zeros(capacity, 0, dtype=torch.float32, device=device)
+        """As long as the longest detection length so far."""
         self._no_tokens = torch.full((capacity,), -1, dtype=torch.int64, device=device)
-        self._detection_lengths = np.zeros(capacity, dtype=np.int64)
-        self._due_at = np.full(capacity, NEVER, dtype=np.int64)
-        """By slot: tokens computed, prompt included, in the step that produces token `detection_length`."""
+        self._prompt_lengths = np.zeros(capacity, dtype=np.int64)
+        self._detection_lengths = np.full(capacity, UNSCORED, dtype=np.int64)
+        self._teaches = np.zeros(capacity, dtype=bool)
         self._num_scored = 0
         """Candidates that have a detection length."""
-        self._trace: torch.Tensor | None = None
-        """float32 [capacity, longest detection length + 1]: token confidences, the last column for what comes after."""
         self._last_ids: list[str] | None = None
-        self._rows: torch.Tensor | None = None
-        self._row_slots: torch.Tensor | None = None
-        self._row_due_at: np.ndarray | None = None
+        self._row_slots = np.zeros(0, dtype=np.int64)
+        """Of `_last_ids`."""
         self._hidden: torch.Tensor | None = None
         self._hidden_rows: torch.Tensor | None = None
         self.heads: dict[int, PublishedHead] = {}
@@ -95,21 +110,23 @@ class CandidateTracker:
     def __len__(self) -> int:
         return len(self._slots)
 
-    def add(self, request_id: str, num_prompt_tokens: int = 0, detection_length: int | None = None) -> None:
-        """Start observing a request; again for one that was preempted changes nothing."""
+    def add(
+        self, request_id: str, num_prompt_tokens: int, detection_length: int | None = None, *, teaches: bool = True
+    ) -> None:
+        """Start observing a request; again for one that was preempted changes nothing. `teaches`: a reward may come for
+        it, so that its hidden state is wanted."""
         if request_id in self._slots:
             return
         if not self._free:
             self._grow()
         slot = self._free.pop()
         self._slots[request_id] = slot
-        for statistic in (self._counts, self._means, self._m2s):
-            statistic[slot] = 0.0
         self._last_ids = None
+        self._prompt_lengths[slot] = num_prompt_tokens
         if detection_length is not None:
             self._num_scored += 1
             self._detection_lengths[slot] = detection_length
-            self._due_at[slot] = num_prompt_tokens + detection_length - 1
+            self._teaches[slot] = teaches
             self._widen_trace(detection_length)
 
     def discard(self, request_id: str) -> None:
@@ -117,9 +134,8 @@ class CandidateTracker:
         if slot is not None:
             self._free.append(slot)
             self._last_ids = None
-            if self._due_at[slot] != NEVER:
-                self._due_at[slot] = NEVER
-                self._num_scored -= 1
+            self._num_scored -= int(self._detection_lengths[slot] != UNSCORED)
+            self._detection_lengths[slot] = UNSCORED
 
     def start_step(self) -> None:
         """Forget the step before."""
@@ -127,107 +143,109 @@ class CandidateTracker:
 
     def see_hidden_states(self, hidden: torch.Tensor, rows: torch.Tensor | None = None) -> None:
         """The states this step's logits are made of, [num_rows, hidden_size], or [num_tokens, hidden_size] and `rows`,
-        int64 [num_rows], that picks them."""
+        int32 or int64 [num_rows], that picks them."""
         if self._num_scored:
             self._hidden, self._hidden_rows = hidden, rows
 
     def observe(
-        self,
-        request_ids: Sequence[str],
-        logits: torch.Tensor,
-        skip: Sequence[int] = (),
-        num_computed: np.ndarray | None = None,
+        self, request_ids: Sequence[str], logits: torch.Tensor, num_computed: np.ndarray, unfinished: np.ndarray
     ) -> None:
         """Account for one step.
 
         Args:
             request_ids: request of each row, [num_rows].
             logits: [num_rows, vocab_size], before temperature.
-            skip: rows that do not sample a token in this step (unfinished prefill).
             num_computed: tokens of each row's request computed by the end of this step, prompt included, int
-                [num_rows]; without it no row is due.
+                [num_rows].
+            unfinished: bool [num_rows]; a row whose prompt, or whose tokens from before a preemption, are not all
+                computed yet samples no token.
         """
         self.step = None
         if not self._slots:
             return
-        if len(skip) or self._last_ids != request_ids:
-            self._match_rows(request_ids, set(skip))
-        if self._row_slots is None:
+        if self._last_ids != request_ids:
+            self._last_ids = list(request_ids)
+            self._row_slots = np.array([self._slots.get(id, NO_SLOT) for id in request_ids], dtype=np.int64)
+        rows = np.flatnonzero((self._row_slots != NO_SLOT) & ~unfinished)
+        if not len(rows):
             return
-        slots, rows = self._row_slots, self._rows
-        seen = logits if rows is None else logits.index_select(0, rows)
-        confidence = token_stats(seen, self._no_tokens[: len(slots)]).confidence
-        if self._num_scored:
-            position = self._counts[slots].long().clamp_(max=self._trace.shape[1] - 1)
-            self._trace.index_put_((slots, position), confidence)
-        mean = update_lengths(slots, confidence, self._counts, self._means, self._m2s)
-        if rows is not None:
-            every_row = torch.full((len(request_ids),), float("nan"), device=self._device)
-            mean = every_row.index_copy_(0, rows, mean)
-        self.step = StepValues(mean)
-        if self._num_scored and num_computed is not None and self._hidden is not None:
-            due = np.flatnonzero(self._row_due_at == num_computed)
-            if len(due):
-                self.step = self._score(request_ids, due.tolist(), mean)
+        slots = self._row_slots[rows]
+        positions = num_computed[rows] - self._prompt_lengths[slots]
+        due = self._due(slots, positions) if self._hidden is not None else rows[:0]
+        teaching = due[self._teaches[slots[due]]]
+        on_device = self._upload([rows, slots, positions, rows[due], slots[due], rows[teaching]])
+        device_rows, device_slots, device_positions, *device_due = on_device
+        confidence = token_stats(logits, device_rows, self._no_tokens[: len(rows)]).confidence
+        moments = update_confidence(device_slots, device_positions, confidence, self._means, self._m2s, self._trace)
+        self.step = StepValues(len(request_ids), rows, moments)
+        if len(due):
+            ids = [request_ids[row] for row in rows[due]]
+            teaching_ids = [request_ids[row] for row in rows[teaching]]
+            scored = self._score(ids, self._detection_lengths[slots[due]], teaching_ids, *device_due)
+            self.step = replace(self.step, due=scored)
         self._hidden = self._hidden_rows = None
 
-    def _score(self, request_ids: Sequence[str], due: list[int], mean: torch.Tensor) -> StepValues:
+    def _due(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Which of the rows make the last token before their detection, those of one detection length together."""
+        detection_lengths = self._detection_lengths[slots]
+        due = np.flatnonzero(positions + 1 == detection_lengths)
+        return due[np.argsort(detection_lengths[due], kind="stable")]
+
+    def _score(
+        self,
+        request_ids: list[str],
+        detection_lengths: np.ndarray,
+        teaching_ids: list[str],
+        rows: torch.Tensor,
+        slots: torch.Tensor,
+        teaching_rows: torch.Tensor,
+    ) -> DueRows:
         """Score rows that are due, one detection length after the other (nearly always there is one)."""
-        by_length: dict[int, list[int]] = {}
-        for row in due:
-            by_length.setdefault(int(self._detection_lengths[self._slots[request_ids[row]]]), []).append(row)
-        parts, order, versions = [mean], [], []
-        for detection_length, rows in by_length.items():
-            head = self.heads.get(detection_length)
-            slots = self._tensor([self._slots[request_ids[row]] for row in rows])
-            lengths = self._counts[slots].long().clamp_(max=detection_length)
-            trace = self._trace[:, :detection_length].index_select(0, slots)
-            values = torch.full((len(rows), DUE_COLUMNS), float("nan"), device=self._device)
-            values[:, 1:] = windowed_confidence(trace, lengths, CONFIDENCE_WINDOW_TOKENS)
-            if head is not None:
-                values[:, 0] = quality_head(self._hidden, self._hidden_positions(rows), *head.weights)
-            parts.append(values.flatten())
-            order += rows
-            versions += [0 if head is None else head.version] * len(rows)
-        features = self._hidden.index_select(0, self._hidden_positions(order)) if self._keep_features else None
-        return StepValues(torch.cat(parts), DueRows(order, [request_ids[row] for row in order], versions, features))
+        parts: list[torch.Tensor] = []
+        versions: list[int] = []
+        lengths, starts = np.unique(detection_lengths, return_index=True)
+        for length, start, end in zip(lengths.tolist(), starts, [*starts[1:], len(request_ids)], strict=True):
+            head = self.heads.get(length)
+            num_due = int(end - start)
+            trace = self._trace[:, :length].index_select(0, slots[start:end])
+            trace_lengths = torch.full((num_due,), length, dtype=torch.int64, device=self._device)
+            if head is None:
+                logit = torch.full((num_due,), float("nan"), device=self._device)
+            else:
+                logit = quality_head(self._hidden, self._hidden_positions(rows[start:end]), *head.weights)
+            windows = windowed_confidence(trace, trace_lengths, CONFIDENCE_WINDOW_TOKENS)
+            parts.append(torch.cat([logit[:, None], windows], dim=1))
+            versions += [0 if head is None else head.version] * num_due
+        features = None
+        if teaching_ids:
+            features = self._hidden.index_select(0, self._hidden_positions(teaching_rows))
+        values = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return DueRows(request_ids, versions, values, teaching_ids, features)
 
-    def _hidden_positions(self, rows: list[int]) -> torch.Tensor:
-        positions = self._tensor(rows)
-        return positions if self._hidden_rows is None else self._hidden_rows.index_select(0, positions).long()
+    def _hidden_positions(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows if self._hidden_rows is None else self._hidden_rows.index_select(0, rows).long()
 
-    def _tensor(self, numbers: list[int]) -> torch.Tensor:
-        tensor = torch.tensor(numbers, dtype=torch.int64)
-        # From pinned memory the copy does not make the host wait.
-        return tensor if self._device.type == "cpu" else tensor.pin_memory().to(self._device, non_blocking=True)
-
-    def _match_rows(self, request_ids: Sequence[str], skip: set[int]) -> None:
-        rows = [row for row, id in enumerate(request_ids) if id in self._slots and row not in skip]
-        slots = [self._slots[request_ids[row]] for row in rows]
-        self._last_ids = None if skip else list(request_ids)
-        self._row_slots = torch.tensor(slots, dtype=torch.int64, device=self._device) if slots else None
-        all_rows = len(rows) == len(request_ids)
-        self._rows = None if all_rows else torch.tensor(rows, dtype=torch.int64, device=self._device)
-        self._row_due_at = np.full(len(request_ids), NEVER, dtype=np.int64)
-        self._row_due_at[rows] = self._due_at[slots]
+    def _upload(self, arrays: Sequence[np.ndarray]) -> Sequence[torch.Tensor]:
+        """int64 arrays on the device, in one copy that does not make the host wait: from pinned memory, which torch
+        keeps until the copy is done."""
+        lengths = [len(array) for array in arrays]
+        pinned = torch.empty(sum(lengths), dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        np.concatenate(arrays, out=pinned.numpy(), casting="same_kind")
+        return pinned.to(self._device, non_blocking=True).split(lengths)
 
     def _widen_trace(self, detection_length: int) -> None:
-        capacity = len(self._counts)
-        width = max(detection_length + 1, 0 if self._trace is None else self._trace.shape[1])
-        if self._trace is None or self._trace.shape != (capacity, width):
-            trace = torch.zeros(capacity, width, dtype=torch.float32, device=self._device)
-            if self._trace is not None:
-                trace[: len(self._trace), : self._trace.shape[1] - 1] = self._trace[:, :-1]
-            self._trace = trace
+        capacity, width = self._trace.shape
+        if detection_length > width:
+            new = torch.zeros(capacity, detection_length - width, dtype=torch.float32, device=self._device)
+            self._trace = torch.cat([self._trace, new], dim=1)
 
     def _grow(self) -> None:
-        capacity = len(self._counts)
+        capacity = len(self._means)
         self._free = list(range(2 * capacity - 1, capacity - 1, -1))
-        self._counts, self._means, self._m2s = (
-            torch.cat([statistic, torch.zeros_like(statistic)]) for statistic in (self._counts, self._means, self._m2s)
+        self._means, self._m2s, self._trace, self._no_tokens = (
+            torch.cat([state, state]) for state in (self._means, self._m2s, self._trace, self._no_tokens)
         )
-        self._no_tokens = torch.cat([self._no_tokens, self._no_tokens])
-        self._detection_lengths = np.concatenate([self._detection_lengths, np.zeros(capacity, dtype=np.int64)])
-        self._due_at = np.concatenate([self._due_at, np.full(capacity, NEVER, dtype=np.int64)])
-        if self._trace is not None:
-            self._trace = torch.cat([self._trace, torch.zeros_like(self._trace)])
+        self._prompt_lengths, self._detection_lengths, self._teaches = (
+            np.concatenate([values, np.zeros_like(values)])
+            for values in (self._prompt_lengths, self._detection_lengths, self._teaches)
+        )

@@ -274,7 +274,7 @@ class _CandidateLog:
                 text=self._text,
                 finish_reason=completion.finish_reason,
                 stop_reason=completion.stop_reason,
-                mean_confidence=None if candidate.note is None else candidate.note.mean_confidence,
+                confidence=None if candidate.note is None else candidate.note.confidence,
                 weight_versions=[asdict(span) for span in completion.weight_versions or ()],
                 assessment=None if candidate.note is None else candidate.note.assessment,
             )

@@ -39,11 +39,12 @@ class Candidate:
         """Why its group did not take it."""
 
 
-def confidence_of(request_id: str, model_runner_output: ModelRunnerOutput | None) -> float | None:
+def confidence_of(request_id: str, model_runner_output: ModelRunnerOutput | None) -> tuple[float, float] | None:
+    """Mean and standard deviation of its token confidences; None when this step's report does not have them."""
     if model_runner_output is None or (row := model_runner_output.req_id_to_index.get(request_id)) is None:
         return None
     report: RunnerReport | None = model_runner_output.__dict__.get(REPORT_ATTRIBUTE)
     if report is None:  # the worker observed no candidate in this step
         return None
-    value = float(report.mean_confidence[row])
-    return value if value == value else None
+    mean, std = report.confidence[:, row].tolist()
+    return (mean, std) if mean == mean else None

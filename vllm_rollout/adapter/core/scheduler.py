@@ -226,7 +226,7 @@ class GroupSchedulerMixin:
         note = EndingNote(
             state=group.state(id.index),
             end_step=group.end_step(id.index),
-            mean_confidence=confidence_of(output.request_id, model_runner_output),
+            confidence=confidence_of(output.request_id, model_runner_output),
             pauses=candidate.pauses,
             assessment=group.assessments.get(id.index),
             ended_by_itself=candidate.end_reason == "stop",

@@ -14,7 +14,25 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, CandidateTag, RunnerReport
 from vllm_rollout.tracker.feature_ring import FeatureRing
-from vllm_rollout.tracker.tracker import DUE_COLUMNS, CandidateTracker, StepValues
+from vllm_rollout.tracker.tracker import CandidateTracker, StepValues
+
+
+class HostCopy:
+    """A step's values on their way to the host, on the current stream."""
+
+    def __init__(self, step: StepValues) -> None:
+        self._step = self._copy = step  # the device tensors must outlive their copies
+        self._ready: torch.cuda.Event | None = None
+        if not step.on_host:
+            self._copy = step.to_host()
+            self._ready = torch.cuda.Event(blocking=True)
+            self._ready.record()
+
+    def get(self) -> StepValues:
+        """What arrived; waits for it."""
+        if self._ready is not None:
+            self._ready.synchronize()
+        return self._copy
 
 
 class ObservedOutput(AsyncModelRunnerOutput):
@@ -24,61 +42,53 @@ class ObservedOutput(AsyncModelRunnerOutput):
         self,
         inner: AsyncModelRunnerOutput,
         step: StepValues,
-        ring: FeatureRing | None,
+        ring: FeatureRing,
         copy_stream: torch.cuda.Stream | None,
     ) -> None:
         self._inner = inner
         self._ring = ring
-        self._step = self._copy = step  # the device tensors must outlive their copies
-        self._ready: torch.cuda.Event | None = None
         if copy_stream is None:  # on the host already
+            self._copy = HostCopy(step)
             return
-        self._ready = torch.cuda.Event(blocking=True)
         main_stream = torch.cuda.current_stream()
         with torch.cuda.stream(copy_stream):
             copy_stream.wait_stream(main_stream)
-            self._copy = step.to_host()
-            self._ready.record(copy_stream)
+            self._copy = HostCopy(step)
 
     def get_output(self) -> ModelRunnerOutput:
         output = self._inner.get_output()
-        if self._ready is not None:
-            self._ready.synchronize()
-        _attach(output, self._copy, self._ring)
+        _attach(output, self._copy.get(), self._ring)
         return output
 
 
-def _attach(output: ModelRunnerOutput, step: StepValues, ring: FeatureRing | None) -> None:
+def _attach(output: ModelRunnerOutput, step: StepValues, ring: FeatureRing) -> None:
     """Put a step's values, which are on the host, where the scheduler reads them, and its features into the ring."""
-    values, due = step.values.numpy(), step.due
-    if due is None:
-        setattr(output, REPORT_ATTRIBUTE, RunnerReport(values))
-        return
-    num_rows = len(values) - DUE_COLUMNS * len(due.rows)
-    due_values = values[num_rows:].reshape(-1, DUE_COLUMNS)
-    report = RunnerReport(values[:num_rows], due.request_ids, due_values, due.head_versions)
+    moments = np.full((2, step.num_rows), np.nan, dtype=np.float32)
+    moments[:, step.rows] = step.moments.numpy().T
+    report, due = RunnerReport(moments), step.due
+    if due is not None:
+        report = RunnerReport(moments, due.request_ids, due.values.numpy(), due.head_versions)
+        if due.features is not None:
+            ring.put(due.teaching_ids, due.features)
     setattr(output, REPORT_ATTRIBUTE, report)
-    if ring is not None and due.features is not None:
-        ring.put(due.request_ids, due.features)
 
 
 class RunnerMixin:
     """What both generations share. Overrides: execute_model, sample_tokens."""
 
     def start_tracking(self, ring: FeatureRing | None) -> None:
-        """Make the tracker. Without a ring (a rank whose outputs nobody reads) hidden states are not looked at."""
+        """Make the tracker. Without a ring (nobody reads this rank's outputs, or its rows are not whole requests)
+        nothing is observed."""
         self.feature_ring = ring
-        self.candidate_tracker = CandidateTracker(self.device, keep_features=ring is not None)
+        self.candidate_tracker = CandidateTracker(self.device)
 
     def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         tracker = self.candidate_tracker
-        for request_id in scheduler_output.finished_req_ids:
-            tracker.discard(request_id)
-        for request in scheduler_output.scheduled_new_reqs:
-            params = request.sampling_params
-            if params is not None and (tag := CandidateTag.of(params.extra_args)) is not None:
-                length = None if tag.scoring is None else tag.scoring.plan.detection_length
-                tracker.add(request.req_id, _num_prompt_tokens(request), length)
+        if self.feature_ring is not None:
+            for request_id in scheduler_output.finished_req_ids:
+                tracker.discard(request_id)
+            for request in scheduler_output.scheduled_new_reqs:
+                _start_observing(tracker, request)
         tracker.start_step()
         return super().execute_model(scheduler_output, *args, **kwargs)
 
@@ -87,11 +97,21 @@ class RunnerMixin:
         step = self.candidate_tracker.step
         if step is None or output is None:
             return output
-        if isinstance(output, ModelRunnerOutput):
-            _attach(output, step, self.feature_ring)
+        if isinstance(output, ModelRunnerOutput):  # the synchronous loop, which has waited for its tokens too
+            _attach(output, HostCopy(step).get(), self.feature_ring)
             return output
-        on_host = step.values.device.type == "cpu"
-        return ObservedOutput(output, step, self.feature_ring, None if on_host else self._copy_stream())
+        return ObservedOutput(output, step, self.feature_ring, None if step.on_host else self._copy_stream())
+
+
+def _start_observing(tracker: CandidateTracker, request: NewRequestData) -> None:
+    params = request.sampling_params
+    if params is None or (tag := CandidateTag.of(params.extra_args)) is None:
+        return
+    if (scoring := tag.scoring) is not None:
+        length = scoring.plan.detection_length
+        tracker.add(request.req_id, _num_prompt_tokens(request), length, teaches=scoring.teaches)
+    elif tag.observed:
+        tracker.add(request.req_id, _num_prompt_tokens(request))
 
 
 def _num_prompt_tokens(request: NewRequestData) -> int:
@@ -113,9 +133,9 @@ class RunnerV1Mixin(RunnerMixin):
         # Before sampling: float32 logits are scaled by the temperature in place.
         if len(self.candidate_tracker) and logits is not None and spec_decode_metadata is None:
             num_rows = self.input_batch.num_reqs
-            skip = np.flatnonzero(self.discard_request_mask.np[:num_rows])
+            unfinished = self.discard_request_mask.np[:num_rows]
             num_computed = self.optimistic_seq_lens_cpu[:num_rows].numpy()  # exact without speculative decoding
-            self.candidate_tracker.observe(self.input_batch.req_ids, logits, skip.tolist(), num_computed)
+            self.candidate_tracker.observe(self.input_batch.req_ids, logits, num_computed, unfinished)
         return super()._sample(logits, spec_decode_metadata, *args, **kwargs)
 
     def _copy_stream(self) -> torch.cuda.Stream:
@@ -172,8 +192,8 @@ class SamplerMixin:
     def __call__(self, logits: torch.Tensor, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
         if len(self.candidate_tracker) and logits.shape[0] == input_batch.num_reqs:
             reached = input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens
-            skip = np.flatnonzero(reached < input_batch.prefill_len_np)
-            self.candidate_tracker.observe(input_batch.req_ids, logits, skip.tolist(), reached)
+            unfinished = reached < input_batch.prefill_len_np
+            self.candidate_tracker.observe(input_batch.req_ids, logits, reached, unfinished)
         return super().__call__(logits, input_batch, *args, **kwargs)
 
 

@@ -10,7 +10,7 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
-from vllm_rollout.adapter.options import RolloutOptions
+from vllm_rollout.adapter.options import RolloutOptions, observing_refusal
 from vllm_rollout.adapter.worker.runner import observe_runner
 from vllm_rollout.tracker.feature_ring import FeatureRing
 from vllm_rollout.tracker.ops import active_implementation
@@ -24,7 +24,7 @@ else:
 
 logger = init_logger("vllm.vllm_rollout")
 
-STEP_OPERATORS = ("token_stats", "update_lengths", "quality_head")
+STEP_OPERATORS = ("token_stats", "update_confidence", "quality_head")
 """What a step calls, the last one only when a candidate is due."""
 
 
@@ -39,7 +39,8 @@ class RolloutWorker(PlatformWorker):
         self.quality_heads: QualityHeads | None = None
         ring = None
         hidden_size, dtype = self.model_config.get_hidden_size(), self.model_config.dtype
-        if get_pp_group().is_last_rank and get_tp_group().rank_in_group == 0:
+        refusal = observing_refusal(self.vllm_config)
+        if refusal is None and get_pp_group().is_last_rank and get_tp_group().rank_in_group == 0:
             ring = FeatureRing(hidden_size, dtype, RolloutOptions.of(self.vllm_config).feature_ring_bytes)
         observe_runner(self.model_runner, ring, v2=self.use_v2_model_runner, cpu=current_platform.is_cpu())
         logger.info_once(
@@ -47,6 +48,8 @@ class RolloutWorker(PlatformWorker):
             "V2" if self.use_v2_model_runner else "V1",
             ", ".join(_described(operator, self.device.type) for operator in STEP_OPERATORS),
         )
+        if refusal is not None:
+            logger.warning_once("vllm_rollout worker: candidates are not observed, because %s", refusal)
         if ring is None:
             return
         if self.device.type == "cuda":
