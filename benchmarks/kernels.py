@@ -250,7 +250,8 @@ def main() -> None:
     record = record_of_run(
         seed=arguments.seed,
         workload="logits from a normal distribution with standard deviation 4, one sampled token per row; hidden "
-        f"states and a head of {NUM_HIDDEN} units from normal distributions; both sides in turns on the same tensors; medians in microseconds",
+        f"states and a head of {NUM_HIDDEN} units from normal distributions; both sides in turns on the same tensors; "
+        "medians in microseconds",
     )
     record["hardware"] |= {
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
