@@ -166,7 +166,7 @@ class SignLearning(Learning):
 def prune_by_sign(run: TracedRun, *detection_lengths: int) -> None:
     """From now on a candidate with a negative logit is pruned where the floor allows it."""
     for length in detection_lengths:
-        run.scheduler.judge.learnings[length] = SignLearning(length)
+        run.scheduler.judge.memory.learnings[length] = SignLearning(length)
 
 
 def assert_nothing_left(run: TracedRun) -> None:

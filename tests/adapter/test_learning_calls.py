@@ -73,7 +73,7 @@ class Rank:
         return [["p", index, float(states[index, 0] > 0), bool(states[index, 0] > 0)] for index in range(num)]
 
     def labels(self) -> list:
-        return [calibrator["labels"] for calibrator in self.judge.learnings[LENGTH].to_state()["calibrators"]]
+        return [calibrator["labels"] for calibrator in self.judge.memory.learnings[LENGTH].to_state()["calibrators"]]
 
     def train(self) -> None:
         while self.call("train", 10.0):
@@ -166,7 +166,7 @@ def test_candidates_with_other_detection_lengths_train_their_own_heads(share):
     assert answer[:3] == [LENGTH, ["accepted"] * 10, 10]
     assert {summary[0]: summary[4] for summary in ranks[0].call("heads")} == {LENGTH: 5, 20: 5}
     for rank in ranks:
-        assert {length: len(learning._outcomes) for length, learning in rank.judge.learnings.items()} == {
+        assert {length: len(learning._outcomes) for length, learning in rank.judge.memory.learnings.items()} == {
             LENGTH: 5,
             20: 5,
         }
@@ -239,10 +239,13 @@ def test_a_state_of_something_else_changes_nothing_and_says_so():
     cases = {
         changed(state, format=2): ("invalid", "format must be 1, got 2"),
         changed(state, model="other"): ("mismatch", "the state is of model 'other', this server's is 'model'"),
-        changed(state, learnings=many): ("invalid", "at most 8 different numbers"),
-        changed(state, learnings=[learning, learning]): ("invalid", "at most 8 different numbers"),
-        changed(state, learnings=[{**learning, "detection_length": 0}]): ("invalid", "got [0]"),
-        changed(state, learnings=[{**learning, "outcomes": [[1, 2]]}]): ("invalid", "learning state"),
+        changed(state, learnings=many): ("invalid", "at most 8 different ones"),
+        changed(state, learnings=[learning, learning]): ("invalid", "at most 8 different ones"),
+        changed(state, learnings=[{**learning, "detection_length": 0}]): (
+            "invalid",
+            "must be an integer in [1, 4096], got 0",
+        ),
+        changed(state, learnings=[{**learning, "outcomes": [[1, 2]]}]): ("invalid", "an outcome must be a list of 10"),
         changed(state, heads=[b64encode(head).decode() for head in Rank(0, "other").heads.state()] or ["AAAA"]): (
             "invalid",
             "safetensors",

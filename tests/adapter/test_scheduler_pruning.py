@@ -165,7 +165,7 @@ def test_pruning_that_makes_cut_candidates_count_completes_the_group_in_that_ste
     run.add("g-2", 90, extra_args=replace(cut, index=2).to_extra_args())
     run.add("g-3", 90, extra_args=replace(cut, index=3).to_extra_args())
     run.logits.update({"g-2": -1, "g-3": -1})
-    run.scheduler.judge.learnings[10].assess = partial(_prune_all, run)
+    run.scheduler.judge.memory.learnings[10].assess = partial(_prune_all, run)
     run.run()
     assert endings(run, ["g-0", "g-1", "g-2", "g-3"]) == [CUT, LOST, PRUNED, PRUNED]
     assert [run.num_tokens(f"g-{i}") for i in range(4)] == [10] * 4
@@ -324,7 +324,7 @@ def teach(run: TracedRun) -> None:
         kept = Assessment("head", seen.logit, None, 1.0, True, 1, seen.confidence, cold=True)
         learning.reward(seen, kept, 20, bool(i % 2), str(i), False)
         learning.calibrators["head"].observe(seen.logit)
-    run.scheduler.judge.learnings[10] = learning
+    run.scheduler.judge.memory.learnings[10] = learning
 
 
 def test_the_order_in_which_groups_and_siblings_arrive_does_not_change_verdicts(new_run):

@@ -77,7 +77,7 @@ def test_an_observed_group_is_known_on_every_rank(engine, cores):
     expected = LengthHistory()
     expected.observe("id:a", LENGTHS)
     for core in cores:
-        assert core.scheduler.judge.lengths.of("id:a") == expected.of("id:a")
+        assert core.scheduler.judge.memory.lengths.of("id:a") == expected.of("id:a")
     history = asyncio.run(engine.length_history(["id:a", "id:b"]))
     assert history.prompts == [expected.of("id:a"), None]
     assert history.dataset == expected.dataset()
@@ -116,28 +116,28 @@ def calls(core: Core) -> LearningCalls:
 
 def test_lengths_are_part_of_the_saved_state(cores):
     here, there = cores
-    here.scheduler.judge.lengths.observe("id:a", LENGTHS)
+    here.scheduler.judge.memory.lengths.observe("id:a", LENGTHS)
     assert calls(there).set_state(calls(here).state()) == ["ok", None]
-    assert there.scheduler.judge.lengths.to_state() == here.scheduler.judge.lengths.to_state()
+    assert there.scheduler.judge.memory.lengths.to_state() == here.scheduler.judge.memory.lengths.to_state()
 
 
 def test_a_state_without_lengths_is_one_of_an_earlier_version(cores):
     state = json.loads(calls(cores[0]).state())
     del state["lengths"]
-    cores[0].scheduler.judge.lengths.observe("id:a", LENGTHS)
+    cores[0].scheduler.judge.memory.lengths.observe("id:a", LENGTHS)
     assert calls(cores[0]).set_state(json.dumps(state).encode()) == ["ok", None]
-    assert len(cores[0].scheduler.judge.lengths) == 0
+    assert len(cores[0].scheduler.judge.memory.lengths) == 0
 
 
 def test_a_state_with_broken_lengths_changes_nothing(cores):
-    lengths = cores[0].scheduler.judge.lengths
+    lengths = cores[0].scheduler.judge.memory.lengths
     lengths.observe("id:a", LENGTHS)
     state = json.loads(calls(cores[0]).state())
     state["lengths"]["prompts"][0][1] = -5.0
     kind, message = calls(cores[0]).set_state(json.dumps(state).encode())
     assert kind == "invalid"
     assert "-5" in message
-    assert cores[0].scheduler.judge.lengths is lengths
+    assert cores[0].scheduler.judge.memory.lengths is lengths
 
 
 @pytest.fixture(scope="module")

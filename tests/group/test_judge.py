@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_rollout.config import MAX_DETECTION_LENGTHS, MAX_LABEL_WEIGHT
-from vllm_rollout.group.judge import Judge, Scoring, restore_learnings
+from vllm_rollout.group.judge import Judge, Scoring
 from vllm_rollout.group.learning import Learning
-from vllm_rollout.group.ledger import LedgerEntry
+from vllm_rollout.group.ledger import LedgerEntry, Reward
 from vllm_rollout.group.lifecycle import Group, GroupTerms
 from vllm_rollout.group.pruning_plan import PruningPlan
 from vllm_rollout.group.types import Assessment, Confidence, Observation
@@ -40,7 +40,7 @@ STATE = taught_learning().to_state()
 
 def taught_judge() -> Judge:
     judge = Judge()
-    judge.learnings[LENGTH] = Learning.from_state(STATE)
+    judge.memory.learnings[LENGTH] = Learning.from_state(STATE)
     return judge
 
 
@@ -94,11 +94,11 @@ def test_a_candidate_is_judged_once():
     siblings = Siblings(taught_judge())
     pruned = siblings.due(LOGITS)
     before = siblings.assessments()
-    state = siblings.judge.learnings[LENGTH].to_state()
+    state = siblings.judge.memory.learnings[LENGTH].to_state()
     kept = [index for index in LOGITS if index not in pruned]
     assert siblings.due(dict.fromkeys(kept, -9.0)) == []
     assert siblings.assessments() == before
-    assert siblings.judge.learnings[LENGTH].to_state() == state
+    assert siblings.judge.memory.learnings[LENGTH].to_state() == state
 
 
 def test_nothing_is_pruned_during_a_cold_start():
@@ -151,7 +151,7 @@ def test_the_order_of_scores_in_a_step_does_not_matter(order, seed, group_size):
     one, other = (Siblings(taught_judge(), plan, group_size, seed=seed) for _ in range(2))
     assert sorted(one.due(LOGITS)) == sorted(other.due({index: LOGITS[index] for index in order}))
     assert one.assessments() == other.assessments()
-    assert one.judge.learnings[LENGTH].to_state() == other.judge.learnings[LENGTH].to_state()
+    assert one.judge.memory.learnings[LENGTH].to_state() == other.judge.memory.learnings[LENGTH].to_state()
 
 
 def test_the_same_seed_and_prompt_id_give_the_same_verdicts_in_every_rollout():
@@ -202,9 +202,9 @@ def test_posting_rewards_again_teaches_nothing():
     siblings.finish(*range(8))
     rewards = [("p", index, float(index % 2), bool(index % 2)) for index in range(8)]
     assert len(judge.reward("r", rewards)[2]) == 8
-    state = judge.learnings[LENGTH].to_state()
+    state = judge.memory.learnings[LENGTH].to_state()
     assert judge.reward("r", rewards) == (LENGTH, ["duplicate"] * 8, [])
-    assert judge.learnings[LENGTH].to_state() == state
+    assert judge.memory.learnings[LENGTH].to_state() == state
 
 
 def test_a_reward_teaches_calibration_at_once():
@@ -214,7 +214,7 @@ def test_a_reward_teaches_calibration_at_once():
     siblings.finish(*range(8))
     judge.reward("r", [("p", index, 1.0, True) for index in range(5)])
     judge.reward("r", [("p", index, 0.0, False) for index in range(5, 8)])
-    for calibrator in judge.learnings[LENGTH].calibrators.values():
+    for calibrator in judge.memory.learnings[LENGTH].calibrators.values():
         assert (calibrator.num_positive, calibrator.num_negative) == (5, 3)
 
 
@@ -233,30 +233,39 @@ def test_labels_of_survivors_weigh_by_their_survival_and_those_of_shadow_mode_by
     assert label.active == (mode == "active")
 
 
-def test_nothing_is_judged_beyond_the_number_of_detection_lengths_that_are_learned():
+def test_nothing_is_judged_at_one_detection_length_more_than_are_awaited():
     judge = Judge()
     for length in range(1, MAX_DETECTION_LENGTHS + 1):
         siblings = Siblings(judge, replace(PLAN, detection_length=length), rollout_id=f"r{length}")
         siblings.due({0: 1.0})
+        siblings.finish(0)
         assert siblings.entries[0].assessment is not None
     beyond = Siblings(judge, replace(PLAN, detection_length=100), rollout_id="beyond")
     assert beyond.due(LOGITS) == []
     beyond.finish(0)
     assert judge.reward("beyond", [("p", 0, 1.0, True)]) == (100, ["unscored"], [])
-    assert len(judge.learnings) == MAX_DETECTION_LENGTHS
+    assert len(judge.memory.learnings) == MAX_DETECTION_LENGTHS
 
 
-def test_what_was_learned_is_restored_by_detection_length():
-    other = Learning(3)
-    learnings = restore_learnings([STATE, other.to_state()])
-    assert {length: learning.to_state() for length, learning in learnings.items()} == {
-        LENGTH: STATE,
-        3: other.to_state(),
-    }
+def test_the_detection_length_used_longest_ago_gives_way_when_nobody_awaits_rewards_for_it():
+    judge = Judge()
+    for length in range(1, MAX_DETECTION_LENGTHS + 1):
+        siblings = Siblings(judge, replace(PLAN, detection_length=length), rollout_id=f"r{length}")
+        siblings.due({0: 1.0})
+        siblings.finish(0)
+    for rewarded in (3, 2):
+        judge.reward(f"r{rewarded}", [Reward("p", 0, 1.0, True)])
+    beyond = Siblings(judge, replace(PLAN, detection_length=100), rollout_id="beyond")
+    beyond.due({0: 1.0})
+    assert beyond.entries[0].assessment is not None
+    assert judge.memory.forgotten == [3]
+    assert list(judge.memory.learnings) == [1, 4, 5, 6, 7, 8, 2, 100]
 
 
-@pytest.mark.parametrize("lengths", [[3, 3], [0], [-1], [4097], range(1, MAX_DETECTION_LENGTHS + 2)])
-def test_detection_lengths_that_no_judge_has_are_refused(lengths):
-    states = [{**STATE, "detection_length": length} for length in lengths]
-    with pytest.raises(ValueError, match="detection lengths must be at most 8 different numbers in"):
-        restore_learnings(states)
+def test_a_candidate_whose_reward_has_no_door_is_judged_once_as_any_other():
+    with_entries, without = Siblings(taught_judge()), Siblings(taught_judge())
+    expected = with_entries.due(LOGITS)
+    without.entries = dict.fromkeys(without.entries)
+    assert without.due(LOGITS) == expected
+    assert without.group.assessments == with_entries.group.assessments
+    assert without.due(dict.fromkeys(set(LOGITS) - set(expected), -9.0)) == []

@@ -85,7 +85,7 @@ def test_two_rollouts_with_the_same_prompt_ids_do_not_meet():
     assert (one.reward, other.reward) == (1.0, 0.0)
 
 
-def test_the_oldest_rollouts_are_forgotten_whole():
+def test_the_oldest_candidates_of_the_oldest_rollout_are_forgotten_first():
     ledger = Ledger(max_candidates=5)
     for rollout in ("a", "b"):
         for index in range(2):
@@ -93,19 +93,20 @@ def test_the_oldest_rollouts_are_forgotten_whole():
     finished(ledger, "c", "p", 0)
     assert len(ledger) == 5
     finished(ledger, "c", "p", 1)
-    assert len(ledger) == 4
-    assert [status(ledger, rollout, "p", 1, 1.0) for rollout in "abc"] == ["unknown", "accepted", "accepted"]
+    assert len(ledger) == 5
+    assert [status(ledger, "a", "p", index, 1.0) for index in range(2)] == ["unknown", "accepted"]
+    finished(ledger, "c", "p", 2)
     assert ledger.detection_length("a") is None
+    assert [status(ledger, rollout, "p", 1, 1.0) for rollout in "abc"] == ["unknown", "accepted", "accepted"]
 
 
-def test_a_rollout_larger_than_the_memory_is_remembered_while_it_is_the_newest():
+def test_the_bound_holds_within_one_rollout():
     ledger = Ledger(max_candidates=3)
     for index in range(10):
         finished(ledger, "large", "p", index)
-    assert [status(ledger, "large", "p", index, 1.0) for index in range(10)] == ["accepted"] * 10
-    finished(ledger, "next", "p", 0)
-    assert len(ledger) == 1
-    assert status(ledger, "large", "p", 0, 1.0) == "unknown"
+        assert len(ledger) == min(index + 1, 3)
+    assert ledger.num_awaiting() == {8: 3}
+    assert [status(ledger, "large", "p", index, 1.0) for index in range(10)] == ["unknown"] * 7 + ["accepted"] * 3
 
 
 def test_a_rollout_id_that_is_used_again_does_not_push_others_out():
@@ -123,7 +124,26 @@ def test_an_entry_of_a_forgotten_rollout_can_still_be_written():
     entry = opened(ledger, "old", "p", 0)
     finished(ledger, "new", "p", 0)
     entry.state = "finished"
+    entry.assessment = ASSESSMENT
     assert status(ledger, "old", "p", 0, 1.0) == "unknown"
+    assert ledger.num_awaiting() == {8: 1}
+    assert not ledger.awaits(9)
+
+
+def test_rewards_may_come_for_what_is_scored_and_runs_or_has_finished():
+    ledger = Ledger()
+    entry = opened(ledger, "r", "p", 0)
+    assert not ledger.awaits(8)
+    entry.assessment = ASSESSMENT
+    assert ledger.awaits(8)
+    assert ledger.num_awaiting() == {}
+    entry.state = "finished"
+    assert ledger.awaits(8)
+    ledger.reward("r", "p", 0, 1.0)
+    assert not ledger.awaits(8)
+    other = finished(ledger, "r", "p", 1)
+    other.state = "pruned"
+    assert not ledger.awaits(8)
 
 
 def test_the_detection_length_is_that_of_the_rollout_s_candidates():

@@ -182,11 +182,13 @@ class FakeEngine(LearningEngine):
 
     async def observe_lengths(self, key: str, lengths: Sequence[ObservedLength]) -> None:
         self._check_alive()
-        self.judge.lengths.observe(key, lengths)
+        self.judge.memory.lengths.observe(key, lengths)
 
     async def length_history(self, keys: Sequence[str]) -> LengthStatistics:
         self._check_alive()
-        return LengthStatistics(self.judge.lengths.dataset(), [self.judge.lengths.of(key) for key in keys])
+        return LengthStatistics(
+            self.judge.memory.lengths.dataset(), [self.judge.memory.lengths.of(key) for key in keys]
+        )
 
     async def step_drift(self) -> Sequence[StepDrift]:
         return self.drift

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save
 
-from vllm_rollout.group.history import LengthHistory
 from vllm_rollout.group.judge import Judge
-from vllm_rollout.group.learning import Learning
+from vllm_rollout.group.ledger import Reward
+from vllm_rollout.group.memory import Memory
 from vllm_rollout.group.types import Confidence, Observation
-from vllm_rollout.server.engine import HeadInfo, LearningReport, RequestError, Reward, RewardsReceipt
+from vllm_rollout.server.engine import HeadInfo, LearningReport, RequestError, RewardsReceipt
 
 MODEL = "fake-model"
 HIDDEN_SIZE = 16
@@ -65,7 +65,7 @@ class LearningEngine:
 
     async def post_rewards(self, rollout_id: str, rewards: Sequence[Reward]) -> RewardsReceipt | None:
         self._check_alive()
-        result = self.judge.reward(rollout_id, [(r.prompt_id, r.index, r.reward, r.positive) for r in rewards])
+        result = self.judge.reward(rollout_id, rewards)
         if result is None:
             return None
         detection_length, statuses, labels = result
@@ -115,8 +115,8 @@ class LearningEngine:
     async def learning_report(self, detection_length: int | None) -> LearningReport:
         self._check_alive()
         self.num_reports += 1
-        length = self._named(detection_length, self.judge.learnings, "report")
-        rules = self.judge.learnings[length].report()
+        length = self._named(detection_length, self.judge.memory.learnings, "report")
+        rules = self.judge.memory.learnings[length].report()
         head = self.heads.get(length)
         return LearningReport(
             detection_length=length,
@@ -133,9 +133,8 @@ class LearningEngine:
         self._check_alive()
         state = {
             "model": MODEL,
-            "learnings": [learning.to_state() for learning in self.judge.learnings.values()],
+            "rows": list(self.judge.memory.to_state()),
             "heads": [_fields(head) for head in self.heads.values()],
-            "lengths": self.judge.lengths.to_state(),
         }
         return json.dumps(state).encode()
 
@@ -144,9 +143,8 @@ class LearningEngine:
         try:
             fields = json.loads(state)
             model = fields["model"]
-            learnings = [Learning.from_state(saved) for saved in fields["learnings"]]
+            memory = Memory.from_state(fields["rows"])
             heads = [HeadInfo(**head) for head in fields["heads"]]
-            lengths = LengthHistory.from_state(fields["lengths"])
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise RequestError(
                 f"the body is no learning state ({error!r:.80}). Send what GET /v1/rollouts/state gave."
@@ -156,8 +154,7 @@ class LearningEngine:
                 f"the state is of model {model}, this server has {MODEL}. Start with a state of this model.",
                 status=HTTPStatus.CONFLICT,
             )
-        self.judge.learnings = {learning.detection_length: learning for learning in learnings}
-        self.judge.lengths = lengths
+        self.judge.memory = memory
         self.heads = {head.detection_length: head for head in heads}
 
     def _check_alive(self) -> None:

@@ -29,7 +29,7 @@ def body(*ids: str, **fields) -> dict:
 
 def seen(engine: FakeEngine, key: str, *lengths: int, times: int = 3) -> None:
     for _ in range(times):
-        engine.judge.lengths.observe(f"id:{key}", [ObservedLength(length, censored=False) for length in lengths])
+        engine.judge.memory.lengths.observe(f"id:{key}", [ObservedLength(length, censored=False) for length in lengths])
 
 
 async def rollout(http: httpx.AsyncClient, request: dict) -> dict:
@@ -129,17 +129,17 @@ async def test_an_early_stop_that_is_forbidden_stays_forbidden_at_the_upper_boun
 
 async def test_lengths_are_learned_from_every_rollout_whoever_decided_its_redundancy(engine, http):
     await rollout(http, body("a", redundancy=2, early_stop=False))
-    moments = engine.judge.lengths.of("id:a")
+    moments = engine.judge.memory.lengths.of("id:a")
     assert moments.num_groups == 1
     await rollout(http, body("a"))
-    assert engine.judge.lengths.of("id:a").num_groups == 2
+    assert engine.judge.memory.lengths.of("id:a").num_groups == 2
 
 
 async def test_stopped_candidates_are_censored_and_failed_ones_are_left_out(engine, http):
     engine.lengths = dict.fromkeys(range(5), 30) | {0: 10, 1: 12, 2: 11}
     engine.failures = {2: 4}
     await rollout(http, body("a", group_size=2, redundancy=3))
-    history = engine.judge.lengths.of("id:a")
+    history = engine.judge.memory.lengths.of("id:a")
     assert history.mean > 12, "two that finished after 10 and 12 tokens, two that were stopped at 12"
 
 
@@ -149,8 +149,8 @@ async def test_a_prompt_without_an_id_is_known_by_its_tokens(engine, http):
     await rollout(http, {**nameless, "prompts": [{"prompt": "other words"}, {"prompt": "same words"}]})
     key = history_key(None, [ord(character) for character in "same words"])
     assert key.startswith("tokens:")
-    assert engine.judge.lengths.of(key).num_groups == 2
-    assert len(engine.judge.lengths) == 2
+    assert engine.judge.memory.lengths.of(key).num_groups == 2
+    assert len(engine.judge.memory.lengths) == 2
 
 
 async def test_a_server_without_room_for_spare_candidates_says_so():
@@ -231,7 +231,7 @@ async def test_metrics_tell_lengths_allocations_and_drift(engine, http):
     assert "vllm_rollout:prompts_at_upper_bound_total 1.0" in metrics
     assert "vllm_rollout:allocated_candidates_sum 12.0" in metrics
     assert 'vllm_rollout:step_time_drift{batch_sizes="16-31"} 1.5' in metrics
-    dataset = engine.judge.lengths.dataset()
+    dataset = engine.judge.memory.lengths.dataset()
     assert f"vllm_rollout:length_mean_tokens {dataset.mean}" in metrics
     assert f"vllm_rollout:length_std_tokens {dataset.std}" in metrics
 
@@ -294,5 +294,5 @@ async def test_a_client_that_goes_while_the_engine_is_told_of_lengths_takes_nobo
     for event in held_back.values():
         event.set()
     assert (await stays)["groups"][0]["status"] == "complete"
-    assert engine.judge.lengths.of("id:b").num_groups == 1
-    assert engine.judge.lengths.of("id:a").num_groups == 1, "it ended, so it teaches, whoever heard of it"
+    assert engine.judge.memory.lengths.of("id:b").num_groups == 1
+    assert engine.judge.memory.lengths.of("id:a").num_groups == 1, "it ended, so it teaches, whoever heard of it"

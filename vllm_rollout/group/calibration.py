@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from math import exp, fsum, isfinite, sqrt
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from vllm_rollout.config import (
     CALIBRATION_BINS,
@@ -30,11 +30,15 @@ from vllm_rollout.config import (
     CALIBRATION_WINDOW,
     RECENT_SCORES,
 )
+from vllm_rollout.group.checks import MAX_SCORE, fields_of, flag, integer, listed, number
 from vllm_rollout.group.types import Signal
 
 WEIGHT_STEP = 2.0**-16
 """Weights are rounded to this. Sums of such floats are exact, also of their eighths: taking a label out undoes putting
 it in."""
+
+MAX_WEIGHT = 2.0**32
+"""Weights are smaller."""
 
 SCALE_DRIFT = 0.25
 """Share of its width by which the scale of confidences may be off before all windows are binned anew."""
@@ -123,7 +127,7 @@ class Calibrator:
     def add(self, score: float, positive: bool, weight: float = 1.0) -> None:
         """The reward of a scored candidate came. `weight` is 1 / survival probability, clipped by the caller."""
         _check(score)
-        if not 0 < weight < 2**32:
+        if not 0 < weight < MAX_WEIGHT:
             raise ValueError(f"weight must be in (0, 2**32), got {weight}")
         label = Label(score, bool(positive), max(1, round(weight / WEIGHT_STEP)) * WEIGHT_STEP)
         self._labels.append(label)
@@ -148,10 +152,10 @@ class Calibrator:
         return [(q, float(n)) for q, n in zip(self.table(), self._recent_counts, strict=True) if n]
 
     def to_state(self) -> dict[str, Any]:
-        """JSON-able; bounded by the windows."""
+        """JSON-able; bounded by the windows. Its lists are the caller's, their entries never change."""
         return {
             "signal": self.signal,
-            "labels": [[label.score, int(label.positive), label.weight] for label in self._labels],
+            "labels": list(self._labels),
             "recent": list(self._recent),
             "scale": [self._center, self._width],
             "num_since_scale": self._num_since_scale,
@@ -161,22 +165,30 @@ class Calibrator:
     def from_state(cls, state: Mapping[str, Any], **sizes: Any) -> Calibrator:
         """`sizes` are the constructor's; smaller windows than the saved ones keep the newest.
 
-        Raises: ValueError, KeyError or TypeError for what `to_state` cannot have written.
+        Raises: ValueError for what `to_state` cannot have written.
         """
+        fields_of(state, STATE_FIELDS, "a calibrator")
+        if state["signal"] not in get_args(Signal):
+            raise ValueError(f"signal of a calibrator must be one of {get_args(Signal)}, got {state['signal']!r:.40}")
         calibrator = cls(state["signal"], **sizes)
-        center, width = state["scale"]
-        _check(center)
-        if not (isfinite(width) and width > 0):
-            raise ValueError(f"scale of a calibrator must be positive, got {width}")
-        calibrator._center, calibrator._width = float(center), float(width)
-        for score, positive, weight in state["labels"]:
-            calibrator.add(float(score), bool(positive), float(weight))
-        for score in state["recent"]:
-            _check(score)
-            calibrator._recent.append(float(score))
+        center, width = listed(state["scale"], "scale of a calibrator", length=2)
+        center = number(center, "scale of a calibrator (center)", -MAX_SCORE, MAX_SCORE)
+        width = number(width, "scale of a calibrator (width)", 0.0, MAX_SCORE, above=True)
+        if calibrator.signal == "head" and (center, width) != (0.0, 1.0):
+            raise ValueError(f"scale of the head's calibrator must be [0, 1], got [{center}, {width}]")
+        calibrator._center, calibrator._width = center, width
+        for label in listed(state["labels"], "labels of a calibrator", CALIBRATION_WINDOW):
+            score, positive, weight = listed(label, "a label of a calibrator", length=3)
+            calibrator.add(
+                number(score, "score of a label", -MAX_SCORE, MAX_SCORE),
+                flag(positive, "a label's success"),
+                number(weight, "weight of a label", 0.0, MAX_WEIGHT / 2, above=True),
+            )
+        for score in listed(state["recent"], "recent scores of a calibrator", RECENT_SCORES):
+            calibrator._recent.append(number(score, "a recent score", -MAX_SCORE, MAX_SCORE))
         while len(calibrator._recent) > calibrator._num_recent:
             calibrator._recent.popleft()
-        calibrator._num_since_scale = int(state["num_since_scale"])
+        calibrator._num_since_scale = integer(state["num_since_scale"], "num_since_scale of a calibrator")
         calibrator._rebin()
         return calibrator
 
@@ -222,6 +234,9 @@ class Calibrator:
         self.num_positive = 0
         for label in self._labels:
             self._count(label, +1)
+
+
+STATE_FIELDS = ("signal", "labels", "recent", "scale", "num_since_scale")
 
 
 def _check(score: float) -> None:

@@ -14,8 +14,9 @@ Source: DARTS 4.2.2 and Appendix B. The treatment of censored lengths is ours.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 from vllm_rollout.config import (
@@ -28,6 +29,7 @@ from vllm_rollout.config import (
     MAX_HISTORY_PROMPTS,
 )
 from vllm_rollout.group.censoring import GroupMoments, bounded_log_std, group_moments
+from vllm_rollout.group.checks import MAX_COUNT, fields_of, is_writable, shown
 from vllm_rollout.group.types import Ending
 
 DATASET_DECAY = 0.5 ** (1 / HISTORY_DATASET_HALF_LIFE)
@@ -124,8 +126,22 @@ class LengthHistory:
 
     def to_state(self) -> dict[str, Any]:
         """JSON-able; prompts from the one seen longest ago to the last seen."""
+        return {"prompts": [row for rows in self.prompts(len(self) or 1) for row in rows], **self.totals()}
+
+    def prompts(self, size: int) -> Iterator[list[list[Any]]]:
+        """The state's prompts, up to `size` at a time.
+
+        The history may go on in between: prompts are then as they are when they are reached, and those forgotten or
+        first seen meanwhile are left out. With `totals` taken afterwards it is a state that `from_state` accepts.
+        """
+        keys = iter(list(self._prompts))
+        while some := list(islice(keys, size)):
+            averages = [(key, self._prompts.get(key)) for key in some]
+            yield [[key, *average] for key, average in averages if average is not None]
+
+    def totals(self) -> dict[str, Any]:
+        """The state's fields but for the prompts."""
         return {
-            "prompts": [[key, *average] for key, average in self._prompts.items()],
             "dataset": None if (seen := self.dataset()) is None else [seen.num_groups, seen.mean, seen.variance],
             "log_lengths": [self._log_squares, self._log_freedom],
         }
@@ -133,10 +149,7 @@ class LengthHistory:
     @classmethod
     def from_state(cls, state: Mapping[str, Any], max_prompts: int = MAX_HISTORY_PROMPTS) -> LengthHistory:
         """Raises: ValueError for what no history can have been."""
-        fields = {"prompts", "dataset", "log_lengths"}
-        if not isinstance(state, Mapping) or set(state) != fields:
-            got = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
-            raise ValueError(f"a length history has the fields {sorted(fields)}, got {got}")
+        fields_of(state, ("prompts", "dataset", "log_lengths"), "a length history")
         history = cls(max_prompts)
         prompts = _list(state["prompts"], "prompts")
         if len(prompts) > max_prompts:
@@ -172,8 +185,8 @@ class _Average(NamedTuple):
     def from_state(cls, numbers: Sequence[Any], where: str) -> _Average:
         num_groups, mean, num_variances, variance = numbers
         for count, least in ((num_groups, 1), (num_variances, 0)):
-            if type(count) is not int or not least <= count <= 2**53:
-                raise ValueError(f"{where} of a length history: expected a number of groups, got {count!r}")
+            if type(count) is not int or not least <= count <= MAX_COUNT:
+                raise ValueError(f"{where} of a length history: expected a number of groups, got {shown(count)}")
         mean, variance = _number(mean, where, MAX_MEAN), _number(variance, where)
         if num_variances > num_groups or (not num_variances and variance):
             raise ValueError(f"{where} of a length history: a variance without a group it could come from")
@@ -220,10 +233,10 @@ def _checked(lengths: Sequence[ObservedLength]) -> tuple[list[int], list[int]]:
 
 
 def _check_key(key: Any) -> None:
-    if not isinstance(key, str) or not 1 <= len(key) <= HISTORY_KEY_CHARS:
-        shown = f"{len(key)} characters" if isinstance(key, str) else repr(key)
+    if not isinstance(key, str) or not 1 <= len(key) <= HISTORY_KEY_CHARS or not is_writable(key):
+        got = f"{len(key)} characters" if isinstance(key, str) else shown(key)
         raise ValueError(
-            f"the key of a prompt must be a string of 1 to {HISTORY_KEY_CHARS} characters, got {shown}. "
+            f"the key of a prompt must be a string of 1 to {HISTORY_KEY_CHARS} characters of Unicode, got {got}. "
             "Use the prompt's id, or a hash."
         )
 
@@ -231,11 +244,11 @@ def _check_key(key: Any) -> None:
 def _list(value: Any, where: str, length: int | None = None) -> Sequence[Any]:
     if not isinstance(value, list | tuple) or (length is not None and len(value) != length):
         wanted = "a list" if length is None else f"a list of {length}"
-        raise ValueError(f"{where} of a length history must be {wanted}, got {str(value)[:80]}")
+        raise ValueError(f"{where} of a length history must be {wanted}, got {shown(value)}")
     return value
 
 
 def _number(value: Any, where: str, limit: float = MAX_VARIANCE) -> float:
     if type(value) not in (int, float) or not 0 <= value <= limit:
-        raise ValueError(f"{where} of a length history: expected a number from 0 to {limit:g}, got {value!r}")
+        raise ValueError(f"{where} of a length history: expected a number from 0 to {limit:g}, got {shown(value)}")
     return float(value)

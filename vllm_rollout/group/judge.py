@@ -6,15 +6,13 @@ Invariant: a candidate is judged once, while it runs, with what was known before
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from vllm_rollout.config import MAX_DETECTION_LENGTH, MAX_DETECTION_LENGTHS
-from vllm_rollout.group.history import LengthHistory
 from vllm_rollout.group.learning import Learning, label_weight
-from vllm_rollout.group.ledger import Ledger, LedgerEntry, RewardStatus
+from vllm_rollout.group.ledger import Ledger, LedgerEntry, Reward, RewardStatus
 from vllm_rollout.group.lifecycle import Group
+from vllm_rollout.group.memory import Memory
 from vllm_rollout.group.pruning_plan import PruningPlan
 from vllm_rollout.group.types import Assessment, Observation
 
@@ -55,12 +53,11 @@ class Label:
 
 
 class Judge:
-    """What one engine has learned, by detection length, and the candidates it may still learn from."""
+    """Judges by what one engine has learned, and keeps the candidates it may still learn from."""
 
     def __init__(self) -> None:
         self.ledger = Ledger()
-        self.learnings: dict[int, Learning] = {}
-        self.lengths = LengthHistory()
+        self.memory = Memory()
         self.num_evicted: Counter[int] = Counter()
         """Labels whose features were gone when their reward came, by detection length."""
 
@@ -69,8 +66,9 @@ class Judge:
     ) -> list[int]:
         """Judge running siblings that are due in one step; returns those to stop, which the group now counts as pruned.
 
-        Nothing is judged at more than `MAX_DETECTION_LENGTHS` different detection lengths, nor twice: a token that the
-        engine drops and samples again shows its candidate once more.
+        Without an entry (its reward has no door) a candidate is judged as its siblings are. Nothing is judged at more
+        than `MAX_DETECTION_LENGTHS` different detection lengths that rewards are awaited for, nor twice: a token that
+        the engine drops and samples again shows its candidate once more.
         """
         plan = scoring.plan
         due = {index: seen for index, seen in due.items() if index not in group.assessments}
@@ -95,10 +93,8 @@ class Judge:
         group.prune(pruned)
         return pruned
 
-    def reward(
-        self, rollout_id: str, rewards: Sequence[tuple[str, int, float, bool]]
-    ) -> tuple[int, list[RewardStatus], list[Label]] | None:
-        """Learn from (prompt id, index, reward, positive).
+    def reward(self, rollout_id: str, rewards: Sequence[Reward]) -> tuple[int, list[RewardStatus], list[Label]] | None:
+        """Learn from rewards.
 
         Returns the rollout's detection length, each one's status and what the head can train on; None when no rollout
         of that id is remembered.
@@ -131,29 +127,7 @@ class Judge:
                 )
 
     def _learning_at(self, detection_length: int) -> Learning | None:
-        learning = self.learnings.get(detection_length)
-        if learning is None and len(self.learnings) < MAX_DETECTION_LENGTHS:
-            learning = self.learnings[detection_length] = Learning(detection_length)
-        return learning
-
-
-def restore_learnings(states: Iterable[Mapping[str, Any]]) -> dict[int, Learning]:
-    """What a Judge had learned, by detection length, from the `Learning.to_state` of each.
-
-    Raises: ValueError for what no Judge can have had.
-    """
-    learnings = [Learning.from_state(state) for state in states]
-    lengths = [learning.detection_length for learning in learnings]
-    if (
-        len(lengths) > MAX_DETECTION_LENGTHS
-        or len(set(lengths)) < len(lengths)
-        or not all(1 <= length <= MAX_DETECTION_LENGTH for length in lengths)
-    ):
-        raise ValueError(
-            f"detection lengths must be at most {MAX_DETECTION_LENGTHS} different numbers in "
-            f"[1, {MAX_DETECTION_LENGTH}], got {lengths!r:.80}"
-        )
-    return dict(zip(lengths, learnings, strict=True))
+        return self.memory.learning(detection_length, self.ledger.awaits)
 
 
 def _label(rollout_id: str, entry: LedgerEntry, positive: bool) -> Label:

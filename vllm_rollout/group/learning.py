@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from math import isfinite
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from vllm_rollout.config import MAX_LABEL_WEIGHT, REPORT_WINDOW
+from vllm_rollout.config import MAX_DETECTION_LENGTH, MAX_LABEL_WEIGHT, REPORT_WINDOW
 from vllm_rollout.group.calibration import Calibrator
+from vllm_rollout.group.checks import MAX_SCORE, fields_of, flag, integer, listed, number, shown, text
 from vllm_rollout.group.pruning import Point, choose_survivors, compress, group_rule, solve_paper
 from vllm_rollout.group.pruning_plan import SIGNALS, PruningPlan
 from vllm_rollout.group.report import Prediction, RulesReport, ShadowReport, signal_report, weighted_mean
@@ -25,8 +25,14 @@ from vllm_rollout.group.types import Assessment, Observation, Signal
 Solution = TypeVar("Solution")
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+LEAST_SURVIVAL = 1e-9
+"""Survival probabilities below are taken as this in the report, whose sums stay finite."""
+
+MAX_GROUP_CHARS = 2**16
+"""Longest name of a group in a state."""
+
+
+class Outcome(NamedTuple):
     """A rewarded candidate, as the report needs it."""
 
     scores: Mapping[Signal, float]
@@ -42,6 +48,29 @@ class Outcome:
     cold: bool
     tokens_after: int
     """Tokens generated after `detection_length`."""
+
+    @classmethod
+    def from_state(cls, values: Any) -> Outcome:
+        """Raises: ValueError."""
+        outcome = cls(*listed(values, "an outcome", length=len(cls._fields)))
+        return cls(
+            scores=_by_signal(outcome.scores, "a score of an outcome", -MAX_SCORE, MAX_SCORE),
+            success_probabilities=_by_signal(outcome.success_probabilities, "a success probability", 0.0, 1.0),
+            positive=flag(outcome.positive, "an outcome's success"),
+            weight=number(outcome.weight, "weight of an outcome", 0.0, MAX_LABEL_WEIGHT, above=True),
+            group=text(outcome.group, "group of an outcome", MAX_GROUP_CHARS),
+            active=flag(outcome.active, "active of an outcome"),
+            keep=flag(outcome.keep, "keep of an outcome"),
+            survival_probability=number(outcome.survival_probability, "a survival probability", 0.0, 1.0, above=True),
+            cold=flag(outcome.cold, "cold of an outcome"),
+            tokens_after=integer(outcome.tokens_after, "tokens_after of an outcome"),
+        )
+
+
+def _by_signal(values: Any, where: str, least: float, most: float) -> dict[Signal, float]:
+    if not isinstance(values, Mapping) or not set(values) <= set(SIGNALS):
+        raise ValueError(f"{where}: expected numbers by signal ({', '.join(SIGNALS)}), got {shown(values)}")
+    return {signal: number(value, where, least, most) for signal, value in values.items()}
 
 
 class Learning:
@@ -118,7 +147,7 @@ class Learning:
             if signal == assessment.signal:
                 if assessment.success_probability is not None:
                     successes[signal] = assessment.success_probability
-            elif _is_warm(calibrator, PruningPlan(self.detection_length).min_labels):
+            elif _is_warm(calibrator, DEFAULT_MIN_LABELS):
                 successes[signal] = calibrator.success_probability(score)
             calibrator.add(score, positive, weight)
         self._outcomes.append(
@@ -146,29 +175,31 @@ class Learning:
         )
 
     def to_state(self) -> dict[str, Any]:
-        """JSON-able; bounded by the windows."""
-        fields = Outcome.__slots__
+        """JSON-able; bounded by the windows. Its lists are the caller's, their entries never change."""
         return {
             "detection_length": self.detection_length,
             "calibrators": [self.calibrators[signal].to_state() for signal in SIGNALS],
-            "outcomes": [[getattr(outcome, name) for name in fields] for outcome in self._outcomes],
-            "verdicts": [int(kept) for kept in self._verdicts],
+            "outcomes": list(self._outcomes),
+            "verdicts": list(self._verdicts),
         }
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Learning:
         """Raises: ValueError for what `to_state` cannot have written."""
-        try:
-            learning = cls(int(state["detection_length"]))
-            for saved in state["calibrators"]:
-                calibrator = Calibrator.from_state(saved)
-                if calibrator.signal not in SIGNALS:
-                    raise ValueError(f"unknown signal {calibrator.signal!r}")
-                learning.calibrators[calibrator.signal] = calibrator
-            learning._outcomes.extend(Outcome(*values) for values in state["outcomes"])
-            learning._verdicts.extend(bool(kept) for kept in state["verdicts"])
-        except (KeyError, TypeError, IndexError, AttributeError) as error:
-            raise ValueError(f"not a learning state of this version: {error!r}") from error
+        fields_of(state, STATE_FIELDS, "a learning")
+        learning = cls(integer(state["detection_length"], "detection_length of a learning", 1, MAX_DETECTION_LENGTH))
+        saved = [Calibrator.from_state(each) for each in listed(state["calibrators"], "calibrators of a learning")]
+        if [calibrator.signal for calibrator in saved] != list(SIGNALS):
+            got = [calibrator.signal for calibrator in saved]
+            raise ValueError(f"calibrators of a learning must be for {', '.join(SIGNALS)}, got {shown(got)}")
+        learning.calibrators = {calibrator.signal: calibrator for calibrator in saved}
+        learning._outcomes.extend(
+            Outcome.from_state(values) for values in listed(state["outcomes"], "outcomes of a learning", REPORT_WINDOW)
+        )
+        learning._verdicts.extend(
+            flag(kept, "a verdict of a learning")
+            for kept in listed(state["verdicts"], "verdicts of a learning", REPORT_WINDOW)
+        )
         return learning
 
     def _warm_signals(self, plan: PruningPlan) -> list[Signal]:
@@ -220,6 +251,10 @@ class Learning:
         ]
 
 
+DEFAULT_MIN_LABELS = PruningPlan(1).min_labels
+
+STATE_FIELDS = ("detection_length", "calibrators", "outcomes", "verdicts")
+
 MAX_SOLVED = 64
 """Plans whose solution is kept; a client that varies its plan endlessly must not fill memory."""
 
@@ -262,7 +297,8 @@ def _keep(plan: PruningPlan, observation: Observation, *, cold: bool) -> Assessm
 def _active_report(outcomes: list[Outcome], verdicts: deque[bool]) -> ShadowReport:
     num_pruned = len(verdicts) - sum(verdicts)
     # a survivor kept with probability p stands for (1 - p) / p pruned candidates like it
-    tokens_each = weighted_mean((1 / o.survival_probability - 1, float(o.tokens_after)) for o in outcomes)
+    odds = [(1 / max(o.survival_probability, LEAST_SURVIVAL) - 1, float(o.tokens_after)) for o in outcomes]
+    tokens_each = weighted_mean(odds)
     return ShadowReport(
         num_scored=len(verdicts),
         num_pruned=num_pruned,

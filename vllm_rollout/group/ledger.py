@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from vllm_rollout.config import MAX_REMEMBERED_CANDIDATES
 from vllm_rollout.group.pruning_plan import PruningPlan
@@ -16,33 +15,92 @@ RewardStatus = Literal["accepted", "duplicate", "conflict", "unknown", "unfinish
 accepted    it teaches calibration and head
 duplicate   the same reward came before; nothing changes
 conflict    another reward came before, and stays
-unknown     no such candidate
+unknown     no such candidate, or one that has been forgotten
 unfinished  the candidate is running, or was stopped (pruned, surplus, failed): no reward is expected
 unscored    the candidate ended before `detection_length`: there is nothing to learn from
 """
 
 
-@dataclass(slots=True)
-class LedgerEntry:
-    """One candidate of a rollout with pruning."""
+class Reward(NamedTuple):
+    """The reward of one trajectory, as the client posted it."""
 
-    request_id: str
     prompt_id: str
-    plan: PruningPlan
-    state: CandidateState = "running"
-    num_tokens: int = 0
-    observation: Observation | None = None
-    assessment: Assessment | None = None
-    reward: float | None = None
+    index: int
+    reward: float
+    positive: bool
+    """The reward is above the threshold: the label that calibration and head learn."""
+
+
+class LedgerEntry:
+    """One candidate of a rollout with pruning. The ledger counts along with what is written into it."""
+
+    __slots__ = ("_assessment", "_counted", "_ledger", "_reward", "_state", "num_tokens", "observation", "plan",
+                 "prompt_id", "request_id")  # fmt: skip
+
+    def __init__(self, request_id: str, prompt_id: str, plan: PruningPlan, ledger: Ledger | None = None) -> None:
+        self.request_id = request_id
+        self.prompt_id = prompt_id
+        self.plan = plan
+        self.num_tokens = 0
+        self.observation: Observation | None = None
+        self._ledger = ledger
+        """None once it is forgotten."""
+        self._state: CandidateState = "running"
+        self._assessment: Assessment | None = None
+        self._reward: float | None = None
+        self._counted: CandidateState | None = None
+
+    @property
+    def state(self) -> CandidateState:
+        return self._state
+
+    @state.setter
+    def state(self, state: CandidateState) -> None:
+        self._state = state
+        self._count()
+
+    @property
+    def assessment(self) -> Assessment | None:
+        return self._assessment
+
+    @assessment.setter
+    def assessment(self, assessment: Assessment | None) -> None:
+        self._assessment = assessment
+        self._count()
+
+    @property
+    def reward(self) -> float | None:
+        return self._reward
+
+    @reward.setter
+    def reward(self, reward: float | None) -> None:
+        self._reward = reward
+        self._count()
+
+    def forget(self) -> None:
+        """Still to be written into, but no longer remembered."""
+        self._count(remembered=False)
+        self._ledger = None
+
+    def _count(self, *, remembered: bool = True) -> None:
+        if self._ledger is None:
+            return
+        scored = remembered and self._assessment is not None and self._reward is None
+        counted = self._state if scored and self._state in ("running", "finished") else None
+        if counted != self._counted:
+            self._ledger.recount(self.plan.detection_length, self._counted, counted)
+            self._counted = counted
 
 
 class Ledger:
-    """All candidates that a reward could name, by rollout. The oldest rollouts are forgotten first."""
+    """All candidates that a reward could name, by rollout. The oldest candidates of the oldest rollout go first."""
 
     def __init__(self, max_candidates: int = MAX_REMEMBERED_CANDIDATES) -> None:
-        self._rollouts: OrderedDict[str, dict[tuple[str, int], LedgerEntry]] = OrderedDict()
+        self._rollouts: OrderedDict[str, OrderedDict[tuple[str, int], LedgerEntry]] = OrderedDict()
         self._max_candidates = max_candidates
         self._num_candidates = 0
+        self._scored: dict[CandidateState, Counter[int]] = {"running": Counter(), "finished": Counter()}
+        """Scored candidates without a reward, by state and detection length."""
 
     def __len__(self) -> int:
         return self._num_candidates
@@ -54,13 +112,14 @@ class Ledger:
 
     def open(self, rollout_id: str, prompt_id: str, index: int, request_id: str, plan: PruningPlan) -> LedgerEntry:
         """A candidate was launched. What happens to it is written into the entry."""
-        entry = LedgerEntry(request_id, prompt_id, plan)
-        rollout = self._rollouts.setdefault(rollout_id, {})
-        self._num_candidates += (prompt_id, index) not in rollout  # a group id may be used again
-        rollout[prompt_id, index] = entry
-        while self._num_candidates > self._max_candidates and len(self._rollouts) > 1:
-            _, forgotten = self._rollouts.popitem(last=False)
-            self._num_candidates -= len(forgotten)
+        rollout = self._rollouts.setdefault(rollout_id, OrderedDict())
+        before = rollout.pop((prompt_id, index), None)  # a group id may be used again
+        if before is not None:
+            before.forget()
+        entry = rollout[prompt_id, index] = LedgerEntry(request_id, prompt_id, plan, self)
+        self._num_candidates += before is None
+        while self._num_candidates > self._max_candidates:
+            self._forget_oldest()
         return entry
 
     def reward(
@@ -81,9 +140,23 @@ class Ledger:
 
     def num_awaiting(self) -> Counter[int]:
         """Scored candidates that finished and have no reward yet, by detection length."""
-        return Counter(
-            entry.plan.detection_length
-            for rollout in self._rollouts.values()
-            for entry in rollout.values()
-            if entry.reward is None and entry.assessment is not None and entry.state == "finished"
-        )
+        return +self._scored["finished"]
+
+    def awaits(self, detection_length: int) -> bool:
+        """A reward may come for a candidate scored at this length."""
+        return any(counts[detection_length] for counts in self._scored.values())
+
+    def recount(self, detection_length: int, before: CandidateState | None, now: CandidateState | None) -> None:
+        """An entry counts as another kind of scored candidate, or as none."""
+        if before is not None:
+            self._scored[before][detection_length] -= 1
+        if now is not None:
+            self._scored[now][detection_length] += 1
+
+    def _forget_oldest(self) -> None:
+        rollout_id, rollout = next(iter(self._rollouts.items()))
+        _, entry = rollout.popitem(last=False)
+        entry.forget()
+        self._num_candidates -= 1
+        if not rollout:
+            del self._rollouts[rollout_id]

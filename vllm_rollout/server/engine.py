@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from vllm_rollout.group.cost import CostModel
 from vllm_rollout.group.history import LengthMoments, ObservedLength
-from vllm_rollout.group.ledger import RewardStatus
+from vllm_rollout.group.ledger import Reward, RewardStatus
 from vllm_rollout.group.plan import GroupPlan
 from vllm_rollout.group.report import ShadowReport, SignalReport
 from vllm_rollout.group.types import Assessment, Ending, Signal
@@ -76,17 +76,6 @@ class CandidateEnd:
     """Spans `{"version", "start", "end"}` over the output tokens."""
     assessment: Assessment | None = None
     """None: never scored (no pruning, or it ended before `detection_length`)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reward:
-    """The reward of one trajectory, as the client posted it."""
-
-    prompt_id: str
-    index: int
-    reward: float
-    positive: bool
-    """The reward is above the threshold: the label that calibration and head learn."""
 
 
 @dataclass(frozen=True, slots=True)

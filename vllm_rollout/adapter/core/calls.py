@@ -56,7 +56,7 @@ def _by_name(operations: Sequence[Callable[..., Any]]) -> Mapping[str, Callable[
 
 TABLES: tuple[tuple[Mapping[str, Callable[..., Any]], Callable[[EngineCore], Any]], ...] = (
     (_by_name(LEARNING_OPERATIONS), _learning_calls),
-    (_by_name(LENGTH_OPERATIONS), lambda core: LengthCalls(core.scheduler.judge.lengths)),
+    (_by_name(LENGTH_OPERATIONS), lambda core: LengthCalls(core.scheduler.judge.memory.lengths)),
     (_by_name(STEP_TIME_OPERATIONS), lambda core: StepTimeCalls(core.scheduler.step_times)),
 )
 """Operations by name, with what carries them out."""

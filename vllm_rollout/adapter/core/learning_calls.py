@@ -11,8 +11,8 @@ from dataclasses import asdict, astuple
 from typing import Any
 
 from vllm_rollout.adapter.wire import label_of
-from vllm_rollout.group.history import LengthHistory
-from vllm_rollout.group.judge import Judge, restore_learnings
+from vllm_rollout.group.judge import Judge
+from vllm_rollout.group.memory import Memory, rows_of_format_1
 
 STATE_FORMAT = 1
 
@@ -91,7 +91,7 @@ class LearningCalls:
         awaiting, evicted = self._judge.ledger.num_awaiting(), self._judge.num_evicted
         return [
             [length, awaiting[length], evicted[length], asdict(learning.report())]
-            for length, learning in self._judge.learnings.items()
+            for length, learning in self._judge.memory.learnings.items()
         ]
 
     def state(self) -> bytes:
@@ -99,9 +99,9 @@ class LearningCalls:
         state = {
             "format": STATE_FORMAT,
             "model": self._model,
-            "learnings": [learning.to_state() for learning in self._judge.learnings.values()],
+            "learnings": [learning.to_state() for learning in self._judge.memory.learnings.values()],
             "heads": [b64encode(head).decode() for head in self._worker("rollout_head_states")],
-            "lengths": self._judge.lengths.to_state(),
+            "lengths": self._judge.memory.lengths.to_state(),
         }
         return json.dumps(state, allow_nan=False).encode()
 
@@ -113,15 +113,13 @@ class LearningCalls:
                 return ["invalid", f"format must be {STATE_FORMAT}, got {state['format']!r}"]
             if state["model"] != self._model:
                 return ["mismatch", f"the state is of model {state['model']!r}, this server's is {self._model!r}"]
-            learnings = restore_learnings(state["learnings"])
+            memory = Memory.from_state(rows_of_format_1(state))
             heads = [b64decode(head, validate=True) for head in state["heads"]]
-            # States of versions without a history of lengths have none: it begins anew.
-            lengths = LengthHistory.from_state(state["lengths"]) if "lengths" in state else LengthHistory()
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             return ["invalid", f"not a rollout state ({type(error).__name__}: {error})"]
         answer = self._worker("rollout_restore_heads", heads)
         if answer[0] == "ok":
-            self._judge.learnings, self._judge.lengths = learnings, lengths
+            self._judge.memory = memory
         return answer
 
 

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from http import HTTPStatus
 
 from vllm_rollout.config import MAX_REMEMBERED_CANDIDATES, REPORT_INTERVAL_S
-from vllm_rollout.server.engine import Engine, HeadInfo, LearningReport, RequestError, Reward
+from vllm_rollout.group.ledger import Reward
+from vllm_rollout.server.engine import Engine, HeadInfo, LearningReport, RequestError
 from vllm_rollout.server.learning.body import (
     EXPLANATIONS,
     RewardCounts,

@@ -1,0 +1,189 @@
+"""Memory: what is learned is bounded, saved in rows and restored as it was; what was never saved is refused."""
+
+import json
+import math
+import random
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from vllm_rollout.config import MAX_DETECTION_LENGTHS
+from vllm_rollout.group.history import ObservedLength
+from vllm_rollout.group.learning import Learning
+from vllm_rollout.group.memory import OUTCOMES_PER_ROW, PROMPTS_PER_ROW, Memory, rows_of_format_1
+from vllm_rollout.group.pruning_plan import PruningPlan
+from vllm_rollout.group.types import Confidence, Observation
+
+
+def nobody(detection_length: int) -> bool:
+    return False
+
+
+def everybody(detection_length: int) -> bool:
+    return True
+
+
+def seen(rng: random.Random) -> Observation:
+    return Observation(Confidence(2.0, 1.0, rng.gauss(2, 1)), rng.gauss(0, 1), 1)
+
+
+def use(memory: Memory, detection_length: int, num: int = 24, seed: int = 0) -> list[Any]:
+    """A lesson: score siblings, reward them, see the length of their group, report."""
+    rng, plan = random.Random(seed), PruningPlan(detection_length, min_labels=4, allow_fewer=True)
+    learning = memory.learning(detection_length, nobody)
+    observations = {index: seen(rng) for index in range(num)}
+    judged = learning.assess(plan, observations, {}, seed=seed, group="g", at_least=1)
+    for index, assessment in judged.items():
+        learning.reward(observations[index], assessment, 30, index % 2 == 0, f"r/{seed}", active=True)
+    memory.lengths.observe(f"id:{seed}", [ObservedLength(rng.randint(1, 99), index % 5 == 0) for index in range(num)])
+    return [judged, learning.report(), memory.lengths.of(f"id:{seed}"), memory.lengths.dataset()]
+
+
+def taught() -> Memory:
+    memory = Memory()
+    for seed, length in enumerate((8, 16, 8, 32)):
+        use(memory, length, seed=seed)
+    return memory
+
+
+def stored(memory: Memory) -> list[Any]:
+    """The state after JSON."""
+    return json.loads(json.dumps(list(memory.to_state()), allow_nan=False))
+
+
+def test_a_restored_memory_goes_on_as_the_saved_one():
+    saved = taught()
+    restored = Memory.from_state(stored(saved))
+    assert stored(restored) == stored(saved)
+    assert list(restored.learnings) == [16, 8, 32], "the least recently used first"
+    for seed, length in enumerate((8, 64, 16), start=10):
+        assert use(restored, length, seed=seed) == use(saved, length, seed=seed)
+    assert stored(restored) == stored(saved)
+
+
+def test_rows_of_a_state_are_bounded():
+    memory = Memory()
+    for seed in range(3 * PROMPTS_PER_ROW):
+        memory.lengths.observe(f"id:{seed}", [ObservedLength(5, False)])
+    for seed in range(50):
+        use(memory, 8, num=24, seed=seed)
+    rows = stored(memory)
+    assert [row[0] for row in rows].count("prompts") == 3
+    for kind, *_, items in rows:
+        assert kind in ("learning", "lengths") or len(items) <= max(OUTCOMES_PER_ROW, PROMPTS_PER_ROW)
+    assert stored(Memory.from_state(rows)) == rows
+
+
+def test_a_memory_may_go_on_while_its_state_is_taken():
+    memory, rows = taught(), []
+    for number in range(2 * PROMPTS_PER_ROW):
+        memory.lengths.observe(f"id:{number}", [ObservedLength(5, False), ObservedLength(7, False)])
+    for number, row in enumerate(memory.to_state()):
+        rows.append(json.loads(json.dumps(row)))
+        use(memory, 8 * (number % 3 + 1), seed=number)
+    restored = Memory.from_state(rows)
+    assert len(restored.lengths) == 2 * PROMPTS_PER_ROW
+    use(restored, 8)
+
+
+def test_the_length_used_longest_ago_gives_way_unless_rewards_are_awaited_for_it():
+    memory = Memory()
+    for length in range(1, MAX_DETECTION_LENGTHS + 1):
+        memory.learning(length, everybody)
+    memory.learning(1, everybody)
+    assert memory.learning(100, everybody) is None
+    assert memory.forgotten == []
+    learning = memory.learning(100, lambda length: length == 2)
+    assert (memory.forgotten, memory.spare(nobody)) == ([3], 2)
+    assert memory.learning(100, everybody) is learning
+    assert len(memory.learnings) == MAX_DETECTION_LENGTHS
+
+
+def old_state(memory: Memory) -> dict[str, Any]:
+    """As versions before rows wrote it."""
+    learnings = json.loads(json.dumps([learning.to_state() for learning in memory.learnings.values()]))
+    for learning in learnings:
+        learning["verdicts"] = [int(kept) for kept in learning["verdicts"]]
+    return {"format": 1, "model": "m", "learnings": learnings, "heads": [], "lengths": memory.lengths.to_state()}
+
+
+def test_a_state_of_format_1_is_taken_over():
+    memory = taught()
+    restored = Memory.from_state(json.loads(json.dumps(list(rows_of_format_1(old_state(memory))))))
+    assert stored(restored) == stored(memory)
+    without_lengths = {name: value for name, value in old_state(memory).items() if name != "lengths"}
+    assert len(Memory.from_state(rows_of_format_1(without_lengths)).lengths) == 0
+
+
+ROWS = stored(taught())
+LEARNING = Learning(5).to_state()
+del LEARNING["outcomes"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (ROWS[:-1], "was it cut off"),
+        ([], "was it cut off"),
+        ([*ROWS, ROWS[-1]], "must be the last one"),
+        ([5, *ROWS], "a row of a state"),
+        ([["unheard", []], *ROWS], "a row of a state"),
+        ([["outcomes", 99, []], *ROWS], "a row of a state"),
+        ([["learning", {"detection_length": "8"}], *ROWS], "a row of a state"),
+        ([ROWS[0], *ROWS], "detection lengths of a state"),
+        ([["learning", {**LEARNING, "detection_length": 100 + i}] for i in range(9)] + ROWS[-1:], "at most 8"),
+        ([["learning", {**LEARNING, "detection_length": True}], *ROWS[-1:]], "must be an integer in"),
+        ([["learning", {**LEARNING, "detection_length": 4097}], *ROWS[-1:]], r"must be an integer in \[1, 4096\]"),
+        ([["learning", {**LEARNING, "more": 1}], *ROWS[-1:]], "a learning has the fields"),
+        ([["prompts", [["a", 1, math.inf, 1, 0.0]]], *ROWS[-1:]], "expected a number"),
+        ([["prompts", [["\ud800", 1, 1.0, 1, 0.0]]], *ROWS[-1:]], "characters of Unicode"),
+    ],
+)
+def test_states_that_no_memory_can_have_had_are_refused(rows, message):
+    with pytest.raises(ValueError, match=message):
+        Memory.from_state(rows)
+
+
+BAD = st.sampled_from(
+    [None, True, "NaN", "", -1, 0, 1, 0.5, 2**53, 2**53 + 1, 10**24, -(10**30), 10**5000, 1e200, 1e-300, -1e39,
+     math.inf, math.nan, [], {}, [[]], "x" * 70_000, [1] * 5000, "\ud800"]
+)  # fmt: skip
+
+
+@settings(max_examples=400, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data())
+def test_a_changed_state_is_refused_or_what_it_makes_goes_on(data):
+    rows = json.loads(json.dumps(ROWS))
+    for _ in range(data.draw(st.integers(1, 3))):
+        place: Any = rows
+        while True:
+            key = data.draw(st.sampled_from(range(len(place)) if isinstance(place, list) else sorted(place)))
+            below = place[key]
+            if not isinstance(below, list | dict) or not below or not data.draw(st.integers(0, 5)):
+                break
+            place = below
+        change = data.draw(st.sampled_from(["set", "drop", "twice"]))
+        if change == "set":
+            place[key] = data.draw(BAD)
+        elif change == "drop":
+            del place[key]
+        elif isinstance(place, list):
+            place.insert(key, place[key])
+        if not rows:
+            return
+    try:
+        memory = Memory.from_state(rows)
+    except ValueError as error:
+        said = str(error)
+    else:
+        said = "nothing"
+    assert 0 < len(said) < 1000
+    if said != "nothing":
+        return
+    for seed, length in enumerate((8, 16, 32, 64, 8)):
+        use(memory, length, seed=seed)
+    for learning in memory.learnings.values():
+        learning.report()
+    assert stored(Memory.from_state(stored(memory))) == stored(memory)

@@ -1,0 +1,133 @@
+"""All that is learned: calibrations by detection length, and lengths. One state for all of it, in rows.
+
+A state is a sequence of rows, each of bounded size, so that a large one can be written between engine steps:
+
+["learning", {detection_length, calibrators, verdicts}]     one per detection length, the least recently used first
+["outcomes", detection_length, [outcome, ...]]              after their learning, `OUTCOMES_PER_ROW` at a time
+["prompts", [[key, *average], ...]]                         `PROMPTS_PER_ROW` at a time
+["lengths", {dataset, log_lengths}]                         once, last: a state that was cut off lacks it
+
+Invariant: a memory restored from its state decides and goes on as the saved one; whatever else is put is a ValueError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from vllm_rollout.config import MAX_DETECTION_LENGTHS
+from vllm_rollout.group.checks import fields_of, listed, shown
+from vllm_rollout.group.history import LengthHistory
+from vllm_rollout.group.learning import Learning
+
+FORMAT = 2
+"""Of the rows. 1 was one object; `rows_of_format_1` takes it over."""
+
+OUTCOMES_PER_ROW = 512
+PROMPTS_PER_ROW = 512
+
+Row = Sequence[Any]
+
+
+class Memory:
+    """What one engine has learned."""
+
+    def __init__(self) -> None:
+        self.learnings: dict[int, Learning] = {}
+        """By detection length, the least recently used first."""
+        self.lengths = LengthHistory()
+        self.forgotten: list[int] = []
+        """Detection lengths that were given up since somebody last took them out of here: their heads may go too."""
+
+    def learning(self, detection_length: int, awaited: Callable[[int], bool]) -> Learning | None:
+        """What was learned at this length, which counts as used.
+
+        Beyond `MAX_DETECTION_LENGTHS` the least recently used one goes, of those that nobody awaits rewards for; None
+        when there is no such.
+        """
+        learning = self.learnings.pop(detection_length, None)
+        if learning is None:
+            if self.is_full:
+                spare = self.spare(awaited)
+                if spare is None:
+                    return None
+                del self.learnings[spare]
+                self.forgotten.append(spare)
+            learning = Learning(detection_length)
+        self.learnings[detection_length] = learning
+        return learning
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.learnings) >= MAX_DETECTION_LENGTHS
+
+    def spare(self, awaited: Callable[[int], bool]) -> int | None:
+        """The detection length to give up first; None when rewards are awaited for all."""
+        return next((length for length in self.learnings if not awaited(length)), None)
+
+    def to_state(self) -> Iterator[Row]:
+        """JSON-able rows, made as they are taken.
+
+        The memory may go on in between: each learning is as it is when it is reached, and so is each prompt.
+        """
+        for detection_length, learning in list(self.learnings.items()):
+            state = learning.to_state()
+            outcomes = state.pop("outcomes")
+            yield ["learning", state]
+            for start in range(0, len(outcomes), OUTCOMES_PER_ROW):
+                yield ["outcomes", detection_length, outcomes[start : start + OUTCOMES_PER_ROW]]
+        for prompts in self.lengths.prompts(PROMPTS_PER_ROW):
+            yield ["prompts", prompts]
+        yield ["lengths", self.lengths.totals()]
+
+    @classmethod
+    def from_state(cls, rows: Iterable[Any]) -> Memory:
+        """Raises: ValueError for what no memory can have been."""
+        learnings: dict[Any, dict[str, Any]] = {}
+        prompts: list[Any] = []
+        totals: Mapping[str, Any] | None = None
+        for row in rows:
+            if totals is not None:
+                raise ValueError(f"row 'lengths' of a state must be the last one, then came {shown(row)}")
+            match row:
+                case ["learning", {"detection_length": int(length)} as state]:
+                    if length in learnings:
+                        raise _wrong_lengths([*learnings, length])
+                    learnings[length] = {**state, "outcomes": []}
+                case ["outcomes", int(length), list(outcomes)] if length in learnings:
+                    learnings[length]["outcomes"] += outcomes
+                case ["prompts", list(some)]:
+                    prompts += some
+                case ["lengths", state]:
+                    totals = fields_of(state, ("dataset", "log_lengths"), "row 'lengths' of a state")
+                case _:
+                    raise ValueError(f"a row of a state is of a known kind and form, got {shown(row)}")
+        if totals is None:
+            raise ValueError("a state ends with the row 'lengths', but there is none: was it cut off?")
+        memory = cls()
+        if len(learnings) > MAX_DETECTION_LENGTHS:
+            raise _wrong_lengths(list(learnings))
+        memory.learnings = {length: Learning.from_state(state) for length, state in learnings.items()}
+        memory.lengths = LengthHistory.from_state({"prompts": prompts, **totals})
+        return memory
+
+
+def rows_of_format_1(state: Mapping[str, Any]) -> Iterator[Row]:
+    """The rows of a state as versions before rows wrote it. Raises: ValueError."""
+    for learning in listed(state.get("learnings"), "learnings of a state"):
+        if not isinstance(learning, Mapping):
+            raise ValueError(f"a learning of a state must be an object, got {shown(learning)}")
+        rest = {name: value for name, value in learning.items() if name != "outcomes"}
+        yield ["learning", rest]
+        yield ["outcomes", learning.get("detection_length"), learning.get("outcomes")]
+    # The first versions knew no lengths: their history begins anew.
+    lengths = state.get("lengths", LengthHistory().to_state())
+    fields_of(lengths, ("prompts", "dataset", "log_lengths"), "a length history")
+    yield ["prompts", lengths["prompts"]]
+    yield ["lengths", {"dataset": lengths["dataset"], "log_lengths": lengths["log_lengths"]}]
+
+
+def _wrong_lengths(lengths: Sequence[int]) -> ValueError:
+    return ValueError(
+        f"the detection lengths of a state must be at most {MAX_DETECTION_LENGTHS} different ones, got {shown(lengths)}"
+    )
