@@ -219,13 +219,13 @@ def test_speed_is_paired_within_blocks():
 
 
 def test_votes_weigh_answers_by_score():
-    loud = [replace(BLANK, index=i, answer="7", correct=False, score=-1.0, mean_confidence=9.0) for i in range(2)]
-    right = [replace(BLANK, index=2, answer="1", score=5.0, mean_confidence=1.0)]
-    told = votes(loud + right, [3])
+    loud = [replace(BLANK, index=i, answer="7", correct=False, score=-1.0, mean_confidence=9.0) for i in range(3)]
+    right = [replace(BLANK, index=i, answer="1", score=5.0, mean_confidence=1.0) for i in (3, 4)]
+    told = votes(loud + right, [5])
     assert told["majority"][0]["accuracy"] == 0
     assert told["quality head"][0]["accuracy"] == 1
     assert told["confidence of the trajectory"][0]["accuracy"] == 0
-    assert votes(loud + right, [4])["majority"] == []
+    assert votes(loud + right, [6])["majority"] == []
 
 
 def test_a_refused_candidate_never_votes_for_the_right_answer():
