@@ -1,6 +1,7 @@
 """Who may import whom: deciding, observing and speaking HTTP stay apart from vLLM."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -81,8 +82,16 @@ def test_server_imports_neither_torch_nor_vllm():
     assert offences(PACKAGE / "server", torch_or_vllm) == []
 
 
-def test_client_imports_neither_torch_nor_vllm():
-    assert offences(PACKAGE / "client", torch_or_vllm) == []
+@pytest.mark.parametrize("folder", ["client", "demo", "profiling", "simulator", "trace"])
+def test_what_works_from_outside_imports_neither_torch_nor_vllm(folder):
+    assert offences(PACKAGE / folder, torch_or_vllm) == []
+
+
+def test_docs_and_docstrings_cite_files_that_are_there():
+    root = PACKAGE.parent
+    places = [*PACKAGE.rglob("*.py"), *(root / "docs").glob("*.md"), root / "README.md"]
+    cited = {(path.name, name) for path in places for name in re.findall(r"\bdocs/[a-z_]+\.md", path.read_text())}
+    assert {(path, name) for path, name in cited if not (root / name).exists()} == set()
 
 
 Arrows = dict[str, dict[str, list[str]]]

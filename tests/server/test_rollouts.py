@@ -1,4 +1,4 @@
-"""POST /v1/rollouts keeps the contract of design section 5.1, streamed or not."""
+"""POST /v1/rollouts keeps the contract of docs/http.md, streamed or not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answer bodies, events and error bodies of our endpoints (design section 5).
+"""Answer bodies, events and error bodies of our endpoints (docs/http.md).
 
 Invariant: server and client read the same classes, so what one writes the other can parse.
 """

@@ -1,4 +1,4 @@
-"""Request bodies of our endpoints (design section 5).
+"""Request bodies of our endpoints (docs/http.md).
 
 Invariant: an unknown field is an error that names it, and what is accepted can travel to the engine.
 """

@@ -1,4 +1,4 @@
-"""Bodies and answers of the endpoints that learn (design section 5.3)."""
+"""Bodies and answers of the endpoints that learn (docs/http.md)."""
 
 from __future__ import annotations
 

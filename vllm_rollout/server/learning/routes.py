@@ -1,4 +1,4 @@
-"""The endpoints that learn: rewards, quality head, state (design section 5.3). Invariant: as of routes.py."""
+"""The endpoints that learn: rewards, quality head, state (docs/http.md). Invariant: as of routes.py."""
 
 from __future__ import annotations
 
