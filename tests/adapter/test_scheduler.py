@@ -267,6 +267,34 @@ def test_requests_joined_by_a_group_id_race_like_a_group(new_run):
     assert_nothing_left(run)
 
 
+def test_a_cancelled_group_is_deferred_with_all_its_tokens(new_run):
+    run = new_run(max_num_seqs=2)
+    ids = add_group(run, "g", [10, 50, 50], 3)
+    other = add_group(run, "h", [40], 1)
+    for _ in range(20):
+        run.step()
+    assert run.scheduler.cancel_group("g")
+    run.run()
+    assert [run.state(id) for id in (*ids, *other)] == ["finished", "deferred", "deferred", "finished"]
+    assert (run.last(ids[1]).finish_reason, run.last(ids[1]).stop_reason) == (FinishReason.ABORT, "deferred")
+    assert run.tokens(ids[1]) == run.own_tokens(ids[1], run.num_tokens(ids[1]))
+    assert 18 <= run.num_tokens(ids[1]) <= 22
+    assert not run.scheduler.cancel_group("g")
+    assert_nothing_left(run)
+
+
+def test_a_group_cancelled_while_it_waits_ends_without_a_token(new_run):
+    run = new_run(max_num_seqs=1)
+    first = add_group(run, "g", [30], 1)
+    waiting = add_group(run, "h", [30, 30], 2)
+    run.step()
+    assert run.scheduler.cancel_group("h")
+    run.run()
+    assert [run.state(id) for id in (*first, *waiting)] == ["finished", "deferred", "deferred"]
+    assert [run.num_tokens(id) for id in waiting] == [0, 0]
+    assert_nothing_left(run)
+
+
 def test_a_sibling_that_arrives_after_the_end_is_stopped_at_once(new_run):
     run = new_run()
     add_group(run, "shared", [5, 50], group_size=1, joined=True, num_candidates=3)

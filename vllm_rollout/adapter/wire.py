@@ -23,10 +23,6 @@ from vllm_rollout.group.types import Assessment, CandidateState, Confidence, Obs
 TAG_KEY = "vllm_rollout"
 ENDING_KEY = "vllm_rollout"
 REPORT_ATTRIBUTE = "vllm_rollout_report"
-SURPLUS = "surplus"
-"""Stop reason, beside finish reason `abort`, of a candidate its group gave up."""
-PRUNED = "pruned"
-"""Stop reason, beside finish reason `abort`, of a candidate that its score stopped."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from statistics import fmean, pstdev
 from typing import NamedTuple
 
 from vllm_rollout.group.plan import GroupPlan
-from vllm_rollout.group.types import Ending, GroupResult
+from vllm_rollout.group.types import STOP_STATES, Ending, GroupResult
 
 
 class Lengths(NamedTuple):
@@ -31,7 +31,7 @@ def conclude(plan: GroupPlan, endings: Iterable[Ending]) -> GroupResult:
     num_wanted = _num_wanted(plan, endings)
     if len(selected) >= num_wanted:
         return GroupResult("complete", None, selected, endings)
-    counts = {state: sum(e.state == state for e in endings) for state in ("failed", "pruned", "surplus")}
+    counts = {state: sum(e.state == state for e in endings) for state in ("failed", *STOP_STATES)}
     others = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
     reason = f"{len(pool)} of {len(endings)} candidates finished, group_size is {plan.group_size}"
     if num_wanted < plan.group_size:

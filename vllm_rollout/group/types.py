@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 CandidateState = Literal["running", "finished", "pruned", "surplus", "deferred", "failed"]
 """`running` is the only state that can change; the others are end states."""
@@ -11,6 +11,7 @@ CandidateState = Literal["running", "finished", "pruned", "surplus", "deferred",
 StopState = Literal["pruned", "surplus", "deferred"]
 """End states of candidates that were stopped: by their score, because enough siblings finished, because nobody wants
 the rest of the group now. Only the last is no verdict on the candidate."""
+STOP_STATES: tuple[StopState, ...] = get_args(StopState)
 
 EndReason = Literal["stop", "length", "failed"]
 """Why a candidate ended without a verdict: by itself, cut at `max_tokens`, or lost (error, client abort)."""

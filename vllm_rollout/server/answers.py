@@ -126,6 +126,7 @@ class Usage(BaseModel):
     num_finished: int = 0
     num_pruned: int = 0
     num_surplus: int = 0
+    num_deferred: int = 0
     num_failed: int = 0
     num_scored: int = 0
 

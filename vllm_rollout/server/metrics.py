@@ -13,7 +13,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 
 from vllm_rollout.group.allocation import PromptAllocation
 from vllm_rollout.group.ledger import RewardStatus
-from vllm_rollout.group.types import Assessment, GroupResult, Signal
+from vllm_rollout.group.types import STOP_STATES, Assessment, GroupResult, Signal
 
 if TYPE_CHECKING:
     from vllm_rollout.server.engine import LearningReport, LengthStatistics, Reward, StepDrift
@@ -104,7 +104,7 @@ class Metrics:
         )
         for status in ("complete", "incomplete"):
             self._groups.labels(status)
-        for state in ("finished", "pruned", "surplus", "failed"):
+        for state in ("finished", *STOP_STATES, "failed"):
             self._candidates.labels(state)
         for kind in ("generated", "returned", "wasted"):
             self._tokens.labels(kind)

@@ -18,11 +18,11 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, StrictInt, StrictStr, model_validator
 
 from vllm_rollout.config import HISTORY_KEY_CHARS, MAX_DETECTION_LENGTH, MAX_TRACED_TOKENS
-from vllm_rollout.group.types import Ending
+from vllm_rollout.group.types import STOP_STATES, Ending
 
-End = Literal["stop", "length", "surplus", "pruned", "failed"]
-"""Ended by itself; cut at `max_tokens`; stopped as surplus; stopped by its score; lost."""
-STOPPED: tuple[End, ...] = ("surplus", "pruned")
+End = Literal["stop", "length", "surplus", "pruned", "deferred", "failed"]
+"""Ended by itself; cut at `max_tokens`; stopped as surplus, by its score, because nobody wanted the group now; lost."""
+STOPPED: tuple[End, ...] = STOP_STATES
 """Ends that hide how long the candidate would have become."""
 
 

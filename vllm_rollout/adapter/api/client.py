@@ -24,12 +24,12 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from vllm_rollout.adapter.wire import PRUNED, SURPLUS, TAG_KEY, CandidateTag, EndingNote
+from vllm_rollout.adapter.wire import TAG_KEY, CandidateTag, EndingNote
 from vllm_rollout.config import OUTPUT_INTERVAL_TOKENS
 from vllm_rollout.group.judge import Scoring
 from vllm_rollout.group.plan import GroupJoin, GroupPlan, PlanError
 from vllm_rollout.group.selection import conclude
-from vllm_rollout.group.types import Ending, GroupResult
+from vllm_rollout.group.types import STOP_STATES, Ending, GroupResult
 from vllm_rollout.server.metrics import Metrics
 from vllm_rollout.server.xargs import plan_from_xargs, rollout_xargs
 
@@ -130,7 +130,7 @@ class RolloutAsyncLLM(AsyncLLM):
                     if note is not None:
                         (completion,) = output.outputs
                         mend_weight_versions(completion, note.pauses)
-                        if note.state in (SURPLUS, PRUNED):  # a stop string in the last token does not make it a winner
+                        if note.state in STOP_STATES:  # a stop string in the last token does not make it a winner
                             completion.finish_reason, completion.stop_reason = "abort", note.state
                     yield output, note
         finally:

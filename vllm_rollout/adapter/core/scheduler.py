@@ -20,7 +20,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_rollout.adapter.core.candidate import END_REASONS, Candidate, confidence_of
 from vllm_rollout.adapter.core.step_times import StepTimes
 from vllm_rollout.adapter.core.stop_strings import StopStringsFactory
-from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, SURPLUS, CandidateTag, EndingNote, RunnerReport
+from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, CandidateTag, EndingNote, RunnerReport
 from vllm_rollout.group.judge import Judge
 from vllm_rollout.group.step import GroupSteps, LaunchRefused, Verdicts
 from vllm_rollout.group.types import CandidateId, Observation
@@ -45,6 +45,10 @@ class GroupSchedulerMixin:
         """Candidates that ended since the last step was closed."""
         self._stop_strings = StopStringsFactory(self.vllm_config.model_config)
         self._num_with_stop_strings = 0
+
+    def cancel_group(self, group_id: str) -> bool:
+        """Nobody wants the rest of this group now: what runs is deferred in the next step. False: no such group."""
+        return self.group_steps.cancel(group_id)
 
     def add_request(self, request: Request) -> None:
         super().add_request(request)
@@ -220,7 +224,7 @@ class GroupSchedulerMixin:
             output.kv_transfer_params = note.to_params(output.kv_transfer_params)
             return
         id, group = candidate.id, candidate.group
-        reason = SURPLUS if id in verdicts.lost_ties else verdicts.stop.get(id)
+        reason = "surplus" if id in verdicts.lost_ties else verdicts.stop.get(id)
         if reason is not None:
             output.finish_reason, output.stop_reason = FinishReason.ABORT, reason
         note = EndingNote(
