@@ -11,9 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_rollout.config import MAX_DETECTION_LENGTHS, QUALITY_HEAD_HIDDEN
+from vllm_rollout.config import MAX_DETECTION_LENGTHS
 from vllm_rollout.tracker.feature_ring import FeatureRing
-from vllm_rollout.tracker.ops import quality_head
 from vllm_rollout.tracker.quality_head import HeadWeights, QualityHead
 from vllm_rollout.tracker.replay import MAX_MAGNITUDE
 from vllm_rollout.tracker.tracker import CandidateTracker, PublishedHead
@@ -138,10 +137,3 @@ def _check_lengths(detection_lengths: Sequence[int]) -> None:
             f"heads must be for at most {MAX_DETECTION_LENGTHS} different detection lengths, got "
             f"{', '.join(map(str, detection_lengths))}"
         )
-
-
-def warm_up_quality_head(hidden_size: int, num_due: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Call the operator once with `num_due` rows, whose kernel is then compiled."""
-    hidden = torch.zeros(num_due, hidden_size, dtype=dtype, device=device)
-    shapes = (QUALITY_HEAD_HIDDEN, hidden_size), (QUALITY_HEAD_HIDDEN,), (QUALITY_HEAD_HIDDEN,), (1,)
-    quality_head(hidden, torch.arange(num_due, device=device), *(torch.zeros(shape, device=device) for shape in shapes))

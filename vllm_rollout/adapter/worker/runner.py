@@ -15,6 +15,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, CandidateTag, RunnerReport
 from vllm_rollout.tracker.feature_ring import FeatureRing
 from vllm_rollout.tracker.tracker import CandidateTracker, StepValues
+from vllm_rollout.tracker.warm_up import warm_up
 
 
 class HostCopy:
@@ -74,7 +75,7 @@ def _attach(output: ModelRunnerOutput, step: StepValues, ring: FeatureRing) -> N
 
 
 class RunnerMixin:
-    """What both generations share. Overrides: execute_model, sample_tokens."""
+    """What both generations share. Overrides: execute_model, sample_tokens, _dummy_sampler_run."""
 
     def start_tracking(self, ring: FeatureRing | None) -> None:
         """Make the tracker. Without a ring (nobody reads this rank's outputs, or its rows are not whole requests)
@@ -102,6 +103,15 @@ class RunnerMixin:
             return output
         return ObservedOutput(output, step, self.feature_ring, None if step.on_host else self._copy_stream())
 
+    def _dummy_sampler_run(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        # vLLM warms its sampler up here, before it begins to watch for kernels that are compiled in a step.
+        result = super()._dummy_sampler_run(hidden_states, *args, **kwargs)
+        hidden_states = hidden_states[:2]
+        logits = self.model.compute_logits(hidden_states)  # on every rank: its parts are gathered
+        if logits is not None and self.feature_ring is not None:
+            warm_up(logits, hidden_states)
+        return result
+
 
 def _start_observing(tracker: CandidateTracker, request: NewRequestData) -> None:
     params = request.sampling_params
@@ -121,7 +131,7 @@ def _num_prompt_tokens(request: NewRequestData) -> int:
 
 
 class RunnerV1Mixin(RunnerMixin):
-    """`vllm/v1/worker/gpu_model_runner.py` and its CPU subclass. Overrides: execute_model, sample_tokens, _sample."""
+    """`vllm/v1/worker/gpu_model_runner.py` and its CPU subclass. Overrides: those of RunnerMixin, _sample."""
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         state = self.execute_model_state
@@ -163,7 +173,7 @@ class CPURunnerV1Mixin(RunnerV1Mixin):
 
 
 class RunnerV2Mixin(RunnerMixin):
-    """`vllm/v1/worker/gpu/model_runner.py`. Overrides: load_model, execute_model, sample_tokens, sample.
+    """`vllm/v1/worker/gpu/model_runner.py`. Overrides: those of RunnerMixin, load_model, sample.
 
     V2 computes its logits inside `sample()` and hands them to `self.sampler`; computing them again would cost the
     output projection, so the sampler is the seam.

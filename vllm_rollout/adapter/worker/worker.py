@@ -15,7 +15,7 @@ from vllm_rollout.adapter.worker.runner import observe_runner
 from vllm_rollout.tracker.feature_ring import FeatureRing
 from vllm_rollout.tracker.ops import active_implementation
 from vllm_rollout.tracker.quality_head import HeadMismatch
-from vllm_rollout.tracker.quality_heads import QualityHeads, warm_up_quality_head
+from vllm_rollout.tracker.quality_heads import QualityHeads
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
@@ -52,9 +52,6 @@ class RolloutWorker(PlatformWorker):
             logger.warning_once("vllm_rollout worker: candidates are not observed, because %s", refusal)
         if ring is None:
             return
-        if self.device.type == "cuda":
-            for num_due in (1, 17):  # compiles both variants now, not in the step of the first due candidate
-                warm_up_quality_head(hidden_size, num_due, dtype, self.device)
         self.quality_heads = QualityHeads(
             self.model_runner.candidate_tracker,
             ring,
