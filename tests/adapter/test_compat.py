@@ -226,6 +226,36 @@ def test_every_attribute_that_ours_read_of_themselves_is_ours_or_in_the_contract
     assert unknown == set()
 
 
+def test_every_attribute_of_an_argument_that_is_vllms_is_in_the_contract():
+    known = {(fact.of, fact.name) for fact in CONTRACT}
+    unknown = set()
+    for path in FILES:
+        tree = ast.parse(path.read_text())
+        names = {name.rpartition(".")[2]: name for name in imports_of_vllm(tree)}
+        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+        for function, argument, annotation in ((f, a.arg, a.annotation) for f in functions for a in f.args.args):
+            classes = {names[word] for word in words_in(annotation) if word in names}
+            read = {
+                node.attr
+                for node in ast.walk(function)
+                if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == argument
+            }
+            places = {place for name in classes for place in aliases(name) | {name}}
+            unknown |= {
+                f"{path.name}: {argument}.{attribute} of {'|'.join(sorted(classes))}"
+                for attribute in (read if classes else ())
+                if not any((place, attribute) in known for place in places)
+            }
+    assert unknown == set()
+
+
+def words_in(annotation: ast.AST | None) -> set[str]:
+    """Names in an annotation, as in `Request | None`; not those inside of brackets, as in `list[Request]`."""
+    if isinstance(annotation, ast.BinOp):
+        return words_in(annotation.left) | words_in(annotation.right)
+    return {annotation.id} if isinstance(annotation, ast.Name) else set()
+
+
 @pytest.mark.parametrize("fact", CONTRACT, ids=lambda fact: f"{fact.kind}-{fact.of}.{fact.name}")
 def test_what_the_contract_names_is_used_where_it_says(fact):
     for place in fact.by.split():
