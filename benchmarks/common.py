@@ -40,13 +40,15 @@ SETTLE_TIMEOUT_S = 120.0
 ServerKind = Literal["stock", "rollout"]
 
 
-def server_process(kind: ServerKind, model: str, flags: Sequence[str], log: Path) -> ServerProcess:
+def server_process(
+    kind: ServerKind, model: str, flags: Sequence[str], log: Path, **extra_environment: str
+) -> ServerProcess:
     """A server that is not started yet: stock vLLM of the installed version, or ours, with the same flags.
 
     `model` is a directory or a Hugging Face name. Stock vLLM gets no VLLM_PLUGINS, so that our plugin, which every vLLM
     of this environment finds, leaves it as it is.
     """
-    environment = server_environment(model)
+    environment = server_environment(model) | extra_environment
     if kind == "stock":
         environment.pop("VLLM_PLUGINS", None)
         # The `vllm` script needs a distribution called vllm, which the CPU wheel is not.
