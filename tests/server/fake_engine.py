@@ -99,6 +99,7 @@ class FakeEngine(LearningEngine):
     cost_model: CostModel | None = None
     drift: Sequence[StepDrift] = ()
     num_ranks: int = 1
+    num_launch_places: int = 128
     num_launched: int = 0
     num_ended: int = 0
     num_aborted: int = 0

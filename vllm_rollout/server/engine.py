@@ -173,6 +173,11 @@ class Engine(Protocol):
         ...
 
     @property
+    def num_launch_places(self) -> int:
+        """Candidates of rollouts that this process may have in the engine at once, running or waiting."""
+        ...
+
+    @property
     def pruning_refusal(self) -> str | None:
         """Why this engine cannot score candidates, with the remedy; None when it can."""
         ...

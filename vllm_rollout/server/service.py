@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from typing import Literal
 
 from vllm_rollout.group.plan import GroupPlan, PlanError, make_plan
 from vllm_rollout.group.prompt_key import seed_for
@@ -28,6 +29,7 @@ from vllm_rollout.server.answers import (
 )
 from vllm_rollout.server.ended import candidate_of, tokens_of, trajectory_of
 from vllm_rollout.server.engine import CandidateEnd, CandidateTokens, Engine, PreparedPrompt, PromptInput, RequestError
+from vllm_rollout.server.launch import Launcher, Places
 from vllm_rollout.server.learning.service import LearningService
 from vllm_rollout.server.metrics import Metrics
 from vllm_rollout.server.protocol import Auto, DualEndSelection, RolloutRequest
@@ -42,6 +44,8 @@ what its candidates generate meanwhile is held once, in at most three messages p
 comes as longer `tokens`. Groups of other rollouts never wait.
 """
 
+Step = Literal["next", "over"]
+"""Between events: the next group may start, a group is over."""
 
 SELECTION_NAMES = {field: f"selection.dual_end.{field}" for field in ("num_longest", "patience")}
 
@@ -62,6 +66,7 @@ class RolloutService:
         self._recorder = recorder
         self.learning = LearningService(engine, metrics, clock, recorder)
         self._shaping = ShapingService(engine, metrics, clock)
+        self._launcher = Launcher(engine.num_launch_places)
 
     async def prepare(self, request: RolloutRequest) -> Rollout:
         """Check everything before anything is launched.
@@ -142,24 +147,37 @@ class RolloutService:
     async def events(self, rollout: Rollout) -> AsyncGenerator[Event, None]:
         """Run all groups; yields their events as they happen and `done` last. Closing it aborts what still runs."""
         started = self._clock()
-        queue: asyncio.Queue[Event | BaseException | None] = asyncio.Queue(EVENT_BUFFER)
+        queue: asyncio.Queue[Event | Step | BaseException] = asyncio.Queue(EVENT_BUFFER)
 
-        async def run(prompt: PreparedPrompt, position: int) -> None:
+        async def run(prompt: PreparedPrompt, position: int, places: Places) -> None:
             try:
-                async with aclosing(self._group_events(rollout, prompt, position, started)) as events:
+                async with aclosing(self._group_events(rollout, prompt, position, started, places)) as events:
                     async for event in events:
+                        if queue.full():  # the engine goes on without the reader, whose places others may need
+                            places.release_all()
                         await queue.put(event)
-                await queue.put(None)
+                await queue.put("over")
             except Exception as error:  # handed to the reader below, who raises it
                 await queue.put(error)
+            finally:
+                places.release_all()
 
-        tasks = [asyncio.create_task(run(prompt, i)) for i, prompt in enumerate(rollout.prompts)]
+        async def launch() -> None:
+            for position, prompt in enumerate(rollout.prompts):
+                await queue.put("next")  # a rollout whose reader is behind starts no more groups
+                places = await self._launcher.take(rollout.plans[position].group.num_candidates)
+                tasks.append(asyncio.create_task(run(prompt, position, places)))
+
+        tasks: list[asyncio.Task[None]] = []
+        launching = asyncio.create_task(launch())
         try:
-            num_running = len(tasks)
-            while num_running:
+            num_to_come = len(rollout.prompts)
+            while num_to_come:
                 event = await queue.get()
-                if event is None:
-                    num_running -= 1
+                if event == "over":
+                    num_to_come -= 1
+                elif event == "next":
+                    continue
                 elif isinstance(event, BaseException):
                     raise event
                 else:
@@ -178,9 +196,9 @@ class RolloutService:
                 timing=rollout.timing,
             )
         finally:
-            for task in tasks:
+            for task in (launching, *tasks):
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(launching, *tasks, return_exceptions=True)
             if self._recorder is not None:
                 self._recorder.rollout_over(rollout)
 
@@ -218,7 +236,7 @@ class RolloutService:
         rollout.warnings += rollout.scoring.warnings(report)
 
     async def _group_events(
-        self, rollout: Rollout, prompt: PreparedPrompt, position: int, started: float
+        self, rollout: Rollout, prompt: PreparedPrompt, position: int, started: float, places: Places
     ) -> AsyncGenerator[Event, None]:
         plan, group_id = rollout.plans[position].group, f"{rollout.id}-{position}"
         ends: dict[int, CandidateEnd] = {}
@@ -247,6 +265,7 @@ class RolloutService:
                 if isinstance(happening, CandidateTokens):
                     yield tokens_of(prompt.id, happening, rollout.wanted)
                     continue
+                places.release(1)
                 ends[happening.ending.index] = happening
                 if happening.assessment is not None:
                     self._metrics.candidate_scored(happening.assessment)

@@ -60,6 +60,7 @@ class RolloutAsyncLLM(AsyncLLM):
         """External request ids of candidates on their way."""
         self.client_index = int(kwargs.get("client_index", 0))
         """Which of the API processes this is."""
+        self.num_api_processes = int(kwargs.get("client_count", 1))
         self._next_rank = self.client_index
         """Where a tie goes: several API processes, and groups one after the other, take turns."""
 

@@ -29,6 +29,7 @@ from vllm_rollout.adapter.api.learning import EngineLearning
 from vllm_rollout.adapter.api.shaping import EngineShaping
 from vllm_rollout.adapter.options import RolloutOptions
 from vllm_rollout.group.judge import Scoring
+from vllm_rollout.group.launch import num_launch_places
 from vllm_rollout.group.plan import GroupPlan
 from vllm_rollout.group.types import Ending
 from vllm_rollout.server.engine import CandidateEnd, CandidateTokens, PreparedPrompt, PromptInput, RequestError
@@ -72,6 +73,10 @@ class VLLMEngine(EngineLearning, EngineShaping):
     @property
     def max_num_seqs(self) -> int:
         return self._client.max_candidates
+
+    @property
+    def num_launch_places(self) -> int:
+        return num_launch_places(self.max_num_seqs, self.num_ranks, self._client.num_api_processes)
 
     async def prepare(
         self,

@@ -1,0 +1,91 @@
+"""When groups start: in order, as many as there is room for, none too many."""
+
+from random import Random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_rollout.group.launch import LaunchWindow, Turn, num_launch_places
+
+
+def asked(window: LaunchWindow, *sizes: int) -> list[Turn]:
+    return [window.ask(size) for size in sizes]
+
+
+def test_groups_start_in_the_order_they_asked_as_far_as_there_is_room():
+    window = LaunchWindow(16)
+    turns = asked(window, 8, 8, 8)
+    assert window.admit() == turns[:2]
+    window.release(7)
+    assert window.admit() == []
+    window.release(1)
+    assert window.admit() == turns[2:]
+
+
+def test_a_small_group_does_not_overtake():
+    window = LaunchWindow(16)
+    asked(window, 12, 8, 1)
+    assert len(window.admit()) == 1
+    window.release(4)
+    assert [turn.num_candidates for turn in window.admit()] == [8]
+
+
+def test_a_group_larger_than_the_window_starts_alone():
+    window = LaunchWindow(4)
+    asked(window, 2, 9, 2)
+    assert len(window.admit()) == 1
+    window.release(2)
+    assert [turn.num_candidates for turn in window.admit()] == [9]
+    window.release(6)
+    assert window.admit() == []
+    window.release(1)
+    assert [turn.num_candidates for turn in window.admit()] == [2]
+
+
+def test_who_withdraws_makes_room_for_the_next():
+    window = LaunchWindow(8)
+    first, large, small = asked(window, 6, 8, 2)
+    window.admit()
+    window.withdraw(large)
+    assert window.admit() == [small]
+    window.withdraw(first)
+    assert window.num_taken == 2
+
+
+def test_several_api_processes_share_what_waits_and_each_fills_the_ranks_alone():
+    assert num_launch_places(64, 1, 1) == 128
+    assert num_launch_places(64, 4, 1) == 512
+    assert num_launch_places(64, 1, 4) == 80
+    assert num_launch_places(1, 1, 4) == 2
+
+
+SIZES = st.lists(st.integers(1, 20), min_size=1, max_size=20)
+
+
+@given(st.integers(1, 16), SIZES, st.integers(0, 2**32))
+def test_every_group_starts_once_in_order_and_all_places_come_back(num_places: int, sizes: list[int], seed: int):
+    rng = Random(seed)
+    window = LaunchWindow(num_places)
+    to_ask, waiting, running, started = list(sizes), [], [], []
+    withdrawn = set()
+    while to_ask or waiting or running:
+        match rng.choice(("ask", "end", "withdraw")):
+            case "ask" if to_ask:
+                waiting.append(window.ask(to_ask.pop()))
+            case "end" if running:
+                turn = running.pop(rng.randrange(len(running)))
+                window.release(turn.num_candidates)
+            case "withdraw" if waiting and rng.random() < 0.2:
+                turn = waiting.pop(rng.randrange(len(waiting)))
+                withdrawn.add(turn)
+                window.withdraw(turn)
+        for turn in window.admit():
+            assert turn == waiting.pop(0)
+            running.append(turn)
+            started.append(turn)
+        assert window.num_taken == sum(turn.num_candidates for turn in running)
+        assert window.num_taken <= num_places or len(running) == 1
+        if waiting:
+            assert running, "nobody waits for nothing"
+    assert len(started) + len(withdrawn) == len(sizes)
+    assert (window.num_taken, window.num_waiting) == (0, 0)

@@ -1,0 +1,119 @@
+"""The launch window: how much is in the engine, who is next, and what a client that goes leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from vllm_rollout.metrics import Metrics
+from vllm_rollout.server.launch import Launcher
+from vllm_rollout.server.protocol import RolloutRequest
+from vllm_rollout.server.service import RolloutService
+
+from .conftest import DEADLINE_S
+from .fake_engine import FakeEngine
+
+pytestmark = pytest.mark.anyio
+
+ENDLESS = {"min_tokens": 4000}
+
+
+class WatchedEngine(FakeEngine):
+    """Notes which groups start, and how many candidates it has at most."""
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(**fields)
+        self.started: list[str] = []
+        self.most_running = 0
+
+    async def run_group(self, group_id: str, plan: Any, prompt: Any, **arguments: Any) -> Any:
+        self.started.append(prompt.id)
+        self.most_running = max(self.most_running, self.num_running + plan.num_candidates)
+        async with aclosing(super().run_group(group_id, plan, prompt, **arguments)) as happenings:
+            async for happening in happenings:
+                yield happening
+
+
+def request(name: str, num_prompts: int, **fields: Any) -> RolloutRequest:
+    prompts = [{"id": f"{name}{i}", "prompt": f"prompt {i}"} for i in range(num_prompts)]
+    return RolloutRequest.model_validate({"prompts": prompts, "group_size": 4, **fields})
+
+
+def service_of(engine: FakeEngine) -> RolloutService:
+    return RolloutService(engine, Metrics(CollectorRegistry()))
+
+
+async def run(service: RolloutService, body: RolloutRequest) -> list[str]:
+    rollout = await service.prepare(body)
+    async with aclosing(service.events(rollout)) as events:
+        return [event.type async for event in events]
+
+
+async def until(condition: Any) -> None:
+    async def wait() -> None:
+        while not condition():
+            await asyncio.sleep(0.001)
+
+    await asyncio.wait_for(wait(), DEADLINE_S)
+
+
+async def test_no_more_candidates_start_than_there_are_places_and_prompts_keep_their_order():
+    engine = WatchedEngine(num_launch_places=16)
+    events = await run(service_of(engine), request("p", 40))
+    assert events.count("group") == 40
+    assert engine.most_running <= 16
+    assert engine.started == [f"p{i}" for i in range(40)]
+
+
+async def test_a_small_rollout_does_not_wait_behind_a_huge_one():
+    engine = WatchedEngine(num_launch_places=16)
+    service = service_of(engine)
+    huge = asyncio.create_task(run(service, request("huge", 200)))
+    await until(lambda: len(engine.started) >= 10)
+    started = len(engine.started)
+    await asyncio.wait_for(run(service, request("small", 2)), DEADLINE_S)
+    assert engine.started.index("small1") - started <= 6
+    assert not huge.done()
+    await asyncio.wait_for(huge, DEADLINE_S)
+
+
+async def test_clients_that_go_while_they_wait_leave_no_place_taken():
+    engine = WatchedEngine(num_launch_places=8)
+    service = service_of(engine)
+    runs = [asyncio.create_task(run(service, request(f"{i}-", 3, sampling=ENDLESS))) for i in range(6)]
+    await until(lambda: len(engine.started) == 2)
+    for task in runs:
+        task.cancel()
+    await asyncio.wait(runs)
+    assert engine.num_running == 0
+    assert (await asyncio.wait_for(run(service, request("last", 3)), DEADLINE_S)).count("group") == 3
+
+
+async def test_a_reader_that_does_not_read_keeps_no_place_from_others():
+    engine = WatchedEngine(num_launch_places=8)
+    service = service_of(engine)
+    rollout = await service.prepare(request("stalled", 50, stream=True, stream_tokens=1, sampling=ENDLESS))
+    async with aclosing(service.events(rollout)) as events:
+        await anext(events)
+        await until(lambda: engine.is_idle)
+        assert (await asyncio.wait_for(run(service, request("other", 3)), DEADLINE_S)).count("group") == 3
+        assert sum(name.startswith("stalled") for name in engine.started) <= 2 * 8 / 4
+
+
+async def test_a_turn_that_is_cancelled_as_it_comes_goes_to_the_next():
+    launcher = Launcher(4)
+    first = await launcher.take(4)
+    second, third = (asyncio.create_task(launcher.take(4)) for _ in range(2))
+    await asyncio.sleep(0)
+    first.release_all()
+    second.cancel()
+    places = await asyncio.wait_for(third, DEADLINE_S)
+    assert launcher.num_taken == 4
+    places.release(1)
+    places.release_all()
+    places.release_all()
+    assert (launcher.num_taken, launcher.num_waiting) == (0, 0)

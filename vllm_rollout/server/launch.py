@@ -1,0 +1,65 @@
+"""Rollouts wait for their turn to start a group. Invariant: every place that was taken is given back once."""
+
+from __future__ import annotations
+
+import asyncio
+
+from vllm_rollout.group.launch import LaunchWindow, Turn
+
+
+class Places:
+    """The places of one group's candidates, as long as they need them."""
+
+    def __init__(self, launcher: Launcher, num_candidates: int) -> None:
+        self._launcher = launcher
+        self.num_held = num_candidates
+
+    def release(self, num_candidates: int) -> None:
+        """So many candidates are over; what was given back before stays given back."""
+        num_released = min(num_candidates, self.num_held)
+        self.num_held -= num_released
+        if num_released:
+            self._launcher.release(num_released)
+
+    def release_all(self) -> None:
+        self.release(self.num_held)
+
+
+class Launcher:
+    """A launch window to wait at."""
+
+    def __init__(self, num_places: int) -> None:
+        self._window = LaunchWindow(num_places)
+        self._started: dict[Turn, asyncio.Future[None]] = {}
+
+    @property
+    def num_taken(self) -> int:
+        return self._window.num_taken
+
+    @property
+    def num_waiting(self) -> int:
+        return self._window.num_waiting
+
+    async def take(self, num_candidates: int) -> Places:
+        """Wait until a group of so many candidates may start. One who is cancelled meanwhile leaves the queue."""
+        turn = self._window.ask(num_candidates)
+        started = self._started[turn] = asyncio.get_running_loop().create_future()
+        self._admit()
+        try:
+            await started
+        except asyncio.CancelledError:
+            self._window.withdraw(turn)
+            self._started.pop(turn, None)
+            self._admit()
+            raise
+        return Places(self, num_candidates)
+
+    def release(self, num_candidates: int) -> None:
+        self._window.release(num_candidates)
+        self._admit()
+
+    def _admit(self) -> None:
+        for turn in self._window.admit():
+            started = self._started.pop(turn)
+            if not started.done():  # done: cancelled, and about to withdraw
+                started.set_result(None)
