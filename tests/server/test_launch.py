@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from vllm_rollout.metrics import Metrics
 from vllm_rollout.server.launch import Launcher
+from vllm_rollout.server.metrics import Metrics
 from vllm_rollout.server.protocol import RolloutRequest
 from vllm_rollout.server.service import RolloutService
 
