@@ -1,4 +1,4 @@
-from vllm_rollout.group.prompt_key import digest_of, seed_for
+from vllm_rollout.group.prompt_key import digest_of, joined_id, seed_for
 
 
 def test_a_digest_names_token_ids_by_their_content_and_order():
@@ -9,7 +9,24 @@ def test_a_digest_names_token_ids_by_their_content_and_order():
 
 
 def test_the_seed_of_a_prompt_depends_on_seed_and_content_only():
-    assert seed_for(7, [1, 2]) == seed_for(7, (1, 2))
-    seeds = [seed_for(7, [1, 2]), seed_for(8, [1, 2]), seed_for(7, [2, 1]), seed_for(-7, [1, 2])]
+    one, other = digest_of([1, 2]), digest_of([2, 1])
+    assert seed_for(7, one) == seed_for(7, digest_of([1, 2]))
+    seeds = [seed_for(7, one), seed_for(8, one), seed_for(7, other), seed_for(-7, one)]
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**62 for seed in seeds)
+
+
+def test_a_joined_group_is_another_one_in_another_run_for_another_prompt_or_adapter():
+    content = digest_of([1, 2])
+    ids = [
+        joined_id("", "q1", content, ""),
+        joined_id("run", "q1", content, ""),
+        joined_id("", "q2", content, ""),
+        joined_id("", "q1", digest_of([1]), ""),
+        joined_id("", "q1", content, "sql"),
+        joined_id("q1", "", content, ""),
+        joined_id("\ud800", "é", content, ""),
+    ]
+    assert len(set(ids)) == len(ids)
+    assert ids[0] == joined_id("", "q1", digest_of((1, 2)), "")
+    assert all(id.startswith("joined:") and "-" not in id for id in ids)

@@ -1,7 +1,8 @@
-"""A prompt's content as a name. Invariant: the same token ids give the same name, in every process and run."""
+"""A prompt's content as a name. Invariant: the same content gives the same name, in every process and run."""
 
 from __future__ import annotations
 
+import json
 from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -12,11 +13,21 @@ def digest_of(token_ids: Sequence[int]) -> str:
     return blake2b(array("Q", token_ids).tobytes(), digest_size=12).hexdigest()
 
 
-def seed_for(seed: int, token_ids: Sequence[int]) -> int:
-    """A seed of chance for one prompt, below 2**62.
+def seed_for(seed: int, content: str) -> int:
+    """A seed of chance for the prompt with this digest, below 2**62.
 
     A trainer that fixes its seed and names its prompts by their position would otherwise draw the same chance for the
     candidates of each position in every training step.
     """
-    digest = blake2b(f"{seed}:{digest_of(token_ids)}".encode(), digest_size=8).digest()
+    digest = blake2b(f"{seed}:{content}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 2
+
+
+def joined_id(namespace: str, name: str, content: str, adapter: str) -> str:
+    """The id of a group that single requests join: the same for siblings, another one for everybody else.
+
+    Siblings share the prompt by definition, so a name that is used again for another prompt, or under another LoRA
+    adapter, means another group. The server's own group ids have a `-` in them, this one has none.
+    """
+    key = json.dumps([namespace, name, content, adapter])  # ASCII, whatever users call their runs
+    return f"joined:{blake2b(key.encode(), digest_size=16).hexdigest()}"

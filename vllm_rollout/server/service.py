@@ -13,7 +13,7 @@ from contextlib import aclosing
 from typing import Literal
 
 from vllm_rollout.group.plan import GroupPlan, PlanError, make_plan
-from vllm_rollout.group.prompt_key import seed_for
+from vllm_rollout.group.prompt_key import digest_of, seed_for
 from vllm_rollout.group.selection import conclude, lengths_of
 from vllm_rollout.server.answers import (
     Candidate,
@@ -258,7 +258,7 @@ class RolloutService:
             prompt,
             stream_tokens=rollout.stream_tokens,
             rollout_id=rollout.id,
-            pruning_seed=seed_for(rollout.pruning_seed, prompt.token_ids),
+            pruning_seed=seed_for(rollout.pruning_seed, digest_of(prompt.token_ids)),
         )
         async with aclosing(stream) as happenings:
             async for happening in happenings:

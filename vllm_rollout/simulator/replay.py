@@ -13,6 +13,7 @@ from vllm_rollout.config import REWARD_THRESHOLD
 from vllm_rollout.group.allocation import allocate_batch
 from vllm_rollout.group.history import LengthHistory, observed_lengths
 from vllm_rollout.group.judge import Judge, Scoring
+from vllm_rollout.group.placement import choose_rank
 from vllm_rollout.group.plan import GroupPlan
 from vllm_rollout.group.selection import conclude
 from vllm_rollout.group.types import GroupResult
@@ -134,15 +135,14 @@ class _Replay:
 
 
 def assigned(races: Sequence[Race], num_ranks: int, next_rank: int) -> tuple[list[list[Race]], int]:
-    """Each group to the rank with the fewest candidates; ties take turns, as in `adapter/api/client.py`.
+    """Each group to a rank, as a server places them.
 
     next_rank: whose turn it is; the second value is the one after the last group.
     """
     ranks: list[list[Race]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
     for race in races:
-        turns = [(next_rank + turn) % num_ranks for turn in range(num_ranks)]
-        rank = min(turns, key=loads.__getitem__)
+        rank = choose_rank(loads, next_rank)
         ranks[rank].append(race)
         loads[rank] += race.plan.num_candidates
         next_rank = (rank + 1) % num_ranks

@@ -1,0 +1,110 @@
+"""Loads of data-parallel ranks -> the rank of the next group.
+
+A load is a number of candidates on their way. A group whose candidates come together is placed once. Siblings that
+come one by one (joined groups) follow the first of them, as long as their group is remembered; where several processes
+place without telling each other they meet on the rank that the group's id names, and count in its load all the same.
+
+Invariant: siblings have one rank, and a load is the number of candidates that were placed there and have not left.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from zlib import crc32
+
+from vllm_rollout.config import MAX_IDLE_GROUPS
+
+
+def choose_rank(loads: Sequence[int], turn: int) -> int:
+    """The rank with the least load; of equal ones the next in turn, from rank `turn` on."""
+    return min(range(len(loads)), key=lambda rank: (loads[rank], (rank - turn) % len(loads)))
+
+
+def agreed_rank(group_id: str, num_ranks: int) -> int:
+    """A rank that depends on the id only, so that processes which share nothing choose the same."""
+    return crc32(group_id.encode()) % num_ranks
+
+
+@dataclass(slots=True)
+class _Siblings:
+    rank: int
+    num_to_come: int
+    num_running: int = 0
+
+
+class Placement:
+    """Where the candidates of one API process run."""
+
+    def __init__(
+        self, num_ranks: int, first_turn: int = 0, *, alone: bool = True, max_idle: int = MAX_IDLE_GROUPS
+    ) -> None:
+        """
+        Args:
+            first_turn: whose turn the first tie is; different processes had better begin differently.
+            alone: no other process places candidates, so that siblings can follow what is remembered here.
+            max_idle: groups without a running sibling that are remembered while they wait for others.
+        """
+        self.num_ranks = num_ranks
+        self.loads: Counter[int] = Counter()
+        self._turn = first_turn % num_ranks
+        self._alone = alone
+        self._joined: dict[str, _Siblings] = {}
+        self._idle: OrderedDict[str, None] = OrderedDict()
+        self._max_idle = max_idle
+
+    def __len__(self) -> int:
+        """Joined groups that are remembered."""
+        return len(self._joined)
+
+    def place(self, num_candidates: int, rank: int | None = None) -> int:
+        """The rank of a group whose candidates come together; `rank` where the user pins it. Then call `leave`."""
+        if rank is None:
+            rank = self._next()
+        self.loads[rank] += num_candidates
+        return rank
+
+    def leave(self, rank: int, num_candidates: int) -> None:
+        self.loads[rank] -= num_candidates
+
+    def join(self, group_id: str, num_candidates: int, rank: int | None = None) -> int:
+        """The rank of one sibling, of `num_candidates` in all, and `rank` where the user pins it. Call `leave_joined`
+        at its end."""
+        siblings = self._joined.get(group_id)
+        if siblings is None:
+            chosen = rank
+            if chosen is None:
+                chosen = self._next() if self._alone else agreed_rank(group_id, self.num_ranks)
+            siblings = self._joined[group_id] = _Siblings(chosen, num_candidates)
+        self._idle.pop(group_id, None)
+        siblings.num_to_come -= 1
+        siblings.num_running += 1
+        rank = siblings.rank if rank is None else rank
+        self.loads[rank] += 1
+        return rank
+
+    def leave_joined(self, group_id: str, rank: int, *, refused: bool = False) -> None:
+        """A sibling that was to run on `rank` has ended, or was refused: then another may still come in its place.
+
+        Its group is forgotten as the engine forgets it: when it is over, or when `max_idle` others wait longer for
+        siblings that do not come.
+        """
+        self.loads[rank] -= 1
+        siblings = self._joined[group_id]
+        siblings.num_running -= 1
+        siblings.num_to_come += refused
+        if siblings.num_running:
+            return
+        if siblings.num_to_come <= 0:
+            del self._joined[group_id]
+            return
+        self._idle[group_id] = None
+        if len(self._idle) > self._max_idle:
+            oldest, _ = self._idle.popitem(last=False)
+            del self._joined[oldest]
+
+    def _next(self) -> int:
+        rank = choose_rank([self.loads[rank] for rank in range(self.num_ranks)], self._turn)
+        self._turn = (rank + 1) % self.num_ranks
+        return rank
