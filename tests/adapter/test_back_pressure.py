@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from itertools import pairwise
 from typing import Any
@@ -18,78 +18,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scheduler_runs import TracedRun, assert_nothing_left, prune_by_sign
+from stepped_llm import SteppedLLM, let_everybody_run
 from vllm import SamplingParams
 from vllm.outputs import STREAM_FINISHED, RequestOutput
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.exceptions import EngineDeadError
-from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
-from vllm.v1.request import RequestStatus
 
-from tests.support.dry_run import EOS_TOKEN
 from vllm_rollout.adapter.api.client import CandidateOutput, RolloutAsyncLLM
 from vllm_rollout.adapter.api.engine import VLLMEngine, sampled_logprobs
 from vllm_rollout.adapter.core.scheduler import RolloutScheduler
-from vllm_rollout.adapter.wire import CandidateTag
 from vllm_rollout.group.plan import GroupPlan
 from vllm_rollout.group.pruning_plan import PruningPlan
 from vllm_rollout.server.engine import CandidateEnd, CandidateTokens, PreparedPrompt
 
 RACE = GroupPlan(group_size=4, redundancy=4)
 WHOLE_POOL = GroupPlan(group_size=8, early_stop=False)
-
-
-class SteppedLLM(RolloutAsyncLLM):
-    """The client of an engine that makes a step when it is told to. A prompt is the lengths of its candidates.
-
-    Overrides: __init__, add_request, shutdown, num_ranks.
-    """
-
-    num_ranks = 1
-
-    def __init__(self, run: TracedRun) -> None:
-        self.run = run
-        self.output_processor = OutputProcessor(None, log_stats=False)
-        self.engine_core = self
-        self.log_requests = False
-        self.num_aborted = 0
-        self._candidate_ids = set()
-        self._candidates_on_rank = Counter()
-
-    def shutdown(self, *args: Any, **kwargs: Any) -> None: ...
-
-    async def add_request(
-        self, request_id: str, prompt: Sequence[int], params: SamplingParams, **kwargs: Any
-    ) -> RequestOutputCollector:
-        id = f"{request_id}-internal"
-        collector = RequestOutputCollector(params.output_kind, id)
-        request = EngineCoreRequest(id, [5] * 20, None, params, None, 0.0, None, None, None, external_req_id=request_id)
-        self.output_processor.add_request(request, None, queue=collector)
-        length = prompt[CandidateTag.of(params.extra_args).index]
-        self.run.add(id, length, extra_args=params.extra_args, logprobs=params.logprobs)
-        return collector
-
-    async def abort_requests_async(self, request_ids: list[str]) -> None:
-        self.run.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
-        self.num_aborted += len(request_ids)
-
-    async def step(self) -> bool:
-        """One step, and whatever its outputs set off. False when there was nothing to do."""
-        stepped = self.run.step()
-        outputs = [output for outputs in self.run.outputs.values() for output in outputs]
-        self.run.outputs.clear()
-        self.output_processor.process_outputs(outputs)
-        await let_everybody_run()
-        return stepped
-
-    async def step_to_the_end(self) -> None:
-        while await self.step():
-            pass
-
-    def own_tokens(self, group_id: str, index: int, length: int, num_tokens: int) -> list[int]:
-        """The first tokens of a candidate that would end after `length`."""
-        tokens = self.run.own_tokens(f"{group_id}-c{index}-internal", num_tokens)
-        return tokens if num_tokens < length else [*tokens[:-1], EOS_TOKEN]
 
 
 class SteppedEngine(VLLMEngine):
@@ -114,12 +57,6 @@ def sampling(stream_tokens: int | None) -> SamplingParams:
 
 def candidates(llm: SteppedLLM, group_id: str, plan: GroupPlan, lengths: list[int], stream_tokens: int | None = 1):
     return llm.run_candidates(group_id, plan, lengths, sampling(stream_tokens))
-
-
-async def let_everybody_run() -> None:
-    """Until every task waits for a step of the engine or for a reader."""
-    for _ in range(100):
-        await asyncio.sleep(0)
 
 
 @asynccontextmanager

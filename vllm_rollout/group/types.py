@@ -100,3 +100,19 @@ class GroupResult:
     """Indices of the returned trajectories, ascending; exactly `group_size` of them when complete."""
     endings: tuple[Ending, ...]
     """Every candidate, ascending by index."""
+
+    @property
+    def generated_tokens(self) -> int:
+        """Output tokens of all candidates."""
+        return sum(ending.num_tokens for ending in self.endings)
+
+    @property
+    def returned_tokens(self) -> int:
+        """Those of the returned trajectories."""
+        selected = set(self.selected)
+        return sum(ending.num_tokens for ending in self.endings if ending.index in selected)
+
+    @property
+    def wasted_tokens(self) -> int:
+        """The difference."""
+        return self.generated_tokens - self.returned_tokens

@@ -13,7 +13,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 
 from vllm_rollout.group.allocation import PromptAllocation
 from vllm_rollout.group.ledger import RewardStatus
-from vllm_rollout.group.types import STOP_STATES, Assessment, GroupResult, Signal
+from vllm_rollout.group.types import STOP_STATES, Assessment, Ending, GroupResult, Signal
 
 if TYPE_CHECKING:
     from vllm_rollout.server.engine import LearningReport, LengthStatistics, Reward, StepDrift
@@ -117,18 +117,22 @@ class Metrics:
 
     def group_over(self, result: GroupResult, latency_s: float) -> None:
         self._groups.labels(result.status).inc()
-        selected = set(result.selected)
-        generated = returned = 0
         for ending in result.endings:
             self._candidates.labels(ending.state).inc()
-            generated += ending.num_tokens
-            returned += ending.num_tokens if ending.index in selected else 0
+        self._count_tokens(result.generated_tokens, result.returned_tokens)
+        self._latency.observe(latency_s)
+        if result.generated_tokens:
+            self._tail.observe(result.wasted_tokens / result.generated_tokens)
+
+    def joined_over(self, ending: Ending) -> None:
+        """One candidate of a group whose siblings come by themselves: what finished is what its request returns."""
+        self._candidates.labels(ending.state).inc()
+        self._count_tokens(ending.num_tokens, ending.num_tokens if ending.state == "finished" else 0)
+
+    def _count_tokens(self, generated: int, returned: int) -> None:
         self._tokens.labels("generated").inc(generated)
         self._tokens.labels("returned").inc(returned)
         self._tokens.labels("wasted").inc(generated - returned)
-        self._latency.observe(latency_s)
-        if generated:
-            self._tail.observe(1 - returned / generated)
 
     def prompts_allocated(self, allocations: Sequence[PromptAllocation]) -> None:
         for allocation in allocations:

@@ -58,11 +58,9 @@ class Rollout:
     def account(self, result: GroupResult, ends: Mapping[int, CandidateEnd], latency_s: float) -> None:
         """A group is over."""
         usage = self.usage
-        generated = sum(e.num_tokens for e in result.endings)
-        returned = sum(ends[i].ending.num_tokens for i in result.selected)
-        usage.generated_tokens += generated
-        usage.returned_tokens += returned
-        usage.wasted_tokens += generated - returned
+        usage.generated_tokens += result.generated_tokens
+        usage.returned_tokens += result.returned_tokens
+        usage.wasted_tokens += result.wasted_tokens
         usage.num_candidates += len(result.endings)
         usage.num_scored += sum(end.assessment is not None for end in ends.values())
         for ending in result.endings:

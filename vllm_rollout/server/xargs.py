@@ -76,6 +76,14 @@ def plan_from_xargs(xargs: Mapping[str, object], n: int, *, max_candidates: int)
     )
 
 
+def as_written(refusal: str) -> tuple[str, str]:
+    """A refusal by a joined group ("group_size of this group is …") with the field's name among the xargs, and that
+    name; one that begins with no field is about the group that was named."""
+    field, _, rest = refusal.partition(" ")
+    name = NAMES.get(field.removeprefix("pruning."))
+    return ("rollout_group_id", f"rollout_group_id: {refusal}") if name is None else (name, f"{name} {rest}")
+
+
 def _join(xargs: Mapping[str, object], n: int, max_candidates: int) -> GroupJoin:
     _reject_unknown(xargs, (*JOIN_XARGS, *PRUNING_XARGS.values()))
     name = _name(xargs, "rollout_group_id")

@@ -109,7 +109,7 @@ class Tally:
         self.num_candidates += len(pool)
         self.num_resampled += sum(candidate.resampled for candidate in pool)
         endings: tuple[Ending, ...] = result.endings
-        self.generated_tokens += sum(ending.num_tokens for ending in endings)
+        self.generated_tokens += result.generated_tokens
         self.num_pruned += sum(ending.state == "pruned" for ending in endings)
         self.num_drawn += sum(e.num_tokens > c.num_known for e, c in zip(endings, pool, strict=True))
         for index in result.selected:

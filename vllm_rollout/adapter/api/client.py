@@ -9,8 +9,6 @@ import asyncio
 import secrets
 import time
 import uuid
-import zlib
-from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from copy import copy
@@ -19,19 +17,25 @@ from typing import Any
 
 from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMValidationError
 from vllm.logger import init_logger
+from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from vllm_rollout.adapter.api.prompts import digest_of_prompt
+from vllm_rollout.adapter.api.refusals import pruning_refusal
 from vllm_rollout.adapter.wire import TAG_KEY, CandidateTag, EndingNote
 from vllm_rollout.config import OUTPUT_INTERVAL_TOKENS
 from vllm_rollout.group.judge import Scoring
+from vllm_rollout.group.placement import Placement
 from vllm_rollout.group.plan import GroupJoin, GroupPlan, PlanError
+from vllm_rollout.group.prompt_key import joined_id, seed_for
+from vllm_rollout.group.pruning_plan import PruningPlan
 from vllm_rollout.group.selection import conclude
 from vllm_rollout.group.types import STOP_STATES, Ending, GroupResult
 from vllm_rollout.server.metrics import Metrics
-from vllm_rollout.server.xargs import plan_from_xargs, rollout_xargs
+from vllm_rollout.server.xargs import PRUNING_XARGS, as_written, plan_from_xargs, rollout_xargs
 
 logger = init_logger("vllm.vllm_rollout")
 
@@ -55,14 +59,13 @@ class RolloutAsyncLLM(AsyncLLM):
         """Called once, on the thread that stops the engine, while the engine still answers."""
         super().__init__(*args, **kwargs)
         self.rollout_metrics = Metrics()
-        self._candidates_on_rank: Counter[int] = Counter()
         self._candidate_ids: set[str] = set()
         """External request ids of candidates on their way."""
         self.client_index = int(kwargs.get("client_index", 0))
         """Which of the API processes this is."""
         self.num_api_processes = int(kwargs.get("client_count", 1))
-        self._next_rank = self.client_index
-        """Where a tie goes: several API processes, and groups one after the other, take turns."""
+        # Ties go in turn, and several API processes begin with different ranks.
+        self._placement = Placement(self.num_ranks, self.client_index, alone=self.num_api_processes == 1)
 
     def shutdown(self, *args: Any, **kwargs: Any) -> None:
         before, self.before_shutdown = self.before_shutdown, None
@@ -95,6 +98,9 @@ class RolloutAsyncLLM(AsyncLLM):
             plan = plan_from_xargs(xargs, sampling_params.n, max_candidates=self.max_candidates)
         except PlanError as error:
             raise VLLMValidationError(f"vllm_xargs.{error}", parameter=f"vllm_xargs.{error.field}") from error
+        if plan.pruning is not None and (refusal := pruning_refusal(self.vllm_config)) is not None:
+            field = f"vllm_xargs.{PRUNING_XARGS['detection_length']}"
+            raise VLLMValidationError(f"{field}: {refusal}", parameter=field)
         params = copy(sampling_params)
         params.extra_args = {key: value for key, value in extra_args.items() if key not in xargs}
         if isinstance(plan, GroupJoin):
@@ -121,13 +127,19 @@ class RolloutAsyncLLM(AsyncLLM):
     async def _generate_candidate(
         self, tag: CandidateTag, prompt: Any, params: SamplingParams, request_id: str, **kwargs: Any
     ) -> AsyncGenerator[tuple[RequestOutput, EndingNote | None], None]:
-        """One candidate's outputs, each with the scheduler's note when it is the last."""
+        """One candidate's outputs, each with the scheduler's note when it is the last.
+
+        Raises: VLLMValidationError when the group that it names did not let it in.
+        """
         params.extra_args = {**(params.extra_args or {}), **tag.to_extra_args()}
         self._candidate_ids.add(request_id)
         try:
             async with aclosing(super().generate(prompt, params, request_id, **kwargs)) as outputs:
                 async for output in outputs:
                     note, output.kv_transfer_params = EndingNote.take(output.kv_transfer_params)
+                    if note is not None and note.refusal is not None:
+                        field, refusal = as_written(note.refusal)
+                        raise VLLMValidationError(f"vllm_xargs.{refusal}", parameter=f"vllm_xargs.{field}")
                     if note is not None:
                         (completion,) = output.outputs
                         mend_weight_versions(completion, note.pauses)
@@ -145,10 +157,13 @@ class RolloutAsyncLLM(AsyncLLM):
         params: SamplingParams,
         *,
         scoring: Scoring | None = None,
+        observed: bool = True,
         data_parallel_rank: int | None = None,
         **kwargs: Any,
     ) -> AsyncGenerator[CandidateOutput, None]:
         """Run the candidates of one group; yields their outputs as they come, in the kind `params` asks for.
+
+        Without `observed` and `scoring` nobody looks at their logits, and there is no mean confidence.
 
         A candidate that fails ends with a final output of finish reason `error` or `abort`. Closing the generator
         aborts what still runs. Raises what concerns all candidates alike: bad parameters, a full queue, a dead engine.
@@ -157,9 +172,8 @@ class RolloutAsyncLLM(AsyncLLM):
         as many as there are candidates in the queue, and of each candidate one that waits for room there and one into
         which vLLM merges the deltas that nobody has taken.
         """
-        rank = self._choose_rank() if data_parallel_rank is None else data_parallel_rank
-        if rank is not None:
-            self._candidates_on_rank[rank] += plan.num_candidates
+        rank = self._placement.place(plan.num_candidates, data_parallel_rank)
+        kwargs["data_parallel_rank"] = data_parallel_rank if self.num_ranks == 1 else rank
         # One place per candidate: with fewer, candidates of one step wait for each other, a task switch per output.
         queue: asyncio.Queue[CandidateOutput | int | Exception] = asyncio.Queue(plan.num_candidates)
         params = params.clone()
@@ -177,13 +191,12 @@ class RolloutAsyncLLM(AsyncLLM):
                 interval,
                 scoring,
                 plan.patience,
+                observed,
             )
             child = copy(params)
             child.n = 1
             child.seed = None if params.seed is None else params.seed + index  # as vLLM seeds the n of a request
-            outputs = self._generate_candidate(
-                tag, prompt, child, f"{group_id}-c{index}", data_parallel_rank=rank, **kwargs
-            )
+            outputs = self._generate_candidate(tag, prompt, child, f"{group_id}-c{index}", **kwargs)
             try:
                 async with aclosing(outputs):
                     async for output, note in outputs:
@@ -210,22 +223,12 @@ class RolloutAsyncLLM(AsyncLLM):
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            if rank is not None:
-                self._candidates_on_rank[rank] -= plan.num_candidates
-
-    def _choose_rank(self) -> int | None:
-        """The rank with the fewest candidates of ours; None when there is only one."""
-        if self.num_ranks == 1:
-            return None
-        turns = [(self._next_rank + turn) % self.num_ranks for turn in range(self.num_ranks)]
-        rank = min(turns, key=lambda rank: self._candidates_on_rank[rank])
-        self._next_rank = (rank + 1) % self.num_ranks
-        return rank
+            self._placement.leave(rank, plan.num_candidates)
 
     async def _generate_choices(
         self, plan: GroupPlan, prompt: Any, params: SamplingParams, request_id: str, **kwargs: Any
     ) -> AsyncGenerator[RequestOutput, None]:
-        """A group behind an OpenAI request: exactly n choices.
+        """A group behind an OpenAI request: exactly n choices. It teaches nothing, since no reward can name them.
 
         The winners are known when the group is over, so a stream gets each of them in one piece.
         """
@@ -234,8 +237,8 @@ class RolloutAsyncLLM(AsyncLLM):
         finals: dict[int, RequestOutput] = {}
         endings: dict[int, Ending] = {}
         group_id = f"{request_id}-{uuid.uuid4().hex[:8]}"
-        scoring = plan.pruning and Scoring(request_id, request_id, _chance_seed(params), plan.pruning)
-        stream = self.run_candidates(group_id, plan, prompt, params, scoring=scoring, **kwargs)
+        scoring = plan.pruning and _scoring(plan.pruning, group_id, digest_of_prompt(prompt), params)
+        stream = self.run_candidates(group_id, plan, prompt, params, scoring=scoring, observed=False, **kwargs)
         async with aclosing(stream) as outputs:
             async for candidate in outputs:
                 finals[candidate.index] = candidate.output
@@ -257,26 +260,50 @@ class RolloutAsyncLLM(AsyncLLM):
     async def _generate_joined(
         self, join: GroupJoin, prompt: Any, params: SamplingParams, request_id: str, **kwargs: Any
     ) -> AsyncGenerator[RequestOutput, None]:
-        """One of several requests that make up a group: all of them go to the rank their group id names."""
+        """One of several requests that make up a group: they meet on one rank. It teaches nothing."""
+        content = digest_of_prompt(prompt)
+        lora: LoRARequest | None = kwargs.get("lora_request")
+        group_id = joined_id(join.namespace, join.name, content, "" if lora is None else lora.lora_name)
         tag = CandidateTag(
-            join.name,
+            group_id,
             None,
             join.group_size,
             join.num_candidates,
             join.early_stop,
             1 if params.output_kind != RequestOutputKind.FINAL_ONLY else OUTPUT_INTERVAL_TOKENS,
-            join.pruning and Scoring(join.name, join.name, _chance_seed(params), join.pruning),
+            join.pruning and _scoring(join.pruning, group_id, content, params),
+            observed=False,
         )
-        if kwargs.get("data_parallel_rank") is None and self.num_ranks > 1:
-            kwargs["data_parallel_rank"] = zlib.crc32(join.name.encode()) % self.num_ranks
-        async with aclosing(self._generate_candidate(tag, prompt, params, request_id, **kwargs)) as outputs:
-            async for output, _ in outputs:
-                yield output
+        pinned = kwargs.get("data_parallel_rank")
+        rank = self._placement.join(group_id, join.num_candidates, pinned)
+        kwargs["data_parallel_rank"] = pinned if self.num_ranks == 1 else rank
+        num_tokens, refused = 0, False
+        last: CandidateOutput | None = None
+        try:
+            async with aclosing(self._generate_candidate(tag, prompt, params, request_id, **kwargs)) as outputs:
+                async for output, note in outputs:
+                    (completion,) = output.outputs
+                    before = num_tokens if params.output_kind == RequestOutputKind.DELTA else 0
+                    num_tokens = before + len(completion.token_ids)
+                    last = CandidateOutput(0, output, note)
+                    if note is not None and note.assessment is not None:
+                        self.rollout_metrics.candidate_scored(note.assessment)
+                    yield output
+        except (VLLMClientError, GracefulHTTPError):
+            refused = True
+            raise
+        finally:
+            self._placement.leave_joined(group_id, rank, refused=refused)
+            if not refused:
+                self.rollout_metrics.joined_over(
+                    Ending(0, "failed", num_tokens) if last is None else ending_of(last, num_tokens)
+                )
 
 
-def _chance_seed(params: SamplingParams) -> int:
-    """The same seeded request gets the same verdicts; others do not."""
-    return secrets.randbits(62) if params.seed is None else params.seed
+def _scoring(plan: PruningPlan, group_id: str, content: str, params: SamplingParams) -> Scoring:
+    """Of a group that teaches nothing. Chance: the same seeded request gets the same verdicts, others do not."""
+    seed = secrets.randbits(62) if params.seed is None else seed_for(params.seed, content)
+    return Scoring(group_id, content, seed, plan, teaches=False)
 
 
 def ending_of(candidate: CandidateOutput, num_tokens: int | None = None) -> Ending:

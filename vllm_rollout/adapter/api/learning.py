@@ -16,6 +16,7 @@ from vllm.logger import init_logger
 
 from vllm_rollout.adapter.api.client import RolloutAsyncLLM
 from vllm_rollout.adapter.api.engine_calls import EngineCalls
+from vllm_rollout.adapter.api.refusals import pruning_refusal
 from vllm_rollout.adapter.options import RolloutOptions
 from vllm_rollout.adapter.wire import rules_report_of
 from vllm_rollout.group.ledger import RewardStatus
@@ -42,12 +43,7 @@ class EngineLearning(EngineCalls):
 
     @property
     def pruning_refusal(self) -> str | None:
-        if self._client.vllm_config.speculative_config is None:
-            return None
-        return (
-            "pruning does not work with speculative decoding in this version. Start the server without "
-            "--speculative-config, or leave pruning out."
-        )
+        return pruning_refusal(self._client.vllm_config)
 
     async def post_rewards(self, rollout_id: str, rewards: Sequence[Reward]) -> RewardsReceipt | None:
         posted = [[reward.prompt_id, reward.index, reward.reward, reward.positive] for reward in rewards]

@@ -1,0 +1,92 @@
+"""A real client, output processor and scheduler; the model is made up, and the test makes the steps."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+from scheduler_runs import TracedRun
+from vllm import SamplingParams
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+from vllm.v1.request import RequestStatus
+
+from tests.support.dry_run import EOS_TOKEN
+from vllm_rollout.adapter.api.client import RolloutAsyncLLM
+from vllm_rollout.adapter.wire import CandidateTag
+from vllm_rollout.group.placement import Placement
+from vllm_rollout.server.metrics import Metrics
+
+
+class SteppedLLM(RolloutAsyncLLM):
+    """The client of an engine that makes a step when it is told to.
+
+    A prompt is the lengths of its candidates, or as vLLM renders it, with the request's own length in `length`.
+
+    Overrides: __init__, add_request, shutdown, max_candidates, num_ranks.
+    """
+
+    num_ranks = 1
+    max_candidates = 16
+
+    def __init__(self, run: TracedRun, num_ranks: int = 1, *, alone: bool = True, **flags: Any) -> None:
+        self.run = run
+        self.output_processor = OutputProcessor(None, log_stats=False)
+        self.engine_core = self
+        self.log_requests = False
+        self.num_aborted = 0
+        self._candidate_ids = set()
+        self.num_ranks = num_ranks
+        self.vllm_config = SimpleNamespace(
+            speculative_config=flags.get("speculative_config"),
+            parallel_config=SimpleNamespace(enable_batch_sharded_sampling=flags.get("enable_batch_sharded_sampling")),
+        )
+        self.rollout_metrics = Metrics(CollectorRegistry())
+        self.added: dict[str, tuple[CandidateTag, int | None]] = {}
+        """Tag and data-parallel rank of every candidate, by external request id."""
+        self._placement = Placement(num_ranks, alone=alone)
+
+    def shutdown(self, *args: Any, **kwargs: Any) -> None: ...
+
+    async def add_request(
+        self, request_id: str, prompt: Any, params: SamplingParams, **kwargs: Any
+    ) -> RequestOutputCollector:
+        id = f"{request_id}-internal"
+        collector = RequestOutputCollector(params.output_kind, id)
+        request = EngineCoreRequest(id, [5] * 20, None, params, None, 0.0, None, None, None, external_req_id=request_id)
+        self.output_processor.add_request(request, None, queue=collector)
+        tag = CandidateTag.of(params.extra_args)
+        self.added[request_id] = tag, kwargs["data_parallel_rank"]
+        length = prompt["length"] if isinstance(prompt, dict) else prompt[tag.index]
+        self.run.add(id, length, extra_args=params.extra_args, logprobs=params.logprobs)
+        return collector
+
+    async def abort_requests_async(self, request_ids: list[str]) -> None:
+        self.run.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
+        self.num_aborted += len(request_ids)
+
+    async def step(self) -> bool:
+        """One step, and whatever its outputs set off. False when there was nothing to do."""
+        stepped = self.run.step()
+        outputs = [output for outputs in self.run.outputs.values() for output in outputs]
+        self.run.outputs.clear()
+        self.output_processor.process_outputs(outputs)
+        await let_everybody_run()
+        return stepped
+
+    async def step_to_the_end(self) -> None:
+        while await self.step():
+            pass
+
+    def own_tokens(self, group_id: str, index: int, length: int, num_tokens: int) -> list[int]:
+        """The first tokens of a candidate that would end after `length`."""
+        tokens = self.run.own_tokens(f"{group_id}-c{index}-internal", num_tokens)
+        return tokens if num_tokens < length else [*tokens[:-1], EOS_TOKEN]
+
+
+async def let_everybody_run() -> None:
+    """Until every task waits for a step of the engine or for a reader."""
+    for _ in range(100):
+        await asyncio.sleep(0)

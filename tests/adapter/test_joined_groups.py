@@ -1,0 +1,287 @@
+"""Groups whose siblings are requests of their own, seen from the API process: who meets whom, where, and what is told.
+
+Real are the client, vLLM's output processor and the scheduler (`stepped_llm.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from scheduler_runs import TracedRun, assert_nothing_left, prune_by_sign
+from stepped_llm import SteppedLLM, let_everybody_run
+from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind
+
+from vllm_rollout.server.metrics import Metrics
+
+JOIN = {"rollout_group_id": "q1", "rollout_group_size": 2, "rollout_num_candidates": 4}
+PRUNE = {"rollout_detection_length": 4, "rollout_allow_fewer": 1}
+
+
+@pytest.fixture
+def llm(new_run: Callable[..., TracedRun]) -> SteppedLLM:
+    return SteppedLLM(new_run())
+
+
+def prompt(length: int, *token_ids: int) -> dict[str, Any]:
+    return {"type": "token", "prompt_token_ids": list(token_ids or (5, 6, 7)), "length": length}
+
+
+class Sibling:
+    """A request on its way."""
+
+    def __init__(
+        self,
+        llm: SteppedLLM,
+        request_id: str,
+        length: int,
+        xargs: dict[str, Any] = JOIN,
+        *token_ids: int,
+        kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY,
+        seed: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        params = SamplingParams(max_tokens=4000, seed=seed, detokenize=False, output_kind=kind, extra_args={**xargs})
+        self.outputs: list[RequestOutput] = []
+        self._stream = llm.generate(prompt(length, *token_ids), params, request_id, **kwargs)
+        self.task = asyncio.create_task(self._read())
+
+    async def _read(self) -> RequestOutput:
+        async for output in self._stream:
+            self.outputs.append(output)
+        return self.outputs[-1]
+
+    async def end(self) -> tuple[str, str | None]:
+        (completion,) = (await self.task).outputs
+        return completion.finish_reason, completion.stop_reason
+
+
+async def race(llm: SteppedLLM, *siblings: Sibling) -> list[tuple[str, str | None]]:
+    await let_everybody_run()
+    await llm.step_to_the_end()
+    return [await sibling.end() for sibling in siblings]
+
+
+WON, LOST, PRUNED = ("stop", None), ("abort", "surplus"), ("abort", "pruned")
+
+
+def test_siblings_that_share_a_prompt_race(llm: SteppedLLM) -> None:
+    async def run() -> None:
+        siblings = [Sibling(llm, f"r{i}", length) for i, length in enumerate((9, 30, 5, 40))]
+        assert await race(llm, *siblings) == [WON, LOST, WON, LOST]
+
+    asyncio.run(run())
+    assert_nothing_left(llm.run)
+    assert len(llm._placement) == 0
+
+
+@pytest.mark.parametrize(
+    "stranger",
+    [
+        {"xargs": {**JOIN, "rollout_namespace": "run-2"}},
+        {"token_ids": [5, 6, 8]},
+        {"lora_request": SimpleNamespace(lora_name="sql")},
+    ],
+    ids=["another run", "another prompt", "another adapter"],
+)
+def test_the_same_name_elsewhere_is_another_group(llm: SteppedLLM, stranger: dict[str, Any]) -> None:
+    async def run() -> None:
+        others = {"token_ids": (), "xargs": JOIN, **stranger}
+        token_ids, xargs = others.pop("token_ids"), others.pop("xargs")
+        strangers = [Sibling(llm, f"s{i}", length, xargs, *token_ids, **others) for i, length in enumerate((4, 5))]
+        siblings = [Sibling(llm, f"r{i}", length) for i, length in enumerate((50, 60, 70, 80))]
+        assert await race(llm, *strangers, *siblings) == [WON, WON, WON, WON, LOST, LOST]
+
+    asyncio.run(run())
+
+
+def test_a_request_s_own_group_cannot_be_joined(llm: SteppedLLM) -> None:
+    async def run() -> None:
+        params = SamplingParams(n=2, max_tokens=400, detokenize=False, extra_args={"rollout_redundancy": 2})
+        own = asyncio.create_task(anext(llm.generate([20, 21, 30, 31], params, "joined:00")))
+        await race(llm, Sibling(llm, "r0", 3))
+        await own
+
+    asyncio.run(run())
+    own, joined = {tag.group_id for tag, _ in llm.added.values()}
+    assert {"-" in own, "-" in joined} == {True, False}
+
+
+@pytest.mark.parametrize("kind", [RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA])
+@pytest.mark.parametrize(
+    ("says", "field", "values"),
+    [
+        ({"rollout_group_size": 3}, "rollout_group_size", ["is 2", "got 3"]),
+        ({"rollout_num_candidates": 5}, "rollout_num_candidates", ["is 4", "got 5"]),
+        ({"rollout_early_stop": 0}, "rollout_early_stop", ["is True", "got False"]),
+        (PRUNE, "rollout_detection_length", ["is None", "got 4"]),
+    ],
+)
+def test_a_sibling_that_says_otherwise_is_refused_with_both_values(llm, kind, says, field, values) -> None:
+    async def run() -> None:
+        first = Sibling(llm, "r0", 20)
+        await let_everybody_run()
+        other = Sibling(llm, "r1", 10, {**JOIN, **says}, kind=kind)
+        await let_everybody_run()
+        await llm.step_to_the_end()
+        with pytest.raises(VLLMValidationError) as error:
+            await other.task
+        assert other.outputs == []
+        assert error.value.parameter == f"vllm_xargs.{field}"
+        for value in values:
+            assert value in str(error.value)
+        assert await first.end() == WON
+        assert llm._candidate_ids == set()
+        # Another may come in its place.
+        assert await race(llm, *[Sibling(llm, f"s{i}", 9 + i) for i in range(3)]) == [WON, LOST, LOST]
+
+    asyncio.run(run())
+    assert_nothing_left(llm.run)
+    assert len(llm._placement) == 0
+
+
+def test_candidates_that_no_reward_can_name_teach_nothing(llm: SteppedLLM) -> None:
+    prune_by_sign(llm.run, 4)
+    llm.run.logits = {f"r{i}-internal": -1.0 if i == 1 else 1.0 for i in range(4)}
+
+    async def run() -> None:
+        pruned = [Sibling(llm, f"r{i}", 9, {**JOIN, **PRUNE}) for i in range(4)]
+        plain = [Sibling(llm, f"s{i}", 9, {**JOIN, "rollout_group_id": "q2"}) for i in range(4)]
+        xargs = {"rollout_redundancy": 1, **PRUNE}
+        own = SamplingParams(n=2, max_tokens=400, detokenize=False, extra_args=xargs)
+        choices = asyncio.create_task(anext(llm.generate([9, 9, 9], own, "c")))
+        ends = await race(llm, *pruned, *plain)
+        assert ends.count(PRUNED) == 1
+        await choices
+
+    asyncio.run(run())
+    tags = [tag for tag, _ in llm.added.values()]
+    assert [tag.scoring is not None for tag in tags].count(True) == 7
+    assert not any(tag.scoring is not None and tag.scoring.teaches for tag in tags)
+    assert not any(tag.observed for tag in tags)
+    assert len(llm.run.scheduler.judge.ledger) == 0
+    assert_nothing_left(llm.run)
+
+
+def test_chance_is_that_of_the_seed_and_the_prompt(llm: SteppedLLM) -> None:
+    async def run() -> None:
+        for i, (seed, token_ids) in enumerate([(7, ()), (7, ()), (8, ()), (7, (1, 2)), (None, ()), (None, ())]):
+            await race(llm, Sibling(llm, f"r{i}", 9, {**JOIN, **PRUNE}, *token_ids, seed=seed))
+            xargs = {"rollout_redundancy": 1, **PRUNE}
+            params = SamplingParams(max_tokens=40, seed=seed, detokenize=False, extra_args=xargs)
+            choices = asyncio.create_task(anext(llm.generate(prompt(9, *token_ids), params, f"c{i}")))
+            await let_everybody_run()
+            await llm.step_to_the_end()
+            await choices
+
+    asyncio.run(run())
+    for name in ("r", "c"):
+        scorings = [tag.scoring for id, (tag, _) in llm.added.items() if id[0] == name and not id.endswith("-c1")]
+        chances = [(scoring.seed, scoring.prompt_id) for scoring in scorings]
+        assert chances[0] == chances[1]
+        assert len(set(chances)) == len(chances) - 1
+
+
+def counted(llm: SteppedLLM) -> dict[str, float]:
+    lines = generate_latest(llm.registry).decode().splitlines()
+    values = dict(line.rsplit(" ", 1) for line in lines if line.startswith("vllm_rollout:") and "_created" not in line)
+    return {name.removeprefix("vllm_rollout:"): float(value) for name, value in values.items() if float(value)}
+
+
+@pytest.mark.parametrize("kind", list(RequestOutputKind))
+def test_joined_candidates_are_counted_by_end_state_and_their_tokens(llm: SteppedLLM, kind) -> None:
+    llm.registry = CollectorRegistry()
+    llm.rollout_metrics = Metrics(llm.registry)
+
+    async def run() -> None:
+        siblings = [Sibling(llm, f"r{i}", length, kind=kind) for i, length in enumerate((9, 30, 5, 40))]
+        await let_everybody_run()
+        for _ in range(3):
+            await llm.step()
+        siblings[3].task.cancel()
+        await let_everybody_run()
+        await llm.step_to_the_end()
+        assert [await sibling.end() for sibling in siblings[:3]] == [WON, LOST, WON]
+
+    asyncio.run(run())
+    count = counted(llm)
+    lost = count['tokens_total{kind="wasted"}']
+    assert 9 <= lost <= 10 + 3
+    assert count == {
+        'candidates_total{state="finished"}': 2,
+        'candidates_total{state="surplus"}': 1,
+        'candidates_total{state="failed"}': 1,
+        'tokens_total{kind="generated"}': 14 + lost,
+        'tokens_total{kind="returned"}': 14,
+        'tokens_total{kind="wasted"}': lost,
+    }
+
+
+def ranks(llm: SteppedLLM, name: str) -> set[int | None]:
+    return {rank for id, (_, rank) in llm.added.items() if id.startswith(name)}
+
+
+def test_siblings_meet_on_a_rank_that_has_room_and_groups_spread(new_run) -> None:
+    llm = SteppedLLM(new_run(), num_ranks=2)
+
+    async def run() -> None:
+        siblings = []
+        for i in range(4):
+            for group in "abc":
+                xargs = {**JOIN, "rollout_group_id": group}
+                siblings.append(Sibling(llm, f"{group}{i}", 40 + i, xargs))
+                await let_everybody_run()
+        assert llm._placement.loads == {0: 8, 1: 4}
+        pinned = [Sibling(llm, f"p{i}", 9, {**JOIN, "rollout_group_id": "p"}, data_parallel_rank=0) for i in range(4)]
+        await race(llm, *siblings, *pinned)
+
+    asyncio.run(run())
+    assert [ranks(llm, name) for name in "abcp"] == [{0}, {1}, {0}, {0}]
+    assert +llm._placement.loads == {}
+
+
+def test_siblings_meet_also_where_several_api_processes_take_them(new_run) -> None:
+    processes = [SteppedLLM(new_run(), num_ranks=4, alone=False) for _ in range(2)]
+
+    async def run() -> None:
+        for llm in processes:
+            for i in range(8):
+                await race(llm, Sibling(llm, f"q{i}-", 5, {**JOIN, "rollout_group_id": f"q{i}"}))
+
+    asyncio.run(run())
+    found = [[ranks(llm, f"q{i}-") for i in range(8)] for llm in processes]
+    assert found[0] == found[1]
+    assert len(set().union(*found[0])) > 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ({"speculative_config": object()}, "--speculative-config"),
+        ({"enable_batch_sharded_sampling": True}, "--enable-batch-sharded-sampling"),
+    ],
+)
+@pytest.mark.parametrize("xargs", [{**JOIN, **PRUNE}, {"rollout_redundancy": 2, **PRUNE}])
+def test_pruning_is_refused_where_candidates_cannot_be_scored(new_run, flags, reason, xargs) -> None:
+    llm = SteppedLLM(new_run(), **flags)
+    params = SamplingParams(max_tokens=40, extra_args={**xargs})
+    with pytest.raises(VLLMValidationError, match="without it, or leave pruning out") as error:
+        llm.generate(prompt(5), params, "r")
+    assert error.value.parameter == "vllm_xargs.rollout_detection_length"
+    assert reason in str(error.value)
+
+
+def test_a_group_without_pruning_runs_on_an_engine_that_cannot_score(new_run) -> None:
+    llm = SteppedLLM(new_run(), enable_batch_sharded_sampling=True)
+
+    async def run() -> None:
+        assert await race(llm, *[Sibling(llm, f"r{i}", 5 + i) for i in range(3)]) == [WON, WON, LOST]
+
+    asyncio.run(run())
