@@ -20,6 +20,7 @@ from vllm_rollout.server.answers import ErrorEvent, Event
 from vllm_rollout.server.engine import RequestError
 from vllm_rollout.server.errors import error_body, explain_internal
 from vllm_rollout.server.rollout import Rollout
+from vllm_rollout.server.serialised import encode, num_tokens_in
 from vllm_rollout.server.service import RolloutService
 
 logger = logging.getLogger(__name__)
@@ -71,20 +72,20 @@ class EventStream(StreamingResponse):
             await super().stream_response(send)
 
 
-async def server_sent_events(service: RolloutService, rollout: Rollout) -> AsyncGenerator[str, None]:
+async def server_sent_events(service: RolloutService, rollout: Rollout) -> AsyncGenerator[bytes, None]:
     try:
         async with aclosing(service.events(rollout)) as events:
             async for event in events:
-                yield _sse(event)
+                yield await _sse(event)
     except RequestError as error:
-        yield _sse(ErrorEvent(error=error_body(error)))
+        yield await _sse(ErrorEvent(error=error_body(error)))
     except Exception as error:  # the HTTP boundary: the status line is gone, so the stream must say it
         logger.exception("rollout %s failed", rollout.id)
-        yield _sse(ErrorEvent(error=error_body(explain_internal(error))))
+        yield await _sse(ErrorEvent(error=error_body(explain_internal(error))))
 
 
-def _sse(event: Event) -> str:
-    return f"event: {event.type}\ndata: {event.model_dump_json()}\n\n"
+async def _sse(event: Event) -> bytes:
+    return b"event: %s\ndata: %s\n\n" % (event.type.encode(), await encode(event, num_tokens_in(event)))
 
 
 async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T | None:

@@ -10,6 +10,7 @@ from vllm_rollout.server.event_stream import EventStream, event_stream_schema, s
 from vllm_rollout.server.learning import routes as learning_routes
 from vllm_rollout.server.protocol import RolloutRequest
 from vllm_rollout.server.route import RolloutRoute
+from vllm_rollout.server.serialised import PartsResponse
 from vllm_rollout.server.service import RolloutService
 from vllm_rollout.server.votes import VoteAnswer, VoteRequest, count_votes
 
@@ -42,11 +43,8 @@ async def create_rollout(body: RolloutRequest, request: Request) -> Response:
     rollout = await service.prepare(body)
     if body.stream:
         return EventStream(server_sent_events(service, rollout))
-    answer = await unless_disconnected(request.receive, service.answer(rollout))
-    if answer is None:
-        return Response(status_code=CLIENT_CLOSED_REQUEST)
-    # Serialized here once: a response_model would validate every token id again.
-    return Response(answer.model_dump_json(), media_type="application/json")
+    parts = await unless_disconnected(request.receive, service.answer(rollout))
+    return Response(status_code=CLIENT_CLOSED_REQUEST) if parts is None else PartsResponse(parts)
 
 
 @router.post("/v1/votes", summary="What a group of candidates answered", response_model=VoteAnswer, responses=ERRORS)

@@ -16,15 +16,12 @@ from vllm_rollout.group.plan import GroupPlan, PlanError, make_plan
 from vllm_rollout.group.prompt_key import digest_of, seed_for
 from vllm_rollout.group.selection import conclude, lengths_of
 from vllm_rollout.server.answers import (
-    Candidate,
     CandidateEvent,
     DoneEvent,
     Event,
-    GroupAnswer,
     GroupEvent,
     GroupLengths,
     RolloutAnswer,
-    Trajectory,
     TrajectoryEvent,
 )
 from vllm_rollout.server.ended import candidate_of, tokens_of, trajectory_of
@@ -36,6 +33,7 @@ from vllm_rollout.server.protocol import Auto, DualEndSelection, RolloutRequest
 from vllm_rollout.server.recorder import TraceRecorder, recorded
 from vllm_rollout.server.rollout import Rollout
 from vllm_rollout.server.scoring_log import ScoringLog
+from vllm_rollout.server.serialised import GroupsInJson
 from vllm_rollout.server.shaping import PromptPlan, ShapingService, history_key
 
 EVENT_BUFFER = 256
@@ -115,34 +113,24 @@ class RolloutService:
         rollout.usage.prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         return rollout
 
-    async def answer(self, rollout: Rollout) -> RolloutAnswer:
-        """Run to the end and answer once."""
-        groups: dict[str, GroupAnswer] = {}
-        trajectories: dict[str, list[Trajectory]] = {}
-        candidates: dict[str, list[Candidate]] = {}
+    async def answer(self, rollout: Rollout) -> list[bytes]:
+        """Run to the end; a RolloutAnswer as JSON, in parts."""
+        groups = GroupsInJson()
         async with aclosing(self.events(rollout)) as events:
             async for event in events:
-                if isinstance(event, TrajectoryEvent):
-                    trajectories.setdefault(event.prompt_id, []).append(event.trajectory)
-                elif isinstance(event, CandidateEvent):
-                    candidates.setdefault(event.prompt_id, []).append(event.candidate)
-                elif isinstance(event, GroupEvent):
-                    groups[event.prompt_id] = GroupAnswer(
-                        **event.model_dump(exclude={"type", "selected"}),
-                        trajectories=sorted(trajectories.pop(event.prompt_id, ()), key=lambda t: t.index),
-                        candidates=sorted(candidates.pop(event.prompt_id, ()), key=lambda c: c.index),
-                    )
-        return RolloutAnswer(
+                await groups.add(event)
+        envelope = RolloutAnswer(
             id=rollout.id,
             created=rollout.created,
             model=rollout.model,
             weight_version=rollout.weight_version,
             warnings=rollout.warnings,
             budget=rollout.budget,
-            groups=[groups[prompt.id] for prompt in rollout.prompts],
+            groups=[],
             usage=rollout.usage,
             timing=rollout.timing,
         )
+        return groups.answer(envelope, (prompt.id for prompt in rollout.prompts))
 
     async def events(self, rollout: Rollout) -> AsyncGenerator[Event, None]:
         """Run all groups; yields their events as they happen and `done` last. Closing it aborts what still runs."""
