@@ -108,7 +108,7 @@ class Race:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class Returned:
     """What a way gives back when the clock has stopped."""
 
     returned_tokens: int
@@ -149,7 +149,7 @@ class Task:
         return {"temperature": 1.0, "max_tokens": self.race.max_tokens, "seed": self.seed}
 
 
-Read = Callable[[], Outcome]
+Read = Callable[[], Returned]
 """Called after the clock has stopped: parsing an answer is nobody's wall time."""
 
 
@@ -162,7 +162,7 @@ async def wait_for_all(client: httpx.AsyncClient, task: Task, num_candidates: in
 
     responses = await asyncio.gather(*map(ask, task.prompts))
 
-    def read() -> Outcome:
+    def read() -> Returned:
         returned = received = after = num_remaining = 0
         for response in responses:
             choices = _body(response)["choices"]
@@ -172,7 +172,7 @@ async def wait_for_all(client: httpx.AsyncClient, task: Task, num_candidates: in
             received += sum(length for _, length in lengths)
             after += sum(beyond)
             num_remaining += len(beyond)
-        return Outcome(returned, after / num_remaining if num_remaining else None, num_remaining, received)
+        return Returned(returned, after / num_remaining if num_remaining else None, num_remaining, received)
 
     return read
 
@@ -199,7 +199,7 @@ async def roll_out(client: httpx.AsyncClient, task: Task) -> Read:
     }
     response = await client.post("/v1/rollouts", json=body)
 
-    def read() -> Outcome:
+    def read() -> Returned:
         answer = _body(response)
         beyond = []
         for group in answer["groups"]:
@@ -207,7 +207,7 @@ async def roll_out(client: httpx.AsyncClient, task: Task) -> Read:
             beyond += [max(0, c["num_tokens"] - stop) for c in group["candidates"] if c["state"] == "surplus"]
         usage = answer["usage"]
         mean = sum(beyond) / len(beyond) if beyond else None
-        return Outcome(usage["returned_tokens"], mean, len(beyond), usage["generated_tokens"])
+        return Returned(usage["returned_tokens"], mean, len(beyond), usage["generated_tokens"])
 
     return read
 
@@ -310,14 +310,14 @@ async def stream_all(client: httpx.AsyncClient, task: Task) -> Read:
     await asyncio.gather(*connections)
     await asyncio.gather(*(group.over for group in groups))
 
-    def read() -> Outcome:
+    def read() -> Returned:
         for group in groups:
             if len(group.kept) < task.race.group_size:
                 raise ServerError(f"only {len(group.kept)} candidates of a group ended: {_first_words(group.streams)}")
         returned = sum(stream.num_tokens for group in groups for stream in group.kept)
         received = sum(stream.num_tokens for group in groups for stream in group.streams)
         num_remaining = sum(len(group.remaining) for group in groups)
-        return Outcome(returned, None, num_remaining, received)
+        return Returned(returned, None, num_remaining, received)
 
     return read
 
@@ -359,7 +359,7 @@ async def stream_parsed(client: httpx.AsyncClient, task: Task) -> Read:
 
     groups = await asyncio.gather(*map(group, task.prompts))
     returned, num_remaining = (sum(values) for values in zip(*groups, strict=True))
-    return lambda: Outcome(returned, None, num_remaining, received)
+    return lambda: Returned(returned, None, num_remaining, received)
 
 
 def _http_request(host: str, body: dict[str, Any]) -> bytes:

@@ -28,10 +28,18 @@ from rich.console import Console
 from rich.progress import track
 
 from benchmarks.common import record_of_run, write_json
-from vllm_rollout.config import CALIBRATION_SPREAD, CALIBRATION_WINDOW, MIN_BALANCED, REPORT_WINDOW
+from vllm_rollout.config import CALIBRATION_SPREAD, CALIBRATION_WINDOW, REPORT_WINDOW
 from vllm_rollout.group.calibration import Calibrator
 from vllm_rollout.group.learning import Learning
-from vllm_rollout.group.pruning import Point, choose_survivors, compress, group_rule, solve_balance, solve_paper
+from vllm_rollout.group.pruning import (
+    MIN_BALANCED,
+    Point,
+    choose_survivors,
+    compress,
+    group_rule,
+    solve_balance,
+    solve_paper,
+)
 from vllm_rollout.group.pruning_plan import PruningPlan
 from vllm_rollout.group.types import Confidence, Observation
 

@@ -114,17 +114,6 @@ Small enough to follow a head that learns; the ratio's own error is below 2 %.""
 MAX_LABEL_WEIGHT = 20.0
 """A label weighs 1 / survival probability, clipped here: nothing is clipped at the default `min_survival` of 0.05."""
 
-MAX_STRENGTH = 8.0
-"""Largest size of the strength that the balance rule solves for: a difference of 1/8 in success probability then
-decides between the bounds of survival, which is as fine as calibration knows it."""
-
-MIN_BALANCED = 4.0
-"""Candidates whose survival is balanced together; a smaller batch of siblings is filled up from the population.
-Measured at 1, 4 and 16 siblings per batch (benchmarks/pruning_rules.py): more weakens the group's own balance."""
-
-NUM_QUANTILES = 8
-"""Points that stand for the population there."""
-
 REPORT_WINDOW = 4096
 """Newest rewarded candidates, and verdicts, that the report speaks about."""
 

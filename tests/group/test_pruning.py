@@ -8,8 +8,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from vllm_rollout.config import MAX_STRENGTH
 from vllm_rollout.group.pruning import (
+    MAX_SOLVED_STRENGTH,
     SurvivalRule,
     chance,
     choose_survivors,
@@ -75,7 +75,7 @@ def test_balance_on_calibrated_scores(rate, survivors, strength):
     rule = solve_balance(points, PLAN)
     assert kept(rule, points) == pytest.approx((0.5, survivors), abs=0.006)
     if strength is None:
-        assert rule.strength == MAX_STRENGTH
+        assert rule.strength == MAX_SOLVED_STRENGTH
     else:
         assert rule.strength == pytest.approx(strength, abs=0.1)
 
@@ -129,7 +129,7 @@ def test_balance_comes_as_near_as_any_strength(points, plan):
     target = plan.target_positive_ratio
     reached = abs(kept(solve_balance(points, plan), points)[1] - target)
     for i in range(-20, 21):
-        other = solve_paper(points, replace(plan, strength=i / 20 * MAX_STRENGTH))
+        other = solve_paper(points, replace(plan, strength=i / 20 * MAX_SOLVED_STRENGTH))
         assert reached <= abs(kept(other, points)[1] - target) + 1e-5 / plan.keep_ratio
 
 

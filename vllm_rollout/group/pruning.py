@@ -25,12 +25,19 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from math import fsum
 
-from vllm_rollout.config import MAX_STRENGTH, MIN_BALANCED, NUM_QUANTILES
 from vllm_rollout.group.pruning_plan import PruningPlan
 
 Point = tuple[float, float]
 """Success probability and weight."""
 
+MAX_SOLVED_STRENGTH = 8.0
+"""Largest size of the strength that the balance rule solves for: a difference of 1/8 in success probability then
+decides between the bounds of survival, which is as fine as calibration knows it."""
+MIN_BALANCED = 4.0
+"""Candidates whose survival is balanced together; a smaller batch of siblings is filled up from the population.
+Measured at 1, 4 and 16 siblings per batch (benchmarks/pruning_rules.py): more weakens the group's own balance."""
+NUM_QUANTILES = 8
+"""Points that stand for the population there."""
 MASS_TOLERANCE = 1e-9
 """Accuracy of the mean survival probability."""
 RATIO_TOLERANCE = 1e-6
@@ -190,7 +197,7 @@ class _Problem:
         near, near_excess = 0.0, self._excess(0.0)
         if abs(near_excess) <= tolerance:
             return self.rule(0.0)
-        far = -MAX_STRENGTH if near_excess > 0 else MAX_STRENGTH
+        far = -MAX_SOLVED_STRENGTH if near_excess > 0 else MAX_SOLVED_STRENGTH
         far_excess = self._excess(far)
         if near_excess * far_excess > 0:
             return self.rule(far)

@@ -17,6 +17,7 @@ PRUNING_MODES: tuple[PruningMode, ...] = ("active", "shadow")
 SIGNALS: tuple[Signal, ...] = ("head", "confidence")
 
 MAX_STRENGTH = 1000.0
+"""Largest `strength` of the paper's rule that a request may name."""
 MAX_MIN_LABELS = CALIBRATION_WINDOW // 2
 """Of either kind: calibration remembers no more than twice that."""
 
