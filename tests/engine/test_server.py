@@ -302,6 +302,27 @@ def test_bad_xargs_are_a_400_that_names_them(server: Server, xargs: dict[str, An
     assert word in response.json()["error"]["message"]
 
 
+def test_beam_search_refuses_our_fields_and_works_without(server: Server) -> None:
+    refused = completion(server, n=2, use_beam_search=True, max_tokens=2, vllm_xargs={"rollout_redundancy": 1})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "vllm_xargs.rollout_redundancy")
+    assert len(completion(server, n=2, use_beam_search=True, max_tokens=2).json()["choices"]) == 2
+
+
+def test_a_sibling_that_disagrees_with_its_group_is_a_400_with_both_values(server: Server) -> None:
+    xargs = {"rollout_group_id": "sizes", "rollout_namespace": "run-1", "rollout_group_size": 2}
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(completion, server, max_tokens=900, ignore_eos=True, vllm_xargs=xargs)
+        server.wait_until(lambda: server.num_requests == 1)
+        for stream in (False, True):
+            other = completion(server, max_tokens=2, stream=stream, vllm_xargs={**xargs, "rollout_group_size": 3})
+            assert "rollout_group_size of this group is 2" in other.text
+            assert "got 3" in other.text
+            assert other.status_code == (200 if stream else 400)
+        elsewhere = {**xargs, "rollout_namespace": "run-2", "rollout_group_size": 1}
+        assert completion(server, max_tokens=2, vllm_xargs=elsewhere).status_code == 200
+        assert first.result().status_code == 200
+
+
 def stream_and_interfere(server: Server, interfere: Callable[[], None]) -> list[dict[str, Any]]:
     """Stream a group of many long candidates; call `interfere` when each has said something, far from the end.
 

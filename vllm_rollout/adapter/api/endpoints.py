@@ -19,8 +19,10 @@ class RolloutEndpoints:
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
+        from vllm_rollout.adapter.api.refusals import refuse_our_fields_in_beam_search
         from vllm_rollout.server.routes import router
 
+        refuse_our_fields_in_beam_search()
         app.include_router(router)
 
     async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:

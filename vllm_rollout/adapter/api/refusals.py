@@ -5,9 +5,18 @@ Invariant: what is refused on one endpoint is refused on all of them, before any
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
 from vllm.config import VllmConfig
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import BeamSearchParams
 
 from vllm_rollout.adapter.options import observing_refusal
+from vllm_rollout.server.xargs import rollout_xargs
 
 
 def pruning_refusal(vllm_config: VllmConfig) -> str | None:
@@ -19,3 +28,30 @@ def pruning_refusal(vllm_config: VllmConfig) -> str | None:
         f"pruning does not work on this server: {reason}, so that candidates cannot be scored. Start the server "
         "without it, or leave pruning out."
     )
+
+
+def refuse_our_fields_in_beam_search() -> None:
+    """Make vLLM's requests refuse `rollout_*` fields beside `use_beam_search`; once per API process.
+
+    Beam search reaches the engine client as many requests of one token, without any of the fields that came with it:
+    only where a request becomes beam search parameters both are seen, and there vLLM has no seam.
+    """
+    for request_class in (ChatCompletionRequest, CompletionRequest):
+        if not hasattr(request_class.to_beam_search_params, "__wrapped__"):
+            refusing = _refusing(request_class.to_beam_search_params)
+            request_class.to_beam_search_params = refusing  # type: ignore[method-assign]
+
+
+def _refusing(to_beam_search_params: Callable[..., BeamSearchParams]) -> Callable[..., BeamSearchParams]:
+    @wraps(to_beam_search_params)
+    def refuse_or_pass(request: Any, *args: Any, **kwargs: Any) -> BeamSearchParams:
+        if xargs := rollout_xargs(request.vllm_xargs or {}):
+            field = f"vllm_xargs.{next(iter(xargs))}"
+            raise VLLMValidationError(
+                f"{field}: does not work with use_beam_search, whose beams are no candidates of a group. Leave out "
+                "use_beam_search, or the rollout_* fields.",
+                parameter=field,
+            )
+        return to_beam_search_params(request, *args, **kwargs)
+
+    return refuse_or_pass
