@@ -327,7 +327,7 @@ CONTRACT = (
     Fact("uses", OUTPUT, "finish_reason"),
     Fact("uses", OUTPUT, "kv_transfer_params"),
     Fact("uses", OUTPUT, "new_logprobs"),
-    Fact("uses", OUTPUT, "new_sampling_mask", differs="0.29: missing"),
+    Fact("uses", OUTPUT, "new_sampling_mask"),
     Fact("uses", OUTPUT, "new_token_ids"),
     Fact("uses", OUTPUT, "num_nans_in_logits"),
     Fact("uses", OUTPUT, "request_id"),
