@@ -399,3 +399,12 @@ def test_the_stock_endpoints_still_work(server: Server) -> None:
     assert completion(server, n=2).json()["choices"][1]["index"] == 1
     assert server.counter("vllm:num_requests_running") >= 0
     assert server.http.post("/tokenize", json={"prompt": "hello"}).status_code == 200
+
+
+def test_rollout_fields_are_refused_on_invocations_and_the_rest_of_it_works(server: Server):
+    body = {"prompt": "hello world", "max_tokens": 4}
+    assert server.http.post("/invocations", json=body).status_code == 200
+    refused = server.http.post("/invocations", json={**body, "vllm_xargs": {"rollout_redundancy": 1}})
+    assert refused.status_code == 400
+    assert "rollout_redundancy: rollout fields are not taken on /invocations" in refused.text
+    assert server.http.post("/v1/completions", json={**body, "vllm_xargs": {"rollout_redundancy": 1}}).is_success

@@ -11,6 +11,7 @@ import pytest
 
 from vllm_rollout import AsyncRolloutClient, RolloutClient, RolloutError
 from vllm_rollout.server import votes
+from vllm_rollout.server.engine import RequestError
 from vllm_rollout.server.votes import MAX_VOTES, VoteAnswer
 
 from .test_errors import check_error
@@ -174,3 +175,46 @@ def test_both_clients_vote(client: RolloutClient, server_url):
     with pytest.raises(RolloutError, match="exactly one of answers, texts") as raised:
         client.vote()
     assert raised.value.status == 422
+
+
+async def test_votes_beyond_what_may_wait_are_told_when_to_come_back(http, monkeypatch):
+    monkeypatch.setattr(votes, "counter", votes.VoteCounter(num_threads=1, max_requests=2))
+    others_are_done = threading.Event()
+    count = votes.accuracy_at_k
+
+    def wait_and_count(*arguments: Any) -> Any:
+        assert others_are_done.wait(60)
+        return count(*arguments)
+
+    monkeypatch.setattr(votes, "accuracy_at_k", wait_and_count)
+    slow = {"answers": ["1", "2"], "correct": "1", "k": 1}
+    waiting = [asyncio.create_task(http.post("/v1/votes", json=slow)) for _ in range(2)]
+    response = None
+    while response is None or response.status_code == 200:
+        response = await http.post("/v1/votes", json={"answers": ["1"]})
+        await asyncio.sleep(0)
+    check_error(response, 429, None, ["2 votes", "answers in place of texts"])
+    assert int(response.headers["retry-after"]) >= 1
+    others_are_done.set()
+    assert [(await task).status_code for task in waiting] == [200, 200]
+    assert (await vote(http, answers=["1"])).winner == "1"
+
+
+async def test_a_client_that_goes_frees_its_place_when_its_search_has_ended(monkeypatch):
+    counter = votes.VoteCounter(num_threads=1, max_requests=1)
+    may_end = threading.Event()
+    monkeypatch.setattr(votes, "_count_votes", lambda request: may_end.wait(60))
+    request = votes.VoteRequest(answers=["1"])
+    gone = asyncio.create_task(counter.count(request))
+    await asyncio.sleep(0)
+    gone.cancel()
+    await asyncio.wait([gone])
+    with pytest.raises(RequestError, match="1 votes"):
+        await counter.count(request)
+    may_end.set()
+    while True:
+        try:
+            assert await counter.count(request)
+            break
+        except RequestError:
+            await asyncio.sleep(0.001)

@@ -162,6 +162,7 @@ CONTRACT = (
     Fact("calls", "vllm.exceptions", "VLLMValidationError", "message parameter=", "api"),
     Fact("uses", "vllm.exceptions.VLLMValidationError", "parameter", by="api"),
     Fact("imports", "vllm.exceptions", "VLLMClientError", by="api"),
+    Fact("imports", "vllm.entrypoints.serve.middleware.authenticate", "GUARDED_PREFIX", by="api"),
     Fact("uses", "vllm.exceptions.GracefulHTTPError", "http_status", by="api"),
     Fact("imports", "vllm.v1.engine.exceptions", "EngineDeadError", by="api"),
     # -- sampling parameters: on their way to the engine core and the worker too

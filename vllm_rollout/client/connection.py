@@ -16,6 +16,7 @@ from typing_extensions import Self
 
 from vllm_rollout.client.joints import Joints
 from vllm_rollout.server.answers import DoneEvent, ErrorAnswer, ErrorBody, ErrorEvent, Event
+from vllm_rollout.server.learning.body import ADMIN_HEADER
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 CONNECT_TIMEOUT_S = 10.0
@@ -138,13 +139,15 @@ class Connection:
         base_url: str = DEFAULT_URL,
         *,
         api_key: str | None = None,
+        admin_key: str | None = None,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
         read_timeout_s: float | None = None,
         num_retries: int = NUM_RETRIES,
         backoff_s: float = BACKOFF_S,
         transport: Any = None,
     ) -> None:
-        """`base_url`: the server, with or without `/v1`. `api_key`: what the server was given as --api-key.
+        """`base_url`: the server, with or without `/v1`. `api_key`: what the server was given as --api-key,
+        `admin_key`: as --rollout-admin-key.
 
         `read_timeout_s`: longest silence of the server, in seconds; None waits for as long as a rollout takes.
         `num_retries`, `backoff_s`: after a connection error before any answer, and only then, try again that many
@@ -153,9 +156,12 @@ class Connection:
         self.base_url = base_url.rstrip("/").removesuffix("/v1")
         self._connect_timeout_s = connect_timeout_s
         self._retries = Retries(num_retries, backoff_s)
+        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        if admin_key is not None:
+            headers[ADMIN_HEADER] = admin_key
         self._settings: dict[str, Any] = {
             "base_url": self.base_url,
-            "headers": {} if api_key is None else {"Authorization": f"Bearer {api_key}"},
+            "headers": headers,
             "timeout": self._timeout(read_timeout_s),
             # A trainer may wait on hundreds of rollouts at once; the server queues them, not the client.
             "limits": httpx.Limits(max_connections=None, max_keepalive_connections=20),

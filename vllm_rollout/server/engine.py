@@ -18,10 +18,14 @@ from vllm_rollout.group.types import Assessment, Ending, Signal
 class RequestError(Exception):
     """A request that cannot be served. Becomes an OpenAI error body."""
 
-    def __init__(self, message: str, *, status: int = 422, param: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, status: int = 422, param: str | None = None, retry_after_s: int | None = None
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.param = param
+        self.retry_after_s = retry_after_s
+        """When it is worth trying again; None: not said."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
         HTTPStatus.NOT_FOUND,
         HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
         HTTPStatus.UNPROCESSABLE_ENTITY,
+        HTTPStatus.TOO_MANY_REQUESTS,
         HTTPStatus.INTERNAL_SERVER_ERROR,
         HTTPStatus.SERVICE_UNAVAILABLE,
     )
@@ -52,7 +53,8 @@ def _quotable(text: str, max_chars: int) -> str:
 
 
 def error_response(error: RequestError) -> JSONResponse:
-    return JSONResponse(ErrorAnswer(error=error_body(error)).model_dump(), status_code=error.status)
+    headers = None if error.retry_after_s is None else {"retry-after": str(error.retry_after_s)}
+    return JSONResponse(ErrorAnswer(error=error_body(error)).model_dump(), status_code=error.status, headers=headers)
 
 
 def explain_internal(error: Exception) -> RequestError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
+from vllm_rollout.server import votes
 from vllm_rollout.server.answers import RolloutAnswer
 from vllm_rollout.server.errors import ERRORS
 from vllm_rollout.server.event_stream import EventStream, event_stream_schema, server_sent_events, unless_disconnected
@@ -12,7 +13,7 @@ from vllm_rollout.server.protocol import RolloutRequest
 from vllm_rollout.server.route import RolloutRoute
 from vllm_rollout.server.serialised import PartsResponse
 from vllm_rollout.server.service import RolloutService
-from vllm_rollout.server.votes import VoteAnswer, VoteRequest, count_votes
+from vllm_rollout.server.votes import VoteAnswer, VoteRequest
 
 CLIENT_CLOSED_REQUEST = 499
 
@@ -53,7 +54,7 @@ async def create_vote(body: VoteRequest) -> Response:
 
     With `correct` and `k` also maj@k: how often the vote of k of these candidates is right.
     """
-    return Response((await count_votes(body)).model_dump_json(), media_type="application/json")
+    return Response((await votes.counter.count(body)).model_dump_json(), media_type="application/json")
 
 
 router.include_router(learning_routes.router)

@@ -15,6 +15,7 @@ from typing import Literal
 from vllm_rollout.group.plan import GroupPlan, PlanError, make_plan
 from vllm_rollout.group.prompt_key import digest_of, seed_for
 from vllm_rollout.group.selection import conclude, lengths_of
+from vllm_rollout.server.admin import AdminKey
 from vllm_rollout.server.answers import (
     CandidateEvent,
     DoneEvent,
@@ -57,7 +58,10 @@ class RolloutService:
         metrics: Metrics,
         clock: Callable[[], float] = time.monotonic,
         recorder: TraceRecorder | None = None,
+        admin_key: AdminKey | None = None,
     ) -> None:
+        self.admin_key = admin_key
+        """None: whoever may call the server may put heads and states."""
         self._engine = engine
         self._metrics = metrics
         self._clock = clock

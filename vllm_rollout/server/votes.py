@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+from concurrent.futures import ThreadPoolExecutor
+from http import HTTPStatus
 from math import prod
+from threading import BoundedSemaphore
 from typing import Annotated, Literal
 
 import regex
@@ -25,6 +28,11 @@ SEARCH_LENGTH = 4096
 """Last characters of a text that are searched: answers stand at the end."""
 MAX_PATTERN_TIME_S = 5.0
 """For all texts of a request together. Patterns are users': `(a+)+$` would search for longer than anybody lives."""
+NUM_THREADS = 2
+"""Searches let go of the interpreter, so each takes a core."""
+MAX_REQUESTS = 32
+"""Votes that are counted or wait: the last waits for 80 s at most."""
+RETRY_AFTER_S = 5
 NUM_DRAWS = 1000
 """Subsets of size k, at most; fewer where that many candidates would be drawn more than MAX_DRAWN times."""
 MAX_DRAWN = 256_000
@@ -120,9 +128,30 @@ class VoteAnswer(BaseModel):
     maj_at_k: AccuracyAnswer | None = None
 
 
-async def count_votes(request: VoteRequest) -> VoteAnswer:
-    """Vote beside the event loop. Raises: RequestError for a pattern or a weight that cannot be used."""
-    return await asyncio.to_thread(_count_votes, request)
+class VoteCounter:
+    """Counts votes on threads of its own, so that slow patterns hold up nothing but votes."""
+
+    def __init__(self, num_threads: int = NUM_THREADS, max_requests: int = MAX_REQUESTS) -> None:
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="vllm_rollout-votes")
+        self._places = BoundedSemaphore(max_requests)
+        self._max_requests = max_requests
+
+    async def count(self, request: VoteRequest) -> VoteAnswer:
+        """Raises: RequestError for a pattern or a weight that cannot be used, and (429) when too many wait."""
+        if not self._places.acquire(blocking=False):
+            raise RequestError(
+                f"{self._max_requests} votes are being counted or wait for it, as many as there may be at once. Try "
+                "again, or send answers in place of texts: finding them takes the time.",
+                status=HTTPStatus.TOO_MANY_REQUESTS,
+                retry_after_s=RETRY_AFTER_S,
+            )
+        job = self._threads.submit(_count_votes, request)
+        # A client that goes does not end a search that has begun: its place is free when its thread is.
+        job.add_done_callback(lambda _: self._places.release())
+        return await asyncio.wrap_future(job)
+
+
+counter = VoteCounter()
 
 
 def _count_votes(request: VoteRequest) -> VoteAnswer:

@@ -23,6 +23,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from vllm_rollout.adapter.api.open_paths import refuse_on_open_path
 from vllm_rollout.adapter.api.prompts import digest_of_prompt
 from vllm_rollout.adapter.api.refusals import pruning_refusal
 from vllm_rollout.adapter.wire import TAG_KEY, CandidateTag, EndingNote
@@ -94,6 +95,7 @@ class RolloutAsyncLLM(AsyncLLM):
         xargs = rollout_xargs(extra_args)
         if not xargs:
             return super().generate(prompt, sampling_params, request_id, **kwargs)
+        refuse_on_open_path(xargs)
         try:
             plan = plan_from_xargs(xargs, sampling_params.n, max_candidates=self.max_candidates)
         except PlanError as error:

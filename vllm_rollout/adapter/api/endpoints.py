@@ -19,11 +19,13 @@ class RolloutEndpoints:
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
+        from vllm_rollout.adapter.api.open_paths import OpenPaths
         from vllm_rollout.adapter.api.refusals import refuse_our_fields_in_beam_search
         from vllm_rollout.server.routes import router
 
         refuse_our_fields_in_beam_search()
         app.include_router(router)
+        app.add_middleware(OpenPaths)
 
     async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
         from vllm_rollout.adapter.api.client import RolloutAsyncLLM
@@ -45,4 +47,6 @@ class RolloutEndpoints:
             state_file = StateFile(args.rollout_state, engine, engine_client)
             if engine_client.client_index == 0:
                 await state_file.load()
-        state.rollout_service = RolloutService(engine, engine_client.rollout_metrics, recorder=recorder)
+        state.rollout_service = RolloutService(
+            engine, engine_client.rollout_metrics, recorder=recorder, admin_key=args.rollout_admin_key
+        )

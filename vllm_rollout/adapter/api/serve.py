@@ -26,6 +26,8 @@ from vllm_rollout.adapter.options import RolloutOptions
 from vllm_rollout.config import CPU_BLOCK_SIZE_TOKENS, FEATURE_RING_BYTES, TRAIN_BUDGET_S
 from vllm_rollout.models import DEFAULT_MODEL, resolve
 from vllm_rollout.profiling.profile_file import Profile
+from vllm_rollout.server.admin import AdminKey
+from vllm_rollout.server.learning.body import ADMIN_HEADER
 from vllm_rollout.trace.file import TraceFile
 
 logger = init_logger("vllm.vllm_rollout")
@@ -108,6 +110,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "learned (every 30 s at most) and when the server stops. Default: forget them.",
     )
     group.add_argument(
+        "--rollout-admin-key",
+        metavar="KEY",
+        type=_admin_key,
+        default=None,
+        help=f"PUT of quality heads and of the state needs this key, in the header {ADMIN_HEADER}. Default: whoever "
+        "may call the server may put them.",
+    )
+    group.add_argument(
         "--rollout-train-budget-ms",
         metavar="MS",
         type=_positive,
@@ -122,6 +132,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default=FEATURE_RING_BYTES / 2**20,
         help="Host memory for hidden states of scored candidates that wait for their rewards. Default: %(default)s.",
     )
+
+
+def _admin_key(text: str) -> AdminKey:
+    if not text:
+        raise argparse.ArgumentTypeError("must not be empty. Leave the flag out for no key")
+    return AdminKey(text)
 
 
 def _positive(text: str) -> float:

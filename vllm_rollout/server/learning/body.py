@@ -14,6 +14,9 @@ from vllm_rollout.server.engine import HeadInfo
 HEAD_HEADER = "quality-head"
 """Header of `GET /v1/quality_head`: a HeadAnswer beside the weights."""
 
+ADMIN_HEADER = "x-rollout-admin-key"
+"""Header of a PUT where the server was started with --rollout-admin-key."""
+
 PromptId = Annotated[StrictStr, Field(min_length=1, max_length=256)]
 
 

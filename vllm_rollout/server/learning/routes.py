@@ -5,10 +5,11 @@ from __future__ import annotations
 from http import HTTPStatus
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Depends, Query, Request, Response
 from pydantic import TypeAdapter
 
 from vllm_rollout.config import MAX_BODY_BYTES, MAX_DETECTION_LENGTH, MAX_STATE_BYTES, REWARD_THRESHOLD
+from vllm_rollout.server.admin import require_admin
 from vllm_rollout.server.answers import ErrorAnswer
 from vllm_rollout.server.engine import LearningReport
 from vllm_rollout.server.errors import ERRORS
@@ -21,6 +22,8 @@ BYTES = "application/octet-stream"
 BYTES_SCHEMA: dict[str, Any] = {BYTES: {"schema": {"type": "string", "format": "binary"}}}
 _REPORT = TypeAdapter(LearningReport)
 CONFLICTS = {**ERRORS, int(HTTPStatus.CONFLICT): {"model": ErrorAnswer}}
+ADMIN_ERRORS = {**CONFLICTS, int(HTTPStatus.UNAUTHORIZED): {"model": ErrorAnswer}}
+"""Of what needs --rollout-admin-key where the server was given one."""
 
 DetectionLength = Annotated[
     int | None,
@@ -80,7 +83,8 @@ async def get_quality_head(request: Request, detection_length: DetectionLength =
     description="Takes what the GET gave; its metadata says for which detection length. 422 for what is no head, 409 "
     f"for one of another model or hidden size. At most {MAX_BODY_BYTES} bytes.",
     response_model=HeadAnswer,
-    responses=CONFLICTS,
+    responses=ADMIN_ERRORS,
+    dependencies=[Depends(require_admin)],
     openapi_extra={"requestBody": {"required": True, "content": BYTES_SCHEMA}},
 )
 async def put_quality_head(request: Request) -> HeadAnswer:
@@ -119,7 +123,8 @@ async def get_state(request: Request) -> Response:
     "since. 422 for what is no state, 409 for one of another model.",
     status_code=HTTPStatus.NO_CONTENT,
     response_class=Response,
-    responses=CONFLICTS,
+    responses=ADMIN_ERRORS,
+    dependencies=[Depends(require_admin)],
     openapi_extra={"requestBody": {"required": True, "content": BYTES_SCHEMA}},
 )
 async def put_state(request: Request) -> Response:

@@ -1,0 +1,47 @@
+"""Who may put heads and states in place. Invariant: the key is in no log, no metric and no answer."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from http import HTTPStatus
+
+from fastapi import Request
+
+from vllm_rollout.server.engine import RequestError
+from vllm_rollout.server.learning.body import ADMIN_HEADER
+
+
+class AdminKey:
+    """The key of --rollout-admin-key: its digest only, so that neither logs nor comparing times tell it."""
+
+    def __init__(self, key: str) -> None:
+        self._digest = _digest(key.encode())
+
+    def opens(self, key: bytes) -> bool:
+        return hmac.compare_digest(_digest(key), self._digest)
+
+    def __repr__(self) -> str:
+        return "***"  # vLLM logs its arguments
+
+
+def require_admin(request: Request) -> None:
+    """What an endpoint that changes what everybody is served by depends on.
+
+    Raises: RequestError (401) without the key, where the server was given one.
+    """
+    admin_key: AdminKey | None = request.app.state.rollout_service.admin_key
+    if admin_key is None:
+        return
+    sent = request.headers.get(ADMIN_HEADER)
+    if sent is None or not admin_key.opens(sent.encode("latin-1")):
+        raise RequestError(
+            f"{ADMIN_HEADER}: the header is {'missing' if sent is None else 'another key'}. Send the key that the "
+            "server was given as --rollout-admin-key; our clients take it as admin_key.",
+            status=HTTPStatus.UNAUTHORIZED,
+            param=ADMIN_HEADER,
+        )
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
