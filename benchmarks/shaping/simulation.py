@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from statistics import fmean
 from typing import NamedTuple
 
 from benchmarks.shaping.records import GroupRecord, Run
 from benchmarks.shaping.setup import BASELINE, WAYS, Sizes, Way, WayName
-from vllm_rollout.group.allocation import BatchAllocation, allocate_batch
+from vllm_rollout.group.allocation import BatchAllocation, BatchPrompt, allocate_batch
 from vllm_rollout.group.history import LengthHistory
 from vllm_rollout.group.judge import Judge
 from vllm_rollout.group.plan import GroupPlan
@@ -50,13 +49,14 @@ def allocation(
 ) -> BatchAllocation:
     """As the server allocates."""
     return allocate_batch(
-        [history.of(history_key(group.prompt_id, ())) for group in groups],
+        [
+            BatchPrompt(history.of(history_key(group.prompt_id, ())), group.prompt_tokens, sizes.max_tokens)
+            for group in groups
+        ],
         history.dataset(),
         machine.cost,
         group_size=sizes.group_size,
         max_candidates=sizes.max_num_seqs,
-        prompt_tokens=fmean(group.prompt_tokens for group in groups),
-        max_tokens=sizes.max_tokens,
         tradeoff=sizes.tradeoff,
     )
 
@@ -78,8 +78,9 @@ def _plans(sizes: Sizes, way: Way, num_prompts: int, shares: BatchAllocation) ->
     if not isinstance(way.redundancy, str):
         return [sizes.plan(way, sizes.spare(way))] * num_prompts
     plan = sizes.plan(way, sizes.group_size)
-    prunes_tails = way.redundancy == "auto"
-    return [plan.allocated(its.num_candidates, its.at_upper_bound and prunes_tails) for its in shares.prompts]
+    if way.redundancy == "auto":
+        return shares.plans(plan)
+    return [plan.allocated(its.num_candidates, at_upper_bound=False) for its in shares.prompts]
 
 
 def _candidates(group: GroupRecord, count: int) -> list[PoolCandidate]:

@@ -8,9 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_rollout.config import DEFAULT_TRADEOFF
-from vllm_rollout.group.allocation import allocate, allocate_batch, normalized_weights, optimal_budget
+from vllm_rollout.group.allocation import (
+    BatchPrompt,
+    Budget,
+    allocate,
+    allocate_batch,
+    normalized_weights,
+    optimal_budget,
+    upper_bound,
+)
 from vllm_rollout.group.cost import CostModel, PTLCurve
 from vllm_rollout.group.history import LengthMoments
+from vllm_rollout.group.plan import GroupPlan
 
 weights = st.lists(st.one_of(st.floats(0, 1), st.just(0.0), st.sampled_from([0.5, 1.0])), min_size=1, max_size=30)
 FLAT = CostModel(((0.0, PTLCurve((1.0, 4096.0), (0.01, 0.01))),))
@@ -241,7 +250,7 @@ def test_budgets_without_a_meaning_are_refused(change, message):
 
 
 def test_a_batch_gives_most_to_the_prompts_that_spread_most():
-    prompts = [lengths(500, std) for std in (10, 400, 30, 20)]
+    prompts = [BatchPrompt(lengths(500, std)) for std in (10, 400, 30, 20)]
     batch = allocate_batch(prompts, lengths(500, 300), None, group_size=8, max_candidates=64)
     assert batch.budget.total == 48
     assert [p.num_candidates for p in batch.prompts] == [8, 16, 14, 10]
@@ -251,20 +260,20 @@ def test_a_batch_gives_most_to_the_prompts_that_spread_most():
 
 
 def test_a_batch_of_new_prompts_is_uniform():
-    batch = allocate_batch([None] * 5, None, None, group_size=4, max_candidates=64)
+    batch = allocate_batch([BatchPrompt()] * 5, None, None, group_size=4, max_candidates=64)
     assert [p.num_candidates for p in batch.prompts] == [6] * 5
     assert {(p.weight, p.std_tokens, p.at_upper_bound) for p in batch.prompts} == {(1.0, None, False)}
 
 
 def test_without_room_for_spare_candidates_nobody_is_at_the_upper_bound():
-    prompts = [lengths(500, 10), lengths(500, 400)]
+    prompts = [BatchPrompt(lengths(500, std)) for std in (10, 400)]
     batch = allocate_batch(prompts, lengths(500, 300), MIXED, group_size=8, max_candidates=8)
     assert (batch.budget.lower, batch.budget.total, batch.budget.upper) == (16, 16, 16)
     assert [(p.num_candidates, p.at_upper_bound) for p in batch.prompts] == [(8, False), (8, False)]
 
 
 def test_a_prompt_never_gets_more_than_the_engine_runs_at_once():
-    prompts = [lengths(500, 10), lengths(500, 400)]
+    prompts = [BatchPrompt(lengths(500, std)) for std in (10, 400)]
     batch = allocate_batch(prompts, lengths(500, 300), None, group_size=8, max_candidates=11)
     assert batch.budget.upper == 22
     assert [(p.num_candidates, p.at_upper_bound) for p in batch.prompts] == [(11, True), (11, True)]
@@ -273,11 +282,38 @@ def test_a_prompt_never_gets_more_than_the_engine_runs_at_once():
 @pytest.mark.parametrize(
     ("prompts", "group_size", "max_candidates", "message"),
     [
-        ([None], 8, 7, r"group_size must be at most 7, .* \(max_num_seqs\), got 8. Ask for fewer"),
-        ([None], 0, 7, "group_size must be at least 1, got 0"),
+        ([BatchPrompt()], 8, 7, r"group_size must be at most 7, .* \(max_num_seqs\), got 8. Ask for fewer"),
+        ([BatchPrompt()], 0, 7, "group_size must be at least 1, got 0"),
         ([], 8, 64, "prompts must not be empty"),
     ],
 )
 def test_batches_that_cannot_run_are_refused(prompts, group_size, max_candidates, message):
     with pytest.raises(ValueError, match=message):
         allocate_batch(prompts, None, None, group_size=group_size, max_candidates=max_candidates)
+
+
+def test_every_prompt_gets_the_plan_of_its_share():
+    prompts = [BatchPrompt(lengths(500, std)) for std in (10, 400)]
+    batch = allocate_batch(prompts, lengths(500, 300), None, group_size=4, max_candidates=64)
+    assert [p.at_upper_bound for p in batch.prompts] == [False, True]
+    plan = GroupPlan(4, upper_bound(4, 64) - 4, False, "dual_end", 1)
+    assert (
+        batch.plans(plan)
+        == batch.plans(plan, "auto")
+        == [GroupPlan(4, 0, False, "dual_end", 1), GroupPlan(4, 4, True, "shortest")]
+    )
+    assert [its.early_stop for its in batch.plans(plan, False)] == [False, False]
+
+
+@pytest.mark.parametrize(("group_size", "max_candidates", "most"), [(4, 64, 8), (4, 6, 6), (4, 4, 4)])
+def test_a_prompt_has_at_most_twice_its_group_size_and_what_the_engine_runs(group_size, max_candidates, most):
+    assert upper_bound(group_size, max_candidates) == most
+
+
+def test_a_batch_is_priced_with_its_mean_prompt_and_its_largest_limit():
+    def budget(*prompts: BatchPrompt) -> Budget:
+        return allocate_batch(prompts, lengths(500, 300), MIXED, group_size=8, max_candidates=64).budget
+
+    mixed = budget(BatchPrompt(None, 100, 300), BatchPrompt(None, 300), BatchPrompt(None, 200, 600))
+    assert mixed == budget(*[BatchPrompt(None, 200, 600)] * 3)
+    assert mixed != budget(*[BatchPrompt(None, 200, 300)] * 3)

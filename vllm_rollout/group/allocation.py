@@ -15,12 +15,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
-from statistics import NormalDist, median
+from statistics import NormalDist, fmean, median
 from typing import Literal
 
 from vllm_rollout.config import DEFAULT_BUDGET_RATIO, DEFAULT_TRADEOFF, MAX_BUDGET_RATIO
 from vllm_rollout.group.cost import CostModel, budget_slope
 from vllm_rollout.group.history import LengthMoments
+from vllm_rollout.group.plan import EarlyStop, GroupPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,23 +68,42 @@ class BatchAllocation:
     prompts: tuple[PromptAllocation, ...]
     """In the order of the batch."""
 
+    def plans(self, plan: GroupPlan, early_stop: EarlyStop = None) -> list[GroupPlan]:
+        """The plan of each prompt, from that of a prompt at the upper bound. Source: DARTS Algorithm 2."""
+        stops = early_stop is not False
+        return [plan.allocated(its.num_candidates, its.at_upper_bound, early_stop=stops) for its in self.prompts]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPrompt:
+    """A prompt that wants candidates."""
+
+    lengths: LengthMoments | None = None
+    """What is known of its lengths; None for one that was never seen."""
+    num_tokens: int = 0
+    """Of the prompt itself."""
+    max_tokens: int | None = None
+    """Where its candidates are cut; None: not known."""
+
+
+def upper_bound(group_size: int, max_candidates: int) -> int:
+    """Most candidates of one prompt: M_up of DARTS Eq. 5, as far as the engine runs as many at once."""
+    return min(MAX_BUDGET_RATIO * group_size, max_candidates)
+
 
 def allocate_batch(
-    prompts: Sequence[LengthMoments | None],
+    prompts: Sequence[BatchPrompt],
     dataset: LengthMoments | None,
     cost: CostModel | None,
     *,
     group_size: int,
     max_candidates: int,
     num_ranks: int = 1,
-    prompt_tokens: float = 0,
-    max_tokens: int | None = None,
     tradeoff: float = DEFAULT_TRADEOFF,
 ) -> BatchAllocation:
     """Budget and shares of one batch; every prompt gets from `group_size` to twice that.
 
-    prompts: the history of each, None for one that was never seen. max_candidates: of one prompt (the engine's
-    `max_num_seqs`). prompt_tokens: mean over the batch. max_tokens: where lengths are cut.
+    max_candidates: of one prompt (the engine's `max_num_seqs`).
 
     Raises: ValueError with what, value, allowed and remedy.
     """
@@ -96,7 +116,7 @@ def allocate_batch(
             f"group_size must be at most {max_candidates}, what the engine runs at once (max_num_seqs), got "
             f"{group_size}. Ask for fewer or start the server with a larger --max-num-seqs."
         )
-    upper = min(MAX_BUDGET_RATIO * group_size, max_candidates)
+    upper = upper_bound(group_size, max_candidates)
     num_prompts = len(prompts)
     budget = optimal_budget(
         dataset,
@@ -104,11 +124,11 @@ def allocate_batch(
         lower=num_prompts * group_size,
         upper=num_prompts * upper,
         num_ranks=num_ranks,
-        prompt_tokens=prompt_tokens,
-        max_tokens=max_tokens,
+        prompt_tokens=fmean(prompt.num_tokens for prompt in prompts),
+        max_tokens=max((p.max_tokens for p in prompts if p.max_tokens is not None), default=None),
         tradeoff=tradeoff,
     )
-    stds = [None if moments is None else moments.std for moments in prompts]
+    stds = [None if prompt.lengths is None else prompt.lengths.std for prompt in prompts]
     weights = normalized_weights(stds)
     shares = allocate(weights, budget.total, group_size, upper)
     return BatchAllocation(

@@ -46,7 +46,7 @@ class GroupPlan:
         return GroupTerms(self.group_size, self.num_candidates, self.early_stop, self.patience, self.pruning)
 
     def allocated(self, num_candidates: int, at_upper_bound: bool, *, early_stop: bool = True) -> GroupPlan:
-        """This plan with as many candidates as redundancy "auto" gives the prompt.
+        """This plan with as many candidates as redundancy "auto" gives the prompt (`group/allocation.py`).
 
         At the upper bound the prompt's tail is long: shortest-only, with early stop unless that is forbidden.
 

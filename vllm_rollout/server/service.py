@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Literal
 
+from vllm_rollout.group.allocation import upper_bound
 from vllm_rollout.group.plan import GroupPlan, PlanError, make_plan
 from vllm_rollout.group.prompt_key import digest_of, seed_for
 from vllm_rollout.group.selection import conclude, lengths_of
@@ -98,8 +99,7 @@ class RolloutService:
         keys = [history_key(p.id, q.token_ids) for p, q in zip(request.prompts, prompts, strict=True)]
         plans, budget, warnings = [PromptPlan(plan, key) for key in keys], None, []
         if (tradeoff := _tradeoff(request)) is not None:
-            early_stop = request.early_stop is not False
-            plans, budget, warnings = await self._shaping.allocate(plan, keys, prompts, tradeoff, early_stop)
+            plans, budget, warnings = await self._shaping.allocate(plan, keys, prompts, tradeoff, request.early_stop)
         seed = request.sampling.get("seed")
         rollout = Rollout(
             id=f"rollout-{uuid.uuid4().hex}",
@@ -203,7 +203,7 @@ class RolloutService:
         most = self._engine.max_num_seqs
         redundancy = request.redundancy
         if _tradeoff(request) is not None:
-            redundancy = max(0, min(request.group_size, most - request.group_size))
+            redundancy = max(0, upper_bound(request.group_size, most) - request.group_size)
         try:
             return make_plan(
                 request.group_size,

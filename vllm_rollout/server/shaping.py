@@ -8,12 +8,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from statistics import fmean
 
 from vllm_rollout.config import REPORT_INTERVAL_S
-from vllm_rollout.group.allocation import Budget, PromptAllocation, allocate_batch
+from vllm_rollout.group.allocation import BatchPrompt, Budget, PromptAllocation, allocate_batch
 from vllm_rollout.group.history import ObservedLength, observed_lengths
-from vllm_rollout.group.plan import GroupPlan
+from vllm_rollout.group.plan import EarlyStop, GroupPlan
 from vllm_rollout.group.prompt_key import digest_of
 from vllm_rollout.group.types import Ending
 from vllm_rollout.server.answers import Allocation, RedundancyBudget
@@ -48,32 +47,33 @@ class ShapingService:
         self._drift_seen_s: float | None = None
 
     async def allocate(
-        self, plan: GroupPlan, keys: Sequence[str], prompts: Sequence[PreparedPrompt], tradeoff: float, early_stop: bool
+        self,
+        plan: GroupPlan,
+        keys: Sequence[str],
+        prompts: Sequence[PreparedPrompt],
+        tradeoff: float,
+        early_stop: EarlyStop,
     ) -> tuple[list[PromptPlan], RedundancyBudget, list[str]]:
         """Share a budget of candidates among the prompts of a request; also says what could not be done.
 
         Source: DARTS 4.2, Algorithm 1, and Algorithm 2 for what a prompt at the upper bound does.
         """
         history = await self._engine.length_history(keys)
-        limits = [prompt.max_tokens for prompt in prompts if prompt.max_tokens is not None]
         batch = allocate_batch(
-            history.prompts,
+            [
+                BatchPrompt(lengths, len(prompt.token_ids), prompt.max_tokens)
+                for lengths, prompt in zip(history.prompts, prompts, strict=True)
+            ],
             history.dataset,
             self._engine.cost_model,
             group_size=plan.group_size,
             max_candidates=self._engine.max_num_seqs,
             num_ranks=self._engine.num_ranks,
-            prompt_tokens=fmean(len(prompt.token_ids) for prompt in prompts),
-            max_tokens=max(limits, default=None),
             tradeoff=tradeoff,
         )
         plans = [
-            PromptPlan(
-                plan.allocated(allocation.num_candidates, allocation.at_upper_bound, early_stop=early_stop),
-                key,
-                allocation,
-            )
-            for key, allocation in zip(keys, batch.prompts, strict=True)
+            PromptPlan(allocated, key, allocation)
+            for allocated, key, allocation in zip(batch.plans(plan, early_stop), keys, batch.prompts, strict=True)
         ]
         self._metrics.prompts_allocated(batch.prompts)
         warning = self._budget_warning(batch.budget)

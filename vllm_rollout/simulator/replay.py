@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 
 from vllm_rollout.config import REWARD_THRESHOLD
-from vllm_rollout.group.allocation import allocate_batch
+from vllm_rollout.group.allocation import BatchPrompt, allocate_batch
 from vllm_rollout.group.history import LengthHistory, observed_lengths
 from vllm_rollout.group.judge import Judge, Scoring
 from vllm_rollout.group.placement import choose_rank
@@ -91,25 +90,20 @@ class _Replay:
             return [_Planned(self._plan)] * len(rollout.prompts)
         known = [self._history.of(prompt.history_key) for prompt in rollout.prompts]
         self._tally.num_without_history += known.count(None)
-        limits = [prompt.max_tokens for prompt in rollout.prompts if prompt.max_tokens is not None]
         batch = allocate_batch(
-            known,
+            [
+                BatchPrompt(lengths, prompt.prompt_tokens, prompt.max_tokens)
+                for lengths, prompt in zip(known, rollout.prompts, strict=True)
+            ],
             self._history.dataset(),
             self._machine.cost,
             group_size=self._setting.group_size,
             max_candidates=self._machine.max_candidates,
             num_ranks=self._machine.num_ranks,
-            prompt_tokens=fmean(prompt.prompt_tokens for prompt in rollout.prompts),
-            max_tokens=max(limits, default=None),
             tradeoff=self._setting.tradeoff,
         )
-        early_stop = self._setting.early_stop is not False
-        return [
-            _Planned(
-                self._plan.allocated(its.num_candidates, its.at_upper_bound, early_stop=early_stop), its.at_upper_bound
-            )
-            for its in batch.prompts
-        ]
+        plans = batch.plans(self._plan, self._setting.early_stop)
+        return [_Planned(plan, its.at_upper_bound) for plan, its in zip(plans, batch.prompts, strict=True)]
 
     def _check_fits(self, prompt_id: str, num_tokens: int) -> None:
         capacity = self._machine.kv_capacity_tokens

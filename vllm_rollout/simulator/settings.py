@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-from vllm_rollout.config import DEFAULT_TRADEOFF, MAX_BUDGET_RATIO, MAX_TRADEOFF
+from vllm_rollout.config import DEFAULT_TRADEOFF, MAX_TRADEOFF
+from vllm_rollout.group.allocation import upper_bound
 from vllm_rollout.group.plan import EarlyStop, GroupPlan, SelectionRule, default_num_longest, make_plan
 from vllm_rollout.group.pruning_plan import RANGES, PlanError, PruningPlan, make_pruning_plan
 
@@ -31,7 +32,7 @@ class Setting:
         """
         redundancy = self.redundancy
         if redundancy == "auto":
-            redundancy = max(0, min((MAX_BUDGET_RATIO - 1) * self.group_size, max_candidates - self.group_size))
+            redundancy = max(0, upper_bound(self.group_size, max_candidates) - self.group_size)
         return make_plan(
             self.group_size,
             redundancy,
