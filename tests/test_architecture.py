@@ -155,6 +155,29 @@ def test_a_process_does_not_reach_into_another(importer, others):
     assert {imported: found[imported] for imported in found.keys() & others} == {}
 
 
+def test_functions_that_the_docs_name_are_there():
+    root = PACKAGE.parent
+    cited = {
+        pair
+        for path in (root / "docs").glob("*.md")
+        for pair in re.findall(r"`([a-z_/]+\.py)::(\w+)`", path.read_text())
+    }
+    assert cited
+    missing = [
+        f"{path}::{name}"
+        for path, name in sorted(cited)
+        if not (PACKAGE / path).exists() or name not in defined_names((PACKAGE / path).read_text())
+    ]
+    assert missing == []
+
+
+def defined_names(source: str) -> set[str]:
+    """Functions, methods and classes of a module, and what it assigns."""
+    nodes = list(ast.walk(ast.parse(source)))
+    names = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
+    return names | {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+
+
 def test_tracker_observes_with_torch():
     modules = {name for path in (PACKAGE / "tracker").glob("*.py") for name in imported_modules(path.read_text())}
     assert "torch" in modules
