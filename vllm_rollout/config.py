@@ -14,9 +14,6 @@ MAX_PATIENCE = 1000.0
 MAX_TRADEOFF = 1000.0
 """Largest `tradeoff` of redundancy "auto"; from there on nobody gets a spare candidate."""
 
-MAX_PROMPTS = 16_384
-"""Prompts in one rollout."""
-
 MAX_BODY_BYTES = 64 * 1024 * 1024
 """Largest request body of our endpoints, in bytes: 16k prompts of 500 token ids fit."""
 
@@ -120,9 +117,6 @@ REPORT_WINDOW = 4096
 MIN_STEP_S = 1e-6
 """No decode step is predicted to be quicker, in seconds: a floor under extrapolated profiles."""
 
-MAX_SIMULATED_CANDIDATES = 4096
-"""Candidates per rank up to which a budget's cost is followed one by one; beyond, the quantiles stand for more."""
-
 MAX_RECORDED_STEPS = 65_536
 """Newest engine steps that a recording keeps: 5 MB."""
 
@@ -139,9 +133,6 @@ apart differ by 3 % in the median and 11 % at most, live steps of an undisturbed
 
 MAX_TRACED_TOKENS = 10_000_000
 """Largest length in a trace, in tokens: longer than any model's context, so that more is a broken row."""
-
-SIMULATED_BLOCK_TOKENS = 16
-"""KV block whose prompt tokens siblings share in a simulation: vLLM's default on GPUs."""
 
 MAX_HISTORY_PROMPTS = 131_072
 """Prompts whose lengths are remembered, the newest seen: more than the usual training sets have, in about 30 MB."""
@@ -166,42 +157,5 @@ LOG_STD_PRIOR_WEIGHT = 4.0
 """Observations that the data set's log standard deviation counts for in the fit of a group with censored lengths.
 Fewer leave the standard deviation of cut groups too wild, more take away what prompts differ in."""
 
-MIN_LOG_STD = 0.01
-"""Lower bound of a fitted log standard deviation: lengths that differ by 1 %."""
-
-MAX_LOG_STD = 1.5
-"""Upper bound of a fitted log standard deviation: std is 2.9 times the mean. The moments of what was cut grow with the
-exponential of its square."""
-
 DEFAULT_TRADEOFF = 1.0
 """lambda of DARTS Eq. 8, in units of the rollout without redundancy: a gain of 1 in rho ln M is worth its time."""
-
-DEFAULT_BUDGET_RATIO = 1.5
-"""Candidates per wanted trajectory while no profile or no history says better: the paper's average (Appendix B)."""
-
-MAX_BUDGET_RATIO = 2
-"""Most candidates per wanted trajectory: M_up = 2 M of DARTS Eq. 5 and Eq. 9."""
-
-PROFILE_SHORTEST_CONTEXT_TOKENS = 128
-"""Shortest context of a profile; half of the longest and the longest come after it."""
-
-PROFILE_STEPS = 32
-"""Decode steps of which a point of a profile is the median."""
-
-PROFILE_WARMUP_STEPS = 8
-"""Decode steps before those, not counted."""
-
-PROFILE_CHUNK_TOKENS = (16, 64, 256, 512, 1024, 2048, 4096, 8192)
-"""Prompt tokens of the prefill steps in a profile, as far as the engine takes them at once."""
-
-PROFILE_QUICK_BATCH_SIZE = 32
-"""Largest batch of a quick profile."""
-
-PROFILE_QUICK_CONTEXT_TOKENS = (128, 512)
-"""Contexts of a quick profile."""
-
-PROFILE_QUICK_STEPS = 12
-"""Decode steps of which a point of a quick profile is the median."""
-
-PROFILE_QUICK_WARMUP_STEPS = 3
-"""Decode steps before those, not counted."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from benchmarks.prompts import PROMPTS
-from vllm_rollout.config import MAX_BUDGET_RATIO
+from vllm_rollout.group.allocation import MAX_BUDGET_RATIO
 from vllm_rollout.group.plan import GroupPlan, SelectionRule, make_plan
 
 WayName = Literal[

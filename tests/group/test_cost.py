@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_rollout.config import MAX_SIMULATED_CANDIDATES, MIN_STEP_S
+from vllm_rollout.config import MIN_STEP_S
 from vllm_rollout.group.cost import (
+    MAX_SIMULATED_CANDIDATES,
     CostModel,
     PTLCurve,
     budget_slope,

@@ -4,8 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_rollout.config import PROFILE_QUICK_BATCH_SIZE
-from vllm_rollout.profiling.grid import GridPoint, Limits, Wanted, default_batch_sizes, make_plan
+from vllm_rollout.profiling.grid import (
+    PROFILE_QUICK_BATCH_SIZE,
+    GridPoint,
+    Limits,
+    Wanted,
+    default_batch_sizes,
+    make_plan,
+)
 
 ROOMY = Limits(
     max_num_seqs=256, max_model_len=8192, kv_capacity_tokens=10**8, block_size=32, max_num_batched_tokens=8192

@@ -18,10 +18,15 @@ from heapq import heapify, heappop, heapreplace
 from statistics import NormalDist, fmean, median
 from typing import Literal
 
-from vllm_rollout.config import DEFAULT_BUDGET_RATIO, DEFAULT_TRADEOFF, MAX_BUDGET_RATIO
+from vllm_rollout.config import DEFAULT_TRADEOFF
 from vllm_rollout.group.cost import CostModel, budget_slope
 from vllm_rollout.group.history import LengthMoments
 from vllm_rollout.group.plan import EarlyStop, GroupPlan
+
+DEFAULT_BUDGET_RATIO = 1.5
+"""Candidates per wanted trajectory while no profile or no history says better: the paper's average (Appendix B)."""
+MAX_BUDGET_RATIO = 2
+"""Most candidates per wanted trajectory: M_up = 2 M of DARTS Eq. 5 and Eq. 9."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,13 @@ from collections.abc import Sequence
 from statistics import fmean, variance
 from typing import NamedTuple
 
-from vllm_rollout.config import LOG_STD_PRIOR_WEIGHT, MAX_LOG_STD, MIN_LOG_STD
+from vllm_rollout.config import LOG_STD_PRIOR_WEIGHT
+
+MIN_LOG_STD = 0.01
+"""Lower bound of a fitted log standard deviation: lengths that differ by 1 %."""
+MAX_LOG_STD = 1.5
+"""Upper bound of a fitted log standard deviation: std is 2.9 times the mean. The moments of what was cut grow with the
+exponential of its square."""
 
 EM_TOLERANCE = 1e-4
 """Of location and standard deviation of log lengths; a group knows them to some 0.1."""

@@ -17,7 +17,10 @@ from heapq import heappop, heappush
 from statistics import NormalDist
 from typing import NamedTuple
 
-from vllm_rollout.config import MAX_SIMULATED_CANDIDATES, MIN_STEP_S
+from vllm_rollout.config import MIN_STEP_S
+
+MAX_SIMULATED_CANDIDATES = 4096
+"""Candidates per rank up to which a budget's cost is followed one by one; beyond, the quantiles stand for more."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,16 +6,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from vllm_rollout.config import (
-    PROFILE_CHUNK_TOKENS,
-    PROFILE_QUICK_BATCH_SIZE,
-    PROFILE_QUICK_CONTEXT_TOKENS,
-    PROFILE_QUICK_STEPS,
-    PROFILE_QUICK_WARMUP_STEPS,
-    PROFILE_SHORTEST_CONTEXT_TOKENS,
-    PROFILE_STEPS,
-    PROFILE_WARMUP_STEPS,
-)
+PROFILE_SHORTEST_CONTEXT_TOKENS = 128
+"""Shortest context of a profile; half of the longest and the longest come after it."""
+PROFILE_STEPS = 32
+"""Decode steps of which a point of a profile is the median."""
+PROFILE_WARMUP_STEPS = 8
+"""Decode steps before those, not counted."""
+PROFILE_CHUNK_TOKENS = (16, 64, 256, 512, 1024, 2048, 4096, 8192)
+"""Prompt tokens of the prefill steps in a profile, as far as the engine takes them at once."""
+PROFILE_QUICK_BATCH_SIZE = 32
+"""Largest batch of a quick profile."""
+PROFILE_QUICK_CONTEXT_TOKENS = (128, 512)
+"""Contexts of a quick profile."""
+PROFILE_QUICK_STEPS = 12
+"""Decode steps of which a point of a quick profile is the median."""
+PROFILE_QUICK_WARMUP_STEPS = 3
+"""Decode steps before those, not counted."""
 
 
 class GridPoint(NamedTuple):

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vllm_rollout.config import MAX_GROUP_SIZE, SIMULATED_BLOCK_TOKENS
+from vllm_rollout.config import MAX_GROUP_SIZE
 from vllm_rollout.group.cost import CostModel, PTLCurve
+
+SIMULATED_BLOCK_TOKENS = 16
+"""KV block whose prompt tokens siblings share in a simulation: vLLM's default on GPUs."""
 
 IDEAL_COST = CostModel(((0.0, PTLCurve((1.0,), (1.0,))),))
 """Every step takes one unit of time, whatever is in it."""
