@@ -24,8 +24,9 @@ from vllm.outputs import STREAM_FINISHED, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from vllm_rollout.adapter.api.client import CandidateOutput, RolloutAsyncLLM
+from vllm_rollout.adapter.api.client import RolloutAsyncLLM
 from vllm_rollout.adapter.api.engine import VLLMEngine, sampled_logprobs
+from vllm_rollout.adapter.api.outputs import CandidateOutput
 from vllm_rollout.adapter.core.scheduler import RolloutScheduler
 from vllm_rollout.group.plan import GroupPlan
 from vllm_rollout.group.pruning_plan import PruningPlan

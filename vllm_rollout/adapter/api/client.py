@@ -9,21 +9,21 @@ import asyncio
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 from copy import copy
-from dataclasses import dataclass
 from typing import Any
 
 from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMValidationError
 from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
-from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
+from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_rollout.adapter.api.open_paths import refuse_on_open_path
+from vllm_rollout.adapter.api.outputs import CandidateOutput, choices_of, ending_of, mend_weight_versions
 from vllm_rollout.adapter.api.prompts import digest_of_prompt
 from vllm_rollout.adapter.api.refusals import pruning_refusal
 from vllm_rollout.adapter.wire import TAG_KEY, CandidateTag, EndingNote
@@ -34,22 +34,11 @@ from vllm_rollout.group.plan import GroupJoin, GroupPlan, PlanError
 from vllm_rollout.group.prompt_key import joined_id, seed_for
 from vllm_rollout.group.pruning_plan import PruningPlan
 from vllm_rollout.group.selection import conclude
-from vllm_rollout.group.types import STOP_STATES, Ending, GroupResult
+from vllm_rollout.group.types import STOP_STATES, Ending
 from vllm_rollout.server.metrics import Metrics
 from vllm_rollout.server.xargs import PRUNING_XARGS, as_written, plan_from_xargs, rollout_xargs
 
 logger = init_logger("vllm.vllm_rollout")
-
-TRUNCATED = frozenset({"length", "repetition"})
-
-
-@dataclass(frozen=True, slots=True)
-class CandidateOutput:
-    """One output of a candidate; `note` comes with the last one of a candidate the scheduler ended."""
-
-    index: int
-    output: RequestOutput
-    note: EndingNote | None
 
 
 class RolloutAsyncLLM(AsyncLLM):
@@ -255,7 +244,7 @@ class RolloutAsyncLLM(AsyncLLM):
             raise RuntimeError(f"all {plan.num_candidates} candidates of request {request_id} failed")
         answer = next(iter(finals.values()))
         answer.request_id = request_id
-        answer.outputs = _choices(plan, result, finals)
+        answer.outputs = choices_of(plan, result, finals)
         answer.finished = True
         yield answer
 
@@ -306,54 +295,3 @@ def _scoring(plan: PruningPlan, group_id: str, content: str, params: SamplingPar
     """Of a group that teaches nothing. Chance: the same seeded request gets the same verdicts, others do not."""
     seed = secrets.randbits(62) if params.seed is None else seed_for(params.seed, content)
     return Scoring(group_id, content, seed, plan, teaches=False)
-
-
-def ending_of(candidate: CandidateOutput, num_tokens: int | None = None) -> Ending:
-    """The ending in a candidate's last output; `num_tokens` when that output is a delta."""
-    (completion,) = candidate.output.outputs
-    note = candidate.note
-    failed = note is None or completion.finish_reason == "error"
-    return Ending(
-        index=candidate.index,
-        state="failed" if failed else note.state,
-        num_tokens=len(completion.token_ids) if num_tokens is None else num_tokens,
-        truncated=completion.finish_reason in TRUNCATED,
-        end_step=0 if note is None else note.end_step,
-        ended_by_itself=not failed and note.ended_by_itself,
-    )
-
-
-def mend_weight_versions(completion: CompletionOutput, pauses: Sequence[int]) -> None:
-    """Move version boundaries from where held tokens arrived to where they were made.
-
-    Weights change only while generation is paused, and the first output after a pause is sent at once; so a version
-    that seems to start at token s, because the tokens since s were held, started at the first pause at or after s.
-    """
-    spans = completion.weight_versions
-    if not spans or len(spans) < 2 or not pauses:
-        return
-    starts = [0] + [next((p for p in pauses if p >= span.start), span.start) for span in spans[1:]]
-    ends = [*starts[1:], spans[-1].end]
-    completion.weight_versions = [
-        WeightVersionSpan(span.version, start, end) for span, start, end in zip(spans, starts, ends, strict=True)
-    ]
-
-
-def _choices(plan: GroupPlan, result: GroupResult, finals: dict[int, RequestOutput]) -> list[CompletionOutput]:
-    """Exactly `group_size` choices: the selected ones, and in an incomplete group what the others left, most first."""
-    indices = list(result.selected)
-    others = [e for e in result.endings if e.index not in result.selected and e.index in finals]
-    others.sort(key=lambda e: (-e.num_tokens, e.index))
-    indices += [e.index for e in others][: plan.group_size - len(indices)]
-    choices = []
-    for position, index in enumerate(indices):
-        (choice,) = finals[index].outputs
-        choice.index = position
-        choices.append(choice)
-    for position in range(len(choices), plan.group_size):
-        choices.append(
-            CompletionOutput(
-                index=position, text="", token_ids=[], cumulative_logprob=None, logprobs=None, finish_reason="abort"
-            )
-        )
-    return choices

@@ -23,9 +23,10 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from vllm_rollout.adapter.api.client import CandidateOutput, RolloutAsyncLLM, ending_of
+from vllm_rollout.adapter.api.client import RolloutAsyncLLM
 from vllm_rollout.adapter.api.engine_calls import engine_stopped
 from vllm_rollout.adapter.api.learning import EngineLearning
+from vllm_rollout.adapter.api.outputs import CandidateOutput, ending_of
 from vllm_rollout.adapter.api.shaping import EngineShaping
 from vllm_rollout.adapter.options import RolloutOptions
 from vllm_rollout.group.judge import Scoring

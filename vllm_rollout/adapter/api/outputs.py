@@ -1,0 +1,74 @@
+"""vLLM's outputs of candidates -> endings and choices. Invariant: nothing here waits or sends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
+
+from vllm_rollout.adapter.wire import EndingNote
+from vllm_rollout.group.plan import GroupPlan
+from vllm_rollout.group.types import Ending, GroupResult
+
+TRUNCATED = frozenset({"length", "repetition"})
+
+
+@dataclass(frozen=True, slots=True)
+class CandidateOutput:
+    """One output of a candidate; `note` comes with the last one of a candidate the scheduler ended."""
+
+    index: int
+    output: RequestOutput
+    note: EndingNote | None
+
+
+def ending_of(candidate: CandidateOutput, num_tokens: int | None = None) -> Ending:
+    """The ending in a candidate's last output; `num_tokens` when that output is a delta."""
+    (completion,) = candidate.output.outputs
+    note = candidate.note
+    failed = note is None or completion.finish_reason == "error"
+    return Ending(
+        index=candidate.index,
+        state="failed" if failed else note.state,
+        num_tokens=len(completion.token_ids) if num_tokens is None else num_tokens,
+        truncated=completion.finish_reason in TRUNCATED,
+        end_step=0 if note is None else note.end_step,
+        ended_by_itself=not failed and note.ended_by_itself,
+    )
+
+
+def mend_weight_versions(completion: CompletionOutput, pauses: Sequence[int]) -> None:
+    """Move version boundaries from where held tokens arrived to where they were made.
+
+    Weights change only while generation is paused, and the first output after a pause is sent at once; so a version
+    that seems to start at token s, because the tokens since s were held, started at the first pause at or after s.
+    """
+    spans = completion.weight_versions
+    if not spans or len(spans) < 2 or not pauses:
+        return
+    starts = [0] + [next((p for p in pauses if p >= span.start), span.start) for span in spans[1:]]
+    ends = [*starts[1:], spans[-1].end]
+    completion.weight_versions = [
+        WeightVersionSpan(span.version, start, end) for span, start, end in zip(spans, starts, ends, strict=True)
+    ]
+
+
+def choices_of(plan: GroupPlan, result: GroupResult, finals: dict[int, RequestOutput]) -> list[CompletionOutput]:
+    """Exactly `group_size` choices: the selected ones, and in an incomplete group what the others left, most first."""
+    indices = list(result.selected)
+    others = [e for e in result.endings if e.index not in result.selected and e.index in finals]
+    others.sort(key=lambda e: (-e.num_tokens, e.index))
+    indices += [e.index for e in others][: plan.group_size - len(indices)]
+    choices = []
+    for position, index in enumerate(indices):
+        (choice,) = finals[index].outputs
+        choice.index = position
+        choices.append(choice)
+    for position in range(len(choices), plan.group_size):
+        choices.append(
+            CompletionOutput(
+                index=position, text="", token_ids=[], cumulative_logprob=None, logprobs=None, finish_reason="abort"
+            )
+        )
+    return choices
