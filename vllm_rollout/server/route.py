@@ -18,6 +18,7 @@ from starlette.types import Message, Receive
 from vllm_rollout.config import MAX_BODY_BYTES, MAX_STATE_BYTES
 from vllm_rollout.server.engine import RequestError
 from vllm_rollout.server.errors import error_response, explain_internal, explain_invalid, explain_unreadable
+from vllm_rollout.server.parsed import BodyRequest
 
 logger = logging.getLogger(__name__)
 
@@ -35,12 +36,14 @@ class RolloutRoute(APIRoute):
         async def handler(request: Request) -> Response:
             try:
                 self._check_size(request.headers.get("content-length", ""))
-                return await handle(Request(request.scope, self._limited(request.receive)))
+                return await handle(BodyRequest(request.scope, self._limited(request.receive), body))
             except RequestValidationError as error:
                 return error_response(explain_invalid(error, body))
             except RequestError as error:
                 return error_response(error)
             except HTTPException as error:
+                if isinstance(error.__cause__, RequestValidationError):  # of a body that was checked as it was read
+                    return error_response(explain_invalid(error.__cause__, body))
                 return error_response(explain_unreadable(error))
             except Exception as error:  # the HTTP boundary: no answer but ours
                 logger.exception("%s %s failed", request.method, request.url.path)

@@ -37,6 +37,7 @@ from vllm_rollout.server.rollout import Rollout
 from vllm_rollout.server.scoring_log import ScoringLog
 from vllm_rollout.server.serialised import GroupsInJson
 from vllm_rollout.server.shaping import PromptPlan, ShapingService, history_key
+from vllm_rollout.server.slices import Slices
 
 EVENT_BUFFER = 256
 """Events of a rollout that wait for a slow reader. Beyond them each group waits with one event, and the engine goes on:
@@ -96,7 +97,10 @@ class RolloutService:
             want_logprobs=request.return_.logprobs,
             want_text=request.return_.text,
         )
-        keys = [history_key(p.id, q.token_ids) for p, q in zip(request.prompts, prompts, strict=True)]
+        keys, slices = [], Slices()
+        for written, prompt in zip(request.prompts, prompts, strict=True):
+            keys.append(history_key(written.id, prompt.token_ids))
+            await slices.turn()
         plans, budget, warnings = [PromptPlan(plan, key) for key in keys], None, []
         if (tradeoff := _tradeoff(request)) is not None:
             plans, budget, warnings = await self._shaping.allocate(plan, keys, prompts, tradeoff, request.early_stop)

@@ -34,6 +34,7 @@ from vllm_rollout.group.launch import num_launch_places
 from vllm_rollout.group.plan import GroupPlan
 from vllm_rollout.group.types import Ending
 from vllm_rollout.server.engine import CandidateEnd, CandidateTokens, PreparedPrompt, PromptInput, RequestError
+from vllm_rollout.server.slices import Slices
 
 LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not have."""
@@ -90,8 +91,9 @@ class VLLMEngine(EngineLearning, EngineShaping):
     ) -> tuple[str, list[PreparedPrompt]]:
         lora = self._adapter_of(model)
         params = self._sampling_params(sampling, want_logprobs=want_logprobs, want_text=want_text)
-        prepared = []
+        prepared, slices = [], Slices()
         for prompt in prompts:
+            await slices.turn()
             rendered = await self._render(prompt)
             token_ids = rendered.get("prompt_token_ids") or []
             if not token_ids:
@@ -243,7 +245,9 @@ class VLLMEngine(EngineLearning, EngineShaping):
     async def _try_out(self, prompts: Sequence[PreparedPrompt]) -> None:
         """Run vLLM's own checks on every prompt before anything is launched."""
         tasks = await self._client.get_supported_tasks()
+        slices = Slices()
         for prompt in prompts:
+            await slices.turn()
             rendered, params, lora = prompt.handle
             try:
                 self._client.input_processor.process_inputs(
