@@ -67,7 +67,7 @@ async def test_a_large_body_is_checked_on_another_thread(http: httpx.AsyncClient
         return read_json(body)
 
     monkeypatch.setattr(parsed, "read_json", watched)
-    prompts = [{"prompt_token_ids": [7] * 500} for _ in range(200)]
+    prompts = [{"prompt_token_ids": [7] * 500} for _ in range(400)]
     for few in (prompts[:1], prompts):
         answer = await http.post("/v1/rollouts", json={"prompts": few, "group_size": 1})
         assert answer.status_code == 200, answer.text
