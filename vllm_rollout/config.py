@@ -159,3 +159,7 @@ Fewer leave the standard deviation of cut groups too wild, more take away what p
 
 DEFAULT_TRADEOFF = 1.0
 """lambda of DARTS Eq. 8, in units of the rollout without redundancy: a gain of 1 in rho ln M is worth its time."""
+
+CALL_BUDGET_S = 0.002
+"""What an API process asks of an engine core between two steps takes at most this long, in seconds, plus one piece of
+work of at most 3 ms (benchmarks/scheduler.py); the rest waits for the next step."""

@@ -9,15 +9,16 @@ Invariant: no measured time goes in.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from benchmarks.shaping.records import GroupRecord, Run
 from benchmarks.shaping.setup import BASELINE, WAYS, Sizes, Way, WayName
+from vllm_rollout.adapter.saved_state import parse_state
 from vllm_rollout.group.allocation import BatchAllocation, BatchPrompt, allocate_batch
 from vllm_rollout.group.history import LengthHistory
 from vllm_rollout.group.judge import Judge
+from vllm_rollout.group.memory import Memory
 from vllm_rollout.group.plan import GroupPlan
 from vllm_rollout.server.shaping import history_key
 from vllm_rollout.simulator.machine import Machine
@@ -35,7 +36,7 @@ class Simulated(NamedTuple):
 
 def history_of(state: bytes) -> LengthHistory:
     """What the server knew of lengths, out of GET /v1/rollouts/state."""
-    return LengthHistory.from_state(json.loads(state)["lengths"])
+    return Memory.from_state(parse_state(state).rows).lengths
 
 
 def simulate(sizes: Sizes, pool: Run, machine: Machine, history: LengthHistory) -> dict[WayName, Simulated]:

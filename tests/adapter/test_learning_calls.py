@@ -1,24 +1,37 @@
-"""LearningCalls: what engine cores learn from each other, with workers that are quality heads without a model."""
+"""What API process and engine cores tell each other of learning: the real calls of both ends over the real codecs, with
+workers that are quality heads without a model."""
 
+import asyncio
 import json
+import struct
 from base64 import b64encode
+from collections.abc import Iterable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 import torch
-from vllm.config import ParallelConfig
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load, save
 
-from vllm_rollout.adapter.core.calls import _rank, rollout_call
-from vllm_rollout.adapter.core.learning_calls import LearningCalls
+from vllm_rollout.adapter.api.learning import REWARDS_PER_CALL, EngineLearning
+from vllm_rollout.adapter.call_table import OPERATIONS, POST_REWARDS, Operation, PostedRewards
+from vllm_rollout.adapter.core import learning_calls, readings
+from vllm_rollout.adapter.core.calls import rollout_call
+from vllm_rollout.adapter.core.learning_calls import REWARDS_AT_ONCE, LearningCalls
+from vllm_rollout.adapter.core.readings import MAX_READINGS, Readings
+from vllm_rollout.adapter.options import RolloutOptions
 from vllm_rollout.adapter.worker.worker import RolloutWorker
 from vllm_rollout.config import MAX_DETECTION_LENGTHS
+from vllm_rollout.group.history import ObservedLength
 from vllm_rollout.group.judge import Judge, Scoring
+from vllm_rollout.group.ledger import Reward
 from vllm_rollout.group.lifecycle import Group, GroupTerms
 from vllm_rollout.group.pruning_plan import PruningPlan
 from vllm_rollout.group.types import Confidence, Observation
+from vllm_rollout.server.engine import RequestError
 from vllm_rollout.tracker.feature_ring import FeatureRing
 from vllm_rollout.tracker.quality_heads import QualityHeads
 from vllm_rollout.tracker.tracker import CandidateTracker
@@ -37,278 +50,556 @@ def _one_thread():
 
 
 class Rank:
-    """An engine core's learning half: its judge, and a worker that has heads but no model."""
+    """An engine core with a judge, and a worker that has heads but no model."""
 
-    def __init__(self, rank: int, model: str = "model") -> None:
-        self.judge = Judge()
-        self.ring = FeatureRing(HIDDEN_SIZE, torch.float32, 1 << 20)
+    def __init__(self, model: str = "model") -> None:
+        self.ring = FeatureRing(HIDDEN_SIZE, torch.bfloat16, 1 << 20)
         self.heads = QualityHeads(
             CandidateTracker(torch.device("cpu")), self.ring,
             hidden_size=HIDDEN_SIZE, model=model, device=torch.device("cpu"),
         )  # fmt: skip
-        worker = SimpleNamespace(quality_heads=self.heads)
-        self._calls = LearningCalls(
-            self.judge, lambda method, *args: getattr(RolloutWorker, method)(worker, *args), model=model, rank=rank
-        )
+        self.scheduler = SimpleNamespace(judge=Judge(), readings=Readings())
+        self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(served_model_name=model))
+        self.worker_calls: list[str] = []
+        self.arguments: dict[str, list[Any]] = {name: [] for name in OPERATIONS}
 
-    def call(self, operation: str, *arguments: Any) -> Any:
-        """As over the wire: tuples become lists."""
-        arguments = msgspec.msgpack.decode(msgspec.msgpack.encode(arguments))
-        return msgspec.msgpack.decode(msgspec.msgpack.encode(getattr(self._calls, operation)(*arguments)))
+    @property
+    def judge(self) -> Judge:
+        return self.scheduler.judge
 
-    def run_rollout(self, rollout_id: str, num: int = 120, seed: int = 0, plans: tuple[PruningPlan, ...] = (PLAN,)):
+    def collective_rpc(self, method: str, args: tuple) -> list[Any]:
+        """A tensor-parallel rank whose outputs nobody reads answers first."""
+        self.worker_calls.append(method)
+        workers = [SimpleNamespace(quality_heads=None), SimpleNamespace(quality_heads=self.heads)]
+        return [getattr(RolloutWorker, method)(worker, *args) for worker in workers]
+
+    def call(self, operation: Operation, argument: Any) -> Any:
+        return operation.decode_result(rollout_call(self, operation.name, operation.encode_argument(argument)))
+
+    def run_rollout(
+        self, rollout_id: str, num: int = 120, seed: int = 0, plan: PruningPlan = PLAN, prompt_id: str = "p"
+    ) -> list[Reward]:
         """Score and finish candidates whose first feature says whether they succeed."""
-        states = torch.randn(num, HIDDEN_SIZE, generator=torch.Generator().manual_seed(seed))
+        states = torch.randn(num, HIDDEN_SIZE, generator=torch.Generator().manual_seed(seed)).bfloat16()
         group = Group(GroupTerms(num, num))
         for index in range(num):
-            plan = plans[index % len(plans)]
             group.launch()
-            request_id = f"{rollout_id}-{index}"
-            entry = self.judge.ledger.open(rollout_id, "p", index, request_id, plan)
+            entry = self.judge.ledger.open(rollout_id, prompt_id, index, f"{rollout_id}-{index}", plan)
             logit = states[index, 0].item()
             seen = Observation(Confidence(1.0, 1.0, 2.0 + logit), logit, 1)
-            self.judge.judge(group, Scoring(rollout_id, "p", 7, plan), {index: (entry, seen)})
+            self.judge.judge(group, Scoring(rollout_id, prompt_id, 7, plan), {index: (entry, seen)})
             entry.state, entry.num_tokens = "finished", 30
         self.ring.put([f"{rollout_id}-{index}" for index in range(num)], states)
-        return [["p", index, float(states[index, 0] > 0), bool(states[index, 0] > 0)] for index in range(num)]
+        good = [bool(states[index, 0] > 0) for index in range(num)]
+        return [Reward(prompt_id, index, float(good[index]), good[index]) for index in range(num)]
 
     def labels(self) -> list:
-        return [calibrator["labels"] for calibrator in self.judge.memory.learnings[LENGTH].to_state()["calibrators"]]
-
-    def train(self) -> None:
-        while self.call("train", 10.0):
-            pass
+        state = self.judge.memory.learnings[LENGTH].to_state()
+        return [list(calibrator["labels"]) for calibrator in state["calibrators"]]
 
 
-def post(ranks: list[Rank], rollout_id: str, rewards: list) -> list:
-    """As the API process does."""
-    answers = [rank.call("rewards", rollout_id, rewards, len(ranks) > 1) for rank in ranks]
-    for origin, answer in enumerate(answers):
-        if answer is not None and answer[3]:
-            for rank in ranks:
-                rank.call("teach", origin, answer[3])
-    return answers
+class Client:
+    """An engine client with some ranks."""
+
+    def __init__(self, *ranks: Rank) -> None:
+        self.core_engines = ranks
+        self.num_ranks = len(ranks)
+        self.engine_core = self
+
+    async def _call_utility_async(self, method: str, operation: str, payload: bytes, *, engine: Rank) -> bytes:
+        engine.arguments[operation].append(payload)
+        answer = rollout_call(engine, operation, payload)
+        await asyncio.sleep(0)
+        return answer
+
+    async def call_utility_all_async(self, method: str, operation: str, payload: bytes) -> list[bytes]:
+        return [await self._call_utility_async(method, operation, payload, engine=rank) for rank in self.core_engines]
+
+
+class Engine:
+    """The API process: the service's engine, waited for."""
+
+    def __init__(self, *ranks: Rank) -> None:
+        self._client = Client(*ranks)
+
+    def __getattr__(self, name: str) -> Any:
+        def do(*args: Any) -> Any:
+            async def done() -> Any:
+                engine = EngineLearning(self._client, RolloutOptions(train_budget_s=10.0))
+                result = await getattr(engine, name)(*args)
+                await engine._training_done()
+                return result
+
+            return asyncio.run(done())
+
+        return do
 
 
 def test_one_rank_learns_where_it_observed():
-    rank = Rank(0)
-    rewards = rank.run_rollout("r")
-    assert post([rank], "r", rewards) == [[LENGTH, ["accepted"] * 120, 120, []]]
-    assert post([rank], "r", rewards) == [[LENGTH, ["duplicate"] * 120, 0, []]]
-    assert rank.call("train", 0.0) > 0
-    rank.train()
-    ((length, hidden_size, version, num_steps, num_labels, losses),) = rank.call("heads")
-    assert (length, hidden_size, version, num_labels) == (LENGTH, HIDDEN_SIZE, 1, 120)
-    assert num_steps > 0
-    assert len(losses) == 1
-    assert rank.call("rewards", "nobody's", rewards, False) is None
+    rank = Rank()
+    engine, rewards = Engine(rank), rank.run_rollout("r")
+    receipt = engine.post_rewards("r", rewards)
+    assert (receipt.detection_length, receipt.num_training, receipt.head_version) == (LENGTH, 120, 0)
+    assert list(receipt.statuses) == ["accepted"] * 120
+    receipt = engine.post_rewards("r", rewards)
+    assert (list(receipt.statuses), receipt.num_training, receipt.head_version) == (["duplicate"] * 120, 0, 1)
+    (head,) = rank.heads.infos()
+    assert (head.detection_length, head.hidden_size, head.version, head.num_labels) == (LENGTH, HIDDEN_SIZE, 1, 120)
+    assert engine.quality_head(None) == (head, rank.heads.export(LENGTH))
+    assert engine.post_rewards("nobody's", rewards) is None
 
 
 def test_ranks_teach_each_other_and_learn_every_label_once():
-    ranks, alone = [Rank(0), Rank(1)], Rank(0)
+    ranks, alone = [Rank(), Rank()], Rank()
     ones, others = ranks[0].run_rollout("r0", seed=1), ranks[1].run_rollout("r1", seed=2)
     for rollout, seed in (("r0", 1), ("r1", 2)):
-        post([alone], rollout, alone.run_rollout(rollout, seed=seed))
-    first, second = post(ranks, "r0", ones), post(ranks, "r1", others)
-    assert [answer and answer[2] for answer in first + second] == [120, None, None, 120]
+        Engine(alone).post_rewards(rollout, alone.run_rollout(rollout, seed=seed))
+    engine = Engine(*ranks)
+    assert [engine.post_rewards(name, posted).num_training for name, posted in (("r0", ones), ("r1", others))] == [
+        120
+    ] * 2
     assert ranks[0].labels() == ranks[1].labels() == alone.labels()
-    assert ranks[0].call("heads")[0][4] == alone.call("heads")[0][4] == 240
-    assert ranks[1].call("heads") == []  # only the first rank trains
-    for rank in (*ranks, alone):
-        rank.train()
-    assert ranks[0].heads.summaries() == alone.heads.summaries()
+    assert ranks[0].heads.infos() == alone.heads.infos()
+    assert ranks[0].heads.infos()[0].num_labels == 240
+    assert ranks[1].arguments["learn_features"] == [], "only the first rank trains"
+    published = [rank.heads._tracker.heads[LENGTH] for rank in ranks]
+    assert published[0].version == published[1].version > 0
+    assert all(torch.equal(a, b) for a, b in zip(published[0].weights, published[1].weights, strict=True))
 
 
 def test_one_rollout_over_two_ranks_gives_each_reward_one_status():
-    ranks = [Rank(0), Rank(1)]
+    ranks = [Rank(), Rank()]
     rewards = ranks[0].run_rollout("r", num=40)
-    group = Group(GroupTerms(1, 1))
-    group.launch()
-    entry = ranks[1].judge.ledger.open("r", "q", 0, "other", PLAN)
-    seen = Observation(Confidence(1.0, 1.0, 1.0), 0.5, 1)
-    ranks[1].judge.judge(group, Scoring("r", "q", 7, PLAN), {0: (entry, seen)})
-    entry.state = "finished"
-    one, other = post(ranks, "r", [*rewards, ["q", 0, 1.0, True]])
-    assert one[1] == ["accepted"] * 40 + ["unknown"]
-    assert other[1] == ["unknown"] * 40 + ["accepted"]
-    assert other[2] == 0  # its feature was never kept
+    ranks[1].run_rollout("r", num=1, prompt_id="q")
+    ranks[1].ring.take(["r-0"])  # its feature is gone
+    receipt = Engine(*ranks).post_rewards("r", [*rewards, Reward("q", 0, 1.0, True), Reward("z", 0, 1.0, True)])
+    assert list(receipt.statuses) == ["accepted"] * 41 + ["unknown"]
+    assert receipt.num_training == 40
     for mine, others in zip(ranks[0].labels(), ranks[1].labels(), strict=True):
         assert sorted(mine) == sorted(others)
         assert len(mine) == 41
 
 
-def test_heads_of_the_first_rank_reach_the_others():
-    ranks = [Rank(0), Rank(1)]
-    post(ranks, "r", ranks[1].run_rollout("r"))
-    ranks[0].train()
-    data = ranks[0].call("export_head", LENGTH)
-    assert [rank.call("receive_head", data) for rank in ranks] == [["ok", None], ["ok", LENGTH]]
-    published = [rank.heads._tracker.heads[LENGTH] for rank in ranks]
-    assert published[0].version == published[1].version == 1
-    assert all(torch.equal(a, b) for a, b in zip(published[0].weights, published[1].weights, strict=True))
-
-
 def test_features_that_are_gone_are_counted_and_the_label_still_calibrates():
-    rank = Rank(0)
+    rank = Rank()
     rewards = rank.run_rollout("r", num=6)
     rank.ring.take(["r-1", "r-4"])
-    assert post([rank], "r", rewards)[0][2] == 4
-    ((length, num_awaiting, num_evicted, _),) = rank.call("report")
-    assert (length, num_awaiting, num_evicted) == (LENGTH, 0, 2)
+    assert Engine(rank).post_rewards("r", rewards).num_training == 4
+    report = Engine(rank).learning_report(None)
+    assert (report.detection_length, report.num_awaiting, report.num_evicted) == (LENGTH, 0, 2)
     assert len(rank.labels()[0]) == 6
+    assert report.signals == rank.judge.memory.learnings[LENGTH].report().signals
 
 
-@pytest.mark.parametrize("share", [False, True])
-def test_candidates_with_other_detection_lengths_train_their_own_heads(share):
-    ranks = [Rank(0), Rank(1)] if share else [Rank(0)]
-    rewards = ranks[0].run_rollout("joined", num=10, plans=(PLAN, replace(PLAN, detection_length=20)))
-    (answer, *_) = post(ranks, "joined", rewards)
-    assert answer[:3] == [LENGTH, ["accepted"] * 10, 10]
-    assert {summary[0]: summary[4] for summary in ranks[0].call("heads")} == {LENGTH: 5, 20: 5}
+def test_a_report_over_ranks_counts_the_verdicts_of_all():
+    plan = PruningPlan(LENGTH, min_labels=4, allow_fewer=True)
+    ranks = [Rank(), Rank()]
+    Engine(*ranks).post_rewards("r", ranks[0].run_rollout("r"))
+    for number, rank in enumerate(ranks):
+        rank.run_rollout(f"s{number}", num=30, seed=number, plan=plan)
+    learnings = [rank.judge.memory.learnings[LENGTH] for rank in ranks]
+    active = Engine(*ranks).learning_report(LENGTH).active
+    assert active.num_scored == sum(learning.num_judged for learning in learnings) == 60
+    assert active.num_pruned == sum(learning.num_pruned for learning in learnings) > 0
+
+
+# -- what a call may take
+
+
+class Clock:
+    """Each look at it takes a millisecond."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 0.001
+        return self.now
+
+
+def test_a_call_accounts_for_rewards_until_its_time_is_spent():
+    rank = Rank()
+    rewards = rank.run_rollout("r", num=8 * REWARDS_AT_ONCE)
+    batches = []
+    calls = LearningCalls(
+        rank.judge, rank.scheduler.readings, lambda method, *args: batches.append(len(args[1])) or args[1],
+        model="model", clock=Clock(), budget_s=0.0035,
+    )  # fmt: skip
+    progress = calls.post_rewards(PostedRewards("r", rewards, share=False))
+    assert batches == [REWARDS_AT_ONCE] * 4
+    assert progress.statuses == ["accepted"] * (4 * REWARDS_AT_ONCE)
+    progress = calls.post_rewards(PostedRewards("r", rewards, share=False))
+    assert progress.statuses == ["duplicate"] * (4 * REWARDS_AT_ONCE), "nothing was accounted for beyond"
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_rewards_are_posted_in_as_many_calls_as_they_take(num_ranks, monkeypatch):
+    monkeypatch.setattr(LearningCalls.__init__, "__kwdefaults__", {"clock": Clock(), "budget_s": 0.0015})
+    ranks = [Rank() for _ in range(num_ranks)]
+    rewards = ranks[0].run_rollout("r", num=REWARDS_PER_CALL + 100)
+    receipt = Engine(*ranks).post_rewards("r", rewards)
+    assert list(receipt.statuses) == ["accepted"] * len(rewards)
+    assert receipt.num_training == len(rewards)
+    posted = [POST_REWARDS.decode_argument(payload).rewards for payload in ranks[0].arguments["post_rewards"]]
+    assert max(map(len, posted)) == REWARDS_PER_CALL
+    assert len(posted) == -(-len(rewards) // (2 * REWARDS_AT_ONCE))
     for rank in ranks:
-        assert {length: len(learning._outcomes) for length, learning in rank.judge.memory.learnings.items()} == {
-            LENGTH: 5,
-            20: 5,
-        }
+        assert [len(labels) for labels in rank.labels()] == [len(rewards)] * 2
 
 
-def learned(seed: int = 0) -> Rank:
-    rank = Rank(0)
-    post([rank], "r", rank.run_rollout("r", seed=seed))
-    rank.train()
+def test_rewards_are_taken_to_the_end_when_the_client_goes_away():
+    ranks = [Rank(), Rank()]
+    rewards = ranks[1].run_rollout("r", num=2 * REWARDS_PER_CALL)
+
+    async def leave_early() -> None:
+        engine = EngineLearning(Client(*ranks), RolloutOptions(train_budget_s=10.0))
+        posting = asyncio.create_task(engine.post_rewards("r", rewards))
+        for _ in range(4):
+            await asyncio.sleep(0)
+        posting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await posting
+        assert engine._running
+        while engine._running:
+            await asyncio.sleep(0)
+        await engine._training_done()
+
+    asyncio.run(leave_early())
+    assert ranks[0].labels() == ranks[1].labels()
+    assert len(ranks[0].labels()[0]) == len(rewards)
+
+
+def test_a_piece_ends_when_its_time_is_spent_or_it_is_large_enough(monkeypatch):
+    monkeypatch.setattr(readings, "MAX_PIECE_BYTES", 10)
+    some = Readings(Clock(), budget_s=0.0025)
+    some.open("slow", iter([b"a"] * 7))
+    pieces = [some.read("slow") for _ in range(3)]
+    assert [(piece.data, piece.is_last) for piece in pieces] == [(b"aaa", False), (b"aaa", False), (b"a", True)]
+    assert some.read("slow") is None
+    some = Readings(lambda: 0.0)
+    some.open("large", iter([b"aaaa"] * 4))
+    assert [(piece.data, piece.is_last) for piece in (some.read("large"), some.read("large"))] == [
+        (b"a" * 12, False), (b"aaaa", True),
+    ]  # fmt: skip
+
+
+def test_readers_that_go_away_do_not_fill_memory():
+    some = Readings()
+    for reader in range(3 * MAX_READINGS):
+        some.open(str(reader), iter([b""]))
+    assert len(some) == MAX_READINGS
+    assert some.read("0") is None
+    assert some.read(str(3 * MAX_READINGS - 1)) is not None
+
+
+def test_a_state_is_read_in_parts_between_which_the_engine_goes_on(monkeypatch):
+    monkeypatch.setattr(learning_calls, "MAX_PIECE_BYTES", 4096)
+    monkeypatch.setattr(readings, "MAX_PIECE_BYTES", 4096)
+    rank = learned()
+    for number in range(3000):
+        rank.judge.memory.lengths.observe(f"id:{number}", [ObservedLength(5, False), ObservedLength(9, False)])
+    whole = Engine(rank).learning_state()
+    assert len(rank.arguments["read"]) > len(whole) / 200_000
+    assert Engine(Rank()).set_learning_state(whole) is None
+    # Now with rewards, lengths and training in between.
+    rank.scheduler.readings.open("r", LearningCalls(
+        rank.judge, rank.scheduler.readings, lambda *call: rank.collective_rpc(call[0], call[1:])[1], model="model"
+    )._state("r"))  # fmt: skip
+    parts, number = [], 0
+    while (piece := rank.scheduler.readings.read("r")) is not None:
+        parts.append(piece.data)
+        number += 1
+        if number < 30:
+            rank.judge.memory.lengths.observe(f"new:{number}", [ObservedLength(5, False)])
+            rank.judge.memory.lengths.observe("id:1", [ObservedLength(5, False)])
+            Engine(rank).post_rewards(f"s{number}", rank.run_rollout(f"s{number}", num=70, seed=number))
+        if piece.is_last:
+            break
+    restored = Rank()
+    assert Engine(restored).set_learning_state(b"".join(parts)) is None
+    goes_on(restored)
+
+
+# -- heads and states
+
+
+def learned(seed: int = 0, model: str = "model", length: int = LENGTH) -> Rank:
+    rank = Rank(model)
+    Engine(rank).post_rewards("r", rank.run_rollout("r", seed=seed, plan=replace(PLAN, detection_length=length)))
+    rank.judge.memory.lengths.observe("id:a", [ObservedLength(10, False), ObservedLength(30, True)])
     return rank
 
 
+def goes_on(rank: Rank) -> None:
+    """A rollout, rewards, training, a report, a head, a save and a restart work."""
+    engine = Engine(rank)
+    for length in (LENGTH, 77):
+        rewards = rank.run_rollout(f"on{length}", num=80, seed=length, plan=replace(PLAN, detection_length=length))
+        assert list(engine.post_rewards(f"on{length}", rewards).statuses) == ["accepted"] * 80
+        assert engine.learning_report(length).signals["confidence"].num_positive > 0
+        json.dumps(engine.learning_report(length).losses, allow_nan=False)
+    rank.judge.memory.lengths.observe("id:on", [ObservedLength(10, False), ObservedLength(30, True)])
+    state = engine.learning_state()
+    Engine(Rank()).set_learning_state(state)
+    for head in rank.heads.infos():
+        if head.version:
+            Engine(Rank()).set_quality_head(engine.quality_head(head.detection_length)[1])
+
+
 def content(rank: Rank) -> tuple:
-    state = json.loads(rank.call("state"))
-    return state["learnings"], [head.version for head in rank.heads._tracker.heads.values()], rank.heads.summaries()
+    state = Engine(rank).learning_state()
+    return state, [head.version for head in rank.heads._tracker.heads.values()], rank.heads.infos()
+
+
+def refused(rank: Rank, put: str, data: bytes) -> RequestError:
+    """What is said of this head or state; nothing has changed."""
+    before = content(rank)
+    with pytest.raises(RequestError) as caught:
+        getattr(Engine(rank), put)(data)
+    assert content(rank) == before
+    assert 0 < len(str(caught.value)) < 1000
+    return caught.value
 
 
 def test_what_is_saved_can_be_restored_elsewhere():
     saved, other = learned(1), learned(2)
-    other.judge._learning_at(99)
-    assert other.call("set_state", saved.call("state")) == ["ok", None]
+    other.run_rollout("s", num=1, plan=replace(PLAN, detection_length=99))
+    Engine(other).set_learning_state(Engine(saved).learning_state())
     assert content(other) == content(saved)
     (one,), (two,) = saved.heads._tracker.heads.values(), other.heads._tracker.heads.values()
     assert all(torch.equal(a, b) for a, b in zip(one.weights, two.weights, strict=True))
     for rank in (saved, other):
-        post([rank], "s", rank.run_rollout("s", seed=3))
-        rank.train()
+        Engine(rank).post_rewards("t", rank.run_rollout("t", seed=3))
     assert content(other) == content(saved)
 
 
 def test_an_empty_state_can_be_saved_and_restored():
     rank = learned()
-    assert rank.call("set_state", Rank(0).call("state")) == ["ok", None]
-    assert content(rank) == ([], [], [])
+    Engine(rank).set_learning_state(Engine(Rank()).learning_state())
+    assert content(rank) == content(Rank())
 
 
-def changed(state: dict, **fields: Any) -> bytes:
-    return json.dumps({**state, **fields}).encode()
+def format_1(rank: Rank) -> dict[str, Any]:
+    """A state as earlier versions wrote it: their heads had a generator."""
+    learnings = json.loads(json.dumps([each.to_state() for each in rank.judge.memory.learnings.values()]))
+    heads = []
+    for data in rank.heads.state():
+        tensors, metadata = opened(data)
+        del metadata["seed"]
+        heads.append(save({**tensors, "generator": torch.Generator().get_state()}, metadata))
+    return {
+        "format": 1, "model": "model", "learnings": learnings,
+        "heads": [b64encode(head).decode() for head in heads], "lengths": rank.judge.memory.lengths.to_state(),
+    }  # fmt: skip
+
+
+def opened(data: bytes) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    (length,) = struct.unpack_from("<Q", data)
+    return load(data), json.loads(data[8 : 8 + length])["__metadata__"]
+
+
+def test_a_state_of_format_1_is_taken_over():
+    saved, restored = learned(), Rank()
+    Engine(restored).set_learning_state(json.dumps(format_1(saved)).encode())
+    assert content(restored) == content(saved)
+    goes_on(restored)
 
 
 GARBAGE = [
-    b"", b"garbage", b"\xff\xfe", b"[]", b"5", b"null", b'"text"', b"{}", b'{"format": 1}', b"[" * 100_000,
+    b"", b"garbage", b"\xff\xfe", b"[]", b"5", b"null", b'"text"', b"{}", b'{"format": 1}', b'{"format": 3}',
+    b"[" * 100_000, b'{"format": 2, "model": "model"}', b'{"format": 2, "model": "model"}\n["end", 0]',
+    b'{"format": 2, "model": 5}\n["lengths", {"dataset": null, "log_lengths": [0, 0]}]\n["end", 0]',
+    b'{"format": 2, "model": "model"}\n["lengths", {"dataset": null, "log_lengths": [0, 0]}]\n["end", 1]',
+    b'{"format": 2, "model": "model"}\n["lengths", {"dataset": null, "log_lengths": [0, 0]}]\n["end", 0]\n["end", 0]',
+    b'{"format": 2, "model": "model"}\n["lengths", {"dataset": null, "log_lengths": [0, 0]}]\n["head", 10]\n12',
+    b'{"format": 2, "model": "model"}\n["lengths", {"dataset": null, "log_lengths": [0, 0]}]\n["head", -1]\n["end", 0]',
     b'{"format": 1, "model": "model", "learnings": [], "heads": "x"}',
     b'{"format": 1, "model": "model", "learnings": 5, "heads": []}',
     b'{"format": 1, "model": "model", "learnings": [5], "heads": []}',
-    b'{"format": 1, "model": "model", "learnings": ["x"], "heads": []}',
     b'{"format": 1, "model": "model", "learnings": [{"detection_length": Infinity}], "heads": []}',
     b'{"format": 1, "model": "model", "learnings": [], "heads": ["%%%"]}',
     b'{"format": 1, "model": "model", "learnings": [], "heads": [5]}',
     b'{"format": 1, "model": "model", "learnings": [], "heads": ["aGVsbG8="]}',
     b'{"format": 1, "model": "model", "learnings": []}',
+    b'{"format": 1, "model": "model", "learnings": [], "heads": [], "lengths": 5}',
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("data", GARBAGE, ids=range(len(GARBAGE)))
 def test_garbage_for_a_state_changes_nothing_and_says_so(data):
-    rank = learned()
-    before = content(rank)
-    kind, message = rank.call("set_state", data)
-    assert kind == "invalid"
-    assert message
-    assert content(rank) == before
+    assert refused(learned(), "set_learning_state", data).status == 422
 
 
 def test_a_state_of_something_else_changes_nothing_and_says_so():
-    rank = learned()
-    before, state = content(rank), json.loads(learned(5).call("state"))
-    learning = state["learnings"][0]
+    rank, state = learned(), format_1(learned(5))
+    (learning,) = state["learnings"]
     many = [{**learning, "detection_length": 20 + i} for i in range(MAX_DETECTION_LENGTHS + 1)]
-    cases = {
-        changed(state, format=2): ("invalid", "format must be 1, got 2"),
-        changed(state, model="other"): ("mismatch", "the state is of model 'other', this server's is 'model'"),
-        changed(state, learnings=many): ("invalid", "at most 8 different ones"),
-        changed(state, learnings=[learning, learning]): ("invalid", "at most 8 different ones"),
-        changed(state, learnings=[{**learning, "detection_length": 0}]): (
-            "invalid",
-            "must be an integer in [1, 4096], got 0",
-        ),
-        changed(state, learnings=[{**learning, "outcomes": [[1, 2]]}]): ("invalid", "an outcome must be a list of 10"),
-        changed(state, heads=[b64encode(head).decode() for head in Rank(0, "other").heads.state()] or ["AAAA"]): (
-            "invalid",
-            "safetensors",
-        ),
-        changed(state, heads=state["heads"] * 2): ("invalid", "different detection lengths"),
-    }
-    for data, (kind, message) in cases.items():
-        answer = rank.call("set_state", data)
-        assert answer[0] == kind
-        assert message in answer[1]
-        assert content(rank) == before
-    other = Rank(0, "another")
-    post([other], "r", other.run_rollout("r"))
-    heads = json.loads(other.call("state"))["heads"]
-    assert rank.call("set_state", changed(state, heads=heads))[0] == "mismatch"
-    assert content(rank) == before
+    eight = [{**learning, "detection_length": 20 + i} for i in range(MAX_DETECTION_LENGTHS)]
+    others = format_1(learned(model="another"))["heads"]
+    for changes, status, message in (
+        ({"format": 3}, 422, "format must be 1 or 2, got 3"),
+        ({"model": "other"}, 409, "the state is of model 'other', this server's is 'model'"),
+        ({"learnings": many}, 422, "at most 8 different ones"),
+        ({"learnings": [learning, learning]}, 422, "at most 8 different ones"),
+        ({"learnings": eight}, 422, "at most 8 different detection lengths"),
+        ({"learnings": [{**learning, "detection_length": 0}]}, 422, "must be an integer in [1, 4096], got 0"),
+        ({"learnings": [{**learning, "outcomes": [[1, 2]]}]}, 422, "an outcome must be a list of 10"),
+        ({"heads": ["AAAA"]}, 422, "safetensors"),
+        ({"heads": state["heads"] * 2}, 422, "different detection lengths"),
+        ({"heads": others}, 409, "the head's model is 'another'"),
+        ({"lengths": {**state["lengths"], "prompts": [["id:a", 1, -5.0, 1, 0.0]]}}, 422, "-5"),
+    ):
+        error = refused(rank, "set_learning_state", json.dumps({**state, **changes}).encode())
+        assert error.status == status, changes.keys()
+        assert message in str(error)
 
 
-def test_a_head_that_does_not_fit_is_an_answer_and_changes_nothing():
-    rank, other = learned(), Rank(0, "another")
-    before = content(rank)
-    post([other], "r", other.run_rollout("r"))
-    other.train()
-    assert rank.call("put_head", b"garbage")[0] == "invalid"
-    assert rank.call("put_head", other.call("export_head", LENGTH))[0] == "mismatch"
-    assert content(rank) == before
-    assert rank.call("put_head", learned(4).call("export_head", LENGTH)) == ["ok", LENGTH]
-    assert rank.call("export_head", 99) is None
+def test_a_head_that_does_not_fit_is_said_and_changes_nothing():
+    rank, other = learned(), learned(model="another")
+    assert refused(rank, "set_quality_head", b"garbage").status == 422
+    assert refused(rank, "set_quality_head", other.heads.export(LENGTH)).status == 409
+    head = Engine(rank).set_quality_head(learned(4).heads.export(LENGTH))
+    assert head == rank.heads.infos()[0]
+    with pytest.raises(RequestError, match="nothing for 99"):
+        Engine(rank).quality_head(99)
 
 
-@pytest.mark.parametrize(
-    ("fields", "rank"),
-    [
-        ({}, 0),
-        ({"data_parallel_index": 1}, 1),
-        ({"data_parallel_index": 3, "data_parallel_rank_local": 1}, 3),
-        ({"data_parallel_index": 3, "data_parallel_rank_local": 1, "data_parallel_hybrid_lb": True}, 1),
-        ({"data_parallel_index": 3, "data_parallel_external_lb": True}, 0),
-    ],
-)
-def test_a_rank_is_counted_among_those_its_api_process_calls(fields, rank):
-    parallel = ParallelConfig()
-    for name, value in fields.items():
-        setattr(parallel, name, value)
-    parallel.reconfigure_for_independent_dp_rank()  # as vLLM does to ranks of a dense model
-    assert _rank(parallel) == rank
+def test_heads_that_are_put_take_the_place_of_what_nobody_awaits_rewards_for():
+    rank, engine = learned(), None
+    engine = Engine(rank)
+    for length in range(20, 20 + MAX_DETECTION_LENGTHS - 1):
+        rank.run_rollout(f"awaited{length}", num=1, plan=replace(PLAN, detection_length=length))
+    engine.set_quality_head(learned(length=100).heads.export(100))
+    assert LENGTH not in rank.judge.memory.learnings
+    assert LENGTH not in rank.heads._tracker.heads
+    assert {head.detection_length for head in rank.heads.infos()} == {100}
+    assert len(rank.judge.memory.learnings) == MAX_DETECTION_LENGTHS
+    rank.run_rollout("awaited100", num=1, plan=replace(PLAN, detection_length=100))
+    error = refused(rank, "set_quality_head", learned(length=101).heads.export(101))
+    assert "rewards are awaited for all there are" in str(error)
+    goes_on_with = rank.run_rollout("more", num=5, plan=replace(PLAN, detection_length=100))
+    assert list(engine.post_rewards("more", goes_on_with).statuses) == ["accepted"] * 5
 
 
-def test_the_engine_core_s_method_finds_judge_worker_model_and_rank():
+def test_a_detection_length_that_gave_way_takes_its_head_with_it():
     rank = learned()
-    worker = SimpleNamespace(quality_heads=rank.heads)
-    silent = SimpleNamespace(quality_heads=None)  # a tensor-parallel rank whose outputs nobody reads
+    for length in range(20, 20 + MAX_DETECTION_LENGTHS):
+        plan = replace(PLAN, detection_length=length)
+        Engine(rank).post_rewards(f"r{length}", rank.run_rollout(f"r{length}", seed=length, plan=plan))
+    assert LENGTH not in rank.heads._tracker.heads
+    assert {head.detection_length for head in rank.heads.infos()} == set(range(20, 28))
+    assert Engine(rank).quality_head(27)[0].version == 1
+    rewards = rank.run_rollout("again", seed=3)
+    assert Engine(rank).post_rewards("again", rewards).head_version == 0, "it begins anew"
 
-    def collective_rpc(method: str, args: tuple) -> list:
-        return [getattr(RolloutWorker, method)(each, *args) for each in (silent, worker)]
 
-    core = SimpleNamespace(
-        scheduler=SimpleNamespace(judge=rank.judge),
-        collective_rpc=collective_rpc,
-        vllm_config=SimpleNamespace(
-            model_config=SimpleNamespace(served_model_name="model"), parallel_config=ParallelConfig()
-        ),
-    )
-    assert json.loads(rollout_call(core, "state", []))["model"] == "model"
-    assert rollout_call(core, "heads", [])[0][:2] == [LENGTH, HIDDEN_SIZE]
-    assert rollout_call(core, "receive_head", [b"ignored on the first rank"]) == ["ok", None]
+# -- whatever a client makes up
+
+NUMBERS = ["NaN", "-1", str(2**53), str(2**53 + 1), str(10**24), "1e300", "", "x", "0", "1", "9" * 5000, "\u0663"]
+SAVED = learned()
+HEAD, HEAD_STATE, STATE = SAVED.heads.export(LENGTH), SAVED.heads.state()[0], Engine(SAVED).learning_state()
+VALUES = [0.0, -1.0, 1.0, 1e-30, 1e5, 1e9, 1e13, 1e18, 1e30, 3e38, float("nan"), float("inf"), -1e30]
+
+
+@st.composite
+def changed_head(draw: st.DrawFn, data: bytes) -> bytes:
+    """A head file with another number, tensor, shape, dtype or metadata, or other bytes."""
+    kind = draw(st.sampled_from(["bytes", "cut", "metadata", "values", "value", "tensor", "drop", "claim"]))
+    if kind == "bytes":
+        at = draw(st.integers(0, len(data) - 1))
+        return data[:at] + bytes([draw(st.integers(0, 255))]) + data[at + 1 :]
+    if kind == "cut":
+        return data[: draw(st.integers(0, len(data)))] + b"\0" * draw(st.integers(0, 3))
+    if kind == "claim":  # a tiny file that claims a large shape
+        shape = draw(st.sampled_from([[10**9, 10**9], [0, 10**18], [2**62], [-1], [128, 8]]))
+        dtype = draw(st.sampled_from(["F32", "F64", "BOOL", "F8_E4M3", "C64", "no"]))
+        end = draw(st.sampled_from([0, 4, 2**40]))
+        header = json.dumps({"w1": {"dtype": dtype, "shape": shape, "data_offsets": [0, end]}}).encode()
+        return struct.pack("<Q", draw(st.sampled_from([len(header), 2**63, 10**8]))) + header + b"\0" * 4
+    tensors, metadata = opened(data)
+    name = draw(st.sampled_from(sorted(tensors)))
+    tensor = tensors[name]
+    if kind == "metadata":
+        metadata[draw(st.sampled_from(sorted(metadata)))] = draw(st.sampled_from(NUMBERS))
+    elif kind == "values":
+        tensors[name] = torch.full_like(tensor, _fitting(tensor, draw(st.sampled_from(VALUES))))
+    elif kind == "value" and tensor.numel():
+        tensor.view(-1)[draw(st.integers(0, tensor.numel() - 1))] = _fitting(tensor, draw(st.sampled_from(VALUES)))
+    elif kind == "tensor":
+        dtype = draw(st.sampled_from([torch.float64, torch.float16, torch.int64, torch.bool, torch.float8_e4m3fn]))
+        tensors[name] = torch.zeros(draw(st.sampled_from([(), (0,), (8,), (128, 8), (8, 128)]))).to(dtype)
+    elif kind == "drop":
+        del tensors[name]
+    return save(tensors, metadata)
+
+
+def _fitting(tensor: torch.Tensor, value: float) -> float:
+    if tensor.dtype.is_floating_point:
+        return value
+    return max(-(2**62), min(2**62, int(value))) if abs(value) < 1e30 else 2**62
+
+
+def put(name: str, data: bytes) -> None:
+    """It is refused with a 4xx, or taken, and then the engine goes on."""
+    rank = Rank()
+    Engine(rank).post_rewards("r", rank.run_rollout("r", num=4))
+    try:
+        getattr(Engine(rank), name)(data)
+    except RequestError as error:
+        status, said = error.status, str(error)
+    else:
+        status, said = 200, "taken"
+    assert status in (200, 409, 422)
+    assert len(said) < 1000
+    goes_on(rank)
+
+
+many = settings(max_examples=60, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+
+
+@many
+@given(changed_head(HEAD))
+def test_a_changed_head_is_refused_or_taken_and_the_engine_goes_on(data):
+    put("set_quality_head", data)
+
+
+@many
+@given(changed_head(HEAD_STATE))
+def test_a_changed_state_of_a_head_is_refused_or_taken_and_the_engine_goes_on(data):
+    start = STATE.index(b'["head"')
+    end = b'\n["end",1]\n'
+    put("set_learning_state", STATE[:start] + f'["head",{len(data)}]\n'.encode() + data + end[1:])
+
+
+@st.composite
+def changed_state(draw: st.DrawFn) -> bytes:
+    if draw(st.booleans()):
+        at = draw(st.integers(0, len(STATE) - 1))
+        return STATE[:at] + draw(st.sampled_from([b"", b"\n", b"9", b"\xff", b"e999", b"[[["])) + STATE[at + 1 :]
+    lines = STATE[: STATE.index(b'["head"')].splitlines()
+    at = draw(st.integers(0, len(lines) - 1))
+    line = json.loads(lines[at])
+    place: Any = line
+    while isinstance(place, list | dict) and place:
+        key = draw(st.sampled_from(range(len(place)) if isinstance(place, list) else sorted(place)))
+        if not isinstance(place[key], list | dict) or not place[key] or not draw(st.integers(0, 5)):
+            place[key] = draw(st.sampled_from([None, "NaN", -1, 10**24, 2**53, 1e200, 0, [], {}, [1e200] * 3, True]))
+            break
+        place = place[key]
+    lines[at] = json.dumps(line).encode()
+    return b"\n".join([*lines, STATE[STATE.index(b'["head"') :]])
+
+
+@many
+@given(changed_state())
+def test_a_changed_state_is_refused_or_taken_and_the_engine_goes_on(data):
+    put("set_learning_state", data)
+
+
+def cut_at(data: bytes, places: Iterable[float]) -> list[bytes]:
+    return [data[: int(len(data) * place)] for place in places]
+
+
+@pytest.mark.parametrize("data", cut_at(STATE, (0.01, 0.2, 0.4, 0.6, 0.8, 0.99)))
+def test_a_state_that_was_cut_off_is_refused(data):
+    assert refused(learned(), "set_learning_state", data).status == 422

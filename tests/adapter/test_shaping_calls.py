@@ -1,60 +1,72 @@
 """What API processes and engine cores tell each other of lengths and step times."""
 
 import asyncio
-import json
 import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
-from vllm.config import ParallelConfig, VllmConfig
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_rollout.adapter.api.fingerprint import engine_flags, fingerprint_of, hardware_of
-from vllm_rollout.adapter.api.shaping import EngineShaping
-from vllm_rollout.adapter.core.calls import TABLES, rollout_call
-from vllm_rollout.adapter.core.learning_calls import LearningCalls
-from vllm_rollout.adapter.core.step_times import StepTimes, plain_cost_model
+from vllm_rollout.adapter.api.shaping import KEYS_PER_CALL, EngineShaping
+from vllm_rollout.adapter.call_table import (
+    OPERATIONS,
+    RECORD_STEPS,
+    SET_COST_MODEL,
+    STEP_DRIFT,
+    TAKE_STEPS,
+    Argument,
+    CostToCompare,
+    Operation,
+    Result,
+    StepTime,
+)
+from vllm_rollout.adapter.core.calls import ANSWERS, rollout_call
+from vllm_rollout.adapter.core.readings import Readings
+from vllm_rollout.adapter.core.step_times import StepTimes
 from vllm_rollout.group.cost import CostModel, PTLCurve
+from vllm_rollout.group.drift import StepDrift
 from vllm_rollout.group.history import LengthHistory, ObservedLength
 from vllm_rollout.group.judge import Judge
 from vllm_rollout.profiling.profile_file import CurveFit, EngineFacts, Point, Profile
-from vllm_rollout.server.engine import StepDrift
 
 LENGTHS = [ObservedLength(10, False), ObservedLength(30, False), ObservedLength(30, True)]
 COST = CostModel(((64.0, PTLCurve((1.0, 8.0), (0.010, 0.017))),))
-
-
-def over_the_wire(value: Any) -> Any:
-    return msgspec.msgpack.decode(msgspec.msgpack.encode(value))
 
 
 class Core:
     """An engine core with our scheduler's parts and nothing else."""
 
     def __init__(self) -> None:
-        self.scheduler = SimpleNamespace(judge=Judge(), step_times=StepTimes())
-        self.vllm_config = SimpleNamespace(
-            model_config=SimpleNamespace(served_model_name="model"), parallel_config=ParallelConfig()
-        )
+        self.scheduler = SimpleNamespace(judge=Judge(), step_times=StepTimes(), readings=Readings())
+        self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(served_model_name="model"))
 
     def collective_rpc(self, method: str, args: tuple) -> list:
-        return [["ok", None] if method == "rollout_restore_heads" else []]
+        return [[]]
 
 
 class Client:
     """An engine client with some ranks."""
 
     def __init__(self, *cores: Core) -> None:
-        self.cores = cores
+        self.core_engines = cores
         self.num_ranks = len(cores)
         self.max_candidates = 4
         self.engine_core = self
 
-    async def call_utility_all_async(self, method: str, operation: str, arguments: tuple) -> list[Any]:
-        return [over_the_wire(rollout_call(core, operation, over_the_wire(list(arguments)))) for core in self.cores]
+    async def _call_utility_async(self, method: str, operation: str, payload: bytes, *, engine: Core) -> bytes:
+        return rollout_call(engine, operation, payload)
+
+    async def call_utility_all_async(self, method: str, operation: str, payload: bytes) -> list[bytes]:
+        return [rollout_call(core, operation, payload) for core in self.core_engines]
+
+
+def call(core: Core, operation: Operation[Argument, Result], argument: Argument) -> Result:
+    """As over the wire."""
+    return operation.decode_result(rollout_call(core, operation.name, operation.encode_argument(argument)))
 
 
 @pytest.fixture
@@ -67,9 +79,8 @@ def engine(cores) -> EngineShaping:
     return EngineShaping(Client(*cores))
 
 
-def test_every_operation_has_a_name_of_its_own():
-    names = [name for table, _ in TABLES for name in table]
-    assert len(names) == len(set(names))
+def test_every_operation_has_who_answers_it():
+    assert ANSWERS.keys() == OPERATIONS.keys()
 
 
 def test_an_observed_group_is_known_on_every_rank(engine, cores):
@@ -102,42 +113,32 @@ def test_drift_is_that_of_the_rank_furthest_off_in_each_range(engine, cores, mon
     ]  # fmt: skip
 
 
+def test_many_prompts_are_asked_for_in_messages_of_bounded_size(engine, cores, monkeypatch):
+    sizes = []
+    monkeypatch.setattr(LengthHistory, "of", lambda self, key: sizes[-1].append(key))
+    monkeypatch.setattr(LengthHistory, "dataset", lambda self: sizes.append([]))
+    keys = [str(number) for number in range(2 * KEYS_PER_CALL + 1)]
+    assert len(asyncio.run(engine.length_history(keys)).prompts) == len(keys)
+    assert list(map(len, sizes)) == [KEYS_PER_CALL, KEYS_PER_CALL, 1]
+
+
 def test_a_profile_reaches_the_step_times_of_a_core(cores):
-    rollout_call(cores[0], "set_cost_model", over_the_wire([plain_cost_model(COST), "model", "ptl.json"]))
-    assert rollout_call(cores[0], "step_drift", []) == []
-    assert cores[0].scheduler.step_times._active
+    call(cores[0], SET_COST_MODEL, CostToCompare(COST, "model", "ptl.json", (1, 8)))
+    assert call(cores[0], STEP_DRIFT, None) == []
+    times = cores[0].scheduler.step_times
+    assert times._active
+    assert (times._drift._cost, times._drift._profile) == (COST, "ptl.json")
+    call(cores[0], SET_COST_MODEL, None)
+    assert not times._active
 
 
-def calls(core: Core) -> LearningCalls:
-    return LearningCalls(
-        core.scheduler.judge, lambda method, *args: core.collective_rpc(method, args)[0], model="m", rank=0
-    )
-
-
-def test_lengths_are_part_of_the_saved_state(cores):
-    here, there = cores
-    here.scheduler.judge.memory.lengths.observe("id:a", LENGTHS)
-    assert calls(there).set_state(calls(here).state()) == ["ok", None]
-    assert there.scheduler.judge.memory.lengths.to_state() == here.scheduler.judge.memory.lengths.to_state()
-
-
-def test_a_state_without_lengths_is_one_of_an_earlier_version(cores):
-    state = json.loads(calls(cores[0]).state())
-    del state["lengths"]
-    cores[0].scheduler.judge.memory.lengths.observe("id:a", LENGTHS)
-    assert calls(cores[0]).set_state(json.dumps(state).encode()) == ["ok", None]
-    assert len(cores[0].scheduler.judge.memory.lengths) == 0
-
-
-def test_a_state_with_broken_lengths_changes_nothing(cores):
-    lengths = cores[0].scheduler.judge.memory.lengths
-    lengths.observe("id:a", LENGTHS)
-    state = json.loads(calls(cores[0]).state())
-    state["lengths"]["prompts"][0][1] = -5.0
-    kind, message = calls(cores[0]).set_state(json.dumps(state).encode())
-    assert kind == "invalid"
-    assert "-5" in message
-    assert cores[0].scheduler.judge.memory.lengths is lengths
+def test_recorded_steps_come_as_they_were(cores):
+    times = cores[0].scheduler.step_times
+    call(cores[0], RECORD_STEPS, True)
+    steps = [StepTime(1, 1, 21.0, 0.5), StepTime(2, 9, 22.5, 0.25)]
+    times._steps.extend(steps)
+    assert call(cores[0], TAKE_STEPS, None) == steps
+    assert call(cores[0], TAKE_STEPS, None) == []
 
 
 @pytest.fixture(scope="module")

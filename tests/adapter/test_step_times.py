@@ -1,22 +1,15 @@
 """Times of engine steps as the scheduler sees them, with a clock that tests turn."""
 
-import json
 from dataclasses import astuple
 from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
 
-from vllm_rollout.adapter.core.step_times import (
-    STEP_TIME_OPERATIONS,
-    Drift,
-    StepTimeCalls,
-    StepTimes,
-    cost_model_of,
-    plain_cost_model,
-)
+from vllm_rollout.adapter.core.step_times import StepTimes
 from vllm_rollout.config import DRIFT_INTERVAL_STEPS, DRIFT_SAMPLES, DRIFT_SHARE, MAX_RECORDED_STEPS
 from vllm_rollout.group.cost import CostModel, PTLCurve
+from vllm_rollout.group.drift import Drift
 
 COST = CostModel(((0, PTLCurve((1, 64), (0.010, 0.073))),))
 """9 ms, and one more per candidate."""
@@ -195,27 +188,6 @@ def test_most_steps_are_not_looked_at(timed):
     assert run.clock.num_reads <= 2 * DRIFT_SAMPLES
 
 
-def test_each_range_of_batch_sizes_is_judged_by_itself():
-    drift = Drift(COST, model="m", profile="p", batch_sizes=(4, 6, 16))
-    for _ in range(DRIFT_SAMPLES):
-        assert drift.add(16, 0, COST.ptl(16, 0)) is None
-    messages = [drift.add(size, 0, 2 * COST.ptl(size, 0)) for size in (4, 5, 6, 7) * (DRIFT_SAMPLES // 4)]
-    assert [message is not None for message in messages] == [False] * (DRIFT_SAMPLES - 1) + [True]
-    assert "batch sizes 4 to 7" in messages[-1]
-    assert "16" not in messages[-1].partition("ms in the profile")[0]
-    assert messages[-1].endswith("--batch-sizes 4,6")
-    assert [(found.smallest, found.largest, round(found.ratio, 6)) for found in drift.ranges()] == [
-        (4, 7, 2.0),
-        (16, 31, 1.0),
-    ]
-
-
-def test_a_range_without_a_measured_batch_size_names_its_smallest():
-    drift = Drift(COST, model="m", profile="p", batch_sizes=(1, 64))
-    messages = [drift.add(9, 0, 1.0) for _ in range(DRIFT_SAMPLES)]
-    assert messages[-1].endswith("--batch-sizes 8")
-
-
 def test_recording_and_comparing_do_not_disturb_each_other(timed):
     run = watched(timed)
     run.step(0.012, LOOK // 2)
@@ -224,29 +196,3 @@ def test_recording_and_comparing_do_not_disturb_each_other(timed):
     run.times.record(False)
     run.step(0.012, LOOK)
     assert [found.num_samples for found in run.times.drift()] == [DRIFT_SAMPLES]
-
-
-def test_operations_answer_in_plain_lists_and_numbers(timed):
-    run = timed()
-    calls = StepTimeCalls(run.times)
-    calls.record_steps(True)
-    run.run.add("a", 50)
-    run.step(0.5, 3)
-    steps = calls.take_steps()
-    assert json.loads(json.dumps(steps)) == [[1, 1, 21, 0.5], [1, 1, 22, 0.5]]
-    calls.record_steps(False)
-    calls.set_cost_model(plain_cost_model(COST), "m", "ptl.json", [1, 2])
-    run.step(0.5, DRIFT_INTERVAL_STEPS + 2)
-    assert json.loads(json.dumps(calls.step_drift()))[0][:3] == [1, 1, 1]
-    calls.set_cost_model(None)
-    assert calls.step_drift() == []
-
-
-def test_the_operations_are_named_in_the_table():
-    names = {operation.__name__ for operation in STEP_TIME_OPERATIONS}
-    assert names == {"record_steps", "take_steps", "set_cost_model", "step_drift"}
-
-
-def test_a_cost_model_survives_the_way_to_the_engine():
-    cost = CostModel(((10, PTLCurve((1, 2), (0.1, 0.2))), (20, PTLCurve((3,), (0.3,)))), 0.01, 0.02, 64)
-    assert cost_model_of(json.loads(json.dumps(plain_cost_model(cost)))) == cost

@@ -2,7 +2,7 @@
 
 import math
 import pickle
-from dataclasses import asdict, astuple, replace
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -15,11 +15,8 @@ from vllm_rollout.adapter.wire import (
     CandidateTag,
     EndingNote,
     RunnerReport,
-    label_of,
-    rules_report_of,
 )
-from vllm_rollout.group.judge import Label, Scoring
-from vllm_rollout.group.learning import Learning
+from vllm_rollout.group.judge import Scoring
 from vllm_rollout.group.pruning_plan import PruningPlan
 from vllm_rollout.group.types import Assessment, Confidence, Observation
 
@@ -72,26 +69,6 @@ def test_a_confidence_that_nobody_could_see_travels_as_it_is():
 @pytest.mark.parametrize("params", [None, {}, {"remote": 1}])
 def test_an_output_without_a_note_keeps_its_parameters(params):
     assert EndingNote.take(params) == (None, params)
-
-
-@pytest.mark.parametrize("logit", [None, 0.5])
-@pytest.mark.parametrize("assessment", [ASSESSMENT, COLD])
-def test_a_label_reaches_other_ranks_as_it_was(logit, assessment):
-    seen = Observation(Confidence(3.0, 1.5, 2.25), logit, 4)
-    label = Label(12, "g-c0", "r/p", seen, assessment, 99, True, True)
-    received = label_of(msgspec.msgpack.decode(msgspec.msgpack.encode(astuple(label))))
-    assert received == label
-    assert isinstance(received.observation.confidence, Confidence)
-    assert received.weight == label.weight
-
-
-def test_a_report_reaches_the_api_process_as_it_was():
-    learning = Learning(12)
-    for number in range(20):
-        seen = Observation(Confidence(1.0, 1.0, number / 7), number / 5, 1)
-        learning.reward(seen, ASSESSMENT, 40, number % 3 == 0, "g", number % 2 == 0)
-    report = learning.report()
-    assert rules_report_of(msgspec.msgpack.decode(msgspec.msgpack.encode(asdict(report)))) == report
 
 
 def test_a_runner_s_report_gives_each_due_request_its_own_row():

@@ -7,10 +7,10 @@ import torch
 from safetensors.torch import load
 
 from vllm_rollout.config import MAX_DETECTION_LENGTHS, QUALITY_HEAD_BATCH, QUALITY_HEAD_PASSES
-from vllm_rollout.tracker import quality_head
+from vllm_rollout.tracker import quality_head, quality_heads
 from vllm_rollout.tracker.feature_ring import FeatureRing
 from vllm_rollout.tracker.quality_head import HeadMismatch, QualityHead
-from vllm_rollout.tracker.quality_head_file import read_head_file, write_head_file
+from vllm_rollout.tracker.quality_head_file import HeadBytes, read_head_file
 from vllm_rollout.tracker.quality_heads import QualityHeads
 from vllm_rollout.tracker.tracker import CandidateTracker, PublishedHead
 
@@ -86,7 +86,7 @@ def test_nothing_is_published_before_training_has_come_to_a_version():
         assert heads.train(0.0) > 0
     assert published(heads) == {}
     assert heads.export(LENGTH) is None
-    assert heads.summaries()[0].version == 0
+    assert heads.infos()[0].version == 0
     assert heads.train(0.0) > 0
     assert published(heads)[LENGTH].version == 1
 
@@ -104,7 +104,7 @@ def test_each_version_is_published_whole_and_those_before_stay_as_they_were():
             seen.append(head)
             copies.append([tensor.clone() for tensor in head.weights])
     assert [head.version for head in seen] == list(range(1, len(seen) + 1))
-    assert len(seen) == -(-heads.summaries()[0].num_steps // PUBLISH_STEPS)
+    assert len(seen) == -(-heads.infos()[0].num_steps // PUBLISH_STEPS)
     for head, copy in zip(seen, copies, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(head.weights, copy, strict=True))
     assert not same(seen[0], seen[-1])
@@ -124,7 +124,7 @@ def test_detection_lengths_learn_and_publish_apart():
     train(heads)
     assert set(published(heads)) == {LENGTH, 32}
     assert published(heads)[LENGTH] is first
-    assert [(s.detection_length, s.num_labels) for s in heads.summaries()] == [(LENGTH, 100), (32, 100)]
+    assert [(s.detection_length, s.num_labels) for s in heads.infos()] == [(LENGTH, 100), (32, 100)]
 
 
 def test_training_stops_when_its_budget_is_spent_and_says_what_is_left():
@@ -143,7 +143,7 @@ def test_a_head_that_is_put_scores_at_once_also_with_the_version_that_was_there(
     train(other)
     assert published(heads)[LENGTH].version == published(other)[LENGTH].version
     assert not same(published(heads)[LENGTH], published(other)[LENGTH])
-    assert heads.put(other.export(LENGTH)) == LENGTH
+    assert heads.put(other.export(LENGTH)) == other.infos()[0]
     assert same(published(heads)[LENGTH], published(other)[LENGTH])
     learn(heads, seed=6)
     train(heads)
@@ -165,7 +165,7 @@ def test_a_head_of_something_else_leaves_the_old_one_scoring(other, error, said)
     with pytest.raises(error, match=said):
         heads.restore([trained(32).state()[0], *trained(**other).state()])
     assert published(heads) == before
-    assert [s.detection_length for s in heads.summaries()] == [LENGTH]
+    assert [s.detection_length for s in heads.infos()] == [LENGTH]
 
 
 @pytest.mark.parametrize("data", [b"", b"garbage", b"\x00" * 64, b"\xff" * 64])
@@ -187,7 +187,7 @@ def test_a_head_that_says_it_is_untrained_is_refused():
     heads = trained()
     file = read_head_file(heads.export(LENGTH), "quality head", hidden_size=HIDDEN_SIZE, model="model")
     metadata = {name: file.metadata[name] for name in ("hidden_size", "model", "detection_length", "num_steps")}
-    data = write_head_file("quality head", file.tensors, metadata | {"num_labels": 0, "version": 0})
+    data = HeadBytes("quality head", file.tensors, metadata | {"num_labels": 0, "version": 0}).whole()
     with pytest.raises(ValueError, match="version must be at least 1, got 0"):
         heads.put(data)
     assert published(heads)[LENGTH].version > 0
@@ -199,7 +199,7 @@ def test_no_more_heads_than_detection_lengths_are_taken():
         learn(heads, length)
     learn(heads, 100)
     train(heads)
-    assert len(heads.summaries()) == len(published(heads)) == MAX_DETECTION_LENGTHS
+    assert len(heads.infos()) == len(published(heads)) == MAX_DETECTION_LENGTHS
     data, more = trained(100).export(100), []
     for length in range(100, 109):
         other = new_heads()
@@ -211,8 +211,30 @@ def test_no_more_heads_than_detection_lengths_are_taken():
         heads.restore(more)
     with pytest.raises(ValueError, match="at most 8 different detection lengths"):
         heads.restore(more[:1] * 2)
-    assert heads.put(trained(3).export(3)) == 3
+    assert heads.put(trained(3).export(3)).detection_length == 3
     assert set(published(heads)) == set(range(1, MAX_DETECTION_LENGTHS + 1))
+    heads.put(data, known=list(range(1, MAX_DETECTION_LENGTHS + 1)), spare=5)
+    assert set(published(heads)) == {1, 2, 3, 4, 6, 7, 8, 100}
+
+
+def test_a_head_is_read_in_parts_as_it_was_when_it_was_opened():
+    heads = trained()
+    for open_head, write in ((heads.open, heads.export), (heads.open_state, lambda length: heads.state()[0])):
+        size, whole = open_head("reader", LENGTH), write(LENGTH)
+        learn(heads, seed=3)
+        train(heads)
+        parts = [heads.read("reader", start, min(size, start + 1000)) for start in range(0, size, 1000)]
+        assert b"".join(parts) == whole
+        with pytest.raises(KeyError):
+            heads.read("reader", 0, 1)
+    assert heads.open("reader", 99) is None
+
+
+def test_what_is_read_at_a_time_is_bounded():
+    heads = trained()
+    for reader in range(3 * quality_heads.MAX_OPEN):
+        heads.open(str(reader), LENGTH)
+    assert len(heads._open) == quality_heads.MAX_OPEN
 
 
 def test_what_is_restored_scores_and_trains_on_as_what_was_saved():
@@ -235,12 +257,12 @@ def test_restoring_takes_the_place_of_all_heads_untrained_ones_too():
     heads = trained(LENGTH, 32)
     heads.restore(untrained.state())
     assert published(heads) == {}
-    assert [(s.detection_length, s.version) for s in heads.summaries()] == [(LENGTH, 0)]
+    assert [(s.detection_length, s.version) for s in heads.infos()] == [(LENGTH, 0)]
     heads.restore(trained(LENGTH, num=120).state())
     assert published(heads)[LENGTH].version > 0
     heads.restore([])
     assert published(heads) == {}
-    assert heads.summaries() == []
+    assert heads.infos() == []
 
 
 def test_training_that_diverges_leaves_the_published_head_alone(monkeypatch):
@@ -274,14 +296,14 @@ def test_features_that_overflowed_are_left_out_and_the_others_learned():
     assert found == [1, 4]
     assert torch.equal(features, states[[0, 3]])
     heads.learn(LENGTH, features, [True, False], [1.0, 2.0])
-    assert heads.summaries()[0].num_labels == 2
+    assert heads.infos()[0].num_labels == 2
     assert heads.take_features(["a", "b", "c", "d"])[1] == []
 
 
 def test_no_label_makes_no_head():
     heads = new_heads()
     heads.learn(LENGTH, *heads.take_features(["gone"])[:1], [], [])
-    assert heads.summaries() == []
+    assert heads.infos() == []
     assert heads.train(1.0) == 0
 
 

@@ -1,4 +1,6 @@
-"""Typed carriers between our processes. Invariant: both ends of a carrier are in this file.
+"""Typed carriers that ride vLLM's requests and outputs. Invariant: both ends of a carrier are in this file.
+
+What an API process asks of an engine core beside them is in `call_table.py`.
 
 tag      API process -> scheduler, worker: `SamplingParams.extra_args[TAG_KEY]`
 report   worker -> scheduler: the attribute `REPORT_ATTRIBUTE` of a `ModelRunnerOutput`, a plain dataclass pickled whole
@@ -14,10 +16,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vllm_rollout.group.judge import Label, Scoring
+from vllm_rollout.group.judge import Scoring
 from vllm_rollout.group.lifecycle import GroupTerms
 from vllm_rollout.group.pruning_plan import PruningPlan
-from vllm_rollout.group.report import ReliabilityBin, RulesReport, ShadowReport, SignalReport
 from vllm_rollout.group.types import Assessment, CandidateState, Confidence, Observation
 
 TAG_KEY = "vllm_rollout"
@@ -145,23 +146,3 @@ def assessment_of(values: Sequence[Any]) -> Assessment:
     """An assessment from its `astuple`, after any codec that turns tuples into lists."""
     assessment = Assessment(*values)
     return replace(assessment, confidence=Confidence(*assessment.confidence))
-
-
-def label_of(values: Sequence[Any]) -> Label:
-    """A label from its `astuple`, after any codec that turns tuples into lists."""
-    label = Label(*values)
-    confidence, logit, version = label.observation
-    return replace(
-        label,
-        observation=Observation(Confidence(*confidence), logit, version),
-        assessment=assessment_of(label.assessment),
-    )
-
-
-def rules_report_of(values: Mapping[str, Any]) -> RulesReport:
-    """A report from its `asdict`."""
-    signals = {
-        signal: SignalReport(**{**report, "bins": [ReliabilityBin(**bin) for bin in report["bins"]]})
-        for signal, report in values["signals"].items()
-    }
-    return RulesReport(signals, ShadowReport(**values["active"]), ShadowReport(**values["shadow"]))

@@ -30,7 +30,7 @@ from vllm_rollout.config import (
     CALIBRATION_WINDOW,
     RECENT_SCORES,
 )
-from vllm_rollout.group.checks import MAX_SCORE, fields_of, flag, integer, listed, number
+from vllm_rollout.group.checks import MAX_COUNT, MAX_SCORE, fields_of, flag, integer, listed, number
 from vllm_rollout.group.types import Signal
 
 WEIGHT_STEP = 2.0**-16
@@ -158,7 +158,7 @@ class Calibrator:
             "labels": list(self._labels),
             "recent": list(self._recent),
             "scale": [self._center, self._width],
-            "num_since_scale": self._num_since_scale,
+            "num_since_scale": min(self._num_since_scale, MAX_COUNT),
         }
 
     @classmethod

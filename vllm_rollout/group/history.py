@@ -73,6 +73,16 @@ class LengthMoments:
         return math.sqrt(self.variance)
 
 
+@dataclass(frozen=True, slots=True)
+class LengthStatistics:
+    """What was seen of lengths, in tokens."""
+
+    dataset: LengthMoments | None
+    """Of all candidates; None before there were any."""
+    prompts: Sequence[LengthMoments | None]
+    """Of each prompt asked for; None for one never seen."""
+
+
 class LengthHistory:
     """Moving averages of lengths. The prompts seen longest ago are forgotten first."""
 
@@ -164,7 +174,8 @@ class LengthHistory:
             num_groups, mean, variance = _list(state["dataset"], "dataset", 3)
             history._dataset = _Average.from_state([num_groups, mean, num_groups, variance], "dataset")
         known = history._dataset.num_groups if history._dataset else 0
-        if (needed := sum(average.num_groups for average in history._prompts.values())) > known:
+        needed = sum(average.num_groups for average in history._prompts.values())
+        if needed > known != MAX_COUNT:  # beyond, nobody counts any more
             raise ValueError(f"the prompts of a length history have seen {needed} groups, but the data set {known}")
         squares, freedom = (_number(x, "log_lengths") for x in _list(state["log_lengths"], "log_lengths", 2))
         if (squares and not freedom) or (freedom and not known):
@@ -197,10 +208,10 @@ def _within(old: _Average | None, group: GroupMoments) -> _Average:
     num_groups, mean, num_variances, variance = old or _Average(0, 0.0, 0, 0.0)
     mean += _weight(HISTORY_PROMPT_WEIGHT, num_groups + 1) * (group.mean - mean)
     if group.variance is not None:
-        num_variances += 1
+        num_variances = min(num_variances + 1, MAX_COUNT)
         share = _weight(HISTORY_PROMPT_WEIGHT, num_variances)
         variance = (1 - share) * variance + share * group.variance
-    return _Average(num_groups + 1, mean, num_variances, variance)
+    return _Average(min(num_groups + 1, MAX_COUNT), mean, num_variances, variance)
 
 
 def _total(old: _Average | None, group: GroupMoments) -> _Average:
@@ -209,7 +220,8 @@ def _total(old: _Average | None, group: GroupMoments) -> _Average:
     share = _weight(1 - DATASET_DECAY, num_groups + 1)
     step = group.mean - mean
     variance = (1 - share) * (variance + share * step**2) + share * group.spread
-    return _Average(num_groups + 1, mean + share * step, num_groups + 1, variance)
+    num_groups = min(num_groups + 1, MAX_COUNT)
+    return _Average(num_groups, mean + share * step, num_groups, variance)
 
 
 def _weight(newest: float, num: int) -> float:

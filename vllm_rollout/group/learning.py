@@ -10,7 +10,7 @@ which set the keep ratio, slide fastest.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from math import isfinite
 from typing import Any, NamedTuple, TypeVar
 
@@ -165,14 +165,22 @@ class Learning:
             )
         )
 
+    @property
+    def num_judged(self) -> int:
+        """Newest verdicts of active pruning."""
+        return len(self._verdicts)
+
+    @property
+    def num_pruned(self) -> int:
+        """How many of those."""
+        return len(self._verdicts) - sum(self._verdicts)
+
+    def outcomes(self) -> list[Outcome]:
+        """The newest rewarded candidates."""
+        return list(self._outcomes)
+
     def report(self) -> RulesReport:
-        """Over the newest rewarded candidates."""
-        judged = [outcome for outcome in self._outcomes if not outcome.cold]
-        return RulesReport(
-            signals={signal: signal_report(self._predictions(signal)) for signal in SIGNALS},
-            active=_active_report([o for o in judged if o.active], self._verdicts),
-            shadow=_shadow_report([o for o in judged if not o.active]),
-        )
+        return rules_report(self._outcomes, self.num_judged, self.num_pruned)
 
     def to_state(self) -> dict[str, Any]:
         """JSON-able; bounded by the windows. Its lists are the caller's, their entries never change."""
@@ -237,19 +245,6 @@ class Learning:
             self._solved[key] = (calibrator.num_changes, solution)
         return solution
 
-    def _predictions(self, signal: Signal) -> list[Prediction]:
-        return [
-            Prediction(
-                outcome.scores[signal],
-                outcome.success_probabilities.get(signal),
-                outcome.positive,
-                outcome.weight,
-                outcome.group,
-            )
-            for outcome in self._outcomes
-            if signal in outcome.scores
-        ]
-
 
 DEFAULT_MIN_LABELS = PruningPlan(1).min_labels
 
@@ -294,13 +289,37 @@ def _keep(plan: PruningPlan, observation: Observation, *, cold: bool) -> Assessm
     )
 
 
-def _active_report(outcomes: list[Outcome], verdicts: deque[bool]) -> ShadowReport:
-    num_pruned = len(verdicts) - sum(verdicts)
+def rules_report(outcomes: Iterable[Outcome], num_judged: int, num_pruned: int) -> RulesReport:
+    """Over the newest rewarded candidates, and the newest verdicts of active pruning."""
+    outcomes = list(outcomes)
+    judged = [outcome for outcome in outcomes if not outcome.cold]
+    return RulesReport(
+        signals={signal: signal_report(_predictions(outcomes, signal)) for signal in SIGNALS},
+        active=_active_report([o for o in judged if o.active], num_judged, num_pruned),
+        shadow=_shadow_report([o for o in judged if not o.active]),
+    )
+
+
+def _predictions(outcomes: Iterable[Outcome], signal: Signal) -> list[Prediction]:
+    return [
+        Prediction(
+            outcome.scores[signal],
+            outcome.success_probabilities.get(signal),
+            outcome.positive,
+            outcome.weight,
+            outcome.group,
+        )
+        for outcome in outcomes
+        if signal in outcome.scores
+    ]
+
+
+def _active_report(outcomes: list[Outcome], num_judged: int, num_pruned: int) -> ShadowReport:
     # a survivor kept with probability p stands for (1 - p) / p pruned candidates like it
     odds = [(1 / max(o.survival_probability, LEAST_SURVIVAL) - 1, float(o.tokens_after)) for o in outcomes]
     tokens_each = weighted_mean(odds)
     return ShadowReport(
-        num_scored=len(verdicts),
+        num_scored=num_judged,
         num_pruned=num_pruned,
         tokens_saved=round(num_pruned * (tokens_each or 0.0)),
         positive_ratio=weighted_mean((o.weight, float(o.positive)) for o in outcomes),

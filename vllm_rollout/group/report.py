@@ -79,6 +79,19 @@ class RulesReport:
     shadow: ShadowReport
 
 
+@dataclass(frozen=True, slots=True)
+class HeadInfo:
+    """What a quality head is for."""
+
+    detection_length: int
+    hidden_size: int
+    version: int
+    num_steps: int
+    """Optimizer steps taken."""
+    num_labels: int
+    """Labels trained on."""
+
+
 def signal_report(predictions: Sequence[Prediction]) -> SignalReport:
     """All measures of one signal."""
     num_positive = sum(prediction.positive for prediction in predictions)

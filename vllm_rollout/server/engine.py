@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
-from math import log
 from typing import Any, Protocol
 
 from vllm_rollout.group.cost import CostModel
-from vllm_rollout.group.history import LengthMoments, ObservedLength
+from vllm_rollout.group.drift import StepDrift
+from vllm_rollout.group.history import LengthStatistics, ObservedLength
 from vllm_rollout.group.ledger import Reward, RewardStatus
 from vllm_rollout.group.plan import GroupPlan
-from vllm_rollout.group.report import ShadowReport, SignalReport
+from vllm_rollout.group.report import HeadInfo, ShadowReport, SignalReport
 from vllm_rollout.group.types import Assessment, Ending, Signal
 
 
@@ -97,19 +97,6 @@ class RewardsReceipt:
 
 
 @dataclass(frozen=True, slots=True)
-class HeadInfo:
-    """What a quality head is for."""
-
-    detection_length: int
-    hidden_size: int
-    version: int
-    num_steps: int
-    """Optimizer steps taken."""
-    num_labels: int
-    """Labels trained on."""
-
-
-@dataclass(frozen=True, slots=True)
 class LearningReport:
     """What one detection length's calibration and head are worth."""
 
@@ -125,37 +112,6 @@ class LearningReport:
     """Mean training loss of each version of the head, oldest first, in nats."""
     active: ShadowReport
     shadow: ShadowReport
-
-
-@dataclass(frozen=True, slots=True)
-class LengthStatistics:
-    """What an engine has seen of lengths, in tokens."""
-
-    dataset: LengthMoments | None
-    """Of all candidates; None before there were any."""
-    prompts: Sequence[LengthMoments | None]
-    """Of each prompt asked for; None for one never seen."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepDrift:
-    """How far the decode steps of a range of batch sizes are from what the profile says."""
-
-    smallest: int
-    largest: int
-    num_samples: int
-    live_s: float
-    predicted_s: float
-    """Medians over the newest samples."""
-
-    @property
-    def ratio(self) -> float:
-        return self.live_s / self.predicted_s
-
-    @property
-    def distance(self) -> float:
-        """From 1, the same for twice and for half."""
-        return abs(log(self.ratio))
 
 
 class Engine(Protocol):

@@ -12,13 +12,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from vllm_rollout.config import (
+    MAX_DETECTION_LENGTH,
     MAX_QUALITY_HEAD_VERSIONS,
     QUALITY_HEAD_BATCH,
     QUALITY_HEAD_DROPOUT,
@@ -31,12 +32,27 @@ from vllm_rollout.config import (
     QUALITY_HEAD_STATE_BYTES,
     QUALITY_HEAD_WEIGHT_DECAY,
 )
-from vllm_rollout.tracker.quality_head_file import HeadFile, HeadMismatch, read_head_file, write_head_file
-from vllm_rollout.tracker.replay import MAX_STANDARDISED, Replay, Standardiser, check_labels
+from vllm_rollout.group.checks import MAX_COUNT
+from vllm_rollout.tracker.quality_head_file import HeadBytes, HeadFile, HeadMismatch, read_head_file
+from vllm_rollout.tracker.replay import (
+    MAX_MAGNITUDE,
+    MAX_STANDARDISED,
+    MIN_SCALE,
+    Replay,
+    Standardiser,
+    check_labels,
+)
 
 __all__ = ["HeadMismatch", "HeadWeights", "QualityHead"]
 
 MAX_PENDING_STEPS = QUALITY_HEAD_REPLAY * QUALITY_HEAD_PASSES // QUALITY_HEAD_BATCH
+MAX_SEED = 2**32
+MAX_WEIGHT = 1e12
+"""Of published weights: no state of a model makes a logit of them that float32 cannot hold."""
+MAX_PARAMETER = 1e24
+MAX_MOMENT = 1e18
+"""Of Adam's first moment; the second is bounded by its square. Beyond any of these training has diverged."""
+MAX_LOSS = 1e35
 
 
 class HeadWeights(NamedTuple):
@@ -59,7 +75,7 @@ COUNTERS = (
     "_num_positive",
     "_num_labels_standardised",
 )
-"""Attributes of a head that its state holds beside the description."""
+"""Attributes of a head that its state holds beside the description and the seed."""
 
 
 def head_shapes(hidden_size: int) -> tuple[tuple[int, ...], ...]:
@@ -68,7 +84,8 @@ def head_shapes(hidden_size: int) -> tuple[tuple[int, ...], ...]:
 
 def read_weights(file: HeadFile, hidden_size: int, prefix: str = "") -> HeadWeights:
     shapes = zip(HeadWeights._fields, head_shapes(hidden_size), strict=True)
-    return HeadWeights(*(file.tensor(prefix + name, *shape) for name, shape in shapes))
+    most = MAX_PARAMETER if prefix else MAX_WEIGHT
+    return HeadWeights(*(file.tensor(prefix + name, *shape, least=-most, most=most) for name, shape in shapes))
 
 
 class QualityHead:
@@ -78,7 +95,8 @@ class QualityHead:
         hidden_size: numbers per hidden state.
         model: name of the model the states come from.
         detection_length: output tokens after which the states were taken.
-        seed: of the initial weights, the draws from the replay memory and dropout.
+        seed: of the initial weights, the draws from the replay memory and dropout. What a step draws depends on the
+            seed and on how many steps came before, and on nothing else.
         clock: monotonic seconds, for the budget of `train`.
     """
 
@@ -112,13 +130,15 @@ class QualityHead:
         self._num_positive = 0
         self._version_losses: list[float] = []
         with torch.inference_mode(False):
-            self._generator = torch.Generator().manual_seed(seed)
+            self._seed = seed
+            self._generator = torch.Generator()
             self._replay = Replay(hidden_size, QUALITY_HEAD_REPLAY)
             self._standardiser = Standardiser(hidden_size, QUALITY_HEAD_REPLAY)
             # The standardisation that the parameters stand for; it follows the running one in steps.
             self._mean, self._scale = torch.zeros(hidden_size), torch.ones(hidden_size)
             self._num_labels_standardised = 0
-            self._set_parameters(self._random_weights())
+            self._parameters: HeadWeights | None = None
+            """None until the first training: making them takes as long as a step."""
 
     def add(self, features: Tensor, labels: Tensor, weights: Tensor) -> None:
         """Remember labelled states and plan optimizer steps for them.
@@ -147,29 +167,38 @@ class QualityHead:
             self.num_pending_steps = min(self.num_pending_steps + steps, MAX_PENDING_STEPS)
 
     def train(self, budget_s: float) -> float | None:
-        """Take planned steps, at least one, until none is left or the budget is spent; returns their mean loss.
+        """Take planned steps, at least one, while one more fits into the budget; returns their mean loss.
 
         After the last planned step, or enough of them, the new weights are published.
         Raises: FloatingPointError when training diverged; `weights` stay, and training starts anew.
         """
         if not self.num_pending_steps:
             return None
-        deadline = self._clock() + budget_s
+        now = self._clock()
+        deadline = now + budget_s
         losses: list[float] = []
         with torch.inference_mode(False), torch.enable_grad():
+            self._begin()
             self._standardise()
-            while not losses or (self.num_pending_steps and self._clock() < deadline):
+            while True:
                 losses.append(self._step())
                 if not self.num_pending_steps or len(self._version_losses) >= QUALITY_HEAD_PUBLISH_STEPS:
                     self._publish()
-        return sum(losses) / len(losses)
+                before, now = now, self._clock()
+                if not self.num_pending_steps or now + (now - before) > deadline:  # another would not fit
+                    return sum(losses) / len(losses)
 
     def to_safetensors(self) -> bytes:
+        """As `export`, all of it."""
+        return self.export().whole()
+
+    def export(self) -> HeadBytes:
         """The published weights, with what is needed to train on. Raises: ValueError while untrained."""
         if self.weights is None:
             raise ValueError(f"the head for detection_length {self.detection_length} is not trained yet: post rewards")
+        # None of these is ever written to.
         tensors = {**self.weights._asdict(), "mean": self._mean, "scale": self._scale}
-        return write_head_file("quality head", tensors, self._metadata())
+        return HeadBytes("quality head", tensors, self._metadata())
 
     @classmethod
     def from_safetensors(cls, data: bytes, *, hidden_size: int, model: str, seed: int = 0) -> QualityHead:
@@ -181,50 +210,86 @@ class QualityHead:
         head = cls._described(file, hidden_size, model, seed)
         with torch.inference_mode(False):
             head._read_standardisation(file)
-            head.weights = w1, b1, w2, b2 = read_weights(file, hidden_size)
-            head._set_parameters((w1 * head._scale, b1 + w1 @ head._mean, w2.clone(), b2.clone()))
+            head.weights = read_weights(file, hidden_size)
+        file.check_all_read()
         return head
 
     def state(self) -> bytes:
+        """As `snapshot`, all of it."""
+        return self.snapshot().whole()
+
+    def snapshot(self) -> HeadBytes:
         """Everything, optimizer too, and the newest `QUALITY_HEAD_STATE_BYTES` of the replay memory.
 
-        If that is all of it, what is restored goes on exactly as this head would.
+        If that is all of it, what is restored goes on exactly as this head would. Training that has diverged and does
+        not know it yet starts anew: what is saved can be restored.
         """
-        tensors = {"mean": self._mean, "scale": self._scale, "generator": self._generator.get_state()}
-        tensors |= self._replay.tensors(QUALITY_HEAD_STATE_BYTES) | self._standardiser.tensors()
-        if self.weights is not None:
-            tensors |= self.weights._asdict()
-        for name, parameter in zip(HeadWeights._fields, self._parameters, strict=True):
-            tensors[f"parameter.{name}"] = parameter
-            tensors |= {f"adam.{name}.{key}": value for key, value in self._optimizer.state[parameter].items()}
-        for name in ("losses", "_version_losses"):
-            tensors[name] = torch.tensor(list(getattr(self, name)), dtype=torch.float64)
+        with torch.inference_mode(False), torch.no_grad():
+            tensors = {"mean": self._mean, "scale": self._scale}
+            tensors |= self._replay.tensors(QUALITY_HEAD_STATE_BYTES) | self._standardiser.tensors()
+            if self.weights is not None:
+                tensors |= self.weights._asdict()
+            if self._parameters is not None and not self._is_sound():
+                self._start_anew()
+            if self._parameters is not None:
+                tensors |= {name: tensor.clone() for name, tensor in self._training().items()}
+            for name in ("losses", "_version_losses"):
+                tensors[name] = torch.tensor(list(getattr(self, name)), dtype=torch.float64)
         counters = {name: getattr(self, name) for name in COUNTERS}
-        return write_head_file("quality head state", tensors, self._metadata() | counters)
+        return HeadBytes("quality head state", tensors, self._metadata() | counters | {"seed": self._seed})
 
     @classmethod
     def restore(cls, data: bytes, *, hidden_size: int, model: str) -> QualityHead:
         """The head that `state` described. Raises: as `from_safetensors`."""
         file = read_head_file(data, "quality head state", hidden_size=hidden_size, model=model)
-        head = cls._described(file, hidden_size, model, seed=0)
+        seed = file.integer("seed", maximum=MAX_SEED) if "seed" in file.metadata else 0
+        head = cls._described(file, hidden_size, model, seed)
         with torch.inference_mode(False):
             head._read_standardisation(file)
-            head._generator.set_state(file.tensor("generator", len(head._generator.get_state()), dtype=torch.uint8))
             head._replay.restore(file)
             head._standardiser.restore(file)
             if "w1" in file.tensors:
                 head.weights = read_weights(file, hidden_size)
-            head._set_parameters(read_weights(file, hidden_size, prefix="parameter."))
-            for name, parameter in zip(HeadWeights._fields, head._parameters, strict=True):
-                state = head._optimizer.state[parameter]
-                state["step"] = file.tensor(f"adam.{name}.step")
-                for key in ("exp_avg", "exp_avg_sq"):
-                    state[key] = file.tensor(f"adam.{name}.{key}", *parameter.shape)
-        for name in ("losses", "_version_losses"):
-            getattr(head, name).extend(file.series(name))
-        for name in COUNTERS:
-            setattr(head, name, file.integer(name))
+            if any(name.startswith("parameter.") for name in file.tensors):
+                head._read_training(file)
+        head.losses.extend(file.series("losses", max_length=MAX_QUALITY_HEAD_VERSIONS, most=MAX_LOSS))
+        head._version_losses += file.series("_version_losses", max_length=QUALITY_HEAD_PUBLISH_STEPS, most=MAX_LOSS)
+        head._read_counters(file)
+        file.check_all_read("generator")  # earlier versions kept one
         return head
+
+    def _read_training(self, file: HeadFile) -> None:
+        self._set_parameters(read_weights(file, self.hidden_size, prefix="parameter."))
+        for name, parameter in zip(HeadWeights._fields, self._parameters, strict=True):
+            state, shape = self._optimizer.state[parameter], parameter.shape
+            key = f"adam.{name}."
+            state["step"] = file.tensor(f"{key}step", least=0.0, most=MAX_PARAMETER)
+            state["exp_avg"] = file.tensor(f"{key}exp_avg", *shape, least=-MAX_MOMENT, most=MAX_MOMENT)
+            state["exp_avg_sq"] = file.tensor(f"{key}exp_avg_sq", *shape, least=0.0, most=MAX_MOMENT**2)
+
+    def _read_counters(self, file: HeadFile) -> None:
+        most = {
+            "num_pending_steps": MAX_PENDING_STEPS if len(self._replay) else 0,
+            "_num_labels_standardised": self.num_labels,
+        }
+        for name in COUNTERS:
+            setattr(self, name, file.integer(name, maximum=most.get(name, MAX_COUNT)))
+
+    def _training(self) -> dict[str, Tensor]:
+        """Parameters and their optimizer, by the names of the state."""
+        tensors: dict[str, Tensor] = {}
+        for name, parameter in zip(HeadWeights._fields, self._parameters, strict=True):
+            tensors[f"parameter.{name}"] = parameter.detach()
+            tensors |= {f"adam.{name}.{key}": value for key, value in self._optimizer.state[parameter].items()}
+        return tensors
+
+    def _is_sound(self) -> bool:
+        """Training has not diverged: a state of it can be restored."""
+        most = {"exp_avg": MAX_MOMENT, "exp_avg_sq": MAX_MOMENT**2}
+        return all(
+            _within(tensor, most.get(name.rpartition(".")[2], MAX_PARAMETER))
+            for name, tensor in self._training().items()
+        )
 
     def _metadata(self) -> dict[str, int | str]:
         names = ("hidden_size", "model", "detection_length", "version", "num_steps", "num_labels")
@@ -232,19 +297,38 @@ class QualityHead:
 
     @classmethod
     def _described(cls, file: HeadFile, hidden_size: int, model: str, seed: int) -> QualityHead:
-        head = cls(hidden_size, model, file.integer("detection_length", minimum=1), seed)
+        head = cls(hidden_size, model, file.integer("detection_length", 1, MAX_DETECTION_LENGTH), seed)
         head.version = file.integer("version")
         head.num_steps = file.integer("num_steps")
         head.num_labels = file.integer("num_labels")
         return head
 
     def _read_standardisation(self, file: HeadFile) -> None:
-        self._mean, self._scale = file.tensor("mean", self.hidden_size), file.tensor("scale", self.hidden_size)
-        if not (self._scale > 0).all():
-            raise ValueError(f"tensor 'scale' must be positive, got {self._scale.min().item()}")
+        most = 1.01 * MAX_MAGNITUDE  # rounding
+        self._mean = file.tensor("mean", self.hidden_size, least=-most, most=most)
+        self._scale = file.tensor("scale", self.hidden_size, least=MIN_SCALE / 2, most=most)
+
+    def _begin(self) -> None:
+        """Make the parameters, if there are none: those of the published weights, or random ones."""
+        if self._parameters is not None:
+            return
+        if self.weights is None:
+            self._set_parameters(self._random_weights())
+            return
+        w1, b1, w2, b2 = self.weights
+        self._set_parameters((w1 * self._scale, b1 + w1 @ self._mean, w2.clone(), b2.clone()))
+
+    def _start_anew(self) -> None:
+        """Training diverged."""
+        self._set_parameters(self._random_weights())
+        self._version_losses.clear()
+
+    def _seed_draws(self, purpose: int) -> None:
+        self._generator.manual_seed((self._seed * 1_000_003 + self.num_steps) * 2 + purpose & 2**63 - 1)
 
     def _random_weights(self) -> HeadWeights:
         """Uniform, as torch.nn.Linear begins."""
+        self._seed_draws(0)
         shapes = head_shapes(self.hidden_size)
         bounds = (self.hidden_size**-0.5, self.hidden_size**-0.5, QUALITY_HEAD_HIDDEN**-0.5, QUALITY_HEAD_HIDDEN**-0.5)
         return HeadWeights(
@@ -270,6 +354,7 @@ class QualityHead:
             }
 
     def _step(self) -> float:
+        self._seed_draws(1)
         features, labels, weights = self._replay.draw(QUALITY_HEAD_BATCH, self._generator)
         standardised = ((features - self._mean) / self._scale).clamp_(-MAX_STANDARDISED, MAX_STANDARDISED)
         w1, b1, w2, b2 = self._parameters
@@ -282,17 +367,22 @@ class QualityHead:
         self._optimizer.step()
         self.num_pending_steps -= 1
         self.num_steps += 1
-        self._version_losses.append(loss.item())
-        return self._version_losses[-1]
+        value = loss.item()
+        if not value <= MAX_LOSS:
+            self._diverged()
+        self._version_losses.append(value)
+        return value
+
+    def _diverged(self) -> NoReturn:
+        self._start_anew()
+        raise FloatingPointError(f"the head diverged in {self.num_steps} steps: its training starts anew")
 
     def _publish(self) -> None:
         w1, b1, w2, b2 = (parameter.detach() for parameter in self._parameters)
         folded = w1 / self._scale
         weights = HeadWeights(folded, b1 - folded @ self._mean, w2.clone(), b2.clone())
-        if not all(tensor.isfinite().all() for tensor in weights):
-            self._set_parameters(self._random_weights())
-            self._version_losses.clear()
-            raise FloatingPointError(f"the head diverged in {self.num_steps} steps: its training starts anew")
+        if not all(_within(tensor, MAX_WEIGHT) for tensor in weights):
+            self._diverged()
         self.weights = weights
         self.version += 1
         self.losses.append(sum(self._version_losses) / len(self._version_losses))
@@ -309,3 +399,9 @@ class QualityHead:
                 b1 += w1 @ ((mean - self._mean) / self._scale)
                 w1 *= scale / self._scale
         self._mean, self._scale, self._num_labels_standardised = mean, scale, self.num_labels
+
+
+def _within(tensor: Tensor, most: float) -> bool:
+    """All of its numbers are finite and at most so large."""
+    low, high = tensor.aminmax()  # NaN if any is
+    return bool(low >= -most and high <= most)

@@ -6,29 +6,21 @@ Invariant: candidates are scored by published weights only; training, and a trai
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
 from vllm_rollout.config import MAX_DETECTION_LENGTHS
+from vllm_rollout.group.report import HeadInfo
 from vllm_rollout.tracker.feature_ring import FeatureRing
 from vllm_rollout.tracker.quality_head import HeadWeights, QualityHead
-from vllm_rollout.tracker.replay import MAX_MAGNITUDE
+from vllm_rollout.tracker.quality_head_file import HeadBytes
+from vllm_rollout.tracker.replay import is_usable
 from vllm_rollout.tracker.tracker import CandidateTracker, PublishedHead
 
-
-@dataclass(frozen=True, slots=True)
-class HeadSummary:
-    """What a head is, in numbers."""
-
-    detection_length: int
-    hidden_size: int
-    version: int
-    num_steps: int
-    num_labels: int
-    losses: list[float]
-    """Mean training loss of each version, oldest first."""
+MAX_OPEN = 8
+"""Heads that are read at a time; the one opened first gives way."""
 
 
 class QualityHeads:
@@ -51,6 +43,8 @@ class QualityHeads:
         self._device = device
         self._clock = clock
         self._heads: dict[int, QualityHead] = {}
+        self._open: OrderedDict[str, HeadBytes] = OrderedDict()
+        """What is being read, by reader."""
 
     def take_features(self, request_ids: Sequence[str]) -> tuple[torch.Tensor, list[int]]:
         """Features that are still there, [num_found, hidden_size], and their positions in `request_ids`.
@@ -58,7 +52,11 @@ class QualityHeads:
         One that overflowed in the model is left out: a head refuses a whole batch with such a state in it.
         """
         features, found = self._ring.take(request_ids)
-        usable = (features.float().abs() <= MAX_MAGNITUDE).all(dim=1)
+        if not found:
+            return features, found
+        usable = is_usable(features)
+        if usable.all():
+            return features, found
         return features[usable], [position for position, ok in zip(found, usable.tolist(), strict=True) if ok]
 
     def learn(
@@ -81,42 +79,93 @@ class QualityHeads:
                 break
         return sum(head.num_pending_steps for head in self._heads.values())
 
-    def summaries(self) -> list[HeadSummary]:
-        return [
-            HeadSummary(length, self._hidden_size, head.version, head.num_steps, head.num_labels, list(head.losses))
-            for length, head in self._heads.items()
-        ]
+    def infos(self) -> list[HeadInfo]:
+        return [self._info(head) for head in self._heads.values()]
+
+    def losses(self, detection_length: int) -> list[float]:
+        """Mean training loss of each version, oldest first."""
+        head = self._heads.get(detection_length)
+        return [] if head is None else list(head.losses)
 
     def export(self, detection_length: int) -> bytes | None:
         """The head as safetensors; None while there is none trained."""
         head = self._heads.get(detection_length)
         return None if head is None or head.weights is None else head.to_safetensors()
 
-    def put(self, data: bytes) -> int:
-        """Put a head in place of the one for its detection length, which is returned.
+    def open(self, reader: str, detection_length: int) -> int | None:
+        """Begin to read what `export` gives; returns how many bytes there are."""
+        head = self._heads.get(detection_length)
+        return None if head is None or head.weights is None else self._opened(reader, head.export())
 
+    def open_state(self, reader: str, detection_length: int) -> int | None:
+        """Begin to read a head with its optimizer; returns how many bytes there are. Copies the head."""
+        head = self._heads.get(detection_length)
+        return None if head is None else self._opened(reader, head.snapshot())
+
+    def read(self, reader: str, start: int, end: int) -> bytes:
+        """A part of what this reader has opened; at the end it is closed."""
+        data = self._open[reader]
+        if end >= len(data):
+            del self._open[reader]
+        return data.read(start, end)
+
+    def put(self, data: bytes, known: Sequence[int] = (), spare: int | None = None) -> HeadInfo:
+        """Put a head in place of the one for its detection length.
+
+        `known` are the detection lengths that are learned at; a head for another one, when they are as many as there
+        may be, takes the place of `spare`.
         Raises: HeadMismatch, ValueError (as `QualityHead.from_safetensors`, and for one head too many).
         """
         head = QualityHead.from_safetensors(data, hidden_size=self._hidden_size, model=self._model)
+        length = head.detection_length
         if not head.version:
             raise ValueError("version must be at least 1, got 0, which stands for an untrained head")
-        _check_lengths([*self._heads.keys() - {head.detection_length}, head.detection_length])
-        self._heads[head.detection_length] = head
+        taken = {*known, *self._heads}
+        if length not in taken and len(taken) >= MAX_DETECTION_LENGTHS:
+            if spare is None:
+                raise ValueError(
+                    f"at most {MAX_DETECTION_LENGTHS} different detection lengths are learned at, and rewards are "
+                    f"awaited for all there are ({', '.join(map(str, sorted(taken)))}), got a head for {length}: post "
+                    "those rewards first"
+                )
+            self.forget(spare)
+        self._heads[length] = head
         self._publish(head)
-        return head.detection_length
+        return self._info(head)
+
+    def forget(self, detection_length: int) -> None:
+        """Nobody uses this detection length any more."""
+        self._heads.pop(detection_length, None)
+        self._tracker.heads.pop(detection_length, None)
 
     def state(self) -> list[bytes]:
         """Heads with their optimizers."""
         return [head.state() for head in self._heads.values()]
 
-    def restore(self, states: Sequence[bytes]) -> None:
-        """Put these heads in place of all there are. Raises: HeadMismatch, ValueError, and nothing has changed."""
+    def restore(self, states: Sequence[bytes], known: Sequence[int] = ()) -> list[int]:
+        """Put these heads in place of all there are; returns their detection lengths.
+
+        `known`: detection lengths that are learned at, with or without a head.
+        Raises: HeadMismatch, ValueError, and nothing has changed.
+        """
         heads = [QualityHead.restore(state, hidden_size=self._hidden_size, model=self._model) for state in states]
-        _check_lengths([head.detection_length for head in heads])
+        lengths = [head.detection_length for head in heads]
+        _check_lengths([*(length for length in known if length not in lengths), *lengths])
         self._heads = {head.detection_length: head for head in heads}
         self._tracker.heads.clear()
         for head in heads:
             self._publish(head)
+        return lengths
+
+    def _info(self, head: QualityHead) -> HeadInfo:
+        return HeadInfo(head.detection_length, self._hidden_size, head.version, head.num_steps, head.num_labels)
+
+    def _opened(self, reader: str, data: HeadBytes) -> int:
+        self._open.pop(reader, None)
+        self._open[reader] = data
+        if len(self._open) > MAX_OPEN:
+            self._open.popitem(last=False)
+        return len(data)
 
     def _head(self, detection_length: int) -> QualityHead | None:
         head = self._heads.get(detection_length)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vllm_rollout.config import MAX_LABEL_WEIGHT
+from vllm_rollout.group.checks import MAX_COUNT
 from vllm_rollout.tracker.quality_head_file import HeadFile
 
 MAX_MAGNITUDE = 1e5
@@ -18,6 +20,13 @@ MAX_STANDARDISED = 10.0
 
 MIN_RELATIVE_STD = 0.01
 """Smallest scale of a feature, as a share of the mean one: a feature that never moved must not get a huge weight."""
+
+
+MIN_SCALE = 1e-9
+"""Smallest scale at all: a feature divided by it, and a weight too, stay finite."""
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+"""Of hidden states."""
 
 
 def check_labels(features: Tensor, labels: Tensor, weights: Tensor, hidden_size: int) -> None:
@@ -32,10 +41,18 @@ def check_labels(features: Tensor, labels: Tensor, weights: Tensor, hidden_size:
         raise ValueError(f"labels[{wrong[0].item()}] must be 0 or 1, got {labels[wrong[0]].item()}")
     if (wrong := (~(torch.isfinite(weights) & (weights >= 0))).nonzero()).numel():
         raise ValueError(f"weights[{wrong[0].item()}] must be finite and >= 0, got {weights[wrong[0]].item()}")
+    if not len(features) or is_usable(features).all():
+        return
     if (wrong := (~(features.float().abs() <= MAX_MAGNITUDE)).nonzero()).numel():
         row, column = wrong[0].tolist()
         limit = f"finite and at most {MAX_MAGNITUDE:g} in magnitude"
         raise ValueError(f"features[{row}, {column}] must be {limit}, got {features[row, column].item()}")
+
+
+def is_usable(features: Tensor) -> Tensor:
+    """Of each state, [num_states, hidden_size], whether it is finite and not too large."""
+    low, high = features.aminmax(dim=1)  # NaN if any is
+    return (low >= -MAX_MAGNITUDE) & (high <= MAX_MAGNITUDE)
 
 
 class Replay:
@@ -80,16 +97,18 @@ class Replay:
             "replay.features": self.features[slots],
             "replay.labels": self.labels[slots],
             "replay.weights": self.weights[slots],
-            "replay.num_added": torch.tensor(self.num_added if whole else num),
+            "replay.num_added": torch.tensor(min(self.num_added, MAX_COUNT) if whole else num),
         }
 
     def restore(self, file: HeadFile) -> None:
         """Raises: ValueError."""
-        num_added = int(file.tensor("replay.num_added", dtype=torch.int64))
-        num = min(max(num_added, 0), self.capacity)
-        dtype = file.dtype("replay.features")
-        features = file.tensor("replay.features", num, self.hidden_size, dtype=dtype)
-        labels, weights = file.tensor("replay.labels", num), file.tensor("replay.weights", num)
+        num_added = file.count("replay.num_added")
+        num = min(num_added, self.capacity)
+        dtype = file.dtype("replay.features", *DTYPES)
+        most = MAX_MAGNITUDE
+        features = file.tensor("replay.features", num, self.hidden_size, dtype=dtype, least=-most, most=most)
+        labels = file.tensor("replay.labels", num, least=0.0, most=1.0)
+        weights = file.tensor("replay.weights", num, least=0.0, most=MAX_LABEL_WEIGHT)
         check_labels(features, labels, weights, self.hidden_size)
         if num:
             self.num_added = 0
@@ -108,11 +127,11 @@ class Standardiser:
 
     def update(self, features: Tensor) -> None:
         """Account for states [num_states, hidden_size]."""
-        features = features.double()
+        variance, mean = torch.var_mean(features.float(), dim=0, correction=0)
         share = len(features) / (self.count + len(features))
-        difference = features.mean(0) - self.mean
-        spread = features.var(0, correction=0) - self.variance
-        self.variance = self.variance + share * spread + share * (1 - share) * difference.square()
+        difference = mean.double() - self.mean
+        spread = variance.double() - self.variance
+        self.variance = (self.variance + share * spread + share * (1 - share) * difference.square()).clamp_min_(0)
         self.mean = self.mean + share * difference
         self.count = min(self.count + len(features), self.memory)
 
@@ -120,13 +139,14 @@ class Standardiser:
         """What a feature is divided by."""
         std = self.variance.sqrt()
         floor = MIN_RELATIVE_STD * std.mean()
-        return std.clamp_min(floor) if floor > 0 else torch.ones_like(std)
+        return std.clamp_min(max(floor.item(), MIN_SCALE)) if floor > 0 else torch.ones_like(std)
 
     def tensors(self) -> dict[str, Tensor]:
         return {"running.mean": self.mean, "running.variance": self.variance, "running.count": torch.tensor(self.count)}
 
     def restore(self, file: HeadFile) -> None:
         """Raises: ValueError."""
-        self.mean = file.tensor("running.mean", len(self.mean), dtype=torch.float64)
-        self.variance = file.tensor("running.variance", len(self.mean), dtype=torch.float64).clamp_min(0)
-        self.count = max(0, int(file.tensor("running.count", dtype=torch.int64)))
+        most = 1.01 * MAX_MAGNITUDE  # rounding
+        self.mean = file.tensor("running.mean", len(self.mean), dtype=torch.float64, least=-most, most=most)
+        self.variance = file.tensor("running.variance", len(self.mean), dtype=torch.float64, least=0.0, most=most**2)
+        self.count = file.count("running.count", self.memory)

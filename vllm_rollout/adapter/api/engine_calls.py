@@ -1,16 +1,23 @@
-"""Calls from an API process to its engine cores. Invariant: a dead engine is a RequestError (503)."""
+"""Calls from an API process to its engine cores, by the call table.
+
+Invariant: a dead engine is a RequestError (503).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import uuid
+from collections.abc import Callable, Coroutine
 from http import HTTPStatus
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_rollout.adapter.api.client import RolloutAsyncLLM
-from vllm_rollout.adapter.core.calls import METHOD
+from vllm_rollout.adapter.call_table import CALL_METHOD, READ, Argument, Operation, Result
 from vllm_rollout.server.engine import RequestError
+
+Value = TypeVar("Value")
 
 
 class EngineCalls:
@@ -20,13 +27,59 @@ class EngineCalls:
         self._client = client
         self.after_change: Callable[[], None] = lambda: None
         """Called when training is done and when lengths were told: there is something new to save."""
+        self._reading = asyncio.Lock()
+        self._running: set[asyncio.Task[Any]] = set()
 
-    async def _call(self, operation: str, *arguments: Any) -> list[Any]:
-        """One operation on every rank; its results in the order of the ranks."""
+    @property
+    def num_ranks(self) -> int:
+        return self._client.num_ranks
+
+    async def _call_rank(self, rank: int, operation: Operation[Argument, Result], argument: Argument) -> Result:
+        """One operation on one rank of those that this API process calls."""
+        core = self._client.engine_core
+        payload = operation.encode_argument(argument)
         try:
-            return await self._client.engine_core.call_utility_all_async(METHOD, operation, arguments)
+            answer = await core._call_utility_async(
+                CALL_METHOD, operation.name, payload, engine=core.core_engines[rank]
+            )  # fmt: skip
         except EngineDeadError as error:
             raise engine_stopped() from error
+        return operation.decode_result(answer)
+
+    async def _call_all(self, operation: Operation[Argument, Result], argument: Argument) -> list[Result]:
+        """One operation on every rank; its results in the order of the ranks."""
+        payload = operation.encode_argument(argument)
+        try:
+            answers = await self._client.engine_core.call_utility_all_async(CALL_METHOD, operation.name, payload)
+        except EngineDeadError as error:
+            raise engine_stopped() from error
+        return [operation.decode_result(answer) for answer in answers]
+
+    async def _read(self, open_operation: Operation[Any, Any], argument: Callable[[str], Any]) -> bytes | None:
+        """What rank 0 writes in parts, one between two of its steps; None when there is nothing to open.
+
+        `argument` of the opening operation for the name of a reader. One at a time: each holds memory of the engine.
+        """
+        async with self._reading:
+            reader = uuid.uuid4().hex
+            if await self._call_rank(0, open_operation, argument(reader)) is False:
+                return None
+            pieces = []
+            while (piece := await self._call_rank(0, READ, reader)) is not None:
+                pieces.append(piece.data)
+                if piece.is_last:
+                    return b"".join(pieces)
+        raise RequestError(
+            "too many read what this server has learned at the same time. Try again.",
+            status=HTTPStatus.SERVICE_UNAVAILABLE,
+        )
+
+    async def _to_its_end(self, work: Coroutine[Any, Any, Value]) -> Value:
+        """Await work that goes on when the one who waits for it goes away: half of it would leave ranks different."""
+        task = asyncio.create_task(work)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return await asyncio.shield(task)
 
 
 def engine_stopped() -> RequestError:

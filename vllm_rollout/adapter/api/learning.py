@@ -6,31 +6,46 @@ Invariant: what one API process is told, every data-parallel rank it can reach l
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 from http import HTTPStatus
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.logger import init_logger
 
 from vllm_rollout.adapter.api.client import RolloutAsyncLLM
 from vllm_rollout.adapter.api.engine_calls import EngineCalls
 from vllm_rollout.adapter.api.refusals import pruning_refusal
-from vllm_rollout.adapter.options import RolloutOptions
-from vllm_rollout.adapter.wire import rules_report_of
-from vllm_rollout.group.ledger import RewardStatus
-from vllm_rollout.server.engine import (
-    HeadInfo,
-    LearningReport,
-    RequestError,
-    Reward,
-    RewardsReceipt,
+from vllm_rollout.adapter.call_table import (
+    HEADS,
+    LEARN_FEATURES,
+    LEARN_LABELS,
+    LEARNED,
+    LEARNING_WINDOW,
+    OPEN_HEAD,
+    OPEN_STATE,
+    POST_REWARDS,
+    PUT_HEAD,
+    PUT_STATE,
+    TRAIN,
+    HeadToRead,
+    LearningWindow,
+    PostedRewards,
+    Refusal,
+    RewardsProgress,
 )
+from vllm_rollout.adapter.options import RolloutOptions
+from vllm_rollout.group.learning import rules_report
+from vllm_rollout.group.ledger import Reward, RewardStatus
+from vllm_rollout.group.report import HeadInfo
+from vllm_rollout.server.engine import LearningReport, RequestError, RewardsReceipt
 
 logger = init_logger("vllm.vllm_rollout")
 
-ERROR_STATUS = {"mismatch": HTTPStatus.CONFLICT, "invalid": HTTPStatus.UNPROCESSABLE_ENTITY}
+REWARDS_PER_CALL = 512
+"""Rewards in one message to an engine core, which accounts for as many of them as its time allows."""
+
+REFUSAL_STATUS = {"mismatch": HTTPStatus.CONFLICT, "invalid": HTTPStatus.UNPROCESSABLE_ENTITY}
 
 
 class EngineLearning(EngineCalls):
@@ -46,77 +61,97 @@ class EngineLearning(EngineCalls):
         return pruning_refusal(self._client.vllm_config)
 
     async def post_rewards(self, rollout_id: str, rewards: Sequence[Reward]) -> RewardsReceipt | None:
-        posted = [[reward.prompt_id, reward.index, reward.reward, reward.positive] for reward in rewards]
-        share = self._client.num_ranks > 1
-        answers = await self._call("rewards", rollout_id, posted, share)
-        statuses: list[RewardStatus] = ["unknown"] * len(posted)
-        num_training, detection_length = 0, None
-        for rank, answer in enumerate(answers):
-            if answer is None:
-                continue
-            detection_length, rank_statuses, num_found, shared = answer
-            for position, status in enumerate(rank_statuses):
-                if status != "unknown":
-                    statuses[position] = status
-            num_training += num_found
-            if shared:
-                await self._call("teach", rank, shared)
-        if detection_length is None:
+        return await self._to_its_end(self._post_rewards(rollout_id, rewards))
+
+    async def _post_rewards(self, rollout_id: str, rewards: Sequence[Reward]) -> RewardsReceipt | None:
+        ranks = range(self.num_ranks)
+        posted = await asyncio.gather(*(self._post_to(rank, rollout_id, rewards) for rank in ranks))
+        known = [found for found in posted if found is not None]
+        if not known:
             return None
+        statuses = [
+            next((found.statuses[i] for found in known if found.statuses[i] != "unknown"), "unknown")
+            for i in range(len(rewards))
+        ]
+        num_training = sum(found.num_training for found in known)
+        detection_length = known[0].detection_length
         versions = {head.detection_length: head.version for head in await self._heads()}
         if num_training:
             self._start_training()
         return RewardsReceipt(statuses, num_training, versions.get(detection_length, 0), detection_length)
 
+    async def _post_to(self, rank: int, rollout_id: str, rewards: Sequence[Reward]) -> _Posted | None:
+        """Post to one rank, as many at a time as it gets through; None when it does not know the rollout."""
+        posted: _Posted | None = None
+        statuses: list[RewardStatus] = []
+        while len(statuses) < len(rewards):
+            some = list(rewards[len(statuses) : len(statuses) + REWARDS_PER_CALL])
+            progress = await self._call_rank(
+                rank, POST_REWARDS, PostedRewards(rollout_id, some, share=self.num_ranks > 1)
+            )
+            if progress is None:  # not known here, or forgotten meanwhile
+                statuses += ["unknown"] * (len(rewards) - len(statuses))
+                break
+            statuses += progress.statuses
+            num_training = progress.num_training + (posted.num_training if posted else 0)
+            posted = _Posted(progress.detection_length, statuses, num_training)
+            await self._teach_others(rank, progress)
+        return posted
+
+    async def _teach_others(self, origin: int, progress: RewardsProgress) -> None:
+        """Calibration on every other rank, the head on rank 0."""
+        if progress.labels:
+            others = [rank for rank in range(self.num_ranks) if rank != origin]
+            await asyncio.gather(*(self._call_rank(rank, LEARN_LABELS, progress.labels) for rank in others))
+        if progress.features is not None:
+            await self._call_rank(0, LEARN_FEATURES, progress.features)
+
     async def quality_head(self, detection_length: int | None) -> tuple[HeadInfo, bytes]:
         heads = {head.detection_length: head for head in await self._heads() if head.version}
         length = self._choose(detection_length, heads, "a trained quality head")
-        (data, *_) = await self._call("export_head", length)
+        data = await self._read_head(length)
         if data is None:
             raise RequestError(f"no quality head is trained for detection_length {length}.", status=404)
         return heads[length], data
 
     async def set_quality_head(self, weights: bytes) -> HeadInfo:
-        answers = await self._call("put_head", weights)
-        length = _checked(answers)
-        await self._training_done()
-        return next(head for head in await self._heads() if head.detection_length == length)
+        answers = await self._to_its_end(self._call_all(PUT_HEAD, weights))
+        _check(answers)
+        return answers[0]
 
     async def learning_report(self, detection_length: int | None) -> LearningReport:
-        ranks = await self._call("report")
-        length = self._choose(detection_length, {values[0]: values for values in chain(*ranks)}, "anything learned")
-        found = [values for values in chain(*ranks) if values[0] == length]
+        learned = list(chain(*await self._call_all(LEARNED, None)))
+        length = self._choose(detection_length, {each.detection_length: each for each in learned}, "anything learned")
         # Every rank's calibration knows every label; verdicts, and what awaits a reward, each rank knows of itself.
-        reports = [rules_report_of(values[3]) for values in found]
-        report = reports[0]
-        active = replace(
-            report.active,
-            num_scored=sum(rank.active.num_scored for rank in reports),
-            num_pruned=sum(rank.active.num_pruned for rank in reports),
-            tokens_saved=sum(rank.active.tokens_saved for rank in reports),
-        )
-        summaries = {summary[0]: summary for summary in await self._summaries()}
-        head, losses = None, []
-        if length in summaries:
-            *fields, losses = summaries[length]
-            head = HeadInfo(*fields)
+        found = [each for each in learned if each.detection_length == length]
+        windows = (await self._call_rank(rank, LEARNING_WINDOW, length) for rank in range(self.num_ranks))
+        window = LearningWindow([], [])
+        async for each in windows:
+            if each is not None:
+                window = each
+                break
+        num_judged, num_pruned = (sum(each.num_judged for each in found), sum(each.num_pruned for each in found))
+        report = await asyncio.to_thread(rules_report, window.outcomes, num_judged, num_pruned)
+        head = next((head for head in await self._heads() if head.detection_length == length), None)
         return LearningReport(
             detection_length=length,
             head=head if head is not None and head.version else None,
             signals=report.signals,
-            num_awaiting=sum(values[1] for values in found),
-            num_evicted=sum(values[2] for values in found),
-            losses=losses,
-            active=active,
+            num_awaiting=sum(each.num_awaiting for each in found),
+            num_evicted=sum(each.num_evicted for each in found),
+            losses=window.losses,
+            active=report.active,
             shadow=report.shadow,
         )
 
     async def learning_state(self) -> bytes:
         await self._training_done()
-        return (await self._call("state"))[0]
+        state = await self._read(OPEN_STATE, lambda reader: reader)
+        assert state is not None, "there is always a state"
+        return state
 
     async def set_learning_state(self, state: bytes) -> None:
-        _checked(await self._call("set_state", state))
+        _check(await self._to_its_end(self._call_all(PUT_STATE, state)))
 
     def _start_training(self) -> None:
         if self._training is None or self._training.done():
@@ -125,9 +160,9 @@ class EngineLearning(EngineCalls):
     async def _train(self) -> None:
         """Ask for one slice after the other; the engine makes its steps in between."""
         try:
-            while any(await self._call("train", self._budget_s)):
+            while await self._call_rank(0, TRAIN, self._budget_s):
                 pass
-            if self._client.num_ranks > 1:
+            if self.num_ranks > 1:
                 await self._share_heads()
             self.after_change()
         except RequestError:  # the engine is dead, and says so everywhere else
@@ -142,16 +177,18 @@ class EngineLearning(EngineCalls):
 
     async def _share_heads(self) -> None:
         for head in await self._heads():
-            (data, *_) = await self._call("export_head", head.detection_length)
-            if data is not None:
-                _checked(await self._call("receive_head", data))
+            data = await self._read_head(head.detection_length)
+            for rank in range(1, self.num_ranks) if data is not None else ():
+                refusal = await self._call_rank(rank, PUT_HEAD, data)
+                if isinstance(refusal, Refusal):
+                    logger.warning("rank %d did not take the head of rank 0: %s", rank, refusal.message)
 
-    async def _summaries(self) -> list[list[Any]]:
-        return (await self._call("heads"))[0]
+    async def _read_head(self, detection_length: int) -> bytes | None:
+        return await self._read(OPEN_HEAD, lambda reader: HeadToRead(reader, detection_length))
 
     async def _heads(self) -> list[HeadInfo]:
         """Of rank 0, which trains."""
-        return [HeadInfo(*fields) for *fields, _ in await self._summaries()]
+        return await self._call_rank(0, HEADS, None)
 
     def _choose(self, detection_length: int | None, known: dict[int, Any], what: str) -> int:
         named = ", ".join(map(str, sorted(known)))
@@ -175,9 +212,16 @@ class EngineLearning(EngineCalls):
         )
 
 
-def _checked(answers: Sequence[Sequence[Any]]) -> Any:
-    """The result of an operation that answers `["ok", result]` on every rank. Raises: RequestError otherwise."""
-    for kind, result in answers:
-        if kind != "ok":
-            raise RequestError(f"{result}.", status=ERROR_STATUS[kind])
-    return answers[0][1]
+class _Posted(NamedTuple):
+    """What became of rewards on one rank."""
+
+    detection_length: int
+    statuses: list[RewardStatus]
+    num_training: int
+
+
+def _check(answers: Iterable[Any]) -> None:
+    """Raises: RequestError when a rank refused what was put."""
+    for answer in answers:
+        if isinstance(answer, Refusal):
+            raise RequestError(f"{answer.message}.", status=REFUSAL_STATUS[answer.kind])

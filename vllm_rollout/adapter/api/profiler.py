@@ -32,9 +32,8 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm_rollout.adapter.api.client import RolloutAsyncLLM
 from vllm_rollout.adapter.api.fingerprint import engine_flags, fingerprint_of, hardware_of, versions
 from vllm_rollout.adapter.api.serve import add_flags, allowed_plugins, refuse_unsupported, switch_on
+from vllm_rollout.adapter.call_table import CALL_METHOD, RECORD_STEPS, TAKE_STEPS, Argument, Operation, Result, StepTime
 from vllm_rollout.adapter.compat import check_vllm_version
-from vllm_rollout.adapter.core.calls import METHOD
-from vllm_rollout.adapter.core.step_times import StepTime
 from vllm_rollout.adapter.wire import CandidateTag
 from vllm_rollout.config import OUTPUT_INTERVAL_TOKENS
 
@@ -103,7 +102,7 @@ class Profiler:
     async def prefill(self, *, chunk_tokens: int, num_steps: int) -> list[StepTime]:
         """Steps that compute a new prompt of so many tokens beside one candidate that decodes."""
         companion = None
-        await self._call("record_steps", True)
+        await self._call(RECORD_STEPS, True)
         for _ in range(num_steps):
             if companion is None or companion.done():
                 companion = asyncio.create_task(
@@ -124,7 +123,7 @@ class Profiler:
         self._cached.update(dict.fromkeys(missing, num_tokens))
 
     async def _run_together(self, prompts: list[list[int]], num_tokens: int) -> list[StepTime]:
-        await self._call("record_steps", True)
+        await self._call(RECORD_STEPS, True)
         async with self._paused():
             queues = [await self._add(prompt, num_tokens) for prompt in prompts]
         for queue in queues:
@@ -141,8 +140,8 @@ class Profiler:
             await self._client.engine_core.resume_scheduler_async()
 
     async def _steps(self) -> list[StepTime]:
-        steps = [StepTime(*step) for step in await self._call("take_steps")]
-        await self._call("record_steps", False)
+        steps = await self._call(TAKE_STEPS, None)
+        await self._call(RECORD_STEPS, False)
         return steps
 
     async def _generate(self, prompt: list[int], num_tokens: int, request_id: str | None = None) -> None:
@@ -175,9 +174,10 @@ class Profiler:
         """A prompt that was never seen."""
         return np.random.default_rng().integers(0, self._vocab_size, num_tokens).tolist()
 
-    async def _call(self, operation: str, *arguments: Any) -> Any:
-        (answer, *_) = await self._client.engine_core.call_utility_all_async(METHOD, operation, arguments)
-        return answer
+    async def _call(self, operation: Operation[Argument, Result], argument: Argument) -> Result:
+        payload = operation.encode_argument(argument)
+        (answer, *_) = await self._client.engine_core.call_utility_all_async(CALL_METHOD, operation.name, payload)
+        return operation.decode_result(answer)
 
 
 class KVCacheSize:

@@ -1,62 +1,76 @@
-"""What API processes ask of an engine core.
+"""The one door by which API processes reach an engine core beside requests, and who answers.
 
 vLLM's utility calls reach methods of EngineCore by name, and none of them leads to the scheduler; so one method is
-added, `EngineCore.rollout_call`, which nothing of vLLM's calls. Invariant: every operation is in one of the tables, and
-its results are plain lists, numbers, text and bytes.
+added, `EngineCore.rollout_call`, which nothing of vLLM's calls. It runs between two engine steps.
+
+Invariant: every operation of the call table has one line in `ANSWERS`, and takes at most `CALL_BUDGET_S` plus one small
+piece of work, but for a state that is put.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from vllm.config import ParallelConfig
 from vllm.v1.engine.core import EngineCore
 
-from vllm_rollout.adapter.core.learning_calls import LEARNING_OPERATIONS, LearningCalls
-from vllm_rollout.adapter.core.length_calls import LENGTH_OPERATIONS, LengthCalls
-from vllm_rollout.adapter.core.step_times import STEP_TIME_OPERATIONS, StepTimeCalls
-
-METHOD = "rollout_call"
+from vllm_rollout.adapter.call_table import OPERATIONS, CostToCompare
+from vllm_rollout.adapter.core.learning_calls import LearningCalls
+from vllm_rollout.group.drift import Drift
+from vllm_rollout.group.history import LengthStatistics
 
 
 def add_rollout_calls() -> None:
-    """Make `METHOD` callable on every engine core of this process."""
+    """Make `rollout_call` callable on every engine core of this process."""
     EngineCore.rollout_call = rollout_call  # type: ignore[attr-defined]
 
 
-def rollout_call(core: EngineCore, operation: str, arguments: Sequence[Any]) -> Any:
-    """Carry out one operation.
-
-    vLLM checks the number of arguments against the signature and does not know of `*arguments`.
-    """
-    table, make_calls = next((table, make) for table, make in TABLES if operation in table)
-    return table[operation](make_calls(core), *arguments)
+def rollout_call(core: EngineCore, operation: str, payload: bytes) -> bytes:
+    """Carry out one operation of the call table."""
+    row = OPERATIONS[operation]
+    return row.encode_result(ANSWERS[operation](core, row.decode_argument(payload)))
 
 
-def _learning_calls(core: EngineCore) -> LearningCalls:
+def _learning(core: EngineCore) -> LearningCalls:
+    def worker(method: str, *args: Any) -> Any:
+        return next((result for result in core.collective_rpc(method, args=args) if result is not None), None)
+
+    scheduler = core.scheduler
     return LearningCalls(
-        core.scheduler.judge,
-        lambda method, *args: next(
-            (result for result in core.collective_rpc(method, args=args) if result is not None), None
-        ),
-        model=core.vllm_config.model_config.served_model_name,
-        rank=_rank(core.vllm_config.parallel_config),
+        scheduler.judge, scheduler.readings, worker, model=core.vllm_config.model_config.served_model_name
     )
 
 
-def _rank(parallel: ParallelConfig) -> int:
-    """Which of its API process's ranks an engine core is. `data_parallel_rank` is 0 on all ranks of a dense model."""
-    return (parallel.data_parallel_rank_local or 0) if parallel.local_engines_only else parallel.data_parallel_index
+def _length_history(core: EngineCore, keys: list[str]) -> LengthStatistics:
+    lengths = core.scheduler.judge.memory.lengths
+    return LengthStatistics(lengths.dataset(), [lengths.of(key) for key in keys])
 
 
-def _by_name(operations: Sequence[Callable[..., Any]]) -> Mapping[str, Callable[..., Any]]:
-    return {operation.__name__: operation for operation in operations}
+def _set_cost_model(core: EngineCore, wanted: CostToCompare | None) -> None:
+    drift = wanted and Drift(
+        wanted.cost, model=wanted.model, profile=wanted.profile, batch_sizes=wanted.batch_sizes
+    )  # fmt: skip
+    core.scheduler.step_times.compare_with(drift)
 
 
-TABLES: tuple[tuple[Mapping[str, Callable[..., Any]], Callable[[EngineCore], Any]], ...] = (
-    (_by_name(LEARNING_OPERATIONS), _learning_calls),
-    (_by_name(LENGTH_OPERATIONS), lambda core: LengthCalls(core.scheduler.judge.memory.lengths)),
-    (_by_name(STEP_TIME_OPERATIONS), lambda core: StepTimeCalls(core.scheduler.step_times)),
-)
-"""Operations by name, with what carries them out."""
+ANSWERS: Mapping[str, Callable[[EngineCore, Any], Any]] = {
+    "post_rewards": lambda core, posted: _learning(core).post_rewards(posted),
+    "learn_labels": lambda core, labels: _learning(core).learn_labels(labels),
+    "learn_features": lambda core, labelled: _learning(core).learn_features(labelled),
+    "train": lambda core, budget_s: _learning(core).train(budget_s),
+    "heads": lambda core, _: _learning(core).heads(),
+    "put_head": lambda core, data: _learning(core).put_head(data),
+    "open_head": lambda core, head: _learning(core).open_head(head),
+    "learned": lambda core, _: _learning(core).learned(),
+    "learning_window": lambda core, detection_length: _learning(core).learning_window(detection_length),
+    "open_state": lambda core, reader: _learning(core).open_state(reader),
+    "read": lambda core, reader: core.scheduler.readings.read(reader),
+    "put_state": lambda core, data: _learning(core).put_state(data),
+    "observe_lengths": lambda core, group: core.scheduler.judge.memory.lengths.observe(group.key, group.lengths),
+    "length_history": _length_history,
+    "record_steps": lambda core, on: core.scheduler.step_times.record(on),
+    "take_steps": lambda core, _: core.scheduler.step_times.take(),
+    "set_cost_model": _set_cost_model,
+    "step_drift": lambda core, _: core.scheduler.step_times.drift(),
+}
+"""Operation -> who answers."""

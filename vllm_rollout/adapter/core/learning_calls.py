@@ -1,137 +1,207 @@
-"""What an engine core is asked about learning. Invariant: a call takes bounded time, because the engine makes no step
-meanwhile.
+"""What an engine core is asked about learning: rewards, heads, report, state.
+
+With one data-parallel rank everything is learned where it was observed. With several, rank 0 trains the heads and the
+API process hands its weights to the others; every rank's calibration learns every label.
+
+Invariant: as of calls.py. A detection length that the judge forgets is forgotten by the worker before its next call.
 """
 
 from __future__ import annotations
 
-import json
-from base64 import b64decode, b64encode
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, astuple
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from vllm_rollout.adapter.wire import label_of
-from vllm_rollout.group.judge import Judge
-from vllm_rollout.group.memory import Memory, rows_of_format_1
+import msgspec
 
-STATE_FORMAT = 1
+from vllm_rollout.adapter.call_table import (
+    HeadToRead,
+    LabelledFeatures,
+    Learned,
+    LearningWindow,
+    PostedRewards,
+    Refusal,
+    RewardsProgress,
+)
+from vllm_rollout.adapter.core.readings import MAX_PIECE_BYTES, Readings
+from vllm_rollout.adapter.saved_state import END, HEAD, parse_state, state_header
+from vllm_rollout.config import CALL_BUDGET_S
+from vllm_rollout.group.judge import Judge, Label
+from vllm_rollout.group.ledger import Reward
+from vllm_rollout.group.memory import Memory
+from vllm_rollout.group.report import HeadInfo
+
+REWARDS_AT_ONCE = 16
+"""Rewards that are accounted for, with their features, before time is looked at again."""
 
 
 class LearningCalls:
-    """The operations. `worker` calls a method of the scoring rank's worker.
+    """The operations. `worker` calls a method of the scoring rank's worker."""
 
-    With one data-parallel rank everything is learned where it was observed. With several, rank 0 trains the heads and
-    the API process hands its weights to the others; every rank's calibration learns every label.
-    """
-
-    def __init__(self, judge: Judge, worker: Callable[..., Any], *, model: str, rank: int) -> None:
+    def __init__(
+        self,
+        judge: Judge,
+        readings: Readings,
+        worker: Callable[..., Any],
+        *,
+        model: str,
+        clock: Callable[[], float] = time.perf_counter,
+        budget_s: float = CALL_BUDGET_S,
+    ) -> None:
         self._judge = judge
-        self._worker = worker
+        self._readings = readings
+        self._call_worker = worker
         self._model = model
-        self._rank = rank
+        self._clock = clock
+        self._budget_s = budget_s
 
-    def rewards(self, rollout_id: str, rewards: Sequence[Sequence[Any]], share: bool) -> list[Any] | None:
-        """Account for (prompt id, index, reward, positive) of a rollout that ran here.
-
-        Answers `[detection_length, statuses, num_training, shared]`; None when the rollout is not known here. With
-        `share`, labels come with their features, for `teach` on every rank; without, they are learned here and now.
-        """
-        outcome = self._judge.reward(rollout_id, [tuple(reward) for reward in rewards])
-        if outcome is None:
+    def post_rewards(self, posted: PostedRewards) -> RewardsProgress | None:
+        detection_length = self._judge.ledger.detection_length(posted.rollout_id)
+        if detection_length is None:
             return None
-        detection_length, statuses, labels = outcome
-        num_training, shared = 0, []
-        for length in sorted({label.detection_length for label in labels}):  # several only among joined requests
-            alike = [label for label in labels if label.detection_length == length]
-            request_ids = [label.request_id for label in alike]
-            if share:
-                features, found = self._worker("rollout_take_features", request_ids)
-                shared.append([[astuple(label) for label in alike], features, found])
-            else:
-                positives, weights = [label.positive for label in alike], [label.weight for label in alike]
-                found = self._worker("rollout_learn", length, request_ids, positives, weights)
-            self._judge.num_evicted[length] += len(alike) - len(found)
-            num_training += len(found)
-        return [detection_length, statuses, num_training, shared]
+        deadline = self._clock() + self._budget_s
+        progress = RewardsProgress(detection_length, [], 0, [], None)
+        for start in range(0, len(posted.rewards), REWARDS_AT_ONCE):
+            some = posted.rewards[start : start + REWARDS_AT_ONCE]
+            progress = self._post_some(posted.rollout_id, some, posted.share, progress)
+            if self._clock() >= deadline:
+                break
+        return progress
 
-    def teach(self, origin: int, shared: Sequence[Sequence[Any]]) -> None:
-        """Learn labels that rank `origin` shared: calibration on every other rank, the head on rank 0."""
-        for labels, features, found in shared:
-            labels = [label_of(label) for label in labels]
-            if self._rank != origin:
-                self._judge.learn(labels)
-            if self._rank == 0 and found:
+    def _post_some(
+        self, rollout_id: str, rewards: Sequence[Reward], share: bool, so_far: RewardsProgress
+    ) -> RewardsProgress:
+        outcome = self._judge.reward(rollout_id, rewards)
+        assert outcome is not None, "nothing is forgotten while a call runs"
+        detection_length, statuses, labels = outcome
+        features, num_found = so_far.features, 0
+        if labels and share:
+            found, features = self._take_features(labels, features)
+            num_found = len(found)
+        elif labels:
+            num_found = len(
                 self._worker(
-                    "rollout_learn_features",
-                    labels[0].detection_length,
-                    features,
-                    [labels[i].positive for i in found],
-                    [labels[i].weight for i in found],
+                    "rollout_learn",
+                    detection_length,
+                    [label.request_id for label in labels],
+                    [label.positive for label in labels],
+                    [label.weight for label in labels],
                 )
+            )
+        self._judge.num_evicted[detection_length] += len(labels) - num_found
+        return RewardsProgress(
+            detection_length,
+            [*so_far.statuses, *statuses],
+            so_far.num_training + num_found,
+            [*so_far.labels, *labels] if share else [],
+            features,
+        )
+
+    def _take_features(
+        self, labels: Sequence[Label], before: LabelledFeatures | None
+    ) -> tuple[list[int], LabelledFeatures]:
+        """Positions of labels whose features were still there, and these added to those before."""
+        features, found = self._worker("rollout_take_features", [label.request_id for label in labels])
+        positives = [labels[i].positive for i in found]
+        weights = [labels[i].weight for i in found]
+        if before is not None:
+            features = features._replace(data=before.features.data + features.data)
+            positives, weights = before.positives + positives, before.weights + weights
+        return found, LabelledFeatures(labels[0].detection_length, features, positives, weights)
+
+    def learn_labels(self, labels: Sequence[Label]) -> None:
+        self._judge.learn(labels)
+
+    def learn_features(self, labelled: LabelledFeatures) -> None:
+        # The labels may still be on their way to this rank: the head must find its place.
+        self._judge.memory.learning(labelled.detection_length, self._judge.ledger.awaits)
+        self._worker(
+            "rollout_learn_features",
+            labelled.detection_length,
+            labelled.features,
+            labelled.positives,
+            labelled.weights,
+        )
 
     def train(self, budget_s: float) -> int:
-        """One slice of training; returns how many optimizer steps are left."""
         return self._worker("rollout_train", budget_s)
 
-    def heads(self) -> list[list[Any]]:
+    def heads(self) -> list[HeadInfo]:
         return self._worker("rollout_heads")
 
-    def export_head(self, detection_length: int) -> bytes | None:
-        return self._worker("rollout_export_head", detection_length)
+    def put_head(self, data: bytes) -> HeadInfo | Refusal:
+        """In place of the one for its detection length, or, beyond as many as are learned at, of one to spare."""
+        memory, awaits = self._judge.memory, self._judge.ledger.awaits
+        spare = memory.spare(awaits) if memory.is_full else None
+        answer = self._worker("rollout_put_head", data, list(memory.learnings), spare)
+        if isinstance(answer, HeadInfo):
+            memory.learning(answer.detection_length, awaits)
+        return answer
 
-    def put_head(self, data: bytes) -> list[Any]:
-        return self._worker("rollout_put_head", data)
+    def open_head(self, head: HeadToRead) -> bool:
+        size = self._worker("rollout_open_head", head.reader, head.detection_length)
+        if size is None:
+            return False
+        self._readings.open(head.reader, self._opened(head.reader, size))
+        return True
 
-    def receive_head(self, data: bytes) -> list[Any]:
-        """As `put_head`, on every rank but rank 0, where the head comes from."""
-        return ["ok", None] if self._rank == 0 else self.put_head(data)
-
-    def report(self) -> list[list[Any]]:
-        """`[detection length, num_awaiting, num_evicted, report]` for each detection length."""
+    def learned(self) -> list[Learned]:
         awaiting, evicted = self._judge.ledger.num_awaiting(), self._judge.num_evicted
         return [
-            [length, awaiting[length], evicted[length], asdict(learning.report())]
+            Learned(length, awaiting[length], evicted[length], learning.num_judged, learning.num_pruned)
             for length, learning in self._judge.memory.learnings.items()
         ]
 
-    def state(self) -> bytes:
-        """Calibration, heads and lengths as JSON."""
-        state = {
-            "format": STATE_FORMAT,
-            "model": self._model,
-            "learnings": [learning.to_state() for learning in self._judge.memory.learnings.values()],
-            "heads": [b64encode(head).decode() for head in self._worker("rollout_head_states")],
-            "lengths": self._judge.memory.lengths.to_state(),
-        }
-        return json.dumps(state, allow_nan=False).encode()
+    def learning_window(self, detection_length: int) -> LearningWindow | None:
+        learning = self._judge.memory.learnings.get(detection_length)
+        if learning is None:
+            return None
+        return LearningWindow(learning.outcomes(), self._worker("rollout_head_losses", detection_length))
 
-    def set_state(self, data: bytes) -> list[Any]:
-        """Answers `["ok", None]`, or what is wrong: `["mismatch" | "invalid", message]`; then nothing has changed."""
+    def open_state(self, reader: str) -> None:
+        self._readings.open(reader, self._state(reader))
+
+    def put_state(self, data: bytes) -> Refusal | None:
         try:
-            state = json.loads(data)
-            if state["format"] != STATE_FORMAT:
-                return ["invalid", f"format must be {STATE_FORMAT}, got {state['format']!r}"]
-            if state["model"] != self._model:
-                return ["mismatch", f"the state is of model {state['model']!r}, this server's is {self._model!r}"]
-            memory = Memory.from_state(rows_of_format_1(state))
-            heads = [b64decode(head, validate=True) for head in state["heads"]]
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-            return ["invalid", f"not a rollout state ({type(error).__name__}: {error})"]
-        answer = self._worker("rollout_restore_heads", heads)
-        if answer[0] == "ok":
-            self._judge.memory = memory
-        return answer
+            state = parse_state(data)
+            if state.model != self._model:
+                return Refusal(
+                    "mismatch", f"the state is of model {state.model!r:.200}, this server's is {self._model!r}"
+                )
+            memory = Memory.from_state(state.rows)
+        except ValueError as error:
+            return Refusal("invalid", f"not a rollout state ({error})")
+        answer = self._worker("rollout_restore_heads", state.heads, list(memory.learnings))
+        if isinstance(answer, Refusal):
+            return answer
+        for detection_length in answer:  # a head may have been put before anything was judged at its length
+            memory.learning(detection_length, lambda length: True)
+        self._judge.memory = memory
+        return None
 
+    def _state(self, reader: str) -> Iterator[bytes]:
+        """The parts of a state (`saved_state.py`), made as they are read."""
+        encode = msgspec.json.Encoder().encode
+        yield encode(state_header(self._model)) + b"\n"
+        for row in self._judge.memory.to_state():
+            yield encode(row) + b"\n"
+        num_heads = 0
+        for head in self.heads():
+            size = self._worker("rollout_open_head_state", reader, head.detection_length)
+            if size is not None:
+                num_heads += 1
+                yield encode([HEAD, size]) + b"\n"
+                yield from self._opened(reader, size)
+        yield encode([END, num_heads]) + b"\n"
 
-LEARNING_OPERATIONS = (
-    LearningCalls.rewards,
-    LearningCalls.teach,
-    LearningCalls.train,
-    LearningCalls.heads,
-    LearningCalls.export_head,
-    LearningCalls.put_head,
-    LearningCalls.receive_head,
-    LearningCalls.report,
-    LearningCalls.state,
-    LearningCalls.set_state,
-)
+    def _opened(self, reader: str, size: int) -> Iterator[bytes]:
+        """What the worker has opened."""
+        for start in range(0, size, MAX_PIECE_BYTES):
+            yield self._worker("rollout_read", reader, start, min(size, start + MAX_PIECE_BYTES))
+
+    def _worker(self, method: str, *args: Any) -> Any:
+        forgotten = self._judge.memory.forgotten
+        if forgotten:
+            self._call_worker("rollout_forget_heads", list(forgotten))
+            forgotten.clear()
+        return self._call_worker(method, *args)

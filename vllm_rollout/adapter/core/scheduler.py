@@ -18,6 +18,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_rollout.adapter.core.candidate import END_REASONS, Candidate, confidence_of
+from vllm_rollout.adapter.core.readings import Readings
 from vllm_rollout.adapter.core.step_times import StepTimes
 from vllm_rollout.adapter.core.stop_strings import StopStringsFactory
 from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, CandidateTag, EndingNote, RunnerReport
@@ -35,6 +36,7 @@ class GroupSchedulerMixin:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.judge = Judge()
+        self.readings = Readings()
         self.step_times = StepTimes()
         self.group_steps = GroupSteps(self.judge)
         """Decides. Everything below translates and obeys."""

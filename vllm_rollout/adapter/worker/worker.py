@@ -10,8 +10,10 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
+from vllm_rollout.adapter.call_table import Features, Refusal
 from vllm_rollout.adapter.options import RolloutOptions, observing_refusal
 from vllm_rollout.adapter.worker.runner import observe_runner
+from vllm_rollout.group.report import HeadInfo
 from vllm_rollout.tracker.feature_ring import FeatureRing
 from vllm_rollout.tracker.ops import active_implementation
 from vllm_rollout.tracker.quality_head import HeadMismatch
@@ -77,47 +79,56 @@ class RolloutWorker(PlatformWorker):
         heads.learn(detection_length, features, [positives[i] for i in found], [weights[i] for i in found])
         return found
 
-    def rollout_take_features(self, request_ids: list[str]) -> tuple[bytes, list[int]] | None:
-        """Features for another rank to learn from: float32 rows as bytes, and their positions in `request_ids`."""
+    def rollout_take_features(self, request_ids: list[str]) -> tuple[Features, list[int]] | None:
+        """Features for another rank to learn from, and their positions in `request_ids`."""
         if (heads := self.quality_heads) is None:
             return None
         features, found = heads.take_features(request_ids)
-        return features.float().numpy().tobytes(), found
+        dtype = str(features.dtype).removeprefix("torch.")
+        return Features(features.contiguous().view(torch.uint8).numpy().tobytes(), dtype), found
 
     def rollout_learn_features(
-        self, detection_length: int, features: bytes, positives: list[bool], weights: list[float]
+        self, detection_length: int, features: Features, positives: list[bool], weights: list[float]
     ) -> None:
         """Plan training on another rank's features."""
-        if (heads := self.quality_heads) is not None:
-            rows = torch.frombuffer(bytearray(features), dtype=torch.float32).reshape(len(positives), -1)
+        if (heads := self.quality_heads) is not None and positives:
+            dtype = getattr(torch, features.dtype)
+            rows = torch.frombuffer(bytearray(features.data), dtype=dtype).reshape(len(positives), -1)
             heads.learn(detection_length, rows, positives, weights)
 
     def rollout_train(self, budget_s: float) -> int | None:
-        """Train for `budget_s` seconds at most, plus the rest of one step; returns how many planned steps are left."""
+        """Train for `budget_s` seconds at most, or one step; returns how many planned steps are left."""
         return None if self.quality_heads is None else self.quality_heads.train(budget_s)
 
-    def rollout_heads(self) -> list[list[Any]] | None:
-        """The fields of each head's summary."""
-        if (heads := self.quality_heads) is None:
-            return None
-        return [
-            [s.detection_length, s.hidden_size, s.version, s.num_steps, s.num_labels, s.losses]
-            for s in heads.summaries()
-        ]
+    def rollout_heads(self) -> list[HeadInfo] | None:
+        return None if self.quality_heads is None else self.quality_heads.infos()
 
-    def rollout_export_head(self, detection_length: int) -> bytes | None:
-        return None if self.quality_heads is None else self.quality_heads.export(detection_length)
+    def rollout_head_losses(self, detection_length: int) -> list[float] | None:
+        return None if self.quality_heads is None else self.quality_heads.losses(detection_length)
 
-    def rollout_put_head(self, data: bytes) -> list[Any] | None:
-        """Answers `["ok", detection_length]`, or what is wrong: `["mismatch" | "invalid", message]`."""
-        return None if self.quality_heads is None else _answer(self.quality_heads.put, data)
+    def rollout_put_head(self, data: bytes, known: list[int], spare: int | None) -> HeadInfo | Refusal | None:
+        return None if self.quality_heads is None else _answer(self.quality_heads.put, data, known, spare)
 
-    def rollout_head_states(self) -> list[bytes] | None:
-        return None if self.quality_heads is None else self.quality_heads.state()
+    def rollout_forget_heads(self, detection_lengths: list[int]) -> None:
+        if (heads := self.quality_heads) is not None:
+            for detection_length in detection_lengths:
+                heads.forget(detection_length)
 
-    def rollout_restore_heads(self, states: list[bytes]) -> list[Any] | None:
-        """Answers as `rollout_put_head`."""
-        return None if self.quality_heads is None else _answer(self.quality_heads.restore, states)
+    def rollout_open_head(self, reader: str, detection_length: int) -> int | None:
+        """Begin to read a trained head; returns how many bytes there are, None without one."""
+        return None if self.quality_heads is None else self.quality_heads.open(reader, detection_length)
+
+    def rollout_open_head_state(self, reader: str, detection_length: int) -> int | None:
+        """Begin to read a head with its optimizer; returns how many bytes there are."""
+        return None if self.quality_heads is None else self.quality_heads.open_state(reader, detection_length)
+
+    def rollout_read(self, reader: str, start: int, end: int) -> bytes | None:
+        """A part of what is open."""
+        return None if self.quality_heads is None else self.quality_heads.read(reader, start, end)
+
+    def rollout_restore_heads(self, states: list[bytes], known: list[int]) -> list[int] | Refusal | None:
+        """Answers the heads' detection lengths."""
+        return None if self.quality_heads is None else _answer(self.quality_heads.restore, states, known)
 
 
 def _described(operator: str, device_type: str) -> str:
@@ -125,11 +136,11 @@ def _described(operator: str, device_type: str) -> str:
     return f"{operator}: {implementation.name}" + (f" ({implementation.reason})" if implementation.reason else "")
 
 
-def _answer(put: Callable[[Any], Any], data: Any) -> list[Any]:
+def _answer(put: Callable[..., Any], *args: Any) -> Any:
     """Errors as values: of an exception only its text would cross the executor."""
     try:
-        return ["ok", put(data)]
+        return put(*args)
     except HeadMismatch as error:
-        return ["mismatch", str(error)]
+        return Refusal("mismatch", str(error))
     except ValueError as error:
-        return ["invalid", str(error)]
+        return Refusal("invalid", str(error))

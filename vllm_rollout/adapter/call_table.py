@@ -1,0 +1,206 @@
+"""What an API process may ask of an engine core: one row per operation, with the codecs of both ends.
+
+    API process   service -> EngineCalls.call(OPERATION, argument)  -- encode_argument
+    engine core   rollout_call(name, payload) -- decode_argument -> LearningCalls, ... -- encode_result
+    API process   decode_result
+
+Invariant: an operation has the same name in the API process, here and in the engine core; what travels is one value of
+the named type each way. An error that concerns the client is a value (`Refusal`); an exception is a bug.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
+
+import msgspec
+
+from vllm_rollout.group.cost import CostModel
+from vllm_rollout.group.drift import StepDrift
+from vllm_rollout.group.history import LengthStatistics, ObservedLength
+from vllm_rollout.group.judge import Label
+from vllm_rollout.group.learning import Outcome
+from vllm_rollout.group.ledger import Reward, RewardStatus
+from vllm_rollout.group.report import HeadInfo
+
+CALL_METHOD = "rollout_call"
+"""The one method that is added to vLLM's EngineCore: `rollout_call(operation: str, payload: bytes) -> bytes`."""
+
+Argument = TypeVar("Argument")
+Result = TypeVar("Result")
+
+
+class Refusal(NamedTuple):
+    """Why a head or a state is not taken; nothing has changed."""
+
+    kind: Literal["mismatch", "invalid"]
+    """Of another model, or none at all."""
+    message: str
+
+
+class PostedRewards(NamedTuple):
+    """Rewards of one rollout, for the engine core that ran it."""
+
+    rollout_id: str
+    rewards: list[Reward]
+    share: bool
+    """Answer labels with their features, for other engine cores to learn; else they are learned here and now."""
+
+
+class Features(NamedTuple):
+    """Hidden states, [num_states, hidden_size]."""
+
+    data: bytes
+    """Row by row."""
+    dtype: Literal["float32", "float16", "bfloat16"]
+
+
+@dataclass(frozen=True, slots=True)
+class RewardsProgress:
+    """How far an engine core got within its time: the rewards it has accounted for are the first ones."""
+
+    detection_length: int
+    statuses: list[RewardStatus]
+    num_training: int
+    """Labels that a head learns."""
+    labels: list[Label]
+    """To be shared, and so are these:"""
+    features: LabelledFeatures | None
+
+
+@dataclass(frozen=True, slots=True)
+class LabelledFeatures:
+    """What a head trains on."""
+
+    detection_length: int
+    features: Features
+    positives: list[bool]
+    weights: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """What one engine core has seen of one detection length."""
+
+    detection_length: int
+    num_awaiting: int
+    num_evicted: int
+    num_judged: int
+    """Newest verdicts of active pruning."""
+    num_pruned: int
+
+
+@dataclass(frozen=True, slots=True)
+class LearningWindow:
+    """What a report is made of."""
+
+    outcomes: list[Outcome]
+    losses: list[float]
+
+
+class HeadToRead(NamedTuple):
+    reader: str
+    detection_length: int
+
+
+class Piece(NamedTuple):
+    """The next bytes of what is read piece by piece."""
+
+    data: bytes
+    is_last: bool
+
+
+class ObservedGroup(NamedTuple):
+    """Lengths of a group that is over."""
+
+    key: str
+    lengths: list[ObservedLength]
+
+
+class StepTime(NamedTuple):
+    """One engine step."""
+
+    batch_size: int
+    num_tokens: int
+    """Computed in the step; more than `batch_size` when it prefills."""
+    context_tokens: float
+    """Prompt and output so far, mean over the requests that are still running."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class CostToCompare:
+    """A profile that live steps are compared with."""
+
+    cost: CostModel
+    model: str
+    profile: str
+    """Its file; this and the rest are for the warning."""
+    batch_sizes: Sequence[int]
+
+
+class Operation(Generic[Argument, Result]):
+    """One row: a name, what it takes, what it answers."""
+
+    def __init__(self, name: str, argument: Any, result: Any) -> None:
+        self.name = name
+        self._encoder = msgspec.msgpack.Encoder()
+        self._argument = msgspec.msgpack.Decoder(argument)
+        self._result = msgspec.msgpack.Decoder(result)
+
+    def encode_argument(self, argument: Argument) -> bytes:
+        return self._encoder.encode(argument)
+
+    def decode_argument(self, payload: bytes) -> Argument:
+        return self._argument.decode(payload)
+
+    def encode_result(self, result: Result) -> bytes:
+        return self._encoder.encode(result)
+
+    def decode_result(self, payload: bytes) -> Result:
+        return self._result.decode(payload)
+
+
+# -- rewards and what they teach
+POST_REWARDS: Operation[PostedRewards, RewardsProgress | None] = Operation(
+    "post_rewards", PostedRewards, RewardsProgress | None
+)
+"""Account for rewards until the time of a call is spent; None when the rollout did not run here, or is forgotten."""
+LEARN_LABELS: Operation[list[Label], None] = Operation("learn_labels", list[Label], None)
+"""Labels of another engine core's candidates, for calibration."""
+LEARN_FEATURES: Operation[LabelledFeatures, None] = Operation("learn_features", LabelledFeatures, None)
+"""Features of another engine core's candidates, for the head; rank 0 only, which trains."""
+TRAIN: Operation[float, int] = Operation("train", float, int)
+"""Train for so many seconds; answers how many optimizer steps are left."""
+# -- quality heads
+HEADS: Operation[None, list[HeadInfo]] = Operation("heads", None, list[HeadInfo])
+PUT_HEAD: Operation[bytes, HeadInfo | Refusal] = Operation("put_head", bytes, HeadInfo | Refusal)
+OPEN_HEAD: Operation[HeadToRead, bool] = Operation("open_head", HeadToRead, bool)
+"""Begin to read a trained head; false when there is none."""
+# -- report and state
+LEARNED: Operation[None, list[Learned]] = Operation("learned", None, list[Learned])
+LEARNING_WINDOW: Operation[int, LearningWindow | None] = Operation("learning_window", int, LearningWindow | None)
+"""Of one detection length; None when nothing was learned at it."""
+OPEN_STATE: Operation[str, None] = Operation("open_state", str, None)
+"""Begin to read all that was learned, under the name of a reader."""
+READ: Operation[str, Piece | None] = Operation("read", str, Piece | None)
+"""The next piece for a reader; None when others have taken its place."""
+PUT_STATE: Operation[bytes, Refusal | None] = Operation("put_state", bytes, Refusal | None)
+# -- lengths
+OBSERVE_LENGTHS: Operation[ObservedGroup, None] = Operation("observe_lengths", ObservedGroup, None)
+LENGTH_HISTORY: Operation[list[str], LengthStatistics] = Operation("length_history", list[str], LengthStatistics)
+# -- times of steps
+RECORD_STEPS: Operation[bool, None] = Operation("record_steps", bool, None)
+TAKE_STEPS: Operation[None, list[StepTime]] = Operation("take_steps", None, list[StepTime])
+SET_COST_MODEL: Operation[CostToCompare | None, None] = Operation("set_cost_model", CostToCompare | None, None)
+STEP_DRIFT: Operation[None, list[StepDrift]] = Operation("step_drift", None, list[StepDrift])
+
+OPERATIONS: Mapping[str, Operation[Any, Any]] = {
+    operation.name: operation
+    for operation in (
+        POST_REWARDS, LEARN_LABELS, LEARN_FEATURES, TRAIN, HEADS, PUT_HEAD, OPEN_HEAD, LEARNED, LEARNING_WINDOW,
+        OPEN_STATE, READ, PUT_STATE, OBSERVE_LENGTHS, LENGTH_HISTORY, RECORD_STEPS, TAKE_STEPS, SET_COST_MODEL,
+        STEP_DRIFT,
+    )
+}  # fmt: skip
