@@ -247,6 +247,18 @@ def test_rewards_are_posted_in_as_many_calls_as_they_take(num_ranks, monkeypatch
         assert [len(labels) for labels in rank.labels()] == [len(rewards)] * 2
 
 
+def test_of_two_posts_alike_one_is_accepted_and_one_a_duplicate(monkeypatch):
+    monkeypatch.setattr(LearningCalls.__init__, "__kwdefaults__", {"clock": Clock(), "budget_s": 0.0})
+    rank = Rank()
+    rewards = rank.run_rollout("r", num=100)
+
+    async def both() -> list:
+        engine = EngineLearning(Client(rank), RolloutOptions(train_budget_s=10.0))
+        return await asyncio.gather(*(engine.post_rewards("r", rewards) for _ in range(2)))
+
+    assert [list(receipt.statuses) for receipt in asyncio.run(both())] == [["accepted"] * 100, ["duplicate"] * 100]
+
+
 def test_rewards_are_taken_to_the_end_when_the_client_goes_away():
     ranks = [Rank(), Rank()]
     rewards = ranks[1].run_rollout("r", num=2 * REWARDS_PER_CALL)

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save
 
+from vllm_rollout.adapter.saved_state import END, HEAD, parse_state, state_header
 from vllm_rollout.group.judge import Judge
 from vllm_rollout.group.ledger import Reward
 from vllm_rollout.group.memory import Memory
@@ -131,20 +132,20 @@ class LearningEngine:
 
     async def learning_state(self) -> bytes:
         self._check_alive()
-        state = {
-            "model": MODEL,
-            "rows": list(self.judge.memory.to_state()),
-            "heads": [_fields(head) for head in self.heads.values()],
-        }
-        return json.dumps(state).encode()
+        lines = [json.dumps(row) for row in (state_header(MODEL), *self.judge.memory.to_state())]
+        for head in self.heads.values():
+            data = json.dumps(_fields(head))
+            lines += [json.dumps([HEAD, len(data)]), data]
+        # A head's bytes are followed by the next line at once.
+        text = "".join(line if line.startswith('{"detection_length"') else f"{line}\n" for line in lines)
+        return f"{text}{json.dumps([END, len(self.heads)])}\n".encode()
 
     async def set_learning_state(self, state: bytes) -> None:
         self._check_alive()
         try:
-            fields = json.loads(state)
-            model = fields["model"]
-            memory = Memory.from_state(fields["rows"])
-            heads = [HeadInfo(**head) for head in fields["heads"]]
+            model, rows, head_states = parse_state(state)
+            memory = Memory.from_state(rows)
+            heads = [HeadInfo(**json.loads(head)) for head in head_states]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise RequestError(
                 f"the body is no learning state ({error!r:.80}). Send what GET /v1/rollouts/state gave."

@@ -12,7 +12,6 @@ from safetensors.numpy import load, save
 
 from vllm_rollout import AsyncRolloutClient, RolloutClient
 from vllm_rollout.config import MAX_BODY_BYTES, MAX_STATE_BYTES
-from vllm_rollout.group.memory import Memory
 from vllm_rollout.server.engine import HeadInfo
 from vllm_rollout.server.learning.body import HEAD_HEADER
 
@@ -152,7 +151,7 @@ async def test_what_is_no_state_is_explained_and_changes_nothing(http, content):
 
 
 async def test_a_state_of_another_model_is_a_409_with_both_values(http):
-    state = json.dumps({"model": "other", "rows": list(Memory().to_state()), "heads": []}).encode()
+    state = (await http.get(STATE)).content.replace(MODEL.encode(), b"other")
     check_error(await http.put(STATE, content=state), 409, None, ["model other", f"this server has {MODEL}"])
 
 

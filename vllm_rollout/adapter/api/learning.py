@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from http import HTTPStatus
 from itertools import chain
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 from vllm.logger import init_logger
 
@@ -55,13 +56,21 @@ class EngineLearning(EngineCalls):
         super().__init__(client)
         self._budget_s = options.train_budget_s
         self._training: asyncio.Task[None] | None = None
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """By rollout, while rewards of it are posted."""
 
     @property
     def pruning_refusal(self) -> str | None:
         return pruning_refusal(self._client.vllm_config)
 
     async def post_rewards(self, rollout_id: str, rewards: Sequence[Reward]) -> RewardsReceipt | None:
-        return await self._to_its_end(self._post_rewards(rollout_id, rewards))
+        return await self._to_its_end(self._post_in_turn(rollout_id, rewards))
+
+    async def _post_in_turn(self, rollout_id: str, rewards: Sequence[Reward]) -> RewardsReceipt | None:
+        """Rewards of one rollout one post after the other: of two alike, one is accepted and one a duplicate."""
+        turn = self._turns.setdefault(rollout_id, asyncio.Lock())
+        async with turn:
+            return await self._post_rewards(rollout_id, rewards)
 
     async def _post_rewards(self, rollout_id: str, rewards: Sequence[Reward]) -> RewardsReceipt | None:
         ranks = range(self.num_ranks)
