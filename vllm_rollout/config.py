@@ -14,6 +14,11 @@ MAX_PATIENCE = 1000.0
 MAX_TRADEOFF = 1000.0
 """Largest `tradeoff` of redundancy "auto"; from there on nobody gets a spare candidate."""
 
+MAX_CANDIDATES = 262_144
+"""Candidates of one rollout, spare ones too: 16 for each of the most prompts there may be. Until it is over a rollout
+holds 1.5 KB for a prompt and, unless it streams, 0.4 KB for a candidate that ended and 26 bytes for a token that will
+be returned (7 without log probabilities): 0.13 GB for the most candidates without their tokens."""
+
 MAX_BODY_BYTES = 64 * 1024 * 1024
 """Largest request body of our endpoints, in bytes: 16k prompts of 500 token ids fit."""
 

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
+from vllm_rollout.server import service as service_module
+from vllm_rollout.server.engine import RequestError
 from vllm_rollout.server.launch import Launcher
 from vllm_rollout.server.metrics import Metrics
 from vllm_rollout.server.protocol import RolloutRequest
@@ -102,6 +104,19 @@ async def test_a_reader_that_does_not_read_keeps_no_place_from_others():
         await until(lambda: engine.is_idle)
         assert (await asyncio.wait_for(run(service, request("other", 3)), DEADLINE_S)).count("group") == 3
         assert sum(name.startswith("stalled") for name in engine.started) <= 2 * 8 / 4
+
+
+async def test_more_candidates_than_memory_is_meant_for_are_refused_before_anything_starts(monkeypatch):
+    monkeypatch.setattr(service_module, "MAX_CANDIDATES", 100)
+    engine = WatchedEngine()
+    service = service_of(engine)
+    with pytest.raises(RequestError, match="13 of up to 8 .* 104 .* at most 100 .* fewer prompts") as raised:
+        await service.prepare(request("p", 13, redundancy=4))
+    assert (raised.value.status, raised.value.param) == (422, "prompts")
+    with pytest.raises(RequestError, match="13 of up to 8"):
+        await service.prepare(request("p", 13, redundancy="auto"))
+    await service.prepare(request("p", 12, redundancy=4))
+    assert engine.started == []
 
 
 async def test_a_turn_that_is_cancelled_as_it_comes_goes_to_the_next():

@@ -105,16 +105,16 @@ def _in_order(parts: list[tuple[int, bytes]]) -> list[msgspec.Raw]:
 
 
 def merged(parts: Iterable[bytes]) -> list[bytes]:
-    """The same bytes in fewer parts."""
+    """The same bytes in fewer parts; a large one is not copied."""
     large: list[bytes] = []
     small: list[bytes] = []
     num_bytes = 0
     for part in parts:
-        small.append(part)
-        num_bytes += len(part)
-        if num_bytes >= PART_BYTES:
+        if num_bytes and num_bytes + len(part) > PART_BYTES:
             large.append(b"".join(small))
             small, num_bytes = [], 0
+        small.append(part)
+        num_bytes += len(part)
     return [*large, b"".join(small)]
 
 

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Literal
 
+from vllm_rollout.config import MAX_CANDIDATES
 from vllm_rollout.group.allocation import upper_bound
 from vllm_rollout.group.plan import GroupPlan, PlanError, make_plan
 from vllm_rollout.group.prompt_key import digest_of, seed_for
@@ -80,6 +81,7 @@ class RolloutService:
         plan = self._plan(request)
         if plan.pruning is not None and (refusal := self._engine.pruning_refusal) is not None:
             raise RequestError(f"pruning: {refusal}", param="pruning")
+        _check_num_candidates(len(request.prompts), plan.num_candidates)
         inputs = [
             PromptInput(
                 prompt.id if prompt.id is not None else str(position),
@@ -295,6 +297,15 @@ class RolloutService:
             prompt_token_ids=list(prompt.token_ids),
             lengths=GroupLengths(**lengths_of([ends[i].ending.num_tokens for i in result.selected])._asdict()),
             allocation=rollout.plans[position].answer(),
+        )
+
+
+def _check_num_candidates(num_prompts: int, num_candidates: int) -> None:
+    if num_prompts * num_candidates > MAX_CANDIDATES:
+        raise RequestError(
+            f"prompts: {num_prompts} of up to {num_candidates} candidates are {num_prompts * num_candidates} "
+            f"candidates, at most {MAX_CANDIDATES} are allowed in a request. Send fewer prompts per request.",
+            param="prompts",
         )
 
 
