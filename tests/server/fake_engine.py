@@ -237,9 +237,10 @@ class FakeEngine(LearningEngine):
         num_tokens = candidate.num_tokens
         by_itself = state == "finished"
         truncated = by_itself and candidate.end_reason == "length"
+        exact = state != "pruned" and candidate.end_reason == "stop" and num_tokens == len(candidate.token_ids)
         tokens = candidate.token_ids[:num_tokens]
         return CandidateEnd(
-            ending=Ending(candidate.index, state, num_tokens, truncated, group.end_step(candidate.index)),
+            ending=Ending(candidate.index, state, num_tokens, truncated, group.end_step(candidate.index), exact),
             token_ids=tokens,
             logprobs=candidate.logprobs[:num_tokens] if handle.want_logprobs else None,
             text="".join(f"t{token}\u2028" for token in tokens) if handle.want_text else None,

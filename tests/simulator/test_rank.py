@@ -4,6 +4,7 @@ from hypothesis import strategies as st
 
 from tests.simulator.traces import DETAILED, FLAT, LINEAR, StepByStep, future, pool, run_rank, warm_judge
 from vllm_rollout.group.cost import CostModel, PTLCurve, computed_prompt_tokens, rollout_time
+from vllm_rollout.group.history import observed_lengths
 from vllm_rollout.group.judge import Judge, Scoring
 from vllm_rollout.group.plan import GroupPlan
 from vllm_rollout.group.pruning_plan import PruningPlan
@@ -43,6 +44,7 @@ def test_candidates_that_end_in_one_step_tie():
     run_rank(Machine(FLAT), [race])
     assert states(race) == ["finished", "surplus", "surplus"]
     assert num_tokens(race) == [5, 5, 5]
+    assert observed_lengths(race.endings) == [(5, False), (5, False), (5, True)]
 
 
 def test_patience_gives_up_what_grows_too_long():

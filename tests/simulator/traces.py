@@ -99,6 +99,7 @@ class StepRace:
                 step.num_tokens,
                 self.group.state(step.index) == "finished" and step.future.end == "length",
                 self.group.end_step(step.index),
+                step.future.end == "stop" and step.num_tokens == step.future.num_tokens,
             )
             for step in self.steps
         )

@@ -81,7 +81,7 @@ class Ending:
     end_step: int = 0
     """The group's step in which it ended: the order of finishing."""
     ended_by_itself: bool = False
-    """Of a surplus candidate whose ending came too late to count, such as a lost tie: its length is exact."""
+    """Its length is exact: also when it is surplus, because its ending came too late to count (a lost tie)."""
 
     @property
     def valid(self) -> bool:

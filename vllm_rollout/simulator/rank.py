@@ -74,7 +74,8 @@ class Runner:
     def ending(self) -> Ending:
         state = self.race.group.state(self.index)
         truncated = state == "finished" and self.future.end == "length"
-        return Ending(self.index, state, self.num_tokens, truncated, self.race.group.end_step(self.index))
+        by_itself = self.future.end == "stop" and self.num_tokens == self.future.num_tokens and state != "pruned"
+        return Ending(self.index, state, self.num_tokens, truncated, self.race.group.end_step(self.index), by_itself)
 
 
 @dataclass(slots=True)
