@@ -21,17 +21,13 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
-from vllm.entrypoints.cli.serve import ServeSubcommand
 from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
-from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 from vllm.inputs.engine import tokens_input
-from vllm.logger import configure_logging_from_args
 from vllm.sampling_params import RequestOutputKind, SamplingParams
-from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_rollout.adapter.api.client import RolloutAsyncLLM
 from vllm_rollout.adapter.api.fingerprint import engine_flags, fingerprint_of, hardware_of, versions
-from vllm_rollout.adapter.api.serve import add_flags, allowed_plugins, refuse_unsupported, switch_on
+from vllm_rollout.adapter.api.serve import parse
 from vllm_rollout.adapter.call_table import CALL_METHOD, RECORD_STEPS, TAKE_STEPS, Argument, Operation, Result, StepTime
 from vllm_rollout.adapter.compat import check_vllm_version
 from vllm_rollout.adapter.wire import CandidateTag
@@ -206,17 +202,7 @@ def main(arguments: list[str]) -> None:
     check_vllm_version()
     logprobs = "--no-logprobs" not in arguments
     arguments = [argument for argument in arguments if argument != "--no-logprobs"]
-    os.environ["VLLM_PLUGINS"] = ",".join(allowed_plugins(os.environ.get("VLLM_PLUGINS")))
-    cli_env_setup()
-    parser = FlexibleArgumentParser(prog="vllm-rollout")
-    serve_parser = ServeSubcommand().subparser_init(parser.add_subparsers(dest="subparser"))
-    serve_parser.prog = "vllm-rollout profile [...] --"
-    add_flags(serve_parser)
-    sys.argv = ["vllm", "serve", *arguments]
-    args = parser.parse_args()
-    configure_logging_from_args(args)
-    refuse_unsupported(args, serve_parser)
-    switch_on(args, default_model=serve_parser.get_default("model"))
+    args = parse(arguments, "vllm-rollout profile MODEL --", "[options]")
     args.model = args.model_tag
     args.worker_extension_cls = f"{KVCacheSize.__module__}.{KVCacheSize.__name__}"
     args.enable_prefix_caching = True

@@ -51,22 +51,8 @@ def main(arguments: list[str]) -> None:
         check_vllm_version()
     except RuntimeError as error:
         sys.exit(f"vllm-rollout serve: {error}")
-    # Before the parser is built: building it loads the plugins.
-    os.environ["VLLM_PLUGINS"] = ",".join(allowed_plugins(os.environ.get("VLLM_PLUGINS")))
-    cli_env_setup()
+    args = parse(arguments, "vllm-rollout serve", "[model_tag] [options]")
     command = ServeSubcommand()
-    parser = FlexibleArgumentParser(prog="vllm-rollout")
-    serve_parser = command.subparser_init(parser.add_subparsers(dest="subparser"))
-    serve_parser.prog = "vllm-rollout serve"
-    serve_parser.usage = "vllm-rollout serve [model_tag] [options]"
-    serve_parser.epilog = EPILOG + (serve_parser.epilog or "")
-    add_flags(serve_parser)
-    # vLLM's parser looks for the subcommand, its config file and its help topics in sys.argv.
-    sys.argv = ["vllm", "serve", *arguments]
-    args = parser.parse_args()
-    configure_logging_from_args(args)
-    refuse_unsupported(args, serve_parser)
-    switch_on(args, default_model=serve_parser.get_default("model"))
     command.validate(args)
     logger.info(
         "vllm_rollout %s on vLLM %s (%s): scheduler %s, worker %s, KV block size %s, plugins %s",
@@ -79,6 +65,29 @@ def main(arguments: list[str]) -> None:
         os.environ["VLLM_PLUGINS"],
     )
     command.cmd(args)
+
+
+def parse(arguments: list[str], program: str, usage: str) -> argparse.Namespace:
+    """vLLM's flags and ours, checked, with what makes a server a rollout server switched on.
+
+    Raises: SystemExit as `vllm serve` does.
+    """
+    # Before the parser is built: building it loads the plugins.
+    os.environ["VLLM_PLUGINS"] = ",".join(allowed_plugins(os.environ.get("VLLM_PLUGINS")))
+    cli_env_setup()
+    parser = FlexibleArgumentParser(prog="vllm-rollout")
+    serve_parser = ServeSubcommand().subparser_init(parser.add_subparsers(dest="subparser"))
+    serve_parser.prog = program
+    serve_parser.usage = f"{program} {usage}"
+    serve_parser.epilog = EPILOG + (serve_parser.epilog or "")
+    add_flags(serve_parser)
+    # vLLM's parser looks for the subcommand, its config file and its help topics in sys.argv.
+    sys.argv = ["vllm", "serve", *arguments]
+    args = parser.parse_args()
+    configure_logging_from_args(args)
+    refuse_unsupported(args, serve_parser)
+    switch_on(args, default_model=serve_parser.get_default("model"))
+    return args
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
