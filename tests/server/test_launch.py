@@ -110,7 +110,7 @@ async def test_more_candidates_than_memory_is_meant_for_are_refused_before_anyth
     monkeypatch.setattr(service_module, "MAX_CANDIDATES", 100)
     engine = WatchedEngine()
     service = service_of(engine)
-    with pytest.raises(RequestError, match="13 of up to 8 .* 104 .* at most 100 .* fewer prompts") as raised:
+    with pytest.raises(RequestError, match=r"13 of up to 8 .* 104 .* at most 100 .* fewer prompts") as raised:
         await service.prepare(request("p", 13, redundancy=4))
     assert (raised.value.status, raised.value.param) == (422, "prompts")
     with pytest.raises(RequestError, match="13 of up to 8"):
