@@ -9,13 +9,40 @@ import torch
 import triton
 import triton.language as tl
 
-NUM_WARPS = 16
-"""Many for one program: a decode step has fewer rows than a GPU has multiprocessors, so that a row's own loads must
-hide the memory's latency."""
+NUM_WARPS = 8
 BLOCK_SIZE = 32 * NUM_WARPS * 8
 """Entries that the program takes side by side: 8 for each thread, one 16-byte load of 16-bit logits."""
 NUM_BLOCKS = 4
-"""Blocks per step of the loop: a lane rescales its sums once for that many entries."""
+"""Blocks per step of the loop: a lane rescales its sums once for that many entries, which saves a quarter of all
+instructions; they, not the memory, bound a kernel that has several for each byte."""
+NUM_STAGES = 3
+"""Steps of the loop whose loads are under way or done, so that a program always has two on their way. Two programs fit
+a multiprocessor: docs/benchmarks.md, by benchmarks/occupancy.py."""
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+LOWEST = tl.constexpr(-3.4028234663852886e38)
+
+
+@triton.jit
+def accumulate(z, peak, sum_exp, sum_exp_shifted, sum_z, num_unmasked):
+    """The sums of every lane with the entries z [NUM_BLOCKS, BLOCK_SIZE] in them.
+
+    Exponents are in units of log(2): shifted = (z - peak) / log(2).
+    """
+    unmasked = z != -float("inf")
+    sum_z += tl.sum(tl.where(unmasked, z, 0.0), axis=0)
+    num_unmasked += tl.sum(unmasked.to(tl.int32), axis=0)
+    new_peak = tl.maximum(peak, tl.max(z, axis=0))
+    # Without the limits, a lane that has seen only the lowest float32 so far, which some masks write, overflows, and a
+    # masked entry gives 0 * -inf; exp2(-1500) is zero either way.
+    change = tl.maximum((peak - new_peak) * LOG2_E, -1500.0)
+    scale = tl.exp2(change)
+    shifted = (z - new_peak[None, :]) * LOG2_E
+    exp = tl.exp2(shifted)
+    sum_exp_shifted = scale * (sum_exp_shifted + change * sum_exp)
+    sum_exp_shifted += tl.sum(exp * tl.maximum(shifted, -1500.0), axis=0)
+    sum_exp = scale * sum_exp + tl.sum(exp, axis=0)
+    return new_peak, sum_exp, sum_exp_shifted, sum_z, num_unmasked
 
 
 # rows and sampled are parts of larger tensors: specialised by their alignment, kernels would be compiled in a step.
@@ -29,6 +56,7 @@ def token_stats_kernel(
     num_rows,
     num_seen,
     vocab_size,
+    NUM_STAGES: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
@@ -47,29 +75,24 @@ def token_stats_kernel(
     sum_z = tl.zeros([BLOCK_SIZE], tl.float32)
     num_unmasked = tl.zeros([BLOCK_SIZE], tl.int32)
 
-    for start in range(0, vocab_size, NUM_BLOCKS * BLOCK_SIZE):
-        columns = start + lanes
+    # Whole blocks without a mask, which would cut the loads of an odd vocabulary into single entries.
+    end = vocab_size // (NUM_BLOCKS * BLOCK_SIZE) * (NUM_BLOCKS * BLOCK_SIZE)
+    for start in tl.range(0, end, NUM_BLOCKS * BLOCK_SIZE, num_stages=NUM_STAGES):
+        z = tl.load(logits_ptr + start + lanes).to(tl.float32)
+        peak, sum_exp, sum_exp_shifted, sum_z, num_unmasked = accumulate(
+            z, peak, sum_exp, sum_exp_shifted, sum_z, num_unmasked
+        )
+    if end < vocab_size:
+        columns = end + lanes
         z = tl.load(logits_ptr + columns, mask=columns < vocab_size, other=-float("inf")).to(tl.float32)
-        unmasked = z != -float("inf")
-        sum_z += tl.sum(tl.where(unmasked, z, 0.0), axis=0)
-        num_unmasked += tl.sum(unmasked.to(tl.int32), axis=0)
-
-        new_peak = tl.maximum(peak, tl.max(z, axis=0))
-        # Without the limit, change * sum_exp overflows when a lane has seen only the lowest float32 so far, which
-        # some masks write; exp(-1000) is zero either way.
-        change = tl.maximum(peak - new_peak, -1000.0)
-        scale = tl.exp(change)
-        shifted = z - new_peak[None, :]
-        exp = tl.exp(shifted)
-        sum_exp_shifted = scale * (sum_exp_shifted + change * sum_exp)
-        sum_exp_shifted += tl.sum(tl.where(unmasked, exp * shifted, 0.0), axis=0)
-        sum_exp = scale * sum_exp + tl.sum(exp, axis=0)
-        peak = new_peak
+        peak, sum_exp, sum_exp_shifted, sum_z, num_unmasked = accumulate(
+            z, peak, sum_exp, sum_exp_shifted, sum_z, num_unmasked
+        )
 
     row_peak = tl.max(peak, axis=0)
-    change = tl.maximum(peak - row_peak, -1000.0)
-    scale = tl.exp(change)
-    row_sum_exp_shifted = tl.sum(scale * (sum_exp_shifted + change * sum_exp), axis=0)
+    change = tl.maximum((peak - row_peak) * LOG2_E, -1500.0)
+    scale = tl.exp2(change)
+    row_sum_exp_shifted = LN_2 * tl.sum(scale * (sum_exp_shifted + change * sum_exp), axis=0)
     row_sum_exp = tl.sum(scale * sum_exp, axis=0)
     row_sum_z = tl.sum(sum_z, axis=0)
     row_num_unmasked = tl.sum(num_unmasked, axis=0)
@@ -103,6 +126,7 @@ def token_stats_triton(
             num_rows,
             num_seen,
             vocab_size,
+            NUM_STAGES=NUM_STAGES,
             NUM_BLOCKS=NUM_BLOCKS,
             BLOCK_SIZE=BLOCK_SIZE,
             num_warps=NUM_WARPS,

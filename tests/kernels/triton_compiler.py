@@ -67,7 +67,7 @@ def variants() -> dict[str, list[Variant]]:
     """By kernel: label, signature, compile-time constants and options of each variant that is launched."""
     from vllm_rollout.kernels import confidence, quality_head, token_stats
 
-    stats_constants = {"NUM_BLOCKS": token_stats.NUM_BLOCKS, "BLOCK_SIZE": token_stats.BLOCK_SIZE}
+    stats_constants = {name: getattr(token_stats, name) for name in ("NUM_STAGES", "NUM_BLOCKS", "BLOCK_SIZE")}
     stats_options = {"num_warps": token_stats.NUM_WARPS}
     head_constants = {
         "rows_stride": 1,
