@@ -47,6 +47,7 @@ help:
 	@echo "  make lint        ruff and clang-format, check only"
 	@echo "  make format      let them rewrite"
 	@echo "  make bench       benchmarks/: $(BENCHMARKS)"
+	@echo "  make gpu-check   what only a GPU can show, in pieces that can be gone on with   ARGS='--pieces bandwidth'"
 	@echo "  make clean       remove what was built (to start from nothing, remove $(VENV) too)"
 	@echo
 	@echo "Variables:"
@@ -91,6 +92,10 @@ format: $(DEPENDENCIES)
 .PHONY: bench
 bench: install models
 	for script in $(BENCHMARKS); do echo "benchmarks.$$script"; $(PY) -m benchmarks.$$script $(ARGS); done
+
+.PHONY: gpu-check
+gpu-check: install
+	$(PY) -m benchmarks.gpu_check $(ARGS)
 
 .PHONY: clean
 clean:
