@@ -13,6 +13,10 @@ from benchmarks.gpu_check.pieces import Result
 GROUP = 16
 WANTED = {"idle": 0.995, "tagged": 0.99}
 ORDER = ("stock", "idle", "tagged")
+PROFILE_ARGUMENTS = (
+    *("--batch-sizes", "1,2,4,8,16,32,64,128,192,256", "--contexts", "128,2048", "--"),
+    *("--load-format", "dummy", "--skip-tokenizer-init", "--max-model-len", "4096", "--max-num-seqs", "256"),
+)
 
 
 def overhead_256(engines: Engines) -> Result:
@@ -107,13 +111,7 @@ def race_8b(engines: Engines) -> Result:
 
 def profile_8b(engines: Engines) -> Result:
     result = Result()
-    if engines.small:
-        arguments = ["--batch-sizes", "1,2,3,4", "--contexts", "64", "--steps", "3", "--", "--max-model-len", "256"]
-        arguments += ["--max-num-seqs", "4", "--enforce-eager"]
-    else:
-        arguments = ["--batch-sizes", "1,2,4,8,16,32,64,128,192,256", "--contexts", "128,2048", "--", "--load-format"]
-        arguments += ["dummy", "--skip-tokenizer-init", "--max-model-len", "4096", "--max-num-seqs", "256"]
-    written = engines.profile("8b", *arguments)
+    written = engines.profile("8b", *PROFILE_ARGUMENTS)
     result.values["fits"] = written["fits"]
     result.check("curves were fitted", bool(written["fits"]), len(written["fits"]), "> 0")
     return result

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +20,7 @@ from benchmarks.gpu_check.piece import run
 from benchmarks.gpu_check.pieces import PIECES
 
 SMALL = {"max_num_seqs": 20, "enforce_eager": True, "block_size": 32, "dtype": "float32", "max_num_batched_tokens": 64}
+PROFILE = Path(__file__).parents[2] / "benchmarks" / "results" / "ptl_profile.json"
 KNOWN_OPTIONS = {field.name for field in fields(EngineArgs)}
 KNOWN_VARIABLES = {*vllm.envs.environment_variables, "CUDA_LAUNCH_BLOCKING"}
 
@@ -34,6 +39,17 @@ class OneEngine(Engines):
         assert set(settings.environment) <= KNOWN_VARIABLES, settings
         self.asked.append(settings)
         return nullcontext(self.engine)
+
+    def profile(self, model: str, *arguments: str) -> dict[str, Any]:
+        """`vllm-rollout profile` has an engine test of its own; here, that its flags exist."""
+        split = arguments.index("--")
+        help_text = subprocess.run(
+            [sys.executable, "-m", "vllm_rollout.cli", "profile", "--help"], capture_output=True, text=True, check=True
+        ).stdout
+        assert all(flag in help_text for flag in arguments[:split] if flag.startswith("--"))
+        flags = {flag.removeprefix("--").replace("-", "_") for flag in arguments[split + 1 :] if flag.startswith("--")}
+        assert flags <= KNOWN_OPTIONS
+        return json.loads(PROFILE.read_text())
 
 
 @pytest.fixture(scope="module")
