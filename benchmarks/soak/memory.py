@@ -45,6 +45,16 @@ class MemorySamples:
         for name, mib in sample.items():
             self.by_process.setdefault(name, []).append(mib)
 
+    @property
+    def growth_by_process(self) -> dict[str, float]:
+        """Of those that were there all the time; "API" is the one that listens."""
+        lasting = {name: mib for name, mib in self.by_process.items() if len(mib) == len(self.total)}
+        names = ["API", *(name.partition(" ")[2] for name in list(lasting)[1:])]
+        return {
+            f"{i} {name}": round(growth_mib(mib), 1)
+            for i, (name, mib) in enumerate(zip(names, lasting.values(), strict=True))
+        }
+
 
 def growth_mib(samples: Sequence[float]) -> float:
     """From after the warm-up to the end, medians of a tenth of the samples or more."""

@@ -36,9 +36,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import re
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,7 @@ from benchmarks.common import record_of_run, server_process, write_json
 from benchmarks.soak.clients import DISCONNECT_SHARE, KINDS, Shared, SoakClient
 from benchmarks.soak.memory import MemorySamples, growth_mib
 from benchmarks.soak.tally import Tally
+from vllm_rollout.config import REPORT_INTERVAL_S
 from vllm_rollout.models import resolve
 from vllm_rollout.process import ServerError, counter, exit_on_sigterm, log_folder
 
@@ -67,6 +69,8 @@ NUM_CLIENTS = 24
 MAX_GROWTH_MIB = 256.0
 """Over 10 minutes. Rings and histories are bounded, but far above what a soak fills: they are what grows."""
 IDLE_TIMEOUT_S = 60.0
+HELD = ("vllm:num_requests_running", "vllm:num_requests_waiting", 'vllm_rollout:groups_held{state="running"}')
+"""Gauges that are 0 when nothing is left. Groups that wait for siblings which never come are kept on purpose."""
 SHORTEST_FOR_MEMORY_S = 300.0
 """Of a shorter soak growth is reported and not judged: all of it is warm-up."""
 
@@ -126,19 +130,17 @@ def soak(arguments: argparse.Namespace, folder: Path, console: Console) -> dict[
         started = time.monotonic()
     stop_s = time.monotonic() - started
     log = (folder / "server.log").read_text(errors="replace")
-    num_errors = sum(" ERROR " in line or line.startswith("ERROR") for line in log.splitlines())
+    errors = Counter(match[1][:200] for match in re.finditer(r"ERROR \S+ \S+ \[.*?\] (.*)", log))
     growth = growth_mib(samples.total) if samples.total else 0.0
     if arguments.seconds >= SHORTEST_FOR_MEMORY_S and growth > arguments.max_growth_mib:
         tally.broken("memory", f"grew by {growth:.0f} MiB, at most {arguments.max_growth_mib:g} are allowed")
     memory = {
         "growth_mib": round(growth, 1),
         "max_growth_mib": arguments.max_growth_mib,
-        "growth_by_process_mib": {
-            name.partition(" ")[2]: round(growth_mib(mib), 1) for name, mib in samples.by_process.items()
-        },
+        "growth_by_process_mib": samples.growth_by_process,
         "total_mib": [round(mib) for mib in samples.total[:: max(1, len(samples.total) // 60)]],
     }
-    ended = {"stop_s": round(stop_s, 1), "num_error_lines_in_log": num_errors}
+    ended = {"stop_s": round(stop_s, 1), "errors_in_log": dict(errors.most_common(10))}
     return {**record, **tally.as_json(), "memory": memory, "end": ended}
 
 
@@ -173,7 +175,7 @@ async def _check_end(url: str, tally: Tally) -> None:
     async with httpx.AsyncClient(base_url=url, timeout=IDLE_TIMEOUT_S, trust_env=False) as http:
         try:
             await http.post("/resume")
-            # A step that ends something tells what the engine holds; what ended by an abort alone is told with it.
+            await asyncio.sleep(REPORT_INTERVAL_S)  # gauges of ours may be as old as this
             deadline = time.monotonic() + IDLE_TIMEOUT_S
             while (left := await _left(http, tally)) and time.monotonic() < deadline:
                 await asyncio.sleep(1.0)
@@ -190,8 +192,7 @@ async def _left(http: httpx.AsyncClient, tally: Tally) -> dict[str, float]:
     if answer.status_code != 200:
         tally.broken("end", f"a rollout was answered {answer.status_code}: {answer.text[:400]}")
     metrics = (await http.get("/metrics")).text
-    names = ("vllm:num_requests_running", "vllm:num_requests_waiting")
-    return {name: value for name in names if (value := counter(metrics, name))}
+    return {name: value for name in HELD if (value := counter(metrics, name))}
 
 
 def draw(result: dict[str, Any], console: Console) -> None:

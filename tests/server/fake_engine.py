@@ -23,7 +23,7 @@ from vllm_rollout.group.judge import Scoring
 from vllm_rollout.group.lifecycle import Group
 from vllm_rollout.group.plan import GroupPlan
 from vllm_rollout.group.step import GroupSteps
-from vllm_rollout.group.types import CandidateId, CandidateState, Ending, EndReason
+from vllm_rollout.group.types import CandidateId, CandidateState, Ending, EndReason, HeldGroups
 from vllm_rollout.server.engine import (
     CandidateEnd,
     CandidateTokens,
@@ -101,6 +101,8 @@ class FakeEngine(LearningEngine):
     num_ranks: int = 1
     num_launch_places: int = 128
     num_launched: int = 0
+    num_groups: int = 0
+    """Groups on their way."""
     num_ended: int = 0
     num_aborted: int = 0
     last_step_s: float = 0.0
@@ -158,6 +160,7 @@ class FakeEngine(LearningEngine):
             id, group = group_steps.launch(group_id, plan.terms, index, request_id=name, scoring=scoring)
             running[id] = self._candidate(index, prompt)
         self.num_launched += len(running)
+        self.num_groups += 1
         step = 0
         try:
             while running:
@@ -180,6 +183,7 @@ class FakeEngine(LearningEngine):
                 step += 1
         finally:
             self.num_aborted += len(running)
+            self.num_groups -= 1
 
     async def observe_lengths(self, key: str, lengths: Sequence[ObservedLength]) -> None:
         self._check_alive()
@@ -190,6 +194,9 @@ class FakeEngine(LearningEngine):
         return LengthStatistics(
             self.judge.memory.lengths.dataset(), [self.judge.memory.lengths.of(key) for key in keys]
         )
+
+    async def held_groups(self) -> HeldGroups:
+        return HeldGroups(self.num_groups, 0)
 
     async def step_drift(self) -> Sequence[StepDrift]:
         return self.drift

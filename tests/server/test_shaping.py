@@ -8,6 +8,7 @@ import pytest
 
 from vllm_rollout.group.cost import CostModel, PTLCurve
 from vllm_rollout.group.history import ObservedLength
+from vllm_rollout.server import shaping
 from vllm_rollout.server.engine import RequestError, StepDrift
 from vllm_rollout.server.shaping import history_key
 
@@ -296,3 +297,12 @@ async def test_a_client_that_goes_while_the_engine_is_told_of_lengths_takes_nobo
     assert (await stays)["groups"][0]["status"] == "complete"
     assert engine.judge.memory.lengths.of("id:b").num_groups == 1
     assert engine.judge.memory.lengths.of("id:a").num_groups == 1, "it ended, so it teaches, whoever heard of it"
+
+
+async def test_metrics_tell_what_groups_the_engine_holds(engine, http, monkeypatch):
+    monkeypatch.setattr(shaping, "REPORT_INTERVAL_S", 0.0)
+    engine.num_groups = 3
+    await rollout(http, body("a", redundancy=0))
+    metrics = (await http.get("/metrics")).text
+    assert 'vllm_rollout:groups_held{state="running"} 3.0' in metrics
+    assert 'vllm_rollout:groups_held{state="idle"} 0.0' in metrics

@@ -23,6 +23,7 @@ from vllm_rollout.group.judge import Label
 from vllm_rollout.group.learning import Outcome
 from vllm_rollout.group.ledger import Reward, RewardStatus
 from vllm_rollout.group.report import HeadInfo
+from vllm_rollout.group.types import HeldGroups
 
 CALL_METHOD = "rollout_call"
 """The one method that is added to vLLM's EngineCore: `rollout_call(operation: str, payload: bytes) -> bytes`."""
@@ -195,12 +196,14 @@ RECORD_STEPS: Operation[bool, None] = Operation("record_steps", bool, None)
 TAKE_STEPS: Operation[None, list[StepTime]] = Operation("take_steps", None, list[StepTime])
 SET_COST_MODEL: Operation[CostToCompare | None, None] = Operation("set_cost_model", CostToCompare | None, None)
 STEP_DRIFT: Operation[None, list[StepDrift]] = Operation("step_drift", None, list[StepDrift])
+# -- groups
+HELD_GROUPS: Operation[None, HeldGroups] = Operation("held_groups", None, HeldGroups)
 
 OPERATIONS: Mapping[str, Operation[Any, Any]] = {
     operation.name: operation
     for operation in (
         POST_REWARDS, LEARN_LABELS, LEARN_FEATURES, TRAIN, HEADS, PUT_HEAD, OPEN_HEAD, LEARNED, LEARNING_WINDOW,
         OPEN_STATE, READ, PUT_STATE, OBSERVE_LENGTHS, LENGTH_HISTORY, RECORD_STEPS, TAKE_STEPS, SET_COST_MODEL,
-        STEP_DRIFT,
+        STEP_DRIFT, HELD_GROUPS,
     )
 }  # fmt: skip

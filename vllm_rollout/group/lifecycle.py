@@ -240,6 +240,11 @@ class GroupTable:
     def __len__(self) -> int:
         return len(self._groups)
 
+    @property
+    def num_idle(self) -> int:
+        """Groups in which nothing runs and that wait for siblings."""
+        return len(self._idle)
+
     def find(self, group_id: str) -> Group | None:
         return self._groups.get(group_id)
 

@@ -22,7 +22,7 @@ from vllm_rollout.group.judge import Judge, Scoring
 from vllm_rollout.group.ledger import LedgerEntry
 from vllm_rollout.group.lifecycle import Group, GroupTable, GroupTerms
 from vllm_rollout.group.pruning_plan import PruningPlan
-from vllm_rollout.group.types import CandidateId, EndReason, Observation, StopState
+from vllm_rollout.group.types import CandidateId, EndReason, HeldGroups, Observation, StopState
 
 
 class LaunchRefused(ValueError):
@@ -71,6 +71,10 @@ class GroupSteps:
     def __len__(self) -> int:
         """Groups that are not over."""
         return len(self._table)
+
+    @property
+    def held(self) -> HeldGroups:
+        return HeldGroups(len(self._table) - self._table.num_idle, self._table.num_idle)
 
     @property
     def has_events(self) -> bool:

@@ -116,3 +116,12 @@ class GroupResult:
     def wasted_tokens(self) -> int:
         """The difference."""
         return self.generated_tokens - self.returned_tokens
+
+
+class HeldGroups(NamedTuple):
+    """Groups that an engine has not forgotten."""
+
+    num_running: int
+    """Some candidate runs or waits to run."""
+    num_idle: int
+    """Nothing runs: single requests that make up a group, of which some have not come."""

@@ -12,7 +12,7 @@ from vllm_rollout.group.history import LengthStatistics, ObservedLength
 from vllm_rollout.group.ledger import Reward, RewardStatus
 from vllm_rollout.group.plan import GroupPlan
 from vllm_rollout.group.report import HeadInfo, ShadowReport, SignalReport
-from vllm_rollout.group.types import Assessment, Ending, Signal
+from vllm_rollout.group.types import Assessment, Ending, HeldGroups, Signal
 
 
 class RequestError(Exception):
@@ -180,6 +180,10 @@ class Engine(Protocol):
 
     async def length_history(self, keys: Sequence[str]) -> LengthStatistics:
         """What is known of these prompts' lengths. Raises: RequestError (503) for a dead engine."""
+        ...
+
+    async def held_groups(self) -> HeldGroups:
+        """Groups in the engine, of all ranks. Raises: RequestError (503) for a dead engine."""
         ...
 
     async def step_drift(self) -> Sequence[StepDrift]:

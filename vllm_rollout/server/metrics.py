@@ -13,7 +13,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 
 from vllm_rollout.group.allocation import PromptAllocation
 from vllm_rollout.group.ledger import RewardStatus
-from vllm_rollout.group.types import STOP_STATES, Assessment, Ending, GroupResult, Signal
+from vllm_rollout.group.types import STOP_STATES, Assessment, Ending, GroupResult, HeldGroups, Signal
 
 if TYPE_CHECKING:
     from vllm_rollout.server.engine import LearningReport, LengthStatistics, Reward, StepDrift
@@ -97,6 +97,11 @@ class Metrics:
         )
         self._length_mean = gauge("length_mean_tokens", "Mean length of candidates, moving average.")
         self._length_std = gauge("length_std_tokens", "Standard deviation of their lengths, moving average.")
+        self._held = gauge(
+            "groups_held",
+            "Groups in the engine: running, or idle because they wait for requests that are to join them.",
+            "state",
+        )
         self._drift = gauge(
             "step_time_drift",
             "Live time of decode steps over the profile's, medians of recent ones; 1 without a drift.",
@@ -146,6 +151,10 @@ class Metrics:
             self._length_std.set(lengths.dataset.std)
         for found in drift:
             self._drift.labels(f"{found.smallest}-{found.largest}").set(found.ratio)
+
+    def groups_held(self, held: HeldGroups) -> None:
+        self._held.labels("running").set(held.num_running)
+        self._held.labels("idle").set(held.num_idle)
 
     def candidate_scored(self, assessment: Assessment) -> None:
         self._score.labels(assessment.signal).observe(assessment.score)

@@ -124,6 +124,7 @@ class ShapingService:
         self._drift_seen_s = now
         try:
             self._metrics.shape_reported(await self._engine.length_history([]), await self._engine.step_drift())
+            self._metrics.groups_held(await self._engine.held_groups())
         except RequestError:  # the engine is dead, and says so elsewhere
             return
 

@@ -13,6 +13,7 @@ from vllm.logger import init_logger
 from vllm_rollout.adapter.api.engine_calls import EngineCalls
 from vllm_rollout.adapter.api.fingerprint import engine_flags, fingerprint_of, hardware_of
 from vllm_rollout.adapter.call_table import (
+    HELD_GROUPS,
     LENGTH_HISTORY,
     OBSERVE_LENGTHS,
     SET_COST_MODEL,
@@ -23,6 +24,7 @@ from vllm_rollout.adapter.call_table import (
 from vllm_rollout.group.cost import CostModel
 from vllm_rollout.group.drift import StepDrift
 from vllm_rollout.group.history import LengthMoments, LengthStatistics, ObservedLength
+from vllm_rollout.group.types import HeldGroups
 from vllm_rollout.profiling.profile_file import Profile
 
 logger = init_logger("vllm.vllm_rollout")
@@ -69,6 +71,9 @@ class EngineShaping(EngineCalls):
             history = await self._call_rank(0, LENGTH_HISTORY, list(keys[start : start + KEYS_PER_CALL]))
             known += history.prompts
         return LengthStatistics(history.dataset, known)
+
+    async def held_groups(self) -> HeldGroups:
+        return HeldGroups(*map(sum, zip(*await self._call_all(HELD_GROUPS, None), strict=True)))
 
     async def step_drift(self) -> list[StepDrift]:
         """Of each range of batch sizes the rank that is furthest from its prediction."""

@@ -72,5 +72,6 @@ ANSWERS: Mapping[str, Callable[[EngineCore, Any], Any]] = {
     "take_steps": lambda core, _: core.scheduler.step_times.take(),
     "set_cost_model": _set_cost_model,
     "step_drift": lambda core, _: core.scheduler.step_times.drift(),
+    "held_groups": lambda core, _: core.scheduler.group_steps.held,
 }
 """Operation -> who answers."""
