@@ -28,9 +28,9 @@ from rich.console import Console
 from rich.progress import track
 
 from benchmarks.common import record_of_run, write_json
-from vllm_rollout.config import CALIBRATION_SPREAD, CALIBRATION_WINDOW, REPORT_WINDOW
-from vllm_rollout.group.calibration import Calibrator
-from vllm_rollout.group.learning import Learning
+from vllm_rollout.config import CALIBRATION_WINDOW
+from vllm_rollout.group.calibration import CALIBRATION_SPREAD, Calibrator
+from vllm_rollout.group.learning import REPORT_WINDOW, Learning
 from vllm_rollout.group.pruning import (
     MIN_BALANCED,
     Point,

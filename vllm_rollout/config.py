@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-SUPPORTED_VLLM = "0.32"
-"""vLLM minor version whose seams the adapter uses."""
-
 MAX_GROUP_SIZE = 4096
 """Largest accepted `group_size`; the server's `max_num_seqs` is usually the tighter bound."""
 
@@ -86,77 +83,27 @@ MAX_QUALITY_HEAD_VERSIONS = 1024
 REWARD_THRESHOLD = 0.5
 """A posted reward above it is positive: right for rewards of 0 and 1, of -1 and 1, and for scores in [0, 1]."""
 
-MAX_REWARDS = 100_000
-"""Rewards in one request."""
-
 MAX_STATE_BYTES = 256 * 1024 * 1024
 """Largest learning state that can be sent back, in bytes: a head of hidden size 8192 with its optimizer takes 13 MB."""
 
 REPORT_INTERVAL_S = 5.0
 """Posted rewards refresh the gauges of calibration and head at most this often, in seconds."""
 
-CALIBRATION_BINS = 128
-"""Bins of a score's calibration, B of ARRoL A.4."""
-
-CALIBRATION_SPREAD = 7
-"""Bins on either side in which a label counts too, 7/8 to 1/8 of it; 0 is the paper's calibration. One less than a
-power of two, so that counts are exact. Measured in benchmarks/pruning_rules.py."""
-
-CALIBRATION_SMOOTHING = 1.0
-"""Laplace smoothing per bin and label."""
-
 CALIBRATION_WINDOW = 2048
 """Newest labels, of both kinds together, that calibrate a score: a few training steps, so that calibration follows the
 policy, and enough for an error of about 0.03."""
 
-RECENT_SCORES = 1024
-"""Newest scored candidates, with or without a label, over which mean survival equals `keep_ratio`.
-Small enough to follow a head that learns; the ratio's own error is below 2 %."""
-
 MAX_LABEL_WEIGHT = 20.0
 """A label weighs 1 / survival probability, clipped here: nothing is clipped at the default `min_survival` of 0.05."""
-
-REPORT_WINDOW = 4096
-"""Newest rewarded candidates, and verdicts, that the report speaks about."""
 
 MIN_STEP_S = 1e-6
 """No decode step is predicted to be quicker, in seconds: a floor under extrapolated profiles."""
 
-MAX_RECORDED_STEPS = 65_536
-"""Newest engine steps that a recording keeps: 5 MB."""
-
-DRIFT_INTERVAL_STEPS = 32
-"""Every that many steps a decode step is compared with the profile: less than a microsecond per step."""
-
-DRIFT_SAMPLES = 16
-"""Newest compared steps of a range of batch sizes whose median counts: at least 512 steps, seconds to minutes."""
-
-DRIFT_SHARE = 0.25
-"""A median this far above the profile, or as far below, is drift. Measured on two cores: profiles made half an hour
-apart differ by 3 % in the median and 11 % at most, live steps of an undisturbed server by up to 7 %
-(benchmarks/ptl.py), and an engine whose core is shared is 30 % slower."""
-
 MAX_TRACED_TOKENS = 10_000_000
 """Largest length in a trace, in tokens: longer than any model's context, so that more is a broken row."""
 
-MAX_HISTORY_PROMPTS = 131_072
-"""Prompts whose lengths are remembered, the newest seen: more than the usual training sets have, in about 30 MB."""
-
 HISTORY_KEY_CHARS = 512
 """Longest key of a remembered prompt; prompt ids have at most 256 characters."""
-
-HISTORY_MAX_TOKENS = 2**31
-"""Longest length that is believed, in tokens. It keeps all moments finite."""
-
-HISTORY_PROMPT_WEIGHT = 0.5
-"""Weight of the newest group in a prompt's moving averages. A prompt comes back once per epoch: one group of 8 knows
-its standard deviation to about 40 %, three (what 0.5 averages over) to 25 %, and older epochs had another policy."""
-
-HISTORY_DATASET_HALF_LIFE = 512
-"""Groups after which a group counts half in the data set's averages: a few training steps, and some 6,000 lengths."""
-
-LOG_STD_PRIOR = 0.7
-"""Standard deviation of log lengths within a prompt, before any is known: std is 0.8 times the mean."""
 
 LOG_STD_PRIOR_WEIGHT = 4.0
 """Observations that the data set's log standard deviation counts for in the fit of a group with censored lengths.

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_rollout.config import HISTORY_MAX_TOKENS, LOG_STD_PRIOR_WEIGHT
+from vllm_rollout.config import LOG_STD_PRIOR_WEIGHT
 from vllm_rollout.group.censoring import (
     MAX_LOG_STD,
     MIN_LOG_STD,
@@ -17,6 +17,7 @@ from vllm_rollout.group.censoring import (
     fit_log_lengths,
     group_moments,
 )
+from vllm_rollout.group.history import HISTORY_MAX_TOKENS
 
 MEDIAN = 400
 lengths = st.lists(st.integers(0, HISTORY_MAX_TOKENS), max_size=20)

@@ -7,15 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_rollout.config import (
+from vllm_rollout.config import HISTORY_KEY_CHARS
+from vllm_rollout.group.history import (
     HISTORY_DATASET_HALF_LIFE,
-    HISTORY_KEY_CHARS,
     HISTORY_MAX_TOKENS,
     HISTORY_PROMPT_WEIGHT,
     LOG_STD_PRIOR,
     MAX_HISTORY_PROMPTS,
+    LengthHistory,
+    ObservedLength,
+    observed_lengths,
 )
-from vllm_rollout.group.history import LengthHistory, ObservedLength, observed_lengths
 from vllm_rollout.group.types import Ending
 
 observed = st.lists(st.builds(ObservedLength, st.integers(0, 5000), st.booleans()), max_size=6)

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from vllm_rollout.config import MAX_LABEL_WEIGHT, REPORT_WINDOW
-from vllm_rollout.group.learning import Learning, label_weight
+from vllm_rollout.config import MAX_LABEL_WEIGHT
+from vllm_rollout.group.learning import REPORT_WINDOW, Learning, label_weight
 from vllm_rollout.group.pruning_plan import PruningPlan
 from vllm_rollout.group.types import Assessment, Confidence, Observation
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from vllm_rollout import RolloutClient, RolloutError
-from vllm_rollout.config import MAX_REMEMBERED_CANDIDATES, MAX_REWARDS
+from vllm_rollout.config import MAX_REMEMBERED_CANDIDATES
 from vllm_rollout.group.ledger import RewardStatus
-from vllm_rollout.server.learning.body import RewardEntry
+from vllm_rollout.server.learning.body import MAX_REWARDS, RewardEntry
 
 from .fake_engine import FakeEngine
 from .fake_learning import succeeded

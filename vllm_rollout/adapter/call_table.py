@@ -20,7 +20,7 @@ from vllm_rollout.group.cost import CostModel
 from vllm_rollout.group.drift import StepDrift
 from vllm_rollout.group.history import LengthStatistics, ObservedLength
 from vllm_rollout.group.judge import Label
-from vllm_rollout.group.learning import Outcome
+from vllm_rollout.group.learning import RewardedCandidate
 from vllm_rollout.group.ledger import Reward, RewardStatus
 from vllm_rollout.group.report import HeadInfo
 from vllm_rollout.group.types import HeldGroups
@@ -96,7 +96,7 @@ class Learned:
 class LearningWindow:
     """What a report is made of."""
 
-    outcomes: list[Outcome]
+    outcomes: list[RewardedCandidate]
     losses: list[float]
 
 

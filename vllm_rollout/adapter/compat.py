@@ -11,7 +11,8 @@ from typing import Literal, NamedTuple
 
 from vllm.version import __version__ as vllm_version
 
-from vllm_rollout.config import SUPPORTED_VLLM
+SUPPORTED_VLLM = "0.32"
+"""vLLM minor version whose seams the adapter uses."""
 
 
 def check_vllm_version(version: str = vllm_version) -> None:

@@ -23,15 +23,20 @@ from collections.abc import Mapping
 from math import exp, fsum, isfinite, sqrt
 from typing import Any, NamedTuple, get_args
 
-from vllm_rollout.config import (
-    CALIBRATION_BINS,
-    CALIBRATION_SMOOTHING,
-    CALIBRATION_SPREAD,
-    CALIBRATION_WINDOW,
-    RECENT_SCORES,
-)
+from vllm_rollout.config import CALIBRATION_WINDOW
 from vllm_rollout.group.checks import MAX_COUNT, MAX_SCORE, fields_of, flag, integer, listed, number
 from vllm_rollout.group.types import Signal
+
+CALIBRATION_BINS = 128
+"""Bins of a score's calibration, B of ARRoL A.4."""
+CALIBRATION_SPREAD = 7
+"""Bins on either side in which a label counts too, 7/8 to 1/8 of it; 0 is the paper's calibration. One less than a
+power of two, so that counts are exact. Measured in benchmarks/pruning_rules.py."""
+CALIBRATION_SMOOTHING = 1.0
+"""Laplace smoothing per bin and label."""
+RECENT_SCORES = 1024
+"""Newest scored candidates, with or without a label, over which mean survival equals `keep_ratio`.
+Small enough to follow a head that learns; the ratio's own error is below 2 %."""
 
 WEIGHT_STEP = 2.0**-16
 """Weights are rounded to this. Sums of such floats are exact, also of their eighths: taking a label out undoes putting
@@ -44,7 +49,7 @@ SCALE_DRIFT = 0.25
 """Share of its width by which the scale of confidences may be off before all windows are binned anew."""
 
 
-class Label(NamedTuple):
+class LabelledScore(NamedTuple):
     score: float
     positive: bool
     weight: float
@@ -82,7 +87,7 @@ class Calibrator:
         """Per bin: the bins that count in it, and their shares."""
         self._reach = [sum(x for _, x in neighbours) for neighbours in self._neighbours]
         """Per bin: in how many bins its labels count, in all."""
-        self._labels: deque[Label] = deque()
+        self._labels: deque[LabelledScore] = deque()
         self._counts: tuple[list[float], list[float]] = ([0.0] * num_bins, [0.0] * num_bins)
         """Weighted negatives and positives per bin."""
         self._totals = [0.0, 0.0]
@@ -129,7 +134,7 @@ class Calibrator:
         _check(score)
         if not 0 < weight < MAX_WEIGHT:
             raise ValueError(f"weight must be in (0, 2**32), got {weight}")
-        label = Label(score, bool(positive), max(1, round(weight / WEIGHT_STEP)) * WEIGHT_STEP)
+        label = LabelledScore(score, bool(positive), max(1, round(weight / WEIGHT_STEP)) * WEIGHT_STEP)
         self._labels.append(label)
         self._count(label, +1)
         if len(self._labels) > self._window:
@@ -207,7 +212,7 @@ class Calibrator:
     def _bin(self, score: float) -> int:
         return min(self._num_bins - 1, int(self._num_bins * self.normalize(score)))
 
-    def _count(self, label: Label, sign: int) -> None:
+    def _count(self, label: LabelledScore, sign: int) -> None:
         b, weight = self._bin(label.score), sign * label.weight
         self._counts[label.positive][b] += weight
         self._totals[label.positive] += weight

@@ -19,18 +19,22 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
-from vllm_rollout.config import (
-    HISTORY_DATASET_HALF_LIFE,
-    HISTORY_KEY_CHARS,
-    HISTORY_MAX_TOKENS,
-    HISTORY_PROMPT_WEIGHT,
-    LOG_STD_PRIOR,
-    LOG_STD_PRIOR_WEIGHT,
-    MAX_HISTORY_PROMPTS,
-)
+from vllm_rollout.config import HISTORY_KEY_CHARS, LOG_STD_PRIOR_WEIGHT
 from vllm_rollout.group.censoring import GroupMoments, bounded_log_std, group_moments
 from vllm_rollout.group.checks import MAX_COUNT, fields_of, is_writable, shown
 from vllm_rollout.group.types import Ending
+
+MAX_HISTORY_PROMPTS = 131_072
+"""Prompts whose lengths are remembered, the newest seen: more than the usual training sets have, in about 30 MB."""
+HISTORY_MAX_TOKENS = 2**31
+"""Longest length that is believed, in tokens. It keeps all moments finite."""
+HISTORY_PROMPT_WEIGHT = 0.5
+"""Weight of the newest group in a prompt's moving averages. A prompt comes back once per epoch: one group of 8 knows
+its standard deviation to about 40 %, three (what 0.5 averages over) to 25 %, and older epochs had another policy."""
+HISTORY_DATASET_HALF_LIFE = 512
+"""Groups after which a group counts half in the data set's averages: a few training steps, and some 6,000 lengths."""
+LOG_STD_PRIOR = 0.7
+"""Standard deviation of log lengths within a prompt, before any is known: std is 0.8 times the mean."""
 
 DATASET_DECAY = 0.5 ** (1 / HISTORY_DATASET_HALF_LIFE)
 MAX_MEAN = 1e15

@@ -14,13 +14,16 @@ from collections.abc import Callable, Iterable, Mapping
 from math import isfinite
 from typing import Any, NamedTuple, TypeVar
 
-from vllm_rollout.config import MAX_DETECTION_LENGTH, MAX_LABEL_WEIGHT, REPORT_WINDOW
+from vllm_rollout.config import MAX_DETECTION_LENGTH, MAX_LABEL_WEIGHT
 from vllm_rollout.group.calibration import Calibrator
 from vllm_rollout.group.checks import MAX_SCORE, fields_of, flag, integer, listed, number, shown, text
 from vllm_rollout.group.pruning import Point, choose_survivors, compress, group_rule, solve_paper
 from vllm_rollout.group.pruning_plan import SIGNALS, PruningPlan
 from vllm_rollout.group.report import Prediction, RulesReport, ShadowReport, signal_report, weighted_mean
 from vllm_rollout.group.types import Assessment, Observation, Signal
+
+REPORT_WINDOW = 4096
+"""Newest rewarded candidates, and verdicts, that the report speaks about."""
 
 Solution = TypeVar("Solution")
 
@@ -32,7 +35,7 @@ MAX_GROUP_CHARS = 2**16
 """Longest name of a group in a state."""
 
 
-class Outcome(NamedTuple):
+class RewardedCandidate(NamedTuple):
     """A rewarded candidate, as the report needs it."""
 
     scores: Mapping[Signal, float]
@@ -50,7 +53,7 @@ class Outcome(NamedTuple):
     """Tokens generated after `detection_length`."""
 
     @classmethod
-    def from_state(cls, values: Any) -> Outcome:
+    def from_state(cls, values: Any) -> RewardedCandidate:
         """Raises: ValueError."""
         outcome = cls(*listed(values, "an outcome", length=len(cls._fields)))
         return cls(
@@ -79,7 +82,7 @@ class Learning:
     def __init__(self, detection_length: int) -> None:
         self.detection_length = detection_length
         self.calibrators: dict[Signal, Calibrator] = {signal: Calibrator(signal) for signal in SIGNALS}
-        self._outcomes: deque[Outcome] = deque(maxlen=REPORT_WINDOW)
+        self._outcomes: deque[RewardedCandidate] = deque(maxlen=REPORT_WINDOW)
         self._verdicts: deque[bool] = deque(maxlen=REPORT_WINDOW)
         """Of active pruning, cold starts left out: was it kept?"""
         self._solved: dict[tuple[Signal, PruningPlan | None], tuple[int, Any]] = {}
@@ -151,7 +154,7 @@ class Learning:
                 successes[signal] = calibrator.success_probability(score)
             calibrator.add(score, positive, weight)
         self._outcomes.append(
-            Outcome(
+            RewardedCandidate(
                 scores=scores,
                 success_probabilities=successes,
                 positive=bool(positive),
@@ -175,7 +178,7 @@ class Learning:
         """How many of those."""
         return len(self._verdicts) - sum(self._verdicts)
 
-    def outcomes(self) -> list[Outcome]:
+    def outcomes(self) -> list[RewardedCandidate]:
         """The newest rewarded candidates."""
         return list(self._outcomes)
 
@@ -202,7 +205,8 @@ class Learning:
             raise ValueError(f"calibrators of a learning must be for {', '.join(SIGNALS)}, got {shown(got)}")
         learning.calibrators = {calibrator.signal: calibrator for calibrator in saved}
         learning._outcomes.extend(
-            Outcome.from_state(values) for values in listed(state["outcomes"], "outcomes of a learning", REPORT_WINDOW)
+            RewardedCandidate.from_state(values)
+            for values in listed(state["outcomes"], "outcomes of a learning", REPORT_WINDOW)
         )
         learning._verdicts.extend(
             flag(kept, "a verdict of a learning")
@@ -289,7 +293,7 @@ def _keep(plan: PruningPlan, observation: Observation, *, cold: bool) -> Assessm
     )
 
 
-def rules_report(outcomes: Iterable[Outcome], num_judged: int, num_pruned: int) -> RulesReport:
+def rules_report(outcomes: Iterable[RewardedCandidate], num_judged: int, num_pruned: int) -> RulesReport:
     """Over the newest rewarded candidates, and the newest verdicts of active pruning."""
     outcomes = list(outcomes)
     judged = [outcome for outcome in outcomes if not outcome.cold]
@@ -300,7 +304,7 @@ def rules_report(outcomes: Iterable[Outcome], num_judged: int, num_pruned: int) 
     )
 
 
-def _predictions(outcomes: Iterable[Outcome], signal: Signal) -> list[Prediction]:
+def _predictions(outcomes: Iterable[RewardedCandidate], signal: Signal) -> list[Prediction]:
     return [
         Prediction(
             outcome.scores[signal],
@@ -314,7 +318,7 @@ def _predictions(outcomes: Iterable[Outcome], signal: Signal) -> list[Prediction
     ]
 
 
-def _active_report(outcomes: list[Outcome], num_judged: int, num_pruned: int) -> ShadowReport:
+def _active_report(outcomes: list[RewardedCandidate], num_judged: int, num_pruned: int) -> ShadowReport:
     # a survivor kept with probability p stands for (1 - p) / p pruned candidates like it
     odds = [(1 / max(o.survival_probability, LEAST_SURVIVAL) - 1, float(o.tokens_after)) for o in outcomes]
     tokens_each = weighted_mean(odds)
@@ -327,7 +331,7 @@ def _active_report(outcomes: list[Outcome], num_judged: int, num_pruned: int) ->
     )
 
 
-def _shadow_report(outcomes: list[Outcome]) -> ShadowReport:
+def _shadow_report(outcomes: list[RewardedCandidate]) -> ShadowReport:
     marked = [o for o in outcomes if not o.keep]
     return ShadowReport(
         num_scored=len(outcomes),

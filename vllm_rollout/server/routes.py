@@ -6,11 +6,11 @@ from fastapi import APIRouter, Request, Response
 
 from vllm_rollout.server import votes
 from vllm_rollout.server.answers import RolloutAnswer
+from vllm_rollout.server.boundary import RolloutRoute
 from vllm_rollout.server.errors import ERRORS
 from vllm_rollout.server.event_stream import EventStream, event_stream_schema, server_sent_events, unless_disconnected
 from vllm_rollout.server.learning import routes as learning_routes
 from vllm_rollout.server.protocol import RolloutRequest
-from vllm_rollout.server.route import RolloutRoute
 from vllm_rollout.server.serialised import PartsResponse
 from vllm_rollout.server.service import RolloutService
 from vllm_rollout.server.votes import VoteAnswer, VoteRequest

@@ -20,8 +20,12 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from vllm_rollout.adapter.call_table import StepTime
-from vllm_rollout.config import DRIFT_INTERVAL_STEPS, MAX_RECORDED_STEPS
 from vllm_rollout.group.drift import Drift, StepDrift
+
+MAX_RECORDED_STEPS = 65_536
+"""Newest engine steps that a recording keeps: 5 MB."""
+DRIFT_INTERVAL_STEPS = 32
+"""Every that many steps a decode step is compared with the profile: less than a microsecond per step."""
 
 logger = init_logger("vllm.vllm_rollout")
 

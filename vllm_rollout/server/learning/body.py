@@ -6,10 +6,13 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, Field, StrictFloat, StrictInt, StrictStr
 
-from vllm_rollout.config import MAX_REWARDS, REWARD_THRESHOLD
+from vllm_rollout.config import REWARD_THRESHOLD
 from vllm_rollout.group.ledger import RewardStatus
 from vllm_rollout.server.body import MAX_INT, Body
 from vllm_rollout.server.engine import HeadInfo
+
+MAX_REWARDS = 100_000
+"""Rewards in one request."""
 
 HEAD_HEADER = "quality-head"
 """Header of `GET /v1/quality_head`: a HeadAnswer beside the weights."""

@@ -11,11 +11,11 @@ from pydantic import TypeAdapter
 from vllm_rollout.config import MAX_BODY_BYTES, MAX_DETECTION_LENGTH, MAX_STATE_BYTES, REWARD_THRESHOLD
 from vllm_rollout.server.admin import require_admin
 from vllm_rollout.server.answers import ErrorAnswer
+from vllm_rollout.server.boundary import RolloutRoute, StateRoute
 from vllm_rollout.server.engine import LearningReport
 from vllm_rollout.server.errors import ERRORS
 from vllm_rollout.server.learning.body import HEAD_HEADER, HeadAnswer, RewardsAnswer, RewardsRequest
 from vllm_rollout.server.learning.service import LearningService
-from vllm_rollout.server.route import RolloutRoute, StateRoute
 
 BYTES = "application/octet-stream"
 
