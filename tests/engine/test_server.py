@@ -154,8 +154,9 @@ def test_streamed_tokens_are_complete_and_the_stream_ends_with_done(server: Serv
     assert events[-1]["usage"]["generated_tokens"] == sum(len(t) for t in tokens.values())
 
 
-def test_a_client_that_goes_away_aborts_its_candidates_and_nobody_elses(server: Server) -> None:
+def test_a_client_that_goes_away_stops_its_candidates_and_nobody_elses(server: Server) -> None:
     server.wait_until_idle()
+    deferred = server.counter('vllm_rollout:candidates_total{state="deferred"}')
     before = server.counter("vllm:generation_tokens_total")
     body = {"prompts": PROMPTS, "group_size": 4, "redundancy": 4, "sampling": LONG}
     with ThreadPoolExecutor(1) as pool:
@@ -166,6 +167,7 @@ def test_a_client_that_goes_away_aborts_its_candidates_and_nobody_elses(server: 
         (group,) = other.result()["groups"]
     assert [t["num_tokens"] for t in group["trajectories"]] == [LONG["max_tokens"]] * 2
     server.wait_until_idle()
+    server.wait_until(lambda: server.counter('vllm_rollout:candidates_total{state="deferred"}') - deferred == 24)
     # They left when they had just begun: had they gone on, there would be 24 times as much as one of them can say.
     assert server.counter("vllm:generation_tokens_total") - before < 24 * LONG["max_tokens"]
 

@@ -117,6 +117,16 @@ def test_a_cancelled_group_defers_what_runs_and_keeps_what_has_finished():
     assert not run.steps.cancel("a")
 
 
+def test_a_sibling_that_comes_after_the_cancellation_is_deferred():
+    run = Run()
+    run.launch("a", [9], GroupTerms(3, 3))
+    run.steps.cancel("a")
+    run.step()
+    id, _ = run.steps.launch("a", GroupTerms(3, 3))
+    run.lengths[id], run.running[id] = 9, 0
+    assert run.step().stop == {id: "deferred"}
+
+
 def test_a_group_that_completes_in_the_step_of_its_cancellation_is_complete():
     run = Run()
     run.launch("a", [1, 9], GroupTerms(1, 2))

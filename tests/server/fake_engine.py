@@ -101,10 +101,11 @@ class FakeEngine(LearningEngine):
     num_ranks: int = 1
     num_launch_places: int = 128
     num_launched: int = 0
-    num_groups: int = 0
-    """Groups on their way."""
     num_ended: int = 0
     num_aborted: int = 0
+    """Deferred ones among them."""
+    groups: dict[str, GroupSteps] = field(default_factory=dict)
+    """Those on their way."""
     last_step_s: float = 0.0
     """When a group last made a step."""
 
@@ -160,7 +161,7 @@ class FakeEngine(LearningEngine):
             id, group = group_steps.launch(group_id, plan.terms, index, request_id=name, scoring=scoring)
             running[id] = self._candidate(index, prompt)
         self.num_launched += len(running)
-        self.num_groups += 1
+        self.groups[group_id] = group_steps
         step = 0
         try:
             while running:
@@ -172,7 +173,9 @@ class FakeEngine(LearningEngine):
                         status=HTTPStatus.SERVICE_UNAVAILABLE,
                     )
                 ended = self._step(group_steps, group, running, scoring)
-                self.num_ended += len(ended)
+                num_deferred = sum(group.state(candidate.index) == "deferred" for candidate in ended)
+                self.num_aborted += num_deferred
+                self.num_ended += len(ended) - num_deferred
                 for candidate in ended:
                     if stream_tokens is not None and (rest := candidate.take_chunk(1)) is not None:
                         yield rest
@@ -183,7 +186,13 @@ class FakeEngine(LearningEngine):
                 step += 1
         finally:
             self.num_aborted += len(running)
-            self.num_groups -= 1
+            del self.groups[group_id]
+
+    async def cancel_groups(self, group_ids: Sequence[str]) -> None:
+        self._check_alive()
+        for group_id in group_ids:
+            if group_id in self.groups:
+                self.groups[group_id].cancel(group_id)
 
     async def observe_lengths(self, key: str, lengths: Sequence[ObservedLength]) -> None:
         self._check_alive()
@@ -196,7 +205,7 @@ class FakeEngine(LearningEngine):
         )
 
     async def held_groups(self) -> HeldGroups:
-        return HeldGroups(self.num_groups, 0)
+        return HeldGroups(len(self.groups), 0)
 
     async def step_drift(self) -> Sequence[StepDrift]:
         return self.drift

@@ -349,6 +349,20 @@ def test_client_that_leaves_while_waiting_aborts_its_candidates_and_no_others(se
     assert (engine.num_running, engine.num_aborted) == (0, 24)
 
 
+def test_what_the_candidates_of_a_client_that_leaves_had_become_is_learned_and_counted(
+    client, server_url, engine: FakeEngine
+):
+    engine.lengths = {0: 3, **dict.fromkeys(range(1, 4), 4000)}
+    engine.step_s = 0.001
+    with closing(client.stream([{"id": "q", "prompt": "p"}], 4, stream_tokens=5)) as events:
+        next(event for event in events if event.type == "tokens" and event.offset >= 20)
+    wait_until(lambda: engine.num_running == 0)
+    wait_until(lambda: engine.judge.memory.lengths.of("id:q") is not None)
+    # One of 3 tokens, and three that were longer than the 20 and more that they had become.
+    assert engine.judge.memory.lengths.of("id:q").mean > 25
+    assert httpx.get(f"{server_url}/metrics").text.count('vllm_rollout:candidates_total{state="deferred"} 3.0') == 1
+
+
 def test_a_reader_that_stalls_holds_up_only_itself_and_can_leave(
     client, engine: FakeEngine, without_garbage_collection
 ):

@@ -301,7 +301,7 @@ async def test_a_client_that_goes_while_the_engine_is_told_of_lengths_takes_nobo
 
 async def test_metrics_tell_what_groups_the_engine_holds(engine, http, monkeypatch):
     monkeypatch.setattr(shaping, "REPORT_INTERVAL_S", 0.0)
-    engine.num_groups = 3
+    engine.groups = dict.fromkeys("abc")
     await rollout(http, body("a", redundancy=0))
     metrics = (await http.get("/metrics")).text
     assert 'vllm_rollout:groups_held{state="running"} 3.0' in metrics

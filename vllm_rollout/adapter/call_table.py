@@ -197,13 +197,15 @@ TAKE_STEPS: Operation[None, list[StepTime]] = Operation("take_steps", None, list
 SET_COST_MODEL: Operation[CostToCompare | None, None] = Operation("set_cost_model", CostToCompare | None, None)
 STEP_DRIFT: Operation[None, list[StepDrift]] = Operation("step_drift", None, list[StepDrift])
 # -- groups
+CANCEL_GROUPS: Operation[list[str], None] = Operation("cancel_groups", list[str], None)
+"""Stop what runs of these groups as `deferred`, in the next step; unknown ones are passed over."""
 HELD_GROUPS: Operation[None, HeldGroups] = Operation("held_groups", None, HeldGroups)
 
 OPERATIONS: Mapping[str, Operation[Any, Any]] = {
     operation.name: operation
     for operation in (
         POST_REWARDS, LEARN_LABELS, LEARN_FEATURES, TRAIN, HEADS, PUT_HEAD, OPEN_HEAD, LEARNED, LEARNING_WINDOW,
-        OPEN_STATE, READ, PUT_STATE, OBSERVE_LENGTHS, LENGTH_HISTORY, RECORD_STEPS, TAKE_STEPS, SET_COST_MODEL,
-        STEP_DRIFT, HELD_GROUPS,
+        OPEN_STATE, READ, PUT_STATE, CANCEL_GROUPS, OBSERVE_LENGTHS, LENGTH_HISTORY, RECORD_STEPS, TAKE_STEPS,
+        SET_COST_MODEL, STEP_DRIFT, HELD_GROUPS,
     )
 }  # fmt: skip

@@ -39,9 +39,10 @@ class Settlement:
     """Verdicts of one step."""
 
     stop: tuple[int, ...] = ()
-    """Running candidates that are surplus now: stop them."""
+    """Running candidates that nobody needs now: stop them."""
     lost_ties: tuple[int, ...] = ()
     """Candidates that ended by themselves in this step, but after `group_size` others: surplus, with all tokens."""
+    stop_as: StopState = "surplus"
 
 
 NOTHING = Settlement()
@@ -63,6 +64,8 @@ class Group:
     terms: GroupTerms
     closed: bool = False
     """`group_size` usable candidates have finished, or nobody wants the rest: the others were given up."""
+    cancelled: bool = False
+    """Nobody wants the rest: what comes late is deferred too."""
     length_cap: int | None = None
     """Tokens at which a running candidate may be given up: `group_size` valid ones have finished, and it is `patience`
     times as long as the longest of them. A rule on lengths, not on time: it also holds for candidates that began late.
@@ -115,7 +118,8 @@ class Group:
                 if self._candidates[index].state == "finished":
                     self._candidates[index].state = "surplus"
             lost = tuple(i for i in sorted(new) if self._candidates[i].state == "surplus")
-            return Settlement(self._give_up_rest(), lost)
+            late: StopState = "deferred" if self.cancelled else "surplus"
+            return Settlement(self._give_up_rest(late), lost, late)
         if not self.terms.early_stop:
             self._set_length_cap()
             return NOTHING
@@ -157,11 +161,9 @@ class Group:
         return reached
 
     def cancel(self) -> list[int]:
-        """Nobody wants the rest: what runs is deferred from now on, and what comes later is surplus."""
-        self.closed = True
-        running = self.running
-        self._stop(running, "deferred")
-        return running
+        """Nobody wants the rest: what runs, and what comes later, is deferred."""
+        self.closed = self.cancelled = True
+        return list(self._give_up_rest("deferred"))
 
     @property
     def running(self) -> list[int]:
@@ -213,9 +215,9 @@ class Group:
             first = sorted(valid, key=lambda c: (c.step, c.num_tokens))[: self.terms.group_size]
             self.length_cap = ceil(self.terms.patience * max(c.num_tokens for c in first))
 
-    def _give_up_rest(self) -> tuple[int, ...]:
+    def _give_up_rest(self, state: StopState = "surplus") -> tuple[int, ...]:
         running = tuple(self.running) if self._num_running else ()
-        self._stop(running, "surplus")
+        self._stop(running, state)
         return running
 
     def _stop(self, indices: Iterable[int], state: StopState) -> None:

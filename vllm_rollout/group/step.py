@@ -146,7 +146,7 @@ class GroupSteps:
 
         def settle(group_id: str, group: Group) -> None:
             settlement = group.settle()
-            stop.update((CandidateId(group_id, index), "surplus") for index in settlement.stop)
+            stop.update((CandidateId(group_id, index), settlement.stop_as) for index in settlement.stop)
             lost_ties.update(CandidateId(group_id, index) for index in settlement.lost_ties)
             if group.length_cap is not None:
                 self._capped[group_id] = group

@@ -174,6 +174,14 @@ class Engine(Protocol):
         """
         ...
 
+    async def cancel_groups(self, group_ids: Sequence[str]) -> None:
+        """Nobody wants the rest of these groups: what runs, or still comes, ends as `deferred`.
+
+        One that the engine does not know (yet, or any more) is passed over. Raises: RequestError (503) for a dead
+        engine.
+        """
+        ...
+
     async def observe_lengths(self, key: str, lengths: Sequence[ObservedLength]) -> None:
         """A group of that prompt is over. Raises: RequestError (503) for a dead engine."""
         ...

@@ -45,6 +45,10 @@ class Rollout:
     records: dict[int, RolloutPrompt] = field(default_factory=dict)
     """By position: prompts whose groups are over, for the trace."""
 
+    def group_id(self, position: int) -> str:
+        """The engine's name of the group of the prompt at that position."""
+        return f"{self.id}-{position}"
+
     @property
     def weight_version(self) -> str | None:
         """The version every token was sampled with; None when there is none or more than one."""

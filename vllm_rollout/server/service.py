@@ -8,9 +8,9 @@ import asyncio
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
-from typing import Literal
+from typing import Any, Literal
 
 from vllm_rollout.config import MAX_CANDIDATES
 from vllm_rollout.group.allocation import upper_bound
@@ -48,6 +48,11 @@ comes as longer `tokens`. Groups of other rollouts never wait.
 
 Step = Literal["next", "over"]
 """Between events: the next group may start, a group is over."""
+
+SEE_OUT_S = 10.0
+"""How long groups that nobody reads may take to stop by themselves before their requests are aborted: a step, unless
+generation is paused."""
+SEE_OUT_INTERVAL_S = 0.1
 
 SELECTION_NAMES = {field: f"selection.dual_end.{field}" for field in ("num_longest", "patience")}
 
@@ -143,7 +148,10 @@ class RolloutService:
         return groups.answer(envelope, (prompt.id for prompt in rollout.prompts))
 
     async def events(self, rollout: Rollout) -> AsyncGenerator[Event, None]:
-        """Run all groups; yields their events as they happen and `done` last. Closing it aborts what still runs."""
+        """Run all groups; yields their events as they happen and `done` last.
+
+        Closing it stops what still runs as `deferred`: neither failed nor judged, and what it had become is learned.
+        """
         started = self._clock()
         queue: asyncio.Queue[Event | Step | BaseException] = asyncio.Queue(EVENT_BUFFER)
 
@@ -164,9 +172,10 @@ class RolloutService:
             for position, prompt in enumerate(rollout.prompts):
                 await queue.put("next")  # a rollout whose reader is behind starts no more groups
                 places = await self._launcher.take(rollout.plans[position].group.num_candidates)
-                tasks.append(asyncio.create_task(run(prompt, position, places)))
+                tasks[rollout.group_id(position)] = asyncio.create_task(run(prompt, position, places))
 
-        tasks: list[asyncio.Task[None]] = []
+        tasks: dict[str, asyncio.Task[None]] = {}
+        """Of groups that were launched."""
         launching = asyncio.create_task(launch())
         try:
             num_to_come = len(rollout.prompts)
@@ -194,11 +203,31 @@ class RolloutService:
                 timing=rollout.timing,
             )
         finally:
-            for task in (launching, *tasks):
-                task.cancel()
-            await asyncio.gather(launching, *tasks, return_exceptions=True)
+            launching.cancel()
+            await asyncio.gather(launching, return_exceptions=True)
+            await self._see_out({id: task for id, task in tasks.items() if not task.done()}, queue)
             if self._recorder is not None:
                 self._recorder.rollout_over(rollout)
+
+    async def _see_out(self, groups: Mapping[str, asyncio.Task[None]], queue: asyncio.Queue[Any]) -> None:
+        """Nobody reads any more: stop these groups, and let each of them come to its end."""
+        if not groups:
+            return
+        emptying = asyncio.create_task(_empty(queue))
+        deadline_s = self._clock() + SEE_OUT_S
+        running = dict(groups)
+        try:
+            while running and self._clock() < deadline_s:
+                # Again and again: a candidate that was on its way may have made its group only now.
+                await self._engine.cancel_groups(list(running))
+                await asyncio.wait(running.values(), timeout=SEE_OUT_INTERVAL_S)
+                running = {id: task for id, task in running.items() if not task.done()}
+        except RequestError:  # the engine is dead, and says so elsewhere
+            pass
+        finally:
+            for task in (emptying, *groups.values()):
+                task.cancel()
+            await asyncio.gather(emptying, *groups.values(), return_exceptions=True)
 
     def _plan(self, request: RolloutRequest) -> GroupPlan:
         """Of every prompt; with redundancy "auto" as if each went to the upper bound."""
@@ -236,7 +265,7 @@ class RolloutService:
     async def _group_events(
         self, rollout: Rollout, prompt: PreparedPrompt, position: int, started: float, places: Places
     ) -> AsyncGenerator[Event, None]:
-        plan, group_id = rollout.plans[position].group, f"{rollout.id}-{position}"
+        plan, group_id = rollout.plans[position].group, rollout.group_id(position)
         ends: dict[int, CandidateEnd] = {}
         sent: set[int] = set()
 
@@ -307,6 +336,11 @@ def _check_num_candidates(num_prompts: int, num_candidates: int) -> None:
             f"candidates, at most {MAX_CANDIDATES} are allowed in a request. Send fewer prompts per request.",
             param="prompts",
         )
+
+
+async def _empty(queue: asyncio.Queue[Any]) -> None:
+    while True:
+        await queue.get()
 
 
 def _tradeoff(request: RolloutRequest) -> float | None:

@@ -28,6 +28,7 @@ from vllm_rollout.adapter.api.engine_calls import engine_stopped
 from vllm_rollout.adapter.api.learning import EngineLearning
 from vllm_rollout.adapter.api.outputs import CandidateOutput, ending_of
 from vllm_rollout.adapter.api.shaping import EngineShaping
+from vllm_rollout.adapter.call_table import CANCEL_GROUPS
 from vllm_rollout.adapter.options import RolloutOptions
 from vllm_rollout.group.judge import Scoring
 from vllm_rollout.group.launch import num_launch_places
@@ -143,6 +144,9 @@ class VLLMEngine(EngineLearning, EngineShaping):
             if stream_tokens is not None and (rest := log.take_chunk(1)) is not None:
                 yield rest
             yield log.failed()
+
+    async def cancel_groups(self, group_ids: Sequence[str]) -> None:
+        await self._call_all(CANCEL_GROUPS, list(group_ids))
 
     def _adapter_of(self, model: str | None) -> LoRARequest | None:
         if model is None or self._models.is_base_model(model):

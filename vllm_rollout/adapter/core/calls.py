@@ -66,6 +66,7 @@ ANSWERS: Mapping[str, Callable[[EngineCore, Any], Any]] = {
     "open_state": lambda core, reader: _learning(core).open_state(reader),
     "read": lambda core, reader: core.scheduler.readings.read(reader),
     "put_state": lambda core, data: _learning(core).put_state(data),
+    "cancel_groups": lambda core, group_ids: core.scheduler.cancel_groups(group_ids),
     "observe_lengths": lambda core, group: core.scheduler.judge.memory.lengths.observe(group.key, group.lengths),
     "length_history": _length_history,
     "record_steps": lambda core, on: core.scheduler.step_times.record(on),

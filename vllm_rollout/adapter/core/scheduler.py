@@ -48,9 +48,13 @@ class GroupSchedulerMixin:
         self._stop_strings = StopStringsFactory(self.vllm_config.model_config)
         self._num_with_stop_strings = 0
 
-    def cancel_group(self, group_id: str) -> bool:
-        """Nobody wants the rest of this group now: what runs is deferred in the next step. False: no such group."""
-        return self.group_steps.cancel(group_id)
+    def cancel_groups(self, group_ids: Iterable[str]) -> None:
+        """Nobody wants the rest of these groups now: what runs is deferred in the next step.
+
+        A group that is over, or has not begun, is passed over.
+        """
+        for group_id in group_ids:
+            self.group_steps.cancel(group_id)
 
     def add_request(self, request: Request) -> None:
         super().add_request(request)
