@@ -41,10 +41,11 @@ class RolloutWorker(PlatformWorker):
         self.quality_heads: QualityHeads | None = None
         ring = None
         hidden_size, dtype = self.model_config.get_hidden_size(), self.model_config.dtype
-        refusal = observing_refusal(self.vllm_config)
-        if refusal is None and get_pp_group().is_last_rank and get_tp_group().rank_in_group == 0:
+        if get_pp_group().is_last_rank and get_tp_group().rank_in_group == 0:
             ring = FeatureRing(hidden_size, dtype, RolloutOptions.of(self.vllm_config).feature_ring_bytes)
-        observe_runner(self.model_runner, ring, v2=self.use_v2_model_runner, cpu=current_platform.is_cpu())
+        refusal = observing_refusal(self.vllm_config)
+        seen_by = ring if refusal is None else None
+        observe_runner(self.model_runner, seen_by, v2=self.use_v2_model_runner, cpu=current_platform.is_cpu())
         logger.info_once(
             "vllm_rollout worker: model runner %s, %s",
             "V2" if self.use_v2_model_runner else "V1",
