@@ -39,6 +39,19 @@ MODEL_8B = {
     "torch_dtype": "bfloat16",
 }
 """Qwen3-8B's numbers."""
+SMALL = {
+    **MODEL_8B,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "vocab_size": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+"""For a rehearsal."""
 
 
 @dataclass(frozen=True)
@@ -147,9 +160,9 @@ class Engines:
     def model(self, name: str) -> Path:
         path = self.folder / name
         if not path.exists():
-            if name == "8b" and not self.small:
+            if name == "8b":
                 path.mkdir()
-                (path / "config.json").write_text(json.dumps(MODEL_8B))
+                (path / "config.json").write_text(json.dumps(SMALL if self.small else MODEL_8B))
             else:
                 from vllm_rollout.model_files import tiny
 

@@ -29,11 +29,8 @@ class Child:
 
     def __init__(self, settings: dict[str, Any], model: str) -> None:
         ours = {} if settings["kind"] == "stock" else {"scheduler_cls": SCHEDULER_CLS, "worker_cls": WORKER_CLS}
-        is_shape_only = settings["model"] == "8b"
-        if is_shape_only:
-            ours |= {"skip_tokenizer_init": True}
-        if is_shape_only and torch.cuda.is_available():
-            ours |= {"load_format": "dummy"}
+        if settings["model"] == "8b":  # its shape only
+            ours |= {"skip_tokenizer_init": True, "load_format": "dummy"}
         self.llm = LLM(model, **{"max_model_len": 1024, "max_logprobs": -1, **ours, **settings["options"]})
         self.seen: dict[tuple[str, int], Any] = {}
         self._num_runs = 0

@@ -1,4 +1,4 @@
-"""A rehearsal of gpu-check's engine pieces without a GPU: all in one small engine, one after the other."""
+"""A rehearsal of gpu-check's engine pieces without a GPU: all in one small engine with dummy weights, in turn."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ class OneEngine(Engines):
 
     def __init__(self) -> None:
         super().__init__("cpu")
-        settings = Settings(options=SMALL, environment={"VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1"})
+        settings = Settings(
+            model="8b", options=SMALL, environment={"VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1"}
+        )
         self.engine: Engine = self._stack.enter_context(super().start(settings))
         self.asked: list[Settings] = []
 
