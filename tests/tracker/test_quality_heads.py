@@ -219,8 +219,10 @@ def test_no_more_heads_than_detection_lengths_are_taken():
 
 def test_a_head_is_read_in_parts_as_it_was_when_it_was_opened():
     heads = trained()
-    for open_head, write in ((heads.open, heads.export), (heads.open_state, lambda length: heads.state()[0])):
-        size, whole = open_head("reader", LENGTH), write(LENGTH)
+    for open_head, write in ((heads.open, heads.export), (heads.copy_state, lambda length: heads.state()[0])):
+        whole = write(LENGTH)
+        while not (size := open_head("reader", LENGTH)):
+            pass
         learn(heads, seed=3)
         train(heads)
         parts = [heads.read("reader", start, min(size, start + 1000)) for start in range(0, size, 1000)]

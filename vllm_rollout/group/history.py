@@ -93,8 +93,9 @@ class LengthHistory:
     def __init__(self, max_prompts: int = MAX_HISTORY_PROMPTS) -> None:
         assert max_prompts >= 1, "the prompt just seen is always remembered"
         self._max_prompts = max_prompts
-        self._prompts: dict[str, _Average] = {}
-        """The last seen comes last."""
+        self._prompts: dict[str, tuple[Any, ...]] = {}
+        """Fields of each one's average; the last seen comes last. Plain tuples of numbers, which the garbage collector
+        need not look at: a hundred thousand other objects would make its passes long."""
         self._dataset: _Average | None = None
         self._log_squares = 0.0
         self._log_freedom = 0.0
@@ -116,13 +117,13 @@ class LengthHistory:
         self._log_squares = DATASET_DECAY * self._log_squares + group.log_squares
         self._log_freedom = DATASET_DECAY * self._log_freedom + group.log_freedom
         self._dataset = _total(self._dataset, group)
-        self._prompts[key] = _within(self._prompts.pop(key, None), group)
+        self._prompts[key] = tuple(_within(_average(self._prompts.pop(key, None)), group))
         if len(self._prompts) > self._max_prompts:
             del self._prompts[next(iter(self._prompts))]
 
     def of(self, key: str) -> LengthMoments | None:
         """Mean and variance within groups of this prompt. None until a group of at least two lengths was seen."""
-        average = self._prompts.get(key)
+        average = _average(self._prompts.get(key))
         if average is None or not average.num_variances:
             return None
         return LengthMoments(average.mean, average.variance, average.num_groups)
@@ -173,12 +174,12 @@ class LengthHistory:
             _check_key(key)
             if key in history._prompts:
                 raise ValueError(f"prompts[{i}] of a length history: {key!r} comes twice")
-            history._prompts[key] = _Average.from_state(numbers, f"prompts[{i}]")
+            history._prompts[key] = tuple(_Average.from_state(numbers, f"prompts[{i}]"))
         if state["dataset"] is not None:
             num_groups, mean, variance = _list(state["dataset"], "dataset", 3)
             history._dataset = _Average.from_state([num_groups, mean, num_groups, variance], "dataset")
         known = history._dataset.num_groups if history._dataset else 0
-        needed = sum(average.num_groups for average in history._prompts.values())
+        needed = sum(num_groups for num_groups, *_ in history._prompts.values())
         if needed > known != MAX_COUNT:  # beyond, nobody counts any more
             raise ValueError(f"the prompts of a length history have seen {needed} groups, but the data set {known}")
         squares, freedom = (_number(x, "log_lengths") for x in _list(state["log_lengths"], "log_lengths", 2))
@@ -206,6 +207,10 @@ class _Average(NamedTuple):
         if num_variances > num_groups or (not num_variances and variance):
             raise ValueError(f"{where} of a length history: a variance without a group it could come from")
         return cls(num_groups, mean, num_variances, variance)
+
+
+def _average(fields: tuple[Any, ...] | None) -> _Average | None:
+    return None if fields is None else _Average(*fields)
 
 
 def _within(old: _Average | None, group: GroupMoments) -> _Average:

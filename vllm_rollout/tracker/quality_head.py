@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -216,27 +216,44 @@ class QualityHead:
 
     def state(self) -> bytes:
         """As `snapshot`, all of it."""
-        return self.snapshot().whole()
+        steps = self.snapshot()
+        while True:
+            try:
+                next(steps)
+            except StopIteration as done:
+                return done.value.whole()
 
-    def snapshot(self) -> HeadBytes:
+    def snapshot(self) -> Generator[None, None, HeadBytes]:
         """Everything, optimizer too, and the newest `QUALITY_HEAD_STATE_BYTES` of the replay memory.
 
         If that is all of it, what is restored goes on exactly as this head would. Training that has diverged and does
-        not know it yet starts anew: what is saved can be restored.
+        not know it yet starts anew: what is saved can be restored. Copies a few megabytes at a time; the head may learn
+        in between, its parameters are those at the beginning.
         """
         with torch.inference_mode(False), torch.no_grad():
-            tensors = {"mean": self._mean, "scale": self._scale}
-            tensors |= self._replay.tensors(QUALITY_HEAD_STATE_BYTES) | self._standardiser.tensors()
-            if self.weights is not None:
-                tensors |= self.weights._asdict()
-            if self._parameters is not None and not self._is_sound():
-                self._start_anew()
-            if self._parameters is not None:
-                tensors |= {name: tensor.clone() for name, tensor in self._training().items()}
-            for name in ("losses", "_version_losses"):
-                tensors[name] = torch.tensor(list(getattr(self, name)), dtype=torch.float64)
+            tensors, metadata = self._begun()
+        yield
+        if not all(_within(tensor, _most(name)) for name, tensor in tensors.items()):
+            self._start_anew()
+            with torch.inference_mode(False), torch.no_grad():
+                tensors, metadata = self._begun()
+            yield
+        tensors |= yield from self._replay.copied(QUALITY_HEAD_STATE_BYTES)
+        return HeadBytes("quality head state", tensors, metadata)
+
+    def _begun(self) -> tuple[dict[str, Tensor], dict[str, int | str]]:
+        """Tensors, those of the training copied, and metadata of a state, but for the replay memory."""
+        tensors = {"mean": self._mean, "scale": self._scale, **self._standardiser.tensors()}
+        if self.weights is not None:
+            tensors |= self.weights._asdict()
+        if self._parameters is not None:
+            tensors |= {name: tensor.clone() for name, tensor in self._training().items()}
+        for name in ("losses", "_version_losses"):
+            tensors[name] = torch.tensor(list(getattr(self, name)), dtype=torch.float64)
         counters = {name: getattr(self, name) for name in COUNTERS}
-        return HeadBytes("quality head state", tensors, self._metadata() | counters | {"seed": self._seed})
+        if not len(self._replay):
+            counters["num_pending_steps"] = 0
+        return tensors, self._metadata() | counters | {"seed": self._seed}
 
     @classmethod
     def restore(cls, data: bytes, *, hidden_size: int, model: str) -> QualityHead:
@@ -282,14 +299,6 @@ class QualityHead:
             tensors[f"parameter.{name}"] = parameter.detach()
             tensors |= {f"adam.{name}.{key}": value for key, value in self._optimizer.state[parameter].items()}
         return tensors
-
-    def _is_sound(self) -> bool:
-        """Training has not diverged: a state of it can be restored."""
-        most = {"exp_avg": MAX_MOMENT, "exp_avg_sq": MAX_MOMENT**2}
-        return all(
-            _within(tensor, most.get(name.rpartition(".")[2], MAX_PARAMETER))
-            for name, tensor in self._training().items()
-        )
 
     def _metadata(self) -> dict[str, int | str]:
         names = ("hidden_size", "model", "detection_length", "version", "num_steps", "num_labels")
@@ -401,7 +410,22 @@ class QualityHead:
         self._mean, self._scale, self._num_labels_standardised = mean, scale, self.num_labels
 
 
+def _most(name: str) -> float:
+    """What numbers of a state's tensor may be at most, if training has not diverged."""
+    return {"exp_avg": MAX_MOMENT, "exp_avg_sq": MAX_MOMENT**2}.get(name.rpartition(".")[2], MAX_PARAMETER)
+
+
 def _within(tensor: Tensor, most: float) -> bool:
     """All of its numbers are finite and at most so large."""
+    if not tensor.numel():
+        return True
     low, high = tensor.aminmax()  # NaN if any is
     return bool(low >= -most and high <= most)
+
+
+def warm_up_training() -> None:
+    """Take one step of a small head. The first optimizer of a process loads modules of torch for up to seconds."""
+    head = QualityHead(1, "warm-up", 1)
+    labels = torch.arange(2 * QUALITY_HEAD_MIN_LABELS) % 2
+    head.add(labels[:, None].float(), labels, torch.ones(len(labels)))
+    head.train(0.0)

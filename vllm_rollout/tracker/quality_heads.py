@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 import torch
 
@@ -45,6 +45,8 @@ class QualityHeads:
         self._heads: dict[int, QualityHead] = {}
         self._open: OrderedDict[str, HeadBytes] = OrderedDict()
         """What is being read, by reader."""
+        self._copying: OrderedDict[tuple[str, int], Generator[None, None, HeadBytes]] = OrderedDict()
+        """What will be read, by reader and detection length."""
 
     def take_features(self, request_ids: Sequence[str]) -> tuple[torch.Tensor, list[int]]:
         """Features that are still there, [num_found, hidden_size], and their positions in `request_ids`.
@@ -97,10 +99,22 @@ class QualityHeads:
         head = self._heads.get(detection_length)
         return None if head is None or head.weights is None else self._opened(reader, head.export())
 
-    def open_state(self, reader: str, detection_length: int) -> int | None:
-        """Begin to read a head with its optimizer; returns how many bytes there are. Copies the head."""
-        head = self._heads.get(detection_length)
-        return None if head is None else self._opened(reader, head.snapshot())
+    def copy_state(self, reader: str, detection_length: int) -> int | None:
+        """Begin to read a head with its optimizer, or go on beginning; returns how many bytes there are, 0 while the
+        head is not copied yet and the call is to be repeated."""
+        if (reader, detection_length) not in self._copying:
+            head = self._heads.get(detection_length)
+            if head is None:
+                return None
+            self._copying[reader, detection_length] = head.snapshot()
+            if len(self._copying) > MAX_OPEN:
+                self._copying.popitem(last=False)
+        try:
+            next(self._copying[reader, detection_length])
+        except StopIteration as done:
+            del self._copying[reader, detection_length]
+            return self._opened(reader, done.value)
+        return 0
 
     def read(self, reader: str, start: int, end: int) -> bytes:
         """A part of what this reader has opened; at the end it is closed."""

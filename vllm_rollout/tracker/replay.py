@@ -5,6 +5,8 @@ Invariant: bounded memory; only finite numbers.
 
 from __future__ import annotations
 
+from collections.abc import Generator
+
 import torch
 from torch import Tensor
 
@@ -21,6 +23,9 @@ MAX_STANDARDISED = 10.0
 MIN_RELATIVE_STD = 0.01
 """Smallest scale of a feature, as a share of the mean one: a feature that never moved must not get a huge weight."""
 
+
+COPY_BYTES = 2**21
+"""States that are copied at a time, in bytes."""
 
 MIN_SCALE = 1e-9
 """Smallest scale at all: a feature divided by it, and a weight too, stay finite."""
@@ -51,8 +56,7 @@ def check_labels(features: Tensor, labels: Tensor, weights: Tensor, hidden_size:
 
 def is_usable(features: Tensor) -> Tensor:
     """Of each state, [num_states, hidden_size], whether it is finite and not too large."""
-    low, high = features.aminmax(dim=1)  # NaN if any is
-    return (low >= -MAX_MAGNITUDE) & (high <= MAX_MAGNITUDE)
+    return features.abs().amax(dim=1) <= MAX_MAGNITUDE  # NaN if any is
 
 
 class Replay:
@@ -76,11 +80,14 @@ class Replay:
             self.features = torch.empty(self.capacity, self.hidden_size, dtype=features.dtype)
             self.labels = torch.empty(self.capacity)
             self.weights = torch.empty(self.capacity)
-        slots = torch.arange(self.num_added, self.num_added + len(labels))[-self.capacity :] % self.capacity
-        self.features[slots] = features[-self.capacity :].to(self.features.dtype)
-        self.labels[slots] = labels[-self.capacity :].float()
-        self.weights[slots] = weights[-self.capacity :].float()
-        self.num_added += len(labels)
+        self.num_added += max(0, len(labels) - self.capacity)
+        parts = (part[-self.capacity :] for part in (features, labels, weights))
+        for memory, new in zip((self.features, self.labels, self.weights), parts, strict=True):
+            first = self.num_added % self.capacity
+            end = min(self.capacity, first + len(new))
+            memory[first:end] = new[: end - first]
+            memory[: len(new) - (end - first)] = new[end - first :]
+        self.num_added += min(len(labels), self.capacity)
 
     def draw(self, num: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
         """float32 features, labels and weights of `num` of them, with replacement; the mean weight of all is 1."""
@@ -88,16 +95,28 @@ class Replay:
         mean_weight = self.weights[: len(self)].mean().clamp_min(torch.finfo(torch.float32).tiny)
         return self.features[rows].float(), self.labels[rows], self.weights[rows] / mean_weight
 
-    def tensors(self, max_bytes: int) -> dict[str, Tensor]:
-        """Everything, or the newest states that fit into `max_bytes`, at least one."""
-        num = min(len(self), max(1, max_bytes // (self.hidden_size * self.features.element_size())))
+    def copied(self, max_bytes: int) -> Generator[None, None, dict[str, Tensor]]:
+        """Everything, or the newest states that fit into `max_bytes`, at least one.
+
+        Copies `COPY_BYTES` of them at a time. Labels may be added in between: each state stays with its own label.
+        """
+        row_bytes = self.hidden_size * self.features.element_size()
+        num = min(len(self), max(1, max_bytes // row_bytes))
         whole = num == len(self)
         slots = torch.arange(num) if whole else torch.arange(self.num_added - num, self.num_added) % self.capacity
+        num_added = min(self.num_added, MAX_COUNT) if whole else num
+        copies = self.features.new_empty(num, self.hidden_size), torch.empty(num), torch.empty(num)
+        step = max(1, COPY_BYTES // row_bytes)
+        for start in range(0, num, step):
+            for copy, memory in zip(copies, (self.features, self.labels, self.weights), strict=True):
+                copy[start : start + step] = memory[slots[start : start + step]]
+            yield
+        features, labels, weights = copies
         return {
-            "replay.features": self.features[slots],
-            "replay.labels": self.labels[slots],
-            "replay.weights": self.weights[slots],
-            "replay.num_added": torch.tensor(min(self.num_added, MAX_COUNT) if whole else num),
+            "replay.features": features,
+            "replay.labels": labels,
+            "replay.weights": weights,
+            "replay.num_added": torch.tensor(num_added),
         }
 
     def restore(self, file: HeadFile) -> None:
@@ -127,7 +146,9 @@ class Standardiser:
 
     def update(self, features: Tensor) -> None:
         """Account for states [num_states, hidden_size]."""
-        variance, mean = torch.var_mean(features.float(), dim=0, correction=0)
+        features = features.float()
+        mean = features.mean(0)
+        variance = (features - mean).square_().mean(0)  # ten times as quick as torch.var over rows
         share = len(features) / (self.count + len(features))
         difference = mean.double() - self.mean
         spread = variance.double() - self.variance

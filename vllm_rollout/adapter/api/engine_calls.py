@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from http import HTTPStatus
 from typing import Any, TypeVar
@@ -28,6 +29,8 @@ class EngineCalls:
         self.after_change: Callable[[], None] = lambda: None
         """Called when training is done and when lengths were told: there is something new to save."""
         self._reading = asyncio.Lock()
+        self._turn_of: dict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """Of each rank: calls that work come one at a time, or several would meet between the same two steps."""
         self._running: set[asyncio.Task[Any]] = set()
 
     @property
@@ -39,9 +42,10 @@ class EngineCalls:
         core = self._client.engine_core
         payload = operation.encode_argument(argument)
         try:
-            answer = await core._call_utility_async(
-                CALL_METHOD, operation.name, payload, engine=core.core_engines[rank]
-            )  # fmt: skip
+            async with self._turn_of[rank]:
+                answer = await core._call_utility_async(
+                    CALL_METHOD, operation.name, payload, engine=core.core_engines[rank]
+                )  # fmt: skip
         except EngineDeadError as error:
             raise engine_stopped() from error
         return operation.decode_result(answer)

@@ -187,7 +187,8 @@ class LearningCalls:
             yield encode(row) + b"\n"
         num_heads = 0
         for head in self.heads():
-            size = self._worker("rollout_open_head_state", reader, head.detection_length)
+            while (size := self._worker("rollout_copy_head_state", reader, head.detection_length)) == 0:
+                yield b""
             if size is not None:
                 num_heads += 1
                 yield encode([HEAD, size]) + b"\n"

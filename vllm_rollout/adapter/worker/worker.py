@@ -16,7 +16,7 @@ from vllm_rollout.adapter.worker.runner import observe_runner
 from vllm_rollout.group.report import HeadInfo
 from vllm_rollout.tracker.feature_ring import FeatureRing
 from vllm_rollout.tracker.ops import active_implementation
-from vllm_rollout.tracker.quality_head import HeadMismatch
+from vllm_rollout.tracker.quality_head import HeadMismatch, warm_up_training
 from vllm_rollout.tracker.quality_heads import QualityHeads
 
 if current_platform.is_cpu():
@@ -55,6 +55,7 @@ class RolloutWorker(PlatformWorker):
             logger.warning_once("vllm_rollout worker: candidates are not observed, because %s", refusal)
         if ring is None:
             return
+        warm_up_training()
         self.quality_heads = QualityHeads(
             self.model_runner.candidate_tracker,
             ring,
@@ -119,9 +120,9 @@ class RolloutWorker(PlatformWorker):
         """Begin to read a trained head; returns how many bytes there are, None without one."""
         return None if self.quality_heads is None else self.quality_heads.open(reader, detection_length)
 
-    def rollout_open_head_state(self, reader: str, detection_length: int) -> int | None:
-        """Begin to read a head with its optimizer; returns how many bytes there are."""
-        return None if self.quality_heads is None else self.quality_heads.open_state(reader, detection_length)
+    def rollout_copy_head_state(self, reader: str, detection_length: int) -> int | None:
+        """Begin to read a head with its optimizer; returns how many bytes there are, 0: call again."""
+        return None if self.quality_heads is None else self.quality_heads.copy_state(reader, detection_length)
 
     def rollout_read(self, reader: str, start: int, end: int) -> bytes | None:
         """A part of what is open."""
