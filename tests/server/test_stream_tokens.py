@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from vllm_rollout import AsyncRolloutClient, RolloutClient, RolloutError
+from vllm_rollout.server import event_stream
 from vllm_rollout.server.answers import (
     Candidate,
     CandidateEvent,
@@ -25,7 +26,7 @@ from vllm_rollout.server.metrics import Metrics
 from vllm_rollout.server.protocol import RolloutRequest
 from vllm_rollout.server.service import EVENT_BUFFER, RolloutService
 
-from .conftest import wait_until
+from .conftest import DEADLINE_S, wait_until
 from .fake_engine import FakeEngine
 from .learning_steps import PRUNING, teach
 
@@ -227,3 +228,21 @@ def test_tokens_that_join_are_passed_on_as_they_are() -> None:
     transport = httpx.MockTransport(lambda _: httpx.Response(200, content=sse(events)))
     with RolloutClient(transport=transport) as client:
         assert list(client.stream(["p"], 1, stream_tokens=1)) == events
+
+
+async def test_a_stream_that_nobody_reads_ends_after_a_while(app, engine: FakeEngine, monkeypatch) -> None:
+    monkeypatch.setattr(event_stream, "STALLED_S", 0.05)
+    service: RolloutService = app.state.rollout_service
+    arguments = {**RACE, "stream": True, "stream_tokens": 1, "sampling": ENDLESS}
+    rollout = await service.prepare(RolloutRequest.model_validate(arguments))
+    taken = []
+
+    async def send(message: dict[str, Any]) -> None:
+        taken.append(message["type"])
+        if len(taken) == 3:
+            await asyncio.Event().wait()
+
+    stream = event_stream.EventStream(event_stream.server_sent_events(service, rollout))
+    await asyncio.wait_for(stream({"type": "http"}, asyncio.Event().wait, send), DEADLINE_S)
+    assert len(taken) == 3
+    assert engine.num_running == 0

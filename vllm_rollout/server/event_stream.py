@@ -8,13 +8,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing
 from typing import Any, TypeVar, get_args
 
 from fastapi.responses import StreamingResponse
 from pydantic import TypeAdapter
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from vllm_rollout.server.answers import ErrorEvent, Event
 from vllm_rollout.server.engine import RequestError
@@ -25,6 +26,9 @@ from vllm_rollout.server.service import RolloutService
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+
+STALLED_S = 3600.0
+"""A trainer may read nothing during a step of training, in seconds. After that its stream is taken for abandoned."""
 
 
 def event_stream_schema() -> dict[str, Any]:
@@ -59,17 +63,42 @@ EVENT_STREAM_EXAMPLE = "".join(
 class EventStream(StreamingResponse):
     """An event stream that ends its source at once when the client goes away, whether or not it is being read.
 
-    Overrides: __call__, stream_response.
+    One that nobody reads for `STALLED_S` ends too: its server closes the connection. Overrides: __call__,
+    stream_response.
     """
 
     media_type = "text/event-stream"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await unless_disconnected(receive, self.stream_response(send))
+        reader = PatientSend(send)
+        await unless_disconnected(receive, self.stream_response(reader), reader.stalled())
 
     async def stream_response(self, send: Send) -> None:
         async with aclosing(self.body_iterator):
             await super().stream_response(send)
+
+
+class PatientSend:
+    """Sends, and knows for how long the client has not taken what is sent."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._since_s: float | None = None
+        """When the message began that is being sent."""
+
+    async def __call__(self, message: Message) -> None:
+        self._since_s = time.monotonic()
+        await self._send(message)
+        self._since_s = None
+
+    async def stalled(self) -> None:
+        """Returns when one message has not been taken for `STALLED_S`."""
+        while True:
+            waited_s = 0.0 if self._since_s is None else time.monotonic() - self._since_s
+            if waited_s >= STALLED_S:
+                logger.warning("nobody read a rollout's stream for %.0f s: it ends", waited_s)
+                return
+            await asyncio.sleep(STALLED_S - waited_s)
 
 
 async def server_sent_events(service: RolloutService, rollout: Rollout) -> AsyncGenerator[bytes, None]:
@@ -88,19 +117,19 @@ async def _sse(event: Event) -> bytes:
     return b"event: %s\ndata: %s\n\n" % (event.type.encode(), await encode(event, num_tokens_in(event)))
 
 
-async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T | None:
-    """Await `work`; when the client goes away, cancel it (which aborts its candidates) and return None."""
+async def unless_disconnected(receive: Receive, work: Awaitable[T], *ends: Awaitable[None]) -> T | None:
+    """Await `work`; when the client goes away or one of `ends` comes first, cancel it and return None."""
 
     async def disconnected() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
 
     working = asyncio.ensure_future(work)
-    watching = asyncio.create_task(disconnected())
+    watching = [asyncio.ensure_future(end) for end in (disconnected(), *ends)]
     try:
-        await asyncio.wait([working, watching], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([working, *watching], return_when=asyncio.FIRST_COMPLETED)
         return working.result() if working.done() else None
     finally:
-        for task in (working, watching):
+        for task in (working, *watching):
             task.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
+        await asyncio.gather(working, *watching, return_exceptions=True)
