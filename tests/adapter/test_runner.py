@@ -10,6 +10,7 @@ import torch
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, CandidateTag, RunnerReport
+from vllm_rollout.adapter.worker import runner as runner_module
 from vllm_rollout.adapter.worker.runner import ObservedOutput, observe_runner, observe_sampler
 from vllm_rollout.group.judge import Scoring
 from vllm_rollout.group.pruning_plan import PruningPlan
@@ -17,9 +18,11 @@ from vllm_rollout.tracker.feature_ring import FeatureRing
 from vllm_rollout.tracker.ops import token_stats
 from vllm_rollout.tracker.quality_head import HeadWeights
 from vllm_rollout.tracker.tracker import PublishedHead, StepValues
+from vllm_rollout.tracker.warm_up import warm_up
 
 HIDDEN_SIZE = 4
 VOCAB_SIZE = 5
+WEIGHT = torch.ones(HIDDEN_SIZE, VOCAB_SIZE)
 
 
 class Row(NamedTuple):
@@ -64,6 +67,9 @@ class RunnerV1:
         unfinished = np.array([row.num_computed < row.num_known for row in rows] + [True])
         self.discard_request_mask = SimpleNamespace(np=unfinished)  # longer than the batch, as vLLM's buffers are
         self.optimistic_seq_lens_cpu = torch.tensor([row.num_computed for row in rows] + [99])
+
+    def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> str:
+        return "what vLLM answers"
 
     def sample_tokens(self, grammar: Any = None) -> Any:
         self._sample(self.new_logits(), None)
@@ -303,6 +309,25 @@ def test_a_prompt_of_embeddings_has_its_length_too(new_runner):
     step(runner, [Row("a", 4, 4)], (request,))
     _, report = step(runner, [Row("a", 5, 5)])
     assert list(report.due) == ["a"]
+
+
+def test_operators_are_warmed_with_the_model_s_logits_where_vllm_warms_its_sampler(new_runner, monkeypatch):
+    warmed = []
+    monkeypatch.setattr(runner_module, "warm_up", lambda *tensors: warmed.append(tensors))
+    for ring, num_warmed in ((new_ring(), 1), (None, 0)):
+        runner, made = new_runner(ring), []
+        runner.model = SimpleNamespace(compute_logits=lambda hidden, made=made: made.append(hidden) or hidden @ WEIGHT)
+        warmed.clear()
+        assert runner._dummy_sampler_run(torch.ones(6, HIDDEN_SIZE)) == "what vLLM answers"
+        assert len(made) == 1  # on every rank of a tensor-parallel group, which gathers
+        assert len(warmed) == num_warmed
+        for logits, hidden in warmed:
+            assert (logits.shape[1], hidden.shape[1]) == (VOCAB_SIZE, HIDDEN_SIZE)
+
+
+def test_warming_up_calls_every_operator_for_whatever_the_model_makes():
+    for dtype in (torch.float32, torch.bfloat16):
+        warm_up(torch.zeros(2, VOCAB_SIZE, dtype=dtype), torch.zeros(2, HIDDEN_SIZE, dtype=dtype))
 
 
 def test_rows_of_speculative_decoding_are_not_observed():

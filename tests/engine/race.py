@@ -9,7 +9,7 @@ import json
 import os
 import sys
 from dataclasses import replace
-from statistics import fmean
+from statistics import fmean, pstdev
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.update(
@@ -67,12 +67,11 @@ def main(model: str) -> None:
             note, _ = EndingNote.take(output.kv_transfer_params)
             completion = output.outputs[0]
             # Self-certainty from what vLLM itself returns: minus the mean log probability over the whole vocabulary.
-            expected = fmean(-fmean(entry.logprob for entry in position.values()) for position in completion.logprobs)
+            values = [-fmean(entry.logprob for entry in position.values()) for position in completion.logprobs]
+            expected = [fmean(values), pstdev(values)]
             tokens = list(completion.token_ids)
-            rows.append(
-                [note.state, tokens, completion.finish_reason, note.confidence and note.confidence[0], expected]
-            )
-            confidences.append([-fmean(e.logprob for e in position.values()) for position in completion.logprobs])
+            rows.append([note.state, tokens, completion.finish_reason, note.confidence, expected])
+            confidences.append(values)
         return rows
 
     confidences: list[list[float]] = []

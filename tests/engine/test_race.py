@@ -43,7 +43,7 @@ def test_what_a_stopped_candidate_made_is_the_beginning_of_what_it_would_have_ma
 def test_confidence_is_what_the_full_log_probabilities_say(race: dict[str, Any]) -> None:
     for _, tokens, _, confidence, expected in race["whole"] + race["raced"]:
         assert tokens
-        assert confidence == pytest.approx(expected, rel=1e-3)
+        assert confidence == pytest.approx(expected, rel=1e-3)  # mean and standard deviation
 
 
 def test_scoring_changes_no_token(race: dict[str, Any]) -> None:

@@ -53,6 +53,7 @@ def test_a_race_returns_exactly_group_size_and_stops_the_others(server: Server) 
             assert len(t["token_ids"]) == len(t["logprobs"]) == t["num_tokens"] == 50
             assert all(logprob <= 0 for logprob in t["logprobs"])
             assert t["mean_confidence"] > 0
+            assert t["std_confidence"] > 0
             assert t["weight_versions"][-1]["end"] == t["num_tokens"]
 
 

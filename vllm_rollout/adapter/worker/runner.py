@@ -103,6 +103,7 @@ class RunnerMixin:
             return output
         return ObservedOutput(output, step, self.feature_ring, None if step.on_host else self._copy_stream())
 
+    @torch.inference_mode()
     def _dummy_sampler_run(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         # vLLM warms its sampler up here, before it begins to watch for kernels that are compiled in a step.
         result = super()._dummy_sampler_run(hidden_states, *args, **kwargs)
