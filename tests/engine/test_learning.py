@@ -6,13 +6,15 @@ The task: a prompt of one kind always succeeds, of the other kind never. The hid
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import struct
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load
+from safetensors.torch import load, save
 
 from tests.engine.conftest import HERE, Server, ends_after, race_joined, serve_command
 
@@ -234,6 +236,54 @@ def test_a_head_can_be_taken_out_and_put_back(taught: LearningServer) -> None:
     assert answer.status_code == 200, answer.text
     assert answer.json()["detection_length"] == DETECTION_LENGTH
     assert taught.http.put("/v1/quality_head", content=b"no head").status_code == 422
+
+
+def test_no_head_and_no_state_that_a_client_makes_up_stops_the_engine(taught: LearningServer) -> None:
+    """What is refused changes nothing, and the engine goes on: rollout, reward, report, save, restore."""
+    head, state = taught.head(), taught.http.get("/v1/rollouts/state").content
+    tensors, metadata = load(head), header(head)["__metadata__"]
+    heads = {
+        "version": save(tensors, {**metadata, "version": str(10**24)}),
+        "length": save(tensors, {**metadata, "detection_length": str(10**30)}),
+        "values": save({**tensors, "w2": tensors["w2"] * 1e30}, metadata),
+        "scale": save({**tensors, "scale": tensors["scale"] * 0}, metadata),
+        "shape": save({**tensors, "mean": tensors["mean"][:1]}, metadata),
+        "claim": struct.pack("<Q", 64) + b'{"w1":{"dtype":"F32","shape":[2147483648,4096],"data_offsets":[0,4]}}'[:64],
+        "cut": head[: len(head) // 2],
+        "noise": bytes(range(256)) * 16,
+    }
+    lines = state[: state.index(b'["head"')].splitlines()
+    rest = state[len(b"\n".join(lines)) + 1 :]
+    states = {
+        "recent": changed(lines, "learning", lambda row: row[1]["calibrators"][1].update(recent=[1e200] * 9)) + rest,
+        "tokens": changed(lines, "outcomes", lambda row: row[2][0].__setitem__(-1, 10**30)) + rest,
+        "survival": changed(lines, "outcomes", lambda row: row[2][0].__setitem__(7, -1.0)) + rest,
+        "lengths": changed(lines, "lengths", lambda row: row[1].update(dataset=[10**24, 1.0, 1.0])) + rest,
+        "head": b"\n".join(lines) + b'\n["head",5]\nabcde["end",1]\n',
+        "cut": state[: len(state) // 2],
+        "deep": b"[" * 100_000,
+    }
+    for path, cases in (("/v1/quality_head", heads), ("/v1/rollouts/state", states)):
+        for name, data in cases.items():
+            answer = taught.http.put(path, content=data)
+            assert answer.status_code == 422, (path, name, answer.text)
+            assert answer.json()["error"]["message"], name
+    assert taught.head() == head
+    assert taught.http.put("/v1/rollouts/state", content=state).status_code == 204
+    taught.teach()
+    assert taught.alive
+
+
+def header(data: bytes) -> dict[str, Any]:
+    (length,) = struct.unpack_from("<Q", data)
+    return json.loads(data[8 : 8 + length])
+
+
+def changed(lines: list[bytes], kind: str, change: Callable[[list[Any]], None]) -> bytes:
+    """A state's rows with the first of a kind changed."""
+    rows = [json.loads(line) for line in lines]
+    change(next(row for row in rows if isinstance(row, list) and row[0] == kind))
+    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
 
 
 def test_the_head_outlives_a_weight_update_and_scores_name_the_version(taught: LearningServer) -> None:
