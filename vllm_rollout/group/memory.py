@@ -52,7 +52,8 @@ class Memory:
                 if spare is None:
                     return None
                 del self.learnings[spare]
-                self.forgotten.append(spare)
+                if spare not in self.forgotten:
+                    self.forgotten.append(spare)
             learning = Learning(detection_length)
         self.learnings[detection_length] = learning
         return learning

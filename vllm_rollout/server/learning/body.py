@@ -48,7 +48,7 @@ EXPLANATIONS: dict[RewardStatus, str | None] = {
     "accepted": None,
     "duplicate": "the same reward was posted before; nothing changes",
     "conflict": "another reward was posted before, and stays",
-    "unknown": "no such candidate in this rollout; check prompt_id and index",
+    "unknown": "no such candidate in this rollout, or one that was forgotten; check prompt_id and index",
     "unfinished": "it is still running, or was stopped (pruned, surplus, failed): no reward is expected",
     "unscored": "it ended before detection_length: there is nothing to learn from",
 }
