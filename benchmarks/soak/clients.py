@@ -172,6 +172,21 @@ class SoakClient:
             wrong = [{**reward, "reward": 1 - reward["reward"]} for reward in rewards]
             await self._post(answer.id, wrong, {"conflict", "unscored"})
 
+    async def many_lengths(self) -> None:
+        """More detection lengths than a server learns at: the least used are forgotten."""
+        pruning = {"detection_length": self._rng.randint(1, 40), "min_labels": 8}
+        await self._rollout(self._body(group_size=2, redundancy=2, pruning=pruning), 200, 422)
+
+    async def large(self) -> None:
+        """Several times what the engine runs: its groups start in turn, others in between."""
+        prompts = bodies.prompts(self._rng, f"{self.name}-{self._num_acts}", 60)
+        body = self._body(prompts=prompts, group_size=4, redundancy=2, sampling={"max_tokens": 16})
+        await (self._rollout(body) if self._rng.random() < 0.5 else self._stream(body))
+
+    async def open_path(self) -> None:
+        body = {"prompt": "hello world", "max_tokens": 4, "vllm_xargs": {"rollout_redundancy": 1}}
+        await self._send("POST", "/invocations", 400, json=body)
+
     async def _post(self, rollout: str, rewards: list[dict[str, Any]], expected: set[str], *allowed: int) -> None:
         if not rewards:
             return
@@ -333,6 +348,9 @@ KINDS: Mapping[str, Kind] = {
     "slow_reader": Kind(SoakClient.slow_reader, 3),
     "never_reads": Kind(SoakClient.never_reads, 3),
     "pruned": Kind(SoakClient.pruned, 12),
+    "many_lengths": Kind(SoakClient.many_lengths, 2),
+    "large": Kind(SoakClient.large, 0.5),
+    "open_path": Kind(SoakClient.open_path, 0.5, False),
     "foreign_rewards": Kind(SoakClient.foreign_rewards, 2, False),
     "auto": Kind(SoakClient.auto, 6),
     "dual_end": Kind(SoakClient.dual_end, 4),

@@ -26,7 +26,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_rollout.adapter.api.client import RolloutAsyncLLM
 from vllm_rollout.adapter.api.engine import VLLMEngine, sampled_logprobs
-from vllm_rollout.adapter.api.outputs import CandidateOutput
+from vllm_rollout.adapter.api.outputs import CandidateFailed, CandidateOutput
 from vllm_rollout.adapter.core.scheduler import RolloutScheduler
 from vllm_rollout.group.plan import GroupPlan
 from vllm_rollout.group.pruning_plan import PruningPlan
@@ -160,7 +160,9 @@ def test_one_failure_behind_a_full_queue_leaves_the_other_candidates_whole(llm: 
             llm.output_processor.request_states["g-c3-internal"].queue.put(ConnectionError("on purpose"))
             await llm.step_to_the_end()
             read += await in_time(collect(outputs))
-        assert not any(candidate.output.finished for candidate in read if candidate.index == 3)
+        *outputs_of_it, last = (candidate for candidate in read if candidate.index == 3)
+        assert last == CandidateFailed(3)
+        assert not any(candidate.output.finished for candidate in outputs_of_it)
         others = [candidate for candidate in read if candidate.index != 3]
         assert_complete(llm, "g", others, {index: 300 for index in range(8) if index != 3})
 
@@ -285,3 +287,20 @@ def test_chunks_join_whatever_the_pace_of_the_reader(tiny_model, stream_tokens, 
     happenings = run_with_pauses(llm, plan, lengths, stream_tokens, steps_per_read)
     assert_chunks_join(llm, lengths, stream_tokens, happenings)
     assert_nothing_left(llm.run)
+
+
+def test_a_candidate_that_raises_is_announced_while_its_siblings_run(llm: SteppedLLM, monkeypatch) -> None:
+    add_request = SteppedLLM.add_request
+
+    async def add_request_but_one(self: SteppedLLM, request_id: str, *args: Any, **kwargs: Any) -> Any:
+        if request_id.endswith("-c1"):
+            raise RuntimeError("no such luck")
+        return await add_request(self, request_id, *args, **kwargs)
+
+    monkeypatch.setattr(SteppedLLM, "add_request", add_request_but_one)
+    happenings = run_with_pauses(llm, GroupPlan(group_size=3, early_stop=False), [40, 40, 40], 1, [0, 5])
+    ends = [i for i, happening in enumerate(happenings) if isinstance(happening, CandidateEnd)]
+    failed, *others = (happenings[i].ending for i in ends)
+    assert (failed.index, failed.state, failed.num_tokens) == (1, "failed", 0)
+    assert ends[0] == 0
+    assert [(end.state, end.num_tokens) for end in others] == [("finished", 40)] * 2

@@ -23,7 +23,13 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_rollout.adapter.api.open_paths import refuse_on_open_path
-from vllm_rollout.adapter.api.outputs import CandidateOutput, choices_of, ending_of, mend_weight_versions
+from vllm_rollout.adapter.api.outputs import (
+    CandidateFailed,
+    CandidateOutput,
+    choices_of,
+    ending_of,
+    mend_weight_versions,
+)
 from vllm_rollout.adapter.api.prompts import digest_of_prompt
 from vllm_rollout.adapter.api.refusals import pruning_refusal
 from vllm_rollout.adapter.wire import TAG_KEY, CandidateTag, EndingNote
@@ -151,13 +157,14 @@ class RolloutAsyncLLM(AsyncLLM):
         observed: bool = True,
         data_parallel_rank: int | None = None,
         **kwargs: Any,
-    ) -> AsyncGenerator[CandidateOutput, None]:
+    ) -> AsyncGenerator[CandidateOutput | CandidateFailed, None]:
         """Run the candidates of one group; yields their outputs as they come, in the kind `params` asks for.
 
         Without `observed` and `scoring` nobody looks at their logits, and there is no mean confidence.
 
-        A candidate that fails ends with a final output of finish reason `error` or `abort`. Closing the generator
-        aborts what still runs. Raises what concerns all candidates alike: bad parameters, a full queue, a dead engine.
+        A candidate that fails ends with a final output of finish reason `error` or `abort`, or as CandidateFailed.
+        Closing the generator aborts what still runs. Raises what concerns all candidates alike: bad parameters, a full
+        queue, a dead engine.
 
         However much the engine generates, at most three outputs per candidate are held for a reader that does not read:
         as many as there are candidates in the queue, and of each candidate one that waits for room there and one into
@@ -166,7 +173,7 @@ class RolloutAsyncLLM(AsyncLLM):
         rank = self._placement.place(plan.num_candidates, data_parallel_rank)
         kwargs["data_parallel_rank"] = data_parallel_rank if self.num_ranks == 1 else rank
         # One place per candidate: with fewer, candidates of one step wait for each other, a task switch per output.
-        queue: asyncio.Queue[CandidateOutput | int | Exception] = asyncio.Queue(plan.num_candidates)
+        queue: asyncio.Queue[CandidateOutput | CandidateFailed | int | Exception] = asyncio.Queue(plan.num_candidates)
         params = params.clone()
         params.skip_clone = True  # siblings share what they only read; each gets its own copy of the rest below
         delta = params.output_kind == RequestOutputKind.DELTA
@@ -197,6 +204,7 @@ class RolloutAsyncLLM(AsyncLLM):
                 await queue.put(error)
             except Exception:  # one candidate's failure is not its group's: the reader ends it as failed
                 logger.exception("candidate %d of group %s failed", index, group_id)
+                await queue.put(CandidateFailed(index))
                 await queue.put(index)
 
         tasks = [asyncio.create_task(run(index)) for index in range(plan.num_candidates)]
@@ -232,6 +240,8 @@ class RolloutAsyncLLM(AsyncLLM):
         stream = self.run_candidates(group_id, plan, prompt, params, scoring=scoring, observed=False, **kwargs)
         async with aclosing(stream) as outputs:
             async for candidate in outputs:
+                if isinstance(candidate, CandidateFailed):
+                    continue
                 finals[candidate.index] = candidate.output
                 endings[candidate.index] = ending_of(candidate)
                 if candidate.note is not None and candidate.note.assessment is not None:

@@ -26,7 +26,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm_rollout.adapter.api.client import RolloutAsyncLLM
 from vllm_rollout.adapter.api.engine_calls import engine_stopped
 from vllm_rollout.adapter.api.learning import EngineLearning
-from vllm_rollout.adapter.api.outputs import CandidateOutput, ending_of
+from vllm_rollout.adapter.api.outputs import CandidateFailed, CandidateOutput, ending_of
 from vllm_rollout.adapter.api.shaping import EngineShaping
 from vllm_rollout.adapter.call_table import CANCEL_GROUPS
 from vllm_rollout.adapter.options import RolloutOptions
@@ -274,7 +274,10 @@ class _CandidateLog:
         self._num_sent = 0
         self.end: CandidateEnd | None = None
 
-    def add(self, candidate: CandidateOutput) -> None:
+    def add(self, candidate: CandidateOutput | CandidateFailed) -> None:
+        if isinstance(candidate, CandidateFailed):
+            self.end = self.failed()
+            return
         (completion,) = candidate.output.outputs
         self._token_ids += completion.token_ids
         self._text += completion.text

@@ -23,6 +23,13 @@ class CandidateOutput:
     note: EndingNote | None
 
 
+@dataclass(frozen=True, slots=True)
+class CandidateFailed:
+    """Something of ours or of vLLM's raised: this candidate has no last output. Its siblings go on."""
+
+    index: int
+
+
 def ending_of(candidate: CandidateOutput, num_tokens: int | None = None) -> Ending:
     """The ending in a candidate's last output; `num_tokens` when that output is a delta."""
     (completion,) = candidate.output.outputs
