@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from vllm_rollout.config import LOG_STD_PRIOR_WEIGHT
 from vllm_rollout.group.censoring import (
     MAX_LOG_STD,
+    MAX_STOPS,
     MIN_LOG_STD,
     LogLengthFit,
+    _counted,
     _log_survival,
     _tail,
     fit_log_lengths,
@@ -154,3 +156,17 @@ def test_survival_goes_on_where_erfc_ends():
     assert _log_survival(35.0) == pytest.approx(_log_survival(35.0 - 1e-9), abs=1e-6)
     assert _log_survival(0.0) == pytest.approx(math.log(0.5))
     assert _log_survival(1e6) == pytest.approx(-5e11, rel=1e-6)
+
+
+def test_many_different_stops_are_fitted_as_few_of_them_with_nearly_the_same_moments(monkeypatch):
+    rng = random.Random(3)
+    drawn = log_normal_lengths(rng, 0.8, 2000)
+    finished, stops = drawn[::2], [max(1, round(length * rng.random())) for length in drawn[1::2]]
+    counted = _counted(stops)
+    assert len(counted) == MAX_STOPS
+    assert sum(count for _, count in counted) == len(stops)
+    few = group_moments(finished, stops, 0.7)
+    monkeypatch.setattr("vllm_rollout.group.censoring.MAX_STOPS", len(stops))
+    all_of_them = group_moments(finished, stops, 0.7)
+    assert few.mean == pytest.approx(all_of_them.mean, rel=0.01)
+    assert math.sqrt(few.variance) == pytest.approx(math.sqrt(all_of_them.variance), rel=0.02)
