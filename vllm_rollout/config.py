@@ -1,4 +1,7 @@
-"""Every knob once, with unit and range. Invariant: a default is stated here and nowhere else."""
+"""What users and several modules need to agree on, with unit and range; a constant of one module lives in it.
+
+Invariant: a default is stated once.
+"""
 
 from __future__ import annotations
 
@@ -49,36 +52,6 @@ TRAIN_BUDGET_S = 0.005
 
 QUALITY_HEAD_HIDDEN = 128
 """Width of the quality head (ARRoL 4.2)."""
-
-QUALITY_HEAD_REPLAY = 8192
-"""Newest labelled hidden states that a head trains on: 64 MB per head at hidden size 4,096 in bfloat16."""
-
-QUALITY_HEAD_STATE_BYTES = 8 * 1024 * 1024
-"""Labelled states in a saved head, in bytes: 1,024 at hidden size 4,096 in bfloat16. Saving holds up the engine."""
-
-QUALITY_HEAD_MIN_LABELS = 32
-"""Successes, and failures, that a head has seen before its training begins."""
-
-QUALITY_HEAD_BATCH = 64
-"""Labelled states in one optimizer step."""
-
-QUALITY_HEAD_PASSES = 12
-"""Optimizer steps planned for a label, times the batch: how often each label is drawn on average."""
-
-QUALITY_HEAD_PUBLISH_STEPS = 256
-"""While labels keep coming, new weights are published at least once per this many optimizer steps."""
-
-QUALITY_HEAD_LEARNING_RATE = 1e-3
-"""Of Adam."""
-
-QUALITY_HEAD_WEIGHT_DECAY = 0.1
-"""Decoupled, on both layers' matrices."""
-
-QUALITY_HEAD_DROPOUT = 0.5
-"""Share of hidden units left out in a training step."""
-
-MAX_QUALITY_HEAD_VERSIONS = 1024
-"""Versions whose training loss is remembered."""
 
 REWARD_THRESHOLD = 0.5
 """A posted reward above it is positive: right for rewards of 0 and 1, of -1 and 1, and for scores in [0, 1]."""

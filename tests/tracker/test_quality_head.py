@@ -10,16 +10,18 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from vllm_rollout.config import (
+from vllm_rollout.config import QUALITY_HEAD_HIDDEN
+from vllm_rollout.tracker import quality_head
+from vllm_rollout.tracker.quality_head import (
     QUALITY_HEAD_BATCH,
-    QUALITY_HEAD_HIDDEN,
     QUALITY_HEAD_MIN_LABELS,
     QUALITY_HEAD_PASSES,
     QUALITY_HEAD_PUBLISH_STEPS,
     QUALITY_HEAD_REPLAY,
+    HeadMismatch,
+    HeadWeights,
+    QualityHead,
 )
-from vllm_rollout.tracker import quality_head
-from vllm_rollout.tracker.quality_head import HeadMismatch, HeadWeights, QualityHead
 from vllm_rollout.tracker.replay import MAX_MAGNITUDE, Replay, Standardiser
 
 HIDDEN_SIZE = 48

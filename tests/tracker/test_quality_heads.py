@@ -6,10 +6,10 @@ import pytest
 import torch
 from safetensors.torch import load
 
-from vllm_rollout.config import MAX_DETECTION_LENGTHS, QUALITY_HEAD_BATCH, QUALITY_HEAD_PASSES
+from vllm_rollout.config import MAX_DETECTION_LENGTHS
 from vllm_rollout.tracker import quality_head, quality_heads
 from vllm_rollout.tracker.feature_ring import FeatureRing
-from vllm_rollout.tracker.quality_head import HeadMismatch, QualityHead
+from vllm_rollout.tracker.quality_head import QUALITY_HEAD_BATCH, QUALITY_HEAD_PASSES, HeadMismatch, QualityHead
 from vllm_rollout.tracker.quality_head_file import HeadBytes, read_head_file
 from vllm_rollout.tracker.quality_heads import QualityHeads
 from vllm_rollout.tracker.tracker import CandidateTracker, PublishedHead

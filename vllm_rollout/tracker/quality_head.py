@@ -18,20 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from vllm_rollout.config import (
-    MAX_DETECTION_LENGTH,
-    MAX_QUALITY_HEAD_VERSIONS,
-    QUALITY_HEAD_BATCH,
-    QUALITY_HEAD_DROPOUT,
-    QUALITY_HEAD_HIDDEN,
-    QUALITY_HEAD_LEARNING_RATE,
-    QUALITY_HEAD_MIN_LABELS,
-    QUALITY_HEAD_PASSES,
-    QUALITY_HEAD_PUBLISH_STEPS,
-    QUALITY_HEAD_REPLAY,
-    QUALITY_HEAD_STATE_BYTES,
-    QUALITY_HEAD_WEIGHT_DECAY,
-)
+from vllm_rollout.config import MAX_DETECTION_LENGTH, QUALITY_HEAD_HIDDEN
 from vllm_rollout.group.checks import MAX_COUNT
 from vllm_rollout.tracker.quality_head_file import HeadBytes, HeadFile, HeadMismatch, read_head_file
 from vllm_rollout.tracker.replay import (
@@ -42,6 +29,27 @@ from vllm_rollout.tracker.replay import (
     Standardiser,
     check_labels,
 )
+
+QUALITY_HEAD_REPLAY = 8192
+"""Newest labelled hidden states that a head trains on: 64 MB per head at hidden size 4,096 in bfloat16."""
+QUALITY_HEAD_STATE_BYTES = 8 * 1024 * 1024
+"""Labelled states in a saved head, in bytes: 1,024 at hidden size 4,096 in bfloat16. Saving holds up the engine."""
+QUALITY_HEAD_MIN_LABELS = 32
+"""Successes, and failures, that a head has seen before its training begins."""
+QUALITY_HEAD_BATCH = 64
+"""Labelled states in one optimizer step."""
+QUALITY_HEAD_PASSES = 12
+"""Optimizer steps planned for a label, times the batch: how often each label is drawn on average."""
+QUALITY_HEAD_PUBLISH_STEPS = 256
+"""While labels keep coming, new weights are published at least once per this many optimizer steps."""
+QUALITY_HEAD_LEARNING_RATE = 1e-3
+"""Of Adam."""
+QUALITY_HEAD_WEIGHT_DECAY = 0.1
+"""Decoupled, on both layers' matrices."""
+QUALITY_HEAD_DROPOUT = 0.5
+"""Share of hidden units left out in a training step."""
+MAX_QUALITY_HEAD_VERSIONS = 1024
+"""Versions whose training loss is remembered."""
 
 __all__ = ["HeadMismatch", "HeadWeights", "QualityHead"]
 
