@@ -10,8 +10,8 @@ What this cannot mend: the fewer finished, the more the standard deviation errs,
 a group in which none finished nobody knows more than a bound. Pruning stops by score, not by chance; what scores tell
 about lengths goes unseen.
 
-Invariant: moments are finite and not negative, and no censored length counts for less than its stop (of very many, than that of
-a neighbour).
+Invariant: moments are finite and not negative, and no censored length counts for less than its stop (of very many, than
+that of a neighbour).
 """
 
 from __future__ import annotations
