@@ -333,11 +333,14 @@ class SoakClient:
 
 
 class Kind(NamedTuple):
-    """A kind of client: what it does, how often, and whether candidates run for it."""
+    """A kind of client."""
 
     act: Callable[[SoakClient], Awaitable[None]]
     weight: float
     generates: bool = True
+    """Candidates run for it."""
+    bad_share: float = 0.0
+    """Of its acts: what they send is to be refused, or means harm."""
 
 
 KINDS: Mapping[str, Kind] = {
@@ -350,19 +353,19 @@ KINDS: Mapping[str, Kind] = {
     "pruned": Kind(SoakClient.pruned, 12),
     "many_lengths": Kind(SoakClient.many_lengths, 2),
     "large": Kind(SoakClient.large, 0.5),
-    "open_path": Kind(SoakClient.open_path, 0.5, False),
-    "foreign_rewards": Kind(SoakClient.foreign_rewards, 2, False),
+    "open_path": Kind(SoakClient.open_path, 0.5, False, 1.0),
+    "foreign_rewards": Kind(SoakClient.foreign_rewards, 2, False, 1.0),
     "auto": Kind(SoakClient.auto, 6),
     "dual_end": Kind(SoakClient.dual_end, 4),
     "choices": Kind(SoakClient.choices, 10),
     "joined": Kind(SoakClient.joined, 5),
-    "colliding": Kind(SoakClient.colliding, 3),
+    "colliding": Kind(SoakClient.colliding, 3, True, 1.0),
     "votes": Kind(SoakClient.votes, 4, False),
-    "evil_votes": Kind(SoakClient.evil_votes, 0.1, False),
-    "heads": Kind(SoakClient.heads, 3, False),
-    "states": Kind(SoakClient.states, 2, False),
+    "evil_votes": Kind(SoakClient.evil_votes, 0.1, False, 1.0),
+    "heads": Kind(SoakClient.heads, 3, False, 0.35),
+    "states": Kind(SoakClient.states, 2, False, 0.35),
     "reports": Kind(SoakClient.reports, 3, False),
-    "bad_bodies": Kind(SoakClient.bad_bodies, 6, False),
+    "bad_bodies": Kind(SoakClient.bad_bodies, 6, False, 1.0),
     "pauses": Kind(SoakClient.pauses, 0.5, False),
     "resets": Kind(SoakClient.resets, 1, False),
 }

@@ -21,7 +21,7 @@ acts in %:
   bad_bodies, open_path (6)     wrong fields, ranges and types, no JSON, nested too deeply; our fields on /invocations
   reports, pauses, resets (5)   report, metrics, health; /pause?mode=keep and /resume; /reset_prefix_cache
 
-So 17 % of acts send something bad.
+So 13 % of acts send something bad.
 
 Invariants, each break of which is counted and told:
   answers      none of 500 or above (503 neither), every status among those allowed for what was sent
@@ -120,6 +120,9 @@ def soak(arguments: argparse.Namespace, folder: Path, console: Console) -> dict[
         "num_clients": arguments.clients,
         "seconds": arguments.seconds,
         "share_of_disconnects": DISCONNECT_SHARE,
+        "share_of_bad_input": round(
+            sum(KINDS[name].weight * KINDS[name].bad_share for name in arguments.kinds) / weights, 4
+        ),
         "share_of_kinds": {name: round(KINDS[name].weight / weights, 4) for name in arguments.kinds},
     }
     record = record_of_run(seed=arguments.seed, workload=workload)
@@ -132,7 +135,8 @@ def soak(arguments: argparse.Namespace, folder: Path, console: Console) -> dict[
         started = time.monotonic()
     stop_s = time.monotonic() - started
     log = (folder / "server.log").read_text(errors="replace")
-    errors = Counter(match[1][:200] for match in re.finditer(r"ERROR \S+ \S+ \[.*?\] (.*)", log))
+    found = re.finditer(r"ERROR \S+ \S+ \[.*?\] (.*)", log)
+    errors = Counter(re.sub(r"[0-9a-f]{16,}", "…", match[1][:200]) for match in found)
     growth = growth_mib(samples.total) if samples.total else 0.0
     if arguments.seconds >= SHORTEST_FOR_MEMORY_S and growth > arguments.max_growth_mib:
         tally.broken("memory", f"grew by {growth:.0f} MiB, at most {arguments.max_growth_mib:g} are allowed")

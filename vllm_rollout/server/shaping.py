@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 from vllm_rollout.config import REPORT_INTERVAL_S
-from vllm_rollout.group.allocation import BatchPrompt, Budget, PromptAllocation, allocate_batch
+from vllm_rollout.group.allocation import BatchAllocation, BatchPrompt, Budget, PromptAllocation, allocate_batch
 from vllm_rollout.group.history import ObservedLength, observed_lengths
 from vllm_rollout.group.plan import EarlyStop, GroupPlan
 from vllm_rollout.group.prompt_key import digest_of
@@ -59,22 +59,25 @@ class ShapingService:
         Source: DARTS 4.2, Algorithm 1, and Algorithm 2 for what a prompt at the upper bound does.
         """
         history = await self._engine.length_history(keys)
-        batch = allocate_batch(
-            [
-                BatchPrompt(lengths, len(prompt.token_ids), prompt.max_tokens)
-                for lengths, prompt in zip(history.prompts, prompts, strict=True)
-            ],
-            history.dataset,
-            self._engine.cost_model,
-            group_size=plan.group_size,
-            max_candidates=self._engine.max_num_seqs,
-            num_ranks=self._engine.num_ranks,
-            tradeoff=tradeoff,
-        )
-        plans = [
-            PromptPlan(allocated, key, allocation)
-            for allocated, key, allocation in zip(batch.plans(plan, early_stop), keys, batch.prompts, strict=True)
-        ]
+
+        def share() -> tuple[BatchAllocation, list[PromptPlan]]:
+            batch = allocate_batch(
+                [
+                    BatchPrompt(lengths, len(prompt.token_ids), prompt.max_tokens)
+                    for lengths, prompt in zip(history.prompts, prompts, strict=True)
+                ],
+                history.dataset,
+                self._engine.cost_model,
+                group_size=plan.group_size,
+                max_candidates=self._engine.max_num_seqs,
+                num_ranks=self._engine.num_ranks,
+                tradeoff=tradeoff,
+            )
+            plans = batch.plans(plan, early_stop)
+            return batch, [PromptPlan(*each) for each in zip(plans, keys, batch.prompts, strict=True)]
+
+        # Beside the event loop: 16,384 prompts take a third of a second.
+        batch, plans = await asyncio.to_thread(share)
         self._metrics.prompts_allocated(batch.prompts)
         warning = self._budget_warning(batch.budget)
         warnings = [] if warning is None else [warning]
