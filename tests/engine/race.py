@@ -100,7 +100,7 @@ def shown(llm: LLM, model: str, rows: list[list], confidences: list[list[float]]
             compared.append(None)
             continue
         (answer,) = llm.collective_rpc("rollout_take_features", args=([entry.request_id],))
-        features = torch.frombuffer(bytearray(answer[0]), dtype=torch.float32)
+        features = torch.frombuffer(bytearray(answer[0].data), dtype=torch.float32)
         prompt = [3 + group, 4, 5, 6, 7]
         with torch.no_grad():
             hidden = reference.model(torch.tensor([prompt + tokens[: DETECTION_LENGTH - 1]])).last_hidden_state[0, -1]

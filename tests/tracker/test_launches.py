@@ -18,17 +18,8 @@ META, CPU = torch.device("meta"), torch.device("cpu")
 WAITING = {"_local_scalar_dense", "nonzero", "item", "is_nonzero", "masked_select", "equal", "unique2", "_unique2"}
 """Operators whose result, or its size, the host must read from the device."""
 FREE = {
-    "detach",
-    "empty",
-    "empty_like",
-    "new_empty",
-    "split_with_sizes",
-    "slice",
-    "select",
-    "unbind",
-    "view",
-    "unsqueeze",
-    "t",
+    *("alias", "detach", "lift_fresh", "select", "slice", "split_with_sizes", "t", "unbind", "unsqueeze"),
+    *("empty", "empty_like", "new_empty"),
 }
 """Operators that look at memory in another way, or get it."""
 

@@ -171,10 +171,12 @@ class CandidateTracker:
             return
         slots = self._row_slots[rows]
         positions = num_computed[rows] - self._prompt_lengths[slots]
-        due = self._due(slots, positions) if self._hidden is not None else rows[:0]
-        teaching = due[self._teaches[slots[due]]]
-        on_device = self._upload([rows, slots, positions, rows[due], slots[due], rows[teaching]])
-        device_rows, device_slots, device_positions, *device_due = on_device
+        arrays = [rows, slots, positions]
+        due = self._due(slots, positions) if self._hidden is not None else ()
+        if len(due):
+            teaching = due[self._teaches[slots[due]]]
+            arrays += [rows[due], slots[due], rows[teaching]]
+        device_rows, device_slots, device_positions, *device_due = self._upload(arrays)
         confidence = token_stats(logits, device_rows, self._no_tokens[: len(rows)]).confidence
         moments = update_confidence(device_slots, device_positions, confidence, self._means, self._m2s, self._trace)
         self.step = StepValues(len(request_ids), rows, moments)
@@ -228,9 +230,11 @@ class CandidateTracker:
     def _upload(self, arrays: Sequence[np.ndarray]) -> Sequence[torch.Tensor]:
         """int64 arrays on the device, in one copy that does not make the host wait: from pinned memory, which torch
         keeps until the copy is done."""
+        if self._device.type == "cpu":
+            return [torch.from_numpy(array) for array in arrays]
         lengths = [len(array) for array in arrays]
         pinned = torch.empty(sum(lengths), dtype=torch.int64, pin_memory=self._device.type == "cuda")
-        np.concatenate(arrays, out=pinned.numpy(), casting="same_kind")
+        np.concatenate(arrays, out=pinned.numpy())
         return pinned.to(self._device, non_blocking=True).split(lengths)
 
     def _widen_trace(self, detection_length: int) -> None:
