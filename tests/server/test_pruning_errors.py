@@ -49,6 +49,10 @@ BAD = {
     "max_survival_below_default": (
         pruning(max_survival=0.01), "pruning.max_survival", ["pruning.min_survival", "0.05 and 0.01"],
     ),
+    "keep_ratio_beyond_the_bounds": (
+        pruning(keep_ratio=0.5, min_survival=0.3, max_survival=0.3), "pruning.keep_ratio",
+        ["between pruning.min_survival and pruning.max_survival", "got 0.5", "0.3 and 0.3"],
+    ),
     "rule_unknown": (pruning(rule="best"), "pruning.rule", ["got best", "'balance' or 'paper'"]),
     "mode_unknown": (pruning(mode="on"), "pruning.mode", ["got on", "'active' or 'shadow'"]),
     "signal_unknown": (pruning(signal="tail"), "pruning.signal", ["got tail", "'head' or 'confidence'"]),

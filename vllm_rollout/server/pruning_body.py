@@ -35,7 +35,8 @@ class Pruning(Body):
     )
     keep_ratio: Annotated[StrictFloat, Field(gt=0, le=1)] = Field(
         default=DEFAULTS.keep_ratio,
-        description="Share of scored candidates to keep on average, a number in (0, 1]; 1 scores and keeps everything.",
+        description="Share of scored candidates to keep on average, a number in (0, 1] that min_survival and "
+        "max_survival allow; 1 scores and keeps everything.",
     )
     target_positive_ratio: Annotated[StrictFloat, Field(gt=0, lt=1)] = Field(
         default=DEFAULTS.target_positive_ratio,
