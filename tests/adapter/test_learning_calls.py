@@ -2,8 +2,10 @@
 workers that are quality heads without a model."""
 
 import asyncio
+import gc
 import json
 import struct
+import tracemalloc
 from base64 import b64encode
 from collections.abc import Iterable
 from dataclasses import replace
@@ -440,6 +442,30 @@ GARBAGE = [
 @pytest.mark.parametrize("data", GARBAGE, ids=range(len(GARBAGE)))
 def test_garbage_for_a_state_changes_nothing_and_says_so(data):
     assert refused(learned(), "set_learning_state", data).status == 422
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b'{"format": 2, "model": "model"}\n[' + b"[]," * 3_000_000 + b"0]",
+        b'{"format": 2, "model": "model"}\n' + (b'["prompts", [' + b"[]," * 200_000 + b"0]]\n") * 5,
+        b'{"format": 2, "model": "model"}\n'
+        + b"".join(b'["learning", {"detection_length": %d}]\n' % length for length in range(9)),
+        b'{"format": 1, "model": "model", "heads": [], "learnings": [{"a": [' + b"[]," * 3_000_000 + b"0]}]}",
+        b'{"format": 1, "model": "model", "heads": [], "learnings": [], "lengths": {"prompts": ['
+        + b"[]," * 1_000_000 + b"0]}}",
+    ],
+    ids=["row", "prompts", "learnings", "old learning", "old prompts"],
+)  # fmt: skip
+def test_a_small_file_does_not_become_large_objects(data):
+    rank = Rank()
+    gc.collect()
+    tracemalloc.start()
+    try:
+        assert refused(rank, "set_learning_state", data).status == 422
+        assert tracemalloc.get_traced_memory()[1] < 80e6
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_state_of_something_else_changes_nothing_and_says_so():

@@ -145,7 +145,7 @@ class LearningEngine:
         try:
             model, rows, head_states = parse_state(state)
             memory = Memory.from_state(rows)
-            heads = [HeadInfo(**json.loads(head)) for head in head_states]
+            heads = [HeadInfo(**json.loads(head)) for head in head_states()]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise RequestError(
                 f"the body is no learning state ({error!r:.80}). Send what GET /v1/rollouts/state gave."

@@ -13,7 +13,7 @@ Invariant: what is read was written so, or it is a ValueError that says what is 
 from __future__ import annotations
 
 from base64 import b64decode
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import msgspec
@@ -27,11 +27,16 @@ END = "end"
 MAX_MODEL_CHARS = 4096
 
 
+MAX_LINE_BYTES = 2**23
+"""Longest row: eight times the largest that is written. A small file may not become a large object."""
+
+
 class SavedState(NamedTuple):
     model: str
-    rows: Iterable[Any]
-    """Of the memory, unchecked."""
-    heads: list[bytes]
+    rows: Iterator[Any]
+    """Of the memory, unchecked, read as they are taken. Raises: ValueError."""
+    heads: Callable[[], list[bytes]]
+    """To be called when the rows have been taken. Raises: ValueError."""
 
 
 def state_header(model: str) -> dict[str, Any]:
@@ -41,40 +46,58 @@ def state_header(model: str) -> dict[str, Any]:
 def parse_state(data: bytes) -> SavedState:
     """Raises: ValueError."""
     lines = _Lines(data)
-    header = lines.next()
-    if not isinstance(header, Mapping) or "format" not in header:
-        raise ValueError(f"a state begins with an object that has a format, got {shown(header)}")
-    if header["format"] == 1:
-        return _format_1(header)
-    if header["format"] != FORMAT:
-        raise ValueError(f"format must be 1 or {FORMAT}, got {shown(header['format'])}")
-    rows, heads = [], []
-    while True:
-        match lines.next():
-            case [kind, size] if kind == HEAD:
-                heads.append(lines.bytes(integer(size, "size of a head", 1, len(data))))
-            case [kind, num_heads] if kind == END:
-                break
-            case row if heads:
-                raise ValueError(f"heads come last in a state, then came {shown(row)}")
-            case row:
-                rows.append(row)
-    if num_heads != len(heads) or not lines.is_over:
-        raise ValueError(f"a state ends after {len(heads)} heads, but its end says {shown(num_heads)} or more follows")
-    return SavedState(_model(header), rows, _few(heads))
+    kind = lines.next(_Header)
+    if kind.format == 1:
+        return _format_1(data)
+    if kind.format != FORMAT:
+        raise ValueError(f"format must be 1 or {FORMAT}, got {kind.format}")
+    return SavedState(text(kind.model, "model of a state", MAX_MODEL_CHARS), lines.rows(), lines.heads)
 
 
-def _format_1(state: Mapping[str, Any]) -> SavedState:
-    heads = []
-    for head in _few(listed(state.get("heads"), "heads of a state")):
-        if not isinstance(head, str):
-            raise ValueError(f"a head of a state must be base64, got {shown(head)}")
-        heads.append(b64decode(head, validate=True))
-    return SavedState(_model(state), list(rows_of_format_1(state)), heads)
+def _format_1(data: bytes) -> SavedState:
+    state = _decoded(data, _Format1)
+    some = state.learnings[: MAX_DETECTION_LENGTHS + 1]  # one too many is for the memory to refuse
+    learnings = [_decoded(learning, dict) for learning in some if _is_short(learning)]
+    fields: dict[str, Any] = {"learnings": learnings}
+    if state.lengths is not None:
+        fields["lengths"] = msgspec.to_builtins(state.lengths)
+    heads = [b64decode(head, validate=True) for head in _few(state.heads)]
+    model = text(state.model, "model of a state", MAX_MODEL_CHARS)
+    return SavedState(model, rows_of_format_1(fields), lambda: heads)
 
 
-def _model(header: Mapping[str, Any]) -> str:
-    return text(header.get("model"), "model of a state", MAX_MODEL_CHARS)
+def _is_short(line: bytes | memoryview | msgspec.Raw) -> bool:
+    """Raises: ValueError."""
+    size = memoryview(line).nbytes
+    if size > MAX_LINE_BYTES:
+        raise ValueError(f"a row has at most {MAX_LINE_BYTES} bytes, got {size}")
+    return True
+
+
+def _decoded(line: bytes | memoryview | msgspec.Raw, type: Any = Any) -> Any:
+    """Raises: ValueError."""
+    try:
+        return msgspec.json.decode(line, type=type)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ValueError(f"a line of it is not what it should be: {error}") from error
+
+
+class _Header(msgspec.Struct):
+    format: int
+    model: str = ""
+
+
+class _Lengths1(msgspec.Struct):
+    prompts: list[tuple[str, int, float, int, float]]
+    dataset: tuple[int, float, float] | None
+    log_lengths: tuple[float, float]
+
+
+class _Format1(msgspec.Struct):
+    model: str
+    learnings: list[msgspec.Raw]
+    heads: list[str]
+    lengths: _Lengths1 | None = None
 
 
 def _few(heads: Any) -> Any:
@@ -82,32 +105,46 @@ def _few(heads: Any) -> Any:
 
 
 class _Lines:
-    """Lines of JSON with bytes in between."""
+    """Lines of JSON, and the heads' bytes after them."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
         self._at = 0
+        self._after_rows: Any = None
+        """The line that ended the rows."""
 
-    @property
-    def is_over(self) -> bool:
-        return self._at == len(self._data)
-
-    def next(self) -> Any:
+    def next(self, type: Any = Any) -> Any:
         """Raises: ValueError."""
-        if self.is_over:
+        if self._at == len(self._data):
             raise ValueError("it was cut off: its end is missing")
         end = self._data.find(b"\n", self._at)
         end = len(self._data) if end < 0 else end
         line = memoryview(self._data)[self._at : end]
         self._at = min(end + 1, len(self._data))
-        try:
-            return msgspec.json.decode(line)
-        except (msgspec.MsgspecError, RecursionError) as error:
-            raise ValueError(f"a line of it is not JSON: {error}") from error
+        if type is Any:
+            _is_short(line)
+        return _decoded(line, type)
 
-    def bytes(self, size: int) -> bytes:
-        """Raises: ValueError."""
-        if self._at + size > len(self._data):
-            raise ValueError(f"it was cut off within a head of {size} bytes")
-        self._at += size
-        return self._data[self._at - size : self._at]
+    def rows(self) -> Iterator[Any]:
+        while True:
+            match self.next():
+                case [kind, _] as line if kind in (HEAD, END):
+                    self._after_rows = line
+                    return
+                case row:
+                    yield row
+
+    def heads(self) -> list[bytes]:
+        heads: list[bytes] = []
+        line = self._after_rows
+        while line[0] == HEAD:
+            size = integer(line[1], "size of a head", 1, len(self._data))
+            if self._at + size > len(self._data):
+                raise ValueError(f"it was cut off within a head of {size} bytes")
+            heads.append(self._data[self._at : self._at + size])
+            self._at += size
+            _few(heads)
+            line = listed(self.next(), "a line after a head", length=2)
+        if line != [END, len(heads)] or self._at != len(self._data):
+            raise ValueError(f"a state ends after its {len(heads)} heads, got {shown(line)} or more after it")
+        return heads

@@ -17,8 +17,8 @@ from typing import Any
 
 from vllm_rollout.config import MAX_DETECTION_LENGTHS
 from vllm_rollout.group.checks import fields_of, listed, shown
-from vllm_rollout.group.history import LengthHistory
-from vllm_rollout.group.learning import Learning
+from vllm_rollout.group.history import MAX_HISTORY_PROMPTS, LengthHistory
+from vllm_rollout.group.learning import REPORT_WINDOW, Learning
 
 FORMAT = 2
 """Of the rows. 1 was one object; `rows_of_format_1` takes it over."""
@@ -92,13 +92,15 @@ class Memory:
                 raise ValueError(f"row 'lengths' of a state must be the last one, then came {shown(row)}")
             match row:
                 case ["learning", {"detection_length": int(length)} as state]:
-                    if length in learnings:
+                    if length in learnings or len(learnings) == MAX_DETECTION_LENGTHS:
                         raise _wrong_lengths([*learnings, length])
                     learnings[length] = {**state, "outcomes": []}
                 case ["outcomes", int(length), list(outcomes)] if length in learnings:
                     learnings[length]["outcomes"] += outcomes
+                    listed(learnings[length]["outcomes"], "outcomes of a learning", REPORT_WINDOW)
                 case ["prompts", list(some)]:
                     prompts += some
+                    listed(prompts, "prompts of a length history", MAX_HISTORY_PROMPTS)
                 case ["lengths", state]:
                     totals = fields_of(state, ("dataset", "log_lengths"), "row 'lengths' of a state")
                 case _:
@@ -106,8 +108,6 @@ class Memory:
         if totals is None:
             raise ValueError("a state ends with the row 'lengths', but there is none: was it cut off?")
         memory = cls()
-        if len(learnings) > MAX_DETECTION_LENGTHS:
-            raise _wrong_lengths(list(learnings))
         memory.learnings = {length: Learning.from_state(state) for length, state in learnings.items()}
         memory.lengths = LengthHistory.from_state({"prompts": prompts, **totals})
         return memory

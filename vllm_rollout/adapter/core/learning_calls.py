@@ -169,9 +169,10 @@ class LearningCalls:
                     "mismatch", f"the state is of model {state.model!r:.200}, this server's is {self._model!r}"
                 )
             memory = Memory.from_state(state.rows)
+            heads = state.heads()
         except ValueError as error:
             return Refusal("invalid", f"not a rollout state ({error})")
-        answer = self._worker("rollout_restore_heads", state.heads, list(memory.learnings))
+        answer = self._worker("rollout_restore_heads", heads, list(memory.learnings))
         if isinstance(answer, Refusal):
             return answer
         for detection_length in answer:  # a head may have been put before anything was judged at its length
