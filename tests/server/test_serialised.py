@@ -27,6 +27,7 @@ from vllm_rollout.server.answers import (
     UnselectedCandidate,
     Usage,
 )
+from vllm_rollout.server.learning.body import RewardCounts, RewardResult, RewardsAnswer
 
 from .fake_engine import FakeEngine
 
@@ -147,3 +148,14 @@ async def test_a_body_states_its_length(http: httpx.AsyncClient):
     answer = await http.post("/v1/rollouts", json={"prompts": [{"prompt": "a"}], "group_size": 2})
     assert answer.headers["content-length"] == str(len(answer.content))
     assert answer.headers["content-type"] == "application/json"
+
+
+async def test_a_list_that_is_filled_in_is_what_pydantic_would_write():
+    results = [RewardResult(prompt_id='"results":[]', index=i, status="accepted") for i in range(3)]
+    answer = RewardsAnswer(
+        id="r", results=results, counts=RewardCounts(accepted=3), threshold=0.5, num_training=3, head_version=0
+    )
+    envelope = answer.model_copy(update={"results": []})
+    parts = serialised.filled(envelope, "results", await serialised.in_slices(answer.results))
+    assert b"".join(parts).decode() == answer.model_dump_json()
+    assert b"".join(serialised.filled(envelope, "results", [])).decode() == envelope.model_dump_json()

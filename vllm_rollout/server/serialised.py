@@ -24,6 +24,7 @@ from vllm_rollout.server.answers import (
     TrajectoryEvent,
     UnselectedCandidate,
 )
+from vllm_rollout.server.slices import Slices
 
 LARGE_TOKENS = 2048
 """Tokens from which on a thread is worth its switch: 0.1 ms of encoding."""
@@ -84,9 +85,7 @@ class GroupsInJson:
 
     def answer(self, envelope: RolloutAnswer, prompt_ids: Iterable[str]) -> list[bytes]:
         """The body, in parts; `envelope` is the answer without its groups."""
-        before, after = to_json(envelope).split(b'"groups":[]')  # within a string its quotes would be escaped
-        groups = [part for prompt_id in prompt_ids for part in (b",", self._groups.pop(prompt_id))][1:]
-        return merged([before, b'"groups":[', *groups, b"]", after])
+        return filled(envelope, "groups", [self._groups.pop(prompt_id) for prompt_id in prompt_ids])
 
     def _group(self, event: GroupEvent) -> bytes:
         fields = vars(event)
@@ -102,6 +101,23 @@ class GroupsInJson:
 
 def _in_order(parts: list[tuple[int, bytes]]) -> list[msgspec.Raw]:
     return [msgspec.Raw(json) for _, json in sorted(parts)]
+
+
+async def in_slices(items: Iterable[BaseModel]) -> list[bytes]:
+    """The JSON of each of many small things, with turns for others in between."""
+    parts, slices = [], Slices()
+    for item in items:
+        parts.append(to_json(item))
+        await slices.turn()
+    return parts
+
+
+def filled(envelope: BaseModel, field: str, items: Iterable[bytes]) -> list[bytes]:
+    """The body of `envelope`, whose list `field` is empty, with these items in it; in parts."""
+    name = field.encode()
+    before, after = to_json(envelope).split(b'"%s":[]' % name)  # within a string its quotes would be escaped
+    listed = [part for item in items for part in (b",", item)][1:]
+    return merged([before, b'"%s":[' % name, *listed, b"]", after])
 
 
 def merged(parts: Iterable[bytes]) -> list[bytes]:

@@ -16,6 +16,7 @@ from vllm_rollout.server.engine import LearningReport
 from vllm_rollout.server.errors import ERRORS
 from vllm_rollout.server.learning.body import HEAD_HEADER, HeadAnswer, RewardsAnswer, RewardsRequest
 from vllm_rollout.server.learning.service import LearningService
+from vllm_rollout.server.serialised import PartsResponse, filled, in_slices
 
 BYTES = "application/octet-stream"
 
@@ -53,7 +54,7 @@ repeat: a (prompt_id, index) learns from its first reward; the same one again is
 )
 async def post_rewards(rollout_id: str, body: RewardsRequest, request: Request) -> Response:
     answer = await _learning(request).post_rewards(rollout_id, body)
-    return Response(answer.model_dump_json(), media_type="application/json")
+    return PartsResponse(filled(answer.model_copy(update={"results": []}), "results", await in_slices(answer.results)))
 
 
 @router.get(

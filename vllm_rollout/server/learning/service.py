@@ -18,6 +18,7 @@ from vllm_rollout.server.learning.body import (
 )
 from vllm_rollout.server.metrics import Metrics
 from vllm_rollout.server.recorder import TraceRecorder
+from vllm_rollout.server.slices import Slices
 
 
 class LearningService:
@@ -35,10 +36,12 @@ class LearningService:
 
     async def post_rewards(self, rollout_id: str, request: RewardsRequest) -> RewardsAnswer:
         """Raises: RequestError, 404 when the rollout is not known."""
-        rewards = [
-            Reward(entry.prompt_id, entry.index, entry.reward, positive=entry.reward > request.threshold)
-            for entry in request.rewards
-        ]
+        rewards, slices = [], Slices()
+        for entry in request.rewards:
+            rewards.append(
+                Reward(entry.prompt_id, entry.index, entry.reward, positive=entry.reward > request.threshold)
+            )
+            await slices.turn()
         receipt = await self._engine.post_rewards(rollout_id, rewards)
         if receipt is None:
             raise RequestError(
@@ -53,10 +56,10 @@ class LearningService:
             posted = zip(rewards, receipt.statuses, strict=True)
             self._recorder.rewards_posted(rollout_id, [reward for reward, status in posted if status == "accepted"])
         await self._refresh_gauges(receipt.detection_length)
-        results = [
-            RewardResult(prompt_id=reward.prompt_id, index=reward.index, status=status, message=EXPLANATIONS[status])
-            for reward, status in zip(rewards, receipt.statuses, strict=True)
-        ]
+        results = []
+        for (prompt_id, index, *_), status in zip(rewards, receipt.statuses, strict=True):
+            results.append(RewardResult(prompt_id=prompt_id, index=index, status=status, message=EXPLANATIONS[status]))
+            await slices.turn()
         return RewardsAnswer(
             id=rollout_id,
             results=results,
