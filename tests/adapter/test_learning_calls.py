@@ -502,6 +502,20 @@ def test_a_head_that_does_not_fit_is_said_and_changes_nothing():
         Engine(rank).quality_head(99)
 
 
+def test_a_head_that_is_put_scores_on_every_rank_that_has_room():
+    ranks = [Rank(), Rank(), Rank()]
+    for length in range(20, 20 + MAX_DETECTION_LENGTHS):
+        ranks[1].run_rollout(f"awaited{length}", num=1, plan=replace(PLAN, detection_length=length))
+    head = Engine(*ranks).set_quality_head(learned().heads.export(LENGTH))
+    assert [rank.heads.infos() for rank in ranks] == [[head], [], [head]]
+    ranks[0].run_rollout("awaited", num=1, plan=replace(PLAN, detection_length=99))
+    for length in range(20, 20 + MAX_DETECTION_LENGTHS - 1):
+        ranks[0].run_rollout(f"awaited{length}", num=1, plan=replace(PLAN, detection_length=length))
+    with pytest.raises(RequestError, match="rewards are awaited for all there are"):
+        Engine(*ranks).set_quality_head(learned(length=100).heads.export(100))
+    assert [100 in rank.heads._tracker.heads for rank in ranks] == [False] * 3, "what rank 0 refuses nobody takes"
+
+
 def test_heads_that_are_put_take_the_place_of_what_nobody_awaits_rewards_for():
     rank, engine = learned(), None
     engine = Engine(rank)

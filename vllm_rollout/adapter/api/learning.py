@@ -124,9 +124,20 @@ class EngineLearning(EngineCalls):
         return heads[length], data
 
     async def set_quality_head(self, weights: bytes) -> HeadInfo:
-        answers = await self._to_its_end(self._call_all(PUT_HEAD, weights))
-        _check(answers)
-        return answers[0]
+        return await self._to_its_end(self._put_head(weights))
+
+    async def _put_head(self, weights: bytes) -> HeadInfo:
+        """On rank 0, which decides, and then on the others."""
+        head = await self._call_rank(0, PUT_HEAD, weights)
+        _check([head])
+        await self._put_on_others(weights)
+        return head
+
+    async def _put_on_others(self, weights: bytes) -> None:
+        for rank in range(1, self.num_ranks):
+            refusal = await self._call_rank(rank, PUT_HEAD, weights)
+            if isinstance(refusal, Refusal):  # rewards are awaited there for as many other detection lengths
+                logger.warning("rank %d did not take the head of rank 0: %s", rank, refusal.message)
 
     async def learning_report(self, detection_length: int | None) -> LearningReport:
         learned = list(chain(*await self._call_all(LEARNED, None)))
@@ -187,10 +198,8 @@ class EngineLearning(EngineCalls):
     async def _share_heads(self) -> None:
         for head in await self._heads():
             data = await self._read_head(head.detection_length)
-            for rank in range(1, self.num_ranks) if data is not None else ():
-                refusal = await self._call_rank(rank, PUT_HEAD, data)
-                if isinstance(refusal, Refusal):
-                    logger.warning("rank %d did not take the head of rank 0: %s", rank, refusal.message)
+            if data is not None:
+                await self._put_on_others(data)
 
     async def _read_head(self, detection_length: int) -> bytes | None:
         return await self._read(OPEN_HEAD, lambda reader: HeadToRead(reader, detection_length))
