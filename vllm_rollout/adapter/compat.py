@@ -92,6 +92,7 @@ LOGPROBS = "vllm.v1.outputs.LogprobsLists"
 GPU_WORKER = "vllm.v1.worker.gpu_worker.Worker"
 CPU_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
 RANKS = "vllm.distributed.parallel_state"
+TEXT_MODEL = "vllm.model_executor.models.interfaces_base.VllmModelForTextGeneration"
 RUNNER_V1 = "vllm.v1.worker.gpu_model_runner.GPUModelRunner"
 CPU_RUNNER_V1 = "vllm.v1.worker.cpu_model_runner.CPUModelRunner"
 STATE_V1 = "vllm.v1.worker.gpu_model_runner.ExecuteModelState"
@@ -370,6 +371,7 @@ CONTRACT = (
     Fact("calls", RANKS, "get_tp_group", "", "worker"),
     Fact("uses", f"{RANKS}.GroupCoordinator", "is_last_rank", by="worker"),
     Fact("uses", f"{RANKS}.GroupCoordinator", "rank_in_group", by="worker"),
+    Fact("calls", TEXT_MODEL, "compute_logits", "hidden_states", "worker"),
     # -- model runner V1
     Fact("overrides", RUNNER_V1, "_dummy_sampler_run", "hidden_states", "worker"),
     Fact("overrides", RUNNER_V1, "_sample", "logits spec_decode_metadata", "worker"),
