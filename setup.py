@@ -56,7 +56,10 @@ class cmake_build_ext(build_ext):
             built = build_dir / f"{extension.name.rpartition('.')[2]}.abi3.so"
             target = Path(self.get_ext_fullpath(extension.name)).resolve()
             target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(built, target)
+            # Replaced, not written over: a process that has it loaded would run what is half written.
+            fresh = target.with_name(f".{target.name}.new")
+            shutil.copy2(built, fresh)
+            os.replace(fresh, target)
 
 
 def check_torch() -> None:
