@@ -30,6 +30,7 @@ from vllm_rollout.server.learning.body import RewardsAnswer, RewardsRequest
 from vllm_rollout.server.protocol import DualEnd, DualEndSelection, Prompt, RolloutRequest
 from vllm_rollout.server.pruning_body import Pruning
 from vllm_rollout.server.votes import VoteAnswer, VoteRequest
+from vllm_rollout.server.xargs import plan_from_xargs, rollout_xargs
 
 FAST = {"backoff_s": 0.01}
 ENDLESS = {"min_tokens": 4000}
@@ -392,7 +393,9 @@ def test_documented_bodies_are_accepted():
     forms |= {"results": RewardsAnswer, "winner": VoteAnswer}
     seen = {name: form.model_validate(block) for block in blocks for name, form in forms.items() if name in block}
     assert seen.keys() == forms.keys()
-    assert len(blocks) == len(forms)
+    (xargs,) = (block["vllm_xargs"] for block in blocks if "vllm_xargs" in block)
+    assert plan_from_xargs(rollout_xargs(xargs), 1, max_candidates=16).num_candidates == 16
+    assert len(blocks) == len(forms) + 1
 
 
 def test_health_is_false_without_a_server_or_an_engine(client: RolloutClient, app):
