@@ -135,7 +135,7 @@ def soak(arguments: argparse.Namespace, folder: Path, console: Console) -> dict[
         started = time.monotonic()
     stop_s = time.monotonic() - started
     log = (folder / "server.log").read_text(errors="replace")
-    found = re.finditer(r"ERROR \S+ \S+ \[.*?\] (.*)", log)
+    found = re.finditer(r"ERROR \S+ \S+ \[.*?\] (?!Traceback)(\w.*)", log)  # without the lines of tracebacks
     errors = Counter(re.sub(r"[0-9a-f]{16,}", "…", match[1][:200]) for match in found)
     growth = growth_mib(samples.total) if samples.total else 0.0
     if arguments.seconds >= SHORTEST_FOR_MEMORY_S and growth > arguments.max_growth_mib:
