@@ -16,6 +16,7 @@ NUM_RANKS = 2
 def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("server") / "server.log"
     flags = ("--max-model-len", "1024", "--data-parallel-size", str(NUM_RANKS), "--max-num-queued-reqs", "64")
+    flags += ("--dtype", "float32")  # in bfloat16 vLLM's attention for AMX ends a worker by SIGILL on some machines
     server = Server(serve_command(tiny_model, *flags), log)
     yield server
     server.stop()
