@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from http import HTTPStatus
+
 from fastapi import APIRouter, Request, Response
 
 from vllm_rollout.server import votes
-from vllm_rollout.server.answers import RolloutAnswer
+from vllm_rollout.server.answers import ErrorAnswer, RolloutAnswer
 from vllm_rollout.server.boundary import RolloutRoute
 from vllm_rollout.server.errors import ERRORS
 from vllm_rollout.server.event_stream import EventStream, event_stream_schema, server_sent_events, unless_disconnected
@@ -48,7 +50,12 @@ async def create_rollout(body: RolloutRequest, request: Request) -> Response:
     return Response(status_code=CLIENT_CLOSED_REQUEST) if parts is None else PartsResponse(parts)
 
 
-@router.post("/v1/votes", summary="What a group of candidates answered", response_model=VoteAnswer, responses=ERRORS)
+@router.post(
+    "/v1/votes",
+    summary="What a group of candidates answered",
+    response_model=VoteAnswer,
+    responses={**ERRORS, int(HTTPStatus.TOO_MANY_REQUESTS): {"model": ErrorAnswer}},
+)
 async def create_vote(body: VoteRequest) -> Response:
     """Vote over answers, or over texts in which a pattern finds the answer: by majority, confidence or quality.
 
