@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakSet
 
 from prometheus_client import CollectorRegistry
 from scheduler_runs import TracedRun
@@ -37,7 +38,7 @@ class SteppedLLM(RolloutAsyncLLM):
         self.engine_core = self
         self.log_requests = False
         self.num_aborted = 0
-        self._candidate_ids = set()
+        self._candidates = WeakSet()
         self.num_ranks = num_ranks
         self.vllm_config = SimpleNamespace(
             speculative_config=flags.get("speculative_config"),
@@ -54,13 +55,16 @@ class SteppedLLM(RolloutAsyncLLM):
         self, request_id: str, prompt: Any, params: SamplingParams, **kwargs: Any
     ) -> RequestOutputCollector:
         id = f"{request_id}-internal"
+        while id in self.run.requests:
+            id += "-again"
         collector = RequestOutputCollector(params.output_kind, id)
         request = EngineCoreRequest(id, [5] * 20, None, params, None, 0.0, None, None, None, external_req_id=request_id)
         self.output_processor.add_request(request, None, queue=collector)
         tag = CandidateTag.of(params.extra_args)
-        self.added[request_id] = tag, kwargs["data_parallel_rank"]
+        self.added[request_id] = tag, kwargs.get("data_parallel_rank")
         length = prompt["length"] if isinstance(prompt, dict) else prompt[tag.index]
         self.run.add(id, length, extra_args=params.extra_args, logprobs=params.logprobs)
+        self._note_candidate(collector, params)
         return collector
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:

@@ -102,6 +102,28 @@ def test_the_same_name_elsewhere_is_another_group(llm: SteppedLLM, stranger: dic
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("by_its_own_id", [True, False], ids=["it leaves", "its id is aborted"])
+def test_a_request_that_bears_the_id_of_a_candidate_is_none(llm: SteppedLLM, by_its_own_id: bool) -> None:
+    async def run() -> None:
+        sibling = Sibling(llm, "r0", 30, {**JOIN, "rollout_group_size": 1, "rollout_num_candidates": 1})
+        await let_everybody_run()
+        stranger = Sibling(llm, "r0", 1000, {"of another": "plugin"})
+        await let_everybody_run()
+        await llm.step()
+        if by_its_own_id:
+            stranger.task.cancel()
+        else:
+            await llm.abort("r0")
+        await let_everybody_run()
+        assert len(llm.output_processor.request_states) == 1, "the stranger is gone at once, the candidate not yet"
+        await llm.step_to_the_end()
+        assert await sibling.end() == (WON if by_its_own_id else ("abort", None))
+        assert not llm.output_processor.has_unfinished_requests()
+
+    asyncio.run(run())
+    assert_nothing_left(llm.run)
+
+
 def test_a_request_s_own_group_cannot_be_joined(llm: SteppedLLM) -> None:
     async def run() -> None:
         params = SamplingParams(n=2, max_tokens=400, detokenize=False, extra_args={"rollout_redundancy": 2})
@@ -138,7 +160,7 @@ def test_a_sibling_that_says_otherwise_is_refused_with_both_values(llm, kind, sa
         for value in values:
             assert value in str(error.value)
         assert await first.end() == WON
-        assert llm._candidate_ids == set()
+        assert not llm.output_processor.has_unfinished_requests()
         # Another may come in its place.
         assert await race(llm, *[Sibling(llm, f"s{i}", 9 + i) for i in range(3)]) == [WON, LOST, LOST]
 

@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 from copy import copy
 from typing import Any
+from weakref import WeakSet
 
 from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMValidationError
 from vllm.logger import init_logger
@@ -21,6 +22,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from vllm_rollout.adapter.api.open_paths import refuse_on_open_path
 from vllm_rollout.adapter.api.outputs import (
@@ -48,15 +50,15 @@ logger = init_logger("vllm.vllm_rollout")
 
 
 class RolloutAsyncLLM(AsyncLLM):
-    """AsyncLLM that runs groups. Overrides: __init__, generate, abort, shutdown."""
+    """AsyncLLM that runs groups. Overrides: __init__, generate, add_request, abort, shutdown."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.before_shutdown: Callable[[], None] | None = None
         """Called once, on the thread that stops the engine, while the engine still answers."""
         super().__init__(*args, **kwargs)
         self.rollout_metrics = Metrics()
-        self._candidate_ids: set[str] = set()
-        """External request ids of candidates on their way."""
+        self._candidates: WeakSet[RequestOutputCollector] = WeakSet()
+        """Candidates on their way: ids do not tell them, since clients may give theirs to other requests too."""
         self.client_index = int(kwargs.get("client_index", 0))
         """Which of the API processes this is."""
         self.num_api_processes = int(kwargs.get("client_count", 1))
@@ -106,20 +108,31 @@ class RolloutAsyncLLM(AsyncLLM):
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
         """Abort requests. A candidate ends with the scheduler's last output, so that tokens held there are not lost."""
-        processor = self.output_processor
-        others: list[str] = []
-        candidates: list[str] = []
-        for id in [request_id] if isinstance(request_id, str) else request_id:
-            state = processor.request_states.get(id) if internal else None
-            external_id = id if not internal else None if state is None else state.external_req_id
-            if external_id in self._candidate_ids:
-                candidates += [id] if internal else processor.external_req_ids.get(id, ())
-            else:
-                others.append(id)
-        if candidates:
-            await self.engine_core.abort_requests_async(candidates)
-        if others:
-            await super().abort(others, internal)
+        ids = [request_id] if isinstance(request_id, str) else list(request_id)
+        known = self.output_processor.external_req_ids
+        named = ids if internal else [internal_id for id in ids for internal_id in known.get(id, ())]
+        candidates = [id for id in named if self._is_candidate(id)]
+        if not candidates:
+            await super().abort(ids, internal)
+            return
+        await self.engine_core.abort_requests_async(candidates)
+        if others := [id for id in named if id not in candidates]:
+            await super().abort(others, internal=True)
+
+    async def add_request(
+        self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
+    ) -> RequestOutputCollector:
+        collector = await super().add_request(request_id, prompt, params, *args, **kwargs)
+        self._note_candidate(collector, params)
+        return collector
+
+    def _note_candidate(self, collector: RequestOutputCollector, params: Any) -> None:
+        if isinstance(params, SamplingParams) and params.extra_args and TAG_KEY in params.extra_args:
+            self._candidates.add(collector)
+
+    def _is_candidate(self, internal_id: str) -> bool:
+        state = self.output_processor.request_states.get(internal_id)
+        return state is not None and state.queue in self._candidates
 
     async def _generate_candidate(
         self, tag: CandidateTag, prompt: Any, params: SamplingParams, request_id: str, **kwargs: Any
@@ -129,22 +142,18 @@ class RolloutAsyncLLM(AsyncLLM):
         Raises: VLLMValidationError when the group that it names did not let it in.
         """
         params.extra_args = {**(params.extra_args or {}), **tag.to_extra_args()}
-        self._candidate_ids.add(request_id)
-        try:
-            async with aclosing(super().generate(prompt, params, request_id, **kwargs)) as outputs:
-                async for output in outputs:
-                    note, output.kv_transfer_params = EndingNote.take(output.kv_transfer_params)
-                    if note is not None and note.refusal is not None:
-                        field, refusal = as_written(note.refusal)
-                        raise VLLMValidationError(f"vllm_xargs.{refusal}", parameter=f"vllm_xargs.{field}")
-                    if note is not None:
-                        (completion,) = output.outputs
-                        mend_weight_versions(completion, note.pauses)
-                        if note.state in STOP_STATES:  # a stop string in the last token does not make it a winner
-                            completion.finish_reason, completion.stop_reason = "abort", note.state
-                    yield output, note
-        finally:
-            self._candidate_ids.discard(request_id)
+        async with aclosing(super().generate(prompt, params, request_id, **kwargs)) as outputs:
+            async for output in outputs:
+                note, output.kv_transfer_params = EndingNote.take(output.kv_transfer_params)
+                if note is not None and note.refusal is not None:
+                    field, refusal = as_written(note.refusal)
+                    raise VLLMValidationError(f"vllm_xargs.{refusal}", parameter=f"vllm_xargs.{field}")
+                if note is not None:
+                    (completion,) = output.outputs
+                    mend_weight_versions(completion, note.pauses)
+                    if note.state in STOP_STATES:  # a stop string in the last token does not make it a winner
+                        completion.finish_reason, completion.stop_reason = "abort", note.state
+                yield output, note
 
     async def run_candidates(
         self,
