@@ -47,8 +47,8 @@ FEATURE_RING_BYTES = 256 * 1024 * 1024
 MAX_REMEMBERED_CANDIDATES = 65_536
 """Candidates of rollouts with pruning for which rewards are accepted; the oldest rollouts are forgotten first."""
 
-TRAIN_BUDGET_S = 0.005
-"""Training between two engine steps: at most this long, plus the rest of one optimizer step."""
+TRAIN_BUDGET_S = 0.004
+"""Training between two engine steps: as many optimizer steps as fit, and at least one."""
 
 QUALITY_HEAD_HIDDEN = 128
 """Width of the quality head (ARRoL 4.2)."""

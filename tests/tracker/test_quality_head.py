@@ -59,7 +59,7 @@ def trained(num_labels, noise=0.0, seed=0, chunk=100, weights=None):
 
 
 def train_all(head):
-    while head.num_pending_steps:
+    while head.num_left:
         head.train(budget_s=1.0)
 
 
@@ -273,7 +273,7 @@ def test_slices_train_what_one_go_trains():
     heads = [QualityHead(HIDDEN_SIZE, "model", 16, clock=counting_clock()) for _ in range(2)]
     for head, budget_s in zip(heads, (0.0, 1e9), strict=True):
         head.add(features, labels, torch.ones(600))
-        while head.num_pending_steps:
+        while head.num_left:
             head.train(budget_s)
     assert same_weights(heads[0].weights, heads[1].weights)
     assert list(heads[0].losses) == list(heads[1].losses)
@@ -590,7 +590,7 @@ def test_a_state_keeps_the_newest_labels_that_fit_and_trains_on(monkeypatch: pyt
     labels = (features[:, 0] > 0).float()
     head = QualityHead(HIDDEN_SIZE, "model", 8)
     head.add(features, labels, torch.ones(300))
-    while head.num_pending_steps:
+    while head.num_left:
         head.train(60.0)
     saved = load(head.state())
     assert saved["replay.features"].equal(features[-40:])
@@ -599,6 +599,6 @@ def test_a_state_keeps_the_newest_labels_that_fit_and_trains_on(monkeypatch: pyt
     assert all(a.equal(b) for a, b in zip(restored.weights, head.weights, strict=True))
     restored.add(features[:64], labels[:64], torch.ones(64))
     version = restored.version
-    while restored.num_pending_steps:
+    while restored.num_left:
         restored.train(60.0)
     assert restored.version > version

@@ -177,10 +177,10 @@ class QualityHead:
     def train(self, budget_s: float) -> float | None:
         """Take planned steps, at least one, while one more fits into the budget; returns their mean loss.
 
-        After the last planned step, or enough of them, the new weights are published.
+        After the last planned step, or enough of them, the new weights are published, which takes the place of a step.
         Raises: FloatingPointError when training diverged; `weights` stay, and training starts anew.
         """
-        if not self.num_pending_steps:
+        if not self.num_left:
             return None
         now = self._clock()
         deadline = now + budget_s
@@ -189,12 +189,23 @@ class QualityHead:
             self._begin()
             self._standardise()
             while True:
-                losses.append(self._step())
-                if not self.num_pending_steps or len(self._version_losses) >= QUALITY_HEAD_PUBLISH_STEPS:
+                if self._is_version_due:
                     self._publish()
+                else:
+                    losses.append(self._step())
                 before, now = now, self._clock()
-                if not self.num_pending_steps or now + (now - before) > deadline:  # another would not fit
-                    return sum(losses) / len(losses)
+                if not self.num_left or now + (now - before) > deadline:  # another would not fit
+                    return sum(losses) / len(losses) if losses else None
+
+    @property
+    def num_left(self) -> int:
+        """Planned steps, and one more when those taken have not been published."""
+        return self.num_pending_steps + bool(self._version_losses)
+
+    @property
+    def _is_version_due(self) -> bool:
+        num_steps = len(self._version_losses)
+        return num_steps >= QUALITY_HEAD_PUBLISH_STEPS or (num_steps > 0 and not self.num_pending_steps)
 
     def to_safetensors(self) -> bytes:
         """As `export`, all of it."""

@@ -70,16 +70,16 @@ class QualityHeads:
         head.add(features, torch.tensor(positives, dtype=torch.float32), torch.tensor(weights, dtype=torch.float32))
 
     def train(self, budget_s: float) -> int:
-        """Take planned steps for `budget_s` seconds; returns how many are left."""
+        """Train for `budget_s` seconds; returns what is left, in steps (`QualityHead.num_left`)."""
         deadline = self._clock() + budget_s
         for head in self._heads.values():
-            if head.num_pending_steps:
+            if head.num_left:
                 version = head.version
                 head.train(max(0.0, deadline - self._clock()))
                 if head.version != version:
                     self._publish(head)
                 break
-        return sum(head.num_pending_steps for head in self._heads.values())
+        return sum(head.num_left for head in self._heads.values())
 
     def infos(self) -> list[HeadInfo]:
         return [self._info(head) for head in self._heads.values()]
