@@ -136,7 +136,7 @@ class GroupSteps:
                 ignored.
             num_tokens: output tokens of a candidate that has not ended by itself.
         """
-        if not (self._touched or self._capped or due):
+        if not (self.has_events or due):
             return NO_VERDICTS
         for candidate_id, group, reason, length in self._ended:
             group.end(candidate_id.index, reason, length)
