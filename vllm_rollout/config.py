@@ -14,6 +14,15 @@ MAX_PATIENCE = 1000.0
 MAX_TRADEOFF = 1000.0
 """Largest `tradeoff` of redundancy "auto"; from there on nobody gets a spare candidate."""
 
+MAX_PROMPTS = 16_384
+"""Prompts in one rollout, and prompts that a round returns."""
+
+MAX_SPECULATION = 16.0
+"""Largest speculation factor of a run; RollPacker recommends 1.1 to 1.4."""
+
+DEFAULT_SPECULATION = 1.25
+"""eta of a run, for prompts and for responses (RollPacker 6.3)."""
+
 MAX_CANDIDATES = 262_144
 """Candidates of one rollout, spare ones too: 16 for each of the most prompts there may be. Until it is over a rollout
 holds 1.5 KB for a prompt and, unless it streams, 0.4 KB for a candidate that ended and 26 bytes for a token that will

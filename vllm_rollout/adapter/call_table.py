@@ -141,6 +141,11 @@ class CostToCompare:
     batch_sizes: Sequence[int]
 
 
+class WiderRace(NamedTuple):
+    race_id: str
+    num_wanted: int
+
+
 class Operation(Generic[Argument, Result]):
     """One row: a name, what it takes, what it answers."""
 
@@ -199,13 +204,19 @@ STEP_DRIFT: Operation[None, list[StepDrift]] = Operation("step_drift", None, lis
 # -- groups
 CANCEL_GROUPS: Operation[list[str], None] = Operation("cancel_groups", list[str], None)
 """Stop what runs of these groups as `deferred`, in the next step; unknown ones are passed over."""
+CUT_RACE: Operation[str, None] = Operation("cut_race", str, None)
+"""Enough groups of this race are complete on all ranks: stop the others as `deferred`, in the next step."""
+WIDEN_RACE: Operation[WiderRace, None] = Operation("widen_race", WiderRace, None)
+"""More groups have to complete: some of those that did were filtered."""
+FORGET_RACE: Operation[str, None] = Operation("forget_race", str, None)
+"""The round is over."""
 HELD_GROUPS: Operation[None, HeldGroups] = Operation("held_groups", None, HeldGroups)
 
 OPERATIONS: Mapping[str, Operation[Any, Any]] = {
     operation.name: operation
     for operation in (
         POST_REWARDS, LEARN_LABELS, LEARN_FEATURES, TRAIN, HEADS, PUT_HEAD, OPEN_HEAD, LEARNED, LEARNING_WINDOW,
-        OPEN_STATE, READ, PUT_STATE, CANCEL_GROUPS, OBSERVE_LENGTHS, LENGTH_HISTORY, RECORD_STEPS, TAKE_STEPS,
-        SET_COST_MODEL, STEP_DRIFT, HELD_GROUPS,
+        OPEN_STATE, READ, PUT_STATE, CANCEL_GROUPS, CUT_RACE, WIDEN_RACE, FORGET_RACE, OBSERVE_LENGTHS,
+        LENGTH_HISTORY, RECORD_STEPS, TAKE_STEPS, SET_COST_MODEL, STEP_DRIFT, HELD_GROUPS,
     )
 }  # fmt: skip

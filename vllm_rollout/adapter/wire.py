@@ -19,6 +19,7 @@ import numpy as np
 from vllm_rollout.group.judge import Scoring
 from vllm_rollout.group.lifecycle import GroupTerms
 from vllm_rollout.group.pruning_plan import PruningPlan
+from vllm_rollout.group.race import RacePlace
 from vllm_rollout.group.types import Assessment, CandidateState, Confidence, Observation
 
 TAG_KEY = "vllm_rollout"
@@ -42,12 +43,17 @@ class CandidateTag:
     patience: float | None = None
     observed: bool = True
     """Somebody reads its mean confidence. A candidate with `scoring` is observed in any case."""
+    num_replaceable: int = 0
+    place: RacePlace | None = None
+    """Its group's part in a round."""
 
     @property
     def terms(self) -> GroupTerms:
         """What its siblings must say as well."""
         pruning = None if self.scoring is None else self.scoring.plan
-        return GroupTerms(self.group_size, self.num_candidates, self.early_stop, self.patience, pruning)
+        return GroupTerms(
+            self.group_size, self.num_candidates, self.early_stop, self.patience, pruning, self.num_replaceable
+        )
 
     def to_extra_args(self) -> dict[str, Any]:
         scoring = self.scoring
@@ -61,6 +67,8 @@ class CandidateTag:
                 self.output_interval,
                 self.patience,
                 self.observed,
+                self.num_replaceable,
+                self.place and list(astuple(self.place)),
                 scoring
                 and [scoring.rollout_id, scoring.prompt_id, scoring.seed, scoring.teaches, *astuple(scoring.plan)],
             ]
@@ -71,11 +79,12 @@ class CandidateTag:
         """The tag of a request's `extra_args`; None when it has none."""
         if not extra_args or (values := extra_args.get(TAG_KEY)) is None:
             return None
-        *values, patience, observed, scoring = values
+        *values, patience, observed, num_replaceable, place, scoring = values
         if scoring is not None:
             rollout_id, prompt_id, seed, teaches, *plan = scoring
             scoring = Scoring(rollout_id, prompt_id, seed, PruningPlan(*plan), teaches)
-        return cls(*values, scoring, patience, observed)
+        place = place and RacePlace(*place)
+        return cls(*values, scoring, patience, observed, num_replaceable, place)
 
 
 class RunnerReport(NamedTuple):
@@ -114,6 +123,10 @@ class EndingNote:
     """Why the request was not let into the group that it names; it has generated nothing. It becomes a 400."""
     ended_by_itself: bool = False
     """Also of a surplus candidate whose ending came too late to count: its length is exact."""
+    is_replaced: bool = False
+    """It was lost, and its group waits for another candidate in its place."""
+    group_lost: bool = False
+    """Its group completed with this step, but after as many others as the round wanted."""
 
     def to_params(self, params: dict[str, Any] | None) -> dict[str, Any]:
         assessment = None if self.assessment is None else list(astuple(self.assessment))
@@ -126,6 +139,8 @@ class EndingNote:
                 list(self.pauses),
                 self.refusal,
                 self.ended_by_itself,
+                self.is_replaced,
+                self.group_lost,
                 assessment,
             ],
         }
@@ -136,10 +151,10 @@ class EndingNote:
         if not params or ENDING_KEY not in params:
             return None, params
         rest = {key: value for key, value in params.items() if key != ENDING_KEY}
-        state, end_step, confidence, pauses, refusal, ended_by_itself, assessment = params[ENDING_KEY]
+        state, end_step, confidence, pauses, refusal, *flags, assessment = params[ENDING_KEY]
         confidence = None if confidence is None else tuple(confidence)
         assessment = None if assessment is None else assessment_of(assessment)
-        return cls(state, end_step, confidence, pauses, assessment, refusal, ended_by_itself), rest or None
+        return cls(state, end_step, confidence, pauses, assessment, refusal, *flags), rest or None
 
 
 def assessment_of(values: Sequence[Any]) -> Assessment:

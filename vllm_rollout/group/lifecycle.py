@@ -32,6 +32,8 @@ class GroupTerms:
     patience: float | None = None
     """Without early stop: factor of `Group.length_cap`."""
     pruning: PruningPlan | None = None
+    num_replaceable: int = 0
+    """Lost candidates that may be replaced, each by one more launch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,7 @@ class _Candidate:
     num_tokens: int = 0
     step: int = 0
     """The group's step in which it ended."""
+    is_replaced: bool = False
 
 
 @dataclass(slots=True)
@@ -78,6 +81,8 @@ class Group:
     _settled: list[int] = field(default_factory=list)
     """Candidates that the last settlement was about."""
     _num_running: int = 0
+    _num_replaced: int = 0
+    """Lost candidates in whose place another one is to come, or has come."""
     _num_steps: int = 0
     """Settlements so far: the group's own clock, which goes with it wherever it runs."""
 
@@ -104,6 +109,9 @@ class Group:
         candidate.step = self._num_steps + 1  # the one that the next settlement closes
         self._num_running -= 1
         self._new.append(index)
+        if reason == "failed" and not self.closed and self._num_replaced < self.terms.num_replaceable:
+            candidate.is_replaced = True
+            self._num_replaced += 1
 
     def settle(self) -> Settlement:
         """Close the step: decide on everything that ended since the last call.
@@ -181,6 +189,10 @@ class Group:
     def state(self, index: int) -> CandidateState:
         return self._candidates[index].state
 
+    def is_replaced(self, index: int) -> bool:
+        """It was lost, and the group waits for another candidate in its place, whatever becomes of it meanwhile."""
+        return self._candidates[index].is_replaced
+
     @property
     def num_running(self) -> int:
         return self._num_running
@@ -188,11 +200,26 @@ class Group:
     @property
     def over(self) -> bool:
         """Nothing is running and nobody is still to come."""
-        return not self._num_running and len(self._candidates) >= self.terms.num_candidates
+        return not self._num_running and not self._num_to_come
+
+    @property
+    def complete(self) -> bool:
+        """It has its trajectories: `group_size` usable candidates have finished and, without early stop, nothing
+        runs."""
+        if self.cancelled:
+            return False
+        if self.terms.early_stop:
+            return self.closed
+        return self.over and sum(c.state == "finished" for c in self._candidates.values()) >= self.terms.group_size
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest candidate that finished; 0 without any."""
+        return max((c.num_tokens for c in self._candidates.values() if c.state == "finished"), default=0)
 
     @property
     def _num_to_come(self) -> int:
-        return max(0, self.terms.num_candidates - len(self._candidates))
+        return max(0, self.terms.num_candidates + self._num_replaced - len(self._candidates))
 
     def _is_marked(self, index: int) -> bool:
         assessment = self.assessments.get(index)

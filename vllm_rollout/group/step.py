@@ -3,8 +3,9 @@
     launch, ended, cancel    events, while the step is processed
     close_step               1. what ended is told to its group     2. each race that had an event is settled
                              3. scores of the step are judged       4. races are settled again, where that pruned
-                             5. what is too long is given up        6. cancelled groups stop
-                             7. the ledger is written, groups that are over are forgotten
+                             5. what is too long is given up        6. races of groups are settled
+                             7. cancelled groups stop
+                             8. the ledger is written, groups that are over are forgotten
 
 vLLM's scheduler, the simulator and the tests' engine translate their events into these calls and obey the verdicts;
 none of them has an order of its own.
@@ -22,6 +23,7 @@ from vllm_rollout.group.judge import Judge, Scoring
 from vllm_rollout.group.ledger import LedgerEntry
 from vllm_rollout.group.lifecycle import Group, GroupTable, GroupTerms
 from vllm_rollout.group.pruning_plan import PruningPlan
+from vllm_rollout.group.race import RacePlace, RaceTable
 from vllm_rollout.group.types import CandidateId, EndReason, HeldGroups, Observation, StopState
 
 
@@ -39,6 +41,8 @@ class Verdicts:
     """Candidates that ended by themselves in this step, but after `group_size` others: surplus, with all tokens."""
     over: tuple[str, ...] = ()
     """Groups that are over since this step."""
+    lost_groups: frozenset[str] = frozenset()
+    """Groups that completed in this step, but after as many others as their race wanted."""
 
 
 NO_VERDICTS = Verdicts()
@@ -58,6 +62,7 @@ class GroupSteps:
 
     def __init__(self, judge: Judge, max_idle: int = MAX_IDLE_GROUPS) -> None:
         self.judge = judge
+        self.races = RaceTable()
         self._table = GroupTable(max_idle)
         self._scored: dict[CandidateId, _Scored] = {}
         """Candidates that are scored, from launch to end."""
@@ -89,6 +94,7 @@ class GroupSteps:
         *,
         request_id: str = "",
         scoring: Scoring | None = None,
+        place: RacePlace | None = None,
     ) -> tuple[CandidateId, Group]:
         """A candidate enters the group of that id, which its first candidate makes; without an index it takes the next.
 
@@ -108,6 +114,8 @@ class GroupSteps:
                     scoring.rollout_id, scoring.prompt_id, candidate_id.index, request_id, scoring.plan
                 )
             self._scored[candidate_id] = _Scored(scoring, entry)
+        if place is not None and self.races.enter(group_id, group, place):
+            self.cancel(group_id)
         if group.closed:
             self._touched[group_id] = group  # it comes too late: the next step says so
         return candidate_id, group
@@ -127,6 +135,11 @@ class GroupSteps:
             return False
         self._touched[group_id] = self._cancelled[group_id] = group
         return True
+
+    def cut(self, race_id: str) -> None:
+        """Enough groups of this race are complete, here and elsewhere: the others stop as `deferred`."""
+        for group_id in self.races.groups_of(race_id):
+            self.cancel(group_id)
 
     def close_step(self, due: Mapping[CandidateId, Observation], num_tokens: Callable[[CandidateId], int]) -> Verdicts:
         """Decide on everything since the last call.
@@ -163,10 +176,13 @@ class GroupSteps:
             if too_long:
                 stop.update((CandidateId(group_id, index), "surplus") for index in too_long)
                 self._touched[group_id] = group
+        lost_groups, too_late = self.races.settle(self._touched)
+        for group_id in too_late:
+            self.cancel(group_id)
         for group_id, group in self._cancelled.items():
             stop.update((CandidateId(group_id, index), "deferred") for index in group.cancel())
         over = self._forget(stop, num_tokens)
-        return Verdicts(stop, frozenset(lost_ties), over)
+        return Verdicts(stop, frozenset(lost_ties), over, frozenset(lost_groups))
 
     def _still_due(self, due: Mapping[CandidateId, Observation]) -> dict[str, dict[int, Observation]]:
         """Of what is due what still runs, by group; touches these groups."""

@@ -19,12 +19,9 @@ from pydantic import (
     model_validator,
 )
 
-from vllm_rollout.config import DEFAULT_TRADEOFF, MAX_GROUP_SIZE, MAX_PATIENCE, MAX_TRADEOFF
+from vllm_rollout.config import DEFAULT_TRADEOFF, MAX_GROUP_SIZE, MAX_PATIENCE, MAX_PROMPTS, MAX_TRADEOFF
 from vllm_rollout.server.body import MAX_INT, Body, check_json
 from vllm_rollout.server.pruning_body import Pruning
-
-MAX_PROMPTS = 16_384
-"""Prompts in one rollout."""
 
 MAX_STREAM_TOKENS = 1_000_000
 

@@ -64,7 +64,12 @@ class GroupSchedulerMixin:
         candidate = self._candidates[request.request_id] = Candidate(request, tag.output_interval)
         try:
             candidate.id, candidate.group = self.group_steps.launch(
-                tag.group_id, tag.terms, tag.index, request_id=request.request_id, scoring=tag.scoring
+                tag.group_id,
+                tag.terms,
+                tag.index,
+                request_id=request.request_id,
+                scoring=tag.scoring,
+                place=tag.place,
             )
         except LaunchRefused as refusal:
             candidate.refusal = str(refusal)
@@ -240,6 +245,8 @@ class GroupSchedulerMixin:
             pauses=candidate.pauses,
             assessment=group.assessments.get(id.index),
             ended_by_itself=candidate.end_reason == "stop",
+            is_replaced=group.is_replaced(id.index),
+            group_lost=id.group_id in verdicts.lost_groups,
         )
         output.kv_transfer_params = note.to_params(output.kv_transfer_params)
 

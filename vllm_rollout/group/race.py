@@ -1,0 +1,135 @@
+"""Groups that race each other: a round is complete when the first so many of its groups are.
+
+Invariant: of one engine's groups exactly `num_wanted` complete ones win; the others are deferred, in the step in which
+the last winner completes.
+
+Source: RollPacker section 3 (speculative execution for prompts).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from vllm_rollout.group.lifecycle import Group
+
+MAX_RACES = 1024
+"""Races that an engine remembers; of more than these the oldest is forgotten, as if it were over."""
+
+
+@dataclass(frozen=True, slots=True)
+class RacePlace:
+    """Where a group takes part."""
+
+    race_id: str
+    num_wanted: int
+    """Complete groups that end the race."""
+    position: int
+    """Of the group in the race: ties go to the lower one."""
+
+
+@dataclass(slots=True)
+class Race:
+    """The groups of one round in one engine."""
+
+    num_wanted: int
+    groups: dict[str, Group] = field(default_factory=dict)
+    """Those that have not completed and are not over."""
+    positions: dict[str, int] = field(default_factory=dict)
+    num_complete: int = 0
+
+    @property
+    def is_cut(self) -> bool:
+        """Enough groups are complete."""
+        return self.num_complete >= self.num_wanted
+
+    def settle(self, group_ids: Iterable[str]) -> tuple[str, ...]:
+        """Close the step for groups that saw an event: count those that completed, forget those that are over.
+
+        Several may complete in one step. The winners among them are those whose longest trajectory is the shortest,
+        then those of the lower position; the others have lost a tie, and are returned.
+        """
+        complete = []
+        for group_id in group_ids:
+            group = self.groups[group_id]
+            if group.complete:
+                complete.append(group_id)
+            elif group.over:
+                self._leave(group_id)
+        complete.sort(key=lambda id: (self.groups[id].longest, self.positions[id]))
+        num_winners = max(0, self.num_wanted - self.num_complete)
+        self.num_complete += len(complete[:num_winners])
+        for group_id in complete:
+            self._leave(group_id)
+        return tuple(complete[num_winners:])
+
+    def leave_all(self) -> None:
+        self.groups.clear()
+        self.positions.clear()
+
+    def _leave(self, group_id: str) -> None:
+        del self.groups[group_id], self.positions[group_id]
+
+
+class RaceTable:
+    """All races of one engine, by id."""
+
+    def __init__(self, max_races: int = MAX_RACES) -> None:
+        self._races: OrderedDict[str, Race] = OrderedDict()
+        self._race_of: dict[str, str] = {}
+        """Group id -> race id, of groups that take part."""
+        self._max_races = max_races
+
+    def __len__(self) -> int:
+        return len(self._races)
+
+    def enter(self, group_id: str, group: Group, place: RacePlace) -> bool:
+        """A group takes part, if it does not already; whether the race is cut: the group comes too late."""
+        race = self._races.get(place.race_id)
+        if race is None:
+            race = self._races[place.race_id] = Race(place.num_wanted)
+            if len(self._races) > self._max_races:
+                self.forget(next(iter(self._races)))
+        if group_id not in self._race_of:
+            self._race_of[group_id] = place.race_id
+            race.groups[group_id], race.positions[group_id] = group, place.position
+        return race.is_cut
+
+    def settle(self, touched: Iterable[str]) -> tuple[set[str], list[str]]:
+        """Close the step for groups that saw an event; (groups that lost a tie, groups to cancel)."""
+        by_race: dict[str, list[str]] = {}
+        for group_id in touched:
+            race_id = self._race_of.get(group_id)
+            if race_id is not None:
+                by_race.setdefault(race_id, []).append(group_id)
+        lost: set[str] = set()
+        cancelled: list[str] = []
+        for race_id, group_ids in by_race.items():
+            race = self._races[race_id]
+            lost.update(race.settle(group_ids))
+            if race.is_cut:
+                cancelled += race.groups
+                group_ids = [*group_ids, *race.groups]
+                race.leave_all()
+            for group_id in group_ids:
+                if group_id not in race.groups:
+                    self._race_of.pop(group_id, None)
+        return lost, cancelled
+
+    def widen(self, race_id: str, num_wanted: int) -> None:
+        """Winners were taken out: so many groups have to complete now. Groups that were cut stay so."""
+        if race_id in self._races:
+            self._races[race_id].num_wanted = num_wanted
+
+    def groups_of(self, race_id: str) -> list[str]:
+        """Groups that still race."""
+        race = self._races.get(race_id)
+        return [] if race is None else list(race.groups)
+
+    def forget(self, race_id: str) -> None:
+        """The round is over: nobody enters it again. Groups that still run go on as groups of their own."""
+        race = self._races.pop(race_id, None)
+        if race is not None:
+            for group_id in race.groups:
+                del self._race_of[group_id]
