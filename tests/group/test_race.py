@@ -1,0 +1,193 @@
+"""Groups that race each other, step by step."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_rollout.group.judge import Judge
+from vllm_rollout.group.lifecycle import GroupTerms
+from vllm_rollout.group.race import RacePlace
+from vllm_rollout.group.step import GroupSteps
+from vllm_rollout.group.types import CandidateId
+
+PAIR_OF_THREE = GroupTerms(2, 3)
+
+
+class Round:
+    """Groups of known lengths, each candidate one token longer per step."""
+
+    def __init__(self, lengths: list[list[int]], num_wanted: int, terms: GroupTerms = PAIR_OF_THREE) -> None:
+        self.steps = GroupSteps(Judge())
+        self.terms, self.num_wanted = terms, num_wanted
+        self.groups, self.lengths = {}, {}
+        self.tokens: dict[CandidateId, int] = {}
+        """Of those that run."""
+        self.ends: dict[CandidateId, tuple[str, int]] = {}
+        self.lost: list[str] = []
+        self.num_steps = 0
+        for position, group in enumerate(lengths):
+            self.launch(position, group)
+
+    def launch(self, position: int, lengths: list[int]) -> None:
+        for index, length in enumerate(lengths):
+            place = RacePlace("round", self.num_wanted, position)
+            id, group = self.steps.launch(f"g{position}", self.terms, index, place=place)
+            self.groups[id.group_id], self.lengths[id], self.tokens[id] = group, length, 0
+
+    def step(self) -> None:
+        self.num_steps += 1
+        for id in self.tokens:
+            self.tokens[id] += 1
+        for id in [id for id, tokens in self.tokens.items() if tokens == self.lengths[id]]:
+            self.steps.ended(id, self.groups[id.group_id], "stop", self.tokens[id])
+            self.ends[id] = "stop", self.tokens.pop(id)
+        verdicts = self.steps.close_step({}, lambda id: self.tokens[id])
+        for id, state in verdicts.stop.items():
+            self.ends[id] = state, self.tokens.pop(id)
+        self.lost += sorted(verdicts.lost_groups)
+
+    def run(self) -> None:
+        while self.tokens:
+            self.step()
+
+    def states(self, position: int) -> list[str]:
+        return [end for (group_id, _), (end, _) in sorted(self.ends.items()) if group_id == f"g{position}"]
+
+
+def test_the_others_stop_in_the_step_in_which_enough_groups_are_complete() -> None:
+    round = Round([[5, 6, 30], [9, 3, 40], [20, 20, 20]], num_wanted=2)
+    round.run()
+    assert round.num_steps == 9
+    assert round.states(0) == ["stop", "stop", "surplus"]
+    assert round.ends[CandidateId("g1", 2)] == ("surplus", 9)
+    assert [round.ends[CandidateId("g2", i)] for i in range(3)] == [("deferred", 9)] * 3
+    assert len(round.steps) == 0
+
+
+def test_groups_that_complete_in_one_step_tie_by_their_longest_then_by_position() -> None:
+    """A group may complete later than its longest candidate would say: candidates start when they start."""
+    round = Round([[7, 7, 9], [7, 7, 9], [7, 7, 9]], num_wanted=1)
+    round.run()
+    assert round.lost == ["g1", "g2"]
+    round = Round([[9, 9, 9]], num_wanted=1)
+    for _ in range(4):
+        round.step()
+    round.launch(1, [5, 5, 5])
+    round.run()
+    assert round.lost == ["g0"]
+    assert round.states(0) == ["stop", "stop", "stop"]
+
+
+def test_a_group_that_comes_after_the_cut_is_deferred_at_once() -> None:
+    round = Round([[2, 2, 2], [8, 8, 8]], num_wanted=1)
+    round.run()
+    round.launch(2, [5, 5, 5])
+    round.step()
+    assert round.states(2) == ["deferred"] * 3
+
+
+def test_a_wider_race_is_open_for_new_groups_only() -> None:
+    round = Round([[2, 2, 2], [8, 8, 8]], num_wanted=1)
+    round.run()
+    round.steps.races.widen("round", 2)
+    round.launch(2, [5, 6, 9])
+    round.run()
+    assert round.states(1) == ["deferred"] * 3
+    assert round.states(2) == ["stop", "stop", "surplus"]
+
+
+def test_a_race_that_is_cut_from_outside_stops() -> None:
+    round = Round([[4, 4, 4], [8, 8, 8]], num_wanted=2)
+    for _ in range(5):
+        round.step()
+    round.steps.cut("round")
+    round.step()
+    assert round.num_steps == 6
+    assert round.states(1) == ["deferred"] * 3
+
+
+def test_a_group_whose_whole_pool_counts_is_complete_when_nothing_runs() -> None:
+    round = Round([[2, 3, 12], [4, 5, 6], [9, 9, 9]], num_wanted=1, terms=GroupTerms(2, 3, early_stop=False))
+    round.run()
+    assert round.num_steps == 6
+    assert round.states(1) == ["stop", "stop", "stop"]
+    assert round.ends[CandidateId("g0", 2)] == ("deferred", 6)
+
+
+def test_a_lost_group_leaves_the_race_uncounted() -> None:
+    round = Round([[5, 6, 7], [3, 4, 9]], num_wanted=1, terms=GroupTerms(3, 3))
+    for index in range(3):
+        id = CandidateId("g1", index)
+        round.steps.ended(id, round.groups["g1"], "failed", 0)
+        del round.tokens[id]
+    round.run()
+    assert round.num_steps == 7
+    assert round.lost == []
+
+
+def test_a_lost_candidate_is_replaced_as_often_as_its_group_allows() -> None:
+    steps = GroupSteps(Judge())
+    terms = GroupTerms(2, 2, num_replaceable=1)
+    ids = [steps.launch("g", terms, index)[0] for index in range(2)]
+    group = steps.launch("other", terms, 0)[1] and steps._table.find("g")
+    steps.ended(ids[0], group, "failed", 3)
+    steps.close_step({}, lambda id: 3)
+    assert group.is_replaced(0)
+    assert not group.over
+    third, _ = steps.launch("g", terms, 2)
+    steps.ended(third, group, "failed", 1)
+    steps.close_step({}, lambda id: 3)
+    assert not group.is_replaced(2)
+    steps.ended(ids[1], group, "stop", 4)
+    assert steps.close_step({}, lambda id: 4).over == ("g",)
+
+
+def test_a_forgotten_race_lets_its_groups_go_on() -> None:
+    round = Round([[2, 2, 2], [8, 8, 8]], num_wanted=1)
+    round.steps.races.forget("round")
+    round.run()
+    assert round.states(1) == ["stop"] * 3
+    assert len(round.steps.races) == 0
+
+
+def test_more_races_than_an_engine_remembers_push_out_the_oldest() -> None:
+    steps = GroupSteps(Judge())
+    steps.races._max_races = 2
+    for name in "abc":
+        steps.launch(f"g{name}", PAIR_OF_THREE, 0, place=RacePlace(name, 1, 0))
+    assert steps.races.groups_of("a") == []
+    assert len(steps.races) == 2
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    st.lists(st.lists(st.integers(1, 30), min_size=3, max_size=3), min_size=1, max_size=8),
+    st.integers(1, 8),
+    st.booleans(),
+)
+def test_exactly_as_many_groups_win_as_are_wanted(lengths: list[list[int]], num_wanted: int, early_stop: bool) -> None:
+    round = Round(lengths, num_wanted, GroupTerms(2, 3, early_stop))
+    round.run()
+    assert len(round.ends) == 3 * len(lengths)
+    complete = [f"g{p}" for p in range(len(lengths)) if "deferred" not in round.states(p)]
+    winners = [id for id in complete if id not in round.lost]
+    assert len(winners) == min(num_wanted, len(lengths))
+    # They are those whose own end came first.
+    own_ends = sorted(sorted(group)[1 if early_stop else 2] for group in lengths)
+    assert round.num_steps == own_ends[len(winners) - 1]
+
+
+@pytest.mark.parametrize("num_wanted", [1, 2])
+def test_races_do_not_touch_each_other(num_wanted: int) -> None:
+    steps = GroupSteps(Judge())
+    for race in "ab":
+        for position in range(3):
+            for index in range(3):
+                steps.launch(f"{race}{position}", PAIR_OF_THREE, index, place=RacePlace(race, num_wanted, position))
+    for position in range(num_wanted):
+        group = steps._table.find(f"a{position}")
+        for index in range(2):
+            steps.ended(CandidateId(f"a{position}", index), group, "stop", 1)
+    stopped = steps.close_step({}, lambda id: 1).stop
+    assert {id.group_id[0] for id in stopped} == {"a"}
+    assert len(steps) == 3
