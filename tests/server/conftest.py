@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
 import pytest
@@ -18,6 +19,8 @@ from vllm_rollout import RolloutClient
 from vllm_rollout.server.metrics import Metrics
 from vllm_rollout.server.recorder import TraceRecorder
 from vllm_rollout.server.routes import router
+from vllm_rollout.server.runs.service import RunService
+from vllm_rollout.server.runs.store import RunStore
 from vllm_rollout.server.service import RolloutService
 
 from .fake_engine import MODEL, FakeEngine
@@ -40,11 +43,12 @@ def app(engine: FakeEngine) -> FastAPI:
     return make_app(engine)
 
 
-def make_app(engine: FakeEngine, recorder: TraceRecorder | None = None) -> FastAPI:
+def make_app(engine: FakeEngine, recorder: TraceRecorder | None = None, database: Path | None = None) -> FastAPI:
     app = FastAPI()
     app.include_router(router)
     registry = CollectorRegistry()
     app.state.rollout_service = RolloutService(engine, Metrics(registry), recorder=recorder)
+    app.state.run_service = RunService(app.state.rollout_service, engine, RunStore(database))
     app.state.healthy = True
 
     @app.get("/health", include_in_schema=False)

@@ -22,6 +22,7 @@ from vllm_rollout.group.history import ObservedLength
 from vllm_rollout.group.judge import Scoring
 from vllm_rollout.group.lifecycle import Group
 from vllm_rollout.group.plan import GroupPlan
+from vllm_rollout.group.race import RacePlace
 from vllm_rollout.group.step import GroupSteps
 from vllm_rollout.group.types import CandidateId, CandidateState, Ending, EndReason, HeldGroups
 from vllm_rollout.server.engine import (
@@ -106,6 +107,14 @@ class FakeEngine(LearningEngine):
     """Deferred ones among them."""
     groups: dict[str, GroupSteps] = field(default_factory=dict)
     """Those on their way."""
+    races: dict[str, GroupSteps] = field(default_factory=dict)
+    """Groups of one race share theirs."""
+    candidates: dict[CandidateId, Candidate] = field(default_factory=dict)
+    """Of all groups on their way."""
+    stops: dict[str, list[CandidateId]] = field(default_factory=dict)
+    """Verdicts on candidates of a group, to be carried out in its next step."""
+    lost_groups: set[str] = field(default_factory=set)
+    num_cuts: int = 0
     last_step_s: float = 0.0
     """When a group last made a step."""
 
@@ -151,16 +160,24 @@ class FakeEngine(LearningEngine):
         stream_tokens: int | None,
         rollout_id: str,
         pruning_seed: int,
+        place: RacePlace | None = None,
     ) -> AsyncGenerator[CandidateTokens | CandidateEnd, None]:
         handle: Handle = prompt.handle
         scoring = None if plan.pruning is None else Scoring(rollout_id, prompt.id, pruning_seed, plan.pruning)
         group_steps = GroupSteps(self.judge)
+        if place is not None:
+            group_steps = self.races.setdefault(place.race_id, group_steps)
         running: dict[CandidateId, Candidate] = {}
-        for index in range(plan.num_candidates):
+
+        def launch(index: int) -> Group:
             name = f"{group_id}-c{index}"
-            id, group = group_steps.launch(group_id, plan.terms, index, request_id=name, scoring=scoring)
-            running[id] = self._candidate(index, prompt)
-        self.num_launched += len(running)
+            id, group = group_steps.launch(group_id, plan.terms, index, request_id=name, scoring=scoring, place=place)
+            running[id] = self.candidates[id] = self._candidate(index, prompt)
+            self.num_launched += 1
+            return group
+
+        group, *_ = [launch(index) for index in range(plan.num_candidates)]
+        num_launched = plan.num_candidates
         self.groups[group_id] = group_steps
         step = 0
         try:
@@ -179,7 +196,10 @@ class FakeEngine(LearningEngine):
                 for candidate in ended:
                     if stream_tokens is not None and (rest := candidate.take_chunk(1)) is not None:
                         yield rest
-                    yield self._end(candidate, group, handle)
+                    if group.is_replaced(candidate.index):
+                        launch(num_launched)
+                        num_launched += 1
+                    yield self._end(candidate, group, handle, group_id in self.lost_groups)
                 for candidate in tuple(running.values()):
                     if stream_tokens is not None and (chunk := candidate.take_chunk(stream_tokens)) is not None:
                         yield chunk
@@ -187,12 +207,29 @@ class FakeEngine(LearningEngine):
         finally:
             self.num_aborted += len(running)
             del self.groups[group_id]
+            self.stops.pop(group_id, None)
+            for id in [id for id in self.candidates if id.group_id == group_id]:
+                del self.candidates[id]
 
     async def cancel_groups(self, group_ids: Sequence[str]) -> None:
         self._check_alive()
         for group_id in group_ids:
             if group_id in self.groups:
                 self.groups[group_id].cancel(group_id)
+
+    async def cut_race(self, race_id: str) -> None:
+        self._check_alive()
+        self.num_cuts += 1
+        if race_id in self.races:
+            self.races[race_id].cut(race_id)
+
+    async def widen_race(self, race_id: str, num_wanted: int) -> None:
+        self._check_alive()
+        self.races[race_id].races.widen(race_id, num_wanted)
+
+    async def forget_race(self, race_id: str) -> None:
+        self._check_alive()
+        self.races.pop(race_id, None)
 
     async def observe_lengths(self, key: str, lengths: Sequence[ObservedLength]) -> None:
         self._check_alive()
@@ -227,6 +264,9 @@ class FakeEngine(LearningEngine):
         self, group_steps: GroupSteps, group: Group, running: dict[CandidateId, Candidate], scoring: Scoring | None
     ) -> list[Candidate]:
         """One token for every running candidate; takes out and returns those that ended or were stopped."""
+        own = next(iter(running)).group_id
+        if stopped := self.stops.pop(own, None):
+            return [running.pop(id) for id in stopped]
         ended, due = [], {}
         for id, candidate in running.items():
             candidate.num_tokens = min(candidate.num_tokens + 1, len(candidate.token_ids))
@@ -235,8 +275,11 @@ class FakeEngine(LearningEngine):
                 ended.append(id)
             elif scoring is not None and candidate.num_tokens == scoring.plan.detection_length:
                 due[id] = self.observe(candidate.token_ids, scoring.plan.detection_length)
-        verdicts = group_steps.close_step(due, lambda id: running[id].num_tokens)
-        return [running.pop(id) for id in (*ended, *verdicts.stop)]
+        verdicts = group_steps.close_step(due, lambda id: self.candidates[id].num_tokens)
+        self.lost_groups |= verdicts.lost_groups
+        for id in verdicts.stop:
+            self.stops.setdefault(id.group_id, []).append(id)
+        return [running.pop(id) for id in (*ended, *self.stops.pop(own, ()))]
 
     def _spans(self, num_tokens: int) -> list[dict[str, Any]]:
         if self.weight_version is None:
@@ -248,7 +291,7 @@ class FakeEngine(LearningEngine):
             for (start, version), end in zip(starts.items(), ends, strict=True)
         ]
 
-    def _end(self, candidate: Candidate, group: Group, handle: Handle) -> CandidateEnd:
+    def _end(self, candidate: Candidate, group: Group, handle: Handle, lost: bool) -> CandidateEnd:
         state: CandidateState = group.state(candidate.index)
         num_tokens = candidate.num_tokens
         by_itself = state == "finished"
@@ -265,6 +308,8 @@ class FakeEngine(LearningEngine):
             confidence=None,
             weight_versions=self._spans(num_tokens),
             assessment=group.assessments.get(candidate.index),
+            is_replaced=group.is_replaced(candidate.index),
+            group_lost=lost,
         )
 
     def _tokenize(self, prompt: PromptInput) -> list[int]:

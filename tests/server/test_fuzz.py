@@ -187,6 +187,8 @@ ENDPOINTS = {
     ("/v1/rollouts", "post"), ("/v1/rollouts/{rollout_id}/rewards", "post"), ("/v1/votes", "post"),
     ("/v1/quality_head", "get"), ("/v1/quality_head", "put"), ("/v1/quality_head/report", "get"),
     ("/v1/rollouts/state", "get"), ("/v1/rollouts/state", "put"),
+    ("/v1/runs", "get"), ("/v1/runs", "post"), ("/v1/runs/{run_id}", "get"), ("/v1/runs/{run_id}", "delete"),
+    ("/v1/runs/{run_id}/rounds", "post"), ("/v1/runs/{run_id}/rounds/{number}", "delete"),
 }  # fmt: skip
 
 

@@ -242,7 +242,7 @@ async def test_a_stream_that_nobody_reads_ends_after_a_while(app, engine: FakeEn
         if len(taken) == 3:
             await asyncio.Event().wait()
 
-    stream = event_stream.EventStream(event_stream.server_sent_events(service, rollout))
+    stream = event_stream.EventStream(event_stream.server_sent_events(rollout.id, service.events(rollout)))
     await asyncio.wait_for(stream({"type": "http"}, asyncio.Event().wait, send), DEADLINE_S)
     assert len(taken) == 3
     assert engine.num_running == 0

@@ -8,14 +8,14 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Annotated, Any
+from typing import Annotated, Any, Union, get_args
 
 import httpx
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, Discriminator, Tag, TypeAdapter, ValidationError
 from typing_extensions import Self
 
 from vllm_rollout.client.joints import Joints
-from vllm_rollout.server.answers import DoneEvent, ErrorAnswer, ErrorBody, ErrorEvent, Event
+from vllm_rollout.server.answers import DoneEvent, ErrorAnswer, ErrorBody, ErrorEvent, Event, RoundDoneEvent
 from vllm_rollout.server.learning.body import ADMIN_HEADER
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -42,7 +42,24 @@ CONNECTION_LOST = (
 INCOMPLETE = "IncompleteStream"
 """Type of the error when a stream lacks something."""
 
-_EVENT: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="type")])
+_ROUND_DONE = "round_done"
+
+
+def _event_type(event: Any) -> Any:
+    """Which class an event belongs to: the last one of a round says more than that of a rollout."""
+    if not isinstance(event, dict):
+        return None
+    return _ROUND_DONE if event.get("type") == "done" and "run" in event else event.get("type")
+
+
+def _tagged(event: type[BaseModel]) -> Any:
+    tag = _ROUND_DONE if event is RoundDoneEvent else event.model_fields["type"].default
+    return Annotated[event, Tag(tag)]
+
+
+_EVENT: TypeAdapter[Event] = TypeAdapter(
+    Annotated[Union[tuple(map(_tagged, get_args(Event)))], Discriminator(_event_type)]  # noqa: UP007
+)
 
 
 class RolloutError(Exception):

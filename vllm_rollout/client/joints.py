@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vllm_rollout.server.answers import CandidateEvent, Event, GroupEvent, TokensEvent, TrajectoryEvent
+from vllm_rollout.server.answers import CandidateEvent, DeferredEvent, Event, GroupEvent, TokensEvent, TrajectoryEvent
 
 ENDED = -1
 
@@ -27,7 +27,7 @@ class Joints:
                 )
         elif isinstance(event, CandidateEvent):
             self._end(event.prompt_id, event.candidate.index)
-        elif isinstance(event, GroupEvent):
+        elif isinstance(event, GroupEvent | DeferredEvent):
             self._num_tokens.pop(event.prompt_id, None)
         return None
 

@@ -34,6 +34,8 @@ class GroupPlan:
     patience: float | None = None
     """Of a dual-end selection: once `group_size` valid candidates have finished, the others get `patience` times the
     tokens of the longest of those. None: the whole pool runs to its end."""
+    num_replaceable: int = 0
+    """Candidates that are lost are replaced, so many of them."""
 
     @property
     def num_candidates(self) -> int:
@@ -43,7 +45,9 @@ class GroupPlan:
     @property
     def terms(self) -> GroupTerms:
         """What every candidate of the group is launched with."""
-        return GroupTerms(self.group_size, self.num_candidates, self.early_stop, self.patience, self.pruning)
+        return GroupTerms(
+            self.group_size, self.num_candidates, self.early_stop, self.patience, self.pruning, self.num_replaceable
+        )
 
     def allocated(self, num_candidates: int, at_upper_bound: bool, *, early_stop: bool = True) -> GroupPlan:
         """This plan with as many candidates as redundancy "auto" gives the prompt (`group/allocation.py`).

@@ -202,6 +202,10 @@ class Run:
     num_filtered: int = 0
     num_deferred: int = 0
     """Deferrals, a prompt's each."""
+    generated_tokens: int = 0
+    returned_tokens: int = 0
+    latency_s: float = 0.0
+    """Sum over closed rounds, as are the tokens."""
     history: list[RoundRecord] = field(default_factory=list)
     """Newest last."""
     savings: Savings = field(default_factory=Savings)
@@ -307,6 +311,9 @@ class Run:
         self.num_returned += num["returned"]
         self.num_filtered += num["filtered"]
         self.num_deferred += num["deferred"]
+        self.generated_tokens += generated_tokens
+        self.returned_tokens += returned_tokens
+        self.latency_s += latency_s
         self.history = [*self.history, record][-MAX_HISTORY_ROUNDS:]
         self.num_rounds += 1
         self.open = None

@@ -36,6 +36,7 @@ def run_to_state(run: Run) -> dict[str, Any]:
         "format": FORMAT,
         "terms": list(astuple(run.terms)),
         "counts": [run.num_handed_in, run.num_rounds, run.num_returned, run.num_filtered, run.num_deferred],
+        "totals": [run.generated_tokens, run.returned_tokens, run.latency_s],
         "queue": [_entry_to_state(entry) for entry in run.queue],
         "carried": [_entry_to_state(entry) for entry in run.carried],
         "open": opened
@@ -59,7 +60,7 @@ def run_to_state(run: Run) -> dict[str, Any]:
 
 def run_from_state(state: Any) -> Run:
     """Raises: ValueError for what no run can have been."""
-    names = ("format", "terms", "counts", "queue", "carried", "open", "history", "given_up", "savings")
+    names = ("format", "terms", "counts", "totals", "queue", "carried", "open", "history", "given_up", "savings")
     state = fields_of(state, names, "a run")
     if state["format"] != FORMAT:
         raise ValueError(
@@ -68,6 +69,10 @@ def run_from_state(state: Any) -> Run:
     counts = [integer(count, "counts of a run") for count in listed(state["counts"], "counts of a run", length=5)]
     run = Run(_terms(state["terms"]), *counts[:2])
     run.num_returned, run.num_filtered, run.num_deferred = counts[2:]
+    generated, returned, latency_s = listed(state["totals"], "totals of a run", length=3)
+    run.generated_tokens = integer(generated, "totals of a run")
+    run.returned_tokens = integer(returned, "totals of a run")
+    run.latency_s = number(latency_s, "totals of a run", 0, MAX_SECONDS)
     run.queue = _entries(state["queue"], "queue of a run")
     run.carried = _entries(state["carried"], "carried prompts of a run")
     run.open = None if state["open"] is None else _open_round(state["open"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from statistics import fmean, pstdev
 from typing import NamedTuple
 
@@ -37,6 +38,11 @@ def conclude(plan: GroupPlan, endings: Iterable[Ending]) -> GroupResult:
     if num_wanted < plan.group_size:
         reason += f", of which pruning left {num_wanted}"
     return GroupResult("incomplete", f"{reason} ({others})" if others else reason, selected, endings)
+
+
+def deferred(result: GroupResult, why: str) -> GroupResult:
+    """The same group, of which nothing is returned now."""
+    return replace(result, status="deferred", reason=why, selected=())
 
 
 def _num_wanted(plan: GroupPlan, endings: Sequence[Ending]) -> int:

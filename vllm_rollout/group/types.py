@@ -16,7 +16,8 @@ STOP_STATES: tuple[StopState, ...] = get_args(StopState)
 EndReason = Literal["stop", "length", "failed"]
 """Why a candidate ended without a verdict: by itself, cut at `max_tokens`, or lost (error, client abort)."""
 
-GroupStatus = Literal["complete", "incomplete"]
+GroupStatus = Literal["complete", "incomplete", "deferred"]
+"""`deferred`: it is not wanted now, whatever it had become."""
 
 
 class CandidateId(NamedTuple):

@@ -10,6 +10,8 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from vllm_rollout.group.plan import SelectionRule
+from vllm_rollout.group.round_progress import DeferReason
+from vllm_rollout.group.rounds import RoundKind
 from vllm_rollout.group.types import CandidateState, GroupStatus, Signal
 
 
@@ -200,6 +202,63 @@ class DoneEvent(BaseModel):
     timing: Timing
 
 
+class RoundSummary(BaseModel):
+    """What a round of a run made of its prompts."""
+
+    run: str
+    round: int
+    kind: RoundKind
+    idempotency_key: str
+    deferred: list[str] = []
+    """Prompt ids that wait for a long round."""
+    filtered: list[str] = []
+    """Those whose rewards were all the same: out of the run."""
+    unstarted: list[str] = []
+    """Those that are the first of the next short round."""
+    next_round: RoundKind
+    num_fresh_prompts: int
+    """How many prompts the next round wants."""
+
+
+class RoundAnswer(RoundSummary, RolloutAnswer):
+    """A rollout's answer, with the groups that the round returns."""
+
+
+class RoundEvent(BaseModel):
+    """A round begins. Rewards name its rollout by `id`."""
+
+    type: Literal["round"] = "round"
+    id: str
+    run: str
+    round: int
+    kind: RoundKind
+    idempotency_key: str
+    num_wanted: int
+    """Prompts that it returns."""
+    prompt_ids: list[str]
+    reserve: list[str]
+
+
+class DeferredEvent(BaseModel):
+    """A group waits for a long round: what was sent of it counts for nothing."""
+
+    type: Literal["deferred"] = "deferred"
+    prompt_id: str
+    group_id: str
+    reason: DeferReason
+
+
+class FilteredEvent(BaseModel):
+    """All rewards of a returned group are the same: it leaves the round."""
+
+    type: Literal["filtered"] = "filtered"
+    prompt_id: str
+
+
+class RoundDoneEvent(RoundSummary, DoneEvent):
+    """A round is over, and what it made of its prompts is kept."""
+
+
 class ErrorBody(BaseModel):
     message: str
     type: str
@@ -218,4 +277,16 @@ class ErrorEvent(BaseModel):
     error: ErrorBody
 
 
-Event = TrajectoryEvent | CandidateEvent | TokensEvent | GroupEvent | DoneEvent | ErrorEvent
+RolloutEvent = TrajectoryEvent | CandidateEvent | TokensEvent | GroupEvent | DoneEvent | ErrorEvent
+RoundStreamEvent = (
+    RoundEvent
+    | TrajectoryEvent
+    | CandidateEvent
+    | TokensEvent
+    | GroupEvent
+    | DeferredEvent
+    | FilteredEvent
+    | RoundDoneEvent
+    | ErrorEvent
+)
+Event = RolloutEvent | RoundStreamEvent

@@ -11,6 +11,7 @@ from vllm_rollout.group.drift import StepDrift
 from vllm_rollout.group.history import LengthStatistics, ObservedLength
 from vllm_rollout.group.ledger import Reward, RewardStatus
 from vllm_rollout.group.plan import GroupPlan
+from vllm_rollout.group.race import RacePlace
 from vllm_rollout.group.report import HeadInfo, ShadowReport, SignalReport
 from vllm_rollout.group.types import Assessment, Ending, HeldGroups, Signal
 
@@ -80,6 +81,10 @@ class CandidateEnd:
     """Spans `{"version", "start", "end"}` over the output tokens."""
     assessment: Assessment | None = None
     """None: never scored (no pruning, or it ended before `detection_length`)."""
+    is_replaced: bool = False
+    """It was lost, and another candidate takes its place."""
+    group_lost: bool = False
+    """Its group completed in the step of its end, but after as many others as its race wanted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +171,7 @@ class Engine(Protocol):
         stream_tokens: int | None,
         rollout_id: str,
         pruning_seed: int,
+        place: RacePlace | None,
     ) -> AsyncGenerator[CandidateTokens | CandidateEnd, None]:
         """Launch the candidates and yield what happens to them, ending with one CandidateEnd each.
 
@@ -180,6 +186,21 @@ class Engine(Protocol):
         One that the engine does not know (yet, or any more) is passed over. Raises: RequestError (503) for a dead
         engine.
         """
+        ...
+
+    async def cut_race(self, race_id: str) -> None:
+        """Enough groups of that race are complete, of all ranks: the others end as `deferred`.
+
+        Raises: RequestError (503) for a dead engine, as do the next two.
+        """
+        ...
+
+    async def widen_race(self, race_id: str, num_wanted: int) -> None:
+        """So many groups have to complete now; those that were cut stay so."""
+        ...
+
+    async def forget_race(self, race_id: str) -> None:
+        """No more groups will take part."""
         ...
 
     async def observe_lengths(self, key: str, lengths: Sequence[ObservedLength]) -> None:

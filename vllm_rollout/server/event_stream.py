@@ -20,20 +20,21 @@ from starlette.types import Message, Receive, Scope, Send
 from vllm_rollout.server.answers import ErrorEvent, Event
 from vllm_rollout.server.engine import RequestError
 from vllm_rollout.server.errors import error_body, explain_internal
-from vllm_rollout.server.rollout import Rollout
 from vllm_rollout.server.serialised import encode, num_tokens_in
-from vllm_rollout.server.service import RolloutService
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+
+CLIENT_CLOSED_REQUEST = 499
+"""Status of an answer that nobody waits for any more."""
 
 STALLED_S = 3600.0
 """A trainer may read nothing during a step of training, in seconds. After that its stream is taken for abandoned."""
 
 
-def event_stream_schema() -> dict[str, Any]:
-    """OpenAPI's media type object of our event stream, in FastAPI's form."""
-    schema = TypeAdapter(Event).json_schema(mode="serialization")
+def event_stream_schema(events: Any) -> dict[str, Any]:
+    """OpenAPI's media type object of a stream of these events, in FastAPI's form."""
+    schema = TypeAdapter(events).json_schema(mode="serialization")
     definitions = schema.pop("$defs")
 
     def inlined(value: Any) -> Any:
@@ -46,7 +47,7 @@ def event_stream_schema() -> dict[str, Any]:
         return {key: inlined(item) for key, item in value.items()}
 
     data = {"type": "string", "contentMediaType": "application/json", "contentSchema": inlined(schema)}
-    names = [model.model_fields["type"].default for model in get_args(Event)]
+    names = [model.model_fields["type"].default for model in get_args(events)]
     item = {"type": "object", "required": ["event", "data"], "properties": {"event": {"enum": names}, "data": data}}
     return {"itemSchema": item, "example": EVENT_STREAM_EXAMPLE}
 
@@ -101,15 +102,16 @@ class PatientSend:
             await asyncio.sleep(STALLED_S - waited_s)
 
 
-async def server_sent_events(service: RolloutService, rollout: Rollout) -> AsyncGenerator[bytes, None]:
+async def server_sent_events(name: str, source: AsyncGenerator[Event, None]) -> AsyncGenerator[bytes, None]:
+    """The events of `source`; `name` is for the log."""
     try:
-        async with aclosing(service.events(rollout)) as events:
+        async with aclosing(source) as events:
             async for event in events:
                 yield await _sse(event)
     except RequestError as error:
         yield await _sse(ErrorEvent(error=error_body(error)))
     except Exception as error:  # the HTTP boundary: the status line is gone, so the stream must say it
-        logger.exception("rollout %s failed", rollout.id)
+        logger.exception("%s failed", name)
         yield await _sse(ErrorEvent(error=error_body(explain_internal(error))))
 
 

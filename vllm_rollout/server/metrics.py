@@ -13,7 +13,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 
 from vllm_rollout.group.allocation import PromptAllocation
 from vllm_rollout.group.ledger import RewardStatus
-from vllm_rollout.group.types import STOP_STATES, Assessment, Ending, GroupResult, HeldGroups, Signal
+from vllm_rollout.group.types import STOP_STATES, Assessment, Ending, GroupResult, GroupStatus, HeldGroups, Signal
 
 if TYPE_CHECKING:
     from vllm_rollout.server.engine import LearningReport, LengthStatistics, Reward, StepDrift
@@ -107,7 +107,7 @@ class Metrics:
             "Live time of decode steps over the profile's, medians of recent ones; 1 without a drift.",
             "batch_sizes",
         )
-        for status in ("complete", "incomplete"):
+        for status in get_args(GroupStatus):
             self._groups.labels(status)
         for state in ("finished", *STOP_STATES, "failed"):
             self._candidates.labels(state)

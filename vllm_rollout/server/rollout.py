@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from vllm_rollout.group.types import GroupResult
 from vllm_rollout.server.answers import RedundancyBudget, Timing, Usage
+from vllm_rollout.server.course import Course
 from vllm_rollout.server.engine import CandidateEnd, PreparedPrompt
 from vllm_rollout.server.protocol import Return
 from vllm_rollout.server.scoring_log import ScoringLog
@@ -34,6 +35,7 @@ class Rollout:
     """What chance depends on, with each prompt's content: the same seeded request gives the same verdicts."""
     scoring: ScoringLog | None
     """None without pruning."""
+    course: Course
     budget: RedundancyBudget | None = None
     """With redundancy "auto" only."""
     warnings: list[str] = field(default_factory=list)

@@ -7,17 +7,22 @@ from http import HTTPStatus
 from fastapi import APIRouter, Request, Response
 
 from vllm_rollout.server import votes
-from vllm_rollout.server.answers import ErrorAnswer, RolloutAnswer
+from vllm_rollout.server.answers import ErrorAnswer, RolloutAnswer, RolloutEvent
 from vllm_rollout.server.boundary import RolloutRoute
 from vllm_rollout.server.errors import ERRORS
-from vllm_rollout.server.event_stream import EventStream, event_stream_schema, server_sent_events, unless_disconnected
+from vllm_rollout.server.event_stream import (
+    CLIENT_CLOSED_REQUEST,
+    EventStream,
+    event_stream_schema,
+    server_sent_events,
+    unless_disconnected,
+)
 from vllm_rollout.server.learning import routes as learning_routes
 from vllm_rollout.server.protocol import RolloutRequest
+from vllm_rollout.server.runs import routes as run_routes
 from vllm_rollout.server.serialised import PartsResponse
 from vllm_rollout.server.service import RolloutService
 from vllm_rollout.server.votes import VoteAnswer, VoteRequest
-
-CLIENT_CLOSED_REQUEST = 499
 
 router = APIRouter(route_class=RolloutRoute, tags=["rollouts"])
 
@@ -30,7 +35,7 @@ router = APIRouter(route_class=RolloutRoute, tags=["rollouts"])
         **ERRORS,
         200: {
             "description": "The finished groups, in the order of the prompts; with `stream`, server-sent events.",
-            "content": {"text/event-stream": event_stream_schema()},
+            "content": {"text/event-stream": event_stream_schema(RolloutEvent)},
         },
     },
 )
@@ -45,7 +50,7 @@ async def create_rollout(body: RolloutRequest, request: Request) -> Response:
     service: RolloutService = request.app.state.rollout_service
     rollout = await service.prepare(body)
     if body.stream:
-        return EventStream(server_sent_events(service, rollout))
+        return EventStream(server_sent_events(rollout.id, service.events(rollout)))
     parts = await unless_disconnected(request.receive, service.answer(rollout))
     return Response(status_code=CLIENT_CLOSED_REQUEST) if parts is None else PartsResponse(parts)
 
@@ -66,3 +71,4 @@ async def create_vote(body: VoteRequest) -> Response:
 
 router.include_router(learning_routes.router)
 router.include_router(learning_routes.state_router)
+router.include_router(run_routes.router)

@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from vllm_rollout.server.answers import (
     CandidateEvent,
+    DeferredEvent,
     GroupEvent,
     RolloutAnswer,
     TokensEvent,
@@ -82,6 +83,9 @@ class GroupsInJson:
                 self._candidates.setdefault(event.prompt_id, []).append(part)
             case GroupEvent():
                 self._groups[event.prompt_id] = self._group(event)
+            case DeferredEvent():
+                self._trajectories.pop(event.prompt_id, None)
+                self._candidates.pop(event.prompt_id, None)
 
     def answer(self, envelope: RolloutAnswer, prompt_ids: Iterable[str]) -> list[bytes]:
         """The body, in parts; `envelope` is the answer without its groups."""

@@ -8,7 +8,7 @@ import asyncio
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from typing import Any, Literal
 
@@ -16,10 +16,11 @@ from vllm_rollout.config import MAX_CANDIDATES
 from vllm_rollout.group.allocation import upper_bound
 from vllm_rollout.group.plan import GroupPlan, PlanError, make_plan
 from vllm_rollout.group.prompt_key import digest_of, seed_for
-from vllm_rollout.group.selection import conclude, lengths_of
+from vllm_rollout.group.selection import conclude, deferred, lengths_of
 from vllm_rollout.server.admin import AdminKey
 from vllm_rollout.server.answers import (
     CandidateEvent,
+    DeferredEvent,
     DoneEvent,
     Event,
     GroupEvent,
@@ -27,6 +28,7 @@ from vllm_rollout.server.answers import (
     RolloutAnswer,
     TrajectoryEvent,
 )
+from vllm_rollout.server.course import AllPrompts
 from vllm_rollout.server.ended import candidate_of, tokens_of, trajectory_of
 from vllm_rollout.server.engine import CandidateEnd, CandidateTokens, Engine, PreparedPrompt, PromptInput, RequestError
 from vllm_rollout.server.launch import Launcher, Places
@@ -46,8 +48,8 @@ what its candidates generate meanwhile is held once, in at most three messages p
 comes as longer `tokens`. Groups of other rollouts never wait.
 """
 
-Step = Literal["next", "over"]
-"""Between events: the next group may start, a group is over."""
+Step = Literal["next", "over", "all started"]
+"""Between events: the next group may start, a group is over, no more will start."""
 
 SEE_OUT_S = 10.0
 """How long groups that nobody reads may take to stop by themselves before their requests are aborted: a step, unless
@@ -122,6 +124,7 @@ class RolloutService:
             stream_tokens=request.stream_tokens,
             pruning_seed=seed if isinstance(seed, int) else secrets.randbits(62),
             scoring=None if plan.pruning is None else ScoringLog(plan, plan.pruning),
+            course=AllPrompts(len(prompts)),
             budget=budget,
             warnings=warnings,
         )
@@ -169,20 +172,31 @@ class RolloutService:
                 places.release_all()
 
         async def launch() -> None:
-            for position, prompt in enumerate(rollout.prompts):
-                await queue.put("next")  # a rollout whose reader is behind starts no more groups
-                places = await self._launcher.take(rollout.plans[position].group.num_candidates)
-                tasks[rollout.group_id(position)] = asyncio.create_task(run(prompt, position, places))
+            nonlocal num_started
+            try:
+                async for position in rollout.course.positions():
+                    await queue.put("next")  # a rollout whose reader is behind starts no more groups
+                    places = await self._places(rollout, position)
+                    if places is not None:
+                        num_started += 1
+                        prompt = rollout.prompts[position]
+                        tasks[rollout.group_id(position)] = asyncio.create_task(run(prompt, position, places))
+                await queue.put("all started")
+            except Exception as error:  # handed to the reader below, who raises it
+                await queue.put(error)
 
         tasks: dict[str, asyncio.Task[None]] = {}
         """Of groups that were launched."""
+        num_started = 0
         launching = asyncio.create_task(launch())
         try:
-            num_to_come = len(rollout.prompts)
-            while num_to_come:
+            num_over, all_started = 0, False
+            while not all_started or num_over < num_started:
                 event = await queue.get()
                 if event == "over":
-                    num_to_come -= 1
+                    num_over += 1
+                elif event == "all started":
+                    all_started = True
                 elif event == "next":
                     continue
                 elif isinstance(event, BaseException):
@@ -228,6 +242,19 @@ class RolloutService:
             for task in (emptying, *groups.values()):
                 task.cancel()
             await asyncio.gather(emptying, *groups.values(), return_exceptions=True)
+
+    async def _places(self, rollout: Rollout, position: int) -> Places | None:
+        """Wait until the group of this prompt may start; None when its course does not want it any more."""
+        num_candidates, stopped = rollout.plans[position].group.num_candidates, rollout.course.stopped()
+        if stopped is None:
+            places = await self._launcher.take(num_candidates)
+        else:
+            places = await _unless(stopped, self._launcher.take(num_candidates))
+        if rollout.course.starts(position):
+            return places or await self._launcher.take(num_candidates)
+        if places is not None:
+            places.release_all()
+        return None
 
     def _plan(self, request: RolloutRequest) -> GroupPlan:
         """Of every prompt; with redundancy "auto" as if each went to the upper bound."""
@@ -286,13 +313,15 @@ class RolloutService:
             stream_tokens=rollout.stream_tokens,
             rollout_id=rollout.id,
             pruning_seed=seed_for(rollout.pruning_seed, digest_of(prompt.token_ids)),
+            place=rollout.course.place(position),
         )
         async with aclosing(stream) as happenings:
             async for happening in happenings:
                 if isinstance(happening, CandidateTokens):
                     yield tokens_of(prompt.id, happening, rollout.wanted)
                     continue
-                places.release(1)
+                if not happening.is_replaced:  # by one that takes its place
+                    places.release(1)
                 ends[happening.ending.index] = happening
                 if happening.assessment is not None:
                     self._metrics.candidate_scored(happening.assessment)
@@ -302,6 +331,10 @@ class RolloutService:
                 elif happening.ending.state != "finished":  # nothing can select it any more: a reader may drop it now
                     yield dropped(happening)
         result = conclude(plan, (end.ending for end in ends.values()))
+        lost = any(end.group_lost for end in ends.values())
+        reason = await rollout.course.group_over(position, result, lost=lost)
+        if reason is not None:
+            result = deferred(result, reason)
         for index in result.selected:
             if index not in sent:
                 yield named(ends[index])
@@ -317,6 +350,9 @@ class RolloutService:
             rollout.tellings.append(telling)
         if self._recorder is not None:
             rollout.records[position] = recorded(prompt, rollout.plans[position].key, ends.values())
+        if reason is not None:
+            yield DeferredEvent(prompt_id=prompt.id, group_id=group_id, reason=reason)
+            return
         yield GroupEvent(
             prompt_id=prompt.id,
             group_id=group_id,
@@ -336,6 +372,18 @@ def _check_num_candidates(num_prompts: int, num_candidates: int) -> None:
             f"candidates, at most {MAX_CANDIDATES} are allowed in a request. Send fewer prompts per request.",
             param="prompts",
         )
+
+
+async def _unless(stopped: Awaitable[object], taking: Awaitable[Places]) -> Places | None:
+    """Await `taking`; None, and it is cancelled, when `stopped` is done first."""
+    tasks = [asyncio.ensure_future(taking), asyncio.ensure_future(stopped)]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return tasks[0].result() if tasks[0].done() else None
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _empty(queue: asyncio.Queue[Any]) -> None:

@@ -41,6 +41,7 @@ from vllm_rollout.group.placement import Placement
 from vllm_rollout.group.plan import GroupJoin, GroupPlan, PlanError
 from vllm_rollout.group.prompt_key import joined_id, seed_for
 from vllm_rollout.group.pruning_plan import PruningPlan
+from vllm_rollout.group.race import RacePlace
 from vllm_rollout.group.selection import conclude
 from vllm_rollout.group.types import STOP_STATES, Ending
 from vllm_rollout.server.metrics import Metrics
@@ -164,6 +165,7 @@ class RolloutAsyncLLM(AsyncLLM):
         *,
         scoring: Scoring | None = None,
         observed: bool = True,
+        place: RacePlace | None = None,
         data_parallel_rank: int | None = None,
         **kwargs: Any,
     ) -> AsyncGenerator[CandidateOutput | CandidateFailed, None]:
@@ -199,6 +201,8 @@ class RolloutAsyncLLM(AsyncLLM):
                 scoring,
                 plan.patience,
                 observed,
+                plan.num_replaceable,
+                place,
             )
             child = copy(params)
             child.n = 1
@@ -208,6 +212,8 @@ class RolloutAsyncLLM(AsyncLLM):
                 async with aclosing(outputs):
                     async for output, note in outputs:
                         await queue.put(CandidateOutput(index, output, note))
+                        if note is not None and note.is_replaced:  # before it counts as over
+                            tasks.append(asyncio.create_task(run(len(tasks))))
                 await queue.put(index)
             except (VLLMClientError, GracefulHTTPError, EngineDeadError) as error:
                 await queue.put(error)
@@ -218,13 +224,13 @@ class RolloutAsyncLLM(AsyncLLM):
 
         tasks = [asyncio.create_task(run(index)) for index in range(plan.num_candidates)]
         try:
-            num_running = len(tasks)
-            while num_running:
+            num_over = 0
+            while num_over < len(tasks):
                 item = await queue.get()
                 if isinstance(item, Exception):
                     raise item
                 if isinstance(item, int):
-                    num_running -= 1
+                    num_over += 1
                 else:
                     yield item
         finally:

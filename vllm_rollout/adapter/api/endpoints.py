@@ -32,6 +32,9 @@ class RolloutEndpoints:
         from vllm_rollout.adapter.api.engine import VLLMEngine
         from vllm_rollout.adapter.api.state_file import StateFile
         from vllm_rollout.server.recorder import TraceRecorder
+        from vllm_rollout.server.runs.folder import LEARNED, RUNS
+        from vllm_rollout.server.runs.service import RunService
+        from vllm_rollout.server.runs.store import RunStore
         from vllm_rollout.server.service import RolloutService
 
         if not isinstance(engine_client, RolloutAsyncLLM):
@@ -43,10 +46,20 @@ class RolloutEndpoints:
         if args.rollout_profile is not None:
             await engine.use_profile(args.rollout_profile)
         recorder = None if args.rollout_record is None else TraceRecorder(Path(args.rollout_record))
+        store = RunStore()
         if args.rollout_state is not None:
-            state_file = StateFile(args.rollout_state, engine, engine_client)
+            folder = Path(args.rollout_state)
+            state_file = StateFile(folder / LEARNED, engine, engine_client)
             if engine_client.client_index == 0:
                 await state_file.load()
+            store = RunStore(folder / RUNS)
         state.rollout_service = RolloutService(
             engine, engine_client.rollout_metrics, recorder=recorder, admin_key=args.rollout_admin_key
         )
+        refusal = None
+        if engine_client.num_api_processes > 1 and not store.is_durable:
+            refusal = (
+                "runs of a server with several API processes need a place that these share, and there is none. Start "
+                "it with --rollout-state FOLDER, or with --api-server-count 1."
+            )
+        state.run_service = RunService(state.rollout_service, engine, store, refusal)

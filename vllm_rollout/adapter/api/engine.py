@@ -28,11 +28,12 @@ from vllm_rollout.adapter.api.engine_calls import engine_stopped
 from vllm_rollout.adapter.api.learning import EngineLearning
 from vllm_rollout.adapter.api.outputs import CandidateFailed, CandidateOutput, ending_of
 from vllm_rollout.adapter.api.shaping import EngineShaping
-from vllm_rollout.adapter.call_table import CANCEL_GROUPS
+from vllm_rollout.adapter.call_table import CANCEL_GROUPS, CUT_RACE, FORGET_RACE, WIDEN_RACE, WiderRace
 from vllm_rollout.adapter.options import RolloutOptions
 from vllm_rollout.group.judge import Scoring
 from vllm_rollout.group.launch import num_launch_places
 from vllm_rollout.group.plan import GroupPlan
+from vllm_rollout.group.race import RacePlace
 from vllm_rollout.group.types import Ending
 from vllm_rollout.server.engine import CandidateEnd, CandidateTokens, PreparedPrompt, PromptInput, RequestError
 from vllm_rollout.server.slices import Slices
@@ -113,6 +114,7 @@ class VLLMEngine(EngineLearning, EngineShaping):
         stream_tokens: int | None,
         rollout_id: str,
         pruning_seed: int,
+        place: RacePlace | None,
     ) -> AsyncGenerator[CandidateTokens | CandidateEnd, None]:
         rendered, params, lora = prompt.handle
         params = copy(params)  # run_candidates makes the deep copy
@@ -121,11 +123,15 @@ class VLLMEngine(EngineLearning, EngineShaping):
             params.output_kind, params.stream_interval = RequestOutputKind.DELTA, stream_tokens
         logs = {index: _CandidateLog(index) for index in range(plan.num_candidates)}
         scoring = plan.pruning and Scoring(rollout_id, prompt.id, pruning_seed, plan.pruning)
-        stream = self._client.run_candidates(group_id, plan, rendered, params, scoring=scoring, lora_request=lora)
+        stream = self._client.run_candidates(
+            group_id, plan, rendered, params, scoring=scoring, place=place, lora_request=lora
+        )
         try:
             async with aclosing(stream) as outputs:
                 async for candidate in outputs:
-                    log = logs[candidate.index]
+                    log = logs.get(candidate.index)
+                    if log is None:  # it takes the place of a lost one
+                        log = logs[candidate.index] = _CandidateLog(candidate.index)
                     log.add(candidate)
                     if log.end is not None:
                         del logs[candidate.index]
@@ -147,6 +153,15 @@ class VLLMEngine(EngineLearning, EngineShaping):
 
     async def cancel_groups(self, group_ids: Sequence[str]) -> None:
         await self._call_all(CANCEL_GROUPS, list(group_ids))
+
+    async def cut_race(self, race_id: str) -> None:
+        await self._call_all(CUT_RACE, race_id)
+
+    async def widen_race(self, race_id: str, num_wanted: int) -> None:
+        await self._call_all(WIDEN_RACE, WiderRace(race_id, num_wanted))
+
+    async def forget_race(self, race_id: str) -> None:
+        await self._call_all(FORGET_RACE, race_id)
 
     def _adapter_of(self, model: str | None) -> LoRARequest | None:
         if model is None or self._models.is_base_model(model):
@@ -294,6 +309,8 @@ class _CandidateLog:
                 confidence=None if candidate.note is None else candidate.note.confidence,
                 weight_versions=[asdict(span) for span in completion.weight_versions or ()],
                 assessment=None if candidate.note is None else candidate.note.assessment,
+                is_replaced=candidate.note is not None and candidate.note.is_replaced,
+                group_lost=candidate.note is not None and candidate.note.group_lost,
             )
 
     def take_chunk(self, min_tokens: int) -> CandidateTokens | None:

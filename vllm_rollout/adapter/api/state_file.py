@@ -24,8 +24,8 @@ SAVE_TIMEOUT_S = 10.0
 class StateFile:
     """Loads at start; saves while something is learned (`SAVE_INTERVAL_S`), and when the server ends."""
 
-    def __init__(self, path: str, engine: EngineLearning, client: RolloutAsyncLLM) -> None:
-        self._path = Path(path)
+    def __init__(self, path: Path, engine: EngineLearning, client: RolloutAsyncLLM) -> None:
+        self._path = path
         self._engine = engine
         self._loop = asyncio.get_running_loop()
         self._lock = asyncio.Lock()

@@ -20,6 +20,9 @@ HEAD_HEADER = "quality-head"
 ADMIN_HEADER = "x-rollout-admin-key"
 """Header of a PUT where the server was started with --rollout-admin-key."""
 
+Filter = Literal["zero_variance"]
+"""DAPO's dynamic sampling: a group whose rewards are all the same teaches nothing."""
+
 PromptId = Annotated[StrictStr, Field(min_length=1, max_length=256)]
 
 
@@ -36,6 +39,11 @@ class RewardsRequest(Body):
 
     rewards: Annotated[list[RewardEntry], Field(min_length=1, max_length=MAX_REWARDS, fail_fast=True)] = Field(
         description=f"From 1 to {MAX_REWARDS} rewards. Pruned candidates need none."
+    )
+    filter: Filter | None = Field(
+        default=None,
+        description='"zero_variance", for the rollout of a round that filters: groups whose rewards are all the same '
+        "leave it. Said again by the round; here it makes sure that it does.",
     )
     threshold: StrictFloat = Field(
         default=REWARD_THRESHOLD,
@@ -81,6 +89,8 @@ class RewardsAnswer(BaseModel):
     threshold: float
     num_training: int
     head_version: int
+    filtered: list[str] = []
+    """Prompt ids whose groups left the round by these rewards."""
 
 
 class HeadAnswer(BaseModel):

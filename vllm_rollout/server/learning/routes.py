@@ -50,10 +50,10 @@ repeat: a (prompt_id, index) learns from its first reward; the same one again is
 `conflict`. Every entry gets a status of its own: `accepted`, `duplicate`, `conflict`, `unknown`, `unfinished` or
 `unscored`, and unless accepted a message. Pruned candidates need no reward.""",
     response_model=RewardsAnswer,
-    responses=ERRORS,
+    responses=CONFLICTS,
 )
 async def post_rewards(rollout_id: str, body: RewardsRequest, request: Request) -> Response:
-    answer = await _learning(request).post_rewards(rollout_id, body)
+    answer = await request.app.state.run_service.post_rewards(rollout_id, body)
     return PartsResponse(filled(answer.model_copy(update={"results": []}), "results", await in_slices(answer.results)))
 
 

@@ -1,0 +1,57 @@
+"""Which prompts of a rollout are started, and what becomes of their groups. Invariant: each is started at most once."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable
+from typing import Protocol
+
+from vllm_rollout.group.race import RacePlace
+from vllm_rollout.group.round_progress import DeferReason
+from vllm_rollout.group.types import GroupResult
+
+
+class Course(Protocol):
+    """Positions are those of the rollout's prompts."""
+
+    def positions(self) -> AsyncIterator[int]:
+        """Prompts to start, each as soon as it is known that it shall be. It ends when no more will be started."""
+        ...
+
+    def stopped(self) -> Awaitable[object] | None:
+        """Done when no prompt shall start for now; None: that never happens."""
+        ...
+
+    def starts(self, position: int) -> bool:
+        """There is room for the group of this prompt: whether it starts."""
+        ...
+
+    def place(self, position: int) -> RacePlace | None:
+        """Its part in a race against the rollout's other groups."""
+        ...
+
+    async def group_over(self, position: int, result: GroupResult, *, lost: bool) -> DeferReason | None:
+        """Why the group is deferred; None: it is returned. `lost`: it completed too late to count."""
+        ...
+
+
+class AllPrompts:
+    """Every prompt starts, in order, and every group is returned."""
+
+    def __init__(self, num_prompts: int) -> None:
+        self._num_prompts = num_prompts
+
+    async def positions(self) -> AsyncIterator[int]:
+        for position in range(self._num_prompts):
+            yield position
+
+    def stopped(self) -> None:
+        return None
+
+    def starts(self, position: int) -> bool:
+        return True
+
+    def place(self, position: int) -> None:
+        return None
+
+    async def group_over(self, position: int, result: GroupResult, *, lost: bool) -> None:
+        return None

@@ -1,0 +1,204 @@
+"""Request bodies of runs and rounds (docs/http.md). Invariant: what a run says is the default of its rounds."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr, model_validator
+
+from vllm_rollout.config import DEFAULT_SPECULATION, MAX_GROUP_SIZE, MAX_PROMPTS, MAX_SPECULATION
+from vllm_rollout.group.rounds import QueueOrder, RoundKind, RunTerms
+from vllm_rollout.server.body import MAX_INT, Body, check_json
+from vllm_rollout.server.learning.body import Filter
+from vllm_rollout.server.protocol import (
+    MAX_STREAM_TOKENS,
+    EarlyStop,
+    Prompt,
+    Redundancy,
+    Return,
+    Selection,
+)
+from vllm_rollout.server.pruning_body import Pruning
+
+ROLLOUT_FIELDS = ("redundancy", "early_stop", "selection", "pruning", "sampling", "return")
+"""Of a rollout's body: a run says them for all its rounds, a round for itself."""
+
+Name = Annotated[StrictStr, Field(min_length=1, max_length=256)]
+
+
+class RolloutFields(Body):
+    """Fields of a rollout; what is not said is the run's, or the default of /v1/rollouts."""
+
+    redundancy: Redundancy | None = Field(
+        default=None,
+        description="Spare candidates per prompt of a short round, as in a rollout: in place of response_speculation.",
+    )
+    early_stop: EarlyStop | None = Field(default=None, description="Of short rounds: as in a rollout.")
+    selection: Selection | None = Field(default=None, description="Of short rounds: as in a rollout.")
+    pruning: Pruning | None = Field(
+        default=None,
+        description="As in a rollout. A long round scores in shadow mode: it has nobody to spare.",
+    )
+    sampling: dict[str, Any] | None = Field(
+        default=None, description="Any field of vLLM's SamplingParams except n; a round's replace those of its run."
+    )
+    return_: Return | None = Field(default=None, alias="return", description="What to send back.")
+
+    def rollout_fields(self) -> dict[str, Any]:
+        """Those that were said, as JSON."""
+        return self.model_dump(mode="json", by_alias=True, include=set(_PYTHON_NAMES), exclude_none=True)
+
+    @model_validator(mode="after")
+    def _sampling_is_json(self) -> RolloutFields:
+        check_json(self.sampling, "sampling")
+        return self
+
+
+_PYTHON_NAMES = tuple("return_" if name == "return" else name for name in ROLLOUT_FIELDS)
+
+Speculation = Annotated[StrictFloat, Field(ge=1, le=MAX_SPECULATION)]
+
+
+class RunRequest(RolloutFields):
+    """A run: the rounds of one training."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {"id": "math-7b", "group_size": 8, "prompts_per_round": 128, "sampling": {"max_tokens": 8192}},
+            ]
+        }
+    )
+
+    id: Annotated[StrictStr, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,127}$")] | None = Field(
+        default=None,
+        description="Your name for the run: letters, digits and . _ : -, at most 128. Creating it again on the same "
+        "terms is no error. Default: the server makes one.",
+    )
+    model: Annotated[StrictStr, Field(min_length=1)] | None = Field(
+        default=None, description="The name of a served model, of all its rounds. Default: the first."
+    )
+    group_size: Annotated[StrictInt, Field(ge=1, le=MAX_GROUP_SIZE)] = Field(
+        description=f"Trajectories you want for each prompt (R0): an integer from 1 to {MAX_GROUP_SIZE}."
+    )
+    prompts_per_round: Annotated[StrictInt, Field(ge=1, le=MAX_PROMPTS)] = Field(
+        description=f"Prompts that a round returns (P0): an integer from 1 to {MAX_PROMPTS}."
+    )
+    prompt_speculation: Speculation = Field(
+        default=DEFAULT_SPECULATION,
+        description="eta for prompts: a short round runs this many times prompts_per_round and returns those that "
+        f"complete first: a number from 1 to {MAX_SPECULATION:g}.",
+    )
+    response_speculation: Speculation | None = Field(
+        default=None,
+        description="eta for responses: in a short round a prompt has this many times group_size candidates: a number "
+        f"from 1 to {MAX_SPECULATION:g}. Default: {DEFAULT_SPECULATION:g}, or what redundancy says.",
+    )
+    queue_order: QueueOrder = Field(
+        default="first_in",
+        description='Which of the waiting prompts a long round takes: "first_in", or by predicted length "shortest" or '
+        '"longest" first.',
+    )
+    resume: StrictBool = Field(
+        default=False,
+        description="Keep what a deferred prompt has generated, and go on from there in its long round. It may cross a "
+        "change of weights: then the answer says off_policy.",
+    )
+    filter: Filter | None = Field(
+        default=None,
+        description='"zero_variance": a round takes out groups whose rewards are all the same and runs prompts of its '
+        "reserve in their place (DAPO). Its rounds need stream.",
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RunRequest:
+        if self.redundancy is not None and self.response_speculation is not None:
+            raise ValueError(
+                "response_speculation: redundancy says how many candidates a prompt has, got both. Leave one out."
+            )
+        if self.pruning is not None and self.pruning.allow_fewer:
+            raise ValueError(
+                "pruning.allow_fewer: cannot be true in a run: a round is over when enough groups have group_size "
+                "trajectories, and it allows groups that have fewer. Leave it out."
+            )
+        return self
+
+    @property
+    def terms(self) -> RunTerms:
+        factor = self.response_speculation if self.redundancy is None else 1.0
+        return RunTerms(
+            self.group_size,
+            self.prompts_per_round,
+            self.prompt_speculation,
+            DEFAULT_SPECULATION if factor is None else factor,
+            self.queue_order,
+        )
+
+
+class RoundPrompt(Prompt):
+    """A prompt of a run, which is known by its id from round to round."""
+
+    id: Name = Field(description="Your name for the prompt. Needed: it may come back rounds later.")
+
+
+class RoundRequest(RolloutFields):
+    """One round of a run."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {"prompts": [{"id": "q1", "prompt": "17 + 25 ="}], "idempotency_key": "step-17", "stream": True},
+            ]
+        }
+    )
+
+    prompts: Annotated[list[RoundPrompt], Field(max_length=MAX_PROMPTS)] = Field(
+        default_factory=list,
+        description="As many as the run's num_fresh_prompts says; none for a long round. Each with an id.",
+    )
+    reserve: Annotated[list[RoundPrompt], Field(max_length=MAX_PROMPTS)] = Field(
+        default_factory=list,
+        description="Prompts to run in place of filtered ones. Those that are not needed are the first of the next "
+        "short round.",
+    )
+    kind: RoundKind | None = Field(
+        default=None,
+        description='Default: the run\'s next_round. "long" before its time runs the queue, and prompts beside it: so '
+        "an epoch ends.",
+    )
+    idempotency_key: Name | None = Field(
+        default=None,
+        description="Your name for this round: repeated, it gives the same answer, or the round anew if there was "
+        "none. Default: the server makes one, and says it in the round event.",
+    )
+    epoch: Annotated[StrictInt, Field(ge=0, le=MAX_INT // 2**11)] | None = Field(
+        default=None,
+        description="Which time these prompts come. With it, one that still waits from the same epoch is an error.",
+    )
+    filter: Filter | None = Field(default=None, description="As of the run; default: what the run says.")
+    stream: StrictBool = Field(default=False, description="Answer with server-sent events as things happen.")
+    stream_tokens: Annotated[StrictInt, Field(ge=1, le=MAX_STREAM_TOKENS)] | None = Field(
+        default=None, description="With stream: also send tokens, as in a rollout."
+    )
+
+    @model_validator(mode="after")
+    def _streams(self) -> RoundRequest:
+        if self.stream_tokens is not None and not self.stream:
+            raise ValueError("stream_tokens: needs stream to be true, got false. Set stream, or leave it out.")
+        return self
+
+    @property
+    def is_repeat(self) -> bool:
+        """It names a round by its key alone."""
+        return not (self.prompts or self.reserve) and self.idempotency_key is not None
+
+    def digest(self) -> str:
+        """Of what the round does: the same key with another one is a mistake."""
+        what = self.model_dump_json(by_alias=True, exclude={"stream", "stream_tokens", "idempotency_key"})
+        return hashlib.sha256(what.encode()).hexdigest()
+
+
+def digest_of_prompt(prompt: RoundPrompt) -> str:
+    """Of what a prompt says, its id apart."""
+    return hashlib.sha256(prompt.model_dump_json(exclude={"id"}).encode()).hexdigest()[:32]

@@ -1,0 +1,118 @@
+"""A round on its way, between the events of its groups and the rewards of its trainer.
+
+Invariant: what is decided is `RoundProgress`'s; here is who waits for it and who is told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+
+from vllm_rollout.group.ledger import RewardStatus
+from vllm_rollout.group.race import RacePlace
+from vllm_rollout.group.round_progress import DeferReason, GroupEnd, RoundProgress
+from vllm_rollout.group.rounds import OpenRound
+from vllm_rollout.group.types import GroupResult
+from vllm_rollout.server.engine import Engine
+
+
+class RoundCourse:
+    """The course of a rollout that is a round of a run: positions are those of the round's entries."""
+
+    def __init__(self, engine: Engine, race_id: str, opened: OpenRound, *, filters: bool) -> None:
+        self.progress = RoundProgress(opened, filters)
+        self.race_id = race_id
+        self.on_filtered: Callable[[str], None] = lambda prompt_id: None
+        """Called with the id of each prompt that is filtered."""
+        self._engine = engine
+        self._position_of = {entry.prompt_id: position for position, entry in enumerate(opened.all_entries)}
+        self._changed = asyncio.Event()
+        self._cut = asyncio.Event()
+        self._rewards: dict[int, dict[int, float]] = defaultdict(dict)
+        """By position and index; of the round's groups so far."""
+        self._selected: dict[int, Sequence[int]] = {}
+        """Indices that need a reward, by position: of groups that are returned."""
+        self.filtered_tokens = 0
+        """Of groups that would have been returned."""
+        self._num_tokens: dict[int, int] = {}
+
+    async def positions(self) -> AsyncIterator[int]:
+        while not self.progress.is_over:
+            position = self.progress.start()
+            if position is not None:
+                yield position
+            elif not self.progress.is_over:
+                self._changed.clear()
+                await self._changed.wait()
+
+    def stopped(self) -> Awaitable[object]:
+        return self._cut.wait()
+
+    def starts(self, position: int) -> bool:
+        if not self.progress.is_cut:
+            return True
+        self.progress.withdraw(position)
+        return False
+
+    def place(self, position: int) -> RacePlace | None:
+        opened = self.progress.opened
+        if opened.kind == "long":  # nobody races: it runs to its end
+            return None
+        return RacePlace(self.race_id, self.progress.num_wanted, position)
+
+    async def group_over(self, position: int, result: GroupResult, *, lost: bool) -> DeferReason | None:
+        was_cut = self.progress.is_cut
+        longest = max((e.num_tokens for e in result.endings if e.index in result.selected), default=0)
+        is_deferred = lost or any(ending.state == "deferred" for ending in result.endings)
+        self.progress.group_over(position, GroupEnd(result.status == "complete", is_deferred, longest))
+        reason = self.progress.reasons.get(position)
+        if reason is None:
+            self._selected[position], self._num_tokens[position] = result.selected, result.returned_tokens
+            await self._look_at(position)
+        await self._tell(was_cut)
+        return reason
+
+    async def reward(self, rewards: Sequence[tuple[str, int, float]]) -> tuple[list[RewardStatus], list[str]]:
+        """(prompt id, index, reward) each; returns what became of each, and the prompts that are filtered by them."""
+        statuses: list[RewardStatus] = []
+        touched: dict[int, str] = {}
+        for prompt_id, index, reward in rewards:
+            position = self._position_of.get(prompt_id)
+            if position is None:
+                statuses.append("unknown")
+                continue
+            known = self._rewards[position].get(index)
+            if known is None:
+                self._rewards[position][index] = reward
+                touched[position] = prompt_id
+            statuses.append("accepted" if known is None else "duplicate" if known == reward else "conflict")
+        was_cut = self.progress.is_cut
+        filtered = [prompt_id for position, prompt_id in touched.items() if await self._look_at(position)]
+        await self._tell(was_cut)
+        return statuses, filtered
+
+    async def _look_at(self, position: int) -> bool:
+        """Decide on a group whose trajectories all have rewards; whether it is filtered."""
+        rewards = self._rewards.get(position, {})
+        selected = self._selected.get(position)
+        if selected is None or not all(index in rewards for index in selected):
+            return False
+        values = {rewards[index] for index in selected}
+        if not self.progress.rewarded(position, has_variance=len(values) > 1):
+            return False
+        self.filtered_tokens += self._num_tokens[position]
+        self.on_filtered(self.progress.opened.all_entries[position].prompt_id)
+        await self._engine.widen_race(self.race_id, self.progress.num_wanted)
+        return True
+
+    async def _tell(self, was_cut: bool) -> None:
+        """Wake who waits; ranks do not see each other's groups."""
+        is_cut = self.progress.is_cut
+        if is_cut:
+            self._cut.set()
+        else:
+            self._cut.clear()
+        self._changed.set()
+        if is_cut and not was_cut and self._engine.num_ranks > 1 and self.progress.opened.kind == "short":
+            await self._engine.cut_race(self.race_id)

@@ -1,0 +1,123 @@
+"""The endpoints of runs (docs/http.md). Invariant: as of server/routes.py."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+
+from fastapi import APIRouter, Request, Response
+
+from vllm_rollout.server.answers import ErrorAnswer, RoundAnswer, RoundStreamEvent
+from vllm_rollout.server.boundary import RolloutRoute
+from vllm_rollout.server.errors import ERRORS
+from vllm_rollout.server.event_stream import (
+    CLIENT_CLOSED_REQUEST,
+    EventStream,
+    event_stream_schema,
+    server_sent_events,
+    unless_disconnected,
+)
+from vllm_rollout.server.runs.answers import RunAnswer, RunsAnswer
+from vllm_rollout.server.runs.body import RoundRequest, RunRequest
+from vllm_rollout.server.runs.replay import replayed
+from vllm_rollout.server.runs.service import RunService
+from vllm_rollout.server.serialised import PartsResponse
+
+RUN_ERRORS = {
+    **ERRORS,
+    int(HTTPStatus.CONFLICT): {"model": ErrorAnswer},
+    int(HTTPStatus.INSUFFICIENT_STORAGE): {"model": ErrorAnswer},
+}
+
+router = APIRouter(route_class=RolloutRoute, tags=["runs"])
+
+
+def _runs(request: Request) -> RunService:
+    service: RunService = request.app.state.run_service
+    return service
+
+
+@router.post(
+    "/v1/runs",
+    summary="Make a run: tail batching over the rounds of a training",
+    response_model=RunAnswer,
+    status_code=HTTPStatus.CREATED,
+    responses={**RUN_ERRORS, 200: {"model": RunAnswer, "description": "There is one on the same terms."}},
+)
+async def create_run(body: RunRequest, request: Request) -> Response:
+    """A run keeps prompts that took too long in a queue, from round to round, on disk (`--rollout-state`).
+
+    A short round runs `prompt_speculation` x `prompts_per_round` prompts and returns those that complete first; the
+    others wait. When as many wait as a round returns, a long round runs them to their end. `next_round` and
+    `num_fresh_prompts` say what comes next.
+    """
+    answer, is_new = await _runs(request).create(body)
+    status = HTTPStatus.CREATED if is_new else HTTPStatus.OK
+    return Response(answer.model_dump_json(), status_code=status, media_type="application/json")
+
+
+@router.get("/v1/runs", summary="All runs", response_model=RunsAnswer, responses=ERRORS)
+async def list_runs(request: Request) -> RunsAnswer:
+    return RunsAnswer(data=await _runs(request).list())
+
+
+@router.get("/v1/runs/{run_id}", summary="A run as it is now", response_model=RunAnswer, responses=ERRORS)
+async def get_run(run_id: str, request: Request) -> RunAnswer:
+    """What the next round is and wants, who waits, what the rounds so far were and saved."""
+    return await _runs(request).read(run_id)
+
+
+@router.delete(
+    "/v1/runs/{run_id}",
+    summary="Forget a run and the prompts that wait in it",
+    status_code=HTTPStatus.NO_CONTENT,
+    response_class=Response,
+    responses=RUN_ERRORS,
+)
+async def delete_run(run_id: str, request: Request) -> Response:
+    """409 while a round of it runs."""
+    await _runs(request).delete(run_id)
+    return Response(status_code=HTTPStatus.NO_CONTENT)
+
+
+@router.post(
+    "/v1/runs/{run_id}/rounds",
+    summary="One round of a run",
+    response_model=RoundAnswer,
+    responses={
+        **RUN_ERRORS,
+        int(HTTPStatus.GONE): {"model": ErrorAnswer},
+        200: {
+            "description": "The groups that the round returns; with `stream`, server-sent events.",
+            "content": {"text/event-stream": event_stream_schema(RoundStreamEvent)},
+        },
+    },
+)
+async def create_round(run_id: str, body: RoundRequest, request: Request) -> Response:
+    """Run one round and answer as `/v1/rollouts` does, with the groups that the round returns.
+
+    The prompts are on disk before anything runs, and the outcome before it is sent. The same `idempotency_key` gives
+    the same answer, or the round anew if it was interrupted: no prompt is returned twice, none is lost. With `stream`
+    the events are those of a rollout, `round` first, and `deferred` for a prompt that waits for a long round: what was
+    sent of its group counts for nothing.
+    """
+    service = _runs(request)
+    begun = await service.begin(run_id, body)
+    if isinstance(begun, bytes):
+        if body.stream:
+            return EventStream(server_sent_events(f"a round of run {run_id}", replayed(begun)))
+        return PartsResponse([begun])
+    if body.stream:
+        return EventStream(server_sent_events(f"round {begun.live.rollout.id}", begun.events))
+    answer = await unless_disconnected(request.receive, service.answer(begun))
+    return Response(status_code=CLIENT_CLOSED_REQUEST) if answer is None else PartsResponse([answer])
+
+
+@router.delete(
+    "/v1/runs/{run_id}/rounds/{number}",
+    summary="Give an interrupted round up",
+    response_model=RunAnswer,
+    responses=RUN_ERRORS,
+)
+async def give_up_round(run_id: str, number: int, request: Request) -> RunAnswer:
+    """Its prompts wait again, as if it had never begun, and its key is used up. 409 while it runs."""
+    return await _runs(request).give_up(run_id, number)

@@ -1,0 +1,427 @@
+"""Runs of rounds. Invariant: what a round takes is on disk before anything of it runs, and what came of it before its
+answer is sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from http import HTTPStatus
+from typing import Any, TypeVar
+
+from vllm_rollout.group.rounds import FreshPrompt, OpenRound, Run
+from vllm_rollout.server.answers import (
+    DoneEvent,
+    Event,
+    FilteredEvent,
+    RoundAnswer,
+    RoundDoneEvent,
+    RoundEvent,
+    RoundSummary,
+)
+from vllm_rollout.server.engine import Engine, RequestError
+from vllm_rollout.server.learning.body import (
+    EXPLANATIONS,
+    RewardCounts,
+    RewardResult,
+    RewardsAnswer,
+    RewardsRequest,
+)
+from vllm_rollout.server.parsed import read_json
+from vllm_rollout.server.protocol import RolloutRequest
+from vllm_rollout.server.rollout import Rollout
+from vllm_rollout.server.runs.answers import RunAnswer, run_answer
+from vllm_rollout.server.runs.body import RoundRequest, RunRequest, digest_of_prompt
+from vllm_rollout.server.runs.course import RoundCourse
+from vllm_rollout.server.runs.store import RunStore, StoredRun
+from vllm_rollout.server.serialised import GroupsInJson
+from vllm_rollout.server.service import RolloutService
+from vllm_rollout.server.shaping import history_key
+
+T = TypeVar("T")
+
+CHECK = {"id": "check", "prompt_token_ids": [0]}
+"""Stands for the prompts of a run when its fields are checked."""
+
+
+@dataclass(slots=True)
+class LiveRound:
+    """A round that this process runs."""
+
+    run_id: str
+    opened: OpenRound
+    rollout: Rollout
+    course: RoundCourse
+    groups: GroupsInJson = field(default_factory=GroupsInJson)
+    is_kept: bool = False
+    """What came of it is on disk."""
+    answer: bytes = b""
+    """A RoundAnswer as JSON, once it is kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A round's events, of which the first has been made: so it ends even if nobody reads it."""
+
+    live: LiveRound
+    events: AsyncGenerator[Event, None]
+
+
+class RunService:
+    """What the endpoints of runs ask for."""
+
+    def __init__(self, rollouts: RolloutService, engine: Engine, store: RunStore, refusal: str | None = None) -> None:
+        """`refusal`: why this server can have no runs."""
+        self._rollouts = rollouts
+        self._engine = engine
+        self._store = store
+        self._refusal = refusal
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="vllm_rollout-runs")
+        """One: transactions come one after the other."""
+        self._live: dict[str, LiveRound] = {}
+        """By rollout id."""
+        self._unkept: dict[str, LiveRound] = {}
+        """By run: its last round is over, and could not be written."""
+
+    async def create(self, request: RunRequest) -> tuple[RunAnswer, bool]:
+        """The run, and whether it is new. Raises: RequestError, 409 when one of that name has other terms."""
+        if self._refusal is not None:
+            raise RequestError(self._refusal, status=HTTPStatus.NOT_IMPLEMENTED)
+        id = request.id or f"run-{uuid.uuid4().hex[:12]}"
+        settings = request.model_dump(mode="json", by_alias=True, exclude={"id", "model"})
+        terms = request.terms
+        check = {**request.rollout_fields(), "prompts": [CHECK], "model": request.model}
+        checked = await self._rollouts.prepare(_rollout_request(check, terms.group_size, terms.num_candidates))
+        stored, is_new = await self._stored(self._store.create, id, checked.model, settings, terms)
+        return self._answer_of(stored), is_new
+
+    async def read(self, id: str) -> RunAnswer:
+        """Raises: RequestError (404)."""
+        return self._answer_of(await self._stored(self._store.read, id))
+
+    async def list(self) -> list[RunAnswer]:
+        return [await self.read(id) for id in await self._stored(self._store.ids)]
+
+    async def delete(self, id: str) -> None:
+        """Raises: RequestError (404; 409 while a round of it runs)."""
+        await self._stored(self._store.delete, id)
+
+    async def give_up(self, id: str, number: int) -> RunAnswer:
+        """Put the prompts of an interrupted round back. Raises: RequestError (404; 409 while it runs)."""
+        await self._stored(self._store.give_up, id, number)
+        return await self.read(id)
+
+    async def begin(self, id: str, request: RoundRequest) -> Begun | bytes:
+        """A round on its way, or the answer that it had. Raises: RequestError; nothing was taken then."""
+        stored = await self._stored(self._store.read, id)
+        key = request.idempotency_key or f"round-{uuid.uuid4().hex}"
+        if id in self._unkept:
+            return await self._keep_at_last(self._unkept[id], key)
+        known = await self._stored(self._store.answer, id, key)
+        if known is not None:
+            _check_same(key, request, known.digest)
+            return known.body
+        _check_not_used(stored, key)
+        if (opened := stored.run.open) is not None and opened.key == key:
+            _check_same(key, request, stored.digest)
+            live = await self._prepare(stored, request, opened, {})
+            await self._owned(id, self._store.claim, id, key)
+        else:
+            live = await self._take(stored, request, key)
+        self._live[live.rollout.id] = live
+        events = self._events(live)
+        first = await anext(events)
+        return Begun(live, _chained(first, events))
+
+    async def answer(self, begun: Begun) -> bytes:
+        """Run to the end; a RoundAnswer as JSON."""
+        async with aclosing(begun.events) as events:
+            async for _ in events:
+                pass
+        return begun.live.answer
+
+    async def post_rewards(self, rollout_id: str, request: RewardsRequest) -> RewardsAnswer:
+        """Rewards of any rollout: those of a round that filters are looked at first.
+
+        Raises: RequestError, 404 when the rollout is not known, 409 for a filter that it does not have.
+        """
+        live = self._live.get(rollout_id)
+        if live is None or not live.course.progress.filters:
+            if request.filter is not None:
+                raise RequestError(
+                    f"filter: {rollout_id!r} is no round on its way that filters, got {request.filter!r}. Say filter "
+                    "in the run or the round, and post rewards while its stream is open.",
+                    status=HTTPStatus.CONFLICT,
+                    param="filter",
+                )
+            return await self._rollouts.learning.post_rewards(rollout_id, request)
+        rewards = [(entry.prompt_id, entry.index, entry.reward) for entry in request.rewards]
+        statuses, filtered = await live.course.reward(rewards)
+        if live.rollout.scoring is not None:
+            answer = await self._rollouts.learning.post_rewards(rollout_id, request)
+            return answer.model_copy(update={"filtered": filtered})
+        return RewardsAnswer(
+            id=rollout_id,
+            results=[
+                RewardResult(prompt_id=entry.prompt_id, index=entry.index, status=status, message=EXPLANATIONS[status])
+                for entry, status in zip(request.rewards, statuses, strict=True)
+            ],
+            counts=RewardCounts(**Counter(statuses)),
+            threshold=request.threshold,
+            num_training=0,
+            head_version=0,
+            filtered=filtered,
+        )
+
+    async def _take(self, stored: StoredRun, request: RoundRequest, key: str) -> LiveRound:
+        """A new round: checked, then taken."""
+        fresh = [_fresh(prompt, request.epoch) for prompt in request.prompts]
+        reserve = [_fresh(prompt, request.epoch) for prompt in request.reserve]
+        predicted = await self._predicted(stored.run)
+        plan = partial(Run.plan, key=key, fresh=fresh, reserve=reserve, kind=request.kind, predicted=predicted)
+        bodies = {prompt.id: prompt.model_dump_json() for prompt in (*request.prompts, *request.reserve)}
+        opened = await self._stored(self._store.planned, stored.id, plan)
+        live = await self._prepare(stored, request, opened, bodies)
+        await self._owned(stored.id, self._store.begin, stored.id, request.digest(), plan, bodies, opened)
+        return live
+
+    async def _predicted(self, run: Run) -> dict[str, float]:
+        """Mean length of waiting prompts, as far as they are known."""
+        if run.terms.queue_order == "first_in" or not run.queue:
+            return {}
+        ids = list(dict.fromkeys(entry.prompt_id for entry in run.queue))
+        history = await self._engine.length_history([history_key(id, ()) for id in ids])
+        return {id: known.mean for id, known in zip(ids, history.prompts, strict=True) if known is not None}
+
+    async def _prepare(
+        self, stored: StoredRun, request: RoundRequest, opened: OpenRound, fresh: Mapping[str, str]
+    ) -> LiveRound:
+        """Check everything before anything is taken. Raises: RequestError."""
+        defaults = RunRequest.model_validate(stored.settings)
+        filters = (request.filter or defaults.filter) is not None
+        if filters and not request.stream:
+            raise RequestError(
+                "stream: a round that filters needs true, got false: its rewards are posted while it is on its way.",
+                param="stream",
+            )
+        waiting = [entry.number for entry in opened.all_entries if entry.prompt_id not in fresh]
+        bodies = await self._stored(self._store.prompts, stored.id, waiting)
+        prompts = [
+            fresh[entry.prompt_id] if entry.prompt_id in fresh else bodies[entry.number][0]
+            for entry in opened.all_entries
+        ]
+        fields = {
+            **defaults.rollout_fields(),
+            **request.rollout_fields(),
+            "sampling": {**(defaults.sampling or {}), **(request.sampling or {})},
+            "stream": request.stream,
+            "stream_tokens": request.stream_tokens,
+            "model": stored.model,
+        }
+        num_candidates = stored.run.terms.num_candidates
+        if opened.kind == "long":
+            fields, num_candidates = _without_speculation(fields), stored.run.terms.group_size
+        body = await asyncio.to_thread(_round_request, fields, prompts, stored.run.terms.group_size, num_candidates)
+        rollout = await self._rollouts.prepare(body)
+        rollout.plans = [
+            replace(plan, group=replace(plan.group, num_replaceable=plan.group.num_candidates))
+            for plan in rollout.plans
+        ]
+        rollout.course = course = RoundCourse(self._engine, rollout.id, opened, filters=filters)
+        return LiveRound(stored.id, opened, rollout, course)
+
+    async def _events(self, live: LiveRound) -> AsyncGenerator[Event, None]:
+        opened, rollout, course = live.opened, live.rollout, live.course
+        filtered: list[str] = []
+        course.on_filtered = filtered.append
+        try:
+            yield RoundEvent(
+                id=rollout.id,
+                run=live.run_id,
+                round=opened.number,
+                kind=opened.kind,
+                idempotency_key=opened.key,
+                num_wanted=opened.num_wanted,
+                prompt_ids=[entry.prompt_id for entry in opened.entries],
+                reserve=[entry.prompt_id for entry in opened.reserve],
+            )
+            async with aclosing(self._rollouts.events(rollout)) as events:
+                async for event in events:
+                    while filtered:
+                        yield FilteredEvent(prompt_id=filtered.pop(0))
+                    if isinstance(event, DoneEvent):
+                        yield await self._keep(live)
+                    else:
+                        await live.groups.add(event)
+                        yield event
+        finally:
+            del self._live[rollout.id]
+            with suppress(RequestError):  # the engine is dead, and says so elsewhere
+                await self._engine.forget_race(course.race_id)
+            if not live.is_kept and live.run_id not in self._unkept:
+                with suppress(RequestError):  # who looks for the owner finds it gone when this process ends
+                    await self._stored(self._store.release, live.run_id)
+
+    async def _keep(self, live: LiveRound) -> RoundDoneEvent:
+        """Write what came of a round. Raises: RequestError; then the round can be asked for again."""
+        rollout, course = live.rollout, live.course
+        rollout.usage.returned_tokens -= course.filtered_tokens
+        rollout.usage.wasted_tokens += course.filtered_tokens
+        course.filtered_tokens = 0
+        self._unkept[live.run_id] = live
+        run = await self._stored(
+            self._store.close,
+            live.run_id,
+            course.progress.outcomes(),
+            partial(_made_answer, live),
+            kept={},
+            latency_s=rollout.timing.latency_s,
+            generated_tokens=rollout.usage.generated_tokens,
+            returned_tokens=rollout.usage.returned_tokens,
+        )
+        del self._unkept[live.run_id]
+        live.is_kept = True
+        return RoundDoneEvent(
+            **_summary(live, run).model_dump(),
+            id=rollout.id,
+            created=rollout.created,
+            model=rollout.model,
+            weight_version=rollout.weight_version,
+            warnings=rollout.warnings,
+            budget=rollout.budget,
+            usage=rollout.usage,
+            timing=rollout.timing,
+        )
+
+    async def _keep_at_last(self, live: LiveRound, key: str) -> bytes:
+        """The answer of a round that could not be written when it was over. Raises: RequestError."""
+        if live.opened.key != key:
+            raise RequestError(
+                f"round {live.opened.number} of this run is over and could not be written yet, got key {key!r}. "
+                f"Repeat its key, {live.opened.key!r}, for its answer.",
+                status=HTTPStatus.CONFLICT,
+                param="idempotency_key",
+            )
+        await self._keep(live)
+        return live.answer
+
+    def _answer_of(self, stored: StoredRun) -> RunAnswer:
+        return run_answer(stored, is_live=self._store.is_live(stored), is_durable=self._store.is_durable)
+
+    async def _owned(self, id: str, call: Callable[..., T], *args: Any) -> T:
+        """A transaction that makes this process the owner of a round; who is cancelled meanwhile owns nothing."""
+        try:
+            return await self._stored(call, *args)
+        except asyncio.CancelledError:
+            self._thread.submit(self._store.release, id)
+            raise
+
+    async def _stored(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """A transaction, which is carried out even if nobody waits for it any more."""
+        work = asyncio.get_running_loop().run_in_executor(self._thread, partial(call, *args, **kwargs))
+        return await asyncio.shield(work)
+
+
+def _rollout_request(fields: Mapping[str, Any], group_size: int, num_candidates: int) -> RolloutRequest:
+    return RolloutRequest.model_validate(
+        {"redundancy": num_candidates - group_size, **fields, "group_size": group_size}
+    )
+
+
+def _round_request(
+    fields: Mapping[str, Any], prompts: list[str], group_size: int, num_candidates: int
+) -> RolloutRequest:
+    bodies = [read_json(prompt.encode()) for prompt in prompts]
+    return _rollout_request({**fields, "prompts": bodies}, group_size, num_candidates)
+
+
+def _without_speculation(fields: dict[str, Any]) -> dict[str, Any]:
+    """Of a long round: every candidate counts."""
+    kept = {name: value for name, value in fields.items() if name not in ("redundancy", "early_stop", "selection")}
+    if kept.get("pruning") is not None:
+        kept["pruning"] = {**kept["pruning"], "mode": "shadow"}
+    return kept
+
+
+def _fresh(prompt: Any, epoch: int | None) -> FreshPrompt:
+    return FreshPrompt(prompt.id, epoch, digest_of_prompt(prompt))
+
+
+def _made_answer(live: LiveRound, run: Run) -> bytes:
+    """Once: a second attempt to write it has the same bytes."""
+    if not live.answer:
+        rollout, fates = live.rollout, live.course.progress.fates
+        envelope = RoundAnswer(
+            **_summary(live, run).model_dump(),
+            id=rollout.id,
+            created=rollout.created,
+            model=rollout.model,
+            weight_version=rollout.weight_version,
+            warnings=rollout.warnings,
+            budget=rollout.budget,
+            groups=[],
+            usage=rollout.usage,
+            timing=rollout.timing,
+        )
+        ids = [e.prompt_id for i, e in enumerate(live.opened.all_entries) if fates.get(i) == "returned"]
+        live.answer = b"".join(live.groups.answer(envelope, ids))
+    return live.answer
+
+
+def _summary(live: LiveRound, run: Run) -> RoundSummary:
+    """`run`: after the round."""
+    by_fate: dict[str, list[str]] = {"deferred": [], "filtered": [], "unstarted": []}
+    for position, entry in enumerate(live.opened.all_entries):
+        by_fate.setdefault(live.course.progress.fates.get(position, "unstarted"), []).append(entry.prompt_id)
+    return RoundSummary(
+        run=live.run_id,
+        round=live.opened.number,
+        kind=live.opened.kind,
+        idempotency_key=live.opened.key,
+        deferred=by_fate["deferred"],
+        filtered=by_fate["filtered"],
+        unstarted=by_fate["unstarted"],
+        next_round=run.next_kind,
+        num_fresh_prompts=run.num_fresh,
+    )
+
+
+def _check_same(key: str, request: RoundRequest, digest: str | None) -> None:
+    if not request.is_repeat and request.digest() != digest:
+        raise RequestError(
+            f"idempotency_key: {key!r} is the key of another round of this run. Repeat that round's request as it was "
+            "(or its key alone), or take a new key.",
+            status=HTTPStatus.CONFLICT,
+            param="idempotency_key",
+        )
+
+
+def _check_not_used(stored: StoredRun, key: str) -> None:
+    run = stored.run
+    number = next((record.number for record in run.history if record.key == key), None)
+    if number is not None:
+        raise RequestError(
+            f"idempotency_key: {key!r} was round {number} of this run; its prompts were returned, and its answer is "
+            f"not kept any more, as {run.num_rounds - 1 - number} rounds came after it. Take a new key.",
+            status=HTTPStatus.GONE,
+            param="idempotency_key",
+        )
+    if key in run.given_up:
+        raise RequestError(
+            f"idempotency_key: the round of {key!r} was given up, and its prompts wait. Take a new key.",
+            status=HTTPStatus.GONE,
+            param="idempotency_key",
+        )
+
+
+async def _chained(first: Event, rest: AsyncGenerator[Event, None]) -> AsyncGenerator[Event, None]:
+    async with aclosing(rest):
+        yield first
+        async for event in rest:
+            yield event

@@ -1,0 +1,386 @@
+"""Runs on disk, in SQLite. Invariant: each method is one transaction; what it was asked is there whole, or not at all.
+
+Calls block; `RunService` makes them on a thread. Without a folder the database is in memory and ends with the server.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any, TypeVar
+
+from vllm_rollout.group.rounds import EntryOutcome, OpenRound, RoundError, Run, RunTerms
+from vllm_rollout.group.rounds_state import run_from_state, run_to_state
+from vllm_rollout.server.engine import RequestError
+from vllm_rollout.server.runs.owner import Owner
+
+FORMAT = 1
+NUM_ANSWERS = 2
+"""Newest answers that are kept of a run: a client that asks for a new round has read the one before."""
+BUSY_TIMEOUT_S = 5.0
+"""How long another process may hold the database."""
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS runs (
+    id TEXT PRIMARY KEY, created INTEGER NOT NULL, model TEXT NOT NULL, settings TEXT NOT NULL, state TEXT NOT NULL,
+    owner TEXT, digest TEXT
+);
+CREATE TABLE IF NOT EXISTS prompts (
+    run TEXT NOT NULL, number INTEGER NOT NULL, body TEXT NOT NULL, kept BLOB, PRIMARY KEY (run, number)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS answers (
+    run TEXT NOT NULL, round INTEGER NOT NULL, key TEXT NOT NULL, digest TEXT NOT NULL, body BLOB NOT NULL,
+    PRIMARY KEY (run, round)
+);
+"""
+# runs.owner and runs.digest belong to the open round: the process that runs it, and the digest of its request.
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRun:
+    """A run as it is on disk."""
+
+    id: str
+    created: int
+    model: str
+    settings: Mapping[str, Any]
+    """Its request, as JSON."""
+    run: Run
+    owner: str | None
+    """The process that runs the open round."""
+    digest: str | None
+    """Of the open round's request."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredAnswer:
+    digest: str
+    """Of the request that it answers."""
+    body: bytes
+
+
+class RunStore:
+    """All runs of one server."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        """Raises: ValueError for a file that is no such database, or of another version; OSError."""
+        self.path = path
+        self.owner = Owner(None if path is None else path.with_name(f"{path.name}.owners"))
+        with _translated(path):
+            self._db = sqlite3.connect(
+                ":memory:" if path is None else path,
+                timeout=BUSY_TIMEOUT_S,
+                isolation_level=None,
+                check_same_thread=False,
+            )
+            self._db.execute("PRAGMA journal_mode = WAL")
+            self._db.execute("PRAGMA synchronous = FULL")
+            (version,) = self._db.execute("PRAGMA user_version").fetchone()
+            if version not in (0, FORMAT):
+                raise ValueError(
+                    f"{path} is of version {version}, this server reads version {FORMAT}. Use the version that wrote "
+                    "it, or name another folder."
+                )
+            with self._transaction():
+                for statement in SCHEMA.split(";"):
+                    self._db.execute(statement)
+                self._db.execute(f"PRAGMA user_version = {FORMAT}")
+
+    @property
+    def is_durable(self) -> bool:
+        """Runs survive the server."""
+        return self.path is not None
+
+    def create(self, id: str, model: str, settings: Mapping[str, Any], terms: RunTerms) -> tuple[StoredRun, bool]:
+        """A run of that name, and whether it is new: one on the same terms may have been there.
+
+        Raises: RequestError (409) when there is one on other terms.
+        """
+        with self._transaction():
+            found = self._find(id)
+            if found is None:
+                self._db.execute(
+                    "INSERT INTO runs (id, created, model, settings, state) VALUES (?, ?, ?, ?, ?)",
+                    (id, int(time.time()), model, json.dumps(settings), json.dumps(run_to_state(Run(terms)))),
+                )
+                return self.read(id), True
+            if found.model != model or found.settings != settings:
+                raise RequestError(_other_terms(found, model, settings), status=HTTPStatus.CONFLICT, param="id")
+            return found, False
+
+    def read(self, id: str) -> StoredRun:
+        """Raises: RequestError (404)."""
+        found = self._find(id)
+        if found is None:
+            raise RequestError(
+                f"run {id!r} is not known here. GET /v1/runs lists those that are; POST /v1/runs makes one.",
+                status=HTTPStatus.NOT_FOUND,
+            )
+        return found
+
+    def ids(self) -> list[str]:
+        """The oldest first."""
+        with _translated(self.path):
+            return [id for (id,) in self._db.execute("SELECT id FROM runs ORDER BY created, id")]
+
+    def delete(self, id: str) -> None:
+        """Raises: RequestError (404; 409 while a round of it runs)."""
+        with self._transaction():
+            self._check_idle(self.read(id))
+            for table in ("prompts", "answers"):
+                self._db.execute(f"DELETE FROM {table} WHERE run = ?", (id,))
+            self._db.execute("DELETE FROM runs WHERE id = ?", (id,))
+
+    def planned(self, id: str, plan: Callable[[Run], OpenRound]) -> OpenRound:
+        """What a round would be; nothing changes. Raises: RequestError, as `begin` does."""
+        with _translated(self.path):
+            return plan(self.read(id).run)
+
+    def begin(
+        self, id: str, digest: str, plan: Callable[[Run], OpenRound], prompts: Mapping[str, str], planned: OpenRound
+    ) -> None:
+        """Take the prompts of a round, before anything of it runs; this process owns it.
+
+        Args:
+            plan: what the round is, of the run as it is now. Raises: RoundError.
+            prompts: bodies of fresh ones, by id.
+            planned: what it was when it was checked.
+
+        Raises: RequestError (409) when the run has changed since.
+        """
+        with self._transaction():
+            run = self.read(id).run
+            opened = plan(run)
+            if opened != planned:
+                raise RequestError(
+                    f"run {id!r} has changed while this round was checked: another round of it was over. Look at its "
+                    "num_fresh_prompts, and send the round again.",
+                    status=HTTPStatus.CONFLICT,
+                )
+            num_known = run.num_handed_in
+            run.begin(opened)
+            fresh = [entry for entry in opened.all_entries if entry.number >= num_known]
+            self._db.executemany(
+                "INSERT INTO prompts (run, number, body) VALUES (?, ?, ?)",
+                [(id, entry.number, prompts[entry.prompt_id]) for entry in fresh],
+            )
+            self._save(id, run, self.owner.name, digest)
+
+    def claim(self, id: str, key: str) -> OpenRound:
+        """Run the open round of that key anew. Raises: RequestError (409) while it runs, here or elsewhere."""
+        with self._transaction():
+            stored = self.read(id)
+            opened = stored.run.open
+            if opened is None or opened.key != key:
+                raise RequestError(f"round {key!r} of run {id!r} was over just now. Repeat the request.", status=409)
+            self._check_idle(stored)
+            self._save(id, stored.run, self.owner.name, stored.digest)
+            return opened
+
+    def close(
+        self,
+        id: str,
+        outcomes: Mapping[int, EntryOutcome],
+        answer: Callable[[Run], bytes],
+        *,
+        kept: Mapping[int, bytes],
+        **told: Any,
+    ) -> Run:
+        """The open round is over; returns the run after it.
+
+        Args:
+            outcomes, told: as of `Run.close`.
+            answer: of the round, from the run after it.
+            kept: what deferred prompts have generated, by number.
+        """
+        with self._transaction():
+            stored = self.read(id)
+            opened, run = stored.run.open, stored.run
+            run.close(outcomes, **told)
+            body = zlib.compress(answer(run), 1)
+            gone = [number for number, outcome in outcomes.items() if outcome.fate in ("returned", "filtered")]
+            self._db.executemany("DELETE FROM prompts WHERE run = ? AND number = ?", [(id, n) for n in gone])
+            self._db.executemany(
+                "UPDATE prompts SET kept = ? WHERE run = ? AND number = ?", [(blob, id, n) for n, blob in kept.items()]
+            )
+            self._db.execute(
+                "INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?, ?)",
+                (id, opened.number, opened.key, stored.digest, body),
+            )
+            self._db.execute("DELETE FROM answers WHERE run = ? AND round <= ?", (id, opened.number - NUM_ANSWERS))
+            self._save(id, run, None, None)
+            return run
+
+    def release(self, id: str) -> None:
+        """The open round does not run any more: it waits to be repeated or given up."""
+        with self._transaction():
+            self._db.execute("UPDATE runs SET owner = NULL WHERE id = ? AND owner = ?", (id, self.owner.name))
+
+    def give_up(self, id: str, number: int) -> Run:
+        """Put the prompts of the open round back. Raises: RequestError (404, 409 while it runs)."""
+        with self._transaction():
+            stored = self.read(id)
+            opened = stored.run.open
+            if opened is None or opened.number != number:
+                is_open = "none" if opened is None else str(opened.number)
+                raise RequestError(
+                    f"round {number} of run {id!r} is not open; open: {is_open}. Only an open round can be given up.",
+                    status=HTTPStatus.NOT_FOUND,
+                )
+            self._check_idle(stored)
+            stored.run.give_up()
+            self._save(id, stored.run, None, None)
+            return stored.run
+
+    def answer(self, id: str, key: str) -> StoredAnswer | None:
+        """What a round was answered, if that is still kept."""
+        with _translated(self.path):
+            row = self._db.execute(
+                "SELECT digest, body FROM answers WHERE run = ? AND key = ?", (id, key)
+            ).fetchone()  # fmt: skip
+        return None if row is None else StoredAnswer(row[0], zlib.decompress(row[1]))
+
+    def prompts(self, id: str, numbers: Sequence[int]) -> dict[int, tuple[str, bytes | None]]:
+        """Body of waiting prompts, and what is kept of them, by number."""
+        wanted = set(numbers)
+        with _translated(self.path):
+            rows = self._db.execute("SELECT number, body, kept FROM prompts WHERE run = ?", (id,)).fetchall()
+        return {number: (body, kept) for number, body, kept in rows if number in wanted}
+
+    def dump(self) -> list[dict[str, Any]]:
+        """All runs as JSON, without their answers: an open round is one that was interrupted."""
+        with self._transaction():
+            runs = []
+            for id in self.ids():
+                stored = self.read(id)
+                rows = self._db.execute("SELECT number, body FROM prompts WHERE run = ? ORDER BY number", (id,))
+                runs.append(
+                    {
+                        "id": id,
+                        "created": stored.created,
+                        "model": stored.model,
+                        "settings": stored.settings,
+                        "state": run_to_state(stored.run),
+                        "digest": stored.digest,
+                        "prompts": [list(row) for row in rows],
+                    }
+                )
+            return runs
+
+    def replace(self, runs: Sequence[Mapping[str, Any]]) -> None:
+        """Put dumped runs, which were checked, in place of all there are. Raises: RequestError (409)."""
+        with self._transaction():
+            for id in self.ids():
+                self.delete(id)
+            for dumped in runs:
+                self._db.execute(
+                    "INSERT INTO runs (id, created, model, settings, state, digest) VALUES (?, ?, ?, ?, ?, ?)",
+                    (
+                        dumped["id"],
+                        dumped["created"],
+                        dumped["model"],
+                        json.dumps(dumped["settings"]),
+                        json.dumps(dumped["state"]),
+                        dumped["digest"],
+                    ),
+                )
+                self._db.executemany(
+                    "INSERT INTO prompts (run, number, body) VALUES (?, ?, ?)",
+                    [(dumped["id"], number, body) for number, body in dumped["prompts"]],
+                )
+
+    def close_files(self) -> None:
+        """The server ends."""
+        self._db.close()
+        self.owner.close()
+
+    def is_live(self, stored: StoredRun) -> bool:
+        """Whether a process runs its open round."""
+        return stored.owner is not None and self.owner.is_alive(stored.owner)
+
+    def _check_idle(self, stored: StoredRun) -> None:
+        if stored.run.open is not None and self.is_live(stored):
+            raise RequestError(
+                f"round {stored.run.open.number} of run {stored.id!r} is running, under the key "
+                f"{stored.run.open.key!r}: a run has one round at a time. Wait for its answer.",
+                status=HTTPStatus.CONFLICT,
+            )
+
+    def _find(self, id: str) -> StoredRun | None:
+        with _translated(self.path):
+            row = self._db.execute(
+                "SELECT id, created, model, settings, state, owner, digest FROM runs WHERE id = ?", (id,)
+            ).fetchone()
+        if row is None:
+            return None
+        id, created, model, settings, state, owner, digest = row
+        return StoredRun(id, created, model, json.loads(settings), run_from_state(json.loads(state)), owner, digest)
+
+    def _save(self, id: str, run: Run, owner: str | None, digest: str | None) -> None:
+        self._db.execute(
+            "UPDATE runs SET state = ?, owner = ?, digest = ? WHERE id = ?",
+            (json.dumps(run_to_state(run)), owner, digest, id),
+        )
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        """All or nothing; within another one it is part of that."""
+        if self._db.in_transaction:
+            yield
+            return
+        with _translated(self.path):
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._db.execute("COMMIT")
+            except BaseException:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                raise
+
+
+@contextmanager
+def _translated(path: Path | None) -> Iterator[None]:
+    """SQLite's errors as what a client can do about them: nothing was changed."""
+    try:
+        yield
+    except RoundError as error:
+        status = HTTPStatus.CONFLICT if error.conflict else HTTPStatus.UNPROCESSABLE_ENTITY
+        raise RequestError(str(error), status=status, param=error.field) from error
+    except sqlite3.OperationalError as error:
+        if "locked" in str(error) or "busy" in str(error):
+            raise RequestError(
+                f"the runs' database {path} is locked by another process. Nothing was changed; try again.",
+                status=HTTPStatus.SERVICE_UNAVAILABLE,
+                retry_after_s=1,
+            ) from error
+        raise _not_written(path, error) from error
+    except sqlite3.DatabaseError as error:
+        raise _not_written(path, error) from error
+
+
+def _not_written(path: Path | None, error: sqlite3.Error) -> RequestError:
+    remedy = "Free space" if "full" in str(error) else "Look at its disk"
+    return RequestError(
+        f"the runs' database {path} cannot be written: {error}. Nothing was changed. {remedy}, then repeat the request "
+        "with its idempotency_key.",
+        status=HTTPStatus.INSUFFICIENT_STORAGE,
+    )
+
+
+def _other_terms(found: StoredRun, model: str, settings: Mapping[str, Any]) -> str:
+    ours, theirs = {"model": found.model, **found.settings}, {"model": model, **settings}
+    name = next(name for name in (*ours, *theirs) if ours.get(name) != theirs.get(name))
+    return (
+        f"run {found.id!r} exists with {name} {ours.get(name)!r:.120}, got {theirs.get(name)!r:.120}. Say the same, or "
+        "name another run."
+    )
