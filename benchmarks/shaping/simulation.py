@@ -23,7 +23,8 @@ from vllm_rollout.group.plan import GroupPlan
 from vllm_rollout.server.shaping import history_key
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.pool import PoolCandidate
-from vllm_rollout.simulator.rank import Race, Rank
+from vllm_rollout.simulator.race import Race
+from vllm_rollout.simulator.rank import run_races
 
 
 class Simulated(NamedTuple):
@@ -70,7 +71,7 @@ def _simulated(
         Race(group.prompt_id, plan, _candidates(group, plan.num_candidates), group.prompt_tokens)
         for group, plan in zip(groups, plans, strict=True)
     ]
-    run = Rank(machine, races, Judge()).run()
+    run = run_races(machine, races, Judge())
     generated = sum(ending.num_tokens for race in races for ending in race.endings)
     return Simulated(run.seconds, generated, [plan.num_candidates for plan in plans])
 

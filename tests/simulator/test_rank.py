@@ -9,7 +9,7 @@ from vllm_rollout.group.judge import Judge, Scoring
 from vllm_rollout.group.plan import GroupPlan
 from vllm_rollout.group.pruning_plan import PruningPlan
 from vllm_rollout.simulator.machine import Machine
-from vllm_rollout.simulator.rank import Race
+from vllm_rollout.simulator.race import Race
 
 WAITS = {"early_stop": False}
 

@@ -13,7 +13,7 @@ from vllm_rollout.simulator.generate import LengthDistribution, generate
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.outcome import summed
 from vllm_rollout.simulator.pool import Pools
-from vllm_rollout.simulator.rank import Race
+from vllm_rollout.simulator.race import Race
 from vllm_rollout.simulator.replay import assigned, replay
 from vllm_rollout.simulator.settings import Setting, default_sweep
 from vllm_rollout.trace.rows import Trace, TracedCandidate, TracedPrompt, TracedRollout

@@ -11,7 +11,8 @@ from vllm_rollout.group.step import GroupSteps
 from vllm_rollout.group.types import CandidateId, Confidence, Ending, Observation
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.pool import PoolCandidate
-from vllm_rollout.simulator.rank import Race, Rank
+from vllm_rollout.simulator.race import Race
+from vllm_rollout.simulator.rank import run_races
 from vllm_rollout.trace.rows import Trace, TracedCandidate, TracedPrompt, TracedRollout
 
 FLAT = CostModel(((0.0, PTLCurve((1.0, 2.0), (1.0, 1.0))),))
@@ -64,7 +65,7 @@ def warm_judge(detection_length: int) -> Judge:
 
 
 def run_rank(machine: Machine, races: Sequence[Race], judge: Judge | None = None):
-    return Rank(machine, races, judge or Judge()).run()
+    return run_races(machine, races, judge or Judge())
 
 
 @dataclass

@@ -1,81 +1,30 @@
 """One engine's part of a rollout, from event to event.
 
+    begin   between two steps: what has arrived is read, what waits is admitted
+    close   at the end of a step in which something happens: events in, verdicts out
+
 Invariant: `GroupSteps` sees what it would see if every step were made. Between two events every running candidate gains
 one token per step.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
 from math import inf
+from typing import Literal, NamedTuple
 
 from vllm_rollout.group.cost import computed_prompt_tokens
-from vllm_rollout.group.judge import Judge, Scoring
-from vllm_rollout.group.lifecycle import Group
-from vllm_rollout.group.plan import GroupPlan
+from vllm_rollout.group.judge import Judge
 from vllm_rollout.group.step import GroupSteps
-from vllm_rollout.group.types import CandidateId, Confidence, Ending, Observation
+from vllm_rollout.group.types import CandidateId, Confidence, Observation
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.pool import PoolCandidate
-
-
-@dataclass(slots=True, eq=False)
-class Race:
-    """One group of a replay."""
-
-    prompt_id: str
-    plan: GroupPlan
-    pool: Sequence[PoolCandidate]
-    """`plan.num_candidates` of them."""
-    prompt_tokens: int = 0
-    scoring: Scoring | None = None
-    """With pruning."""
-    candidates: list[Runner] = field(default_factory=list)
-    group: Group = field(init=False)
-    endings: tuple[Ending, ...] = ()
-    """Of every candidate, when the group is over."""
-    over_s: float = 0.0
-    """When that was."""
-    num_holding: int = 0
-    """Candidates that run now and share the prompt's KV cache."""
-
-    def close(self, seconds: float) -> None:
-        self.over_s = seconds
-        self.endings = tuple(runner.ending for runner in self.candidates)
-
-
-@dataclass(slots=True, eq=False)
-class Runner:
-    """One candidate of a race."""
-
-    id: CandidateId
-    race: Race
-    future: PoolCandidate
-    start: int | None = None
-    """The step at which it had, or would have had, no token yet. None: it does not run."""
-    num_tokens: int = 0
-    """Up to date when it does not run."""
-
-    @property
-    def index(self) -> int:
-        return self.id.index
-
-    @property
-    def detection_length(self) -> int | None:
-        """At which it is scored, if it lives that long; None when it has no score."""
-        scoring = self.race.scoring
-        return None if scoring is None or self.future.score is None else scoring.plan.detection_length
-
-    @property
-    def ending(self) -> Ending:
-        state = self.race.group.state(self.index)
-        truncated = state == "finished" and self.future.end == "length"
-        by_itself = self.future.end == "stop" and self.num_tokens == self.future.num_tokens and state != "pruned"
-        return Ending(self.index, state, self.num_tokens, truncated, self.race.group.end_step(self.index), by_itself)
+from vllm_rollout.simulator.race import Race, Runner
 
 
 @dataclass(slots=True)
@@ -88,17 +37,42 @@ class RankRun:
     num_preemptions: int = 0
 
 
-class Rank:
-    """An engine that runs races to their end. All candidates are there from the start and wait first come first
-    served."""
+Phase = Literal["close", "begin"]
 
-    def __init__(self, machine: Machine, races: Iterable[Race], judge: Judge) -> None:
+
+class Happening(NamedTuple):
+    """What a rank does next."""
+
+    seconds: float
+    """When."""
+    phase: Phase
+
+
+class Closed(NamedTuple):
+    """What the end of a step tells whoever launched its groups."""
+
+    num_ended: int
+    """Candidates."""
+    over: Sequence[Race]
+    """Groups."""
+
+
+class Rank:
+    """An engine that runs races to their end. Candidates wait first come first served."""
+
+    def __init__(self, machine: Machine, judge: Judge) -> None:
         self._cost = machine.step_cost
         self._slots = machine.num_slots or inf
         self._kv_capacity = machine.kv_capacity_tokens or inf
         self._block_size = machine.block_size
         self._group_steps = GroupSteps(judge)
         self._step = 0
+        self._between_s = 0.0
+        """When the last step ended."""
+        self._planned: tuple[int, float] | None = None
+        """The step with whose end the next event comes, and when; None between two steps."""
+        self._is_told = False
+        """Something was read whose effect comes with the next step."""
         self._running: dict[Runner, None] = {}
         """In the order of admission."""
         self._offset = 0
@@ -108,31 +82,107 @@ class Rank:
         self._wakes: list[tuple[int, int, Runner, int]] = []
         """(step, number, candidate, its start): something is due, unless the candidate was preempted meanwhile."""
         self._numbers = count()
+        self._inbox: list[tuple[float, int, Callable[[], None]]] = []
+        """(arrival, number, what to do)."""
         self._run = RankRun()
-        self._races = {str(position): race for position, race in enumerate(races)}
+        self._races: dict[str, Race] = {}
         """By group id: a trace may name a prompt twice."""
         self._waiting: deque[Runner] = deque()
-        for group_id, race in self._races.items():
-            for index, future in enumerate(race.pool):
-                id, race.group = self._group_steps.launch(group_id, race.plan.terms, index, scoring=race.scoring)
-                runner = Runner(id, race, future)
-                race.candidates.append(runner)
-                self._waiting.append(runner)
+
+    def launch(self, race: Race, at_s: float = 0.0) -> None:
+        """A group arrives."""
+        self._send(at_s, lambda: self._enter(race))
+
+    def cut(self, race_id: str, at_s: float) -> None:
+        """Word arrives that enough groups of a race are complete elsewhere."""
+        self._send(at_s, lambda: self._group_steps.cut(race_id))
 
     def run(self) -> RankRun:
-        """Until every group is over."""
-        self._admit()
-        while self._running:
-            wake = self._next_wake()
-            step = min(wake, self._full_step())
-            self._advance(step)
-            if step == wake:
-                self._close_step()
-            else:
-                self._preempt()
-            self._admit()
+        """Until nothing is left to do."""
+        while self.next is not None:
+            self.go_on()
+        return self.over()
+
+    def over(self) -> RankRun:
         self._run.curve.append((self._run.seconds, 0))
         return self._run
+
+    @property
+    def next(self) -> Happening | None:
+        """None: nothing is left to do."""
+        if self._planned is not None:
+            return Happening(self._planned[1], "close")
+        if self._running or self._waiting:
+            return Happening(self._between_s, "begin")
+        if self._inbox:
+            return Happening(max(self._between_s, self._inbox[0][0]), "begin")
+        return None
+
+    def go_on(self) -> Closed | None:
+        """Do what is next; what it has to tell, if anything."""
+        happening = self.next
+        if happening.phase == "close":
+            return self._close()
+        self._begin(happening.seconds)
+        return None
+
+    def _send(self, at_s: float, action: Callable[[], None]) -> None:
+        heappush(self._inbox, (at_s, next(self._numbers), action))
+        if self._planned is not None and at_s < self._planned[1]:
+            self._plan()
+
+    def _enter(self, race: Race) -> None:
+        group_id = str(len(self._races))
+        self._races[group_id] = race
+        for index, future in enumerate(race.pool):
+            id, race.group = self._group_steps.launch(
+                group_id, race.plan.terms, index, scoring=race.scoring, place=race.place
+            )
+            runner = Runner(id, race, future)
+            race.candidates.append(runner)
+            self._waiting.append(runner)
+
+    def _begin(self, seconds: float) -> None:
+        if not self._running and not self._waiting:
+            self._idle_until(seconds)
+        while self._inbox and self._inbox[0][0] <= self._between_s:
+            heappop(self._inbox)[2]()
+            self._is_told = self._group_steps.has_events
+        self._preempt()
+        self._admit()
+        if self._running:
+            self._plan()
+
+    def _idle_until(self, seconds: float) -> None:
+        if seconds > self._run.seconds:
+            self._spend(seconds - self._run.seconds)
+        self._between_s = self._run.seconds
+
+    def _plan(self) -> None:
+        """Steps until something is due, the KV cache is full, or a message is to be read."""
+        step = min(self._next_wake(), self._full_step(), self._step + 1 if self._is_told else inf)
+        seconds = self._run.seconds + self._time_of(step - self._step)
+        if self._inbox and (arrival := self._inbox[0][0]) < seconds:
+            wanted = arrival - self._run.seconds
+            num_steps = 1 + bisect_left(range(1, step - self._step), wanted, key=self._time_of)
+            step, seconds = self._step + num_steps, self._run.seconds + self._time_of(num_steps)
+        self._planned = step, seconds
+
+    def _time_of(self, num_steps: int) -> float:
+        """Seconds of the next so many decode steps."""
+        batch_size = len(self._running)
+        return self._cost.decode_time(batch_size, self._offset / batch_size + self._step, num_steps)
+
+    def _close(self) -> Closed | None:
+        step, seconds = self._planned
+        self._planned = None
+        self._spend(seconds - self._run.seconds)
+        self._run.seconds = self._between_s = seconds
+        self._step = step
+        if not self._is_told and self._next_wake() > step:
+            return None
+        self._is_told = False
+        return self._close_step()
 
     def _admit(self) -> None:
         prefill_tokens = num_admitted = 0
@@ -200,14 +250,6 @@ class Rank:
         used = self._kv_offset + batch_size * self._step
         return used + num_tokens + (batch_size + 1) * self._block_size <= self._kv_capacity
 
-    def _advance(self, step: int) -> None:
-        num_steps, batch_size = step - self._step, len(self._running)
-        if num_steps <= 0:
-            return
-        context = self._offset / batch_size + self._step
-        self._spend(self._cost.decode_time(batch_size, context, num_steps))
-        self._step = step
-
     def _spend(self, seconds: float) -> None:
         curve, num_running = self._run.curve, len(self._running)
         if not curve or curve[-1][1] != num_running:
@@ -222,8 +264,9 @@ class Rank:
             self._waiting.appendleft(runner)
             self._run.num_preemptions += 1
 
-    def _close_step(self) -> None:
+    def _close_step(self) -> Closed:
         """Everything due in this step, and the verdicts on it."""
+        num_ended = 0
         due: dict[CandidateId, Observation] = {}
         touched: dict[Race, bool] = {}
         """Races with an event, and whether they had a length cap before it."""
@@ -236,6 +279,7 @@ class Rank:
             num_tokens = self._step - start
             if num_tokens == runner.future.num_tokens:
                 self._pause(runner)
+                num_ended += 1
                 self._group_steps.ended(runner.id, race.group, runner.future.end, num_tokens)
             elif num_tokens == runner.detection_length:
                 due[runner.id] = _observation(runner.future)
@@ -249,8 +293,12 @@ class Rank:
                 for index in race.group.running:
                     if race.candidates[index].start is not None:
                         self._wake(race.candidates[index], race.group.length_cap)
-        for group_id in verdicts.over:
-            self._races[group_id].close(self._run.seconds)
+        for group_id in verdicts.lost_groups:
+            self._races[group_id].lost = True
+        over = [self._races[group_id] for group_id in verdicts.over]
+        for race in over:
+            race.close(self._run.seconds)
+        return Closed(num_ended + len(verdicts.stop), over)
 
     def _num_tokens(self, candidate_id: CandidateId) -> int:
         runner = self._races[candidate_id.group_id].candidates[candidate_id.index]
@@ -260,3 +308,11 @@ class Rank:
 def _observation(future: PoolCandidate) -> Observation:
     """A trace does not say what its scores are; as confidence they are standardised before they are calibrated."""
     return Observation(Confidence(future.score, future.score, future.score))
+
+
+def run_races(machine: Machine, races: Iterable[Race], judge: Judge) -> RankRun:
+    """All of them at once, on one engine."""
+    rank = Rank(machine, judge)
+    for race in races:
+        rank.launch(race)
+    return rank.run()

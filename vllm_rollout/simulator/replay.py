@@ -19,7 +19,8 @@ from vllm_rollout.group.types import GroupResult
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.outcome import Outcome, Tally
 from vllm_rollout.simulator.pool import Pools
-from vllm_rollout.simulator.rank import Race, Rank
+from vllm_rollout.simulator.race import Race
+from vllm_rollout.simulator.rank import run_races
 from vllm_rollout.simulator.settings import Setting
 from vllm_rollout.trace.rows import TracedRollout
 
@@ -75,7 +76,7 @@ class _Replay:
             scoring = its.plan.pruning and Scoring(name, prompt.id, self._seed, its.plan.pruning)
             races.append(Race(prompt.id, its.plan, pool, prompt.prompt_tokens, scoring))
         ranks, self._next_rank = assigned(races, len(self._judges), self._next_rank)
-        runs = [Rank(self._machine, own, judge).run() for own, judge in zip(ranks, self._judges, strict=True)]
+        runs = [run_races(self._machine, own, judge) for own, judge in zip(ranks, self._judges, strict=True)]
         results = {race: conclude(race.plan, race.endings) for race in races}
         for prompt, its, race in zip(rollout.prompts, planned, races, strict=True):
             self._tally.add_group(results[race], race.pool, its.at_upper_bound)

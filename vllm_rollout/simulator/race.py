@@ -1,0 +1,72 @@
+"""One group of a replay, and its candidates. Invariant: a candidate that does not run knows how far it came."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from vllm_rollout.group.judge import Scoring
+from vllm_rollout.group.lifecycle import Group
+from vllm_rollout.group.plan import GroupPlan
+from vllm_rollout.group.race import RacePlace
+from vllm_rollout.group.types import CandidateId, Ending
+from vllm_rollout.simulator.pool import PoolCandidate
+
+
+@dataclass(slots=True, eq=False)
+class Race:
+    """One group of a replay."""
+
+    prompt_id: str
+    plan: GroupPlan
+    pool: Sequence[PoolCandidate]
+    """`plan.num_candidates` of them."""
+    prompt_tokens: int = 0
+    scoring: Scoring | None = None
+    """With pruning."""
+    place: RacePlace | None = None
+    """Its part in a race against other groups."""
+    candidates: list[Runner] = field(default_factory=list)
+    group: Group = field(init=False)
+    endings: tuple[Ending, ...] = ()
+    """Of every candidate, when the group is over."""
+    over_s: float = 0.0
+    """When that was."""
+    lost: bool = False
+    """It completed after as many others as its race against other groups wanted."""
+    num_holding: int = 0
+    """Candidates that run now and share the prompt's KV cache."""
+
+    def close(self, seconds: float) -> None:
+        self.over_s = seconds
+        self.endings = tuple(runner.ending for runner in self.candidates)
+
+
+@dataclass(slots=True, eq=False)
+class Runner:
+    """One candidate of a race."""
+
+    id: CandidateId
+    race: Race
+    future: PoolCandidate
+    start: int | None = None
+    """The step at which it had, or would have had, no token yet. None: it does not run."""
+    num_tokens: int = 0
+    """Up to date when it does not run."""
+
+    @property
+    def index(self) -> int:
+        return self.id.index
+
+    @property
+    def detection_length(self) -> int | None:
+        """At which it is scored, if it lives that long; None when it has no score."""
+        scoring = self.race.scoring
+        return None if scoring is None or self.future.score is None else scoring.plan.detection_length
+
+    @property
+    def ending(self) -> Ending:
+        state = self.race.group.state(self.index)
+        truncated = state == "finished" and self.future.end == "length"
+        by_itself = self.future.end == "stop" and self.num_tokens == self.future.num_tokens and state != "pruned"
+        return Ending(self.index, state, self.num_tokens, truncated, self.race.group.end_step(self.index), by_itself)
