@@ -71,16 +71,22 @@ def parse_distribution(text: str) -> LengthDistribution:
 def generate(distribution: LengthDistribution, seed: int = 0) -> Trace:
     chance = Random(f"{seed}/generate")
     its = distribution
-    medians = [math.log(its.median) + its.prompt_sigma * chance.gauss(0, 1) for _ in range(its.prompts)]
+    medians = log_medians(distribution, chance)
 
     def prompt(number: int) -> TracedPrompt:
-        lengths = (_length(medians[number], its.sigma, its.max_tokens, chance) for _ in range(its.candidates))
+        lengths = (draw_length(medians[number], its.sigma, its.max_tokens, chance) for _ in range(its.candidates))
         candidates = tuple(TracedCandidate(n, "length" if n == its.max_tokens else "stop") for n in lengths)
         return TracedPrompt(f"prompt-{number}", candidates, its.prompt_tokens, its.max_tokens)
 
     return Trace(tuple(TracedRollout(tuple(prompt(number) for number in range(its.prompts))) for _ in range(its.steps)))
 
 
-def _length(log_median: float, sigma: float, max_tokens: int, chance: Random) -> int:
+def log_medians(distribution: LengthDistribution, chance: Random) -> list[float]:
+    """Of every prompt."""
+    its = distribution
+    return [math.log(its.median) + its.prompt_sigma * chance.gauss(0, 1) for _ in range(its.prompts)]
+
+
+def draw_length(log_median: float, sigma: float, max_tokens: int, chance: Random) -> int:
     log_length = log_median + sigma * chance.gauss(0, 1)
     return max(1, round(math.exp(min(log_length, math.log(max_tokens)))))

@@ -37,16 +37,16 @@ class Pools:
         self._log_std = _log_std(trace) if trace.num_stopped else 0.0
         self._max_tokens = trace.max_tokens
         self._recorded: dict[tuple[int, int], list[PoolCandidate]] = {}
-        self._resampled: dict[tuple[int, int, int], tuple[Random, list[PoolCandidate]]] = {}
+        self._resampled: dict[tuple[int, ...], tuple[Random, list[PoolCandidate]]] = {}
 
-    def candidates(self, epoch: int, rollout: int, position: int, count: int) -> list[PoolCandidate]:
-        """The first `count` of one prompt. From the second epoch on all of them are resampled."""
+    def candidates(self, epoch: int, rollout: int, position: int, count: int, attempt: int = 0) -> list[PoolCandidate]:
+        """The first `count` of one prompt. From the second epoch, or attempt, on all of them are resampled."""
         recorded = self._recorded_of(rollout, position)
-        num_recorded = 0 if epoch else min(count, len(recorded))
+        num_recorded = 0 if epoch or attempt else min(count, len(recorded))
         wanted = count - num_recorded
         if not wanted:
             return recorded[:num_recorded]
-        key = (epoch, rollout, position)
+        key = (epoch, rollout, position, attempt) if attempt else (epoch, rollout, position)
         if key not in self._resampled:
             self._resampled[key] = Random(f"{self._seed}/more/{key}"), []
         chance, more = self._resampled[key]

@@ -108,6 +108,10 @@ class Rank:
         return self._run
 
     @property
+    def num_preemptions(self) -> int:
+        return self._run.num_preemptions
+
+    @property
     def next(self) -> Happening | None:
         """None: nothing is left to do."""
         if self._planned is not None:

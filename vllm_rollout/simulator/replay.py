@@ -6,29 +6,21 @@ Invariant: what is decided is decided by `group/`; a replay depends on trace, se
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 from vllm_rollout.config import REWARD_THRESHOLD
-from vllm_rollout.group.allocation import BatchPrompt, allocate_batch
-from vllm_rollout.group.history import LengthHistory, observed_lengths
+from vllm_rollout.group.history import observed_lengths
 from vllm_rollout.group.judge import Judge, Scoring
 from vllm_rollout.group.placement import choose_rank
-from vllm_rollout.group.plan import GroupPlan
 from vllm_rollout.group.selection import conclude
 from vllm_rollout.group.types import GroupResult
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.outcome import Outcome, Tally
+from vllm_rollout.simulator.planner import Planner
 from vllm_rollout.simulator.pool import Pools
 from vllm_rollout.simulator.race import Race
 from vllm_rollout.simulator.rank import run_races
 from vllm_rollout.simulator.settings import Setting
 from vllm_rollout.trace.rows import TracedRollout
-
-
-@dataclass(frozen=True, slots=True)
-class _Planned:
-    plan: GroupPlan
-    at_upper_bound: bool = False
 
 
 def replay(
@@ -53,8 +45,7 @@ class _Replay:
         self._setting = setting
         self._machine = machine
         self._seed = seed
-        self._plan = setting.plan(machine.max_candidates)
-        self._history = LengthHistory()
+        self._planner = Planner(setting, machine)
         self._judges = [Judge() for _ in range(machine.num_ranks)]
         self._next_rank = 0
         self._tally = Tally(setting)
@@ -68,11 +59,12 @@ class _Replay:
 
     def _roll_out(self, epoch: int, number: int, rollout: TracedRollout) -> None:
         name = f"rollout-{epoch}-{number}"
-        planned = self._planned(rollout)
+        planned = self._planner.plans(rollout.prompts)
+        self._tally.num_without_history = self._planner.num_without_history
         races = []
         for position, (prompt, its) in enumerate(zip(rollout.prompts, planned, strict=True)):
             pool = self._pools.candidates(epoch, number, position, its.plan.num_candidates)
-            self._check_fits(prompt.id, prompt.prompt_tokens + max(c.num_tokens for c in pool))
+            check_fits(self._machine, prompt.id, prompt.prompt_tokens + max(c.num_tokens for c in pool))
             scoring = its.plan.pruning and Scoring(name, prompt.id, self._seed, its.plan.pruning)
             races.append(Race(prompt.id, its.plan, pool, prompt.prompt_tokens, scoring))
         ranks, self._next_rank = assigned(races, len(self._judges), self._next_rank)
@@ -80,53 +72,36 @@ class _Replay:
         results = {race: conclude(race.plan, race.endings) for race in races}
         for prompt, its, race in zip(rollout.prompts, planned, races, strict=True):
             self._tally.add_group(results[race], race.pool, its.at_upper_bound)
-            self._history.observe(prompt.history_key, observed_lengths(results[race].endings))
+            self._planner.history.observe(prompt.history_key, observed_lengths(results[race].endings))
         self._tally.add_rollout(runs, min(race.over_s for race in races))
         if self._setting.pruning is not None:
             for judge, own in zip(self._judges, ranks, strict=True):
-                self._reward(judge, name, {race: results[race] for race in own})
+                reward(judge, self._judges, name, {race: results[race] for race in own})
 
-    def _planned(self, rollout: TracedRollout) -> list[_Planned]:
-        if self._setting.redundancy != "auto":
-            return [_Planned(self._plan)] * len(rollout.prompts)
-        known = [self._history.of(prompt.history_key) for prompt in rollout.prompts]
-        self._tally.num_without_history += known.count(None)
-        batch = allocate_batch(
-            [
-                BatchPrompt(lengths, prompt.prompt_tokens, prompt.max_tokens)
-                for lengths, prompt in zip(known, rollout.prompts, strict=True)
-            ],
-            self._history.dataset(),
-            self._machine.cost,
-            group_size=self._setting.group_size,
-            max_candidates=self._machine.max_candidates,
-            num_ranks=self._machine.num_ranks,
-            tradeoff=self._setting.tradeoff,
+
+def reward(judge: Judge, judges: Sequence[Judge], rollout_id: str, results: Mapping[Race, GroupResult]) -> None:
+    """Returned trajectories are rewarded after the rollout; every rank learns of them."""
+    rewards = []
+    for race, result in results.items():
+        for index in result.selected:
+            value = race.pool[index].reward
+            if value is not None:
+                rewards.append((race.prompt_id, index, value, value > REWARD_THRESHOLD))
+    if not rewards or (learned := judge.reward(rollout_id, rewards)) is None:
+        return
+    for other in judges:
+        if other is not judge:
+            other.learn(learned[2])
+
+
+def check_fits(machine: Machine, prompt_id: str, num_tokens: int) -> None:
+    """Raises: ValueError for a candidate that one rank's KV cache cannot hold."""
+    capacity = machine.kv_capacity_tokens
+    if capacity is not None and num_tokens > capacity:
+        raise ValueError(
+            f"a candidate of prompt {prompt_id!r} needs {num_tokens:,} tokens of KV cache, but one rank has "
+            f"{capacity:,}. Give it more with --kv-capacity-tokens."
         )
-        plans = batch.plans(self._plan, self._setting.early_stop)
-        return [_Planned(plan, its.at_upper_bound) for plan, its in zip(plans, batch.prompts, strict=True)]
-
-    def _check_fits(self, prompt_id: str, num_tokens: int) -> None:
-        capacity = self._machine.kv_capacity_tokens
-        if capacity is not None and num_tokens > capacity:
-            raise ValueError(
-                f"a candidate of prompt {prompt_id!r} needs {num_tokens:,} tokens of KV cache, but one rank has "
-                f"{capacity:,}. Give it more with --kv-capacity-tokens."
-            )
-
-    def _reward(self, judge: Judge, rollout_id: str, results: Mapping[Race, GroupResult]) -> None:
-        """Returned trajectories are rewarded after the rollout; every rank learns of them."""
-        rewards = []
-        for race, result in results.items():
-            for index in result.selected:
-                reward = race.pool[index].reward
-                if reward is not None:
-                    rewards.append((race.prompt_id, index, reward, reward > REWARD_THRESHOLD))
-        if not rewards or (learned := judge.reward(rollout_id, rewards)) is None:
-            return
-        for other in self._judges:
-            if other is not judge:
-                other.learn(learned[2])
 
 
 def assigned(races: Sequence[Race], num_ranks: int, next_rank: int) -> tuple[list[list[Race]], int]:

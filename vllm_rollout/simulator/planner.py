@@ -1,0 +1,66 @@
+"""What each prompt of a rollout gets, as a server would plan it. Invariant: only what is over is known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from vllm_rollout.group.allocation import BatchPrompt, allocate_batch
+from vllm_rollout.group.history import LengthHistory
+from vllm_rollout.group.plan import GroupPlan
+from vllm_rollout.simulator.machine import Machine
+from vllm_rollout.simulator.settings import Setting
+
+
+class PlannedPrompt(Protocol):
+    """What planning needs to know of a prompt."""
+
+    @property
+    def prompt_tokens(self) -> int: ...
+
+    @property
+    def max_tokens(self) -> int | None: ...
+
+    @property
+    def history_key(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    plan: GroupPlan
+    at_upper_bound: bool = False
+
+
+class Planner:
+    """Plans under one setting; `history` hears of every group that is over."""
+
+    def __init__(self, setting: Setting, machine: Machine) -> None:
+        """Raises: PlanError for a setting that no engine would take."""
+        self._setting = setting
+        self._machine = machine
+        self._plan = setting.plan(machine.max_candidates)
+        self.history = LengthHistory()
+        self.num_without_history = 0
+        """Prompts with redundancy "auto" of which nothing was known."""
+
+    def plans(self, prompts: Sequence[PlannedPrompt]) -> list[Planned]:
+        """Of one rollout's prompts."""
+        if self._setting.redundancy != "auto":
+            return [Planned(self._plan)] * len(prompts)
+        known = [self.history.of(prompt.history_key) for prompt in prompts]
+        self.num_without_history += known.count(None)
+        batch = allocate_batch(
+            [
+                BatchPrompt(lengths, prompt.prompt_tokens, prompt.max_tokens)
+                for lengths, prompt in zip(known, prompts, strict=True)
+            ],
+            self.history.dataset(),
+            self._machine.cost,
+            group_size=self._setting.group_size,
+            max_candidates=self._machine.max_candidates,
+            num_ranks=self._machine.num_ranks,
+            tradeoff=self._setting.tradeoff,
+        )
+        plans = batch.plans(self._plan, self._setting.early_stop)
+        return [Planned(plan, its.at_upper_bound) for plan, its in zip(plans, batch.prompts, strict=True)]

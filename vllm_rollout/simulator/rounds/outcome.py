@@ -1,0 +1,120 @@
+"""What a simulated run measures. Invariant: generated tokens = returned tokens + wasted tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from vllm_rollout.group.rounds import RoundKind
+from vllm_rollout.simulator.rounds.settings import RoundSetting
+
+
+@dataclass(frozen=True, slots=True)
+class ReturnedPrompt:
+    """A prompt that came back."""
+
+    prompt_id: str
+    epoch: int
+    handed_in: int
+    """The round that it was handed in for."""
+    round: int
+    """The one that returned it."""
+    lengths: tuple[int, ...]
+    """Of its returned trajectories, in tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundOutcome:
+    """One round."""
+
+    number: int
+    kind: RoundKind
+    is_last: bool
+    """Too few prompts were left for a short round."""
+    seconds: float
+    returned: tuple[ReturnedPrompt, ...]
+    num_started: int
+    num_deferred: int
+    generated_tokens: int
+
+    @property
+    def lengths(self) -> list[int]:
+        return [length for prompt in self.returned for length in prompt.lengths]
+
+    @property
+    def returned_tokens(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def max_tokens(self) -> int:
+        return max(self.lengths, default=0)
+
+
+@dataclass(frozen=True)
+class RunOutcome:
+    """One setting over all epochs. On an ideal machine seconds are steps."""
+
+    setting: RoundSetting
+    rounds: tuple[RoundOutcome, ...]
+    num_preemptions: int = 0
+
+    def of(self, kind: RoundKind) -> list[RoundOutcome]:
+        """Full rounds of a kind."""
+        return [its for its in self.full_rounds if its.kind == kind]
+
+    @cached_property
+    def full_rounds(self) -> Sequence[RoundOutcome]:
+        """Whole periods: up to the last long round that the queue filled, and for a run that has none all rounds, but
+        for those that end it with fewer prompts."""
+        full = [its for its in self.rounds if not its.is_last]
+        longs = [position for position, its in enumerate(full) if its.kind == "long"]
+        return full[: longs[-1] + 1] if longs else full or self.rounds
+
+    @property
+    def has_full_period(self) -> bool:
+        return self.setting.is_synchronous or any(its.kind == "long" for its in self.full_rounds)
+
+    @cached_property
+    def round_s(self) -> float:
+        """Mean of a round of whole periods."""
+        return float(np.mean([its.seconds for its in self.full_rounds]))
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole run, its last rounds too."""
+        return sum(its.seconds for its in self.rounds)
+
+    @cached_property
+    def generated_tokens(self) -> int:
+        return sum(its.generated_tokens for its in self.rounds)
+
+    @cached_property
+    def returned_tokens(self) -> int:
+        return sum(its.returned_tokens for its in self.rounds)
+
+    @property
+    def wasted_tokens(self) -> int:
+        return self.generated_tokens - self.returned_tokens
+
+    @cached_property
+    def returned(self) -> Sequence[ReturnedPrompt]:
+        """In the order of rounds."""
+        return [prompt for its in self.rounds for prompt in its.returned]
+
+
+def mean_seconds(rounds: Sequence[RoundOutcome]) -> float | None:
+    return float(np.mean([its.seconds for its in rounds])) if rounds else None
+
+
+def mean_of_longest(rounds: Sequence[RoundOutcome]) -> float | None:
+    """Mean over rounds of their longest returned trajectory."""
+    return float(np.mean([its.max_tokens for its in rounds])) if rounds else None
+
+
+def percentile_of_lengths(rounds: Sequence[RoundOutcome], percent: float) -> float | None:
+    """Over all returned trajectories of these rounds."""
+    lengths = [length for its in rounds for length in its.lengths]
+    return float(np.percentile(lengths, percent)) if lengths else None

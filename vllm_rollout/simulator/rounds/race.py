@@ -1,0 +1,141 @@
+"""One round of a run, over all ranks.
+
+Each rank decides about its groups in its own step; the API process (here, `RoundProgress`) counts over ranks and cuts
+the others. A message takes `message_s` each way, and an engine reads it between two steps: a cut works at the end of
+the step that it was read before.
+
+Invariant: what is decided is decided by `group/`; of events at one time, steps end first, then messages are read by the
+API process, then steps begin.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from heapq import heappop, heappush
+from itertools import count
+from math import inf
+
+from vllm_rollout.group.judge import Judge
+from vllm_rollout.group.launch import LaunchWindow, Turn, num_launch_places
+from vllm_rollout.group.placement import Placement
+from vllm_rollout.group.race import RacePlace
+from vllm_rollout.group.round_progress import GroupEnd, RoundProgress
+from vllm_rollout.group.rounds import OpenRound
+from vllm_rollout.group.selection import conclude
+from vllm_rollout.group.types import GroupResult
+from vllm_rollout.simulator.machine import Machine
+from vllm_rollout.simulator.race import Race
+from vllm_rollout.simulator.rank import Closed, Phase, Rank
+
+ORDER: Mapping[Phase, int] = {"close": 0, "begin": 2}
+API_ORDER = 1
+
+
+class RoundRace:
+    """Runs a round's groups to its end."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        judges: Sequence[Judge],
+        placement: Placement,
+        opened: OpenRound,
+        races: Sequence[Race],
+        message_s: float,
+    ) -> None:
+        """races: by position of `opened.all_entries`."""
+        self.progress = RoundProgress(opened)
+        self.results: dict[int, GroupResult] = {}
+        """Of the groups that were started, by position."""
+        self.rank_of: dict[int, int] = {}
+        """The same."""
+        self._races = races
+        self._position_of = {race: position for position, race in enumerate(races)}
+        self._ranks = [Rank(machine, judge) for judge in judges]
+        self._next = [(inf, API_ORDER, rank) for rank in range(len(judges))]
+        """(seconds, order, rank) of what each rank does next."""
+        self._placement = placement
+        num_slots = machine.num_slots
+        self._window = LaunchWindow(
+            sys.maxsize if num_slots is None else num_launch_places(num_slots, machine.num_ranks, 1)
+        )
+        self._message_s = message_s
+        self._inbox: list[tuple[float, int, int, Closed]] = []
+        """(arrival, number, rank, what it tells): of the API process."""
+        self._numbers = count()
+        self._turn: tuple[int, Turn] | None = None
+        """The group that waits for places."""
+
+    def run(self) -> float:
+        """Seconds until the API process knows that the round is over."""
+        seconds = 0.0
+        self._start(seconds)
+        while not self.progress.is_over:
+            event = min(self._next)
+            if self._inbox and (self._inbox[0][0], API_ORDER) < event[:2]:
+                seconds, _, rank, told = heappop(self._inbox)
+                self._hear(seconds, rank, told)
+                continue
+            rank = event[2]
+            closed = self._ranks[rank].go_on()
+            self._note(rank)
+            if closed is not None and closed.num_ended:
+                heappush(self._inbox, (event[0] + self._message_s, next(self._numbers), rank, closed))
+        return seconds
+
+    @property
+    def num_preemptions(self) -> int:
+        return sum(rank.num_preemptions for rank in self._ranks)
+
+    def _hear(self, seconds: float, rank: int, told: Closed) -> None:
+        was_cut = self.progress.is_cut
+        self._window.release(told.num_ended)
+        for race in told.over:
+            self._placement.leave(rank, race.plan.num_candidates)
+            self._group_over(race)
+        if self.progress.is_cut and not was_cut and len(self._ranks) > 1 and self.progress.opened.kind == "short":
+            for other in range(len(self._ranks)):
+                self._ranks[other].cut(self.progress.opened.key, seconds + self._message_s)
+                self._note(other)
+        self._start(seconds)
+
+    def _group_over(self, race: Race) -> None:
+        position = self._position_of[race]
+        result = self.results[position] = conclude(race.plan, race.endings)
+        longest = max((result.endings[index].num_tokens for index in result.selected), default=0)
+        is_deferred = race.lost or any(ending.state == "deferred" for ending in result.endings)
+        self.progress.group_over(position, GroupEnd(result.status == "complete", is_deferred, longest))
+
+    def _start(self, seconds: float) -> None:
+        """Start groups, in order, as long as there are places for them and the round wants them."""
+        while True:
+            if self._turn is None:
+                position = self.progress.start()
+                if position is None:
+                    return
+                self._turn = position, self._window.ask(self._races[position].plan.num_candidates)
+            position, turn = self._turn
+            self._window.admit()
+            if self.progress.is_cut:
+                self._window.withdraw(turn)
+                self.progress.withdraw(position)
+            elif turn.admitted:
+                self._launch(position, seconds)
+            else:
+                return
+            self._turn = None
+
+    def _launch(self, position: int, seconds: float) -> None:
+        race, opened = self._races[position], self.progress.opened
+        if opened.kind == "short":
+            race.place = RacePlace(opened.key, self.progress.num_wanted, position)
+        rank = self.rank_of[position] = self._placement.place(race.plan.num_candidates)
+        self._ranks[rank].launch(race, seconds + self._message_s)
+        self._note(rank)
+
+    def _note(self, rank: int) -> None:
+        happening = self._ranks[rank].next
+        self._next[rank] = (
+            (inf, API_ORDER, rank) if happening is None else (happening.seconds, ORDER[happening.phase], rank)
+        )

@@ -1,0 +1,142 @@
+"""A whole run under one setting: epochs over a data set, until everything that was handed in is back.
+
+Invariant: what is decided is decided by `group/`; a run depends on data set, setting, machine and seed only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from vllm_rollout.group.history import observed_lengths
+from vllm_rollout.group.judge import Judge, Scoring
+from vllm_rollout.group.placement import Placement
+from vllm_rollout.group.plan import GroupPlan
+from vllm_rollout.group.rounds import Entry, OpenRound, Run
+from vllm_rollout.group.types import GroupResult
+from vllm_rollout.simulator.machine import Machine
+from vllm_rollout.simulator.planner import Planner
+from vllm_rollout.simulator.race import Race
+from vllm_rollout.simulator.replay import check_fits, reward
+from vllm_rollout.simulator.rounds.outcome import ReturnedPrompt, RoundOutcome, RunOutcome
+from vllm_rollout.simulator.rounds.prompts import DataSet
+from vllm_rollout.simulator.rounds.race import RoundRace
+from vllm_rollout.simulator.rounds.settings import RoundSetting
+from vllm_rollout.simulator.rounds.trainer import HandIn, Trainer
+
+
+@dataclass(frozen=True, slots=True)
+class RunConditions:
+    """What all settings of a sweep have in common."""
+
+    data: DataSet
+    machine: Machine
+    epochs: int = 1
+    seed: int = 0
+    message_s: float = 0.0
+    """Between an engine and its API process, each way."""
+
+
+def replay_run(
+    its: RunConditions, setting: RoundSetting, on_round: Callable[[RoundOutcome], None] = lambda done: None
+) -> RunOutcome:
+    """Raises: PlanError for a setting that no engine would take; ValueError for a data set that is too small."""
+    return _RunReplay(its, setting).run(on_round)
+
+
+class _RunReplay:
+    def __init__(self, its: RunConditions, setting: RoundSetting) -> None:
+        wanted = setting.terms.num_prompts
+        if len(its.data.prompts) < wanted:
+            raise ValueError(
+                f"{setting.name}: a short round runs {wanted:,} different prompts, and there are "
+                f"{len(its.data.prompts):,}. Take more prompts, or fewer per round."
+            )
+        self._its = its
+        self._setting = setting
+        self._prompts = {prompt.id: prompt for prompt in its.data.prompts}
+        self._planner = Planner(setting.group, its.machine)
+        self._judges = [Judge() for _ in range(its.machine.num_ranks)]
+        self._placement = Placement(its.machine.num_ranks)
+        self._run = Run(setting.terms)
+        self._trainer = Trainer(its.data.prompts, its.epochs, its.seed)
+        self._handed_in: dict[int, int] = {}
+        """Entry number -> the round that it was handed in for."""
+        self._num_preemptions = 0
+
+    def run(self, on_round: Callable[[RoundOutcome], None]) -> RunOutcome:
+        rounds = []
+        while self._trainer.num_left or self._run.num_waiting:
+            rounds.append(self._round())
+            on_round(rounds[-1])
+        return RunOutcome(self._setting, tuple(rounds), self._num_preemptions)
+
+    def _round(self) -> RoundOutcome:
+        hand_in = self._trainer.hand_in(self._run)
+        known = {id: self._planner.history.of(id) for id in {entry.prompt_id for entry in self._run.queue}}
+        predicted = {id: moments.mean for id, moments in known.items() if moments is not None}
+        key = str(self._run.num_rounds)
+        opened = self._run.plan(key, hand_in.prompts, kind=hand_in.kind, predicted=predicted)
+        self._run.begin(opened)
+        for entry in opened.all_entries:
+            self._handed_in.setdefault(entry.number, opened.number)
+        races = self._races(opened)
+        race = RoundRace(self._its.machine, self._judges, self._placement, opened, races, self._its.message_s)
+        seconds = race.run()
+        self._learn(key, races, race)
+        return self._close(opened, hand_in, race, seconds)
+
+    def _races(self, opened: OpenRound) -> list[Race]:
+        prompts = [self._prompts[entry.prompt_id] for entry in opened.all_entries]
+        plans = [self._setting.long_plan] * len(prompts)
+        if opened.kind == "short":
+            plans = [planned.plan for planned in self._planner.plans(prompts)]
+        return [self._race(opened, entry, plan) for entry, plan in zip(opened.all_entries, plans, strict=True)]
+
+    def _race(self, opened: OpenRound, entry: Entry, plan: GroupPlan) -> Race:
+        prompt = self._prompts[entry.prompt_id]
+        pool = self._its.data.candidates(prompt, entry.prompt.epoch, entry.num_deferred, plan.num_candidates)
+        check_fits(self._its.machine, prompt.id, prompt.prompt_tokens + max(c.num_tokens for c in pool))
+        scoring = plan.pruning and Scoring(opened.key, prompt.id, self._its.seed, plan.pruning)
+        return Race(prompt.id, plan, pool, prompt.prompt_tokens, scoring)
+
+    def _learn(self, key: str, races: Sequence[Race], race: RoundRace) -> None:
+        for position, result in race.results.items():
+            self._planner.history.observe(races[position].prompt_id, observed_lengths(result.endings))
+        if self._setting.group.pruning is None:
+            return
+        for rank, judge in enumerate(self._judges):
+            own = {
+                races[position]: result
+                for position, result in race.results.items()
+                if race.rank_of[position] == rank and race.progress.fates[position] == "returned"
+            }
+            reward(judge, self._judges, key, own)
+
+    def _close(self, opened: OpenRound, hand_in: HandIn, race: RoundRace, seconds: float) -> RoundOutcome:
+        returned = tuple(
+            self._returned(entry, opened, race.results[position])
+            for position, entry in enumerate(opened.all_entries)
+            if race.progress.fates.get(position) == "returned"
+        )
+        generated = sum(result.generated_tokens for result in race.results.values())
+        record = self._run.close(
+            race.progress.outcomes(), seconds, generated, sum(sum(prompt.lengths) for prompt in returned)
+        )
+        self._num_preemptions += race.num_preemptions
+        return RoundOutcome(
+            record.number,
+            record.kind,
+            hand_in.kind is not None,
+            seconds,
+            returned,
+            len(race.results),
+            record.num_deferred,
+            generated,
+        )
+
+    def _returned(self, entry: Entry, opened: OpenRound, result: GroupResult) -> ReturnedPrompt:
+        lengths = tuple(result.endings[index].num_tokens for index in result.selected)
+        return ReturnedPrompt(
+            entry.prompt_id, entry.prompt.epoch, self._handed_in[entry.number], opened.number, lengths
+        )

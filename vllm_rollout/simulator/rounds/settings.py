@@ -1,0 +1,135 @@
+"""Settings of runs: terms of their rounds, and how groups of short rounds run. Invariant: one that exists has terms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from vllm_rollout.config import DEFAULT_SPECULATION, MAX_PROMPTS, MAX_SPECULATION
+from vllm_rollout.group.plan import GroupPlan
+from vllm_rollout.group.rounds import QUEUE_ORDERS, RunTerms
+from vllm_rollout.simulator.settings import FIELDS as GROUP_FIELDS
+from vllm_rollout.simulator.settings import Setting, parse_setting
+
+TERMS = {
+    "prompts_per_round": int,
+    "prompt_speculation": float,
+    "response_speculation": float,
+    "queue_order": str,
+}
+"""Fields of `RunTerms` beside the group size, and their types."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundSetting:
+    """One way of running a run."""
+
+    terms: RunTerms
+    group: Setting
+    """Of a short round's groups; a long round's have `group_size` candidates, and all of them run to their ends."""
+    label: str = ""
+
+    @classmethod
+    def of(cls, terms: RunTerms) -> RoundSetting:
+        """With the terms' candidates, first come first kept."""
+        return cls(terms, Setting(terms.group_size, terms.num_candidates - terms.group_size))
+
+    @property
+    def long_plan(self) -> GroupPlan:
+        return GroupPlan(self.terms.group_size)
+
+    @property
+    def is_synchronous(self) -> bool:
+        """A round waits for all prompts that it starts."""
+        return self.terms.num_prompts == self.terms.prompts_per_round
+
+    @property
+    def name(self) -> str:
+        return self.label or " ".join(self._words())
+
+    def _words(self) -> list[str]:
+        terms, group = self.terms, self.group
+        words = [] if self.is_synchronous else [f"prompts {terms.prompt_speculation:g}x"]
+        if group.redundancy == "auto" or group != Setting(terms.group_size, group.redundancy):
+            words.append(group.name)
+        elif group.redundancy:
+            words.append(f"responses {1 + group.redundancy / terms.group_size:g}x")
+        if not words:
+            words.append("synchronous")
+        if terms.queue_order != "first_in":
+            words.append(f"{terms.queue_order} first")
+        return words
+
+    def described(self) -> dict[str, Any]:
+        """JSON-able."""
+        terms = {name: getattr(self.terms, name) for name in (*TERMS, "num_prompts", "num_candidates")}
+        return {"name": self.name, **terms, "short_rounds": self.group.described()}
+
+
+def synchronous(terms: RunTerms) -> RoundSetting:
+    """P0 prompts of R0 candidates each, all of them waited for: what the others are compared with."""
+    return RoundSetting.of(replace(terms, prompt_speculation=1.0, response_speculation=1.0, queue_order="first_in"))
+
+
+def responses_only(setting: RoundSetting) -> RoundSetting:
+    """The same groups without prompts to spare."""
+    return replace(setting, terms=replace(setting.terms, prompt_speculation=1.0, queue_order="first_in"), label="")
+
+
+def default_rounds(prompts_per_round: int, group_size: int) -> list[RoundSetting]:
+    """What to compare when only the round's size is said: prompts only, and both."""
+    both = RunTerms(group_size, prompts_per_round)
+    return [RoundSetting.of(replace(both, response_speculation=1.0)), RoundSetting.of(both)]
+
+
+def parse_rounds(text: str, group_size: int) -> RoundSetting:
+    """A setting from "prompts_per_round=128,prompt_speculation=1.5"; fields of groups stand beside those of rounds.
+
+    Raises: PlanError, or ValueError for what is no field or out of range.
+    """
+    terms: dict[str, Any] = {}
+    rest = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        key, equals, value = (word.strip() for word in part.partition("="))
+        if not equals or not value:
+            raise ValueError(f"expected field=value, got {part!r}")
+        if key in terms:
+            raise ValueError(f"{key} is given twice")
+        if key in TERMS:
+            terms[key] = _term(key, value)
+        elif key in GROUP_FIELDS and key != "group_size":
+            rest.append(part)
+        else:
+            allowed = (*TERMS, *(field for field in GROUP_FIELDS if field != "group_size"))
+            raise ValueError(f"{key!r} is not a field; allowed: {', '.join(allowed)}")
+    if "prompts_per_round" not in terms:
+        raise ValueError("prompts_per_round is missing: the prompts that a round returns")
+    group = parse_setting(",".join(rest), group_size)
+    says_redundancy = any(part.partition("=")[0].strip() == "redundancy" for part in rest)
+    if says_redundancy and "response_speculation" in terms:
+        raise ValueError(
+            "redundancy says how many candidates a prompt has, as response_speculation does: leave one out"
+        )
+    if says_redundancy:
+        factor = 1.0 if group.redundancy == "auto" else 1 + group.redundancy / group_size
+        its = RunTerms(group_size, **terms, response_speculation=factor)
+    else:
+        its = RunTerms(group_size, **terms)
+        group = replace(group, redundancy=its.num_candidates - group_size)
+    return RoundSetting(its, replace(group, label=""), group.label)
+
+
+def _term(key: str, text: str) -> int | float | str:
+    if key == "queue_order":
+        if text not in QUEUE_ORDERS:
+            raise ValueError(f"queue_order must be one of {', '.join(QUEUE_ORDERS)}, got {text!r}")
+        return text
+    try:
+        value = TERMS[key](text)
+    except ValueError:
+        kind = "an integer" if TERMS[key] is int else "a number"
+        raise ValueError(f"{key} must be {kind}, got {text!r}") from None
+    most = MAX_PROMPTS if key == "prompts_per_round" else MAX_SPECULATION
+    if not 1 <= value <= most:
+        raise ValueError(f"{key} must be in [1, {most:g}], got {text}; {DEFAULT_SPECULATION} is usual for speculation")
+    return value
