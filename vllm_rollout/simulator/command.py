@@ -64,6 +64,24 @@ def simulate(
             "keep_ratio, …; name labels it.",
         ),
     ] = None,
+    rounds: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="P0|FIELD=VALUE,…",
+            help="Whole runs of short and long rounds (tail batching) instead of single rollouts: P0 prompts a round, "
+            "or fields prompts_per_round, prompt_speculation, response_speculation (1.25 each), queue_order (first_in, "
+            "shortest, longest), and for the groups of short rounds those of --setting. Repeat it, or write "
+            "alternatives as prompt_speculation=1.1|1.25|1.5.",
+        ),
+    ] = None,
+    message_delay: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            help="With --rounds and several engines: seconds (without a profile, steps) that a message takes between "
+            "an engine and the process that counts complete groups over all of them.",
+        ),
+    ] = 0.0,
     detection_length: Annotated[
         int | None,
         typer.Option(min=1, help="Tokens at which the trace's scores were taken. Default: the recorded number."),
@@ -103,6 +121,11 @@ def simulate(
 
         vllm-rollout simulate trace.jsonl --setting "redundancy=2|4|8,selection=dual_end,patience=1.5"
 
+    **Rounds** (tail batching): what a run would save that returns 32 prompts a round, over three epochs of 256 prompts:
+
+        vllm-rollout simulate --generate prompts=256,prompt_sigma=0.8,sigma=0.8 --rounds 32 --epochs 3
+        vllm-rollout simulate trace.jsonl --profile ptl.json --rounds "prompts_per_round=8,prompt_speculation=1.25|1.5"
+
     **A trace** has one JSON row per rollout (a training step), or one per prompt. "ends", "scores" and "rewards" are
     optional:
 
@@ -114,17 +137,24 @@ def simulate(
     is the part of the peak batch that stands empty, on average over time: the room there is for spare candidates.
     *Mean* and *P99* say what the trainer sees less of: "first" returns the quickest answers, dual-end also the longest.
     """
-    from vllm_rollout.simulator.simulation import FlagError, Options, run
+    from vllm_rollout.simulator.options import FlagError, Options
 
     try:
         options = Options(
             trace=trace, generate=generate, profile=profile, tensor_parallel_size=tensor_parallel_size,
             data_parallel_size=data_parallel_size, group_size=group_size, max_num_seqs=max_num_seqs,
             kv_capacity_tokens=kv_capacity_tokens, settings=tuple(setting or ()), detection_length=detection_length,
-            prompts_per_step=prompts_per_step, epochs=epochs, skip_broken=skip_broken, seed=seed, output=output,
-            output_json=output_json,
+            rounds=tuple(rounds or ()), message_delay_s=message_delay, prompts_per_step=prompts_per_step,
+            epochs=epochs, skip_broken=skip_broken, seed=seed, output=output, output_json=output_json,
         )  # fmt: skip
-        run(options)
+        if options.rounds:
+            from vllm_rollout.simulator.rounds.simulation import run_rounds
+
+            run_rounds(options)
+        else:
+            from vllm_rollout.simulator.simulation import run
+
+            run(options)
     except FlagError as error:
         _fail(str(error), USAGE)
     except (ValueError, OSError) as error:

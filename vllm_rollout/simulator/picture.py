@@ -64,7 +64,7 @@ def _draw_times(axes, sweep: Sweep) -> None:
     axes.set_title("time of all rollouts", loc="left", size=10.5, weight="bold")
     axes.axvline(sweep.baseline.seconds, color=INK, lw=1, ls=(0, (3, 3)), zorder=1.5)
     axes.tick_params(length=0)
-    _open(axes, "top", "right", "bottom")
+    open_axes(axes, "top", "right", "bottom")
 
 
 def _draw_lengths(axes, sweep: Sweep) -> None:
@@ -82,7 +82,7 @@ def _draw_lengths(axes, sweep: Sweep) -> None:
     axes.tick_params(length=0, labelleft=False)
     axes.grid(axis="x", color="#e2e8f0", lw=0.8)
     axes.set_axisbelow(True)
-    _open(axes, "top", "right", "left")
+    open_axes(axes, "top", "right", "left")
 
 
 def _draw_running(axes, sweep: Sweep) -> None:
@@ -97,7 +97,7 @@ def _draw_running(axes, sweep: Sweep) -> None:
     axes.set_title("candidates that run in the last rollout", loc="left", size=10.5, weight="bold")
     axes.set_xlabel("steps" if sweep.machine.is_ideal else "seconds")
     axes.legend(frameon=False, loc="upper right")
-    _open(axes, "top", "right")
+    open_axes(axes, "top", "right")
 
 
 def _name(outcome: Outcome) -> str:
@@ -126,7 +126,8 @@ def _color(sweep: Sweep, outcome: Outcome) -> str:
     return KEEPING if outcome is sweep.fastest_with_longest else PLAIN
 
 
-def _open(axes, *sides: str) -> None:
+def open_axes(axes, *sides: str) -> None:
+    """Take these sides away."""
     for side, spine in axes.spines.items():
         spine.set_visible(side not in sides)
         spine.set_color(PALE)

@@ -30,8 +30,8 @@ def tables(sweep: Sweep) -> list[Table]:
         ("speed-up", lambda o: f"{sweep.speed_up(o):.2f}x"),
         ("first\ngroup", lambda o: _time(o.time_to_first_group_s, sweep)),
         ("candidates\nper prompt", lambda o: f"{o.candidates_per_prompt:.1f}"),
-        ("tokens\ngenerated", lambda o: _count(o.generated_tokens)),
-        ("tokens\nreturned", lambda o: _count(o.returned_tokens)),
+        ("tokens\ngenerated", lambda o: count(o.generated_tokens)),
+        ("tokens\nreturned", lambda o: count(o.returned_tokens)),
         ("wasted", lambda o: f"{o.wasted_tokens / o.generated_tokens:.0%}"),
         ("bubble", lambda o: f"{o.bubble:.0%}"),
     ]
@@ -62,7 +62,7 @@ def _table(title: str, columns: list[Column], sweep: Sweep) -> Table:
     return table
 
 
-def _count(tokens: int) -> str:
+def count(tokens: int) -> str:
     """In three figures."""
     for size, letter in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
         if tokens >= size:

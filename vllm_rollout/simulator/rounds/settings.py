@@ -49,16 +49,23 @@ class RoundSetting:
 
     def _words(self) -> list[str]:
         terms, group = self.terms, self.group
-        words = [] if self.is_synchronous else [f"prompts {terms.prompt_speculation:g}x"]
-        if group.redundancy == "auto" or group != Setting(terms.group_size, group.redundancy):
-            words.append(group.name)
-        elif group.redundancy:
-            words.append(f"responses {1 + group.redundancy / terms.group_size:g}x")
-        if not words:
-            words.append("synchronous")
+        words = []
+        if self._is_plain and group.redundancy == terms.num_candidates - terms.group_size:
+            prompts, responses = terms.prompt_speculation, terms.response_speculation
+            if prompts == responses:
+                words.append("synchronous" if prompts == 1 else f"both {prompts:g}x")
+            else:
+                words += [f"prompts {prompts:g}x"] * (prompts != 1) + [f"responses {responses:g}x"] * (responses != 1)
+        else:
+            words += [f"prompts {terms.prompt_speculation:g}x,"] * (terms.prompt_speculation != 1) + [group.name]
         if terms.queue_order != "first_in":
             words.append(f"{terms.queue_order} first")
         return words
+
+    @property
+    def _is_plain(self) -> bool:
+        """First come first kept."""
+        return self.group == Setting(self.terms.group_size, self.group.redundancy)
 
     def described(self) -> dict[str, Any]:
         """JSON-able."""

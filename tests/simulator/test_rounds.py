@@ -1,0 +1,172 @@
+import json
+import random
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from tests.simulator.traces import DETAILED, FLAT, future, traced
+from vllm_rollout.group.rounds import RunTerms
+from vllm_rollout.simulator.command import simulate
+from vllm_rollout.simulator.generate import LengthDistribution
+from vllm_rollout.simulator.machine import Machine
+from vllm_rollout.simulator.rounds.fairness import fairness_of, rank_correlation
+from vllm_rollout.simulator.rounds.prompts import DataPrompt, GeneratedDataSet, TracedDataSet
+from vllm_rollout.simulator.rounds.replay import RunConditions, replay_run
+from vllm_rollout.simulator.rounds.settings import RoundSetting, default_rounds, parse_rounds, synchronous
+from vllm_rollout.simulator.rounds.sweep import sweep_rounds, with_baselines
+
+SMALL = LengthDistribution(prompts=24, median=40, prompt_sigma=0.8, sigma=0.8, max_tokens=400, prompt_tokens=5)
+app = typer.Typer()
+app.command()(simulate)
+
+
+class Written:
+    """A data set whose lengths are written down: by prompt, attempt by attempt, the last for all later ones."""
+
+    def __init__(self, **lengths):
+        self.prompts = [DataPrompt(number, id, 0, None) for number, id in enumerate(lengths)]
+        self._lengths = lengths
+
+    def candidates(self, prompt, epoch, attempt, count):
+        attempts = self._lengths[prompt.id]
+        return [future(n) for n in attempts[min(attempt, len(attempts) - 1)][:count]]
+
+
+def conditions(data, cost=FLAT, epochs=1, num_ranks=1, message_s=0.0, **machine):
+    return RunConditions(data, Machine(cost, num_ranks, **machine), epochs, message_s=message_s)
+
+
+def run(data, text, **its):
+    group_size = its.pop("group_size", 1)
+    return replay_run(conditions(data, **its), parse_rounds(text, group_size))
+
+
+def told(outcome):
+    return [(its.kind, its.seconds, sorted(prompt.prompt_id for prompt in its.returned)) for its in outcome.rounds]
+
+
+def test_the_first_prompts_to_complete_are_returned_and_the_others_run_in_a_long_round():
+    data = Written(a=[[3]], b=[[50], [40]], c=[[5]], d=[[60], [70]], e=[[6]], f=[[7]])
+    outcome = run(data, "prompts_per_round=2,prompt_speculation=1.5,response_speculation=1")
+    assert sorted(prompt.prompt_id for prompt in outcome.returned) == list("abcdef")
+    assert [its.kind for its in outcome.rounds][:2] == ["short", "short"]
+    assert all(its.max_tokens <= 7 for its in outcome.rounds if its.kind == "short")
+    assert {prompt.lengths for prompt in outcome.returned if prompt.prompt_id in "bd"} == {(40,), (70,)}
+
+
+def test_without_speculation_rounds_wait_for_everybody():
+    outcome = run(Written(a=[[3]], b=[[9]]), "prompts_per_round=2,prompt_speculation=1,response_speculation=1")
+    assert told(outcome) == [("short", 9, ["a", "b"])]
+
+
+def test_a_trace_gives_every_epoch_what_was_recorded_of_it():
+    data = TracedDataSet(traced({"a": [5, 6], "b": [7, 8]}, {"a": [9, 10]}))
+    a, b = data.prompts
+    assert [c.num_tokens for c in data.candidates(a, 0, 0, 2)] == [5, 6]
+    assert [c.num_tokens for c in data.candidates(a, 1, 0, 2)] == [9, 10]
+    assert [c.num_tokens for c in data.candidates(b, 0, 0, 2)] == [7, 8]
+    assert {c.num_tokens for c in data.candidates(a, 0, 1, 9)} == {5, 6}
+
+
+def test_generated_attempts_differ_and_begin_alike():
+    data = GeneratedDataSet(SMALL, seed=3)
+    prompt = data.prompts[4]
+    assert data.candidates(prompt, 1, 0, 9)[:4] == data.candidates(prompt, 1, 0, 4)
+    assert data.candidates(prompt, 1, 0, 4) != data.candidates(prompt, 1, 1, 4)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_a_run_returns_every_prompt_once_per_epoch_and_loses_no_token(num_ranks):
+    for setting in with_baselines(default_rounds(4, 2)):
+        outcome = replay_run(conditions(GeneratedDataSet(SMALL), DETAILED, 3, num_ranks, 0.5), setting)
+        fair = fairness_of(outcome)
+        assert (fair.least_returns, fair.most_returns) == (3, 3)
+        assert len({(prompt.prompt_id, prompt.epoch) for prompt in outcome.returned}) == 24 * 3
+        assert outcome.generated_tokens >= outcome.returned_tokens > 0
+        assert all(len(prompt.lengths) == 2 for prompt in outcome.returned)
+        again = replay_run(conditions(GeneratedDataSet(SMALL), DETAILED, 3, num_ranks, 0.5), setting)
+        assert outcome.rounds == again.rounds
+
+
+def test_a_data_set_that_cannot_fill_a_round_is_an_error():
+    with pytest.raises(ValueError, match="runs 3 different prompts, and there are 2"):
+        run(Written(a=[[1]], b=[[2]]), "prompts_per_round=2,prompt_speculation=1.5")
+
+
+def test_names_say_what_is_speculated_on():
+    names = [setting.name for setting in with_baselines(default_rounds(128, 8))]
+    assert names == ["synchronous", "responses 1.25x", "prompts 1.25x", "both 1.25x"]
+    assert parse_rounds("prompts_per_round=4,queue_order=shortest,response_speculation=2", 8).name == (
+        "prompts 1.25x responses 2x shortest first"
+    )
+    dual = parse_rounds("prompts_per_round=4,redundancy=4,selection=dual_end", 8)
+    assert dual.name == "prompts 1.25x, 1.5x dual-end 7+1"
+    assert synchronous(dual.terms) == RoundSetting.of(RunTerms(8, 4, 1.0, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x=1", "'x' is not a field; allowed: prompts_per_round"),
+        ("prompt_speculation=2", "prompts_per_round is missing"),
+        ("prompts_per_round=2,prompts_per_round=3", "prompts_per_round is given twice"),
+        ("prompts_per_round=0", r"prompts_per_round must be in \[1, 16384\], got 0"),
+        ("prompts_per_round=2,prompt_speculation=0.5", r"prompt_speculation must be in \[1, 16\], got 0.5"),
+        ("prompts_per_round=2,prompt_speculation=nan", "prompt_speculation must be in"),
+        ("prompts_per_round=2,queue_order=last", "queue_order must be one of first_in, shortest, longest, got 'last'"),
+        ("prompts_per_round=2,redundancy=2,response_speculation=1.5", "leave one out"),
+        ("prompts_per_round=2,group_size=2", "'group_size' is not a field"),
+    ],
+)
+def test_rounds_that_make_no_sense_are_named(text, message):
+    with pytest.raises(ValueError, match=message):
+        parse_rounds(text, 8)
+
+
+def test_rank_correlation_is_spearmans():
+    assert rank_correlation([1, 2, 3, 9], [2, 4, 8, 9]) == pytest.approx(1)
+    assert rank_correlation([1, 2, 2, 3], [4, 3, 3, 1]) == pytest.approx(-1)
+    assert rank_correlation([1, 1], [1, 2]) == 0
+    chance = random.Random(0)
+    assert abs(rank_correlation(*([chance.random() for _ in range(4000)] for _ in range(2)))) < 0.05
+
+
+def test_tail_batching_brings_long_prompts_back_later():
+    its = conditions(GeneratedDataSet(LengthDistribution(prompts=200, prompt_sigma=0.8, median=40)), epochs=2)
+    sweep = sweep_rounds(its, with_baselines(default_rounds(16, 4)))
+    fair = [fairness_of(outcome) for outcome in sweep.outcomes]
+    assert sweep.fastest is sweep.outcomes[-1]
+    assert fair[0].max_wait == fair[1].max_wait == 0
+    assert abs(fair[0].order_correlation) < 0.15 < fair[-1].order_correlation
+    assert fair[-1].short_departure < 0 < fair[-1].long_departure
+
+
+def test_the_command_runs_rounds(tmp_path):
+    flags = ["--output", str(tmp_path / "a.png"), "--output-json", str(tmp_path / "a.json")]
+    generated = ["--generate", "prompts=40,median=30,max_tokens=200", "--epochs", "2", "--group-size", "2"]
+    result = CliRunner().invoke(app, [*generated, "--rounds", "6", *flags])
+    assert result.exit_code == 0, result.output
+    assert "2 epochs of 40 prompts, 6 of 2 answers a round." in " ".join(result.output.split())
+    numbers = json.loads((tmp_path / "a.json").read_text())
+    names = [its["setting"]["name"] for its in numbers["settings"]]
+    assert names == ["synchronous", "responses 1.25x", "prompts 1.25x", "both 1.25x"]
+    for its in numbers["settings"]:
+        assert its["generated_tokens"] == its["returned_tokens"] + its["wasted_tokens"]
+        assert sum(its["rounds"]["num_returned"]) == 80
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rounds", "6", "--setting", "redundancy=2"], "--setting says how rollouts run, and --rounds runs none"),
+        (["--rounds", "x"], "--rounds 'x': expected field=value, got 'x'"),
+        (["--rounds", "4", "--rounds", "6"], "prompts_per_round must be the same in all settings, got 4, 6"),
+        (["--message-delay", "1"], "--message-delay is for --rounds"),
+    ],
+)
+def test_flags_of_rounds_that_make_no_sense_exit_with_2(arguments, message):
+    result = CliRunner().invoke(app, ["--generate", "prompts=8", *arguments])
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())

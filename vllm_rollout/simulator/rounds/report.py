@@ -1,0 +1,187 @@
+"""A sweep of runs in words: tables, a sentence, and what to know before believing it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from vllm_rollout.simulator.report import count, duration
+from vllm_rollout.simulator.rounds.fairness import Fairness, fairness_of
+from vllm_rollout.simulator.rounds.outcome import (
+    RunOutcome,
+    mean_of_longest,
+    mean_seconds,
+    percentile_of_lengths,
+)
+from vllm_rollout.simulator.rounds.sweep import RoundSweep
+
+Column = tuple[str, Callable[[RunOutcome], str]]
+DASH = "—"
+
+
+def tables(sweep: RoundSweep) -> list[Table]:
+    """Time; lengths; order."""
+    ideal = sweep.conditions.machine.is_ideal
+    steps = "\nin steps" if ideal else ""
+    fair = {id(outcome): fairness_of(outcome) for outcome in sweep.outcomes}
+
+    def time(value: float | None) -> str:
+        return DASH if value is None else f"{value:,.0f}" if ideal else duration(value, in_steps=False)
+
+    def over_responses_only(outcome: RunOutcome) -> str:
+        other = sweep.responses_only_of(outcome)
+        return DASH if other is None or other is outcome else f"{other.round_s / outcome.round_s:.2f}x"
+
+    times: list[Column] = [
+        ("rounds\nshort+long", lambda o: f"{len(o.of('short'))}+{len(o.of('long'))}"),
+        (f"mean\nround{steps}", lambda o: time(o.round_s)),
+        ("short", lambda o: time(mean_seconds(o.of("short")))),
+        ("long", lambda o: time(mean_seconds(o.of("long")))),
+        ("speed-up", lambda o: f"{sweep.speed_up(o):.2f}x"),
+        ("against\nresponses", over_responses_only),
+        ("of whole\nrun", lambda o: f"{sweep.speed_up_of_run(o):.2f}x"),
+        ("generated\ntokens", lambda o: count(o.generated_tokens)),
+        ("wasted", lambda o: f"{o.wasted_tokens / o.generated_tokens:.0%}"),
+    ]
+    lengths: list[Column] = [
+        ("short rounds\nlongest", lambda o: _tokens(mean_of_longest(o.of("short")))),
+        ("\nP75", lambda o: _tokens(percentile_of_lengths(o.of("short"), 75))),
+        ("long rounds\nlongest", lambda o: _tokens(mean_of_longest(o.of("long")))),
+        ("\nP75", lambda o: _tokens(percentile_of_lengths(o.of("long"), 75))),
+        ("all\nmean", lambda o: _tokens(o.returned_tokens / sum(len(prompt.lengths) for prompt in o.returned))),
+        ("against\nsynchronous", lambda o: f"{sweep.length_bias(o):+.1%}"),
+    ]
+
+    def said(text: Callable[[Fairness], str]) -> Callable[[RunOutcome], str]:
+        return lambda outcome: text(fair[id(outcome)])
+
+    order: list[Column] = [
+        ("returned\nper prompt", said(lambda f: f"{f.least_returns} to {f.most_returns}")),
+        ("deferred", said(lambda f: f"{f.deferred_share:.0%}")),
+        ("rounds waited\nmean", said(lambda f: f"{f.mean_wait:.2f}")),
+        ("\nmost", said(lambda f: f"{f.max_wait}")),
+        ("length by\nplace", said(lambda f: f"{f.order_correlation:+.2f}")),
+        ("mean length\nshort round", said(lambda f: _departure(f.short_departure))),
+        ("\nlong round", said(lambda f: _departure(f.long_departure))),
+        ("\nfarthest", said(lambda f: f"{f.largest_departure:.0%}")),
+    ]
+    return [
+        _table("Time of a round, over whole periods of short and long rounds", times, sweep),
+        _table("Lengths of returned answers, in tokens; longest: mean over rounds", lengths, sweep),
+        _table("Which prompts come back when, and how far a round's mean length is from the run's", order, sweep),
+    ]
+
+
+def _table(title: str, columns: list[Column], sweep: RoundSweep) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("", no_wrap=True)
+    for name, _ in columns:
+        table.add_column(name, justify="right")
+    for outcome in sweep.outcomes:
+        style = "bold" if outcome is sweep.fastest else ""
+        table.add_row(outcome.setting.name, *(value(outcome) for _, value in columns), style=style)
+    return table
+
+
+def _tokens(value: float | None) -> str:
+    return DASH if value is None else f"{value:,.0f}"
+
+
+def _departure(share: float | None) -> str:
+    return DASH if share is None else f"{share:+.0%}"
+
+
+def summary(sweep: RoundSweep) -> str:
+    """Which setting is fastest, and what it does."""
+    fastest, baseline = sweep.fastest, sweep.baseline
+    if fastest is baseline:
+        return "Nothing that was tried is faster than waiting for every prompt."
+    said = f"Fastest: {fastest.setting.name}, {sweep.speed_up(fastest):.2f}x"
+    short, before = mean_of_longest(fastest.of("short")), mean_of_longest(baseline.of("short"))
+    if fastest.of("long") and short and before:
+        said += f"; its short rounds end after {short:,.0f} tokens instead of {before:,.0f}"
+    return f"{said}; returned answers are {sweep.length_bias(fastest):+.1%} as long on average."
+
+
+def notes(sweep: RoundSweep) -> list[str]:
+    """What the numbers rest on, where that is less than it seems."""
+    said = []
+    if sweep.conditions.machine.is_ideal:
+        said.append(
+            "No --profile: every step takes the same time, whatever is in it. Times are in steps, not seconds, and "
+            "speculation looks cheaper than it is."
+        )
+    partial = [outcome.setting.name for outcome in sweep.outcomes if not outcome.has_full_period]
+    if partial:
+        said.append(
+            f"{', '.join(partial)}: no long round came before the prompts ended, so the mean round is one of short "
+            "rounds only. Run more prompts or epochs."
+        )
+    if num_preemptions := max(outcome.num_preemptions for outcome in sweep.outcomes):
+        said.append(f"The KV cache was too small for what ran; most preemptions in a setting: {num_preemptions:,}.")
+    return said
+
+
+def to_json(sweep: RoundSweep, source: dict[str, Any], said: list[str]) -> dict[str, Any]:
+    """Everything, for a program. `source` says where lengths and times come from."""
+    conditions = sweep.conditions
+    machine = conditions.machine
+    return {
+        **source,
+        "time_unit": "steps" if machine.is_ideal else "seconds",
+        "num_prompts": len(conditions.data.prompts),
+        "epochs": conditions.epochs,
+        "seed": conditions.seed,
+        "message_delay": conditions.message_s,
+        "num_ranks": machine.num_ranks,
+        "max_num_seqs": machine.num_slots,
+        "kv_capacity_tokens": machine.kv_capacity_tokens,
+        "baseline": sweep.baseline.setting.name,
+        "settings": [described(sweep, outcome) for outcome in sweep.outcomes],
+        "fastest": sweep.fastest.setting.name,
+        "summary": summary(sweep),
+        "notes": said,
+    }
+
+
+def described(sweep: RoundSweep, outcome: RunOutcome) -> dict[str, Any]:
+    """One setting; rounds as lists, so that a program can draw them."""
+    kinds = {kind: outcome.of(kind) for kind in ("short", "long")}
+    other = sweep.responses_only_of(outcome)
+    return {
+        "setting": outcome.setting.described(),
+        "mean_round_time": outcome.round_s,
+        "speed_up": sweep.speed_up(outcome),
+        "speed_up_over_responses_only": None if other is None else other.round_s / outcome.round_s,
+        "speed_up_of_run": sweep.speed_up_of_run(outcome),
+        "run_time": outcome.seconds,
+        "num_rounds": len(outcome.rounds),
+        "has_full_period": outcome.has_full_period,
+        **{
+            f"{kind}_rounds": {
+                "number": len(rounds),
+                "mean_time": mean_seconds(rounds),
+                "mean_longest": mean_of_longest(rounds),
+                "least_longest": min((its.max_tokens for its in rounds), default=None),
+                "p75": percentile_of_lengths(rounds, 75),
+            }
+            for kind, rounds in kinds.items()
+        },
+        "generated_tokens": outcome.generated_tokens,
+        "returned_tokens": outcome.returned_tokens,
+        "wasted_tokens": outcome.wasted_tokens,
+        "length_bias": sweep.length_bias(outcome),
+        "num_preemptions": outcome.num_preemptions,
+        "fairness": asdict(fairness_of(outcome)),
+        "rounds": {
+            "kind": [its.kind for its in outcome.rounds],
+            "is_last": [its.is_last for its in outcome.rounds],
+            "time": [its.seconds for its in outcome.rounds],
+            "longest": [its.max_tokens for its in outcome.rounds],
+            "num_returned": [len(its.returned) for its in outcome.rounds],
+        },
+    }
