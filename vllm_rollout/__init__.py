@@ -5,9 +5,26 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vllm_rollout.client.client import AsyncRolloutClient, Pruning, QualityHead, RolloutClient, RolloutError
+    from vllm_rollout.client.client import (
+        AsyncRolloutClient,
+        AsyncRun,
+        Pruning,
+        QualityHead,
+        RolloutClient,
+        RolloutError,
+        Run,
+    )
 
-__all__ = ["AsyncRolloutClient", "Pruning", "QualityHead", "RolloutClient", "RolloutError", "__version__"]
+__all__ = [
+    "AsyncRolloutClient",
+    "AsyncRun",
+    "Pruning",
+    "QualityHead",
+    "RolloutClient",
+    "RolloutError",
+    "Run",
+    "__version__",
+]
 __version__ = "0.1.0"
 
 

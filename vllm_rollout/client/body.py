@@ -75,7 +75,7 @@ def rollout_body(
         raise TypeError(f"prompts must be a list of prompts, got one {type(prompts).__name__}. Write [prompt].")
     body = {
         "model": model,
-        "prompts": [_prompt(prompt, position) for position, prompt in enumerate(prompts)],
+        "prompts": [prompt_body(prompt, position) for position, prompt in enumerate(prompts)],
         "group_size": group_size,
         "redundancy": redundancy,
         "early_stop": early_stop,
@@ -100,7 +100,8 @@ def takes_options(method: Method) -> Method:
     return method
 
 
-def _prompt(prompt: PromptLike, position: int) -> dict[str, Any]:
+def prompt_body(prompt: PromptLike, position: int) -> dict[str, Any]:
+    """A prompt in one of its forms, as the body has it. Raises: TypeError for one of no known form."""
     if isinstance(prompt, str):
         return {"prompt": prompt}
     if isinstance(prompt, Prompt):

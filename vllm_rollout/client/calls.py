@@ -49,6 +49,7 @@ class EventsCall:
 
     body: Mapping[str, Any]
     timeout: float | None
+    path: str = "/v1/rollouts"
 
 
 class QualityHead(NamedTuple):
@@ -67,7 +68,8 @@ class _Models(BaseModel):
     data: list[_Model]
 
 
-def _typed(form: type[T]) -> Callable[[httpx.Response], T]:
+def typed(form: type[T]) -> Callable[[httpx.Response], T]:
+    """Reads an answer of that form."""
     adapter: TypeAdapter[T] = TypeAdapter(form)
 
     def read(response: httpx.Response) -> T:
@@ -77,12 +79,12 @@ def _typed(form: type[T]) -> Callable[[httpx.Response], T]:
     return read
 
 
-_read_rollout = _typed(RolloutAnswer)
-_read_models = _typed(_Models)
-_read_rewards = _typed(RewardsAnswer)
-_read_head = _typed(HeadAnswer)
-_read_report = _typed(LearningReport)
-_read_vote = _typed(VoteAnswer)
+_read_rollout = typed(RolloutAnswer)
+_read_models = typed(_Models)
+_read_rewards = typed(RewardsAnswer)
+_read_head = typed(HeadAnswer)
+_read_report = typed(LearningReport)
+_read_vote = typed(VoteAnswer)
 
 
 @takes_options

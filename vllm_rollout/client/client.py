@@ -13,9 +13,9 @@ from inspect import Parameter, signature
 from typing import Any, Concatenate, ParamSpec, TypeVar, get_args, get_type_hints
 
 import httpx
-from typing_extensions import Self
+from typing_extensions import Self, Unpack
 
-from vllm_rollout.client import calls
+from vllm_rollout.client import calls, run_calls
 from vllm_rollout.client.body import PromptLike, Redundancy, RolloutOptions, Selection, rollout_body
 from vllm_rollout.client.calls import Call, EventsCall, QualityHead
 from vllm_rollout.client.connection import (
@@ -29,11 +29,14 @@ from vllm_rollout.client.connection import (
     raise_for_error,
     transport_error,
 )
+from vllm_rollout.client.run import AsyncRun, Run
+from vllm_rollout.client.run_calls import RunOptions
 from vllm_rollout.server.answers import Event
 from vllm_rollout.server.pruning_body import Pruning
 
 __all__ = [
     "AsyncRolloutClient",
+    "AsyncRun",
     "PromptLike",
     "Pruning",
     "QualityHead",
@@ -41,6 +44,7 @@ __all__ = [
     "RolloutClient",
     "RolloutError",
     "RolloutOptions",
+    "Run",
     "Selection",
     "rollout_body",
 ]
@@ -127,6 +131,12 @@ class RolloutClient(Connection):
     state = _sent(calls.state)
     set_state = _sent(calls.set_state)
     vote = _sent(calls.vote)
+    runs = _sent(run_calls.runs)
+
+    def run(self, group_size: int, prompts_per_round: int, id: str | None = None, **options: Unpack[RunOptions]) -> Run:
+        return Run(self, self._send(run_calls.create_run(group_size, prompts_per_round, id, **options)))
+
+    run.__doc__ = run_calls.create_run.__doc__
 
     def __init__(self, base_url: str = DEFAULT_URL, **settings: Any) -> None:
         super().__init__(base_url, **settings)
@@ -180,7 +190,7 @@ class RolloutClient(Connection):
         return call.read(response)
 
     def _events(self, call: EventsCall) -> Generator[Event, None, None]:
-        response = self._open("POST", "/v1/rollouts", call.body, call.timeout)
+        response = self._open("POST", call.path, call.body, call.timeout)
         try:
             if response.is_error:
                 response.read()
@@ -208,6 +218,14 @@ class AsyncRolloutClient(Connection):
     state = _awaited(calls.state)
     set_state = _awaited(calls.set_state)
     vote = _awaited(calls.vote)
+    runs = _awaited(run_calls.runs)
+
+    async def run(
+        self, group_size: int, prompts_per_round: int, id: str | None = None, **options: Unpack[RunOptions]
+    ) -> AsyncRun:
+        return AsyncRun(self, await self._send(run_calls.create_run(group_size, prompts_per_round, id, **options)))
+
+    run.__doc__ = run_calls.create_run.__doc__
 
     def __init__(self, base_url: str = DEFAULT_URL, **settings: Any) -> None:
         super().__init__(base_url, **settings)
@@ -261,7 +279,7 @@ class AsyncRolloutClient(Connection):
         return call.read(response)
 
     async def _events(self, call: EventsCall) -> AsyncGenerator[Event, None]:
-        response = await self._open("POST", "/v1/rollouts", call.body, call.timeout)
+        response = await self._open("POST", call.path, call.body, call.timeout)
         try:
             if response.is_error:
                 await response.aread()

@@ -65,7 +65,9 @@ _EVENT: TypeAdapter[Event] = TypeAdapter(
 class RolloutError(Exception):
     """The server refused or failed, or could not be reached. The message is the server's own."""
 
-    def __init__(self, status: int | None, message: str, type: str, param: str | None = None) -> None:
+    def __init__(
+        self, status: int | None, message: str, type: str, param: str | None = None, retry_after_s: float | None = None
+    ) -> None:
         super().__init__(message)
         self.status = status
         """HTTP status; None when there was no answer."""
@@ -73,12 +75,14 @@ class RolloutError(Exception):
         self.type = type
         self.param = param
         """The field the server complains about."""
+        self.retry_after_s = retry_after_s
+        """When the server thinks that it is worth trying again."""
 
     def __str__(self) -> str:
         return f"{self.status or self.type}: {self.message}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.status, self.message, self.type, self.param)
+        return type(self), (self.status, self.message, self.type, self.param, self.retry_after_s)
 
     @classmethod
     def from_body(cls, body: ErrorBody) -> Self:
@@ -216,7 +220,9 @@ def raise_for_error(response: httpx.Response) -> None:
     except ValidationError:
         text = response.text[:MAX_ERROR_CHARS] or response.reason_phrase
         raise RolloutError(response.status_code, text, response.reason_phrase) from None
-    raise RolloutError(response.status_code, body.message, body.type, body.param)
+    wait = response.headers.get("retry-after", "")
+    retry_after_s = float(wait) if wait.isdecimal() else None
+    raise RolloutError(response.status_code, body.message, body.type, body.param, retry_after_s)
 
 
 def transport_error(error: httpx.TransportError, url: object) -> RolloutError:

@@ -237,7 +237,7 @@ class Run:
     ) -> OpenRound:
         """The next round; nothing changes. `predicted`: mean length of prompts, by id, as far as they are known.
 
-        `kind` may be "long" before its time: the queue, and fresh prompts beside it, without speculation. So an epoch
+        `kind` may be "long" before its time: what waits, and fresh prompts beside it, without speculation. So an epoch
         ends.
 
         Raises: RoundError.
@@ -255,7 +255,9 @@ class Run:
         numbered = [Entry(self.num_handed_in + i, prompt) for i, prompt in enumerate([*fresh, *reserve])]
         new, spare = tuple(numbered[: len(fresh)]), tuple(numbered[len(fresh) :])
         taken = {prompt.prompt_id for prompt in [*fresh, *reserve]}
-        waiting = self._in_order(predicted or {}) if kind == "long" else self.carried
+        waiting = self.carried if kind == "short" else self._in_order(predicted or {})
+        if kind != self.next_kind:  # a long round before its time: all that waits
+            waiting = [*self.carried, *waiting]
         size = self.terms.prompts_per_round if kind == "long" else self.terms.num_prompts
         old: list[Entry] = []
         for entry in waiting:
@@ -396,4 +398,6 @@ class Run:
         if kind == "long" and num_fresh > most:
             raise RoundError("prompts", f"a long round takes at most {most} prompts, got {num_fresh}. Send fewer.")
         if kind == "long" and not num_fresh + num_old:
-            raise RoundError("prompts", "a long round needs a prompt, got none, and the queue is empty. Send some.")
+            raise RoundError(
+                "prompts", "a long round needs a prompt, got none, and none waits: the queue is empty. Send some."
+            )

@@ -218,6 +218,8 @@ class RoundSummary(BaseModel):
     next_round: RoundKind
     num_fresh_prompts: int
     """How many prompts the next round wants."""
+    num_waiting: int
+    """Prompts of the run that are not back."""
 
 
 class RoundAnswer(RoundSummary, RolloutAnswer):

@@ -36,9 +36,10 @@ from vllm_rollout.server.learning.body import (
 from vllm_rollout.server.parsed import read_json
 from vllm_rollout.server.protocol import RolloutRequest
 from vllm_rollout.server.rollout import Rollout
-from vllm_rollout.server.runs.answers import RunAnswer, run_answer
+from vllm_rollout.server.runs.answers import RunAnswer
 from vllm_rollout.server.runs.body import RoundRequest, RunRequest, digest_of_prompt
 from vllm_rollout.server.runs.course import RoundCourse
+from vllm_rollout.server.runs.description import run_answer
 from vllm_rollout.server.runs.store import RunStore, StoredRun
 from vllm_rollout.server.serialised import GroupsInJson
 from vllm_rollout.server.service import RolloutService
@@ -389,6 +390,7 @@ def _summary(live: LiveRound, run: Run) -> RoundSummary:
         unstarted=by_fate["unstarted"],
         next_round=run.next_kind,
         num_fresh_prompts=run.num_fresh,
+        num_waiting=run.num_waiting,
     )
 
 

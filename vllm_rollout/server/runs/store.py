@@ -135,7 +135,7 @@ class RunStore:
     def delete(self, id: str) -> None:
         """Raises: RequestError (404; 409 while a round of it runs)."""
         with self._transaction():
-            self._check_idle(self.read(id))
+            self.check_idle(self.read(id))
             for table in ("prompts", "answers"):
                 self._db.execute(f"DELETE FROM {table} WHERE run = ?", (id,))
             self._db.execute("DELETE FROM runs WHERE id = ?", (id,))
@@ -143,7 +143,9 @@ class RunStore:
     def planned(self, id: str, plan: Callable[[Run], OpenRound]) -> OpenRound:
         """What a round would be; nothing changes. Raises: RequestError, as `begin` does."""
         with _translated(self.path):
-            return plan(self.read(id).run)
+            stored = self.read(id)
+            self.check_idle(stored)
+            return plan(stored.run)
 
     def begin(
         self, id: str, digest: str, plan: Callable[[Run], OpenRound], prompts: Mapping[str, str], planned: OpenRound
@@ -158,7 +160,9 @@ class RunStore:
         Raises: RequestError (409) when the run has changed since.
         """
         with self._transaction():
-            run = self.read(id).run
+            stored = self.read(id)
+            self.check_idle(stored)
+            run = stored.run
             opened = plan(run)
             if opened != planned:
                 raise RequestError(
@@ -182,7 +186,7 @@ class RunStore:
             opened = stored.run.open
             if opened is None or opened.key != key:
                 raise RequestError(f"round {key!r} of run {id!r} was over just now. Repeat the request.", status=409)
-            self._check_idle(stored)
+            self.check_idle(stored)
             self._save(id, stored.run, self.owner.name, stored.digest)
             return opened
 
@@ -236,7 +240,7 @@ class RunStore:
                     f"round {number} of run {id!r} is not open; open: {is_open}. Only an open round can be given up.",
                     status=HTTPStatus.NOT_FOUND,
                 )
-            self._check_idle(stored)
+            self.check_idle(stored)
             stored.run.give_up()
             self._save(id, stored.run, None, None)
             return stored.run
@@ -307,12 +311,14 @@ class RunStore:
         """Whether a process runs its open round."""
         return stored.owner is not None and self.owner.is_alive(stored.owner)
 
-    def _check_idle(self, stored: StoredRun) -> None:
+    def check_idle(self, stored: StoredRun) -> None:
+        """Raises: RequestError (409) while a round of the run is running."""
         if stored.run.open is not None and self.is_live(stored):
             raise RequestError(
                 f"round {stored.run.open.number} of run {stored.id!r} is running, under the key "
                 f"{stored.run.open.key!r}: a run has one round at a time. Wait for its answer.",
                 status=HTTPStatus.CONFLICT,
+                retry_after_s=1,
             )
 
     def _find(self, id: str) -> StoredRun | None:
