@@ -108,20 +108,20 @@ async def get_report(request: Request, detection_length: DetectionLength = None)
 
 @router.get(
     "/v1/rollouts/state",
-    summary="All that was learned",
+    summary="All that was learned, and all runs",
     response_class=Response,
     responses={**ERRORS, 200: {"description": "Opaque bytes, for the PUT.", "content": BYTES_SCHEMA}},
 )
 async def get_state(request: Request) -> Response:
-    """For a trainer's checkpoint: calibration, heads and their optimizers, as opaque bytes."""
-    return Response(await _learning(request).state(), media_type=BYTES)
+    """For a trainer's checkpoint: calibration, heads and their optimizers, lengths, runs, as opaque bytes."""
+    return Response(await request.app.state.run_service.state(), media_type=BYTES)
 
 
 @state_router.put(
     "/v1/rollouts/state",
     summary="Restore all that was learned",
     description=f"Takes the bytes of the GET as they are, at most {MAX_STATE_BYTES}, in place of what was learned "
-    "since. 422 for what is no state, 409 for one of another model.",
+    "since and of all runs. 422 for what is no state, 409 for one of another model and while a round runs.",
     status_code=HTTPStatus.NO_CONTENT,
     response_class=Response,
     responses=ADMIN_ERRORS,
@@ -129,5 +129,5 @@ async def get_state(request: Request) -> Response:
     openapi_extra={"requestBody": {"required": True, "content": BYTES_SCHEMA}},
 )
 async def put_state(request: Request) -> Response:
-    await _learning(request).set_state(await request.body())
+    await request.app.state.run_service.set_state(await request.body())
     return Response(status_code=HTTPStatus.NO_CONTENT)

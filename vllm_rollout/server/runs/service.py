@@ -40,6 +40,7 @@ from vllm_rollout.server.runs.answers import RunAnswer
 from vllm_rollout.server.runs.body import RoundRequest, RunRequest, digest_of_prompt
 from vllm_rollout.server.runs.course import RoundCourse
 from vllm_rollout.server.runs.description import run_answer
+from vllm_rollout.server.runs.saved import parse_saved, with_runs
 from vllm_rollout.server.runs.store import RunStore, StoredRun
 from vllm_rollout.server.serialised import GroupsInJson
 from vllm_rollout.server.service import RolloutService
@@ -146,6 +147,27 @@ class RunService:
             async for _ in events:
                 pass
         return begun.live.answer
+
+    async def state(self) -> bytes:
+        """All that was learned, and all runs."""
+        learned = await self._rollouts.learning.state()
+        runs = await self._stored(self._store.dump)
+        return await asyncio.to_thread(with_runs, runs, learned)
+
+    async def set_state(self, state: bytes) -> None:
+        """In place of what was learned since, and of all runs; a state of an earlier version has none, and leaves them.
+
+        Raises: RequestError, 422 for what is no state, 409 for one of another model and while a round runs.
+        """
+        try:
+            saved = await asyncio.to_thread(parse_saved, state)
+        except ValueError as error:
+            raise RequestError(f"not a rollout state ({error}).") from error
+        if saved.runs is not None:
+            await self._stored(self._store.check_all_idle)
+        await self._rollouts.learning.set_state(saved.learned)
+        if saved.runs is not None:
+            await self._stored(self._store.replace, saved.runs)
 
     async def post_rewards(self, rollout_id: str, request: RewardsRequest) -> RewardsAnswer:
         """Rewards of any rollout: those of a round that filters are looked at first.

@@ -302,6 +302,11 @@ class RunStore:
                     [(dumped["id"], number, body) for number, body in dumped["prompts"]],
                 )
 
+    def check_all_idle(self) -> None:
+        """Raises: RequestError (409) while a round of any run is running."""
+        for id in self.ids():
+            self.check_idle(self.read(id))
+
     def close_files(self) -> None:
         """The server ends."""
         self._db.close()

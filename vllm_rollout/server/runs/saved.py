@@ -1,0 +1,93 @@
+"""Runs in front of what was learned, for a trainer's checkpoint.
+
+    {"format": 3, "runs": num_bytes}     one line, then so many bytes of JSON: the runs
+    ...                                  what was learned, as the engine says it (formats 1 and 2 have this only)
+
+Invariant: what is read was written so, or it is a ValueError that says what is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+
+from vllm_rollout.group.checks import fields_of, integer, listed, shown, text
+from vllm_rollout.group.rounds import Run
+from vllm_rollout.group.rounds_state import run_from_state
+from vllm_rollout.server.runs.body import RoundPrompt, RunRequest
+
+FORMAT = 3
+MAX_HEADER_BYTES = 256
+MAX_RUNS = 4096
+MAX_CHARS = 4096
+RUN_FIELDS = ("id", "created", "model", "settings", "state", "digest", "prompts")
+
+
+class Saved(NamedTuple):
+    runs: list[Mapping[str, Any]] | None
+    """None: the state was written by a version without runs."""
+    learned: bytes
+
+
+def with_runs(runs: Sequence[Mapping[str, Any]], learned: bytes) -> bytes:
+    body = json.dumps(runs).encode()
+    return b"%s\n%s%s" % (json.dumps({"format": FORMAT, "runs": len(body)}).encode(), body, learned)
+
+
+def parse_saved(state: bytes) -> Saved:
+    """Raises: ValueError."""
+    end = state.find(b"\n", 0, MAX_HEADER_BYTES)
+    try:
+        header = json.loads(state[: max(end, 0)])
+    except ValueError:
+        return Saved(None, state)  # one that the engine knows, or nobody
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        return Saved(None, state)
+    size = integer(header.get("runs"), "runs of a state, in bytes", 2, len(state))
+    start = end + 1
+    if start + size > len(state):
+        raise ValueError(f"it was cut off within its runs of {size} bytes")
+    try:
+        runs = json.loads(state[start : start + size])
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"its runs are no JSON: {error}") from error
+    runs = [_checked(run) for run in listed(runs, "runs of a state", MAX_RUNS)]
+    ids = [run["id"] for run in runs]
+    if len(set(ids)) != len(ids):
+        raise ValueError(f"runs of a state must have different ids, got {shown(ids)}")
+    return Saved(runs, state[start + size :])
+
+
+def _checked(saved: Any) -> Mapping[str, Any]:
+    saved = fields_of(saved, RUN_FIELDS, "a run of a state")
+    text(saved["model"], "model of a run", MAX_CHARS)
+    integer(saved["created"], "created of a run")
+    if saved["digest"] is not None:
+        text(saved["digest"], "digest of a round", MAX_CHARS)
+    try:
+        settings = RunRequest.model_validate({**saved["settings"], "id": saved["id"]})
+    except (ValidationError, TypeError) as error:
+        raise ValueError(f"settings of run {shown(saved['id'])} are not those of a run: {error}") from error
+    run = run_from_state(saved["state"])
+    if run.terms != settings.terms:
+        raise ValueError(f"terms of run {settings.id!r} are not its settings', got {shown(run.terms)}")
+    _check_prompts(run, saved["prompts"])
+    return saved
+
+
+def _check_prompts(run: Run, prompts: Any) -> None:
+    """Raises: ValueError unless every prompt that waits has its body."""
+    waiting = {e.number: e.prompt_id for e in (*run.queue, *run.carried, *(run.open.all_entries if run.open else ()))}
+    for row in listed(prompts, "prompts of a run"):
+        number, body, *_ = listed(row, "a prompt of a run")
+        try:
+            prompt = RoundPrompt.model_validate_json(body)
+        except (ValidationError, TypeError) as error:
+            raise ValueError(f"prompt {shown(number)} of a run is none: {error}") from error
+        if waiting.pop(number, None) != prompt.id:
+            raise ValueError(f"prompt {shown(number)} of a run is {prompt.id!r}, and does not wait in it under that id")
+    if waiting:
+        raise ValueError(f"prompts of a run have a body each, got none for {shown(sorted(waiting))}")
