@@ -29,6 +29,7 @@ from vllm_rollout.server.answers import DoneEvent, Event, TokensEvent
 from vllm_rollout.server.learning.body import RewardsAnswer, RewardsRequest
 from vllm_rollout.server.protocol import DualEnd, DualEndSelection, Prompt, RolloutRequest
 from vllm_rollout.server.pruning_body import Pruning
+from vllm_rollout.server.runs.body import RoundRequest, RunRequest
 from vllm_rollout.server.votes import VoteAnswer, VoteRequest
 from vllm_rollout.server.xargs import plan_from_xargs, rollout_xargs
 
@@ -379,6 +380,8 @@ def test_examples_run(server_url, capsys):
     asyncio.run(runpy.run_path(str(folder / "stream_tokens.py"))["main"](server_url))
     assert "0: complete, selected [" in (out := capsys.readouterr().out)
     assert ": surplus, dropped" in out
+    runpy.run_path(str(folder / "rounds.py"))["main"](server_url)
+    assert "50 prompts back, 0 wait" in capsys.readouterr().out
     runpy.run_path(str(folder / "trainer_loop.py"))["main"](server_url, 2)
     out = capsys.readouterr().out
     assert "step 1: " in out
@@ -389,9 +392,12 @@ def test_examples_run(server_url, capsys):
 def test_documented_bodies_are_accepted():
     text = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
     blocks = [json.loads(block) for block in re.findall(r"```json\n(.*?)```", text, re.DOTALL)]
-    forms = {"prompts": RolloutRequest, "rewards": RewardsRequest, "texts": VoteRequest}
-    forms |= {"results": RewardsAnswer, "winner": VoteAnswer}
-    seen = {name: form.model_validate(block) for block in blocks for name, form in forms.items() if name in block}
+    forms = {"idempotency_key": RoundRequest, "prompts_per_round": RunRequest, "prompts": RolloutRequest}
+    forms |= {"rewards": RewardsRequest, "texts": VoteRequest, "results": RewardsAnswer, "winner": VoteAnswer}
+    seen = {}
+    for block in blocks:
+        for name in [name for name in forms if name in block][:1]:  # the most telling one
+            seen[name] = forms[name].model_validate(block)
     assert seen.keys() == forms.keys()
     (xargs,) = (block["vllm_xargs"] for block in blocks if "vllm_xargs" in block)
     assert plan_from_xargs(rollout_xargs(xargs), 1, max_candidates=16).num_candidates == 16

@@ -1,0 +1,59 @@
+"""A synchronous GRPO-like loop over rounds of a run: short ones, and now and then a long one for what took too long.
+
+Needs `vllm-rollout serve` at http://127.0.0.1:8000 (`--rollout-state FOLDER` and the run survives the server). Start
+this again after a crash, of the server or its own: it goes on where it was, and no prompt is lost or comes twice.
+
+In place of the print a trainer would make its update with the advantages, and give the server the new weights.
+"""
+
+import random
+import re
+import statistics
+import sys
+
+from vllm_rollout import RolloutClient
+from vllm_rollout.server.answers import GroupAnswer
+
+GROUP_SIZE, PROMPTS_PER_ROUND = 4, 8
+
+
+def data(num_prompts: int) -> list[dict]:
+    """Questions with a checkable answer, some of which take longer than others."""
+    chance = random.Random(7)
+    prompts = []
+    for i in range(num_prompts):
+        a, b = chance.randrange(10, 100), chance.randrange(10, 100)
+        how = chance.choice(["Answer with the number only.", "Explain each step in full sentences, then answer."])
+        content = f"What is {a} + {b}? {how}"
+        prompts.append({"id": f"{i}={a + b}", "messages": [{"role": "user", "content": content}]})
+    return prompts
+
+
+def advantages(group: GroupAnswer) -> list[float]:
+    """Of a group's trajectories: 1 if its last number is right, else 0, standardised within the group."""
+    right = group.prompt_id.split("=")[1]
+    rewards = [float(re.findall(r"\d+", t.text or "")[-1:] == [right]) for t in group.trajectories]
+    std = statistics.pstdev(rewards) or 1.0
+    return [(reward - statistics.fmean(rewards)) / std for reward in rewards]
+
+
+def main(url: str, num_prompts: int = 50) -> None:
+    with RolloutClient(url) as client:
+        client.wait_until_ready(timeout_s=600)
+        run = client.run(GROUP_SIZE, PROMPTS_PER_ROUND, id="rounds-example", sampling={"max_tokens": 256})
+        for round in run.rounds(data(num_prompts), epoch=1, return_text=True):
+            batch = [(t, a) for g in round.groups for t, a in zip(g.trajectories, advantages(g), strict=False)]
+            num_teaching = sum(advantage != 0 for _, advantage in batch)
+            print(
+                f"round {round.round}, {round.kind}: {len(round.groups)} prompts in {round.timing.latency_s:.1f} s, "
+                f"longest {max(g.lengths.max for g in round.groups)} tokens, {num_teaching} of {len(batch)} "
+                f"trajectories teach, deferred {round.deferred or 'none'}"
+            )
+        totals, savings = run.info.totals, run.info.savings
+        print(f"{totals.num_returned} prompts back, {totals.num_waiting} wait; {totals.latency_s:.0f} s in all")
+        print(f"steps of synchronous rounds over ours: {savings.ratio or 'not known yet'}")
+        run.delete()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000")
