@@ -89,6 +89,14 @@ def test_a_run_returns_every_prompt_once_per_epoch_and_loses_no_token(num_ranks)
         assert outcome.rounds == again.rounds
 
 
+def test_what_waits_for_a_place_when_the_round_is_cut_is_the_first_of_the_next():
+    data = Written(**{f"p{number}": [[20]] for number in range(11)})
+    outcome = run(data, "prompts_per_round=2,prompt_speculation=3,response_speculation=1", max_num_seqs=2)
+    first = outcome.rounds[0]
+    assert (first.num_started, first.num_deferred, first.generated_tokens) == (4, 2, 2 * 20)
+    assert sorted(prompt.prompt_id for prompt in outcome.returned) == sorted(prompt.id for prompt in data.prompts)
+
+
 def test_a_data_set_that_cannot_fill_a_round_is_an_error():
     with pytest.raises(ValueError, match="runs 3 different prompts, and there are 2"):
         run(Written(a=[[1]], b=[[2]]), "prompts_per_round=2,prompt_speculation=1.5")
