@@ -71,7 +71,7 @@ def _draw_means(axes: Any, rounds: Mapping[str, Any]) -> None:
             own = [n for n in numbers if its["kind"][n] == kind]
             axes.plot(own, [its["mean_over_run"][n] for n in own], "o", color=color, ms=6, label=f"{kind} round")
     axes.axhline(1, color=GREY, lw=1, ls=(0, (3, 3)))
-    axes.set_ylim(bottom=0)
-    axes.legend(frameon=False, loc="upper right")
+    axes.set_ylim(0, 1.3 * max(max(its["mean_over_run"]) for its in rounds.values()))
+    axes.legend(frameon=False, ncols=3, loc="upper right")
     axes.set_title("mean length of a round's answers, × the run's", size=10.5, loc="left")
     axes.set_xlabel("round")

@@ -172,7 +172,7 @@ def parts_of(num_prompts: int, epochs: int, seeds: Sequence[int]) -> dict[tuple[
             for name in MODEL_NAMES
         },
         **{
-            ("shares", name, f"{b:g}"): Part(name, four, b, num_prompts, epochs, seeds[:2])
+            ("shares", name, f"{b:g}"): Part(name, four, b, num_prompts, epochs, seeds[:1])
             for name in MODEL_NAMES
             for b in OTHER_SHARES
         },
@@ -209,7 +209,7 @@ def measure(num_prompts: int, epochs: int, seeds: Sequence[int], console: Consol
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=1024, help="of an epoch (default 1024)")
-    parser.add_argument("--epochs", type=int, default=2, help="of a run (default 2)")
+    parser.add_argument("--epochs", type=int, default=3, help="of a run (default 3)")
     parser.add_argument("--seeds", type=int, default=3, help="runs of the sweep's settings (default 3)")
     parser.add_argument("--seed", type=int, default=0, help="the first of them")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/rounds_simulated.json"))

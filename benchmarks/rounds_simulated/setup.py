@@ -177,8 +177,8 @@ def workload(num_prompts: int, epochs: int, seeds: int) -> dict[str, Any]:
         "models_source": MODEL_SOURCE,
         "lengths": {name: asdict(tail) for name, tail in TAILS.items()},
         "lengths_source": TAIL_SOURCE,
-        "between_prompts": f"{BETWEEN_SHARE} of the variance of log lengths; {OTHER_SHARES} beside it. The paper does not "
-        "say",
+        "between_prompts": f"{BETWEEN_SHARE} of the variance of log lengths; {OTHER_SHARES} beside it. The paper "
+        "does not say",
         "prompt_tokens": PROMPT_TOKENS,
         "message_s": MESSAGE_S,
         "memory_share": MEMORY_SHARE,

@@ -55,6 +55,13 @@ def test_the_first_prompts_to_complete_are_returned_and_the_others_run_in_a_long
     assert {prompt.lengths for prompt in outcome.returned if prompt.prompt_id in "bd"} == {(40,), (70,)}
 
 
+def test_a_run_without_a_whole_period_counts_the_rounds_that_end_it():
+    data = Written(a=[[3]], b=[[50], [40]], c=[[5]], d=[[6]])
+    outcome = run(data, "prompts_per_round=3,prompt_speculation=1.3,response_speculation=1")
+    assert [(its.kind, its.is_last, its.seconds) for its in outcome.rounds] == [("short", False, 6), ("long", True, 40)]
+    assert (outcome.round_s, outcome.has_full_period) == (23, False)
+
+
 def test_without_speculation_rounds_wait_for_everybody():
     outcome = run(Written(a=[[3]], b=[[9]]), "prompts_per_round=2,prompt_speculation=1,response_speculation=1")
     assert told(outcome) == [("short", 9, ["a", "b"])]

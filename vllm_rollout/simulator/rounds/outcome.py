@@ -67,15 +67,17 @@ class RunOutcome:
 
     @cached_property
     def full_rounds(self) -> Sequence[RoundOutcome]:
-        """Whole periods: up to the last long round that the queue filled, and for a run that has none all rounds, but
-        for those that end it with fewer prompts."""
+        """Whole periods: up to the last long round that the queue filled; without any, all rounds. Of synchronous
+        rounds those that return all that they should."""
         full = [its for its in self.rounds if not its.is_last]
         longs = [position for position, its in enumerate(full) if its.kind == "long"]
-        return full[: longs[-1] + 1] if longs else full or self.rounds
+        if longs:
+            return full[: longs[-1] + 1]
+        return full if full and self.setting.is_synchronous else self.rounds
 
     @property
     def has_full_period(self) -> bool:
-        return self.setting.is_synchronous or any(its.kind == "long" for its in self.full_rounds)
+        return self.setting.is_synchronous or any(its.kind == "long" and not its.is_last for its in self.rounds)
 
     @cached_property
     def round_s(self) -> float:

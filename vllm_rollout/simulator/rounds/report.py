@@ -118,8 +118,8 @@ def notes(sweep: RoundSweep) -> list[str]:
     partial = [outcome.setting.name for outcome in sweep.outcomes if not outcome.has_full_period]
     if partial:
         said.append(
-            f"{', '.join(partial)}: no long round came before the prompts ended, so the mean round is one of short "
-            "rounds only. Run more prompts or epochs."
+            f"{', '.join(partial)}: the queue never filled a long round before the prompts ended. The mean round is one "
+            "of the whole run, with the rounds that end it. Run more prompts or epochs."
         )
     if num_preemptions := max(outcome.num_preemptions for outcome in sweep.outcomes):
         said.append(f"The KV cache was too small for what ran; most preemptions in a setting: {num_preemptions:,}.")
