@@ -5,7 +5,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from tests.simulator.traces import DETAILED, FLAT, future, traced
+from tests.simulator.traces import DETAILED, FLAT, LINEAR, future, traced
 from vllm_rollout.group.rounds import RunTerms
 from vllm_rollout.simulator.command import simulate
 from vllm_rollout.simulator.generate import LengthDistribution
@@ -94,6 +94,24 @@ def test_a_run_returns_every_prompt_once_per_epoch_and_loses_no_token(num_ranks)
         assert all(len(prompt.lengths) == 2 for prompt in outcome.returned)
         again = replay_run(conditions(GeneratedDataSet(SMALL), DETAILED, 3, num_ranks, 0.5), setting)
         assert outcome.rounds == again.rounds
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        "redundancy=auto",
+        "redundancy=2,selection=shortest,early_stop=false",
+        "redundancy=2,selection=dual_end,patience=1.5",
+        "redundancy=3,detection_length=5,min_labels=1,keep_ratio=0.5",
+    ],
+)
+def test_groups_of_short_rounds_may_run_as_those_of_rollouts_do(groups):
+    its = conditions(GeneratedDataSet(SMALL), LINEAR, 3, 2)
+    outcome = replay_run(its, parse_rounds(f"prompts_per_round=4,prompt_speculation=1.5,{groups}", 3))
+    fair = fairness_of(outcome)
+    assert (fair.least_returns, fair.most_returns) == (3, 3)
+    assert all(len(prompt.lengths) == 3 for prompt in outcome.returned)
+    assert outcome.of("long")
 
 
 def test_what_waits_for_a_place_when_the_round_is_cut_is_the_first_of_the_next():

@@ -136,6 +136,8 @@ def simulate(
     **Reading the tables:** *speed-up* is against the first row, which asks for exactly group_size candidates. *Bubble*
     is the part of the peak batch that stands empty, on average over time: the room there is for spare candidates.
     *Mean* and *P99* say what the trainer sees less of: "first" returns the quickest answers, dual-end also the longest.
+    Of rounds: *over resp.* is the speed-up over the same groups in rounds that wait for all their prompts; *waited* is
+    in rounds; *length by place* is the rank correlation of a prompt's length and the round it came back in.
     """
     from vllm_rollout.simulator.options import FlagError, Options
 

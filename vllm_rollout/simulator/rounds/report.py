@@ -37,14 +37,14 @@ def tables(sweep: RoundSweep) -> list[Table]:
         return DASH if other is None or other is outcome else f"{other.round_s / outcome.round_s:.2f}x"
 
     times: list[Column] = [
-        ("rounds\nshort+long", lambda o: f"{len(o.of('short'))}+{len(o.of('long'))}"),
-        (f"mean\nround{steps}", lambda o: time(o.round_s)),
+        ("short\n+long", lambda o: f"{len(o.of('short'))}+{len(o.of('long'))}"),
+        (f"round{steps}", lambda o: time(o.round_s)),
         ("short", lambda o: time(mean_seconds(o.of("short")))),
         ("long", lambda o: time(mean_seconds(o.of("long")))),
         ("speed-up", lambda o: f"{sweep.speed_up(o):.2f}x"),
-        ("against\nresponses", over_responses_only),
-        ("of whole\nrun", lambda o: f"{sweep.speed_up_of_run(o):.2f}x"),
-        ("generated\ntokens", lambda o: count(o.generated_tokens)),
+        ("over\nresp.", over_responses_only),
+        ("whole\nrun", lambda o: f"{sweep.speed_up_of_run(o):.2f}x"),
+        ("tokens", lambda o: count(o.generated_tokens)),
         ("wasted", lambda o: f"{o.wasted_tokens / o.generated_tokens:.0%}"),
     ]
     lengths: list[Column] = [
@@ -62,11 +62,11 @@ def tables(sweep: RoundSweep) -> list[Table]:
     order: list[Column] = [
         ("returned\nper prompt", said(lambda f: f"{f.least_returns} to {f.most_returns}")),
         ("deferred", said(lambda f: f"{f.deferred_share:.0%}")),
-        ("rounds waited\nmean", said(lambda f: f"{f.mean_wait:.2f}")),
+        ("waited\nmean", said(lambda f: f"{f.mean_wait:.2f}")),
         ("\nmost", said(lambda f: f"{f.max_wait}")),
         ("length by\nplace", said(lambda f: f"{f.order_correlation:+.2f}")),
-        ("mean length\nshort round", said(lambda f: _departure(f.short_departure))),
-        ("\nlong round", said(lambda f: _departure(f.long_departure))),
+        ("mean length\nshort", said(lambda f: _departure(f.short_departure))),
+        ("\nlong", said(lambda f: _departure(f.long_departure))),
         ("\nfarthest", said(lambda f: f"{f.largest_departure:.0%}")),
     ]
     return [
@@ -78,9 +78,10 @@ def tables(sweep: RoundSweep) -> list[Table]:
 
 def _table(title: str, columns: list[Column], sweep: RoundSweep) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("", no_wrap=True)
-    for name, _ in columns:
-        table.add_column(name, justify="right")
+    table.add_column("")
+    for name, value in columns:
+        widest = max(map(len, [*name.split("\n"), *map(value, sweep.outcomes)]))
+        table.add_column(name, justify="right", no_wrap=True, min_width=widest)
     for outcome in sweep.outcomes:
         style = "bold" if outcome is sweep.fastest else ""
         table.add_row(outcome.setting.name, *(value(outcome) for _, value in columns), style=style)
@@ -104,7 +105,8 @@ def summary(sweep: RoundSweep) -> str:
     short, before = mean_of_longest(fastest.of("short")), mean_of_longest(baseline.of("short"))
     if fastest.of("long") and short and before:
         said += f"; its short rounds end after {short:,.0f} tokens instead of {before:,.0f}"
-    return f"{said}; returned answers are {sweep.length_bias(fastest):+.1%} as long on average."
+    bias = sweep.length_bias(fastest)
+    return f"{said}; returned answers are {abs(bias):.1%} {'shorter' if bias < 0 else 'longer'} on average."
 
 
 def notes(sweep: RoundSweep) -> list[str]:
@@ -118,8 +120,8 @@ def notes(sweep: RoundSweep) -> list[str]:
     partial = [outcome.setting.name for outcome in sweep.outcomes if not outcome.has_full_period]
     if partial:
         said.append(
-            f"{', '.join(partial)}: the queue never filled a long round before the prompts ended. The mean round is one "
-            "of the whole run, with the rounds that end it. Run more prompts or epochs."
+            f"{', '.join(partial)}: the queue never filled a long round before the prompts ended. The mean round is "
+            "one of the whole run, with the rounds that end it. Run more prompts or epochs."
         )
     if num_preemptions := max(outcome.num_preemptions for outcome in sweep.outcomes):
         said.append(f"The KV cache was too small for what ran; most preemptions in a setting: {num_preemptions:,}.")
