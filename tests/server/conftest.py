@@ -47,8 +47,9 @@ def make_app(engine: FakeEngine, recorder: TraceRecorder | None = None, database
     app = FastAPI()
     app.include_router(router)
     registry = CollectorRegistry()
-    app.state.rollout_service = RolloutService(engine, Metrics(registry), recorder=recorder)
-    app.state.run_service = RunService(app.state.rollout_service, engine, RunStore(database))
+    metrics = Metrics(registry)
+    app.state.rollout_service = RolloutService(engine, metrics, recorder=recorder)
+    app.state.run_service = RunService(app.state.rollout_service, engine, RunStore(database), metrics)
     app.state.healthy = True
 
     @app.get("/health", include_in_schema=False)

@@ -17,8 +17,8 @@ from vllm_rollout.group.rounds import (
     RoundRecord,
     Run,
     RunTerms,
-    Savings,
 )
+from vllm_rollout.group.savings import Savings
 
 FORMAT = 1
 MAX_ID_CHARS = 256

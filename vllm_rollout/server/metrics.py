@@ -6,13 +6,14 @@ The prefix is `vllm_rollout:`, not `vllm:`: vLLM unregisters every name of that 
 from __future__ import annotations
 
 from collections import Counter as Counts
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, get_args
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
 from vllm_rollout.group.allocation import PromptAllocation
 from vllm_rollout.group.ledger import RewardStatus
+from vllm_rollout.group.rounds import ROUND_KINDS, Fate, RoundKind
 from vllm_rollout.group.types import STOP_STATES, Assessment, Ending, GroupResult, GroupStatus, HeldGroups, Signal
 
 if TYPE_CHECKING:
@@ -107,6 +108,25 @@ class Metrics:
             "Live time of decode steps over the profile's, medians of recent ones; 1 without a drift.",
             "batch_sizes",
         )
+        self._rounds = Counter(f"{PREFIX}rounds", "Rounds of runs that are over.", ["kind"], registry=registry)
+        self._round_prompts = Counter(
+            f"{PREFIX}round_prompts",
+            "What rounds made of their prompts: returned, filtered, deferred to a long round, or not started.",
+            ["fate"],
+            registry=registry,
+        )
+        self._round_latency = Histogram(
+            f"{PREFIX}round_latency_seconds",
+            "From the start of a round to the end of its last group.",
+            ["kind"],
+            buckets=LATENCY_BUCKETS_S,
+            registry=registry,
+        )
+        for kind in ROUND_KINDS:
+            self._rounds.labels(kind)
+            self._round_latency.labels(kind)
+        for fate in get_args(Fate):
+            self._round_prompts.labels(fate)
         for status in get_args(GroupStatus):
             self._groups.labels(status)
         for state in ("finished", *STOP_STATES, "failed"):
@@ -128,6 +148,12 @@ class Metrics:
         self._latency.observe(latency_s)
         if result.generated_tokens:
             self._tail.observe(result.wasted_tokens / result.generated_tokens)
+
+    def round_over(self, kind: RoundKind, fates: Iterable[Fate], latency_s: float) -> None:
+        self._rounds.labels(kind).inc()
+        self._round_latency.labels(kind).observe(latency_s)
+        for fate, num_prompts in Counts(fates).items():
+            self._round_prompts.labels(fate).inc(num_prompts)
 
     def joined_over(self, ending: Ending) -> None:
         """One candidate of a group whose siblings come by themselves: what finished is what its request returns."""

@@ -53,13 +53,12 @@ class RolloutEndpoints:
             if engine_client.client_index == 0:
                 await state_file.load()
             store = RunStore(folder / RUNS)
-        state.rollout_service = RolloutService(
-            engine, engine_client.rollout_metrics, recorder=recorder, admin_key=args.rollout_admin_key
-        )
+        metrics = engine_client.rollout_metrics
+        state.rollout_service = RolloutService(engine, metrics, recorder=recorder, admin_key=args.rollout_admin_key)
         refusal = None
         if engine_client.num_api_processes > 1 and not store.is_durable:
             refusal = (
                 "runs of a server with several API processes need a place that these share, and there is none. Start "
                 "it with --rollout-state FOLDER, or with --api-server-count 1."
             )
-        state.run_service = RunService(state.rollout_service, engine, store, refusal)
+        state.run_service = RunService(state.rollout_service, engine, store, metrics, refusal)

@@ -33,6 +33,7 @@ from vllm_rollout.server.learning.body import (
     RewardsAnswer,
     RewardsRequest,
 )
+from vllm_rollout.server.metrics import Metrics
 from vllm_rollout.server.parsed import read_json
 from vllm_rollout.server.protocol import RolloutRequest
 from vllm_rollout.server.rollout import Rollout
@@ -78,11 +79,19 @@ class Begun:
 class RunService:
     """What the endpoints of runs ask for."""
 
-    def __init__(self, rollouts: RolloutService, engine: Engine, store: RunStore, refusal: str | None = None) -> None:
+    def __init__(
+        self,
+        rollouts: RolloutService,
+        engine: Engine,
+        store: RunStore,
+        metrics: Metrics,
+        refusal: str | None = None,
+    ) -> None:
         """`refusal`: why this server can have no runs."""
         self._rollouts = rollouts
         self._engine = engine
         self._store = store
+        self._metrics = metrics
         self._refusal = refusal
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="vllm_rollout-runs")
         """One: transactions come one after the other."""
@@ -310,6 +319,8 @@ class RunService:
         )
         del self._unkept[live.run_id]
         live.is_kept = True
+        fates = [outcome.fate for outcome in course.progress.outcomes().values()]
+        self._metrics.round_over(live.opened.kind, fates, rollout.timing.latency_s)
         return RoundDoneEvent(
             **_summary(live, run).model_dump(),
             id=rollout.id,
