@@ -150,13 +150,32 @@ def test_a_prompt_may_come_again_while_it_waits() -> None:
     begin(run, [*prompts("q0", "q1"), *numbered(6, 4)])
     close(run, "q0", "q1")
     assert queued(run) == ["q0", "q1", "q0", "q1"]
-    assert run.next_kind == "short"  # two different prompts
-    begin(run, [], kind="long")
+    assert run.next_kind == "long"
+    begin(run, [])
     assert [entry.prompt_id for entry in run.open.entries] == ["q0", "q1"]
+    assert run.open.num_wanted == 2
     close(run)
     begin(run, [], kind="long")
     close(run)
     assert (run.queue, run.num_returned, run.num_handed_in) == ([], 12, 12)
+
+
+def test_a_prompt_that_always_takes_too_long_comes_back_all_the_same() -> None:
+    """Also of a data set so small that its long prompts alone never fill a round."""
+    run = Run(TERMS)
+    for _ in range(20):
+        if run.next_kind == "long":
+            begin(run, [])
+            close(run)
+        else:
+            begin(run, numbered(0, 6))
+            close(run, "q0", "q1")
+    assert len(run.queue) < 2 * TERMS.prompts_per_round
+
+
+def test_a_reserve_has_its_bounds() -> None:
+    with pytest.raises(RoundError, match="at most 65536 prompts may wait in a run, and 0 do, got 65537"):
+        Run(TERMS).plan("k", numbered(0, 6), numbered(6, 65_537))
 
 
 def test_a_prompt_of_the_same_epoch_is_not_taken_twice() -> None:

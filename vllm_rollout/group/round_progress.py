@@ -80,7 +80,7 @@ class RoundProgress:
     def withdraw(self, position: int) -> None:
         """It was to start, and no candidate of it has run: the round was cut meanwhile."""
         self._running.discard(position)
-        self.fates[position] = "unstarted"
+        (self._to_start if position < len(self.opened.entries) else self._spare).append(position)
 
     def group_over(self, position: int, end: GroupEnd) -> Fate:
         """A group ended. In a long round it is returned whatever it is."""

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Literal, get_args
 
-from vllm_rollout.config import DEFAULT_SPECULATION
+from vllm_rollout.config import DEFAULT_SPECULATION, MAX_PROMPTS
 from vllm_rollout.group.savings import Savings
 
 RoundKind = Literal["short", "long"]
@@ -33,6 +33,10 @@ QUEUE_ORDERS: tuple[QueueOrder, ...] = get_args(QueueOrder)
 
 MAX_HISTORY_ROUNDS = 64
 """Newest rounds that a run remembers, with their keys."""
+
+
+MAX_WAITING = 4 * MAX_PROMPTS
+"""Prompts that may wait in one run when a round begins."""
 
 
 class RoundError(ValueError):
@@ -178,8 +182,9 @@ class Run:
 
     @property
     def next_kind(self) -> RoundKind:
-        """Long when the queue can fill a round. Two entries of one prompt never run in the same one."""
-        return "long" if len({entry.prompt_id for entry in self.queue}) >= self.terms.prompts_per_round else "short"
+        """Long when the queue has as many entries as a round returns prompts. Two of one prompt never run in the same
+        round, so that it may return fewer."""
+        return "long" if len(self.queue) >= self.terms.prompts_per_round else "short"
 
     @property
     def num_fresh(self) -> int:
@@ -216,6 +221,7 @@ class Run:
                 conflict=True,
             )
         self._check_prompts([*fresh, *reserve])
+        self._check_room(len(reserve))
         numbered = [Entry(self.num_handed_in + i, prompt) for i, prompt in enumerate([*fresh, *reserve])]
         new, spare = tuple(numbered[: len(fresh)]), tuple(numbered[len(fresh) :])
         taken = {prompt.prompt_id for prompt in [*fresh, *reserve]}
@@ -314,6 +320,15 @@ class Run:
                 f"round {self.open.number} of this run is open under the key {self.open.key!r}, got {key!r}: a run has "
                 "one round at a time. Repeat that key for its answer, or DELETE the round to put its prompts back.",
                 conflict=True,
+            )
+
+    def _check_room(self, num_reserve: int) -> None:
+        most = MAX_WAITING - self.num_waiting
+        if num_reserve > most:
+            raise RoundError(
+                "reserve",
+                f"at most {MAX_WAITING} prompts may wait in a run, and {self.num_waiting} do, got {num_reserve}. Send "
+                f"at most {max(0, most)}: those that were not needed come first in the next short rounds.",
             )
 
     def _check_prompts(self, prompts: Sequence[FreshPrompt]) -> None:

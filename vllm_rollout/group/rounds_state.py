@@ -9,6 +9,7 @@ from vllm_rollout.config import MAX_GROUP_SIZE, MAX_PROMPTS, MAX_SPECULATION
 from vllm_rollout.group.checks import MAX_COUNT, fields_of, integer, listed, number, shown, text
 from vllm_rollout.group.rounds import (
     MAX_HISTORY_ROUNDS,
+    MAX_WAITING,
     QUEUE_ORDERS,
     ROUND_KINDS,
     Entry,
@@ -22,8 +23,8 @@ from vllm_rollout.group.savings import Savings
 
 FORMAT = 1
 MAX_ID_CHARS = 256
-MAX_WAITING = 16 * MAX_PROMPTS
-"""Prompts that may wait in one run."""
+MAX_ENTRIES = 2 * MAX_WAITING
+"""In one list of a run: what may wait, and what a round may add to it."""
 MAX_TOKENS = 10_000_000
 MAX_SECONDS = 1e9
 
@@ -113,7 +114,7 @@ def _entry_to_state(entry: Entry) -> list[Any]:
 
 
 def _entries(values: Any, where: str) -> list[Entry]:
-    return [_entry(value) for value in listed(values, where, MAX_WAITING)]
+    return [_entry(value) for value in listed(values, where, MAX_ENTRIES)]
 
 
 def _entry(values: Any) -> Entry:
@@ -147,7 +148,7 @@ def _record(values: Any) -> RoundRecord:
         integer(index, "number of a round"),
         text(key, "key of a round", MAX_ID_CHARS),
         _one_of(kind, ROUND_KINDS, "kind of a round"),
-        *(integer(count, "prompts of a round", 0, MAX_WAITING) for count in (returned, filtered, deferred)),
+        *(integer(count, "prompts of a round", 0, MAX_ENTRIES) for count in (returned, filtered, deferred)),
         integer(longest, "max_tokens of a round", 0, MAX_TOKENS),
         number(latency_s, "latency_s of a round", 0, MAX_SECONDS),
         *(integer(count, "tokens of a round") for count in tokens),
@@ -157,7 +158,7 @@ def _record(values: Any) -> RoundRecord:
 def _savings(values: Any) -> Savings:
     rounds, synchronous, blocks = listed(values, "savings of a run", length=3)
     found = {}
-    for block in listed(blocks, "blocks of savings", MAX_WAITING):
+    for block in listed(blocks, "blocks of savings", MAX_ENTRIES):
         index, num_back, longest = listed(block, "a block of savings", length=3)
         found[integer(index, "a block of savings")] = (
             integer(num_back, "a block of savings", 1, MAX_PROMPTS),

@@ -18,10 +18,10 @@ from vllm_rollout.group.checks import fields_of, integer, listed, shown, text
 from vllm_rollout.group.rounds import Run
 from vllm_rollout.group.rounds_state import run_from_state
 from vllm_rollout.server.runs.body import RoundPrompt, RunRequest
+from vllm_rollout.server.runs.store import MAX_RUNS
 
 FORMAT = 3
 MAX_HEADER_BYTES = 256
-MAX_RUNS = 4096
 MAX_CHARS = 4096
 RUN_FIELDS = ("id", "created", "model", "settings", "state", "digest", "prompts")
 

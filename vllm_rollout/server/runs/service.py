@@ -99,6 +99,8 @@ class RunService:
         """By rollout id."""
         self._unkept: dict[str, LiveRound] = {}
         """By run: its last round is over, and could not be written."""
+        self._forgetting: set[asyncio.Task[None]] = set()
+        """Held here because the event loop holds them weakly."""
 
     async def create(self, request: RunRequest) -> tuple[RunAnswer, bool]:
         """The run, and whether it is new. Raises: RequestError, 409 when one of that name has other terms."""
@@ -293,12 +295,11 @@ class RunService:
                         await live.groups.add(event)
                         yield event
         finally:
+            # Nothing is awaited here: whoever cancels this must not leave the round in the hands of nobody.
             del self._live[rollout.id]
-            with suppress(RequestError):  # the engine is dead, and says so elsewhere
-                await self._engine.forget_race(course.race_id)
             if not live.is_kept and live.run_id not in self._unkept:
-                with suppress(RequestError):  # who looks for the owner finds it gone when this process ends
-                    await self._stored(self._store.release, live.run_id)
+                self._thread.submit(self._store.release, live.run_id)
+            self._forget(course.race_id)
 
     async def _keep(self, live: LiveRound) -> RoundDoneEvent:
         """Write what came of a round. Raises: RequestError; then the round can be asked for again."""
@@ -344,6 +345,15 @@ class RunService:
             )
         await self._keep(live)
         return live.answer
+
+    def _forget(self, race_id: str) -> None:
+        async def forget() -> None:
+            with suppress(RequestError):  # the engine is dead, and says so elsewhere
+                await self._engine.forget_race(race_id)
+
+        task = asyncio.create_task(forget())
+        self._forgetting.add(task)
+        task.add_done_callback(self._forgetting.discard)
 
     def _answer_of(self, stored: StoredRun) -> RunAnswer:
         return run_answer(stored, is_live=self._store.is_live(stored), is_durable=self._store.is_durable)

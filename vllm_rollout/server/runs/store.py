@@ -22,6 +22,7 @@ from vllm_rollout.server.engine import RequestError
 from vllm_rollout.server.runs.owner import Owner
 
 FORMAT = 1
+MAX_RUNS = 4096
 NUM_ANSWERS = 2
 """Newest answers that are kept of a run: a client that asks for a new round has read the one before."""
 BUSY_TIMEOUT_S = 5.0
@@ -108,6 +109,11 @@ class RunStore:
         with self._transaction():
             found = self._find(id)
             if found is None:
+                if len(self.ids()) >= MAX_RUNS:
+                    raise RequestError(
+                        f"this server keeps {MAX_RUNS} runs, and has as many. DELETE one that is over.",
+                        status=HTTPStatus.CONFLICT,
+                    )
                 self._db.execute(
                     "INSERT INTO runs (id, created, model, settings, state) VALUES (?, ?, ?, ?, ?)",
                     (id, int(time.time()), model, json.dumps(settings), json.dumps(run_to_state(Run(terms)))),
