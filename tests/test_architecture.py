@@ -82,7 +82,7 @@ def test_server_imports_neither_torch_nor_vllm():
     assert offences(PACKAGE / "server", torch_or_vllm) == []
 
 
-@pytest.mark.parametrize("folder", ["client", "demo", "profiling", "simulator", "trace"])
+@pytest.mark.parametrize("folder", ["client", "demo", "emulation", "profiling", "simulator", "trace"])
 def test_what_works_from_outside_imports_neither_torch_nor_vllm(folder):
     assert offences(PACKAGE / folder, torch_or_vllm) == []
 
@@ -148,7 +148,8 @@ def test_a_cycle_is_shown_by_its_imports():
         ("adapter/core", {"adapter/api", "adapter/worker", "server"}),
         ("adapter/worker", {"adapter/api", "adapter/core", "server"}),
         ("adapter", {"adapter/api", "adapter/core", "adapter/worker"}),
-        ("server", {"client", "adapter", "adapter/api", "simulator", "profiling"}),
+        ("server", {"client", "adapter", "adapter/api", "emulation", "simulator", "profiling"}),
+        ("emulation", {"adapter", "adapter/api", "server", "client", "simulator"}),
     ],
 )
 def test_a_process_does_not_reach_into_another(importer, others):

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 import vllm_rollout
+from vllm_rollout.emulation.command import emulation_report
 from vllm_rollout.profiling import command as profile_command
 from vllm_rollout.simulator.command import simulate
 
@@ -48,6 +49,9 @@ def serve(context: typer.Context) -> None:
 
     Without MODEL it serves the embedded default, SmolLM2-135M-Instruct.
     """
+    from vllm_rollout.adapter.platform import choose_platform
+
+    choose_platform(context.args)
     from vllm_rollout.adapter.api.serve import main as serve_main
 
     serve_main(context.args)
@@ -78,6 +82,7 @@ def demo(
 
 profile_command.register(app)
 app.command()(simulate)
+app.command("emulation-report")(emulation_report)
 
 
 @models_app.command("list")

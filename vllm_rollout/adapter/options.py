@@ -13,15 +13,31 @@ KEY = "vllm_rollout"
 
 
 @dataclass(frozen=True, slots=True)
+class EmulationOptions:
+    """The flags --emulate*."""
+
+    file: str
+    speed: float
+    log: str | None
+    async_scheduling: bool
+    """The platform may have switched vLLM's own setting off."""
+    num_ranks: int
+    """Of all data-parallel ranks; an engine core of a dense model is told of itself only."""
+
+
+@dataclass(frozen=True, slots=True)
 class RolloutOptions:
     """What `vllm-rollout serve` was told beyond vLLM's flags."""
 
     train_budget_s: float = TRAIN_BUDGET_S
     feature_ring_bytes: int = FEATURE_RING_BYTES
+    emulation: EmulationOptions | None = None
 
     @classmethod
     def of(cls, vllm_config: VllmConfig) -> RolloutOptions:
-        return cls(**vllm_config.additional_config.get(KEY, {}))
+        fields = dict(vllm_config.additional_config.get(KEY, {}))
+        emulation = fields.pop("emulation", None)
+        return cls(**fields, emulation=emulation and EmulationOptions(**emulation))
 
     def into(self, additional_config: dict[str, Any]) -> dict[str, Any]:
         """`additional_config` with these settings; unchanged when they are the defaults, since vLLM's compile cache

@@ -34,8 +34,10 @@ from vllm_rollout.adapter.api.outputs import (
 )
 from vllm_rollout.adapter.api.prompts import digest_of_prompt
 from vllm_rollout.adapter.api.refusals import pruning_refusal
+from vllm_rollout.adapter.options import RolloutOptions
 from vllm_rollout.adapter.wire import TAG_KEY, CandidateTag, EndingNote
 from vllm_rollout.config import OUTPUT_INTERVAL_TOKENS
+from vllm_rollout.emulation.fate import LENGTHS_FIELD, forced_length
 from vllm_rollout.group.judge import Scoring
 from vllm_rollout.group.placement import Placement
 from vllm_rollout.group.plan import GroupJoin, GroupPlan, PlanError
@@ -90,6 +92,7 @@ class RolloutAsyncLLM(AsyncLLM):
             return super().generate(prompt, sampling_params, request_id, **kwargs)
         if TAG_KEY in extra_args:
             raise VLLMValidationError(f"extra_args.{TAG_KEY} is set by the server; send rollout_* fields instead.")
+        self._check_forced_length(extra_args)
         xargs = rollout_xargs(extra_args)
         if not xargs:
             return super().generate(prompt, sampling_params, request_id, **kwargs)
@@ -106,6 +109,14 @@ class RolloutAsyncLLM(AsyncLLM):
         if isinstance(plan, GroupJoin):
             return self._generate_joined(plan, prompt, params, request_id, **kwargs)
         return self._generate_choices(plan, prompt, params, request_id, **kwargs)
+
+    def _check_forced_length(self, extra_args: dict[str, Any]) -> None:
+        """Here, since a worker has nobody to tell. Raises: VLLMValidationError."""
+        if RolloutOptions.of(self.vllm_config).emulation is not None:
+            try:
+                forced_length(extra_args)
+            except ValueError as error:
+                raise VLLMValidationError(f"extra_args.{error}", parameter=f"extra_args.{LENGTHS_FIELD}") from error
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
         """Abort requests. A candidate ends with the scheduler's last output, so that tokens held there are not lost."""

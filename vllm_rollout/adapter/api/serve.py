@@ -21,6 +21,12 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 import vllm_rollout
 from vllm_rollout.adapter import PLUGIN
+from vllm_rollout.adapter.api.emulate import (
+    add_emulation_flags,
+    emulation_options,
+    refuse_with_emulation,
+    switch_emulation_on,
+)
 from vllm_rollout.adapter.compat import check_vllm_version, vllm_version
 from vllm_rollout.adapter.options import RolloutOptions
 from vllm_rollout.config import CPU_BLOCK_SIZE_TOKENS, FEATURE_RING_BYTES, TRAIN_BUDGET_S
@@ -82,11 +88,13 @@ def parse(arguments: list[str], program: str, usage: str) -> argparse.Namespace:
     serve_parser.usage = f"{program} {usage}"
     serve_parser.epilog = EPILOG + (serve_parser.epilog or "")
     add_flags(serve_parser)
+    add_emulation_flags(serve_parser)
     # vLLM's parser looks for the subcommand, its config file and its help topics in sys.argv.
     sys.argv = ["vllm", "serve", *arguments]
     args = parser.parse_args()
     configure_logging_from_args(args)
     refuse_unsupported(args, serve_parser)
+    refuse_with_emulation(args, serve_parser)
     switch_on(args, default_model=serve_parser.get_default("model"))
     return args
 
@@ -200,10 +208,14 @@ def switch_on(args: argparse.Namespace, default_model: str) -> None:
         if resolved != args.model_tag and args.served_model_name is None:
             args.served_model_name = [args.model_tag]
         args.model_tag = args.model = resolved
-    options = RolloutOptions(args.rollout_train_budget_ms / 1e3, int(args.rollout_feature_ring_mb * 2**20))
+    options = RolloutOptions(
+        args.rollout_train_budget_ms / 1e3, int(args.rollout_feature_ring_mb * 2**20), emulation_options(args)
+    )
     args.additional_config = options.into(args.additional_config)
     args.scheduler_cls = SCHEDULER_CLS
     args.worker_cls = WORKER_CLS
+    if args.emulate is not None:
+        switch_emulation_on(args)
     if args.block_size is None and current_platform.is_cpu():
         args.block_size = CPU_BLOCK_SIZE_TOKENS
 

@@ -1,0 +1,108 @@
+"""`vllm-rollout serve --emulate FILE`: flags, what cannot go with them, and what they set.
+
+Invariant: without --emulate nothing here has an effect. With it the server needs no GPU: the platform is vLLM's CPU
+platform (`adapter/platform.py`), whichever vLLM is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from vllm_rollout.adapter.options import EmulationOptions
+from vllm_rollout.emulation.settings import Settings
+
+EXECUTOR_CLS = "vllm_rollout.adapter.worker.emulated_executor.EmulatedExecutor"
+WORKER_CLS = "vllm_rollout.adapter.worker.emulated.EmulatedWorker"
+MIN_SPEED, MAX_SPEED = 1e-3, 1e3
+
+
+def add_emulation_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        title="Emulation",
+        description="A server without a model: made-up tokens, after the time that a step would take on a device. "
+        "docs/emulation.md.",
+    )
+    group.add_argument(
+        "--emulate",
+        metavar="FILE",
+        default=None,
+        help="What a step costs and what candidates become: JSON, or a profile made by `vllm-rollout profile`. Only "
+        "configuration and tokenizer of MODEL are read. Default: off.",
+    )
+    group.add_argument(
+        "--emulate-speed",
+        metavar="X",
+        type=_speed,
+        default=1.0,
+        help="0.25 stretches every step to four times its time, so that a slow host can play a fast device. Default: "
+        "%(default)s.",
+    )
+    group.add_argument(
+        "--emulate-log",
+        metavar="DIR",
+        default=None,
+        help="Write one row per step into this folder, a file for each engine core, for `vllm-rollout "
+        "emulation-report DIR`. Default: only a line in the server's log every ten seconds.",
+    )
+
+
+def _speed(text: str) -> float:
+    value = float(text)
+    if not MIN_SPEED <= value <= MAX_SPEED:
+        raise argparse.ArgumentTypeError(f"must be in [{MIN_SPEED:g}, {MAX_SPEED:g}], got {text!r}")
+    return value
+
+
+def refuse_with_emulation(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Exit with status 2 and a remedy where a device cannot be emulated."""
+    if args.emulate is None:
+        for flag, is_set in (
+            ("--emulate-log", args.emulate_log is not None),
+            ("--emulate-speed", args.emulate_speed != 1),
+        ):
+            if is_set:
+                parser.error(f"{flag} says how to emulate a device; name one with --emulate FILE.")
+        return
+    try:
+        Settings.read(args.emulate)
+        if args.emulate_log is not None:
+            Path(args.emulate_log).mkdir(parents=True, exist_ok=True)
+    except ValueError as error:
+        parser.error(f"--emulate: {error}")
+    except OSError as error:
+        parser.error(f"--emulate-log {args.emulate_log}: {error.strerror}. Name a folder that can be written.")
+    for flag, is_set, remedy in (
+        ("--enable-lora", args.enable_lora, "There are no adapters on an emulated device. Leave it out."),
+        ("--speculative-config", args.speculative_config is not None, "Leave it out."),
+        ("--enable-prompt-embeds", args.enable_prompt_embeds, "Send prompts as text or tokens."),
+        ("--tensor-parallel-size", args.tensor_parallel_size > 1, "One worker emulates all; say its cost in FILE."),
+        ("--pipeline-parallel-size", args.pipeline_parallel_size > 1, "One worker emulates all; say its cost in FILE."),
+        (
+            "--distributed-executor-backend",
+            args.distributed_executor_backend not in (None, "uni", EXECUTOR_CLS),
+            "The worker runs in the engine core. Leave it out.",
+        ),
+    ):
+        if is_set:
+            parser.error(f"{flag} does not go with --emulate. {remedy}")
+
+
+def emulation_options(args: argparse.Namespace) -> EmulationOptions | None:
+    """What the engine cores are told; None without --emulate."""
+    if args.emulate is None:
+        return None
+    return EmulationOptions(
+        file=str(Path(args.emulate).resolve()),
+        speed=args.emulate_speed,
+        log=None if args.emulate_log is None else str(Path(args.emulate_log).resolve()),
+        async_scheduling=args.async_scheduling is not False,
+        num_ranks=args.data_parallel_size,
+    )
+
+
+def switch_emulation_on(args: argparse.Namespace) -> None:
+    args.worker_cls = WORKER_CLS
+    args.distributed_executor_backend = EXECUTOR_CLS
+    args.async_scheduling = False  # as the platform would have it; the executor sets what was asked for
+    args.enforce_eager = True

@@ -1,0 +1,12 @@
+"""Which of vLLM's platforms a server runs on, where that is ours to say. Imported before vLLM, which chooses then."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+
+def choose_platform(arguments: Iterable[str]) -> None:
+    """An emulated device needs none: with --emulate it is the CPU platform, whatever is built in or plugged in."""
+    if any(argument.partition("=")[0] == "--emulate" for argument in arguments):
+        os.environ["VLLM_TARGET_DEVICE"] = "cpu"

@@ -1,0 +1,139 @@
+"""The worker of `--emulate`: no model, made-up tokens, at the times of an emulated device.
+
+Invariant: what reaches the scheduler has the form and the timing that a model runner's outputs have, in vLLM's
+asynchronous loop and in the synchronous one.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.logger import init_logger
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
+from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
+
+from vllm_rollout.adapter.options import RolloutOptions
+from vllm_rollout.adapter.worker.emulated_runner import HIDDEN_SIZE, EmulatedRunner, LaunchedStep
+from vllm_rollout.adapter.worker.head_calls import HeadCalls
+from vllm_rollout.emulation.device import Device, Span
+from vllm_rollout.emulation.fate import Fates
+from vllm_rollout.emulation.settings import DEFAULT_KV_TOKENS, Settings
+from vllm_rollout.emulation.step_log import Step, StepLog
+from vllm_rollout.tracker.feature_ring import FeatureRing
+from vllm_rollout.tracker.quality_heads import QualityHeads
+
+logger = init_logger("vllm.vllm_rollout")
+
+
+class EmulatedOutput(AsyncModelRunnerOutput):
+    """A step's output, to be read when the device is done with it. Overrides: get_output."""
+
+    def __init__(self, step: LaunchedStep, span: Span, log: StepLog) -> None:
+        self._step, self._span, self._log = step, span, log
+
+    def get_output(self) -> ModelRunnerOutput:
+        while (left := self._span.end - time.perf_counter()) > 0:
+            time.sleep(left)
+        step, span = self._step, self._span
+        self._log.add(Step(*span, time.perf_counter(), time.thread_time(), step.goes_on, step.num_sampled, *step.work))
+        return step.output
+
+
+class EmulatedWorker(HeadCalls, WorkerBase):
+    """Overrides: what an engine core with one worker calls. Adds the methods of `HeadCalls`, with real heads on made-up
+    hidden states.
+    """
+
+    def init_device(self) -> None:
+        options = RolloutOptions.of(self.vllm_config)
+        emulation = options.emulation
+        assert emulation is not None, "an emulated device has its settings"
+        self.device = torch.device("cpu")
+        self.emulation = Settings.read(emulation.file)
+        parallel = self.vllm_config.parallel_config
+        fates = Fates(self.emulation, parallel.data_parallel_index, emulation.num_ranks)
+        ring = FeatureRing(HIDDEN_SIZE, torch.float32, options.feature_ring_bytes)
+        self.emulated_device = Device(self.emulation, emulation.speed)
+        self.emulated_runner = EmulatedRunner(fates, self.vocab_size, ring)
+        self.quality_heads = QualityHeads(
+            self.emulated_runner,
+            ring,
+            hidden_size=HIDDEN_SIZE,
+            model=self.model_config.served_model_name or self.model_config.model,
+            device=self.device,
+        )
+        self.step_log = StepLog(
+            None if emulation.log is None else Path(emulation.log),
+            rank=parallel.data_parallel_index,
+            speed=emulation.speed,
+            say=logger.info,
+        )
+        self._launched: LaunchedStep | None = None
+
+    def load_model(self, **_: Any) -> None:
+        """There is none."""
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        return ("generate",)
+
+    def get_kv_cache_spec(self) -> dict[str, FullAttentionSpec]:
+        spec = FullAttentionSpec(
+            block_size=self.cache_config.block_size,
+            num_kv_heads=self.model_config.get_num_kv_heads(self.parallel_config),
+            head_size=self.model_config.get_head_size(),
+            dtype=self.model_config.dtype,
+        )
+        return {"emulated": spec}
+
+    def determine_available_memory(self) -> int:
+        spec = self.get_kv_cache_spec()["emulated"]
+        return (self.emulation.kv_tokens or DEFAULT_KV_TOKENS) // spec.block_size * spec.page_size_bytes
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        """The KV cache has no memory."""
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        return CompilationTimes(0.0, 0.0)
+
+    def update_max_model_len(self, max_model_len: int) -> None:
+        self.model_config.max_model_len = max_model_len
+
+    def execute_dummy_batch(self) -> None:
+        """A rank without requests beside ranks with some, where experts are shared: it does nothing, at no time."""
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
+        self._launched = self.emulated_runner.step(scheduler_output)
+        return EMPTY_MODEL_RUNNER_OUTPUT if self._launched is None else None
+
+    def sample_tokens(self, grammar_output: Any) -> EmulatedOutput | None:
+        step, self._launched = self._launched, None
+        if step is None:
+            return None
+        return EmulatedOutput(step, self.emulated_device.launch(time.perf_counter(), step.work), self.step_log)
+
+    def shutdown(self) -> None:
+        self.step_log.close()
+
+    def sleep(self, level: int = 1) -> None:
+        """There are no weights to lay aside, nor to load, update or reset."""
+
+    def wake_up(self, tags: list[str] | None = None) -> None: ...
+
+    def profile(self, is_start: bool = True, profile_prefix: str | None = None) -> None: ...
+
+    def reset_encoder_cache(self) -> None: ...
+
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
+
+    def start_weight_update(self) -> None: ...
+
+    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None: ...
+
+    def finish_weight_update(self) -> None: ...

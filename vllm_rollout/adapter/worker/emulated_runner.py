@@ -1,0 +1,189 @@
+"""Requests on an emulated device: what each row of a step says, and what it shows of candidates.
+
+Invariant: what a row says follows from the request and its position, so a request that was preempted and is computed
+again says the same. A step's tokens are known when it is launched; they can be read when its time is up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+
+from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, CandidateTag, RunnerReport
+from vllm_rollout.emulation.device import Work
+from vllm_rollout.emulation.fate import ENDLESS, Fate, Fates
+from vllm_rollout.emulation.tokens import Vocabulary
+from vllm_rollout.tracker.feature_ring import FeatureRing
+from vllm_rollout.tracker.ops import quality_head
+from vllm_rollout.tracker.tracker import DUE_COLUMNS, PublishedHead
+
+HIDDEN_SIZE = 16
+"""Numbers of a made-up hidden state: the score, and noise."""
+CONFIDENCE_NATS = 12.0
+"""Trace confidence of a candidate whose score is 0."""
+CONFIDENCE_DEVIATION_NATS = 1.0
+NO_NUMBER = math.nan
+
+
+class EmulatedRequest:
+    """A request on the device."""
+
+    __slots__ = (
+        "confidence",
+        "detection_length",
+        "fate",
+        "last_token",
+        "length",
+        "num_prompt",
+        "observed",
+        "teaches",
+        "vocabulary",
+    )
+
+    def __init__(self, new: NewRequestData, params: SamplingParams, fates: Fates, vocabulary: Vocabulary) -> None:
+        assert new.prompt_token_ids is not None, "requests without prompt tokens are refused"
+        extra_args = params.extra_args or {}
+        tag = CandidateTag.of(extra_args)
+        key = new.req_id if params.seed is None else params.seed
+        self.fate: Fate = fates.of(new.prompt_token_ids, key, None if tag is None else tag.index, extra_args)
+        self.vocabulary = vocabulary
+        self.num_prompt = len(new.prompt_token_ids)
+        stops = [] if params.eos_token_id is None else [params.eos_token_id]
+        stops += params.stop_token_ids or []
+        self.last_token = stops[0] if stops else 0
+        self.length = self.fate.length if stops else ENDLESS
+        self.observed = tag is not None and (tag.observed or tag.scoring is not None)
+        self.confidence = CONFIDENCE_NATS + self.fate.score if self.observed else NO_NUMBER
+        scoring = None if tag is None else tag.scoring
+        self.detection_length = 0 if scoring is None else scoring.plan.detection_length
+        self.teaches = scoring is not None and scoring.teaches
+
+    def token(self, number: int) -> int:
+        """Output token `number`, counted from 1."""
+        if number < self.length - 1:
+            return self.vocabulary.said(self.fate.salt, number)
+        if number >= self.length:
+            return self.last_token
+        return self.vocabulary.verdict(self.fate.salt, self.fate.succeeds)
+
+    def hidden_state(self) -> np.ndarray:
+        """float32 [HIDDEN_SIZE]."""
+        noise = np.random.default_rng(self.fate.salt).standard_normal(HIDDEN_SIZE, dtype=np.float32)
+        noise[0] = self.fate.score
+        return noise
+
+
+class LaunchedStep(NamedTuple):
+    """A step on its way."""
+
+    output: ModelRunnerOutput
+    work: Work
+    num_sampled: int
+    goes_on: bool
+    """Some of its requests were in an earlier step: the device had something to do before."""
+
+
+class EmulatedRunner:
+    """The requests of one engine. Keeps what vLLM's model runners keep, without a batch."""
+
+    def __init__(self, fates: Fates, vocab_size: int, ring: FeatureRing) -> None:
+        self.heads: dict[int, PublishedHead] = {}
+        """By detection length; quality heads publish here."""
+        self._fates = fates
+        self._vocab_size = vocab_size
+        self._ring = ring
+        self._requests: dict[str, EmulatedRequest] = {}
+        self._vocabularies: dict[frozenset[int], Vocabulary] = {}
+        self._logprobs: dict[str, int] = {}
+        """Alternatives that are asked for, by request."""
+
+    def step(self, scheduled: SchedulerOutput) -> LaunchedStep | None:
+        """What a step says; None when nothing is scheduled."""
+        for request_id in scheduled.finished_req_ids:
+            self._requests.pop(request_id, None)
+            self._logprobs.pop(request_id, None)
+        if not scheduled.total_num_scheduled_tokens:
+            return None
+        cached = scheduled.scheduled_cached_reqs
+        positions = list(zip(cached.req_ids, cached.num_computed_tokens, cached.num_output_tokens, strict=True))
+        for new in scheduled.scheduled_new_reqs:
+            request = self._requests.get(new.req_id) or self._admit(new)
+            # Model runner V2 gets a preempted request as a new one, with its output behind the prompt.
+            num_output = 0 if new.prefill_token_ids is None else len(new.prefill_token_ids) - request.num_prompt
+            positions.append((new.req_id, new.num_computed_tokens, num_output))
+        num_scheduled, requests = scheduled.num_scheduled_tokens, self._requests
+        ids: list[str] = []
+        tokens: list[list[int]] = []
+        confidences: list[float] = []
+        due: list[str] = []
+        context_tokens = num_sampled = 0
+        for request_id, num_computed, num_output in positions:
+            request = requests[request_id]
+            end = num_computed + num_scheduled[request_id]
+            context_tokens += end
+            ids.append(request_id)
+            number = end - request.num_prompt + 1
+            if number <= num_output:  # a prefill that is not over
+                tokens.append([])
+                confidences.append(NO_NUMBER)
+                continue
+            num_sampled += 1
+            tokens.append([request.token(number)])
+            confidences.append(request.confidence)
+            if number == request.detection_length:
+                due.append(request_id)
+        output = ModelRunnerOutput(ids, {request_id: row for row, request_id in enumerate(ids)}, tokens)
+        if self._logprobs:
+            output.logprobs = made_up_logprobs(tokens, 1 + max(self._logprobs.values()), self._vocab_size)
+        means = np.array(confidences, dtype=np.float32)
+        if not np.isnan(means).all():
+            setattr(output, REPORT_ATTRIBUTE, self._report(means, due))
+        work = Work(len(ids), context_tokens, scheduled.total_num_scheduled_tokens - len(ids))
+        return LaunchedStep(output, work, num_sampled, bool(cached.req_ids))
+
+    def _admit(self, new: NewRequestData) -> EmulatedRequest:
+        params = new.sampling_params
+        assert params is not None, "an emulated device generates"
+        stops = frozenset(params.all_stop_token_ids) | {params.eos_token_id}
+        if (vocabulary := self._vocabularies.get(stops)) is None:
+            vocabulary = self._vocabularies[stops] = Vocabulary(self._vocab_size, stops)
+        request = self._requests[new.req_id] = EmulatedRequest(new, params, self._fates, vocabulary)
+        if params.logprobs is not None:
+            self._logprobs[new.req_id] = max(0, params.logprobs)
+        return request
+
+    def _report(self, means: np.ndarray, due: Sequence[str]) -> RunnerReport:
+        confidence = np.stack([means, np.where(np.isnan(means), means, CONFIDENCE_DEVIATION_NATS)])
+        if not due:
+            return RunnerReport(confidence)
+        values = np.empty((len(due), DUE_COLUMNS), dtype=np.float32)
+        versions = []
+        states = torch.from_numpy(np.stack([self._requests[request_id].hidden_state() for request_id in due]))
+        for row, request_id in enumerate(due):
+            request = self._requests[request_id]
+            head = self.heads.get(request.detection_length)
+            logit = NO_NUMBER
+            if head is not None:
+                logit = quality_head(states, torch.tensor([row]), *head.weights).item()
+            values[row] = logit, request.confidence, request.confidence, request.confidence
+            versions.append(0 if head is None else head.version)
+        teaching = [row for row, request_id in enumerate(due) if self._requests[request_id].teaches]
+        if teaching:
+            self._ring.put([due[row] for row in teaching], states[teaching])
+        return RunnerReport(confidence, due, values, versions)
+
+
+def made_up_logprobs(tokens: Sequence[Sequence[int]], width: int, vocab_size: int) -> LogprobsLists:
+    """For each row its token and `width - 1` others, less likely one after the other."""
+    first = np.array([row[0] if row else 0 for row in tokens], dtype=np.int32)
+    step = np.arange(width, dtype=np.int32)
+    of_token = -0.1 - (first % 89) / 100
+    values = of_token[:, None] - step * 0.5
+    return LogprobsLists((first[:, None] + step) % vocab_size, values.astype(np.float32), np.ones_like(first))

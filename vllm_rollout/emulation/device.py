@@ -1,0 +1,68 @@
+"""The device's clock and the price of a step.
+
+Invariant: a step begins when it is launched or when the one before it is over, whichever is later. So a late host shows
+as idle time of the device, and lateness does not add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from vllm_rollout.emulation.settings import Settings, Step
+from vllm_rollout.profiling.profile_file import Profile
+
+
+class Work(NamedTuple):
+    """What a step computes."""
+
+    num_requests: int
+    context_tokens: int
+    """Of all requests together, this step's tokens among them."""
+    prefilled_tokens: int
+    """Beyond one token per request."""
+
+
+class Span(NamedTuple):
+    """A step on the device, in seconds of the host's clock."""
+
+    launched: float
+    start: float
+    end: float
+
+
+class Device:
+    """Carries out one step after the other."""
+
+    def __init__(self, settings: Settings, speed: float = 1.0) -> None:
+        self._seconds = step_seconds(settings)
+        self._speed = speed
+        self._free_at = 0.0
+
+    def launch(self, now: float, work: Work) -> Span:
+        start = max(now, self._free_at)
+        self._free_at = start + self._seconds(work) / self._speed
+        return Span(now, start, self._free_at)
+
+
+def step_seconds(settings: Settings) -> Callable[[Work], float]:
+    """Seconds of a step at speed 1. Raises: ValueError for a profile that cannot be read."""
+    if settings.profile is None:
+        return linear(settings.step or Step())
+    cost = Profile.read(settings.profile).cost(settings.tensor_parallel_size)
+
+    def profiled(work: Work) -> float:
+        prefill_s = work.prefilled_tokens * cost.prefill_s_per_token
+        prefill_s += cost.step_prefill_s if work.prefilled_tokens else 0.0
+        return cost.ptl(work.num_requests, work.context_tokens / work.num_requests) + prefill_s
+
+    return profiled
+
+
+def linear(step: Step) -> Callable[[Work], float]:
+    def seconds(work: Work) -> float:
+        ms = step.ms + step.ms_per_request * work.num_requests
+        ms += step.ms_per_context_token * work.context_tokens + step.ms_per_prefilled_token * work.prefilled_tokens
+        return ms / 1e3
+
+    return seconds

@@ -1,0 +1,154 @@
+"""What `--emulate FILE` holds. Invariant: a file that can be read can be served; every complaint names file and field.
+
+The file is a profile, as `vllm-rollout profile` writes it, or a JSON object with the fields of `Settings`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from vllm_rollout.config import MAX_TRACED_TOKENS
+from vllm_rollout.profiling.profile_file import Profile
+from vllm_rollout.trace.file import read_trace
+
+DEFAULT_KV_TOKENS = 1_000_000
+MAX_KV_TOKENS = 2**40
+MAX_STEP_MS = 1e7
+MAX_PROBLEMS = 3
+"""Named in the error for a broken file."""
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Step(_Model):
+    """Milliseconds of a step: a constant, and shares of what is in it."""
+
+    ms: float = Field(8.0, gt=0, le=MAX_STEP_MS)
+    ms_per_request: float = Field(0.02, ge=0, le=MAX_STEP_MS)
+    ms_per_context_token: float = Field(0.0, ge=0, le=MAX_STEP_MS)
+    """Tokens of context of all requests in the step together."""
+    ms_per_prefilled_token: float = Field(0.0, ge=0, le=MAX_STEP_MS)
+    """What the step computes beyond one token per request."""
+
+
+class LogNormal(_Model):
+    """Output tokens, the end-of-sequence token among them."""
+
+    mean: float = Field(400.0, ge=1, le=MAX_TRACED_TOKENS)
+    """Before the cap."""
+    sigma: float = Field(1.0, ge=0, le=5)
+    """Of the logarithm, among the candidates of one prompt."""
+    prompt_sigma: float = Field(0.0, ge=0, le=5)
+    """Of the logarithm, among prompts."""
+    cap: int | None = Field(None, ge=1, le=MAX_TRACED_TOKENS)
+    """Longer ones end here, by themselves. Without it `max_tokens` cuts them."""
+
+
+class Lengths(_Model):
+    log_normal: LogNormal | None = None
+    trace: str | None = None
+    """What `--rollout-record` wrote; a path relative to the file that names it."""
+
+    @model_validator(mode="after")
+    def _one(self) -> Lengths:
+        if (self.log_normal is None) == (self.trace is None):
+            raise ValueError("give one of log_normal and trace")
+        return self
+
+
+class Success(_Model):
+    """How many candidates succeed."""
+
+    rate: float = Field(0.5, ge=0, le=1)
+    """Of candidates whose length is the reference length."""
+    prompt_sigma: float = Field(0.0, ge=0, le=5)
+    """How much prompts differ, in log-odds."""
+    log_odds_per_doubling: float = Field(0.0, ge=-10, le=10)
+    """What twice the length adds to the log-odds of success."""
+    reference_length: float = Field(400.0, ge=1, le=MAX_TRACED_TOKENS)
+
+
+class Score(_Model):
+    """What early states tell of success."""
+
+    auc: float = Field(0.75, gt=0, lt=1)
+    """That a candidate that succeeds is scored above one that does not."""
+
+
+class Settings(_Model):
+    """An emulated device and what it says."""
+
+    step: Step | None = None
+    profile: str | None = None
+    """Step times from here instead; a path relative to the file that names it."""
+    tensor_parallel_size: int = Field(1, ge=1)
+    """Which of the profile's."""
+    kv_tokens: int | None = Field(None, ge=1, le=MAX_KV_TOKENS)
+    """Default: the profiled capacity, else `DEFAULT_KV_TOKENS`."""
+    lengths: Lengths = Lengths(log_normal=LogNormal())
+    success: Success = Success()
+    score: Score = Score()
+    seed: int = Field(0, ge=0, lt=2**63)
+
+    @model_validator(mode="after")
+    def _one_cost(self) -> Settings:
+        if self.step is not None and self.profile is not None:
+            raise ValueError("give one of step and profile")
+        return self
+
+    @classmethod
+    def read(cls, path: Path | str) -> Settings:
+        """From a file; the paths in it become absolute, and what they name is read once.
+
+        Raises: ValueError that names the file, the field, the value and what is allowed.
+        """
+        path = Path(path).resolve()
+        try:
+            fields = json.loads(path.read_text())
+        except (OSError, UnicodeDecodeError, RecursionError) as error:
+            raise ValueError(f"cannot read {path}: {error}. docs/emulation.md has an example to begin with.") from error
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}:{error.lineno}: not JSON ({error.msg} at column {error.colno})") from error
+        if not isinstance(fields, dict):
+            raise ValueError(f"{path} must hold a JSON object, got {fields!r:.60}")
+        if "format" in fields and "fits" in fields:
+            fields = {"profile": str(path)}
+        try:
+            settings = cls.model_validate(fields)
+        except ValidationError as error:
+            problems = "; ".join(_problem(problem) for problem in error.errors(include_url=False)[:MAX_PROBLEMS])
+            raise ValueError(f"{path}: {problems}. docs/emulation.md lists the fields.") from error
+        return settings._read_named_files(path)
+
+    def _read_named_files(self, path: Path) -> Settings:
+        changed: dict[str, Any] = {}
+        try:
+            if self.profile is not None:
+                changed["profile"] = str(path.parent / self.profile)
+                profile = Profile.read(changed["profile"])
+                profile.cost(self.tensor_parallel_size)
+                if self.kv_tokens is None:
+                    engine = profile.engine(self.tensor_parallel_size)
+                    assert engine is not None, "a profile has an engine for every cost"
+                    changed["kv_tokens"] = engine.kv_capacity_tokens
+            if self.lengths.trace is not None:
+                changed["lengths"] = Lengths(trace=str(path.parent / self.lengths.trace))
+                read_trace(path.parent / self.lengths.trace)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+        return self.model_copy(update=changed)
+
+
+def _problem(problem: Any) -> str:
+    where = ".".join(map(str, problem["loc"]))
+    if problem["type"] == "extra_forbidden":
+        return f"{where}: is not a field"
+    message = problem["msg"].removeprefix("Value error, ")
+    said = f"{where}: {message[:1].lower()}{message[1:]}" if where else message
+    return said if problem["type"] == "value_error" else f"{said}, got {problem['input']!r:.60}"

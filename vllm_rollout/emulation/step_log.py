@@ -1,0 +1,175 @@
+"""The steps of an emulated device, one JSON row each, and every ten seconds a line about them.
+
+Invariant: a row is in the file when the step's output has been read, whatever happens to the process afterwards.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+LINE_INTERVAL_S = 10.0
+PATTERN = "steps-*.jsonl"
+
+
+class Step(NamedTuple):
+    """One step; times in seconds of one clock."""
+
+    launched: float
+    """By the engine core."""
+    start: float
+    end: float
+    """On the device: from start to end."""
+    read: float
+    """Its output, by the engine core."""
+    thread_cpu: float
+    """CPU seconds of the engine core's thread so far, as of `read`."""
+    goes_on: bool
+    """Some of its requests were in an earlier step, so that the device had nothing to do before only because the host
+    was late."""
+    num_sampled: int
+    num_requests: int
+    context_tokens: int
+    prefilled_tokens: int
+
+
+@dataclass(slots=True)
+class Summary:
+    """Steps of one engine core."""
+
+    num_steps: int = 0
+    busy_s: float = 0.0
+    """The device computes."""
+    idle_s: float = 0.0
+    """It waits for the host although there is work."""
+    host_s: float = 0.0
+    """CPU of the engine core's thread between steps that follow each other."""
+    num_following: int = 0
+    """Steps that follow another."""
+    num_sampled: int = 0
+    num_rows: int = 0
+    prefilled_tokens: int = 0
+    peak_requests: int = 0
+    wall_s: float = 0.0
+    """busy_s and idle_s together: without the time in which there was nothing to do."""
+
+    @classmethod
+    def of(cls, steps: Iterable[Step]) -> Summary:
+        summary, before = cls(), None
+        for step in steps:
+            summary.add(step, before)
+            before = step
+        return summary
+
+    def add(self, step: Step, before: Step | None) -> None:
+        self.num_steps += 1
+        self.busy_s += step.end - step.start
+        self.num_sampled += step.num_sampled
+        self.num_rows += step.num_requests
+        self.prefilled_tokens += step.prefilled_tokens
+        self.peak_requests = max(self.peak_requests, step.num_requests)
+        if before is not None and step.goes_on:
+            self.idle_s += max(0.0, step.start - before.end)
+            self.host_s += step.thread_cpu - before.thread_cpu
+            self.num_following += 1
+        self.wall_s = self.busy_s + self.idle_s
+
+    @property
+    def host_ms(self) -> float:
+        """Of a step."""
+        return 1e3 * self.host_s / max(1, self.num_following)
+
+    @property
+    def device_ms(self) -> float:
+        """Of a step."""
+        return 1e3 * self.busy_s / max(1, self.num_steps)
+
+    @property
+    def busy(self) -> float:
+        """Part of the time in which there was work."""
+        return self.busy_s / self.wall_s if self.wall_s else 1.0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_steps} steps of {self.device_ms:.1f} ms, busy for {self.busy:.1%} of the time in which there "
+            f"was work; the engine core's thread needed {self.host_ms:.1f} ms of CPU for each"
+        )
+
+
+class StepLog:
+    """Writes steps into `folder`, if there is one, and says every ten seconds how they went."""
+
+    def __init__(self, folder: Path | None, *, rank: int, speed: float, say: Callable[[str], None]) -> None:
+        """Raises: OSError."""
+        self._rank = rank
+        self._say = say
+        self._file: int | None = None
+        self._summary, self._before, self._since = Summary(), None, None
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+            self._file = os.open(folder / f"steps-{rank}.jsonl", flags, 0o644)
+            self._write({"rank": rank, "speed": speed, "pid": os.getpid(), "fields": Step._fields})
+
+    def add(self, step: Step) -> None:
+        if self._file is not None:
+            self._write(step)
+        self._summary.add(step, self._before)
+        self._before = step
+        if self._since is None:
+            self._since = step.read
+        elif step.read - self._since >= LINE_INTERVAL_S:
+            self._say(f"emulated device {self._rank}: {self._summary}")
+            self._summary, self._since = Summary(), None
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _write(self, row: object) -> None:
+        assert self._file is not None
+        # Without a buffer: a killed server has left what it did.
+        os.write(self._file, (json.dumps(row) + "\n").encode())
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedSteps:
+    """The log of one engine core."""
+
+    rank: int
+    speed: float
+    steps: list[Step]
+
+
+def read_steps(folder: Path) -> list[LoggedSteps]:
+    """Every log of a folder, by rank. A last row that was cut off is left out.
+
+    Raises: ValueError that names the file and line, or the folder when it has no log.
+    """
+    logs = sorted((_read(path) for path in folder.glob(PATTERN)), key=lambda log: log.rank)
+    if not logs:
+        raise ValueError(
+            f"{folder} has no {PATTERN}. `vllm-rollout serve --emulate FILE --emulate-log {folder}` writes them."
+        )
+    return logs
+
+
+def _read(path: Path) -> LoggedSteps:
+    lines = path.read_text().split("\n")[:-1]  # what follows the last line end was cut off
+    number = 1
+    try:
+        head, *rows = lines
+        described = json.loads(head)
+        rank, speed = int(described["rank"]), float(described["speed"])
+        steps = []
+        for row in rows:
+            number += 1
+            steps.append(Step(*json.loads(row)))
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path}:{number}: not a step log ({type(error).__name__}: {error})") from error
+    return LoggedSteps(rank, speed, steps)

@@ -1,0 +1,42 @@
+"""Made-up tokens.
+
+Invariant: a token follows from the candidate and its position, so that a candidate that was preempted says the same
+again; none of them ends a sequence but the one that shall.
+
+The token before the last one tells whether the candidate has succeeded: it is even when it has (`succeeded`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+PERIOD = 4096
+"""Different tokens at most."""
+
+
+def succeeded(token_ids: Sequence[int]) -> bool:
+    """Whether a candidate that ended by itself has succeeded, by its output tokens."""
+    return len(token_ids) > 1 and token_ids[-2] % 2 == 0
+
+
+class Vocabulary:
+    """Tokens that may be said; `stops` may not."""
+
+    def __init__(self, size: int, stops: Collection[int]) -> None:
+        """Raises: ValueError when nothing is left of one parity."""
+        tokens = [token for token in range(size - 1, -1, -1) if token not in stops][:PERIOD]
+        self.even = [token for token in tokens if token % 2 == 0]
+        self.odd = [token for token in tokens if token % 2]
+        if not self.even or not self.odd:
+            raise ValueError(f"an emulated device needs 2 tokens that end nothing, the model has {len(tokens)} of them")
+        self.tokens = tokens
+        self.size = len(tokens)
+
+    def said(self, salt: int, number: int) -> int:
+        """Output token `number`, counted from 1."""
+        return self.tokens[(salt + 7919 * number) % self.size]
+
+    def verdict(self, salt: int, succeeds: bool) -> int:
+        """The token before the last one."""
+        tokens = self.even if succeeds else self.odd
+        return tokens[salt % len(tokens)]
