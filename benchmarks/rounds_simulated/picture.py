@@ -30,6 +30,7 @@ def _draw_longest(axes: Any, rounds: Mapping[str, Any]) -> None:
     axes.legend(frameon=False, ncols=3, loc="upper right", bbox_to_anchor=(1, 1.0))
     axes.set_ylim(0, 1.15 * max(max(its["longest"]) for its in rounds.values()))
     axes.set_xlabel("round")
+    axes.xaxis.get_major_locator().set_params(integer=True)
 
 
 def _draw_factors(axes: Any, sweep: Mapping[str, Any]) -> None:
@@ -72,6 +73,7 @@ def _draw_means(axes: Any, rounds: Mapping[str, Any]) -> None:
             axes.plot(own, [its["mean_over_run"][n] for n in own], "o", color=color, ms=6, label=f"{kind} round")
     axes.axhline(1, color=GREY, lw=1, ls=(0, (3, 3)))
     axes.set_ylim(0, 1.3 * max(max(its["mean_over_run"]) for its in rounds.values()))
-    axes.legend(frameon=False, ncols=3, loc="upper right")
+    axes.legend(frameon=False, ncols=3, loc="upper right", fontsize=8.5, handletextpad=0.2, columnspacing=1)
     axes.set_title("mean length of a round's answers, × the run's", size=10.5, loc="left")
     axes.set_xlabel("round")
+    axes.xaxis.get_major_locator().set_params(integer=True)

@@ -75,6 +75,7 @@ def rows_of(sweeps: Sequence[RoundSweep]) -> list[dict[str, Any]]:
                 "queue_order": outcome.setting.terms.queue_order,
                 "speed_up": fmean(speed_ups),
                 "speed_up_range": [min(speed_ups), max(speed_ups)],
+                "speed_up_of_run": fmean(s.speed_up_of_run(its) for s, its in zip(sweeps, outcomes, strict=True)),
                 **{field: _mean(value(its) for its in outcomes) for field, value in VALUES.items()},
                 "length_bias": fmean(s.length_bias(its) for s, its in zip(sweeps, outcomes, strict=True)),
                 "num_preemptions": sum(its.num_preemptions for its in outcomes),
@@ -117,9 +118,10 @@ def _mean_fairness(outcomes: Sequence[RunOutcome]) -> dict[str, Any]:
 
 
 def rounds_drawn(sweep: RoundSweep) -> dict[str, Any]:
-    """Consecutive rounds of the first and the last setting, for the picture."""
+    """Consecutive rounds without speculation and with both, for the picture."""
     drawn = {}
-    for outcome in (sweep.baseline, sweep.outcomes[-1]):
+    both = next(outcome for outcome in sweep.outcomes if outcome.setting == BOTH)
+    for outcome in (sweep.baseline, both):
         mean = outcome.returned_tokens / sum(len(prompt.lengths) for prompt in outcome.returned)
         first = outcome.rounds[:NUM_DRAWN_ROUNDS]
         drawn[outcome.setting.name] = {

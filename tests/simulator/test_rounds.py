@@ -96,6 +96,16 @@ def test_a_run_returns_every_prompt_once_per_epoch_and_loses_no_token(num_ranks)
         assert outcome.rounds == again.rounds
 
 
+def test_deferring_shortens_answers_only_where_a_prompt_is_not_always_as_long():
+    """A prompt whose answers became long by chance is drawn again; one that is always long comes back as long."""
+    for sigma, is_shorter in ((0.0, False), (0.8, True)):
+        its = conditions(GeneratedDataSet(LengthDistribution(prompts=160, prompt_sigma=0.8, sigma=sigma)), epochs=2)
+        sweep = sweep_rounds(its, with_baselines([parse_rounds("prompts_per_round=16,response_speculation=1", 4)]))
+        bias = sweep.length_bias(sweep.outcomes[-1])
+        assert (bias < -0.02) is is_shorter
+        assert is_shorter or bias == 0
+
+
 @pytest.mark.parametrize(
     "groups",
     [

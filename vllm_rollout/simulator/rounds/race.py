@@ -89,16 +89,25 @@ class RoundRace:
         return sum(rank.num_preemptions for rank in self._ranks)
 
     def _hear(self, seconds: float, rank: int, told: Closed) -> None:
-        was_cut = self.progress.is_cut
         self._window.release(told.num_ended)
-        for race in told.over:
-            self._placement.leave(rank, race.plan.num_candidates)
-            self._group_over(race)
-        if self.progress.is_cut and not was_cut and len(self._ranks) > 1 and self.progress.opened.kind == "short":
-            for other in range(len(self._ranks)):
-                self._ranks[other].cut(self.progress.opened.key, seconds + self._message_s)
-                self._note(other)
+        if told.over:
+            was_cut = self.progress.is_cut
+            for race in told.over:
+                self._placement.leave(rank, race.plan.num_candidates)
+                self._group_over(race)
+            if self.progress.is_cut and not was_cut:
+                self._cut(seconds)
+        elif self._turn is None:  # nothing has changed for groups that have not started
+            return
         self._start(seconds)
+
+    def _cut(self, seconds: float) -> None:
+        """Ranks do not see each other's groups."""
+        if len(self._ranks) == 1 or self.progress.opened.kind == "long":
+            return
+        for rank, its in enumerate(self._ranks):
+            its.cut(self.progress.opened.key, seconds + self._message_s)
+            self._note(rank)
 
     def _group_over(self, race: Race) -> None:
         position = self._position_of[race]

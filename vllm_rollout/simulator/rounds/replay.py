@@ -101,8 +101,9 @@ class _RunReplay:
         return Race(prompt.id, plan, pool, prompt.prompt_tokens, scoring)
 
     def _learn(self, key: str, races: Sequence[Race], race: RoundRace) -> None:
-        for position, result in race.results.items():
-            self._planner.history.observe(races[position].prompt_id, observed_lengths(result.endings))
+        if self._setting.asks_history:
+            for position, result in race.results.items():
+                self._planner.history.observe(races[position].prompt_id, observed_lengths(result.endings))
         if self._setting.group.pruning is None:
             return
         for rank, judge in enumerate(self._judges):

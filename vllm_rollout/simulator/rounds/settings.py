@@ -44,6 +44,11 @@ class RoundSetting:
         return self.terms.num_prompts == self.terms.prompts_per_round
 
     @property
+    def asks_history(self) -> bool:
+        """What it does depends on lengths of earlier rounds."""
+        return self.group.redundancy == "auto" or self.terms.queue_order != "first_in"
+
+    @property
     def name(self) -> str:
         return self.label or " ".join(self._words())
 
