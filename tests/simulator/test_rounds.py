@@ -200,6 +200,22 @@ def test_the_command_runs_rounds(tmp_path):
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_recorded_trace_is_a_data_set(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    rows = [{"prompt_id": f"q{n}", "lengths": [3 + n, 4, 9], "ends": ["stop", "stop", "surplus"]} for n in range(9)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    flags = ["--output", str(tmp_path / "a.png"), "--output-json", str(tmp_path / "a.json")]
+    rounds = "prompts_per_round=4,prompt_speculation=1.25|1.5"
+    result = CliRunner().invoke(app, [str(path), "--group-size", "2", "--rounds", rounds, "--epochs", "3", *flags])
+    assert result.exit_code == 0, result.output
+    output = " ".join(result.output.split())
+    assert "trace.jsonl: 3 epochs of 9 prompts, 4 of 2 answers a round." in output
+    assert "is drawn from its recorded lengths" in output
+    assert "9 recorded candidates were stopped" in output
+    numbers = json.loads((tmp_path / "a.json").read_text())
+    assert [its["fairness"]["most_returns"] for its in numbers["settings"]] == [3] * 4
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -123,12 +123,7 @@ def notes(sweep: Sweep, trace: Trace) -> list[str]:
             "No --profile: every step takes the same time, whatever is in it. Times are in steps, not seconds, and "
             "spare candidates look cheaper than they are."
         )
-    if trace.skipped:
-        said.append(told_reasons(trace.skipped) + ".")
-    if trace.num_failed:
-        said.append(f"{trace.num_failed:,} candidates that failed are left out.")
-    if trace.num_empty:
-        said.append(f"{trace.num_empty:,} prompts none of whose candidates had a token are left out.")
+    said += left_out(trace)
     if trace.num_stopped:
         most = max(outcome.num_drawn for outcome in sweep.outcomes)
         total = sum(len(prompt.candidates) for prompt in trace.prompts)
@@ -161,6 +156,16 @@ def notes(sweep: Sweep, trace: Trace) -> list[str]:
             )
     if num_preemptions := max(outcome.num_preemptions for outcome in sweep.outcomes):
         said.append(f"The KV cache was too small for what ran; most preemptions in a setting: {num_preemptions:,}.")
+    return said
+
+
+def left_out(trace: Trace) -> list[str]:
+    """What of a trace is not replayed."""
+    said = [told_reasons(trace.skipped) + "."] if trace.skipped else []
+    if trace.num_failed:
+        said.append(f"{trace.num_failed:,} candidates that failed are left out.")
+    if trace.num_empty:
+        said.append(f"{trace.num_empty:,} prompts none of whose candidates had a token are left out.")
     return said
 
 

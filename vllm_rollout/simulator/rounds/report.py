@@ -9,7 +9,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from vllm_rollout.simulator.report import count, duration
+from vllm_rollout.simulator.report import count, duration, left_out
 from vllm_rollout.simulator.rounds.fairness import Fairness, fairness_of
 from vllm_rollout.simulator.rounds.outcome import (
     RunOutcome,
@@ -18,6 +18,7 @@ from vllm_rollout.simulator.rounds.outcome import (
     percentile_of_lengths,
 )
 from vllm_rollout.simulator.rounds.sweep import RoundSweep
+from vllm_rollout.trace.rows import Trace
 
 Column = tuple[str, Callable[[RunOutcome], str]]
 DASH = "—"
@@ -109,9 +110,19 @@ def summary(sweep: RoundSweep) -> str:
     return f"{said}; returned answers are {abs(bias):.1%} {'shorter' if bias < 0 else 'longer'} on average."
 
 
-def notes(sweep: RoundSweep) -> list[str]:
-    """What the numbers rest on, where that is less than it seems."""
-    said = []
+def notes(sweep: RoundSweep, trace: Trace | None) -> list[str]:
+    """What the numbers rest on, where that is less than it seems. `trace`: None when lengths are generated."""
+    said = [] if trace is None else left_out(trace)
+    if trace is not None:
+        said.append(
+            "What runs beyond the recorded candidates of a prompt (spare ones, deferred prompts, later epochs) is "
+            "drawn from its recorded lengths. Record more per prompt where its tail matters."
+        )
+        if trace.num_stopped:
+            said.append(
+                f"{trace.num_stopped:,} recorded candidates were stopped, and the rest of their lengths is drawn. "
+                "Record with early_stop false and without pruning to avoid that."
+            )
     if sweep.conditions.machine.is_ideal:
         said.append(
             "No --profile: every step takes the same time, whatever is in it. Times are in steps, not seconds, and "

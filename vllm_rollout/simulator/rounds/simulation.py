@@ -31,6 +31,7 @@ from vllm_rollout.trace.rows import Trace
 def run_rounds(options: Options) -> None:
     """Raises: FlagError; ValueError (trace, profile, setting) and OSError with what to do."""
     console = plain_console()
+    trace = None
     if options.trace is not None:
         trace = read_trace(options.trace, skip_broken=options.skip_broken)
         data: DataSet = TracedDataSet(trace, options.seed)
@@ -55,7 +56,7 @@ def run_rounds(options: Options) -> None:
     for table in tables(sweep):
         console.print(table)
     console.print(f"[bold]{escape(summary(sweep))}[/]")
-    said = clock.warnings + notes(sweep)
+    said = clock.warnings + notes(sweep, trace)
     for note in said:
         console.print(f"[yellow]Note:[/] {escape(note)}")
     draw(sweep, _title(sweep), subtitle, options.output)
