@@ -26,6 +26,7 @@ from vllm_rollout.group.race import RacePlace
 from vllm_rollout.group.step import GroupSteps
 from vllm_rollout.group.types import CandidateId, CandidateState, Ending, EndReason, HeldGroups
 from vllm_rollout.server.engine import (
+    Beginnings,
     CandidateEnd,
     CandidateTokens,
     LengthStatistics,
@@ -70,6 +71,8 @@ class Candidate:
     end_reason: EndReason
     num_tokens: int = 0
     num_sent: int = 0
+    before: list[int] = field(default_factory=list)
+    """What it had said in an earlier round."""
 
     def take_chunk(self, min_tokens: int) -> CandidateTokens | None:
         start, end = self.num_sent, self.num_tokens
@@ -148,7 +151,8 @@ class FakeEngine(LearningEngine):
             token_ids = self._tokenize(prompt)
             room = self.max_model_len - len(token_ids)
             max_tokens = min(handle.sampling.max_tokens or room, room)
-            prepared.append(PreparedPrompt(prompt.id, token_ids, handle, max_tokens))
+            refusal = RequestError("resume: not with sampling.stop", param="resume") if handle.sampling.stop else None
+            prepared.append(PreparedPrompt(prompt.id, token_ids, handle, max_tokens, refusal))
         return MODEL, prepared
 
     async def run_group(
@@ -161,6 +165,7 @@ class FakeEngine(LearningEngine):
         rollout_id: str,
         pruning_seed: int,
         place: RacePlace | None = None,
+        beginnings: Beginnings | None = None,
     ) -> AsyncGenerator[CandidateTokens | CandidateEnd, None]:
         handle: Handle = prompt.handle
         scoring = None if plan.pruning is None else Scoring(rollout_id, prompt.id, pruning_seed, plan.pruning)
@@ -168,16 +173,17 @@ class FakeEngine(LearningEngine):
         if place is not None:
             group_steps = self.races.setdefault(place.race_id, group_steps)
         running: dict[CandidateId, Candidate] = {}
+        started = dict.fromkeys(range(plan.num_candidates), ()) if beginnings is None else beginnings.token_ids
+        next_index = plan.num_candidates if beginnings is None else beginnings.next_index
 
         def launch(index: int) -> Group:
             name = f"{group_id}-c{index}"
             id, group = group_steps.launch(group_id, plan.terms, index, request_id=name, scoring=scoring, place=place)
-            running[id] = self.candidates[id] = self._candidate(index, prompt)
+            running[id] = self.candidates[id] = self._candidate(index, prompt, started.get(index, ()))
             self.num_launched += 1
             return group
 
-        group, *_ = [launch(index) for index in range(plan.num_candidates)]
-        num_launched = plan.num_candidates
+        group, *_ = [launch(index) for index in started]
         self.groups[group_id] = group_steps
         step = 0
         try:
@@ -197,8 +203,8 @@ class FakeEngine(LearningEngine):
                     if stream_tokens is not None and (rest := candidate.take_chunk(1)) is not None:
                         yield rest
                     if group.is_replaced(candidate.index):
-                        launch(num_launched)
-                        num_launched += 1
+                        launch(next_index)
+                        next_index += 1
                     yield self._end(candidate, group, handle, group_id in self.lost_groups)
                 for candidate in tuple(running.values()):
                     if stream_tokens is not None and (chunk := candidate.take_chunk(stream_tokens)) is not None:
@@ -210,6 +216,13 @@ class FakeEngine(LearningEngine):
             self.stops.pop(group_id, None)
             for id in [id for id in self.candidates if id.group_id == group_id]:
                 del self.candidates[id]
+
+    def text_of(self, prompt: PreparedPrompt, token_ids: Sequence[int], *, stopped: bool) -> str:
+        return _text(token_ids)
+
+    async def current_weight_version(self) -> str | None:
+        self._check_alive()
+        return self.weight_version
 
     async def cancel_groups(self, group_ids: Sequence[str]) -> None:
         self._check_alive()
@@ -247,7 +260,7 @@ class FakeEngine(LearningEngine):
     async def step_drift(self) -> Sequence[StepDrift]:
         return self.drift
 
-    def _candidate(self, index: int, prompt: PreparedPrompt) -> Candidate:
+    def _candidate(self, index: int, prompt: PreparedPrompt, before: Sequence[int]) -> Candidate:
         sampling: Sampling = prompt.handle.sampling
         chance = random.Random(f"{sampling.seed}/{list(prompt.token_ids)}/{index}")
         room = prompt.max_tokens or 0
@@ -258,7 +271,10 @@ class FakeEngine(LearningEngine):
         if self.failures.get(index, length) < length:
             end_reason, length = "failed", self.failures[index]
         tokens = [chance.randrange(VOCAB_SIZE) for _ in range(length)]
-        return Candidate(index, tokens, [-chance.expovariate(1.0) for _ in range(length)], end_reason)
+        logprobs = [-chance.expovariate(1.0) for _ in range(length)]
+        num = len(before)
+        assert tokens[:num] == list(before), f"candidate {index} of this prompt has never said {before}"
+        return Candidate(index, tokens[num:], logprobs[num:], end_reason, before=tokens[:num])
 
     def _step(
         self, group_steps: GroupSteps, group: Group, running: dict[CandidateId, Candidate], scoring: Scoring | None
@@ -273,8 +289,8 @@ class FakeEngine(LearningEngine):
             if candidate.num_tokens == len(candidate.token_ids):
                 group_steps.ended(id, group, candidate.end_reason, candidate.num_tokens)
                 ended.append(id)
-            elif scoring is not None and candidate.num_tokens == scoring.plan.detection_length:
-                due[id] = self.observe(candidate.token_ids, scoring.plan.detection_length)
+            elif scoring is not None and len(candidate.before) + candidate.num_tokens == scoring.plan.detection_length:
+                due[id] = self.observe(candidate.before + candidate.token_ids, scoring.plan.detection_length)
         verdicts = group_steps.close_step(due, lambda id: self.candidates[id].num_tokens)
         self.lost_groups |= verdicts.lost_groups
         for id in verdicts.stop:
@@ -302,7 +318,7 @@ class FakeEngine(LearningEngine):
             ending=Ending(candidate.index, state, num_tokens, truncated, group.end_step(candidate.index), exact),
             token_ids=tokens,
             logprobs=candidate.logprobs[:num_tokens] if handle.want_logprobs else None,
-            text="".join(f"t{token}\u2028" for token in tokens) if handle.want_text else None,
+            text=_text(tokens) if handle.want_text else None,
             finish_reason=candidate.end_reason if by_itself else "error" if state == "failed" else "abort",
             stop_reason=state if state in ("surplus", "pruned") else None,
             confidence=None,
@@ -345,6 +361,10 @@ class FakeEngine(LearningEngine):
                 param=param,
             )
         return token_ids
+
+
+def _text(token_ids: Sequence[int]) -> str:
+    return "".join(f"t{token}\u2028" for token in token_ids)
 
 
 def _sampling(fields: dict[str, Any]) -> Sampling:

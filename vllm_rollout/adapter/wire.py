@@ -46,6 +46,8 @@ class CandidateTag:
     num_replaceable: int = 0
     place: RacePlace | None = None
     """Its group's part in a round."""
+    num_resumed: int = 0
+    """Output tokens of an earlier round, at the end of its prompt."""
 
     @property
     def terms(self) -> GroupTerms:
@@ -69,6 +71,7 @@ class CandidateTag:
                 self.observed,
                 self.num_replaceable,
                 self.place and list(astuple(self.place)),
+                self.num_resumed,
                 scoring
                 and [scoring.rollout_id, scoring.prompt_id, scoring.seed, scoring.teaches, *astuple(scoring.plan)],
             ]
@@ -79,12 +82,12 @@ class CandidateTag:
         """The tag of a request's `extra_args`; None when it has none."""
         if not extra_args or (values := extra_args.get(TAG_KEY)) is None:
             return None
-        *values, patience, observed, num_replaceable, place, scoring = values
+        *values, patience, observed, num_replaceable, place, num_resumed, scoring = values
         if scoring is not None:
             rollout_id, prompt_id, seed, teaches, *plan = scoring
             scoring = Scoring(rollout_id, prompt_id, seed, PruningPlan(*plan), teaches)
         place = place and RacePlace(*place)
-        return cls(*values, scoring, patience, observed, num_replaceable, place)
+        return cls(*values, scoring, patience, observed, num_replaceable, place, num_resumed)
 
 
 class RunnerReport(NamedTuple):

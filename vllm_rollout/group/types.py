@@ -83,6 +83,8 @@ class Ending:
     """The group's step in which it ended: the order of finishing."""
     ended_by_itself: bool = False
     """Its length is exact: also when it is surplus, because its ending came too late to count (a lost tie)."""
+    num_resumed: int = 0
+    """Of its tokens those that it had from an earlier round."""
 
     @property
     def valid(self) -> bool:
@@ -104,8 +106,13 @@ class GroupResult:
 
     @property
     def generated_tokens(self) -> int:
-        """Output tokens of all candidates."""
-        return sum(ending.num_tokens for ending in self.endings)
+        """Output tokens of all candidates, those from earlier rounds left out."""
+        return sum(ending.num_tokens - ending.num_resumed for ending in self.endings)
+
+    @property
+    def resumed_tokens(self) -> int:
+        """Output tokens from earlier rounds."""
+        return sum(ending.num_resumed for ending in self.endings)
 
     @property
     def returned_tokens(self) -> int:
@@ -115,8 +122,8 @@ class GroupResult:
 
     @property
     def wasted_tokens(self) -> int:
-        """The difference."""
-        return self.generated_tokens - self.returned_tokens
+        """generated + resumed = returned + wasted."""
+        return self.generated_tokens + self.resumed_tokens - self.returned_tokens
 
 
 class HeldGroups(NamedTuple):

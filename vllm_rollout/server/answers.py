@@ -52,6 +52,10 @@ class Trajectory(EndedCandidate):
     mean_confidence: float | None = None
     std_confidence: float | None = None
     weight_versions: list[dict[str, Any]] = []
+    num_resumed_tokens: int = 0
+    """The first so many are from an earlier round of its run."""
+    off_policy: bool = False
+    """Weights other than those of its round sampled, or may have sampled, some of its tokens."""
 
 
 class Candidate(EndedCandidate):
@@ -117,6 +121,8 @@ class GroupAnswer(BaseModel):
     candidates: list[UnselectedCandidate | Candidate]
     lengths: GroupLengths
     allocation: Allocation
+    off_policy: bool = False
+    """One of its trajectories is."""
 
 
 class Usage(BaseModel):
@@ -124,6 +130,8 @@ class Usage(BaseModel):
     generated_tokens: int = 0
     returned_tokens: int = 0
     wasted_tokens: int = 0
+    resumed_tokens: int = 0
+    """From earlier rounds: generated + resumed = returned + wasted."""
     num_candidates: int = 0
     num_finished: int = 0
     num_pruned: int = 0
@@ -148,6 +156,8 @@ class RolloutAnswer(BaseModel):
     """What was asked for and could not be done, once per request."""
     budget: RedundancyBudget | None = None
     """With redundancy "auto" only."""
+    off_policy: bool = False
+    """One of its trajectories is."""
     groups: list[GroupAnswer]
     usage: Usage
     timing: Timing
@@ -188,6 +198,7 @@ class GroupEvent(BaseModel):
     prompt_token_ids: list[int]
     lengths: GroupLengths
     allocation: Allocation
+    off_policy: bool = False
 
 
 class DoneEvent(BaseModel):
@@ -198,6 +209,7 @@ class DoneEvent(BaseModel):
     weight_version: str | None = None
     warnings: list[str] = []
     budget: RedundancyBudget | None = None
+    off_policy: bool = False
     usage: Usage
     timing: Timing
 

@@ -6,13 +6,17 @@ from math import isfinite
 from typing import Any
 
 from vllm_rollout.group.plan import PruningPlan
+from vllm_rollout.group.resumption import is_off_policy
 from vllm_rollout.group.types import Confidence
 from vllm_rollout.server.answers import Candidate, ConfidenceAnswer, TokensEvent, Trajectory, UnselectedCandidate
 from vllm_rollout.server.engine import CandidateEnd, CandidateTokens
 from vllm_rollout.server.protocol import Return
 
 
-def trajectory_of(end: CandidateEnd, wanted: Return, pruning: PruningPlan | None) -> Trajectory:
+def trajectory_of(
+    end: CandidateEnd, wanted: Return, pruning: PruningPlan | None, current_version: str | None = None
+) -> Trajectory:
+    """`current_version`: of the weights that its rollout began with."""
     mean, std = end.confidence or (None, None)
     return Trajectory(
         index=end.ending.index,
@@ -22,6 +26,10 @@ def trajectory_of(end: CandidateEnd, wanted: Return, pruning: PruningPlan | None
         mean_confidence=mean,
         std_confidence=std,
         weight_versions=list(end.weight_versions),
+        num_resumed_tokens=end.ending.num_resumed,
+        off_policy=is_off_policy(
+            {span["version"] for span in end.weight_versions}, end.ending.num_resumed, current_version
+        ),
         **_content(end, wanted),
         **_scoring(end, pruning),
     )
@@ -58,19 +66,20 @@ def _content(end: CandidateEnd, wanted: Return) -> dict[str, Any]:
 def _scoring(end: CandidateEnd, pruning: PruningPlan | None) -> dict[str, Any]:
     """The score's fields; empty without pruning.
 
-    A trainer corrects by 1 / `survival_probability`, so in shadow mode it is 1: nothing was at stake.
+    A trainer corrects by 1 / `survival_probability`, so in shadow mode it is 1: nothing was at stake, unless it was in
+    an earlier round.
     """
     if pruning is None:
         return {}
     shadow = pruning.mode == "shadow"
     assessment = end.assessment
     if assessment is None:
-        unscored: dict[str, Any] = {"survival_probability": 1.0}
+        unscored: dict[str, Any] = {"survival_probability": end.survival_before}
         return {**unscored, "would_prune": False, "shadow_survival_probability": 1.0} if shadow else unscored
     fields = {
         "score": assessment.score,
         "success_probability": assessment.success_probability,
-        "survival_probability": 1.0 if shadow else assessment.survival_probability,
+        "survival_probability": end.survival_before * (1.0 if shadow else assessment.survival_probability),
         "signal": assessment.signal,
         "head_version": assessment.head_version,
         "confidence": _confidence(assessment.confidence),

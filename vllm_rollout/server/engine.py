@@ -51,6 +51,18 @@ class PreparedPrompt:
     """The engine's own form of the prompt together with its sampling parameters."""
     max_tokens: int | None = None
     """Output tokens its candidates may have; None: not known."""
+    resume_refusal: RequestError | None = None
+    """Why candidates of this prompt cannot go on in a later round; None: they can."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beginnings:
+    """What candidates of a group generated in an earlier round."""
+
+    token_ids: Mapping[int, Sequence[int]]
+    """Of the candidates that run, by index; empty for one that starts."""
+    next_index: int
+    """Of a candidate that takes the place of a lost one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +97,8 @@ class CandidateEnd:
     """It was lost, and another candidate takes its place."""
     group_lost: bool = False
     """Its group completed in the step of its end, but after as many others as its race wanted."""
+    survival_before: float = 1.0
+    """Probability with which it was kept in an earlier round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,12 +186,24 @@ class Engine(Protocol):
         rollout_id: str,
         pruning_seed: int,
         place: RacePlace | None,
+        beginnings: Beginnings | None = None,
     ) -> AsyncGenerator[CandidateTokens | CandidateEnd, None]:
         """Launch the candidates and yield what happens to them, ending with one CandidateEnd each.
+
+        With `beginnings` the candidates go on where they stood, as many as `plan` says. What is yielded is what comes
+        after: tokens, counts and spans begin with the first new token. They have no text, for which see `text_of`.
 
         With `plan.pruning`, rewards are later posted under (`rollout_id`, `prompt.id`, index), and chance depends on
         (`pruning_seed`, `prompt.id`, index) only. Closing the generator aborts what still runs.
         """
+        ...
+
+    def text_of(self, prompt: PreparedPrompt, token_ids: Sequence[int], *, stopped: bool) -> str:
+        """The text of output tokens of a candidate; `stopped`: the last one ended it, and says nothing."""
+        ...
+
+    async def current_weight_version(self) -> str | None:
+        """Of the weights in use; None when nobody has named them. Raises: RequestError (503) for a dead engine."""
         ...
 
     async def cancel_groups(self, group_ids: Sequence[str]) -> None:

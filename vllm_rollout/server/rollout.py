@@ -1,18 +1,19 @@
 """One rollout on its way: what was asked for, and what has come of it so far.
 
-Invariant: generated = returned + wasted tokens.
+Invariant: generated + resumed = returned + wasted tokens.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from vllm_rollout.group.types import GroupResult
 from vllm_rollout.server.answers import RedundancyBudget, Timing, Usage
 from vllm_rollout.server.course import Course
 from vllm_rollout.server.engine import CandidateEnd, PreparedPrompt
+from vllm_rollout.server.kept import KeptCandidate
 from vllm_rollout.server.protocol import Return
 from vllm_rollout.server.scoring_log import ScoringLog
 from vllm_rollout.server.shaping import PromptPlan
@@ -44,6 +45,16 @@ class Rollout:
     versions: set[str] = field(default_factory=set)
     tellings: list[asyncio.Task[None]] = field(default_factory=list)
     """One per group that is over: the engine is told its lengths."""
+    keeps: bool = False
+    """What its deferred groups have generated is kept, for them to go on."""
+    kept: dict[int, bytes] = field(default_factory=dict)
+    """By position: that."""
+    resumed: Mapping[int, Sequence[KeptCandidate]] = field(default_factory=dict)
+    """By position: candidates that go on where an earlier round left them."""
+    current_version: str | None = None
+    """Weights that it began with; None: unnamed, or nobody asked."""
+    off_policy: bool = False
+    """Of any trajectory so far."""
     records: dict[int, RolloutPrompt] = field(default_factory=dict)
     """By position: prompts whose groups are over, for the trace."""
 
@@ -67,6 +78,7 @@ class Rollout:
         usage.generated_tokens += result.generated_tokens
         usage.returned_tokens += result.returned_tokens
         usage.wasted_tokens += result.wasted_tokens
+        usage.resumed_tokens += result.resumed_tokens
         usage.num_candidates += len(result.endings)
         usage.num_scored += sum(end.assessment is not None for end in ends.values())
         for ending in result.endings:

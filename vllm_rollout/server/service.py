@@ -1,5 +1,5 @@
 """Rollouts: prompts in, events out. Invariant: every group that was launched ends with one `group` event, and
-generated = returned + wasted tokens.
+generated + resumed = returned + wasted tokens.
 """
 
 from __future__ import annotations
@@ -10,13 +10,16 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
+from functools import partial
 from typing import Any, Literal
 
 from vllm_rollout.config import MAX_CANDIDATES
 from vllm_rollout.group.allocation import upper_bound
 from vllm_rollout.group.plan import GroupPlan, PlanError, make_plan
 from vllm_rollout.group.prompt_key import digest_of, seed_for
+from vllm_rollout.group.resumption import choose_resumed
 from vllm_rollout.group.selection import conclude, deferred, lengths_of
+from vllm_rollout.group.types import Ending
 from vllm_rollout.server.admin import AdminKey
 from vllm_rollout.server.answers import (
     CandidateEvent,
@@ -31,11 +34,13 @@ from vllm_rollout.server.answers import (
 from vllm_rollout.server.course import AllPrompts
 from vllm_rollout.server.ended import candidate_of, tokens_of, trajectory_of
 from vllm_rollout.server.engine import CandidateEnd, CandidateTokens, Engine, PreparedPrompt, PromptInput, RequestError
+from vllm_rollout.server.kept import MAX_KEPT_BYTES, keep
 from vllm_rollout.server.launch import Launcher, Places
 from vllm_rollout.server.learning.service import LearningService
 from vllm_rollout.server.metrics import Metrics
 from vllm_rollout.server.protocol import Auto, DualEndSelection, RolloutRequest
 from vllm_rollout.server.recorder import TraceRecorder, recorded
+from vllm_rollout.server.resumed import ResumedGroup
 from vllm_rollout.server.rollout import Rollout
 from vllm_rollout.server.scoring_log import ScoringLog
 from vllm_rollout.server.serialised import GroupsInJson
@@ -144,6 +149,7 @@ class RolloutService:
             weight_version=rollout.weight_version,
             warnings=rollout.warnings,
             budget=rollout.budget,
+            off_policy=rollout.off_policy,
             groups=[],
             usage=rollout.usage,
             timing=rollout.timing,
@@ -213,6 +219,7 @@ class RolloutService:
                 weight_version=rollout.weight_version,
                 warnings=rollout.warnings,
                 budget=rollout.budget,
+                off_policy=rollout.off_policy,
                 usage=rollout.usage,
                 timing=rollout.timing,
             )
@@ -295,10 +302,13 @@ class RolloutService:
         plan, group_id = rollout.plans[position].group, rollout.group_id(position)
         ends: dict[int, CandidateEnd] = {}
         sent: set[int] = set()
+        off_policy: set[int] = set()
+        """Indices of trajectories that are."""
 
         def named(end: CandidateEnd) -> TrajectoryEvent:
             sent.add(end.ending.index)
-            trajectory = trajectory_of(end, rollout.wanted, plan.pruning)
+            trajectory = trajectory_of(end, rollout.wanted, plan.pruning, rollout.current_version)
+            off_policy.update([trajectory.index] if trajectory.off_policy else ())
             return TrajectoryEvent(prompt_id=prompt.id, group_id=group_id, trajectory=trajectory)
 
         def dropped(end: CandidateEnd) -> CandidateEvent:
@@ -306,15 +316,25 @@ class RolloutService:
             candidate = candidate_of(end, rollout.wanted, plan.pruning)
             return CandidateEvent(prompt_id=prompt.id, group_id=group_id, candidate=candidate)
 
-        stream = self._engine.run_group(
+        run = partial(
+            self._engine.run_group,
             group_id,
-            plan,
-            prompt,
+            prompt=prompt,
             stream_tokens=rollout.stream_tokens,
             rollout_id=rollout.id,
             pruning_seed=seed_for(rollout.pruning_seed, digest_of(prompt.token_ids)),
             place=rollout.course.place(position),
         )
+        if (kept := rollout.resumed.get(position)) is None:
+            stream = run(plan)
+        else:
+            group = ResumedGroup(kept, self._engine, want_text=rollout.wanted.text)
+            stream = group.events(
+                plan,
+                prompt,
+                lambda rest, beginnings: run(rest, beginnings=beginnings),
+                want_tokens=rollout.stream_tokens is not None,
+            )
         async with aclosing(stream) as happenings:
             async for happening in happenings:
                 if isinstance(happening, CandidateTokens):
@@ -346,13 +366,18 @@ class RolloutService:
             rollout.scoring.group_over(prompt, ends.values())
         rollout.account(result, ends, latency_s)
         self._metrics.group_over(result, latency_s)
-        if (telling := self._shaping.group_over(rollout.plans[position].key, result.endings)) is not None:
+        endings = result.endings
+        if reason is not None and rollout.keeps:
+            endings = await self._keep(rollout, position, ends)
+        if (telling := self._shaping.group_over(rollout.plans[position].key, endings)) is not None:
             rollout.tellings.append(telling)
         if self._recorder is not None:
             rollout.records[position] = recorded(prompt, rollout.plans[position].key, ends.values())
         if reason is not None:
             yield DeferredEvent(prompt_id=prompt.id, group_id=group_id, reason=reason)
             return
+        is_off_policy = not off_policy.isdisjoint(result.selected)
+        rollout.off_policy = rollout.off_policy or is_off_policy
         yield GroupEvent(
             prompt_id=prompt.id,
             group_id=group_id,
@@ -362,7 +387,23 @@ class RolloutService:
             prompt_token_ids=list(prompt.token_ids),
             lengths=GroupLengths(**lengths_of([ends[i].ending.num_tokens for i in result.selected])._asdict()),
             allocation=rollout.plans[position].answer(),
+            off_policy=is_off_policy,
         )
+
+    async def _keep(self, rollout: Rollout, position: int, ends: Mapping[int, CandidateEnd]) -> tuple[Ending, ...]:
+        """Keep what goes on of a deferred group; returns the endings of the others, whose lengths are all there will
+        be: those of the ones that go on are told when they are whole."""
+        plan = rollout.plans[position].group
+        chosen = choose_resumed([end.ending for end in ends.values()], plan.group_size)
+        blob = await asyncio.to_thread(keep, ends.values(), plan.group_size, plan.pruning)
+        if blob is None:
+            rollout.warnings.append(
+                f"prompt {rollout.prompts[position].id!r} starts anew in its long round: its candidates have more than "
+                f"{MAX_KEPT_BYTES} bytes."
+            )
+            return tuple(end.ending for end in ends.values())
+        rollout.kept[position] = blob
+        return tuple(end.ending for index, end in ends.items() if index not in chosen)
 
 
 def _check_num_candidates(num_prompts: int, num_candidates: int) -> None:

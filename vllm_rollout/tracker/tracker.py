@@ -94,6 +94,7 @@ class CandidateTracker:
         self._no_tokens = torch.full((capacity,), -1, dtype=torch.int64, device=device)
         self._prompt_lengths = np.zeros(capacity, dtype=np.int64)
         self._detection_lengths = np.full(capacity, UNSCORED, dtype=np.int64)
+        self._num_before = np.zeros(capacity, dtype=np.int64)
         self._teaches = np.zeros(capacity, dtype=bool)
         self._num_scored = 0
         """Candidates that have a detection length."""
@@ -111,10 +112,17 @@ class CandidateTracker:
         return len(self._slots)
 
     def add(
-        self, request_id: str, num_prompt_tokens: int, detection_length: int | None = None, *, teaches: bool = True
+        self,
+        request_id: str,
+        num_prompt_tokens: int,
+        detection_length: int | None = None,
+        *,
+        teaches: bool = True,
+        num_before: int = 0,
     ) -> None:
         """Start observing a request; again for one that was preempted changes nothing. `teaches`: a reward may come for
-        it, so that its hidden state is wanted."""
+        it, so that its hidden state is wanted. `num_before`: output tokens at the end of its prompt: its detection
+        length counts from the first of them, and its trace confidence, of which theirs is a part, is not known."""
         if request_id in self._slots:
             return
         if not self._free:
@@ -126,6 +134,7 @@ class CandidateTracker:
         if detection_length is not None:
             self._num_scored += 1
             self._detection_lengths[slot] = detection_length
+            self._num_before[slot] = num_before
             self._teaches[slot] = teaches
             self._widen_trace(detection_length)
 
@@ -175,7 +184,7 @@ class CandidateTracker:
         due = self._due(slots, positions) if self._hidden is not None else ()
         if len(due):
             teaching = due[self._teaches[slots[due]]]
-            arrays += [rows[due], slots[due], rows[teaching]]
+            arrays += [rows[due], slots[due], self._num_before[slots[due]], rows[teaching]]
         device_rows, device_slots, device_positions, *device_due = self._upload(arrays)
         confidence = token_stats(logits, device_rows, self._no_tokens[: len(rows)]).confidence
         moments = update_confidence(device_slots, device_positions, confidence, self._means, self._m2s, self._trace)
@@ -190,7 +199,7 @@ class CandidateTracker:
     def _due(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Which of the rows make the last token before their detection, those of one detection length together."""
         detection_lengths = self._detection_lengths[slots]
-        due = np.flatnonzero(positions + 1 == detection_lengths)
+        due = np.flatnonzero(positions + 1 + self._num_before[slots] == detection_lengths)
         return due[np.argsort(detection_lengths[due], kind="stable")]
 
     def _score(
@@ -200,6 +209,7 @@ class CandidateTracker:
         teaching_ids: list[str],
         rows: torch.Tensor,
         slots: torch.Tensor,
+        num_before: torch.Tensor,
         teaching_rows: torch.Tensor,
     ) -> DueRows:
         """Score rows that are due, one detection length after the other (nearly always there is one)."""
@@ -216,6 +226,7 @@ class CandidateTracker:
             else:
                 logit = quality_head(self._hidden, self._hidden_positions(rows[start:end]), *head.weights)
             windows = windowed_confidence(trace, trace_lengths, CONFIDENCE_WINDOW_TOKENS)
+            windows = windows.masked_fill(num_before[start:end, None] > 0, float("nan"))
             parts.append(torch.cat([logit[:, None], windows], dim=1))
             versions += [0 if head is None else head.version] * num_due
         features = None
@@ -249,7 +260,7 @@ class CandidateTracker:
         self._means, self._m2s, self._trace, self._no_tokens = (
             torch.cat([state, state]) for state in (self._means, self._m2s, self._trace, self._no_tokens)
         )
-        self._prompt_lengths, self._detection_lengths, self._teaches = (
+        self._prompt_lengths, self._detection_lengths, self._num_before, self._teaches = (
             np.concatenate([values, np.zeros_like(values)])
-            for values in (self._prompt_lengths, self._detection_lengths, self._teaches)
+            for values in (self._prompt_lengths, self._detection_lengths, self._num_before, self._teaches)
         )

@@ -9,9 +9,10 @@ import asyncio
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from copy import copy
+from itertools import count
 from typing import Any
 from weakref import WeakSet
 
@@ -34,6 +35,7 @@ from vllm_rollout.adapter.api.outputs import (
 )
 from vllm_rollout.adapter.api.prompts import digest_of_prompt
 from vllm_rollout.adapter.api.refusals import pruning_refusal
+from vllm_rollout.adapter.api.resuming import resumed_params, resumed_prompt
 from vllm_rollout.adapter.options import RolloutOptions
 from vllm_rollout.adapter.wire import TAG_KEY, CandidateTag, EndingNote
 from vllm_rollout.config import OUTPUT_INTERVAL_TOKENS
@@ -46,6 +48,7 @@ from vllm_rollout.group.pruning_plan import PruningPlan
 from vllm_rollout.group.race import RacePlace
 from vllm_rollout.group.selection import conclude
 from vllm_rollout.group.types import STOP_STATES, Ending
+from vllm_rollout.server.engine import Beginnings
 from vllm_rollout.server.metrics import Metrics
 from vllm_rollout.server.xargs import PRUNING_XARGS, as_written, plan_from_xargs, rollout_xargs
 
@@ -177,10 +180,13 @@ class RolloutAsyncLLM(AsyncLLM):
         scoring: Scoring | None = None,
         observed: bool = True,
         place: RacePlace | None = None,
+        beginnings: Beginnings | None = None,
         data_parallel_rank: int | None = None,
         **kwargs: Any,
     ) -> AsyncGenerator[CandidateOutput | CandidateFailed, None]:
         """Run the candidates of one group; yields their outputs as they come, in the kind `params` asks for.
+
+        With `beginnings` they go on from there; their outputs have what comes after.
 
         Without `observed` and `scoring` nobody looks at their logits, and there is no mean confidence.
 
@@ -201,7 +207,10 @@ class RolloutAsyncLLM(AsyncLLM):
         delta = params.output_kind == RequestOutputKind.DELTA
         interval = (params.stream_interval or 1) if delta else OUTPUT_INTERVAL_TOKENS
 
-        async def run(index: int) -> None:
+        before_each = dict.fromkeys(range(plan.num_candidates), ()) if beginnings is None else beginnings.token_ids
+        spare_indices = count(plan.num_candidates if beginnings is None else beginnings.next_index)
+
+        async def run(index: int, before: Sequence[int] = ()) -> None:
             tag = CandidateTag(
                 group_id,
                 index,
@@ -214,17 +223,19 @@ class RolloutAsyncLLM(AsyncLLM):
                 observed,
                 plan.num_replaceable,
                 place,
+                len(before),
             )
-            child = copy(params)
+            child = resumed_params(params, len(before))
             child.n = 1
             child.seed = None if params.seed is None else params.seed + index  # as vLLM seeds the n of a request
-            outputs = self._generate_candidate(tag, prompt, child, f"{group_id}-c{index}", **kwargs)
+            whole_prompt = resumed_prompt(prompt, before)
+            outputs = self._generate_candidate(tag, whole_prompt, child, f"{group_id}-c{index}", **kwargs)
             try:
                 async with aclosing(outputs):
                     async for output, note in outputs:
                         await queue.put(CandidateOutput(index, output, note))
                         if note is not None and note.is_replaced:  # before it counts as over
-                            tasks.append(asyncio.create_task(run(len(tasks))))
+                            tasks.append(asyncio.create_task(run(next(spare_indices))))
                 await queue.put(index)
             except (VLLMClientError, GracefulHTTPError, EngineDeadError) as error:
                 await queue.put(error)
@@ -233,7 +244,7 @@ class RolloutAsyncLLM(AsyncLLM):
                 await queue.put(CandidateFailed(index))
                 await queue.put(index)
 
-        tasks = [asyncio.create_task(run(index)) for index in range(plan.num_candidates)]
+        tasks = [asyncio.create_task(run(index, before)) for index, before in before_each.items()]
         try:
             num_over = 0
             while num_over < len(tasks):

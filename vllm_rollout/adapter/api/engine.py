@@ -27,6 +27,7 @@ from vllm_rollout.adapter.api.client import RolloutAsyncLLM
 from vllm_rollout.adapter.api.engine_calls import engine_stopped
 from vllm_rollout.adapter.api.learning import EngineLearning
 from vllm_rollout.adapter.api.outputs import CandidateFailed, CandidateOutput, ending_of
+from vllm_rollout.adapter.api.resuming import UNNAMED_WEIGHTS, resume_refusal, text_of
 from vllm_rollout.adapter.api.shaping import EngineShaping
 from vllm_rollout.adapter.call_table import CANCEL_GROUPS, CUT_RACE, FORGET_RACE, WIDEN_RACE, WiderRace
 from vllm_rollout.adapter.options import RolloutOptions
@@ -35,7 +36,14 @@ from vllm_rollout.group.launch import num_launch_places
 from vllm_rollout.group.plan import GroupPlan
 from vllm_rollout.group.race import RacePlace
 from vllm_rollout.group.types import Ending
-from vllm_rollout.server.engine import CandidateEnd, CandidateTokens, PreparedPrompt, PromptInput, RequestError
+from vllm_rollout.server.engine import (
+    Beginnings,
+    CandidateEnd,
+    CandidateTokens,
+    PreparedPrompt,
+    PromptInput,
+    RequestError,
+)
 from vllm_rollout.server.slices import Slices
 
 LOWEST_LOGPROB = -9999.0
@@ -101,7 +109,10 @@ class VLLMEngine(EngineLearning, EngineShaping):
             if not token_ids:
                 raise RequestError(f"prompt {prompt.id!r} is empty after tokenization.", param=_field_of(prompt))
             limited = self._limited(params, prompt, token_ids)
-            prepared.append(PreparedPrompt(prompt.id, token_ids, (rendered, limited, lora), limited.max_tokens))
+            refusal = resume_refusal(limited, rendered)
+            prepared.append(
+                PreparedPrompt(prompt.id, token_ids, (rendered, limited, lora), limited.max_tokens, refusal)
+            )
         await self._try_out(prepared)
         return model or self._models.model_name(lora), prepared
 
@@ -115,16 +126,25 @@ class VLLMEngine(EngineLearning, EngineShaping):
         rollout_id: str,
         pruning_seed: int,
         place: RacePlace | None,
+        beginnings: Beginnings | None = None,
     ) -> AsyncGenerator[CandidateTokens | CandidateEnd, None]:
         rendered, params, lora = prompt.handle
         params = copy(params)  # run_candidates makes the deep copy
         params.output_kind = RequestOutputKind.FINAL_ONLY
         if stream_tokens is not None:
             params.output_kind, params.stream_interval = RequestOutputKind.DELTA, stream_tokens
-        logs = {index: _CandidateLog(index) for index in range(plan.num_candidates)}
+        indices = range(plan.num_candidates) if beginnings is None else beginnings.token_ids
+        logs = {index: _CandidateLog(index) for index in indices}
         scoring = plan.pruning and Scoring(rollout_id, prompt.id, pruning_seed, plan.pruning)
         stream = self._client.run_candidates(
-            group_id, plan, rendered, params, scoring=scoring, place=place, lora_request=lora
+            group_id,
+            plan,
+            rendered,
+            params,
+            scoring=scoring,
+            place=place,
+            beginnings=beginnings,
+            lora_request=lora,
         )
         try:
             async with aclosing(stream) as outputs:
@@ -150,6 +170,17 @@ class VLLMEngine(EngineLearning, EngineShaping):
             if stream_tokens is not None and (rest := log.take_chunk(1)) is not None:
                 yield rest
             yield log.failed()
+
+    def text_of(self, prompt: PreparedPrompt, token_ids: Sequence[int], *, stopped: bool) -> str:
+        _, params, _ = prompt.handle
+        return text_of(self._client.model_config, prompt.token_ids, params, token_ids, stopped=stopped)
+
+    async def current_weight_version(self) -> str | None:
+        try:
+            version = await self._client.get_weight_version()
+        except EngineDeadError as error:
+            raise engine_stopped() from error
+        return None if version == UNNAMED_WEIGHTS else version
 
     async def cancel_groups(self, group_ids: Sequence[str]) -> None:
         await self._call_all(CANCEL_GROUPS, list(group_ids))

@@ -120,7 +120,9 @@ def _start_observing(tracker: CandidateTracker, request: NewRequestData) -> None
         return
     if (scoring := tag.scoring) is not None:
         length = scoring.plan.detection_length
-        tracker.add(request.req_id, _num_prompt_tokens(request), length, teaches=scoring.teaches)
+        tracker.add(
+            request.req_id, _num_prompt_tokens(request), length, teaches=scoring.teaches, num_before=tag.num_resumed
+        )
     elif tag.observed:
         tracker.add(request.req_id, _num_prompt_tokens(request))
 

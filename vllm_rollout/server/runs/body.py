@@ -103,7 +103,7 @@ class RunRequest(RolloutFields):
     resume: StrictBool = Field(
         default=False,
         description="Keep what a deferred prompt has generated, and go on from there in its long round. It may cross a "
-        "change of weights: then the answer says off_policy.",
+        "change of weights: then the answer says off_policy. Rounds take sampling and return from the run.",
     )
     filter: Filter | None = Field(
         default=None,

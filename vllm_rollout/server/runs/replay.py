@@ -46,6 +46,7 @@ async def replayed(answer: bytes) -> AsyncGenerator[Event, None]:
             prompt_token_ids=group.prompt_token_ids,
             lengths=group.lengths,
             allocation=group.allocation,
+            off_policy=group.off_policy,
         )
     for prompt_id in round.deferred:
         yield DeferredEvent(prompt_id=prompt_id, group_id="", reason="cut")

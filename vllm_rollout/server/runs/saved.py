@@ -8,6 +8,7 @@ Invariant: what is read was written so, or it is a ValueError that says what is 
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from pydantic import ValidationError
 from vllm_rollout.group.checks import fields_of, integer, listed, shown, text
 from vllm_rollout.group.rounds import Run
 from vllm_rollout.group.rounds_state import run_from_state
+from vllm_rollout.server.kept import read_kept
 from vllm_rollout.server.runs.body import RoundPrompt, RunRequest
 from vllm_rollout.server.runs.store import MAX_RUNS
 
@@ -82,9 +84,11 @@ def _check_prompts(run: Run, prompts: Any) -> None:
     """Raises: ValueError unless every prompt that waits has its body."""
     waiting = {e.number: e.prompt_id for e in (*run.queue, *run.carried, *(run.open.all_entries if run.open else ()))}
     for row in listed(prompts, "prompts of a run"):
-        number, body, *_ = listed(row, "a prompt of a run")
+        number, body, kept = listed(row, "a prompt of a run", length=3)
         try:
             prompt = RoundPrompt.model_validate_json(body)
+            if kept is not None:
+                read_kept(base64.b64decode(kept, validate=True))
         except (ValidationError, TypeError) as error:
             raise ValueError(f"prompt {shown(number)} of a run is none: {error}") from error
         if waiting.pop(number, None) != prompt.id:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
@@ -26,6 +26,7 @@ from vllm_rollout.server.answers import (
     RoundSummary,
 )
 from vllm_rollout.server.engine import Engine, RequestError
+from vllm_rollout.server.kept import KeptCandidate, read_kept
 from vllm_rollout.server.learning.body import (
     EXPLANATIONS,
     RewardCounts,
@@ -35,7 +36,7 @@ from vllm_rollout.server.learning.body import (
 )
 from vllm_rollout.server.metrics import Metrics
 from vllm_rollout.server.parsed import read_json
-from vllm_rollout.server.protocol import RolloutRequest
+from vllm_rollout.server.protocol import Return, RolloutRequest
 from vllm_rollout.server.rollout import Rollout
 from vllm_rollout.server.runs.answers import RunAnswer
 from vllm_rollout.server.runs.body import RoundRequest, RunRequest, digest_of_prompt
@@ -111,6 +112,8 @@ class RunService:
         terms = request.terms
         check = {**request.rollout_fields(), "prompts": [CHECK], "model": request.model}
         checked = await self._rollouts.prepare(_rollout_request(check, terms.group_size, terms.num_candidates))
+        if request.resume:
+            _check_resumable(checked)
         stored, is_new = await self._stored(self._store.create, id, checked.model, settings, terms)
         return self._answer_of(stored), is_new
 
@@ -239,6 +242,8 @@ class RunService:
         """Check everything before anything is taken. Raises: RequestError."""
         defaults = RunRequest.model_validate(stored.settings)
         filters = (request.filter or defaults.filter) is not None
+        if defaults.resume:
+            _check_unchanged(request, defaults)
         if filters and not request.stream:
             raise RequestError(
                 "stream: a round that filters needs true, got false: its rewards are posted while it is on its way.",
@@ -267,6 +272,11 @@ class RunService:
             replace(plan, group=replace(plan.group, num_replaceable=plan.group.num_candidates))
             for plan in rollout.plans
         ]
+        if defaults.resume:
+            _check_resumable(rollout)
+            rollout.keeps = opened.kind == "short"
+            rollout.current_version = await self._engine.current_weight_version()
+            rollout.resumed = await asyncio.to_thread(_resumed, opened, bodies)
         rollout.course = course = RoundCourse(self._engine, rollout.id, opened, filters=filters)
         return LiveRound(stored.id, opened, rollout, course)
 
@@ -313,7 +323,7 @@ class RunService:
             live.run_id,
             course.progress.outcomes(),
             partial(_made_answer, live),
-            kept={},
+            kept={live.opened.all_entries[position].number: blob for position, blob in rollout.kept.items()},
             latency_s=rollout.timing.latency_s,
             generated_tokens=rollout.usage.generated_tokens,
             returned_tokens=rollout.usage.returned_tokens,
@@ -330,6 +340,7 @@ class RunService:
             weight_version=rollout.weight_version,
             warnings=rollout.warnings,
             budget=rollout.budget,
+            off_policy=rollout.off_policy,
             usage=rollout.usage,
             timing=rollout.timing,
         )
@@ -393,6 +404,32 @@ def _without_speculation(fields: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
+def _resumed(opened: OpenRound, waiting: Mapping[int, tuple[str, bytes | None]]) -> dict[int, Sequence[KeptCandidate]]:
+    """By position; a prompt of which nothing is kept starts anew."""
+    blobs = {position: waiting.get(entry.number, ("", None))[1] for position, entry in enumerate(opened.all_entries)}
+    return {position: read_kept(blob) for position, blob in blobs.items() if blob is not None}
+
+
+def _check_resumable(rollout: Rollout) -> None:
+    for prompt in rollout.prompts:
+        if prompt.resume_refusal is not None:
+            raise prompt.resume_refusal
+
+
+def _check_unchanged(request: RoundRequest, defaults: RunRequest) -> None:
+    """What is kept was sampled as the run says, and is returned so."""
+    for name, said, of_run in (
+        ("sampling", request.sampling, defaults.sampling or {}),
+        ("return", request.return_, defaults.return_ or Return()),
+    ):
+        if said is not None and said != of_run:
+            raise RequestError(
+                f"{name}: rounds of a run that resumes take it from the run, got {said!r:.120}. Leave it out, or make "
+                "a run without resume.",
+                param=name,
+            )
+
+
 def _fresh(prompt: Any, epoch: int | None) -> FreshPrompt:
     return FreshPrompt(prompt.id, epoch, digest_of_prompt(prompt))
 
@@ -409,6 +446,7 @@ def _made_answer(live: LiveRound, run: Run) -> bytes:
             weight_version=rollout.weight_version,
             warnings=rollout.warnings,
             budget=rollout.budget,
+            off_policy=rollout.off_policy,
             groups=[],
             usage=rollout.usage,
             timing=rollout.timing,

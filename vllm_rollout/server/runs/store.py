@@ -5,6 +5,7 @@ Calls block; `RunService` makes them on a thread. Without a folder the database 
 
 from __future__ import annotations
 
+import base64
 import json
 import sqlite3
 import time
@@ -272,7 +273,7 @@ class RunStore:
             runs = []
             for id in self.ids():
                 stored = self.read(id)
-                rows = self._db.execute("SELECT number, body FROM prompts WHERE run = ? ORDER BY number", (id,))
+                rows = self._db.execute("SELECT number, body, kept FROM prompts WHERE run = ? ORDER BY number", (id,))
                 runs.append(
                     {
                         "id": id,
@@ -281,7 +282,10 @@ class RunStore:
                         "settings": stored.settings,
                         "state": run_to_state(stored.run),
                         "digest": stored.digest,
-                        "prompts": [list(row) for row in rows],
+                        "prompts": [
+                            [number, body, None if kept is None else base64.b64encode(kept).decode()]
+                            for number, body, kept in rows
+                        ],
                     }
                 )
             return runs
@@ -304,8 +308,11 @@ class RunStore:
                     ),
                 )
                 self._db.executemany(
-                    "INSERT INTO prompts (run, number, body) VALUES (?, ?, ?)",
-                    [(dumped["id"], number, body) for number, body in dumped["prompts"]],
+                    "INSERT INTO prompts (run, number, body, kept) VALUES (?, ?, ?, ?)",
+                    [
+                        (dumped["id"], number, body, None if kept is None else base64.b64decode(kept))
+                        for number, body, kept in dumped["prompts"]
+                    ],
                 )
 
     def check_all_idle(self) -> None:

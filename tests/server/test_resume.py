@@ -1,0 +1,219 @@
+"""Runs whose deferred prompts go on where they were stopped."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+
+import httpx
+import pytest
+
+from vllm_rollout.group.history import ObservedLength
+
+from .conftest import make_app
+from .fake_engine import FakeEngine
+from .test_run_state import mutate
+
+pytestmark = pytest.mark.anyio
+
+NUM_PROMPTS = 6
+RUN = {
+    "id": "a",
+    "group_size": 3,
+    "prompts_per_round": 4,
+    "prompt_speculation": 1.5,
+    "response_speculation": 2.0,
+    "sampling": {"seed": 5},
+    "return": {"text": True},
+    "resume": True,
+}
+
+
+class TellingEngine(FakeEngine):
+    """Remembers what it was told of lengths."""
+
+    __slots__ = ("told",)
+
+    async def observe_lengths(self, key: str, lengths: Sequence[ObservedLength]) -> None:
+        self.told.setdefault(key, []).append(list(lengths))
+        await super().observe_lengths(key, lengths)
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    engine = TellingEngine()
+    engine.told = {}
+    return engine
+
+
+async def short_round(http: httpx.AsyncClient, **fields) -> dict:
+    response = await http.post("/v1/runs", json={**RUN, **fields})
+    assert response.status_code == 201, response.text
+    prompts = [{"id": f"q{i}", "prompt": f"question {i}"} for i in range(NUM_PROMPTS)]
+    response = await http.post(f"/v1/runs/{response.json()['id']}/rounds", json={"prompts": prompts})
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def long_round(http: httpx.AsyncClient, run: str = "a", **fields) -> dict:
+    response = await http.post(f"/v1/runs/{run}/rounds", json={"kind": "long", **fields})
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def trajectories(answer: dict) -> dict[tuple[str, int], dict]:
+    return {(g["prompt_id"], t["index"]): t for g in answer["groups"] for t in g["trajectories"]}
+
+
+async def test_a_prompt_that_goes_on_becomes_what_it_would_have_become_at_once(http: httpx.AsyncClient) -> None:
+    short = await short_round(http)
+    await short_round(http, id="b", resume=False)
+    resumed, anew = await long_round(http), await long_round(http, "b")
+    assert [group["prompt_id"] for group in resumed["groups"]] == short["deferred"]
+    assert len(short["deferred"]) == 2
+    ours, theirs = trajectories(resumed), trajectories(anew)
+    for name, trajectory in ours.items():
+        assert 0 < trajectory["num_resumed_tokens"] <= trajectory["num_tokens"]
+        assert trajectory | {"num_resumed_tokens": 0, "off_policy": False} == theirs[name]
+    assert ours.keys() == theirs.keys()
+    num_resumed = sum(t["num_resumed_tokens"] for t in ours.values())
+    assert any(t["num_resumed_tokens"] == t["num_tokens"] for t in ours.values())
+    assert any(t["num_resumed_tokens"] < t["num_tokens"] for t in ours.values())
+    usage = resumed["usage"]
+    assert usage["resumed_tokens"] == num_resumed
+    assert usage["generated_tokens"] == anew["usage"]["generated_tokens"] - num_resumed
+    assert usage["generated_tokens"] + num_resumed == usage["returned_tokens"] + usage["wasted_tokens"]
+
+
+async def test_metrics_count_a_token_once_as_generated(http: httpx.AsyncClient) -> None:
+    answers = [await short_round(http), await long_round(http)]
+    text = (await http.get("/metrics")).text
+    counted = {kind: float(text.split(f'tokens_total{{kind="{kind}"}} ')[1].split("\n")[0])
+               for kind in ("generated", "returned", "wasted", "resumed")}  # fmt: skip
+    assert counted == {kind: sum(a["usage"][f"{kind}_tokens"] for a in answers) for kind in counted}
+    run = (await http.get("/v1/runs/a")).json()["totals"]
+    assert run["generated_tokens"] == counted["generated"]
+    assert run["returned_tokens"] == counted["returned"]
+
+
+async def test_chunks_join_without_a_gap(http: httpx.AsyncClient) -> None:
+    await short_round(http)
+    body = {"kind": "long", "stream": True, "stream_tokens": 2}
+    response = await http.post("/v1/runs/a/rounds", json=body)
+    events = [json.loads(line[6:]) for line in response.text.split("\n") if line.startswith("data: ")]
+    said: dict[tuple[str, int], list[int]] = {}
+    for event in events:
+        if event["type"] == "tokens":
+            tokens = said.setdefault((event["prompt_id"], event["index"]), [])
+            assert event["offset"] == len(tokens)
+            tokens += event["token_ids"]
+            assert len(event["logprobs"]) == len(event["token_ids"])
+    ended = {(e["prompt_id"], e["trajectory"]["index"]): e["trajectory"]["token_ids"]
+             for e in events if e["type"] == "trajectory"}  # fmt: skip
+    assert len(ended) == 6
+    assert said == ended
+
+
+async def test_each_length_is_learned_once_and_whole(http: httpx.AsyncClient, engine: TellingEngine) -> None:
+    short = await short_round(http)
+    answer = await long_round(http)
+    for group in answer["groups"]:
+        told = engine.told[f"id:{group['prompt_id']}"]
+        assert Counter(map(len, told)) == Counter([3, 3])  # the spare ones when it was deferred, the others now
+        lengths = sorted(length.num_tokens for length in told[-1])
+        assert lengths == sorted(t["num_tokens"] for t in group["trajectories"])
+        assert not any(length.censored for length in told[-1])
+    returned = [group["prompt_id"] for group in short["groups"]]
+    assert all([len(lengths) for lengths in engine.told[f"id:{id}"]] == [6] for id in returned)
+
+
+@pytest.mark.parametrize(("first", "second", "expected"), [("v1", "v1", False), ("v1", "v2", True), (None, None, True)])
+async def test_off_policy_is_said_of_what_other_weights_may_have_made(
+    http: httpx.AsyncClient, engine: FakeEngine, first: str | None, second: str | None, expected: bool
+) -> None:
+    engine.weight_version = first
+    short = await short_round(http)
+    assert not short["off_policy"]
+    engine.weight_version = second
+    answer = await long_round(http)
+    assert answer["off_policy"] is expected
+    assert {group["off_policy"] for group in answer["groups"]} == {expected}
+    for trajectory in trajectories(answer).values():
+        assert trajectory["off_policy"] is expected
+        joint, num = trajectory["num_resumed_tokens"], trajectory["num_tokens"]
+        spans = [(span["version"], span["start"], span["end"]) for span in trajectory["weight_versions"]]
+        if first is None:
+            assert spans == []
+        elif first == second or joint == num:
+            assert spans == [(first, 0, num)]
+        else:
+            assert spans == [(first, 0, joint), (second, joint, num)]
+
+
+async def test_what_was_kept_waits_through_a_long_round_that_was_interrupted_and_given_up(
+    http: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    await short_round(http)
+    engine.dies_at_step = 0
+    assert (await http.post("/v1/runs/a/rounds", json={"kind": "long", "idempotency_key": "k"})).status_code == 503
+    engine.dies_at_step = None
+    number = (await http.get("/v1/runs/a")).json()["open_round"]["round"]
+    assert (await http.delete(f"/v1/runs/a/rounds/{number}")).status_code == 200
+    engine.dies_at_step = 0
+    assert (await http.post("/v1/runs/a/rounds", json={"kind": "long", "idempotency_key": "l"})).status_code == 503
+    engine.dies_at_step = None
+    answer = await long_round(http, idempotency_key="l")
+    assert all(trajectory["num_resumed_tokens"] for trajectory in trajectories(answer).values())
+
+
+async def test_a_state_carries_what_was_kept(http: httpx.AsyncClient) -> None:
+    await short_round(http)
+    state = (await http.get("/v1/rollouts/state")).content
+    app = make_app(FakeEngine())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as other:
+        assert (await other.put("/v1/rollouts/state", content=state)).status_code == 204
+        there, here = await long_round(other), await long_round(http)
+    assert trajectories(there) == trajectories(here)
+    assert there["usage"] == here["usage"]
+
+
+@pytest.mark.parametrize("kept", ["", "AAAA", "not base64", 3])
+async def test_a_state_with_something_else_in_place_of_what_was_kept_is_refused(
+    http: httpx.AsyncClient, kept: object
+) -> None:
+    await short_round(http)
+    state = (await http.get("/v1/rollouts/state")).content
+    wrong = mutate(state, lambda runs: runs[0]["prompts"][0].__setitem__(2, kept))
+    response = await http.put("/v1/rollouts/state", content=wrong)
+    assert response.status_code == 422, response.text
+    assert "not a rollout state" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("fields", "param"), [({"sampling": {"seed": 6}}, "sampling"), ({"return": {}}, "return")])
+async def test_a_round_says_nothing_else_than_its_run(http: httpx.AsyncClient, fields: dict, param: str) -> None:
+    await short_round(http)
+    response = await http.post("/v1/runs/a/rounds", json={"kind": "long", **fields})
+    assert response.status_code == 422
+    assert response.json()["error"]["param"] == param
+    assert (await http.get("/v1/runs/a")).json()["open_round"] is None
+    assert len((await long_round(http, **{param: RUN[param]}))["groups"]) == 2
+
+
+async def test_a_run_that_cannot_go_on_is_refused_when_it_is_made(http: httpx.AsyncClient) -> None:
+    response = await http.post("/v1/runs", json={**RUN, "sampling": {"stop": ["x"]}})
+    assert (response.status_code, response.json()["error"]["param"]) == (422, "resume")
+    assert (await http.get("/v1/runs")).json()["data"] == []
+
+
+async def test_lost_candidates_are_made_up_for_by_new_ones(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    """Of a deferred group only two are left: the third of its long round begins anew."""
+    engine.lengths = {index: 30 + index for index in range(40)}
+    engine.failures = dict.fromkeys(range(2, 40), 1)
+    short = await short_round(http, response_speculation=1.0)
+    engine.failures = {}
+    assert len(short["deferred"]) == NUM_PROMPTS
+    answer = await long_round(http)
+    for group in answer["groups"]:
+        assert [t["num_resumed_tokens"] > 0 for t in group["trajectories"]] == [True, True, False]
+        assert [t["num_tokens"] for t in group["trajectories"]] == [30, 31, 32]

@@ -1,0 +1,99 @@
+"""A group whose candidates go on where an earlier round left them.
+
+Invariant: what comes out reads as if each candidate had run at once, from its first token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+
+from vllm_rollout.group.plan import GroupPlan
+from vllm_rollout.group.resumption import joined_ending, joined_moments, joined_spans, spans_of
+from vllm_rollout.group.types import Ending
+from vllm_rollout.server.engine import Beginnings, CandidateEnd, CandidateTokens, Engine, PreparedPrompt
+from vllm_rollout.server.kept import KeptCandidate
+
+Happening = CandidateTokens | CandidateEnd
+Run = Callable[[GroupPlan, Beginnings], AsyncGenerator[Happening, None]]
+
+
+class ResumedGroup:
+    """The candidates of one prompt in a long round: kept ones, then new ones where there are too few."""
+
+    def __init__(self, kept: Sequence[KeptCandidate], engine: Engine, *, want_text: bool) -> None:
+        self._kept = kept
+        self._engine = engine
+        self._want_text = want_text
+
+    async def events(
+        self, plan: GroupPlan, prompt: PreparedPrompt, run: Run, *, want_tokens: bool
+    ) -> AsyncGenerator[Happening, None]:
+        """What happens to them; `run` starts those that are not over. `want_tokens`: also what was kept, first."""
+        kept = dict(enumerate(self._kept[: plan.num_candidates]))
+        running: dict[int, Sequence[int]] = dict.fromkeys(range(len(kept), plan.num_candidates), ())
+        for index, candidate in kept.items():
+            if want_tokens and candidate.num_tokens:
+                yield CandidateTokens(index, 0, candidate.token_ids, candidate.logprobs)
+            if _is_over(candidate, prompt):
+                yield self._whole(index, candidate, prompt)
+            else:
+                running[index] = candidate.token_ids
+        if not running:
+            return
+        rest = replace(plan, group_size=len(running), redundancy=0)
+        beginnings = Beginnings(dict(sorted(running.items())), plan.num_candidates)
+        async with aclosing(run(rest, beginnings)) as happenings:
+            async for happening in happenings:
+                yield self._joined(happening, kept, prompt)
+
+    def _joined(self, happening: Happening, kept: dict[int, KeptCandidate], prompt: PreparedPrompt) -> Happening:
+        if isinstance(happening, CandidateTokens):
+            before = kept.get(happening.index)
+            return happening if before is None else replace(happening, offset=happening.offset + before.num_tokens)
+        before = kept.get(happening.ending.index)
+        if before is None:
+            return self._with_text(happening, prompt)
+        num = before.num_tokens
+        logprobs = None
+        if before.logprobs is not None and happening.logprobs is not None:
+            logprobs = [*before.logprobs, *happening.logprobs]
+        spans = joined_spans(before.spans, num, spans_of(happening.weight_versions))
+        joined = replace(
+            happening,
+            ending=joined_ending(happening.ending, num),
+            token_ids=[*before.token_ids, *happening.token_ids],
+            logprobs=logprobs,
+            confidence=joined_moments(before.confidence, num, happening.confidence, happening.ending.num_tokens),
+            weight_versions=[span._asdict() for span in spans],
+            survival_before=before.survival_probability,
+        )
+        return self._with_text(joined, prompt)
+
+    def _whole(self, index: int, kept: KeptCandidate, prompt: PreparedPrompt) -> CandidateEnd:
+        truncated = kept.truncated or not kept.whole
+        num = kept.num_tokens
+        end = CandidateEnd(
+            ending=Ending(index, "finished", num, truncated, ended_by_itself=not truncated, num_resumed=num),
+            token_ids=list(kept.token_ids),
+            logprobs=None if kept.logprobs is None else list(kept.logprobs),
+            text=None,
+            finish_reason=kept.finish_reason if kept.whole else "length",
+            stop_reason=kept.stop_reason,
+            confidence=kept.confidence,
+            weight_versions=[span._asdict() for span in kept.spans],
+            survival_before=kept.survival_probability,
+        )
+        return self._with_text(end, prompt)
+
+    def _with_text(self, end: CandidateEnd, prompt: PreparedPrompt) -> CandidateEnd:
+        if not self._want_text:
+            return end
+        stopped = end.finish_reason == "stop"
+        return replace(end, text=self._engine.text_of(prompt, end.token_ids, stopped=stopped))
+
+
+def _is_over(kept: KeptCandidate, prompt: PreparedPrompt) -> bool:
+    """Also one that was stopped with its last token allowed."""
+    return kept.whole or (prompt.max_tokens is not None and kept.num_tokens >= prompt.max_tokens)
