@@ -185,7 +185,7 @@ class Engine(Protocol):
         stream_tokens: int | None,
         rollout_id: str,
         pruning_seed: int,
-        place: RacePlace | None,
+        place: RacePlace | None = None,
         beginnings: Beginnings | None = None,
     ) -> AsyncGenerator[CandidateTokens | CandidateEnd, None]:
         """Launch the candidates and yield what happens to them, ending with one CandidateEnd each.

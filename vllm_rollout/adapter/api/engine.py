@@ -125,7 +125,7 @@ class VLLMEngine(EngineLearning, EngineShaping):
         stream_tokens: int | None,
         rollout_id: str,
         pruning_seed: int,
-        place: RacePlace | None,
+        place: RacePlace | None = None,
         beginnings: Beginnings | None = None,
     ) -> AsyncGenerator[CandidateTokens | CandidateEnd, None]:
         rendered, params, lora = prompt.handle
