@@ -80,7 +80,7 @@ def test_every_pair_of_factors_is_swept_once():
     assert settings[0] == SYNCHRONOUS == speculating(1, 1)
     assert len(set(settings)) == len(settings) == 10
     places = list(parts_of(512, 1, range(2)))
-    assert len(places) == 3 + 6 + 1 + 2
+    assert len(places) == 3 + 6 + 1 + 3 + 2
 
 
 def test_rows_say_what_a_run_measured(sweeps):
@@ -107,6 +107,7 @@ def test_results_are_told_in_tables_and_a_picture(sweeps, tmp_path):
         "sweep": dict.fromkeys(MODEL_NAMES, named),
         "shares": {name: {"0.18": rows} for name in MODEL_NAMES},
         "queue_order": rows,
+        "whole_epochs": {"640": rows},
         "order": {"once": rows},
         "rounds": rounds_drawn(sweeps[0]),
     }

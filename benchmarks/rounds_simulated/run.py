@@ -1,9 +1,10 @@
 """Tail batching at the scale of RollPacker's evaluation, in the simulator: what short and long rounds save.
 
-No GPU and no engine: whole runs through the rules of `group/`, on a clock that counts bytes read from memory. Four
+No GPU and no engine: whole runs through the rules of `group/`, on a clock that counts bytes read from memory. Five
 parts: `sweep` (Fig. 12 of the paper), `shares` (how much of the result hangs on how much prompts differ), `queue_order`
-(which prompts a long round takes), `order` (which prompts come back when, and how long what comes back is). All numbers
-that go in are in setup.py and in the result's `workload`.
+(which prompts a long round takes), `whole_epochs` (what it costs when each of them comes back whole), `order` (which
+prompts come back when, and how long what comes back is). All numbers that go in are in setup.py and in the result's
+`workload`.
 """
 
 from __future__ import annotations
@@ -143,6 +144,7 @@ class Part:
     num_prompts: int
     epochs: int
     seeds: Sequence[int]
+    whole_epochs: bool = False
 
     @property
     def num_rounds(self) -> int:
@@ -155,7 +157,7 @@ class Part:
         sweeps = []
         for seed in self.seeds:
             data = GeneratedDataSet(lengths(self.name, self.between, self.num_prompts), seed)
-            conditions = RunConditions(data, machine, self.epochs, seed, MESSAGE_S)
+            conditions = RunConditions(data, machine, self.epochs, seed, MESSAGE_S, self.whole_epochs)
             sweeps.append(sweep_rounds(conditions, self.settings, lambda setting, done: on_round()))
         return sweeps
 
@@ -168,6 +170,8 @@ def parts_of(num_prompts: int, epochs: int, seeds: Sequence[int]) -> dict[tuple[
     more = [speculating(prompts, responses) for prompts in (1.1, 1.5) for responses in (1.0, prompts)]
     many = Part(ORDER_MODEL, [*four[:-1], *more, BOTH], BETWEEN_SHARE, num_prompts, MANY_EPOCHS, seeds[:1])
     large = Part(ORDER_MODEL, four, BETWEEN_SHARE, LARGE * num_prompts, 1, seeds[:1])
+    ends = [SYNCHRONOUS, speculating(1.1, 1.1), BOTH]
+    border = [Part(ORDER_MODEL, ends, BETWEEN_SHARE, num_prompts * n, 1, seeds[:2], True) for n in (1, 2, LARGE)]
     return {
         **{
             ("sweep", name): Part(name, sweep_settings(), BETWEEN_SHARE, num_prompts, epochs, seeds)
@@ -179,6 +183,7 @@ def parts_of(num_prompts: int, epochs: int, seeds: Sequence[int]) -> dict[tuple[
             for b in OTHER_SHARES
         },
         ("queue_order",): Part(ORDER_MODEL, [SYNCHRONOUS, *queue], BETWEEN_SHARE, num_prompts, epochs, seeds[:1]),
+        **{("whole_epochs", str(part.num_prompts)): part for part in border},
         **{("order", f"epochs of {its.num_prompts:,} prompts: {its.epochs}"): its for its in (many, large)},
     }
 

@@ -13,6 +13,7 @@ Row = Mapping[str, Any]
 
 def tables(result: Mapping[str, Any]) -> str:
     parts = [_lengths(result), _times(result), _sweep(result), _shares(result), _queue_order(result)]
+    parts.append(_whole_epochs(result))
     parts += [_order(title, rows) for title, rows in result["order"].items()]
     return "\n\n".join(parts)
 
@@ -152,6 +153,16 @@ def _queue_order(result: Mapping[str, Any]) -> str:
         for row in result["queue_order"][1:]
     ]
     return grid("Which of the queue a long round takes", header, rows)
+
+
+def _whole_epochs(result: Mapping[str, Any]) -> str:
+    rows = [
+        [f"{int(num_prompts):,}", row["setting"], _ranged(row), number(row["num_short"], 1), number(row["num_long"], 1)]
+        for num_prompts, settings in result["whole_epochs"].items()
+        for row in settings[1:]
+    ]
+    header = ["prompts of an epoch", "setting", "× faster", "short rounds", "long rounds"]
+    return grid("Epochs that come back whole", header, rows)
 
 
 def _order(title: str, settings: Sequence[Row]) -> str:

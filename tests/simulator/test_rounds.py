@@ -67,6 +67,17 @@ def test_without_speculation_rounds_wait_for_everybody():
     assert told(outcome) == [("short", 9, ["a", "b"])]
 
 
+@pytest.mark.parametrize("whole_epochs", [False, True])
+def test_whole_epochs_keep_nothing_waiting_over_the_border(whole_epochs):
+    its = RunConditions(GeneratedDataSet(SMALL), Machine(FLAT), 3, whole_epochs=whole_epochs)
+    outcome = replay_run(its, parse_rounds("prompts_per_round=5,prompt_speculation=1.4", 2))
+    epochs = [prompt.epoch for prompt in outcome.returned]
+    assert sorted(epochs) == [0] * 24 + [1] * 24 + [2] * 24
+    assert (epochs == sorted(epochs)) is whole_epochs
+    assert (outcome.full_rounds == outcome.rounds) is whole_epochs
+    assert fairness_of(outcome).least_returns == 3
+
+
 def test_a_trace_gives_every_epoch_what_was_recorded_of_it():
     data = TracedDataSet(traced({"a": [5, 6], "b": [7, 8]}, {"a": [9, 10]}))
     a, b = data.prompts
@@ -223,6 +234,7 @@ def test_a_recorded_trace_is_a_data_set(tmp_path):
         (["--rounds", "x"], "--rounds 'x': expected field=value, got 'x'"),
         (["--rounds", "4", "--rounds", "6"], "prompts_per_round must be the same in all settings, got 4, 6"),
         (["--message-delay", "1"], "--message-delay is for --rounds"),
+        (["--whole-epochs"], "--whole-epochs is for --rounds"),
     ],
 )
 def test_flags_of_rounds_that_make_no_sense_exit_with_2(arguments, message):

@@ -82,6 +82,14 @@ def simulate(
             "an engine and the process that counts complete groups over all of them.",
         ),
     ] = 0.0,
+    whole_epochs: Annotated[
+        bool,
+        typer.Option(
+            "--whole-epochs",
+            help="With --rounds: all prompts of an epoch come back before the next one begins, as with `run.rounds`. "
+            "Otherwise what is long may wait over the border.",
+        ),
+    ] = False,
     detection_length: Annotated[
         int | None,
         typer.Option(min=1, help="Tokens at which the trace's scores were taken. Default: the recorded number."),
@@ -146,7 +154,8 @@ def simulate(
             trace=trace, generate=generate, profile=profile, tensor_parallel_size=tensor_parallel_size,
             data_parallel_size=data_parallel_size, group_size=group_size, max_num_seqs=max_num_seqs,
             kv_capacity_tokens=kv_capacity_tokens, settings=tuple(setting or ()), detection_length=detection_length,
-            rounds=tuple(rounds or ()), message_delay_s=message_delay, prompts_per_step=prompts_per_step,
+            rounds=tuple(rounds or ()), message_delay_s=message_delay, whole_epochs=whole_epochs,
+            prompts_per_step=prompts_per_step,
             epochs=epochs, skip_broken=skip_broken, seed=seed, output=output, output_json=output_json,
         )  # fmt: skip
         if options.rounds:

@@ -25,6 +25,7 @@ class Options:
     prompts_per_step: int | None = None
     rounds: tuple[str, ...] = ()
     message_delay_s: float = 0.0
+    whole_epochs: bool = False
     epochs: int = 1
     skip_broken: bool = False
     seed: int = 0
@@ -42,6 +43,8 @@ class Options:
                 raise FlagError(f"{flag} says how rollouts run, and --rounds runs none: say it there. See --help.")
         if self.message_delay_s and not self.rounds:
             raise FlagError("--message-delay is for --rounds: a rollout's ranks need not hear of each other")
+        if self.whole_epochs and not self.rounds:
+            raise FlagError("--whole-epochs is for --rounds: rollouts leave no prompt waiting")
         if self.output.suffix != ".png":
             raise FlagError(f"--output must end in .png, got {self.output}")
         for flag, path in (("--output", self.output), ("--output-json", self.output_json)):

@@ -60,6 +60,8 @@ class RunOutcome:
     setting: RoundSetting
     rounds: tuple[RoundOutcome, ...]
     num_preemptions: int = 0
+    whole_epochs: bool = False
+    """Everything of an epoch came back before the next one began."""
 
     def of(self, kind: RoundKind) -> list[RoundOutcome]:
         """Full rounds of a kind."""
@@ -67,8 +69,10 @@ class RunOutcome:
 
     @cached_property
     def full_rounds(self) -> Sequence[RoundOutcome]:
-        """Whole periods: up to the last long round that the queue filled; without any, all rounds. Of synchronous
-        rounds those that return all that they should."""
+        """Whole periods: up to the last long round that the queue filled; without any, or with whole epochs, all rounds.
+        Of synchronous rounds those that return all that they should."""
+        if self.whole_epochs:
+            return self.rounds
         full = [its for its in self.rounds if not its.is_last]
         longs = [position for position, its in enumerate(full) if its.kind == "long"]
         if longs:
@@ -77,7 +81,11 @@ class RunOutcome:
 
     @property
     def has_full_period(self) -> bool:
-        return self.setting.is_synchronous or any(its.kind == "long" and not its.is_last for its in self.rounds)
+        return (
+            self.whole_epochs
+            or self.setting.is_synchronous
+            or any(its.kind == "long" and not its.is_last for its in self.rounds)
+        )
 
     @cached_property
     def round_s(self) -> float:

@@ -35,6 +35,8 @@ class RunConditions:
     seed: int = 0
     message_s: float = 0.0
     """Between an engine and its API process, each way."""
+    whole_epochs: bool = False
+    """Everything of an epoch comes back before the next one begins."""
 
 
 def replay_run(
@@ -59,7 +61,7 @@ class _RunReplay:
         self._judges = [Judge() for _ in range(its.machine.num_ranks)]
         self._placement = Placement(its.machine.num_ranks)
         self._run = Run(setting.terms)
-        self._trainer = Trainer(its.data.prompts, its.epochs, its.seed)
+        self._trainer = Trainer(its.data.prompts, its.epochs, its.seed, whole_epochs=its.whole_epochs)
         self._handed_in: dict[int, int] = {}
         """Entry number -> the round that it was handed in for."""
         self._num_preemptions = 0
@@ -69,7 +71,7 @@ class _RunReplay:
         while self._trainer.num_left or self._run.num_waiting:
             rounds.append(self._round())
             on_round(rounds[-1])
-        return RunOutcome(self._setting, tuple(rounds), self._num_preemptions)
+        return RunOutcome(self._setting, tuple(rounds), self._num_preemptions, self._its.whole_epochs)
 
     def _round(self) -> RoundOutcome:
         hand_in = self._trainer.hand_in(self._run)

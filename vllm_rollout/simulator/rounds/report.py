@@ -71,7 +71,7 @@ def tables(sweep: RoundSweep) -> list[Table]:
         ("\nfarthest", said(lambda f: f"{f.largest_departure:.0%}")),
     ]
     return [
-        _table("Time of a round, over whole periods of short and long rounds", times, sweep),
+        _table(f"Time of a round, over {_span(sweep)}", times, sweep),
         _table("Lengths of returned answers, in tokens; longest: mean over rounds", lengths, sweep),
         _table("Which prompts come back when, and how far a round's mean length is from the run's", order, sweep),
     ]
@@ -89,6 +89,10 @@ def _table(title: str, columns: list[Column], sweep: RoundSweep) -> Table:
     return table
 
 
+def _span(sweep: RoundSweep) -> str:
+    return "whole epochs" if sweep.conditions.whole_epochs else "whole periods of short and long rounds"
+
+
 def _tokens(value: float | None) -> str:
     return DASH if value is None else f"{value:,.0f}"
 
@@ -103,6 +107,8 @@ def summary(sweep: RoundSweep) -> str:
     if fastest is baseline:
         return "Nothing that was tried is faster than waiting for every prompt."
     said = f"Fastest: {fastest.setting.name}, {sweep.speed_up(fastest):.2f}x"
+    if not sweep.conditions.whole_epochs:
+        said += f" in whole periods, {sweep.speed_up_of_run(fastest):.2f}x from the first round to the last"
     short, before = mean_of_longest(fastest.of("short")), mean_of_longest(baseline.of("short"))
     if fastest.of("long") and short and before:
         said += f"; its short rounds end after {short:,.0f} tokens instead of {before:,.0f}"
@@ -150,6 +156,7 @@ def to_json(sweep: RoundSweep, source: dict[str, Any], said: list[str]) -> dict[
         "epochs": conditions.epochs,
         "seed": conditions.seed,
         "message_delay": conditions.message_s,
+        "whole_epochs": conditions.whole_epochs,
         "num_ranks": machine.num_ranks,
         "max_num_seqs": machine.num_slots,
         "kv_capacity_tokens": machine.kv_capacity_tokens,

@@ -44,7 +44,9 @@ def run_rounds(options: Options) -> None:
         group_size = options.group_size or DEFAULT_GROUP_SIZE
     clock = clock_of(options, models, longest)
     settings = _settings(options, group_size)
-    conditions = RunConditions(data, clock.machine, options.epochs, options.seed, options.message_delay_s)
+    conditions = RunConditions(
+        data, clock.machine, options.epochs, options.seed, options.message_delay_s, options.whole_epochs
+    )
     per_round = settings[0].terms.prompts_per_round
     epochs = "1 epoch" if options.epochs == 1 else f"{options.epochs:,} epochs"
     subtitle = (

@@ -23,20 +23,26 @@ class HandIn:
 class Trainer:
     """Shuffles every epoch, as trainers do."""
 
-    def __init__(self, prompts: Sequence[DataPrompt], epochs: int, seed: int) -> None:
-        self._left: deque[FreshPrompt] = deque()
+    def __init__(self, prompts: Sequence[DataPrompt], epochs: int, seed: int, *, whole_epochs: bool = False) -> None:
+        """whole_epochs: everything of an epoch comes back before the next one begins. Otherwise they are one chain."""
+        self._later: deque[list[FreshPrompt]] = deque()
         for epoch in range(epochs):
             order = list(prompts)
             Random(f"{seed}/order/{epoch}").shuffle(order)
-            self._left.extend(FreshPrompt(prompt.id, epoch) for prompt in order)
+            self._later.append([FreshPrompt(prompt.id, epoch) for prompt in order])
+        if not whole_epochs:
+            self._later = deque([[prompt for epoch in self._later for prompt in epoch]])
+        self._left: deque[FreshPrompt] = deque()
 
     @property
     def num_left(self) -> int:
         """Prompts that have not been handed in."""
-        return len(self._left)
+        return len(self._left) + sum(map(len, self._later))
 
     def hand_in(self, run: Run) -> HandIn:
         """What the run's next round wants, as far as it is there."""
+        if not (self._left or run.num_waiting):
+            self._left.extend(self._later.popleft())
         if run.next_kind == "long":
             return HandIn(())
         fresh = self._take(run.num_fresh, {entry.prompt_id for entry in run.carried})
