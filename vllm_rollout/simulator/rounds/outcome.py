@@ -69,8 +69,8 @@ class RunOutcome:
 
     @cached_property
     def full_rounds(self) -> Sequence[RoundOutcome]:
-        """Whole periods: up to the last long round that the queue filled; without any, or with whole epochs, all rounds.
-        Of synchronous rounds those that return all that they should."""
+        """Whole periods: up to the last long round that the queue filled; without any, or with whole epochs, all of
+        them. Of synchronous rounds those that return all that they should."""
         if self.whole_epochs:
             return self.rounds
         full = [its for its in self.rounds if not its.is_last]
@@ -81,11 +81,9 @@ class RunOutcome:
 
     @property
     def has_full_period(self) -> bool:
-        return (
-            self.whole_epochs
-            or self.setting.is_synchronous
-            or any(its.kind == "long" and not its.is_last for its in self.rounds)
-        )
+        if self.whole_epochs or self.setting.is_synchronous:
+            return True
+        return any(its.kind == "long" and not its.is_last for its in self.rounds)
 
     @cached_property
     def round_s(self) -> float:

@@ -54,8 +54,7 @@ def _draw_means(axes, sweep: RoundSweep) -> None:
     axes.set_ylim(len(sweep.outcomes) - 0.45, -0.55)
     axes.set_xlim(0, 1.15 * max(outcome.round_s for outcome in sweep.outcomes))
     axes.set_xticks([])
-    span = "whole epochs" if sweep.conditions.whole_epochs else "whole periods of short and long rounds"
-    axes.set_title(f"mean round, over {span}", loc="left", size=10.5, weight="bold")
+    axes.set_title(f"mean round, over {sweep.span}", loc="left", size=10.5, weight="bold")
     axes.tick_params(length=0)
     open_axes(axes, "top", "right", "bottom")
 

@@ -71,7 +71,7 @@ def tables(sweep: RoundSweep) -> list[Table]:
         ("\nfarthest", said(lambda f: f"{f.largest_departure:.0%}")),
     ]
     return [
-        _table(f"Time of a round, over {_span(sweep)}", times, sweep),
+        _table(f"Time of a round, over {sweep.span}", times, sweep),
         _table("Lengths of returned answers, in tokens; longest: mean over rounds", lengths, sweep),
         _table("Which prompts come back when, and how far a round's mean length is from the run's", order, sweep),
     ]
@@ -87,10 +87,6 @@ def _table(title: str, columns: list[Column], sweep: RoundSweep) -> Table:
         style = "bold" if outcome is sweep.fastest else ""
         table.add_row(outcome.setting.name, *(value(outcome) for _, value in columns), style=style)
     return table
-
-
-def _span(sweep: RoundSweep) -> str:
-    return "whole epochs" if sweep.conditions.whole_epochs else "whole periods of short and long rounds"
 
 
 def _tokens(value: float | None) -> str:

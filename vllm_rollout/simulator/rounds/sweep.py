@@ -24,6 +24,11 @@ class RoundSweep:
     def fastest(self) -> RunOutcome:
         return min(self.outcomes, key=lambda outcome: outcome.round_s)
 
+    @property
+    def span(self) -> str:
+        """What a mean round is a mean over."""
+        return "whole epochs" if self.conditions.whole_epochs else "whole periods of short and long rounds"
+
     def speed_up(self, outcome: RunOutcome) -> float:
         """Over synchronous rounds, in whole periods."""
         return self.baseline.round_s / outcome.round_s
