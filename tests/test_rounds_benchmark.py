@@ -71,8 +71,8 @@ def test_rollouts_are_not_the_whole_step():
 
 
 def test_a_period_is_bounded_by_its_long_round():
-    assert bound({"round_s": 100.0}, {"num_short": 4, "num_long": 1, "long_s": 125.0}) == 4
-    assert bound({"round_s": 100.0}, {"num_short": 4, "num_long": 0, "long_s": None}) is None
+    assert bound({"prompt_s": 100.0}, {"num_returned": 5, "num_long": 1, "long_s": 125.0}) == 4
+    assert bound({"prompt_s": 100.0}, {"num_returned": 4, "num_long": 0, "long_s": None}) is None
 
 
 def test_every_pair_of_factors_is_swept_once():
@@ -89,7 +89,7 @@ def test_rows_say_what_a_run_measured(sweeps):
     assert both is rows[-1]
     outcome = sweeps[0].outcomes[-1]
     assert both["round_s"] == outcome.round_s
-    assert both["speed_up"] == rows[0]["round_s"] / both["round_s"] > 1.5
+    assert both["speed_up"] == rows[0]["prompt_s"] / both["prompt_s"] > 1.5
     assert both["fairness"]["least_returns"] == both["fairness"]["most_returns"] == 1
     assert rows[0]["length_bias"] == 0
     assert both["num_short"] / both["num_long"] == 4

@@ -46,7 +46,7 @@ def _draw_factors(axes: Any, sweep: Mapping[str, Any]) -> None:
             for factor in FACTORS:
                 row = row_of(rows, *factors(factor))
                 shade = 0.45 + 0.55 * FACTORS.index(factor) / (len(FACTORS) - 1)
-                axes.bar(place, row["round_s"] / rows[0]["round_s"], width=0.9, color=color, alpha=shade)
+                axes.bar(place, 1 / row["speed_up"], width=0.9, color=color, alpha=shade)
                 place += 1
             place += 0.4
         ticks.append(((start + place - 1.4) / 2, name))
@@ -58,7 +58,7 @@ def _draw_factors(axes: Any, sweep: Mapping[str, Any]) -> None:
     axes.tick_params(axis="x", length=0)
     axes.set_ylim(0, 1.22)
     axes.legend(frameon=False, ncols=3, loc="upper right")
-    axes.set_title(f"mean round, × synchronous; factors {', '.join(map(str, FACTORS))}", size=10.5, loc="left")
+    axes.set_title(f"time per prompt, × synchronous; factors {', '.join(map(str, FACTORS))}", size=10.5, loc="left")
 
 
 def _draw_means(axes: Any, rounds: Mapping[str, Any]) -> None:

@@ -88,6 +88,8 @@ def rows_of(sweeps: Sequence[RoundSweep]) -> list[dict[str, Any]]:
 
 VALUES: dict[str, Callable[[RunOutcome], float | None]] = {
     "round_s": lambda its: its.round_s,
+    "prompt_s": lambda its: its.prompt_s,
+    "num_returned": lambda its: sum(len(one.returned) for one in its.full_rounds),
     "short_s": lambda its: mean_seconds(its.of("short")),
     "long_s": lambda its: mean_seconds(its.of("long")),
     "num_short": lambda its: len(its.of("short")),

@@ -31,8 +31,7 @@ def bound(synchronous: Row, both: Row) -> float | None:
     """Of a period's speed-up, if short rounds took no time: long rounds alone. None without long rounds."""
     if not both["num_long"]:
         return None
-    period = both["num_short"] + both["num_long"]
-    return period * synchronous["round_s"] / (both["num_long"] * both["long_s"])
+    return both["num_returned"] * synchronous["prompt_s"] / (both["num_long"] * both["long_s"])
 
 
 def _lengths(result: Mapping[str, Any]) -> str:
@@ -98,7 +97,7 @@ def _sweep(result: Mapping[str, Any]) -> str:
             row = settings[position]
             cells += [number(row["round_s"], 1), number(1 / row["speed_up"], 2), percent(row["wasted_share"])]
         rows.append(cells)
-    return grid("Time of a round, over whole periods (Fig. 12)", header, rows)
+    return grid("Time over whole periods, the share per returned prompt (Fig. 12)", header, rows)
 
 
 def _shares(result: Mapping[str, Any]) -> str:
@@ -117,8 +116,8 @@ def _shares(result: Mapping[str, Any]) -> str:
                     name,
                     percent(float(share)),
                     *(f"{row['speed_up']:.2f}" for row in (responses, prompts, both)),
-                    f"{responses['round_s'] / both['round_s']:.2f}",
-                    f"{prompts['round_s'] / both['round_s']:.2f}",
+                    f"{both['speed_up'] / responses['speed_up']:.2f}",
+                    f"{both['speed_up'] / prompts['speed_up']:.2f}",
                     number(both["short_longest"], 0),
                     *(_signed(row["length_bias"]) for row in (responses, prompts, both)),
                 ]

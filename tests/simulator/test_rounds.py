@@ -148,6 +148,17 @@ def test_a_data_set_that_cannot_fill_a_round_is_an_error():
         run(Written(a=[[1]], b=[[2]]), "prompts_per_round=2,prompt_speculation=1.5")
 
 
+def test_speed_ups_are_per_returned_prompt():
+    data = Written(a=[[3]], b=[[50], [40]], c=[[5]], d=[[6]])
+    rounds = parse_rounds("prompts_per_round=3,prompt_speculation=1.3,response_speculation=1", 1)
+    sweep = sweep_rounds(conditions(data), with_baselines([rounds]))
+    synchronous, deferring = sweep.outcomes
+    assert [(its.seconds, len(its.returned)) for its in deferring.rounds] == [(6, 3), (40, 1)]
+    assert deferring.prompt_s == 46 / 4
+    first = synchronous.rounds[0]
+    assert sweep.speed_up(deferring) == first.seconds / 3 / (46 / 4)
+
+
 def test_names_say_what_is_speculated_on():
     names = [setting.name for setting in with_baselines(default_rounds(128, 8))]
     assert names == ["synchronous", "responses 1.25x", "prompts 1.25x", "both 1.25x"]

@@ -90,6 +90,11 @@ class RunOutcome:
         """Mean of a round of whole periods."""
         return float(np.mean([its.seconds for its in self.full_rounds]))
 
+    @cached_property
+    def prompt_s(self) -> float:
+        """Of these rounds per prompt that they return: a long round may return fewer than a short one."""
+        return sum(its.seconds for its in self.full_rounds) / sum(len(its.returned) for its in self.full_rounds)
+
     @property
     def seconds(self) -> float:
         """Of the whole run, its last rounds too."""

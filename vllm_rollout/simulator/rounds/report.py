@@ -35,7 +35,7 @@ def tables(sweep: RoundSweep) -> list[Table]:
 
     def over_responses_only(outcome: RunOutcome) -> str:
         other = sweep.responses_only_of(outcome)
-        return DASH if other is None or other is outcome else f"{other.round_s / outcome.round_s:.2f}x"
+        return DASH if other is None or other is outcome else f"{other.prompt_s / outcome.prompt_s:.2f}x"
 
     times: list[Column] = [
         ("short\n+long", lambda o: f"{len(o.of('short'))}+{len(o.of('long'))}"),
@@ -171,8 +171,9 @@ def described(sweep: RoundSweep, outcome: RunOutcome) -> dict[str, Any]:
     return {
         "setting": outcome.setting.described(),
         "mean_round_time": outcome.round_s,
+        "time_per_prompt": outcome.prompt_s,
         "speed_up": sweep.speed_up(outcome),
-        "speed_up_over_responses_only": None if other is None else other.round_s / outcome.round_s,
+        "speed_up_over_responses_only": None if other is None else other.prompt_s / outcome.prompt_s,
         "speed_up_of_run": sweep.speed_up_of_run(outcome),
         "run_time": outcome.seconds,
         "num_rounds": len(outcome.rounds),

@@ -22,7 +22,7 @@ class RoundSweep:
 
     @property
     def fastest(self) -> RunOutcome:
-        return min(self.outcomes, key=lambda outcome: outcome.round_s)
+        return min(self.outcomes, key=lambda outcome: outcome.prompt_s)
 
     @property
     def span(self) -> str:
@@ -30,8 +30,8 @@ class RoundSweep:
         return "whole epochs" if self.conditions.whole_epochs else "whole periods of short and long rounds"
 
     def speed_up(self, outcome: RunOutcome) -> float:
-        """Over synchronous rounds, in whole periods."""
-        return self.baseline.round_s / outcome.round_s
+        """Over synchronous rounds, per returned prompt, in whole periods."""
+        return self.baseline.prompt_s / outcome.prompt_s
 
     def speed_up_of_run(self, outcome: RunOutcome) -> float:
         """The same from the first round to the last."""
