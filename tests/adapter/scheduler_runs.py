@@ -17,6 +17,7 @@ from vllm_rollout.adapter.wire import CandidateTag, EndingNote
 from vllm_rollout.group.judge import Scoring
 from vllm_rollout.group.learning import Learning
 from vllm_rollout.group.pruning_plan import PruningPlan
+from vllm_rollout.group.race import RacePlace
 from vllm_rollout.group.step import GroupSteps
 from vllm_rollout.group.types import Assessment, Observation
 
@@ -120,6 +121,8 @@ def add_group(
     logits: list[float] | None = None,
     seed: int = 7,
     patience: float | None = None,
+    place: RacePlace | None = None,
+    num_replaceable: int = 0,
     **sampling: Any,
 ) -> list[str]:
     """Add one candidate per length; returns their request ids.
@@ -134,7 +137,7 @@ def add_group(
     for index, length in enumerate(lengths):
         tag = CandidateTag(
             group_id, None if joined else index, group_size, num_candidates or len(lengths), early_stop, interval,
-            scoring, patience,
+            scoring, patience, num_replaceable=num_replaceable, place=place,
         )  # fmt: skip
         request_ids.append(f"{group_id}-{index}")
         run.add(request_ids[-1], length, extra_args=tag.to_extra_args(), **sampling)

@@ -18,6 +18,7 @@ from vllm_rollout.adapter.wire import (
 )
 from vllm_rollout.group.judge import Scoring
 from vllm_rollout.group.pruning_plan import PruningPlan
+from vllm_rollout.group.race import RacePlace
 from vllm_rollout.group.types import Assessment, Confidence, Observation
 
 PLAN = PruningPlan(12, "paper", 0.25, 0.4, 0.75, 0.1, 0.9, "shadow", "confidence", True, 33)
@@ -37,6 +38,22 @@ def test_a_tag_reaches_the_scheduler_as_it_was(scoring, index):
     received = MsgpackDecoder(EngineCoreRequest).decode(MsgpackEncoder().encode(request))
     assert CandidateTag.of(received.sampling_params.extra_args) == tag
     assert CandidateTag.of(pickle.loads(pickle.dumps(params)).extra_args) == tag  # scheduler -> worker
+
+
+@pytest.mark.parametrize("place", [None, RacePlace("round", 3, 7)])
+@pytest.mark.parametrize("scoring", [None, Scoring("r", "p", 1, PLAN)])
+def test_a_tag_of_a_round_reaches_the_scheduler_as_it_was(scoring, place):
+    tag = CandidateTag("g", 1, 4, 8, True, 64, scoring, 1.5, False, num_replaceable=8, place=place, num_resumed=300)
+    received = msgspec.msgpack.decode(msgspec.msgpack.encode(tag.to_extra_args()))
+    assert CandidateTag.of(received) == tag
+    assert CandidateTag.of(received).terms.num_replaceable == 8
+
+
+@pytest.mark.parametrize(("is_replaced", "group_lost"), [(True, False), (False, True)])
+def test_a_note_of_a_round_reaches_the_api_process_as_it_was(is_replaced, group_lost):
+    note = EndingNote("failed", 3, None, [], ASSESSMENT, is_replaced=is_replaced, group_lost=group_lost)
+    params = msgspec.msgpack.decode(msgspec.msgpack.encode(note.to_params(None)))
+    assert EndingNote.take(params) == (note, None)
 
 
 @pytest.mark.parametrize("extra_args", [None, {}, {"rollout_x": 1}])

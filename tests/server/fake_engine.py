@@ -255,7 +255,7 @@ class FakeEngine(LearningEngine):
         )
 
     async def held_groups(self) -> HeldGroups:
-        return HeldGroups(len(self.groups), 0)
+        return HeldGroups(len(self.groups), 0, len(self.races))
 
     async def step_drift(self) -> Sequence[StepDrift]:
         return self.drift

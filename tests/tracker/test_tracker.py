@@ -283,6 +283,33 @@ def test_the_state_of_a_candidate_that_teaches_nothing_is_not_kept():
         steps.check(request, head=weights(1) if request.detection_length == 2 else None)
 
 
+@pytest.mark.parametrize(("num_before", "num_steps"), [(0, 6), (4, 2), (5, 1), (6, None), (9, None)])
+def test_a_detection_length_counts_from_the_first_token_also_in_a_later_round(num_before, num_steps):
+    """With a head the state is scored as at once; the trace of the tokens before is not known."""
+    tracker = CandidateTracker(CPU)
+    tracker.heads[6] = PublishedHead(1, weights(0))
+    tracker.add("a", 3 + num_before, 6, num_before=num_before)
+    generator = torch.Generator().manual_seed(2)
+    due = {}
+    for step in range(1, 12):
+        tracker.start_step()
+        hidden = torch.randn(1, HIDDEN_SIZE, generator=generator).bfloat16()
+        tracker.see_hidden_states(hidden)
+        tracker.observe(
+            ["a"], torch.randn(1, VOCAB_SIZE, generator=generator),
+            np.array([3 + num_before + step - 1], dtype=np.int32), np.zeros(1, dtype=bool),
+        )  # fmt: skip
+        assert tracker.step.moments.isfinite().all()
+        if tracker.step.due is not None:
+            due[step] = tracker.step.due.values[0], hidden
+    assert list(due) == ([] if num_steps is None else [num_steps])
+    for values, hidden in due.values():
+        w1, b1, w2, b2 = weights(0)
+        expected = (torch.relu(hidden[0].float() @ w1.T + b1) @ w2 + b2).item()
+        assert values[0].item() == pytest.approx(expected, abs=1e-4)
+        assert values[1:].isnan().tolist() == [num_before > 0] * (DUE_COLUMNS - 1)
+
+
 @pytest.mark.parametrize("num_dropped", [1, 2, 15])
 def test_tokens_that_are_dropped_and_sampled_again_count_once(num_dropped):
     """What /reset_prefix_cache does to requests whose tokens are in flight."""

@@ -79,7 +79,7 @@ class GroupSteps:
 
     @property
     def held(self) -> HeldGroups:
-        return HeldGroups(len(self._table) - self._table.num_idle, self._table.num_idle)
+        return HeldGroups(len(self._table) - self._table.num_idle, self._table.num_idle, len(self.races))
 
     @property
     def has_events(self) -> bool:

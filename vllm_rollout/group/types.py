@@ -133,3 +133,5 @@ class HeldGroups(NamedTuple):
     """Some candidate runs or waits to run."""
     num_idle: int
     """Nothing runs: single requests that make up a group, of which some have not come."""
+    num_races: int = 0
+    """Rounds whose groups race each other."""

@@ -104,6 +104,7 @@ class Metrics:
             "Groups in the engine: running, or idle because they wait for requests that are to join them.",
             "state",
         )
+        self._races = gauge("races_held", "Rounds of runs in the engine, on each rank that has groups of them.")
         self._drift = gauge(
             "step_time_drift",
             "Live time of decode steps over the profile's, medians of recent ones; 1 without a drift.",
@@ -183,6 +184,7 @@ class Metrics:
     def groups_held(self, held: HeldGroups) -> None:
         self._held.labels("running").set(held.num_running)
         self._held.labels("idle").set(held.num_idle)
+        self._races.set(held.num_races)
 
     def candidate_scored(self, assessment: Assessment) -> None:
         self._score.labels(assessment.signal).observe(assessment.score)
