@@ -1,7 +1,7 @@
 """What candidates of a deferred group have generated, as bytes. Invariant: what is read back is what was kept.
 
 A token takes 12 bytes, its id and its log probability, before zlib; vLLM's log probabilities are float32 written as
-float64, so that about 6 are left.
+float64, so that 6 to 8 are left.
 """
 
 from __future__ import annotations
