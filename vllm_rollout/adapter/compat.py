@@ -117,7 +117,7 @@ MIXED_INTO = {
 CONTRACT = (
     # -- the engine client and what it answers
     Fact("replaces", f"{ENTRY}.build_async_engine_client_from_engine_args", ASYNC_LLM, by="plugin"),
-    Fact("overrides", ASYNC_LLM, "__init__", "client_index= client_count=", "api"),
+    Fact("overrides", ASYNC_LLM, "__init__", "vllm_config= client_index= client_count=", "api"),
     Fact("overrides", ASYNC_LLM, "generate", "prompt sampling_params request_id", "api", "until 0.31: fewer"),
     Fact("overrides", ASYNC_LLM, "add_request", "request_id prompt params", "api"),
     Fact("overrides", ASYNC_LLM, "abort", "request_id internal", "api"),

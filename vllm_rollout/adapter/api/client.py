@@ -25,6 +25,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
+from vllm_rollout.adapter.api.emulate import fork_emulated_engines
 from vllm_rollout.adapter.api.open_paths import refuse_on_open_path
 from vllm_rollout.adapter.api.outputs import (
     CandidateFailed,
@@ -61,6 +62,7 @@ class RolloutAsyncLLM(AsyncLLM):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.before_shutdown: Callable[[], None] | None = None
         """Called once, on the thread that stops the engine, while the engine still answers."""
+        fork_emulated_engines(kwargs["vllm_config"])
         super().__init__(*args, **kwargs)
         self.rollout_metrics = Metrics()
         self._candidates: WeakSet[RequestOutputCollector] = WeakSet()

@@ -7,9 +7,12 @@ platform (`adapter/platform.py`), whichever vLLM is installed.
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
-from vllm_rollout.adapter.options import EmulationOptions
+from vllm.config import VllmConfig
+
+from vllm_rollout.adapter.options import EmulationOptions, RolloutOptions
 from vllm_rollout.emulation.settings import Settings
 
 EXECUTOR_CLS = "vllm_rollout.adapter.worker.emulated_executor.EmulatedExecutor"
@@ -106,3 +109,12 @@ def switch_emulation_on(args: argparse.Namespace) -> None:
     args.distributed_executor_backend = EXECUTOR_CLS
     args.async_scheduling = False  # as the platform would have it; the executor sets what was asked for
     args.enforce_eager = True
+
+
+def fork_emulated_engines(vllm_config: VllmConfig) -> None:
+    """Engine cores that this process starts begin as its copies, as on a GPU, and need not import everything again.
+
+    vLLM's CPU platform asks for new processes, for the threads of a real model.
+    """
+    if RolloutOptions.of(vllm_config).emulation is not None:
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"

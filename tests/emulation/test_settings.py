@@ -1,0 +1,93 @@
+"""Files of an emulated device: what is wrong with one is said, by field."""
+
+import json
+
+import pytest
+
+from vllm_rollout.emulation.device import Work, step_seconds
+from vllm_rollout.emulation.settings import Settings
+from vllm_rollout.profiling.profile_file import CurveFit, EngineFacts, Profile
+
+
+def read(tmp_path, content: object) -> Settings:
+    path = tmp_path / "device.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return Settings.read(path)
+
+
+def write_profile(path) -> None:
+    facts = EngineFacts(
+        tensor_parallel_size=2, max_num_seqs=64, max_model_len=2048, max_num_batched_tokens=256, block_size=32,
+        kv_capacity_tokens=65_536, kv_bytes_per_token=64.0, prefill_s_per_token=1e-4, step_prefill_s=2e-3,
+    )  # fmt: skip
+    fits = [
+        CurveFit(
+            tensor_parallel_size=2, context_tokens=context, mean_context_tokens=context, batch_sizes=(1.0, 11.0),
+            seconds=(0.01 * factor, 0.02 * factor), r_squared=1.0, residuals={},
+        )
+        for context, factor in ((100, 1), (200, 2))
+    ]  # fmt: skip
+    Profile(
+        created="", updated="", command="", model_name="m", model={}, hardware={}, versions={}, serve_flags=(),
+        flags={}, logprobs=True, engines=(facts,), fits=tuple(fits),
+    ).write(path)  # fmt: skip
+
+
+def test_an_empty_object_has_every_default(tmp_path):
+    settings = read(tmp_path, {})
+    assert settings == Settings()
+    assert step_seconds(settings)(Work(100, 0, 0)) == pytest.approx(0.010)
+
+
+def test_a_step_costs_the_sum_of_its_parts(tmp_path):
+    step = {"ms": 1, "ms_per_request": 0.1, "ms_per_context_token": 0.01, "ms_per_prefilled_token": 0.5}
+    seconds = step_seconds(read(tmp_path, {"step": step}))
+    assert seconds(Work(3, 70, 20)) == pytest.approx((1 + 0.3 + 0.7 + 10) / 1e3)
+
+
+def test_the_example_can_be_read():
+    assert Settings.read("examples/emulate_7b.json").kv_tokens == 800_000
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_profile_gives_step_times_and_capacity(tmp_path, named):
+    profile = tmp_path / "ptl.json"
+    write_profile(profile)
+    if not named:
+        with pytest.raises(ValueError, match=r"has no tensor-parallel size 1; measured: 2"):
+            Settings.read(profile)
+        return
+    settings = read(tmp_path, {"profile": "ptl.json", "tensor_parallel_size": 2})
+    assert settings.kv_tokens == 65_536
+    seconds = step_seconds(settings)
+    assert seconds(Work(6, 6 * 150, 0)) == pytest.approx(0.015 * 1.5)
+    assert seconds(Work(6, 6 * 150, 10)) == pytest.approx(0.015 * 1.5 + 10e-4 + 2e-3)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", r"device\.json:1: not JSON"),
+        ("[]", r"must hold a JSON object, got \[\]"),
+        ({"stp": {}}, "stp: is not a field"),
+        ({"step": {"ms": -1}}, r"step\.ms: input should be greater than 0, got -1"),
+        ({"step": {"ms": "fast"}}, r"step\.ms: input should be a valid number.*got 'fast'"),
+        ({"step": {}, "profile": "p"}, "give one of step and profile"),
+        ({"lengths": {}}, "lengths: give one of log_normal and trace"),
+        ({"lengths": {"log_normal": {"sigma": 9}}}, r"lengths\.log_normal\.sigma: .*less than or equal to 5, got 9"),
+        ({"lengths": {"trace": "gone.jsonl"}}, r"gone\.jsonl: No such file"),
+        ({"profile": "gone.json"}, "cannot read the profile"),
+        ({"score": {"auc": 1}}, r"score\.auc: input should be less than 1, got 1"),
+        ({"success": {"rate": 2}}, r"success\.rate: .*less than or equal to 1, got 2"),
+        ({"seed": 1.5}, r"seed: .*got 1\.5"),
+    ],
+)
+def test_a_broken_file_is_an_error_that_names_file_field_and_value(tmp_path, content, message):
+    with pytest.raises(ValueError, match=message) as raised:
+        read(tmp_path, content)
+    assert "device.json" in str(raised.value)
+
+
+def test_a_missing_file_is_an_error_with_a_remedy(tmp_path):
+    with pytest.raises(ValueError, match=r"cannot read .*gone\.json.*docs/emulation\.md"):
+        Settings.read(tmp_path / "gone.json")

@@ -1,0 +1,252 @@
+"""Emulated servers: vLLM's own scheduling of made-up candidates, whose lengths, outcomes and scores are known."""
+
+import json
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.conftest import Server, serve_command
+from vllm_rollout.emulation.fate import Fate, Fates
+from vllm_rollout.emulation.settings import Settings
+from vllm_rollout.emulation.step_log import LoggedSteps, read_steps
+from vllm_rollout.emulation.tokens import succeeded
+
+SEED = 1000
+AUC = 0.85
+DEVICE = {
+    "step": {"ms": 2.0, "ms_per_request": 0.01},
+    "kv_tokens": 6144,
+    "lengths": {"log_normal": {"mean": 60, "sigma": 0.8, "cap": 600}},
+    "score": {"auc": AUC},
+}
+SETTINGS = Settings.model_validate(DEVICE)
+
+
+class Emulated(Server):
+    """A server of an emulated device, with the log of its steps."""
+
+    def __init__(self, model: str, folder: Path, *flags: str) -> None:
+        device = folder / "device.json"
+        device.write_text(json.dumps(DEVICE))
+        self.log_folder = folder / "steps"
+        command = serve_command(model, "--max-model-len", "2048", "--max-num-seqs", "256", "--emulate", str(device))
+        super().__init__([*command, "--emulate-log", str(self.log_folder), *flags], folder / "server.log")
+
+    @property
+    def steps(self) -> list[LoggedSteps]:
+        return read_steps(self.log_folder)
+
+    def rollout(self, prompts: list[list[int]], num_candidates: int, **body: Any) -> dict[str, Any]:
+        body = {"group_size": num_candidates, "redundancy": 0, **body}
+        sampling = {"seed": SEED, "max_tokens": 1000, **body.pop("sampling", {})}
+        answer = self.http.post(
+            "/v1/rollouts",
+            json={
+                "prompts": [{"id": f"p{i}", "prompt_token_ids": tokens} for i, tokens in enumerate(prompts)],
+                "sampling": sampling,
+                "return": {"logprobs": False},
+                **body,
+            },
+        )
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+
+def prompts_of(num: int, num_tokens: int = 7, first: int = 0) -> list[list[int]]:
+    return [[40 + (first + i) % 400, *range(50, 49 + num_tokens)] for i in range(num)]
+
+
+def fates_of(prompt: list[int], num_candidates: int) -> list[Fate]:
+    fates = Fates(SETTINGS)
+    return [fates.of(prompt, SEED + index, index, {}) for index in range(num_candidates)]
+
+
+def lengths_of(prompt: list[int], num_candidates: int) -> list[int]:
+    return [fate.length for fate in fates_of(prompt, num_candidates)]
+
+
+def returned(group: dict[str, Any]) -> list[tuple[int, int]]:
+    """(length, index) of a group's trajectories, in order of length."""
+    return sorted((trajectory["num_tokens"], trajectory["index"]) for trajectory in group["trajectories"])
+
+
+def shortest(prompt: list[int], num_candidates: int, group_size: int) -> list[tuple[int, int]]:
+    return sorted((length, index) for index, length in enumerate(lengths_of(prompt, num_candidates)))[:group_size]
+
+
+@pytest.fixture(scope="module")
+def emulated(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Emulated]:
+    server = Emulated(tiny_model, tmp_path_factory.mktemp("emulated"))
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def slow(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Emulated]:
+    """Four times as long for every step, in the synchronous loop."""
+    folder = tmp_path_factory.mktemp("slow")
+    server = Emulated(tiny_model, folder, "--emulate-speed", "0.25", "--no-async-scheduling")
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def ranks(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Emulated]:
+    folder = tmp_path_factory.mktemp("ranks")
+    server = Emulated(tiny_model, folder, "--data-parallel-size", "2", "--api-server-count", "1")
+    yield server
+    server.stop()
+
+
+def test_groups_are_their_shortest_candidates_and_each_has_its_length(emulated):
+    prompts = prompts_of(8)
+    answer = emulated.rollout(prompts, 4, redundancy=4)
+    assert [returned(group) for group in answer["groups"]] == [shortest(prompt, 8, 4) for prompt in prompts]
+
+
+def test_the_synchronous_loop_says_the_same(slow):
+    prompts = prompts_of(4)
+    answer = slow.rollout(prompts, 2, redundancy=2)
+    assert [returned(group) for group in answer["groups"]] == [shortest(prompt, 4, 2) for prompt in prompts]
+
+
+def test_candidates_that_were_preempted_have_their_lengths_and_say_the_same(emulated):
+    before = emulated.counter("vllm:num_preemptions_total")
+    prompts = prompts_of(16, first=100)
+    answer = emulated.rollout(prompts, 16)
+    assert emulated.counter("vllm:num_preemptions_total") > before
+    for prompt, group in zip(prompts, answer["groups"], strict=True):
+        assert [(t["index"], t["num_tokens"]) for t in group["trajectories"]] == list(enumerate(lengths_of(prompt, 16)))
+    again = emulated.rollout(prompts[-1:], 16)
+    said, said_again = ([t["token_ids"] for t in a["groups"][-1]["trajectories"]] for a in (answer, again))
+    assert said == said_again
+
+
+def test_siblings_share_the_prompt_and_only_its_rest_is_prefilled(emulated):
+    emulated.wait_until_idle()
+    before, hits = len(emulated.steps[0].steps), emulated.counter("vllm:prefix_cache_hits_total")
+    emulated.rollout(prompts_of(1, num_tokens=321, first=300), 8)
+    emulated.wait_until_idle()
+    assert emulated.counter("vllm:prefix_cache_hits_total") - hits == 7 * 320
+    assert sum(step.prefilled_tokens for step in emulated.steps[0].steps[before:]) == 320
+
+
+def test_success_can_be_read_from_the_tokens(emulated):
+    prompt = prompts_of(1, first=17)[0]
+    (group,) = emulated.rollout([prompt], 16)["groups"]
+    said = [succeeded(trajectory["token_ids"]) for trajectory in group["trajectories"]]
+    assert said == [fate.succeeds for fate in fates_of(prompt, 16)]
+    assert 0 < sum(said) < 16
+
+
+def test_a_candidate_that_max_tokens_cuts_is_truncated(emulated):
+    prompt = prompts_of(1)[0]
+    (group,) = emulated.rollout([prompt], 8, sampling={"max_tokens": 40})["groups"]
+    ends = [(t["num_tokens"], t["finish_reason"]) for t in group["trajectories"]]
+    assert ends == [(min(n, 40), "stop" if n <= 40 else "length") for n in lengths_of(prompt, 8)]
+    assert {reason for _, reason in ends} == {"stop", "length"}
+
+
+def test_lengths_can_be_forced(emulated):
+    prompts, forced = prompts_of(2), [5, 9, 1, 33]
+    answer = emulated.rollout(prompts, 4, sampling={"extra_args": {"emulate_lengths": forced}})
+    assert [[t["num_tokens"] for t in group["trajectories"]] for group in answer["groups"]] == [forced, forced]
+
+
+def test_a_length_that_cannot_be_is_refused_and_the_server_goes_on(emulated):
+    body = {"prompt": "hello", "max_tokens": 5, "vllm_xargs": {"emulate_lengths": "long"}}
+    answer = emulated.http.post("/v1/completions", json=body)
+    assert answer.status_code == 400
+    assert "emulate_lengths must be a number of tokens" in answer.text
+    assert emulated.http.post("/v1/completions", json={**body, "vllm_xargs": {"emulate_lengths": 3}}).is_success
+
+
+def test_openai_requests_are_answered_with_log_probabilities(emulated):
+    body = {"prompt": [40, 50, 60], "seed": SEED, "max_tokens": 1000, "logprobs": 2, "return_token_ids": True}
+    (choice,) = emulated.http.post("/v1/completions", json=body).json()["choices"]
+    (length,) = lengths_of([40, 50, 60], 1)
+    assert len(choice["token_ids"]) == len(choice["logprobs"]["token_logprobs"]) == length
+    assert choice["finish_reason"] == "stop"
+    assert all(logprob < 0 for logprob in choice["logprobs"]["token_logprobs"])
+
+
+def test_stop_tokens_are_not_said_by_chance(emulated):
+    body = {"prompt": [41, 50, 60], "seed": SEED, "max_tokens": 400, "ignore_eos": True, "return_token_ids": True}
+    (choice,) = emulated.http.post("/v1/completions", json=body).json()["choices"]
+    unwanted = sorted(set(choice["token_ids"]))[:20]
+    body |= {"stop_token_ids": unwanted, "vllm_xargs": {"emulate_lengths": 300}}
+    (choice,) = emulated.http.post("/v1/completions", json=body).json()["choices"]
+    assert len(choice["token_ids"]) == 300
+    assert choice["token_ids"][-1] == unwanted[0]
+    assert not set(choice["token_ids"][:-1]) & set(unwanted)
+
+
+def test_a_client_that_leaves_ends_its_candidates(emulated):
+    emulated.wait_until_idle()
+    before = len(emulated.steps[0].steps)
+    sampling = {"max_tokens": 1900, "extra_args": {"emulate_lengths": [20, 1900]}}
+    body = {"prompts": [{"prompt_token_ids": [40, 41]}], "group_size": 2, "sampling": sampling, "stream": True}
+    with emulated.http.stream("POST", "/v1/rollouts", json=body) as stream:
+        next(stream.iter_lines())  # the short one has ended
+    emulated.wait_until_idle()
+    assert 20 <= len(emulated.steps[0].steps) - before < 1900
+
+
+def test_scores_have_the_stated_auc_and_rewards_teach_pruning_and_a_head(emulated):
+    prompts = prompts_of(40, first=40)
+    pruning = {"detection_length": 8, "keep_ratio": 0.5, "min_labels": 32, "mode": "shadow"}
+    lengths = {"extra_args": {"emulate_lengths": 12}}
+    answer = emulated.rollout(prompts, 16, pruning=pruning, sampling=lengths)
+    scored = [
+        (t["score"], succeeded(t["token_ids"]), g["prompt_id"], t["index"])
+        for g in answer["groups"]
+        for t in g["trajectories"]
+    ]
+    positives = [score for score, success, *_ in scored if success]
+    negatives = [score for score, success, *_ in scored if not success]
+    above = sum(positive > negative for positive in positives for negative in negatives)
+    assert above / (len(positives) * len(negatives)) == pytest.approx(AUC, abs=0.03)
+
+    rewards = [{"prompt_id": id, "index": index, "reward": float(success)} for _, success, id, index in scored]
+    posted = emulated.http.post(f"/v1/rollouts/{answer['id']}/rewards", json={"rewards": rewards})
+    assert posted.is_success, posted.text
+    emulated.wait_until(lambda: any(head["version"] for head in emulated.http.get("/v1/quality_head").json()["heads"]))
+    active = emulated.rollout(
+        prompts_of(8, first=90), 16, pruning={**pruning, "mode": "active", "allow_fewer": True}, sampling=lengths
+    )
+    states = [c["state"] for g in active["groups"] for c in g["candidates"]]
+    kept = [succeeded(t["token_ids"]) for g in active["groups"] for t in g["trajectories"]]
+    fates, lengths = Fates(SETTINGS), lengths["extra_args"]
+    drawn = [fates.of(prompt, SEED + i, i, lengths).succeeds for prompt in prompts_of(8, first=90) for i in range(16)]
+    assert "pruned" in states
+    assert sum(kept) / len(kept) > sum(drawn) / len(drawn) + 0.1
+
+    state = emulated.http.get("/v1/rollouts/state").content
+    assert emulated.http.put("/v1/rollouts/state", content=state).is_success
+
+
+def test_steps_are_stretched_and_follow_each_other_as_the_loop_does(emulated, slow):
+    emulated.rollout(prompts_of(2), 4)
+    slow.rollout(prompts_of(2), 4)
+    for server, speed in ((emulated, 1.0), (slow, 0.25)):
+        server.wait_until_idle()
+        (log,) = server.steps
+        assert log.speed == speed
+        for step in log.steps:
+            assert (step.end - step.start) * speed == pytest.approx((2.0 + 0.01 * step.num_requests) / 1e3)
+            assert step.launched <= step.start < step.end <= step.read
+        assert all(before.end <= after.start for before, after in pairwise(log.steps))
+    # Synchronous: a step is launched when the one before has been read. Asynchronous: while it runs.
+    assert all(before.read <= after.launched for before, after in pairwise(slow.steps[0].steps))
+    going_on = [(before, after) for before, after in pairwise(emulated.steps[0].steps) if after.goes_on]
+    assert any(after.launched < before.end for before, after in going_on)
+
+
+def test_two_ranks_share_the_groups(ranks):
+    prompts = prompts_of(8)
+    answer = ranks.rollout(prompts, 4, redundancy=4)
+    assert [returned(group) for group in answer["groups"]] == [shortest(prompt, 8, 4) for prompt in prompts]
+    assert [log.rank for log in ranks.steps if log.steps] == [0, 1]
