@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -182,71 +181,3 @@ def test_stop_tokens_are_not_said_by_chance(emulated):
     assert len(choice["token_ids"]) == 300
     assert choice["token_ids"][-1] == unwanted[0]
     assert not set(choice["token_ids"][:-1]) & set(unwanted)
-
-
-def test_a_client_that_leaves_ends_its_candidates(emulated):
-    emulated.wait_until_idle()
-    before = len(emulated.steps[0].steps)
-    sampling = {"max_tokens": 1900, "extra_args": {"emulate_lengths": [20, 1900]}}
-    body = {"prompts": [{"prompt_token_ids": [40, 41]}], "group_size": 2, "sampling": sampling, "stream": True}
-    with emulated.http.stream("POST", "/v1/rollouts", json=body) as stream:
-        next(stream.iter_lines())  # the short one has ended
-    emulated.wait_until_idle()
-    assert 20 <= len(emulated.steps[0].steps) - before < 1900
-
-
-def test_scores_have_the_stated_auc_and_rewards_teach_pruning_and_a_head(emulated):
-    prompts = prompts_of(40, first=40)
-    pruning = {"detection_length": 8, "keep_ratio": 0.5, "min_labels": 32, "mode": "shadow"}
-    lengths = {"extra_args": {"emulate_lengths": 12}}
-    answer = emulated.rollout(prompts, 16, pruning=pruning, sampling=lengths)
-    scored = [
-        (t["score"], succeeded(t["token_ids"]), g["prompt_id"], t["index"])
-        for g in answer["groups"]
-        for t in g["trajectories"]
-    ]
-    positives = [score for score, success, *_ in scored if success]
-    negatives = [score for score, success, *_ in scored if not success]
-    above = sum(positive > negative for positive in positives for negative in negatives)
-    assert above / (len(positives) * len(negatives)) == pytest.approx(AUC, abs=0.03)
-
-    rewards = [{"prompt_id": id, "index": index, "reward": float(success)} for _, success, id, index in scored]
-    posted = emulated.http.post(f"/v1/rollouts/{answer['id']}/rewards", json={"rewards": rewards})
-    assert posted.is_success, posted.text
-    emulated.wait_until(lambda: any(head["version"] for head in emulated.http.get("/v1/quality_head").json()["heads"]))
-    active = emulated.rollout(
-        prompts_of(8, first=90), 16, pruning={**pruning, "mode": "active", "allow_fewer": True}, sampling=lengths
-    )
-    states = [c["state"] for g in active["groups"] for c in g["candidates"]]
-    kept = [succeeded(t["token_ids"]) for g in active["groups"] for t in g["trajectories"]]
-    fates, lengths = Fates(SETTINGS), lengths["extra_args"]
-    drawn = [fates.of(prompt, SEED + i, i, lengths).succeeds for prompt in prompts_of(8, first=90) for i in range(16)]
-    assert "pruned" in states
-    assert sum(kept) / len(kept) > sum(drawn) / len(drawn) + 0.1
-
-    state = emulated.http.get("/v1/rollouts/state").content
-    assert emulated.http.put("/v1/rollouts/state", content=state).is_success
-
-
-def test_steps_are_stretched_and_follow_each_other_as_the_loop_does(emulated, slow):
-    emulated.rollout(prompts_of(2), 4)
-    slow.rollout(prompts_of(2), 4)
-    for server, speed in ((emulated, 1.0), (slow, 0.25)):
-        server.wait_until_idle()
-        (log,) = server.steps
-        assert log.speed == speed
-        for step in log.steps:
-            assert (step.end - step.start) * speed == pytest.approx((2.0 + 0.01 * step.num_requests) / 1e3)
-            assert step.launched <= step.start < step.end <= step.read
-        assert all(before.end <= after.start for before, after in pairwise(log.steps))
-    # Synchronous: a step is launched when the one before has been read. Asynchronous: while it runs.
-    assert all(before.read <= after.launched for before, after in pairwise(slow.steps[0].steps))
-    going_on = [(before, after) for before, after in pairwise(emulated.steps[0].steps) if after.goes_on]
-    assert any(after.launched < before.end for before, after in going_on)
-
-
-def test_two_ranks_share_the_groups(ranks):
-    prompts = prompts_of(8)
-    answer = ranks.rollout(prompts, 4, redundancy=4)
-    assert [returned(group) for group in answer["groups"]] == [shortest(prompt, 8, 4) for prompt in prompts]
-    assert [log.rank for log in ranks.steps if log.steps] == [0, 1]
