@@ -109,6 +109,8 @@ def switch_emulation_on(args: argparse.Namespace) -> None:
     args.distributed_executor_backend = EXECUTOR_CLS
     args.async_scheduling = False  # as the platform would have it; the executor sets what was asked for
     args.enforce_eager = True
+    # Without a model nothing ends at the length it was trained for.
+    os.environ.setdefault("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
 
 
 def fork_emulated_engines(vllm_config: VllmConfig) -> None:
