@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -181,3 +182,62 @@ def test_stop_tokens_are_not_said_by_chance(emulated):
     assert len(choice["token_ids"]) == 300
     assert choice["token_ids"][-1] == unwanted[0]
     assert not set(choice["token_ids"][:-1]) & set(unwanted)
+
+
+def test_a_client_that_leaves_ends_its_candidates(emulated):
+    emulated.wait_until_idle()
+    before = len(emulated.steps[0].steps)
+    sampling = {"max_tokens": 1900, "extra_args": {"emulate_lengths": [20, 1900]}}
+    body = {"prompts": [{"prompt_token_ids": [40, 41]}], "group_size": 2, "sampling": sampling, "stream": True}
+    with emulated.http.stream("POST", "/v1/rollouts", json=body) as stream:
+        next(stream.iter_lines())  # the short one has ended
+    emulated.wait_until_idle()
+    assert 20 <= len(emulated.steps[0].steps) - before < 1900
+
+
+SCORED = {"detection_length": 8, "keep_ratio": 0.5, "min_labels": 32, "mode": "shadow"}
+FORCED = {"emulate_lengths": 12}
+"""Long enough to be scored, and no longer."""
+
+
+def scored_candidates(answer: dict[str, Any]) -> list[tuple[str, int, float, bool]]:
+    """(prompt, index, score, success) of every trajectory."""
+    return [
+        (group["prompt_id"], trajectory["index"], trajectory["score"], succeeded(trajectory["token_ids"]))
+        for group in answer["groups"]
+        for trajectory in group["trajectories"]
+    ]
+
+
+def test_scores_have_the_stated_auc(emulated):
+    answer = emulated.rollout(prompts_of(40, first=40), 16, pruning=SCORED, sampling={"extra_args": FORCED})
+    scored = scored_candidates(answer)
+    assert len(scored) == 40 * 16
+    positives = [score for *_, score, success in scored if success]
+    negatives = [score for *_, score, success in scored if not success]
+    above = sum(positive > negative for positive in positives for negative in negatives)
+    assert above / (len(positives) * len(negatives)) == pytest.approx(AUC, abs=0.03)
+
+
+def test_steps_are_stretched_and_follow_each_other_as_the_loop_does(emulated, slow):
+    emulated.rollout(prompts_of(2), 4)
+    slow.rollout(prompts_of(2), 4)
+    for server, speed in ((emulated, 1.0), (slow, 0.25)):
+        server.wait_until_idle()
+        (log,) = server.steps
+        assert log.speed == speed
+        for step in log.steps:
+            assert (step.end - step.start) * speed == pytest.approx((2.0 + 0.01 * step.num_requests) / 1e3)
+            assert step.launched <= step.start < step.end <= step.read
+        assert all(before.end <= after.start for before, after in pairwise(log.steps))
+    # Synchronous: a step is launched when the one before has been read. Asynchronous: while it runs.
+    assert all(before.read <= after.launched for before, after in pairwise(slow.steps[0].steps))
+    going_on = [(before, after) for before, after in pairwise(emulated.steps[0].steps) if after.goes_on]
+    assert any(after.launched < before.end for before, after in going_on)
+
+
+def test_two_ranks_share_the_groups(ranks):
+    prompts = prompts_of(8)
+    answer = ranks.rollout(prompts, 4, redundancy=4)
+    assert [returned(group) for group in answer["groups"]] == [shortest(prompt, 8, 4) for prompt in prompts]
+    assert [log.rank for log in ranks.steps if log.steps] == [0, 1]

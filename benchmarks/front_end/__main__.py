@@ -1,0 +1,5 @@
+"""`python -m benchmarks.front_end`."""
+
+from benchmarks.front_end.run import main
+
+main()

@@ -1,0 +1,38 @@
+"""The results as a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from benchmarks.tables import picture
+
+LABELS = {
+    "rollouts": "vllm-rollout",
+    "close": "plain requests, closed",
+    "stream": "streams, closed",
+    "wait": "wait for all",
+}
+COLORS = {"rollouts": "#0f766e", "close": "#d97706", "stream": "#dc2626", "wait": "#64748b"}
+PANELS = (
+    ("of_ideal", "part of the device's speed that is left", 100.0, "% of ideal"),
+    ("api_cpu_s", "API process", 1.0, "CPU seconds"),
+    ("engine_cpu_s", "engine core", 1.0, "CPU seconds"),
+)
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    sizes = [size["candidates"] for size in result["sizes"]]
+    with picture(path, (12.0, 3.6), (1.2, 1.0, 1.0), 2.0) as panels:
+        for axes, (name, title, factor, unit) in zip(panels, PANELS, strict=True):
+            for way, label in LABELS.items():
+                if way in result["sizes"][0]["medians"]:
+                    values = [factor * size["medians"][way][name] for size in result["sizes"]]
+                    axes.plot(sizes, values, marker="o", color=COLORS[way], label=label)
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
+            axes.set_title(title, loc="left", fontsize=10)
+            axes.set_xlabel("candidates at once")
+            axes.set_ylabel(unit)
+            axes.set_ylim(bottom=0)
+        panels[0].legend(frameon=False, fontsize=8)

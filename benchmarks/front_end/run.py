@@ -1,0 +1,195 @@
+"""What the front end costs on a fast device: `python -m benchmarks.front_end`.
+
+An emulated device whose step takes 8 ms and 0.02 ms per candidate; groups of 16 candidates with log-normal lengths
+(mean about 400 tokens), of which a trainer wants the first 8, all groups at once. Four clients, each in a process of
+its own, ask the same server for the same candidates in turn (`clients.py`). `ideal` is what the device would need if
+nothing else took time: the lengths replayed step by step, every group stopped in the step in which its 8th candidate
+ends.
+
+CPU seconds are the processes' own, from the first request until the engine is idle again. Where the engine core's
+thread is in our way's rounds is sampled in a round of its own.
+
+On few cores the host is the limit, not the code: --speed 0.25 gives every step four times as long, and times are given
+as they passed, beside an ideal that is stretched as much.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+from rich.console import Console
+
+from benchmarks.common import ROOT, median, raise_file_limit, record_of_run, server_process, write_json
+from benchmarks.front_end.clients import TIMEOUT_S, WAYS
+from benchmarks.front_end.picture import draw
+from benchmarks.front_end.results import table
+from benchmarks.front_end.workload import DEVICE, NUM_CANDIDATES, ideal, lengths_of, prompts_of
+from vllm_rollout.emulation.step_log import Step, Summary, read_steps
+from vllm_rollout.models import resolve
+from vllm_rollout.process import ServerProcess, exit_on_sigterm
+
+MODEL = "smollm2-135m-instruct"
+EXTENSION = "benchmarks.front_end.sampling.StackSampler"
+WARM_UP_GROUPS = 4
+IDLE_S = 1.0
+"""The engine is idle when its step log has not grown for this long."""
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+MAX_FUNCTIONS = 25
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--candidates", type=int, nargs="+", default=[256, 1024, 2048], help="at once, 16 to a group")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="clients")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=100)
+    parser.add_argument("--speed", type=float, default=1.0, help="--emulate-speed of the server")
+    parser.add_argument("--ranks", type=int, default=1, help="data-parallel ranks")
+    parser.add_argument("--api-servers", type=int, default=1)
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/front_end.json")
+    arguments = parser.parse_args()
+    exit_on_sigterm()
+    result = record_of_run(
+        seed=arguments.seed,
+        workload={
+            "device": DEVICE, "speed": arguments.speed, "ranks": arguments.ranks, "api_servers": arguments.api_servers,
+            "candidates_per_group": NUM_CANDIDATES, "repeats": arguments.repeats, "model": MODEL,
+        },
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        result |= measure(arguments, Path(folder))
+    write_json(arguments.output, result)
+    if len(result["sizes"]) > 1:
+        draw(result, arguments.output.with_suffix(".png"))
+    print(table(result))
+
+
+def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    raise_file_limit(max(arguments.candidates) * 2 + 512)
+    device, steps = folder / "device.json", folder / "steps"
+    device.write_text(json.dumps(DEVICE))
+    flags = [
+        "--max-model-len", "4096", "--max-num-batched-tokens", "16384",
+        "--max-num-seqs", str(max(arguments.candidates)),
+        "--emulate", str(device), "--emulate-log", str(steps), "--emulate-speed", str(arguments.speed),
+        "--data-parallel-size", str(arguments.ranks), "--api-server-count", str(arguments.api_servers),
+        "--worker-extension-cls", EXTENSION, "--disable-uvicorn-access-log", "--served-model-name", MODEL,
+    ]  # fmt: skip
+    environment = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    console = Console(stderr=True)
+    sizes = []
+    with server_process("rollout", resolve(MODEL), flags, folder / "server.log", **environment) as server:
+        start_s = server.wait_until_healthy(lambda seconds, line: None)
+        rounds = Rounds(server, steps, arguments.ranks)
+        for way in arguments.ways:
+            rounds.run(way, WARM_UP_GROUPS, 1)
+        for size in arguments.candidates:
+            num_groups = size // NUM_CANDIDATES
+            runs: dict[str, list[dict[str, Any]]] = {way: [] for way in arguments.ways}
+            ideals = []
+            for repeat in range(arguments.repeats):
+                seed = arguments.seed + repeat
+                best = ideal(lengths_of(prompts_of(num_groups, seed)), arguments.ranks)
+                ideals.append(best._replace(seconds=best.seconds / arguments.speed)._asdict())
+                for way in (
+                    arguments.ways[repeat % len(arguments.ways) :] + arguments.ways[: repeat % len(arguments.ways)]
+                ):
+                    runs[way].append(rounds.run(way, num_groups, seed))
+                    console.print(f"{size} candidates, seed {seed}, {way}: {runs[way][-1]['wall_s']:.2f} s")
+            functions = rounds.functions(num_groups, arguments.seed) if "rollouts" in arguments.ways else {}
+            sizes.append({"candidates": size, "ideal": ideals, "runs": runs, "functions": functions})
+            sizes[-1]["medians"] = medians(sizes[-1])
+    return {"server_start_s": start_s, "sizes": sizes}
+
+
+def medians(size: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """By way; `of_ideal` is taken within each repeat."""
+    found = {}
+    for way, runs in size["runs"].items():
+        ratios = [best["seconds"] / run["wall_s"] for best, run in zip(size["ideal"], runs, strict=True)]
+        found[way] = {name: median(run[name] for run in runs) for name in runs[0]} | {"of_ideal": median(ratios)}
+    return found
+
+
+class Rounds:
+    """Clients against one server, one after the other."""
+
+    def __init__(self, server: ServerProcess, steps: Path, num_ranks: int) -> None:
+        self._server = server
+        self._port = int(server.url.rpartition(":")[2])
+        self._steps = steps
+        self._num_ranks = num_ranks
+        children = _children(server.pid)
+        self._engines = [pid for pid in children if "EngineCore" in _name(pid)]
+        self._front = [server.pid, *(pid for pid in children if pid not in self._engines)]
+
+    def run(self, way: str, num_groups: int, seed: int) -> dict[str, Any]:
+        self._wait_until_idle()
+        before, front, engines = self._read(), _cpu_s(self._front), _cpu_s(self._engines)
+        arguments = [way, str(self._port), str(num_groups), str(seed)]
+        done = subprocess.run(
+            [sys.executable, "-m", "benchmarks.front_end.clients", *arguments],
+            capture_output=True, text=True, timeout=TIMEOUT_S, cwd=ROOT,
+        )  # fmt: skip
+        if done.returncode:
+            raise RuntimeError(f"the client {way} failed: {done.stderr[-2000:]}")
+        self._wait_until_idle()
+        summaries = [Summary.of(after[len(old) :]) for old, after in zip(before, self._read(), strict=True)]
+        return {
+            **json.loads(done.stdout),
+            "api_cpu_s": _cpu_s(self._front) - front,
+            "engine_cpu_s": _cpu_s(self._engines) - engines,
+            "generated_tokens": sum(summary.num_sampled for summary in summaries),
+            "num_steps": max(summary.num_steps for summary in summaries),
+            "device_busy_s": max(summary.busy_s for summary in summaries),
+            "device_idle_s": max(summary.idle_s for summary in summaries),
+            "host_ms_per_step": max(summary.host_ms for summary in summaries),
+        }
+
+    def functions(self, num_groups: int, seed: int) -> dict[str, float]:
+        """Shares of the engine core's thread in a round of ours, by innermost function of vLLM's or ours."""
+        self._call("start_sampling_stacks")
+        self.run("rollouts", num_groups, seed)
+        samples = self._call("stop_sampling_stacks")
+        total = sum(samples.values())
+        most = sorted(samples.items(), key=lambda item: -item[1])[:MAX_FUNCTIONS]
+        return {name: count / total for name, count in most}
+
+    def _call(self, method: str) -> Any:
+        answer = httpx.post(f"{self._server.url}/collective_rpc", json={"method": method}, timeout=60)
+        answer.raise_for_status()
+        return answer.json()["results"][0] if answer.content else None
+
+    def _read(self) -> list[list[Step]]:
+        return [log.steps for log in read_steps(self._steps)]
+
+    def _wait_until_idle(self) -> None:
+        sizes: list[int] = []
+        while sizes != (sizes := [path.stat().st_size for path in sorted(self._steps.glob("*.jsonl"))]):
+            time.sleep(IDLE_S)
+
+
+def _children(pid: int) -> list[int]:
+    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in found]
+
+
+def _name(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+
+
+def _cpu_s(pids: list[int]) -> float:
+    total = 0
+    for pid in pids:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        total += int(fields[11]) + int(fields[12])
+    return total / TICKS_PER_S
