@@ -128,6 +128,7 @@ CONTRACT = (
     Fact("calls", ASYNC_LLM, "get_supported_tasks", "", "api"),
     Fact("calls", ASYNC_LLM, "get_weight_version", "", "api", "until 0.31: missing"),
     Fact("uses", ASYNC_LLM, "engine_core", by="api"),
+    Fact("uses", ASYNC_LLM, "errored", by="api"),
     Fact("uses", ASYNC_LLM, "input_processor", by="api"),
     Fact("uses", ASYNC_LLM, "model_config", by="api"),
     Fact("uses", ASYNC_LLM, "output_processor", by="api"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from http import HTTPStatus
 from typing import Any, TypeVar
 
@@ -19,6 +19,9 @@ from vllm_rollout.adapter.call_table import CALL_METHOD, READ, Argument, Operati
 from vllm_rollout.server.engine import RequestError
 
 Value = TypeVar("Value")
+
+LOOK_S = 1.0
+"""A call that is not answered asks this often whether the engine is alive."""
 
 
 class EngineCalls:
@@ -43,9 +46,9 @@ class EngineCalls:
         payload = operation.encode_argument(argument)
         try:
             async with self._turn_of[rank]:
-                answer = await core._call_utility_async(
-                    CALL_METHOD, operation.name, payload, engine=core.core_engines[rank]
-                )  # fmt: skip
+                answer = await self._unless_dead(
+                    core._call_utility_async(CALL_METHOD, operation.name, payload, engine=core.core_engines[rank])
+                )
         except EngineDeadError as error:
             raise engine_stopped() from error
         return operation.decode_result(answer)
@@ -54,10 +57,26 @@ class EngineCalls:
         """One operation on every rank; its results in the order of the ranks."""
         payload = operation.encode_argument(argument)
         try:
-            answers = await self._client.engine_core.call_utility_all_async(CALL_METHOD, operation.name, payload)
+            answers = await self._unless_dead(
+                self._client.engine_core.call_utility_all_async(CALL_METHOD, operation.name, payload)
+            )
         except EngineDeadError as error:
             raise engine_stopped() from error
         return [operation.decode_result(answer) for answer in answers]
+
+    async def _unless_dead(self, call: Awaitable[Value]) -> Value:
+        """Await a call. One that is on its way when the engine dies is never answered, and vLLM would wait for ever.
+
+        Raises: RequestError (503).
+        """
+        calling = asyncio.ensure_future(call)
+        try:
+            while not (await asyncio.wait([calling], timeout=LOOK_S))[0]:
+                if self._client.errored:
+                    raise engine_stopped()
+            return calling.result()
+        finally:
+            calling.cancel()
 
     async def _read(self, open_operation: Operation[Any, Any], argument: Callable[[str], Any]) -> bytes | None:
         """What rank 0 writes in parts, one between two of its steps; None when there is nothing to open.

@@ -73,6 +73,9 @@ class StateFile:
 
     def _save_at_shutdown(self) -> None:
         """Called on a thread of its own, before the engine is told to stop."""
+        if not self._loop.is_running():  # the engine died, and the server ended because of it
+            logger.warning("vllm_rollout: %s is the one of the last training: the engine is dead", self._path)
+            return
         try:
             asyncio.run_coroutine_threadsafe(self.save(), self._loop).result(SAVE_TIMEOUT_S)
             logger.info("vllm_rollout: kept what was learned in %s", self._path)

@@ -16,6 +16,9 @@ from vllm_rollout.group.rounds import OpenRound
 from vllm_rollout.group.types import GroupResult
 from vllm_rollout.server.engine import Engine
 
+LOOK_S = 2.0
+"""A round that waits for rewards asks this often whether its engine is alive."""
+
 
 class RoundCourse:
     """The course of a rollout that is a round of a run: positions are those of the round's entries."""
@@ -44,7 +47,16 @@ class RoundCourse:
                 yield position
             elif not self.progress.is_over:
                 self._changed.clear()
-                await self._changed.wait()
+                await self._change()
+
+    async def _change(self) -> None:
+        """Wait for something to happen. Raises: RequestError when the engine dies while nothing of the round runs."""
+        while not self._changed.is_set():
+            waiting = asyncio.ensure_future(self._changed.wait())
+            done, _ = await asyncio.wait([waiting], timeout=LOOK_S)
+            if not done:
+                waiting.cancel()
+                await self._engine.held_groups()
 
     def stopped(self) -> Awaitable[object]:
         return self._cut.wait()
