@@ -219,6 +219,33 @@ def test_scores_have_the_stated_auc(emulated):
     assert above / (len(positives) * len(negatives)) == pytest.approx(AUC, abs=0.03)
 
 
+def test_rewards_teach_calibration_and_a_head_which_then_prune(emulated):
+    pruning = {**SCORED, "detection_length": 7}  # another one: nothing is known at it
+    answer = emulated.rollout(prompts_of(40, first=40), 16, pruning=pruning, sampling={"extra_args": FORCED})
+    rewards = [
+        {"prompt_id": prompt_id, "index": index, "reward": float(success)}
+        for prompt_id, index, _, success in scored_candidates(answer)
+    ]
+    posted = emulated.http.post(f"/v1/rollouts/{answer['id']}/rewards", json={"rewards": rewards})
+    assert posted.is_success, posted.text
+    query = {"detection_length": 7}
+    emulated.wait_until(lambda: emulated.http.get("/v1/quality_head", params=query).status_code == 200)
+    prompts = prompts_of(8, first=90)
+    active = {**pruning, "mode": "active", "allow_fewer": True, "target_positive_ratio": 0.9}
+    answer = emulated.rollout(prompts, 16, pruning=active, sampling={"extra_args": FORCED})
+    kept = [success for *_, success in scored_candidates(answer)]
+    fates = Fates(SETTINGS)
+    drawn = [fates.of(prompt, SEED + i, i, FORCED).succeeds for prompt in prompts for i in range(16)]
+    assert "pruned" in {candidate["state"] for group in answer["groups"] for candidate in group["candidates"]}
+    assert sum(kept) / len(kept) > sum(drawn) / len(drawn) + 0.1
+
+
+def test_what_was_learned_is_saved_and_restored(emulated):
+    state = emulated.http.get("/v1/rollouts/state").content
+    assert emulated.http.put("/v1/rollouts/state", content=state).status_code == 204
+    assert emulated.http.get("/v1/rollouts/state").content == state
+
+
 def test_steps_are_stretched_and_follow_each_other_as_the_loop_does(emulated, slow):
     emulated.rollout(prompts_of(2), 4)
     slow.rollout(prompts_of(2), 4)
