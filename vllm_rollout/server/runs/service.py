@@ -67,6 +67,8 @@ class LiveRound:
     """What came of it is on disk."""
     answer: bytes = b""
     """A RoundAnswer as JSON, once it is kept."""
+    keeping: asyncio.Task[RoundDoneEvent] | None = None
+    """Writes it, whoever waits for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +101,7 @@ class RunService:
         self._live: dict[str, LiveRound] = {}
         """By rollout id."""
         self._unkept: dict[str, LiveRound] = {}
-        """By run: its last round is over, and could not be written."""
+        """By run: its last round is over, and is not written yet."""
         self._forgetting: set[asyncio.Task[None]] = set()
         """Held here because the event loop holds them weakly."""
 
@@ -312,22 +314,34 @@ class RunService:
             self._forget(course.race_id)
 
     async def _keep(self, live: LiveRound) -> RoundDoneEvent:
-        """Write what came of a round. Raises: RequestError; then the round can be asked for again."""
+        """Write what came of a round, once, however many wait for it and whoever of them leaves.
+
+        Raises: RequestError; then the round can be asked for again.
+        """
+        if live.keeping is None:
+            live.keeping = asyncio.create_task(self._write(live))
+        return await asyncio.shield(live.keeping)
+
+    async def _write(self, live: LiveRound) -> RoundDoneEvent:
         rollout, course = live.rollout, live.course
         rollout.usage.returned_tokens -= course.filtered_tokens
         rollout.usage.wasted_tokens += course.filtered_tokens
         course.filtered_tokens = 0
         self._unkept[live.run_id] = live
-        run = await self._stored(
-            self._store.close,
-            live.run_id,
-            course.progress.outcomes(),
-            partial(_made_answer, live),
-            kept={live.opened.all_entries[position].number: blob for position, blob in rollout.kept.items()},
-            latency_s=rollout.timing.latency_s,
-            generated_tokens=rollout.usage.generated_tokens,
-            returned_tokens=rollout.usage.returned_tokens,
-        )
+        try:
+            run = await self._stored(
+                self._store.close,
+                live.run_id,
+                course.progress.outcomes(),
+                partial(_made_answer, live),
+                kept={live.opened.all_entries[position].number: blob for position, blob in rollout.kept.items()},
+                latency_s=rollout.timing.latency_s,
+                generated_tokens=rollout.usage.generated_tokens,
+                returned_tokens=rollout.usage.returned_tokens,
+            )
+        except RequestError:
+            live.keeping = None
+            raise
         del self._unkept[live.run_id]
         live.is_kept = True
         fates = [outcome.fate for outcome in course.progress.outcomes().values()]
@@ -346,10 +360,10 @@ class RunService:
         )
 
     async def _keep_at_last(self, live: LiveRound, key: str) -> bytes:
-        """The answer of a round that could not be written when it was over. Raises: RequestError."""
+        """The answer of a round that is over and was not written yet. Raises: RequestError."""
         if live.opened.key != key:
             raise RequestError(
-                f"round {live.opened.number} of this run is over and could not be written yet, got key {key!r}. "
+                f"round {live.opened.number} of this run is over and not written yet, got key {key!r}. "
                 f"Repeat its key, {live.opened.key!r}, for its answer.",
                 status=HTTPStatus.CONFLICT,
                 param="idempotency_key",
@@ -371,16 +385,24 @@ class RunService:
 
     async def _owned(self, id: str, call: Callable[..., T], *args: Any) -> T:
         """A transaction that makes this process the owner of a round; who is cancelled meanwhile owns nothing."""
+        work = self._submitted(call, *args)
         try:
-            return await self._stored(call, *args)
+            return await asyncio.shield(work)
         except asyncio.CancelledError:
-            self._thread.submit(self._store.release, id)
+            work.add_done_callback(partial(self._release_unless_failed, id))
             raise
+
+    def _release_unless_failed(self, id: str, work: asyncio.Future[Any]) -> None:
+        """A transaction that failed owns nothing, and the round that runs may be another one's."""
+        if work.exception() is None:
+            self._thread.submit(self._store.release, id)
 
     async def _stored(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """A transaction, which is carried out even if nobody waits for it any more."""
-        work = asyncio.get_running_loop().run_in_executor(self._thread, partial(call, *args, **kwargs))
-        return await asyncio.shield(work)
+        return await asyncio.shield(self._submitted(call, *args, **kwargs))
+
+    def _submitted(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> asyncio.Future[T]:
+        return asyncio.get_running_loop().run_in_executor(self._thread, partial(call, *args, **kwargs))
 
 
 def _rollout_request(fields: Mapping[str, Any], group_size: int, num_candidates: int) -> RolloutRequest:

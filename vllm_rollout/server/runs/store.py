@@ -74,8 +74,11 @@ class RunStore:
     """All runs of one server."""
 
     def __init__(self, path: Path | None = None) -> None:
-        """Raises: ValueError for a file that is no such database, or of another version; OSError."""
+        """Raises: ValueError for a file that is no such database, or of another version; RequestError for one that is
+        locked, or cannot be written; OSError."""
         self.path = path
+        self._let_go: set[str] = set()
+        """Runs whose open round this process does not run any more, whatever is written."""
         self.owner = Owner(None if path is None else path.with_name(f"{path.name}.owners"))
         with _translated(path):
             self._db = sqlite3.connect(
@@ -185,6 +188,7 @@ class RunStore:
                 [(id, entry.number, prompts[entry.prompt_id]) for entry in fresh],
             )
             self._save(id, run, self.owner.name, digest)
+        self._let_go.discard(id)
 
     def claim(self, id: str, key: str) -> OpenRound:
         """Run the open round of that key anew. Raises: RequestError (409) while it runs, here or elsewhere."""
@@ -195,7 +199,8 @@ class RunStore:
                 raise RequestError(f"round {key!r} of run {id!r} was over just now. Repeat the request.", status=409)
             self.check_idle(stored)
             self._save(id, stored.run, self.owner.name, stored.digest)
-            return opened
+        self._let_go.discard(id)
+        return opened
 
     def close(
         self,
@@ -232,7 +237,11 @@ class RunStore:
             return run
 
     def release(self, id: str) -> None:
-        """The open round does not run any more: it waits to be repeated or given up."""
+        """The open round does not run any more: it waits to be repeated or given up.
+
+        Raises: RequestError; here it is let go of all the same.
+        """
+        self._let_go.add(id)
         with self._transaction():
             self._db.execute("UPDATE runs SET owner = NULL WHERE id = ? AND owner = ?", (id, self.owner.name))
 
@@ -327,7 +336,9 @@ class RunStore:
 
     def is_live(self, stored: StoredRun) -> bool:
         """Whether a process runs its open round."""
-        return stored.owner is not None and self.owner.is_alive(stored.owner)
+        if stored.owner is None or (stored.owner == self.owner.name and stored.id in self._let_go):
+            return False
+        return self.owner.is_alive(stored.owner)
 
     def check_idle(self, stored: StoredRun) -> None:
         """Raises: RequestError (409) while a round of the run is running."""
@@ -389,6 +400,8 @@ def _translated(path: Path | None) -> Iterator[None]:
             ) from error
         raise _not_written(path, error) from error
     except sqlite3.DatabaseError as error:
+        if error.sqlite_errorname == "SQLITE_NOTADB":
+            raise ValueError(f"{path} is no database of runs. Move it away, or name another folder.") from error
         raise _not_written(path, error) from error
 
 

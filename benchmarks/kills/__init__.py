@@ -1,0 +1,1 @@
+"""What becomes of runs when their server is killed, over and over."""

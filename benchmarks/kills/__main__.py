@@ -1,0 +1,5 @@
+"""`python -m benchmarks.kills`."""
+
+from benchmarks.kills.run import main
+
+main()
