@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
 import httpx
 import pytest
 
 from vllm_rollout.group.history import ObservedLength
+from vllm_rollout.server.recorder import TraceRecorder
+from vllm_rollout.trace.file import read_trace
 
 from .conftest import make_app
 from .fake_engine import FakeEngine
@@ -217,3 +220,15 @@ async def test_lost_candidates_are_made_up_for_by_new_ones(http: httpx.AsyncClie
     for group in answer["groups"]:
         assert [t["num_resumed_tokens"] > 0 for t in group["trajectories"]] == [True, True, False]
         assert [t["num_tokens"] for t in group["trajectories"]] == [30, 31, 32]
+
+
+async def test_a_trace_has_whole_lengths(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    app = make_app(FakeEngine(), TraceRecorder(path))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as http:
+        short, answer = await short_round(http), await long_round(http)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["rollout_id"] for row in rows] == [short["id"], answer["id"]]
+    lengths = {prompt["id"]: prompt["lengths"] for prompt in rows[1]["prompts"]}
+    assert lengths == {g["prompt_id"]: [t["num_tokens"] for t in g["trajectories"]] for g in answer["groups"]}
+    assert read_trace(path).num_stopped > 0
