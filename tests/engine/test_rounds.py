@@ -1,0 +1,150 @@
+"""Rounds of runs on a real engine (tiny random model)."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.engine.conftest import LAST_TOKEN, Server, ends_after, run_script
+
+VARIED = {
+    "seed": 4,
+    "min_tokens": 150,
+    "max_tokens": 600,
+    "stop_token_ids": [LAST_TOKEN],
+    "logit_bias": {str(LAST_TOKEN): 4.0},
+}  # fmt: skip
+"""Candidates that end by themselves, sooner or later, and not before all have begun."""
+
+
+def test_a_round_is_over_in_the_step_in_which_enough_groups_are_complete(tiny_model: str) -> None:
+    """In the synchronous loop, the only one that vLLM has on a CPU; tests/adapter/test_races.py has both."""
+    result = run_script("rounds.py", tiny_model)
+    assert result["scheduler"] == "RolloutScheduler"
+    cut = ["deferred", 12, False]
+    assert result["clear"] == [
+        [["finished", 5, False], ["finished", 9, False], ["surplus", 9, False]],
+        [["finished", 12, False], ["finished", 7, False], ["surplus", 12, False]],
+        [cut] * 3,
+        [cut] * 3,
+    ]
+    assert result["tie"] == [
+        [["finished", 5, False], ["finished", 9, False], ["surplus", 9, False]],
+        [["surplus", 12, False], ["finished", 12, False], ["finished", 12, False]],
+        [["finished", 12, True], ["finished", 11, False], ["surplus", 12, True]],  # said by whoever ends in that step
+        [cut] * 3,
+    ]
+    assert result["clear_left"] == result["tie_left"] == [0, 0, 0]
+
+
+def make_run(server: Server, id: str, **fields: Any) -> dict[str, Any]:
+    response = server.http.post("/v1/runs", json={"id": id, **fields})
+    assert response.status_code == 201, response.text
+    return response.json()
+
+
+def play(server: Server, run: dict[str, Any], first: int = 0, **fields: Any) -> dict[str, Any]:
+    """The next round of a run."""
+    now = server.http.get(f"/v1/runs/{run['id']}").json()
+    numbers = range(first, first + now["num_fresh_prompts"])
+    prompts = [{"id": f"{run['id']}-{i}", "prompt": f"question {i}"} for i in numbers]
+    response = server.http.post(f"/v1/runs/{run['id']}/rounds", json={"prompts": prompts, **fields})
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def assert_nothing_left(server: Server) -> None:
+    """No candidate, no group and no race; the gauges are set when a rollout ends."""
+    server.wait_until_idle()
+    gauge = "vllm_rollout:groups_held"
+
+    def is_empty() -> bool:
+        body = {"prompts": [{"prompt": "hello"}], "group_size": 1, "sampling": {"max_tokens": 1}}
+        server.http.post("/v1/rollouts", json=body).raise_for_status()
+        return server.counter(gauge) == 0 and server.counter("vllm_rollout:races_held") == 0
+
+    server.wait_until(is_empty)
+
+
+def play_out(server: Server, run: dict[str, Any], num_short: int) -> list[dict[str, Any]]:
+    """So many short rounds, long ones when they are due, then what waits."""
+    answers: list[dict[str, Any]] = []
+    num_prompts = 0
+    while sum(answer["kind"] == "short" for answer in answers) < num_short:
+        now = server.http.get(f"/v1/runs/{run['id']}").json()
+        answers.append(play(server, run, first=num_prompts))
+        num_prompts += now["num_fresh_prompts"]
+    while answers[-1]["num_waiting"]:
+        response = server.http.post(f"/v1/runs/{run['id']}/rounds", json={"kind": "long"})
+        assert response.status_code == 200, response.text
+        answers.append(response.json())
+    returned = Counter(group["prompt_id"] for answer in answers for group in answer["groups"])
+    assert returned == Counter(f"{run['id']}-{i}" for i in range(num_prompts))
+    return answers
+
+
+def assert_groups_whole(answers: list[dict[str, Any]], group_size: int) -> None:
+    for answer in answers:
+        for group in answer["groups"]:
+            assert group["status"] == "complete"
+            assert len(group["trajectories"]) == group_size
+        usage = answer["usage"]
+        assert usage["generated_tokens"] + usage["resumed_tokens"] == usage["returned_tokens"] + usage["wasted_tokens"]
+
+
+@pytest.mark.parametrize(("name", "fields"), [
+    ("plain", {}),
+    ("auto", {"redundancy": "auto"}),
+    ("dual", {"redundancy": 2, "selection": {"dual_end": {"num_longest": 1, "patience": 1.5}}}),
+    ("pruned", {"redundancy": 2, "pruning": {"detection_length": 4, "min_labels": 1}}),
+    ("resumed", {"resume": True}),
+])  # fmt: skip
+def test_every_prompt_of_a_run_comes_back_once_and_nothing_is_left(
+    server: Server, name: str, fields: dict[str, Any]
+) -> None:
+    run = make_run(server, name, group_size=3, prompts_per_round=4, prompt_speculation=1.5, sampling=VARIED, **fields)
+    answers = play_out(server, run, num_short=3)
+    assert_groups_whole(answers, 3)
+    assert {answer["kind"] for answer in answers} == {"short", "long"}
+    for answer in answers:
+        assert bool(answer["deferred"] or answer["unstarted"]) is (answer["kind"] == "short")
+    if name == "pruned":
+        scored = [t for a in answers for g in a["groups"] for t in g["trajectories"] if t["score"] is not None]
+        assert scored
+        assert all(t["num_tokens"] > 4 for t in scored)
+    if name == "auto":
+        assert all(answer["budget"] for answer in answers if answer["kind"] == "short")
+    if name == "resumed":
+        assert any(t["num_resumed_tokens"] for a in answers for g in a["groups"] for t in g["trajectories"])
+    assert_nothing_left(server)
+
+
+def test_a_candidate_that_is_lost_is_made_up_for_by_one_other(server: Server) -> None:
+    run = make_run(server, "lost", group_size=2, prompts_per_round=1, prompt_speculation=1.0, response_speculation=1.0)
+    body = {"prompts": [{"id": "q", "prompt": "question"}], "sampling": ends_after(1200), "stream": True}
+    server.wait_until_idle()
+    events: list[dict[str, Any]] = []
+
+    def read() -> None:
+        with server.http.stream("POST", f"/v1/runs/{run['id']}/rounds", json=body) as response:
+            for line in response.iter_lines():
+                if line.startswith("data: "):
+                    events.append(json.loads(line.removeprefix("data: ")))
+
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(read)
+        server.wait_until(lambda: reading.done() or (events and server.num_requests == 2))
+        server.http.post("/abort_requests", json={"request_ids": [f"{events[0]['id']}-0-c1"]}).raise_for_status()
+        reading.result()
+    (group,) = [event for event in events if event["type"] == "group"]
+    assert (group["status"], group["selected"]) == ("complete", [0, 2])
+    (lost,) = [event["candidate"] for event in events if event["type"] == "candidate"]
+    assert (lost["index"], lost["state"]) == (1, "failed")
+    assert lost["num_tokens"] < 1200
+    ends = [event["trajectory"] for event in events if event["type"] == "trajectory"]
+    assert [t["num_tokens"] for t in ends] == [1200, 1200]
+    assert_nothing_left(server)
