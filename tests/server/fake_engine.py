@@ -238,6 +238,7 @@ class FakeEngine(LearningEngine):
 
     async def widen_race(self, race_id: str, num_wanted: int) -> None:
         self._check_alive()
+        assert race_id in self.races, "a race that nobody entered"
         self.races[race_id].races.widen(race_id, num_wanted)
 
     async def forget_race(self, race_id: str) -> None:

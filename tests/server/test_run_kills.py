@@ -23,8 +23,8 @@ from .conftest import DEADLINE_S, make_app
 from .fake_engine import FakeEngine
 
 SEED = 0
-NUM_LIVES = 100
-LONGEST_LIFE_S = 0.08
+NUM_LIVES = 80
+LONGEST_LIFE_S = 0.3
 """From when it serves."""
 RUNS = {"whole": {}, "filtering": {"filter": "zero_variance"}}
 TERMS = {"group_size": 2, "prompts_per_round": 4, "sampling": {"seed": 3}}

@@ -143,12 +143,15 @@ def named(prompt: PromptLike, position: int) -> dict[str, Any]:
 def _round_body(
     prompts: Iterable[PromptLike], reserve: Iterable[PromptLike], *, key: str, **fields: Any
 ) -> dict[str, Any]:
-    own = {"kind": fields.pop("kind"), "epoch": fields.pop("epoch")}
-    return {
+    own = {
         "prompts": [named(prompt, position) for position, prompt in enumerate(prompts)],
         "reserve": [named(prompt, position) for position, prompt in enumerate(reserve)],
+        "kind": fields.pop("kind"),
+        "epoch": fields.pop("epoch"),
+    }
+    return {
         "idempotency_key": key,
-        **{field: value for field, value in own.items() if value is not None},
+        **{field: value for field, value in own.items() if value not in (None, [])},
         **_fields(fields),
     }
 

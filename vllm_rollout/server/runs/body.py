@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr, model_validator
@@ -190,13 +191,25 @@ class RoundRequest(RolloutFields):
 
     @property
     def is_repeat(self) -> bool:
-        """It names a round by its key alone."""
-        return not (self.prompts or self.reserve) and self.idempotency_key is not None
+        """It names a round by its key alone: all else is as it was said before."""
+        said = {name for name in self.model_fields_set if getattr(self, name) not in (None, [])}
+        return self.idempotency_key is not None and said <= {"idempotency_key", *_HOW_TO_ANSWER}
 
-    def digest(self) -> str:
-        """Of what the round does: the same key with another one is a mistake."""
-        what = self.model_dump_json(by_alias=True, exclude={"stream", "stream_tokens", "idempotency_key"})
-        return hashlib.sha256(what.encode()).hexdigest()
+    def memo(self) -> str:
+        """What the round was asked to do, its prompts as a digest: kept with it, for who repeats its key."""
+        prompts = hashlib.sha256(self.model_dump_json(include={"prompts", "reserve"}).encode()).hexdigest()
+        said = self.model_dump(mode="json", by_alias=True, exclude_unset=True, exclude={*_NOT_IN_MEMO})
+        return json.dumps({"digest": prompts, **said}, sort_keys=True)
+
+    def as_before(self, memo: str) -> RoundRequest:
+        """This repeat, with what the round was asked to do at first. Raises: ValueError for what is no memo."""
+        said = {name: value for name, value in json.loads(memo).items() if name != "digest"}
+        now = self.model_dump(include=set(_HOW_TO_ANSWER), exclude_unset=True)
+        return RoundRequest.model_validate({**said, **now, "idempotency_key": self.idempotency_key})
+
+
+_HOW_TO_ANSWER = ("stream", "stream_tokens")
+_NOT_IN_MEMO = ("prompts", "reserve", "idempotency_key", *_HOW_TO_ANSWER)
 
 
 def digest_of_prompt(prompt: RoundPrompt) -> str:

@@ -78,11 +78,11 @@ class RoundCourse:
         longest = max((e.num_tokens for e in result.endings if e.index in result.selected), default=0)
         is_deferred = lost or any(ending.state == "deferred" for ending in result.endings)
         self.progress.group_over(position, GroupEnd(result.status == "complete", is_deferred, longest))
-        reason = self.progress.reasons.get(position)
+        reason, wider = self.progress.reasons.get(position), False
         if reason is None:
             self._selected[position], self._num_tokens[position] = result.selected, result.returned_tokens
-            await self._look_at(position)
-        await self._tell(was_cut)
+            wider = self._look_at(position)
+        await self._tell(was_cut, wider=wider)
         return reason
 
     async def reward(self, rewards: Sequence[tuple[str, int, float]]) -> tuple[list[RewardStatus], list[str]]:
@@ -100,11 +100,11 @@ class RoundCourse:
                 touched[position] = prompt_id
             statuses.append("accepted" if known is None else "duplicate" if known == reward else "conflict")
         was_cut = self.progress.is_cut
-        filtered = [prompt_id for position, prompt_id in touched.items() if await self._look_at(position)]
-        await self._tell(was_cut)
+        filtered = [prompt_id for position, prompt_id in touched.items() if self._look_at(position)]
+        await self._tell(was_cut, wider=bool(filtered))
         return statuses, filtered
 
-    async def _look_at(self, position: int) -> bool:
+    def _look_at(self, position: int) -> bool:
         """Decide on a group whose trajectories all have rewards; whether it is filtered."""
         rewards = self._rewards.get(position, {})
         selected = self._selected.get(position)
@@ -115,16 +115,23 @@ class RoundCourse:
             return False
         self.filtered_tokens += self._num_tokens[position]
         self.on_filtered(self.progress.opened.all_entries[position].prompt_id)
-        await self._engine.widen_race(self.race_id, self.progress.num_wanted)
         return True
 
-    async def _tell(self, was_cut: bool) -> None:
-        """Wake who waits; ranks do not see each other's groups."""
+    async def _tell(self, was_cut: bool, *, wider: bool) -> None:
+        """Tell the engine, whose ranks do not see each other's groups; then wake who waits, whatever it says.
+
+        A race is made wider before another group enters it.
+        """
         is_cut = self.progress.is_cut
-        if is_cut:
-            self._cut.set()
-        else:
-            self._cut.clear()
-        self._changed.set()
-        if is_cut and not was_cut and self._engine.num_ranks > 1 and self.progress.opened.kind == "short":
-            await self._engine.cut_race(self.race_id)
+        try:
+            if self.progress.opened.kind == "short":
+                if wider:
+                    await self._engine.widen_race(self.race_id, self.progress.num_wanted)
+                if is_cut and not was_cut and self._engine.num_ranks > 1:
+                    await self._engine.cut_race(self.race_id)
+        finally:
+            if is_cut:
+                self._cut.set()
+            else:
+                self._cut.clear()
+            self._changed.set()

@@ -19,13 +19,13 @@ from vllm_rollout.group.checks import fields_of, integer, listed, shown, text
 from vllm_rollout.group.rounds import Run
 from vllm_rollout.group.rounds_state import run_from_state
 from vllm_rollout.server.kept import read_kept
-from vllm_rollout.server.runs.body import RoundPrompt, RunRequest
+from vllm_rollout.server.runs.body import RoundPrompt, RoundRequest, RunRequest
 from vllm_rollout.server.runs.store import MAX_RUNS
 
 FORMAT = 3
 MAX_HEADER_BYTES = 256
 MAX_CHARS = 4096
-RUN_FIELDS = ("id", "created", "model", "settings", "state", "digest", "prompts")
+RUN_FIELDS = ("id", "created", "model", "settings", "state", "memo", "prompts")
 
 
 class Saved(NamedTuple):
@@ -67,8 +67,11 @@ def _checked(saved: Any) -> Mapping[str, Any]:
     saved = fields_of(saved, RUN_FIELDS, "a run of a state")
     text(saved["model"], "model of a run", MAX_CHARS)
     integer(saved["created"], "created of a run")
-    if saved["digest"] is not None:
-        text(saved["digest"], "digest of a round", MAX_CHARS)
+    if saved["memo"] is not None:
+        try:
+            RoundRequest.model_construct(idempotency_key="k").as_before(saved["memo"])
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ValueError(f"memo of a round of run {shown(saved['id'])} is none: {error}") from error
     try:
         settings = RunRequest.model_validate({**saved["settings"], "id": saved["id"]})
     except (ValidationError, TypeError) as error:

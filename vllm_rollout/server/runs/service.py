@@ -143,11 +143,12 @@ class RunService:
             return await self._keep_at_last(self._unkept[id], key)
         known = await self._stored(self._store.answer, id, key)
         if known is not None:
-            _check_same(key, request, known.digest)
+            _check_same(key, request, known.memo)
             return known.body
         _check_not_used(stored, key)
         if (opened := stored.run.open) is not None and opened.key == key:
-            _check_same(key, request, stored.digest)
+            _check_same(key, request, stored.memo)
+            request = request.as_before(stored.memo)
             live = await self._prepare(stored, request, opened, {})
             await self._owned(id, self._store.claim, id, key)
         else:
@@ -227,7 +228,7 @@ class RunService:
         bodies = {prompt.id: prompt.model_dump_json() for prompt in (*request.prompts, *request.reserve)}
         opened = await self._stored(self._store.planned, stored.id, plan)
         live = await self._prepare(stored, request, opened, bodies)
-        await self._owned(stored.id, self._store.begin, stored.id, request.digest(), plan, bodies, opened)
+        await self._owned(stored.id, self._store.begin, stored.id, request.memo(), plan, bodies, opened)
         return live
 
     async def _predicted(self, run: Run) -> dict[str, float]:
@@ -497,8 +498,8 @@ def _summary(live: LiveRound, run: Run) -> RoundSummary:
     )
 
 
-def _check_same(key: str, request: RoundRequest, digest: str | None) -> None:
-    if not request.is_repeat and request.digest() != digest:
+def _check_same(key: str, request: RoundRequest, memo: str | None) -> None:
+    if not request.is_repeat and request.memo() != memo:
         raise RequestError(
             f"idempotency_key: {key!r} is the key of another round of this run. Repeat that round's request as it was "
             "(or its key alone), or take a new key.",

@@ -32,17 +32,18 @@ BUSY_TIMEOUT_S = 5.0
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS runs (
     id TEXT PRIMARY KEY, created INTEGER NOT NULL, model TEXT NOT NULL, settings TEXT NOT NULL, state TEXT NOT NULL,
-    owner TEXT, digest TEXT
+    owner TEXT, memo TEXT
 );
 CREATE TABLE IF NOT EXISTS prompts (
     run TEXT NOT NULL, number INTEGER NOT NULL, body TEXT NOT NULL, kept BLOB, PRIMARY KEY (run, number)
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS answers (
-    run TEXT NOT NULL, round INTEGER NOT NULL, key TEXT NOT NULL, digest TEXT NOT NULL, body BLOB NOT NULL,
+    run TEXT NOT NULL, round INTEGER NOT NULL, key TEXT NOT NULL, memo TEXT NOT NULL, body BLOB NOT NULL,
     PRIMARY KEY (run, round)
 );
 """
-# runs.owner and runs.digest belong to the open round: the process that runs it, and the digest of its request.
+# runs.owner and runs.memo belong to the open round: the process that runs it, and what its request
+# asked for (`RoundRequest.memo`).
 
 T = TypeVar("T")
 
@@ -59,13 +60,13 @@ class StoredRun:
     run: Run
     owner: str | None
     """The process that runs the open round."""
-    digest: str | None
+    memo: str | None
     """Of the open round's request."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredAnswer:
-    digest: str
+    memo: str
     """Of the request that it answers."""
     body: bytes
 
@@ -158,7 +159,7 @@ class RunStore:
             return plan(stored.run)
 
     def begin(
-        self, id: str, digest: str, plan: Callable[[Run], OpenRound], prompts: Mapping[str, str], planned: OpenRound
+        self, id: str, memo: str, plan: Callable[[Run], OpenRound], prompts: Mapping[str, str], planned: OpenRound
     ) -> None:
         """Take the prompts of a round, before anything of it runs; this process owns it.
 
@@ -187,7 +188,7 @@ class RunStore:
                 "INSERT INTO prompts (run, number, body) VALUES (?, ?, ?)",
                 [(id, entry.number, prompts[entry.prompt_id]) for entry in fresh],
             )
-            self._save(id, run, self.owner.name, digest)
+            self._save(id, run, self.owner.name, memo)
         self._let_go.discard(id)
 
     def claim(self, id: str, key: str) -> OpenRound:
@@ -198,7 +199,7 @@ class RunStore:
             if opened is None or opened.key != key:
                 raise RequestError(f"round {key!r} of run {id!r} was over just now. Repeat the request.", status=409)
             self.check_idle(stored)
-            self._save(id, stored.run, self.owner.name, stored.digest)
+            self._save(id, stored.run, self.owner.name, stored.memo)
         self._let_go.discard(id)
         return opened
 
@@ -230,7 +231,7 @@ class RunStore:
             )
             self._db.execute(
                 "INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?, ?)",
-                (id, opened.number, opened.key, stored.digest, body),
+                (id, opened.number, opened.key, stored.memo, body),
             )
             self._db.execute("DELETE FROM answers WHERE run = ? AND round <= ?", (id, opened.number - NUM_ANSWERS))
             self._save(id, run, None, None)
@@ -265,7 +266,7 @@ class RunStore:
         """What a round was answered, if that is still kept."""
         with _translated(self.path):
             row = self._db.execute(
-                "SELECT digest, body FROM answers WHERE run = ? AND key = ?", (id, key)
+                "SELECT memo, body FROM answers WHERE run = ? AND key = ?", (id, key)
             ).fetchone()  # fmt: skip
         return None if row is None else StoredAnswer(row[0], zlib.decompress(row[1]))
 
@@ -290,7 +291,7 @@ class RunStore:
                         "model": stored.model,
                         "settings": stored.settings,
                         "state": run_to_state(stored.run),
-                        "digest": stored.digest,
+                        "memo": stored.memo,
                         "prompts": [
                             [number, body, None if kept is None else base64.b64encode(kept).decode()]
                             for number, body, kept in rows
@@ -306,14 +307,14 @@ class RunStore:
                 self.delete(id)
             for dumped in runs:
                 self._db.execute(
-                    "INSERT INTO runs (id, created, model, settings, state, digest) VALUES (?, ?, ?, ?, ?, ?)",
+                    "INSERT INTO runs (id, created, model, settings, state, memo) VALUES (?, ?, ?, ?, ?, ?)",
                     (
                         dumped["id"],
                         dumped["created"],
                         dumped["model"],
                         json.dumps(dumped["settings"]),
                         json.dumps(dumped["state"]),
-                        dumped["digest"],
+                        dumped["memo"],
                     ),
                 )
                 self._db.executemany(
@@ -353,17 +354,17 @@ class RunStore:
     def _find(self, id: str) -> StoredRun | None:
         with _translated(self.path):
             row = self._db.execute(
-                "SELECT id, created, model, settings, state, owner, digest FROM runs WHERE id = ?", (id,)
+                "SELECT id, created, model, settings, state, owner, memo FROM runs WHERE id = ?", (id,)
             ).fetchone()
         if row is None:
             return None
-        id, created, model, settings, state, owner, digest = row
-        return StoredRun(id, created, model, json.loads(settings), run_from_state(json.loads(state)), owner, digest)
+        id, created, model, settings, state, owner, memo = row
+        return StoredRun(id, created, model, json.loads(settings), run_from_state(json.loads(state)), owner, memo)
 
-    def _save(self, id: str, run: Run, owner: str | None, digest: str | None) -> None:
+    def _save(self, id: str, run: Run, owner: str | None, memo: str | None) -> None:
         self._db.execute(
-            "UPDATE runs SET state = ?, owner = ?, digest = ? WHERE id = ?",
-            (json.dumps(run_to_state(run)), owner, digest, id),
+            "UPDATE runs SET state = ?, owner = ?, memo = ? WHERE id = ?",
+            (json.dumps(run_to_state(run)), owner, memo, id),
         )
 
     @contextmanager

@@ -1,0 +1,374 @@
+"""Runs and rounds over HTTP: what a trainer sees."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from typing import Any
+
+import httpx
+import pytest
+
+from vllm_rollout.server.runs.body import RoundRequest
+
+from .fake_engine import FakeEngine
+
+pytestmark = pytest.mark.anyio
+
+TERMS = {"group_size": 2, "prompts_per_round": 4, "prompt_speculation": 1.5, "sampling": {"seed": 3}}
+ROUNDS = "/v1/runs/a/rounds"
+
+
+def prompts(first: int, count: int) -> list[dict[str, str]]:
+    return [{"id": f"q{i}", "prompt": f"question {i}"} for i in range(first, first + count)]
+
+
+async def make(http: httpx.AsyncClient, **fields: Any) -> dict:
+    response = await http.post("/v1/runs", json={"id": "a", **TERMS, **fields})
+    assert response.status_code == 201, response.text
+    return response.json()
+
+
+async def play(http: httpx.AsyncClient, status: int = 200, **body: Any) -> dict:
+    response = await http.post(ROUNDS, json=body)
+    assert response.status_code == status, response.text
+    return response.json() if status == 200 else response.json()["error"]
+
+
+async def events_of(http: httpx.AsyncClient, **body: Any) -> list[dict]:
+    response = await http.post(ROUNDS, json={**body, "stream": True})
+    return [json.loads(line.removeprefix("data: ")) for line in response.text.splitlines() if line.startswith("data: ")]
+
+
+async def look(http: httpx.AsyncClient) -> dict:
+    return (await http.get("/v1/runs/a")).json()
+
+
+async def test_a_run_is_made_once(http: httpx.AsyncClient) -> None:
+    run = await make(http)
+    assert (run["next_round"], run["num_fresh_prompts"], run["response_speculation"]) == ("short", 6, 1.25)
+    assert (await http.post("/v1/runs", json={"id": "a", **TERMS})).status_code == 200
+    response = await http.post("/v1/runs", json={"id": "a", **TERMS, "group_size": 3})
+    assert response.status_code == 409
+    assert "group_size 2, got 3" in response.json()["error"]["message"]
+    assert [run["id"] for run in (await http.get("/v1/runs")).json()["data"]] == ["a"]
+    assert (await http.delete("/v1/runs/a")).status_code == 204
+    for method, path in (("GET", "/v1/runs/a"), ("DELETE", "/v1/runs/a"), ("POST", ROUNDS)):
+        response = await http.request(method, path, json={} if method == "POST" else None)
+        assert response.status_code == 404
+        assert "run 'a' is not known here" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("fields", "param"), [
+    ({"group_size": 0}, "group_size"), ({"group_size": 100}, "redundancy"),
+    ({"prompts_per_round": 0}, "prompts_per_round"), ({"prompts_per_round": 2**20}, "prompts_per_round"),
+    ({"prompt_speculation": 0.9}, "prompt_speculation"),
+    ({"prompt_speculation": 17}, "prompt_speculation"), ({"response_speculation": "x"}, "response_speculation"),
+    ({"queue_order": "last"}, "queue_order"), ({"id": "a/b"}, "id"), ({"id": ""}, "id"), ({"filter": "all"}, "filter"),
+    ({"redundancy": 2, "response_speculation": 1.5}, "response_speculation"), ({"model": "another"}, "model"),
+    ({"pruning": {"detection_length": 4, "allow_fewer": True}}, "pruning.allow_fewer"), ({"resume": 1}, "resume"),
+    ({"sampling": {"temprature": 1}}, "sampling.temprature"), ({"stream": True}, "stream"),
+    ({"selection": {"dual_end": {"num_longest": 2}}}, "selection.dual_end.num_longest"),
+])  # fmt: skip
+async def test_fields_of_a_run_are_checked_when_it_is_made(http: httpx.AsyncClient, fields: dict, param: str) -> None:
+    response = await http.post("/v1/runs", json={**TERMS, **fields})
+    assert response.status_code in (404, 422), response.text
+    assert response.json()["error"]["param"] == param
+    assert (await http.get("/v1/runs")).json()["data"] == []
+
+
+async def test_short_rounds_end_with_the_first_groups_and_a_long_one_with_all(http: httpx.AsyncClient) -> None:
+    await make(http, response_speculation=2.0)
+    answers = [await play(http, prompts=prompts(first, 6)) for first in (0, 6)]
+    for answer in answers:
+        assert (answer["kind"], len(answer["groups"]), len(answer["deferred"])) == ("short", 4, 2)
+        assert {group["status"] for group in answer["groups"]} == {"complete"}
+        assert {group["allocation"]["num_candidates"] for group in answer["groups"]} == {4}
+        usage = answer["usage"]
+        assert usage["generated_tokens"] == usage["returned_tokens"] + usage["wasted_tokens"]
+        assert usage["num_deferred"] > 0
+    run = await look(http)
+    assert (run["next_round"], run["num_fresh_prompts"]) == ("long", 0)
+    assert run["queue"] == [id for answer in answers for id in answer["deferred"]]
+    long = await play(http)
+    assert long["kind"] == "long"
+    assert [group["prompt_id"] for group in long["groups"]] == run["queue"]
+    assert {group["allocation"]["num_candidates"] for group in long["groups"]} == {2}
+    assert long["usage"]["wasted_tokens"] == 0
+    run = await look(http)
+    assert run["totals"]["num_returned"] == run["totals"]["num_prompts"] == 12
+    assert [record["kind"] for record in run["history"]] == ["short", "short", "long"]
+    assert run["savings"]["round_tokens"] == sum(record["max_tokens"] for record in run["history"])
+
+
+async def test_deferred_lengths_are_learned(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    await make(http)
+    answer = await play(http, prompts=prompts(0, 6))
+    for id in answer["deferred"]:
+        assert engine.judge.memory.lengths.of(f"id:{id}") is not None
+
+
+async def test_a_stream_begins_with_its_round_and_ends_with_what_came_of_it(http: httpx.AsyncClient) -> None:
+    await make(http)
+    events = await events_of(http, prompts=prompts(0, 6), idempotency_key="k")
+    first, *middle, last = events
+    assert (first["type"], first["round"], first["num_wanted"], first["idempotency_key"]) == ("round", 0, 4, "k")
+    assert first["prompt_ids"] == [f"q{i}" for i in range(6)]
+    returned = [event["prompt_id"] for event in middle if event["type"] == "group"]
+    deferred = [event["prompt_id"] for event in middle if event["type"] == "deferred"]
+    assert last["type"] == "done"
+    assert sorted(returned + deferred) == sorted(first["prompt_ids"])
+    assert sorted(deferred) == sorted(last["deferred"])
+    again = await events_of(http, idempotency_key="k")
+    assert again[-1] == last
+    assert [e["prompt_id"] for e in again if e["type"] == "group"] == [
+        id for id in first["prompt_ids"] if id in returned
+    ]
+
+
+async def test_a_key_means_one_round(http: httpx.AsyncClient) -> None:
+    await make(http)
+    body = {"prompts": prompts(0, 6), "idempotency_key": "k"}
+    first = await http.post(ROUNDS, json=body)
+    for again in (body, {"idempotency_key": "k"}):
+        assert (await http.post(ROUNDS, json=again)).content == first.content
+    error = await play(http, 409, prompts=prompts(6, 6), idempotency_key="k")
+    assert "the key of another round" in error["message"]
+    error = await play(http, 409, idempotency_key="k", kind="long")
+    assert error["param"] == "idempotency_key"
+    await play(http, prompts=prompts(6, 6))
+    await play(http)
+    error = await play(http, 410, idempotency_key="k")
+    assert "its answer is not kept any more" in error["message"]
+    assert (await look(http))["num_rounds"] == 3
+
+
+async def test_rounds_come_one_at_a_time(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    engine.step_s = 0.005
+    await make(http)
+    first = asyncio.create_task(play(http, prompts=prompts(0, 6), idempotency_key="first"))
+    while not engine.num_running:
+        await asyncio.sleep(0.005)
+    run = await look(http)
+    assert (run["open_round"]["state"], run["open_round"]["idempotency_key"]) == ("running", "first")
+    for body in ({"prompts": prompts(6, 6)}, {"idempotency_key": "first"}):
+        response = await http.post(ROUNDS, json=body)
+        assert response.status_code == 409
+        assert response.headers["retry-after"] == "1"
+        assert "round 0 of run 'a' is running" in response.json()["error"]["message"]
+    assert (await http.delete("/v1/runs/a")).status_code == 409
+    assert (await http.delete(f"{ROUNDS}/0")).status_code == 409
+    assert (
+        await http.put("/v1/rollouts/state", content=(await http.get("/v1/rollouts/state")).content)
+    ).status_code == 409
+    assert len((await first)["groups"]) == 4
+
+
+async def interrupt(http: httpx.AsyncClient, engine: FakeEngine, **body: Any) -> None:
+    """A client that leaves in the midst of its round."""
+    engine.step_s = 0.005
+    leaving = asyncio.create_task(http.post(ROUNDS, json=body))
+    while not engine.num_running:
+        await asyncio.sleep(0.005)
+    leaving.cancel()
+    await asyncio.gather(leaving, return_exceptions=True)
+    engine.step_s = 0.0
+    while (await look(http))["open_round"]["state"] == "running":
+        await asyncio.sleep(0.01)
+
+
+async def test_a_round_that_was_interrupted_runs_anew_under_its_key(
+    http: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    await make(http)
+    body = {"prompts": prompts(0, 6), "idempotency_key": "k", "sampling": {"max_tokens": 7}}
+    await interrupt(http, engine, **body)
+    assert engine.num_running == 0
+    error = await play(http, 409, prompts=prompts(6, 6), idempotency_key="other")
+    assert "round 0 of this run is open under the key 'k', got 'other'" in error["message"]
+    answer = await play(http, idempotency_key="k")
+    returned = {group["prompt_id"] for group in answer["groups"]}
+    assert returned | {*answer["deferred"], *answer["unstarted"]} == {f"q{i}" for i in range(6)}
+    # Asked for by its key alone, it is the round that it was.
+    assert max(t["num_tokens"] for group in answer["groups"] for t in group["trajectories"]) <= 7
+
+
+async def test_a_round_that_is_given_up_puts_its_prompts_back(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    await make(http)
+    await interrupt(http, engine, prompts=prompts(0, 6), idempotency_key="k")
+    assert (await http.delete(f"{ROUNDS}/1")).status_code == 404
+    run = (await http.delete(f"{ROUNDS}/0")).json()
+    assert (run["unstarted"], run["num_fresh_prompts"], run["open_round"]) == ([f"q{i}" for i in range(6)], 0, None)
+    assert "was given up" in (await play(http, 410, idempotency_key="k"))["message"]
+    answer = await play(http)
+    assert len(answer["groups"]) == 4
+
+
+async def test_an_engine_that_dies_leaves_its_round_to_be_repeated(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    await make(http)
+    engine.dies_at_step = 2
+    error = await play(http, 503, prompts=prompts(0, 6), idempotency_key="k")
+    assert "the engine has stopped" in error["message"]
+    engine.dies_at_step = None
+    while (await look(http))["open_round"]["state"] == "running":
+        await asyncio.sleep(0.01)
+    assert len((await play(http, idempotency_key="k"))["groups"]) == 4
+
+
+@pytest.mark.parametrize(("body", "words"), [
+    ({"prompts": prompts(0, 5)}, "wants 6 fresh prompts .* got 5"),
+    ({"prompts": prompts(0, 7)}, "got 7"),
+    ({}, "got 0"),
+    ({"prompts": prompts(0, 5), "kind": "long"}, "at most 4 prompts, got 5"),
+    ({"prompts": [*prompts(0, 5), *prompts(0, 1)]}, "'q0' is used twice"),
+    ({"prompts": [{"prompt": "no id"}, *prompts(0, 5)]}, "prompts.0.id"),
+    ({"prompts": prompts(0, 6), "kind": "medium"}, "kind"),
+    ({"prompts": prompts(0, 6), "stream_tokens": 4}, "stream_tokens"),
+    ({"prompts": prompts(0, 6), "filter": "zero_variance"}, "stream: a round that filters needs true"),
+    ({"prompts": prompts(0, 6), "group_size": 3}, "group_size"),
+    ({"prompts": prompts(0, 6), "sampling": {"seed": "x"}}, "sampling.seed"),
+])  # fmt: skip
+async def test_a_round_that_is_refused_takes_nothing(http: httpx.AsyncClient, body: dict, words: str) -> None:
+    before = await make(http)
+    error = await play(http, 422, **body)
+    assert re.search(words, f"{error['param']}: {error['message']}"), error
+    assert await look(http) == before
+
+
+async def test_a_prompt_that_waits_is_known_by_its_epoch(http: httpx.AsyncClient) -> None:
+    await make(http)
+    first = await play(http, prompts=prompts(0, 6), epoch=1)
+    late = first["deferred"][0]
+    again = [{"id": late, "prompt": f"question {late[1:]}"}, *prompts(6, 5)]
+    error = await play(http, 409, prompts=again, epoch=1)
+    assert f"'{late}' of epoch 1 waits in this run already" in error["message"]
+    other = [{"id": late, "prompt": "another question"}, *prompts(6, 5)]
+    assert "with another content" in (await play(http, 409, prompts=other, epoch=2))["message"]
+    await play(http, prompts=again, epoch=2)
+
+
+async def test_prompts_that_found_no_place_before_the_end_begin_the_next_round(
+    http: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    await make(http, prompts_per_round=2, prompt_speculation=3.0)
+    http_app = http._transport.app  # type: ignore[attr-defined]
+    http_app.state.rollout_service._launcher._window.num_places = 3  # a group at a time
+    answer = await play(http, prompts=prompts(0, 6))
+    assert [group["prompt_id"] for group in answer["groups"]] == ["q0", "q1"]
+    assert answer["unstarted"] == ["q2", "q3", "q4", "q5"]
+    assert (answer["deferred"], answer["num_fresh_prompts"]) == ([], 2)
+    assert (await look(http))["unstarted"] == answer["unstarted"]
+    fresh = prompts(6, answer["num_fresh_prompts"])
+    events = await events_of(http, prompts=fresh)
+    assert events[0]["prompt_ids"] == [*answer["unstarted"], *(prompt["id"] for prompt in fresh)]
+
+
+async def rewarded(http: httpx.AsyncClient, flat: set[str], **body: Any) -> tuple[dict, list[str]]:
+    """A streamed round whose trainer posts rewards as groups come; those of `flat` prompts are all the same.
+
+    Over a pair of queues, since the test's transport gives a stream only when it is whole.
+    """
+    app = http._transport.app  # type: ignore[attr-defined]
+    begun = await app.state.run_service.begin("a", RoundRequest.model_validate({**body, "stream": True}))
+    told: list[str] = []
+    async for event in begun.events:
+        if event.type == "group":
+            values = [1.0 if event.prompt_id in flat else float(i) for i, _ in enumerate(event.selected)]
+            rewards = [
+                {"prompt_id": event.prompt_id, "index": index, "reward": value}
+                for index, value in zip(event.selected, values, strict=True)
+            ]
+            for one in ([reward] for reward in rewards):
+                url = f"/v1/rollouts/{begun.live.rollout.id}/rewards"
+                response = await http.post(url, json={"rewards": one, "filter": "zero_variance"})
+                assert response.status_code == 200, response.text
+                told += response.json()["filtered"]
+                assert response.json()["counts"]["accepted"] == 1
+                assert (await http.post(url, json={"rewards": one})).json()["counts"]["duplicate"] == 1
+        last = event
+    return last.model_dump(), told
+
+
+async def test_groups_without_variance_are_replaced_from_the_reserve(http: httpx.AsyncClient) -> None:
+    await make(http, filter="zero_variance")
+    flat = {"q0", "q2", "q4"}
+    done, told = await rewarded(http, flat, prompts=prompts(0, 6), reserve=prompts(6, 5))
+    assert set(done["filtered"]) == set(told) <= flat
+    run = await look(http)
+    assert run["history"][0]["num_returned"] == 4
+    assert not set(run["queue"]) & set(done["filtered"])
+    assert set(done["deferred"]) == set(run["queue"])
+    assert run["totals"]["num_filtered"] == len(told)
+    seen = [*done["filtered"], *done["deferred"], *done["unstarted"]]
+    assert len(seen) == len(set(seen)) == 11 - 4
+
+
+async def test_a_reserve_that_is_used_up_leaves_a_round_short(http: httpx.AsyncClient) -> None:
+    await make(http, filter="zero_variance")
+    everything = {f"q{i}" for i in range(20)}
+    done, told = await rewarded(http, everything, prompts=prompts(0, 6), reserve=prompts(6, 2))
+    assert len(done["filtered"]) == len(told) >= 4
+    assert (await look(http))["history"][0]["num_returned"] == 0
+
+
+async def test_a_long_round_filters_too(http: httpx.AsyncClient) -> None:
+    await make(http, filter="zero_variance")
+    done, _ = await rewarded(http, {"q1"}, prompts=prompts(0, 3), kind="long")
+    assert (done["kind"], done["filtered"]) == ("long", ["q1"])
+    assert (await look(http))["history"][0]["num_returned"] == 2
+
+
+async def test_a_filter_that_is_not_there_is_a_conflict(http: httpx.AsyncClient) -> None:
+    await make(http)
+    answer = await play(http, prompts=prompts(0, 6))
+    reward = {"prompt_id": "q0", "index": 0, "reward": 1.0}
+    url = f"/v1/rollouts/{answer['id']}/rewards"
+    response = await http.post(url, json={"rewards": [reward], "filter": "zero_variance"})
+    assert response.status_code == 409
+    assert "is no round on its way that filters" in response.json()["error"]["message"]
+
+
+async def test_a_candidate_that_is_lost_is_replaced_alone(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    engine.failures = {0: 1}
+    engine.lengths = dict.fromkeys(range(8), 20)
+    await make(http, response_speculation=1.0, prompt_speculation=1.0)
+    answer = await play(http, prompts=prompts(0, 4))
+    assert len(answer["groups"]) == 4
+    for group in answer["groups"]:
+        assert [t["index"] for t in group["trajectories"]] == [1, 2]
+        assert [(c["index"], c["state"]) for c in group["candidates"]] == [(0, "failed")]
+    assert answer["usage"]["num_failed"] == 4
+
+
+@pytest.mark.parametrize("fields", [
+    {"redundancy": "auto"}, {"redundancy": 2}, {"selection": {"dual_end": {"num_longest": 1}}},
+    {"selection": "shortest"}, {"pruning": {"detection_length": 4, "keep_ratio": 0.5}}, {"early_stop": False},
+])  # fmt: skip
+async def test_what_a_rollout_can_do_works_inside_rounds(http: httpx.AsyncClient, fields: dict) -> None:
+    await make(http, **fields)
+    for first in (0, 6):
+        answer = await play(http, prompts=prompts(first, 6))
+        assert (len(answer["groups"]), len(answer["deferred"])) == (4, 2)
+        assert {group["status"] for group in answer["groups"]} == {"complete"}
+    long = await play(http)
+    assert {group["allocation"]["num_candidates"] for group in long["groups"]} == {2}
+    assert all(len(group["trajectories"]) == 2 for group in long["groups"])
+
+
+async def test_several_ranks_are_told_when_a_round_is_cut(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    engine.num_ranks = 2
+    await make(http)
+    await play(http, prompts=prompts(0, 6))
+    assert engine.num_cuts == 1
+    assert engine.races == {}
+
+
+async def test_metrics_count_rounds(http: httpx.AsyncClient) -> None:
+    await make(http)
+    await play(http, prompts=prompts(0, 6))
+    text = (await http.get("/metrics")).text
+    assert 'vllm_rollout:rounds_total{kind="short"} 1.0' in text
+    assert 'vllm_rollout:round_prompts_total{fate="returned"} 4.0' in text
+    assert 'vllm_rollout:round_prompts_total{fate="deferred"} 2.0' in text
+    assert 'vllm_rollout:groups_total{status="deferred"} 2.0' in text
