@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -59,25 +59,52 @@ def serve(context: typer.Context) -> None:
 
 @app.command()
 def demo(
-    model: Annotated[str, typer.Option(help="A name from `models list`, a Hugging Face name or a directory.")] = "",
-    prompts: Annotated[int, typer.Option(help="Number of prompts (groups), all at once.")] = 8,
-    group_size: Annotated[int, typer.Option(help="Trajectories a trainer wants per prompt.")] = 8,
-    candidates: Annotated[int, typer.Option(help="Candidates per prompt that race for it.")] = 16,
-    max_tokens: Annotated[int, typer.Option(help="Output tokens per candidate at most.")] = 1024,
-    output: Annotated[Path, typer.Option(help="Where the picture (PNG) goes.")] = Path("group_race_demo.png"),
-    quick: Annotated[bool, typer.Option("--quick", help="4 prompts, first 4 of 8 candidates, 256 tokens.")] = False,
+    model: Annotated[
+        str | None, typer.Option(help="A name from `models list`, a Hugging Face name or a directory.")
+    ] = None,
+    prompts: Annotated[int | None, typer.Option(help="Prompts (groups) at once, or that a round returns; 8.")] = None,
+    group_size: Annotated[
+        int | None, typer.Option(help="Trajectories a trainer wants per prompt; 8, in rounds 2.")
+    ] = None,
+    candidates: Annotated[
+        int | None, typer.Option(help="Candidates per prompt that race for it; 16. Not with --rounds.")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Output tokens per candidate at most; 1024, in rounds 768.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Where the picture (PNG) goes.")] = None,
+    rounds: Annotated[
+        bool,
+        typer.Option("--rounds", help="Tail batching: short rounds and a long one against rounds that wait for all."),
+    ] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Smaller: 4 prompts, 256 tokens, in rounds 384.")] = False,
 ) -> None:
     """Race 16 candidates for the first 8 against stock vLLM, on a small real model: a table and a picture."""
-    from vllm_rollout.demo.options import DEFAULT_MODEL, QUICK, Options
-    from vllm_rollout.demo.run import run
-
-    chosen = {"prompts": prompts, "group_size": group_size, "candidates": candidates, "max_tokens": max_tokens}
+    given = {"model": model, "prompts": prompts, "group_size": group_size, "candidates": candidates}
+    given |= {"max_tokens": max_tokens, "output": output}
+    chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     try:
-        run(Options(model=model or DEFAULT_MODEL, output=output, **(QUICK if quick else chosen)))
+        _run_rounds_demo(chosen, quick) if rounds else _run_race_demo(chosen, quick)
     except (ValueError, RuntimeError) as error:
         sys.exit(f"vllm-rollout demo: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _run_race_demo(chosen: dict[str, Any], quick: bool) -> None:
+    from vllm_rollout.demo.options import QUICK, Options
+    from vllm_rollout.demo.run import run
+
+    run(Options(**((QUICK if quick else {}) | chosen)))
+
+
+def _run_rounds_demo(chosen: dict[str, Any], quick: bool) -> None:
+    from vllm_rollout.demo.rounds.options import QUICK, RoundsOptions
+    from vllm_rollout.demo.rounds.run import run
+
+    if "candidates" in chosen:
+        raise ValueError("--candidates is not for --rounds: a run speculates with 1.25 times --group-size")
+    run(RoundsOptions(**((QUICK if quick else {}) | chosen)))
 
 
 profile_command.register(app)

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol, TypeVar
 
 import httpx
 from rich.console import Console
@@ -89,7 +89,7 @@ async def run_stock(client: httpx.AsyncClient, options: Options, on_group: Calla
     async def ask(question: str) -> list[Candidate]:
         body = {"messages": [{"role": "user", "content": question}], "n": options.candidates, "return_token_ids": True}
         response = await client.post("/v1/chat/completions", json=body | options.sampling)
-        _raise_for_status(response)
+        raise_for_status(response)
         on_group()
         choices = sorted(response.json()["choices"], key=lambda choice: choice["index"])
         answers = [choice["token_ids"] for choice in choices]
@@ -137,17 +137,24 @@ async def run_race(client: AsyncRolloutClient, options: Options, on_group: Calla
     return Phase("vllm-rollout", time.monotonic() - started, [sorted(group) for group in groups])
 
 
-def _raise_for_status(response: httpx.Response) -> None:
+def raise_for_status(response: httpx.Response) -> None:
     if response.status_code != 200:
         raise ServerError(f"{response.request.url.path} answered {response.status_code}: {response.text[:500]}")
 
 
-RunPhase = Callable[[Options, Callable[[], None]], Awaitable[Phase]]
+class HasTokens(Protocol):
+    @property
+    def generated_tokens(self) -> int: ...
+
+
+PhaseType = TypeVar("PhaseType", bound=HasTokens)
+RunPhase = Callable[[Callable[[], None]], Awaitable[PhaseType]]
+"""Calls its argument when a group is over."""
 
 
 async def show_phase(
-    run: RunPhase, client: httpx.AsyncClient, server: ServerProcess, options: Options, progress: Progress, row: TaskID
-) -> Phase:
+    run: RunPhase[PhaseType], client: httpx.AsyncClient, server: ServerProcess, progress: Progress, row: TaskID
+) -> PhaseType:
     """Run a phase while its row of `progress` follows the server's counters.
 
     Raises: ServerError when the server dies meanwhile.
@@ -165,7 +172,7 @@ async def show_phase(
             await asyncio.sleep(POLL_INTERVAL_S)
 
     progress.start_task(row)
-    working = asyncio.ensure_future(run(options, lambda: progress.advance(row)))
+    working = asyncio.ensure_future(run(lambda: progress.advance(row)))
     following = asyncio.create_task(follow())
     try:
         await asyncio.wait([working, following], return_when=asyncio.FIRST_COMPLETED)
@@ -181,8 +188,8 @@ async def show_phase(
     return phase
 
 
-async def run_phases(server: ServerProcess, options: Options, console: Console) -> tuple[Phase, Phase]:
-    progress = Progress(
+def phase_progress(console: Console) -> Progress:
+    return Progress(
         SpinnerColumn(finished_text="[green]✔[/]"),
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
@@ -192,6 +199,10 @@ async def run_phases(server: ServerProcess, options: Options, console: Console) 
         TimeElapsedColumn(),
         console=console,
     )
+
+
+async def run_phases(server: ServerProcess, options: Options, console: Console) -> tuple[Phase, Phase]:
+    progress = phase_progress(console)
     rows = [
         progress.add_task(name, total=options.prompts, start=False, tokens="", running="")
         for name in (
@@ -204,18 +215,18 @@ async def run_phases(server: ServerProcess, options: Options, console: Console) 
         # With a transport of its own it asks no proxy for a server on this machine.
         AsyncRolloutClient(server.url, transport=httpx.AsyncHTTPTransport()) as rollouts,
     ):
-        await warm_up(client, options)
+        await warm_up(client, options.questions)
         with progress:
-            stock = await show_phase(partial(run_stock, client), client, server, options, progress, rows[0])
-            race = await show_phase(partial(run_race, rollouts), client, server, options, progress, rows[1])
+            stock = await show_phase(partial(run_stock, client, options), client, server, progress, rows[0])
+            race = await show_phase(partial(run_race, rollouts, options), client, server, progress, rows[1])
     return stock, race
 
 
-async def warm_up(client: httpx.AsyncClient, options: Options) -> None:
+async def warm_up(client: httpx.AsyncClient, questions: Sequence[str]) -> None:
     """Every prompt once for a single token: both phases find the same prefix cache and a server that has run."""
-    for question in options.questions:
+    for question in questions:
         body = {"messages": [{"role": "user", "content": question}], "max_tokens": 1}
-        _raise_for_status(await client.post("/v1/chat/completions", json=body))
+        raise_for_status(await client.post("/v1/chat/completions", json=body))
 
 
 def compare_kept(stock: Phase, race: Phase) -> str:

@@ -1,60 +1,28 @@
-"""The whole demo: start the server, run both phases on it, print the table, draw the picture."""
+"""The whole demo of the race: run both phases on a server, print the table, draw the picture."""
 
 from __future__ import annotations
 
 import asyncio
-import sys
-import textwrap
 from collections.abc import Callable
 
-import httpx
 from rich.console import Console
 from rich.table import Table
 
-from vllm_rollout.client.client import RolloutError
-from vllm_rollout.demo.options import MAX_CANDIDATES, Options
+from vllm_rollout.demo.options import Options
 from vllm_rollout.demo.phases import Phase, compare_kept, run_phases
 from vllm_rollout.demo.picture import draw
-from vllm_rollout.models import list_models, resolve
-from vllm_rollout.process import (
-    ServerProcess,
-    exit_on_sigterm,
-    free_port,
-    log_folder,
-    runs_on_cpu,
-    server_environment,
-    server_flags,
-)
+from vllm_rollout.demo.server import demo_server, described
 
 
 def run(options: Options) -> None:
     """The whole demo. Raises: RuntimeError (model, server) with what to do; KeyboardInterrupt."""
     console = Console()
-    exit_on_sigterm()
-    in_catalogue = options.model in {model.name for model in list_models()}
-    model = resolve(options.model) if in_catalogue else options.model
     console.print(
         f"[bold]vllm-rollout demo[/]: {options.prompts} prompts, {options.candidates} candidates each, of which a "
-        f"trainer keeps {options.group_size}; {options.model}, at most {options.max_tokens} tokens, "
-        f"{'CPU' if runs_on_cpu() else 'CUDA'}"
+        f"trainer keeps {options.group_size}; {described(options.model, options.max_tokens)}"
     )
-    with log_folder() as folder:
-        command = [sys.executable, "-m", "vllm_rollout.cli", "serve", model]
-        command += server_flags(MAX_CANDIDATES)
-        with ServerProcess(command, free_port(), server_environment(model), folder / "server.log") as server:
-            with console.status("the server starts") as status:
-                started_s = server.wait_until_healthy(
-                    lambda seconds, line: status.update(
-                        f"the server starts, {seconds:.0f} s: [dim]{textwrap.shorten(line, 90).replace('[', '(')}[/]"
-                    )
-                )
-            console.print(f"[green]✔[/] server ready after {started_s:.0f} s ({server.url})")
-            try:
-                stock, race = asyncio.run(run_phases(server, options, console))
-            except (httpx.TransportError, RolloutError) as error:
-                raise server.lost(error) from error
-            finally:
-                console.print("[dim]the server stops[/]")
+    with demo_server(options.model, console) as server:
+        stock, race = asyncio.run(run_phases(server, options, console))
     console.print(results_table(stock, race))
     console.print(compare_kept(stock, race))
     draw(stock, race, options, options.output)

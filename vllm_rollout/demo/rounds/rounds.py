@@ -1,0 +1,162 @@
+"""Rounds as they were run, and the two ways to run them: plain, and with tail batching by the server.
+
+Invariant: a way returns every prompt once, in as many rounds; a round's clock runs from its first request to its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import httpx
+
+from vllm_rollout.client.client import AsyncRolloutClient
+from vllm_rollout.client.run import AsyncRun
+from vllm_rollout.client.run_feed import Fed, RoundFeed
+from vllm_rollout.demo.phases import raise_for_status
+from vllm_rollout.group.rounds import RunTerms
+from vllm_rollout.server.answers import DeferredEvent, GroupEvent, RoundDoneEvent, TrajectoryEvent
+
+RoundName = Literal["plain", "short", "long"]
+
+
+class Group(NamedTuple):
+    """One prompt in one round."""
+
+    prompt: int
+    """Its place in the data."""
+    seconds: float
+    """From the round's start until it was complete or deferred."""
+    lengths: tuple[int, ...] = ()
+    """Of its trajectories; none if it was deferred."""
+
+    @property
+    def is_deferred(self) -> bool:
+        return not self.lengths
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    name: RoundName
+    seconds: float
+    groups: tuple[Group, ...]
+    generated_tokens: int
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of the trajectories it returned."""
+        return [length for group in self.groups for length in group.lengths]
+
+    @property
+    def returned_tokens(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def deferred(self) -> list[int]:
+        return [group.prompt for group in self.groups if group.is_deferred]
+
+
+@dataclass(frozen=True, slots=True)
+class Period:
+    """Rounds until every prompt is back."""
+
+    rounds: tuple[Round, ...]
+
+    @property
+    def seconds(self) -> float:
+        return sum(each.seconds for each in self.rounds)
+
+    @property
+    def generated_tokens(self) -> int:
+        return sum(each.generated_tokens for each in self.rounds)
+
+    @property
+    def wasted_tokens(self) -> int:
+        return self.generated_tokens - sum(each.returned_tokens for each in self.rounds)
+
+    @property
+    def deferred(self) -> set[int]:
+        """Prompts that waited for a later round."""
+        return {prompt for each in self.rounds for prompt in each.deferred}
+
+
+def messages(question: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": question}]
+
+
+async def plain_rounds(
+    client: httpx.AsyncClient,
+    questions: Sequence[str],
+    terms: RunTerms,
+    sampling: dict[str, Any],
+    on_group: Callable[[], None] = lambda: None,
+) -> AsyncIterator[Round]:
+    """Rounds of stock chat requests in the order of the data; each waits for all. Raises: ServerError."""
+
+    async def ask(prompt: int, started: float) -> Group:
+        body = {"messages": messages(questions[prompt]), "n": terms.group_size, "return_token_ids": True}
+        response = await client.post("/v1/chat/completions", json=body | sampling)
+        raise_for_status(response)
+        seconds = time.monotonic() - started
+        on_group()
+        return Group(prompt, seconds, tuple(len(choice["token_ids"]) for choice in response.json()["choices"]))
+
+    size = terms.prompts_per_round
+    for first in range(0, len(questions), size):
+        started = time.monotonic()
+        prompts = range(first, min(first + size, len(questions)))
+        groups = await asyncio.gather(*(ask(prompt, started) for prompt in prompts))
+        seconds = time.monotonic() - started
+        yield Round("plain", seconds, tuple(groups), sum(sum(group.lengths) for group in groups))
+
+
+async def tail_rounds(
+    client: AsyncRolloutClient,
+    questions: Sequence[str],
+    terms: RunTerms,
+    sampling: dict[str, Any],
+    on_group: Callable[[], None] = lambda: None,
+) -> AsyncIterator[Round]:
+    """Rounds of a run until every prompt is back. Raises: RolloutError."""
+    run = await client.run(
+        terms.group_size,
+        terms.prompts_per_round,
+        prompt_speculation=terms.prompt_speculation,
+        response_speculation=terms.response_speculation,
+        sampling=sampling,
+        return_logprobs=False,
+        return_text=False,
+    )
+    prompts = [{"id": str(i), "messages": messages(question)} for i, question in enumerate(questions)]
+    feed = RoundFeed(prompts, terms.prompts_per_round)
+    try:
+        while (fed := feed.next(run.info, len(run.info.queue) + len(run.info.unstarted))) is not None:
+            yield await _tail_round(run, fed, on_group)
+            await run.refresh()
+    finally:
+        await run.delete()
+
+
+async def _tail_round(run: AsyncRun, fed: Fed, on_group: Callable[[], None]) -> Round:
+    groups: list[Group] = []
+    lengths: dict[str, list[int]] = {}
+    generated_tokens = 0
+    kind = run.info.next_round if fed.kind is None else fed.kind
+    started = time.monotonic()
+    async with aclosing(run.stream(fed.prompts, kind=fed.kind)) as events:
+        async for event in events:
+            seconds = time.monotonic() - started
+            if isinstance(event, TrajectoryEvent):
+                lengths.setdefault(event.prompt_id, []).append(event.trajectory.num_tokens)
+            elif isinstance(event, GroupEvent):
+                groups.append(Group(int(event.prompt_id), seconds, tuple(lengths[event.prompt_id])))
+                on_group()
+            elif isinstance(event, DeferredEvent):
+                groups.append(Group(int(event.prompt_id), seconds))
+            elif isinstance(event, RoundDoneEvent):
+                generated_tokens = event.usage.generated_tokens
+    return Round(kind, time.monotonic() - started, tuple(groups), generated_tokens)
