@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.markdown import Markdown
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from benchmarks.common import server_process
+from benchmarks.common import record_of_run, server_process, write_json
 from vllm_rollout.client.client import AsyncRolloutClient, RolloutError
 from vllm_rollout.models import resolve
 from vllm_rollout.process import ServerError, ServerProcess, exit_on_sigterm, log_folder, server_flags
@@ -80,6 +80,23 @@ def check_same_sizes(
                 f"--{field.replace('_', '-')} must be {made[field]!r}, which {made_what}, got {asked[field]!r}. "
                 f"Name another --output, or {remedy}."
             )
+
+
+def begin(folder: Path, sizes: Mapping[str, Any], seed: int, workload: Any, free: Iterable[str] = ()) -> dict[str, Any]:
+    """The record of the run in this folder, which now begins or goes on.
+
+    free: sizes that may change on the way, such as the number of repeats.
+    Raises: ValueError when it was begun with other sizes.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "begun.json"
+    if not file.exists():
+        write_json(file, {**record_of_run(seed=seed, workload=workload), "sizes": sizes})
+    begun = json.loads(file.read_text())
+    fields_that_matter = [field for field in sizes if field not in free]
+    made_what, remedy = f"the runs in {folder} were made with", "measure anew with --again"
+    check_same_sizes(begun["sizes"], sizes, fields_that_matter, made_what, remedy)
+    return begun
 
 
 def remove(folder: Path, names: Iterable[str]) -> None:

@@ -93,7 +93,7 @@ def test_a_period_fills_its_long_round(given):
 
 @pytest.mark.parametrize("given", [{"prompts": 0}, {"prompts": 16}, {"group_size": 200}, {"max_tokens": 10**6}])
 def test_sizes_that_cannot_run_are_refused(given):
-    with pytest.raises(ValueError, match="--"):
+    with pytest.raises(ValueError, match=r"--|fewer prompts"):
         RoundsOptions(**given)
 
 

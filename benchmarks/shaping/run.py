@@ -37,7 +37,6 @@ A first look, a minute on the tiny random model, whose numbers mean nothing:   p
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields
@@ -48,7 +47,7 @@ import uvloop
 from rich.console import Console
 
 from benchmarks import long_run
-from benchmarks.common import record_of_run, write_json
+from benchmarks.common import write_json
 from benchmarks.shaping.measures import (
     Runs,
     compare_with_simulation,
@@ -151,16 +150,8 @@ def begin(folder: Path, sizes: Sizes) -> dict[str, Any]:
 
     Raises: ValueError when it was begun with other sizes.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / "begun.json"
-    if not file.exists():
-        workload = {"ways": {name: asdict(way) for name, way in WAYS.items()}, "conditions": __doc__}
-        write_json(file, {**record_of_run(seed=sizes.seed, workload=workload), "sizes": asdict(sizes)})
-    begun = json.loads(file.read_text())
-    fields_that_matter = [field.name for field in fields(Sizes) if field.name != "repeats"]
-    made_what, remedy = f"the runs in {folder} were made with", "measure anew with --again"
-    long_run.check_same_sizes(begun["sizes"], asdict(sizes), fields_that_matter, made_what, remedy)
-    return begun
+    workload = {"ways": {name: asdict(way) for name, way in WAYS.items()}, "conditions": __doc__}
+    return long_run.begin(folder, asdict(sizes), sizes.seed, workload, ("repeats",))
 
 
 def flags_of(arguments: argparse.Namespace, folder: Path) -> list[str]:

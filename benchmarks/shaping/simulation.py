@@ -20,6 +20,7 @@ from vllm_rollout.group.history import LengthHistory
 from vllm_rollout.group.judge import Judge
 from vllm_rollout.group.memory import Memory
 from vllm_rollout.group.plan import GroupPlan
+from vllm_rollout.server.runs.saved import parse_saved
 from vllm_rollout.server.shaping import history_key
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.pool import PoolCandidate
@@ -37,7 +38,7 @@ class Simulated(NamedTuple):
 
 def history_of(state: bytes) -> LengthHistory:
     """What the server knew of lengths, out of GET /v1/rollouts/state."""
-    return Memory.from_state(parse_state(state).rows).lengths
+    return Memory.from_state(parse_state(parse_saved(state).learned).rows).lengths
 
 
 def simulate(sizes: Sizes, pool: Run, machine: Machine, history: LengthHistory) -> dict[WayName, Simulated]:

@@ -59,7 +59,8 @@ def make_prompts(num: int, seed: int) -> list[str]:
     num_short = num - num_long
     if num_long > len(LONG) or num_short > len(SHORT):
         raise ValueError(
-            f"--prompts must be smaller: a period of rounds takes {num} prompts, and there are {len(SHORT) + len(LONG)}"
+            f"a period of these rounds takes {num} prompts, and there are {len(SHORT) + len(LONG)}. Use fewer prompts "
+            "per round."
         )
     prompts = [*SHORT[:num_short], *LONG[:num_long]]
     random.Random(seed).shuffle(prompts)

@@ -1,0 +1,5 @@
+"""`python -m benchmarks.rounds`."""
+
+from benchmarks.rounds.run import main
+
+main()

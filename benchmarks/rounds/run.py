@@ -1,0 +1,119 @@
+"""Tail batching (RollPacker) on a real server: a full period of rounds, three ways.
+
+Every way returns the same prompts, P0 a round, with R0 trajectories each:
+
+  plain   R0 candidates of P0 prompts per round, stock chat requests, a round waits for all: the baseline
+  client  tail batching as a trainer writes it around the stock endpoint: one stream per prompt with ceil(1.25 R0)
+          candidates, 1.25 P0 prompts; a stream is closed when R0 of it have finished, all when P0 prompts are complete,
+          and the other prompts wait in the trainer's queue for the long round
+  run     POST /v1/runs and its rounds: the same rules in the engine's step loop
+
+A period is as many short rounds as it takes until the long one is full, and that one. Every way returns as many prompts
+and trajectories in it.
+
+Conditions. One server (ours, which answers stock requests as vLLM does), one client, both on this machine; no
+log probabilities. Candidate i samples with the repeat's seed + i in every way; order of the prompts and seeds are a
+repeat's own. One prompt in ten asks for a long answer; at temperature 0.6 most others are answered shortly, and some
+run into the cap. Ways take turns, who begins rotates; prompts are in the prefix cache before a way is timed. Between
+two rounds the engine comes to rest, as while a trainer trains; so what an abort over HTTP still decodes after its round
+costs `client` no time. Tokens are those of the engine's own counter; P75 and the longest are of returned trajectories.
+Ratios are taken within a repeat against plain, then their median.
+
+Sizes. On a CPU a step takes longer with every candidate (from about 8 on), so speculative candidates cost time that a
+GPU below its compute limit would not take. R0 = 2 and P0 = 8 are what two cores carry: with R0 = 4 a short round
+computes for longer than its tail was.
+
+An interrupted run goes on where it stopped; runs are logged in the folder beside the output.
+
+A first look, under a minute on the tiny random model, whose numbers mean nothing:   python -m benchmarks.rounds --quick
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvloop
+from rich.console import Console
+
+from benchmarks import long_run
+from benchmarks.common import write_json
+from benchmarks.rounds.measures import run_row, summarize
+from benchmarks.rounds.picture import draw, tables
+from benchmarks.rounds.records import Log
+from benchmarks.rounds.runs import Bench, measure
+from benchmarks.rounds.setup import TINY, TITLES, WAY_NAMES, Sizes, check
+from vllm_rollout.demo.rounds.options import TEMPERATURE
+from vllm_rollout.models import DEFAULT_MODEL
+from vllm_rollout.process import ServerProcess, server_flags
+
+NOTE = (
+    "Two CPU cores: a step with twice the candidates takes nearly twice as long, so that speculation costs more here "
+    "than on a GPU that waits for memory, and gains are smaller than the paper's (RollPacker Fig. 8)."
+)
+QUICK: dict[str, Any] = {"model": TINY, "prompts_per_round": 4, "group_size": 2, "max_tokens": 128, "repeats": 1}
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    sizes = Sizes(**{field.name: getattr(arguments, field.name) for field in fields(Sizes)})
+
+    def measure_missing(console: Console) -> None:
+        check(sizes)
+        run(arguments, sizes, console)
+
+    long_run.main("rounds", arguments, measure_missing, tables, draw)
+
+
+def run(arguments: argparse.Namespace, sizes: Sizes, console: Console) -> None:
+    """Measure what is missing, and write the output."""
+    folder: Path = arguments.output.with_suffix("")
+    if arguments.again:
+        long_run.remove(folder, ("begun.json", "runs.jsonl"))
+    workload = {"ways": TITLES, "conditions": __doc__}
+    begun = long_run.begin(folder, asdict(sizes), sizes.seed, workload, ("repeats",))
+    log = Log(folder / "runs.jsonl")
+    if any((name, repeat) not in log for repeat in range(sizes.repeats) for name in WAY_NAMES):
+        with (
+            long_run.running_server(sizes.model, sizes.max_num_seqs, [], arguments.server_args, console) as server,
+            long_run.progress(console) as progressed,
+        ):
+            uvloop.run(_measure(sizes, log, server, progressed))
+    rows = [run_row(log[name, repeat]) for repeat in range(sizes.repeats) for name in WAY_NAMES]
+    flags = [*server_flags(sizes.max_num_seqs), *shlex.split(arguments.server_args)]
+    numbers = {"sizes": asdict(sizes), "ways": summarize(rows), "measurements": rows}
+    seeds = [sizes.repeat_seed(repeat) for repeat in range(sizes.repeats)]
+    write_json(arguments.output, {**begun, "note": NOTE, "seeds": seeds, "server_flags": flags, **numbers})
+    console.print(f"written to {arguments.output}")
+
+
+async def _measure(sizes: Sizes, log: Log, server: ServerProcess, progressed: long_run.Progressed) -> None:
+    async with (
+        long_run.client_of(server) as rollouts,
+        httpx.AsyncClient(base_url=server.url, timeout=None, trust_env=False) as stock,
+    ):
+        await measure(Bench(sizes, rollouts, stock, progressed, log))
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.rounds", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--again", action="store_true", help="forget earlier runs of this output")
+    long_run.add_arguments(parser, "rounds")
+    sizes = parser.add_argument_group("sizes; defaults are those of the recorded run")
+    add = sizes.add_argument
+    add("--model", default=DEFAULT_MODEL, help="a name of `vllm-rollout models list`, a Hugging Face name or a "
+        "directory (default %(default)s)")  # fmt: skip
+    add("--prompts-per-round", type=int, default=8, help="P0 (default %(default)s)")
+    add("--group-size", type=int, default=2, help="R0, trajectories per prompt (default %(default)s)")
+    add("--max-tokens", type=int, default=768, help="length cap of an answer (default %(default)s)")
+    add("--temperature", type=float, default=TEMPERATURE, help="default %(default)s")
+    add("--repeats", type=int, default=2, help="repeats of every way (default %(default)s)")
+    add("--seed", type=int, default=7, help="repeat r has this + 1000 r (default %(default)s)")
+    return long_run.parse(parser, "rounds", QUICK)
