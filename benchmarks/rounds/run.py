@@ -20,8 +20,8 @@ costs `client` no time. Tokens are those of the engine's own counter; P75 and th
 Ratios are taken within a repeat against plain, then their median.
 
 Sizes. On a CPU a step takes longer with every candidate (from about 8 on), so speculative candidates cost time that a
-GPU below its compute limit would not take. R0 = 2 and P0 = 8 are what two cores carry: with R0 = 4 a short round
-computes for longer than its tail was.
+GPU below its compute limit would not take. R0 = 2 and P0 = 8 are what two cores carry; with R0 = 4 and
+temperature 1 a period was slower than plain rounds.
 
 An interrupted run goes on where it stopped; runs are logged in the folder beside the output.
 
@@ -53,7 +53,7 @@ from vllm_rollout.process import ServerProcess, server_flags
 
 NOTE = (
     "Two CPU cores: a step with twice the candidates takes nearly twice as long, so that speculation costs more here "
-    "than on a GPU that waits for memory, and gains are smaller than the paper's (RollPacker Fig. 8)."
+    "than on a GPU that waits for memory."
 )
 QUICK: dict[str, Any] = {"model": TINY, "prompts_per_round": 4, "group_size": 2, "max_tokens": 128, "repeats": 1}
 
