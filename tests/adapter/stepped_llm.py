@@ -41,6 +41,7 @@ class SteppedLLM(RolloutAsyncLLM):
         self._candidates = WeakSet()
         self.num_ranks = num_ranks
         self.vllm_config = SimpleNamespace(
+            additional_config={},
             speculative_config=flags.get("speculative_config"),
             parallel_config=SimpleNamespace(enable_batch_sharded_sampling=flags.get("enable_batch_sharded_sampling")),
         )

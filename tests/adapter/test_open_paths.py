@@ -21,7 +21,7 @@ class Client(RolloutAsyncLLM):
     """Overrides: __init__, shutdown."""
 
     def __init__(self) -> None:
-        self.vllm_config: Any = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=4))
+        self.vllm_config: Any = SimpleNamespace(additional_config={}, scheduler_config=SimpleNamespace(max_num_seqs=4))
 
     def shutdown(self, *args: Any, **kwargs: Any) -> None: ...
 
