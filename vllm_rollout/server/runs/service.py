@@ -7,10 +7,10 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
 from typing import Any, TypeVar
@@ -20,13 +20,10 @@ from vllm_rollout.server.answers import (
     DoneEvent,
     Event,
     FilteredEvent,
-    RoundAnswer,
     RoundDoneEvent,
     RoundEvent,
-    RoundSummary,
 )
 from vllm_rollout.server.engine import Engine, RequestError
-from vllm_rollout.server.kept import KeptCandidate, read_kept
 from vllm_rollout.server.learning.body import (
     EXPLANATIONS,
     RewardCounts,
@@ -35,16 +32,23 @@ from vllm_rollout.server.learning.body import (
     RewardsRequest,
 )
 from vllm_rollout.server.metrics import Metrics
-from vllm_rollout.server.parsed import read_json
-from vllm_rollout.server.protocol import Return, RolloutRequest
-from vllm_rollout.server.rollout import Rollout
 from vllm_rollout.server.runs.answers import RunAnswer
 from vllm_rollout.server.runs.body import RoundRequest, RunRequest, digest_of_prompt
 from vllm_rollout.server.runs.course import RoundCourse
 from vllm_rollout.server.runs.description import run_answer
+from vllm_rollout.server.runs.live import Begun, LiveRound, made_answer, summary
+from vllm_rollout.server.runs.request import (
+    check_not_used,
+    check_resumable,
+    check_same,
+    check_unchanged,
+    resumed,
+    rollout_request,
+    round_request,
+    without_speculation,
+)
 from vllm_rollout.server.runs.saved import parse_saved, with_runs
 from vllm_rollout.server.runs.store import RunStore, StoredRun
-from vllm_rollout.server.serialised import GroupsInJson
 from vllm_rollout.server.service import RolloutService
 from vllm_rollout.server.shaping import history_key
 
@@ -52,31 +56,6 @@ T = TypeVar("T")
 
 CHECK = {"id": "check", "prompt_token_ids": [0]}
 """Stands for the prompts of a run when its fields are checked."""
-
-
-@dataclass(slots=True)
-class LiveRound:
-    """A round that this process runs."""
-
-    run_id: str
-    opened: OpenRound
-    rollout: Rollout
-    course: RoundCourse
-    groups: GroupsInJson = field(default_factory=GroupsInJson)
-    is_kept: bool = False
-    """What came of it is on disk."""
-    answer: bytes = b""
-    """A RoundAnswer as JSON, once it is kept."""
-    keeping: asyncio.Task[RoundDoneEvent] | None = None
-    """Writes it, whoever waits for it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Begun:
-    """A round's events, of which the first has been made: so it ends even if nobody reads it."""
-
-    live: LiveRound
-    events: AsyncGenerator[Event, None]
 
 
 class RunService:
@@ -113,9 +92,9 @@ class RunService:
         settings = request.model_dump(mode="json", by_alias=True, exclude={"id", "model"})
         terms = request.terms
         check = {**request.rollout_fields(), "prompts": [CHECK], "model": request.model}
-        checked = await self._rollouts.prepare(_rollout_request(check, terms.group_size, terms.num_candidates))
+        checked = await self._rollouts.prepare(rollout_request(check, terms.group_size, terms.num_candidates))
         if request.resume:
-            _check_resumable(checked)
+            check_resumable(checked)
         stored, is_new = await self._stored(self._store.create, id, checked.model, settings, terms)
         return self._answer_of(stored), is_new
 
@@ -143,11 +122,11 @@ class RunService:
             return await self._keep_at_last(self._unkept[id], key)
         known = await self._stored(self._store.answer, id, key)
         if known is not None:
-            _check_same(key, request, known.memo)
+            check_same(key, request, known.memo)
             return known.body
-        _check_not_used(stored, key)
+        check_not_used(stored, key)
         if (opened := stored.run.open) is not None and opened.key == key:
-            _check_same(key, request, stored.memo)
+            check_same(key, request, stored.memo)
             request = request.as_before(stored.memo)
             live = await self._prepare(stored, request, opened, {})
             await self._owned(id, self._store.claim, id, key)
@@ -246,7 +225,7 @@ class RunService:
         defaults = RunRequest.model_validate(stored.settings)
         filters = (request.filter or defaults.filter) is not None
         if defaults.resume:
-            _check_unchanged(request, defaults)
+            check_unchanged(request, defaults)
         if filters and not request.stream:
             raise RequestError(
                 "stream: a round that filters needs true, got false: its rewards are posted while it is on its way.",
@@ -268,18 +247,18 @@ class RunService:
         }
         num_candidates = stored.run.terms.num_candidates
         if opened.kind == "long":
-            fields, num_candidates = _without_speculation(fields), stored.run.terms.group_size
-        body = await asyncio.to_thread(_round_request, fields, prompts, stored.run.terms.group_size, num_candidates)
+            fields, num_candidates = without_speculation(fields), stored.run.terms.group_size
+        body = await asyncio.to_thread(round_request, fields, prompts, stored.run.terms.group_size, num_candidates)
         rollout = await self._rollouts.prepare(body)
         rollout.plans = [
             replace(plan, group=replace(plan.group, num_replaceable=plan.group.num_candidates))
             for plan in rollout.plans
         ]
         if defaults.resume:
-            _check_resumable(rollout)
+            check_resumable(rollout)
             rollout.keeps = opened.kind == "short"
             rollout.current_version = await self._engine.current_weight_version()
-            rollout.resumed = await asyncio.to_thread(_resumed, opened, bodies)
+            rollout.resumed = await asyncio.to_thread(resumed, opened, bodies)
         rollout.course = course = RoundCourse(self._engine, rollout.id, opened, filters=filters)
         return LiveRound(stored.id, opened, rollout, course)
 
@@ -334,7 +313,7 @@ class RunService:
                 self._store.close,
                 live.run_id,
                 course.progress.outcomes(),
-                partial(_made_answer, live),
+                partial(made_answer, live),
                 kept={live.opened.all_entries[position].number: blob for position, blob in rollout.kept.items()},
                 latency_s=rollout.timing.latency_s,
                 generated_tokens=rollout.usage.generated_tokens,
@@ -348,7 +327,7 @@ class RunService:
         fates = [outcome.fate for outcome in course.progress.outcomes().values()]
         self._metrics.round_over(live.opened.kind, fates, rollout.timing.latency_s)
         return RoundDoneEvent(
-            **_summary(live, run).model_dump(),
+            **summary(live, run).model_dump(),
             id=rollout.id,
             created=rollout.created,
             model=rollout.model,
@@ -406,124 +385,8 @@ class RunService:
         return asyncio.get_running_loop().run_in_executor(self._thread, partial(call, *args, **kwargs))
 
 
-def _rollout_request(fields: Mapping[str, Any], group_size: int, num_candidates: int) -> RolloutRequest:
-    return RolloutRequest.model_validate(
-        {"redundancy": num_candidates - group_size, **fields, "group_size": group_size}
-    )
-
-
-def _round_request(
-    fields: Mapping[str, Any], prompts: list[str], group_size: int, num_candidates: int
-) -> RolloutRequest:
-    bodies = [read_json(prompt.encode()) for prompt in prompts]
-    return _rollout_request({**fields, "prompts": bodies}, group_size, num_candidates)
-
-
-def _without_speculation(fields: dict[str, Any]) -> dict[str, Any]:
-    """Of a long round: every candidate counts."""
-    kept = {name: value for name, value in fields.items() if name not in ("redundancy", "early_stop", "selection")}
-    if kept.get("pruning") is not None:
-        kept["pruning"] = {**kept["pruning"], "mode": "shadow"}
-    return kept
-
-
-def _resumed(opened: OpenRound, waiting: Mapping[int, tuple[str, bytes | None]]) -> dict[int, Sequence[KeptCandidate]]:
-    """By position; a prompt of which nothing is kept starts anew."""
-    blobs = {position: waiting.get(entry.number, ("", None))[1] for position, entry in enumerate(opened.all_entries)}
-    return {position: read_kept(blob) for position, blob in blobs.items() if blob is not None}
-
-
-def _check_resumable(rollout: Rollout) -> None:
-    for prompt in rollout.prompts:
-        if prompt.resume_refusal is not None:
-            raise prompt.resume_refusal
-
-
-def _check_unchanged(request: RoundRequest, defaults: RunRequest) -> None:
-    """What is kept was sampled as the run says, and is returned so."""
-    for name, said, of_run in (
-        ("sampling", request.sampling, defaults.sampling or {}),
-        ("return", request.return_, defaults.return_ or Return()),
-    ):
-        if said is not None and said != of_run:
-            raise RequestError(
-                f"{name}: rounds of a run that resumes take it from the run, got {said!r:.120}. Leave it out, or make "
-                "a run without resume.",
-                param=name,
-            )
-
-
 def _fresh(prompt: Any, epoch: int | None) -> FreshPrompt:
     return FreshPrompt(prompt.id, epoch, digest_of_prompt(prompt))
-
-
-def _made_answer(live: LiveRound, run: Run) -> bytes:
-    """Once: a second attempt to write it has the same bytes."""
-    if not live.answer:
-        rollout, fates = live.rollout, live.course.progress.fates
-        envelope = RoundAnswer(
-            **_summary(live, run).model_dump(),
-            id=rollout.id,
-            created=rollout.created,
-            model=rollout.model,
-            weight_version=rollout.weight_version,
-            warnings=rollout.warnings,
-            budget=rollout.budget,
-            off_policy=rollout.off_policy,
-            groups=[],
-            usage=rollout.usage,
-            timing=rollout.timing,
-        )
-        ids = [e.prompt_id for i, e in enumerate(live.opened.all_entries) if fates.get(i) == "returned"]
-        live.answer = b"".join(live.groups.answer(envelope, ids))
-    return live.answer
-
-
-def _summary(live: LiveRound, run: Run) -> RoundSummary:
-    """`run`: after the round."""
-    by_fate: dict[str, list[str]] = {"deferred": [], "filtered": [], "unstarted": []}
-    for position, entry in enumerate(live.opened.all_entries):
-        by_fate.setdefault(live.course.progress.fates.get(position, "unstarted"), []).append(entry.prompt_id)
-    return RoundSummary(
-        run=live.run_id,
-        round=live.opened.number,
-        kind=live.opened.kind,
-        idempotency_key=live.opened.key,
-        deferred=by_fate["deferred"],
-        filtered=by_fate["filtered"],
-        unstarted=by_fate["unstarted"],
-        next_round=run.next_kind,
-        num_fresh_prompts=run.num_fresh,
-        num_waiting=run.num_waiting,
-    )
-
-
-def _check_same(key: str, request: RoundRequest, memo: str | None) -> None:
-    if not request.is_repeat and request.memo() != memo:
-        raise RequestError(
-            f"idempotency_key: {key!r} is the key of another round of this run. Repeat that round's request as it was "
-            "(or its key alone), or take a new key.",
-            status=HTTPStatus.CONFLICT,
-            param="idempotency_key",
-        )
-
-
-def _check_not_used(stored: StoredRun, key: str) -> None:
-    run = stored.run
-    number = next((record.number for record in run.history if record.key == key), None)
-    if number is not None:
-        raise RequestError(
-            f"idempotency_key: {key!r} was round {number} of this run; its prompts were returned, and its answer is "
-            f"not kept any more, as {run.num_rounds - 1 - number} rounds came after it. Take a new key.",
-            status=HTTPStatus.GONE,
-            param="idempotency_key",
-        )
-    if key in run.given_up:
-        raise RequestError(
-            f"idempotency_key: the round of {key!r} was given up, and its prompts wait. Take a new key.",
-            status=HTTPStatus.GONE,
-            param="idempotency_key",
-        )
 
 
 async def _chained(first: Event, rest: AsyncGenerator[Event, None]) -> AsyncGenerator[Event, None]:

@@ -1,0 +1,79 @@
+"""A round that this process runs, and its answer. Invariant: an answer is made once, and never changes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+
+from vllm_rollout.group.rounds import OpenRound, Run
+from vllm_rollout.server.answers import Event, RoundAnswer, RoundDoneEvent, RoundSummary
+from vllm_rollout.server.rollout import Rollout
+from vllm_rollout.server.runs.course import RoundCourse
+from vllm_rollout.server.serialised import GroupsInJson
+
+
+@dataclass(slots=True)
+class LiveRound:
+    """A round that this process runs."""
+
+    run_id: str
+    opened: OpenRound
+    rollout: Rollout
+    course: RoundCourse
+    groups: GroupsInJson = field(default_factory=GroupsInJson)
+    is_kept: bool = False
+    """What came of it is on disk."""
+    answer: bytes = b""
+    """A RoundAnswer as JSON, once it is kept."""
+    keeping: asyncio.Task[RoundDoneEvent] | None = None
+    """Writes it, whoever waits for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A round's events, of which the first has been made: so it ends even if nobody reads it."""
+
+    live: LiveRound
+    events: AsyncGenerator[Event, None]
+
+
+def made_answer(live: LiveRound, run: Run) -> bytes:
+    """Once: a second attempt to write it has the same bytes."""
+    if not live.answer:
+        rollout, fates = live.rollout, live.course.progress.fates
+        envelope = RoundAnswer(
+            **summary(live, run).model_dump(),
+            id=rollout.id,
+            created=rollout.created,
+            model=rollout.model,
+            weight_version=rollout.weight_version,
+            warnings=rollout.warnings,
+            budget=rollout.budget,
+            off_policy=rollout.off_policy,
+            groups=[],
+            usage=rollout.usage,
+            timing=rollout.timing,
+        )
+        ids = [e.prompt_id for i, e in enumerate(live.opened.all_entries) if fates.get(i) == "returned"]
+        live.answer = b"".join(live.groups.answer(envelope, ids))
+    return live.answer
+
+
+def summary(live: LiveRound, run: Run) -> RoundSummary:
+    """`run`: after the round."""
+    by_fate: dict[str, list[str]] = {"deferred": [], "filtered": [], "unstarted": []}
+    for position, entry in enumerate(live.opened.all_entries):
+        by_fate.setdefault(live.course.progress.fates.get(position, "unstarted"), []).append(entry.prompt_id)
+    return RoundSummary(
+        run=live.run_id,
+        round=live.opened.number,
+        kind=live.opened.kind,
+        idempotency_key=live.opened.key,
+        deferred=by_fate["deferred"],
+        filtered=by_fate["filtered"],
+        unstarted=by_fate["unstarted"],
+        next_round=run.next_kind,
+        num_fresh_prompts=run.num_fresh,
+        num_waiting=run.num_waiting,
+    )
