@@ -282,7 +282,7 @@ def header(data: bytes) -> dict[str, Any]:
 def changed(lines: list[bytes], kind: str, change: Callable[[list[Any]], None]) -> bytes:
     """A state's rows with the first of a kind changed."""
     rows = [json.loads(line) for line in lines]
-    change(next(row for row in rows if isinstance(row, list) and row[0] == kind))
+    change(next(row for row in rows if isinstance(row, list) and row[:1] == [kind]))
     return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
 
 

@@ -58,7 +58,7 @@ async def test_a_state_of_an_earlier_version_leaves_runs_alone(http: httpx.Async
     before = await play(http)
     state = (await http.get("/v1/rollouts/state")).content
     header, rest = state.split(b"\n", 1)
-    learned = rest[json.loads(header)["runs"] :]
+    learned = rest[json.loads(header)["runs"] + 1 :]
     assert (await http.put("/v1/rollouts/state", content=learned)).status_code == 204
     assert (await http.get("/v1/runs/a")).json() == before
 
@@ -96,7 +96,7 @@ async def test_runs_that_nobody_saved_are_refused(http: httpx.AsyncClient, chang
 @pytest.mark.parametrize("state", [
     b'{"format": 3, "runs": 10}\n[]', b'{"format": 3}\n[]', b'{"format": 3, "runs": 2}\n{}',
     b'{"format": 3, "runs": 2}\n[]',
-    b'{"format": 3, "runs": 2}\n[]{"format": 9}\n', b'{"format": 4, "runs": 2}\n[]',
+    b'{"format": 3, "runs": 2}\n[]\n{"format": 9}\n', b'{"format": 4, "runs": 2}\n[]',
 ])  # fmt: skip
 async def test_what_is_no_state_is_refused(http: httpx.AsyncClient, state: bytes) -> None:
     response = await http.put("/v1/rollouts/state", content=state)

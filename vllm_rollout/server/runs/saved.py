@@ -1,6 +1,6 @@
 """Runs in front of what was learned, for a trainer's checkpoint.
 
-    {"format": 3, "runs": num_bytes}     one line, then so many bytes of JSON: the runs
+    {"format": 3, "runs": num_bytes}     one line, then so many bytes of JSON, the runs, and the end of their line
     ...                                  what was learned, as the engine says it (formats 1 and 2 have this only)
 
 Invariant: what is read was written so, or it is a ValueError that says what is wrong.
@@ -36,7 +36,7 @@ class Saved(NamedTuple):
 
 def with_runs(runs: Sequence[Mapping[str, Any]], learned: bytes) -> bytes:
     body = json.dumps(runs).encode()
-    return b"%s\n%s%s" % (json.dumps({"format": FORMAT, "runs": len(body)}).encode(), body, learned)
+    return b"%s\n%s\n%s" % (json.dumps({"format": FORMAT, "runs": len(body)}).encode(), body, learned)
 
 
 def parse_saved(state: bytes) -> Saved:
@@ -50,8 +50,8 @@ def parse_saved(state: bytes) -> Saved:
         return Saved(None, state)
     size = integer(header.get("runs"), "runs of a state, in bytes", 2, len(state))
     start = end + 1
-    if start + size > len(state):
-        raise ValueError(f"it was cut off within its runs of {size} bytes")
+    if state[start + size : start + size + 1] != b"\n":
+        raise ValueError(f"it was cut off within its runs of {size} bytes, or they are of another size")
     try:
         runs = json.loads(state[start : start + size])
     except (ValueError, RecursionError) as error:
@@ -60,7 +60,7 @@ def parse_saved(state: bytes) -> Saved:
     ids = [run["id"] for run in runs]
     if len(set(ids)) != len(ids):
         raise ValueError(f"runs of a state must have different ids, got {shown(ids)}")
-    return Saved(runs, state[start + size :])
+    return Saved(runs, state[start + size + 1 :])
 
 
 def _checked(saved: Any) -> Mapping[str, Any]:
