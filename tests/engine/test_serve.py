@@ -98,6 +98,10 @@ def test_openapi_has_everything_of_stock_and_only_additions(tiny_model: str) -> 
         "/v1/rollouts/state",
         "/v1/quality_head",
         "/v1/quality_head/report",
+        "/v1/runs",
+        "/v1/runs/{run_id}",
+        "/v1/runs/{run_id}/rounds",
+        "/v1/runs/{run_id}/rounds/{number}",
         "/v1/votes",
     }
     for path, operations in stock["paths"].items():
