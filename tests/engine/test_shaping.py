@@ -12,6 +12,7 @@ from tests.engine.conftest import Server
 from vllm_rollout.group.plan import GroupPlan
 from vllm_rollout.group.selection import conclude
 from vllm_rollout.group.types import Ending
+from vllm_rollout.server.runs.saved import parse_saved
 from vllm_rollout.trace.file import read_trace
 
 STOPS = list(range(20, 500, 16))
@@ -124,7 +125,8 @@ def test_steps_that_take_longer_than_the_profile_says_are_drift_and_said_once(se
 def test_the_state_holds_the_lengths(server: Server) -> None:
     rollout(server, "remembered", early_stop=False)
     state = server.http.get("/v1/rollouts/state").content
-    rows = [json.loads(line) for line in state.splitlines()]  # no head was trained, so there are lines of JSON only
+    learned = parse_saved(state).learned
+    rows = [json.loads(line) for line in learned.splitlines()]  # no head was trained, so there are lines of JSON only
     assert "id:remembered" in [prompt[0] for kind, prompts in rows[1:] if kind == "prompts" for prompt in prompts]
     rollout(server, "forgotten", early_stop=False)
     assert server.http.put("/v1/rollouts/state", content=state).status_code == 204
