@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from vllm_rollout.group.types import GroupResult
 from vllm_rollout.server.answers import RedundancyBudget, Timing, Usage
@@ -71,6 +72,20 @@ class Rollout:
     def max_tokens(self) -> int | None:
         """The largest limit among the prompts' candidates."""
         return max((p.max_tokens for p in self.prompts if p.max_tokens is not None), default=None)
+
+    def envelope(self) -> dict[str, Any]:
+        """What every answer and last event says of it, beside its groups."""
+        return {
+            "id": self.id,
+            "created": self.created,
+            "model": self.model,
+            "weight_version": self.weight_version,
+            "warnings": self.warnings,
+            "budget": self.budget,
+            "off_policy": self.off_policy,
+            "usage": self.usage,
+            "timing": self.timing,
+        }
 
     def account(self, result: GroupResult, ends: Mapping[int, CandidateEnd], latency_s: float) -> None:
         """A group is over."""

@@ -143,16 +143,8 @@ class RolloutService:
             async for event in events:
                 await groups.add(event)
         envelope = RolloutAnswer(
-            id=rollout.id,
-            created=rollout.created,
-            model=rollout.model,
-            weight_version=rollout.weight_version,
-            warnings=rollout.warnings,
-            budget=rollout.budget,
-            off_policy=rollout.off_policy,
+            **rollout.envelope(),
             groups=[],
-            usage=rollout.usage,
-            timing=rollout.timing,
         )
         return groups.answer(envelope, (prompt.id for prompt in rollout.prompts))
 
@@ -213,15 +205,7 @@ class RolloutService:
             await self._shaping.told(rollout.tellings)
             await self._warn(rollout)
             yield DoneEvent(
-                id=rollout.id,
-                created=rollout.created,
-                model=rollout.model,
-                weight_version=rollout.weight_version,
-                warnings=rollout.warnings,
-                budget=rollout.budget,
-                off_policy=rollout.off_policy,
-                usage=rollout.usage,
-                timing=rollout.timing,
+                **rollout.envelope(),
             )
         finally:
             launching.cancel()

@@ -44,16 +44,8 @@ def made_answer(live: LiveRound, run: Run) -> bytes:
         rollout, fates = live.rollout, live.course.progress.fates
         envelope = RoundAnswer(
             **summary(live, run).model_dump(),
-            id=rollout.id,
-            created=rollout.created,
-            model=rollout.model,
-            weight_version=rollout.weight_version,
-            warnings=rollout.warnings,
-            budget=rollout.budget,
-            off_policy=rollout.off_policy,
+            **rollout.envelope(),
             groups=[],
-            usage=rollout.usage,
-            timing=rollout.timing,
         )
         ids = [e.prompt_id for i, e in enumerate(live.opened.all_entries) if fates.get(i) == "returned"]
         live.answer = b"".join(live.groups.answer(envelope, ids))

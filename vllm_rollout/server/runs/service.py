@@ -308,11 +308,12 @@ class RunService:
         rollout.usage.wasted_tokens += course.filtered_tokens
         course.filtered_tokens = 0
         self._unkept[live.run_id] = live
+        outcomes = course.progress.outcomes()
         try:
             run = await self._stored(
                 self._store.close,
                 live.run_id,
-                course.progress.outcomes(),
+                outcomes,
                 partial(made_answer, live),
                 kept={live.opened.all_entries[position].number: blob for position, blob in rollout.kept.items()},
                 latency_s=rollout.timing.latency_s,
@@ -324,19 +325,11 @@ class RunService:
             raise
         del self._unkept[live.run_id]
         live.is_kept = True
-        fates = [outcome.fate for outcome in course.progress.outcomes().values()]
+        fates = [outcome.fate for outcome in outcomes.values()]
         self._metrics.round_over(live.opened.kind, fates, rollout.timing.latency_s)
         return RoundDoneEvent(
             **summary(live, run).model_dump(),
-            id=rollout.id,
-            created=rollout.created,
-            model=rollout.model,
-            weight_version=rollout.weight_version,
-            warnings=rollout.warnings,
-            budget=rollout.budget,
-            off_policy=rollout.off_policy,
-            usage=rollout.usage,
-            timing=rollout.timing,
+            **rollout.envelope(),
         )
 
     async def _keep_at_last(self, live: LiveRound, key: str) -> bytes:
