@@ -15,7 +15,7 @@ LABELS = {
 }
 COLORS = {"rollouts": "#0f766e", "close": "#d97706", "stream": "#dc2626", "wait": "#64748b"}
 PANELS = (
-    ("of_ideal", "part of the device's speed that is left", 100.0, "% of ideal"),
+    ("of_ideal", "ideal time / measured time", 100.0, "% of ideal"),
     ("api_cpu_s", "API process", 1.0, "CPU seconds"),
     ("engine_cpu_s", "engine core", 1.0, "CPU seconds"),
 )
@@ -35,4 +35,4 @@ def draw(result: dict[str, Any], path: Path) -> None:
             axes.set_xlabel("candidates at once")
             axes.set_ylabel(unit)
             axes.set_ylim(bottom=0)
-        panels[0].legend(frameon=False, fontsize=8)
+        panels[1].legend(loc="upper left", frameon=False, fontsize=8)

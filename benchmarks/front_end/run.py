@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from benchmarks.common import ROOT, median, raise_file_limit, record_of_run, ser
 from benchmarks.front_end.clients import TIMEOUT_S, WAYS
 from benchmarks.front_end.picture import draw
 from benchmarks.front_end.results import table
+from benchmarks.front_end.sampling import WAITS
 from benchmarks.front_end.workload import DEVICE, NUM_CANDIDATES, ideal, lengths_of, prompts_of
 from vllm_rollout.emulation.step_log import Step, Summary, read_steps
 from vllm_rollout.models import resolve
@@ -105,8 +107,8 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 ):
                     runs[way].append(rounds.run(way, num_groups, seed))
                     console.print(f"{size} candidates, seed {seed}, {way}: {runs[way][-1]['wall_s']:.2f} s")
-            functions = rounds.functions(num_groups, arguments.seed) if "rollouts" in arguments.ways else {}
-            sizes.append({"candidates": size, "ideal": ideals, "runs": runs, "functions": functions})
+            shares = rounds.shares(num_groups, arguments.seed) if "rollouts" in arguments.ways else {}
+            sizes.append({"candidates": size, "ideal": ideals, "runs": runs, "engine_core": shares})
             sizes[-1]["medians"] = medians(sizes[-1])
     return {"server_start_s": start_s, "sizes": sizes}
 
@@ -155,14 +157,22 @@ class Rounds:
             "host_ms_per_step": max(summary.host_ms for summary in summaries),
         }
 
-    def functions(self, num_groups: int, seed: int) -> dict[str, float]:
-        """Shares of the engine core's thread in a round of ours, by innermost function of vLLM's or ours."""
+    def shares(self, num_groups: int, seed: int) -> dict[str, dict[str, float]]:
+        """Of the time in which the engine core's thread did not wait, in a round of ours: by stage, and by innermost
+        function of vLLM's or ours."""
         self._call("start_sampling_stacks")
         self.run("rollouts", num_groups, seed)
-        samples = self._call("stop_sampling_stacks")
-        total = sum(samples.values())
-        most = sorted(samples.items(), key=lambda item: -item[1])[:MAX_FUNCTIONS]
-        return {name: count / total for name, count in most}
+        stages: Counter[str] = Counter()
+        functions: Counter[str] = Counter()
+        for stage, function, count in self._call("stop_sampling_stacks"):
+            if stage != WAITS:
+                stages[stage] += count
+                functions[function] += count
+        total = stages.total()
+        return {
+            "stages": {name: count / total for name, count in stages.most_common()},
+            "functions": {name: count / total for name, count in functions.most_common(MAX_FUNCTIONS)},
+        }
 
     def _call(self, method: str) -> Any:
         answer = httpx.post(f"{self._server.url}/collective_rpc", json={"method": method}, timeout=60)

@@ -15,7 +15,7 @@ from vllm_rollout.emulation.device import Device, Work
 from vllm_rollout.emulation.report import report
 from vllm_rollout.emulation.settings import Settings
 from vllm_rollout.emulation.step_log import LoggedSteps, Step, StepLog, Summary, read_steps
-from vllm_rollout.emulation.tokens import Vocabulary, succeeded
+from vllm_rollout.emulation.tokens import PERIOD, Vocabulary, succeeded
 
 TEN_MS = Settings.model_validate({"step": {"ms": 10, "ms_per_request": 0}})
 ONE = Work(1, 1, 0)
@@ -104,7 +104,7 @@ def test_the_report_has_a_column_for_each_rank():
 @given(st.integers(8, 20_000), st.sets(st.integers(0, 5)), st.integers(0, 2**53), st.integers(1, 10**7))
 def test_no_made_up_token_ends_a_sequence_and_the_last_but_one_tells_success(size, stops, salt, number):
     vocabulary = Vocabulary(size, stops)
-    said = [vocabulary.said(salt, number), vocabulary.verdict(salt, True), vocabulary.verdict(salt, False)]
+    said = [vocabulary.cycle[(salt + number) % PERIOD], vocabulary.verdict(salt, True), vocabulary.verdict(salt, False)]
     assert all(0 <= token < size and token not in stops for token in said)
     assert succeeded([said[0], said[1], 2])
     assert not succeeded([said[0], said[2], 2])

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from vllm_rollout.emulation.fate import ENDLESS, Fates, TracedLengths, forced_length
 from vllm_rollout.emulation.settings import Settings
 from vllm_rollout.group.prompt_key import digest_of
+from vllm_rollout.server.shaping import history_key
 from vllm_rollout.trace.rows import TracedCandidate, TracedPrompt
 
 
@@ -89,7 +90,7 @@ def lengths(source: TracedLengths, tokens: list[int], num: int, name: str = "") 
 
 
 def test_a_traced_prompt_is_found_by_its_key_or_its_name_and_others_come_in_turn():
-    rows = [prompt("a", 1, 2), prompt("b", 3, key=digest_of([9])), prompt("c", 4)]
+    rows = [prompt("a", 1, 2), prompt("b", 3, key=history_key(None, [9])), prompt("c", 4)]
     source = TracedLengths(rows, rank=0, num_ranks=1)
     assert lengths(source, [9], 2) == [3, 3]
     assert lengths(source, [5], 3) == [1, 2, 1]

@@ -16,7 +16,7 @@ from struct import Struct
 from typing import Any, NamedTuple, Protocol
 
 from vllm_rollout.emulation.settings import LogNormal, Settings, Success
-from vllm_rollout.group.prompt_key import digest_of
+from vllm_rollout.group.prompt_key import KEY_OF_TOKENS, digest_of
 from vllm_rollout.trace.file import read_trace
 from vllm_rollout.trace.rows import TracedPrompt
 
@@ -120,7 +120,7 @@ class TracedLengths:
 
     def __init__(self, prompts: Sequence[TracedPrompt], rank: int, num_ranks: int) -> None:
         self._prompts = [lengths_of(prompt) for prompt in prompts]
-        self._known = {prompt.history_key: row for row, prompt in enumerate(prompts)}
+        self._known = {prompt.history_key.removeprefix(KEY_OF_TOKENS): row for row, prompt in enumerate(prompts)}
         self._known |= {prompt.id: row for row, prompt in enumerate(prompts)}
         self._next, self._stride = rank, num_ranks
         self._seen: defaultdict[str, int] = defaultdict(int)

@@ -12,6 +12,8 @@ from collections.abc import Collection, Sequence
 
 PERIOD = 4096
 """Different tokens at most."""
+STRIDE = 7919
+"""From a token to the next, so that neighbours are not neighbours in the vocabulary."""
 
 
 def succeeded(token_ids: Sequence[int]) -> bool:
@@ -29,12 +31,9 @@ class Vocabulary:
         self.odd = [token for token in tokens if token % 2]
         if not self.even or not self.odd:
             raise ValueError(f"an emulated device needs 2 tokens that end nothing, the model has {len(tokens)} of them")
-        self.tokens = tokens
-        self.size = len(tokens)
-
-    def said(self, salt: int, number: int) -> int:
-        """Output token `number`, counted from 1."""
-        return self.tokens[(salt + 7919 * number) % self.size]
+        self.cycle = [tokens[STRIDE * position % len(tokens)] for position in range(PERIOD)]
+        """What a candidate says: output token n, counted from 1, is number (salt + n) modulo `PERIOD` of these. A list
+        and no method: it is read for every token of a step."""
 
     def verdict(self, salt: int, succeeds: bool) -> int:
         """The token before the last one."""

@@ -7,6 +7,9 @@ from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
 
+KEY_OF_TOKENS = "tokens:"
+"""Before the digest, in the name over all rollouts of a prompt whose client gave it none."""
+
 
 def digest_of(token_ids: Sequence[int]) -> str:
     """24 hexadecimal digits."""

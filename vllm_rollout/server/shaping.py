@@ -13,7 +13,7 @@ from vllm_rollout.config import REPORT_INTERVAL_S
 from vllm_rollout.group.allocation import BatchAllocation, BatchPrompt, Budget, PromptAllocation, allocate_batch
 from vllm_rollout.group.history import ObservedLength, observed_lengths
 from vllm_rollout.group.plan import EarlyStop, GroupPlan
-from vllm_rollout.group.prompt_key import digest_of
+from vllm_rollout.group.prompt_key import KEY_OF_TOKENS, digest_of
 from vllm_rollout.group.types import Ending
 from vllm_rollout.server.answers import Allocation, RedundancyBudget
 from vllm_rollout.server.engine import Engine, PreparedPrompt, RequestError
@@ -142,4 +142,4 @@ def history_key(prompt_id: str | None, token_ids: Sequence[int]) -> str:
     """A prompt's name over all rollouts: the client's, or one made from its tokens where the client gave none."""
     if prompt_id is not None:
         return f"id:{prompt_id}"
-    return f"tokens:{digest_of(token_ids)}"
+    return f"{KEY_OF_TOKENS}{digest_of(token_ids)}"

@@ -19,7 +19,7 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, CandidateTag, RunnerReport
 from vllm_rollout.emulation.device import Work
 from vllm_rollout.emulation.fate import ENDLESS, Fate, Fates
-from vllm_rollout.emulation.tokens import Vocabulary
+from vllm_rollout.emulation.tokens import PERIOD, Vocabulary
 from vllm_rollout.tracker.feature_ring import FeatureRing
 from vllm_rollout.tracker.ops import quality_head
 from vllm_rollout.tracker.tracker import DUE_COLUMNS, PublishedHead
@@ -37,14 +37,17 @@ class EmulatedRequest:
 
     __slots__ = (
         "confidence",
+        "cycle",
         "detection_length",
         "fate",
         "last_token",
         "length",
         "num_prompt",
         "observed",
+        "salt",
         "teaches",
-        "vocabulary",
+        "verdict",
+        "verdict_at",
     )
 
     def __init__(self, new: NewRequestData, params: SamplingParams, fates: Fates, vocabulary: Vocabulary) -> None:
@@ -53,25 +56,23 @@ class EmulatedRequest:
         tag = CandidateTag.of(extra_args)
         key = new.req_id if params.seed is None else params.seed
         self.fate: Fate = fates.of(new.prompt_token_ids, key, None if tag is None else tag.index, extra_args)
-        self.vocabulary = vocabulary
+        self.salt, self.cycle = self.fate.salt, vocabulary.cycle
+        self.verdict = vocabulary.verdict(self.salt, self.fate.succeeds)
         self.num_prompt = len(new.prompt_token_ids)
         stops = [] if params.eos_token_id is None else [params.eos_token_id]
         stops += params.stop_token_ids or []
         self.last_token = stops[0] if stops else 0
         self.length = self.fate.length if stops else ENDLESS
+        self.verdict_at = self.length - 1
         self.observed = tag is not None and (tag.observed or tag.scoring is not None)
         self.confidence = CONFIDENCE_NATS + self.fate.score if self.observed else NO_NUMBER
         scoring = None if tag is None else tag.scoring
         self.detection_length = 0 if scoring is None else scoring.plan.detection_length
         self.teaches = scoring is not None and scoring.teaches
 
-    def token(self, number: int) -> int:
-        """Output token `number`, counted from 1."""
-        if number < self.length - 1:
-            return self.vocabulary.said(self.fate.salt, number)
-        if number >= self.length:
-            return self.last_token
-        return self.vocabulary.verdict(self.fate.salt, self.fate.succeeds)
+    def end(self, number: int) -> int:
+        """Output token `number`, the last one or the one before it."""
+        return self.last_token if number >= self.length else self.verdict
 
     def hidden_state(self) -> np.ndarray:
         """float32 [HIDDEN_SIZE]."""
@@ -135,7 +136,10 @@ class EmulatedRunner:
                 confidences.append(NO_NUMBER)
                 continue
             num_sampled += 1
-            tokens.append([request.token(number)])
+            if number < request.verdict_at:
+                tokens.append([request.cycle[(request.salt + number) % PERIOD]])
+            else:
+                tokens.append([request.end(number)])
             confidences.append(request.confidence)
             if number == request.detection_length:
                 due.append(request_id)

@@ -1,0 +1,1 @@
+"""An emulated device against the engine that it was profiled on."""
