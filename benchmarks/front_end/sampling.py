@@ -1,14 +1,14 @@
-"""Where the engine core's thread is, sampled inside it: a `--worker-extension-cls` for the emulated worker, which runs
-there. A thread looks at the main thread's stack; it takes the interpreter for some microseconds each time.
+"""Where the engine core's thread spends its CPU time, sampled inside it: a `--worker-extension-cls` for the emulated
+worker, which runs there. A timer of the process's CPU time interrupts it. A thread that looked at it from outside would
+get its turn when the engine core gives the interpreter away, and so see it writing files most of the time.
 """
 
 from __future__ import annotations
 
-import sys
-import threading
-import time
+import signal
 from collections import Counter
 from collections.abc import Sequence
+from types import FrameType
 
 INTERVAL_S = 0.005
 OURS = ("vllm_rollout", "vllm")
@@ -29,24 +29,17 @@ class StackSampler:
 
     def start_sampling_stacks(self) -> None:
         self.sampled_stacks: Counter[tuple[str, str]] = Counter()
-        self.is_sampling_stacks = True
-        main = threading.main_thread().ident
-
-        def sample() -> None:
-            while self.is_sampling_stacks:
-                self.sampled_stacks[_where(main)] += 1
-                time.sleep(INTERVAL_S)
-
-        threading.Thread(target=sample, daemon=True).start()
+        signal.signal(signal.SIGPROF, lambda _, frame: self.sampled_stacks.update([_where(frame)]))
+        signal.setitimer(signal.ITIMER_PROF, INTERVAL_S, INTERVAL_S)
 
     def stop_sampling_stacks(self) -> list[tuple[str, str, int]]:
         """(stage, innermost function of vLLM's or ours, samples)."""
-        self.is_sampling_stacks = False
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, signal.SIG_IGN)
         return [(*where, count) for where, count in self.sampled_stacks.items()]
 
 
-def _where(thread: int | None) -> tuple[str, str]:
-    frame = sys._current_frames().get(thread or 0)
+def _where(frame: FrameType | None) -> tuple[str, str]:
     functions = []
     while frame is not None:
         module = frame.f_globals.get("__name__", "")

@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -34,6 +34,7 @@ EMULATED = {
     "seed": 0,
 }
 START_TIMEOUT_S = 180.0
+SEED_STRIDE = 1000
 WITHOUT_CORE_S = 1.5
 """What a server gets to tell its clients that its engine core is gone, before it is killed as well, at most."""
 
@@ -41,6 +42,7 @@ WITHOUT_CORE_S = 1.5
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--lives", type=int, default=1000, help="servers that are killed")
+    parser.add_argument("--at-once", type=int, default=1, help="servers that live side by side, each with its trainers")
     parser.add_argument("--minutes", type=float, default=60.0, help="begin no life after so long")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--longest-life", type=float, default=1.0, help="seconds from healthy to the kill, at most")
@@ -99,13 +101,15 @@ class Server:
         os.killpg(self.pid, signal.SIGKILL)
         await self._ask(f"reap {self.pid}")
 
-    async def kill_core(self) -> None:
-        """The engine core first; whatever is left of the server goes after it."""
+    async def kill_core(self) -> bool:
+        """The engine core first; whatever is left of the server goes after it. Whether nothing was."""
         os.kill(_engine_core(self.pid), signal.SIGKILL)
         deadline = time.monotonic() + WITHOUT_CORE_S
         while _is_running(self.pid) and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
+        has_ended = not _is_running(self.pid)
         await self.kill()
+        return has_ended
 
     async def _ask(self, line: str) -> str:
         self._nursery.stdin.write(f"{line}\n".encode())
@@ -125,24 +129,48 @@ def _is_running(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
 
 
+class Nursery(NamedTuple):
+    """What became of one nursery's servers."""
+
+    counts: Counter[str]
+    starts_s: list[float]
+    problems: list[str]
+
+
 async def _measure(args: argparse.Namespace) -> dict[str, Any]:
-    chance = random.Random(args.seed)
+    record = record_of_run(seed=args.seed, workload={"model": MODEL, "emulated": EMULATED, "runs": 3, "trainers": 4})
+    lives = [len(range(at, args.lives, args.at_once)) for at in range(args.at_once)]
+    nurseries = await asyncio.gather(
+        *(_kill(args, num_lives, args.seed + SEED_STRIDE * at) for at, num_lives in enumerate(lives))
+    )
+    starts = sorted(start_s for its in nurseries for start_s in its.starts_s)
+    return {
+        **record,
+        "nurseries": args.at_once,
+        "counts": {name: sum(its.counts[name] for its in nurseries) for name in nurseries[0].counts},
+        "start_s": {"median": starts[len(starts) // 2], "max": starts[-1]},
+        "problems": [problem for its in nurseries for problem in its.problems][:20],
+    }
+
+
+async def _kill(args: argparse.Namespace, num_lives: int, seed: int) -> Nursery:
+    """Servers on one port and one folder, one life after the other."""
+    chance = random.Random(seed)
     books = [Book("whole"), Book("shared"), Book("filtering", filters=True)]
     counts: Counter[str] = Counter()
     starts: list[float] = []
     over = asyncio.Event()
-    record = record_of_run(seed=args.seed, workload={"model": MODEL, "emulated": EMULATED, "runs": 3, "trainers": 4})
     with tempfile.TemporaryDirectory() as folder:
         async with Server(Path(folder)) as server:
             names = [(books[0], "w"), (books[1], "s1"), (books[1], "s2"), (books[2], "f")]
             trainers = [
                 asyncio.create_task(
-                    Trainer(server.url, book, name, args.seed + at, streams=book.name != "whole").train(over)
+                    Trainer(server.url, book, name, seed + at, streams=book.name != "whole").train(over)
                 )
                 for at, (book, name) in enumerate(names)
             ]
             began = time.monotonic()
-            while counts["lives"] < args.lives and time.monotonic() - began < args.minutes * 60:
+            while counts["lives"] < num_lives and time.monotonic() - began < args.minutes * 60:
                 starts.append(await server.start())
                 await asyncio.sleep(chance.uniform(0, args.longest_life))
                 counts["lives"] += 1
@@ -151,7 +179,7 @@ async def _measure(args: argparse.Namespace) -> dict[str, Any]:
                     await server.kill()
                 else:
                     counts["kills_of_the_engine_core"] += 1
-                    await server.kill_core()
+                    counts["servers_that_ended_by_themselves"] += await server.kill_core()
                 for trainer in trainers:
                     if trainer.done():
                         trainer.result()
@@ -172,11 +200,5 @@ async def _measure(args: argparse.Namespace) -> dict[str, Any]:
         counts["answers"] += len(book.digests)
         counts["keys_repeated"] += book.num_repeats
         counts["answers_asked_for_again"] += book.num_replayed
-    problems = [problem for book in books for problem in book.problems]
-    counts["invariants_broken"] = len(problems)
-    return {
-        **record,
-        "counts": dict(counts),
-        "start_s": {"median": sorted(starts)[len(starts) // 2], "max": max(starts)},
-        "problems": problems[:20],
-    }
+        counts["invariants_broken"] += len(book.problems)
+    return Nursery(counts, starts, [problem for book in books for problem in book.problems])
