@@ -3,19 +3,20 @@
 import json
 
 import pytest
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from benchmarks.emulation.lengths import Seen, emulated_rows, lengths_of
-from benchmarks.emulation.run import summarize
+from benchmarks.emulation.run import Emulated, drift_of, summarize
 from benchmarks.emulation.run import table as emulation_table
 from benchmarks.emulation.ways import WAYS, Asked
-from benchmarks.rounds_emulated.run import RoundRow, summary_of, tokens_after_cut
+from benchmarks.rounds_emulated.run import RoundRow, summary_of
 from benchmarks.rounds_emulated.run import table as rounds_table
 from benchmarks.rounds_emulated.workload import EmulatedDataSet, Workload
 from vllm_rollout.emulation.device import Work, step_seconds
 from vllm_rollout.emulation.settings import Settings
 from vllm_rollout.simulator.rounds.replay import RunConditions, replay_run
 from vllm_rollout.simulator.rounds.settings import RoundSetting
-from vllm_rollout.trace.rows import RolloutPrompt, RolloutRow
+from vllm_rollout.trace.rows import RolloutPrompt
 
 ITS = Workload("7B/8k", num_ranks=2, prompts_per_round=8, group_size=2, seed=5)
 
@@ -41,14 +42,23 @@ def test_a_stopped_candidate_gets_its_full_length_where_it_is_known_and_longer()
     assert row["ends"] == ["stop", "length", "length", "stop"]
 
 
-def test_errors_are_those_of_the_median_repeat():
-    real = {(way, repeat): Asked(10.0, 100) for way in WAYS for repeat in range(3)}
-    emulated = {(way, repeat): Asked(10.0 + repeat, 110) for way, repeat in real}
+def test_an_error_is_that_of_the_median_pass():
+    real = {(way, repeat): [Asked(seconds, 100) for seconds in (9.0, 10.0, 18.0)] for way in WAYS for repeat in (0, 1)}
+    emulated = {(way, repeat): Emulated(11.0 + repeat, 110, 10.5) for way, repeat in real}
     result = summarize(real, emulated)
-    assert result["ways"]["rounds"]["median_ratio"] == pytest.approx(1.1)
-    assert result["largest_error"] == pytest.approx(0.1)
+    assert result["ways"]["rounds"]["ratio"] == pytest.approx(1.15)
+    assert result["ways"]["rounds"]["spread"] == pytest.approx(2.0)
+    assert result["largest_error"] == pytest.approx(0.05)
     sizes = {"prompts": 1, "group_size": 1, "redundancy": 1, "prompts_per_round": 1, "max_tokens": 1}
-    assert "1.100 (1.000 to 1.200) | 10.0 % | 1.100 |" in emulation_table({**result, "workload": {"sizes": sizes}})
+    shown = emulation_table({**result, "workload": {"sizes": sizes}})
+    assert "| 20.0 | 23.0 | 15.0 % | 21.0 | 5.0 % | 2.00 | 1.100 |" in shown
+
+
+def test_drift_is_read_from_the_metrics():
+    registry = CollectorRegistry()
+    drift = Gauge("vllm_rollout:step_time_drift", "Live over profiled.", ["batch_sizes"], registry=registry)
+    drift.labels("8-15").set(1.25)
+    assert drift_of(generate_latest(registry).decode()) == {"8-15": 1.25}
 
 
 @pytest.mark.parametrize(("batch", "context"), [(1, 0), (100, 1000), (290, 4000)])
@@ -83,10 +93,3 @@ def test_settings_are_compared_with_the_first():
     workload = {"model": {"title": "7B"}, "prompts_per_round": 8, "group_size": 8, "ranks": 2, "speed": 0.5}
     shown = rounds_table({"settings": settings, "workload": workload})
     assert "| 1.25 | 1.25 | 10.0 | 30.0 | 2.00 | 2.00 | 0.0 % | 100 | 8.0 | 1.0 % |" in shown
-
-
-def test_a_late_cut_shows_in_the_tokens_of_what_it_defers():
-    complete = recorded("a", [90, 100, 100], ["stop", "stop", "surplus"])
-    row = RolloutRow(rollout_id="r", prompts=[complete, recorded("b", [20, 103], ["stop", "deferred"])])
-    assert tokens_after_cut(row) == 3
-    assert tokens_after_cut(RolloutRow(rollout_id="r", prompts=[complete])) is None

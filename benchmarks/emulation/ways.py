@@ -40,6 +40,7 @@ class Sizes:
     prompts_per_round: int
     max_tokens: int
     repeats: int
+    passes: int
     seed: int
 
     @property

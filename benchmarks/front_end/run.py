@@ -58,6 +58,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1, help="data-parallel ranks")
     parser.add_argument("--api-servers", type=int, default=1)
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/front_end.json")
+    parser.add_argument("--plot", type=Path, help="the picture (default: beside the output)")
     arguments = parser.parse_args()
     exit_on_sigterm()
     result = record_of_run(
@@ -71,7 +72,7 @@ def main() -> None:
         result |= measure(arguments, Path(folder))
     write_json(arguments.output, result)
     if len(result["sizes"]) > 1:
-        draw(result, arguments.output.with_suffix(".png"))
+        draw(result, arguments.plot or arguments.output.with_suffix(".png"))
     print(table(result))
 
 

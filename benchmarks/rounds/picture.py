@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from matplotlib.ticker import MaxNLocator
+
 from benchmarks.rounds.setup import BASELINE, TITLES, WayName
 from benchmarks.tables import INK, grid, number, percent, picture
 
@@ -104,6 +106,8 @@ def _draw_tokens(axes: Any, result: Mapping[str, Any]) -> None:
         )  # fmt: skip
     _name_ways(axes, result)
     axes.set_yticklabels([])
+    axes.xaxis.set_major_locator(MaxNLocator(4))
+    axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set_xlabel("tokens of a period (hatched: wasted)")
     axes.set_title("What the engine generated", loc="left", weight="bold")
 

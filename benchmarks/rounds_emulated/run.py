@@ -33,12 +33,9 @@ from vllm_rollout.models import DEFAULT_MODEL, resolve
 from vllm_rollout.process import ServerProcess, exit_on_sigterm
 from vllm_rollout.simulator.rounds.replay import RunConditions, replay_run
 from vllm_rollout.simulator.rounds.settings import RoundSetting
-from vllm_rollout.trace.rows import RolloutRow
 
 OUTPUT = ROOT / "benchmarks/results/rounds_emulated.json"
 SETTINGS = ("1,1", "1,1.25", "1.25,1", "1.25,1.25", "1.5,1.5")
-TIMEOUT_S = 1800.0
-RECORD = "recorded.jsonl"
 
 
 class RoundRow(NamedTuple):
@@ -71,7 +68,7 @@ def main() -> None:
         rows = []
         for prompts, responses in settings:
             terms = its.terms(prompts, responses)
-            rows.append(measure(its, terms, server, arguments.speed, Path(folder)))
+            rows.append(measure(its, terms, server, arguments.speed, Path(folder) / "steps"))
             console.print(f"{prompts:g}, {responses:g}: {rows[-1]['emulated']['seconds']:.1f} s", highlight=False)
     write_json(arguments.output, {**result, "settings": rows})
     print(table({**result, "settings": rows}))
@@ -85,15 +82,12 @@ def _server(its: Workload, speed: float, folder: Path) -> ServerProcess:
         "--max-num-batched-tokens", "8192", "--block-size", "16", "--emulate", str(device),
         "--emulate-log", str(folder / "steps"), "--emulate-speed", str(speed),
         "--data-parallel-size", str(its.num_ranks), "--api-server-count", "1", "--disable-uvicorn-access-log",
-        "--rollout-record", str(folder / RECORD),
     ]  # fmt: skip
     return server_process("rollout", resolve(DEFAULT_MODEL), flags, folder / "server.log")
 
 
-def measure(its: Workload, terms: RunTerms, server: ServerProcess, speed: float, folder: Path) -> dict[str, Any]:
+def measure(its: Workload, terms: RunTerms, server: ServerProcess, speed: float, steps: Path) -> dict[str, Any]:
     """One setting, emulated and simulated."""
-    steps, record = folder / "steps", folder / RECORD
-    num_recorded = len(_recorded(record))
     data = EmulatedDataSet(its, its.num_prompts(terms))
     before = [len(log.steps) for log in read_steps(steps)]
     load = os.getloadavg()[0]
@@ -114,37 +108,14 @@ def measure(its: Workload, terms: RunTerms, server: ServerProcess, speed: float,
         "response_speculation": terms.response_speculation,
         "emulated": summary_of(emulated),
         "simulated": summary_of(simulated),
-        "tokens_after_cut": [
-            late for row in _recorded(record)[num_recorded:] if (late := tokens_after_cut(row)) is not None
-        ],
         "idle_share": idle / (busy + idle),
         "load": load,
     }
 
 
-def _recorded(record: Path) -> list[RolloutRow]:
-    lines = record.read_text().splitlines() if record.exists() else []
-    return [RolloutRow.model_validate_json(line) for line in lines]
-
-
-def tokens_after_cut(round: RolloutRow) -> int | None:
-    """How many tokens the longest deferred candidate has more than the longest of the groups that decided the round;
-    None when nothing was deferred. Candidates start within a few steps of each other, and this counts those too.
-    """
-    returned, deferred = [0], []
-    for prompt in round.prompts:
-        ends = prompt.ends or ["stop"] * len(prompt.lengths)
-        for length, end in zip(prompt.lengths, ends, strict=True):
-            if end == "deferred":
-                deferred.append(length)
-            elif "deferred" not in ends and end in ("stop", "length"):
-                returned.append(length)
-    return max(deferred) - max(returned) if deferred else None
-
-
 async def _rounds(its: Workload, terms: RunTerms, data: EmulatedDataSet, url: str, speed: float) -> list[RoundRow]:
     rows = []
-    async with AsyncRolloutClient(url, timeout=TIMEOUT_S) as client:
+    async with AsyncRolloutClient(url) as client:
         run = await client.run(
             terms.group_size,
             terms.prompts_per_round,

@@ -268,3 +268,19 @@ def test_two_ranks_share_the_groups(ranks):
     answer = ranks.rollout(prompts, 4, redundancy=4)
     assert [returned(group) for group in answer["groups"]] == [shortest(prompt, 8, 4) for prompt in prompts]
     assert [log.rank for log in ranks.steps if log.steps] == [0, 1]
+
+
+def test_a_candidate_that_goes_on_says_what_it_would_have_said_at_once(emulated):
+    tokens = prompts_of(3, first=300)
+    run = {"id": "resumed", "group_size": 2, "prompts_per_round": 2, "prompt_speculation": 1.5, "resume": True}
+    run |= {"response_speculation": 1.0, "sampling": {"seed": SEED, "max_tokens": 1000}, "return": {"logprobs": False}}
+    assert emulated.http.post("/v1/runs", json=run).is_success
+    prompts = [{"id": f"p{i}", "prompt_token_ids": each} for i, each in enumerate(tokens)]
+    short = emulated.http.post("/v1/runs/resumed/rounds", json={"prompts": prompts}).json()
+    (deferred,) = short["deferred"]
+    long = emulated.http.post("/v1/runs/resumed/rounds", json={"kind": "long"}).json()
+    (group,) = long["groups"]
+    at_once = emulated.rollout([tokens[int(deferred[1:])]], 2)["groups"][0]
+    said = [trajectory["token_ids"] for trajectory in group["trajectories"]]
+    assert said == [trajectory["token_ids"] for trajectory in at_once["trajectories"]]
+    assert max(trajectory["num_resumed_tokens"] for trajectory in group["trajectories"]) > 0

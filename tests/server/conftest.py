@@ -43,13 +43,16 @@ def app(engine: FakeEngine) -> FastAPI:
     return make_app(engine)
 
 
-def make_app(engine: FakeEngine, recorder: TraceRecorder | None = None, database: Path | None = None) -> FastAPI:
+def make_app(
+    engine: FakeEngine, recorder: TraceRecorder | None = None, database: Path | None = None, num_processes: int = 1
+) -> FastAPI:
     app = FastAPI()
     app.include_router(router)
     registry = CollectorRegistry()
     metrics = Metrics(registry)
     app.state.rollout_service = RolloutService(engine, metrics, recorder=recorder)
-    app.state.run_service = RunService(app.state.rollout_service, engine, RunStore(database), metrics)
+    store = RunStore(database)
+    app.state.run_service = RunService(app.state.rollout_service, engine, store, metrics, num_processes)
     app.state.healthy = True
 
     @app.get("/health", include_in_schema=False)

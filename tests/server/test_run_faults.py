@@ -250,3 +250,18 @@ def test_without_a_folder_runs_are_in_memory() -> None:
     assert not store.is_durable
     with pytest.raises(RequestError, match="not known here"):
         store.read("a")
+
+
+async def test_several_api_processes_share_runs_through_a_folder_only(engine: FakeEngine, tmp_path: Path) -> None:
+    async def asked(app: FastAPI, path: str, body: dict) -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as http:
+            return await http.post(path, json=body)
+
+    alone = make_app(engine, num_processes=2)
+    check_refused(await asked(alone, "/v1/runs", RUN), 501, "Start it with --rollout-state FOLDER")
+    shared = make_app(engine, database=tmp_path / "shared.sqlite", num_processes=2)
+    check_refused(await asked(shared, "/v1/runs", {**RUN, "filter": "zero_variance"}), 501, "--api-server-count 1")
+    assert (await asked(shared, "/v1/runs", RUN)).status_code in (200, 201)
+    filtering = {**ROUND, "stream": True, "filter": "zero_variance"}
+    check_refused(await asked(shared, "/v1/runs/a/rounds", filtering), 501, "rewards may reach one that does not have")
+    assert (await asked(shared, "/v1/runs/a/rounds", ROUND)).status_code == 200

@@ -55,10 +55,5 @@ class RolloutEndpoints:
             store = RunStore(folder / RUNS)
         metrics = engine_client.rollout_metrics
         state.rollout_service = RolloutService(engine, metrics, recorder=recorder, admin_key=args.rollout_admin_key)
-        refusal = None
-        if engine_client.num_api_processes > 1 and not store.is_durable:
-            refusal = (
-                "runs of a server with several API processes need a place that these share, and there is none. Start "
-                "it with --rollout-state FOLDER, or with --api-server-count 1."
-            )
-        state.run_service = RunService(state.rollout_service, engine, store, metrics, refusal)
+        num_processes = engine_client.num_api_processes
+        state.run_service = RunService(state.rollout_service, engine, store, metrics, num_processes)

@@ -42,6 +42,7 @@ class EmulatedRequest:
         "fate",
         "last_token",
         "length",
+        "num_before",
         "num_prompt",
         "observed",
         "salt",
@@ -55,7 +56,9 @@ class EmulatedRequest:
         extra_args = params.extra_args or {}
         tag = CandidateTag.of(extra_args)
         key = new.req_id if params.seed is None else params.seed
-        self.fate: Fate = fates.of(new.prompt_token_ids, key, None if tag is None else tag.index, extra_args)
+        self.num_before = 0 if tag is None else tag.num_resumed
+        prompt = new.prompt_token_ids[: len(new.prompt_token_ids) - self.num_before]
+        self.fate: Fate = fates.of(prompt, key, None if tag is None else tag.index, extra_args)
         self.salt, self.cycle = self.fate.salt, vocabulary.cycle
         self.verdict = vocabulary.verdict(self.salt, self.fate.succeeds)
         self.num_prompt = len(new.prompt_token_ids)
@@ -136,6 +139,7 @@ class EmulatedRunner:
                 confidences.append(NO_NUMBER)
                 continue
             num_sampled += 1
+            number += request.num_before
             if number < request.verdict_at:
                 tokens.append([request.cycle[(request.salt + number) % PERIOD]])
             else:

@@ -67,14 +67,14 @@ class RunService:
         engine: Engine,
         store: RunStore,
         metrics: Metrics,
-        refusal: str | None = None,
+        num_processes: int = 1,
     ) -> None:
-        """`refusal`: why this server can have no runs."""
+        """`num_processes`: API processes of this server, any of which may get a request."""
         self._rollouts = rollouts
         self._engine = engine
         self._store = store
         self._metrics = metrics
-        self._refusal = refusal
+        self._is_alone = num_processes == 1
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="vllm_rollout-runs")
         """One: transactions come one after the other."""
         self._live: dict[str, LiveRound] = {}
@@ -86,8 +86,14 @@ class RunService:
 
     async def create(self, request: RunRequest) -> tuple[RunAnswer, bool]:
         """The run, and whether it is new. Raises: RequestError, 409 when one of that name has other terms."""
-        if self._refusal is not None:
-            raise RequestError(self._refusal, status=HTTPStatus.NOT_IMPLEMENTED)
+        if not (self._is_alone or self._store.is_durable):
+            raise RequestError(
+                "runs of a server with several API processes need a place that these share, and there is none. Start "
+                "it with --rollout-state FOLDER, or with --api-server-count 1.",
+                status=HTTPStatus.NOT_IMPLEMENTED,
+            )
+        if request.filter is not None:
+            self._check_can_filter()
         id = request.id or f"run-{uuid.uuid4().hex[:12]}"
         settings = request.model_dump(mode="json", by_alias=True, exclude={"id", "model"})
         terms = request.terms
@@ -210,6 +216,16 @@ class RunService:
         await self._owned(stored.id, self._store.begin, stored.id, request.memo(), plan, bodies, opened)
         return live
 
+    def _check_can_filter(self) -> None:
+        """Raises: RequestError (501)."""
+        if not self._is_alone:
+            raise RequestError(
+                "filter: this server has several API processes, and rewards may reach one that does not have the "
+                "round. Start it with --api-server-count 1, or leave filter out.",
+                status=HTTPStatus.NOT_IMPLEMENTED,
+                param="filter",
+            )
+
     async def _predicted(self, run: Run) -> dict[str, float]:
         """Mean length of waiting prompts, as far as they are known."""
         if run.terms.queue_order == "first_in" or not run.queue:
@@ -226,6 +242,8 @@ class RunService:
         filters = (request.filter or defaults.filter) is not None
         if defaults.resume:
             check_unchanged(request, defaults)
+        if filters:
+            self._check_can_filter()
         if filters and not request.stream:
             raise RequestError(
                 "stream: a round that filters needs true, got false: its rewards are posted while it is on its way.",
