@@ -170,6 +170,34 @@ async def test_a_client_that_leaves_while_its_answer_is_written_gets_it_later(
     assert (await http.get("/v1/runs/a")).json()["num_rounds"] == 1
 
 
+async def test_a_key_that_was_answered_is_answered_again_while_another_round_is_written(
+    app, http, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by killing servers: the second of two trainers that share a run was refused the answer it had."""
+    await http.post("/v1/runs", json={**RUN, "prompt_speculation": 1.0})
+    first = {"prompts": [{"id": f"a{i}", "prompt": f"first {i}"} for i in range(4)], "idempotency_key": "one"}
+    other = {"prompts": [{"id": f"b{i}", "prompt": f"other {i}"} for i in range(4)], "idempotency_key": "other"}
+    answer = await http.post("/v1/runs/a/rounds", json=first)
+    running = asyncio.create_task(http.post("/v1/runs/a/rounds", json={**other, "sampling": {"min_tokens": 400}}))
+    while (await http.get("/v1/runs/a")).json()["open_round"] is None:
+        await asyncio.sleep(0)
+    go_on = threading.Event()
+    read = RunStore.read
+
+    def slow_read(self, id):
+        found = read(self, id)
+        assert go_on.wait(60)
+        return found
+
+    monkeypatch.setattr(RunStore, "read", slow_read)
+    again = asyncio.create_task(http.post("/v1/runs/a/rounds", json=first))
+    while not app.state.run_service._unkept:
+        await asyncio.sleep(0.01)
+    go_on.set()
+    assert (await again).content == answer.content
+    assert (await running).status_code == 200
+
+
 async def test_a_round_whose_end_could_not_be_written_is_no_longer_running(
     http, store, engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -122,14 +122,21 @@ class RunService:
 
     async def begin(self, id: str, request: RoundRequest) -> Begun | bytes:
         """A round on its way, or the answer that it had. Raises: RequestError; nothing was taken then."""
-        stored = await self._stored(self._store.read, id)
         key = request.idempotency_key or f"round-{uuid.uuid4().hex}"
-        if id in self._unkept:
-            return await self._keep_at_last(self._unkept[id], key)
+        if (over := self._unkept.get(id)) is not None:
+            if over.opened.key == key:
+                await self._keep(over)
+                return over.answer
+            if over.keeping is not None:  # another trainer's round, on its way to the disk
+                with suppress(RequestError):
+                    await self._keep(over)
+        stored = await self._stored(self._store.read, id)
         known = await self._stored(self._store.answer, id, key)
         if known is not None:
             check_same(key, request, known.memo)
             return known.body
+        if (over := self._unkept.get(id)) is not None:
+            raise _not_written(over, key)
         check_not_used(stored, key)
         if (opened := stored.run.open) is not None and opened.key == key:
             check_same(key, request, stored.memo)
@@ -350,18 +357,6 @@ class RunService:
             **rollout.envelope(),
         )
 
-    async def _keep_at_last(self, live: LiveRound, key: str) -> bytes:
-        """The answer of a round that is over and was not written yet. Raises: RequestError."""
-        if live.opened.key != key:
-            raise RequestError(
-                f"round {live.opened.number} of this run is over and not written yet, got key {key!r}. "
-                f"Repeat its key, {live.opened.key!r}, for its answer.",
-                status=HTTPStatus.CONFLICT,
-                param="idempotency_key",
-            )
-        await self._keep(live)
-        return live.answer
-
     def _forget(self, race_id: str) -> None:
         async def forget() -> None:
             with suppress(RequestError):  # the engine is dead, and says so elsewhere
@@ -394,6 +389,15 @@ class RunService:
 
     def _submitted(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> asyncio.Future[T]:
         return asyncio.get_running_loop().run_in_executor(self._thread, partial(call, *args, **kwargs))
+
+
+def _not_written(over: LiveRound, key: str) -> RequestError:
+    return RequestError(
+        f"round {over.opened.number} of this run is over and not written yet, got key {key!r}. "
+        f"Repeat its key, {over.opened.key!r}, for its answer.",
+        status=HTTPStatus.CONFLICT,
+        param="idempotency_key",
+    )
 
 
 def _fresh(prompt: Any, epoch: int | None) -> FreshPrompt:
