@@ -33,7 +33,9 @@ EMULATED = {
     "lengths": {"log_normal": {"mean": 40, "sigma": 0.8}},
     "seed": 0,
 }
-START_TIMEOUT_S = 180.0
+START_TIMEOUT_S = 60.0
+LOG_CHARS = 3000
+"""Of a server that did not start, told."""
 SEED_STRIDE = 1000
 WITHOUT_CORE_S = 1.5
 """What a server gets to tell its clients that its engine core is gone, before it is killed as well, at most."""
@@ -52,6 +54,10 @@ def main() -> None:
     write_json(args.output, result)
     print(json.dumps(result["counts"], indent=1))
     sys.exit(1 if result["problems"] else 0)
+
+
+class NotStarted(Exception):
+    """A server that was to be there did not come."""
 
 
 class Server:
@@ -86,16 +92,19 @@ class Server:
         await self._nursery.wait()
 
     async def start(self) -> float:
-        """Seconds until it is healthy."""
+        """Seconds until it is healthy. Raises: NotStarted; then it is gone."""
         started = time.monotonic()
         self.pid = int(await self._ask(f"start {self.log}"))
         async with httpx.AsyncClient(base_url=self.url, timeout=5, trust_env=False) as http:
-            while True:
+            while time.monotonic() - started < START_TIMEOUT_S and _is_running(self.pid):
                 with suppress(httpx.TransportError):
                     if (await http.get("/health")).status_code == 200:
                         return time.monotonic() - started
-                assert time.monotonic() - started < START_TIMEOUT_S, f"no server within {START_TIMEOUT_S:.0f} s"
                 await asyncio.sleep(0.05)
+        state = "hangs" if _is_running(self.pid) else "has ended"
+        said = self.log.read_text(errors="replace")[-LOG_CHARS:]
+        await self.kill()
+        raise NotStarted(f"a server {state} after {time.monotonic() - started:.0f} s and is not healthy: ...{said}")
 
     async def kill(self) -> None:
         os.killpg(self.pid, signal.SIGKILL)
@@ -171,7 +180,11 @@ async def _kill(args: argparse.Namespace, num_lives: int, seed: int) -> Nursery:
             ]
             began = time.monotonic()
             while counts["lives"] < num_lives and time.monotonic() - began < args.minutes * 60:
-                starts.append(await server.start())
+                try:
+                    starts.append(await server.start())
+                except NotStarted as error:
+                    books[0].problems.append(str(error))
+                    continue
                 await asyncio.sleep(chance.uniform(0, args.longest_life))
                 counts["lives"] += 1
                 if chance.random() < 0.5:
