@@ -38,7 +38,7 @@ from rich.console import Console
 
 from benchmarks.common import ROOT, median, record_of_run, server_process, write_json
 from benchmarks.emulation.lengths import Lengths, emulated_rows, lengths_of
-from benchmarks.emulation.ways import TITLES, WAYS, Asked, Sizes, ask
+from benchmarks.emulation.ways import TITLES, WAYS, Asked, Sizes
 from benchmarks.tables import grid, number, percent
 from vllm_rollout.client.client import AsyncRolloutClient
 from vllm_rollout.demo.rounds.rounds import messages
@@ -139,7 +139,7 @@ class Bench:
             for number_of in range(self._sizes.passes):
                 for repeat, way in product(range(self._sizes.repeats), WAYS):
                     begins = self._recorded_bytes()
-                    asked = await ask(client, way, self._sizes, repeat)
+                    asked = await WAYS[way](client, self._sizes, repeat)
                     self._console.print(
                         f"real, pass {number_of + 1}, {way}, repeat {repeat + 1}: {asked.seconds:.2f} s"
                     )
@@ -174,7 +174,7 @@ class Bench:
     async def _ask_emulated(self, server: ServerProcess, way: str, repeat: int) -> Asked:
         async with AsyncRolloutClient(server.url) as client:
             await self._warm_up(client, way)
-            return await ask(client, way, self._sizes, repeat)
+            return await WAYS[way](client, self._sizes, repeat)
 
     async def _warm_up(self, client: AsyncRolloutClient, way: str) -> None:
         """Prompts into the prefix cache, as in a second epoch."""

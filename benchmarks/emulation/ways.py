@@ -45,7 +45,7 @@ class Sizes:
 
     @property
     def terms(self) -> RunTerms:
-        return RunTerms(self.group_size, self.prompts_per_round, 1.25, 1.25)
+        return RunTerms(self.group_size, self.prompts_per_round)
 
     @property
     def max_num_seqs(self) -> int:
@@ -58,22 +58,13 @@ class Sizes:
 
     def questions(self, way: str, repeat: int) -> list[str]:
         if way == "rounds":
-            return make_prompts(4 * self.terms.num_prompts, self.seed + repeat)
+            return make_prompts(self.terms.num_period_prompts, self.seed + repeat)
         return cycle(self.prompts)
 
 
 class Asked(NamedTuple):
     seconds: float
     generated_tokens: int
-
-
-async def ask(client: AsyncRolloutClient, way: str, sizes: Sizes, repeat: int) -> Asked:
-    """One way, as a client sees it."""
-    return await WAYS[way](client, sizes, repeat)
-
-
-async def _early_stop(client: AsyncRolloutClient, sizes: Sizes, repeat: int) -> Asked:
-    return await _rollout(client, sizes, repeat)
 
 
 async def _dual_end(client: AsyncRolloutClient, sizes: Sizes, repeat: int) -> Asked:
@@ -121,7 +112,7 @@ def _prompts(questions: Sequence[str]) -> list[Any]:
 
 WAYS: dict[str, Callable[[AsyncRolloutClient, Sizes, int], Awaitable[Asked]]] = {
     "dual_end": _dual_end,
-    "early_stop": _early_stop,
+    "early_stop": _rollout,
     "pruning": _pruning,
     "rounds": _rounds,
 }

@@ -44,14 +44,9 @@ class Sizes:
         return RunTerms(self.group_size, self.prompts_per_round, DEFAULT_SPECULATION, DEFAULT_SPECULATION)
 
     @property
-    def num_short_rounds(self) -> int:
-        """Until as many prompts are deferred as a round returns."""
-        return -(-self.prompts_per_round // (self.terms.num_prompts - self.prompts_per_round))
-
-    @property
     def num_prompts(self) -> int:
         """Of a period: what its short rounds take."""
-        return self.num_short_rounds * self.terms.num_prompts
+        return self.terms.num_period_prompts
 
     @property
     def max_num_seqs(self) -> int:

@@ -79,7 +79,7 @@ def _server(its: Workload, speed: float, folder: Path) -> ServerProcess:
     device.write_text(json.dumps(its.device))
     flags = [
         "--max-model-len", str(its.max_tokens + 1024), "--max-num-seqs", str(its.machine.max_num_seqs),
-        "--max-num-batched-tokens", "8192", "--block-size", "16", "--emulate", str(device),
+        "--max-num-batched-tokens", "8192", "--block-size", str(its.machine.block_size), "--emulate", str(device),
         "--emulate-log", str(folder / "steps"), "--emulate-speed", str(speed),
         "--data-parallel-size", str(its.num_ranks), "--api-server-count", "1", "--disable-uvicorn-access-log",
     ]  # fmt: skip

@@ -8,22 +8,14 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks.rounds_simulated.setup import (
-    BETWEEN_SHARE,
-    MAX_NUM_SEQS,
-    MODELS,
-    PROMPT_TOKENS,
-    TAILS,
-    Model,
-    ModelName,
-)
+from benchmarks.rounds_simulated.setup import BETWEEN_SHARE, MODELS, PROMPT_TOKENS, Model, ModelName, lengths
 from vllm_rollout.emulation.fate import Fates
 from vllm_rollout.emulation.settings import Settings
 from vllm_rollout.group.rounds import Run, RunTerms
-from vllm_rollout.simulator.machine import SIMULATED_BLOCK_TOKENS, Machine
+from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.pool import PoolCandidate
 from vllm_rollout.simulator.rounds.prompts import DataPrompt
 from vllm_rollout.simulator.rounds.trainer import Trainer
@@ -52,16 +44,14 @@ class Workload:
 
     @property
     def machine(self) -> Machine:
-        of_model = self.model.machine
-        return Machine(of_model.cost, self.num_ranks, MAX_NUM_SEQS, of_model.kv_capacity_tokens, SIMULATED_BLOCK_TOKENS)
+        return replace(self.model.machine, num_ranks=self.num_ranks)
 
     @property
     def device(self) -> dict[str, Any]:
         """For `--emulate`: `Model.cost` below the batch size where computing takes longer than reading weights."""
         model = self.model
         empty_s, one_token_s = model.cost.ptl(1, 0), model.cost.ptl(1, 1)
-        tail = TAILS[self.model_name]
-        within, between = tail.sigma * (1 - BETWEEN_SHARE) ** 0.5, tail.sigma * BETWEEN_SHARE**0.5
+        its = lengths(self.model_name, BETWEEN_SHARE, 1)
         return {
             "step": {
                 "ms": 1e3 * empty_s,
@@ -72,9 +62,9 @@ class Workload:
             "kv_tokens": model.machine.kv_capacity_tokens,
             "lengths": {
                 "log_normal": {
-                    "mean": tail.median * math.exp(tail.sigma**2 / 2),
-                    "sigma": within,
-                    "prompt_sigma": between,
+                    "mean": its.median * math.exp((its.sigma**2 + its.prompt_sigma**2) / 2),
+                    "sigma": its.sigma,
+                    "prompt_sigma": its.prompt_sigma,
                 }
             },
             "seed": self.seed,
@@ -84,11 +74,8 @@ class Workload:
         return RunTerms(self.group_size, self.prompts_per_round, prompts, responses)
 
     def num_prompts(self, terms: RunTerms) -> int:
-        """Of one period: its short rounds fill the long one."""
-        spare = terms.num_prompts - terms.prompts_per_round
-        if not spare:
-            return SYNCHRONOUS_ROUNDS * terms.prompts_per_round
-        return -(-terms.prompts_per_round // spare) * terms.num_prompts
+        """Of one period; where nothing is deferred, of `SYNCHRONOUS_ROUNDS` rounds."""
+        return terms.num_period_prompts or SYNCHRONOUS_ROUNDS * terms.prompts_per_round
 
 
 class EmulatedDataSet:

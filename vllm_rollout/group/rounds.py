@@ -73,6 +73,17 @@ class RunTerms:
         """Of a prompt in a short round, ceil(eta R0)."""
         return speculated(self.group_size, self.response_speculation)
 
+    @property
+    def num_short_rounds(self) -> int:
+        """Of a period: until as many prompts are deferred as a long round returns; 0 when none are."""
+        spare = self.num_prompts - self.prompts_per_round
+        return -(-self.prompts_per_round // spare) if spare else 0
+
+    @property
+    def num_period_prompts(self) -> int:
+        """What the short rounds of a period take."""
+        return self.num_short_rounds * self.num_prompts
+
 
 def speculated(count: int, factor: float) -> int:
     """ceil(factor * count), as it is written in decimals: 1.1 * 10 is 11."""

@@ -46,14 +46,9 @@ class RoundsOptions:
         """Candidates of a short round."""
         return self.terms.num_prompts * self.terms.num_candidates
 
-    @property
-    def num_short_rounds(self) -> int:
-        """Until as many prompts are deferred as a round returns."""
-        return -(-self.prompts // (self.terms.num_prompts - self.prompts))
-
     def questions(self) -> list[str]:
         """What the short rounds of a period take. Raises: ValueError for more than there are."""
-        return make_prompts(self.num_short_rounds * self.terms.num_prompts, SEED)
+        return make_prompts(self.terms.num_period_prompts, SEED)
 
     @property
     def sampling(self) -> dict[str, float]:

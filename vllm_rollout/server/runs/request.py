@@ -89,3 +89,13 @@ def check_not_used(stored: StoredRun, key: str) -> None:
             status=HTTPStatus.GONE,
             param="idempotency_key",
         )
+
+
+def not_written(over: OpenRound, key: str) -> RequestError:
+    """What another key hears while the outcome of a round cannot be written."""
+    return RequestError(
+        f"round {over.number} of this run is over and not written yet, got key {key!r}. "
+        f"Repeat its key, {over.key!r}, for its answer.",
+        status=HTTPStatus.CONFLICT,
+        param="idempotency_key",
+    )

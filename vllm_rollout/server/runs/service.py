@@ -42,6 +42,7 @@ from vllm_rollout.server.runs.request import (
     check_resumable,
     check_same,
     check_unchanged,
+    not_written,
     resumed,
     rollout_request,
     round_request,
@@ -136,7 +137,7 @@ class RunService:
             check_same(key, request, known.memo)
             return known.body
         if (over := self._unkept.get(id)) is not None:
-            raise _not_written(over, key)
+            raise not_written(over.opened, key)
         check_not_used(stored, key)
         if (opened := stored.run.open) is not None and opened.key == key:
             check_same(key, request, stored.memo)
@@ -389,15 +390,6 @@ class RunService:
 
     def _submitted(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> asyncio.Future[T]:
         return asyncio.get_running_loop().run_in_executor(self._thread, partial(call, *args, **kwargs))
-
-
-def _not_written(over: LiveRound, key: str) -> RequestError:
-    return RequestError(
-        f"round {over.opened.number} of this run is over and not written yet, got key {key!r}. "
-        f"Repeat its key, {over.opened.key!r}, for its answer.",
-        status=HTTPStatus.CONFLICT,
-        param="idempotency_key",
-    )
 
 
 def _fresh(prompt: Any, epoch: int | None) -> FreshPrompt:
