@@ -7,8 +7,7 @@ each, that know the profile and the recorded lengths and nothing else of the rea
 from the request to the whole answer; the real engine does everything several times, and the median counts.
 
 A machine that others share is not as fast now as when it was profiled. The real server compares its decode steps with
-the profile (`step_time_drift`): `with drift` is the emulated time, had each of its steps departed from the profile as
-much as the real ones did.
+the profile (`step_time_drift`); what it saw is written down as `drift`.
 
 What was stopped in the real run has no recorded length. Where the same candidate ran to its end in the dual-end rollout
 (same seed), it gets that length; otherwise it does not end by itself. Same seeds do not always make the same answers in
@@ -29,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 import uvloop
@@ -42,7 +41,6 @@ from benchmarks.emulation.ways import TITLES, WAYS, Asked, Sizes
 from benchmarks.tables import grid, number, percent
 from vllm_rollout.client.client import AsyncRolloutClient
 from vllm_rollout.demo.rounds.rounds import messages
-from vllm_rollout.emulation.step_log import Step, read_steps
 from vllm_rollout.group.prompt_key import digest_of
 from vllm_rollout.models import DEFAULT_MODEL, resolve
 from vllm_rollout.process import ServerProcess, exit_on_sigterm, server_flags
@@ -69,7 +67,7 @@ def main() -> None:
         "real", ["--rollout-record", str(bench.record), "--rollout-profile", str(bench.profiled)]
     ) as server:
         real, drift = uvloop.run(bench.measure_real(server))
-    emulated = {key: bench.measure_emulated(*key, drift) for key in real}
+    emulated = {key: bench.measure_emulated(*key) for key in real}
     result = {**begun, "drift": drift, **summarize(real, emulated)}
     write_json(arguments.output, result)
     print(table(result))
@@ -79,28 +77,11 @@ Key = tuple[str, int]
 """A way and its repeat."""
 
 
-class Emulated(NamedTuple):
-    """A way on the emulated device."""
-
-    seconds: float
-    generated_tokens: int
-    drifted_s: float
-    """Had every step taken as much longer than in the profile as the real ones did."""
-
-
 def drift_of(metrics: str) -> dict[str, float]:
     """Live over profiled time of decode steps by ranges of batch sizes, "5-8", from a server's metrics."""
     name = "vllm_rollout:step_time_drift"
     families = (family for family in text_string_to_metric_families(metrics) if family.name == name)
     return {sample.labels["batch_sizes"]: sample.value for family in families for sample in family.samples}
-
-
-def _departure_s(step: Step, drift: Mapping[str, float]) -> float:
-    for batch_sizes, ratio in drift.items():
-        smallest, _, largest = batch_sizes.partition("-")
-        if int(smallest) <= step.num_requests <= int(largest):
-            return (step.end - step.start) * (ratio - 1)
-    return 0.0
 
 
 class Bench:
@@ -149,7 +130,7 @@ class Bench:
                         self._names[way, repeat] = self._digests(server.url, self._sizes.questions(way, repeat))
         return found, drift_of(httpx.get(f"{server.url}/metrics", timeout=30).text)
 
-    def measure_emulated(self, way: str, repeat: int, drift: Mapping[str, float]) -> Emulated:
+    def measure_emulated(self, way: str, repeat: int) -> Asked:
         """On a server of its own."""
         name = f"{way}_{repeat}"
         rows = emulated_rows(
@@ -161,15 +142,11 @@ class Bench:
         (self._folder / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
         device = self._folder / f"{name}.json"
         device.write_text(json.dumps({"profile": self.profiled.name, "lengths": {"trace": f"{name}.jsonl"}}))
-        with self.server(name, ["--emulate", str(device), "--emulate-log", str(self._folder / name)]) as server:
+        with self.server(name, ["--emulate", str(device)]) as server:
             server.wait_until_healthy(lambda seconds, line: None)
             asked = uvloop.run(self._ask_emulated(server, way, repeat))
-        steps = [step for log in read_steps(self._folder / name) for step in log.steps]
-        emulated = Emulated(*asked, asked.seconds + sum(_departure_s(step, drift) for step in steps))
-        self._console.print(
-            f"emulated, {way}, repeat {repeat + 1}: {asked.seconds:.2f} s, with drift {emulated.drifted_s:.2f} s"
-        )
-        return emulated
+        self._console.print(f"emulated, {way}, repeat {repeat + 1}: {asked.seconds:.2f} s")
+        return asked
 
     async def _ask_emulated(self, server: ServerProcess, way: str, repeat: int) -> Asked:
         async with AsyncRolloutClient(server.url) as client:
@@ -201,7 +178,7 @@ class Bench:
         return found
 
 
-def summarize(real: Mapping[Key, Sequence[Asked]], emulated: Mapping[Key, Emulated]) -> dict[str, Any]:
+def summarize(real: Mapping[Key, Sequence[Asked]], emulated: Mapping[Key, Asked]) -> dict[str, Any]:
     """By way: seconds of each repeat, the median over its passes, the emulated device's and their ratio.
 
     `spread` is what the real engine differs from itself: slowest pass / fastest, of a repeat.
@@ -215,14 +192,12 @@ def summarize(real: Mapping[Key, Sequence[Asked]], emulated: Mapping[Key, Emulat
             "real_passes_s": passes,
             "real_s": seconds,
             "emulated_s": [emulated[key].seconds for key in keys],
-            "drifted_s": [emulated[key].drifted_s for key in keys],
             "ratio": sum(emulated[key].seconds for key in keys) / sum(seconds),
-            "drifted_ratio": sum(emulated[key].drifted_s for key in keys) / sum(seconds),
             "spread": median(max(each) / min(each) for each in passes),
             "real_tokens": [real[key][0].generated_tokens for key in keys],
             "emulated_tokens": [emulated[key].generated_tokens for key in keys],
         }
-    return {"ways": ways, "largest_error": max(abs(row["drifted_ratio"] - 1) for row in ways.values())}
+    return {"ways": ways, "largest_error": max(abs(row["ratio"] - 1) for row in ways.values())}
 
 
 def table(result: dict[str, Any]) -> str:
@@ -230,12 +205,8 @@ def table(result: dict[str, Any]) -> str:
     for way, row in result["ways"].items():
         tokens = sum(row["emulated_tokens"]) / sum(row["real_tokens"])
         cells = [TITLES[way], number(sum(row["real_s"]), 1), number(sum(row["emulated_s"]), 1)]
-        cells += [percent(row["ratio"] - 1, 1), number(sum(row["drifted_s"]), 1), percent(row["drifted_ratio"] - 1, 1)]
-        rows.append([*cells, number(row["spread"], 2), number(tokens, 3)])
-    header = [
-        "", "real, s", "emulated, s", "error", "with drift, s", "error", "slowest pass / fastest, real",
-        "tokens, emulated / real",
-    ]  # fmt: skip
+        rows.append([*cells, percent(row["ratio"] - 1, 1), number(row["spread"], 2), number(tokens, 3)])
+    header = ["", "real, s", "emulated, s", "error", "slowest pass / fastest, real", "tokens, emulated / real"]
     sizes = result["workload"]["sizes"]
     title = (
         f"{sizes['prompts']} prompts, {sizes['group_size']} of {sizes['group_size'] + sizes['redundancy']}; rounds of "
