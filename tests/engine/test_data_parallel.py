@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.engine.conftest import Server, race_joined, serve_command
+from tests.engine.run_rounds import VARIED, assert_groups_whole, make_run, play_out
 
 NUM_RANKS = 2
 
 
 @pytest.fixture(scope="module")
 def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    log = tmp_path_factory.mktemp("server") / "server.log"
+    folder = tmp_path_factory.mktemp("server")
     flags = ("--max-model-len", "1024", "--data-parallel-size", str(NUM_RANKS), "--max-num-queued-reqs", "64")
     flags += ("--dtype", "float32")  # in bfloat16 vLLM's attention for AMX ends a worker by SIGILL on some machines
-    server = Server(serve_command(tiny_model, *flags), log)
+    flags += ("--rollout-state", str(folder / "state"))
+    server = Server(serve_command(tiny_model, *flags), folder / "server.log")
     yield server
     server.stop()
 
@@ -93,6 +96,31 @@ def test_both_ranks_learn_every_label_and_score_with_the_same_head(server: Serve
         return scored
 
     server.wait_until(lambda: set(versions().values()) == {report()["head"]["version"]})
+
+
+def test_a_round_stops_on_all_ranks_when_enough_groups_are_complete(server: Server) -> None:
+    """No rank sees the groups of the others: an API process counts, and cuts them a message later."""
+    run = make_run(server, "cut", group_size=3, prompts_per_round=6, prompt_speculation=1.5, sampling=VARIED)
+    for number in range(3):
+        now = server.http.get("/v1/runs/cut").json()
+        prompts = [{"id": f"{number}-{i}", "prompt": f"question {i}"} for i in range(now["num_fresh_prompts"])]
+        text = server.http.post(f"/v1/runs/{run['id']}/rounds", json={"prompts": prompts, "stream": True}).text
+        events = [json.loads(line.removeprefix("data: ")) for line in text.split("\n") if line.startswith("data: {")]
+        done = events[-1]
+        assert done["type"] == "done"
+        assert sum(event["type"] == "group" for event in events) == 6
+        assert len(done["deferred"]) + len(done["unstarted"]) == (3 if now["next_round"] == "short" else 0)
+
+
+def test_any_api_process_goes_on_with_a_run(server: Server) -> None:
+    run = make_run(server, "shared", group_size=2, prompts_per_round=3, prompt_speculation=1.5, sampling=VARIED)
+    answers = play_out(server, run, num_short=4)
+    assert_groups_whole(answers, 2)
+    for _ in range(8):  # whichever process answers
+        server.http.headers["connection"] = "close"
+        seen = server.http.get("/v1/runs/shared").json()
+        assert (seen["num_rounds"], seen["totals"]["num_waiting"]) == (len(answers), 0)
+    del server.http.headers["connection"]
 
 
 def test_a_group_that_the_servers_queue_has_no_room_for_is_refused_as_a_whole(server: Server) -> None:

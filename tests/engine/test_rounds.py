@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
 
-from tests.engine.conftest import LAST_TOKEN, Server, ends_after, run_script
+from tests.engine.conftest import Server, ends_after, run_script
+from tests.engine.run_rounds import VARIED, assert_groups_whole, assert_nothing_left, make_run, play_out
 
-VARIED = {
-    "seed": 4,
-    "min_tokens": 150,
-    "max_tokens": 600,
-    "stop_token_ids": [LAST_TOKEN],
-    "logit_bias": {str(LAST_TOKEN): 4.0},
-}  # fmt: skip
-"""Candidates that end by themselves, sooner or later, and not before all have begun."""
+
+def reward_by_parity(server: Server, answer: dict[str, Any]) -> None:
+    """Rewards that a first token decides, for each trajectory of a round."""
+    rewards = [
+        {"prompt_id": group["prompt_id"], "index": t["index"], "reward": t["token_ids"][0] % 2}
+        for group in answer["groups"]
+        for t in group["trajectories"]
+    ]
+    posted = server.http.post(f"/v1/rollouts/{answer['id']}/rewards", json={"rewards": rewards})
+    posted.raise_for_status()
+    assert posted.json()["counts"]["accepted"] > 0
 
 
 def test_a_round_is_over_in_the_step_in_which_enough_groups_are_complete(tiny_model: str) -> None:
@@ -41,61 +45,6 @@ def test_a_round_is_over_in_the_step_in_which_enough_groups_are_complete(tiny_mo
     assert result["clear_left"] == result["tie_left"] == [0, 0, 0]
 
 
-def make_run(server: Server, id: str, **fields: Any) -> dict[str, Any]:
-    response = server.http.post("/v1/runs", json={"id": id, **fields})
-    assert response.status_code == 201, response.text
-    return response.json()
-
-
-def play(server: Server, run: dict[str, Any], first: int = 0, **fields: Any) -> dict[str, Any]:
-    """The next round of a run."""
-    now = server.http.get(f"/v1/runs/{run['id']}").json()
-    numbers = range(first, first + now["num_fresh_prompts"])
-    prompts = [{"id": f"{run['id']}-{i}", "prompt": f"question {i}"} for i in numbers]
-    response = server.http.post(f"/v1/runs/{run['id']}/rounds", json={"prompts": prompts, **fields})
-    assert response.status_code == 200, response.text
-    return response.json()
-
-
-def assert_nothing_left(server: Server) -> None:
-    """No candidate, no group and no race; the gauges are set when a rollout ends."""
-    server.wait_until_idle()
-    gauge = "vllm_rollout:groups_held"
-
-    def is_empty() -> bool:
-        body = {"prompts": [{"prompt": "hello"}], "group_size": 1, "sampling": {"max_tokens": 1}}
-        server.http.post("/v1/rollouts", json=body).raise_for_status()
-        return server.counter(gauge) == 0 and server.counter("vllm_rollout:races_held") == 0
-
-    server.wait_until(is_empty)
-
-
-def play_out(server: Server, run: dict[str, Any], num_short: int) -> list[dict[str, Any]]:
-    """So many short rounds, long ones when they are due, then what waits."""
-    answers: list[dict[str, Any]] = []
-    num_prompts = 0
-    while sum(answer["kind"] == "short" for answer in answers) < num_short:
-        now = server.http.get(f"/v1/runs/{run['id']}").json()
-        answers.append(play(server, run, first=num_prompts))
-        num_prompts += now["num_fresh_prompts"]
-    while answers[-1]["num_waiting"]:
-        response = server.http.post(f"/v1/runs/{run['id']}/rounds", json={"kind": "long"})
-        assert response.status_code == 200, response.text
-        answers.append(response.json())
-    returned = Counter(group["prompt_id"] for answer in answers for group in answer["groups"])
-    assert returned == Counter(f"{run['id']}-{i}" for i in range(num_prompts))
-    return answers
-
-
-def assert_groups_whole(answers: list[dict[str, Any]], group_size: int) -> None:
-    for answer in answers:
-        for group in answer["groups"]:
-            assert group["status"] == "complete"
-            assert len(group["trajectories"]) == group_size
-        usage = answer["usage"]
-        assert usage["generated_tokens"] + usage["resumed_tokens"] == usage["returned_tokens"] + usage["wasted_tokens"]
-
-
 @pytest.mark.parametrize(("name", "fields"), [
     ("plain", {}),
     ("auto", {"redundancy": "auto"}),
@@ -107,7 +56,7 @@ def test_every_prompt_of_a_run_comes_back_once_and_nothing_is_left(
     server: Server, name: str, fields: dict[str, Any]
 ) -> None:
     run = make_run(server, name, group_size=3, prompts_per_round=4, prompt_speculation=1.5, sampling=VARIED, **fields)
-    answers = play_out(server, run, num_short=3)
+    answers = play_out(server, run, num_short=3, after=partial(reward_by_parity, server) if name == "pruned" else None)
     assert_groups_whole(answers, 3)
     assert {answer["kind"] for answer in answers} == {"short", "long"}
     for answer in answers:
@@ -116,6 +65,7 @@ def test_every_prompt_of_a_run_comes_back_once_and_nothing_is_left(
         scored = [t for a in answers for g in a["groups"] for t in g["trajectories"] if t["score"] is not None]
         assert scored
         assert all(t["num_tokens"] > 4 for t in scored)
+        assert sum(answer["usage"]["num_pruned"] for answer in answers) > 0
     if name == "auto":
         assert all(answer["budget"] for answer in answers if answer["kind"] == "short")
     if name == "resumed":
