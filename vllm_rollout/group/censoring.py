@@ -119,6 +119,11 @@ def fit_log_lengths(finished: Sequence[int], stops: Sequence[int], prior_std: fl
     return LogLengthFit(location, std, squares)
 
 
+def expected_length(fit: LogLengthFit, stop: int) -> float:
+    """Mean of a length in tokens, given that it is longer than `stop`."""
+    return _tail(fit, stop)[0]
+
+
 def _counted(stops: Sequence[int]) -> list[tuple[int, int]]:
     """Stops with how many there are of each; of many different ones `MAX_STOPS`, evenly spaced in their order."""
     counts = Counter(stops)

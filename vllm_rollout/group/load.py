@@ -1,0 +1,143 @@
+"""What runs on each rank, and when it is expected to be done.
+
+Invariant: a prediction is the sum of `CostModel.ptl` over the steps that are expected, plus the price of what arrives.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from vllm_rollout.group.cost import CostModel, rollout_time
+from vllm_rollout.group.history import LengthMoments
+from vllm_rollout.group.remaining import expected_remaining
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLoad:
+    """Candidates of a group that have not ended, running or waiting."""
+
+    group_id: str
+    num_candidates: int
+    prompt_tokens: int
+    generated_tokens: int
+    """Of all these candidates together."""
+    longest_remaining: float
+    """Predicted output tokens still to come of the candidate that ends last."""
+    total_remaining: float
+    """The same, of all together."""
+
+    @classmethod
+    def of(
+        cls,
+        group_id: str,
+        prompt_tokens: int,
+        num_tokens: Sequence[int],
+        lengths: LengthMoments | None = None,
+        max_tokens: int | None = None,
+    ) -> GroupLoad:
+        """From the output tokens of each candidate; `lengths`: what was seen of its prompt, else of the data set."""
+        remaining = [expected_remaining(num, lengths, max_tokens) for num in num_tokens]
+        return cls(
+            group_id, len(num_tokens), prompt_tokens, sum(num_tokens), max(remaining, default=0.0), sum(remaining)
+        )
+
+    @property
+    def kv_tokens(self) -> int:
+        """Siblings share their prompt."""
+        return self.prompt_tokens + self.generated_tokens
+
+    @property
+    def peak_kv_tokens(self) -> float:
+        """An upper bound: as if all were there until the last one has ended."""
+        return self.kv_tokens + self.total_remaining
+
+    @property
+    def lengths(self) -> list[int]:
+        """Predicted output tokens of each: of the longest, and of the others their mean."""
+        num_others = self.num_candidates - 1
+        others = [max(1, math.ceil((self.total_remaining - self.longest_remaining) / num_others))] if num_others else []
+        return [max(1, math.ceil(self.longest_remaining)), *others * num_others]
+
+    @property
+    def mean_context(self) -> int:
+        return self.prompt_tokens + round(self.generated_tokens / self.num_candidates)
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a rank has left, if all that is there ran at once up to its predicted peak."""
+
+    kv_tokens: float
+    """Less than nothing where it is too full; the same:"""
+    candidates: float
+    remaining_tokens: float
+    """Predicted load: what is there has so many output tokens to come."""
+
+    def holds(self, group: GroupLoad) -> bool:
+        return group.peak_kv_tokens <= self.kv_tokens and group.num_candidates <= self.candidates
+
+    def after(self, group: GroupLoad) -> Room:
+        return Room(
+            self.kv_tokens - group.peak_kv_tokens,
+            self.candidates - group.num_candidates,
+            self.remaining_tokens + group.total_remaining,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RankLoad:
+    """One data-parallel rank: a whole engine, with all of its tensor-parallel group."""
+
+    rank: int
+    groups: tuple[GroupLoad, ...] = ()
+    other_requests: int = 0
+    """Requests outside of groups. They do not move, so a rank that has any cannot be emptied."""
+    other_kv_tokens: int = 0
+    """Theirs."""
+    kv_capacity_tokens: int | None = None
+    """None: never full."""
+    max_num_seqs: int | None = None
+    """None: no limit."""
+    is_held: bool = False
+    """It takes nothing new."""
+
+    @property
+    def num_candidates(self) -> int:
+        return sum(group.num_candidates for group in self.groups)
+
+    @property
+    def peak_kv_tokens(self) -> float:
+        return self.other_kv_tokens + sum(group.peak_kv_tokens for group in self.groups)
+
+    @property
+    def room(self) -> Room:
+        return Room(
+            (math.inf if self.kv_capacity_tokens is None else self.kv_capacity_tokens) - self.peak_kv_tokens,
+            (math.inf if self.max_num_seqs is None else self.max_num_seqs) - self.other_requests - self.num_candidates,
+            sum(group.total_remaining for group in self.groups),
+        )
+
+    def with_group(self, group: GroupLoad) -> RankLoad:
+        return replace(self, groups=(*self.groups, group))
+
+    def without_group(self, group_id: str) -> RankLoad:
+        return replace(self, groups=tuple(group for group in self.groups if group.group_id != group_id))
+
+
+def price_s(cost: CostModel, group: GroupLoad) -> float:
+    """Seconds for which everybody on the target stands still when this group moves there.
+
+    Its prompt is computed once, and what its candidates have generated. Where KV is sent instead, the prefill fields of
+    `cost` are to be those of the transfer.
+    """
+    return cost.step_prefill_s + group.kv_tokens * cost.prefill_s_per_token
+
+
+def end_s(cost: CostModel, load: RankLoad, arrived: Sequence[GroupLoad] = ()) -> float:
+    """Predicted seconds until a rank's last candidate has ended; `arrived`: those of its groups that move there."""
+    lengths = [length for group in load.groups for length in group.lengths]
+    contexts = [group.mean_context for group in load.groups for _ in range(group.num_candidates)]
+    decoding = replace(cost, prefill_s_per_token=0.0, step_prefill_s=0.0, max_num_seqs=load.max_num_seqs)
+    return sum(price_s(cost, group) for group in arrived) + rollout_time(lengths, decoding, contexts)
