@@ -1,0 +1,191 @@
+"""The parallelism planner: preemptions of rounds -> tensor-parallel size."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_rollout.group.planner import (
+    MAX_QUIET_ROUNDS,
+    MIN_RISE,
+    QUIET_ROUNDS,
+    ParallelismDecision,
+    ParallelismPlanner,
+    RoundPressure,
+    sizes_of,
+)
+
+PLANNER = ParallelismPlanner((1, 2, 4, 8), 1)
+CANDIDATES = 1000
+
+
+def past(size, num_preemptions, kind="short", *, run="run", kv_tokens=10_000, num_candidates=CANDIDATES):
+    return RoundPressure(run, kind, size, num_candidates, num_preemptions, kv_tokens)
+
+
+def test_the_first_round_runs_at_the_configured_size():
+    assert ParallelismPlanner((1, 2, 4), 2).next_size([]) == ParallelismDecision(2, "start", 0.0)
+
+
+def test_preemptions_where_there_were_none_double_the_size():
+    quiet = [past(1, 0)] * 3
+    assert PLANNER.next_size([*quiet, past(1, int(MIN_RISE * CANDIDATES) - 1)]).reason == "steady"
+    assert PLANNER.next_size([*quiet, past(1, int(MIN_RISE * CANDIDATES))]) == ParallelismDecision(2, "rise", 0.0)
+
+
+def test_the_first_round_after_a_doubling_makes_the_level_and_a_rise_above_it_doubles_again():
+    grown = [past(1, 500), past(2, 1000)]
+    assert PLANNER.next_size(grown) == ParallelismDecision(2, "settling", 1.0)
+    assert PLANNER.next_size([*grown, past(2, 1050)]) == ParallelismDecision(2, "steady", 1.0)
+    assert PLANNER.next_size([*grown, past(2, 1051)]) == ParallelismDecision(4, "rise", 1.0)
+
+
+def test_the_level_is_the_mean_of_the_newest_four_rounds():
+    history = [past(1, 500), *(past(2, num) for num in (9000, 1000, 2000, 3000, 4000))]
+    assert PLANNER.next_size([*history, past(2, 2625)]) == ParallelismDecision(2, "steady", 2.5)
+    assert PLANNER.next_size([*history, past(2, 2626)]) == ParallelismDecision(4, "rise", 2.5)
+
+
+def test_short_and_long_rounds_and_rounds_of_several_runs_have_levels_of_their_own():
+    period = [past(2, 1790), past(2, 1000, "long"), past(2, 10, run="other")]
+    history = [past(1, 500), *period * 5]
+    assert {PLANNER.next_size(history[:length]).size for length in range(2, len(history) + 1)} == {2}
+    assert PLANNER.next_size([*history, past(2, 1790, "long")]).size == 4
+
+
+def test_four_rounds_without_preemptions_halve_the_size():
+    planner = ParallelismPlanner((1, 2, 4), 4)
+    quiet = [past(4, 0)] * QUIET_ROUNDS
+    assert planner.next_size(quiet[1:]).reason == "steady"
+    assert planner.next_size(quiet) == ParallelismDecision(2, "quiet", 0.0)
+    assert planner.next_size([*quiet[1:], past(4, 1)]).reason == "steady"
+    assert planner.next_size([past(4, 0), *quiet[1:], past(2, 0)]).reason == "steady"
+
+
+def test_a_size_that_preempted_is_returned_to_under_fewer_tokens_only():
+    grown = [past(1, 500, kv_tokens=10_000)]
+    assert PLANNER.next_size(grown + [past(2, 0, kv_tokens=10_000)] * 8).reason == "failed_before"
+    assert PLANNER.next_size(grown + [past(2, 0, kv_tokens=9_524)] * 4).reason == "failed_before"
+    assert PLANNER.next_size(grown + [past(2, 0, kv_tokens=9_523)] * 4) == ParallelismDecision(1, "quiet", 0.0)
+
+
+def test_a_halving_that_was_wrong_is_undone_after_one_round():
+    history = [*[past(4, 0)] * QUIET_ROUNDS, past(2, 100)]
+    assert ParallelismPlanner((1, 2, 4), 4).next_size(history) == ParallelismDecision(4, "rise", 0.0)
+
+
+def test_a_halving_that_was_undone_makes_the_next_one_wait_twice_as_long():
+    quiet = [past(2, 0, kv_tokens=5_000)] * QUIET_ROUNDS
+    undone = [*quiet, past(1, 100)]
+    for num_undone in range(1, 6):
+        num_quiet = min(QUIET_ROUNDS << num_undone, MAX_QUIET_ROUNDS)
+        waited = [*undone * num_undone, *[past(2, 0, kv_tokens=5_000)] * num_quiet]
+        assert PLANNER.next_size(waited[:-1]).reason == "steady"
+        assert PLANNER.next_size(waited) == ParallelismDecision(1, "quiet", 0.0)
+
+
+def test_at_its_bounds_it_stays_and_says_so():
+    planner = ParallelismPlanner((2, 4), 4)
+    assert planner.next_size([past(4, 500)]) == ParallelismDecision(4, "at_largest", 0.0)
+    assert planner.next_size([past(2, 0)] * QUIET_ROUNDS) == ParallelismDecision(2, "at_smallest", 0.0)
+
+
+def test_sizes_are_powers_of_two_that_divide_the_heads():
+    assert sizes_of(8, 32) == (1, 2, 4, 8)
+    assert sizes_of(7, 32, 2) == (2, 4)
+    assert sizes_of(8, 14) == (1, 2)
+    assert sizes_of(8, 9, 2) == ()
+
+
+@pytest.mark.parametrize("sizes", [(), (2, 1), (1, 3), (0, 1), (2, 2)])
+def test_sizes_that_cannot_be_are_refused(sizes):
+    with pytest.raises(ValueError, match="allowed_sizes"):
+        ParallelismPlanner(sizes, 1)
+
+
+def test_a_start_or_a_round_at_a_size_that_is_not_allowed_is_refused():
+    with pytest.raises(ValueError, match="start_size must be one of"):
+        ParallelismPlanner((2, 4), 1)
+    with pytest.raises(ValueError, match="size must be one of"):
+        PLANNER.next_size([past(16, 0)])
+
+
+@pytest.mark.parametrize("field", ["num_candidates", "num_preemptions", "kv_tokens"])
+def test_a_round_of_negative_numbers_is_refused(field):
+    with pytest.raises(ValueError, match=field):
+        RoundPressure(
+            **{
+                "run": "run",
+                "kind": "short",
+                "size": 1,
+                "num_candidates": 1,
+                "num_preemptions": 0,
+                "kv_tokens": 0,
+                field: -1,
+            }
+        )
+
+
+def run_rounds(planner, num_rounds, pressure):
+    """Sizes of so many rounds; `pressure(number, size)` is what a round asks."""
+    history = []
+    for number in range(num_rounds):
+        decision = planner.next_size(history)
+        history.append(pressure(number, decision.size))
+    return [each.size for each in history]
+
+
+planners = st.integers(0, 3).flatmap(
+    lambda low: st.integers(low, 5).flatmap(
+        lambda high: st.integers(low, high).map(
+            lambda start: ParallelismPlanner(tuple(1 << each for each in range(low, high + 1)), 1 << start)
+        )
+    )
+)
+
+
+@given(
+    planners,
+    st.lists(
+        st.tuples(
+            st.sampled_from(["a", "b"]), st.sampled_from(["short", "long"]), st.integers(0, 5000), st.integers(0, 10**6)
+        ),
+        max_size=40,
+    ),
+)
+def test_whatever_rounds_ask_the_size_is_allowed_and_changes_by_one_step(planner, asked):
+    def pressure(number, size):
+        run, kind, num_preemptions, kv_tokens = asked[number]
+        return past(size, num_preemptions, kind, run=run, kv_tokens=kv_tokens)
+
+    sizes = run_rounds(planner, len(asked), pressure)
+    places = [planner.allowed_sizes.index(size) for size in sizes]
+    assert all(abs(left - right) <= 1 for left, right in pairwise(places))
+
+
+@given(planners, st.integers(1, 10**6))
+def test_without_preemptions_it_ends_at_the_smallest_size(planner, kv_tokens):
+    num_rounds = QUIET_ROUNDS * len(planner.allowed_sizes) + 1
+    sizes = run_rounds(planner, num_rounds, lambda number, size: past(size, 0, kv_tokens=kv_tokens))
+    assert sizes[-1] == planner.allowed_sizes[0]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+@given(
+    planners,
+    st.lists(st.integers(1, 10**6), min_size=1, max_size=5),
+    st.floats(1, 10**6),
+    st.floats(0, 10),
+)
+def test_a_load_that_repeats_does_not_make_it_flap(planner, period, tokens_per_device, rate):
+    """Rounds preempt for what does not fit: a period of rounds that comes again and again."""
+
+    def pressure(number, size):
+        kv_tokens = period[number % len(period)]
+        missing = max(0.0, kv_tokens / (tokens_per_device * size) - 1)
+        kind = "long" if number % len(period) == len(period) - 1 else "short"
+        return past(size, int(CANDIDATES * rate * missing), kind, kv_tokens=kv_tokens)
+
+    sizes = run_rounds(planner, 240, pressure)
+    assert len(set(sizes[-60:])) == 1
