@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tests.group.rank_loads import FLAT, PER_CANDIDATE, costs, moved, rank, ranks_with_groups, straggler
 from vllm_rollout.group.cost import CostModel, PTLCurve
 from vllm_rollout.group.load import GroupLoad, end_s, price_s
-from vllm_rollout.group.migration import PlannedMove, plan_consolidation, plan_drain, plan_spread
+from vllm_rollout.group.migration import Consolidation, PlannedMove, plan_consolidation, plan_drain, plan_spread
 
 WITH_PREFILL = CostModel(FLAT.curves, prefill_s_per_token=0.01, step_prefill_s=0.5)
 
@@ -26,17 +26,17 @@ def test_a_rank_ends_with_its_longest_candidate_after_the_price_of_what_arrives(
 
 def test_a_rank_with_one_straggler_is_emptied_where_steps_cost_the_same():
     loads = [rank(0, straggler("a", 100)), rank(1, straggler("b", 90))]
-    assert plan_consolidation(FLAT, loads) == [PlannedMove("b", 1, 0)]
+    assert plan_consolidation(FLAT, loads).moves == (PlannedMove("b", 1, 0),)
 
 
 def test_nothing_moves_where_every_candidate_costs_its_own_time():
     loads = [rank(0, straggler("a", 100)), rank(1, straggler("b", 90))]
-    assert plan_consolidation(PER_CANDIDATE, loads) == []
+    assert plan_consolidation(PER_CANDIDATE, loads) == Consolidation()
 
 
 def test_as_many_ranks_are_emptied_as_free_the_most():
     loads = [rank(number, straggler(str(number), 100 + number)) for number in range(8)]
-    moves = plan_consolidation(FLAT, loads)
+    moves = plan_consolidation(FLAT, loads).moves
     assert {(move.source, move.target) for move in moves} == {(source, 7) for source in range(7)}
     assert sorted(move.group_id for move in moves) == list("0123456")
 
@@ -44,34 +44,43 @@ def test_as_many_ranks_are_emptied_as_free_the_most():
 def test_a_price_that_exceeds_what_is_freed_keeps_groups_where_they_are():
     # It would free 20 s, but computing 2,000 tokens again takes 20.5 s on the target.
     loads = [rank(0, straggler("a", 300)), rank(1, straggler("b", 20, generated=2000))]
-    assert plan_consolidation(WITH_PREFILL, loads, max_delay=1) == []
-    assert plan_consolidation(FLAT, loads, max_delay=1) == [PlannedMove("b", 1, 0)]
+    assert plan_consolidation(WITH_PREFILL, loads, max_delay=1) == Consolidation()
+    assert plan_consolidation(FLAT, loads, max_delay=1).moves == (PlannedMove("b", 1, 0),)
 
 
 def test_the_step_may_end_later_by_max_delay_only():
     # 100 steps of one at 1 s; with two, 1.1 s for the first 50: 105 s. It frees 50 s and takes 5 s.
     cost = CostModel(((0, PTLCurve((1, 2), (1.0, 1.1))),))
     loads = [rank(0, straggler("a", 100)), rank(1, straggler("b", 50))]
-    assert plan_consolidation(cost, loads, max_delay=0.051) == [PlannedMove("b", 1, 0)]
-    assert plan_consolidation(cost, loads, max_delay=0.049) == []
+    assert plan_consolidation(cost, loads, max_delay=0.051).moves == (PlannedMove("b", 1, 0),)
+    assert plan_consolidation(cost, loads, max_delay=0.049) == Consolidation()
+
+
+def test_consolidations_of_a_step_share_what_they_may_delay():
+    # As above, 5 % later; with 2 % of an earlier one that is 1.02 * 1.05 - 1 = 7.1 %.
+    cost = CostModel(((0, PTLCurve((1, 2), (1.0, 1.1))),))
+    loads = [rank(0, straggler("a", 100)), rank(1, straggler("b", 50))]
+    plan = plan_consolidation(cost, loads, 0.02, max_delay=0.072)
+    assert (plan.ranks, plan.freed_s, plan.delay) == ({1}, pytest.approx(45), pytest.approx(0.071))
+    assert plan_consolidation(cost, loads, 0.02, max_delay=0.07) == Consolidation(delay=0.02)
 
 
 def test_little_that_is_freed_is_not_worth_a_move():
     loads = [rank(0, straggler("a", 100)), rank(1, straggler("b", 4))]  # 4 of 104 rank-seconds
-    assert plan_consolidation(FLAT, loads) == []
-    assert plan_consolidation(FLAT, loads, min_freed=0.03) == [PlannedMove("b", 1, 0)]
+    assert plan_consolidation(FLAT, loads) == Consolidation()
+    assert plan_consolidation(FLAT, loads, min_freed=0.03).moves == (PlannedMove("b", 1, 0),)
 
 
 def test_a_rank_moves_whole_or_not_at_all():
     loads = [rank(0, straggler("a", 100), kv_capacity_tokens=170), rank(1, straggler("b", 60), straggler("c", 30))]
-    assert plan_consolidation(FLAT, loads) == []  # only one of its groups would fit
+    assert plan_consolidation(FLAT, loads) == Consolidation()  # only one of its groups would fit
     roomy = [rank(0, straggler("a", 100), kv_capacity_tokens=190), loads[1]]
-    assert {move.group_id for move in plan_consolidation(FLAT, roomy)} == {"b", "c"}
+    assert {move.group_id for move in plan_consolidation(FLAT, roomy).moves} == {"b", "c"}
 
 
 def test_a_rank_with_other_requests_is_not_emptied_but_takes_groups():
     loads = [rank(0, straggler("a", 100)), rank(1, straggler("b", 90), other_requests=1)]
-    assert plan_consolidation(FLAT, loads) == [PlannedMove("a", 0, 1)]
+    assert plan_consolidation(FLAT, loads).moves == (PlannedMove("a", 0, 1),)
 
 
 def test_the_latest_rank_gives_a_group_to_an_idle_one_when_its_steps_become_much_shorter():
@@ -144,18 +153,22 @@ def check_moves(loads, moves):
     return ranks, arrived
 
 
-@given(costs(), ranks_with_groups(), st.floats(0, 0.5), st.floats(0, 0.5))
-def test_a_consolidation_frees_whole_ranks_in_time(cost, loads, max_delay, min_freed):
-    moves = plan_consolidation(cost, loads, max_delay, min_freed)
-    ranks, arrived = check_moves(loads, moves)
-    if not moves:
+@given(costs(), ranks_with_groups(), st.floats(0, 0.1), st.floats(0, 0.5), st.floats(0, 0.5))
+def test_a_consolidation_frees_whole_ranks_in_time(cost, loads, delay, max_delay, min_freed):
+    plan = plan_consolidation(cost, loads, delay, max_delay=max_delay, min_freed=min_freed)
+    ranks, arrived = check_moves(loads, plan.moves)
+    if not plan.moves:
+        assert plan == Consolidation(delay=delay)
         return
     before = {load.rank: end_s(cost, load) for load in loads}
     after = {number: end_s(cost, load, arrived[number]) for number, load in ranks.items()}
-    assert max(after.values()) <= (1 + max_delay) * max(before.values()) + 1e-9
+    assert plan.delay <= max_delay
+    assert max(after.values()) * (1 + delay) == pytest.approx(max(before.values()) * (1 + plan.delay))
     own = [load.rank for load in loads if not load.is_held]
-    assert sum(after[number] for number in own) < (1 - min_freed) * sum(before[number] for number in own) + 1e-9
-    for source in {move.source for move in moves}:
+    busy_s = sum(before[number] for number in own)
+    assert sum(after[number] for number in own) == pytest.approx(busy_s - plan.freed_s)
+    assert plan.freed_s > min_freed * busy_s
+    for source in plan.ranks:
         assert not ranks[source].groups
         assert not arrived[source]
         assert not ranks[source].other_requests
@@ -184,4 +197,4 @@ def test_a_drain_empties_its_rank_unless_there_is_nowhere_to_go(loads, data):
 @given(costs(), st.lists(st.integers(1, 300), min_size=1, max_size=4))
 def test_a_consolidation_pays_only_with_two_ranks_that_run(cost, remaining):
     groups = [straggler(str(i), length) for i, length in enumerate(remaining)]
-    assert plan_consolidation(cost, [rank(0, *groups), rank(1), rank(2)]) == []
+    assert plan_consolidation(cost, [rank(0, *groups), rank(1), rank(2)]) == Consolidation()

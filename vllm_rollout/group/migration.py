@@ -45,21 +45,45 @@ class Moving:
     source: int
 
 
+@dataclass(frozen=True, slots=True)
+class Consolidation:
+    """Ranks to empty."""
+
+    moves: tuple[PlannedMove, ...] = ()
+    freed_s: float = 0.0
+    """Rank-seconds that this frees, less those that it adds on the targets."""
+    delay: float = 0.0
+    """Share by which the last candidate of all ends later, with all consolidations of the step so far."""
+
+    @property
+    def ranks(self) -> frozenset[int]:
+        """Those that are emptied."""
+        return frozenset(move.source for move in self.moves)
+
+
 def plan_consolidation(
-    cost: CostModel, loads: Sequence[RankLoad], max_delay: float = MAX_DELAY, min_freed: float = MIN_FREED
-) -> list[PlannedMove]:
+    cost: CostModel,
+    loads: Sequence[RankLoad],
+    delay: float = 0.0,
+    *,
+    max_delay: float = MAX_DELAY,
+    min_freed: float = MIN_FREED,
+) -> Consolidation:
     """Empty whole ranks where that pays. Moving half of a rank would free nothing.
 
     A rank is busy until its predicted end; the rank-seconds of a step are the sum over ranks. Emptied ranks give theirs
     back. The targets take longer, by the larger PTL of everyone on them and by the price of what arrives. It pays when
-    the sum falls by more than `min_freed`, and the last end comes at most `max_delay` later. Of all numbers of emptied
-    ranks, the least loaded first, the one that frees the most is planned.
+    the sum falls by more than `min_freed`, and all consolidations of a step together make its end at most `max_delay`
+    later. Of all numbers of emptied ranks, the least loaded first, the one that frees the most is planned.
+
+    delay: what the last consolidation of this step has told (`Consolidation.delay`). Shares multiply, as if each lasted
+    to the end: predicted ends come too soon, and their seconds would allow too much.
     """
     ranks = [load for load in loads if load.groups and not load.is_held]
     ends = {load.rank: end_s(cost, load) for load in loads}
     busy_s = sum(ends[load.rank] for load in ranks)
-    best: list[PlannedMove] = []
-    best_freed_s = min_freed * busy_s
+    last_s = max(ends.values(), default=0.0)
+    best = Consolidation(freed_s=min_freed * busy_s)
     ranks.sort(key=lambda load: (load.other_requests > 0, load.room.remaining_tokens))
     num_movable = sum(not load.other_requests for load in ranks)
     for num_emptied in range(1, min(num_movable, len(ranks) - 1) + 1):
@@ -69,9 +93,10 @@ def plan_consolidation(
             continue
         after = ends | {load.rank: 0.0 for load in sources} | _ends_after(cost, sources, targets, moves)
         freed_s = busy_s - sum(after[load.rank] for load in ranks)
-        if freed_s > best_freed_s and max(after.values()) <= (1 + max_delay) * max(ends.values()):
-            best, best_freed_s = moves, freed_s
-    return best
+        delay_after = (1 + delay) * max(after.values()) / last_s - 1
+        if freed_s > best.freed_s and delay_after <= max_delay:
+            best = Consolidation(tuple(moves), freed_s, delay_after)
+    return best if best.moves else Consolidation(delay=delay)
 
 
 def plan_spread(
