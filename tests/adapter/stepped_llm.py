@@ -5,52 +5,26 @@ from __future__ import annotations
 import asyncio
 from types import SimpleNamespace
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 from prometheus_client import CollectorRegistry
 from scheduler_runs import TracedRun
 from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.request import RequestStatus
 
 from tests.support.dry_run import EOS_TOKEN
 from vllm_rollout.adapter.api.client import RolloutAsyncLLM
+from vllm_rollout.adapter.api.group_routes import GroupRoutes
 from vllm_rollout.adapter.wire import CandidateTag
 from vllm_rollout.group.placement import Placement
 from vllm_rollout.server.metrics import Metrics
 
 
-class SteppedLLM(RolloutAsyncLLM):
-    """The client of an engine that makes a step when it is told to.
-
-    A prompt is the lengths of its candidates, or as vLLM renders it, with the request's own length in `length`.
-
-    Overrides: __init__, add_request, shutdown, max_candidates, num_ranks.
-    """
-
-    num_ranks = 1
-    max_candidates = 16
-
-    def __init__(self, run: TracedRun, num_ranks: int = 1, *, alone: bool = True, **flags: Any) -> None:
-        self.run = run
-        self.output_processor = OutputProcessor(None, log_stats=False)
-        self.engine_core = self
-        self.log_requests = False
-        self.num_aborted = 0
-        self._candidates = WeakSet()
-        self.num_ranks = num_ranks
-        self.vllm_config = SimpleNamespace(
-            additional_config={},
-            speculative_config=flags.get("speculative_config"),
-            parallel_config=SimpleNamespace(enable_batch_sharded_sampling=flags.get("enable_batch_sharded_sampling")),
-        )
-        self.rollout_metrics = Metrics(CollectorRegistry())
-        self.added: dict[str, tuple[CandidateTag, int | None]] = {}
-        """Tag and data-parallel rank of every candidate, by external request id."""
-        self._placement = Placement(num_ranks, alone=alone)
-
-    def shutdown(self, *args: Any, **kwargs: Any) -> None: ...
+class AddsToRun(AsyncLLM):
+    """Where requests go: into the dry run of a SteppedLLM."""
 
     async def add_request(
         self, request_id: str, prompt: Any, params: SamplingParams, **kwargs: Any
@@ -65,8 +39,40 @@ class SteppedLLM(RolloutAsyncLLM):
         self.added[request_id] = tag, kwargs.get("data_parallel_rank")
         length = prompt["length"] if isinstance(prompt, dict) else prompt[tag.index]
         self.run.add(id, length, extra_args=params.extra_args, logprobs=params.logprobs)
-        self._note_candidate(collector, params)
         return collector
+
+
+class SteppedLLM(RolloutAsyncLLM, AddsToRun):
+    """The client of an engine that makes a step when it is told to.
+
+    A prompt is the lengths of its candidates, or as vLLM renders it, with the request's own length in `length`.
+
+    Overrides: __init__, shutdown, max_candidates, num_ranks.
+    """
+
+    num_ranks = 1
+    max_candidates = 16
+
+    def __init__(self, run: TracedRun, num_ranks: int = 1, *, alone: bool = True, **flags: Any) -> None:
+        self.run = run
+        self.output_processor = OutputProcessor(None, log_stats=False)
+        self.engine_core = self
+        self.log_requests = False
+        self.num_aborted = 0
+        self._candidates = WeakKeyDictionary()
+        self.num_ranks = num_ranks
+        self.vllm_config = SimpleNamespace(
+            additional_config={},
+            speculative_config=flags.get("speculative_config"),
+            parallel_config=SimpleNamespace(enable_batch_sharded_sampling=flags.get("enable_batch_sharded_sampling")),
+        )
+        self.rollout_metrics = Metrics(CollectorRegistry())
+        self.added: dict[str, tuple[CandidateTag, int | None]] = {}
+        """Tag and data-parallel rank of every candidate, by external request id."""
+        self._placement = Placement(num_ranks, alone=alone)
+        self.routes = GroupRoutes(self._placement)
+
+    def shutdown(self, *args: Any, **kwargs: Any) -> None: ...
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         self.run.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)

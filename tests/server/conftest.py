@@ -16,6 +16,7 @@ from fastapi import FastAPI, Response
 from prometheus_client import CollectorRegistry, generate_latest
 
 from vllm_rollout import RolloutClient
+from vllm_rollout.server.engines.service import EnginesService
 from vllm_rollout.server.metrics import Metrics
 from vllm_rollout.server.recorder import TraceRecorder
 from vllm_rollout.server.routes import router
@@ -53,6 +54,7 @@ def make_app(
     app.state.rollout_service = RolloutService(engine, metrics, recorder=recorder)
     store = RunStore(database)
     app.state.run_service = RunService(app.state.rollout_service, engine, store, metrics, num_processes)
+    app.state.engines_service = EnginesService(engine)
     app.state.healthy = True
 
     @app.get("/health", include_in_schema=False)

@@ -21,6 +21,7 @@ from vllm_rollout.group.cost import CostModel
 from vllm_rollout.group.history import ObservedLength
 from vllm_rollout.group.judge import Scoring
 from vllm_rollout.group.lifecycle import Group
+from vllm_rollout.group.load import EngineLoad
 from vllm_rollout.group.plan import GroupPlan
 from vllm_rollout.group.race import RacePlace
 from vllm_rollout.group.step import GroupSteps
@@ -29,6 +30,7 @@ from vllm_rollout.server.engine import (
     Beginnings,
     CandidateEnd,
     CandidateTokens,
+    Drained,
     LengthStatistics,
     PreparedPrompt,
     PromptInput,
@@ -103,6 +105,8 @@ class FakeEngine(LearningEngine):
     cost_model: CostModel | None = None
     drift: Sequence[StepDrift] = ()
     num_ranks: int = 1
+    held: set[int] = field(default_factory=set)
+    """Ranks that are kept empty. Everything runs on rank 0."""
     num_launch_places: int = 128
     num_launched: int = 0
     num_ended: int = 0
@@ -124,6 +128,22 @@ class FakeEngine(LearningEngine):
     @property
     def num_running(self) -> int:
         return self.num_launched - self.num_ended - self.num_aborted
+
+    async def engine_loads(self) -> list[EngineLoad]:
+        return [
+            EngineLoad(rank in self.held, 0 if rank else self.num_running, 0, 0.0, 0, 0, 0, [])
+            for rank in range(self.num_ranks)
+        ]
+
+    async def drain(self, rank: int, timeout_s: float) -> Drained:
+        if self.held | {rank} == set(range(self.num_ranks)):
+            raise RequestError("the last one", status=HTTPStatus.CONFLICT, param="rank")
+        self.held.add(rank)
+        load = (await self.engine_loads())[rank]
+        return Drained(load.is_held, 0, load.num_running, {}, 0.0)
+
+    async def restore(self, rank: int) -> None:
+        self.held.discard(rank)
 
     @property
     def is_idle(self) -> bool:

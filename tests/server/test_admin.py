@@ -11,6 +11,7 @@ from vllm_rollout.server.admin import AdminKey
 from vllm_rollout.server.learning.body import ADMIN_HEADER
 
 from .conftest import serving
+from .fake_engine import FakeEngine
 
 pytestmark = pytest.mark.anyio
 
@@ -35,6 +36,14 @@ async def test_a_put_without_the_key_is_refused(guarded, http: httpx.AsyncClient
         assert part in error["message"]
     assert KEY not in answer.text
     assert "wrong" not in answer.text
+
+
+@pytest.mark.parametrize("path", ["/v1/engines/0/drain", "/v1/engines/0/restore"])
+async def test_ranks_are_emptied_by_whoever_has_the_key(guarded, engine: FakeEngine, http: httpx.AsyncClient, path):
+    engine.num_ranks = 2
+    assert (await http.post(path)).status_code == 401
+    assert (await http.post(path, headers={ADMIN_HEADER: KEY.encode()})).status_code == 200
+    assert (await http.get("/v1/engines")).status_code == 200
 
 
 @pytest.mark.parametrize("path", PUTS)

@@ -189,6 +189,7 @@ ENDPOINTS = {
     ("/v1/rollouts/state", "get"), ("/v1/rollouts/state", "put"),
     ("/v1/runs", "get"), ("/v1/runs", "post"), ("/v1/runs/{run_id}", "get"), ("/v1/runs/{run_id}", "delete"),
     ("/v1/runs/{run_id}/rounds", "post"), ("/v1/runs/{run_id}/rounds/{number}", "delete"),
+    ("/v1/engines", "get"), ("/v1/engines/{rank}/drain", "post"), ("/v1/engines/{rank}/restore", "post"),
 }  # fmt: skip
 
 

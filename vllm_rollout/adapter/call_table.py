@@ -22,6 +22,8 @@ from vllm_rollout.group.history import LengthStatistics, ObservedLength
 from vllm_rollout.group.judge import Label
 from vllm_rollout.group.learning import RewardedCandidate
 from vllm_rollout.group.ledger import Reward, RewardStatus
+from vllm_rollout.group.load import EngineLoad
+from vllm_rollout.group.moving import StayReason
 from vllm_rollout.group.report import HeadInfo
 from vllm_rollout.group.types import HeldGroups
 
@@ -146,6 +148,30 @@ class WiderRace(NamedTuple):
     num_wanted: int
 
 
+class GroupToRelease(NamedTuple):
+    group_id: str
+    epoch: int
+    """Of the move. A call that is repeated has the same, and is answered as before."""
+
+
+class Released(NamedTuple):
+    """What became of a group that was to leave an engine core."""
+
+    outcome: Literal["released", "in_flight", "refused"] | StayReason
+    """`released`: it is in the parcel. `in_flight`: it has stopped, and a token of it is on its way: ask again."""
+    parcel: bytes = b""
+    request_ids: Sequence[str] = ()
+    """Of what is in the parcel."""
+    reason: str = ""
+    """Why it was refused."""
+
+
+class GroupToAdopt(NamedTuple):
+    group_id: str
+    epoch: int
+    parcel: bytes
+
+
 class Operation(Generic[Argument, Result]):
     """One row: a name, what it takes, what it answers."""
 
@@ -211,6 +237,18 @@ WIDEN_RACE: Operation[WiderRace, None] = Operation("widen_race", WiderRace, None
 FORGET_RACE: Operation[str, None] = Operation("forget_race", str, None)
 """The round is over."""
 HELD_GROUPS: Operation[None, HeldGroups] = Operation("held_groups", None, HeldGroups)
+ENGINE_LOAD: Operation[None, EngineLoad] = Operation("engine_load", None, EngineLoad)
+# -- groups that move from one engine core to another
+HOLD: Operation[bool, None] = Operation("hold", bool, None)
+"""Whether this engine core is kept empty: it remembers that for all API processes, which send it nothing then."""
+RELEASE_GROUP: Operation[GroupToRelease, Released] = Operation("release_group", GroupToRelease, Released)
+"""Stop a group between two steps and hand it over. Unless it is `released` it goes on here, or will: `keep_group`."""
+KEEP_GROUP: Operation[GroupToRelease, None] = Operation("keep_group", GroupToRelease, None)
+"""It does not leave: take it up again, also after it was released."""
+ADOPT_GROUP: Operation[GroupToAdopt, None] = Operation("adopt_group", GroupToAdopt, None)
+"""Go on with a group of another engine core."""
+CONFIRM_MOVE: Operation[GroupToRelease, None] = Operation("confirm_move", GroupToRelease, None)
+"""It has arrived elsewhere: forget the parcel."""
 
 OPERATIONS: Mapping[str, Operation[Any, Any]] = {
     operation.name: operation
@@ -218,5 +256,6 @@ OPERATIONS: Mapping[str, Operation[Any, Any]] = {
         POST_REWARDS, LEARN_LABELS, LEARN_FEATURES, TRAIN, HEADS, PUT_HEAD, OPEN_HEAD, LEARNED, LEARNING_WINDOW,
         OPEN_STATE, READ, PUT_STATE, CANCEL_GROUPS, CUT_RACE, WIDEN_RACE, FORGET_RACE, OBSERVE_LENGTHS,
         LENGTH_HISTORY, RECORD_STEPS, TAKE_STEPS, SET_COST_MODEL, STEP_DRIFT, HELD_GROUPS,
+        ENGINE_LOAD, HOLD, RELEASE_GROUP, KEEP_GROUP, ADOPT_GROUP, CONFIRM_MOVE,
     )
 }  # fmt: skip

@@ -102,6 +102,9 @@ BATCH_V1 = "vllm.v1.worker.gpu_input_batch.InputBatch"
 RUNNER_V2 = "vllm.v1.worker.gpu.model_runner.GPUModelRunner"
 SAMPLER_V2 = "vllm.v1.worker.gpu.sample.sampler.Sampler"
 BATCH_V2 = "vllm.v1.worker.gpu.input_batch.InputBatch"
+# Groups that move
+QUEUE = "vllm.v1.core.sched.request_queue.RequestQueue"
+CORE_REQUEST = "vllm.v1.engine.EngineCoreRequest"
 
 MIXED_INTO = {
     "GroupSchedulerMixin": (SCHEDULER,),
@@ -137,6 +140,8 @@ CONTRACT = (
     Fact("calls", ENGINE_CLIENT, "_call_utility_async", "method operation payload engine=", "api"),
     Fact("calls", ENGINE_CLIENT, "call_utility_all_async", "method operation payload", "api", "until 0.31: missing"),
     Fact("uses", ENGINE_CLIENT, "core_engines", by="api"),
+    Fact("uses", "vllm.v1.engine.core_client.DPLBAsyncMPClient", "engine_inflight", by="api"),
+    Fact("uses", "vllm.v1.engine.core_client.DPLBAsyncMPClient", "reqs_in_flight", by="api"),
     Fact("calls", ENGINE_CLIENT, "pause_scheduler_async", "mode= clear_cache=", "api", "0.33: abort and wait reject"),
     Fact("calls", ENGINE_CLIENT, "resume_scheduler_async", "", "api"),
     Fact("calls", INPUT_PROCESSOR, "process_inputs", "request_id prompt params supported_tasks= lora_request=", "api"),
@@ -308,6 +313,7 @@ CONTRACT = (
     Fact("uses", CORE, "vllm_config"),
     Fact("overrides", SCHEDULER, "__init__"),
     Fact("overrides", SCHEDULER, "_free_request", "request", differs="0.24: one dictionary instead of two"),
+    Fact("overrides", SCHEDULER, "_preempt_request", "request"),
     Fact("overrides", SCHEDULER, "add_request", "request"),
     Fact("overrides", SCHEDULER, "finish_requests", "request_ids", differs="0.24: pairs of request id and client"),
     Fact("overrides", SCHEDULER, "set_pause_state", "pause_state"),
@@ -334,6 +340,55 @@ CONTRACT = (
     Fact("uses", STATUS, "FINISHED_LENGTH_CAPPED"),
     Fact("uses", STATUS, "FINISHED_REPETITION"),
     Fact("uses", STATUS, "FINISHED_STOPPED"),
+    # -- groups that move
+    Fact("calls", CORE, "add_request", "request request_wave"),
+    Fact("calls", CORE, "preprocess_add_request", "request"),
+    Fact("calls", SCHEDULER, "_preempt_request", "request timestamp"),
+    Fact("uses", SCHEDULER, "waiting"),
+    Fact("calls", QUEUE, "prepend_request", "request"),
+    Fact("calls", QUEUE, "remove_requests", "requests"),
+    Fact("calls", REQUEST, "append_output_token_ids", "token_ids"),
+    Fact("calls", REQUEST, "is_finished"),
+    Fact("uses", REQUEST, "arrival_time", by="parcel"),
+    Fact("uses", REQUEST, "cache_salt", by="parcel"),
+    Fact("uses", REQUEST, "events"),
+    Fact("uses", REQUEST, "kv_transfer_params"),
+    Fact("uses", REQUEST, "lora_request", by="parcel"),
+    Fact("uses", REQUEST, "mm_features"),
+    Fact("uses", REQUEST, "num_in_flight_tokens"),
+    Fact("uses", REQUEST, "num_preemptions"),
+    Fact("uses", REQUEST, "num_prompt_tokens"),
+    Fact("uses", REQUEST, "output_token_ids"),
+    Fact("uses", REQUEST, "prefill_stats"),
+    Fact("uses", REQUEST, "priority", by="parcel"),
+    Fact("uses", REQUEST, "prompt_embeds"),
+    Fact("uses", REQUEST, "prompt_token_ids"),
+    Fact("uses", REQUEST, "resumable"),
+    Fact("uses", REQUEST, "use_structured_output"),
+    Fact("uses", STATUS, "PREEMPTED"),
+    Fact("uses", STATUS, "RUNNING"),
+    Fact("uses", STATUS, "WAITING"),
+    Fact(
+        "calls",
+        "vllm.v1.engine",
+        "EngineCoreRequest",
+        "request_id= prompt_token_ids= mm_features= sampling_params= pooling_params= arrival_time= lora_request= "
+        "cache_salt= data_parallel_rank= client_index= priority= trace_headers=",
+        "parcel",
+    ),
+    Fact("uses", CORE_REQUEST, "request_id"),
+    Fact("calls", "vllm.v1.serial_utils.MsgpackEncoder", "encode", "obj", "parcel"),
+    Fact("calls", "vllm.v1.serial_utils.MsgpackDecoder", "decode", "bufs", "parcel"),
+    Fact("uses", RUNNER_V1, "requests", by="worker"),
+    Fact(
+        "calls",
+        "vllm.v1.worker.gpu_input_batch",
+        "CachedRequestState",
+        "req_id= prompt_token_ids= mm_features= sampling_params= generator= block_ids= num_computed_tokens= "
+        "output_token_ids= lora_request=",
+        "worker",
+    ),
+    Fact("uses", "vllm.v1.worker.gpu_input_batch.CachedRequestState", "generator", by="worker"),
     Fact("uses", STEP, "finished_req_ids", by="worker"),
     Fact("uses", STEP, "num_scheduled_tokens"),
     Fact("uses", STEP, "scheduled_cached_reqs"),

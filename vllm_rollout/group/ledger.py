@@ -122,6 +122,18 @@ class Ledger:
             self._forget_oldest()
         return entry
 
+    def take(self, rollout_id: str, prompt_id: str, index: int) -> LedgerEntry | None:
+        """Let go of a candidate that goes on in another engine; None when it has been forgotten."""
+        rollout = self._rollouts.get(rollout_id, {})
+        entry = rollout.pop((prompt_id, index), None)
+        if entry is None:
+            return None
+        entry.forget()
+        self._num_candidates -= 1
+        if not rollout:
+            del self._rollouts[rollout_id]
+        return entry
+
     def reward(
         self, rollout_id: str, prompt_id: str, index: int, reward: float
     ) -> tuple[RewardStatus, LedgerEntry | None]:

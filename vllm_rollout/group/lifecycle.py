@@ -150,7 +150,7 @@ class Group:
             candidate.state in ("running", "finished") and not self._is_marked(index)
             for index, candidate in self._candidates.items()
         )
-        num_others = num_able - num_due + self._num_to_come
+        num_others = num_able - num_due + self.num_to_come
         return min(num_due, max(0, at_least - num_others))
 
     def prune(self, indices: Iterable[int]) -> None:
@@ -200,7 +200,7 @@ class Group:
     @property
     def over(self) -> bool:
         """Nothing is running and nobody is still to come."""
-        return not self._num_running and not self._num_to_come
+        return not self._num_running and not self.num_to_come
 
     @property
     def complete(self) -> bool:
@@ -218,7 +218,8 @@ class Group:
         return max((c.num_tokens for c in self._candidates.values() if c.state == "finished"), default=0)
 
     @property
-    def _num_to_come(self) -> int:
+    def num_to_come(self) -> int:
+        """Candidates that were announced and have not been launched."""
         return max(0, self.terms.num_candidates + self._num_replaced - len(self._candidates))
 
     def _is_marked(self, index: int) -> bool:
@@ -229,7 +230,7 @@ class Group:
         """Usable finished candidates, best first: by itself before truncated, then earlier, shorter, lower index."""
         finished = [(i, c) for i, c in self._candidates.items() if c.state == "finished"]
         num_valid = sum(not c.truncated for _, c in finished)
-        if num_valid + self._num_running + self._num_to_come >= self.terms.group_size:
+        if num_valid + self._num_running + self.num_to_come >= self.terms.group_size:
             finished = [(i, c) for i, c in finished if not c.truncated]
         return [i for i, _ in sorted(finished, key=lambda ic: (ic[1].truncated, ic[1].step, ic[1].num_tokens, ic[0]))]
 
@@ -284,6 +285,16 @@ class GroupTable:
             group = self._groups[group_id] = Group(terms)
         self._idle.pop(group_id, None)
         return group
+
+    def put(self, group_id: str, group: Group) -> None:
+        """A group that was removed from a table."""
+        assert group_id not in self._groups, f"group {group_id} is here already"
+        self._groups[group_id] = group
+
+    def remove(self, group_id: str) -> Group:
+        """A group that goes on in another table."""
+        self._idle.pop(group_id, None)
+        return self._groups.pop(group_id)
 
     def release(self, group_id: str) -> bool:
         """Call after a settlement: forgets the group if it is over (True), bounds the number of idle ones."""

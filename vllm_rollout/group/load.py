@@ -8,10 +8,38 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from vllm_rollout.group.cost import CostModel, rollout_time
 from vllm_rollout.group.history import LengthMoments
 from vllm_rollout.group.remaining import expected_remaining
+
+
+class RunningGroup(NamedTuple):
+    """A group as its engine core has it, without predictions."""
+
+    group_id: str
+    prompt_tokens: int
+    num_tokens: list[int]
+    """Output tokens of each candidate that has not ended."""
+    max_tokens: int | None
+
+
+class EngineLoad(NamedTuple):
+    """What one engine core has to do."""
+
+    is_held: bool
+    """It is kept empty."""
+    num_running: int
+    num_waiting: int
+    kv_cache_usage: float
+    """Share of its blocks that are in use, from 0 to 1."""
+    num_preemptions: int
+    """Since it started, and so are these, of groups:"""
+    num_moved_in: int
+    num_moved_out: int
+    groups: list[RunningGroup]
+    """Those with candidates that have not ended."""
 
 
 @dataclass(frozen=True, slots=True)

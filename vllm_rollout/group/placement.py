@@ -4,15 +4,17 @@ A load is a number of candidates on their way. A group whose candidates come tog
 come one by one (joined groups) follow the first of them, as long as their group is remembered; where several processes
 place without telling each other they meet on the rank that the group's id names, and count in its load all the same.
 
+A rank that is held gets nothing that is not pinned to it.
+
 Invariant: siblings have one rank, and a load is the number of candidates that were placed there and have not left.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from zlib import crc32
+from hashlib import blake2b
 
 from vllm_rollout.config import MAX_IDLE_GROUPS
 
@@ -22,9 +24,12 @@ def choose_rank(loads: Sequence[int], turn: int) -> int:
     return min(range(len(loads)), key=lambda rank: (loads[rank], (rank - turn) % len(loads)))
 
 
-def agreed_rank(group_id: str, num_ranks: int) -> int:
-    """A rank that depends on the id only, so that processes which share nothing choose the same."""
-    return crc32(group_id.encode()) % num_ranks
+def agreed_rank(group_id: str, ranks: Collection[int]) -> int:
+    """One of these ranks, which depends on the id only, so that processes which share nothing choose the same.
+
+    A rank that comes or goes changes the choice for its own groups only (rendezvous hashing).
+    """
+    return max(ranks, key=lambda rank: blake2b(f"{rank} {group_id}".encode(), digest_size=8).digest())
 
 
 @dataclass(slots=True)
@@ -48,6 +53,8 @@ class Placement:
         """
         self.num_ranks = num_ranks
         self.loads: Counter[int] = Counter()
+        self.held: frozenset[int] = frozenset()
+        """Ranks that are kept empty; never all of them."""
         self._turn = first_turn % num_ranks
         self._alone = alone
         self._joined: dict[str, _Siblings] = {}
@@ -58,10 +65,18 @@ class Placement:
         """Joined groups that are remembered."""
         return len(self._joined)
 
+    def next_rank(self) -> int:
+        """The one with the least load; ties go in turn."""
+        ranks = self._open_ranks
+        turn = sum(rank < self._turn for rank in ranks)
+        rank = ranks[choose_rank([self.loads[rank] for rank in ranks], turn)]
+        self._turn = (rank + 1) % self.num_ranks
+        return rank
+
     def place(self, num_candidates: int, rank: int | None = None) -> int:
         """The rank of a group whose candidates come together; `rank` where the user pins it. Then call `leave`."""
         if rank is None:
-            rank = self._next()
+            rank = self.next_rank()
         self.loads[rank] += num_candidates
         return rank
 
@@ -69,42 +84,48 @@ class Placement:
         self.loads[rank] -= num_candidates
 
     def join(self, group_id: str, num_candidates: int, rank: int | None = None) -> int:
-        """The rank of one sibling, of `num_candidates` in all, and `rank` where the user pins it. Call `leave_joined`
-        at its end."""
+        """The rank of one sibling, of `num_candidates` in all; `rank` where the user pins the first of them. Call
+        `leave_joined` at its end."""
         siblings = self._joined.get(group_id)
         if siblings is None:
-            chosen = rank
-            if chosen is None:
-                chosen = self._next() if self._alone else agreed_rank(group_id, self.num_ranks)
-            siblings = self._joined[group_id] = _Siblings(chosen, num_candidates)
+            if rank is None:
+                rank = self.next_rank() if self._alone else agreed_rank(group_id, self._open_ranks)
+            siblings = self._joined[group_id] = _Siblings(rank, num_candidates)
         self._idle.pop(group_id, None)
         siblings.num_to_come -= 1
         siblings.num_running += 1
-        rank = siblings.rank if rank is None else rank
-        self.loads[rank] += 1
-        return rank
+        self.loads[siblings.rank] += 1
+        return siblings.rank
 
-    def leave_joined(self, group_id: str, rank: int, *, refused: bool = False) -> None:
-        """A sibling that was to run on `rank` has ended, or was refused: then another may still come in its place.
+    def move_joined(self, group_id: str, rank: int) -> None:
+        """These siblings run on another rank now, and those to come follow them."""
+        if (siblings := self._joined.get(group_id)) is not None:
+            self.loads[siblings.rank] -= siblings.num_running
+            self.loads[rank] += siblings.num_running
+            siblings.rank = rank
 
-        Its group is forgotten as the engine forgets it: when it is over, or when `max_idle` others wait longer for
-        siblings that do not come.
+    def leave_joined(self, group_id: str, *, refused: bool = False) -> str | None:
+        """A sibling has ended, or was refused: then another may still come in its place.
+
+        A group is forgotten as the engine forgets it: when it is over, or when `max_idle` others wait longer for
+        siblings that do not come. Returns which one was, if any.
         """
-        self.loads[rank] -= 1
         siblings = self._joined[group_id]
+        self.loads[siblings.rank] -= 1
         siblings.num_running -= 1
         siblings.num_to_come += refused
         if siblings.num_running:
-            return
+            return None
         if siblings.num_to_come <= 0:
             del self._joined[group_id]
-            return
+            return group_id
         self._idle[group_id] = None
-        if len(self._idle) > self._max_idle:
-            oldest, _ = self._idle.popitem(last=False)
-            del self._joined[oldest]
+        if len(self._idle) <= self._max_idle:
+            return None
+        oldest, _ = self._idle.popitem(last=False)
+        del self._joined[oldest]
+        return oldest
 
-    def _next(self) -> int:
-        rank = choose_rank([self.loads[rank] for rank in range(self.num_ranks)], self._turn)
-        self._turn = (rank + 1) % self.num_ranks
-        return rank
+    @property
+    def _open_ranks(self) -> list[int]:
+        return [rank for rank in range(self.num_ranks) if rank not in self.held]

@@ -96,6 +96,15 @@ class RaceTable:
             race.groups[group_id], race.positions[group_id] = group, place.position
         return race.is_cut
 
+    def leave(self, group_id: str) -> RacePlace | None:
+        """A group goes on in another engine, with its place; None when it takes no part in a race."""
+        race_id = self._race_of.pop(group_id, None)
+        if race_id is None:
+            return None
+        race = self._races[race_id]
+        del race.groups[group_id]
+        return RacePlace(race_id, race.num_wanted, race.positions.pop(group_id))
+
     def settle(self, touched: Iterable[str]) -> tuple[set[str], list[str]]:
         """Close the step for groups that saw an event; (groups that lost a tie, groups to cancel)."""
         by_race: dict[str, list[str]] = {}

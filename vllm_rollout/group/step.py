@@ -1,6 +1,7 @@
 """The order of one engine step: events in, verdicts out.
 
     launch, ended, cancel    events, while the step is processed
+    detach, attach           between two steps: a group leaves for another engine, or comes from one
     close_step               1. what ended is told to its group     2. each race that had an event is settled
                              3. scores of the step are judged       4. races are settled again, where that pruned
                              5. what is too long is given up        6. races of groups are settled
@@ -22,6 +23,7 @@ from vllm_rollout.config import MAX_IDLE_GROUPS
 from vllm_rollout.group.judge import Judge, Scoring
 from vllm_rollout.group.ledger import LedgerEntry
 from vllm_rollout.group.lifecycle import Group, GroupTable, GroupTerms
+from vllm_rollout.group.moving import DetachedGroup, DetachedScore, StayReason
 from vllm_rollout.group.pruning_plan import PruningPlan
 from vllm_rollout.group.race import RacePlace, RaceTable
 from vllm_rollout.group.types import CandidateId, EndReason, HeldGroups, Observation, StopState
@@ -140,6 +142,53 @@ class GroupSteps:
         """Enough groups of this race are complete, here and elsewhere: the others stop as `deferred`."""
         for group_id in self.races.groups_of(race_id):
             self.cancel(group_id)
+
+    def running(self, group_id: str) -> list[CandidateId]:
+        """Candidates of a group that is known here and not over."""
+        group = self._table.find(group_id)
+        return [] if group is None else [CandidateId(group_id, index) for index in group.running]
+
+    def stays_because(self, group_id: str) -> StayReason | None:
+        """Why this group cannot be detached now; None when it can."""
+        if self._table.find(group_id) is None:
+            return "over"
+        return "busy" if group_id in self._touched else None
+
+    def detach(self, group_id: str, request_ids: Mapping[int, str]) -> DetachedGroup:
+        """Let go of a group that nothing keeps here (`stays_because`). `request_ids`: of its running candidates."""
+        group = self._table.remove(group_id)
+        self._capped.pop(group_id, None)
+        scores = {}
+        for index in group.running:
+            scored = self._scored.pop(CandidateId(group_id, index), None)
+            if scored is None:
+                continue
+            entry = scored.entry and self.judge.ledger.take(scored.scoring.rollout_id, scored.scoring.prompt_id, index)
+            scores[index] = (
+                DetachedScore(scored.scoring)
+                if entry is None
+                else DetachedScore(scored.scoring, entry.observation, entry.assessment)
+            )
+        return DetachedGroup(group_id, group, scores, dict(request_ids), self.races.leave(group_id))
+
+    def attach(self, detached: DetachedGroup) -> Group:
+        """Take up a group that another engine let go of, or this one."""
+        group_id, group = detached.group_id, detached.group
+        self._table.put(group_id, group)
+        for index, score in detached.scores.items():
+            scoring, entry = score.scoring, None
+            if scoring.teaches:
+                entry = self.judge.ledger.open(
+                    scoring.rollout_id, scoring.prompt_id, index, detached.request_ids[index], scoring.plan
+                )
+                entry.observation, entry.assessment = score.observation, score.assessment
+            self._scored[CandidateId(group_id, index)] = _Scored(scoring, entry)
+        if group.length_cap is not None:
+            self._capped[group_id] = group
+        if detached.place is not None and self.races.enter(group_id, group, detached.place):
+            self.cancel(group_id)
+        self._table.release(group_id)  # it may wait for siblings here as it did there
+        return group
 
     def close_step(self, due: Mapping[CandidateId, Observation], num_tokens: Callable[[CandidateId], int]) -> Verdicts:
         """Decide on everything since the last call.

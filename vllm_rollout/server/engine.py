@@ -10,6 +10,7 @@ from vllm_rollout.group.cost import CostModel
 from vllm_rollout.group.drift import StepDrift
 from vllm_rollout.group.history import LengthStatistics, ObservedLength
 from vllm_rollout.group.ledger import Reward, RewardStatus
+from vllm_rollout.group.load import EngineLoad
 from vllm_rollout.group.plan import GroupPlan
 from vllm_rollout.group.race import RacePlace
 from vllm_rollout.group.report import HeadInfo, ShadowReport, SignalReport
@@ -133,6 +134,21 @@ class LearningReport:
     shadow: ShadowReport
 
 
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """What came of emptying a rank."""
+
+    is_held: bool
+    """Nothing new is sent to it. False: it was restored meanwhile."""
+    num_moved: int
+    """Groups that go on elsewhere."""
+    num_left: int
+    """Requests that still run or wait there."""
+    reasons: Mapping[str, int]
+    """Why groups stayed: how many for which."""
+    seconds: float
+
+
 class Engine(Protocol):
     """An engine that runs groups."""
 
@@ -227,6 +243,21 @@ class Engine(Protocol):
 
     async def forget_race(self, race_id: str) -> None:
         """No more groups will take part."""
+        ...
+
+    async def engine_loads(self) -> Sequence[EngineLoad]:
+        """By rank. Raises: RequestError (503) for a dead engine."""
+        ...
+
+    async def drain(self, rank: int, timeout_s: float) -> Drained:
+        """Move all groups of a rank elsewhere and send it nothing more; waits so long until it is empty.
+
+        Raises: RequestError (409) for the last rank that is not held; (503) for a dead engine.
+        """
+        ...
+
+    async def restore(self, rank: int) -> None:
+        """Groups are sent to it again. Raises: RequestError (503) for a dead engine."""
         ...
 
     async def observe_lengths(self, key: str, lengths: Sequence[ObservedLength]) -> None:

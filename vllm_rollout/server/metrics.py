@@ -13,6 +13,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 
 from vllm_rollout.group.allocation import PromptAllocation
 from vllm_rollout.group.ledger import RewardStatus
+from vllm_rollout.group.moving import MoveOutcome
 from vllm_rollout.group.rounds import ROUND_KINDS, Fate, RoundKind
 from vllm_rollout.group.types import STOP_STATES, Assessment, Ending, GroupResult, GroupStatus, HeldGroups, Signal
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 PREFIX = "vllm_rollout:"
 LATENCY_BUCKETS_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 2500)
+MOVE_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 TAIL_BUCKETS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 SCORE_BUCKETS = (-8, -4, -2, -1, -0.5, 0, 0.5, 1, 2, 4, 8, 16, 32)
 """Logits of the head lie around 0, confidence in nats between 1 and 30."""
@@ -110,6 +112,18 @@ class Metrics:
             "Live time of decode steps over the profile's, medians of recent ones; 1 without a drift.",
             "batch_sizes",
         )
+        self._moves = Counter(
+            f"{PREFIX}moves",
+            "Groups that were to go on on another rank, by what came of it: moved, over, stays, failed, lost.",
+            ["outcome"],
+            registry=registry,
+        )
+        self._move_seconds = Histogram(
+            f"{PREFIX}move_seconds",
+            "From asking the one rank for a group until the other has it.",
+            buckets=MOVE_BUCKETS_S,
+            registry=registry,
+        )
         self._rounds = Counter(f"{PREFIX}rounds", "Rounds of runs that are over.", ["kind"], registry=registry)
         self._round_prompts = Counter(
             f"{PREFIX}round_prompts",
@@ -156,6 +170,11 @@ class Metrics:
         self._round_latency.labels(kind).observe(latency_s)
         for fate, num_prompts in Counts(fates).items():
             self._round_prompts.labels(fate).inc(num_prompts)
+
+    def group_moved(self, outcome: MoveOutcome, seconds: float) -> None:
+        self._moves.labels(outcome).inc()
+        if outcome == "moved":
+            self._move_seconds.observe(seconds)
 
     def joined_over(self, ending: Ending) -> None:
         """One candidate of a group whose siblings come by themselves: what finished is what its request returns."""

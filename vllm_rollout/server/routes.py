@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request, Response
 from vllm_rollout.server import votes
 from vllm_rollout.server.answers import ErrorAnswer, RolloutAnswer, RolloutEvent
 from vllm_rollout.server.boundary import RolloutRoute
+from vllm_rollout.server.engines import routes as engine_routes
 from vllm_rollout.server.errors import ERRORS
 from vllm_rollout.server.event_stream import (
     CLIENT_CLOSED_REQUEST,
@@ -72,3 +73,4 @@ async def create_vote(body: VoteRequest) -> Response:
 router.include_router(learning_routes.router)
 router.include_router(learning_routes.state_router)
 router.include_router(run_routes.router)
+router.include_router(engine_routes.router)

@@ -50,6 +50,11 @@ class FeatureRing:
             self._free += slots
             return self._states[torch.tensor(slots, dtype=torch.int64)], found
 
+    def hand_over(self, request_ids: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Let go of the states of these requests that are still there, each [1, hidden_size]."""
+        states, found = self.take(request_ids)
+        return {request_ids[position]: states[row : row + 1] for row, position in enumerate(found)}
+
     def _next_slot(self) -> int:
         if self._free:
             return self._free.pop()

@@ -76,6 +76,19 @@ class StepValues:
         return replace(self, moments=self.moments.to("cpu", non_blocking=True), due=due)
 
 
+@dataclass(frozen=True, slots=True)
+class TrackedCandidate:
+    """A candidate's statistics, on their way to the tracker of another worker."""
+
+    num_prompt_tokens: int
+    detection_length: int
+    """UNSCORED when it is not scored."""
+    num_before: int
+    teaches: bool
+    statistics: bytes
+    """float32: NUM_KEPT means, as many sums of squares, then the trace up to its detection length."""
+
+
 class CandidateTracker:
     """Token confidence of every candidate in the worker, and the score of those that are due.
 
@@ -145,6 +158,34 @@ class CandidateTracker:
             self._last_ids = None
             self._num_scored -= int(self._detection_lengths[slot] != UNSCORED)
             self._detection_lengths[slot] = UNSCORED
+
+    def copy(self, request_ids: Sequence[str]) -> dict[str, TrackedCandidate]:
+        """The statistics of those requests that are observed. Waits for the device."""
+        slots = {id: self._slots[id] for id in request_ids if id in self._slots}
+        if not slots:
+            return {}
+        rows = torch.tensor(list(slots.values()), device=self._device)
+        kept = torch.cat([state.index_select(0, rows) for state in (self._means, self._m2s, self._trace)], dim=1).cpu()
+        return {
+            request_id: TrackedCandidate(
+                int(self._prompt_lengths[slot]),
+                int(self._detection_lengths[slot]),
+                int(self._num_before[slot]),
+                bool(self._teaches[slot]),
+                row[: 2 * NUM_KEPT + int(self._detection_lengths[slot])].numpy().tobytes(),
+            )
+            for (request_id, slot), row in zip(slots.items(), kept, strict=True)
+        }
+
+    def restore(self, request_id: str, tracked: TrackedCandidate) -> None:
+        """Go on observing a request of another worker, or one that was discarded here."""
+        self.discard(request_id)
+        length = None if tracked.detection_length == UNSCORED else tracked.detection_length
+        self.add(request_id, tracked.num_prompt_tokens, length, teaches=tracked.teaches, num_before=tracked.num_before)
+        slot = self._slots[request_id]
+        statistics = torch.frombuffer(bytearray(tracked.statistics), dtype=torch.float32).to(self._device)
+        self._means[slot], self._m2s[slot] = statistics[:NUM_KEPT], statistics[NUM_KEPT : 2 * NUM_KEPT]
+        self._trace[slot, : len(statistics) - 2 * NUM_KEPT] = statistics[2 * NUM_KEPT :]
 
     def start_step(self) -> None:
         """Forget the step before."""

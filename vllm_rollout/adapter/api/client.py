@@ -14,7 +14,7 @@ from contextlib import aclosing
 from copy import copy
 from itertools import count
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMValidationError
 from vllm.logger import init_logger
@@ -26,6 +26,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from vllm_rollout.adapter.api.emulate import fork_emulated_engines
+from vllm_rollout.adapter.api.group_routes import GroupRoutes
 from vllm_rollout.adapter.api.open_paths import refuse_on_open_path
 from vllm_rollout.adapter.api.outputs import (
     CandidateFailed,
@@ -65,13 +66,15 @@ class RolloutAsyncLLM(AsyncLLM):
         fork_emulated_engines(kwargs["vllm_config"])
         super().__init__(*args, **kwargs)
         self.rollout_metrics = Metrics()
-        self._candidates: WeakSet[RequestOutputCollector] = WeakSet()
-        """Candidates on their way: ids do not tell them, since clients may give theirs to other requests too."""
+        self._candidates: WeakKeyDictionary[RequestOutputCollector, str] = WeakKeyDictionary()
+        """Group ids of candidates on their way. Request ids do not tell candidates, since clients may give theirs to
+        other requests too."""
         self.client_index = int(kwargs.get("client_index", 0))
         """Which of the API processes this is."""
         self.num_api_processes = int(kwargs.get("client_count", 1))
         # Ties go in turn, and several API processes begin with different ranks.
         self._placement = Placement(self.num_ranks, self.client_index, alone=self.num_api_processes == 1)
+        self.routes = GroupRoutes(self._placement)
 
     def shutdown(self, *args: Any, **kwargs: Any) -> None:
         before, self.before_shutdown = self.before_shutdown, None
@@ -92,15 +95,17 @@ class RolloutAsyncLLM(AsyncLLM):
     def generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
     ) -> AsyncGenerator[RequestOutput, None]:
+        if self.routes.held:
+            self._refuse_held(kwargs.get("data_parallel_rank"))
         extra_args = sampling_params.extra_args
         if not extra_args:
-            return super().generate(prompt, sampling_params, request_id, **kwargs)
+            return self._generate_plain(prompt, sampling_params, request_id, **kwargs)
         if TAG_KEY in extra_args:
             raise VLLMValidationError(f"extra_args.{TAG_KEY} is set by the server; send rollout_* fields instead.")
         self._check_forced_length(extra_args)
         xargs = rollout_xargs(extra_args)
         if not xargs:
-            return super().generate(prompt, sampling_params, request_id, **kwargs)
+            return self._generate_plain(prompt, sampling_params, request_id, **kwargs)
         refuse_on_open_path(xargs)
         try:
             plan = plan_from_xargs(xargs, sampling_params.n, max_candidates=self.max_candidates)
@@ -114,6 +119,23 @@ class RolloutAsyncLLM(AsyncLLM):
         if isinstance(plan, GroupJoin):
             return self._generate_joined(plan, prompt, params, request_id, **kwargs)
         return self._generate_choices(plan, prompt, params, request_id, **kwargs)
+
+    def _generate_plain(
+        self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """A request outside of groups: vLLM balances them, but does not know of ranks that are held."""
+        if self.routes.held and kwargs.get("data_parallel_rank") is None:
+            kwargs["data_parallel_rank"] = self.routes.next_rank()
+        return super().generate(prompt, sampling_params, request_id, **kwargs)
+
+    def _refuse_held(self, pinned_rank: int | None) -> None:
+        """Raises: VLLMValidationError for a request that is pinned to a rank that is held."""
+        if pinned_rank in self.routes.held:
+            raise VLLMValidationError(
+                f"data_parallel_rank: rank {pinned_rank} is drained. Leave it out, name another rank, or restore it by "
+                f"POST /v1/engines/{pinned_rank}/restore.",
+                parameter="data_parallel_rank",
+            )
 
     def _check_forced_length(self, extra_args: dict[str, Any]) -> None:
         """Here, since a worker has nobody to tell. Raises: VLLMValidationError."""
@@ -132,6 +154,8 @@ class RolloutAsyncLLM(AsyncLLM):
         if not candidates:
             await super().abort(ids, internal)
             return
+        for id in candidates:  # an abort that overtook its candidate would stop nothing
+            await self._at_rest(id)
         await self.engine_core.abort_requests_async(candidates)
         if others := [id for id in named if id not in candidates]:
             await super().abort(others, internal=True)
@@ -139,17 +163,48 @@ class RolloutAsyncLLM(AsyncLLM):
     async def add_request(
         self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
     ) -> RequestOutputCollector:
-        collector = await super().add_request(request_id, prompt, params, *args, **kwargs)
-        self._note_candidate(collector, params)
+        tag = CandidateTag.of(params.extra_args) if isinstance(params, SamplingParams) else None
+        if tag is None:
+            return await super().add_request(request_id, prompt, params, *args, **kwargs)
+        async with self.routes.find(tag.group_id).launching() as rank:
+            if self.num_ranks > 1:
+                kwargs["data_parallel_rank"] = rank
+            collector = await super().add_request(request_id, prompt, params, *args, **kwargs)
+        self._candidates[collector] = tag.group_id
         return collector
 
-    def _note_candidate(self, collector: RequestOutputCollector, params: Any) -> None:
-        if isinstance(params, SamplingParams) and params.extra_args and TAG_KEY in params.extra_args:
-            self._candidates.add(collector)
-
     def _is_candidate(self, internal_id: str) -> bool:
+        return self._group_of(internal_id) is not None
+
+    def _group_of(self, internal_id: str) -> str | None:
+        """Of a candidate on its way."""
         state = self.output_processor.request_states.get(internal_id)
-        return state is not None and state.queue in self._candidates
+        return None if state is None else self._candidates.get(state.queue)
+
+    async def _at_rest(self, internal_id: str) -> None:
+        """Wait while this candidate moves between ranks."""
+        route = self.routes.find(self._group_of(internal_id) or "")
+        if route is not None:
+            await route.at_rest()
+
+    def send_to(self, rank: int, request_ids: Iterable[str]) -> None:
+        """From now on what concerns these requests goes to that rank."""
+        core = self.engine_core
+        target = core.core_engines[rank]
+        for request_id in request_ids:
+            before = core.reqs_in_flight.get(request_id)
+            if before is None:  # it ended on this side, a moment ago
+                continue
+            core.reqs_in_flight[request_id] = target
+            core.engine_inflight[before] -= 1
+            core.engine_inflight[target] += 1
+
+    def lose(self, request_ids: Iterable[str], error: Exception) -> None:
+        """These requests are in no engine core any more: who waits for their outputs is told."""
+        for request_id in request_ids:
+            state = self.output_processor.request_states.get(request_id)
+            if state is not None:
+                state.queue.put(error)
 
     async def _generate_candidate(
         self, tag: CandidateTag, prompt: Any, params: SamplingParams, request_id: str, **kwargs: Any
@@ -200,8 +255,7 @@ class RolloutAsyncLLM(AsyncLLM):
         as many as there are candidates in the queue, and of each candidate one that waits for room there and one into
         which vLLM merges the deltas that nobody has taken.
         """
-        rank = self._placement.place(plan.num_candidates, data_parallel_rank)
-        kwargs["data_parallel_rank"] = data_parallel_rank if self.num_ranks == 1 else rank
+        route = self.routes.open(group_id, plan.num_candidates, data_parallel_rank)
         # One place per candidate: with fewer, candidates of one step wait for each other, a task switch per output.
         queue: asyncio.Queue[CandidateOutput | CandidateFailed | int | Exception] = asyncio.Queue(plan.num_candidates)
         params = params.clone()
@@ -231,7 +285,9 @@ class RolloutAsyncLLM(AsyncLLM):
             child.n = 1
             child.seed = None if params.seed is None else params.seed + index  # as vLLM seeds the n of a request
             whole_prompt = resumed_prompt(prompt, before)
-            outputs = self._generate_candidate(tag, whole_prompt, child, f"{group_id}-c{index}", **kwargs)
+            outputs = self._generate_candidate(
+                tag, whole_prompt, child, f"{group_id}-c{index}", data_parallel_rank=data_parallel_rank, **kwargs
+            )
             try:
                 async with aclosing(outputs):
                     async for output, note in outputs:
@@ -261,7 +317,7 @@ class RolloutAsyncLLM(AsyncLLM):
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            self._placement.leave(rank, plan.num_candidates)
+            self.routes.close(route)
 
     async def _generate_choices(
         self, plan: GroupPlan, prompt: Any, params: SamplingParams, request_id: str, **kwargs: Any
@@ -314,9 +370,7 @@ class RolloutAsyncLLM(AsyncLLM):
             join.pruning and _scoring(join.pruning, group_id, content, params),
             observed=False,
         )
-        pinned = kwargs.get("data_parallel_rank")
-        rank = self._placement.join(group_id, join.num_candidates, pinned)
-        kwargs["data_parallel_rank"] = pinned if self.num_ranks == 1 else rank
+        route = self.routes.join(group_id, join.num_candidates, kwargs.get("data_parallel_rank"))
         num_tokens, refused = 0, False
         last: CandidateOutput | None = None
         try:
@@ -333,7 +387,7 @@ class RolloutAsyncLLM(AsyncLLM):
             refused = True
             raise
         finally:
-            self._placement.leave_joined(group_id, rank, refused=refused)
+            self.routes.leave_joined(route, refused=refused)
             if not refused:
                 self.rollout_metrics.joined_over(
                     Ending(0, "failed", num_tokens) if last is None else ending_of(last, num_tokens)

@@ -31,6 +31,7 @@ class RolloutEndpoints:
         from vllm_rollout.adapter.api.client import RolloutAsyncLLM
         from vllm_rollout.adapter.api.engine import VLLMEngine
         from vllm_rollout.adapter.api.state_file import StateFile
+        from vllm_rollout.server.engines.service import EnginesService
         from vllm_rollout.server.recorder import TraceRecorder
         from vllm_rollout.server.runs.folder import LEARNED, RUNS
         from vllm_rollout.server.runs.service import RunService
@@ -54,6 +55,8 @@ class RolloutEndpoints:
                 await state_file.load()
             store = RunStore(folder / RUNS)
         metrics = engine_client.rollout_metrics
+        engine.follow_holds()
+        state.engines_service = EnginesService(engine)
         state.rollout_service = RolloutService(engine, metrics, recorder=recorder, admin_key=args.rollout_admin_key)
         num_processes = engine_client.num_api_processes
         state.run_service = RunService(state.rollout_service, engine, store, metrics, num_processes)

@@ -26,6 +26,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm_rollout.adapter.api.client import RolloutAsyncLLM
 from vllm_rollout.adapter.api.engine_calls import engine_stopped
 from vllm_rollout.adapter.api.learning import EngineLearning
+from vllm_rollout.adapter.api.moving import EngineMoves
 from vllm_rollout.adapter.api.outputs import CandidateFailed, CandidateOutput, ending_of
 from vllm_rollout.adapter.api.resuming import UNNAMED_WEIGHTS, resume_refusal, text_of
 from vllm_rollout.adapter.api.shaping import EngineShaping
@@ -73,7 +74,7 @@ ALLOWED = sorted(
 SAMPLING = TypeAdapter(SamplingParams)
 
 
-class VLLMEngine(EngineLearning, EngineShaping):
+class VLLMEngine(EngineLearning, EngineShaping, EngineMoves):
     """Runs the service's groups on a RolloutAsyncLLM."""
 
     def __init__(self, client: RolloutAsyncLLM, state: State) -> None:
@@ -183,10 +184,12 @@ class VLLMEngine(EngineLearning, EngineShaping):
         return None if version == UNNAMED_WEIGHTS else version
 
     async def cancel_groups(self, group_ids: Sequence[str]) -> None:
-        await self._call_all(CANCEL_GROUPS, list(group_ids))
+        async with self._one_move:  # a group in no engine core would not hear of it
+            await self._call_all(CANCEL_GROUPS, list(group_ids))
 
     async def cut_race(self, race_id: str) -> None:
-        await self._call_all(CUT_RACE, race_id)
+        async with self._one_move:
+            await self._call_all(CUT_RACE, race_id)
 
     async def widen_race(self, race_id: str, num_wanted: int) -> None:
         await self._call_all(WIDEN_RACE, WiderRace(race_id, num_wanted))

@@ -10,11 +10,13 @@ piece of work, but for a state that is put.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from vllm.v1.engine.core import EngineCore
 
 from vllm_rollout.adapter.call_table import OPERATIONS, CostToCompare
+from vllm_rollout.adapter.core.core_worker import call_worker
 from vllm_rollout.adapter.core.learning_calls import LearningCalls
 from vllm_rollout.group.drift import Drift
 from vllm_rollout.group.history import LengthStatistics
@@ -32,12 +34,12 @@ def rollout_call(core: EngineCore, operation: str, payload: bytes) -> bytes:
 
 
 def _learning(core: EngineCore) -> LearningCalls:
-    def worker(method: str, *args: Any) -> Any:
-        return next((result for result in core.collective_rpc(method, args=args) if result is not None), None)
-
     scheduler = core.scheduler
     return LearningCalls(
-        scheduler.judge, scheduler.readings, worker, model=core.vllm_config.model_config.served_model_name
+        scheduler.judge,
+        scheduler.readings,
+        partial(call_worker, core),
+        model=core.vllm_config.model_config.served_model_name,
     )
 
 
@@ -77,5 +79,11 @@ ANSWERS: Mapping[str, Callable[[EngineCore, Any], Any]] = {
     "set_cost_model": _set_cost_model,
     "step_drift": lambda core, _: core.scheduler.step_times.drift(),
     "held_groups": lambda core, _: core.scheduler.group_steps.held,
+    "engine_load": lambda core, _: core.scheduler.load,
+    "hold": lambda core, held: core.scheduler.moves.hold(held),
+    "release_group": lambda core, wanted: core.scheduler.moves.release(core, wanted),
+    "keep_group": lambda core, wanted: core.scheduler.moves.keep(core, wanted),
+    "adopt_group": lambda core, wanted: core.scheduler.moves.adopt(core, wanted),
+    "confirm_move": lambda core, wanted: core.scheduler.moves.confirm(wanted),
 }
 """Operation -> who answers."""

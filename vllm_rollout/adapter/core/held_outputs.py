@@ -13,10 +13,10 @@ class HeldOutputs:
     The first output passes at once: it carries the prefill statistics that time to first token is made of.
     """
 
-    __slots__ = ("_events", "_interval", "_logprobs", "_num_nans", "_pass_next", "_routed_experts", "_token_ids")
+    __slots__ = ("_events", "_logprobs", "_num_nans", "_pass_next", "_routed_experts", "_token_ids", "interval")
 
     def __init__(self, interval: int) -> None:
-        self._interval = interval
+        self.interval = interval
         """Tokens per message."""
         self._pass_next = True
         self._token_ids: list[int] = []
@@ -28,17 +28,32 @@ class HeldOutputs:
     def add(self, output: EngineCoreOutput) -> EngineCoreOutput | None:
         """Take an output that is not the last one; returns what is to be sent now, if anything."""
         if self._pass_next:
-            self._pass_next = self._interval == 1
+            self._pass_next = self.interval == 1
             return self.finish(output)
         self._collect(output)
         # A sampling mask cannot be merged, so its output must not wait for another one.
-        if len(self._token_ids) < self._interval and output.new_sampling_mask is None:
+        if len(self._token_ids) < self.interval and output.new_sampling_mask is None:
             return None
         return self._release(output)
 
     def release_next(self) -> None:
         """Send what is held together with the next output, however little it is."""
         self._pass_next = True
+
+    @property
+    def passes_next(self) -> bool:
+        """The next output passes at once."""
+        return self._pass_next
+
+    def let_go(self, request_id: str) -> EngineCoreOutput | None:
+        """Everything held, as one output that is not to be sent; None when nothing is."""
+        return self._release(EngineCoreOutput(request_id, [])) if self._token_ids else None
+
+    def take_up(self, held: EngineCoreOutput | None, *, passes_next: bool) -> None:
+        """Go on where another one let go."""
+        self._pass_next = passes_next
+        if held is not None:
+            self._collect(held)
 
     def finish(self, output: EngineCoreOutput) -> EngineCoreOutput:
         """Everything held, together with this output."""

@@ -5,7 +5,7 @@ Invariant: every candidate gets exactly one last output, in the step in which it
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -18,11 +18,16 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_rollout.adapter.core.candidate import END_REASONS, Candidate, confidence_of
+from vllm_rollout.adapter.core.moving import GroupMoves
 from vllm_rollout.adapter.core.readings import Readings
 from vllm_rollout.adapter.core.step_times import StepTimes
 from vllm_rollout.adapter.core.stop_strings import StopStringsFactory
+from vllm_rollout.adapter.parcel import MovedCandidate
 from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, CandidateTag, EndingNote, RunnerReport
 from vllm_rollout.group.judge import Judge
+from vllm_rollout.group.lifecycle import Group
+from vllm_rollout.group.load import EngineLoad, RunningGroup
+from vllm_rollout.group.moving import DetachedGroup, StayReason
 from vllm_rollout.group.step import GroupSteps, LaunchRefused, Verdicts
 from vllm_rollout.group.types import CandidateId, Observation
 
@@ -30,7 +35,7 @@ from vllm_rollout.group.types import CandidateId, Observation
 class GroupSchedulerMixin:
     """Obeys group verdicts.
 
-    Overrides: add_request, finish_requests, update_from_output, set_pause_state, _free_request.
+    Overrides: add_request, finish_requests, update_from_output, set_pause_state, _free_request, _preempt_request.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -47,6 +52,37 @@ class GroupSchedulerMixin:
         """Candidates that ended since the last step was closed."""
         self._stop_strings = StopStringsFactory(self.vllm_config.model_config)
         self._num_with_stop_strings = 0
+        self.moves = GroupMoves(self)
+        self.num_preemptions = 0
+        self.num_resumes = 0
+        """How often generation went on after a pause."""
+
+    @property
+    def load(self) -> EngineLoad:
+        num_running, num_waiting = self.get_request_counts()
+        by_group: dict[str, list[Request]] = {}
+        for id, candidate in self._by_id.items():
+            by_group.setdefault(id.group_id, []).append(candidate.request)
+        groups = [
+            RunningGroup(
+                group_id,
+                requests[0].num_prompt_tokens,
+                [request.num_output_tokens for request in requests],
+                requests[0].sampling_params.max_tokens,
+            )
+            for group_id, requests in by_group.items()
+        ]
+        moves = self.moves
+        return EngineLoad(
+            moves.is_held,
+            num_running,
+            num_waiting,
+            self.get_kv_cache_usage(),
+            self.num_preemptions,
+            moves.num_in,
+            moves.num_out,
+            groups,
+        )
 
     def cancel_groups(self, group_ids: Iterable[str]) -> None:
         """Nobody wants the rest of these groups now: what runs is deferred in the next step.
@@ -56,8 +92,50 @@ class GroupSchedulerMixin:
         for group_id in group_ids:
             self.group_steps.cancel(group_id)
 
+    def stays_because(self, group_id: str) -> StayReason | None:
+        """Why this group cannot leave for another engine core now; None when it can."""
+        if any(candidate.refusal is None and candidate.id.group_id == group_id for candidate in self._ended):
+            return "busy"
+        return self.group_steps.stays_because(group_id)
+
+    def candidates_of(self, group_id: str) -> list[Candidate]:
+        """Those of a group that run, wait or are preempted, by index."""
+        return [self._by_id[id] for id in self.group_steps.running(group_id)]
+
+    def let_go(self, group_id: str, candidates: Sequence[Candidate]) -> DetachedGroup:
+        """Forget a group whose candidates are in no queue: nobody is told, since they go on elsewhere."""
+        request_ids = {candidate.id.index: candidate.request.request_id for candidate in candidates}
+        for candidate in candidates:
+            del self._candidates[candidate.request.request_id], self._by_id[candidate.id]
+            self._num_with_stop_strings -= candidate.stop_strings is not None
+        self.finish_requests(list(request_ids.values()), RequestStatus.FINISHED_ABORTED)
+        for finished in (self.finished_req_ids_dict or {}).values():
+            finished.difference_update(request_ids.values())
+        return self.group_steps.detach(group_id, request_ids)
+
+    def take_up(
+        self, request: Request, moved: MovedCandidate, group_id: str, group: Group, num_missed_resumes: int
+    ) -> None:
+        """Know a candidate of another engine core, whose request is added next.
+
+        `num_missed_resumes`: how often generation went on here and not there, before it came; below 0 the other way
+        round, and then it will see them again.
+        """
+        candidate = Candidate(request, moved.output_interval)
+        candidate.id, candidate.group = CandidateId(group_id, moved.index), group
+        candidate.held.take_up(moved.held, passes_next=moved.passes_next)
+        candidate.pauses = [*moved.pauses, *[len(moved.output_token_ids)] * num_missed_resumes]
+        del candidate.pauses[max(0, len(moved.pauses) + num_missed_resumes) :]
+        self._candidates[request.request_id] = self._by_id[candidate.id] = candidate
+        if request.sampling_params.stop:
+            candidate.stop_strings = self._stop_strings.watch(request)
+            candidate.stop_strings.found_in(moved.output_token_ids)  # none was, or it would be over
+            self._num_with_stop_strings += 1
+
     def add_request(self, request: Request) -> None:
         super().add_request(request)
+        if request.request_id in self._candidates:
+            return  # it comes from another engine core
         params = request.sampling_params
         if params is None or (tag := CandidateTag.of(params.extra_args)) is None:
             return
@@ -92,9 +170,14 @@ class GroupSchedulerMixin:
         super().set_pause_state(pause_state)
         self.step_times.interrupt()
         if pause_state == PauseState.UNPAUSED:
+            self.num_resumes += 1
             for candidate in self._candidates.values():
                 candidate.pauses.append(candidate.request.num_output_tokens)
                 candidate.held.release_next()
+
+    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        self.num_preemptions += 1
+        super()._preempt_request(request, *args, **kwargs)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         # Called once per request that ends, whatever ended it: work happens only here.
@@ -121,6 +204,8 @@ class GroupSchedulerMixin:
         self._pass_outputs(outputs, verdicts, model_runner_output)
         if self._ended:
             self._forget_ended(outputs, verdicts)
+        for group_id in verdicts.over:
+            self.moves.forget(group_id)
         return outputs
 
     def _due(self, report: RunnerReport) -> dict[CandidateId, Observation]:

@@ -20,6 +20,7 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 from vllm_rollout.adapter.options import RolloutOptions
 from vllm_rollout.adapter.worker.emulated_runner import HIDDEN_SIZE, EmulatedRunner, LaunchedStep
 from vllm_rollout.adapter.worker.head_calls import HeadCalls
+from vllm_rollout.adapter.worker.moving_calls import MovingCalls
 from vllm_rollout.emulation.device import Device, Span
 from vllm_rollout.emulation.fate import Fates
 from vllm_rollout.emulation.settings import DEFAULT_KV_TOKENS, Settings
@@ -44,9 +45,9 @@ class EmulatedOutput(AsyncModelRunnerOutput):
         return step.output
 
 
-class EmulatedWorker(HeadCalls, WorkerBase):
+class EmulatedWorker(HeadCalls, MovingCalls, WorkerBase):
     """Overrides: what an engine core with one worker calls. Adds the methods of `HeadCalls`, with real heads on made-up
-    hidden states.
+    hidden states, and of `MovingCalls`.
     """
 
     def init_device(self) -> None:
@@ -74,6 +75,10 @@ class EmulatedWorker(HeadCalls, WorkerBase):
             say=logger.info,
         )
         self._launched: LaunchedStep | None = None
+
+    @property
+    def moving_runner(self) -> EmulatedRunner:
+        return self.emulated_runner
 
     def load_model(self, **_: Any) -> None:
         """There is none."""

@@ -13,10 +13,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from vllm.sampling_params import SamplingParams
-from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 
+from vllm_rollout.adapter.parcel import MovedCandidate, WorkerState
 from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, CandidateTag, RunnerReport
+from vllm_rollout.adapter.worker.features import features_of, states_of
 from vllm_rollout.emulation.device import Work
 from vllm_rollout.emulation.fate import ENDLESS, Fate, Fates
 from vllm_rollout.emulation.tokens import PERIOD, Vocabulary
@@ -51,17 +53,26 @@ class EmulatedRequest:
         "verdict_at",
     )
 
-    def __init__(self, new: NewRequestData, params: SamplingParams, fates: Fates, vocabulary: Vocabulary) -> None:
-        assert new.prompt_token_ids is not None, "requests without prompt tokens are refused"
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        fates: Fates,
+        vocabulary: Vocabulary,
+        fate: Fate | None,
+    ) -> None:
         extra_args = params.extra_args or {}
         tag = CandidateTag.of(extra_args)
-        key = new.req_id if params.seed is None else params.seed
+        key = request_id if params.seed is None else params.seed
         self.num_before = 0 if tag is None else tag.num_resumed
-        prompt = new.prompt_token_ids[: len(new.prompt_token_ids) - self.num_before]
-        self.fate: Fate = fates.of(prompt, key, None if tag is None else tag.index, extra_args)
+        if fate is None:
+            prompt = prompt_token_ids[: len(prompt_token_ids) - self.num_before]
+            fate = fates.of(prompt, key, None if tag is None else tag.index, extra_args)
+        self.fate = fate
         self.salt, self.cycle = self.fate.salt, vocabulary.cycle
         self.verdict = vocabulary.verdict(self.salt, self.fate.succeeds)
-        self.num_prompt = len(new.prompt_token_ids)
+        self.num_prompt = len(prompt_token_ids)
         stops = [] if params.eos_token_id is None else [params.eos_token_id]
         stops += params.stop_token_ids or []
         self.last_token = stops[0] if stops else 0
@@ -108,6 +119,25 @@ class EmulatedRunner:
         self._logprobs: dict[str, int] = {}
         """Alternatives that are asked for, by request."""
 
+    def let_go(self, request_ids: list[str]) -> dict[str, WorkerState]:
+        """What is known here of candidates that leave."""
+        features = self._ring.hand_over(request_ids)
+        return {
+            request_id: WorkerState(
+                features=features_of(features[request_id]) if request_id in features else None,
+                fate=self._requests[request_id].fate if request_id in self._requests else None,
+            )
+            for request_id in request_ids
+        }
+
+    def take_up(self, candidates: Sequence[MovedCandidate]) -> None:
+        """Candidates come that have run elsewhere."""
+        for candidate in candidates:
+            request, state = candidate.request, candidate.state
+            self._admit(request.request_id, request.prompt_token_ids, request.sampling_params, state.fate)
+            if state.features is not None:
+                self._ring.put([request.request_id], states_of(state.features, 1))
+
     def step(self, scheduled: SchedulerOutput) -> LaunchedStep | None:
         """What a step says; None when nothing is scheduled."""
         for request_id in scheduled.finished_req_ids:
@@ -118,7 +148,9 @@ class EmulatedRunner:
         cached = scheduled.scheduled_cached_reqs
         positions = list(zip(cached.req_ids, cached.num_computed_tokens, cached.num_output_tokens, strict=True))
         for new in scheduled.scheduled_new_reqs:
-            request = self._requests.get(new.req_id) or self._admit(new)
+            request = self._requests.get(new.req_id)
+            if request is None:
+                request = self._admit(new.req_id, new.prompt_token_ids, new.sampling_params)
             # Model runner V2 gets a preempted request as a new one, with its output behind the prompt.
             num_output = 0 if new.prefill_token_ids is None else len(new.prefill_token_ids) - request.num_prompt
             positions.append((new.req_id, new.num_computed_tokens, num_output))
@@ -156,15 +188,22 @@ class EmulatedRunner:
         work = Work(len(ids), context_tokens, scheduled.total_num_scheduled_tokens - len(ids))
         return LaunchedStep(output, work, num_sampled, bool(cached.req_ids))
 
-    def _admit(self, new: NewRequestData) -> EmulatedRequest:
-        params = new.sampling_params
+    def _admit(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int] | None,
+        params: SamplingParams | None,
+        fate: Fate | None = None,
+    ) -> EmulatedRequest:
         assert params is not None, "an emulated device generates"
+        assert prompt_token_ids is not None, "requests without prompt tokens are refused"
         stops = frozenset(params.all_stop_token_ids) | {params.eos_token_id}
         if (vocabulary := self._vocabularies.get(stops)) is None:
             vocabulary = self._vocabularies[stops] = Vocabulary(self._vocab_size, stops)
-        request = self._requests[new.req_id] = EmulatedRequest(new, params, self._fates, vocabulary)
+        request = EmulatedRequest(request_id, prompt_token_ids, params, self._fates, vocabulary, fate)
+        self._requests[request_id] = request
         if params.logprobs is not None:
-            self._logprobs[new.req_id] = max(0, params.logprobs)
+            self._logprobs[request_id] = max(0, params.logprobs)
         return request
 
     def _report(self, means: np.ndarray, due: Sequence[str]) -> RunnerReport:

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from vllm_rollout.adapter.call_table import Features, Refusal
+from vllm_rollout.adapter.worker.features import features_of, states_of
 from vllm_rollout.group.report import HeadInfo
 from vllm_rollout.tracker.quality_head import HeadMismatch
 from vllm_rollout.tracker.quality_heads import QualityHeads
@@ -36,17 +35,14 @@ class HeadCalls:
         if (heads := self.quality_heads) is None:
             return None
         features, found = heads.take_features(request_ids)
-        dtype = str(features.dtype).removeprefix("torch.")
-        return Features(features.contiguous().view(torch.uint8).numpy().tobytes(), dtype), found
+        return features_of(features), found
 
     def rollout_learn_features(
         self, detection_length: int, features: Features, positives: list[bool], weights: list[float]
     ) -> None:
         """Plan training on another rank's features."""
         if (heads := self.quality_heads) is not None and positives:
-            dtype = getattr(torch, features.dtype)
-            rows = torch.frombuffer(bytearray(features.data), dtype=dtype).reshape(len(positives), -1)
-            heads.learn(detection_length, rows, positives, weights)
+            heads.learn(detection_length, states_of(features, len(positives)), positives, weights)
 
     def rollout_train(self, budget_s: float) -> int | None:
         """Train for `budget_s` seconds at most, or one step; returns how many planned steps are left."""

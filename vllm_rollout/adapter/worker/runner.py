@@ -11,8 +11,11 @@ import numpy as np
 import torch
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
+from vllm_rollout.adapter.parcel import MovedCandidate, WorkerState
 from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, CandidateTag, RunnerReport
+from vllm_rollout.adapter.worker.features import features_of, states_of
 from vllm_rollout.tracker.feature_ring import FeatureRing
 from vllm_rollout.tracker.tracker import CandidateTracker, StepValues
 from vllm_rollout.tracker.warm_up import warm_up
@@ -83,6 +86,41 @@ class RunnerMixin:
         self.feature_ring = ring
         self.candidate_tracker = CandidateTracker(self.device)
 
+    @torch.inference_mode()
+    def let_go(self, request_ids: list[str]) -> dict[str, WorkerState] | None:
+        """What is known here of candidates that leave. None where nobody reads the outputs."""
+        ring = self.feature_ring
+        if ring is None:
+            return None
+        tracked = self.candidate_tracker.copy(request_ids)
+        features = ring.hand_over(request_ids)
+        return {
+            request_id: WorkerState(
+                self._generator_state(request_id),
+                tracked.get(request_id),
+                features_of(features[request_id]) if request_id in features else None,
+            )
+            for request_id in request_ids
+        }
+
+    @torch.inference_mode()
+    def take_up(self, candidates: list[MovedCandidate]) -> None:
+        """Candidates come that have run elsewhere."""
+        for candidate in candidates:
+            request_id, state = candidate.request.request_id, candidate.state
+            if self.feature_ring is not None and state.tracked is not None:
+                self.candidate_tracker.restore(request_id, state.tracked)
+            if self.feature_ring is not None and state.features is not None:
+                self.feature_ring.put([request_id], states_of(state.features, 1))
+            self._know(candidate)
+
+    def _generator_state(self, request_id: str) -> bytes | None:
+        """Of a request with a generator of its own."""
+        return None
+
+    def _know(self, candidate: MovedCandidate) -> None:
+        """Make the runner know a request that it will be told to resume."""
+
     def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         tracker = self.candidate_tracker
         if self.feature_ring is not None:
@@ -135,6 +173,29 @@ def _num_prompt_tokens(request: NewRequestData) -> int:
 
 class RunnerV1Mixin(RunnerMixin):
     """`vllm/v1/worker/gpu_model_runner.py` and its CPU subclass. Overrides: those of RunnerMixin, _sample."""
+
+    def _generator_state(self, request_id: str) -> bytes | None:
+        request = self.requests.get(request_id)
+        if request is None or request.generator is None:
+            return None
+        return request.generator.get_state().numpy().tobytes()
+
+    def _know(self, candidate: MovedCandidate) -> None:
+        request, generator = candidate.request, None
+        if candidate.state.generator is not None:
+            generator = torch.Generator(device=self.device)
+            generator.set_state(torch.frombuffer(bytearray(candidate.state.generator), dtype=torch.uint8))
+        self.requests[request.request_id] = CachedRequestState(
+            req_id=request.request_id,
+            prompt_token_ids=request.prompt_token_ids,
+            mm_features=[],
+            sampling_params=request.sampling_params,
+            generator=generator,
+            block_ids=(),
+            num_computed_tokens=0,
+            output_token_ids=list(candidate.output_token_ids),
+            lora_request=request.lora_request,
+        )
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         state = self.execute_model_state

@@ -1,0 +1,157 @@
+"""Groups move between two real ranks: what they say is what they would have said."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.engine.conftest import Server, serve_command
+
+NUM_TOKENS = 160
+"""On this model no step is so short that a group could end before it is moved."""
+
+
+@pytest.fixture(scope="module")
+def server(default_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("server") / "server.log"
+    flags = ("--max-model-len", "1024", "--data-parallel-size", "2", "--api-server-count", "1", "--dtype", "float32")
+    server = Server(serve_command(default_model, *flags), log)
+    yield server
+    server.stop()
+
+
+def rollout(server: Server, after: int | None = None, **fields: Any) -> dict[str, Any]:
+    """The last event of a rollout and its trajectories; `after` so many tokens of one of them it is moved."""
+    body = {"prompts": [{"id": "q", "prompt": "hello"}], "group_size": 3, "stream": True, "stream_tokens": 8, **fields}
+    found: dict[str, Any] = {"trajectories": {}, "tokens": {}, "moves": []}
+    with server.http.stream("POST", "/v1/rollouts", json=body) as response:
+        for line in response.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            if event["type"] == "tokens":
+                tokens = found["tokens"].setdefault(event["index"], [])
+                assert event["offset"] == len(tokens)
+                tokens += event["token_ids"]
+                if after is not None and len(tokens) >= after:
+                    after = None
+                    found["moves"].append(move(server))
+            elif event["type"] == "trajectory":
+                trajectory = event["trajectory"]
+                found["trajectories"][trajectory["index"]] = trajectory
+            elif event["type"] == "done":
+                found["done"] = event
+    return found
+
+
+def engines(server: Server) -> list[dict[str, Any]]:
+    return server.http.get("/v1/engines").json()["engines"]
+
+
+def move(server: Server) -> dict[str, Any]:
+    """All groups of the rank that has some, to the other one."""
+    (busy,) = [engine["rank"] for engine in engines(server) if engine["num_groups"]]
+    answer = server.http.post(f"/v1/engines/{busy}/drain")
+    assert answer.status_code == 200, answer.text
+    restored = server.http.post(f"/v1/engines/{busy}/restore")
+    assert restored.status_code == 200, restored.text
+    assert restored.json()["state"] == "active"
+    return answer.json()
+
+
+@pytest.mark.parametrize("sampling", [
+    {"temperature": 0.0},
+    {"temperature": 1.0, "seed": 5},
+    {"temperature": 1.0, "seed": 6, "repetition_penalty": 1.2, "presence_penalty": 0.5, "min_tokens": 150},
+])  # fmt: skip
+def test_a_moved_group_says_what_it_would_have_said(server: Server, sampling: dict[str, Any]) -> None:
+    sampling = {"max_tokens": NUM_TOKENS, "ignore_eos": True, **sampling}
+    unmoved = rollout(server, sampling=sampling)
+    moved = rollout(server, after=40, sampling=sampling)
+    (answer,) = moved["moves"]
+    assert (answer["state"], answer["num_moved"], answer["num_left"]) == ("drained", 1, 0)
+    for index in range(3):
+        before, after = unmoved["trajectories"][index], moved["trajectories"][index]
+        assert after["token_ids"] == before["token_ids"]
+        assert after["token_ids"] == moved["tokens"][index]
+        assert after["logprobs"] == pytest.approx(before["logprobs"], abs=1e-3)
+        assert after["mean_confidence"] == pytest.approx(before["mean_confidence"], rel=1e-3)
+
+
+def test_scores_stop_strings_and_text_go_on(server: Server) -> None:
+    sampling = {"max_tokens": NUM_TOKENS, "min_tokens": 100, "seed": 3, "temperature": 1.0, "stop": ["e"]}
+    fields = {"pruning": {"detection_length": 64, "mode": "shadow"}, "return": {"text": True}, "sampling": sampling}
+    unmoved = rollout(server, **fields)
+    moved = rollout(server, after=40, **fields)
+    assert moved["moves"][0]["num_moved"] == 1
+    assert sorted(moved["trajectories"]) == sorted(unmoved["trajectories"])
+    for index, before in unmoved["trajectories"].items():
+        after = moved["trajectories"][index]
+        assert (after["token_ids"], after["text"]) == (before["token_ids"], before["text"])
+        assert (after["finish_reason"], after["stop_reason"]) == (before["finish_reason"], before["stop_reason"])
+        assert after["score"] == pytest.approx(before["score"], abs=1e-3)
+
+
+def test_requests_that_join_a_group_follow_it(server: Server) -> None:
+    """The last of them comes after the move."""
+    xargs = {"rollout_group_id": "late", "rollout_group_size": 2, "rollout_num_candidates": 4}
+
+    def ask(num_tokens: int) -> dict[str, Any]:
+        body = {"prompt": "hello", "max_tokens": num_tokens, "min_tokens": num_tokens}
+        response = server.http.post("/v1/completions", json={**body, "vllm_xargs": xargs}, timeout=120)
+        assert response.status_code == 200, response.text
+        return response.json()["choices"][0]
+
+    with ThreadPoolExecutor(4) as pool:
+        first = [pool.submit(ask, num_tokens) for num_tokens in (160, 165, 170)]
+        server.wait_until(lambda: sum(engine["num_running"] for engine in engines(server)) == 3)
+        assert move(server)["num_moved"] == 1
+        late = pool.submit(ask, 5)
+        assert late.result()["finish_reason"] == "length"
+        endings = [each.result() for each in first]
+    assert [ending["stop_reason"] for ending in endings] == [None, "surplus", "surplus"]
+
+
+def test_a_drained_rank_gets_nothing_until_it_is_restored(server: Server) -> None:
+    before = engines(server)[1]["num_moved_in"]
+    for _ in range(2):
+        drained = server.http.post("/v1/engines/1/drain", json={"timeout_s": 5})
+        assert drained.status_code == 200, drained.text
+        assert drained.json()["state"] == "drained"
+    refused = server.http.post("/v1/engines/0/drain")
+    assert refused.status_code == 409
+    assert "last one that is not drained" in refused.json()["error"]["message"]
+    generated = server.counter("vllm:generation_tokens_total", engine="1")
+    body = {"prompts": [{"prompt": f"hello {i}"} for i in range(6)], "group_size": 2, "sampling": {"max_tokens": 20}}
+    assert server.http.post("/v1/rollouts", json=body).status_code == 200
+    plain = {"prompt": "hello", "max_tokens": 10}
+    for _ in range(3):
+        assert server.http.post("/v1/completions", json=plain).status_code == 200
+    pinned = server.http.post("/v1/completions", json=plain, headers={"x-data-parallel-rank": "1"})
+    assert pinned.status_code == 400
+    assert "rank 1 is drained" in pinned.json()["error"]["message"]
+    assert [engine["state"] for engine in engines(server)] == ["active", "drained"]
+    server.wait_until_idle()
+    assert server.counter("vllm:generation_tokens_total", engine="1") == generated
+    assert server.http.post("/v1/engines/1/restore").json()["state"] == "active"
+    assert server.http.post("/v1/rollouts", json=body).status_code == 200
+    server.wait_until(lambda: server.counter("vllm:generation_tokens_total", engine="1") > generated)
+    assert engines(server)[1]["num_moved_in"] == before
+    assert server.http.post("/v1/engines/2/drain").status_code == 404
+
+
+def test_what_is_in_no_group_ends_where_it_is(server: Server) -> None:
+    body = {"prompt": "hello", "max_tokens": 100, "min_tokens": 100}
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(server.http.post, "/v1/completions", json=body, timeout=120)
+        server.wait_until(lambda: sum(engine["num_running"] for engine in engines(server)) == 1)
+        (busy,) = [engine["rank"] for engine in engines(server) if engine["num_running"]]
+        now = server.http.post(f"/v1/engines/{busy}/drain", json={"timeout_s": 0}).json()
+        assert (now["state"], now["num_moved"], now["num_left"]) == ("draining", 0, 1)
+        assert server.http.post(f"/v1/engines/{busy}/drain").json()["state"] == "drained"
+        assert asked.result().json()["usage"]["completion_tokens"] == 100
+    server.http.post(f"/v1/engines/{busy}/restore")

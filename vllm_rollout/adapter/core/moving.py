@@ -1,0 +1,174 @@
+"""Groups that leave this engine core, and groups that come.
+
+A group leaves in two calls. The first stops it as vLLM preempts: its blocks are free, and what a step in flight still
+makes of it is delivered when that step is read. Once nothing is in flight the second call makes a parcel of it. A group
+that comes is to the scheduler one that was preempted here: its prompt and its output are computed again, as far as the
+prefix cache does not have them.
+
+Invariant: a candidate is in one scheduler, in one parcel, or over; every token of it is sent once. A call that is
+repeated with the same epoch changes nothing and is answered as before.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.request import Request, RequestStatus
+
+from vllm_rollout.adapter.call_table import GroupToAdopt, GroupToRelease, Released
+from vllm_rollout.adapter.core.candidate import Candidate
+from vllm_rollout.adapter.core.core_worker import call_worker
+from vllm_rollout.adapter.parcel import MovedCandidate, Parcel, request_to_move
+
+if TYPE_CHECKING:
+    from vllm_rollout.adapter.core.scheduler import GroupSchedulerMixin
+
+MOVABLE_STATUSES = (RequestStatus.RUNNING, RequestStatus.WAITING, RequestStatus.PREEMPTED)
+ANY_WAVE = -1
+"""Of an added request: where ranks step together, an idle one is woken by it."""
+
+
+class GroupMoves:
+    """The moves of one engine core."""
+
+    def __init__(self, scheduler: GroupSchedulerMixin) -> None:
+        self._scheduler = scheduler
+        self._stopped: dict[str, list[Candidate]] = {}
+        """By group: candidates in no queue, that leave when nothing of them is in flight."""
+        self._released: dict[str, tuple[int, Released]] = {}
+        """Groups that left and have not arrived: epoch and answer."""
+        self._adopted: dict[str, int] = {}
+        """Epochs of groups that came and run here."""
+        self.is_held = False
+        """This engine core is kept empty."""
+        self.num_in = 0
+        self.num_out = 0
+
+    def hold(self, held: bool) -> None:
+        self.is_held = held
+
+    def release(self, core: EngineCore, wanted: GroupToRelease) -> Released:
+        group_id = wanted.group_id
+        if group_id in self._released:
+            epoch, answer = self._released[group_id]
+            return answer if epoch == wanted.epoch else Released("busy")
+        stays = self._scheduler.stays_because(group_id)
+        if stays is not None:
+            if stays == "over":
+                self._stopped.pop(group_id, None)
+            return Released(stays)
+        candidates = self._scheduler.candidates_of(group_id)
+        if group_id not in self._stopped:
+            refusal = next(filter(None, (move_refusal(candidate.request) for candidate in candidates)), None)
+            if refusal is not None:
+                return Released("refused", reason=refusal)
+            self._stopped[group_id] = candidates
+            stop(self._scheduler, [candidate.request for candidate in candidates])
+        if any(candidate.request.num_in_flight_tokens for candidate in candidates):
+            return Released("in_flight")
+        del self._stopped[group_id]
+        parcel = self._pack(core, group_id, candidates)
+        answer = Released("released", parcel.encode(), [moved.request.request_id for moved in parcel.candidates])
+        self._released[group_id] = wanted.epoch, answer
+        return answer
+
+    def keep(self, core: EngineCore, wanted: GroupToRelease) -> None:
+        epoch, answer = self._released.get(wanted.group_id, (None, None))
+        if epoch == wanted.epoch:
+            del self._released[wanted.group_id]
+            self._unpack(core, Parcel.decode(answer.parcel))
+        elif (candidates := self._stopped.pop(wanted.group_id, None)) is not None:
+            queue_again(self._scheduler, [candidate.request for candidate in candidates])
+
+    def adopt(self, core: EngineCore, wanted: GroupToAdopt) -> None:
+        if self._adopted.get(wanted.group_id) == wanted.epoch:
+            return
+        if self._scheduler.stays_because(wanted.group_id) != "over":
+            raise ValueError(f"group {wanted.group_id} runs here already")
+        self._unpack(core, Parcel.decode(wanted.parcel))
+        self._adopted[wanted.group_id] = wanted.epoch
+        self.num_in += 1
+
+    def confirm(self, wanted: GroupToRelease) -> None:
+        if self._released.get(wanted.group_id, (None, None))[0] == wanted.epoch:
+            del self._released[wanted.group_id]
+            self.num_out += 1
+
+    def forget(self, group_id: str) -> None:
+        """It is over."""
+        self._adopted.pop(group_id, None)
+        self._stopped.pop(group_id, None)
+
+    def _pack(self, core: EngineCore, group_id: str, candidates: Sequence[Candidate]) -> Parcel:
+        begun = [candidate for candidate in candidates if candidate.request.num_output_tokens]
+        ids = [candidate.request.request_id for candidate in begun]
+        states = (ids and call_worker(core, "rollout_let_go", ids)) or {}
+        moved = [
+            MovedCandidate(
+                index=candidate.id.index,
+                request=request_to_move(candidate.request),
+                output_token_ids=list(candidate.request.output_token_ids),
+                output_interval=candidate.held.interval,
+                passes_next=candidate.held.passes_next,
+                held=candidate.held.let_go(candidate.request.request_id),
+                pauses=candidate.pauses,
+                state=states.get(candidate.request.request_id),
+            )
+            for candidate in candidates
+        ]
+        self._adopted.pop(group_id, None)
+        return Parcel(self._scheduler.let_go(group_id, candidates), moved, self._scheduler.num_resumes)
+
+    def _unpack(self, core: EngineCore, parcel: Parcel) -> None:
+        begun = [moved for moved in parcel.candidates if moved.output_token_ids]
+        if begun:
+            core.collective_rpc("rollout_take_up", args=(begun,))
+        group = self._scheduler.group_steps.attach(parcel.detached)
+        num_missed = self._scheduler.num_resumes - parcel.num_resumes
+        for moved in parcel.candidates:
+            request, _ = core.preprocess_add_request(moved.request)
+            if moved.output_token_ids:
+                request.append_output_token_ids(moved.output_token_ids)
+                request.status = RequestStatus.PREEMPTED
+                request.num_preemptions = 1  # not counted: it is vLLM's sign that this is no first prefill
+                request.prefill_stats = None  # they were sent with its first token
+            self._scheduler.take_up(request, moved, parcel.detached.group_id, group, num_missed)
+            core.add_request(request, ANY_WAVE)
+
+
+def move_refusal(request: Request) -> str | None:
+    """Why a request cannot leave its engine; None when it can."""
+    if request.status not in MOVABLE_STATUSES:
+        return f"a candidate is {request.status!s}"
+    if request.prompt_token_ids is None or request.prompt_embeds is not None or request.mm_features:
+        return "its prompt is more than tokens"
+    if request.use_structured_output:
+        return "its grammar has a state of its own"
+    if request.resumable:
+        return "its prompt is not over"
+    if request.kv_transfer_params is not None:
+        return "its KV cache comes from elsewhere"
+    return None
+
+
+def stop(scheduler: GroupSchedulerMixin, requests: Sequence[Request]) -> None:
+    """Take requests out of every queue. Those that run are preempted by vLLM's own method, without being counted."""
+    running = {request for request in requests if request.status == RequestStatus.RUNNING}
+    if running:
+        scheduler.running = [request for request in scheduler.running if request not in running]
+    for request in running:
+        num_events = len(request.events)
+        scheduler._preempt_request(request, time.monotonic())
+        del request.events[num_events:]
+    scheduler.num_preemptions -= len(running)
+    scheduler.waiting.remove_requests(requests)
+    scheduler.deferred_waiting.difference_update(requests)
+
+
+def queue_again(scheduler: GroupSchedulerMixin, requests: Sequence[Request]) -> None:
+    """Put requests back that were stopped and have not ended since; they are the next to run."""
+    for request in reversed([request for request in requests if not request.is_finished()]):
+        scheduler.waiting.prepend_request(request)

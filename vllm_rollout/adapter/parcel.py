@@ -1,0 +1,88 @@
+"""A group on its way from one engine core to another: what travels, and the codec of both ends.
+
+    source worker  `WorkerState` of each candidate  -> source engine core: `Parcel` -> bytes
+    bytes -> API process, which does not look into them -> target engine core: `Parcel` -> target worker
+
+Invariant: a candidate in a parcel is in no scheduler, and every token of it that the API process has not got is here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
+from vllm.v1.request import Request
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from vllm_rollout.adapter.call_table import Features
+from vllm_rollout.emulation.fate import Fate
+from vllm_rollout.group.moving import DetachedGroup
+from vllm_rollout.tracker.tracker import TrackedCandidate
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerState:
+    """What a worker knows of a candidate beside its tokens."""
+
+    generator: bytes | None = None
+    """State of its random generator (model runner V1, seeded requests)."""
+    tracked: TrackedCandidate | None = None
+    features: Features | None = None
+    """The hidden state that awaits its reward."""
+    fate: Fate | None = None
+    """What becomes of it, on an emulated device."""
+
+
+@dataclass(frozen=True, slots=True)
+class MovedCandidate:
+    """A candidate that runs nowhere."""
+
+    index: int
+    request: EngineCoreRequest
+    """As it came."""
+    output_token_ids: list[int]
+    output_interval: int
+    passes_next: bool
+    """The next output is to be sent at once."""
+    held: EngineCoreOutput | None
+    """Tokens that wait for others to make a message."""
+    pauses: list[int]
+    state: WorkerState | None
+    """None when it has no output tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """A whole group."""
+
+    detached: DetachedGroup
+    candidates: list[MovedCandidate]
+    num_resumes: int
+    """Of the source's generation: every engine core is paused and resumed, but not in the same moment."""
+
+    def encode(self) -> bytes:
+        # Several buffers, since vLLM's encoder does not copy large arrays.
+        return msgspec.msgpack.encode([bytes(buffer) for buffer in MsgpackEncoder().encode(self)])
+
+    @classmethod
+    def decode(cls, data: bytes) -> Parcel:
+        return MsgpackDecoder(cls).decode(msgspec.msgpack.decode(data, type=list[bytes]))
+
+
+def request_to_move(request: Request) -> EngineCoreRequest:
+    """What an API process would send to make this request anew."""
+    return EngineCoreRequest(
+        request_id=request.request_id,
+        prompt_token_ids=request.prompt_token_ids,
+        mm_features=None,
+        sampling_params=request.sampling_params,
+        pooling_params=None,
+        arrival_time=request.arrival_time,
+        lora_request=request.lora_request,
+        cache_salt=request.cache_salt,
+        data_parallel_rank=None,
+        client_index=request.client_index,
+        priority=request.priority,
+        trace_headers=request.trace_headers,
+    )

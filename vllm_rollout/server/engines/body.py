@@ -1,0 +1,86 @@
+"""Bodies and answers of the endpoints about ranks (docs/http.md)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, Field, StrictFloat
+
+from vllm_rollout.group.load import EngineLoad
+from vllm_rollout.server.body import Body
+
+DEFAULT_DRAIN_S = 30.0
+MAX_DRAIN_S = 3600.0
+
+EngineState = Literal["active", "draining", "drained"]
+"""
+active    groups are sent to it
+draining  nothing new is sent to it, and something still runs or waits there
+drained   nothing new is sent to it, and nothing is there
+"""
+
+
+class DrainRequest(Body):
+    """How to empty a rank."""
+
+    timeout_s: Annotated[StrictFloat, Field(ge=0, le=MAX_DRAIN_S)] = Field(
+        default=DEFAULT_DRAIN_S,
+        description="So long the answer waits for the rank to be empty, in seconds: what is in no group, or cannot "
+        f"move, runs to its end there. From 0 to {MAX_DRAIN_S:g}.",
+    )
+
+
+class EngineAnswer(BaseModel):
+    """One data-parallel rank."""
+
+    rank: int
+    state: EngineState
+    num_running: int
+    """Requests; the same:"""
+    num_waiting: int
+    num_groups: int
+    kv_cache_usage: float
+    """From 0 to 1."""
+    num_preemptions: int
+    """Since the server started, and so are:"""
+    num_moved_in: int
+    """Groups that came from other ranks."""
+    num_moved_out: int
+
+    @classmethod
+    def of(cls, rank: int, load: EngineLoad) -> EngineAnswer:
+        return cls(
+            rank=rank,
+            state=state_of(load.is_held, load.num_running + load.num_waiting),
+            num_running=load.num_running,
+            num_waiting=load.num_waiting,
+            num_groups=len(load.groups),
+            kv_cache_usage=load.kv_cache_usage,
+            num_preemptions=load.num_preemptions,
+            num_moved_in=load.num_moved_in,
+            num_moved_out=load.num_moved_out,
+        )
+
+
+class EnginesAnswer(BaseModel):
+    object: Literal["list"] = "list"
+    engines: list[EngineAnswer]
+    """By rank."""
+
+
+class DrainAnswer(BaseModel):
+    rank: int
+    state: EngineState
+    num_moved: int
+    """Groups that go on elsewhere."""
+    num_left: int
+    """Requests that still run or wait on the rank."""
+    reasons: dict[str, int]
+    """Why groups stayed: how many for which."""
+    seconds: float
+
+
+def state_of(is_held: bool, num_requests: int) -> EngineState:
+    if not is_held:
+        return "active"
+    return "draining" if num_requests else "drained"
