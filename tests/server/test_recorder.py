@@ -1,5 +1,6 @@
 """What `--rollout-record` leaves behind is a trace that can be replayed."""
 
+import asyncio
 import json
 from contextlib import aclosing
 from pathlib import Path
@@ -99,7 +100,8 @@ async def test_groups_that_were_over_when_the_client_left_are_recorded(engine, r
                 async for event in events:
                     if event.type == "group":
                         break
-        wait_until(lambda: path.read_text() != "")
+        # In a thread: the connection is closed by this loop.
+        await asyncio.to_thread(wait_until, lambda: path.read_text() != "")
     (row,) = (json.loads(line) for line in path.read_text().splitlines())
     assert {prompt["id"] for prompt in row["prompts"]} <= {"a", "b"}
     assert row["prompts"]
