@@ -20,6 +20,7 @@ from vllm_rollout.server.engines.service import EnginesService
 from vllm_rollout.server.metrics import Metrics
 from vllm_rollout.server.recorder import TraceRecorder
 from vllm_rollout.server.routes import router
+from vllm_rollout.server.runs.parallelism import Parallelism
 from vllm_rollout.server.runs.service import RunService
 from vllm_rollout.server.runs.store import RunStore
 from vllm_rollout.server.service import RolloutService
@@ -45,7 +46,11 @@ def app(engine: FakeEngine) -> FastAPI:
 
 
 def make_app(
-    engine: FakeEngine, recorder: TraceRecorder | None = None, database: Path | None = None, num_processes: int = 1
+    engine: FakeEngine,
+    recorder: TraceRecorder | None = None,
+    database: Path | None = None,
+    num_processes: int = 1,
+    make_parallelism: Callable[[Metrics], Parallelism] | None = None,
 ) -> FastAPI:
     app = FastAPI()
     app.include_router(router)
@@ -53,7 +58,8 @@ def make_app(
     metrics = Metrics(registry)
     app.state.rollout_service = RolloutService(engine, metrics, recorder=recorder)
     store = RunStore(database)
-    app.state.run_service = RunService(app.state.rollout_service, engine, store, metrics, num_processes)
+    parallelism = None if make_parallelism is None else make_parallelism(metrics)
+    app.state.run_service = RunService(app.state.rollout_service, engine, store, metrics, num_processes, parallelism)
     app.state.engines_service = EnginesService(engine)
     app.state.healthy = True
 

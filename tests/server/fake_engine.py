@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -108,6 +108,8 @@ class FakeEngine(LearningEngine):
     held: set[int] = field(default_factory=set)
     """Ranks that are kept empty. Everything runs on rank 0."""
     num_launch_places: int = 128
+    preemptions: Callable[[int], int] = lambda num_tokens: 0
+    """Of a candidate, by its number of tokens."""
     num_launched: int = 0
     num_ended: int = 0
     num_aborted: int = 0
@@ -336,7 +338,15 @@ class FakeEngine(LearningEngine):
         exact = state != "pruned" and candidate.end_reason == "stop" and num_tokens == len(candidate.token_ids)
         tokens = candidate.token_ids[:num_tokens]
         return CandidateEnd(
-            ending=Ending(candidate.index, state, num_tokens, truncated, group.end_step(candidate.index), exact),
+            ending=Ending(
+                candidate.index,
+                state,
+                num_tokens,
+                truncated,
+                group.end_step(candidate.index),
+                exact,
+                num_preemptions=self.preemptions(num_tokens),
+            ),
             token_ids=tokens,
             logprobs=candidate.logprobs[:num_tokens] if handle.want_logprobs else None,
             text=_text(tokens) if handle.want_text else None,

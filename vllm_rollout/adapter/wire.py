@@ -130,6 +130,7 @@ class EndingNote:
     """It was lost, and its group waits for another candidate in its place."""
     group_lost: bool = False
     """Its group completed with this step, but after as many others as the round wanted."""
+    num_preemptions: int = 0
 
     def to_params(self, params: dict[str, Any] | None) -> dict[str, Any]:
         assessment = None if self.assessment is None else list(astuple(self.assessment))
@@ -144,6 +145,7 @@ class EndingNote:
                 self.ended_by_itself,
                 self.is_replaced,
                 self.group_lost,
+                self.num_preemptions,
                 assessment,
             ],
         }
@@ -154,10 +156,10 @@ class EndingNote:
         if not params or ENDING_KEY not in params:
             return None, params
         rest = {key: value for key, value in params.items() if key != ENDING_KEY}
-        state, end_step, confidence, pauses, refusal, *flags, assessment = params[ENDING_KEY]
+        state, end_step, confidence, pauses, refusal, *rest_of_note, assessment = params[ENDING_KEY]
         confidence = None if confidence is None else tuple(confidence)
         assessment = None if assessment is None else assessment_of(assessment)
-        return cls(state, end_step, confidence, pauses, assessment, refusal, *flags), rest or None
+        return cls(state, end_step, confidence, pauses, assessment, refusal, *rest_of_note), rest or None
 
 
 def assessment_of(values: Sequence[Any]) -> Assessment:

@@ -85,6 +85,8 @@ class Ending:
     """Its length is exact: also when it is surplus, because its ending came too late to count (a lost tie)."""
     num_resumed: int = 0
     """Of its tokens those that it had from an earlier round."""
+    num_preemptions: int = 0
+    """How often it had to give its KV cache to others and wait."""
 
     @property
     def valid(self) -> bool:

@@ -138,6 +138,19 @@ class Metrics:
             buckets=LATENCY_BUCKETS_S,
             registry=registry,
         )
+        self._size = gauge("tensor_parallel_size", "Of the engine, with --parallelism auto.")
+        self._rebuilds = Counter(
+            f"{PREFIX}engine_rebuilds",
+            "Rebuilds of the engine at another tensor-parallel size; a failed one ends at the size it had.",
+            ["outcome"],
+            registry=registry,
+        )
+        self._rebuild_time = Histogram(
+            f"{PREFIX}engine_rebuild_seconds",
+            "From when requests begin to wait until the engine is there again.",
+            buckets=LATENCY_BUCKETS_S,
+            registry=registry,
+        )
         for kind in ROUND_KINDS:
             self._rounds.labels(kind)
             self._round_latency.labels(kind)
@@ -175,6 +188,13 @@ class Metrics:
         self._moves.labels(outcome).inc()
         if outcome == "moved":
             self._move_seconds.observe(seconds)
+
+    def engine_sized(self, size: int) -> None:
+        self._size.set(size)
+
+    def engine_rebuilt(self, outcome: str, seconds: float) -> None:
+        self._rebuilds.labels(outcome).inc()
+        self._rebuild_time.observe(seconds)
 
     def joined_over(self, ending: Ending) -> None:
         """One candidate of a group whose siblings come by themselves: what finished is what its request returns."""

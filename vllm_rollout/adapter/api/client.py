@@ -9,22 +9,25 @@ import asyncio
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing
 from copy import copy
 from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from vllm.config import VllmConfig
 from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMValidationError
 from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
+from vllm_rollout.adapter.api.door import Door
 from vllm_rollout.adapter.api.emulate import fork_emulated_engines
 from vllm_rollout.adapter.api.group_routes import GroupRoutes
 from vllm_rollout.adapter.api.open_paths import refuse_on_open_path
@@ -58,11 +61,17 @@ logger = init_logger("vllm.vllm_rollout")
 
 
 class RolloutAsyncLLM(AsyncLLM):
-    """AsyncLLM that runs groups. Overrides: __init__, generate, add_request, abort, shutdown."""
+    """AsyncLLM that runs groups.
+
+    Overrides: __init__, generate, add_request, abort, shutdown, collective_rpc, pause_generation, sleep.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.before_shutdown: Callable[[], None] | None = None
         """Called once, on the thread that stops the engine, while the engine still answers."""
+        self.before_weights: Callable[[], Awaitable[None]] | None = None
+        """Called before a trainer pauses the engine, lets it sleep or sends it weights."""
+        self.door = Door()
         fork_emulated_engines(kwargs["vllm_config"])
         super().__init__(*args, **kwargs)
         self.rollout_metrics = Metrics()
@@ -164,14 +173,44 @@ class RolloutAsyncLLM(AsyncLLM):
         self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
     ) -> RequestOutputCollector:
         tag = CandidateTag.of(params.extra_args) if isinstance(params, SamplingParams) else None
-        if tag is None:
-            return await super().add_request(request_id, prompt, params, *args, **kwargs)
-        async with self.routes.find(tag.group_id).launching() as rank:
-            if self.num_ranks > 1:
-                kwargs["data_parallel_rank"] = rank
-            collector = await super().add_request(request_id, prompt, params, *args, **kwargs)
+        async with self.door.passing():
+            if tag is None:
+                return await super().add_request(request_id, prompt, params, *args, **kwargs)
+            async with self.routes.find(tag.group_id).launching() as rank:
+                if self.num_ranks > 1:
+                    kwargs["data_parallel_rank"] = rank
+                collector = await super().add_request(request_id, prompt, params, *args, **kwargs)
         self._candidates[collector] = tag.group_id
         return collector
+
+    async def collective_rpc(self, *args: Any, **kwargs: Any) -> Any:
+        await self._weights_come()
+        return await super().collective_rpc(*args, **kwargs)
+
+    async def pause_generation(self, *args: Any, **kwargs: Any) -> None:
+        await self._weights_come()
+        await super().pause_generation(*args, **kwargs)
+
+    async def sleep(self, *args: Any, **kwargs: Any) -> None:
+        await self._weights_come()
+        await super().sleep(*args, **kwargs)
+
+    async def _weights_come(self) -> None:
+        if self.before_weights is not None:
+            await self.before_weights()
+
+    async def stop_reading(self) -> asyncio.Task[None] | None:
+        """Read no more outputs of the engine; returns what has read them, ended."""
+        handler, self.output_handler = self.output_handler, None
+        if handler is not None:
+            handler.cancel()
+            await asyncio.gather(handler, return_exceptions=True)
+        return handler
+
+    def read_from(self, engine_core: AsyncMPClient, config: VllmConfig) -> None:
+        """Use another engine from now on."""
+        self.engine_core, self.vllm_config = engine_core, config
+        self._run_output_handler()
 
     def _is_candidate(self, internal_id: str) -> bool:
         return self._group_of(internal_id) is not None

@@ -30,6 +30,7 @@ class RolloutEndpoints:
     async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
         from vllm_rollout.adapter.api.client import RolloutAsyncLLM
         from vllm_rollout.adapter.api.engine import VLLMEngine
+        from vllm_rollout.adapter.api.parallelism import parallelism_of
         from vllm_rollout.adapter.api.state_file import StateFile
         from vllm_rollout.server.engines.service import EnginesService
         from vllm_rollout.server.recorder import TraceRecorder
@@ -59,4 +60,5 @@ class RolloutEndpoints:
         state.engines_service = EnginesService(engine)
         state.rollout_service = RolloutService(engine, metrics, recorder=recorder, admin_key=args.rollout_admin_key)
         num_processes = engine_client.num_api_processes
-        state.run_service = RunService(state.rollout_service, engine, store, metrics, num_processes)
+        parallelism = parallelism_of(args, engine_client, engine)
+        state.run_service = RunService(state.rollout_service, engine, store, metrics, num_processes, parallelism)

@@ -26,6 +26,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm_rollout.adapter.api.client import RolloutAsyncLLM
 from vllm_rollout.adapter.api.engine_calls import engine_stopped
 from vllm_rollout.adapter.api.learning import EngineLearning
+from vllm_rollout.adapter.api.lost_weights import LostWeights
 from vllm_rollout.adapter.api.moving import EngineMoves
 from vllm_rollout.adapter.api.outputs import CandidateFailed, CandidateOutput, ending_of
 from vllm_rollout.adapter.api.resuming import UNNAMED_WEIGHTS, resume_refusal, text_of
@@ -82,6 +83,7 @@ class VLLMEngine(EngineLearning, EngineShaping, EngineMoves):
         self._models = state.openai_serving_models
         self._renderer = state.online_renderer
         self._default_sampling = client.model_config.get_diff_sampling_param()
+        self.lost_weights = LostWeights()
 
     @property
     def max_num_seqs(self) -> int:
@@ -100,6 +102,7 @@ class VLLMEngine(EngineLearning, EngineShaping, EngineMoves):
         want_logprobs: bool,
         want_text: bool,
     ) -> tuple[str, list[PreparedPrompt]]:
+        await self.lost_weights.found(self.current_weight_version)
         lora = self._adapter_of(model)
         params = self._sampling_params(sampling, want_logprobs=want_logprobs, want_text=want_text)
         prepared, slices = [], Slices()

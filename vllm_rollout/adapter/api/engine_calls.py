@@ -40,12 +40,17 @@ class EngineCalls:
     def num_ranks(self) -> int:
         return self._client.num_ranks
 
+    @property
+    def is_busy(self) -> bool:
+        """Something is on its way that takes several calls, of which an engine must get all or none."""
+        return bool(self._running) or self._reading.locked()
+
     async def _call_rank(self, rank: int, operation: Operation[Argument, Result], argument: Argument) -> Result:
         """One operation on one rank of those that this API process calls."""
-        core = self._client.engine_core
         payload = operation.encode_argument(argument)
         try:
             async with self._turn_of[rank]:
+                core = self._client.engine_core  # of now: while it waited the engine may have been rebuilt
                 answer = await self._unless_dead(
                     core._call_utility_async(CALL_METHOD, operation.name, payload, engine=core.core_engines[rank])
                 )

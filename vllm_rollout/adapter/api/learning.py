@@ -63,6 +63,10 @@ class EngineLearning(EngineCalls):
     def pruning_refusal(self) -> str | None:
         return pruning_refusal(self._client.vllm_config)
 
+    @property
+    def is_busy(self) -> bool:
+        return super().is_busy or (self._training is not None and not self._training.done())
+
     async def post_rewards(self, rollout_id: str, rewards: Sequence[Reward]) -> RewardsReceipt | None:
         return await self._to_its_end(self._post_in_turn(rollout_id, rewards))
 

@@ -42,6 +42,7 @@ def ending_of(candidate: CandidateOutput, num_tokens: int | None = None) -> Endi
         truncated=completion.finish_reason in TRUNCATED,
         end_step=0 if note is None else note.end_step,
         ended_by_itself=not failed and note.ended_by_itself,
+        num_preemptions=0 if note is None else note.num_preemptions,
     )
 
 

@@ -27,6 +27,11 @@ from vllm_rollout.adapter.api.emulate import (
     refuse_with_emulation,
     switch_emulation_on,
 )
+from vllm_rollout.adapter.api.parallelism import (
+    add_parallelism_flags,
+    refuse_with_parallelism,
+    switch_parallelism_on,
+)
 from vllm_rollout.adapter.compat import check_vllm_version, vllm_version
 from vllm_rollout.adapter.options import RolloutOptions
 from vllm_rollout.config import CPU_BLOCK_SIZE_TOKENS, FEATURE_RING_BYTES, TRAIN_BUDGET_S
@@ -89,12 +94,14 @@ def parse(arguments: list[str], program: str, usage: str) -> argparse.Namespace:
     serve_parser.epilog = EPILOG + (serve_parser.epilog or "")
     add_flags(serve_parser)
     add_emulation_flags(serve_parser)
+    add_parallelism_flags(serve_parser)
     # vLLM's parser looks for the subcommand, its config file and its help topics in sys.argv.
     sys.argv = ["vllm", "serve", *arguments]
     args = parser.parse_args()
     configure_logging_from_args(args)
     refuse_unsupported(args, serve_parser)
     refuse_with_emulation(args, serve_parser)
+    refuse_with_parallelism(args, serve_parser)
     switch_on(args, default_model=serve_parser.get_default("model"))
     return args
 
@@ -216,6 +223,7 @@ def switch_on(args: argparse.Namespace, default_model: str) -> None:
     args.worker_cls = WORKER_CLS
     if args.emulate is not None:
         switch_emulation_on(args)
+    switch_parallelism_on(args)
     if args.block_size is None and current_platform.is_cpu():
         args.block_size = CPU_BLOCK_SIZE_TOKENS
 

@@ -332,6 +332,7 @@ class GroupSchedulerMixin:
             ended_by_itself=candidate.end_reason == "stop",
             is_replaced=group.is_replaced(id.index),
             group_lost=id.group_id in verdicts.lost_groups,
+            num_preemptions=candidate.request.num_preemptions,
         )
         output.kv_transfer_params = note.to_params(output.kv_transfer_params)
 

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
+from vllm_rollout.group.planner import Reason
 from vllm_rollout.group.rounds import QueueOrder, RoundKind
 
 
@@ -57,6 +58,22 @@ class SavingsAnswer(BaseModel):
     """An estimate from below; null while too few prompts are back."""
 
 
+class ParallelismAnswer(BaseModel):
+    """The engine's tensor-parallel size, of a server with `--parallelism auto`."""
+
+    tensor_parallel_size: int
+    allowed_sizes: list[int]
+    next_size: int
+    """Of the next round: the engine is rebuilt before it, when this is another."""
+    reason: Reason
+    preemptions_per_candidate: float | None
+    """Of the newest round of any run; null before the first."""
+    level: float
+    """What it was compared with."""
+    num_rebuilds: int
+    last_rebuild_s: float | None
+
+
 class RunAnswer(BaseModel):
     """A run as it is now."""
 
@@ -89,6 +106,8 @@ class RunAnswer(BaseModel):
     """The newest rounds, oldest first."""
     totals: RunTotals
     savings: SavingsAnswer
+    parallelism: ParallelismAnswer | None
+    """Null without `--parallelism auto`."""
 
 
 class RunsAnswer(BaseModel):

@@ -39,6 +39,9 @@ class RoundCourse:
         self.filtered_tokens = 0
         """Of groups that would have been returned."""
         self._num_tokens: dict[int, int] = {}
+        self.num_preemptions = 0
+        self.lengths: dict[int, list[int]] = {}
+        """By position: tokens of every candidate that ran, of groups that are returned or not."""
 
     async def positions(self) -> AsyncIterator[int]:
         while not self.progress.is_over:
@@ -74,6 +77,8 @@ class RoundCourse:
         return RacePlace(self.race_id, self.progress.num_wanted, position)
 
     async def group_over(self, position: int, result: GroupResult, *, lost: bool) -> DeferReason | None:
+        self.num_preemptions += sum(ending.num_preemptions for ending in result.endings)
+        self.lengths[position] = [ending.num_tokens for ending in result.endings]
         was_cut = self.progress.is_cut
         longest = max((e.num_tokens for e in result.endings if e.index in result.selected), default=0)
         is_deferred = lost or any(ending.state == "deferred" for ending in result.endings)

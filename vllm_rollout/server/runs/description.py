@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from vllm_rollout.server.runs.answers import (
     OpenRoundAnswer,
+    ParallelismAnswer,
     RoundRecordAnswer,
     RunAnswer,
     RunTotals,
@@ -13,7 +14,9 @@ from vllm_rollout.server.runs.body import RunRequest
 from vllm_rollout.server.runs.store import StoredRun
 
 
-def run_answer(stored: StoredRun, *, is_live: bool, is_durable: bool) -> RunAnswer:
+def run_answer(
+    stored: StoredRun, *, is_live: bool, is_durable: bool, parallelism: ParallelismAnswer | None
+) -> RunAnswer:
     run, request = stored.run, RunRequest.model_validate(stored.settings)
     opened = run.open
     return RunAnswer(
@@ -73,4 +76,5 @@ def run_answer(stored: StoredRun, *, is_live: bool, is_durable: bool) -> RunAnsw
             synchronous_tokens=run.savings.synchronous_tokens,
             ratio=run.savings.ratio,
         ),
+        parallelism=parallelism,
     )

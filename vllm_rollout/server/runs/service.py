@@ -37,6 +37,7 @@ from vllm_rollout.server.runs.body import RoundRequest, RunRequest, digest_of_pr
 from vllm_rollout.server.runs.course import RoundCourse
 from vllm_rollout.server.runs.description import run_answer
 from vllm_rollout.server.runs.live import Begun, LiveRound, made_answer, summary
+from vllm_rollout.server.runs.parallelism import Parallelism
 from vllm_rollout.server.runs.request import (
     check_not_used,
     check_resumable,
@@ -69,6 +70,7 @@ class RunService:
         store: RunStore,
         metrics: Metrics,
         num_processes: int = 1,
+        parallelism: Parallelism | None = None,
     ) -> None:
         """`num_processes`: API processes of this server, any of which may get a request."""
         self._rollouts = rollouts
@@ -80,6 +82,9 @@ class RunService:
         """One: transactions come one after the other."""
         self._live: dict[str, LiveRound] = {}
         """By rollout id."""
+        self._parallelism = parallelism
+        if parallelism is not None:
+            parallelism.has_live_round = lambda: bool(self._live)
         self._unkept: dict[str, LiveRound] = {}
         """By run: its last round is over, and is not written yet."""
         self._forgetting: set[asyncio.Task[None]] = set()
@@ -139,6 +144,9 @@ class RunService:
         if (over := self._unkept.get(id)) is not None:
             raise not_written(over.opened, key)
         check_not_used(stored, key)
+        if self._parallelism is not None:
+            await self._parallelism.before_round()
+            stored = await self._stored(self._store.read, id)  # it may have waited
         if (opened := stored.run.open) is not None and opened.key == key:
             check_same(key, request, stored.memo)
             request = request.as_before(stored.memo)
@@ -315,6 +323,8 @@ class RunService:
         finally:
             # Nothing is awaited here: whoever cancels this must not leave the round in the hands of nobody.
             del self._live[rollout.id]
+            if self._parallelism is not None:
+                self._parallelism.round_left()
             if not live.is_kept and live.run_id not in self._unkept:
                 self._thread.submit(self._store.release, live.run_id)
             self._forget(course.race_id)
@@ -353,6 +363,8 @@ class RunService:
         live.is_kept = True
         fates = [outcome.fate for outcome in outcomes.values()]
         self._metrics.round_over(live.opened.kind, fates, rollout.timing.latency_s)
+        if self._parallelism is not None:
+            self._parallelism.round_over(live, self._engine.max_num_seqs * self._engine.num_ranks)
         return RoundDoneEvent(
             **summary(live, run).model_dump(),
             **rollout.envelope(),
@@ -368,7 +380,10 @@ class RunService:
         task.add_done_callback(self._forgetting.discard)
 
     def _answer_of(self, stored: StoredRun) -> RunAnswer:
-        return run_answer(stored, is_live=self._store.is_live(stored), is_durable=self._store.is_durable)
+        parallelism = None if self._parallelism is None else self._parallelism.answer()
+        return run_answer(
+            stored, is_live=self._store.is_live(stored), is_durable=self._store.is_durable, parallelism=parallelism
+        )
 
     async def _owned(self, id: str, call: Callable[..., T], *args: Any) -> T:
         """A transaction that makes this process the owner of a round; who is cancelled meanwhile owns nothing."""

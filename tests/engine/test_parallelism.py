@@ -1,0 +1,127 @@
+"""`--parallelism auto` on a real engine (tiny random model): from one worker to two, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.engine.conftest import Server, serve_command
+from tests.engine.run_rounds import make_run, play
+from vllm_rollout.group.planner import QUIET_ROUNDS
+
+NUM_PROMPTS, GROUP_SIZE = 4, 4
+KV_BYTES_PER_WORKER = 4 * 2**20
+"""1,024 tokens in one worker, and 2,048 in two, of which each has half of the KV heads."""
+CROWDED = {"max_tokens": 200, "ignore_eos": True}
+"""16 candidates of 200 tokens: far more than fit, so that some are preempted."""
+ROOMY = {"max_tokens": 8, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def resizable(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    flags = ("--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "32")
+    flags += (
+        "--kv-cache-memory-bytes",
+        str(KV_BYTES_PER_WORKER),
+        "--parallelism",
+        "auto",
+        "--parallelism-devices",
+        "2",
+    )
+    log = tmp_path_factory.mktemp("resizable") / "server.log"
+    environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    # On a CPU that variable, which every server of these tests has, goes before the flag.
+    command = ["env", "--unset", "VLLM_CPU_KVCACHE_SPACE", *serve_command(tiny_model, *flags)]
+    server = Server(command, log, **environment)
+    yield server
+    server.stop()
+
+
+def teach(server: Server) -> None:
+    """Lengths, a calibration and a quality head."""
+    body = {
+        "prompts": [{"id": f"t{i}", "prompt": f"lesson {i}"} for i in range(20)],
+        "group_size": 4,
+        "pruning": {"detection_length": 4, "mode": "shadow", "min_labels": 1},
+        "sampling": {"max_tokens": 12, "ignore_eos": True, "seed": 1},
+    }
+    answer = server.http.post("/v1/rollouts", json=body).json()
+    rewards = [
+        {"prompt_id": group["prompt_id"], "index": t["index"], "reward": t["index"] % 2}
+        for group in answer["groups"]
+        for t in group["trajectories"]
+    ]
+    server.http.post(f"/v1/rollouts/{answer['id']}/rewards", json={"rewards": rewards}).raise_for_status()
+    server.wait_until(lambda: server.http.get("/v1/quality_head").status_code == 200)
+
+
+def learned(server: Server) -> dict[str, Any]:
+    return {
+        path: server.http.get(path).content
+        for path in ("/v1/rollouts/state", "/v1/quality_head", "/v1/quality_head/report")
+    }
+
+
+def now(server: Server) -> dict[str, Any]:
+    return server.http.get("/v1/runs/a").json()["parallelism"]
+
+
+def complete(server: Server) -> dict[str, Any]:
+    body = {"prompt": "hello world", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    response = server.http.post("/v1/completions", json=body)
+    response.raise_for_status()
+    return response.json()["choices"][0]
+
+
+def test_rounds_that_preempt_get_a_larger_engine_and_quiet_ones_a_smaller(resizable: Server) -> None:
+    server = resizable
+    server.http.post("/update_weight_version", json={"new_version": "step-7"}).raise_for_status()
+    teach(server)
+    run = make_run(
+        server, "a", group_size=GROUP_SIZE, prompts_per_round=NUM_PROMPTS, prompt_speculation=1.0,
+        response_speculation=1.0,
+    )  # fmt: skip
+    said = complete(server)
+
+    answer = play(server, run, sampling=CROWDED)
+    assert len(answer["groups"]) == NUM_PROMPTS
+    assert now(server)["preemptions_per_candidate"] > 0
+    assert (now(server)["tensor_parallel_size"], now(server)["next_size"], now(server)["reason"]) == (1, 2, "rise")
+    before = learned(server)
+
+    # A trainer that pauses to send weights gets the new engine first, or it would send them to the old one.
+    with ThreadPoolExecutor(3) as pool:
+        pausing = pool.submit(server.http.post, "/pause", params={"mode": "wait"})
+        server.wait_until(lambda: "rebuilding the engine" in server.log.read_text())
+        assert server.alive
+        waiting = pool.submit(complete, server)
+        group = pool.submit(
+            server.http.post, "/v1/rollouts", json={"prompts": [{"prompt": "hi"}], "group_size": 2, "sampling": ROOMY}
+        )
+        pausing.result().raise_for_status()
+        assert learned(server) == before
+        server.http.post("/resume").raise_for_status()
+        assert waiting.result() == said  # the same model on two workers
+        # A rollout is about weights, which the trainer sends now.
+        server.http.post("/update_weight_version", json={"new_version": "step-8"}).raise_for_status()
+        assert group.result().json().get("weight_version") == "step-8", group.result().text
+    assert now(server)["tensor_parallel_size"] == 2
+    assert server.http.get("/get_world_size").json() == {"world_size": 2}
+
+    for number in range(QUIET_ROUNDS):
+        play(server, run, first=NUM_PROMPTS * (number + 1), sampling=ROOMY)
+    assert (now(server)["tensor_parallel_size"], now(server)["next_size"], now(server)["reason"]) == (2, 1, "quiet")
+    server.http.post("/update_weight_version", json={"new_version": "default"}).raise_for_status()
+    # Without a word from a trainer the next round begins with it.
+    answer = play(server, run, first=NUM_PROMPTS * (QUIET_ROUNDS + 1), sampling=ROOMY)
+    assert len(answer["groups"]) == NUM_PROMPTS
+    assert now(server)["tensor_parallel_size"] == 1
+    assert now(server)["num_rebuilds"] == server.counter("vllm_rollout:engine_rebuilds_total") == 2
+    assert now(server)["last_rebuild_s"] > 0
+    assert learned(server)["/v1/quality_head"] == before["/v1/quality_head"]
+    assert complete(server) == said
+    totals = server.http.get("/v1/runs/a").json()["totals"]
+    assert totals["num_returned"] == totals["num_prompts"] == NUM_PROMPTS * (QUIET_ROUNDS + 2)

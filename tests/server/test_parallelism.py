@@ -1,0 +1,211 @@
+"""`--parallelism auto` over HTTP, with an engine whose candidates are preempted for what does not fit."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import pytest
+
+from vllm_rollout.group.planner import QUIET_ROUNDS, ParallelismPlanner
+from vllm_rollout.server.metrics import Metrics
+from vllm_rollout.server.runs.parallelism import Parallelism, Resized
+
+from .conftest import make_app
+from .fake_engine import FakeEngine
+
+pytestmark = pytest.mark.anyio
+
+TOKENS_PER_DEVICE = 10
+"""Candidates with more than that per device are preempted once."""
+
+
+@dataclass
+class Devices:
+    """Implements `Resizable`."""
+
+    engine: FakeEngine
+    tensor_parallel_size: int = 1
+    is_busy: bool = False
+    startable: tuple[int, ...] = (1, 2, 4)
+    resized: list[int] = field(default_factory=list)
+    num_running: list[int] = field(default_factory=list)
+    """Candidates in the engine, at each rebuild."""
+    patience_s: list[float] = field(default_factory=list)
+    gate: asyncio.Event | None = None
+    """A rebuild takes until it is set."""
+
+    def __post_init__(self) -> None:
+        self.engine.preemptions = lambda num: int(num > TOKENS_PER_DEVICE * self.tensor_parallel_size)
+
+    async def resize(self, size: int, patience_s: float) -> Resized:
+        self.patience_s.append(patience_s)
+        if self.is_busy:
+            return Resized("busy", self.tensor_parallel_size, 0.0)
+        self.num_running.append(self.engine.num_running)
+        self.resized.append(size)
+        if self.gate is not None:
+            await self.gate.wait()
+        if size not in self.startable:
+            return Resized("failed", self.tensor_parallel_size, 2.0)
+        self.tensor_parallel_size = size
+        return Resized("rebuilt", size, 1.5)
+
+
+@pytest.fixture
+def devices(engine: FakeEngine) -> Devices:
+    return Devices(engine)
+
+
+@pytest.fixture
+def parallelism(devices: Devices) -> Callable[[Metrics], Parallelism]:
+    made: list[Parallelism] = []
+
+    def make(metrics: Metrics) -> Parallelism:
+        made.append(Parallelism(devices, ParallelismPlanner((1, 2, 4), devices.tensor_parallel_size), metrics))
+        make.made = made[-1]  # type: ignore[attr-defined]
+        return made[-1]
+
+    return make
+
+
+@pytest.fixture
+async def http(engine: FakeEngine, parallelism: Any) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(make_app(engine, make_parallelism=parallelism))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        await make(client, "a")
+        yield client
+
+
+async def make(http: httpx.AsyncClient, run: str) -> None:
+    terms = {"group_size": 2, "prompts_per_round": 2, "prompt_speculation": 1.0, "response_speculation": 1.0}
+    assert (await http.post("/v1/runs", json={"id": run, **terms})).status_code == 201
+
+
+async def play(http: httpx.AsyncClient, num_tokens: int, run: str = "a", first: int = 0) -> dict[str, Any]:
+    """A round whose candidates all have so many tokens."""
+    prompts = [{"id": f"q{first + i}", "prompt": f"question {first + i}"} for i in range(2)]
+    sampling = {"min_tokens": num_tokens, "max_tokens": num_tokens}
+    response = await http.post(f"/v1/runs/{run}/rounds", json={"prompts": prompts, "sampling": sampling})
+    assert response.status_code == 200, response.text
+    return await look(http, run)
+
+
+async def look(http: httpx.AsyncClient, run: str = "a") -> dict[str, Any]:
+    return (await http.get(f"/v1/runs/{run}")).json()["parallelism"]
+
+
+async def test_a_round_that_preempts_makes_the_engine_larger_before_the_next(
+    http: httpx.AsyncClient, devices: Devices
+) -> None:
+    assert await look(http) == {
+        "tensor_parallel_size": 1, "allowed_sizes": [1, 2, 4], "next_size": 1, "reason": "start",
+        "preemptions_per_candidate": None, "level": 0.0, "num_rebuilds": 0, "last_rebuild_s": None,
+    }  # fmt: skip
+    said = await play(http, 15)
+    assert (said["tensor_parallel_size"], said["next_size"], said["reason"]) == (1, 2, "rise")
+    assert said["preemptions_per_candidate"] == 1
+    assert devices.resized == []
+    said = await play(http, 15)
+    assert (said["tensor_parallel_size"], said["next_size"], said["num_rebuilds"], said["last_rebuild_s"]) == (
+        2, 2, 1, 1.5,
+    )  # fmt: skip
+    assert (devices.resized, devices.num_running) == ([2], [0])
+    metrics = (await http.get("/metrics")).text
+    assert "vllm_rollout:tensor_parallel_size 2.0" in metrics
+    assert 'vllm_rollout:engine_rebuilds_total{outcome="rebuilt"} 1.0' in metrics
+    assert "vllm_rollout:engine_rebuild_seconds_sum 1.5" in metrics
+
+
+async def test_four_rounds_without_pressure_make_it_smaller_again(http: httpx.AsyncClient, devices: Devices) -> None:
+    await play(http, 15)
+    for number in range(QUIET_ROUNDS):
+        assert (await look(http))["tensor_parallel_size"] == (1 if number == 0 else 2)
+        await play(http, 3)
+    assert (await look(http))["reason"] == "quiet"
+    await play(http, 3)
+    assert devices.resized == [2, 1]
+
+
+async def test_under_as_many_tokens_it_stays_as_large(http: httpx.AsyncClient, devices: Devices) -> None:
+    for _ in range(QUIET_ROUNDS + 3):
+        said = await play(http, 15)
+    assert said["reason"] == "failed_before"
+    assert devices.resized == [2]
+
+
+async def test_a_round_of_another_run_is_waited_for(
+    http: httpx.AsyncClient, devices: Devices, engine: FakeEngine
+) -> None:
+    await make(http, "b")
+    engine.step_s = 0.005
+    slow = asyncio.create_task(play(http, 40, "b"))
+    while not engine.num_running:
+        await asyncio.sleep(0.001)
+    await play(http, 15)
+    after = await play(http, 1, first=2)
+    assert slow.done()
+    assert after["tensor_parallel_size"] == 2
+    assert devices.num_running == [0]
+
+
+async def test_a_busy_engine_is_rebuilt_another_time(http: httpx.AsyncClient, devices: Devices) -> None:
+    await play(http, 15)
+    devices.is_busy = True
+    for num_tokens in (15, 3):
+        said = await play(http, num_tokens)
+        assert (said["tensor_parallel_size"], said["next_size"], said["num_rebuilds"]) == (1, 2, 0)
+    devices.is_busy = False
+    await play(http, 3)
+    assert devices.resized == [2]
+
+
+async def test_a_size_at_which_no_engine_starts_is_not_tried_again(http: httpx.AsyncClient, devices: Devices) -> None:
+    devices.startable = (1,)
+    await play(http, 15)
+    said = await play(http, 15)
+    assert (said["tensor_parallel_size"], said["allowed_sizes"], said["num_rebuilds"]) == (1, [1], 1)
+    await play(http, 15)
+    assert devices.resized == [2]
+    assert 'outcome="failed"} 1.0' in (await http.get("/metrics")).text
+
+
+async def test_before_weights_are_sent_it_is_rebuilt_if_nothing_runs(
+    http: httpx.AsyncClient, devices: Devices, parallelism: Any
+) -> None:
+    await parallelism.made.before_weights()
+    assert devices.patience_s == []
+    await play(http, 15)
+    await parallelism.made.before_weights()
+    assert (devices.resized, devices.patience_s) == ([2], [0.0])
+    await parallelism.made.before_weights()
+    await play(http, 15)
+    assert devices.resized == [2]
+
+
+async def test_rounds_that_begin_during_a_rebuild_wait_and_one_is_enough(
+    http: httpx.AsyncClient, devices: Devices, engine: FakeEngine
+) -> None:
+    await make(http, "b")
+    await play(http, 15)
+    devices.gate = asyncio.Event()
+    rounds = [asyncio.create_task(play(http, 3)), asyncio.create_task(play(http, 3, "b"))]
+    while not devices.resized:
+        await asyncio.sleep(0.001)
+    launched = engine.num_launched
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert engine.num_launched == launched
+    devices.gate.set()
+    await asyncio.gather(*rounds)
+    assert devices.resized == [2]
+
+
+async def test_without_the_flag_a_run_says_nothing_of_it(engine: FakeEngine) -> None:
+    transport = httpx.ASGITransport(make_app(engine))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+        await make(http, "a")
+        assert await look(http) is None

@@ -1,0 +1,116 @@
+"""`vllm-rollout serve --parallelism auto`: flags, what cannot go with them, and what they set.
+
+Invariant: without --parallelism auto nothing here has an effect.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from vllm_rollout.adapter.api.client import RolloutAsyncLLM
+from vllm_rollout.adapter.api.engine import VLLMEngine
+from vllm_rollout.adapter.api.rebuilding import Resizer
+from vllm_rollout.group.planner import ParallelismPlanner, sizes_of
+from vllm_rollout.profiling.profile_file import Profile
+from vllm_rollout.server.runs.parallelism import Parallelism
+
+
+def add_parallelism_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        title="Parallelism",
+        description="How many devices a model is spread over, between rounds of runs (docs/rounds.md).",
+    )
+    group.add_argument(
+        "--parallelism",
+        choices=("fixed", "auto"),
+        default="fixed",
+        help="auto: a round that preempts more candidates than the rounds before it makes the engine start anew with "
+        "twice the tensor-parallel size, so that there is more room for KV cache; four rounds without a preemption "
+        "halve it. It begins at --tensor-parallel-size. Requests wait meanwhile, what was learned is kept; weights are "
+        "read from MODEL again, so send yours before each round. Default: %(default)s.",
+    )
+    group.add_argument(
+        "--parallelism-devices",
+        metavar="N",
+        type=int,
+        default=None,
+        help="With --parallelism auto: how many devices of this machine the engine may use, the largest "
+        "tensor-parallel size.",
+    )
+
+
+def refuse_with_parallelism(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Exit with status 2 and a remedy where an engine cannot be rebuilt."""
+    if args.parallelism == "fixed":
+        if args.parallelism_devices is not None:
+            parser.error("--parallelism-devices bounds what --parallelism auto may do; add that flag.")
+        return
+    devices = args.parallelism_devices
+    if devices is None or devices < 2:
+        parser.error(
+            f"--parallelism auto needs --parallelism-devices of at least 2, got {devices}: with one device there is "
+            "nothing to choose."
+        )
+    balanced = args.data_parallel_hybrid_lb or args.data_parallel_external_lb or args.data_parallel_rank is not None
+    one_server = "Run one server per engine."
+    for flag, is_set, remedy in (
+        ("--emulate", args.emulate is not None, "An emulated device has one size; say its cost in FILE."),
+        ("--api-server-count", (args.api_server_count or 1) > 1, "Only one API process can wait for an engine: say 1."),
+        ("--data-parallel-size", args.data_parallel_size > 1, f"The ranks would have to stop together. {one_server}"),
+        ("an external or hybrid load balancer", balanced, f"It would send to an engine that is away. {one_server}"),
+        ("--headless", args.headless, "It has no rounds."),
+        ("--nnodes", args.nnodes > 1, "A tensor-parallel group stays within one server."),
+        ("--pipeline-parallel-size", args.pipeline_parallel_size > 1, "Say 1."),
+        ("--enable-lora", args.enable_lora, "Adapters loaded while it ran would be gone. Leave it out."),
+        ("--kv-transfer-config", args.kv_transfer_config is not None, "Others hold addresses of the engine."),
+        (
+            "--distributed-executor-backend",
+            args.distributed_executor_backend not in (None, "mp", "uni"),
+            "Only engines that this server starts by itself can be rebuilt. Leave it out.",
+        ),
+        (
+            "--max-model-len",
+            args.max_model_len is not None and args.max_model_len < 1,
+            "An automatic length would change with the size; say how many tokens.",
+        ),
+    ):
+        if is_set:
+            parser.error(f"{flag} does not go with --parallelism auto. {remedy}")
+    if not 1 <= args.tensor_parallel_size <= devices:
+        parser.error(
+            f"--tensor-parallel-size {args.tensor_parallel_size} is where --parallelism auto begins: at most "
+            f"--parallelism-devices ({devices})."
+        )
+
+
+def switch_parallelism_on(args: argparse.Namespace) -> None:
+    if args.parallelism == "auto":
+        # A copy of a server that has threads, which forking would make later on, may wait for ever for one of them.
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+
+
+def parallelism_of(args: argparse.Namespace, client: RolloutAsyncLLM, engine: VLLMEngine) -> Parallelism | None:
+    """What changes the engine's size; None without --parallelism auto.
+
+    Raises: RuntimeError, which ends the start, when the model or the profile leaves nothing to choose.
+    """
+    if args.parallelism == "fixed":
+        return None
+    parallel = client.vllm_config.parallel_config
+    size = parallel.tensor_parallel_size
+    num_heads = client.model_config.get_num_attention_heads(parallel) * size
+    sizes = sizes_of(args.parallelism_devices, num_heads)
+    said = f"{args.parallelism_devices} devices, {num_heads} attention heads"
+    if args.rollout_profile is not None:
+        measured = Profile.read(args.rollout_profile).tensor_parallel_sizes
+        sizes = tuple(allowed for allowed in sizes if allowed in measured)
+        said += f", sizes in {args.rollout_profile}: {', '.join(map(str, measured))}"
+    if len(sizes) < 2 or size not in sizes:
+        raise RuntimeError(
+            f"--parallelism auto: tensor-parallel sizes {list(sizes)} are possible here ({said}), and it begins at "
+            f"{size}. Say --tensor-parallel-size and --parallelism-devices such that there are two, or leave it out."
+        )
+    parallelism = Parallelism(Resizer(client, engine, args), ParallelismPlanner(sizes, size), client.rollout_metrics)
+    client.before_weights = parallelism.before_weights
+    return parallelism

@@ -1,0 +1,191 @@
+"""An engine at another tensor-parallel size behind the same engine client: vLLM's engine cores are stopped and others
+started, while whoever asks for something waits.
+
+Invariant: nothing fails because of it. A request, and a call, reaches the old engine and is answered by it, or waits
+and reaches the new one; what was learned is the same before and after.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+from inspect import iscoroutinefunction
+from types import SimpleNamespace
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.logger import init_logger
+from vllm.usage.usage_lib import UsageContext
+from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.executor.abstract import Executor
+
+from vllm_rollout.adapter.api.client import RolloutAsyncLLM
+from vllm_rollout.adapter.api.engine import VLLMEngine
+from vllm_rollout.adapter.api.engine_calls import engine_stopped
+from vllm_rollout.adapter.api.learning import EngineLearning
+from vllm_rollout.adapter.api.resuming import UNNAMED_WEIGHTS
+from vllm_rollout.adapter.options import RolloutOptions
+from vllm_rollout.server.runs.parallelism import Resized
+
+logger = init_logger("vllm.vllm_rollout")
+
+LOOK_S = 0.02
+"""Whoever waits for an engine to run empty looks this often."""
+
+
+class ClosedEngine:
+    """Stands where vLLM's engine core client stands while there is none: what is asked of it waits for the next.
+
+    What is no coroutine is answered by the one before.
+    """
+
+    def __init__(self, before: AsyncMPClient) -> None:
+        self._before = before
+        self._next: asyncio.Future[AsyncMPClient] = asyncio.get_running_loop().create_future()
+        self.resources = SimpleNamespace(engine_dead=False)
+        self.is_stopping = False
+        """The server ends: an engine that has just been built is of no use."""
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._before, name)
+        if not iscoroutinefunction(found):
+            return found
+
+        async def wait_and_ask(*args: Any, **kwargs: Any) -> Any:
+            return await getattr(await asyncio.shield(self._next), name)(*args, **kwargs)
+
+        return wait_and_ask
+
+    def give_way(self, to: AsyncMPClient) -> None:
+        self._next.set_result(to)
+
+    def die(self) -> None:
+        self.resources.engine_dead = True
+        self._next.set_exception(EngineDeadError())
+        self._next.exception()  # read, for there may be nobody who waits
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        self.is_stopping = True
+
+
+class Part:
+    """As much of an engine client as calls need, for an engine core client that is not in its place."""
+
+    errored = False
+
+    def __init__(self, engine_core: AsyncMPClient, config: VllmConfig) -> None:
+        self.engine_core = engine_core
+        self.vllm_config = config
+        self.num_ranks = 1
+
+
+def config_of(args: Namespace, size: int) -> VllmConfig:
+    """The server's settings at another tensor-parallel size, with all that vLLM derives from them."""
+    engine_args = AsyncEngineArgs.from_cli_args(args)
+    engine_args.tensor_parallel_size = size
+    return engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+
+
+def start_engine(config: VllmConfig, closed: ClosedEngine, log_stats: bool) -> AsyncMPClient:
+    """Start engine cores as AsyncLLM does; returns when they are ready: after seconds to minutes, on a thread."""
+    core = EngineCoreClient.make_async_mp_client(
+        vllm_config=config, executor_class=Executor.get_class(config), log_stats=log_stats
+    )
+    if closed.is_stopping:  # nobody else is left who would stop it
+        core.shutdown()
+    return core
+
+
+class Resizer:
+    """Rebuilds the service's engine at another tensor-parallel size: what `server.runs.parallelism` asks for."""
+
+    def __init__(self, client: RolloutAsyncLLM, engine: VLLMEngine, args: Namespace) -> None:
+        self._client = client
+        self._engine = engine
+        self._args = args
+        self._options = RolloutOptions.of(client.vllm_config)
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        return self._client.vllm_config.parallel_config.tensor_parallel_size
+
+    async def resize(self, size: int, patience_s: float) -> Resized:
+        """Rebuild the engine as soon as nothing runs in it, within `patience_s`; requests that come meanwhile wait.
+
+        Raises: RequestError (503) when the engine starts neither at `size` nor at the size it had. It is dead then.
+        """
+        started = time.monotonic()
+        before = self.tensor_parallel_size
+        self._client.door.shut()
+        try:
+            if not await self._is_empty(started + patience_s):
+                return Resized("busy", before, 0.0)
+            logger.info("vllm_rollout: rebuilding the engine with tensor-parallel size %d; requests wait", size)
+            await self._swap(size)
+            if self._args.rollout_profile is not None:
+                await self._engine.use_profile(self._args.rollout_profile)
+        finally:
+            self._client.door.open()
+        seconds = time.monotonic() - started
+        if self.tensor_parallel_size != size:
+            return Resized("failed", before, seconds)
+        logger.info("vllm_rollout: the engine went from tensor-parallel size %d to %d in %.1f s", before, size, seconds)
+        return Resized("rebuilt", size, seconds)
+
+    async def _is_empty(self, deadline: float) -> bool:
+        """Wait until nothing is in the engine; False when it is paused or asleep, or something is at the deadline."""
+        client = self._client
+        if await client.is_paused() or await client.is_sleeping():
+            return False
+        while client.get_num_unfinished_requests() or client.door.num_inside or self._engine.is_busy:
+            if time.monotonic() >= deadline:
+                return False
+            await asyncio.sleep(LOOK_S)
+        return True
+
+    async def _swap(self, size: int) -> None:
+        client, core, config = self._client, self._client.engine_core, self._client.vllm_config
+        client.engine_core = closed = ClosedEngine(core)
+        try:
+            await _calls_answered(core)
+            learned = await EngineLearning(Part(core, config), self._options).learning_state()
+            version = await core.get_weight_version_async()
+            if version != UNNAMED_WEIGHTS:
+                self._engine.lost_weights.version = version
+        except BaseException:
+            client.engine_core = core
+            closed.give_way(core)
+            raise
+        handler = await client.stop_reading()
+        try:
+            await asyncio.to_thread(core.shutdown)
+            core, config = await self._started((size, config.parallel_config.tensor_parallel_size), closed)
+            await EngineLearning(Part(core, config), self._options).set_learning_state(learned)
+        except BaseException:
+            client.output_handler = handler  # which is done: so vLLM sees that the engine is dead
+            closed.die()
+            raise
+        client.read_from(core, config)
+        closed.give_way(core)
+        await client.reset_mm_cache()
+
+    async def _started(self, sizes: Sequence[int], closed: ClosedEngine) -> tuple[AsyncMPClient, VllmConfig]:
+        """An engine of the first of these sizes that starts. Raises: RequestError (503) when none does."""
+        for size in sizes:
+            try:
+                config = await asyncio.to_thread(config_of, self._args, size)
+                return await asyncio.to_thread(start_engine, config, closed, self._client.log_stats), config
+            except (RuntimeError, TimeoutError, ValueError, OSError) as error:
+                logger.error("vllm_rollout: no engine of tensor-parallel size %d starts here: %s", size, error)
+        raise engine_stopped()
+
+
+async def _calls_answered(core: AsyncMPClient) -> None:
+    """Wait until an engine has answered whatever it was asked before its client was replaced."""
+    await asyncio.sleep(LOOK_S)  # calls that were made, and have not begun
+    while core.utility_results and not core.resources.engine_dead:
+        await asyncio.sleep(LOOK_S)

@@ -1,0 +1,160 @@
+"""`--parallelism auto`: between rounds the engine gets the tensor-parallel size that the planner wants.
+
+Invariant: no round runs while the engine is rebuilt, and none begins before it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
+
+from vllm_rollout.group.planner import ParallelismPlanner, RoundPressure
+from vllm_rollout.server.metrics import Metrics
+from vllm_rollout.server.runs.answers import ParallelismAnswer
+from vllm_rollout.server.runs.live import LiveRound
+
+HISTORY_ROUNDS = 4096
+"""Rounds that the planner remembers."""
+PATIENCE_S = 60.0
+"""A round that begins waits this long for other requests to leave the engine, which is rebuilt another time then."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resized:
+    """What became of a rebuild."""
+
+    outcome: Literal["rebuilt", "busy", "failed"]
+    """`busy`: something else ran, or the engine was paused; nothing was done. `failed`: no engine of that size starts;
+    it was rebuilt as it was."""
+    size: int
+    """Of the engine, now."""
+    seconds: float
+    """From shutting its door to opening it."""
+
+
+class Resizable(Protocol):
+    """What this asks of an engine."""
+
+    @property
+    def tensor_parallel_size(self) -> int: ...
+
+    async def resize(self, size: int, patience_s: float) -> Resized:
+        """Raises: RequestError (503) when the engine does not come back."""
+        ...
+
+
+class Parallelism:
+    """Decides after each round, and acts before the next, or before a trainer sends weights, which would be lost."""
+
+    def __init__(self, engine: Resizable, planner: ParallelismPlanner, metrics: Metrics) -> None:
+        self._engine = engine
+        self._planner = planner
+        self._metrics = metrics
+        self._history: deque[RoundPressure] = deque(maxlen=HISTORY_ROUNDS)
+        self._decision = planner.next_size(())
+        self._turn = asyncio.Lock()
+        self._round_over = asyncio.Event()
+        self._num_rebuilds = 0
+        self._last: Resized | None = None
+        metrics.engine_sized(engine.tensor_parallel_size)
+        self.has_live_round: Callable[[], bool] = lambda: False
+        """Whether a round of any run is on its way."""
+
+    def round_over(self, live: LiveRound, num_places: int) -> None:
+        """Decide, unless the round ran at another size than was decided: then that is still to be done.
+
+        `num_places`: candidates that run at once.
+        """
+        if self._is_due:
+            return
+        pressure = pressure_of(live, self._engine.tensor_parallel_size, num_places)
+        if pressure is not None:
+            self._history.append(pressure)
+            self._decision = self._planner.next_size(tuple(self._history))
+
+    def round_left(self) -> None:
+        """A round is not on its way any more."""
+        self._round_over.set()
+
+    async def before_round(self) -> None:
+        """Bring the engine to the size that was decided, when no other round runs.
+
+        Raises: RequestError (503) when the engine does not come back.
+        """
+        while self._is_due:
+            if not self.has_live_round():
+                await self._act(PATIENCE_S)
+                return
+            self._round_over.clear()
+            await self._round_over.wait()
+
+    async def before_weights(self) -> None:
+        """The same, if that can be done at once. Raises: RequestError (503)."""
+        if self._is_due and not self.has_live_round():
+            await self._act(0.0)
+
+    @property
+    def _is_due(self) -> bool:
+        return self._decision.size != self._engine.tensor_parallel_size
+
+    async def _act(self, patience_s: float) -> None:
+        async with self._turn:
+            if not self._is_due:
+                return
+            size = self._decision.size
+            resized = await self._engine.resize(size, patience_s)
+            if resized.outcome == "busy":
+                return
+            self._last = resized
+            self._num_rebuilds += 1
+            self._metrics.engine_rebuilt(resized.outcome, resized.seconds)
+            self._metrics.engine_sized(resized.size)
+            if resized.outcome == "failed":
+                self._forget(size)
+
+    def _forget(self, size: int) -> None:
+        """A size at which no engine starts is not allowed any more, nor are those beyond it."""
+        now = self._engine.tensor_parallel_size
+        kept = (each for each in self._planner.allowed_sizes if each != size and (each < size) is (now < size))
+        self._planner = ParallelismPlanner(tuple(kept), now)
+        self._decision = replace(self._decision, size=now)
+
+    def answer(self) -> ParallelismAnswer:
+        return ParallelismAnswer(
+            tensor_parallel_size=self._engine.tensor_parallel_size,
+            allowed_sizes=list(self._planner.allowed_sizes),
+            next_size=self._decision.size,
+            reason=self._decision.reason,
+            preemptions_per_candidate=self._history[-1].rate if self._history else None,
+            level=self._decision.level,
+            num_rebuilds=self._num_rebuilds,
+            last_rebuild_s=None if self._last is None else self._last.seconds,
+        )
+
+
+def pressure_of(live: LiveRound, size: int, num_places: int) -> RoundPressure | None:
+    """What a round that is over asked of the KV cache; None when nothing of it ran.
+
+    Args:
+        size: the tensor-parallel size that it ran at.
+        num_places: candidates that run at once.
+    """
+    prompts, course = live.rollout.prompts, live.course
+    contexts = sorted(
+        len(prompts[position].token_ids) + num_tokens
+        for position, lengths in course.lengths.items()
+        for num_tokens in lengths
+    )
+    if not contexts:
+        return None
+    return RoundPressure(
+        run=live.run_id,
+        kind=live.opened.kind,
+        size=size,
+        num_candidates=len(contexts),
+        num_preemptions=course.num_preemptions,
+        kv_tokens=sum(contexts[-num_places:]),
+    )
