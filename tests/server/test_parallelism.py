@@ -152,6 +152,22 @@ async def test_a_round_of_another_run_is_waited_for(
     assert devices.num_running == [0]
 
 
+async def test_a_round_that_does_not_end_is_not_waited_for_for_ever(
+    http: httpx.AsyncClient, devices: Devices, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm_rollout.server.runs.parallelism.PATIENCE_S", 0.0)
+    await make(http, "b")
+    engine.step_s = 0.005
+    slow = asyncio.create_task(play(http, 40, "b"))
+    while not engine.num_running:
+        await asyncio.sleep(0.001)
+    await play(http, 15)
+    assert (await play(http, 1, first=2))["tensor_parallel_size"] == 1
+    await slow
+    assert (await play(http, 1, first=4))["tensor_parallel_size"] == 2
+    assert devices.num_running == [0]
+
+
 async def test_a_busy_engine_is_rebuilt_another_time(http: httpx.AsyncClient, devices: Devices) -> None:
     await play(http, 15)
     devices.is_busy = True

@@ -75,12 +75,15 @@ class ClosedEngine:
 class Part:
     """As much of an engine client as calls need, for an engine core client that is not in its place."""
 
-    errored = False
+    num_ranks = 1
 
     def __init__(self, engine_core: AsyncMPClient, config: VllmConfig) -> None:
         self.engine_core = engine_core
         self.vllm_config = config
-        self.num_ranks = 1
+
+    @property
+    def errored(self) -> bool:
+        return self.engine_core.resources.engine_dead
 
 
 def config_of(args: Namespace, size: int) -> VllmConfig:
@@ -128,6 +131,8 @@ class Resizer:
             await self._swap(size)
             if self._args.rollout_profile is not None:
                 await self._engine.use_profile(self._args.rollout_profile)
+        except EngineDeadError as error:
+            raise engine_stopped() from error
         finally:
             self._client.door.open()
         seconds = time.monotonic() - started

@@ -106,7 +106,7 @@ class RunAnswer(BaseModel):
     """The newest rounds, oldest first."""
     totals: RunTotals
     savings: SavingsAnswer
-    parallelism: ParallelismAnswer | None
+    parallelism: ParallelismAnswer | None = None
     """Null without `--parallelism auto`."""
 
 

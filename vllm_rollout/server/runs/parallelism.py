@@ -19,7 +19,8 @@ from vllm_rollout.server.runs.live import LiveRound
 HISTORY_ROUNDS = 4096
 """Rounds that the planner remembers."""
 PATIENCE_S = 60.0
-"""A round that begins waits this long for other requests to leave the engine, which is rebuilt another time then."""
+"""A round that begins waits this long for other rounds to end, and as long again for other requests to leave the
+engine. If they do not, it runs at the size there is, and the engine is rebuilt another time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +85,14 @@ class Parallelism:
 
         Raises: RequestError (503) when the engine does not come back.
         """
-        while self._is_due:
-            if not self.has_live_round():
-                await self._act(PATIENCE_S)
-                return
-            self._round_over.clear()
-            await self._round_over.wait()
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                while self._is_due and self.has_live_round():
+                    self._round_over.clear()
+                    await self._round_over.wait()
+        except TimeoutError:  # the other round may wait for whoever began this one
+            return
+        await self._act(PATIENCE_S)
 
     async def before_weights(self) -> None:
         """The same, if that can be done at once. Raises: RequestError (503)."""
