@@ -44,8 +44,8 @@ def test_as_many_ranks_are_emptied_as_free_the_most():
 def test_a_price_that_exceeds_what_is_freed_keeps_groups_where_they_are():
     # It would free 20 s, but computing 2,000 tokens again takes 20.5 s on the target.
     loads = [rank(0, straggler("a", 300)), rank(1, straggler("b", 20, generated=2000))]
-    assert plan_consolidation(WITH_PREFILL, loads, max_delay=1) == Consolidation()
-    assert plan_consolidation(FLAT, loads, max_delay=1).moves == (PlannedMove("b", 1, 0),)
+    assert plan_consolidation(WITH_PREFILL, loads, max_delay=1, min_freed=0) == Consolidation()
+    assert plan_consolidation(FLAT, loads, max_delay=1, min_freed=0).moves == (PlannedMove("b", 1, 0),)
 
 
 def test_the_step_may_end_later_by_max_delay_only():
@@ -66,9 +66,9 @@ def test_consolidations_of_a_step_share_what_they_may_delay():
 
 
 def test_little_that_is_freed_is_not_worth_a_move():
-    loads = [rank(0, straggler("a", 100)), rank(1, straggler("b", 4))]  # 4 of 104 rank-seconds
+    loads = [rank(0, straggler("a", 100)), rank(1, straggler("b", 20))]  # 20 of 120 rank-seconds
     assert plan_consolidation(FLAT, loads) == Consolidation()
-    assert plan_consolidation(FLAT, loads, min_freed=0.03).moves == (PlannedMove("b", 1, 0),)
+    assert plan_consolidation(FLAT, loads, min_freed=0.16).moves == (PlannedMove("b", 1, 0),)
 
 
 def test_a_rank_moves_whole_or_not_at_all():

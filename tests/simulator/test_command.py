@@ -157,6 +157,25 @@ def test_a_tensor_parallel_size_that_was_not_profiled_is_an_error(run, profile, 
     assert "cannot read the profile" in nothing.output
 
 
+def test_groups_that_move_stand_beside_groups_that_stay(run, tmp_path):
+    flags = ["--data-parallel-size", 4, "--setting", "redundancy=2"]
+    result = run(RECORDED, *flags, "--migration", "consolidate", "--scale-down", "auto")
+    assert result.exit_code == 0, result.output
+    output = " ".join(result.output.split())
+    assert "4 engines, all candidates at once, migration consolidate, scale-down auto." in output
+    assert "Time of all engines" in output
+    assert "If groups stayed on their engines, uniform n=8 would take" in output
+    moved = json.loads((tmp_path / "a.json").read_text())
+    assert (moved["migration"], moved["scale_down"]) == ("consolidate", "auto")
+    assert all(outcome["freed_rank_s"] > 0 for outcome in moved["settings"])
+    run(RECORDED, *flags)
+    stayed = json.loads((tmp_path / "a.json").read_text())
+    assert (stayed["migration"], stayed["without_moves"]) == ("off", None)
+    assert stayed["settings"][0]["time"] == moved["without_moves"]["time"]
+    assert stayed["settings"][0]["returned_tokens"] == moved["settings"][0]["returned_tokens"]
+    assert stayed["settings"][0]["num_moves"] == 0 < moved["settings"][0]["num_moves"]
+
+
 def test_settings_take_the_place_of_the_default_sweep(run, tmp_path):
     result = run("--generate", SMALL, "--group-size", 2, "--setting", "redundancy=1|2,selection=first|shortest")
     assert result.exit_code == 0, result.output
@@ -197,6 +216,11 @@ def test_broken_rows_stop_unless_they_are_skipped(run, tmp_path):
         ([RECORDED, "--setting", "patience=2"], "--setting 'patience=2': patience: only applies to selection dual_end"),
         ([RECORDED, "--setting", "x=2"], "--setting 'x=2': 'x' is not a field; allowed: group_size"),
         ([RECORDED, "--group-size", "0"], "--group-size"),
+        (
+            [RECORDED, "--migration", "auto"],
+            "--migration auto moves groups between engines: say how many with --data-par",
+        ),
+        ([RECORDED, "--scale-down", "auto"], "--scale-down auto moves groups between engines"),
         ([RECORDED, "--output", "picture.txt"], "--output must end in .png, got picture.txt"),
         ([RECORDED, "--output", "nowhere/a.png"], "--output nowhere/a.png: there is no folder nowhere"),
         ([RECORDED, "--output-json", "nowhere/a.json"], "there is no folder nowhere"),

@@ -238,6 +238,32 @@ def test_a_recorded_trace_is_a_data_set(tmp_path):
     assert [its["fairness"]["most_returns"] for its in numbers["settings"]] == [3] * 4
 
 
+@pytest.mark.parametrize("message_s", [0.0, 2.5])
+def test_long_rounds_free_ranks_and_return_the_same(message_s):
+    data = GeneratedDataSet(SMALL)
+    setting = parse_rounds("prompts_per_round=12,prompt_speculation=1,response_speculation=1", 4)
+    stays, moves = (
+        replay_run(conditions(data, epochs=2, num_ranks=3, message_s=message_s, **machine), setting)
+        for machine in ({}, {"migration": "consolidate", "scale_down": "auto"})
+    )
+    assert (stays.num_moves, stays.freed_rank_s) == (0, 0)
+    assert moves.num_moves > 0
+    assert moves.freed_rank_s > 0
+    assert [its.returned for its in moves.rounds] == [its.returned for its in stays.rounds]
+    assert moves.generated_tokens == stays.generated_tokens
+
+
+@pytest.mark.parametrize("text", ["prompts_per_round=6", "prompts_per_round=6,selection=dual_end,patience=1.5"])
+@pytest.mark.parametrize("cost", [FLAT, LINEAR, DETAILED])
+def test_everything_comes_back_whatever_moves(text, cost):
+    data = GeneratedDataSet(SMALL)
+    machine = {"migration": "auto", "scale_down": "auto", "max_num_seqs": 20}
+    outcome = replay_run(conditions(data, cost, epochs=2, num_ranks=3, message_s=1.5, **machine), parse_rounds(text, 4))
+    returned = [(prompt.prompt_id, prompt.epoch) for prompt in outcome.returned]
+    assert sorted(returned) == sorted((prompt.id, epoch) for prompt in data.prompts for epoch in range(2))
+    assert outcome.num_moves > 0 or cost is not FLAT
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

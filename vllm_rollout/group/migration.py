@@ -18,8 +18,9 @@ from vllm_rollout.group.load import GroupLoad, RankLoad, end_s
 
 MAX_DELAY = 0.05
 """Share by which a consolidation may make the predicted end of the step later."""
-MIN_FREED = 0.05
-"""Least share of the remaining rank-seconds that a consolidation has to free: predictions are no better than that."""
+MIN_FREED = 0.2
+"""Least share of the remaining rank-seconds that a consolidation has to free. Many small ones delay the end more than
+they free (docs/log.md)."""
 MIN_SOONER = 0.1
 """Least share by which a spread has to bring the end of the lagging rank forward."""
 LAG = 1.5

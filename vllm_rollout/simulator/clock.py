@@ -26,7 +26,14 @@ def clock_of(options: Options, models: Sequence[str], longest: int) -> Clock:
     Raises: FlagError; ValueError and OSError for a profile that cannot be read.
     """
     if options.profile is None:
-        machine = Machine(None, options.data_parallel_size, options.max_num_seqs, options.kv_capacity_tokens)
+        machine = Machine(
+            None,
+            options.data_parallel_size,
+            options.max_num_seqs,
+            options.kv_capacity_tokens,
+            migration=options.migration,
+            scale_down=options.scale_down,
+        )
         return Clock(machine, {"profile": None}, [])
     from vllm_rollout.profiling.profile_file import Profile, describe_hardware
 
@@ -40,6 +47,8 @@ def clock_of(options: Options, models: Sequence[str], longest: int) -> Clock:
         options.max_num_seqs,
         options.kv_capacity_tokens or engine.kv_capacity_tokens,
         engine.block_size,
+        options.migration,
+        options.scale_down,
     )
     warnings = []
     others = [model for model in models if _last_part(model) != _last_part(profile.model_name)]
@@ -85,4 +94,5 @@ def described(machine: Machine, source: dict[str, Any]) -> str:
     where = "An ideal machine without a profile" if machine.is_ideal else f"{source['model']} on {source['hardware']}"
     ranks = f", {machine.num_ranks} engines" if machine.num_ranks > 1 else ""
     slots = "all candidates at once" if machine.num_slots is None else f"{machine.num_slots:,} candidates at once"
-    return f"{where}{ranks}, {slots}."
+    moves = f", migration {machine.migration}, scale-down {machine.scale_down}" if machine.moves_groups else ""
+    return f"{where}{ranks}, {slots}{moves}."

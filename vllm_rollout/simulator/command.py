@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Literal, NoReturn
 
 import typer
 
@@ -36,6 +36,21 @@ def simulate(
     data_parallel_size: Annotated[
         int, typer.Option(min=1, help="Engines that share the groups; a rollout takes as long as the slowest.")
     ] = 1,
+    migration: Annotated[
+        Literal["off", "spread", "consolidate", "auto"],
+        typer.Option(
+            help="With several engines: move groups between them while they run. spread: away from an engine that "
+            "lags, so that the rollout ends sooner. consolidate: empty whole engines in the tail and free them, for an "
+            "end that may come some 5 % later. auto: both."
+        ),
+    ] = "off",
+    scale_down: Annotated[
+        Literal["off", "auto"],
+        typer.Option(
+            help="With several engines: free half of them between 20 and 50 % of the responses, as soon as the others' "
+            "KV cache has room for the rest (RollPacker)."
+        ),
+    ] = "off",
     group_size: Annotated[
         int | None,
         typer.Option(min=1, help="Trajectories a trainer wants per prompt. Default: the recorded one, else 8."),
@@ -144,6 +159,7 @@ def simulate(
     **Reading the tables:** *speed-up* is against the first row, which asks for exactly group_size candidates. *Bubble*
     is the part of the peak batch that stands empty, on average over time: the room there is for spare candidates.
     *Mean* and *P99* say what the trainer sees less of: "first" returns the quickest answers, dual-end also the longest.
+    *Freed* is the part of all engines' time for which some of them were emptied for good.
     Of rounds: *over resp.* is the speed-up over the same groups in rounds that wait for all their prompts; *waited* is
     in rounds; *length by place* is the rank correlation of a prompt's length and the round it came back in.
     """
@@ -152,7 +168,8 @@ def simulate(
     try:
         options = Options(
             trace=trace, generate=generate, profile=profile, tensor_parallel_size=tensor_parallel_size,
-            data_parallel_size=data_parallel_size, group_size=group_size, max_num_seqs=max_num_seqs,
+            data_parallel_size=data_parallel_size, migration=migration, scale_down=scale_down,
+            group_size=group_size, max_num_seqs=max_num_seqs,
             kv_capacity_tokens=kv_capacity_tokens, settings=tuple(setting or ()), detection_length=detection_length,
             rounds=tuple(rounds or ()), message_delay_s=message_delay, whole_epochs=whole_epochs,
             prompts_per_step=prompts_per_step,

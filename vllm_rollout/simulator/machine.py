@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from vllm_rollout.config import MAX_GROUP_SIZE
 from vllm_rollout.group.cost import CostModel, PTLCurve
@@ -12,6 +13,14 @@ SIMULATED_BLOCK_TOKENS = 16
 
 IDEAL_COST = CostModel(((0.0, PTLCurve((1.0,), (1.0,))),))
 """Every step takes one unit of time, whatever is in it."""
+
+
+Migration = Literal["off", "spread", "consolidate", "auto"]
+"""spread       groups of a rank that lags move to nearly empty ones, so that the rollout ends sooner
+consolidate  ranks are emptied in the tail and freed, the rollout may end a little later
+auto         both
+"""
+ScaleDown = Literal["off", "auto"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +34,10 @@ class Machine:
     kv_capacity_tokens: int | None = None
     """Tokens that one rank's KV cache holds. None: it is never full."""
     block_size: int = SIMULATED_BLOCK_TOKENS
+    migration: Migration = "off"
+    """Whether groups move between ranks, and what for."""
+    scale_down: ScaleDown = "off"
+    """Whether half of the ranks are freed as soon as the others have room for the rest of the rollout."""
 
     def __post_init__(self) -> None:
         for name in ("num_ranks", "max_num_seqs", "kv_capacity_tokens", "block_size"):
@@ -35,6 +48,14 @@ class Machine:
     @property
     def is_ideal(self) -> bool:
         return self.cost is None
+
+    @property
+    def moves_groups(self) -> bool:
+        return self.num_ranks > 1 and (self.migration, self.scale_down) != ("off", "off")
+
+    @property
+    def without_moves(self) -> Machine:
+        return replace(self, migration="off", scale_down="off")
 
     @property
     def step_cost(self) -> CostModel:

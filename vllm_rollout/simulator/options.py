@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from vllm_rollout.simulator.machine import Migration, ScaleDown
+
 
 class FlagError(ValueError):
     """Flags that make no sense, alone or together."""
@@ -17,6 +19,8 @@ class Options:
     profile: Path | None = None
     tensor_parallel_size: int | None = None
     data_parallel_size: int = 1
+    migration: Migration = "off"
+    scale_down: ScaleDown = "off"
     group_size: int | None = None
     max_num_seqs: int | None = None
     kv_capacity_tokens: int | None = None
@@ -45,6 +49,9 @@ class Options:
             raise FlagError("--message-delay is for --rounds: a rollout's ranks need not hear of each other")
         if self.whole_epochs and not self.rounds:
             raise FlagError("--whole-epochs is for --rounds: rollouts leave no prompt waiting")
+        for flag, given in (("--migration", self.migration), ("--scale-down", self.scale_down)):
+            if given != "off" and self.data_parallel_size == 1:
+                raise FlagError(f"{flag} {given} moves groups between engines: say how many with --data-parallel-size")
         if self.output.suffix != ".png":
             raise FlagError(f"--output must end in .png, got {self.output}")
         for flag, path in (("--output", self.output), ("--output-json", self.output_json)):

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from vllm_rollout.group.types import Ending, GroupResult
+from vllm_rollout.simulator.fleet import FleetRun
 from vllm_rollout.simulator.pool import PoolCandidate
-from vllm_rollout.simulator.rank import RankRun
 from vllm_rollout.simulator.settings import Setting
 
 Curve = list[tuple[float, int]]
@@ -58,12 +58,29 @@ class Outcome:
     num_resampled: int
     """Candidates that are others of their prompt once more."""
     num_preemptions: int
+    num_ranks: int
+    num_moves: int
+    """Groups that moved to another rank."""
+    busy_rank_s: float
+    """Seconds until each rank had nothing left to do, summed."""
+    freed_rank_s: float
+    """Seconds for which ranks that were emptied stayed so until their rollout was over, summed."""
     num_groups: int
     num_without_history: int
     """Of groups with redundancy "auto": nothing was known of their prompt."""
     returned_lengths: tuple[int, ...]
     curve: Curve
     """Of the last rollout, over all ranks."""
+
+    @property
+    def busy_share(self) -> float:
+        """Of the time of all ranks."""
+        return self.busy_rank_s / (self.num_ranks * self.seconds) if self.seconds else 0.0
+
+    @property
+    def freed_share(self) -> float:
+        """The same."""
+        return self.freed_rank_s / (self.num_ranks * self.seconds) if self.seconds else 0.0
 
     @property
     def wasted_tokens(self) -> int:
@@ -98,6 +115,10 @@ class Tally:
     num_drawn: int = 0
     num_resampled: int = 0
     num_preemptions: int = 0
+    num_ranks: int = 0
+    num_moves: int = 0
+    busy_rank_s: float = 0.0
+    freed_rank_s: float = 0.0
     num_groups: int = 0
     num_without_history: int = 0
     curve: Curve = field(default_factory=list)
@@ -116,11 +137,15 @@ class Tally:
             self.returned_lengths.append(endings[index].num_tokens)
             self.num_truncated += endings[index].truncated
 
-    def add_rollout(self, ranks: Sequence[RankRun], first_group_s: float) -> None:
-        seconds = max(rank.seconds for rank in ranks)
+    def add_rollout(self, run: FleetRun, first_group_s: float) -> None:
+        ranks, seconds = run.ranks, run.seconds
         self.seconds += seconds
         self.first_group_s.append(first_group_s)
         self.num_preemptions += sum(rank.num_preemptions for rank in ranks)
+        self.num_ranks = len(ranks)
+        self.num_moves += run.num_moves
+        self.busy_rank_s += sum(rank.seconds for rank in ranks)
+        self.freed_rank_s += run.freed_rank_s
         self.running_s += sum(_integral(rank.curve) for rank in ranks)
         self.peak_s += seconds * sum(max(running for _, running in rank.curve) for rank in ranks)
         self.curve = summed(rank.curve for rank in ranks)
@@ -146,6 +171,10 @@ class Tally:
             num_drawn=self.num_drawn,
             num_resampled=self.num_resampled,
             num_preemptions=self.num_preemptions,
+            num_ranks=self.num_ranks,
+            num_moves=self.num_moves,
+            busy_rank_s=self.busy_rank_s,
+            freed_rank_s=self.freed_rank_s,
             num_groups=self.num_groups,
             num_without_history=self.num_without_history,
             returned_lengths=tuple(self.returned_lengths),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from vllm_rollout.group.allocation import BatchPrompt, allocate_batch
-from vllm_rollout.group.history import LengthHistory
+from vllm_rollout.group.history import LengthHistory, LengthMoments
 from vllm_rollout.group.plan import GroupPlan
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.settings import Setting
@@ -43,6 +43,10 @@ class Planner:
         self.history = LengthHistory()
         self.num_without_history = 0
         """Prompts with redundancy "auto" of which nothing was known."""
+
+    def known(self, prompt: PlannedPrompt) -> LengthMoments | None:
+        """Lengths of the prompt; else of the data set."""
+        return self.history.of(prompt.history_key) or self.history.dataset()
 
     def plans(self, prompts: Sequence[PlannedPrompt]) -> list[Planned]:
         """Of one rollout's prompts."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from vllm_rollout.group.history import LengthMoments
 from vllm_rollout.group.judge import Scoring
 from vllm_rollout.group.lifecycle import Group
 from vllm_rollout.group.plan import GroupPlan
@@ -26,6 +27,9 @@ class Race:
     """With pruning."""
     place: RacePlace | None = None
     """Its part in a race against other groups."""
+    lengths: LengthMoments | None = None
+    """What is known of them: of its prompt, else of the data set."""
+    max_tokens: int | None = None
     candidates: list[Runner] = field(default_factory=list)
     group: Group = field(init=False)
     endings: tuple[Ending, ...] = ()

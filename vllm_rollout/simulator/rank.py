@@ -1,25 +1,27 @@
 """One engine's part of a rollout, from event to event.
 
-    begin   between two steps: what has arrived is read, what waits is admitted
+    begin   between two steps: what has arrived is read (groups that come or go, too), what waits is admitted
     close   at the end of a step in which something happens: events in, verdicts out
 
 Invariant: `GroupSteps` sees what it would see if every step were made. Between two events every running candidate gains
-one token per step.
+one token per step. A candidate is on one rank at a time.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import count
 from math import inf
 from typing import Literal, NamedTuple
 
 from vllm_rollout.group.cost import computed_prompt_tokens
 from vllm_rollout.group.judge import Judge
+from vllm_rollout.group.load import GroupLoad
+from vllm_rollout.group.moving import DetachedGroup
 from vllm_rollout.group.step import GroupSteps
 from vllm_rollout.group.types import CandidateId, Confidence, Observation
 from vllm_rollout.simulator.machine import Machine
@@ -57,10 +59,19 @@ class Closed(NamedTuple):
     """Groups."""
 
 
+class Departed(NamedTuple):
+    """A group on its way to another rank."""
+
+    race: Race
+    detached: DetachedGroup
+
+
 class Rank:
     """An engine that runs races to their end. Candidates wait first come first served."""
 
-    def __init__(self, machine: Machine, judge: Judge) -> None:
+    def __init__(self, machine: Machine, judge: Judge, name: str = "") -> None:
+        """name: begins the ids of the groups that are launched here; needed where groups move."""
+        self._name = name
         self._cost = machine.step_cost
         self._slots = machine.num_slots or inf
         self._kv_capacity = machine.kv_capacity_tokens or inf
@@ -86,7 +97,7 @@ class Rank:
         """(arrival, number, what to do)."""
         self._run = RankRun()
         self._races: dict[str, Race] = {}
-        """By group id: a trace may name a prompt twice."""
+        """By group id: a trace may name a prompt twice. Those that moved on stay in it."""
         self._waiting: deque[Runner] = deque()
 
     def launch(self, race: Race, at_s: float = 0.0) -> None:
@@ -96,6 +107,24 @@ class Rank:
     def cut(self, race_id: str, at_s: float) -> None:
         """Word arrives that enough groups of a race are complete elsewhere."""
         self._send(at_s, lambda: self._group_steps.cut(race_id))
+
+    def send_away(self, group_id: str, at_s: float, deliver: Callable[[float, Departed], None]) -> None:
+        """Word arrives that a group moves: between two steps it leaves, unless it has ended, and is handed over."""
+        self._send(at_s, lambda: self._leave(group_id, deliver))
+
+    def receive(self, departed: Departed, at_s: float) -> None:
+        """A group arrives from another rank; its candidates wait their turn, and what they have is computed again."""
+        self._send(at_s, lambda: self._join(departed))
+
+    def loads_at(self, seconds: float) -> list[GroupLoad]:
+        """Of the groups that are here."""
+        num_steps = self._num_steps_by(seconds)
+        loads = []
+        for group_id, race in self._races.items():
+            if running := self._group_steps.running(group_id):
+                num_tokens = [self._num_tokens(id) + num_steps * self._runs(id) for id in running]
+                loads.append(GroupLoad.of(group_id, race.prompt_tokens, num_tokens, race.lengths, race.max_tokens))
+        return loads
 
     def run(self) -> RankRun:
         """Until nothing is left to do."""
@@ -110,6 +139,16 @@ class Rank:
     @property
     def num_preemptions(self) -> int:
         return self._run.num_preemptions
+
+    @property
+    def seconds(self) -> float:
+        """Until which it has run."""
+        return self._run.seconds
+
+    @property
+    def num_unread(self) -> int:
+        """Messages."""
+        return len(self._inbox)
 
     @property
     def next(self) -> Happening | None:
@@ -136,7 +175,7 @@ class Rank:
             self._plan()
 
     def _enter(self, race: Race) -> None:
-        group_id = str(len(self._races))
+        group_id = f"{self._name}{len(self._races)}"
         self._races[group_id] = race
         for index, future in enumerate(race.pool):
             id, race.group = self._group_steps.launch(
@@ -145,6 +184,26 @@ class Rank:
             runner = Runner(id, race, future)
             race.candidates.append(runner)
             self._waiting.append(runner)
+
+    def _leave(self, group_id: str, deliver: Callable[[float, Departed], None]) -> None:
+        if self._group_steps.stays_because(group_id) is not None:
+            return
+        race = self._races[group_id]
+        running = [race.candidates[index] for index in race.group.running]
+        for runner in running:
+            if runner.start is not None:
+                self._pause(runner)
+        self._waiting = deque(runner for runner in self._waiting if runner.race is not race)
+        self._wakes = [wake for wake in self._wakes if wake[2].race is not race]
+        heapify(self._wakes)
+        detached = self._group_steps.detach(group_id, {runner.index: "" for runner in running})
+        deliver(self._between_s, Departed(race, detached))
+
+    def _join(self, departed: Departed) -> None:
+        race, detached = departed
+        self._races[detached.group_id] = race
+        race.group = self._group_steps.attach(detached)
+        self._waiting.extend(race.candidates[index] for index in race.group.running)
 
     def _begin(self, seconds: float) -> None:
         if not self._running and not self._waiting:
@@ -171,6 +230,12 @@ class Rank:
             num_steps = 1 + bisect_left(range(1, step - self._step), wanted, key=self._time_of)
             step, seconds = self._step + num_steps, self._run.seconds + self._time_of(num_steps)
         self._planned = step, seconds
+
+    def _num_steps_by(self, seconds: float) -> int:
+        """Steps that are made by then, of those that are planned."""
+        if self._planned is None:
+            return 0
+        return bisect_right(range(1, self._planned[0] - self._step), seconds - self._run.seconds, key=self._time_of)
 
     def _time_of(self, num_steps: int) -> float:
         """Seconds of the next so many decode steps."""
@@ -307,6 +372,9 @@ class Rank:
     def _num_tokens(self, candidate_id: CandidateId) -> int:
         runner = self._races[candidate_id.group_id].candidates[candidate_id.index]
         return runner.num_tokens if runner.start is None else self._step - runner.start
+
+    def _runs(self, candidate_id: CandidateId) -> bool:
+        return self._races[candidate_id.group_id].candidates[candidate_id.index].start is not None
 
 
 def _observation(future: PoolCandidate) -> Observation:

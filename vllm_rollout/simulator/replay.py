@@ -13,6 +13,7 @@ from vllm_rollout.group.judge import Judge, Scoring
 from vllm_rollout.group.placement import choose_rank
 from vllm_rollout.group.selection import conclude
 from vllm_rollout.group.types import GroupResult
+from vllm_rollout.simulator.fleet import FleetRun, run_fleet
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.outcome import Outcome, Tally
 from vllm_rollout.simulator.planner import Planner
@@ -66,17 +67,26 @@ class _Replay:
             pool = self._pools.candidates(epoch, number, position, its.plan.num_candidates)
             check_fits(self._machine, prompt.id, prompt.prompt_tokens + max(c.num_tokens for c in pool))
             scoring = its.plan.pruning and Scoring(name, prompt.id, self._seed, its.plan.pruning)
-            races.append(Race(prompt.id, its.plan, pool, prompt.prompt_tokens, scoring))
+            lengths = self._planner.known(prompt)
+            races.append(
+                Race(prompt.id, its.plan, pool, prompt.prompt_tokens, scoring, None, lengths, prompt.max_tokens)
+            )
         ranks, self._next_rank = assigned(races, len(self._judges), self._next_rank)
-        runs = [run_races(self._machine, own, judge) for own, judge in zip(ranks, self._judges, strict=True)]
+        run = self._run(ranks)
         results = {race: conclude(race.plan, race.endings) for race in races}
         for prompt, its, race in zip(rollout.prompts, planned, races, strict=True):
             self._tally.add_group(results[race], race.pool, its.at_upper_bound)
             self._planner.history.observe(prompt.history_key, observed_lengths(results[race].endings))
-        self._tally.add_rollout(runs, min(race.over_s for race in races))
+        self._tally.add_rollout(run, min(race.over_s for race in races))
         if self._setting.pruning is not None:
             for judge, own in zip(self._judges, ranks, strict=True):
-                reward(judge, self._judges, name, {race: results[race] for race in own})
+                # of a group that moved, the target knows the candidates that ended there
+                reward(judge, self._judges, name, {race: results[race] for race in (races if run.num_moves else own)})
+
+    def _run(self, ranks: Sequence[Sequence[Race]]) -> FleetRun:
+        if self._machine.moves_groups:
+            return run_fleet(self._machine, self._judges, ranks)
+        return FleetRun([run_races(self._machine, own, judge) for own, judge in zip(ranks, self._judges, strict=True)])
 
 
 def reward(judge: Judge, judges: Sequence[Judge], rollout_id: str, results: Mapping[Race, GroupResult]) -> None:

@@ -45,10 +45,16 @@ def tables(sweep: Sweep) -> list[Table]:
         lengths.append(("at upper\nbound", lambda o: f"{o.upper_bound_share:.1%}"))
     if any(outcome.num_pruned for outcome in sweep.outcomes):
         lengths.append(("candidates\npruned", lambda o: f"{o.num_pruned / o.num_candidates:.1%}"))
-    return [
+    moves: list[Column] = [
+        ("groups\nmoved", lambda o: f"{o.num_moves:,}"),
+        ("busy", lambda o: f"{o.busy_share:.0%}"),
+        ("freed", lambda o: f"{o.freed_share:.0%}"),
+    ]
+    told = [
         _table("Time and tokens", costs, sweep),
         _table("What the trainer gets: tokens of returned answers", lengths, sweep),
     ]
+    return [*told, _table("Time of all engines", moves, sweep)] if sweep.machine.moves_groups else told
 
 
 def _table(title: str, columns: list[Column], sweep: Sweep) -> Table:
@@ -123,6 +129,14 @@ def notes(sweep: Sweep, trace: Trace) -> list[str]:
             "No --profile: every step takes the same time, whatever is in it. Times are in steps, not seconds, and "
             "spare candidates look cheaper than they are."
         )
+    if (staying := sweep.without_moves) is not None:
+        moved = sweep.baseline
+        said.append(
+            f"If groups stayed on their engines, {moved.setting.name} would take "
+            f"{duration(staying.seconds, sweep.machine.is_ideal)}, not "
+            f"{duration(moved.seconds, sweep.machine.is_ideal)} ({_change(staying.seconds, moved.seconds)}). Freed: "
+            f"{moved.freed_share:.0%} of the engines' time."
+        )
     said += left_out(trace)
     if trace.num_stopped:
         most = max(outcome.num_drawn for outcome in sweep.outcomes)
@@ -181,6 +195,9 @@ def to_json(sweep: Sweep, trace: Trace, source: dict[str, Any], said: list[str])
         "num_ranks": machine.num_ranks,
         "max_num_seqs": machine.num_slots,
         "kv_capacity_tokens": machine.kv_capacity_tokens,
+        "migration": machine.migration,
+        "scale_down": machine.scale_down,
+        "without_moves": None if sweep.without_moves is None else sweep.without_moves.to_json(),
         "baseline": sweep.baseline.setting.name,
         "settings": [{**outcome.to_json(), "speed_up": sweep.speed_up(outcome)} for outcome in sweep.outcomes],
         "fastest": sweep.fastest.setting.name,

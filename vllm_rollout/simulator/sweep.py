@@ -20,6 +20,8 @@ class Sweep:
     outcomes: tuple[Outcome, ...]
     """The baseline first."""
     machine: Machine
+    without_moves: Outcome | None = None
+    """The baseline once more, with groups that stay on their ranks; None when they stay anyway."""
 
     @property
     def baseline(self) -> Outcome:
@@ -67,4 +69,7 @@ def sweep(
             on_rollout(setting)
 
         outcomes.append(replay(pools, setting, machine, epochs=epochs, seed=seed, on_rollout=done))
-    return Sweep(tuple(outcomes), machine)
+    if not machine.moves_groups:
+        return Sweep(tuple(outcomes), machine)
+    staying = replay(pools, settings[0], machine.without_moves, epochs=epochs, seed=seed)
+    return Sweep(tuple(outcomes), machine, staying)

@@ -39,6 +39,9 @@ class RoundOutcome:
     num_started: int
     num_deferred: int
     generated_tokens: int
+    num_moves: int = 0
+    freed_rank_s: float = 0.0
+    """Seconds for which ranks that were emptied stayed so until the round was over, summed."""
 
     @property
     def lengths(self) -> list[int]:
@@ -107,6 +110,14 @@ class RunOutcome:
     @cached_property
     def returned_tokens(self) -> int:
         return sum(its.returned_tokens for its in self.rounds)
+
+    @property
+    def num_moves(self) -> int:
+        return sum(its.num_moves for its in self.rounds)
+
+    @property
+    def freed_rank_s(self) -> float:
+        return sum(its.freed_rank_s for its in self.rounds)
 
     @property
     def wasted_tokens(self) -> int:

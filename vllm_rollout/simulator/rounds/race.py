@@ -25,6 +25,7 @@ from vllm_rollout.group.rounds import OpenRound
 from vllm_rollout.group.selection import conclude
 from vllm_rollout.group.types import GroupResult
 from vllm_rollout.simulator.machine import Machine
+from vllm_rollout.simulator.mover import Mover
 from vllm_rollout.simulator.race import Race
 from vllm_rollout.simulator.rank import Closed, Phase, Rank
 
@@ -49,10 +50,13 @@ class RoundRace:
         self.results: dict[int, GroupResult] = {}
         """Of the groups that were started, by position."""
         self.rank_of: dict[int, int] = {}
-        """The same."""
+        """The same: where they were launched."""
         self._races = races
         self._position_of = {race: position for position, race in enumerate(races)}
-        self._ranks = [Rank(machine, judge) for judge in judges]
+        self._ranks = [Rank(machine, judge, f"{number}/") for number, judge in enumerate(judges)]
+        num_candidates = sum(race.plan.num_candidates for race in races[: len(opened.entries)])
+        self._mover = Mover(machine, self._ranks, num_candidates, message_s)
+        self._moves_groups = machine.moves_groups
         self._next = [(inf, API_ORDER, rank) for rank in range(len(judges))]
         """(seconds, order, rank) of what each rank does next."""
         self._placement = placement
@@ -61,8 +65,8 @@ class RoundRace:
             sys.maxsize if num_slots is None else num_launch_places(num_slots, machine.num_ranks, 1)
         )
         self._message_s = message_s
-        self._inbox: list[tuple[float, int, int, Closed]] = []
-        """(arrival, number, rank, what it tells): of the API process."""
+        self._inbox: list[tuple[float, int, Closed]] = []
+        """(arrival, number, what a rank tells): of the API process."""
         self._numbers = count()
         self._turn: tuple[int, Turn] | None = None
         """The group that waits for places."""
@@ -74,32 +78,45 @@ class RoundRace:
         while not self.progress.is_over:
             event = min(self._next)
             if self._inbox and (self._inbox[0][0], API_ORDER) < event[:2]:
-                seconds, _, rank, told = heappop(self._inbox)
-                self._hear(seconds, rank, told)
+                seconds, _, told = heappop(self._inbox)
+                self._hear(seconds, told)
                 continue
             rank = event[2]
             closed = self._ranks[rank].go_on()
             self._note(rank)
+            if self._moves_groups:  # what left this rank is on its way to others
+                self._note_all()
             if closed is not None and closed.num_ended:
-                heappush(self._inbox, (event[0] + self._message_s, next(self._numbers), rank, closed))
+                heappush(self._inbox, (event[0] + self._message_s, next(self._numbers), closed))
         return seconds
 
     @property
     def num_preemptions(self) -> int:
         return sum(rank.num_preemptions for rank in self._ranks)
 
-    def _hear(self, seconds: float, rank: int, told: Closed) -> None:
+    @property
+    def num_moves(self) -> int:
+        return self._mover.num_moves
+
+    def freed_s(self, seconds: float) -> float:
+        """Of a round that ended then."""
+        return self._mover.freed_s(seconds)
+
+    def _hear(self, seconds: float, told: Closed) -> None:
         self._window.release(told.num_ended)
+        self._mover.ended(told.num_ended)
         if told.over:
             was_cut = self.progress.is_cut
             for race in told.over:
-                self._placement.leave(rank, race.plan.num_candidates)
+                self._placement.leave(self.rank_of[self._position_of[race]], race.plan.num_candidates)
                 self._group_over(race)
             if self.progress.is_cut and not was_cut:
                 self._cut(seconds)
-        elif self._turn is None:  # nothing has changed for groups that have not started
-            return
-        self._start(seconds)
+        if told.over or self._turn is not None:  # else nothing has changed for groups that have not started
+            self._start(seconds)
+        if self._moves_groups and not self.progress.is_cut and len(self.rank_of) >= len(self.progress.opened.entries):
+            self._mover.look(seconds)
+            self._note_all()
 
     def _cut(self, seconds: float) -> None:
         """Ranks do not see each other's groups."""
@@ -142,6 +159,10 @@ class RoundRace:
         rank = self.rank_of[position] = self._placement.place(race.plan.num_candidates)
         self._ranks[rank].launch(race, seconds + self._message_s)
         self._note(rank)
+
+    def _note_all(self) -> None:
+        for rank in range(len(self._ranks)):
+            self._note(rank)
 
     def _note(self, rank: int) -> None:
         happening = self._ranks[rank].next

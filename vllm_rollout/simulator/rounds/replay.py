@@ -100,10 +100,11 @@ class _RunReplay:
         pool = self._its.data.candidates(prompt, entry.prompt.epoch, entry.num_deferred, plan.num_candidates)
         check_fits(self._its.machine, prompt.id, prompt.prompt_tokens + max(c.num_tokens for c in pool))
         scoring = plan.pruning and Scoring(opened.key, prompt.id, self._its.seed, plan.pruning)
-        return Race(prompt.id, plan, pool, prompt.prompt_tokens, scoring)
+        lengths = self._planner.known(prompt)
+        return Race(prompt.id, plan, pool, prompt.prompt_tokens, scoring, None, lengths, prompt.max_tokens)
 
     def _learn(self, key: str, races: Sequence[Race], race: RoundRace) -> None:
-        if self._setting.asks_history:
+        if self._setting.asks_history or self._its.machine.moves_groups:
             for position, result in race.results.items():
                 self._planner.history.observe(races[position].prompt_id, observed_lengths(result.endings))
         if self._setting.group.pruning is None:
@@ -112,7 +113,7 @@ class _RunReplay:
             own = {
                 races[position]: result
                 for position, result in race.results.items()
-                if race.rank_of[position] == rank and race.progress.fates[position] == "returned"
+                if (race.rank_of[position] == rank or race.num_moves) and race.progress.fates[position] == "returned"
             }
             reward(judge, self._judges, key, own)
 
@@ -136,6 +137,8 @@ class _RunReplay:
             len(race.results),
             record.num_deferred,
             generated,
+            race.num_moves,
+            race.freed_s(seconds),
         )
 
     def _returned(self, entry: Entry, opened: OpenRound, result: GroupResult) -> ReturnedPrompt:

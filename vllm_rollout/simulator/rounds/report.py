@@ -48,6 +48,8 @@ def tables(sweep: RoundSweep) -> list[Table]:
         ("tokens", lambda o: count(o.generated_tokens)),
         ("wasted", lambda o: f"{o.wasted_tokens / o.generated_tokens:.0%}"),
     ]
+    if (machine := sweep.conditions.machine).moves_groups:
+        times.append(("freed", lambda o: f"{o.freed_rank_s / (machine.num_ranks * o.seconds):.0%}"))
     lengths: list[Column] = [
         ("short rounds\nlongest", lambda o: _tokens(mean_of_longest(o.of("short")))),
         ("\nP75", lambda o: _tokens(percentile_of_lengths(o.of("short"), 75))),
@@ -156,6 +158,8 @@ def to_json(sweep: RoundSweep, source: dict[str, Any], said: list[str]) -> dict[
         "num_ranks": machine.num_ranks,
         "max_num_seqs": machine.num_slots,
         "kv_capacity_tokens": machine.kv_capacity_tokens,
+        "migration": machine.migration,
+        "scale_down": machine.scale_down,
         "baseline": sweep.baseline.setting.name,
         "settings": [described(sweep, outcome) for outcome in sweep.outcomes],
         "fastest": sweep.fastest.setting.name,
@@ -193,6 +197,8 @@ def described(sweep: RoundSweep, outcome: RunOutcome) -> dict[str, Any]:
         "wasted_tokens": outcome.wasted_tokens,
         "length_bias": sweep.length_bias(outcome),
         "num_preemptions": outcome.num_preemptions,
+        "num_moves": outcome.num_moves,
+        "freed_rank_s": outcome.freed_rank_s,
         "fairness": asdict(fairness_of(outcome)),
         "rounds": {
             "kind": [its.kind for its in outcome.rounds],
