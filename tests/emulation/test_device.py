@@ -11,7 +11,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from vllm_rollout.cli import app
-from vllm_rollout.emulation.device import Device, Work
+from vllm_rollout.emulation.device import Device, Work, cost_of, step_seconds
 from vllm_rollout.emulation.report import report
 from vllm_rollout.emulation.settings import Settings
 from vllm_rollout.emulation.step_log import LoggedSteps, Step, StepLog, Summary, read_steps
@@ -117,3 +117,10 @@ def test_a_single_token_has_not_succeeded():
 def test_a_model_without_tokens_to_say_is_refused():
     with pytest.raises(ValueError, match="needs 2 tokens that end nothing"):
         Vocabulary(4, {0, 2})
+
+
+@pytest.mark.parametrize(("num_requests", "context"), [(1, 10), (64, 700), (500, 8000)])
+def test_the_rules_know_what_a_step_costs(num_requests: int, context: int):
+    settings = Settings.model_validate({"step": {"ms": 5, "ms_per_request": 0.03, "ms_per_context_token": 2e-5}})
+    seconds = step_seconds(settings)(Work(num_requests, num_requests * context, 0))
+    assert cost_of(settings).ptl(num_requests, context) == pytest.approx(seconds)

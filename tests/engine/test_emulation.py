@@ -284,3 +284,32 @@ def test_a_candidate_that_goes_on_says_what_it_would_have_said_at_once(emulated)
     said = [trajectory["token_ids"] for trajectory in group["trajectories"]]
     assert said == [trajectory["token_ids"] for trajectory in at_once["trajectories"]]
     assert max(trajectory["num_resumed_tokens"] for trajectory in group["trajectories"]) > 0
+
+
+@pytest.fixture(scope="module")
+def movable(default_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Emulated]:
+    """Two ranks whose groups one API process knows, with steps that last long enough for it to think of them."""
+    flags = ("--data-parallel-size", "2", "--api-server-count", "1", "--emulate-speed", "0.2")
+    server = Emulated(default_model, tmp_path_factory.mktemp("movable"), *flags)
+    yield server
+    server.stop()
+
+
+def engines_of(server: Emulated) -> list[dict[str, Any]]:
+    return server.http.get("/v1/engines").json()["engines"]
+
+
+@pytest.mark.parametrize("field", ["migration", "scale_down"])
+def test_the_tail_goes_on_on_one_rank(movable: Emulated, field: str) -> None:
+    prompts = prompts_of(6, first=50)
+    plain = movable.rollout(prompts, 4)
+    before = engines_of(movable)
+    moved = movable.rollout(prompts, 4, **{field: "auto"})
+    after = engines_of(movable)
+    assert [returned(group) for group in moved["groups"]] == [returned(group) for group in plain["groups"]]
+    num_moved = sum(engine["num_moved_in"] for engine in after) - sum(engine["num_moved_in"] for engine in before)
+    assert num_moved > 0
+    assert [engine["state"] for engine in after] == ["active"] * 2
+    if field == "scale_down":
+        assert len(moved["freed"]["ranks"]) == 1
+        assert moved["freed"]["num_moved"] == num_moved

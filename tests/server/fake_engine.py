@@ -21,9 +21,10 @@ from vllm_rollout.group.cost import CostModel
 from vllm_rollout.group.history import ObservedLength
 from vllm_rollout.group.judge import Scoring
 from vllm_rollout.group.lifecycle import Group
-from vllm_rollout.group.load import EngineLoad
+from vllm_rollout.group.load import EngineLoad, GroupLoad, RankLoad
 from vllm_rollout.group.plan import GroupPlan
 from vllm_rollout.group.race import RacePlace
+from vllm_rollout.group.scaling import Progress, ScaleDown, plan_scale_down
 from vllm_rollout.group.step import GroupSteps
 from vllm_rollout.group.types import CandidateId, CandidateState, Ending, EndReason, HeldGroups
 from vllm_rollout.server.engine import (
@@ -147,6 +148,17 @@ class FakeEngine(LearningEngine):
     async def restore(self, rank: int) -> None:
         self.held.discard(rank)
 
+    def move_refusal(self, *, priced: bool) -> str | None:
+        return None if self.num_ranks > 1 else "needs several ranks."
+
+    async def plan_scale_down(self, progress: Progress) -> ScaleDown:
+        groups = [GroupLoad.of(id, 10, [5] * steps.held.num_running, None, 100) for id, steps in self.groups.items()]
+        loads = [
+            RankLoad(rank, tuple(groups[rank :: self.num_ranks]), is_held=rank in self.held)
+            for rank in range(self.num_ranks)
+        ]
+        return plan_scale_down(progress, loads)
+
     @property
     def is_idle(self) -> bool:
         """Whether no group has made a step for a while: their readers make them wait."""
@@ -188,6 +200,7 @@ class FakeEngine(LearningEngine):
         pruning_seed: int,
         place: RacePlace | None = None,
         beginnings: Beginnings | None = None,
+        may_move: bool = False,
     ) -> AsyncGenerator[CandidateTokens | CandidateEnd, None]:
         handle: Handle = prompt.handle
         scoring = None if plan.pruning is None else Scoring(rollout_id, prompt.id, pruning_seed, plan.pruning)

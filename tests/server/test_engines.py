@@ -5,6 +5,9 @@ from __future__ import annotations
 import httpx
 import pytest
 
+from vllm_rollout import AsyncRolloutClient
+
+from .conftest import serving
 from .fake_engine import FakeEngine
 
 pytestmark = pytest.mark.anyio
@@ -48,3 +51,46 @@ async def test_bad_input_is_named(engine: FakeEngine, http: httpx.AsyncClient, r
     assert answer.status_code == 422
     assert answer.json()["error"]["param"] == param
     assert await states(http) == ["active"] * 2
+
+
+PROMPTS = [{"id": f"q{i}", "prompt": f"question {i}"} for i in range(8)]
+
+
+@pytest.mark.parametrize("field", ["migration", "scale_down"])
+async def test_what_one_rank_cannot_do_is_refused(http: httpx.AsyncClient, field):
+    answer = await http.post("/v1/rollouts", json={"prompts": PROMPTS, "group_size": 2, field: "auto"})
+    assert answer.status_code == 422
+    assert answer.json()["error"]["param"] == field
+
+
+async def test_half_of_the_ranks_are_free_while_a_rollout_runs_and_taken_back_after_it(engine, app):
+    engine.num_ranks = 4
+    engine.step_s = 0.002
+    engine.held.add(3)  # by somebody else
+    seen: list[list[str]] = []
+    with serving(app) as url:
+        async with AsyncRolloutClient(url) as client, httpx.AsyncClient(base_url=url) as http:
+            async for event in client.stream(PROMPTS, 4, sampling={"seed": 1}, scale_down="auto"):
+                if event.type == "ranks_free":
+                    freed = event
+                    seen.append(await states(http))
+                if event.type == "done":
+                    done = event
+            after = await states(http)
+            advice = (await http.get("/v1/engines/advice")).json()
+    assert len(freed.ranks) == 1  # of three
+    assert [state == "active" for state in seen[0]].count(True) == 2
+    assert (done.freed.ranks, done.freed.num_moved) == (freed.ranks, 0)
+    assert "of 32 responses" in freed.reason
+    assert after == ["active"] * 3 + ["draining" if engine.num_running else "drained"]
+    assert (advice["scale_down"]["reason"], advice["num_responses"]) == ("too_early", 0)
+
+
+async def test_no_rank_is_freed_where_the_rest_has_no_room(engine, http: httpx.AsyncClient):
+    engine.num_ranks = 2
+    engine.held.add(1)
+    body = {"prompts": PROMPTS, "group_size": 2, "scale_down": "auto"}
+    answer = (await http.post("/v1/rollouts", json=body)).json()
+    assert answer["freed"] is None
+    assert len(answer["groups"]) == 8
+    assert await states(http) == ["active", "drained"]

@@ -189,7 +189,8 @@ ENDPOINTS = {
     ("/v1/rollouts/state", "get"), ("/v1/rollouts/state", "put"),
     ("/v1/runs", "get"), ("/v1/runs", "post"), ("/v1/runs/{run_id}", "get"), ("/v1/runs/{run_id}", "delete"),
     ("/v1/runs/{run_id}/rounds", "post"), ("/v1/runs/{run_id}/rounds/{number}", "delete"),
-    ("/v1/engines", "get"), ("/v1/engines/{rank}/drain", "post"), ("/v1/engines/{rank}/restore", "post"),
+    ("/v1/engines", "get"), ("/v1/engines/advice", "get"), ("/v1/engines/{rank}/drain", "post"),
+    ("/v1/engines/{rank}/restore", "post"),
 }  # fmt: skip
 
 
@@ -235,8 +236,8 @@ def test_openapi_describes_rollouts():
     events = content["text/event-stream"]
     assert events["example"].startswith("event: ")
     item = events["itemSchema"]["properties"]
-    assert item["event"]["enum"] == ["trajectory", "candidate", "tokens", "group", "done", "error"]
-    assert len(item["data"]["contentSchema"]["anyOf"]) == 6
+    assert item["event"]["enum"] == ["trajectory", "candidate", "tokens", "group", "ranks_free", "done", "error"]
+    assert len(item["data"]["contentSchema"]["anyOf"]) == 7
     assert "$ref" not in json.dumps(item)
     request = openapi["components"]["schemas"]["RolloutRequest"]
     assert len([RolloutRequest.model_validate(example) for example in request["examples"]]) == 3

@@ -35,6 +35,8 @@ class RolloutOptions(TypedDict, total=False):
         "patience" bounds the wait for the longest.
     pruning: score candidates and stop those that will not help training: {"detection_length": 512, …} or a Pruning;
         None: no pruning.
+    migration: "auto": groups may go on on other ranks when that pays; "off": they stay.
+    scale_down: "auto": half of the ranks are emptied before the rollout is over, when the rest fits on the others.
     sampling: any field of vLLM's SamplingParams except n.
     return_text: detokenize, and return the text of each trajectory.
     return_logprobs: return the log probability of each sampled token.
@@ -45,6 +47,8 @@ class RolloutOptions(TypedDict, total=False):
     early_stop: bool | str | None
     selection: Selection
     pruning: Mapping[str, Any] | Pruning | None
+    migration: str
+    scale_down: str
     sampling: Mapping[str, Any] | None
     return_text: bool
     return_logprobs: bool
@@ -66,6 +70,8 @@ def rollout_body(
     model: str | None = None,
     stream_tokens: int | None = None,
     stream: bool = False,
+    migration: str = "off",
+    scale_down: str = "off",
 ) -> dict[str, Any]:
     """The body of POST /v1/rollouts. Values are the server's to judge; only a prompt's form is decided here.
 
@@ -81,6 +87,8 @@ def rollout_body(
         "early_stop": early_stop,
         "selection": selection.model_dump() if isinstance(selection, BaseModel) else selection,
         "pruning": pruning.model_dump(exclude_unset=True) if isinstance(pruning, BaseModel) else pruning,
+        "migration": migration,
+        "scale_down": scale_down,
         "sampling": dict(sampling or {}),
         "return": {"text": return_text, "logprobs": return_logprobs, "unselected": return_unselected},
         "stream": stream,

@@ -15,7 +15,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, get_args, get_type_hint
 import httpx
 from typing_extensions import Self, Unpack
 
-from vllm_rollout.client import calls, run_calls
+from vllm_rollout.client import calls, engine_calls, run_calls
 from vllm_rollout.client.body import PromptLike, Redundancy, RolloutOptions, Selection, rollout_body
 from vllm_rollout.client.calls import Call, EventsCall, QualityHead
 from vllm_rollout.client.connection import (
@@ -132,6 +132,10 @@ class RolloutClient(Connection):
     set_state = _sent(calls.set_state)
     vote = _sent(calls.vote)
     runs = _sent(run_calls.runs)
+    engines = _sent(engine_calls.engines)
+    engines_advice = _sent(engine_calls.engines_advice)
+    drain = _sent(engine_calls.drain)
+    restore = _sent(engine_calls.restore)
 
     def run(self, group_size: int, prompts_per_round: int, id: str | None = None, **options: Unpack[RunOptions]) -> Run:
         return Run(self, self._send(run_calls.create_run(group_size, prompts_per_round, id, **options)))
@@ -219,6 +223,10 @@ class AsyncRolloutClient(Connection):
     set_state = _awaited(calls.set_state)
     vote = _awaited(calls.vote)
     runs = _awaited(run_calls.runs)
+    engines = _awaited(engine_calls.engines)
+    engines_advice = _awaited(engine_calls.engines_advice)
+    drain = _awaited(engine_calls.drain)
+    restore = _awaited(engine_calls.restore)
 
     async def run(
         self, group_size: int, prompts_per_round: int, id: str | None = None, **options: Unpack[RunOptions]

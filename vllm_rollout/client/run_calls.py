@@ -24,7 +24,8 @@ _read_round = typed(RoundAnswer)
 class RoundOptions(TypedDict, total=False):
     """Rollout fields of a round; what is left out is the run's:
 
-    redundancy, early_stop, selection, pruning, sampling: as of a rollout; a round's sampling fields replace the run's.
+    redundancy, early_stop, selection, pruning, migration, scale_down: as of a rollout.
+    sampling: as of a rollout; a round's fields replace the run's.
     return_text, return_logprobs, return_unselected: what to send back.
     """
 
@@ -32,6 +33,8 @@ class RoundOptions(TypedDict, total=False):
     early_stop: bool | str
     selection: Selection
     pruning: Mapping[str, Any] | Pruning
+    migration: str
+    scale_down: str
     sampling: Mapping[str, Any]
     return_text: bool
     return_logprobs: bool

@@ -10,7 +10,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from vllm_rollout.emulation.settings import Settings, Step
+from vllm_rollout.group.cost import CostModel, PTLCurve
 from vllm_rollout.profiling.profile_file import Profile
+
+COST_KNOTS = (1.0, 1024.0)
+"""Batch sizes and contexts: a step's cost is linear in each."""
 
 
 class Work(NamedTuple):
@@ -57,6 +61,20 @@ def step_seconds(settings: Settings) -> Callable[[Work], float]:
         return cost.ptl(work.num_requests, work.context_tokens / work.num_requests) + prefill_s
 
     return profiled
+
+
+def cost_of(settings: Settings) -> CostModel:
+    """What the rules may know of the device's steps. Raises: ValueError for a profile that cannot be read."""
+    if settings.profile is not None:
+        return Profile.read(settings.profile).cost(settings.tensor_parallel_size)
+    step = settings.step or Step()
+
+    def curve(context: float) -> PTLCurve:
+        per_request_ms = step.ms_per_request + context * step.ms_per_context_token
+        return PTLCurve(COST_KNOTS, tuple((step.ms + per_request_ms * size) / 1e3 for size in COST_KNOTS))
+
+    curves = tuple((context, curve(context)) for context in COST_KNOTS)
+    return CostModel(curves, prefill_s_per_token=step.ms_per_prefilled_token / 1e3)
 
 
 def linear(step: Step) -> Callable[[Work], float]:

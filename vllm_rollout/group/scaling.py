@@ -48,6 +48,14 @@ class Progress:
     """When it was last checked (`ScaleDown.was_checked`)."""
     is_scaled_down: bool = False
 
+    @property
+    def share(self) -> float:
+        return self.num_complete / max(1, self.num_responses)
+
+    @property
+    def told(self) -> str:
+        return f"{self.num_complete} of {self.num_responses} responses ({self.share:.0%}) are complete"
+
 
 @dataclass(frozen=True, slots=True)
 class ScaleDown:
@@ -74,18 +82,8 @@ def plan_scale_down(
 
     loads: of every rank; held ones are not counted. ranks_by_node: one sequence per node; default: all on one.
     """
-    num_responses = max(1, progress.num_responses)
-    share = progress.num_complete / num_responses
-    newly = progress.num_complete - progress.num_complete_at_check
-    complete = f"{progress.num_complete} of {progress.num_responses} responses ({share:.0%}) are complete"
-    if progress.is_scaled_down:
-        return ScaleDown("scaled_down", "ranks of this rollout have been freed already")
-    if share < FIRST_CHECK:
-        return ScaleDown("too_early", f"{complete}: the first check is at {FIRST_CHECK:.0%}")
-    if share > LAST_CHECK:
-        return ScaleDown("too_late", f"{complete}: the last check is at {LAST_CHECK:.0%}")
-    if newly / num_responses < CHECK_EVERY:
-        return ScaleDown("between_checks", f"{complete}, {newly} more than at the last check")
+    if (wait := not_now(progress)) is not None:
+        return wait
     usable = [load for load in loads if not load.is_held]
     movable = [load for load in usable if not load.other_requests]
     num_freed = len(usable) // 2
@@ -99,12 +97,26 @@ def plan_scale_down(
     peak = sum(load.peak_kv_tokens for load in usable)
     capacity = sum(math.inf if load.kv_capacity_tokens is None else load.kv_capacity_tokens for load in staying)
     told = (
-        f"{complete}; the rest has a predicted peak of {peak:.0f} tokens of KV cache, ranks "
+        f"{progress.told}; the rest has a predicted peak of {peak:.0f} tokens of KV cache, ranks "
         f"{[load.rank for load in staying]} have {capacity:.0f}"
     )
     if moves is None or any(load.room.kv_tokens < 0 for load in staying):
         return ScaleDown("no_room", told)
     return ScaleDown("free", told, freed, tuple(moves))
+
+
+def not_now(progress: Progress) -> ScaleDown | None:
+    """Why progress alone says that no ranks are freed now; None when it does not."""
+    newly = progress.num_complete - progress.num_complete_at_check
+    if progress.is_scaled_down:
+        return ScaleDown("scaled_down", "ranks of this rollout have been freed already")
+    if progress.share < FIRST_CHECK:
+        return ScaleDown("too_early", f"{progress.told}: the first check is at {FIRST_CHECK:.0%}")
+    if progress.share > LAST_CHECK:
+        return ScaleDown("too_late", f"{progress.told}: the last check is at {LAST_CHECK:.0%}")
+    if newly / max(1, progress.num_responses) < CHECK_EVERY:
+        return ScaleDown("between_checks", f"{progress.told}, {newly} more than at the last check")
+    return None
 
 
 def choose_ranks(

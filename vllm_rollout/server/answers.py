@@ -146,6 +146,20 @@ class Timing(BaseModel):
     time_to_first_group_s: float | None = None
 
 
+class FreedRanks(BaseModel):
+    """Ranks that were emptied while a rollout still ran, until it is over."""
+
+    ranks: list[int]
+    after_s: float
+    """Since the rollout began."""
+    seconds: float
+    """That it took to empty them."""
+    num_moved: int
+    """Groups."""
+    reason: str
+    """The numbers of the decision."""
+
+
 class RolloutAnswer(BaseModel):
     id: str
     object: Literal["rollout"] = "rollout"
@@ -158,6 +172,8 @@ class RolloutAnswer(BaseModel):
     """With redundancy "auto" only."""
     off_policy: bool = False
     """One of its trajectories is."""
+    freed: FreedRanks | None = None
+    """With scale_down "auto", if ranks were freed."""
     groups: list[GroupAnswer]
     usage: Usage
     timing: Timing
@@ -201,6 +217,12 @@ class GroupEvent(BaseModel):
     off_policy: bool = False
 
 
+class RanksFreeEvent(FreedRanks):
+    """Nothing runs on these ranks any more."""
+
+    type: Literal["ranks_free"] = "ranks_free"
+
+
 class DoneEvent(BaseModel):
     type: Literal["done"] = "done"
     id: str
@@ -210,6 +232,7 @@ class DoneEvent(BaseModel):
     warnings: list[str] = []
     budget: RedundancyBudget | None = None
     off_policy: bool = False
+    freed: FreedRanks | None = None
     usage: Usage
     timing: Timing
 
@@ -291,7 +314,7 @@ class ErrorEvent(BaseModel):
     error: ErrorBody
 
 
-RolloutEvent = TrajectoryEvent | CandidateEvent | TokensEvent | GroupEvent | DoneEvent | ErrorEvent
+RolloutEvent = TrajectoryEvent | CandidateEvent | TokensEvent | GroupEvent | RanksFreeEvent | DoneEvent | ErrorEvent
 RoundStreamEvent = (
     RoundEvent
     | TrajectoryEvent
@@ -300,6 +323,7 @@ RoundStreamEvent = (
     | GroupEvent
     | DeferredEvent
     | FilteredEvent
+    | RanksFreeEvent
     | RoundDoneEvent
     | ErrorEvent
 )

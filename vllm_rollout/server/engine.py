@@ -14,6 +14,7 @@ from vllm_rollout.group.load import EngineLoad
 from vllm_rollout.group.plan import GroupPlan
 from vllm_rollout.group.race import RacePlace
 from vllm_rollout.group.report import HeadInfo, ShadowReport, SignalReport
+from vllm_rollout.group.scaling import Progress, ScaleDown
 from vllm_rollout.group.types import Assessment, Ending, HeldGroups, Signal
 
 
@@ -177,6 +178,10 @@ class Engine(Protocol):
         """Why this engine cannot score candidates, with the remedy; None when it can."""
         ...
 
+    def move_refusal(self, *, priced: bool) -> str | None:
+        """Why groups cannot move without a drain here, with the remedy; None when they can. `priced`: if it pays."""
+        ...
+
     async def prepare(
         self,
         prompts: Sequence[PromptInput],
@@ -203,8 +208,11 @@ class Engine(Protocol):
         pruning_seed: int,
         place: RacePlace | None = None,
         beginnings: Beginnings | None = None,
+        may_move: bool = False,
     ) -> AsyncGenerator[CandidateTokens | CandidateEnd, None]:
         """Launch the candidates and yield what happens to them, ending with one CandidateEnd each.
+
+        `may_move`: to another rank, when that pays; only without a `move_refusal`.
 
         With `beginnings` the candidates go on where they stood, as many as `plan` says. What is yielded is what comes
         after: tokens, counts and spans begin with the first new token. They have no text, for which see `text_of`.
@@ -258,6 +266,13 @@ class Engine(Protocol):
 
     async def restore(self, rank: int) -> None:
         """Groups are sent to it again. Raises: RequestError (503) for a dead engine."""
+        ...
+
+    async def plan_scale_down(self, progress: Progress) -> ScaleDown:
+        """Whether to free half of the ranks after so much of a rollout.
+
+        Raises: RequestError (503) for a dead engine.
+        """
         ...
 
     async def observe_lengths(self, key: str, lengths: Sequence[ObservedLength]) -> None:

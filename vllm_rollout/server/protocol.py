@@ -112,6 +112,9 @@ Redundancy = Annotated[
 ]
 
 
+OffOrAuto = Literal["off", "auto"]
+
+
 class Return(Body):
     text: StrictBool = Field(default=False, description="Detokenize and return the text of each trajectory.")
     logprobs: StrictBool = Field(default=True, description="Return the log probability of each sampled token.")
@@ -180,6 +183,16 @@ class RolloutRequest(Body):
         default=None,
         description="Score candidates at a detection length and stop those that will not help: an object such as "
         '{"detection_length": 512, "keep_ratio": 0.5}. Default: no pruning.',
+    )
+    migration: OffOrAuto = Field(
+        default="off",
+        description='"auto": groups may go on on other ranks when that pays: the tail of a rollout on fewer ranks, and '
+        "away from a rank that lags. Needs a profile.",
+    )
+    scale_down: OffOrAuto = Field(
+        default="off",
+        description='"auto": when 20 to 50 % of the candidates have ended and the others fit on half of the ranks, the '
+        "other half is emptied and kept empty until the rollout is over; a stream has a `ranks_free` event.",
     )
     sampling: dict[str, Any] = Field(
         default_factory=dict,

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_rollout.group.types import GroupResult
-from vllm_rollout.server.answers import RedundancyBudget, Timing, Usage
+from vllm_rollout.server.answers import RanksFreeEvent, RedundancyBudget, Timing, Usage
 from vllm_rollout.server.course import Course
 from vllm_rollout.server.engine import CandidateEnd, PreparedPrompt
+from vllm_rollout.server.engines.scaling import ScaleDownWatch
 from vllm_rollout.server.kept import KeptCandidate
 from vllm_rollout.server.protocol import Return
 from vllm_rollout.server.scoring_log import ScoringLog
@@ -38,6 +39,13 @@ class Rollout:
     scoring: ScoringLog | None
     """None without pruning."""
     course: Course
+    may_move: bool = False
+    """To other ranks, when that pays."""
+    num_ended: int = 0
+    """Candidates."""
+    watch: ScaleDownWatch | None = None
+    """Frees ranks while it runs."""
+    freed: RanksFreeEvent | None = None
     budget: RedundancyBudget | None = None
     """With redundancy "auto" only."""
     warnings: list[str] = field(default_factory=list)
@@ -64,6 +72,11 @@ class Rollout:
         return f"{self.id}-{position}"
 
     @property
+    def num_responses(self) -> int:
+        """Candidates that it begins with."""
+        return sum(plan.group.num_candidates for plan in self.plans)
+
+    @property
     def weight_version(self) -> str | None:
         """The version every token was sampled with; None when there is none or more than one."""
         return next(iter(self.versions)) if len(self.versions) == 1 else None
@@ -83,6 +96,7 @@ class Rollout:
             "warnings": self.warnings,
             "budget": self.budget,
             "off_policy": self.off_policy,
+            "freed": self.freed,
             "usage": self.usage,
             "timing": self.timing,
         }

@@ -18,6 +18,7 @@ from vllm_rollout.group.allocation import upper_bound
 from vllm_rollout.group.plan import GroupPlan, PlanError, make_plan
 from vllm_rollout.group.prompt_key import digest_of, seed_for
 from vllm_rollout.group.resumption import choose_resumed
+from vllm_rollout.group.scaling import Progress
 from vllm_rollout.group.selection import conclude, deferred, lengths_of
 from vllm_rollout.group.types import Ending
 from vllm_rollout.server.admin import AdminKey
@@ -28,12 +29,14 @@ from vllm_rollout.server.answers import (
     Event,
     GroupEvent,
     GroupLengths,
+    RanksFreeEvent,
     RolloutAnswer,
     TrajectoryEvent,
 )
 from vllm_rollout.server.course import AllPrompts
 from vllm_rollout.server.ended import candidate_of, tokens_of, trajectory_of
 from vllm_rollout.server.engine import CandidateEnd, CandidateTokens, Engine, PreparedPrompt, PromptInput, RequestError
+from vllm_rollout.server.engines.scaling import ScaleDownWatch
 from vllm_rollout.server.kept import MAX_KEPT_BYTES, keep
 from vllm_rollout.server.launch import Launcher, Places
 from vllm_rollout.server.learning.service import LearningService
@@ -84,6 +87,8 @@ class RolloutService:
         self.learning = LearningService(engine, metrics, clock, recorder)
         self._shaping = ShapingService(engine, metrics, clock)
         self._launcher = Launcher(engine.num_launch_places)
+        self._active: dict[str, Rollout] = {}
+        """Those on their way, by id."""
 
     async def prepare(self, request: RolloutRequest) -> Rollout:
         """Check everything before anything is launched.
@@ -93,6 +98,7 @@ class RolloutService:
         plan = self._plan(request)
         if plan.pruning is not None and (refusal := self._engine.pruning_refusal) is not None:
             raise RequestError(f"pruning: {refusal}", param="pruning")
+        self._check_moves(request)
         _check_num_candidates(len(request.prompts), plan.num_candidates)
         inputs = [
             PromptInput(
@@ -130,11 +136,28 @@ class RolloutService:
             pruning_seed=seed if isinstance(seed, int) else secrets.randbits(62),
             scoring=None if plan.pruning is None else ScoringLog(plan, plan.pruning),
             course=AllPrompts(len(prompts)),
+            may_move=request.migration == "auto",
             budget=budget,
             warnings=warnings,
         )
+        if request.scale_down == "auto":
+            rollout.watch = ScaleDownWatch(self._engine, rollout.num_responses, self._clock)
         rollout.usage.prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         return rollout
+
+    @property
+    def progress(self) -> Progress:
+        """Of all rollouts on their way, together."""
+        rollouts = self._active.values()
+        return Progress(sum(each.num_responses for each in rollouts), sum(each.num_ended for each in rollouts))
+
+    def _check_moves(self, request: RolloutRequest) -> None:
+        for field, wanted, priced in (
+            ("migration", request.migration, True),
+            ("scale_down", request.scale_down, False),
+        ):
+            if wanted == "auto" and (refusal := self._engine.move_refusal(priced=priced)) is not None:
+                raise RequestError(f'{field}: "auto" {refusal}', param=field)
 
     async def answer(self, rollout: Rollout) -> list[bytes]:
         """Run to the end; a RolloutAnswer as JSON, in parts."""
@@ -187,6 +210,9 @@ class RolloutService:
         """Of groups that were launched."""
         num_started = 0
         launching = asyncio.create_task(launch())
+        self._active[rollout.id] = rollout
+        if rollout.watch is not None:
+            rollout.watch.begin(queue.put)
         try:
             num_over, all_started = 0, False
             while not all_started or num_over < num_started:
@@ -200,6 +226,8 @@ class RolloutService:
                 elif isinstance(event, BaseException):
                     raise event
                 else:
+                    if isinstance(event, RanksFreeEvent):
+                        rollout.freed = event
                     yield event
             rollout.timing.latency_s = self._clock() - started
             await self._shaping.told(rollout.tellings)
@@ -211,6 +239,9 @@ class RolloutService:
             launching.cancel()
             await asyncio.gather(launching, return_exceptions=True)
             await self._see_out({id: task for id, task in tasks.items() if not task.done()}, queue)
+            del self._active[rollout.id]
+            if rollout.watch is not None:
+                await rollout.watch.end()
             if self._recorder is not None:
                 self._recorder.rollout_over(rollout)
 
@@ -308,6 +339,7 @@ class RolloutService:
             rollout_id=rollout.id,
             pruning_seed=seed_for(rollout.pruning_seed, digest_of(prompt.token_ids)),
             place=rollout.course.place(position),
+            may_move=rollout.may_move,
         )
         if (kept := rollout.resumed.get(position)) is None:
             stream = run(plan)
@@ -327,6 +359,9 @@ class RolloutService:
                 if not happening.is_replaced:  # by one that takes its place
                     places.release(1)
                 ends[happening.ending.index] = happening
+                rollout.num_ended += 1
+                if rollout.watch is not None:
+                    rollout.watch.candidate_ended()
                 if happening.assessment is not None:
                     self._metrics.candidate_scored(happening.assessment)
                 # With early stop the engine counts exactly group_size winners: each of them is sure at its end.

@@ -47,6 +47,8 @@ class RolloutEndpoints:
         engine = VLLMEngine(engine_client, state)
         if args.rollout_profile is not None:
             await engine.use_profile(args.rollout_profile)
+        elif args.emulate is not None:
+            engine.use_emulated_cost(args.emulate)
         recorder = None if args.rollout_record is None else TraceRecorder(Path(args.rollout_record))
         store = RunStore()
         if args.rollout_state is not None:
@@ -57,8 +59,9 @@ class RolloutEndpoints:
             store = RunStore(folder / RUNS)
         metrics = engine_client.rollout_metrics
         engine.follow_holds()
-        state.engines_service = EnginesService(engine)
-        state.rollout_service = RolloutService(engine, metrics, recorder=recorder, admin_key=args.rollout_admin_key)
+        service = RolloutService(engine, metrics, recorder=recorder, admin_key=args.rollout_admin_key)
+        state.rollout_service = service
+        state.engines_service = EnginesService(engine, lambda: service.progress)
         num_processes = engine_client.num_api_processes
         parallelism = parallelism_of(args, engine_client, engine)
         state.run_service = RunService(state.rollout_service, engine, store, metrics, num_processes, parallelism)

@@ -27,10 +27,9 @@ from vllm_rollout.adapter.api.client import RolloutAsyncLLM
 from vllm_rollout.adapter.api.engine_calls import engine_stopped
 from vllm_rollout.adapter.api.learning import EngineLearning
 from vllm_rollout.adapter.api.lost_weights import LostWeights
-from vllm_rollout.adapter.api.moving import EngineMoves
+from vllm_rollout.adapter.api.migration import EngineMigration
 from vllm_rollout.adapter.api.outputs import CandidateFailed, CandidateOutput, ending_of
 from vllm_rollout.adapter.api.resuming import UNNAMED_WEIGHTS, resume_refusal, text_of
-from vllm_rollout.adapter.api.shaping import EngineShaping
 from vllm_rollout.adapter.call_table import CANCEL_GROUPS, CUT_RACE, FORGET_RACE, WIDEN_RACE, WiderRace
 from vllm_rollout.adapter.options import RolloutOptions
 from vllm_rollout.group.judge import Scoring
@@ -75,7 +74,7 @@ ALLOWED = sorted(
 SAMPLING = TypeAdapter(SamplingParams)
 
 
-class VLLMEngine(EngineLearning, EngineShaping, EngineMoves):
+class VLLMEngine(EngineLearning, EngineMigration):
     """Runs the service's groups on a RolloutAsyncLLM."""
 
     def __init__(self, client: RolloutAsyncLLM, state: State) -> None:
@@ -131,7 +130,10 @@ class VLLMEngine(EngineLearning, EngineShaping, EngineMoves):
         pruning_seed: int,
         place: RacePlace | None = None,
         beginnings: Beginnings | None = None,
+        may_move: bool = False,
     ) -> AsyncGenerator[CandidateTokens | CandidateEnd, None]:
+        if may_move:
+            self.let_migrate()
         rendered, params, lora = prompt.handle
         params = copy(params)  # run_candidates makes the deep copy
         params.output_kind = RequestOutputKind.FINAL_ONLY
@@ -148,6 +150,7 @@ class VLLMEngine(EngineLearning, EngineShaping, EngineMoves):
             scoring=scoring,
             place=place,
             beginnings=beginnings,
+            may_move=may_move,
             lora_request=lora,
         )
         try:

@@ -15,7 +15,9 @@ from vllm_rollout.group.placement import Placement
 class GroupRoute:
     """One group's way to its engine core."""
 
-    def __init__(self, group_id: str, rank: int, num_candidates: int, *, joined: bool = False) -> None:
+    def __init__(
+        self, group_id: str, rank: int, num_candidates: int, *, joined: bool = False, may_move: bool = False
+    ) -> None:
         self.group_id = group_id
         self.rank = rank
         """Of those that this API process calls."""
@@ -23,6 +25,8 @@ class GroupRoute:
         """That came together, and count in the load of the rank."""
         self.joined = joined
         """Its candidates come one by one, and each counts for itself."""
+        self.may_move = may_move
+        """Also when nobody drains its rank."""
         self.num_moves = 0
         self._at_rest = _event(is_set=True)
         self._num_launching = 0
@@ -89,10 +93,16 @@ class GroupRoutes:
         """Where to go next: the least load."""
         return self._placement.next_rank()
 
-    def open(self, group_id: str, num_candidates: int, pinned_rank: int | None) -> GroupRoute:
+    @property
+    def any_may_move(self) -> bool:
+        return any(route.may_move for route in self._routes.values())
+
+    def open(
+        self, group_id: str, num_candidates: int, pinned_rank: int | None, *, may_move: bool = False
+    ) -> GroupRoute:
         """A group begins, on the rank that the placement chooses or the client names."""
         rank = self._placement.place(num_candidates, pinned_rank)
-        route = self._routes[group_id] = GroupRoute(group_id, rank, num_candidates)
+        route = self._routes[group_id] = GroupRoute(group_id, rank, num_candidates, may_move=may_move)
         return route
 
     def close(self, route: GroupRoute) -> None:

@@ -21,6 +21,8 @@ from vllm_rollout.adapter.call_table import (
     CostToCompare,
     ObservedGroup,
 )
+from vllm_rollout.emulation.device import cost_of
+from vllm_rollout.emulation.settings import Settings
 from vllm_rollout.group.cost import CostModel
 from vllm_rollout.group.drift import StepDrift
 from vllm_rollout.group.history import LengthMoments, LengthStatistics, ObservedLength
@@ -59,6 +61,11 @@ class EngineShaping(EngineCalls):
         name, sizes = profile.model_name, profile.batch_sizes(tensor_parallel_size)
         await self._call_all(SET_COST_MODEL, CostToCompare(self.cost_model, name, path, sizes))
         logger.info("vllm_rollout: steps cost what %s says (%s, %d batch sizes)", path, name, len(sizes))
+
+    def use_emulated_cost(self, settings_file: str) -> None:
+        """An emulated device knows what its steps cost."""
+        cost = cost_of(Settings.read(settings_file))
+        self.cost_model = replace(cost, max_num_seqs=self._client.max_candidates)
 
     async def observe_lengths(self, key: str, lengths: Sequence[ObservedLength]) -> None:
         await self._call_all(OBSERVE_LENGTHS, ObservedGroup(key, list(lengths)))

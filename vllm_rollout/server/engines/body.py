@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, Field, StrictFloat
 
 from vllm_rollout.group.load import EngineLoad
+from vllm_rollout.group.scaling import ScaleReason
 from vllm_rollout.server.body import Body
 
 DEFAULT_DRAIN_S = 30.0
@@ -66,6 +67,25 @@ class EnginesAnswer(BaseModel):
     object: Literal["list"] = "list"
     engines: list[EngineAnswer]
     """By rank."""
+
+
+class ScaleDownAdvice(BaseModel):
+    """Whether to free half of the ranks now (RollPacker 4.4)."""
+
+    reason: ScaleReason
+    told: str
+    """With its numbers."""
+    ranks: list[int]
+    """To be drained; empty unless the reason is `free`."""
+
+
+class AdviceAnswer(BaseModel):
+    object: Literal["engines.advice"] = "engines.advice"
+    num_responses: int
+    """Candidates of the rollouts on their way."""
+    num_complete: int
+    """Of those."""
+    scale_down: ScaleDownAdvice
 
 
 class DrainAnswer(BaseModel):

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Depends, Path, Request, Response
 from vllm_rollout.server.admin import require_admin
 from vllm_rollout.server.answers import ErrorAnswer
 from vllm_rollout.server.boundary import RolloutRoute
-from vllm_rollout.server.engines.body import DrainAnswer, DrainRequest, EngineAnswer, EnginesAnswer
+from vllm_rollout.server.engines.body import AdviceAnswer, DrainAnswer, DrainRequest, EngineAnswer, EnginesAnswer
 from vllm_rollout.server.engines.service import EnginesService
 from vllm_rollout.server.errors import ERRORS
 from vllm_rollout.server.event_stream import CLIENT_CLOSED_REQUEST, unless_disconnected
@@ -36,6 +36,14 @@ def _service(request: Request) -> EnginesService:
 async def get_engines(request: Request) -> Response:
     """One engine per data-parallel rank: what it has to do, and whether it is kept empty."""
     return _json(await _service(request).engines())
+
+
+@router.get("/v1/engines/advice", summary="Whether ranks could be freed", response_model=AdviceAnswer, responses=ERRORS)
+async def get_advice(request: Request) -> Response:
+    """For a trainer that wants ranks before a rollout is over: half of them, when 20 to 50 % of the candidates have
+    ended and the rest fits on the other half. `drain` frees them; `"scale_down": "auto"` does it by itself.
+    """
+    return _json(await _service(request).advice())
 
 
 @router.post(
@@ -67,5 +75,5 @@ async def restore_engine(rank: Rank, request: Request) -> Response:
     return _json(await _service(request).restore(rank))
 
 
-def _json(answer: EnginesAnswer | EngineAnswer | DrainAnswer) -> Response:
+def _json(answer: EnginesAnswer | EngineAnswer | DrainAnswer | AdviceAnswer) -> Response:
     return Response(answer.model_dump_json(), media_type="application/json")

@@ -2,21 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from http import HTTPStatus
 
+from vllm_rollout.group.scaling import Progress
 from vllm_rollout.server.engine import Engine, RequestError
-from vllm_rollout.server.engines.body import DrainAnswer, DrainRequest, EngineAnswer, EnginesAnswer, state_of
+from vllm_rollout.server.engines.body import (
+    AdviceAnswer,
+    DrainAnswer,
+    DrainRequest,
+    EngineAnswer,
+    EnginesAnswer,
+    ScaleDownAdvice,
+    state_of,
+)
 
 
 class EnginesService:
     """What the endpoints about ranks ask of an engine."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, progress: Callable[[], Progress]) -> None:
+        """`progress`: of all rollouts on their way."""
         self._engine = engine
+        self._progress = progress
 
     async def engines(self) -> EnginesAnswer:
         loads = await self._engine.engine_loads()
         return EnginesAnswer(engines=[EngineAnswer.of(rank, load) for rank, load in enumerate(loads)])
+
+    async def advice(self) -> AdviceAnswer:
+        progress = self._progress()
+        advice = await self._engine.plan_scale_down(progress)
+        return AdviceAnswer(
+            num_responses=progress.num_responses,
+            num_complete=progress.num_complete,
+            scale_down=ScaleDownAdvice(reason=advice.reason, told=advice.told, ranks=list(advice.ranks)),
+        )
 
     async def drain(self, rank: int, request: DrainRequest) -> DrainAnswer:
         """Raises: RequestError, 404 for a rank that is not there, 409 for the last one that takes groups."""

@@ -15,6 +15,7 @@ from vllm_rollout.server.learning.body import Filter
 from vllm_rollout.server.protocol import (
     MAX_STREAM_TOKENS,
     EarlyStop,
+    OffOrAuto,
     Prompt,
     Redundancy,
     Return,
@@ -22,7 +23,7 @@ from vllm_rollout.server.protocol import (
 )
 from vllm_rollout.server.pruning_body import Pruning
 
-ROLLOUT_FIELDS = ("redundancy", "early_stop", "selection", "pruning", "sampling", "return")
+ROLLOUT_FIELDS = ("redundancy", "early_stop", "selection", "pruning", "migration", "scale_down", "sampling", "return")
 """Of a rollout's body: a run says them for all its rounds, a round for itself."""
 
 Name = Annotated[StrictStr, Field(min_length=1, max_length=256)]
@@ -41,6 +42,8 @@ class RolloutFields(Body):
         default=None,
         description="As in a rollout. A long round scores in shadow mode: it has nobody to spare.",
     )
+    migration: OffOrAuto | None = Field(default=None, description="As in a rollout.")
+    scale_down: OffOrAuto | None = Field(default=None, description="As in a rollout, in each round.")
     sampling: dict[str, Any] | None = Field(
         default=None, description="Any field of vLLM's SamplingParams except n; a round's replace those of its run."
     )

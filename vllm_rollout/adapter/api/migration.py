@@ -1,0 +1,108 @@
+"""Which groups of this API process move by themselves, and which ranks could be freed: `group/migration.py` and
+`group/scaling.py` asked with what the engine cores say.
+
+Invariant: only groups that were asked for with `"migration": "auto"` move without a drain.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from vllm.logger import init_logger
+
+from vllm_rollout.adapter.api.client import RolloutAsyncLLM
+from vllm_rollout.adapter.api.group_routes import GroupRoute
+from vllm_rollout.adapter.api.moving import EngineMoves
+from vllm_rollout.adapter.api.shaping import EngineShaping
+from vllm_rollout.group.history import LengthMoments
+from vllm_rollout.group.load import EngineLoad, GroupLoad, RankLoad
+from vllm_rollout.group.migration import PlannedMove, plan_consolidation, plan_spread
+from vllm_rollout.group.scaling import Progress, ScaleDown, plan_scale_down
+from vllm_rollout.server.engine import RequestError
+
+logger = init_logger("vllm.vllm_rollout")
+
+PLAN_INTERVAL_S = 0.5
+"""Between two looks at the loads, while groups run that may move."""
+
+
+class EngineMigration(EngineShaping, EngineMoves):
+    """The part of `server.engine.Engine` that decides where groups run."""
+
+    def __init__(self, client: RolloutAsyncLLM) -> None:
+        super().__init__(client)
+        self._planning: asyncio.Task[None] | None = None
+        self._delay = 0.0
+        """By how much the consolidations of this tail have made its end later (`Consolidation.delay`)."""
+
+    def move_refusal(self, *, priced: bool) -> str | None:
+        if self._client.num_api_processes > 1:
+            return (
+                f"needs one API process, which knows all groups; this server has {self._client.num_api_processes}. "
+                "Start it with --api-server-count 1."
+            )
+        if priced and self.cost_model is None:
+            return (
+                "needs to know what a step and a prefill cost. Start the server with --rollout-profile FILE "
+                "(`vllm-rollout profile` writes one)."
+            )
+        return None
+
+    def let_migrate(self) -> None:
+        """Groups begin that may move: look at the loads as long as there are some."""
+        if self._planning is None or self._planning.done():
+            self._delay = 0.0
+            self._planning = asyncio.create_task(self._plan_on())
+
+    async def plan_scale_down(self, progress: Progress) -> ScaleDown:
+        return plan_scale_down(progress, await self._rank_loads(lambda route: True))
+
+    async def _plan_on(self) -> None:
+        routes = self._client.routes
+        while not self._client.errored:
+            await asyncio.sleep(PLAN_INTERVAL_S)
+            if not routes.any_may_move:
+                return
+            try:
+                for move in await self._next_moves():
+                    await self.move_group(move.group_id, move.target)
+            except RequestError:  # a dead engine: whoever waits for its answers hears of it
+                return
+            except Exception:
+                logger.exception("groups stay where they are: planning moves failed")
+
+    async def _next_moves(self) -> Sequence[PlannedMove]:
+        loads = await self._rank_loads(lambda route: route.may_move)
+        if spread := plan_spread(self.cost_model, loads):
+            return spread
+        consolidation = plan_consolidation(self.cost_model, loads, self._delay)
+        self._delay = consolidation.delay
+        return consolidation.moves
+
+    async def _rank_loads(self, may_move: Callable[[GroupRoute], bool]) -> list[RankLoad]:
+        """What the rules know of each rank; groups that may not move are requests like others."""
+        loads = await self.engine_loads()
+        lengths = (await self.length_history([])).dataset
+        return [self._rank_load(rank, load, lengths, may_move) for rank, load in enumerate(loads)]
+
+    def _rank_load(
+        self, rank: int, load: EngineLoad, lengths: LengthMoments | None, may_move: Callable[[GroupRoute], bool]
+    ) -> RankLoad:
+        groups, other_tokens = [], 0
+        for running in load.groups:
+            group = GroupLoad.of(*running[:3], lengths, running.max_tokens)
+            route = self._client.routes.find(running.group_id)
+            if route is not None and route.rank == rank and may_move(route):
+                groups.append(group)
+            else:
+                other_tokens += group.kv_tokens
+        return RankLoad(
+            rank,
+            tuple(groups),
+            other_requests=load.num_running + load.num_waiting - sum(group.num_candidates for group in groups),
+            other_kv_tokens=other_tokens,
+            kv_capacity_tokens=self._client.vllm_config.cache_config.kv_cache_size_tokens,
+            max_num_seqs=self._client.vllm_config.scheduler_config.max_num_seqs,
+            is_held=load.is_held,
+        )

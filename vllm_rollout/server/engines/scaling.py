@@ -1,0 +1,83 @@
+"""Ranks that are freed while a rollout still runs (RollPacker 4.4).
+
+Invariant: a rank that was freed for a rollout is restored when that is over, and none that somebody else drained.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+from vllm_rollout.group.scaling import Progress, not_now
+from vllm_rollout.server.answers import RanksFreeEvent
+from vllm_rollout.server.engine import Engine, RequestError
+
+logger = logging.getLogger("vllm.vllm_rollout")
+
+DRAIN_TIMEOUT_S = 60.0
+"""What cannot move runs so long on a rank that is freed; after that it is free as far as it ever will be."""
+
+
+class ScaleDownWatch:
+    """Sees the candidates of one rollout end, and frees half of the ranks when that is advised, once."""
+
+    def __init__(self, engine: Engine, num_responses: int, clock: Callable[[], float]) -> None:
+        self._engine = engine
+        self._clock = clock
+        self._progress = Progress(num_responses, 0)
+        self._news = asyncio.Event()
+        self._held: list[int] = []
+        self._task: asyncio.Task[None] | None = None
+
+    def candidate_ended(self) -> None:
+        self._progress = replace(self._progress, num_complete=self._progress.num_complete + 1)
+        if not_now(self._progress) is None:
+            self._news.set()
+
+    def begin(self, tell: Callable[[RanksFreeEvent], Awaitable[None]]) -> None:
+        """`tell` is called when ranks are free."""
+        self._task = asyncio.create_task(self._run(self._clock(), tell))
+
+    async def end(self) -> None:
+        """The rollout is over."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        for rank in self._held:
+            await self._engine.restore(rank)
+
+    async def _run(self, started: float, tell: Callable[[RanksFreeEvent], Awaitable[None]]) -> None:
+        try:
+            while not self._progress.is_scaled_down:
+                await self._news.wait()
+                self._news.clear()
+                freed = await self._check(started)
+                if freed is not None:
+                    await tell(freed)
+        except RequestError as error:  # a rank that was drained meanwhile, or a dead engine, which says so elsewhere
+            logger.warning("no ranks are freed: %s", error)
+
+    async def _check(self, started: float) -> RanksFreeEvent | None:
+        decision = await self._engine.plan_scale_down(self._progress)
+        if decision.was_checked:
+            self._progress = replace(self._progress, num_complete_at_check=self._progress.num_complete)
+        if decision.reason != "free":
+            return None
+        before = self._clock()
+        num_moved = 0
+        for rank in decision.ranks:
+            self._held.append(rank)
+            num_moved += (await self._engine.drain(rank, 0.0)).num_moved
+        for rank in decision.ranks:
+            await self._engine.drain(rank, DRAIN_TIMEOUT_S)
+        self._progress = replace(self._progress, is_scaled_down=True)
+        now = self._clock()
+        return RanksFreeEvent(
+            ranks=list(decision.ranks),
+            after_s=now - started,
+            seconds=now - before,
+            num_moved=num_moved,
+            reason=decision.told,
+        )
