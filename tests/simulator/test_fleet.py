@@ -76,6 +76,14 @@ def test_half_of_the_ranks_are_freed_and_take_nothing_more():
     assert its.freed_rank_s == 180
 
 
+def test_what_was_freed_does_not_relieve_a_rank_that_lags_later():
+    # At 20 steps two candidates are left on the second rank: without the other they take twice as long.
+    ranks = [[race(2, 20, 40)], [race(2, 20, 40)]]
+    its = run(LINEAR, ranks, scale_down="auto", migration="spread")
+    assert (its.num_moves, its.ranks[0].seconds) == (1, 2 * 3)
+    assert its.seconds == 2 * 3 + 18 * 4 + 20 * 2
+
+
 def test_no_rank_is_freed_while_the_others_lack_the_room():
     # 50 % of the responses, 8 candidates of 10 tokens: a peak of 160 tokens, and later it is too late.
     its = run(FLAT, [[race(10, 100), race(10, 100)] for _ in range(4)], scale_down="auto", kv_capacity_tokens=79)

@@ -12,7 +12,7 @@ from vllm_rollout.simulator.generate import LengthDistribution
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.rounds.fairness import fairness_of, rank_correlation
 from vllm_rollout.simulator.rounds.prompts import DataPrompt, GeneratedDataSet, TracedDataSet
-from vllm_rollout.simulator.rounds.replay import RunConditions, replay_run
+from vllm_rollout.simulator.rounds.replay import RunConditions, _RunReplay, replay_run
 from vllm_rollout.simulator.rounds.settings import RoundSetting, default_rounds, parse_rounds, synchronous
 from vllm_rollout.simulator.rounds.sweep import sweep_rounds, with_baselines
 
@@ -251,6 +251,13 @@ def test_long_rounds_free_ranks_and_return_the_same(message_s):
     assert moves.freed_rank_s > 0
     assert [its.returned for its in moves.rounds] == [its.returned for its in stays.rounds]
     assert moves.generated_tokens == stays.generated_tokens
+
+
+def test_a_group_that_moved_leaves_the_place_where_it_was_launched():
+    its = conditions(GeneratedDataSet(SMALL), epochs=2, num_ranks=3, migration="consolidate", scale_down="auto")
+    replayed = _RunReplay(its, parse_rounds("prompts_per_round=12,prompt_speculation=1,response_speculation=1", 4))
+    assert replayed.run(lambda done: None).num_moves > 0
+    assert [replayed._placement.loads[rank] for rank in range(3)] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("text", ["prompts_per_round=6", "prompts_per_round=6,selection=dual_end,patience=1.5"])
