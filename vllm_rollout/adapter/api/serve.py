@@ -48,7 +48,8 @@ SCHEDULER_CLS = "vllm_rollout.adapter.core.scheduler.make_scheduler"
 WORKER_CLS = "vllm_rollout.adapter.worker.worker.RolloutWorker"
 
 EPILOG = f"""
-vllm-rollout is `vllm serve` with group rollouts: every flag is vLLM's own but the group Rollout (--help=Rollout).
+vllm-rollout is `vllm serve` with group rollouts: every flag is vLLM's own but the groups Rollout, Emulation and
+Parallelism (--help=Rollout).
 Without MODEL it serves the embedded default, {DEFAULT_MODEL}. It adds POST /v1/rollouts and what belongs to it
 (rewards, quality heads, votes, state), and rollout_* fields in vllm_xargs of the OpenAI endpoints.
 """
