@@ -17,6 +17,7 @@ from vllm.v1.request import RequestStatus
 
 from tests.support.dry_run import EOS_TOKEN
 from vllm_rollout.adapter.api.client import RolloutAsyncLLM
+from vllm_rollout.adapter.api.door import Door
 from vllm_rollout.adapter.api.group_routes import GroupRoutes
 from vllm_rollout.adapter.wire import CandidateTag
 from vllm_rollout.group.placement import Placement
@@ -59,6 +60,7 @@ class SteppedLLM(RolloutAsyncLLM, AddsToRun):
         self.engine_core = self
         self.log_requests = False
         self.num_aborted = 0
+        self.door = Door()
         self._candidates = WeakKeyDictionary()
         self.num_ranks = num_ranks
         self.vllm_config = SimpleNamespace(

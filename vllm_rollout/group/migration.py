@@ -29,6 +29,15 @@ NEARLY_EMPTY = 0.25
 """A rank is nearly empty with at most this share of the lagging rank's candidates."""
 
 
+LOOK_EVERY = 0.05
+"""Share of the candidates left at the last look that end before the next: ever more often as ranks run empty."""
+
+
+def is_look_due(num_left: int, num_left_at_look: int) -> bool:
+    """Whether enough candidates have ended since moves were last planned."""
+    return num_left <= (1 - LOOK_EVERY) * num_left_at_look
+
+
 @dataclass(frozen=True, slots=True)
 class PlannedMove:
     group_id: str

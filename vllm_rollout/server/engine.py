@@ -208,11 +208,12 @@ class Engine(Protocol):
         pruning_seed: int,
         place: RacePlace | None = None,
         beginnings: Beginnings | None = None,
-        may_move: bool = False,
+        history_key: str | None = None,
     ) -> AsyncGenerator[CandidateTokens | CandidateEnd, None]:
         """Launch the candidates and yield what happens to them, ending with one CandidateEnd each.
 
-        `may_move`: to another rank, when that pays; only without a `move_refusal`.
+        With `history_key` they may move to another rank when that pays, as predicted by the lengths of that prompt;
+        only without a `move_refusal`.
 
         With `beginnings` the candidates go on where they stood, as many as `plan` says. What is yielded is what comes
         after: tokens, counts and spans begin with the first new token. They have no text, for which see `text_of`.

@@ -339,7 +339,7 @@ class RolloutService:
             rollout_id=rollout.id,
             pruning_seed=seed_for(rollout.pruning_seed, digest_of(prompt.token_ids)),
             place=rollout.course.place(position),
-            may_move=rollout.may_move,
+            history_key=rollout.plans[position].key if rollout.may_move else None,
         )
         if (kept := rollout.resumed.get(position)) is None:
             stream = run(plan)

@@ -11,13 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from vllm_rollout.group.load import RankLoad
-from vllm_rollout.group.migration import PlannedMove, plan_consolidation, plan_spread
+from vllm_rollout.group.migration import PlannedMove, is_look_due, plan_consolidation, plan_spread
 from vllm_rollout.group.scaling import Progress, plan_scale_down
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.rank import Departed, Rank
-
-LOOK_EVERY = 0.05
-"""Share of the candidates left at the last look that end before the next: ever more often as ranks run empty."""
 
 
 class Mover:
@@ -45,7 +42,7 @@ class Mover:
 
     def look(self, seconds: float) -> None:
         """Move what should move, if a look is due. All candidates have been launched."""
-        if self._num_left > (1 - LOOK_EVERY) * self._num_left_at_look:
+        if not is_look_due(self._num_left, self._num_left_at_look):
             return
         if any(rank.num_unread for rank in self._ranks):  # groups are on their way
             return

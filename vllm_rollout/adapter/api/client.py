@@ -277,14 +277,14 @@ class RolloutAsyncLLM(AsyncLLM):
         observed: bool = True,
         place: RacePlace | None = None,
         beginnings: Beginnings | None = None,
-        may_move: bool = False,
+        history_key: str | None = None,
         data_parallel_rank: int | None = None,
         **kwargs: Any,
     ) -> AsyncGenerator[CandidateOutput | CandidateFailed, None]:
         """Run the candidates of one group; yields their outputs as they come, in the kind `params` asks for.
 
-        With `beginnings` they go on from there; their outputs have what comes after. `may_move`: to another rank, when
-        that pays.
+        With `beginnings` they go on from there; their outputs have what comes after. `history_key`:
+        they may move to another rank when that pays, as predicted by lengths that were seen under this key.
 
         Without `observed` and `scoring` nobody looks at their logits, and there is no mean confidence.
 
@@ -296,7 +296,7 @@ class RolloutAsyncLLM(AsyncLLM):
         as many as there are candidates in the queue, and of each candidate one that waits for room there and one into
         which vLLM merges the deltas that nobody has taken.
         """
-        route = self.routes.open(group_id, plan.num_candidates, data_parallel_rank, may_move=may_move)
+        route = self.routes.open(group_id, plan.num_candidates, data_parallel_rank, history_key)
         # One place per candidate: with fewer, candidates of one step wait for each other, a task switch per output.
         queue: asyncio.Queue[CandidateOutput | CandidateFailed | int | Exception] = asyncio.Queue(plan.num_candidates)
         params = params.clone()
@@ -335,6 +335,7 @@ class RolloutAsyncLLM(AsyncLLM):
                         await queue.put(CandidateOutput(index, output, note))
                         if note is not None and note.is_replaced:  # before it counts as over
                             tasks.append(asyncio.create_task(run(next(spare_indices))))
+                route.num_left -= 1
                 await queue.put(index)
             except (VLLMClientError, GracefulHTTPError, EngineDeadError) as error:
                 await queue.put(error)

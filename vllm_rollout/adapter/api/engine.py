@@ -130,9 +130,9 @@ class VLLMEngine(EngineLearning, EngineMigration):
         pruning_seed: int,
         place: RacePlace | None = None,
         beginnings: Beginnings | None = None,
-        may_move: bool = False,
+        history_key: str | None = None,
     ) -> AsyncGenerator[CandidateTokens | CandidateEnd, None]:
-        if may_move:
+        if history_key is not None:
             self.let_migrate()
         rendered, params, lora = prompt.handle
         params = copy(params)  # run_candidates makes the deep copy
@@ -150,7 +150,7 @@ class VLLMEngine(EngineLearning, EngineMigration):
             scoring=scoring,
             place=place,
             beginnings=beginnings,
-            may_move=may_move,
+            history_key=history_key,
             lora_request=lora,
         )
         try:

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from vllm_rollout.group.history import LengthMoments
 from vllm_rollout.group.placement import Placement
 
 
@@ -16,7 +17,7 @@ class GroupRoute:
     """One group's way to its engine core."""
 
     def __init__(
-        self, group_id: str, rank: int, num_candidates: int, *, joined: bool = False, may_move: bool = False
+        self, group_id: str, rank: int, num_candidates: int, *, joined: bool = False, history_key: str | None = None
     ) -> None:
         self.group_id = group_id
         self.rank = rank
@@ -25,8 +26,12 @@ class GroupRoute:
         """That came together, and count in the load of the rank."""
         self.joined = joined
         """Its candidates come one by one, and each counts for itself."""
-        self.may_move = may_move
-        """Also when nobody drains its rank."""
+        self.num_left = num_candidates
+        """That have not ended."""
+        self.history_key = history_key
+        """Of a group that may move when nobody drains its rank: its lengths are predicted by what was seen of these."""
+        self.lengths: LengthMoments | None = None
+        """Those, once they were asked for."""
         self.num_moves = 0
         self._at_rest = _event(is_set=True)
         self._num_launching = 0
@@ -94,15 +99,16 @@ class GroupRoutes:
         return self._placement.next_rank()
 
     @property
-    def any_may_move(self) -> bool:
-        return any(route.may_move for route in self._routes.values())
+    def movable(self) -> list[GroupRoute]:
+        """Groups that may move when nobody drains their rank."""
+        return [route for route in self._routes.values() if route.history_key is not None]
 
     def open(
-        self, group_id: str, num_candidates: int, pinned_rank: int | None, *, may_move: bool = False
+        self, group_id: str, num_candidates: int, pinned_rank: int | None, history_key: str | None = None
     ) -> GroupRoute:
         """A group begins, on the rank that the placement chooses or the client names."""
         rank = self._placement.place(num_candidates, pinned_rank)
-        route = self._routes[group_id] = GroupRoute(group_id, rank, num_candidates, may_move=may_move)
+        route = self._routes[group_id] = GroupRoute(group_id, rank, num_candidates, history_key=history_key)
         return route
 
     def close(self, route: GroupRoute) -> None:

@@ -17,14 +17,14 @@ from vllm_rollout.adapter.api.moving import EngineMoves
 from vllm_rollout.adapter.api.shaping import EngineShaping
 from vllm_rollout.group.history import LengthMoments
 from vllm_rollout.group.load import EngineLoad, GroupLoad, RankLoad
-from vllm_rollout.group.migration import PlannedMove, plan_consolidation, plan_spread
+from vllm_rollout.group.migration import PlannedMove, is_look_due, plan_consolidation, plan_spread
 from vllm_rollout.group.scaling import Progress, ScaleDown, plan_scale_down
 from vllm_rollout.server.engine import RequestError
 
 logger = init_logger("vllm.vllm_rollout")
 
-PLAN_INTERVAL_S = 0.5
-"""Between two looks at the loads, while groups run that may move."""
+LOOK_S = 0.05
+"""Between two counts of what has ended, while groups run that may move."""
 
 
 class EngineMigration(EngineShaping, EngineMoves):
@@ -33,8 +33,6 @@ class EngineMigration(EngineShaping, EngineMoves):
     def __init__(self, client: RolloutAsyncLLM) -> None:
         super().__init__(client)
         self._planning: asyncio.Task[None] | None = None
-        self._delay = 0.0
-        """By how much the consolidations of this tail have made its end later (`Consolidation.delay`)."""
 
     def move_refusal(self, *, priced: bool) -> str | None:
         if self._client.num_api_processes > 1:
@@ -50,9 +48,8 @@ class EngineMigration(EngineShaping, EngineMoves):
         return None
 
     def let_migrate(self) -> None:
-        """Groups begin that may move: look at the loads as long as there are some."""
+        """Groups begin that may move: plan moves as long as there are some."""
         if self._planning is None or self._planning.done():
-            self._delay = 0.0
             self._planning = asyncio.create_task(self._plan_on())
 
     async def plan_scale_down(self, progress: Progress) -> ScaleDown:
@@ -60,39 +57,51 @@ class EngineMigration(EngineShaping, EngineMoves):
 
     async def _plan_on(self) -> None:
         routes = self._client.routes
+        num_left_at_look, delay = 0, 0.0
         while not self._client.errored:
-            await asyncio.sleep(PLAN_INTERVAL_S)
-            if not routes.any_may_move:
+            await asyncio.sleep(LOOK_S)
+            num_left = sum(route.num_left for route in routes.movable)
+            if not num_left:
                 return
+            if num_left > num_left_at_look:  # more have begun
+                num_left_at_look, delay = num_left, 0.0
+            if not is_look_due(num_left, num_left_at_look):
+                continue
+            num_left_at_look = num_left
             try:
-                for move in await self._next_moves():
+                moves, delay = await self._next_moves(delay)
+                for move in moves:
                     await self.move_group(move.group_id, move.target)
             except RequestError:  # a dead engine: whoever waits for its answers hears of it
                 return
             except Exception:
                 logger.exception("groups stay where they are: planning moves failed")
 
-    async def _next_moves(self) -> Sequence[PlannedMove]:
-        loads = await self._rank_loads(lambda route: route.may_move)
+    async def _next_moves(self, delay: float) -> tuple[Sequence[PlannedMove], float]:
+        """And by how much the consolidations of this tail make its end later (`Consolidation.delay`)."""
+        loads = await self._rank_loads(lambda route: route.history_key is not None)
         if spread := plan_spread(self.cost_model, loads):
-            return spread
-        consolidation = plan_consolidation(self.cost_model, loads, self._delay)
-        self._delay = consolidation.delay
-        return consolidation.moves
+            return spread, delay
+        consolidation = plan_consolidation(self.cost_model, loads, delay)
+        return consolidation.moves, consolidation.delay
 
     async def _rank_loads(self, may_move: Callable[[GroupRoute], bool]) -> list[RankLoad]:
         """What the rules know of each rank; groups that may not move are requests like others."""
+        asked = [route for route in self._client.routes.movable if route.lengths is None]
+        history = await self.length_history([route.history_key for route in asked])
+        for route, lengths in zip(asked, history.prompts, strict=True):
+            route.lengths = lengths or history.dataset
         loads = await self.engine_loads()
-        lengths = (await self.length_history([])).dataset
-        return [self._rank_load(rank, load, lengths, may_move) for rank, load in enumerate(loads)]
+        return [self._rank_load(rank, load, history.dataset, may_move) for rank, load in enumerate(loads)]
 
     def _rank_load(
         self, rank: int, load: EngineLoad, lengths: LengthMoments | None, may_move: Callable[[GroupRoute], bool]
     ) -> RankLoad:
         groups, other_tokens = [], 0
         for running in load.groups:
-            group = GroupLoad.of(*running[:3], lengths, running.max_tokens)
             route = self._client.routes.find(running.group_id)
+            known = (route and route.lengths) or lengths
+            group = GroupLoad.of(*running[:3], known, running.max_tokens)
             if route is not None and route.rank == rank and may_move(route):
                 groups.append(group)
             else:
