@@ -12,7 +12,9 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
 from vllm_rollout.adapter.api.client import RolloutAsyncLLM
+from vllm_rollout.adapter.api.group_routes import GroupRoutes
 from vllm_rollout.adapter.api.open_paths import OpenPaths
+from vllm_rollout.group.placement import Placement
 
 PATHS = ("/invocations", "/v1/completions", "/v1/chat/completions", "/inference/v1/generate")
 
@@ -22,6 +24,7 @@ class Client(RolloutAsyncLLM):
 
     def __init__(self) -> None:
         self.vllm_config: Any = SimpleNamespace(additional_config={}, scheduler_config=SimpleNamespace(max_num_seqs=4))
+        self.routes = GroupRoutes(Placement(1))
 
     def shutdown(self, *args: Any, **kwargs: Any) -> None: ...
 

@@ -33,6 +33,7 @@ from vllm_rollout.server.engine import (
     CandidateTokens,
     Drained,
     LengthStatistics,
+    Mobility,
     PreparedPrompt,
     PromptInput,
     RequestError,
@@ -200,7 +201,7 @@ class FakeEngine(LearningEngine):
         pruning_seed: int,
         place: RacePlace | None = None,
         beginnings: Beginnings | None = None,
-        history_key: str | None = None,
+        mobility: Mobility | None = None,
     ) -> AsyncGenerator[CandidateTokens | CandidateEnd, None]:
         handle: Handle = prompt.handle
         scoring = None if plan.pruning is None else Scoring(rollout_id, prompt.id, pruning_seed, plan.pruning)

@@ -35,7 +35,8 @@ class RolloutOptions(TypedDict, total=False):
         "patience" bounds the wait for the longest.
     pruning: score candidates and stop those that will not help training: {"detection_length": 512, …} or a Pruning;
         None: no pruning.
-    migration: "auto": groups may go on on other ranks when that pays; "off": they stay.
+    migration: groups may go on on other ranks when that pays: "spread" away from one that lags, "consolidate" on fewer
+        in the tail, "auto" for both; "off": they stay.
     scale_down: "auto": half of the ranks are emptied before the rollout is over, when the rest fits on the others.
     sampling: any field of vLLM's SamplingParams except n.
     return_text: detokenize, and return the text of each trajectory.

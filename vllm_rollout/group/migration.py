@@ -11,11 +11,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from vllm_rollout.group.cost import CostModel
 from vllm_rollout.group.load import GroupLoad, RankLoad, end_s
 
+Migration = Literal["off", "spread", "consolidate", "auto"]
+"""spread       groups of a rank that lags move to nearly empty ones, so that the rollout ends sooner
+consolidate  ranks are emptied in the tail and freed, the rollout may end a little later
+auto         both
+"""
 MAX_DELAY = 0.05
 """Share by which a consolidation may make the predicted end of the step later."""
 MIN_FREED = 0.2

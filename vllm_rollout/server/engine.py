@@ -11,6 +11,7 @@ from vllm_rollout.group.drift import StepDrift
 from vllm_rollout.group.history import LengthStatistics, ObservedLength
 from vllm_rollout.group.ledger import Reward, RewardStatus
 from vllm_rollout.group.load import EngineLoad
+from vllm_rollout.group.migration import Migration
 from vllm_rollout.group.plan import GroupPlan
 from vllm_rollout.group.race import RacePlace
 from vllm_rollout.group.report import HeadInfo, ShadowReport, SignalReport
@@ -65,6 +66,15 @@ class Beginnings:
     """Of the candidates that run, by index; empty for one that starts."""
     next_index: int
     """Of a candidate that takes the place of a lost one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mobility:
+    """What a group may move for, when nobody drains its rank."""
+
+    migration: Migration
+    history_key: str
+    """Names its prompt in the history of lengths, which predicts when it will be over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,12 +218,11 @@ class Engine(Protocol):
         pruning_seed: int,
         place: RacePlace | None = None,
         beginnings: Beginnings | None = None,
-        history_key: str | None = None,
+        mobility: Mobility | None = None,
     ) -> AsyncGenerator[CandidateTokens | CandidateEnd, None]:
         """Launch the candidates and yield what happens to them, ending with one CandidateEnd each.
 
-        With `history_key` they may move to another rank when that pays, as predicted by the lengths of that prompt;
-        only without a `move_refusal`.
+        With `mobility` they may move to another rank when that pays; only without a `move_refusal`.
 
         With `beginnings` the candidates go on where they stood, as many as `plan` says. What is yielded is what comes
         after: tokens, counts and spans begin with the first new token. They have no text, for which see `text_of`.

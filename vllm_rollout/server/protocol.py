@@ -20,6 +20,7 @@ from pydantic import (
 )
 
 from vllm_rollout.config import DEFAULT_TRADEOFF, MAX_GROUP_SIZE, MAX_PATIENCE, MAX_PROMPTS, MAX_TRADEOFF
+from vllm_rollout.group.migration import Migration
 from vllm_rollout.server.body import MAX_INT, Body, check_json
 from vllm_rollout.server.pruning_body import Pruning
 
@@ -184,10 +185,10 @@ class RolloutRequest(Body):
         description="Score candidates at a detection length and stop those that will not help: an object such as "
         '{"detection_length": 512, "keep_ratio": 0.5}. Default: no pruning.',
     )
-    migration: OffOrAuto = Field(
+    migration: Migration = Field(
         default="off",
-        description='"auto": groups may go on on other ranks when that pays: the tail of a rollout on fewer ranks, and '
-        "away from a rank that lags. Needs a profile.",
+        description='What groups may move to other ranks for, when that pays: "spread", away from a rank that lags; '
+        '"consolidate", the tail of a rollout on fewer ranks; "auto", both; or "off". Needs a profile.',
     )
     scale_down: OffOrAuto = Field(
         default="off",

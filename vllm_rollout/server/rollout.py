@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_rollout.group.migration import Migration
 from vllm_rollout.group.types import GroupResult
 from vllm_rollout.server.answers import RanksFreeEvent, RedundancyBudget, Timing, Usage
 from vllm_rollout.server.course import Course
@@ -39,8 +40,8 @@ class Rollout:
     scoring: ScoringLog | None
     """None without pruning."""
     course: Course
-    may_move: bool = False
-    """To other ranks, when that pays."""
+    migration: Migration = "off"
+    """What its groups may move for."""
     num_ended: int = 0
     """Candidates."""
     watch: ScaleDownWatch | None = None

@@ -35,7 +35,15 @@ from vllm_rollout.server.answers import (
 )
 from vllm_rollout.server.course import AllPrompts
 from vllm_rollout.server.ended import candidate_of, tokens_of, trajectory_of
-from vllm_rollout.server.engine import CandidateEnd, CandidateTokens, Engine, PreparedPrompt, PromptInput, RequestError
+from vllm_rollout.server.engine import (
+    CandidateEnd,
+    CandidateTokens,
+    Engine,
+    Mobility,
+    PreparedPrompt,
+    PromptInput,
+    RequestError,
+)
 from vllm_rollout.server.engines.scaling import ScaleDownWatch
 from vllm_rollout.server.kept import MAX_KEPT_BYTES, keep
 from vllm_rollout.server.launch import Launcher, Places
@@ -136,7 +144,7 @@ class RolloutService:
             pruning_seed=seed if isinstance(seed, int) else secrets.randbits(62),
             scoring=None if plan.pruning is None else ScoringLog(plan, plan.pruning),
             course=AllPrompts(len(prompts)),
-            may_move=request.migration == "auto",
+            migration=request.migration,
             budget=budget,
             warnings=warnings,
         )
@@ -156,8 +164,8 @@ class RolloutService:
             ("migration", request.migration, True),
             ("scale_down", request.scale_down, False),
         ):
-            if wanted == "auto" and (refusal := self._engine.move_refusal(priced=priced)) is not None:
-                raise RequestError(f'{field}: "auto" {refusal}', param=field)
+            if wanted != "off" and (refusal := self._engine.move_refusal(priced=priced)) is not None:
+                raise RequestError(f'{field}: "{wanted}" {refusal}', param=field)
 
     async def answer(self, rollout: Rollout) -> list[bytes]:
         """Run to the end; a RolloutAnswer as JSON, in parts."""
@@ -339,7 +347,7 @@ class RolloutService:
             rollout_id=rollout.id,
             pruning_seed=seed_for(rollout.pruning_seed, digest_of(prompt.token_ids)),
             place=rollout.course.place(position),
-            history_key=rollout.plans[position].key if rollout.may_move else None,
+            mobility=None if rollout.migration == "off" else Mobility(rollout.migration, rollout.plans[position].key),
         )
         if (kept := rollout.resumed.get(position)) is None:
             stream = run(plan)

@@ -7,6 +7,7 @@ from typing import Literal
 
 from vllm_rollout.config import MAX_GROUP_SIZE
 from vllm_rollout.group.cost import CostModel, PTLCurve
+from vllm_rollout.group.migration import Migration
 
 SIMULATED_BLOCK_TOKENS = 16
 """KV block whose prompt tokens siblings share in a simulation: vLLM's default on GPUs."""
@@ -15,11 +16,6 @@ IDEAL_COST = CostModel(((0.0, PTLCurve((1.0,), (1.0,))),))
 """Every step takes one unit of time, whatever is in it."""
 
 
-Migration = Literal["off", "spread", "consolidate", "auto"]
-"""spread       groups of a rank that lags move to nearly empty ones, so that the rollout ends sooner
-consolidate  ranks are emptied in the tail and freed, the rollout may end a little later
-auto         both
-"""
 ScaleDown = Literal["off", "auto"]
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_rollout.simulator.machine import Migration, ScaleDown
+from vllm_rollout.group.migration import Migration
+from vllm_rollout.simulator.machine import ScaleDown
 
 
 class FlagError(ValueError):

@@ -53,7 +53,7 @@ from vllm_rollout.group.pruning_plan import PruningPlan
 from vllm_rollout.group.race import RacePlace
 from vllm_rollout.group.selection import conclude
 from vllm_rollout.group.types import STOP_STATES, Ending
-from vllm_rollout.server.engine import Beginnings
+from vllm_rollout.server.engine import Beginnings, Mobility
 from vllm_rollout.server.metrics import Metrics
 from vllm_rollout.server.xargs import PRUNING_XARGS, as_written, plan_from_xargs, rollout_xargs
 
@@ -277,14 +277,14 @@ class RolloutAsyncLLM(AsyncLLM):
         observed: bool = True,
         place: RacePlace | None = None,
         beginnings: Beginnings | None = None,
-        history_key: str | None = None,
+        mobility: Mobility | None = None,
         data_parallel_rank: int | None = None,
         **kwargs: Any,
     ) -> AsyncGenerator[CandidateOutput | CandidateFailed, None]:
         """Run the candidates of one group; yields their outputs as they come, in the kind `params` asks for.
 
-        With `beginnings` they go on from there; their outputs have what comes after. `history_key`:
-        they may move to another rank when that pays, as predicted by lengths that were seen under this key.
+        With `beginnings` they go on from there; their outputs have what comes after. `mobility`:
+        they may move to another rank when that pays.
 
         Without `observed` and `scoring` nobody looks at their logits, and there is no mean confidence.
 
@@ -296,7 +296,7 @@ class RolloutAsyncLLM(AsyncLLM):
         as many as there are candidates in the queue, and of each candidate one that waits for room there and one into
         which vLLM merges the deltas that nobody has taken.
         """
-        route = self.routes.open(group_id, plan.num_candidates, data_parallel_rank, history_key)
+        route = self.routes.open(group_id, plan.num_candidates, data_parallel_rank, mobility)
         # One place per candidate: with fewer, candidates of one step wait for each other, a task switch per output.
         queue: asyncio.Queue[CandidateOutput | CandidateFailed | int | Exception] = asyncio.Queue(plan.num_candidates)
         params = params.clone()

@@ -41,6 +41,7 @@ from vllm_rollout.server.engine import (
     Beginnings,
     CandidateEnd,
     CandidateTokens,
+    Mobility,
     PreparedPrompt,
     PromptInput,
     RequestError,
@@ -130,9 +131,9 @@ class VLLMEngine(EngineLearning, EngineMigration):
         pruning_seed: int,
         place: RacePlace | None = None,
         beginnings: Beginnings | None = None,
-        history_key: str | None = None,
+        mobility: Mobility | None = None,
     ) -> AsyncGenerator[CandidateTokens | CandidateEnd, None]:
-        if history_key is not None:
+        if mobility is not None:
             self.let_migrate()
         rendered, params, lora = prompt.handle
         params = copy(params)  # run_candidates makes the deep copy
@@ -150,7 +151,7 @@ class VLLMEngine(EngineLearning, EngineMigration):
             scoring=scoring,
             place=place,
             beginnings=beginnings,
-            history_key=history_key,
+            mobility=mobility,
             lora_request=lora,
         )
         try:

@@ -11,13 +11,14 @@ from contextlib import asynccontextmanager
 
 from vllm_rollout.group.history import LengthMoments
 from vllm_rollout.group.placement import Placement
+from vllm_rollout.server.engine import Mobility
 
 
 class GroupRoute:
     """One group's way to its engine core."""
 
     def __init__(
-        self, group_id: str, rank: int, num_candidates: int, *, joined: bool = False, history_key: str | None = None
+        self, group_id: str, rank: int, num_candidates: int, *, joined: bool = False, mobility: Mobility | None = None
     ) -> None:
         self.group_id = group_id
         self.rank = rank
@@ -28,10 +29,12 @@ class GroupRoute:
         """Its candidates come one by one, and each counts for itself."""
         self.num_left = num_candidates
         """That have not ended."""
-        self.history_key = history_key
-        """Of a group that may move when nobody drains its rank: its lengths are predicted by what was seen of these."""
+        self.mobility = mobility
+        """Of a group that may move when nobody drains its rank."""
         self.lengths: LengthMoments | None = None
-        """Those, once they were asked for."""
+        """What predicts its lengths, as it was known when they were first asked for: what ends first is short."""
+        self.is_predicted = False
+        """They were asked for."""
         self.num_moves = 0
         self._at_rest = _event(is_set=True)
         self._num_launching = 0
@@ -101,14 +104,14 @@ class GroupRoutes:
     @property
     def movable(self) -> list[GroupRoute]:
         """Groups that may move when nobody drains their rank."""
-        return [route for route in self._routes.values() if route.history_key is not None]
+        return [route for route in self._routes.values() if route.mobility is not None]
 
     def open(
-        self, group_id: str, num_candidates: int, pinned_rank: int | None, history_key: str | None = None
+        self, group_id: str, num_candidates: int, pinned_rank: int | None, mobility: Mobility | None = None
     ) -> GroupRoute:
         """A group begins, on the rank that the placement chooses or the client names."""
         rank = self._placement.place(num_candidates, pinned_rank)
-        route = self._routes[group_id] = GroupRoute(group_id, rank, num_candidates, history_key=history_key)
+        route = self._routes[group_id] = GroupRoute(group_id, rank, num_candidates, mobility=mobility)
         return route
 
     def close(self, route: GroupRoute) -> None:

@@ -1,7 +1,7 @@
 """Which groups of this API process move by themselves, and which ranks could be freed: `group/migration.py` and
 `group/scaling.py` asked with what the engine cores say.
 
-Invariant: only groups that were asked for with `"migration": "auto"` move without a drain.
+Invariant: a group moves without a drain only for what its request allows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vllm_rollout.adapter.api.moving import EngineMoves
 from vllm_rollout.adapter.api.shaping import EngineShaping
 from vllm_rollout.group.history import LengthMoments
 from vllm_rollout.group.load import EngineLoad, GroupLoad, RankLoad
-from vllm_rollout.group.migration import PlannedMove, is_look_due, plan_consolidation, plan_spread
+from vllm_rollout.group.migration import Migration, PlannedMove, is_look_due, plan_consolidation, plan_spread
 from vllm_rollout.group.scaling import Progress, ScaleDown, plan_scale_down
 from vllm_rollout.server.engine import RequestError
 
@@ -79,18 +79,19 @@ class EngineMigration(EngineShaping, EngineMoves):
 
     async def _next_moves(self, delay: float) -> tuple[Sequence[PlannedMove], float]:
         """And by how much the consolidations of this tail make its end later (`Consolidation.delay`)."""
-        loads = await self._rank_loads(lambda route: route.history_key is not None)
+        loads = await self._rank_loads(lambda route: _moves_for(route, "spread"))
         if spread := plan_spread(self.cost_model, loads):
             return spread, delay
+        loads = await self._rank_loads(lambda route: _moves_for(route, "consolidate"))
         consolidation = plan_consolidation(self.cost_model, loads, delay)
         return consolidation.moves, consolidation.delay
 
     async def _rank_loads(self, may_move: Callable[[GroupRoute], bool]) -> list[RankLoad]:
         """What the rules know of each rank; groups that may not move are requests like others."""
-        asked = [route for route in self._client.routes.movable if route.lengths is None]
-        history = await self.length_history([route.history_key for route in asked])
+        asked = [route for route in self._client.routes.movable if not route.is_predicted]
+        history = await self.length_history([route.mobility.history_key for route in asked])
         for route, lengths in zip(asked, history.prompts, strict=True):
-            route.lengths = lengths or history.dataset
+            route.lengths, route.is_predicted = lengths or history.dataset, True
         loads = await self.engine_loads()
         return [self._rank_load(rank, load, history.dataset, may_move) for rank, load in enumerate(loads)]
 
@@ -100,7 +101,7 @@ class EngineMigration(EngineShaping, EngineMoves):
         groups, other_tokens = [], 0
         for running in load.groups:
             route = self._client.routes.find(running.group_id)
-            known = (route and route.lengths) or lengths
+            known = route.lengths if route is not None and route.is_predicted else lengths
             group = GroupLoad.of(*running[:3], known, running.max_tokens)
             if route is not None and route.rank == rank and may_move(route):
                 groups.append(group)
@@ -115,3 +116,7 @@ class EngineMigration(EngineShaping, EngineMoves):
             max_num_seqs=self._client.vllm_config.scheduler_config.max_num_seqs,
             is_held=load.is_held,
         )
+
+
+def _moves_for(route: GroupRoute, purpose: Migration) -> bool:
+    return route.mobility is not None and route.mobility.migration in (purpose, "auto")

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr, model_validator
 
 from vllm_rollout.config import DEFAULT_SPECULATION, MAX_GROUP_SIZE, MAX_PROMPTS, MAX_SPECULATION
+from vllm_rollout.group.migration import Migration
 from vllm_rollout.group.rounds import QueueOrder, RoundKind, RunTerms
 from vllm_rollout.server.body import MAX_INT, Body, check_json
 from vllm_rollout.server.learning.body import Filter
@@ -42,7 +43,7 @@ class RolloutFields(Body):
         default=None,
         description="As in a rollout. A long round scores in shadow mode: it has nobody to spare.",
     )
-    migration: OffOrAuto | None = Field(default=None, description="As in a rollout.")
+    migration: Migration | None = Field(default=None, description="As in a rollout.")
     scale_down: OffOrAuto | None = Field(default=None, description="As in a rollout, in each round.")
     sampling: dict[str, Any] | None = Field(
         default=None, description="Any field of vLLM's SamplingParams except n; a round's replace those of its run."
