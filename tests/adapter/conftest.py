@@ -1,4 +1,5 @@
 import pytest
+from moving_runs import Ranks
 from scheduler_runs import LOOPS, TracedRun
 
 
@@ -16,3 +17,9 @@ def new_run(loop, tiny_model):
         return TracedRun(scheduler_cls, tiny_model, depth=loop.depth, **kwargs)
 
     return make
+
+
+@pytest.fixture
+def new_ranks(new_run):
+    """Makes two TracedRuns between which groups move."""
+    return lambda **kwargs: Ranks(new_run, **kwargs)

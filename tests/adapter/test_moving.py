@@ -1,120 +1,14 @@
 """Groups that move between two schedulers: every token once, every candidate one end."""
 
-from typing import Any
-
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from scheduler_runs import TracedRun, add_group, assert_nothing_left, prune_by_sign
-from vllm.v1.request import Request, RequestStatus
+from moving_runs import assert_each_once, ids_and_lengths
+from scheduler_runs import add_group, assert_nothing_left, prune_by_sign
+from vllm.v1.request import RequestStatus
 
-from vllm_rollout.adapter.call_table import ADOPT_GROUP, RELEASE_GROUP, GroupToAdopt, GroupToRelease, Released
-from vllm_rollout.adapter.parcel import WorkerState
 from vllm_rollout.group.pruning_plan import PruningPlan
 from vllm_rollout.group.race import RacePlace
-
-
-class Core:
-    """An engine core around a dry run, as far as moves need one."""
-
-    def __init__(self, run: TracedRun) -> None:
-        self.run = run
-        self.scheduler = run.scheduler
-        self.known: dict[str, WorkerState] = {}
-        """What its worker was told."""
-
-    def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
-        if method == "rollout_let_go":
-            return [None, {id: WorkerState(generator=id.encode()) for id in args[0]}]
-        assert method == "rollout_take_up"
-        for moved in args[0]:
-            assert moved.output_token_ids
-            self.known[moved.request.request_id] = moved.state
-        return [None, None]
-
-    def preprocess_add_request(self, request: Any) -> tuple[Request, int]:
-        made = Request.from_engine_core_request(request, self.run._hasher)
-        self.run.requests[made.request_id] = made
-        return made, 0
-
-    def add_request(self, request: Request, request_wave: int) -> None:
-        self.scheduler.add_request(request)
-
-    def release(self, group_id: str, epoch: int = 1) -> Released:
-        wanted = RELEASE_GROUP.decode_argument(RELEASE_GROUP.encode_argument(GroupToRelease(group_id, epoch)))
-        answer = self.scheduler.moves.release(self, wanted)
-        return RELEASE_GROUP.decode_result(RELEASE_GROUP.encode_result(answer))
-
-    def adopt(self, group_id: str, parcel: bytes, epoch: int = 1) -> None:
-        wanted = GroupToAdopt(group_id, epoch, parcel)
-        self.scheduler.moves.adopt(self, ADOPT_GROUP.decode_argument(ADOPT_GROUP.encode_argument(wanted)))
-
-    def keep(self, group_id: str, epoch: int = 1) -> None:
-        self.scheduler.moves.keep(self, GroupToRelease(group_id, epoch))
-
-    def confirm(self, group_id: str, epoch: int = 1) -> None:
-        self.scheduler.moves.confirm(GroupToRelease(group_id, epoch))
-
-
-class Ranks:
-    """Two engine cores whose models say the same of the same request."""
-
-    def __init__(self, new_run: Any, **kwargs: Any) -> None:
-        self.runs = [new_run(**kwargs), new_run(**kwargs)]
-        first, second = self.runs
-        for name in ("requests", "scripts", "_lengths", "_detection_lengths", "logits", "num_sampled", "outputs"):
-            setattr(second, name, getattr(first, name))
-        self.cores = [Core(run) for run in self.runs]
-
-    def step(self) -> bool:
-        return sum(run.step() for run in self.runs) > 0
-
-    def run(self) -> None:
-        for _ in range(5000):
-            if not self.step():
-                return
-        raise AssertionError("requests are left")
-
-    def until(self, request_id: str, num_tokens: int) -> None:
-        while self.runs[0].requests[request_id].num_output_tokens < num_tokens:
-            assert self.step()
-
-    def release(self, group_id: str, source: int, epoch: int = 1) -> Released:
-        """Ask until nothing is in flight."""
-        while (released := self.cores[source].release(group_id, epoch)).outcome in ("in_flight", "busy"):
-            self.runs[source].step()
-        return released
-
-    def move(self, group_id: str, source: int = 0, epoch: int = 1) -> str:
-        released = self.release(group_id, source, epoch)
-        if released.outcome == "released":
-            self.cores[1 - source].adopt(group_id, released.parcel, epoch)
-            self.cores[source].confirm(group_id, epoch)
-        return released.outcome
-
-
-@pytest.fixture
-def new_ranks(new_run):
-    return lambda **kwargs: Ranks(new_run, **kwargs)
-
-
-def assert_each_once(ranks: Ranks, lengths: dict[str, int]) -> None:
-    """Every candidate has one last output, and its tokens are the first that it says, in order."""
-    run = ranks.runs[0]
-    for request_id, length in lengths.items():
-        run.last(request_id)
-        tokens = run.tokens(request_id)
-        assert list(run.requests[request_id].output_token_ids) == tokens
-        assert len(tokens) <= length
-        said = run.own_tokens(request_id, len(tokens))
-        assert tokens[: length - 1] == said[: length - 1]
-    for each in ranks.runs:
-        assert_nothing_left(each)
-        assert each.scheduler.moves._released == each.scheduler.moves._adopted == each.scheduler.moves._stopped == {}
-
-
-def ids_and_lengths(ids: list[str], lengths: list[int]) -> dict[str, int]:
-    return dict(zip(ids, lengths, strict=True))
 
 
 def test_a_group_goes_on_elsewhere_as_if_nothing_had_happened(new_ranks):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -63,6 +64,11 @@ def move(server: Server) -> dict[str, Any]:
     return answer.json()
 
 
+def nums_of_blocks(server: Server) -> list[int]:
+    """KV blocks that came with groups, one number per group."""
+    return [int(found) for found in re.findall(r"came with (\d+) KV blocks", server.log.read_text())]
+
+
 @pytest.mark.parametrize("sampling", [
     {"temperature": 0.0},
     {"temperature": 1.0, "seed": 5},
@@ -70,10 +76,12 @@ def move(server: Server) -> dict[str, Any]:
 ])  # fmt: skip
 def test_a_moved_group_says_what_it_would_have_said(server: Server, sampling: dict[str, Any]) -> None:
     sampling = {"max_tokens": NUM_TOKENS, "ignore_eos": True, **sampling}
+    moved = rollout(server, after=40, sampling=sampling)  # first, since what was said before is in the target's cache
     unmoved = rollout(server, sampling=sampling)
-    moved = rollout(server, after=40, sampling=sampling)
     (answer,) = moved["moves"]
     assert (answer["state"], answer["num_moved"], answer["num_left"]) == ("drained", 1, 0)
+    num_different = len({tuple(trajectory["token_ids"][:31]) for trajectory in moved["trajectories"].values()})
+    assert nums_of_blocks(server)[-1] >= num_different  # what is full after 40 tokens
     for index in range(3):
         before, after = unmoved["trajectories"][index], moved["trajectories"][index]
         assert after["token_ids"] == before["token_ids"]

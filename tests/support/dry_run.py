@@ -23,6 +23,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
+from vllm_rollout.adapter.options import RolloutOptions
 from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, CandidateTag, RunnerReport
 
 EOS_TOKEN = 2
@@ -49,10 +50,12 @@ class DryRun:
         max_num_seqs: int = 256,
         depth: int = 1,
         log_stats: bool = False,
+        options: RolloutOptions | None = None,
     ) -> None:
         config = EngineArgs(
             model=model, max_model_len=4096, enforce_eager=True, block_size=block_size,
             max_num_seqs=max_num_seqs, max_num_batched_tokens=max(8192, max_num_seqs),
+            additional_config={} if options is None else options.into({}),
         ).create_engine_config()  # fmt: skip
         config.cache_config.num_gpu_blocks = num_blocks
         config.scheduler_config.async_scheduling = depth > 1

@@ -105,6 +105,8 @@ BATCH_V2 = "vllm.v1.worker.gpu.input_batch.InputBatch"
 # Groups that move
 QUEUE = "vllm.v1.core.sched.request_queue.RequestQueue"
 CORE_REQUEST = "vllm.v1.engine.EngineCoreRequest"
+KV_MANAGER = "vllm.v1.core.kv_cache_manager.KVCacheManager"
+KV_CONFIG = "vllm.v1.kv_cache_interface.KVCacheConfig"
 
 MIXED_INTO = {
     "GroupSchedulerMixin": (SCHEDULER,),
@@ -385,6 +387,33 @@ CONTRACT = (
     Fact("calls", QUEUE, "remove_requests", "requests"),
     Fact("calls", REQUEST, "append_output_token_ids", "token_ids"),
     Fact("calls", REQUEST, "is_finished"),
+    Fact("overrides", SCHEDULER, "reset_prefix_cache", ""),
+    Fact("uses", SCHEDULER, "block_size"),
+    Fact("uses", SCHEDULER, "kv_cache_config"),
+    Fact("uses", SCHEDULER, "kv_cache_manager"),
+    Fact(
+        "calls",
+        KV_MANAGER,
+        "allocate_slots",
+        "request num_new_tokens num_new_computed_tokens= new_computed_blocks= num_external_computed_tokens= "
+        "skip_zeroing_group_ids=",
+    ),
+    Fact("uses", KV_MANAGER, "enable_caching"),
+    Fact("calls", KV_MANAGER, "evict_blocks", "block_ids"),
+    Fact("calls", KV_MANAGER, "free", "request"),
+    Fact("calls", KV_MANAGER, "get_block_ids", "request_id"),
+    Fact("calls", KV_MANAGER, "get_computed_blocks", "request"),
+    Fact("uses", "vllm.v1.core.kv_cache_manager.KVCacheBlocks", "blocks"),
+    Fact("uses", "vllm.v1.core.kv_cache_utils.KVCacheBlock", "block_id"),
+    Fact("uses", KV_CONFIG, "kv_cache_groups"),
+    Fact("uses", KV_CONFIG, "num_blocks", by="worker"),
+    Fact("uses", "vllm.v1.kv_cache_interface.KVCacheGroupSpec", "kv_cache_spec"),
+    Fact("imports", "vllm.v1.kv_cache_interface", "FullAttentionSpec", by="core"),
+    Fact("uses", RUNNER_V1, "kv_cache_config", by="worker"),
+    Fact("uses", RUNNER_V1, "kv_caches", by="worker"),
+    Fact("uses", RUNNER_V2, "kv_cache_config", by="worker"),
+    Fact("uses", RUNNER_V2, "kv_caches", by="worker"),
+    Fact("uses", WORKER, "rank", by="worker"),
     Fact("uses", REQUEST, "arrival_time", by="parcel"),
     Fact("uses", REQUEST, "cache_salt", by="parcel"),
     Fact("uses", REQUEST, "events"),

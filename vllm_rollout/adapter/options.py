@@ -32,6 +32,8 @@ class RolloutOptions:
     train_budget_s: float = TRAIN_BUDGET_S
     feature_ring_bytes: int = FEATURE_RING_BYTES
     emulation: EmulationOptions | None = None
+    moves_kv: bool = True
+    """A group that moves takes its KV blocks along."""
 
     @classmethod
     def of(cls, vllm_config: VllmConfig) -> RolloutOptions:

@@ -2,6 +2,7 @@
 
     source worker  `WorkerState` of each candidate  -> source engine core: `Parcel` -> bytes
     bytes -> API process, which does not look into them -> target engine core: `Parcel` -> target worker
+    source worker  blocks of the KV cache -> memory that it shares (`KVSegment`) -> target worker
 
 Invariant: a candidate in a parcel is in no scheduler, and every token of it that the API process has not got is here.
 """
@@ -53,6 +54,32 @@ class MovedCandidate:
 
 
 @dataclass(frozen=True, slots=True)
+class KVSegment:
+    """Where one worker's part of some KV blocks is, for processes of the same host."""
+
+    rank: int
+    """Of the worker in its engine."""
+    name: str
+    path: str
+    layout: list[str]
+    """Of a block in each layer: both ends must have the same."""
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class KVBlocks:
+    """What the source has computed of a group and still has: full blocks, each once."""
+
+    segments: list[KVSegment]
+    """One per worker."""
+    slots: list[list[int]]
+    """Of each candidate: where in the segments its first block is, its second, and so on as far as they are there.
+    Positions rather than hashes, since each engine core may hash with a seed of its own."""
+    num_resets: int
+    """Of the source's prefix cache: what was computed before a reset is worth nothing after it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Parcel:
     """A whole group."""
 
@@ -60,6 +87,8 @@ class Parcel:
     candidates: list[MovedCandidate]
     num_resumes: int
     """Of the source's generation: every engine core is paused and resumed, but not in the same moment."""
+    kv: KVBlocks | None
+    """None: the target computes all anew."""
 
     def encode(self) -> bytes:
         # Several buffers, since vLLM's encoder does not copy large arrays.

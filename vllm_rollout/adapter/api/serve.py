@@ -159,6 +159,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default=FEATURE_RING_BYTES / 2**20,
         help="Host memory for hidden states of scored candidates that wait for their rewards. Default: %(default)s.",
     )
+    group.add_argument(
+        "--rollout-move-kv",
+        choices=["auto", "off"],
+        default="auto",
+        help="Whether a group that moves to another rank of this host takes along what is computed of it (auto), where "
+        "that is possible, or the other rank computes it again (off). Default: %(default)s.",
+    )
 
 
 def _admin_key(text: str) -> AdminKey:
@@ -217,7 +224,10 @@ def switch_on(args: argparse.Namespace, default_model: str) -> None:
             args.served_model_name = [args.model_tag]
         args.model_tag = args.model = resolved
     options = RolloutOptions(
-        args.rollout_train_budget_ms / 1e3, int(args.rollout_feature_ring_mb * 2**20), emulation_options(args)
+        args.rollout_train_budget_ms / 1e3,
+        int(args.rollout_feature_ring_mb * 2**20),
+        emulation_options(args),
+        moves_kv=args.rollout_move_kv == "auto",
     )
     args.additional_config = options.into(args.additional_config)
     args.scheduler_cls = SCHEDULER_CLS

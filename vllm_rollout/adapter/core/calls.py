@@ -84,6 +84,6 @@ ANSWERS: Mapping[str, Callable[[EngineCore, Any], Any]] = {
     "release_group": lambda core, wanted: core.scheduler.moves.release(core, wanted),
     "keep_group": lambda core, wanted: core.scheduler.moves.keep(core, wanted),
     "adopt_group": lambda core, wanted: core.scheduler.moves.adopt(core, wanted),
-    "confirm_move": lambda core, wanted: core.scheduler.moves.confirm(wanted),
+    "confirm_move": lambda core, wanted: core.scheduler.moves.confirm(core, wanted),
 }
 """Operation -> who answers."""

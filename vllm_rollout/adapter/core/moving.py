@@ -3,7 +3,7 @@
 A group leaves in two calls. The first stops it as vLLM preempts: its blocks are free, and what a step in flight still
 makes of it is delivered when that step is read. Once nothing is in flight the second call makes a parcel of it. A group
 that comes is to the scheduler one that was preempted here: its prompt and its output are computed again, as far as the
-prefix cache does not have them.
+prefix cache does not have them. It has what came along (`kv_moving.py`).
 
 Invariant: a candidate is in one scheduler, in one parcel, or over; every token of it is sent once. A call that is
 repeated with the same epoch changes nothing and is answered as before.
@@ -21,7 +21,8 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_rollout.adapter.call_table import GroupToAdopt, GroupToRelease, Released
 from vllm_rollout.adapter.core.candidate import Candidate
 from vllm_rollout.adapter.core.core_worker import call_worker
-from vllm_rollout.adapter.parcel import MovedCandidate, Parcel, request_to_move
+from vllm_rollout.adapter.core.kv_moving import KVMoves
+from vllm_rollout.adapter.parcel import KVBlocks, MovedCandidate, Parcel, request_to_move
 
 if TYPE_CHECKING:
     from vllm_rollout.adapter.core.scheduler import GroupSchedulerMixin
@@ -42,6 +43,7 @@ class GroupMoves:
         """Groups that left and have not arrived: epoch and answer."""
         self._adopted: dict[str, int] = {}
         """Epochs of groups that came and run here."""
+        self.kv = KVMoves(scheduler)
         self.is_held = False
         """This engine core is kept empty."""
         self.num_in = 0
@@ -79,7 +81,8 @@ class GroupMoves:
         epoch, answer = self._released.get(wanted.group_id, (None, None))
         if epoch == wanted.epoch:
             del self._released[wanted.group_id]
-            self._unpack(core, Parcel.decode(answer.parcel))
+            self.kv.drop(core, wanted.group_id)
+            self._unpack(core, Parcel.decode(answer.parcel), None)
         elif (candidates := self._stopped.pop(wanted.group_id, None)) is not None:
             queue_again(self._scheduler, [candidate.request for candidate in candidates])
 
@@ -88,13 +91,15 @@ class GroupMoves:
             return
         if self._scheduler.stays_because(wanted.group_id) != "over":
             raise ValueError(f"group {wanted.group_id} runs here already")
-        self._unpack(core, Parcel.decode(wanted.parcel))
+        parcel = Parcel.decode(wanted.parcel)
+        self._unpack(core, parcel, parcel.kv)
         self._adopted[wanted.group_id] = wanted.epoch
         self.num_in += 1
 
-    def confirm(self, wanted: GroupToRelease) -> None:
+    def confirm(self, core: EngineCore, wanted: GroupToRelease) -> None:
         if self._released.get(wanted.group_id, (None, None))[0] == wanted.epoch:
             del self._released[wanted.group_id]
+            self.kv.drop(core, wanted.group_id)
             self.num_out += 1
 
     def forget(self, group_id: str) -> None:
@@ -103,6 +108,7 @@ class GroupMoves:
         self._stopped.pop(group_id, None)
 
     def _pack(self, core: EngineCore, group_id: str, candidates: Sequence[Candidate]) -> Parcel:
+        kv = self.kv.share(core, group_id, [candidate.request for candidate in candidates])
         begun = [candidate for candidate in candidates if candidate.request.num_output_tokens]
         ids = [candidate.request.request_id for candidate in begun]
         states = (ids and call_worker(core, "rollout_let_go", ids)) or {}
@@ -120,23 +126,30 @@ class GroupMoves:
             for candidate in candidates
         ]
         self._adopted.pop(group_id, None)
-        return Parcel(self._scheduler.let_go(group_id, candidates), moved, self._scheduler.num_resumes)
+        return Parcel(self._scheduler.let_go(group_id, candidates), moved, self._scheduler.num_resumes, kv)
 
-    def _unpack(self, core: EngineCore, parcel: Parcel) -> None:
+    def _unpack(self, core: EngineCore, parcel: Parcel, kv: KVBlocks | None) -> None:
         begun = [moved for moved in parcel.candidates if moved.output_token_ids]
         if begun:
             core.collective_rpc("rollout_take_up", args=(begun,))
+        requests = [self._request(core, moved) for moved in parcel.candidates]
+        if kv is not None:
+            self.kv.fetch(core, parcel.detached.group_id, kv, requests)
         group = self._scheduler.group_steps.attach(parcel.detached)
         num_missed = self._scheduler.num_resumes - parcel.num_resumes
-        for moved in parcel.candidates:
-            request, _ = core.preprocess_add_request(moved.request)
-            if moved.output_token_ids:
-                request.append_output_token_ids(moved.output_token_ids)
-                request.status = RequestStatus.PREEMPTED
-                request.num_preemptions = 1  # not counted: it is vLLM's sign that this is no first prefill
-                request.prefill_stats = None  # they were sent with its first token
+        for request, moved in zip(requests, parcel.candidates, strict=True):
             self._scheduler.take_up(request, moved, parcel.detached.group_id, group, num_missed)
             core.add_request(request, ANY_WAVE)
+
+    @staticmethod
+    def _request(core: EngineCore, moved: MovedCandidate) -> Request:
+        request, _ = core.preprocess_add_request(moved.request)
+        if moved.output_token_ids:
+            request.append_output_token_ids(moved.output_token_ids)
+            request.status = RequestStatus.PREEMPTED
+            request.num_preemptions = 1  # not counted: it is vLLM's sign that this is no first prefill
+            request.prefill_stats = None  # they were sent with its first token
+        return request
 
 
 def move_refusal(request: Request) -> str | None:

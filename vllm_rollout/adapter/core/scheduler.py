@@ -35,7 +35,8 @@ from vllm_rollout.group.types import CandidateId, Observation
 class GroupSchedulerMixin:
     """Obeys group verdicts.
 
-    Overrides: add_request, finish_requests, update_from_output, set_pause_state, _free_request, _preempt_request.
+    Overrides: add_request, finish_requests, update_from_output, set_pause_state, reset_prefix_cache, _free_request,
+    _preempt_request.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -56,6 +57,7 @@ class GroupSchedulerMixin:
         self.num_preemptions = 0
         self.num_resumes = 0
         """How often generation went on after a pause."""
+        self.num_cache_resets = 0
 
     @property
     def load(self) -> EngineLoad:
@@ -174,6 +176,10 @@ class GroupSchedulerMixin:
             for candidate in self._candidates.values():
                 candidate.pauses.append(candidate.request.num_output_tokens)
                 candidate.held.release_next()
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        self.num_cache_resets += 1
+        return super().reset_prefix_cache(*args, **kwargs)
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         self.num_preemptions += 1

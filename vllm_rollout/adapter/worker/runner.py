@@ -114,6 +114,13 @@ class RunnerMixin:
                 self.feature_ring.put([request_id], states_of(state.features, 1))
             self._know(candidate)
 
+    @property
+    def kv_blocks(self) -> list[torch.Tensor]:
+        """The KV cache, a tensor per layer, [num_blocks, kernel blocks in each, ...]."""
+        num_blocks = self.kv_cache_config.num_blocks
+        caches = {cache.data_ptr(): cache for cache in self.kv_caches}.values()  # layers may share one
+        return [cache.unflatten(0, (num_blocks, -1)) for cache in caches]
+
     def _generator_state(self, request_id: str) -> bytes | None:
         """Of a request with a generator of its own."""
         return None

@@ -10,6 +10,7 @@ from vllm.platforms import current_platform
 
 from vllm_rollout.adapter.options import RolloutOptions, observing_refusal
 from vllm_rollout.adapter.worker.head_calls import HeadCalls
+from vllm_rollout.adapter.worker.kv_calls import KVCalls
 from vllm_rollout.adapter.worker.moving_calls import MovingCalls
 from vllm_rollout.adapter.worker.runner import observe_runner
 from vllm_rollout.tracker.feature_ring import FeatureRing
@@ -28,8 +29,8 @@ STEP_OPERATORS = ("token_stats", "update_confidence", "quality_head")
 """What a step calls, the last one only when a candidate is due."""
 
 
-class RolloutWorker(HeadCalls, MovingCalls, PlatformWorker):
-    """Overrides: init_device. Adds the methods of `HeadCalls` and `MovingCalls`, for `collective_rpc`.
+class RolloutWorker(HeadCalls, MovingCalls, KVCalls, PlatformWorker):
+    """Overrides: init_device. Adds the methods of `HeadCalls`, `MovingCalls` and `KVCalls`, for `collective_rpc`.
     `worker_extension_cls` stays free for the trainer.
     """
 
