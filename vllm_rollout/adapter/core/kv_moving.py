@@ -1,7 +1,7 @@
 """KV blocks that go along with a group, so that what its source has computed is not computed again.
 
-The blocks of a group that has stopped are free, and in the prefix cache until somebody needs them. Workers of the source
-copy those that are left; workers of the target copy them into free blocks, which its prefix cache then has under the
+The blocks of a group that has stopped are free, and in the prefix cache until somebody needs them. The source's workers
+copy those that are left; those of the target copy them into free blocks, which its prefix cache then has under the
 hashes of its own requests. The candidates come as preempted requests, and hit it.
 
 Invariant: this changes when a group goes on, not whether, nor what it says; whatever goes wrong, the target computes.

@@ -2,8 +2,8 @@
 
     source  `share` copies blocks into a memory file and answers where it is -> target `fetch` copies them out of it
 
-Invariant: the memory belongs to the source and is gone when it is dropped or the process ends, however it ends. A target
-that comes too late finds nothing, or something else, and says so.
+Invariant: the memory belongs to the source and is gone when it is dropped or the process ends, however it ends. Who
+comes too late finds nothing, or something else, and says so.
 """
 
 from __future__ import annotations
