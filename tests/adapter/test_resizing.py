@@ -49,6 +49,9 @@ class Learning:
         assert not self._part.errored
         return self._part.engine_core.learned
 
+    async def unless_dead(self, call):
+        return await call
+
     async def set_learning_state(self, state: bytes) -> None:
         self._part.engine_core.learned = state
 
@@ -112,7 +115,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def make() -> tuple[Client, SimpleNamespace, Resizer]:
     client = Client()
-    engine = SimpleNamespace(is_busy=False, lost_weights=LostWeights())
+    engine = SimpleNamespace(is_busy=False, lost_weights=LostWeights(), unless_dead=Learning(None, None).unless_dead)
     return client, engine, Resizer(client, engine, Namespace(rollout_profile=None))
 
 
@@ -186,6 +189,15 @@ def test_requests_and_calls_on_their_way_are_answered_by_the_old_engine_and_late
         assert (entered, await asked) == ([2], 2)
 
     asyncio.run(asyncio.wait_for(main(), 10))
+
+
+def test_a_call_that_is_not_answered_leaves_the_engine_as_it_is(started, monkeypatch):
+    monkeypatch.setattr(rebuilding, "CALLS_TIMEOUT_S", 0.0)
+    client, _, resizer = make()
+    core = client.engine_core
+    core.utility_results[0] = "asked"
+    assert asyncio.run(resizer.resize(2, 0.0)).outcome == "busy"
+    assert (client.engine_core, client.output_handler, started) == (core, "reads", [])
 
 
 def test_when_the_size_does_not_start_the_engine_that_was_comes_back(started):

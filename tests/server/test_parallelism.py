@@ -220,6 +220,19 @@ async def test_rounds_that_begin_during_a_rebuild_wait_and_one_is_enough(
     assert devices.resized == [2]
 
 
+async def test_a_rebuild_goes_on_when_whoever_waits_for_it_leaves(http: httpx.AsyncClient, devices: Devices) -> None:
+    await play(http, 15)
+    devices.gate = asyncio.Event()
+    leaving = asyncio.create_task(play(http, 3))
+    while not devices.resized:
+        await asyncio.sleep(0.001)
+    leaving.cancel()
+    await asyncio.gather(leaving, return_exceptions=True)
+    devices.gate.set()
+    assert (await play(http, 3, first=2))["tensor_parallel_size"] == 2
+    assert devices.resized == [2]
+
+
 async def test_without_the_flag_a_run_says_nothing_of_it(engine: FakeEngine) -> None:
     transport = httpx.ASGITransport(make_app(engine))
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:

@@ -51,7 +51,7 @@ class EngineCalls:
         try:
             async with self._turn_of[rank]:
                 core = self._client.engine_core  # of now: while it waited the engine may have been rebuilt
-                answer = await self._unless_dead(
+                answer = await self.unless_dead(
                     core._call_utility_async(CALL_METHOD, operation.name, payload, engine=core.core_engines[rank])
                 )
         except EngineDeadError as error:
@@ -62,14 +62,14 @@ class EngineCalls:
         """One operation on every rank; its results in the order of the ranks."""
         payload = operation.encode_argument(argument)
         try:
-            answers = await self._unless_dead(
+            answers = await self.unless_dead(
                 self._client.engine_core.call_utility_all_async(CALL_METHOD, operation.name, payload)
             )
         except EngineDeadError as error:
             raise engine_stopped() from error
         return [operation.decode_result(answer) for answer in answers]
 
-    async def _unless_dead(self, call: Awaitable[Value]) -> Value:
+    async def unless_dead(self, call: Awaitable[Value]) -> Value:
         """Await a call. One that is on its way when the engine dies is never answered, and vLLM would wait for ever.
 
         Raises: RequestError (503).

@@ -35,6 +35,8 @@ logger = init_logger("vllm.vllm_rollout")
 
 LOOK_S = 0.02
 """Whoever waits for an engine to run empty looks this often."""
+CALLS_TIMEOUT_S = 60.0
+"""An engine that has not answered a call for so long is rebuilt another time."""
 
 
 class ClosedEngine:
@@ -131,6 +133,8 @@ class Resizer:
             await self._swap(size)
             if self._args.rollout_profile is not None:
                 await self._engine.use_profile(self._args.rollout_profile)
+        except TimeoutError:
+            return Resized("busy", before, 0.0)
         except EngineDeadError as error:
             raise engine_stopped() from error
         finally:
@@ -143,8 +147,8 @@ class Resizer:
 
     async def _is_empty(self, deadline: float) -> bool:
         """Wait until nothing is in the engine; False when it is paused or asleep, or something is at the deadline."""
-        client = self._client
-        if await client.is_paused() or await client.is_sleeping():
+        client, unless_dead = self._client, self._engine.unless_dead
+        if await unless_dead(client.is_paused()) or await unless_dead(client.is_sleeping()):
             return False
         while client.get_num_unfinished_requests() or client.door.num_inside or self._engine.is_busy:
             if time.monotonic() >= deadline:
@@ -156,9 +160,11 @@ class Resizer:
         client, core, config = self._client, self._client.engine_core, self._client.vllm_config
         client.engine_core = closed = ClosedEngine(core)
         try:
-            await _calls_answered(core)
-            learned = await EngineLearning(Part(core, config), self._options).learning_state()
-            version = await core.get_weight_version_async()
+            async with asyncio.timeout(CALLS_TIMEOUT_S):
+                await _calls_answered(core)
+            learning = EngineLearning(Part(core, config), self._options)
+            learned = await learning.learning_state()
+            version = await learning.unless_dead(core.get_weight_version_async())
             if version != UNNAMED_WEIGHTS:
                 self._engine.lost_weights.version = version
         except BaseException:

@@ -57,6 +57,8 @@ class Parallelism:
         self._history: deque[RoundPressure] = deque(maxlen=HISTORY_ROUNDS)
         self._decision = planner.next_size(())
         self._turn = asyncio.Lock()
+        self._acting: set[asyncio.Task[None]] = set()
+        """Held here because the event loop holds them weakly."""
         self._round_over = asyncio.Event()
         self._num_rebuilds = 0
         self._last: Resized | None = None
@@ -92,16 +94,23 @@ class Parallelism:
                     await self._round_over.wait()
         except TimeoutError:  # the other round may wait for whoever began this one
             return
-        await self._act(PATIENCE_S)
+        await self._acted(PATIENCE_S)
 
     async def before_weights(self) -> None:
         """The same, if that can be done at once. Raises: RequestError (503)."""
         if self._is_due and not self.has_live_round():
-            await self._act(0.0)
+            await self._acted(0.0)
 
     @property
     def _is_due(self) -> bool:
         return self._decision.size != self._engine.tensor_parallel_size
+
+    async def _acted(self, patience_s: float) -> None:
+        """Act, to the end even if whoever waits goes away: half of a rebuild would be a dead engine."""
+        acting = asyncio.create_task(self._act(patience_s))
+        self._acting.add(acting)
+        acting.add_done_callback(self._acting.discard)
+        await asyncio.shield(acting)
 
     async def _act(self, patience_s: float) -> None:
         async with self._turn:
