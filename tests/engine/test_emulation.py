@@ -1,7 +1,10 @@
 """Emulated servers: vLLM's own scheduling of made-up candidates, whose lengths, outcomes and scores are known."""
 
 import json
+import random
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -9,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.engine.conftest import Server, serve_command
+from tests.engine.run_rounds import assert_nothing_left
 from vllm_rollout.emulation.fate import Fate, Fates
 from vllm_rollout.emulation.settings import Settings
 from vllm_rollout.emulation.step_log import LoggedSteps, read_steps
@@ -313,3 +317,52 @@ def test_the_tail_goes_on_on_one_rank(movable: Emulated, field: str) -> None:
     if field == "scale_down":
         assert len(moved["freed"]["ranks"]) == 1
         assert moved["freed"]["num_moved"] == num_moved
+
+
+NUM_RANDOM_MOVES = 200
+
+
+def test_moves_at_random_lose_no_token_and_say_none_twice(ranks: Emulated) -> None:
+    """Six readers at once, while one rank after the other is drained and restored."""
+    stop = threading.Event()
+
+    def read(reader: int) -> int:
+        """Rollouts until it is told to stop; how many."""
+        num_rollouts = 0
+        while not stop.is_set():
+            prompt = prompts_of(1, first=100 + 10 * reader + num_rollouts % 10)[0]
+            body = {"prompts": [{"id": "p", "prompt_token_ids": prompt}], "group_size": 3, "stream": True}
+            body |= {"stream_tokens": 1, "sampling": {"seed": SEED, "max_tokens": 1000}}
+            tokens: dict[int, list[int]] = {}
+            ended: dict[int, list[int]] = {}
+            with ranks.http.stream("POST", "/v1/rollouts", json=body) as response:
+                for line in response.iter_lines():
+                    event = json.loads(line.removeprefix("data: ")) if line.startswith("data: ") else {"type": None}
+                    if event["type"] == "tokens":
+                        said = tokens.setdefault(event["index"], [])
+                        assert event["offset"] == len(said)
+                        said += event["token_ids"]
+                    elif event["type"] == "trajectory":
+                        trajectory = event["trajectory"]
+                        assert trajectory["index"] not in ended
+                        ended[trajectory["index"]] = trajectory["token_ids"]
+            assert tokens == ended
+            assert [len(ended[index]) for index in range(3)] == lengths_of(prompt, 3)
+            num_rollouts += 1
+        return num_rollouts
+
+    chance = random.Random(7)
+    before = sum(engine["num_moved_in"] for engine in engines_of(ranks))
+    with ThreadPoolExecutor(6) as pool:
+        readers = [pool.submit(read, reader) for reader in range(6)]
+        try:
+            while sum(engine["num_moved_in"] for engine in engines_of(ranks)) - before < NUM_RANDOM_MOVES:
+                assert not any(reader.done() for reader in readers), [reader.result() for reader in readers]
+                rank = chance.randrange(2)
+                drained = ranks.http.post(f"/v1/engines/{rank}/drain", json={"timeout_s": chance.choice([0, 10])})
+                assert drained.json()["reasons"] == {}
+                assert ranks.http.post(f"/v1/engines/{rank}/restore").status_code == 200
+        finally:
+            stop.set()
+    assert min(reader.result() for reader in readers) > 0
+    assert_nothing_left(ranks)
