@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.engine.conftest import Server, serve_command
+from tests.engine.test_race import V2
 
 NUM_TOKENS = 160
 """On this model no step is so short that a group could end before it is moved."""
@@ -20,7 +21,17 @@ NUM_TOKENS = 160
 def server(default_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("server") / "server.log"
     flags = ("--max-model-len", "1024", "--data-parallel-size", "2", "--api-server-count", "1", "--dtype", "float32")
-    server = Server(serve_command(default_model, *flags), log)
+    server = Server(serve_command(default_model, *flags), log, VLLM_SERVER_DEV_MODE="1")
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def v2_server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Model runner V2, the GPU's default, in Triton's interpreter."""
+    log = tmp_path_factory.mktemp("v2") / "server.log"
+    flags = ("--max-model-len", "512", "--data-parallel-size", "2", "--api-server-count", "1", "--dtype", "float32")
+    server = Server(serve_command(tiny_model, *flags, "--max-num-seqs", "8", "--enforce-eager"), log, **V2)
     yield server
     server.stop()
 
@@ -86,6 +97,19 @@ def test_a_moved_group_says_what_it_would_have_said(server: Server, sampling: di
         before, after = unmoved["trajectories"][index], moved["trajectories"][index]
         assert after["token_ids"] == before["token_ids"]
         assert after["token_ids"] == moved["tokens"][index]
+        assert after["logprobs"] == pytest.approx(before["logprobs"], abs=1e-3)
+        assert after["mean_confidence"] == pytest.approx(before["mean_confidence"], rel=1e-3)
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 1.0, "seed": 5, "repetition_penalty": 1.2}])
+def test_model_runner_v2_goes_on_too(v2_server: Server, sampling: dict[str, Any]) -> None:
+    fields = {"group_size": 2, "sampling": {"max_tokens": 60, "ignore_eos": True, **sampling}, "stream_tokens": 1}
+    unmoved = rollout(v2_server, **fields)
+    moved = rollout(v2_server, after=10, **fields)
+    assert moved["moves"][0]["num_moved"] == 1
+    for index in range(2):
+        before, after = unmoved["trajectories"][index], moved["trajectories"][index]
+        assert after["token_ids"] == before["token_ids"]
         assert after["logprobs"] == pytest.approx(before["logprobs"], abs=1e-3)
         assert after["mean_confidence"] == pytest.approx(before["mean_confidence"], rel=1e-3)
 
@@ -163,3 +187,35 @@ def test_what_is_in_no_group_ends_where_it_is(server: Server) -> None:
         assert server.http.post(f"/v1/engines/{busy}/drain").json()["state"] == "drained"
         assert asked.result().json()["usage"]["completion_tokens"] == 100
     server.http.post(f"/v1/engines/{busy}/restore")
+
+
+def test_a_group_moves_while_generation_is_paused(server: Server) -> None:
+    """As for an update of weights; it goes on elsewhere when generation is resumed."""
+    sampling = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "seed": 8, "temperature": 1.0}
+    unmoved = rollout(server, sampling=sampling)
+    with ThreadPoolExecutor(1) as pool:
+        moved = pool.submit(rollout, server, sampling=sampling)
+        server.wait_until(lambda: sum(engine["num_running"] for engine in engines(server)) == 3)
+        server.http.post("/pause?mode=keep&clear_cache=false").raise_for_status()
+        answer = move(server)
+        server.http.post("/resume").raise_for_status()
+        found = moved.result()
+    assert (answer["state"], answer["num_moved"]) == ("drained", 1)
+    for index in range(3):
+        assert found["trajectories"][index]["token_ids"] == unmoved["trajectories"][index]["token_ids"]
+
+
+def test_a_group_moves_before_its_first_token(server: Server) -> None:
+    """Paused before it comes, so that all of its candidates wait."""
+    sampling = {"max_tokens": 20, "ignore_eos": True, "seed": 9, "temperature": 1.0}
+    unmoved = rollout(server, sampling=sampling)
+    server.http.post("/pause?mode=keep&clear_cache=false").raise_for_status()
+    with ThreadPoolExecutor(1) as pool:
+        moved = pool.submit(rollout, server, sampling=sampling)
+        server.wait_until(lambda: sum(engine["num_waiting"] for engine in engines(server)) == 3)
+        answer = move(server)
+        server.http.post("/resume").raise_for_status()
+        found = moved.result()
+    assert answer["num_moved"] == 1
+    for index in range(3):
+        assert found["trajectories"][index]["token_ids"] == unmoved["trajectories"][index]["token_ids"]
