@@ -54,6 +54,7 @@ def refuse_with_parallelism(args: argparse.Namespace, parser: argparse.ArgumentP
         )
     balanced = args.data_parallel_hybrid_lb or args.data_parallel_external_lb or args.data_parallel_rank is not None
     one_server = "Run one server per engine."
+    own_engines = "Only engines that this server starts by itself can be rebuilt. Leave it out."
     for flag, is_set, remedy in (
         ("--emulate", args.emulate is not None, "An emulated device has one size; say its cost in FILE."),
         ("--api-server-count", (args.api_server_count or 1) > 1, "Only one API process can wait for an engine: say 1."),
@@ -64,10 +65,11 @@ def refuse_with_parallelism(args: argparse.Namespace, parser: argparse.ArgumentP
         ("--pipeline-parallel-size", args.pipeline_parallel_size > 1, "Say 1."),
         ("--enable-lora", args.enable_lora, "Adapters loaded while it ran would be gone. Leave it out."),
         ("--kv-transfer-config", args.kv_transfer_config is not None, "Others hold addresses of the engine."),
+        ("--data-parallel-backend", args.data_parallel_backend != "mp", own_engines),
         (
             "--distributed-executor-backend",
             args.distributed_executor_backend not in (None, "mp", "uni"),
-            "Only engines that this server starts by itself can be rebuilt. Leave it out.",
+            own_engines,
         ),
         (
             "--max-model-len",

@@ -10,6 +10,7 @@ import argparse
 import os
 import sys
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 
 from vllm import envs
@@ -103,6 +104,7 @@ def parse(arguments: list[str], program: str, usage: str) -> argparse.Namespace:
     refuse_unsupported(args, serve_parser)
     refuse_with_emulation(args, serve_parser)
     refuse_with_parallelism(args, serve_parser)
+    refuse_ray(args, serve_parser)
     switch_on(args, default_model=serve_parser.get_default("model"))
     return args
 
@@ -212,6 +214,23 @@ def refuse_unsupported(args: argparse.Namespace, parser: argparse.ArgumentParser
             )
     if args.runner not in ("auto", "generate"):
         parser.error(f"--runner {args.runner} does not generate; groups need --runner generate.")
+
+
+def refuse_ray(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Exit with status 2 and a remedy where vLLM would say so late, or not say why."""
+    for flag, backend in (
+        ("--data-parallel-backend", args.data_parallel_backend),
+        ("--distributed-executor-backend", args.distributed_executor_backend),
+    ):
+        if backend != "ray":
+            continue
+        if not current_platform.ray_device_key:
+            parser.error(
+                f"{flag} ray needs devices that Ray hands out, and vLLM's platform {current_platform.device_type} has "
+                "none. Leave it out, or start the server where vLLM finds a GPU. docs/cluster.md."
+            )
+        if find_spec("ray") is None:
+            parser.error(f"{flag} ray needs Ray on every host: pip install 'vllm-rollout[ray]'.")
 
 
 def switch_on(args: argparse.Namespace, default_model: str) -> None:

@@ -1,0 +1,7 @@
+"""The class that `ray_on_cpu.platform` names."""
+
+from vllm.platforms.cpu import CpuPlatform
+
+
+class RayOnCpuPlatform(CpuPlatform):
+    ray_device_key = "GPU"

@@ -1,0 +1,112 @@
+"""vLLM's Ray backends: engine cores and workers are Ray actors, on two hosts.
+
+Devices are named "GPU" by a platform plugin (`ray_on_cpu`); everything else is vLLM's and ours, unchanged.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.engine.conftest import Server, serve_command
+from tests.engine.ray_cluster import RayCluster
+
+pytest.importorskip("ray", reason="Ray is not installed: pip install 'vllm-rollout[ray]'")
+
+PRUNING = {"detection_length": 8, "keep_ratio": 0.5, "min_labels": 4, "allow_fewer": True}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayCluster]:
+    with RayCluster(num_hosts=2, gpus_per_host=1) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def server(cluster: RayCluster, tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One engine core per host; the executor is Ray's too."""
+    log = tmp_path_factory.mktemp("server") / "server.log"
+    flags = ("--max-model-len", "2048", "--dtype", "float32", "--api-server-count", "1")
+    flags += ("--data-parallel-size", "2", "--data-parallel-size-local", "1", "--data-parallel-backend", "ray")
+    server = Server(serve_command(tiny_model, *flags), log, **cluster.environment)
+    yield server
+    server.stop()
+
+
+def engines(server: Server) -> list[dict[str, Any]]:
+    return server.http.get("/v1/engines").json()["engines"]
+
+
+def rollout(server: Server, **fields: Any) -> dict[str, Any]:
+    answer = server.http.post("/v1/rollouts", json=fields)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_every_engine_core_is_an_actor_on_its_host_and_answers_our_calls(server: Server, cluster: RayCluster) -> None:
+    assert [(engine["rank"], engine["state"]) for engine in engines(server)] == [(0, "active"), (1, "active")]
+    log = server.log.read_text()
+    # Ray names the host of whoever writes, where it is not the server's own.
+    for actor in ("EngineCoreActor", "RayWorkerProc"):
+        assert f"({actor} pid=" in log
+        assert f"ip={cluster.hosts[1]})" in log
+
+
+def test_groups_race_on_both_hosts(server: Server) -> None:
+    prompts = [{"id": f"q{i}", "prompt": f"hello {i}"} for i in range(4)]
+    answer = rollout(server, prompts=prompts, group_size=2, redundancy=2, sampling={"max_tokens": 200})
+    assert [group["status"] for group in answer["groups"]] == ["complete"] * 4
+    assert all(candidate["state"] == "surplus" for group in answer["groups"] for candidate in group["candidates"])
+    for rank in "01":
+        server.wait_until(lambda rank=rank: server.counter("vllm:generation_tokens_total", engine=rank) > 0)
+
+
+def test_rewards_teach_a_head_that_prunes_on_both_hosts(server: Server) -> None:
+    def learn() -> dict[str, Any]:
+        prompts = [{"id": prompt, "prompt": "hello"} for prompt in ("q", "r")]
+        sampling = {"min_tokens": 20, "max_tokens": 40}
+        answer = rollout(server, prompts=prompts, group_size=8, pruning=PRUNING, sampling=sampling)
+        rewards = [
+            {"prompt_id": group["prompt_id"], "index": trajectory["index"], "reward": trajectory["token_ids"][6] % 2}
+            for group in answer["groups"]
+            for trajectory in group["trajectories"]
+        ]
+        posted = server.http.post(f"/v1/rollouts/{answer['id']}/rewards", json={"rewards": rewards}).json()
+        assert posted["counts"]["accepted"] == len(rewards) == posted["num_training"]
+        return answer
+
+    def has_pruned(group: dict[str, Any]) -> bool:
+        return any(candidate["state"] == "pruned" for candidate in group["candidates"])
+
+    def head_is_trained() -> bool:
+        return server.http.get("/v1/quality_head/report").json()["head"] is not None
+
+    server.wait_until(lambda: all(has_pruned(group) for group in learn()["groups"]) and head_is_trained())
+
+
+def test_a_group_moves_to_the_other_host_and_says_what_it_would_have_said(server: Server) -> None:
+    sampling = {"seed": 5, "max_tokens": 1000, "ignore_eos": True}
+    body = {"prompts": [{"id": "q", "prompt": "hello"}], "group_size": 3, "sampling": sampling}
+    unmoved = rollout(server, **body)
+    before = engines(server)
+    moved: dict[int, dict[str, Any]] = {}
+    drained = None
+    with server.http.stream("POST", "/v1/rollouts", json={**body, "stream": True, "stream_tokens": 8}) as response:
+        for line in response.iter_lines():
+            event = json.loads(line.removeprefix("data: ")) if line.startswith("data: {") else {"type": "other"}
+            if event["type"] == "tokens" and drained is None:
+                (busy,) = [engine["rank"] for engine in engines(server) if engine["num_groups"]]
+                drained = server.http.post(f"/v1/engines/{busy}/drain").json()
+            elif event["type"] == "trajectory":
+                moved[event["trajectory"]["index"]] = event["trajectory"]
+    assert drained is not None
+    assert (drained["state"], drained["num_moved"], drained["num_left"]) == ("drained", 1, 0)
+    now = engines(server)
+    assert now[busy]["num_moved_out"] == before[busy]["num_moved_out"] + 1
+    assert now[1 - busy]["num_moved_in"] == before[1 - busy]["num_moved_in"] + 1
+    for trajectory in unmoved["groups"][0]["trajectories"]:
+        assert moved[trajectory["index"]]["token_ids"] == trajectory["token_ids"]
+    assert server.http.post(f"/v1/engines/{busy}/restore").json()["state"] == "active"
