@@ -53,6 +53,7 @@ class SteppedLLM(RolloutAsyncLLM, AddsToRun):
 
     num_ranks = 1
     max_candidates = 16
+    errored = False
 
     def __init__(self, run: TracedRun, num_ranks: int = 1, *, alone: bool = True, **flags: Any) -> None:
         self.run = run
@@ -61,6 +62,7 @@ class SteppedLLM(RolloutAsyncLLM, AddsToRun):
         self.log_requests = False
         self.num_aborted = 0
         self.door = Door()
+        self._watching = None
         self._candidates = WeakKeyDictionary()
         self.num_ranks = num_ranks
         self.vllm_config = SimpleNamespace(

@@ -175,6 +175,7 @@ CONTRACT = (
     Fact("calls", ENGINE_CLIENT, "resume_scheduler_async", "", "api"),
     Fact("calls", INPUT_PROCESSOR, "process_inputs", "request_id prompt params supported_tasks= lora_request=", "api"),
     Fact("uses", OUTPUT_PROCESSOR, "external_req_ids", by="api"),
+    Fact("calls", OUTPUT_PROCESSOR, "propagate_error", "e", "api"),
     Fact("uses", OUTPUT_PROCESSOR, "request_states", by="api"),
     Fact("uses", "vllm.v1.engine.output_processor.RequestState", "queue", by="api"),
     Fact("calls", "vllm.v1.engine.output_processor.RequestOutputCollector", "get", "", "api"),

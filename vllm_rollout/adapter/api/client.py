@@ -59,6 +59,9 @@ from vllm_rollout.server.xargs import PRUNING_XARGS, as_written, plan_from_xargs
 
 logger = init_logger("vllm.vllm_rollout")
 
+LOOK_S = 1.0
+"""Between two looks whether the engine is alive."""
+
 
 class RolloutAsyncLLM(AsyncLLM):
     """AsyncLLM that runs groups.
@@ -72,6 +75,7 @@ class RolloutAsyncLLM(AsyncLLM):
         self.before_weights: Callable[[], Awaitable[None]] | None = None
         """Called before a trainer pauses the engine, lets it sleep or sends it weights."""
         self.door = Door()
+        self._watching: asyncio.Task[None] | None = None
         fork_emulated_engines(kwargs["vllm_config"])
         super().__init__(*args, **kwargs)
         self.rollout_metrics = Metrics()
@@ -176,10 +180,11 @@ class RolloutAsyncLLM(AsyncLLM):
         async with self.door.passing():
             if tag is None:
                 return await super().add_request(request_id, prompt, params, *args, **kwargs)
-            async with self.routes.find(tag.group_id).launching() as rank:
-                if self.num_ranks > 1:
-                    kwargs["data_parallel_rank"] = rank
-                collector = await super().add_request(request_id, prompt, params, *args, **kwargs)
+            self._watch()
+        async with self.routes.find(tag.group_id).launching() as rank:
+            if self.num_ranks > 1:
+                kwargs["data_parallel_rank"] = rank
+            collector = await super().add_request(request_id, prompt, params, *args, **kwargs)
         self._candidates[collector] = tag.group_id
         return collector
 
@@ -211,6 +216,19 @@ class RolloutAsyncLLM(AsyncLLM):
         """Use another engine from now on."""
         self.engine_core, self.vllm_config = engine_core, config
         self._run_output_handler()
+
+    def _watch(self) -> None:
+        """As long as the engine lives; when it dies, whoever waits for outputs is told.
+
+        vLLM tells them when it reads from a dead engine, but its client may be closed before it does.
+        """
+        if self._watching is None or self._watching.done():
+            self._watching = asyncio.create_task(self._tell_of_death())
+
+    async def _tell_of_death(self) -> None:
+        while not self.errored:
+            await asyncio.sleep(LOOK_S)
+        self.output_processor.propagate_error(EngineDeadError())
 
     def _is_candidate(self, internal_id: str) -> bool:
         return self._group_of(internal_id) is not None
