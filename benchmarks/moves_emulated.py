@@ -17,7 +17,6 @@ Run from the repository root: python -m benchmarks.moves_emulated
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import time
 from dataclasses import replace
@@ -28,16 +27,15 @@ import httpx
 import uvloop
 from rich.console import Console
 
-from benchmarks.common import ROOT, record_of_run, server_process, write_json
-from benchmarks.rounds_emulated.workload import FIRST_SEED, EmulatedDataSet, Workload
+from benchmarks.common import ROOT, record_of_run, write_json
+from benchmarks.rounds_emulated.workload import FIRST_SEED, EmulatedDataSet, Workload, emulated_server
 from benchmarks.rounds_simulated.setup import GPU_SOURCE, MODEL_NAMES, MODEL_SOURCE, TAIL_SOURCE
 from benchmarks.tables import grid, number, percent
 from vllm_rollout.client.client import AsyncRolloutClient
 from vllm_rollout.emulation.step_log import Summary, read_steps
 from vllm_rollout.group.judge import Judge
 from vllm_rollout.group.plan import GroupPlan
-from vllm_rollout.models import DEFAULT_MODEL, resolve
-from vllm_rollout.process import ServerProcess, exit_on_sigterm
+from vllm_rollout.process import exit_on_sigterm
 from vllm_rollout.simulator.fleet import run_fleet
 from vllm_rollout.simulator.race import Race
 
@@ -79,7 +77,7 @@ def measure(its: Workload, data: EmulatedDataSet, way: str, speed: float) -> dic
     """One way on a fresh server."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        with _server(its, speed, folder) as server:
+        with emulated_server(its, speed, folder) as server:
             server.wait_until_healthy(lambda seconds, line: None)
             found = uvloop.run(_roll_out(its, data, server.url, WAYS[way]))
             metrics = httpx.get(f"{server.url}/metrics", timeout=30).text
@@ -172,18 +170,6 @@ def table(result: dict[str, Any]) -> str:
         "simulated", "ms per move", "idle",
     ]  # fmt: skip
     return grid(title, header, rows)
-
-
-def _server(its: Workload, speed: float, folder: Path) -> ServerProcess:
-    device = folder / "device.json"
-    device.write_text(json.dumps(its.device))
-    flags = [
-        "--max-model-len", str(its.max_tokens + 1024), "--max-num-seqs", str(its.machine.max_num_seqs),
-        "--max-num-batched-tokens", "8192", "--block-size", str(its.machine.block_size), "--emulate", str(device),
-        "--emulate-log", str(folder / "steps"), "--emulate-speed", str(speed),
-        "--data-parallel-size", str(its.num_ranks), "--api-server-count", "1", "--disable-uvicorn-access-log",
-    ]  # fmt: skip
-    return server_process("rollout", resolve(DEFAULT_MODEL), flags, folder / "server.log")
 
 
 def _parse_arguments() -> argparse.Namespace:

@@ -12,7 +12,6 @@ is measured seconds times the speed. `idle` is the share in which a device waite
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import tempfile
 import time
@@ -22,14 +21,13 @@ from typing import Any, NamedTuple
 import uvloop
 from rich.console import Console
 
-from benchmarks.common import ROOT, percentile, record_of_run, server_process, write_json
-from benchmarks.rounds_emulated.workload import FIRST_SEED, EmulatedDataSet, Workload
+from benchmarks.common import ROOT, percentile, record_of_run, write_json
+from benchmarks.rounds_emulated.workload import FIRST_SEED, EmulatedDataSet, Workload, emulated_server
 from benchmarks.rounds_simulated.setup import GPU_SOURCE, MESSAGE_S, MODEL_NAMES, MODEL_SOURCE, TAIL_SOURCE
 from benchmarks.tables import grid, number, percent
 from vllm_rollout.client.client import AsyncRolloutClient
 from vllm_rollout.emulation.step_log import Summary, read_steps
 from vllm_rollout.group.rounds import RoundKind, RunTerms
-from vllm_rollout.models import DEFAULT_MODEL, resolve
 from vllm_rollout.process import ServerProcess, exit_on_sigterm
 from vllm_rollout.simulator.rounds.replay import RunConditions, replay_run
 from vllm_rollout.simulator.rounds.settings import RoundSetting
@@ -63,7 +61,7 @@ def main() -> None:
             "sources": [GPU_SOURCE, MODEL_SOURCE, TAIL_SOURCE],
         },
     )  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder, _server(its, arguments.speed, Path(folder)) as server:
+    with tempfile.TemporaryDirectory() as folder, emulated_server(its, arguments.speed, Path(folder)) as server:
         server.wait_until_healthy(lambda seconds, line: None)
         rows = []
         for prompts, responses in settings:
@@ -72,18 +70,6 @@ def main() -> None:
             console.print(f"{prompts:g}, {responses:g}: {rows[-1]['emulated']['seconds']:.1f} s", highlight=False)
     write_json(arguments.output, {**result, "settings": rows})
     print(table({**result, "settings": rows}))
-
-
-def _server(its: Workload, speed: float, folder: Path) -> ServerProcess:
-    device = folder / "device.json"
-    device.write_text(json.dumps(its.device))
-    flags = [
-        "--max-model-len", str(its.max_tokens + 1024), "--max-num-seqs", str(its.machine.max_num_seqs),
-        "--max-num-batched-tokens", "8192", "--block-size", str(its.machine.block_size), "--emulate", str(device),
-        "--emulate-log", str(folder / "steps"), "--emulate-speed", str(speed),
-        "--data-parallel-size", str(its.num_ranks), "--api-server-count", "1", "--disable-uvicorn-access-log",
-    ]  # fmt: skip
-    return server_process("rollout", resolve(DEFAULT_MODEL), flags, folder / "server.log")
 
 
 def measure(its: Workload, terms: RunTerms, server: ServerProcess, speed: float, steps: Path) -> dict[str, Any]:

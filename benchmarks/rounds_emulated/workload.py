@@ -6,15 +6,20 @@ Invariant: a candidate's length is what `emulation.fate` draws, and the same eac
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from benchmarks.common import server_process
 from benchmarks.rounds_simulated.setup import BETWEEN_SHARE, MODELS, PROMPT_TOKENS, Model, ModelName, lengths
 from vllm_rollout.emulation.fate import Fates
 from vllm_rollout.emulation.settings import Settings
 from vllm_rollout.group.rounds import Run, RunTerms
+from vllm_rollout.models import DEFAULT_MODEL, resolve
+from vllm_rollout.process import ServerProcess
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.pool import PoolCandidate
 from vllm_rollout.simulator.rounds.prompts import DataPrompt
@@ -102,3 +107,16 @@ class EmulatedDataSet:
         num_tokens = min(length, self._max_tokens)
         end = "stop" if length <= self._max_tokens else "length"
         return PoolCandidate(num_tokens, end, num_tokens, False, None, None)
+
+
+def emulated_server(its: Workload, speed: float, folder: Path) -> ServerProcess:
+    """Its device and ranks; the steps of each go into `folder`/steps."""
+    device = folder / "device.json"
+    device.write_text(json.dumps(its.device))
+    flags = [
+        "--max-model-len", str(its.max_tokens + 1024), "--max-num-seqs", str(its.machine.max_num_seqs),
+        "--max-num-batched-tokens", "8192", "--block-size", str(its.machine.block_size), "--emulate", str(device),
+        "--emulate-log", str(folder / "steps"), "--emulate-speed", str(speed),
+        "--data-parallel-size", str(its.num_ranks), "--api-server-count", "1", "--disable-uvicorn-access-log",
+    ]  # fmt: skip
+    return server_process("rollout", resolve(DEFAULT_MODEL), flags, folder / "server.log")
