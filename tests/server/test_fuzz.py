@@ -23,7 +23,7 @@ from vllm_rollout.config import REWARD_THRESHOLD
 from vllm_rollout.server.engine import HeadInfo
 from vllm_rollout.server.protocol import RolloutRequest
 
-from .conftest import make_app
+from .conftest import DEADLINE_S, make_app
 from .fake_engine import FakeEngine
 
 APP = make_app(FakeEngine(max_num_seqs=16, max_model_len=200))
@@ -41,7 +41,8 @@ QUICK = settings(
 @QUICK
 def test_answers_conform_to_openapi(case):
     case.call_and_validate(
-        checks=[not_a_server_error, response_schema_conformance, content_type_conformance, status_code_conformance]
+        checks=[not_a_server_error, response_schema_conformance, content_type_conformance, status_code_conformance],
+        timeout=DEADLINE_S,
     )
 
 

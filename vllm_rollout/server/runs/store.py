@@ -71,6 +71,19 @@ class StoredAnswer:
     body: bytes
 
 
+def _write_ahead(database: sqlite3.Connection) -> None:
+    """SQLite itself does not wait for other processes that change a new database's mode."""
+    deadline = time.monotonic() + BUSY_TIMEOUT_S
+    while True:
+        try:
+            database.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() >= deadline:
+                raise
+        time.sleep(0.01)
+
+
 class RunStore:
     """All runs of one server."""
 
@@ -88,7 +101,7 @@ class RunStore:
                 isolation_level=None,
                 check_same_thread=False,
             )
-            self._db.execute("PRAGMA journal_mode = WAL")
+            _write_ahead(self._db)
             self._db.execute("PRAGMA synchronous = FULL")
             (version,) = self._db.execute("PRAGMA user_version").fetchone()
             if version not in (0, FORMAT):
