@@ -7,7 +7,7 @@ Invariant: a group moves without a drain only for what its request allows.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from vllm.logger import init_logger
 
@@ -17,7 +17,14 @@ from vllm_rollout.adapter.api.moving import EngineMoves
 from vllm_rollout.adapter.api.shaping import EngineShaping
 from vllm_rollout.group.history import LengthMoments
 from vllm_rollout.group.load import EngineLoad, GroupLoad, RankLoad
-from vllm_rollout.group.migration import Migration, PlannedMove, is_look_due, plan_consolidation, plan_spread
+from vllm_rollout.group.migration import (
+    Migration,
+    PlannedMove,
+    is_look_due,
+    plan_consolidation,
+    plan_drain,
+    plan_spread,
+)
 from vllm_rollout.group.scaling import Progress, ScaleDown, plan_scale_down
 from vllm_rollout.server.engine import RequestError
 
@@ -28,7 +35,7 @@ LOOK_S = 0.05
 
 
 class EngineMigration(EngineShaping, EngineMoves):
-    """The part of `server.engine.Engine` that decides where groups run."""
+    """The part of `server.engine.Engine` that decides where groups run. Overrides: _drain_targets."""
 
     def __init__(self, client: RolloutAsyncLLM) -> None:
         super().__init__(client)
@@ -54,6 +61,10 @@ class EngineMigration(EngineShaping, EngineMoves):
 
     async def plan_scale_down(self, progress: Progress) -> ScaleDown:
         return plan_scale_down(progress, await self._rank_loads(lambda route: True))
+
+    async def _drain_targets(self, rank: int) -> Mapping[str, int]:
+        loads = await self._rank_loads(lambda route: True)
+        return {move.group_id: move.target for move in plan_drain(loads, rank)}
 
     async def _plan_on(self) -> None:
         routes = self._client.routes

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from itertools import count
 from typing import NamedTuple
@@ -121,17 +121,28 @@ class EngineMoves(EngineCalls):
         return frozenset(rank for rank, load in enumerate(loads) if load.is_held)
 
     async def _follow(self) -> None:
-        while not self._client.errored:
-            await asyncio.sleep(FOLLOW_S)
-            held = self._held(await self.engine_loads())
-            self._client.routes.hold(held)
-            for rank in held:
-                await self._leave(rank)
+        try:
+            while not self._client.errored:
+                await asyncio.sleep(FOLLOW_S)
+                held = self._held(await self.engine_loads())
+                self._client.routes.hold(held)
+                for rank in held:
+                    if self._client.routes.on_rank(rank):
+                        await self._leave(rank)
+        except RequestError:  # a dead engine: whoever waits for its answers hears of it
+            return
 
     async def _leave(self, rank: int) -> list[Move]:
         """Move all groups of this API process away from a rank."""
-        routes = self._client.routes
-        return [await self.move_group(route.group_id, routes.next_rank()) for route in routes.on_rank(rank)]
+        routes, targets = self._client.routes, await self._drain_targets(rank)
+        return [
+            await self.move_group(route.group_id, targets.get(route.group_id, routes.next_rank()))
+            for route in routes.on_rank(rank)
+        ]
+
+    async def _drain_targets(self, rank: int) -> Mapping[str, int]:
+        """Where the groups of a rank go that is to be emptied; those that are not named go to the least load."""
+        return {}
 
     async def _move(self, route: GroupRoute, target: int) -> Move:
         if route.joined and self._client.num_api_processes > 1:

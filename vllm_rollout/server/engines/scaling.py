@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import replace
 
 from vllm_rollout.group.scaling import Progress, not_now
@@ -45,8 +46,9 @@ class ScaleDownWatch:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        for rank in self._held:
-            await self._engine.restore(rank)
+        with suppress(RequestError):  # a dead engine, which says so elsewhere
+            for rank in self._held:
+                await self._engine.restore(rank)
 
     async def _run(self, started: float, tell: Callable[[RanksFreeEvent], Awaitable[None]]) -> None:
         try:
