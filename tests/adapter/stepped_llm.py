@@ -48,12 +48,11 @@ class SteppedLLM(RolloutAsyncLLM, AddsToRun):
 
     A prompt is the lengths of its candidates, or as vLLM renders it, with the request's own length in `length`.
 
-    Overrides: __init__, shutdown, max_candidates, num_ranks.
+    Overrides: __init__, shutdown, _watch, max_candidates, num_ranks.
     """
 
     num_ranks = 1
     max_candidates = 16
-    errored = False
 
     def __init__(self, run: TracedRun, num_ranks: int = 1, *, alone: bool = True, **flags: Any) -> None:
         self.run = run
@@ -62,7 +61,6 @@ class SteppedLLM(RolloutAsyncLLM, AddsToRun):
         self.log_requests = False
         self.num_aborted = 0
         self.door = Door()
-        self._watching = None
         self._candidates = WeakKeyDictionary()
         self.num_ranks = num_ranks
         self.vllm_config = SimpleNamespace(
@@ -77,6 +75,9 @@ class SteppedLLM(RolloutAsyncLLM, AddsToRun):
         self.routes = GroupRoutes(self._placement)
 
     def shutdown(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def _watch(self) -> None:
+        """It does not die."""
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         self.run.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)

@@ -181,7 +181,10 @@ class RolloutAsyncLLM(AsyncLLM):
             if tag is None:
                 return await super().add_request(request_id, prompt, params, *args, **kwargs)
             self._watch()
-        async with self.routes.find(tag.group_id).launching() as rank:
+        route = self.routes.find(tag.group_id)
+        if route is None:  # a profiler's, which is in no group that could move
+            return await super().add_request(request_id, prompt, params, *args, **kwargs)
+        async with route.launching() as rank:
             if self.num_ranks > 1:
                 kwargs["data_parallel_rank"] = rank
             collector = await super().add_request(request_id, prompt, params, *args, **kwargs)
