@@ -30,6 +30,7 @@ class AddsToRun(AsyncLLM):
     async def add_request(
         self, request_id: str, prompt: Any, params: SamplingParams, **kwargs: Any
     ) -> RequestOutputCollector:
+        self.num_inside.append(self.door.num_inside)
         id = f"{request_id}-internal"
         while id in self.run.requests:
             id += "-again"
@@ -61,6 +62,8 @@ class SteppedLLM(RolloutAsyncLLM, AddsToRun):
         self.log_requests = False
         self.num_aborted = 0
         self.door = Door()
+        self.num_inside: list[int] = []
+        """Of the door, whenever a request was added."""
         self._candidates = WeakKeyDictionary()
         self.num_ranks = num_ranks
         self.vllm_config = SimpleNamespace(

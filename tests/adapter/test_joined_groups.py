@@ -283,6 +283,23 @@ def test_siblings_meet_also_where_several_api_processes_take_them(new_run) -> No
     assert len(set().union(*found[0])) > 1
 
 
+def test_candidates_are_inside_the_door_until_they_are_sent(llm: SteppedLLM) -> None:
+    """Or an engine could be rebuilt beneath them."""
+
+    async def run() -> None:
+        llm.door.shut()
+        siblings = [Sibling(llm, f"s{i}", 20 + i) for i in range(4)]
+        await let_everybody_run()
+        assert llm.num_inside == []
+        llm.door.open()
+        assert await race(llm, *siblings) == [WON, WON, LOST, LOST]
+
+    asyncio.run(run())
+    assert len(llm.num_inside) == 4
+    assert min(llm.num_inside) > 0
+    assert llm.door.num_inside == 0
+
+
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [

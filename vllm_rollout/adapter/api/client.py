@@ -10,7 +10,7 @@ import secrets
 import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from copy import copy
 from itertools import count
 from typing import Any
@@ -177,18 +177,14 @@ class RolloutAsyncLLM(AsyncLLM):
         self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
     ) -> RequestOutputCollector:
         tag = CandidateTag.of(params.extra_args) if isinstance(params, SamplingParams) else None
-        async with self.door.passing():
-            if tag is None:
-                return await super().add_request(request_id, prompt, params, *args, **kwargs)
+        route = None if tag is None else self.routes.find(tag.group_id)  # a profiler's candidates have none
+        async with self.door.passing(), nullcontext() if route is None else route.launching() as rank:
             self._watch()
-        route = self.routes.find(tag.group_id)
-        if route is None:  # a profiler's, which is in no group that could move
-            return await super().add_request(request_id, prompt, params, *args, **kwargs)
-        async with route.launching() as rank:
-            if self.num_ranks > 1:
+            if rank is not None and self.num_ranks > 1:
                 kwargs["data_parallel_rank"] = rank
             collector = await super().add_request(request_id, prompt, params, *args, **kwargs)
-        self._candidates[collector] = tag.group_id
+        if tag is not None:
+            self._candidates[collector] = tag.group_id
         return collector
 
     async def collective_rpc(self, *args: Any, **kwargs: Any) -> Any:

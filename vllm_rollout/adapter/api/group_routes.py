@@ -35,7 +35,6 @@ class GroupRoute:
         """What predicts its lengths, as it was known when they were first asked for: what ends first is short."""
         self.is_predicted = False
         """They were asked for."""
-        self.num_moves = 0
         self._at_rest = _event(is_set=True)
         self._num_launching = 0
         self._all_launched = _event(is_set=True)
@@ -79,9 +78,6 @@ class GroupRoutes:
     def __init__(self, placement: Placement) -> None:
         self._placement = placement
         self._routes: dict[str, GroupRoute] = {}
-
-    def __len__(self) -> int:
-        return len(self._routes)
 
     def find(self, group_id: str) -> GroupRoute | None:
         return self._routes.get(group_id)
@@ -139,7 +135,7 @@ class GroupRoutes:
         else:
             self._placement.leave(route.rank, route.num_candidates)
             self._placement.place(route.num_candidates, rank)
-        route.rank, route.num_moves = rank, route.num_moves + 1
+        route.rank = rank
 
 
 def _event(*, is_set: bool) -> asyncio.Event:

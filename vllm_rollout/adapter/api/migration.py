@@ -60,10 +60,10 @@ class EngineMigration(EngineShaping, EngineMoves):
             self._planning = asyncio.create_task(self._plan_on())
 
     async def plan_scale_down(self, progress: Progress) -> ScaleDown:
-        return plan_scale_down(progress, await self._rank_loads(lambda route: True))
+        return plan_scale_down(progress, await self._all_loads())
 
     async def _drain_targets(self, rank: int) -> Mapping[str, int]:
-        loads = await self._rank_loads(lambda route: True)
+        loads = await self._all_loads()
         return {move.group_id: move.target for move in plan_drain(loads, rank)}
 
     async def _plan_on(self) -> None:
@@ -90,21 +90,32 @@ class EngineMigration(EngineShaping, EngineMoves):
 
     async def _next_moves(self, delay: float) -> tuple[Sequence[PlannedMove], float]:
         """And by how much the consolidations of this tail make its end later (`Consolidation.delay`)."""
-        loads = await self._rank_loads(lambda route: _moves_for(route, "spread"))
+        lengths, seen = await self._predict(), await self.engine_loads()
+        loads = self._rank_loads(seen, lengths, lambda route: _moves_for(route, "spread"))
         if spread := plan_spread(self.cost_model, loads):
             return spread, delay
-        loads = await self._rank_loads(lambda route: _moves_for(route, "consolidate"))
+        loads = self._rank_loads(seen, lengths, lambda route: _moves_for(route, "consolidate"))
         consolidation = plan_consolidation(self.cost_model, loads, delay)
         return consolidation.moves, consolidation.delay
 
-    async def _rank_loads(self, may_move: Callable[[GroupRoute], bool]) -> list[RankLoad]:
-        """What the rules know of each rank; groups that may not move are requests like others."""
+    async def _all_loads(self) -> list[RankLoad]:
+        """As if all groups of this API process may move."""
+        lengths = await self._predict()
+        return self._rank_loads(await self.engine_loads(), lengths, lambda route: True)
+
+    async def _predict(self) -> LengthMoments | None:
+        """Ask for the lengths that predict groups that may move, once each; returns those of the data set."""
         asked = [route for route in self._client.routes.movable if not route.is_predicted]
         history = await self.length_history([route.mobility.history_key for route in asked])
         for route, lengths in zip(asked, history.prompts, strict=True):
             route.lengths, route.is_predicted = lengths or history.dataset, True
-        loads = await self.engine_loads()
-        return [self._rank_load(rank, load, history.dataset, may_move) for rank, load in enumerate(loads)]
+        return history.dataset
+
+    def _rank_loads(
+        self, loads: Sequence[EngineLoad], lengths: LengthMoments | None, may_move: Callable[[GroupRoute], bool]
+    ) -> list[RankLoad]:
+        """What the rules know of each rank; groups that may not move are requests like others."""
+        return [self._rank_load(rank, load, lengths, may_move) for rank, load in enumerate(loads)]
 
     def _rank_load(
         self, rank: int, load: EngineLoad, lengths: LengthMoments | None, may_move: Callable[[GroupRoute], bool]
