@@ -1,5 +1,6 @@
 """A worker whose KV cache holds the tokens themselves, so that a block that has something else in it is found."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ class KVWorker(KVCalls):
     """
 
     rank = 0
+    vllm_config = SimpleNamespace(additional_config={})
 
     def __init__(self, run: TracedRun) -> None:
         self._run, self._sample = run, run.sample

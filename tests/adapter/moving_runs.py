@@ -8,6 +8,7 @@ from vllm.v1.request import Request
 
 from vllm_rollout.adapter.call_table import ADOPT_GROUP, RELEASE_GROUP, GroupToAdopt, GroupToRelease, Released
 from vllm_rollout.adapter.parcel import WorkerState
+from vllm_rollout.adapter.worker.shared_kv import SharedKV
 
 
 class Core:
@@ -107,7 +108,12 @@ def assert_each_once(ranks: Ranks, lengths: dict[str, int]) -> None:
         moves = each.scheduler.moves
         assert moves._released == moves._adopted == moves._stopped == moves.kv._shared == {}
     for core in ranks.cores:
-        assert core.kv.shared_kv._files == {}
+        for transfer in core.kv.kv_transfers.values():
+            assert_nothing_shared(transfer)
+
+
+def assert_nothing_shared(transfer: Any) -> None:
+    assert (transfer._files if isinstance(transfer, SharedKV) else transfer._lent) == {}
 
 
 def ids_and_lengths(ids: list[str], lengths: list[int]) -> dict[str, int]:

@@ -9,13 +9,17 @@ from scheduler_runs import add_group
 
 from vllm_rollout.adapter.core.kv_moving import refusal
 from vllm_rollout.adapter.options import RolloutOptions
-from vllm_rollout.adapter.parcel import Parcel
+from vllm_rollout.adapter.parcel import KVSegment, Parcel
 from vllm_rollout.adapter.worker import shared_kv
 
 BLOCK_SIZE = 16
 PROMPT = [5] * 100
 NUM_TOKENS = 60
 """Of each candidate, when it moves."""
+
+
+def path_of(segment: KVSegment) -> Path:
+    return Path(segment.address.decode())
 
 
 def moved(ranks: Ranks, num_candidates: int = 3) -> int:
@@ -106,8 +110,8 @@ def test_a_segment_that_is_gone_is_computed_again(new_ranks):
     ranks.until(id, NUM_TOKENS)
     released = ranks.release("g", 0)
     (segment,) = Parcel.decode(released.parcel).kv.segments
-    ranks.cores[0].kv.shared_kv.drop(segment.name)
-    assert not Path(segment.path).exists()
+    ranks.cores[0].kv.rollout_drop_kv([segment])
+    assert not path_of(segment).exists()
     ranks.cores[1].adopt("g", released.parcel)
     ranks.cores[0].confirm("g")
     ranks.run()
@@ -121,7 +125,7 @@ def test_another_file_at_its_place_is_not_read(new_ranks, tmp_path):
     ranks.until(id, NUM_TOKENS)
     released = ranks.release("g", 0)
     (segment,) = Parcel.decode(released.parcel).kv.segments
-    number = int(Path(segment.path).name)
+    number = int(path_of(segment).name)
     other = os.memfd_create("other")
     os.dup2(other, number)
     os.close(other)
@@ -169,9 +173,9 @@ def test_a_group_that_comes_back_leaves_nothing_shared(new_ranks):
     ranks.until(id, NUM_TOKENS)
     released = ranks.release("g", 0)
     (segment,) = Parcel.decode(released.parcel).kv.segments
-    assert Path(segment.path).exists()
+    assert path_of(segment).exists()
     ranks.cores[0].keep("g")
-    assert not Path(segment.path).exists()
+    assert not path_of(segment).exists()
     computed = ranks.cores[0].kv.num_computed
     ranks.run()
     assert ranks.cores[0].kv.num_computed - computed < 200 - NUM_TOKENS + BLOCK_SIZE + 2

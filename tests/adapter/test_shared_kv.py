@@ -17,9 +17,11 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from vllm_rollout.adapter.worker import shared_kv
+from vllm_rollout.adapter.parcel import KVSegment
+from vllm_rollout.adapter.worker import kv_layers, shared_kv
+from vllm_rollout.adapter.worker.kv_layers import KVLayers, free_bytes
 from vllm_rollout.adapter.worker.runner import RunnerMixin
-from vllm_rollout.adapter.worker.shared_kv import SharedKV, free_bytes
+from vllm_rollout.adapter.worker.shared_kv import SharedKV
 
 NUM_BLOCKS = 7
 LAYERS = ["a", "b", "c"]
@@ -32,7 +34,6 @@ def new_cache(
     dtype: torch.dtype = torch.bfloat16,
     head_size: int = 8,
     fill: float | None = None,
-    rank: int = 0,
 ) -> tuple[SharedKV, torch.Tensor]:
     """A cache as vLLM makes it, and the tokens' values in it: [layer, block, head, token, content]."""
     spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=head_size, dtype=dtype)
@@ -46,11 +47,11 @@ def new_cache(
     runner = SimpleNamespace(kv_cache_config=config, kv_caches=[*caches.values(), caches["a"]])  # d has a's
     layers = RunnerMixin.kv_blocks.fget(runner)
     assert len(layers) == len(LAYERS)
-    return SharedKV(layers, rank), torch.stack([layer.float() for layer in layers])
+    return SharedKV(KVLayers(layers), 0), torch.stack([layer.float() for layer in layers])
 
 
 def values(shared: SharedKV) -> torch.Tensor:
-    return torch.stack([layer.view(torch.bfloat16).float() for layer in shared._layers])
+    return torch.stack([layer.view(torch.bfloat16).float() for layer in shared._layers.layers])
 
 
 def splits(layout: KVCacheLayout) -> list[int | None]:
@@ -67,7 +68,7 @@ def test_blocks_arrive_whole_and_nothing_else_changes(layout, kernel_block_size)
     source, there = new_cache(layout, kernel_block_size)
     target, here = new_cache(layout, kernel_block_size, fill=2.0)
     segment = source.share([5, 0, 3, 6])
-    target.fetch([segment], [0, 2, 3], [1, 6, 2])
+    target.fetch(segment, [0, 2, 3], [1, 6, 2])
     expected = here.clone()
     expected[:, [1, 6, 2]] = there[:, [5, 3, 6]]
     assert torch.equal(values(target), expected)
@@ -79,7 +80,7 @@ def test_rows_that_are_no_whole_words_are_copied_too():
     source, there = new_cache(head_size=1)
     target, _ = new_cache(head_size=1, fill=2.0)
     segment = source.share([4])
-    target.fetch([segment], [0], [2])
+    target.fetch(segment, [0], [2])
     assert torch.equal(values(target)[:, 2], there[:, 4])
     source.drop(segment.name)
 
@@ -89,17 +90,28 @@ def test_another_layout_is_refused():
     segment = source.share([1])
     for other in (new_cache(dtype=torch.float16), new_cache(head_size=16)):
         with pytest.raises(ValueError, match="do not fit"):
-            other[0].fetch([segment], [0], [1])
-    with pytest.raises(ValueError, match="none of them of rank 1"):
-        new_cache(rank=1)[0].fetch([segment], [0], [1])
+            other[0].fetch(segment, [0], [1])
     source.drop(segment.name)
+
+
+def test_memory_of_another_host_is_not_looked_for(monkeypatch):
+    source, _ = new_cache()
+    segment = source.share([1])
+    monkeypatch.setattr(shared_kv, "this_host", lambda: "another")
+    other: KVSegment = source.share([1])
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="memory of another host"):
+        new_cache()[0].fetch(other, [0], [1])
+    new_cache()[0].fetch(segment, [0], [1])
+    for each in (segment, other):
+        source.drop(each.name)
 
 
 def test_a_segment_is_gone_with_its_process():
     code = (
         "from tests.adapter.test_shared_kv import new_cache\n"
         "import time\n"
-        "print(new_cache()[0].share([1]).path, flush=True)\n"
+        "print(new_cache()[0].share([1]).address.decode(), flush=True)\n"
         "time.sleep(600)\n"
     )
     root = Path(__file__).parents[2]
@@ -112,7 +124,7 @@ def test_a_segment_is_gone_with_its_process():
 
 def test_a_segment_that_is_too_large_is_not_made(monkeypatch):
     source, _ = new_cache()
-    monkeypatch.setattr(shared_kv, "free_bytes", lambda: 2 * source._num_bytes(3) - 1)
+    monkeypatch.setattr(shared_kv, "free_bytes", lambda: 2 * sum(source._layers.sizes(3)) - 1)
     with pytest.raises(MemoryError):
         source.share([1, 2, 3])
     assert source._files == {}
@@ -120,7 +132,7 @@ def test_a_segment_that_is_too_large_is_not_made(monkeypatch):
 
 
 def test_free_memory_is_that_of_the_container(monkeypatch, tmp_path):
-    monkeypatch.setattr(shared_kv, "CGROUP", tmp_path)
+    monkeypatch.setattr(kv_layers, "CGROUP", tmp_path)
     of_the_host = free_bytes()
     (tmp_path / "memory.max").write_text("max\n")
     assert free_bytes() > of_the_host // 2

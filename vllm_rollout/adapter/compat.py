@@ -106,6 +106,7 @@ BATCH_V2 = "vllm.v1.worker.gpu.input_batch.InputBatch"
 QUEUE = "vllm.v1.core.sched.request_queue.RequestQueue"
 CORE_REQUEST = "vllm.v1.engine.EngineCoreRequest"
 KV_MANAGER = "vllm.v1.core.kv_cache_manager.KVCacheManager"
+NIXL = "vllm.distributed.nixl_utils"
 KV_CONFIG = "vllm.v1.kv_cache_interface.KVCacheConfig"
 
 MIXED_INTO = {
@@ -417,6 +418,9 @@ CONTRACT = (
     Fact("uses", RUNNER_V2, "kv_cache_config", by="worker"),
     Fact("uses", RUNNER_V2, "kv_caches", by="worker"),
     Fact("uses", WORKER, "rank", by="worker"),
+    Fact("uses", NIXL, "NixlWrapper", by="worker"),
+    Fact("uses", NIXL, "nixl_agent_config", by="worker"),
+    Fact("calls", NIXL, "is_nixl_available", "", "api"),
     Fact("uses", REQUEST, "arrival_time", by="parcel"),
     Fact("uses", REQUEST, "cache_salt", by="parcel"),
     Fact("uses", REQUEST, "events"),

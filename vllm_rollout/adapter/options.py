@@ -34,6 +34,8 @@ class RolloutOptions:
     emulation: EmulationOptions | None = None
     moves_kv: bool = True
     """A group that moves takes its KV blocks along."""
+    moves_kv_by_nixl: bool = False
+    """It takes them to other hosts, too."""
 
     @classmethod
     def of(cls, vllm_config: VllmConfig) -> RolloutOptions:

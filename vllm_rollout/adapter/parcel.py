@@ -2,7 +2,7 @@
 
     source worker  `WorkerState` of each candidate  -> source engine core: `Parcel` -> bytes
     bytes -> API process, which does not look into them -> target engine core: `Parcel` -> target worker
-    source worker  blocks of the KV cache -> memory that it shares (`KVSegment`) -> target worker
+    source worker  blocks of the KV cache -> memory that others can read (`KVSegment`) -> target worker
 
 Invariant: a candidate in a parcel is in no scheduler, and every token of it that the API process has not got is here.
 """
@@ -10,6 +10,7 @@ Invariant: a candidate in a parcel is in no scheduler, and every token of it tha
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import msgspec
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
@@ -53,14 +54,21 @@ class MovedCandidate:
     """None when it has no output tokens."""
 
 
+KVWay = Literal["host_memory", "cuda_ipc", "nixl"]
+"""How KV blocks get from worker to worker; only the last leads to another host."""
+
+
 @dataclass(frozen=True, slots=True)
 class KVSegment:
-    """Where one worker's part of some KV blocks is, for processes of the same host."""
+    """Where one worker's part of some KV blocks is."""
 
     rank: int
     """Of the worker in its engine."""
     name: str
-    path: str
+    way: KVWay
+    host: str
+    address: bytes
+    """What the way needs to find it."""
     layout: list[str]
     """Of a block in each layer: both ends must have the same."""
     num_blocks: int

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from vllm import envs
+from vllm.distributed.nixl_utils import is_nixl_available
 from vllm.entrypoints.cli.serve import ServeSubcommand
 from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 from vllm.logger import configure_logging_from_args, init_logger
@@ -163,10 +164,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--rollout-move-kv",
-        choices=["auto", "off"],
+        choices=["auto", "nixl", "off"],
         default="auto",
-        help="Whether a group that moves to another rank of this host takes along what is computed of it (auto), where "
-        "that is possible, or the other rank computes it again (off). Default: %(default)s.",
+        help="Whether a group that moves to another rank takes along what is computed of it, where that is possible: "
+        "on this host (auto), or between hosts too, by the package nixl (nixl); or the other rank computes it again "
+        "(off). Default: %(default)s.",
     )
 
 
@@ -203,6 +205,8 @@ def refuse_unsupported(args: argparse.Namespace, parser: argparse.ArgumentParser
             state_folder(Path(args.rollout_state))
     except OSError as error:
         parser.error(f"--rollout-state {args.rollout_state}: {error.strerror}. Name a folder that can be written.")
+    if args.rollout_move_kv == "nixl" and not is_nixl_available():
+        parser.error("--rollout-move-kv nixl needs NIXL on every host: pip install 'vllm-rollout[nixl]'.")
     for flag, value, ours in (
         ("--scheduler-cls", args.scheduler_cls, SCHEDULER_CLS),
         ("--worker-cls", args.worker_cls, WORKER_CLS),
@@ -246,7 +250,8 @@ def switch_on(args: argparse.Namespace, default_model: str) -> None:
         args.rollout_train_budget_ms / 1e3,
         int(args.rollout_feature_ring_mb * 2**20),
         emulation_options(args),
-        moves_kv=args.rollout_move_kv == "auto",
+        moves_kv=args.rollout_move_kv != "off",
+        moves_kv_by_nixl=args.rollout_move_kv == "nixl",
     )
     args.additional_config = options.into(args.additional_config)
     args.scheduler_cls = SCHEDULER_CLS

@@ -5,38 +5,87 @@ Invariant: what cannot be sent or received is answered with the reason; the targ
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
+from types import ModuleType
+from typing import Any
 
 import torch
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
 
-from vllm_rollout.adapter.parcel import KVSegment
+from vllm_rollout.adapter.options import RolloutOptions
+from vllm_rollout.adapter.parcel import KVSegment, KVWay
+from vllm_rollout.adapter.worker.device_kv import Device, DeviceKV
+from vllm_rollout.adapter.worker.kv_layers import KV_FAILURES, KVLayers, KVTransfer, TransferError
+from vllm_rollout.adapter.worker.nixl_kv import Agent, NixlKV
 from vllm_rollout.adapter.worker.shared_kv import SharedKV
+
+logger = init_logger("vllm.vllm_rollout")
 
 
 class KVCalls:
     """The methods of a worker that move KV blocks."""
 
+    rank: int
+    vllm_config: VllmConfig
+    model_runner: Any
+
     @cached_property
-    def shared_kv(self) -> SharedKV:
-        return SharedKV(self.model_runner.kv_blocks, self.rank)  # type: ignore[attr-defined]
+    def kv_transfers(self) -> Mapping[KVWay, KVTransfer]:
+        transfers = kv_transfers(self.vllm_config, KVLayers(self.model_runner.kv_blocks), self.rank)
+        logger.info_once("KV blocks of groups that move go by: %s", ", else ".join(transfers))
+        return transfers
 
     @torch.inference_mode()
     def rollout_share_kv(self, block_ids: list[int]) -> KVSegment | str:
-        """Copy blocks to where the workers of another engine find them; or why not."""
+        """Copy blocks to where the workers of another engine find them, by the first way that can; or why not."""
+        reason = ""
         try:
-            return self.shared_kv.share(block_ids)
-        except (OSError, MemoryError, torch.OutOfMemoryError) as error:
-            return str(error)
+            for way, transfer in self.kv_transfers.items():
+                try:
+                    return transfer.share(block_ids)
+                except KV_FAILURES as error:
+                    reason = f"{way}: {error}"
+                    logger.warning_once("KV blocks cannot go by %s", reason)
+        except TransferError as error:
+            reason = str(error)
+        return reason
 
     @torch.inference_mode()
     def rollout_fetch_kv(self, segments: list[KVSegment], slots: list[int], block_ids: list[int]) -> str | None:
         """Copy blocks of another engine into blocks that nobody uses; or why not."""
+        segment = next((segment for segment in segments if segment.rank == self.rank), None)
+        if segment is None:
+            return f"the KV blocks are of {len(segments)} workers, none of them of rank {self.rank}"
         try:
-            return self.shared_kv.fetch(segments, slots, block_ids)
-        except (OSError, ValueError, torch.OutOfMemoryError) as error:
-            return str(error)
+            if (transfer := self.kv_transfers.get(segment.way)) is None:
+                return f"KV blocks do not come here by {segment.way}"
+            transfer.fetch(segment, slots, block_ids)
+        except KV_FAILURES as error:
+            return f"{segment.way}: {error}"
 
     def rollout_drop_kv(self, segments: list[KVSegment]) -> None:
         """Nobody reads these any more."""
         for segment in segments:
-            self.shared_kv.drop(segment.name)
+            if segment.rank == self.rank:
+                self.kv_transfers[segment.way].drop(segment.name)
+
+
+def kv_transfers(vllm_config: VllmConfig, layers: KVLayers, rank: int) -> Mapping[KVWay, KVTransfer]:
+    """The ways out of a worker and into it, the best first. Raises: TransferError when there is none."""
+    if RolloutOptions.of(vllm_config).moves_kv_by_nixl:
+        return {"nixl": NixlKV(layers, rank, Agent.load())}
+    host_memory = SharedKV(layers, rank)
+    if layers.device.type != "cuda" or (runtime := cuda_runtime()) is None:
+        return {"host_memory": host_memory}
+    return {"cuda_ipc": DeviceKV(layers, rank, Device(layers.device, runtime)), "host_memory": host_memory}
+
+
+def cuda_runtime() -> ModuleType | None:
+    try:
+        from cuda.bindings import runtime
+    except ImportError as error:
+        logger.warning_once("Without cuda-python KV blocks go over the host's memory: %s", error)
+        return None
+    return runtime

@@ -1,0 +1,136 @@
+"""The KV cache of one worker as blocks that are copied out and in, and what the ways of a copy share.
+
+Invariant: blocks arrive whole, at a worker of the same rank and layout, or `fetch` raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Protocol
+
+import psutil
+import torch
+
+from vllm_rollout.adapter.parcel import KVSegment
+
+MEMORY_SHARE = 0.5
+"""Of the memory that is free where a segment would be: larger ones are not made."""
+CGROUP = Path("/sys/fs/cgroup")
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+STAMP_BYTES = 16
+WORD = torch.int64
+"""What is copied as a unit, where the layout allows it: single bytes take ten times as long."""
+
+
+class TransferError(Exception):
+    """A library would not carry KV blocks."""
+
+
+KV_FAILURES = (OSError, MemoryError, ValueError, TransferError, torch.OutOfMemoryError, torch.AcceleratorError)
+"""What `share` and `fetch` raise when blocks cannot go along."""
+
+
+class KVTransfer(Protocol):
+    """One way from worker to worker."""
+
+    def share(self, block_ids: Sequence[int]) -> KVSegment:
+        """Copy blocks to where the same rank of another engine finds them, until they are dropped.
+
+        Raises: MemoryError when there is no room; KV_FAILURES.
+        """
+
+    def fetch(self, segment: KVSegment, slots: Sequence[int], block_ids: Sequence[int]) -> None:
+        """Copy what is in `slots` of a segment into `block_ids` here. Raises: KV_FAILURES."""
+
+    def drop(self, name: str) -> None:
+        """Nobody reads this segment any more, if it is one."""
+
+
+class KVLayers:
+    """Args: layers: each [num_blocks, ...], in the same order in every engine."""
+
+    def __init__(self, layers: Sequence[torch.Tensor]) -> None:
+        self.layout = [f"{str(layer.dtype).removeprefix('torch.')}{list(layer.shape[1:])}" for layer in layers]
+        unit = WORD if all(map(_is_whole_words, layers)) else torch.uint8
+        self.layers = [layer.view(unit) for layer in layers]
+        self.device = layers[0].device
+
+    def sizes(self, num_blocks: int) -> list[int]:
+        """Bytes of so many blocks, layer by layer."""
+        return [num_blocks * layer[0].numel() * layer.itemsize for layer in self.layers]
+
+    def parts(self, memory: torch.Tensor, num_blocks: int) -> list[torch.Tensor]:
+        """Bytes as what they are of each layer, [num_blocks, ...]."""
+        return [
+            part.view(layer.dtype).view(num_blocks, *layer.shape[1:])
+            for layer, part in zip(self.layers, memory.split(self.sizes(num_blocks)), strict=True)
+        ]
+
+    def empty_parts(self, num_blocks: int) -> Iterator[torch.Tensor]:
+        """Room for so many blocks on the device of the cache, one layer after the other."""
+        return (layer.new_empty((num_blocks, *layer.shape[1:])) for layer in self.layers)
+
+    def gather(self, block_ids: Sequence[int]) -> Iterator[torch.Tensor]:
+        """Copies of blocks, layer by layer, [num_blocks, ...]."""
+        ids = torch.tensor(block_ids, device=self.device)
+        return (layer[ids] for layer in self.layers)
+
+    def gather_into(self, parts: Sequence[torch.Tensor], block_ids: Sequence[int]) -> None:
+        """The same into host memory."""
+        ids = torch.tensor(block_ids, device=self.device)
+        for layer, part in zip(self.layers, parts, strict=True):
+            if layer.is_cpu:
+                torch.index_select(layer, 0, ids, out=part)
+            else:
+                part.copy_(layer[ids])
+
+    def scatter(self, parts: Iterable[torch.Tensor], slots: Sequence[int], block_ids: Sequence[int]) -> None:
+        """What is in `slots` of parts goes to `block_ids`."""
+        chosen, targets = torch.tensor(slots), torch.tensor(block_ids, device=self.device)
+        for layer, part in zip(self.layers, parts, strict=True):
+            chosen = chosen.to(part.device)
+            layer.index_copy_(0, targets, part[chosen].to(layer.device))
+
+    def check(self, segment: KVSegment) -> None:
+        """Raises: ValueError when its blocks are not such as are here."""
+        if segment.layout != self.layout:
+            raise ValueError(f"KV blocks of {segment.layout} do not fit into {self.layout}")
+
+
+def check_host(segment: KVSegment) -> None:
+    """Raises: ValueError when it is on another host."""
+    if segment.host != this_host():
+        raise ValueError(f"{segment.name} is in memory of another host")
+
+
+@cache
+def this_host() -> str:
+    """The same in all containers of a host, and another one after its next start."""
+    return BOOT_ID.read_text().strip()
+
+
+def stamp_of(name: str) -> bytes:
+    """What is in memory together with the blocks of the segment of this name."""
+    return bytes.fromhex(name[-2 * STAMP_BYTES :])
+
+
+def free_bytes() -> int:
+    """Host memory that is free, on this host and in its container."""
+    free = psutil.virtual_memory().available
+    limit = CGROUP / "memory.max"
+    if limit.exists() and (most := limit.read_text().strip()) != "max":
+        free = min(free, int(most) - int((CGROUP / "memory.current").read_text()))
+    return free
+
+
+def check_room(num_bytes: int, num_free: int) -> None:
+    """Raises: MemoryError when a segment would take too much of the memory that is free."""
+    if num_bytes > (room := MEMORY_SHARE * num_free):
+        raise MemoryError(f"{num_bytes >> 20} MiB of KV blocks are more than {int(room) >> 20} MiB")
+
+
+def _is_whole_words(layer: torch.Tensor) -> bool:
+    steps = (*layer.stride()[:-1], layer.shape[-1], layer.storage_offset())
+    return all(step * layer.itemsize % WORD.itemsize == 0 for step in steps)
