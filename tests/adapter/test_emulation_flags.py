@@ -66,7 +66,10 @@ def test_the_loop_that_was_asked_for_is_kept(tiny_model, device):
     ("flags", "said"),
     [
         (("--enable-lora",), "--enable-lora does not go with --emulate"),
-        (("--tensor-parallel-size", "2"), "say its cost in FILE"),
+        (
+            ("--tensor-parallel-size", "2"),
+            "it has no tensor-parallel size 2, but 1. Say what a step costs there in sizes",
+        ),
         (("--pipeline-parallel-size", "2"), "--pipeline-parallel-size does not go"),
         (("--enable-prompt-embeds",), "Send prompts as text or tokens"),
         (("--distributed-executor-backend", "mp"), "--distributed-executor-backend does not go"),

@@ -2,11 +2,13 @@
 
 import os
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from vllm_rollout.adapter import plugin
 from vllm_rollout.adapter.api.serve import parse
+from vllm_rollout.adapter.options import RolloutOptions
 
 
 @pytest.fixture(autouse=True)
@@ -61,12 +63,14 @@ def test_what_cannot_be_rebuilt_is_refused_with_a_remedy(tiny_model, capsys, fla
     assert said in " ".join(capsys.readouterr().err.split())
 
 
-def test_an_emulated_device_is_refused(tiny_model, tmp_path, capsys):
+def test_an_emulated_engine_that_may_be_rebuilt_is_no_copy_either(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "environ", os.environ.copy())
     device = tmp_path / "device.json"
-    device.write_text("{}")
-    with pytest.raises(SystemExit):
-        parsed(tiny_model, *AUTO, "--emulate", str(device))
-    assert "--emulate does not go with --parallelism auto" in capsys.readouterr().err
+    device.write_text('{"sizes": {"1": {}, "2": {}}}')
+    for flags, forks in ((("--tensor-parallel-size", "2"), True), (AUTO, False)):
+        args = parsed(tiny_model, "--emulate", str(device), *flags)
+        emulation = RolloutOptions.of(SimpleNamespace(additional_config=args.additional_config)).emulation
+        assert emulation.forks is forks
 
 
 def test_devices_alone_and_auto_alone_are_refused(tiny_model, capsys):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.engine.conftest import Server, serve_command
 from tests.engine.run_rounds import make_run, play
+from vllm_rollout.emulation.step_log import read_steps
 from vllm_rollout.group.planner import QUIET_ROUNDS
 
 NUM_PROMPTS, GROUP_SIZE = 4, 4
@@ -125,3 +128,42 @@ def test_rounds_that_preempt_get_a_larger_engine_and_quiet_ones_a_smaller(resiza
     assert complete(server) == said
     totals = server.http.get("/v1/runs/a").json()["totals"]
     assert totals["num_returned"] == totals["num_prompts"] == NUM_PROMPTS * (QUIET_ROUNDS + 2)
+
+
+DEVICE = {
+    "sizes": {
+        "1": {"step": {"ms": 2.0, "ms_per_request": 0}, "kv_tokens": 1024},
+        "2": {"step": {"ms": 1.0, "ms_per_request": 0}, "kv_tokens": 4096},
+    },
+    "lengths": {"log_normal": {"mean": 200, "sigma": 0}},
+}
+"""16 candidates of 200 tokens: more than fit into one, and fewer than fit into two."""
+
+
+@pytest.fixture(scope="module")
+def emulated(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path]]:
+    folder = tmp_path_factory.mktemp("emulated_sizes")
+    device = folder / "device.json"
+    device.write_text(json.dumps(DEVICE))
+    flags = ("--max-model-len", "512", "--max-num-seqs", "32", "--emulate", str(device))
+    flags += ("--emulate-log", str(folder / "steps"), "--parallelism", "auto", "--parallelism-devices", "4")
+    server = Server(serve_command(tiny_model, *flags), folder / "server.log")
+    yield server, folder / "steps"
+    server.stop()
+
+
+def test_an_emulated_engine_becomes_larger_and_has_the_steps_of_its_size(emulated: tuple[Server, Path]) -> None:
+    server, steps = emulated
+    run = make_run(
+        server, "a", group_size=GROUP_SIZE, prompts_per_round=NUM_PROMPTS, prompt_speculation=1.0,
+        response_speculation=1.0,
+    )  # fmt: skip
+    first = play(server, run, sampling={"seed": 1, "max_tokens": 400})
+    assert now(server)["allowed_sizes"] == [1, 2]
+    assert (now(server)["next_size"], now(server)["reason"]) == (2, "rise")
+    second = play(server, run, first=NUM_PROMPTS, sampling={"seed": 1, "max_tokens": 400})
+    assert (now(server)["tensor_parallel_size"], now(server)["preemptions_per_candidate"]) == (2, 0)
+    assert [len(group["trajectories"]) for group in first["groups"] + second["groups"]] == [4] * 2 * NUM_PROMPTS
+    lasted = [step.end - step.start for step in read_steps(steps)[0].steps]
+    assert lasted[0] == pytest.approx(0.002, rel=1e-4)
+    assert lasted[-1] == pytest.approx(0.001, rel=1e-4)

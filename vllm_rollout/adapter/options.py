@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -23,6 +23,10 @@ class EmulationOptions:
     """The platform may have switched vLLM's own setting off."""
     num_ranks: int
     """Of all data-parallel ranks; an engine core of a dense model is told of itself only."""
+    forks: bool = True
+    """Engine cores begin as copies of the server."""
+    log_goes_on: bool = False
+    """The engine takes the place of another one, whose steps stay in the log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,12 @@ class RolloutOptions:
         fields = dict(vllm_config.additional_config.get(KEY, {}))
         emulation = fields.pop("emulation", None)
         return cls(**fields, emulation=emulation and EmulationOptions(**emulation))
+
+    @property
+    def of_next_engine(self) -> RolloutOptions:
+        """For an engine that takes the place of one with these."""
+        emulation = self.emulation
+        return self if emulation is None else replace(self, emulation=replace(emulation, log_goes_on=True))
 
     def into(self, additional_config: dict[str, Any]) -> dict[str, Any]:
         """`additional_config` with these settings; unchanged when they are the defaults, since vLLM's compile cache

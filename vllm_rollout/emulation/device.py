@@ -52,8 +52,8 @@ class Device:
 def step_seconds(settings: Settings) -> Callable[[Work], float]:
     """Seconds of a step at speed 1. Raises: ValueError for a profile that cannot be read."""
     if settings.profile is None:
-        return linear(settings.step or Step())
-    cost = Profile.read(settings.profile).cost(settings.tensor_parallel_size)
+        return linear(_step_of(settings))
+    cost = Profile.read(settings.profile).cost(settings.tensor_parallel_size or 1)
 
     def profiled(work: Work) -> float:
         prefill_s = work.prefilled_tokens * cost.prefill_s_per_token
@@ -66,8 +66,8 @@ def step_seconds(settings: Settings) -> Callable[[Work], float]:
 def cost_of(settings: Settings) -> CostModel:
     """What the rules may know of the device's steps. Raises: ValueError for a profile that cannot be read."""
     if settings.profile is not None:
-        return Profile.read(settings.profile).cost(settings.tensor_parallel_size)
-    step = settings.step or Step()
+        return Profile.read(settings.profile).cost(settings.tensor_parallel_size or 1)
+    step = _step_of(settings)
 
     def curve(context: float) -> PTLCurve:
         per_request_ms = step.ms_per_request + context * step.ms_per_context_token
@@ -75,6 +75,11 @@ def cost_of(settings: Settings) -> CostModel:
 
     curves = tuple((context, curve(context)) for context in COST_KNOTS)
     return CostModel(curves, prefill_s_per_token=step.ms_per_prefilled_token / 1e3)
+
+
+def _step_of(settings: Settings) -> Step:
+    assert settings.sizes is None, "Settings.at() has chosen one"
+    return settings.step or Step()
 
 
 def linear(step: Step) -> Callable[[Work], float]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -35,6 +35,13 @@ class Step(_Model):
     """Tokens of context of all requests in the step together."""
     ms_per_prefilled_token: float = Field(0.0, ge=0, le=MAX_STEP_MS)
     """What the step computes beyond one token per request."""
+
+
+class Size(_Model):
+    """The device at one tensor-parallel size."""
+
+    step: Step = Step()
+    kv_tokens: int = Field(DEFAULT_KV_TOKENS, ge=1, le=MAX_KV_TOKENS)
 
 
 class LogNormal(_Model):
@@ -87,8 +94,10 @@ class Settings(_Model):
     step: Step | None = None
     profile: str | None = None
     """Step times from here instead; a path relative to the file that names it."""
-    tensor_parallel_size: int = Field(1, ge=1)
-    """Which of the profile's."""
+    sizes: dict[Annotated[int, Field(ge=1)], Size] | None = Field(None, min_length=1)
+    """Step times and capacity by tensor-parallel size instead."""
+    tensor_parallel_size: int | None = Field(None, ge=1)
+    """Which of the profile's. Default: the engine's."""
     kv_tokens: int | None = Field(None, ge=1, le=MAX_KV_TOKENS)
     """Default: the profiled capacity, else `DEFAULT_KV_TOKENS`."""
     lengths: Lengths = Lengths(log_normal=LogNormal())
@@ -98,8 +107,10 @@ class Settings(_Model):
 
     @model_validator(mode="after")
     def _one_cost(self) -> Settings:
-        if self.step is not None and self.profile is not None:
-            raise ValueError("give one of step and profile")
+        if (self.step is not None) + (self.profile is not None) + (self.sizes is not None) > 1:
+            raise ValueError("give one of step, profile and sizes")
+        if self.sizes is not None and self.kv_tokens is not None:
+            raise ValueError("kv_tokens: say it in each of sizes")
         return self
 
     @classmethod
@@ -126,17 +137,46 @@ class Settings(_Model):
             raise ValueError(f"{path}: {problems}. docs/emulation.md lists the fields.") from error
         return settings._read_named_files(path)
 
+    @property
+    def engine_sizes(self) -> tuple[int, ...]:
+        """Tensor-parallel sizes that an engine may have, ascending."""
+        if self.sizes is not None:
+            return tuple(sorted(self.sizes))
+        if self.profile is not None and self.tensor_parallel_size is None:
+            return tuple(Profile.read(self.profile).tensor_parallel_sizes)
+        return (1,)
+
+    def at(self, size: int) -> Settings:
+        """The device of an engine of one tensor-parallel size: with a step or a profile, and a capacity.
+
+        Raises: ValueError when the file says nothing of that size.
+        """
+        if self.sizes is not None and size in self.sizes:
+            its = self.sizes[size]
+            return self.model_copy(update={"sizes": None, "step": its.step, "kv_tokens": its.kv_tokens})
+        if self.sizes is not None or (size != 1 and (self.profile is None or self.tensor_parallel_size is not None)):
+            known = ", ".join(map(str, self.engine_sizes))
+            raise ValueError(
+                f"it has no tensor-parallel size {size}, but {known}. Say what a step costs there in sizes, or name a "
+                "profile that has it."
+            )
+        if self.profile is None:
+            return self.model_copy(update={"kv_tokens": self.kv_tokens or DEFAULT_KV_TOKENS})
+        profile, profiled = Profile.read(self.profile), self.tensor_parallel_size or size
+        profile.cost(profiled)
+        engine = profile.engine(profiled)
+        assert engine is not None, "a profile has an engine for every cost"
+        kv_tokens = self.kv_tokens or engine.kv_capacity_tokens
+        return self.model_copy(update={"tensor_parallel_size": profiled, "kv_tokens": kv_tokens})
+
     def _read_named_files(self, path: Path) -> Settings:
         changed: dict[str, Any] = {}
         try:
             if self.profile is not None:
                 changed["profile"] = str(path.parent / self.profile)
                 profile = Profile.read(changed["profile"])
-                profile.cost(self.tensor_parallel_size)
-                if self.kv_tokens is None:
-                    engine = profile.engine(self.tensor_parallel_size)
-                    assert engine is not None, "a profile has an engine for every cost"
-                    changed["kv_tokens"] = engine.kv_capacity_tokens
+                if self.tensor_parallel_size is not None:
+                    profile.cost(self.tensor_parallel_size)
             if self.lengths.trace is not None:
                 changed["lengths"] = Lengths(trace=str(path.parent / self.lengths.trace))
                 read_trace(path.parent / self.lengths.trace)

@@ -103,15 +103,17 @@ class Summary:
 class StepLog:
     """Writes steps into `folder`, if there is one, and says every ten seconds how they went."""
 
-    def __init__(self, folder: Path | None, *, rank: int, speed: float, say: Callable[[str], None]) -> None:
-        """Raises: OSError."""
+    def __init__(
+        self, folder: Path | None, *, rank: int, speed: float, say: Callable[[str], None], goes_on: bool = False
+    ) -> None:
+        """`goes_on`: after the steps of an engine whose place this one takes. Raises: OSError."""
         self._rank = rank
         self._say = say
         self._file: int | None = None
         self._summary, self._before, self._since = Summary(), None, None
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+            flags = os.O_WRONLY | os.O_CREAT | (os.O_APPEND if goes_on else os.O_TRUNC)
             self._file = os.open(folder / f"steps-{rank}.jsonl", flags, 0o644)
             self._write({"rank": rank, "speed": speed, "pid": os.getpid(), "fields": Step._fields})
 
@@ -169,7 +171,9 @@ def _read(path: Path) -> LoggedSteps:
         steps = []
         for row in rows:
             number += 1
-            steps.append(Step(*json.loads(row)))
+            read = json.loads(row)
+            if not isinstance(read, dict):  # else another engine took the place
+                steps.append(Step(*read))
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path}:{number}: not a step log ({type(error).__name__}: {error})") from error
     return LoggedSteps(rank, speed, steps)

@@ -68,7 +68,7 @@ def refuse_with_emulation(args: argparse.Namespace, parser: argparse.ArgumentPar
                 parser.error(f"{flag} says how to emulate a device; name one with --emulate FILE.")
         return
     try:
-        Settings.read(args.emulate)
+        Settings.read(args.emulate).at(args.tensor_parallel_size)
         if args.emulate_log is not None:
             Path(args.emulate_log).mkdir(parents=True, exist_ok=True)
     except ValueError as error:
@@ -79,7 +79,6 @@ def refuse_with_emulation(args: argparse.Namespace, parser: argparse.ArgumentPar
         ("--enable-lora", args.enable_lora, "There are no adapters on an emulated device. Leave it out."),
         ("--speculative-config", args.speculative_config is not None, "Leave it out."),
         ("--enable-prompt-embeds", args.enable_prompt_embeds, "Send prompts as text or tokens."),
-        ("--tensor-parallel-size", args.tensor_parallel_size > 1, "One worker emulates all; say its cost in FILE."),
         ("--pipeline-parallel-size", args.pipeline_parallel_size > 1, "One worker emulates all; say its cost in FILE."),
         (
             "--distributed-executor-backend",
@@ -101,6 +100,7 @@ def emulation_options(args: argparse.Namespace) -> EmulationOptions | None:
         log=None if args.emulate_log is None else str(Path(args.emulate_log).resolve()),
         async_scheduling=args.async_scheduling is not False,
         num_ranks=args.data_parallel_size,
+        forks=args.parallelism == "fixed",
     )
 
 
@@ -116,7 +116,9 @@ def switch_emulation_on(args: argparse.Namespace) -> None:
 def fork_emulated_engines(vllm_config: VllmConfig) -> None:
     """Engine cores that this process starts begin as its copies, as on a GPU, and need not import everything again.
 
-    vLLM's CPU platform asks for new processes, for the threads of a real model.
+    vLLM's CPU platform asks for new processes, for the threads of a real model. Engines that are rebuilt while the
+    server runs have to be new ones.
     """
-    if RolloutOptions.of(vllm_config).emulation is not None:
+    emulation = RolloutOptions.of(vllm_config).emulation
+    if emulation is not None and emulation.forks:
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"

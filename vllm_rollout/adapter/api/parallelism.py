@@ -11,6 +11,7 @@ import os
 from vllm_rollout.adapter.api.client import RolloutAsyncLLM
 from vllm_rollout.adapter.api.engine import VLLMEngine
 from vllm_rollout.adapter.api.rebuilding import Resizer
+from vllm_rollout.emulation.settings import Settings
 from vllm_rollout.group.planner import ParallelismPlanner, sizes_of
 from vllm_rollout.profiling.profile_file import Profile
 from vllm_rollout.server.runs.parallelism import Parallelism
@@ -56,7 +57,6 @@ def refuse_with_parallelism(args: argparse.Namespace, parser: argparse.ArgumentP
     one_server = "Run one server per engine."
     own_engines = "Only engines that this server starts by itself can be rebuilt. Leave it out."
     for flag, is_set, remedy in (
-        ("--emulate", args.emulate is not None, "An emulated device has one size; say its cost in FILE."),
         ("--api-server-count", (args.api_server_count or 1) > 1, "Only one API process can wait for an engine: say 1."),
         ("--data-parallel-size", args.data_parallel_size > 1, f"The ranks would have to stop together. {one_server}"),
         ("an external or hybrid load balancer", balanced, f"It would send to an engine that is away. {one_server}"),
@@ -108,6 +108,10 @@ def parallelism_of(args: argparse.Namespace, client: RolloutAsyncLLM, engine: VL
         measured = Profile.read(args.rollout_profile).tensor_parallel_sizes
         sizes = tuple(allowed for allowed in sizes if allowed in measured)
         said += f", sizes in {args.rollout_profile}: {', '.join(map(str, measured))}"
+    if args.emulate is not None:
+        emulated = Settings.read(args.emulate).engine_sizes
+        sizes = tuple(allowed for allowed in sizes if allowed in emulated)
+        said += f", sizes in {args.emulate}: {', '.join(map(str, emulated))}"
     if len(sizes) < 2 or size not in sizes:
         raise RuntimeError(
             f"--parallelism auto: tensor-parallel sizes {list(sizes)} are possible here ({said}), and it begins at "

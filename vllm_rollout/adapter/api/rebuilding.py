@@ -92,7 +92,9 @@ def config_of(args: Namespace, size: int) -> VllmConfig:
     """The server's settings at another tensor-parallel size, with all that vLLM derives from them."""
     engine_args = AsyncEngineArgs.from_cli_args(args)
     engine_args.tensor_parallel_size = size
-    return engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+    config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+    config.additional_config = RolloutOptions.of(config).of_next_engine.into(config.additional_config)
+    return config
 
 
 def start_engine(config: VllmConfig, closed: ClosedEngine, log_stats: bool) -> AsyncMPClient:
@@ -133,6 +135,8 @@ class Resizer:
             await self._swap(size)
             if self._args.rollout_profile is not None:
                 await self._engine.use_profile(self._args.rollout_profile)
+            elif self._args.emulate is not None:
+                self._engine.use_emulated_cost(self._args.emulate)
         except TimeoutError:
             return Resized("busy", before, 0.0)
         except EngineDeadError as error:

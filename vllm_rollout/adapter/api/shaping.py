@@ -64,7 +64,8 @@ class EngineShaping(EngineCalls):
 
     def use_emulated_cost(self, settings_file: str) -> None:
         """An emulated device knows what its steps cost."""
-        cost = cost_of(Settings.read(settings_file))
+        size = self._client.vllm_config.parallel_config.tensor_parallel_size
+        cost = cost_of(Settings.read(settings_file).at(size))
         self.cost_model = replace(cost, max_num_seqs=self._client.max_candidates)
 
     async def observe_lengths(self, key: str, lengths: Sequence[ObservedLength]) -> None:

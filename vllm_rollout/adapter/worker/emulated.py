@@ -23,7 +23,7 @@ from vllm_rollout.adapter.worker.head_calls import HeadCalls
 from vllm_rollout.adapter.worker.moving_calls import MovingCalls
 from vllm_rollout.emulation.device import Device, Span
 from vllm_rollout.emulation.fate import Fates
-from vllm_rollout.emulation.settings import DEFAULT_KV_TOKENS, Settings
+from vllm_rollout.emulation.settings import Settings
 from vllm_rollout.emulation.step_log import Step, StepLog
 from vllm_rollout.tracker.feature_ring import FeatureRing
 from vllm_rollout.tracker.quality_heads import QualityHeads
@@ -55,8 +55,8 @@ class EmulatedWorker(HeadCalls, MovingCalls, WorkerBase):
         emulation = options.emulation
         assert emulation is not None, "an emulated device has its settings"
         self.device = torch.device("cpu")
-        self.emulation = Settings.read(emulation.file)
         parallel = self.vllm_config.parallel_config
+        self.emulation = Settings.read(emulation.file).at(parallel.tensor_parallel_size)
         fates = Fates(self.emulation, parallel.data_parallel_index, emulation.num_ranks)
         ring = FeatureRing(HIDDEN_SIZE, torch.float32, options.feature_ring_bytes)
         self.emulated_device = Device(self.emulation, emulation.speed)
@@ -73,6 +73,7 @@ class EmulatedWorker(HeadCalls, MovingCalls, WorkerBase):
             rank=parallel.data_parallel_index,
             speed=emulation.speed,
             say=logger.info,
+            goes_on=emulation.log_goes_on,
         )
         self._launched: LaunchedStep | None = None
 
@@ -97,7 +98,8 @@ class EmulatedWorker(HeadCalls, MovingCalls, WorkerBase):
 
     def determine_available_memory(self) -> int:
         spec = self.get_kv_cache_spec()["emulated"]
-        return (self.emulation.kv_tokens or DEFAULT_KV_TOKENS) // spec.block_size * spec.page_size_bytes
+        assert self.emulation.kv_tokens is not None, "Settings.at() has said how many"
+        return self.emulation.kv_tokens // spec.block_size * spec.page_size_bytes
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """The KV cache has no memory."""
