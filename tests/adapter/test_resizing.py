@@ -116,7 +116,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def make() -> tuple[Client, SimpleNamespace, Resizer]:
     client = Client()
     engine = SimpleNamespace(is_busy=False, lost_weights=LostWeights(), unless_dead=Learning(None, None).unless_dead)
-    return client, engine, Resizer(client, engine, Namespace(rollout_profile=None))
+    return client, engine, Resizer(client, engine, Namespace(rollout_profile=None, emulate=None))
 
 
 async def turns(num: int = 50) -> None:
