@@ -88,6 +88,10 @@ class PressedWorkload(Workload):
         return self.cap
 
     @property
+    def token_ids(self) -> range:
+        return range(100, 500)
+
+    @property
     def terms_of_run(self) -> RunTerms:
         return self.terms(1.25, 1.25)
 

@@ -48,6 +48,11 @@ class Workload:
         return self.model.max_tokens
 
     @property
+    def token_ids(self) -> range:
+        """That prompts are made of."""
+        return range(100, 40_000)
+
+    @property
     def machine(self) -> Machine:
         return replace(self.model.machine, num_ranks=self.num_ranks)
 
@@ -90,7 +95,10 @@ class EmulatedDataSet:
         self._fates = Fates(Settings.model_validate(its.device))
         self._max_tokens = its.max_tokens
         chance = random.Random(f"rounds_emulated/{its.seed}")
-        self.token_ids = [[chance.randrange(100, 40_000) for _ in range(PROMPT_TOKENS)] for _ in range(num_prompts)]
+        self.token_ids = [
+            [chance.randrange(its.token_ids.start, its.token_ids.stop) for _ in range(PROMPT_TOKENS)]
+            for _ in range(num_prompts)
+        ]
         self.prompts = [DataPrompt(number, str(number), PROMPT_TOKENS, its.max_tokens) for number in range(num_prompts)]
 
     def candidates(self, prompt: DataPrompt, epoch: int, attempt: int, count: int) -> list[PoolCandidate]:
