@@ -70,6 +70,14 @@ def test_a_size_that_preempted_is_returned_to_under_fewer_tokens_only():
     assert PLANNER.next_size(grown + [past(2, 0, kv_tokens=9_523)] * 4) == ParallelismDecision(1, "quiet", 0.0)
 
 
+def test_a_size_that_would_be_slower_is_not_halved_to():
+    quiet = [past(2, 0)] * QUIET_ROUNDS
+    for smaller_s, reason in ((1.04, "quiet"), (1.06, "slower_below")):
+        assert PLANNER.next_size(quiet, {1: smaller_s, 2: 1.0}.__getitem__).reason == reason
+    # Only a halving asks: a size that is not profiled is no obstacle to growing.
+    assert PLANNER.next_size([past(2, 0), past(2, 500)], {}.__getitem__).reason == "rise"
+
+
 def test_a_halving_that_was_wrong_is_undone_after_one_round():
     history = [*[past(4, 0)] * QUIET_ROUNDS, past(2, 100)]
     assert ParallelismPlanner((1, 2, 4), 4).next_size(history) == ParallelismDecision(4, "rise", 0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
+from vllm_rollout.group.cost import CostModel, PTLCurve
+from vllm_rollout.group.forecast import EngineSize
 from vllm_rollout.group.planner import QUIET_ROUNDS, ParallelismPlanner
 from vllm_rollout.server.metrics import Metrics
 from vllm_rollout.server.runs.parallelism import Parallelism, Resized
@@ -103,7 +106,7 @@ async def test_a_round_that_preempts_makes_the_engine_larger_before_the_next(
 ) -> None:
     assert await look(http) == {
         "tensor_parallel_size": 1, "allowed_sizes": [1, 2, 4], "next_size": 1, "reason": "start",
-        "preemptions_per_candidate": None, "level": 0.0, "num_rebuilds": 0, "last_rebuild_s": None,
+        "preemptions_per_candidate": None, "level": 0.0, "num_rebuilds": 0, "last_rebuild_s": None, "forecasts": None,
     }  # fmt: skip
     said = await play(http, 15)
     assert (said["tensor_parallel_size"], said["next_size"], said["reason"]) == (1, 2, "rise")
@@ -231,6 +234,88 @@ async def test_a_rebuild_goes_on_when_whoever_waits_for_it_leaves(http: httpx.As
     devices.gate.set()
     assert (await play(http, 3, first=2))["tensor_parallel_size"] == 2
     assert devices.resized == [2]
+
+
+@pytest.fixture
+def lines() -> list[str]:
+    """What whoever runs the server is told."""
+    return []
+
+
+@pytest.fixture
+async def profiled(engine: FakeEngine, devices: Devices, lines: list[str]) -> AsyncIterator[httpx.AsyncClient]:
+    """A profile says that two devices are quicker than one and than four, and that one has little room."""
+    sizes = {
+        size: EngineSize(CostModel(((0.0, PTLCurve((1.0,), (step_s,))),), 1e-5, max_num_seqs=64), kv_tokens)
+        for size, step_s, kv_tokens in ((1, 0.010, 800), (2, 0.006, 10**6), (4, 0.007, 10**6))
+    }
+
+    def make_profiled(metrics: Metrics) -> Parallelism:
+        return Parallelism(devices, ParallelismPlanner((1, 2, 4), 1), metrics, sizes, lines.append)
+
+    transport = httpx.ASGITransport(make_app(engine, make_parallelism=make_profiled))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        yield client
+
+
+async def test_with_a_profile_the_first_run_begins_at_the_size_that_is_best_for_it(
+    profiled: httpx.AsyncClient, devices: Devices, lines: list[str]
+) -> None:
+    await make(profiled, "a")
+    said = await look(profiled)
+    assert (said["tensor_parallel_size"], said["next_size"], said["reason"]) == (1, 2, "profile")
+    forecasts = said["forecasts"]
+    assert min(forecasts, key=lambda size: forecasts[size]["seconds"]) == "2"
+    assert forecasts["1"]["num_preemptions"] > 0 == forecasts["2"]["num_preemptions"]
+    assert len(lines) == 1
+    assert "run 'a' begins at tensor-parallel size 2. The profile expects of a round of 4 candidates" in lines[0]
+    await make(profiled, "b")
+    assert len(lines) == 1
+    said = await play(profiled, 3, "b")
+    assert (said["tensor_parallel_size"], devices.resized) == (2, [2])
+
+
+async def test_a_size_that_the_profile_calls_slower_is_not_halved_to(
+    profiled: httpx.AsyncClient, devices: Devices
+) -> None:
+    await make(profiled, "a")
+    for _ in range(QUIET_ROUNDS + 2):
+        said = await play(profiled, 3)
+    assert (said["reason"], devices.resized) == ("slower_below", [2])
+
+
+async def test_the_lengths_that_were_seen_say_more_than_the_cap(
+    profiled: httpx.AsyncClient, engine: FakeEngine, devices: Devices
+) -> None:
+    body = {"prompts": [{"prompt": f"lesson {i}"} for i in range(8)], "group_size": 2}
+    sampling = {"min_tokens": 5, "max_tokens": 5}
+    assert (await profiled.post("/v1/rollouts", json={**body, "sampling": sampling})).status_code == 200
+    await make(profiled, "a")
+    forecasts = (await look(profiled))["forecasts"]
+    assert forecasts["1"]["num_preemptions"] == 0
+    assert forecasts["1"]["seconds"] < 1.0
+
+
+async def test_a_round_says_that_the_engine_was_rebuilt_before_it_and_a_stream_begins_with_it(
+    http: httpx.AsyncClient, devices: Devices
+) -> None:
+    async def answered(**fields: Any) -> httpx.Response:
+        prompts = [{"id": f"p{answered.number + i}", "prompt": "hello"} for i in range(2)]  # type: ignore[attr-defined]
+        answered.number += 2  # type: ignore[attr-defined]
+        return await http.post("/v1/runs/a/rounds", json={"prompts": prompts, **fields})
+
+    answered.number = 0  # type: ignore[attr-defined]
+    crowded = {"sampling": {"min_tokens": 15, "max_tokens": 15}}
+    assert (await answered(**crowded)).json()["rebuilt"] is None
+    rebuilt = {"wanted_size": 2, "size_before": 1, "tensor_parallel_size": 2, "reason": "rise", "seconds": 1.5}
+    events = [
+        json.loads(line.removeprefix("data: "))
+        for line in (await answered(stream=True, sampling={"max_tokens": 1})).text.splitlines()
+        if line.startswith("data: {")
+    ]
+    assert (events[0]["type"], events[0]["rebuilt"]) == ("round", rebuilt)
+    assert (events[-1]["type"], events[-1]["rebuilt"]) == ("done", rebuilt)
+    assert (await answered(sampling={"max_tokens": 1})).json()["rebuilt"] is None
 
 
 async def test_without_the_flag_a_run_says_nothing_of_it(engine: FakeEngine) -> None:

@@ -250,6 +250,11 @@ def budget_slope(
     return BudgetSlope((most - base) / (upper - lower), base)
 
 
+def log_normal_lengths(mean_tokens: float, std_tokens: float, count: int, max_tokens: int | None = None) -> list[int]:
+    """`count` quantiles of lengths that are distributed log-normally, mixed, cut at `max_tokens`; 1 or more each."""
+    return _LogNormal(mean_tokens, std_tokens, max_tokens).sample(count)
+
+
 class _LogNormal:
     """Lengths in tokens with a given mean and standard deviation."""
 

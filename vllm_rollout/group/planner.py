@@ -14,17 +14,21 @@ Source: RollPacker section 4.2. What the paper leaves open is decided here:
   only a rise says that it has become too small.
 - *A size that preempted* is not returned to under as many tokens: each of the quiet rounds has to need `LEVEL_RISE`
   times less than the least that the smaller size has preempted under.
+- *A size that would be slower* is not halved to, where that is known (`seconds_at`): fewer devices then make rounds
+  longer, whether they preempt or not.
 - *A halving that was undone* by a rise doubles how many quiet rounds the next one to that size takes, up to
   `MAX_QUIET_ROUNDS`: the four rounds had not seen what comes in a longer period.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, takewhile
 from math import inf
 from typing import Literal
+
+from vllm_rollout.group.forecast import SLOWER
 
 LEVEL_RISE = 1.05
 """A round that preempts more than this many times the recent level doubles the size. Source: RollPacker section 4.2."""
@@ -39,9 +43,21 @@ MIN_RISE = 0.05
 wait, and a rebuild costs more than they do."""
 
 RoundKind = Literal["short", "long"]
-Reason = Literal["start", "rise", "quiet", "steady", "settling", "at_largest", "at_smallest", "failed_before"]
+Reason = Literal[
+    "start",
+    "profile",
+    "rise",
+    "quiet",
+    "steady",
+    "settling",
+    "at_largest",
+    "at_smallest",
+    "failed_before",
+    "slower_below",
+]
 """
-start          no round was run
+start          no round was run, and nothing is known of what sizes cost
+profile        no round was run: the size that is expected to be the best for the first run's rounds
 rise           preemptions rose: the next larger size
 quiet          none in as many rounds as it takes: the next smaller size
 steady         neither
@@ -49,6 +65,7 @@ settling       the first comparable round since the size grew
 at_largest     preemptions rose, and there is no larger size
 at_smallest    quiet, and there is no smaller size
 failed_before  quiet, under as many tokens as the smaller size has preempted under
+slower_below   quiet, and the round would have taken longer at the smaller size
 """
 
 
@@ -119,12 +136,15 @@ class ParallelismPlanner:
         if self.start_size not in self.allowed_sizes:
             raise ValueError(f"start_size must be one of {self.allowed_sizes}, got {self.start_size}")
 
-    def next_size(self, history: Sequence[RoundPressure]) -> ParallelismDecision:
+    def next_size(
+        self, history: Sequence[RoundPressure], seconds_at: Callable[[int], float] | None = None
+    ) -> ParallelismDecision:
         """The size of the next round.
 
         Args:
             history: rounds that are over, the newest last, each with the size that it ran at. Where it begins the
                 planner began.
+            seconds_at: what the newest round would take at a size, where that is known.
 
         Raises: ValueError when the newest round ran at a size that is not allowed.
         """
@@ -143,7 +163,11 @@ class ParallelismPlanner:
             return ParallelismDecision(newest.size, "settling", newest.rate)
         if newest.rate > LEVEL_RISE * level and newest.rate - level >= MIN_RISE:
             return self._grown(newest.size, level)
-        return self._quiet(newest.size, level, stay, history)
+        decision = self._quiet(newest.size, level, stay, history)
+        if decision.size == newest.size or seconds_at is None:
+            return decision
+        is_slower = seconds_at(decision.size) > SLOWER * seconds_at(newest.size)
+        return _stay(newest.size, "slower_below", level) if is_slower else decision
 
     def _grown(self, size: int, level: float) -> ParallelismDecision:
         larger = [allowed for allowed in self.allowed_sizes if allowed > size]

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from vllm_rollout.group.plan import SelectionRule
+from vllm_rollout.group.planner import Reason
 from vllm_rollout.group.round_progress import DeferReason
 from vllm_rollout.group.rounds import RoundKind
 from vllm_rollout.group.types import CandidateState, GroupStatus, Signal
@@ -237,6 +238,18 @@ class DoneEvent(BaseModel):
     timing: Timing
 
 
+class RebuildAnswer(BaseModel):
+    """The engine was rebuilt between two rounds; a size at which none started leaves it as it was."""
+
+    wanted_size: int
+    size_before: int
+    tensor_parallel_size: int
+    """Since then."""
+    reason: Reason
+    seconds: float
+    """For which requests waited."""
+
+
 class RoundSummary(BaseModel):
     """What a round of a run made of its prompts."""
 
@@ -255,6 +268,8 @@ class RoundSummary(BaseModel):
     """How many prompts the next round wants."""
     num_waiting: int
     """Prompts of the run that are not back."""
+    rebuilt: RebuildAnswer | None = None
+    """Since the round before, with `--parallelism auto`."""
 
 
 class RoundAnswer(RoundSummary, RolloutAnswer):
@@ -274,6 +289,8 @@ class RoundEvent(BaseModel):
     """Prompts that it returns."""
     prompt_ids: list[str]
     reserve: list[str]
+    rebuilt: RebuildAnswer | None = None
+    """Since the round before, with `--parallelism auto`."""
 
 
 class DeferredEvent(BaseModel):

@@ -179,6 +179,11 @@ class Engine(Protocol):
         ...
 
     @property
+    def max_model_len(self) -> int:
+        """Tokens of a prompt and its answer."""
+        ...
+
+    @property
     def num_launch_places(self) -> int:
         """Candidates of rollouts that this process may have in the engine at once, running or waiting."""
         ...

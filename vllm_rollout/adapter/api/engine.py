@@ -90,6 +90,10 @@ class VLLMEngine(EngineLearning, EngineMigration):
         return self._client.max_candidates
 
     @property
+    def max_model_len(self) -> int:
+        return self._client.model_config.max_model_len
+
+    @property
     def num_launch_places(self) -> int:
         return num_launch_places(self.max_num_seqs, self.num_ranks, self._client.num_api_processes)
 
@@ -258,7 +262,7 @@ class VLLMEngine(EngineLearning, EngineMigration):
 
     def _limited(self, params: SamplingParams, prompt: PromptInput, token_ids: Sequence[int]) -> SamplingParams:
         """The parameters with `max_tokens` bounded by the context that the prompt leaves."""
-        max_model_len = self._client.model_config.max_model_len
+        max_model_len = self.max_model_len
         vocab_size = self._client.model_config.get_vocab_size()
         if prompt.prompt_token_ids is not None and max(token_ids) >= vocab_size:
             raise RequestError(

@@ -7,14 +7,20 @@ from __future__ import annotations
 
 import argparse
 import os
+from dataclasses import replace
+
+from vllm.logger import init_logger
 
 from vllm_rollout.adapter.api.client import RolloutAsyncLLM
 from vllm_rollout.adapter.api.engine import VLLMEngine
 from vllm_rollout.adapter.api.rebuilding import Resizer
 from vllm_rollout.emulation.settings import Settings
+from vllm_rollout.group.forecast import EngineSize
 from vllm_rollout.group.planner import ParallelismPlanner, sizes_of
 from vllm_rollout.profiling.profile_file import Profile
 from vllm_rollout.server.runs.parallelism import Parallelism
+
+logger = init_logger("vllm.vllm_rollout")
 
 
 def add_parallelism_flags(parser: argparse.ArgumentParser) -> None:
@@ -28,8 +34,9 @@ def add_parallelism_flags(parser: argparse.ArgumentParser) -> None:
         default="fixed",
         help="auto: a round that preempts more candidates than the rounds before it makes the engine start anew with "
         "twice the tensor-parallel size, so that there is more room for KV cache; four rounds without a preemption "
-        "halve it. It begins at --tensor-parallel-size. Requests wait meanwhile, what was learned is kept; weights are "
-        "read from MODEL again, so send yours before each round. Default: %(default)s.",
+        "halve it. It begins at --tensor-parallel-size, and with --rollout-profile of several sizes at the one that is "
+        "expected to be the best for the first run's rounds. Requests wait meanwhile, what was learned is kept; "
+        "weights are read from MODEL again, so send yours before each round. Default: %(default)s.",
     )
     group.add_argument(
         "--parallelism-devices",
@@ -104,9 +111,12 @@ def parallelism_of(args: argparse.Namespace, client: RolloutAsyncLLM, engine: VL
     num_heads = client.model_config.get_num_attention_heads(parallel) * size
     sizes = sizes_of(args.parallelism_devices, num_heads)
     said = f"{args.parallelism_devices} devices, {num_heads} attention heads"
+    profiled: dict[int, EngineSize] = {}
     if args.rollout_profile is not None:
-        measured = Profile.read(args.rollout_profile).tensor_parallel_sizes
+        profile = Profile.read(args.rollout_profile)
+        measured = profile.tensor_parallel_sizes
         sizes = tuple(allowed for allowed in sizes if allowed in measured)
+        profiled = {allowed: engine_size(profile, allowed, client.max_candidates) for allowed in sizes}
         said += f", sizes in {args.rollout_profile}: {', '.join(map(str, measured))}"
     if args.emulate is not None:
         emulated = Settings.read(args.emulate).engine_sizes
@@ -117,6 +127,27 @@ def parallelism_of(args: argparse.Namespace, client: RolloutAsyncLLM, engine: VL
             f"--parallelism auto: tensor-parallel sizes {list(sizes)} are possible here ({said}), and it begins at "
             f"{size}. Say --tensor-parallel-size and --parallelism-devices such that there are two, or leave it out."
         )
-    parallelism = Parallelism(Resizer(client, engine, args), ParallelismPlanner(sizes, size), client.rollout_metrics)
+    logger.info(
+        "vllm_rollout: --parallelism auto among tensor-parallel sizes %s. It begins at %d, %s",
+        ", ".join(map(str, sizes)),
+        size,
+        "until the first run: then the profile says which size is the best for its rounds"
+        if profiled
+        else "as --tensor-parallel-size says; a --rollout-profile of several sizes would say which is the best",
+    )
+    parallelism = Parallelism(
+        Resizer(client, engine, args),
+        ParallelismPlanner(sizes, size),
+        client.rollout_metrics,
+        profiled,
+        lambda line: logger.info("vllm_rollout: %s", line),
+    )
     client.before_weights = parallelism.before_weights
     return parallelism
+
+
+def engine_size(profile: Profile, size: int, max_num_seqs: int) -> EngineSize:
+    """What a profile says of a size that it has."""
+    engine = profile.engine(size)
+    assert engine is not None, "a profile has an engine for every cost"
+    return EngineSize(replace(profile.cost(size), max_num_seqs=max_num_seqs), engine.kv_capacity_tokens)

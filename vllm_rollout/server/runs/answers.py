@@ -58,6 +58,13 @@ class SavingsAnswer(BaseModel):
     """An estimate from below; null while too few prompts are back."""
 
 
+class ForecastAnswer(BaseModel):
+    """What a round was expected to take."""
+
+    seconds: float
+    num_preemptions: int
+
+
 class ParallelismAnswer(BaseModel):
     """The engine's tensor-parallel size, of a server with `--parallelism auto`."""
 
@@ -72,6 +79,8 @@ class ParallelismAnswer(BaseModel):
     """What it was compared with."""
     num_rebuilds: int
     last_rebuild_s: float | None
+    forecasts: dict[int, ForecastAnswer] | None = None
+    """Of the first run's first round by tensor-parallel size, if a profile said where to begin."""
 
 
 class RunAnswer(BaseModel):

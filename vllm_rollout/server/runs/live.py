@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
 from vllm_rollout.group.rounds import OpenRound, Run
-from vllm_rollout.server.answers import Event, RoundAnswer, RoundDoneEvent, RoundSummary
+from vllm_rollout.server.answers import Event, RebuildAnswer, RoundAnswer, RoundDoneEvent, RoundSummary
 from vllm_rollout.server.rollout import Rollout
 from vllm_rollout.server.runs.course import RoundCourse
 from vllm_rollout.server.serialised import GroupsInJson
@@ -26,6 +26,8 @@ class LiveRound:
     """What came of it is on disk."""
     answer: bytes = b""
     """A RoundAnswer as JSON, once it is kept."""
+    rebuilt: RebuildAnswer | None = None
+    """What became of the engine before it."""
     keeping: asyncio.Task[RoundDoneEvent] | None = None
     """Writes it, whoever waits for it."""
 
@@ -68,4 +70,5 @@ def summary(live: LiveRound, run: Run) -> RoundSummary:
         next_round=run.next_kind,
         num_fresh_prompts=run.num_fresh,
         num_waiting=run.num_waiting,
+        rebuilt=live.rebuilt,
     )

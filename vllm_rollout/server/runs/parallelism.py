@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal, Protocol
 
-from vllm_rollout.group.planner import ParallelismPlanner, RoundPressure
+from vllm_rollout.group.forecast import EngineSize, ExpectedRound, StartChoice, choose_start, forecast
+from vllm_rollout.group.planner import ParallelismDecision, ParallelismPlanner, RoundPressure
+from vllm_rollout.server.answers import RebuildAnswer
 from vllm_rollout.server.metrics import Metrics
-from vllm_rollout.server.runs.answers import ParallelismAnswer
+from vllm_rollout.server.runs.answers import ForecastAnswer, ParallelismAnswer
 from vllm_rollout.server.runs.live import LiveRound
 
 HISTORY_ROUNDS = 4096
@@ -50,10 +53,23 @@ class Resizable(Protocol):
 class Parallelism:
     """Decides after each round, and acts before the next, or before a trainer sends weights, which would be lost."""
 
-    def __init__(self, engine: Resizable, planner: ParallelismPlanner, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        engine: Resizable,
+        planner: ParallelismPlanner,
+        metrics: Metrics,
+        profiled: Mapping[int, EngineSize] | None = None,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        """`profiled`: what is known of the sizes; `say`: to whoever runs the server."""
         self._engine = engine
         self._planner = planner
         self._metrics = metrics
+        self._profiled = profiled or {}
+        self._say = say
+        self._start: StartChoice | None = None
+        self._rebuilt: RebuildAnswer | None = None
+        """Since the newest round began."""
         self._history: deque[RoundPressure] = deque(maxlen=HISTORY_ROUNDS)
         self._decision = planner.next_size(())
         self._turn = asyncio.Lock()
@@ -66,6 +82,28 @@ class Parallelism:
         self.has_live_round: Callable[[], bool] = lambda: False
         """Whether a round of any run is on its way."""
 
+    @property
+    def wants_start(self) -> bool:
+        """It has not begun, and a profile can say where."""
+        return self._start is None and not self._history and bool(self._profiled)
+
+    def begin(self, expected: ExpectedRound, run: str) -> None:
+        """Choose the size of the first round, by what is expected of it."""
+        if not self.wants_start:
+            return
+        allowed = {size: self._profiled[size] for size in self._planner.allowed_sizes if size in self._profiled}
+        self._start = choose_start(allowed, expected)
+        self._decision = ParallelismDecision(self._start.size, "profile", 0.0)
+        self._say(
+            f"--parallelism auto: run {run!r} begins at tensor-parallel size {self._start.size}. The profile expects "
+            f"of a round of {len(expected.lengths)} candidates, by size: {self._start}"
+        )
+
+    def take_rebuilt(self) -> RebuildAnswer | None:
+        """What became of the engine since the round before; it is told once, with the round that begins."""
+        rebuilt, self._rebuilt = self._rebuilt, None
+        return rebuilt
+
     def round_over(self, live: LiveRound, num_places: int) -> None:
         """Decide, unless the round ran at another size than was decided: then that is still to be done.
 
@@ -76,7 +114,14 @@ class Parallelism:
         pressure = pressure_of(live, self._engine.tensor_parallel_size, num_places)
         if pressure is not None:
             self._history.append(pressure)
-            self._decision = self._planner.next_size(tuple(self._history))
+            self._decision = self._planner.next_size(tuple(self._history), self._seconds_at(live))
+            if self._is_due:
+                self._say(
+                    f"--parallelism auto: tensor-parallel size {self._decision.size} from the next round on "
+                    f"({self._decision.reason}). Round {live.opened.number} of run {live.run_id!r} preempted "
+                    f"{pressure.rate:.2f} times per candidate, at size {pressure.size}; comparable rounds before it "
+                    f"{self._decision.level:.2f}"
+                )
 
     def round_left(self) -> None:
         """A round is not on its way any more."""
@@ -101,6 +146,18 @@ class Parallelism:
         if self._is_due and not self.has_live_round():
             await self._acted(0.0)
 
+    def _seconds_at(self, live: LiveRound) -> Callable[[int], float] | None:
+        """What a round that is over would have taken at a size."""
+        if not self._profiled:
+            return None
+        expected = expected_again(live)
+
+        @cache
+        def seconds(size: int) -> float:
+            return forecast(self._profiled[size], expected).seconds
+
+        return seconds
+
     @property
     def _is_due(self) -> bool:
         return self._decision.size != self._engine.tensor_parallel_size
@@ -116,11 +173,18 @@ class Parallelism:
         async with self._turn:
             if not self._is_due:
                 return
-            size = self._decision.size
+            size, before = self._decision.size, self._engine.tensor_parallel_size
             resized = await self._engine.resize(size, patience_s)
             if resized.outcome == "busy":
                 return
             self._last = resized
+            self._rebuilt = RebuildAnswer(
+                wanted_size=size,
+                size_before=before,
+                tensor_parallel_size=resized.size,
+                reason=self._decision.reason,
+                seconds=resized.seconds,
+            )
             self._num_rebuilds += 1
             self._metrics.engine_rebuilt(resized.outcome, resized.seconds)
             self._metrics.engine_sized(resized.size)
@@ -144,7 +208,20 @@ class Parallelism:
             level=self._decision.level,
             num_rebuilds=self._num_rebuilds,
             last_rebuild_s=None if self._last is None else self._last.seconds,
+            forecasts=self._start
+            and {
+                size: ForecastAnswer(seconds=each.seconds, num_preemptions=each.num_preemptions)
+                for size, each in sorted(self._start.forecasts.items())
+            },
         )
+
+
+def expected_again(live: LiveRound) -> ExpectedRound:
+    """A round that is over, as if it were to come."""
+    lengths = [num_tokens for of_prompt in live.course.lengths.values() for num_tokens in of_prompt]
+    num_prompts = max(1, len(live.course.lengths))
+    prompt_tokens = sum(len(live.rollout.prompts[position].token_ids) for position in live.course.lengths)
+    return ExpectedRound(lengths, len(lengths), prompt_tokens // num_prompts, max(1, len(lengths) // num_prompts))
 
 
 def pressure_of(live: LiveRound, size: int, num_places: int) -> RoundPressure | None:

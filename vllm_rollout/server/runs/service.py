@@ -36,6 +36,7 @@ from vllm_rollout.server.runs.answers import RunAnswer
 from vllm_rollout.server.runs.body import RoundRequest, RunRequest, digest_of_prompt
 from vllm_rollout.server.runs.course import RoundCourse
 from vllm_rollout.server.runs.description import run_answer
+from vllm_rollout.server.runs.expectation import expected_of_run
 from vllm_rollout.server.runs.live import Begun, LiveRound, made_answer, summary
 from vllm_rollout.server.runs.parallelism import Parallelism
 from vllm_rollout.server.runs.request import (
@@ -108,6 +109,7 @@ class RunService:
         if request.resume:
             check_resumable(checked)
         stored, is_new = await self._stored(self._store.create, id, checked.model, settings, terms)
+        await self._choose_start(stored)
         return self._answer_of(stored), is_new
 
     async def read(self, id: str) -> RunAnswer:
@@ -145,6 +147,7 @@ class RunService:
             raise not_written(over.opened, key)
         check_not_used(stored, key)
         if self._parallelism is not None:
+            await self._choose_start(stored)
             await self._parallelism.before_round()
             stored = await self._stored(self._store.read, id)  # it may have waited
         if (opened := stored.run.open) is not None and opened.key == key:
@@ -155,9 +158,19 @@ class RunService:
         else:
             live = await self._take(stored, request, key)
         self._live[live.rollout.id] = live
+        if self._parallelism is not None:
+            live.rebuilt = self._parallelism.take_rebuilt()
         events = self._events(live)
         first = await anext(events)
         return Begun(live, _chained(first, events))
+
+    async def _choose_start(self, stored: StoredRun) -> None:
+        """Before the first round of all, if a profile says how large an engine it wants."""
+        if self._parallelism is None or not self._parallelism.wants_start:
+            return
+        seen = (await self._engine.length_history([])).dataset
+        settings = RunRequest.model_validate(stored.settings)
+        self._parallelism.begin(expected_of_run(settings, seen, self._engine.max_model_len), stored.id)
 
     async def answer(self, begun: Begun) -> bytes:
         """Run to the end; a RoundAnswer as JSON."""
@@ -310,6 +323,7 @@ class RunService:
                 num_wanted=opened.num_wanted,
                 prompt_ids=[entry.prompt_id for entry in opened.entries],
                 reserve=[entry.prompt_id for entry in opened.reserve],
+                rebuilt=live.rebuilt,
             )
             async with aclosing(self._rollouts.events(rollout)) as events:
                 async for event in events:
