@@ -106,7 +106,8 @@ async def test_a_round_that_preempts_makes_the_engine_larger_before_the_next(
 ) -> None:
     assert await look(http) == {
         "tensor_parallel_size": 1, "allowed_sizes": [1, 2, 4], "next_size": 1, "reason": "start",
-        "preemptions_per_candidate": None, "level": 0.0, "num_rebuilds": 0, "last_rebuild_s": None, "forecasts": None,
+        "preemptions_per_candidate": None, "level": 0.0, "is_rebuilding": False, "num_rebuilds": 0,
+        "last_rebuild_s": None, "forecasts": None,
     }  # fmt: skip
     said = await play(http, 15)
     assert (said["tensor_parallel_size"], said["next_size"], said["reason"]) == (1, 2, "rise")
@@ -218,8 +219,10 @@ async def test_rounds_that_begin_during_a_rebuild_wait_and_one_is_enough(
     for _ in range(50):
         await asyncio.sleep(0)
     assert engine.num_launched == launched
+    assert (await look(http))["is_rebuilding"]
     devices.gate.set()
     await asyncio.gather(*rounds)
+    assert not (await look(http))["is_rebuilding"]
     assert devices.resized == [2]
 
 

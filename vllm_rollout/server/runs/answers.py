@@ -77,6 +77,8 @@ class ParallelismAnswer(BaseModel):
     """Of the newest round of any run; null before the first."""
     level: float
     """What it was compared with."""
+    is_rebuilding: bool
+    """Rounds and other requests wait for the engine."""
     num_rebuilds: int
     last_rebuild_s: float | None
     forecasts: dict[int, ForecastAnswer] | None = None

@@ -206,6 +206,7 @@ class Parallelism:
             reason=self._decision.reason,
             preemptions_per_candidate=self._history[-1].rate if self._history else None,
             level=self._decision.level,
+            is_rebuilding=self._turn.locked(),
             num_rebuilds=self._num_rebuilds,
             last_rebuild_s=None if self._last is None else self._last.seconds,
             forecasts=self._start
