@@ -87,12 +87,13 @@ class Parallelism:
         """It has not begun, and a profile can say where."""
         return self._start is None and not self._history and bool(self._profiled)
 
-    def begin(self, expected: ExpectedRound, run: str) -> None:
-        """Choose the size of the first round, by what is expected of it."""
-        if not self.wants_start:
+    async def begin(self, expected: ExpectedRound, run: str) -> None:
+        """Choose the size of the first round, by what is expected of it: on a thread, for it may take a second."""
+        allowed = {size: self._profiled[size] for size in self._planner.allowed_sizes}
+        choice = await asyncio.to_thread(choose_start, allowed, expected)
+        if not self.wants_start:  # another run came first
             return
-        allowed = {size: self._profiled[size] for size in self._planner.allowed_sizes if size in self._profiled}
-        self._start = choose_start(allowed, expected)
+        self._start = choice
         self._decision = ParallelismDecision(self._start.size, "profile", 0.0)
         self._say(
             f"--parallelism auto: run {run!r} begins at tensor-parallel size {self._start.size}. The profile expects "

@@ -170,7 +170,7 @@ class RunService:
             return
         seen = (await self._engine.length_history([])).dataset
         settings = RunRequest.model_validate(stored.settings)
-        self._parallelism.begin(expected_of_run(settings, seen, self._engine.max_model_len), stored.id)
+        await self._parallelism.begin(expected_of_run(settings, seen, self._engine.max_model_len), stored.id)
 
     async def answer(self, begun: Begun) -> bytes:
         """Run to the end; a RoundAnswer as JSON."""
