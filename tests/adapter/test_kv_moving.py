@@ -7,6 +7,7 @@ import pytest
 from moving_runs import Ranks, assert_each_once, ids_and_lengths
 from scheduler_runs import add_group
 
+from vllm_rollout.adapter.call_table import ENGINE_LOAD
 from vllm_rollout.adapter.core.kv_moving import refusal
 from vllm_rollout.adapter.options import RolloutOptions
 from vllm_rollout.adapter.parcel import KVSegment, Parcel
@@ -40,16 +41,54 @@ def test_only_the_last_part_of_a_block_is_computed_again(new_ranks):
     ranks = new_ranks()
     num_computed = moved(ranks, 1)
     moves = [run.scheduler.moves.kv for run in ranks.runs]
-    num_blocks = moves[1].num_blocks_in
+    num_blocks = moves[1].arrived.num_blocks
     assert num_blocks >= (len(PROMPT) + NUM_TOKENS - 1) // BLOCK_SIZE
     assert 0 <= num_computed < BLOCK_SIZE + 2
-    assert [each.num_fallbacks for each in moves] == [0, 0]
+    assert [each.arrived.num_fallbacks for each in moves] == [0, 0]
+    assert [each.arrived.num_groups for each in moves] == [0, 1]
+    assert all(run.scheduler.moves.seconds > 0 for run in ranks.runs)
+
+
+def test_what_came_says_what_the_next_one_costs(new_ranks):
+    ranks = new_ranks()
+    ((assumed, before), (_, other)) = [
+        (run.scheduler.moves.kv.arrived.transfer, run.scheduler.load) for run in ranks.runs
+    ]
+    assert assumed == before.kv.transfer == other.kv.transfer
+    assert (assumed.block_size, assumed.s_per_token > 0) == (BLOCK_SIZE, True)
+    moved(ranks, 1)
+    source, target = (run.scheduler.load.kv for run in ranks.runs)
+    assert (source.transfer, source.num_groups) == (assumed, 0)
+    assert target.transfer.s_per_token not in (0, assumed.s_per_token)
+    assert ENGINE_LOAD.decode_result(ENGINE_LOAD.encode_result(ranks.runs[1].scheduler.load)).kv == target
+
+
+def test_a_transfer_that_fails_has_no_price_until_one_succeeds(new_ranks):
+    ranks = new_ranks()
+    first, second = (
+        add_group(ranks.runs[0], name, [200], group_size=1, prompt_token_ids=[token] * 100)[0]
+        for name, token in (("g", 5), ("h", 6))
+    )
+    ranks.until(first, NUM_TOKENS)
+    ranks.until(second, NUM_TOKENS)
+    released = ranks.release("g", 0)
+    (segment,) = Parcel.decode(released.parcel).kv.segments
+    ranks.cores[0].kv.shared_kv.drop(segment.name)
+    ranks.cores[1].adopt("g", released.parcel)
+    ranks.cores[0].confirm("g")
+    target = ranks.runs[1].scheduler.moves.kv
+    assert (target.arrived.transfer, target.arrived.num_fallbacks) == (None, 1)
+    assert ranks.move("h", epoch=2) == "released"
+    assert target.arrived.transfer is not None
+    ranks.run()
+    assert_each_once(ranks, {first: 200, second: 200})
 
 
 def test_without_its_blocks_a_group_is_computed_again(new_ranks):
     ranks = new_ranks(options=RolloutOptions(moves_kv=False))
     assert moved(ranks, 1) >= len(PROMPT) + NUM_TOKENS - 1
-    assert ranks.runs[1].scheduler.moves.kv.num_blocks_in == 0
+    arrived = ranks.runs[1].scheduler.moves.kv.arrived
+    assert (arrived.num_blocks, arrived.num_groups, arrived.transfer) == (0, 0, None)
 
 
 def test_what_siblings_share_travels_once(new_ranks):
@@ -78,13 +117,13 @@ def test_blocks_that_the_target_has_do_not_travel_again(new_ranks):
     ranks.until(id, NUM_TOKENS)
     ranks.move("g")
     ranks.until(id, NUM_TOKENS + 40)
-    first = ranks.runs[1].scheduler.moves.kv.num_blocks_in
+    first = ranks.runs[1].scheduler.moves.kv.arrived.num_blocks
     ranks.move("g", source=1, epoch=2)
-    assert 1 <= ranks.runs[0].scheduler.moves.kv.num_blocks_in <= 4
+    assert 1 <= ranks.runs[0].scheduler.moves.kv.arrived.num_blocks <= 4
     ranks.until(id, NUM_TOKENS + 80)
     ranks.move("g", epoch=3)
     ranks.run()
-    assert first < ranks.runs[1].scheduler.moves.kv.num_blocks_in <= first + 6
+    assert first < ranks.runs[1].scheduler.moves.kv.arrived.num_blocks <= first + 6
     assert_each_once(ranks, {id: 200})
 
 
@@ -115,7 +154,7 @@ def test_a_segment_that_is_gone_is_computed_again(new_ranks):
     ranks.cores[1].adopt("g", released.parcel)
     ranks.cores[0].confirm("g")
     ranks.run()
-    assert ranks.runs[1].scheduler.moves.kv.num_fallbacks == 1
+    assert ranks.runs[1].scheduler.moves.kv.arrived.num_fallbacks == 1
     assert_each_once(ranks, {id: 200})
 
 
@@ -132,7 +171,7 @@ def test_another_file_at_its_place_is_not_read(new_ranks, tmp_path):
     ranks.cores[1].adopt("g", released.parcel)
     ranks.cores[0].confirm("g")
     ranks.run()
-    assert ranks.runs[1].scheduler.moves.kv.num_fallbacks == 1
+    assert ranks.runs[1].scheduler.moves.kv.arrived.num_fallbacks == 1
     assert_each_once(ranks, {id: 200})
 
 
@@ -147,7 +186,7 @@ def test_blocks_of_before_a_reset_do_not_come_after_it(new_ranks, resets):
     ranks.cores[1].adopt("g", released.parcel)
     ranks.cores[0].confirm("g")
     ranks.run()
-    assert ranks.runs[1].scheduler.moves.kv.num_blocks_in == 0
+    assert ranks.runs[1].scheduler.moves.kv.arrived.num_blocks == 0
     assert_each_once(ranks, {id: 200})
 
 
@@ -155,7 +194,7 @@ def test_no_room_in_memory(new_ranks, monkeypatch):
     monkeypatch.setattr(shared_kv, "free_bytes", lambda: 1000)
     ranks = new_ranks()
     assert moved(ranks, 1) >= len(PROMPT) + NUM_TOKENS - 1
-    assert ranks.runs[0].scheduler.moves.kv.num_fallbacks == 1
+    assert ranks.runs[0].scheduler.moves.kv.arrived.num_fallbacks == 1
 
 
 def test_no_room_in_the_cache(new_ranks):
@@ -164,7 +203,7 @@ def test_no_room_in_the_cache(new_ranks):
     while ranks.runs[1].num_free_blocks > 8:
         ranks.runs[1].step()
     assert moved(ranks, 2) > 2 * NUM_TOKENS
-    assert ranks.runs[1].scheduler.moves.kv.num_fallbacks == 1
+    assert ranks.runs[1].scheduler.moves.kv.arrived.num_fallbacks == 1
 
 
 def test_a_group_that_comes_back_leaves_nothing_shared(new_ranks):

@@ -4,6 +4,7 @@ from hypothesis import strategies as st
 
 from vllm_rollout.group.cost import CostModel, PTLCurve
 from vllm_rollout.group.load import GroupLoad, RankLoad
+from vllm_rollout.group.transfer import TransferCost
 
 FLAT = CostModel(((0, PTLCurve((1,), (1.0,))),))
 """A step takes a second, whatever is in it: consolidation is free."""
@@ -62,6 +63,7 @@ def ranks_with_groups(draw, max_ranks=5):
                 kv_capacity_tokens=draw(st.none() | st.integers(1, 20_000)),
                 max_num_seqs=draw(st.none() | st.integers(1, 40)),
                 is_held=draw(st.sampled_from((False, False, False, True))),
+                transfer=draw(st.none() | st.builds(TransferCost, st.floats(0, 1e-3), st.integers(1, 128))),
             )
         )
     return loads

@@ -8,12 +8,20 @@ from tests.group.rank_loads import FLAT, PER_CANDIDATE, costs, moved, rank, rank
 from vllm_rollout.group.cost import CostModel, PTLCurve
 from vllm_rollout.group.load import GroupLoad, end_s, price_s
 from vllm_rollout.group.migration import Consolidation, PlannedMove, plan_consolidation, plan_drain, plan_spread
+from vllm_rollout.group.transfer import TransferCost
 
 WITH_PREFILL = CostModel(FLAT.curves, prefill_s_per_token=0.01, step_prefill_s=0.5)
 
 
 def test_a_move_costs_the_prefill_of_the_prompt_once_and_of_all_that_was_generated():
     assert price_s(WITH_PREFILL, straggler("a", 10, num_candidates=4, prompt=100, generated=800)) == pytest.approx(9.5)
+
+
+def test_kv_that_comes_along_leaves_half_a_block_of_each_candidate_to_compute():
+    group = straggler("a", 10, num_candidates=4, prompt=100, generated=800)
+    # 32 tokens at 0.01 s, 868 at 0.001 s, and a step that prefills
+    assert price_s(WITH_PREFILL, group, TransferCost(0.001, 16)) == pytest.approx(0.5 + 0.32 + 0.868)
+    assert price_s(WITH_PREFILL, group, TransferCost(0.001, 10_000)) == price_s(WITH_PREFILL, group)
 
 
 def test_a_rank_ends_with_its_longest_candidate_after_the_price_of_what_arrives():
@@ -46,6 +54,17 @@ def test_a_price_that_exceeds_what_is_freed_keeps_groups_where_they_are():
     loads = [rank(0, straggler("a", 300)), rank(1, straggler("b", 20, generated=2000))]
     assert plan_consolidation(WITH_PREFILL, loads, max_delay=1, min_freed=0) == Consolidation()
     assert plan_consolidation(FLAT, loads, max_delay=1, min_freed=0).moves == (PlannedMove("b", 1, 0),)
+
+
+def test_a_target_to_which_kv_comes_along_is_cheaper():
+    # As above: 2,000 tokens are sent in 2 s, half a block is computed.
+    loads = [
+        rank(0, straggler("a", 300), transfer=TransferCost(0.001, 16)),
+        rank(1, straggler("b", 20, generated=2000)),
+    ]
+    plan = plan_consolidation(WITH_PREFILL, loads, max_delay=1, min_freed=0)
+    assert plan.moves == (PlannedMove("b", 1, 0),)
+    assert plan.freed_s == pytest.approx(20 - 0.5 - 8 * 0.01 - 1992 * 0.001)
 
 
 def test_the_step_may_end_later_by_max_delay_only():

@@ -21,7 +21,7 @@ from vllm_rollout.group.cost import CostModel
 from vllm_rollout.group.history import ObservedLength
 from vllm_rollout.group.judge import Scoring
 from vllm_rollout.group.lifecycle import Group
-from vllm_rollout.group.load import EngineLoad, GroupLoad, RankLoad
+from vllm_rollout.group.load import ArrivedKV, EngineLoad, GroupLoad, RankLoad
 from vllm_rollout.group.plan import GroupPlan
 from vllm_rollout.group.race import RacePlace
 from vllm_rollout.group.scaling import Progress, ScaleDown, plan_scale_down
@@ -124,6 +124,8 @@ class FakeEngine(LearningEngine):
     """Of all groups on their way."""
     stops: dict[str, list[CandidateId]] = field(default_factory=dict)
     """Verdicts on candidates of a group, to be carried out in its next step."""
+    moves: dict[int, tuple[float, ArrivedKV]] = field(default_factory=dict)
+    """By rank: seconds spent on moves, and the KV that came along."""
     lost_groups: set[str] = field(default_factory=set)
     num_cuts: int = 0
     last_step_s: float = 0.0
@@ -135,7 +137,9 @@ class FakeEngine(LearningEngine):
 
     async def engine_loads(self) -> list[EngineLoad]:
         return [
-            EngineLoad(rank in self.held, 0 if rank else self.num_running, 0, 0.0, 0, 0, 0, [])
+            EngineLoad(
+                rank in self.held, 0 if rank else self.num_running, 0, 0.0, 0, 0, 0, [], *self.moves.get(rank, ())
+            )
             for rank in range(self.num_ranks)
         ]
 

@@ -6,6 +6,8 @@ import httpx
 import pytest
 
 from vllm_rollout import AsyncRolloutClient
+from vllm_rollout.group.load import ArrivedKV
+from vllm_rollout.group.transfer import TransferCost
 
 from .conftest import serving
 from .fake_engine import FakeEngine
@@ -51,6 +53,14 @@ async def test_bad_input_is_named(engine: FakeEngine, http: httpx.AsyncClient, r
     assert answer.status_code == 422
     assert answer.json()["error"]["param"] == param
     assert await states(http) == ["active"] * 2
+
+
+async def test_what_moved_is_told_of_each_rank(engine: FakeEngine, http: httpx.AsyncClient):
+    engine.num_ranks = 2
+    engine.moves[1] = 0.25, ArrivedKV(2, 24, 1, TransferCost(1e-5, 16))
+    names = ("moving_s", "num_moved_in_with_kv", "num_kv_blocks_in", "num_kv_fallbacks", "kv_seconds_per_token")
+    ranks = (await http.get("/v1/engines")).json()["engines"]
+    assert [[rank[name] for name in names] for rank in ranks] == [[0.0, 0, 0, 0, None], [0.25, 2, 24, 1, 1e-5]]
 
 
 PROMPTS = [{"id": f"q{i}", "prompt": f"question {i}"} for i in range(8)]

@@ -8,6 +8,7 @@ import pytest
 
 from vllm_rollout.group.cost import CostModel, PTLCurve
 from vllm_rollout.group.history import ObservedLength
+from vllm_rollout.group.load import ArrivedKV
 from vllm_rollout.server import shaping
 from vllm_rollout.server.engine import RequestError, StepDrift
 from vllm_rollout.server.shaping import history_key
@@ -297,6 +298,20 @@ async def test_a_client_that_goes_while_the_engine_is_told_of_lengths_takes_nobo
     assert (await stays)["groups"][0]["status"] == "complete"
     assert engine.judge.memory.lengths.of("id:b").num_groups == 1
     assert engine.judge.memory.lengths.of("id:a").num_groups == 1, "it ended, so it teaches, whoever heard of it"
+
+
+async def test_metrics_tell_what_moved_to_each_rank(engine, http, monkeypatch):
+    monkeypatch.setattr(shaping, "REPORT_INTERVAL_S", 0.0)
+    engine.num_ranks = 2
+    engine.moves[1] = 0.25, ArrivedKV(2, 24, 1)
+    await rollout(http, body("a", redundancy=0))
+    metrics = (await http.get("/metrics")).text
+    for name, value in (
+        ("moving_seconds", 0.25), ("groups_moved_in_with_kv", 2.0), ("kv_blocks_moved_in", 24.0),
+        ("kv_move_fallbacks", 1.0),
+    ):  # fmt: skip
+        assert f'vllm_rollout:{name}{{rank="0"}} 0.0' in metrics
+        assert f'vllm_rollout:{name}{{rank="1"}} {value}' in metrics
 
 
 async def test_metrics_tell_what_groups_the_engine_holds(engine, http, monkeypatch):

@@ -14,6 +14,7 @@ from vllm_rollout.group.cost import CostModel, PTLCurve
 from vllm_rollout.group.judge import Judge, Scoring
 from vllm_rollout.group.plan import GroupPlan
 from vllm_rollout.group.pruning_plan import PruningPlan
+from vllm_rollout.group.transfer import TransferCost
 from vllm_rollout.simulator.fleet import run_fleet
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.pool import Pools
@@ -173,3 +174,24 @@ def test_rewards_of_a_group_that_moved_are_all_learned_from():
     assert replay(Pools(Trace((step, step))), setting, machine).num_pruned > 0  # it takes all 16 labels of either kind
     one_more = replace(setting, pruning=replace(setting.pruning, min_labels=17))
     assert replay(Pools(Trace((step, step))), one_more, machine).num_pruned == 0
+
+
+def test_a_move_pays_with_kv_that_is_too_dear_without():
+    def ranks():
+        return [[race(10), race(200, prompt=400)], [race(160, prompt=400)]]
+
+    cost = CostModel(FLAT.curves, prefill_s_per_token=0.01)
+    stays = run(cost, ranks())
+    assert run(cost, ranks(), migration="consolidate").num_moves == 0  # 4.1 s for the 10 s that are expected
+    its = run(cost, ranks(), migration="consolidate", transfer=TransferCost(0.001, block_size=16))
+    # All but half a block of 410 tokens comes along, and both wait for it.
+    assert (its.num_moves, its.seconds) == (1, pytest.approx(stays.seconds + 402 * 0.001 + 8 * 0.01))
+
+
+def test_preempted_candidates_compute_what_had_come_along():
+    ranks = heavy_tail(3, 32, 4)
+    its = run(DECODING, ranks, migration="consolidate", transfer=TransferCost(1e-4, 16), kv_capacity_tokens=6000)
+    assert its.num_moves > 0
+    for group in chain(*ranks):
+        assert num_tokens(group) == [candidate.num_tokens for candidate in group.pool]
+        assert all(runner.num_behind_kv is None for runner in group.candidates)

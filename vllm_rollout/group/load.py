@@ -13,6 +13,7 @@ from typing import NamedTuple
 from vllm_rollout.group.cost import CostModel, rollout_time
 from vllm_rollout.group.history import LengthMoments
 from vllm_rollout.group.remaining import expected_remaining
+from vllm_rollout.group.transfer import TransferCost
 
 
 class RunningGroup(NamedTuple):
@@ -23,6 +24,17 @@ class RunningGroup(NamedTuple):
     num_tokens: list[int]
     """Output tokens of each candidate that has not ended."""
     max_tokens: int | None
+
+
+class ArrivedKV(NamedTuple):
+    """KV that came along to one engine core, since it started."""
+
+    num_groups: int = 0
+    num_blocks: int = 0
+    num_fallbacks: int = 0
+    """Groups that were to bring KV to here or take it from here, and did not: it was computed again."""
+    transfer: TransferCost | None = None
+    """What the next one costs; None where none comes along, or the last one failed."""
 
 
 class EngineLoad(NamedTuple):
@@ -40,6 +52,9 @@ class EngineLoad(NamedTuple):
     num_moved_out: int
     groups: list[RunningGroup]
     """Those with candidates that have not ended."""
+    moving_s: float = 0.0
+    """Seconds that it spent on groups that leave and come, between two steps."""
+    kv: ArrivedKV = ArrivedKV()
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +145,8 @@ class RankLoad:
     """None: no limit."""
     is_held: bool = False
     """It takes nothing new."""
+    transfer: TransferCost | None = None
+    """Of the KV that comes with a group; None: what comes is computed again."""
 
     @property
     def num_candidates(self) -> int:
@@ -154,13 +171,17 @@ class RankLoad:
         return replace(self, groups=tuple(group for group in self.groups if group.group_id != group_id))
 
 
-def price_s(cost: CostModel, group: GroupLoad) -> float:
+def price_s(cost: CostModel, group: GroupLoad, transfer: TransferCost | None = None) -> float:
     """Seconds for which everybody on the target stands still when this group moves there.
 
-    Its prompt is computed once, and what its candidates have generated. Where KV is sent instead, the prefill fields of
-    `cost` are to be those of the transfer.
+    Its prompt is computed once, and what its candidates have generated; where KV comes along (`transfer`), only what is
+    behind each candidate's last whole block.
     """
-    return cost.step_prefill_s + group.kv_tokens * cost.prefill_s_per_token
+    if transfer is None:
+        return cost.step_prefill_s + group.kv_tokens * cost.prefill_s_per_token
+    num_computed = min(transfer.num_computed(group.num_candidates), group.kv_tokens)
+    sent_s = (group.kv_tokens - num_computed) * transfer.s_per_token
+    return cost.step_prefill_s + num_computed * cost.prefill_s_per_token + sent_s
 
 
 def end_s(cost: CostModel, load: RankLoad, arrived: Sequence[GroupLoad] = ()) -> float:
@@ -168,4 +189,4 @@ def end_s(cost: CostModel, load: RankLoad, arrived: Sequence[GroupLoad] = ()) ->
     lengths = [length for group in load.groups for length in group.lengths]
     contexts = [group.mean_context for group in load.groups for _ in range(group.num_candidates)]
     decoding = replace(cost, prefill_s_per_token=0.0, step_prefill_s=0.0, max_num_seqs=load.max_num_seqs)
-    return sum(price_s(cost, group) for group in arrived) + rollout_time(lengths, decoding, contexts)
+    return sum(price_s(cost, group, load.transfer) for group in arrived) + rollout_time(lengths, decoding, contexts)

@@ -3,7 +3,8 @@
 Invariants: a plan moves a group at most once, whole, never onto a held rank, and (but for a drain without a choice)
 never beyond the predicted peak of a target's KV cache or its `max_num_seqs`. Without a gain a plan is empty.
 
-A move is priced (`load.price_s`), since greedy moves of long candidates make the tail longer.
+A move is priced (`load.price_s`, by what its target computes or takes over), since greedy moves of long candidates
+make the tail longer.
 """
 
 from __future__ import annotations

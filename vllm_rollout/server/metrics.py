@@ -13,6 +13,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 
 from vllm_rollout.group.allocation import PromptAllocation
 from vllm_rollout.group.ledger import RewardStatus
+from vllm_rollout.group.load import EngineLoad
 from vllm_rollout.group.moving import MoveOutcome
 from vllm_rollout.group.rounds import ROUND_KINDS, Fate, RoundKind
 from vllm_rollout.group.types import STOP_STATES, Assessment, Ending, GroupResult, GroupStatus, HeldGroups, Signal
@@ -124,6 +125,14 @@ class Metrics:
             buckets=MOVE_BUCKETS_S,
             registry=registry,
         )
+        self._moving = gauge(
+            "moving_seconds", "That a rank spent on groups that leave and come, since it started.", "rank"
+        )
+        self._moved_with_kv = gauge("groups_moved_in_with_kv", "Groups that brought KV blocks along to a rank.", "rank")
+        self._kv_blocks = gauge("kv_blocks_moved_in", "KV blocks that a rank took over from others.", "rank")
+        self._kv_fallbacks = gauge(
+            "kv_move_fallbacks", "Groups whose KV a rank could not send or take over: it was computed again.", "rank"
+        )
         self._rounds = Counter(f"{PREFIX}rounds", "Rounds of runs that are over.", ["kind"], registry=registry)
         self._round_prompts = Counter(
             f"{PREFIX}round_prompts",
@@ -188,6 +197,17 @@ class Metrics:
         self._moves.labels(outcome).inc()
         if outcome == "moved":
             self._move_seconds.observe(seconds)
+
+    def ranks_moved(self, loads: Sequence[EngineLoad]) -> None:
+        """Set the gauges of each rank."""
+        for rank, load in enumerate(loads):
+            for gauge, value in (
+                (self._moving, load.moving_s),
+                (self._moved_with_kv, load.kv.num_groups),
+                (self._kv_blocks, load.kv.num_blocks),
+                (self._kv_fallbacks, load.kv.num_fallbacks),
+            ):
+                gauge.labels(str(rank)).set(value)
 
     def engine_sized(self, size: int) -> None:
         self._size.set(size)

@@ -128,6 +128,7 @@ class ShapingService:
         try:
             self._metrics.shape_reported(await self._engine.length_history([]), await self._engine.step_drift())
             self._metrics.groups_held(await self._engine.held_groups())
+            self._metrics.ranks_moved(await self._engine.engine_loads())
         except RequestError:  # the engine is dead, and says so elsewhere
             return
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm_rollout.group.transfer import TransferCost
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.options import FlagError, Options
 
@@ -49,6 +50,7 @@ def clock_of(options: Options, models: Sequence[str], longest: int) -> Clock:
         engine.block_size,
         options.migration,
         options.scale_down,
+        TransferCost.assumed(engine.kv_bytes_per_token / size, engine.block_size) if options.moves_kv else None,
     )
     warnings = []
     others = [model for model in models if _last_part(model) != _last_part(profile.model_name)]
@@ -94,5 +96,6 @@ def described(machine: Machine, source: dict[str, Any]) -> str:
     where = "An ideal machine without a profile" if machine.is_ideal else f"{source['model']} on {source['hardware']}"
     ranks = f", {machine.num_ranks} engines" if machine.num_ranks > 1 else ""
     slots = "all candidates at once" if machine.num_slots is None else f"{machine.num_slots:,} candidates at once"
-    moves = f", migration {machine.migration}, scale-down {machine.scale_down}" if machine.moves_groups else ""
+    kv = "" if machine.transfer is None else ", KV along"
+    moves = f", migration {machine.migration}, scale-down {machine.scale_down}{kv}" if machine.moves_groups else ""
     return f"{where}{ranks}, {slots}{moves}."

@@ -51,6 +51,13 @@ def simulate(
             "KV cache has room for the rest (RollPacker)."
         ),
     ] = "off",
+    move_kv: Annotated[
+        Literal["auto", "off"],
+        typer.Option(
+            help="KV of a group that moves. auto: with a profile it goes along, at a gigabyte a second. off: it "
+            "is computed again."
+        ),
+    ] = "auto",
     group_size: Annotated[
         int | None,
         typer.Option(min=1, help="Trajectories a trainer wants per prompt. Default: the recorded one, else 8."),
@@ -169,7 +176,7 @@ def simulate(
         options = Options(
             trace=trace, generate=generate, profile=profile, tensor_parallel_size=tensor_parallel_size,
             data_parallel_size=data_parallel_size, migration=migration, scale_down=scale_down,
-            group_size=group_size, max_num_seqs=max_num_seqs,
+            moves_kv=move_kv == "auto", group_size=group_size, max_num_seqs=max_num_seqs,
             kv_capacity_tokens=kv_capacity_tokens, settings=tuple(setting or ()), detection_length=detection_length,
             rounds=tuple(rounds or ()), message_delay_s=message_delay, whole_epochs=whole_epochs,
             prompts_per_step=prompts_per_step,

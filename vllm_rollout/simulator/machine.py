@@ -8,6 +8,7 @@ from typing import Literal
 from vllm_rollout.config import MAX_GROUP_SIZE
 from vllm_rollout.group.cost import CostModel, PTLCurve
 from vllm_rollout.group.migration import Migration
+from vllm_rollout.group.transfer import TransferCost
 
 SIMULATED_BLOCK_TOKENS = 16
 """KV block whose prompt tokens siblings share in a simulation: vLLM's default on GPUs."""
@@ -34,6 +35,8 @@ class Machine:
     """Whether groups move between ranks, and what for."""
     scale_down: ScaleDown = "off"
     """Whether half of the ranks are freed as soon as the others have room for the rest of the rollout."""
+    transfer: TransferCost | None = None
+    """Of KV that comes along with a group; None: its target computes it again."""
 
     def __post_init__(self) -> None:
         for name in ("num_ranks", "max_num_seqs", "kv_capacity_tokens", "block_size"):

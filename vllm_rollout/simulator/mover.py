@@ -55,6 +55,7 @@ class Mover:
                 kv_capacity_tokens=machine.kv_capacity_tokens,
                 max_num_seqs=machine.num_slots,
                 is_held=number in self._freed,
+                transfer=machine.transfer,
             )
             for number, rank in enumerate(self._ranks)
         ]

@@ -22,6 +22,7 @@ class Options:
     data_parallel_size: int = 1
     migration: Migration = "off"
     scale_down: ScaleDown = "off"
+    moves_kv: bool = True
     group_size: int | None = None
     max_num_seqs: int | None = None
     kv_capacity_tokens: int | None = None

@@ -57,6 +57,8 @@ class Runner:
     """The step at which it had, or would have had, no token yet. None: it does not run."""
     num_tokens: int = 0
     """Up to date when it does not run."""
+    num_behind_kv: float | None = None
+    """Tokens that it computes when it runs next, since the KV of the others has come along; None: all are computed."""
 
     @property
     def index(self) -> int:

@@ -76,6 +76,7 @@ class Rank:
         self._slots = machine.num_slots or inf
         self._kv_capacity = machine.kv_capacity_tokens or inf
         self._block_size = machine.block_size
+        self._transfer = machine.transfer
         self._group_steps = GroupSteps(judge)
         self._step = 0
         self._between_s = 0.0
@@ -113,7 +114,8 @@ class Rank:
         self._send(at_s, lambda: self._leave(group_id, deliver))
 
     def receive(self, departed: Departed, at_s: float) -> None:
-        """A group arrives from another rank; its candidates wait their turn, and what they have is computed again."""
+        """A group arrives from another rank; its candidates wait their turn. What they have is computed again, or comes
+        along."""
         self._send(at_s, lambda: self._join(departed))
 
     def loads_at(self, seconds: float) -> list[GroupLoad]:
@@ -203,7 +205,18 @@ class Rank:
         race, detached = departed
         self._races[detached.group_id] = race
         race.group = self._group_steps.attach(detached)
-        self._waiting.extend(race.candidates[index] for index in race.group.running)
+        arrived = [race.candidates[index] for index in race.group.running]
+        if self._transfer is not None:
+            self._take_over(race, arrived)
+        self._waiting.extend(arrived)
+
+    def _take_over(self, race: Race, arrived: Sequence[Runner]) -> None:
+        """KV comes along, and everybody here waits for it."""
+        num_tokens = race.prompt_tokens + sum(runner.num_tokens for runner in arrived)
+        num_computed = min(self._transfer.num_computed(len(arrived)), num_tokens)
+        for runner in arrived:
+            runner.num_behind_kv = num_computed / len(arrived)
+        self._spend((num_tokens - num_computed) * self._transfer.s_per_token)
 
     def _begin(self, seconds: float) -> None:
         if not self._running and not self._waiting:
@@ -265,14 +278,20 @@ class Rank:
             if self._running and not self._fits(prompt_tokens + runner.num_tokens):
                 break
             self._waiting.popleft()
-            num_siblings = race.num_holding
-            prefill_tokens += runner.num_tokens
-            prefill_tokens += computed_prompt_tokens(race.prompt_tokens, num_siblings + 1, self._block_size)
-            prefill_tokens -= computed_prompt_tokens(race.prompt_tokens, num_siblings, self._block_size)
+            prefill_tokens += self._computed_tokens(runner)
             num_admitted += 1
             self._start(runner)
         if num_admitted:
             self._spend(self._cost.step_prefill_s + prefill_tokens * self._cost.prefill_s_per_token)
+
+    def _computed_tokens(self, runner: Runner) -> float:
+        """What is computed when it starts or resumes."""
+        if runner.num_behind_kv is not None:
+            num_tokens, runner.num_behind_kv = runner.num_behind_kv, None
+            return num_tokens
+        prompt_tokens, num_siblings = runner.race.prompt_tokens, runner.race.num_holding
+        with_it = computed_prompt_tokens(prompt_tokens, num_siblings + 1, self._block_size)
+        return runner.num_tokens + with_it - computed_prompt_tokens(prompt_tokens, num_siblings, self._block_size)
 
     def _start(self, runner: Runner) -> None:
         race = runner.race

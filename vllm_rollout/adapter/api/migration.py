@@ -137,6 +137,7 @@ class EngineMigration(EngineShaping, EngineMoves):
             kv_capacity_tokens=self._client.vllm_config.cache_config.kv_cache_size_tokens,
             max_num_seqs=self._client.vllm_config.scheduler_config.max_num_seqs,
             is_held=load.is_held,
+            transfer=load.kv.transfer,
         )
 
 

@@ -150,10 +150,13 @@ class EngineMoves(EngineCalls):
         async with self._one_move:
             if route.rank == target:
                 return Move("stays", "it is there already")
-            started = time.monotonic()
+            source, started = route.rank, time.monotonic()
             async with route.moving():
                 move = await self._move_now(route, target)
-        self._client.rollout_metrics.group_moved(move.outcome, time.monotonic() - started)
+        seconds = time.monotonic() - started
+        self._client.rollout_metrics.group_moved(move.outcome, seconds)
+        if move.outcome == "moved":
+            logger.info("group %s moved from rank %d to %d in %.3f s", route.group_id, source, target, seconds)
         return move
 
     async def _move_now(self, route: GroupRoute, target: int) -> Move:

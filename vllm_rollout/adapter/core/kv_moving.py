@@ -10,6 +10,7 @@ Blocks that come take the place of free ones and are free again, as if the targe
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,8 @@ from vllm.v1.request import Request
 
 from vllm_rollout.adapter.options import RolloutOptions
 from vllm_rollout.adapter.parcel import KVBlocks, KVSegment
+from vllm_rollout.group.load import ArrivedKV
+from vllm_rollout.group.transfer import TransferCost
 
 if TYPE_CHECKING:
     from vllm_rollout.adapter.core.scheduler import GroupSchedulerMixin
@@ -35,9 +38,19 @@ class KVMoves:
         self._refusal = refusal(scheduler)
         self._shared: dict[str, list[KVSegment]] = {}
         """By group that has left: what its target may still read."""
+        self.num_groups_in = 0
+        """That came with blocks."""
         self.num_blocks_in = 0
         self.num_fallbacks = 0
         """Groups that the target computed, though there were blocks: they could not be sent or received."""
+        self._transfer = None if self._refusal is not None else _assumed_cost(scheduler)
+        self._has_failed = False
+        """The last group that came with blocks did not get them."""
+
+    @property
+    def arrived(self) -> ArrivedKV:
+        transfer = None if self._has_failed else self._transfer
+        return ArrivedKV(self.num_groups_in, self.num_blocks_in, self.num_fallbacks, transfer)
 
     def share(self, core: EngineCore, group_id: str, requests: Sequence[Request]) -> KVBlocks | None:
         """Copy what is left of the blocks of stopped requests to where another engine finds it."""
@@ -70,6 +83,7 @@ class KVMoves:
         if kv.num_resets != self._scheduler.num_cache_resets:
             self._fall_back(group_id, "a prefix cache was reset")
             return
+        started = time.perf_counter()
         cache = self._scheduler.kv_cache_manager
         held: list[Request] = []
         """Requests that have the blocks that were found or taken for them, until these are filled."""
@@ -87,10 +101,16 @@ class KVMoves:
         try:
             is_filled = self._fill(core, group_id, kv.segments, slot_of)
         finally:
+            self._has_failed = not is_filled
             if not is_filled:
                 cache.evict_blocks(set(slot_of))
             for request in held:
                 cache.free(request)
+        if is_filled and slot_of:
+            seconds = time.perf_counter() - started
+            self._transfer = self._transfer.after(len(slot_of) * self._scheduler.block_size, seconds)
+            self.num_groups_in += 1
+            self.num_blocks_in += len(slot_of)
         logger.info("group %s came with %d KV blocks", group_id, len(slot_of) if is_filled else 0)
 
     def _hold(self, request: Request, num_blocks: int) -> int | None:
@@ -121,12 +141,17 @@ class KVMoves:
         if reasons := [answer for answer in answers if answer is not None]:
             self._fall_back(group_id, reasons[0])
             return False
-        self.num_blocks_in += len(slot_of)
         return True
 
     def _fall_back(self, group_id: str, reason: str) -> None:
         self.num_fallbacks += 1
         logger.warning("group %s moves without its KV blocks, or some of them: %s", group_id, reason)
+
+
+def _assumed_cost(scheduler: GroupSchedulerMixin) -> TransferCost:
+    (group,) = scheduler.kv_cache_config.kv_cache_groups
+    num_bytes = len(group.layer_names) * group.kv_cache_spec.page_size_bytes
+    return TransferCost.assumed(num_bytes / scheduler.block_size, scheduler.block_size)
 
 
 def refusal(scheduler: GroupSchedulerMixin) -> str | None:

@@ -12,8 +12,9 @@ repeated with the same epoch changes nothing and is answered as before.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request, RequestStatus
@@ -32,6 +33,24 @@ ANY_WAVE = -1
 """Of an added request: where ranks step together, an idle one is woken by it."""
 
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _timed(method: Callable[Concatenate[GroupMoves, P], T]) -> Callable[Concatenate[GroupMoves, P], T]:
+    """Count its seconds: no candidate of this engine core goes on meanwhile."""
+
+    @wraps(method)
+    def timed(self: GroupMoves, *args: P.args, **kwargs: P.kwargs) -> T:
+        started = time.perf_counter()
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            self.seconds += time.perf_counter() - started
+
+    return timed
+
+
 class GroupMoves:
     """The moves of one engine core."""
 
@@ -48,10 +67,13 @@ class GroupMoves:
         """This engine core is kept empty."""
         self.num_in = 0
         self.num_out = 0
+        self.seconds = 0.0
+        """Spent on moves."""
 
     def hold(self, held: bool) -> None:
         self.is_held = held
 
+    @_timed
     def release(self, core: EngineCore, wanted: GroupToRelease) -> Released:
         group_id = wanted.group_id
         if group_id in self._released:
@@ -77,6 +99,7 @@ class GroupMoves:
         self._released[group_id] = wanted.epoch, answer
         return answer
 
+    @_timed
     def keep(self, core: EngineCore, wanted: GroupToRelease) -> None:
         epoch, answer = self._released.get(wanted.group_id, (None, None))
         if epoch == wanted.epoch:
@@ -86,6 +109,7 @@ class GroupMoves:
         elif (candidates := self._stopped.pop(wanted.group_id, None)) is not None:
             queue_again(self._scheduler, [candidate.request for candidate in candidates])
 
+    @_timed
     def adopt(self, core: EngineCore, wanted: GroupToAdopt) -> None:
         if self._adopted.get(wanted.group_id) == wanted.epoch:
             return
@@ -96,6 +120,7 @@ class GroupMoves:
         self._adopted[wanted.group_id] = wanted.epoch
         self.num_in += 1
 
+    @_timed
     def confirm(self, core: EngineCore, wanted: GroupToRelease) -> None:
         if self._released.get(wanted.group_id, (None, None))[0] == wanted.epoch:
             del self._released[wanted.group_id]

@@ -84,6 +84,8 @@ class GroupSchedulerMixin:
             moves.num_in,
             moves.num_out,
             groups,
+            moves.seconds,
+            moves.kv.arrived,
         )
 
     def cancel_groups(self, group_ids: Iterable[str]) -> None:

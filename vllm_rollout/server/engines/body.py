@@ -47,6 +47,16 @@ class EngineAnswer(BaseModel):
     num_moved_in: int
     """Groups that came from other ranks."""
     num_moved_out: int
+    moving_s: float
+    """Seconds that the rank spent on groups that leave and come, between two steps."""
+    num_moved_in_with_kv: int
+    """Groups that brought KV blocks along."""
+    num_kv_blocks_in: int
+    """Those that were taken over."""
+    num_kv_fallbacks: int
+    """Groups whose KV blocks could not be sent or taken over: they were computed again."""
+    kv_seconds_per_token: float | None
+    """What taking over costs, moving average; null where no KV comes along."""
 
     @classmethod
     def of(cls, rank: int, load: EngineLoad) -> EngineAnswer:
@@ -60,6 +70,11 @@ class EngineAnswer(BaseModel):
             num_preemptions=load.num_preemptions,
             num_moved_in=load.num_moved_in,
             num_moved_out=load.num_moved_out,
+            moving_s=load.moving_s,
+            num_moved_in_with_kv=load.kv.num_groups,
+            num_kv_blocks_in=load.kv.num_blocks,
+            num_kv_fallbacks=load.kv.num_fallbacks,
+            kv_seconds_per_token=None if load.kv.transfer is None else load.kv.transfer.s_per_token,
         )
 
 
