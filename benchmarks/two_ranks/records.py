@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from statistics import median
 from typing import NamedTuple
 
@@ -154,7 +154,7 @@ def _windows(step: Step) -> list[_Window]:
     windows: list[_Window] = []
     moved = iter(step.moved)
     for before, after in pairwise(step.looks):
-        for group, _ in zip(moved, range(after.num_moved - before.num_moved), strict=False):
+        for group in islice(moved, after.num_moved - before.num_moved):
             start = before.at_s - group.seconds
             if windows and start - windows[-1].end < WINDOW_S:
                 windows[-1].moved.append(group)

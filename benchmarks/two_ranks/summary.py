@@ -57,7 +57,7 @@ def tables(result: Row) -> str:
     its = result["workload"]
     ways = result["ways"]
     steps = grid(
-        f"{its['short']} + {its['long']} prompts x {its['group_size']}, two ranks, medians of {its['repeats']} steps",
+        f"{its['prompts']} candidates on two ranks, medians of {its['repeats']} steps",
         ["", "s", "× off", "freed rank-s", "more than off", "freed share", "moves", "longest move, s", "other answers"],
         [
             [
