@@ -1,8 +1,8 @@
 """What consolidating a heavy tail on one of two ranks frees, and what its moves cost: `python -m benchmarks.two_ranks`.
 
 A step is one rollout of single candidates over the two data-parallel ranks of a server on a CPU, a core each. Lengths
-are forced, by a request per prompt with `ignore_eos` and `max_tokens`, and log-normal with a cap; placed in turn. Five
-ways take turns, who begins rotates:
+are forced, by a request per prompt with `ignore_eos` and `max_tokens`: quantiles of a log-normal distribution with a
+cap, in an order of chance; candidates are placed in turn. Five ways take turns, who begins rotates:
 
 off                groups stay where they were placed
 recompute          "migration": "consolidate", and the target computes what comes again (--rollout-move-kv off)
@@ -12,8 +12,8 @@ drained-kv         the same, and KV blocks come along
 
 The first three are what the rule does, the last two the same move with and without KV, whether it pays or not. Two
 servers, one with KV and one without, are alive all the time (one is idle); `off` runs on the one and the other in turn.
-Lengths and seeds are a repeat's own, the same in every way. The profile is made first, by one engine alone on one core,
-in the same minutes.
+The order of lengths and the seeds are a repeat's own, the same in every way. The profile is made first unless there is
+one, by one engine alone on one core; it should be of the same hour, and of a quiet one.
 
 Measured by the client: every candidate streams token by token, and `GET /v1/engines` is asked every 50 ms. A rank is
 free from when it is first seen empty for good until the end of the step. A candidate loses what pauses around a move
@@ -34,13 +34,15 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
-from math import log
+from math import exp, log
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any, Literal, NamedTuple, get_args
 
 from rich.console import Console
 
 from benchmarks.common import ROOT, record_of_run, server_process, write_json
+from benchmarks.two_ranks.picture import draw
 from benchmarks.two_ranks.records import LOOK_S, Step, consolidations, decoding_lost_share
 from benchmarks.two_ranks.summary import summarize, tables
 from benchmarks.two_ranks.watch import Watch
@@ -53,6 +55,7 @@ from vllm_rollout.process import ServerProcess, exit_on_sigterm, log_folder, run
 from vllm_rollout.profiling.profile_file import Profile
 
 OUTPUT = ROOT / "benchmarks/results/two_ranks.json"
+PICTURE = ROOT / "docs/two_ranks.png"
 PROFILE = ROOT / "benchmarks/results/two_ranks_profile.json"
 Server = Literal["recompute", "kv"]
 Way = Literal["off", "recompute", "kv", "drained-recompute", "drained-kv"]
@@ -80,7 +83,8 @@ def main() -> None:
     its = vars(arguments)
     sizes = {name: its[name] for name in ("model", "prompts", "median", "sigma", "max_tokens", "repeats")}
     begun = record_of_run(seed=arguments.seed, workload={"conditions": __doc__, **sizes, "flags": _flags(arguments)})
-    _make_profile(arguments)
+    if not arguments.profile.exists():
+        _make_profile(arguments)
     cost = Profile.read(arguments.profile).cost()
     with ExitStack() as stack:
         folder = stack.enter_context(log_folder())
@@ -90,6 +94,7 @@ def main() -> None:
         rows = asyncio.run(_measure(Bench(arguments, cost, servers, console)))
     result = {**begun, "ways": summarize(rows), "steps": rows}
     write_json(arguments.output, result)
+    draw(result, arguments.picture)
     print(tables(result))
 
 
@@ -150,9 +155,10 @@ async def _step(bench: Bench, server: ServerProcess, way: Way, repeat: int) -> S
 def _requests(arguments: argparse.Namespace, repeat: int, migration: Migration) -> list[dict[str, Any]]:
     """The same for a repeat, in every way."""
     chance = random.Random(arguments.seed + 1000 * repeat)
+    lengths = _lengths(arguments)
+    chance.shuffle(lengths)
     requests = []
-    for number, question in enumerate(chance.sample((*SHORT, *LONG), arguments.prompts)):
-        length = min(arguments.max_tokens, max(2, round(chance.lognormvariate(log(arguments.median), arguments.sigma))))
+    for number, (question, length) in enumerate(zip((*SHORT, *LONG), lengths, strict=False)):
         prompt = {"id": f"{repeat}-{number}", "messages": [{"role": "user", "content": question}]}
         sampling = {"temperature": 1.0, "max_tokens": length, "ignore_eos": True, "seed": chance.randrange(1 << 30)}
         requests.append(
@@ -165,6 +171,11 @@ def _requests(arguments: argparse.Namespace, repeat: int, migration: Migration) 
             }
         )
     return requests
+
+
+def _lengths(arguments: argparse.Namespace) -> list[int]:
+    normal, num = NormalDist(log(arguments.median), arguments.sigma), arguments.prompts
+    return [min(arguments.max_tokens, max(2, round(exp(normal.inv_cdf((n + 0.5) / num))))) for n in range(num)]
 
 
 async def _warm_up(server: ServerProcess, arguments: argparse.Namespace) -> None:
@@ -207,10 +218,11 @@ def _parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     add("--model", default=DEFAULT_MODEL, help="default %(default)s")
     add("--prompts", type=int, default=16, help="of a step, one candidate each (default %(default)s)")
     add("--median", type=float, default=40, help="of lengths, in tokens (default %(default)s)")
-    add("--sigma", type=float, default=1.4, help="deviation of log lengths (default %(default)s)")
+    add("--sigma", type=float, default=1.1, help="deviation of log lengths (default %(default)s)")
     add("--max-tokens", type=int, default=256, help="cap of lengths (default %(default)s)")
     add("--repeats", type=int, default=5, help="of every way (default %(default)s)")
     add("--seed", type=int, default=0, help="repeat r has this + 1000 r (default %(default)s)")
-    add("--profile", type=Path, default=PROFILE, help="where the profile goes (default %(default)s)")
+    add("--profile", type=Path, default=PROFILE, help="made there if there is none (default %(default)s)")
     add("--output", type=Path, default=OUTPUT)
+    add("--picture", type=Path, default=PICTURE)
     return parser.parse_args(given)
