@@ -157,6 +157,19 @@ def test_a_tensor_parallel_size_that_was_not_profiled_is_an_error(run, profile, 
     assert "cannot read the profile" in nothing.output
 
 
+def test_kv_comes_along_with_a_profile_unless_told_otherwise(run, profile):
+    flags = ["--data-parallel-size", 2, "--setting", "redundancy=0", "--migration", "consolidate"]
+
+    def says_so(*more):
+        result = run(RECORDED, *flags, *more)
+        assert result.exit_code == 0, result.output
+        return "migration consolidate, scale-down off, KV along." in " ".join(result.output.split())
+
+    assert says_so("--profile", profile(1))
+    assert not says_so("--profile", profile(1), "--move-kv", "off")
+    assert not says_so()
+
+
 def test_groups_that_move_stand_beside_groups_that_stay(run, tmp_path):
     flags = ["--data-parallel-size", 4, "--setting", "redundancy=2"]
     result = run(RECORDED, *flags, "--migration", "consolidate", "--scale-down", "auto")
