@@ -62,7 +62,6 @@ Way = Literal["off", "recompute", "kv", "drained-recompute", "drained-kv"]
 WAYS: tuple[Way, ...] = get_args(Way)
 MOVE_KV: dict[Server, str] = {"recompute": "off", "kv": "auto"}
 BLOCK_SIZE = 32
-WARM_UP_TOKENS = 48
 NUM_LEFT_AT_DRAIN = 4
 SERVER_OF: dict[Way, Server] = {
     "recompute": "recompute", "kv": "kv", "drained-recompute": "recompute", "drained-kv": "kv",
@@ -128,8 +127,7 @@ def _on_cores(cores: str) -> dict[str, str]:
 
 async def _measure(bench: Bench) -> list[dict[str, Any]]:
     rows = []
-    for server in bench.servers.values():
-        await _warm_up(server, bench.arguments)
+    await asyncio.gather(*(_warm_up(server, bench.arguments) for server in bench.servers.values()))
     for repeat in range(bench.arguments.repeats):
         said: dict[Way, Step] = {}
         start = repeat % len(WAYS)
@@ -179,10 +177,8 @@ def _lengths(arguments: argparse.Namespace) -> list[int]:
 
 
 async def _warm_up(server: ServerProcess, arguments: argparse.Namespace) -> None:
-    """Moves in both directions."""
+    """A step with moves in both directions: lengths and transfers are known to the first one that counts, too."""
     requests = _requests(arguments, -1, "off")
-    for request in requests:
-        request["sampling"]["max_tokens"] = WARM_UP_TOKENS
     async with AsyncRolloutClient(server.url) as client:
         rollouts = [asyncio.create_task(client.rollout(**request)) for request in requests]
         while not all(engine.num_running for engine in await client.engines()):
@@ -202,6 +198,7 @@ def _row(step: Step, cost: CostModel) -> dict[str, Any]:
         "num_moves": len(step.moved),
         "longest_move_s": max((group.seconds for group in step.moved), default=0.0),
         "moving_s": step.moving_s,
+        "kv_s_per_token": [transfer and transfer.s_per_token for transfer in step.looks[-1].transfers],
         "decoding_lost_share": decoding_lost_share(step),
         "consolidations": [asdict(found) for found in consolidations(step, cost)],
         "lengths": {"/".join(map(str, candidate)): len(ids) for candidate, ids in sorted(step.token_ids.items())},
