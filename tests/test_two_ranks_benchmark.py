@@ -1,8 +1,18 @@
 """What the benchmark of two ranks works out of what a client sees, on a step by hand."""
 
+from dataclasses import replace
+
 import pytest
 
-from benchmarks.two_ranks.records import Look, MovedGroup, Step, consolidations, decoding_lost_share, standstill_s
+from benchmarks.two_ranks.records import (
+    Look,
+    MovedGroup,
+    Step,
+    consolidations,
+    decoding_lost_share,
+    standstill_s,
+    undisturbed_lost_s,
+)
 from benchmarks.two_ranks.summary import summarize, tables
 from vllm_rollout.group.cost import CostModel, PTLCurve
 from vllm_rollout.group.transfer import TransferCost
@@ -75,6 +85,12 @@ def test_a_consolidation_has_what_it_cost_and_what_was_predicted(transfer, predi
     assert found.moved_lost_s == pytest.approx(1.5)
 
 
+def test_noise_is_what_is_lost_in_the_middle():
+    its = step()
+    assert undisturbed_lost_s(its) == pytest.approx((1.0 + 1.5) / 2)
+    assert undisturbed_lost_s(replace(its, started_s=7.5)) == pytest.approx(0.0)
+
+
 def test_decoding_lost_is_a_share_of_what_all_candidates_spent():
     spent = (15.0 - 10) + (14.5 - 10) + (11.5 - 10)
     assert decoding_lost_share(step()) == pytest.approx((1.0 + 1.5) / spent, rel=0.02)
@@ -87,6 +103,7 @@ def test_ways_are_compared_within_a_repeat():
             "freed_rank_s": freed, "num_moves": len(found), "longest_move_s": 0.2 * len(found),
             "moving_s": 0.1 * len(found), "decoding_lost_share": 0.01, "num_other_answers": 0,
             "consolidations": list(found),
+            "undisturbed_lost_s": None if found else 0.02,
         }  # fmt: skip
 
     cost = {"kv_tokens": 100, "moved_lost_s": 0.4, "sibling_lost_s": 0.2, "predicted_s": 0.1}
@@ -101,4 +118,5 @@ def test_ways_are_compared_within_a_repeat():
     assert ways["off"]["sibling_lost_s"] is None
     shown = tables({"workload": {"prompts": 16, "repeats": 3}, "ways": ways})
     assert "| off | 20.00 | 1.000 |" in shown
-    assert len(shown.splitlines()) == 6 + 1 + 5
+    assert len(shown.splitlines()) == 6 + 1 + 5 + 2
+    assert shown.endswith("seems to lose 0.020 s in half a second.")

@@ -127,6 +127,14 @@ def decoding_lost_share(step: Step) -> float:
     return lost / sum(times[-1] - step.started_s for times in step.arrivals.values())
 
 
+def undisturbed_lost_s(step: Step) -> float:
+    """What a median candidate seems to lose where nothing moves, in the middle of a step: the noise of the machine."""
+    middle = step.started_s + step.seconds / 2
+    window = (middle - WINDOW_S / 2, middle + WINDOW_S / 2)
+    running = [times for times in step.arrivals.values() if times[0] < window[0] and times[-1] > window[1]]
+    return _median(standstill_s(times, *window) for times in running) or 0.0
+
+
 def standstill_s(times: Sequence[float], start: float, end: float) -> float:
     """What the pauses of a candidate that touch a window are longer than its usual ones, as far as they stand out."""
     pauses = list(pairwise(times))

@@ -43,7 +43,7 @@ from rich.console import Console
 
 from benchmarks.common import ROOT, record_of_run, server_process, write_json
 from benchmarks.two_ranks.picture import draw
-from benchmarks.two_ranks.records import LOOK_S, Step, consolidations, decoding_lost_share
+from benchmarks.two_ranks.records import LOOK_S, Step, consolidations, decoding_lost_share, undisturbed_lost_s
 from benchmarks.two_ranks.summary import summarize, tables
 from benchmarks.two_ranks.watch import Watch
 from vllm_rollout.client.client import AsyncRolloutClient
@@ -200,6 +200,7 @@ def _row(step: Step, cost: CostModel) -> dict[str, Any]:
         "moving_s": step.moving_s,
         "kv_s_per_token": [transfer and transfer.s_per_token for transfer in step.looks[-1].transfers],
         "decoding_lost_share": decoding_lost_share(step),
+        "undisturbed_lost_s": None if step.moved else undisturbed_lost_s(step),
         "consolidations": [asdict(found) for found in consolidations(step, cost)],
         "lengths": {"/".join(map(str, candidate)): len(ids) for candidate, ids in sorted(step.token_ids.items())},
     }

@@ -41,6 +41,7 @@ def _summary(rows: Sequence[Row], stayed: dict[int, Row]) -> Row:
         "decoding_lost_share": middle(lambda row: row["decoding_lost_share"]),
         "num_other_answers": sum(row["num_other_answers"] for row in rows),
         "kv_tokens": _median(each["kv_tokens"] for each in found),
+        "undisturbed_lost_s": _median(row["undisturbed_lost_s"] for row in rows if row["num_moves"] == 0),
         "moved_lost_s": _median(each["moved_lost_s"] for each in found),
         "sibling_lost_s": _median(each["sibling_lost_s"] for each in with_siblings),
         "predicted_s": _median(each["predicted_s"] for each in found),
@@ -86,7 +87,8 @@ def tables(result: Row) -> str:
             if row["num_consolidations"]
         ],
     )  # fmt: skip
-    return f"{steps}\n\n{moves}"
+    noise = _told(ways["off"]["undisturbed_lost_s"])
+    return f"{steps}\n\n{moves}\n\nWhere nothing moves, the median candidate seems to lose {noise} s in half a second."
 
 
 def _told(value: float | None) -> str:
