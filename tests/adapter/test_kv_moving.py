@@ -73,7 +73,7 @@ def test_a_transfer_that_fails_has_no_price_until_one_succeeds(new_ranks):
     ranks.until(second, NUM_TOKENS)
     released = ranks.release("g", 0)
     (segment,) = Parcel.decode(released.parcel).kv.segments
-    ranks.cores[0].kv.shared_kv.drop(segment.name)
+    ranks.cores[0].kv.rollout_drop_kv([segment])
     ranks.cores[1].adopt("g", released.parcel)
     ranks.cores[0].confirm("g")
     target = ranks.runs[1].scheduler.moves.kv
