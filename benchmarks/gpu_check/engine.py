@@ -10,7 +10,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -125,6 +126,25 @@ class Engine:
     def sleep_and_wake(self) -> None:
         self._do("sleep_and_wake")
 
+    def begin(self, group: str, prompt: list[int], sampling: list[dict[str, Any]]) -> None:
+        """Add a group that may move; `moving_jobs.py` says what these answer."""
+        self._do("begin", group, prompt, sampling)
+
+    def until(self, group: str, num_tokens: int) -> float:
+        return self._do("until", group, num_tokens)
+
+    def release(self, group: str) -> dict[str, Any]:
+        return self._do("release", group)
+
+    def adopt(self, group: str, parcel: str, with_kv: bool) -> dict[str, Any]:
+        return self._do("adopt", group, parcel, with_kv)
+
+    def confirm(self, group: str) -> None:
+        self._do("confirm", group)
+
+    def end(self, group: str) -> dict[str, list[int]]:
+        return self._do("end", group)
+
     def _do(self, job: str, *arguments: Any) -> Any:
         print(json.dumps([job, *arguments]), file=self._process.stdin, flush=True)
         return self._answer()
@@ -156,6 +176,12 @@ class Engines:
         """Use it in a `with` block."""
         self._num_started += 1
         return Engine(settings, self.model(settings.model), self.folder / f"engine{self._num_started}.log")
+
+    @contextmanager
+    def start_pair(self, settings: Settings) -> Iterator[tuple[Engine, Engine]]:
+        """Two engines at once, on the same device."""
+        with self.start(settings) as first, self.start(settings) as second:
+            yield first, second
 
     def model(self, name: str) -> Path:
         path = self.folder / name

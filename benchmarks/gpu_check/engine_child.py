@@ -13,6 +13,7 @@ import torch
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
+from benchmarks.gpu_check.moving_jobs import MovingJobs
 from vllm_rollout.adapter.api.serve import SCHEDULER_CLS, WORKER_CLS
 from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, CandidateTag, EndingNote
 from vllm_rollout.config import OUTPUT_INTERVAL_TOKENS, QUALITY_HEAD_HIDDEN
@@ -24,7 +25,7 @@ from vllm_rollout.tracker.tracker import PublishedHead
 STOP_TOKEN = 6
 
 
-class Child:
+class Child(MovingJobs):
     """An engine and what its worker showed of every candidate."""
 
     def __init__(self, settings: dict[str, Any], model: str) -> None:

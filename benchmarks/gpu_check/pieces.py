@@ -57,6 +57,10 @@ PIECES: dict[str, Piece] = {
     "graphs": Piece("equal", "scores are equal under full graphs and eager", True),
     "runner_loops": Piece("equal", "V1 sync, V1 async and V2 observe what log probabilities say", True),
     "sleep": Piece("equal", "an engine that slept observes and scores as before", True),
+    "move_tokens": Piece(
+        "moves", "a group that moves by CUDA IPC to another engine says what it would have said", True
+    ),
+    "move_8b": Piece("moves", "seconds of a move by CUDA IPC and by recompute, by context length", True),
     "sync_check": Piece("strict", "vLLM's check for host synchronisation, as error, finds none", True),
     "jit_monitor": Piece("strict", "vLLM's monitor of compilation, as error, sees none in a step", True),
     "overhead_256": Piece("cost", "throughput against stock vLLM at 256 sequences", True),

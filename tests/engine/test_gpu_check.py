@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,20 @@ class OneEngine(Engines):
 
     def __init__(self) -> None:
         super().__init__("cpu")
-        settings = Settings(
+        self.settings = Settings(
             model="8b", options=SMALL, environment={"VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1"}
         )
-        self.engine: Engine = self._stack.enter_context(super().start(settings))
+        self.engine: Engine = self._stack.enter_context(super().start(self.settings))
         self.asked: list[Settings] = []
+
+    @cached_property
+    def second(self) -> Engine:
+        """Where groups move to."""
+        return self._stack.enter_context(Engines.start(self, self.settings))
+
+    def start_pair(self, settings: Settings) -> Any:
+        self.start(settings)
+        return nullcontext((self.engine, self.second))
 
     def start(self, settings: Settings) -> Any:
         assert set(settings.options) <= KNOWN_OPTIONS, settings

@@ -1,0 +1,108 @@
+"""Jobs of an engine whose groups move to another one.
+
+Invariant: they go past vLLM's front end, so that nobody waits for what another engine will say; what candidates say is
+taken from the engine core's outputs.
+"""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections import defaultdict
+from dataclasses import replace
+from typing import Any
+
+from vllm import SamplingParams
+from vllm.v1.engine import EngineCoreRequest
+
+from vllm_rollout.adapter.call_table import GroupToAdopt, GroupToRelease
+from vllm_rollout.adapter.parcel import Parcel
+from vllm_rollout.adapter.wire import CandidateTag
+from vllm_rollout.config import OUTPUT_INTERVAL_TOKENS
+
+EPOCH = 1
+"""A group moves once."""
+
+
+class MovingJobs:
+    """Mixed into a child; `self.llm` holds the engine in this process."""
+
+    llm: Any
+
+    def begin(self, group: str, prompt: list[int], sampling: list[dict[str, Any]]) -> None:
+        """Add a group of one candidate per sampling."""
+        self._said: dict[str, list[int]] = defaultdict(list)
+        for index, fields in enumerate(sampling):
+            tag = CandidateTag(group, index, len(sampling), len(sampling), False, OUTPUT_INTERVAL_TOKENS, None)
+            params = SamplingParams(**fields, ignore_eos=True, detokenize=False, extra_args=tag.to_extra_args())
+            request = EngineCoreRequest(f"{group}-{index}", prompt, None, params, None, time.time(), None, None, None)
+            self._core.add_request(*self._core.preprocess_add_request(request))
+
+    def until(self, group: str, num_tokens: int) -> float:
+        """Step until every candidate has so many; the seconds of one step."""
+        started, num_steps = time.perf_counter(), 0
+        while min(self._lengths(group)) < num_tokens:
+            self._step()
+            num_steps += 1
+        return (time.perf_counter() - started) / max(1, num_steps)
+
+    def release(self, group: str) -> dict[str, Any]:
+        moves, wanted = self._core.scheduler.moves, GroupToRelease(group, EPOCH)
+        started = time.perf_counter()
+        while (released := moves.release(self._core, wanted)).outcome == "in_flight":
+            self._step()
+        seconds = time.perf_counter() - started
+        kv = Parcel.decode(released.parcel).kv
+        return {
+            "parcel": base64.b64encode(released.parcel).decode(),
+            "release_s": seconds,
+            "ways": [] if kv is None else [segment.way for segment in kv.segments],
+            "num_blocks": 0 if kv is None else kv.segments[0].num_blocks,
+            "said": self._said_of(group),
+        }
+
+    def adopt(self, group: str, parcel: str, with_kv: bool) -> dict[str, Any]:
+        """Take a group up; the seconds until it is here, and until all of its candidates have their next token."""
+        content = base64.b64decode(parcel)
+        if not with_kv:
+            content = replace(Parcel.decode(content), kv=None).encode()
+        self._said = defaultdict(list)
+        moves = self._core.scheduler.moves
+        num_before = moves.kv.num_blocks_in
+        started = time.perf_counter()
+        moves.adopt(self._core, GroupToAdopt(group, EPOCH, content))
+        adopted = time.perf_counter()
+        self.until(group, min(self._lengths(group)) + 1)
+        return {
+            "adopt_s": adopted - started,
+            "first_token_s": time.perf_counter() - started,
+            "num_blocks_in": moves.kv.num_blocks_in - num_before,
+        }
+
+    def confirm(self, group: str) -> None:
+        self._core.scheduler.moves.confirm(self._core, GroupToRelease(group, EPOCH))
+
+    def end(self, group: str) -> dict[str, list[int]]:
+        """Run to the end; what each candidate has said here."""
+        while self._core.scheduler.has_requests():
+            self._step()
+        self.llm.reset_prefix_cache()
+        return self._said_of(group)
+
+    @property
+    def _core(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core
+
+    def _step(self) -> None:
+        outputs, executed = self._core.step_fn()
+        self._core.post_step(model_executed=executed)
+        for each in (outputs or {}).values():
+            for output in each.outputs:
+                self._said[output.request_id] += output.new_token_ids
+
+    def _lengths(self, group: str) -> list[int]:
+        requests = self._core.scheduler.requests
+        return [request.num_output_tokens for id, request in requests.items() if id.startswith(f"{group}-")]
+
+    def _said_of(self, group: str) -> dict[str, list[int]]:
+        return {id: tokens for id, tokens in self._said.items() if id.startswith(f"{group}-")}
