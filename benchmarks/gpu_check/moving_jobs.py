@@ -10,6 +10,7 @@ import base64
 import time
 from collections import defaultdict
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from vllm import SamplingParams
@@ -29,9 +30,13 @@ class MovingJobs:
 
     llm: Any
 
+    @cached_property
+    def _said(self) -> dict[str, list[int]]:
+        """By request."""
+        return defaultdict(list)
+
     def begin(self, group: str, prompt: list[int], sampling: list[dict[str, Any]]) -> None:
         """Add a group of one candidate per sampling."""
-        self._said: dict[str, list[int]] = defaultdict(list)
         for index, fields in enumerate(sampling):
             tag = CandidateTag(group, index, len(sampling), len(sampling), False, OUTPUT_INTERVAL_TOKENS, None)
             params = SamplingParams(**fields, ignore_eos=True, detokenize=False, extra_args=tag.to_extra_args())
@@ -66,7 +71,6 @@ class MovingJobs:
         content = base64.b64decode(parcel)
         if not with_kv:
             content = replace(Parcel.decode(content), kv=None).encode()
-        self._said = defaultdict(list)
         moves = self._core.scheduler.moves
         num_before = moves.kv.num_blocks_in
         started = time.perf_counter()

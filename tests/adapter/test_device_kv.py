@@ -90,6 +90,19 @@ def test_segments_that_are_lent_at_once_have_buffers_of_their_own(pair):
     source.assert_holds_only_a_spare()
 
 
+def test_a_larger_segment_gets_a_larger_buffer(pair, monkeypatch):
+    monkeypatch.setattr(device_kv, "GRANULE_BYTES", 64)
+    source, target = pair
+    source.kv.drop(source.kv.share([1]).name)
+    segment = source.kv.share([7, 6, 5, 4])
+    (buffer,) = source.runtime.allocated.values()
+    assert len(buffer) == 128  # a stamp of 16 and 4 * (12 + 16), in whole granules
+    target.kv.fetch(segment, [0, 1, 2, 3], [0, 1, 2, 3])
+    assert torch.equal(target.layers[0][:4], source.layers[0][[7, 6, 5, 4]])
+    source.kv.drop(segment.name)
+    source.assert_holds_only_a_spare()
+
+
 def test_a_large_buffer_is_not_kept(monkeypatch, pair):
     monkeypatch.setattr(device_kv, "SPARE_BYTES", GRANULE_BYTES - 1)
     source, _ = pair
@@ -161,6 +174,7 @@ def test_what_cannot_come_is_refused(pair, monkeypatch):
 def test_whatever_fails_nothing_is_left_behind(pair, end, error, function, nth):
     source, target = pair
     pair[end].runtime.fails = {function: (nth, error)}
+    segment = None
     try:
         segment = source.kv.share([1, 2])
         target.kv.fetch(segment, [1], [0])
@@ -168,6 +182,7 @@ def test_whatever_fails_nothing_is_left_behind(pair, end, error, function, nth):
         source.kv.drop(segment.name)
     except KV_FAILURES:
         has_failed = True
+        assert set(source.kv._lent) == ({segment.name} if segment else set())
         for name in list(source.kv._lent):
             source.kv.drop(name)
     asked = pair[end].runtime.calls[function]

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,6 +33,15 @@ def v2_server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iter
     log = tmp_path_factory.mktemp("v2") / "server.log"
     flags = ("--max-model-len", "512", "--data-parallel-size", "2", "--api-server-count", "1", "--dtype", "float32")
     server = Server(serve_command(tiny_model, *flags, "--max-num-seqs", "8", "--enforce-eager"), log, **V2)
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def nixl_server(default_model: str, tmp_path: Path) -> Iterator[Server]:
+    flags = ("--max-model-len", "1024", "--data-parallel-size", "2", "--api-server-count", "1", "--dtype", "float32")
+    command = serve_command(default_model, *flags, "--enforce-eager", "--rollout-move-kv", "nixl")
+    server = Server(command, tmp_path / "server.log", UCX_TLS="tcp")
     yield server
     server.stop()
 
@@ -112,6 +122,18 @@ def test_model_runner_v2_goes_on_too(v2_server: Server, sampling: dict[str, Any]
         assert after["token_ids"] == before["token_ids"]
         assert after["logprobs"] == pytest.approx(before["logprobs"], abs=1e-3)
         assert after["mean_confidence"] == pytest.approx(before["mean_confidence"], rel=1e-3)
+
+
+def test_blocks_that_move_by_nixl_over_tcp_arrive_whole(nixl_server: Server) -> None:
+    """As between two hosts without RDMA."""
+    sampling = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": 1.0, "seed": 5}
+    moved = rollout(nixl_server, after=40, sampling=sampling)
+    unmoved = rollout(nixl_server, sampling=sampling)
+    assert moved["moves"][0]["num_moved"] == 1
+    assert nums_of_blocks(nixl_server)[-1] >= 3
+    assert "KV blocks of groups that move go by: nixl" in nixl_server.log.read_text()
+    for index in range(3):
+        assert moved["trajectories"][index]["token_ids"] == unmoved["trajectories"][index]["token_ids"]
 
 
 def test_scores_stop_strings_and_text_go_on(server: Server) -> None:
