@@ -30,9 +30,10 @@ def move_tokens(engines: Engines) -> Result:
         with engines.start_pair(settings) as (source, target):
             sampling = [{**fields, "max_tokens": NUM_BEFORE + NUM_AFTER} for fields in SAMPLING]
             prompt = prompt_of(1, 150)
-            source.begin("stays", prompt, sampling)
-            expected = in_order(source.end("stays"))
-            target.end("stays")
+            stays = f"{name}, stays"
+            source.begin(stays, prompt, sampling)
+            expected = in_order(source.end(stays))
+            target.end(stays)
             for with_kv in (True, False):
                 group = f"{name}, {'with' if with_kv else 'without'} KV"
                 moved = move(source, target, group, prompt, sampling, with_kv)

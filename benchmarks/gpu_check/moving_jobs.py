@@ -109,4 +109,5 @@ class MovingJobs:
         return [request.num_output_tokens for id, request in requests.items() if id.startswith(f"{group}-")]
 
     def _said_of(self, group: str) -> dict[str, list[int]]:
-        return {id: tokens for id, tokens in self._said.items() if id.startswith(f"{group}-")}
+        """It is handed over, and no longer here."""
+        return {id: self._said.pop(id) for id in list(self._said) if id.startswith(f"{group}-")}

@@ -59,12 +59,12 @@ class Core:
 class Ranks:
     """Two engine cores whose models say the same of the same request."""
 
-    def __init__(self, new_run: Any, **kwargs: Any) -> None:
+    def __init__(self, new_run: Any, core_cls: type[Core] = Core, **kwargs: Any) -> None:
         self.runs = [new_run(**kwargs), new_run(**kwargs)]
         first, second = self.runs
         for name in ("requests", "scripts", "_lengths", "_detection_lengths", "logits", "num_sampled", "outputs"):
             setattr(second, name, getattr(first, name))
-        self.cores = [Core(run) for run in self.runs]
+        self.cores = [core_cls(run) for run in self.runs]
 
     def step(self) -> bool:
         return sum(run.step() for run in self.runs) > 0
