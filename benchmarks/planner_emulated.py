@@ -31,7 +31,7 @@ from rich.console import Console
 
 from benchmarks.common import ROOT, record_of_run, server_process, write_json
 from benchmarks.rounds_emulated.workload import FIRST_SEED, EmulatedDataSet, Workload
-from benchmarks.rounds_simulated.setup import GPU_SOURCE, MODEL_SOURCE, TAIL_SOURCE
+from benchmarks.rounds_simulated.setup import GPU_SOURCE, MESSAGE_S, MODEL_SOURCE, TAIL_SOURCE
 from benchmarks.tables import grid, number, percent
 from vllm_rollout.client.client import AsyncRolloutClient
 from vllm_rollout.emulation.step_log import Summary, read_steps
@@ -41,6 +41,9 @@ from vllm_rollout.group.rounds import RoundKind, RunTerms
 from vllm_rollout.models import resolve
 from vllm_rollout.process import ServerProcess, exit_on_sigterm
 from vllm_rollout.profiling.profile_file import CurveFit, EngineFacts, Profile
+from vllm_rollout.simulator.machine import Machine
+from vllm_rollout.simulator.rounds.replay import RunConditions, replay_run
+from vllm_rollout.simulator.rounds.settings import RoundSetting
 
 OUTPUT = ROOT / "benchmarks/results/planner_emulated.json"
 MODEL = "tiny-random"
@@ -127,7 +130,9 @@ def main() -> None:
     for way in arguments.ways:
         ways[way] = measure(its, way, arguments.speed)
         console.print(f"{way}: {ways[way]['seconds']:.1f} s", highlight=False)
+        write_json(arguments.output, result | {"ways": {way: ways[way] for way in WAYS if way in ways}})
     result["ways"] = {way: ways[way] for way in WAYS if way in ways}
+    result["simulated"] = {way: simulated(its, way) for way in WAYS if size_of(way)}
     write_json(arguments.output, result)
     print(table(result))
 
@@ -150,9 +155,7 @@ def measure(its: PressedWorkload, way: str, speed: float) -> dict[str, Any]:
         folder = Path(name)
         with pressed_server(its, way, speed, folder) as server:
             server.wait_until_healthy(lambda seconds, line: None)
-            rows = uvloop.run(
-                _rounds(its, int(WAYS[way][1]) if WAYS[way][0] == "--tensor-parallel-size" else 0, server.url, speed)
-            )
+            rows = uvloop.run(_rounds(its, size_of(way), server.url, speed))
         steps = Summary.of(read_steps(folder / "steps")[0].steps)
     return summary_of(rows) | {"idle_share": steps.idle_s / (steps.busy_s + steps.idle_s)}
 
@@ -203,7 +206,27 @@ def write_profile(its: PressedWorkload, model: str, path: Path) -> None:
     ).write(path)  # fmt: skip
 
 
-async def _rounds(its: PressedWorkload, fixed_size: int, url: str, speed: float) -> list[RoundRow]:
+def size_of(way: str) -> int | None:
+    """None where the planner says it."""
+    flag, value, *_ = WAYS[way]
+    return int(value) if flag == "--tensor-parallel-size" else None
+
+
+def simulated(its: PressedWorkload, way: str) -> dict[str, Any]:
+    """The same rounds at one size, in the simulator."""
+    size = size_of(way)
+    capacity = ROOMY_TOKENS if way.startswith("roomy") else size * its.kv_tokens
+    machine = Machine(its.cost(size), 1, MAX_NUM_SEQS, capacity)
+    conditions = RunConditions(EmulatedDataSet(its, its.num_run_prompts), machine, seed=its.seed, message_s=MESSAGE_S)
+    run = replay_run(conditions, RoundSetting.of(its.terms_of_run))
+    return {
+        "seconds": sum(each.seconds for each in run.rounds),
+        "num_preemptions": run.num_preemptions,
+        "rounds": [{"kind": each.kind, "seconds": each.seconds} for each in run.rounds],
+    }
+
+
+async def _rounds(its: PressedWorkload, fixed_size: int | None, url: str, speed: float) -> list[RoundRow]:
     terms, rows = its.terms_of_run, []
     prompts = EmulatedDataSet(its, its.num_run_prompts).in_order(its.seed)
     async with AsyncRolloutClient(url) as client:
@@ -267,6 +290,7 @@ def table(result: dict[str, Any]) -> str:
                 number(base["short_s"] / row["short_s"], 2) if base else "", number(row["long_preemptions"], 0),
                 number(row["long_s"], 2), number(base["long_s"] / row["long_s"], 2) if base else "",
                 number(row["seconds"], 1), number(base["seconds"] / row["seconds"], 2) if base else "",
+                number(result["simulated"][way]["seconds"], 1) if size_of(way) else "—",
                 " ".join(number(seconds, 1) for seconds in row["rebuild_s"]) or "—", percent(row["idle_share"], 1),
             ]
         )  # fmt: skip
@@ -277,7 +301,7 @@ def table(result: dict[str, Any]) -> str:
     )
     header = [
         "", "sizes of the rounds", "preemptions per short round", "short round, s", "× fixed-1", "per long round",
-        "long round, s", "× fixed-1", "all, s", "× fixed-1", "rebuilds, s", "idle",
+        "long round, s", "× fixed-1", "all, s", "× fixed-1", "simulated", "rebuilds, s", "idle",
     ]  # fmt: skip
     return grid(title, header, rows)
 

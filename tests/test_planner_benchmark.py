@@ -7,6 +7,7 @@ from benchmarks.planner_emulated import (
     PressedWorkload,
     RoundRow,
     described,
+    simulated,
     summary_of,
     table,
     write_profile,
@@ -51,6 +52,15 @@ def test_every_way_stands_beside_the_first():
     ways = {way: summary_of(rows) | {"idle_share": 0.01} for way in WAYS}
     assert (ways["auto"]["seconds"], ways["auto"]["rebuild_s"]) == (12.0, [11.5])
     assert (ways["auto"]["short_s"], ways["auto"]["short_preemptions"], ways["auto"]["long_s"]) == (3.0, 50, 6.0)
-    shown = table({"ways": ways, "workload": described(ITS, 0.5)}).splitlines()
+    times = {way: {"seconds": 11.9} for way in WAYS}
+    shown = table({"ways": ways, "simulated": times, "workload": described(ITS, 0.5)}).splitlines()
     assert len(shown) == 4 + len(WAYS)
-    assert "| auto | 1 2 2 | 50 | 3.00 | 1.00 | 20 | 6.00 | 1.00 | 12.0 | 1.00 | 11.5 | 1.0 % |" in shown
+    assert "| auto | 1 2 2 | 50 | 3.00 | 1.00 | 20 | 6.00 | 1.00 | 12.0 | 1.00 | — | 11.5 | 1.0 % |" in shown
+
+
+def test_in_the_simulator_preemptions_cost_time_and_more_devices_spare_them():
+    few = PressedWorkload("7B/8k", 1, 4, 4, 3, kv_tokens=4_000, cap=1024, num_periods=1)
+    one, two, roomy = (simulated(few, way) for way in ("fixed-1", "fixed-2", "roomy-1"))
+    assert one["num_preemptions"] > two["num_preemptions"]
+    assert roomy["num_preemptions"] == 0
+    assert one["seconds"] > roomy["seconds"] > two["seconds"]
