@@ -31,11 +31,12 @@ from rich.console import Console
 
 from benchmarks.common import ROOT, record_of_run, server_process, write_json
 from benchmarks.rounds_emulated.workload import FIRST_SEED, EmulatedDataSet, Workload
-from benchmarks.rounds_simulated.setup import GPU_SOURCE, MESSAGE_S, MODEL_SOURCE, TAIL_SOURCE
+from benchmarks.rounds_simulated.setup import GPU_SOURCE, MESSAGE_S, MODEL_SOURCE, PROMPT_TOKENS, TAIL_SOURCE
 from benchmarks.tables import grid, number, percent
 from vllm_rollout.client.client import AsyncRolloutClient
 from vllm_rollout.emulation.step_log import Summary, read_steps
 from vllm_rollout.group.cost import CostModel, PTLCurve
+from vllm_rollout.group.forecast import EngineSize, choose_start, expected_round
 from vllm_rollout.group.planner import sizes_of
 from vllm_rollout.group.rounds import RoundKind, RunTerms
 from vllm_rollout.models import resolve
@@ -44,6 +45,7 @@ from vllm_rollout.profiling.profile_file import CurveFit, EngineFacts, Profile
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.rounds.replay import RunConditions, replay_run
 from vllm_rollout.simulator.rounds.settings import RoundSetting
+from vllm_rollout.simulator.rounds.sizes import SizedMachines
 
 OUTPUT = ROOT / "benchmarks/results/planner_emulated.json"
 MODEL = "tiny-random"
@@ -132,7 +134,7 @@ def main() -> None:
         console.print(f"{way}: {ways[way]['seconds']:.1f} s", highlight=False)
         write_json(arguments.output, result | {"ways": {way: ways[way] for way in WAYS if way in ways}})
     result["ways"] = {way: ways[way] for way in WAYS if way in ways}
-    result["simulated"] = {way: simulated(its, way) for way in WAYS if size_of(way)}
+    result["simulated"] = {way: simulated(its, way) for way in WAYS}
     write_json(arguments.output, result)
     print(table(result))
 
@@ -213,17 +215,43 @@ def size_of(way: str) -> int | None:
 
 
 def simulated(its: PressedWorkload, way: str) -> dict[str, Any]:
-    """The same rounds at one size, in the simulator."""
+    """The same rounds in the simulator, where a rebuild takes no time."""
+    kv_tokens = ROOMY_TOKENS if way.startswith("roomy") else its.kv_tokens
+    sizes = sizes_of(NUM_DEVICES, NUM_DEVICES)
+    machines = {size: Machine(its.cost(size), 1, MAX_NUM_SEQS, size * kv_tokens) for size in sizes}
     size = size_of(way)
-    capacity = ROOMY_TOKENS if way.startswith("roomy") else size * its.kv_tokens
-    machine = Machine(its.cost(size), 1, MAX_NUM_SEQS, capacity)
-    conditions = RunConditions(EmulatedDataSet(its, its.num_run_prompts), machine, seed=its.seed, message_s=MESSAGE_S)
+    planned = None
+    if size is None:
+        knows_costs = way == "auto-profile"
+        size = start_of(its) if knows_costs else min(sizes)
+        planned = SizedMachines(machines, size, knows_costs)
+    data = EmulatedDataSet(its, its.num_run_prompts)
+    conditions = RunConditions(data, machines[size], seed=its.seed, message_s=MESSAGE_S, sizes=planned)
     run = replay_run(conditions, RoundSetting.of(its.terms_of_run))
     return {
         "seconds": sum(each.seconds for each in run.rounds),
         "num_preemptions": run.num_preemptions,
-        "rounds": [{"kind": each.kind, "seconds": each.seconds} for each in run.rounds],
+        "rounds": [
+            {
+                "kind": each.kind,
+                "size": each.tensor_parallel_size or size,
+                "seconds": each.seconds,
+                "num_preemptions": each.num_preemptions,
+            }
+            for each in run.rounds
+        ],
     }
+
+
+def start_of(its: PressedWorkload) -> int:
+    """Where a server with the profile begins."""
+    engines = {size: EngineSize(its.cost(size), size * its.kv_tokens) for size in sizes_of(NUM_DEVICES, NUM_DEVICES)}
+    terms = its.terms_of_run
+    expected = expected_round(
+        terms.num_prompts * terms.num_candidates, terms.prompts_per_round * terms.group_size, its.max_tokens,
+        prompt_tokens=PROMPT_TOKENS, group_size=terms.num_candidates,
+    )  # fmt: skip
+    return choose_start(engines, expected).size
 
 
 async def _rounds(its: PressedWorkload, fixed_size: int | None, url: str, speed: float) -> list[RoundRow]:
@@ -290,7 +318,7 @@ def table(result: dict[str, Any]) -> str:
                 number(base["short_s"] / row["short_s"], 2) if base else "", number(row["long_preemptions"], 0),
                 number(row["long_s"], 2), number(base["long_s"] / row["long_s"], 2) if base else "",
                 number(row["seconds"], 1), number(base["seconds"] / row["seconds"], 2) if base else "",
-                number(result["simulated"][way]["seconds"], 1) if size_of(way) else "—",
+                number(result["simulated"][way]["seconds"], 1),
                 " ".join(number(seconds, 1) for seconds in row["rebuild_s"]) or "—", percent(row["idle_share"], 1),
             ]
         )  # fmt: skip

@@ -55,12 +55,15 @@ def test_every_way_stands_beside_the_first():
     times = {way: {"seconds": 11.9} for way in WAYS}
     shown = table({"ways": ways, "simulated": times, "workload": described(ITS, 0.5)}).splitlines()
     assert len(shown) == 4 + len(WAYS)
-    assert "| auto | 1 2 2 | 50 | 3.00 | 1.00 | 20 | 6.00 | 1.00 | 12.0 | 1.00 | — | 11.5 | 1.0 % |" in shown
+    assert "| auto | 1 2 2 | 50 | 3.00 | 1.00 | 20 | 6.00 | 1.00 | 12.0 | 1.00 | 11.9 | 11.5 | 1.0 % |" in shown
 
 
 def test_in_the_simulator_preemptions_cost_time_and_more_devices_spare_them():
     few = PressedWorkload("7B/8k", 1, 4, 4, 3, kv_tokens=4_000, cap=1024, num_periods=1)
-    one, two, roomy = (simulated(few, way) for way in ("fixed-1", "fixed-2", "roomy-1"))
+    one, two, roomy, auto = (simulated(few, way) for way in ("fixed-1", "fixed-2", "roomy-1", "auto"))
     assert one["num_preemptions"] > two["num_preemptions"]
     assert roomy["num_preemptions"] == 0
     assert one["seconds"] > roomy["seconds"] > two["seconds"]
+    assert [each["size"] for each in auto["rounds"]][:2] == [1, 2]
+    assert auto["rounds"][0] == one["rounds"][0]
+    assert auto["seconds"] < one["seconds"]
