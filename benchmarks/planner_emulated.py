@@ -12,7 +12,7 @@ The pressure is synthetic: the KV cache of one device holds --kv-tokens, of two 
 and the KV cache, spread over the devices, and with more than one of them waits for two all-reduces per layer; devices
 that a smaller size leaves idle do nothing for it. Time is stretched (--speed 0.5: every step lasts twice as long);
 seconds of rounds are the device's. Seconds of a rebuild are this host's, without a model to load; a round's time is
-without them.
+without them. Beside each way stands the simulator, on the same lengths and costs.
 
 Run from the repository root: python -m benchmarks.planner_emulated
 """
@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -125,7 +126,7 @@ def main() -> None:
     result = record_of_run(seed=arguments.seed, workload=described(its, arguments.speed))
     if arguments.keep and arguments.output.exists():
         before = json.loads(arguments.output.read_text())
-        if before["workload"] != json.loads(json.dumps(result["workload"])):
+        if before["workload"] | {"conditions": __doc__} != json.loads(json.dumps(result["workload"])):
             raise SystemExit(f"{arguments.output} is of another workload. Leave --keep out.")
         result["ways"] = before["ways"]
     ways = result.setdefault("ways", {})
@@ -228,10 +229,8 @@ def simulated(its: PressedWorkload, way: str) -> dict[str, Any]:
     data = EmulatedDataSet(its, its.num_run_prompts)
     conditions = RunConditions(data, machines[size], seed=its.seed, message_s=MESSAGE_S, sizes=planned)
     run = replay_run(conditions, RoundSetting.of(its.terms_of_run))
-    return {
-        "seconds": sum(each.seconds for each in run.rounds),
-        "num_preemptions": run.num_preemptions,
-        "rounds": [
+    return means_of(
+        [
             {
                 "kind": each.kind,
                 "size": each.tensor_parallel_size or size,
@@ -239,8 +238,8 @@ def simulated(its: PressedWorkload, way: str) -> dict[str, Any]:
                 "num_preemptions": each.num_preemptions,
             }
             for each in run.rounds
-        ],
-    }
+        ]
+    )
 
 
 def start_of(its: PressedWorkload) -> int:
@@ -289,48 +288,56 @@ async def _rounds(its: PressedWorkload, fixed_size: int | None, url: str, speed:
 
 
 def summary_of(rows: list[RoundRow]) -> dict[str, Any]:
-    by_kind = {kind: [row for row in rows if row.kind == kind] for kind in ("short", "long")}
     return {
-        "seconds": sum(row.seconds for row in rows),
-        "num_preemptions": sum(row.num_preemptions for row in rows),
+        **means_of([row._asdict() for row in rows]),
         "rebuild_s": [row.rebuild_s for row in rows if row.rebuild_s is not None],
-        **{
-            f"{kind}_s": sum(row.seconds for row in of_kind) / len(of_kind) if of_kind else None
-            for kind, of_kind in by_kind.items()
-        },
-        **{
-            f"{kind}_preemptions": sum(row.num_preemptions for row in of_kind) / len(of_kind) if of_kind else None
-            for kind, of_kind in by_kind.items()
-        },
-        "rounds": [row._asdict() for row in rows],
     }
 
 
+def means_of(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of measured rounds, or of simulated ones."""
+    result: dict[str, Any] = {
+        "seconds": sum(each["seconds"] for each in rounds),
+        "num_preemptions": sum(each["num_preemptions"] for each in rounds),
+    }
+    for kind in ("short", "long"):
+        of_kind = [each for each in rounds if each["kind"] == kind]
+        for name, key in ((f"{kind}_s", "seconds"), (f"{kind}_preemptions", "num_preemptions")):
+            result[name] = sum(each[key] for each in of_kind) / len(of_kind) if of_kind else None
+    return result | {"rounds": rounds}
+
+
 def table(result: dict[str, Any]) -> str:
-    ways = result["ways"]
-    base = ways.get("fixed-1")
+    """Each measured number with the simulated one behind it."""
+    its, sources = result["workload"], (result["ways"], result["simulated"])
+
+    def both(way: str, shown: Callable[[dict[str, Any], dict[str, Any] | None], str]) -> list[str]:
+        return [shown(of[way], of.get("fixed-1")) if way in of else "—" for of in sources]
+
+    def times(key: str) -> Callable[[dict[str, Any], dict[str, Any] | None], str]:
+        return lambda row, base: number(base[key] / row[key], 2) if base else "—"
+
     rows = []
-    for way, row in ways.items():
-        sizes = [each["size"] for each in row["rounds"]]
+    for way, simulated_row in result["simulated"].items():
+        measured = result["ways"].get(way)
+        sizes = [each["size"] for each in (measured or simulated_row)["rounds"]]
         rows.append(
             [
-                way, " ".join(map(str, sizes)), number(row["short_preemptions"], 0), number(row["short_s"], 2),
-                number(base["short_s"] / row["short_s"], 2) if base else "", number(row["long_preemptions"], 0),
-                number(row["long_s"], 2), number(base["long_s"] / row["long_s"], 2) if base else "",
-                number(row["seconds"], 1), number(base["seconds"] / row["seconds"], 2) if base else "",
-                number(result["simulated"][way]["seconds"], 1),
-                " ".join(number(seconds, 1) for seconds in row["rebuild_s"]) or "—", percent(row["idle_share"], 1),
+                way, " ".join(map(str, sizes)),
+                *both(way, lambda row, _: number(row["short_preemptions"], 0)),
+                *both(way, lambda row, _: number(row["short_s"], 2)), *both(way, times("short_s")),
+                *both(way, lambda row, _: number(row["long_s"], 2)),
+                *both(way, lambda row, _: number(row["seconds"], 1)), *both(way, times("seconds")),
+                "—" if measured is None else " ".join(number(seconds, 1) for seconds in measured["rebuild_s"]) or "0",
+                "—" if measured is None else percent(measured["idle_share"], 1),
             ]
         )  # fmt: skip
-    its = result["workload"]
     title = (
         f"rounds of {its['prompts_per_round']} x {its['group_size']}, at most {its['max_tokens']} tokens, KV cache of "
         f"{its['kv_tokens_of_one']:,} tokens per device, speed {its['speed']:g}"
     )
-    header = [
-        "", "sizes of the rounds", "preemptions per short round", "short round, s", "× fixed-1", "per long round",
-        "long round, s", "× fixed-1", "all, s", "× fixed-1", "simulated", "rebuilds, s", "idle",
-    ]  # fmt: skip
+    names = ("preemptions per short round", "short round, s", "× fixed-1", "long round, s", "all, s", "× fixed-1")
+    header = ["", "sizes", *(column for name in names for column in (name, "simulated")), "rebuilds, s", "idle"]
     return grid(title, header, rows)
 
 
@@ -346,7 +353,7 @@ def _parse_arguments() -> argparse.Namespace:
     add("--max-tokens", type=int, default=2048, help="default %(default)s")
     add("--kv-tokens", type=int, default=40_000, help="of one device (default %(default)s)")
     add("--periods", type=int, default=2, help="as many short rounds as fill a long one, and that one")
-    add("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help="default: all")
+    add("--ways", nargs="*", choices=list(WAYS), default=list(WAYS), help="default: all; none: simulate only")
     add("--keep", action="store_true", help="keep the other ways that --output has of the same workload")
     add("--speed", type=float, default=0.5, help="--emulate-speed of the server (default %(default)s)")
     add("--seed", type=int, default=3, help="default %(default)s")
