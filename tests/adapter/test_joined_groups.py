@@ -260,13 +260,13 @@ def test_siblings_meet_on_a_rank_that_has_room_and_groups_spread(new_run) -> Non
                 xargs = {**JOIN, "rollout_group_id": group}
                 siblings.append(Sibling(llm, f"{group}{i}", 40 + i, xargs))
                 await let_everybody_run()
-        assert llm._placement.loads == {0: 8, 1: 4}
+        assert llm._placement.loads == [8, 4]
         pinned = [Sibling(llm, f"p{i}", 9, {**JOIN, "rollout_group_id": "p"}, data_parallel_rank=0) for i in range(4)]
         await race(llm, *siblings, *pinned)
 
     asyncio.run(run())
     assert [ranks(llm, name) for name in "abcp"] == [{0}, {1}, {0}, {0}]
-    assert +llm._placement.loads == {}
+    assert llm._placement.loads == [0, 0]
 
 
 def test_siblings_meet_also_where_several_api_processes_take_them(new_run) -> None:

@@ -11,6 +11,7 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_rollout.adapter.api.fingerprint import engine_flags, fingerprint_of, hardware_of
+from vllm_rollout.adapter.api.group_routes import GroupRoutes
 from vllm_rollout.adapter.api.shaping import KEYS_PER_CALL, EngineShaping
 from vllm_rollout.adapter.call_table import (
     OPERATIONS,
@@ -31,6 +32,8 @@ from vllm_rollout.group.cost import CostModel, PTLCurve
 from vllm_rollout.group.drift import StepDrift
 from vllm_rollout.group.history import LengthHistory, ObservedLength
 from vllm_rollout.group.judge import Judge
+from vllm_rollout.group.placement import Placement
+from vllm_rollout.group.work import Weights
 from vllm_rollout.profiling.profile_file import CurveFit, EngineFacts, Point, Profile
 
 LENGTHS = [ObservedLength(10, False), ObservedLength(30, False), ObservedLength(30, True)]
@@ -56,6 +59,8 @@ class Client:
         self.num_ranks = len(cores)
         self.max_candidates = 4
         self.engine_core = self
+        self.placement = Placement(len(cores))
+        self.routes = GroupRoutes(self.placement)
 
     async def _call_utility_async(self, method: str, operation: str, payload: bytes, *, engine: Core) -> bytes:
         return rollout_call(engine, operation, payload)
@@ -178,6 +183,7 @@ def test_a_profile_gives_the_cost_model_and_every_rank_compares_with_it(engine, 
     assert engine.cost_model.ptl(8, 64) == pytest.approx(0.017)
     assert engine.cost_model.max_num_seqs == 4, "the queue is this server's, not the profiled one's"
     assert all(core.scheduler.step_times._active for core in cores)
+    assert engine._client.placement.weights == Weights.of(engine.cost_model) != Weights()
     assert caplog.records == []
 
 

@@ -33,7 +33,7 @@ from vllm_rollout.server.engine import (
     CandidateTokens,
     Drained,
     LengthStatistics,
-    Mobility,
+    Outlook,
     PreparedPrompt,
     PromptInput,
     RequestError,
@@ -112,6 +112,8 @@ class FakeEngine(LearningEngine):
     num_launch_places: int = 128
     preemptions: Callable[[int], int] = lambda num_tokens: 0
     """Of a candidate, by its number of tokens."""
+    outlooks: dict[str, Outlook | None] = field(default_factory=dict)
+    """Of every group that was launched, by its prompt."""
     num_launched: int = 0
     num_ended: int = 0
     num_aborted: int = 0
@@ -205,8 +207,9 @@ class FakeEngine(LearningEngine):
         pruning_seed: int,
         place: RacePlace | None = None,
         beginnings: Beginnings | None = None,
-        mobility: Mobility | None = None,
+        outlook: Outlook | None = None,
     ) -> AsyncGenerator[CandidateTokens | CandidateEnd, None]:
+        self.outlooks[prompt.id] = outlook
         handle: Handle = prompt.handle
         scoring = None if plan.pruning is None else Scoring(rollout_id, prompt.id, pruning_seed, plan.pruning)
         group_steps = GroupSteps(self.judge)

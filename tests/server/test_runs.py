@@ -109,6 +109,23 @@ async def test_deferred_lengths_are_learned(http: httpx.AsyncClient, engine: Fak
         assert engine.judge.memory.lengths.of(f"id:{id}") is not None
 
 
+async def test_several_ranks_are_told_what_to_expect_of_a_rounds_groups(
+    http: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    engine.num_ranks = 2
+    await make(http)
+    first = await play(http, prompts=prompts(0, 6))
+    assert [engine.outlooks[entry["id"]].lengths for entry in prompts(0, 6)] == [None] * 6
+    known = {id: engine.judge.memory.lengths.of(f"id:{id}") for id in first["deferred"]}
+    await play(http, prompts=prompts(6, 6))
+    dataset = {engine.outlooks[entry["id"]].lengths for entry in prompts(6, 6)}
+    assert len(dataset) == 1
+    long = await play(http)
+    assert dataset != {None}
+    assert {id: engine.outlooks[id].lengths for id in known} == known
+    assert {group["prompt_id"] for group in long["groups"]} >= known.keys()
+
+
 async def test_a_stream_begins_with_its_round_and_ends_with_what_came_of_it(http: httpx.AsyncClient) -> None:
     await make(http)
     events = await events_of(http, prompts=prompts(0, 6), idempotency_key="k")

@@ -7,9 +7,11 @@ would: `GroupSteps`, `Run` and `RoundProgress`.
 from dataclasses import dataclass, field
 from math import inf
 
+from vllm_rollout.group.history import LengthHistory, observed_lengths
 from vllm_rollout.group.judge import Judge
 from vllm_rollout.group.plan import GroupPlan
 from vllm_rollout.group.race import RacePlace
+from vllm_rollout.group.remaining import expected_remaining
 from vllm_rollout.group.round_progress import GroupEnd, RoundProgress
 from vllm_rollout.group.rounds import Run
 from vllm_rollout.group.selection import conclude
@@ -88,7 +90,8 @@ class StepEngine:
             self.candidates.append(Candidate(id, group, future, prompt_tokens))
 
     def end(self):
-        """Returns (candidates that ended, [(group, its candidates, whether it lost its race)] that are over)."""
+        """Returns (candidates that ended, [(group, its candidates, whether it lost its race)] that are over,
+        {group: (candidates that go on, tokens of the longest that does not)})."""
         self.between_s, self.end_s = self.end_s, None
         ended = 0
         for candidate in self.candidates:
@@ -106,15 +109,26 @@ class StepEngine:
             (name, [c for c in self.candidates if c.id.group_id == name], name in verdicts.lost_groups)
             for name in verdicts.over
         ]
-        return ended + len(verdicts.stop), over
+        left = {}
+        for name in {c.id.group_id for c in self.candidates}:
+            its = [c for c in self.candidates if c.id.group_id == name]
+            if num_running := sum(c.state == "running" for c in its):
+                left[name] = num_running, max((c.num_tokens for c in its if c.state != "running"), default=0)
+        return ended + len(verdicts.stop), over, left
 
 
-def round_by_step(opened, plans, futures, prompt_tokens, cost, num_ranks, slots, message_s, turn):
+def round_by_step(opened, plans, futures, prompt_tokens, cost, num_ranks, slots, message_s, turn, lengths):
     """One round: (seconds, fates by position, results by position, whose turn it is to get a group)."""
     progress = RoundProgress(opened)
     engines = [StepEngine(cost, inf if slots is None else slots) for _ in range(num_ranks)]
     places = inf if slots is None else 2 * slots * num_ranks
-    taken, loads, results = 0, [0] * num_ranks, {}
+    taken, work, results = 0, [{} for _ in range(num_ranks)], {}
+
+    def work_of(position, num_candidates, age):
+        if lengths[position] is None:
+            return num_candidates
+        return round(num_candidates * expected_remaining(age, lengths[position]))
+
     rank_of, to_api, waiting = {}, [], None
     now = 0.0
     first = True
@@ -128,16 +142,18 @@ def round_by_step(opened, plans, futures, prompt_tokens, cost, num_ranks, slots,
                 engines[number].begin(now)
                 continue
             if order == 0:
-                ended, over = engines[number].end()
+                ended, over, left = engines[number].end()
                 if ended:
-                    to_api.append((now + message_s, ended, over))
+                    to_api.append((now + message_s, ended, over, left))
                 continue
-            _, ended, over = to_api.pop(number)
+            _, ended, over, left = to_api.pop(number)
+            for name, (num_running, age) in left.items():
+                work[rank_of[int(name)]][name] = work_of(int(name), num_running, age)
             taken -= ended
             was_cut = progress.is_cut
             for name, candidates, lost in over:
                 position = int(name)
-                loads[rank_of[position]] -= plans[position].num_candidates
+                del work[rank_of[position]][name]
                 result = results[position] = conclude(plans[position], [c.ending for c in candidates])
                 longest = max((result.endings[index].num_tokens for index in result.selected), default=0)
                 deferred = lost or any(ending.state == "deferred" for ending in result.endings)
@@ -158,9 +174,9 @@ def round_by_step(opened, plans, futures, prompt_tokens, cost, num_ranks, slots,
                 break
             else:
                 taken += wanted
-                rank = min(range(num_ranks), key=lambda r: (loads[r], (r - turn) % num_ranks))
+                rank = min(range(num_ranks), key=lambda r: (sum(work[r].values()), (r - turn) % num_ranks))
                 turn = (rank + 1) % num_ranks
-                loads[rank] += wanted
+                work[rank][str(waiting)] = work_of(waiting, wanted, 0)
                 rank_of[waiting] = rank
                 place = RacePlace(opened.key, progress.num_wanted, waiting) if opened.kind == "short" else None
                 group = (str(waiting), plans[waiting], futures[waiting], prompt_tokens[waiting], place)
@@ -174,7 +190,7 @@ def run_by_step(data, setting, cost, *, epochs, seed, num_ranks, slots, message_
     run, trainer = Run(setting.terms), Trainer(data.prompts, epochs, seed)
     prompts = {prompt.id: prompt for prompt in data.prompts}
     short = setting.group.plan(max_candidates=64)
-    rounds, turn = [], 0
+    rounds, turn, history = [], 0, LengthHistory()
     while trainer.num_left or run.num_waiting:
         hand_in = trainer.hand_in(run)
         opened = run.plan(str(run.num_rounds), hand_in.prompts, kind=hand_in.kind)
@@ -185,9 +201,12 @@ def run_by_step(data, setting, cost, *, epochs, seed, num_ranks, slots, message_
             data.candidates(prompts[e.prompt_id], e.prompt.epoch, e.num_deferred, plan.num_candidates) for e in entries
         ]
         prompt_tokens = [prompts[e.prompt_id].prompt_tokens for e in entries]
+        lengths = [history.of(e.prompt_id) or history.dataset() for e in entries]
         seconds, progress, results, turn = round_by_step(
-            opened, [plan] * len(entries), futures, prompt_tokens, cost, num_ranks, slots, message_s, turn
+            opened, [plan] * len(entries), futures, prompt_tokens, cost, num_ranks, slots, message_s, turn, lengths
         )
+        for position, result in results.items():
+            history.observe(entries[position].prompt_id, observed_lengths(result.endings))
         back = {
             (entry.prompt_id, entry.prompt.epoch): tuple(
                 results[position].endings[index].num_tokens for index in results[position].selected

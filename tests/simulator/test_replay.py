@@ -5,7 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.simulator.traces import DETAILED, FLAT, LINEAR, pool, traced
-from vllm_rollout.group.history import ObservedLength, observed_lengths
+from vllm_rollout.group.history import LengthMoments, ObservedLength, observed_lengths
+from vllm_rollout.group.placement import Placement
 from vllm_rollout.group.plan import GroupPlan
 from vllm_rollout.group.pruning_plan import PlanError, PruningPlan
 from vllm_rollout.group.types import Ending
@@ -65,9 +66,41 @@ def test_truncated_answers_and_incomplete_groups_are_counted():
 
 def test_groups_go_to_the_rank_with_the_fewest_candidates():
     races = [Race(str(size), GroupPlan(size), pool(*range(1, size + 1))) for size in (8, 4, 3, 2, 2)]
-    ranks, next_rank = assigned(races, 2, 1)
+    placement = Placement(2, first_turn=1)
+    ranks = assigned(races, placement)
     assert [[race.plan.group_size for race in rank] for rank in ranks] == [[4, 3, 2], [8, 2]]
-    assert next_rank == 0
+    assert placement.loads == [0, 0]
+    assert placement.next_rank() == 0
+
+
+@pytest.mark.parametrize(
+    ("placed_by", "ranks"),
+    [
+        ("candidates", [["long", "short"], ["medium", "short again"]]),
+        ("predicted", [["long"], ["medium", "short", "short again"]]),
+        ("real", [["long", "short", "short again"], ["medium"]]),
+    ],
+)
+def test_groups_go_to_the_rank_with_the_least_work(placed_by, ranks):
+    known = {"long": 90, "medium": 30, "short": 9, "short again": 9}
+    real = {"long": 10, "medium": 80, "short": 9, "short again": 9}
+    races = [
+        Race(name, GroupPlan(2), pool(real[name], real[name]), 5, lengths=LengthMoments(known[name], 1.0, 3))
+        for name in known
+    ]
+    found = assigned(races, Placement(2), placed_by)
+    assert [[race.prompt_id for race in rank] for rank in found] == ranks
+
+
+def test_what_was_seen_of_lengths_places_the_next_rollout_better():
+    step = {"a": [90, 90], "b": [10, 10], "c": [90, 90], "d": [10, 10]}
+    by_count, predicted = (
+        replay(Pools(traced(step, step)), Setting(2), Machine(LINEAR, num_ranks=2), placed_by=placed_by).seconds
+        for placed_by in ("candidates", "predicted")
+    )
+    both_long = 4 * 90
+    assert by_count == 2 * both_long
+    assert predicted == both_long + 4 * 10 + 2 * 80
 
 
 def test_a_rollout_takes_its_slowest_rank():

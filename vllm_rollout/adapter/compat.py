@@ -154,6 +154,7 @@ CONTRACT = (
     Fact("calls", ENGINE_CLIENT, "call_utility_all_async", "method operation payload", "api", "until 0.31: missing"),
     Fact("uses", ENGINE_CLIENT, "core_engines", by="api"),
     Fact("uses", "vllm.v1.engine.core_client.DPLBAsyncMPClient", "engine_inflight", by="api"),
+    Fact("uses", "vllm.v1.engine.core_client.DPLBAsyncMPClient", "lb_engines", by="api"),
     Fact("uses", "vllm.v1.engine.core_client.DPLBAsyncMPClient", "reqs_in_flight", by="api"),
     Fact("calls", ENGINE_CLIENT, "get_weight_version_async", "", "api", "until 0.31: missing"),
     Fact("calls", ENGINE_CLIENT, "shutdown", "", "api"),

@@ -1,25 +1,34 @@
 """Loads of data-parallel ranks -> the rank of the next group.
 
-A load is a number of candidates on their way. A group whose candidates come together is placed once. Siblings that
-come one by one (joined groups) follow the first of them, as long as their group is remembered; where several processes
-place without telling each other they meet on the rank that the group's id names, and count in its load all the same.
+A load is predicted remaining work (`group/work.py`). A candidate that nothing predicts, and a request that was not
+placed here, count as the average of the candidates that are predicted; where there are none a load is a number of
+candidates.
+
+A group whose candidates come together is placed once. Siblings that come one by one (joined groups) follow the first of
+them, as long as their group is remembered; where several processes place without telling each other they meet on the
+rank that the group's id names, and count in its load all the same.
 
 A rank that is held gets nothing that is not pinned to it.
 
-Invariant: siblings have one rank, and a load is the number of candidates that were placed there and have not left.
+Invariant: siblings have one rank, and a load is the work that was placed there and has not been taken away, plus that
+of others.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
 from vllm_rollout.config import MAX_IDLE_GROUPS
+from vllm_rollout.group.work import RankWork, Weights, Work
+
+ONE = Work(1)
+"""A candidate that nothing predicts."""
 
 
-def choose_rank(loads: Sequence[int], turn: int) -> int:
+def choose_rank(loads: Sequence[float], turn: int) -> int:
     """The rank with the least load; of equal ones the next in turn, from rank `turn` on."""
     return min(range(len(loads)), key=lambda rank: (loads[rank], (rank - turn) % len(loads)))
 
@@ -52,7 +61,11 @@ class Placement:
             max_idle: groups without a running sibling that are remembered while they wait for others.
         """
         self.num_ranks = num_ranks
-        self.loads: Counter[int] = Counter()
+        self.others: Sequence[int] = [0] * num_ranks
+        """Requests on each rank that were not placed here, as far as that is known."""
+        self.weights = Weights()
+        """Of what is predicted; without a profile tokens are counted."""
+        self._work = [RankWork() for _ in range(num_ranks)]
         self.held: frozenset[int] = frozenset()
         """Ranks that are kept empty; never all of them."""
         self._turn = first_turn % num_ranks
@@ -65,23 +78,46 @@ class Placement:
         """Joined groups that are remembered."""
         return len(self._joined)
 
+    @property
+    def num_candidates(self) -> list[int]:
+        """Placed here and not left, by rank."""
+        return [work.num_predicted + work.num_others for work in self._work]
+
+    @property
+    def loads(self) -> list[float]:
+        """By rank."""
+        weighed = [work.weighed(self.weights) for work in self._work]
+        num_predicted = sum(work.num_predicted for work in self._work)
+        average = sum(weighed) / num_predicted if num_predicted else 1
+        return [
+            load + average * (work.num_others + others)
+            for load, work, others in zip(weighed, self._work, self.others, strict=True)
+        ]
+
     def next_rank(self) -> int:
         """The one with the least load; ties go in turn."""
         ranks = self._open_ranks
         turn = sum(rank < self._turn for rank in ranks)
-        rank = ranks[choose_rank([self.loads[rank] for rank in ranks], turn)]
+        loads = self.loads
+        rank = ranks[choose_rank([loads[rank] for rank in ranks], turn)]
         self._turn = (rank + 1) % self.num_ranks
         return rank
 
-    def place(self, num_candidates: int, rank: int | None = None) -> int:
+    def place(self, work: Work, rank: int | None = None) -> int:
         """The rank of a group whose candidates come together; `rank` where the user pins it. Then call `leave`."""
         if rank is None:
             rank = self.next_rank()
-        self.loads[rank] += num_candidates
+        self._work[rank].add(work)
         return rank
 
-    def leave(self, rank: int, num_candidates: int) -> None:
-        self.loads[rank] -= num_candidates
+    def change(self, rank: int, before: Work, after: Work) -> None:
+        """So much is left of what was placed."""
+        self._work[rank].add(before, -1)
+        self._work[rank].add(after)
+
+    def leave(self, rank: int, work: Work) -> None:
+        """`work`: what was left of it."""
+        self._work[rank].add(work, -1)
 
     def join(self, group_id: str, num_candidates: int, rank: int | None = None) -> int:
         """The rank of one sibling, of `num_candidates` in all; `rank` where the user pins the first of them. Call
@@ -94,14 +130,14 @@ class Placement:
         self._idle.pop(group_id, None)
         siblings.num_to_come -= 1
         siblings.num_running += 1
-        self.loads[siblings.rank] += 1
+        self._work[siblings.rank].add(ONE)
         return siblings.rank
 
     def move_joined(self, group_id: str, rank: int) -> None:
         """These siblings run on another rank now, and those to come follow them."""
         if (siblings := self._joined.get(group_id)) is not None:
-            self.loads[siblings.rank] -= siblings.num_running
-            self.loads[rank] += siblings.num_running
+            self._work[siblings.rank].add(Work(siblings.num_running), -1)
+            self._work[rank].add(Work(siblings.num_running))
             siblings.rank = rank
 
     def leave_joined(self, group_id: str, *, refused: bool = False) -> str | None:
@@ -111,7 +147,7 @@ class Placement:
         siblings that do not come. Returns which one was, if any.
         """
         siblings = self._joined[group_id]
-        self.loads[siblings.rank] -= 1
+        self._work[siblings.rank].add(ONE, -1)
         siblings.num_running -= 1
         siblings.num_to_come += refused
         if siblings.num_running:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from vllm_rollout.group.cost import CostModel
 from vllm_rollout.group.drift import StepDrift
-from vllm_rollout.group.history import LengthStatistics, ObservedLength
+from vllm_rollout.group.history import LengthMoments, LengthStatistics, ObservedLength
 from vllm_rollout.group.ledger import Reward, RewardStatus
 from vllm_rollout.group.load import EngineLoad
 from vllm_rollout.group.migration import Migration
@@ -17,6 +17,7 @@ from vllm_rollout.group.race import RacePlace
 from vllm_rollout.group.report import HeadInfo, ShadowReport, SignalReport
 from vllm_rollout.group.scaling import Progress, ScaleDown
 from vllm_rollout.group.types import Assessment, Ending, HeldGroups, Signal
+from vllm_rollout.group.work import Work
 
 
 class RequestError(Exception):
@@ -69,12 +70,21 @@ class Beginnings:
 
 
 @dataclass(frozen=True, slots=True)
-class Mobility:
-    """What a group may move for, when nobody drains its rank."""
+class Outlook:
+    """What several ranks have to know of a group: when it will be over, and whether it may move."""
 
-    migration: Migration
-    history_key: str
-    """Names its prompt in the history of lengths, which predicts when it will be over."""
+    lengths: LengthMoments | None
+    """Of its prompt, else of the data set, as known before its rollout began; None: nothing was. What ends first is
+    short, so that later they would predict too little."""
+    prompt_tokens: int
+    max_tokens: int | None
+    """Output tokens its candidates may have; None: not known."""
+    migration: Migration = "off"
+    """What it may move for when nobody drains its rank."""
+
+    def work(self, num_tokens: Iterable[int]) -> Work:
+        """Of candidates that have so many output tokens."""
+        return Work.of(num_tokens, self.lengths, self.max_tokens, self.prompt_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,11 +233,12 @@ class Engine(Protocol):
         pruning_seed: int,
         place: RacePlace | None = None,
         beginnings: Beginnings | None = None,
-        mobility: Mobility | None = None,
+        outlook: Outlook | None = None,
     ) -> AsyncGenerator[CandidateTokens | CandidateEnd, None]:
         """Launch the candidates and yield what happens to them, ending with one CandidateEnd each.
 
-        With `mobility` they may move to another rank when that pays; only without a `move_refusal`.
+        With an `outlook` its rank is chosen by the work that is predicted, and they may move to another when that pays,
+        the latter only without a `move_refusal`.
 
         With `beginnings` the candidates go on where they stood, as many as `plan` says. What is yielded is what comes
         after: tokens, counts and spans begin with the first new token. They have no text, for which see `text_of`.

@@ -39,7 +39,7 @@ from vllm_rollout.server.engine import (
     CandidateEnd,
     CandidateTokens,
     Engine,
-    Mobility,
+    Outlook,
     PreparedPrompt,
     PromptInput,
     RequestError,
@@ -55,7 +55,7 @@ from vllm_rollout.server.resumed import ResumedGroup
 from vllm_rollout.server.rollout import Rollout
 from vllm_rollout.server.scoring_log import ScoringLog
 from vllm_rollout.server.serialised import GroupsInJson
-from vllm_rollout.server.shaping import PromptPlan, ShapingService, history_key
+from vllm_rollout.server.shaping import ShapingService, history_key
 from vllm_rollout.server.slices import Slices
 
 EVENT_BUFFER = 256
@@ -129,8 +129,10 @@ class RolloutService:
         for written, prompt in zip(request.prompts, prompts, strict=True):
             keys.append(history_key(written.id, prompt.token_ids))
             await slices.turn()
-        plans, budget, warnings = [PromptPlan(plan, key) for key in keys], None, []
-        if (tradeoff := _tradeoff(request)) is not None:
+        budget, warnings = None, []
+        if (tradeoff := _tradeoff(request)) is None:
+            plans = await self._shaping.plans(plan, keys)
+        else:
             plans, budget, warnings = await self._shaping.allocate(plan, keys, prompts, tradeoff, request.early_stop)
         seed = request.sampling.get("seed")
         rollout = Rollout(
@@ -347,7 +349,7 @@ class RolloutService:
             rollout_id=rollout.id,
             pruning_seed=seed_for(rollout.pruning_seed, digest_of(prompt.token_ids)),
             place=rollout.course.place(position),
-            mobility=None if rollout.migration == "off" else Mobility(rollout.migration, rollout.plans[position].key),
+            outlook=self._outlook(rollout, position),
         )
         if (kept := rollout.resumed.get(position)) is None:
             stream = run(plan)
@@ -416,6 +418,12 @@ class RolloutService:
             allocation=rollout.plans[position].answer(),
             off_policy=is_off_policy,
         )
+
+    def _outlook(self, rollout: Rollout, position: int) -> Outlook | None:
+        if self._engine.num_ranks == 1:
+            return None
+        prompt, lengths = rollout.prompts[position], rollout.plans[position].lengths
+        return Outlook(lengths, len(prompt.token_ids), prompt.max_tokens, rollout.migration)
 
     async def _keep(self, rollout: Rollout, position: int, ends: Mapping[int, CandidateEnd]) -> tuple[Ending, ...]:
         """Keep what goes on of a deferred group; returns the endings of the others, whose lengths are all there will

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 
 from vllm_rollout.config import REPORT_INTERVAL_S
 from vllm_rollout.group.allocation import BatchAllocation, BatchPrompt, Budget, PromptAllocation, allocate_batch
-from vllm_rollout.group.history import ObservedLength, observed_lengths
+from vllm_rollout.group.history import LengthMoments, LengthStatistics, ObservedLength, observed_lengths
 from vllm_rollout.group.plan import EarlyStop, GroupPlan
 from vllm_rollout.group.prompt_key import KEY_OF_TOKENS, digest_of
 from vllm_rollout.group.types import Ending
@@ -27,6 +27,8 @@ class PromptPlan:
     group: GroupPlan
     key: str
     """Names the prompt in the history of lengths."""
+    lengths: LengthMoments | None = None
+    """That are expected: of the prompt, else of the data set. None: nothing is known, or nobody needs it."""
     allocation: PromptAllocation | None = None
     """None: the request says how many candidates."""
 
@@ -45,6 +47,13 @@ class ShapingService:
         self._telling: set[asyncio.Task[None]] = set()
         """Held here because the event loop holds them weakly."""
         self._drift_seen_s: float | None = None
+
+    async def plans(self, plan: GroupPlan, keys: Sequence[str]) -> list[PromptPlan]:
+        """The same for every prompt; with one rank nobody needs to know its lengths."""
+        if self._engine.num_ranks == 1:
+            return [PromptPlan(plan, key) for key in keys]
+        expected = _expected(await self._engine.length_history(keys))
+        return [PromptPlan(plan, *each) for each in zip(keys, expected, strict=True)]
 
     async def allocate(
         self,
@@ -74,7 +83,8 @@ class ShapingService:
                 tradeoff=tradeoff,
             )
             plans = batch.plans(plan, early_stop)
-            return batch, [PromptPlan(*each) for each in zip(plans, keys, batch.prompts, strict=True)]
+            expected = _expected(history)
+            return batch, [PromptPlan(*each) for each in zip(plans, keys, expected, batch.prompts, strict=True)]
 
         # Beside the event loop: 16,384 prompts take a third of a second.
         batch, plans = await asyncio.to_thread(share)
@@ -137,6 +147,10 @@ class ShapingService:
             await self._engine.observe_lengths(key, lengths)
         except RequestError:  # the engine is dead, and says so elsewhere
             return
+
+
+def _expected(history: LengthStatistics) -> list[LengthMoments | None]:
+    return [known or history.dataset for known in history.prompts]
 
 
 def history_key(prompt_id: str | None, token_ids: Sequence[int]) -> str:

@@ -11,6 +11,7 @@ from vllm_rollout.group.lifecycle import Group
 from vllm_rollout.group.plan import GroupPlan
 from vllm_rollout.group.race import RacePlace
 from vllm_rollout.group.types import CandidateId, Ending
+from vllm_rollout.group.work import Work
 from vllm_rollout.simulator.pool import PoolCandidate
 
 
@@ -40,6 +41,22 @@ class Race:
     """It completed after as many others as its race against other groups wanted."""
     num_holding: int = 0
     """Candidates that run now and share the prompt's KV cache."""
+
+    @property
+    def work(self) -> Work:
+        """Of a group that has not begun."""
+        return self.work_of([0] * self.plan.num_candidates)
+
+    @property
+    def ages_left(self) -> list[int]:
+        """Tokens of each candidate that has not ended, if it has as many as the longest of those that have."""
+        running = set(self.group.running)
+        ended = (runner.num_tokens for runner in self.candidates if runner.index not in running)
+        return [max(ended, default=0)] * len(running)
+
+    def work_of(self, num_tokens: Sequence[int]) -> Work:
+        """Of candidates that have so many."""
+        return Work.of(num_tokens, self.lengths, self.max_tokens, self.prompt_tokens)
 
     def close(self, seconds: float) -> None:
         self.over_s = seconds

@@ -50,6 +50,14 @@ class Happening(NamedTuple):
     phase: Phase
 
 
+class Left(NamedTuple):
+    """What is left of a group in which a candidate has ended."""
+
+    race: Race
+    num_tokens: Sequence[int]
+    """Of each that goes on, as far as those that have ended tell: its siblings began with them."""
+
+
 class Closed(NamedTuple):
     """What the end of a step tells whoever launched its groups."""
 
@@ -57,6 +65,8 @@ class Closed(NamedTuple):
     """Candidates."""
     over: Sequence[Race]
     """Groups."""
+    left: Sequence[Left]
+    """Of groups that are not over."""
 
 
 class Departed(NamedTuple):
@@ -386,7 +396,9 @@ class Rank:
         over = [self._races[group_id] for group_id in verdicts.over]
         for race in over:
             race.close(self._run.seconds)
-        return Closed(num_ended + len(verdicts.stop), over)
+        changed = dict.fromkeys([*touched, *(self._races[group_id] for group_id, _ in verdicts.stop)])
+        left = [Left(race, race.ages_left) for race in changed if race.group.num_running]
+        return Closed(num_ended + len(verdicts.stop), over, left)
 
     def _num_tokens(self, candidate_id: CandidateId) -> int:
         runner = self._races[candidate_id.group_id].candidates[candidate_id.index]

@@ -6,13 +6,16 @@ Invariant: what is decided is decided by `group/`; a replay depends on trace, se
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Literal
 
 from vllm_rollout.config import REWARD_THRESHOLD
 from vllm_rollout.group.history import observed_lengths
 from vllm_rollout.group.judge import Judge, Scoring
-from vllm_rollout.group.placement import choose_rank
+from vllm_rollout.group.placement import Placement
 from vllm_rollout.group.selection import conclude
 from vllm_rollout.group.types import GroupResult
+from vllm_rollout.group.work import Weights, Work
 from vllm_rollout.simulator.fleet import FleetRun, run_fleet
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.outcome import Outcome, Tally
@@ -23,6 +26,15 @@ from vllm_rollout.simulator.rank import run_races
 from vllm_rollout.simulator.settings import Setting
 from vllm_rollout.trace.rows import TracedRollout
 
+PlacedBy = Literal["candidates", "tokens", "predicted", "real"]
+"""What the load of a rank is when groups are placed. A server has no choice: it predicts.
+
+candidates  their number
+tokens      output tokens to come, by what has been seen of lengths
+predicted   the same, weighed by what the machine's steps cost
+real        the same of the lengths that they will turn out to have, which nobody knows
+"""
+
 
 def replay(
     pools: Pools,
@@ -31,24 +43,28 @@ def replay(
     *,
     epochs: int = 1,
     seed: int = 0,
+    placed_by: PlacedBy = "predicted",
     on_rollout: Callable[[], None] = lambda: None,
 ) -> Outcome:
     """Run every rollout of the trace, `epochs` times over.
 
     Raises: PlanError for a setting that no engine would take; ValueError for a candidate the KV cache cannot hold.
     """
-    return _Replay(pools, setting, machine, seed).run(epochs, on_rollout)
+    return _Replay(pools, setting, machine, seed, placed_by).run(epochs, on_rollout)
 
 
 class _Replay:
-    def __init__(self, pools: Pools, setting: Setting, machine: Machine, seed: int) -> None:
+    def __init__(self, pools: Pools, setting: Setting, machine: Machine, seed: int, placed_by: PlacedBy) -> None:
         self._pools = pools
         self._setting = setting
         self._machine = machine
         self._seed = seed
         self._planner = Planner(setting, machine)
         self._judges = [Judge() for _ in range(machine.num_ranks)]
-        self._next_rank = 0
+        self._placement = placement_on(machine)
+        if placed_by == "tokens":
+            self._placement.weights = Weights()
+        self._placed_by: PlacedBy = placed_by
         self._tally = Tally(setting)
 
     def run(self, epochs: int, on_rollout: Callable[[], None]) -> Outcome:
@@ -71,7 +87,7 @@ class _Replay:
             races.append(
                 Race(prompt.id, its.plan, pool, prompt.prompt_tokens, scoring, None, lengths, prompt.max_tokens)
             )
-        ranks, self._next_rank = assigned(races, len(self._judges), self._next_rank)
+        ranks = assigned(races, self._placement, self._placed_by)
         run = self._run(ranks)
         results = {race: conclude(race.plan, race.endings) for race in races}
         for prompt, its, race in zip(rollout.prompts, planned, races, strict=True):
@@ -104,6 +120,14 @@ def reward(judge: Judge, judges: Sequence[Judge], rollout_id: str, results: Mapp
             other.learn(learned[2])
 
 
+def placement_on(machine: Machine) -> Placement:
+    """As a server has it that knows what its steps cost; on an ideal machine all tokens weigh the same."""
+    placement = Placement(machine.num_ranks)
+    if not machine.is_ideal:
+        placement.weights = Weights.of(replace(machine.step_cost, max_num_seqs=machine.num_slots))
+    return placement
+
+
 def check_fits(machine: Machine, prompt_id: str, num_tokens: int) -> None:
     """Raises: ValueError for a candidate that one rank's KV cache cannot hold."""
     capacity = machine.kv_capacity_tokens
@@ -114,16 +138,24 @@ def check_fits(machine: Machine, prompt_id: str, num_tokens: int) -> None:
         )
 
 
-def assigned(races: Sequence[Race], num_ranks: int, next_rank: int) -> tuple[list[list[Race]], int]:
-    """Each group to a rank, as a server places them.
+def assigned(races: Sequence[Race], placement: Placement, placed_by: PlacedBy = "predicted") -> list[list[Race]]:
+    """Each group to a rank, as a server places groups that it starts all at once."""
+    ranks: list[list[Race]] = [[] for _ in range(placement.num_ranks)]
+    works = [_work(race, placed_by) for race in races]
+    for race, work in zip(races, works, strict=True):
+        ranks[placement.place(work)].append(race)
+    work_of = dict(zip(races, works, strict=True))
+    for rank, own in enumerate(ranks):
+        for race in own:
+            placement.leave(rank, work_of[race])
+    return ranks
 
-    next_rank: whose turn it is; the second value is the one after the last group.
-    """
-    ranks: list[list[Race]] = [[] for _ in range(num_ranks)]
-    loads = [0] * num_ranks
-    for race in races:
-        rank = choose_rank(loads, next_rank)
-        ranks[rank].append(race)
-        loads[rank] += race.plan.num_candidates
-        next_rank = (rank + 1) % num_ranks
-    return ranks, next_rank
+
+def _work(race: Race, placed_by: PlacedBy) -> Work:
+    if placed_by in ("tokens", "predicted"):
+        return race.work
+    if placed_by == "candidates":
+        return Work(race.plan.num_candidates)
+    lengths = [candidate.num_tokens for candidate in race.pool]
+    contexts = sum(length * (race.prompt_tokens + length / 2) for length in lengths)
+    return Work(len(lengths), sum(lengths), round(contexts))

@@ -53,7 +53,7 @@ from vllm_rollout.group.pruning_plan import PruningPlan
 from vllm_rollout.group.race import RacePlace
 from vllm_rollout.group.selection import conclude
 from vllm_rollout.group.types import STOP_STATES, Ending
-from vllm_rollout.server.engine import Beginnings, Mobility
+from vllm_rollout.server.engine import Beginnings, Outlook
 from vllm_rollout.server.metrics import Metrics
 from vllm_rollout.server.xargs import PRUNING_XARGS, as_written, plan_from_xargs, rollout_xargs
 
@@ -87,7 +87,7 @@ class RolloutAsyncLLM(AsyncLLM):
         self.num_api_processes = int(kwargs.get("client_count", 1))
         # Ties go in turn, and several API processes begin with different ranks.
         self._placement = Placement(self.num_ranks, self.client_index, alone=self.num_api_processes == 1)
-        self.routes = GroupRoutes(self._placement)
+        self.routes = GroupRoutes(self._placement, self.request_counts if self.num_ranks > 1 else None)
 
     def shutdown(self, *args: Any, **kwargs: Any) -> None:
         before, self.before_shutdown = self.before_shutdown, None
@@ -100,6 +100,16 @@ class RolloutAsyncLLM(AsyncLLM):
         """Data-parallel ranks this client can choose from."""
         parallel = self.vllm_config.parallel_config
         return parallel.data_parallel_size_local if parallel.local_engines_only else parallel.data_parallel_size
+
+    def request_counts(self) -> list[int]:
+        """Requests on each rank, running or waiting, whoever sent them.
+
+        As vLLM's coordinator has last told, plus those that vLLM's own balancing has sent since, times the number of
+        API processes; at least those that this process has sent, which are known at once.
+        """
+        core = self.engine_core
+        told = zip(core.core_engines, core.lb_engines, strict=True)
+        return [max(waiting + running, core.engine_inflight[engine]) for engine, (waiting, running, _) in told]
 
     @property
     def max_candidates(self) -> int:
@@ -294,14 +304,14 @@ class RolloutAsyncLLM(AsyncLLM):
         observed: bool = True,
         place: RacePlace | None = None,
         beginnings: Beginnings | None = None,
-        mobility: Mobility | None = None,
+        outlook: Outlook | None = None,
         data_parallel_rank: int | None = None,
         **kwargs: Any,
     ) -> AsyncGenerator[CandidateOutput | CandidateFailed, None]:
         """Run the candidates of one group; yields their outputs as they come, in the kind `params` asks for.
 
-        With `beginnings` they go on from there; their outputs have what comes after. `mobility`:
-        they may move to another rank when that pays.
+        With `beginnings` they go on from there; their outputs have what comes after. `outlook`: what is expected of
+        them, by which a rank is chosen, and what they may move to another one for.
 
         Without `observed` and `scoring` nobody looks at their logits, and there is no mean confidence.
 
@@ -313,7 +323,9 @@ class RolloutAsyncLLM(AsyncLLM):
         as many as there are candidates in the queue, and of each candidate one that waits for room there and one into
         which vLLM merges the deltas that nobody has taken.
         """
-        route = self.routes.open(group_id, plan.num_candidates, data_parallel_rank, mobility)
+        before_each = dict.fromkeys(range(plan.num_candidates), ()) if beginnings is None else beginnings.token_ids
+        begun = {index: len(before) for index, before in before_each.items()}
+        route = self.routes.open(group_id, begun, data_parallel_rank, outlook)
         # One place per candidate: with fewer, candidates of one step wait for each other, a task switch per output.
         queue: asyncio.Queue[CandidateOutput | CandidateFailed | int | Exception] = asyncio.Queue(plan.num_candidates)
         params = params.clone()
@@ -321,7 +333,6 @@ class RolloutAsyncLLM(AsyncLLM):
         delta = params.output_kind == RequestOutputKind.DELTA
         interval = (params.stream_interval or 1) if delta else OUTPUT_INTERVAL_TOKENS
 
-        before_each = dict.fromkeys(range(plan.num_candidates), ()) if beginnings is None else beginnings.token_ids
         spare_indices = count(plan.num_candidates if beginnings is None else beginnings.next_index)
 
         async def run(index: int, before: Sequence[int] = ()) -> None:
@@ -347,12 +358,15 @@ class RolloutAsyncLLM(AsyncLLM):
                 tag, whole_prompt, child, f"{group_id}-c{index}", data_parallel_rank=data_parallel_rank, **kwargs
             )
             try:
+                num_tokens = 0
                 async with aclosing(outputs):
                     async for output, note in outputs:
+                        num_tokens += len(output.outputs[0].token_ids)
                         await queue.put(CandidateOutput(index, output, note))
                         if note is not None and note.is_replaced:  # before it counts as over
-                            tasks.append(asyncio.create_task(run(next(spare_indices))))
-                route.num_left -= 1
+                            tasks.append(asyncio.create_task(run(spare := next(spare_indices))))
+                            self.routes.begins(route, spare)
+                self.routes.ended(route, index, num_tokens)
                 await queue.put(index)
             except (VLLMClientError, GracefulHTTPError, EngineDeadError) as error:
                 await queue.put(error)

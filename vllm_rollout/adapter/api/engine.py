@@ -41,7 +41,7 @@ from vllm_rollout.server.engine import (
     Beginnings,
     CandidateEnd,
     CandidateTokens,
-    Mobility,
+    Outlook,
     PreparedPrompt,
     PromptInput,
     RequestError,
@@ -135,9 +135,9 @@ class VLLMEngine(EngineLearning, EngineMigration):
         pruning_seed: int,
         place: RacePlace | None = None,
         beginnings: Beginnings | None = None,
-        mobility: Mobility | None = None,
+        outlook: Outlook | None = None,
     ) -> AsyncGenerator[CandidateTokens | CandidateEnd, None]:
-        if mobility is not None:
+        if outlook is not None and outlook.migration != "off":
             self.let_migrate()
         rendered, params, lora = prompt.handle
         params = copy(params)  # run_candidates makes the deep copy
@@ -155,7 +155,7 @@ class VLLMEngine(EngineLearning, EngineMigration):
             scoring=scoring,
             place=place,
             beginnings=beginnings,
-            mobility=mobility,
+            outlook=outlook,
             lora_request=lora,
         )
         try:

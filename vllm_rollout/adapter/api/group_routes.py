@@ -6,38 +6,70 @@ Invariant: what is sent to a group (a launch, an abort) is sent to the rank that
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 
-from vllm_rollout.group.history import LengthMoments
+from vllm_rollout.group.cost import CostModel
+from vllm_rollout.group.migration import Migration
+from vllm_rollout.group.other_requests import OtherRequests
 from vllm_rollout.group.placement import Placement
-from vllm_rollout.server.engine import Mobility
+from vllm_rollout.group.work import Weights, Work
+from vllm_rollout.server.engine import Outlook
 
 
 class GroupRoute:
     """One group's way to its engine core."""
 
     def __init__(
-        self, group_id: str, rank: int, num_candidates: int, *, joined: bool = False, mobility: Mobility | None = None
+        self,
+        group_id: str,
+        rank: int,
+        num_tokens: Mapping[int, int],
+        work: Work,
+        *,
+        joined: bool = False,
+        outlook: Outlook | None = None,
     ) -> None:
+        """num_tokens: of each candidate, by index, when it begins; `work`: what those that come together have to do."""
         self.group_id = group_id
         self.rank = rank
         """Of those that this API process calls."""
-        self.num_candidates = num_candidates
-        """That came together, and count in the load of the rank."""
         self.joined = joined
         """Its candidates come one by one, and each counts for itself."""
-        self.num_left = num_candidates
-        """That have not ended."""
-        self.mobility = mobility
-        """Of a group that may move when nobody drains its rank."""
-        self.lengths: LengthMoments | None = None
-        """What predicts its lengths, as it was known when they were first asked for: what ends first is short."""
-        self.is_predicted = False
-        """They were asked for."""
+        self.outlook = outlook
+        self.work = work
+        """What is left of that; it counts in the load of the rank."""
+        self._num_tokens = dict(num_tokens)
+        """Of each that has not ended, at age 0; less than nothing: it comes later."""
+        self._age = 0
+        """Tokens that candidates have generated here which began with the group, as the last that ended has told."""
         self._at_rest = _event(is_set=True)
         self._num_launching = 0
         self._all_launched = _event(is_set=True)
+
+    @property
+    def num_left(self) -> int:
+        """Candidates that came together and have not ended."""
+        return len(self._num_tokens)
+
+    @property
+    def migration(self) -> Migration:
+        """What it may move for when nobody drains its rank."""
+        return "off" if self.outlook is None else self.outlook.migration
+
+    def predict(self) -> Work:
+        """What is left of it now."""
+        return work_of([before + self._age for before in self._num_tokens.values()], self.outlook)
+
+    def begins(self, index: int) -> None:
+        """A candidate comes late, in the place of one that was lost."""
+        self._num_tokens[index] = -self._age
+
+    def ended(self, index: int, num_tokens: int) -> None:
+        """After so many tokens."""
+        late = max(0, -self._num_tokens.pop(index))
+        self._age = max(self._age, late + num_tokens)
 
     @property
     def moves(self) -> bool:
@@ -75,8 +107,17 @@ class GroupRoute:
 class GroupRoutes:
     """Routes of the groups that run, by id."""
 
-    def __init__(self, placement: Placement) -> None:
+    def __init__(
+        self,
+        placement: Placement,
+        request_counts: Callable[[], Sequence[int]] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """request_counts: of all requests on each rank, whoever sent them, a while ago; None: nobody else matters."""
         self._placement = placement
+        self._request_counts = request_counts
+        self._other_requests = OtherRequests(placement.num_ranks)
+        self._clock = clock
         self._routes: dict[str, GroupRoute] = {}
 
     def find(self, group_id: str) -> GroupRoute | None:
@@ -95,47 +136,89 @@ class GroupRoutes:
 
     def next_rank(self) -> int:
         """Where to go next: the least load."""
+        self._look()
         return self._placement.next_rank()
 
     @property
     def movable(self) -> list[GroupRoute]:
         """Groups that may move when nobody drains their rank."""
-        return [route for route in self._routes.values() if route.mobility is not None]
+        return [route for route in self._routes.values() if route.migration != "off"]
+
+    def weigh(self, cost: CostModel) -> None:
+        """Work is compared by what it costs from now on."""
+        self._placement.weights = Weights.of(cost)
 
     def open(
-        self, group_id: str, num_candidates: int, pinned_rank: int | None, mobility: Mobility | None = None
+        self,
+        group_id: str,
+        num_tokens: Mapping[int, int],
+        pinned_rank: int | None = None,
+        outlook: Outlook | None = None,
     ) -> GroupRoute:
-        """A group begins, on the rank that the placement chooses or the client names."""
-        rank = self._placement.place(num_candidates, pinned_rank)
-        route = self._routes[group_id] = GroupRoute(group_id, rank, num_candidates, mobility=mobility)
-        return route
+        """A group begins, on the rank that the placement chooses or the client names. `num_tokens`: that its candidates
+        have, by index."""
+        self._look()
+        work = work_of(num_tokens.values(), outlook)
+        rank = self._placement.place(work, pinned_rank)
+        self._routes[group_id] = GroupRoute(group_id, rank, num_tokens, work, outlook=outlook)
+        return self._routes[group_id]
+
+    def begins(self, route: GroupRoute, index: int) -> None:
+        """A candidate takes the place of one that was lost."""
+        route.begins(index)
+        self._predict(route)
+
+    def ended(self, route: GroupRoute, index: int, num_tokens: int) -> None:
+        """A candidate has, after so many tokens."""
+        route.ended(index, num_tokens)
+        self._predict(route)
 
     def close(self, route: GroupRoute) -> None:
-        self._placement.leave(route.rank, route.num_candidates)
+        self._look()
+        self._placement.leave(route.rank, route.work)
         if self._routes.get(route.group_id) is route:
             del self._routes[route.group_id]
 
     def join(self, group_id: str, num_candidates: int, pinned_rank: int | None) -> GroupRoute:
         """A sibling of a group whose candidates come one by one."""
+        self._look()
         rank = self._placement.join(group_id, num_candidates, pinned_rank)
         if group_id not in self._routes:
-            self._routes[group_id] = GroupRoute(group_id, rank, 0, joined=True)
+            self._routes[group_id] = GroupRoute(group_id, rank, {}, Work(0), joined=True)
         return self._routes[group_id]
 
     def leave_joined(self, route: GroupRoute, *, refused: bool) -> None:
         """A sibling has ended, or was refused."""
+        self._look()
         forgotten = self._placement.leave_joined(route.group_id, refused=refused)
         if forgotten is not None:
             self._routes.pop(forgotten, None)
 
     def arrived(self, route: GroupRoute, rank: int) -> None:
         """It runs on another rank now."""
+        self._look()
         if route.joined:
             self._placement.move_joined(route.group_id, rank)
         else:
-            self._placement.leave(route.rank, route.num_candidates)
-            self._placement.place(route.num_candidates, rank)
+            self._placement.leave(route.rank, route.work)
+            self._placement.place(route.work, rank)
         route.rank = rank
+
+    def _predict(self, route: GroupRoute) -> None:
+        self._look()
+        before, route.work = route.work, route.predict()
+        self._placement.change(route.rank, before, route.work)
+
+    def _look(self) -> None:
+        """Before what was placed changes: see what else the ranks have."""
+        if self._request_counts is not None:
+            own = self._placement.num_candidates
+            self._placement.others = self._other_requests.look(self._request_counts(), own, self._clock())
+
+
+def work_of(num_tokens: Collection[int], outlook: Outlook | None) -> Work:
+    """Of candidates that have so many output tokens."""
+    return Work(len(num_tokens)) if outlook is None else outlook.work(num_tokens)
 
 
 def _event(*, is_set: bool) -> asyncio.Event:

@@ -90,7 +90,7 @@ class EngineMigration(EngineShaping, EngineMoves):
 
     async def _next_moves(self, delay: float) -> tuple[Sequence[PlannedMove], float]:
         """And by how much the consolidations of this tail make its end later (`Consolidation.delay`)."""
-        lengths, seen = await self._predict(), await self.engine_loads()
+        lengths, seen = await self._dataset_lengths(), await self.engine_loads()
         loads = self._rank_loads(seen, lengths, lambda route: _moves_for(route, "spread"))
         if spread := plan_spread(self.cost_model, loads):
             return spread, delay
@@ -100,16 +100,12 @@ class EngineMigration(EngineShaping, EngineMoves):
 
     async def _all_loads(self) -> list[RankLoad]:
         """As if all groups of this API process may move."""
-        lengths = await self._predict()
+        lengths = await self._dataset_lengths()
         return self._rank_loads(await self.engine_loads(), lengths, lambda route: True)
 
-    async def _predict(self) -> LengthMoments | None:
-        """Ask for the lengths that predict groups that may move, once each; returns those of the data set."""
-        asked = [route for route in self._client.routes.movable if not route.is_predicted]
-        history = await self.length_history([route.mobility.history_key for route in asked])
-        for route, lengths in zip(asked, history.prompts, strict=True):
-            route.lengths, route.is_predicted = lengths or history.dataset, True
-        return history.dataset
+    async def _dataset_lengths(self) -> LengthMoments | None:
+        """They predict groups without an outlook."""
+        return (await self.length_history([])).dataset
 
     def _rank_loads(
         self, loads: Sequence[EngineLoad], lengths: LengthMoments | None, may_move: Callable[[GroupRoute], bool]
@@ -123,7 +119,7 @@ class EngineMigration(EngineShaping, EngineMoves):
         groups, other_tokens = [], 0
         for running in load.groups:
             route = self._client.routes.find(running.group_id)
-            known = route.lengths if route is not None and route.is_predicted else lengths
+            known = lengths if route is None or route.outlook is None else route.outlook.lengths
             group = GroupLoad.of(*running[:3], known, running.max_tokens)
             if route is not None and route.rank == rank and may_move(route):
                 groups.append(group)
@@ -142,4 +138,4 @@ class EngineMigration(EngineShaping, EngineMoves):
 
 
 def _moves_for(route: GroupRoute, purpose: Migration) -> bool:
-    return route.mobility is not None and route.mobility.migration in (purpose, "auto")
+    return route.migration in (purpose, "auto")

@@ -58,6 +58,7 @@ class EngineShaping(EngineCalls):
             raise RuntimeError(f"--rollout-profile {path}: {error}") from error
         if mismatch.warning is not None:
             logger.warning("vllm_rollout: --rollout-profile %s: %s", path, mismatch.warning)
+        self._client.routes.weigh(self.cost_model)
         name, sizes = profile.model_name, profile.batch_sizes(tensor_parallel_size)
         await self._call_all(SET_COST_MODEL, CostToCompare(self.cost_model, name, path, sizes))
         logger.info("vllm_rollout: steps cost what %s says (%s, %d batch sizes)", path, name, len(sizes))
@@ -67,6 +68,7 @@ class EngineShaping(EngineCalls):
         size = self._client.vllm_config.parallel_config.tensor_parallel_size
         cost = cost_of(Settings.read(settings_file).at(size))
         self.cost_model = replace(cost, max_num_seqs=self._client.max_candidates)
+        self._client.routes.weigh(self.cost_model)
 
     async def observe_lengths(self, key: str, lengths: Sequence[ObservedLength]) -> None:
         await self._call_all(OBSERVE_LENGTHS, ObservedGroup(key, list(lengths)))

@@ -24,10 +24,11 @@ from vllm_rollout.group.round_progress import GroupEnd, RoundProgress
 from vllm_rollout.group.rounds import OpenRound
 from vllm_rollout.group.selection import conclude
 from vllm_rollout.group.types import GroupResult
+from vllm_rollout.group.work import Work
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.mover import Mover
 from vllm_rollout.simulator.race import Race
-from vllm_rollout.simulator.rank import Closed, Phase, Rank
+from vllm_rollout.simulator.rank import Closed, Left, Phase, Rank
 
 ORDER: Mapping[Phase, int] = {"close": 0, "begin": 2}
 API_ORDER = 1
@@ -51,6 +52,8 @@ class RoundRace:
         """Of the groups that were started, by position."""
         self.rank_of: dict[int, int] = {}
         """The same: where they were launched."""
+        self._work: dict[int, Work] = {}
+        """The same: what was last known to be left."""
         self._races = races
         self._position_of = {race: position for position, race in enumerate(races)}
         self._ranks = [Rank(machine, judge, f"{number}/") for number, judge in enumerate(judges)]
@@ -104,11 +107,14 @@ class RoundRace:
 
     def _hear(self, seconds: float, told: Closed) -> None:
         self._window.release(told.num_ended)
+        for left in told.left:
+            self._note_work(left)
         self._mover.ended(told.num_ended)
         if told.over:
             was_cut = self.progress.is_cut
             for race in told.over:
-                self._placement.leave(self.rank_of[self._position_of[race]], race.plan.num_candidates)
+                position = self._position_of[race]
+                self._placement.leave(self.rank_of[position], self._work.pop(position))
                 self._group_over(race)
             if self.progress.is_cut and not was_cut:
                 self._cut(seconds)
@@ -156,9 +162,16 @@ class RoundRace:
         race, opened = self._races[position], self.progress.opened
         if opened.kind == "short":
             race.place = RacePlace(opened.key, self.progress.num_wanted, position)
-        rank = self.rank_of[position] = self._placement.place(race.plan.num_candidates)
+        work = self._work[position] = race.work
+        rank = self.rank_of[position] = self._placement.place(work)
         self._ranks[rank].launch(race, seconds + self._message_s)
         self._note(rank)
+
+    def _note_work(self, left: Left) -> None:
+        if self._placement.num_ranks > 1:
+            position = self._position_of[left.race]
+            before, self._work[position] = self._work[position], left.race.work_of(left.num_tokens)
+            self._placement.change(self.rank_of[position], before, self._work[position])
 
     def _note_all(self) -> None:
         for rank in range(len(self._ranks)):

@@ -10,14 +10,13 @@ from dataclasses import dataclass
 
 from vllm_rollout.group.history import observed_lengths
 from vllm_rollout.group.judge import Judge, Scoring
-from vllm_rollout.group.placement import Placement
 from vllm_rollout.group.plan import GroupPlan
 from vllm_rollout.group.rounds import Entry, OpenRound, Run
 from vllm_rollout.group.types import GroupResult
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.planner import Planner
 from vllm_rollout.simulator.race import Race
-from vllm_rollout.simulator.replay import check_fits, reward
+from vllm_rollout.simulator.replay import check_fits, placement_on, reward
 from vllm_rollout.simulator.rounds.outcome import ReturnedPrompt, RoundOutcome, RunOutcome
 from vllm_rollout.simulator.rounds.prompts import DataSet
 from vllm_rollout.simulator.rounds.race import RoundRace
@@ -62,7 +61,7 @@ class _RunReplay:
         self._prompts = {prompt.id: prompt for prompt in its.data.prompts}
         self._planner = Planner(setting.group, its.machine)
         self._judges = [Judge() for _ in range(its.machine.num_ranks)]
-        self._placement = Placement(its.machine.num_ranks)
+        self._placement = placement_on(its.machine)
         self._run = Run(setting.terms)
         self._trainer = Trainer(its.data.prompts, its.epochs, its.seed, whole_epochs=its.whole_epochs)
         self._handed_in: dict[int, int] = {}
@@ -112,7 +111,7 @@ class _RunReplay:
         return Race(prompt.id, plan, pool, prompt.prompt_tokens, scoring, None, lengths, prompt.max_tokens)
 
     def _learn(self, key: str, races: Sequence[Race], race: RoundRace) -> None:
-        if self._setting.asks_history or self._its.machine.moves_groups:
+        if self._setting.asks_history or self._its.machine.num_ranks > 1:
             for position, result in race.results.items():
                 self._planner.history.observe(races[position].prompt_id, observed_lengths(result.endings))
         if self._setting.group.pruning is None:

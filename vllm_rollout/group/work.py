@@ -1,0 +1,82 @@
+"""What candidates still have to do, and how much of it a rank has.
+
+A token more in a step makes the step longer for everybody on the rank: by its share of the computation, and by the
+context that is read for it. So two sums say what a group adds to a rank, and a profile says how they weigh.
+
+Invariant: sums are whole numbers, so that what is added and taken away again leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from vllm_rollout.group.cost import CostModel
+from vllm_rollout.group.history import LengthMoments
+from vllm_rollout.group.remaining import expected_remaining
+
+
+class Work(NamedTuple):
+    """What candidates of one group still have to do."""
+
+    num_candidates: int
+    tokens: int | None = None
+    """Predicted output tokens still to come, of all together; None: nothing predicts them."""
+    contexts: int = 0
+    """Tokens before each of these, summed."""
+
+    @classmethod
+    def of(
+        cls, num_tokens: Iterable[int], lengths: LengthMoments | None, max_tokens: int | None, prompt_tokens: int
+    ) -> Work:
+        """From the output tokens that each of them has; `lengths`: of its prompt, else of the data set."""
+        ages = list(num_tokens)
+        if lengths is None:
+            return cls(len(ages))
+        remaining = {age: expected_remaining(age, lengths, max_tokens) for age in set(ages)}
+        contexts = sum(remaining[age] * (prompt_tokens + age + remaining[age] / 2) for age in ages)
+        return cls(len(ages), round(sum(remaining[age] for age in ages)), round(contexts))
+
+
+class Weights(NamedTuple):
+    """What a token costs whoever shares its step."""
+
+    token: float = 1.0
+    context: float = 0.0
+    """For each token before it."""
+
+    @classmethod
+    def of(cls, cost: CostModel) -> Weights:
+        """In seconds, as the secants from one candidate to a full rank and from no context to the longest profiled."""
+        context = cost.curves[-1][0]
+        batch_size = max(2, cost.max_num_seqs or max(curve.batch_sizes[-1] for _, curve in cost.curves))
+
+        def slope(context: float) -> float:
+            return max(0.0, (cost.ptl(batch_size, context) - cost.ptl(1, context)) / (batch_size - 1))
+
+        token = slope(0)
+        per_context = max(0.0, (slope(context) - token) / context) if context else 0.0
+        return cls(token, per_context) if token or per_context else cls()
+
+
+class RankWork:
+    """Work on a rank: added up, of candidates that are predicted and of others."""
+
+    def __init__(self) -> None:
+        self.num_predicted = 0
+        self.num_others = 0
+        self.tokens = 0
+        self.contexts = 0
+
+    def add(self, work: Work, sign: int = 1) -> None:
+        """-1 takes it away."""
+        if work.tokens is None:
+            self.num_others += sign * work.num_candidates
+            return
+        self.num_predicted += sign * work.num_candidates
+        self.tokens += sign * work.tokens
+        self.contexts += sign * work.contexts
+
+    def weighed(self, weights: Weights) -> float:
+        """Of those that are predicted."""
+        return weights.token * self.tokens + weights.context * self.contexts
