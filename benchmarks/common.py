@@ -5,6 +5,7 @@ Run benchmarks from the repository root as modules, `python -m benchmarks.group_
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import os
@@ -108,6 +109,14 @@ def raise_file_limit(wanted: int) -> None:
     if hard != resource.RLIM_INFINITY and hard < wanted:
         raise ValueError(f"needs {wanted} open files, the hard limit is {hard}. Raise it, or use fewer groups at once.")
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def simulation_arguments(description: str, name: str, *, seeds: int) -> argparse.Namespace:
+    """Of a benchmark that simulates: `seeds`, the runs of each case, and `output`, where the result goes."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=seeds)
+    parser.add_argument("--output", type=Path, default=Path(f"benchmarks/results/{name}.json"))
+    return parser.parse_args()
 
 
 def record_of_run(*, seed: int, workload: Any) -> dict[str, Any]:

@@ -14,16 +14,14 @@ Run from the repository root: python -m benchmarks.moves_simulated
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 from rich.progress import track
 
-from benchmarks.common import record_of_run, write_json
+from benchmarks.common import record_of_run, simulation_arguments, write_json
 from benchmarks.rounds_simulated.setup import (
     BETWEEN_SHARE,
     GPU_SOURCE,
@@ -104,10 +102,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/moves_simulated.json"))
-    arguments = parser.parse_args()
+    arguments = simulation_arguments(__doc__, "moves_simulated", seeds=5)
     record = record_of_run(
         seed=0,
         workload={

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from typing import Any
 
 import pytest
 
 from tests.engine.conftest import Server, race_joined, serve_command
 from tests.engine.run_rounds import VARIED, assert_groups_whole, make_run, play_out
+from vllm_rollout.group.other_requests import LATE_S
 
 NUM_RANKS = 2
 
@@ -47,6 +51,32 @@ def test_a_group_runs_on_one_rank_and_the_next_one_on_the_other(server: Server) 
         used.append(rank_of(server, answer, before))
         assert answer["groups"][0]["status"] == "complete"
     assert set(used) == set(range(NUM_RANKS))
+
+
+def test_groups_keep_off_a_rank_that_ordinary_requests_keep_busy(server: Server) -> None:
+    """Whichever API processes have them: each sees what the engine cores count."""
+    over = Event()
+
+    def keep_busy(max_tokens: int) -> None:
+        body = {"prompt": "hello", "max_tokens": max_tokens, "ignore_eos": True}
+        while not over.is_set():
+            server.http.post("/v1/completions", json=body, headers={"X-data-parallel-rank": "0"})
+
+    with ThreadPoolExecutor(12) as pool:
+        busy = [pool.submit(keep_busy, 400 + 40 * number) for number in range(12)]
+        try:
+            server.wait_until(lambda: server.num_requests >= 10)
+            time.sleep(2 * LATE_S)
+            before = tokens_by_rank(server)[1]
+            body = {"prompts": [{"prompt": "hello"}], "group_size": 2, "sampling": {"max_tokens": 4}}
+            answers = [server.http.post("/v1/rollouts", json=body).json() for _ in range(8)]
+            generated = sum(answer["usage"]["generated_tokens"] for answer in answers)
+            server.wait_until(lambda: tokens_by_rank(server)[1] - before == generated)
+        finally:
+            over.set()
+    for each in busy:
+        each.result()
+    server.wait_until_idle()
 
 
 def test_requests_that_join_a_group_meet_whichever_api_process_takes_them(server: Server) -> None:
