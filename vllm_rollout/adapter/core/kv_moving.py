@@ -19,6 +19,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import Request
 
+from vllm_rollout.adapter.core.versions import without_zeroing, zeroes_what_comes
 from vllm_rollout.adapter.options import RolloutOptions
 from vllm_rollout.adapter.parcel import KVBlocks, KVSegment
 from vllm_rollout.group.load import ArrivedKV
@@ -130,7 +131,7 @@ class KVMoves:
             num_new_computed_tokens=num_found_tokens,
             new_computed_blocks=found,
             num_external_computed_tokens=num_tokens,
-            skip_zeroing_group_ids=(0,),
+            **without_zeroing(),
         )
         return None if taken is None else num_found
 
@@ -167,4 +168,6 @@ def refusal(scheduler: GroupSchedulerMixin) -> str | None:
         return "a draft model has blocks of its own"
     if len(groups) != 1 or not isinstance(groups[0].kv_cache_spec, FullAttentionSpec):
         return "not all layers keep every token"
+    if zeroes_what_comes(scheduler):
+        return "this vLLM would clear them where they come"
     return None

@@ -23,6 +23,7 @@ from vllm_rollout.adapter.call_table import GroupToAdopt, GroupToRelease, Releas
 from vllm_rollout.adapter.core.candidate import Candidate
 from vllm_rollout.adapter.core.core_worker import call_worker
 from vllm_rollout.adapter.core.kv_moving import KVMoves
+from vllm_rollout.adapter.core.versions import leave_deferred
 from vllm_rollout.adapter.parcel import KVBlocks, MovedCandidate, Parcel, request_to_move
 
 if TYPE_CHECKING:
@@ -203,7 +204,7 @@ def stop(scheduler: GroupSchedulerMixin, requests: Sequence[Request]) -> None:
         del request.events[num_events:]
     scheduler.num_preemptions -= len(running)
     scheduler.waiting.remove_requests(requests)
-    scheduler.deferred_waiting.difference_update(requests)
+    leave_deferred(scheduler, requests)
 
 
 def queue_again(scheduler: GroupSchedulerMixin, requests: Sequence[Request]) -> None:

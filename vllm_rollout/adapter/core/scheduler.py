@@ -22,6 +22,7 @@ from vllm_rollout.adapter.core.moving import GroupMoves
 from vllm_rollout.adapter.core.readings import Readings
 from vllm_rollout.adapter.core.step_times import StepTimes
 from vllm_rollout.adapter.core.stop_strings import StopStringsFactory
+from vllm_rollout.adapter.core.versions import num_deferred
 from vllm_rollout.adapter.parcel import MovedCandidate
 from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, CandidateTag, EndingNote, RunnerReport
 from vllm_rollout.group.judge import Judge
@@ -259,7 +260,7 @@ class GroupSchedulerMixin:
         for step_outputs in outputs.values():
             if (stats := step_outputs.scheduler_stats) is not None:
                 stats.num_running_reqs, num_waiting = self.get_request_counts()
-                stats.num_waiting_reqs = num_waiting - len(self.deferred_waiting)
+                stats.num_waiting_reqs = num_waiting - num_deferred(self)
                 stats.kv_cache_usage = self.get_kv_cache_usage()
 
     def _pass_outputs(

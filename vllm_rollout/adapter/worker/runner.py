@@ -64,6 +64,9 @@ class ObservedOutput(AsyncModelRunnerOutput):
         _attach(output, self._copy.get(), self._ring)
         return output
 
+    def get_kv_connector_output(self) -> Any:
+        return self._inner.get_kv_connector_output()
+
 
 def _attach(output: ModelRunnerOutput, step: StepValues, ring: FeatureRing) -> None:
     """Put a step's values, which are on the host, where the scheduler reads them, and its features into the ring."""

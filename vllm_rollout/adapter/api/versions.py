@@ -1,0 +1,84 @@
+"""What the API process does otherwise on one supported vLLM than on another: a function per difference.
+
+Invariant: which way is taken is asked of the contract, and nowhere else in the API process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from vllm.outputs import CompletionOutput
+from vllm.v1.engine.core_client import AsyncMPClient
+
+from vllm_rollout.adapter.compat import ALL_RANKS, LOGGING_FLAGS, RETRYABLE, STARTUP, WEIGHT_SPANS, has, vllm_version
+
+LOGGING_VARIABLES = {"log_level": "VLLM_LOGGING_LEVEL", "logging_config": "VLLM_LOGGING_CONFIG_PATH"}
+"""The flags that a vLLM without them has variables for."""
+
+
+def _rejections() -> tuple[type[Exception], ...]:
+    """What a request gets that comes while a pause of mode `abort` or `wait` lasts; nothing where it waits."""
+    if not has(RETRYABLE):
+        return ()
+    from vllm.exceptions import RetryableRequestError
+
+    return (RetryableRequestError,)
+
+
+REJECTIONS = _rejections()
+
+
+async def call_all_ranks(core: AsyncMPClient, method: str, *args: Any) -> list[Any]:
+    """A utility call to every engine core of this client; the answers in the order of the ranks."""
+    if has(ALL_RANKS):
+        return await core.call_utility_all_async(method, *args)
+    calls = (core._call_utility_async(method, *args, engine=engine) for engine in core.core_engines)
+    return await asyncio.gather(*calls)
+
+
+def weight_spans(completion: CompletionOutput) -> Sequence[Any]:
+    """Which weights sampled which tokens; empty where vLLM does not say."""
+    return (completion.weight_versions or ()) if has(WEIGHT_SPANS) else ()
+
+
+def move_weight_spans(completion: CompletionOutput, starts: Sequence[int]) -> None:
+    """Let each span begin at another token, and end where the next begins."""
+    spans = completion.weight_versions
+    ends = [*starts[1:], spans[-1].end]
+    completion.weight_versions = [
+        replace(span, start=start, end=end) for span, start, end in zip(spans, starts, ends, strict=True)
+    ]
+
+
+def set_up_environment() -> None:
+    """vLLM's own first steps of a command."""
+    if has(STARTUP):
+        from vllm.entrypoints.common.startup import cli_env_setup
+    else:
+        from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    cli_env_setup()
+
+
+def refuse_missing_flags(arguments: Sequence[str], parser: argparse.ArgumentParser) -> None:
+    """Exit with status 2 and a remedy for a flag that later versions of vLLM have."""
+    if has(LOGGING_FLAGS):
+        return
+    for argument in arguments:
+        flag = argument.partition("=")[0].partition(".")[0]
+        variable = LOGGING_VARIABLES.get(flag.removeprefix("--").replace("-", "_"))
+        if flag.startswith("--") and variable is not None:
+            parser.error(
+                f"{argument} needs vLLM {LOGGING_FLAGS.since} or later, found {vllm_version}. Leave it out, and "
+                f"set {variable}."
+            )
+
+
+def configure_logging(args: argparse.Namespace) -> None:
+    if has(LOGGING_FLAGS):
+        from vllm.logger import configure_logging_from_args
+
+        configure_logging_from_args(args)
