@@ -54,6 +54,8 @@ def problem(fact: Fact) -> str | None:
         return None if has(owner, fact.name) else "no such attribute"
     if (function := getattr(owner, fact.name, None)) is None:
         return "no such function"
+    if fact.kind == "does":
+        return None if fact.parameters in inspect.getsource(function) else "its source does not say so"
     parameters = fact.parameters.split()
     if fact.kind == "calls":
         return unbound(function, parameters, is_method=is_method(owner, fact.name))
@@ -302,6 +304,7 @@ def test_a_row_that_is_not_true_is_found():
     assert problem(Fact("calls", scheduler, "finish_requests", "request_ids reason="))
     assert problem(Fact("calls", scheduler, "finish_requests", "finished_status request_ids"))
     assert problem(Fact("adds", scheduler, "add_request")) == "the name is taken"
+    assert problem(Fact("does", scheduler, "add_request", "race(")) == "its source does not say so"
     assert problem(Fact("flag", "vllm serve", "rollouts")) == "no such setting"
 
 

@@ -225,7 +225,7 @@ def test_released_outputs_come_together_with_the_next_one():
 def test_an_output_with_a_sampling_mask_does_not_wait():
     held = HeldOutputs(10)
     held.add(output_with(1))
-    mask = SamplingMaskLists(np.array([1, 2]))
+    mask = SamplingMaskLists(np.array([1, 2]), np.array([0, 2]))
     assert held.add(output_with(2, new_sampling_mask=mask)).new_sampling_mask is mask
 
 

@@ -42,6 +42,9 @@ class InnerOutput(AsyncModelRunnerOutput):
     def get_output(self) -> ModelRunnerOutput:
         return self.output
 
+    def get_kv_connector_output(self) -> str:
+        return "connector"
+
 
 class Sampler:
     def __call__(self, logits: torch.Tensor, input_batch: Any) -> torch.Tensor:
@@ -361,6 +364,7 @@ def test_a_report_comes_with_the_output_and_not_before(new_runner):
     runner.execute_model(SimpleNamespace(rows=rows, scheduled_new_reqs=new, finished_req_ids=set()))
     output = runner.sample_tokens()
     assert isinstance(output, ObservedOutput)
+    assert output.get_kv_connector_output() == "connector"
     assert len(ring) == 0
     assert list(output.get_output().__dict__[REPORT_ATTRIBUTE].due) == ["a"]
     assert len(ring) == 1

@@ -111,12 +111,13 @@ def test_a_segment_is_gone_with_its_process():
     code = (
         "from tests.adapter.test_shared_kv import new_cache\n"
         "import time\n"
-        "print(new_cache()[0].share([1]).address.decode(), flush=True)\n"
+        "print('segment', new_cache()[0].share([1]).address.decode(), flush=True)\n"
         "time.sleep(600)\n"
     )
     root = Path(__file__).parents[2]
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=root) as process:
-        path = Path(process.stdout.readline().strip())
+        line = next(line for line in process.stdout if line.startswith("segment "))
+        path = Path(line.split()[1])
         assert path.stat().st_size
         process.kill()
     assert not path.exists()

@@ -32,7 +32,7 @@ def minor_of(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
-Kind = Literal["overrides", "implements", "calls", "uses", "imports", "adds", "replaces", "flag"]
+Kind = Literal["overrides", "implements", "calls", "uses", "imports", "adds", "replaces", "flag", "does"]
 """
 overrides   a method of ours takes the place of vLLM's and calls it; parameters: those it names, `name=` where it takes
             one out of its keywords
@@ -43,6 +43,8 @@ imports     a name of a module, of which nothing else is used than that it exist
 adds        a name that we put on vLLM's class: free, or something of vLLM's would be lost
 replaces    a name that we replace in its module, and the function that must look it up there when it is called
 flag        a setting of `vllm serve` that we read or set
+does        a function that behaves in some way, which neither a name nor a signature shows; parameters: what stands in its
+            source then
 """
 
 
@@ -140,6 +142,7 @@ STARTUP = Fact("calls", "vllm.entrypoints.common.startup", "cli_env_setup", "", 
 RETRYABLE = Fact("imports", "vllm.exceptions", "RetryableRequestError", "", "api", "0.32")
 REJECTS_WHILE_PAUSED = Fact("uses", "vllm.v1.engine.core.EngineCoreProc", "reject_new_requests", "", "", "0.33")
 DEFERRED_WAITING = Fact("uses", SCHEDULER, "deferred_waiting", since="0.31")
+ADOPTS_FOUND = Fact("does", KV_MANAGER, "allocate_slots", "and num_new_computed_tokens == 0", since="0.31")
 SKIPS_ZEROING = Fact(
     "calls", KV_MANAGER, "allocate_slots", "request num_new_tokens skip_zeroing_group_ids=", since="0.32"
 )
@@ -468,6 +471,7 @@ CONTRACT = (
         "allocate_slots",
         "request num_new_tokens num_new_computed_tokens= new_computed_blocks= num_external_computed_tokens=",
     ),
+    ADOPTS_FOUND,
     SKIPS_ZEROING,
     Fact("uses", KV_CONFIG, "needs_kv_cache_zeroing"),
     Fact("uses", KV_MANAGER, "enable_caching"),

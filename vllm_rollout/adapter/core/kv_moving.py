@@ -19,7 +19,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import Request
 
-from vllm_rollout.adapter.core.versions import without_zeroing, zeroes_what_comes
+from vllm_rollout.adapter.core.versions import holds_what_is_found, without_zeroing, zeroes_what_comes
 from vllm_rollout.adapter.options import RolloutOptions
 from vllm_rollout.adapter.parcel import KVBlocks, KVSegment
 from vllm_rollout.group.load import ArrivedKV
@@ -123,8 +123,8 @@ class KVMoves:
         found, num_found_tokens, _ = cache.get_computed_blocks(request)
         num_found = len(found.blocks[0])
         num_tokens = max(0, num_blocks - num_found) * self._scheduler.block_size
-        if num_found_tokens + num_tokens == 0:
-            return 0
+        if num_tokens == 0 and not (num_found_tokens and holds_what_is_found()):
+            return num_found
         taken = cache.allocate_slots(
             request,
             0,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import Request
 
-from vllm_rollout.adapter.compat import DEFERRED_WAITING, SKIPS_ZEROING, has
+from vllm_rollout.adapter.compat import ADOPTS_FOUND, DEFERRED_WAITING, SKIPS_ZEROING, has
 
 if TYPE_CHECKING:
     from vllm_rollout.adapter.core.scheduler import GroupSchedulerMixin
@@ -27,6 +27,11 @@ def leave_deferred(scheduler: GroupSchedulerMixin, requests: Sequence[Request]) 
         scheduler.deferred_waiting.difference_update(requests)
     else:
         scheduler.skipped_waiting.remove_requests(requests)
+
+
+def holds_what_is_found() -> bool:
+    """Whether a request can be given blocks of the prefix cache and no others."""
+    return has(ADOPTS_FOUND)
 
 
 def without_zeroing() -> dict[str, Any]:
