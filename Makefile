@@ -41,6 +41,8 @@ help:
 	@echo "  make demo        install, fetch the embedded model, race 16 candidates for the first 8 against stock vLLM"
 	@echo "  make test        install, fetch the test models, run every test         ARGS='-k name'"
 	@echo "  make test-fast   the tests that start no engine"
+	@echo "  make test-versions  adapter tests and an engine smoke test on every supported vLLM, each in an environment"
+	@echo "                   of its own (.venvs, half a GB each)   VERSIONS=\"0.29 0.31\""
 	@echo
 	@echo "  make install     .venv here, pinned packages, csrc built; fast when nothing changed"
 	@echo "  make models      fetch and convert the embedded model into ~/.cache/vllm_rollout (VLLM_ROLLOUT_CACHE)"
@@ -76,6 +78,12 @@ test: install models
 .PHONY: test-fast
 test-fast: install
 	$(PY) -m pytest -q -m "not engine and not slow" $(ARGS)
+
+VERSIONS ?=
+
+.PHONY: test-versions
+test-versions: install models
+	$(PY) -m benchmarks.versions $(VERSIONS) $(ARGS)
 
 .PHONY: lint
 lint: $(DEPENDENCIES)

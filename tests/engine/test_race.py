@@ -8,6 +8,8 @@ import pytest
 
 from tests.engine.conftest import HERE, run_script
 
+pytestmark = pytest.mark.versions
+
 V2 = {"VLLM_USE_V2_MODEL_RUNNER": "1", "PYTHONPATH": str(HERE / "v2_on_cpu")}
 
 

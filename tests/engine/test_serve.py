@@ -10,6 +10,7 @@ import pytest
 
 from tests.engine.conftest import ENVIRONMENT, TIMEOUT_S, run_script
 from vllm_rollout.adapter.api.serve import allowed_plugins
+from vllm_rollout.adapter.compat import LOGGING_FLAGS, has
 
 
 def serve(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -46,6 +47,9 @@ def test_short_help_says_what_is_added_and_what_the_default_model_is() -> None:
     assert "smollm2-135m-instruct" in done.stdout
 
 
+LATER_FLAGS = [] if has(LOGGING_FLAGS) else [(("--log-level", "DEBUG"), ["--log-level", "0.31", "VLLM_LOGGING_LEVEL"])]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -55,8 +59,10 @@ def test_short_help_says_what_is_added_and_what_the_default_model_is() -> None:
         (("--scheduler-cls", "other.Scheduler"), ["--scheduler-cls other.Scheduler", "Leave it out"]),
         (("--worker-cls", "other.Worker"), ["--worker-cls other.Worker", "--worker-extension-cls"]),
         (("--runner", "pooling"), ["--runner pooling", "--runner generate"]),
+        *LATER_FLAGS,
     ],
 )
+@pytest.mark.versions
 def test_a_bad_or_unsupported_flag_exits_with_2_and_says_why(arguments: tuple[str, ...], words: list[str]) -> None:
     done = serve("tiny-random", *arguments)
     assert done.returncode == 2

@@ -43,7 +43,7 @@ imports     a name of a module, of which nothing else is used than that it exist
 adds        a name that we put on vLLM's class: free, or something of vLLM's would be lost
 replaces    a name that we replace in its module, and the function that must look it up there when it is called
 flag        a setting of `vllm serve` that we read or set
-does        a function that behaves in some way, which neither a name nor a signature shows; parameters: what stands in its
+does        a function that behaves in some way, which neither name nor signature shows; parameters: what stands in its
             source then
 """
 

@@ -1,0 +1,100 @@
+"""Runs the engine-free tests of the adapter and the engine smoke test (marker `versions`) on every supported vLLM.
+
+Each version has a virtual environment, made in `.venvs/` when it is first wanted: vLLM of that version and what it
+needs otherwise, before the packages of the environment that runs this. 0.33 has no CPU wheel: its Python sources run
+beside the compiled libraries of 0.32. Results of versions that do not run are kept.
+
+Run from the repository root: make test-versions, or python -m benchmarks.versions 0.29 0.31
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import record_of_run, write_json
+from benchmarks.versions.environment import ROOT, python_of
+from benchmarks.versions.report import SUITES, table
+from vllm_rollout.adapter.compat import PREFERRED_VLLM, SUPPORTED_VLLM, lacking
+
+RESULT = ROOT / "benchmarks" / "results" / "versions.json"
+SELECTION = {
+    "adapter": ("tests/adapter", "-m", "not engine and not slow"),
+    "engine": ("tests/engine", "-m", "versions"),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.versions", description=__doc__)
+    parser.add_argument("versions", nargs="*", metavar="VERSION", help=f"of {', '.join(SUPPORTED_VLLM)}. Default: all.")
+    parser.add_argument("--folder", type=Path, default=ROOT / ".venvs", help="Where environments are. %(default)s")
+    parser.add_argument("--output", type=Path, default=RESULT)
+    parser.add_argument("--suites", nargs="+", choices=SUITES, default=list(SUITES), help="Default: both.")
+    parser.add_argument("--table", action="store_true", help="Print the table of the result file, and run nothing.")
+    args = parser.parse_args()
+    if unknown := set(args.versions) - set(SUPPORTED_VLLM):
+        parser.error(f"VERSION {', '.join(sorted(unknown))}: must be of {', '.join(SUPPORTED_VLLM)}.")
+    result = json.loads(args.output.read_text()) if args.output.exists() else {"vllm": {}}
+    if not args.table:
+        for version in args.versions or SUPPORTED_VLLM:
+            python = python_of(version, args.folder, PREFERRED_VLLM)
+            row = result["vllm"].setdefault(version, {"lacks": lacking(f"{version}.0")})
+            row["lacks"], row["packages"] = lacking(f"{version}.0"), packages_of(python)
+            for suite in args.suites:
+                row[suite] = run_tests(python, SELECTION[suite])
+                print(f"vLLM {version}, {suite}: {json.dumps(row[suite])}", flush=True)
+            record = record_of_run(seed=0, workload={suite: " ".join(SELECTION[suite]) for suite in SUITES})
+            write_json(args.output, {**record, "vllm": result["vllm"]})
+    print(table(result))
+    if any(row[suite]["failed"] for row in result["vllm"].values() for suite in SUITES):
+        sys.exit(1)
+
+
+def run_tests(python: Path, selection: tuple[str, ...]) -> dict[str, Any]:
+    """Numbers of tests that passed and were skipped, names of those that failed, and seconds.
+
+    Raises: RuntimeError when pytest could not collect or run them.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *selection]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        done = subprocess.run(command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE)
+        if done.returncode not in (0, 1):
+            raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-4000:]}")
+        (suite,) = ElementTree.parse(report).getroot().iter("testsuite")
+    failed = [
+        f"{case.get('classname')}::{case.get('name')}"
+        for case in suite.iter("testcase")
+        if case.find("failure") is not None or case.find("error") is not None
+    ]
+    if failed:
+        print(done.stdout[-8000:], file=sys.stderr)
+    skipped = int(suite.get("skipped", 0))
+    return {
+        "passed": int(suite.get("tests", 0)) - skipped - len(failed),
+        "skipped": skipped,
+        "failed": failed,
+        "seconds": round(float(suite.get("time", 0)), 1),
+    }
+
+
+def packages_of(python: Path) -> dict[str, str]:
+    code = (
+        "import json, torch, transformers, vllm.version as vllm\n"
+        "modules = {'vllm': vllm, 'torch': torch, 'transformers': transformers}\n"
+        "print(json.dumps({name: module.__version__ for name, module in modules.items()}))"
+    )
+    done = subprocess.run([str(python), "-c", code], text=True, stdout=subprocess.PIPE, check=True, cwd=ROOT)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+if __name__ == "__main__":
+    main()
