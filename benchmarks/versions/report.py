@@ -15,13 +15,16 @@ def table(result: Mapping[str, Any]) -> str:
         f"| --- |{' --- |' * (len(SUITES) + 2)}",
     ]
     for version, row in sorted(result["vllm"].items()):
-        cells = [_passed(row[suite]) for suite in SUITES]
-        seconds = round(sum(row[suite]["seconds"] for suite in SUITES))
+        ran = [row[suite] for suite in SUITES if suite in row]
+        cells = [_passed(row.get(suite)) for suite in SUITES]
+        seconds = round(sum(suite["seconds"] for suite in ran))
         lacks = "; ".join(line.partition(" (")[0] for line in row["lacks"]) or "nothing"
         lines.append(f"| {version} | {' | '.join(cells)} | {seconds} | {lacks} |")
     return "\n".join(lines)
 
 
-def _passed(suite: Mapping[str, Any]) -> str:
+def _passed(suite: Mapping[str, Any] | None) -> str:
+    if suite is None:
+        return "—"
     skipped = f", {suite['skipped']} skipped" if suite["skipped"] else ""
     return f"{suite['passed']} of {suite['passed'] + len(suite['failed'])}{skipped}"

@@ -1,11 +1,16 @@
 """Which implementation serves an operator, and what is said when it is not the fastest."""
 
+import os
+import shutil
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from confidence_cases import assert_updated, random_case
 
+import vllm_rollout
 from vllm_rollout.tracker import dispatch
 from vllm_rollout.tracker.ops import active_implementation, update_confidence
 
@@ -49,6 +54,36 @@ def test_without_the_extension_the_reference_serves_and_the_remedy_is_said(monke
     case = random_case(6, 20)
     after = case.clone()
     assert_updated(update_confidence(*after), after[3:], case)
+
+
+BUILT_FOR_ANOTHER_TORCH = """
+extern "C" void* aoti_torch_of_another_version();
+extern "C" void* PyInit__C() { return aoti_torch_of_another_version(); }
+"""
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
+def test_an_extension_for_another_torch_leaves_the_reference_and_says_what_is_missing(tmp_path):
+    package = tmp_path / "vllm_rollout"
+    package.mkdir()
+    for path in Path(vllm_rollout.__file__).parent.iterdir():
+        if path.suffix != ".so":
+            (package / path.name).symlink_to(path)
+    command = ["c++", "-shared", "-fPIC", "-x", "c++", "-", "-o", str(package / "_C.abi3.so")]
+    subprocess.run(command, input=BUILT_FOR_ANOTHER_TORCH, text=True, check=True)
+    code = (
+        "from vllm_rollout.tracker.ops import active_implementation\n"
+        "implementation = active_implementation('cpu')\n"
+        "print(implementation.name, implementation.reason, sep=' | ')"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path, env=environment
+    )
+    name, reason = done.stdout.strip().split(" | ")
+    assert name == "torch"
+    assert "vllm_rollout._C does not load" in reason
+    assert "aoti_torch_of_another_version" in reason
 
 
 def test_an_extension_from_before_the_operator_is_named_with_its_remedy(monkeypatch):
