@@ -17,8 +17,8 @@ ROOT = Path(__file__).parents[2]
 REQUIREMENTS = ROOT / "requirements" / "versions"
 PACKAGES = Path(sysconfig.get_paths()["purelib"])
 """Of the environment that runs this."""
-WITHOUT_WHEEL = {"0.33": "vllm==0.33.0"}
-"""Versions without a CPU wheel, by whose CUDA wheel their Python sources come."""
+WITHOUT_WHEEL = {"0.33"}
+"""Versions without a CPU wheel, whose Python sources come out of the CUDA wheel."""
 
 
 def python_of(version: str, folder: Path, installed: str) -> Path:
@@ -28,16 +28,17 @@ def python_of(version: str, folder: Path, installed: str) -> Path:
     place = folder / version
     requirements = REQUIREMENTS / f"{version}.txt"
     stamp = place / "made"
-    if not stamp.exists() or stamp.stat().st_mtime < requirements.stat().st_mtime:
+    if not stamp.exists() or stamp.read_text() != requirements.read_text():
         shutil.rmtree(place, ignore_errors=True)
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(place)], check=True)
         (packages,) = place.glob("lib/python*/site-packages")
         pip("install", "--target", str(packages), "-r", str(requirements))
         if version in WITHOUT_WHEEL:
-            take_sources(WITHOUT_WHEEL[version], packages)
+            take_sources(f"vllm=={version}.0", packages)
+        name_it_vllm(f"{version}.0+cpu", packages)
         # Last: pip must not see, and replace, what lies behind. As site does it: an editable install is found too.
         (packages / "behind.pth").write_text(f"import site; site.addsitedir({str(PACKAGES)!r})\n")
-        stamp.touch()
+        stamp.write_text(requirements.read_text())
     return place / "bin" / "python"
 
 
@@ -47,22 +48,23 @@ def pip(command: str, *arguments: str) -> None:
 
 
 def take_sources(requirement: str, packages: Path) -> None:
-    """vLLM's Python sources out of a CUDA wheel, with the compiled CPU libraries that are installed here.
-
-    Its metadata say `+cpu`, by which vLLM finds its platform.
-    """
+    """vLLM's Python sources out of a CUDA wheel, with the compiled CPU libraries that are installed here."""
     with tempfile.TemporaryDirectory() as downloads:
         pip("download", "--dest", downloads, requirement)
         (wheel,) = Path(downloads).glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
             names = archive.namelist()
             archive.extractall(packages, [name for name in names if name.startswith("vllm/") and name[-3:] != ".so"])
-            (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
-            entry_points = archive.read(metadata.replace("METADATA", "entry_points.txt"))
-    version = requirement.partition("==")[2]
-    info = packages / f"vllm-{version}+cpu.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
-    (info / "entry_points.txt").write_bytes(entry_points)
     for library in (PACKAGES / "vllm").glob("*.so"):
         shutil.copy2(library, packages / "vllm")
+
+
+def name_it_vllm(version: str, packages: Path) -> None:
+    """Let it be found as the distribution `vllm` of a version with `cpu` in it.
+
+    vLLM asks for that to find its platform (0.33), and whether Triton is of use on a CPU (0.29 to 0.31, where the
+    tests run model runner V2 in Triton's interpreter).
+    """
+    info = packages / f"vllm-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")

@@ -18,6 +18,7 @@ import httpx
 import pytest
 
 from vllm_rollout import process
+from vllm_rollout.adapter.compat import SCALE_OUT_FLAG, has
 from vllm_rollout.model_files import tiny
 from vllm_rollout.models import resolve
 from vllm_rollout.process import ServerProcess, counter, free_port
@@ -177,8 +178,8 @@ def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
     In float32: in bfloat16 a seed may say something else in a batch of another size, depending on the CPU's kernels.
     """
-    flags = ("--max-model-len", "2048", "--max-num-seqs", "64", "--max-num-batched-tokens", "256", "--enable-scale-out")
-    flags += ("--dtype", "float32")
+    flags = ("--max-model-len", "2048", "--max-num-seqs", "64", "--max-num-batched-tokens", "256", "--dtype", "float32")
+    flags += ("--enable-scale-out",) if has(SCALE_OUT_FLAG) else ()  # before, its endpoints are always there
     folder = tmp_path_factory.mktemp("server")
     record, profile = folder / "trace.jsonl", folder / "ptl.json"
     write_profile(tiny_model, profile)

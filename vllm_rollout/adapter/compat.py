@@ -138,6 +138,7 @@ KV_CONFIG = "vllm.v1.kv_cache_interface.KVCacheConfig"
 ALL_RANKS = Fact("calls", ENGINE_CLIENT, "call_utility_all_async", "method operation payload", "api", "0.32")
 WEIGHT_SPANS = Fact("uses", COMPLETION, "weight_versions", "", "api", "0.32")
 LOGGING_FLAGS = Fact("calls", "vllm.logger", "configure_logging_from_args", "args", "api", "0.31")
+SCALE_OUT_FLAG = Fact("flag", "vllm serve", "enable_scale_out", "", "", "0.30")
 STARTUP = Fact("calls", "vllm.entrypoints.common.startup", "cli_env_setup", "", "api", "0.33")
 RETRYABLE = Fact("imports", "vllm.exceptions", "RetryableRequestError", "", "api", "0.32")
 REJECTS_WHILE_PAUSED = Fact("uses", "vllm.v1.engine.core.EngineCoreProc", "reject_new_requests", "", "", "0.33")
@@ -368,6 +369,7 @@ CONTRACT = (
     Fact("flag", "vllm serve", "enable_prefix_caching", by="api"),
     Fact("flag", "vllm serve", "enable_prompt_embeds", by="api"),
     Fact("flag", "vllm serve", "enforce_eager", by="api"),
+    SCALE_OUT_FLAG,
     Fact("flag", "vllm serve", "grpc", by="api"),
     Fact("flag", "vllm serve", "headless", by="api"),
     Fact("flag", "vllm serve", "kv_transfer_config", by="api"),
