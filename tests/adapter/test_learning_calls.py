@@ -103,6 +103,9 @@ class Rank:
 class Client:
     """An engine client with some ranks."""
 
+    errored = False
+    """Asked for of a call that takes long, as on a busy machine."""
+
     def __init__(self, *ranks: Rank) -> None:
         self.core_engines = ranks
         self.num_ranks = len(ranks)
