@@ -49,7 +49,7 @@ class SteppedLLM(RolloutAsyncLLM, AddsToRun):
 
     A prompt is the lengths of its candidates, or as vLLM renders it, with the request's own length in `length`.
 
-    Overrides: __init__, shutdown, _watch, max_candidates, num_ranks.
+    Overrides: __init__, shutdown, max_candidates, num_ranks.
     """
 
     num_ranks = 1
@@ -76,11 +76,9 @@ class SteppedLLM(RolloutAsyncLLM, AddsToRun):
         """Tag and data-parallel rank of every candidate, by external request id."""
         self._placement = Placement(num_ranks, alone=alone)
         self.routes = GroupRoutes(self._placement)
+        self.life = SimpleNamespace(dead={}, watch=lambda: None)
 
     def shutdown(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def _watch(self) -> None:
-        """It does not die."""
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         self.run.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)

@@ -89,9 +89,12 @@ def serve_flags() -> set[str]:
 
 
 def looks_up(function: Any, name: str) -> bool:
-    """Whether a function imports `name` in its own body."""
+    """Whether a function imports `name` in its own body, or calls it as a name of its own module."""
     module, _, last = name.rpartition(".")
     tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
+    if function.__module__ == module:
+        calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        return any(isinstance(called, ast.Name) and called.id == last for called in calls)
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module == module]
     return any(alias.name == last for node in imports for alias in node.names)
 

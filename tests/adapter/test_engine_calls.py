@@ -16,6 +16,7 @@ class DyingClient:
     """Never answers, as vLLM's client when its engine core dies with a call on its way."""
 
     num_ranks = 1
+    living_ranks = (0,)
     core_engines = ("rank 0",)
     errored = False
 
@@ -26,8 +27,6 @@ class DyingClient:
     async def _call_utility_async(self, *args: object, **kwargs: object) -> bytes:
         asyncio.get_running_loop().call_later(0.02, setattr, self, "errored", True)
         return await asyncio.Future()
-
-    call_utility_all_async = _call_utility_async
 
 
 @pytest.mark.parametrize("calls", [

@@ -109,6 +109,7 @@ class Client:
     def __init__(self, *ranks: Rank) -> None:
         self.core_engines = ranks
         self.num_ranks = len(ranks)
+        self.living_ranks = list(range(len(ranks)))
         self.engine_core = self
 
     async def _call_utility_async(self, method: str, operation: str, payload: bytes, *, engine: Rank) -> bytes:
@@ -116,9 +117,6 @@ class Client:
         answer = rollout_call(engine, operation, payload)
         await asyncio.sleep(0)
         return answer
-
-    async def call_utility_all_async(self, method: str, operation: str, payload: bytes) -> list[bytes]:
-        return [await self._call_utility_async(method, operation, payload, engine=rank) for rank in self.core_engines]
 
 
 class Engine:

@@ -57,6 +57,7 @@ class Client:
     def __init__(self, *cores: Core) -> None:
         self.core_engines = cores
         self.num_ranks = len(cores)
+        self.living_ranks = range(len(cores))
         self.max_candidates = 4
         self.engine_core = self
         self.placement = Placement(len(cores))
@@ -64,9 +65,6 @@ class Client:
 
     async def _call_utility_async(self, method: str, operation: str, payload: bytes, *, engine: Core) -> bytes:
         return rollout_call(engine, operation, payload)
-
-    async def call_utility_all_async(self, method: str, operation: str, payload: bytes) -> list[bytes]:
-        return [rollout_call(core, operation, payload) for core in self.core_engines]
 
 
 def call(core: Core, operation: Operation[Argument, Result], argument: Argument) -> Result:

@@ -1,4 +1,5 @@
-"""A rank that is killed while groups move between ranks: nobody waits for ever, and everybody hears why."""
+"""Ranks that are killed while groups move between them: the others go on, nothing is lost or said twice, and nobody
+waits for ever when the last one dies."""
 
 from __future__ import annotations
 
@@ -6,96 +7,75 @@ import json
 import os
 import random
 import signal
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
-import httpx
-import psutil
 import pytest
 
+from benchmarks.kills.rank_readers import Mover, Reader
+from benchmarks.kills.ranks import rank_processes
 from tests.engine.conftest import TIMEOUT_S, Server, serve_command
 
-DEVICE = {"step": {"ms": 5.0}, "lengths": {"log_normal": {"mean": 400, "sigma": 0.5}}}
-NUM_READERS = 6
+DEVICE = {"step": {"ms": 5.0}, "lengths": {"log_normal": {"mean": 200, "sigma": 0.5}}}
+NUM_READERS = 4
+NUM_RANKS = 4
 
 
-@pytest.fixture
-def server(tiny_model: str, tmp_path: Path) -> Iterator[Server]:
+@pytest.fixture(params=[1, 2], ids=["one-api-server", "two-api-servers"])
+def server(request: pytest.FixtureRequest, tiny_model: str, tmp_path: Path) -> Iterator[Server]:
     device = tmp_path / "device.json"
     device.write_text(json.dumps(DEVICE))
-    flags = (
-        "--emulate",
-        str(device),
-        "--max-model-len",
-        "4096",
-        "--data-parallel-size",
-        "2",
-        "--api-server-count",
-        "1",
-    )
+    flags = ("--emulate", str(device), "--max-model-len", "4096", "--data-parallel-size", str(NUM_RANKS))
+    flags += ("--api-server-count", str(request.param))
     server = Server(serve_command(tiny_model, *flags), tmp_path / "server.log")
     yield server
     server.stop()
 
 
-def rank_processes(server: Server) -> list[psutil.Process]:
-    processes = psutil.Process(server._process.pid).children(recursive=True)
-    return sorted((each for each in processes if "EngineCore" in " ".join(each.cmdline())), key=lambda each: each.pid)
+def wait_for_groups(server: Server, readers: list[Reader], num_groups: int) -> None:
+    """So many more are complete."""
+
+    def num_complete() -> int:
+        return sum(reader.counts["groups_complete"] for reader in readers)
+
+    wanted = num_complete() + num_groups
+    server.wait_until(lambda: num_complete() >= wanted)
 
 
-def read(url: str, reader: int) -> str:
-    """Rollouts until one does not end well; what it says."""
-    for number in range(10_000):
-        tokens: dict[int, int] = {}
-        body: dict[str, Any] = {"prompts": [{"prompt_token_ids": [10 + reader, 20 + number]}], "group_size": 3}
-        body |= {"stream": True, "stream_tokens": 1, "sampling": {"seed": number, "max_tokens": 3000}}
-        last: dict[str, Any] = {"type": None}
-        try:
-            with httpx.stream("POST", f"{url}/v1/rollouts", json=body, timeout=TIMEOUT_S) as response:
-                if response.status_code != 200:
-                    return f"status {response.status_code}"
-                for line in response.iter_lines():
-                    if not line.startswith("data: "):
-                        continue
-                    last = json.loads(line.removeprefix("data: "))
-                    if last["type"] == "tokens":
-                        assert last["offset"] == tokens.get(last["index"], 0)
-                        tokens[last["index"]] = last["offset"] + len(last["token_ids"])
-        except httpx.TransportError as error:
-            return type(error).__name__
-        if last["type"] == "error":
-            return last["error"]["message"]
-        assert last["type"] == "done"
-        assert last["usage"]["num_failed"] == 0 or last["usage"]["num_finished"] < 3
-        if last["usage"]["num_failed"]:
-            return "failed candidates"
-    return "never"
+def states(server: Server) -> list[str]:
+    return [engine["state"] for engine in server.http.get("/v1/engines").json()["engines"]]
 
 
-def drain_and_restore(url: str) -> str:
-    """One rank after the other, until that does not work any more; what it says."""
-    for number in range(10_000):
-        try:
-            for action in ("drain", "restore"):
-                answer = httpx.post(f"{url}/v1/engines/{number % 2}/{action}", timeout=TIMEOUT_S)
-                if answer.status_code != 200:
-                    return answer.json()["error"]["message"]
-        except httpx.TransportError as error:
-            return type(error).__name__
-    return "never"
-
-
-def test_a_rank_that_is_killed_while_groups_move_leaves_nobody_waiting(server: Server) -> None:
+def test_ranks_that_are_killed_while_groups_move_take_nothing_with_them(server: Server) -> None:
     chance = random.Random(3)
-    ranks = rank_processes(server)
-    assert len(ranks) == 2
+    ranks = rank_processes(server._process.pid)
+    assert len(ranks) == NUM_RANKS
+    never = threading.Event()
+    readers = [Reader(server.url, at, never, 1000) for at in range(NUM_READERS)]
+    mover = Mover(server.url, 7, NUM_RANKS, never)
     with ThreadPoolExecutor(NUM_READERS + 1) as pool:
-        asked = [pool.submit(read, server.url, reader) for reader in range(NUM_READERS)]
-        asked.append(pool.submit(drain_and_restore, server.url))
-        server.wait_until(lambda: server.counter("vllm_rollout:moves_total") >= 20)
-        os.kill(chance.choice(ranks).pid, signal.SIGKILL)
-        said = [each.result(timeout=TIMEOUT_S) for each in asked]
-    assert "never" not in said
-    assert any("engine has stopped" in each for each in said)
+        reading = [pool.submit(reader.read) for reader in readers]
+        moving = pool.submit(mover.move)
+        dead: set[int] = set()
+        for rank in chance.sample(range(NUM_RANKS), NUM_RANKS):
+            if len(dead) == NUM_RANKS - 1:  # what is left does all the work
+                wait_for_groups(server, readers, 4 * NUM_READERS)
+            before = server.counter("vllm_rollout:moves_total")
+            if len(dead) < NUM_RANKS - 1:
+                server.wait_until(lambda before=before: server.counter("vllm_rollout:moves_total") >= before + 3)
+            os.kill(ranks[rank].pid, signal.SIGKILL)
+            dead.add(rank)
+            if len(dead) < NUM_RANKS:
+                server.wait_until(lambda: [state == "dead" for state in states(server)] == _marks(dead))
+        for work in (moving, *reading):
+            work.result(timeout=TIMEOUT_S)
+    assert [problem for client in (mover, *readers) for problem in client.problems] == []
+    assert sum(reader.counts["groups_restarted"] for reader in readers) > 0
+    for reader in readers:
+        assert "engine has stopped" in reader.said or reader.said.endswith("Error"), reader.said
+
+
+def _marks(dead: set[int]) -> list[bool]:
+    return [rank in dead for rank in range(NUM_RANKS)]

@@ -32,6 +32,7 @@ from vllm_rollout.server.engine import (
     CandidateEnd,
     CandidateTokens,
     Drained,
+    GroupLost,
     LengthStatistics,
     Outlook,
     PreparedPrompt,
@@ -99,6 +100,8 @@ class FakeEngine(LearningEngine):
     """Number of tokens of a candidate, by index, in place of a random one."""
     failures: Mapping[int, int] = field(default_factory=dict)
     """Candidate index -> tokens after which it fails."""
+    losses: dict[str, int] = field(default_factory=dict)
+    """Prompt id -> the step of its group at which its rank dies, once."""
     dies_at_step: int | None = None
     """The engine dies at that step of a group."""
     weight_version: str | None = None
@@ -238,6 +241,18 @@ class FakeEngine(LearningEngine):
                         "the engine has stopped; restart the server and see its log for the reason.",
                         status=HTTPStatus.SERVICE_UNAVAILABLE,
                     )
+                if step == self.losses.get(prompt.id):
+                    del self.losses[prompt.id]
+                    for id, candidate in running.items():
+                        group_steps.ended(id, group, "failed", candidate.num_tokens)
+                    group_steps.close_step({}, lambda id: self.candidates[id].num_tokens)
+                    for candidate in running.values():
+                        self.num_ended += 1
+                        yield self._end(candidate, group, handle, lost=False)
+                    running.clear()
+                    if place is not None:  # another rank knows nothing of it
+                        self.races.pop(place.race_id, None)
+                    raise GroupLost("rank 1 of the engine died")
                 ended = self._step(group_steps, group, running, scoring)
                 num_deferred = sum(group.state(candidate.index) == "deferred" for candidate in ended)
                 self.num_aborted += num_deferred

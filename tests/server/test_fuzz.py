@@ -237,8 +237,10 @@ def test_openapi_describes_rollouts():
     events = content["text/event-stream"]
     assert events["example"].startswith("event: ")
     item = events["itemSchema"]["properties"]
-    assert item["event"]["enum"] == ["trajectory", "candidate", "tokens", "group", "ranks_free", "done", "error"]
-    assert len(item["data"]["contentSchema"]["anyOf"]) == 7
+    assert item["event"]["enum"] == [
+        "trajectory", "candidate", "tokens", "group", "restarted", "ranks_free", "done", "error"
+    ]  # fmt: skip
+    assert len(item["data"]["contentSchema"]["anyOf"]) == 8
     assert "$ref" not in json.dumps(item)
     request = openapi["components"]["schemas"]["RolloutRequest"]
     assert len([RolloutRequest.model_validate(example) for example in request["examples"]]) == 3

@@ -80,6 +80,9 @@ def has(fact: Fact) -> bool:
 # The API process
 ASYNC_LLM = "vllm.v1.engine.async_llm.AsyncLLM"
 ENGINE_CLIENT = "vllm.v1.engine.core_client.AsyncMPClient"
+RANK_CLIENT = "vllm.v1.engine.core_client.DPLBAsyncMPClient"
+STAT_LOGGERS = "vllm.v1.metrics.loggers.StatLoggerManager"
+CORE_PROCESSES = "vllm.v1.engine.utils.CoreEngineProcManager"
 INPUT_PROCESSOR = "vllm.v1.engine.input_processor.InputProcessor"
 OUTPUT_PROCESSOR = "vllm.v1.engine.output_processor.OutputProcessor"
 COMPLETION = "vllm.outputs.CompletionOutput"
@@ -135,7 +138,6 @@ NIXL = "vllm.distributed.nixl_utils"
 KV_CONFIG = "vllm.v1.kv_cache_interface.KVCacheConfig"
 
 # What differs between the supported versions, and is asked for
-ALL_RANKS = Fact("calls", ENGINE_CLIENT, "call_utility_all_async", "method operation payload", "api", "0.32")
 WEIGHT_SPANS = Fact("uses", COMPLETION, "weight_versions", "", "api", "0.32")
 LOGGING_FLAGS = Fact("calls", "vllm.logger", "configure_logging_from_args", "args", "api", "0.31")
 SCALE_OUT_FLAG = Fact("flag", "vllm serve", "enable_scale_out", "", "", "0.30")
@@ -216,11 +218,30 @@ CONTRACT = (
     Fact("uses", ASYNC_LLM, "vllm_config", by="api"),
     Fact("calls", ENGINE_CLIENT, "abort_requests_async", "request_ids", "api"),
     Fact("calls", ENGINE_CLIENT, "_call_utility_async", "method operation payload engine=", "api"),
-    ALL_RANKS,
     Fact("uses", ENGINE_CLIENT, "core_engines", by="api"),
-    Fact("uses", "vllm.v1.engine.core_client.DPLBAsyncMPClient", "engine_inflight", by="api"),
-    Fact("uses", "vllm.v1.engine.core_client.DPLBAsyncMPClient", "lb_engines", by="api"),
-    Fact("uses", "vllm.v1.engine.core_client.DPLBAsyncMPClient", "reqs_in_flight", by="api"),
+    Fact("uses", RANK_CLIENT, "engine_inflight", by="api"),
+    Fact("uses", RANK_CLIENT, "lb_engines", by="api"),
+    Fact("uses", RANK_CLIENT, "reqs_in_flight", by="api"),
+    Fact("replaces", "vllm.v1.engine.core_client.EngineCoreClient.make_async_mp_client", RANK_CLIENT, by="plugin"),
+    Fact("overrides", RANK_CLIENT, "__init__", by="api"),
+    Fact("overrides", RANK_CLIENT, "_ensure_output_queue_task", "", "api"),
+    Fact("overrides", RANK_CLIENT, "_call_utility_async", "method engine=", "api"),
+    Fact("overrides", RANK_CLIENT, "call_utility_async", "method", "api"),
+    Fact("overrides", RANK_CLIENT, "call_utility_all_async", "method", "api", "0.32"),
+    Fact("overrides", RANK_CLIENT, "get_core_engine_for_request", "request", "api"),
+    Fact("uses", RANK_CLIENT, "vllm_config", by="api"),
+    Fact("uses", "vllm.v1.engine.core_client.BackgroundResources", "validate_alive", by="api"),
+    Fact("uses", "vllm.v1.engine.core.EngineCoreProc", "ENGINE_CORE_DEAD", by="api"),
+    Fact("replaces", "vllm.v1.engine.utils.launch_core_engines", CORE_PROCESSES, by="plugin"),
+    Fact("overrides", CORE_PROCESSES, "__init__", "local_engine_count start_index vllm_config=", "api"),
+    Fact("overrides", CORE_PROCESSES, "monitor_engine_liveness", "", "api"),
+    Fact("calls", CORE_PROCESSES, "shutdown", "", "api"),
+    Fact("uses", CORE_PROCESSES, "processes", by="api"),
+    Fact("uses", CORE_PROCESSES, "manager_stopped", by="api"),
+    Fact("uses", CORE_PROCESSES, "failed_proc_name", by="api"),
+    Fact("calls", "vllm.exceptions", "GracefulHTTPError", "message http_status", "api"),
+    Fact("uses", ASYNC_LLM, "logger_manager", by="api"),
+    Fact("calls", STAT_LOGGERS, "record", "scheduler_stats= iteration_stats= engine_idx=", "api"),
     Fact("calls", ENGINE_CLIENT, "get_weight_version_async", "", "api"),
     Fact("calls", ENGINE_CLIENT, "shutdown", "", "api"),
     Fact("uses", ENGINE_CLIENT, "resources", by="api"),

@@ -8,19 +8,23 @@ from vllm_rollout.adapter import PLUGIN
 
 
 def register() -> None:
-    """Called before the API process looks up its engine client class.
+    """Called before the API process looks up its engine client class, and before engine cores are started.
 
-    vLLM has no setting for that class. It imports the name when it builds the client, so one name is replaced by a
-    subclass, which leaves every request without our fields to the original.
+    vLLM has no setting for these classes. It looks up their names when it builds the objects, so each name is replaced
+    by a subclass, which leaves what we have nothing to do with to the original.
     """
     if PLUGIN not in os.environ.get("VLLM_PLUGINS", "").split(","):
         return
-    from vllm.v1.engine import async_llm
+    from vllm.v1.engine import async_llm, core_client, utils
 
     from vllm_rollout.adapter.api.client import RolloutAsyncLLM
+    from vllm_rollout.adapter.api.deaths import RankProcesses
+    from vllm_rollout.adapter.api.rank_client import RankClient
     from vllm_rollout.adapter.compat import check_vllm_version
     from vllm_rollout.adapter.core.calls import add_rollout_calls
 
     check_vllm_version()
     add_rollout_calls()
     async_llm.AsyncLLM = RolloutAsyncLLM  # type: ignore[misc]
+    core_client.DPLBAsyncMPClient = RankClient  # type: ignore[misc]
+    utils.CoreEngineProcManager = RankProcesses  # type: ignore[misc]

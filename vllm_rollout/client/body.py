@@ -38,6 +38,7 @@ class RolloutOptions(TypedDict, total=False):
     migration: groups may go on on other ranks when that pays: "spread" away from one that lags, "consolidate" on fewer
         in the tail, "auto" for both; "off": they stay.
     scale_down: "auto": half of the ranks are emptied before the rollout is over, when the rest fits on the others.
+    on_engine_failure: "retry": groups whose data-parallel rank dies run again on another; "fail": they end, incomplete.
     sampling: any field of vLLM's SamplingParams except n.
     return_text: detokenize, and return the text of each trajectory.
     return_logprobs: return the log probability of each sampled token.
@@ -50,6 +51,7 @@ class RolloutOptions(TypedDict, total=False):
     pruning: Mapping[str, Any] | Pruning | None
     migration: str
     scale_down: str
+    on_engine_failure: str
     sampling: Mapping[str, Any] | None
     return_text: bool
     return_logprobs: bool
@@ -73,6 +75,7 @@ def rollout_body(
     stream: bool = False,
     migration: str = "off",
     scale_down: str = "off",
+    on_engine_failure: str = "fail",
 ) -> dict[str, Any]:
     """The body of POST /v1/rollouts. Values are the server's to judge; only a prompt's form is decided here.
 
@@ -90,6 +93,7 @@ def rollout_body(
         "pruning": pruning.model_dump(exclude_unset=True) if isinstance(pruning, BaseModel) else pruning,
         "migration": migration,
         "scale_down": scale_down,
+        "on_engine_failure": on_engine_failure,
         "sampling": dict(sampling or {}),
         "return": {"text": return_text, "logprobs": return_logprobs, "unselected": return_unselected},
         "stream": stream,

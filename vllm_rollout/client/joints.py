@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from vllm_rollout.server.answers import CandidateEvent, DeferredEvent, Event, GroupEvent, TokensEvent, TrajectoryEvent
+from vllm_rollout.server.answers import (
+    CandidateEvent,
+    DeferredEvent,
+    Event,
+    GroupEvent,
+    RestartedEvent,
+    TokensEvent,
+    TrajectoryEvent,
+)
 
 ENDED = -1
 
@@ -12,7 +20,7 @@ class Joints:
 
     def __init__(self) -> None:
         self._num_tokens: dict[str, dict[int, int]] = {}
-        """Tokens so far by prompt and candidate, ENDED after its end; forgotten when the group is over."""
+        """Tokens so far by prompt and candidate, ENDED after its end; forgotten when the group ends or runs again."""
 
     def problem(self, event: Event) -> str | None:
         """What is wrong with the next event: a gap, an overlap, tokens after the end, or a trajectory of others."""
@@ -27,7 +35,7 @@ class Joints:
                 )
         elif isinstance(event, CandidateEvent):
             self._end(event.prompt_id, event.candidate.index)
-        elif isinstance(event, GroupEvent | DeferredEvent):
+        elif isinstance(event, GroupEvent | DeferredEvent | RestartedEvent):
             self._num_tokens.pop(event.prompt_id, None)
         return None
 

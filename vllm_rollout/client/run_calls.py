@@ -24,7 +24,8 @@ _read_round = typed(RoundAnswer)
 class RoundOptions(TypedDict, total=False):
     """Rollout fields of a round; what is left out is the run's:
 
-    redundancy, early_stop, selection, pruning, migration, scale_down: as of a rollout.
+    redundancy, early_stop, selection, pruning, migration, scale_down, on_engine_failure: as of a
+        rollout.
     sampling: as of a rollout; a round's fields replace the run's.
     return_text, return_logprobs, return_unselected: what to send back.
     """
@@ -35,6 +36,7 @@ class RoundOptions(TypedDict, total=False):
     pruning: Mapping[str, Any] | Pruning
     migration: str
     scale_down: str
+    on_engine_failure: str
     sampling: Mapping[str, Any]
     return_text: bool
     return_logprobs: bool

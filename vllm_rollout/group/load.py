@@ -55,6 +55,12 @@ class EngineLoad(NamedTuple):
     moving_s: float = 0.0
     """Seconds that it spent on groups that leave and come, between two steps."""
     kv: ArrivedKV = ArrivedKV()
+    is_dead: bool = False
+    """Nothing runs there any more."""
+
+
+DEAD_LOAD = EngineLoad(True, 0, 0, 0.0, 0, 0, 0, [], is_dead=True)
+"""Of an engine core that has died: it gets nothing, and what it did is not known."""
 
 
 @dataclass(frozen=True, slots=True)

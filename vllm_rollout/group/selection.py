@@ -19,8 +19,9 @@ class Lengths(NamedTuple):
     max: int
 
 
-def conclude(plan: GroupPlan, endings: Iterable[Ending]) -> GroupResult:
-    """Select what a finished group returns, and say why when it falls short.
+def conclude(plan: GroupPlan, endings: Iterable[Ending], lost_why: str | None = None) -> GroupResult:
+    """Select what a finished group returns, and say why when it falls short. `lost_why`: what its end came from, if
+    from outside.
 
     With `allow_fewer` pruning may leave fewer than `group_size` candidates: then all of those make a complete group.
 
@@ -37,7 +38,9 @@ def conclude(plan: GroupPlan, endings: Iterable[Ending]) -> GroupResult:
     reason = f"{len(pool)} of {len(endings)} candidates finished, group_size is {plan.group_size}"
     if num_wanted < plan.group_size:
         reason += f", of which pruning left {num_wanted}"
-    return GroupResult("incomplete", f"{reason} ({others})" if others else reason, selected, endings)
+    if others:
+        reason += f" ({others})"
+    return GroupResult("incomplete", f"{reason}: {lost_why}" if lost_why else reason, selected, endings)
 
 
 def deferred(result: GroupResult, why: str) -> GroupResult:

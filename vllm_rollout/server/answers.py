@@ -140,6 +140,8 @@ class Usage(BaseModel):
     num_deferred: int = 0
     num_failed: int = 0
     num_scored: int = 0
+    num_restarted: int = 0
+    """Groups that ran again after the engine lost them; what the lost ones generated is not counted."""
 
 
 class Timing(BaseModel):
@@ -216,6 +218,15 @@ class GroupEvent(BaseModel):
     lengths: GroupLengths
     allocation: Allocation
     off_policy: bool = False
+
+
+class RestartedEvent(BaseModel):
+    """A group runs again, since the engine lost it: what was sent of it before counts for nothing."""
+
+    type: Literal["restarted"] = "restarted"
+    prompt_id: str
+    group_id: str
+    reason: str
 
 
 class RanksFreeEvent(FreedRanks):
@@ -331,7 +342,16 @@ class ErrorEvent(BaseModel):
     error: ErrorBody
 
 
-RolloutEvent = TrajectoryEvent | CandidateEvent | TokensEvent | GroupEvent | RanksFreeEvent | DoneEvent | ErrorEvent
+RolloutEvent = (
+    TrajectoryEvent
+    | CandidateEvent
+    | TokensEvent
+    | GroupEvent
+    | RestartedEvent
+    | RanksFreeEvent
+    | DoneEvent
+    | ErrorEvent
+)
 RoundStreamEvent = (
     RoundEvent
     | TrajectoryEvent
@@ -340,6 +360,7 @@ RoundStreamEvent = (
     | GroupEvent
     | DeferredEvent
     | FilteredEvent
+    | RestartedEvent
     | RanksFreeEvent
     | RoundDoneEvent
     | ErrorEvent

@@ -33,6 +33,10 @@ class RequestError(Exception):
         """When it is worth trying again; None: not said."""
 
 
+class GroupLost(Exception):
+    """The part of the engine that a group ran on has died; other groups go on."""
+
+
 @dataclass(frozen=True, slots=True)
 class PromptInput:
     """A prompt as the client wrote it; exactly one of the three forms is set."""
@@ -245,6 +249,8 @@ class Engine(Protocol):
 
         With `plan.pruning`, rewards are later posted under (`rollout_id`, `prompt.id`, index), and chance depends on
         (`pruning_seed`, `prompt.id`, index) only. Closing the generator aborts what still runs.
+
+        Raises: GroupLost, after the end of each candidate; RequestError (503) for a dead engine.
         """
         ...
 

@@ -24,6 +24,12 @@ class Places:
     def release_all(self) -> None:
         self.release(self.num_held)
 
+    async def take_again(self, num_candidates: int) -> None:
+        """Wait until the group may start once more."""
+        self.release_all()
+        places = await self._launcher.take(num_candidates)
+        self.num_held, places.num_held = places.num_held, 0
+
 
 class Launcher:
     """A launch window to wait at."""

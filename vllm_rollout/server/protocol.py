@@ -21,6 +21,7 @@ from pydantic import (
 
 from vllm_rollout.config import DEFAULT_TRADEOFF, MAX_GROUP_SIZE, MAX_PATIENCE, MAX_PROMPTS, MAX_TRADEOFF
 from vllm_rollout.group.migration import Migration
+from vllm_rollout.server.attempts import OnEngineFailure
 from vllm_rollout.server.body import MAX_INT, Body, check_json
 from vllm_rollout.server.pruning_body import Pruning
 
@@ -194,6 +195,11 @@ class RolloutRequest(Body):
         default="off",
         description='"auto": when 20 to 50 % of the candidates have ended and the others fit on half of the ranks, the '
         "other half is emptied and kept empty until the rollout is over; a stream has a `ranks_free` event.",
+    )
+    on_engine_failure: OnEngineFailure = Field(
+        default="fail",
+        description='What becomes of groups whose data-parallel rank dies while others live: "fail", what had not '
+        'ended of them has failed; or "retry", they run again on another rank, and a stream has a `restarted` event.',
     )
     sampling: dict[str, Any] = Field(
         default_factory=dict,

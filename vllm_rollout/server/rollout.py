@@ -13,6 +13,7 @@ from typing import Any
 from vllm_rollout.group.migration import Migration
 from vllm_rollout.group.types import GroupResult
 from vllm_rollout.server.answers import RanksFreeEvent, RedundancyBudget, Timing, Usage
+from vllm_rollout.server.attempts import OnEngineFailure
 from vllm_rollout.server.course import Course
 from vllm_rollout.server.engine import CandidateEnd, PreparedPrompt
 from vllm_rollout.server.engines.scaling import ScaleDownWatch
@@ -42,6 +43,8 @@ class Rollout:
     course: Course
     migration: Migration = "off"
     """What its groups may move for."""
+    on_engine_failure: OnEngineFailure = "fail"
+    """What becomes of groups that the engine loses."""
     num_ended: int = 0
     """Candidates."""
     watch: ScaleDownWatch | None = None
@@ -101,6 +104,11 @@ class Rollout:
             "usage": self.usage,
             "timing": self.timing,
         }
+
+    def restarted(self, num_ended: int) -> None:
+        """A group runs again of which so many candidates had ended."""
+        self.num_ended -= num_ended
+        self.usage.num_restarted += 1
 
     def account(self, result: GroupResult, ends: Mapping[int, CandidateEnd], latency_s: float) -> None:
         """A group is over."""

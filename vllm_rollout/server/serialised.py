@@ -20,6 +20,7 @@ from vllm_rollout.server.answers import (
     CandidateEvent,
     DeferredEvent,
     GroupEvent,
+    RestartedEvent,
     RolloutAnswer,
     TokensEvent,
     TrajectoryEvent,
@@ -83,7 +84,7 @@ class GroupsInJson:
                 self._candidates.setdefault(event.prompt_id, []).append(part)
             case GroupEvent():
                 self._groups[event.prompt_id] = self._group(event)
-            case DeferredEvent():
+            case DeferredEvent() | RestartedEvent():
                 self._trajectories.pop(event.prompt_id, None)
                 self._candidates.pop(event.prompt_id, None)
 

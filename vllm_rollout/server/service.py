@@ -30,9 +30,11 @@ from vllm_rollout.server.answers import (
     GroupEvent,
     GroupLengths,
     RanksFreeEvent,
+    RestartedEvent,
     RolloutAnswer,
     TrajectoryEvent,
 )
+from vllm_rollout.server.attempts import Lost, Restarted, attempts
 from vllm_rollout.server.course import AllPrompts
 from vllm_rollout.server.ended import candidate_of, tokens_of, trajectory_of
 from vllm_rollout.server.engine import (
@@ -147,6 +149,7 @@ class RolloutService:
             scoring=None if plan.pruning is None else ScoringLog(plan, plan.pruning),
             course=AllPrompts(len(prompts)),
             migration=request.migration,
+            on_engine_failure=request.on_engine_failure,
             budget=budget,
             warnings=warnings,
         )
@@ -326,6 +329,7 @@ class RolloutService:
     ) -> AsyncGenerator[Event, None]:
         plan, group_id = rollout.plans[position].group, rollout.group_id(position)
         ends: dict[int, CandidateEnd] = {}
+        lost_why: str | None = None
         sent: set[int] = set()
         off_policy: set[int] = set()
         """Indices of trajectories that are."""
@@ -351,20 +355,29 @@ class RolloutService:
             place=rollout.course.place(position),
             outlook=self._outlook(rollout, position),
         )
-        if (kept := rollout.resumed.get(position)) is None:
-            stream = run(plan)
-        else:
-            group = ResumedGroup(kept, self._engine, want_text=rollout.wanted.text)
-            stream = group.events(
+        attempt = partial(run, plan)
+        if (kept := rollout.resumed.get(position)) is not None:
+            attempt = partial(
+                ResumedGroup(kept, self._engine, want_text=rollout.wanted.text).events,
                 plan,
                 prompt,
                 lambda rest, beginnings: run(rest, beginnings=beginnings),
                 want_tokens=rollout.stream_tokens is not None,
             )
-        async with aclosing(stream) as happenings:
+        again = partial(places.take_again, plan.num_candidates)
+        async with aclosing(attempts(attempt, rollout.on_engine_failure, again)) as happenings:
             async for happening in happenings:
                 if isinstance(happening, CandidateTokens):
                     yield tokens_of(prompt.id, happening, rollout.wanted)
+                    continue
+                if isinstance(happening, Lost):
+                    lost_why = happening.reason
+                    break
+                if isinstance(happening, Restarted):
+                    rollout.restarted(len(ends))
+                    for known in (ends, sent, off_policy):
+                        known.clear()
+                    yield RestartedEvent(prompt_id=prompt.id, group_id=group_id, reason=happening.reason)
                     continue
                 if not happening.is_replaced:  # by one that takes its place
                     places.release(1)
@@ -379,7 +392,7 @@ class RolloutService:
                     yield named(happening)
                 elif happening.ending.state != "finished":  # nothing can select it any more: a reader may drop it now
                     yield dropped(happening)
-        result = conclude(plan, (end.ending for end in ends.values()))
+        result = conclude(plan, (end.ending for end in ends.values()), lost_why)
         lost = any(end.group_lost for end in ends.values())
         reason = await rollout.course.group_over(position, result, lost=lost)
         if reason is not None:

@@ -30,6 +30,7 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 from vllm_rollout.adapter.api.door import Door
 from vllm_rollout.adapter.api.emulate import fork_emulated_engines
 from vllm_rollout.adapter.api.group_routes import GroupRoutes
+from vllm_rollout.adapter.api.life import Life
 from vllm_rollout.adapter.api.open_paths import refuse_on_open_path
 from vllm_rollout.adapter.api.outputs import (
     CandidateFailed,
@@ -39,6 +40,7 @@ from vllm_rollout.adapter.api.outputs import (
     mend_weight_versions,
 )
 from vllm_rollout.adapter.api.prompts import digest_of_prompt
+from vllm_rollout.adapter.api.rank_client import RankDied
 from vllm_rollout.adapter.api.refusals import pruning_refusal
 from vllm_rollout.adapter.api.resuming import resumed_params, resumed_prompt
 from vllm_rollout.adapter.api.versions import REJECTIONS
@@ -60,9 +62,6 @@ from vllm_rollout.server.xargs import PRUNING_XARGS, as_written, plan_from_xargs
 
 logger = init_logger("vllm.vllm_rollout")
 
-LOOK_S = 1.0
-"""Between two looks whether the engine is alive."""
-
 
 class RolloutAsyncLLM(AsyncLLM):
     """AsyncLLM that runs groups.
@@ -76,7 +75,6 @@ class RolloutAsyncLLM(AsyncLLM):
         self.before_weights: Callable[[], Awaitable[None]] | None = None
         """Called before a trainer pauses the engine, lets it sleep or sends it weights."""
         self.door = Door()
-        self._watching: asyncio.Task[None] | None = None
         fork_emulated_engines(kwargs["vllm_config"])
         super().__init__(*args, **kwargs)
         self.rollout_metrics = Metrics()
@@ -89,6 +87,7 @@ class RolloutAsyncLLM(AsyncLLM):
         # Ties go in turn, and several API processes begin with different ranks.
         self._placement = Placement(self.num_ranks, self.client_index, alone=self.num_api_processes == 1)
         self.routes = GroupRoutes(self._placement, self.request_counts if self.num_ranks > 1 else None)
+        self.life = Life(self)
 
     def shutdown(self, *args: Any, **kwargs: Any) -> None:
         before, self.before_shutdown = self.before_shutdown, None
@@ -111,6 +110,11 @@ class RolloutAsyncLLM(AsyncLLM):
         core = self.engine_core
         told = zip(core.core_engines, core.lb_engines, strict=True)
         return [max(waiting + running, core.engine_inflight[engine]) for engine, (waiting, running, _) in told]
+
+    @property
+    def living_ranks(self) -> list[int]:
+        """Of these, those that have not died."""
+        return self.life.living_ranks
 
     @property
     def max_candidates(self) -> int:
@@ -153,7 +157,9 @@ class RolloutAsyncLLM(AsyncLLM):
         return super().generate(prompt, sampling_params, request_id, **kwargs)
 
     def _refuse_held(self, pinned_rank: int | None) -> None:
-        """Raises: VLLMValidationError for a request that is pinned to a rank that is held."""
+        """Raises: VLLMValidationError for a request that is pinned to a rank that is held; RankDied."""
+        if pinned_rank in self.life.dead:
+            raise RankDied.of(pinned_rank)
         if pinned_rank in self.routes.held:
             raise VLLMValidationError(
                 f"data_parallel_rank: rank {pinned_rank} is drained. Leave it out, name another rank, or restore it by "
@@ -190,10 +196,14 @@ class RolloutAsyncLLM(AsyncLLM):
         tag = CandidateTag.of(params.extra_args) if isinstance(params, SamplingParams) else None
         route = None if tag is None else self.routes.find(tag.group_id)  # a profiler's candidates have none
         async with self.door.passing(), nullcontext() if route is None else route.launching() as rank:
-            self._watch()
+            self.life.watch()
             if rank is not None and self.num_ranks > 1:
                 kwargs["data_parallel_rank"] = rank
-            collector = await super().add_request(request_id, prompt, params, *args, **kwargs)
+            try:
+                collector = await super().add_request(request_id, prompt, params, *args, **kwargs)
+            except RankDied as death:  # vLLM has noted the request already
+                self.lose([death.request_id], death)
+                raise
         if tag is not None:
             self._candidates[collector] = tag.group_id
         return collector
@@ -227,19 +237,6 @@ class RolloutAsyncLLM(AsyncLLM):
         self.engine_core, self.vllm_config = engine_core, config
         self._run_output_handler()
 
-    def _watch(self) -> None:
-        """As long as the engine lives; when it dies, whoever waits for outputs is told.
-
-        vLLM tells them when it reads from a dead engine, but its client may be closed before it does.
-        """
-        if self._watching is None or self._watching.done():
-            self._watching = asyncio.create_task(self._tell_of_death())
-
-    async def _tell_of_death(self) -> None:
-        while not self.errored:
-            await asyncio.sleep(LOOK_S)
-        self.output_processor.propagate_error(EngineDeadError())
-
     def _is_candidate(self, internal_id: str) -> bool:
         return self._group_of(internal_id) is not None
 
@@ -269,8 +266,10 @@ class RolloutAsyncLLM(AsyncLLM):
     def lose(self, request_ids: Iterable[str], error: Exception) -> None:
         """These requests are in no engine core any more: who waits for their outputs is told."""
         for request_id in request_ids:
+            self.engine_core.forget(request_id)
             state = self.output_processor.request_states.get(request_id)
             if state is not None:
+                self.output_processor.abort_requests([request_id], internal=True)
                 state.queue.put(error)
 
     async def _generate_candidate(

@@ -58,6 +58,7 @@ class RolloutEndpoints:
                 await state_file.load()
             store = RunStore(folder / RUNS)
         metrics = engine_client.rollout_metrics
+        engine_client.life.watch()
         engine.follow_holds()
         service = RolloutService(engine, metrics, recorder=recorder, admin_key=args.rollout_admin_key)
         state.rollout_service = service

@@ -29,6 +29,7 @@ from vllm_rollout.adapter.api.learning import EngineLearning
 from vllm_rollout.adapter.api.lost_weights import LostWeights
 from vllm_rollout.adapter.api.migration import EngineMigration
 from vllm_rollout.adapter.api.outputs import CandidateFailed, CandidateOutput, ending_of
+from vllm_rollout.adapter.api.rank_client import RankDied
 from vllm_rollout.adapter.api.resuming import UNNAMED_WEIGHTS, resume_refusal, text_of
 from vllm_rollout.adapter.api.versions import REJECTIONS, weight_spans
 from vllm_rollout.adapter.call_table import CANCEL_GROUPS, CUT_RACE, FORGET_RACE, WIDEN_RACE, WiderRace
@@ -42,6 +43,7 @@ from vllm_rollout.server.engine import (
     Beginnings,
     CandidateEnd,
     CandidateTokens,
+    GroupLost,
     Outlook,
     PreparedPrompt,
     PromptInput,
@@ -159,6 +161,7 @@ class VLLMEngine(EngineLearning, EngineMigration):
             outlook=outlook,
             lora_request=lora,
         )
+        lost: GroupLost | None = None
         try:
             async with aclosing(stream) as outputs:
                 async for candidate in outputs:
@@ -175,6 +178,8 @@ class VLLMEngine(EngineLearning, EngineMigration):
                         yield chunk
         except VLLMClientError as error:
             raise RequestError(str(error), status=HTTPStatus.BAD_REQUEST) from error
+        except RankDied as death:
+            lost = GroupLost(f"rank {death.rank} of the engine died")
         except GracefulHTTPError as error:  # the server's own limits, such as --max-num-queued-reqs
             raise RequestError(str(error), status=error.http_status) from error
         except REJECTIONS as error:
@@ -185,6 +190,8 @@ class VLLMEngine(EngineLearning, EngineMigration):
             if stream_tokens is not None and (rest := log.take_chunk(1)) is not None:
                 yield rest
             yield log.failed()
+        if lost is not None:
+            raise lost
 
     def text_of(self, prompt: PreparedPrompt, token_ids: Sequence[int], *, stopped: bool) -> str:
         _, params, _ = prompt.handle

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_rollout.adapter.api.client import RolloutAsyncLLM
-from vllm_rollout.adapter.api.versions import call_all_ranks
+from vllm_rollout.adapter.api.rank_client import RankDied, answers_of_the_living
 from vllm_rollout.adapter.call_table import CALL_METHOD, READ, Argument, Operation, Result
 from vllm_rollout.server.engine import RequestError
 
@@ -42,12 +42,21 @@ class EngineCalls:
         return self._client.num_ranks
 
     @property
+    def living_ranks(self) -> list[int]:
+        return self._client.living_ranks
+
+    @property
+    def first_rank(self) -> int:
+        """The one that trains, and is asked for what all of them know."""
+        return next(iter(self.living_ranks), 0)
+
+    @property
     def is_busy(self) -> bool:
         """Something is on its way that takes several calls, of which an engine must get all or none."""
         return bool(self._running) or self._reading.locked()
 
     async def _call_rank(self, rank: int, operation: Operation[Argument, Result], argument: Argument) -> Result:
-        """One operation on one rank of those that this API process calls."""
+        """One operation on one rank of those that this API process calls. Raises: RequestError (503) for a dead one."""
         payload = operation.encode_argument(argument)
         try:
             async with self._turn_of[rank]:
@@ -55,20 +64,29 @@ class EngineCalls:
                 answer = await self.unless_dead(
                     core._call_utility_async(CALL_METHOD, operation.name, payload, engine=core.core_engines[rank])
                 )
+        except RankDied as error:
+            raise RequestError(str(error), status=error.http_status) from error
         except EngineDeadError as error:
             raise engine_stopped() from error
         return operation.decode_result(answer)
 
-    async def _call_all(self, operation: Operation[Argument, Result], argument: Argument) -> list[Result]:
-        """One operation on every rank; its results in the order of the ranks."""
+    async def _call_each(self, operation: Operation[Argument, Result], argument: Argument) -> dict[int, Result]:
+        """One operation on every rank; the results of those that live, by rank and in their order."""
         payload = operation.encode_argument(argument)
+        core = self._client.engine_core
+        calls = {
+            rank: core._call_utility_async(CALL_METHOD, operation.name, payload, engine=core.core_engines[rank])
+            for rank in self.living_ranks
+        }
         try:
-            answers = await self.unless_dead(
-                call_all_ranks(self._client.engine_core, CALL_METHOD, operation.name, payload)
-            )
+            answers = await self.unless_dead(answers_of_the_living(calls))
         except EngineDeadError as error:
             raise engine_stopped() from error
-        return [operation.decode_result(answer) for answer in answers]
+        return {rank: operation.decode_result(answer) for rank, answer in answers.items()}
+
+    async def _call_all(self, operation: Operation[Argument, Result], argument: Argument) -> list[Result]:
+        """The same, of those who need not know which rank said what."""
+        return list((await self._call_each(operation, argument)).values())
 
     async def unless_dead(self, call: Awaitable[Value]) -> Value:
         """Await a call. One that is on its way when the engine dies is never answered, and vLLM would wait for ever.
@@ -85,16 +103,16 @@ class EngineCalls:
             calling.cancel()
 
     async def _read(self, open_operation: Operation[Any, Any], argument: Callable[[str], Any]) -> bytes | None:
-        """What rank 0 writes in parts, one between two of its steps; None when there is nothing to open.
+        """What the first rank writes in parts, one between two of its steps; None when there is nothing to open.
 
         `argument` of the opening operation for the name of a reader. One at a time: each holds memory of the engine.
         """
         async with self._reading:
-            reader = uuid.uuid4().hex
-            if await self._call_rank(0, open_operation, argument(reader)) is False:
+            reader, rank = uuid.uuid4().hex, self.first_rank
+            if await self._call_rank(rank, open_operation, argument(reader)) is False:
                 return None
             pieces = []
-            while (piece := await self._call_rank(0, READ, reader)) is not None:
+            while (piece := await self._call_rank(rank, READ, reader)) is not None:
                 pieces.append(piece.data)
                 if piece.is_last:
                     return b"".join(pieces)

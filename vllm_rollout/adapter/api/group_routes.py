@@ -9,6 +9,9 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
+from http import HTTPStatus
+
+from vllm.exceptions import GracefulHTTPError
 
 from vllm_rollout.group.cost import CostModel
 from vllm_rollout.group.migration import Migration
@@ -16,6 +19,10 @@ from vllm_rollout.group.other_requests import OtherRequests
 from vllm_rollout.group.placement import Placement
 from vllm_rollout.group.work import Weights, Work
 from vllm_rollout.server.engine import Outlook
+
+
+class NoRankLeft(GracefulHTTPError):
+    """All ranks that live are drained."""
 
 
 class GroupRoute:
@@ -119,6 +126,7 @@ class GroupRoutes:
         self._other_requests = OtherRequests(placement.num_ranks)
         self._clock = clock
         self._routes: dict[str, GroupRoute] = {}
+        self._dead: frozenset[int] = frozenset()
 
     def find(self, group_id: str) -> GroupRoute | None:
         return self._routes.get(group_id)
@@ -128,16 +136,37 @@ class GroupRoutes:
 
     @property
     def held(self) -> frozenset[int]:
-        """Ranks that nothing is sent to unless a client names them."""
+        """Ranks that nothing is sent to unless a client names them, and dead ones."""
         return self._placement.held
 
     def hold(self, ranks: frozenset[int]) -> None:
-        self._placement.held = ranks
+        """These are held from now on, beside those that are dead."""
+        self._placement.held = ranks | self._dead
+
+    def bury(self, rank: int) -> None:
+        """It is dead: nothing goes there any more."""
+        self._dead |= {rank}
+        self.hold(self.held)
+
+    def leave_dead(self, rank: int) -> None:
+        """What still comes of the joined groups of a dead rank begins elsewhere."""
+        for route in self.on_rank(rank):
+            if route.joined and len(self.held) < self._placement.num_ranks:
+                self.arrived(route, self.next_rank())
 
     def next_rank(self) -> int:
-        """Where to go next: the least load."""
+        """Where to go next: the least load. Raises: NoRankLeft."""
+        self._check_open()
         self._look()
         return self._placement.next_rank()
+
+    def _check_open(self) -> None:
+        if len(self.held) == self._placement.num_ranks:
+            raise NoRankLeft(
+                "every rank of the engine is drained, or has died. Restore one by POST /v1/engines/{rank}/restore; "
+                "GET /v1/engines shows them.",
+                HTTPStatus.SERVICE_UNAVAILABLE,
+            )
 
     @property
     def movable(self) -> list[GroupRoute]:
@@ -156,7 +185,8 @@ class GroupRoutes:
         outlook: Outlook | None = None,
     ) -> GroupRoute:
         """A group begins, on the rank that the placement chooses or the client names. `num_tokens`: that its candidates
-        have, by index."""
+        have, by index. Raises: NoRankLeft."""
+        self._check_open()
         self._look()
         work = work_of(num_tokens.values(), outlook)
         rank = self._placement.place(work, pinned_rank)
@@ -180,7 +210,8 @@ class GroupRoutes:
             del self._routes[route.group_id]
 
     def join(self, group_id: str, num_candidates: int, pinned_rank: int | None) -> GroupRoute:
-        """A sibling of a group whose candidates come one by one."""
+        """A sibling of a group whose candidates come one by one. Raises: NoRankLeft."""
+        self._check_open()
         self._look()
         rank = self._placement.join(group_id, num_candidates, pinned_rank)
         if group_id not in self._routes:

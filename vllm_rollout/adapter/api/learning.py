@@ -77,8 +77,7 @@ class EngineLearning(EngineCalls):
             return await self._post_rewards(rollout_id, rewards)
 
     async def _post_rewards(self, rollout_id: str, rewards: Sequence[Reward]) -> RewardsReceipt | None:
-        ranks = range(self.num_ranks)
-        posted = await asyncio.gather(*(self._post_to(rank, rollout_id, rewards) for rank in ranks))
+        posted = await asyncio.gather(*(self._post_to(rank, rollout_id, rewards) for rank in self.living_ranks))
         known = [found for found in posted if found is not None]
         if not known:
             return None
@@ -112,12 +111,12 @@ class EngineLearning(EngineCalls):
         return posted
 
     async def _teach_others(self, origin: int, progress: RewardsProgress) -> None:
-        """Calibration on every other rank, the head on rank 0."""
+        """Calibration on every other rank, the head on the first."""
         if progress.labels:
-            others = [rank for rank in range(self.num_ranks) if rank != origin]
+            others = [rank for rank in self.living_ranks if rank != origin]
             await asyncio.gather(*(self._call_rank(rank, LEARN_LABELS, progress.labels) for rank in others))
         if progress.features is not None:
-            await self._call_rank(0, LEARN_FEATURES, progress.features)
+            await self._call_rank(self.first_rank, LEARN_FEATURES, progress.features)
 
     async def quality_head(self, detection_length: int | None) -> tuple[HeadInfo, bytes]:
         heads = {head.detection_length: head for head in await self._heads() if head.version}
@@ -131,24 +130,24 @@ class EngineLearning(EngineCalls):
         return await self._to_its_end(self._put_head(weights))
 
     async def _put_head(self, weights: bytes) -> HeadInfo:
-        """On rank 0, which decides, and then on the others."""
-        head = await self._call_rank(0, PUT_HEAD, weights)
+        """On the first rank, which decides, and then on the others."""
+        head = await self._call_rank(self.first_rank, PUT_HEAD, weights)
         _check([head])
         await self._put_on_others(weights)
         return head
 
     async def _put_on_others(self, weights: bytes) -> None:
-        for rank in range(1, self.num_ranks):
+        for rank in self.living_ranks[1:]:
             refusal = await self._call_rank(rank, PUT_HEAD, weights)
             if isinstance(refusal, Refusal):  # rewards are awaited there for as many other detection lengths
-                logger.warning("rank %d did not take the head of rank 0: %s", rank, refusal.message)
+                logger.warning("rank %d did not take the head of the first: %s", rank, refusal.message)
 
     async def learning_report(self, detection_length: int | None) -> LearningReport:
         learned = list(chain(*await self._call_all(LEARNED, None)))
         length = self._choose(detection_length, {each.detection_length: each for each in learned}, "anything learned")
         # Every rank's calibration knows every label; verdicts, and what awaits a reward, each rank knows of itself.
         found = [each for each in learned if each.detection_length == length]
-        windows = (await self._call_rank(rank, LEARNING_WINDOW, length) for rank in range(self.num_ranks))
+        windows = (await self._call_rank(rank, LEARNING_WINDOW, length) for rank in self.living_ranks)
         window = LearningWindow([], [])
         async for each in windows:
             if each is not None:
@@ -184,7 +183,7 @@ class EngineLearning(EngineCalls):
     async def _train(self) -> None:
         """Ask for one slice after the other; the engine makes its steps in between."""
         try:
-            while await self._call_rank(0, TRAIN, self._budget_s):
+            while await self._call_rank(self.first_rank, TRAIN, self._budget_s):
                 pass
             if self.num_ranks > 1:
                 await self._share_heads()
@@ -209,8 +208,8 @@ class EngineLearning(EngineCalls):
         return await self._read(OPEN_HEAD, lambda reader: HeadToRead(reader, detection_length))
 
     async def _heads(self) -> list[HeadInfo]:
-        """Of rank 0, which trains."""
-        return await self._call_rank(0, HEADS, None)
+        """Of the first rank, which trains."""
+        return await self._call_rank(self.first_rank, HEADS, None)
 
     def _choose(self, detection_length: int | None, known: dict[int, Any], what: str) -> int:
         named = ", ".join(map(str, sorted(known)))

@@ -16,6 +16,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from http import HTTPStatus
 from itertools import count
 from typing import NamedTuple
@@ -25,6 +26,7 @@ from vllm.logger import init_logger
 from vllm_rollout.adapter.api.client import RolloutAsyncLLM
 from vllm_rollout.adapter.api.engine_calls import EngineCalls
 from vllm_rollout.adapter.api.group_routes import GroupRoute
+from vllm_rollout.adapter.api.rank_client import RankDied
 from vllm_rollout.adapter.call_table import (
     ADOPT_GROUP,
     CONFIRM_MOVE,
@@ -36,7 +38,7 @@ from vllm_rollout.adapter.call_table import (
     GroupToRelease,
     Released,
 )
-from vllm_rollout.group.load import EngineLoad
+from vllm_rollout.group.load import DEAD_LOAD, EngineLoad
 from vllm_rollout.group.moving import MoveOutcome
 from vllm_rollout.server.engine import Drained, RequestError
 
@@ -74,7 +76,8 @@ class EngineMoves(EngineCalls):
         self._following: asyncio.Task[None] | None = None
 
     async def engine_loads(self) -> list[EngineLoad]:
-        return await self._call_all(ENGINE_LOAD, None)
+        loads = await self._call_each(ENGINE_LOAD, None)
+        return [loads.get(rank, DEAD_LOAD) for rank in range(self.num_ranks)]
 
     async def drain(self, rank: int, timeout_s: float) -> Drained:
         held = self._held(await self.engine_loads())
@@ -95,6 +98,8 @@ class EngineMoves(EngineCalls):
             if not load.is_held or time.monotonic() - started >= timeout_s:
                 break
             await asyncio.sleep(LOOK_S)
+        if load.is_dead:
+            raise RequestError(str(RankDied.of(rank)), status=HTTPStatus.SERVICE_UNAVAILABLE)
         reasons = Counter(move.reason for move in moves if move.outcome in ("stays", "failed", "lost"))
         num_moved = sum(move.outcome == "moved" for move in moves)
         num_left = load.num_running + load.num_waiting
@@ -161,7 +166,10 @@ class EngineMoves(EngineCalls):
 
     async def _move_now(self, route: GroupRoute, target: int) -> Move:
         wanted = GroupToRelease(route.group_id, next(self._epochs))
-        released = await self._release(route.rank, wanted)
+        try:
+            released = await self._release(route.rank, wanted)
+        except RequestError as error:  # the source has died, and the group with it
+            return Move("lost", str(error))
         if released.outcome == "over":
             self._client.routes.arrived(route, target)  # it may not have begun
             return Move("over")
@@ -170,13 +178,16 @@ class EngineMoves(EngineCalls):
             return Move("stays", released.reason or REASONS[released.outcome])
         try:
             await self._call_rank(target, ADOPT_GROUP, GroupToAdopt(*wanted, released.parcel))
+            if target in self._client.life.dead:  # it died with the group, whose requests nobody looked for there
+                raise RankDied.of(target)
         except Exception as error:
             logger.exception("rank %d did not adopt group %s of rank %d", target, route.group_id, route.rank)
             return await self._take_back(route, wanted, released, error)
         self._client.send_to(target, released.request_ids)
         source = route.rank
         self._client.routes.arrived(route, target)
-        await self._call_rank(source, CONFIRM_MOVE, wanted)
+        with suppress(RequestError):  # a source that has died has nothing to forget
+            await self._call_rank(source, CONFIRM_MOVE, wanted)
         return Move("moved")
 
     async def _take_back(

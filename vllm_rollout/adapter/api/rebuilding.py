@@ -78,6 +78,7 @@ class Part:
     """As much of an engine client as calls need, for an engine core client that is not in its place."""
 
     num_ranks = 1
+    living_ranks = (0,)
 
     def __init__(self, engine_core: AsyncMPClient, config: VllmConfig) -> None:
         self.engine_core = engine_core

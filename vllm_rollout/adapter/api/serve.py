@@ -22,6 +22,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 import vllm_rollout
 from vllm_rollout.adapter import PLUGIN
+from vllm_rollout.adapter.api.deaths import Deaths
 from vllm_rollout.adapter.api.emulate import (
     add_emulation_flags,
     emulation_options,
@@ -81,7 +82,8 @@ def main(arguments: list[str]) -> None:
     )
     if missing := lacking():
         logger.info("vllm_rollout: vLLM %s lacks %s", vllm_version, "; ".join(missing))
-    command.cmd(args)
+    with Deaths.of_a_server():
+        command.cmd(args)
 
 
 def parse(arguments: list[str], program: str, usage: str) -> argparse.Namespace:

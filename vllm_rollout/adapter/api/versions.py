@@ -6,15 +6,13 @@ Invariant: which way is taken is asked of the contract, and nowhere else in the 
 from __future__ import annotations
 
 import argparse
-import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from vllm.outputs import CompletionOutput
-from vllm.v1.engine.core_client import AsyncMPClient
 
-from vllm_rollout.adapter.compat import ALL_RANKS, LOGGING_FLAGS, RETRYABLE, STARTUP, WEIGHT_SPANS, has, vllm_version
+from vllm_rollout.adapter.compat import LOGGING_FLAGS, RETRYABLE, STARTUP, WEIGHT_SPANS, has, vllm_version
 
 LOGGING_VARIABLES = {"log_level": "VLLM_LOGGING_LEVEL", "logging_config": "VLLM_LOGGING_CONFIG_PATH"}
 """The flags that a vLLM without them has variables for."""
@@ -30,14 +28,6 @@ def _rejections() -> tuple[type[Exception], ...]:
 
 
 REJECTIONS = _rejections()
-
-
-async def call_all_ranks(core: AsyncMPClient, method: str, *args: Any) -> list[Any]:
-    """A utility call to every engine core of this client; the answers in the order of the ranks."""
-    if has(ALL_RANKS):
-        return await core.call_utility_all_async(method, *args)
-    calls = (core._call_utility_async(method, *args, engine=engine) for engine in core.core_engines)
-    return await asyncio.gather(*calls)
 
 
 def weight_spans(completion: CompletionOutput) -> Sequence[Any]:

@@ -13,11 +13,12 @@ from vllm_rollout.server.body import Body
 DEFAULT_DRAIN_S = 30.0
 MAX_DRAIN_S = 3600.0
 
-EngineState = Literal["active", "draining", "drained"]
+EngineState = Literal["active", "draining", "drained", "dead"]
 """
 active    groups are sent to it
 draining  nothing new is sent to it, and something still runs or waits there
 drained   nothing new is sent to it, and nothing is there
+dead      its process has ended; its numbers are not known any more
 """
 
 
@@ -62,7 +63,7 @@ class EngineAnswer(BaseModel):
     def of(cls, rank: int, load: EngineLoad) -> EngineAnswer:
         return cls(
             rank=rank,
-            state=state_of(load.is_held, load.num_running + load.num_waiting),
+            state="dead" if load.is_dead else state_of(load.is_held, load.num_running + load.num_waiting),
             num_running=load.num_running,
             num_waiting=load.num_waiting,
             num_groups=len(load.groups),

@@ -46,8 +46,8 @@ class ScaleDownWatch:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        with suppress(RequestError):  # a dead engine, which says so elsewhere
-            for rank in self._held:
+        for rank in self._held:
+            with suppress(RequestError):  # it is dead, which is said elsewhere
                 await self._engine.restore(rank)
 
     async def _run(self, started: float, tell: Callable[[RanksFreeEvent], Awaitable[None]]) -> None:

@@ -11,6 +11,7 @@ from pydantic import ConfigDict, Field, StrictBool, StrictFloat, StrictInt, Stri
 from vllm_rollout.config import DEFAULT_SPECULATION, MAX_GROUP_SIZE, MAX_PROMPTS, MAX_SPECULATION
 from vllm_rollout.group.migration import Migration
 from vllm_rollout.group.rounds import QueueOrder, RoundKind, RunTerms
+from vllm_rollout.server.attempts import OnEngineFailure
 from vllm_rollout.server.body import MAX_INT, Body, check_json
 from vllm_rollout.server.learning.body import Filter
 from vllm_rollout.server.protocol import (
@@ -24,7 +25,17 @@ from vllm_rollout.server.protocol import (
 )
 from vllm_rollout.server.pruning_body import Pruning
 
-ROLLOUT_FIELDS = ("redundancy", "early_stop", "selection", "pruning", "migration", "scale_down", "sampling", "return")
+ROLLOUT_FIELDS = (
+    "redundancy",
+    "early_stop",
+    "selection",
+    "pruning",
+    "migration",
+    "scale_down",
+    "on_engine_failure",
+    "sampling",
+    "return",
+)
 """Of a rollout's body: a run says them for all its rounds, a round for itself."""
 
 Name = Annotated[StrictStr, Field(min_length=1, max_length=256)]
@@ -45,6 +56,7 @@ class RolloutFields(Body):
     )
     migration: Migration | None = Field(default=None, description="As in a rollout.")
     scale_down: OffOrAuto | None = Field(default=None, description="As in a rollout, in each round.")
+    on_engine_failure: OnEngineFailure | None = Field(default=None, description="As in a rollout.")
     sampling: dict[str, Any] | None = Field(
         default=None, description="Any field of vLLM's SamplingParams except n; a round's replace those of its run."
     )

@@ -1,0 +1,139 @@
+"""Kill ranks of a server of emulated devices at random points, one after the other until one is left, while groups move
+between them, and count what its clients have lost: every group comes back whole, and no token twice.
+
+    python -m benchmarks.kills.ranks
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.common import ROOT, record_of_run, write_json
+from benchmarks.kills.rank_readers import Mover, Reader
+from vllm_rollout.process import ServerProcess, free_port
+
+MODEL = "tiny-random"
+EMULATED = {
+    "step": {"ms": 5.0, "ms_per_request": 0.0},
+    "lengths": {"log_normal": {"mean": 200, "sigma": 0.8}},
+    "seed": 0,
+}
+MAX_TOKENS = 2000
+NUM_READERS = 4
+START_TIMEOUT_S = 240.0
+MIN_PAUSE_S, MAX_PAUSE_S = 0.2, 1.5
+"""Between two kills."""
+RANKS = "EngineCor"
+"""What vLLM calls the processes of its ranks, as far as Linux shows it."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=200, help="ranks that are killed, in all")
+    parser.add_argument("--ranks", type=int, default=8, help="of each server")
+    parser.add_argument("--api-servers", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/kills_ranks.json")
+    args = parser.parse_args()
+    record = record_of_run(
+        seed=args.seed,
+        workload={
+            "model": MODEL,
+            "emulated": EMULATED,
+            "ranks": args.ranks,
+            "api_servers": args.api_servers,
+            "clients": NUM_READERS,
+            "groups_per_request": 4,
+        },
+    )
+    counts: Counter[str] = Counter()
+    problems: list[str] = []
+    while counts["kills"] < args.kills:
+        life = live(args.ranks, args.api_servers, args.seed + counts["servers"], args.kills - counts["kills"])
+        counts += life.counts
+        counts["servers"] += 1
+        problems += life.problems
+        print(f"{counts['kills']} kills, {counts['groups_complete']} groups, {len(problems)} problems", flush=True)
+    result = {
+        **record,
+        "counts": dict(sorted(counts.items())),
+        "num_problems": len(problems),
+        "problems": problems[:20],
+    }
+    write_json(args.output, result)
+    print(json.dumps(result["counts"], indent=1))
+    sys.exit(1 if problems else 0)
+
+
+class Life:
+    """What became of one server."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.problems: list[str] = []
+
+
+def live(num_ranks: int, api_servers: int, seed: int, max_kills: int) -> Life:
+    """One server, until one rank is left or so many are killed."""
+    life, chance = Life(), random.Random(seed)
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(NUM_READERS + 1) as pool:
+        server = start(Path(folder), num_ranks, api_servers)
+        with server:
+            server.wait_until_healthy(lambda seconds, line: None, START_TIMEOUT_S)
+            stop_reading, stop_moving = threading.Event(), threading.Event()
+            readers = [Reader(server.url, at, stop_reading, MAX_TOKENS) for at in range(NUM_READERS)]
+            mover = Mover(server.url, seed, num_ranks, stop_moving)
+            reading = [pool.submit(reader.read) for reader in readers]
+            moving = pool.submit(mover.move)
+            ranks = rank_processes(server.pid)
+            assert len(ranks) == num_ranks, f"{len(ranks)} of {num_ranks} ranks run"
+            chance.shuffle(ranks)
+            for rank in ranks[: min(num_ranks - 1, max_kills)]:
+                time.sleep(chance.uniform(MIN_PAUSE_S, MAX_PAUSE_S))
+                os.kill(rank.pid, signal.SIGKILL)
+                life.counts["kills"] += 1
+            time.sleep(MAX_PAUSE_S)
+            stop_moving.set()
+            stop_reading.set()
+            for work in (moving, *reading):
+                work.result()
+    for client in (mover, *readers):
+        life.counts += client.counts
+        life.problems += client.problems
+    life.problems += [f"a client stopped: {reader.said}" for reader in readers if reader.said != "stopped"]
+    return life
+
+
+def start(folder: Path, num_ranks: int, api_servers: int) -> ServerProcess:
+    device = folder / "device.json"
+    device.write_text(json.dumps(EMULATED))
+    command = [sys.executable, "-m", "vllm_rollout.cli", "serve", MODEL, "--emulate", str(device)]
+    command += ["--max-model-len", "4096", "--max-num-seqs", "64", "--data-parallel-size", str(num_ranks)]
+    command += ["--api-server-count", str(api_servers), "--disable-uvicorn-access-log"]
+    environment = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1"}
+    return ServerProcess(command, free_port(), {**os.environ, **environment}, folder / "server.log")
+
+
+def rank_processes(pid: int) -> list[Any]:
+    """Of the server with that process id, by rank."""
+    processes = psutil.Process(pid).children(recursive=True)
+    ranks = [each for each in processes if RANKS in " ".join(each.cmdline())]
+    return sorted(ranks, key=lambda each: each.cmdline())
+
+
+if __name__ == "__main__":
+    main()

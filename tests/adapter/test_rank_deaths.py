@@ -1,0 +1,164 @@
+"""A rank dies: who sees it, what is told to whom, and what goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.engine.core import EngineCoreProc
+from vllm.v1.engine.core_client import DPLBAsyncMPClient
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.serial_utils import MsgpackDecoder
+
+from vllm_rollout.adapter.api.deaths import VARIABLE, Death, Deaths, RankProcesses
+from vllm_rollout.adapter.api.group_routes import GroupRoutes, NoRankLeft
+from vllm_rollout.adapter.api.rank_client import RankClient, RankDied
+from vllm_rollout.group.placement import Placement
+
+RANKS = [b"rank 0", b"rank 1", b"rank 2"]
+
+
+def rank_client(monkeypatch: pytest.MonkeyPatch, answers: dict[bytes, Any]) -> RankClient:
+    """Of ranks that answer this; a rank without an answer never does."""
+
+    async def call(self: RankClient, method: str, *args: Any, engine: bytes) -> Any:
+        await asyncio.sleep(0)
+        return answers[engine] if engine in answers else await asyncio.Future()
+
+    monkeypatch.setattr(DPLBAsyncMPClient, "_call_utility_async", call)
+    monkeypatch.setattr(
+        DPLBAsyncMPClient, "get_core_engine_for_request", lambda self, request: self.reqs_in_flight[request.request_id]
+    )
+    client = RankClient.__new__(RankClient)
+    client.core_engines = RANKS
+    client._dead, client._deaths = set(), {}
+    client.reqs_in_flight = {"a": RANKS[0], "b": RANKS[1], "c": RANKS[1]}
+    client.engine_inflight = Counter(client.reqs_in_flight.values())
+    return client
+
+
+def test_a_call_to_all_is_answered_by_those_that_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        client = rank_client(monkeypatch, {RANKS[0]: "zero", RANKS[2]: "two"})
+        calling = asyncio.create_task(client.call_utility_all_async("look"))
+        one = asyncio.create_task(client._call_utility_async("look", engine=RANKS[1]))
+        await asyncio.sleep(0.01)
+        assert not calling.done()
+        client.bury(1)
+        assert await calling == ["zero", "two"]
+        with pytest.raises(RankDied, match="rank 1 of the engine has died") as died:
+            await one
+        assert died.value.http_status == 503
+        with pytest.raises(RankDied):
+            await client._call_utility_async("look", engine=RANKS[1])
+        assert await client.call_utility_async("look") == "zero"
+        client.bury(0)
+        client.bury(2)
+        with pytest.raises(EngineDeadError):
+            await client.call_utility_all_async("look")
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
+def test_a_call_that_fails_is_no_dead_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(self: RankClient, method: str, *args: Any, engine: bytes) -> Any:
+        raise ValueError(method)
+
+    async def main() -> None:
+        client = rank_client(monkeypatch, {})
+        monkeypatch.setattr(DPLBAsyncMPClient, "_call_utility_async", fail)
+        client.bury(1)
+        with pytest.raises(ValueError, match="look"):
+            await client.call_utility_all_async("look")
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
+def test_nothing_is_sent_to_a_dead_rank_and_what_ran_there_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = rank_client(monkeypatch, {})
+    client.bury(1)
+    assert client.requests_of(1) == ["b", "c"]
+    with pytest.raises(RankDied) as died:
+        client.get_core_engine_for_request(SimpleNamespace(request_id="b"))
+    assert (died.value.rank, died.value.request_id) == (1, "b")
+    assert client.get_core_engine_for_request(SimpleNamespace(request_id="a")) == RANKS[0]
+    client.forget("c")
+    client.forget("never there")
+    assert (client.reqs_in_flight, client.engine_inflight[RANKS[1]]) == ({"a": RANKS[0]}, 0)
+
+
+def test_last_words_are_read_as_nothing_said() -> None:
+    frames: list[Any] = [SimpleNamespace(buffer=EngineCoreProc.ENGINE_CORE_DEAD)]
+    RankClient._overhear_last_words(frames)
+    read = MsgpackDecoder(EngineCoreOutputs).decode(frames)
+    assert (read.outputs, read.utility_output, read.scheduler_stats, read.finished_requests) == ([], None, None, None)
+    others: list[Any] = [SimpleNamespace(buffer=b"outputs")]
+    RankClient._overhear_last_words(others)
+    assert others[0].buffer == b"outputs"
+
+
+def test_deaths_are_read_by_those_that_the_first_process_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert Deaths.of_this_server() is None
+    with Deaths.of_a_server():
+        written, read = Deaths.of_this_server(), Deaths.of_this_server()
+        assert read.read() == []
+        written.write(Death(3, -9))
+        written.write(Death(0, 1))
+        assert read.read() == [(3, -9), (0, 1)]
+        folder = Path(os.environ[VARIABLE]).parent
+    assert not folder.exists()
+
+
+def test_the_server_ends_with_its_last_rank(tmp_path: Path) -> None:
+    ranks = RankProcesses.__new__(RankProcesses)
+    ranks._deaths, ranks._first_rank = Deaths(tmp_path / "deaths"), 0
+    ranks.manager_stopped, ranks.failed_proc_name = threading.Event(), None
+    ranks.processes = [multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,)) for _ in range(2)]
+    stopped = []
+    ranks.shutdown = lambda: stopped.append(True)
+    for process in ranks.processes:
+        process.start()
+    monitor = threading.Thread(target=ranks.monitor_engine_liveness)
+    monitor.start()
+    try:
+        for rank, deaths in ((1, [(1, -9)]), (0, [(1, -9), (0, -9)])):
+            assert not stopped
+            os.kill(ranks.processes[rank].pid, signal.SIGKILL)
+            deadline = time.monotonic() + 60
+            while ranks._deaths.read() != deaths and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert ranks._deaths.read() == deaths
+    finally:
+        for process in ranks.processes:
+            process.kill()
+    monitor.join(60)
+    assert stopped == [True]
+
+
+def test_groups_keep_away_from_a_dead_rank_also_when_nothing_else_is_left() -> None:
+    routes = GroupRoutes(Placement(3))
+    joined = routes.join("joined", 4, 1)
+    routes.bury(1)
+    routes.leave_dead(1)
+    assert joined.rank != 1
+    routes.hold(frozenset())
+    assert routes.held == {1}
+    assert {routes.open(f"group {i}", 1, None).rank for i in range(8)} == {0, 2}
+    routes.hold(frozenset({0, 2}))
+    with pytest.raises(NoRankLeft, match="Restore one"):
+        routes.open("one more", 1, None)
+    with pytest.raises(NoRankLeft):
+        routes.next_rank()
+    routes.hold(frozenset({0}))
+    assert routes.open("again", 1, None).rank == 2

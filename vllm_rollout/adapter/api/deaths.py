@@ -1,0 +1,104 @@
+"""Engine cores that die while others live: who sees it, and how the API processes hear of it.
+
+Whoever started the engine cores (the API process, or the launcher of several) writes a line for each that died into a
+file, which all of them know by an environment variable.
+
+Invariant: as long as one rank lives the server does. When the last one dies it stops, as vLLM alone does with the
+first.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import connection
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.v1.engine.utils import CoreEngineProcManager
+
+logger = init_logger("vllm.vllm_rollout")
+
+VARIABLE = "VLLM_ROLLOUT_DEATHS"
+"""Environment variable with the path of this server's file."""
+LOOK_S = 1.0
+"""Between two looks whether the server ends."""
+
+
+class Death(NamedTuple):
+    """Of an engine core."""
+
+    rank: int
+    exit_code: int
+    """As of `multiprocessing`: negative is the number of a signal."""
+
+
+class Deaths:
+    """The file of one server."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    @classmethod
+    @contextmanager
+    def of_a_server(cls) -> Iterator[None]:
+        """Around the first process of a server, before it starts others."""
+        with TemporaryDirectory(prefix="vllm-rollout-", ignore_cleanup_errors=True) as folder:
+            os.environ[VARIABLE] = str(Path(folder) / "deaths")
+            yield
+
+    @classmethod
+    def of_this_server(cls) -> Deaths | None:
+        """None where nobody writes them."""
+        path = os.environ.get(VARIABLE)
+        return None if path is None else cls(Path(path))
+
+    def write(self, death: Death) -> None:
+        with self._path.open("a") as file:
+            file.write(f"{death.rank} {death.exit_code}\n")
+
+    def read(self) -> list[Death]:
+        try:
+            lines = self._path.read_text().splitlines()
+        except FileNotFoundError:
+            return []
+        return [Death(*map(int, line.split())) for line in lines]
+
+
+def outlives_a_rank(config: VllmConfig) -> bool:
+    """Ranks of a dense model know nothing of each other. Those of a mixture of experts compute together, and none goes
+    on alone."""
+    return config.parallel_config.data_parallel_size > 1 and not config.model_config.is_moe
+
+
+class RankProcesses(CoreEngineProcManager):
+    """The processes of a server's engine cores. Overrides: __init__, monitor_engine_liveness."""
+
+    def __init__(self, local_engine_count: int, start_index: int, *args: Any, **kwargs: Any) -> None:
+        config: VllmConfig = kwargs["vllm_config"]
+        are_all_here = local_engine_count == config.parallel_config.data_parallel_size
+        self._first_rank = start_index
+        self._deaths = Deaths.of_this_server() if are_all_here and outlives_a_rank(config) else None
+        super().__init__(local_engine_count, start_index, *args, **kwargs)
+
+    def monitor_engine_liveness(self) -> None:
+        """Returns when all have ended, or the server is being stopped."""
+        if self._deaths is None:
+            super().monitor_engine_liveness()
+            return
+        living = {process.sentinel: rank for rank, process in enumerate(self.processes, self._first_rank)}
+        while living and not self.manager_stopped.is_set():
+            for sentinel in connection.wait(living, timeout=LOOK_S):
+                rank = living.pop(sentinel)
+                process = self.processes[rank - self._first_rank]
+                process.join()
+                if self.manager_stopped.is_set():
+                    break
+                self._deaths.write(Death(rank, process.exitcode or 0))
+                logger.error("vllm_rollout: rank %d has died, exit code %d", rank, process.exitcode)
+                self.failed_proc_name = process.name
+        self.shutdown()

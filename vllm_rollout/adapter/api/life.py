@@ -1,0 +1,71 @@
+"""Whether the engine, and each of its ranks, is alive; whoever waits for a dead one is told.
+
+Invariant: of a rank that has died nobody waits for anything, its groups have ended, and no other comes to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.metrics.stats import SchedulerStats
+
+from vllm_rollout.adapter.api.deaths import Death, Deaths
+from vllm_rollout.adapter.api.rank_client import RankDied
+
+if TYPE_CHECKING:
+    from vllm_rollout.adapter.api.client import RolloutAsyncLLM
+
+logger = init_logger("vllm.vllm_rollout")
+
+LOOK_S = 0.25
+"""Between two looks."""
+
+
+class Life:
+    """Of the engine behind one engine client."""
+
+    def __init__(self, client: RolloutAsyncLLM) -> None:
+        self._client = client
+        self._deaths = Deaths.of_this_server()
+        self._watching: asyncio.Task[None] | None = None
+        self.dead: dict[int, Death] = {}
+        """Ranks that have died."""
+
+    @property
+    def living_ranks(self) -> list[int]:
+        return [rank for rank in range(self._client.num_ranks) if rank not in self.dead]
+
+    def watch(self) -> None:
+        """From now on, until the engine dies."""
+        if self._watching is None or self._watching.done():
+            self._watching = asyncio.create_task(self._watch())
+
+    async def _watch(self) -> None:
+        while not self._client.errored:
+            for death in self._deaths.read() if self._deaths is not None else ():
+                if death.rank not in self.dead:
+                    self.dead[death.rank] = death
+                    await self._bury(death.rank)
+            await asyncio.sleep(LOOK_S)
+        # vLLM tells whoever waits when it reads from a dead engine, but its client may be closed before it does.
+        self._client.output_processor.propagate_error(EngineDeadError())
+
+    async def _bury(self, rank: int) -> None:
+        client, core = self._client, self._client.engine_core
+        core.bury(rank)
+        client.routes.bury(rank)
+        for route in client.routes.on_rank(rank):
+            await route.at_rest()  # one that leaves a dead rank may arrive elsewhere
+        client.routes.leave_dead(rank)
+        lost = core.requests_of(rank)
+        logger.error(
+            "vllm_rollout: rank %d has died; %d requests that ran there are lost, the other ranks go on",
+            rank,
+            len(lost),
+        )
+        client.lose(lost, RankDied.of(rank))
+        if client.logger_manager is not None:  # what it said last would be shown for ever
+            client.logger_manager.record(scheduler_stats=SchedulerStats(), iteration_stats=None, engine_idx=rank)

@@ -1,0 +1,57 @@
+"""A group that the engine lost, with the rank it ran on, and what is done then.
+
+Invariant: at most one attempt counts; whatever was said of an earlier one is void.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Literal
+
+from vllm_rollout.server.engine import CandidateEnd, CandidateTokens, GroupLost
+
+OnEngineFailure = Literal["fail", "retry"]
+"""
+fail   its candidates that had not ended are `failed`
+retry  it is run again from its beginning, on another rank
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Restarted:
+    """The group runs again: what happened before is void."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The group stays lost; nothing more comes."""
+
+    reason: str
+
+
+async def attempts(
+    run: Callable[[], AsyncGenerator[CandidateTokens | CandidateEnd, None]],
+    on_engine_failure: OnEngineFailure,
+    before_retry: Callable[[], Awaitable[None]],
+) -> AsyncGenerator[CandidateTokens | CandidateEnd | Restarted | Lost, None]:
+    """What happens to a group that `run` starts. There are fewer retries than ranks, since each takes the death of one.
+
+    `before_retry` waits until it may run again. Raises what `run` raises when the whole engine is dead.
+    """
+    while True:
+        try:
+            async with aclosing(run()) as happenings:
+                async for happening in happenings:
+                    yield happening
+            return
+        except GroupLost as lost:
+            reason = str(lost)
+        if on_engine_failure == "fail":
+            yield Lost(reason)
+            return
+        yield Restarted(reason)
+        await before_retry()
