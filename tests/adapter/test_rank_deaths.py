@@ -154,11 +154,11 @@ def test_groups_keep_away_from_a_dead_rank_also_when_nothing_else_is_left() -> N
     assert joined.rank != 1
     routes.hold(frozenset())
     assert routes.held == {1}
-    assert {routes.open(f"group {i}", 1, None).rank for i in range(8)} == {0, 2}
+    assert {routes.open(f"group {i}", {0: 0}).rank for i in range(8)} == {0, 2}
     routes.hold(frozenset({0, 2}))
     with pytest.raises(NoRankLeft, match="Restore one"):
-        routes.open("one more", 1, None)
+        routes.open("one more", {0: 0})
     with pytest.raises(NoRankLeft):
         routes.next_rank()
     routes.hold(frozenset({0}))
-    assert routes.open("again", 1, None).rank == 2
+    assert routes.open("again", {0: 0}).rank == 2

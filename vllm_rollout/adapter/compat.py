@@ -218,6 +218,7 @@ CONTRACT = (
     Fact("uses", ASYNC_LLM, "vllm_config", by="api"),
     Fact("calls", ENGINE_CLIENT, "abort_requests_async", "request_ids", "api"),
     Fact("calls", ENGINE_CLIENT, "_call_utility_async", "method operation payload engine=", "api"),
+    Fact("calls", ENGINE_CLIENT, "call_utility_async", "method operation payload", "api"),
     Fact("uses", ENGINE_CLIENT, "core_engines", by="api"),
     Fact("uses", RANK_CLIENT, "engine_inflight", by="api"),
     Fact("uses", RANK_CLIENT, "lb_engines", by="api"),

@@ -28,7 +28,6 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm_rollout.adapter.api.client import RolloutAsyncLLM
 from vllm_rollout.adapter.api.fingerprint import engine_flags, fingerprint_of, hardware_of, versions
 from vllm_rollout.adapter.api.serve import parse
-from vllm_rollout.adapter.api.versions import call_all_ranks
 from vllm_rollout.adapter.call_table import CALL_METHOD, RECORD_STEPS, TAKE_STEPS, Argument, Operation, Result, StepTime
 from vllm_rollout.adapter.compat import check_vllm_version
 from vllm_rollout.adapter.wire import CandidateTag
@@ -173,7 +172,7 @@ class Profiler:
 
     async def _call(self, operation: Operation[Argument, Result], argument: Argument) -> Result:
         payload = operation.encode_argument(argument)
-        (answer, *_) = await call_all_ranks(self._client.engine_core, CALL_METHOD, operation.name, payload)
+        answer = await self._client.engine_core.call_utility_async(CALL_METHOD, operation.name, payload)
         return operation.decode_result(answer)
 
 
