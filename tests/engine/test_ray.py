@@ -16,6 +16,7 @@ from tests.engine.ray_cluster import RayCluster
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'vllm-rollout[ray]'")
 
+NUM_TRIES = 10
 PRUNING = {"detection_length": 8, "keep_ratio": 0.5, "min_labels": 4, "allow_fewer": True}
 
 
@@ -87,23 +88,35 @@ def test_rewards_teach_a_head_that_prunes_on_both_hosts(server: Server) -> None:
     server.wait_until(lambda: all(has_pruned(group) for group in learn()["groups"]) and head_is_trained())
 
 
-def test_a_group_moves_to_the_other_host_and_says_what_it_would_have_said(server: Server) -> None:
-    sampling = {"seed": 5, "max_tokens": 1000, "ignore_eos": True}
-    body = {"prompts": [{"id": "q", "prompt": "hello"}], "group_size": 3, "sampling": sampling}
-    unmoved = rollout(server, **body)
-    before = engines(server)
+def drained_on_its_way(server: Server, body: dict[str, Any]) -> tuple[int, dict[str, Any], dict[int, dict[str, Any]]]:
+    """A rollout whose rank is drained as soon as it says something: the rank, the drain's answer, its trajectories."""
     moved: dict[int, dict[str, Any]] = {}
     drained = None
-    with server.http.stream("POST", "/v1/rollouts", json={**body, "stream": True, "stream_tokens": 8}) as response:
+    with server.http.stream("POST", "/v1/rollouts", json={**body, "stream": True, "stream_tokens": 1}) as response:
         for line in response.iter_lines():
             event = json.loads(line.removeprefix("data: ")) if line.startswith("data: {") else {"type": "other"}
             if event["type"] == "tokens" and drained is None:
-                (busy,) = [engine["rank"] for engine in engines(server) if engine["num_groups"]]
+                busy = max(engines(server), key=lambda engine: engine["num_groups"])["rank"]
                 drained = server.http.post(f"/v1/engines/{busy}/drain").json()
             elif event["type"] == "trajectory":
                 moved[event["trajectory"]["index"]] = event["trajectory"]
     assert drained is not None
-    assert (drained["state"], drained["num_moved"], drained["num_left"]) == ("drained", 1, 0)
+    return busy, drained, moved
+
+
+def test_a_group_moves_to_the_other_host_and_says_what_it_would_have_said(server: Server) -> None:
+    sampling = {"seed": 5, "max_tokens": 2000, "ignore_eos": True}
+    body = {"prompts": [{"id": "q", "prompt": "hello"}], "group_size": 3, "sampling": sampling}
+    unmoved = rollout(server, **body)
+    for _ in range(NUM_TRIES):
+        before = engines(server)
+        busy, drained, moved = drained_on_its_way(server, body)
+        assert (drained["state"], drained["num_left"]) == ("drained", 0)
+        if drained["num_moved"]:
+            break
+        # On a fast machine that stalls it was over before the drain came.
+        assert server.http.post(f"/v1/engines/{busy}/restore").json()["state"] == "active"
+    assert drained["num_moved"] == 1
     now = engines(server)
     assert now[busy]["num_moved_out"] == before[busy]["num_moved_out"] + 1
     assert now[1 - busy]["num_moved_in"] == before[1 - busy]["num_moved_in"] + 1

@@ -168,7 +168,8 @@ def test_a_client_that_goes_away_stops_its_candidates_and_nobody_elses(server: S
         other = pool.submit(rollout, server, prompts=PROMPTS[:1], group_size=2, redundancy=0, sampling=LONG)
         with closing(HTTPConnection(urlsplit(server.url).netloc, timeout=TIMEOUT_S)) as leaving:
             leaving.request("POST", "/v1/rollouts", json.dumps(body), {"content-type": "application/json"})
-            server.wait_until(lambda: server.num_requests == 24 + 2)
+            # The other two may be over by then, on a machine that stalls.
+            server.wait_until(lambda: server.num_requests >= 24)
         (group,) = other.result()["groups"]
     assert [t["num_tokens"] for t in group["trajectories"]] == [LONG["max_tokens"]] * 2
     server.wait_until_idle()
