@@ -122,7 +122,7 @@ def _server(name: Server, arguments: argparse.Namespace, folder: Path) -> Server
 
 
 def _on_cores(cores: str) -> dict[str, str]:
-    return {"VLLM_CPU_OMP_THREADS_BIND": cores, "VLLM_CPU_KVCACHE_SPACE": "2"} if runs_on_cpu() else {}
+    return {"VLLM_CPU_OMP_THREADS_BIND": cores, "VLLM_CPU_KVCACHE_SPACE": "1"} if runs_on_cpu() else {}
 
 
 async def _measure(bench: Bench) -> list[dict[str, Any]]:
