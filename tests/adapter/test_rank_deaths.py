@@ -20,8 +20,10 @@ from vllm.v1.engine.core_client import DPLBAsyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.serial_utils import MsgpackDecoder
 
+from vllm_rollout.adapter.api import life
 from vllm_rollout.adapter.api.deaths import VARIABLE, Death, Deaths, RankProcesses
 from vllm_rollout.adapter.api.group_routes import GroupRoutes, NoRankLeft
+from vllm_rollout.adapter.api.life import Life
 from vllm_rollout.adapter.api.rank_client import RankClient, RankDied
 from vllm_rollout.group.placement import Placement
 
@@ -144,6 +146,66 @@ def test_the_server_ends_with_its_last_rank(tmp_path: Path) -> None:
             process.kill()
     monitor.join(60)
     assert stopped == [True]
+
+
+class TwoRanksAndAHealthyOne:
+    """As much of an engine client as the watch needs."""
+
+    num_ranks = 3
+    errored = False
+    logger_manager = None
+
+    def __init__(self) -> None:
+        self.routes = GroupRoutes(Placement(3))
+        self.engine_core = self
+        self.output_processor = self
+        self.buried: dict[int, asyncio.Event] = {rank: asyncio.Event() for rank in range(3)}
+        self.lost: dict[int, Exception] = {}
+        self.told = False
+
+    def bury(self, rank: int) -> None:
+        self.buried[rank].set()
+
+    def requests_of(self, rank: int) -> list[int]:
+        return [rank]
+
+    def lose(self, requests: list[int], error: Exception) -> None:
+        self.lost |= dict.fromkeys(requests, error)
+
+    def propagate_error(self, error: Exception) -> None:
+        self.told = isinstance(error, EngineDeadError)
+
+
+def test_two_ranks_die_with_a_group_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(life, "LOOK_S", 0.01)
+
+    async def main() -> None:
+        with Deaths.of_a_server():
+            client = TwoRanksAndAHealthyOne()
+            watch = Life(client)
+            route = client.routes.open("moving", {0: 0}, 1)
+
+            async def move() -> None:
+                async with route.moving():
+                    await client.buried[2].wait()  # the call to the target ends when that is known to be dead
+
+            moving = asyncio.create_task(move())
+            await asyncio.sleep(0)
+            watch.watch()
+            for rank in (1, 2):
+                Deaths.of_this_server().write(Death(rank, -9))
+                await client.buried[rank].wait()
+            await moving
+            while client.lost.keys() != {1, 2}:
+                await asyncio.sleep(0.01)
+            assert [error.rank for _, error in sorted(client.lost.items())] == [1, 2]
+            assert watch.living_ranks == [0]
+            assert client.routes.held == {1, 2}
+            client.errored = True
+            while not client.told:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(main(), 30))
 
 
 def test_groups_keep_away_from_a_dead_rank_also_when_nothing_else_is_left() -> None:

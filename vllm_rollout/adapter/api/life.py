@@ -31,6 +31,7 @@ class Life:
         self._client = client
         self._deaths = Deaths.of_this_server()
         self._watching: asyncio.Task[None] | None = None
+        self._telling: set[asyncio.Task[None]] = set()
         self.dead: dict[int, Death] = {}
         """Ranks that have died."""
 
@@ -47,25 +48,28 @@ class Life:
         while not self._client.errored:
             for death in self._deaths.read() if self._deaths is not None else ():
                 if death.rank not in self.dead:
-                    self.dead[death.rank] = death
-                    await self._bury(death.rank)
+                    self._bury(death)
             await asyncio.sleep(LOOK_S)
         # vLLM tells whoever waits when it reads from a dead engine, but its client may be closed before it does.
         self._client.output_processor.propagate_error(EngineDeadError())
 
-    async def _bury(self, rank: int) -> None:
+    def _bury(self, death: Death) -> None:
+        """Nobody turns to it any more; whoever waits for it is told by and by."""
+        self.dead[death.rank] = death
+        self._client.engine_core.bury(death.rank)
+        self._client.routes.bury(death.rank)
+        telling = asyncio.create_task(self._tell(death.rank))
+        self._telling.add(telling)
+        telling.add_done_callback(self._telling.discard)
+
+    async def _tell(self, rank: int) -> None:
+        """A move between two dead ranks ends when both are buried, so that this must not keep the watch from it."""
         client, core = self._client, self._client.engine_core
-        core.bury(rank)
-        client.routes.bury(rank)
         for route in client.routes.on_rank(rank):
             await route.at_rest()  # one that leaves a dead rank may arrive elsewhere
         client.routes.leave_dead(rank)
         lost = core.requests_of(rank)
-        logger.error(
-            "vllm_rollout: rank %d has died; %d requests that ran there are lost, the other ranks go on",
-            rank,
-            len(lost),
-        )
+        logger.error("vllm_rollout: rank %d has died, and %d requests with it; the other ranks go on", rank, len(lost))
         client.lose(lost, RankDied.of(rank))
         if client.logger_manager is not None:  # what it said last would be shown for ever
             client.logger_manager.record(scheduler_stats=SchedulerStats(), iteration_stats=None, engine_idx=rank)
