@@ -34,6 +34,11 @@ def rollout(server: Server, **fields: Any) -> dict[str, Any]:
     return response.json()
 
 
+def engine_load(server: Server) -> dict[str, Any]:
+    (engine,) = server.http.get("/v1/engines").json()["engines"]
+    return engine
+
+
 def completion(server: Server, **fields: Any) -> httpx.Response:
     body = {"prompt": "hello world", "max_tokens": 300, "temperature": 1, "return_token_ids": True, **fields}
     return server.http.post("/v1/completions", json=body)
@@ -423,7 +428,8 @@ def test_a_rollout_that_comes_while_an_aborting_pause_lasts_waits_or_is_told_to_
             assert "paused" in response.text
         else:
             waiting = pool.submit(server.http.post, "/v1/rollouts", json=body)
-            server.wait_until(lambda: server.num_requests == 2)
+            # Metrics are of the last step, and a pause has none.
+            server.wait_until(lambda: engine_load(server)["num_waiting"] == 2)
             assert not waiting.done()
             server.http.post("/resume").raise_for_status()
             assert waiting.result().status_code == 200, waiting.result().text
