@@ -198,7 +198,8 @@ class EngineMoves(EngineCalls):
             await self._call_rank(route.rank, KEEP_GROUP, wanted)
         except Exception as error:
             logger.exception("group %s is lost", route.group_id)
-            self._client.lose(released.request_ids, error)
+            is_dead = route.rank in self._client.life.dead
+            self._client.lose(released.request_ids, RankDied.of(route.rank) if is_dead else error)
             return Move("lost", str(error))
         return Move("failed", str(reason))
 
