@@ -8,7 +8,8 @@ import pytest
 
 from vllm_rollout.adapter.api import engine_calls
 from vllm_rollout.adapter.api.engine_calls import EngineCalls
-from vllm_rollout.adapter.call_table import CUT_RACE, HELD_GROUPS
+from vllm_rollout.adapter.api.rank_client import RankDied
+from vllm_rollout.adapter.call_table import CUT_RACE, HEADS, HELD_GROUPS
 from vllm_rollout.server.engine import RequestError
 
 
@@ -27,6 +28,39 @@ class DyingClient:
     async def _call_utility_async(self, *args: object, **kwargs: object) -> bytes:
         asyncio.get_running_loop().call_later(0.02, setattr, self, "errored", True)
         return await asyncio.Future()
+
+
+class TwoRanks:
+    """The first dies when it is called; the other answers."""
+
+    num_ranks = 2
+    errored = False
+    core_engines = (b"first", b"second")
+
+    def __init__(self, *, both_die: bool = False) -> None:
+        self.living_ranks = [0, 1]
+        self._both_die = both_die
+
+    @property
+    def engine_core(self) -> TwoRanks:
+        return self
+
+    async def _call_utility_async(self, method: str, operation: str, payload: bytes, *, engine: bytes) -> bytes:
+        rank = self.core_engines.index(engine)
+        if rank == 0 or self._both_die:
+            self.living_ranks.remove(rank)
+            raise RankDied.of(rank)
+        return HEADS.encode_result([])
+
+
+def test_what_every_rank_knows_the_next_one_says_when_the_first_dies() -> None:
+    async def call() -> None:
+        assert await EngineCalls(TwoRanks())._call_first(HEADS, None) == []
+        assert await EngineCalls(TwoRanks())._call_if_alive(0, HEADS, None) is None
+        with pytest.raises(RequestError, match="rank 1 of the engine has died"):
+            await EngineCalls(TwoRanks(both_die=True))._call_first(HEADS, None)
+
+    asyncio.run(asyncio.wait_for(call(), 10))
 
 
 @pytest.mark.parametrize("calls", [

@@ -70,6 +70,31 @@ class EngineCalls:
             raise engine_stopped() from error
         return operation.decode_result(answer)
 
+    async def _call_first(self, operation: Operation[Argument, Result], argument: Argument) -> Result:
+        """One operation on the first rank."""
+        return await self._ask_first(lambda rank: self._call_rank(rank, operation, argument))
+
+    async def _ask_first(self, ask: Callable[[int], Awaitable[Value]]) -> Value:
+        """What the first rank answers, or the next one when that dies meanwhile."""
+        while True:
+            rank = self.first_rank
+            try:
+                return await ask(rank)
+            except RequestError:
+                if rank in self.living_ranks or not self.living_ranks:
+                    raise
+
+    async def _call_if_alive(
+        self, rank: int, operation: Operation[Argument, Result], argument: Argument
+    ) -> Result | None:
+        """One operation on one rank; None when it is dead, or dies meanwhile."""
+        try:
+            return await self._call_rank(rank, operation, argument)
+        except RequestError:
+            if rank in self.living_ranks:
+                raise
+            return None
+
     async def _call_each(self, operation: Operation[Argument, Result], argument: Argument) -> dict[int, Result]:
         """One operation on every rank; the results of those that live, by rank and in their order."""
         payload = operation.encode_argument(argument)
@@ -108,14 +133,19 @@ class EngineCalls:
         `argument` of the opening operation for the name of a reader. One at a time: each holds memory of the engine.
         """
         async with self._reading:
-            reader, rank = uuid.uuid4().hex, self.first_rank
-            if await self._call_rank(rank, open_operation, argument(reader)) is False:
-                return None
-            pieces = []
-            while (piece := await self._call_rank(rank, READ, reader)) is not None:
-                pieces.append(piece.data)
-                if piece.is_last:
-                    return b"".join(pieces)
+            return await self._ask_first(lambda rank: self._read_from(rank, open_operation, argument))
+
+    async def _read_from(
+        self, rank: int, open_operation: Operation[Any, Any], argument: Callable[[str], Any]
+    ) -> bytes | None:
+        reader = uuid.uuid4().hex
+        if await self._call_rank(rank, open_operation, argument(reader)) is False:
+            return None
+        pieces = []
+        while (piece := await self._call_rank(rank, READ, reader)) is not None:
+            pieces.append(piece.data)
+            if piece.is_last:
+                return b"".join(pieces)
         raise RequestError(
             "too many read what this server has learned at the same time. Try again.",
             status=HTTPStatus.SERVICE_UNAVAILABLE,

@@ -151,7 +151,7 @@ class GroupRoutes:
     def leave_dead(self, rank: int) -> None:
         """What still comes of the joined groups of a dead rank begins elsewhere."""
         for route in self.on_rank(rank):
-            if route.joined and len(self.held) < self._placement.num_ranks:
+            if route.joined and self.has_open:
                 self.arrived(route, self.next_rank())
 
     def next_rank(self) -> int:
@@ -160,8 +160,13 @@ class GroupRoutes:
         self._look()
         return self._placement.next_rank()
 
+    @property
+    def has_open(self) -> bool:
+        """Some rank takes groups."""
+        return len(self.held) < self._placement.num_ranks
+
     def _check_open(self) -> None:
-        if len(self.held) == self._placement.num_ranks:
+        if not self.has_open:
             raise NoRankLeft(
                 "every rank of the engine is drained, or has died. Restore one by POST /v1/engines/{rank}/restore; "
                 "GET /v1/engines shows them.",

@@ -98,7 +98,7 @@ class EngineLearning(EngineCalls):
         statuses: list[RewardStatus] = []
         while len(statuses) < len(rewards):
             some = list(rewards[len(statuses) : len(statuses) + REWARDS_PER_CALL])
-            progress = await self._call_rank(
+            progress = await self._call_if_alive(
                 rank, POST_REWARDS, PostedRewards(rollout_id, some, share=self.num_ranks > 1)
             )
             if progress is None:  # not known here, or forgotten meanwhile
@@ -114,9 +114,9 @@ class EngineLearning(EngineCalls):
         """Calibration on every other rank, the head on the first."""
         if progress.labels:
             others = [rank for rank in self.living_ranks if rank != origin]
-            await asyncio.gather(*(self._call_rank(rank, LEARN_LABELS, progress.labels) for rank in others))
+            await asyncio.gather(*(self._call_if_alive(rank, LEARN_LABELS, progress.labels) for rank in others))
         if progress.features is not None:
-            await self._call_rank(self.first_rank, LEARN_FEATURES, progress.features)
+            await self._call_first(LEARN_FEATURES, progress.features)
 
     async def quality_head(self, detection_length: int | None) -> tuple[HeadInfo, bytes]:
         heads = {head.detection_length: head for head in await self._heads() if head.version}
@@ -131,14 +131,14 @@ class EngineLearning(EngineCalls):
 
     async def _put_head(self, weights: bytes) -> HeadInfo:
         """On the first rank, which decides, and then on the others."""
-        head = await self._call_rank(self.first_rank, PUT_HEAD, weights)
+        head = await self._call_first(PUT_HEAD, weights)
         _check([head])
         await self._put_on_others(weights)
         return head
 
     async def _put_on_others(self, weights: bytes) -> None:
         for rank in self.living_ranks[1:]:
-            refusal = await self._call_rank(rank, PUT_HEAD, weights)
+            refusal = await self._call_if_alive(rank, PUT_HEAD, weights)
             if isinstance(refusal, Refusal):  # rewards are awaited there for as many other detection lengths
                 logger.warning("rank %d did not take the head of the first: %s", rank, refusal.message)
 
@@ -147,7 +147,7 @@ class EngineLearning(EngineCalls):
         length = self._choose(detection_length, {each.detection_length: each for each in learned}, "anything learned")
         # Every rank's calibration knows every label; verdicts, and what awaits a reward, each rank knows of itself.
         found = [each for each in learned if each.detection_length == length]
-        windows = (await self._call_rank(rank, LEARNING_WINDOW, length) for rank in self.living_ranks)
+        windows = (await self._call_if_alive(rank, LEARNING_WINDOW, length) for rank in self.living_ranks)
         window = LearningWindow([], [])
         async for each in windows:
             if each is not None:
@@ -183,7 +183,7 @@ class EngineLearning(EngineCalls):
     async def _train(self) -> None:
         """Ask for one slice after the other; the engine makes its steps in between."""
         try:
-            while await self._call_rank(self.first_rank, TRAIN, self._budget_s):
+            while await self._call_first(TRAIN, self._budget_s):
                 pass
             if self.num_ranks > 1:
                 await self._share_heads()
@@ -209,7 +209,7 @@ class EngineLearning(EngineCalls):
 
     async def _heads(self) -> list[HeadInfo]:
         """Of the first rank, which trains."""
-        return await self._call_rank(self.first_rank, HEADS, None)
+        return await self._call_first(HEADS, None)
 
     def _choose(self, detection_length: int | None, known: dict[int, Any], what: str) -> int:
         named = ", ".join(map(str, sorted(known)))

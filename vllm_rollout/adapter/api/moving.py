@@ -94,6 +94,13 @@ class EngineMoves(EngineCalls):
         await self._call_rank(rank, HOLD, True)
         self._client.routes.hold(held | {rank})
         moves = await self._leave(rank)
+        if not self._client.routes.has_open:
+            await self.restore(rank)
+            raise RequestError(
+                f"rank {rank} cannot be drained: the others that took groups have died. See GET /v1/engines.",
+                status=HTTPStatus.CONFLICT,
+                param="rank",
+            )
         while (load := (await self.engine_loads())[rank]).num_running + load.num_waiting:
             if not load.is_held or time.monotonic() - started >= timeout_s:
                 break
@@ -140,10 +147,12 @@ class EngineMoves(EngineCalls):
     async def _leave(self, rank: int) -> list[Move]:
         """Move all groups of this API process away from a rank."""
         routes, targets = self._client.routes, await self._drain_targets(rank)
-        return [
-            await self.move_group(route.group_id, targets.get(route.group_id, routes.next_rank()))
-            for route in routes.on_rank(rank)
-        ]
+        moves = []
+        for route in routes.on_rank(rank):
+            if not routes.has_open:  # the others have died meanwhile
+                break
+            moves.append(await self.move_group(route.group_id, targets.get(route.group_id, routes.next_rank())))
+        return moves
 
     async def _drain_targets(self, rank: int) -> Mapping[str, int]:
         """Where the groups of a rank go that is to be emptied; those that are not named go to the least load."""

@@ -78,7 +78,7 @@ class EngineShaping(EngineCalls):
         """Every rank is told the same, so that one knows."""
         known: list[LengthMoments | None] = []
         for start in range(0, max(1, len(keys)), KEYS_PER_CALL):
-            history = await self._call_rank(self.first_rank, LENGTH_HISTORY, list(keys[start : start + KEYS_PER_CALL]))
+            history = await self._call_first(LENGTH_HISTORY, list(keys[start : start + KEYS_PER_CALL]))
             known += history.prompts
         return LengthStatistics(history.dataset, known)
 
