@@ -135,8 +135,11 @@ def record_of_run(*, seed: int, workload: Any) -> dict[str, Any]:
 def command_line() -> str:
     """How this program was started, without a path of this machine."""
     program = Path(sys.argv[0])
-    name = program.parent.name if program.stem == "__main__" else program.stem  # a benchmark may be a folder
-    return " ".join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]])
+    if program.is_relative_to(ROOT / "benchmarks"):  # a benchmark may be a folder, or in one
+        name = ".".join(program.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")
+    else:
+        name = f"benchmarks.{program.stem}"
+    return " ".join(["python", "-m", name, *sys.argv[1:]])
 
 
 def git_commit() -> str | None:

@@ -90,6 +90,12 @@ class Server:
         metrics = self.http.get("/metrics").text
         return counter(metrics, "vllm:num_requests_running") + counter(metrics, "vllm:num_requests_waiting")
 
+    @property
+    def num_in_engine(self) -> int:
+        """Requests in the engines now, also while they make no step."""
+        engines = self.http.get("/v1/engines").json()["engines"]
+        return sum(engine["num_running"] + engine["num_waiting"] for engine in engines)
+
     def wait_until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + TIMEOUT_S
         while not condition():

@@ -89,14 +89,10 @@ def round_with_an_abort(server: Server, run_id: str, prompt_id: str) -> list[dic
                 if line.startswith("data: "):
                     events.append(json.loads(line.removeprefix("data: ")))
 
-    def both_run() -> bool:
-        (engine,) = server.http.get("/v1/engines").json()["engines"]
-        return bool(events) and engine["num_running"] == 2
-
     server.wait_until_idle()
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(read)
-        server.wait_until(lambda: reading.done() or both_run())
+        server.wait_until(lambda: reading.done() or (events and server.num_in_engine == 2))
         server.http.post("/abort_requests", json={"request_ids": [f"{events[0]['id']}-0-c1"]}).raise_for_status()
         reading.result()
     return events

@@ -34,11 +34,6 @@ def rollout(server: Server, **fields: Any) -> dict[str, Any]:
     return response.json()
 
 
-def engine_load(server: Server) -> dict[str, Any]:
-    (engine,) = server.http.get("/v1/engines").json()["engines"]
-    return engine
-
-
 def completion(server: Server, **fields: Any) -> httpx.Response:
     body = {"prompt": "hello world", "max_tokens": 300, "temperature": 1, "return_token_ids": True, **fields}
     return server.http.post("/v1/completions", json=body)
@@ -174,7 +169,7 @@ def test_a_client_that_goes_away_stops_its_candidates_and_nobody_elses(server: S
         with closing(HTTPConnection(urlsplit(server.url).netloc, timeout=TIMEOUT_S)) as leaving:
             leaving.request("POST", "/v1/rollouts", json.dumps(body), {"content-type": "application/json"})
             # The other two may be over by then, on a machine that stalls.
-            server.wait_until(lambda: server.num_requests >= 24)
+            server.wait_until(lambda: server.num_in_engine >= 24)
         (group,) = other.result()["groups"]
     assert [t["num_tokens"] for t in group["trajectories"]] == [LONG["max_tokens"]] * 2
     server.wait_until_idle()
@@ -327,8 +322,8 @@ def test_beam_search_refuses_our_fields_and_works_without(server: Server) -> Non
 def test_a_sibling_that_disagrees_with_its_group_is_a_400_with_both_values(server: Server) -> None:
     xargs = {"rollout_group_id": "sizes", "rollout_namespace": "run-1", "rollout_group_size": 2}
     with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(completion, server, max_tokens=900, ignore_eos=True, vllm_xargs=xargs)
-        server.wait_until(lambda: server.num_requests == 1)
+        first = pool.submit(completion, server, **LONG, vllm_xargs=xargs)
+        server.wait_until(lambda: server.num_in_engine == 1 or first.done())
         for stream in (False, True):
             other = completion(server, max_tokens=2, stream=stream, vllm_xargs={**xargs, "rollout_group_size": 3})
             assert "rollout_group_size of this group is 2" in other.text
@@ -428,8 +423,7 @@ def test_a_rollout_that_comes_while_an_aborting_pause_lasts_waits_or_is_told_to_
             assert "paused" in response.text
         else:
             waiting = pool.submit(server.http.post, "/v1/rollouts", json=body)
-            # Metrics are of the last step, and a pause has none.
-            server.wait_until(lambda: engine_load(server)["num_waiting"] == 2)
+            server.wait_until(lambda: server.num_in_engine == 2)
             assert not waiting.done()
             server.http.post("/resume").raise_for_status()
             assert waiting.result().status_code == 200, waiting.result().text
