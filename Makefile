@@ -9,7 +9,7 @@ DEVICE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 TORCH_INDEX ?=
 PIP_FLAGS ?= -qq
 ARGS ?=
-BENCHMARKS ?= group_race overhead scheduler kernels pruning_rules pruning ptl shaping front_end rounds rounds_simulated rounds_emulated planner_emulated moves_simulated placement_simulated emulation move two_ranks soak
+BENCHMARKS ?= group_race overhead weight_sync scheduler kernels pruning_rules pruning_gradient calibration audits pruning ptl shaping lengths front_end rounds rounds_simulated rounds_emulated planner_emulated moves_simulated placement_simulated emulation move two_ranks soak
 
 ifeq ($(filter cpu cuda,$(DEVICE)),)
 $(error DEVICE must be cpu or cuda, got "$(DEVICE)")
@@ -41,8 +41,9 @@ help:
 	@echo "  make demo        install, fetch the embedded model, race 16 candidates for the first 8 against stock vLLM"
 	@echo "  make test        install, fetch the test models, run every test         ARGS='-k name'"
 	@echo "  make test-fast   the tests that start no engine"
-	@echo "  make test-versions  adapter tests and an engine smoke test on every supported vLLM, each in an environment"
-	@echo "                   of its own (.venvs, half a GB each)   VERSIONS=\"0.29 0.31\""
+	@echo "  make test-versions  adapter tests and some engine tests on every supported vLLM, each in an environment of"
+	@echo "                   its own (.venvs, half a GB each)   VERSIONS=\"0.29 newest\" ARGS=\"--suites adapter\""
+	@echo "  make conformance TRAINER=trl  that trainer, out of the registry, against our server; see docs/trainers.md"
 	@echo
 	@echo "  make install     .venv here, pinned packages, csrc built; fast when nothing changed"
 	@echo "  make models      fetch and convert the embedded model into ~/.cache/vllm_rollout (VLLM_ROLLOUT_CACHE)"
@@ -85,6 +86,12 @@ VERSIONS ?=
 test-versions: install models
 	$(PY) -m benchmarks.versions $(VERSIONS) $(ARGS)
 
+TRAINER ?=
+
+.PHONY: conformance
+conformance: install models
+	$(PY) -m conformance $(TRAINER) $(ARGS)
+
 .PHONY: lint
 lint: $(DEPENDENCIES)
 	ruff check .
@@ -109,7 +116,7 @@ gpu-check: install
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .schemathesis
 	rm -f vllm_rollout/*.so $(VENV)/.built-*
-	find vllm_rollout kernels benchmarks tests examples -type d -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+	find vllm_rollout kernels benchmarks conformance tests examples -type d -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 $(VENV)/bin/python:
 	@test -n "$(PYTHON)" || { echo "error: no python3 found. On Debian: apt install python3 python3-venv" >&2; exit 1; }

@@ -42,20 +42,30 @@ ServerKind = Literal["stock", "rollout"]
 
 
 def server_process(
-    kind: ServerKind, model: str, flags: Sequence[str], log: Path, **extra_environment: str
+    kind: ServerKind,
+    model: str,
+    flags: Sequence[str],
+    log: Path,
+    python: Path | None = None,
+    **extra_environment: str,
 ) -> ServerProcess:
     """A server that is not started yet: stock vLLM of the installed version, or ours, with the same flags.
 
+    `python` is the interpreter of another environment (`benchmarks.versions.environment`), of another vLLM.
     `model` is a directory or a Hugging Face name. Stock vLLM gets no VLLM_PLUGINS, so that our plugin, which every vLLM
     of this environment finds, leaves it as it is.
     """
+    interpreter = str(python or sys.executable)
     environment = server_environment(model) | extra_environment
     if kind == "stock":
         environment.pop("VLLM_PLUGINS", None)
         # The `vllm` script needs a distribution called vllm, which the CPU wheel is not.
-        command = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", "--model", model]
+        entry = (
+            "vllm.entrypoints.launchers.api_server.entry" if python is None else "vllm.entrypoints.openai.api_server"
+        )
+        command = [interpreter, "-m", entry, "--model", model]
     else:
-        command = [sys.executable, "-m", "vllm_rollout.cli", "serve", model]
+        command = [interpreter, "-m", "vllm_rollout.cli", "serve", model]
     return ServerProcess([*command, *flags], free_port(), environment, log)
 
 
@@ -94,6 +104,11 @@ def percentile(values: Iterable[float], percent: float) -> float:
     low = int(position)
     high = min(low + 1, len(ordered) - 1)
     return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+def with_error(values: Sequence[float]) -> dict[str, float]:
+    """Mean and its standard error. Raises: StatisticsError for fewer than two values."""
+    return {"mean": statistics.fmean(values), "error": statistics.stdev(values) / len(values) ** 0.5}
 
 
 def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> list[float]:

@@ -32,7 +32,7 @@ from vllm_rollout.group.ledger import Reward
 from vllm_rollout.group.lifecycle import Group, GroupTerms
 from vllm_rollout.group.pruning_plan import PruningPlan
 from vllm_rollout.group.types import Confidence, Observation
-from vllm_rollout.tracker.feature_ring import FeatureRing
+from vllm_rollout.tracker.feature_ring import FeatureRing, StateKey
 from vllm_rollout.tracker.quality_head import warm_up_training
 from vllm_rollout.tracker.quality_heads import QualityHeads
 from vllm_rollout.tracker.tracker import CandidateTracker
@@ -124,7 +124,7 @@ def finish_rollout(core: Core, rollout_id: str, num: int, detection_length: int,
             due[index] = entry, Observation(Confidence(1.0, 1.0, rng.gauss(0, 1)), rng.gauss(0, 1), 1)
             good = rng.random() < 0.5
             rewards.append(Reward(prompt_id, index, float(good), good))
-            names.append(name)
+            names.append(StateKey(name, detection_length))
         judge.judge(group, Scoring(rollout_id, prompt_id, 7, plan), due)
         for entry, _ in due.values():
             entry.state, entry.num_tokens = "finished", 2 * detection_length

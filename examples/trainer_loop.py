@@ -3,13 +3,17 @@
 Needs `vllm-rollout serve MODEL` at http://127.0.0.1:8000 with a model that is right now and then, such as
 `qwen2.5-coder-0.5b-instruct`: the embedded default hardly ever is, and nothing is pruned without both labels.
 
-In place of the print a trainer would make its update, and weigh each trajectory by 1 / survival_probability, so that
-what was stopped is made up for.
+In place of the print a trainer would make its update with the advantages: plain GRPO over what came back. They are not
+weighted by 1 / survival_probability, which would belong into mean and standard deviation too, and even there gains
+nothing (docs/http.md, "Weights"). What returned answers are worth is not what all are: the report at the end says that.
 """
 
 import random
 import re
 import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from statistics import fmean, pstdev
 
 from vllm_rollout import RolloutClient
 from vllm_rollout.server.answers import RolloutAnswer
@@ -35,6 +39,12 @@ def rewards(answer: RolloutAnswer, right: dict[str, str]) -> list[tuple[str, int
     ]
 
 
+def advantages(rewards: Sequence[float]) -> list[float]:
+    """GRPO's, of one group: rewards standardized within it. Without variance they teach nothing."""
+    spread = pstdev(rewards) if rewards else 0.0
+    return [(reward - fmean(rewards)) / spread if spread else 0.0 for reward in rewards]
+
+
 def main(url: str, num_steps: int = NUM_STEPS) -> None:
     with RolloutClient(url) as client:
         client.wait_until_ready(timeout_s=600)
@@ -50,15 +60,19 @@ def main(url: str, num_steps: int = NUM_STEPS) -> None:
             )
             earned = rewards(answer, {id: right for id, (_, right) in asked.items()})
             receipt = client.post_rewards(answer.id, earned)
-            weights = [1 / t.survival_probability for group in answer.groups for t in group.trajectories]
-            success = sum(w * reward for w, (_, _, reward) in zip(weights, earned, strict=True)) / sum(weights)
+            by_group: defaultdict[str, list[float]] = defaultdict(list)
+            for prompt_id, _, reward in earned:
+                by_group[prompt_id].append(reward)
+            num_teaching = sum(any(advantages(of_group)) for of_group in by_group.values())
             print(
-                f"step {step}: {success:.0%} right, {answer.usage.num_pruned} of {answer.usage.num_scored} scored "
-                f"candidates pruned, {receipt.counts.accepted} rewards taken, head version {receipt.head_version}"
+                f"step {step}: {num_teaching} of {len(by_group)} groups teach, {answer.usage.num_pruned} of "
+                f"{answer.usage.num_scored} scored candidates pruned, {receipt.counts.accepted} rewards taken, head "
+                f"version {receipt.head_version}"
             )
             for warning in answer.warnings:
                 print(f"  {warning}")
         report = client.report()
+        print(f"success rate of all answers, those that were stopped too: {report.active.positive_ratio}")
         for name, signal in report.signals.items():
             print(f"{name}: {signal.num_positive} positive, {signal.num_negative} negative labels, AUC {signal.auc}")
 

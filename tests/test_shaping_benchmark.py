@@ -100,7 +100,6 @@ def test_ways_without_tail_pruning_have_the_shares_of_auto(measured):
         auto, without = log["auto", repeat].groups, log["auto_dual_end", repeat].groups
         assert [g.num_candidates for g in auto] == [g.num_candidates for g in without]
         assert {g.selection for g in without} == {"dual_end"}
-        assert {g.selection for g in auto if g.at_upper_bound} <= {"shortest"}
 
 
 def test_all_ways_decide_from_the_same_history(measured):
@@ -108,7 +107,7 @@ def test_all_ways_decide_from_the_same_history(measured):
     known = history_of(state_of(folder))
     assert [known.of(f"id:{prompt['id']}").num_groups for prompt in prompts(SIZES)] == [2] * 5
     stds = [[group.std_tokens for group in log["auto", repeat].groups] for repeat in range(2)]
-    assert stds[0] == stds[1] == [known.of(f"id:{prompt['id']}").std for prompt in prompts(SIZES)]
+    assert stds[0] == stds[1] == [known.of(f"id:{prompt['id']}").cut(SIZES.max_tokens).std for prompt in prompts(SIZES)]
 
 
 def test_the_simulator_says_what_the_engine_does(measured):

@@ -19,11 +19,6 @@ from vllm_rollout.client.connection import EventReader
 from vllm_rollout.server.answers import RolloutAnswer
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 async def post(body: Any) -> httpx.Response:
     transport = httpx.ASGITransport(make_app(FakeEngine()))
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:

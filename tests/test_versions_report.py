@@ -2,10 +2,11 @@
 
 import sys
 
+import pytest
 from packaging.requirements import Requirement
 
-from benchmarks.versions.__main__ import run_tests
-from benchmarks.versions.environment import REQUIREMENTS, WITHOUT_WHEEL, name_it_vllm, python_of
+from benchmarks.versions.__main__ import RESULT, rows_of, run_tests
+from benchmarks.versions.environment import REQUIREMENTS, ROOT, WITHOUT_WHEEL, name_it_vllm, python_of
 from benchmarks.versions.report import table
 from vllm_rollout.adapter.compat import PREFERRED_VLLM, SUPPORTED_VLLM
 
@@ -15,11 +16,20 @@ ENGINE = {"passed": 3, "skipped": 0, "failed": ["tests.engine.test_race::test_a"
 
 def test_the_table_has_what_ran_what_failed_and_what_a_version_lacks():
     lacks = ["logging flags (since 0.31; set VLLM_LOGGING_LEVEL)", "spans (since 0.32; empty)"]
-    result = {"vllm": {"0.32": {"lacks": [], "adapter": ADAPTER}, "0.30": {"lacks": lacks, "engine": ENGINE}}}
-    assert table(result).splitlines()[2:] == [
-        "| 0.30 | — | 3 of 4 | 30 | logging flags; spans |",
-        "| 0.32 | 10 of 10, 2 skipped | — | 62 | nothing |",
+    rows = {"0.32": {"lacks": [], "adapter": ADAPTER}, "0.30": {"lacks": lacks, "engine": ENGINE}}
+    assert table(rows).splitlines() == [
+        "| vLLM | adapter tests, no engine | engine tests | what it lacks |",
+        "| --- | --- | --- | --- |",
+        "| 0.30 | — | 3 of 4 | logging flags; spans |",
+        "| 0.32 | 10 of 10, 2 skipped | — | nothing |",
     ]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/versions.md"])
+def test_what_is_shown_is_what_the_result_file_says(page):
+    rows = rows_of(RESULT)
+    assert sorted(rows) == list(SUPPORTED_VLLM)
+    assert f"\n\n{table(rows)}\n\n" in (ROOT / page).read_text()
 
 
 def test_every_supported_version_has_pinned_requirements_and_a_vllm(tmp_path):

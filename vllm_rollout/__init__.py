@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vllm_rollout.adapter.core.scheduler import make_scheduler as Scheduler
+    from vllm_rollout.adapter.in_process.async_llm import AsyncLLM
+    from vllm_rollout.adapter.in_process.llm import LLM
+    from vllm_rollout.adapter.in_process.teaching import teach
+    from vllm_rollout.adapter.worker.worker import RolloutWorker as Worker
     from vllm_rollout.client.client import (
         AsyncRolloutClient,
         AsyncRun,
@@ -15,7 +21,26 @@ if TYPE_CHECKING:
         Run,
     )
 
+_CLIENT = "vllm_rollout.client.client"
+_PLACES = {
+    "AsyncRolloutClient": (_CLIENT, "AsyncRolloutClient"),
+    "AsyncRun": (_CLIENT, "AsyncRun"),
+    "Pruning": (_CLIENT, "Pruning"),
+    "QualityHead": (_CLIENT, "QualityHead"),
+    "RolloutClient": (_CLIENT, "RolloutClient"),
+    "RolloutError": (_CLIENT, "RolloutError"),
+    "Run": (_CLIENT, "Run"),
+    "AsyncLLM": ("vllm_rollout.adapter.in_process.async_llm", "AsyncLLM"),
+    "LLM": ("vllm_rollout.adapter.in_process.llm", "LLM"),
+    "teach": ("vllm_rollout.adapter.in_process.teaching", "teach"),
+    "Scheduler": ("vllm_rollout.adapter.core.scheduler", "make_scheduler"),
+    "Worker": ("vllm_rollout.adapter.worker.worker", "RolloutWorker"),
+}
+"""Name -> its module, and what it is called there."""
+
 __all__ = [
+    "LLM",
+    "AsyncLLM",
     "AsyncRolloutClient",
     "AsyncRun",
     "Pruning",
@@ -23,18 +48,20 @@ __all__ = [
     "RolloutClient",
     "RolloutError",
     "Run",
+    "Scheduler",
+    "Worker",
     "__version__",
+    "teach",
 ]
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    # Lazy: vLLM imports this package in every process, and only trainers need the client.
-    if name in __all__:
-        from vllm_rollout.client import client
-
-        return getattr(client, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # Lazy: vLLM imports this package in every process, and each needs one of these at most.
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, there = _PLACES[name]
+    return getattr(import_module(module), there)
 
 
 def __dir__() -> list[str]:

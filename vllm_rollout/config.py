@@ -8,6 +8,10 @@ from __future__ import annotations
 MAX_GROUP_SIZE = 4096
 """Largest accepted `group_size`; the server's `max_num_seqs` is usually the tighter bound."""
 
+DEFAULT_AUDIT_RATIO = 0.05
+"""Share of groups that are audited where something is learned: a success rate of 0.3 is then known to 0.02 after some
+1,300 groups of 8, and a step of training takes 5 % of what redundancy saves it longer."""
+
 MAX_PATIENCE = 1000.0
 """Largest `patience` of a dual-end selection; more is as good as none."""
 
@@ -41,11 +45,25 @@ CPU_BLOCK_SIZE_TOKENS = 32
 MAX_IDLE_GROUPS = 4096
 """Groups without a running candidate that the engine remembers while it waits for late siblings."""
 
+MAX_IDLE_S = 600.0
+"""How long, in seconds: siblings are sent together, or after the environment of each has been set up. A trainer that
+died amid a group, and comes back with the same names, must not find it for ever."""
+
 MAX_DETECTION_LENGTH = 4096
 """Largest `detection_length`, in tokens: the worker keeps a trace of that many numbers for each candidate."""
 
 MAX_DETECTION_LENGTHS = 8
-"""Detection lengths that one server learns at; each has its own head and calibration."""
+"""Detection lengths that one server learns at for each served name; each has its own head and calibration."""
+
+MAX_ADAPTERS = 8
+"""LoRA adapters that one server learns of, beside the base model: as many as it may serve at a time, with some to
+spare. What is learned of one takes at most eight heads, of 72 MB each at hidden size 4,096, and 60 MB of prompts."""
+
+MAX_TRIAL_LENGTHS = 6
+"""Detection lengths that one rollout compares; two of those that are learned at are left to others."""
+
+TRIAL_LENGTHS = (16, 48, 128)
+"""Detection lengths that "auto" compares until it can tell which one is best."""
 
 CONFIDENCE_WINDOW_TOKENS = 16
 """Window of trace confidence. DeepConf takes 1,024 and more for whole traces; ours end at `detection_length`."""
@@ -65,8 +83,9 @@ QUALITY_HEAD_HIDDEN = 128
 REWARD_THRESHOLD = 0.5
 """A posted reward above it is positive: right for rewards of 0 and 1, of -1 and 1, and for scores in [0, 1]."""
 
-MAX_STATE_BYTES = 256 * 1024 * 1024
-"""Largest learning state that can be sent back, in bytes: a head of hidden size 8192 with its optimizer takes 13 MB."""
+MAX_STATE_BYTES = 1024 * 1024 * 1024
+"""Largest learning state that can be sent back, in bytes: a head of hidden size 8192 with its optimizer and the
+labelled states that are saved with it takes 25 MB, so that there may be four for each of nine names."""
 
 REPORT_INTERVAL_S = 5.0
 """Posted rewards refresh the gauges of calibration and head at most this often, in seconds."""

@@ -14,11 +14,12 @@ from vllm import LLM, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from benchmarks.gpu_check.moving_jobs import MovingJobs
-from vllm_rollout.adapter.api.serve import SCHEDULER_CLS, WORKER_CLS
+from vllm_rollout.adapter.names import SCHEDULER_CLS, WORKER_CLS
 from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, CandidateTag, EndingNote
 from vllm_rollout.config import OUTPUT_INTERVAL_TOKENS, QUALITY_HEAD_HIDDEN
 from vllm_rollout.group.judge import Scoring
 from vllm_rollout.group.pruning_plan import PruningPlan
+from vllm_rollout.group.types import HeadKey
 from vllm_rollout.tracker.quality_head import HeadWeights
 from vllm_rollout.tracker.tracker import PublishedHead
 
@@ -125,7 +126,7 @@ def _publish(worker: Any, detection_length: int) -> None:
     shapes = (QUALITY_HEAD_HIDDEN, hidden_size), (QUALITY_HEAD_HIDDEN,), (QUALITY_HEAD_HIDDEN,), (1,)
     weights = (torch.randn(shape, generator=generator) / shape[-1] ** 0.5 for shape in shapes)
     head = PublishedHead(1, HeadWeights(*(tensor.to(worker.device) for tensor in weights)))
-    worker.model_runner.candidate_tracker.heads[detection_length] = head
+    worker.model_runner.candidate_tracker.heads[HeadKey(detection_length)] = head
 
 
 def main(settings: str, model: str) -> None:

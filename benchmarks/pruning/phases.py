@@ -77,7 +77,7 @@ async def learn(bench: Bench) -> dict[str, Any]:
     """
     sizes, log = bench.sizes, bench.log("learn")
     await _learn(bench, log, "learn", learning_questions(sizes), sizes.labels, sizes.detection_length)
-    await _wait_for_training(bench, sizes.detection_length)
+    await wait_for_training(bench, sizes.detection_length)
     await bench.keep(bench.learned)
     return {"server_report": asdict(await bench.client.report(sizes.detection_length))}
 
@@ -162,7 +162,7 @@ async def sweep(bench: Bench) -> dict[str, Any]:
         if not state.exists():
             length = sizes.sweep_detection_length
             await _learn(bench, log, "sweep", held["warm-up"], sizes.sweep_labels, length)
-            await _wait_for_training(bench, length)
+            await wait_for_training(bench, length)
             await bench.keep(state)
     await bench.restore(state)
     blocks = _split(held["sweep"], sizes.sweep_block_prompts)
@@ -232,6 +232,7 @@ async def roll(
     seed: int,
     sampling: Mapping[str, Any] | None = None,
     post_rewards: bool = False,
+    audit_ratio: float | None = None,
 ) -> Run:
     """One rollout request; the clock stops when its whole answer is there. Checking and rewards come after that."""
     sizes = bench.sizes
@@ -240,7 +241,13 @@ async def roll(
     settings = {**sizes.sampling, "seed": seed, **(sampling or {})}
     started_s, started = time.time(), time.perf_counter()
     answer = await bench.client.rollout(
-        prompts, group_size, pruning=pruning, sampling=settings, return_text=True, return_logprobs=False
+        prompts,
+        group_size,
+        pruning=pruning,
+        sampling=settings,
+        return_text=True,
+        return_logprobs=False,
+        audit_ratio=audit_ratio,
     )
     wall_s = time.perf_counter() - started
     records = tuple(
@@ -293,6 +300,7 @@ def _record(prompt_id: str, candidate: Trajectory | Candidate, question: Questio
         if confidence is None
         else Confidence(confidence.mean, confidence.lowest_window, confidence.bottom_windows),
         mean_confidence=candidate.mean_confidence if finished else None,
+        final_score=candidate.final_score if finished else None,
         would_prune=candidate.would_prune,
         shadow_survival_probability=candidate.shadow_survival_probability,
     )
@@ -306,7 +314,7 @@ def wrong_answer(text: str | None, correct: str) -> str | None:
     return None if answer == normalise_answer(correct) else answer
 
 
-async def _wait_for_training(bench: Bench, detection_length: int) -> None:
+async def wait_for_training(bench: Bench, detection_length: int) -> None:
     """Until the head stands still; its training goes on for a while after the last reward."""
     bench.progress(0, 1, "training ends")
     deadline = time.monotonic() + TRAINING_TIMEOUT_S

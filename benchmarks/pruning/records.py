@@ -39,6 +39,8 @@ class Record:
     confidence: Confidence | None
     mean_confidence: float | None
     """Of the whole trajectory."""
+    final_score: float | None = None
+    """By its last token."""
     would_prune: bool | None = None
     shadow_survival_probability: float | None = None
 

@@ -30,7 +30,7 @@ class GroupRecord:
     complete: bool
     num_candidates: int
     selection: str
-    """What was applied: at the upper bound "shortest"."""
+    """What was applied: where the tail is extreme "shortest"."""
     at_upper_bound: bool
     weight: float | None
     std_tokens: float | None

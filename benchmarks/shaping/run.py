@@ -8,7 +8,7 @@ Every way wants M answers per prompt:
   dual_end           1.5 M candidates, the M - L shortest and the L longest, wait for all
   dual_end_patience  the same, but the longest are waited for with patience
   pool               2 M candidates, dual-end, wait for all. Its lengths are the trace of the simulator
-  auto               redundancy "auto", dual-end; prompts at the upper bound return the shortest and stop early (DARTS
+  auto               redundancy "auto", dual-end; prompts with an extreme tail return the shortest and stop early (DARTS
                      with tail pruning)
   auto_dual_end      the same numbers of candidates, dual-end for everybody (without tail pruning): one request per
                      prompt, all at once

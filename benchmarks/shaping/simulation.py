@@ -83,7 +83,7 @@ def _plans(sizes: Sizes, way: Way, num_prompts: int, shares: BatchAllocation) ->
     plan = sizes.plan(way, sizes.group_size)
     if way.redundancy == "auto":
         return shares.plans(plan)
-    return [plan.allocated(its.num_candidates, at_upper_bound=False) for its in shares.prompts]
+    return [plan.allocated(its.num_candidates, extreme=False) for its in shares.prompts]
 
 
 def _candidates(group: GroupRecord, count: int) -> list[PoolCandidate]:

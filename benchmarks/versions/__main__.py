@@ -1,10 +1,10 @@
-"""Runs the engine-free tests of the adapter and the engine smoke test (marker `versions`) on every supported vLLM.
+"""Runs the engine-free tests of the adapter and engine tests (marker `versions`) on every supported vLLM.
 
 Each version has a virtual environment, made in `.venvs/` when it is first wanted: vLLM of that version and what it
 needs otherwise, before the packages of the environment that runs this. 0.33 has no CPU wheel: its Python sources run
 beside the compiled libraries of 0.32. Results of versions that do not run are kept.
 
-Run from the repository root: make test-versions, or python -m benchmarks.versions 0.29 0.31
+Run from the repository root: make test-versions, or python -m benchmarks.versions 0.29 newest
 """
 
 from __future__ import annotations
@@ -19,42 +19,60 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import record_of_run, write_json
+from benchmarks.common import command_line, git_commit, record_of_run, write_json
 from benchmarks.versions.environment import ROOT, python_of
 from benchmarks.versions.report import SUITES, table
 from vllm_rollout.adapter.compat import PREFERRED_VLLM, SUPPORTED_VLLM, lacking
 
 RESULT = ROOT / "benchmarks" / "results" / "versions.json"
+NAMED = {"oldest": SUPPORTED_VLLM[0], "newest": SUPPORTED_VLLM[-1]}
+SMOKE = "test_race or a_race_returns or single_requests_with_a_group_id or lacks"
+"""Both model runners, and a server: groups, joined requests, what is missing."""
 SELECTION = {
     "adapter": ("tests/adapter", "-m", "not engine and not slow"),
     "engine": ("tests/engine", "-m", "versions"),
+    "smoke": ("tests/engine/test_race.py", "tests/engine/test_server.py", "-m", "versions", "-k", SMOKE),
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.versions", description=__doc__)
-    parser.add_argument("versions", nargs="*", metavar="VERSION", help=f"of {', '.join(SUPPORTED_VLLM)}. Default: all.")
+    parser.add_argument(
+        "versions",
+        nargs="*",
+        metavar="VERSION",
+        help=f"of {', '.join(SUPPORTED_VLLM)}, or {', '.join(NAMED)}. Default: all.",
+    )
     parser.add_argument("--folder", type=Path, default=ROOT / ".venvs", help="Where environments are. %(default)s")
     parser.add_argument("--output", type=Path, default=RESULT)
-    parser.add_argument("--suites", nargs="+", choices=SUITES, default=list(SUITES), help="Default: both.")
+    parser.add_argument(
+        "--suites", nargs="+", choices=SUITES, default=["adapter", "engine"], help="Default: %(default)s."
+    )
     parser.add_argument("--table", action="store_true", help="Print the table of the result file, and run nothing.")
     args = parser.parse_args()
-    if unknown := set(args.versions) - set(SUPPORTED_VLLM):
-        parser.error(f"VERSION {', '.join(sorted(unknown))}: must be of {', '.join(SUPPORTED_VLLM)}.")
-    result = json.loads(args.output.read_text()) if args.output.exists() else {"vllm": {}}
-    if not args.table:
-        for version in args.versions or SUPPORTED_VLLM:
-            python = python_of(version, args.folder, PREFERRED_VLLM)
-            row = result["vllm"].setdefault(version, {"lacks": lacking(f"{version}.0")})
-            row["lacks"], row["packages"] = lacking(f"{version}.0"), packages_of(python)
-            for suite in args.suites:
-                row[suite] = run_tests(python, SELECTION[suite])
-                print(f"vLLM {version}, {suite}: {json.dumps(row[suite])}", flush=True)
-            record = record_of_run(seed=0, workload={suite: " ".join(SELECTION[suite]) for suite in SUITES})
-            write_json(args.output, {**record, "vllm": result["vllm"]})
-    print(table(result))
-    if any(row[suite]["failed"] for row in result["vllm"].values() for suite in SUITES if suite in row):
+    versions = [NAMED.get(version, version) for version in args.versions]
+    if unknown := set(versions) - set(SUPPORTED_VLLM):
+        parser.error(f"VERSION {', '.join(sorted(unknown))}: must be of {', '.join((*SUPPORTED_VLLM, *NAMED))}.")
+    failed = []
+    for version in () if args.table else versions or SUPPORTED_VLLM:
+        python = python_of(version, args.folder, PREFERRED_VLLM)
+        for suite in args.suites:
+            run = {"command": command_line(), "git_commit": git_commit(), **run_tests(python, SELECTION[suite])}
+            print(f"vLLM {version}, {suite}: {json.dumps(run)}", flush=True)
+            failed += run["failed"]
+            rows = rows_of(args.output)  # read again: another suite may run beside this one
+            facts = {"lacks": lacking(f"{version}.0"), "packages": packages_of(python)}
+            rows[version] = {**rows.get(version, {}), **facts, suite: run}
+            record = record_of_run(seed=0, workload={name: " ".join(SELECTION[name]) for name in SUITES})
+            write_json(args.output, {**record, "vllm": rows})
+    print(table(rows_of(args.output)))
+    if failed:
         sys.exit(1)
+
+
+def rows_of(path: Path) -> dict[str, Any]:
+    """What each version has run, by its name; nothing where there is no such file."""
+    return json.loads(path.read_text())["vllm"] if path.exists() else {}
 
 
 def run_tests(python: Path, selection: tuple[str, ...]) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""A virtual environment for each vLLM version: its own packages first, those of the environment that runs this behind.
+"""A virtual environment for each vLLM version (or trainer): its own packages first, those of the environment that runs
+this behind.
 
 Invariant: nothing outside of its folder changes. It is made whole or not at all.
 """
@@ -11,6 +12,7 @@ import sys
 import sysconfig
 import tempfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -25,17 +27,28 @@ def python_of(version: str, folder: Path, installed: str) -> Path:
     """The interpreter of a version's environment, which is made when it is not there; `installed` runs this already."""
     if version == installed:
         return Path(sys.executable)
-    place = folder / version
-    requirements = REQUIREMENTS / f"{version}.txt"
+
+    def finish(packages: Path) -> None:
+        if version in WITHOUT_WHEEL:
+            take_sources(f"vllm=={version}.0", packages)
+        name_it_vllm(f"{version}.0+cpu", packages)
+
+    return environment(folder / version, REQUIREMENTS / f"{version}.txt", finish)
+
+
+def environment(place: Path, requirements: Path, finish: Callable[[Path], None] = lambda packages: None) -> Path:
+    """The interpreter of the environment at `place`, which is made when it is not there, or of other requirements.
+
+    They are installed without what they depend on: what they do not name comes from the environment that runs this.
+    `finish` gets the folder of packages before those are put behind it.
+    """
     stamp = place / "made"
     if not stamp.exists() or stamp.read_text() != requirements.read_text():
         shutil.rmtree(place, ignore_errors=True)
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(place)], check=True)
         (packages,) = place.glob("lib/python*/site-packages")
         pip("install", "--target", str(packages), "-r", str(requirements))
-        if version in WITHOUT_WHEEL:
-            take_sources(f"vllm=={version}.0", packages)
-        name_it_vllm(f"{version}.0+cpu", packages)
+        finish(packages)
         # Last: pip must not see, and replace, what lies behind. As site does it: an editable install is found too.
         (packages / "behind.pth").write_text(f"import site; site.addsitedir({str(PACKAGES)!r})\n")
         stamp.write_text(requirements.read_text())

@@ -62,7 +62,7 @@ class Ranks:
     def __init__(self, new_run: Any, core_cls: type[Core] = Core, **kwargs: Any) -> None:
         self.runs = [new_run(**kwargs), new_run(**kwargs)]
         first, second = self.runs
-        for name in ("requests", "scripts", "_lengths", "_detection_lengths", "logits", "num_sampled", "outputs"):
+        for name in ("requests", "scripts", "_lengths", "_scored_lengths", "logits", "num_sampled", "outputs"):
             setattr(second, name, getattr(first, name))
         self.cores = [core_cls(run) for run in self.runs]
 

@@ -13,16 +13,22 @@ from vllm.v1.request import Request
 
 from tests.support.dry_run import EOS_TOKEN, DryRun
 from vllm_rollout.adapter.core.scheduler import AsyncRolloutScheduler, RolloutScheduler
+from vllm_rollout.adapter.options import RolloutOptions
 from vllm_rollout.adapter.wire import CandidateTag, EndingNote
 from vllm_rollout.group.judge import Scoring
 from vllm_rollout.group.learning import Learning
 from vllm_rollout.group.pruning_plan import PruningPlan
 from vllm_rollout.group.race import RacePlace
 from vllm_rollout.group.step import GroupSteps
+from vllm_rollout.group.success import NO_REWARDS, PromptSuccess
 from vllm_rollout.group.types import Assessment, Observation
 
 REQUEST_STRIDE = 10_000
 """The k-th token of the n-th request is n * REQUEST_STRIDE + k, its last one EOS_TOKEN."""
+
+
+NO_AUDITS = RolloutOptions(audit_ratio=0.0)
+"""Nothing is audited by chance."""
 
 
 class Loop(NamedTuple):
@@ -41,8 +47,8 @@ class TracedRun(DryRun):
     Candidates that said the same would share their blocks through the prefix cache.
     """
 
-    def __init__(self, *args: Any, num_blocks: int = 2000, **kwargs: Any) -> None:
-        super().__init__(*args, num_blocks=num_blocks, **kwargs)
+    def __init__(self, *args: Any, num_blocks: int = 2000, options: RolloutOptions = NO_AUDITS, **kwargs: Any) -> None:
+        super().__init__(*args, num_blocks=num_blocks, options=options, **kwargs)
         self.num_blocks_at_rest = self.num_free_blocks
         self.requests: dict[str, Request] = {}
         """Every request ever added."""
@@ -156,6 +162,8 @@ class SignLearning(Learning):
         seed: int,
         group: str,
         at_least: int,
+        past: PromptSuccess = NO_REWARDS,
+        num_to_come: int = 0,
     ) -> dict[int, Assessment]:
         best = sorted(observations, key=lambda index: (-observations[index].logit, index))[:at_least]
         return {

@@ -8,7 +8,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from prometheus_client import CollectorRegistry
-from scheduler_runs import TracedRun
+from scheduler_runs import NO_AUDITS, TracedRun
 from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -19,8 +19,11 @@ from tests.support.dry_run import EOS_TOKEN
 from vllm_rollout.adapter.api.client import RolloutAsyncLLM
 from vllm_rollout.adapter.api.door import Door
 from vllm_rollout.adapter.api.group_routes import GroupRoutes
+from vllm_rollout.adapter.core.calls import rollout_call
 from vllm_rollout.adapter.wire import CandidateTag
+from vllm_rollout.group.audit import AnswerAudits
 from vllm_rollout.group.placement import Placement
+from vllm_rollout.group.prompt_groups import PromptGroups
 from vllm_rollout.server.metrics import Metrics
 
 
@@ -49,11 +52,12 @@ class SteppedLLM(RolloutAsyncLLM, AddsToRun):
 
     A prompt is the lengths of its candidates, or as vLLM renders it, with the request's own length in `length`.
 
-    Overrides: __init__, shutdown, max_candidates, num_ranks.
+    Overrides: __init__, shutdown, max_candidates, num_ranks, errored.
     """
 
     num_ranks = 1
     max_candidates = 16
+    errored = False
 
     def __init__(self, run: TracedRun, num_ranks: int = 1, *, alone: bool = True, **flags: Any) -> None:
         self.run = run
@@ -67,7 +71,7 @@ class SteppedLLM(RolloutAsyncLLM, AddsToRun):
         self._candidates = WeakKeyDictionary()
         self.num_ranks = num_ranks
         self.vllm_config = SimpleNamespace(
-            additional_config={},
+            additional_config=NO_AUDITS.into({}),
             speculative_config=flags.get("speculative_config"),
             parallel_config=SimpleNamespace(enable_batch_sharded_sampling=flags.get("enable_batch_sharded_sampling")),
         )
@@ -76,9 +80,16 @@ class SteppedLLM(RolloutAsyncLLM, AddsToRun):
         """Tag and data-parallel rank of every candidate, by external request id."""
         self._placement = Placement(num_ranks, alone=alone)
         self.routes = GroupRoutes(self._placement)
-        self.life = SimpleNamespace(dead={}, watch=lambda: None)
+        self._prompt_groups = PromptGroups()
+        self._audits = AnswerAudits()
+        self.num_api_processes = 1 if alone else 2
+        self.life = SimpleNamespace(dead={}, watch=lambda: None, living_ranks=[0])
+        self.core_engines = [SimpleNamespace(scheduler=run.scheduler, vllm_config=run.scheduler.vllm_config)]
 
     def shutdown(self, *args: Any, **kwargs: Any) -> None: ...
+
+    async def _call_utility_async(self, method: str, operation: str, payload: bytes, *, engine: Any) -> bytes:
+        return rollout_call(engine, operation, payload)
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         self.run.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)

@@ -16,7 +16,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm_rollout.adapter.api.client import RolloutAsyncLLM
 from vllm_rollout.adapter.api.group_routes import GroupRoutes
 from vllm_rollout.group.cost import CostModel, PTLCurve
-from vllm_rollout.group.history import LengthMoments
+from vllm_rollout.group.moments import LengthMoments
 from vllm_rollout.group.placement import Placement
 from vllm_rollout.group.plan import GroupPlan
 from vllm_rollout.group.remaining import expected_remaining

@@ -19,6 +19,9 @@ from vllm.exceptions import VLLMValidationError
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
+from vllm_rollout.adapter.options import RolloutOptions
+from vllm_rollout.config import MAX_IDLE_S
+from vllm_rollout.group.ledger import NamedReward, Reward, request_name
 from vllm_rollout.server.metrics import Metrics
 
 JOIN = {"rollout_group_id": "q1", "rollout_group_size": 2, "rollout_num_candidates": 4}
@@ -124,6 +127,43 @@ def test_a_request_that_bears_the_id_of_a_candidate_is_none(llm: SteppedLLM, by_
     assert_nothing_left(llm.run)
 
 
+def test_siblings_without_an_id_meet_by_their_prompt(llm: SteppedLLM) -> None:
+    xargs = {"rollout_group_size": 2, "rollout_num_candidates": 4}
+
+    async def run() -> None:
+        siblings = [Sibling(llm, f"r{i}", length, xargs) for i, length in enumerate((9, 30, 5, 40))]
+        again = [Sibling(llm, f"a{i}", length, xargs) for i, length in enumerate((19, 18, 50, 51))]
+        strangers = [Sibling(llm, f"s{i}", 60 + i, xargs, 1, 2) for i in range(3)]
+        ends = await race(llm, *siblings, *again, *strangers)
+        assert ends == [WON, LOST, WON, LOST, WON, WON, LOST, LOST, WON, WON, LOST]
+        # One of the strangers never came: those of the next batch do not wait for it, nor for its group's end.
+        assert await race(llm, *[Sibling(llm, f"t{i}", 5 + i, xargs, 1, 2) for i in range(4)]) == [WON, WON, LOST, LOST]
+
+    asyncio.run(run())
+    assert len({tag.group_id for tag, _ in llm.added.values()}) == 4
+    assert len(llm._prompt_groups) == 0
+
+
+def test_siblings_that_are_pinned_to_ranks_are_none_of_those_elsewhere(new_run) -> None:
+    llm = SteppedLLM(new_run(), num_ranks=2)
+    xargs = {"rollout_group_size": 2, "rollout_num_candidates": 4}
+
+    async def run() -> None:
+        await race(llm, *[Sibling(llm, f"r{i % 2}-{i}", 9, xargs, data_parallel_rank=i % 2) for i in range(8)])
+
+    asyncio.run(run())
+    assert [ranks(llm, "r0"), ranks(llm, "r1")] == [{0}, {1}]
+    assert len({tag.group_id for tag, _ in llm.added.values()}) == 2
+
+
+def test_with_several_api_processes_groups_have_names(new_run) -> None:
+    llm = SteppedLLM(new_run(), alone=False)
+    params = SamplingParams(max_tokens=40, extra_args={"rollout_group_size": 2})
+    with pytest.raises(VLLMValidationError, match="is needed with --api-server-count 2") as error:
+        llm.generate(prompt(5), params, "r")
+    assert error.value.parameter == "vllm_xargs.rollout_group_id"
+
+
 def test_a_request_s_own_group_cannot_be_joined(llm: SteppedLLM) -> None:
     async def run() -> None:
         params = SamplingParams(n=2, max_tokens=400, detokenize=False, extra_args={"rollout_redundancy": 2})
@@ -169,27 +209,72 @@ def test_a_sibling_that_says_otherwise_is_refused_with_both_values(llm, kind, sa
     assert len(llm._placement) == 0
 
 
-def test_candidates_that_no_reward_can_name_teach_nothing(llm: SteppedLLM) -> None:
+def reward(llm: SteppedLLM, request_id: str, choice: int = 0, client: str = "") -> tuple[str, str | None]:
+    """The status of a reward of 1 that names a choice by its answer's id, and the request that learns it."""
+    named = NamedReward("request", request_name(client, request_id), Reward("", choice, 1.0, positive=True))
+    judge = llm.run.scheduler.judge
+    if (place := judge.ledger.find(named)) is None:
+        return "unknown", None
+    _, (status,), labels = judge.reward(place.rollout_id, [Reward(place.prompt_id, place.index, 1.0, positive=True)])
+    return status, next((label.request_id for label in labels), None)
+
+
+def test_a_reward_names_a_joined_candidate_by_its_request(llm: SteppedLLM) -> None:
     prune_by_sign(llm.run, 4)
     llm.run.logits = {f"r{i}-internal": -1.0 if i == 1 else 1.0 for i in range(4)}
 
     async def run() -> None:
         pruned = [Sibling(llm, f"r{i}", 9, {**JOIN, **PRUNE}) for i in range(4)]
         plain = [Sibling(llm, f"s{i}", 9, {**JOIN, "rollout_group_id": "q2"}) for i in range(4)]
-        xargs = {"rollout_redundancy": 1, **PRUNE}
-        own = SamplingParams(n=2, max_tokens=400, detokenize=False, extra_args=xargs)
-        choices = asyncio.create_task(anext(llm.generate([9, 9, 9], own, "c")))
         ends = await race(llm, *pruned, *plain)
         assert ends.count(PRUNED) == 1
-        await choices
 
     asyncio.run(run())
-    tags = [tag for tag, _ in llm.added.values()]
-    assert [tag.scoring is not None for tag in tags].count(True) == 7
-    assert not any(tag.scoring is not None and tag.scoring.teaches for tag in tags)
-    assert not any(tag.observed for tag in tags)
-    assert len(llm.run.scheduler.judge.ledger) == 0
+    assert reward(llm, "r0") == ("accepted", "r0-internal")
+    assert reward(llm, "r0") == ("duplicate", None)
+    assert reward(llm, "r1") == ("unfinished", None), "it was pruned"
+    assert [reward(llm, name)[0] for name in ("s0", "nobody's")] == ["unknown"] * 2, "not scored, not there"
+    assert reward(llm, "r2", choice=1)[0] == "unknown"
+    assert reward(llm, "r2", client="another")[0] == "unknown"
+    assert not any(tag.observed for tag, _ in llm.added.values())
     assert_nothing_left(llm.run)
+
+
+def test_a_reward_names_the_choices_of_an_openai_answer(llm: SteppedLLM) -> None:
+    prune_by_sign(llm.run, 4)
+
+    async def run() -> None:
+        for number, lengths in enumerate(([9, 30, 8], [7, 6, 40])):  # two prompts of one answer
+            xargs = {"rollout_redundancy": 1, "rollout_detection_length": 4, "rollout_pruning_mode": "shadow"}
+            params = SamplingParams(n=2, max_tokens=400, detokenize=False, extra_args=xargs)
+            answer = asyncio.create_task(anext(llm.generate(lengths, params, f"cmpl-x-{number}")))
+            await let_everybody_run()
+            await llm.step_to_the_end()
+            await answer
+
+    asyncio.run(run())
+    learned = [reward(llm, "cmpl-x", choice) for choice in range(4)]
+    assert [status for status, _ in learned] == ["accepted"] * 4
+    assert [request_id.split("-")[2:] for _, request_id in learned] == [
+        [number, group, candidate, "internal"]
+        for (_, request_id), candidate in zip(learned, ["c0", "c2", "c0", "c1"], strict=True)
+        for number, group in [request_id.split("-")[2:4]]
+    ]
+    assert [request_id.split("-")[2] for _, request_id in learned] == ["0", "0", "1", "1"]
+    assert reward(llm, "cmpl-x", 4)[0] == "unknown"
+
+
+def test_a_late_reward_of_a_group_whose_name_is_used_again_teaches_nothing_of_the_new_one(llm: SteppedLLM) -> None:
+    prune_by_sign(llm.run, 4)
+    shadow = {**JOIN, "rollout_num_candidates": 2, "rollout_detection_length": 4, "rollout_pruning_mode": "shadow"}
+
+    async def run() -> None:
+        for step in range(2):
+            await race(llm, *(Sibling(llm, f"step{step}-{i}", 9, shadow) for i in range(2)))
+
+    asyncio.run(run())
+    assert reward(llm, "step1-0") == ("accepted", "step1-0-internal")
+    assert reward(llm, "step0-0") == ("unknown", None)
 
 
 def test_chance_is_that_of_the_seed_and_the_prompt(llm: SteppedLLM) -> None:
@@ -322,5 +407,171 @@ def test_a_group_without_pruning_runs_on_an_engine_that_cannot_score(new_run) ->
 
     async def run() -> None:
         assert await race(llm, *[Sibling(llm, f"r{i}", 5 + i) for i in range(3)]) == [WON, WON, LOST]
+
+    asyncio.run(run())
+
+
+def test_one_that_comes_after_the_group_s_end_ends_in_its_first_step(llm: SteppedLLM) -> None:
+    async def run() -> None:
+        assert await race(llm, *[Sibling(llm, f"r{i}", 5 + i) for i in range(3)]) == [WON, WON, LOST]
+        late = Sibling(llm, "late", 400)
+        assert await race(llm, late) == [LOST]
+        assert len(late.outputs[-1].outputs[0].token_ids) == 1
+
+    asyncio.run(run())
+    assert_nothing_left(llm.run)
+    assert len(llm._placement) == 0
+
+
+def test_more_than_were_announced_race_too_while_the_group_runs(llm: SteppedLLM) -> None:
+    """A client that repeats a request which broke sends one more than it said."""
+
+    async def run() -> None:
+        siblings = [Sibling(llm, f"r{i}", length) for i, length in enumerate((50, 60, 70, 80, 7, 6))]
+        assert await race(llm, *siblings) == [LOST, LOST, LOST, LOST, WON, WON]
+
+    asyncio.run(run())
+    assert_nothing_left(llm.run)
+    assert len(llm._placement) == 0
+
+
+def test_one_more_than_were_announced_begins_another_group_when_they_have_ended(llm: SteppedLLM) -> None:
+    async def run() -> None:
+        assert (await race(llm, *[Sibling(llm, f"r{i}", 5 + i) for i in range(4)])).count(WON) == 2
+        assert await race(llm, Sibling(llm, "s0", 30)) == [WON]
+
+    asyncio.run(run())
+    assert len(llm.run.scheduler.group_steps) == 1
+    assert len(llm._placement) == 1
+
+
+def test_a_sibling_whose_client_went_away_leaves_a_place_for_the_one_that_is_sent_again(llm: SteppedLLM) -> None:
+    async def run() -> None:
+        siblings = [Sibling(llm, f"r{i}", 50 + i) for i in range(4)]
+        await let_everybody_run()
+        await llm.step()
+        siblings[0].task.cancel()
+        await let_everybody_run()
+        await llm.step()
+        assert await race(llm, *siblings[1:], Sibling(llm, "again", 9)) == [WON, LOST, LOST, WON]
+
+    asyncio.run(run())
+    assert_nothing_left(llm.run)
+
+
+def test_a_trainer_that_never_sends_all_and_comes_back_does_not_meet_its_own_ghost(llm: SteppedLLM) -> None:
+    """Two of four came and completed the group; the trainer died, and uses the same names again."""
+    now = [0.0]
+    llm.run.scheduler.clock = llm.routes._clock = lambda: now[0]
+
+    def held() -> tuple[int, int]:
+        llm.run.scheduler.forget_waiting()
+        return tuple(llm.run.scheduler.group_steps.held[:2])
+
+    async def run() -> None:
+        assert await race(llm, *[Sibling(llm, f"r{i}", 5 + i) for i in range(2)]) == [WON, WON]
+        now[0] = MAX_IDLE_S
+        assert held() == (0, 1)
+        assert await race(llm, Sibling(llm, "too early", 5)) == [LOST]
+        now[0] = 2 * MAX_IDLE_S + 1
+        assert held() == (0, 0)
+        assert await race(llm, *[Sibling(llm, f"s{i}", 5 + i) for i in range(4)]) == [WON, WON, LOST, LOST]
+
+    asyncio.run(run())
+    assert_nothing_left(llm.run)
+    assert len(llm._placement) == 0
+
+
+def test_a_sibling_that_comes_begins_the_wait_anew(llm: SteppedLLM) -> None:
+    now = [0.0]
+    llm.run.scheduler.clock = llm.routes._clock = lambda: now[0]
+
+    async def run() -> None:
+        for i in range(3):
+            assert await race(llm, Sibling(llm, f"r{i}", 5)) == [WON if i < 2 else LOST]
+            now[0] += MAX_IDLE_S
+
+    asyncio.run(run())
+
+
+def test_an_audited_answer_has_as_many_candidates_as_choices(llm: SteppedLLM) -> None:
+    llm.rollout_metrics = Metrics(registry := CollectorRegistry())
+    prune_by_sign(llm.run, 4)
+    xargs = {"rollout_redundancy": 2, **PRUNE, "rollout_audit_ratio": 1}
+
+    async def run() -> RequestOutput:
+        params = SamplingParams(n=2, max_tokens=400, detokenize=False, extra_args=xargs)
+        answer = asyncio.create_task(anext(llm.generate([40, 9, 5, 5], params, "audited")))
+        await let_everybody_run()
+        await llm.step_to_the_end()
+        return await answer
+
+    answer = asyncio.run(run())
+    assert [(choice.finish_reason, len(choice.token_ids)) for choice in answer.outputs] == [("stop", 40), ("stop", 9)]
+    plans = [tag.scoring.plan for tag, _ in llm.added.values()]
+    assert [(plan.mode, plan.audit) for plan in plans] == [("shadow", True)] * 2
+    assert registry.get_sample_value("vllm_rollout:audit_groups_total") == 1
+    assert_nothing_left(llm.run)
+
+
+def test_all_prompts_of_a_completion_are_audited_or_none(llm: SteppedLLM) -> None:
+    xargs = {"rollout_redundancy": 1, **PRUNE, "rollout_audit_ratio": 0.5}
+
+    async def run(name: str) -> None:
+        params = SamplingParams(n=1, max_tokens=400, detokenize=False, extra_args=xargs)
+        streams = [llm.generate([5 + number, 9], params, f"cmpl-{name}-{number}") for number in range(4)]
+        answers = [asyncio.create_task(anext(stream)) for stream in streams]
+        await let_everybody_run()
+        await llm.step_to_the_end()
+        await asyncio.gather(*answers)
+
+    sizes = set()
+    for number in range(64):  # unseeded: none of 64 being drawn has a chance of 2 ** -64
+        llm.added.clear()
+        asyncio.run(run(f"x{number}"))
+        sizes.add(len(llm.added))
+    assert sizes == {4, 8}
+
+
+def test_a_seeded_completion_repeats_its_audit(llm: SteppedLLM) -> None:
+    xargs = {"rollout_redundancy": 1, **PRUNE, "rollout_audit_ratio": 0.5}
+
+    async def run(seed: int) -> int:
+        llm.added.clear()
+        params = SamplingParams(n=1, max_tokens=400, seed=seed, detokenize=False, extra_args=xargs)
+        answer = asyncio.create_task(anext(llm.generate([5, 9], params, f"r{seed}")))
+        await let_everybody_run()
+        await llm.step_to_the_end()
+        await answer
+        return len(llm.added)
+
+    first, again = ([asyncio.run(run(seed)) for seed in range(16)] for _ in range(2))
+    assert first == again
+    assert set(first) == {1, 2}
+
+
+def test_a_joined_group_that_is_audited_ends_as_one_that_races(llm: SteppedLLM) -> None:
+    """As many finish as the trainer asked for, but those that came first, however long they take."""
+    prune_by_sign(llm.run, 4)
+    xargs = {**JOIN, **PRUNE, "rollout_audit_ratio": 1}
+
+    async def run() -> None:
+        siblings = [Sibling(llm, f"r{i}", length, xargs) for i, length in enumerate((90, 60, 5, 6))]
+        assert await race(llm, *siblings) == [WON, WON, LOST, LOST]
+        assert [len(sibling.outputs[-1].outputs[0].token_ids) for sibling in siblings] == [90, 60, 1, 1]
+
+    asyncio.run(run())
+    assert_nothing_left(llm.run)
+
+
+def test_a_joined_group_is_audited_by_the_engine_s_share(llm: SteppedLLM) -> None:
+    llm.vllm_config.additional_config = RolloutOptions(audit_ratio=1.0).into({})
+
+    async def run() -> None:
+        siblings = [Sibling(llm, f"r{i}", length, {**JOIN, **PRUNE}) for i, length in enumerate((9, 8, 5, 6))]
+        plain = [
+            Sibling(llm, f"p{i}", length, {**JOIN, "rollout_group_id": "p"}) for i, length in enumerate((9, 8, 5, 6))
+        ]
+        assert await race(llm, *siblings, *plain) == [WON, WON, LOST, LOST, LOST, LOST, WON, WON]
 
     asyncio.run(run())

@@ -4,6 +4,7 @@ workers that are quality heads without a model."""
 import asyncio
 import gc
 import json
+import math
 import struct
 import tracemalloc
 from base64 import b64encode
@@ -19,22 +20,32 @@ from hypothesis import strategies as st
 from safetensors.torch import load, save
 
 from vllm_rollout.adapter.api.learning import REWARDS_PER_CALL, EngineLearning
-from vllm_rollout.adapter.call_table import OPERATIONS, POST_REWARDS, Operation, PostedRewards
+from vllm_rollout.adapter.call_table import (
+    LENGTH_HISTORY,
+    OBSERVE_LENGTHS,
+    OPERATIONS,
+    POST_REWARDS,
+    LengthsToLookUp,
+    ObservedGroup,
+    Operation,
+    PostedRewards,
+)
 from vllm_rollout.adapter.core import learning_calls, readings
 from vllm_rollout.adapter.core.calls import rollout_call
 from vllm_rollout.adapter.core.learning_calls import REWARDS_AT_ONCE, LearningCalls
 from vllm_rollout.adapter.core.readings import MAX_READINGS, Readings
 from vllm_rollout.adapter.options import RolloutOptions
 from vllm_rollout.adapter.worker.worker import RolloutWorker
-from vllm_rollout.config import MAX_DETECTION_LENGTHS
-from vllm_rollout.group.history import ObservedLength
+from vllm_rollout.config import MAX_ADAPTERS, MAX_DETECTION_LENGTHS
+from vllm_rollout.group.history import LengthHistory, ObservedLength
 from vllm_rollout.group.judge import Judge, Scoring
-from vllm_rollout.group.ledger import Reward
+from vllm_rollout.group.ledger import NamedReward, Reward
 from vllm_rollout.group.lifecycle import Group, GroupTerms
 from vllm_rollout.group.pruning_plan import PruningPlan
-from vllm_rollout.group.types import Confidence, Observation
+from vllm_rollout.group.success import SuccessHistory
+from vllm_rollout.group.types import BASE_MODEL, WHOLE, Confidence, HeadKey, Observation
 from vllm_rollout.server.engine import RequestError
-from vllm_rollout.tracker.feature_ring import FeatureRing
+from vllm_rollout.tracker.feature_ring import FeatureRing, StateKey
 from vllm_rollout.tracker.quality_heads import QualityHeads
 from vllm_rollout.tracker.tracker import CandidateTracker
 
@@ -79,25 +90,35 @@ class Rank:
         return operation.decode_result(rollout_call(self, operation.name, operation.encode_argument(argument)))
 
     def run_rollout(
-        self, rollout_id: str, num: int = 120, seed: int = 0, plan: PruningPlan = PLAN, prompt_id: str = "p"
+        self,
+        rollout_id: str,
+        num: int = 120,
+        seed: int = 0,
+        plan: PruningPlan = PLAN,
+        prompt_id: str = "p",
+        prompt_key: str = "",
+        adapter: str = BASE_MODEL,
     ) -> list[Reward]:
         """Score and finish candidates whose first feature says whether they succeed."""
         states = torch.randn(num, HIDDEN_SIZE, generator=torch.Generator().manual_seed(seed)).bfloat16()
         group = Group(GroupTerms(num, num))
         for index in range(num):
             group.launch()
-            entry = self.judge.ledger.open(rollout_id, prompt_id, index, f"{rollout_id}-{index}", plan)
+            entry = self.judge.ledger.open(
+                rollout_id, prompt_id, index, f"{rollout_id}-{index}", plan, prompt_key=prompt_key, adapter=adapter
+            )
             logit = states[index, 0].item()
             seen = Observation(Confidence(1.0, 1.0, 2.0 + logit), logit, 1)
-            self.judge.judge(group, Scoring(rollout_id, prompt_id, 7, plan), {index: (entry, seen)})
+            scoring = Scoring(rollout_id, prompt_id, 7, plan, adapter=adapter)
+            self.judge.judge(group, scoring, {index: (entry, seen)})
             entry.state, entry.num_tokens = "finished", 30
-        self.ring.put([f"{rollout_id}-{index}" for index in range(num)], states)
+        self.ring.put([StateKey(f"{rollout_id}-{index}", plan.detection_length) for index in range(num)], states)
         good = [bool(states[index, 0] > 0) for index in range(num)]
         return [Reward(prompt_id, index, float(good[index]), good[index]) for index in range(num)]
 
     def labels(self) -> list:
         state = self.judge.memory.learnings[LENGTH].to_state()
-        return [list(calibrator["labels"]) for calibrator in state["calibrators"]]
+        return [[label[:3] for label in calibrator["labels"]] for calibrator in state["calibrators"]]
 
 
 class Client:
@@ -130,7 +151,7 @@ class Engine:
             async def done() -> Any:
                 engine = EngineLearning(self._client, RolloutOptions(train_budget_s=10.0))
                 result = await getattr(engine, name)(*args)
-                await engine._training_done()
+                await engine.settled()
                 return result
 
             return asyncio.run(done())
@@ -142,13 +163,14 @@ def test_one_rank_learns_where_it_observed():
     rank = Rank()
     engine, rewards = Engine(rank), rank.run_rollout("r")
     receipt = engine.post_rewards("r", rewards)
-    assert (receipt.detection_length, receipt.num_training, receipt.head_version) == (LENGTH, 120, 0)
+    assert (receipt.num_training, receipt.head_versions) == (120, {HeadKey(LENGTH): 0})
     assert list(receipt.statuses) == ["accepted"] * 120
     receipt = engine.post_rewards("r", rewards)
-    assert (list(receipt.statuses), receipt.num_training, receipt.head_version) == (["duplicate"] * 120, 0, 1)
+    assert (list(receipt.statuses), receipt.num_training) == (["duplicate"] * 120, 0)
+    assert receipt.head_versions == {HeadKey(LENGTH): 1}
     (head,) = rank.heads.infos()
     assert (head.detection_length, head.hidden_size, head.version, head.num_labels) == (LENGTH, HIDDEN_SIZE, 1, 120)
-    assert engine.quality_head(None) == (head, rank.heads.export(LENGTH))
+    assert engine.quality_head(None) == (head, rank.heads.export(HeadKey(LENGTH)))
     assert engine.post_rewards("nobody's", rewards) is None
 
 
@@ -165,16 +187,31 @@ def test_ranks_teach_each_other_and_learn_every_label_once():
     assert ranks[0].heads.infos() == alone.heads.infos()
     assert ranks[0].heads.infos()[0].num_labels == 240
     assert ranks[1].arguments["learn_features"] == [], "only the first rank trains"
-    published = [rank.heads._tracker.heads[LENGTH] for rank in ranks]
+    published = [rank.heads._tracker.heads[HeadKey(LENGTH)] for rank in ranks]
     assert published[0].version == published[1].version > 0
     assert all(torch.equal(a, b) for a, b in zip(published[0].weights, published[1].weights, strict=True))
+
+
+def test_a_head_that_is_put_begins_a_scale_of_its_own_on_every_rank():
+    ranks = [Rank(), Rank()]
+    engine = Engine(*ranks)
+    engine.post_rewards("r", ranks[0].run_rollout("r"))
+    _, data = engine.quality_head(None)
+    for rank in ranks:
+        rank.run_rollout("again")
+    engine.set_quality_head(data)
+    for rank in ranks:
+        state = rank.judge.memory.learnings[LENGTH].calibrators["head"].to_state()
+        assert state["scales"][state["present"]][-2] == 0, "no score has come since"
+        assert state["present"] not in {scale for _, scale in state["recent"]}
+        assert len(state["recent"]) > 0
 
 
 def test_one_rollout_over_two_ranks_gives_each_reward_one_status():
     ranks = [Rank(), Rank()]
     rewards = ranks[0].run_rollout("r", num=40)
     ranks[1].run_rollout("r", num=1, prompt_id="q")
-    ranks[1].ring.take(["r-0"])  # its feature is gone
+    ranks[1].ring.take([StateKey("r-0", LENGTH)])  # its feature is gone
     receipt = Engine(*ranks).post_rewards("r", [*rewards, Reward("q", 0, 1.0, True), Reward("z", 0, 1.0, True)])
     assert list(receipt.statuses) == ["accepted"] * 41 + ["unknown"]
     assert receipt.num_training == 40
@@ -183,10 +220,28 @@ def test_one_rollout_over_two_ranks_gives_each_reward_one_status():
         assert len(mine) == 41
 
 
+def test_ends_are_learned_beside_a_detection_length_and_reported_by_name():
+    rank = Rank()
+    plan = PruningPlan(LENGTH, mode="shadow", final_score=True)
+    rewards = rank.run_rollout("r", num=120, plan=plan)
+    states = torch.randn(120, HIDDEN_SIZE, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for index in range(120):
+        entry = rank.judge.ledger._rollouts["r"]["p", index]
+        rank.judge.value(entry, Observation(Confidence(1.0, math.nan, math.nan), None, 0, WHOLE))
+    rank.ring.put([StateKey(f"r-{index}", 30, at_end=True) for index in range(120)], states)
+    engine = Engine(rank)
+    receipt = engine.post_rewards("r", rewards)
+    assert (set(receipt.statuses), receipt.num_training) == ({"accepted"}, 240)
+    assert engine.learning_report(None).detection_length == LENGTH
+    ends = engine.learning_report(WHOLE)
+    assert (ends.head.num_labels, ends.num_evicted, ends.num_awaiting) == (120, 0, 0)
+    assert len(rank.ring) == 0
+
+
 def test_features_that_are_gone_are_counted_and_the_label_still_calibrates():
     rank = Rank()
     rewards = rank.run_rollout("r", num=6)
-    rank.ring.take(["r-1", "r-4"])
+    rank.ring.take([StateKey("r-1", LENGTH), StateKey("r-4", LENGTH)])
     assert Engine(rank).post_rewards("r", rewards).num_training == 4
     report = Engine(rank).learning_report(None)
     assert (report.detection_length, report.num_awaiting, report.num_evicted) == (LENGTH, 0, 2)
@@ -228,10 +283,11 @@ def test_a_call_accounts_for_rewards_until_its_time_is_spent():
         rank.judge, rank.scheduler.readings, lambda method, *args: batches.append(len(args[1])) or args[1],
         model="model", clock=Clock(), budget_s=0.0035,
     )  # fmt: skip
-    progress = calls.post_rewards(PostedRewards("r", rewards, share=False))
+    named = [NamedReward("rollout", "r", reward) for reward in rewards]
+    progress = calls.post_rewards(PostedRewards(named, share=False))
     assert batches == [REWARDS_AT_ONCE] * 4
     assert progress.statuses == ["accepted"] * (4 * REWARDS_AT_ONCE)
-    progress = calls.post_rewards(PostedRewards("r", rewards, share=False))
+    progress = calls.post_rewards(PostedRewards(named, share=False))
     assert progress.statuses == ["duplicate"] * (4 * REWARDS_AT_ONCE), "nothing was accounted for beyond"
 
 
@@ -277,7 +333,7 @@ def test_rewards_are_taken_to_the_end_when_the_client_goes_away():
         assert engine._running
         while engine._running:
             await asyncio.sleep(0)
-        await engine._training_done()
+        await engine.settled()
 
     asyncio.run(leave_early())
     assert ranks[0].labels() == ranks[1].labels()
@@ -398,14 +454,18 @@ def format_1(rank: Rank) -> dict[str, Any]:
     """A state as earlier versions wrote it: their heads had a generator."""
     learnings = json.loads(json.dumps([each.to_state() for each in rank.judge.memory.learnings.values()]))
     heads = []
-    for data in rank.heads.state():
+    for _, data in rank.heads.state():
         tensors, metadata = opened(data)
         del metadata["seed"]
         heads.append(save({**tensors, "generator": torch.Generator().get_state()}, metadata))
     return {
         "format": 1, "model": "model", "learnings": learnings,
-        "heads": [b64encode(head).decode() for head in heads], "lengths": rank.judge.memory.lengths.to_state(),
+        "heads": [b64encode(head).decode() for head in heads], "lengths": lengths_of_format_1(rank),
     }  # fmt: skip
+
+
+def lengths_of_format_1(rank: Rank) -> dict[str, Any]:
+    return {name: value for name, value in rank.judge.memory.lengths.to_state().items() if name != "shape"}
 
 
 def opened(data: bytes) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -416,6 +476,8 @@ def opened(data: bytes) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
 def test_a_state_of_format_1_is_taken_over():
     saved, restored = learned(), Rank()
     Engine(restored).set_learning_state(json.dumps(format_1(saved)).encode())
+    memory = saved.judge.memory  # without what they did not know
+    memory.successes, memory.lengths = SuccessHistory(), LengthHistory.from_state(lengths_of_format_1(saved))
     assert content(restored) == content(saved)
     goes_on(restored)
 
@@ -481,8 +543,8 @@ def test_a_state_of_something_else_changes_nothing_and_says_so():
         ({"learnings": many}, 422, "at most 8 different ones"),
         ({"learnings": [learning, learning]}, 422, "at most 8 different ones"),
         ({"learnings": eight}, 422, "at most 8 different detection lengths"),
-        ({"learnings": [{**learning, "detection_length": 0}]}, 422, "must be an integer in [1, 4096], got 0"),
-        ({"learnings": [{**learning, "outcomes": [[1, 2]]}]}, 422, "an outcome must be a list of 10"),
+        ({"learnings": [{**learning, "detection_length": -1}]}, 422, "must be an integer in [0, 4096], got -1"),
+        ({"learnings": [{**learning, "outcomes": [[1, 2]]}]}, 422, "an outcome must be a list of 11"),
         ({"heads": ["AAAA"]}, 422, "safetensors"),
         ({"heads": state["heads"] * 2}, 422, "different detection lengths"),
         ({"heads": others}, 409, "the head's model is 'another'"),
@@ -496,8 +558,8 @@ def test_a_state_of_something_else_changes_nothing_and_says_so():
 def test_a_head_that_does_not_fit_is_said_and_changes_nothing():
     rank, other = learned(), learned(model="another")
     assert refused(rank, "set_quality_head", b"garbage").status == 422
-    assert refused(rank, "set_quality_head", other.heads.export(LENGTH)).status == 409
-    head = Engine(rank).set_quality_head(learned(4).heads.export(LENGTH))
+    assert refused(rank, "set_quality_head", other.heads.export(HeadKey(LENGTH))).status == 409
+    head = Engine(rank).set_quality_head(learned(4).heads.export(HeadKey(LENGTH)))
     assert head == rank.heads.infos()[0]
     with pytest.raises(RequestError, match="nothing for 99"):
         Engine(rank).quality_head(99)
@@ -507,14 +569,16 @@ def test_a_head_that_is_put_scores_on_every_rank_that_has_room():
     ranks = [Rank(), Rank(), Rank()]
     for length in range(20, 20 + MAX_DETECTION_LENGTHS):
         ranks[1].run_rollout(f"awaited{length}", num=1, plan=replace(PLAN, detection_length=length))
-    head = Engine(*ranks).set_quality_head(learned().heads.export(LENGTH))
+    head = Engine(*ranks).set_quality_head(learned().heads.export(HeadKey(LENGTH)))
     assert [rank.heads.infos() for rank in ranks] == [[head], [], [head]]
     ranks[0].run_rollout("awaited", num=1, plan=replace(PLAN, detection_length=99))
     for length in range(20, 20 + MAX_DETECTION_LENGTHS - 1):
         ranks[0].run_rollout(f"awaited{length}", num=1, plan=replace(PLAN, detection_length=length))
     with pytest.raises(RequestError, match="rewards are awaited for all there are"):
-        Engine(*ranks).set_quality_head(learned(length=100).heads.export(100))
-    assert [100 in rank.heads._tracker.heads for rank in ranks] == [False] * 3, "what rank 0 refuses nobody takes"
+        Engine(*ranks).set_quality_head(learned(length=100).heads.export(HeadKey(100)))
+    assert [HeadKey(100) in rank.heads._tracker.heads for rank in ranks] == [False] * 3, (
+        "what rank 0 refuses nobody takes"
+    )
 
 
 def test_heads_that_are_put_take_the_place_of_what_nobody_awaits_rewards_for():
@@ -522,13 +586,13 @@ def test_heads_that_are_put_take_the_place_of_what_nobody_awaits_rewards_for():
     engine = Engine(rank)
     for length in range(20, 20 + MAX_DETECTION_LENGTHS - 1):
         rank.run_rollout(f"awaited{length}", num=1, plan=replace(PLAN, detection_length=length))
-    engine.set_quality_head(learned(length=100).heads.export(100))
+    engine.set_quality_head(learned(length=100).heads.export(HeadKey(100)))
     assert LENGTH not in rank.judge.memory.learnings
-    assert LENGTH not in rank.heads._tracker.heads
+    assert HeadKey(LENGTH) not in rank.heads._tracker.heads
     assert {head.detection_length for head in rank.heads.infos()} == {100}
     assert len(rank.judge.memory.learnings) == MAX_DETECTION_LENGTHS
     rank.run_rollout("awaited100", num=1, plan=replace(PLAN, detection_length=100))
-    error = refused(rank, "set_quality_head", learned(length=101).heads.export(101))
+    error = refused(rank, "set_quality_head", learned(length=101).heads.export(HeadKey(101)))
     assert "rewards are awaited for all there are" in str(error)
     goes_on_with = rank.run_rollout("more", num=5, plan=replace(PLAN, detection_length=100))
     assert list(engine.post_rewards("more", goes_on_with).statuses) == ["accepted"] * 5
@@ -539,18 +603,162 @@ def test_a_detection_length_that_gave_way_takes_its_head_with_it():
     for length in range(20, 20 + MAX_DETECTION_LENGTHS):
         plan = replace(PLAN, detection_length=length)
         Engine(rank).post_rewards(f"r{length}", rank.run_rollout(f"r{length}", seed=length, plan=plan))
-    assert LENGTH not in rank.heads._tracker.heads
+    assert HeadKey(LENGTH) not in rank.heads._tracker.heads
     assert {head.detection_length for head in rank.heads.infos()} == set(range(20, 28))
     assert Engine(rank).quality_head(27)[0].version == 1
     rewards = rank.run_rollout("again", seed=3)
-    assert Engine(rank).post_rewards("again", rewards).head_version == 0, "it begins anew"
+    assert Engine(rank).post_rewards("again", rewards).head_versions == {HeadKey(LENGTH): 0}, "it begins anew"
+
+
+# -- served names
+
+
+def rewarded(engine: Engine, rank: Rank, adapter: str, seed: int = 0, length: int = LENGTH, num: int = 120) -> None:
+    """A rollout under a served name, its rewards and its lengths."""
+    name = f"{adapter or 'base'}{seed}at{length}"
+    plan = replace(PLAN, detection_length=length)
+    rewards = rank.run_rollout(name, num, seed, plan, prompt_key=f"id:{name}", adapter=adapter)
+    receipt = engine.post_rewards(name, rewards)
+    assert (receipt.num_training, [*receipt.head_versions]) == (num, [HeadKey(length, adapter)])
+    lengths = [ObservedLength(5 + seed, False), ObservedLength(9, False)]
+    for each in engine._client.core_engines:
+        each.call(OBSERVE_LENGTHS, ObservedGroup(f"id:{name}", lengths, adapter))
+
+
+def known_of(rank: Rank, engine: Engine, adapter: str) -> list[Any]:
+    """All that is known of a name."""
+    heads = [head for head in rank.heads.infos() if head.adapter == adapter]
+    report = engine.learning_report(LENGTH, adapter)
+    return [
+        list(rank.judge.memories.known(adapter).to_state()), heads, report, engine.known_prompts(adapter),
+        rank.call(LENGTH_HISTORY, LengthsToLookUp([f"id:{adapter or 'base'}0at{LENGTH}"], adapter)),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_what_is_told_of_one_adapter_leaves_the_others_and_the_base_model_alone(num_ranks):
+    ranks = [Rank() for _ in range(num_ranks)]
+    engine, last = Engine(*ranks), ranks[-1]
+    for seed, adapter in enumerate((BASE_MODEL, "a", "b")):
+        rewarded(engine, last, adapter, seed)
+    before = {adapter: known_of(ranks[0], engine, adapter) for adapter in (BASE_MODEL, "b")}
+    of_a = known_of(ranks[0], engine, "a")
+    rewarded(engine, last, "a", seed=7)
+    assert {adapter: known_of(ranks[0], engine, adapter) for adapter in before} == before
+    assert known_of(ranks[0], engine, "a") != of_a
+    assert engine.quality_head(None, "a")[0].num_labels == 240
+    assert engine.quality_head(None)[0].num_labels == 120
+    assert engine.learning_report(None, "a").adapter == "a"
+    assert [prompt.key for prompt in engine.known_prompts("a")] == [f"id:a7at{LENGTH}", f"id:a1at{LENGTH}"]
+    with pytest.raises(RequestError, match="nothing for any"):
+        engine.learning_report(None, "unheard of")
+    assert engine.known_prompts("unheard of") == []
+    nothing = ranks[0].call(LENGTH_HISTORY, LengthsToLookUp(["id:x"], "unheard of"))
+    assert (nothing.dataset, nothing.prompts) == (None, [None])
+    for rank in ranks:
+        assert "unheard of" not in rank.judge.memories.all(), "to look is not to learn"
+        assert set(rank.heads._tracker.heads) == {HeadKey(LENGTH, adapter) for adapter in (BASE_MODEL, "a", "b")}
+
+
+def test_names_are_saved_and_go_on_elsewhere_as_here():
+    saved, other = Rank(), Rank()
+    for seed, adapter in enumerate((BASE_MODEL, "a", "b")):
+        rewarded(Engine(saved), saved, adapter, seed)
+    rewarded(Engine(other), other, "gone")
+    Engine(other).set_learning_state(Engine(saved).learning_state())
+    assert content(other) == content(saved)
+    for rank in (saved, other):
+        rewarded(Engine(rank), rank, "a", seed=5)
+    assert content(other) == content(saved)
+    goes_on(other)
+
+
+def test_a_head_is_put_in_an_adapters_place():
+    ranks = [Rank(), Rank()]
+    engine = Engine(*ranks)
+    head = engine.set_quality_head(learned().heads.export(HeadKey(LENGTH)), "a")
+    assert head.key == HeadKey(LENGTH, "a")
+    for rank in ranks:
+        assert list(rank.heads._tracker.heads) == [HeadKey(LENGTH, "a")]
+        assert list(rank.judge.memories.known("a").learnings) == [LENGTH]
+    assert engine.quality_head(None, "a")[1] == learned().heads.export(HeadKey(LENGTH))
+
+
+def test_an_adapter_that_gave_way_takes_its_heads_with_it():
+    rank = Rank()
+    engine = Engine(rank)
+    for number in range(MAX_ADAPTERS + 1):
+        rewarded(engine, rank, f"{number}", num=70)
+    assert "0" not in rank.judge.memories.all()
+    assert {head.adapter for head in rank.heads.infos()} == {f"{number}" for number in range(1, MAX_ADAPTERS + 1)}
+    assert HeadKey(LENGTH, "0") not in rank.heads._tracker.heads
+    rewarded(engine, rank, "0", seed=1, num=70)
+    assert engine.quality_head(None, "0")[0].num_labels == 70, "it begins anew"
+
+
+def test_a_head_for_one_adapter_too_many_is_refused_and_nothing_gives_way_for_a_bad_one():
+    rank, data = Rank(), learned().heads.export(HeadKey(LENGTH))
+    for number in range(MAX_ADAPTERS):
+        rewarded(Engine(rank), rank, f"{number}", num=70)
+    before = content(rank)
+    with pytest.raises(RequestError) as caught:
+        Engine(rank).set_quality_head(b"garbage", "another")
+    assert caught.value.status == 422
+    assert content(rank) == before
+    for number in range(MAX_ADAPTERS):
+        rank.run_rollout(f"awaited{number}", num=1, adapter=f"{number}")
+    with pytest.raises(RequestError, match="at most 8 adapters"):
+        Engine(rank).set_quality_head(data, "another")
+    assert "another" not in rank.judge.memories.all()
+    assert Engine(rank).set_quality_head(data).adapter == BASE_MODEL
+
+
+def test_a_rank_without_room_for_an_adapter_learns_nothing_of_it():
+    first, second = Rank(), Rank()
+    for number in range(MAX_ADAPTERS):
+        first.run_rollout(f"awaited{number}", num=1, adapter=f"{number}")
+    rewards = second.run_rollout("r", num=70, adapter="another")
+    assert list(Engine(first, second).post_rewards("r", rewards).statuses) == ["accepted"] * 70
+    assert "another" not in first.judge.memories.all()
+    assert first.heads.infos() == []
+
+
+def test_rewards_that_come_after_another_state_teach_as_far_as_there_is_room():
+    rank = Rank()
+    rewards = rank.run_rollout("r", num=40, adapter="a")
+    Engine(rank).set_learning_state(Engine(Rank()).learning_state())
+    assert Engine(rank).post_rewards("r", rewards).num_training == 40
+    assert list(rank.judge.memories.all()) == [BASE_MODEL, "a"]
+    rewards = rank.run_rollout("s", num=40, adapter="a")
+    full = Rank()
+    for number in range(MAX_ADAPTERS):
+        rewarded(Engine(full), full, f"{number}", num=2)
+    Engine(rank).set_learning_state(Engine(full).learning_state())
+    for number in range(MAX_ADAPTERS):
+        rank.run_rollout(f"awaited{number}", num=1, adapter=f"{number}")
+    receipt = Engine(rank).post_rewards("s", rewards)
+    assert (list(receipt.statuses), receipt.num_training) == (["accepted"] * 40, 0)
+    assert "a" not in rank.judge.memories.all()
+
+
+@pytest.mark.parametrize(
+    "line", ['["head",{size},"b"]', '["head",{size},5]', '["head",{size},["a"]]', '["head",{size},"a",1]', '["head"]']
+)
+def test_a_head_of_an_adapter_without_rows_is_refused(line):
+    rank = learned()
+    state = Engine(rank).learning_state()
+    start = state.index(b'["head"')
+    end = state.index(b"\n", start)
+    size = len(rank.heads.state()[0][1])
+    changed = state[:start] + line.replace("{size}", str(size)).encode() + state[end:]
+    assert refused(rank, "set_learning_state", changed).status == 422
 
 
 # -- whatever a client makes up
 
 NUMBERS = ["NaN", "-1", str(2**53), str(2**53 + 1), str(10**24), "1e300", "", "x", "0", "1", "9" * 5000, "\u0663"]
 SAVED = learned()
-HEAD, HEAD_STATE, STATE = SAVED.heads.export(LENGTH), SAVED.heads.state()[0], Engine(SAVED).learning_state()
+HEAD, HEAD_STATE, STATE = SAVED.heads.export(HeadKey(LENGTH)), SAVED.heads.state()[0][1], Engine(SAVED).learning_state()
 VALUES = [0.0, -1.0, 1.0, 1e-30, 1e5, 1e9, 1e13, 1e18, 1e30, 3e38, float("nan"), float("inf"), -1e30]
 
 
@@ -656,3 +864,21 @@ def cut_at(data: bytes, places: Iterable[float]) -> list[bytes]:
 @pytest.mark.parametrize("data", cut_at(STATE, (0.01, 0.2, 0.4, 0.6, 0.8, 0.99)))
 def test_a_state_that_was_cut_off_is_refused(data):
     assert refused(learned(), "set_learning_state", data).status == 422
+
+
+def test_every_rank_knows_the_success_of_every_prompt_and_one_is_asked(monkeypatch):
+    """Piece by piece, in the order in which they were seen."""
+    monkeypatch.setattr(readings, "MAX_PIECE_BYTES", 10)
+    first, second = Rank(), Rank()
+    engine = Engine(first, second)
+    rewards = {rank: rank.run_rollout(name, 6, seed, prompt_key=f"id:{name}") for seed, (name, rank) in
+               enumerate((("a", first), ("b", second)))}  # fmt: skip
+    for name, rank in (("a", first), ("b", second)):
+        engine.post_rewards(name, rewards[rank])
+        for each in (first, second):
+            each.judge.memory.lengths.observe(f"id:{name}", [ObservedLength(5, False), ObservedLength(9, False)])
+    assert list(first.judge.memory.to_state())[-2] == list(second.judge.memory.to_state())[-2]
+    for prompt, name, ago in zip(engine.known_prompts(), "ba", (0, 1), strict=True):
+        assert (prompt.key, prompt.prompts_ago, prompt.lengths.mean) == (f"id:{name}", ago, 7)
+        assert prompt.success == first.judge.memory.successes.of(f"id:{name}")
+        assert prompt.success.num_rewarded == pytest.approx(6, rel=0.1)

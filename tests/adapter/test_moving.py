@@ -5,10 +5,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from moving_runs import assert_each_once, ids_and_lengths
 from scheduler_runs import add_group, assert_nothing_left, prune_by_sign
+from vllm.lora.request import LoRARequest
 from vllm.v1.request import RequestStatus
 
+from vllm_rollout.group.ledger import Reward
 from vllm_rollout.group.pruning_plan import PruningPlan
 from vllm_rollout.group.race import RacePlace
+from vllm_rollout.group.types import HeadKey
 
 
 def test_a_group_goes_on_elsewhere_as_if_nothing_had_happened(new_ranks):
@@ -113,6 +116,23 @@ def test_scores_and_verdicts_continue(new_ranks):
     assert [ledger.reward("rollout", "g", index, 1.0)[0] for index in range(4)] == [
         "unknown", "unfinished", "unknown", "unfinished",
     ]  # fmt: skip
+
+
+def test_what_a_moved_candidate_teaches_is_its_adapters(new_ranks):
+    plan = PruningPlan(detection_length=32, mode="shadow", allow_fewer=True)
+    ranks = new_ranks()
+    lora = LoRARequest("a", 1, "/a")
+    add_group(ranks.runs[0], "g", [60] * 2, 2, pruning=plan, logits=[1.0, -1.0], lora_request=lora)
+    ranks.until("g-0", 20)
+    ranks.move("g")
+    ranks.run()
+    first, second = (run.scheduler.judge for run in ranks.runs)
+    assert list(second.memories.all()) == ["", "a"]
+    assert list(second.memories.known("a").learnings) == [32]
+    assert second.memory.learnings == {}
+    assert list(first.memories.all()) == [""]
+    _, _, labels = second.reward("rollout", [Reward("g", index, 1.0, True) for index in range(2)])
+    assert [label.key for label in labels] == [HeadKey(32, "a")] * 2
 
 
 def test_patience_goes_on(new_ranks):

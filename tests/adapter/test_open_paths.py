@@ -53,11 +53,6 @@ async def said(app: FastAPI, path: str) -> str:
         return answer.json()
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.mark.anyio
 @pytest.mark.parametrize("prefix", ["", "/v1", "/mounted"])
 async def test_rollout_fields_are_refused_on_a_path_that_no_key_guards(prefix: str):

@@ -21,7 +21,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.serial_utils import MsgpackDecoder
 
 from vllm_rollout.adapter.api import life
-from vllm_rollout.adapter.api.deaths import VARIABLE, Death, Deaths, RankProcesses
+from vllm_rollout.adapter.api.deaths import VARIABLE, Death, Deaths, RankProcesses, outlives_a_rank
 from vllm_rollout.adapter.api.group_routes import GroupRoutes, NoRankLeft
 from vllm_rollout.adapter.api.life import Life
 from vllm_rollout.adapter.api.rank_client import RankClient, RankDied
@@ -224,3 +224,26 @@ def test_groups_keep_away_from_a_dead_rank_also_when_nothing_else_is_left() -> N
         routes.next_rank()
     routes.hold(frozenset({0}))
     assert routes.open("again", {0: 0}).rank == 2
+
+
+@pytest.mark.parametrize(
+    ("changed", "outlives"),
+    [
+        ({}, True),
+        ({"data_parallel_size": 1, "data_parallel_size_local": 1}, False),
+        ({"data_parallel_size_local": 1}, False),  # the others are on another host
+        ({"data_parallel_backend": "ray"}, False),
+        ({"is_moe": True}, False),
+        ({"server": False}, False),
+    ],
+)
+def test_a_rank_is_outlived_where_somebody_sees_it_die(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, changed: dict[str, Any], outlives: bool
+) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    if changed.pop("server", True):
+        monkeypatch.setenv(VARIABLE, str(tmp_path / "deaths"))
+    model = SimpleNamespace(is_moe=changed.pop("is_moe", False))
+    parallel = {"data_parallel_size": 2, "data_parallel_size_local": 2, "data_parallel_backend": "mp", **changed}
+    config = SimpleNamespace(parallel_config=SimpleNamespace(**parallel), model_config=model)
+    assert outlives_a_rank(config) is outlives

@@ -14,7 +14,8 @@ from vllm_rollout.adapter.worker import runner as runner_module
 from vllm_rollout.adapter.worker.runner import ObservedOutput, observe_runner, observe_sampler
 from vllm_rollout.group.judge import Scoring
 from vllm_rollout.group.pruning_plan import PruningPlan
-from vllm_rollout.tracker.feature_ring import FeatureRing
+from vllm_rollout.group.types import HeadKey
+from vllm_rollout.tracker.feature_ring import FeatureRing, StateKey
 from vllm_rollout.tracker.ops import token_stats
 from vllm_rollout.tracker.quality_head import HeadWeights
 from vllm_rollout.tracker.tracker import PublishedHead, StepValues
@@ -146,16 +147,17 @@ def new_request(
     *,
     tagged: bool = True,
     observed: bool = True,
-    teaches: bool = True,
+    adapter: str | None = None,
 ) -> Any:
     plan = None if detection_length is None else PruningPlan(detection_length)
-    scoring = None if plan is None else Scoring("r", "p", 1, plan, teaches)
+    scoring = None if plan is None else Scoring("r", "p", 1, plan)
     tag = CandidateTag("g", 0, 1, 2, True, 64, scoring, observed=observed)
     extra_args = tag.to_extra_args() if tagged else None
     return SimpleNamespace(
         req_id=request_id,
         prompt_token_ids=[0] * num_prompt_tokens,
         prompt_embeds=None,
+        lora_request=None if adapter is None else SimpleNamespace(lora_name=adapter),
         sampling_params=SimpleNamespace(extra_args=extra_args),
     )
 
@@ -173,7 +175,7 @@ def test_a_due_candidate_s_state_goes_to_the_ring_and_its_score_on_the_output(ne
     ring = new_ring()
     runner = new_runner(ring, asynchronous=asynchronous)
     head = HeadWeights(torch.ones(2, HIDDEN_SIZE), torch.zeros(2), torch.ones(2), torch.full((1,), 0.5))
-    runner.candidate_tracker.heads[2] = PublishedHead(3, head)
+    runner.candidate_tracker.heads[HeadKey(2)] = PublishedHead(3, head)
     new = (new_request("a", 3, 2), new_request("b", 2, 9), new_request("plain", 3, None, tagged=False))
     _, report = step(runner, [Row("plain", 3, 3), Row("a", 3, 3), Row("b", 2, 2)], new)
     assert np.isnan(report.confidence).tolist() == [[True, False, False]] * 2
@@ -183,13 +185,24 @@ def test_a_due_candidate_s_state_goes_to_the_ring_and_its_score_on_the_output(ne
     ((request_id, seen),) = report.observations()
     assert (request_id, seen.head_version) == ("a", 3)
     assert seen.logit == pytest.approx(2 * runner.hidden[2].sum().item() + 0.5)
-    features, found = ring.take(["b", "plain", "a"])
+    features, found = ring.take([StateKey("b", 2), StateKey("plain", 2), StateKey("a", 2)])
     assert found == [2]
     assert torch.equal(features[0], runner.hidden[2])
     same = pickle.loads(pickle.dumps(output)).__dict__[REPORT_ATTRIBUTE]  # worker -> engine core
     assert list(same.observations()) == [(request_id, seen)]
     _, report = step(runner, [Row("a", 5, 5)])
     assert report.due == ()
+
+
+def test_the_head_that_scores_is_that_of_the_adapter_which_the_request_has(new_runner):
+    runner = new_runner(new_ring())
+    for version, adapter in enumerate(("", "a", "b"), start=1):
+        head = HeadWeights(torch.ones(2, HIDDEN_SIZE), torch.zeros(2), torch.ones(2), torch.full((1,), float(version)))
+        runner.candidate_tracker.heads[HeadKey(1, adapter)] = PublishedHead(version, head)
+    adapters = {"x": "b", "y": None, "z": "a", "w": "another"}
+    new = tuple(new_request(request_id, 3, 1, adapter=adapter) for request_id, adapter in adapters.items())
+    _, report = step(runner, [Row(request_id, 3, 3) for request_id in adapters], new)
+    assert {id: seen.head_version for id, seen in report.observations()} == {"x": 3, "y": 1, "z": 2, "w": 0}
 
 
 def test_an_unfinished_prefill_is_left_out(new_runner):
@@ -239,15 +252,6 @@ def test_a_candidate_that_nobody_reads_is_not_observed_unless_it_is_scored(new_r
     assert np.isnan(report.confidence[0]).tolist() == [True, False, False]
     _, report = step(runner, [Row("unread", 4, 4)])
     assert report is None
-
-
-def test_a_candidate_that_teaches_nothing_takes_no_place_in_the_ring(new_runner):
-    ring = new_ring()
-    runner = new_runner(ring)
-    new = (new_request("a", 3, 1, teaches=False), new_request("b", 3, 1))
-    _, report = step(runner, [Row("a", 3, 3), Row("b", 3, 3)], new)
-    assert report.due == ["a", "b"]
-    assert ring.take(["a", "b"])[1] == [1]
 
 
 def test_tokens_computed_again_after_a_reset_of_the_prefix_cache_count_once(new_runner):

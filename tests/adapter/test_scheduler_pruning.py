@@ -6,15 +6,17 @@ from functools import partial
 
 import pytest
 from scheduler_runs import TracedRun, add_group, assert_nothing_left, prune_by_sign
+from vllm.lora.request import LoRARequest
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
 from vllm_rollout.adapter.wire import CandidateTag
 from vllm_rollout.group.judge import Scoring
 from vllm_rollout.group.learning import Learning
+from vllm_rollout.group.ledger import Reward
 from vllm_rollout.group.lifecycle import Group
 from vllm_rollout.group.pruning_plan import PruningPlan
-from vllm_rollout.group.types import Assessment, Confidence, Observation
+from vllm_rollout.group.types import WHOLE, Assessment, Confidence, HeadKey, Observation
 
 PLAN = PruningPlan(detection_length=10, allow_fewer=True)
 SHADOW = replace(PLAN, mode="shadow")
@@ -172,8 +174,8 @@ def test_pruning_that_makes_cut_candidates_count_completes_the_group_in_that_ste
     assert_nothing_left(run)
 
 
-def _prune_all(run, plan, observations, earlier, *, seed, group, at_least):
-    assert at_least == 0  # two have finished
+def _prune_all(run, plan, observations, earlier, *, seed, group, at_least, past, num_to_come):
+    assert (at_least, num_to_come) == (0, 0)  # two have finished
     return {i: Assessment("head", seen.logit, 0.5, 0.5, False, 1, seen.confidence) for i, seen in observations.items()}
 
 
@@ -208,7 +210,7 @@ def test_a_candidate_that_is_scored_twice_is_judged_once(pruning_run):
     for _ in range(10):
         run.step()
     run.logits.update({"g-0": -9, "g-1": -9})
-    run._detection_lengths.update(dict.fromkeys(ids, 11))
+    run._scored_lengths.update(dict.fromkeys(ids, (11,)))
     run.run()
     assert endings(run, ids) == [WON, WON]
     assert [run.note(id).assessment.score for id in ids] == [1, 2]
@@ -348,3 +350,76 @@ def test_the_order_in_which_groups_and_siblings_arrive_does_not_change_verdicts(
         assessments.append({id: run.note(id).assessment for id in logits})
     assert assessments[0] == assessments[1] == assessments[2]
     assert len({assessment.keep for assessment in assessments[0].values()}) == 2
+
+
+def test_what_a_candidate_teaches_is_its_adapters_whatever_its_tag_says(new_run):
+    """The scheduler takes the name from the request's adapter, for which vLLM answers."""
+    run = new_run()
+    prune_by_sign(run, 10)
+    liar = Scoring("lie", "lie", 7, replace(PLAN, mode="active"), adapter="b")
+    for group_id, lora in (("base", None), ("a", LoRARequest("a", 1, "/a")), ("lie", LoRARequest("a", 1, "/a"))):
+        scoring = liar if group_id == "lie" else Scoring(group_id, group_id, 7, PLAN)
+        tag = CandidateTag(group_id, 0, 1, 1, True, 64, scoring)
+        run.logits[group_id] = -1.0
+        run.add(group_id, 30, extra_args=tag.to_extra_args(), lora_request=lora)
+    run.run()
+    assert not run.note("base").assessment.cold
+    judge = run.scheduler.judge
+    for group_id in ("a", "lie"):
+        assert run.note(group_id).assessment.cold, "what was learned of the base model does not judge an adapter"
+        _, statuses, (label,) = judge.reward(group_id, [Reward(group_id, 0, 1.0, True)])
+        assert (statuses, label.key) == (["accepted"], HeadKey(10, "a"))
+    assert list(judge.memories.all()) == ["", "a"]
+    assert judge.memories.known("a").learnings[10].calibrators["head"].num_positive == 2
+
+
+def test_requests_that_join_a_group_teach_the_adapter_that_they_have(new_run):
+    run = new_run()
+    extra_args = {"rollout_group_id": "g", "rollout_group_size": 1, "rollout_detection_length": 10}
+    extra_args["rollout_pruning_mode"] = "shadow"
+    run.scheduler._joining._scoring_refusal = lambda: None
+    for number, lora in enumerate((None, LoRARequest("a", 1, "/a"), LoRARequest("b", 2, "/b"))):
+        run.add(f"r{number}", 30, extra_args=extra_args, lora_request=lora)
+    run.run()
+    judge = run.scheduler.judge
+    entries = [entry for rollout in judge.ledger._rollouts.values() for entry in rollout.values()]
+    assert [entry.adapter for entry in entries] == ["", "a", "b"]
+    assert [list(memory.learnings) for memory in judge.memories.all().values()] == [[10]] * 3
+
+
+def test_who_finished_has_a_final_score_with_its_last_token_and_nobody_else(pruning_run):
+    run = pruning_run()
+    plan = replace(PLAN, final_score=True)
+    ids = add_group(run, "g", [50, 40, 6, 90, 90], 3, pruning=plan, logits=[1, -1, 2, 3, 4])
+    run.run()
+    assert endings(run, ids) == [WON, PRUNED, WON, WON, LOST]
+    finals = [run.note(id).final for id in ids]
+    assert [final and final.score for final in finals] == [2, None, 4, 6, None]
+    assert run.note(ids[2]).assessment is None, "it ended before its detection length"
+    assert reward(run, "g", 0, 2, 3) == ["accepted"] * 3
+    assert len(run.scheduler.judge.memories.known("").learnings[WHOLE].outcomes()) == 3
+    assert_nothing_left(run)
+
+
+def test_an_aborted_candidate_has_no_final_score(new_run):
+    run = new_run()
+    ids = add_group(run, "g", [50, 40], 2, pruning=replace(SHADOW, final_score=True))
+    for _ in range(20):
+        run.step()
+    abort(run, ids[0])
+    run.run()
+    assert [run.note(id).final is None for id in ids] == [True, False]
+
+
+def test_several_lengths_stop_nobody_and_each_is_learned(new_run):
+    run = new_run()
+    plan = replace(SHADOW, trial_lengths=(15, 30))
+    ids = add_group(run, "g", [50, 20, 40], 3, pruning=plan, logits=[1, -1, 2])
+    run.run()
+    assert endings(run, ids) == [WON] * 3
+    assert reward(run, "g", 0, 1, 2) == ["accepted"] * 3
+    learnings = run.scheduler.judge.memories.known("").learnings
+    assert {length: len(learning.outcomes()) for length, learning in learnings.items()} == {10: 3, 15: 3, 30: 2}
+    tried = run.scheduler.judge.memories.known("").length_trial.candidates()
+    assert sorted(candidate.num_tokens for candidate in tried) == [20, 40, 50]
+    assert_nothing_left(run)

@@ -17,20 +17,21 @@ def oldest(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("argument", "variable"),
+    ("argument", "since", "instead"),
     [
-        ("--log-level", "VLLM_LOGGING_LEVEL"),
-        ("--log_level=DEBUG", "VLLM_LOGGING_LEVEL"),
-        ("--logging-config.formatter=json", "VLLM_LOGGING_CONFIG_PATH"),
+        ("--log-level", "0.31", "set VLLM_LOGGING_LEVEL"),
+        ("--log_level=DEBUG", "0.31", "set VLLM_LOGGING_LEVEL"),
+        ("--logging-config.formatter=json", "0.31", "set VLLM_LOGGING_CONFIG_PATH"),
+        ("--enable-scale-out", "0.30", "is always there"),
     ],
 )
-def test_a_flag_of_a_later_vllm_is_refused_with_what_helps(oldest, capsys, argument, variable):
+def test_a_flag_of_a_later_vllm_is_refused_with_what_helps(oldest, capsys, argument, since, instead):
     with pytest.raises(SystemExit) as ended:
         refuse_missing_flags(["model", "--seed", "1", argument], ArgumentParser())
     assert ended.value.code == 2
     message = capsys.readouterr().err
-    assert f"{argument} needs vLLM 0.31 or later, found {vllm_version}" in message
-    assert f"set {variable}" in message
+    assert f"{argument} needs vLLM {since} or later, found {vllm_version}" in message
+    assert instead in message
 
 
 def test_flags_that_the_oldest_vllm_has_are_left_to_its_own_parser(oldest):

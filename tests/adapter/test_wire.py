@@ -7,6 +7,8 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
@@ -14,19 +16,22 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm_rollout.adapter.wire import (
     CandidateTag,
     EndingNote,
+    LastLogits,
     RunnerReport,
 )
 from vllm_rollout.group.judge import Scoring
 from vllm_rollout.group.pruning_plan import PruningPlan
 from vllm_rollout.group.race import RacePlace
-from vllm_rollout.group.types import Assessment, Confidence, Observation
+from vllm_rollout.group.types import WHOLE, Assessment, Confidence, Observation
 
 PLAN = PruningPlan(12, "paper", 0.25, 0.4, 0.75, 0.1, 0.9, "shadow", "confidence", True, 33)
 ASSESSMENT = Assessment("head", -0.25, 0.375, 0.5, False, 4, Confidence(3.0, 1.5, 2.25))
 COLD = Assessment("confidence", 2.25, None, 1.0, True, 0, Confidence(3.0, 1.5, 2.25), cold=True)
 
 
-@pytest.mark.parametrize("scoring", [None, Scoring("r", "p", 2**62 - 1, PLAN), Scoring("r", "ü", -5, PruningPlan(1))])
+@pytest.mark.parametrize(
+    "scoring", [None, Scoring("r", "p", 2**62 - 1, PLAN, prompt_key="id:ü"), Scoring("r", "ü", -5, PruningPlan(1))]
+)
 @pytest.mark.parametrize("index", [None, 0, 7])
 def test_a_tag_reaches_the_scheduler_as_it_was(scoring, index):
     tag = CandidateTag("g", index, 4, 8, False, 64, scoring)
@@ -43,10 +48,13 @@ def test_a_tag_reaches_the_scheduler_as_it_was(scoring, index):
 @pytest.mark.parametrize("place", [None, RacePlace("round", 3, 7)])
 @pytest.mark.parametrize("scoring", [None, Scoring("r", "p", 1, PLAN)])
 def test_a_tag_of_a_round_reaches_the_scheduler_as_it_was(scoring, place):
-    tag = CandidateTag("g", 1, 4, 8, True, 64, scoring, 1.5, False, num_replaceable=8, place=place, num_resumed=300)
+    tag = CandidateTag(
+        "g", 1, 4, 8, True, 64, scoring, 1.5, False, num_replaceable=8, place=place, num_resumed=300, audit_ratio=0.05
+    )
     received = msgspec.msgpack.decode(msgspec.msgpack.encode(tag.to_extra_args()))
     assert CandidateTag.of(received) == tag
     assert CandidateTag.of(received).terms.num_replaceable == 8
+    assert CandidateTag.of(received).terms.audit_ratio == 0.05
 
 
 @pytest.mark.parametrize(("is_replaced", "group_lost"), [(True, False), (False, True)])
@@ -90,15 +98,33 @@ def test_an_output_without_a_note_keeps_its_parameters(params):
 
 def test_a_runner_s_report_gives_each_due_request_its_own_row():
     values = np.array([[0.5, 3.0, 1.5, 2.25], [np.nan, 6.0, 5.0, 5.5]], dtype=np.float32)
-    report = pickle.loads(pickle.dumps(RunnerReport(np.zeros((2, 3), np.float32), ["a", "b"], values, [7, 0])))
+    report = pickle.loads(pickle.dumps(RunnerReport(np.zeros((2, 3), np.float32), ["a", "b"], values, [7, 0], [8, 4])))
     assert list(report.observations()) == [
-        ("a", Observation(Confidence(3.0, 1.5, 2.25), 0.5, 7)),
-        ("b", Observation(Confidence(6.0, 5.0, 5.5), None, 0)),
+        ("a", Observation(Confidence(3.0, 1.5, 2.25), 0.5, 7, 8)),
+        ("b", Observation(Confidence(6.0, 5.0, 5.5), None, 0, 4)),
     ]
     assert list(RunnerReport(np.zeros((2, 3), np.float32)).observations()) == []
 
 
 def test_a_report_whose_parts_do_not_fit_together_is_our_mistake():
-    report = RunnerReport(np.zeros((2, 1), np.float32), ["a", "b"], np.zeros((1, 4), np.float32), [1])
+    report = RunnerReport(np.zeros((2, 1), np.float32), ["a", "b"], np.zeros((1, 4), np.float32), [1], [8])
     with pytest.raises(ValueError, match="zip"):
         list(report.observations())
+
+
+def test_a_runner_s_report_says_of_each_row_what_its_last_token_would_be_worth():
+    last = LastLogits(np.array([np.nan, -0.5, 2.0], np.float32), np.array([0, 3, 3]))
+    confidence = np.array([[1.0, 2.0, 3.0], [0.1, 0.2, 0.3]], np.float32)
+    report = pickle.loads(pickle.dumps(RunnerReport(confidence, last=last)))
+    seen = report.last_observation(1)
+    assert (seen.logit, seen.head_version, seen.detection_length) == (-0.5, 3, WHOLE)
+    assert seen.confidence.mean == 2.0
+    assert report.last_observation(0).logit is None
+    assert RunnerReport(confidence).last_observation(2).head_version == 0
+
+
+@given(trial_lengths=st.lists(st.integers(2, 4096), max_size=6, unique=True).map(sorted), final=st.booleans())
+def test_a_plan_with_several_lengths_comes_through_a_codec_that_knows_no_tuples(trial_lengths, final):
+    plan = PruningPlan(1, mode="shadow", trial_lengths=tuple(trial_lengths), final_score=final)
+    tag = CandidateTag("g", 0, 1, 2, True, 64, Scoring("r", "p", 1, plan))
+    assert CandidateTag.of(msgspec.json.decode(msgspec.json.encode(tag.to_extra_args()))) == tag

@@ -1,3 +1,3 @@
 """The clients are tested against the app around a FakeEngine, over a socket."""
 
-from tests.server.conftest import anyio_backend, app, client, engine, server_url  # noqa: F401
+from tests.server.conftest import app, client, engine, server_url  # noqa: F401

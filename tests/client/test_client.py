@@ -19,19 +19,22 @@ from typing import Any
 
 import httpx
 import pytest
+from pydantic import RootModel
 
 import vllm_rollout
 from tests.server.conftest import wait_until
 from tests.server.fake_engine import MODEL, FakeEngine
 from vllm_rollout import AsyncRolloutClient, RolloutClient, RolloutError
 from vllm_rollout.client.client import RolloutOptions, rollout_body
+from vllm_rollout.group.length_trial import LengthTrialReport
+from vllm_rollout.group.xargs import plan_from_xargs, rollout_xargs
 from vllm_rollout.server.answers import DoneEvent, Event, TokensEvent
-from vllm_rollout.server.learning.body import RewardsAnswer, RewardsRequest
+from vllm_rollout.server.learning.body import NamedRewardsRequest, RewardsAnswer, RewardsRequest
+from vllm_rollout.server.learning.prompts import PromptsAnswer
 from vllm_rollout.server.protocol import DualEnd, DualEndSelection, Prompt, RolloutRequest
 from vllm_rollout.server.pruning_body import Pruning
 from vllm_rollout.server.runs.body import RoundRequest, RunRequest
 from vllm_rollout.server.votes import VoteAnswer, VoteRequest
-from vllm_rollout.server.xargs import plan_from_xargs, rollout_xargs
 
 FAST = {"backoff_s": 0.01}
 ENDLESS = {"min_tokens": 4000}
@@ -117,7 +120,7 @@ def test_every_argument_reaches_the_body():
     body = rollout_body(
         ["p"], 4, 2, False, DualEndSelection(dual_end=DualEnd(num_longest=2)),
         Pruning(detection_length=5), {"seed": 1},
-        True, False, True, "m", 8, stream=True,
+        True, False, True, "m", 8, stream=True, audit_ratio=0.1,
     )  # fmt: skip
     request = RolloutRequest.model_validate(body)
     assert request.model_fields_set == RolloutRequest.model_fields.keys()
@@ -387,6 +390,28 @@ def test_examples_run(server_url, capsys):
     assert "step 1: " in out
     assert "cold start" in out
     assert "confidence: 0 positive" in out  # the fake engine cannot add
+    assert "0 of 8 groups teach" in out
+
+
+def test_the_trainers_loop_standardizes_rewards_within_a_group():
+    advantages = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "trainer_loop.py"))["advantages"]
+    assert advantages([1, 0, 0, 0]) == pytest.approx([3**0.5, *[-(3**-0.5)] * 3])
+    assert advantages([1, 1]) == [0, 0]
+    assert advantages([]) == []
+
+
+def test_documented_weights_follow_from_their_table():
+    """The worked example of docs/http.md: baselines and advantages from rewards and probabilities."""
+    text = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
+    section = text[text.index("### Weights") :].partition("\n## ")[0]
+    rows = [[float(cell) for cell in row] for row in re.findall(r"^\| \d \|" + r" (\S+) \|" * 5, section, re.MULTILINE)]
+    rewards, inclusion, weights, plain, corrected = map(list, zip(*rows, strict=True))
+    assert weights == pytest.approx([1 / p for p in inclusion])
+    for weighing, expected in (([1.0] * len(rows), plain), (weights, corrected)):
+        mean = sum(w * r for w, r in zip(weighing, rewards, strict=True)) / sum(weighing)
+        assert f"{mean:.2f}" in section
+        found = [(r - mean) / (mean * (1 - mean)) ** 0.5 for r in rewards]
+        assert expected == pytest.approx(found, abs=0.005)
 
 
 def test_documented_bodies_are_accepted():
@@ -394,6 +419,10 @@ def test_documented_bodies_are_accepted():
     blocks = [json.loads(block) for block in re.findall(r"```json\n(.*?)```", text, re.DOTALL)]
     forms = {"idempotency_key": RoundRequest, "prompts_per_round": RunRequest, "prompts": RolloutRequest}
     forms |= {"rewards": RewardsRequest, "texts": VoteRequest, "results": RewardsAnswer, "winner": VoteAnswer}
+    forms |= {"num_prompts": PromptsAnswer, "recommended": RootModel[LengthTrialReport]}
+    (named,) = (block for block in blocks if "request_id" in json.dumps(block))
+    blocks.remove(named)
+    assert [entry.index for entry in NamedRewardsRequest.model_validate(named).rewards] == [2, 3]
     seen = {}
     for block in blocks:
         for name in [name for name in forms if name in block][:1]:  # the most telling one

@@ -42,6 +42,11 @@ ENVIRONMENT = {
 }
 
 
+def python_path(first: Path) -> str:
+    """PYTHONPATH with a folder in front: what stands there stays, this package of another environment among it."""
+    return os.pathsep.join(filter(None, (str(first), os.environ.get("PYTHONPATH"))))
+
+
 def pytest_configure() -> None:
     # A server is a process group of its own and would outlive a killed pytest: SIGTERM acts as Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -136,7 +141,9 @@ def race_joined(
 
 
 def serve_command(model: str, *flags: str) -> list[str]:
-    return [sys.executable, "-m", "vllm_rollout.cli", "serve", model, "--enforce-eager", *flags]
+    """Nothing is audited by chance."""
+    ours = ("--enforce-eager", "--rollout-audit-ratio", "0")
+    return [sys.executable, "-m", "vllm_rollout.cli", "serve", model, *ours, *flags]
 
 
 STEP_S = 1e-4

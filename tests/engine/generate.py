@@ -19,7 +19,7 @@ os.environ.update(
 
 from vllm import LLM, SamplingParams
 
-from vllm_rollout.adapter.api.serve import SCHEDULER_CLS, WORKER_CLS
+from vllm_rollout.adapter.names import SCHEDULER_CLS, WORKER_CLS
 from vllm_rollout.adapter.wire import CandidateTag
 
 NUM_PROMPTS = 26

@@ -21,10 +21,12 @@ import torch
 from transformers import AutoModelForCausalLM
 from vllm import LLM, SamplingParams
 
-from vllm_rollout.adapter.api.serve import SCHEDULER_CLS, WORKER_CLS
+from vllm_rollout.adapter.names import SCHEDULER_CLS, WORKER_CLS
 from vllm_rollout.adapter.wire import CandidateTag, EndingNote
 from vllm_rollout.group.judge import Scoring
 from vllm_rollout.group.plan import PruningPlan
+from vllm_rollout.group.types import WHOLE, HeadKey
+from vllm_rollout.tracker.feature_ring import StateKey
 from vllm_rollout.tracker.quality_head import HeadWeights
 from vllm_rollout.tracker.tracker import PublishedHead
 
@@ -34,6 +36,7 @@ GROUP_SIZE = 2
 LENGTHS = (5, 9, 14, 20)
 """Output lengths, forced by max_tokens; a candidate that is cut counts when nothing better is left."""
 DETECTION_LENGTH = 7
+TRIAL_LENGTH = 11
 HEAD_VERSION = 3
 
 
@@ -82,38 +85,40 @@ def main(model: str) -> None:
     result |= {"whole": race("whole", early_stop=False), "raced": race("raced", early_stop=True)}
     confidences.clear()
     llm.llm_engine.collective_rpc(_publish_head)
-    result["scored"] = race("scored", early_stop=False, scoring=PruningPlan(DETECTION_LENGTH, mode="shadow"))
-    result["detection_length"] = DETECTION_LENGTH
+    plan = PruningPlan(DETECTION_LENGTH, mode="shadow", trial_lengths=(TRIAL_LENGTH,), final_score=True)
+    result["scored"] = race("scored", early_stop=False, scoring=plan)
+    result["detection_lengths"] = plan.scored_lengths
     result["shown"] = shown(llm, model, result["scored"], confidences)
     print("RESULT " + json.dumps(result))
 
 
 def shown(llm: LLM, model: str, rows: list[list], confidences: list[list[float]]) -> list:
-    """Per candidate: None when it ended too early to be scored, else what the runner showed beside what it should."""
+    """Per candidate, by detection length: what the runner showed beside what it should have; "0" is the end."""
     entries = llm.llm_engine.engine_core.engine_core.scheduler.judge.ledger._rollouts["rollout"]
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     compared = []
     for number, (_, tokens, *_) in enumerate(rows):
         group, index = divmod(number, NUM_CANDIDATES)
         entry = entries[f"prompt-{group}", index]
-        if entry.observation is None:
-            compared.append(None)
-            continue
-        (answer,) = llm.collective_rpc("rollout_take_features", args=([entry.request_id],))
-        features = torch.frombuffer(bytearray(answer[0].data), dtype=torch.float32)
-        prompt = [3 + group, 4, 5, 6, 7]
-        with torch.no_grad():
-            hidden = reference.model(torch.tensor([prompt + tokens[: DETECTION_LENGTH - 1]])).last_hidden_state[0, -1]
-        w1, b1, w2, b2 = _head(len(features))
-        observation = entry.observation
-        compared.append(
-            {
+        seen = {length: trial.observation for length, trial in entry.trials.items()}
+        if entry.observation is not None:
+            seen[DETECTION_LENGTH] = entry.observation
+        compared.append({})
+        for length, observation in seen.items():
+            num_tokens = length or len(tokens)
+            key = StateKey(entry.request_id, num_tokens, at_end=length == WHOLE)
+            (answer,) = llm.collective_rpc("rollout_take_features", args=([key],))
+            features = torch.frombuffer(bytearray(answer[0].data), dtype=torch.float32)
+            prompt = [3 + group, 4, 5, 6, 7]
+            with torch.no_grad():
+                hidden = reference.model(torch.tensor([prompt + tokens[: num_tokens - 1]])).last_hidden_state[0, -1]
+            w1, b1, w2, b2 = _head(len(features))
+            compared[-1][length] = {
                 "hidden_error": ((features - hidden).norm() / hidden.norm()).item(),
                 "logit": [observation.logit, (torch.relu(hidden @ w1.T + b1) @ w2 + b2).item()],
-                "mean": [observation.confidence.mean, fmean(confidences[number][:DETECTION_LENGTH])],
+                "mean": [observation.confidence.mean, fmean(confidences[number][:num_tokens])],
                 "head_version": observation.head_version,
             }
-        )
     return compared
 
 
@@ -126,7 +131,8 @@ def _head(hidden_size: int) -> HeadWeights:
 def _publish_head(worker) -> None:
     hidden_size = worker.model_config.get_hidden_size()
     heads = worker.model_runner.candidate_tracker.heads
-    heads[DETECTION_LENGTH] = PublishedHead(HEAD_VERSION, _head(hidden_size))
+    for length in (DETECTION_LENGTH, TRIAL_LENGTH, WHOLE):
+        heads[HeadKey(length)] = PublishedHead(HEAD_VERSION, _head(hidden_size))
 
 
 def _runner_of(worker) -> list[str]:

@@ -17,7 +17,7 @@ os.environ.update(
 
 from vllm import LLM, SamplingParams
 
-from vllm_rollout.adapter.api.serve import SCHEDULER_CLS, WORKER_CLS
+from vllm_rollout.adapter.names import SCHEDULER_CLS, WORKER_CLS
 from vllm_rollout.adapter.wire import CandidateTag, EndingNote
 from vllm_rollout.group.race import RacePlace
 

@@ -235,7 +235,7 @@ def test_rewards_teach_calibration_and_a_head_which_then_prune(emulated):
     query = {"detection_length": 7}
     emulated.wait_until(lambda: emulated.http.get("/v1/quality_head", params=query).status_code == 200)
     prompts = prompts_of(8, first=90)
-    active = {**pruning, "mode": "active", "allow_fewer": True, "target_positive_ratio": 0.9}
+    active = {**pruning, "mode": "active", "rule": "balance", "allow_fewer": True, "target_positive_ratio": 0.9}
     answer = emulated.rollout(prompts, 16, pruning=active, sampling={"extra_args": FORCED})
     kept = [success for *_, success in scored_candidates(answer)]
     fates = Fates(SETTINGS)

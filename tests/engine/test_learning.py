@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load, save
 
-from tests.engine.conftest import HERE, Server, ends_after, race_joined, serve_command
+from tests.engine.conftest import HERE, Server, ends_after, python_path, race_joined, serve_command
 from vllm_rollout.adapter.compat import WEIGHT_SPANS, has
 
 DETECTION_LENGTH = 8
@@ -57,8 +57,8 @@ class LearningServer(Server):
         assert response.status_code == 200, response.text
         return response.json()
 
-    def report(self) -> dict[str, Any]:
-        response = self.http.get("/v1/quality_head/report", params={"detection_length": DETECTION_LENGTH})
+    def report(self, detection_length: int = DETECTION_LENGTH) -> dict[str, Any]:
+        response = self.http.get("/v1/quality_head/report", params={"detection_length": detection_length})
         assert response.status_code == 200, response.text
         return response.json()
 
@@ -90,7 +90,7 @@ def is_success(prompt_id: str) -> bool:
 def learning_server(model: str, state: Path, log: Path) -> LearningServer:
     flags = ("--max-model-len", "2048", "--max-num-seqs", "64", "--dtype", "float32", "--rollout-state", str(state))
     flags += ("--worker-extension-cls", "trainer_extension.TrainerExtension")
-    environment = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": str(HERE)}
+    environment = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": python_path(HERE)}
     return LearningServer(serve_command(model, *flags), log, **environment)
 
 
@@ -122,6 +122,30 @@ def test_nothing_is_pruned_and_the_answer_says_so_while_nothing_is_learned(serve
     trajectory = answer["groups"][0]["trajectories"][0]
     assert trajectory["success_probability"] is None
     assert trajectory["survival_probability"] == 1
+
+
+@pytest.mark.versions
+def test_groups_behind_the_openai_endpoints_learn_too(server: LearningServer) -> None:
+    """By the ids of their answers: a completion of two prompts, a chat, and requests that join a group."""
+    xargs = {"rollout_redundancy": 1, "rollout_detection_length": 4, "rollout_pruning_mode": "shadow"}
+    common = {"temperature": 1.0, "max_tokens": 12, "min_tokens": 8}
+    body = {**common, "prompt": [[10, 20, 30], [10, 21, 31]], "n": 2, "vllm_xargs": xargs}
+    completion = server.http.post("/v1/completions", json=body).json()
+    messages = [{"role": "user", "content": "2 + 2"}]
+    body = {**common, "messages": messages, "n": 3, "vllm_xargs": xargs}
+    chat = server.http.post("/v1/chat/completions", json=body).json()
+    named = [(answer["id"], choice["index"]) for answer in (completion, chat) for choice in answer["choices"]]
+    assert len(named) == 2 * 2 + 3
+    join = {"rollout_group_id": "g", "rollout_group_size": 1, "rollout_detection_length": 4}
+    body = {**common, "prompt": [10, 22, 32], "vllm_xargs": {**join, "rollout_pruning_mode": "shadow"}}
+    joined = server.http.post("/v1/completions", json=body).json()
+    body = {"rewards": [{"request_id": id, "index": index, "reward": 1.0} for id, index in [*named, (joined["id"], 0)]]}
+    response = server.http.post("/v1/rewards", json=body)
+    assert response.status_code == 200, response.text
+    assert response.json()["counts"]["accepted"] == 8, response.text
+    assert response.json()["num_training"] == 8
+    again = server.http.post("/v1/rewards", json=body, headers={"authorization": "Bearer another"}).json()
+    assert again["counts"]["unknown"] == 8, "another client's"
 
 
 @pytest.mark.versions
@@ -233,6 +257,34 @@ def test_single_requests_that_join_a_group_are_pruned(taught: LearningServer) ->
     assert stopped
     assert all(choice["stop_reason"] == "pruned" for choice in stopped)
     assert len(stopped) < len(choices)  # one at least is able to finish
+
+
+def test_several_lengths_and_ends_are_learned_by_heads_of_their_own(taught: LearningServer) -> None:
+    lengths = [6, 12]
+    plan = {**SHADOW, "detection_length": lengths, "final_score": True}
+    for _ in range(3):
+        answer = taught.rollout(pruning=plan)
+        assert taught.post_rewards(answer)["num_training"] == 3 * 4 * 2 * NUM_KINDS_PROMPTS
+        num_learned = 4 * 2 * NUM_KINDS_PROMPTS
+        taught.wait_until(lambda: all(taught.report(at)["head"] is not None for at in (*lengths, 0)))
+    trial = taught.http.get("/v1/quality_head/detection_lengths").json()
+    assert [row["detection_length"] for row in trial["lengths"]] == lengths
+    assert trial["num_candidates"] == 3 * num_learned
+    assert trial["lengths"][0]["cost_ratio"] < trial["lengths"][1]["cost_ratio"]
+    for at in (*lengths, 0):
+        report = taught.report(at)
+        assert (report["num_awaiting"], report["num_evicted"]) == (0, 0)
+        assert report["head"]["num_labels"] == 3 * num_learned
+    # Also of what ends before it can be scored.
+    answer = taught.rollout(pruning=plan, sampling={"max_tokens": 4, "seed": 77})
+    finals: dict[bool, list[float]] = {True: [], False: []}
+    for group in answer["groups"]:
+        for trajectory in group["trajectories"]:
+            assert trajectory["score"] is None
+            finals[is_success(group["prompt_id"])].append(trajectory["final_score"])
+    ordered = [good > bad for good in finals[True] for bad in finals[False]]
+    assert sum(ordered) / len(ordered) > 0.7, "learned at 16 to 40 tokens, asked at 4"
+    assert taught.post_rewards(answer)["counts"]["accepted"] == num_learned
 
 
 def test_a_head_can_be_taken_out_and_put_back(taught: LearningServer) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,19 @@ def nixl_server(default_model: str, tmp_path: Path) -> Iterator[Server]:
     server.stop()
 
 
-def rollout(server: Server, after: int | None = None, **fields: Any) -> dict[str, Any]:
+@contextmanager
+def paused(server: Server) -> Iterator[None]:
+    """What comes meanwhile waits in the engine, so that however slow the machine, it is there together."""
+    server.http.post("/pause?mode=keep&clear_cache=false").raise_for_status()
+    try:
+        yield
+    finally:
+        server.http.post("/resume").raise_for_status()
+
+
+def rollout(
+    server: Server, after: int | None = None, move: Callable[[Server], dict[str, Any]] | None = None, **fields: Any
+) -> dict[str, Any]:
     """The last event of a rollout and its trajectories; `after` so many tokens of one of them it is moved."""
     body = {"prompts": [{"id": "q", "prompt": "hello"}], "group_size": 3, "stream": True, "stream_tokens": 8, **fields}
     found: dict[str, Any] = {"trajectories": {}, "tokens": {}, "moves": []}
@@ -61,7 +74,7 @@ def rollout(server: Server, after: int | None = None, **fields: Any) -> dict[str
                 tokens += event["token_ids"]
                 if after is not None and len(tokens) >= after:
                     after = None
-                    found["moves"].append(move(server))
+                    found["moves"].append((move or move_all)(server))
             elif event["type"] == "trajectory":
                 trajectory = event["trajectory"]
                 found["trajectories"][trajectory["index"]] = trajectory
@@ -74,7 +87,7 @@ def engines(server: Server) -> list[dict[str, Any]]:
     return server.http.get("/v1/engines").json()["engines"]
 
 
-def move(server: Server) -> dict[str, Any]:
+def move_all(server: Server) -> dict[str, Any]:
     """All groups of the rank that has some, to the other one."""
     (busy,) = [engine["rank"] for engine in engines(server) if engine["num_groups"]]
     answer = server.http.post(f"/v1/engines/{busy}/drain")
@@ -83,6 +96,11 @@ def move(server: Server) -> dict[str, Any]:
     assert restored.status_code == 200, restored.text
     assert restored.json()["state"] == "active"
     return answer.json()
+
+
+def move_while_paused(server: Server) -> dict[str, Any]:
+    with paused(server):
+        return move_all(server)
 
 
 def nums_of_blocks(server: Server) -> list[int]:
@@ -161,9 +179,10 @@ def test_requests_that_join_a_group_follow_it(server: Server) -> None:
         return response.json()["choices"][0]
 
     with ThreadPoolExecutor(4) as pool:
-        first = [pool.submit(ask, num_tokens) for num_tokens in (160, 165, 170)]
-        server.wait_until(lambda: sum(engine["num_running"] for engine in engines(server)) == 3)
-        assert move(server)["num_moved"] == 1
+        with paused(server):
+            first = [pool.submit(ask, num_tokens) for num_tokens in (300, 305, 310)]
+            server.wait_until(lambda: server.num_in_engine == 3)
+        assert move_all(server)["num_moved"] == 1
         late = pool.submit(ask, 5)
         assert late.result()["finish_reason"] == "length"
         endings = [each.result() for each in first]
@@ -201,11 +220,12 @@ def test_a_drained_rank_gets_nothing_until_it_is_restored(server: Server) -> Non
 def test_what_is_in_no_group_ends_where_it_is(server: Server) -> None:
     body = {"prompt": "hello", "max_tokens": 100, "min_tokens": 100}
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(server.http.post, "/v1/completions", json=body, timeout=120)
-        server.wait_until(lambda: sum(engine["num_running"] for engine in engines(server)) == 1)
-        (busy,) = [engine["rank"] for engine in engines(server) if engine["num_running"]]
-        now = server.http.post(f"/v1/engines/{busy}/drain", json={"timeout_s": 0}).json()
-        assert (now["state"], now["num_moved"], now["num_left"]) == ("draining", 0, 1)
+        with paused(server):
+            asked = pool.submit(server.http.post, "/v1/completions", json=body, timeout=120)
+            server.wait_until(lambda: server.num_in_engine == 1)
+            (busy,) = [engine["rank"] for engine in engines(server) if engine["num_waiting"]]
+            now = server.http.post(f"/v1/engines/{busy}/drain", json={"timeout_s": 0}).json()
+            assert (now["state"], now["num_moved"], now["num_left"]) == ("draining", 0, 1)
         assert server.http.post(f"/v1/engines/{busy}/drain").json()["state"] == "drained"
         assert asked.result().json()["usage"]["completion_tokens"] == 100
     server.http.post(f"/v1/engines/{busy}/restore")
@@ -215,13 +235,8 @@ def test_a_group_moves_while_generation_is_paused(server: Server) -> None:
     """As for an update of weights; it goes on elsewhere when generation is resumed."""
     sampling = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "seed": 8, "temperature": 1.0}
     unmoved = rollout(server, sampling=sampling)
-    with ThreadPoolExecutor(1) as pool:
-        moved = pool.submit(rollout, server, sampling=sampling)
-        server.wait_until(lambda: sum(engine["num_running"] for engine in engines(server)) == 3)
-        server.http.post("/pause?mode=keep&clear_cache=false").raise_for_status()
-        answer = move(server)
-        server.http.post("/resume").raise_for_status()
-        found = moved.result()
+    found = rollout(server, after=40, move=move_while_paused, sampling=sampling)
+    (answer,) = found["moves"]
     assert (answer["state"], answer["num_moved"]) == ("drained", 1)
     for index in range(3):
         assert found["trajectories"][index]["token_ids"] == unmoved["trajectories"][index]["token_ids"]
@@ -231,12 +246,11 @@ def test_a_group_moves_before_its_first_token(server: Server) -> None:
     """Paused before it comes, so that all of its candidates wait."""
     sampling = {"max_tokens": 20, "ignore_eos": True, "seed": 9, "temperature": 1.0}
     unmoved = rollout(server, sampling=sampling)
-    server.http.post("/pause?mode=keep&clear_cache=false").raise_for_status()
     with ThreadPoolExecutor(1) as pool:
-        moved = pool.submit(rollout, server, sampling=sampling)
-        server.wait_until(lambda: sum(engine["num_waiting"] for engine in engines(server)) == 3)
-        answer = move(server)
-        server.http.post("/resume").raise_for_status()
+        with paused(server):
+            moved = pool.submit(rollout, server, sampling=sampling)
+            server.wait_until(lambda: server.num_in_engine == 3)
+            answer = move_all(server)
         found = moved.result()
     assert answer["num_moved"] == 1
     for index in range(3):

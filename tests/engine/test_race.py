@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from tests.engine.conftest import HERE, run_script
+from tests.engine.conftest import HERE, python_path, run_script
 
 pytestmark = pytest.mark.versions
 
-V2 = {"VLLM_USE_V2_MODEL_RUNNER": "1", "PYTHONPATH": str(HERE / "v2_on_cpu")}
+V2 = {"VLLM_USE_V2_MODEL_RUNNER": "1", "PYTHONPATH": python_path(HERE / "v2_on_cpu")}
 
 
 @pytest.fixture(scope="module", params=["v1", "v2"])
@@ -52,13 +52,14 @@ def test_scoring_changes_no_token(race: dict[str, Any]) -> None:
     assert [row[:3] for row in race["scored"]] == [row[:3] for row in race["whole"]]
 
 
-def test_a_candidate_is_scored_by_the_state_that_produced_its_token_at_the_detection_length(
+def test_a_candidate_is_scored_by_the_states_that_produced_its_tokens_at_the_detection_lengths_and_its_last_one(
     race: dict[str, Any],
 ) -> None:
-    # One that ends with that very token is not judged any more.
-    lives_on = [len(row[1]) > race["detection_length"] for row in race["scored"]]
-    assert [shown is not None for shown in race["shown"]] == lives_on
-    for shown in filter(None, race["shown"]):
+    for row, shown in zip(race["scored"], race["shown"], strict=True):
+        # One that ends with the very token of a detection length is not judged there any more.
+        lives_on = {str(length) for length in race["detection_lengths"] if len(row[1]) > length}
+        assert shown.keys() == {*lives_on, "0"}
+    for shown in (each for its in race["shown"] for each in its.values()):
         assert shown["hidden_error"] < 1e-3
         assert shown["logit"][0] == pytest.approx(shown["logit"][1], abs=1e-2)
         assert shown["mean"][0] == pytest.approx(shown["mean"][1], rel=1e-3)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.engine.conftest import ENVIRONMENT, TIMEOUT_S, run_script
 from vllm_rollout.adapter.api.serve import allowed_plugins
-from vllm_rollout.adapter.compat import LOGGING_FLAGS, has
+from vllm_rollout.adapter.compat import LOGGING_FLAGS, SCALE_OUT_FLAG, has, vllm_version
 
 
 def serve(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -47,7 +47,11 @@ def test_short_help_says_what_is_added_and_what_the_default_model_is() -> None:
     assert "smollm2-135m-instruct" in done.stdout
 
 
-LATER_FLAGS = [] if has(LOGGING_FLAGS) else [(("--log-level", "DEBUG"), ["--log-level", "0.31", "VLLM_LOGGING_LEVEL"])]
+LATER_FLAGS = [
+    ((flag,), [flag, row.since, vllm_version])
+    for flag, row in (("--log-level=DEBUG", LOGGING_FLAGS), ("--enable-scale-out", SCALE_OUT_FLAG))
+    if not has(row)
+]
 
 
 @pytest.mark.parametrize(
@@ -92,11 +96,14 @@ def test_openapi_has_everything_of_stock_and_only_additions(tiny_model: str) -> 
     ours = run_script("openapi.py", tiny_model, VLLM_PLUGINS="vllm_rollout")
     added = {path for path in ours["paths"] if path not in stock["paths"]}
     assert added == {
+        "/v1/rewards",
         "/v1/rollouts",
         "/v1/rollouts/{rollout_id}/rewards",
+        "/v1/rollouts/prompts",
         "/v1/rollouts/state",
         "/v1/quality_head",
         "/v1/quality_head/report",
+        "/v1/quality_head/detection_lengths",
         "/v1/engines",
         "/v1/engines/advice",
         "/v1/engines/{rank}/drain",

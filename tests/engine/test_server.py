@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from tests.engine.conftest import LONG, TIMEOUT_S, Server, ends_after, race_joined
-from vllm_rollout.adapter.compat import REJECTS_WHILE_PAUSED, WEIGHT_SPANS, has, lacking
+from vllm_rollout.adapter.compat import REJECTS_WHILE_PAUSED, WEIGHT_SPANS, has, lacking, vllm_version
 
 PROMPTS = [
     {"id": "text", "prompt": "hello world"},
@@ -429,6 +429,15 @@ def test_a_rollout_that_comes_while_an_aborting_pause_lasts_waits_or_is_told_to_
             assert waiting.result().status_code == 200, waiting.result().text
     assert server.counter("vllm_rollout:candidates_total", state="failed") == failed
     assert server.http.post("/v1/rollouts", json=body).status_code == 200
+
+
+@pytest.mark.versions
+def test_a_sampling_field_that_this_vllm_lacks_is_a_422_that_names_both(server: Server) -> None:
+    body = {"prompts": PROMPTS[:1], "group_size": 2, "sampling": {"of_a_later_vllm": True}}
+    error = server.http.post("/v1/rollouts", json=body)
+    assert error.status_code == 422
+    assert error.json()["error"]["param"] == "sampling.of_a_later_vllm"
+    assert f"vLLM {vllm_version} has no such sampling field" in error.json()["error"]["message"]
 
 
 @pytest.mark.versions

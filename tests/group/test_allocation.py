@@ -13,12 +13,13 @@ from vllm_rollout.group.allocation import (
     Budget,
     allocate,
     allocate_batch,
+    extreme_tails,
     normalized_weights,
     optimal_budget,
     upper_bound,
 )
 from vllm_rollout.group.cost import CostModel, PTLCurve
-from vllm_rollout.group.history import LengthMoments
+from vllm_rollout.group.moments import LengthMoments
 from vllm_rollout.group.plan import GroupPlan
 
 weights = st.lists(st.one_of(st.floats(0, 1), st.just(0.0), st.sampled_from([0.5, 1.0])), min_size=1, max_size=30)
@@ -294,8 +295,8 @@ def test_batches_that_cannot_run_are_refused(prompts, group_size, max_candidates
 
 def test_every_prompt_gets_the_plan_of_its_share():
     prompts = [BatchPrompt(lengths(500, std)) for std in (10, 400)]
-    batch = allocate_batch(prompts, lengths(500, 300), None, group_size=4, max_candidates=64)
-    assert [p.at_upper_bound for p in batch.prompts] == [False, True]
+    batch = allocate_batch(prompts, lengths(500, 200), None, group_size=4, max_candidates=64)
+    assert [p.extreme for p in batch.prompts] == [False, True]
     plan = GroupPlan(4, upper_bound(4, 64) - 4, False, "dual_end", 1)
     assert (
         batch.plans(plan)
@@ -303,6 +304,66 @@ def test_every_prompt_gets_the_plan_of_its_share():
         == [GroupPlan(4, 0, False, "dual_end", 1), GroupPlan(4, 4, True, "shortest")]
     )
     assert [its.early_stop for its in batch.plans(plan, False)] == [False, False]
+
+
+def test_a_budget_at_its_upper_end_makes_nobody_extreme():
+    prompts = [BatchPrompt(lengths(500, 100 + i)) for i in range(64)]
+    batch = allocate_batch(prompts, lengths(500, 300), FLAT, group_size=4, max_candidates=64)
+    assert all(p.at_upper_bound for p in batch.prompts)
+    assert [p.extreme for p in batch.prompts] == [False] * 61 + [True] * 3, "5 % of 64"
+
+
+@pytest.mark.parametrize(("num", "most"), [(20, 1), (39, 1), (40, 2), (128, 6), (1000, 50)])
+def test_the_twentieth_that_spreads_most_is_extreme(num, most):
+    assert sum(extreme_tails([float(i) for i in range(num)], 1.0)) == most
+
+
+def test_prompts_that_spread_alike_are_extreme_together_or_not_at_all():
+    assert not any(extreme_tails([7.0] * 200, 1.0))
+    assert extreme_tails([5.0] * 39 + [9.0], 1.0) == [False] * 39 + [True]
+    assert not any(extreme_tails([5.0] * 37 + [9.0] * 3, 1.0)), "two places for three"
+
+
+def test_a_prompt_that_was_never_seen_is_not_extreme():
+    assert extreme_tails([None] * 60 + [float(i) for i in range(20)], 1.0) == [False] * 79 + [True]
+
+
+@pytest.mark.parametrize(
+    ("stds", "usual", "extreme"),
+    [
+        ([500.0], 300.0, [True]),
+        ([400.0], 300.0, [False]),
+        ([500.0, 480.1, 100.0], 300.0, [True, True, False]),
+        ([None], 300.0, [False]),
+        ([500.0], None, [False]),
+        ([500.0], 0.0, [False]),
+        ([], None, []),
+    ],
+)
+def test_among_few_prompts_the_history_says_whose_tail_is_extreme(stds, usual, extreme):
+    assert extreme_tails(stds, usual) == extreme
+
+
+@given(st.lists(st.none() | st.floats(0, 1e18), max_size=80), st.none() | st.floats(0, 1e18), st.randoms())
+def test_extreme_prompts_are_few_the_heaviest_and_the_same_in_any_order(stds, usual, chance):
+    extreme = dict(zip(stds, extreme_tails(stds, usual), strict=True))
+    known = [std for std in stds if std is not None]
+    if len(known) >= 20:
+        assert sum(extreme[std] for std in known) <= 0.05 * len(known)
+    for std in known:
+        assert not extreme[std] or all(extreme[other] for other in known if other >= std)
+    shuffled = chance.sample(stds, len(stds))
+    assert extreme_tails(shuffled, usual) == [extreme[std] for std in shuffled]
+
+
+def test_a_prompts_deviation_is_of_lengths_cut_at_its_max_tokens():
+    """Four groups of which most ran into the cap: what is expected beyond would outweigh everything else."""
+    seen = [lengths(4000, 12_836), lengths(900, 1200), lengths(300, 200), lengths(60, 40)]
+    batch = allocate_batch([BatchPrompt(one, 100, 1024) for one in seen], None, None, group_size=8, max_candidates=64)
+    stds = [prompt.std_tokens for prompt in batch.prompts]
+    assert max(stds) <= 512, "half of max_tokens at each end is the most that lengths can vary"
+    assert stds[3] == pytest.approx(40, rel=0.02)
+    assert batch.prompts[2].weight > 0.3, "uncut it would be 0.01"
 
 
 @pytest.mark.parametrize(("group_size", "max_candidates", "most"), [(4, 64, 8), (4, 6, 6), (4, 4, 4)])

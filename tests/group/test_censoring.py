@@ -13,11 +13,11 @@ from vllm_rollout.group.censoring import (
     MAX_STOPS,
     MIN_LOG_STD,
     LogLengthFit,
-    _counted,
-    _log_survival,
     _tail,
+    counted_stops,
     fit_log_lengths,
     group_moments,
+    log_survival,
 )
 from vllm_rollout.group.history import HISTORY_MAX_TOKENS
 
@@ -153,16 +153,16 @@ def test_spread_of_logs_needs_two_that_finished():
 
 
 def test_survival_goes_on_where_erfc_ends():
-    assert _log_survival(35.0) == pytest.approx(_log_survival(35.0 - 1e-9), abs=1e-6)
-    assert _log_survival(0.0) == pytest.approx(math.log(0.5))
-    assert _log_survival(1e6) == pytest.approx(-5e11, rel=1e-6)
+    assert log_survival(35.0) == pytest.approx(log_survival(35.0 - 1e-9), abs=1e-6)
+    assert log_survival(0.0) == pytest.approx(math.log(0.5))
+    assert log_survival(1e6) == pytest.approx(-5e11, rel=1e-6)
 
 
 def test_many_different_stops_are_fitted_as_few_of_them_with_nearly_the_same_moments(monkeypatch):
     rng = random.Random(3)
     drawn = log_normal_lengths(rng, 0.8, 2000)
     finished, stops = drawn[::2], [max(1, round(length * rng.random())) for length in drawn[1::2]]
-    counted = _counted(stops)
+    counted = counted_stops(stops)
     assert len(counted) == MAX_STOPS
     assert sum(count for _, count in counted) == len(stops)
     few = group_moments(finished, stops, 0.7)

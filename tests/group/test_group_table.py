@@ -2,7 +2,8 @@ import random
 
 import pytest
 
-from vllm_rollout.group.lifecycle import Group, GroupTable, GroupTerms
+from vllm_rollout.group.group_table import GroupTable
+from vllm_rollout.group.lifecycle import Group, GroupTerms
 
 
 def open_with_candidate(table: GroupTable, group_id: str, num_candidates: int = 1) -> Group:

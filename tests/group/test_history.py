@@ -12,12 +12,12 @@ from vllm_rollout.group.history import (
     HISTORY_DATASET_HALF_LIFE,
     HISTORY_MAX_TOKENS,
     HISTORY_PROMPT_WEIGHT,
-    LOG_STD_PRIOR,
     MAX_HISTORY_PROMPTS,
     LengthHistory,
     ObservedLength,
     observed_lengths,
 )
+from vllm_rollout.group.life_table import PRIOR_LOG_STD
 from vllm_rollout.group.types import Ending
 
 observed = st.lists(st.builds(ObservedLength, st.integers(0, 5000), st.booleans()), max_size=6)
@@ -49,7 +49,7 @@ def test_nothing_is_known_before_the_first_group():
     history = LengthHistory()
     assert history.of("a") is None
     assert history.dataset() is None
-    assert history.log_std() == pytest.approx(LOG_STD_PRIOR)
+    assert history.log_std() == pytest.approx(PRIOR_LOG_STD)
     assert len(history) == 0
 
 

@@ -1,5 +1,6 @@
 """Judge: scores in, verdicts out; rewards in, labels out."""
 
+import json
 import random
 from dataclasses import replace
 
@@ -7,13 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_rollout.config import MAX_DETECTION_LENGTHS, MAX_LABEL_WEIGHT
+from vllm_rollout.config import MAX_ADAPTERS, MAX_DETECTION_LENGTHS, MAX_LABEL_WEIGHT
 from vllm_rollout.group.judge import Judge, Scoring
 from vllm_rollout.group.learning import Learning
 from vllm_rollout.group.ledger import LedgerEntry, Reward
 from vllm_rollout.group.lifecycle import Group, GroupTerms
+from vllm_rollout.group.memory import Memory
 from vllm_rollout.group.pruning_plan import PruningPlan
-from vllm_rollout.group.types import Assessment, Confidence, Observation
+from vllm_rollout.group.types import WHOLE, Assessment, Confidence, Observation
 
 LENGTH = 8
 PLAN = PruningPlan(LENGTH, min_labels=4, allow_fewer=True)
@@ -50,14 +52,25 @@ class Siblings:
     def __init__(self, judge: Judge, plan: PruningPlan = PLAN, group_size: int = 1, num: int = 8, **scoring) -> None:
         self.judge = judge
         self.scoring = Scoring(
-            scoring.get("rollout_id", "r"), scoring.get("prompt_id", "p"), scoring.get("seed", 7), plan
+            scoring.get("rollout_id", "r"),
+            scoring.get("prompt_id", "p"),
+            scoring.get("seed", 7),
+            plan,
+            prompt_key=scoring.get("prompt_key", ""),
+            adapter=scoring.get("adapter", ""),
         )
         self.group = Group(GroupTerms(group_size, num))
         self.entries: dict[int, LedgerEntry] = {}
         for index in range(num):
             self.group.launch()
             self.entries[index] = judge.ledger.open(
-                self.scoring.rollout_id, self.scoring.prompt_id, index, f"request-{index}", plan
+                self.scoring.rollout_id,
+                self.scoring.prompt_id,
+                index,
+                f"request-{index}",
+                plan,
+                prompt_key=self.scoring.prompt_key,
+                adapter=self.scoring.adapter,
             )
 
     def due(self, logits: dict[int, float | None]) -> list[int]:
@@ -233,6 +246,36 @@ def test_labels_of_survivors_weigh_by_their_survival_and_those_of_shadow_mode_by
     assert label.active == (mode == "active")
 
 
+def test_rewards_teach_the_success_of_their_prompt():
+    """By its key, one for each candidate that a survivor stands for; without a key nothing is remembered."""
+    judge = taught_judge()
+    for key, rollout_id in (("id:p", "r"), ("", "s")):
+        siblings = Siblings(judge, rollout_id=rollout_id, prompt_key=key)
+        siblings.due(LOGITS)
+        siblings.finish(*range(8))
+        kept = [index for index, assessment in siblings.assessments().items() if assessment.keep]
+        judge.reward(rollout_id, [Reward("p", index, 1.0, positive=index == kept[0]) for index in kept])
+    assert len(judge.memory.successes) == 1
+    weights = [1 / siblings.assessments()[index].survival_probability for index in kept]
+    known = judge.memory.successes.of("id:p")
+    assert known.num_rewarded == pytest.approx(sum(weights), rel=0.25)  # the first ones decay meanwhile
+    assert 0 < known.num_successful <= weights[0]
+
+
+def test_a_prompt_that_never_succeeded_is_steered_more():
+    """The same siblings, whose scores promise success for half of them, under the gradient rule."""
+    strengths = []
+    for past in (0, 60):
+        judge = taught_judge()
+        for _ in range(past):
+            judge.memory.successes.observe("id:p", False)
+        siblings = Siblings(judge, replace(PLAN, rule="gradient"), prompt_key="id:p")
+        siblings.due(LOGITS)
+        survival = [siblings.assessments()[index].survival_probability for index in LOGITS]
+        strengths.append(survival[-1] - survival[0])
+    assert strengths[1] > strengths[0] + 0.1
+
+
 def test_nothing_is_judged_at_one_detection_length_more_than_are_awaited():
     judge = Judge()
     for length in range(1, MAX_DETECTION_LENGTHS + 1):
@@ -262,10 +305,144 @@ def test_the_detection_length_used_longest_ago_gives_way_when_nobody_awaits_rewa
     assert list(judge.memory.learnings) == [1, 4, 5, 6, 7, 8, 2, 100]
 
 
-def test_a_candidate_whose_reward_has_no_door_is_judged_once_as_any_other():
-    with_entries, without = Siblings(taught_judge()), Siblings(taught_judge())
-    expected = with_entries.due(LOGITS)
-    without.entries = dict.fromkeys(without.entries)
-    assert without.due(LOGITS) == expected
-    assert without.group.assessments == with_entries.group.assessments
-    assert without.due(dict.fromkeys(set(LOGITS) - set(expected), -9.0)) == []
+def test_a_prompt_s_success_is_corrected_as_audits_say_and_survives_a_restart():
+    """Audits that all succeed among races that all fail: a race's success then stands for as many as a label may."""
+    judge = taught_judge()
+    bias = judge.memory.learnings[LENGTH].race_bias
+    for _ in range(400):
+        bias.add(True, 1.0, audit=True)
+        bias.add(False, 1.0, audit=False)
+    siblings = Siblings(judge, replace(PLAN, mode="active"), group_size=8, prompt_key="id:p")
+    siblings.due(LOGITS)
+    siblings.finish(*range(8))
+    judge.reward("r", [Reward("p", index, 1.0, True) for index in range(8)])
+    assert judge.memory.successes.of("id:p").num_rewarded > 8
+    restored = Memory.from_state(json.loads(json.dumps(list(judge.memory.to_state()))))
+    assert restored.successes.of("id:p") == judge.memory.successes.of("id:p")
+    assert restored.learnings[LENGTH].race_bias.to_state() == bias.to_state()
+
+
+TRIAL = replace(SHADOW, trial_lengths=(16, 32), final_score=True)
+
+
+def seen_at(length: int, logit: float | None) -> Observation:
+    return replace(observation(logit), detection_length=length)
+
+
+def test_a_trial_scores_at_each_length_stops_nobody_and_teaches_each_its_own():
+    judge = taught_judge()
+    siblings = Siblings(judge, TRIAL)
+    for length in TRIAL.scored_lengths:
+        due = {i: (siblings.entries[i], seen_at(length, logit)) for i, logit in LOGITS.items()}
+        assert judge.judge(siblings.group, siblings.scoring, due) == []
+        assert judge.judge(siblings.group, siblings.scoring, due) == [], "again, after a token was dropped"
+    assert siblings.group.assessments.keys() == LOGITS.keys()
+    siblings.finish(*range(8))
+    assert judge.ledger.num_awaiting() == {LENGTH: 8, 16: 8, 32: 8}
+    assert all(judge.ledger.awaits(length) for length in TRIAL.scored_lengths)
+    _, statuses, labels = judge.reward("r", [Reward("p", i, float(i % 2), bool(i % 2)) for i in range(8)])
+    assert statuses == ["accepted"] * 8
+    assert all(label.scores.keys() == set(TRIAL.scored_lengths) for label in labels)
+    assert judge.ledger.num_awaiting() == {}
+    for length in (16, 32):
+        learning = judge.memory.learnings[length]
+        scores = [outcome.scores["head"] for outcome in learning.outcomes()]
+        assert scores == sorted(scores)
+        assert len(scores) == 8
+    tried = judge.memory.length_trial.candidates()
+    assert [candidate.lengths for candidate in tried] == [TRIAL.scored_lengths] * 8
+    assert all(scores.keys() == {"head", "confidence"} for candidate in tried for scores in candidate.scores)
+
+
+def test_what_ended_between_two_lengths_is_in_the_trial_with_what_it_showed():
+    judge = taught_judge()
+    siblings = Siblings(judge, TRIAL, num=1)
+    judge.judge(siblings.group, siblings.scoring, {0: (siblings.entries[0], seen_at(LENGTH, 0.5))})
+    siblings.entries[0].state, siblings.entries[0].num_tokens = "finished", 12
+    judge.reward("r", [Reward("p", 0, 1.0, True)])
+    (tried,) = judge.memory.length_trial.candidates()
+    assert [bool(scores) for scores in tried.scores] == [True, False, False]
+    assert tried.num_tokens == 12
+
+
+def test_a_final_score_teaches_also_of_what_ended_before_detection_and_decides_nothing():
+    judge = taught_judge()
+    siblings = Siblings(judge, replace(PLAN, final_score=True), num=2)
+    siblings.due({0: 3.0})
+    siblings.finish(0, 1)
+    for index in range(2):
+        assessment = judge.value(siblings.entries[index], seen_at(WHOLE, 2.0 + index))
+        assert (assessment.score, assessment.keep, assessment.cold) == (2.0 + index, True, True)
+    kept = siblings.entries[0].assessment.survival_probability
+    assert 0 < kept < 1
+    assert siblings.entries[0].trials[WHOLE].assessment.survival_probability == kept
+    assert siblings.entries[1].trials[WHOLE].assessment.survival_probability == 1.0
+    num_before = len(judge.memory.learnings[LENGTH].outcomes())
+    _, statuses, labels = judge.reward("r", [Reward("p", 0, 1.0, True), Reward("p", 1, 0.0, False)])
+    assert statuses == ["accepted"] * 2
+    assert [label.weight for label in labels] == [pytest.approx(min(MAX_LABEL_WEIGHT, 1 / kept)), 1.0]
+    assert len(judge.memory.learnings[WHOLE].outcomes()) == 2
+    assert len(judge.memory.learnings[LENGTH].outcomes()) == num_before + 1
+    assert judge.memory.length_trial.candidates() == []
+
+
+def test_the_end_of_a_trajectory_is_calibrated_like_a_detection_length():
+    judge = Judge()
+    siblings = Siblings(judge, replace(SHADOW, final_score=True), num=400, group_size=400)
+    rng = random.Random(5)
+    for index, entry in siblings.entries.items():
+        judge.value(entry, seen_at(WHOLE, rng.gauss(1.0 if index % 2 else -1.0, 1.0)))
+    siblings.finish(*range(400))
+    judge.reward("r", [Reward("p", index, float(index % 2), bool(index % 2)) for index in range(400)])
+    others = Siblings(judge, replace(SHADOW, final_score=True), num=2, rollout_id="s")
+    low, high = (judge.value(others.entries[i], seen_at(WHOLE, logit)) for i, logit in enumerate((-2.0, 2.0)))
+    assert low.success_probability < 0.15 < 0.85 < high.success_probability
+
+
+def rewarded(siblings: Siblings) -> None:
+    """All are scored, finished and told whether they were right: those of a high logit were not."""
+    siblings.due(LOGITS)
+    siblings.finish(*LOGITS)
+    rewards = [Reward("p", index, float(logit < 0), logit < 0) for index, logit in LOGITS.items()]
+    _, statuses, labels = siblings.judge.reward(siblings.scoring.rollout_id, rewards)
+    assert set(statuses) == {"accepted"}
+    assert {label.key for label in labels} == {(LENGTH, siblings.scoring.adapter)}
+
+
+def test_an_adapter_learns_and_is_judged_by_itself():
+    judge = taught_judge()
+    before = judge.memory.learnings[LENGTH].to_state()
+    other = Siblings(judge, adapter="b", rollout_id="b")
+    assert other.due(LOGITS) == []
+    assert all(assessment.cold for assessment in other.assessments().values()), "what the base model learned is its own"
+    state_of_b = judge.memories.known("b").learnings[LENGTH].to_state()
+    for number in range(3):
+        rewarded(Siblings(judge, SHADOW, adapter="a", rollout_id=f"a{number}", prompt_key="id:p"))
+    assert judge.memory.learnings[LENGTH].to_state() == before
+    assert judge.memories.known("b").learnings[LENGTH].to_state() == state_of_b
+    assert judge.memories.known("a").learnings[LENGTH].calibrators["head"].num_positive == 12
+    assert [len(memory.successes) for memory in judge.memories.all().values()] == [0, 0, 1]
+    of_base, of_a = Siblings(judge, SHADOW, rollout_id="r1"), Siblings(judge, SHADOW, rollout_id="a9", adapter="a")
+    for siblings in (of_base, of_a):
+        siblings.due(LOGITS)
+    successes = [[siblings.assessments()[i].success_probability for i in (0, 7)] for siblings in (of_base, of_a)]
+    assert successes[0][0] < successes[0][1]
+    assert successes[1][0] > successes[1][1]
+
+
+def test_of_more_adapters_than_there_is_room_for_none_is_judged_while_rewards_are_awaited():
+    judge = Judge()
+    for number in range(MAX_ADAPTERS):
+        Siblings(judge, SHADOW, adapter=f"{number}", rollout_id=f"{number}").due(LOGITS)
+    late = Siblings(judge, SHADOW, adapter="late", rollout_id="late")
+    assert late.due(LOGITS) == []
+    assert not late.group.assessments
+    base = Siblings(judge, SHADOW, rollout_id="base")
+    base.due(LOGITS)
+    assert base.group.assessments
+    for index in LOGITS:
+        judge.ledger.take("3", "p", index)
+    late.due(LOGITS)
+    assert late.group.assessments
+    assert judge.memories.known("3") is None
+    assert judge.memories.take_forgotten() == [(LENGTH, "3")]

@@ -195,6 +195,7 @@ def test_chance_differs_between_groups_and_seeds():
 
 def test_labels_of_survivors_weigh_by_their_rarity():
     """Two labels at survival 1/4 and one at 1: 8 to 1. In shadow mode nobody was at stake: 2 to 1."""
+    told = {}
     assert [label_weight(p) for p in (1.0, 0.25, 0.001)] == [1.0, 4.0, MAX_LABEL_WEIGHT]
     cold = assess(Learning(16), {0: observation(0.0)})[0]
     rare = replace(cold, survival_probability=0.25)
@@ -203,13 +204,10 @@ def test_labels_of_survivors_weigh_by_their_rarity():
         learning.reward(observation(0.0), rare, 20, True, "g", active)
         learning.reward(observation(0.0), rare, 20, True, "g", active)
         learning.reward(observation(0.0), cold, 20, False, "g", active)
-        q = max(learning.calibrators["head"].table())
-        assert q / (1 - q) == pytest.approx(odds_in_own_bin(2 * weight))
-
-
-def odds_in_own_bin(num_positive: float) -> float:
-    """Posterior odds far from the edges, against one negative: spread 7, 128 bins, smoothing 1."""
-    return num_positive * ((num_positive + 1) / (8 * num_positive + 128)) / ((1 + 1) / (8 + 128))
+        weights = [label[2] for label in learning.calibrators["head"].to_state()["labels"]]
+        assert weights == [weight, weight, 1.0]
+        told[active] = learning.calibrators["head"].success_probability(0.0, 1)
+    assert told[True] > told[False] > 0.5
 
 
 def test_report_of_a_signal_uses_what_was_said_before_the_reward():
@@ -286,31 +284,91 @@ def test_states_that_were_never_saved_are_refused(change):
         Learning.from_state({**taught(2).to_state(), **change})
 
 
-def stream(weighted: bool, plan: PruningPlan, num_groups: int = 140) -> Learning:
-    """Prune by the head; prompts differ in difficulty, success has rate 0.3. Only survivors get rewards."""
-    learning, rng = Learning(16), random.Random(11)
+def stream(weighted: bool, plan: PruningPlan, num_groups: int = 140) -> tuple[Learning, float]:
+    """Prune by the head; prompts differ in difficulty, success has rate 0.3. Only survivors get rewards.
+
+    The learning, and the success rate of all candidates.
+    """
+    learning, rng, num_positive = Learning(16), random.Random(11), 0
     for g in range(num_groups):
         positives, observations = observe_group(rng, rate=rng.betavariate(0.9, 2.1))
+        num_positive += sum(positives)
         for i, assessment in assess(learning, observations, plan, group=str(g)).items():
             if assessment.keep:
                 learning.reward(observations[i], assessment, 20, positives[i], str(g), active=weighted)
-    return learning
+    return learning, num_positive / (16 * num_groups)
 
 
-def confidence_bias(learning: Learning) -> float:
-    """Mean of q - truth by the signal that was not pruned by. Known truth: q averages to the success rate, 0.3."""
+def confidence_bias(learning: Learning, rate: float) -> float:
+    """Mean of q - truth by the signal that was not pruned by. Known truth: q averages to the success rate."""
     rng = random.Random(12)
-    probes = [10 + rng.gauss(0.5 * (rng.random() < 0.3), 1) for _ in range(2000)]
+    probes = [10 + rng.gauss(0.5 * (rng.random() < rate), 1) for _ in range(2000)]
     calibrator = learning.calibrators["confidence"]
-    return sum(map(calibrator.success_probability, probes)) / len(probes) - 0.3
+    return sum(map(calibrator.success_probability, probes)) / len(probes) - rate
 
 
 @pytest.mark.parametrize(("rule", "sign"), [("balance", 1), ("paper", -1)])
 def test_weighted_labels_stay_right_where_survivors_alone_drift(rule, sign):
     plan = replace(PLAN, rule=rule)
-    drifted, right = stream(False, plan), stream(True, plan)
-    assert confidence_bias(drifted) * sign > 0.06
-    assert abs(confidence_bias(right)) < 0.03
-    assert (drifted.report().shadow.positive_ratio - 0.3) * sign > 0.06
-    assert right.report().active.positive_ratio == pytest.approx(0.3, abs=0.03)
-    assert (right.report().active.survivors_positive_ratio - 0.3) * sign > 0.06
+    (drifted, rate), (right, same_rate) = stream(False, plan), stream(True, plan)
+    assert rate == same_rate
+    assert confidence_bias(drifted, rate) * sign > 0.06
+    assert abs(confidence_bias(right, rate)) < 0.03
+    assert (drifted.report().shadow.positive_ratio - rate) * sign > 0.06
+    assert right.report().active.positive_ratio == pytest.approx(rate, abs=0.03)
+    assert (right.report().active.survivors_positive_ratio - rate) * sign > 0.06
+
+
+def test_another_version_of_the_head_is_judged_by_its_own_scale():
+    """A head whose logits are twice as large, and moved: the same verdicts for the same candidates."""
+    learning, rng = taught(60), random.Random(13)
+    judged = assess(learning, observe_group(rng)[1], replace(PLAN, keep_ratio=1.0))
+    told = {a.score: a.success_probability for a in judged.values()}
+    for _ in range(40):
+        _, observations = observe_group(rng)
+        moved = {i: replace(o, logit=2 * o.logit + 3, head_version=2) for i, o in observations.items()}
+        assess(learning, moved)
+    probes = {i: observation(2 * score + 3, version=2) for i, score in enumerate(told)}
+    for again, q in zip(assess(learning, probes).values(), told.values(), strict=True):
+        assert again.success_probability == pytest.approx(q, abs=0.1)
+
+
+def test_a_head_that_was_put_begins_a_scale_of_its_own_under_a_number_that_was_there():
+    learning, rng = taught(60), random.Random(14)
+    learning.begin_head(1)
+    for _ in range(20):
+        _, observations = observe_group(rng)
+        assess(learning, {i: replace(o, logit=2 * o.logit + 30) for i, o in observations.items()})
+    low, high = (assess(learning, {0: observation(30 + 2 * x)})[0].success_probability for x in (-1.5, 1.5))
+    assert low < 0.3 < 0.5 < high
+
+
+def test_the_auc_of_a_report_over_several_versions_is_that_of_each():
+    learning, rng = Learning(16), random.Random(15)
+    for g in range(120):
+        positives, observations = observe_group(rng)
+        factor, shift, version = (1.0, 0.0, 1) if g < 60 else (0.1, 20.0, 2)
+        moved = {i: replace(o, logit=factor * o.logit + shift, head_version=version) for i, o in observations.items()}
+        for i, assessment in assess(learning, moved, SHADOW, group=str(g)).items():
+            learning.reward(moved[i], assessment, 50, positives[i], str(g), False)
+    assert learning.report().signals["head"].auc == pytest.approx(0.885, abs=0.04)
+
+
+def test_verdicts_do_not_depend_on_the_unit_of_a_head_s_logits():
+    """The gradient rule's population is of labels, whose scores are those of their version's scale."""
+
+    def survivals(factor: float, shift: float) -> list[float]:
+        learning, rng = Learning(PLAN.detection_length), random.Random(5)
+        for g in range(60):
+            positives, seen = observe_group(rng, rate=0.1)
+            seen = {i: observation(factor * each.logit + shift) for i, each in seen.items()}
+            for i, assessment in assess(learning, seen, SHADOW, group=str(g)).items():
+                learning.reward(seen[i], assessment, 50, positives[i], str(g), False)
+        _, seen = observe_group(rng, rate=0.1)
+        seen = {i: observation(factor * each.logit + shift) for i, each in seen.items()}
+        plan = replace(PLAN, rule="gradient", keep_ratio=0.5)
+        return [each.survival_probability for each in assess(learning, seen, plan).values()]
+
+    as_they_are = survivals(1.0, 0.0)
+    assert max(as_they_are) - min(as_they_are) > 0.2, "it steers"
+    assert survivals(10.0, 50.0) == pytest.approx(as_they_are, abs=0.05)

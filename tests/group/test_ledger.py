@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_rollout.group.ledger import Ledger, LedgerEntry
+from vllm_rollout.group.ledger import Ledger, LedgerEntry, NamedReward, Place, Reward
 from vllm_rollout.group.pruning_plan import PruningPlan
 from vllm_rollout.group.types import Assessment, Confidence
 
@@ -188,3 +188,93 @@ def test_whatever_is_posted_in_any_order_each_candidate_is_accepted_once(posted,
         seen[expected] += 1
     assert seen["accepted"] == len(first)
     assert sum(ledger.num_awaiting().values()) == len(launched) - len(first)
+
+
+def named(by: str, id: str, index: int = 0, prompt: str = "") -> NamedReward:
+    return NamedReward(by, id, Reward(prompt, index, 1.0, True))
+
+
+def test_a_candidate_is_found_by_its_rollout_its_group_and_the_request_it_answers():
+    ledger = Ledger()
+    ledger.open("r", "p", 3, "x", PLAN, "r-0")
+    ledger.name("cmpl-1", "r-0", {0: 3, 1: 4})
+    place = Place("r", "p", 3)
+    assert ledger.find(named("rollout", "r", 3, "p")) == place
+    assert ledger.find(named("group", "r-0", 3)) == place
+    assert ledger.find(named("request", "cmpl-1")) == place
+    assert ledger.find(named("request", "cmpl-1", 1)) is None, "that one is not here"
+    for by, id in (("group", "r"), ("group", "cmpl-1"), ("request", "r-0"), ("rollout", "r-0")):
+        assert ledger.find(named(by, id)) is None
+
+
+def test_a_name_that_is_used_again_is_the_newest_ones():
+    ledger = Ledger(max_candidates=2)
+    for group in "ab":
+        ledger.open(group, "p", 0, group, PLAN, group)
+        ledger.name("cmpl-1", group, {0: 0})
+    assert ledger.find(named("request", "cmpl-1")) == Place("b", "p", 0)
+    ledger.open("c", "p", 0, "c", PLAN, "c")  # the first is forgotten, and its name stays the second's
+    assert ledger.find(named("request", "cmpl-1")) == Place("b", "p", 0)
+    ledger.name("late", "a", {0: 0})
+    assert ledger.find(named("request", "late")) is None
+
+
+operations = st.lists(
+    st.tuples(
+        st.sampled_from(["open", "name", "take"]), st.sampled_from("abc"), st.integers(0, 2), st.sampled_from("xyz")
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(operations)
+def test_no_name_outlives_what_it_names(steps):
+    ledger = Ledger(max_candidates=4)
+    remembered: set[tuple[str, int]] = set()
+    for operation, group, index, name in steps:
+        if operation == "open":
+            ledger.open(group, "p", index, f"{group}{index}", PLAN, group)
+        elif operation == "name":
+            ledger.name(name, group, {0: index, 1: 0})
+        else:
+            ledger.take(group, "p", index)
+        remembered = {(group, index) for group in "abc" for _, index in ledger._rollouts.get(group, ())}
+        assert len(ledger) == len(remembered) <= 4
+        assert ledger._groups.keys() == {group for group, _ in remembered}
+        known = {(entry.group_id, entry.index) for choices in ledger._requests.values() for entry in choices.values()}
+        assert known <= remembered
+        assert all(ledger._requests.values())
+    for group, index in remembered:
+        ledger.take(group, "p", index)
+    assert (len(ledger), ledger._groups, ledger._requests) == (0, {}, {})
+
+
+def test_awaited_rewards_are_counted_by_served_name():
+    ledger = Ledger()
+    entries = {}
+    for adapter in ("", "a", "b"):
+        entry = ledger.open(f"r{adapter}", "p", 0, "x", PLAN, f"g{adapter}", adapter=adapter)
+        entry.assessment = ASSESSMENT
+        entries[adapter] = entry
+    assert ledger.adapter("ra") == "a"
+    assert (ledger.adapter("r"), ledger.adapter("unknown")) == ("", "")
+    entries["a"].state = "finished"
+    assert (ledger.num_awaiting(), ledger.num_awaiting("a"), ledger.num_awaiting("b")) == ({}, {8: 1}, {})
+    assert all(ledger.awaits(8, adapter) and ledger.awaits_any(adapter) for adapter in entries)
+    assert not ledger.awaits_any("c")
+    ledger.reward("ra", "p", 0, 1.0)
+    entries[""].state = "surplus"
+    assert not ledger.awaits(8, "a")
+    assert not ledger.awaits_any("a")
+    assert not ledger.awaits(8)
+    assert ledger.awaits(8, "b")
+
+
+def test_names_that_nobody_awaits_rewards_for_leave_nothing_behind():
+    ledger = Ledger(max_candidates=4)
+    for number in range(20):
+        entry = ledger.open(f"r{number}", "p", 0, "x", PLAN, f"g{number}", adapter=f"step {number}")
+        entry.state, entry.assessment = "finished", ASSESSMENT
+    assert sum(len(counts) for counts in ledger._scored.values()) == 4
+    assert [ledger.awaits_any(f"step {number}") for number in (15, 16, 19)] == [False, True, True]

@@ -88,6 +88,23 @@ def test_a_memory_may_go_on_while_its_state_is_taken():
     use(restored, 8)
 
 
+def test_success_is_restored_and_states_without_it_are_taken_over():
+    memory = taught()
+    for number in range(2 * PROMPTS_PER_ROW):
+        memory.successes.observe(f"id:{number}", number % 3 == 0, 1.0 + number % 2)
+    rows = stored(memory)
+    assert [row[0] for row in rows].count("successes") == 2
+    assert max(len(row[1]) for row in rows if row[0] == "successes") == PROMPTS_PER_ROW
+    restored = Memory.from_state(rows)
+    assert stored(restored) == rows
+    assert restored.successes.of("id:3") == memory.successes.of("id:3")
+    earlier = Memory.from_state([row for row in rows if row[0] != "successes"])
+    assert len(earlier.successes) == 0
+    assert len(earlier.lengths) == len(memory.lengths)
+    with pytest.raises(ValueError, match="success history"):
+        Memory.from_state([["successes", [["a", 1.0, 2.0]]], rows[-1]])
+
+
 def test_the_length_used_longest_ago_gives_way_unless_rewards_are_awaited_for_it():
     memory = Memory()
     for length in range(1, MAX_DETECTION_LENGTHS + 1):
@@ -117,6 +134,33 @@ def test_a_state_of_format_1_is_taken_over():
     assert len(Memory.from_state(rows_of_format_1(without_lengths)).lengths) == 0
 
 
+def without_versions(state: dict[str, Any]) -> dict[str, Any]:
+    """A calibrator as versions before those of heads wrote it."""
+    return {
+        "signal": state["signal"],
+        "labels": [label[:3] for label in state["labels"]],
+        "recent": [score for score, _ in state["recent"]],
+        "scale": [0.0, 1.0] if state["signal"] == "head" else [2.0, 1.0],
+        "num_since_scale": 5,
+    }
+
+
+def test_a_state_from_before_versions_of_heads_is_taken_over():
+    rows = stored(taught())
+    for kind, *rest in rows:
+        if kind == "learning":
+            rest[0]["calibrators"] = [without_versions(each) for each in rest[0]["calibrators"]]
+    restored = Memory.from_state(rows)
+    for length, learning in taught().learnings.items():
+        calibrators = restored.learnings[length].calibrators
+        for signal, calibrator in learning.calibrators.items():
+            assert calibrators[signal].num_positive == calibrator.num_positive > 0
+            assert calibrators[signal].is_warm(8) == calibrator.is_warm(8)
+    judged, *_ = use(restored, 8)
+    assert all(not assessment.cold for assessment in judged.values())
+    assert stored(Memory.from_state(stored(restored))) == stored(restored)
+
+
 ROWS = stored(taught())
 LEARNING = Learning(5).to_state()
 del LEARNING["outcomes"]
@@ -135,7 +179,7 @@ del LEARNING["outcomes"]
         ([ROWS[0], *ROWS], "detection lengths of a state"),
         ([["learning", {**LEARNING, "detection_length": 100 + i}] for i in range(9)] + ROWS[-1:], "at most 8"),
         ([["learning", {**LEARNING, "detection_length": True}], *ROWS[-1:]], "must be an integer in"),
-        ([["learning", {**LEARNING, "detection_length": 4097}], *ROWS[-1:]], r"must be an integer in \[1, 4096\]"),
+        ([["learning", {**LEARNING, "detection_length": 4097}], *ROWS[-1:]], r"must be an integer in \[0, 4096\]"),
         ([["learning", {**LEARNING, "more": 1}], *ROWS[-1:]], "a learning has the fields"),
         ([["prompts", [["a", 1, math.inf, 1, 0.0]]], *ROWS[-1:]], "expected a number"),
         ([["prompts", [["\ud800", 1, 1.0, 1, 0.0]]], *ROWS[-1:]], "characters of Unicode"),

@@ -45,15 +45,15 @@ def test_patience_bounds_the_wait_of_a_dual_end_selection():
     assert make_plan(4, 4, selection="dual_end", patience=1, max_candidates=8).patience == 1
 
 
-def test_a_prompt_below_the_upper_bound_keeps_its_selection():
+def test_a_prompt_whose_tail_is_not_extreme_keeps_its_selection():
     plan = make_plan(4, 4, selection="dual_end", patience=1.5, max_candidates=8)
-    assert plan.allocated(6, at_upper_bound=False) == GroupPlan(4, 2, False, "dual_end", 1, patience=1.5)
+    assert plan.allocated(8, extreme=False) == GroupPlan(4, 4, False, "dual_end", 1, patience=1.5)
 
 
-def test_a_prompt_at_the_upper_bound_takes_the_shortest_and_stops_early():
+def test_a_prompt_with_an_extreme_tail_takes_the_shortest_and_stops_early():
     plan = make_plan(4, 4, selection="dual_end", patience=1.5, max_candidates=8)
-    assert plan.allocated(8, at_upper_bound=True) == GroupPlan(4, 4, True, "shortest")
-    assert plan.allocated(8, at_upper_bound=True, early_stop=False) == GroupPlan(4, 4, False, "shortest")
+    assert plan.allocated(8, extreme=True) == GroupPlan(4, 4, True, "shortest")
+    assert plan.allocated(8, extreme=True, early_stop=False) == GroupPlan(4, 4, False, "shortest")
 
 
 def test_the_largest_group_is_allowed():

@@ -26,6 +26,8 @@ def test_a_joined_group_is_another_one_in_another_run_for_another_prompt_or_adap
         joined_id("", "q1", content, "sql"),
         joined_id("q1", "", content, ""),
         joined_id("\ud800", "é", content, ""),
+        joined_id("", 1, content, ""),
+        joined_id("", "1", content, ""),
     ]
     assert len(set(ids)) == len(ids)
     assert ids[0] == joined_id("", "q1", digest_of((1, 2)), "")

@@ -1,4 +1,3 @@
-import math
 import random
 import time
 from dataclasses import replace
@@ -11,8 +10,6 @@ from hypothesis import strategies as st
 from vllm_rollout.group.pruning import (
     MAX_SOLVED_STRENGTH,
     SurvivalRule,
-    chance,
-    choose_survivors,
     compress,
     group_rule,
     solve_balance,
@@ -204,77 +201,3 @@ def test_group_rule_costs_less_than_half_a_millisecond():
         group_rule(batch, [], population, PLAN)
         times.append(time.process_time() - start)
     assert min(times) < 0.5e-3, "the quickest: a busy machine slows the others down"
-
-
-def test_chance_is_the_same_in_every_process_and_uniform():
-    assert chance(7, "q1", 3) == 0.1678228050004691
-    draws = sorted(chance(0, "group", i) for i in range(2000))
-    assert 0 <= draws[0] <= draws[-1] < 1
-    assert max(abs(draw - (i + 0.5) / 2000) for i, draw in enumerate(draws)) < 1.36 / math.sqrt(2000)
-    assert len({chance(1, "12", 3), chance(11, "2", 3), chance(1, "1", 23), chance(1, "2:3", 1)}) == 4
-
-
-@pytest.mark.parametrize("at_least", [0, 2])
-@pytest.mark.parametrize(
-    "wanted",
-    [
-        (0.3,),
-        (0.9, 0.05),
-        (0.05, 0.05, 0.95, 0.95, 0.5),
-        (0.2,) * 5,
-        (0.95,) * 3,
-        (0.05, 0.07, 0.6, 0.61),
-        (1.0, 0.05, 0.5),
-    ],
-)
-def test_each_is_kept_with_the_probability_that_is_reported(wanted, at_least):
-    trials = 3000
-    counts = [0] * len(wanted)
-    at_least = min(at_least, len(wanted))
-    for seed in range(trials):
-        survivors = choose_survivors(dict(enumerate(wanted)), seed=seed, group="g", at_least=at_least)
-        total = sum(survivors.probabilities.values())
-        assert max(at_least, math.floor(total + 1e-9)) <= len(survivors.kept) <= math.ceil(total - 1e-9)
-        for index in survivors.kept:
-            counts[index] += 1
-    for index, count in enumerate(counts):
-        p = survivors.probabilities[index]
-        # 4.5 standard errors of what a binomial draw would have
-        assert abs(count / trials - p) <= 4.5 * math.sqrt(p * (1 - p) / trials) + 1e-9
-
-
-def test_draws_of_different_indices_and_groups_are_independent():
-    pairs = [
-        (0 in choose_survivors({0: 0.5}, seed=s, group="g").kept, i in choose_survivors({i: 0.5}, seed=s, group=g).kept)
-        for s in range(2000)
-        for i, g in [(1, "g"), (0, "h")]
-    ]
-    assert sum(a == b for a, b in pairs) / len(pairs) == pytest.approx(0.5, abs=0.04)
-
-
-@settings(max_examples=80, deadline=None)
-@given(
-    st.dictionaries(st.integers(0, 40), st.floats(0.01, 1.0), max_size=20),
-    st.integers(0, 25),
-    st.integers(0, 1000),
-    st.randoms(use_true_random=False),
-)
-def test_floor_holds_and_the_order_of_siblings_does_not_matter(wanted, at_least, seed, rng):
-    survivors = choose_survivors(wanted, seed=seed, group="g", at_least=at_least)
-    assert len(survivors.kept) >= min(at_least, len(wanted))
-    assert survivors.kept <= wanted.keys() == survivors.probabilities.keys()
-    assert all(wanted[index] <= p <= 1 for index, p in survivors.probabilities.items())
-    if sum(wanted.values()) >= at_least:
-        assert survivors.probabilities == wanted
-    else:
-        assert sum(survivors.probabilities.values()) == pytest.approx(min(at_least, len(wanted)))
-    shuffled = list(wanted.items())
-    rng.shuffle(shuffled)
-    again = choose_survivors(dict(shuffled), seed=seed, group="g", at_least=at_least)
-    assert again.kept == survivors.kept
-    assert again.probabilities == survivors.probabilities
-
-
-def test_the_floor_raises_all_by_the_same_until_they_are_certain():
-    raised = choose_survivors({0: 0.2, 1: 0.4, 2: 0.9}, seed=0, group="g", at_least=2).probabilities
-    assert raised == pytest.approx({0: 0.4, 1: 0.6, 2: 1.0})

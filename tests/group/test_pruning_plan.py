@@ -9,7 +9,8 @@ from vllm_rollout.group.pruning_plan import RANGES, PruningPlan, make_pruning_pl
 
 
 def test_every_field_of_the_plan_has_a_range():
-    assert RANGES.keys() == {field.name for field in fields(PruningPlan)}
+    made_of_others = {"audit", "trial_lengths", "auto"}
+    assert RANGES.keys() == {field.name for field in fields(PruningPlan)} - made_of_others
 
 
 def test_a_detection_length_alone_makes_a_plan_with_defaults():
@@ -18,7 +19,7 @@ def test_a_detection_length_alone_makes_a_plan_with_defaults():
 
 def test_the_defaults_are_within_their_ranges():
     plan = PruningPlan(MAX_DETECTION_LENGTH)
-    assert all(RANGES[field.name].holds(getattr(plan, field.name)) for field in fields(plan))
+    assert all(takes.holds(getattr(plan, field)) for field, takes in RANGES.items())
 
 
 @pytest.mark.parametrize(
@@ -28,6 +29,7 @@ def test_the_defaults_are_within_their_ranges():
         ("keep_ratio", [0.05, 0.95, 1, 1.0]),
         ("target_positive_ratio", [1e-9, 1 - 1e-9]),
         ("strength", [0, 0.0, 1000]),
+        ("draw", ["systematic", "independent"]),
         ("min_survival", [1e-9, 0.5]),
         ("max_survival", [0.5, 1]),
         ("min_labels", [1, CALIBRATION_WINDOW // 2]),
@@ -49,7 +51,8 @@ def test_the_ends_of_each_range_are_allowed(field, values):
         ("min_survival", [0, -1, 1.5, math.nan], "(0, 1]"),
         ("max_survival", [0, -1, 1.5, math.nan], "(0, 1]"),
         ("min_labels", [0, -5, CALIBRATION_WINDOW, 0.5, True], f"[1, {CALIBRATION_WINDOW // 2}]"),
-        ("rule", ["best", 1, ["balance"]], "balance, paper"),
+        ("rule", ["best", 1, ["balance"]], "gradient, balance, paper"),
+        ("draw", ["poisson", 1], "systematic, independent"),
         ("mode", ["on", None, {}], "active, shadow"),
         ("signal", ["tail", 0], "head, confidence"),
         ("allow_fewer", [1, "yes"], "true or false"),

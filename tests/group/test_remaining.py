@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_rollout.group.history import LengthMoments
 from vllm_rollout.group.load import GroupLoad
+from vllm_rollout.group.moments import LengthMoments
 from vllm_rollout.group.remaining import expected_remaining
 
 

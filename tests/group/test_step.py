@@ -8,7 +8,7 @@ from vllm_rollout.group.judge import Judge, Scoring
 from vllm_rollout.group.lifecycle import GroupTerms
 from vllm_rollout.group.pruning_plan import PruningPlan
 from vllm_rollout.group.step import NO_VERDICTS, GroupSteps, LaunchRefused
-from vllm_rollout.group.types import CandidateId, Confidence, Observation
+from vllm_rollout.group.types import CandidateId, Confidence, HeadKey, Observation
 
 PLAN = PruningPlan(4, keep_ratio=0.5, min_labels=8)
 SCORING = Scoring("rollout", "q", 7, PLAN)
@@ -50,7 +50,7 @@ def seen(score: float) -> Observation:
 def warm_judge() -> Judge:
     """High confidence succeeds."""
     judge = Judge()
-    entries = judge._learning_at(PLAN.detection_length).calibrators["confidence"]
+    entries = judge.learning_of(HeadKey(PLAN.detection_length)).calibrators["confidence"]
     for number in range(200):
         entries.observe(number % 10)
         entries.add(number % 10, number % 10 > 4)
@@ -147,17 +147,6 @@ def test_the_ledger_knows_every_end_and_forgets_nothing_that_may_be_rewarded():
     for (_, index), entry in rollout.items():
         assert (entry.state, entry.num_tokens) == (run.groups["a"].state(index), run.ends[CandidateId("a", index)][1])
     assert run.steps._scored == {}
-
-
-def test_a_candidate_whose_reward_has_no_door_is_judged_but_not_remembered():
-    judge = warm_judge()
-    run = Run(judge)
-    run.launch("a", [9] * 8, GroupTerms(1, 8, pruning=PLAN), Scoring("r", "q", 3, PLAN, teaches=False))
-    for _ in range(3):
-        run.step()
-    verdicts = run.step({CandidateId("a", index): seen(index) for index in range(8)})
-    assert "pruned" in verdicts.stop.values()
-    assert len(judge.ledger) == 0
 
 
 def test_a_candidate_that_names_other_terms_or_a_taken_index_is_refused_and_changes_nothing():

@@ -12,6 +12,7 @@ from confidence_cases import assert_updated, random_case
 
 import vllm_rollout
 from vllm_rollout.tracker import dispatch
+from vllm_rollout.tracker.build_command import build_command
 from vllm_rollout.tracker.ops import active_implementation, update_confidence
 
 IN_TORCH_ON_CPU = {"quality_head", "windowed_confidence"}
@@ -50,7 +51,7 @@ def test_without_the_extension_the_reference_serves_and_the_remedy_is_said(monke
     monkeypatch.delattr("vllm_rollout._C", raising=False)
     implementation = active_implementation("cpu", "update_confidence")
     assert implementation.name == "torch"
-    assert implementation.reason == "vllm_rollout._C is not built: run `make install`"
+    assert implementation.reason == f"vllm_rollout._C is not built: run `{build_command()}`"
     case = random_case(6, 20)
     after = case.clone()
     assert_updated(update_confidence(*after), after[3:], case)
@@ -63,7 +64,10 @@ extern "C" void* PyInit__C() { return aoti_torch_of_another_version(); }
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
-def test_an_extension_for_another_torch_leaves_the_reference_and_says_what_is_missing(tmp_path):
+@pytest.mark.parametrize(
+    ("torch_version", "remedy"), [(None, "pip install"), ("2.9.1", "it needs torch 2.10 or later, found 2.9.1")]
+)
+def test_an_extension_for_another_torch_leaves_the_reference_and_says_what_is_missing(tmp_path, torch_version, remedy):
     package = tmp_path / "vllm_rollout"
     package.mkdir()
     for path in Path(vllm_rollout.__file__).parent.iterdir():
@@ -72,6 +76,8 @@ def test_an_extension_for_another_torch_leaves_the_reference_and_says_what_is_mi
     command = ["c++", "-shared", "-fPIC", "-x", "c++", "-", "-o", str(package / "_C.abi3.so")]
     subprocess.run(command, input=BUILT_FOR_ANOTHER_TORCH, text=True, check=True)
     code = (
+        "import torch\n"
+        f"torch.__version__ = torch.torch_version.TorchVersion({torch_version!r} or torch.__version__)\n"
         "from vllm_rollout.tracker.ops import active_implementation\n"
         "implementation = active_implementation('cpu')\n"
         "print(implementation.name, implementation.reason, sep=' | ')"
@@ -84,6 +90,7 @@ def test_an_extension_for_another_torch_leaves_the_reference_and_says_what_is_mi
     assert name == "torch"
     assert "vllm_rollout._C does not load" in reason
     assert "aoti_torch_of_another_version" in reason
+    assert remedy in reason
 
 
 def test_an_extension_from_before_the_operator_is_named_with_its_remedy(monkeypatch):
@@ -92,7 +99,7 @@ def test_an_extension_from_before_the_operator_is_named_with_its_remedy(monkeypa
     implementation = active_implementation("cpu", "quality_head")
     assert implementation.name == "torch"
     assert implementation.reason == (
-        "vllm_rollout._C was built before it had quality_head: run `make install` to rebuild it"
+        f"vllm_rollout._C was built before it had quality_head: run `{build_command()}` to rebuild it"
     )
 
 

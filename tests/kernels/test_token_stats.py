@@ -11,6 +11,7 @@ from token_stats_cases import DTYPES, TOLERANCE, random_case, special_cases, who
 from torch import library
 
 from vllm_rollout.tracker import dispatch
+from vllm_rollout.tracker.build_command import build_command
 from vllm_rollout.tracker.ops import TokenStats, active_implementation, token_stats
 from vllm_rollout.tracker.reference import token_stats_reference
 
@@ -233,7 +234,7 @@ def test_a_missing_extension_is_said_with_its_remedy(monkeypatch):
     monkeypatch.delattr("vllm_rollout._C", raising=False)
     implementation = active_implementation("cpu")
     assert implementation.name == "torch"
-    assert implementation.reason == "vllm_rollout._C is not built: run `make install`"
+    assert implementation.reason == f"vllm_rollout._C is not built: run `{build_command()}`"
     case = random_case(2, 9)
     assert_same_stats(token_stats(*case), token_stats_reference(*case))
 
@@ -244,7 +245,7 @@ def test_an_extension_with_other_arguments_is_named_with_its_remedy(monkeypatch)
     implementation = active_implementation("cpu")
     assert implementation.name == "torch"
     assert implementation.reason == (
-        "vllm_rollout._C has another token_stats than this version: run `make install` to rebuild it"
+        f"vllm_rollout._C has another token_stats than this version: run `{build_command()}` to rebuild it"
     )
 
 

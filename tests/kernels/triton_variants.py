@@ -15,6 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from vllm_rollout.config import QUALITY_HEAD_HIDDEN
+from vllm_rollout.group.types import HeadKey
 from vllm_rollout.tracker import dispatch, ops
 from vllm_rollout.tracker.quality_head import HeadWeights
 from vllm_rollout.tracker.tracker import CandidateTracker, PublishedHead
@@ -58,11 +59,11 @@ def logits_of(num_rows: int, vocab_size: int, padded: int, dtype: torch.dtype) -
 def steps(vocab_size: int, padded: int, dtype: torch.dtype) -> None:
     """Batches of many sizes, with strangers and unfinished prefills among them and few or many due."""
     tracker = CandidateTracker(torch.device("cpu"))
-    tracker.heads[3] = PublishedHead(1, weights())
+    tracker.heads[HeadKey(3)] = PublishedHead(1, weights())
     computed = {}
     for number in range(45):
         computed[f"r{number}"] = 5 + number % 3
-        tracker.add(f"r{number}", 5, (3, 8, None)[number % 3 if number < 20 else 0], teaches=number % 2 == 0)
+        tracker.add(f"r{number}", 5, (3, 8, None)[number % 3 if number < 20 else 0])
     for size in (1, 2, 3, 4, 5, 7, 16, 17, 33, 45):
         ids = [f"r{number}" for number in range(size)]
         for position in range(3):

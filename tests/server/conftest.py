@@ -5,11 +5,10 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
 import pytest
 import uvicorn
 from fastapi import FastAPI, Response
@@ -28,11 +27,6 @@ from vllm_rollout.server.service import RolloutService
 from .fake_engine import MODEL, FakeEngine
 
 DEADLINE_S = 60.0
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
 
 
 @pytest.fixture
@@ -76,13 +70,6 @@ def make_app(
         return Response(generate_latest(registry), media_type="text/plain")
 
     return app
-
-
-@pytest.fixture
-async def http(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
-    """In process; an answer comes when it is complete."""
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
-        yield client
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from vllm_rollout.group.plan import GroupPlan
 from vllm_rollout.group.race import RacePlace
 from vllm_rollout.group.scaling import Progress, ScaleDown, plan_scale_down
 from vllm_rollout.group.step import GroupSteps
-from vllm_rollout.group.types import CandidateId, CandidateState, Ending, EndReason, HeldGroups
+from vllm_rollout.group.types import BASE_MODEL, WHOLE, CandidateId, CandidateState, Ending, EndReason, HeldGroups
 from vllm_rollout.server.engine import (
     Beginnings,
     CandidateEnd,
@@ -64,6 +64,7 @@ class Handle:
     sampling: Sampling
     want_logprobs: bool
     want_text: bool
+    adapter: str = BASE_MODEL
 
 
 @dataclass(slots=True)
@@ -91,6 +92,8 @@ class Candidate:
 class FakeEngine(LearningEngine):
     """Implements `vllm_rollout.server.engine.Engine`."""
 
+    adapters: Sequence[str] = ()
+    """Served beside the model."""
     max_num_seqs: int = 64
     max_model_len: int = 4096
     max_length: int = 40
@@ -174,6 +177,17 @@ class FakeEngine(LearningEngine):
         """Whether no group has made a step for a while: their readers make them wait."""
         return time.monotonic() - self.last_step_s > 0.2
 
+    def adapter_name(self, model: str | None) -> str:
+        if model in (None, MODEL):
+            return BASE_MODEL
+        if model not in self.adapters:
+            raise RequestError(
+                f"model: {model!r} is not served; served here: {MODEL}. Leave the field out to use the first.",
+                status=HTTPStatus.NOT_FOUND,
+                param="model",
+            )
+        return model
+
     async def prepare(
         self,
         prompts: Sequence[PromptInput],
@@ -183,13 +197,7 @@ class FakeEngine(LearningEngine):
         want_logprobs: bool,
         want_text: bool,
     ) -> tuple[str, list[PreparedPrompt]]:
-        if model not in (None, MODEL):
-            raise RequestError(
-                f"model: {model!r} is not served; served here: {MODEL}. Leave the field out to use the first.",
-                status=HTTPStatus.NOT_FOUND,
-                param="model",
-            )
-        handle = Handle(_sampling(sampling), want_logprobs, want_text)
+        handle = Handle(_sampling(sampling), want_logprobs, want_text, self.adapter_name(model))
         prepared = []
         for prompt in prompts:
             token_ids = self._tokenize(prompt)
@@ -197,7 +205,7 @@ class FakeEngine(LearningEngine):
             max_tokens = min(handle.sampling.max_tokens or room, room)
             refusal = RequestError("resume: not with sampling.stop", param="resume") if handle.sampling.stop else None
             prepared.append(PreparedPrompt(prompt.id, token_ids, handle, max_tokens, refusal))
-        return MODEL, prepared
+        return model or MODEL, prepared
 
     async def run_group(
         self,
@@ -211,10 +219,15 @@ class FakeEngine(LearningEngine):
         place: RacePlace | None = None,
         beginnings: Beginnings | None = None,
         outlook: Outlook | None = None,
+        prompt_key: str = "",
     ) -> AsyncGenerator[CandidateTokens | CandidateEnd, None]:
         self.outlooks[prompt.id] = outlook
         handle: Handle = prompt.handle
-        scoring = None if plan.pruning is None else Scoring(rollout_id, prompt.id, pruning_seed, plan.pruning)
+        scoring = None
+        if plan.pruning is not None:
+            scoring = Scoring(
+                rollout_id, prompt.id, pruning_seed, plan.pruning, prompt_key=prompt_key, adapter=handle.adapter
+            )
         group_steps = GroupSteps(self.judge)
         if place is not None:
             group_steps = self.races.setdefault(place.race_id, group_steps)
@@ -303,15 +316,16 @@ class FakeEngine(LearningEngine):
         self._check_alive()
         self.races.pop(race_id, None)
 
-    async def observe_lengths(self, key: str, lengths: Sequence[ObservedLength]) -> None:
+    async def observe_lengths(self, key: str, lengths: Sequence[ObservedLength], adapter: str = BASE_MODEL) -> None:
         self._check_alive()
-        self.judge.memory.lengths.observe(key, lengths)
+        memory = self.judge.memory_of(adapter)
+        if memory is not None:
+            memory.lengths.observe(key, lengths)
 
-    async def length_history(self, keys: Sequence[str]) -> LengthStatistics:
+    async def length_history(self, keys: Sequence[str], adapter: str = BASE_MODEL) -> LengthStatistics:
         self._check_alive()
-        return LengthStatistics(
-            self.judge.memory.lengths.dataset(), [self.judge.memory.lengths.of(key) for key in keys]
-        )
+        lengths = self._memory(adapter).lengths
+        return LengthStatistics(lengths.dataset(), [lengths.of(key) for key in keys])
 
     async def held_groups(self) -> HeldGroups:
         return HeldGroups(len(self.groups), 0, len(self.races))
@@ -346,10 +360,15 @@ class FakeEngine(LearningEngine):
         for id, candidate in running.items():
             candidate.num_tokens = min(candidate.num_tokens + 1, len(candidate.token_ids))
             if candidate.num_tokens == len(candidate.token_ids):
-                group_steps.ended(id, group, candidate.end_reason, candidate.num_tokens)
+                last = None
+                if scoring is not None and scoring.plan.final_score:
+                    last = self.observe(candidate.token_ids, WHOLE)
+                group_steps.ended(id, group, candidate.end_reason, candidate.num_tokens, last)
                 ended.append(id)
-            elif scoring is not None and len(candidate.before) + candidate.num_tokens == scoring.plan.detection_length:
-                due[id] = self.observe(candidate.before + candidate.token_ids, scoring.plan.detection_length)
+            elif scoring is not None:
+                reached = len(candidate.before) + candidate.num_tokens
+                if reached in scoring.plan.scored_lengths:
+                    due[id] = self.observe(candidate.before + candidate.token_ids, reached, scoring.adapter)
         verdicts = group_steps.close_step(due, lambda id: self.candidates[id].num_tokens)
         self.lost_groups |= verdicts.lost_groups
         for id in verdicts.stop:
@@ -391,6 +410,7 @@ class FakeEngine(LearningEngine):
             confidence=None,
             weight_versions=self._spans(num_tokens),
             assessment=group.assessments.get(candidate.index),
+            final=group.finals.get(candidate.index),
             is_replaced=group.is_replaced(candidate.index),
             group_lost=lost,
         )
@@ -440,7 +460,7 @@ def _sampling(fields: dict[str, Any]) -> Sampling:
     for name in fields:
         if name not in Sampling.model_fields:
             raise RequestError(
-                f"sampling.{name}: is not a field of vLLM's SamplingParams; "
+                f"sampling.{name}: vLLM 0.32.0 has no such sampling field; "
                 f"allowed: {', '.join(sorted(Sampling.model_fields))}.",
                 param=f"sampling.{name}",
             )

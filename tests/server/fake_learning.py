@@ -9,19 +9,24 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
+from itertools import chain
 from typing import Any
 
 import numpy as np
 from safetensors.numpy import save
 
-from vllm_rollout.adapter.saved_state import END, HEAD, parse_state, state_header
+from vllm_rollout.adapter.saved_state import END, head_line, parse_state, state_header
 from vllm_rollout.group.judge import Judge
-from vllm_rollout.group.ledger import Reward
+from vllm_rollout.group.known_prompts import KnownPrompt, known_prompts, prompt_rows
+from vllm_rollout.group.ledger import NamedReward, Reward
+from vllm_rollout.group.length_trial import TriedCandidate
+from vllm_rollout.group.memories import Memories
 from vllm_rollout.group.memory import Memory
-from vllm_rollout.group.types import Confidence, Observation
+from vllm_rollout.group.types import BASE_MODEL, WHOLE, Confidence, HeadKey, Observation
 from vllm_rollout.server.engine import HeadInfo, LearningReport, RequestError, RewardsReceipt
 
 MODEL = "fake-model"
@@ -49,20 +54,35 @@ class LearningEngine:
     blind: bool = False
     """Confidence cannot be seen."""
     judge: Judge = field(default_factory=Judge)
-    heads: dict[int, HeadInfo] = field(default_factory=dict)
+    heads: dict[HeadKey, HeadInfo] = field(default_factory=dict)
     num_reports: int = 0
 
-    def observe(self, token_ids: Sequence[int], detection_length: int) -> Observation:
+    def observe(self, token_ids: Sequence[int], detection_length: int, adapter: str = BASE_MODEL) -> Observation:
         """What the step shows of a candidate that is due."""
         chance = random.Random(str(list(token_ids[:8])))
         truth = SIGNAL_GAP if succeeded(token_ids) else -SIGNAL_GAP
-        head = self.heads.get(detection_length)
+        head = self.heads.get(HeadKey(detection_length, adapter))
         bottom = math.nan if self.blind else 10 + 0.3 * truth + chance.gauss(0, 1)
         return Observation(
             Confidence(bottom + 2, bottom - 1, bottom),
             None if head is None else truth + chance.gauss(0, 1),
             0 if head is None else head.version,
+            detection_length,
         )
+
+    async def post_named_rewards(self, rewards: Sequence[NamedReward]) -> RewardsReceipt:
+        statuses, num_training, versions = [], 0, {}
+        for named in rewards:
+            place = self.judge.ledger.find(named)
+            if place is None:
+                statuses.append("unknown")
+                continue
+            reward = named.reward._replace(prompt_id=place.prompt_id, index=place.index)
+            receipt = await self.post_rewards(place.rollout_id, [reward])
+            statuses += receipt.statuses
+            num_training += receipt.num_training
+            versions = {**receipt.head_versions, **versions}
+        return RewardsReceipt(statuses, num_training, versions)
 
     async def post_rewards(self, rollout_id: str, rewards: Sequence[Reward]) -> RewardsReceipt | None:
         self._check_alive()
@@ -70,22 +90,32 @@ class LearningEngine:
         if result is None:
             return None
         detection_length, statuses, labels = result
-        before = self.heads.get(detection_length)
+        key = HeadKey(detection_length, self.judge.ledger.adapter(rollout_id))
+        before = self.heads.get(key)
         if self.evicts:
-            self.judge.num_evicted[detection_length] += len(labels)
+            self._memory(key.adapter).num_evicted[detection_length] += len(labels)
             labels = []
-        if labels:
-            old = before or HeadInfo(detection_length, HIDDEN_SIZE, 0, 0, 0)
-            num_labels = old.num_labels + len(labels)
+        for length, num_new in Counter(length for label in labels for length in label.scores).items():
+            at = HeadKey(length, key.adapter)
+            old = self.heads.get(at) or HeadInfo(length, HIDDEN_SIZE, 0, 0, 0)
+            num_labels = old.num_labels + num_new
             version = old.version + (num_labels >= LABELS_TO_TRAIN)
-            self.heads[detection_length] = HeadInfo(
-                detection_length, HIDDEN_SIZE, version, old.num_steps + 1, num_labels
-            )
-        return RewardsReceipt(statuses, len(labels), before.version if before else 0, detection_length)
+            self.heads[at] = HeadInfo(length, HIDDEN_SIZE, version, old.num_steps + 1, num_labels, key.adapter)
+        return RewardsReceipt(statuses, len(labels), {key: before.version if before else 0})
 
-    async def quality_head(self, detection_length: int | None) -> tuple[HeadInfo, bytes]:
+    async def tried_lengths(self, adapter: str = BASE_MODEL) -> list[TriedCandidate]:
         self._check_alive()
-        head = self.heads[self._named(detection_length, self.heads, "quality head")]
+        return self._memory(adapter).length_trial.candidates()
+
+    async def known_prompts(self, adapter: str = BASE_MODEL) -> list[KnownPrompt]:
+        self._check_alive()
+        memory = self._memory(adapter)
+        return known_prompts(chain.from_iterable(prompt_rows(memory.lengths, memory.successes, 2)))
+
+    async def quality_head(self, detection_length: int | None, adapter: str = BASE_MODEL) -> tuple[HeadInfo, bytes]:
+        self._check_alive()
+        heads = {key.detection_length: head for key, head in self.heads.items() if key.adapter == adapter}
+        head = heads[self._named(detection_length, heads, "quality head")]
         return head, self.head_file(head)
 
     @staticmethod
@@ -93,13 +123,13 @@ class LearningEngine:
         metadata = {"model": model, **{name: str(value) for name, value in _fields(head).items()}}
         return save({"w1": np.zeros((HIDDEN_SIZE, 4), np.float32)}, metadata)
 
-    async def set_quality_head(self, weights: bytes) -> HeadInfo:
+    async def set_quality_head(self, weights: bytes, adapter: str = BASE_MODEL) -> HeadInfo:
         self._check_alive()
         try:
             length = int.from_bytes(weights[:8], "little")
             metadata = json.loads(weights[8 : 8 + length])["__metadata__"]
             model = metadata.pop("model")
-            head = HeadInfo(**{name: int(value) for name, value in metadata.items()})
+            head = HeadInfo(**{name: int(value) for name, value in metadata.items()}, adapter=adapter)
         except (ValueError, KeyError, TypeError) as error:
             raise RequestError(
                 f"the body is no quality head ({error!r:.80}). Send what GET /v1/quality_head gave."
@@ -110,32 +140,35 @@ class LearningEngine:
                     f"the head is for {name} {theirs}, this server has {mine}. Use a head of this model.",
                     status=HTTPStatus.CONFLICT,
                 )
-        self.heads[head.detection_length] = head
+        self.heads[head.key] = head
         return head
 
-    async def learning_report(self, detection_length: int | None) -> LearningReport:
+    async def learning_report(self, detection_length: int | None, adapter: str = BASE_MODEL) -> LearningReport:
         self._check_alive()
         self.num_reports += 1
-        length = self._named(detection_length, self.judge.memory.learnings, "report")
-        rules = self.judge.memory.learnings[length].report()
-        head = self.heads.get(length)
+        memory = self._memory(adapter)
+        length = self._named(detection_length, memory.learnings, "report")
+        rules = memory.learnings[length].report()
+        head = self.heads.get(HeadKey(length, adapter))
         return LearningReport(
             detection_length=length,
             head=head,
             signals=rules.signals,
-            num_awaiting=self.judge.ledger.num_awaiting()[length],
-            num_evicted=self.judge.num_evicted[length],
+            num_awaiting=self.judge.ledger.num_awaiting(adapter)[length],
+            num_evicted=memory.num_evicted[length],
             losses=[0.7 / (version + 1) for version in range(head.version if head else 0)],
             active=rules.active,
             shadow=rules.shadow,
+            audit=rules.audit,
+            adapter=adapter,
         )
 
     async def learning_state(self) -> bytes:
         self._check_alive()
-        lines = [json.dumps(row) for row in (state_header(MODEL), *self.judge.memory.to_state())]
+        lines = [json.dumps(row) for row in (state_header(MODEL), *self.judge.memories.to_state())]
         for head in self.heads.values():
             data = json.dumps(_fields(head))
-            lines += [json.dumps([HEAD, len(data)]), data]
+            lines += [json.dumps(head_line(len(data), head.adapter)), data]
         # A head's bytes are followed by the next line at once.
         text = "".join(line if line.startswith('{"detection_length"') else f"{line}\n" for line in lines)
         return f"{text}{json.dumps([END, len(self.heads)])}\n".encode()
@@ -144,8 +177,9 @@ class LearningEngine:
         self._check_alive()
         try:
             model, rows, head_states = parse_state(state)
-            memory = Memory.from_state(rows)
-            heads = [HeadInfo(**json.loads(head)) for head in head_states()]
+            memories = Memories.from_state(rows)
+            saved = head_states(list(memories.all()))
+            heads = [HeadInfo(**json.loads(data), adapter=adapter) for adapter, data in saved]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise RequestError(
                 f"the body is no learning state ({error!r:.80}). Send what GET /v1/rollouts/state gave."
@@ -155,8 +189,12 @@ class LearningEngine:
                 f"the state is of model {model}, this server has {MODEL}. Start with a state of this model.",
                 status=HTTPStatus.CONFLICT,
             )
-        self.judge.memory = memory
-        self.heads = {head.detection_length: head for head in heads}
+        self.judge.memories = memories
+        self.heads = {head.key: head for head in heads}
+
+    def _memory(self, adapter: str) -> Memory:
+        """What is known of a name; nothing of one that nobody used."""
+        return self.judge.memories.known(adapter) or Memory()
 
     def _check_alive(self) -> None:
         if self.dead:
@@ -167,14 +205,15 @@ class LearningEngine:
 
     def _named(self, detection_length: int | None, known: Mapping[int, Any], what: str) -> int:
         lengths = ", ".join(map(str, known)) or "none"
-        if detection_length is None and len(known) > 1:
+        meant = set(known) - {WHOLE} or set(known)
+        if detection_length is None and len(meant) > 1:
             raise RequestError(
                 f"detection_length: must be named, there is a {what} for each of {lengths}.",
                 status=HTTPStatus.CONFLICT,
                 param="detection_length",
             )
         if detection_length is None and known:
-            return next(iter(known))
+            return meant.pop()
         if detection_length is None or detection_length not in known:
             raise RequestError(
                 f"detection_length: no {what} for {detection_length}; there are: {lengths}. Post rewards first.",
@@ -185,4 +224,5 @@ class LearningEngine:
 
 
 def _fields(head: HeadInfo) -> dict[str, int]:
-    return {name: getattr(head, name) for name in HeadInfo.__dataclass_fields__}
+    """What its file says; of which adapter it is stands elsewhere."""
+    return {name: getattr(head, name) for name in HeadInfo.__dataclass_fields__ if name != "adapter"}

@@ -185,9 +185,11 @@ def test_mutated_bytes_are_never_the_servers_fault(local_client, data):
 
 
 ENDPOINTS = {
-    ("/v1/rollouts", "post"), ("/v1/rollouts/{rollout_id}/rewards", "post"), ("/v1/votes", "post"),
+    ("/v1/rollouts", "post"), ("/v1/rollouts/{rollout_id}/rewards", "post"), ("/v1/rewards", "post"),
+    ("/v1/votes", "post"),
     ("/v1/quality_head", "get"), ("/v1/quality_head", "put"), ("/v1/quality_head/report", "get"),
-    ("/v1/rollouts/state", "get"), ("/v1/rollouts/state", "put"),
+    ("/v1/quality_head/detection_lengths", "get"),
+    ("/v1/rollouts/prompts", "get"), ("/v1/rollouts/state", "get"), ("/v1/rollouts/state", "put"),
     ("/v1/runs", "get"), ("/v1/runs", "post"), ("/v1/runs/{run_id}", "get"), ("/v1/runs/{run_id}", "delete"),
     ("/v1/runs/{run_id}/rounds", "post"), ("/v1/runs/{run_id}/rounds/{number}", "delete"),
     ("/v1/engines", "get"), ("/v1/engines/advice", "get"), ("/v1/engines/{rank}/drain", "post"),

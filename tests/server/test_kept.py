@@ -7,6 +7,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from vllm_rollout.group.plan import GroupPlan
 from vllm_rollout.group.pruning_plan import PruningPlan
 from vllm_rollout.group.resumption import Span
 from vllm_rollout.group.types import Assessment, CandidateState, Confidence, Ending
@@ -62,7 +63,8 @@ def test_survival_is_not_forgotten(mode, expected):
     (kept,) = read_kept(keep([judged], 1, plan))
     assert kept.survival_probability == expected
     later = end(0, "finished", 9, survival_before=kept.survival_probability)
-    assert trajectory_of(later, Return(), replace(plan, mode="shadow")).survival_probability == expected
+    trajectory = trajectory_of(later, Return(), GroupPlan(1, pruning=replace(plan, mode="shadow")))
+    assert trajectory.survival_probability == trajectory.inclusion_probability == expected
 
 
 def test_what_is_too_much_is_not_kept(monkeypatch):

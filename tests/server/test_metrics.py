@@ -14,9 +14,10 @@ pytestmark = pytest.mark.anyio
 
 
 async def samples(http: httpx.AsyncClient) -> dict[str, float]:
+    """By name and labels; an empty label is none, as for Prometheus."""
     text = (await http.get("/metrics")).text
     return {
-        ".".join([sample.name.removeprefix("vllm_rollout:"), *sample.labels.values()]): sample.value
+        ".".join(filter(None, [sample.name.removeprefix("vllm_rollout:"), *sample.labels.values()])): sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }

@@ -9,6 +9,7 @@ import pytest
 from vllm_rollout import RolloutClient
 from vllm_rollout.config import MAX_DETECTION_LENGTHS
 from vllm_rollout.group.pruning_plan import MAX_MIN_LABELS
+from vllm_rollout.group.types import HeadKey
 from vllm_rollout.server.answers import CandidateEvent, DoneEvent, EndedCandidate, RolloutAnswer, TrajectoryEvent
 from vllm_rollout.server.engine import HeadInfo
 
@@ -167,7 +168,7 @@ async def test_chance_depends_on_the_sampling_seed_and_the_prompt_and_is_fresh_w
 
 async def test_confidence_that_cannot_be_seen_is_null(http, engine: FakeEngine):
     engine.blind = True
-    engine.heads[DETECTION_LENGTH] = HeadInfo(DETECTION_LENGTH, 16, 1, 1, 1)
+    engine.heads[HeadKey(DETECTION_LENGTH)] = HeadInfo(DETECTION_LENGTH, 16, 1, 1, 1)
     answer = await roll(http)
     assert {(ended.signal, ended.confidence) for ended in everyone(answer)} == {("head", None)}
 

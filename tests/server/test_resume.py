@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from vllm_rollout.group.history import ObservedLength
+from vllm_rollout.group.types import BASE_MODEL
 from vllm_rollout.server.recorder import TraceRecorder
 from vllm_rollout.trace.file import read_trace
 
@@ -38,9 +39,9 @@ class TellingEngine(FakeEngine):
 
     __slots__ = ("told",)
 
-    async def observe_lengths(self, key: str, lengths: Sequence[ObservedLength]) -> None:
+    async def observe_lengths(self, key: str, lengths: Sequence[ObservedLength], adapter: str = BASE_MODEL) -> None:
         self.told.setdefault(key, []).append(list(lengths))
-        await super().observe_lengths(key, lengths)
+        await super().observe_lengths(key, lengths, adapter)
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import pytest
 from vllm_rollout import RolloutClient, RolloutError
 from vllm_rollout.config import MAX_REMEMBERED_CANDIDATES
 from vllm_rollout.group.ledger import RewardStatus
+from vllm_rollout.group.types import HeadKey
 from vllm_rollout.server.learning.body import MAX_REWARDS, RewardEntry
 
 from .fake_engine import FakeEngine
@@ -233,7 +234,7 @@ def test_two_clients_that_post_the_same_rewards_at_once_teach_once(server_url, e
     assert sum(count["duplicate"] for count in counts) == 7 * 12
     signal = report["signals"]["confidence"]
     assert signal["num_positive"] + signal["num_negative"] == 12
-    assert engine.heads[DETECTION_LENGTH].num_labels == 12
+    assert engine.heads[HeadKey(DETECTION_LENGTH)].num_labels == 12
 
 
 async def test_a_dead_engine_is_a_503_and_the_rewards_may_be_posted_again(http, engine: FakeEngine):

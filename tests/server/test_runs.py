@@ -336,6 +336,26 @@ async def test_a_long_round_filters_too(http: httpx.AsyncClient) -> None:
     assert (await look(http))["history"][0]["num_returned"] == 2
 
 
+async def test_rewards_by_the_names_of_groups_filter_too(http: httpx.AsyncClient) -> None:
+    await make(http, filter="zero_variance")
+    app = http._transport.app  # type: ignore[attr-defined]
+    body = {"prompts": prompts(0, 6), "reserve": prompts(6, 5), "stream": True}
+    begun = await app.state.run_service.begin("a", RoundRequest.model_validate(body))
+    num_flat = 0
+    async for event in begun.events:
+        if event.type == "group" and num_flat < 2:
+            num_flat += 1
+            named = [{"group_id": event.group_id, "index": index, "reward": 1.0} for index in event.selected]
+            named.append({"request_id": "cmpl-1", "reward": 1.0})
+            counts = (await http.post("/v1/rewards", json={"rewards": named})).json()["counts"]
+            assert (counts["accepted"], counts["unknown"]) == (len(event.selected), 1)
+        elif event.type == "group":
+            rewards = [{"prompt_id": event.prompt_id, "index": i, "reward": float(i)} for i in event.selected]
+            await http.post(f"/v1/rollouts/{begun.live.rollout.id}/rewards", json={"rewards": rewards})
+        last = event
+    assert len(last.filtered) == 2, "all rewards of these groups were the same"
+
+
 async def test_a_filter_that_is_not_there_is_a_conflict(http: httpx.AsyncClient) -> None:
     await make(http)
     answer = await play(http, prompts=prompts(0, 6))

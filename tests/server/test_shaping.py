@@ -97,8 +97,8 @@ async def test_more_tradeoff_gives_fewer_candidates(engine, http):
     assert [budget["total"] for budget in budgets] == [16, 8]
 
 
-async def test_a_prompt_at_the_upper_bound_returns_the_shortest_and_stops_early(engine, http):
-    seen(engine, "calm", 50, 51, 52, 53)
+async def test_a_prompt_with_an_extreme_tail_returns_the_shortest_and_stops_early(engine, http):
+    seen(engine, "calm", 50, 51, 52, 53, times=30)
     seen(engine, "wild", 10, 60, 300, 900)
     engine.lengths = {index: 10 * (index + 1) for index in range(8)}
     answer = await rollout(http, body("calm", "wild", selection={"dual_end": {"num_longest": 1}}))
@@ -110,22 +110,32 @@ async def test_a_prompt_at_the_upper_bound_returns_the_shortest_and_stops_early(
     assert {c["state"] for c in wild["candidates"]} == {"surplus"}
 
 
-async def test_a_dual_end_that_is_nowhere_applied_is_said(engine, http):
+async def test_a_budget_at_its_upper_end_leaves_dual_end_alone(engine, http):
     seen(engine, "a", 50, 60, 300, 900)
     engine.cost_model = FLAT
     answer = await rollout(http, body("a", "b", selection={"dual_end": {}}))
-    assert [group["allocation"]["selection"] for group in answer["groups"]] == ["shortest", "shortest"]
+    assert [group["allocation"]["at_upper_bound"] for group in answer["groups"]] == [True, True]
+    assert [group["allocation"]["selection"] for group in answer["groups"]] == ["dual_end", "dual_end"]
+    assert answer["warnings"] == []
+
+
+async def test_a_dual_end_that_is_nowhere_applied_is_said(engine, http):
+    seen(engine, "calm", 50, 51, 52, 53, times=30)
+    seen(engine, "wild", 10, 60, 300, 900)
+    engine.cost_model = FLAT
+    answer = await rollout(http, body("wild", selection={"dual_end": {}}))
+    assert [group["allocation"]["selection"] for group in answer["groups"]] == ["shortest"]
     (warning,) = answer["warnings"]
-    assert "tradeoff" in warning
-    assert (await rollout(http, body("a", "b", selection="shortest")))["warnings"] == []
+    assert "by yourself" in warning
+    assert (await rollout(http, body("wild", selection="shortest")))["warnings"] == []
 
 
-async def test_an_early_stop_that_is_forbidden_stays_forbidden_at_the_upper_bound(engine, http):
-    seen(engine, "calm", 50, 51, 52, 53)
+async def test_an_early_stop_that_is_forbidden_stays_forbidden_with_an_extreme_tail(engine, http):
+    seen(engine, "calm", 50, 51, 52, 53, times=30)
     seen(engine, "wild", 10, 60, 300, 900)
     answer = await rollout(http, body("calm", "wild", selection={"dual_end": {}}, early_stop=False))
     wild = answer["groups"][1]
-    assert wild["allocation"]["at_upper_bound"]
+    assert wild["allocation"]["extreme"]
     assert {c["state"] for c in wild["candidates"]} == {"finished"}
 
 
@@ -171,7 +181,8 @@ async def test_a_fixed_redundancy_has_no_budget(http):
     answer = await rollout(http, body("a", redundancy=1))
     assert answer["budget"] is None
     assert answer["groups"][0]["allocation"] == {
-        "num_candidates": 5, "weight": None, "std_tokens": None, "at_upper_bound": False, "selection": "first",
+        "num_candidates": 5, "weight": None, "std_tokens": None, "at_upper_bound": False, "extreme": False,
+        "selection": "first",
     }  # fmt: skip
 
 
@@ -234,8 +245,8 @@ async def test_metrics_tell_lengths_allocations_and_drift(engine, http):
     assert "vllm_rollout:allocated_candidates_sum 12.0" in metrics
     assert 'vllm_rollout:step_time_drift{batch_sizes="16-31"} 1.5' in metrics
     dataset = engine.judge.memory.lengths.dataset()
-    assert f"vllm_rollout:length_mean_tokens {dataset.mean}" in metrics
-    assert f"vllm_rollout:length_std_tokens {dataset.std}" in metrics
+    assert f'vllm_rollout:length_mean_tokens{{adapter=""}} {dataset.mean}' in metrics
+    assert f'vllm_rollout:length_std_tokens{{adapter=""}} {dataset.std}' in metrics
 
 
 async def test_a_dead_engine_answers_503(engine, http):
@@ -260,10 +271,10 @@ def held_back(monkeypatch) -> dict[str, asyncio.Event]:
     held: dict[str, asyncio.Event] = {}
     observe = FakeEngine.observe_lengths
 
-    async def observe_lengths(engine: FakeEngine, key: str, lengths: Sequence[ObservedLength]) -> None:
+    async def observe_lengths(engine: FakeEngine, key: str, lengths: Sequence[ObservedLength], adapter: str) -> None:
         if key in held:
             await held[key].wait()
-        await observe(engine, key, lengths)
+        await observe(engine, key, lengths, adapter)
 
     monkeypatch.setattr(FakeEngine, "observe_lengths", observe_lengths)
     return held

@@ -5,7 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.simulator.traces import DETAILED, FLAT, LINEAR, pool, traced
-from vllm_rollout.group.history import LengthMoments, ObservedLength, observed_lengths
+from vllm_rollout.group.history import ObservedLength, observed_lengths
+from vllm_rollout.group.moments import LengthMoments
 from vllm_rollout.group.placement import Placement
 from vllm_rollout.group.plan import GroupPlan
 from vllm_rollout.group.pruning_plan import PlanError, PruningPlan
@@ -30,6 +31,27 @@ def test_rollouts_run_one_after_the_other_and_wait_for_their_slowest_group():
     assert (outcome.generated_tokens, outcome.returned_tokens, outcome.wasted_tokens) == (33, 33, 0)
     assert outcome.num_groups == 3
     assert outcome.candidates_per_prompt == 2
+
+
+def test_an_audited_group_runs_as_one_without_redundancy():
+    trace = generate(changed(SMALL, steps=40), 1)
+    plain, raced, audited = (
+        replay(Pools(trace), setting, Machine(FLAT), seed=3)
+        for setting in (Setting(4), Setting(4, 4), Setting(4, 4, audit_ratio=1.0))
+    )
+    assert audited.seconds == plain.seconds > raced.seconds
+    assert audited.generated_tokens == plain.generated_tokens
+    assert audited.wasted_tokens == 0
+
+
+def test_audits_by_the_rollout_cost_less_time_than_as_many_by_the_group():
+    trace = generate(changed(SMALL, steps=100), 1)
+    seconds = {
+        unit: replay(Pools(trace), Setting(4, 4, audit_ratio=0.2, audit_unit=unit), Machine(FLAT), seed=3).seconds
+        for unit in ("group", "rollout")
+    }
+    raced = replay(Pools(trace), Setting(4, 4), Machine(FLAT), seed=3).seconds
+    assert raced < seconds["rollout"] < seconds["group"]
 
 
 def test_the_bubble_is_what_is_missing_to_the_peak():

@@ -15,6 +15,10 @@ def test_a_setting_is_read_from_fields_of_a_rollout_request():
         8, "auto", early_stop="auto", tradeoff=0.5, label="mine"
     )
     assert parse_setting("group_size=4,early_stop=false", 8) == Setting(4, early_stop=False)
+    assert parse_setting("redundancy=8,audit_ratio=0.05,audit_unit=group", 8) == Setting(
+        8, 8, audit_ratio=0.05, audit_unit="group"
+    )
+    assert Setting(8, 8, audit_ratio=0.05).name == "2x first 5 % audited by rollout"
     assert parse_setting("", 8) == Setting(8)
 
 
@@ -38,7 +42,10 @@ def test_fields_of_pruning_make_a_pruning_plan():
         ("early_stop=maybe", "early_stop: must be true, false or auto, got 'maybe'"),
         ("tradeoff=0", "tradeoff: must be a number in (0, 1000], got 0"),
         ("tradeoff=nan", "tradeoff: must be a number in (0, 1000], got nan"),
+        ("audit_ratio=1.5", "audit_ratio: must be a number in [0, 1], got 1.5"),
+        ("audit_unit=request", "audit_unit: must be one of group, rollout, got 'request'"),
         ("keep_ratio=0.5", "detection_length: is needed to prune"),
+        ("detection_length=auto", "detection_length: must be one length"),
         ("detection_length=8,keep_ratio=2", "keep_ratio: must be a number in (0, 1]"),
     ],
 )

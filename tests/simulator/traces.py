@@ -8,7 +8,7 @@ from vllm_rollout.group.judge import Judge, Scoring
 from vllm_rollout.group.lifecycle import Group
 from vllm_rollout.group.plan import GroupPlan
 from vllm_rollout.group.step import GroupSteps
-from vllm_rollout.group.types import CandidateId, Confidence, Ending, Observation
+from vllm_rollout.group.types import CandidateId, Confidence, Ending, HeadKey, Observation
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.pool import PoolCandidate
 from vllm_rollout.simulator.race import Race
@@ -56,7 +56,7 @@ def pool(*lengths: int) -> list[PoolCandidate]:
 def warm_judge(detection_length: int) -> Judge:
     """One that has seen enough rewards to prune: high scores succeed."""
     judge = Judge()
-    learning = judge._learning_at(detection_length)
+    learning = judge.learning_of(HeadKey(detection_length))
     for i in range(40):
         calibrator = learning.calibrators["confidence"]
         calibrator.observe(i / 40)

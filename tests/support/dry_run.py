@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -24,7 +25,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_rollout.adapter.options import RolloutOptions
-from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, CandidateTag, RunnerReport
+from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, CandidateTag, LastLogits, RunnerReport
 
 EOS_TOKEN = 2
 OTHER_TOKEN = 7
@@ -77,7 +78,7 @@ class DryRun:
         self._depth = depth
         self._in_flight: deque[SchedulerOutput] = deque()
         self._lengths: dict[str, int] = {}
-        self._detection_lengths: dict[str, int] = {}
+        self._scored_lengths: dict[str, tuple[int, ...]] = {}
         self.logits: dict[str, float] = {}
         """What a trained head says of candidates with a detection length, NaN where there is no such head; else 0."""
         self.num_sampled: dict[str, int] = {}
@@ -95,16 +96,20 @@ class DryRun:
         prompt_token_ids: list[int] | None = None,
         max_tokens: int = 4000,
         extra_args: dict[str, Any] | None = None,
+        lora_request: LoRARequest | None = None,
         **sampling: Any,
     ) -> Request:
         """Add a request that ends by itself after `length` tokens."""
         params = SamplingParams(max_tokens=max_tokens, extra_args=extra_args, **sampling)
         params.update_from_generation_config({}, EOS_TOKEN)
         self._lengths[request_id] = length
-        if (tag := CandidateTag.of(extra_args)) is not None and tag.scoring is not None:
-            self._detection_lengths[request_id] = tag.scoring.plan.detection_length
-        request = Request(request_id, prompt_token_ids or [5] * 20, params, None, block_hasher=self._hasher)
+        request = Request(
+            request_id, prompt_token_ids or [5] * 20, params, None, lora_request=lora_request, block_hasher=self._hasher
+        )
         self.scheduler.add_request(request)
+        tag = CandidateTag.of(request.sampling_params.extra_args)
+        if tag is not None and tag.scoring is not None:
+            self._scored_lengths[request_id] = tag.scoring.plan.scored_lengths
         return request
 
     def step(self, before_update: Callable[[], None] = lambda: None) -> bool:
@@ -144,16 +149,17 @@ class DryRun:
             sampled.append([EOS_TOKEN if count >= self._lengths[request_id] else OTHER_TOKEN])
         rows = {request_id: row for row, request_id in enumerate(request_ids)}
         output = ModelRunnerOutput(req_ids=request_ids, req_id_to_index=rows, sampled_token_ids=sampled)
-        if self._detection_lengths:
+        if self._scored_lengths:
             self._report(output)
         return output
 
     def _report(self, output: ModelRunnerOutput) -> None:
-        """What a worker would say of candidates that reach their detection length; the trace is the logit, too."""
+        """What a worker would say of candidates at a detection length, whose trace is the logit too; and of every
+        token as if it were the last one, twice the logit."""
         due = [
             request_id
             for request_id, tokens in zip(output.req_ids, output.sampled_token_ids, strict=True)
-            if tokens and self._detection_lengths.get(request_id) == self.num_sampled[request_id]
+            if tokens and self.num_sampled[request_id] in self._scored_lengths.get(request_id, ())
         ]
         values, versions = None, []
         if due:
@@ -161,7 +167,10 @@ class DryRun:
             values = np.stack([logits, *[np.nan_to_num(logits)] * 3], axis=1)
             versions = [int(logit == logit) for logit in logits]
         confidence = np.ones((2, len(output.req_ids)), dtype=np.float32)
-        setattr(output, REPORT_ATTRIBUTE, RunnerReport(confidence, due, values, versions))
+        due_at = [self.num_sampled[request_id] for request_id in due]
+        logits = np.array([self.logits.get(request_id, 0.0) for request_id in output.req_ids], dtype=np.float32)
+        last = LastLogits(2 * logits, np.ones(len(output.req_ids), dtype=np.int64))
+        setattr(output, REPORT_ATTRIBUTE, RunnerReport(confidence, due, values, versions, due_at, last))
 
     def num_tokens(self, request_id: str) -> int:
         """Tokens delivered for a request."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from vllm_rollout.group.types import HeadKey
 from vllm_rollout.tracker import arguments, dispatch, ops
 from vllm_rollout.tracker.quality_head import HeadWeights
 from vllm_rollout.tracker.tracker import CandidateTracker, PublishedHead
@@ -51,7 +52,7 @@ class Engine:
         self.tracker = CandidateTracker(device)
         shapes = (4, HIDDEN_SIZE), (4,), (4,), (1,)
         head = HeadWeights(*(torch.zeros(shape, device=device) for shape in shapes))
-        self.tracker.heads = {length: PublishedHead(1, head) for length in (2, 6)}
+        self.tracker.heads = {HeadKey(length): PublishedHead(1, head) for length in (2, 6)}
         self.num_computed: dict[str, int] = {}
 
     def add(self, number: int, detection_length: int | None = 6) -> None:

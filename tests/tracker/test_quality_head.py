@@ -534,7 +534,7 @@ def edited(data, drop=(), metadata=(), **tensors):
         (lambda data: edited(data, metadata={"version": str(10**24)}), "'version' must be a whole number from 0 to"),
         (lambda data: edited(data, metadata={"num_labels": "9" * 5000}), "'num_labels' must be a whole number"),
         (lambda data: edited(data, metadata={"num_steps": "\u0663"}), "'num_steps' must be a whole number"),
-        (lambda data: edited(data, metadata={"detection_length": "4097"}), "a whole number from 1 to 4096"),
+        (lambda data: edited(data, metadata={"detection_length": "4097"}), "a whole number from 0 to 4096"),
         (lambda data: edited(data, extra=torch.zeros(3)), "tensors that no head has"),
     ],
 )

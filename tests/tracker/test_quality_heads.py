@@ -7,8 +7,9 @@ import torch
 from safetensors.torch import load
 
 from vllm_rollout.config import MAX_DETECTION_LENGTHS
+from vllm_rollout.group.types import BASE_MODEL, HeadKey
 from vllm_rollout.tracker import quality_head, quality_heads
-from vllm_rollout.tracker.feature_ring import FeatureRing
+from vllm_rollout.tracker.feature_ring import FeatureRing, StateKey
 from vllm_rollout.tracker.quality_head import QUALITY_HEAD_BATCH, QUALITY_HEAD_PASSES, HeadMismatch, QualityHead
 from vllm_rollout.tracker.quality_head_file import HeadBytes, read_head_file
 from vllm_rollout.tracker.quality_heads import QualityHeads
@@ -50,7 +51,7 @@ def new_heads(*, hidden_size: int = HIDDEN_SIZE, model: str = "model") -> Qualit
 
 def learn(heads: QualityHeads, length: int = LENGTH, num: int = 100, seed: int = 0, hidden_size: int = HIDDEN_SIZE):
     features = torch.randn(num, hidden_size, generator=torch.Generator().manual_seed(seed))
-    heads.learn(length, features, (features[:, 0] > 0).tolist(), [1.0] * num)
+    heads.learn(HeadKey(length), features, (features[:, 0] > 0).tolist(), [1.0] * num)
 
 
 def train(heads: QualityHeads) -> None:
@@ -67,12 +68,13 @@ def trained(*lengths: int, num: int = 100, **kwargs) -> QualityHeads:
 
 
 def published(heads: QualityHeads) -> dict[int, PublishedHead]:
-    return dict(heads._tracker.heads)
+    """Those of the base model, by detection length."""
+    return {key.detection_length: head for key, head in heads._tracker.heads.items() if key.adapter == BASE_MODEL}
 
 
 def tensors(heads: QualityHeads) -> list[dict]:
     """All that a state holds; its metadata comes in no certain order."""
-    return [{name: value.tolist() for name, value in load(state).items()} for state in heads.state()]
+    return [{name: value.tolist() for name, value in load(state).items()} for _, state in heads.state()]
 
 
 def same(one: PublishedHead, other: PublishedHead) -> bool:
@@ -85,7 +87,7 @@ def test_nothing_is_published_before_training_has_come_to_a_version():
     for _ in range(PUBLISH_STEPS - 1):
         assert heads.train(0.0) > 0
     assert published(heads) == {}
-    assert heads.export(LENGTH) is None
+    assert heads.export(HeadKey(LENGTH)) is None
     assert heads.infos()[0].version == 0
     assert heads.train(0.0) > 0
     assert heads.train(0.0) > 0  # publishing takes the place of a step
@@ -113,7 +115,7 @@ def test_each_version_is_published_whole_and_those_before_stay_as_they_were():
 
 def test_what_is_published_is_what_is_exported():
     heads = trained()
-    file = QualityHead.from_safetensors(heads.export(LENGTH), hidden_size=HIDDEN_SIZE, model="model")
+    file = QualityHead.from_safetensors(heads.export(HeadKey(LENGTH)), hidden_size=HIDDEN_SIZE, model="model")
     assert published(heads)[LENGTH].version == file.version
     assert same(published(heads)[LENGTH], PublishedHead(0, file.weights))
 
@@ -147,7 +149,7 @@ def test_a_head_that_is_put_scores_at_once_also_with_the_version_that_was_there(
     train(other)
     assert published(heads)[LENGTH].version == published(other)[LENGTH].version
     assert not same(published(heads)[LENGTH], published(other)[LENGTH])
-    assert heads.put(other.export(LENGTH)) == other.infos()[0]
+    assert heads.put(other.export(HeadKey(LENGTH))) == other.infos()[0]
     assert same(published(heads)[LENGTH], published(other)[LENGTH])
     learn(heads, seed=6)
     train(heads)
@@ -165,7 +167,7 @@ def test_a_head_of_something_else_leaves_the_old_one_scoring(other, error, said)
     heads = trained()
     before = published(heads)
     with pytest.raises(error, match=said):
-        heads.put(trained(**other).export(LENGTH))
+        heads.put(trained(**other).export(HeadKey(LENGTH)))
     with pytest.raises(error, match=said):
         heads.restore([trained(32).state()[0], *trained(**other).state()])
     assert published(heads) == before
@@ -179,17 +181,17 @@ def test_garbage_leaves_the_old_head_scoring(data):
     with pytest.raises(ValueError, match="safetensors"):
         heads.put(data)
     with pytest.raises(ValueError, match="safetensors"):
-        heads.restore([data])
+        heads.restore([(BASE_MODEL, data)])
     with pytest.raises(ValueError, match="kind"):
-        heads.put(heads.state()[0])
+        heads.put(heads.state()[0][1])
     with pytest.raises(ValueError, match="kind"):
-        heads.restore([heads.export(LENGTH)])
+        heads.restore([(BASE_MODEL, heads.export(HeadKey(LENGTH)))])
     assert published(heads) == before
 
 
 def test_a_head_that_says_it_is_untrained_is_refused():
     heads = trained()
-    file = read_head_file(heads.export(LENGTH), "quality head", hidden_size=HIDDEN_SIZE, model="model")
+    file = read_head_file(heads.export(HeadKey(LENGTH)), "quality head", hidden_size=HIDDEN_SIZE, model="model")
     metadata = {name: file.metadata[name] for name in ("hidden_size", "model", "detection_length", "num_steps")}
     data = HeadBytes("quality head", file.tensors, metadata | {"num_labels": 0, "version": 0}).whole()
     with pytest.raises(ValueError, match="version must be at least 1, got 0"):
@@ -204,7 +206,7 @@ def test_no_more_heads_than_detection_lengths_are_taken():
     learn(heads, 100)
     train(heads)
     assert len(heads.infos()) == len(published(heads)) == MAX_DETECTION_LENGTHS
-    data, more = trained(100).export(100), []
+    data, more = trained(100).export(HeadKey(100)), []
     for length in range(100, 109):
         other = new_heads()
         learn(other, length, 2)
@@ -215,7 +217,7 @@ def test_no_more_heads_than_detection_lengths_are_taken():
         heads.restore(more)
     with pytest.raises(ValueError, match="at most 8 different detection lengths"):
         heads.restore(more[:1] * 2)
-    assert heads.put(trained(3).export(3)).detection_length == 3
+    assert heads.put(trained(3).export(HeadKey(3))).detection_length == 3
     assert set(published(heads)) == set(range(1, MAX_DETECTION_LENGTHS + 1))
     heads.put(data, known=list(range(1, MAX_DETECTION_LENGTHS + 1)), spare=5)
     assert set(published(heads)) == {1, 2, 3, 4, 6, 7, 8, 100}
@@ -223,9 +225,9 @@ def test_no_more_heads_than_detection_lengths_are_taken():
 
 def test_a_head_is_read_in_parts_as_it_was_when_it_was_opened():
     heads = trained()
-    for open_head, write in ((heads.open, heads.export), (heads.copy_state, lambda length: heads.state()[0])):
-        whole = write(LENGTH)
-        while not (size := open_head("reader", LENGTH)):
+    for open_head, write in ((heads.open, heads.export), (heads.copy_state, lambda key: heads.state()[0][1])):
+        whole = write(HeadKey(LENGTH))
+        while not (size := open_head("reader", HeadKey(LENGTH))):
             pass
         learn(heads, seed=3)
         train(heads)
@@ -233,13 +235,13 @@ def test_a_head_is_read_in_parts_as_it_was_when_it_was_opened():
         assert b"".join(parts) == whole
         with pytest.raises(KeyError):
             heads.read("reader", 0, 1)
-    assert heads.open("reader", 99) is None
+    assert heads.open("reader", HeadKey(99)) is None
 
 
 def test_what_is_read_at_a_time_is_bounded():
     heads = trained()
     for reader in range(3 * quality_heads.MAX_OPEN):
-        heads.open(str(reader), LENGTH)
+        heads.open(str(reader), HeadKey(LENGTH))
     assert len(heads._open) == quality_heads.MAX_OPEN
 
 
@@ -297,18 +299,19 @@ def test_features_that_overflowed_are_left_out_and_the_others_learned():
     heads = new_heads()
     states = torch.randn(4, HIDDEN_SIZE)
     states[1, 3], states[2, 0] = torch.inf, torch.nan
-    heads._ring.put(list("abcd"), states)
-    features, found = heads.take_features(["x", "a", "b", "c", "d"])
+    keys = [StateKey(id, LENGTH) for id in "abcd"]
+    heads._ring.put(keys, states)
+    features, found = heads.take_features([StateKey("x", LENGTH), *keys])
     assert found == [1, 4]
     assert torch.equal(features, states[[0, 3]])
-    heads.learn(LENGTH, features, [True, False], [1.0, 2.0])
+    heads.learn(HeadKey(LENGTH), features, [True, False], [1.0, 2.0])
     assert heads.infos()[0].num_labels == 2
-    assert heads.take_features(["a", "b", "c", "d"])[1] == []
+    assert heads.take_features(keys)[1] == []
 
 
 def test_no_label_makes_no_head():
     heads = new_heads()
-    heads.learn(LENGTH, *heads.take_features(["gone"])[:1], [], [])
+    heads.learn(HeadKey(LENGTH), *heads.take_features([StateKey("gone", LENGTH)])[:1], [], [])
     assert heads.infos() == []
     assert heads.train(1.0) == 0
 
@@ -322,7 +325,7 @@ def test_a_reader_never_sees_half_a_version():
 
     def look() -> None:
         while not done.is_set():
-            head = heads._tracker.heads.get(LENGTH)
+            head = heads._tracker.heads.get(HeadKey(LENGTH))
             if head is not None:
                 total = sum(tensor.sum().item() for tensor in head.weights)
                 if known.setdefault(head.version, total) != total:
@@ -334,3 +337,44 @@ def test_a_reader_never_sees_half_a_version():
     done.set()
     reader.join()
     assert not torn
+
+
+def test_adapters_learn_publish_and_are_saved_apart():
+    heads = trained()
+    of_base = published(heads)[LENGTH]
+    features = torch.randn(100, HIDDEN_SIZE, generator=torch.Generator().manual_seed(1))
+    key = HeadKey(LENGTH, "a")
+    heads.learn(key, features, (features[:, 0] < 0).tolist(), [1.0] * 100)
+    train(heads)
+    assert published(heads) == {LENGTH: of_base}
+    assert not same(heads._tracker.heads[key], of_base)
+    assert [info.key for info in heads.infos()] == [HeadKey(LENGTH), key]
+    restored = new_heads()
+    assert restored.restore(heads.state()) == [HeadKey(LENGTH), key]
+    assert same(restored._tracker.heads[key], heads._tracker.heads[key])
+    restored.put(heads.export(key), adapter="b")
+    assert same(restored._tracker.heads[HeadKey(LENGTH, "b")], heads._tracker.heads[key])
+    restored.forget(key)
+    assert set(restored._tracker.heads) == {HeadKey(LENGTH), HeadKey(LENGTH, "b")}
+    assert restored.losses(key) == []
+    assert restored.export(key) is restored.open("reader", key) is restored.copy_state("reader", key) is None
+
+
+def test_every_adapter_has_as_many_heads_as_the_base_model():
+    heads = new_heads()
+    for adapter in (BASE_MODEL, "a"):
+        for length in range(1, MAX_DETECTION_LENGTHS + 2):
+            heads.learn(HeadKey(length, adapter), torch.randn(2, HIDDEN_SIZE), [True, False], [1.0, 1.0])
+    assert len(heads.infos()) == 2 * MAX_DETECTION_LENGTHS
+    lengths = range(1, MAX_DETECTION_LENGTHS + 1)
+    data = trained(100).export(HeadKey(100))
+    with pytest.raises(ValueError, match="at most 8 different detection lengths"):
+        heads.put(data, adapter="a")
+    heads.put(data, known=list(lengths), spare=5, adapter="a")
+    assert {info.key for info in heads.infos()} >= {HeadKey(5), HeadKey(100, "a")}
+    assert HeadKey(5, "a") not in {info.key for info in heads.infos()}
+    assert heads.put(data, adapter="b").key == HeadKey(100, "b")
+    restored = new_heads()
+    restored.restore(heads.state(), known=[HeadKey(length, "c") for length in lengths])
+    with pytest.raises(ValueError, match="at most 8 different detection lengths"):
+        restored.restore(heads.state(), known=[HeadKey(99, "a")])

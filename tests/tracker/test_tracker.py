@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from vllm_rollout.config import CONFIDENCE_WINDOW_TOKENS
+from vllm_rollout.group.types import BASE_MODEL, HeadKey
 from vllm_rollout.tracker.ops import token_stats, windowed_confidence
 from vllm_rollout.tracker.quality_head import HeadWeights
 from vllm_rollout.tracker.tracker import DUE_COLUMNS, CandidateTracker, PublishedHead
@@ -29,7 +30,6 @@ class Request(NamedTuple):
     num_prompt_tokens: int
     detection_length: int | None
     is_candidate: bool = True
-    teaches: bool = True
 
 
 class Scored(NamedTuple):
@@ -57,7 +57,7 @@ class Steps:
         self.confidences.setdefault(request.id, [])
         self.features.setdefault(request.id, [])
         if request.is_candidate:
-            self.tracker.add(request.id, request.num_prompt_tokens, request.detection_length, teaches=request.teaches)
+            self.tracker.add(request.id, request.num_prompt_tokens, request.detection_length)
 
     def step(self, rows: list[tuple[Request, int]], *, padded: bool = False) -> None:
         """One step in which each request computes so many tokens; those behind their known tokens sample none.
@@ -117,7 +117,7 @@ class Steps:
             return
         due = step.due
         assert due.values.shape == (len(due.request_ids), DUE_COLUMNS)
-        features = dict(zip(due.teaching_ids, [] if due.features is None else due.features.tolist(), strict=True))
+        features = dict(zip(due.request_ids, due.features.tolist(), strict=True))
         for request_id, row, version in zip(due.request_ids, due.values.tolist(), due.head_versions, strict=True):
             self.scored.setdefault(request_id, []).append(Scored(row, version, features.get(request_id)))
 
@@ -132,7 +132,7 @@ class Steps:
         expected = windowed_confidence(trace, torch.tensor([length]), CONFIDENCE_WINDOW_TOKENS)
         torch.testing.assert_close(torch.tensor([scored.values[1:]]), expected)
         state = self.features[request.id][length - 1]
-        assert scored.feature == (state.tolist() if request.teaches else None)
+        assert scored.feature == state.tolist()
         if head is None:
             assert math.isnan(scored.values[0])
             assert scored.head_version == 0
@@ -226,7 +226,7 @@ def test_siblings_with_several_detection_lengths_are_due_in_one_step():
     steps = Steps()
     heads = {2: weights(2), 5: weights(5)}
     for length, head in heads.items():
-        steps.tracker.heads[length] = PublishedHead(length * 10, head)
+        steps.tracker.heads[HeadKey(length)] = PublishedHead(length * 10, head)
     requests = [Request("a", 4, 2), Request("b", 1, 5), Request("c", 4, 2), Request("d", 2, 4), Request("e", 3, None)]
     for request in requests:
         steps.add(request)
@@ -239,6 +239,63 @@ def test_siblings_with_several_detection_lengths_are_due_in_one_step():
     for request in requests:
         steps.check(request, head=heads.get(request.detection_length))
     assert {id: scored[0].head_version for id, scored in steps.scored.items()} == {"a": 20, "b": 50, "c": 20, "d": 0}
+
+
+def test_candidates_of_several_adapters_are_due_in_one_step_each_with_the_head_of_its_own():
+    tracker = CandidateTracker(CPU, capacity=2)
+    heads = {
+        HeadKey(2): weights(0),
+        HeadKey(2, "a"): weights(1),
+        HeadKey(2, "b"): weights(2),
+        HeadKey(3, "a"): weights(3),
+    }
+    for version, (key, head) in enumerate(heads.items(), start=1):
+        tracker.heads[key] = PublishedHead(version, head)
+    keys = [
+        HeadKey(3, "a"),
+        HeadKey(2, "b"),
+        HeadKey(2, "a"),
+        HeadKey(2),
+        HeadKey(2, "new"),
+        HeadKey(2, "b"),
+        HeadKey(3),
+    ]
+    ids = [f"r{number}" for number in range(len(keys))]
+    for request_id, key in zip(ids, keys, strict=True):
+        tracker.add(request_id, 4, key.detection_length, adapter=key.adapter)
+    for request_id, tracked in tracker.copy(ids[:3]).items():  # as if they went on in another worker
+        tracker.restore(request_id, tracked)
+    generator = torch.Generator().manual_seed(1)
+    computed = np.array([4 + key.detection_length - 2 for key in keys])
+    for seen in (computed, computed + 1):  # the token before, and the one that they are due with
+        tracker.start_step()
+        hidden = torch.randn(len(keys), HIDDEN_SIZE, generator=generator)
+        tracker.see_hidden_states(hidden)
+        logits = torch.randn(len(keys), VOCAB_SIZE, generator=generator)
+        tracker.observe(ids, logits, seen, np.zeros(len(keys), dtype=bool))
+    due = tracker.step.due
+    assert sorted(due.request_ids) == ids
+    for request_id, logit, version in zip(due.request_ids, due.values[:, 0], due.head_versions, strict=True):
+        row = ids.index(request_id)
+        head = heads.get(keys[row])
+        assert version == (0 if head is None else tracker.heads[keys[row]].version)
+        if head is None:
+            assert logit.isnan()
+        else:
+            w1, b1, w2, b2 = head
+            assert torch.allclose(logit, (torch.relu(w1 @ hidden[row] + b1) @ w2 + b2)[0], rtol=1e-4, atol=1e-4)
+
+
+def test_names_of_adapters_do_not_pile_up():
+    tracker = CandidateTracker(CPU)
+    for number in range(50):
+        tracker.add("r", 4, 2, adapter=f"step {number}")
+        assert tracker.copy(["r"])["r"].adapter == f"step {number}"
+        tracker.discard("r")
+        tracker.add("plain", 4)
+        assert tracker.copy(["plain"])["plain"].adapter == BASE_MODEL
+        tracker.discard("plain")
+    assert len(tracker._adapter_names) == 2
 
 
 def test_a_longer_detection_length_that_comes_later_keeps_the_traces_of_those_that_run():
@@ -267,27 +324,11 @@ def test_candidates_beyond_the_capacity_find_room_with_all_they_need():
         steps.check(request)
 
 
-def test_the_state_of_a_candidate_that_teaches_nothing_is_not_kept():
-    steps = Steps()
-    steps.tracker.heads[2] = PublishedHead(1, weights(1))
-    requests = [Request("a", 3, 2, teaches=False), Request("b", 3, 2), Request("c", 3, 3, teaches=False)]
-    for request in requests:
-        steps.add(request)
-    steps.step([(request, 3) for request in requests])
-    decode(steps, requests, 1)
-    assert steps.tracker.step.due.teaching_ids == ["b"]
-    assert len(steps.tracker.step.due.features) == 1
-    decode(steps, requests, 1)
-    assert steps.tracker.step.due.features is None
-    for request in requests:
-        steps.check(request, head=weights(1) if request.detection_length == 2 else None)
-
-
 @pytest.mark.parametrize(("num_before", "num_steps"), [(0, 6), (4, 2), (5, 1), (6, None), (9, None)])
 def test_a_detection_length_counts_from_the_first_token_also_in_a_later_round(num_before, num_steps):
     """With a head the state is scored as at once; the trace of the tokens before is not known."""
     tracker = CandidateTracker(CPU)
-    tracker.heads[6] = PublishedHead(1, weights(0))
+    tracker.heads[HeadKey(6)] = PublishedHead(1, weights(0))
     tracker.add("a", 3 + num_before, 6, num_before=num_before)
     generator = torch.Generator().manual_seed(2)
     due = {}
@@ -398,10 +439,10 @@ def test_a_head_that_is_replaced_scores_those_that_are_due_from_then_on():
     a, b = Request("a", 2, 3), Request("b", 2, 4)
     for request in (a, b):
         steps.add(request)
-    steps.tracker.heads[3] = PublishedHead(1, one)
+    steps.tracker.heads[HeadKey(3)] = PublishedHead(1, one)
     steps.step([(a, 2), (b, 2)])
     decode(steps, [a, b], 2)
-    steps.tracker.heads[4] = PublishedHead(9, other)
+    steps.tracker.heads[HeadKey(4)] = PublishedHead(9, other)
     decode(steps, [a, b], 2)
     steps.check(a, head=one)
     steps.check(b, head=other)
@@ -413,10 +454,9 @@ def test_whatever_the_batches_look_like_every_candidate_is_scored_once_from_its_
     rng = random.Random(seed)
     steps = Steps(seed, capacity=2)
     heads = {3: weights(3)}
-    steps.tracker.heads[3] = PublishedHead(1, heads[3])
+    steps.tracker.heads[HeadKey(3)] = PublishedHead(1, heads[3])
     waiting = [
-        Request(f"r{i}", rng.randint(1, 9), rng.choice([1, 2, 3, 3, 18, None]), rng.random() < 0.85, rng.random() < 0.7)
-        for i in range(24)
+        Request(f"r{i}", rng.randint(1, 9), rng.choice([1, 2, 3, 3, 18, None]), rng.random() < 0.85) for i in range(24)
     ]
     everybody = list(waiting)
     running: list[Request] = []

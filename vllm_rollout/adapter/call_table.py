@@ -11,21 +11,23 @@ the named type each way. An error that concerns the client is a value (`Refusal`
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
 
 from vllm_rollout.group.cost import CostModel
 from vllm_rollout.group.drift import StepDrift
-from vllm_rollout.group.history import LengthStatistics, ObservedLength
+from vllm_rollout.group.history import ObservedLength
 from vllm_rollout.group.judge import Label
-from vllm_rollout.group.learning import RewardedCandidate
-from vllm_rollout.group.ledger import Reward, RewardStatus
+from vllm_rollout.group.ledger import NamedReward, RewardStatus
+from vllm_rollout.group.length_trial import TriedCandidate
 from vllm_rollout.group.load import EngineLoad
+from vllm_rollout.group.moments import LengthStatistics
 from vllm_rollout.group.moving import StayReason
 from vllm_rollout.group.report import HeadInfo
-from vllm_rollout.group.types import HeldGroups
+from vllm_rollout.group.rewarded import RewardedCandidate
+from vllm_rollout.group.types import BASE_MODEL, HeadKey, HeldGroups
 
 CALL_METHOD = "rollout_call"
 """The one method that is added to vLLM's EngineCore: `rollout_call(operation: str, payload: bytes) -> bytes`."""
@@ -43,10 +45,9 @@ class Refusal(NamedTuple):
 
 
 class PostedRewards(NamedTuple):
-    """Rewards of one rollout, for the engine core that ran it."""
+    """Rewards, for the engine cores that may have run their candidates."""
 
-    rollout_id: str
-    rewards: list[Reward]
+    rewards: list[NamedReward]
     share: bool
     """Answer labels with their features, for other engine cores to learn; else they are learned here and now."""
 
@@ -59,24 +60,26 @@ class Features(NamedTuple):
     dtype: Literal["float32", "float16", "bfloat16"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RewardsProgress:
     """How far an engine core got within its time: the rewards it has accounted for are the first ones."""
 
-    detection_length: int
+    heads: set[HeadKey]
+    """That candidates of the rollouts and groups teach that are known here."""
     statuses: list[RewardStatus]
-    num_training: int
+    num_training: int = 0
     """Labels that a head learns."""
-    labels: list[Label]
+    labels: list[Label] = field(default_factory=list)
     """To be shared, and so are these:"""
-    features: LabelledFeatures | None
+    features: dict[HeadKey, LabelledFeatures] = field(default_factory=dict)
+    """By the head that trains on them."""
 
 
 @dataclass(frozen=True, slots=True)
 class LabelledFeatures:
     """What a head trains on."""
 
-    detection_length: int
+    head: HeadKey
     features: Features
     positives: list[bool]
     weights: list[float]
@@ -84,9 +87,9 @@ class LabelledFeatures:
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """What one engine core has seen of one detection length."""
+    """What one engine core has seen of one detection length of a served name."""
 
-    detection_length: int
+    head: HeadKey
     num_awaiting: int
     num_evicted: int
     num_judged: int
@@ -100,11 +103,29 @@ class LearningWindow:
 
     outcomes: list[RewardedCandidate]
     losses: list[float]
+    race_bias: list[list[float]]
+    """As in a state."""
+
+
+class NamedChoices(NamedTuple):
+    """The candidates of a group that are choices in the answer of a request."""
+
+    name: str
+    """The request's."""
+    group_id: str
+    choices: dict[int, int]
+    """Choice -> index of the candidate."""
 
 
 class HeadToRead(NamedTuple):
     reader: str
-    detection_length: int
+    head: HeadKey
+
+
+class HeadToPut(NamedTuple):
+    data: bytes
+    """It says for which detection length it is."""
+    adapter: str
 
 
 class Piece(NamedTuple):
@@ -119,6 +140,19 @@ class ObservedGroup(NamedTuple):
 
     key: str
     lengths: list[ObservedLength]
+    adapter: str = BASE_MODEL
+
+
+class LengthsToLookUp(NamedTuple):
+    """Prompts, by the keys of their lengths."""
+
+    keys: list[str]
+    adapter: str = BASE_MODEL
+
+
+class PromptsToRead(NamedTuple):
+    reader: str
+    adapter: str
 
 
 class StepTime(NamedTuple):
@@ -195,10 +229,10 @@ class Operation(Generic[Argument, Result]):
 
 
 # -- rewards and what they teach
-POST_REWARDS: Operation[PostedRewards, RewardsProgress | None] = Operation(
-    "post_rewards", PostedRewards, RewardsProgress | None
-)
-"""Account for rewards until the time of a call is spent; None when the rollout did not run here, or is forgotten."""
+POST_REWARDS: Operation[PostedRewards, RewardsProgress] = Operation("post_rewards", PostedRewards, RewardsProgress)
+"""Account for rewards until the time of a call is spent."""
+NAME_CHOICES: Operation[NamedChoices, None] = Operation("name_choices", NamedChoices, None)
+"""What a client may call the candidates of a group from now on."""
 LEARN_LABELS: Operation[list[Label], None] = Operation("learn_labels", list[Label], None)
 """Labels of another engine core's candidates, for calibration."""
 LEARN_FEATURES: Operation[LabelledFeatures, None] = Operation("learn_features", LabelledFeatures, None)
@@ -207,21 +241,29 @@ TRAIN: Operation[float, int] = Operation("train", float, int)
 """Train for so many seconds; answers how many optimizer steps are left."""
 # -- quality heads
 HEADS: Operation[None, list[HeadInfo]] = Operation("heads", None, list[HeadInfo])
-PUT_HEAD: Operation[bytes, HeadInfo | Refusal] = Operation("put_head", bytes, HeadInfo | Refusal)
+PUT_HEAD: Operation[HeadToPut, HeadInfo | Refusal] = Operation("put_head", HeadToPut, HeadInfo | Refusal)
 OPEN_HEAD: Operation[HeadToRead, bool] = Operation("open_head", HeadToRead, bool)
 """Begin to read a trained head; false when there is none."""
 # -- report and state
 LEARNED: Operation[None, list[Learned]] = Operation("learned", None, list[Learned])
-LEARNING_WINDOW: Operation[int, LearningWindow | None] = Operation("learning_window", int, LearningWindow | None)
+LEARNING_WINDOW: Operation[HeadKey, LearningWindow | None] = Operation(
+    "learning_window", HeadKey, LearningWindow | None
+)
 """Of one detection length; None when nothing was learned at it."""
 OPEN_STATE: Operation[str, None] = Operation("open_state", str, None)
 """Begin to read all that was learned, under the name of a reader."""
 READ: Operation[str, Piece | None] = Operation("read", str, Piece | None)
 """The next piece for a reader; None when others have taken its place."""
+TRIED_LENGTHS: Operation[str, list[TriedCandidate]] = Operation("tried_lengths", str, list[TriedCandidate])
+"""Candidates of a served name that were scored at several lengths, and rewarded."""
+OPEN_PROMPTS: Operation[PromptsToRead, None] = Operation("open_prompts", PromptsToRead, None)
+"""Begin to read what is known of each prompt: lines of JSON, lists of rows (`group/known_prompts.py`)."""
 PUT_STATE: Operation[bytes, Refusal | None] = Operation("put_state", bytes, Refusal | None)
 # -- lengths
 OBSERVE_LENGTHS: Operation[ObservedGroup, None] = Operation("observe_lengths", ObservedGroup, None)
-LENGTH_HISTORY: Operation[list[str], LengthStatistics] = Operation("length_history", list[str], LengthStatistics)
+LENGTH_HISTORY: Operation[LengthsToLookUp, LengthStatistics] = Operation(
+    "length_history", LengthsToLookUp, LengthStatistics
+)
 # -- times of steps
 RECORD_STEPS: Operation[bool, None] = Operation("record_steps", bool, None)
 TAKE_STEPS: Operation[None, list[StepTime]] = Operation("take_steps", None, list[StepTime])
@@ -253,9 +295,9 @@ CONFIRM_MOVE: Operation[GroupToRelease, None] = Operation("confirm_move", GroupT
 OPERATIONS: Mapping[str, Operation[Any, Any]] = {
     operation.name: operation
     for operation in (
-        POST_REWARDS, LEARN_LABELS, LEARN_FEATURES, TRAIN, HEADS, PUT_HEAD, OPEN_HEAD, LEARNED, LEARNING_WINDOW,
-        OPEN_STATE, READ, PUT_STATE, CANCEL_GROUPS, CUT_RACE, WIDEN_RACE, FORGET_RACE, OBSERVE_LENGTHS,
-        LENGTH_HISTORY, RECORD_STEPS, TAKE_STEPS, SET_COST_MODEL, STEP_DRIFT, HELD_GROUPS,
+        POST_REWARDS, NAME_CHOICES, LEARN_LABELS, LEARN_FEATURES, TRAIN, HEADS, PUT_HEAD, OPEN_HEAD, LEARNED,
+        LEARNING_WINDOW, OPEN_STATE, TRIED_LENGTHS, OPEN_PROMPTS, READ, PUT_STATE, CANCEL_GROUPS, CUT_RACE, WIDEN_RACE,
+        FORGET_RACE, OBSERVE_LENGTHS, LENGTH_HISTORY, RECORD_STEPS, TAKE_STEPS, SET_COST_MODEL, STEP_DRIFT, HELD_GROUPS,
         ENGINE_LOAD, HOLD, RELEASE_GROUP, KEEP_GROUP, ADOPT_GROUP, CONFIRM_MOVE,
     )
 }  # fmt: skip

@@ -78,6 +78,8 @@ def has(fact: Fact) -> bool:
 
 
 # The API process
+LLM = "vllm.entrypoints.llm.LLM"
+LLM_ENGINE = "vllm.v1.engine.llm_engine.LLMEngine"
 ASYNC_LLM = "vllm.v1.engine.async_llm.AsyncLLM"
 ENGINE_CLIENT = "vllm.v1.engine.core_client.AsyncMPClient"
 RANK_CLIENT = "vllm.v1.engine.core_client.DPLBAsyncMPClient"
@@ -140,7 +142,7 @@ KV_CONFIG = "vllm.v1.kv_cache_interface.KVCacheConfig"
 # What differs between the supported versions, and is asked for
 WEIGHT_SPANS = Fact("uses", COMPLETION, "weight_versions", "", "api", "0.32")
 LOGGING_FLAGS = Fact("calls", "vllm.logger", "configure_logging_from_args", "args", "api", "0.31")
-SCALE_OUT_FLAG = Fact("flag", "vllm serve", "enable_scale_out", "", "", "0.30")
+SCALE_OUT_FLAG = Fact("flag", "vllm serve", "enable_scale_out", "", "api", "0.30")
 STARTUP = Fact("calls", "vllm.entrypoints.common.startup", "cli_env_setup", "", "api", "0.33")
 RETRYABLE = Fact("imports", "vllm.exceptions", "RetryableRequestError", "", "api", "0.32")
 REJECTS_WHILE_PAUSED = Fact("uses", "vllm.v1.engine.core.EngineCoreProc", "reject_new_requests", "", "", "0.33")
@@ -190,6 +192,40 @@ MIXED_INTO = {
 CONTRACT = (
     # -- the engine client and what it answers
     Fact("replaces", f"{ENTRY}.build_async_engine_client_from_engine_args", ASYNC_LLM, by="plugin"),
+    # An engine of a trainer's own process
+    Fact("overrides", LLM, "__init__", "model", "in_process"),
+    Fact("overrides", LLM, "_add_request", "prompt params lora_request priority", "in_process"),
+    Fact("overrides", LLM, "_run_engine", "output_type", "in_process"),
+    Fact("uses", LLM, "llm_engine", by="in_process"),
+    Fact("uses", LLM, "request_counter", by="in_process"),
+    Fact("uses", LLM, "chat_template", by="in_process"),
+    Fact("calls", LLM_ENGINE, "add_request", "request_id prompt params lora_request= priority=", "in_process"),
+    Fact("calls", LLM_ENGINE, "abort_request", "request_ids internal=", "in_process"),
+    Fact("calls", LLM_ENGINE, "step", "", "in_process"),
+    Fact("calls", LLM_ENGINE, "has_unfinished_requests", "", "in_process"),
+    Fact("calls", LLM_ENGINE, "get_num_unfinished_requests", "", "in_process"),
+    Fact("calls", LLM_ENGINE, "get_supported_tasks", "", "in_process"),
+    Fact("calls", LLM_ENGINE, "get_weight_version", "", "in_process"),
+    Fact("uses", LLM_ENGINE, "engine_core", by="in_process"),
+    Fact("uses", LLM_ENGINE, "vllm_config", by="in_process"),
+    Fact("uses", LLM_ENGINE, "model_config", by="in_process"),
+    Fact("uses", LLM_ENGINE, "renderer", by="in_process"),
+    Fact("uses", LLM_ENGINE, "input_processor", by="in_process"),
+    Fact("calls", "vllm.v1.engine.core_client.SyncMPClient", "call_utility", "method args", "in_process"),
+    Fact("uses", "vllm.v1.engine.core_client.InprocClient", "engine_core", by="in_process"),
+    Fact("imports", "vllm.v1.engine.core_client", "EngineCoreClient", by="in_process"),
+    Fact("imports", "vllm.tasks", "SupportedTask", by="in_process"),
+    Fact("imports", "vllm.engine.arg_utils", "EngineArgs", by="in_process"),
+    Fact(
+        "calls",
+        RENDERER,
+        "__init__",
+        "model_config renderer request_logger= chat_template= chat_template_content_format=",
+        "in_process",
+    ),
+    Fact("calls", SERVED_MODELS, "__init__", "engine_client base_model_paths", "in_process"),
+    Fact("calls", "vllm.entrypoints.openai.models.protocol", "BaseModelPath", "name= model_path=", "in_process"),
+    Fact("calls", ASYNC_LLM, "from_engine_args", "engine_args", "in_process"),
     Fact("overrides", ASYNC_LLM, "__init__", "vllm_config= client_index= client_count=", "api"),
     Fact("overrides", ASYNC_LLM, "generate", "prompt sampling_params request_id", "api"),
     Fact("overrides", ASYNC_LLM, "add_request", "request_id prompt params", "api"),
@@ -336,6 +372,10 @@ CONTRACT = (
     Fact("uses", TEXT, "prompt", by="api"),
     Fact("uses", "vllm.entrypoints.serve.engine.protocol.ErrorResponse", "error", by="api"),
     Fact("uses", "vllm.entrypoints.serve.engine.protocol.ErrorInfo", "message", by="api"),
+    Fact("uses", "vllm.entrypoints.serve.engine.protocol.ErrorInfo", "code", by="api"),
+    Fact("uses", "vllm.entrypoints.serve.lora.protocol.LoadLoRAAdapterRequest", "load_inplace", by="api"),
+    Fact("uses", "vllm.entrypoints.serve.lora.protocol.LoadLoRAAdapterRequest", "lora_name", by="api"),
+    Fact("uses", "vllm.entrypoints.serve.lora.protocol.LoadLoRAAdapterRequest", "lora_path", by="api"),
     Fact("calls", API_UTILS, "get_max_tokens", "max_model_len max_tokens input_length default_sampling_params", "api"),
     Fact("imports", "vllm.inputs", "EngineInput", by="api"),
     Fact("calls", "vllm.inputs.engine", "tokens_input", "prompt_token_ids", "api"),
@@ -343,7 +383,10 @@ CONTRACT = (
     Fact("uses", "vllm.inputs.engine.MultiModalInput", "mm_hashes", by="api"),
     Fact("uses", "vllm.inputs.engine.EncoderDecoderInput", "decoder_prompt", by="api"),
     Fact("uses", "vllm.inputs.engine.EncoderDecoderInput", "encoder_prompt", by="api"),
-    Fact("uses", "vllm.lora.request.LoRARequest", "lora_name", by="api"),
+    Fact("uses", "vllm.lora.request.LoRARequest", "lora_name", by="api core worker"),
+    Fact("uses", "vllm.lora.request.LoRARequest", "load_inplace", by="api"),
+    Fact("uses", "vllm.lora.request.LoRARequest", "lora_int_id", by="api"),
+    Fact("calls", SERVED_MODELS, "load_lora_adapter", "request", "api"),
     Fact("uses", SERVED_MODELS, "base_model_paths", by="api"),
     Fact("calls", SERVED_MODELS, "is_base_model", "model_name", "api"),
     Fact("uses", SERVED_MODELS, "lora_requests", by="api"),
@@ -371,6 +414,8 @@ CONTRACT = (
     Fact("uses", "vllm.envs", "VLLM_TARGET_DEVICE", by="platform"),
     Fact("uses", "vllm.envs", "VLLM_WORKER_MULTIPROC_METHOD", by="api"),
     Fact("uses", "vllm.envs", "VLLM_USE_RUST_FRONTEND", by="api"),
+    Fact("uses", "vllm.envs", "VLLM_SERVER_DEV_MODE", by="api"),
+    Fact("flag", "vllm serve", "worker_extension_cls", by="api"),
     Fact("imports", "vllm.version", "__version__", by="compat"),
     Fact("imports", "vllm.platforms", "current_platform", by="api worker"),
     Fact("uses", PLATFORM, "device_type", by="api"),
@@ -411,8 +456,8 @@ CONTRACT = (
     Fact("uses", CONFIG, "additional_config", by="options"),
     Fact("uses", CONFIG, "cache_config", by="api"),
     Fact("uses", CONFIG, "model_config", by="api core worker"),
-    Fact("uses", CONFIG, "parallel_config", by="api options"),
-    Fact("uses", CONFIG, "scheduler_config", by="api core"),
+    Fact("uses", CONFIG, "parallel_config", by="api options worker"),
+    Fact("uses", CONFIG, "scheduler_config", by="api core worker"),
     Fact("uses", CONFIG, "speculative_config", by="api options"),
     Fact("uses", MODEL, "architecture", by="api"),
     Fact("uses", MODEL, "dtype", by="api worker"),
@@ -428,15 +473,17 @@ CONTRACT = (
     Fact("uses", MODEL, "model", by="worker"),
     Fact("uses", MODEL, "quantization", by="api"),
     Fact("uses", MODEL, "served_model_name", by="core worker"),
-    Fact("uses", PARALLEL, "data_parallel_size", by="api"),
+    Fact("uses", PARALLEL, "data_parallel_size", by="api core"),
+    Fact("uses", PARALLEL, "data_parallel_backend", by="api"),
     Fact("uses", PARALLEL, "data_parallel_size_local", by="api"),
     Fact("uses", PARALLEL, "enable_batch_sharded_sampling", by="options"),
     Fact("uses", PARALLEL, "local_engines_only", by="api"),
-    Fact("uses", PARALLEL, "pipeline_parallel_size", by="api"),
+    Fact("uses", PARALLEL, "pipeline_parallel_size", by="api worker"),
     Fact("uses", PARALLEL, "tensor_parallel_size", by="api"),
+    Fact("uses", PARALLEL, "worker_cls"),
     Fact("uses", SCHEDULING, "async_scheduling", by="api core worker"),
     Fact("uses", SCHEDULING, "max_num_batched_tokens", by="api"),
-    Fact("uses", SCHEDULING, "max_num_seqs", by="api"),
+    Fact("uses", SCHEDULING, "max_num_seqs", by="api core"),
     Fact("uses", CACHE, "block_size", by="api"),
     Fact("uses", CACHE, "cache_dtype", by="api"),
     Fact("uses", CACHE, "kv_cache_size_tokens", by="api"),
@@ -564,6 +611,7 @@ CONTRACT = (
     Fact("uses", STEP, "scheduled_new_reqs", by="worker"),
     Fact("uses", STEP, "total_num_scheduled_tokens"),
     Fact("uses", "vllm.v1.core.sched.output.CachedRequestData", "num_reqs"),
+    Fact("uses", NEW_REQUEST, "lora_request", by="worker"),
     Fact("uses", NEW_REQUEST, "prompt_embeds", by="worker"),
     Fact("uses", NEW_REQUEST, "prompt_token_ids", by="worker"),
     Fact("uses", NEW_REQUEST, "req_id", by="worker"),
@@ -590,6 +638,9 @@ CONTRACT = (
     Fact("uses", OUTPUTS, "scheduler_stats"),
     Fact("imports", "vllm.v1.engine", "EngineCoreEvent"),
     Fact("uses", "vllm.v1.engine.FinishReason", "ABORT"),
+    Fact("uses", "vllm.v1.engine.FinishReason", "ERROR"),
+    Fact("uses", "vllm.multimodal.inputs.MultiModalFeatureSpec", "identifier"),
+    Fact("calls", "vllm.utils.import_utils", "resolve_obj_by_qualname", "qualname"),
     Fact("uses", STATS, "kv_cache_usage"),
     Fact("uses", STATS, "num_running_reqs"),
     Fact("uses", STATS, "num_waiting_reqs"),
@@ -641,6 +692,8 @@ CONTRACT = (
     Fact("implements", GPU_WORKER, "initialize_from_config", "kv_cache_config", "worker"),
     Fact("implements", GPU_WORKER, "profile", "is_start profile_prefix", "worker"),
     Fact("implements", GPU_WORKER, "reload_weights", "", "worker"),
+    Fact("calls", RUNNER_V1, "reload_weights", "weights_path=", "api"),
+    Fact("calls", GPU_WORKER, "check_health", "", "api"),
     Fact("implements", GPU_WORKER, "reset_encoder_cache", "", "worker"),
     Fact("implements", GPU_WORKER, "sleep", "level", "worker"),
     Fact("implements", GPU_WORKER, "start_weight_update", "", "worker"),

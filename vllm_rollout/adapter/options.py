@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm.config import VllmConfig
 
-from vllm_rollout.config import FEATURE_RING_BYTES, TRAIN_BUDGET_S
+from vllm_rollout.config import DEFAULT_AUDIT_RATIO, FEATURE_RING_BYTES, TRAIN_BUDGET_S
 
 KEY = "vllm_rollout"
 
@@ -40,6 +40,8 @@ class RolloutOptions:
     """A group that moves takes its KV blocks along."""
     moves_kv_by_nixl: bool = False
     """It takes them to other hosts, too."""
+    audit_ratio: float = DEFAULT_AUDIT_RATIO
+    """Of requests that learn and do not say."""
 
     @classmethod
     def of(cls, vllm_config: VllmConfig) -> RolloutOptions:

@@ -9,7 +9,7 @@ Invariant: a candidate in a parcel is in no scheduler, and every token of it tha
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
@@ -30,8 +30,8 @@ class WorkerState:
     generator: bytes | None = None
     """State of its random generator (model runner V1, seeded requests)."""
     tracked: TrackedCandidate | None = None
-    features: Features | None = None
-    """The hidden state that awaits its reward."""
+    features: dict[int, Features] = field(default_factory=dict)
+    """The hidden states that await its reward, by detection length."""
     fate: Fate | None = None
     """What becomes of it, on an emulated device."""
 

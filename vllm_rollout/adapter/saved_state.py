@@ -1,8 +1,9 @@
 """All that was learned as bytes: a header, the memory's rows and the heads, so that it can be written in parts.
 
     {"format": 2, "model": ...}     one line of JSON, as are:
-    ["learning", ...] ...           the rows of `group/memory.py`
-    ["head", num_bytes]             then so many bytes: a quality head's state
+    ["learning", ...] ...           the rows of `group/memories.py`
+    ["head", num_bytes]             then so many bytes: a quality head's state; of an adapter:
+    ["head", num_bytes, adapter]
     ["end", num_heads]
 
 Format 1 was one object of JSON, its heads in base64.
@@ -13,14 +14,15 @@ Invariant: what is read was written so, or it is a ValueError that says what is 
 from __future__ import annotations
 
 from base64 import b64decode
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 import msgspec
 
-from vllm_rollout.config import MAX_DETECTION_LENGTHS
+from vllm_rollout.config import MAX_ADAPTERS, MAX_DETECTION_LENGTHS
 from vllm_rollout.group.checks import integer, listed, shown, text
 from vllm_rollout.group.memory import FORMAT, rows_of_format_1
+from vllm_rollout.group.types import BASE_MODEL
 
 HEAD = "head"
 END = "end"
@@ -31,16 +33,26 @@ MAX_LINE_BYTES = 2**23
 """Longest row: eight times the largest that is written. A small file may not become a large object."""
 
 
+class SavedHead(NamedTuple):
+    adapter: str
+    data: bytes
+
+
 class SavedState(NamedTuple):
     model: str
     rows: Iterator[Any]
-    """Of the memory, unchecked, read as they are taken. Raises: ValueError."""
-    heads: Callable[[], list[bytes]]
-    """To be called when the rows have been taken. Raises: ValueError."""
+    """Of the memories, unchecked, read as they are taken. Raises: ValueError."""
+    heads: Callable[[Collection[str]], list[SavedHead]]
+    """Of these adapters, to be called when the rows have been taken. Raises: ValueError."""
 
 
 def state_header(model: str) -> dict[str, Any]:
     return {"format": FORMAT, "model": model}
+
+
+def head_line(num_bytes: int, adapter: str) -> list[Any]:
+    """Before the bytes of a head."""
+    return [HEAD, num_bytes] if adapter == BASE_MODEL else [HEAD, num_bytes, adapter]
 
 
 def parse_state(data: bytes) -> SavedState:
@@ -61,9 +73,9 @@ def _format_1(data: bytes) -> SavedState:
     fields: dict[str, Any] = {"learnings": learnings}
     if state.lengths is not None:
         fields["lengths"] = msgspec.to_builtins(state.lengths)
-    heads = [b64decode(head, validate=True) for head in _few(state.heads)]
+    heads = [SavedHead(BASE_MODEL, b64decode(head, validate=True)) for head in _few(state.heads)]
     model = text(state.model, "model of a state", MAX_MODEL_CHARS)
-    return SavedState(model, rows_of_format_1(fields), lambda: heads)
+    return SavedState(model, rows_of_format_1(fields), lambda adapters: heads)
 
 
 def _is_short(line: bytes | memoryview | msgspec.Raw) -> bool:
@@ -101,7 +113,7 @@ class _Format1(msgspec.Struct):
 
 
 def _few(heads: Any) -> Any:
-    return listed(heads, "heads of a state", MAX_DETECTION_LENGTHS)
+    return listed(heads, "heads of a state", MAX_DETECTION_LENGTHS * (1 + MAX_ADAPTERS))
 
 
 class _Lines:
@@ -128,23 +140,28 @@ class _Lines:
     def rows(self) -> Iterator[Any]:
         while True:
             match self.next():
-                case [kind, _] as line if kind in (HEAD, END):
+                case [kind, _, *_] as line if kind in (HEAD, END):
                     self._after_rows = line
                     return
                 case row:
                     yield row
 
-    def heads(self) -> list[bytes]:
-        heads: list[bytes] = []
+    def heads(self, adapters: Collection[str]) -> list[SavedHead]:
+        heads: list[SavedHead] = []
         line = self._after_rows
         while line[0] == HEAD:
-            size = integer(line[1], "size of a head", 1, len(self._data))
+            _, num_bytes, adapter = [*line, BASE_MODEL][:3]
+            if len(line) > 3 or adapter not in adapters:
+                raise ValueError(f"a head is of the base model, or of an adapter that has rows, got {shown(line)}")
+            size = integer(num_bytes, "size of a head", 1, len(self._data))
             if self._at + size > len(self._data):
                 raise ValueError(f"it was cut off within a head of {size} bytes")
-            heads.append(self._data[self._at : self._at + size])
+            heads.append(SavedHead(adapter, self._data[self._at : self._at + size]))
             self._at += size
             _few(heads)
-            line = listed(self.next(), "a line after a head", length=2)
+            line = self.next()
+            if not isinstance(line, list) or len(line) < 2:
+                raise ValueError(f"a line after a head must be a list of 2, got {shown(line)}")
         if line != [END, len(heads)] or self._at != len(self._data):
             raise ValueError(f"a state ends after its {len(heads)} heads, got {shown(line)} or more after it")
         return heads

@@ -10,6 +10,7 @@ ending   scheduler -> API process: `EngineCoreOutput.kv_transfer_params[ENDING_K
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from vllm_rollout.group.judge import Scoring
 from vllm_rollout.group.lifecycle import GroupTerms
 from vllm_rollout.group.pruning_plan import PruningPlan
 from vllm_rollout.group.race import RacePlace
-from vllm_rollout.group.types import Assessment, CandidateState, Confidence, Observation
+from vllm_rollout.group.types import WHOLE, Assessment, CandidateState, Confidence, Observation
 
 TAG_KEY = "vllm_rollout"
 ENDING_KEY = "vllm_rollout"
@@ -48,13 +49,21 @@ class CandidateTag:
     """Its group's part in a round."""
     num_resumed: int = 0
     """Output tokens of an earlier round, at the end of its prompt."""
+    audit_ratio: float = 0.0
+    """Of a group that its candidates join: the first one that comes draws."""
 
     @property
     def terms(self) -> GroupTerms:
         """What its siblings must say as well."""
         pruning = None if self.scoring is None else self.scoring.plan
         return GroupTerms(
-            self.group_size, self.num_candidates, self.early_stop, self.patience, pruning, self.num_replaceable
+            self.group_size,
+            self.num_candidates,
+            self.early_stop,
+            self.patience,
+            pruning,
+            self.num_replaceable,
+            self.audit_ratio,
         )
 
     def to_extra_args(self) -> dict[str, Any]:
@@ -72,8 +81,17 @@ class CandidateTag:
                 self.num_replaceable,
                 self.place and list(astuple(self.place)),
                 self.num_resumed,
+                self.audit_ratio,
                 scoring
-                and [scoring.rollout_id, scoring.prompt_id, scoring.seed, scoring.teaches, *astuple(scoring.plan)],
+                and [
+                    scoring.rollout_id,
+                    scoring.prompt_id,
+                    scoring.seed,
+                    scoring.name,
+                    scoring.choice,
+                    scoring.prompt_key,
+                    *astuple(scoring.plan),
+                ],
             ]
         }
 
@@ -82,12 +100,36 @@ class CandidateTag:
         """The tag of a request's `extra_args`; None when it has none."""
         if not extra_args or (values := extra_args.get(TAG_KEY)) is None:
             return None
-        *values, patience, observed, num_replaceable, place, num_resumed, scoring = values
+        *values, patience, observed, num_replaceable, place, num_resumed, audit_ratio, scoring = values
         if scoring is not None:
-            rollout_id, prompt_id, seed, teaches, *plan = scoring
-            scoring = Scoring(rollout_id, prompt_id, seed, PruningPlan(*plan), teaches)
+            rollout_id, prompt_id, seed, name, choice, prompt_key, *plan = scoring
+            scoring = Scoring(rollout_id, prompt_id, seed, _plan_of(plan), name, choice, prompt_key)
         place = place and RacePlace(*place)
-        return cls(*values, scoring, patience, observed, num_replaceable, place, num_resumed)
+        return cls(*values, scoring, patience, observed, num_replaceable, place, num_resumed, audit_ratio)
+
+
+def _plan_of(values: Sequence[Any]) -> PruningPlan:
+    """A plan from its `astuple`, after any codec that turns tuples into lists."""
+    plan = PruningPlan(*values)
+    return replace(plan, trial_lengths=tuple(plan.trial_lengths))
+
+
+class LastLogits(NamedTuple):
+    """What the head of whole trajectories says after each token: of the last one it is the final score."""
+
+    logits: np.ndarray
+    """float32 [num_rows], by row of the step's batch; NaN for a row that does not ask, and without a head."""
+    head_versions: np.ndarray
+    """int64 [num_rows]; 0: none is trained."""
+
+    @classmethod
+    def of(
+        cls, num_rows: int, rows: Sequence[int] | np.ndarray, logits: np.ndarray, versions: int | np.ndarray
+    ) -> LastLogits:
+        """Of a batch in which only these rows ask; `logits` and `versions` are theirs."""
+        last = cls(np.full(num_rows, np.nan, dtype=np.float32), np.zeros(num_rows, dtype=np.int64))
+        last.logits[rows], last.head_versions[rows] = logits, versions
+        return last
 
 
 class RunnerReport(NamedTuple):
@@ -101,14 +143,25 @@ class RunnerReport(NamedTuple):
     due_values: np.ndarray | None = None
     """float32 [num_due, 4]: the head's logit (NaN without a head), then the three numbers of `Confidence`."""
     head_versions: Sequence[int] = ()
+    due_at: Sequence[int] = ()
+    """The detection length that each reached."""
+    last: LastLogits | None = None
 
     def observations(self) -> Iterator[tuple[str, Observation]]:
         """Request id and observation of everything that is due."""
         if self.due_values is None:
             return
-        for request_id, row, version in zip(self.due, self.due_values.tolist(), self.head_versions, strict=True):
+        values = zip(self.due, self.due_values.tolist(), self.head_versions, self.due_at, strict=True)
+        for request_id, row, version, length in values:
             logit, *confidence = row
-            yield request_id, Observation(Confidence(*confidence), logit if version else None, version)
+            yield request_id, Observation(Confidence(*confidence), logit if version else None, version, length)
+
+    def last_observation(self, row: int) -> Observation:
+        """Of a candidate whose last token is in that row of the step's batch."""
+        confidence = Confidence(float(self.confidence[0, row]), math.nan, math.nan)
+        version = 0 if self.last is None else int(self.last.head_versions[row])
+        logit = float(self.last.logits[row]) if version else None
+        return Observation(confidence, logit, version, WHOLE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +184,11 @@ class EndingNote:
     group_lost: bool = False
     """Its group completed with this step, but after as many others as the round wanted."""
     num_preemptions: int = 0
+    final: Assessment | None = None
+    """By its end."""
 
     def to_params(self, params: dict[str, Any] | None) -> dict[str, Any]:
-        assessment = None if self.assessment is None else list(astuple(self.assessment))
+        assessment, final = (each and list(astuple(each)) for each in (self.assessment, self.final))
         return {
             **(params or {}),
             ENDING_KEY: [
@@ -146,6 +201,7 @@ class EndingNote:
                 self.is_replaced,
                 self.group_lost,
                 self.num_preemptions,
+                final,
                 assessment,
             ],
         }
@@ -156,10 +212,10 @@ class EndingNote:
         if not params or ENDING_KEY not in params:
             return None, params
         rest = {key: value for key, value in params.items() if key != ENDING_KEY}
-        state, end_step, confidence, pauses, refusal, *rest_of_note, assessment = params[ENDING_KEY]
+        state, end_step, confidence, pauses, refusal, *rest_of_note, final, assessment = params[ENDING_KEY]
         confidence = None if confidence is None else tuple(confidence)
-        assessment = None if assessment is None else assessment_of(assessment)
-        return cls(state, end_step, confidence, pauses, assessment, refusal, *rest_of_note), rest or None
+        assessment, final = (each and assessment_of(each) for each in (assessment, final))
+        return cls(state, end_step, confidence, pauses, assessment, refusal, *rest_of_note, final), rest or None
 
 
 def assessment_of(values: Sequence[Any]) -> Assessment:

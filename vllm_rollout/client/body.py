@@ -39,6 +39,8 @@ class RolloutOptions(TypedDict, total=False):
         in the tail, "auto" for both; "off": they stay.
     scale_down: "auto": half of the ranks are emptied before the rollout is over, when the rest fits on the others.
     on_engine_failure: "retry": groups whose data-parallel rank dies run again on another; "fail": they end, incomplete.
+    audit_ratio: share of groups in which nobody is stopped, so that learning stays true; None: the server's.
+    audit_unit: what is drawn, each "group" or the whole "rollout"; "auto": groups of a stream.
     sampling: any field of vLLM's SamplingParams except n.
     return_text: detokenize, and return the text of each trajectory.
     return_logprobs: return the log probability of each sampled token.
@@ -52,6 +54,8 @@ class RolloutOptions(TypedDict, total=False):
     migration: str
     scale_down: str
     on_engine_failure: str
+    audit_ratio: float | None
+    audit_unit: str
     sampling: Mapping[str, Any] | None
     return_text: bool
     return_logprobs: bool
@@ -76,6 +80,8 @@ def rollout_body(
     migration: str = "off",
     scale_down: str = "off",
     on_engine_failure: str = "fail",
+    audit_ratio: float | None = None,
+    audit_unit: str = "auto",
 ) -> dict[str, Any]:
     """The body of POST /v1/rollouts. Values are the server's to judge; only a prompt's form is decided here.
 
@@ -94,6 +100,8 @@ def rollout_body(
         "migration": migration,
         "scale_down": scale_down,
         "on_engine_failure": on_engine_failure,
+        "audit_ratio": audit_ratio,
+        "audit_unit": audit_unit,
         "sampling": dict(sampling or {}),
         "return": {"text": return_text, "logprobs": return_logprobs, "unselected": return_unselected},
         "stream": stream,

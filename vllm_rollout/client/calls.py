@@ -18,16 +18,29 @@ from typing_extensions import Unpack
 
 from vllm_rollout.client.body import PromptLike, Redundancy, RolloutOptions, rollout_body, takes_options
 from vllm_rollout.client.connection import RolloutError, parse
+from vllm_rollout.group.known_prompts import PromptOrder
+from vllm_rollout.group.length_trial import LengthTrialReport
 from vllm_rollout.group.voting import VotingMethod
 from vllm_rollout.server.answers import RolloutAnswer
 from vllm_rollout.server.engine import LearningReport
-from vllm_rollout.server.learning.body import HEAD_HEADER, HeadAnswer, RewardEntry, RewardsAnswer
+from vllm_rollout.server.learning.body import (
+    HEAD_HEADER,
+    HeadAnswer,
+    NamedRewardEntry,
+    NamedRewardsAnswer,
+    RewardEntry,
+    RewardsAnswer,
+)
+from vllm_rollout.server.learning.prompts import PromptsAnswer
 from vllm_rollout.server.votes import VoteAnswer
 
 T = TypeVar("T")
 
 RewardLike = tuple[str, int, float] | Mapping[str, Any] | RewardEntry
 """(prompt_id, index, reward), or an object with these fields."""
+
+NamedRewardLike = tuple[str, int, float] | Mapping[str, Any] | NamedRewardEntry
+"""(request_id, index, reward), or an object with these fields or with `group_id` in place of the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +95,11 @@ def typed(form: type[T]) -> Callable[[httpx.Response], T]:
 _read_rollout = typed(RolloutAnswer)
 _read_models = typed(_Models)
 _read_rewards = typed(RewardsAnswer)
+_read_named_rewards = typed(NamedRewardsAnswer)
 _read_head = typed(HeadAnswer)
 _read_report = typed(LearningReport)
+_read_length_trial = typed(LengthTrialReport)
+_read_prompts = typed(PromptsAnswer)
 _read_vote = typed(VoteAnswer)
 
 
@@ -155,19 +171,60 @@ def post_rewards(rollout_id: str, rewards: Iterable[RewardLike], threshold: floa
     return Call("POST", f"/v1/rollouts/{quote(rollout_id, safe='')}/rewards", _read_rewards, body)
 
 
-def quality_head(detection_length: int | None = None) -> Call[QualityHead]:
-    """The trained head; None: the only one there is. Raises: RolloutError, 404 while there is none."""
-    return Call("GET", f"/v1/quality_head{_query(detection_length)}", _read_quality_head)
+def post_named_rewards(rewards: Iterable[NamedRewardLike], threshold: float | None = None) -> Call[NamedRewardsAnswer]:
+    """Say what candidates of any groups were worth: (request_id, index, reward) each, where the request's id is that of
+    an OpenAI answer and the index that of its choice; or {"group_id": …, "index": …, "reward": …}. Safe to repeat.
+
+    Raises: RolloutError; TypeError for a reward of no known form; ValueError for one that is not finite.
+    """
+    body: dict[str, Any] = {"rewards": [_named_entry(reward, position) for position, reward in enumerate(rewards)]}
+    if threshold is not None:
+        body["threshold"] = threshold
+    return Call("POST", "/v1/rewards", _read_named_rewards, body)
 
 
-def set_quality_head(weights: bytes) -> Call[HeadAnswer]:
+def quality_head(detection_length: int | None = None, model: str | None = None) -> Call[QualityHead]:
+    """The trained head; None: the only one there is. `model`: of a LoRA adapter, by its served name.
+
+    Raises: RolloutError, 404 while there is none.
+    """
+    query = _query(detection_length=detection_length, model=model)
+    return Call("GET", f"/v1/quality_head{query}", _read_quality_head)
+
+
+def set_quality_head(weights: bytes, model: str | None = None) -> Call[HeadAnswer]:
     """Put a head in place. Raises: RolloutError, 409 for one of another model or hidden size."""
-    return Call("PUT", "/v1/quality_head", _read_head, bytes(weights))
+    return Call("PUT", f"/v1/quality_head{_query(model=model)}", _read_head, bytes(weights))
 
 
-def report(detection_length: int | None = None) -> Call[LearningReport]:
+def report(detection_length: int | None = None, model: str | None = None) -> Call[LearningReport]:
     """What calibration and head are worth. Raises: RolloutError, 404 while nothing was learned."""
-    return Call("GET", f"/v1/quality_head/report{_query(detection_length)}", _read_report)
+    query = _query(detection_length=detection_length, model=model)
+    return Call("GET", f"/v1/quality_head/report{query}", _read_report)
+
+
+def detection_lengths(keep_ratio: float | None = None, model: str | None = None) -> Call[LengthTrialReport]:
+    """What rollouts that named several detection lengths say of them, and which one is recommended.
+
+    `keep_ratio`: of the pruning that is considered; None: the default of pruning. `model`: of a LoRA adapter, by its
+    served name. Raises: RolloutError.
+    """
+    query = _query(keep_ratio=keep_ratio, model=model)
+    return Call("GET", f"/v1/quality_head/detection_lengths{query}", _read_length_trial)
+
+
+def prompts(
+    limit: int | None = None,
+    after: str | None = None,
+    sort: PromptOrder = "last_seen",
+    model: str | None = None,
+) -> Call[PromptsAnswer]:
+    """What is known of each prompt: lengths, success, when it was seen; a page of at most `limit`.
+
+    `sort`: "last_seen", the last one first, or "success", the least successful first, without rewards last. `after`:
+    the `key` of the last prompt of the page before. Raises: RolloutError, 404 for one that is not known.
+    """
+    return Call("GET", f"/v1/rollouts/prompts{_query(limit=limit, after=after, sort=sort, model=model)}", _read_prompts)
 
 
 def state() -> Call[bytes]:
@@ -208,26 +265,35 @@ def vote(
 
 
 def _entry(reward: RewardLike, position: int) -> dict[str, Any]:
+    return _reward_entry(reward, position, "prompt_id")
+
+
+def _named_entry(reward: NamedRewardLike, position: int) -> dict[str, Any]:
+    return _reward_entry(reward, position, "request_id")
+
+
+def _reward_entry(reward: RewardLike | NamedRewardLike, position: int, name: str) -> dict[str, Any]:
     try:
-        if isinstance(reward, RewardEntry):
-            entry = reward.model_dump()
+        if isinstance(reward, BaseModel):
+            entry = reward.model_dump(exclude_none=True)
         elif isinstance(reward, Mapping):
             entry = {**reward, "reward": float(reward["reward"])}
         else:
-            prompt_id, index, value = reward
+            id, index, value = reward
             # numpy and torch scalars are not JSON
-            entry = {"prompt_id": prompt_id, "index": operator.index(index), "reward": float(value)}
+            entry = {name: id, "index": operator.index(index), "reward": float(value)}
     except (TypeError, ValueError, KeyError) as error:
         raise TypeError(
-            f"rewards[{position}] must be (prompt_id, index, reward) or a dict of these, got {reward!r:.80} ({error!r})"
+            f"rewards[{position}] must be ({name}, index, reward) or a dict of these, got {reward!r:.80} ({error!r})"
         ) from error
     if not math.isfinite(entry["reward"]):
         raise ValueError(f"rewards[{position}].reward must be a finite number, got {entry['reward']}. Leave it out.")
     return entry
 
 
-def _query(detection_length: int | None) -> str:
-    return "" if detection_length is None else f"?detection_length={detection_length}"
+def _query(**fields: str | int | None) -> str:
+    said = {field: value for field, value in fields.items() if value is not None}
+    return f"?{httpx.QueryParams(said)}" if said else ""
 
 
 def _read_quality_head(response: httpx.Response) -> QualityHead:

@@ -79,7 +79,7 @@ def _sent(describe: Callable[P, Call[T]]) -> Callable[Concatenate[RolloutClient,
 
     @_described_by(describe, _answer_of(describe))
     def method(self: RolloutClient, *args: P.args, **kwargs: P.kwargs) -> T:
-        return self._send(describe(*args, **kwargs))
+        return self.send(describe(*args, **kwargs))
 
     return method
 
@@ -89,7 +89,7 @@ def _awaited(describe: Callable[P, Call[T]]) -> Callable[Concatenate[AsyncRollou
 
     @_described_by(describe, _answer_of(describe))
     async def method(self: AsyncRolloutClient, *args: P.args, **kwargs: P.kwargs) -> T:
-        return await self._send(describe(*args, **kwargs))
+        return await self.send(describe(*args, **kwargs))
 
     return method
 
@@ -125,9 +125,12 @@ class RolloutClient(Connection):
     stream = _streamed(calls.stream)
     models = _sent(calls.models)
     post_rewards = _sent(calls.post_rewards)
+    post_named_rewards = _sent(calls.post_named_rewards)
     quality_head = _sent(calls.quality_head)
     set_quality_head = _sent(calls.set_quality_head)
     report = _sent(calls.report)
+    detection_lengths = _sent(calls.detection_lengths)
+    prompts = _sent(calls.prompts)
     state = _sent(calls.state)
     set_state = _sent(calls.set_state)
     vote = _sent(calls.vote)
@@ -138,7 +141,7 @@ class RolloutClient(Connection):
     restore = _sent(engine_calls.restore)
 
     def run(self, group_size: int, prompts_per_round: int, id: str | None = None, **options: Unpack[RunOptions]) -> Run:
-        return Run(self, self._send(run_calls.create_run(group_size, prompts_per_round, id, **options)))
+        return Run(self, self.send(run_calls.create_run(group_size, prompts_per_round, id, **options)))
 
     run.__doc__ = run_calls.create_run.__doc__
 
@@ -182,7 +185,7 @@ class RolloutClient(Connection):
                 time.sleep(self._retries.delay_s(error, attempt, request.url))
                 attempt += 1
 
-    def _send(self, call: Call[T]) -> T:
+    def send(self, call: Call[T]) -> T:
         response = self._open(call.method, call.path, call.body, call.timeout)
         try:
             response.read()
@@ -216,9 +219,12 @@ class AsyncRolloutClient(Connection):
     stream = _async_streamed(calls.stream)
     models = _awaited(calls.models)
     post_rewards = _awaited(calls.post_rewards)
+    post_named_rewards = _awaited(calls.post_named_rewards)
     quality_head = _awaited(calls.quality_head)
     set_quality_head = _awaited(calls.set_quality_head)
     report = _awaited(calls.report)
+    detection_lengths = _awaited(calls.detection_lengths)
+    prompts = _awaited(calls.prompts)
     state = _awaited(calls.state)
     set_state = _awaited(calls.set_state)
     vote = _awaited(calls.vote)
@@ -231,7 +237,7 @@ class AsyncRolloutClient(Connection):
     async def run(
         self, group_size: int, prompts_per_round: int, id: str | None = None, **options: Unpack[RunOptions]
     ) -> AsyncRun:
-        return AsyncRun(self, await self._send(run_calls.create_run(group_size, prompts_per_round, id, **options)))
+        return AsyncRun(self, await self.send(run_calls.create_run(group_size, prompts_per_round, id, **options)))
 
     run.__doc__ = run_calls.create_run.__doc__
 
@@ -275,7 +281,7 @@ class AsyncRolloutClient(Connection):
                 await asyncio.sleep(self._retries.delay_s(error, attempt, request.url))
                 attempt += 1
 
-    async def _send(self, call: Call[T]) -> T:
+    async def send(self, call: Call[T]) -> T:
         response = await self._open(call.method, call.path, call.body, call.timeout)
         try:
             await response.aread()

@@ -79,7 +79,7 @@ class Run(_Run):
 
     def refresh(self) -> RunAnswer:
         """The run as it is now. Raises: RolloutError (404)."""
-        self.info = self._client._send(run_calls.run(self.id))
+        self.info = self._client.send(run_calls.run(self.id))
         return self.info
 
     def round(
@@ -110,7 +110,7 @@ class Run(_Run):
         patience = _Patience(patience_s)
         while True:
             try:
-                return self._client._send(call)
+                return self._client.send(call)
             except RolloutError as error:
                 time.sleep(patience.wait_s(error))
 
@@ -173,12 +173,12 @@ class Run(_Run):
 
     def give_up(self, number: int) -> RunAnswer:
         """Put the prompts of an interrupted round back. Raises: RolloutError (404; 409 while it runs)."""
-        self.info = self._client._send(run_calls.give_up_round(self.id, number))
+        self.info = self._client.send(run_calls.give_up_round(self.id, number))
         return self.info
 
     def delete(self) -> None:
         """Forget the run and the prompts that wait in it. Raises: RolloutError (404; 409 while a round runs)."""
-        self._client._send(run_calls.delete_run(self.id))
+        self._client.send(run_calls.delete_run(self.id))
 
 
 class AsyncRun(_Run):
@@ -189,7 +189,7 @@ class AsyncRun(_Run):
         self._client = client
 
     async def refresh(self) -> RunAnswer:
-        self.info = await self._client._send(run_calls.run(self.id))
+        self.info = await self._client.send(run_calls.run(self.id))
         return self.info
 
     async def round(
@@ -210,7 +210,7 @@ class AsyncRun(_Run):
         patience = _Patience(patience_s)
         while True:
             try:
-                return await self._client._send(call)
+                return await self._client.send(call)
             except RolloutError as error:
                 await asyncio.sleep(patience.wait_s(error))
 
@@ -261,11 +261,11 @@ class AsyncRun(_Run):
             run = await self.refresh()
 
     async def give_up(self, number: int) -> RunAnswer:
-        self.info = await self._client._send(run_calls.give_up_round(self.id, number))
+        self.info = await self._client.send(run_calls.give_up_round(self.id, number))
         return self.info
 
     async def delete(self) -> None:
-        await self._client._send(run_calls.delete_run(self.id))
+        await self._client.send(run_calls.delete_run(self.id))
 
 
 for _name in ("refresh", "round", "stream", "rounds", "give_up", "delete"):

@@ -1,12 +1,13 @@
 """How many candidates each prompt of a batch deserves: first a budget for all, then its shares.
 
-Prompts whose lengths spread most get most of the spare candidates; a prompt that reaches its upper bound is taken for
-one with an extreme tail (DARTS 4.3.1).
+Prompts whose lengths spread most get most of the spare candidates. Those that spread most of all have extreme tails,
+too long to wait for. DARTS takes a share that reached its bound as the sign of that; a generous budget would make every
+prompt extreme, so here the sign is the prompt's place among the others, whatever the budget.
 
-Invariant: shares sum to the budget and keep their bounds, a larger weight never gets fewer candidates, and the same
-input gives the same shares.
+Invariant: shares sum to the budget and keep their bounds, a larger weight never gets fewer candidates, at most
+`EXTREME_SHARE` of many prompts are extreme, and the same input gives the same shares.
 
-Source: DARTS 4.2.2, Appendix B (Eq. 6-9) and C (Eq. 5 and 10, Algorithm 1).
+Source: DARTS 4.2.2, 4.3.1, Appendix B (Eq. 6-9) and C (Eq. 5 and 10, Algorithm 1).
 """
 
 from __future__ import annotations
@@ -15,18 +16,23 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
-from statistics import NormalDist, fmean, median
+from statistics import fmean, median
 from typing import Literal
 
 from vllm_rollout.config import DEFAULT_TRADEOFF
 from vllm_rollout.group.cost import CostModel, budget_slope
-from vllm_rollout.group.history import LengthMoments
+from vllm_rollout.group.moments import LengthMoments
 from vllm_rollout.group.plan import EarlyStop, GroupPlan
 
 DEFAULT_BUDGET_RATIO = 1.5
 """Candidates per wanted trajectory while no profile or no history says better: the paper's average (Appendix B)."""
 MAX_BUDGET_RATIO = 2
 """Most candidates per wanted trajectory: M_up = 2 M of DARTS Eq. 5 and Eq. 9."""
+EXTREME_SHARE = 0.05
+"""Prompts of a batch with an extreme tail: the paper's "~5 % of the most expensive prompts" (DARTS 4.3.1)."""
+EXTREME_STD = 1.6
+"""Of fewer prompts than have one in that share: std over that of the data set from which on a tail is extreme. One
+prompt in twenty has it where log lengths spread by 0.8 within prompts and 0.5 between them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +68,11 @@ class PromptAllocation:
     weight: float
     """Where the prompt's length std lies between the least (0) and the greatest (1) of the batch."""
     std_tokens: float | None
-    """Of its lengths; None when it was never seen."""
+    """Of its lengths, cut at its `max_tokens`; None when it was never seen."""
     at_upper_bound: bool
-    """It has all that a prompt can have, and that is more than `group_size`: its tail is extreme."""
+    """It has all that a prompt can have, and that is more than `group_size`."""
+    extreme: bool = False
+    """Its tail is too long to wait for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +82,9 @@ class BatchAllocation:
     """In the order of the batch."""
 
     def plans(self, plan: GroupPlan, early_stop: EarlyStop = None) -> list[GroupPlan]:
-        """The plan of each prompt, from that of a prompt at the upper bound. Source: DARTS Algorithm 2."""
+        """The plan of each prompt, from that of a prompt with all it may have. Source: DARTS Algorithm 2."""
         stops = early_stop is not False
-        return [plan.allocated(its.num_candidates, its.at_upper_bound, early_stop=stops) for its in self.prompts]
+        return [plan.allocated(its.num_candidates, its.extreme, early_stop=stops) for its in self.prompts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +131,7 @@ def allocate_batch(
         )
     upper = upper_bound(group_size, max_candidates)
     num_prompts = len(prompts)
+    budget_max_tokens = max((p.max_tokens for p in prompts if p.max_tokens is not None), default=None)
     budget = optimal_budget(
         dataset,
         cost,
@@ -130,17 +139,18 @@ def allocate_batch(
         upper=num_prompts * upper,
         num_ranks=num_ranks,
         prompt_tokens=fmean(prompt.num_tokens for prompt in prompts),
-        max_tokens=max((p.max_tokens for p in prompts if p.max_tokens is not None), default=None),
+        max_tokens=budget_max_tokens,
         tradeoff=tradeoff,
     )
-    stds = [None if prompt.lengths is None else prompt.lengths.std for prompt in prompts]
+    stds = [None if prompt.lengths is None else prompt.lengths.cut(prompt.max_tokens).std for prompt in prompts]
+    usual = None if dataset is None else dataset.cut(budget_max_tokens).std
     weights = normalized_weights(stds)
     shares = allocate(weights, budget.total, group_size, upper)
     return BatchAllocation(
         budget,
         tuple(
-            PromptAllocation(share, weight, std, share == upper > group_size)
-            for share, weight, std in zip(shares, weights, stds, strict=True)
+            PromptAllocation(share, weight, std, share == upper > group_size, extreme)
+            for share, weight, std, extreme in zip(shares, weights, stds, extreme_tails(stds, usual), strict=True)
         ),
     )
 
@@ -164,8 +174,8 @@ def optimal_budget(
     is worth the time of one rollout without redundancy. Where time grows in proportion to candidates, M* is then rho
     times `lower`; where a step costs the same for any batch, only longer tails take time, and M* soon is `upper`.
 
-    rho is of the lengths as they run: of the log-normal distribution with the data set's moments, cut at `max_tokens`.
-    Without the cut, what a history expects beyond `max_tokens` would count as a gain, but never as time.
+    rho is of the lengths as they run, cut at `max_tokens`. Without the cut, what a history expects beyond `max_tokens`
+    would count as a gain, but never as time.
 
     Raises: ValueError when the bounds are out of order or the tradeoff is not positive.
 
@@ -181,7 +191,7 @@ def optimal_budget(
     if max_tokens is not None and max_tokens < 1:
         raise ValueError(f"max_tokens must be at least 1, got {max_tokens}. Leave it out for lengths without a limit.")
     # below a token per length there is nothing to shape, and no distribution to fit
-    rho = None if dataset is None or dataset.mean < 1 else _variation(dataset, max_tokens)
+    rho = None if dataset is None or dataset.mean < 1 else _variation(dataset.cut(max_tokens))
     if dataset is None or rho is None or cost is None:
         total = min(upper, round(DEFAULT_BUDGET_RATIO * lower))
         return Budget(total, lower, upper, None, rho, None, None, tradeoff, "default")
@@ -203,6 +213,27 @@ def normalized_weights(stds: Sequence[float | None]) -> list[float]:
         return [1.0] * len(stds)
     low, high, middle = min(known), max(known), median(known)
     return [((middle if std is None else std) - low) / (high - low) for std in stds]
+
+
+def extreme_tails(stds: Sequence[float | None], usual: float | None) -> list[bool]:
+    """Which prompts spread so much that their tails are too long to wait for.
+
+    Of the prompts that were seen before, those above the 1 - `EXTREME_SHARE` quantile. Of prompts that spread alike
+    either all are above it or none is, so that a tie at the quantile leaves fewer, and of a batch of equals nobody is
+    extreme. Fewer than 1 / `EXTREME_SHARE` prompts have no such quantile, and in a batch of one the prompt is always
+    the first: there a prompt is extreme that spreads `EXTREME_STD` times as much as the data set, `usual`.
+
+    Source: DARTS 4.3.1; Algorithm 2 asks for a saturated share instead.
+    """
+    known = sorted((std for std in stds if std is not None), reverse=True)
+    most = math.floor(EXTREME_SHARE * len(known) + 1e-9)
+    if most:
+        threshold = known[most]
+    elif usual:
+        threshold = EXTREME_STD * usual
+    else:
+        threshold = math.inf
+    return [std is not None and std > threshold for std in stds]
 
 
 def allocate(weights: Sequence[float], total: int, lower: int, upper: int) -> list[int]:
@@ -240,19 +271,8 @@ def _gain(weight: float, num_candidates: int) -> float:
     return weight / (num_candidates * (num_candidates + 1))
 
 
-def _variation(lengths: LengthMoments, max_tokens: int | None) -> float:
-    """std / mean of the log-normal distribution with these moments, cut at `max_tokens`."""
-    mean, std = lengths.mean, lengths.std
-    log_std = math.sqrt(math.log1p((std / mean) ** 2))
-    if max_tokens is None or not log_std:
-        return std / mean
-    cdf = NormalDist().cdf
-    location = math.log(mean) - log_std**2 / 2
-    cut = (math.log(max_tokens) - location) / log_std
-    beyond = cdf(-cut)
-    first = mean * cdf(cut - log_std) + max_tokens * beyond
-    second = (mean**2 + std**2) * cdf(cut - 2 * log_std) + max_tokens**2 * beyond
-    return math.sqrt(max(second - first**2, 0.0)) / first
+def _variation(lengths: LengthMoments) -> float:
+    return lengths.std / lengths.mean
 
 
 def _check(weights: Sequence[float], total: int, lower: int, upper: int) -> None:

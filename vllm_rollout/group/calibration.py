@@ -1,58 +1,82 @@
-"""Scores -> success probabilities, learned from rewards (ARRoL A.4, Eq. 1).
+"""Scores -> success probabilities, learned from rewards (ARRoL A.4, Eq. 1; ours where that was measured to be wrong).
 
-A score is brought to s' in [0, 1] and falls into one of B uniform bins. Counts of both labels per bin, smoothed after
-Laplace, are the likelihoods; Bayes' rule with the prior of the same counts gives q(s'), the success probability.
+A score is brought to s' in [0, 1] by the scale of its head's version (`scale.py`) and falls into one of B uniform bins,
+where labels of both kinds are counted; `success_bins.py` makes probabilities of the counts. A.4 itself, a logit's
+sigmoid and Laplace's smoothing, is kept as `method="paper"` for comparison (benchmarks/calibration.py).
 
-128 bins and a few hundred labels make a noisy estimate, so ours differs from A.4 in one thing: a label counts fully in
-its own bin and less and less in the next `CALIBRATION_SPREAD` on either side (a triangle). With 512 labels, half of
-them positive, the error of q falls from 0.19 to 0.06 (benchmarks/pruning_rules.py); `spread=0` is A.4 as printed.
+A label stays with the scale of the version that gave its score, and so do recent scores: when a head is trained on, or
+another one is put, what was learned holds for its scores at once.
 
 Labels exist only for survivors. A label of a candidate that was kept with probability p stands for 1 / p candidates, so
-counts, likelihoods and prior are weighted by 1 / p: sums over survivors then estimate sums over all candidates. (What
-was selected by a score alone still shows P(success | that score) unweighted; the success rate, another signal's
-calibration, and that of a score whose siblings or older versions took part in the selection, do need the weights.)
+counts are weighted by 1 / p: sums over survivors then estimate sums over all candidates. (What was selected by a score
+alone still shows P(success | that score) unweighted; the success rate, another signal's calibration, and that of a
+score whose siblings or older versions took part in the selection, do need the weights.)
 
-Invariant: what the calibrator says depends on the values in its windows only, not on the order of additions and
-evictions, so a restored calibrator answers as the saved one.
+Invariant: what the calibrator says depends on what its windows hold, on the scales, the offset and on whether there
+were enough labels, and not on the order in which labels came or went; a restored calibrator answers as the saved one.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from math import exp, fsum, isfinite, sqrt
-from typing import Any, NamedTuple, get_args
+from dataclasses import dataclass
+from itertools import islice, takewhile
+from math import isfinite
+from typing import Any, Literal, NamedTuple, get_args
 
 from vllm_rollout.config import CALIBRATION_WINDOW
-from vllm_rollout.group.checks import MAX_COUNT, MAX_SCORE, fields_of, flag, integer, listed, number
+from vllm_rollout.group.calibration_state import current_form
+from vllm_rollout.group.checks import MAX_SCORE, fields_of, flag, integer, listed, number
+from vllm_rollout.group.odds import shifted
+from vllm_rollout.group.scale import REMEMBERED_VERSIONS, Scale, Scales
+from vllm_rollout.group.success_bins import combined_table, paper_table
 from vllm_rollout.group.types import Signal
 
 CALIBRATION_BINS = 128
 """Bins of a score's calibration, B of ARRoL A.4."""
 CALIBRATION_SPREAD = 7
-"""Bins on either side in which a label counts too, 7/8 to 1/8 of it; 0 is the paper's calibration. One less than a
-power of two, so that counts are exact. Measured in benchmarks/pruning_rules.py."""
+"""Bins on either side in which a label counts too, 7/8 to 1/8 of it; 0 is the paper's calibration. Measured in
+benchmarks/pruning_rules/known.py."""
 CALIBRATION_SMOOTHING = 1.0
-"""Laplace smoothing per bin and label."""
+"""Laplace smoothing per bin and label, of the paper's method."""
 RECENT_SCORES = 1024
 """Newest scored candidates, with or without a label, over which mean survival equals `keep_ratio`.
 Small enough to follow a head that learns; the ratio's own error is below 2 %."""
+MIN_RECENT_LABELS = 8
+"""Labels of either kind in the window; with fewer, those that have left it count no longer."""
 
 WEIGHT_STEP = 2.0**-16
-"""Weights are rounded to this. Sums of such floats are exact, also of their eighths: taking a label out undoes putting
-it in."""
+"""Weights are counted in this: sums of integers are exact, and taking a label out undoes putting it in."""
 
 MAX_WEIGHT = 2.0**32
 """Weights are smaller."""
 
-SCALE_DRIFT = 0.25
-"""Share of its width by which the scale of confidences may be off before all windows are binned anew."""
+Method = Literal["combined", "paper"]
 
 
 class LabelledScore(NamedTuple):
+    """As a state holds it."""
+
     score: float
     positive: bool
     weight: float
+    scale: int
+    """Which of the state's scales."""
+
+
+@dataclass(slots=True, eq=False)
+class _Score:
+    value: float
+    scale: Scale
+    bin: int
+
+
+@dataclass(slots=True, eq=False)
+class _Label(_Score):
+    positive: bool
+    weight: int
+    """In steps."""
 
 
 class Calibrator:
@@ -71,6 +95,7 @@ class Calibrator:
         smoothing: float = CALIBRATION_SMOOTHING,
         num_recent: int = RECENT_SCORES,
         spread: int = CALIBRATION_SPREAD,
+        method: Method = "combined",
     ) -> None:
         assert smoothing > 0, "an empty bin has no probability without smoothing"
         self.signal: Signal = signal
@@ -82,166 +107,217 @@ class Calibrator:
         self._window = window
         self._smoothing = smoothing
         self._num_recent = num_recent
-        shares = [(k, 1 - abs(k) / (spread + 1)) for k in range(-spread, spread + 1)]
-        self._neighbours = [[(b + k, x) for k, x in shares if 0 <= b + k < num_bins] for b in range(num_bins)]
-        """Per bin: the bins that count in it, and their shares."""
-        self._reach = [sum(x for _, x in neighbours) for neighbours in self._neighbours]
-        """Per bin: in how many bins its labels count, in all."""
-        self._labels: deque[LabelledScore] = deque()
-        self._counts: tuple[list[float], list[float]] = ([0.0] * num_bins, [0.0] * num_bins)
-        """Weighted negatives and positives per bin."""
-        self._totals = [0.0, 0.0]
-        self._spread_totals = [0.0, 0.0]
-        """Sums over bins of what counts in them."""
-        self._recent: deque[float] = deque()
+        self._spread = spread
+        self._method = method
+        self._labels: deque[_Label] = deque()
+        self._counts: tuple[list[int], list[int]] = ([0] * num_bins, [0] * num_bins)
+        """Weighted negatives and positives per bin, in steps of weight."""
+        self._squares = 0
+        """Of all weights."""
+        self._num_seen = [0, 0]
+        """Negatives and positives, those that have left the window too; see `is_warm`."""
+        self._recent: deque[_Score] = deque()
         self._recent_counts = [0] * num_bins
-        self._center, self._width = 0.0, 1.0
-        self._num_since_scale = 0
+        self._scales = Scales()
         self._table: tuple[float, ...] | None = None
+        self._offset = 0.0
+
+    @property
+    def offset(self) -> float:
+        """By which the logits of what labels say are corrected (`group/race_bias.py`)."""
+        return self._offset
+
+    @offset.setter
+    def offset(self, offset: float) -> None:
+        if offset != self._offset:
+            self._offset = offset
+            self._table = None
+            self.num_changes += 1
 
     @property
     def num_negative(self) -> int:
         """Negative labels in the window, unweighted."""
         return len(self._labels) - self.num_positive
 
-    def normalize(self, score: float) -> float:
-        """The score as s' in [0, 1].
+    def is_warm(self, min_labels: int) -> bool:
+        """Have both labels been seen so often?
 
-        A head's logit by the sigmoid, as in the paper. Confidence has no scale of its own (it depends on vocabulary,
-        temperature and task), so it is standardised first, by mean and standard deviation of the recent scores. When
-        these have drifted, all windows are binned anew. Any monotone map would do: calibration undoes it.
+        Those that have left the window count too, where success is rare; but once the window has fewer than
+        `MIN_RECENT_LABELS` of either kind, only those in it do, and the count begins anew from there.
         """
-        x = (score - self._center) / self._width
-        if x >= 0:
-            return 1 / (1 + exp(-x))
-        e = exp(max(x, -700.0))
-        return e / (1 + e)
+        return min(self._num_seen) >= min_labels
 
-    def observe(self, score: float) -> None:
+    def standardize(self, score: float, version: int) -> float:
+        """What can be compared with scores of other versions."""
+        return self._scales.of(version).standardize(score)
+
+    def normalize(self, score: float, version: int | None = None) -> float:
+        """The score as s' in [0, 1], by the scale of this version; of the present one where that is not known.
+
+        Any monotone map would do within a version: calibration undoes it.
+        """
+        return self._scales.of(version).normalize(score)
+
+    def begin_version(self, version: int) -> None:
+        """From now on this version scores; also when it is another head with the number of one before."""
+        self._scales.begin(version)
+
+    def observe(self, score: float, version: int = 0) -> None:
         """A candidate was scored, whether or not its reward will ever be known."""
         _check(score)
-        self._recent.append(score)
-        self._recent_counts[self._bin(score)] += 1
+        scale = self._scales.for_score(version)
+        recent = _Score(score, scale, self._bin(score, scale))
+        self._recent.append(recent)
+        self._recent_counts[recent.bin] += 1
         if len(self._recent) > self._num_recent:
-            self._recent_counts[self._bin(self._recent.popleft())] -= 1
+            self._recent_counts[self._recent.popleft().bin] -= 1
         self.num_changes += 1
-        self._num_since_scale += 1
-        if self.signal == "confidence" and self._num_since_scale * 2 >= len(self._recent):
-            self._rescale()
+        scale.num_scores += 1
+        scale.num_new += 1
+        if scale.is_due(self._num_recent) and not self._has_paper_scale:
+            self._follow(scale)
 
-    def add(self, score: float, positive: bool, weight: float = 1.0) -> None:
+    def add(self, score: float, positive: bool, weight: float = 1.0, version: int = 0) -> None:
         """The reward of a scored candidate came. `weight` is 1 / survival probability, clipped by the caller."""
         _check(score)
         if not 0 < weight < MAX_WEIGHT:
             raise ValueError(f"weight must be in (0, 2**32), got {weight}")
-        label = LabelledScore(score, bool(positive), max(1, round(weight / WEIGHT_STEP)) * WEIGHT_STEP)
-        self._labels.append(label)
-        self._count(label, +1)
-        if len(self._labels) > self._window:
-            self._count(self._labels.popleft(), -1)
-        self.num_changes += 1
+        self._append(score, positive, weight, self._scales.for_label(version))
 
-    def success_probability(self, score: float) -> float:
+    def success_probability(self, score: float, version: int | None = None) -> float:
         """q of the score's bin."""
-        b = self._bin(score)
-        return self._success(b) if self._table is None else self._table[b]
+        return self.table()[self._bin(score, self._scales.of(version))]
 
     def table(self) -> tuple[float, ...]:
         """q per bin."""
         if self._table is None:
-            self._table = tuple(map(self._success, range(self._num_bins)))
+            total = sum(self._counts[False]) + sum(self._counts[True])
+            if self._method == "paper":
+                counts = [[count * WEIGHT_STEP for count in counts] for counts in self._counts]
+                self._table = paper_table(*counts, self._spread, self._smoothing)
+            else:
+                labels = total / self._squares if total else 0.0  # so many labels is a weight worth (Kish)
+                counts = [[count * labels for count in counts] for counts in self._counts]
+                self._table = combined_table(*counts, self._spread)
+            if self._offset:
+                self._table = tuple(shifted(q, self._offset) for q in self._table)
         return self._table
 
     def points(self) -> list[tuple[float, float]]:
         """(q, number of recent scores) of every bin that has recent scores."""
         return [(q, float(n)) for q, n in zip(self.table(), self._recent_counts, strict=True) if n]
 
+    def labelled_points(self, num: int) -> list[tuple[float, float]]:
+        """(q, weight) of the newest labels, so many of them at most."""
+        table = self.table()
+        return [(table[label.bin], label.weight * WEIGHT_STEP) for label in islice(reversed(self._labels), num)]
+
     def to_state(self) -> dict[str, Any]:
         """JSON-able; bounded by the windows. Its lists are the caller's, their entries never change."""
+        scales = dict.fromkeys([*self._scales, *(each.scale for each in (*self._labels, *self._recent))])
+        numbers = {scale: number for number, scale in enumerate(scales)}
         return {
             "signal": self.signal,
-            "labels": list(self._labels),
-            "recent": list(self._recent),
-            "scale": [self._center, self._width],
-            "num_since_scale": min(self._num_since_scale, MAX_COUNT),
+            "labels": [
+                LabelledScore(label.value, label.positive, label.weight * WEIGHT_STEP, numbers[label.scale])
+                for label in self._labels
+            ],
+            "recent": [(recent.value, numbers[recent.scale]) for recent in self._recent],
+            "scales": [scale.to_state() for scale in scales],
+            "num_versions": len(self._scales),
+            "present": numbers[self._scales.present],
+            "num_seen": list(self._num_seen),
         }
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], **sizes: Any) -> Calibrator:
         """`sizes` are the constructor's; smaller windows than the saved ones keep the newest.
 
-        Raises: ValueError for what `to_state` cannot have written.
+        Raises: ValueError for what `to_state` cannot have written, in this version or an earlier one.
         """
-        fields_of(state, STATE_FIELDS, "a calibrator")
+        state = fields_of(current_form(state), STATE_FIELDS, "a calibrator")
         if state["signal"] not in get_args(Signal):
             raise ValueError(f"signal of a calibrator must be one of {get_args(Signal)}, got {state['signal']!r:.40}")
         calibrator = cls(state["signal"], **sizes)
-        center, width = listed(state["scale"], "scale of a calibrator", length=2)
-        center = number(center, "scale of a calibrator (center)", -MAX_SCORE, MAX_SCORE)
-        width = number(width, "scale of a calibrator (width)", 0.0, MAX_SCORE, above=True)
-        if calibrator.signal == "head" and (center, width) != (0.0, 1.0):
-            raise ValueError(f"scale of the head's calibrator must be [0, 1], got [{center}, {width}]")
-        calibrator._center, calibrator._width = center, width
+        rows = listed(state["scales"], "scales of a calibrator", MAX_SCALES)
+        scales = [Scale.from_state(row) for row in rows]
+        num_versions = integer(state["num_versions"], "num_versions of a calibrator", 1, len(scales))
+        present = integer(state["present"], "present scale of a calibrator", 0, num_versions - 1)
+        calibrator._scales = Scales.restored(scales[:num_versions], scales[present])
+        last = len(scales) - 1
         for label in listed(state["labels"], "labels of a calibrator", CALIBRATION_WINDOW):
-            score, positive, weight = listed(label, "a label of a calibrator", length=3)
-            calibrator.add(
+            score, positive, weight, scale = listed(label, "a label of a calibrator", length=4)
+            calibrator._append(
                 number(score, "score of a label", -MAX_SCORE, MAX_SCORE),
                 flag(positive, "a label's success"),
                 number(weight, "weight of a label", 0.0, MAX_WEIGHT / 2, above=True),
+                scales[integer(scale, "scale of a label", 0, last)],
             )
-        for score in listed(state["recent"], "recent scores of a calibrator", RECENT_SCORES):
-            calibrator._recent.append(number(score, "a recent score", -MAX_SCORE, MAX_SCORE))
-        while len(calibrator._recent) > calibrator._num_recent:
-            calibrator._recent.popleft()
-        calibrator._num_since_scale = integer(state["num_since_scale"], "num_since_scale of a calibrator")
-        calibrator._rebin()
+        recent = listed(state["recent"], "recent scores of a calibrator", RECENT_SCORES)
+        for row in recent[max(0, len(recent) - calibrator._num_recent) :]:
+            value, place = listed(row, "a recent score of a calibrator", length=2)
+            scale = scales[integer(place, "scale of a recent score", 0, last)]
+            score = number(value, "a recent score", -MAX_SCORE, MAX_SCORE)
+            calibrator._recent.append(_Score(score, scale, calibrator._bin(score, scale)))
+            calibrator._recent_counts[calibrator._recent[-1].bin] += 1
+        seen = listed(state["num_seen"], "num_seen of a calibrator", length=2)
+        calibrator._see([integer(count, "num_seen of a calibrator") for count in seen])
         return calibrator
 
-    def _success(self, b: int) -> float:
-        """q of a bin. Source: ARRoL A.4. The prior is 1/2 while there are no labels."""
-        total = self._totals[False] + self._totals[True]
-        prior = self._totals[True] / total if total else 0.5
-        smoothing = self._smoothing
-        negative, positive = (
-            (sum([counts[near] * share for near, share in self._neighbours[b]]) + smoothing)
-            / (spread_total + smoothing * self._num_bins)
-            for counts, spread_total in zip(self._counts, self._spread_totals, strict=True)
-        )
-        return prior * positive / (prior * positive + (1 - prior) * negative)
+    @property
+    def _has_paper_scale(self) -> bool:
+        """The paper takes a head's logits as they are; it knows no scores without such a scale."""
+        return self._method == "paper" and self.signal == "head"
 
-    def _bin(self, score: float) -> int:
-        return min(self._num_bins - 1, int(self._num_bins * self.normalize(score)))
+    def _bin(self, score: float, scale: Scale) -> int:
+        return min(self._num_bins - 1, int(self._num_bins * scale.normalize(score)))
 
-    def _count(self, label: LabelledScore, sign: int) -> None:
-        b, weight = self._bin(label.score), sign * label.weight
-        self._counts[label.positive][b] += weight
-        self._totals[label.positive] += weight
-        self._spread_totals[label.positive] += weight * self._reach[b]
+    def _append(self, score: float, positive: bool, weight: float, scale: Scale) -> None:
+        steps = max(1, round(weight / WEIGHT_STEP))
+        label = _Label(score, scale, self._bin(score, scale), bool(positive), steps)
+        self._labels.append(label)
+        self._count(label, +1)
+        if len(self._labels) > self._window:
+            self._count(self._labels.popleft(), -1)
+        self._num_seen[label.positive] += 1
+        self._see(self._num_seen)
+
+    def _see(self, num_seen: list[int]) -> None:
+        recent = [self.num_negative, self.num_positive]
+        if min(recent) >= MIN_RECENT_LABELS:
+            recent = [max(both) for both in zip(recent, num_seen, strict=True)]
+        self._num_seen = recent
+
+    def _count(self, label: _Label, sign: int) -> None:
+        self._counts[label.positive][label.bin] += sign * label.weight
+        self._squares += sign * label.weight * label.weight
         self.num_positive += sign * label.positive
+        label.scale.num_labels += sign
+        self.num_changes += 1
         self._table = None
 
-    def _rescale(self) -> None:
-        """Called when half of the recent scores are new."""
-        self._num_since_scale = 0
-        n = len(self._recent)
-        mean = fsum(self._recent) / n
-        width = sqrt(fsum((score - mean) ** 2 for score in self._recent) / n) or 1.0
-        if max(abs(mean - self._center), abs(width - self._width)) > SCALE_DRIFT * self._width:
-            self._center, self._width = mean, width
-            self._rebin()
-
-    def _rebin(self) -> None:
-        self._recent_counts = [0] * self._num_bins
-        for score in self._recent:
-            self._recent_counts[self._bin(score)] += 1
-        self._counts = ([0.0] * self._num_bins, [0.0] * self._num_bins)
-        self._totals, self._spread_totals = [0.0, 0.0], [0.0, 0.0]
-        self.num_positive = 0
-        for label in self._labels:
-            self._count(label, +1)
+    def _follow(self, scale: Scale) -> None:
+        """Make the present scale anew; what it has given a place gets another one."""
+        newest = list(takewhile(lambda recent: recent.scale is scale, reversed(self._recent)))
+        if not scale.follow([recent.value for recent in newest]):
+            return
+        for recent in newest:
+            self._recent_counts[recent.bin] -= 1
+            recent.bin = self._bin(recent.value, scale)
+            self._recent_counts[recent.bin] += 1
+        if scale.num_labels:
+            for label in self._labels:
+                if label.scale is scale:
+                    counts = self._counts[label.positive]
+                    counts[label.bin] -= label.weight
+                    label.bin = self._bin(label.value, scale)
+                    counts[label.bin] += label.weight
+            self._table = None
 
 
-STATE_FIELDS = ("signal", "labels", "recent", "scale", "num_since_scale")
+STATE_FIELDS = ("signal", "labels", "recent", "scales", "num_versions", "present", "num_seen")
+
+MAX_SCALES = REMEMBERED_VERSIONS + CALIBRATION_WINDOW + RECENT_SCORES
 
 
 def _check(score: float) -> None:

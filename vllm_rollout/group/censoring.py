@@ -6,6 +6,9 @@ deviation comes out at a third to a tenth of the real one. So the group is fitte
 censored length counts with its mean and its variance given that it is longer than its stop. A group without censored
 lengths gives exactly its sample moments.
 
+Right for log-normal lengths only, so it is not the last word: the data set's form (`group/shape.py`) says how long the
+cut ones became, this how far one group spreads more than others.
+
 What this cannot mend: the fewer finished, the more the standard deviation errs, rather upwards where a cap cut them. Of
 a group in which none finished nobody knows more than a bound. Pruning stops by score, not by chance; what scores tell
 about lengths goes unseen.
@@ -71,7 +74,7 @@ def group_moments(finished: Sequence[int], stops: Sequence[int], prior_std: floa
     num = len(finished) + len(stops)
     if stops:
         fit = fit_log_lengths(finished, stops, prior_std)
-        tails = [(count, *_tail(fit, stop)) for stop, count in _counted(stops)]
+        tails = [(count, *_tail(fit, stop)) for stop, count in counted_stops(stops)]
         mean = math.fsum([*finished, *(count * expected for count, expected, _ in tails)]) / num
         squares = math.fsum((length - mean) ** 2 for length in finished)
         squares += math.fsum(count * (expected - mean) ** 2 for count, expected, _ in tails)
@@ -84,7 +87,7 @@ def group_moments(finished: Sequence[int], stops: Sequence[int], prior_std: floa
         mean = fmean(finished)
         sample_variance = float(variance(finished)) if num > 1 else None
         spread = sample_variance * (num - 1) / num if sample_variance is not None else 0.0
-        log_squares = _squares([_log(length) for length in finished])
+        log_squares = _squares([log_length(length) for length in finished])
     if len(finished) < 2:
         return GroupMoments(mean, sample_variance, spread, 0.0, 0)
     return GroupMoments(mean, sample_variance, spread, log_squares, num - 1)
@@ -97,11 +100,11 @@ def fit_log_lengths(finished: Sequence[int], stops: Sequence[int], prior_std: fl
     `MAX_LOG_STD`]. If none finished, likelihood has no maximum: the prior's std is kept, and the location is the one at
     which it was an even chance that all ran past their stops.
     """
-    cut = [(_log(stop), count) for stop, count in _counted(stops)]
+    cut = [(log_length(stop), count) for stop, count in counted_stops(stops)]
     std = bounded_log_std(prior_std)
     if not finished:
         return LogLengthFit(_even_chance(cut, std), std, 0.0)
-    logs = [_log(length) for length in finished]
+    logs = [log_length(length) for length in finished]
     num = len(finished) + len(stops)
     center, own_squares = fmean(logs), _squares(logs)
     prior_squares = LOG_STD_PRIOR_WEIGHT * std**2
@@ -124,7 +127,7 @@ def expected_length(fit: LogLengthFit, stop: int) -> float:
     return _tail(fit, stop)[0]
 
 
-def _counted(stops: Sequence[int]) -> list[tuple[int, int]]:
+def counted_stops(stops: Sequence[int]) -> list[tuple[int, int]]:
     """Stops with how many there are of each; of many different ones `MAX_STOPS`, evenly spaced in their order."""
     counts = Counter(stops)
     if len(counts) <= MAX_STOPS:
@@ -141,21 +144,21 @@ def bounded_log_std(std: float) -> float:
 def _tail(fit: LogLengthFit, stop: int) -> tuple[float, float]:
     """Mean and variance of a length, in tokens, given that it is longer than `stop`."""
     location, std, _ = fit
-    distance = (_log(stop) - location) / std
-    log_survival = _log_survival(distance)
-    first = math.exp(location + std**2 / 2 + _log_survival(distance - std) - log_survival)
-    second = math.exp(2 * location + 2 * std**2 + _log_survival(distance - 2 * std) - log_survival)
+    distance = (log_length(stop) - location) / std
+    beyond = log_survival(distance)
+    first = math.exp(location + std**2 / 2 + log_survival(distance - std) - beyond)
+    second = math.exp(2 * location + 2 * std**2 + log_survival(distance - 2 * std) - beyond)
     return max(first, float(stop)), max(second - first**2, 0.0)
 
 
 def _normal_tail(location: float, std: float, stop: float) -> tuple[float, float]:
     """Mean and variance of a normal variable, given that it is larger than `stop`."""
     distance = (stop - location) / std
-    hazard = math.exp(-(distance**2) / 2 - _log_survival(distance)) / math.sqrt(2 * math.pi)
+    hazard = math.exp(-(distance**2) / 2 - log_survival(distance)) / math.sqrt(2 * math.pi)
     return location + std * hazard, max(std**2 * (1 + distance * hazard - hazard**2), 0.0)
 
 
-def _log_survival(x: float) -> float:
+def log_survival(x: float) -> float:
     """Log of the probability that a standard normal variable is larger than x."""
     if x < 35:
         return math.log(0.5 * math.erfc(x / math.sqrt(2)))
@@ -169,14 +172,14 @@ def _even_chance(cut: Sequence[tuple[float, int]], std: float) -> float:
     high = max(stop for stop, _ in cut) + 10 * std
     for _ in range(50):
         middle = (low + high) / 2
-        if math.fsum(count * _log_survival((stop - middle) / std) for stop, count in cut) < -math.log(2):
+        if math.fsum(count * log_survival((stop - middle) / std) for stop, count in cut) < -math.log(2):
             low = middle
         else:
             high = middle
     return high
 
 
-def _log(num_tokens: int) -> float:
+def log_length(num_tokens: int) -> float:
     """Of a length; one of 0 tokens counts as half a token."""
     return math.log(max(num_tokens, 0.5))
 

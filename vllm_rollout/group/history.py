@@ -1,7 +1,7 @@
 """Lengths of groups that are over -> moving averages of mean and variance, per prompt and of the whole data set.
 
 A prompt has the moments within its groups: they say how much redundancy it deserves. The data set has the moments of
-all lengths, within and between prompts. Censored lengths count as `group/censoring.py` says.
+all lengths, within and between prompts. Censored lengths count as `group/shape.py` expects them.
 
 Averages are exponential. The newest of n groups weighs more while n is small, so that weights always sum to 1.
 
@@ -15,13 +15,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
 from vllm_rollout.config import HISTORY_KEY_CHARS, LOG_STD_PRIOR_WEIGHT
 from vllm_rollout.group.censoring import GroupMoments, bounded_log_std, group_moments
 from vllm_rollout.group.checks import MAX_COUNT, fields_of, is_writable, shown
+from vllm_rollout.group.life_table import PRIOR_LOG_STD
+from vllm_rollout.group.moments import LengthMoments
+from vllm_rollout.group.shape import LengthShape
 from vllm_rollout.group.types import Ending
 
 MAX_HISTORY_PROMPTS = 131_072
@@ -33,9 +35,6 @@ HISTORY_PROMPT_WEIGHT = 0.5
 its standard deviation to about 40 %, three (what 0.5 averages over) to 25 %, and older epochs had another policy."""
 HISTORY_DATASET_HALF_LIFE = 512
 """Groups after which a group counts half in the data set's averages: a few training steps, and some 6,000 lengths."""
-LOG_STD_PRIOR = 0.7
-"""Standard deviation of log lengths within a prompt, before any is known: std is 0.8 times the mean."""
-
 DATASET_DECAY = 0.5 ** (1 / HISTORY_DATASET_HALF_LIFE)
 MAX_MEAN = 1e15
 """In tokens. No fit of lengths up to `HISTORY_MAX_TOKENS` comes near it."""
@@ -63,30 +62,6 @@ def observed_lengths(endings: Iterable[Ending]) -> list[ObservedLength]:
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class LengthMoments:
-    """Mean and variance of lengths, in tokens."""
-
-    mean: float
-    variance: float
-    num_groups: int
-    """Groups that have been averaged."""
-
-    @property
-    def std(self) -> float:
-        return math.sqrt(self.variance)
-
-
-@dataclass(frozen=True, slots=True)
-class LengthStatistics:
-    """What was seen of lengths, in tokens."""
-
-    dataset: LengthMoments | None
-    """Of all candidates; None before there were any."""
-    prompts: Sequence[LengthMoments | None]
-    """Of each prompt asked for; None for one never seen."""
-
-
 class LengthHistory:
     """Moving averages of lengths. The prompts seen longest ago are forgotten first."""
 
@@ -97,12 +72,16 @@ class LengthHistory:
         """Fields of each one's average; the last seen comes last. Plain tuples of numbers, which the garbage collector
         need not look at: a hundred thousand other objects would make its passes long."""
         self._dataset: _Average | None = None
+        self._shape = LengthShape(DATASET_DECAY)
         self._log_squares = 0.0
         self._log_freedom = 0.0
         """Decaying sums over groups: their ratio is the data set's log variance within groups."""
 
     def __len__(self) -> int:
         return len(self._prompts)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._prompts
 
     def observe(self, key: str, lengths: Sequence[ObservedLength]) -> None:
         """One group that is over: the lengths of its candidates but for the failed ones. None at all tell nothing.
@@ -114,6 +93,12 @@ class LengthHistory:
         if not finished and not stops:
             return
         group = group_moments(finished, stops, self.log_std())
+        shaped = self._shape.observe(finished, stops)
+        if shaped is not None:
+            fitted = group.variance
+            if fitted is not None and shaped.variance is not None:
+                fitted = self._shape.variance_of_prompt(shaped.variance, fitted)
+            group = group._replace(mean=shaped.mean, variance=fitted, spread=shaped.spread)
         self._log_squares = DATASET_DECAY * self._log_squares + group.log_squares
         self._log_freedom = DATASET_DECAY * self._log_freedom + group.log_freedom
         self._dataset = _total(self._dataset, group)
@@ -129,14 +114,19 @@ class LengthHistory:
         return LengthMoments(average.mean, average.variance, average.num_groups)
 
     def dataset(self) -> LengthMoments | None:
-        """Mean and total variance of lengths, within and between prompts, so that std / mean is rho of DARTS Eq. 7."""
+        """Mean and total variance of lengths, within and between prompts, so that std / mean is rho of DARTS Eq. 7.
+
+        With their distribution, unless most of the groups were seen by a version that did not keep it.
+        """
         if self._dataset is None:
             return None
-        return LengthMoments(self._dataset.mean, self._dataset.variance, self._dataset.num_groups)
+        num_groups, mean, _, variance = self._dataset
+        whole = self._shape.num_groups >= min(num_groups, HISTORY_DATASET_HALF_LIFE)
+        return LengthMoments(mean, variance, num_groups, self._shape.shares() if whole else ())
 
     def log_std(self) -> float:
         """Standard deviation of log lengths within groups, over the data set: what the fit of a group leans on."""
-        squares = LOG_STD_PRIOR_WEIGHT * LOG_STD_PRIOR**2 + self._log_squares
+        squares = LOG_STD_PRIOR_WEIGHT * PRIOR_LOG_STD**2 + self._log_squares
         return bounded_log_std(math.sqrt(squares / (LOG_STD_PRIOR_WEIGHT + self._log_freedom)))
 
     def to_state(self) -> dict[str, Any]:
@@ -157,15 +147,18 @@ class LengthHistory:
     def totals(self) -> dict[str, Any]:
         """The state's fields but for the prompts."""
         return {
-            "dataset": None if (seen := self.dataset()) is None else [seen.num_groups, seen.mean, seen.variance],
+            "dataset": None if (seen := self._dataset) is None else [seen.num_groups, seen.mean, seen.variance],
             "log_lengths": [self._log_squares, self._log_freedom],
+            "shape": self._shape.to_state(),
         }
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], max_prompts: int = MAX_HISTORY_PROMPTS) -> LengthHistory:
-        """Raises: ValueError for what no history can have been."""
-        fields_of(state, ("prompts", "dataset", "log_lengths"), "a length history")
+        """Raises: ValueError for what no history can have been. Without a shape: it is learned anew."""
+        fields_of(state, ("prompts", *totals_of(state)), "a length history")
         history = cls(max_prompts)
+        if "shape" in state:
+            history._shape = LengthShape.from_state(state["shape"], DATASET_DECAY)
         prompts = _list(state["prompts"], "prompts")
         if len(prompts) > max_prompts:
             raise ValueError(f"a length history has at most {max_prompts} prompts, got {len(prompts)}")
@@ -187,6 +180,12 @@ class LengthHistory:
             raise ValueError("log_lengths of a length history: a sum without a group it could come from")
         history._log_squares, history._log_freedom = squares, freedom
         return history
+
+
+def totals_of(state: Any) -> tuple[str, ...]:
+    """Fields that a state has beside the prompts; states of versions without a shape have none."""
+    old = ("dataset", "log_lengths")
+    return (*old, "shape") if isinstance(state, Mapping) and "shape" in state else old
 
 
 class _Average(NamedTuple):

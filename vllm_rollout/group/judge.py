@@ -5,16 +5,20 @@ Invariant: a candidate is judged once, while it runs, with what was known before
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
+from vllm_rollout.config import MAX_LABEL_WEIGHT
 from vllm_rollout.group.learning import Learning, label_weight
-from vllm_rollout.group.ledger import Ledger, LedgerEntry, Reward, RewardStatus
+from vllm_rollout.group.ledger import Ledger, LedgerEntry, Reward, RewardStatus, Trial
+from vllm_rollout.group.length_trial import TriedCandidate
 from vllm_rollout.group.lifecycle import Group
+from vllm_rollout.group.memories import Memories
 from vllm_rollout.group.memory import Memory
 from vllm_rollout.group.pruning_plan import PruningPlan
-from vllm_rollout.group.types import Assessment, Observation
+from vllm_rollout.group.rewarded import RewardedCandidate
+from vllm_rollout.group.types import BASE_MODEL, WHOLE, Assessment, HeadKey, Observation
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +30,14 @@ class Scoring:
     seed: int
     """Chance depends on (seed, prompt_id, index)."""
     plan: PruningPlan
-    teaches: bool = True
-    """A reward may come for it. False for candidates whose reward has no door (OpenAI endpoints, joined requests): what
-    a reward would need is not kept."""
+    name: str | None = None
+    """Of a candidate that is a request of its own: what a reward calls the answer; None: it is named otherwise."""
+    choice: int = 0
+    """Which one it is in that answer."""
+    prompt_key: str = ""
+    """Under which its prompt's success is remembered over rollouts, the key of its lengths; empty: it is not."""
+    adapter: str = BASE_MODEL
+    """Of LoRA, by name. The engine says it: what a client writes about itself teaches nobody else's adapter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +48,41 @@ class Label:
     request_id: str
     """Names its features in the worker."""
     prompt_id: str
-    observation: Observation
-    assessment: Assessment
+    observation: Observation | None
+    """None: it ended before `detection_length`, and is scored elsewhere. So is its assessment then."""
+    assessment: Assessment | None
     num_tokens: int
     positive: bool
     active: bool
     """Pruning was active: it is there by survival, with its probability."""
+    prompt_key: str = ""
+    """As of `Scoring`."""
+    audit: bool = False
+    """Of an audit group."""
+    trials: Mapping[int, Trial] = field(default_factory=dict)
+    """Its other scores, by length."""
+    tried_lengths: tuple[int, ...] = ()
+    """All lengths of its plan, where there are several."""
+    adapter: str = BASE_MODEL
+    """As of `Scoring`."""
+
+    @property
+    def key(self) -> HeadKey:
+        """Of the head that it teaches."""
+        return HeadKey(self.detection_length, self.adapter)
 
     @property
     def weight(self) -> float:
         """Of its loss: 1 / survival probability, where survival was at stake."""
-        return label_weight(self.assessment.survival_probability if self.active else 1.0)
+        at_stake = self.active and self.assessment is not None
+        return label_weight(self.assessment.survival_probability if at_stake else 1.0)
+
+    @property
+    def scores(self) -> dict[int, Trial]:
+        """All that it teaches, by length."""
+        if self.observation is None or self.assessment is None:
+            return dict(self.trials)
+        return {self.detection_length: Trial(self.observation, self.assessment), **self.trials}
 
 
 class Judge:
@@ -57,41 +90,87 @@ class Judge:
 
     def __init__(self) -> None:
         self.ledger = Ledger()
-        self.memory = Memory()
-        self.num_evicted: Counter[int] = Counter()
-        """Labels whose features were gone when their reward came, by detection length."""
+        self.memories = Memories()
 
-    def judge(
-        self, group: Group, scoring: Scoring, due: Mapping[int, tuple[LedgerEntry | None, Observation]]
-    ) -> list[int]:
+    @property
+    def memory(self) -> Memory:
+        """What was learned of the base model."""
+        return self.memories.base
+
+    def judge(self, group: Group, scoring: Scoring, due: Mapping[int, tuple[LedgerEntry, Observation]]) -> list[int]:
         """Judge running siblings that are due in one step; returns those to stop, which the group now counts as pruned.
 
-        Without an entry (its reward has no door) a candidate is judged as its siblings are. Nothing is judged at more
-        than `MAX_DETECTION_LENGTHS` different detection lengths that rewards are awaited for, nor twice: a token that
-        the engine drops and samples again shows its candidate once more.
+        Nothing is judged at more than `MAX_DETECTION_LENGTHS` different detection lengths that rewards are awaited for,
+        nor of more than `MAX_ADAPTERS` adapters, nor twice: a token that the engine drops and samples again shows its
+        candidate once more.
         """
         plan = scoring.plan
-        due = {index: seen for index, seen in due.items() if index not in group.assessments}
-        learning = self._learning_at(plan.detection_length)
-        if learning is None or not due:
+        for length in plan.trial_lengths:
+            tried = group.trials.setdefault(length, {})
+            here = {i: seen for i, seen in due.items() if seen[1].detection_length == length and i not in tried}
+            if here:
+                self._try(length, group, scoring, here)
+        due = {
+            index: seen
+            for index, seen in due.items()
+            if index not in group.assessments and seen[1].detection_length in (None, plan.detection_length)
+        }
+        memory, learning = self._at(HeadKey(plan.detection_length, scoring.adapter))
+        if memory is None or learning is None or not due:
             return []
-        assessments = learning.assess(
-            plan,
-            {index: observation for index, (_, observation) in due.items()},
-            group.assessments,
-            seed=scoring.seed,
-            group=scoring.prompt_id,
-            at_least=group.num_needed(len(due), 1 if plan.allow_fewer else group.terms.group_size),
-        )
+        assessments = self._assess(memory, learning, group, scoring, due, group.assessments)
         group.assessments.update(assessments)
         for index, (entry, observation) in due.items():
-            if entry is not None:
-                entry.observation, entry.assessment = observation, assessments[index]
+            entry.observation, entry.assessment = observation, assessments[index]
         if plan.mode == "shadow":
             return []
         pruned = [index for index, assessment in assessments.items() if not assessment.keep]
         group.prune(pruned)
         return pruned
+
+    def _assess(
+        self,
+        memory: Memory,
+        learning: Learning,
+        group: Group,
+        scoring: Scoring,
+        due: Mapping[int, tuple[LedgerEntry, Observation]],
+        earlier: Mapping[int, Assessment],
+    ) -> dict[int, Assessment]:
+        plan = scoring.plan
+        return learning.assess(
+            plan,
+            {index: observation for index, (_, observation) in due.items()},
+            earlier,
+            seed=scoring.seed,
+            group=scoring.prompt_id,
+            at_least=group.num_needed(len(due), 1 if plan.allow_fewer else group.terms.group_size),
+            past=memory.successes.of(scoring.prompt_key),
+            num_to_come=group.num_unjudged(earlier) - len(due),
+        )
+
+    def _try(
+        self, length: int, group: Group, scoring: Scoring, due: Mapping[int, tuple[LedgerEntry, Observation]]
+    ) -> None:
+        """What would be decided of siblings at a length that is on trial."""
+        memory, learning = self._at(HeadKey(length, scoring.adapter))
+        if memory is None or learning is None:
+            return
+        tried = group.trials[length]
+        assessments = self._assess(memory, learning, group, scoring, due, tried)
+        for index, (entry, observation) in due.items():
+            entry.tried(length, observation, assessments[index])
+        tried.update(assessments)
+
+    def value(self, entry: LedgerEntry, observation: Observation) -> Assessment | None:
+        """Score a candidate that has finished by what it was at its end; None where that is not learned."""
+        learning = self.learning_of(HeadKey(WHOLE, entry.adapter))
+        if learning is None:
+            return None
+        survived = entry.assessment is not None and entry.plan.mode == "active"
+        assessment = learning.value(observation, entry.assessment.survival_probability if survived else 1.0)
+        entry.tried(WHOLE, observation, assessment)
+        return assessment
 
     def reward(self, rollout_id: str, rewards: Sequence[Reward]) -> tuple[int, list[RewardStatus], list[Label]] | None:
         """Learn from rewards.
@@ -113,21 +192,55 @@ class Judge:
         return detection_length, statuses, labels
 
     def learn(self, labels: Sequence[Label]) -> None:
-        """Teach calibration, and keep account for the report."""
+        """Teach calibration and the prompts' success, and keep account for the report."""
         for label in labels:
-            learning = self._learning_at(label.detection_length)
-            if learning is not None:
-                learning.reward(
-                    label.observation,
-                    label.assessment,
-                    label.num_tokens,
-                    positive=label.positive,
-                    group_key=label.prompt_id,
-                    active=label.active,
+            memory, learning = self._at(label.key)
+            rewarded = {length: self._learn_at(length, label, *seen) for length, seen in label.scores.items()}
+            if memory is not None and label.tried_lengths:
+                memory.length_trial.add(
+                    TriedCandidate(
+                        label.tried_lengths,
+                        tuple({} if (r := rewarded.get(at)) is None else r.scores for at in label.tried_lengths),
+                        label.positive,
+                        label.num_tokens,
+                        label.prompt_id,
+                    )
                 )
+            if memory is not None and label.prompt_key:
+                is_raced = label.positive and not label.audit and learning is not None
+                share = learning.race_bias.raced_success_share if is_raced else 1.0
+                weight = min(MAX_LABEL_WEIGHT, label.weight * share)
+                memory.successes.observe(label.prompt_key, label.positive, weight)
 
-    def _learning_at(self, detection_length: int) -> Learning | None:
-        return self.memory.learning(detection_length, self.ledger.awaits)
+    def _learn_at(
+        self, length: int, label: Label, observation: Observation, assessment: Assessment
+    ) -> RewardedCandidate | None:
+        learning = self.learning_of(label.key._replace(detection_length=length))
+        if learning is None:
+            return None
+        return learning.reward(
+            observation,
+            assessment,
+            label.num_tokens,
+            positive=label.positive,
+            group_key=label.prompt_id,
+            active=label.active,
+            audit=label.audit,
+        )
+
+    def memory_of(self, adapter: str) -> Memory | None:
+        """To learn from what is told of this served name; None when rewards are awaited for as many others."""
+        return self.memories.of(adapter, self.ledger.awaits_any)
+
+    def learning_of(self, key: HeadKey) -> Learning | None:
+        """To learn at; None when rewards are awaited for as many other lengths, or adapters."""
+        return self._at(key)[1]
+
+    def _at(self, key: HeadKey) -> tuple[Memory | None, Learning | None]:
+        memory = self.memory_of(key.adapter)
+        if memory is None:
+            return None, None
+        return memory, memory.learning(key.detection_length, partial(self.ledger.awaits, adapter=key.adapter))
 
 
 def _label(rollout_id: str, entry: LedgerEntry, positive: bool) -> Label:
@@ -140,4 +253,9 @@ def _label(rollout_id: str, entry: LedgerEntry, positive: bool) -> Label:
         num_tokens=entry.num_tokens,
         positive=positive,
         active=entry.plan.mode == "active",
+        prompt_key=entry.prompt_key,
+        audit=entry.plan.audit,
+        trials=entry.trials,
+        tried_lengths=entry.plan.scored_lengths if entry.plan.trial_lengths else (),
+        adapter=entry.adapter,
     )

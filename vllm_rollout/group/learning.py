@@ -1,92 +1,56 @@
 """Learning: observations in, assessments out; rewards in, better assessments out. One per detection length.
 
-Invariant: an assessment depends on the plan, the observations, the siblings decided before, the chance arguments and
-the two calibrators, and on nothing else; a restored Learning decides as the saved one.
+Invariant: an assessment depends on the plan, the observations, the siblings decided before and those to come, the
+prompt's past, the chance arguments and the two calibrators, and on nothing else; a restored Learning decides as the
+saved one.
 
-A head that changes while it trains mixes scores of several versions in its windows. They slide, and the recent scores,
-which set the keep ratio, slide fastest.
+Scores of several versions of a head are told apart by the version that an observation names; a calibrator makes them
+comparable. Confidence has no versions.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from math import isfinite
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from vllm_rollout.config import MAX_DETECTION_LENGTH, MAX_LABEL_WEIGHT
 from vllm_rollout.group.calibration import Calibrator
-from vllm_rollout.group.checks import MAX_SCORE, fields_of, flag, integer, listed, number, shown, text
-from vllm_rollout.group.pruning import Point, choose_survivors, compress, group_rule, solve_paper
+from vllm_rollout.group.checks import fields_of, flag, integer, listed, shown
+from vllm_rollout.group.gradient import Population, gradient_rule, population_of
+from vllm_rollout.group.pruning import Point, compress, group_rule, solve_paper
 from vllm_rollout.group.pruning_plan import SIGNALS, PruningPlan
-from vllm_rollout.group.report import Prediction, RulesReport, ShadowReport, signal_report, weighted_mean
-from vllm_rollout.group.types import Assessment, Observation, Signal
+from vllm_rollout.group.race_bias import NO_BIAS, RaceBias
+from vllm_rollout.group.report import RulesReport
+from vllm_rollout.group.rewarded import RewardedCandidate, rules_report
+from vllm_rollout.group.success import NO_REWARDS, PromptSuccess
+from vllm_rollout.group.survivors import choose_survivors
+from vllm_rollout.group.types import WHOLE, Assessment, Observation, Signal
 
 REPORT_WINDOW = 4096
 """Newest rewarded candidates, and verdicts, that the report speaks about."""
 
+POPULATION_WINDOW = 1024
+"""Newest rewarded candidates that the gradient rule takes for the population: a millisecond after new rewards."""
+
 Solution = TypeVar("Solution")
 
 
-LEAST_SURVIVAL = 1e-9
-"""Survival probabilities below are taken as this in the report, whose sums stay finite."""
-
-MAX_GROUP_CHARS = 2**16
-"""Longest name of a group in a state."""
-
-
-class RewardedCandidate(NamedTuple):
-    """A rewarded candidate, as the report needs it."""
-
-    scores: Mapping[Signal, float]
-    success_probabilities: Mapping[Signal, float]
-    """Before the reward was known; only of signals whose calibration knew enough."""
-    positive: bool
-    weight: float
-    """1 / survival probability, clipped; 1 in shadow mode."""
-    group: str
-    active: bool
-    keep: bool
-    survival_probability: float
-    cold: bool
-    tokens_after: int
-    """Tokens generated after `detection_length`."""
-
-    @classmethod
-    def from_state(cls, values: Any) -> RewardedCandidate:
-        """Raises: ValueError."""
-        outcome = cls(*listed(values, "an outcome", length=len(cls._fields)))
-        return cls(
-            scores=_by_signal(outcome.scores, "a score of an outcome", -MAX_SCORE, MAX_SCORE),
-            success_probabilities=_by_signal(outcome.success_probabilities, "a success probability", 0.0, 1.0),
-            positive=flag(outcome.positive, "an outcome's success"),
-            weight=number(outcome.weight, "weight of an outcome", 0.0, MAX_LABEL_WEIGHT, above=True),
-            group=text(outcome.group, "group of an outcome", MAX_GROUP_CHARS),
-            active=flag(outcome.active, "active of an outcome"),
-            keep=flag(outcome.keep, "keep of an outcome"),
-            survival_probability=number(outcome.survival_probability, "a survival probability", 0.0, 1.0, above=True),
-            cold=flag(outcome.cold, "cold of an outcome"),
-            tokens_after=integer(outcome.tokens_after, "tokens_after of an outcome"),
-        )
-
-
-def _by_signal(values: Any, where: str, least: float, most: float) -> dict[Signal, float]:
-    if not isinstance(values, Mapping) or not set(values) <= set(SIGNALS):
-        raise ValueError(f"{where}: expected numbers by signal ({', '.join(SIGNALS)}), got {shown(values)}")
-    return {signal: number(value, where, least, most) for signal, value in values.items()}
-
-
 class Learning:
-    """What one detection length has learned from rewards."""
+    """What one detection length, or `WHOLE`, has learned from rewards."""
 
     def __init__(self, detection_length: int) -> None:
         self.detection_length = detection_length
         self.calibrators: dict[Signal, Calibrator] = {signal: Calibrator(signal) for signal in SIGNALS}
+        self.race_bias = RaceBias()
         self._outcomes: deque[RewardedCandidate] = deque(maxlen=REPORT_WINDOW)
         self._verdicts: deque[bool] = deque(maxlen=REPORT_WINDOW)
         """Of active pruning, cold starts left out: was it kept?"""
-        self._solved: dict[tuple[Signal, PruningPlan | None], tuple[int, Any]] = {}
+        self._solved: dict[tuple[Signal, PruningPlan | str], tuple[int, Any]] = {}
         """Solutions, with the state of the calibrator they hold for."""
+        self._populations: dict[Signal, tuple[tuple[float, ...], Population]] = {}
+        """By signal, with the table of its calibrator that they hold for."""
 
     def assess(
         self,
@@ -97,15 +61,18 @@ class Learning:
         seed: int,
         group: str,
         at_least: int,
+        past: PromptSuccess = NO_REWARDS,
+        num_to_come: int = 0,
     ) -> dict[int, Assessment]:
         """Judge the siblings of one group that are due in the same step.
 
-        earlier: the group's assessments so far. at_least: how many of these have to be kept.
+        earlier: the group's assessments so far. at_least: how many of these have to be kept. past: of the prompt, in
+        earlier groups. num_to_come: siblings that may be due later.
         """
         seen = {index: scores_of(observations[index]) for index in sorted(observations)}
-        for scores_by_signal in seen.values():
+        for index, scores_by_signal in seen.items():
             for signal, score in scores_by_signal.items():
-                self.calibrators[signal].observe(score)
+                self.calibrators[signal].observe(score, version_of(signal, observations[index]))
         warm = self._warm_signals(plan)
         # One sibling whose score is no number falls back, or is kept, by itself.
         usable = {index: next((s for s in warm if s in scores), None) for index, scores in seen.items()}
@@ -113,10 +80,11 @@ class Learning:
         unjudged = {index: _keep(plan, observations[index], cold=not warm) for index in seen if index not in signals}
         if not signals:
             return unjudged
-        successes = {i: self.calibrators[signal].success_probability(seen[i][signal]) for i, signal in signals.items()}
+        successes = {i: self._success(signal, seen[i][signal], observations[i]) for i, signal in signals.items()}
         best = min(signals.values(), key=warm.index)
-        wanted = self._survival(plan, best, successes, earlier)
-        survivors = choose_survivors(wanted, seed=seed, group=group, at_least=max(0, at_least - len(unjudged)))
+        wanted = self._survival(plan, best, successes, earlier, past, num_to_come)
+        floor = max(0, at_least - len(unjudged))
+        survivors = choose_survivors(wanted, seed=seed, group=group, at_least=floor, draw=plan.draw)
         if plan.mode == "active":
             self._verdicts.extend(index in survivors.kept for index in signals)
         return unjudged | {
@@ -132,6 +100,24 @@ class Learning:
             for index, signal in signals.items()
         }
 
+    def value(self, observation: Observation, survival_probability: float) -> Assessment:
+        """What a score says where nothing is decided by it. `survival_probability`: of earlier decisions."""
+        scores = scores_of(observation)
+        for signal, score in scores.items():
+            self.calibrators[signal].observe(score, version_of(signal, observation))
+        signal: Signal = "head" if "head" in scores else "confidence"
+        known = signal in scores and self.calibrators[signal].is_warm(DEFAULT_MIN_LABELS)
+        return Assessment(
+            signal=signal,
+            score=scores.get(signal, 0.0),
+            success_probability=self._success(signal, scores[signal], observation) if known else None,
+            survival_probability=survival_probability,
+            keep=True,
+            head_version=observation.head_version,
+            confidence=observation.confidence,
+            cold=not known,
+        )
+
     def reward(
         self,
         observation: Observation,
@@ -140,33 +126,46 @@ class Learning:
         positive: bool,
         group_key: str,
         active: bool,
-    ) -> None:
+        audit: bool = False,
+    ) -> RewardedCandidate:
         """The reward of a scored candidate came. In shadow mode nobody was pruned: it stands for itself only."""
         weight = label_weight(assessment.survival_probability if active else 1.0)
         scores = scores_of(observation)
         successes: dict[Signal, float] = {}
+        comparable = dict(scores)
+        if "head" in scores:
+            comparable["head"] = self.calibrators["head"].standardize(scores["head"], observation.head_version)
         for signal, score in scores.items():
             calibrator = self.calibrators[signal]
             if signal == assessment.signal:
                 if assessment.success_probability is not None:
                     successes[signal] = assessment.success_probability
-            elif _is_warm(calibrator, DEFAULT_MIN_LABELS):
-                successes[signal] = calibrator.success_probability(score)
-            calibrator.add(score, positive, weight)
-        self._outcomes.append(
-            RewardedCandidate(
-                scores=scores,
-                success_probabilities=successes,
-                positive=bool(positive),
-                weight=weight,
-                group=group_key,
-                active=active,
-                keep=assessment.keep,
-                survival_probability=assessment.survival_probability,
-                cold=assessment.cold,
-                tokens_after=max(0, num_tokens - self.detection_length),
-            )
+            elif calibrator.is_warm(DEFAULT_MIN_LABELS):
+                successes[signal] = self._success(signal, score, observation)
+            calibrator.add(score, positive, weight, version_of(signal, observation))
+        if scores:
+            self.race_bias.add(positive, weight, audit=audit)
+            for calibrator in self.calibrators.values():
+                calibrator.offset = self.race_bias.offset
+        rewarded = RewardedCandidate(
+            scores=comparable,
+            success_probabilities=successes,
+            positive=bool(positive),
+            weight=weight,
+            group=group_key,
+            active=active,
+            keep=assessment.keep,
+            survival_probability=assessment.survival_probability,
+            cold=assessment.cold,
+            tokens_after=max(0, num_tokens - self.detection_length),
+            audit=audit,
         )
+        self._outcomes.append(rewarded)
+        return rewarded
+
+    def begin_head(self, version: int) -> None:
+        """Another head was put: its scores are not those of the one before, even if it has that one's version."""
+        self.calibrators["head"].begin_version(version)
 
     @property
     def num_judged(self) -> int:
@@ -183,7 +182,7 @@ class Learning:
         return list(self._outcomes)
 
     def report(self) -> RulesReport:
-        return rules_report(self._outcomes, self.num_judged, self.num_pruned)
+        return rules_report(self._outcomes, self.num_judged, self.num_pruned, self.race_bias)
 
     def to_state(self) -> dict[str, Any]:
         """JSON-able; bounded by the windows. Its lists are the caller's, their entries never change."""
@@ -192,18 +191,24 @@ class Learning:
             "calibrators": [self.calibrators[signal].to_state() for signal in SIGNALS],
             "outcomes": list(self._outcomes),
             "verdicts": list(self._verdicts),
+            "race_bias": self.race_bias.to_state(),
         }
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Learning:
         """Raises: ValueError for what `to_state` cannot have written."""
-        fields_of(state, STATE_FIELDS, "a learning")
-        learning = cls(integer(state["detection_length"], "detection_length of a learning", 1, MAX_DETECTION_LENGTH))
+        state = fields_of({**NO_BIAS, **state}, STATE_FIELDS, "a learning")
+        learning = cls(
+            integer(state["detection_length"], "detection_length of a learning", WHOLE, MAX_DETECTION_LENGTH)
+        )
         saved = [Calibrator.from_state(each) for each in listed(state["calibrators"], "calibrators of a learning")]
         if [calibrator.signal for calibrator in saved] != list(SIGNALS):
             got = [calibrator.signal for calibrator in saved]
             raise ValueError(f"calibrators of a learning must be for {', '.join(SIGNALS)}, got {shown(got)}")
         learning.calibrators = {calibrator.signal: calibrator for calibrator in saved}
+        learning.race_bias = RaceBias.from_state(state["race_bias"])
+        for calibrator in saved:
+            calibrator.offset = learning.race_bias.offset
         learning._outcomes.extend(
             RewardedCandidate.from_state(values)
             for values in listed(state["outcomes"], "outcomes of a learning", REPORT_WINDOW)
@@ -218,7 +223,10 @@ class Learning:
         """What can be judged by, best first: the plan's signal, and confidence in place of a head that knows too
         little. None of them: a cold start."""
         wanted: tuple[Signal, ...] = ("head", "confidence") if plan.signal == "head" else ("confidence",)
-        return [signal for signal in wanted if _is_warm(self.calibrators[signal], plan.min_labels)]
+        return [signal for signal in wanted if self.calibrators[signal].is_warm(plan.min_labels)]
+
+    def _success(self, signal: Signal, score: float, observation: Observation) -> float:
+        return self.calibrators[signal].success_probability(score, version_of(signal, observation))
 
     def _survival(
         self,
@@ -226,19 +234,37 @@ class Learning:
         signal: Signal,
         successes: Mapping[int, float],
         earlier: Mapping[int, Assessment],
+        past: PromptSuccess,
+        num_to_come: int,
     ) -> dict[int, float]:
         if plan.keep_ratio >= 1:
             return dict.fromkeys(successes, 1.0)
         if plan.rule == "paper":
             rule = self._solution((signal, plan), lambda points: solve_paper(points, plan))
         else:
-            decided = [(a.success_probability, a.keep) for a in earlier.values() if a.success_probability is not None]
-            # in the order of indices: floating-point sums must not depend on the order of the mapping
+            # in one order: floating-point sums must not depend on that of the mapping
+            decided = sorted(
+                (a.success_probability, a.keep) for a in earlier.values() if a.success_probability is not None
+            )
             batch = [successes[index] for index in sorted(successes)]
-            rule = group_rule(batch, sorted(decided), self._solution((signal, None), compress), plan)
+            if plan.rule == "balance":
+                rule = group_rule(batch, decided, self._solution((signal, "balance"), compress), plan)
+            else:
+                population = self._population(signal)
+                rule = gradient_rule(batch, decided, population, plan, past=past, num_to_come=num_to_come)
         return {index: rule.survival(q) for index, q in successes.items()}
 
-    def _solution(self, key: tuple[Signal, PruningPlan | None], solve: Callable[[list[Point]], Solution]) -> Solution:
+    def _population(self, signal: Signal) -> Population:
+        """Of the newest rewarded candidates, which by their weights stand for all. What is judged in between changes
+        nothing: the same request gets the same verdicts until something is learned."""
+        calibrator = self.calibrators[signal]
+        table, population = self._populations.get(signal, (None, None))
+        if population is None or table is not calibrator.table():
+            population = population_of(calibrator.labelled_points(POPULATION_WINDOW))
+            self._populations[signal] = (calibrator.table(), population)
+        return population
+
+    def _solution(self, key: tuple[Signal, PruningPlan | str], solve: Callable[[list[Point]], Solution]) -> Solution:
         """What `solve` makes of the signal's recent scores, kept until they or the labels change."""
         calibrator = self.calibrators[key[0]]
         changes, solution = self._solved.get(key, (-1, None))
@@ -252,7 +278,7 @@ class Learning:
 
 DEFAULT_MIN_LABELS = PruningPlan(1).min_labels
 
-STATE_FIELDS = ("detection_length", "calibrators", "outcomes", "verdicts")
+STATE_FIELDS = ("detection_length", "calibrators", "outcomes", "verdicts", "race_bias")
 
 MAX_SOLVED = 64
 """Plans whose solution is kept; a client that varies its plan endlessly must not fill memory."""
@@ -273,8 +299,9 @@ def scores_of(observation: Observation) -> dict[Signal, float]:
     return scores
 
 
-def _is_warm(calibrator: Calibrator, min_labels: int) -> bool:
-    return min(calibrator.num_positive, calibrator.num_negative) >= min_labels
+def version_of(signal: Signal, observation: Observation) -> int:
+    """Of what gave the score: scores of one version are comparable as they are."""
+    return observation.head_version if signal == "head" else 0
 
 
 def _keep(plan: PruningPlan, observation: Observation, *, cold: bool) -> Assessment:
@@ -290,53 +317,4 @@ def _keep(plan: PruningPlan, observation: Observation, *, cold: bool) -> Assessm
         head_version=observation.head_version,
         confidence=observation.confidence,
         cold=cold,
-    )
-
-
-def rules_report(outcomes: Iterable[RewardedCandidate], num_judged: int, num_pruned: int) -> RulesReport:
-    """Over the newest rewarded candidates, and the newest verdicts of active pruning."""
-    outcomes = list(outcomes)
-    judged = [outcome for outcome in outcomes if not outcome.cold]
-    return RulesReport(
-        signals={signal: signal_report(_predictions(outcomes, signal)) for signal in SIGNALS},
-        active=_active_report([o for o in judged if o.active], num_judged, num_pruned),
-        shadow=_shadow_report([o for o in judged if not o.active]),
-    )
-
-
-def _predictions(outcomes: Iterable[RewardedCandidate], signal: Signal) -> list[Prediction]:
-    return [
-        Prediction(
-            outcome.scores[signal],
-            outcome.success_probabilities.get(signal),
-            outcome.positive,
-            outcome.weight,
-            outcome.group,
-        )
-        for outcome in outcomes
-        if signal in outcome.scores
-    ]
-
-
-def _active_report(outcomes: list[RewardedCandidate], num_judged: int, num_pruned: int) -> ShadowReport:
-    # a survivor kept with probability p stands for (1 - p) / p pruned candidates like it
-    odds = [(1 / max(o.survival_probability, LEAST_SURVIVAL) - 1, float(o.tokens_after)) for o in outcomes]
-    tokens_each = weighted_mean(odds)
-    return ShadowReport(
-        num_scored=num_judged,
-        num_pruned=num_pruned,
-        tokens_saved=round(num_pruned * (tokens_each or 0.0)),
-        positive_ratio=weighted_mean((o.weight, float(o.positive)) for o in outcomes),
-        survivors_positive_ratio=weighted_mean((1.0, float(o.positive)) for o in outcomes),
-    )
-
-
-def _shadow_report(outcomes: list[RewardedCandidate]) -> ShadowReport:
-    marked = [o for o in outcomes if not o.keep]
-    return ShadowReport(
-        num_scored=len(outcomes),
-        num_pruned=len(marked),
-        tokens_saved=sum(o.tokens_after for o in marked),
-        positive_ratio=weighted_mean((1.0, float(o.positive)) for o in outcomes),
-        survivors_positive_ratio=weighted_mean((1.0, float(o.positive)) for o in outcomes if o.keep),
     )

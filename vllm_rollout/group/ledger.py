@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from vllm_rollout.config import MAX_REMEMBERED_CANDIDATES
 from vllm_rollout.group.pruning_plan import PruningPlan
-from vllm_rollout.group.types import Assessment, CandidateState, Observation
+from vllm_rollout.group.types import BASE_MODEL, Assessment, CandidateState, HeadKey, Observation
 
 RewardStatus = Literal["accepted", "duplicate", "conflict", "unknown", "unfinished", "unscored"]
 """What became of a posted reward.
@@ -17,7 +18,7 @@ duplicate   the same reward came before; nothing changes
 conflict    another reward came before, and stays
 unknown     no such candidate, or one that has been forgotten
 unfinished  the candidate is running, or was stopped (pruned, surplus, failed): no reward is expected
-unscored    the candidate ended before `detection_length`: there is nothing to learn from
+unscored    the candidate ended before it was scored: there is nothing to learn from
 """
 
 
@@ -31,15 +32,82 @@ class Reward(NamedTuple):
     """The reward is above the threshold: the label that calibration and head learn."""
 
 
+NamedBy = Literal["rollout", "group", "request"]
+"""What the id in a candidate's name is of.
+
+rollout  a rollout's id; beside the index stands the prompt's id
+group    the id of one group of a rollout
+request  the id of a request that was a group, or one candidate of one; the index is that of the choice in its answer
+"""
+
+
+class NamedReward(NamedTuple):
+    """A reward, and what its index counts in."""
+
+    by: NamedBy
+    id: str
+    reward: Reward
+    """Its prompt id means something by a rollout only."""
+
+
+def request_name(namespace: str, request_id: str) -> str:
+    """The name of a request among all clients'. Those with the same key share a namespace."""
+    return f"{namespace}/{request_id}"
+
+
+class Place(NamedTuple):
+    """Where the ledger has a candidate."""
+
+    rollout_id: str
+    prompt_id: str
+    index: int
+
+
+class Trial(NamedTuple):
+    """A score that decided nothing, and what would have been decided by it."""
+
+    observation: Observation
+    assessment: Assessment
+
+
+class _RememberedGroup:
+    """Where a group's candidates are, as long as one of them is remembered."""
+
+    __slots__ = ("num_candidates", "prompt_id", "rollout_id")
+
+    def __init__(self, rollout_id: str, prompt_id: str) -> None:
+        self.rollout_id = rollout_id
+        self.prompt_id = prompt_id
+        self.num_candidates = 0
+
+
 class LedgerEntry:
-    """One candidate of a rollout with pruning. The ledger counts along with what is written into it."""
+    """One candidate that is scored. The ledger counts along with what is written into it."""
 
-    __slots__ = ("_assessment", "_counted", "_ledger", "_reward", "_state", "num_tokens", "observation", "plan",
-                 "prompt_id", "request_id")  # fmt: skip
+    __slots__ = ("_assessment", "_counted", "_ledger", "_reward", "_state", "_trials", "adapter", "group_id", "index",
+                 "names",
+                 "num_tokens", "observation", "plan", "prompt_id", "prompt_key", "request_id")  # fmt: skip
 
-    def __init__(self, request_id: str, prompt_id: str, plan: PruningPlan, ledger: Ledger | None = None) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        prompt_id: str,
+        plan: PruningPlan,
+        ledger: Ledger | None = None,
+        group_id: str = "",
+        index: int = 0,
+        prompt_key: str = "",
+        adapter: str = BASE_MODEL,
+    ) -> None:
         self.request_id = request_id
         self.prompt_id = prompt_id
+        self.prompt_key = prompt_key
+        """Under which its prompt's success is remembered; empty: it is not."""
+        self.adapter = adapter
+        self.group_id = group_id
+        self.index = index
+        self.names: list[tuple[str, int]] = []
+        """Requests in whose answers it is, and as which choice."""
         self.plan = plan
         self.num_tokens = 0
         self.observation: Observation | None = None
@@ -47,8 +115,9 @@ class LedgerEntry:
         """None once it is forgotten."""
         self._state: CandidateState = "running"
         self._assessment: Assessment | None = None
+        self._trials: dict[int, Trial] | None = None
         self._reward: float | None = None
-        self._counted: CandidateState | None = None
+        self._counted: tuple[CandidateState, tuple[int, ...]] | None = None
 
     @property
     def state(self) -> CandidateState:
@@ -69,6 +138,20 @@ class LedgerEntry:
         self._count()
 
     @property
+    def trials(self) -> Mapping[int, Trial]:
+        """What was seen of it at other lengths of its plan, and at its end, by length."""
+        return self._trials or {}
+
+    def tried(self, length: int, observation: Observation, assessment: Assessment) -> None:
+        self._trials = {**self.trials, length: Trial(observation, assessment)}
+        self._count()
+
+    @property
+    def is_scored(self) -> bool:
+        """Its reward teaches something."""
+        return self._assessment is not None or self._trials is not None
+
+    @property
     def reward(self) -> float | None:
         return self._reward
 
@@ -85,22 +168,30 @@ class LedgerEntry:
     def _count(self, *, remembered: bool = True) -> None:
         if self._ledger is None:
             return
-        scored = remembered and self._assessment is not None and self._reward is None
-        counted = self._state if scored and self._state in ("running", "finished") else None
+        counted = None
+        if remembered and self.is_scored and self._reward is None and self._state in ("running", "finished"):
+            own = () if self._assessment is None else (self.plan.detection_length,)
+            counted = (self._state, (*own, *self.trials))
         if counted != self._counted:
-            self._ledger.recount(self.plan.detection_length, self._counted, counted)
+            self._ledger.recount(self.adapter, self._counted, counted)
             self._counted = counted
 
 
 class Ledger:
-    """All candidates that a reward could name, by rollout. The oldest candidates of the oldest rollout go first."""
+    """All candidates that a reward could name, by rollout. The oldest candidates of the oldest rollout go first.
+
+    A group that no rollout made is a rollout of its own.
+    """
 
     def __init__(self, max_candidates: int = MAX_REMEMBERED_CANDIDATES) -> None:
         self._rollouts: OrderedDict[str, OrderedDict[tuple[str, int], LedgerEntry]] = OrderedDict()
+        self._groups: dict[str, _RememberedGroup] = {}
+        self._requests: dict[str, dict[int, LedgerEntry]] = {}
+        """Of requests that have a name: the candidates that are choices in their answers."""
         self._max_candidates = max_candidates
         self._num_candidates = 0
-        self._scored: dict[CandidateState, Counter[int]] = {"running": Counter(), "finished": Counter()}
-        """Scored candidates without a reward, by state and detection length."""
+        self._scored: dict[CandidateState, Counter[HeadKey]] = {"running": Counter(), "finished": Counter()}
+        """Scored candidates without a reward, by state and by what scored them; none is not counted."""
 
     def __len__(self) -> int:
         return self._num_candidates
@@ -110,17 +201,60 @@ class Ledger:
         entries = self._rollouts.get(rollout_id)
         return None if entries is None else next(iter(entries.values())).plan.detection_length
 
-    def open(self, rollout_id: str, prompt_id: str, index: int, request_id: str, plan: PruningPlan) -> LedgerEntry:
+    def adapter(self, rollout_id: str) -> str:
+        """Of the rollout's candidates, which are all of one served name."""
+        entries = self._rollouts.get(rollout_id)
+        return BASE_MODEL if entries is None else next(iter(entries.values())).adapter
+
+    def open(
+        self,
+        rollout_id: str,
+        prompt_id: str,
+        index: int,
+        request_id: str,
+        plan: PruningPlan,
+        group_id: str = "",
+        prompt_key: str = "",
+        adapter: str = BASE_MODEL,
+    ) -> LedgerEntry:
         """A candidate was launched. What happens to it is written into the entry."""
         rollout = self._rollouts.setdefault(rollout_id, OrderedDict())
         before = rollout.pop((prompt_id, index), None)  # a group id may be used again
+        entry = rollout[prompt_id, index] = LedgerEntry(
+            request_id, prompt_id, plan, self, group_id, index, prompt_key, adapter
+        )
+        group = self._groups.setdefault(group_id, _RememberedGroup(rollout_id, prompt_id))
+        group.num_candidates += 1
+        self._num_candidates += 1
         if before is not None:
-            before.forget()
-        entry = rollout[prompt_id, index] = LedgerEntry(request_id, prompt_id, plan, self)
-        self._num_candidates += before is None
+            self._forget(before)
         while self._num_candidates > self._max_candidates:
             self._forget_oldest()
         return entry
+
+    def name(self, name: str, group_id: str, choices: Mapping[int, int]) -> None:
+        """A request's answer has these candidates of a group, by choice. Those that are not here are passed over: they
+        ended in another engine."""
+        group = self._groups.get(group_id)
+        if group is None:
+            return
+        entries = self._rollouts[group.rollout_id]
+        for choice, index in choices.items():
+            if (entry := entries.get((group.prompt_id, index))) is not None:
+                self._requests.setdefault(name, {})[choice] = entry
+                entry.names.append((name, choice))
+
+    def find(self, named: NamedReward) -> Place | None:
+        """The candidate that a reward names; None when it is not remembered."""
+        id, index = named.id, named.reward.index
+        if named.by == "rollout":
+            return Place(id, named.reward.prompt_id, index) if id in self._rollouts else None
+        if named.by == "request":
+            if (entry := self._requests.get(id, {}).get(index)) is None:
+                return None
+            id, index = entry.group_id, entry.index
+        group = self._groups.get(id)
+        return None if group is None else Place(group.rollout_id, group.prompt_id, index)
 
     def take(self, rollout_id: str, prompt_id: str, index: int) -> LedgerEntry | None:
         """Let go of a candidate that goes on in another engine; None when it has been forgotten."""
@@ -128,8 +262,7 @@ class Ledger:
         entry = rollout.pop((prompt_id, index), None)
         if entry is None:
             return None
-        entry.forget()
-        self._num_candidates -= 1
+        self._forget(entry)
         if not rollout:
             del self._rollouts[rollout_id]
         return entry
@@ -143,32 +276,61 @@ class Ledger:
             return "unknown", None
         if entry.state != "finished":
             return "unfinished", None
-        if entry.assessment is None:
+        if not entry.is_scored:
             return "unscored", None
         if entry.reward is not None:
             return ("duplicate" if entry.reward == reward else "conflict"), None
         entry.reward = reward
         return "accepted", entry
 
-    def num_awaiting(self) -> Counter[int]:
-        """Scored candidates that finished and have no reward yet, by detection length."""
-        return +self._scored["finished"]
+    def num_awaiting(self, adapter: str = BASE_MODEL) -> Counter[int]:
+        """Scored candidates of a served name that finished and have no reward yet, by detection length."""
+        finished = self._scored["finished"]
+        return Counter({key.detection_length: num for key, num in finished.items() if key.adapter == adapter})
 
-    def awaits(self, detection_length: int) -> bool:
-        """A reward may come for a candidate scored at this length."""
-        return any(counts[detection_length] for counts in self._scored.values())
+    def awaits(self, detection_length: int, adapter: str = BASE_MODEL) -> bool:
+        """A reward may come for a candidate of this served name that was scored at this length."""
+        return any(HeadKey(detection_length, adapter) in counts for counts in self._scored.values())
 
-    def recount(self, detection_length: int, before: CandidateState | None, now: CandidateState | None) -> None:
-        """An entry counts as another kind of scored candidate, or as none."""
-        if before is not None:
-            self._scored[before][detection_length] -= 1
-        if now is not None:
-            self._scored[now][detection_length] += 1
+    def awaits_any(self, adapter: str) -> bool:
+        """A reward may come for a scored candidate of this served name."""
+        return any(key.adapter == adapter for counts in self._scored.values() for key in counts)
+
+    def recount(
+        self,
+        adapter: str,
+        before: tuple[CandidateState, tuple[int, ...]] | None,
+        now: tuple[CandidateState, tuple[int, ...]] | None,
+    ) -> None:
+        """An entry counts as another kind of candidate, scored at these lengths, or as none."""
+        for counted, difference in ((before, -1), (now, 1)):
+            if counted is None:
+                continue
+            state, lengths = counted
+            for length in lengths:
+                key = HeadKey(length, adapter)
+                self._scored[state][key] += difference
+                if not self._scored[state][key]:
+                    del self._scored[state][key]
 
     def _forget_oldest(self) -> None:
         rollout_id, rollout = next(iter(self._rollouts.items()))
         _, entry = rollout.popitem(last=False)
-        entry.forget()
-        self._num_candidates -= 1
+        self._forget(entry)
         if not rollout:
             del self._rollouts[rollout_id]
+
+    def _forget(self, entry: LedgerEntry) -> None:
+        """It has left its rollout."""
+        entry.forget()
+        self._num_candidates -= 1
+        group = self._groups[entry.group_id]
+        group.num_candidates -= 1
+        if not group.num_candidates:
+            del self._groups[entry.group_id]
+        for name, choice in entry.names:
+            choices = self._requests.get(name, {})
+            if choices.get(choice) is entry:  # not the one that has the name since a client used it again
+                del choices[choice]
+                if not choices:
+                    del self._requests[name]

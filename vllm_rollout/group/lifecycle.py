@@ -9,12 +9,10 @@ winners among them are the shortest, then the lowest index, whatever the order o
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import ceil
 
-from vllm_rollout.config import MAX_IDLE_GROUPS
 from vllm_rollout.group.pruning_plan import PruningPlan
 from vllm_rollout.group.types import Assessment, CandidateState, EndReason, StopState
 
@@ -34,6 +32,8 @@ class GroupTerms:
     pruning: PruningPlan | None = None
     num_replaceable: int = 0
     """Lost candidates that may be replaced, each by one more launch."""
+    audit_ratio: float = 0.0
+    """Share of such groups that are audited (`group/audit.py`), where that is drawn when the first candidate comes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,7 @@ class _Candidate:
     step: int = 0
     """The group's step in which it ended."""
     is_replaced: bool = False
+    has_place: bool = True
 
 
 @dataclass(slots=True)
@@ -65,6 +66,9 @@ class Group:
     """One prompt's candidates between launch and verdict (DARTS section 4.3.1: early stop at M of M')."""
 
     terms: GroupTerms
+    audit: bool = False
+    """It was drawn as an audit group: in place of a race, the first `group_size` candidates that come have the places,
+    and only who finds none is stopped. Candidates are exchangeable before they begin, so they are a plain sample."""
     closed: bool = False
     """`group_size` usable candidates have finished, or nobody wants the rest: the others were given up."""
     cancelled: bool = False
@@ -75,6 +79,10 @@ class Group:
     """
     assessments: dict[int, Assessment] = field(default_factory=dict)
     """Of the candidates that were scored, by index."""
+    trials: dict[int, dict[int, Assessment]] = field(default_factory=dict)
+    """By trial length and index: what would have been decided there."""
+    finals: dict[int, Assessment] = field(default_factory=dict)
+    """Of the finished candidates that were scored at their end, by index."""
     _candidates: dict[int, _Candidate] = field(default_factory=dict)
     _new: list[int] = field(default_factory=list)
     """Candidates that ended since the last settlement."""
@@ -94,7 +102,7 @@ class Group:
         if index is None:
             index = len(self._candidates)
         assert index not in self._candidates, f"candidate {index} launched twice"
-        self._candidates[index] = _Candidate()
+        self._candidates[index] = _Candidate(has_place=self._num_places_left > 0)
         self._num_running += 1
         return index
 
@@ -131,15 +139,16 @@ class Group:
         if not self.terms.early_stop:
             self._set_length_cap()
             return NOTHING
+        without_place = self._give_up_without_place() if self.audit else NOTHING
         ranking = self._ranking()
         if len(ranking) < self.terms.group_size:
-            return NOTHING
+            return without_place
         self.closed = True
         winners = set(ranking[: self.terms.group_size])
         lost = tuple(i for i in sorted(new) if i not in winners and self._candidates[i].state == "finished")
         for index in lost:
             self._candidates[index].state = "surplus"
-        return Settlement(self._give_up_rest(), lost)
+        return Settlement(without_place.stop + self._give_up_rest(), without_place.lost_ties + lost)
 
     def num_needed(self, num_due: int, at_least: int) -> int:
         """How many of `num_due` running candidates have to be kept so that `at_least` candidates can finish.
@@ -189,6 +198,10 @@ class Group:
     def state(self, index: int) -> CandidateState:
         return self._candidates[index].state
 
+    def is_unwanted(self, index: int) -> bool:
+        """It came too late, or found no place in an audit group: the next settlement stops it."""
+        return self.closed or not self._candidates[index].has_place
+
     def is_replaced(self, index: int) -> bool:
         """It was lost, and the group waits for another candidate in its place, whatever becomes of it meanwhile."""
         return self._candidates[index].is_replaced
@@ -222,6 +235,28 @@ class Group:
         """Candidates that were announced and have not been launched."""
         return max(0, self.terms.num_candidates + self._num_replaced - len(self._candidates))
 
+    def num_unjudged(self, assessments: Mapping[int, Assessment]) -> int:
+        """Candidates that run, or are to come, and are not among these."""
+        return self.num_to_come + sum(index not in assessments for index in self.running)
+
+    @property
+    def _num_places_left(self) -> int:
+        """Of an audit group in place of a race; elsewhere there is always one. A lost candidate leaves its place."""
+        if not (self.audit and self.terms.early_stop):
+            return 1
+        holders = [c for c in self._candidates.values() if c.has_place and c.state in ("running", "finished")]
+        return self.terms.group_size - len(holders)
+
+    def _give_up_without_place(self) -> Settlement:
+        """Candidates of an audit group that found no place, also those that were faster than this verdict."""
+        without = [(i, c) for i, c in self._candidates.items() if not c.has_place]
+        ended = tuple(i for i, c in without if c.state == "finished")
+        running = tuple(i for i, c in without if c.state == "running")
+        for index in ended:
+            self._candidates[index].state = "surplus"
+        self._stop(running, "surplus")
+        return Settlement(running, ended)
+
     def _is_marked(self, index: int) -> bool:
         assessment = self.assessments.get(index)
         return assessment is not None and not assessment.keep
@@ -254,59 +289,3 @@ class Group:
             assert candidate.state == "running", f"verdict on candidate {index} after its end"
             candidate.state, candidate.step = state, self._num_steps
             self._num_running -= 1
-
-
-class GroupTable:
-    """All groups of one engine, by id. A group is forgotten when it is over.
-
-    A group that waits for siblings which never come is forgotten when `max_idle` others wait longer for theirs.
-    """
-
-    def __init__(self, max_idle: int = MAX_IDLE_GROUPS) -> None:
-        self._groups: dict[str, Group] = {}
-        self._idle: OrderedDict[str, None] = OrderedDict()
-        self._max_idle = max_idle
-
-    def __len__(self) -> int:
-        return len(self._groups)
-
-    @property
-    def num_idle(self) -> int:
-        """Groups in which nothing runs and that wait for siblings."""
-        return len(self._idle)
-
-    def find(self, group_id: str) -> Group | None:
-        return self._groups.get(group_id)
-
-    def open(self, group_id: str, terms: GroupTerms) -> Group:
-        """The group of that id, made on these terms if there is none; it waits no longer."""
-        group = self._groups.get(group_id)
-        if group is None:
-            group = self._groups[group_id] = Group(terms)
-        self._idle.pop(group_id, None)
-        return group
-
-    def put(self, group_id: str, group: Group) -> None:
-        """A group that was removed from a table."""
-        assert group_id not in self._groups, f"group {group_id} is here already"
-        self._groups[group_id] = group
-
-    def remove(self, group_id: str) -> Group:
-        """A group that goes on in another table."""
-        self._idle.pop(group_id, None)
-        return self._groups.pop(group_id)
-
-    def release(self, group_id: str) -> bool:
-        """Call after a settlement: forgets the group if it is over (True), bounds the number of idle ones."""
-        group = self._groups.get(group_id)
-        if group is None:
-            return False
-        if group.over:
-            del self._groups[group_id]
-            return True
-        if not group.num_running:
-            self._idle[group_id] = None
-            if len(self._idle) > self._max_idle:
-                oldest, _ = self._idle.popitem(last=False)
-                del self._groups[oldest]
-        return False

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from vllm_rollout.group.cost import CostModel, rollout_time
-from vllm_rollout.group.history import LengthMoments
+from vllm_rollout.group.moments import LengthMoments
 from vllm_rollout.group.remaining import expected_remaining
 from vllm_rollout.group.transfer import TransferCost
 

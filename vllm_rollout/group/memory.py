@@ -1,24 +1,30 @@
-"""All that is learned: calibrations by detection length, and lengths. One state for all of it, in rows.
+"""All that is learned of one served name: calibrations by detection length; lengths and success of prompts. One state
+for all of it, in rows.
 
 A state is a sequence of rows, each of bounded size, so that a large one can be written between engine steps:
 
 ["learning", {detection_length, calibrators, verdicts}]     one per detection length, the least recently used first
 ["outcomes", detection_length, [outcome, ...]]              after their learning, `OUTCOMES_PER_ROW` at a time
 ["prompts", [[key, *average], ...]]                         `PROMPTS_PER_ROW` at a time
-["lengths", {dataset, log_lengths}]                         once, last: a state that was cut off lacks it
+["successes", [[key, rewarded, successful], ...]]           `PROMPTS_PER_ROW` at a time; none in earlier versions
+["length_trial", [tried, ...]]                              `PROMPTS_PER_ROW` at a time; none in earlier versions
+["lengths", {dataset, log_lengths, shape}]                  once, last: a state that was cut off lacks it
 
 Invariant: a memory restored from its state decides and goes on as the saved one; whatever else is put is a ValueError.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from vllm_rollout.config import MAX_DETECTION_LENGTHS
 from vllm_rollout.group.checks import fields_of, listed, shown
-from vllm_rollout.group.history import MAX_HISTORY_PROMPTS, LengthHistory
+from vllm_rollout.group.history import MAX_HISTORY_PROMPTS, LengthHistory, totals_of
 from vllm_rollout.group.learning import REPORT_WINDOW, Learning
+from vllm_rollout.group.length_trial import TRIAL_WINDOW, LengthTrial, tried_from_state
+from vllm_rollout.group.success import SuccessHistory
 
 FORMAT = 2
 """Of the rows. 1 was one object; `rows_of_format_1` takes it over."""
@@ -30,14 +36,18 @@ Row = Sequence[Any]
 
 
 class Memory:
-    """What one engine has learned."""
+    """What one engine has learned of one served name."""
 
     def __init__(self) -> None:
         self.learnings: dict[int, Learning] = {}
         """By detection length, the least recently used first."""
         self.lengths = LengthHistory()
+        self.successes = SuccessHistory()
+        self.length_trial = LengthTrial()
         self.forgotten: list[int] = []
         """Detection lengths that were given up since somebody last took them out of here: their heads may go too."""
+        self.num_evicted: Counter[int] = Counter()
+        """Labels whose features were gone when their reward came, by detection length; not saved."""
 
     def learning(self, detection_length: int, awaited: Callable[[int], bool]) -> Learning | None:
         """What was learned at this length, which counts as used.
@@ -52,6 +62,7 @@ class Memory:
                 if spare is None:
                     return None
                 del self.learnings[spare]
+                del self.num_evicted[spare]
                 if spare not in self.forgotten:
                     self.forgotten.append(spare)
             learning = Learning(detection_length)
@@ -79,6 +90,11 @@ class Memory:
                 yield ["outcomes", detection_length, outcomes[start : start + OUTCOMES_PER_ROW]]
         for prompts in self.lengths.prompts(PROMPTS_PER_ROW):
             yield ["prompts", prompts]
+        for successes in self.successes.prompts(PROMPTS_PER_ROW):
+            yield ["successes", successes]
+        tried = self.length_trial.candidates()
+        for start in range(0, len(tried), PROMPTS_PER_ROW):
+            yield ["length_trial", tried[start : start + PROMPTS_PER_ROW]]
         yield ["lengths", self.lengths.totals()]
 
     @classmethod
@@ -86,6 +102,8 @@ class Memory:
         """Raises: ValueError for what no memory can have been."""
         learnings: dict[Any, dict[str, Any]] = {}
         prompts: list[Any] = []
+        successes: list[Any] = []
+        tried: list[Any] = []
         totals: Mapping[str, Any] | None = None
         for row in rows:
             if totals is not None:
@@ -101,8 +119,14 @@ class Memory:
                 case ["prompts", list(some)]:
                     prompts += some
                     listed(prompts, "prompts of a length history", MAX_HISTORY_PROMPTS)
+                case ["successes", list(some)]:
+                    successes += some
+                    listed(successes, "prompts of a success history", MAX_HISTORY_PROMPTS)
+                case ["length_trial", list(some)]:
+                    tried += some
+                    listed(tried, "candidates of a trial of lengths", TRIAL_WINDOW)
                 case ["lengths", state]:
-                    totals = fields_of(state, ("dataset", "log_lengths"), "row 'lengths' of a state")
+                    totals = fields_of(state, totals_of(state), "row 'lengths' of a state")
                 case _:
                     raise ValueError(f"a row of a state is of a known kind and form, got {shown(row)}")
         if totals is None:
@@ -110,6 +134,8 @@ class Memory:
         memory = cls()
         memory.learnings = {length: Learning.from_state(state) for length, state in learnings.items()}
         memory.lengths = LengthHistory.from_state({"prompts": prompts, **totals})
+        memory.successes = SuccessHistory.from_state(successes)
+        memory.length_trial = LengthTrial(map(tried_from_state, tried))
         return memory
 
 
@@ -123,9 +149,9 @@ def rows_of_format_1(state: Mapping[str, Any]) -> Iterator[Row]:
         yield ["outcomes", learning.get("detection_length"), learning.get("outcomes")]
     # The first versions knew no lengths: their history begins anew.
     lengths = state.get("lengths", LengthHistory().to_state())
-    fields_of(lengths, ("prompts", "dataset", "log_lengths"), "a length history")
+    fields_of(lengths, ("prompts", *totals_of(lengths)), "a length history")
     yield ["prompts", lengths["prompts"]]
-    yield ["lengths", {"dataset": lengths["dataset"], "log_lengths": lengths["log_lengths"]}]
+    yield ["lengths", {name: lengths[name] for name in totals_of(lengths)}]
 
 
 def _wrong_lengths(lengths: Sequence[int]) -> ValueError:

@@ -8,10 +8,11 @@ Invariant: at any time a group is in one engine, or in one `DetachedGroup`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from vllm_rollout.group.judge import Scoring
+from vllm_rollout.group.ledger import Trial
 from vllm_rollout.group.lifecycle import Group
 from vllm_rollout.group.race import RacePlace
 from vllm_rollout.group.types import Assessment, Observation
@@ -40,6 +41,7 @@ class DetachedScore:
     scoring: Scoring
     observation: Observation | None = None
     assessment: Assessment | None = None
+    trials: dict[int, Trial] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,12 +16,12 @@ of others.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
 from vllm_rollout.config import MAX_IDLE_GROUPS
+from vllm_rollout.group.waiting import WaitingGroups
 from vllm_rollout.group.work import RankWork, Weights, Work
 
 ONE = Work(1)
@@ -71,8 +71,7 @@ class Placement:
         self._turn = first_turn % num_ranks
         self._alone = alone
         self._joined: dict[str, _Siblings] = {}
-        self._idle: OrderedDict[str, None] = OrderedDict()
-        self._max_idle = max_idle
+        self._idle = WaitingGroups(max_idle)
 
     def __len__(self) -> int:
         """Joined groups that are remembered."""
@@ -127,7 +126,7 @@ class Placement:
             if rank is None:
                 rank = self.next_rank() if self._alone else agreed_rank(group_id, self._open_ranks)
             siblings = self._joined[group_id] = _Siblings(rank, num_candidates)
-        self._idle.pop(group_id, None)
+        self._idle.discard(group_id)
         siblings.num_to_come -= 1
         siblings.num_running += 1
         self._work[siblings.rank].add(ONE)
@@ -140,11 +139,18 @@ class Placement:
             self._work[rank].add(Work(siblings.num_running))
             siblings.rank = rank
 
-    def leave_joined(self, group_id: str, *, refused: bool = False) -> str | None:
+    def forget_waiting(self, now_s: float) -> list[str]:
+        """Forgets joined groups that have waited too long for siblings; returns which."""
+        expired = self._idle.expire(now_s)
+        for group_id in expired:
+            del self._joined[group_id]
+        return expired
+
+    def leave_joined(self, group_id: str, *, refused: bool = False, now_s: float = 0.0) -> str | None:
         """A sibling has ended, or was refused: then another may still come in its place.
 
-        A group is forgotten as the engine forgets it: when it is over, or when `max_idle` others wait longer for
-        siblings that do not come. Returns which one was, if any.
+        A group is forgotten as the engine forgets it: when it is over, or when too many others wait for siblings that
+        do not come. Returns which one was, if any.
         """
         siblings = self._joined[group_id]
         self._work[siblings.rank].add(ONE, -1)
@@ -155,11 +161,9 @@ class Placement:
         if siblings.num_to_come <= 0:
             del self._joined[group_id]
             return group_id
-        self._idle[group_id] = None
-        if len(self._idle) <= self._max_idle:
-            return None
-        oldest, _ = self._idle.popitem(last=False)
-        del self._joined[oldest]
+        oldest = self._idle.add(group_id, now_s)
+        if oldest is not None:
+            del self._joined[oldest]
         return oldest
 
     @property

@@ -36,6 +36,8 @@ class GroupPlan:
     tokens of the longest of those. None: the whole pool runs to its end."""
     num_replaceable: int = 0
     """Candidates that are lost are replaced, so many of them."""
+    audit: bool = False
+    """Nobody is stopped, so that what is learned of it is true of the policy (`group/audit.py`)."""
 
     @property
     def num_candidates(self) -> int:
@@ -49,15 +51,26 @@ class GroupPlan:
             self.group_size, self.num_candidates, self.early_stop, self.patience, self.pruning, self.num_replaceable
         )
 
-    def allocated(self, num_candidates: int, at_upper_bound: bool, *, early_stop: bool = True) -> GroupPlan:
+    @property
+    def returns_all(self) -> bool:
+        """Whoever is kept is returned: the chance to be returned is the one to survive pruning. In a race nobody knows
+        it."""
+        return self.redundancy == 0
+
+    def audited(self) -> GroupPlan:
+        """This plan for an audit group."""
+        pruning = None if self.pruning is None else self.pruning.audited()
+        return GroupPlan(self.group_size, pruning=pruning, num_replaceable=self.num_replaceable, audit=True)
+
+    def allocated(self, num_candidates: int, extreme: bool, *, early_stop: bool = True) -> GroupPlan:
         """This plan with as many candidates as redundancy "auto" gives the prompt (`group/allocation.py`).
 
-        At the upper bound the prompt's tail is long: shortest-only, with early stop unless that is forbidden.
+        An extreme tail is not waited for: shortest-only, with early stop unless that is forbidden.
 
         Source: DARTS Algorithm 2.
         """
         plan = replace(self, redundancy=num_candidates - self.group_size)
-        if not at_upper_bound:
+        if not extreme:
             return plan
         return replace(plan, selection="shortest", num_longest=0, patience=None, early_stop=early_stop)
 
@@ -66,8 +79,9 @@ class GroupPlan:
 class GroupJoin:
     """A single request that belongs to a group which other requests of the client make up."""
 
-    name: str
-    """The group's, among those of its namespace and prompt."""
+    name: str | None
+    """The group's, among those of its namespace and prompt. None: whichever group of its prompt is open
+    (`group/prompt_groups.py`)."""
     group_size: int
     num_candidates: int
     """Of the whole group, M'."""
@@ -75,6 +89,8 @@ class GroupJoin:
     pruning: PruningPlan | None = None
     namespace: str = ""
     """The run's: two of them may use the same names."""
+    audit_ratio: float = 0.0
+    """Share of such groups that are audited (`group/audit.py`); drawn where the first sibling opens the group."""
 
 
 def make_plan(
@@ -137,7 +153,7 @@ def make_plan(
         raise PlanError(
             name("early_stop"),
             "cannot be true with selection dual_end: the longest of the pool are known only when the whole pool has "
-            'ended. Set it to "auto" (stop early where redundancy "auto" goes to its upper bound) or to false, bound '
+            'ended. Set it to "auto" (stop early where redundancy "auto" finds an extreme tail) or to false, bound '
             f"the wait with {name('patience')}, or select first or shortest.",
         )
     if patience is not None and not (isfinite(patience) and 1 <= patience <= MAX_PATIENCE):

@@ -7,6 +7,8 @@ from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
 
+KEY_OF_ID = "id:"
+"""Before the client's id, in the name of a prompt over all rollouts."""
 KEY_OF_TOKENS = "tokens:"
 """Before the digest, in the name over all rollouts of a prompt whose client gave it none."""
 
@@ -14,6 +16,20 @@ KEY_OF_TOKENS = "tokens:"
 def digest_of(token_ids: Sequence[int]) -> str:
     """24 hexadecimal digits."""
     return blake2b(array("Q", token_ids).tobytes(), digest_size=12).hexdigest()
+
+
+def key_of_content(content: str) -> str:
+    """The name over all groups of a prompt whose content is named so; empty for one without token ids, which nothing
+    tells from others. With images and the like it is not the name of its tokens alone."""
+    tokens, _, rest = content.partition("/")
+    if tokens == digest_of(()) or len(tokens) != len(digest_of(())):
+        return ""
+    return f"{KEY_OF_TOKENS}{digest_of([*map(ord, content)]) if rest else tokens}"
+
+
+def digest_of_texts(texts: Sequence[str]) -> str:
+    """24 hexadecimal digits of several of them, in their order."""
+    return blake2b(json.dumps(list(texts)).encode(), digest_size=12).hexdigest()
 
 
 def seed_for(seed: int, content: str) -> int:
@@ -26,11 +42,12 @@ def seed_for(seed: int, content: str) -> int:
     return int.from_bytes(digest, "big") >> 2
 
 
-def joined_id(namespace: str, name: str, content: str, adapter: str) -> str:
+def joined_id(namespace: str, name: str | int, content: str, adapter: str) -> str:
     """The id of a group that single requests join: the same for siblings, another one for everybody else.
 
     Siblings share the prompt by definition, so a name that is used again for another prompt, or under another LoRA
-    adapter, means another group. The server's own group ids have a `-` in them, this one has none.
+    adapter, means another group. A number is nobody's name: the prompt's group of that number is meant. The server's
+    own group ids have a `-` in them, this one has none.
     """
     key = json.dumps([namespace, name, content, adapter])  # ASCII, whatever users call their runs
     return f"joined:{blake2b(key.encode(), digest_size=16).hexdigest()}"

@@ -1,4 +1,4 @@
-"""Success probabilities -> survival probabilities -> survivors (ARRoL 4.2, Eq. 2; ours where the paper is silent).
+"""Success probabilities -> survival probabilities (ARRoL 4.2, Eq. 2; ours where the paper is silent).
 
 Eq. 2 as printed, p = clip(kappa + delta + lambda (rho - q)) with lambda > 0, falls with q: survivors are the unlikely
 ones whatever the success rate, so where success is rare (mean q < rho) it moves their mean *away* from rho. Lemma 4.1
@@ -15,14 +15,15 @@ a strength of either sign: p = clip(kappa + bias + strength (q - rho), min, max)
 the bias, and along the curve E[p] = kappa, E[p q] rises with the strength (mass moves to higher q), so both are found
 by one-dimensional root search. If the bounds make rho unreachable the strength ends at its limit on the right side.
 
-Invariant: every probability given out is the one the candidate was in fact kept with.
+`"gradient"` stands in gradient.py, whoever is kept is drawn in survivors.py.
+
+Invariant: every survival probability lies within the plan's bounds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from math import fsum
 
 from vllm_rollout.group.pruning_plan import PruningPlan
@@ -35,7 +36,7 @@ MAX_SOLVED_STRENGTH = 8.0
 decides between the bounds of survival, which is as fine as calibration knows it."""
 MIN_BALANCED = 4.0
 """Candidates whose survival is balanced together; a smaller batch of siblings is filled up from the population.
-Measured at 1, 4 and 16 siblings per batch (benchmarks/pruning_rules.py): more weakens the group's own balance."""
+Measured at 1, 4 and 16 siblings per batch (benchmarks/pruning_rules/known.py): more weakens the group's own balance."""
 NUM_QUANTILES = 8
 """Points that stand for the population there."""
 MASS_TOLERANCE = 1e-9
@@ -62,19 +63,10 @@ class SurvivalRule:
         return min(self.max_survival, max(self.min_survival, p))
 
 
-@dataclass(frozen=True, slots=True)
-class Survivors:
-    """What became of one batch of siblings."""
-
-    kept: frozenset[int]
-    probabilities: dict[int, float]
-    """Inclusion probabilities in force: those asked for, raised where the floor demanded it."""
-
-
 def solve_paper(points: Sequence[Point], plan: PruningPlan) -> SurvivalRule:
     """Eq. 2: the bias for which mean survival over the points is `keep_ratio`, with strength = -lambda."""
     mass = plan.keep_ratio * fsum(weight for _, weight in points)
-    return _Problem(points, plan, mass, 0.0).rule(-plan.strength)
+    return rule_of(-plan.strength, points, plan, mass)
 
 
 def solve_balance(points: Sequence[Point], plan: PruningPlan) -> SurvivalRule:
@@ -97,16 +89,34 @@ def group_rule(
     the group's shares of survivors and of positives is made up for now. population: `compress`ed; fills a batch up to
     `min_balanced` candidates, as a stand-in for siblings still to come, since a batch of one cannot be balanced.
     """
-    own = [(q, 1.0) for q in batch]
     others = list(earlier)
-    missing = max(0.0, min_balanced - len(own))
-    points = own + [(q, missing * share) for q, share in population if missing]
+    points, mass = group_share(batch, others, population, plan, min_balanced)
     num_kept = sum(kept for _, kept in others)
-    weight = fsum(w for _, w in points)
-    low, high = _bounds(plan)
-    mass = min(high * weight, max(low * weight, plan.keep_ratio * (len(others) + weight) - num_kept))
     positives = plan.target_positive_ratio * (num_kept + mass) - fsum(q for q, kept in others if kept)
     return _Problem(points, plan, mass, positives).solve()
+
+
+def group_share(
+    batch: Iterable[float],
+    earlier: Sequence[tuple[float, bool]],
+    population: Sequence[Point],
+    plan: PruningPlan,
+    min_balanced: float = MIN_BALANCED,
+) -> tuple[list[Point], float]:
+    """What is solved for one group (`group_rule`): the points, and how many of them are to be kept, so that the group
+    keeps `keep_ratio` of its candidates, as nearly as the bounds allow."""
+    own = [(q, 1.0) for q in batch]
+    missing = max(0.0, min_balanced - len(own))
+    points = own + [(q, missing * share) for q, share in population if missing]
+    weight = fsum(w for _, w in points)
+    low, high = _bounds(plan)
+    wanted = plan.keep_ratio * (len(earlier) + weight) - sum(kept for _, kept in earlier)
+    return points, min(high * weight, max(low * weight, wanted))
+
+
+def rule_of(strength: float, points: Sequence[Point], plan: PruningPlan, mass: float) -> SurvivalRule:
+    """The rule of that strength that keeps `mass` of the points."""
+    return _Problem(points, plan, mass, 0.0).rule(strength)
 
 
 def compress(points: Iterable[Point], num_points: int = NUM_QUANTILES) -> list[Point]:
@@ -121,54 +131,6 @@ def compress(points: Iterable[Point], num_points: int = NUM_QUANTILES) -> list[P
             parts[part] += q * max(0.0, min(end, part + 1) - max(start, part))
         start = end
     return [(q, 1 / num_points) for q in parts] if ordered else []
-
-
-def chance(seed: int, group: str, index: int) -> float:
-    """A uniform number in [0, 1) that depends on nothing but its arguments.
-
-    A multiple of 2**-32: adding a small integer to it is exact.
-    """
-    digest = blake2b(f"{seed}:{index}:{group}".encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "big") * 2.0**-32
-
-
-def choose_survivors(probabilities: Mapping[int, float], *, seed: int, group: str, at_least: int = 0) -> Survivors:
-    """Decide on siblings that are due in the same step; `at_least` of them are kept.
-
-    The probabilities are first raised until they sum to `at_least`. Then a systematic sample is drawn: siblings in an
-    order of chance lie side by side on a line, each as long as its probability, and a comb with teeth one apart falls
-    on it; whoever is hit is kept. Each is hit with exactly its probability, and the number kept is the sum rounded down
-    or up: it varies as little as it can, and the floor cannot break. A sibling alone is kept with one draw below p.
-    """
-    raised = _raise(probabilities, at_least)
-    if not raised:
-        return Survivors(frozenset(), {})
-    order = sorted(raised, key=lambda index: (chance(seed, group, index), index))
-    tooth = chance(seed, group, -1 - min(raised))  # a draw of its own: the order must not tell where the comb falls
-    kept = []
-    end = 0.0
-    for index in order:
-        end += raised[index]
-        if tooth < end:
-            kept.append(index)
-            tooth += 1.0
-    return Survivors(frozenset(kept), raised)
-
-
-def _raise(probabilities: Mapping[int, float], at_least: int) -> dict[int, float]:
-    """The same shift for all, clipped at 1, so that the sum is `at_least` or more."""
-    if at_least >= len(probabilities):
-        return dict.fromkeys(probabilities, 1.0)
-    rest = fsum(probabilities.values())
-    if rest >= at_least:
-        return dict(probabilities)
-    shift = 0.0
-    for num_certain, p in enumerate(sorted(probabilities.values(), reverse=True)):
-        shift = (at_least - num_certain - rest) / (len(probabilities) - num_certain)
-        if p + shift <= 1:
-            break
-        rest -= p
-    return {index: min(1.0, p + shift) for index, p in probabilities.items()}
 
 
 def _bounds(plan: PruningPlan) -> tuple[float, float]:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from vllm_rollout.config import CALIBRATION_WINDOW, MAX_DETECTION_LENGTH
+from vllm_rollout.config import CALIBRATION_WINDOW, MAX_DETECTION_LENGTH, MAX_TRIAL_LENGTHS, TRIAL_LENGTHS
 from vllm_rollout.group.types import Signal
 
-PruningRule = Literal["balance", "paper"]
-PRUNING_RULES: tuple[PruningRule, ...] = ("balance", "paper")
+PruningRule = Literal["gradient", "balance", "paper"]
+PRUNING_RULES: tuple[PruningRule, ...] = ("gradient", "balance", "paper")
+PruningDraw = Literal["systematic", "independent"]
+PRUNING_DRAWS: tuple[PruningDraw, ...] = ("systematic", "independent")
 PruningMode = Literal["active", "shadow"]
 PRUNING_MODES: tuple[PruningMode, ...] = ("active", "shadow")
 SIGNALS: tuple[Signal, ...] = ("head", "confidence")
@@ -36,13 +38,13 @@ class PruningPlan:
 
     detection_length: int
     """Output tokens after which a candidate is scored, L_detect."""
-    rule: PruningRule = "balance"
+    rule: PruningRule = "gradient"
     keep_ratio: float = 0.5
     """Share of scored candidates to keep on average, kappa."""
     target_positive_ratio: float = 0.5
-    """Success rate wanted among survivors, rho."""
+    """Success rate wanted among survivors, rho; the gradient rule has no such aim."""
     strength: float = 0.5
-    """Lambda of the paper's rule; the balance rule solves its own."""
+    """Lambda of the paper's rule; the others find their own."""
     min_survival: float = 0.05
     max_survival: float = 0.95
     mode: PruningMode = "active"
@@ -52,6 +54,25 @@ class PruningPlan:
     """Prune even when fewer than `group_size` candidates are left to finish."""
     min_labels: int = 64
     """Rewards of either kind, positive and negative, before anything is pruned."""
+    draw: PruningDraw = "systematic"
+    """How survivors are drawn by their probabilities: `group/survivors.py`."""
+    audit: bool = False
+    """Of an audit group (`group/audit.py`): nobody else sets it."""
+    trial_lengths: tuple[int, ...] = ()
+    """Further lengths at which candidates are scored, all larger than `detection_length`; shadow mode only."""
+    final_score: bool = False
+    """Finished candidates are scored at their end as well, by a head of its own (`WHOLE`)."""
+    auto: bool = False
+    """`detection_length` is to be chosen: `group/length_trial.py::chosen`. Nothing is launched with such a plan."""
+
+    @property
+    def scored_lengths(self) -> tuple[int, ...]:
+        """All detection lengths at which a candidate is scored, ascending."""
+        return (self.detection_length, *self.trial_lengths)
+
+    def audited(self) -> PruningPlan:
+        """This plan in an audit group: what is decided is noted only."""
+        return replace(self, mode="shadow", audit=True)
 
 
 class _Range(NamedTuple):
@@ -73,9 +94,23 @@ def _one_of(names: tuple[str, ...]) -> _Range:
 
 _SURVIVAL = _Range("a number in (0, 1]", lambda value: _is_number(value) and 0 < value <= 1)
 
+
+def _is_length(value: object) -> bool:
+    return _is_integer(value) and 1 <= value <= MAX_DETECTION_LENGTH  # type: ignore[operator]  # it is an integer
+
+
+def _are_lengths(value: object) -> bool:
+    if not isinstance(value, list | tuple) or not 1 <= len(value) <= MAX_TRIAL_LENGTHS:
+        return False
+    return all(map(_is_length, value)) and len(set(value)) == len(value)
+
+
+AUTO = "auto"
+
 RANGES: Mapping[str, _Range] = {
     "detection_length": _Range(
-        f"an integer in [1, {MAX_DETECTION_LENGTH}]", lambda n: _is_integer(n) and 1 <= n <= MAX_DETECTION_LENGTH
+        f'an integer in [1, {MAX_DETECTION_LENGTH}], a list of 1 to {MAX_TRIAL_LENGTHS} different ones, or "{AUTO}"',
+        lambda value: value == AUTO or _is_length(value) or _are_lengths(value),
     ),
     "rule": _one_of(PRUNING_RULES),
     "keep_ratio": _Range("a number in (0, 1]; 1 scores and keeps everything", _SURVIVAL.holds),
@@ -89,6 +124,8 @@ RANGES: Mapping[str, _Range] = {
     "signal": _one_of(SIGNALS),
     "allow_fewer": _Range("true or false", lambda value: isinstance(value, bool)),
     "min_labels": _Range(f"an integer in [1, {MAX_MIN_LABELS}]", lambda n: _is_integer(n) and 1 <= n <= MAX_MIN_LABELS),
+    "draw": _one_of(PRUNING_DRAWS),
+    "final_score": _Range("true or false", lambda value: isinstance(value, bool)),
 }
 """Each field of a PruningPlan -> what it takes."""
 
@@ -104,7 +141,7 @@ def make_pruning_plan(fields: Mapping[str, Any], names: Mapping[str, str] | None
     for field, value in fields.items():
         if not RANGES[field].holds(value):
             raise PlanError(named[field], f"must be {RANGES[field].allowed}, got {value!r:.80}.")
-    plan = PruningPlan(**fields)
+    plan = PruningPlan(**{**fields, **_lengths(fields, named)})
     if plan.min_survival > plan.max_survival:
         field, other = "min_survival", "max_survival"
         if field not in fields:
@@ -123,3 +160,21 @@ def make_pruning_plan(fields: Mapping[str, Any], names: Mapping[str, str] | None
             f"keep that share. Change {named['keep_ratio']} or {named[broken]}.",
         )
     return plan
+
+
+def _lengths(fields: Mapping[str, Any], named: Mapping[str, str]) -> dict[str, Any]:
+    """What `detection_length` stands for: one length, several to compare, or one to be chosen."""
+    given = fields.get("detection_length")
+    if given == AUTO:
+        return {"detection_length": TRIAL_LENGTHS[0], "trial_lengths": TRIAL_LENGTHS[1:], "auto": True}
+    if not isinstance(given, list | tuple):
+        return {}
+    if fields.get("mode", "shadow") != "shadow" and len(given) > 1:
+        raise PlanError(
+            named["detection_length"],
+            f"several lengths are compared in shadow mode only, got {list(given)} and {named['mode']} "
+            f'{fields["mode"]!r}. Name one length, leave {named["mode"]} out, or let "{AUTO}" choose.',
+        )
+    first, *others = sorted(given)
+    shadow = {"mode": "shadow"} if others else {}
+    return {"detection_length": first, "trial_lengths": tuple(others), **shadow}

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 
 from vllm_rollout.group.censoring import LogLengthFit, bounded_log_std, expected_length
-from vllm_rollout.group.history import LengthMoments
+from vllm_rollout.group.moments import LengthMoments
 
 
 def expected_remaining(num_tokens: int, lengths: LengthMoments | None = None, max_tokens: int | None = None) -> float:

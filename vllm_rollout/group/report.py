@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from math import fsum
 
-from vllm_rollout.group.types import Signal
+from vllm_rollout.group.race_bias import AuditReport
+from vllm_rollout.group.types import BASE_MODEL, HeadKey, Signal
 
 NUM_RELIABILITY_BINS = 10
 
@@ -77,6 +78,7 @@ class RulesReport:
     signals: Mapping[Signal, SignalReport]
     active: ShadowReport
     shadow: ShadowReport
+    audit: AuditReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,12 @@ class HeadInfo:
     """Optimizer steps taken."""
     num_labels: int
     """Labels trained on."""
+    adapter: str = BASE_MODEL
+    """The LoRA adapter whose candidates it scores; `BASE_MODEL`: none."""
+
+    @property
+    def key(self) -> HeadKey:
+        return HeadKey(self.detection_length, self.adapter)
 
 
 def signal_report(predictions: Sequence[Prediction]) -> SignalReport:

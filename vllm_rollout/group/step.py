@@ -17,12 +17,14 @@ Invariant: every candidate that was launched gets exactly one end, and no verdic
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from vllm_rollout.config import MAX_IDLE_GROUPS
+from vllm_rollout.group.audit import draw_audit
+from vllm_rollout.group.group_table import GroupTable
 from vllm_rollout.group.judge import Judge, Scoring
 from vllm_rollout.group.ledger import LedgerEntry
-from vllm_rollout.group.lifecycle import Group, GroupTable, GroupTerms
+from vllm_rollout.group.lifecycle import Group, GroupTerms
 from vllm_rollout.group.moving import DetachedGroup, DetachedScore, StayReason
 from vllm_rollout.group.pruning_plan import PruningPlan
 from vllm_rollout.group.race import RacePlace, RaceTable
@@ -55,8 +57,8 @@ class _Scored:
     """What judging a candidate needs."""
 
     scoring: Scoring
-    entry: LedgerEntry | None
-    """Where what its reward will need is written; None when no reward can come."""
+    entry: LedgerEntry
+    """Where what its reward will need is written."""
 
 
 class GroupSteps:
@@ -68,7 +70,7 @@ class GroupSteps:
         self._table = GroupTable(max_idle)
         self._scored: dict[CandidateId, _Scored] = {}
         """Candidates that are scored, from launch to end."""
-        self._ended: list[tuple[CandidateId, Group, EndReason, int]] = []
+        self._ended: list[tuple[CandidateId, Group, EndReason, int, Observation | None]] = []
         """Since the last step was closed, and so are these:"""
         self._touched: dict[str, Group] = {}
         self._cancelled: dict[str, Group] = {}
@@ -107,24 +109,29 @@ class GroupSteps:
             raise LaunchRefused(_disagreement(group.terms, terms))
         if group is not None and index is not None and group.has(index):
             raise LaunchRefused(f"index {index} of this group is taken. Name another group.")
-        group = self._table.open(group_id, terms)
+        audit = group is None and scoring is not None and draw_audit(terms.audit_ratio, scoring.seed, group_id)
+        group = self._table.open(group_id, terms, audit=audit)
+        if group.audit and scoring is not None:
+            scoring = replace(scoring, plan=scoring.plan.audited())
         candidate_id = CandidateId(group_id, group.launch(index))
         if scoring is not None:
-            entry = None
-            if scoring.teaches:
-                entry = self.judge.ledger.open(
-                    scoring.rollout_id, scoring.prompt_id, candidate_id.index, request_id, scoring.plan
-                )
-            self._scored[candidate_id] = _Scored(scoring, entry)
+            self._scored[candidate_id] = _Scored(scoring, self._remember(candidate_id, scoring, request_id))
         if place is not None and self.races.enter(group_id, group, place):
             self.cancel(group_id)
-        if group.closed:
-            self._touched[group_id] = group  # it comes too late: the next step says so
+        if group.is_unwanted(candidate_id.index):
+            self._touched[group_id] = group  # the next step says so
         return candidate_id, group
 
-    def ended(self, candidate_id: CandidateId, group: Group, reason: EndReason, num_tokens: int) -> None:
-        """A candidate ended without a verdict."""
-        self._ended.append((candidate_id, group, reason, num_tokens))
+    def ended(
+        self,
+        candidate_id: CandidateId,
+        group: Group,
+        reason: EndReason,
+        num_tokens: int,
+        last: Observation | None = None,
+    ) -> None:
+        """A candidate ended without a verdict. `last`: what its last token showed, where that is wanted."""
+        self._ended.append((candidate_id, group, reason, num_tokens, last))
         self._touched[candidate_id.group_id] = group
 
     def cancel(self, group_id: str) -> bool:
@@ -163,44 +170,67 @@ class GroupSteps:
             scored = self._scored.pop(CandidateId(group_id, index), None)
             if scored is None:
                 continue
-            entry = scored.entry and self.judge.ledger.take(scored.scoring.rollout_id, scored.scoring.prompt_id, index)
+            entry = self.judge.ledger.take(scored.scoring.rollout_id, scored.scoring.prompt_id, index)
             scores[index] = (
                 DetachedScore(scored.scoring)
                 if entry is None
-                else DetachedScore(scored.scoring, entry.observation, entry.assessment)
+                else DetachedScore(scored.scoring, entry.observation, entry.assessment, dict(entry.trials))
             )
         return DetachedGroup(group_id, group, scores, dict(request_ids), self.races.leave(group_id))
 
-    def attach(self, detached: DetachedGroup) -> Group:
-        """Take up a group that another engine let go of, or this one."""
+    def attach(self, detached: DetachedGroup, now_s: float = 0.0) -> Group:
+        """Take up a group that another engine let go of, or this one; `now_s` as in `close_step`."""
         group_id, group = detached.group_id, detached.group
         self._table.put(group_id, group)
         for index, score in detached.scores.items():
-            scoring, entry = score.scoring, None
-            if scoring.teaches:
-                entry = self.judge.ledger.open(
-                    scoring.rollout_id, scoring.prompt_id, index, detached.request_ids[index], scoring.plan
-                )
-                entry.observation, entry.assessment = score.observation, score.assessment
-            self._scored[CandidateId(group_id, index)] = _Scored(scoring, entry)
+            candidate_id = CandidateId(group_id, index)
+            entry = self._remember(candidate_id, score.scoring, detached.request_ids[index])
+            entry.observation, entry.assessment = score.observation, score.assessment
+            for length, trial in score.trials.items():
+                entry.tried(length, *trial)
+            self._scored[candidate_id] = _Scored(score.scoring, entry)
         if group.length_cap is not None:
             self._capped[group_id] = group
         if detached.place is not None and self.races.enter(group_id, group, detached.place):
             self.cancel(group_id)
-        self._table.release(group_id)  # it may wait for siblings here as it did there
+        self._table.release(group_id, now_s)  # it may wait for siblings here as it did there
         return group
 
-    def close_step(self, due: Mapping[CandidateId, Observation], num_tokens: Callable[[CandidateId], int]) -> Verdicts:
+    def forget_waiting(self, now_s: float) -> list[str]:
+        """Forgets groups that wait for siblings and have waited too long; returns which."""
+        return self._table.forget_waiting(now_s)
+
+    def _remember(self, candidate_id: CandidateId, scoring: Scoring, request_id: str) -> LedgerEntry:
+        """For the reward that may come."""
+        ledger, (group_id, index) = self.judge.ledger, candidate_id
+        entry = ledger.open(
+            scoring.rollout_id,
+            scoring.prompt_id,
+            index,
+            request_id,
+            scoring.plan,
+            group_id,
+            scoring.prompt_key,
+            scoring.adapter,
+        )
+        if scoring.name is not None:
+            ledger.name(scoring.name, group_id, {scoring.choice: index})
+        return entry
+
+    def close_step(
+        self, due: Mapping[CandidateId, Observation], num_tokens: Callable[[CandidateId], int], now_s: float = 0.0
+    ) -> Verdicts:
         """Decide on everything since the last call.
 
         Args:
             due: what the step showed of candidates that reached their detection length; of those that have ended it is
                 ignored.
             num_tokens: output tokens of a candidate that has not ended by itself.
+            now_s: by which groups wait for siblings; without it they may wait for ever.
         """
         if not (self.has_events or due):
             return NO_VERDICTS
-        for candidate_id, group, reason, length in self._ended:
+        for candidate_id, group, reason, length, _ in self._ended:
             group.end(candidate_id.index, reason, length)
         siblings = self._still_due(due)
         stop: dict[CandidateId, StopState] = {}
@@ -230,7 +260,7 @@ class GroupSteps:
             self.cancel(group_id)
         for group_id, group in self._cancelled.items():
             stop.update((CandidateId(group_id, index), "deferred") for index in group.cancel())
-        over = self._forget(stop, num_tokens)
+        over = self._forget(stop, num_tokens, now_s)
         return Verdicts(stop, frozenset(lost_ties), over, frozenset(lost_groups))
 
     def _still_due(self, due: Mapping[CandidateId, Observation]) -> dict[str, dict[int, Observation]]:
@@ -264,17 +294,17 @@ class GroupSteps:
         return self._scored[CandidateId(group_id, min(siblings))].scoring
 
     def _forget(
-        self, stop: Mapping[CandidateId, StopState], num_tokens: Callable[[CandidateId], int]
+        self, stop: Mapping[CandidateId, StopState], num_tokens: Callable[[CandidateId], int], now_s: float
     ) -> tuple[str, ...]:
         """Write down the ends of this step; returns the groups that are over."""
-        for candidate_id, group, _, length in self._ended:
-            self._write(candidate_id, group, length)
+        for candidate_id, group, _, length, last in self._ended:
+            self._write(candidate_id, group, length, last)
         for candidate_id in stop:
             group = self._touched.get(candidate_id.group_id)
             self._write(candidate_id, group, num_tokens(candidate_id))
         over = []
         for group_id, group in self._touched.items():
-            if self._table.release(group_id):
+            if self._table.release(group_id, now_s):
                 over.append(group_id)
             if group.over:
                 self._capped.pop(group_id, None)
@@ -283,10 +313,16 @@ class GroupSteps:
         self._cancelled.clear()
         return tuple(over)
 
-    def _write(self, candidate_id: CandidateId, group: Group, num_tokens: int) -> None:
+    def _write(self, candidate_id: CandidateId, group: Group, num_tokens: int, last: Observation | None = None) -> None:
         scored = self._scored.pop(candidate_id, None)
-        if scored is not None and scored.entry is not None:
-            scored.entry.state, scored.entry.num_tokens = group.state(candidate_id.index), num_tokens
+        if scored is None:
+            return
+        index, entry = candidate_id.index, scored.entry
+        entry.state, entry.num_tokens = group.state(index), num_tokens
+        if last is not None and entry.state == "finished":
+            assessment = self.judge.value(entry, last)
+            if assessment is not None:
+                group.finals[index] = assessment
 
 
 def _disagreement(terms: GroupTerms, others: GroupTerms) -> str:

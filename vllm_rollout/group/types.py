@@ -25,6 +25,21 @@ class CandidateId(NamedTuple):
     index: int
 
 
+WHOLE = 0
+"""In place of a detection length: the whole trajectory, scored where it ended (ARRoL section 4.4)."""
+
+BASE_MODEL = ""
+"""In place of an adapter's name."""
+
+
+class HeadKey(NamedTuple):
+    """What a quality head, and the calibration of its scores, is for."""
+
+    detection_length: int
+    adapter: str = BASE_MODEL
+    """The LoRA adapter, by the name that it is served under; `BASE_MODEL`: none."""
+
+
 Signal = Literal["head", "confidence"]
 """What a candidate is judged by: the quality head's logit, or its trace confidence (DeepConf)."""
 
@@ -41,13 +56,15 @@ class Confidence(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What the worker saw of a candidate in the step that produced token `detection_length`."""
+    """What the worker saw of a candidate in the step that produced token `detection_length`, or its last one."""
 
     confidence: Confidence
     logit: float | None = None
     """The quality head's output; None while the head is untrained."""
     head_version: int = 0
     """0: untrained."""
+    detection_length: int | None = None
+    """After how many output tokens, or `WHOLE`; None: at its plan's."""
 
 
 @dataclass(frozen=True, slots=True)

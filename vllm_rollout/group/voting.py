@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Literal
 
-from vllm_rollout.group.pruning import chance
+from vllm_rollout.group.survivors import chance
 
 VotingMethod = Literal["majority", "confidence", "quality"]
 VOTING_METHODS: tuple[VotingMethod, ...] = ("majority", "confidence", "quality")

@@ -50,9 +50,17 @@ class Trajectory(EndedCandidate):
     text: str | None = None
     finish_reason: str | None
     stop_reason: int | str | None = None
+    final_score: float | None = None
+    """With pruning.final_score: logit of the head for whole trajectories at its last token; null while none is trained.
+    A weight for /v1/votes."""
+    final_success_probability: float | None = None
+    """What it is calibrated to; null while too few labels are known."""
     mean_confidence: float | None = None
     std_confidence: float | None = None
     weight_versions: list[dict[str, Any]] = []
+    inclusion_probability: float | None = None
+    """Chance that it is among the trajectories: that of surviving pruning where whoever survives is returned, as in an
+    audit group. Null where candidates race: nobody knows the chance to be among the first."""
     num_resumed_tokens: int = 0
     """The first so many are from an earlier round of its run."""
     off_policy: bool = False
@@ -86,9 +94,11 @@ class Allocation(BaseModel):
     weight: float | None = None
     """w of DARTS Algorithm 1, from 0 to 1: the prompt's length deviation among those of the request."""
     std_tokens: float | None = None
-    """What the weight came from: deviation of the prompt's lengths as far as they are known; None at first sight."""
+    """What the weight came from: deviation of the prompt's lengths, cut at `max_tokens`; None at first sight."""
     at_upper_bound: bool = False
-    """The prompt got as many as there may be: its selection is "shortest", with early stop."""
+    """The prompt got as many as there may be."""
+    extreme: bool = False
+    """It is among the twentieth of the prompts that spread most: its selection is "shortest", with early stop."""
     selection: SelectionRule
 
 
@@ -124,6 +134,8 @@ class GroupAnswer(BaseModel):
     allocation: Allocation
     off_policy: bool = False
     """One of its trajectories is."""
+    audit: bool = False
+    """Nobody was stopped: its rewards and lengths are a plain sample of the policy's."""
 
 
 class Usage(BaseModel):
@@ -173,6 +185,8 @@ class RolloutAnswer(BaseModel):
     """What was asked for and could not be done, once per request."""
     budget: RedundancyBudget | None = None
     """With redundancy "auto" only."""
+    detection_length: int | None = None
+    """With pruning: where candidates were scored; the first of several. Of "auto" the one that was chosen."""
     off_policy: bool = False
     """One of its trajectories is."""
     freed: FreedRanks | None = None
@@ -218,6 +232,7 @@ class GroupEvent(BaseModel):
     lengths: GroupLengths
     allocation: Allocation
     off_policy: bool = False
+    audit: bool = False
 
 
 class RestartedEvent(BaseModel):
@@ -243,6 +258,7 @@ class DoneEvent(BaseModel):
     weight_version: str | None = None
     warnings: list[str] = []
     budget: RedundancyBudget | None = None
+    detection_length: int | None = None
     off_policy: bool = False
     freed: FreedRanks | None = None
     usage: Usage

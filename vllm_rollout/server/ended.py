@@ -5,7 +5,8 @@ from __future__ import annotations
 from math import isfinite
 from typing import Any
 
-from vllm_rollout.group.plan import PruningPlan
+from vllm_rollout.group.plan import GroupPlan
+from vllm_rollout.group.pruning_plan import PruningPlan
 from vllm_rollout.group.resumption import is_off_policy
 from vllm_rollout.group.types import Confidence
 from vllm_rollout.server.answers import Candidate, ConfidenceAnswer, TokensEvent, Trajectory, UnselectedCandidate
@@ -13,11 +14,11 @@ from vllm_rollout.server.engine import CandidateEnd, CandidateTokens
 from vllm_rollout.server.protocol import Return
 
 
-def trajectory_of(
-    end: CandidateEnd, wanted: Return, pruning: PruningPlan | None, current_version: str | None = None
-) -> Trajectory:
+def trajectory_of(end: CandidateEnd, wanted: Return, plan: GroupPlan, current_version: str | None = None) -> Trajectory:
     """`current_version`: of the weights that its rollout began with."""
     mean, std = end.confidence or (None, None)
+    scoring = _scoring(end, plan.pruning)
+    survival = scoring.get("survival_probability", 1.0)
     return Trajectory(
         index=end.ending.index,
         num_tokens=end.ending.num_tokens,
@@ -30,8 +31,10 @@ def trajectory_of(
         off_policy=is_off_policy(
             {span["version"] for span in end.weight_versions}, end.ending.num_resumed, current_version
         ),
+        inclusion_probability=survival if plan.returns_all else None,
+        **_final(end),
         **_content(end, wanted),
-        **_scoring(end, pruning),
+        **scoring,
     )
 
 
@@ -89,6 +92,13 @@ def _scoring(end: CandidateEnd, pruning: PruningPlan | None) -> dict[str, Any]:
         fields["would_prune"] = not assessment.keep
         fields["shadow_survival_probability"] = assessment.survival_probability
     return fields
+
+
+def _final(end: CandidateEnd) -> dict[str, Any]:
+    """By its last token; empty without a score, which needs a trained head."""
+    if end.final is None or end.final.head_version == 0:
+        return {}
+    return {"final_score": end.final.score, "final_success_probability": end.final.success_probability}
 
 
 def _confidence(confidence: Confidence) -> ConfidenceAnswer | None:

@@ -8,15 +8,19 @@ from typing import Any, Protocol
 
 from vllm_rollout.group.cost import CostModel
 from vllm_rollout.group.drift import StepDrift
-from vllm_rollout.group.history import LengthMoments, LengthStatistics, ObservedLength
-from vllm_rollout.group.ledger import Reward, RewardStatus
+from vllm_rollout.group.history import ObservedLength
+from vllm_rollout.group.known_prompts import KnownPrompt
+from vllm_rollout.group.ledger import NamedReward, Reward, RewardStatus
+from vllm_rollout.group.length_trial import TriedCandidate
 from vllm_rollout.group.load import EngineLoad
 from vllm_rollout.group.migration import Migration
+from vllm_rollout.group.moments import LengthMoments, LengthStatistics
 from vllm_rollout.group.plan import GroupPlan
 from vllm_rollout.group.race import RacePlace
+from vllm_rollout.group.race_bias import AuditReport
 from vllm_rollout.group.report import HeadInfo, ShadowReport, SignalReport
 from vllm_rollout.group.scaling import Progress, ScaleDown
-from vllm_rollout.group.types import Assessment, Ending, HeldGroups, Signal
+from vllm_rollout.group.types import BASE_MODEL, Assessment, Ending, HeadKey, HeldGroups, Signal
 from vllm_rollout.group.work import Work
 
 
@@ -119,6 +123,8 @@ class CandidateEnd:
     """Spans `{"version", "start", "end"}` over the output tokens."""
     assessment: Assessment | None = None
     """None: never scored (no pruning, or it ended before `detection_length`)."""
+    final: Assessment | None = None
+    """By its last token, where that was asked for."""
     is_replaced: bool = False
     """It was lost, and another candidate takes its place."""
     group_lost: bool = False
@@ -135,10 +141,8 @@ class RewardsReceipt:
     """One per reward, in their order."""
     num_training: int
     """Labels the quality head is going to train on now; fewer than accepted when features were evicted."""
-    head_version: int
-    """The version before that training."""
-    detection_length: int
-    """Of the rollout's pruning."""
+    head_versions: Mapping[HeadKey, int]
+    """Of the heads that the rollouts teach that are known: the version before that training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +161,9 @@ class LearningReport:
     """Mean training loss of each version of the head, oldest first, in nats."""
     active: ShadowReport
     shadow: ShadowReport
+    audit: AuditReport
+    adapter: str = BASE_MODEL
+    """Of LoRA, by name; "": the base model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +216,13 @@ class Engine(Protocol):
 
     def move_refusal(self, *, priced: bool) -> str | None:
         """Why groups cannot move without a drain here, with the remedy; None when they can. `priced`: if it pays."""
+        ...
+
+    def adapter_name(self, model: str | None) -> str:
+        """The LoRA adapter that is served under this name; `BASE_MODEL` for the base model, and for None.
+
+        Raises: RequestError (404) for a name that is not served.
+        """
         ...
 
     async def prepare(
@@ -307,12 +321,12 @@ class Engine(Protocol):
         """
         ...
 
-    async def observe_lengths(self, key: str, lengths: Sequence[ObservedLength]) -> None:
+    async def observe_lengths(self, key: str, lengths: Sequence[ObservedLength], adapter: str = BASE_MODEL) -> None:
         """A group of that prompt is over. Raises: RequestError (503) for a dead engine."""
         ...
 
-    async def length_history(self, keys: Sequence[str]) -> LengthStatistics:
-        """What is known of these prompts' lengths. Raises: RequestError (503) for a dead engine."""
+    async def length_history(self, keys: Sequence[str], adapter: str = BASE_MODEL) -> LengthStatistics:
+        """What is known of these prompts' lengths under an adapter. Raises: RequestError (503) for a dead engine."""
         ...
 
     async def held_groups(self) -> HeldGroups:
@@ -330,22 +344,34 @@ class Engine(Protocol):
         """
         ...
 
-    async def quality_head(self, detection_length: int | None) -> tuple[HeadInfo, bytes]:
-        """A quality head as safetensors; None: the only one there is.
+    async def post_named_rewards(self, rewards: Sequence[NamedReward]) -> RewardsReceipt:
+        """The same for candidates of any rollouts, groups and requests; each has a status of its own."""
+        ...
+
+    async def quality_head(self, detection_length: int | None, adapter: str = BASE_MODEL) -> tuple[HeadInfo, bytes]:
+        """A quality head of an adapter as safetensors; None: the only one there is.
 
         Raises: RequestError (404 without a head, 409 when the length must be named).
         """
         ...
 
-    async def set_quality_head(self, weights: bytes) -> HeadInfo:
-        """Put a quality head in place of the one for its detection length.
+    async def set_quality_head(self, weights: bytes, adapter: str = BASE_MODEL) -> HeadInfo:
+        """Put a quality head in place of the adapter's one for its detection length.
 
         Raises: RequestError (422 not a head; 409 other hidden size or model, with both values).
         """
         ...
 
-    async def learning_report(self, detection_length: int | None) -> LearningReport:
+    async def learning_report(self, detection_length: int | None, adapter: str = BASE_MODEL) -> LearningReport:
         """What calibration and head are worth so far. Raises: RequestError as `quality_head` does."""
+        ...
+
+    async def tried_lengths(self, adapter: str = BASE_MODEL) -> list[TriedCandidate]:
+        """Candidates that were scored at several lengths, and rewarded. Raises: RequestError (503), a dead engine."""
+        ...
+
+    async def known_prompts(self, adapter: str = BASE_MODEL) -> list[KnownPrompt]:
+        """What is known of each prompt, the last seen first. Raises: RequestError (503) for a dead engine."""
         ...
 
     async def learning_state(self) -> bytes:

@@ -11,12 +11,22 @@ from typing import TYPE_CHECKING, get_args
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
+from vllm_rollout.config import MAX_ADAPTERS
 from vllm_rollout.group.allocation import PromptAllocation
 from vllm_rollout.group.ledger import RewardStatus
 from vllm_rollout.group.load import EngineLoad
 from vllm_rollout.group.moving import MoveOutcome
 from vllm_rollout.group.rounds import ROUND_KINDS, Fate, RoundKind
-from vllm_rollout.group.types import STOP_STATES, Assessment, Ending, GroupResult, GroupStatus, HeldGroups, Signal
+from vllm_rollout.group.types import (
+    BASE_MODEL,
+    STOP_STATES,
+    Assessment,
+    Ending,
+    GroupResult,
+    GroupStatus,
+    HeldGroups,
+    Signal,
+)
 
 if TYPE_CHECKING:
     from vllm_rollout.server.engine import LearningReport, LengthStatistics, Reward, StepDrift
@@ -36,6 +46,11 @@ class Metrics:
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         self._groups = Counter(f"{PREFIX}groups", "Groups that are over, by status.", ["status"], registry=registry)
+        self._audits = Counter(
+            f"{PREFIX}audit_groups",
+            "Groups in which nobody was stopped, so that learning stays true.",
+            registry=registry,
+        )
         self._candidates = Counter(
             f"{PREFIX}candidates", "Candidates that ended, by end state.", ["state"], registry=registry
         )
@@ -81,7 +96,11 @@ class Metrics:
             return Gauge(f"{PREFIX}{name}", help, labels, registry=registry, multiprocess_mode="mostrecent")
 
         def learning_gauge(name: str, help: str, *labels: str) -> Gauge:
-            return gauge(name, help, "detection_length", *labels)
+            return gauge(name, help, "adapter", "detection_length", *labels)
+
+        self.adapters = [BASE_MODEL]
+        """Names that gauges have a series for: the base model's, which is empty, and the first ones that were seen. A
+        trainer that names each step's weights anew must not make series without end."""
 
         self._brier = learning_gauge("calibration_brier", "Mean squared error of the success probability.", "signal")
         self._auc = learning_gauge("auc", "Area under the ROC curve of scores against rewards.", "signal")
@@ -97,11 +116,11 @@ class Metrics:
         )
         self._at_upper_bound = Counter(
             f"{PREFIX}prompts_at_upper_bound",
-            'Prompts whose redundancy "auto" went to its upper bound: shortest-only, with early stop.',
+            'Prompts whose redundancy "auto" went to its upper bound.',
             registry=registry,
         )
-        self._length_mean = gauge("length_mean_tokens", "Mean length of candidates, moving average.")
-        self._length_std = gauge("length_std_tokens", "Standard deviation of their lengths, moving average.")
+        self._length_mean = gauge("length_mean_tokens", "Mean length of candidates, moving average.", "adapter")
+        self._length_std = gauge("length_std_tokens", "Standard deviation of their lengths, moving average.", "adapter")
         self._held = gauge(
             "groups_held",
             "Groups in the engine: running, or idle because they wait for requests that are to join them.",
@@ -178,8 +197,9 @@ class Metrics:
         for outcome in ("positive", "negative"):
             self._labels.labels(outcome)
 
-    def group_over(self, result: GroupResult, latency_s: float) -> None:
+    def group_over(self, result: GroupResult, latency_s: float, *, audit: bool = False) -> None:
         self._groups.labels(result.status).inc()
+        self._audits.inc(audit)
         for ending in result.endings:
             self._candidates.labels(ending.state).inc()
         self._count_tokens(result.generated_tokens, result.returned_tokens, result.resumed_tokens)
@@ -232,11 +252,19 @@ class Metrics:
             self._allocated.observe(allocation.num_candidates)
         self._at_upper_bound.inc(sum(allocation.at_upper_bound for allocation in allocations))
 
-    def shape_reported(self, lengths: LengthStatistics, drift: Sequence[StepDrift]) -> None:
+    def know(self, adapter: str) -> bool:
+        """Something was learned of this name; whether it has series."""
+        if adapter not in self.adapters and len(self.adapters) <= MAX_ADAPTERS:
+            self.adapters.append(adapter)
+        return adapter in self.adapters
+
+    def lengths_reported(self, lengths: LengthStatistics, adapter: str = BASE_MODEL) -> None:
         """Set the gauges; a value that is not known leaves its gauge alone."""
         if lengths.dataset is not None:
-            self._length_mean.set(lengths.dataset.mean)
-            self._length_std.set(lengths.dataset.std)
+            self._length_mean.labels(adapter).set(lengths.dataset.mean)
+            self._length_std.labels(adapter).set(lengths.dataset.std)
+
+    def steps_drifted(self, drift: Sequence[StepDrift]) -> None:
         for found in drift:
             self._drift.labels(f"{found.smallest}-{found.largest}").set(found.ratio)
 
@@ -258,7 +286,9 @@ class Metrics:
 
     def learning_reported(self, report: LearningReport) -> None:
         """Set the gauges; a value that is not known yet leaves its gauge alone."""
-        length = str(report.detection_length)
+        if not self.know(report.adapter):
+            return
+        key = report.adapter, str(report.detection_length)
         for signal, quality in report.signals.items():
             for gauge, value in (
                 (self._brier, quality.brier),
@@ -266,7 +296,7 @@ class Metrics:
                 (self._within_group_auc, quality.within_group_auc),
             ):
                 if value is not None:
-                    gauge.labels(length, signal).set(value)
-        self._head_version.labels(length).set(0 if report.head is None else report.head.version)
-        self._evicted.labels(length).set(report.num_evicted)
-        self._awaiting.labels(length).set(report.num_awaiting)
+                    gauge.labels(*key, signal).set(value)
+        self._head_version.labels(*key).set(0 if report.head is None else report.head.version)
+        self._evicted.labels(*key).set(report.num_evicted)
+        self._awaiting.labels(*key).set(report.num_awaiting)

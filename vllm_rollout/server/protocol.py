@@ -186,6 +186,18 @@ class RolloutRequest(Body):
         description="Score candidates at a detection length and stop those that will not help: an object such as "
         '{"detection_length": 512, "keep_ratio": 0.5}. Default: no pruning.',
     )
+    audit_ratio: Annotated[StrictFloat, Field(ge=0, le=1)] | None = Field(
+        default=None,
+        description="Share of groups that are audited: a number from 0 to 1. In an audit group nobody is stopped: it "
+        "has group_size candidates, and what is learned of them is true whatever races and pruning do to others. "
+        "Default: the server's --rollout-audit-ratio with pruning or redundancy auto, which learn; otherwise 0.",
+    )
+    audit_unit: Literal["auto", "group", "rollout"] = Field(
+        default="auto",
+        description='What is drawn by chance: each "group", or the whole "rollout", since one audited group holds up '
+        'an answer as long as all of them would. "auto" is "group" for a stream, where others are used as they come, '
+        'and "rollout" otherwise.',
+    )
     migration: Migration = Field(
         default="off",
         description='What groups may move to other ranks for, when that pays: "spread", away from a rank that lags; '

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
-from pydantic import Field, StrictBool, StrictFloat, StrictInt
+from pydantic import Discriminator, Field, StrictBool, StrictFloat, StrictInt, Tag
 
-from vllm_rollout.config import MAX_DETECTION_LENGTH
+from vllm_rollout.config import MAX_DETECTION_LENGTH, MAX_TRIAL_LENGTHS, TRIAL_LENGTHS
 from vllm_rollout.group.pruning_plan import (
     MAX_MIN_LABELS,
     MAX_STRENGTH,
+    PruningDraw,
     PruningMode,
     PruningPlan,
     PruningRule,
@@ -21,17 +22,34 @@ from vllm_rollout.server.body import Body
 DEFAULTS = PruningPlan(detection_length=1)
 
 
+def _form(value: object) -> str:
+    return "<name>" if isinstance(value, str) else "<list>" if isinstance(value, list) else "<number>"
+
+
+_Length = Annotated[StrictInt, Field(ge=1, le=MAX_DETECTION_LENGTH)]
+DetectionLength = Annotated[
+    Annotated[_Length, Tag("<number>")]
+    | Annotated[list[_Length], Field(min_length=1, max_length=MAX_TRIAL_LENGTHS), Tag("<list>")]
+    | Annotated[Literal["auto"], Tag("<name>")],
+    Discriminator(_form),
+]
+
+
 class Pruning(Body):
     """Score each candidate at `detection_length` and stop those that will not help training."""
 
-    detection_length: Annotated[StrictInt, Field(ge=1, le=MAX_DETECTION_LENGTH)] = Field(
+    detection_length: DetectionLength = Field(
         description="Output tokens after which a candidate is scored, L_detect: an integer from 1 to "
-        f"{MAX_DETECTION_LENGTH}. One that ends before is not scored and is kept."
+        f"{MAX_DETECTION_LENGTH}. One that ends before is not scored and is kept. A list of up to "
+        f"{MAX_TRIAL_LENGTHS} of them scores at each and stops nobody (mode shadow), for GET "
+        '/v1/quality_head/detection_lengths to compare. "auto" is the length that is recommended there; until there is '
+        f"one it compares {', '.join(map(str, TRIAL_LENGTHS))}.",
     )
     rule: PruningRule = Field(
         default=DEFAULTS.rule,
-        description='"balance" keeps keep_ratio of the candidates and steers survivors towards '
-        'target_positive_ratio; "paper" is ARRoL\'s Eq. 2 as printed.',
+        description='All keep keep_ratio of the candidates. "gradient" steers where a group would end without reward '
+        'variance and prunes at random elsewhere; "balance" steers survivors towards target_positive_ratio; "paper" is '
+        "ARRoL's Eq. 2 as printed.",
     )
     keep_ratio: Annotated[StrictFloat, Field(gt=0, le=1)] = Field(
         default=DEFAULTS.keep_ratio,
@@ -40,11 +58,11 @@ class Pruning(Body):
     )
     target_positive_ratio: Annotated[StrictFloat, Field(gt=0, lt=1)] = Field(
         default=DEFAULTS.target_positive_ratio,
-        description="Success rate wanted among survivors, a number in (0, 1).",
+        description="Success rate wanted among survivors by balance and paper, a number in (0, 1).",
     )
     strength: Annotated[StrictFloat, Field(ge=0, le=MAX_STRENGTH)] = Field(
         default=DEFAULTS.strength,
-        description="Lambda of the paper's rule, a number in [0, 1000]; the balance rule solves its own.",
+        description="Lambda of the paper's rule, a number in [0, 1000]; the other rules find their own.",
     )
     min_survival: Annotated[StrictFloat, Field(gt=0, le=1)] = Field(
         default=DEFAULTS.min_survival,
@@ -72,6 +90,16 @@ class Pruning(Body):
         default=DEFAULTS.min_labels,
         description="Positive and negative rewards, of each kind, before anything is pruned: an integer from 1 to "
         f"{MAX_MIN_LABELS}.",
+    )
+    final_score: StrictBool = Field(
+        default=DEFAULTS.final_score,
+        description="Score trajectories by their last token as well (final_score), by a quality head of its own, which "
+        "learns from the same rewards; for votes.",
+    )
+    draw: PruningDraw = Field(
+        default=DEFAULTS.draw,
+        description='"systematic": the number kept varies least, but two siblings are not kept with p_i p_j; '
+        '"independent": each is drawn by itself.',
     )
 
     def plan(self) -> PruningPlan:

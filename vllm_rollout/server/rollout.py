@@ -31,6 +31,8 @@ class Rollout:
     id: str
     created: int
     model: str
+    adapter: str
+    """Of LoRA, by name: what comes of it is learned of that."""
     plans: list[PromptPlan]
     """One per prompt."""
     prompts: list[PreparedPrompt]
@@ -75,6 +77,13 @@ class Rollout:
         """The engine's name of the group of the prompt at that position."""
         return f"{self.id}-{position}"
 
+    def prompt_of(self, group_id: str) -> PreparedPrompt | None:
+        """The prompt of the group that has this name; None for any other name."""
+        number = group_id.removeprefix(f"{self.id}-")
+        position = int(number) if number.isascii() and number.isdecimal() else len(self.prompts)
+        is_known = position < len(self.prompts) and self.group_id(position) == group_id
+        return self.prompts[position] if is_known else None
+
     @property
     def num_responses(self) -> int:
         """Candidates that it begins with."""
@@ -99,6 +108,7 @@ class Rollout:
             "weight_version": self.weight_version,
             "warnings": self.warnings,
             "budget": self.budget,
+            "detection_length": None if self.scoring is None else self.scoring.plan.detection_length,
             "off_policy": self.off_policy,
             "freed": self.freed,
             "usage": self.usage,

@@ -99,7 +99,7 @@ class GroupsInJson:
                 **{name: fields[name] for name in ("prompt_id", "group_id", "status", "reason", "prompt_token_ids")},
                 "trajectories": _in_order(self._trajectories.pop(event.prompt_id, [])),
                 "candidates": _in_order(self._candidates.pop(event.prompt_id, [])),
-                **{name: fields[name] for name in ("lengths", "allocation", "off_policy")},
+                **{name: fields[name] for name in ("lengths", "allocation", "off_policy", "audit")},
             }
         )
 

@@ -8,19 +8,22 @@ import asyncio
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
 from vllm_rollout.config import MAX_CANDIDATES
 from vllm_rollout.group.allocation import upper_bound
+from vllm_rollout.group.audit import with_audits
+from vllm_rollout.group.length_trial import chosen
 from vllm_rollout.group.plan import GroupPlan, PlanError, make_plan
 from vllm_rollout.group.prompt_key import digest_of, seed_for
 from vllm_rollout.group.resumption import choose_resumed
 from vllm_rollout.group.scaling import Progress
 from vllm_rollout.group.selection import conclude, deferred, lengths_of
-from vllm_rollout.group.types import Ending
+from vllm_rollout.group.types import Ending, HeadKey
 from vllm_rollout.server.admin import AdminKey
 from vllm_rollout.server.answers import (
     CandidateEvent,
@@ -57,7 +60,7 @@ from vllm_rollout.server.resumed import ResumedGroup
 from vllm_rollout.server.rollout import Rollout
 from vllm_rollout.server.scoring_log import ScoringLog
 from vllm_rollout.server.serialised import GroupsInJson
-from vllm_rollout.server.shaping import ShapingService, history_key
+from vllm_rollout.server.shaping import PromptPlan, ShapingService, history_key
 from vllm_rollout.server.slices import Slices
 
 EVENT_BUFFER = 256
@@ -87,9 +90,12 @@ class RolloutService:
         clock: Callable[[], float] = time.monotonic,
         recorder: TraceRecorder | None = None,
         admin_key: AdminKey | None = None,
+        audit_ratio: float = 0.0,
     ) -> None:
         self.admin_key = admin_key
         """None: whoever may call the server may put heads and states."""
+        self._audit_ratio = audit_ratio
+        """Of requests that learn and do not say."""
         self._engine = engine
         self._metrics = metrics
         self._clock = clock
@@ -105,7 +111,7 @@ class RolloutService:
 
         Raises: RequestError that names the field.
         """
-        plan = self._plan(request)
+        plan, warnings = await self._chosen(self._plan(request), request.model)
         if plan.pruning is not None and (refusal := self._engine.pruning_refusal) is not None:
             raise RequestError(f"pruning: {refusal}", param="pruning")
         self._check_moves(request)
@@ -127,25 +133,32 @@ class RolloutService:
             want_logprobs=request.return_.logprobs,
             want_text=request.return_.text,
         )
+        adapter = self._engine.adapter_name(request.model)
         keys, slices = [], Slices()
         for written, prompt in zip(request.prompts, prompts, strict=True):
             keys.append(history_key(written.id, prompt.token_ids))
             await slices.turn()
-        budget, warnings = None, []
+        budget = None
         if (tradeoff := _tradeoff(request)) is None:
-            plans = await self._shaping.plans(plan, keys)
+            plans = await self._shaping.plans(plan, keys, adapter)
         else:
-            plans, budget, warnings = await self._shaping.allocate(plan, keys, prompts, tradeoff, request.early_stop)
+            plans, budget, unshaped = await self._shaping.allocate(
+                plan, keys, prompts, tradeoff, request.early_stop, adapter
+            )
+            warnings += unshaped
         seed = request.sampling.get("seed")
+        pruning_seed = seed if isinstance(seed, int) else secrets.randbits(62)
+        plans = self._audited(request, plans, prompts, pruning_seed)
         rollout = Rollout(
             id=f"rollout-{uuid.uuid4().hex}",
             created=int(time.time()),
             model=model,
+            adapter=adapter,
             plans=plans,
             prompts=prompts,
             wanted=request.return_,
             stream_tokens=request.stream_tokens,
-            pruning_seed=seed if isinstance(seed, int) else secrets.randbits(62),
+            pruning_seed=pruning_seed,
             scoring=None if plan.pruning is None else ScoringLog(plan, plan.pruning),
             course=AllPrompts(len(prompts)),
             migration=request.migration,
@@ -258,6 +271,10 @@ class RolloutService:
             if self._recorder is not None:
                 self._recorder.rollout_over(rollout)
 
+    async def refresh_gauges(self) -> None:
+        """Those that are read from the engine, if that was a while ago."""
+        await self._shaping.refresh()
+
     async def _see_out(self, groups: Mapping[str, asyncio.Task[None]], queue: asyncio.Queue[Any]) -> None:
         """Nobody reads any more: stop these groups, and let each of them come to its end."""
         if not groups:
@@ -291,6 +308,21 @@ class RolloutService:
             places.release_all()
         return None
 
+    def _audited(
+        self, request: RolloutRequest, plans: list[PromptPlan], prompts: Sequence[PreparedPrompt], seed: int
+    ) -> list[PromptPlan]:
+        """The same plans, of which a share is that of audit groups."""
+        learns = request.pruning is not None or _tradeoff(request) is not None
+        ratio = request.audit_ratio
+        if ratio is None:
+            ratio = self._audit_ratio if learns else 0.0
+        if not ratio:
+            return plans
+        unit = request.audit_unit
+        if unit == "auto":
+            unit = "group" if request.stream else "rollout"
+        return with_audits(plans, ratio, seed, [digest_of(prompt.token_ids) for prompt in prompts], unit)
+
     def _plan(self, request: RolloutRequest) -> GroupPlan:
         """Of every prompt; with redundancy "auto" as if each went to the upper bound."""
         selection, num_longest, patience = request.selection, None, None
@@ -316,12 +348,28 @@ class RolloutService:
         except PlanError as error:
             raise RequestError(str(error), param=error.field) from error
 
+    async def _chosen(self, plan: GroupPlan, model: str | None) -> tuple[GroupPlan, list[str]]:
+        """The same plan with a detection length where "auto" was asked for, and what is to be said of it."""
+        if plan.pruning is None or not plan.pruning.auto:
+            return plan, []
+        trial = await self.learning.length_trial(plan.pruning.keep_ratio, model)
+        plan = replace(plan, pruning=chosen(plan.pruning, trial.recommended))
+        if trial.recommended is not None:
+            return plan, []
+        lengths = ", ".join(map(str, plan.pruning.scored_lengths))
+        warning = (
+            f'detection_length: "auto" cannot choose yet ({trial.reason}). Nothing was pruned, and candidates were '
+            f"scored at {lengths}. Post rewards to /v1/rollouts/{{id}}/rewards."
+        )
+        return plan, [warning]
+
     async def _warn(self, rollout: Rollout) -> None:
         if rollout.scoring is None:
             return
         report = None
         if rollout.scoring.num_cold:
-            report = await self.learning.report_if_any(rollout.scoring.plan.detection_length)
+            head = HeadKey(rollout.scoring.plan.detection_length, rollout.adapter)
+            report = await self.learning.report_if_any(head)
         rollout.warnings += rollout.scoring.warnings(report)
 
     async def _group_events(
@@ -336,7 +384,7 @@ class RolloutService:
 
         def named(end: CandidateEnd) -> TrajectoryEvent:
             sent.add(end.ending.index)
-            trajectory = trajectory_of(end, rollout.wanted, plan.pruning, rollout.current_version)
+            trajectory = trajectory_of(end, rollout.wanted, plan, rollout.current_version)
             off_policy.update([trajectory.index] if trajectory.off_policy else ())
             return TrajectoryEvent(prompt_id=prompt.id, group_id=group_id, trajectory=trajectory)
 
@@ -354,6 +402,7 @@ class RolloutService:
             pruning_seed=seed_for(rollout.pruning_seed, digest_of(prompt.token_ids)),
             place=rollout.course.place(position),
             outlook=self._outlook(rollout, position),
+            prompt_key=rollout.plans[position].key,
         )
         attempt = partial(run, plan)
         if (kept := rollout.resumed.get(position)) is not None:
@@ -407,11 +456,12 @@ class RolloutService:
         if rollout.scoring is not None:
             rollout.scoring.group_over(prompt, ends.values())
         rollout.account(result, ends, latency_s)
-        self._metrics.group_over(result, latency_s)
+        self._metrics.group_over(result, latency_s, audit=plan.audit)
         endings = result.endings
         if reason is not None and rollout.keeps:
             endings = await self._keep(rollout, position, ends)
-        if (telling := self._shaping.group_over(rollout.plans[position].key, endings)) is not None:
+        telling = self._shaping.group_over(rollout.plans[position].key, endings, rollout.adapter)
+        if telling is not None:
             rollout.tellings.append(telling)
         if self._recorder is not None:
             rollout.records[position] = recorded(prompt, rollout.plans[position].key, ends.values())
@@ -430,6 +480,7 @@ class RolloutService:
             lengths=GroupLengths(**lengths_of([ends[i].ending.num_tokens for i in result.selected])._asdict()),
             allocation=rollout.plans[position].answer(),
             off_policy=is_off_policy,
+            audit=plan.audit,
         )
 
     def _outlook(self, rollout: Rollout, position: int) -> Outlook | None:

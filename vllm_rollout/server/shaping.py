@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from vllm_rollout.config import REPORT_INTERVAL_S
 from vllm_rollout.group.allocation import BatchAllocation, BatchPrompt, Budget, PromptAllocation, allocate_batch
-from vllm_rollout.group.history import LengthMoments, LengthStatistics, ObservedLength, observed_lengths
+from vllm_rollout.group.history import ObservedLength, observed_lengths
+from vllm_rollout.group.moments import LengthMoments, LengthStatistics
 from vllm_rollout.group.plan import EarlyStop, GroupPlan
-from vllm_rollout.group.prompt_key import KEY_OF_TOKENS, digest_of
+from vllm_rollout.group.prompt_key import KEY_OF_ID, KEY_OF_TOKENS, digest_of
 from vllm_rollout.group.types import Ending
 from vllm_rollout.server.answers import Allocation, RedundancyBudget
 from vllm_rollout.server.engine import Engine, PreparedPrompt, RequestError
@@ -32,6 +33,10 @@ class PromptPlan:
     allocation: PromptAllocation | None = None
     """None: the request says how many candidates."""
 
+    def audited(self) -> PromptPlan:
+        """This plan for an audit group."""
+        return replace(self, group=self.group.audited())
+
     def answer(self) -> Allocation:
         fields = {} if self.allocation is None else asdict(self.allocation)
         return Allocation(**{**fields, "num_candidates": self.group.num_candidates, "selection": self.group.selection})
@@ -48,11 +53,11 @@ class ShapingService:
         """Held here because the event loop holds them weakly."""
         self._drift_seen_s: float | None = None
 
-    async def plans(self, plan: GroupPlan, keys: Sequence[str]) -> list[PromptPlan]:
+    async def plans(self, plan: GroupPlan, keys: Sequence[str], adapter: str) -> list[PromptPlan]:
         """The same for every prompt; with one rank nobody needs to know its lengths."""
         if self._engine.num_ranks == 1:
             return [PromptPlan(plan, key) for key in keys]
-        expected = _expected(await self._engine.length_history(keys))
+        expected = _expected(await self._engine.length_history(keys, adapter))
         return [PromptPlan(plan, *each) for each in zip(keys, expected, strict=True)]
 
     async def allocate(
@@ -62,12 +67,13 @@ class ShapingService:
         prompts: Sequence[PreparedPrompt],
         tradeoff: float,
         early_stop: EarlyStop,
+        adapter: str,
     ) -> tuple[list[PromptPlan], RedundancyBudget, list[str]]:
         """Share a budget of candidates among the prompts of a request; also says what could not be done.
 
-        Source: DARTS 4.2, Algorithm 1, and Algorithm 2 for what a prompt at the upper bound does.
+        Source: DARTS 4.2, Algorithm 1, and Algorithm 2 for what a prompt with an extreme tail does.
         """
-        history = await self._engine.length_history(keys)
+        history = await self._engine.length_history(keys, adapter)
 
         def share() -> tuple[BatchAllocation, list[PromptPlan]]:
             batch = allocate_batch(
@@ -91,10 +97,10 @@ class ShapingService:
         self._metrics.prompts_allocated(batch.prompts)
         warning = self._budget_warning(batch.budget)
         warnings = [] if warning is None else [warning]
-        if plan.selection == "dual_end" and all(allocation.at_upper_bound for allocation in batch.prompts):
+        if plan.selection == "dual_end" and all(allocation.extreme for allocation in batch.prompts):
             warnings.append(
-                "dual_end was nowhere applied: every prompt is at its upper bound, where the shortest are returned. "
-                "Raise redundancy.auto.tradeoff for fewer candidates, or count them by yourself."
+                "dual_end was nowhere applied: every prompt's lengths spread far more than the data set's, and of such "
+                "the shortest are returned. Count spare candidates by yourself to keep the longest."
             )
         return plans, RedundancyBudget(**asdict(batch.budget)), warnings
 
@@ -114,7 +120,7 @@ class ShapingService:
             )
         return f"{took}: this server has not seen any lengths yet."
 
-    def group_over(self, key: str, endings: Iterable[Ending]) -> asyncio.Task[None] | None:
+    def group_over(self, key: str, endings: Iterable[Ending], adapter: str) -> asyncio.Task[None] | None:
         """Begin to tell the engine what lengths a group had; None when there are none.
 
         It is told whatever becomes of the rollout.
@@ -122,7 +128,7 @@ class ShapingService:
         lengths = observed_lengths(endings)
         if not lengths:
             return None
-        task = asyncio.create_task(self._tell(key, lengths))
+        task = asyncio.create_task(self._tell(key, lengths, adapter))
         self._telling.add(task)
         task.add_done_callback(self._telling.discard)
         return task
@@ -131,20 +137,27 @@ class ShapingService:
         """Wait until the engine has heard of these groups; refreshes the gauges."""
         if tellings:
             await asyncio.wait(tellings)  # unlike gather, it leaves them alone when the one who waits is cancelled
+        await self.refresh()
+
+    async def refresh(self) -> None:
+        """Set the gauges, every `REPORT_INTERVAL_S` at most."""
         now = self._clock()
         if self._drift_seen_s is not None and now - self._drift_seen_s < REPORT_INTERVAL_S:
             return
         self._drift_seen_s = now
         try:
-            self._metrics.shape_reported(await self._engine.length_history([]), await self._engine.step_drift())
+            for adapter in self._metrics.adapters:
+                self._metrics.lengths_reported(await self._engine.length_history([], adapter), adapter)
+            self._metrics.steps_drifted(await self._engine.step_drift())
             self._metrics.groups_held(await self._engine.held_groups())
             self._metrics.ranks_moved(await self._engine.engine_loads())
         except RequestError:  # the engine is dead, and says so elsewhere
             return
 
-    async def _tell(self, key: str, lengths: Sequence[ObservedLength]) -> None:
+    async def _tell(self, key: str, lengths: Sequence[ObservedLength], adapter: str) -> None:
+        self._metrics.know(adapter)
         try:
-            await self._engine.observe_lengths(key, lengths)
+            await self._engine.observe_lengths(key, lengths, adapter)
         except RequestError:  # the engine is dead, and says so elsewhere
             return
 
@@ -156,5 +169,5 @@ def _expected(history: LengthStatistics) -> list[LengthMoments | None]:
 def history_key(prompt_id: str | None, token_ids: Sequence[int]) -> str:
     """A prompt's name over all rollouts: the client's, or one made from its tokens where the client gave none."""
     if prompt_id is not None:
-        return f"id:{prompt_id}"
+        return f"{KEY_OF_ID}{prompt_id}"
     return f"{KEY_OF_TOKENS}{digest_of(token_ids)}"

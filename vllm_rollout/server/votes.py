@@ -69,7 +69,8 @@ class VoteRequest(Body):
     weights: Annotated[list[StrictFloat | None], Field(min_length=1, max_length=MAX_VOTES, fail_fast=True)] | None = (
         Field(
             default=None,
-            description="One finite number per candidate: mean_confidence for confidence, score for quality; null "
+            description="One finite number per candidate: mean_confidence for confidence, score or final_score for "
+            "quality; null "
             "abstains. Majority does not read them.",
         )
     )

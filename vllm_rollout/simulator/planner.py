@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from vllm_rollout.group.allocation import BatchPrompt, allocate_batch
-from vllm_rollout.group.history import LengthHistory, LengthMoments
+from vllm_rollout.group.history import LengthHistory
+from vllm_rollout.group.moments import LengthMoments
 from vllm_rollout.group.plan import GroupPlan
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.settings import Setting
@@ -30,6 +31,10 @@ class PlannedPrompt(Protocol):
 class Planned:
     plan: GroupPlan
     at_upper_bound: bool = False
+
+    def audited(self) -> Planned:
+        """This plan for an audit group."""
+        return replace(self, plan=self.plan.audited())
 
 
 class Planner:

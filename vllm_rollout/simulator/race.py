@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from vllm_rollout.group.history import LengthMoments
 from vllm_rollout.group.judge import Scoring
 from vllm_rollout.group.lifecycle import Group
+from vllm_rollout.group.moments import LengthMoments
 from vllm_rollout.group.plan import GroupPlan
 from vllm_rollout.group.race import RacePlace
 from vllm_rollout.group.types import CandidateId, Ending

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Literal
 
 from vllm_rollout.config import REWARD_THRESHOLD
+from vllm_rollout.group.audit import with_audits
 from vllm_rollout.group.history import observed_lengths
 from vllm_rollout.group.judge import Judge, Scoring
 from vllm_rollout.group.placement import Placement
@@ -76,7 +77,14 @@ class _Replay:
 
     def _roll_out(self, epoch: int, number: int, rollout: TracedRollout) -> None:
         name = f"rollout-{epoch}-{number}"
-        planned = self._planner.plans(rollout.prompts)
+        contents = [f"{name}/{prompt.id}" for prompt in rollout.prompts]
+        planned = with_audits(
+            self._planner.plans(rollout.prompts),
+            self._setting.audit_ratio,
+            self._seed,
+            contents,
+            self._setting.audit_unit,
+        )
         self._tally.num_without_history = self._planner.num_without_history
         races = []
         for position, (prompt, its) in enumerate(zip(rollout.prompts, planned, strict=True)):

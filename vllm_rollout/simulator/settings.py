@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from vllm_rollout.config import DEFAULT_TRADEOFF, MAX_TRADEOFF
 from vllm_rollout.group.allocation import upper_bound
+from vllm_rollout.group.audit import AuditUnit
 from vllm_rollout.group.plan import EarlyStop, GroupPlan, SelectionRule, default_num_longest, make_plan
 from vllm_rollout.group.pruning_plan import RANGES, PlanError, PruningPlan, make_pruning_plan
 
@@ -23,6 +24,9 @@ class Setting:
     pruning: PruningPlan | None = None
     tradeoff: float = DEFAULT_TRADEOFF
     """lambda of redundancy "auto"."""
+    audit_ratio: float = 0.0
+    """Share of groups in which nobody is stopped (`group/audit.py`)."""
+    audit_unit: AuditUnit = "rollout"
     label: str = ""
 
     def plan(self, max_candidates: int) -> GroupPlan:
@@ -78,6 +82,8 @@ class Setting:
             words.append(f"pruned at {self.pruning.detection_length}")
         if self.tradeoff != DEFAULT_TRADEOFF:
             words.append(f"tradeoff {self.tradeoff:g}")
+        if self.audit_ratio:
+            words.append(f"{100 * self.audit_ratio:g} % audited by {self.audit_unit}")
         return words
 
     def described(self) -> dict[str, Any]:
@@ -101,9 +107,9 @@ def default_sweep(group_size: int, max_candidates: int, pruning: PruningPlan | N
     return [s for s in settings if s.redundancy == "auto" or group_size + s.redundancy <= max_candidates]
 
 
-NUMBERS = ("group_size", "redundancy", "num_longest", "patience", "tradeoff")
+NUMBERS = ("group_size", "redundancy", "num_longest", "patience", "tradeoff", "audit_ratio")
 PRUNING_FIELDS = tuple(RANGES)
-FIELDS = (*NUMBERS, "selection", "early_stop", "name", *PRUNING_FIELDS)
+FIELDS = (*NUMBERS, "audit_unit", "selection", "early_stop", "name", *PRUNING_FIELDS)
 
 
 def parse_setting(text: str, group_size: int, pruning: Mapping[str, Any] | None = None) -> Setting:
@@ -129,6 +135,11 @@ def parse_setting(text: str, group_size: int, pruning: Mapping[str, Any] | None 
         pruned = {**(pruning or {}), **pruned}
         if "detection_length" not in pruned:
             raise PlanError("detection_length", "is needed to prune: output tokens after which candidates are scored.")
+        if not isinstance(pruned["detection_length"], int):
+            raise PlanError(
+                "detection_length",
+                f"must be one length, where the trace has scores, got {pruned['detection_length']!r:.40}.",
+            )
         given["pruning"] = make_pruning_plan(pruned)
     return Setting(**{"group_size": group_size, **given, "label": label})
 
@@ -137,6 +148,10 @@ def _value(key: str, text: str) -> Any:
     if key == "name":
         return text
     if key == "redundancy" and text == "auto":
+        return text
+    if key == "audit_unit":
+        if text not in get_args(AuditUnit):
+            raise PlanError(key, f"must be one of {', '.join(get_args(AuditUnit))}, got {text!r}.")
         return text
     if text in ("true", "false") and key not in NUMBERS:
         return text == "true"
@@ -153,6 +168,8 @@ def _value(key: str, text: str) -> Any:
             return text
     if key in ("group_size", "redundancy", "num_longest") and not isinstance(number, int):
         raise PlanError(key, f"must be an integer, got {text}.")
+    if key == "audit_ratio" and not 0 <= number <= 1:
+        raise PlanError(key, f"must be a number in [0, 1], got {text}.")
     if key == "tradeoff" and not 0 < number <= MAX_TRADEOFF:
         raise PlanError(key, f"must be a number in (0, {MAX_TRADEOFF:g}], got {text}.")
     return number

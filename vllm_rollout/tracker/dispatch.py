@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, library
 
 from vllm_rollout.tracker import arguments, reference
+from vllm_rollout.tracker.build_command import MIN_TORCH, build_command
 from vllm_rollout.tracker.reference import TokenStats
 
 OPS_VARIABLE = "VLLM_ROLLOUT_OPS"
@@ -70,19 +71,22 @@ def _cpp(operator: Operator) -> Implementation:
     try:
         from vllm_rollout import _C  # noqa: F401  (importing it registers the operators)
     except ModuleNotFoundError:
-        reason = "vllm_rollout._C is not built: run `make install`"
+        reason = f"vllm_rollout._C is not built: run `{build_command()}`"
         return Implementation("torch", reason, REFERENCES[operator])
     except ImportError as error:
-        reason = f"vllm_rollout._C does not load ({error}): run `make install` to rebuild it"
+        remedy = f"run `{build_command()}` to rebuild it"
+        if torch.__version__ < MIN_TORCH:
+            remedy = f"it needs torch {'.'.join(map(str, MIN_TORCH))} or later, found {torch.__version__}"
+        reason = f"vllm_rollout._C does not load ({error}): {remedy}"
         return Implementation("torch", reason, REFERENCES[operator])
     if not hasattr(torch.ops.vllm_rollout, operator):
-        reason = f"vllm_rollout._C was built before it had {operator}: run `make install` to rebuild it"
+        reason = f"vllm_rollout._C was built before it had {operator}: run `{build_command()}` to rebuild it"
         return Implementation("torch", reason, REFERENCES[operator])
 
     kernel = getattr(torch.ops.vllm_rollout, operator).default
     arguments_built = [argument.name for argument in kernel._schema.arguments]
     if arguments_built != list(inspect.signature(FAKES[operator]).parameters):
-        reason = f"vllm_rollout._C has another {operator} than this version: run `make install` to rebuild it"
+        reason = f"vllm_rollout._C has another {operator} than this version: run `{build_command()}` to rebuild it"
         return Implementation("torch", reason, REFERENCES[operator])
     library.register_fake(f"vllm_rollout::{operator}")(FAKES[operator])
     check, named = CHECKS[operator], RESULTS.get(operator)
@@ -105,7 +109,7 @@ def _triton(operator: Operator) -> Implementation:
         module = importlib.import_module(f"vllm_rollout.kernels.{TRITON_MODULES[operator]}")
     except ModuleNotFoundError as error:
         name = "triton" if error.name == "triton" else "vllm_rollout.kernels"
-        how = "pip install triton" if error.name == "triton" else "run `make install`"
+        how = "pip install triton" if error.name == "triton" else f"run `{build_command()}`"
         return Implementation("torch", f"{name} is not installed: {how}", REFERENCES[operator])
 
     kernel = getattr(module, f"{operator}_triton")

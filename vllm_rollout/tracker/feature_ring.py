@@ -8,12 +8,22 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 
+class StateKey(NamedTuple):
+    """Names a hidden state: the one that produced output token `num_tokens` of a request."""
+
+    request_id: str
+    num_tokens: int
+    at_end: bool = False
+    """It is, or may be, the last one; kept apart from one of a detection length that is as long."""
+
+
 class FeatureRing:
-    """The last hidden states of scored candidates, by request id. Thread-safe: outputs arrive on a thread of their own.
+    """The hidden states by which candidates were scored. Thread-safe: outputs arrive on a thread of their own.
 
     Args:
         hidden_size: numbers per state.
@@ -24,7 +34,7 @@ class FeatureRing:
     def __init__(self, hidden_size: int, dtype: torch.dtype, max_bytes: int) -> None:
         self.capacity = max(1, max_bytes // (hidden_size * dtype.itemsize))
         self._states = torch.empty(self.capacity, hidden_size, dtype=dtype)  # pages are committed when written
-        self._slots: OrderedDict[str, int] = OrderedDict()
+        self._slots: OrderedDict[StateKey, int] = OrderedDict()
         self._free: list[int] = []
         self._num_used = 0
         self._lock = threading.Lock()
@@ -32,28 +42,34 @@ class FeatureRing:
     def __len__(self) -> int:
         return len(self._slots)
 
-    def put(self, request_ids: Sequence[str], states: torch.Tensor) -> None:
-        """Keep `states` [num_candidates, hidden_size]; a request that has one already keeps its first."""
+    def put(self, keys: Sequence[StateKey], states: torch.Tensor) -> None:
+        """Keep `states` [num_states, hidden_size]; where there is one already the first is kept."""
         with self._lock:
-            for row, request_id in enumerate(request_ids):
-                if request_id in self._slots:
+            for row, key in enumerate(keys):
+                if key in self._slots:
                     continue
-                self._slots[request_id] = slot = self._next_slot()
+                self._slots[key] = slot = self._next_slot()
                 self._states[slot] = states[row]
 
-    def take(self, request_ids: Sequence[str]) -> tuple[torch.Tensor, list[int]]:
-        """The states that are still there, [num_found, hidden_size], and their positions in `request_ids`."""
+    def take(self, keys: Sequence[StateKey]) -> tuple[torch.Tensor, list[int]]:
+        """The states that are still there, [num_found, hidden_size], and their positions in `keys`."""
         with self._lock:
-            taken = [(position, self._slots.pop(id, None)) for position, id in enumerate(request_ids)]
+            taken = [(position, self._slots.pop(key, None)) for position, key in enumerate(keys)]
             found = [position for position, slot in taken if slot is not None]
             slots = [slot for _, slot in taken if slot is not None]
             self._free += slots
             return self._states[torch.tensor(slots, dtype=torch.int64)], found
 
-    def hand_over(self, request_ids: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Let go of the states of these requests that are still there, each [1, hidden_size]."""
-        states, found = self.take(request_ids)
-        return {request_ids[position]: states[row : row + 1] for row, position in enumerate(found)}
+    def drop(self, keys: Sequence[StateKey]) -> None:
+        """Nobody needs these."""
+        with self._lock:
+            slots = [self._slots.pop(key, None) for key in keys]
+            self._free += [slot for slot in slots if slot is not None]
+
+    def hand_over(self, keys: Sequence[StateKey]) -> dict[StateKey, torch.Tensor]:
+        """Let go of those states that are still there, each [1, hidden_size]."""
+        states, found = self.take(keys)
+        return {keys[position]: states[row : row + 1] for row, position in enumerate(found)}
 
     def _next_slot(self) -> int:
         if self._free:

@@ -20,6 +20,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from vllm_rollout.config import MAX_DETECTION_LENGTH, QUALITY_HEAD_HIDDEN
 from vllm_rollout.group.checks import MAX_COUNT
+from vllm_rollout.group.types import WHOLE
 from vllm_rollout.tracker.quality_head_file import HeadBytes, HeadFile, HeadMismatch, read_head_file
 from vllm_rollout.tracker.replay import (
     MAX_MAGNITUDE,
@@ -102,7 +103,7 @@ class QualityHead:
     Args:
         hidden_size: numbers per hidden state.
         model: name of the model the states come from.
-        detection_length: output tokens after which the states were taken.
+        detection_length: output tokens after which the states were taken, or WHOLE.
         seed: of the initial weights, the draws from the replay memory and dropout. What a step draws depends on the
             seed and on how many steps came before, and on nothing else.
         clock: monotonic seconds, for the budget of `train`.
@@ -325,7 +326,7 @@ class QualityHead:
 
     @classmethod
     def _described(cls, file: HeadFile, hidden_size: int, model: str, seed: int) -> QualityHead:
-        head = cls(hidden_size, model, file.integer("detection_length", 1, MAX_DETECTION_LENGTH), seed)
+        head = cls(hidden_size, model, file.integer("detection_length", WHOLE, MAX_DETECTION_LENGTH), seed)
         head.version = file.integer("version")
         head.num_steps = file.integer("num_steps")
         head.num_labels = file.integer("num_labels")

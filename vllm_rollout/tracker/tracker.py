@@ -13,7 +13,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from vllm_rollout.config import CONFIDENCE_WINDOW_TOKENS
+from vllm_rollout.config import CONFIDENCE_WINDOW_TOKENS, MAX_TRIAL_LENGTHS
+from vllm_rollout.group.types import BASE_MODEL, WHOLE, HeadKey
+from vllm_rollout.tracker.last_states import EndedStates, LastStates
 from vllm_rollout.tracker.ops import quality_head, token_stats, update_confidence, windowed_confidence
 from vllm_rollout.tracker.quality_head import HeadWeights
 
@@ -41,14 +43,26 @@ class DueRows:
     """The candidates that reach their detection length in one step."""
 
     request_ids: list[str]
+    lengths: list[int]
+    """The detection length that each reached."""
     head_versions: list[int]
     """The head that scored each; 0: none is trained for its detection length."""
     values: torch.Tensor
     """float32 [num_due, DUE_COLUMNS]: logit (NaN without a head) and trace confidence."""
-    teaching_ids: list[str]
-    """Those of them that a reward may come for."""
-    features: torch.Tensor | None
-    """The hidden states that produced their tokens, [num_teaching, hidden_size]; None without such candidates."""
+    features: torch.Tensor
+    """The hidden states that produced their tokens, [num_due, hidden_size]."""
+
+
+@dataclass(frozen=True, slots=True)
+class LastLogits:
+    """What the head of whole trajectories says of tokens that may be the last ones."""
+
+    rows: np.ndarray
+    """int64 [num_final]: those that ask, of the step's batch."""
+    logits: torch.Tensor
+    """float32 [num_final]."""
+    head_versions: np.ndarray
+    """int64 [num_final]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +76,9 @@ class StepValues:
     moments: torch.Tensor
     """float32 [num_seen, 2]: mean and standard deviation of the candidate's token confidences up to this token."""
     due: DueRows | None = None
+    last: LastLogits | None = None
+    ended: EndedStates | None = None
+    """Of candidates that ended before this step."""
 
     @property
     def on_host(self) -> bool:
@@ -73,7 +90,12 @@ class StepValues:
         if due is not None:
             features = None if due.features is None else due.features.to("cpu", non_blocking=True)
             due = replace(due, values=due.values.to("cpu", non_blocking=True), features=features)
-        return replace(self, moments=self.moments.to("cpu", non_blocking=True), due=due)
+        last, ended = self.last, self.ended
+        if last is not None:
+            last = replace(last, logits=last.logits.to("cpu", non_blocking=True))
+        if ended is not None:
+            ended = replace(ended, states=ended.states.to("cpu", non_blocking=True))
+        return replace(self, moments=self.moments.to("cpu", non_blocking=True), due=due, last=last, ended=ended)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +106,17 @@ class TrackedCandidate:
     detection_length: int
     """UNSCORED when it is not scored."""
     num_before: int
-    teaches: bool
     statistics: bytes
-    """float32: NUM_KEPT means, as many sums of squares, then the trace up to its detection length."""
+    """float32: NUM_KEPT means, as many sums of squares, then the trace up to its last detection length."""
+    trial_lengths: tuple[int, ...] = ()
+    final: bool = False
+    """Scored at its end as well."""
+    adapter: str = BASE_MODEL
+    """Whose head scores it."""
+
+    @property
+    def scored_at(self) -> tuple[int, ...]:
+        return () if self.detection_length == UNSCORED else (self.detection_length, *self.trial_lengths)
 
 
 class CandidateTracker:
@@ -96,8 +126,10 @@ class CandidateTracker:
     is no candidate.
     """
 
-    def __init__(self, device: torch.device, capacity: int = 256) -> None:
+    def __init__(self, device: torch.device, capacity: int = 256, num_in_flight: int = 1) -> None:
+        """`num_in_flight`: tokens of a candidate that may still be computed when it has ended."""
         self._device = device
+        self.last_states = LastStates(capacity, num_in_flight + 1)
         self._slots: dict[str, int] = {}
         self._free = list(range(capacity - 1, -1, -1))
         self._means = torch.zeros(capacity, NUM_KEPT, dtype=torch.float32, device=device)
@@ -106,9 +138,13 @@ class CandidateTracker:
         """As long as the longest detection length so far."""
         self._no_tokens = torch.full((capacity,), -1, dtype=torch.int64, device=device)
         self._prompt_lengths = np.zeros(capacity, dtype=np.int64)
-        self._detection_lengths = np.full(capacity, UNSCORED, dtype=np.int64)
+        self._detection_lengths = np.full((capacity, 1 + MAX_TRIAL_LENGTHS), UNSCORED, dtype=np.int64)
+        """Of a slot its own, then those on trial."""
+        self._is_final = np.zeros(capacity, dtype=np.bool_)
         self._num_before = np.zeros(capacity, dtype=np.int64)
-        self._teaches = np.zeros(capacity, dtype=bool)
+        self._adapters = np.zeros(capacity, dtype=np.int64)
+        """Of each slot the place of its adapter in `_adapter_names`: numbers, which sort as arrays."""
+        self._adapter_names = [BASE_MODEL]
         self._num_scored = 0
         """Candidates that have a detection length."""
         self._last_ids: list[str] | None = None
@@ -116,13 +152,18 @@ class CandidateTracker:
         """Of `_last_ids`."""
         self._hidden: torch.Tensor | None = None
         self._hidden_rows: torch.Tensor | None = None
-        self.heads: dict[int, PublishedHead] = {}
-        """By detection length. An entry is replaced whole."""
+        self.heads: dict[HeadKey, PublishedHead] = {}
+        """An entry is replaced whole."""
         self.step: StepValues | None = None
         """What the step last observed showed; None without candidates."""
 
     def __len__(self) -> int:
         return len(self._slots)
+
+    @property
+    def num_last_states(self) -> int:
+        """Of each candidate that ends: that many states may be its last one."""
+        return self.last_states.num_kept
 
     def add(
         self,
@@ -130,12 +171,17 @@ class CandidateTracker:
         num_prompt_tokens: int,
         detection_length: int | None = None,
         *,
-        teaches: bool = True,
         num_before: int = 0,
+        trial_lengths: Sequence[int] = (),
+        final: bool = False,
+        adapter: str = BASE_MODEL,
     ) -> None:
-        """Start observing a request; again for one that was preempted changes nothing. `teaches`: a reward may come for
-        it, so that its hidden state is wanted. `num_before`: output tokens at the end of its prompt: its detection
-        length counts from the first of them, and its trace confidence, of which theirs is a part, is not known."""
+        """Start observing a request; again for one that was preempted changes nothing.
+
+        `num_before`: output tokens at the end of its prompt: its detection length counts from the first of them, and
+        its trace confidence, of which theirs is a part, is not known. `trial_lengths`: where it is scored as well.
+        `final`: and by its last token. `adapter`: whose head scores it.
+        """
         if request_id in self._slots:
             return
         if not self._free:
@@ -145,19 +191,26 @@ class CandidateTracker:
         self._last_ids = None
         self._prompt_lengths[slot] = num_prompt_tokens
         if detection_length is not None:
+            lengths = (detection_length, *trial_lengths)
+            self._adapters[slot] = self._number_of(adapter)
             self._num_scored += 1
-            self._detection_lengths[slot] = detection_length
+            self._detection_lengths[slot, : len(lengths)] = lengths
             self._num_before[slot] = num_before
-            self._teaches[slot] = teaches
-            self._widen_trace(detection_length)
+            self._is_final[slot] = final
+            self.last_states.begin(slot)
+            self._widen_trace(max(lengths))
 
     def discard(self, request_id: str) -> None:
         slot = self._slots.pop(request_id, None)
         if slot is not None:
             self._free.append(slot)
             self._last_ids = None
-            self._num_scored -= int(self._detection_lengths[slot] != UNSCORED)
+            self._num_scored -= int(self._detection_lengths[slot, 0] != UNSCORED)
             self._detection_lengths[slot] = UNSCORED
+            if self._is_final[slot]:
+                self.last_states.end(slot, request_id)
+                self._is_final[slot] = False
+            self._adapters[slot] = 0
 
     def copy(self, request_ids: Sequence[str]) -> dict[str, TrackedCandidate]:
         """The statistics of those requests that are observed. Waits for the device."""
@@ -169,10 +222,12 @@ class CandidateTracker:
         return {
             request_id: TrackedCandidate(
                 int(self._prompt_lengths[slot]),
-                int(self._detection_lengths[slot]),
+                int(self._detection_lengths[slot, 0]),
                 int(self._num_before[slot]),
-                bool(self._teaches[slot]),
-                row[: 2 * NUM_KEPT + int(self._detection_lengths[slot])].numpy().tobytes(),
+                row[: 2 * NUM_KEPT + int(self._detection_lengths[slot].max())].numpy().tobytes(),
+                tuple(length for length in self._detection_lengths[slot, 1:].tolist() if length != UNSCORED),
+                bool(self._is_final[slot]),
+                self._adapter_names[self._adapters[slot]],
             )
             for (request_id, slot), row in zip(slots.items(), kept, strict=True)
         }
@@ -181,7 +236,15 @@ class CandidateTracker:
         """Go on observing a request of another worker, or one that was discarded here."""
         self.discard(request_id)
         length = None if tracked.detection_length == UNSCORED else tracked.detection_length
-        self.add(request_id, tracked.num_prompt_tokens, length, teaches=tracked.teaches, num_before=tracked.num_before)
+        self.add(
+            request_id,
+            tracked.num_prompt_tokens,
+            length,
+            num_before=tracked.num_before,
+            trial_lengths=tracked.trial_lengths,
+            final=tracked.final,
+            adapter=tracked.adapter,
+        )
         slot = self._slots[request_id]
         statistics = torch.frombuffer(bytearray(tracked.statistics), dtype=torch.float32).to(self._device)
         self._means[slot], self._m2s[slot] = statistics[:NUM_KEPT], statistics[NUM_KEPT : 2 * NUM_KEPT]
@@ -224,57 +287,101 @@ class CandidateTracker:
         arrays = [rows, slots, positions]
         due = self._due(slots, positions) if self._hidden is not None else ()
         if len(due):
-            teaching = due[self._teaches[slots[due]]]
-            arrays += [rows[due], slots[due], self._num_before[slots[due]], rows[teaching]]
+            arrays += [rows[due], slots[due], self._num_before[slots[due]]]
         device_rows, device_slots, device_positions, *device_due = self._upload(arrays)
         confidence = token_stats(logits, device_rows, self._no_tokens[: len(rows)]).confidence
         moments = update_confidence(device_slots, device_positions, confidence, self._means, self._m2s, self._trace)
         self.step = StepValues(len(request_ids), rows, moments)
         if len(due):
             ids = [request_ids[row] for row in rows[due]]
-            teaching_ids = [request_ids[row] for row in rows[teaching]]
-            scored = self._score(ids, self._detection_lengths[slots[due]], teaching_ids, *device_due)
-            self.step = replace(self.step, due=scored)
+            reached = positions[due] + 1 + self._num_before[slots[due]]
+            self.step = replace(self.step, due=self._score(ids, self._by_head(slots[due], reached), *device_due))
+        if self._hidden is not None and self._is_final[slots].any():
+            self._see_last(rows, slots, positions)
+        if (ended := self.last_states.take_ended()) is not None:
+            self.step = replace(self.step, ended=ended)
         self._hidden = self._hidden_rows = None
 
+    def take_last_states(self, request_ids: Sequence[str]) -> EndedStates | None:
+        """States of candidates that have ended, and of these even if nobody has said so here yet. Waits for the
+        device."""
+        for request_id in request_ids:
+            slot = self._slots.get(request_id)
+            if slot is not None and self._is_final[slot]:
+                self.last_states.end(slot, request_id)
+                self._is_final[slot] = False
+        ended = self.last_states.take_ended()
+        return None if ended is None else replace(ended, states=ended.states.cpu())
+
+    def _see_last(self, rows: np.ndarray, slots: np.ndarray, positions: np.ndarray) -> None:
+        """Keep the states of tokens that may be the last ones, and score them."""
+        final = np.flatnonzero(self._is_final[slots])
+        final = final[np.argsort(self._adapters[slots[final]], kind="stable")]
+        rows, slots, positions = rows[final], slots[final], positions[final]
+        device_rows, device_slots, device_positions = self._upload([rows, slots, positions])
+        states = self._hidden.index_select(0, self._hidden_positions(device_rows))
+        self.last_states.see(slots, positions, device_slots, device_positions, states)
+        logits, versions = self._logits(self._by_head(slots, np.full_like(slots, WHOLE)), device_rows)
+        if any(versions):
+            self.step = replace(self.step, last=LastLogits(rows, logits, np.array(versions)))
+
     def _due(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Which of the rows make the last token before their detection, those of one detection length together."""
-        detection_lengths = self._detection_lengths[slots]
-        due = np.flatnonzero(positions + 1 + self._num_before[slots] == detection_lengths)
-        return due[np.argsort(detection_lengths[due], kind="stable")]
+        """Which of the rows make the last token before a detection, those of one head together."""
+        reached = positions + 1 + self._num_before[slots]
+        due = np.flatnonzero((reached[:, None] == self._detection_lengths[slots]).any(axis=1))
+        return due[np.lexsort((self._adapters[slots[due]], reached[due]))]
+
+    def _by_head(self, slots: np.ndarray, lengths: np.ndarray) -> list[tuple[HeadKey, slice]]:
+        """Which head scores slots at these lengths; those of one head lie together."""
+        adapters = self._adapters[slots]
+        starts = np.flatnonzero((np.diff(lengths, prepend=-1) != 0) | (np.diff(adapters, prepend=-1) != 0)).tolist()
+        return [
+            (HeadKey(int(lengths[start]), self._adapter_names[adapters[start]]), slice(start, end))
+            for start, end in zip(starts, [*starts[1:], len(slots)], strict=True)
+        ]
+
+    def _number_of(self, adapter: str) -> int:
+        if not self._num_scored:  # no slot has a name, however many there have been
+            del self._adapter_names[1:]
+        if adapter not in self._adapter_names:
+            self._adapter_names.append(adapter)
+        return self._adapter_names.index(adapter)
 
     def _score(
         self,
         request_ids: list[str],
-        detection_lengths: np.ndarray,
-        teaching_ids: list[str],
+        heads: list[tuple[HeadKey, slice]],
         rows: torch.Tensor,
         slots: torch.Tensor,
         num_before: torch.Tensor,
-        teaching_rows: torch.Tensor,
     ) -> DueRows:
-        """Score rows that are due, one detection length after the other (nearly always there is one)."""
+        """Score rows that are due, those of one head after those of the other (nearly always there is one)."""
+        logits, versions = self._logits(heads, rows)
+        parts: list[torch.Tensor] = []
+        reached: list[int] = []
+        for key, its in heads:
+            length, num_due = key.detection_length, its.stop - its.start
+            trace = self._trace[:, :length].index_select(0, slots[its])
+            trace_lengths = torch.full((num_due,), length, dtype=torch.int64, device=self._device)
+            windows = windowed_confidence(trace, trace_lengths, CONFIDENCE_WINDOW_TOKENS)
+            parts.append(windows.masked_fill(num_before[its, None] > 0, float("nan")))
+            reached += [length] * num_due
+        values = torch.cat([logits[:, None], _together(parts)], dim=1)
+        features = self._hidden.index_select(0, self._hidden_positions(rows))
+        return DueRows(request_ids, reached, versions, values, features)
+
+    def _logits(self, heads: list[tuple[HeadKey, slice]], rows: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+        """What heads say of rows, float32 [num_rows], NaN where none is trained; and each one's version."""
         parts: list[torch.Tensor] = []
         versions: list[int] = []
-        lengths, starts = np.unique(detection_lengths, return_index=True)
-        for length, start, end in zip(lengths.tolist(), starts, [*starts[1:], len(request_ids)], strict=True):
-            head = self.heads.get(length)
-            num_due = int(end - start)
-            trace = self._trace[:, :length].index_select(0, slots[start:end])
-            trace_lengths = torch.full((num_due,), length, dtype=torch.int64, device=self._device)
+        for key, its in heads:
+            head, num_rows = self.heads.get(key), its.stop - its.start
             if head is None:
-                logit = torch.full((num_due,), float("nan"), device=self._device)
+                parts.append(torch.full((num_rows,), float("nan"), device=self._device))
             else:
-                logit = quality_head(self._hidden, self._hidden_positions(rows[start:end]), *head.weights)
-            windows = windowed_confidence(trace, trace_lengths, CONFIDENCE_WINDOW_TOKENS)
-            windows = windows.masked_fill(num_before[start:end, None] > 0, float("nan"))
-            parts.append(torch.cat([logit[:, None], windows], dim=1))
-            versions += [0 if head is None else head.version] * num_due
-        features = None
-        if teaching_ids:
-            features = self._hidden.index_select(0, self._hidden_positions(teaching_rows))
-        values = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return DueRows(request_ids, versions, values, teaching_ids, features)
+                parts.append(quality_head(self._hidden, self._hidden_positions(rows[its]), *head.weights))
+            versions += [0 if head is None else head.version] * num_rows
+        return _together(parts), versions
 
     def _hidden_positions(self, rows: torch.Tensor) -> torch.Tensor:
         return rows if self._hidden_rows is None else self._hidden_rows.index_select(0, rows).long()
@@ -301,7 +408,19 @@ class CandidateTracker:
         self._means, self._m2s, self._trace, self._no_tokens = (
             torch.cat([state, state]) for state in (self._means, self._m2s, self._trace, self._no_tokens)
         )
-        self._prompt_lengths, self._detection_lengths, self._num_before, self._teaches = (
-            np.concatenate([values, np.zeros_like(values)])
-            for values in (self._prompt_lengths, self._detection_lengths, self._num_before, self._teaches)
+        per_slot = (
+            self._prompt_lengths,
+            self._detection_lengths,
+            self._num_before,
+            self._is_final,
+            self._adapters,
         )
+        self._prompt_lengths, self._detection_lengths, self._num_before, self._is_final, self._adapters = (
+            np.concatenate([values, np.zeros_like(values)]) for values in per_slot
+        )
+        self.last_states.grow()
+
+
+def _together(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Without a copy where there is one."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

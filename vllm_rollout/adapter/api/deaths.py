@@ -70,9 +70,21 @@ class Deaths:
 
 
 def outlives_a_rank(config: VllmConfig) -> bool:
-    """Ranks of a dense model know nothing of each other. Those of a mixture of experts compute together, and none goes
-    on alone."""
-    return config.parallel_config.data_parallel_size > 1 and not config.model_config.is_moe
+    """Whether the other ranks go on when one dies: somebody must see and say which it was.
+
+    Ranks of a dense model know nothing of each other. Those of a mixture of experts compute together, and none goes on
+    alone. Of ranks on other hosts, and of Ray's, nobody here sees the processes; an engine in a trainer's own process
+    has nobody who writes.
+    """
+    parallel = config.parallel_config
+    are_all_here = parallel.data_parallel_size_local == parallel.data_parallel_size
+    return (
+        parallel.data_parallel_size > 1
+        and are_all_here
+        and parallel.data_parallel_backend != "ray"
+        and not config.model_config.is_moe
+        and Deaths.of_this_server() is not None
+    )
 
 
 class RankProcesses(CoreEngineProcManager):
@@ -80,9 +92,8 @@ class RankProcesses(CoreEngineProcManager):
 
     def __init__(self, local_engine_count: int, start_index: int, *args: Any, **kwargs: Any) -> None:
         config: VllmConfig = kwargs["vllm_config"]
-        are_all_here = local_engine_count == config.parallel_config.data_parallel_size
         self._first_rank = start_index
-        self._deaths = Deaths.of_this_server() if are_all_here and outlives_a_rank(config) else None
+        self._deaths = Deaths.of_this_server() if outlives_a_rank(config) else None
         super().__init__(local_engine_count, start_index, *args, **kwargs)
 
     def monitor_engine_liveness(self) -> None:

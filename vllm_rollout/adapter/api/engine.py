@@ -9,14 +9,13 @@ from dataclasses import asdict
 from http import HTTPStatus
 from typing import Any
 
-import msgspec
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 from starlette.datastructures import State
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import get_max_tokens
-from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMValidationError
+from vllm.exceptions import GracefulHTTPError, VLLMClientError
 from vllm.inputs import EngineInput
 from vllm.logprobs import FlatLogprobs
 from vllm.lora.request import LoRARequest
@@ -31,6 +30,7 @@ from vllm_rollout.adapter.api.migration import EngineMigration
 from vllm_rollout.adapter.api.outputs import CandidateFailed, CandidateOutput, ending_of
 from vllm_rollout.adapter.api.rank_client import RankDied
 from vllm_rollout.adapter.api.resuming import UNNAMED_WEIGHTS, resume_refusal, text_of
+from vllm_rollout.adapter.api.sampling import sampling_field, sampling_params
 from vllm_rollout.adapter.api.versions import REJECTIONS, weight_spans
 from vllm_rollout.adapter.call_table import CANCEL_GROUPS, CUT_RACE, FORGET_RACE, WIDEN_RACE, WiderRace
 from vllm_rollout.adapter.options import RolloutOptions
@@ -38,7 +38,7 @@ from vllm_rollout.group.judge import Scoring
 from vllm_rollout.group.launch import num_launch_places
 from vllm_rollout.group.plan import GroupPlan
 from vllm_rollout.group.race import RacePlace
-from vllm_rollout.group.types import Ending
+from vllm_rollout.group.types import BASE_MODEL, Ending
 from vllm_rollout.server.engine import (
     Beginnings,
     CandidateEnd,
@@ -53,29 +53,6 @@ from vllm_rollout.server.slices import Slices
 
 LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not have."""
-
-MAX_SEED = 2**62
-"""Leaves room for one seed per candidate within vLLM's 64 bits."""
-
-OURS = {
-    "n": "is not a sampling field here: use group_size",
-    "output_kind": "is set by the server: use stream and stream_tokens",
-    "stream_interval": "is set by the server: use stream_tokens",
-    "detokenize": "is set by the server: use return.text",
-    "flat_logprobs": "is set by the server",
-    "skip_clone": "is set by the server",
-    "prompt_logprobs": "is not returned by this endpoint: use /inference/v1/generate",
-    "prompt_logprob_token_ids": "is not returned by this endpoint: use /inference/v1/generate",
-    "logprob_token_ids": "is not returned by this endpoint: use /inference/v1/generate",
-}
-"""SamplingParams fields that a rollout does not take, with what to use instead."""
-
-ALLOWED = sorted(
-    field.name
-    for field in msgspec.structs.fields(SamplingParams)
-    if not field.name.startswith("_") and field.name not in {*OURS, "output_text_buffer_length"}
-)
-SAMPLING = TypeAdapter(SamplingParams)
 
 
 class VLLMEngine(EngineLearning, EngineMigration):
@@ -111,7 +88,7 @@ class VLLMEngine(EngineLearning, EngineMigration):
     ) -> tuple[str, list[PreparedPrompt]]:
         await self.lost_weights.found(self.current_weight_version)
         lora = self._adapter_of(model)
-        params = self._sampling_params(sampling, want_logprobs=want_logprobs, want_text=want_text)
+        params = sampling_params(sampling, self._default_sampling, want_logprobs=want_logprobs, want_text=want_text)
         prepared, slices = [], Slices()
         for prompt in prompts:
             await slices.turn()
@@ -139,6 +116,7 @@ class VLLMEngine(EngineLearning, EngineMigration):
         place: RacePlace | None = None,
         beginnings: Beginnings | None = None,
         outlook: Outlook | None = None,
+        prompt_key: str = "",
     ) -> AsyncGenerator[CandidateTokens | CandidateEnd, None]:
         if outlook is not None and outlook.migration != "off":
             self.let_migrate()
@@ -149,7 +127,7 @@ class VLLMEngine(EngineLearning, EngineMigration):
             params.output_kind, params.stream_interval = RequestOutputKind.DELTA, stream_tokens
         indices = range(plan.num_candidates) if beginnings is None else beginnings.token_ids
         logs = {index: _CandidateLog(index) for index in indices}
-        scoring = plan.pruning and Scoring(rollout_id, prompt.id, pruning_seed, plan.pruning)
+        scoring = plan.pruning and Scoring(rollout_id, prompt.id, pruning_seed, plan.pruning, prompt_key=prompt_key)
         stream = self._client.run_candidates(
             group_id,
             plan,
@@ -218,6 +196,10 @@ class VLLMEngine(EngineLearning, EngineMigration):
     async def forget_race(self, race_id: str) -> None:
         await self._call_all(FORGET_RACE, race_id)
 
+    def adapter_name(self, model: str | None) -> str:
+        lora = self._adapter_of(model)
+        return BASE_MODEL if lora is None else lora.lora_name
+
     def _adapter_of(self, model: str | None) -> LoRARequest | None:
         if model is None or self._models.is_base_model(model):
             return None
@@ -229,46 +211,6 @@ class VLLMEngine(EngineLearning, EngineMigration):
             status=HTTPStatus.NOT_FOUND,
             param="model",
         )
-
-    def _sampling_params(self, sampling: dict[str, Any], *, want_logprobs: bool, want_text: bool) -> SamplingParams:
-        for field in sampling:
-            if field in OURS:
-                raise RequestError(f"sampling.{field}: {OURS[field]}.", param=f"sampling.{field}")
-            if field not in ALLOWED:
-                raise RequestError(
-                    f"sampling.{field}: is not a field of vLLM's SamplingParams; allowed: {', '.join(ALLOWED)}.",
-                    param=f"sampling.{field}",
-                )
-            if field == "extra_args" and sampling[field] is not None:
-                if not isinstance(sampling[field], dict):
-                    raise RequestError(
-                        f"sampling.extra_args: must be an object, got {sampling[field]!r:.80}.",
-                        param="sampling.extra_args",
-                    )
-                ours = [key for key in sampling[field] if key.startswith(("rollout_", "vllm_rollout"))]
-                if ours:
-                    raise RequestError(
-                        f"sampling.extra_args.{ours[0]}: is not allowed here; use the fields of the request itself.",
-                        param=f"sampling.extra_args.{ours[0]}",
-                    )
-        seed = sampling.get("seed")
-        if isinstance(seed, int) and not -MAX_SEED <= seed <= MAX_SEED:
-            raise RequestError(
-                f"sampling.seed: must be in [-{MAX_SEED}, {MAX_SEED}], got {seed}; candidate i samples with seed + i.",
-                param="sampling.seed",
-            )
-        defaults = {key: value for key, value in self._default_sampling.items() if key in ALLOWED}
-        try:
-            params = SAMPLING.validate_python({**defaults, "max_tokens": None, **sampling})
-        except ValidationError as error:
-            raise _sampling_error(error) from error
-        except (VLLMClientError, ValueError, TypeError, OverflowError) as error:
-            raise RequestError(f"sampling: {error}", param=_sampling_field(error)) from error
-        params.detokenize = want_text or bool(params.stop)
-        params.flat_logprobs = True
-        if want_logprobs and params.logprobs is None:
-            params.logprobs = 0
-        return params
 
     def _limited(self, params: SamplingParams, prompt: PromptInput, token_ids: Sequence[int]) -> SamplingParams:
         """The parameters with `max_tokens` bounded by the context that the prompt leaves."""
@@ -329,7 +271,7 @@ class VLLMEngine(EngineLearning, EngineMigration):
                 )
             except (VLLMClientError, ValueError, TypeError) as error:
                 raise RequestError(
-                    f"prompt {prompt.id!r}: {error}", status=HTTPStatus.BAD_REQUEST, param=_sampling_field(error)
+                    f"prompt {prompt.id!r}: {error}", status=HTTPStatus.BAD_REQUEST, param=sampling_field(error)
                 ) from error
 
 
@@ -364,6 +306,7 @@ class _CandidateLog:
                 confidence=None if candidate.note is None else candidate.note.confidence,
                 weight_versions=[asdict(span) for span in weight_spans(completion)],
                 assessment=None if candidate.note is None else candidate.note.assessment,
+                final=None if candidate.note is None else candidate.note.final,
                 is_replaced=candidate.note is not None and candidate.note.is_replaced,
                 group_lost=candidate.note is not None and candidate.note.group_lost,
             )
@@ -383,24 +326,9 @@ class _CandidateLog:
         return CandidateEnd(ending, self._token_ids, self._logprobs, self._text, "error", None, None, ())
 
 
-def _sampling_error(error: ValidationError) -> RequestError:
-    """Pydantic tries SamplingParams as an instance and as a dictionary; what it says of the latter is of use."""
-    problems = error.errors(include_url=False)
-    problem = next((p for p in problems if p["type"] != "is_instance_of"), problems[0])
-    field = ".".join(["sampling", *(part for part in problem["loc"] if part in ALLOWED)])
-    message = problem["msg"].removeprefix("Value error, ")
-    return RequestError(f"{field}: {message}, got {problem['input']!r:.80}", param=field)
-
-
 def sampled_logprobs(flat: FlatLogprobs) -> list[float]:
     """The sampled token's log probability at each position: the first entry of its range."""
     return [max(flat.logprobs[start], LOWEST_LOGPROB) for start in flat.start_indices]
-
-
-def _sampling_field(error: Exception) -> str:
-    """The field vLLM's own check complains about, where it says so."""
-    field = error.parameter if isinstance(error, VLLMValidationError) else None
-    return f"sampling.{field}" if field in ALLOWED else "sampling"
 
 
 def _field_of(prompt: PromptInput) -> str:

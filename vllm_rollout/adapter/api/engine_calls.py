@@ -10,14 +10,16 @@ import uuid
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine
 from http import HTTPStatus
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from vllm_rollout.adapter.api.client import RolloutAsyncLLM
 from vllm_rollout.adapter.api.rank_client import RankDied, answers_of_the_living
 from vllm_rollout.adapter.call_table import CALL_METHOD, READ, Argument, Operation, Result
 from vllm_rollout.server.engine import RequestError
+
+if TYPE_CHECKING:
+    from vllm_rollout.adapter.api.client import RolloutAsyncLLM
 
 Value = TypeVar("Value")
 
@@ -112,6 +114,10 @@ class EngineCalls:
     async def _call_all(self, operation: Operation[Argument, Result], argument: Argument) -> list[Result]:
         """The same, of those who need not know which rank said what."""
         return list((await self._call_each(operation, argument)).values())
+
+    async def tell_all(self, operation: Operation[Argument, None], argument: Argument) -> None:
+        """One operation on every rank, of which nothing comes back."""
+        await self._call_each(operation, argument)
 
     async def unless_dead(self, call: Awaitable[Value]) -> Value:
         """Await a call. One that is on its way when the engine dies is never answered, and vLLM would wait for ever.

@@ -218,6 +218,8 @@ class GroupRoutes:
         """A sibling of a group whose candidates come one by one. Raises: NoRankLeft."""
         self._check_open()
         self._look()
+        for forgotten in self._placement.forget_waiting(self._clock()):
+            self._routes.pop(forgotten, None)
         rank = self._placement.join(group_id, num_candidates, pinned_rank)
         if group_id not in self._routes:
             self._routes[group_id] = GroupRoute(group_id, rank, {}, Work(0), joined=True)
@@ -226,7 +228,7 @@ class GroupRoutes:
     def leave_joined(self, route: GroupRoute, *, refused: bool) -> None:
         """A sibling has ended, or was refused."""
         self._look()
-        forgotten = self._placement.leave_joined(route.group_id, refused=refused)
+        forgotten = self._placement.leave_joined(route.group_id, refused=refused, now_s=self._clock())
         if forgotten is not None:
             self._routes.pop(forgotten, None)
 

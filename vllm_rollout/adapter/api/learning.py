@@ -9,9 +9,10 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from http import HTTPStatus
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakValueDictionary
 
+import msgspec
 from vllm.logger import init_logger
 
 from vllm_rollout.adapter.api.client import RolloutAsyncLLM
@@ -24,27 +25,38 @@ from vllm_rollout.adapter.call_table import (
     LEARNED,
     LEARNING_WINDOW,
     OPEN_HEAD,
+    OPEN_PROMPTS,
     OPEN_STATE,
     POST_REWARDS,
     PUT_HEAD,
     PUT_STATE,
     TRAIN,
+    TRIED_LENGTHS,
+    HeadToPut,
     HeadToRead,
     LearningWindow,
     PostedRewards,
+    PromptsToRead,
     Refusal,
     RewardsProgress,
 )
 from vllm_rollout.adapter.options import RolloutOptions
-from vllm_rollout.group.learning import rules_report
-from vllm_rollout.group.ledger import Reward, RewardStatus
+from vllm_rollout.group.known_prompts import KnownPrompt, known_prompts
+from vllm_rollout.group.ledger import NamedReward, Reward
+from vllm_rollout.group.length_trial import TriedCandidate
+from vllm_rollout.group.race_bias import RaceBias
 from vllm_rollout.group.report import HeadInfo
+from vllm_rollout.group.rewarded import rules_report
+from vllm_rollout.group.types import BASE_MODEL, WHOLE, HeadKey
 from vllm_rollout.server.engine import LearningReport, RequestError, RewardsReceipt
 
 logger = init_logger("vllm.vllm_rollout")
 
 REWARDS_PER_CALL = 512
 """Rewards in one message to an engine core, which accounts for as many of them as its time allows."""
+
+ANY_ROLLOUT = ""
+"""Whose turn it is when rewards of several are posted."""
 
 REFUSAL_STATUS = {"mismatch": HTTPStatus.CONFLICT, "invalid": HTTPStatus.UNPROCESSABLE_ENTITY}
 
@@ -68,45 +80,45 @@ class EngineLearning(EngineCalls):
         return super().is_busy or (self._training is not None and not self._training.done())
 
     async def post_rewards(self, rollout_id: str, rewards: Sequence[Reward]) -> RewardsReceipt | None:
-        return await self._to_its_end(self._post_in_turn(rollout_id, rewards))
+        named = [NamedReward("rollout", rollout_id, reward) for reward in rewards]
+        receipt = await self._to_its_end(self._post_in_turn(rollout_id, named))
+        return receipt if receipt.head_versions else None
 
-    async def _post_in_turn(self, rollout_id: str, rewards: Sequence[Reward]) -> RewardsReceipt | None:
+    async def post_named_rewards(self, rewards: Sequence[NamedReward]) -> RewardsReceipt:
+        return await self._to_its_end(self._post_in_turn(ANY_ROLLOUT, rewards))
+
+    async def _post_in_turn(self, turn_of: str, rewards: Sequence[NamedReward]) -> RewardsReceipt:
         """Rewards of one rollout one post after the other: of two alike, one is accepted and one a duplicate."""
-        turn = self._turns.setdefault(rollout_id, asyncio.Lock())
+        turn = self._turns.setdefault(turn_of, asyncio.Lock())
         async with turn:
-            return await self._post_rewards(rollout_id, rewards)
+            return await self._post_rewards(rewards)
 
-    async def _post_rewards(self, rollout_id: str, rewards: Sequence[Reward]) -> RewardsReceipt | None:
-        posted = await asyncio.gather(*(self._post_to(rank, rollout_id, rewards) for rank in self.living_ranks))
-        known = [found for found in posted if found is not None]
-        if not known:
-            return None
+    async def _post_rewards(self, rewards: Sequence[NamedReward]) -> RewardsReceipt:
+        posted = await asyncio.gather(*(self._post_to(rank, rewards) for rank in self.living_ranks))
         statuses = [
-            next((found.statuses[i] for found in known if found.statuses[i] != "unknown"), "unknown")
+            next((found.statuses[i] for found in posted if found.statuses[i] != "unknown"), "unknown")
             for i in range(len(rewards))
         ]
-        num_training = sum(found.num_training for found in known)
-        detection_length = known[0].detection_length
-        versions = {head.detection_length: head.version for head in await self._heads()}
+        num_training = sum(found.num_training for found in posted)
+        versions = {head.key: head.version for head in await self._heads()}
         if num_training:
             self._start_training()
-        return RewardsReceipt(statuses, num_training, versions.get(detection_length, 0), detection_length)
+        heads = sorted(set().union(*(found.heads for found in posted)))
+        return RewardsReceipt(statuses, num_training, {head: versions.get(head, 0) for head in heads})
 
-    async def _post_to(self, rank: int, rollout_id: str, rewards: Sequence[Reward]) -> _Posted | None:
-        """Post to one rank, as many at a time as it gets through; None when it does not know the rollout."""
-        posted: _Posted | None = None
-        statuses: list[RewardStatus] = []
-        while len(statuses) < len(rewards):
-            some = list(rewards[len(statuses) : len(statuses) + REWARDS_PER_CALL])
-            progress = await self._call_if_alive(
-                rank, POST_REWARDS, PostedRewards(rollout_id, some, share=self.num_ranks > 1)
-            )
-            if progress is None:  # not known here, or forgotten meanwhile
-                statuses += ["unknown"] * (len(rewards) - len(statuses))
+    async def _post_to(self, rank: int, rewards: Sequence[NamedReward]) -> RewardsProgress:
+        """Post to one rank, as many at a time as it gets through; one that has died knows none of them."""
+        posted = RewardsProgress(set(), [])
+        share = self.num_ranks > 1
+        while len(posted.statuses) < len(rewards):
+            some = list(rewards[len(posted.statuses) : len(posted.statuses) + REWARDS_PER_CALL])
+            progress = await self._call_if_alive(rank, POST_REWARDS, PostedRewards(some, share))
+            if progress is None:
+                posted.statuses.extend(["unknown"] * (len(rewards) - len(posted.statuses)))
                 break
-            statuses += progress.statuses
-            num_training = progress.num_training + (posted.num_training if posted else 0)
-            posted = _Posted(progress.detection_length, statuses, num_training)
+            posted.statuses.extend(progress.statuses)
+            posted.num_training += progress.num_training
+            posted.heads.update(progress.heads)
             await self._teach_others(rank, progress)
         return posted
 
@@ -115,47 +127,51 @@ class EngineLearning(EngineCalls):
         if progress.labels:
             others = [rank for rank in self.living_ranks if rank != origin]
             await asyncio.gather(*(self._call_if_alive(rank, LEARN_LABELS, progress.labels) for rank in others))
-        if progress.features is not None:
-            await self._call_first(LEARN_FEATURES, progress.features)
+        for features in progress.features.values():
+            await self._call_first(LEARN_FEATURES, features)
 
-    async def quality_head(self, detection_length: int | None) -> tuple[HeadInfo, bytes]:
-        heads = {head.detection_length: head for head in await self._heads() if head.version}
+    async def quality_head(self, detection_length: int | None, adapter: str = BASE_MODEL) -> tuple[HeadInfo, bytes]:
+        trained = [head for head in await self._heads() if head.version and head.adapter == adapter]
+        heads = {head.detection_length: head for head in trained}
         length = self._choose(detection_length, heads, "a trained quality head")
-        data = await self._read_head(length)
+        data = await self._read_head(heads[length].key)
         if data is None:
             raise RequestError(f"no quality head is trained for detection_length {length}.", status=404)
         return heads[length], data
 
-    async def set_quality_head(self, weights: bytes) -> HeadInfo:
-        return await self._to_its_end(self._put_head(weights))
+    async def set_quality_head(self, weights: bytes, adapter: str = BASE_MODEL) -> HeadInfo:
+        return await self._to_its_end(self._put_head(HeadToPut(weights, adapter)))
 
-    async def _put_head(self, weights: bytes) -> HeadInfo:
+    async def _put_head(self, put: HeadToPut) -> HeadInfo:
         """On the first rank, which decides, and then on the others."""
-        head = await self._call_first(PUT_HEAD, weights)
+        head = await self._call_first(PUT_HEAD, put)
         _check([head])
-        await self._put_on_others(weights)
+        await self._put_on_others(put)
         return head
 
-    async def _put_on_others(self, weights: bytes) -> None:
+    async def _put_on_others(self, put: HeadToPut) -> None:
         for rank in self.living_ranks[1:]:
-            refusal = await self._call_if_alive(rank, PUT_HEAD, weights)
+            refusal = await self._call_if_alive(rank, PUT_HEAD, put)
             if isinstance(refusal, Refusal):  # rewards are awaited there for as many other detection lengths
                 logger.warning("rank %d did not take the head of the first: %s", rank, refusal.message)
 
-    async def learning_report(self, detection_length: int | None) -> LearningReport:
-        learned = list(chain(*await self._call_all(LEARNED, None)))
-        length = self._choose(detection_length, {each.detection_length: each for each in learned}, "anything learned")
+    async def learning_report(self, detection_length: int | None, adapter: str = BASE_MODEL) -> LearningReport:
+        learned = [each for each in chain(*await self._call_all(LEARNED, None)) if each.head.adapter == adapter]
+        known = {each.head.detection_length: each for each in learned}
+        length = self._choose(detection_length, known, "anything learned")
+        key = HeadKey(length, adapter)
         # Every rank's calibration knows every label; verdicts, and what awaits a reward, each rank knows of itself.
-        found = [each for each in learned if each.detection_length == length]
-        windows = (await self._call_if_alive(rank, LEARNING_WINDOW, length) for rank in self.living_ranks)
-        window = LearningWindow([], [])
+        found = [each for each in learned if each.head == key]
+        windows = (await self._call_if_alive(rank, LEARNING_WINDOW, key) for rank in self.living_ranks)
+        window = LearningWindow([], [], RaceBias().to_state())
         async for each in windows:
             if each is not None:
                 window = each
                 break
         num_judged, num_pruned = (sum(each.num_judged for each in found), sum(each.num_pruned for each in found))
-        report = await asyncio.to_thread(rules_report, window.outcomes, num_judged, num_pruned)
-        head = next((head for head in await self._heads() if head.detection_length == length), None)
+        bias = RaceBias.from_state(window.race_bias)
+        report = await asyncio.to_thread(rules_report, window.outcomes, num_judged, num_pruned, bias)
+        head = next((head for head in await self._heads() if head.key == key), None)
         return LearningReport(
             detection_length=length,
             head=head if head is not None and head.version else None,
@@ -165,10 +181,22 @@ class EngineLearning(EngineCalls):
             losses=window.losses,
             active=report.active,
             shadow=report.shadow,
+            audit=report.audit,
+            adapter=adapter,
         )
 
+    async def tried_lengths(self, adapter: str = BASE_MODEL) -> list[TriedCandidate]:
+        """Every rank learns every label: one of them knows."""
+        return await self._call_first(TRIED_LENGTHS, adapter)
+
+    async def known_prompts(self, adapter: str = BASE_MODEL) -> list[KnownPrompt]:
+        """Every rank learns every group's lengths and every reward: one of them knows."""
+        lines = await self._read(OPEN_PROMPTS, lambda reader: PromptsToRead(reader, adapter))
+        assert lines is not None, "it always opens"
+        return await asyncio.to_thread(_prompts_of, lines)
+
     async def learning_state(self) -> bytes:
-        await self._training_done()
+        await self.settled()
         state = await self._read(OPEN_STATE, lambda reader: reader)
         assert state is not None, "there is always a state"
         return state
@@ -194,18 +222,19 @@ class EngineLearning(EngineCalls):
             # Rewards were taken and calibration has learned; published heads are as they were.
             logger.exception("training of the quality head failed; it goes on with the next rewards")
 
-    async def _training_done(self) -> None:
+    async def settled(self) -> None:
+        """Wait until the training that is on its way is done."""
         if self._training is not None and not self._training.done():
             await asyncio.wait([self._training])
 
     async def _share_heads(self) -> None:
         for head in await self._heads():
-            data = await self._read_head(head.detection_length)
+            data = await self._read_head(head.key)
             if data is not None:
-                await self._put_on_others(data)
+                await self._put_on_others(HeadToPut(data, head.adapter))
 
-    async def _read_head(self, detection_length: int) -> bytes | None:
-        return await self._read(OPEN_HEAD, lambda reader: HeadToRead(reader, detection_length))
+    async def _read_head(self, head: HeadKey) -> bytes | None:
+        return await self._read(OPEN_HEAD, lambda reader: HeadToRead(reader, head))
 
     async def _heads(self) -> list[HeadInfo]:
         """Of the first rank, which trains."""
@@ -214,8 +243,9 @@ class EngineLearning(EngineCalls):
     def _choose(self, detection_length: int | None, known: dict[int, Any], what: str) -> int:
         named = ", ".join(map(str, sorted(known)))
         if detection_length is None:
-            if len(known) == 1:
-                return next(iter(known))
+            meant = set(known) - {WHOLE} or set(known)  # whole trajectories are asked for by name, beside any other
+            if len(meant) == 1:
+                return meant.pop()
             if known:
                 raise RequestError(
                     f"detection_length: must be given, because there are several: {named}.",
@@ -225,20 +255,17 @@ class EngineLearning(EngineCalls):
         elif detection_length in known:
             return detection_length
         there_is = f"there is {what} for {named}" if known else f"there is not {what} yet"
+        asked = "any" if detection_length is None else detection_length
         raise RequestError(
-            f"detection_length: nothing for {detection_length or 'any'}; {there_is}. Run rollouts with pruning (mode "
+            f"detection_length: nothing for {asked}; {there_is}. Run rollouts with pruning (mode "
             "shadow stops nothing) and post their rewards.",
             status=HTTPStatus.NOT_FOUND,
             param="detection_length",
         )
 
 
-class _Posted(NamedTuple):
-    """What became of rewards on one rank."""
-
-    detection_length: int
-    statuses: list[RewardStatus]
-    num_training: int
+def _prompts_of(lines: bytes) -> list[KnownPrompt]:
+    return known_prompts(chain.from_iterable(msgspec.json.Decoder().decode_lines(lines)))
 
 
 def _check(answers: Iterable[Any]) -> None:

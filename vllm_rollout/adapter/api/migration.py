@@ -15,7 +15,6 @@ from vllm_rollout.adapter.api.client import RolloutAsyncLLM
 from vllm_rollout.adapter.api.group_routes import GroupRoute
 from vllm_rollout.adapter.api.moving import EngineMoves
 from vllm_rollout.adapter.api.shaping import EngineShaping
-from vllm_rollout.group.history import LengthMoments
 from vllm_rollout.group.load import EngineLoad, GroupLoad, RankLoad
 from vllm_rollout.group.migration import (
     Migration,
@@ -25,6 +24,7 @@ from vllm_rollout.group.migration import (
     plan_drain,
     plan_spread,
 )
+from vllm_rollout.group.moments import LengthMoments
 from vllm_rollout.group.scaling import Progress, ScaleDown, plan_scale_down
 from vllm_rollout.server.engine import RequestError
 

@@ -13,6 +13,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm.entrypoints.serve.middleware.authenticate import GUARDED_PREFIX
 from vllm.exceptions import VLLMValidationError
 
+from vllm_rollout.server.paths import path_of
+
 _open_path: ContextVar[str | None] = ContextVar("open_path", default=None)
 """The path of the request that is being answered, where no key guards it."""
 
@@ -25,7 +27,7 @@ class OpenPaths:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] in ("http", "websocket"):
-            path = scope["path"].removeprefix(scope.get("root_path", ""))
+            path = path_of(scope)
             _open_path.set(None if path.startswith(GUARDED_PREFIX) else path)
         await self._app(scope, receive, send)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from vllm.outputs import CompletionOutput, RequestOutput
@@ -60,12 +60,17 @@ def mend_weight_versions(completion: CompletionOutput, pauses: Sequence[int]) ->
     move_weight_spans(completion, starts)
 
 
-def choices_of(plan: GroupPlan, result: GroupResult, finals: dict[int, RequestOutput]) -> list[CompletionOutput]:
-    """Exactly `group_size` choices: the selected ones, and in an incomplete group what the others left, most first."""
+def chosen(plan: GroupPlan, result: GroupResult, finals: Collection[int]) -> list[int]:
+    """Which candidates are the choices, `group_size` at most: the selected ones, and in an incomplete group what the
+    others left, most first. `finals`: those that left anything."""
     indices = list(result.selected)
     others = [e for e in result.endings if e.index not in result.selected and e.index in finals]
     others.sort(key=lambda e: (-e.num_tokens, e.index))
-    indices += [e.index for e in others][: plan.group_size - len(indices)]
+    return indices + [e.index for e in others][: plan.group_size - len(indices)]
+
+
+def choices_of(plan: GroupPlan, indices: Sequence[int], finals: dict[int, RequestOutput]) -> list[CompletionOutput]:
+    """Exactly `group_size` choices, empty ones where too few candidates left anything."""
     choices = []
     for position, index in enumerate(indices):
         (choice,) = finals[index].outputs

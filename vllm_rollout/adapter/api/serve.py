@@ -34,10 +34,12 @@ from vllm_rollout.adapter.api.parallelism import (
     refuse_with_parallelism,
     switch_parallelism_on,
 )
+from vllm_rollout.adapter.api.trainers import add_compat_flag, refuse_with_compat
 from vllm_rollout.adapter.api.versions import configure_logging, refuse_missing_flags, set_up_environment
 from vllm_rollout.adapter.compat import check_vllm_version, lacking, vllm_version
+from vllm_rollout.adapter.names import SCHEDULER_CLS, WORKER_CLS
 from vllm_rollout.adapter.options import RolloutOptions
-from vllm_rollout.config import CPU_BLOCK_SIZE_TOKENS, FEATURE_RING_BYTES, TRAIN_BUDGET_S
+from vllm_rollout.config import CPU_BLOCK_SIZE_TOKENS, DEFAULT_AUDIT_RATIO, FEATURE_RING_BYTES, TRAIN_BUDGET_S
 from vllm_rollout.models import DEFAULT_MODEL, resolve
 from vllm_rollout.profiling.profile_file import Profile
 from vllm_rollout.server.admin import AdminKey
@@ -47,12 +49,9 @@ from vllm_rollout.trace.file import TraceFile
 
 logger = init_logger("vllm.vllm_rollout")
 
-SCHEDULER_CLS = "vllm_rollout.adapter.core.scheduler.make_scheduler"
-WORKER_CLS = "vllm_rollout.adapter.worker.worker.RolloutWorker"
-
 EPILOG = f"""
-vllm-rollout is `vllm serve` with group rollouts: every flag is vLLM's own but the groups Rollout, Emulation and
-Parallelism (--help=Rollout).
+vllm-rollout is `vllm serve` with group rollouts: every flag is vLLM's own but the groups Rollout, Emulation,
+Parallelism and Trainers (--help=Rollout).
 Without MODEL it serves the embedded default, {DEFAULT_MODEL}. It adds POST /v1/rollouts and what belongs to it
 (rewards, quality heads, votes, state), and rollout_* fields in vllm_xargs of the OpenAI endpoints.
 """
@@ -102,6 +101,7 @@ def parse(arguments: list[str], program: str, usage: str) -> argparse.Namespace:
     add_flags(serve_parser)
     add_emulation_flags(serve_parser)
     add_parallelism_flags(serve_parser)
+    add_compat_flag(serve_parser)
     refuse_missing_flags(arguments, serve_parser)
     # vLLM's parser looks for the subcommand, its config file and its help topics in sys.argv.
     sys.argv = ["vllm", "serve", *arguments]
@@ -110,6 +110,7 @@ def parse(arguments: list[str], program: str, usage: str) -> argparse.Namespace:
     refuse_unsupported(args, serve_parser)
     refuse_with_emulation(args, serve_parser)
     refuse_with_parallelism(args, serve_parser)
+    refuse_with_compat(args, serve_parser)
     refuse_ray(args, serve_parser)
     switch_on(args, default_model=serve_parser.get_default("model"))
     return args
@@ -153,6 +154,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "may call the server may put them.",
     )
     group.add_argument(
+        "--rollout-audit-ratio",
+        metavar="SHARE",
+        type=_share,
+        default=DEFAULT_AUDIT_RATIO,
+        help="Share of groups, where pruning or redundancy auto learn, in which nobody is stopped, so that what is "
+        "learned stays true; a request may say its own audit_ratio. Default: %(default)s.",
+    )
+    group.add_argument(
         "--rollout-train-budget-ms",
         metavar="MS",
         type=_positive,
@@ -181,6 +190,13 @@ def _admin_key(text: str) -> AdminKey:
     if not text:
         raise argparse.ArgumentTypeError("must not be empty. Leave the flag out for no key")
     return AdminKey(text)
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"must be a number from 0 to 1, got {text!r}")
+    return value
 
 
 def _positive(text: str) -> float:
@@ -257,6 +273,7 @@ def switch_on(args: argparse.Namespace, default_model: str) -> None:
         emulation_options(args),
         moves_kv=args.rollout_move_kv != "off",
         moves_kv_by_nixl=args.rollout_move_kv == "nixl",
+        audit_ratio=args.rollout_audit_ratio,
     )
     args.additional_config = options.into(args.additional_config)
     args.scheduler_cls = SCHEDULER_CLS

@@ -19,14 +19,16 @@ from vllm_rollout.adapter.call_table import (
     SET_COST_MODEL,
     STEP_DRIFT,
     CostToCompare,
+    LengthsToLookUp,
     ObservedGroup,
 )
 from vllm_rollout.emulation.device import cost_of
 from vllm_rollout.emulation.settings import Settings
 from vllm_rollout.group.cost import CostModel
 from vllm_rollout.group.drift import StepDrift
-from vllm_rollout.group.history import LengthMoments, LengthStatistics, ObservedLength
-from vllm_rollout.group.types import HeldGroups
+from vllm_rollout.group.history import ObservedLength
+from vllm_rollout.group.moments import LengthMoments, LengthStatistics
+from vllm_rollout.group.types import BASE_MODEL, HeldGroups
 from vllm_rollout.profiling.profile_file import Profile
 
 logger = init_logger("vllm.vllm_rollout")
@@ -70,15 +72,16 @@ class EngineShaping(EngineCalls):
         self.cost_model = replace(cost, max_num_seqs=self._client.max_candidates)
         self._client.routes.weigh(self.cost_model)
 
-    async def observe_lengths(self, key: str, lengths: Sequence[ObservedLength]) -> None:
-        await self._call_all(OBSERVE_LENGTHS, ObservedGroup(key, list(lengths)))
+    async def observe_lengths(self, key: str, lengths: Sequence[ObservedLength], adapter: str = BASE_MODEL) -> None:
+        await self._call_all(OBSERVE_LENGTHS, ObservedGroup(key, list(lengths), adapter))
         self.after_change()
 
-    async def length_history(self, keys: Sequence[str]) -> LengthStatistics:
+    async def length_history(self, keys: Sequence[str], adapter: str = BASE_MODEL) -> LengthStatistics:
         """Every rank is told the same, so that one knows."""
         known: list[LengthMoments | None] = []
         for start in range(0, max(1, len(keys)), KEYS_PER_CALL):
-            history = await self._call_first(LENGTH_HISTORY, list(keys[start : start + KEYS_PER_CALL]))
+            wanted = LengthsToLookUp(list(keys[start : start + KEYS_PER_CALL]), adapter)
+            history = await self._call_first(LENGTH_HISTORY, wanted)
             known += history.prompts
         return LengthStatistics(history.dataset, known)
 

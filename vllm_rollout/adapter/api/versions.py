@@ -12,10 +12,22 @@ from typing import Any
 
 from vllm.outputs import CompletionOutput
 
-from vllm_rollout.adapter.compat import LOGGING_FLAGS, RETRYABLE, STARTUP, WEIGHT_SPANS, has, vllm_version
+from vllm_rollout.adapter.compat import (
+    LOGGING_FLAGS,
+    RETRYABLE,
+    SCALE_OUT_FLAG,
+    STARTUP,
+    WEIGHT_SPANS,
+    has,
+    vllm_version,
+)
 
-LOGGING_VARIABLES = {"log_level": "VLLM_LOGGING_LEVEL", "logging_config": "VLLM_LOGGING_CONFIG_PATH"}
-"""The flags that a vLLM without them has variables for."""
+LATER_FLAGS = {
+    "log_level": (LOGGING_FLAGS, ", and set VLLM_LOGGING_LEVEL"),
+    "logging_config": (LOGGING_FLAGS, ", and set VLLM_LOGGING_CONFIG_PATH"),
+    "enable_scale_out": (SCALE_OUT_FLAG, ": what it switches on is always there"),
+}
+"""Flags that some versions lack, and what to do there instead."""
 
 
 def _rejections() -> tuple[type[Exception], ...]:
@@ -55,16 +67,14 @@ def set_up_environment() -> None:
 
 def refuse_missing_flags(arguments: Sequence[str], parser: argparse.ArgumentParser) -> None:
     """Exit with status 2 and a remedy for a flag that later versions of vLLM have."""
-    if has(LOGGING_FLAGS):
-        return
     for argument in arguments:
         flag = argument.partition("=")[0].partition(".")[0]
-        variable = LOGGING_VARIABLES.get(flag.removeprefix("--").replace("-", "_"))
-        if flag.startswith("--") and variable is not None:
-            parser.error(
-                f"{argument} needs vLLM {LOGGING_FLAGS.since} or later, found {vllm_version}. Leave it out, and "
-                f"set {variable}."
-            )
+        name = flag.removeprefix("--").replace("-", "_")
+        if not flag.startswith("--") or name not in LATER_FLAGS:
+            continue
+        row, instead = LATER_FLAGS[name]
+        if not has(row):
+            parser.error(f"{argument} needs vLLM {row.since} or later, found {vllm_version}. Leave it out{instead}.")
 
 
 def configure_logging(args: argparse.Namespace) -> None:

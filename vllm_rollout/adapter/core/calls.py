@@ -15,11 +15,12 @@ from typing import Any
 
 from vllm.v1.engine.core import EngineCore
 
-from vllm_rollout.adapter.call_table import OPERATIONS, CostToCompare
+from vllm_rollout.adapter.call_table import OPERATIONS, CostToCompare, LengthsToLookUp, ObservedGroup
 from vllm_rollout.adapter.core.core_worker import call_worker
 from vllm_rollout.adapter.core.learning_calls import LearningCalls
 from vllm_rollout.group.drift import Drift
-from vllm_rollout.group.history import LengthStatistics
+from vllm_rollout.group.moments import LengthStatistics
+from vllm_rollout.group.types import HeldGroups
 
 
 def add_rollout_calls() -> None:
@@ -43,9 +44,17 @@ def _learning(core: EngineCore) -> LearningCalls:
     )
 
 
-def _length_history(core: EngineCore, keys: list[str]) -> LengthStatistics:
-    lengths = core.scheduler.judge.memory.lengths
-    return LengthStatistics(lengths.dataset(), [lengths.of(key) for key in keys])
+def _observe_lengths(core: EngineCore, group: ObservedGroup) -> None:
+    memory = core.scheduler.judge.memory_of(group.adapter)
+    if memory is not None:
+        memory.lengths.observe(group.key, group.lengths)
+
+
+def _length_history(core: EngineCore, wanted: LengthsToLookUp) -> LengthStatistics:
+    memory = core.scheduler.judge.memories.known(wanted.adapter)
+    if memory is None:
+        return LengthStatistics(None, [None] * len(wanted.keys))
+    return LengthStatistics(memory.lengths.dataset(), [memory.lengths.of(key) for key in wanted.keys])
 
 
 def _set_cost_model(core: EngineCore, wanted: CostToCompare | None) -> None:
@@ -55,30 +64,38 @@ def _set_cost_model(core: EngineCore, wanted: CostToCompare | None) -> None:
     core.scheduler.step_times.compare_with(drift)
 
 
+def _held_groups(core: EngineCore) -> HeldGroups:
+    core.scheduler.forget_waiting()
+    return core.scheduler.group_steps.held
+
+
 ANSWERS: Mapping[str, Callable[[EngineCore, Any], Any]] = {
     "post_rewards": lambda core, posted: _learning(core).post_rewards(posted),
+    "name_choices": lambda core, named: _learning(core).name_choices(named),
     "learn_labels": lambda core, labels: _learning(core).learn_labels(labels),
     "learn_features": lambda core, labelled: _learning(core).learn_features(labelled),
     "train": lambda core, budget_s: _learning(core).train(budget_s),
     "heads": lambda core, _: _learning(core).heads(),
-    "put_head": lambda core, data: _learning(core).put_head(data),
+    "put_head": lambda core, put: _learning(core).put_head(put),
     "open_head": lambda core, head: _learning(core).open_head(head),
     "learned": lambda core, _: _learning(core).learned(),
-    "learning_window": lambda core, detection_length: _learning(core).learning_window(detection_length),
+    "learning_window": lambda core, head: _learning(core).learning_window(head),
     "open_state": lambda core, reader: _learning(core).open_state(reader),
+    "tried_lengths": lambda core, adapter: _learning(core).tried_lengths(adapter),
+    "open_prompts": lambda core, wanted: _learning(core).open_prompts(wanted),
     "read": lambda core, reader: core.scheduler.readings.read(reader),
     "put_state": lambda core, data: _learning(core).put_state(data),
     "cancel_groups": lambda core, group_ids: core.scheduler.cancel_groups(group_ids),
     "cut_race": lambda core, race_id: core.scheduler.group_steps.cut(race_id),
     "widen_race": lambda core, race: core.scheduler.group_steps.races.widen(race.race_id, race.num_wanted),
     "forget_race": lambda core, race_id: core.scheduler.group_steps.races.forget(race_id),
-    "observe_lengths": lambda core, group: core.scheduler.judge.memory.lengths.observe(group.key, group.lengths),
+    "observe_lengths": _observe_lengths,
     "length_history": _length_history,
     "record_steps": lambda core, on: core.scheduler.step_times.record(on),
     "take_steps": lambda core, _: core.scheduler.step_times.take(),
     "set_cost_model": _set_cost_model,
     "step_drift": lambda core, _: core.scheduler.step_times.drift(),
-    "held_groups": lambda core, _: core.scheduler.group_steps.held,
+    "held_groups": lambda core, _: _held_groups(core),
     "engine_load": lambda core, _: core.scheduler.load,
     "hold": lambda core, held: core.scheduler.moves.hold(held),
     "release_group": lambda core, wanted: core.scheduler.moves.release(core, wanted),

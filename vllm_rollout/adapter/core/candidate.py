@@ -9,7 +9,7 @@ from vllm_rollout.adapter.core.held_outputs import HeldOutputs
 from vllm_rollout.adapter.core.stop_strings import StopStrings
 from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, RunnerReport
 from vllm_rollout.group.lifecycle import Group
-from vllm_rollout.group.types import CandidateId, EndReason
+from vllm_rollout.group.types import CandidateId, EndReason, Observation
 
 END_REASONS: dict[RequestStatus, EndReason] = {
     RequestStatus.FINISHED_STOPPED: "stop",
@@ -22,14 +22,16 @@ END_REASONS: dict[RequestStatus, EndReason] = {
 class Candidate:
     """A tagged request inside the scheduler."""
 
-    __slots__ = ("end_reason", "group", "held", "id", "pauses", "refusal", "request", "stop_strings")
+    __slots__ = ("end_reason", "group", "held", "id", "pauses", "reads_notes", "refusal", "request", "stop_strings")
 
     id: CandidateId
     group: Group
     """Of a candidate that was launched, that is: not refused."""
 
-    def __init__(self, request: Request, output_interval: int) -> None:
+    def __init__(self, request: Request, output_interval: int = 1, *, reads_notes: bool = True) -> None:
         self.request = request
+        self.reads_notes = reads_notes
+        """Its client is ours."""
         self.held = HeldOutputs(output_interval)
         self.stop_strings: StopStrings | None = None
         self.pauses: list[int] = []
@@ -39,12 +41,32 @@ class Candidate:
         """Why its group did not take it."""
 
 
+def last_observation(candidate: Candidate, model_runner_output: ModelRunnerOutput) -> Observation | None:
+    """What the last token of a candidate that ended in this step showed; None where nobody asks for a final score, or
+    the step does not show it (aborted between steps)."""
+    plan = candidate.group.terms.pruning
+    if plan is None or not plan.final_score or candidate.end_reason == "failed":
+        return None
+    found = _report_of(candidate.request.request_id, model_runner_output)
+    if found is None:
+        return None
+    report, row = found
+    return report.last_observation(row)
+
+
 def confidence_of(request_id: str, model_runner_output: ModelRunnerOutput | None) -> tuple[float, float] | None:
     """Mean and standard deviation of its token confidences; None when this step's report does not have them."""
-    if model_runner_output is None or (row := model_runner_output.req_id_to_index.get(request_id)) is None:
+    found = None if model_runner_output is None else _report_of(request_id, model_runner_output)
+    if found is None:
         return None
-    report: RunnerReport | None = model_runner_output.__dict__.get(REPORT_ATTRIBUTE)
-    if report is None:  # the worker observed no candidate in this step
-        return None
+    report, row = found
     mean, std = report.confidence[:, row].tolist()
     return (mean, std) if mean == mean else None
+
+
+def _report_of(request_id: str, model_runner_output: ModelRunnerOutput) -> tuple[RunnerReport, int] | None:
+    """This step's report and the request's row in it; None when it is not there, or the worker observed no candidate
+    in this step."""
+    row = model_runner_output.req_id_to_index.get(request_id)
+    report: RunnerReport | None = model_runner_output.__dict__.get(REPORT_ATTRIBUTE)
+    return None if row is None or report is None else (report, row)

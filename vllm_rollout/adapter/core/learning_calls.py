@@ -3,33 +3,43 @@
 With one data-parallel rank everything is learned where it was observed. With several, rank 0 trains the heads and the
 API process hands its weights to the others; every rank's calibration learns every label.
 
-Invariant: as of calls.py. A detection length that the judge forgets is forgotten by the worker before its next call.
+Invariant: as of calls.py. A detection length, or an adapter, that the judge forgets is forgotten by the worker before
+its next call.
 """
 
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from vllm_rollout.adapter.call_table import (
+    HeadToPut,
     HeadToRead,
     LabelledFeatures,
     Learned,
     LearningWindow,
+    NamedChoices,
     PostedRewards,
+    PromptsToRead,
     Refusal,
     RewardsProgress,
 )
 from vllm_rollout.adapter.core.readings import MAX_PIECE_BYTES, Readings
-from vllm_rollout.adapter.saved_state import END, HEAD, parse_state, state_header
-from vllm_rollout.config import CALL_BUDGET_S
+from vllm_rollout.adapter.saved_state import END, head_line, parse_state, state_header
+from vllm_rollout.config import CALL_BUDGET_S, MAX_ADAPTERS
 from vllm_rollout.group.judge import Judge, Label
-from vllm_rollout.group.ledger import Reward
-from vllm_rollout.group.memory import Memory
+from vllm_rollout.group.known_prompts import prompt_rows
+from vllm_rollout.group.ledger import NamedReward, Reward, RewardStatus
+from vllm_rollout.group.length_trial import TriedCandidate
+from vllm_rollout.group.memories import Memories
+from vllm_rollout.group.memory import PROMPTS_PER_ROW, Memory
 from vllm_rollout.group.report import HeadInfo
+from vllm_rollout.group.types import WHOLE, HeadKey
 
 REWARDS_AT_ONCE = 16
 """Rewards that are accounted for, with their features, before time is looked at again."""
@@ -55,73 +65,83 @@ class LearningCalls:
         self._clock = clock
         self._budget_s = budget_s
 
-    def post_rewards(self, posted: PostedRewards) -> RewardsProgress | None:
-        detection_length = self._judge.ledger.detection_length(posted.rollout_id)
-        if detection_length is None:
-            return None
+    def post_rewards(self, posted: PostedRewards) -> RewardsProgress:
         deadline = self._clock() + self._budget_s
-        progress = RewardsProgress(detection_length, [], 0, [], None)
+        progress = RewardsProgress(set(), [])
         for start in range(0, len(posted.rewards), REWARDS_AT_ONCE):
-            some = posted.rewards[start : start + REWARDS_AT_ONCE]
-            progress = self._post_some(posted.rollout_id, some, posted.share, progress)
+            self._post_some(posted.rewards[start : start + REWARDS_AT_ONCE], posted.share, progress)
             if self._clock() >= deadline:
                 break
         return progress
 
-    def _post_some(
-        self, rollout_id: str, rewards: Sequence[Reward], share: bool, so_far: RewardsProgress
-    ) -> RewardsProgress:
-        outcome = self._judge.reward(rollout_id, rewards)
-        assert outcome is not None, "nothing is forgotten while a call runs"
-        detection_length, statuses, labels = outcome
-        features, num_found = so_far.features, 0
-        if labels and share:
-            found, features = self._take_features(labels, features)
-            num_found = len(found)
-        elif labels:
-            num_found = len(
-                self._worker(
-                    "rollout_learn",
-                    detection_length,
-                    [label.request_id for label in labels],
-                    [label.positive for label in labels],
-                    [label.weight for label in labels],
+    def _post_some(self, rewards: Sequence[NamedReward], share: bool, progress: RewardsProgress) -> None:
+        """Account for some more rewards."""
+        ledger = self._judge.ledger
+        statuses: list[RewardStatus] = ["unknown"] * len(rewards)
+        by_rollout: dict[str, dict[int, Reward]] = defaultdict(dict)
+        for position, named in enumerate(rewards):
+            if (place := ledger.find(named)) is not None:
+                reward = named.reward._replace(prompt_id=place.prompt_id, index=place.index)
+                by_rollout[place.rollout_id][position] = reward
+        labels: dict[HeadKey, list[Label]] = defaultdict(list)
+        """By what scored them."""
+        for rollout_id, of_rollout in by_rollout.items():
+            outcome = self._judge.reward(rollout_id, list(of_rollout.values()))
+            assert outcome is not None, "nothing is forgotten while a call runs"
+            detection_length, its_statuses, its_labels = outcome
+            progress.heads.add(HeadKey(detection_length, ledger.adapter(rollout_id)))
+            for position, status in zip(of_rollout, its_statuses, strict=True):
+                statuses[position] = status
+            for label in its_labels:
+                for length in label.scores:
+                    labels[label.key._replace(detection_length=length)].append(label)
+            if share:
+                progress.labels.extend(its_labels)
+        progress.statuses.extend(statuses)
+        for head, its_labels in labels.items():
+            memory = self._judge.memories.known(head.adapter)
+            if memory is None:
+                continue
+            if share:
+                num_found = self._take_features(head, its_labels, progress.features)
+            else:
+                num_found = len(
+                    self._worker(
+                        "rollout_learn",
+                        head,
+                        [_state_key(label, head.detection_length) for label in its_labels],
+                        [label.positive for label in its_labels],
+                        [label.weight for label in its_labels],
+                    )
                 )
-            )
-        self._judge.num_evicted[detection_length] += len(labels) - num_found
-        return RewardsProgress(
-            detection_length,
-            [*so_far.statuses, *statuses],
-            so_far.num_training + num_found,
-            [*so_far.labels, *labels] if share else [],
-            features,
-        )
+            progress.num_training += num_found
+            memory.num_evicted[head.detection_length] += len(its_labels) - num_found
 
-    def _take_features(
-        self, labels: Sequence[Label], before: LabelledFeatures | None
-    ) -> tuple[list[int], LabelledFeatures]:
-        """Positions of labels whose features were still there, and these added to those before."""
-        features, found = self._worker("rollout_take_features", [label.request_id for label in labels])
-        positives = [labels[i].positive for i in found]
-        weights = [labels[i].weight for i in found]
-        if before is not None:
+    def _take_features(self, head: HeadKey, labels: Sequence[Label], taken: dict[HeadKey, LabelledFeatures]) -> int:
+        """Add what is still there of these labels' features to those taken before; returns how many were."""
+        keys = [_state_key(label, head.detection_length) for label in labels]
+        features, found = self._worker("rollout_take_features", keys)
+        if not found:
+            return 0
+        positives, weights = [labels[i].positive for i in found], [labels[i].weight for i in found]
+        if (before := taken.get(head)) is not None:
             features = features._replace(data=before.features.data + features.data)
             positives, weights = before.positives + positives, before.weights + weights
-        return found, LabelledFeatures(labels[0].detection_length, features, positives, weights)
+        taken[head] = LabelledFeatures(head, features, positives, weights)
+        return len(found)
+
+    def name_choices(self, named: NamedChoices) -> None:
+        self._judge.ledger.name(named.name, named.group_id, named.choices)
 
     def learn_labels(self, labels: Sequence[Label]) -> None:
         self._judge.learn(labels)
 
     def learn_features(self, labelled: LabelledFeatures) -> None:
         # The labels may still be on their way to this rank: the head must find its place.
-        self._judge.memory.learning(labelled.detection_length, self._judge.ledger.awaits)
-        self._worker(
-            "rollout_learn_features",
-            labelled.detection_length,
-            labelled.features,
-            labelled.positives,
-            labelled.weights,
-        )
+        if self._judge.learning_of(labelled.head) is not None:
+            self._worker(
+                "rollout_learn_features", labelled.head, labelled.features, labelled.positives, labelled.weights
+            )
 
     def train(self, budget_s: float) -> int:
         return self._worker("rollout_train", budget_s)
@@ -129,37 +149,66 @@ class LearningCalls:
     def heads(self) -> list[HeadInfo]:
         return self._worker("rollout_heads")
 
-    def put_head(self, data: bytes) -> HeadInfo | Refusal:
+    def put_head(self, put: HeadToPut) -> HeadInfo | Refusal:
         """In place of the one for its detection length, or, beyond as many as are learned at, of one to spare."""
-        memory, awaits = self._judge.memory, self._judge.ledger.awaits
+        memories, awaits = self._judge.memories, partial(self._judge.ledger.awaits, adapter=put.adapter)
+        if not memories.has_place(put.adapter, self._judge.ledger.awaits_any):
+            return Refusal(
+                "invalid",
+                f"at most {MAX_ADAPTERS} adapters are learned of, and rewards are awaited for all there are, got a "
+                f"head for {put.adapter!r:.200}: post those rewards first",
+            )
+        memory = memories.known(put.adapter) or Memory()  # nothing is given up for a head that is refused
         spare = memory.spare(awaits) if memory.is_full else None
-        answer = self._worker("rollout_put_head", data, list(memory.learnings), spare)
+        answer = self._worker("rollout_put_head", put.data, list(memory.learnings), spare, put.adapter)
         if isinstance(answer, HeadInfo):
-            memory.learning(answer.detection_length, awaits)
+            learning = self._judge.learning_of(answer.key)
+            if learning is not None:
+                learning.begin_head(answer.version)
         return answer
 
-    def open_head(self, head: HeadToRead) -> bool:
-        size = self._worker("rollout_open_head", head.reader, head.detection_length)
+    def open_head(self, wanted: HeadToRead) -> bool:
+        size = self._worker("rollout_open_head", wanted.reader, wanted.head)
         if size is None:
             return False
-        self._readings.open(head.reader, self._opened(head.reader, size))
+        self._readings.open(wanted.reader, self._opened(wanted.reader, size))
         return True
 
     def learned(self) -> list[Learned]:
-        awaiting, evicted = self._judge.ledger.num_awaiting(), self._judge.num_evicted
-        return [
-            Learned(length, awaiting[length], evicted[length], learning.num_judged, learning.num_pruned)
-            for length, learning in self._judge.memory.learnings.items()
-        ]
+        found = []
+        for adapter, memory in self._judge.memories.all().items():
+            awaiting, evicted = self._judge.ledger.num_awaiting(adapter), memory.num_evicted
+            found += [
+                Learned(
+                    HeadKey(length, adapter),
+                    awaiting[length],
+                    evicted[length],
+                    learning.num_judged,
+                    learning.num_pruned,
+                )
+                for length, learning in memory.learnings.items()
+            ]
+        return found
 
-    def learning_window(self, detection_length: int) -> LearningWindow | None:
-        learning = self._judge.memory.learnings.get(detection_length)
+    def learning_window(self, head: HeadKey) -> LearningWindow | None:
+        memory = self._judge.memories.known(head.adapter)
+        learning = None if memory is None else memory.learnings.get(head.detection_length)
         if learning is None:
             return None
-        return LearningWindow(learning.outcomes(), self._worker("rollout_head_losses", detection_length))
+        losses = self._worker("rollout_head_losses", head)
+        return LearningWindow(learning.outcomes(), losses, learning.race_bias.to_state())
 
     def open_state(self, reader: str) -> None:
         self._readings.open(reader, self._state(reader))
+
+    def tried_lengths(self, adapter: str) -> list[TriedCandidate]:
+        memory = self._judge.memories.known(adapter)
+        return [] if memory is None else memory.length_trial.candidates()
+
+    def open_prompts(self, wanted: PromptsToRead) -> None:
+        memory, encode = self._judge.memories.known(wanted.adapter) or Memory(), msgspec.json.Encoder().encode
+        rows = prompt_rows(memory.lengths, memory.successes, PROMPTS_PER_ROW)
+        self._readings.open(wanted.reader, (encode(some) + b"\n" for some in rows))
 
     def put_state(self, data: bytes) -> Refusal | None:
         try:
@@ -168,31 +217,35 @@ class LearningCalls:
                 return Refusal(
                     "mismatch", f"the state is of model {state.model!r:.200}, this server's is {self._model!r}"
                 )
-            memory = Memory.from_state(state.rows)
-            heads = state.heads()
+            memories = Memories.from_state(state.rows)
+            heads = state.heads(list(memories.all()))
         except ValueError as error:
             return Refusal("invalid", f"not a rollout state ({error})")
-        answer = self._worker("rollout_restore_heads", heads, list(memory.learnings))
+        known = [HeadKey(length, name) for name, memory in memories.all().items() for length in memory.learnings]
+        answer = self._worker("rollout_restore_heads", heads, known)
         if isinstance(answer, Refusal):
             return answer
-        for detection_length in answer:  # a head may have been put before anything was judged at its length
-            memory.learning(detection_length, lambda length: True)
-        self._judge.memory = memory
+        for head in answer:  # one may have been put before anything was judged at its length
+            memories.all()[head.adapter].learning(head.detection_length, lambda length: True)
+        self._judge.memories = memories
         return None
 
     def _state(self, reader: str) -> Iterator[bytes]:
         """The parts of a state (`saved_state.py`), made as they are read."""
         encode = msgspec.json.Encoder().encode
         yield encode(state_header(self._model)) + b"\n"
-        for row in self._judge.memory.to_state():
+        adapters = self._judge.memories.all().keys()  # of which rows are written
+        for row in self._judge.memories.to_state():
             yield encode(row) + b"\n"
         num_heads = 0
         for head in self.heads():
-            while (size := self._worker("rollout_copy_head_state", reader, head.detection_length)) == 0:
+            if head.adapter not in adapters:
+                continue
+            while (size := self._worker("rollout_copy_head_state", reader, head.key)) == 0:
                 yield b""
             if size is not None:
                 num_heads += 1
-                yield encode([HEAD, size]) + b"\n"
+                yield encode(head_line(size, head.adapter)) + b"\n"
                 yield from self._opened(reader, size)
         yield encode([END, num_heads]) + b"\n"
 
@@ -202,8 +255,11 @@ class LearningCalls:
             yield self._worker("rollout_read", reader, start, min(size, start + MAX_PIECE_BYTES))
 
     def _worker(self, method: str, *args: Any) -> Any:
-        forgotten = self._judge.memory.forgotten
-        if forgotten:
-            self._call_worker("rollout_forget_heads", list(forgotten))
-            forgotten.clear()
+        if forgotten := self._judge.memories.take_forgotten():
+            self._call_worker("rollout_forget_heads", forgotten)
         return self._call_worker(method, *args)
+
+
+def _state_key(label: Label, length: int) -> tuple[str, int, bool]:
+    """Which hidden state scored it there (`tracker/feature_ring.py::StateKey`)."""
+    return (label.request_id, label.num_tokens, True) if length == WHOLE else (label.request_id, length, False)

@@ -161,7 +161,7 @@ class GroupMoves:
         requests = [self._request(core, moved) for moved in parcel.candidates]
         if kv is not None:
             self.kv.fetch(core, parcel.detached.group_id, kv, requests)
-        group = self._scheduler.group_steps.attach(parcel.detached)
+        group = self._scheduler.group_steps.attach(parcel.detached, self._scheduler.clock())
         num_missed = self._scheduler.num_resumes - parcel.num_resumes
         for request, moved in zip(requests, parcel.candidates, strict=True):
             self._scheduler.take_up(request, moved, parcel.detached.group_id, group, num_missed)

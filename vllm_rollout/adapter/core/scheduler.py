@@ -5,10 +5,13 @@ Invariant: every candidate gets exactly one last output, in the step in which it
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from vllm.config import VllmConfig
+from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -17,7 +20,10 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_rollout.adapter.core.candidate import END_REASONS, Candidate, confidence_of
+from vllm_rollout.adapter.compat import check_vllm_version
+from vllm_rollout.adapter.core.calls import add_rollout_calls
+from vllm_rollout.adapter.core.candidate import END_REASONS, Candidate, confidence_of, last_observation
+from vllm_rollout.adapter.core.joining import Joining, JoinRefused
 from vllm_rollout.adapter.core.moving import GroupMoves
 from vllm_rollout.adapter.core.readings import Readings
 from vllm_rollout.adapter.core.step_times import StepTimes
@@ -30,7 +36,10 @@ from vllm_rollout.group.lifecycle import Group
 from vllm_rollout.group.load import EngineLoad, RunningGroup
 from vllm_rollout.group.moving import DetachedGroup, StayReason
 from vllm_rollout.group.step import GroupSteps, LaunchRefused, Verdicts
-from vllm_rollout.group.types import CandidateId, Observation
+from vllm_rollout.group.types import BASE_MODEL, CandidateId, Observation
+from vllm_rollout.group.xargs import as_written
+
+logger = init_logger("vllm.vllm_rollout")
 
 
 class GroupSchedulerMixin:
@@ -47,11 +56,14 @@ class GroupSchedulerMixin:
         self.step_times = StepTimes()
         self.group_steps = GroupSteps(self.judge)
         """Decides. Everything below translates and obeys."""
+        self.clock = time.monotonic
+        """By which groups wait for siblings."""
         self._candidates: dict[str, Candidate] = {}
         """By request id, from arrival until the step in which it ends is closed."""
         self._by_id: dict[CandidateId, Candidate] = {}
         self._ended: list[Candidate] = []
         """Candidates that ended since the last step was closed."""
+        self._joining = Joining(self.vllm_config)
         self._stop_strings = StopStringsFactory(self.vllm_config.model_config)
         self._num_with_stop_strings = 0
         self.moves = GroupMoves(self)
@@ -96,6 +108,11 @@ class GroupSchedulerMixin:
         """
         for group_id in group_ids:
             self.group_steps.cancel(group_id)
+
+    def forget_waiting(self) -> None:
+        """Groups that have waited too long for siblings."""
+        for group_id in self.group_steps.forget_waiting(self.clock()):
+            self.moves.forget(group_id)
 
     def stays_because(self, group_id: str) -> StayReason | None:
         """Why this group cannot leave for another engine core now; None when it can."""
@@ -142,26 +159,47 @@ class GroupSchedulerMixin:
         if request.request_id in self._candidates:
             return  # it comes from another engine core
         params = request.sampling_params
-        if params is None or (tag := CandidateTag.of(params.extra_args)) is None:
+        if params is None or not params.extra_args:
             return
-        candidate = self._candidates[request.request_id] = Candidate(request, tag.output_interval)
+        if (tag := CandidateTag.of(params.extra_args)) is not None:
+            self._launch(Candidate(request, tag.output_interval), tag)
+            return
+        try:
+            tag = self._joining.tag(request)
+        except JoinRefused as refusal:
+            self._refuse(Candidate(request, reads_notes=False), str(refusal))
+            return
+        if tag is not None:
+            self._launch(Candidate(request, reads_notes=False), tag)
+
+    def _launch(self, candidate: Candidate, tag: CandidateTag) -> None:
+        """It enters its group, which may refuse it."""
+        request, lora = candidate.request, candidate.request.lora_request
+        adapter = BASE_MODEL if lora is None else lora.lora_name
+        self.forget_waiting()
         try:
             candidate.id, candidate.group = self.group_steps.launch(
                 tag.group_id,
                 tag.terms,
                 tag.index,
                 request_id=request.request_id,
-                scoring=tag.scoring,
+                scoring=tag.scoring and replace(tag.scoring, adapter=adapter),
                 place=tag.place,
             )
         except LaunchRefused as refusal:
-            candidate.refusal = str(refusal)
-            self.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
+            self._refuse(candidate, str(refusal) if candidate.reads_notes else as_written(str(refusal))[1])
             return
-        self._by_id[candidate.id] = candidate
-        if params.stop:
+        self._candidates[request.request_id] = self._by_id[candidate.id] = candidate
+        if request.sampling_params.stop:
             candidate.stop_strings = self._stop_strings.watch(request)
             self._num_with_stop_strings += 1
+
+    def _refuse(self, candidate: Candidate, refusal: str) -> None:
+        """It ends without a token, in the step that comes next."""
+        request_id = candidate.request.request_id
+        candidate.refusal = refusal
+        self._candidates[request_id] = candidate
+        self.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, *args: Any, **kwargs: Any) -> list[Request]:
         finished = super().finish_requests(request_ids, *args, **kwargs)
@@ -207,7 +245,7 @@ class GroupSchedulerMixin:
             self._end_by_stop_strings(outputs)
         report: RunnerReport | None = model_runner_output.__dict__.get(REPORT_ATTRIBUTE)
         due = self._due(report) if report is not None and report.due else {}
-        verdicts = self._close_step(due)
+        verdicts = self._close_step(due, model_runner_output)
         if verdicts.stop:
             self._stop(verdicts, outputs)
         self._pass_outputs(outputs, verdicts, model_runner_output)
@@ -226,13 +264,16 @@ class GroupSchedulerMixin:
                 due[candidate.id] = observation
         return due
 
-    def _close_step(self, due: Mapping[CandidateId, Observation]) -> Verdicts:
+    def _close_step(self, due: Mapping[CandidateId, Observation], model_runner_output: ModelRunnerOutput) -> Verdicts:
         """Tell the groups what ended, and ask what is to stop."""
         for candidate in self._ended:
             if candidate.refusal is None:
                 num_tokens = candidate.request.num_output_tokens
-                self.group_steps.ended(candidate.id, candidate.group, candidate.end_reason, num_tokens)
-        return self.group_steps.close_step(due, lambda id: self._by_id[id].request.num_output_tokens)
+                last = last_observation(candidate, model_runner_output)
+                self.group_steps.ended(candidate.id, candidate.group, candidate.end_reason, num_tokens, last)
+        return self.group_steps.close_step(
+            due, lambda id: self._by_id[id].request.num_output_tokens, now_s=self.clock()
+        )
 
     def _end_by_stop_strings(self, outputs: dict[int, EngineCoreOutputs]) -> None:
         for step_outputs in outputs.values():
@@ -309,6 +350,7 @@ class GroupSchedulerMixin:
             self._num_with_stop_strings -= candidate.stop_strings is not None
             if candidate.refusal is None:
                 del self._by_id[candidate.id]
+            self._joining.ended(request.request_id)
         self._ended.clear()
         if self.finished_req_ids_dict:
             # Data parallel: super() has delivered its set; ours must not wait for a step that may never come.
@@ -325,25 +367,36 @@ class GroupSchedulerMixin:
         model_runner_output: ModelRunnerOutput | None,
     ) -> None:
         if candidate.refusal is not None:
-            note = EndingNote("failed", 0, None, refusal=candidate.refusal)
-            output.kv_transfer_params = note.to_params(output.kv_transfer_params)
+            self._explain(candidate, output)
             return
         id, group = candidate.id, candidate.group
         reason = "surplus" if id in verdicts.lost_ties else verdicts.stop.get(id)
         if reason is not None:
             output.finish_reason, output.stop_reason = FinishReason.ABORT, reason
+        if not candidate.reads_notes:
+            return
         note = EndingNote(
             state=group.state(id.index),
             end_step=group.end_step(id.index),
             confidence=confidence_of(output.request_id, model_runner_output),
             pauses=candidate.pauses,
             assessment=group.assessments.get(id.index),
+            final=group.finals.get(id.index),
             ended_by_itself=candidate.end_reason == "stop",
             is_replaced=group.is_replaced(id.index),
             group_lost=id.group_id in verdicts.lost_groups,
             num_preemptions=candidate.request.num_preemptions,
         )
         output.kv_transfer_params = note.to_params(output.kv_transfer_params)
+
+    def _explain(self, candidate: Candidate, output: EngineCoreOutput) -> None:
+        """Why it was not let in: in a note, or, where nobody reads notes, as an error in its client's and our log."""
+        if candidate.reads_notes:
+            note = EndingNote("failed", 0, None, refusal=candidate.refusal)
+            output.kv_transfer_params = note.to_params(output.kv_transfer_params)
+        else:
+            output.finish_reason, output.stop_reason = FinishReason.ERROR, candidate.refusal
+            logger.error("vllm_rollout: request %s was refused: %s", output.request_id, candidate.refusal)
 
 
 class RolloutScheduler(GroupSchedulerMixin, Scheduler):
@@ -359,6 +412,11 @@ class AsyncRolloutScheduler(GroupSchedulerMixin, AsyncScheduler):
 
 
 def make_scheduler(vllm_config: VllmConfig, **kwargs: Any) -> Scheduler:
-    """What `--scheduler-cls` names: vLLM accepts a factory, and only here is it known which loop runs."""
+    """What `--scheduler-cls` names: vLLM accepts a factory, and only here is it known which loop runs.
+
+    With this alone an engine has groups, also one that a trainer builds: `LLM(scheduler_cls="vllm_rollout.Scheduler")`.
+    """
+    check_vllm_version()
+    add_rollout_calls()
     cls = AsyncRolloutScheduler if vllm_config.scheduler_config.async_scheduling else RolloutScheduler
     return cls(vllm_config=vllm_config, **kwargs)

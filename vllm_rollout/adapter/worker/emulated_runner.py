@@ -17,12 +17,14 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 
 from vllm_rollout.adapter.parcel import MovedCandidate, WorkerState
-from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, CandidateTag, RunnerReport
-from vllm_rollout.adapter.worker.features import features_of, states_of
+from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, CandidateTag, LastLogits, RunnerReport
+from vllm_rollout.adapter.worker.features import let_go, take_up
 from vllm_rollout.emulation.device import Work
 from vllm_rollout.emulation.fate import ENDLESS, Fate, Fates
 from vllm_rollout.emulation.tokens import PERIOD, Vocabulary
-from vllm_rollout.tracker.feature_ring import FeatureRing
+from vllm_rollout.group.types import WHOLE, HeadKey
+from vllm_rollout.tracker.feature_ring import FeatureRing, StateKey
+from vllm_rollout.tracker.last_states import EndedStates
 from vllm_rollout.tracker.ops import quality_head
 from vllm_rollout.tracker.tracker import DUE_COLUMNS, PublishedHead
 
@@ -32,6 +34,8 @@ CONFIDENCE_NATS = 12.0
 """Trace confidence of a candidate whose score is 0."""
 CONFIDENCE_DEVIATION_NATS = 1.0
 NO_NUMBER = math.nan
+NUM_IN_FLIGHT = 1
+"""Tokens of a candidate that may be on their way when it has ended."""
 
 
 class EmulatedRequest:
@@ -40,15 +44,16 @@ class EmulatedRequest:
     __slots__ = (
         "confidence",
         "cycle",
-        "detection_length",
         "fate",
+        "is_final",
         "last_token",
         "length",
+        "newest",
         "num_before",
         "num_prompt",
         "observed",
         "salt",
-        "teaches",
+        "scored_at",
         "verdict",
         "verdict_at",
     )
@@ -81,8 +86,10 @@ class EmulatedRequest:
         self.observed = tag is not None and (tag.observed or tag.scoring is not None)
         self.confidence = CONFIDENCE_NATS + self.fate.score if self.observed else NO_NUMBER
         scoring = None if tag is None else tag.scoring
-        self.detection_length = 0 if scoring is None else scoring.plan.detection_length
-        self.teaches = scoring is not None and scoring.teaches
+        self.scored_at = () if scoring is None else scoring.plan.scored_lengths
+        self.is_final = scoring is not None and scoring.plan.final_score
+        self.newest = 0
+        """Number of its newest output token, those of earlier rounds left out."""
 
     def end(self, number: int) -> int:
         """Output token `number`, the last one or the one before it."""
@@ -108,9 +115,11 @@ class LaunchedStep(NamedTuple):
 class EmulatedRunner:
     """The requests of one engine. Keeps what vLLM's model runners keep, without a batch."""
 
+    num_last_states = 1 + NUM_IN_FLIGHT
+
     def __init__(self, fates: Fates, vocab_size: int, ring: FeatureRing) -> None:
-        self.heads: dict[int, PublishedHead] = {}
-        """By detection length; quality heads publish here."""
+        self.heads: dict[HeadKey, PublishedHead] = {}
+        """Quality heads publish here. There are no adapters (`adapter/api/emulate.py`)."""
         self._fates = fates
         self._vocab_size = vocab_size
         self._ring = ring
@@ -121,11 +130,11 @@ class EmulatedRunner:
 
     def let_go(self, request_ids: list[str]) -> dict[str, WorkerState]:
         """What is known here of candidates that leave."""
-        features = self._ring.hand_over(request_ids)
+        known = {request_id: self._requests[request_id] for request_id in request_ids if request_id in self._requests}
+        features = let_go(self._ring, {request_id: its.scored_at for request_id, its in known.items()})
         return {
             request_id: WorkerState(
-                features=features_of(features[request_id]) if request_id in features else None,
-                fate=self._requests[request_id].fate if request_id in self._requests else None,
+                features=features.get(request_id, {}), fate=known[request_id].fate if request_id in known else None
             )
             for request_id in request_ids
         }
@@ -135,13 +144,21 @@ class EmulatedRunner:
         for candidate in candidates:
             request, state = candidate.request, candidate.state
             self._admit(request.request_id, request.prompt_token_ids, request.sampling_params, state.fate)
-            if state.features is not None:
-                self._ring.put([request.request_id], states_of(state.features, 1))
+            take_up(self._ring, request.request_id, state.features)
+
+    def take_last_states(self, request_ids: Sequence[str]) -> EndedStates | None:
+        """As of a tracker. Here a state is made when somebody asks for it."""
+        for request_id in request_ids:
+            if request_id in self._requests:
+                self._keep_last(request_id, self._requests[request_id])
+        return None
 
     def step(self, scheduled: SchedulerOutput) -> LaunchedStep | None:
         """What a step says; None when nothing is scheduled."""
         for request_id in scheduled.finished_req_ids:
-            self._requests.pop(request_id, None)
+            ended = self._requests.pop(request_id, None)
+            if ended is not None:
+                self._keep_last(request_id, ended)
             self._logprobs.pop(request_id, None)
         if not scheduled.total_num_scheduled_tokens:
             return None
@@ -158,7 +175,8 @@ class EmulatedRunner:
         ids: list[str] = []
         tokens: list[list[int]] = []
         confidences: list[float] = []
-        due: list[str] = []
+        due: list[tuple[str, int]] = []
+        final: list[tuple[int, EmulatedRequest]] = []
         context_tokens = num_sampled = 0
         for request_id, num_computed, num_output in positions:
             request = requests[request_id]
@@ -171,20 +189,23 @@ class EmulatedRunner:
                 confidences.append(NO_NUMBER)
                 continue
             num_sampled += 1
+            request.newest = number
             number += request.num_before
             if number < request.verdict_at:
                 tokens.append([request.cycle[(request.salt + number) % PERIOD]])
             else:
                 tokens.append([request.end(number)])
             confidences.append(request.confidence)
-            if number == request.detection_length:
-                due.append(request_id)
+            if number in request.scored_at:
+                due.append((request_id, number))
+            if request.is_final:
+                final.append((len(ids) - 1, request))
         output = ModelRunnerOutput(ids, {request_id: row for row, request_id in enumerate(ids)}, tokens)
         if self._logprobs:
             output.logprobs = made_up_logprobs(tokens, 1 + max(self._logprobs.values()), self._vocab_size)
         means = np.array(confidences, dtype=np.float32)
         if not np.isnan(means).all():
-            setattr(output, REPORT_ATTRIBUTE, self._report(means, due))
+            setattr(output, REPORT_ATTRIBUTE, self._report(means, due)._replace(last=self._last(len(ids), final)))
         work = Work(len(ids), context_tokens, scheduled.total_num_scheduled_tokens - len(ids))
         return LaunchedStep(output, work, num_sampled, bool(cached.req_ids))
 
@@ -206,25 +227,39 @@ class EmulatedRunner:
             self._logprobs[request_id] = max(0, params.logprobs)
         return request
 
-    def _report(self, means: np.ndarray, due: Sequence[str]) -> RunnerReport:
+    def _keep_last(self, request_id: str, ended: EmulatedRequest) -> None:
+        """The states of what may have been its last token."""
+        if ended.is_final and ended.newest:
+            numbers = range(max(1, ended.newest - self.num_last_states + 1), ended.newest + 1)
+            keys = [StateKey(request_id, number, at_end=True) for number in numbers]
+            self._ring.put(keys, torch.from_numpy(np.stack([ended.hidden_state()] * len(keys))))
+
+    def _last(self, num_rows: int, final: Sequence[tuple[int, EmulatedRequest]]) -> LastLogits | None:
+        head = self.heads.get(HeadKey(WHOLE))
+        if not final or head is None:
+            return None
+        states = torch.from_numpy(np.stack([request.hidden_state() for _, request in final]))
+        logits = quality_head(states, torch.arange(len(final)), *head.weights).numpy()
+        return LastLogits.of(num_rows, [row for row, _ in final], logits, head.version)
+
+    def _report(self, means: np.ndarray, due: Sequence[tuple[str, int]]) -> RunnerReport:
         confidence = np.stack([means, np.where(np.isnan(means), means, CONFIDENCE_DEVIATION_NATS)])
         if not due:
             return RunnerReport(confidence)
         values = np.empty((len(due), DUE_COLUMNS), dtype=np.float32)
         versions = []
-        states = torch.from_numpy(np.stack([self._requests[request_id].hidden_state() for request_id in due]))
-        for row, request_id in enumerate(due):
+        states = torch.from_numpy(np.stack([self._requests[request_id].hidden_state() for request_id, _ in due]))
+        for row, (request_id, length) in enumerate(due):
             request = self._requests[request_id]
-            head = self.heads.get(request.detection_length)
+            head = self.heads.get(HeadKey(length))
             logit = NO_NUMBER
             if head is not None:
                 logit = quality_head(states, torch.tensor([row]), *head.weights).item()
             values[row] = logit, request.confidence, request.confidence, request.confidence
             versions.append(0 if head is None else head.version)
-        teaching = [row for row, request_id in enumerate(due) if self._requests[request_id].teaches]
-        if teaching:
-            self._ring.put([due[row] for row in teaching], states[teaching])
-        return RunnerReport(confidence, due, values, versions)
+        self._ring.put([StateKey(*key) for key in due], states)
+        ids, lengths = zip(*due, strict=True)
+        return RunnerReport(confidence, ids, values, versions, lengths)
 
 
 def made_up_logprobs(tokens: Sequence[Sequence[int]], width: int, vocab_size: int) -> LogprobsLists:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 import torch
 
 from vllm_rollout.adapter.call_table import Features
+from vllm_rollout.tracker.feature_ring import FeatureRing, StateKey
 
 
 def features_of(states: torch.Tensor) -> Features:
@@ -17,3 +20,18 @@ def states_of(features: Features, num_states: int) -> torch.Tensor:
     """[num_states, hidden_size]."""
     dtype = getattr(torch, features.dtype)
     return torch.frombuffer(bytearray(features.data), dtype=dtype).reshape(num_states, -1)
+
+
+def let_go(ring: FeatureRing, scored_at: Mapping[str, Iterable[int]]) -> dict[str, dict[int, Features]]:
+    """Take out what is still there of candidates that leave, given where each is scored: by request and length."""
+    keys = [StateKey(request_id, length) for request_id, lengths in scored_at.items() for length in lengths]
+    features: dict[str, dict[int, Features]] = {request_id: {} for request_id in scored_at}
+    for (request_id, length, _), state in ring.hand_over(keys).items():
+        features[request_id][length] = features_of(state)
+    return features
+
+
+def take_up(ring: FeatureRing, request_id: str, features: Mapping[int, Features]) -> None:
+    """Keep what came with a candidate, by length."""
+    for length, its in features.items():
+        ring.put([StateKey(request_id, length)], states_of(its, 1))

@@ -11,6 +11,8 @@ from typing import Any
 from vllm_rollout.adapter.call_table import Features, Refusal
 from vllm_rollout.adapter.worker.features import features_of, states_of
 from vllm_rollout.group.report import HeadInfo
+from vllm_rollout.group.types import HeadKey
+from vllm_rollout.tracker.feature_ring import StateKey
 from vllm_rollout.tracker.quality_head import HeadMismatch
 from vllm_rollout.tracker.quality_heads import QualityHeads
 
@@ -21,28 +23,28 @@ class HeadCalls:
     quality_heads: QualityHeads | None
 
     def rollout_learn(
-        self, detection_length: int, request_ids: list[str], positives: list[bool], weights: list[float]
+        self, key: HeadKey, states: list[StateKey], positives: list[bool], weights: list[float]
     ) -> list[int] | None:
-        """Plan training on the features kept for these requests; returns positions of those that were still there."""
+        """Plan training on the features that have these keys; returns positions of those that were still there."""
         if (heads := self.quality_heads) is None:
             return None
-        features, found = heads.take_features(request_ids)
-        heads.learn(detection_length, features, [positives[i] for i in found], [weights[i] for i in found])
+        features, found = heads.take_features([StateKey(*state) for state in states])
+        heads.learn(key, features, [positives[i] for i in found], [weights[i] for i in found])
         return found
 
-    def rollout_take_features(self, request_ids: list[str]) -> tuple[Features, list[int]] | None:
-        """Features for another rank to learn from, and their positions in `request_ids`."""
+    def rollout_take_features(self, keys: list[StateKey]) -> tuple[Features, list[int]] | None:
+        """Features for another rank to learn from, and their positions in `keys`."""
         if (heads := self.quality_heads) is None:
             return None
-        features, found = heads.take_features(request_ids)
+        features, found = heads.take_features([StateKey(*key) for key in keys])
         return features_of(features), found
 
     def rollout_learn_features(
-        self, detection_length: int, features: Features, positives: list[bool], weights: list[float]
+        self, key: HeadKey, features: Features, positives: list[bool], weights: list[float]
     ) -> None:
         """Plan training on another rank's features."""
         if (heads := self.quality_heads) is not None and positives:
-            heads.learn(detection_length, states_of(features, len(positives)), positives, weights)
+            heads.learn(key, states_of(features, len(positives)), positives, weights)
 
     def rollout_train(self, budget_s: float) -> int | None:
         """Train for `budget_s` seconds at most, or one step; returns how many planned steps are left."""
@@ -51,31 +53,35 @@ class HeadCalls:
     def rollout_heads(self) -> list[HeadInfo] | None:
         return None if self.quality_heads is None else self.quality_heads.infos()
 
-    def rollout_head_losses(self, detection_length: int) -> list[float] | None:
-        return None if self.quality_heads is None else self.quality_heads.losses(detection_length)
+    def rollout_head_losses(self, key: HeadKey) -> list[float] | None:
+        return None if self.quality_heads is None else self.quality_heads.losses(key)
 
-    def rollout_put_head(self, data: bytes, known: list[int], spare: int | None) -> HeadInfo | Refusal | None:
-        return None if self.quality_heads is None else _answer(self.quality_heads.put, data, known, spare)
+    def rollout_put_head(
+        self, data: bytes, known: list[int], spare: int | None, adapter: str
+    ) -> HeadInfo | Refusal | None:
+        return None if self.quality_heads is None else _answer(self.quality_heads.put, data, known, spare, adapter)
 
-    def rollout_forget_heads(self, detection_lengths: list[int]) -> None:
+    def rollout_forget_heads(self, keys: list[HeadKey]) -> None:
         if (heads := self.quality_heads) is not None:
-            for detection_length in detection_lengths:
-                heads.forget(detection_length)
+            for key in keys:
+                heads.forget(key)
 
-    def rollout_open_head(self, reader: str, detection_length: int) -> int | None:
+    def rollout_open_head(self, reader: str, key: HeadKey) -> int | None:
         """Begin to read a trained head; returns how many bytes there are, None without one."""
-        return None if self.quality_heads is None else self.quality_heads.open(reader, detection_length)
+        return None if self.quality_heads is None else self.quality_heads.open(reader, key)
 
-    def rollout_copy_head_state(self, reader: str, detection_length: int) -> int | None:
+    def rollout_copy_head_state(self, reader: str, key: HeadKey) -> int | None:
         """Begin to read a head with its optimizer; returns how many bytes there are, 0: call again."""
-        return None if self.quality_heads is None else self.quality_heads.copy_state(reader, detection_length)
+        return None if self.quality_heads is None else self.quality_heads.copy_state(reader, key)
 
     def rollout_read(self, reader: str, start: int, end: int) -> bytes | None:
         """A part of what is open."""
         return None if self.quality_heads is None else self.quality_heads.read(reader, start, end)
 
-    def rollout_restore_heads(self, states: list[bytes], known: list[int]) -> list[int] | Refusal | None:
-        """Answers the heads' detection lengths."""
+    def rollout_restore_heads(
+        self, states: list[tuple[str, bytes]], known: list[HeadKey]
+    ) -> list[HeadKey] | Refusal | None:
+        """States by adapter. Answers what the heads are for."""
         return None if self.quality_heads is None else _answer(self.quality_heads.restore, states, known)
 
 

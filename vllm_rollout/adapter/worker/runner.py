@@ -14,9 +14,10 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from vllm_rollout.adapter.parcel import MovedCandidate, WorkerState
-from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, CandidateTag, RunnerReport
-from vllm_rollout.adapter.worker.features import features_of, states_of
-from vllm_rollout.tracker.feature_ring import FeatureRing
+from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, CandidateTag, LastLogits, RunnerReport
+from vllm_rollout.adapter.worker.features import let_go, take_up
+from vllm_rollout.group.types import BASE_MODEL
+from vllm_rollout.tracker.feature_ring import FeatureRing, StateKey
 from vllm_rollout.tracker.tracker import CandidateTracker, StepValues
 from vllm_rollout.tracker.warm_up import warm_up
 
@@ -74,20 +75,23 @@ def _attach(output: ModelRunnerOutput, step: StepValues, ring: FeatureRing) -> N
     moments[:, step.rows] = step.moments.numpy().T
     report, due = RunnerReport(moments), step.due
     if due is not None:
-        report = RunnerReport(moments, due.request_ids, due.values.numpy(), due.head_versions)
-        if due.features is not None:
-            ring.put(due.teaching_ids, due.features)
+        report = RunnerReport(moments, due.request_ids, due.values.numpy(), due.head_versions, due.lengths)
+        ring.put([StateKey(*key) for key in zip(due.request_ids, due.lengths, strict=True)], due.features)
+    if (last := step.last) is not None:
+        report = report._replace(last=LastLogits.of(step.num_rows, last.rows, last.logits.numpy(), last.head_versions))
+    if (ended := step.ended) is not None:
+        ring.put(ended.keys, ended.states)
     setattr(output, REPORT_ATTRIBUTE, report)
 
 
 class RunnerMixin:
     """What both generations share. Overrides: execute_model, sample_tokens, _dummy_sampler_run."""
 
-    def start_tracking(self, ring: FeatureRing | None) -> None:
+    def start_tracking(self, ring: FeatureRing | None, num_in_flight: int) -> None:
         """Make the tracker. Without a ring (nobody reads this rank's outputs, or its rows are not whole requests)
         nothing is observed."""
         self.feature_ring = ring
-        self.candidate_tracker = CandidateTracker(self.device)
+        self.candidate_tracker = CandidateTracker(self.device, num_in_flight=num_in_flight)
 
     @torch.inference_mode()
     def let_go(self, request_ids: list[str]) -> dict[str, WorkerState] | None:
@@ -96,12 +100,10 @@ class RunnerMixin:
         if ring is None:
             return None
         tracked = self.candidate_tracker.copy(request_ids)
-        features = ring.hand_over(request_ids)
+        features = let_go(ring, {request_id: its.scored_at for request_id, its in tracked.items()})
         return {
             request_id: WorkerState(
-                self._generator_state(request_id),
-                tracked.get(request_id),
-                features_of(features[request_id]) if request_id in features else None,
+                self._generator_state(request_id), tracked.get(request_id), features.get(request_id, {})
             )
             for request_id in request_ids
         }
@@ -113,8 +115,8 @@ class RunnerMixin:
             request_id, state = candidate.request.request_id, candidate.state
             if self.feature_ring is not None and state.tracked is not None:
                 self.candidate_tracker.restore(request_id, state.tracked)
-            if self.feature_ring is not None and state.features is not None:
-                self.feature_ring.put([request_id], states_of(state.features, 1))
+            if self.feature_ring is not None:
+                take_up(self.feature_ring, request_id, state.features)
             self._know(candidate)
 
     @property
@@ -167,9 +169,15 @@ def _start_observing(tracker: CandidateTracker, request: NewRequestData) -> None
     if params is None or (tag := CandidateTag.of(params.extra_args)) is None:
         return
     if (scoring := tag.scoring) is not None:
-        length = scoring.plan.detection_length
+        plan = scoring.plan
         tracker.add(
-            request.req_id, _num_prompt_tokens(request), length, teaches=scoring.teaches, num_before=tag.num_resumed
+            request.req_id,
+            _num_prompt_tokens(request),
+            plan.detection_length,
+            num_before=tag.num_resumed,
+            trial_lengths=plan.trial_lengths,
+            final=plan.final_score,
+            adapter=BASE_MODEL if request.lora_request is None else request.lora_request.lora_name,
         )
     elif tag.observed:
         tracker.add(request.req_id, _num_prompt_tokens(request))
@@ -288,8 +296,8 @@ def observe_sampler(sampler: Any, tracker: CandidateTracker) -> None:
     sampler.candidate_tracker = tracker
 
 
-def observe_runner(runner: Any, ring: FeatureRing | None, *, v2: bool, cpu: bool) -> None:
-    """Give a model runner our mixin.
+def observe_runner(runner: Any, ring: FeatureRing | None, *, v2: bool, cpu: bool, num_in_flight: int = 1) -> None:
+    """Give a model runner our mixin. `num_in_flight`: as of `CandidateTracker`.
 
     vLLM's workers construct the runner inline (only the GPU worker has a factory method, which names the class itself),
     so the class of the instance is the only seam both have.
@@ -297,4 +305,4 @@ def observe_runner(runner: Any, ring: FeatureRing | None, *, v2: bool, cpu: bool
     mixin: type = RunnerV2Mixin if v2 else CPURunnerV1Mixin if cpu else RunnerV1Mixin
     cls = type(runner)
     runner.__class__ = type(f"Rollout{cls.__name__}", (mixin, cls), {})
-    runner.start_tracking(ring)
+    runner.start_tracking(ring, num_in_flight)

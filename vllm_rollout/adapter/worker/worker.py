@@ -43,12 +43,18 @@ class RolloutWorker(HeadCalls, MovingCalls, KVCalls, PlatformWorker):
             ring = FeatureRing(hidden_size, dtype, RolloutOptions.of(self.vllm_config).feature_ring_bytes)
         refusal = observing_refusal(self.vllm_config)
         seen_by = ring if refusal is None else None
-        observe_runner(self.model_runner, seen_by, v2=self.use_v2_model_runner, cpu=current_platform.is_cpu())
-        logger.info_once(
-            "vllm_rollout worker: model runner %s, %s",
-            "V2" if self.use_v2_model_runner else "V1",
-            ", ".join(_described(operator, self.device.type) for operator in STEP_OPERATORS),
+        config = self.vllm_config
+        num_in_flight = (
+            int(config.scheduler_config.async_scheduling) + config.parallel_config.pipeline_parallel_size - 1
         )
+        observe_runner(
+            self.model_runner,
+            seen_by,
+            v2=self.use_v2_model_runner,
+            cpu=current_platform.is_cpu(),
+            num_in_flight=num_in_flight,
+        )
+        say_what_serves("V2" if self.use_v2_model_runner else "V1", self.device.type)
         if refusal is not None:
             logger.warning_once("vllm_rollout worker: candidates are not observed, because %s", refusal)
         if ring is None:
@@ -70,6 +76,13 @@ class RolloutWorker(HeadCalls, MovingCalls, KVCalls, PlatformWorker):
         )
 
 
-def _described(operator: str, device_type: str) -> str:
-    implementation = active_implementation(device_type, operator)
-    return f"{operator}: {implementation.name}" + (f" ({implementation.reason})" if implementation.reason else "")
+def say_what_serves(runner: str, device_type: str) -> None:
+    """One line about the model runner and each operator; a warning where a faster operator than the active one is."""
+    operators = {name: active_implementation(device_type, name) for name in STEP_OPERATORS}
+    described = [
+        f"{name}: {active.name}" + (f" ({active.reason})" if active.reason else "")
+        for name, active in operators.items()
+    ]
+    fastest = all(active.reason is None for active in operators.values())
+    say = logger.info_once if fastest else logger.warning_once
+    say("vllm_rollout worker: model runner %s, %s", runner, ", ".join(described))

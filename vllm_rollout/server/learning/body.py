@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, get_args
 
-from pydantic import BaseModel, Field, StrictFloat, StrictInt, StrictStr
+from pydantic import BaseModel, Field, StrictFloat, StrictInt, StrictStr, model_validator
 
 from vllm_rollout.config import REWARD_THRESHOLD
-from vllm_rollout.group.ledger import RewardStatus
+from vllm_rollout.group.ledger import NamedReward, Reward, RewardStatus, request_name
+from vllm_rollout.group.types import BASE_MODEL
 from vllm_rollout.server.body import MAX_INT, Body
 from vllm_rollout.server.engine import HeadInfo
 
@@ -22,6 +23,9 @@ ADMIN_HEADER = "x-rollout-admin-key"
 
 Filter = Literal["zero_variance"]
 """DAPO's dynamic sampling: a group whose rewards are all the same teaches nothing."""
+
+MAX_NAME_CHARS = 512
+"""Of a request's id, which may be made of one that the client chose."""
 
 PromptId = Annotated[StrictStr, Field(min_length=1, max_length=256)]
 
@@ -52,6 +56,41 @@ class RewardsRequest(Body):
     )
 
 
+class NamedRewardEntry(Body):
+    """The reward of one candidate, by what its answer showed: exactly one of the two ids."""
+
+    request_id: Annotated[StrictStr, Field(min_length=1, max_length=MAX_NAME_CHARS)] | None = Field(
+        default=None, description="The `id` of an OpenAI answer; the index is that of the choice in it."
+    )
+    group_id: Annotated[StrictStr, Field(min_length=1, max_length=MAX_NAME_CHARS)] | None = Field(
+        default=None, description="The `group_id` of a rollout's answer; the index is that of the trajectory in it."
+    )
+    index: Annotated[StrictInt, Field(ge=0, le=MAX_INT)] = Field(default=0, description="From 0.")
+    reward: StrictFloat = Field(description="A finite number.")
+
+    @model_validator(mode="after")
+    def _has_one_id(self) -> NamedRewardEntry:
+        if (self.request_id is None) == (self.group_id is None):
+            raise ValueError("needs either request_id (of an OpenAI answer) or group_id (of a rollout's answer)")
+        return self
+
+    def named(self, threshold: float, namespace: str) -> NamedReward:
+        """`namespace`: of the client, whose requests nobody else names."""
+        reward = Reward("", self.index, self.reward, positive=self.reward > threshold)
+        if self.group_id is not None:
+            return NamedReward("group", self.group_id, reward)
+        return NamedReward("request", request_name(namespace, self.request_id), reward)
+
+
+class NamedRewardsRequest(Body):
+    """What candidates of any requests and groups were worth."""
+
+    rewards: Annotated[list[NamedRewardEntry], Field(min_length=1, max_length=MAX_REWARDS, fail_fast=True)] = Field(
+        description=f"From 1 to {MAX_REWARDS} rewards. Pruned candidates need none."
+    )
+    threshold: StrictFloat = Field(default=REWARD_THRESHOLD, description="As in a rollout's rewards.")
+
+
 EXPLANATIONS: dict[RewardStatus, str | None] = {
     "accepted": None,
     "duplicate": "the same reward was posted before; nothing changes",
@@ -60,6 +99,10 @@ EXPLANATIONS: dict[RewardStatus, str | None] = {
     "unfinished": "it is still running, or was stopped (pruned, surplus, failed): no reward is expected",
     "unscored": "it ended before detection_length: there is nothing to learn from",
 }
+UNKNOWN_NAME = (
+    "no candidate is known by that name: its request had no rollout_detection_length, was another client's (another "
+    "API key), or was forgotten; take id and index from the answer, and post rewards before the next restart"
+)
 assert EXPLANATIONS.keys() == set(get_args(RewardStatus))
 
 
@@ -93,6 +136,38 @@ class RewardsAnswer(BaseModel):
     """Prompt ids whose groups left the round by these rewards."""
 
 
+class NamedRewardResult(BaseModel):
+    request_id: str | None = None
+    group_id: str | None = None
+    index: int
+    status: RewardStatus
+    message: str | None = None
+    """Why the reward was not accepted."""
+
+    @classmethod
+    def of(cls, entry: NamedRewardEntry, status: RewardStatus) -> NamedRewardResult:
+        return cls(
+            request_id=entry.request_id,
+            group_id=entry.group_id,
+            index=entry.index,
+            status=status,
+            message=UNKNOWN_NAME if status == "unknown" else EXPLANATIONS[status],
+        )
+
+
+class NamedRewardsAnswer(BaseModel):
+    object: Literal["rewards"] = "rewards"
+    results: list[NamedRewardResult]
+    """One per posted reward, in their order."""
+    counts: RewardCounts
+    threshold: float
+    num_training: int
+    head_versions: dict[int, int]
+    """By detection length of the groups that are known: the head's version before that training."""
+    adapter_head_versions: dict[str, dict[int, int]] = {}
+    """The same of LoRA adapters, by name; `head_versions` are the base model's."""
+
+
 class HeadAnswer(BaseModel):
     """What a quality head is for; also in the header of the GET."""
 
@@ -102,6 +177,8 @@ class HeadAnswer(BaseModel):
     version: int
     num_steps: int
     num_labels: int
+    adapter: str = BASE_MODEL
+    """Of LoRA, by name; empty: the base model."""
 
     @classmethod
     def of(cls, head: HeadInfo) -> HeadAnswer:

@@ -2,19 +2,39 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from http import HTTPStatus
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Request, Response
 from pydantic import TypeAdapter
 
-from vllm_rollout.config import MAX_BODY_BYTES, MAX_DETECTION_LENGTH, MAX_STATE_BYTES, REWARD_THRESHOLD
+from vllm_rollout.config import (
+    HISTORY_KEY_CHARS,
+    MAX_BODY_BYTES,
+    MAX_DETECTION_LENGTH,
+    MAX_STATE_BYTES,
+    REWARD_THRESHOLD,
+)
+from vllm_rollout.group.known_prompts import PromptOrder
+from vllm_rollout.group.length_trial import DEFAULT_KEEP_RATIO, LengthTrialReport
+from vllm_rollout.group.types import WHOLE
 from vllm_rollout.server.admin import require_admin
 from vllm_rollout.server.answers import ErrorAnswer
 from vllm_rollout.server.boundary import RolloutRoute, StateRoute
+from vllm_rollout.server.clients import client_namespace
 from vllm_rollout.server.engine import LearningReport
 from vllm_rollout.server.errors import ERRORS
-from vllm_rollout.server.learning.body import HEAD_HEADER, HeadAnswer, RewardsAnswer, RewardsRequest
+from vllm_rollout.server.learning.body import (
+    HEAD_HEADER,
+    HeadAnswer,
+    NamedRewardsAnswer,
+    NamedRewardsRequest,
+    RewardsAnswer,
+    RewardsRequest,
+)
+from vllm_rollout.server.learning.prompts import DEFAULT_PAGE, MAX_PAGE, PromptsAnswer
 from vllm_rollout.server.learning.service import LearningService
 from vllm_rollout.server.serialised import PartsResponse, filled, in_slices
 
@@ -22,13 +42,23 @@ BYTES = "application/octet-stream"
 
 BYTES_SCHEMA: dict[str, Any] = {BYTES: {"schema": {"type": "string", "format": "binary"}}}
 _REPORT = TypeAdapter(LearningReport)
+_LENGTH_TRIAL = TypeAdapter(LengthTrialReport)
 CONFLICTS = {**ERRORS, int(HTTPStatus.CONFLICT): {"model": ErrorAnswer}}
 ADMIN_ERRORS = {**CONFLICTS, int(HTTPStatus.UNAUTHORIZED): {"model": ErrorAnswer}}
 """Of what needs --rollout-admin-key where the server was given one."""
 
 DetectionLength = Annotated[
     int | None,
-    Query(ge=1, le=MAX_DETECTION_LENGTH, description="Of which head. Default: the only one there is."),
+    Query(
+        ge=WHOLE,
+        le=MAX_DETECTION_LENGTH,
+        description=f"Of which head. Default: the only one there is, beside {WHOLE}, the one of whole trajectories.",
+    ),
+]
+
+ServedName = Annotated[
+    str | None,
+    Query(min_length=1, description="Of the base model or a LoRA adapter. Default: the base model."),
 ]
 
 router = APIRouter(route_class=RolloutRoute, tags=["learning"])
@@ -53,7 +83,22 @@ repeat: a (prompt_id, index) learns from its first reward; the same one again is
     responses=CONFLICTS,
 )
 async def post_rewards(rollout_id: str, body: RewardsRequest, request: Request) -> Response:
-    answer = await request.app.state.run_service.post_rewards(rollout_id, body)
+    answer = await request.app.state.run_service.rewards.post(rollout_id, body)
+    return PartsResponse(filled(answer.model_copy(update={"results": []}), "results", await in_slices(answer.results)))
+
+
+@router.post(
+    "/v1/rewards",
+    summary="What candidates of any groups were worth",
+    description="""For groups behind the OpenAI endpoints and requests that joined a group, by the `id` of their answer
+and the index of the choice (`request_id`, `index`), and for groups of rollouts by `group_id` and index; many of them in
+one request. They learn if they were asked for with `rollout_detection_length` (or `pruning`). Statuses as above; a name
+that no candidate is known by is `unknown`. Clients with different API keys do not name each other's requests.""",
+    response_model=NamedRewardsAnswer,
+    responses=ERRORS,
+)
+async def post_named_rewards(body: NamedRewardsRequest, request: Request) -> Response:
+    answer = await request.app.state.run_service.rewards.post_named(body, client_namespace())
     return PartsResponse(filled(answer.model_copy(update={"results": []}), "results", await in_slices(answer.results)))
 
 
@@ -72,10 +117,13 @@ async def post_rewards(rollout_id: str, body: RewardsRequest, request: Request) 
         },
     },
 )
-async def get_quality_head(request: Request, detection_length: DetectionLength = None) -> Response:
+async def get_quality_head(
+    request: Request, detection_length: DetectionLength = None, model: ServedName = None
+) -> Response:
     """404 while none is trained; 409 when there are several and the query does not say which."""
-    head, weights = await _learning(request).quality_head(detection_length)
-    return Response(weights, media_type=BYTES, headers={HEAD_HEADER: HeadAnswer.of(head).model_dump_json()})
+    head, weights = await _learning(request).quality_head(detection_length, model)
+    described = json.dumps(HeadAnswer.of(head).model_dump())  # in ASCII, whatever an adapter is called
+    return Response(weights, media_type=BYTES, headers={HEAD_HEADER: described})
 
 
 @router.put(
@@ -88,8 +136,8 @@ async def get_quality_head(request: Request, detection_length: DetectionLength =
     dependencies=[Depends(require_admin)],
     openapi_extra={"requestBody": {"required": True, "content": BYTES_SCHEMA}},
 )
-async def put_quality_head(request: Request) -> HeadAnswer:
-    return HeadAnswer.of(await _learning(request).set_quality_head(await request.body()))
+async def put_quality_head(request: Request, model: ServedName = None) -> HeadAnswer:
+    return HeadAnswer.of(await _learning(request).set_quality_head(await request.body(), model))
 
 
 @router.get(
@@ -98,12 +146,54 @@ async def put_quality_head(request: Request) -> HeadAnswer:
     response_model=LearningReport,
     responses=CONFLICTS,
 )
-async def get_report(request: Request, detection_length: DetectionLength = None) -> Response:
+async def get_report(request: Request, detection_length: DetectionLength = None, model: ServedName = None) -> Response:
     """AUC, Brier score, reliability bins and label counts by signal, the loss of each version of the head, and what
     pruning did (`active`) or would have done (`shadow`) to rewarded candidates.
     """
-    report = await _learning(request).report(detection_length)
+    report = await _learning(request).report(detection_length, model)
     return Response(_REPORT.dump_json(report), media_type="application/json")
+
+
+@router.get(
+    "/v1/quality_head/detection_lengths",
+    summary="Which detection length is best",
+    description="""What rollouts that named several lengths (`"detection_length": [16, 48, 128]`) say of them: at each
+AUC with its standard error, the share of all tokens that has to be generated before anybody can be stopped
+(`cost_ratio`), the share that is saved when `1 - keep_ratio` of those that get there are stopped (`saving_ratio`), and
+what that is worth, `saving_ratio * (2 AUC - 1)`. `recommended` is the shortest length within a standard error of the
+best, null with a `reason` while too little is known; `"detection_length": "auto"` uses it.""",
+    response_model=LengthTrialReport,
+    responses=ERRORS,
+)
+async def get_detection_lengths(
+    request: Request,
+    keep_ratio: Annotated[float, Query(gt=0, le=1, description="Of the pruning that is considered.")] = (
+        DEFAULT_KEEP_RATIO
+    ),
+    model: ServedName = None,
+) -> Response:
+    report = await _learning(request).length_trial(keep_ratio, model)
+    return Response(_LENGTH_TRIAL.dump_json(report), media_type="application/json")
+
+
+@router.get(
+    "/v1/rollouts/prompts",
+    summary="What is known of each prompt",
+    description="""Lengths over its groups, success over its rewarded candidates, and how long ago it was seen: for a
+trainer that leaves out what is solved or hopeless. `sort` is `last_seen` (the last one first) or `success` (the least
+successful first, without rewards last). The next page: `after` is the `key` of the last prompt of this one.""",
+    response_model=PromptsAnswer,
+    responses={**ERRORS, int(HTTPStatus.NOT_FOUND): {"model": ErrorAnswer}},
+)
+async def get_prompts(
+    request: Request,
+    limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = DEFAULT_PAGE,
+    after: Annotated[str | None, Query(min_length=1, max_length=HISTORY_KEY_CHARS)] = None,
+    sort: PromptOrder = "last_seen",
+    model: ServedName = None,
+) -> Response:
+    answer = await _learning(request).prompts(limit, after, sort, model)
+    return Response(await asyncio.to_thread(answer.model_dump_json), media_type="application/json")
 
 
 @router.get(

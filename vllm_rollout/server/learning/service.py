@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable
 from http import HTTPStatus
 
 from vllm_rollout.config import MAX_REMEMBERED_CANDIDATES, REPORT_INTERVAL_S
+from vllm_rollout.group.known_prompts import PromptOrder
 from vllm_rollout.group.ledger import Reward
-from vllm_rollout.server.engine import Engine, HeadInfo, LearningReport, RequestError
+from vllm_rollout.group.length_trial import LengthTrialReport, length_trial_report
+from vllm_rollout.group.types import BASE_MODEL, HeadKey
+from vllm_rollout.server.engine import Engine, HeadInfo, LearningReport, RequestError, RewardsReceipt
 from vllm_rollout.server.learning.body import (
     EXPLANATIONS,
+    NamedRewardResult,
+    NamedRewardsAnswer,
+    NamedRewardsRequest,
     RewardCounts,
     RewardResult,
     RewardsAnswer,
     RewardsRequest,
 )
+from vllm_rollout.server.learning.prompts import PromptsAnswer, prompts_page
 from vllm_rollout.server.metrics import Metrics
 from vllm_rollout.server.recorder import TraceRecorder
 from vllm_rollout.server.slices import Slices
@@ -31,8 +39,8 @@ class LearningService:
         self._recorder = recorder
         self._metrics = metrics
         self._clock = clock
-        self._reported: dict[int, float] = {}
-        """Detection length -> when its gauges were last set."""
+        self._reported: dict[HeadKey, float] = {}
+        """When the gauges of each were last set."""
 
     async def post_rewards(self, rollout_id: str, request: RewardsRequest) -> RewardsAnswer:
         """Raises: RequestError, 404 when the rollout is not known."""
@@ -55,7 +63,8 @@ class LearningService:
         if self._recorder is not None:
             posted = zip(rewards, receipt.statuses, strict=True)
             self._recorder.rewards_posted(rollout_id, [reward for reward, status in posted if status == "accepted"])
-        await self._refresh_gauges(receipt.detection_length)
+        for head in receipt.head_versions:
+            await self._refresh_gauges(head)
         results = []
         for (prompt_id, index, *_), status in zip(rewards, receipt.statuses, strict=True):
             results.append(RewardResult(prompt_id=prompt_id, index=index, status=status, message=EXPLANATIONS[status]))
@@ -66,29 +75,66 @@ class LearningService:
             counts=RewardCounts(**Counter(receipt.statuses)),
             threshold=request.threshold,
             num_training=receipt.num_training,
-            head_version=receipt.head_version,
+            head_version=next(iter(receipt.head_versions.values())),
         )
 
-    async def report(self, detection_length: int | None) -> LearningReport:
+    async def post_named_rewards(self, request: NamedRewardsRequest, namespace: str) -> NamedRewardsAnswer:
+        """Rewards of candidates that any answers have shown; a client names its own requests only."""
+        rewards, slices = [], Slices()
+        for entry in request.rewards:
+            rewards.append(entry.named(request.threshold, namespace))
+            await slices.turn()
+        receipt = await self._engine.post_named_rewards(rewards)
+        self._metrics.rewards_posted(receipt.statuses, [named.reward for named in rewards])
+        for head in receipt.head_versions:
+            await self._refresh_gauges(head)
+        results = []
+        for entry, status in zip(request.rewards, receipt.statuses, strict=True):
+            results.append(NamedRewardResult.of(entry, status))
+            await slices.turn()
+        return NamedRewardsAnswer(
+            results=results,
+            counts=RewardCounts(**Counter(receipt.statuses)),
+            threshold=request.threshold,
+            num_training=receipt.num_training,
+            head_versions=_versions(receipt, BASE_MODEL),
+            adapter_head_versions={
+                adapter: _versions(receipt, adapter)
+                for adapter in sorted({head.adapter for head in receipt.head_versions} - {BASE_MODEL})
+            },
+        )
+
+    async def prompts(self, limit: int, after: str | None, order: PromptOrder, model: str | None) -> PromptsAnswer:
+        """A page of what is known of each prompt. Raises: RequestError, 404 for an `after` that is not known."""
+        return await prompts_page(self._engine, limit, after, order, self._engine.adapter_name(model))
+
+    async def length_trial(self, keep_ratio: float, model: str | None) -> LengthTrialReport:
+        """What candidates that were scored at several lengths say of these."""
+        tried = await self._engine.tried_lengths(self._engine.adapter_name(model))
+        return await asyncio.to_thread(length_trial_report, tried, keep_ratio)
+
+    async def report(self, detection_length: int | None, model: str | None) -> LearningReport:
         """Raises: RequestError, 404 while nothing has been learned, 409 when the detection length must be named."""
-        report = await self._engine.learning_report(detection_length)
+        report = await self._engine.learning_report(detection_length, self._engine.adapter_name(model))
         self._metrics.learning_reported(report)
         return report
 
-    async def report_if_any(self, detection_length: int) -> LearningReport | None:
+    async def report_if_any(self, head: HeadKey) -> LearningReport | None:
         """The report for what can do without it: None when there is none, or no engine any more."""
         try:
-            return await self._engine.learning_report(detection_length)
+            return await self._engine.learning_report(*head)
         except RequestError:
             return None
 
-    async def quality_head(self, detection_length: int | None) -> tuple[HeadInfo, bytes]:
+    async def quality_head(self, detection_length: int | None, model: str | None) -> tuple[HeadInfo, bytes]:
         """Raises: RequestError, 404 without a head, 409 when the detection length must be named."""
-        return await self._engine.quality_head(detection_length)
+        return await self._engine.quality_head(detection_length, self._engine.adapter_name(model))
 
-    async def set_quality_head(self, weights: bytes) -> HeadInfo:
+    async def set_quality_head(self, weights: bytes, model: str | None) -> HeadInfo:
         """Raises: RequestError, 422 for what is no head, 409 for one of another model or size."""
-        return await self._engine.set_quality_head(_not_empty(weights, "the safetensors of GET /v1/quality_head"))
+        adapter = self._engine.adapter_name(model)
+        weights = _not_empty(weights, "the safetensors of GET /v1/quality_head")
+        return await self._engine.set_quality_head(weights, adapter)
 
     async def state(self) -> bytes:
         return await self._engine.learning_state()
@@ -97,15 +143,22 @@ class LearningService:
         """Raises: RequestError, 422 for what is no state, 409 for one of another model."""
         await self._engine.set_learning_state(_not_empty(state, "the bytes of GET /v1/rollouts/state"))
 
-    async def _refresh_gauges(self, detection_length: int) -> None:
+    async def _refresh_gauges(self, head: HeadKey) -> None:
         now = self._clock()
-        last = self._reported.get(detection_length)
-        if last is not None and now - last < REPORT_INTERVAL_S:
+        last = self._reported.get(head)
+        if not self._metrics.know(head.adapter) or (last is not None and now - last < REPORT_INTERVAL_S):
             return
-        self._reported[detection_length] = now
-        report = await self.report_if_any(detection_length)
+        self._reported[head] = now
+        report = await self.report_if_any(head)
         if report is not None:
             self._metrics.learning_reported(report)
+
+
+def _versions(receipt: RewardsReceipt, adapter: str) -> dict[int, int]:
+    """By detection length."""
+    return {
+        head.detection_length: version for head, version in receipt.head_versions.items() if head.adapter == adapter
+    }
 
 
 def _not_empty(body: bytes, wanted: str) -> bytes:

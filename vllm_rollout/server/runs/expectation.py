@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vllm_rollout.group.forecast import ExpectedRound, expected_round
-from vllm_rollout.group.history import LengthMoments
+from vllm_rollout.group.moments import LengthMoments
 from vllm_rollout.server.runs.body import RunRequest
 
 PROMPT_TOKENS = 256

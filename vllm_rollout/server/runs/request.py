@@ -18,7 +18,7 @@ from vllm_rollout.server.runs.store import StoredRun
 
 def rollout_request(fields: Mapping[str, Any], group_size: int, num_candidates: int) -> RolloutRequest:
     return RolloutRequest.model_validate(
-        {"redundancy": num_candidates - group_size, **fields, "group_size": group_size}
+        {"redundancy": num_candidates - group_size, "audit_ratio": 0.0, **fields, "group_size": group_size}
     )
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
@@ -24,13 +23,6 @@ from vllm_rollout.server.answers import (
     RoundEvent,
 )
 from vllm_rollout.server.engine import Engine, RequestError
-from vllm_rollout.server.learning.body import (
-    EXPLANATIONS,
-    RewardCounts,
-    RewardResult,
-    RewardsAnswer,
-    RewardsRequest,
-)
 from vllm_rollout.server.metrics import Metrics
 from vllm_rollout.server.runs.answers import RunAnswer
 from vllm_rollout.server.runs.body import RoundRequest, RunRequest, digest_of_prompt
@@ -50,6 +42,7 @@ from vllm_rollout.server.runs.request import (
     round_request,
     without_speculation,
 )
+from vllm_rollout.server.runs.rewards import RunRewards
 from vllm_rollout.server.runs.saved import parse_saved, with_runs
 from vllm_rollout.server.runs.store import RunStore, StoredRun
 from vllm_rollout.server.service import RolloutService
@@ -83,6 +76,7 @@ class RunService:
         """One: transactions come one after the other."""
         self._live: dict[str, LiveRound] = {}
         """By rollout id."""
+        self.rewards = RunRewards(self._live, rollouts.learning)
         self._parallelism = parallelism
         if parallelism is not None:
             parallelism.has_live_round = lambda: bool(self._live)
@@ -200,44 +194,11 @@ class RunService:
         if saved.runs is not None:
             await self._stored(self._store.replace, saved.runs)
 
-    async def post_rewards(self, rollout_id: str, request: RewardsRequest) -> RewardsAnswer:
-        """Rewards of any rollout: those of a round that filters are looked at first.
-
-        Raises: RequestError, 404 when the rollout is not known, 409 for a filter that it does not have.
-        """
-        live = self._live.get(rollout_id)
-        if live is None or not live.course.progress.filters:
-            if request.filter is not None:
-                raise RequestError(
-                    f"filter: {rollout_id!r} is no round on its way that filters, got {request.filter!r}. Say filter "
-                    "in the run or the round, and post rewards while its stream is open.",
-                    status=HTTPStatus.CONFLICT,
-                    param="filter",
-                )
-            return await self._rollouts.learning.post_rewards(rollout_id, request)
-        rewards = [(entry.prompt_id, entry.index, entry.reward) for entry in request.rewards]
-        statuses, filtered = await live.course.reward(rewards)
-        if live.rollout.scoring is not None:
-            answer = await self._rollouts.learning.post_rewards(rollout_id, request)
-            return answer.model_copy(update={"filtered": filtered})
-        return RewardsAnswer(
-            id=rollout_id,
-            results=[
-                RewardResult(prompt_id=entry.prompt_id, index=entry.index, status=status, message=EXPLANATIONS[status])
-                for entry, status in zip(request.rewards, statuses, strict=True)
-            ],
-            counts=RewardCounts(**Counter(statuses)),
-            threshold=request.threshold,
-            num_training=0,
-            head_version=0,
-            filtered=filtered,
-        )
-
     async def _take(self, stored: StoredRun, request: RoundRequest, key: str) -> LiveRound:
         """A new round: checked, then taken."""
         fresh = [_fresh(prompt, request.epoch) for prompt in request.prompts]
         reserve = [_fresh(prompt, request.epoch) for prompt in request.reserve]
-        predicted = await self._predicted(stored.run)
+        predicted = await self._predicted(stored)
         plan = partial(Run.plan, key=key, fresh=fresh, reserve=reserve, kind=request.kind, predicted=predicted)
         bodies = {prompt.id: prompt.model_dump_json() for prompt in (*request.prompts, *request.reserve)}
         opened = await self._stored(self._store.planned, stored.id, plan)
@@ -255,12 +216,14 @@ class RunService:
                 param="filter",
             )
 
-    async def _predicted(self, run: Run) -> dict[str, float]:
+    async def _predicted(self, stored: StoredRun) -> dict[str, float]:
         """Mean length of waiting prompts, as far as they are known."""
+        run = stored.run
         if run.terms.queue_order == "first_in" or not run.queue:
             return {}
         ids = list(dict.fromkeys(entry.prompt_id for entry in run.queue))
-        history = await self._engine.length_history([history_key(id, ()) for id in ids])
+        adapter = self._engine.adapter_name(RunRequest.model_validate(stored.settings).model)
+        history = await self._engine.length_history([history_key(id, ()) for id in ids], adapter)
         return {id: known.mean for id, known in zip(ids, history.prompts, strict=True) if known is not None}
 
     async def _prepare(

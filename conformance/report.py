@@ -1,0 +1,70 @@
+"""What the checks of all trainers came to, as a table. Invariant: it has exactly what the result files say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from conformance.checks import MODES
+
+FOLDER = Path(__file__).parent
+RESULTS = FOLDER / "results"
+
+
+def trainers() -> list[str]:
+    """Those that have checks."""
+    return sorted(path.parent.name for path in FOLDER.glob("*/check.py"))
+
+
+def load(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
+    """Result by trainer."""
+    return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+
+
+def merged(earlier: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of checks that ran again take the place of those of the same name; others stay."""
+    new = {row["name"]: dict(row) for row in rows}
+    kept = [new.pop(row["name"], None) or dict(row) for row in earlier]
+    return [*kept, *new.values()]
+
+
+def table(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """A row per trainer: its version, how many checks passed by mode, and the names of those that failed."""
+    lines = [f"| trainer | version | {' | '.join(MODES)} | failed |", f"| --- |{' --- |' * (len(MODES) + 2)}"]
+    for trainer, result in sorted(results.items()):
+        checks = result["checks"]
+        cells = [_passed([row for row in checks if row["mode"] == mode]) for mode in MODES]
+        failed = ", ".join(f"`{row['name']}`" for row in checks if not row["passed"]) or "none"
+        lines.append(f"| {trainer} | {result['trainer_version']} | {' | '.join(cells)} | {failed} |")
+    return "\n".join(lines)
+
+
+def details(result: Mapping[str, Any]) -> str:
+    """A row per check of one trainer."""
+    lines = ["| check | mode | passed | what was seen |", "| --- | --- | --- | --- |"]
+    for row in result["checks"]:
+        said = str(row["detail"]).replace("\n", " ").replace("|", "\\|")
+        lines.append(f"| `{row['name']}` | {row['mode']} | {'yes' if row['passed'] else 'no'} | {said} |")
+    return "\n".join(lines)
+
+
+def gains(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """A row per trainer that has measured what spare candidates gain it (`conformance.gain`)."""
+    lines = ["| trainer | generation | whole steps | seconds of generation with | without |", "| --- |" + " --- |" * 4]
+    for trainer, result in sorted(results.items()):
+        for row in result["checks"]:
+            if row["passed"] and "generation_ratio" in row:
+                step = f"{row['step_ratio']:.2f} x" if "step_ratio" in row else "—"
+                on, off = (", ".join(f"{s:.1f}" for s in row["generation_s"][which]) for which in ("with", "without"))
+                lines.append(f"| {trainer} | {row['generation_ratio']:.2f} x | {step} | {on} | {off} |")
+    return "\n".join(lines)
+
+
+def _passed(rows: Sequence[Mapping[str, Any]]) -> str:
+    if not rows:
+        return "—"
+    if rows[0]["mode"] == "stopped":
+        return str(len(rows))
+    return f"{sum(row['passed'] for row in rows)} of {len(rows)}"

@@ -1,0 +1,22 @@
+"""A worker extension with the names of SkyRL's: `--worker-extension-cls conformance.skyrl.extension.Extension`.
+
+SkyRL's own receives weights by CUDA IPC or NCCL. This one takes them out of a folder, by the same three calls, so that
+a machine without a GPU shows that the slot is free, and that calls reach it beside our worker. It runs in the worker.
+"""
+
+from __future__ import annotations
+
+
+class Extension:
+    skyrl_is_updating = False
+
+    def skyrl_start_weight_update(self, is_checkpoint_format: bool = True) -> None:
+        self.skyrl_is_updating = is_checkpoint_format
+
+    def update_weights_nccl(self, update_info: dict[str, str]) -> None:
+        if not self.skyrl_is_updating:
+            raise RuntimeError("skyrl_start_weight_update comes first")
+        self.reload_weights(weights_path=update_info["folder"])
+
+    def skyrl_finish_weight_update(self) -> None:
+        self.skyrl_is_updating = False

@@ -1,0 +1,269 @@
+"""verl 0.9 in its own server actor: `vLLMHttpServer` launched as verl launches it, with a command line that vLLM's own
+parser reads, and called through verl's own clients and load balancer. Its trainer needs a GPU."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+os.environ["VERL_USE_EXTERNAL_MODULES"] = "vllm_rollout.integrations.verl"  # before verl is imported
+
+from conformance import gain
+from conformance.checks import REAL_MODEL, Kit, check, main
+from conformance.in_process import ray_cluster, summary, watch
+
+N = 4
+PROMPTS = [[11, 12, 13, 14], [21, 22, 23, 24]]
+OURS = "+actor_rollout_ref.rollout.engine_kwargs.vllm.scheduler_cls=vllm_rollout.Scheduler"
+SPARES = f"+actor_rollout_ref.rollout.custom.rollout_redundancy={N}"
+
+
+def config_of(kit: Kit, *overrides: str, model: str | None = None, n: int = N) -> Any:
+    """verl's own configuration, for a small model on a CPU."""
+    import verl
+    from hydra import compose, initialize_config_dir
+
+    rollout = {
+        "name": "vllm", "n": n, "tensor_model_parallel_size": 1, "max_model_len": 2048, "prompt_length": 64,
+        "response_length": 1500,
+        "enforce_eager": True, "max_num_seqs": 32, "dtype": "float32", "load_format": "auto",
+        "gpu_memory_utilization": 0.5,
+    }  # fmt: skip
+    settings = [f"actor_rollout_ref.rollout.{name}={value}" for name, value in rollout.items()]
+    with initialize_config_dir(str(Path(verl.__file__).parent / "trainer" / "config"), version_base=None):
+        return compose(
+            "ppo_trainer",
+            [
+                f"actor_rollout_ref.model.path={kit.model_path(model)}",
+                "+actor_rollout_ref.rollout.enable_sleep_mode=false",
+                *settings,
+                *overrides,
+            ],
+        )
+
+
+class Server:
+    """A replica's server in an actor of Ray, and verl's clients of it."""
+
+    def __init__(self, config: Any, actor: Any, balancer: Any) -> None:
+        self.config, self.actor, self.balancer = config, actor, balancer
+
+    def client(self, name: str) -> Any:
+        from verl.workers.rollout import llm_server
+
+        return getattr(llm_server, name)(self.config, self.balancer)
+
+    async def ask(
+        self, client: Any, n: int = N, prompts: Sequence[list[int]] = PROMPTS, **sampling: Any
+    ) -> list[list[Any]]:
+        """As `AgentLoopWorker.generate_sequences` and `SingleTurnAgentLoop.run` ask: a call per sample."""
+        params = {
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "top_k": -1,
+            "repetition_penalty": 1.0,
+            "logprobs": True,
+            **sampling,
+        }
+
+        def ask_one(prompt: list[int]) -> Any:
+            return client.generate(request_id=uuid4().hex, prompt_ids=prompt, sampling_params=dict(params), priority=0)
+
+        return [
+            list(outputs)
+            for outputs in await asyncio.gather(
+                *[asyncio.gather(*[ask_one(prompt) for _ in range(n)]) for prompt in prompts]
+            )
+        ]
+
+    async def seen(self) -> list[dict[str, Any]]:
+        def take(server: Any) -> list[dict[str, Any]]:
+            rows = list(server.engine.seen)
+            server.engine.seen.clear()
+            return rows
+
+        return await self.actor.__ray_call__.remote(take)
+
+
+@asynccontextmanager
+async def server_of(kit: Kit, *overrides: str, integration: bool = True, **sizes: Any) -> AsyncGenerator[Server, None]:
+    import ray
+    from verl.workers.rollout.replica import RolloutMode, RolloutReplicaRegistry
+    from verl.workers.rollout.router import get_router_handle
+    from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+
+    from vllm_rollout.integrations.verl import load_replica, load_server
+
+    assert RolloutReplicaRegistry._registry["vllm"] is load_replica
+    config = config_of(kit, *overrides, **sizes)
+    with ray_cluster():
+        server_class = load_server() if integration else vLLMHttpServer
+        actor = ray.remote(server_class).remote(
+            config.actor_rollout_ref.rollout, config.actor_rollout_ref.model, RolloutMode.STANDALONE, [], 0, 0, 1, 1, ""
+        )
+        await actor.launch_server.remote()
+        await actor.__ray_call__.remote(lambda server: watch(server.engine))
+        yield Server(config, actor, get_router_handle({"server": actor}))
+
+
+def flat(outputs: list[list[Any]]) -> list[Any]:
+    return [output for group in outputs for output in group]
+
+
+@check("unmodified")
+def tokens_are_those_of_the_stock_scheduler(kit: Kit) -> dict[str, Any]:
+    """`rollout.engine_kwargs.vllm.scheduler_cls` and nothing else: verl forwards it, and greedy tokens are the same."""
+
+    async def greedy(*overrides: str) -> tuple[list[Any], str]:
+        async with server_of(kit, *overrides, integration=False) as server:
+            outputs = await server.ask(server.client("LLMServerClient"), temperature=0, max_tokens=48)
+            scheduler = await server.actor.__ray_call__.remote(
+                lambda server: str(server.engine.vllm_config.scheduler_config.scheduler_cls)
+            )
+            return flat(outputs), scheduler
+
+    stock, theirs = asyncio.run(greedy())
+    ours, scheduler = asyncio.run(greedy(OURS))
+    assert "vllm_rollout" not in theirs
+    assert scheduler == "vllm_rollout.Scheduler"
+    assert [output.token_ids for output in ours] == [output.token_ids for output in stock]
+    assert all(output.stop_reason == "completed" for output in ours)
+    pairs = [pair for a, b in zip(ours, stock, strict=True) for pair in zip(a.log_probs, b.log_probs, strict=True)]
+    difference = max(abs(a - b) for a, b in pairs)
+    assert difference < 1e-4
+    return {"detail": f"{len(ours)} answers, the same tokens; log probabilities differ by {difference:.1e} at most"}
+
+
+@check("on")
+def every_agent_loop_gets_a_finished_candidate(kit: Kit) -> dict[str, Any]:
+    """The integration, with as many spare candidates as samples, through both of verl's clients."""
+
+    async def measure(*overrides: str) -> dict[str, Any]:
+        found = {}
+        async with server_of(kit, *overrides) as server:
+            for name in ("LLMServerClient", "FullyAsyncLLMServerClient"):
+                client = server.client(name)
+                await server.ask(client, max_tokens=8)  # warm
+                await server.seen()
+                started = time.monotonic()
+                outputs = flat(await server.ask(client))
+                seconds = time.monotonic() - started
+                assert [output.stop_reason for output in outputs] == ["completed"] * N * len(PROMPTS)
+                assert all(len(output.token_ids) == len(output.log_probs) for output in outputs)
+                seen = await server.seen()
+                found[name] = {
+                    **summary(seen, lambda row: row["end"] in ("stop", "length")),
+                    "longest": max(len(output.token_ids) for output in outputs),
+                    "seconds": round(seconds, 2),
+                }
+            validation = flat(await server.ask(server.client("LLMServerClient"), n=1))
+            assert len(await server.seen()) == len(validation) == len(PROMPTS), "fewer samples get no spare ones"
+        return found
+
+    stock, on = asyncio.run(measure()), asyncio.run(measure(SPARES))
+    for name in on:
+        assert stock[name]["requests"] == N * len(PROMPTS)
+        assert on[name]["requests"] == 2 * N * len(PROMPTS), "and nothing was sent again"
+    one, other = on["LLMServerClient"], stock["LLMServerClient"]
+    return {
+        "detail": f"{N} of {2 * N} per prompt, all completed: the longest has {one['longest']} tokens (without spares "
+        f"{other['longest']}), {one['seconds']} s (without {other['seconds']} s)",
+        "without_spares": stock,
+        "on": on,
+    }
+
+
+@check("on")
+def gain_of_spare_candidates(kit: Kit) -> dict[str, Any]:
+    """verl's own server and ours, turn about, on a real model."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(kit.model_path(REAL_MODEL))
+    sizes = {"model": REAL_MODEL, "n": gain.GROUP_SIZE}
+    spares = f"+actor_rollout_ref.rollout.custom.rollout_redundancy={gain.REDUNDANCY}"
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+
+    async def measure() -> None:
+        async with (
+            server_of(kit, integration=False, **sizes) as stock,
+            server_of(kit, spares, **sizes) as on,
+        ):
+            for pair, is_on in gain.turns():
+                server = on if is_on else stock
+                prompt = tokenizer.encode(gain.chat(gain.QUESTIONS[pair]))
+                client = server.client("LLMServerClient")
+                started = time.monotonic()
+                (outputs,) = await server.ask(client, gain.GROUP_SIZE, [prompt], max_tokens=gain.MAX_TOKENS)
+                seconds[is_on].append(time.monotonic() - started)
+                assert [output.stop_reason for output in outputs] == ["completed"] * gain.GROUP_SIZE
+
+    asyncio.run(measure())
+    numbers = gain.gain("generation", seconds[True], seconds[False])
+    return {"detail": gain.words(numbers), **numbers}
+
+
+@check("on")
+def calls_for_a_prompt_meet_on_one_replica(kit: Kit) -> str:
+    """`rollout.router_config_path`, as verl's own factory loads it: its actor, asked as its client asks."""
+    import ray
+    from verl.workers.rollout.router import get_router_handle
+
+    path = kit.folder / "router.yaml"
+    path.write_text("router_class: vllm_rollout.integrations.verl_router.PromptBalancer\n")
+    servers = {f"replica {number}": number for number in range(4)}
+    places: dict[str, list[set[str]]] = {}
+    with ray_cluster():
+        for name, config in (("verl's", None), ("ours", str(path))):
+            balancer = get_router_handle(servers, config)
+            fields = ray.get(balancer.require_acquire_fields.remote())
+            asked = [(uuid4().hex, [prompt, 1, 2]) for prompt in range(8) for _ in range(N)]
+            got = ray.get(
+                [
+                    balancer.acquire_server.remote(id, **({"prompt_ids": prompt} if fields else {}))
+                    for id, prompt in asked
+                ]
+            )
+            places[name] = [{server for server, _ in got[start : start + N]} for start in range(0, len(got), N)]
+            ray.get([balancer.release_server.remote(s, id) for (s, _), (id, _) in zip(got, asked, strict=True)])
+    assert {len(replicas) for replicas in places["ours"]} == {1}
+    assert len(set.union(*places["ours"])) == len(servers)
+    apart = sum(len(replicas) > 1 for replicas in places["verl's"])
+    return f"8 prompts, {N} calls each, 4 replicas: with verl's balancer {apart} prompts are apart, with ours none"
+
+
+@check("on")
+def without_the_integration_losers_come_back(kit: Kit) -> dict[str, Any]:
+    """Fields alone: what verl's clients do with a surplus candidate, which they are told was aborted."""
+    fields = {"rollout_group_size": N, "rollout_num_candidates": 2 * N}
+
+    async def measure() -> dict[str, Any]:
+        async with server_of(kit, OURS, integration=False) as server:
+            plain = flat(await server.ask(server.client("LLMServerClient"), 2 * N, extra_args=fields))
+            first = await server.seen()
+            asynchronous = flat(await server.ask(server.client("FullyAsyncLLMServerClient"), 2 * N, extra_args=fields))
+            return {"plain": plain, "first": first, "async": asynchronous, "second": await server.seen()}
+
+    result = asyncio.run(measure())
+    num = N * len(PROMPTS)
+    reasons = [output.stop_reason for output in result["plain"]]
+    assert [reasons.count(reason) for reason in ("completed", "aborted")] == [num, num]
+    assert [row["reason"] for row in result["first"]].count("surplus") == num
+    assert all(output.stop_reason != "aborted" for output in result["async"])
+    again = len(result["second"]) - 2 * num
+    assert again >= num
+    longer = sum(row["tokens"] for row in result["second"][2 * num :])
+    return {
+        "detail": f"LLMServerClient: {num} of {2 * num} answers are losers, which the agent loop takes for answers; "
+        f"FullyAsyncLLMServerClient sends each loser again after a second ({again} requests, {longer} tokens more), so "
+        "that nothing is saved: use the integration"
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+"""--compat prime-rl: its calls are answered, and whatever else comes that way reaches vLLM as it was sent."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from argparse import Namespace
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from vllm_rollout.adapter.api import prime_rl
+from vllm_rollout.adapter.api.trainers import attach_compat
+
+pytestmark = pytest.mark.anyio
+LOGPROBS = {"content": [{"token_id": 343, "logprob": -1.5, "top_logprobs": [{"token_id": 7, "logprob": -2.0}]}]}
+
+
+class Client:
+    """What of the engine client is called."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, tuple, dict[str, Any] | None]] = []
+        self.engine_core = self
+        self.hangs = False
+
+    async def collective_rpc(self, method: str, timeout: float | None = None, args: tuple = (), kwargs=None) -> None:
+        self.calls.append((method, args, kwargs))
+
+    async def collective_rpc_async(self, method: str, timeout: float | None, args: tuple, kwargs: Any) -> None:
+        self.calls.append((method, args, kwargs))
+        if self.hangs:
+            await asyncio.Event().wait()
+
+
+class Models:
+    """Of an engine that refuses adapters called `bad`."""
+
+    def __init__(self) -> None:
+        self.lora_requests: dict[str, SimpleNamespace] = {}
+        self.loaded: list[bool] = []
+
+    async def load_lora_adapter(self, request: Any) -> Any:
+        from vllm.entrypoints.serve.engine.protocol import ErrorInfo, ErrorResponse
+
+        self.loaded.append(request.load_inplace)
+        if request.lora_name == "bad":
+            return ErrorResponse(error=ErrorInfo(message="no such adapter", type="NotFoundError", code=404))
+        self.lora_requests[request.lora_name] = SimpleNamespace(load_inplace=request.load_inplace, lora_int_id=7)
+        return "Success"
+
+
+@pytest.fixture
+def app() -> FastAPI:
+    """vLLM's side: routes that echo the bytes they got, and a generate endpoint."""
+    app = FastAPI()
+    app.state.args = Namespace(compat=["prime-rl"], worker_extension_cls="")
+    app.state.engine_client, app.state.openai_serving_models = Client(), Models()
+
+    @app.post("/update_weights")
+    async def stock(request: Request) -> Response:
+        return Response(await request.body())
+
+    @app.post("/inference/v1/generate")
+    async def generate(request: Request) -> Response:
+        if (await request.json()).get("stream"):
+            return StreamingResponse(iter([json.dumps(LOGPROBS)]), media_type="text/event-stream")
+        text = 'says "token_id":5'
+        return JSONResponse({"choices": [{"token_ids": [343], "logprobs": LOGPROBS, "text": text}]})
+
+    attach_compat(app)
+    return app
+
+
+async def test_weights_come_out_of_the_folder_that_is_named(app, http, tmp_path):
+    (tmp_path / "model-00001-of-00002.safetensors").touch()
+    answer = await http.post("/update_weights", json={"weight_dir": str(tmp_path)})
+    assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
+    assert app.state.engine_client.calls == [("reload_weights", (), {"weights_path": str(tmp_path)})]
+
+
+@pytest.mark.parametrize("make", [True, False], ids=["empty", "missing"])
+async def test_a_folder_without_weights_does_not_reach_the_model(app, http, tmp_path, make):
+    folder = tmp_path / "step_1"
+    if make:
+        folder.mkdir()
+    answer = await http.post("/update_weights", json={"weight_dir": str(folder)})
+    assert answer.status_code == 503
+    assert str(folder) in answer.json()["error"]["message"]
+    assert app.state.engine_client.calls == []
+
+
+@pytest.mark.parametrize("folder", [3, "", ["a"], True])
+async def test_what_is_no_folder_is_refused_with_its_value(app, http, folder):
+    answer = await http.post("/update_weights", json={"weight_dir": folder})
+    assert answer.status_code == 400
+    assert repr(folder) in answer.json()["error"]["message"]
+    assert app.state.engine_client.calls == []
+
+
+async def test_a_broadcast_needs_the_trainer_s_worker_extension(app, http):
+    broadcast = {"host": "h", "port": 1, "rank_offset": 0, "inference_world_size": 2, "timeout": 3}
+    assert (await http.post("/update_weights", json={"weight_dir": None})).status_code == 400
+    assert (await http.post("/init_broadcaster", json=broadcast)).status_code == 404
+    assert app.state.engine_client.calls == []
+    app.state.args.worker_extension_cls = "a.trainers.Extension"
+    assert (await http.post("/init_broadcaster", json=broadcast)).status_code == 200
+    assert (await http.post("/update_weights", json={"weight_dir": None})).status_code == 200
+    assert app.state.engine_client.calls == [
+        ("init_broadcaster", ("h", 1, 0, 2, 3, False, "default"), None),
+        ("update_weights_from_path", (None,), None),
+    ]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"update_info": {"names": ["a"]}}',
+        b'{"update_info": {"weight_dir": "/x"}}',
+        b'{"weight_dir": "/x", "update_info": {}}',
+        b'["weight_dir"]',
+        b'{"weight_dir"',
+        b"\xff\xfe",
+        b"",
+    ],
+)
+async def test_any_other_body_reaches_vllm_as_it_was_sent(http, body):
+    async def in_parts() -> AsyncIterator[bytes]:
+        for at in range(len(body)):
+            yield body[at : at + 1]
+
+    assert (await http.post("/update_weights", content=in_parts())).content == body
+
+
+@pytest.mark.parametrize("path", ["/update_weights", "/proxy/update_weights"])
+async def test_behind_a_proxy_with_a_root_path_it_is_the_same(app, http, tmp_path, path):
+    (tmp_path / "model.safetensors").touch()
+    app.root_path = "/proxy"
+    answer = await http.post(path, json={"weight_dir": str(tmp_path)})
+    assert answer.json() == {"status": "ok"}
+    assert len(app.state.engine_client.calls) == 1
+
+
+async def test_log_probabilities_name_their_tokens_as_before_vllm_0_32(http):
+    answer = (await http.post("/inference/v1/generate", json={})).json()
+    (choice,) = answer["choices"]
+    (entry,) = choice["logprobs"]["content"]
+    assert (entry["token"], entry["token_id"], entry["logprob"]) == ("token_id:343", 343, -1.5)
+    assert entry["top_logprobs"][0]["token"] == "token_id:7"
+    assert choice["text"] == 'says "token_id":5'
+    assert choice["token_ids"] == [343]
+
+
+async def test_two_trainers_that_want_token_names_get_them_once():
+    app = FastAPI()
+    app.state.args = Namespace(compat=["trl", "prime-rl"])
+    attach_compat(app)
+    assert [middleware.cls for middleware in app.user_middleware].count(prime_rl.TokenNames) == 1
+
+
+async def test_trl_gets_token_names_and_nothing_else_of_prime_rl():
+    app = FastAPI()
+    app.state.args = Namespace(compat=["trl"])
+    before = list(app.routes)
+    attach_compat(app)
+    assert app.routes == before
+    assert [middleware.cls for middleware in app.user_middleware] == [prime_rl.TokenNames]
+
+
+async def test_a_stream_is_passed_on_as_it_is(http):
+    answer = await http.post("/inference/v1/generate", json={"stream": True})
+    assert json.loads(answer.content) == LOGPROBS
+
+
+async def test_an_adapter_is_loaded_anew_under_its_name_and_only_once(app, http):
+    for _ in range(2):
+        answer = await http.post("/load_lora_adapter", json={"lora_name": "a", "lora_path": "/a"})
+        assert answer.json() == {"status": "ok"}
+    models = app.state.openai_serving_models
+    assert models.loaded == [True, True]
+    assert models.lora_requests["a"].load_inplace is False
+
+
+async def test_an_adapter_that_vllm_refuses_is_refused_as_vllm_does(http):
+    answer = await http.post("/load_lora_adapter", json={"lora_name": "bad", "lora_path": "/a"})
+    assert (answer.status_code, answer.json()["error"]["message"]) == (404, "no such adapter")
+
+
+async def test_liveness_sees_an_engine_that_hangs(app, http, monkeypatch):
+    assert (await http.get("/liveness")).json() == {"status": "ok"}
+    assert app.state.engine_client.calls == [("check_health", (), None)]
+    monkeypatch.setattr(prime_rl, "LIVENESS_TIMEOUT_S", 0.01)
+    app.state.engine_client.hangs = True
+    assert (await http.get("/liveness")).status_code == 503
+
+
+async def test_without_the_flag_nothing_is_added():
+    app = FastAPI()
+    app.state.args = Namespace(model="m")
+    before = list(app.routes)
+    attach_compat(app)
+    assert (app.routes, app.user_middleware) == (before, [])

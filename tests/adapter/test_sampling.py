@@ -1,0 +1,48 @@
+"""What `sampling` of a rollout may say, on each vLLM."""
+
+import pytest
+
+from vllm_rollout.adapter.api.sampling import ALLOWED, FIELDS, OURS, sampling_params
+from vllm_rollout.adapter.compat import vllm_version
+from vllm_rollout.server.engine import RequestError
+
+LATER = ("prompt_logprob_start", "prompt_logprob_token_ids", "watermarking")
+"""Fields that some supported versions lack."""
+
+
+def refusal(sampling):
+    with pytest.raises(RequestError) as refused:
+        sampling_params(sampling, {}, want_logprobs=True, want_text=False)
+    return refused.value
+
+
+@pytest.mark.parametrize("field", [*(field for field in LATER if field not in FIELDS), "no_such_field"])
+def test_a_field_that_this_vllm_lacks_is_refused_with_its_version_and_what_is_allowed(field):
+    error = refusal({"temperature": 1, field: 1})
+    assert (error.status, error.param) == (422, f"sampling.{field}")
+    assert str(error).startswith(f"sampling.{field}: vLLM {vllm_version} has no such sampling field; allowed: ")
+    assert str(error).endswith(f"{', '.join(ALLOWED)}.")
+
+
+@pytest.mark.parametrize("field", sorted(OURS.keys() & FIELDS))
+def test_a_field_that_the_server_sets_is_refused_with_what_to_use(field):
+    error = refusal({field: 1})
+    assert (error.param, str(error)) == (f"sampling.{field}", f"sampling.{field}: {OURS[field]}.")
+
+
+def test_what_a_rollout_does_not_take_is_a_field_of_some_supported_vllm():
+    assert set(OURS) - FIELDS <= set(LATER)
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": -1}, {"max_tokens": 0}, {"temperature": "hot"}, {"top_k": []}])
+def test_a_value_that_vllm_refuses_names_its_field(sampling):
+    (field,) = sampling
+    error = refusal(sampling)
+    assert error.param == f"sampling.{field}"
+    assert field in str(error)
+
+
+def test_fields_stand_on_top_of_the_models_defaults_of_which_unknown_ones_are_left_out():
+    defaults = {"temperature": 0.5, "top_k": 7, "of_a_later_vllm": 1}
+    params = sampling_params({"top_k": 3}, defaults, want_logprobs=True, want_text=False)
+    assert (params.temperature, params.top_k, params.logprobs, params.detokenize) == (0.5, 3, 0, False)

@@ -1,0 +1,49 @@
+"""What the worker says of the operators that serve it."""
+
+import logging
+import sys
+
+import pytest
+
+from vllm_rollout.adapter.worker.worker import logger, say_what_serves
+from vllm_rollout.tracker import dispatch
+from vllm_rollout.tracker.build_command import build_command
+from vllm_rollout.tracker.ops import active_implementation
+
+
+@pytest.fixture
+def said(monkeypatch):
+    """Records of the worker's log, of a process in which nothing has been chosen.
+
+    A line is said once per process: who asks for one of its own names a runner that no other test has.
+    """
+    monkeypatch.delenv(dispatch.OPS_VARIABLE, raising=False)
+    active_implementation.cache_clear()
+    records = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    monkeypatch.setattr(logger, "handlers", [handler])
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    yield records
+    logger.setLevel(level)
+    active_implementation.cache_clear()
+
+
+def test_compiled_operators_are_named_in_a_line_of_information(said):
+    pytest.importorskip("vllm_rollout._C")
+    say_what_serves("V1 of this test", "cpu")
+    (line,) = said
+    assert line.levelno == logging.INFO
+    assert line.getMessage().endswith(
+        "model runner V1 of this test, token_stats: c++, update_confidence: c++, quality_head: torch"
+    )
+
+
+def test_operators_that_do_not_load_are_a_warning_with_reason_and_remedy(said, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm_rollout._C", None)
+    monkeypatch.delattr("vllm_rollout._C", raising=False)
+    say_what_serves("V2 of this test", "cpu")
+    (line,) = said
+    assert line.levelno == logging.WARNING
+    assert f"token_stats: torch (vllm_rollout._C is not built: run `{build_command()}`)" in line.getMessage()

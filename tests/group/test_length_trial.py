@@ -1,0 +1,177 @@
+"""Which detection length is best: against brute force, and where the answer is known."""
+
+import json
+import random
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_rollout.group.length_trial import (
+    MIN_OF_EACH,
+    TRIAL_WINDOW,
+    LengthTrial,
+    TriedCandidate,
+    chosen,
+    length_trial_report,
+    tried_from_state,
+)
+from vllm_rollout.group.memory import Memory
+from vllm_rollout.group.pruning_plan import PlanError, PruningPlan, make_pruning_plan
+
+LENGTHS = (16, 48, 128)
+
+
+def candidates(gaps, *, num=400, tokens=lambda rng: rng.randint(130, 400), seed=0, signal="head"):
+    """Scores at `LENGTHS` whose means differ by so much between right and wrong answers."""
+    rng = random.Random(seed)
+    made = []
+    for number in range(num):
+        positive, num_tokens = rng.random() < 0.4, tokens(rng)
+        scores = tuple(
+            {signal: rng.gauss(gap if positive else 0.0, 1.0)} if num_tokens >= length else {}
+            for length, gap in zip(LENGTHS, gaps, strict=True)
+        )
+        made.append(TriedCandidate(LENGTHS, scores, positive, num_tokens, f"p{number // 8}"))
+    return made
+
+
+def brute_auc(tried, place, signal="head"):
+    rights = [c.scores[place][signal] for c in tried if signal in c.scores[place] and c.positive]
+    wrongs = [c.scores[place][signal] for c in tried if signal in c.scores[place] and not c.positive]
+    return sum((r > w) + (r == w) / 2 for r, w in product(rights, wrongs)) / (len(rights) * len(wrongs))
+
+
+def test_each_length_has_the_auc_cost_and_saving_of_its_definition():
+    tried = candidates((0.5, 1.0, 1.5), tokens=lambda rng: rng.randint(5, 300))
+    report = length_trial_report(tried, keep_ratio=0.25)
+    total = sum(c.num_tokens for c in tried)
+    assert [row.detection_length for row in report.lengths] == list(LENGTHS)
+    for place, row in enumerate(report.lengths):
+        length = LENGTHS[place]
+        assert row.auc == pytest.approx(brute_auc(tried, place))
+        assert row.cost_ratio == pytest.approx(sum(min(c.num_tokens, length) for c in tried) / total)
+        saved = sum(0.75 * (c.num_tokens - length) for c in tried if c.num_tokens > length)
+        assert row.saving_ratio == pytest.approx(saved / total)
+        assert row.value == pytest.approx(row.saving_ratio * (2 * row.auc - 1))
+        assert row.num_positive + row.num_negative == sum(c.num_tokens >= length for c in tried)
+
+
+def test_the_standard_error_is_that_of_many_samples():
+    aucs, errors = [], []
+    for seed in range(300):
+        row = length_trial_report(candidates((1.0, 1.0, 1.0), num=120, seed=seed)).lengths[0]
+        aucs.append(row.auc)
+        errors.append(row.auc_error)
+    mean = sum(aucs) / len(aucs)
+    spread = (sum((auc - mean) ** 2 for auc in aucs) / len(aucs)) ** 0.5
+    assert sum(errors) / len(errors) == pytest.approx(spread, rel=0.15)
+
+
+def test_lengths_that_know_the_same_are_as_good_as_the_shortest():
+    assert length_trial_report(candidates((1.0, 1.0, 1.0), num=2000)).recommended == 16
+
+
+def test_a_later_length_is_best_where_it_knows_much_more_and_costs_little():
+    long_ones = candidates((0.1, 1.5, 1.6), num=2000, tokens=lambda rng: rng.randint(1000, 3000))
+    report = length_trial_report(long_ones)
+    assert report.recommended == 48
+    assert report.lengths[2].auc > report.lengths[1].auc > 0.8
+
+
+def test_a_later_length_is_not_worth_it_where_answers_end_soon_after():
+    short_ones = candidates((0.8, 0.9, 1.0), num=2000, tokens=lambda rng: rng.randint(130, 150))
+    assert length_trial_report(short_ones).recommended == 16
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_noise_is_not_recommended(seed):
+    report = length_trial_report(candidates((0.0, 0.0, 0.0), num=300, seed=seed))
+    assert report.recommended is None
+    assert "better than chance" in report.reason
+
+
+def test_too_few_labels_recommend_nothing_and_say_how_many_there_are():
+    tried = candidates((2.0, 2.0, 2.0), num=2 * MIN_OF_EACH)
+    report = length_trial_report(tried)
+    assert report.recommended is None
+    num_right = sum(c.positive for c in tried)
+    assert f"{num_right} right" in report.reason
+    assert f"{MIN_OF_EACH} of each" in report.reason
+    assert length_trial_report([]).recommended is None
+
+
+def test_confidence_stands_in_until_the_head_has_scored_enough():
+    confident = candidates((0.5, 0.6, 0.7), signal="confidence")
+    few = [c._replace(scores=tuple({**s, "head": 1.0} for s in c.scores)) for c in confident[:30]]
+    report = length_trial_report([*few, *confident[30:]])
+    assert report.signal == "confidence"
+    assert report.lengths[0].num_positive + report.lengths[0].num_negative == len(confident)
+    both = [c._replace(scores=tuple({**s, "head": float(c.positive)} for s in c.scores)) for c in confident]
+    assert length_trial_report(both).signal == "head"
+    assert length_trial_report(both).lengths[0].auc == 1.0
+
+
+def test_candidates_of_another_trial_are_left_out():
+    others = [c._replace(lengths=(8, 9, 10)) for c in candidates((3.0, 3.0, 3.0), num=100)]
+    mine = candidates((1.0, 1.0, 1.0))
+    assert length_trial_report([*others, *mine]) == length_trial_report(mine)
+
+
+def test_a_trial_remembers_the_newest_and_its_state_is_that_of_a_memory():
+    memory = Memory()
+    for candidate in candidates((1.0, 1.0, 1.0), num=TRIAL_WINDOW + 10):
+        memory.length_trial.add(candidate)
+    rows = json.loads(json.dumps(list(memory.to_state())))
+    restored = Memory.from_state(rows).length_trial.candidates()
+    assert restored == memory.length_trial.candidates()
+    assert len(restored) == TRIAL_WINDOW
+    assert list(Memory.from_state(rows).to_state()) == list(memory.to_state())
+
+
+GOOD = [[16, 48], [{"head": 1.0}, {}], True, 20, "p"]
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [(0, [48, 16]), (0, [16]), (0, [0, 16]), (0, "ab"), (1, [{"head": "x"}, {}]), (1, [{"tail": 1.0}, {}]),
+     (1, [{"head": 1e400}, {}]), (2, 2), (3, -1), (3, True), (4, 7)],
+)  # fmt: skip
+def test_what_no_tried_candidate_can_have_been_is_refused(place, value):
+    assert tried_from_state(GOOD).scores == ({"head": 1.0}, {})
+    with pytest.raises(ValueError, match=r"\w"):
+        tried_from_state([*GOOD[:place], value, *GOOD[place + 1 :]])
+
+
+@given(st.lists(st.integers(1, 4096), min_size=2, max_size=6, unique=True))
+def test_a_list_makes_a_plan_that_stops_nobody(lengths):
+    plan = make_pruning_plan({"detection_length": lengths})
+    assert plan.scored_lengths == tuple(sorted(lengths))
+    assert plan.mode == "shadow"
+    assert make_pruning_plan({"detection_length": lengths[:1], "mode": "active"}) == PruningPlan(lengths[0])
+
+
+@pytest.mark.parametrize(
+    "lengths", [[], [4, 4], [0, 1], [1, 4097], [1, 2.0], [True, 2], list(range(1, 8)), "Auto", None]
+)
+def test_what_is_no_detection_length_is_refused(lengths):
+    with pytest.raises(PlanError, match="must be an integer in"):
+        make_pruning_plan({"detection_length": lengths})
+
+
+def test_several_lengths_and_active_pruning_contradict_each_other():
+    with pytest.raises(PlanError, match=r"several lengths .* got \[8, 4\] and mode 'active'"):
+        make_pruning_plan({"detection_length": [8, 4], "mode": "active"})
+
+
+def test_auto_compares_until_it_knows_and_then_prunes():
+    plan = make_pruning_plan({"detection_length": "auto", "keep_ratio": 0.25})
+    assert (plan.auto, plan.mode) == (True, "active")
+    trying, pruning = chosen(plan, None), chosen(plan, 48)
+    assert (trying.mode, trying.scored_lengths, trying.auto) == ("shadow", LENGTHS, False)
+    assert pruning == PruningPlan(48, keep_ratio=0.25)
+
+
+def test_an_empty_trial_is_no_trial():
+    assert LengthTrial().candidates() == []

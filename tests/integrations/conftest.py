@@ -1,0 +1,3 @@
+"""Integrations are tested against the app around a FakeEngine, over a socket."""
+
+from tests.server.conftest import app, client, engine, server_url  # noqa: F401

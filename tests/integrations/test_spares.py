@@ -1,0 +1,162 @@
+"""Calls for single answers that share spare candidates."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import pytest
+
+from vllm_rollout.integrations.spares import Spares
+
+
+class Engine:
+    """Candidates end when the test says how."""
+
+    def __init__(self, group_size: int = 2, redundancy: int = 2) -> None:
+        self.spares: Spares[str] = Spares(group_size, redundancy, lambda answer: answer.startswith("done"))
+        self.ends: list[asyncio.Future[str]] = []
+        self.extra_args: list[Mapping[str, Any]] = []
+        self.numbers: list[int] = []
+
+    def call(self, key: str = "q") -> asyncio.Task[str]:
+        async def launch(extra_args: Mapping[str, Any], number: int) -> str:
+            self.extra_args.append(extra_args)
+            self.numbers.append(number)
+            self.ends.append(asyncio.get_running_loop().create_future())
+            return await self.ends[-1]
+
+        return asyncio.create_task(self.spares.answer(key, launch))
+
+    async def end(self, index: int, answer: str) -> None:
+        self.ends[index].set_result(answer)
+        await settle()
+
+    @property
+    def running(self) -> list[int]:
+        return [index for index, end in enumerate(self.ends) if not end.done()]
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def scene(function: Callable[[], Awaitable[None]]) -> Callable[[], None]:
+    def run() -> None:
+        asyncio.run(function())
+
+    run.__name__ = function.__name__
+    return run
+
+
+@scene
+async def test_calls_get_the_first_that_finish_whoever_started_them() -> None:
+    engine = Engine()
+    first, second = engine.call(), engine.call()
+    await settle()
+    assert engine.numbers == [0, 0, 1, 2]
+    await engine.end(3, "done by a spare one")
+    assert first.result() == "done by a spare one"
+    assert not second.done()
+    await engine.end(1, "done")
+    assert second.result() == "done"
+    assert engine.running == [], "nobody waits for the rest"
+
+
+@scene
+async def test_the_group_is_named_to_the_engine() -> None:
+    engine = Engine()
+    calls = [engine.call() for _ in range(4)]
+    await settle()
+    assert all(extra["rollout_group_size"] == 2 and extra["rollout_num_candidates"] == 4 for extra in engine.extra_args)
+    ids = [extra["rollout_group_id"] for extra in engine.extra_args]
+    assert len(set(ids)) == 2
+    assert [ids.count(id) for id in set(ids)] == [4, 4]
+    for call in calls:
+        call.cancel()
+    await settle()
+
+
+@scene
+async def test_fewer_calls_than_a_group_get_no_spare_candidates() -> None:
+    engine = Engine(group_size=4)
+    calls = [engine.call() for _ in range(3)]
+    await settle()
+    assert engine.numbers == [0, 0, 0]
+    for index in range(3):
+        await engine.end(index, "done")
+    assert [call.result() for call in calls] == ["done"] * 3
+    assert not engine.spares._open
+
+
+@scene
+async def test_another_prompt_is_another_group_and_so_is_a_later_call() -> None:
+    engine = Engine(group_size=1, redundancy=1)
+    one, other, later = engine.call("q"), engine.call("r"), engine.call("q")
+    await settle()
+    assert len({extra["rollout_group_id"] for extra in engine.extra_args}) == 3
+    for index in range(0, 6, 2):
+        await engine.end(index, f"done {index}")
+    assert [call.result() for call in (one, other, later)] == ["done 0", "done 2", "done 4"]
+    assert engine.running == []
+
+
+@scene
+async def test_an_aborted_candidate_is_an_answer_only_when_nothing_else_is_left() -> None:
+    engine = Engine()
+    first, second = engine.call(), engine.call()
+    await settle()
+    await engine.end(0, "aborted 0")
+    await engine.end(1, "aborted 1")
+    assert not first.done()
+    await engine.end(2, "done")
+    assert first.result() == "done"
+    await engine.end(3, "aborted 3")
+    assert second.result() == "aborted 0"
+
+
+@scene
+async def test_a_candidate_that_fails_fails_a_call_only_when_nothing_else_is_left() -> None:
+    engine = Engine(redundancy=1)
+    first, second = engine.call(), engine.call()
+    await settle()
+    engine.ends[0].set_exception(ValueError("too long"))
+    await settle()
+    await engine.end(1, "done")
+    await engine.end(2, "aborted")
+    assert first.result() == "done"
+    with pytest.raises(ValueError, match="too long"):
+        await second
+
+
+@scene
+async def test_a_caller_that_goes_away_leaves_its_candidate_to_the_others() -> None:
+    engine = Engine(redundancy=0)
+    gone, second = engine.call(), engine.call()
+    await settle()
+    gone.cancel()
+    await settle()
+    assert engine.running == [0, 1]
+    await engine.end(0, "done")
+    assert second.result() == "done"
+    assert engine.running == []
+
+
+@scene
+async def test_when_all_callers_go_away_nothing_runs_on() -> None:
+    engine = Engine(group_size=3)
+    calls = [engine.call(), engine.call()]
+    await settle()
+    for call in calls:
+        call.cancel()
+    await settle()
+    assert engine.running == []
+    assert not engine.spares._open
+
+
+@pytest.mark.parametrize(("group_size", "redundancy"), [(0, 1), (1, -1)])
+def test_sizes_are_checked(group_size: int, redundancy: int) -> None:
+    with pytest.raises(ValueError, match="must be at least"):
+        Spares(group_size, redundancy, bool)

@@ -1,0 +1,183 @@
+"""What is learned is kept by served name: rollouts, rewards, lengths, heads and reports of one adapter are its own."""
+
+import asyncio
+import json
+import struct
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from vllm_rollout import AsyncRolloutClient, RolloutClient
+from vllm_rollout.config import MAX_ADAPTERS
+from vllm_rollout.group.types import HeadKey
+from vllm_rollout.server.learning.body import HEAD_HEADER
+
+from .fake_engine import FakeEngine
+from .fake_learning import MODEL
+from .learning_steps import DETECTION_LENGTH, post, rewards_of, roll, teach
+from .test_errors import check_error
+
+pytestmark = pytest.mark.anyio
+
+HEAD = "/v1/quality_head"
+REPORT = "/v1/quality_head/report"
+PROMPTS = "/v1/rollouts/prompts"
+ODD = "\u4e2d/s q l@1"
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine(adapters=("a", "b", ODD, *(f"step {number}" for number in range(2 * MAX_ADAPTERS))))
+
+
+async def known_of(http: httpx.AsyncClient, model: str | None) -> list:
+    """All that HTTP says of a served name."""
+    params = {} if model is None else {"model": model}
+    report, head = await http.get(REPORT, params=params), await http.get(HEAD, params=params)
+    prompts = await http.get(PROMPTS, params=params)
+    assert (report.status_code, head.status_code, prompts.status_code) == (200, 200, 200), report.text
+    return [report.json(), head.headers[HEAD_HEADER], metadata_of(head.content), prompts.json()]
+
+
+def metadata_of(head: bytes) -> dict[str, str]:
+    (length,) = struct.unpack_from("<Q", head)
+    metadata: dict[str, str] = json.loads(head[8 : 8 + length])["__metadata__"]
+    return metadata
+
+
+async def test_rewards_for_one_adapter_leave_the_others_unchanged(http):
+    for model in (None, "a", "b"):
+        await teach(http, model=model)
+    before = {model: await known_of(http, model) for model in (None, "a", "b")}
+    await teach(http, num_rollouts=2, model="a")
+    for model in (None, "b"):
+        assert await known_of(http, model) == before[model]
+    report, *_ = after = await known_of(http, "a")
+    assert after != before["a"]
+    assert (report["adapter"], report["head"]["adapter"]) == ("a", "a")
+    assert await known_of(http, MODEL) == before[None], "the base model by its own name"
+    assert before[None][0]["adapter"] == ""
+
+
+async def test_an_adapter_begins_with_a_cold_start_whatever_others_know(http):
+    await teach(http)
+    answer = await roll(http, model="a")
+    assert answer.model == "a"
+    assert answer.usage.num_pruned == 0
+    (warning,) = answer.warnings
+    assert "cold start" in warning
+    assert "0 positive and 0 negative" in warning, "of the adapter, not of the base model"
+    assert (await roll(http)).usage.num_pruned > 0
+
+
+async def test_redundancy_auto_goes_by_the_adapters_own_lengths(http, engine: FakeEngine):
+    body = {"prompts": [{"id": name, "prompt": name} for name in "xy"], "group_size": 4, "audit_ratio": 0}
+    for model, lengths in (("a", {0: 3, 1: 3, 2: 3, 3: 3}), ("b", {0: 2, 1: 9, 2: 20, 3: 39})):
+        engine.lengths = lengths
+        assert (await http.post("/v1/rollouts", json={**body, "model": model})).status_code == 200
+    keys = ["id:x", "id:y"]
+    means = [[known.mean for known in (await engine.length_history(keys, model)).prompts] for model in "ab"]
+    assert means[0] == [3, 3]
+    assert min(means[1]) > 10
+    assert (await engine.length_history(keys)).prompts == [None, None]
+    auto = {**body, "redundancy": "auto", "model": MODEL}
+    answer = (await http.post("/v1/rollouts", json=auto)).json()
+    assert [group["allocation"]["std_tokens"] for group in answer["groups"]] == [None, None]
+    answer = (await http.post("/v1/rollouts", json={**auto, "model": "a"})).json()
+    assert [group["allocation"]["std_tokens"] for group in answer["groups"]] == [0, 0]
+    answer = (await http.post("/v1/rollouts", json={**auto, "model": "b"})).json()
+    assert min(group["allocation"]["std_tokens"] for group in answer["groups"]) > 5
+    listed = (await http.get(PROMPTS, params={"model": "b"})).json()
+    assert {prompt["id"] for prompt in listed["data"]} == {"x", "y"}
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("GET", HEAD), ("PUT", HEAD), ("GET", REPORT), ("GET", PROMPTS)]
+)  # fmt: skip
+async def test_a_name_that_is_not_served_is_a_404_that_says_so(http, method, path):
+    response = await http.request(method, path, params={"model": "unheard of"})
+    check_error(response, 404, "model", ["'unheard of'", MODEL])
+    check_error(await http.request(method, path, params={"model": ""}), 422, "model", [])
+
+
+async def test_a_head_is_put_in_an_adapters_place_and_scores_its_candidates(http, engine: FakeEngine):
+    await teach(http)
+    weights = (await http.get(HEAD)).content
+    answer = await http.put(HEAD, params={"model": ODD}, content=weights)
+    assert (answer.status_code, answer.json()["adapter"]) == (200, ODD)
+    assert set(engine.heads) == {HeadKey(DETECTION_LENGTH), HeadKey(DETECTION_LENGTH, ODD)}
+    got = await http.get(HEAD, params={"model": ODD})
+    assert metadata_of(got.content) == metadata_of(weights), "the file says what model the states are of"
+    assert json.loads(got.headers[HEAD_HEADER])["adapter"] == ODD
+    shadow = {"detection_length": DETECTION_LENGTH, "mode": "shadow"}
+    for model, version in ((ODD, engine.heads[HeadKey(DETECTION_LENGTH)].version), ("a", 0)):
+        answer = await roll(http, model=model, pruning=shadow)
+        assert {each.head_version for group in answer.groups for each in group.trajectories} == {version}
+
+
+async def test_rewards_of_several_names_come_in_one_post(http, engine: FakeEngine):
+    rewards = []
+    for model in (None, "a", "b"):
+        answer = await roll(http, model=model)
+        groups = {group.prompt_id: group.group_id for group in answer.groups}
+        rewards += [
+            {"group_id": groups[each["prompt_id"]], "index": each["index"], "reward": each["reward"]}
+            for each in rewards_of(answer)
+        ]
+    posted = (await http.post("/v1/rewards", json={"rewards": rewards})).json()
+    assert posted["counts"]["accepted"] == len(rewards)
+    assert posted["head_versions"] == {"8": 0}
+    assert posted["adapter_head_versions"] == {"a": {"8": 0}, "b": {"8": 0}}
+    assert set(engine.heads) == {HeadKey(DETECTION_LENGTH, adapter) for adapter in ("", "a", "b")}
+
+
+async def test_the_state_has_every_name(http, engine: FakeEngine):
+    for model in (None, "a", ODD):
+        await teach(http, model=model)
+    before = {model: await known_of(http, model) for model in (None, "a", ODD)}
+    state = (await http.get("/v1/rollouts/state")).content
+    await teach(http, model="a")
+    await teach(http, model="b")
+    assert (await http.put("/v1/rollouts/state", content=state)).status_code == 204
+    assert {model: await known_of(http, model) for model in before} == before
+    assert engine.judge.memories.known("b") is None
+
+
+async def gauges(http: httpx.AsyncClient, name: str) -> dict[str, float]:
+    """By adapter."""
+    families = text_string_to_metric_families((await http.get("/metrics")).text)
+    samples = [sample for family in families for sample in family.samples if sample.name == f"vllm_rollout:{name}"]
+    return {sample.labels["adapter"]: sample.value for sample in samples}
+
+
+async def test_gauges_name_the_adapter_and_their_number_is_bounded(http):
+    for number in range(2 * MAX_ADAPTERS):
+        await post(http, await roll(http, model=f"step {number}"))
+    await post(http, await roll(http))
+    names = {"", *(f"step {number}" for number in range(MAX_ADAPTERS))}
+    assert set(await gauges(http, "rewards_awaited")) == names
+    assert set(await gauges(http, "length_mean_tokens")) <= names
+    assert (await gauges(http, "head_version"))[""] == 0
+
+
+def test_the_clients_ask_by_name(client: RolloutClient, server_url):
+    for number in range(8):
+        answer = client.rollout(
+            ["x"], group_size=4, model="a", pruning={"detection_length": 2, "mode": "shadow"},
+            sampling={"seed": number, "min_tokens": 4},
+        )  # fmt: skip
+        client.post_rewards(answer.id, [("0", t.index, float(t.index % 2)) for t in answer.groups[0].trajectories])
+    head = client.quality_head(model="a")
+    assert (head.head.adapter, client.report(2, model="a").adapter) == ("a", "a")
+    assert client.prompts(model="a").num_prompts == 1
+    assert client.prompts().num_prompts == 0
+    assert client.set_quality_head(head.weights, model="b").adapter == "b"
+
+    async def run() -> None:
+        async with AsyncRolloutClient(server_url) as other:
+            again = await other.quality_head(2, "b")
+            assert metadata_of(again.weights) == metadata_of(head.weights)
+            assert (await other.prompts(model="b")).num_prompts == 0
+
+    asyncio.run(run())

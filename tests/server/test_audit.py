@@ -1,0 +1,78 @@
+"""Audit groups over HTTP: nobody is stopped in them, the client is told, and what it gets is what it asked for."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from .test_rollouts import PROMPTS, body, post
+
+pytestmark = pytest.mark.anyio
+
+PRUNING = {"detection_length": 2, "keep_ratio": 0.5, "min_labels": 1}
+
+
+async def test_an_audited_rollout_returns_group_size_trajectories_and_stops_none(http):
+    answer = await post(http, audit_ratio=1.0, pruning=PRUNING)
+    for group in answer.groups:
+        assert group.audit
+        assert (group.status, len(group.trajectories), group.candidates) == ("complete", 4, [])
+        assert [t.index for t in group.trajectories] == [0, 1, 2, 3]
+        assert [t.inclusion_probability for t in group.trajectories] == [1.0] * 4
+        assert {t.survival_probability for t in group.trajectories} == {1.0}
+        assert group.allocation.num_candidates == 4
+    assert answer.usage.num_surplus == answer.usage.num_pruned == answer.usage.wasted_tokens == 0
+
+
+async def test_in_a_race_nobody_knows_the_chance_to_be_returned(http):
+    answer = await post(http, audit_ratio=0.0, pruning=PRUNING)
+    assert not any(group.audit for group in answer.groups)
+    assert {t.inclusion_probability for group in answer.groups for t in group.trajectories} == {None}
+    plain = await post(http, redundancy=0)
+    assert {t.inclusion_probability for group in plain.groups for t in group.trajectories} == {1.0}
+
+
+async def audits_of(http: httpx.AsyncClient, **fields: Any) -> list[bool]:
+    prompts = [{"prompt": f"number {number}"} for number in range(40)]
+    return [group.audit for group in (await post(http, prompts=prompts, group_size=1, **fields)).groups]
+
+
+async def test_an_answer_is_audited_as_a_whole_and_a_stream_group_by_group(http):
+    settings = {"redundancy": 1, "audit_ratio": 0.5}
+    whole = [await audits_of(http, sampling={"seed": seed}, **settings) for seed in range(12)]
+    assert {frozenset(marks) for marks in whole} == {frozenset([True]), frozenset([False])}
+    assert set(await audits_of(http, sampling={"seed": 1}, audit_unit="group", **settings)) == {True, False}
+    streamed = body(stream=True, audit_ratio=0.5, prompts=[{"prompt": f"number {n}"} for n in range(40)])
+    lines = (await http.post("/v1/rollouts", json=streamed)).text.splitlines()
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    assert {event["audit"] for event in events if event["type"] == "group"} == {True, False}
+
+
+async def test_a_seed_repeats_its_audits(http):
+    settings = {"sampling": {"seed": 3}, "audit_ratio": 0.3, "audit_unit": "group", "redundancy": 1}
+    assert await audits_of(http, **settings) == await audits_of(http, **settings)
+
+
+async def test_only_what_learns_is_audited_unless_a_request_says_so(http, app):
+    app.state.rollout_service._audit_ratio = 1.0
+    assert not (await post(http)).groups[0].audit
+    assert (await post(http, pruning=PRUNING)).groups[0].audit
+    assert (await post(http, redundancy="auto")).groups[0].audit
+    assert not (await post(http, pruning=PRUNING, audit_ratio=0.0)).groups[0].audit
+    assert (await post(http, audit_ratio=1.0)).groups[0].audit
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.5, "half", True])
+async def test_a_ratio_is_a_number_from_0_to_1(http, value):
+    response = await http.post("/v1/rollouts", json=body(audit_ratio=value))
+    assert response.status_code == 422
+    assert "audit_ratio" in response.text
+
+
+async def test_audits_are_counted(http):
+    await post(http, audit_ratio=1.0)
+    metrics = (await http.get("/metrics")).text
+    assert f"vllm_rollout:audit_groups_total {len(PROMPTS)}.0" in metrics

@@ -1,0 +1,140 @@
+"""GET /v1/rollouts/prompts: what is known of prompts after rollouts and rewards, page by page."""
+
+import asyncio
+
+import httpx
+import pytest
+
+from vllm_rollout.client.client import AsyncRolloutClient, RolloutClient, RolloutError
+
+from .conftest import DEADLINE_S, make_app
+from .fake_engine import FakeEngine
+from .fake_learning import succeeded
+
+pytestmark = pytest.mark.anyio
+
+PRUNING = {"detection_length": 2, "mode": "shadow", "signal": "confidence"}
+
+
+def body(*prompts: dict, **fields) -> dict:
+    sampling = {"seed": 3, "min_tokens": 4}
+    return {"prompts": [*prompts], "group_size": 4, "pruning": PRUNING, "sampling": sampling, **fields}
+
+
+def prompt(id: str) -> dict:
+    return {"id": id, "prompt": f"prompt {id}"}
+
+
+async def rewarded(http: httpx.AsyncClient, request: dict, good) -> dict:
+    answer = (await asyncio.wait_for(http.post("/v1/rollouts", json=request), DEADLINE_S)).json()
+    rewards = [
+        {"prompt_id": group["prompt_id"], "index": each["index"], "reward": float(good(group["prompt_id"], each))}
+        for group in answer["groups"]
+        for each in group["trajectories"]
+    ]
+    posted = await http.post(f"/v1/rollouts/{answer['id']}/rewards", json={"rewards": rewards})
+    assert posted.json()["counts"]["accepted"] == len(rewards), posted.text
+    return answer
+
+
+async def test_lengths_and_success_by_prompt(http):
+    await rewarded(http, body(prompt("hard"), prompt("easy")), lambda id, _: id == "easy")
+    await rewarded(http, body(prompt("mixed")), lambda _, each: each["index"] < 1)
+    answer = (await http.get("/v1/rollouts/prompts")).json()
+    assert (answer["object"], answer["num_prompts"], answer["has_more"]) == ("list", 3, False)
+    by_id = {each["id"]: each for each in answer["data"]}
+    assert [by_id[id]["success"]["rate"] for id in ("hard", "easy")] == [0, 1]
+    assert by_id["mixed"]["success"]["rate"] == pytest.approx(0.25, abs=0.03)
+    assert by_id["mixed"]["success"]["num_rewarded"] == pytest.approx(4, rel=0.1)
+    assert answer["data"][0] == by_id["mixed"]
+    assert sorted(each["prompts_ago"] for each in answer["data"]) == [0, 1, 2]
+    assert by_id["hard"]["key"] == "id:hard"
+    assert by_id["hard"]["lengths"]["num_groups"] == 1
+    assert by_id["hard"]["lengths"]["mean"] > 3
+
+
+async def test_pages_join_in_either_order(http):
+    await rewarded(http, body(*map(prompt, "abcdefg")), lambda id, _: id in "bdf")
+    for sort in ("last_seen", "success"):
+        whole = (await http.get("/v1/rollouts/prompts", params={"sort": sort})).json()["data"]
+        joined, after = [], {}
+        while True:
+            page = (await http.get("/v1/rollouts/prompts", params={"sort": sort, "limit": 3, **after})).json()
+            joined += page["data"]
+            if not page["has_more"]:
+                break
+            after = {"after": page["data"][-1]["key"]}
+        assert joined == whole
+        assert len(joined) == 7
+    assert [each["id"] for each in whole[-3:]] == ["b", "d", "f"]
+
+
+async def test_a_prompt_without_an_id_is_known_by_its_tokens(http):
+    await rewarded(http, body({"prompt": "nameless"}), lambda _, each: succeeded(each["token_ids"]))
+    (only,) = (await http.get("/v1/rollouts/prompts")).json()["data"]
+    assert only["id"] is None
+    assert only["key"].startswith("tokens:")
+    assert only["success"] is not None
+
+
+async def test_the_past_of_a_prompt_reaches_its_next_group(http, engine, monkeypatch):
+    seen = []
+    await rewarded(http, body(prompt("a")), lambda *_: True)
+    learning = next(iter(engine.judge.memory.learnings.values()))
+    assess = type(learning).assess
+    monkeypatch.setattr(
+        type(learning), "assess", lambda self, *args, **kwargs: seen.append(kwargs) or assess(self, *args, **kwargs)
+    )
+    await rewarded(http, body(prompt("a"), prompt("b")), lambda *_: True)
+    rewarded_before = sorted(each["past"].num_rewarded for each in seen)
+    assert rewarded_before[0] == 0
+    assert rewarded_before[-1] == pytest.approx(4, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("query", "status", "named"),
+    [
+        ("limit=0", 422, "limit"),
+        ("limit=10001", 422, "limit"),
+        ("sort=size", 422, "sort"),
+        ("after=id:x", 404, "after"),
+    ],
+)
+async def test_what_is_wrong_is_named(http, query, status, named):
+    answer = await http.get(f"/v1/rollouts/prompts?{query}")
+    assert answer.status_code == status
+    assert named in answer.json()["error"]["message"]
+
+
+async def test_nothing_is_known_at_first(http):
+    assert (await http.get("/v1/rollouts/prompts")).json() == {
+        "object": "list", "data": [], "num_prompts": 0, "has_more": False,
+    }  # fmt: skip
+
+
+def test_both_clients_ask(server_url):
+    with RolloutClient(server_url) as client:
+        answer = client.rollout([prompt("a"), prompt("b")], 2, pruning=PRUNING, sampling={"min_tokens": 4})
+        client.post_rewards(answer.id, [(g.prompt_id, t.index, 1.0) for g in answer.groups for t in g.trajectories])
+        page = client.prompts(limit=1, sort="success")
+        rest = client.prompts(after=page.data[0].key, sort="success")
+        assert [each.id for each in (*page.data, *rest.data)] == ["a", "b"]
+        assert page.has_more
+        assert not rest.has_more
+        with pytest.raises(RolloutError, match="after") as refused:
+            client.prompts(after="id:nobody")
+        assert refused.value.status == 404
+
+    async def ask():
+        async with AsyncRolloutClient(server_url) as client:
+            return await client.prompts()
+
+    assert asyncio.run(ask()).num_prompts == 2
+
+
+async def test_a_dead_engine_says_so():
+    engine = FakeEngine()
+    engine.dead = True
+    transport = httpx.ASGITransport(make_app(engine))
+    async with httpx.AsyncClient(transport=transport, base_url="http://t") as http:
+        assert (await http.get("/v1/rollouts/prompts")).status_code == 503

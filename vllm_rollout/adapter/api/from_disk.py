@@ -1,0 +1,44 @@
+"""What a trainer has written to disk: weights of the model, and adapters under a name that stays.
+
+Invariant: a folder without weights leaves the model as it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
+from vllm.v1.engine.async_llm import AsyncLLM
+
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
+
+
+class NoWeights(ValueError):
+    """There are none in that folder, or not yet."""
+
+
+async def load_weights(client: AsyncLLM, folder: str) -> None:
+    """Put a checkpoint's weights in place of the model's. Raises: NoWeights."""
+    # vLLM prepares the model for new weights before it looks for them: without a file it would be left with none.
+    if not await asyncio.to_thread(_has_weights, Path(folder)):
+        raise NoWeights(f"{folder} has no weights ({', '.join(WEIGHTS)}) on this host, or not yet. Send it again.")
+    await client.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+
+
+async def load_adapter(models: OpenAIServingModels, name: str, folder: str) -> ErrorResponse | int:
+    """As vLLM's /v1/load_lora_adapter, but a name that is there already gets the new weights. Returns the adapter's
+    number."""
+    body = LoadLoRAAdapterRequest(lora_name=name, lora_path=folder, load_inplace=True)
+    answer = await models.load_lora_adapter(body)
+    if isinstance(answer, ErrorResponse):
+        return answer
+    adapter = models.lora_requests[name]
+    adapter.load_inplace = False  # every request carries it along, and would have the files read again in each step
+    return adapter.lora_int_id
+
+
+def _has_weights(folder: Path) -> bool:
+    return any(next(folder.glob(pattern), None) for pattern in WEIGHTS)

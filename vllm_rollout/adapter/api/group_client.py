@@ -1,0 +1,345 @@
+"""Groups on an engine client of vLLM's: one tagged vLLM request per candidate.
+
+Invariant: a request without our fields takes the client's own path untouched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing, suppress
+from copy import copy
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMValidationError
+from vllm.logger import init_logger
+from vllm.lora.request import LoRARequest
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from vllm_rollout.adapter.api.engine_calls import EngineCalls
+from vllm_rollout.adapter.api.group_routes import GroupRoutes
+from vllm_rollout.adapter.api.open_paths import refuse_on_open_path
+from vllm_rollout.adapter.api.outputs import (
+    CandidateFailed,
+    CandidateOutput,
+    choices_of,
+    chosen,
+    ending_of,
+    mend_weight_versions,
+)
+from vllm_rollout.adapter.api.prompts import digest_of_prompt
+from vllm_rollout.adapter.api.refusals import pruning_refusal
+from vllm_rollout.adapter.api.resuming import resumed_params, resumed_prompt
+from vllm_rollout.adapter.api.versions import REJECTIONS
+from vllm_rollout.adapter.call_table import NAME_CHOICES, NamedChoices
+from vllm_rollout.adapter.joining import AnswerName, first_of_completion, scoring_of, seed_of, tag_of
+from vllm_rollout.adapter.options import RolloutOptions
+from vllm_rollout.adapter.wire import TAG_KEY, CandidateTag, EndingNote
+from vllm_rollout.config import OUTPUT_INTERVAL_TOKENS
+from vllm_rollout.emulation.fate import LENGTHS_FIELD, forced_length
+from vllm_rollout.group.audit import AnswerAudits
+from vllm_rollout.group.judge import Scoring
+from vllm_rollout.group.plan import GroupJoin, GroupPlan, PlanError
+from vllm_rollout.group.prompt_groups import PromptGroups
+from vllm_rollout.group.race import RacePlace
+from vllm_rollout.group.selection import conclude
+from vllm_rollout.group.types import STOP_STATES, Ending
+from vllm_rollout.group.xargs import PRUNING_XARGS, as_written, audit_ratio_from_xargs, plan_from_xargs, rollout_xargs
+from vllm_rollout.server.clients import client_namespace
+from vllm_rollout.server.engine import Beginnings, Outlook, RequestError
+from vllm_rollout.server.metrics import Metrics
+
+logger = init_logger("vllm.vllm_rollout")
+
+
+class GroupClient:
+    """Stands before the class that sends a single request (`generate`), as AsyncLLM does."""
+
+    fields_in = "vllm_xargs"
+    """Where a user has written our fields."""
+    vllm_config: VllmConfig
+    engine_core: Any
+    num_api_processes: int
+    """Of the server."""
+    rollout_metrics: Metrics
+    routes: GroupRoutes
+    _prompt_groups: PromptGroups
+    _audits: AnswerAudits
+
+    @property
+    def max_candidates(self) -> int:
+        return self.vllm_config.scheduler_config.max_num_seqs
+
+    def generate(
+        self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        extra_args = sampling_params.extra_args
+        if not extra_args:
+            return self.generate_plain(prompt, sampling_params, request_id, **kwargs)
+        if TAG_KEY in extra_args:
+            raise VLLMValidationError(f"extra_args.{TAG_KEY} is set by the server; send rollout_* fields instead.")
+        self._check_forced_length(extra_args)
+        xargs = rollout_xargs(extra_args)
+        if not xargs:
+            return self.generate_plain(prompt, sampling_params, request_id, **kwargs)
+        refuse_on_open_path(xargs)
+        try:
+            plan = plan_from_xargs(xargs, sampling_params.n, max_candidates=self.max_candidates)
+            audit_ratio = audit_ratio_from_xargs(xargs, RolloutOptions.of(self.vllm_config).audit_ratio)
+        except PlanError as error:
+            raise self._invalid(error.field, str(error)) from error
+        if plan.pruning is not None and (refusal := pruning_refusal(self.vllm_config)) is not None:
+            field = PRUNING_XARGS["detection_length"]
+            raise self._invalid(field, f"{field}: {refusal}")
+        params = copy(sampling_params)
+        params.extra_args = {key: value for key, value in extra_args.items() if key not in xargs}
+        if isinstance(plan, GroupJoin):
+            self._refuse_unnamed(plan)
+            return self._generate_joined(replace(plan, audit_ratio=audit_ratio), prompt, params, request_id, **kwargs)
+        if audit_ratio and self._audits.draw(
+            audit_ratio,
+            seed_of(params),
+            digest_of_prompt(prompt),
+            request_id,
+            self.first_of_answer(request_id),
+        ):
+            plan = plan.audited()
+        return self._generate_choices(plan, prompt, params, request_id, **kwargs)
+
+    def generate_plain(
+        self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """A request outside of groups."""
+        return super().generate(prompt, sampling_params, request_id, **kwargs)  # type: ignore[misc]
+
+    def first_of_answer(self, request_id: str) -> str:
+        """The request that came first of those that are answered together with this one."""
+        return first_of_completion(request_id)
+
+    def _refuse_unnamed(self, join: GroupJoin) -> None:
+        """Raises: VLLMValidationError where siblings may reach another process, which knows of other groups."""
+        if join.name is None and self.num_api_processes > 1:
+            raise self._invalid(
+                "rollout_group_id",
+                f"rollout_group_id: is needed with --api-server-count {self.num_api_processes}, where the requests of "
+                "one prompt may reach different processes. Name each group, or start one process.",
+            )
+
+    def _invalid(self, field: str, message: str) -> VLLMValidationError:
+        """For a client: `message` begins with the field, named as it is written."""
+        return VLLMValidationError(f"{self.fields_in}.{message}", parameter=f"{self.fields_in}.{field}")
+
+    def _check_forced_length(self, extra_args: dict[str, Any]) -> None:
+        """Here, since a worker has nobody to tell. Raises: VLLMValidationError."""
+        if RolloutOptions.of(self.vllm_config).emulation is not None:
+            try:
+                forced_length(extra_args)
+            except ValueError as error:
+                raise VLLMValidationError(f"extra_args.{error}", parameter=f"extra_args.{LENGTHS_FIELD}") from error
+
+    async def _generate_candidate(
+        self, tag: CandidateTag, prompt: Any, params: SamplingParams, request_id: str, **kwargs: Any
+    ) -> AsyncGenerator[tuple[RequestOutput, EndingNote | None], None]:
+        """One candidate's outputs, each with the scheduler's note when it is the last.
+
+        Raises: VLLMValidationError when the group that it names did not let it in.
+        """
+        params.extra_args = {**(params.extra_args or {}), **tag.to_extra_args()}
+        async with aclosing(super().generate(prompt, params, request_id, **kwargs)) as outputs:
+            async for output in outputs:
+                note, output.kv_transfer_params = EndingNote.take(output.kv_transfer_params)
+                if note is not None and note.refusal is not None:
+                    field, refusal = as_written(note.refusal)
+                    raise self._invalid(field, refusal)
+                if note is not None:
+                    (completion,) = output.outputs
+                    mend_weight_versions(completion, note.pauses)
+                    if note.state in STOP_STATES:  # a stop string in the last token does not make it a winner
+                        completion.finish_reason, completion.stop_reason = "abort", note.state
+                yield output, note
+
+    async def run_candidates(
+        self,
+        group_id: str,
+        plan: GroupPlan,
+        prompt: Any,
+        params: SamplingParams,
+        *,
+        scoring: Scoring | None = None,
+        observed: bool = True,
+        place: RacePlace | None = None,
+        beginnings: Beginnings | None = None,
+        outlook: Outlook | None = None,
+        data_parallel_rank: int | None = None,
+        **kwargs: Any,
+    ) -> AsyncGenerator[CandidateOutput | CandidateFailed, None]:
+        """Run the candidates of one group; yields their outputs as they come, in the kind `params` asks for.
+
+        With `beginnings` they go on from there; their outputs have what comes after. `outlook`: what is expected of
+        them, by which a rank is chosen, and what they may move to another one for.
+
+        Without `observed` and `scoring` nobody looks at their logits, and there is no mean confidence.
+
+        A candidate that fails ends with a final output of finish reason `error` or `abort`, or as CandidateFailed.
+        Closing the generator aborts what still runs. Raises what concerns all candidates alike: bad parameters, a full
+        queue, a dead engine.
+
+        However much the engine generates, at most three outputs per candidate are held for a reader that does not read:
+        as many as there are candidates in the queue, and of each candidate one that waits for room there and one into
+        which vLLM merges the deltas that nobody has taken.
+        """
+        before_each = dict.fromkeys(range(plan.num_candidates), ()) if beginnings is None else beginnings.token_ids
+        begun = {index: len(before) for index, before in before_each.items()}
+        route = self.routes.open(group_id, begun, data_parallel_rank, outlook)
+        # One place per candidate: with fewer, candidates of one step wait for each other, a task switch per output.
+        queue: asyncio.Queue[CandidateOutput | CandidateFailed | int | Exception] = asyncio.Queue(plan.num_candidates)
+        params = params.clone()
+        params.skip_clone = True  # siblings share what they only read; each gets its own copy of the rest below
+        delta = params.output_kind == RequestOutputKind.DELTA
+        interval = (params.stream_interval or 1) if delta else OUTPUT_INTERVAL_TOKENS
+
+        spare_indices = count(plan.num_candidates if beginnings is None else beginnings.next_index)
+
+        async def run(index: int, before: Sequence[int] = ()) -> None:
+            tag = CandidateTag(
+                group_id,
+                index,
+                plan.group_size,
+                plan.num_candidates,
+                plan.early_stop,
+                interval,
+                scoring,
+                plan.patience,
+                observed,
+                plan.num_replaceable,
+                place,
+                len(before),
+            )
+            child = resumed_params(params, len(before))
+            child.n = 1
+            child.seed = None if params.seed is None else params.seed + index  # as vLLM seeds the n of a request
+            whole_prompt = resumed_prompt(prompt, before)
+            outputs = self._generate_candidate(
+                tag, whole_prompt, child, f"{group_id}-c{index}", data_parallel_rank=data_parallel_rank, **kwargs
+            )
+            try:
+                num_tokens = 0
+                async with aclosing(outputs):
+                    async for output, note in outputs:
+                        num_tokens += len(output.outputs[0].token_ids)
+                        await queue.put(CandidateOutput(index, output, note))
+                        if note is not None and note.is_replaced:  # before it counts as over
+                            tasks.append(asyncio.create_task(run(spare := next(spare_indices))))
+                            self.routes.begins(route, spare)
+                self.routes.ended(route, index, num_tokens)
+                await queue.put(index)
+            except (VLLMClientError, GracefulHTTPError, EngineDeadError, *REJECTIONS) as error:
+                await queue.put(error)
+            except Exception:  # one candidate's failure is not its group's: the reader ends it as failed
+                logger.exception("candidate %d of group %s failed", index, group_id)
+                await queue.put(CandidateFailed(index))
+                await queue.put(index)
+
+        tasks = [asyncio.create_task(run(index, before)) for index, before in before_each.items()]
+        try:
+            num_over = 0
+            while num_over < len(tasks):
+                item = await queue.get()
+                if isinstance(item, Exception):
+                    raise item
+                if isinstance(item, int):
+                    num_over += 1
+                else:
+                    yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self.routes.close(route)
+
+    async def _generate_choices(
+        self, plan: GroupPlan, prompt: Any, params: SamplingParams, request_id: str, **kwargs: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """A group behind an OpenAI request: exactly n choices.
+
+        The winners are known when the group is over, so a stream gets each of them in one piece.
+        """
+        started = time.monotonic()
+        params.output_kind = RequestOutputKind.FINAL_ONLY
+        finals: dict[int, RequestOutput] = {}
+        endings: dict[int, Ending] = {}
+        group_id = f"{request_id}-{uuid.uuid4().hex[:8]}"
+        scoring = plan.pruning and scoring_of(plan.pruning, group_id, digest_of_prompt(prompt), params)
+        stream = self.run_candidates(group_id, plan, prompt, params, scoring=scoring, observed=False, **kwargs)
+        async with aclosing(stream) as outputs:
+            async for candidate in outputs:
+                if isinstance(candidate, CandidateFailed):
+                    continue
+                finals[candidate.index] = candidate.output
+                endings[candidate.index] = ending_of(candidate)
+                if candidate.note is not None and candidate.note.assessment is not None:
+                    self.rollout_metrics.candidate_scored(candidate.note.assessment)
+        for index in range(plan.num_candidates):
+            endings.setdefault(index, Ending(index, "failed", 0))
+        result = conclude(plan, endings.values())
+        self.rollout_metrics.group_over(result, time.monotonic() - started, audit=plan.audit)
+        if not finals:
+            raise RuntimeError(f"all {plan.num_candidates} candidates of request {request_id} failed")
+        indices = chosen(plan, result, finals)
+        if plan.pruning is not None:
+            answer_name = AnswerName.of(request_id, client_namespace(), plan.group_size)
+            await self._name_choices(answer_name, group_id, indices)
+        answer = next(iter(finals.values()))
+        answer.request_id = request_id
+        answer.outputs = choices_of(plan, indices, finals)
+        answer.finished = True
+        yield answer
+
+    async def _name_choices(self, answer: AnswerName, group_id: str, indices: Sequence[int]) -> None:
+        """So that rewards can name them. Without an engine there is nothing to be learned."""
+        choices = dict(enumerate(indices, start=answer.choice))
+        with suppress(RequestError):
+            await EngineCalls(self).tell_all(NAME_CHOICES, NamedChoices(answer.name, group_id, choices))
+
+    async def _generate_joined(
+        self, join: GroupJoin, prompt: Any, params: SamplingParams, request_id: str, **kwargs: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """One of several requests that make up a group: they meet on one rank."""
+        content = digest_of_prompt(prompt)
+        lora: LoRARequest | None = kwargs.get("lora_request")
+        interval = 1 if params.output_kind != RequestOutputKind.FINAL_ONLY else OUTPUT_INTERVAL_TOKENS
+        adapter, pinned_rank = lora and lora.lora_name, kwargs.get("data_parallel_rank")
+        client = client_namespace()
+        join = replace(join, namespace=f"{client}/{join.namespace}")
+        answer = AnswerName.of(request_id, client)
+        with self._prompt_groups.named(join, content, adapter, pinned_rank) as name:
+            tag = tag_of(join, name, content, adapter, params, answer, output_interval=interval)
+            route = self.routes.join(tag.group_id, join.num_candidates, pinned_rank)
+            num_tokens, refused = 0, False
+            last: CandidateOutput | None = None
+            try:
+                async with aclosing(self._generate_candidate(tag, prompt, params, request_id, **kwargs)) as outputs:
+                    async for output, note in outputs:
+                        (completion,) = output.outputs
+                        before = num_tokens if params.output_kind == RequestOutputKind.DELTA else 0
+                        num_tokens = before + len(completion.token_ids)
+                        last = CandidateOutput(0, output, note)
+                        if note is not None and note.assessment is not None:
+                            self.rollout_metrics.candidate_scored(note.assessment)
+                        yield output
+            except (VLLMClientError, GracefulHTTPError, *REJECTIONS):
+                refused = True
+                raise
+            finally:
+                self.routes.leave_joined(route, refused=refused)
+                if not refused:
+                    self.rollout_metrics.joined_over(
+                        Ending(0, "failed", num_tokens) if last is None else ending_of(last, num_tokens)
+                    )

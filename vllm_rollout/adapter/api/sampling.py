@@ -1,0 +1,100 @@
+"""What a rollout's `sampling` may say, as vLLM's SamplingParams.
+
+Invariant: a field that the installed vLLM does not have, or that the server sets, is refused by name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from pydantic import TypeAdapter, ValidationError
+from vllm.exceptions import VLLMClientError, VLLMValidationError
+from vllm.sampling_params import SamplingParams
+
+from vllm_rollout.adapter.compat import vllm_version
+from vllm_rollout.server.engine import RequestError
+
+MAX_SEED = 2**62
+"""Leaves room for one seed per candidate within vLLM's 64 bits."""
+
+OURS = {
+    "n": "is not a sampling field here: use group_size",
+    "output_kind": "is set by the server: use stream and stream_tokens",
+    "stream_interval": "is set by the server: use stream_tokens",
+    "detokenize": "is set by the server: use return.text",
+    "flat_logprobs": "is set by the server",
+    "skip_clone": "is set by the server",
+    "output_text_buffer_length": "is set by the server",
+    "prompt_logprobs": "is not returned by this endpoint: use /inference/v1/generate",
+    "prompt_logprob_start": "is not returned by this endpoint: use /inference/v1/generate",
+    "prompt_logprob_token_ids": "is not returned by this endpoint: use /inference/v1/generate",
+    "logprob_token_ids": "is not returned by this endpoint: use /inference/v1/generate",
+}
+"""SamplingParams fields that a rollout does not take, with what to use instead."""
+
+FIELDS = {field.name for field in msgspec.structs.fields(SamplingParams)}
+ALLOWED = sorted(field for field in FIELDS - OURS.keys() if not field.startswith("_"))
+SAMPLING = TypeAdapter(SamplingParams)
+
+
+def sampling_params(
+    sampling: dict[str, Any], defaults: dict[str, Any], *, want_logprobs: bool, want_text: bool
+) -> SamplingParams:
+    """The fields of a request on top of the model's defaults.
+
+    Raises: RequestError that names the field, the installed vLLM where it does not know it, and what is allowed.
+    """
+    for field in sampling:
+        if field in OURS and field in FIELDS:
+            raise RequestError(f"sampling.{field}: {OURS[field]}.", param=f"sampling.{field}")
+        if field not in ALLOWED:
+            raise RequestError(
+                f"sampling.{field}: vLLM {vllm_version} has no such sampling field; allowed: {', '.join(ALLOWED)}.",
+                param=f"sampling.{field}",
+            )
+        if field == "extra_args" and sampling[field] is not None:
+            if not isinstance(sampling[field], dict):
+                raise RequestError(
+                    f"sampling.extra_args: must be an object, got {sampling[field]!r:.80}.",
+                    param="sampling.extra_args",
+                )
+            ours = [key for key in sampling[field] if key.startswith(("rollout_", "vllm_rollout"))]
+            if ours:
+                raise RequestError(
+                    f"sampling.extra_args.{ours[0]}: is not allowed here; use the fields of the request itself.",
+                    param=f"sampling.extra_args.{ours[0]}",
+                )
+    seed = sampling.get("seed")
+    if isinstance(seed, int) and not -MAX_SEED <= seed <= MAX_SEED:
+        raise RequestError(
+            f"sampling.seed: must be in [-{MAX_SEED}, {MAX_SEED}], got {seed}; candidate i samples with seed + i.",
+            param="sampling.seed",
+        )
+    defaults = {key: value for key, value in defaults.items() if key in ALLOWED}
+    try:
+        params = SAMPLING.validate_python({**defaults, "max_tokens": None, **sampling})
+    except ValidationError as error:
+        raise _sampling_error(error) from error
+    except (VLLMClientError, ValueError, TypeError, OverflowError) as error:
+        raise RequestError(f"sampling: {error}", param=sampling_field(error)) from error
+    params.detokenize = want_text or bool(params.stop)
+    params.flat_logprobs = True
+    if want_logprobs and params.logprobs is None:
+        params.logprobs = 0
+    return params
+
+
+def sampling_field(error: Exception) -> str:
+    """The field vLLM's own check complains about, where it says so."""
+    field = error.parameter if isinstance(error, VLLMValidationError) else None
+    return f"sampling.{field}" if field in ALLOWED else "sampling"
+
+
+def _sampling_error(error: ValidationError) -> RequestError:
+    """Pydantic tries SamplingParams as an instance and as a dictionary; what it says of the latter is of use."""
+    problems = error.errors(include_url=False)
+    problem = next((p for p in problems if p["type"] != "is_instance_of"), problems[0])
+    field = ".".join(["sampling", *(part for part in problem["loc"] if part in ALLOWED)])
+    message = problem["msg"].removeprefix("Value error, ")
+    return RequestError(f"{field}: {message}, got {problem['input']!r:.80}", param=field)

@@ -1,0 +1,58 @@
+"""The services of one engine, where their routes look for them.
+
+Invariant: a server and a trainer's own process have the same ones.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+from starlette.datastructures import State
+
+from vllm_rollout.adapter.api.client import RolloutAsyncLLM
+from vllm_rollout.adapter.api.engine import VLLMEngine
+from vllm_rollout.adapter.api.parallelism import parallelism_of
+from vllm_rollout.adapter.api.state_file import StateFile
+from vllm_rollout.adapter.options import RolloutOptions
+from vllm_rollout.server.engines.service import EnginesService
+from vllm_rollout.server.recorder import TraceRecorder
+from vllm_rollout.server.runs.folder import LEARNED, RUNS
+from vllm_rollout.server.runs.service import RunService
+from vllm_rollout.server.runs.store import RunStore
+from vllm_rollout.server.service import RolloutService
+
+
+async def build_services(client: RolloutAsyncLLM, state: State, settings: Namespace) -> VLLMEngine:
+    """Put them into `state`, which has models and renderer already; returns the engine that they share.
+
+    `settings`: what our flags say. Raises: RuntimeError, which ends the start, for what they cannot mean here.
+    """
+    engine = VLLMEngine(client, state)
+    if settings.rollout_profile is not None:
+        await engine.use_profile(settings.rollout_profile)
+    elif settings.emulate is not None:
+        engine.use_emulated_cost(settings.emulate)
+    recorder = None if settings.rollout_record is None else TraceRecorder(Path(settings.rollout_record))
+    store = RunStore()
+    if settings.rollout_state is not None:
+        folder = Path(settings.rollout_state)
+        state_file = StateFile(folder / LEARNED, engine, client)
+        if client.client_index == 0:
+            await state_file.load()
+        store = RunStore(folder / RUNS)
+    client.life.watch()
+    engine.follow_holds()
+    metrics = client.rollout_metrics
+    service = RolloutService(
+        engine,
+        metrics,
+        recorder=recorder,
+        admin_key=settings.rollout_admin_key,
+        audit_ratio=RolloutOptions.of(client.vllm_config).audit_ratio,
+    )
+    state.rollout_service = service
+    state.engines_service = EnginesService(engine, lambda: service.progress)
+    parallelism = parallelism_of(settings, client, engine)
+    state.run_service = RunService(service, engine, store, metrics, client.num_api_processes, parallelism)
+    return engine

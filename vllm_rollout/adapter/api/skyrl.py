@@ -1,0 +1,69 @@
+"""`--compat skyrl`: what SkyRL's RemoteInferenceClient asks for, and stock vLLM does not answer as it means it.
+
+/reset_prefix_cache with its field in a JSON body, where vLLM reads the query only and would keep the running requests'
+cache; adapters under a name that stays. Its /skyrl/v1/generate, for routed experts, is not here. Invariant: what is not
+SkyRL's reaches vLLM as it was sent.
+"""
+
+from __future__ import annotations
+
+import json
+from urllib.parse import urlencode
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+from starlette.types import ASGIApp, Receive, Scope, Send
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+
+from vllm_rollout.adapter.api.asgi import is_for, read_body
+from vllm_rollout.adapter.api.from_disk import load_adapter
+
+RESET = "/reset_prefix_cache"
+FIELD = "reset_running_requests"
+
+router = APIRouter(include_in_schema=False)
+
+
+class LoadAdapter(BaseModel):
+    lora_name: str
+    lora_path: str
+
+
+def attach(app: FastAPI) -> None:
+    app.include_router(router)
+    app.add_middleware(ResetBody)
+
+
+@router.post("/skyrl/v1/load_lora_adapter")
+async def load_lora_adapter(body: LoadAdapter, request: Request) -> JSONResponse:
+    loaded = await load_adapter(request.app.state.openai_serving_models, body.lora_name, body.lora_path)
+    if isinstance(loaded, ErrorResponse):
+        return JSONResponse(loaded.model_dump(), loaded.error.code)
+    return JSONResponse({"status": "ok", "lora_name": body.lora_name, "lora_int_id": loaded})
+
+
+class ResetBody:
+    """ASGI middleware: /reset_prefix_cache has its field in the query, also when it came in the body."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if is_for(scope, "POST", RESET):
+            body, receive = await read_body(receive)
+            if (query := query_of(body)) is not None and FIELD.encode() not in scope["query_string"]:
+                scope = {**scope, "query_string": b"&".join(filter(None, (scope["query_string"], query)))}
+        await self._app(scope, receive, send)
+
+
+def query_of(body: bytes) -> bytes | None:
+    """The field of a body as a query; None when it is not there."""
+    try:
+        fields = json.loads(body)
+    except ValueError:
+        return None
+    if not isinstance(fields, dict) or FIELD not in fields:
+        return None
+    value = fields[FIELD]
+    return urlencode({FIELD: json.dumps(value) if isinstance(value, bool) else value}).encode()

@@ -1,0 +1,54 @@
+"""`vllm-rollout serve --compat TRAINER`: what a trainer asks of its server beside vLLM's own endpoints.
+
+Invariant: without --compat nothing here has an effect. With it vLLM answers what it knows, as before.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+
+from fastapi import FastAPI
+from vllm import envs
+
+from vllm_rollout.adapter.api import areal, prime_rl, skyrl
+from vllm_rollout.server.compat import trl_legacy
+
+COMPAT: Mapping[str, Callable[[FastAPI], None]] = {
+    "areal": areal.attach,
+    "prime-rl": prime_rl.attach,
+    "skyrl": skyrl.attach,
+    "trl": prime_rl.attach_token_names,
+    "trl-legacy": trl_legacy.attach,
+}
+"""Trainer -> what puts its routes on vLLM's app."""
+NEEDS_DEV_MODE = {
+    "prime-rl": "/pause and /resume",
+    "skyrl": "/pause, /resume and /collective_rpc",
+    "trl-legacy": "/get_world_size and /reset_prefix_cache",
+}
+"""What a trainer asks for that vLLM has in its development mode only."""
+
+
+def add_compat_flag(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(title="Trainers", description="What they ask for beside vLLM (docs/trainers.md).")
+    group.add_argument(
+        "--compat",
+        choices=sorted(COMPAT),
+        action="append",
+        default=[],
+        help="Also answer what this trainer sends beside vLLM's own endpoints; may be repeated. Default: nothing.",
+    )
+
+
+def refuse_with_compat(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Exit with status 2 and a remedy where half of what a trainer calls would be missing."""
+    for trainer in args.compat:
+        if (needed := NEEDS_DEV_MODE.get(trainer)) is not None and not envs.VLLM_SERVER_DEV_MODE:
+            parser.error(f"--compat {trainer} needs {needed} too, which vLLM has with VLLM_SERVER_DEV_MODE=1. Set it.")
+
+
+def attach_compat(app: FastAPI) -> None:
+    """Put on the app what `--compat` names; plain `vllm serve` has no such flag."""
+    for trainer in vars(app.state.args).get("compat", ()):
+        COMPAT[trainer](app)

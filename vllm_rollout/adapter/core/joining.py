@@ -1,0 +1,115 @@
+"""Requests that come to the engine core with `rollout_*` fields, because no client of ours stands before it.
+
+So it is in a trainer's own process: vLLM's engine with our scheduler, and nothing else. Such a client reads no notes,
+gets every token at once, and learns of a bad field by how its request ends.
+
+Invariant: a request without our fields costs a look at its `extra_args`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from copy import copy
+from dataclasses import replace
+
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.v1.request import Request
+
+from vllm_rollout.adapter.joining import AnswerName, tag_of
+from vllm_rollout.adapter.options import RolloutOptions, observing_refusal
+from vllm_rollout.adapter.wire import CandidateTag
+from vllm_rollout.group.plan import GroupJoin, PlanError
+from vllm_rollout.group.prompt_groups import PromptGroups
+from vllm_rollout.group.prompt_key import digest_of
+from vllm_rollout.group.xargs import PRUNING_XARGS, audit_ratio_from_xargs, plan_from_xargs, rollout_xargs
+
+logger = init_logger("vllm.vllm_rollout")
+
+ADDED_DIGITS = re.compile(r"-[0-9a-f]{8}$")
+
+
+class JoinRefused(ValueError):
+    """The fields of a request make no sense here. The text is for its client: what, value, allowed, remedy."""
+
+
+class Joining:
+    """Makes candidates of requests that carry our fields."""
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        self._config = vllm_config
+        self._max_candidates = vllm_config.scheduler_config.max_num_seqs
+        self._audit_ratio = RolloutOptions.of(vllm_config).audit_ratio
+        self._prompt_groups = PromptGroups()
+        self._numbers: dict[str, int] = {}
+        """Of the groups that requests on their way have joined without a name, by request id."""
+
+    def tag(self, request: Request) -> CandidateTag | None:
+        """Read a request's fields, and put its tag in their place, where the worker sees it; None without any.
+
+        Raises: JoinRefused.
+        """
+        params = request.sampling_params
+        if params is None or not params.extra_args or not (fields := rollout_xargs(params.extra_args)):
+            return None
+        if not fields.keys() & {"rollout_group_id", "rollout_group_size"}:
+            raise JoinRefused(
+                f"{next(iter(fields))} needs rollout_group_size in vLLM's own engine, which cannot add candidates: "
+                "send a request per candidate with rollout_group_size and rollout_num_candidates, or use "
+                "vllm_rollout.LLM."
+            )
+        try:
+            join = plan_from_xargs(fields, 1, max_candidates=self._max_candidates)
+            assert isinstance(join, GroupJoin), "rollout_group_size joins"
+            join = replace(join, audit_ratio=audit_ratio_from_xargs(fields, self._audit_ratio))
+        except PlanError as error:
+            raise JoinRefused(str(error)) from error
+        if join.pruning is not None and (reason := self._scoring_refusal()) is not None:
+            raise JoinRefused(f"{PRUNING_XARGS['detection_length']}: {reason}")
+        if self._config.parallel_config.data_parallel_size > 1:
+            logger.warning_once(
+                "vllm_rollout: with data_parallel_size %d siblings meet on one rank only. Send those of a group with "
+                "the same data_parallel_rank, or use vllm_rollout.AsyncLLM.",
+                self._config.parallel_config.data_parallel_size,
+            )
+        adapter = None if request.lora_request is None else request.lora_request.lora_name
+        content, name = _content_of(request), join.name
+        if name is None:
+            name = self._prompt_groups.join((join, content, adapter), join.num_candidates)
+            self._numbers[request.request_id] = name
+        answer = AnswerName.of(_clients_id(request.request_id))
+        tag = tag_of(join, name, content, adapter, params, answer, output_interval=1)
+        rest = {key: value for key, value in params.extra_args.items() if key not in fields}
+        request.sampling_params = copy(params)  # the caller's own where the engine runs in its process
+        request.sampling_params.extra_args = {**rest, **tag.to_extra_args()}
+        return tag
+
+    def ended(self, request_id: str) -> None:
+        """A candidate has ended."""
+        if (number := self._numbers.pop(request_id, None)) is not None:
+            self._prompt_groups.leave(number)
+
+    def _scoring_refusal(self) -> str | None:
+        worker_cls = self._config.parallel_config.worker_cls
+        if not hasattr(resolve_obj_by_qualname(worker_cls), "rollout_heads"):
+            return (
+                f"candidates are not scored by worker_cls {worker_cls!r}. Build the engine with "
+                "worker_cls='vllm_rollout.Worker' as well, or leave pruning out."
+            )
+        reason = observing_refusal(self._config)
+        return reason and f"candidates cannot be scored: {reason}. Build the engine without it, or leave pruning out."
+
+
+def _clients_id(request_id: str) -> str:
+    """As the client knows it: vLLM adds eight digits of chance to each."""
+    return ADDED_DIGITS.sub("", request_id)
+
+
+def _content_of(request: Request) -> str:
+    """Names the prompt's content: token ids, with the hashes of images and the like."""
+    parts = [digest_of(request.prompt_token_ids or ())]
+    if request.mm_features:
+        parts.append(json.dumps([feature.identifier for feature in request.mm_features]))
+    return "/".join(parts)

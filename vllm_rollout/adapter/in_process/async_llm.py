@@ -1,0 +1,68 @@
+"""`vllm_rollout.AsyncLLM`: vLLM's AsyncLLM of a trainer's own process, with groups."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.v1.engine import core_client, utils
+
+from vllm_rollout.adapter.api.client import RolloutAsyncLLM
+from vllm_rollout.adapter.api.deaths import RankProcesses
+from vllm_rollout.adapter.api.rank_client import RankClient
+from vllm_rollout.adapter.in_process.engine_args import with_groups
+from vllm_rollout.adapter.in_process.methods import async_streamed, awaited
+from vllm_rollout.adapter.in_process.rollouts import Rollouts
+from vllm_rollout.client import calls
+
+
+class AsyncLLM(RolloutAsyncLLM):
+    """AsyncLLM with `rollout`, `stream`, `post_rewards` and what belongs to them; build it by `from_engine_args`.
+
+    `generate` runs a group where `extra_args` has `rollout_*` fields: `n` outputs, of `n + rollout_redundancy`.
+
+    Overrides: __init__, from_engine_args.
+    """
+
+    rollout = awaited(calls.rollout)
+    stream = async_streamed(calls.stream)
+    post_rewards = awaited(calls.post_rewards)
+    post_named_rewards = awaited(calls.post_named_rewards)
+    quality_head = awaited(calls.quality_head)
+    set_quality_head = awaited(calls.set_quality_head)
+    report = awaited(calls.report)
+    detection_lengths = awaited(calls.detection_lengths)
+    prompts = awaited(calls.prompts)
+    state = awaited(calls.state)
+    set_state = awaited(calls.set_state)
+    vote = awaited(calls.vote)
+
+    fields_in = "extra_args"
+    chat_template: str | None = None
+    """In place of the model's own."""
+    rollout_profile: str | None = None
+    """A file of `vllm-rollout profile`: redundancy "auto" weighs what a step costs. Set it before the first rollout."""
+    rollout_record: str | None = None
+    """A file for `vllm-rollout simulate`: one line per rollout. Set it before the first rollout."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # As the plugin does in a server's processes: vLLM looks these names up when it builds the engine.
+        core_client.DPLBAsyncMPClient = RankClient  # type: ignore[misc]
+        utils.CoreEngineProcManager = RankProcesses  # type: ignore[misc]
+        super().__init__(*args, **kwargs)
+        self._opening = asyncio.Lock()
+        self._rollouts: Rollouts | None = None
+
+    @classmethod
+    def from_engine_args(cls, engine_args: AsyncEngineArgs, *args: Any, **kwargs: Any) -> AsyncLLM:
+        return super().from_engine_args(with_groups(engine_args), *args, **kwargs)
+
+    async def rollouts(self) -> Rollouts:
+        """The service around this engine, made when it is first asked."""
+        async with self._opening:
+            if self._rollouts is None:
+                self._rollouts = await Rollouts.around(
+                    self, chat_template=self.chat_template, profile=self.rollout_profile, record=self.rollout_record
+                )
+        return self._rollouts

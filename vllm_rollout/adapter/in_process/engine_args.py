@@ -1,0 +1,41 @@
+"""Engine arguments that make an engine of this process one with groups.
+
+Invariant: what a caller has set stays, and what cannot work with it is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+
+from vllm_rollout.adapter.compat import check_vllm_version
+from vllm_rollout.adapter.names import SCHEDULER_CLS, WORKER_CLS
+from vllm_rollout.config import CPU_BLOCK_SIZE_TOKENS
+from vllm_rollout.models import resolve
+
+Args = TypeVar("Args", bound=EngineArgs)
+
+
+def group_settings(model: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Keywords of `vllm.LLM` with what groups need. Raises: ValueError for another scheduler or worker."""
+    check_vllm_version()
+    ours = {"scheduler_cls": SCHEDULER_CLS, "worker_cls": WORKER_CLS}
+    for name, value in ours.items():
+        if settings.get(name) not in (None, "auto", value):
+            raise ValueError(f"{name} must be {value!r} here, got {settings[name]!r}. Leave it out, or use vllm.LLM.")
+    if settings.get("block_size") is None and current_platform.is_cpu():
+        ours["block_size"] = CPU_BLOCK_SIZE_TOKENS
+    resolved = resolve(model)
+    if resolved != model and settings.get("served_model_name") is None:
+        ours["served_model_name"] = model
+    return {**settings, **ours, "model": resolved}
+
+
+def with_groups(engine_args: Args) -> Args:
+    """The same of engine arguments. Raises: ValueError."""
+    names = ("scheduler_cls", "worker_cls", "block_size", "served_model_name")
+    given = {name: getattr(engine_args, name) for name in names}
+    return replace(engine_args, **group_settings(engine_args.model, given))

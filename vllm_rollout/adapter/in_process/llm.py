@@ -1,0 +1,131 @@
+"""`vllm_rollout.LLM`: vLLM's LLM with groups, in a trainer's own process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from typing import Any, TypeVar
+
+import vllm
+from vllm.lora.request import LoRARequest
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+from vllm_rollout.adapter.in_process.async_llm import AsyncLLM
+from vllm_rollout.adapter.in_process.engine_args import group_settings
+from vllm_rollout.adapter.in_process.methods import done, streamed
+from vllm_rollout.adapter.in_process.rollouts import Rollouts
+from vllm_rollout.adapter.in_process.stepped_client import SteppedClient
+from vllm_rollout.group.xargs import rollout_xargs
+
+T = TypeVar("T")
+
+
+class LLM(vllm.LLM):
+    """LLM with `rollout`, `stream`, `post_rewards` and what belongs to them.
+
+    `generate` and `chat` run a group for each prompt whose sampling parameters have `rollout_*` fields in `extra_args`:
+    `n` outputs, of `n + rollout_redundancy`.
+
+    Everything happens while a method is called: a quality head is trained before `post_rewards` returns.
+
+    Overrides: __init__, _add_request, _run_engine.
+    """
+
+    rollout = done(AsyncLLM.rollout)
+    stream = streamed(AsyncLLM.stream)
+    post_rewards = done(AsyncLLM.post_rewards)
+    post_named_rewards = done(AsyncLLM.post_named_rewards)
+    quality_head = done(AsyncLLM.quality_head)
+    set_quality_head = done(AsyncLLM.set_quality_head)
+    report = done(AsyncLLM.report)
+    detection_lengths = done(AsyncLLM.detection_lengths)
+    prompts = done(AsyncLLM.prompts)
+    state = done(AsyncLLM.state)
+    set_state = done(AsyncLLM.set_state)
+    vote = done(AsyncLLM.vote)
+
+    def __init__(
+        self,
+        model: str,
+        *args: Any,
+        rollout_profile: str | None = None,
+        rollout_record: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """As `vllm.LLM`.
+
+        `rollout_profile`: a file of `vllm-rollout profile`: redundancy "auto" weighs what a step costs.
+        `rollout_record`: a file for `vllm-rollout simulate`: one line per rollout.
+        """
+        settings = group_settings(model, kwargs)
+        super().__init__(settings.pop("model"), *args, **settings)
+        self._rollout_files = {"profile": rollout_profile, "record": rollout_record}
+        self._loop = asyncio.new_event_loop()
+        self._client = SteppedClient(self.llm_engine)
+        self._groups: list[AsyncGenerator[RequestOutput, None]] = []
+        """Of `generate`, `chat` or `enqueue`, not started."""
+        self._rollouts: Rollouts | None = None
+
+    async def rollouts(self) -> Rollouts:
+        """The service around this engine, made when it is first asked."""
+        if self._rollouts is None:
+            self._rollouts = await Rollouts.around(
+                self._client, chat_template=self.chat_template, **self._rollout_files
+            )
+        return self._rollouts
+
+    def run_to_its_end(self, work: Coroutine[Any, Any, T]) -> T:
+        """What is awaited, and all training that it has set off.
+
+        Raises: RuntimeError where an event loop runs already, and while requests are enqueued.
+        """
+        if self._groups or self._client.has_others:
+            work.close()
+            raise RuntimeError("requests are enqueued in this LLM. Call wait_for_completion first.")
+        return self._loop.run_until_complete(self._settled(work))
+
+    async def _settled(self, work: Coroutine[Any, Any, T]) -> T:
+        result = await work
+        if self._rollouts is not None:
+            await self._rollouts.settled()
+        return result
+
+    def _add_request(
+        self, prompt: Any, params: Any, lora_request: LoRARequest | None = None, priority: int = 0, **kwargs: Any
+    ) -> str:
+        if self._client.is_read:  # vLLM would take its outputs for answers
+            raise RuntimeError("a stream of this LLM is open. Read it to its end, or close it.")
+        if not isinstance(params, SamplingParams) or not rollout_xargs(params.extra_args or {}):
+            return super()._add_request(prompt, params, lora_request=lora_request, priority=priority, **kwargs)
+        params.output_kind = RequestOutputKind.FINAL_ONLY
+        request_id = str(next(self.request_counter))
+        if not self._groups:
+            self._client.first_of_batch = request_id
+        try:
+            group = self._client.generate(prompt, params, request_id, lora_request=lora_request, priority=priority)
+        except Exception:  # vLLM takes back what it has added of the batch, and raises
+            self._take_groups()
+            raise
+        self._groups.append(group)
+        return request_id
+
+    def _take_groups(self) -> list[AsyncGenerator[RequestOutput, None]]:
+        groups, self._groups = self._groups, []
+        return groups
+
+    def _run_engine(self, output_type: Any, **kwargs: Any) -> list[Any]:
+        groups = self._take_groups()
+        outputs = self._loop.run_until_complete(_last_of_each(groups)) if groups else []
+        outputs += self._client.take_unclaimed()
+        outputs += super()._run_engine(output_type, **kwargs)
+        return sorted(outputs, key=lambda output: int(output.request_id))
+
+
+async def _last_of_each(groups: Sequence[AsyncGenerator[RequestOutput, None]]) -> list[RequestOutput]:
+    """The answers of groups that run together."""
+
+    async def last(outputs: AsyncGenerator[RequestOutput, None]) -> RequestOutput:
+        return [output async for output in outputs][-1]
+
+    return await asyncio.gather(*map(last, groups))

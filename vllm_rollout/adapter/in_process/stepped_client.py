@@ -1,0 +1,149 @@
+"""vLLM's LLMEngine, which steps when it is told to, as the client that groups run on.
+
+Invariant: the engine steps while somebody awaits an output, and only then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from types import SimpleNamespace
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+from vllm.lora.request import LoRARequest
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import SamplingParams
+from vllm.tasks import SupportedTask
+from vllm.v1.engine.core_client import EngineCoreClient, InprocClient
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from vllm_rollout.adapter.api.group_client import GroupClient
+from vllm_rollout.adapter.api.group_routes import GroupRoutes
+from vllm_rollout.group.audit import AnswerAudits
+from vllm_rollout.group.placement import Placement
+from vllm_rollout.group.prompt_groups import PromptGroups
+from vllm_rollout.server.metrics import Metrics
+
+TURNS_PER_STEP = 32
+"""Turns of the event loop between two steps: what an output sets off (the next group, an event for a reader) takes
+some, and one that has nothing to do takes microseconds."""
+
+
+class SteppedCore:
+    """The engine core behind an LLMEngine, as one that is called with await. Nothing else happens meanwhile."""
+
+    def __init__(self, core: EngineCoreClient) -> None:
+        self._core = core
+        self.core_engines = [None]
+        """One."""
+
+    async def _call_utility_async(self, method: str, *args: Any, engine: Any) -> Any:
+        if isinstance(self._core, InprocClient):
+            return getattr(self._core.engine_core, method)(*args)
+        return self._core.call_utility(method, *args)
+
+
+class EngineRequests:
+    """Single requests on an LLMEngine."""
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self._engine = engine
+        self._waiting: dict[str, asyncio.Queue[RequestOutput | BaseException]] = {}
+        """For outputs of each request."""
+        self._unclaimed: list[RequestOutput] = []
+        self._stepping: asyncio.Task[None] | None = None
+
+    async def generate(
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        lora_request: LoRARequest | None = None,
+        priority: int = 0,
+        data_parallel_rank: int | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Closing it aborts the request."""
+        queue = self._waiting[request_id] = asyncio.Queue()
+        internal_id = self._engine.add_request(
+            request_id, prompt, sampling_params, lora_request=lora_request, priority=priority
+        )
+        if self._stepping is None or self._stepping.done():
+            self._stepping = asyncio.create_task(self._step_on())
+        finished = False
+        try:
+            while not finished:
+                output = await queue.get()
+                if isinstance(output, BaseException):
+                    finished = True
+                    raise output
+                finished = output.finished
+                yield output
+        finally:
+            del self._waiting[request_id]
+            if not finished:
+                self._engine.abort_request([internal_id], internal=True)
+
+    def take_unclaimed(self) -> list[RequestOutput]:
+        """Last outputs of requests that were not made here."""
+        unclaimed, self._unclaimed = self._unclaimed, []
+        return unclaimed
+
+    async def _step_on(self) -> None:
+        """Until nothing is left to do."""
+        try:
+            while self._engine.has_unfinished_requests():
+                for output in self._engine.step():
+                    if (queue := self._waiting.get(output.request_id)) is not None:
+                        queue.put_nowait(output)
+                    elif output.finished:
+                        self._unclaimed.append(output)
+                for _ in range(TURNS_PER_STEP):
+                    await asyncio.sleep(0)
+        except Exception as error:  # handed to those who wait
+            for queue in self._waiting.values():
+                queue.put_nowait(error)
+
+
+class SteppedClient(GroupClient, EngineRequests):
+    """Groups on an LLMEngine. Overrides: __init__, first_of_answer."""
+
+    fields_in = "extra_args"
+    num_ranks = num_api_processes = 1
+    client_index = 0
+    living_ranks = (0,)
+    errored = False
+    """A dead engine raises where it is asked."""
+
+    def __init__(self, engine: LLMEngine) -> None:
+        super().__init__(engine)
+        self.first_of_batch = ""
+        """The request that came first of those whose answers are awaited together."""
+        self.vllm_config, self.model_config = engine.vllm_config, engine.model_config
+        self.renderer, self.input_processor = engine.renderer, engine.input_processor
+        self.engine_core = SteppedCore(engine.engine_core)
+        self.rollout_metrics = Metrics(CollectorRegistry())
+        self.routes = GroupRoutes(Placement(1))
+        self.life = SimpleNamespace(dead={}, living_ranks=[0], watch=lambda: None)
+        self._prompt_groups = PromptGroups()
+        self._audits = AnswerAudits()
+
+    @property
+    def has_others(self) -> bool:
+        """The engine has requests that were not made here."""
+        return self._engine.get_num_unfinished_requests() > len(self._waiting)
+
+    @property
+    def is_read(self) -> bool:
+        """Somebody awaits outputs."""
+        return bool(self._waiting)
+
+    def first_of_answer(self, request_id: str) -> str:
+        return self.first_of_batch or request_id
+
+    async def get_supported_tasks(self) -> tuple[SupportedTask, ...]:
+        return self._engine.get_supported_tasks()
+
+    async def get_weight_version(self) -> str:
+        return self._engine.get_weight_version()

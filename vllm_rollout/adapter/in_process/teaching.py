@@ -1,0 +1,52 @@
+"""Rewards for an AsyncLLM that something else has built with our scheduler and worker: verl, SkyRL, OpenRLHF."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from vllm_rollout.adapter.api.learning import EngineLearning
+from vllm_rollout.adapter.options import RolloutOptions
+from vllm_rollout.client.calls import NamedRewardLike, post_named_rewards
+from vllm_rollout.server.learning.body import NamedRewardsAnswer, NamedRewardsRequest
+from vllm_rollout.server.learning.service import LearningService
+from vllm_rollout.server.metrics import Metrics
+
+
+class BuiltElsewhere:
+    """An AsyncLLM as our calls see a client."""
+
+    living_ranks: range
+
+    def __init__(self, engine: AsyncLLM) -> None:
+        self._engine = engine
+        self.vllm_config, self.engine_core = engine.vllm_config, engine.engine_core
+        self.num_ranks = engine.vllm_config.parallel_config.data_parallel_size
+        self.living_ranks = range(self.num_ranks)
+
+    @property
+    def errored(self) -> bool:
+        return self._engine.errored
+
+
+async def teach(
+    engine: AsyncLLM, rewards: Iterable[NamedRewardLike], threshold: float | None = None
+) -> NamedRewardsAnswer:
+    """Say what requests of `engine` were worth, as `POST /v1/rewards` does: (request_id, index, reward) each, with the
+    id that `generate` was given and index 0. They learn if they came with `rollout_detection_length`.
+
+    `engine`: built with scheduler_cls="vllm_rollout.Scheduler" and worker_cls="vllm_rollout.Worker". `threshold`: a
+    reward above it is positive; None: 0.5. Returns when the quality head is trained.
+
+    Raises: TypeError, ValueError for a reward of no known form; RequestError for a dead engine.
+    """
+    learning = EngineLearning(BuiltElsewhere(engine), RolloutOptions.of(engine.vllm_config))
+    service: Any = LearningService(learning, Metrics(CollectorRegistry()), time.monotonic)
+    request = NamedRewardsRequest.model_validate(post_named_rewards(rewards, threshold).body)
+    answer: NamedRewardsAnswer = await service.post_named_rewards(request, namespace="")
+    await learning.settled()
+    return answer

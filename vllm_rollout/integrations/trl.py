@@ -1,0 +1,201 @@
+"""A `rollout_func` for TRL's GRPOTrainer: groups by our client, with spare candidates, pruning, rewards posted back.
+
+    rollouts = TRLRollouts("http://127.0.0.1:8000", redundancy=8, pruning={"detection_length": 64})
+    GRPOTrainer(..., rollout_func=rollouts, reward_funcs=[rollouts.teaching(is_right), style])
+
+TRL computes rewards after `rollout_func` has returned, and gives a reward function every field that this returned
+beside its own. So each completion carries its address (rollout, prompt, index), and a reward function that is marked
+with `teaching` posts what it says to that address. Invariant: a prompt that comes G times gets exactly G completions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import wraps
+from itertools import groupby
+from typing import Any, TypeVar
+
+from typing_extensions import Unpack
+
+from vllm_rollout.client.client import Redundancy, RolloutClient, RolloutError, RolloutOptions
+from vllm_rollout.client.connection import DEFAULT_URL
+from vllm_rollout.server.answers import GroupAnswer
+
+ROLLOUT, PROMPT, INDEX = "rollout_id", "rollout_prompt_id", "rollout_index"
+SURVIVAL = "rollout_survival_probability"
+RewardFunction = TypeVar("RewardFunction", bound=Callable[..., Any])
+
+
+class TRLRollouts:
+    """Generates for a GRPOTrainer. Its weights are synchronized as ever: `use_vllm=True, vllm_mode="server"`."""
+
+    def __init__(
+        self,
+        server: str | RolloutClient = DEFAULT_URL,
+        *,
+        redundancy: Redundancy = 0,
+        **options: Unpack[RolloutOptions],
+    ) -> None:
+        """`server`: its URL, or a client. The others are those of `RolloutClient.rollout`.
+
+        `sampling` goes before what the trainer's configuration says. Raises: ValueError for options by which a group
+        could come back smaller than TRL needs.
+        """
+        pruning = options.get("pruning")
+        if pruning is not None and dict(pruning).get("allow_fewer"):
+            raise ValueError(
+                "pruning.allow_fewer must be false, got true: TRL takes groups of exactly num_generations. Give "
+                "redundancy instead, from which pruning may take."
+            )
+        self._client = server if isinstance(server, RolloutClient) else RolloutClient(server)
+        self._redundancy = redundancy
+        self._sampling = dict(options.pop("sampling", None) or {})
+        self._options: RolloutOptions = {**options, "return_logprobs": True}
+
+    def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[Any]]:
+        """What TRL asks of a `rollout_func`: a completion per prompt, siblings in a row as the prompts come.
+
+        Raises: RolloutError with the server's words, RuntimeError when a group could not be completed.
+        """
+        training = trainer.model.training
+        num_generations = trainer.num_generations if training else trainer.num_generations_eval
+        runs = runs_of(prompts, num_generations)
+        token_ids = tokenized([prompt for prompt, _ in runs], trainer)
+        sampling = {**sampling_of(trainer), **self._sampling}
+
+        def roll_out(size: int) -> list[tuple[int, str, GroupAnswer]]:
+            places = [place for place, (_, count) in enumerate(runs) if count == size]
+            chosen = [token_ids[place] for place in places]
+            answer = self._client.rollout(chosen, size, self._redundancy, sampling=sampling, **self._options)
+            return [(place, answer.id, group) for place, group in zip(places, answer.groups, strict=True)]
+
+        # One size as a rule; two or three where a group is cut in two between processes.
+        sizes = sorted({count for _, count in runs})
+        with ThreadPoolExecutor(len(sizes)) as pool:
+            groups = sorted((found for part in pool.map(roll_out, sizes) for found in part), key=lambda found: found[0])
+        rows = [row for place, rollout, group in groups for row in rows_of(rollout, group, runs[place][1])]
+        return {field: [row[field] for row in rows] for field in rows[0]}
+
+    def teaching(self, reward_function: RewardFunction, *, threshold: float | None = None) -> RewardFunction:
+        """The same reward function, which also posts what it says: from it pruning learns whom to stop.
+
+        Mark the one that says whether an answer is right. A reward above `threshold` (0.5) is positive; None is not
+        posted. Raises: TypeError for a reward model, which TRL calls in a way of its own.
+        """
+        if not callable(reward_function) or hasattr(reward_function, "forward"):
+            raise TypeError(f"teaching takes a function, got {reward_function!r:.80}. Wrap the model in one.")
+
+        # TRL asks an object with an async __call__ the same way.
+        if inspect.iscoroutinefunction(reward_function) or inspect.iscoroutinefunction(reward_function.__call__):
+
+            @wraps(reward_function)
+            async def later(*args: Any, **columns: Any) -> Any:
+                rewards = await reward_function(*args, **columns)
+                await asyncio.to_thread(self._post, rewards, columns, threshold)
+                return rewards
+
+            return later  # type: ignore[return-value]
+
+        @wraps(reward_function)
+        def at_once(*args: Any, **columns: Any) -> Any:
+            rewards = reward_function(*args, **columns)
+            self._post(rewards, columns, threshold)
+            return rewards
+
+        return at_once  # type: ignore[return-value]
+
+    def _post(self, rewards: Sequence[float | None], columns: Mapping[str, Any], threshold: float | None) -> None:
+        if self._options.get("pruning") is None:  # a server that prunes nothing has nothing to learn
+            return
+        if ROLLOUT not in columns:
+            raise ValueError(f"the reward function got no {ROLLOUT}: give the trainer rollout_func too.")
+        by_rollout: dict[str, list[tuple[str, int, float]]] = {}
+        for rollout, prompt, index, reward in zip(
+            *(columns[c] for c in (ROLLOUT, PROMPT, INDEX)), rewards, strict=True
+        ):
+            if reward is not None and math.isfinite(reward):
+                by_rollout.setdefault(rollout, []).append((prompt, index, float(reward)))
+        for rollout, posted in by_rollout.items():
+            try:
+                counts = self._client.post_rewards(rollout, posted, threshold).counts
+            except RolloutError as error:
+                if error.status != 404:
+                    raise
+                # The server was started anew since: training goes on, what it would have learned is lost.
+                warnings.warn(f"rewards of {rollout} were not taken: {error}", stacklevel=2)
+            else:
+                columns.get("log_metric", lambda *_: None)("rollout/rewards_accepted", float(counts.accepted))
+
+
+def runs_of(prompts: Sequence[Any], num_generations: int) -> list[tuple[Any, int]]:
+    """Each prompt once, with how often it comes in a row; at most `num_generations`, the rest is the next group."""
+    runs: list[tuple[Any, int]] = []
+    for prompt, same in groupby(prompts):
+        count = len(list(same))
+        sizes = [num_generations] * (count // num_generations) + [count % num_generations]
+        runs += [(prompt, size) for size in sizes if size]
+    return runs
+
+
+def tokenized(prompts: Sequence[Any], trainer: Any) -> list[list[int]]:
+    """Token ids by the trainer's own tokenizer and chat template. Raises: ValueError for images."""
+    if isinstance(prompts[0], str):
+        return [list(ids) for ids in trainer.processing_class(text=list(prompts))["input_ids"]]
+    contents = [message.get("content") for prompt in prompts for message in prompt]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    if any(part["type"] != "text" for part in parts):
+        raise ValueError(
+            "prompts must be text for this rollout_func, got a message with images. Leave rollout_func out, and set "
+            'generation_kwargs={"vllm_xargs": {"rollout_redundancy": …}}.'
+        )
+    template = {"chat_template": trainer.chat_template, "tools": trainer.tools or None, **trainer.chat_template_kwargs}
+    settings = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, **template}
+    apply = trainer.processing_class.apply_chat_template
+    return [list(apply(conversation=[prompt], **settings)["input_ids"][0]) for prompt in prompts]
+
+
+def sampling_of(trainer: Any) -> dict[str, Any]:
+    """The sampling fields of the trainer's configuration, as TRL's own client sends them."""
+    args = trainer.args
+    sampling = {
+        "temperature": trainer.temperature,
+        "top_p": trainer.top_p,
+        "top_k": trainer.top_k,
+        "min_p": trainer.min_p or 0.0,
+        "repetition_penalty": trainer.repetition_penalty,
+        "max_tokens": trainer.max_completion_length,
+    }
+    if args.vllm_structured_outputs_regex is not None:
+        sampling["structured_outputs"] = {"regex": args.vllm_structured_outputs_regex}
+    more = dict(args.generation_kwargs or {})
+    if more.pop("vllm_xargs", None):
+        raise ValueError(
+            "generation_kwargs has vllm_xargs beside rollout_func: name these options in TRLRollouts(...)."
+        )
+    return {**sampling, **more}
+
+
+def rows_of(rollout: str, group: GroupAnswer, size: int) -> list[dict[str, Any]]:
+    """A row per completion: what TRL needs, and its address. Raises: RuntimeError for an incomplete group."""
+    if len(group.trajectories) != size:
+        raise RuntimeError(
+            f"group {group.prompt_id} of {rollout} has {len(group.trajectories)} trajectories, {size} are needed: "
+            f"{group.reason}. Repeat the step, or let TRL resume from its checkpoint."
+        )
+    return [
+        {
+            "prompt_ids": group.prompt_token_ids,
+            "completion_ids": trajectory.token_ids,
+            "logprobs": trajectory.logprobs,
+            ROLLOUT: rollout,
+            PROMPT: group.prompt_id,
+            INDEX: trajectory.index,
+            SURVIVAL: trajectory.survival_probability,
+        }
+        for trajectory in group.trajectories
+    ]

@@ -1,0 +1,35 @@
+"""Whose request is being answered: clients with the same API key share a namespace for the names they choose.
+
+Invariant: no key is kept, only what is made of it.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from hashlib import blake2b
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+_namespace: ContextVar[str] = ContextVar("namespace", default="")
+
+
+class ClientNamespaces:
+    """ASGI middleware that notes whose request it is, for what is asked about it deep inside."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] in ("http", "websocket"):
+            _namespace.set(_made_of(Headers(scope=scope).get("authorization")))
+        await self._app(scope, receive, send)
+
+
+def client_namespace() -> str:
+    """Of the request that is being answered; empty for a client without a key, and where nobody asks over HTTP."""
+    return _namespace.get()
+
+
+def _made_of(authorization: str | None) -> str:
+    return "" if authorization is None else blake2b(authorization.encode(), digest_size=8).hexdigest()

@@ -1,0 +1,101 @@
+"""The answer of `GET /v1/rollouts/prompts` (docs/http.md), page by page.
+
+Invariant: pages that are read one after the other while nothing runs have each prompt once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from http import HTTPStatus
+from typing import Literal
+
+from pydantic import BaseModel
+
+from vllm_rollout.group.known_prompts import KnownPrompt, PromptOrder, in_order
+from vllm_rollout.group.prompt_key import KEY_OF_ID
+from vllm_rollout.server.engine import Engine, RequestError
+
+MAX_PAGE = 10_000
+DEFAULT_PAGE = 1_000
+
+
+class PromptLengths(BaseModel):
+    """Moving averages over the prompt's groups, in tokens."""
+
+    mean: float
+    std: float
+    """Within groups."""
+    num_groups: int
+
+
+class PromptRewards(BaseModel):
+    """Decaying sums over the prompt's rewarded candidates, each counting 1 / survival probability."""
+
+    rate: float
+    num_rewarded: float
+    num_successful: float
+
+
+class PromptAnswer(BaseModel):
+    key: str
+    """The prompt's name in the server; `after` of the next page."""
+    id: str | None
+    """As the client wrote it; null where it gave none, and for groups behind the OpenAI endpoints."""
+    lengths: PromptLengths | None
+    success: PromptRewards | None
+    prompts_ago: int | None
+    """Other prompts that had a group that was over since its newest one; null where no group's lengths are known."""
+
+    @classmethod
+    def of(cls, prompt: KnownPrompt) -> PromptAnswer:
+        lengths, success = prompt.lengths, prompt.success
+        return cls(
+            key=prompt.key,
+            id=prompt.key.removeprefix(KEY_OF_ID) if prompt.key.startswith(KEY_OF_ID) else None,
+            lengths=lengths and PromptLengths(mean=lengths.mean, std=lengths.std, num_groups=lengths.num_groups),
+            success=success
+            and PromptRewards(
+                rate=success.num_successful / success.num_rewarded,
+                num_rewarded=success.num_rewarded,
+                num_successful=success.num_successful,
+            ),
+            prompts_ago=prompt.prompts_ago,
+        )
+
+
+class PromptsAnswer(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[PromptAnswer]
+    num_prompts: int
+    """That are known, on all pages."""
+    has_more: bool
+
+
+async def prompts_page(
+    engine: Engine, limit: int, after: str | None, order: PromptOrder, adapter: str
+) -> PromptsAnswer:
+    """Raises: RequestError, 404 for an `after` that is not known."""
+    prompts = await engine.known_prompts(adapter)
+    return await asyncio.to_thread(_page, prompts, limit, after, order)
+
+
+def _page(prompts: Sequence[KnownPrompt], limit: int, after: str | None, order: PromptOrder) -> PromptsAnswer:
+    ordered = in_order(prompts, order)
+    start = 0
+    if after is not None:
+        place = next((i for i, prompt in enumerate(ordered) if prompt.key == after), None)
+        if place is None:
+            raise RequestError(
+                f"after: no prompt with the key {after!r:.80} is known (any more). Give the `key` of the last prompt "
+                "of the page before, or begin anew without `after`.",
+                status=HTTPStatus.NOT_FOUND,
+                param="after",
+            )
+        start = place + 1
+    page = ordered[start : start + limit]
+    return PromptsAnswer(
+        data=[PromptAnswer.of(prompt) for prompt in page],
+        num_prompts=len(ordered),
+        has_more=start + len(page) < len(ordered),
+    )

@@ -1,0 +1,99 @@
+"""Rewards as they come: a round that filters looks at those of its groups before they are learned.
+
+Invariant: every posted reward gets a status of its own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+
+from vllm_rollout.group.ledger import RewardStatus
+from vllm_rollout.server.engine import RequestError
+from vllm_rollout.server.learning.body import (
+    EXPLANATIONS,
+    NamedRewardEntry,
+    NamedRewardResult,
+    NamedRewardsAnswer,
+    NamedRewardsRequest,
+    RewardCounts,
+    RewardResult,
+    RewardsAnswer,
+    RewardsRequest,
+)
+from vllm_rollout.server.learning.service import LearningService
+from vllm_rollout.server.runs.live import LiveRound
+
+
+class RunRewards:
+    """Takes the rewards of rounds and of everything else."""
+
+    def __init__(self, live: Mapping[str, LiveRound], learning: LearningService) -> None:
+        """live: rounds on their way, by the id of their rollout."""
+        self._live = live
+        self._learning = learning
+
+    async def post(self, rollout_id: str, request: RewardsRequest) -> RewardsAnswer:
+        """Rewards of any rollout.
+
+        Raises: RequestError, 404 when the rollout is not known, 409 for a filter that it does not have.
+        """
+        live = self._live.get(rollout_id)
+        if live is None or not live.course.progress.filters:
+            if request.filter is not None:
+                raise RequestError(
+                    f"filter: {rollout_id!r} is no round on its way that filters, got {request.filter!r}. Say filter "
+                    "in the run or the round, and post rewards while its stream is open.",
+                    status=HTTPStatus.CONFLICT,
+                    param="filter",
+                )
+            return await self._learning.post_rewards(rollout_id, request)
+        rewards = [(entry.prompt_id, entry.index, entry.reward) for entry in request.rewards]
+        statuses, filtered = await live.course.reward(rewards)
+        if live.rollout.scoring is not None:
+            answer = await self._learning.post_rewards(rollout_id, request)
+            return answer.model_copy(update={"filtered": filtered})
+        return RewardsAnswer(
+            id=rollout_id,
+            results=[
+                RewardResult(prompt_id=entry.prompt_id, index=entry.index, status=status, message=EXPLANATIONS[status])
+                for entry, status in zip(request.rewards, statuses, strict=True)
+            ],
+            counts=RewardCounts(**Counter(statuses)),
+            threshold=request.threshold,
+            num_training=0,
+            head_version=0,
+            filtered=filtered,
+        )
+
+    async def post_named(self, request: NamedRewardsRequest, namespace: str) -> NamedRewardsAnswer:
+        """Rewards by the names of groups and requests."""
+        told = await self._tell_rounds(request.rewards)
+        answer = await self._learning.post_named_rewards(request, namespace)
+        if not told:
+            return answer
+        results = [
+            NamedRewardResult.of(entry, told[position]) if position in told else result
+            for position, (entry, result) in enumerate(zip(request.rewards, answer.results, strict=True))
+        ]
+        counts = RewardCounts(**Counter(result.status for result in results))
+        return answer.model_copy(update={"results": results, "counts": counts})
+
+    async def _tell_rounds(self, entries: Sequence[NamedRewardEntry]) -> dict[int, RewardStatus]:
+        """Rewards of groups of rounds that filter; the statuses, by position, of those that nothing else learns of."""
+        by_rollout: dict[str, dict[int, tuple[str, int, float]]] = defaultdict(dict)
+        for position, entry in enumerate(entries):
+            rollout_id = (entry.group_id or "").rpartition("-")[0]
+            live = self._live.get(rollout_id)
+            if live is None or not live.course.progress.filters:
+                continue
+            if (prompt := live.rollout.prompt_of(entry.group_id)) is not None:
+                by_rollout[rollout_id][position] = prompt.id, entry.index, entry.reward
+        told: dict[int, RewardStatus] = {}
+        for rollout_id, rewards in by_rollout.items():
+            live = self._live[rollout_id]
+            statuses, _ = await live.course.reward(list(rewards.values()))
+            if live.rollout.scoring is None:
+                told.update(zip(rewards, statuses, strict=True))
+        return told

@@ -1,0 +1,41 @@
+"""The command that builds the operators of csrc, told to whoever runs without them.
+
+Invariant: it acts on the environment that runs this, builds against the torch in there, and installs nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+import vllm_rollout
+
+NAME = "vllm-rollout"
+MIN_TORCH = (2, 10)
+"""First torch that can build and load the operators; setup.py asks for the same one."""
+
+
+def build_command() -> str:
+    """For a checkout as for what pip has installed, `make install`'s own environment among them."""
+    pip = f"{shlex.quote(sys.executable)} -m pip install --no-build-isolation --no-deps"
+    checkout = Path(vllm_rollout.__file__).parents[1]
+    if (checkout / "setup.py").is_file():
+        return f"{pip} -e {shlex.quote(str(checkout))}"
+    # pip would find the same version there, or the same wheel in its cache.
+    return f"{pip} --force-reinstall --no-cache-dir --no-binary {NAME} {shlex.quote(_origin())}"
+
+
+def _origin() -> str:
+    """What pip was given: a folder, an archive, a repository; the name, where it took it from an index."""
+    try:
+        written = distribution(NAME).read_text("direct_url.json")
+    except PackageNotFoundError:
+        written = None
+    origin = json.loads(written) if written else {"url": NAME}
+    if "vcs_info" in origin:
+        return f"{origin['vcs_info']['vcs']}+{origin['url']}@{origin['vcs_info']['commit_id']}"
+    # A wheel has no sources to build from.
+    return NAME if origin["url"].endswith(".whl") else origin["url"]
