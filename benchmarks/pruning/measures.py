@@ -219,6 +219,7 @@ def survivors(groups: Groups) -> dict[str, Any]:
         "num_survivors": len(everyone),
         "mean_ratio": mean(ratios),
         "mean_ratio_product": mean(ratio * (1 - ratio) for ratio in ratios),
+        "share_without_variance": mean(float(ratio in (0, 1)) for ratio in ratios),
         "overall_ratio": overall,
         "distance_from_half": None if overall is None else abs(overall - 0.5),
         "mean_distance_of_groups": mean(abs(ratio - 0.5) for ratio in ratios),
@@ -248,7 +249,8 @@ def compare_survivors(ways: Mapping[str, Groups], way: str, seed: int = 0) -> di
             continue
         names = sorted(ways[way].keys() & groups.keys())
         generator = np.random.default_rng(seed)
-        fields = ("mean_ratio", "mean_ratio_product", "distance_from_half", "mean_distance_of_groups")
+        fields = ("mean_ratio", "mean_ratio_product", "share_without_variance", "distance_from_half")
+        fields += ("mean_distance_of_groups",)
         drawn: dict[str, list[float]] = {field: [] for field in fields}
         for _ in range(NUM_DRAWS if names else 0):
             picked = generator.integers(0, len(names), len(names))

@@ -34,6 +34,7 @@ COMPARED: Mapping[str, Mapping[str, Any]] = {
     "random": {"rule": "paper", "strength": 0.0, "keep_ratio": 0.5},
     "paper": {"rule": "paper", "keep_ratio": 0.5},
     "balance": {"rule": "balance", "keep_ratio": 0.5},
+    "gradient": {"rule": "gradient", "keep_ratio": 0.5},
 }
 """Ways of `compare`. The paper's rule without strength keeps everyone with the same probability."""
 SWEPT: Mapping[str, Mapping[str, Any]] = {str(ratio): {"keep_ratio": ratio} for ratio in (1.0, 0.75, 0.5, 0.25)}
@@ -143,7 +144,7 @@ async def evaluate(bench: Bench) -> dict[str, Any]:
 
 
 async def compare(bench: Bench) -> dict[str, Any]:
-    """Four ways over the same prompts and seeds, in turns."""
+    """Every way over the same prompts and seeds, in turns."""
     sizes, log = bench.sizes, bench.log("compare")
     await bench.restore(bench.learned)
     blocks = _split(evaluation_questions(sizes)["compare"], sizes.block_prompts)
@@ -267,6 +268,7 @@ async def roll(
         tuple(answer.warnings),
         records,
         rewards,
+        sum(group.audit for group in answer.groups),
     )
 
 

@@ -18,9 +18,10 @@ SCORE_NAMES = {
     "bottom_windows": "confidence, lowest tenth of windows",
 }
 WAY_NAMES = {"none": "nobody pruned", "random": "at random", "paper": "paper's rule", "balance": "balance rule"}
+WAY_NAMES["gradient"] = "gradient rule"
 MEASURES = ("auc", "within_group_auc")
 COLORS = {"head": "#0f766e", "confidence": "#94a3b8", "none": "#64748b", "random": "#94a3b8", "paper": "#f59e0b"}
-COLORS["balance"] = COLORS["head"]
+COLORS |= {"balance": "#134e4a", "gradient": COLORS["head"]}
 
 
 def tables(result: Mapping[str, Any]) -> str:
@@ -96,19 +97,27 @@ def _compare(phase: Mapping[str, Any]) -> str:
     rows = []
     for way, row in phase["survivors"].items():
         fast = phase["speed"][way]
-        ratios = [row["mean_ratio"], row["mean_ratio_product"], row["overall_ratio"], row["distance_from_half"]]
+        measures = ("mean_ratio", "mean_ratio_product", "share_without_variance", "overall_ratio", "distance_from_half")
+        ratios = [row[measure] for measure in measures]
         spent = [f"{fast['generated_tokens']:,}", f"{fast['median_wall_s']:.1f}", number(fast["speed_ratio"], 2)]
         rows.append([WAY_NAMES[way], f"{row['num_survivors']:,}", *map(number, ratios), *spent])
     expected = phase["random_in_expectation"]
-    rows.append(["at random, in expectation", "", "", number(expected), "", "", "", "", ""])
-    header = ["way", "survivors", "E[ρ̂]", "E[ρ̂(1−ρ̂)]", "of all", "from 0.5", "tokens", "s per block", "× none"]
+    rows.append(["at random, in expectation", "", "", number(expected), "", "", "", "", "", ""])
+    header = ["way", "survivors", "E[ρ̂]", "E[ρ̂(1−ρ̂)]", "without variance", "of all", "from 0.5"]
+    header += ["tokens", "s per block", "× none"]
     num_groups, num_blocks = phase["survivors"]["none"]["num_groups"], phase["speed"]["none"]["num_blocks"]
     title = f"Half kept: {num_groups} prompts in {num_blocks} blocks"
-    differences = "; ".join(
-        f"above {WAY_NAMES[other]} by {ranged(row['mean_ratio_product'])}"
-        for other, row in phase["balance_minus"].items()
-    )
-    return grid(title, header, rows) + f"\n\nE[ρ̂(1−ρ̂)] of the balance rule: {differences}."
+    said = [
+        _differences(phase["balance_minus"], "mean_ratio_product", "E[ρ̂(1−ρ̂)] of the balance rule, minus"),
+        _differences(phase["gradient_minus"], "mean_ratio_product", "E[ρ̂(1−ρ̂)] of the gradient rule, minus"),
+        _differences(phase["gradient_minus"], "share_without_variance", "Groups without variance by it, minus"),
+        f"Audit groups, in which nobody is stopped: {phase['num_audits']['none']} of {num_groups} in every way.",
+    ]
+    return "\n\n".join([grid(title, header, rows), *said])
+
+
+def _differences(minus: Mapping[str, Any], measure: str, what: str) -> str:
+    return f"{what} {'; '.join(f'{WAY_NAMES[other]}: {ranged(row[measure])}' for other, row in minus.items())}."
 
 
 def _sweep(phase: Mapping[str, Any]) -> str:

@@ -71,6 +71,8 @@ class Run:
     records: tuple[Record, ...]
     rewards: Mapping[str, int] | None = None
     """Posted rewards by status; None when none were posted."""
+    num_audits: int = 0
+    """Groups in which nobody was stopped, whatever the way."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -93,6 +93,8 @@ def _compare(sizes: Sizes, runs: Runs) -> dict[str, Any]:
         "survivors": {way: survivors(groups) for way, groups in ways.items()},
         "random_in_expectation": random_in_expectation(ways["none"], 0.5),
         "balance_minus": compare_survivors(ways, "balance"),
+        "gradient_minus": compare_survivors(ways, "gradient"),
+        "num_audits": {way: sum(run.num_audits for run in mine if run.key[0] == way) for way in COMPARED},
         "speed": speed(mine, list(COMPARED), "none"),
         "warnings": _warnings(mine),
     }
@@ -146,6 +148,8 @@ def targets(phases: Mapping[str, Any]) -> list[dict[str, Any]]:
         for other in ("random", "none"):
             value = compared["balance_minus"][other]["mean_ratio_product"]["value"]
             above(f"E[rho_hat (1 - rho_hat)], balance minus {other}", value, 0.0, strictly=True)
+        value = compared["gradient_minus"]["random"]["share_without_variance"]["value"]
+        above("groups without variance, random minus gradient", None if value is None else -value, 0.0)
         rows = compared["survivors"]
         nearer = difference(rows["none"]["distance_from_half"], rows["balance"]["distance_from_half"])
         above("survivors' positive ratio nearer to 0.5 than all candidates', by", nearer, 0.0, strictly=True)

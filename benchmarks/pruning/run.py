@@ -8,8 +8,9 @@ Single runs are logged beside it, so that an interrupted phase goes on where it 
   evaluate  prompts that were never posted, the head as it is: AUC overall and within groups, accuracy, Brier score,
             against three aggregates of trace confidence on the same candidates
   vote      maj@k of larger groups, unweighted and weighted by confidence and by the head's score
-  compare   groups of 16, half kept (allow_fewer): nobody pruned / at random / the paper's rule / the balance rule, over
-            the same prompts and seeds, in turns. rho_hat is the positive ratio of a group's survivors
+  compare   groups of 16, half kept (allow_fewer): nobody pruned / at random / the paper's rule / the balance rule /
+            the gradient rule, over the same prompts and seeds, in turns. rho_hat is the positive ratio of a group's
+            survivors
   sweep     keep_ratio 0.25 to 1 at a detection length of at most an eighth of the mean length: tokens and seconds
   overhead  everyone scored and nobody stopped, against requests without pruning
 
