@@ -25,7 +25,8 @@ PROMPTS = [
 MANY = 24
 """Candidates enough for 1,900 steps to take seconds: something can happen to them while they run."""
 CHUNK = 50
-ATTEMPTS = 3
+NUM_TRIES = 3
+"""On a machine that stalls for seconds candidates end before anything can happen to them."""
 Events = list[dict[str, Any]]
 
 
@@ -362,11 +363,8 @@ def stream_and_interfere(server: Server, interfere: Callable[[], None]) -> Event
 
 
 def in_time(attempt: Callable[[], Events], missed: Callable[[dict[str, Any]], bool]) -> Events:
-    """The events of the first attempt in which the interference missed no trajectory, of at most `ATTEMPTS`.
-
-    Where the server stalls for seconds but its engine does not, candidates end before anything can happen to them.
-    """
-    for _ in range(ATTEMPTS):
+    """The events of the first attempt in which the interference missed no trajectory, of at most `NUM_TRIES`."""
+    for _ in range(NUM_TRIES):
         events = attempt()
         if not any(missed(event["trajectory"]) for event in events if event["type"] == "trajectory"):
             break
