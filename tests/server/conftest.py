@@ -45,12 +45,13 @@ def make_app(
     database: Path | None = None,
     num_processes: int = 1,
     make_parallelism: Callable[[Metrics], Parallelism] | None = None,
+    audit_ratio: float = 0.0,
 ) -> FastAPI:
     app = FastAPI()
     app.include_router(router)
     registry = CollectorRegistry()
     metrics = Metrics(registry)
-    app.state.rollout_service = RolloutService(engine, metrics, recorder=recorder)
+    app.state.rollout_service = RolloutService(engine, metrics, recorder=recorder, audit_ratio=audit_ratio)
     store = RunStore(database)
     parallelism = None if make_parallelism is None else make_parallelism(metrics)
     app.state.run_service = RunService(app.state.rollout_service, engine, store, metrics, num_processes, parallelism)

@@ -8,6 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
+from .conftest import make_app
+from .fake_engine import FakeEngine
 from .test_rollouts import PROMPTS, body, post
 
 pytestmark = pytest.mark.anyio
@@ -56,13 +58,14 @@ async def test_a_seed_repeats_its_audits(http):
     assert await audits_of(http, **settings) == await audits_of(http, **settings)
 
 
-async def test_only_what_learns_is_audited_unless_a_request_says_so(http, app):
-    app.state.rollout_service._audit_ratio = 1.0
-    assert not (await post(http)).groups[0].audit
-    assert (await post(http, pruning=PRUNING)).groups[0].audit
-    assert (await post(http, redundancy="auto")).groups[0].audit
-    assert not (await post(http, pruning=PRUNING, audit_ratio=0.0)).groups[0].audit
-    assert (await post(http, audit_ratio=1.0)).groups[0].audit
+async def test_only_what_learns_is_audited_unless_a_request_says_so():
+    transport = httpx.ASGITransport(make_app(FakeEngine(), audit_ratio=1.0))
+    async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
+        assert not (await post(http)).groups[0].audit
+        assert (await post(http, pruning=PRUNING)).groups[0].audit
+        assert (await post(http, redundancy="auto")).groups[0].audit
+        assert not (await post(http, pruning=PRUNING, audit_ratio=0.0)).groups[0].audit
+        assert (await post(http, audit_ratio=1.0)).groups[0].audit
 
 
 @pytest.mark.parametrize("value", [-0.1, 1.5, "half", True])

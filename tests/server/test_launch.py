@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from vllm_rollout.server import service as service_module
+from vllm_rollout.server import preparation
 from vllm_rollout.server.engine import RequestError
 from vllm_rollout.server.launch import Launcher
 from vllm_rollout.server.metrics import Metrics
@@ -107,7 +107,7 @@ async def test_a_reader_that_does_not_read_keeps_no_place_from_others():
 
 
 async def test_more_candidates_than_memory_is_meant_for_are_refused_before_anything_starts(monkeypatch):
-    monkeypatch.setattr(service_module, "MAX_CANDIDATES", 100)
+    monkeypatch.setattr(preparation, "MAX_CANDIDATES", 100)
     engine = WatchedEngine()
     service = service_of(engine)
     with pytest.raises(RequestError, match=r"13 of up to 8 .* 104 .* at most 100 .* fewer prompts") as raised:

@@ -5,20 +5,12 @@ generated + resumed = returned + wasted tokens.
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
-import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
-from vllm_rollout.config import MAX_CANDIDATES
-from vllm_rollout.group.allocation import upper_bound
-from vllm_rollout.group.audit import with_audits
-from vllm_rollout.group.length_trial import chosen
-from vllm_rollout.group.plan import GroupPlan, PlanError, make_plan
 from vllm_rollout.group.prompt_key import digest_of, seed_for
 from vllm_rollout.group.resumption import choose_resumed
 from vllm_rollout.group.scaling import Progress
@@ -38,7 +30,6 @@ from vllm_rollout.server.answers import (
     TrajectoryEvent,
 )
 from vllm_rollout.server.attempts import Lost, Restarted, attempts
-from vllm_rollout.server.course import AllPrompts
 from vllm_rollout.server.ended import candidate_of, tokens_of, trajectory_of
 from vllm_rollout.server.engine import (
     CandidateEnd,
@@ -46,22 +37,19 @@ from vllm_rollout.server.engine import (
     Engine,
     Outlook,
     PreparedPrompt,
-    PromptInput,
     RequestError,
 )
-from vllm_rollout.server.engines.scaling import ScaleDownWatch
 from vllm_rollout.server.kept import MAX_KEPT_BYTES, keep
 from vllm_rollout.server.launch import Launcher, Places
 from vllm_rollout.server.learning.service import LearningService
 from vllm_rollout.server.metrics import Metrics
-from vllm_rollout.server.protocol import Auto, DualEndSelection, RolloutRequest
+from vllm_rollout.server.preparation import Preparation
+from vllm_rollout.server.protocol import RolloutRequest
 from vllm_rollout.server.recorder import TraceRecorder, recorded
 from vllm_rollout.server.resumed import ResumedGroup
 from vllm_rollout.server.rollout import Rollout
-from vllm_rollout.server.scoring_log import ScoringLog
 from vllm_rollout.server.serialised import GroupsInJson
-from vllm_rollout.server.shaping import PromptPlan, ShapingService, history_key
-from vllm_rollout.server.slices import Slices
+from vllm_rollout.server.shaping import ShapingService
 
 EVENT_BUFFER = 256
 """Events of a rollout that wait for a slow reader. Beyond them each group waits with one event, and the engine goes on:
@@ -76,8 +64,6 @@ SEE_OUT_S = 10.0
 """How long groups that nobody reads may take to stop by themselves before their requests are aborted: a step, unless
 generation is paused."""
 SEE_OUT_INTERVAL_S = 0.1
-
-SELECTION_NAMES = {field: f"selection.dual_end.{field}" for field in ("num_longest", "patience")}
 
 
 class RolloutService:
@@ -94,14 +80,13 @@ class RolloutService:
     ) -> None:
         self.admin_key = admin_key
         """None: whoever may call the server may put heads and states."""
-        self._audit_ratio = audit_ratio
-        """Of requests that learn and do not say."""
         self._engine = engine
         self._metrics = metrics
         self._clock = clock
         self._recorder = recorder
         self.learning = LearningService(engine, metrics, clock, recorder)
         self._shaping = ShapingService(engine, metrics, clock)
+        self._preparation = Preparation(engine, self.learning, self._shaping, clock, audit_ratio)
         self._launcher = Launcher(engine.num_launch_places)
         self._active: dict[str, Rollout] = {}
         """Those on their way, by id."""
@@ -111,79 +96,13 @@ class RolloutService:
 
         Raises: RequestError that names the field.
         """
-        plan, warnings = await self._chosen(self._plan(request), request.model)
-        if plan.pruning is not None and (refusal := self._engine.pruning_refusal) is not None:
-            raise RequestError(f"pruning: {refusal}", param="pruning")
-        self._check_moves(request)
-        _check_num_candidates(len(request.prompts), plan.num_candidates)
-        inputs = [
-            PromptInput(
-                prompt.id if prompt.id is not None else str(position),
-                position,
-                prompt.messages,
-                prompt.prompt,
-                prompt.prompt_token_ids,
-            )
-            for position, prompt in enumerate(request.prompts)
-        ]
-        model, prompts = await self._engine.prepare(
-            inputs,
-            request.model,
-            request.sampling,
-            want_logprobs=request.return_.logprobs,
-            want_text=request.return_.text,
-        )
-        adapter = self._engine.adapter_name(request.model)
-        keys, slices = [], Slices()
-        for written, prompt in zip(request.prompts, prompts, strict=True):
-            keys.append(history_key(written.id, prompt.token_ids))
-            await slices.turn()
-        budget = None
-        if (tradeoff := _tradeoff(request)) is None:
-            plans = await self._shaping.plans(plan, keys, adapter)
-        else:
-            plans, budget, unshaped = await self._shaping.allocate(
-                plan, keys, prompts, tradeoff, request.early_stop, adapter
-            )
-            warnings += unshaped
-        seed = request.sampling.get("seed")
-        pruning_seed = seed if isinstance(seed, int) else secrets.randbits(62)
-        plans = self._audited(request, plans, prompts, pruning_seed)
-        rollout = Rollout(
-            id=f"rollout-{uuid.uuid4().hex}",
-            created=int(time.time()),
-            model=model,
-            adapter=adapter,
-            plans=plans,
-            prompts=prompts,
-            wanted=request.return_,
-            stream_tokens=request.stream_tokens,
-            pruning_seed=pruning_seed,
-            scoring=None if plan.pruning is None else ScoringLog(plan, plan.pruning),
-            course=AllPrompts(len(prompts)),
-            migration=request.migration,
-            on_engine_failure=request.on_engine_failure,
-            budget=budget,
-            warnings=warnings,
-        )
-        if request.scale_down == "auto":
-            rollout.watch = ScaleDownWatch(self._engine, rollout.num_responses, self._clock)
-        rollout.usage.prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
-        return rollout
+        return await self._preparation.rollout(request)
 
     @property
     def progress(self) -> Progress:
         """Of all rollouts on their way, together."""
         rollouts = self._active.values()
         return Progress(sum(each.num_responses for each in rollouts), sum(each.num_ended for each in rollouts))
-
-    def _check_moves(self, request: RolloutRequest) -> None:
-        for field, wanted, priced in (
-            ("migration", request.migration, True),
-            ("scale_down", request.scale_down, False),
-        ):
-            if wanted != "off" and (refusal := self._engine.move_refusal(priced=priced)) is not None:
-                raise RequestError(f'{field}: "{wanted}" {refusal}', param=field)
 
     async def answer(self, rollout: Rollout) -> list[bytes]:
         """Run to the end; a RolloutAnswer as JSON, in parts."""
@@ -307,61 +226,6 @@ class RolloutService:
         if places is not None:
             places.release_all()
         return None
-
-    def _audited(
-        self, request: RolloutRequest, plans: list[PromptPlan], prompts: Sequence[PreparedPrompt], seed: int
-    ) -> list[PromptPlan]:
-        """The same plans, of which a share is that of audit groups."""
-        learns = request.pruning is not None or _tradeoff(request) is not None
-        ratio = request.audit_ratio
-        if ratio is None:
-            ratio = self._audit_ratio if learns else 0.0
-        if not ratio:
-            return plans
-        unit = request.audit_unit
-        if unit == "auto":
-            unit = "group" if request.stream else "rollout"
-        return with_audits(plans, ratio, seed, [digest_of(prompt.token_ids) for prompt in prompts], unit)
-
-    def _plan(self, request: RolloutRequest) -> GroupPlan:
-        """Of every prompt; with redundancy "auto" as if each went to the upper bound."""
-        selection, num_longest, patience = request.selection, None, None
-        if isinstance(selection, DualEndSelection):
-            num_longest, patience = selection.dual_end.num_longest, selection.dual_end.patience
-            selection = "dual_end"
-        most = self._engine.max_num_seqs
-        redundancy = request.redundancy
-        if _tradeoff(request) is not None:
-            redundancy = max(0, upper_bound(request.group_size, most) - request.group_size)
-        try:
-            return make_plan(
-                request.group_size,
-                redundancy,
-                request.early_stop,
-                selection,
-                num_longest,
-                None if request.pruning is None else request.pruning.plan(),
-                patience,
-                max_candidates=most,
-                names={**SELECTION_NAMES, "allow_fewer": "pruning.allow_fewer"},
-            )
-        except PlanError as error:
-            raise RequestError(str(error), param=error.field) from error
-
-    async def _chosen(self, plan: GroupPlan, model: str | None) -> tuple[GroupPlan, list[str]]:
-        """The same plan with a detection length where "auto" was asked for, and what is to be said of it."""
-        if plan.pruning is None or not plan.pruning.auto:
-            return plan, []
-        trial = await self.learning.length_trial(plan.pruning.keep_ratio, model)
-        plan = replace(plan, pruning=chosen(plan.pruning, trial.recommended))
-        if trial.recommended is not None:
-            return plan, []
-        lengths = ", ".join(map(str, plan.pruning.scored_lengths))
-        warning = (
-            f'detection_length: "auto" cannot choose yet ({trial.reason}). Nothing was pruned, and candidates were '
-            f"scored at {lengths}. Post rewards to /v1/rollouts/{{id}}/rewards."
-        )
-        return plan, [warning]
 
     async def _warn(self, rollout: Rollout) -> None:
         if rollout.scoring is None:
@@ -505,15 +369,6 @@ class RolloutService:
         return tuple(end.ending for index, end in ends.items() if index not in chosen)
 
 
-def _check_num_candidates(num_prompts: int, num_candidates: int) -> None:
-    if num_prompts * num_candidates > MAX_CANDIDATES:
-        raise RequestError(
-            f"prompts: {num_prompts} of up to {num_candidates} candidates are {num_prompts * num_candidates} "
-            f"candidates, at most {MAX_CANDIDATES} are allowed in a request. Send fewer prompts per request.",
-            param="prompts",
-        )
-
-
 async def _unless(stopped: Awaitable[object], taking: Awaitable[Places]) -> Places | None:
     """Await `taking`; None, and it is cancelled, when `stopped` is done first."""
     tasks = [asyncio.ensure_future(taking), asyncio.ensure_future(stopped)]
@@ -529,10 +384,3 @@ async def _unless(stopped: Awaitable[object], taking: Awaitable[Places]) -> Plac
 async def _empty(queue: asyncio.Queue[Any]) -> None:
     while True:
         await queue.get()
-
-
-def _tradeoff(request: RolloutRequest) -> float | None:
-    """lambda of redundancy "auto"; None when the request counts by itself."""
-    if isinstance(request.redundancy, int):
-        return None
-    return Auto().tradeoff if request.redundancy == "auto" else request.redundancy.auto.tradeoff
