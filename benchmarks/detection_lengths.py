@@ -24,7 +24,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import uvloop
 from rich.console import Console
 
@@ -32,10 +31,11 @@ from benchmarks import long_run
 from benchmarks.common import record_of_run, write_json
 from benchmarks.pruning.measures import (
     FINAL_VOTES,
-    NUM_DRAWS,
+    Draws,
     correct_by_prompt,
     interval,
     overview,
+    prediction,
     survivors,
     votes,
 )
@@ -45,7 +45,7 @@ from benchmarks.pruning.run import REAL
 from benchmarks.pruning.setup import TINY, Question, Sizes, held_out, questions
 from benchmarks.tables import INK, grid, number, percent, picture
 from benchmarks.tasks import FAMILIES
-from vllm_rollout.group.report import Prediction, auc, within_group_auc
+from vllm_rollout.group.report import auc, within_group_auc
 
 FAMILIES_ASKED = ("arithmetic", "word_sum")
 VOTE_SIZES = (4, 8, 16)
@@ -248,26 +248,12 @@ def discrimination(records: Sequence[Record], score: Any, seed: int = 0) -> dict
     ended = [record for record in records if record.correct is not None]
     there = [of for of in SCORES.values() if any(of(record) is not None for record in ended)]
     known = [record for record in ended if all(of(record) is not None for of in (*there, score))]
-    by_prompt: dict[str, list[Prediction]] = {}
-    for r in known:
-        by_prompt.setdefault(r.prompt_id, []).append(Prediction(score(r), None, bool(r.correct), 1.0, r.prompt_id))
-    names, generator = sorted(by_prompt), np.random.default_rng(seed)
-    found: dict[str, Any] = {"num_candidates": len(known)}
-    for measure_of in (auc, within_group_auc):
-        drawn = []
-        for _ in range(NUM_DRAWS // 5 if names else 0):
-            picked = [by_prompt[names[i]] for i in generator.integers(0, len(names), len(names))]
-            # a prompt that is drawn twice is two groups
-            again = [p if not n else _renamed(p, n) for n, group in enumerate(picked) for p in group]
-            drawn.append(measure_of(again))
-        values = np.array([np.nan if value is None else value for value in drawn] * 5)
-        whole = measure_of([p for group in by_prompt.values() for p in group])
-        found[measure_of.__name__] = {"value": whole, "interval": interval(values) if len(values) else None}
-    return found
-
-
-def _renamed(prediction: Prediction, copy: int) -> Prediction:
-    return Prediction(prediction.score, None, prediction.positive, 1.0, f"{prediction.group}/{copy}")
+    draws, points = Draws(known, score), [prediction(record, score(record)) for record in known]
+    return {
+        "num_candidates": len(known),
+        "auc": {"value": auc(points), "interval": interval(draws.auc(seed))},
+        "within_group_auc": {"value": within_group_auc(points), "interval": interval(draws.within_group_auc(seed))},
+    }
 
 
 def tables(result: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -28,10 +29,11 @@ def labelled(records: Iterable[Record], score: Score) -> list[Record]:
 
 
 def predictions(records: Iterable[Record], score: Score) -> list[Prediction]:
-    return [
-        Prediction(r.score_of(score), r.success_probability, bool(r.correct), 1.0, r.prompt_id)
-        for r in labelled(records, score)
-    ]
+    return [prediction(record, record.score_of(score)) for record in labelled(records, score)]
+
+
+def prediction(record: Record, score: float) -> Prediction:
+    return Prediction(score, record.success_probability, bool(record.correct), 1.0, record.prompt_id)
 
 
 def overview(records: Sequence[Record]) -> dict[str, Any]:
@@ -82,7 +84,7 @@ def discrimination(records: Sequence[Record], seed: int = 0) -> dict[str, Any]:
     `head_above`: the head's value minus that of an aggregate, on the same draws.
     """
     common = labelled(records, "head")
-    draws = {score: _Draws(common, score) for score in SCORES}
+    draws = {score: Draws(common, partial(Record.score_of, score=score)) for score in SCORES}
     values = {
         "auc": {score: auc(predictions(common, score)) for score in SCORES},
         "within_group_auc": {score: within_group_auc(predictions(common, score)) for score in SCORES},
@@ -102,19 +104,19 @@ def discrimination(records: Sequence[Record], seed: int = 0) -> dict[str, Any]:
     return result
 
 
-class _Draws:
-    """A signal's AUC over bootstrap draws of prompts."""
+class Draws:
+    """A signal's AUC over bootstrap draws of prompts. All records have a score."""
 
-    def __init__(self, records: Sequence[Record], score: Score) -> None:
+    def __init__(self, records: Sequence[Record], score_of: Callable[[Record], float | None]) -> None:
         names = sorted({record.prompt_id for record in records})
         number = {name: position for position, name in enumerate(names)}
         self._num_prompts = len(names)
         self._prompt = np.array([number[record.prompt_id] for record in records], int)
         self._positive = np.array([bool(record.correct) for record in records], bool)
-        scores = np.array([record.score_of(score) for record in records], float)
+        scores = np.array([score_of(record) for record in records], float)
         self._level = np.unique(scores, return_inverse=True)[1] if len(scores) else np.zeros(0, int)
         by_prompt = group_by(records, lambda record: record.prompt_id)
-        within = [auc(predictions(by_prompt[name], score)) for name in names]
+        within = [auc([prediction(record, score_of(record)) for record in by_prompt[name]]) for name in names]
         self._within = np.array([np.nan if value is None else value for value in within], float)
 
     def auc(self, seed: int) -> np.ndarray:
