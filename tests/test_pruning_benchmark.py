@@ -279,6 +279,12 @@ def test_results_of_other_sizes_are_not_mixed(tmp_path):
     with pytest.raises(ValueError, match="--detection-length must be 8"):
         load(output, replace(SIZES, detection_length=9))
     assert load(output, replace(SIZES, blocks=9))["sizes"]["blocks"] == 9
+    output.write_text(json.dumps(result | {"command": "of another run"}))
+    stray.touch()
+    anew = load(output, replace(SIZES, detection_length=9), anew=True)
+    assert anew["sizes"]["detection_length"] == 9
+    assert anew["command"] != "of another run"
+    assert not stray.exists()
     (tmp_path / "pruning" / "compare.jsonl").touch()
     with pytest.raises(ValueError, match=r"--blocks must be 2.* phase compare was begun with"):
         load(output, replace(SIZES, blocks=9))

@@ -74,19 +74,20 @@ def main() -> None:
     sizes = Sizes(**{field.name: getattr(arguments, field.name) for field in fields(Sizes)})
 
     def measure_missing(console: Console) -> None:
-        run_phases(arguments, sizes, load(arguments.output, sizes), console)
+        anew = arguments.again and "learn" in arguments.phases  # all others build on what was learned
+        run_phases(arguments, sizes, load(arguments.output, sizes, anew), console)
 
     long_run.main("pruning", arguments, measure_missing, tables, draw)
 
 
-def load(output: Path, sizes: Sizes) -> dict[str, Any]:
-    """What is there already, or a new record. Without the JSON, logs beside it are of another run and are removed.
+def load(output: Path, sizes: Sizes, anew: bool = False) -> dict[str, Any]:
+    """What is there already, or a new record: then logs beside it are of another run and are removed.
 
     Raises: ValueError when what is there was made with other sizes that matter.
     """
     work = output.with_suffix("")
     mine = json.loads(json.dumps(asdict(sizes)))
-    if not output.exists():
+    if anew or not output.exists():
         forget(work, PHASES)
         return {**record_of_run(seed=sizes.seed, workload=__doc__), "sizes": mine, "phases": {}}
     result = json.loads(output.read_text())
@@ -101,9 +102,8 @@ def run_phases(arguments: argparse.Namespace, sizes: Sizes, result: dict[str, An
     """All that are asked for and not there. The server starts with the first one that needs it."""
     work = arguments.output.with_suffix("")
     if arguments.again:
-        gone = PHASES if "learn" in arguments.phases else arguments.phases  # all others build on what was learned
-        forget(work, gone)
-        for phase in gone:
+        forget(work, arguments.phases)
+        for phase in arguments.phases:
             result["phases"].pop(phase, None)
     todo = [phase for phase in arguments.phases if phase not in result["phases"]]
     for phase in arguments.phases:
