@@ -18,7 +18,8 @@ from vllm_rollout.group.types import HeadKey
 from vllm_rollout.tracker.feature_ring import FeatureRing, StateKey
 from vllm_rollout.tracker.ops import token_stats
 from vllm_rollout.tracker.quality_head import HeadWeights
-from vllm_rollout.tracker.tracker import PublishedHead, StepValues
+from vllm_rollout.tracker.step_values import StepValues
+from vllm_rollout.tracker.tracker import PublishedHead
 from vllm_rollout.tracker.warm_up import warm_up
 
 HIDDEN_SIZE = 4

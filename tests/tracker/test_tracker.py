@@ -13,7 +13,8 @@ from vllm_rollout.config import CONFIDENCE_WINDOW_TOKENS
 from vllm_rollout.group.types import BASE_MODEL, HeadKey
 from vllm_rollout.tracker.ops import token_stats, windowed_confidence
 from vllm_rollout.tracker.quality_head import HeadWeights
-from vllm_rollout.tracker.tracker import DUE_COLUMNS, CandidateTracker, PublishedHead
+from vllm_rollout.tracker.step_values import DUE_COLUMNS
+from vllm_rollout.tracker.tracker import CandidateTracker, PublishedHead
 
 VOCAB_SIZE = 11
 HIDDEN_SIZE = 6

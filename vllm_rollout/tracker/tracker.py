@@ -18,13 +18,12 @@ from vllm_rollout.group.types import BASE_MODEL, WHOLE, HeadKey
 from vllm_rollout.tracker.last_states import EndedStates, LastStates
 from vllm_rollout.tracker.ops import quality_head, token_stats, update_confidence, windowed_confidence
 from vllm_rollout.tracker.quality_head import HeadWeights
+from vllm_rollout.tracker.step_values import DueRows, LastLogits, StepValues
 
 NO_SLOT = -1
 """Of a row that is no candidate's."""
 UNSCORED = 0
 """Detection length of a candidate that is not scored."""
-DUE_COLUMNS = 4
-"""Values of a due row: logit, then the three numbers of its trace confidence."""
 NUM_KEPT = 16
 """States kept of each candidate: that many tokens less one may be in flight and be dropped, a step of each stage of a
 pipeline and of the asynchronous loop."""
@@ -36,66 +35,6 @@ class PublishedHead:
 
     version: int
     weights: HeadWeights
-
-
-@dataclass(frozen=True, slots=True)
-class DueRows:
-    """The candidates that reach their detection length in one step."""
-
-    request_ids: list[str]
-    lengths: list[int]
-    """The detection length that each reached."""
-    head_versions: list[int]
-    """The head that scored each; 0: none is trained for its detection length."""
-    values: torch.Tensor
-    """float32 [num_due, DUE_COLUMNS]: logit (NaN without a head) and trace confidence."""
-    features: torch.Tensor
-    """The hidden states that produced their tokens, [num_due, hidden_size]."""
-
-
-@dataclass(frozen=True, slots=True)
-class LastLogits:
-    """What the head of whole trajectories says of tokens that may be the last ones."""
-
-    rows: np.ndarray
-    """int64 [num_final]: those that ask, of the step's batch."""
-    logits: torch.Tensor
-    """float32 [num_final]."""
-    head_versions: np.ndarray
-    """int64 [num_final]."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepValues:
-    """What one step showed."""
-
-    num_rows: int
-    """Of the step's batch."""
-    rows: np.ndarray
-    """int64 [num_seen]: the rows that were looked at."""
-    moments: torch.Tensor
-    """float32 [num_seen, 2]: mean and standard deviation of the candidate's token confidences up to this token."""
-    due: DueRows | None = None
-    last: LastLogits | None = None
-    ended: EndedStates | None = None
-    """Of candidates that ended before this step."""
-
-    @property
-    def on_host(self) -> bool:
-        return self.moments.device.type == "cpu"
-
-    def to_host(self) -> StepValues:
-        """Start copying to the host, on the current stream; what is returned is filled when that stream gets there."""
-        due = self.due
-        if due is not None:
-            features = None if due.features is None else due.features.to("cpu", non_blocking=True)
-            due = replace(due, values=due.values.to("cpu", non_blocking=True), features=features)
-        last, ended = self.last, self.ended
-        if last is not None:
-            last = replace(last, logits=last.logits.to("cpu", non_blocking=True))
-        if ended is not None:
-            ended = replace(ended, states=ended.states.to("cpu", non_blocking=True))
-        return replace(self, moments=self.moments.to("cpu", non_blocking=True), due=due, last=last, ended=ended)
 
 
 @dataclass(frozen=True, slots=True)

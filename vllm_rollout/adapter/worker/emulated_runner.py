@@ -26,7 +26,8 @@ from vllm_rollout.group.types import WHOLE, HeadKey
 from vllm_rollout.tracker.feature_ring import FeatureRing, StateKey
 from vllm_rollout.tracker.last_states import EndedStates
 from vllm_rollout.tracker.ops import quality_head
-from vllm_rollout.tracker.tracker import DUE_COLUMNS, PublishedHead
+from vllm_rollout.tracker.step_values import DUE_COLUMNS
+from vllm_rollout.tracker.tracker import PublishedHead
 
 HIDDEN_SIZE = 16
 """Numbers of a made-up hidden state: the score, and noise."""

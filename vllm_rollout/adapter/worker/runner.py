@@ -18,7 +18,8 @@ from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, CandidateTag, LastLogits
 from vllm_rollout.adapter.worker.features import let_go, take_up
 from vllm_rollout.group.types import BASE_MODEL
 from vllm_rollout.tracker.feature_ring import FeatureRing, StateKey
-from vllm_rollout.tracker.tracker import CandidateTracker, StepValues
+from vllm_rollout.tracker.step_values import StepValues
+from vllm_rollout.tracker.tracker import CandidateTracker
 from vllm_rollout.tracker.warm_up import warm_up
 
 
