@@ -91,7 +91,8 @@ def stream(
         assessments = learning.assess(of_group, seen, {}, seed=seed, group=str(number), at_least=0)
         kept = [i for i, each in assessments.items() if each.keep or mode == "shadow"]
         for index in sorted(kept, key=lengths.__getitem__)[:GROUP_SIZE]:
-            awaited.append((seen[index], assessments[index], 99, right[index], str(number), mode == "active", audit))
+            origin = "audit" if audit else "race"
+            awaited.append((seen[index], assessments[index], 99, right[index], str(number), mode == "active", origin))
             survival = 1.0 if mode == "shadow" else assessments[index].survival_probability
             yield "trajectory", audit, survival, right[index]
         for assessment in assessments.values():

@@ -103,11 +103,11 @@ def stream(groups: Groups, way: Way, num_unmeasured: int, seed: int) -> Stream:
     for g, scores in enumerate(groups.scores.tolist()):
         if g % GROUPS_PER_STEP == 0:
             for earlier, seen, judged in awaited:
-                _reward(learning, groups, earlier, seen, judged, stream.pruned.kept, audit=audits[earlier])
+                _reward(learning, groups, earlier, seen, judged, stream.pruned.kept, active=not audits[earlier])
             awaited.clear()
         version, factor = (2, SHARPER) if way.swaps_head and g >= num_unmeasured else (1, 1.0)
         observations = {i: Observation(NO_CONFIDENCE, factor * score, version) for i, score in enumerate(scores)}
-        plan = replace(way.plan, mode="shadow", audit=True) if audits[g] else way.plan
+        plan = way.plan.audited(races=False) if audits[g] else way.plan
         assessments = learning.assess(plan, observations, {}, seed=seed, group=str(g), at_least=1)
         awaited.append((g, observations, assessments))
         for i, assessment in assessments.items():
@@ -126,13 +126,13 @@ def _reward(
     seen: Mapping[int, Observation],
     judged: Mapping[int, Assessment],
     kept: np.ndarray,
-    audit: bool,
+    active: bool,
 ) -> None:
     """Rewards of one group's survivors, as a trainer posts them."""
     for i, assessment in judged.items():
         if kept[group, i]:
             positive = bool(groups.rewards[group, i])
-            learning.reward(seen[i], assessment, 2, positive, str(group), active=not audit, audit=audit)
+            learning.reward(seen[i], assessment, 2, positive, str(group), active=active)
 
 
 @dataclass(frozen=True, slots=True)

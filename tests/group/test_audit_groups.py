@@ -1,5 +1,7 @@
 """Audit groups whose candidates come one by one: who has a place in them, who is stopped, what is learned of them."""
 
+from dataclasses import replace
+
 import pytest
 from group_steps import end_step, states
 from hypothesis import given
@@ -96,7 +98,7 @@ def test_the_first_candidate_s_seed_draws_and_all_of_the_group_agree():
             scoring = Scoring(group_id, "q", 10 * number + seed, PLAN)
             _, group = run.steps.launch(group_id, terms, scoring=scoring)
         plans = {run.steps._scored[CandidateId(group_id, index)].entry.plan for index in range(4)}
-        assert plans == {PLAN.audited() if group.audit else PLAN}
+        assert plans == {PLAN.audited(races=True) if group.audit else PLAN}
         drawn.append(group.audit)
     assert 30 < sum(drawn) < 90, "60 are expected; by the seeds, always as many"
     again = Run(Judge())
@@ -128,5 +130,22 @@ def test_nobody_is_pruned_in_an_audit_group_and_its_labels_say_so(ratio):
     kept = [index for index in range(4) if run.ends[CandidateId("a", index)][0] == "stop"]
     _, statuses, labels = judge.reward("rollout", [("q", index, 1.0, True) for index in kept])
     assert set(statuses) == {"accepted"}
-    assert {(label.audit, label.active) for label in labels} == {(ratio == 1.0, ratio == 0.0)}
+    assert {(label.origin, label.active) for label in labels} == {("audit", False) if ratio else ("race", True)}
     assert learning.report().audit.num_labels - before == pytest.approx(4 if ratio else 0, rel=1e-3)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 1.0])
+def test_labels_of_a_group_without_spare_candidates_are_plain_audited_or_not(ratio):
+    judge = warm_judge()
+    run = Run(judge)
+    shadow = replace(PLAN, mode="shadow")
+    run.launch("a", [9, 9], GroupTerms(2, 2, pruning=shadow, audit_ratio=ratio), replace(SCORING, plan=shadow))
+    for _ in range(PLAN.detection_length - 1):
+        run.step()
+    run.step({CandidateId("a", index): seen(score) for index, score in enumerate((0.0, 9.0))})
+    while run.running:
+        run.step()
+    _, statuses, labels = judge.reward("rollout", [("q", index, 1.0, True) for index in range(2)])
+    assert statuses == ["accepted"] * 2
+    assert {(label.origin, label.active) for label in labels} == {("plain", False)}
+    assert judge.learning_of(HeadKey(PLAN.detection_length)).race_bias.offset == 0

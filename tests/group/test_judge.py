@@ -310,8 +310,8 @@ def test_a_prompt_s_success_is_corrected_as_audits_say_and_survives_a_restart():
     judge = taught_judge()
     bias = judge.memory.learnings[LENGTH].race_bias
     for _ in range(400):
-        bias.add(True, 1.0, audit=True)
-        bias.add(False, 1.0, audit=False)
+        bias.add(True, 1.0, "audit")
+        bias.add(False, 1.0, "race")
     siblings = Siblings(judge, replace(PLAN, mode="active"), group_size=8, prompt_key="id:p")
     siblings.due(LOGITS)
     siblings.finish(*range(8))

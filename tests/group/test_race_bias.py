@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from benchmarks import audits
 from vllm_rollout.group.learning import Learning
 from vllm_rollout.group.odds import shifted
-from vllm_rollout.group.race_bias import MAX_OFFSET, RaceBias
+from vllm_rollout.group.race_bias import MAX_OFFSET, ORIGINS, RaceBias
 
 
 def bias(**settings) -> dict[str, float]:
@@ -36,15 +36,15 @@ def test_the_offset_is_that_of_the_odds():
     bias = RaceBias()
     assert bias.offset == bias.raced_offset == 0
     for _ in range(4000):
-        for positive, audit in (
-            (True, False),
-            (False, False),
-            (True, True),
-            (False, True),
-            (False, True),
-            (False, True),
+        for positive, origin in (
+            (True, "race"),
+            (False, "race"),
+            (True, "audit"),
+            (False, "audit"),
+            (False, "audit"),
+            (False, "audit"),
         ):
-            bias.add(positive, 1.0, audit=audit)
+            bias.add(positive, 1.0, origin)
     report = bias.report()
     assert report.positive_ratio == pytest.approx(0.25, abs=0.001)
     assert report.raced_positive_ratio == pytest.approx(0.5, abs=0.001)
@@ -55,20 +55,51 @@ def test_the_offset_is_that_of_the_odds():
 def test_few_audits_are_believed_a_little():
     bias = RaceBias()
     for number in range(1000):
-        bias.add(number % 2 == 0, 1.0, audit=False)
-    bias.add(False, 1.0, audit=True)
+        bias.add(number % 2 == 0, 1.0, "race")
+    bias.add(False, 1.0, "audit")
     assert -0.2 < bias.offset < 0
 
 
-@given(st.lists(st.tuples(st.booleans(), st.floats(1, 20), st.booleans()), max_size=60))
+def test_where_nobody_races_audits_are_no_other_labels():
+    bias = RaceBias()
+    for number in range(1000):
+        bias.add(number % 4 == 0, 1.0, "plain")
+    for number in range(50):
+        bias.add(number % 2 == 0, 1.0, "audit")  # by chance, or of the prompts that would have raced
+    assert bias.offset == bias.raced_offset == 0
+    report = bias.report()
+    assert (report.raced_positive_ratio, report.offset) == (None, 0.0)
+
+
+def test_labels_of_races_are_corrected_beside_plain_ones():
+    """A tenth of the labels is of races, where half succeed in place of a quarter."""
+    bias = RaceBias()
+    for number in range(20_000):
+        bias.add(number % 4 == 0, 1.0, "plain")
+        if number % 10 == 0:
+            bias.add(number % 20 == 0, 1.0, "race")
+            bias.add(number % 40 == 0, 1.0, "audit")
+    assert shifted(0.5, bias.raced_offset) == pytest.approx(0.25, abs=0.01)
+    taught = (20_000 * 0.25 + 2000 * 0.5 + 2000 * 0.25) / 24_000
+    assert shifted(taught, bias.offset) == pytest.approx(0.25, abs=0.003)
+
+
+def test_a_bias_of_before_there_were_plain_labels_is_read():
+    assert RaceBias.from_state([[3.0, 1.0], [2.0, 2.0]]).raced_offset < 0
+
+
+origins = st.sampled_from(ORIGINS)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.floats(1, 20), origins), max_size=60))
 def test_offsets_are_bounded_and_a_restored_bias_goes_on(labels):
     bias = RaceBias()
-    for positive, weight, audit in labels:
-        bias.add(positive, weight, audit=audit)
+    for positive, weight, origin in labels:
+        bias.add(positive, weight, origin)
     assert abs(bias.offset) <= MAX_OFFSET
     restored = RaceBias.from_state(bias.to_state())
     for each in (bias, restored):
-        each.add(True, 2.0, audit=True)
+        each.add(True, 2.0, "audit")
     assert (restored.offset, restored.report()) == (bias.offset, bias.report())
 
 

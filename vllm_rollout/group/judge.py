@@ -17,6 +17,7 @@ from vllm_rollout.group.lifecycle import Group
 from vllm_rollout.group.memories import Memories
 from vllm_rollout.group.memory import Memory
 from vllm_rollout.group.pruning_plan import PruningPlan
+from vllm_rollout.group.race_bias import LabelOrigin
 from vllm_rollout.group.rewarded import RewardedCandidate
 from vllm_rollout.group.types import BASE_MODEL, WHOLE, Assessment, HeadKey, Observation
 
@@ -57,8 +58,7 @@ class Label:
     """Pruning was active: it is there by survival, with its probability."""
     prompt_key: str = ""
     """As of `Scoring`."""
-    audit: bool = False
-    """Of an audit group."""
+    origin: LabelOrigin = "plain"
     trials: Mapping[int, Trial] = field(default_factory=dict)
     """Its other scores, by length."""
     tried_lengths: tuple[int, ...] = ()
@@ -207,7 +207,7 @@ class Judge:
                     )
                 )
             if memory is not None and label.prompt_key:
-                is_raced = label.positive and not label.audit and learning is not None
+                is_raced = label.positive and label.origin == "race" and learning is not None
                 share = learning.race_bias.raced_success_share if is_raced else 1.0
                 weight = min(MAX_LABEL_WEIGHT, label.weight * share)
                 memory.successes.observe(label.prompt_key, label.positive, weight)
@@ -225,7 +225,7 @@ class Judge:
             positive=label.positive,
             group_key=label.prompt_id,
             active=label.active,
-            audit=label.audit,
+            origin=label.origin,
         )
 
     def memory_of(self, adapter: str) -> Memory | None:
@@ -254,7 +254,7 @@ def _label(rollout_id: str, entry: LedgerEntry, positive: bool) -> Label:
         positive=positive,
         active=entry.plan.mode == "active",
         prompt_key=entry.prompt_key,
-        audit=entry.plan.audit,
+        origin=entry.origin,
         trials=entry.trials,
         tried_lengths=entry.plan.scored_lengths if entry.plan.trial_lengths else (),
         adapter=entry.adapter,

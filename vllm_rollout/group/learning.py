@@ -21,7 +21,7 @@ from vllm_rollout.group.checks import fields_of, flag, integer, listed, shown
 from vllm_rollout.group.gradient import Population, gradient_rule, population_of
 from vllm_rollout.group.pruning import Point, compress, group_rule, solve_paper
 from vllm_rollout.group.pruning_plan import SIGNALS, PruningPlan
-from vllm_rollout.group.race_bias import NO_BIAS, RaceBias
+from vllm_rollout.group.race_bias import NO_BIAS, LabelOrigin, RaceBias
 from vllm_rollout.group.report import RulesReport
 from vllm_rollout.group.rewarded import RewardedCandidate, rules_report
 from vllm_rollout.group.success import NO_REWARDS, PromptSuccess
@@ -126,7 +126,7 @@ class Learning:
         positive: bool,
         group_key: str,
         active: bool,
-        audit: bool = False,
+        origin: LabelOrigin = "plain",
     ) -> RewardedCandidate:
         """The reward of a scored candidate came. In shadow mode nobody was pruned: it stands for itself only."""
         weight = label_weight(assessment.survival_probability if active else 1.0)
@@ -144,7 +144,7 @@ class Learning:
                 successes[signal] = self._success(signal, score, observation)
             calibrator.add(score, positive, weight, version_of(signal, observation))
         if scores:
-            self.race_bias.add(positive, weight, audit=audit)
+            self.race_bias.add(positive, weight, origin)
             for calibrator in self.calibrators.values():
                 calibrator.offset = self.race_bias.offset
         rewarded = RewardedCandidate(
@@ -158,7 +158,7 @@ class Learning:
             survival_probability=assessment.survival_probability,
             cold=assessment.cold,
             tokens_after=max(0, num_tokens - self.detection_length),
-            audit=audit,
+            is_sample=origin != "race",
         )
         self._outcomes.append(rewarded)
         return rewarded

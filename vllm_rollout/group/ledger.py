@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 
 from vllm_rollout.config import MAX_REMEMBERED_CANDIDATES
 from vllm_rollout.group.pruning_plan import PruningPlan
+from vllm_rollout.group.race_bias import LabelOrigin
 from vllm_rollout.group.types import BASE_MODEL, Assessment, CandidateState, HeadKey, Observation
 
 RewardStatus = Literal["accepted", "duplicate", "conflict", "unknown", "unfinished", "unscored"]
@@ -86,7 +87,7 @@ class LedgerEntry:
 
     __slots__ = ("_assessment", "_counted", "_ledger", "_reward", "_state", "_trials", "adapter", "group_id", "index",
                  "names",
-                 "num_tokens", "observation", "plan", "prompt_id", "prompt_key", "request_id")  # fmt: skip
+                 "num_tokens", "observation", "origin", "plan", "prompt_id", "prompt_key", "request_id")  # fmt: skip
 
     def __init__(
         self,
@@ -98,12 +99,15 @@ class LedgerEntry:
         index: int = 0,
         prompt_key: str = "",
         adapter: str = BASE_MODEL,
+        origin: LabelOrigin = "plain",
     ) -> None:
         self.request_id = request_id
         self.prompt_id = prompt_id
         self.prompt_key = prompt_key
         """Under which its prompt's success is remembered; empty: it is not."""
         self.adapter = adapter
+        self.origin: LabelOrigin = origin
+        """Of its label."""
         self.group_id = group_id
         self.index = index
         self.names: list[tuple[str, int]] = []
@@ -216,12 +220,13 @@ class Ledger:
         group_id: str = "",
         prompt_key: str = "",
         adapter: str = BASE_MODEL,
+        origin: LabelOrigin = "plain",
     ) -> LedgerEntry:
         """A candidate was launched. What happens to it is written into the entry."""
         rollout = self._rollouts.setdefault(rollout_id, OrderedDict())
         before = rollout.pop((prompt_id, index), None)  # a group id may be used again
         entry = rollout[prompt_id, index] = LedgerEntry(
-            request_id, prompt_id, plan, self, group_id, index, prompt_key, adapter
+            request_id, prompt_id, plan, self, group_id, index, prompt_key, adapter, origin
         )
         group = self._groups.setdefault(group_id, _RememberedGroup(rollout_id, prompt_id))
         group.num_candidates += 1

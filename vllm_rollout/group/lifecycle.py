@@ -35,6 +35,11 @@ class GroupTerms:
     audit_ratio: float = 0.0
     """Share of such groups that are audited (`group/audit.py`), where that is drawn when the first candidate comes."""
 
+    @property
+    def races(self) -> bool:
+        """Who is slow loses a place to others."""
+        return self.num_candidates > self.group_size
+
 
 @dataclass(frozen=True, slots=True)
 class Settlement:

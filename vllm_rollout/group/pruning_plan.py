@@ -57,7 +57,7 @@ class PruningPlan:
     draw: PruningDraw = "systematic"
     """How survivors are drawn by their probabilities: `group/survivors.py`."""
     audit: bool = False
-    """Of an audit group (`group/audit.py`): nobody else sets it."""
+    """Of an audit group that would have raced (`group/audit.py`): nobody else sets it."""
     trial_lengths: tuple[int, ...] = ()
     """Further lengths at which candidates are scored, all larger than `detection_length`; shadow mode only."""
     final_score: bool = False
@@ -70,9 +70,9 @@ class PruningPlan:
         """All detection lengths at which a candidate is scored, ascending."""
         return (self.detection_length, *self.trial_lengths)
 
-    def audited(self) -> PruningPlan:
-        """This plan in an audit group: what is decided is noted only."""
-        return replace(self, mode="shadow", audit=True)
+    def audited(self, races: bool) -> PruningPlan:
+        """This plan in an audit group: what is decided is noted only. `races`: without the audit it would race."""
+        return replace(self, mode="shadow", audit=races)
 
 
 class _Range(NamedTuple):

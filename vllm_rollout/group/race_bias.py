@@ -10,10 +10,13 @@ the odds of success, at any score, are a / b times what they are among all answe
 So labels of races teach what a score is worth, and audits, few as they are, one number. That success and length say all
 that the race goes by is an assumption: where a score tells of lengths beyond success, a part of the bias stays.
 
+Where a group has no spare candidates nobody races, and its labels are a plain sample as they are. They need no offset,
+and audits are compared with races only: beside plain labels the chance in a few audits would be taken for a bias.
+
 The offset is taken over many more labels than a calibration's window has, since a race favours the same kind of answer
 for longer than a success rate lasts. Of few audits it is shrunk toward 0.
 
-Invariant: what is said depends on the labels and their order only; without audits the offset is 0.
+Invariant: what is said depends on the labels and their order only; without audits, or without races, the offset is 0.
 """
 
 from __future__ import annotations
@@ -21,9 +24,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, log
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Literal
 
 from vllm_rollout.group.checks import listed, number
+
+LabelOrigin = Literal["race", "audit", "plain"]
+"""Of which kind of group a label is.
+
+race   it has spare candidates: others lose their places to those that are faster
+audit  it would have raced, and does not (`group/audit.py`)
+plain  nobody races: all who survive are returned
+"""
+ORIGINS: tuple[LabelOrigin, ...] = ("audit", "race", "plain")
+"""In the order of a state's rows."""
 
 HALF_LIFE = 8192
 """Labels after which a label counts half: some 600 labels of audits at a twentieth, by which a success rate of 0.3 is
@@ -42,11 +56,11 @@ class AuditReport:
     """What audit groups say of the others."""
 
     num_labels: float
-    """Of audit groups; older ones count less."""
+    """Of audit groups in place of a race; older ones count less."""
     positive_ratio: float | None
     """Success rate in audit groups: that of the policy. None without a label of them."""
     raced_positive_ratio: float | None
-    """Success rate of other labels, weighted by 1 / survival probability: as it would be believed without audits."""
+    """Success rate of labels of races, weighted by 1 / survival probability: as it would be believed without audits."""
     offset: float
     """By which the logit of a success probability is corrected."""
 
@@ -54,25 +68,33 @@ class AuditReport:
 class RaceBias:
     """Decaying sums over labels."""
 
-    def __init__(self, audit: Sequence[float] = (0.0, 0.0), raced: Sequence[float] = (0.0, 0.0)) -> None:
-        self._audit = list(audit)
+    def __init__(self, sums: Mapping[LabelOrigin, Sequence[float]] = MappingProxyType({})) -> None:
+        self._sums: dict[LabelOrigin, list[float]] = {origin: list(sums.get(origin, (0.0, 0.0))) for origin in ORIGINS}
         """Weights of negatives and positives."""
-        self._raced = list(raced)
 
-    def add(self, positive: bool, weight: float, *, audit: bool) -> None:
-        for sums in (self._audit, self._raced):
+    def add(self, positive: bool, weight: float, origin: LabelOrigin) -> None:
+        for sums in self._sums.values():
             sums[:] = (total * _DECAY for total in sums)
-        (self._audit if audit else self._raced)[positive] += weight
+        self._sums[origin][positive] += weight
 
     @property
     def offset(self) -> float:
-        """For probabilities that labels of both kinds have taught."""
-        return self._offset([a + r for a, r in zip(self._audit, self._raced, strict=True)])
+        """For probabilities that labels of all kinds have taught."""
+        raced = self._sums["race"]
+        others = [audit + plain for audit, plain in zip(self._sums["audit"], self._sums["plain"], strict=True)]
+        taught = [other + sums for other, sums in zip(others, raced, strict=True)]
+        true = [others[False] + raced[False], others[True] + raced[True] * self.raced_success_share]
+        return _logit(true) - _logit(taught)
 
     @property
     def raced_offset(self) -> float:
         """For probabilities that labels of races alone have taught."""
-        return self._offset(self._raced)
+        audit, raced = self._sums["audit"], self._sums["race"]
+        num_audits = sum(audit)
+        if not num_audits or not sum(raced):
+            return 0.0
+        offset = (_logit(audit) - _logit(raced)) * num_audits / (num_audits + SHRINKAGE)
+        return min(MAX_OFFSET, max(-MAX_OFFSET, offset))
 
     @property
     def raced_success_share(self) -> float:
@@ -81,29 +103,29 @@ class RaceBias:
         return exp(self.raced_offset)
 
     def report(self) -> AuditReport:
-        return AuditReport(sum(self._audit), _rate(self._audit), _rate(self._raced), self.offset)
+        audit, raced = self._sums["audit"], self._sums["race"]
+        return AuditReport(sum(audit), _rate(audit), _rate(raced), self.offset)
 
     def to_state(self) -> list[list[float]]:
-        return [list(self._audit), list(self._raced)]
+        return [list(self._sums[origin]) for origin in ORIGINS]
 
     @classmethod
     def from_state(cls, state: Any) -> RaceBias:
         """Raises: ValueError."""
-        rows = [listed(row, "a race bias", length=2) for row in listed(state, "a race bias", length=2)]
-        return cls(*([number(total, "a sum of a race bias", 0.0, MAX_SUM) for total in row] for row in rows))
-
-    def _offset(self, taught: Sequence[float]) -> float:
-        num_audits, num_taught = sum(self._audit), sum(taught)
-        if not num_audits or not num_taught:
-            return 0.0
-        # Half a label of either kind keeps the logits finite, and takes most of the bias out of their estimate.
-        of_audits, of_taught = (log((sums[1] + 0.5) / (sums[0] + 0.5)) for sums in (self._audit, taught))
-        offset = (of_audits - of_taught) * num_audits / (num_audits + SHRINKAGE)
-        return min(MAX_OFFSET, max(-MAX_OFFSET, offset))
+        if isinstance(state, list) and len(state) == len(ORIGINS) - 1:
+            state = [*state, [0.0, 0.0]]  # of versions that took plain labels for those of races
+        rows = [listed(row, "a race bias", length=2) for row in listed(state, "a race bias", length=len(ORIGINS))]
+        sums = [[number(total, "a sum of a race bias", 0.0, MAX_SUM) for total in row] for row in rows]
+        return cls(dict(zip(ORIGINS, sums, strict=True)))
 
 
 NO_BIAS: Mapping[str, Any] = {"race_bias": RaceBias().to_state()}
 """What states of earlier versions lack."""
+
+
+def _logit(sums: Sequence[float]) -> float:
+    """Half a label of either kind keeps it finite, and takes most of the bias out of its estimate."""
+    return log((sums[True] + 0.5) / (sums[False] + 0.5))
 
 
 def _rate(sums: Sequence[float]) -> float | None:

@@ -40,8 +40,8 @@ class RewardedCandidate(NamedTuple):
     cold: bool
     tokens_after: int
     """Tokens generated after `detection_length`."""
-    audit: bool = False
-    """Of an audit group."""
+    is_sample: bool = False
+    """Of a group in which nobody raced."""
 
     @classmethod
     def from_state(cls, values: Any) -> RewardedCandidate:
@@ -60,7 +60,7 @@ class RewardedCandidate(NamedTuple):
             survival_probability=number(outcome.survival_probability, "a survival probability", 0.0, 1.0, above=True),
             cold=flag(outcome.cold, "cold of an outcome"),
             tokens_after=integer(outcome.tokens_after, "tokens_after of an outcome"),
-            audit=flag(outcome.audit, "audit of an outcome"),
+            is_sample=flag(outcome.is_sample, "is_sample of an outcome"),
         )
 
 
@@ -80,7 +80,7 @@ def rules_report(
     """
     raced = race_bias.raced_success_share
     outcomes = [
-        outcome._replace(weight=outcome.weight * raced) if outcome.positive and not outcome.audit else outcome
+        outcome._replace(weight=outcome.weight * raced) if outcome.positive and not outcome.is_sample else outcome
         for outcome in outcomes
     ]
     judged = [outcome for outcome in outcomes if not outcome.cold]

@@ -28,6 +28,7 @@ from vllm_rollout.group.lifecycle import Group, GroupTerms
 from vllm_rollout.group.moving import DetachedGroup, DetachedScore, StayReason
 from vllm_rollout.group.pruning_plan import PruningPlan
 from vllm_rollout.group.race import RacePlace, RaceTable
+from vllm_rollout.group.race_bias import LabelOrigin
 from vllm_rollout.group.types import CandidateId, EndReason, HeldGroups, Observation, StopState
 
 
@@ -112,10 +113,11 @@ class GroupSteps:
         audit = group is None and scoring is not None and draw_audit(terms.audit_ratio, scoring.seed, group_id)
         group = self._table.open(group_id, terms, audit=audit)
         if group.audit and scoring is not None:
-            scoring = replace(scoring, plan=scoring.plan.audited())
+            scoring = replace(scoring, plan=scoring.plan.audited(terms.races))
         candidate_id = CandidateId(group_id, group.launch(index))
         if scoring is not None:
-            self._scored[candidate_id] = _Scored(scoring, self._remember(candidate_id, scoring, request_id))
+            entry = self._remember(candidate_id, scoring, request_id, group)
+            self._scored[candidate_id] = _Scored(scoring, entry)
         if place is not None and self.races.enter(group_id, group, place):
             self.cancel(group_id)
         if group.is_unwanted(candidate_id.index):
@@ -184,7 +186,7 @@ class GroupSteps:
         self._table.put(group_id, group)
         for index, score in detached.scores.items():
             candidate_id = CandidateId(group_id, index)
-            entry = self._remember(candidate_id, score.scoring, detached.request_ids[index])
+            entry = self._remember(candidate_id, score.scoring, detached.request_ids[index], group)
             entry.observation, entry.assessment = score.observation, score.assessment
             for length, trial in score.trials.items():
                 entry.tried(length, *trial)
@@ -200,7 +202,7 @@ class GroupSteps:
         """Forgets groups that wait for siblings and have waited too long; returns which."""
         return self._table.forget_waiting(now_s)
 
-    def _remember(self, candidate_id: CandidateId, scoring: Scoring, request_id: str) -> LedgerEntry:
+    def _remember(self, candidate_id: CandidateId, scoring: Scoring, request_id: str, group: Group) -> LedgerEntry:
         """For the reward that may come."""
         ledger, (group_id, index) = self.judge.ledger, candidate_id
         entry = ledger.open(
@@ -212,6 +214,7 @@ class GroupSteps:
             group_id,
             scoring.prompt_key,
             scoring.adapter,
+            _origin(group, scoring.plan),
         )
         if scoring.name is not None:
             ledger.name(scoring.name, group_id, {scoring.choice: index})
@@ -323,6 +326,13 @@ class GroupSteps:
             assessment = self.judge.value(entry, last)
             if assessment is not None:
                 group.finals[index] = assessment
+
+
+def _origin(group: Group, plan: PruningPlan) -> LabelOrigin:
+    """Of the labels of this group."""
+    if plan.audit:
+        return "audit"
+    return "race" if group.terms.races else "plain"
 
 
 def _disagreement(terms: GroupTerms, others: GroupTerms) -> str:
