@@ -49,7 +49,7 @@ def test_an_audit_group_has_only_candidates_that_are_returned_and_stops_none(fie
     assert audit.audit
     assert audit.returns_all
     races = "redundancy" in fields
-    assert audit.pruning == PruningPlan(64, allow_fewer=True, mode="shadow", audit=races)
+    assert audit.pruning == PruningPlan(64, allow_fewer=True, mode="shadow", audit=True, is_instead_of_race=races)
     assert make_plan(8, 2, max_candidates=64).audited().pruning is None
     assert not make_plan(8, 2, max_candidates=64).returns_all
 

@@ -57,7 +57,9 @@ class PruningPlan:
     draw: PruningDraw = "systematic"
     """How survivors are drawn by their probabilities: `group/survivors.py`."""
     audit: bool = False
-    """Of an audit group that would have raced (`group/audit.py`): nobody else sets it."""
+    """Of an audit group (`group/audit.py`): nobody else sets it."""
+    is_instead_of_race: bool = False
+    """And without the audit it would race."""
     trial_lengths: tuple[int, ...] = ()
     """Further lengths at which candidates are scored, all larger than `detection_length`; shadow mode only."""
     final_score: bool = False
@@ -72,7 +74,7 @@ class PruningPlan:
 
     def audited(self, races: bool) -> PruningPlan:
         """This plan in an audit group: what is decided is noted only. `races`: without the audit it would race."""
-        return replace(self, mode="shadow", audit=races)
+        return replace(self, mode="shadow", audit=True, is_instead_of_race=races)
 
 
 class _Range(NamedTuple):

@@ -23,20 +23,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import exp, log
+from math import exp, fsum, log
 from types import MappingProxyType
 from typing import Any, Literal
 
 from vllm_rollout.group.checks import listed, number
 
-LabelOrigin = Literal["race", "audit", "plain"]
+LabelOrigin = Literal["race", "audit", "plain", "plain_audit"]
 """Of which kind of group a label is.
 
-race   it has spare candidates: others lose their places to those that are faster
-audit  it would have raced, and does not (`group/audit.py`)
-plain  nobody races: all who survive are returned
+race         it has spare candidates: others lose their places to those that are faster
+audit        it would have raced, and does not (`group/audit.py`)
+plain        nobody would race: all who survive are returned
+plain_audit  nobody would race, and nobody is pruned either
 """
-ORIGINS: tuple[LabelOrigin, ...] = ("audit", "race", "plain")
+ORIGINS: tuple[LabelOrigin, ...] = ("audit", "race", "plain", "plain_audit")
 """In the order of a state's rows."""
 
 HALF_LIFE = 8192
@@ -56,11 +57,11 @@ class AuditReport:
     """What audit groups say of the others."""
 
     num_labels: float
-    """Of audit groups in place of a race; older ones count less."""
+    """Of audit groups; older ones count less."""
     positive_ratio: float | None
     """Success rate in audit groups: that of the policy. None without a label of them."""
     raced_positive_ratio: float | None
-    """Success rate of labels of races, weighted by 1 / survival probability: as it would be believed without audits."""
+    """Success rate of other labels, weighted by 1 / survival probability: as it would be believed without audits."""
     offset: float
     """By which the logit of a success probability is corrected."""
 
@@ -80,11 +81,9 @@ class RaceBias:
     @property
     def offset(self) -> float:
         """For probabilities that labels of all kinds have taught."""
-        raced = self._sums["race"]
-        others = [audit + plain for audit, plain in zip(self._sums["audit"], self._sums["plain"], strict=True)]
-        taught = [other + sums for other, sums in zip(others, raced, strict=True)]
-        true = [others[False] + raced[False], others[True] + raced[True] * self.raced_success_share]
-        return _logit(true) - _logit(taught)
+        taught = self._together(*ORIGINS)
+        extra = self._sums["race"][True] * (self.raced_success_share - 1)
+        return _logit([taught[False], taught[True] + extra]) - _logit(taught)
 
     @property
     def raced_offset(self) -> float:
@@ -103,8 +102,8 @@ class RaceBias:
         return exp(self.raced_offset)
 
     def report(self) -> AuditReport:
-        audit, raced = self._sums["audit"], self._sums["race"]
-        return AuditReport(sum(audit), _rate(audit), _rate(raced), self.offset)
+        audit, others = self._together("audit", "plain_audit"), self._together("race", "plain")
+        return AuditReport(sum(audit), _rate(audit), _rate(others), self.offset)
 
     def to_state(self) -> list[list[float]]:
         return [list(self._sums[origin]) for origin in ORIGINS]
@@ -112,11 +111,15 @@ class RaceBias:
     @classmethod
     def from_state(cls, state: Any) -> RaceBias:
         """Raises: ValueError."""
-        if isinstance(state, list) and len(state) == len(ORIGINS) - 1:
-            state = [*state, [0.0, 0.0]]  # of versions that took plain labels for those of races
+        if isinstance(state, list) and len(state) == 2:
+            state = [*state, [0.0, 0.0], [0.0, 0.0]]  # of versions that took plain labels for those of races
         rows = [listed(row, "a race bias", length=2) for row in listed(state, "a race bias", length=len(ORIGINS))]
         sums = [[number(total, "a sum of a race bias", 0.0, MAX_SUM) for total in row] for row in rows]
         return cls(dict(zip(ORIGINS, sums, strict=True)))
+
+    def _together(self, *origins: LabelOrigin) -> list[float]:
+        """Weights of negatives and positives."""
+        return [fsum(self._sums[origin][positive] for origin in origins) for positive in (False, True)]
 
 
 NO_BIAS: Mapping[str, Any] = {"race_bias": RaceBias().to_state()}

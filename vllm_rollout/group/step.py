@@ -331,7 +331,7 @@ class GroupSteps:
 def _origin(group: Group, plan: PruningPlan) -> LabelOrigin:
     """Of the labels of this group."""
     if plan.audit:
-        return "audit"
+        return "audit" if plan.is_instead_of_race else "plain_audit"
     return "race" if group.terms.races else "plain"
 
 
