@@ -9,7 +9,7 @@ from vllm_rollout.group.pruning_plan import RANGES, PruningPlan, make_pruning_pl
 
 
 def test_every_field_of_the_plan_has_a_range():
-    made_of_others = {"audit", "trial_lengths", "auto"}
+    made_of_others = {"audit", "is_instead_of_race", "trial_lengths", "auto"}
     assert RANGES.keys() == {field.name for field in fields(PruningPlan)} - made_of_others
 
 

@@ -89,6 +89,7 @@ async def test_null_is_no_pruning(http):
 
 def test_the_body_has_the_fields_and_defaults_of_the_plan():
     assert Pruning(detection_length=1).plan() == DEFAULTS
-    assert Pruning.model_fields.keys() == DEFAULTS.__dataclass_fields__.keys() - {"audit", "trial_lengths", "auto"}
+    of_others = {"audit", "is_instead_of_race", "trial_lengths", "auto"}
+    assert Pruning.model_fields.keys() == DEFAULTS.__dataclass_fields__.keys() - of_others
     every = Pruning(detection_length=DEFAULTS.detection_length)
     assert every.model_dump() == {name: getattr(DEFAULTS, name) for name in Pruning.model_fields}
