@@ -17,8 +17,13 @@ SCORE_NAMES = {
     "lowest_window": "confidence, lowest window",
     "bottom_windows": "confidence, lowest tenth of windows",
 }
-WAY_NAMES = {"none": "nobody pruned", "random": "at random", "paper": "paper's rule", "balance": "balance rule"}
-WAY_NAMES["gradient"] = "gradient rule"
+WAY_NAMES = {
+    "none": "nobody pruned",
+    "random": "at random",
+    "paper": "paper's rule",
+    "balance": "balance rule",
+    "gradient": "gradient rule",
+}
 MEASURES = ("auc", "within_group_auc")
 COLORS = {"head": "#0f766e", "confidence": "#94a3b8", "none": "#64748b", "random": "#94a3b8", "paper": "#f59e0b"}
 COLORS |= {"balance": "#134e4a", "gradient": COLORS["head"]}

@@ -145,8 +145,9 @@ class Learning:
             calibrator.add(score, positive, weight, version_of(signal, observation))
         if scores:
             self.race_bias.add(positive, weight, origin)
+            offset = self.race_bias.offset
             for calibrator in self.calibrators.values():
-                calibrator.offset = self.race_bias.offset
+                calibrator.offset = offset
         rewarded = RewardedCandidate(
             scores=comparable,
             success_probabilities=successes,

@@ -59,7 +59,7 @@ class GroupPlan:
 
     def audited(self) -> GroupPlan:
         """This plan for an audit group."""
-        pruning = None if self.pruning is None else self.pruning.audited(self.terms.races)
+        pruning = None if self.pruning is None else self.pruning.audited(races=not self.returns_all)
         return GroupPlan(self.group_size, pruning=pruning, num_replaceable=self.num_replaceable, audit=True)
 
     def allocated(self, num_candidates: int, extreme: bool, *, early_stop: bool = True) -> GroupPlan:
