@@ -68,6 +68,10 @@ class Groups(NamedTuple):
     def part(self, chosen: slice) -> Groups:
         return Groups(*(each[chosen] for each in self))
 
+    def first(self, group_size: int) -> Groups:
+        """The same prompts with the first so many of their candidates."""
+        return Groups(*(each[:, :group_size] for each in self[:-1]), self.past)
+
 
 @dataclass(frozen=True, slots=True)
 class World:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.pruning_rules import known, learned, tables
-from benchmarks.pruning_rules.learned import WAYS, Measures, Stream
+from benchmarks.pruning_rules.learned import WAYS, Found, Measures, Stream
 from benchmarks.toy_grpo import GROUP_SIZE, Groups, Pruned, World
 from vllm_rollout.group.success import PromptSuccess
 
@@ -82,14 +82,15 @@ def test_the_target_is_missed_beyond_two_errors_only():
     measured = Measures(0.5, 0.3, 0.1, 0.1, 1.0, 1.0, 1.0, None)
     other = [replace(measured, per_token=value) for value in (1.1, 1.2)]  # a ratio of 0.87 with an error of 0.04
     found = {way: [measured, measured] for way in WAYS} | {"none": other}
-    row = learned.row_of(WORLD, found)
+    row = learned.row_of(WORLD, Found(found, []))
     target = learned.target([row], "gradient")
-    assert target["holds"] == {"random": 1, "none": 0}
-    assert target["better"] == {"random": 0, "none": 0}
+    assert target["holds"] == {"random": 1, "fewer": 1, "none": 0}
+    assert target["better"] == {"random": 0, "fewer": 0, "none": 0}
     assert [cell["than"] for cell in target["fails"]] == ["none"]
     assert "gradient < none: spread 20, AUC 0.85, rate 0.3: × 0.87" in tables.targets([target])
-    assert learned.target([row], "none")["better"] == {"random": 1, "none": 0}
-    near = learned.row_of(WORLD, found | {"none": [replace(measured, per_token=value) for value in (1.0, 1.1)]})
+    assert learned.target([row], "none")["better"] == {"random": 1, "fewer": 1, "none": 0}
+    close = [replace(measured, per_token=value) for value in (1.0, 1.1)]
+    near = learned.row_of(WORLD, Found(found | {"none": close}, []))
     assert learned.target([near], "gradient")["fails"] == []
     assert learned.verdict(None) == "unknown"
     assert "holds everywhere" in tables.targets([learned.target([near], "gradient")])
@@ -97,7 +98,7 @@ def test_the_target_is_missed_beyond_two_errors_only():
 
 def test_a_cell_has_every_way_and_every_table_its_rows():
     found = learned.measure_world(WORLD, num_groups=16, min_learning=16, num_seeds=2)
-    assert found.keys() == WAYS.keys()
+    assert found.measures.keys() == WAYS.keys()
     row = learned.row_of(WORLD, found)
     record = {
         "learned": [row],
@@ -119,3 +120,18 @@ def test_weights_take_back_what_selection_does_to_a_success_rate():
     assert abs(weighted.success_rate_bias) < 0.04 < plain.success_rate_bias
     moving = known.stream(known.STREAMS["rate 0.6 -> 0.1"], plan, True, 256, seed=0)
     assert 0 < moving.survivors_positive_ratio < 0.6
+
+
+def test_fewer_candidates_are_the_first_of_the_same_groups_and_cost_nothing_else():
+    fewer = GROUPS.first(WAYS["fewer"].group_size)
+    assert fewer.rewards.tolist() == GROUPS.rewards[:, :8].tolist()
+    measured = learned.measure(fewer, learned.stream(fewer, WAYS["fewer"], NUM_TEACHING, seed=0))
+    assert measured.keep_ratio == 1
+    assert measured.per_token == pytest.approx(measured.quality / 8)
+
+
+def test_the_report_advises_the_better_of_pruning_and_fewer():
+    """Where success is rare and scores are good it is pruning; where every second answer is right it is not."""
+    for rate, better in ((0.1, "prune"), (0.5, "fewer")):
+        groups = replace(WORLD, rate=rate).groups(400, seed=2)
+        assert learned.stream(groups, WAYS["gradient"], 0, seed=0).advice.cheaper == better

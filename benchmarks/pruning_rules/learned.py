@@ -22,6 +22,7 @@ from rich.progress import track
 from benchmarks.common import with_error
 from benchmarks.toy_grpo import GROUP_SIZE, Groups, Pruned, World, moments, no_variance
 from vllm_rollout.config import CALIBRATION_WINDOW
+from vllm_rollout.group.advice import Advice, advise
 from vllm_rollout.group.audit import draw_audits
 from vllm_rollout.group.learning import Learning
 from vllm_rollout.group.pruning_plan import PruningPlan
@@ -58,6 +59,8 @@ class Way:
     """None: by no score."""
     keep_ratio: float = PLAN.keep_ratio
     """Without a score."""
+    group_size: int = GROUP_SIZE
+    """Candidates that are launched, of which these are the first."""
     audit_ratio: float = 0.0
     swaps_head: bool = False
     """In front of the groups that are measured the head's version changes, and all of its logits."""
@@ -65,6 +68,7 @@ class Way:
 
 WAYS: Mapping[str, Way] = {
     "none": Way(None, 1.0),
+    "fewer": Way(None, 1.0, group_size=round(PLAN.keep_ratio * GROUP_SIZE)),
     "random": Way(None),
     "paper": Way(replace(PLAN, rule="paper")),
     "balance": Way(replace(PLAN, rule="balance")),
@@ -85,6 +89,8 @@ def num_learning(rate: float, min_groups: int) -> int:
 class Stream(NamedTuple):
     pruned: Pruned
     success: np.ndarray  # [num_groups, group_size], q as it was believed; NaN: by no score, or during a cold start
+    advice: Advice | None = None
+    """What the report advises when the stream is over."""
 
 
 def stream(groups: Groups, way: Way, num_unmeasured: int, seed: int) -> Stream:
@@ -116,7 +122,7 @@ def stream(groups: Groups, way: Way, num_unmeasured: int, seed: int) -> Stream:
             if not audits[g]:
                 stream.pruned.kept[g, i] = assessment.keep
                 stream.pruned.survival[g, i] = assessment.survival_probability
-    return stream
+    return stream._replace(advice=advise(learning.outcomes(), way.plan.detection_length))
 
 
 def _reward(
@@ -132,7 +138,7 @@ def _reward(
     for i, assessment in judged.items():
         if kept[group, i]:
             positive = bool(groups.rewards[group, i])
-            learning.reward(seen[i], assessment, 2, positive, str(group), active=active)
+            learning.reward(seen[i], assessment, round(1 / DETECTION_SHARE), positive, str(group), active=active)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,20 +183,27 @@ def measure(groups: Groups, stream: Stream, share: float = SHARE) -> Measures:
     )
 
 
-Found = dict[str, list[Measures]]
-"""By way and seed."""
+class Found(NamedTuple):
+    """By way, and of each seed."""
+
+    measures: dict[str, list[Measures]]
+    advice: list[Advice]
+    """To who prunes by the default rule."""
 
 
 def measure_world(world: World, num_groups: int, min_learning: int, num_seeds: int) -> Found:
-    found: Found = {name: [] for name in WAYS}
+    found = Found({name: [] for name in WAYS}, [])
     num_unmeasured = num_learning(world.rate, min_learning)
     measured = slice(num_unmeasured, None)
     for seed in range(num_seeds):
         groups = world.groups(num_unmeasured + num_groups, seed + 1)
         for name, way in WAYS.items():
-            whole = stream(groups, way, num_unmeasured, seed)
+            launched = groups.first(way.group_size)
+            whole = stream(launched, way, num_unmeasured, seed)
             part = Stream(whole.pruned.part(measured), whole.success[measured])
-            found[name].append(measure(groups.part(measured), part))
+            found.measures[name].append(measure(launched.part(measured), part))
+            if name == DEFAULT and whole.advice is not None:
+                found.advice.append(whole.advice)
     return found
 
 
@@ -202,6 +215,7 @@ def rows(worlds: Sequence[World], num_groups: int, min_learning: int, num_seeds:
 COMPARED: Mapping[str, Sequence[str]] = {
     "random": ("quality", "per_token", "per_token_free"),
     "none": ("quality", "per_token", "per_token_free"),
+    "fewer": ("quality", "per_token", "per_token_free"),
     "gradient": ("per_token",),
 }
 
@@ -209,14 +223,21 @@ COMPARED: Mapping[str, Sequence[str]] = {
 def row_of(world: World, found: Found) -> dict[str, Any]:
     """Means with their standard errors over seeds, and of every way what it is worth beside the others."""
     row: dict[str, Any] = asdict(world)
-    for name, measured in found.items():
+    for name, measured in found.measures.items():
         row[name] = {field: _over_seeds(measured, field) for field in Measures.__slots__}
     for other, compared in COMPARED.items():
-        for name, measured in found.items():
+        others = found.measures[other]
+        for name, measured in found.measures.items():
             row[name][f"over_{other}"] = {
-                field: ratio([getattr(m, field) for m in measured], [getattr(m, field) for m in found[other]])
+                field: ratio([getattr(m, field) for m in measured], [getattr(m, field) for m in others])
                 for field in compared
             }
+    values = [advice.value for advice in found.advice if advice.value is not None]
+    row["advice"] = {
+        "value": with_error(values) if len(values) > 1 else None,
+        "prune": sum(advice.cheaper == "prune" for advice in found.advice),
+        "fewer": sum(advice.cheaper == "fewer" for advice in found.advice),
+    }
     return row
 
 
@@ -235,7 +256,8 @@ def ratio(ours: Sequence[float], others: Sequence[float]) -> dict[str, float] | 
     return {"mean": found, "error": stdev(residuals) / base / math.sqrt(len(ours))}
 
 
-OTHERS = ("random", "none")
+DEFAULT = "gradient"
+OTHERS = ("random", "fewer", "none")
 NUM_ERRORS = 2.0
 
 
@@ -251,7 +273,7 @@ def verdict(ratio: Mapping[str, float] | None) -> Verdict:
 
 
 def target(rows: Sequence[Mapping[str, Any]], name: str, field: str = "per_token") -> dict[str, Any]:
-    """Is this way nowhere worse than random or none by more than two standard errors?"""
+    """Is this way nowhere worse than random, fewer or none by more than two standard errors?"""
     cells = [
         {
             **{key: row[key] for key in ("concentration", "auc", "rate")},

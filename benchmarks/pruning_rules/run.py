@@ -2,9 +2,10 @@
 
 learned      the main table (learned.py): a GRPO whose true gradient is known (benchmarks/toy_grpo.py), scores with an
              AUC, and everything else the code of the engine: calibration learns from survivors' rewards, step by step.
-             Ways: none pruned, random, paper, balance, gradient (the default); and gradient with independent draws,
-             with audit groups, and behind a head's swap. Is the default at least as good as random and as none, in
-             signal to noise per generated token?
+             Ways: none pruned; fewer, none pruned of as many candidates as the others keep; random, paper, balance,
+             gradient (the default); and gradient with independent draws, with audit groups, and behind a head's swap.
+             Is the default at least as good as random, fewer and none, in signal to noise per generated token? Does
+             the report advise the better of pruning and fewer?
 arrival, calibration, labels
              what choices within the rules are measured by, with the truth known exactly (known.py)
 

@@ -17,9 +17,10 @@ def report(record: Mapping[str, Any]) -> str:
     parts = [grid("Signal to noise per generated token, as multiples of none's", ["spread", "AUC", "rate", *WAYS], [
         [*_cell(row), *(_ratio(row[way]["over_none"]["per_token"]) for way in WAYS)] for row in rows
     ])]  # fmt: skip
-    parts.append(grid("The default beside random and none", [
-        "spread", "AUC", "rate", "per group: × random", "× none", "per token: × random", "× none", "free: × none",
-    ], [[*_cell(row), *_beside(row["gradient"])] for row in rows]))  # fmt: skip
+    parts.append(grid("The default beside the others", [
+        "spread", "AUC", "rate", "per group: × random", "× none", "per token: × random", "× fewer", "× none",
+        "free: × none", "advised × fewer", "advice",
+    ], [[*_cell(row), *_beside(row["gradient"]), *_advised(row["advice"])] for row in rows]))  # fmt: skip
     for way in WAYS:
         lines = [[*_cell(row), *(shown(row[way][field]) for field in KEPT)] for row in rows]
         parts.append(
@@ -75,5 +76,12 @@ def _ratio(value: Mapping[str, float] | None) -> str:
 
 
 def _beside(way: Mapping[str, Any]) -> list[str]:
-    places = [("random", "quality"), ("none", "quality"), ("random", "per_token"), ("none", "per_token")]
+    places = [("random", "quality"), ("none", "quality")]
+    places += [(other, "per_token") for other in OTHERS]
     return [_ratio(way[f"over_{other}"][field]) for other, field in [*places, ("none", "per_token_free")]]
+
+
+def _advised(advice: Mapping[str, Any]) -> list[str]:
+    """The value that the report names, and what it advises over the seeds."""
+    votes = [f"{advice[setting]} × {setting}" for setting in ("prune", "fewer") if advice[setting]]
+    return [_ratio(advice["value"]), ", ".join(votes) or "—"]

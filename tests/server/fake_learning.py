@@ -20,6 +20,7 @@ import numpy as np
 from safetensors.numpy import save
 
 from vllm_rollout.adapter.saved_state import END, head_line, parse_state, state_header
+from vllm_rollout.group.advice import advise
 from vllm_rollout.group.judge import Judge
 from vllm_rollout.group.known_prompts import KnownPrompt, known_prompts, prompt_rows
 from vllm_rollout.group.ledger import NamedReward, Reward
@@ -160,6 +161,7 @@ class LearningEngine:
             active=rules.active,
             shadow=rules.shadow,
             audit=rules.audit,
+            advice=advise(memory.learnings[length].outcomes(), length),
             adapter=adapter,
         )
 

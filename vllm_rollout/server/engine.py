@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from vllm_rollout.group.advice import Advice
 from vllm_rollout.group.cost import CostModel
 from vllm_rollout.group.drift import StepDrift
 from vllm_rollout.group.history import ObservedLength
@@ -162,6 +163,7 @@ class LearningReport:
     active: ShadowReport
     shadow: ShadowReport
     audit: AuditReport
+    advice: Advice
     adapter: str = BASE_MODEL
     """Of LoRA, by name; "": the base model."""
 

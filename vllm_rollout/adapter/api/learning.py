@@ -41,6 +41,7 @@ from vllm_rollout.adapter.call_table import (
     RewardsProgress,
 )
 from vllm_rollout.adapter.options import RolloutOptions
+from vllm_rollout.group.advice import advise
 from vllm_rollout.group.known_prompts import KnownPrompt, known_prompts
 from vllm_rollout.group.ledger import NamedReward, Reward
 from vllm_rollout.group.length_trial import TriedCandidate
@@ -171,6 +172,7 @@ class EngineLearning(EngineCalls):
         num_judged, num_pruned = (sum(each.num_judged for each in found), sum(each.num_pruned for each in found))
         bias = RaceBias.from_state(window.race_bias)
         report = await asyncio.to_thread(rules_report, window.outcomes, num_judged, num_pruned, bias)
+        advice = await asyncio.to_thread(advise, window.outcomes, length)
         head = next((head for head in await self._heads() if head.key == key), None)
         return LearningReport(
             detection_length=length,
@@ -182,6 +184,7 @@ class EngineLearning(EngineCalls):
             active=report.active,
             shadow=report.shadow,
             audit=report.audit,
+            advice=advice,
             adapter=adapter,
         )
 
