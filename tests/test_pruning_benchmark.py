@@ -309,11 +309,11 @@ def run_phases(url, folder, phases, sizes=SIZES):
 @pytest.mark.usefixtures("truth")
 def test_phases_learn_use_and_show_what_was_learned(tmp_path):
     engine = FakeEngine()
-    phases = ("learn", "evaluate", "compare", "sweep")
+    phases = ("learn", "evaluate", "compare", "sweep", "fewer")
     with serving(make_app(engine)) as url:
         said = run_phases(url, tmp_path, phases)
         num_launched = engine.num_launched
-        run_phases(url, tmp_path, ("learn", "evaluate", "compare", "sweep"))
+        run_phases(url, tmp_path, phases)
     assert engine.num_launched == num_launched, "a run that is logged was made again"
 
     runs = {phase: Log(tmp_path / f"{phase}.jsonl").runs for phase in PHASES}
@@ -342,7 +342,10 @@ def test_phases_learn_use_and_show_what_was_learned(tmp_path):
     assert told["labels learned from"]["reached"] is False
     text = tables(result)
     assert "| labels learned from | " in text
-    assert text.count("### ") == 6
+    fewer = phases["fewer"]["survivors"]
+    assert (fewer["fewer"]["num_survivors"], fewer["none"]["num_survivors"]) == (6 * 8, 6 * 16)
+    assert {run.records[0].prompt_id.split("/")[0] for run in runs["fewer"]} == {"compare"}
+    assert text.count("### ") == 7
     draw(result, tmp_path / "pruning.png")
     assert (tmp_path / "pruning.png").stat().st_size > 10_000
 

@@ -44,6 +44,9 @@ OVERHEAD: Mapping[str, Mapping[str, Any] | None] = {
     "scored": {"mode": "shadow", "keep_ratio": 1.0},
 }
 
+FEWER: tuple[str, str] = ("none", "fewer")
+"""Ways of `fewer`: all candidates, and the first half of them."""
+
 
 @dataclass(slots=True)
 class Bench:
@@ -184,6 +187,15 @@ async def overhead(bench: Bench) -> dict[str, Any]:
     return {}
 
 
+async def fewer(bench: Bench) -> dict[str, Any]:
+    """Half as many candidates, against all: those of `compare`, whose seeds and prompts they have."""
+    sizes, log = bench.sizes, bench.log("fewer")
+    blocks = _split(evaluation_questions(sizes)["compare"], sizes.block_prompts)
+    group_sizes = dict(zip(FEWER, (sizes.group_size, sizes.group_size // 2), strict=True))
+    await _take_turns(bench, log, "compare", blocks, dict.fromkeys(FEWER), group_sizes=group_sizes)
+    return {}
+
+
 async def _take_turns(
     bench: Bench,
     log: Log,
@@ -191,8 +203,12 @@ async def _take_turns(
     blocks: Sequence[Sequence[Question]],
     ways: Mapping[str, Mapping[str, Any] | None],
     sampling: Mapping[str, Any] | None = None,
+    group_sizes: Mapping[str, int] | None = None,
 ) -> None:
-    """Every way once per block, one after the other; who begins rotates with the block."""
+    """Every way once per block, one after the other; who begins rotates with the block.
+
+    phase: whose prompts and seeds these are. group_sizes: of ways that do not have the usual one.
+    """
     names = list(ways)
     total = len(blocks) * len(names)
     done = sum(run.key[0] in ways for run in log.runs)
@@ -212,7 +228,7 @@ async def _take_turns(
                 (way, number),
                 block,
                 phase=phase,
-                group_size=bench.sizes.group_size,
+                group_size=(group_sizes or {}).get(way, bench.sizes.group_size),
                 pruning=ways[way],
                 seed=_seed(bench.sizes, phase, number),
                 sampling=sampling,
@@ -355,5 +371,6 @@ RUN_PHASE: Mapping[Phase, Callable[[Bench], Coroutine[Any, Any, dict[str, Any]]]
     "compare": compare,
     "sweep": sweep,
     "overhead": overhead,
+    "fewer": fewer,
 }
 """The phases that need a server."""

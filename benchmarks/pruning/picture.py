@@ -23,6 +23,7 @@ WAY_NAMES = {
     "paper": "paper's rule",
     "balance": "balance rule",
     "gradient": "gradient rule",
+    "fewer": "fewer, nobody pruned",
 }
 MEASURES = ("auc", "within_group_auc")
 COLORS = {"head": "#0f766e", "confidence": "#94a3b8", "none": "#64748b", "random": "#94a3b8", "paper": "#f59e0b"}
@@ -98,7 +99,12 @@ def _vote(phase: Mapping[str, Any]) -> str:
     return grid(title, ["weight", *(f"maj@{k}" for k in sizes)], rows)
 
 
-def _compare(phase: Mapping[str, Any]) -> str:
+SURVIVORS = ["way", "survivors", "E[ρ̂]", "E[ρ̂(1−ρ̂)]", "without variance", "of all", "from 0.5"]
+SURVIVORS += ["tokens", "s per block", "× none"]
+
+
+def _survivors(phase: Mapping[str, Any]) -> list[list[str]]:
+    """Rows under these headings."""
     rows = []
     for way, row in phase["survivors"].items():
         fast = phase["speed"][way]
@@ -106,10 +112,18 @@ def _compare(phase: Mapping[str, Any]) -> str:
         ratios = [row[measure] for measure in measures]
         spent = [f"{fast['generated_tokens']:,}", f"{fast['median_wall_s']:.1f}", number(fast["speed_ratio"], 2)]
         rows.append([WAY_NAMES[way], f"{row['num_survivors']:,}", *map(number, ratios), *spent])
+    return rows
+
+
+def _fewer(phase: Mapping[str, Any]) -> str:
+    num_groups = phase["survivors"]["none"]["num_groups"]
+    return grid(f"Half as many candidates, none pruned: {num_groups} prompts", SURVIVORS, _survivors(phase))
+
+
+def _compare(phase: Mapping[str, Any]) -> str:
+    rows = _survivors(phase)
     expected = phase["random_in_expectation"]
     rows.append(["at random, in expectation", "", "", number(expected), "", "", "", "", "", ""])
-    header = ["way", "survivors", "E[ρ̂]", "E[ρ̂(1−ρ̂)]", "without variance", "of all", "from 0.5"]
-    header += ["tokens", "s per block", "× none"]
     num_groups, num_blocks = phase["survivors"]["none"]["num_groups"], phase["speed"]["none"]["num_blocks"]
     title = f"Half kept: {num_groups} prompts in {num_blocks} blocks"
     said = [
@@ -118,7 +132,7 @@ def _compare(phase: Mapping[str, Any]) -> str:
         _differences(phase["gradient_minus"], "share_without_variance", "Groups without variance by it, minus"),
         f"Audit groups, in which nobody is stopped: {phase['num_audits']['none']} of {num_groups} in every way.",
     ]
-    return "\n\n".join([grid(title, header, rows), *said])
+    return "\n\n".join([grid(title, SURVIVORS, rows), *said])
 
 
 def _differences(minus: Mapping[str, Any], measure: str, what: str) -> str:
@@ -160,6 +174,7 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "compare": _compare,
     "sweep": _sweep,
     "overhead": _overhead,
+    "fewer": _fewer,
 }
 
 

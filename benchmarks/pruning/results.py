@@ -21,7 +21,7 @@ from benchmarks.pruning.measures import (
     survivors,
     votes,
 )
-from benchmarks.pruning.phases import COMPARED, OVERHEAD, SWEPT
+from benchmarks.pruning.phases import COMPARED, FEWER, OVERHEAD, SWEPT
 from benchmarks.pruning.records import SCORES, Record, Run, difference, records_of
 from benchmarks.pruning.setup import Phase, Sizes
 
@@ -118,6 +118,15 @@ def _overhead(sizes: Sizes, runs: Runs) -> dict[str, Any]:
     return {"ways": OVERHEAD, "speed": speed(mine, list(OVERHEAD), "not scored"), "warnings": _warnings(mine)}
 
 
+def _fewer(sizes: Sizes, runs: Runs) -> dict[str, Any]:
+    mine = _needed(runs, "fewer")
+    ways = {way: correct_by_prompt(records_of(r for r in mine if r.key[0] == way)) for way in FEWER}
+    return {
+        "survivors": {way: survivors(groups) for way, groups in ways.items()},
+        "speed": speed(mine, FEWER, "none"),
+    }
+
+
 SUMMARIES: Mapping[Phase, Callable[[Sizes, Runs], dict[str, Any]]] = {
     "learn": _learn,
     "evaluate": _evaluate,
@@ -125,6 +134,7 @@ SUMMARIES: Mapping[Phase, Callable[[Sizes, Runs], dict[str, Any]]] = {
     "compare": _compare,
     "sweep": _sweep,
     "overhead": _overhead,
+    "fewer": _fewer,
 }
 
 

@@ -13,6 +13,8 @@ Single runs are logged beside it, so that an interrupted phase goes on where it 
             survivors
   sweep     keep_ratio 0.25 to 1 at a detection length of at most an eighth of the mean length: tokens and seconds
   overhead  everyone scored and nobody stopped, against requests without pruning
+  fewer     what pruning has to beat: groups of half as many candidates, none pruned, against whole ones; prompts and
+            seeds of compare, nothing learned is needed
 
 Conditions. One server, one client, both on this machine. Ways take turns over blocks of prompts, who begins rotates;
 ratios are medians over blocks of the ratio within a block. Prompts are in the prefix cache before a way is timed.

@@ -11,8 +11,8 @@ from typing import Any, Literal, NamedTuple
 from benchmarks.tasks import Problem, check, make_problems
 from vllm_rollout.server.answers import Trajectory
 
-Phase = Literal["learn", "evaluate", "vote", "compare", "sweep", "overhead"]
-PHASES: tuple[Phase, ...] = ("learn", "evaluate", "vote", "compare", "sweep", "overhead")
+Phase = Literal["learn", "evaluate", "vote", "compare", "sweep", "overhead", "fewer"]
+PHASES: tuple[Phase, ...] = ("learn", "evaluate", "vote", "compare", "sweep", "overhead", "fewer")
 
 TINY = "tiny-random"
 TINY_PROMPT_TOKENS = 12
