@@ -272,6 +272,56 @@ class SoakClient:
         xargs = {"rollout_group_id": group_id, **sizes}
         await asyncio.gather(*(self._complete(1, False, *allowed, vllm_xargs=xargs) for _ in range(num_coming)))
 
+    async def named(self) -> None:
+        """Rewards of choices, by the id of their answer; a state that somebody puts forgets them."""
+        xargs = {"rollout_redundancy": 2, "rollout_detection_length": self._rng.choice(bodies.DETECTION_LENGTHS)}
+        answer = await self._complete(2, False, vllm_xargs=xargs)
+        if answer is not None:
+            rewards = [{"request_id": answer["id"], "index": index, "reward": float(index)} for index in (0, 1, 7)]
+            response = await self._send("POST", "/v1/rewards", json={"rewards": rewards})
+            last = response.json()["results"][-1]["status"]
+            if last != "unknown":
+                self._tally.broken(self._kind, f"a reward for choice 7 of 2 is {last}")
+
+    async def long_names(self) -> None:
+        """What a client names is kept by the server, and may be as long as it likes."""
+        name = self._rng.choice(("x", "é", "😀")) * self._rng.choice((200, 300, 5_000, 1_000_000))
+        await self._complete(1, False, 200, *REFUSED, request_id=name, max_tokens=4)
+        join = {"rollout_group_id": name, "rollout_group_size": 1, "rollout_num_candidates": 1}
+        await self._complete(1, False, 200, *REFUSED, vllm_xargs=join, max_tokens=4)
+        body = self._body()
+        body["prompts"][0]["id"] = name
+        await self._rollout(body, 200, *REFUSED)
+
+    # Rounds
+
+    async def rounds(self) -> None:
+        """A run of its own, by keys that are sent again. Who puts a state takes the run away, or its newest rounds."""
+        run = f"run-{self.name}-{self._num_acts}"
+        terms = {"group_size": 2, "prompts_per_round": 2, "prompt_speculation": 2}
+        body = {"id": run, **terms, "sampling": bodies.sampling(self._rng)}
+        await self._send("POST", "/v1/runs", 201, json=body)
+        for number in range(4):
+            found = await self._send("GET", f"/v1/runs/{run}", 200, 404)
+            if found.status_code != 200:
+                return
+            prompts = bodies.prompts(self._rng, f"{run}-{number}", found.json()["num_fresh_prompts"])
+            first = await self._round(run, {"prompts": prompts, "idempotency_key": f"key-{number}"})
+            again = await self._round(run, {"idempotency_key": f"key-{number}"}) if self._rng.random() < 0.5 else None
+            if first and again and first["groups"] != again["groups"] and first["id"] == again["id"]:
+                self._tally.broken(self._kind, f"round {number} of {run} has two answers")
+        await self._send("DELETE", f"/v1/runs/{run}", 204, 404)
+
+    async def _round(self, run: str, body: dict[str, Any]) -> dict[str, Any] | None:
+        response = await self._send("POST", f"/v1/runs/{run}/rounds", 200, *REFUSED, json=body)
+        if response.status_code != 200:
+            return None
+        answer: dict[str, Any] = response.json()
+        for group in answer["groups"]:
+            if group["status"] != "complete" or len(group["trajectories"]) != 2:
+                self._tally.broken(self._kind, f"{group['prompt_id']}: {group['status']} with {group['reason']}")
+        return answer
+
     # Everything else
 
     async def votes(self) -> None:
@@ -301,7 +351,8 @@ class SoakClient:
             return
         good = self._rng.random() < 0.3
         content = self._shared.state if good else self._spoiled(self._shared.state)
-        await self._send("PUT", "/v1/rollouts/state", *((204,) if good else (204, *REFUSED)), content=content)
+        allowed = (204, 409) if good else (204, *REFUSED)  # 409: a round runs
+        await self._send("PUT", "/v1/rollouts/state", *allowed, content=content)
 
     def _spoiled(self, data: bytes) -> bytes:
         spoil = self._rng.choice((bodies.mutated, bodies.mutated_text))
@@ -360,6 +411,9 @@ KINDS: Mapping[str, Kind] = {
     "choices": Kind(SoakClient.choices, 10),
     "joined": Kind(SoakClient.joined, 5),
     "colliding": Kind(SoakClient.colliding, 3, True, 1.0),
+    "named": Kind(SoakClient.named, 2),
+    "long_names": Kind(SoakClient.long_names, 1, True, 1.0),
+    "rounds": Kind(SoakClient.rounds, 3),
     "votes": Kind(SoakClient.votes, 4, False),
     "evil_votes": Kind(SoakClient.evil_votes, 0.1, False, 1.0),
     "heads": Kind(SoakClient.heads, 3, False, 0.35),

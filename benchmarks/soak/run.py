@@ -5,21 +5,23 @@ clients. A client takes one act after the other, without a pause, of a kind draw
 interleaving is not). Acts that generate are broken off within a second with probability 0.15. In brackets the share of
 acts in %:
 
-  rollout, messages (12)        POST /v1/rollouts: 1 to 4 prompts x 1 to 8 candidates, tokens, text, chat messages
-  streamed, stream_tokens (19)  the same as events, with chunks of 1 to 100 tokens
+  rollout, messages (11)        POST /v1/rollouts: 1 to 4 prompts x 1 to 8 candidates, tokens, text, chat messages
+  streamed, stream_tokens (17)  the same as events, with chunks of 1 to 100 tokens
   slow_reader, never_reads (6)  stream_tokens 1, read slowly; or not read at all, and left within 3 s
-  pruned, many_lengths (14)     rewards, some of them again, then contradicted; active and shadow; more detection
+  pruned, many_lengths (13)     rewards, some of them again, then contradicted; active and shadow; more detection
                                 lengths than a server keeps
   large (1)                     60 prompts x 6 candidates, six times what the engine runs at once
   foreign_rewards (2)           for rollouts of others, for candidates and rollouts there are not, and no numbers
-  auto, dual_end (10)           redundancy "auto" with prompts that come back; patience
-  choices (10)                  /v1/completions with n, rollout fields or none, streamed or not
+  auto, dual_end (9)            redundancy "auto" with prompts that come back; patience
+  choices (9)                   /v1/completions with n, rollout fields or none, streamed or not
   joined, colliding (8)         single requests that make up a group: siblings that never come; ids of two trainers,
                                 also with other sizes
+  rounds (3)                    a run of four rounds, whose keys are sent again; states that are put take runs away
+  named, long_names (3)         POST /v1/rewards; ids of up to a million characters, also wide ones
   votes, evil_votes (4)         also patterns that search for ever
   heads, states (5)             GET; PUT of what came: 30 % as it was, the rest with bytes or numbers changed
   bad_bodies, open_path (6)     wrong fields, ranges and types, no JSON, nested too deeply; our fields on /invocations
-  reports, pauses, resets (5)   report, metrics, health; /pause?mode=keep and /resume; /reset_prefix_cache
+  reports, pauses, resets (4)   report, metrics, health; /pause?mode=keep and /resume; /reset_prefix_cache
 
 So 13 % of acts send something bad.
 
