@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from vllm_rollout.server.runs.body import RoundRequest
+from vllm_rollout.server.runs.live import Begun
 
 from .fake_engine import FakeEngine
 
@@ -409,3 +410,59 @@ async def test_metrics_count_rounds(http: httpx.AsyncClient) -> None:
     assert 'vllm_rollout:round_prompts_total{fate="returned"} 4.0' in text
     assert 'vllm_rollout:round_prompts_total{fate="deferred"} 2.0' in text
     assert 'vllm_rollout:groups_total{status="deferred"} 2.0' in text
+
+
+async def filtering_round(http: httpx.AsyncClient, **fields: Any) -> Begun:
+    await make(http, filter="zero_variance", **fields)
+    app = http._transport.app  # type: ignore[attr-defined]
+    body = {"prompts": prompts(0, 4), "stream": True}
+    return await app.state.run_service.begin("a", RoundRequest.model_validate(body))
+
+
+async def rewarded_with(
+    http: httpx.AsyncClient, begun: Begun, prompt_id: str, *rewards: tuple[int, float]
+) -> list[str]:
+    """What becomes of rewards by index."""
+    body = {"rewards": [{"prompt_id": prompt_id, "index": index, "reward": reward} for index, reward in rewards]}
+    response = await http.post(f"/v1/rollouts/{begun.live.rollout.id}/rewards", json=body)
+    assert response.status_code == 200, response.text
+    return [result["status"] for result in response.json()["results"]]
+
+
+async def test_rewards_of_an_attempt_that_is_void_count_for_nothing(
+    http: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    """A trainer that rewards trajectories as they come, of a group whose rank dies then: what counts is the group that
+    was returned."""
+    engine.lengths, engine.losses = {0: 4, 1: 12}, {"q0": 8}
+    begun = await filtering_round(http, prompt_speculation=1.0, response_speculation=1.0, on_engine_failure="retry")
+    is_void = True
+    async for event in begun.events:
+        match event.type, getattr(event, "prompt_id", None):
+            case "trajectory", "q0" if is_void:
+                assert await rewarded_with(http, begun, "q0", (event.trajectory.index, 1.0)) == ["accepted"]
+            case "restarted", "q0":
+                is_void = False
+                assert await rewarded_with(http, begun, "q0", (0, 1.0)) == ["unfinished"]
+            case "group", "q0":
+                assert await rewarded_with(http, begun, "q0", (0, 0.0), (1, 0.0)) == ["accepted", "accepted"]
+            case "group", other:
+                await rewarded_with(http, begun, other, *enumerate([0.0, 1.0]))
+    assert not is_void
+    assert event.filtered == ["q0"]
+
+
+async def test_rewards_of_candidates_that_there_are_not_are_not_kept(http: httpx.AsyncClient) -> None:
+    begun = await filtering_round(http, prompt_speculation=1.0, response_speculation=2.0)
+    async for event in begun.events:
+        if event.type == "round":
+            assert await rewarded_with(http, begun, "q0", (0, 1.0), (2**62, 1.0)) == ["unfinished"] * 2
+        if event.type == "group":
+            selected = set(event.selected)
+            statuses = await rewarded_with(
+                http, begun, event.prompt_id, *((index, float(index)) for index in (*range(4), 4, 2**62))
+            )
+            ends = ["accepted" if index in selected else "unfinished" for index in range(4)]
+            assert statuses == [*ends, "unknown", "unknown"]
+    course = begun.live.course
+    assert {len(rewards) for rewards in course._rewards.values()} == {2}

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from vllm_rollout.group.race import RacePlace
 from vllm_rollout.group.round_progress import DeferReason
-from vllm_rollout.group.types import GroupResult
+from vllm_rollout.group.types import Ending, GroupResult
 
 
 class Course(Protocol):
@@ -27,6 +27,14 @@ class Course(Protocol):
 
     def place(self, position: int) -> RacePlace | None:
         """Its part in a race against the rollout's other groups."""
+        ...
+
+    def candidate_ended(self, position: int, ending: Ending) -> None:
+        """One of the group of this prompt."""
+        ...
+
+    def restarted(self, position: int) -> None:
+        """The group of this prompt runs again: what was told of it is void."""
         ...
 
     async def group_over(self, position: int, result: GroupResult, *, lost: bool) -> DeferReason | None:
@@ -52,6 +60,12 @@ class AllPrompts:
 
     def place(self, position: int) -> None:
         return None
+
+    def candidate_ended(self, position: int, ending: Ending) -> None:
+        pass
+
+    def restarted(self, position: int) -> None:
+        pass
 
     async def group_over(self, position: int, result: GroupResult, *, lost: bool) -> None:
         return None

@@ -288,6 +288,7 @@ class RolloutService:
                     break
                 if isinstance(happening, Restarted):
                     rollout.restarted(len(ends))
+                    rollout.course.restarted(position)
                     for known in (ends, sent, off_policy):
                         known.clear()
                     yield RestartedEvent(prompt_id=prompt.id, group_id=group_id, reason=happening.reason)
@@ -295,6 +296,7 @@ class RolloutService:
                 if not happening.is_replaced:  # by one that takes its place
                     places.release(1)
                 ends[happening.ending.index] = happening
+                rollout.course.candidate_ended(position, happening.ending)
                 rollout.num_ended += 1
                 if rollout.watch is not None:
                     rollout.watch.candidate_ended()

@@ -13,7 +13,7 @@ from vllm_rollout.group.ledger import RewardStatus
 from vllm_rollout.group.race import RacePlace
 from vllm_rollout.group.round_progress import DeferReason, GroupEnd, RoundProgress
 from vllm_rollout.group.rounds import OpenRound
-from vllm_rollout.group.types import GroupResult
+from vllm_rollout.group.types import CandidateState, Ending, GroupResult
 from vllm_rollout.server.engine import Engine
 
 LOOK_S = 2.0
@@ -32,8 +32,10 @@ class RoundCourse:
         self._position_of = {entry.prompt_id: position for position, entry in enumerate(opened.all_entries)}
         self._changed = asyncio.Event()
         self._cut = asyncio.Event()
+        self._ended: dict[int, dict[int, CandidateState]] = defaultdict(dict)
+        """By position and index; of the attempt that counts."""
         self._rewards: dict[int, dict[int, float]] = defaultdict(dict)
-        """By position and index; of the round's groups so far."""
+        """By position and index; of candidates that finished in it."""
         self._selected: dict[int, Sequence[int]] = {}
         """Indices that need a reward, by position: of groups that are returned."""
         self.filtered_tokens = 0
@@ -76,6 +78,13 @@ class RoundCourse:
             return None
         return RacePlace(self.race_id, self.progress.num_wanted, position)
 
+    def candidate_ended(self, position: int, ending: Ending) -> None:
+        self._ended[position][ending.index] = ending.state
+
+    def restarted(self, position: int) -> None:
+        self._ended.pop(position, None)
+        self._rewards.pop(position, None)
+
     async def group_over(self, position: int, result: GroupResult, *, lost: bool) -> DeferReason | None:
         self.num_preemptions += sum(ending.num_preemptions for ending in result.endings)
         self.lengths[position] = [ending.num_tokens for ending in result.endings]
@@ -99,6 +108,9 @@ class RoundCourse:
             if position is None:
                 statuses.append("unknown")
                 continue
+            if (refusal := self._refusal(position, index)) is not None:
+                statuses.append(refusal)
+                continue
             known = self._rewards[position].get(index)
             if known is None:
                 self._rewards[position][index] = reward
@@ -108,6 +120,13 @@ class RoundCourse:
         filtered = [prompt_id for position, prompt_id in touched.items() if self._look_at(position)]
         await self._tell(was_cut, wider=bool(filtered))
         return statuses, filtered
+
+    def _refusal(self, position: int, index: int) -> RewardStatus | None:
+        """Why no reward of this candidate is taken; None: it is."""
+        state = self._ended[position].get(index)
+        if state is None:
+            return "unknown" if position in self.progress.fates else "unfinished"
+        return None if state == "finished" else "unfinished"
 
     def _look_at(self, position: int) -> bool:
         """Decide on a group whose trajectories all have rewards; whether it is filtered."""
