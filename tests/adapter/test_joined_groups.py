@@ -127,6 +127,21 @@ def test_a_request_that_bears_the_id_of_a_candidate_is_none(llm: SteppedLLM, by_
     assert_nothing_left(llm.run)
 
 
+@pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY])
+def test_a_stream_has_a_last_output_that_vllm_sends_of_siblings_that_never_began(new_run, kind) -> None:
+    llm = SteppedLLM(new_run(max_num_seqs=2))
+
+    async def run() -> None:
+        siblings = [Sibling(llm, f"r{i}", 9, kind=kind) for i in range(4)]
+        assert await race(llm, *siblings) == [WON, WON, LOST, LOST]
+        for late in siblings[2:]:
+            (completion,) = late.outputs[-1].outputs
+            assert len(completion.token_ids) == 0
+            assert bool(completion.token_ids) is (kind == RequestOutputKind.DELTA)
+
+    asyncio.run(run())
+
+
 def test_siblings_without_an_id_meet_by_their_prompt(llm: SteppedLLM) -> None:
     xargs = {"rollout_group_size": 2, "rollout_num_candidates": 4}
 

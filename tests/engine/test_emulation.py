@@ -98,6 +98,14 @@ def slow(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 @pytest.fixture(scope="module")
+def narrow(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Emulated]:
+    """Two candidates run at once."""
+    server = Emulated(tiny_model, tmp_path_factory.mktemp("narrow"), "--max-num-seqs", "2")
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
 def ranks(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Emulated]:
     folder = tmp_path_factory.mktemp("ranks")
     server = Emulated(tiny_model, folder, "--data-parallel-size", "2", "--api-server-count", "1")
@@ -166,6 +174,26 @@ def test_a_length_that_cannot_be_is_refused_and_the_server_goes_on(emulated):
     assert answer.status_code == 400
     assert "emulate_lengths must be a number of tokens" in answer.text
     assert emulated.http.post("/v1/completions", json={**body, "vllm_xargs": {"emulate_lengths": 3}}).is_success
+
+
+@pytest.mark.parametrize(
+    ("path", "prompt"), [("completions", {"prompt": [5, 6]}), ("chat/completions", {"messages": [{"role": "user"}]})]
+)
+def test_streams_of_siblings_that_wait_until_their_group_is_complete_say_why_they_end(narrow, path, prompt):
+    def ask(num_tokens: int, **xargs: Any) -> list[tuple[str, str | None]]:
+        body = {**prompt, "max_tokens": 1900, "stream": True, "vllm_xargs": {"emulate_lengths": num_tokens, **xargs}}
+        events = narrow.http.post(f"/v1/{path}", json=body).text.splitlines()
+        chunks = [json.loads(event[6:]) for event in events if event.startswith("data: {")]
+        choices = [choice for chunk in chunks for choice in chunk["choices"]]
+        return [(choice["finish_reason"], choice.get("stop_reason")) for choice in choices if choice["finish_reason"]]
+
+    join = {"rollout_group_id": path, "rollout_group_size": 1, "rollout_num_candidates": 2}
+    with ThreadPoolExecutor(5) as pool:
+        first = [pool.submit(ask, 1900), pool.submit(ask, 500, **join)]
+        narrow.wait_until(lambda: narrow.num_in_engine == 2)
+        waiting = [pool.submit(ask, 1900, **join) for _ in range(3)]  # two candidates run at once
+        assert [answer.result() for answer in waiting] == [[("abort", "surplus")]] * 3
+        assert [answer.result() for answer in first] == [[("stop", None)]] * 2
 
 
 def test_openai_requests_are_answered_with_log_probabilities(emulated):

@@ -92,6 +92,8 @@ SAMPLING = "vllm.sampling_params.SamplingParams"
 SERVED_MODELS = "vllm.entrypoints.openai.models.serving.OpenAIServingModels"
 CHAT = "vllm.entrypoints.openai.chat_completion.protocol.ChatCompletionRequest"
 TEXT = "vllm.entrypoints.openai.completion.protocol.CompletionRequest"
+CHAT_STREAM = "vllm.entrypoints.openai.chat_completion.serving.OpenAIServingChat"
+TEXT_STREAM = "vllm.entrypoints.openai.completion.serving.OpenAIServingCompletion"
 RENDERER = "vllm.renderers.online_renderer.OnlineRenderer"
 PLUGIN = "vllm.plugins.endpoint_plugins.interface.EndpointPlugin"
 ENTRY = "vllm.entrypoints.launchers.api_server.entry"
@@ -368,6 +370,9 @@ CONTRACT = (
     Fact("calls", TEXT, "to_beam_search_params", "max_tokens default_sampling_params", "api"),
     Fact("uses", TEXT, "vllm_xargs", by="api"),
     Fact("imports", "vllm.sampling_params", "BeamSearchParams", by="api"),
+    # What NoTokens is for: they send the last output of a request that has sent nothing if its tokens are true.
+    Fact("does", CHAT_STREAM, "chat_completion_stream_generator", "and not output.token_ids", by=""),
+    Fact("does", TEXT_STREAM, "completion_stream_generator", "and not delta_token_ids", by=""),
     Fact("uses", TEXT, "max_tokens", by="api"),
     Fact("uses", TEXT, "prompt", by="api"),
     Fact("uses", "vllm.entrypoints.serve.engine.protocol.ErrorResponse", "error", by="api"),

@@ -32,6 +32,7 @@ from vllm_rollout.adapter.api.outputs import (
     choices_of,
     chosen,
     ending_of,
+    let_stream,
     mend_weight_versions,
 )
 from vllm_rollout.adapter.api.prompts import digest_of_prompt
@@ -272,6 +273,7 @@ class GroupClient:
         The winners are known when the group is over, so a stream gets each of them in one piece.
         """
         started = time.monotonic()
+        is_stream = params.output_kind == RequestOutputKind.DELTA
         params.output_kind = RequestOutputKind.FINAL_ONLY
         finals: dict[int, RequestOutput] = {}
         endings: dict[int, Ending] = {}
@@ -300,6 +302,8 @@ class GroupClient:
         answer.request_id = request_id
         answer.outputs = choices_of(plan, indices, finals)
         answer.finished = True
+        if is_stream:
+            let_stream(answer)
         yield answer
 
     async def _name_choices(self, answer: AnswerName, group_id: str, indices: Sequence[int]) -> None:
@@ -315,6 +319,7 @@ class GroupClient:
         content = digest_of_prompt(prompt)
         lora: LoRARequest | None = kwargs.get("lora_request")
         interval = 1 if params.output_kind != RequestOutputKind.FINAL_ONLY else OUTPUT_INTERVAL_TOKENS
+        is_stream = params.output_kind == RequestOutputKind.DELTA
         adapter, pinned_rank = lora and lora.lora_name, kwargs.get("data_parallel_rank")
         client = client_namespace()
         join = replace(join, namespace=f"{client}/{join.namespace}")
@@ -328,11 +333,13 @@ class GroupClient:
                 async with aclosing(self._generate_candidate(tag, prompt, params, request_id, **kwargs)) as outputs:
                     async for output, note in outputs:
                         (completion,) = output.outputs
-                        before = num_tokens if params.output_kind == RequestOutputKind.DELTA else 0
+                        before = num_tokens if is_stream else 0
                         num_tokens = before + len(completion.token_ids)
                         last = CandidateOutput(0, output, note)
                         if note is not None and note.assessment is not None:
                             self.rollout_metrics.candidate_scored(note.assessment)
+                        if is_stream:
+                            let_stream(output)
                         yield output
             except (VLLMClientError, GracefulHTTPError, *REJECTIONS):
                 refused = True

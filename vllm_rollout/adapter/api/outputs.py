@@ -76,10 +76,21 @@ def choices_of(plan: GroupPlan, indices: Sequence[int], finals: dict[int, Reques
         (choice,) = finals[index].outputs
         choice.index = position
         choices.append(choice)
+    logprobs = None if choices[0].logprobs is None else []
     for position in range(len(choices), plan.group_size):
-        choices.append(
-            CompletionOutput(
-                index=position, text="", token_ids=[], cumulative_logprob=None, logprobs=None, finish_reason="abort"
-            )
-        )
+        choices.append(CompletionOutput(position, "", [], None, logprobs, finish_reason="abort"))
     return choices
+
+
+class NoTokens(list[int]):
+    """None, and true: a stream of vLLM takes what is false, before a first token came, for a part of a prefill."""
+
+    def __bool__(self) -> bool:
+        return True
+
+
+def let_stream(output: RequestOutput) -> None:
+    """Have vLLM send the finish reasons of candidates that were stopped before their first token."""
+    for completion in output.outputs:
+        if completion.finish_reason is not None and not completion.token_ids:
+            completion.token_ids = NoTokens()
