@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
+from fastapi.testclient import TestClient
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from .conftest import make_app
 from .fake_engine import FakeEngine
@@ -101,3 +106,75 @@ async def test_runs_that_nobody_saved_are_refused(http: httpx.AsyncClient, chang
 async def test_what_is_no_state_is_refused(http: httpx.AsyncClient, state: bytes) -> None:
     response = await http.put("/v1/rollouts/state", content=state)
     assert response.status_code == 422, response.text
+
+
+@pytest.mark.parametrize("change", [
+    lambda run: run.update(id=None),
+    lambda run: run.update(id=["a"]),
+    lambda run: run.update(id={"a": 1}),
+    lambda run: run.update(memo={"a": 1}),
+    lambda run: run.update(memo="\ud800"),
+    lambda run: run["prompts"][0].__setitem__(0, [0]),
+    lambda run: run["prompts"][0].__setitem__(0, None),
+    lambda run: run["prompts"][0].__setitem__(0, True),
+    lambda run: run["prompts"][0].__setitem__(1, '{"id": "\ud800", "prompt": "a"}'),
+    lambda run: run["prompts"][0].__setitem__(2, 7),
+])  # fmt: skip
+async def test_what_no_database_can_hold_is_the_clients_fault(http: httpx.AsyncClient, change) -> None:
+    before = await play(http)
+    state = (await http.get("/v1/rollouts/state")).content
+    response = await http.put("/v1/rollouts/state", content=mutate(state, lambda runs: change(runs[0])))
+    assert response.status_code == 422, response.text
+    message = response.json()["error"]["message"]
+    assert "not a rollout state" in message
+    assert "Send the bytes of GET /v1/rollouts/state as they are" in message
+    assert (await http.get("/v1/runs/a")).json() == before
+
+
+def values() -> st.SearchStrategy[Any]:
+    """What JSON may have in a place."""
+    plain = st.one_of(
+        st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.floats(), st.text(max_size=3),
+        st.sampled_from(["\ud800", "a" * 300, "k" * 100_000, "\0", 10**30, 2**63, -1, 1e308]),
+    )  # fmt: skip
+    return st.recursive(plain, lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=2), inner))
+
+
+def places(value: Any) -> list[tuple[Any, Any]]:
+    """Every place in nested lists and objects: what has it, and its index or name."""
+    keys = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    return [place for key in keys for place in ((value, key), *places(value[key]))]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[tuple[TestClient, bytes]]:
+    """A server, and its state with a run of which a prompt waits."""
+    with TestClient(make_app(FakeEngine()), raise_server_exceptions=False) as server:
+        server.post("/v1/runs", json={"id": "a", "group_size": 2, "prompts_per_round": 2, "prompt_speculation": 1.5})
+        prompts = [{"id": f"q{i}", "prompt": f"question {i}"} for i in range(3)]
+        assert server.post("/v1/runs/a/rounds", json={"prompts": prompts}).status_code == 200
+        yield server, server.get("/v1/rollouts/state").content
+
+
+@given(data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_mutated_runs_of_a_state_are_refused_or_kept_whole(served, data: st.DataObject) -> None:
+    server, state = served
+    assert server.put("/v1/rollouts/state", content=state).status_code == 204
+
+    def change(runs: list[dict]) -> None:
+        for _ in range(data.draw(st.integers(1, 3))):
+            where, key = data.draw(st.sampled_from(places(runs)))
+            if isinstance(where, list) and data.draw(st.booleans()):
+                where.append(where[key])
+            else:
+                where[key] = data.draw(values())
+
+    response = server.put("/v1/rollouts/state", content=mutate(state, change))
+    assert response.status_code in (204, 422), response.text
+    after = server.get("/v1/rollouts/state").content
+    if response.status_code == 422:
+        assert after == state
+    assert server.get("/v1/runs").status_code == 200
+    assert server.put("/v1/rollouts/state", content=after).status_code == 204
+    assert server.get("/v1/rollouts/state").content == after

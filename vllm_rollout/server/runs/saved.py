@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from vllm_rollout.group.checks import fields_of, integer, listed, shown, text
+from vllm_rollout.group.checks import fields_of, integer, is_writable, listed, shown, text
 from vllm_rollout.group.rounds import Run
 from vllm_rollout.group.rounds_state import run_from_state
 from vllm_rollout.server.kept import read_kept
@@ -23,6 +23,7 @@ from vllm_rollout.server.runs.body import RoundPrompt, RoundRequest, RunRequest
 from vllm_rollout.server.runs.store import MAX_RUNS
 
 FORMAT = 3
+SEND_AS_IT_IS = "Send the bytes of GET /v1/rollouts/state as they are."
 MAX_HEADER_BYTES = 256
 MAX_CHARS = 4096
 RUN_FIELDS = ("id", "created", "model", "settings", "state", "memo", "prompts")
@@ -64,23 +65,35 @@ def parse_saved(state: bytes) -> Saved:
 
 
 def _checked(saved: Any) -> Mapping[str, Any]:
+    """A run that the database takes and that goes on. Raises: ValueError."""
     saved = fields_of(saved, RUN_FIELDS, "a run of a state")
+    id = text(saved["id"], "id of a run", MAX_CHARS)
     text(saved["model"], "model of a run", MAX_CHARS)
     integer(saved["created"], "created of a run")
     if saved["memo"] is not None:
         try:
-            RoundRequest.model_construct(idempotency_key="k").as_before(saved["memo"])
+            RoundRequest.model_construct(idempotency_key="k").as_before(_written(saved["memo"], "memo of a run"))
         except (ValueError, TypeError, AttributeError) as error:
-            raise ValueError(f"memo of a round of run {shown(saved['id'])} is none: {error}") from error
+            raise ValueError(f"memo of a round of run {shown(id)} is none: {error}") from error
     try:
-        settings = RunRequest.model_validate({**saved["settings"], "id": saved["id"]})
-    except (ValidationError, TypeError) as error:
-        raise ValueError(f"settings of run {shown(saved['id'])} are not those of a run: {error}") from error
+        settings = RunRequest.model_validate({**saved["settings"], "id": id})
+        said = settings.model_dump(mode="json", by_alias=True, exclude={"id", "model"})
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"settings of run {shown(id)} are not those of a run: {error}") from error
     run = run_from_state(saved["state"])
     if run.terms != settings.terms:
-        raise ValueError(f"terms of run {settings.id!r} are not its settings', got {shown(run.terms)}")
+        raise ValueError(f"terms of run {id!r} are not its settings', got {shown(run.terms)}")
+    if (run.open is None) != (saved["memo"] is None):
+        raise ValueError(f"run {id!r} has a memo while a round is open, and none else, got {shown(saved['memo'])}")
     _check_prompts(run, saved["prompts"])
-    return saved
+    return {**saved, "settings": said}
+
+
+def _written(value: Any, where: str) -> str:
+    """Raises: ValueError unless it is a string that the database takes."""
+    if not isinstance(value, str) or not is_writable(value):
+        raise ValueError(f"{where} must be a string of characters of Unicode, got {shown(value)}")
+    return value
 
 
 def _check_prompts(run: Run, prompts: Any) -> None:
@@ -88,6 +101,8 @@ def _check_prompts(run: Run, prompts: Any) -> None:
     waiting = {e.number: e.prompt_id for e in (*run.queue, *run.carried, *(run.open.all_entries if run.open else ()))}
     for row in listed(prompts, "prompts of a run"):
         number, body, kept = listed(row, "a prompt of a run", length=3)
+        integer(number, "number of a prompt of a run")
+        _written(body, "body of a prompt of a run")
         try:
             prompt = RoundPrompt.model_validate_json(body)
             if kept is not None:
