@@ -20,5 +20,10 @@ def write_whole(path: Path, data: bytes) -> None:
             os.fsync(file.fileno())
         os.chmod(temporary, MODE)
         os.replace(temporary, path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)  # or a power failure could take the new name away
+        finally:
+            os.close(folder)
     finally:
         Path(temporary).unlink(missing_ok=True)

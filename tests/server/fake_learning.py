@@ -28,7 +28,7 @@ from vllm_rollout.group.length_trial import TriedCandidate
 from vllm_rollout.group.memories import Memories
 from vllm_rollout.group.memory import Memory
 from vllm_rollout.group.types import BASE_MODEL, WHOLE, Confidence, HeadKey, Observation
-from vllm_rollout.server.engine import HeadInfo, LearningReport, RequestError, RewardsReceipt
+from vllm_rollout.server.engine import HeadInfo, KeepState, LearningReport, RequestError, RewardsReceipt
 
 MODEL = "fake-model"
 HIDDEN_SIZE = 16
@@ -175,7 +175,7 @@ class LearningEngine:
         text = "".join(line if line.startswith('{"detection_length"') else f"{line}\n" for line in lines)
         return f"{text}{json.dumps([END, len(self.heads)])}\n".encode()
 
-    async def set_learning_state(self, state: bytes) -> None:
+    async def set_learning_state(self, state: bytes, keep: KeepState | None = None) -> None:
         self._check_alive()
         try:
             model, rows, head_states = parse_state(state)
@@ -191,6 +191,8 @@ class LearningEngine:
                 f"the state is of model {model}, this server has {MODEL}. Start with a state of this model.",
                 status=HTTPStatus.CONFLICT,
             )
+        if keep is not None:
+            await keep("")
         self.judge.memories = memories
         self.heads = {head.key: head for head in heads}
 

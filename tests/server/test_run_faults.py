@@ -293,3 +293,42 @@ async def test_several_api_processes_share_runs_through_a_folder_only(engine: Fa
     filtering = {**ROUND, "stream": True, "filter": "zero_variance"}
     check_refused(await asked(shared, "/v1/runs/a/rounds", filtering), 501, "rewards may reach one that does not have")
     assert (await asked(shared, "/v1/runs/a/rounds", ROUND)).status_code == 200
+
+
+@FAULTS
+async def test_a_state_that_cannot_be_written_is_not_taken_by_the_engine_either(
+    http, engine, store, fault, status: int, words: str
+) -> None:
+    await http.post("/v1/runs", json={**RUN, **BIG})
+    state = (await http.get("/v1/rollouts/state")).content
+    await http.delete("/v1/runs/a")
+    memories = engine.judge.memories
+    with fault(store):
+        check_refused(await http.put("/v1/rollouts/state", content=state), status, words)
+    assert engine.judge.memories is memories
+    assert store.ids() == []
+    assert (await http.put("/v1/rollouts/state", content=state)).status_code == 204
+    assert (engine.judge.memories is memories, store.ids()) == (False, ["a"])
+
+
+async def test_a_round_that_begins_while_a_state_is_looked_at_goes_on_and_nothing_changes(
+    http, engine, store, monkeypatch
+) -> None:
+    await http.post("/v1/runs", json=RUN)
+    state = (await http.get("/v1/rollouts/state")).content
+    memories, look = engine.judge.memories, FakeEngine.set_learning_state
+    engine.step_s = 0.005
+
+    async def slowly(self: FakeEngine, *args: object) -> None:
+        nonlocal round
+        round = asyncio.create_task(http.post("/v1/runs/a/rounds", json=ROUND))
+        while not engine.num_running:
+            await asyncio.sleep(0.005)
+        await look(self, *args)
+
+    round: asyncio.Task
+    monkeypatch.setattr(FakeEngine, "set_learning_state", slowly)
+    response = await http.put("/v1/rollouts/state", content=state)
+    assert (response.status_code, response.headers["retry-after"]) == (409, "1")
+    assert engine.judge.memories is memories
+    assert len((await round).json()["groups"]) == 4

@@ -128,6 +128,12 @@ class HeadToPut(NamedTuple):
     adapter: str
 
 
+class StateToPut(NamedTuple):
+    data: bytes
+    only_check: bool
+    """Say whether it would be taken; nothing changes."""
+
+
 class Piece(NamedTuple):
     """The next bytes of what is read piece by piece."""
 
@@ -258,7 +264,7 @@ TRIED_LENGTHS: Operation[str, list[TriedCandidate]] = Operation("tried_lengths",
 """Candidates of a served name that were scored at several lengths, and rewarded."""
 OPEN_PROMPTS: Operation[PromptsToRead, None] = Operation("open_prompts", PromptsToRead, None)
 """Begin to read what is known of each prompt: lines of JSON, lists of rows (`group/known_prompts.py`)."""
-PUT_STATE: Operation[bytes, Refusal | None] = Operation("put_state", bytes, Refusal | None)
+PUT_STATE: Operation[StateToPut, Refusal | None] = Operation("put_state", StateToPut, Refusal | None)
 # -- lengths
 OBSERVE_LENGTHS: Operation[ObservedGroup, None] = Operation("observe_lengths", ObservedGroup, None)
 LENGTH_HISTORY: Operation[LengthsToLookUp, LengthStatistics] = Operation(

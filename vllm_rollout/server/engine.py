@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -181,6 +181,11 @@ class Drained:
     reasons: Mapping[str, int]
     """Why groups stayed: how many for which."""
     seconds: float
+
+
+KeepState = Callable[[str], Awaitable[None]]
+"""Awaited when a state has been checked, and nothing has changed: writes what belongs to it, with the name under which
+the state lies on disk, empty where there is none. What it raises leaves everything as it was."""
 
 
 class Engine(Protocol):
@@ -380,6 +385,10 @@ class Engine(Protocol):
         """Everything learned, to be restored by `set_learning_state`: calibration, heads and their optimizers."""
         ...
 
-    async def set_learning_state(self, state: bytes) -> None:
-        """Raises: RequestError (422 unreadable; 409 another model, with both values)."""
+    async def set_learning_state(self, state: bytes, keep: KeepState | None = None) -> None:
+        """Take a state's place, in the engine and on disk: whole, or not at all.
+
+        Raises: RequestError (422 unreadable; 409 another model, with both values; 507 when the disk does not take it),
+        and whatever `keep` raises; then nothing has changed.
+        """
         ...

@@ -167,15 +167,19 @@ class QualityHeads:
         """Heads with their optimizers, by adapter."""
         return [(key.adapter, head.state()) for key, head in self._heads.items()]
 
-    def restore(self, states: Sequence[tuple[str, bytes]], known: Sequence[HeadKey] = ()) -> list[HeadKey]:
+    def restore(
+        self, states: Sequence[tuple[str, bytes]], known: Sequence[HeadKey] = (), only_check: bool = False
+    ) -> list[HeadKey]:
         """Put these heads, by adapter, in place of all there are; returns what they are for.
 
-        `known`: what is learned, with or without a head.
+        `known`: what is learned, with or without a head. With `only_check` they are looked at, and nothing changes.
         Raises: HeadMismatch, ValueError, and nothing has changed.
         """
         heads = [QualityHead.restore(state, hidden_size=self._hidden_size, model=self._model) for _, state in states]
         keys = [HeadKey(head.detection_length, adapter) for (adapter, _), head in zip(states, heads, strict=True)]
         _check_keys([*(key for key in known if key not in keys), *keys])
+        if only_check:
+            return keys
         self._heads = dict(zip(keys, heads, strict=True))
         self._tracker.heads.clear()
         for key in keys:

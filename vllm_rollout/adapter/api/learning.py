@@ -6,7 +6,8 @@ Invariant: what one API process is told, every data-parallel rank it can reach l
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
 from http import HTTPStatus
 from itertools import chain
 from typing import Any
@@ -39,6 +40,7 @@ from vllm_rollout.adapter.call_table import (
     PromptsToRead,
     Refusal,
     RewardsProgress,
+    StateToPut,
 )
 from vllm_rollout.adapter.options import RolloutOptions
 from vllm_rollout.group.advice import advise
@@ -49,7 +51,7 @@ from vllm_rollout.group.race_bias import RaceBias
 from vllm_rollout.group.report import HeadInfo
 from vllm_rollout.group.rewarded import rules_report
 from vllm_rollout.group.types import BASE_MODEL, WHOLE, HeadKey
-from vllm_rollout.server.engine import LearningReport, RequestError, RewardsReceipt
+from vllm_rollout.server.engine import KeepState, LearningReport, RequestError, RewardsReceipt
 
 logger = init_logger("vllm.vllm_rollout")
 
@@ -62,6 +64,23 @@ ANY_ROLLOUT = ""
 REFUSAL_STATUS = {"mismatch": HTTPStatus.CONFLICT, "invalid": HTTPStatus.UNPROCESSABLE_ENTITY}
 
 
+class Unkept:
+    """What is put is kept nowhere but in the engine. `state_file.py` keeps it on disk."""
+
+    @asynccontextmanager
+    async def putting_state(self, state: bytes) -> AsyncIterator[str]:
+        """Around a state that is put; yields the name under which it lies on disk until it is taken."""
+        yield ""
+
+    async def take(self, staged: str) -> None:
+        """From now on a restart has this state."""
+
+    @asynccontextmanager
+    async def putting_head(self, put: HeadToPut) -> AsyncIterator[None]:
+        """Around a head that is put; a restart has it unless that fails."""
+        yield
+
+
 class EngineLearning(EngineCalls):
     """The part of `server.engine.Engine` that learns. Rank 0 trains; the others get its heads."""
 
@@ -71,6 +90,9 @@ class EngineLearning(EngineCalls):
         self._training: asyncio.Task[None] | None = None
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """By rollout, while rewards of it are posted."""
+        self._replacing = asyncio.Lock()
+        """Held while heads or all that was learned are put on one rank after the other."""
+        self.kept: Unkept = Unkept()
 
     @property
     def pruning_refusal(self) -> str | None:
@@ -144,10 +166,15 @@ class EngineLearning(EngineCalls):
         return await self._to_its_end(self._put_head(HeadToPut(weights, adapter)))
 
     async def _put_head(self, put: HeadToPut) -> HeadInfo:
-        """On the first rank, which decides, and then on the others."""
-        head = await self._call_first(PUT_HEAD, put)
-        _check([head])
-        await self._put_on_others(put)
+        async with self.kept.putting_head(put):
+            return await self.restore_head(put)
+
+    async def restore_head(self, put: HeadToPut) -> HeadInfo:
+        """On the first rank, which decides, and then on the others. Raises: RequestError, and nothing has changed."""
+        async with self._replacing:
+            head = await self._call_first(PUT_HEAD, put)
+            _check([head])
+            await self._put_on_others(put)
         return head
 
     async def _put_on_others(self, put: HeadToPut) -> None:
@@ -204,8 +231,22 @@ class EngineLearning(EngineCalls):
         assert state is not None, "there is always a state"
         return state
 
-    async def set_learning_state(self, state: bytes) -> None:
-        _check(await self._to_its_end(self._call_all(PUT_STATE, state)))
+    async def set_learning_state(self, state: bytes, keep: KeepState | None = None) -> None:
+        await self._to_its_end(self._put_state(state, keep))
+
+    async def _put_state(self, state: bytes, keep: KeepState | None) -> None:
+        """Looked at by every rank, then on disk, then in every rank: what has been looked at is not refused."""
+        _check(await self._call_all(PUT_STATE, StateToPut(state, only_check=True)))
+        async with self.kept.putting_state(state) as staged:
+            if keep is not None:
+                await keep(staged)
+            await self.kept.take(staged)
+            await self.restore_state(state)
+
+    async def restore_state(self, state: bytes) -> None:
+        """In every rank. Raises: RequestError, and nothing has changed, if they all have the same model."""
+        async with self._replacing:
+            _check(await self._call_all(PUT_STATE, StateToPut(state, only_check=False)))
 
     def _start_training(self) -> None:
         if self._training is None or self._training.done():
@@ -232,9 +273,10 @@ class EngineLearning(EngineCalls):
 
     async def _share_heads(self) -> None:
         for head in await self._heads():
-            data = await self._read_head(head.key)
-            if data is not None:
-                await self._put_on_others(HeadToPut(data, head.adapter))
+            async with self._replacing:
+                data = await self._read_head(head.key)
+                if data is not None:
+                    await self._put_on_others(HeadToPut(data, head.adapter))
 
     async def _read_head(self, head: HeadKey) -> bytes | None:
         return await self._read(OPEN_HEAD, lambda reader: HeadToRead(reader, head))

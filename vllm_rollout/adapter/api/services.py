@@ -37,10 +37,10 @@ async def build_services(client: RolloutAsyncLLM, state: State, settings: Namesp
     store = RunStore()
     if settings.rollout_state is not None:
         folder = Path(settings.rollout_state)
+        store = RunStore(folder / RUNS)
         state_file = StateFile(folder / LEARNED, engine, client)
         if client.client_index == 0:
-            await state_file.load()
-        store = RunStore(folder / RUNS)
+            await state_file.load(store.staged)
     client.life.watch()
     engine.follow_holds()
     metrics = client.rollout_metrics

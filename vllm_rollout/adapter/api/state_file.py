@@ -1,17 +1,31 @@
 """What was learned, in a file that survives the server.
 
-Invariant: the file is whole at every moment; a crash while it is written leaves the one before.
+    learned.state               all of it, as of some moment
+    learned.state.head-NUMBER   heads that were put since, in this order
+    learned.state.put-NAME      a state that is being put: it takes the first one's place when the runs that belong to
+                                it are in their database, together with its name
+
+Invariant: a restart finds all that an answered PUT has put, and of one that was not answered all or nothing. Every file
+is whole at every moment; a crash while one is written leaves what was there before.
 """
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import os
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from http import HTTPStatus
 from pathlib import Path
 
+import msgspec
 from vllm.logger import init_logger
 
 from vllm_rollout.adapter.api.client import RolloutAsyncLLM
-from vllm_rollout.adapter.api.learning import EngineLearning
+from vllm_rollout.adapter.api.learning import EngineLearning, Unkept
+from vllm_rollout.adapter.call_table import PUT_HEAD, HeadToPut
 from vllm_rollout.server.engine import RequestError
 from vllm_rollout.whole_file import write_whole
 
@@ -20,9 +34,16 @@ logger = init_logger("vllm.vllm_rollout")
 SAVE_INTERVAL_S = 30.0
 SAVE_TIMEOUT_S = 10.0
 
+MAX_HEADS = 32
+"""Files of heads that were put since all was saved; with as many, all is saved before the next one."""
 
-class StateFile:
-    """Loads at start; saves while something is learned (`SAVE_INTERVAL_S`), and when the server ends."""
+
+class StateFile(Unkept):
+    """Loads at start; has what is put on disk before it is answered; saves while something is learned
+    (`SAVE_INTERVAL_S`), and when the server ends.
+
+    Overrides: putting_state, take, putting_head.
+    """
 
     def __init__(self, path: Path, engine: EngineLearning, client: RolloutAsyncLLM) -> None:
         self._path = path
@@ -32,27 +53,122 @@ class StateFile:
         self._saving: asyncio.Task[None] | None = None
         self._saved_all = True
         """Nothing was learned since the last save began."""
+        self._taken = ""
+        """The state that was put last."""
         engine.after_change = self._save_soon
+        engine.kept = self
         client.before_shutdown = self._save_at_shutdown
 
-    async def load(self) -> None:
-        """Raises: RuntimeError, which ends the start, for a file that is not of this model or not one of ours."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        if not self._path.exists():
-            logger.info("vllm_rollout: %s does not exist yet; what is learned will be kept there", self._path)
-            return
+    async def load(self, staged: str) -> None:
+        """`staged`: the state that was put with the runs that are in their database.
+
+        Raises: RuntimeError, which ends the start, for a file that is not of this model or not one of ours.
+        """
+        async with self._alone():
+            self._finish(staged)
+            for path in self._files("put"):  # their PUTs were never answered
+                path.unlink()
+            if self._path.exists():
+                try:
+                    await self._engine.restore_state(self._path.read_bytes())
+                except RequestError as error:
+                    raise RuntimeError(
+                        f"--rollout-state {self._path}: {error} Name another file, or remove this one to start anew."
+                    ) from error
+                logger.info("vllm_rollout: restored what was learned from %s", self._path)
+            else:
+                logger.info("vllm_rollout: %s does not exist yet; what is learned will be kept there", self._path)
+            for path in self._files("head"):
+                try:
+                    await self._engine.restore_head(PUT_HEAD.decode_argument(path.read_bytes()))
+                except (RequestError, msgspec.DecodeError) as error:  # its PUT was answered so
+                    logger.warning("vllm_rollout: the head in %s is not taken: %s", path, error)
+
+    @asynccontextmanager
+    async def putting_state(self, state: bytes) -> AsyncIterator[str]:
+        async with self._alone():
+            name = f"{self._path.name}.put-{uuid.uuid4().hex}"
+            await self._write(name, state)
+            try:
+                yield name
+            finally:
+                if self._taken != name:
+                    self._path.with_name(name).unlink(missing_ok=True)
+
+    async def take(self, staged: str) -> None:
+        self._taken = staged
         try:
-            await self._engine.set_learning_state(self._path.read_bytes())
-        except RequestError as error:
-            raise RuntimeError(
-                f"--rollout-state {self._path}: {error} Name another file, or remove this one to start anew."
-            ) from error
-        logger.info("vllm_rollout: restored what was learned from %s", self._path)
+            self._finish(staged)
+        except OSError as error:  # the database has its name: the next start finishes it
+            logger.warning("vllm_rollout: %s is not in the place of %s yet: %s", staged, self._path, error)
+
+    @asynccontextmanager
+    async def putting_head(self, put: HeadToPut) -> AsyncIterator[None]:
+        async with self._alone():
+            files = self._files("head")
+            if len(files) >= MAX_HEADS:
+                await self._save()
+                files = []
+            number = int(files[-1].name.rpartition("-")[2]) + 1 if files else 0
+            name = f"{self._path.name}.head-{number:06d}"
+            await self._write(name, PUT_HEAD.encode_argument(put))
+            try:
+                yield
+            except BaseException:
+                self._path.with_name(name).unlink()
+                raise
+        self._save_soon()
 
     async def save(self) -> None:
+        async with self._alone():
+            await self._save()
+
+    async def _save(self) -> None:
+        heads = self._files("head")
+        state = await self._engine.learning_state()
+        await self._write(self._path.name, state)
+        for path in heads:
+            path.unlink()
+
+    @asynccontextmanager
+    async def _alone(self) -> AsyncIterator[None]:
+        """Nobody else reads or writes these files meanwhile: no other task, and no other API process."""
         async with self._lock:
-            state = await self._engine.learning_state()
-            await asyncio.to_thread(write_whole, self._path, state)
+            with self._translated():
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                file = os.open(self._path.with_name(f"{self._path.name}.lock"), os.O_CREAT | os.O_RDWR, 0o600)
+            try:
+                await asyncio.to_thread(fcntl.flock, file, fcntl.LOCK_EX)
+                yield
+            finally:
+                os.close(file)
+
+    def _files(self, kind: str) -> list[Path]:
+        """Of heads, or of states that are being put: in their order."""
+        return sorted(self._path.parent.glob(f"{self._path.name}.{kind}-*"))
+
+    def _finish(self, staged: str) -> None:
+        """Let a state that was put take its place, if it has not; heads that were put before it go. Raises: OSError."""
+        if staged and (path := self._path.with_name(staged)).exists():
+            for head in self._files("head"):
+                head.unlink()
+            os.replace(path, self._path)
+
+    async def _write(self, name: str, data: bytes) -> None:
+        """Raises: RequestError (507)."""
+        with self._translated():
+            await asyncio.to_thread(write_whole, self._path.with_name(name), data)
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise RequestError(
+                f"--rollout-state {self._path.parent} cannot be written: {error}. Nothing was changed. Free space or "
+                "look at its disk, then send the request again.",
+                status=HTTPStatus.INSUFFICIENT_STORAGE,
+            ) from error
 
     def _save_soon(self) -> None:
         """Save now, and what comes within the interval after that at its end."""

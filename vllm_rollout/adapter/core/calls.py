@@ -84,7 +84,7 @@ ANSWERS: Mapping[str, Callable[[EngineCore, Any], Any]] = {
     "tried_lengths": lambda core, adapter: _learning(core).tried_lengths(adapter),
     "open_prompts": lambda core, wanted: _learning(core).open_prompts(wanted),
     "read": lambda core, reader: core.scheduler.readings.read(reader),
-    "put_state": lambda core, data: _learning(core).put_state(data),
+    "put_state": lambda core, put: _learning(core).put_state(put),
     "cancel_groups": lambda core, group_ids: core.scheduler.cancel_groups(group_ids),
     "cut_race": lambda core, race_id: core.scheduler.group_steps.cut(race_id),
     "widen_race": lambda core, race: core.scheduler.group_steps.races.widen(race.race_id, race.num_wanted),

@@ -28,6 +28,7 @@ from vllm_rollout.adapter.call_table import (
     PromptsToRead,
     Refusal,
     RewardsProgress,
+    StateToPut,
 )
 from vllm_rollout.adapter.core.readings import MAX_PIECE_BYTES, Readings
 from vllm_rollout.adapter.saved_state import END, head_line, parse_state, state_header
@@ -210,9 +211,9 @@ class LearningCalls:
         rows = prompt_rows(memory.lengths, memory.successes, PROMPTS_PER_ROW)
         self._readings.open(wanted.reader, (encode(some) + b"\n" for some in rows))
 
-    def put_state(self, data: bytes) -> Refusal | None:
+    def put_state(self, put: StateToPut) -> Refusal | None:
         try:
-            state = parse_state(data)
+            state = parse_state(put.data)
             if state.model != self._model:
                 return Refusal(
                     "mismatch", f"the state is of model {state.model!r:.200}, this server's is {self._model!r}"
@@ -222,9 +223,11 @@ class LearningCalls:
         except ValueError as error:
             return Refusal("invalid", f"not a rollout state ({error})")
         known = [HeadKey(length, name) for name, memory in memories.all().items() for length in memory.learnings]
-        answer = self._worker("rollout_restore_heads", heads, known)
+        answer = self._worker("rollout_restore_heads", heads, known, put.only_check)
         if isinstance(answer, Refusal):
             return answer
+        if put.only_check:
+            return None
         for head in answer:  # one may have been put before anything was judged at its length
             memories.all()[head.adapter].learning(head.detection_length, lambda length: True)
         self._judge.memories = memories

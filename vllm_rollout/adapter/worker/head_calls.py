@@ -79,10 +79,10 @@ class HeadCalls:
         return None if self.quality_heads is None else self.quality_heads.read(reader, start, end)
 
     def rollout_restore_heads(
-        self, states: list[tuple[str, bytes]], known: list[HeadKey]
+        self, states: list[tuple[str, bytes]], known: list[HeadKey], only_check: bool
     ) -> list[HeadKey] | Refusal | None:
         """States by adapter. Answers what the heads are for."""
-        return None if self.quality_heads is None else _answer(self.quality_heads.restore, states, known)
+        return None if self.quality_heads is None else _answer(self.quality_heads.restore, states, known, only_check)
 
 
 def _answer(put: Callable[..., Any], *args: Any) -> Any:

@@ -12,7 +12,14 @@ from vllm_rollout.group.known_prompts import PromptOrder
 from vllm_rollout.group.ledger import Reward
 from vllm_rollout.group.length_trial import LengthTrialReport, length_trial_report
 from vllm_rollout.group.types import BASE_MODEL, HeadKey
-from vllm_rollout.server.engine import Engine, HeadInfo, LearningReport, RequestError, RewardsReceipt
+from vllm_rollout.server.engine import (
+    Engine,
+    HeadInfo,
+    KeepState,
+    LearningReport,
+    RequestError,
+    RewardsReceipt,
+)
 from vllm_rollout.server.learning.body import (
     EXPLANATIONS,
     NamedRewardResult,
@@ -139,9 +146,9 @@ class LearningService:
     async def state(self) -> bytes:
         return await self._engine.learning_state()
 
-    async def set_state(self, state: bytes) -> None:
-        """Raises: RequestError, 422 for what is no state, 409 for one of another model."""
-        await self._engine.set_learning_state(_not_empty(state, "the bytes of GET /v1/rollouts/state"))
+    async def set_state(self, state: bytes, keep: KeepState) -> None:
+        """Raises: RequestError, 422 for what is no state, 409 for one of another model; and what `keep` raises."""
+        await self._engine.set_learning_state(_not_empty(state, "the bytes of GET /v1/rollouts/state"), keep)
 
     async def _refresh_gauges(self, head: HeadKey) -> None:
         now = self._clock()

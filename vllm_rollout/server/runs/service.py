@@ -43,7 +43,7 @@ from vllm_rollout.server.runs.request import (
     without_speculation,
 )
 from vllm_rollout.server.runs.rewards import RunRewards
-from vllm_rollout.server.runs.saved import parse_saved, with_runs
+from vllm_rollout.server.runs.saved import SEND_AS_IT_IS, parse_saved, with_runs
 from vllm_rollout.server.runs.store import RunStore, StoredRun
 from vllm_rollout.server.service import RolloutService
 from vllm_rollout.server.shaping import history_key
@@ -182,17 +182,16 @@ class RunService:
     async def set_state(self, state: bytes) -> None:
         """In place of what was learned since, and of all runs; a state of an earlier version has none, and leaves them.
 
-        Raises: RequestError, 422 for what is no state, 409 for one of another model and while a round runs.
+        Raises: RequestError, 422 for what is no state, 409 for one of another model and while a round runs, 503 and 507
+        when the database does not take it. Nothing has changed then.
         """
         try:
             saved = await asyncio.to_thread(parse_saved, state)
         except ValueError as error:
-            raise RequestError(f"not a rollout state ({error}).") from error
+            raise RequestError(f"not a rollout state ({error}). {SEND_AS_IT_IS}") from error
         if saved.runs is not None:
             await self._stored(self._store.check_all_idle)
-        await self._rollouts.learning.set_state(saved.learned)
-        if saved.runs is not None:
-            await self._stored(self._store.replace, saved.runs)
+        await self._rollouts.learning.set_state(saved.learned, partial(self._stored, self._store.replace, saved.runs))
 
     async def _take(self, stored: StoredRun, request: RoundRequest, key: str) -> LiveRound:
         """A new round: checked, then taken."""

@@ -37,13 +37,14 @@ CREATE TABLE IF NOT EXISTS runs (
 CREATE TABLE IF NOT EXISTS prompts (
     run TEXT NOT NULL, number INTEGER NOT NULL, body TEXT NOT NULL, kept BLOB, PRIMARY KEY (run, number)
 ) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS staged (name TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS answers (
     run TEXT NOT NULL, round INTEGER NOT NULL, key TEXT NOT NULL, memo TEXT NOT NULL, body BLOB NOT NULL,
     PRIMARY KEY (run, round)
 );
 """
 # runs.owner and runs.memo belong to the open round: the process that runs it, and what its request
-# asked for (`RoundRequest.memo`).
+# asked for (`RoundRequest.memo`). staged has the file of what was learned that belongs to the runs that were put last.
 
 T = TypeVar("T")
 
@@ -313,9 +314,23 @@ class RunStore:
                 )
             return runs
 
-    def replace(self, runs: Sequence[Mapping[str, Any]]) -> None:
-        """Put dumped runs, which were checked, in place of all there are. Raises: RequestError (409)."""
+    @property
+    def staged(self) -> str:
+        """The file that came with the runs that were put last; empty: none did."""
+        with _translated(self.path):
+            row = self._db.execute("SELECT name FROM staged").fetchone()
+        return "" if row is None else row[0]
+
+    def replace(self, runs: Sequence[Mapping[str, Any]] | None, staged: str = "") -> None:
+        """Put dumped runs, which were checked, in place of all there are, unless they are None; with them comes a file.
+
+        Raises: RequestError (409).
+        """
         with self._transaction():
+            self._db.execute("DELETE FROM staged")
+            self._db.execute("INSERT INTO staged VALUES (?)", (staged,))
+            if runs is None:
+                return
             for id in self.ids():
                 self.delete(id)
             for dumped in runs:

@@ -1,0 +1,197 @@
+"""What is put is on disk when it is answered, whole or not at all, whenever the server is killed and whatever fails.
+
+Real are the calls, heads, files and the database; only the model is left out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from test_learning_calls import HEAD, Client, Rank, content, learned
+
+from vllm_rollout.adapter.api import state_file
+from vllm_rollout.adapter.api.learning import EngineLearning
+from vllm_rollout.adapter.api.state_file import MAX_HEADS, StateFile
+from vllm_rollout.adapter.options import RolloutOptions
+from vllm_rollout.group.history import ObservedLength
+from vllm_rollout.group.rounds import Run, RunTerms
+from vllm_rollout.group.rounds_state import run_to_state
+from vllm_rollout.group.types import HeadKey
+from vllm_rollout.server.engine import RequestError
+from vllm_rollout.server.runs.folder import LEARNED, RUNS
+from vllm_rollout.server.runs.store import RunStore
+
+pytestmark = pytest.mark.anyio
+
+TERMS = RunTerms(2, 4)
+RUNS_PUT = [{"id": "put", "created": 1, "model": "m", "settings": {}, "memo": None, "prompts": [],
+             "state": run_to_state(Run(TERMS))}]  # fmt: skip
+
+
+class Server:
+    """As much of a server as learns and has runs, with --rollout-state."""
+
+    def __init__(self, folder: Path, rank: Rank | None = None) -> None:
+        folder.mkdir(exist_ok=True)
+        self.rank = rank or Rank()
+        self.engine = EngineLearning(Client(self.rank), RolloutOptions(train_budget_s=10.0))
+        self.store = RunStore(folder / RUNS)
+        self.file = StateFile(folder / LEARNED, self.engine, SimpleNamespace())
+        self.file._save_soon = lambda: None  # nothing but what is put writes by itself
+
+    async def put_state(self, state: bytes) -> None:
+        async def keep(staged: str) -> None:
+            self.store.replace(RUNS_PUT, staged)
+
+        await self.engine.set_learning_state(state, keep)
+
+    def has(self) -> tuple[Any, ...]:
+        return heads_and_lengths(self.rank), self.store.ids()
+
+
+def heads_and_lengths(rank: Rank) -> tuple[Any, ...]:
+    heads = {key: rank.heads.export(key) for key in rank.heads._heads}
+    return heads, rank.judge.memory.lengths.to_state()
+
+
+async def restarted(folder: Path) -> tuple[Any, ...]:
+    """What a server has that starts in this folder."""
+    server = Server(folder)
+    await server.file.load(server.store.staged)
+    return server.has()
+
+
+@pytest.fixture
+def kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The folder `tmp_path / "live"` as a kill would have left it, before and after everything that writes into it."""
+    left: list[Path] = []
+    numbers = count()
+
+    def watched(write: Callable[..., Any]) -> Callable[..., Any]:
+        def watching(*args: Any, **kwargs: Any) -> Any:
+            copy()
+            try:
+                return write(*args, **kwargs)
+            finally:
+                copy()
+
+        return watching
+
+    def copy() -> None:
+        left.append(tmp_path / f"kill-{next(numbers)}")
+        shutil.copytree(tmp_path / "live", left[-1], ignore=shutil.ignore_patterns("*.owners"))
+
+    for owner, name in ((state_file, "write_whole"), (RunStore, "replace"), (os, "replace"), (Path, "unlink")):
+        monkeypatch.setattr(owner, name, watched(getattr(owner, name)))
+    monkeypatch.setattr(EngineLearning, "restore_state", watched(EngineLearning.restore_state))
+    return left
+
+
+def a_rank() -> Rank:
+    """One that has learned something else."""
+    rank = Rank()
+    rank.judge.memory.lengths.observe("id:b", [ObservedLength(7, False), ObservedLength(9, False)])
+    return rank
+
+
+SAVED = learned(1)
+STATE, OTHER_STATE = content(SAVED)[0], content(learned(3))[0]
+
+
+async def test_a_state_that_was_put_is_there_after_a_kill_at_any_moment_whole_or_not(tmp_path: Path, kills) -> None:
+    server = Server(tmp_path / "live", a_rank())
+    await server.file.save()
+    await server.engine.set_quality_head(HEAD)  # it must not come back over the state
+    before = server.has()
+    del kills[:]
+    await server.put_state(STATE)
+    after = server.has()
+    assert after == (heads_and_lengths(SAVED), ["put"]) == await restarted(tmp_path / "live")
+    found = [await restarted(folder) for folder in list(kills)]
+    assert found[0] == before
+    assert all(each in (before, after) for each in found)
+    changed = found.index(after)
+    assert found[changed:] == [after] * len(found[changed:]), "what was on disk once stays there"
+
+
+@pytest.mark.parametrize("put", ["state", "head"])
+async def test_a_disk_that_is_full_leaves_everything_as_it_was(tmp_path: Path, monkeypatch, put: str) -> None:
+    server = Server(tmp_path / "live", a_rank())
+    await server.file.save()
+    before = server.has()
+
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(state_file, "write_whole", full)
+        with pytest.raises(RequestError, match=r"cannot be written: .*No space.* Nothing was changed\. Free"):
+            await (server.put_state(STATE) if put == "state" else server.engine.set_quality_head(HEAD))
+    assert server.has() == before == await restarted(tmp_path / "live")
+
+
+async def test_runs_that_cannot_be_written_leave_everything_as_it_was(tmp_path: Path) -> None:
+    async def refuse(staged: str) -> None:
+        assert (tmp_path / "live" / staged).exists()
+        raise RequestError("the runs' database is locked", status=503)
+
+    server = Server(tmp_path / "live", a_rank())
+    await server.file.save()
+    before = server.has()
+    with pytest.raises(RequestError, match="is locked"):
+        await server.engine.set_learning_state(STATE, refuse)
+    assert server.has() == before == await restarted(tmp_path / "live")
+    assert {path.name for path in (tmp_path / "live").glob("learned*")} == {LEARNED, f"{LEARNED}.lock"}
+
+
+async def test_a_head_that_was_put_is_there_after_a_kill(tmp_path: Path, kills) -> None:
+    server = Server(tmp_path / "live")
+    await server.file.save()
+    before = server.has()
+    del kills[:]
+    await server.engine.set_quality_head(HEAD)
+    with pytest.raises(RequestError, match="safetensors"):
+        await server.engine.set_quality_head(b"garbage")
+    after = server.has()
+    assert await restarted(tmp_path / "live") == after != before
+    found = [await restarted(folder) for folder in list(kills)]
+    assert found[0] == before
+    assert all(each in (before, after) for each in found)
+
+
+async def test_heads_that_are_put_again_and_again_do_not_fill_the_disk(tmp_path: Path) -> None:
+    server = Server(tmp_path)
+    for _ in range(2 * MAX_HEADS + 1):
+        await server.engine.set_quality_head(HEAD)
+        assert len(list(tmp_path.glob("*.head-*"))) <= MAX_HEADS
+    await server.file.save()
+    assert not list(tmp_path.glob("*.head-*"))
+    assert await restarted(tmp_path) == server.has()
+
+
+async def test_of_states_that_are_put_at_once_disk_and_engine_have_the_same(tmp_path: Path) -> None:
+    one, other = Server(tmp_path), Server(tmp_path)  # two API processes of one engine
+    other.engine._client = one.engine._client
+    other.rank = one.rank
+    states = [STATE, OTHER_STATE]
+    await asyncio.gather(*(server.put_state(state) for server in (one, other) for state in states), one.file.save())
+    assert await restarted(tmp_path) == one.has()
+    assert HeadKey(10) in one.rank.heads._heads
+
+
+async def test_a_state_that_is_saved_while_another_is_put_does_not_undo_it(tmp_path: Path) -> None:
+    server = Server(tmp_path, a_rank())
+    saving = asyncio.create_task(server.file.save())
+    await asyncio.sleep(0)
+    await server.put_state(STATE)
+    await saving
+    assert await restarted(tmp_path) == server.has() == (heads_and_lengths(SAVED), ["put"])
