@@ -160,7 +160,7 @@ def test_a_group_takes_its_place_in_a_race_along(new_ranks):
     assert states["g0-0"] == states["g1-0"] == "finished"
     assert states["g2-0"] == "finished"  # alone in its race on rank 0: who counts over ranks is the API process
     for run in ranks.runs:
-        assert run.scheduler.group_steps.races.groups_of("round") == []
+        assert run.scheduler.group_steps.races._race_of == {}
 
 
 def test_a_group_that_waits_for_candidates_waits_elsewhere(new_ranks):

@@ -110,6 +110,7 @@ def test_a_race_that_is_cut_from_outside_stops_in_the_next_step(new_run):
     for _ in range(10):
         run.step()
     call(run, CUT_RACE, "elsewhere")  # another round's
+    call(run, FORGET_RACE, "elsewhere")
     run.step()
     assert run.outputs.get(groups[0][0], [])[-1].finish_reason is None
     call(run, CUT_RACE, "round")
@@ -126,6 +127,7 @@ def test_a_wider_race_waits_for_another_group(new_run):
         run.step()
     call(run, WIDEN_RACE, WiderRace("round", 2))
     call(run, WIDEN_RACE, WiderRace("elsewhere", 9))
+    call(run, FORGET_RACE, "elsewhere")
     run.run()
     assert [run.state(id) for id in [*first, *second]] == ["finished"] * 4
     assert [run.state(id) for id in third] == ["deferred"] * 2

@@ -106,6 +106,21 @@ def test_a_race_that_is_cut_from_outside_stops() -> None:
     assert round.states(1) == ["deferred"] * 3
 
 
+def test_what_is_said_of_a_race_holds_for_groups_that_are_on_their_way() -> None:
+    """They were sent before, and come later."""
+    round = Round([], num_wanted=1)
+    round.steps.cut("round")
+    round.launch(0, [8, 8, 8])
+    round.step()
+    assert round.states(0) == ["deferred"] * 3
+    round.launch(0, [8])  # a sibling that was slower still
+    round.steps.races.widen("round", 2)
+    round.launch(1, [2, 2, 2])
+    round.launch(2, [4, 4, 4])
+    round.run()
+    assert [round.states(position) for position in (1, 2)] == [["stop", "stop", "stop"], ["stop", "stop", "stop"]]
+
+
 def test_a_group_whose_whole_pool_counts_is_complete_when_nothing_runs() -> None:
     round = Round([[2, 3, 12], [4, 5, 6], [9, 9, 9]], num_wanted=1, terms=GroupTerms(2, 3, early_stop=False))
     round.run()
@@ -155,7 +170,7 @@ def test_more_races_than_an_engine_remembers_push_out_the_oldest() -> None:
     steps.races._max_races = 2
     for name in "abc":
         steps.launch(f"g{name}", PAIR_OF_THREE, 0, place=RacePlace(name, 1, 0))
-    assert steps.races.groups_of("a") == []
+    assert steps.races._race_of.keys() == {"gb", "gc"}
     assert len(steps.races) == 2
 
 

@@ -38,11 +38,13 @@ class Race:
     """Those that have not completed and are not over."""
     positions: dict[str, int] = field(default_factory=dict)
     num_complete: int = 0
+    is_cut_elsewhere: bool = False
+    """Enough groups are complete, of all engines'."""
 
     @property
     def is_cut(self) -> bool:
         """Enough groups are complete."""
-        return self.num_complete >= self.num_wanted
+        return self.is_cut_elsewhere or self.num_complete >= self.num_wanted
 
     def settle(self, group_ids: Iterable[str]) -> tuple[str, ...]:
         """Close the step for groups that saw an event: count those that completed, forget those that are over.
@@ -86,11 +88,7 @@ class RaceTable:
 
     def enter(self, group_id: str, group: Group, place: RacePlace) -> bool:
         """A group takes part, if it does not already; whether the race is cut: the group comes too late."""
-        race = self._races.get(place.race_id)
-        if race is None:
-            race = self._races[place.race_id] = Race(place.num_wanted)
-            if len(self._races) > self._max_races:
-                self.forget(next(iter(self._races)))
+        race = self._open(place.race_id, place.num_wanted)
         if group_id not in self._race_of:
             self._race_of[group_id] = place.race_id
             race.groups[group_id], race.positions[group_id] = group, place.position
@@ -128,13 +126,15 @@ class RaceTable:
 
     def widen(self, race_id: str, num_wanted: int) -> None:
         """Winners were taken out: so many groups have to complete now. Groups that were cut stay so."""
-        if race_id in self._races:
-            self._races[race_id].num_wanted = num_wanted
+        race = self._open(race_id, num_wanted)
+        race.num_wanted, race.is_cut_elsewhere = num_wanted, False
 
-    def groups_of(self, race_id: str) -> list[str]:
-        """Groups that still race."""
-        race = self._races.get(race_id)
-        return [] if race is None else list(race.groups)
+    def cut(self, race_id: str) -> list[str]:
+        """Enough groups are complete here and elsewhere, unless the race is made wider. Returns those that still race;
+        what enters from now on comes too late."""
+        race = self._open(race_id, 0)
+        race.is_cut_elsewhere = True
+        return list(race.groups)
 
     def forget(self, race_id: str) -> None:
         """The round is over: nobody enters it again. Groups that still run go on as groups of their own."""
@@ -142,3 +142,12 @@ class RaceTable:
         if race is not None:
             for group_id in race.groups:
                 del self._race_of[group_id]
+
+    def _open(self, race_id: str, num_wanted: int) -> Race:
+        """The race of that id. What is said of one that no group has entered yet holds for those on their way."""
+        race = self._races.get(race_id)
+        if race is None:
+            race = self._races[race_id] = Race(num_wanted)
+            if len(self._races) > self._max_races:
+                self.forget(next(iter(self._races)))
+        return race

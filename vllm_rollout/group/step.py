@@ -148,8 +148,9 @@ class GroupSteps:
         return True
 
     def cut(self, race_id: str) -> None:
-        """Enough groups of this race are complete, here and elsewhere: the others stop as `deferred`."""
-        for group_id in self.races.groups_of(race_id):
+        """Enough groups of this race are complete, here and elsewhere: the others stop as `deferred`, those that are on
+        their way here included."""
+        for group_id in self.races.cut(race_id):
             self.cancel(group_id)
 
     def running(self, group_id: str) -> list[CandidateId]:
@@ -166,7 +167,8 @@ class GroupSteps:
     def detach(self, group_id: str, request_ids: Mapping[int, str]) -> DetachedGroup:
         """Let go of a group that nothing keeps here (`stays_because`). `request_ids`: of its running candidates."""
         group = self._table.remove(group_id)
-        self._capped.pop(group_id, None)
+        for waiting in (self._touched, self._cancelled, self._capped):
+            waiting.pop(group_id, None)
         scores = {}
         for index in group.running:
             scored = self._scored.pop(CandidateId(group_id, index), None)

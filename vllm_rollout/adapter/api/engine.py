@@ -191,10 +191,12 @@ class VLLMEngine(EngineLearning, EngineMigration):
             await self._call_all(CUT_RACE, race_id)
 
     async def widen_race(self, race_id: str, num_wanted: int) -> None:
-        await self._call_all(WIDEN_RACE, WiderRace(race_id, num_wanted))
+        async with self._one_move:
+            await self._call_all(WIDEN_RACE, WiderRace(race_id, num_wanted))
 
     async def forget_race(self, race_id: str) -> None:
-        await self._call_all(FORGET_RACE, race_id)
+        async with self._one_move:
+            await self._call_all(FORGET_RACE, race_id)
 
     def adapter_name(self, model: str | None) -> str:
         lora = self._adapter_of(model)
