@@ -1,6 +1,12 @@
+import asyncio
+from collections.abc import Callable
+
 import pytest
 from moving_runs import Ranks
+from ranked_llm import Check, Cluster, Rank
 from scheduler_runs import LOOPS, TracedRun
+
+from vllm_rollout.adapter.api import moving
 
 
 @pytest.fixture(params=LOOPS, ids=lambda loop: loop.name)
@@ -21,5 +27,20 @@ def new_run(loop, tiny_model):
 
 @pytest.fixture
 def new_ranks(new_run):
-    """Makes two TracedRuns between which groups move."""
+    """Makes TracedRuns between which groups move, two of them unless told otherwise."""
     return lambda **kwargs: Ranks(new_run, **kwargs)
+
+
+@pytest.fixture
+def on_ranks(new_ranks, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Runs a check of clients and their ranks, in which nobody waits for a clock."""
+    monkeypatch.setattr(moving, "LOOK_S", 0.0)
+    monkeypatch.setattr(moving, "FOLLOW_S", 0.0)
+
+    def run(check: Check, num_ranks: int = 2, num_api_processes: int = 1) -> None:
+        async def main() -> None:
+            await check(Cluster(new_ranks(core_cls=Rank, num_ranks=num_ranks), num_api_processes))
+
+        asyncio.run(asyncio.wait_for(main(), 120))
+
+    return run

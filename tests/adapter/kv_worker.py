@@ -34,14 +34,19 @@ class KVWorker(KVCalls):
         self.model_runner = self
         self.num_computed = 0
         """Tokens, over all steps."""
+        self.known: set[str] = set()
+        """Requests of which it has a state, to go on from."""
         self._tables: dict[str, list[int]] = {}
         self._executed: SchedulerOutput | None = None
 
     def call(self, method: str, args: tuple[Any, ...]) -> Any:
-        """What was launched before is executed before."""
+        self.catch_up()
+        return getattr(self, method)(*args)
+
+    def catch_up(self) -> None:
+        """What was launched before a call is executed before it."""
         for scheduled in self._run._in_flight:
             self._execute(scheduled)
-        return getattr(self, method)(*args)
 
     def _execute_and_sample(self, scheduled: SchedulerOutput) -> Any:
         self._execute(scheduled)
@@ -52,11 +57,14 @@ class KVWorker(KVCalls):
             return
         self._executed = scheduled
         starts = {}
+        self.known -= scheduled.finished_req_ids
         for new in scheduled.scheduled_new_reqs:
+            self.known.add(new.req_id)
             self._tables[new.req_id], starts[new.req_id] = list(new.block_ids[0]), new.num_computed_tokens
         cached = scheduled.scheduled_cached_reqs
         rows = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
         for request_id, block_ids, num_computed in rows:
+            assert request_id in self.known, f"{request_id} goes on, and nothing is known of it"
             if request_id in cached.resumed_req_ids:
                 self._tables[request_id] = []
             self._tables[request_id] += block_ids[0] if block_ids else []

@@ -27,8 +27,10 @@ class Core:
         if method == "rollout_let_go":
             return [None, {id: WorkerState(generator=id.encode()) for id in args[0]}]
         assert method == "rollout_take_up"
+        self.kv.catch_up()
         for moved in args[0]:
             assert moved.output_token_ids
+            self.kv.known.add(moved.request.request_id)
             self.known[moved.request.request_id] = moved.state
         return [None, None]
 
@@ -57,13 +59,14 @@ class Core:
 
 
 class Ranks:
-    """Two engine cores whose models say the same of the same request."""
+    """Engine cores whose models say the same of the same request."""
 
-    def __init__(self, new_run: Any, core_cls: type[Core] = Core, **kwargs: Any) -> None:
-        self.runs = [new_run(**kwargs), new_run(**kwargs)]
-        first, second = self.runs
-        for name in ("requests", "scripts", "_lengths", "_scored_lengths", "logits", "num_sampled", "outputs"):
-            setattr(second, name, getattr(first, name))
+    def __init__(self, new_run: Any, core_cls: type[Core] = Core, num_ranks: int = 2, **kwargs: Any) -> None:
+        self.runs = [new_run(**kwargs) for _ in range(num_ranks)]
+        first, *others = self.runs
+        for other in others:
+            for name in ("requests", "scripts", "_lengths", "_scored_lengths", "logits", "num_sampled", "outputs"):
+                setattr(other, name, getattr(first, name))
         self.cores = [core_cls(run) for run in self.runs]
 
     def step(self) -> bool:

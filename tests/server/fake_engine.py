@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, Validat
 
 from vllm_rollout.group.cost import CostModel
 from vllm_rollout.group.history import ObservedLength
+from vllm_rollout.group.holding import EVERYBODY, TRAINER, Holders
 from vllm_rollout.group.judge import Scoring
 from vllm_rollout.group.lifecycle import Group
 from vllm_rollout.group.load import ArrivedKV, EngineLoad, GroupLoad, RankLoad
@@ -113,8 +115,8 @@ class FakeEngine(LearningEngine):
     cost_model: CostModel | None = None
     drift: Sequence[StepDrift] = ()
     num_ranks: int = 1
-    held: set[int] = field(default_factory=set)
-    """Ranks that are kept empty. Everything runs on rank 0."""
+    holders: defaultdict[int, Holders] = field(default_factory=lambda: defaultdict(Holders))
+    """Of ranks. Everything runs on rank 0."""
     num_launch_places: int = 128
     preemptions: Callable[[int], int] = lambda num_tokens: 0
     """Of a candidate, by its number of tokens."""
@@ -151,15 +153,19 @@ class FakeEngine(LearningEngine):
             for rank in range(self.num_ranks)
         ]
 
-    async def drain(self, rank: int, timeout_s: float) -> Drained:
+    @property
+    def held(self) -> set[int]:
+        return {rank for rank, holders in self.holders.items() if holders}
+
+    async def drain(self, rank: int, timeout_s: float, owner: str = TRAINER) -> Drained:
         if self.held | {rank} == set(range(self.num_ranks)):
             raise RequestError("the last one", status=HTTPStatus.CONFLICT, param="rank")
-        self.held.add(rank)
+        self.holders[rank].change(owner, held=True)
         load = (await self.engine_loads())[rank]
         return Drained(load.is_held, 0, load.num_running, {}, 0.0)
 
-    async def restore(self, rank: int) -> None:
-        self.held.discard(rank)
+    async def restore(self, rank: int, owner: str = EVERYBODY) -> None:
+        self.holders[rank].change(owner, held=False)
 
     def move_refusal(self, *, priced: bool) -> str | None:
         return None if self.num_ranks > 1 else "needs several ranks."

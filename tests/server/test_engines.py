@@ -76,7 +76,7 @@ async def test_what_one_rank_cannot_do_is_refused(http: httpx.AsyncClient, field
 async def test_half_of_the_ranks_are_free_while_a_rollout_runs_and_taken_back_after_it(engine, app):
     engine.num_ranks = 4
     engine.step_s = 0.002
-    engine.held.add(3)  # by somebody else
+    await engine.drain(3, 0.0)  # by somebody else
     seen: list[list[str]] = []
     with serving(app) as url:
         async with AsyncRolloutClient(url) as client, httpx.AsyncClient(base_url=url) as http:
@@ -98,7 +98,7 @@ async def test_half_of_the_ranks_are_free_while_a_rollout_runs_and_taken_back_af
 
 async def test_no_rank_is_freed_where_the_rest_has_no_room(engine, http: httpx.AsyncClient):
     engine.num_ranks = 2
-    engine.held.add(1)
+    await engine.drain(1, 0.0)
     body = {"prompts": PROMPTS, "group_size": 2, "scale_down": "auto"}
     answer = (await http.post("/v1/rollouts", json=body)).json()
     assert answer["freed"] is None

@@ -188,6 +188,13 @@ class WiderRace(NamedTuple):
     num_wanted: int
 
 
+class Hold(NamedTuple):
+    """Whether somebody keeps an engine core empty (`group/holding.py`)."""
+
+    owner: str
+    held: bool
+
+
 class GroupToRelease(NamedTuple):
     group_id: str
     epoch: int
@@ -287,8 +294,8 @@ FORGET_RACE: Operation[str, None] = Operation("forget_race", str, None)
 HELD_GROUPS: Operation[None, HeldGroups] = Operation("held_groups", None, HeldGroups)
 ENGINE_LOAD: Operation[None, EngineLoad] = Operation("engine_load", None, EngineLoad)
 # -- groups that move from one engine core to another
-HOLD: Operation[bool, None] = Operation("hold", bool, None)
-"""Whether this engine core is kept empty: it remembers that for all API processes, which send it nothing then."""
+HOLD: Operation[Hold, None] = Operation("hold", Hold, None)
+"""Whether this engine core is kept empty: it remembers for whom, and all API processes send it nothing then."""
 RELEASE_GROUP: Operation[GroupToRelease, Released] = Operation("release_group", GroupToRelease, Released)
 """Stop a group between two steps and hand it over. Unless it is `released` it goes on here, or will: `keep_group`."""
 KEEP_GROUP: Operation[GroupToRelease, None] = Operation("keep_group", GroupToRelease, None)

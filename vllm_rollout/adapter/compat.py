@@ -510,6 +510,7 @@ CONTRACT = (
     Fact("calls", SCHEDULER, "get_request_counts"),
     DEFERRED_WAITING,
     Fact("uses", SCHEDULER, "skipped_waiting", until="0.30"),
+    Fact("uses", SCHEDULER, "finished_req_ids"),
     Fact("uses", SCHEDULER, "finished_req_ids_dict"),
     Fact("uses", SCHEDULER, "running"),
     Fact("uses", SCHEDULER, "vllm_config"),

@@ -10,6 +10,7 @@ from vllm_rollout.group.advice import Advice
 from vllm_rollout.group.cost import CostModel
 from vllm_rollout.group.drift import StepDrift
 from vllm_rollout.group.history import ObservedLength
+from vllm_rollout.group.holding import EVERYBODY, TRAINER
 from vllm_rollout.group.known_prompts import KnownPrompt
 from vllm_rollout.group.ledger import NamedReward, Reward, RewardStatus
 from vllm_rollout.group.length_trial import TriedCandidate
@@ -310,15 +311,20 @@ class Engine(Protocol):
         """By rank. Raises: RequestError (503) for a dead engine."""
         ...
 
-    async def drain(self, rank: int, timeout_s: float) -> Drained:
+    async def drain(self, rank: int, timeout_s: float, owner: str = TRAINER) -> Drained:
         """Move all groups of a rank elsewhere and send it nothing more; waits so long until it is empty.
+
+        It is kept so for `owner`.
 
         Raises: RequestError (409) for the last rank that is not held; (503) for a dead engine.
         """
         ...
 
-    async def restore(self, rank: int) -> None:
-        """Groups are sent to it again. Raises: RequestError (503) for a dead engine."""
+    async def restore(self, rank: int, owner: str = EVERYBODY) -> None:
+        """`owner` does not keep it empty any more; when nobody does, groups are sent to it again.
+
+        Raises: RequestError (503) for a dead engine.
+        """
         ...
 
     async def plan_scale_down(self, progress: Progress) -> ScaleDown:

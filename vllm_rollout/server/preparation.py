@@ -106,7 +106,7 @@ class Preparation:
             warnings=warnings,
         )
         if request.scale_down == "auto":
-            rollout.watch = ScaleDownWatch(self._engine, rollout.num_responses, self._clock)
+            rollout.watch = ScaleDownWatch(self._engine, rollout.id, rollout.num_responses, self._clock)
         rollout.usage.prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         return rollout
 

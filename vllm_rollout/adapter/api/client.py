@@ -12,7 +12,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from vllm.config import VllmConfig
-from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
@@ -94,27 +93,8 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
     ) -> AsyncGenerator[RequestOutput, None]:
         if self.routes.held:
-            self._refuse_held(kwargs.get("data_parallel_rank"))
+            self.routes.check_open(kwargs.get("data_parallel_rank"))
         return super().generate(prompt, sampling_params, request_id, **kwargs)
-
-    def generate_plain(
-        self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
-    ) -> AsyncGenerator[RequestOutput, None]:
-        # vLLM balances these, but does not know of ranks that are held.
-        if self.routes.held and kwargs.get("data_parallel_rank") is None:
-            kwargs["data_parallel_rank"] = self.routes.next_rank()
-        return super().generate_plain(prompt, sampling_params, request_id, **kwargs)
-
-    def _refuse_held(self, pinned_rank: int | None) -> None:
-        """Raises: VLLMValidationError for a request that is pinned to a rank that is held; RankDied."""
-        if pinned_rank in self.life.dead:
-            raise RankDied.of(pinned_rank)
-        if pinned_rank in self.routes.held:
-            raise VLLMValidationError(
-                f"data_parallel_rank: rank {pinned_rank} is drained. Leave it out, name another rank, or restore it by "
-                f"POST /v1/engines/{pinned_rank}/restore.",
-                parameter="data_parallel_rank",
-            )
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
         """Abort requests. A candidate ends with the scheduler's last output, so that tokens held there are not lost."""
@@ -138,6 +118,10 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
         route = None if tag is None else self.routes.find(tag.group_id)  # a profiler's candidates have none
         async with self.door.passing(), nullcontext() if route is None else route.launching() as rank:
             self.life.watch()
+            if route is None and self.routes.held:  # vLLM balances these, but does not know of ranks that are held
+                pinned_rank = kwargs.get("data_parallel_rank")
+                self.routes.check_open(pinned_rank)
+                rank = self.routes.next_rank() if pinned_rank is None else pinned_rank
             if rank is not None and self.num_ranks > 1:
                 kwargs["data_parallel_rank"] = rank
             try:
@@ -203,6 +187,12 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
             core.reqs_in_flight[request_id] = target
             core.engine_inflight[before] -= 1
             core.engine_inflight[target] += 1
+
+    async def lose_group(self, group_id: str, error: Exception) -> None:
+        """Nobody knows where the candidates of this group are: they end here, and wherever they may be."""
+        request_ids = [id for id in self.output_processor.request_states if self._group_of(id) == group_id]
+        await self.engine_core.abort_requests_async(request_ids)
+        self.lose(request_ids, error)
 
     def lose(self, request_ids: Iterable[str], error: Exception) -> None:
         """These requests are in no engine core any more: who waits for their outputs is told."""

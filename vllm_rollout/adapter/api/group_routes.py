@@ -11,8 +11,9 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequen
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 
-from vllm.exceptions import GracefulHTTPError
+from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 
+from vllm_rollout.adapter.api.rank_client import RankDied
 from vllm_rollout.group.cost import CostModel
 from vllm_rollout.group.migration import Migration
 from vllm_rollout.group.other_requests import OtherRequests
@@ -156,7 +157,7 @@ class GroupRoutes:
 
     def next_rank(self) -> int:
         """Where to go next: the least load. Raises: NoRankLeft."""
-        self._check_open()
+        self.check_open()
         self._look()
         return self._placement.next_rank()
 
@@ -165,7 +166,16 @@ class GroupRoutes:
         """Some rank takes groups."""
         return len(self.held) < self._placement.num_ranks
 
-    def _check_open(self) -> None:
+    def check_open(self, pinned_rank: int | None = None) -> None:
+        """Raises: NoRankLeft; RankDied, VLLMValidationError for a rank that a client names and that takes nothing."""
+        if pinned_rank in self._dead:
+            raise RankDied.of(pinned_rank)
+        if pinned_rank in self.held:
+            raise VLLMValidationError(
+                f"data_parallel_rank: rank {pinned_rank} is drained. Leave it out, name another rank, or restore it by "
+                f"POST /v1/engines/{pinned_rank}/restore.",
+                parameter="data_parallel_rank",
+            )
         if not self.has_open:
             raise NoRankLeft(
                 "every rank of the engine is drained, or has died. Restore one by POST /v1/engines/{rank}/restore; "
@@ -190,8 +200,8 @@ class GroupRoutes:
         outlook: Outlook | None = None,
     ) -> GroupRoute:
         """A group begins, on the rank that the placement chooses or the client names. `num_tokens`: that its candidates
-        have, by index. Raises: NoRankLeft."""
-        self._check_open()
+        have, by index. Raises: as `check_open`."""
+        self.check_open(pinned_rank)
         self._look()
         work = work_of(num_tokens.values(), outlook)
         rank = self._placement.place(work, pinned_rank)
@@ -215,8 +225,8 @@ class GroupRoutes:
             del self._routes[route.group_id]
 
     def join(self, group_id: str, num_candidates: int, pinned_rank: int | None) -> GroupRoute:
-        """A sibling of a group whose candidates come one by one. Raises: NoRankLeft."""
-        self._check_open()
+        """A sibling of a group whose candidates come one by one. Raises: as `check_open`."""
+        self.check_open(pinned_rank)
         self._look()
         for forgotten in self._placement.forget_waiting(self._clock()):
             self._routes.pop(forgotten, None)

@@ -7,7 +7,11 @@
 All messages to one engine core go through one socket, so what is sent before a call is there before it. Who has
 something for a group that moves waits (`group_routes.py`). Each API process moves its own groups.
 
-Invariant: whatever fails, the group ends up in exactly one engine core: in the source until the target has it.
+A rank that is kept empty knows for whom. API processes share the ranks and nothing else: each looks whether others take
+groups, holds, and looks again. Of two that meet at least one finds nobody left, and gives back.
+
+Invariant: whatever fails, the group ends up in exactly one engine core: in the source until the target has it. What is
+held gets no group, and while two ranks live not all of them are held for longer than a call takes.
 """
 
 from __future__ import annotations
@@ -16,7 +20,6 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from http import HTTPStatus
 from itertools import count
 from typing import NamedTuple
@@ -36,8 +39,10 @@ from vllm_rollout.adapter.call_table import (
     RELEASE_GROUP,
     GroupToAdopt,
     GroupToRelease,
+    Hold,
     Released,
 )
+from vllm_rollout.group.holding import EVERYBODY, TRAINER
 from vllm_rollout.group.load import DEAD_LOAD, EngineLoad
 from vllm_rollout.group.moving import MoveOutcome
 from vllm_rollout.server.engine import Drained, RequestError
@@ -72,35 +77,21 @@ class EngineMoves(EngineCalls):
         super().__init__(client)
         self._epochs = count(1)
         self._one_move = asyncio.Lock()
-        """Held while a group is in no engine core, and by calls that have to reach all groups."""
+        """Held while a group is in no engine core, while it is decided which ranks take groups, and by calls that have
+        to reach all groups."""
         self._following: asyncio.Task[None] | None = None
 
     async def engine_loads(self) -> list[EngineLoad]:
         loads = await self._call_each(ENGINE_LOAD, None)
         return [loads.get(rank, DEAD_LOAD) for rank in range(self.num_ranks)]
 
-    async def drain(self, rank: int, timeout_s: float) -> Drained:
-        held = self._held(await self.engine_loads())
-        others = [each for each in range(self.num_ranks) if each != rank and each not in held]
-        if not others:
-            only = "It is the only one." if self.num_ranks == 1 else "It is the last one that is not drained."
-            raise RequestError(
-                f"rank {rank} cannot be drained: no other rank would take its groups. {only} "
-                "Restore another one first, or start the server with more --data-parallel-size.",
-                status=HTTPStatus.CONFLICT,
-                param="rank",
-            )
+    async def drain(self, rank: int, timeout_s: float, owner: str = TRAINER) -> Drained:
         started = time.monotonic()
-        await self._call_rank(rank, HOLD, True)
-        self._client.routes.hold(held | {rank})
+        await self._to_its_end(self._hold(rank, owner))
         moves = await self._leave(rank)
         if not self._client.routes.has_open:
-            await self.restore(rank)
-            raise RequestError(
-                f"rank {rank} cannot be drained: the others that took groups have died. See GET /v1/engines.",
-                status=HTTPStatus.CONFLICT,
-                param="rank",
-            )
+            await self.restore(rank, owner)
+            raise _last_one(rank, "The others that took groups have died. See GET /v1/engines.")
         while (load := (await self.engine_loads())[rank]).num_running + load.num_waiting:
             if not load.is_held or time.monotonic() - started >= timeout_s:
                 break
@@ -112,9 +103,28 @@ class EngineMoves(EngineCalls):
         num_left = load.num_running + load.num_waiting
         return Drained(load.is_held, num_moved, num_left, reasons, time.monotonic() - started)
 
-    async def restore(self, rank: int) -> None:
-        await self._call_rank(rank, HOLD, False)
-        self._client.routes.hold(self._held(await self.engine_loads()))
+    async def restore(self, rank: int, owner: str = EVERYBODY) -> None:
+        await self._to_its_end(self._end_hold(rank, owner))
+
+    async def _hold(self, rank: int, owner: str) -> None:
+        """Keep a rank empty from now on. Raises: RequestError (409) when no other would take groups."""
+        async with self._one_move:
+            if not self._takers(await self.engine_loads(), rank):
+                only = "It is the only one." if self.num_ranks == 1 else "It is the last one that is not drained."
+                raise _last_one(
+                    rank, f"{only} Restore another one first, or start the server with more --data-parallel-size."
+                )
+            await self._call_rank(rank, HOLD, Hold(owner, True))
+            loads = await self.engine_loads()
+            if not self._takers(loads, rank):  # another API process drains the others at the same time
+                await self._call_rank(rank, HOLD, Hold(owner, False))
+                raise _last_one(rank, "The others are being drained, too. Try again.")
+            self._client.routes.hold(self._held(loads))
+
+    async def _end_hold(self, rank: int, owner: str) -> None:
+        async with self._one_move:
+            await self._call_rank(rank, HOLD, Hold(owner, False))
+            self._client.routes.hold(self._held(await self.engine_loads()))
 
     def follow_holds(self) -> None:
         """From now on leave ranks that other API processes put on hold."""
@@ -132,13 +142,22 @@ class EngineMoves(EngineCalls):
     def _held(loads: Sequence[EngineLoad]) -> frozenset[int]:
         return frozenset(rank for rank, load in enumerate(loads) if load.is_held)
 
+    @classmethod
+    def _takers(cls, loads: Sequence[EngineLoad], rank: int) -> frozenset[int]:
+        """Ranks that take groups when this one does not."""
+        return frozenset(range(len(loads))) - cls._held(loads) - {rank}
+
     async def _follow(self) -> None:
+        before: frozenset[int] = frozenset()
         try:
             while not self._client.errored:
                 await asyncio.sleep(FOLLOW_S)
-                held = self._held(await self.engine_loads())
-                self._client.routes.hold(held)
-                for rank in held:
+                async with self._one_move:
+                    held = self._held(await self.engine_loads())
+                    if len(held) < self.num_ranks or held == before:  # else drains that meet, and give back
+                        self._client.routes.hold(held)
+                    before = held
+                for rank in self._client.routes.held:
                     if self._client.routes.on_rank(rank):
                         await self._leave(rank)
         except RequestError:  # a dead engine: whoever waits for its answers hears of it
@@ -162,6 +181,11 @@ class EngineMoves(EngineCalls):
         if route.joined and self._client.num_api_processes > 1:
             return Move("stays", SHARED)
         async with self._one_move:
+            routes = self._client.routes
+            if target in routes.held and route.rank in routes.held and routes.has_open:
+                target = routes.next_rank()  # it has to leave, to wherever
+            if target in routes.held:
+                return Move("stays", f"rank {target} takes no groups any more")
             if route.rank == target:
                 return Move("stays", "it is there already")
             source, started = route.rank, time.monotonic()
@@ -174,43 +198,45 @@ class EngineMoves(EngineCalls):
         return move
 
     async def _move_now(self, route: GroupRoute, target: int) -> Move:
-        wanted = GroupToRelease(route.group_id, next(self._epochs))
+        source, wanted = route.rank, GroupToRelease(route.group_id, next(self._epochs))
         try:
-            released = await self._release(route.rank, wanted)
-        except RequestError as error:  # the source has died, and the group with it
-            return Move("lost", str(error))
+            released = await self._release(source, wanted)
+        except Exception as error:
+            if source not in self._client.life.dead:
+                logger.exception("rank %d did not release group %s", source, route.group_id)
+            return await self._take_back(route, wanted, Move("failed", str(error)))
         if released.outcome == "over":
             self._client.routes.arrived(route, target)  # it may not have begun
             return Move("over")
         if released.outcome != "released":
-            await self._call_rank(route.rank, KEEP_GROUP, wanted)
-            return Move("stays", released.reason or REASONS[released.outcome])
+            return await self._take_back(route, wanted, Move("stays", released.reason or REASONS[released.outcome]))
         try:
             await self._call_rank(target, ADOPT_GROUP, GroupToAdopt(*wanted, released.parcel))
             if target in self._client.life.dead:  # it died with the group, whose requests nobody looked for there
                 raise RankDied.of(target)
         except Exception as error:
-            logger.exception("rank %d did not adopt group %s of rank %d", target, route.group_id, route.rank)
-            return await self._take_back(route, wanted, released, error)
+            logger.exception("rank %d did not adopt group %s of rank %d", target, route.group_id, source)
+            return await self._take_back(route, wanted, Move("failed", str(error)))
         self._client.send_to(target, released.request_ids)
-        source = route.rank
         self._client.routes.arrived(route, target)
-        with suppress(RequestError):  # a source that has died has nothing to forget
+        try:
             await self._call_rank(source, CONFIRM_MOVE, wanted)
+        except Exception:
+            if source not in self._client.life.dead:  # a dead one has nothing to forget
+                logger.exception("rank %d did not forget group %s", source, route.group_id)
         return Move("moved")
 
-    async def _take_back(
-        self, route: GroupRoute, wanted: GroupToRelease, released: Released, reason: Exception
-    ) -> Move:
-        """The target has not taken the group: it goes on in the source. Where that fails too, its candidates do."""
+    async def _take_back(self, route: GroupRoute, wanted: GroupToRelease, move: Move) -> Move:
+        """The group goes on in the source. Where that fails too, its candidates do."""
         try:
             await self._call_rank(route.rank, KEEP_GROUP, wanted)
         except Exception as error:
-            logger.exception("group %s is lost", route.group_id)
             is_dead = route.rank in self._client.life.dead
-            self._client.lose(released.request_ids, RankDied.of(route.rank) if is_dead else error)
+            if not is_dead:
+                logger.exception("group %s is lost", route.group_id)
+            await self._client.lose_group(route.group_id, RankDied.of(route.rank) if is_dead else error)
             return Move("lost", str(error))
-        return Move("failed", str(reason))
+        return move
 
     async def _release(self, rank: int, wanted: GroupToRelease) -> Released:
         for _ in range(RELEASE_TRIES):
@@ -218,3 +244,11 @@ class EngineMoves(EngineCalls):
             if released.outcome not in ("in_flight", "busy"):
                 break
         return released
+
+
+def _last_one(rank: int, why: str) -> RequestError:
+    return RequestError(
+        f"rank {rank} cannot be drained: no other rank would take its groups. {why}",
+        status=HTTPStatus.CONFLICT,
+        param="rank",
+    )

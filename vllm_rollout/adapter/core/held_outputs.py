@@ -45,9 +45,9 @@ class HeldOutputs:
         """The next output passes at once."""
         return self._pass_next
 
-    def let_go(self, request_id: str) -> EngineCoreOutput | None:
+    def copy(self, request_id: str) -> EngineCoreOutput | None:
         """Everything held, as one output that is not to be sent; None when nothing is."""
-        return self._release(EngineCoreOutput(request_id, [])) if self._token_ids else None
+        return self._fill(EngineCoreOutput(request_id, [])) if self._token_ids else None
 
     def take_up(self, held: EngineCoreOutput | None, *, passes_next: bool) -> None:
         """Go on where another one let go."""
@@ -74,17 +74,21 @@ class HeldOutputs:
             self._num_nans = max(self._num_nans, output.num_nans_in_logits)
 
     def _release(self, output: EngineCoreOutput) -> EngineCoreOutput:
-        output.new_token_ids, self._token_ids = self._token_ids, []
-        if self._logprobs:
-            rows, self._logprobs = self._logprobs, []
+        self._fill(output)
+        self._token_ids, self._logprobs, self._routed_experts, self._events, self._num_nans = [], [], [], [], 0
+        return output
+
+    def _fill(self, output: EngineCoreOutput) -> EngineCoreOutput:
+        output.new_token_ids = self._token_ids
+        if rows := self._logprobs:
             output.new_logprobs = LogprobsLists(
                 np.concatenate([row.logprob_token_ids for row in rows]),
                 np.concatenate([row.logprobs for row in rows]),
                 np.concatenate([row.sampled_token_ranks for row in rows]),
             )
         if self._routed_experts:
-            output.routed_experts, self._routed_experts = np.concatenate(self._routed_experts), []
+            output.routed_experts = np.concatenate(self._routed_experts)
         if self._events:
-            output.events, self._events = self._events, []
-        output.num_nans_in_logits, self._num_nans = self._num_nans, 0
+            output.events = self._events
+        output.num_nans_in_logits = self._num_nans
         return output

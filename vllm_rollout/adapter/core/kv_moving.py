@@ -77,7 +77,10 @@ class KVMoves:
     def drop(self, core: EngineCore, group_id: str) -> None:
         """The group has arrived, or stays."""
         if segments := self._shared.pop(group_id, None):
-            core.collective_rpc("rollout_drop_kv", args=(segments,))
+            try:
+                core.collective_rpc("rollout_drop_kv", args=(segments,))
+            except Exception:  # the group is where it belongs
+                logger.exception("the KV segments of group %s are left", group_id)
 
     def fetch(self, core: EngineCore, group_id: str, kv: KVBlocks, requests: Sequence[Request]) -> None:
         """Put the blocks of requests that are added next into the prefix cache."""

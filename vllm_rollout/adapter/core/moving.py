@@ -6,25 +6,28 @@ that comes is to the scheduler one that was preempted here: its prompt and its o
 prefix cache does not have them. It has what came along (`kv_moving.py`).
 
 Invariant: a candidate is in one scheduler, in one parcel, or over; every token of it is sent once. A call that is
-repeated with the same epoch changes nothing and is answered as before.
+repeated with the same epoch changes nothing and is answered as before; one that fails leaves the group where it was.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import wraps
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_rollout.adapter.call_table import GroupToAdopt, GroupToRelease, Released
+from vllm_rollout.adapter.call_table import GroupToAdopt, GroupToRelease, Hold, Released
 from vllm_rollout.adapter.core.candidate import Candidate
 from vllm_rollout.adapter.core.core_worker import call_worker
 from vllm_rollout.adapter.core.kv_moving import KVMoves
 from vllm_rollout.adapter.core.versions import leave_deferred
 from vllm_rollout.adapter.parcel import KVBlocks, MovedCandidate, Parcel, request_to_move
+from vllm_rollout.group.holding import Holders
+from vllm_rollout.group.lifecycle import Group
 
 if TYPE_CHECKING:
     from vllm_rollout.adapter.core.scheduler import GroupSchedulerMixin
@@ -59,56 +62,45 @@ class GroupMoves:
         self._scheduler = scheduler
         self._stopped: dict[str, list[Candidate]] = {}
         """By group: candidates in no queue, that leave when nothing of them is in flight."""
-        self._released: dict[str, tuple[int, Released]] = {}
-        """Groups that left and have not arrived: epoch and answer."""
+        self._released: dict[str, tuple[int, Parcel]] = {}
+        """Groups that left and have not arrived: epoch and parcel."""
         self._adopted: dict[str, int] = {}
         """Epochs of groups that came and run here."""
         self.kv = KVMoves(scheduler)
-        self.is_held = False
-        """This engine core is kept empty."""
+        self._holders = Holders()
         self.num_in = 0
         self.num_out = 0
         self.seconds = 0.0
         """Spent on moves."""
 
-    def hold(self, held: bool) -> None:
-        self.is_held = held
+    @property
+    def is_held(self) -> bool:
+        """This engine core is kept empty."""
+        return bool(self._holders)
+
+    def hold(self, wanted: Hold) -> None:
+        self._holders.change(wanted.owner, held=wanted.held)
 
     @_timed
     def release(self, core: EngineCore, wanted: GroupToRelease) -> Released:
-        group_id = wanted.group_id
-        if group_id in self._released:
-            epoch, answer = self._released[group_id]
-            return answer if epoch == wanted.epoch else Released("busy")
-        stays = self._scheduler.stays_because(group_id)
-        if stays is not None:
-            if stays == "over":
-                self._stopped.pop(group_id, None)
-            return Released(stays)
-        candidates = self._scheduler.candidates_of(group_id)
-        if group_id not in self._stopped:
-            refusal = next(filter(None, (move_refusal(candidate.request) for candidate in candidates)), None)
-            if refusal is not None:
-                return Released("refused", reason=refusal)
-            self._stopped[group_id] = candidates
-            stop(self._scheduler, [candidate.request for candidate in candidates])
-        if any(candidate.request.num_in_flight_tokens for candidate in candidates):
-            return Released("in_flight")
-        del self._stopped[group_id]
-        parcel = self._pack(core, group_id, candidates)
-        answer = Released("released", parcel.encode(), [moved.request.request_id for moved in parcel.candidates])
-        self._released[group_id] = wanted.epoch, answer
-        return answer
+        try:
+            return self._release(core, wanted)
+        except Exception:
+            self.keep(core, wanted)
+            raise
 
     @_timed
     def keep(self, core: EngineCore, wanted: GroupToRelease) -> None:
-        epoch, answer = self._released.get(wanted.group_id, (None, None))
+        group_id = wanted.group_id
+        epoch, parcel = self._released.get(group_id, (None, None))
         if epoch == wanted.epoch:
-            del self._released[wanted.group_id]
-            self.kv.drop(core, wanted.group_id)
-            self._unpack(core, Parcel.decode(answer.parcel), None)
-        elif (candidates := self._stopped.pop(wanted.group_id, None)) is not None:
+            self._unpack(core, parcel, None)
+            del self._released[group_id]
+        elif (candidates := self._stopped.pop(group_id, None)) is not None:
             queue_again(self._scheduler, [candidate.request for candidate in candidates])
+        else:
+            return
+        self.kv.drop(core, group_id)
 
     @_timed
     def adopt(self, core: EngineCore, wanted: GroupToAdopt) -> None:
@@ -125,19 +117,41 @@ class GroupMoves:
     def confirm(self, core: EngineCore, wanted: GroupToRelease) -> None:
         if self._released.get(wanted.group_id, (None, None))[0] == wanted.epoch:
             del self._released[wanted.group_id]
-            self.kv.drop(core, wanted.group_id)
             self.num_out += 1
+            self.kv.drop(core, wanted.group_id)
 
     def forget(self, group_id: str) -> None:
         """It is over."""
         self._adopted.pop(group_id, None)
         self._stopped.pop(group_id, None)
 
+    def _release(self, core: EngineCore, wanted: GroupToRelease) -> Released:
+        group_id = wanted.group_id
+        if group_id not in self._released:
+            stays = self._scheduler.stays_because(group_id)
+            if stays is not None:
+                if stays == "over":
+                    self._stopped.pop(group_id, None)
+                return Released(stays)
+            candidates = self._scheduler.candidates_of(group_id)
+            if group_id not in self._stopped:
+                refusal = next(filter(None, (move_refusal(candidate.request) for candidate in candidates)), None)
+                if refusal is not None:
+                    return Released("refused", reason=refusal)
+                self._stopped[group_id] = candidates
+                stop(self._scheduler, [candidate.request for candidate in candidates])
+            if any(candidate.request.num_in_flight_tokens for candidate in candidates):
+                return Released("in_flight")
+            self._released[group_id] = wanted.epoch, self._pack(core, group_id, candidates)
+            del self._stopped[group_id]
+        epoch, parcel = self._released[group_id]
+        if epoch != wanted.epoch:
+            return Released("busy")
+        return Released("released", parcel.encode(), [moved.request.request_id for moved in parcel.candidates])
+
     def _pack(self, core: EngineCore, group_id: str, candidates: Sequence[Candidate]) -> Parcel:
+        """What may fail comes before the scheduler lets go."""
         kv = self.kv.share(core, group_id, [candidate.request for candidate in candidates])
-        begun = [candidate for candidate in candidates if candidate.request.num_output_tokens]
-        ids = [candidate.request.request_id for candidate in begun]
-        states = (ids and call_worker(core, "rollout_let_go", ids)) or {}
         moved = [
             MovedCandidate(
                 index=candidate.id.index,
@@ -145,27 +159,42 @@ class GroupMoves:
                 output_token_ids=list(candidate.request.output_token_ids),
                 output_interval=candidate.held.interval,
                 passes_next=candidate.held.passes_next,
-                held=candidate.held.let_go(candidate.request.request_id),
+                held=candidate.held.copy(candidate.request.request_id),
                 pauses=candidate.pauses,
-                state=states.get(candidate.request.request_id),
+                state=None,
             )
             for candidate in candidates
         ]
+        ids = [each.request.request_id for each in moved if each.output_token_ids]
+        states = (ids and call_worker(core, "rollout_let_go", ids)) or {}
+        moved = [replace(each, state=states.get(each.request.request_id)) for each in moved]
         self._adopted.pop(group_id, None)
         return Parcel(self._scheduler.let_go(group_id, candidates), moved, self._scheduler.num_resumes, kv)
 
     def _unpack(self, core: EngineCore, parcel: Parcel, kv: KVBlocks | None) -> None:
+        """Raises: what a worker or vLLM raises; then nothing of the group is here."""
+        scheduler, group_id = self._scheduler, parcel.detached.group_id
         begun = [moved for moved in parcel.candidates if moved.output_token_ids]
-        if begun:
-            core.collective_rpc("rollout_take_up", args=(begun,))
-        requests = [self._request(core, moved) for moved in parcel.candidates]
-        if kv is not None:
-            self.kv.fetch(core, parcel.detached.group_id, kv, requests)
-        group = self._scheduler.group_steps.attach(parcel.detached, self._scheduler.clock())
-        num_missed = self._scheduler.num_resumes - parcel.num_resumes
-        for request, moved in zip(requests, parcel.candidates, strict=True):
-            self._scheduler.take_up(request, moved, parcel.detached.group_id, group, num_missed)
-            core.add_request(request, ANY_WAVE)
+        ids = {moved.request.request_id for moved in begun}
+        group: Group | None = None
+        taken: list[Candidate] = []
+        try:
+            if begun:
+                core.collective_rpc("rollout_take_up", args=(begun,))
+            requests = [self._request(core, moved) for moved in parcel.candidates]
+            if kv is not None:
+                self.kv.fetch(core, group_id, kv, requests)
+            num_missed = scheduler.num_resumes - parcel.num_resumes
+            group = scheduler.group_steps.attach(parcel.detached, scheduler.clock())
+            for request, moved in zip(requests, parcel.candidates, strict=True):
+                taken.append(scheduler.take_up(request, moved, group_id, group, num_missed))
+                core.add_request(request, ANY_WAVE)
+        except Exception:
+            if group is not None:
+                scheduler.let_go(group_id, taken)
+            scheduler.finished_req_ids |= ids  # so that the workers forget them
+            raise
+        scheduler.finished_req_ids -= ids  # of the step in which they left, if it has not come
 
     @staticmethod
     def _request(core: EngineCore, moved: MovedCandidate) -> Request:

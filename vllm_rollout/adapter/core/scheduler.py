@@ -137,7 +137,7 @@ class GroupSchedulerMixin:
 
     def take_up(
         self, request: Request, moved: MovedCandidate, group_id: str, group: Group, num_missed_resumes: int
-    ) -> None:
+    ) -> Candidate:
         """Know a candidate of another engine core, whose request is added next.
 
         `num_missed_resumes`: how often generation went on here and not there, before it came; below 0 the other way
@@ -148,11 +148,12 @@ class GroupSchedulerMixin:
         candidate.held.take_up(moved.held, passes_next=moved.passes_next)
         candidate.pauses = [*moved.pauses, *[len(moved.output_token_ids)] * num_missed_resumes]
         del candidate.pauses[max(0, len(moved.pauses) + num_missed_resumes) :]
-        self._candidates[request.request_id] = self._by_id[candidate.id] = candidate
         if request.sampling_params.stop:
             candidate.stop_strings = self._stop_strings.watch(request)
             candidate.stop_strings.found_in(moved.output_token_ids)  # none was, or it would be over
             self._num_with_stop_strings += 1
+        self._candidates[request.request_id] = self._by_id[candidate.id] = candidate
+        return candidate
 
     def add_request(self, request: Request) -> None:
         super().add_request(request)

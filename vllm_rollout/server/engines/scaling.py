@@ -1,6 +1,6 @@
 """Ranks that are freed while a rollout still runs (RollPacker 4.4).
 
-Invariant: a rank that was freed for a rollout is restored when that is over, and none that somebody else drained.
+Invariant: a rank that was freed for a rollout is restored when that is over, unless somebody else keeps it empty.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ DRAIN_TIMEOUT_S = 60.0
 class ScaleDownWatch:
     """Sees the candidates of one rollout end, and frees half of the ranks when that is advised, once."""
 
-    def __init__(self, engine: Engine, num_responses: int, clock: Callable[[], float]) -> None:
+    def __init__(self, engine: Engine, rollout_id: str, num_responses: int, clock: Callable[[], float]) -> None:
         self._engine = engine
+        self._owner = rollout_id
         self._clock = clock
         self._progress = Progress(num_responses, 0)
         self._news = asyncio.Event()
         self._held: list[int] = []
         self._task: asyncio.Task[None] | None = None
+        self._ending: asyncio.Task[None] | None = None
 
     def candidate_ended(self) -> None:
         self._progress = replace(self._progress, num_complete=self._progress.num_complete + 1)
@@ -42,13 +44,15 @@ class ScaleDownWatch:
         self._task = asyncio.create_task(self._run(self._clock(), tell))
 
     async def end(self) -> None:
-        """The rollout is over."""
+        """The rollout is over. Its ranks are taken back, whether or not whoever waits for that goes away."""
+        self._ending = asyncio.create_task(self._end())
+        await asyncio.shield(self._ending)
+
+    async def _end(self) -> None:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        for rank in self._held:
-            with suppress(RequestError):  # it is dead, which is said elsewhere
-                await self._engine.restore(rank)
+        await self._give_back()
 
     async def _run(self, started: float, tell: Callable[[RanksFreeEvent], Awaitable[None]]) -> None:
         try:
@@ -60,6 +64,13 @@ class ScaleDownWatch:
                     await tell(freed)
         except RequestError as error:  # a rank that was drained meanwhile, or a dead engine, which says so elsewhere
             logger.warning("no ranks are freed: %s", error)
+            await self._give_back()
+
+    async def _give_back(self) -> None:
+        """What this rollout keeps empty, and nobody else."""
+        while self._held:
+            with suppress(RequestError):  # it is dead, which is said elsewhere
+                await self._engine.restore(self._held.pop(), self._owner)
 
     async def _check(self, started: float) -> RanksFreeEvent | None:
         decision = await self._engine.plan_scale_down(self._progress)
@@ -71,9 +82,9 @@ class ScaleDownWatch:
         num_moved = 0
         for rank in decision.ranks:
             self._held.append(rank)
-            num_moved += (await self._engine.drain(rank, 0.0)).num_moved
+            num_moved += (await self._engine.drain(rank, 0.0, self._owner)).num_moved
         for rank in decision.ranks:
-            await self._engine.drain(rank, DRAIN_TIMEOUT_S)
+            await self._engine.drain(rank, DRAIN_TIMEOUT_S, self._owner)
         self._progress = replace(self._progress, is_scaled_down=True)
         now = self._clock()
         return RanksFreeEvent(
