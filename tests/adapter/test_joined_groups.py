@@ -6,6 +6,7 @@ Real are the client, vLLM's output processor and the scheduler (`stepped_llm.py`
 from __future__ import annotations
 
 import asyncio
+import pickle
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from vllm_rollout.adapter.options import RolloutOptions
 from vllm_rollout.config import MAX_IDLE_S
-from vllm_rollout.group.ledger import NamedReward, Reward, request_name
+from vllm_rollout.group.ledger import LedgerEntry, NamedReward, Reward, request_name
 from vllm_rollout.server.metrics import Metrics
 
 JOIN = {"rollout_group_id": "q1", "rollout_group_size": 2, "rollout_num_candidates": 4}
@@ -224,9 +225,12 @@ def test_a_sibling_that_says_otherwise_is_refused_with_both_values(llm, kind, sa
     assert len(llm._placement) == 0
 
 
-def reward(llm: SteppedLLM, request_id: str, choice: int = 0, client: str = "") -> tuple[str, str | None]:
+def reward(
+    llm: SteppedLLM, request_id: str, choice: int = 0, client: str = "", namespace: str = ""
+) -> tuple[str, str | None]:
     """The status of a reward of 1 that names a choice by its answer's id, and the request that learns it."""
-    named = NamedReward("request", request_name(client, request_id), Reward("", choice, 1.0, positive=True))
+    name = request_name(client, request_id, namespace)
+    named = NamedReward("request", name, Reward("", choice, 1.0, positive=True))
     judge = llm.run.scheduler.judge
     if (place := judge.ledger.find(named)) is None:
         return "unknown", None
@@ -253,6 +257,47 @@ def test_a_reward_names_a_joined_candidate_by_its_request(llm: SteppedLLM) -> No
     assert reward(llm, "r2", client="another")[0] == "unknown"
     assert not any(tag.observed for tag, _ in llm.added.values())
     assert_nothing_left(llm.run)
+
+
+def test_the_same_request_id_in_two_namespaces_is_two_names(llm: SteppedLLM) -> None:
+    fields = {"rollout_group_size": 1, "rollout_pruning_mode": "shadow", "rollout_detection_length": 4}
+
+    async def run() -> None:
+        for namespace in ("run-1", "run-2", None):
+            sibling = Sibling(llm, "r", 9, {**fields, "rollout_group_id": "q", "rollout_namespace": namespace})
+            assert await race(llm, sibling) == [WON]
+
+    prune_by_sign(llm.run, 4)
+    asyncio.run(run())
+    assert [reward(llm, "r", namespace=namespace)[0] for namespace in ("run-3", "run-1/r", '"')] == ["unknown"] * 3
+    assert [reward(llm, "r", namespace=namespace)[0] for namespace in ("run-1", "run-2", "")] == ["accepted"] * 3
+
+
+def test_the_id_of_a_request_may_be_large_and_nothing_in_the_engine_is_large_by_it(llm: SteppedLLM) -> None:
+    prune_by_sign(llm.run, 4)
+    id = "x" * 100_000
+
+    async def run() -> None:
+        xargs = {"rollout_redundancy": 1, "rollout_detection_length": 4, "rollout_pruning_mode": "shadow"}
+        params = SamplingParams(n=2, max_tokens=400, detokenize=False, extra_args=xargs)
+        answer = asyncio.create_task(anext(llm.generate([9, 30, 8], params, id)))
+        await let_everybody_run()
+        assert all(len(request_id) < 100 for request_id in llm.run.requests)
+        await llm.step_to_the_end()
+        assert (await answer).request_id == id
+        sibling = Sibling(llm, id, 9)
+        with pytest.raises(VLLMValidationError, match=r"^request_id: a request that joins .* at most 512 characters"):
+            await sibling.task
+
+    asyncio.run(run())
+    assert reward(llm, id, 1)[0] == "accepted"
+    assert_nothing_left(llm.run)
+    assert len(pickle.dumps([entry.names for entry in entries(llm)])) < 2000
+
+
+def entries(llm: SteppedLLM) -> list[LedgerEntry]:
+    """All that the engine remembers of candidates."""
+    return [entry for rollout in llm.run.scheduler.judge.ledger._rollouts.values() for entry in rollout.values()]
 
 
 def test_a_reward_names_the_choices_of_an_openai_answer(llm: SteppedLLM) -> None:

@@ -11,6 +11,7 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
 from vllm_rollout.adapter.wire import CandidateTag
+from vllm_rollout.group.ledger import NamedReward, Reward, request_name
 
 JOIN = {"rollout_group_id": "q1", "rollout_group_size": 2, "rollout_num_candidates": 4}
 PROMPT = {"rollout_group_size": 2, "rollout_num_candidates": 4}
@@ -200,3 +201,36 @@ def test_a_sibling_that_asks_for_another_share_of_audits_is_told(new_run: Callab
     run.run()
     assert run.last(other).finish_reason == FinishReason.ERROR
     assert run.last(other).stop_reason.startswith("rollout_audit_ratio of this group is 0.0, as its first candidate")
+
+
+def test_choices_of_a_request_are_named_as_its_client_names_them(new_run: Callable[..., TracedRun]) -> None:
+    run = new_run()
+    run.scheduler.vllm_config.parallel_config.worker_cls = "vllm_rollout.Worker"
+    prune_by_sign(run, 4)
+    fields = {**PRUNE, "rollout_pruning_mode": "shadow", "rollout_group_size": 4, "rollout_namespace": "run-7"}
+    for id in ("0_step-12345678", "1_step-12345678", "2_step-12345678", "3_0_a-12345678"):
+        run.add(id, 9, extra_args=dict(fields))
+    run.run()
+    ledger = run.scheduler.judge.ledger
+
+    def named(id: str, choice: int = 0, namespace: str = "run-7") -> int | None:
+        place = ledger.find(
+            NamedReward("request", request_name("", id, namespace), Reward("", choice, 1.0, positive=True))
+        )
+        return place and place.index
+
+    assert [named("step", choice) for choice in range(4)] == [0, 1, 2, None]
+    assert [named(f"{choice}_step") for choice in range(3)] == [0, 1, 2]
+    assert (named("0_a", 3), named("a", 3)) == (3, None)
+    assert named("step", namespace="") is None
+
+
+@pytest.mark.parametrize("id", ["x" * 513, "漢" * 129])
+def test_an_id_that_would_fill_memory_is_refused(new_run: Callable[..., TracedRun], id: str) -> None:
+    run = new_run()
+    run.add(id, 5, extra_args=dict(JOIN))
+    run.run()
+    ((reason, said),) = ends(run, id)
+    assert (reason, len(said) < 300) == ("error", True)
+    assert "at most 512 characters (128 where not all are ASCII), got" in said
+    assert_nothing_left(run)

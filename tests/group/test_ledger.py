@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_rollout.group.ledger import Ledger, LedgerEntry, NamedReward, Place, Reward
+from vllm_rollout.group.prompt_key import MAX_KEPT_BYTES, num_bytes
 from vllm_rollout.group.pruning_plan import PruningPlan
 from vllm_rollout.group.types import Assessment, Confidence
 
@@ -205,6 +206,30 @@ def test_a_candidate_is_found_by_its_rollout_its_group_and_the_request_it_answer
     assert ledger.find(named("request", "cmpl-1", 1)) is None, "that one is not here"
     for by, id in (("group", "r"), ("group", "cmpl-1"), ("request", "r-0"), ("rollout", "r-0")):
         assert ledger.find(named(by, id)) is None
+
+
+def test_large_names_find_their_candidate_and_are_not_kept():
+    ledger, prompt, name = Ledger(), "漢" * 256, "x" * 2**20
+    entry = ledger.open("r", prompt, 0, "x", PLAN, "r-0")
+    ledger.name(name, "r-0", {0: 0})
+    place = ledger.find(named("request", name))
+    assert place == ledger.find(named("group", "r-0"))
+    assert ledger.find(named("rollout", "r", 0, prompt)) is not None
+    entry.state = "finished"
+    assert status(ledger, *place, 1.0) == status(ledger, "r", prompt, 0, 1.0) == "unscored"
+    assert all(num_bytes(kept) <= MAX_KEPT_BYTES for kept in (entry.prompt_id, *(kept for kept, _ in entry.names)))
+    assert ledger.take("r", prompt, 0) is entry
+
+
+def test_a_request_s_own_name_comes_before_what_may_be_one_of_its_choices():
+    ledger = Ledger()
+    for index in range(3):
+        ledger.open("r", "p", index, str(index), PLAN, "r")
+    ledger.name("a", "r", {0: 0})
+    ledger.name("a", "r", {0: 1, 1: 1}, unless_taken=True)
+    assert [ledger.find(named("request", "a", choice)).index for choice in (0, 1)] == [0, 1]
+    ledger.name("a", "r", {1: 2})
+    assert ledger.find(named("request", "a", 1)).index == 2
 
 
 def test_a_name_that_is_used_again_is_the_newest_ones():

@@ -101,6 +101,22 @@ async def test_a_client_names_the_requests_of_its_own_key_only(
     assert (first.counts.accepted, second.counts.accepted, other.counts.unknown) == (1, 1, 1)
 
 
+async def test_a_name_has_the_namespace_that_its_request_came_with(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    answer = await roll(http)
+    group = answer.groups[0]
+    for namespace, trajectory in zip(("run-1", "run-2"), group.trajectories, strict=False):
+        engine.judge.ledger.name(request_name("", "cmpl-1", namespace), group.group_id, {0: trajectory.index})
+
+    async def status(**namespace: str) -> str:
+        body = {"rewards": [{"request_id": "cmpl-1", "reward": 1.0}], **namespace}
+        (result,) = (await http.post("/v1/rewards", json=body)).json()["results"]
+        return result["status"]
+
+    assert [await status(), await status(namespace="run-3")] == ["unknown"] * 2
+    assert [await status(namespace="run-1"), await status(namespace="run-2")] == ["accepted"] * 2
+    assert await status(namespace="run-1") == "duplicate"
+
+
 async def namespace_of(app: FastAPI, http: httpx.AsyncClient, key: str) -> str:
     if not any(route.path == "/namespace" for route in app.routes):
         app.get("/namespace")(lambda: client_namespace())

@@ -138,3 +138,12 @@ async def test_a_dead_engine_says_so():
     transport = httpx.ASGITransport(make_app(engine))
     async with httpx.AsyncClient(transport=transport, base_url="http://t") as http:
         assert (await http.get("/v1/rollouts/prompts")).status_code == 503
+
+
+async def test_a_large_id_is_remembered_by_its_digest(http):
+    id = "漢" * 256
+    for _ in range(2):
+        await rewarded(http, body(prompt(id)), lambda *_: True)
+    (known,) = (await http.get("/v1/rollouts/prompts")).json()["data"]
+    assert (known["id"], known["lengths"]["num_groups"]) == (None, 2)
+    assert known["key"].startswith("digest:")

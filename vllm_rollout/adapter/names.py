@@ -1,6 +1,19 @@
-"""What vLLM is told to build engines of. Invariant: each is a name in `vllm_rollout`, so that anybody can write it."""
+"""What vLLM is told to build engines of, and what its adapters are called.
+
+Invariant: the former are names in `vllm_rollout`, so that anybody can write them; every process says the latter alike.
+"""
 
 from __future__ import annotations
 
+from vllm.lora.request import LoRARequest
+
+from vllm_rollout.group.prompt_key import kept_name
+from vllm_rollout.group.types import BASE_MODEL
+
 SCHEDULER_CLS = "vllm_rollout.Scheduler"
 WORKER_CLS = "vllm_rollout.Worker"
+
+
+def learned_name(lora: LoRARequest | None) -> str:
+    """Under which what is learned of an adapter is kept."""
+    return BASE_MODEL if lora is None else kept_name(lora.lora_name)

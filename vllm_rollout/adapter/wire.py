@@ -89,6 +89,7 @@ class CandidateTag:
                     scoring.seed,
                     scoring.name,
                     scoring.choice,
+                    scoring.parent and list(scoring.parent),
                     scoring.prompt_key,
                     *astuple(scoring.plan),
                 ],
@@ -102,8 +103,9 @@ class CandidateTag:
             return None
         *values, patience, observed, num_replaceable, place, num_resumed, audit_ratio, scoring = values
         if scoring is not None:
-            rollout_id, prompt_id, seed, name, choice, prompt_key, *plan = scoring
-            scoring = Scoring(rollout_id, prompt_id, seed, _plan_of(plan), name, choice, prompt_key)
+            rollout_id, prompt_id, seed, name, choice, parent, prompt_key, *plan = scoring
+            parent = parent and tuple(parent)
+            scoring = Scoring(rollout_id, prompt_id, seed, _plan_of(plan), name, choice, parent, prompt_key)
         place = place and RacePlace(*place)
         return cls(*values, scoring, patience, observed, num_replaceable, place, num_resumed, audit_ratio)
 

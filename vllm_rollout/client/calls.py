@@ -171,15 +171,19 @@ def post_rewards(rollout_id: str, rewards: Iterable[RewardLike], threshold: floa
     return Call("POST", f"/v1/rollouts/{quote(rollout_id, safe='')}/rewards", _read_rewards, body)
 
 
-def post_named_rewards(rewards: Iterable[NamedRewardLike], threshold: float | None = None) -> Call[NamedRewardsAnswer]:
+def post_named_rewards(
+    rewards: Iterable[NamedRewardLike], threshold: float | None = None, namespace: str | None = None
+) -> Call[NamedRewardsAnswer]:
     """Say what candidates of any groups were worth: (request_id, index, reward) each, where the request's id is that of
     an OpenAI answer and the index that of its choice; or {"group_id": …, "index": …, "reward": …}. Safe to repeat.
+
+    `namespace`: the rollout_namespace that the requests came with.
 
     Raises: RolloutError; TypeError for a reward of no known form; ValueError for one that is not finite.
     """
     body: dict[str, Any] = {"rewards": [_named_entry(reward, position) for position, reward in enumerate(rewards)]}
-    if threshold is not None:
-        body["threshold"] = threshold
+    given = {"threshold": threshold, "namespace": namespace}
+    body.update({name: value for name, value in given.items() if value is not None})
     return Call("POST", "/v1/rewards", _read_named_rewards, body)
 
 

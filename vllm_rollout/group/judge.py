@@ -35,6 +35,9 @@ class Scoring:
     """Of a candidate that is a request of its own: what a reward calls the answer; None: it is named otherwise."""
     choice: int = 0
     """Which one it is in that answer."""
+    parent: tuple[str, int] | None = None
+    """The same where that name may have been made of the name of a request with several choices, of which it is one;
+    a request that has this name comes first."""
     prompt_key: str = ""
     """Under which its prompt's success is remembered over rollouts, the key of its lengths; empty: it is not."""
     adapter: str = BASE_MODEL

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
+from json import dumps
 from typing import Literal, NamedTuple
 
 from vllm_rollout.config import MAX_REMEMBERED_CANDIDATES
+from vllm_rollout.group.prompt_key import kept_name
 from vllm_rollout.group.pruning_plan import PruningPlan
 from vllm_rollout.group.race_bias import LabelOrigin
 from vllm_rollout.group.types import BASE_MODEL, Assessment, CandidateState, HeadKey, Observation
@@ -51,9 +53,9 @@ class NamedReward(NamedTuple):
     """Its prompt id means something by a rollout only."""
 
 
-def request_name(namespace: str, request_id: str) -> str:
-    """The name of a request among all clients'. Those with the same key share a namespace."""
-    return f"{namespace}/{request_id}"
+def request_name(client: str, request_id: str, namespace: str = "") -> str:
+    """The name of a request among all clients'. Those with the same key are one client; `namespace`: as it says."""
+    return dumps([client, namespace, request_id])  # ASCII, and no id can look like another client's
 
 
 class Place(NamedTuple):
@@ -184,7 +186,7 @@ class LedgerEntry:
 class Ledger:
     """All candidates that a reward could name, by rollout. The oldest candidates of the oldest rollout go first.
 
-    A group that no rollout made is a rollout of its own.
+    A group that no rollout made is a rollout of its own. What clients name is remembered by `kept_name`.
     """
 
     def __init__(self, max_candidates: int = MAX_REMEMBERED_CANDIDATES) -> None:
@@ -223,6 +225,7 @@ class Ledger:
         origin: LabelOrigin = "plain",
     ) -> LedgerEntry:
         """A candidate was launched. What happens to it is written into the entry."""
+        prompt_id = kept_name(prompt_id)
         rollout = self._rollouts.setdefault(rollout_id, OrderedDict())
         before = rollout.pop((prompt_id, index), None)  # a group id may be used again
         entry = rollout[prompt_id, index] = LedgerEntry(
@@ -237,17 +240,19 @@ class Ledger:
             self._forget_oldest()
         return entry
 
-    def name(self, name: str, group_id: str, choices: Mapping[int, int]) -> None:
+    def name(self, name: str, group_id: str, choices: Mapping[int, int], *, unless_taken: bool = False) -> None:
         """A request's answer has these candidates of a group, by choice. Those that are not here are passed over: they
-        ended in another engine."""
+        ended in another engine. `unless_taken`: a choice that the name has stays."""
         group = self._groups.get(group_id)
         if group is None:
             return
-        entries = self._rollouts[group.rollout_id]
+        entries, name = self._rollouts[group.rollout_id], kept_name(name)
         for choice, index in choices.items():
-            if (entry := entries.get((group.prompt_id, index))) is not None:
-                self._requests.setdefault(name, {})[choice] = entry
-                entry.names.append((name, choice))
+            entry = entries.get((group.prompt_id, index))
+            if entry is None or (unless_taken and choice in self._requests.get(name, ())):
+                continue
+            self._requests.setdefault(name, {})[choice] = entry
+            entry.names.append((name, choice))
 
     def find(self, named: NamedReward) -> Place | None:
         """The candidate that a reward names; None when it is not remembered."""
@@ -255,7 +260,7 @@ class Ledger:
         if named.by == "rollout":
             return Place(id, named.reward.prompt_id, index) if id in self._rollouts else None
         if named.by == "request":
-            if (entry := self._requests.get(id, {}).get(index)) is None:
+            if (entry := self._requests.get(kept_name(id), {}).get(index)) is None:
                 return None
             id, index = entry.group_id, entry.index
         group = self._groups.get(id)
@@ -264,7 +269,7 @@ class Ledger:
     def take(self, rollout_id: str, prompt_id: str, index: int) -> LedgerEntry | None:
         """Let go of a candidate that goes on in another engine; None when it has been forgotten."""
         rollout = self._rollouts.get(rollout_id, {})
-        entry = rollout.pop((prompt_id, index), None)
+        entry = rollout.pop((kept_name(prompt_id), index), None)
         if entry is None:
             return None
         self._forget(entry)
@@ -276,7 +281,7 @@ class Ledger:
         self, rollout_id: str, prompt_id: str, index: int, reward: float
     ) -> tuple[RewardStatus, LedgerEntry | None]:
         """Account for a posted reward; the entry comes with status `accepted` only."""
-        entry = self._rollouts.get(rollout_id, {}).get((prompt_id, index))
+        entry = self._rollouts.get(rollout_id, {}).get((kept_name(prompt_id), index))
         if entry is None:
             return "unknown", None
         if entry.state != "finished":

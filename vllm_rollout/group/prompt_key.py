@@ -1,4 +1,7 @@
-"""A prompt's content as a name. Invariant: the same content gives the same name, in every process and run."""
+"""Names of prompts, and of what else clients name.
+
+Invariant: the same content gives the same name, in every process and run; what is remembered of it is small.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,32 @@ KEY_OF_ID = "id:"
 """Before the client's id, in the name of a prompt over all rollouts."""
 KEY_OF_TOKENS = "tokens:"
 """Before the digest, in the name over all rollouts of a prompt whose client gave it none."""
+
+
+KEY_OF_DIGEST = "digest:"
+"""The same before the digest of a client's id that is too large to be remembered."""
+
+MAX_KEPT_BYTES = 256
+"""Largest name that is remembered as it is. Candidates and prompts are remembered by the hundred thousand, some of them
+under four names; ids of trainers and UUIDs are a quarter of this."""
+
+
+def num_bytes(name: str) -> int:
+    """That a name takes: one character beyond ASCII may make all of them wide."""
+    return len(name) if name.isascii() else 4 * len(name)
+
+
+def kept_name(name: str) -> str:
+    """A name as it is remembered: itself, or of a large one its digest, whose own is itself again."""
+    if num_bytes(name) <= MAX_KEPT_BYTES:
+        return name
+    return f"{KEY_OF_DIGEST}{blake2b(name.encode(errors='surrogatepass'), digest_size=16).hexdigest()}"
+
+
+def key_of_id(id: str) -> str:
+    """The name over all rollouts of a prompt that its client calls so."""
+    kept = kept_name(id)
+    return f"{KEY_OF_ID}{id}" if kept == id else kept
 
 
 def digest_of(token_ids: Sequence[int]) -> str:

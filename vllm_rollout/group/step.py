@@ -220,6 +220,9 @@ class GroupSteps:
         )
         if scoring.name is not None:
             ledger.name(scoring.name, group_id, {scoring.choice: index})
+        if scoring.parent is not None:
+            name, choice = scoring.parent
+            ledger.name(name, group_id, {choice: index}, unless_taken=True)
         return entry
 
     def close_step(

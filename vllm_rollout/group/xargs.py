@@ -64,7 +64,7 @@ def plan_from_xargs(xargs: Mapping[str, object], n: int, *, max_candidates: int)
         early_stop = _bool(xargs, "rollout_early_stop")
     patience = xargs.get("rollout_patience")
     if patience is not None and (isinstance(patience, bool) or not isinstance(patience, int | float)):
-        raise PlanError("rollout_patience", f"must be a number, got {patience!r}.")
+        raise PlanError("rollout_patience", f"must be a number, got {patience!r:.80}.")
     return make_plan(
         n,
         _int(xargs, "rollout_redundancy", 0),
@@ -165,7 +165,7 @@ def _int(xargs: Mapping[str, object], key: str, default: Default) -> int | Defau
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if not isinstance(value, int) or isinstance(value, bool):
-        raise PlanError(key, f"must be an integer, got {value!r}.")
+        raise PlanError(key, f"must be an integer, got {value!r:.80}.")
     return value
 
 
@@ -173,4 +173,4 @@ def _bool(xargs: Mapping[str, object], key: str) -> bool | None:
     value = xargs.get(key)
     if value is None or value in (0, 1, True, False):  # vllm_xargs narrows JSON booleans to 0 and 1
         return None if value is None else bool(value)
-    raise PlanError(key, f"must be true or false (or 1 or 0), got {value!r}.")
+    raise PlanError(key, f"must be true or false (or 1 or 0), got {value!r:.80}.")

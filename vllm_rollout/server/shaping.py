@@ -14,7 +14,7 @@ from vllm_rollout.group.allocation import BatchAllocation, BatchPrompt, Budget, 
 from vllm_rollout.group.history import ObservedLength, observed_lengths
 from vllm_rollout.group.moments import LengthMoments, LengthStatistics
 from vllm_rollout.group.plan import EarlyStop, GroupPlan
-from vllm_rollout.group.prompt_key import KEY_OF_ID, KEY_OF_TOKENS, digest_of
+from vllm_rollout.group.prompt_key import KEY_OF_TOKENS, digest_of, key_of_id
 from vllm_rollout.group.types import Ending
 from vllm_rollout.server.answers import Allocation, RedundancyBudget
 from vllm_rollout.server.engine import Engine, PreparedPrompt, RequestError
@@ -169,5 +169,5 @@ def _expected(history: LengthStatistics) -> list[LengthMoments | None]:
 def history_key(prompt_id: str | None, token_ids: Sequence[int]) -> str:
     """A prompt's name over all rollouts: the client's, or one made from its tokens where the client gave none."""
     if prompt_id is not None:
-        return f"{KEY_OF_ID}{prompt_id}"
+        return key_of_id(prompt_id)
     return f"{KEY_OF_TOKENS}{digest_of(token_ids)}"

@@ -33,12 +33,13 @@ from vllm_rollout.adapter.api.resuming import UNNAMED_WEIGHTS, resume_refusal, t
 from vllm_rollout.adapter.api.sampling import sampling_field, sampling_params
 from vllm_rollout.adapter.api.versions import REJECTIONS, weight_spans
 from vllm_rollout.adapter.call_table import CANCEL_GROUPS, CUT_RACE, FORGET_RACE, WIDEN_RACE, WiderRace
+from vllm_rollout.adapter.names import learned_name
 from vllm_rollout.adapter.options import RolloutOptions
 from vllm_rollout.group.judge import Scoring
 from vllm_rollout.group.launch import num_launch_places
 from vllm_rollout.group.plan import GroupPlan
 from vllm_rollout.group.race import RacePlace
-from vllm_rollout.group.types import BASE_MODEL, Ending
+from vllm_rollout.group.types import Ending
 from vllm_rollout.server.engine import (
     Beginnings,
     CandidateEnd,
@@ -199,8 +200,7 @@ class VLLMEngine(EngineLearning, EngineMigration):
             await self._call_all(FORGET_RACE, race_id)
 
     def adapter_name(self, model: str | None) -> str:
-        lora = self._adapter_of(model)
-        return BASE_MODEL if lora is None else lora.lora_name
+        return learned_name(self._adapter_of(model))
 
     def _adapter_of(self, model: str | None) -> LoRARequest | None:
         if model is None or self._models.is_base_model(model):

@@ -40,7 +40,7 @@ from vllm_rollout.adapter.api.refusals import pruning_refusal
 from vllm_rollout.adapter.api.resuming import resumed_params, resumed_prompt
 from vllm_rollout.adapter.api.versions import REJECTIONS
 from vllm_rollout.adapter.call_table import NAME_CHOICES, NamedChoices
-from vllm_rollout.adapter.joining import AnswerName, first_of_completion, scoring_of, seed_of, tag_of
+from vllm_rollout.adapter.joining import AnswerName, first_of_completion, scoring_of, seed_of, tag_of, too_long
 from vllm_rollout.adapter.options import RolloutOptions
 from vllm_rollout.adapter.wire import TAG_KEY, CandidateTag, EndingNote
 from vllm_rollout.config import OUTPUT_INTERVAL_TOKENS
@@ -49,6 +49,7 @@ from vllm_rollout.group.audit import AnswerAudits
 from vllm_rollout.group.judge import Scoring
 from vllm_rollout.group.plan import GroupJoin, GroupPlan, PlanError
 from vllm_rollout.group.prompt_groups import PromptGroups
+from vllm_rollout.group.prompt_key import kept_name
 from vllm_rollout.group.race import RacePlace
 from vllm_rollout.group.selection import conclude
 from vllm_rollout.group.types import STOP_STATES, Ending
@@ -277,7 +278,7 @@ class GroupClient:
         params.output_kind = RequestOutputKind.FINAL_ONLY
         finals: dict[int, RequestOutput] = {}
         endings: dict[int, Ending] = {}
-        group_id = f"{request_id}-{uuid.uuid4().hex[:8]}"
+        group_id = f"{kept_name(request_id)}-{uuid.uuid4().hex[:8]}"
         scoring = plan.pruning and scoring_of(plan.pruning, group_id, digest_of_prompt(prompt), params)
         stream = self.run_candidates(group_id, plan, prompt, params, scoring=scoring, observed=False, **kwargs)
         async with aclosing(stream) as outputs:
@@ -321,9 +322,11 @@ class GroupClient:
         interval = 1 if params.output_kind != RequestOutputKind.FINAL_ONLY else OUTPUT_INTERVAL_TOKENS
         is_stream = params.output_kind == RequestOutputKind.DELTA
         adapter, pinned_rank = lora and lora.lora_name, kwargs.get("data_parallel_rank")
+        if (reason := too_long(request_id)) is not None:
+            raise VLLMValidationError(f"request_id: {reason}", parameter="request_id")
         client = client_namespace()
+        answer = AnswerName.of(request_id, client, namespace=join.namespace)
         join = replace(join, namespace=f"{client}/{join.namespace}")
-        answer = AnswerName.of(request_id, client)
         with self._prompt_groups.named(join, content, adapter, pinned_rank) as name:
             tag = tag_of(join, name, content, adapter, params, answer, output_interval=interval)
             route = self.routes.join(tag.group_id, join.num_candidates, pinned_rank)

@@ -18,7 +18,7 @@ from vllm.logger import init_logger
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.request import Request
 
-from vllm_rollout.adapter.joining import AnswerName, tag_of
+from vllm_rollout.adapter.joining import AnswerName, tag_of, too_long
 from vllm_rollout.adapter.options import RolloutOptions, observing_refusal
 from vllm_rollout.adapter.wire import CandidateTag
 from vllm_rollout.group.plan import GroupJoin, PlanError
@@ -29,6 +29,8 @@ from vllm_rollout.group.xargs import PRUNING_XARGS, audit_ratio_from_xargs, plan
 logger = init_logger("vllm.vllm_rollout")
 
 ADDED_DIGITS = re.compile(r"-[0-9a-f]{8}$")
+CHILD_ID = re.compile(r"(\d{1,9})_(.+)", re.DOTALL)
+"""Of one of the n requests that vLLM makes of one with n choices."""
 
 
 class JoinRefused(ValueError):
@@ -66,6 +68,8 @@ class Joining:
             join = replace(join, audit_ratio=audit_ratio_from_xargs(fields, self._audit_ratio))
         except PlanError as error:
             raise JoinRefused(str(error)) from error
+        if (reason := too_long(request.request_id)) is not None:
+            raise JoinRefused(f"request_id: {reason}")
         if join.pruning is not None and (reason := self._scoring_refusal()) is not None:
             raise JoinRefused(f"{PRUNING_XARGS['detection_length']}: {reason}")
         if self._config.parallel_config.data_parallel_size > 1:
@@ -79,8 +83,11 @@ class Joining:
         if name is None:
             name = self._prompt_groups.join((join, content, adapter), join.num_candidates)
             self._numbers[request.request_id] = name
-        answer = AnswerName.of(_clients_id(request.request_id))
-        tag = tag_of(join, name, content, adapter, params, answer, output_interval=1)
+        id, parent = _clients_id(request.request_id), None
+        answer = AnswerName.of(id, namespace=join.namespace)
+        if child := CHILD_ID.fullmatch(id):
+            parent = AnswerName.of(child[2], namespace=join.namespace)._replace(choice=int(child[1]))
+        tag = tag_of(join, name, content, adapter, params, answer, output_interval=1, parent=parent)
         rest = {key: value for key, value in params.extra_args.items() if key not in fields}
         request.sampling_params = copy(params)  # the caller's own where the engine runs in its process
         request.sampling_params.extra_args = {**rest, **tag.to_extra_args()}

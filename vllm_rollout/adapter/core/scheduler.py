@@ -29,6 +29,7 @@ from vllm_rollout.adapter.core.readings import Readings
 from vllm_rollout.adapter.core.step_times import StepTimes
 from vllm_rollout.adapter.core.stop_strings import StopStringsFactory
 from vllm_rollout.adapter.core.versions import num_deferred
+from vllm_rollout.adapter.names import learned_name
 from vllm_rollout.adapter.parcel import MovedCandidate
 from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, CandidateTag, EndingNote, RunnerReport
 from vllm_rollout.group.judge import Judge
@@ -36,7 +37,7 @@ from vllm_rollout.group.lifecycle import Group
 from vllm_rollout.group.load import EngineLoad, RunningGroup
 from vllm_rollout.group.moving import DetachedGroup, StayReason
 from vllm_rollout.group.step import GroupSteps, LaunchRefused, Verdicts
-from vllm_rollout.group.types import BASE_MODEL, CandidateId, Observation
+from vllm_rollout.group.types import CandidateId, Observation
 from vllm_rollout.group.xargs import as_written
 
 logger = init_logger("vllm.vllm_rollout")
@@ -175,8 +176,8 @@ class GroupSchedulerMixin:
 
     def _launch(self, candidate: Candidate, tag: CandidateTag) -> None:
         """It enters its group, which may refuse it."""
-        request, lora = candidate.request, candidate.request.lora_request
-        adapter = BASE_MODEL if lora is None else lora.lora_name
+        request = candidate.request
+        adapter = learned_name(request.lora_request)
         self.forget_waiting()
         try:
             candidate.id, candidate.group = self.group_steps.launch(
@@ -397,7 +398,7 @@ class GroupSchedulerMixin:
             output.kv_transfer_params = note.to_params(output.kv_transfer_params)
         else:
             output.finish_reason, output.stop_reason = FinishReason.ERROR, candidate.refusal
-            logger.error("vllm_rollout: request %s was refused: %s", output.request_id, candidate.refusal)
+            logger.error("vllm_rollout: request %.100s was refused: %s", output.request_id, candidate.refusal)
 
 
 class RolloutScheduler(GroupSchedulerMixin, Scheduler):

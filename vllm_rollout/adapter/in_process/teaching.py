@@ -34,10 +34,14 @@ class BuiltElsewhere:
 
 
 async def teach(
-    engine: AsyncLLM, rewards: Iterable[NamedRewardLike], threshold: float | None = None
+    engine: AsyncLLM,
+    rewards: Iterable[NamedRewardLike],
+    threshold: float | None = None,
+    namespace: str | None = None,
 ) -> NamedRewardsAnswer:
     """Say what requests of `engine` were worth, as `POST /v1/rewards` does: (request_id, index, reward) each, with the
-    id that `generate` was given and index 0. They learn if they came with `rollout_detection_length`.
+    id that `generate` was given and the index of the output, 0 unless `n` asked for several. They learn if they came
+    with `rollout_detection_length`. `namespace`: the `rollout_namespace` that they came with.
 
     `engine`: built with scheduler_cls="vllm_rollout.Scheduler" and worker_cls="vllm_rollout.Worker". `threshold`: a
     reward above it is positive; None: 0.5. Returns when the quality head is trained.
@@ -46,7 +50,7 @@ async def teach(
     """
     learning = EngineLearning(BuiltElsewhere(engine), RolloutOptions.of(engine.vllm_config))
     service: Any = LearningService(learning, Metrics(CollectorRegistry()), time.monotonic)
-    request = NamedRewardsRequest.model_validate(post_named_rewards(rewards, threshold).body)
-    answer: NamedRewardsAnswer = await service.post_named_rewards(request, namespace="")
+    request = NamedRewardsRequest.model_validate(post_named_rewards(rewards, threshold, namespace).body)
+    answer: NamedRewardsAnswer = await service.post_named_rewards(request, client="")
     await learning.settled()
     return answer

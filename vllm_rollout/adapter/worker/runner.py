@@ -13,10 +13,10 @@ from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
+from vllm_rollout.adapter.names import learned_name
 from vllm_rollout.adapter.parcel import MovedCandidate, WorkerState
 from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, CandidateTag, LastLogits, RunnerReport
 from vllm_rollout.adapter.worker.features import let_go, take_up
-from vllm_rollout.group.types import BASE_MODEL
 from vllm_rollout.tracker.feature_ring import FeatureRing, StateKey
 from vllm_rollout.tracker.step_values import StepValues
 from vllm_rollout.tracker.tracker import CandidateTracker
@@ -178,7 +178,7 @@ def _start_observing(tracker: CandidateTracker, request: NewRequestData) -> None
             num_before=tag.num_resumed,
             trial_lengths=plan.trial_lengths,
             final=plan.final_score,
-            adapter=BASE_MODEL if request.lora_request is None else request.lora_request.lora_name,
+            adapter=learned_name(request.lora_request),
         )
     elif tag.observed:
         tracker.add(request.req_id, _num_prompt_tokens(request))

@@ -74,12 +74,12 @@ class NamedRewardEntry(Body):
             raise ValueError("needs either request_id (of an OpenAI answer) or group_id (of a rollout's answer)")
         return self
 
-    def named(self, threshold: float, namespace: str) -> NamedReward:
-        """`namespace`: of the client, whose requests nobody else names."""
+    def named(self, threshold: float, client: str, namespace: str) -> NamedReward:
+        """`client`: whose requests nobody else names; `namespace`: that they came with."""
         reward = Reward("", self.index, self.reward, positive=self.reward > threshold)
         if self.group_id is not None:
             return NamedReward("group", self.group_id, reward)
-        return NamedReward("request", request_name(namespace, self.request_id), reward)
+        return NamedReward("request", request_name(client, self.request_id, namespace), reward)
 
 
 class NamedRewardsRequest(Body):
@@ -89,6 +89,9 @@ class NamedRewardsRequest(Body):
         description=f"From 1 to {MAX_REWARDS} rewards. Pruned candidates need none."
     )
     threshold: StrictFloat = Field(default=REWARD_THRESHOLD, description="As in a rollout's rewards.")
+    namespace: PromptId | None = Field(
+        default=None, description="The rollout_namespace that these requests came with; group_ids have none."
+    )
 
 
 EXPLANATIONS: dict[RewardStatus, str | None] = {
@@ -100,8 +103,9 @@ EXPLANATIONS: dict[RewardStatus, str | None] = {
     "unscored": "it ended before detection_length: there is nothing to learn from",
 }
 UNKNOWN_NAME = (
-    "no candidate is known by that name: its request had no rollout_detection_length, was another client's (another "
-    "API key), or was forgotten; take id and index from the answer, and post rewards before the next restart"
+    "no candidate is known by that name: its request had no rollout_detection_length, another rollout_namespace than "
+    "this body's namespace, was another client's (another API key), or was forgotten; take id and index from the "
+    "answer, and post rewards before the next restart"
 )
 assert EXPLANATIONS.keys() == set(get_args(RewardStatus))
 

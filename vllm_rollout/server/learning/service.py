@@ -85,11 +85,11 @@ class LearningService:
             head_version=next(iter(receipt.head_versions.values())),
         )
 
-    async def post_named_rewards(self, request: NamedRewardsRequest, namespace: str) -> NamedRewardsAnswer:
+    async def post_named_rewards(self, request: NamedRewardsRequest, client: str) -> NamedRewardsAnswer:
         """Rewards of candidates that any answers have shown; a client names its own requests only."""
         rewards, slices = [], Slices()
         for entry in request.rewards:
-            rewards.append(entry.named(request.threshold, namespace))
+            rewards.append(entry.named(request.threshold, client, request.namespace or ""))
             await slices.turn()
         receipt = await self._engine.post_named_rewards(rewards)
         self._metrics.rewards_posted(receipt.statuses, [named.reward for named in rewards])
