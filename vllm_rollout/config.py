@@ -35,6 +35,10 @@ be returned (7 without log probabilities): 0.13 GB for the most candidates witho
 MAX_BODY_BYTES = 64 * 1024 * 1024
 """Largest request body of our endpoints, in bytes: 16k prompts of 500 token ids fit."""
 
+MAX_HELD_BYTES = 4 * MAX_BODY_BYTES
+"""Bodies of requests on their way in one API process, in bytes: what waits for its turn waits in memory, where it takes
+several times as much."""
+
 OUTPUT_INTERVAL_TOKENS = 64
 """A candidate nobody streams reports to the API process once per this many tokens and at its end.
 Small enough that throughput counters move, large enough that a message per token is gone."""

@@ -11,6 +11,7 @@ import pytest
 
 from vllm_rollout.config import MAX_BODY_BYTES
 from vllm_rollout.server.answers import RolloutAnswer
+from vllm_rollout.server.boundary import HeldBodies, RolloutRoute
 
 from .fake_engine import FakeEngine
 
@@ -333,3 +334,24 @@ def test_bad_requests_over_a_socket_leave_the_server_serving(server_url, engine:
         check_error(over, 413, None, [])
         assert http.post("/v1/rollouts", json=body()).status_code == 200
     assert (engine.num_launched, engine.num_running) == (2, 0)
+
+
+async def test_requests_on_their_way_hold_a_bounded_number_of_bytes(http, engine: FakeEngine, monkeypatch) -> None:
+    held = HeldBodies(3000)
+    monkeypatch.setattr(RolloutRoute, "held", held)
+    engine.step_s = 0.005
+    large = body(prompts=[{"id": "q", "prompt": "t" * 2000}])
+    first = asyncio.create_task(http.post("/v1/rollouts", json=large))
+    leaves = asyncio.create_task(http.post("/v1/rollouts", json=body()))
+    while engine.num_running < 2 or held.num_bytes < 2000:
+        await asyncio.sleep(0.005)
+    response = await http.post("/v1/rollouts", json=large)
+    check_error(response, 503, None, ["at most 3000 are held", "Try again when others are answered"])
+    assert response.headers["retry-after"] == "1"
+    assert (await http.post("/v1/rollouts", json=body())).status_code == 200
+    leaves.cancel()
+    assert (await first).status_code == 200
+    await asyncio.gather(leaves, return_exceptions=True)
+    assert held.num_bytes == 0
+    alone = body(prompts=[{"id": "q", "prompt": "t" * 4000}])
+    assert (await http.post("/v1/rollouts", json=alone)).status_code == 200, "one alone may be larger"

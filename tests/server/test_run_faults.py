@@ -332,3 +332,15 @@ async def test_a_round_that_begins_while_a_state_is_looked_at_goes_on_and_nothin
     assert (response.status_code, response.headers["retry-after"]) == (409, "1")
     assert engine.judge.memories is memories
     assert len((await round).json()["groups"]) == 4
+
+
+async def test_prompts_that_wait_take_a_bounded_number_of_bytes(http, store, monkeypatch) -> None:
+    monkeypatch.setattr(store_module, "MAX_WAITING_BYTES", 1500)
+    await http.post("/v1/runs", json=RUN)
+    answer = (await http.post("/v1/runs/a/rounds", json=ROUND)).json()
+    large = [{"id": f"r{i}", "prompt": "漢" * 80} for i in range(6)]
+    response = await http.post("/v1/runs/a/rounds", json={"prompts": large})
+    check_refused(response, 507, "at most 1500 may wait. Run long rounds, DELETE runs")
+    assert (await http.get("/v1/runs/a")).json()["queue"] == answer["deferred"]
+    monkeypatch.setattr(store_module, "MAX_WAITING_BYTES", 0)
+    assert (await http.post("/v1/runs/a/rounds", json={"kind": "long"})).status_code == 200, "what waits may run"

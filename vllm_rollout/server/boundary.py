@@ -1,11 +1,12 @@
 """What all our endpoints have in common. Invariant: every error body is an OpenAI error that says what, value, allowed,
-remedy, and no body larger than the limit is read.
+remedy, no body larger than the limit is read, and those of requests on their way take a bounded number of bytes.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from http import HTTPStatus
 from typing import ClassVar, get_type_hints
 
@@ -13,9 +14,9 @@ from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
-from starlette.types import Message, Receive
+from starlette.types import Message, Receive, Scope, Send
 
-from vllm_rollout.config import MAX_BODY_BYTES, MAX_STATE_BYTES
+from vllm_rollout.config import MAX_BODY_BYTES, MAX_HELD_BYTES, MAX_STATE_BYTES
 from vllm_rollout.server.engine import RequestError
 from vllm_rollout.server.errors import error_response, explain_internal, explain_invalid, explain_unreadable
 from vllm_rollout.server.parsed import BodyRequest
@@ -23,11 +24,52 @@ from vllm_rollout.server.parsed import BodyRequest
 logger = logging.getLogger(__name__)
 
 
-class RolloutRoute(APIRoute):
-    """A route whose errors are OpenAI error bodies: 422 names the field, 413 the limit."""
+class HeldBodies:
+    """Bodies of requests that are not answered to their end."""
 
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+
+    @contextmanager
+    def received(self, receive: Receive) -> Iterator[Receive]:
+        """Around one request: `receive`, which fails when its body is too much beside the others. One alone never is.
+
+        Raises: RequestError (503).
+        """
+        mine = 0
+
+        async def receive_held() -> Message:
+            nonlocal mine
+            message = await receive()
+            size = len(message.get("body", b""))
+            self.num_bytes += size
+            mine += size
+            if size and self.num_bytes > max(self.max_bytes, mine):
+                raise RequestError(
+                    f"the requests on their way here have {self.num_bytes} bytes with this one's, at most "
+                    f"{self.max_bytes} are held. Try again when others are answered.",
+                    status=HTTPStatus.SERVICE_UNAVAILABLE,
+                    retry_after_s=1,
+                )
+            return message
+
+        try:
+            yield receive_held
+        finally:
+            self.num_bytes -= mine
+
+
+class RolloutRoute(APIRoute):
+    """A route whose errors are OpenAI error bodies: 422 names the field, 413 the limit, 503 says when to try again."""
+
+    held: ClassVar[HeldBodies] = HeldBodies(MAX_HELD_BYTES)
     max_body_bytes: ClassVar[int] = MAX_BODY_BYTES
     too_large_remedy: ClassVar[str] = "Send fewer prompts or rewards per request."
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self.held.received(receive) as receive:
+            await super().handle(scope, receive, send)
 
     def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:
         handle = super().get_route_handler()
@@ -79,5 +121,6 @@ class RolloutRoute(APIRoute):
 class StateRoute(RolloutRoute):
     """A route that takes back what `GET /v1/rollouts/state` gave."""
 
+    held = HeldBodies(MAX_STATE_BYTES)
     max_body_bytes = MAX_STATE_BYTES
     too_large_remedy = "Send the bytes that GET /v1/rollouts/state gave, as they are."

@@ -10,7 +10,7 @@ import json
 import sqlite3
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -24,6 +24,8 @@ from vllm_rollout.server.runs.owner import Owner
 
 FORMAT = 1
 MAX_RUNS = 4096
+MAX_WAITING_BYTES = 512 * 1024 * 1024
+"""Prompts that wait in runs, with what is kept of them: a state has all of them."""
 NUM_ANSWERS = 2
 """Newest answers that are kept of a run: a client that asks for a new round has read the one before."""
 BUSY_TIMEOUT_S = 5.0
@@ -196,6 +198,7 @@ class RunStore:
                     status=HTTPStatus.CONFLICT,
                 )
             num_known = run.num_handed_in
+            self._check_room(prompts.values())
             run.begin(opened)
             fresh = [entry for entry in opened.all_entries if entry.number >= num_known]
             self._db.executemany(
@@ -204,6 +207,21 @@ class RunStore:
             )
             self._save(id, run, self.owner.name, memo)
         self._let_go.discard(id)
+
+    def _check_room(self, bodies: Collection[str]) -> None:
+        """Raises: RequestError (507) when these prompts are too much beside all that wait."""
+        if not bodies:
+            return
+        sizes = "LENGTH(CAST(body AS BLOB)) + IFNULL(LENGTH(kept), 0)"
+        (held,) = self._db.execute(f"SELECT IFNULL(SUM({sizes}), 0) FROM prompts").fetchone()
+        fresh = sum(len(body.encode()) for body in bodies)
+        if held + fresh > MAX_WAITING_BYTES:
+            raise RequestError(
+                f"prompts: {fresh} bytes beside {held} that wait in the runs of this server; at most "
+                f"{MAX_WAITING_BYTES} may wait. Run long rounds, DELETE runs that are over, or send shorter prompts.",
+                status=HTTPStatus.INSUFFICIENT_STORAGE,
+                param="prompts",
+            )
 
     def claim(self, id: str, key: str) -> OpenRound:
         """Run the open round of that key anew. Raises: RequestError (409) while it runs, here or elsewhere."""
