@@ -60,6 +60,7 @@ def app() -> FastAPI:
     app = FastAPI()
     app.state.args = Namespace(compat=["prime-rl"], worker_extension_cls="")
     app.state.engine_client, app.state.openai_serving_models = Client(), Models()
+    app.state.rollout_service = SimpleNamespace(admin_key=None)
 
     @app.post("/update_weights")
     async def stock(request: Request) -> Response:

@@ -53,6 +53,7 @@ def app() -> FastAPI:
     app = FastAPI()
     app.state.args = Namespace(compat=["skyrl", "areal"])
     app.state.engine_client, app.state.openai_serving_models = Client(), Models()
+    app.state.rollout_service = SimpleNamespace(admin_key=None)
 
     @app.post("/reset_prefix_cache")
     async def reset(request: Request, reset_running_requests: bool = Query(False), reset_external: bool = Query(False)):

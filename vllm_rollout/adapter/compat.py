@@ -94,6 +94,7 @@ CHAT = "vllm.entrypoints.openai.chat_completion.protocol.ChatCompletionRequest"
 TEXT = "vllm.entrypoints.openai.completion.protocol.CompletionRequest"
 CHAT_STREAM = "vllm.entrypoints.openai.chat_completion.serving.OpenAIServingChat"
 TEXT_STREAM = "vllm.entrypoints.openai.completion.serving.OpenAIServingCompletion"
+AUTHENTICATION = "vllm.entrypoints.serve.middleware.authenticate.AuthenticationMiddleware"
 RENDERER = "vllm.renderers.online_renderer.OnlineRenderer"
 PLUGIN = "vllm.plugins.endpoint_plugins.interface.EndpointPlugin"
 ENTRY = "vllm.entrypoints.launchers.api_server.entry"
@@ -335,6 +336,8 @@ CONTRACT = (
     RETRYABLE,
     REJECTS_WHILE_PAUSED,
     Fact("imports", "vllm.entrypoints.serve.middleware.authenticate", "GUARDED_PREFIX", by="api"),
+    Fact("calls", "vllm.entrypoints.serve.middleware.authenticate", "AuthenticationMiddleware", "app tokens=", "api"),
+    Fact("calls", AUTHENTICATION, "verify_token", "headers", "api"),
     Fact("uses", "vllm.exceptions.GracefulHTTPError", "http_status", by="api"),
     Fact("imports", "vllm.v1.engine.exceptions", "EngineDeadError", by="api"),
     # -- sampling parameters: on their way to the engine core and the worker too

@@ -28,13 +28,17 @@ class AdminKey:
 def require_admin(request: Request) -> None:
     """What an endpoint that changes what everybody is served by depends on.
 
+    The key may come as a bearer token too: a trainer's client has a setting for that, and none for a header of ours.
+
     Raises: RequestError (401) without the key, where the server was given one.
     """
     admin_key: AdminKey | None = request.app.state.rollout_service.admin_key
     if admin_key is None:
         return
     sent = request.headers.get(ADMIN_HEADER)
-    if sent is None or not admin_key.opens(sent.encode("latin-1")):
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    keys = [sent, token if scheme.lower() == "bearer" else None]
+    if not any(admin_key.opens(key.encode("latin-1")) for key in keys if key is not None):
         raise RequestError(
             f"{ADMIN_HEADER}: the header is {'missing' if sent is None else 'another key'}. Send the key that the "
             "server was given as --rollout-admin-key; our clients take it as admin_key.",

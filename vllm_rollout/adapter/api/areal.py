@@ -15,8 +15,9 @@ from pydantic import BaseModel
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from vllm_rollout.adapter.api.from_disk import NoWeights, load_weights
+from vllm_rollout.adapter.api.open_paths import KEYS_NEEDED
 
-router = APIRouter(include_in_schema=False)
+router = APIRouter(include_in_schema=False, dependencies=KEYS_NEEDED)
 
 
 class Weights(BaseModel):

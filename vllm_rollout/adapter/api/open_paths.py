@@ -1,4 +1,5 @@
-"""Where vLLM's --api-key does not reach. Invariant: our fields work nowhere that the key does not guard.
+"""Where vLLM's --api-key does not reach. Invariant: our fields work nowhere that the key does not guard, and what
+trainers may change there needs the keys that our own endpoints need.
 
 vLLM guards the paths that begin with one of its prefixes; /invocations generates without a key. A server without
 --api-key takes our fields in the same places, so that a key changes nothing but who may come in.
@@ -8,11 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextvars import ContextVar
+from http import HTTPStatus
 
+from fastapi import Depends, HTTPException, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
-from vllm.entrypoints.serve.middleware.authenticate import GUARDED_PREFIX
+from vllm.entrypoints.serve.middleware.authenticate import GUARDED_PREFIX, AuthenticationMiddleware
 from vllm.exceptions import VLLMValidationError
 
+from vllm_rollout.server.admin import require_admin
+from vllm_rollout.server.engine import RequestError
 from vllm_rollout.server.paths import path_of
 
 _open_path: ContextVar[str | None] = ContextVar("open_path", default=None)
@@ -42,3 +47,23 @@ def refuse_on_open_path(fields: Iterable[str]) -> None:
         "/v1/completions, /v1/chat/completions or /inference/v1/generate.",
         parameter=field,
     )
+
+
+def require_keys(request: Request) -> None:
+    """Raises: HTTPException (401) without --api-key and --rollout-admin-key, where the server was given them."""
+    for middleware in request.app.user_middleware:
+        if middleware.cls is AuthenticationMiddleware:
+            authentication = AuthenticationMiddleware(request.app, **middleware.kwargs)
+            if not authentication.verify_token(request.headers):
+                raise HTTPException(
+                    HTTPStatus.UNAUTHORIZED,
+                    "authorization: needs a key that the server was given as --api-key, as a bearer token.",
+                )
+    try:
+        require_admin(request)
+    except RequestError as error:
+        raise HTTPException(error.status, str(error)) from error
+
+
+KEYS_NEEDED = [Depends(require_keys)]
+"""Dependencies of a trainer's route that changes something."""

@@ -23,6 +23,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from vllm_rollout.adapter.api.asgi import is_for, read_body
 from vllm_rollout.adapter.api.from_disk import NoWeights, load_adapter, load_weights
+from vllm_rollout.adapter.api.open_paths import KEYS_NEEDED
 
 LIVENESS_TIMEOUT_S = 30.0
 UPDATE_WEIGHTS = "/update_weights"
@@ -47,7 +48,7 @@ def attach_token_names(app: FastAPI) -> None:
         app.add_middleware(TokenNames)
 
 
-@router.post(FROM_FOLDER)
+@router.post(FROM_FOLDER, dependencies=KEYS_NEEDED)
 async def update_weights(request: Request) -> JSONResponse:
     """Weights out of a checkpoint's folder, in place. The prefix cache stays: prime-rl salts it with its version."""
     folder = (await request.json())["weight_dir"]
@@ -70,7 +71,7 @@ async def update_weights(request: Request) -> JSONResponse:
     return JSONResponse({"status": "ok"})
 
 
-@router.post("/init_broadcaster")
+@router.post("/init_broadcaster", dependencies=KEYS_NEEDED)
 async def init_broadcaster(request: Request) -> JSONResponse:
     """For prime-rl's worker extension; without it the path is not there, which prime-rl takes for "no broadcast"."""
     if not request.app.state.args.worker_extension_cls:
@@ -82,7 +83,7 @@ async def init_broadcaster(request: Request) -> JSONResponse:
     return JSONResponse({"status": "ok"})
 
 
-@router.post("/load_lora_adapter")
+@router.post("/load_lora_adapter", dependencies=KEYS_NEEDED)
 async def load_lora_adapter(body: LoadLoRAAdapterRequest, request: Request) -> JSONResponse:
     loaded = await load_adapter(request.app.state.openai_serving_models, body.lora_name, body.lora_path)
     if isinstance(loaded, ErrorResponse):

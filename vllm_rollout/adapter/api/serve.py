@@ -150,8 +150,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="KEY",
         type=_admin_key,
         default=None,
-        help=f"PUT of quality heads and of the state needs this key, in the header {ADMIN_HEADER}. Default: whoever "
-        "may call the server may put them.",
+        help=f"What changes all that is served (PUT of quality heads and of the state, drains, weights by --compat) "
+        f"needs this key, in the header {ADMIN_HEADER} or as a bearer token. Default: whoever may call the server may.",
     )
     group.add_argument(
         "--rollout-audit-ratio",

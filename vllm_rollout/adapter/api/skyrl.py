@@ -18,11 +18,12 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
 from vllm_rollout.adapter.api.asgi import is_for, read_body
 from vllm_rollout.adapter.api.from_disk import load_adapter
+from vllm_rollout.adapter.api.open_paths import KEYS_NEEDED
 
 RESET = "/reset_prefix_cache"
 FIELD = "reset_running_requests"
 
-router = APIRouter(include_in_schema=False)
+router = APIRouter(include_in_schema=False, dependencies=KEYS_NEEDED)
 
 
 class LoadAdapter(BaseModel):

@@ -1,6 +1,7 @@
 """`vllm-rollout serve --compat TRAINER`: what a trainer asks of its server beside vLLM's own endpoints.
 
-Invariant: without --compat nothing here has an effect. With it vLLM answers what it knows, as before.
+Invariant: without --compat nothing here has an effect. With it vLLM answers what it knows, as before, and what these
+routes change needs the keys of the server.
 """
 
 from __future__ import annotations

@@ -1,0 +1,112 @@
+"""Who gets in without a key, in every --compat mode, by asking each route of vLLM's app and ours.
+
+What vLLM alone leaves open (its development mode most of all) is its own; what of ours is open is named here.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+from vllm.entrypoints.launchers.app import build_app
+
+from vllm_rollout.adapter import plugin
+from vllm_rollout.adapter.api.serve import parse
+from vllm_rollout.adapter.api.trainers import COMPAT
+from vllm_rollout.server.admin import AdminKey
+from vllm_rollout.server.learning.body import ADMIN_HEADER
+
+pytestmark = pytest.mark.anyio
+API_KEY, ADMIN_KEY = "api", "admin"
+
+OPEN_TO_ANYONE = {
+    ("GET", "/liveness"),  # tells whether the engine hangs
+    *(("POST", f"/{name}/") for name in ("init_communicator", "update_named_param", "close_communicator")),  # 501
+    ("POST", "/get_sequence_logprobs/"),  # 501
+}
+OPEN_TO_THE_API_KEY = {
+    *(("POST", f"/v1/{name}") for name in ("rollouts", "votes", "rollouts/{rollout_id}/rewards", "rewards")),
+    *(("GET", f"/v1/quality_head{name}") for name in ("", "/report", "/detection_lengths")),
+    *(("GET", f"/v1/{name}") for name in ("rollouts/prompts", "rollouts/state", "engines", "engines/advice")),
+    *((method, "/v1/runs") for method in ("GET", "POST")),
+    *((method, "/v1/runs/{run_id}") for method in ("GET", "DELETE")),
+    ("POST", "/v1/runs/{run_id}/rounds"),
+    ("DELETE", "/v1/runs/{run_id}/rounds/{number}"),
+    *(("POST", f"/{name}/") for name in ("generate", "chat")),  # TRL's, of which /v1 asks the key
+}
+BODIES: dict[tuple[str, str], Any] = {
+    ("POST", "/update_weights"): {"weight_dir": "/weights"},
+    ("POST", "/generate/"): {"prompts": ["a"]},
+    ("POST", "/chat/"): {"messages": [[{"role": "user", "content": "a"}]]},
+}
+"""With which a route is ours, or asks another one."""
+
+
+@pytest.fixture
+def app_of(monkeypatch, tiny_model):
+    """vLLM's app with what these trainers ask for, no engine behind it; or as vLLM has it, without us."""
+
+    @cache
+    def app_of(*trainers: str, ours: bool = True) -> FastAPI:
+        monkeypatch.setenv("VLLM_PLUGINS", os.environ.get("VLLM_PLUGINS", ""))
+        monkeypatch.delenv("VLLM_PLUGINS")
+        monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+        monkeypatch.setattr(sys, "argv", sys.argv)
+        monkeypatch.setattr(plugin, "register", lambda: None)  # vLLM's classes stay as they are
+        flags = [flag for trainer in trainers for flag in ("--compat", trainer)]
+        keys = ("--api-key", API_KEY, ADMIN_KEY, "--rollout-admin-key", ADMIN_KEY)
+        args = parse([tiny_model, "--enable-scale-out", *keys, *flags], "vllm-rollout serve", "")
+        if not ours:
+            monkeypatch.setenv("VLLM_PLUGINS", "")
+        app = build_app(args, ("generate",))
+        app.state.rollout_service = SimpleNamespace(admin_key=AdminKey(ADMIN_KEY))
+        return app
+
+    return app_of
+
+
+async def let_in(app: FastAPI, **headers: str) -> set[tuple[str, str]]:
+    """Method and path of every route that does not answer 401."""
+    found = set()
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)  # nothing is behind what lets us in
+    async with httpx.AsyncClient(transport=transport, base_url="http://test", headers=headers) as http:
+        for route in (route for route in app.routes if isinstance(route, APIRoute)):
+            for method in route.methods:
+                asked = method, route.path
+                path = route.path.format(rank=0, number=0, run_id="r", rollout_id="r", response_id="r")
+                answer = await http.request(method, path, json=BODIES.get(asked, {}))
+                if answer.status_code != 401:
+                    found.add(asked)
+    return found
+
+
+def routes_of(app: FastAPI) -> set[tuple[str, str]]:
+    return {(method, route.path) for route in app.routes if isinstance(route, APIRoute) for method in route.methods}
+
+
+@pytest.mark.parametrize("trainers", [(), *((trainer,) for trainer in sorted(COMPAT)), tuple(COMPAT)])
+async def test_without_a_key_nobody_gets_in_where_it_is_not_said(app_of, trainers):
+    found = await let_in(app_of(*trainers)) - await let_in(app_of(ours=False))
+    assert found <= OPEN_TO_ANYONE
+
+
+async def test_with_the_api_key_alone_nobody_changes_what_all_are_served_by(app_of):
+    app = app_of(*COMPAT)
+    found = await let_in(app, authorization=f"Bearer {API_KEY}")
+    ours = routes_of(app) - routes_of(app_of(ours=False))
+    assert found & ours == OPEN_TO_ANYONE | OPEN_TO_THE_API_KEY
+    assert ("POST", "/update_weights") not in found, "of a folder"
+
+
+async def test_the_admin_key_opens_in_the_header_of_ours_and_as_a_bearer_token(app_of):
+    app = app_of(*COMPAT)
+    everything = routes_of(app)
+    assert await let_in(app, authorization=f"Bearer {API_KEY}", **{ADMIN_HEADER: ADMIN_KEY}) == everything
+    assert await let_in(app, authorization=f"Bearer {ADMIN_KEY}") == everything
