@@ -52,6 +52,8 @@ class Rank(Core):
         """Asked before whatever may fail in a call."""
         self.calls: list[str] = []
         """Operations, in the order in which they were carried out."""
+        self.took_while_held = False
+        """A group came to it that another one let go."""
 
     def turn(self) -> None:
         """It reads what has come, and makes a step."""
@@ -69,6 +71,7 @@ class Rank(Core):
 
     def answer(self, operation: str, payload: bytes, answer: asyncio.Future[bytes]) -> None:
         self.calls.append(operation)
+        self.took_while_held |= operation == "adopt_group" and self.scheduler.moves.is_held
         try:
             said = rollout_call(self, operation, payload)
         except Exception as error:
@@ -212,12 +215,14 @@ class Cluster:
                 if output.output.finished:
                     self.ends.setdefault(candidate, []).append(output.note.state)
 
-    async def turn(self) -> None:
-        """Every rank reads, steps and is heard."""
+    async def turn(self, happens: Callable[[], bool] = lambda: True) -> None:
+        """Every rank reads, steps and is heard, unless `happens` says that it is slow."""
         await let_everybody_run()
         for core in self.cores:
-            core.turn()
-            core.deliver()
+            if happens():
+                core.turn()
+            if happens():
+                core.deliver()
         await let_everybody_run()
 
     async def until(self, is_done: Callable[[], Any]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from ranked_llm import Cluster
+from vllm import SamplingParams
 
 from vllm_rollout.server.engine import Drained, RequestError
 
@@ -135,3 +136,21 @@ def test_processes_follow_holds_of_others(on_ranks):
         await cluster.done(*cluster.readers.values())
 
     on_ranks(check, num_api_processes=2)
+
+
+def test_a_plain_request_that_comes_in_when_its_rank_is_drained_goes_elsewhere(on_ranks):
+    """It waited at the door, and nothing was held when it came to it."""
+
+    async def check(cluster: Cluster) -> None:
+        llm = cluster.llm
+        llm.door.shut()
+        params = SamplingParams(max_tokens=40, detokenize=False)
+        waiting = asyncio.create_task(anext(llm.generate(5, params, "plain")))
+        await cluster.turn()
+        await cluster.done(drain(cluster, 0))
+        llm.door.open()
+        await cluster.until(lambda: llm.reqs_in_flight)
+        assert llm.reqs_in_flight["plain-internal"] is cluster.cores[1]
+        await cluster.done(waiting)
+
+    on_ranks(check)

@@ -8,13 +8,16 @@ from collections.abc import Callable
 from contextlib import aclosing
 from types import SimpleNamespace
 
+import pytest
 from scheduler_runs import TracedRun, assert_nothing_left
 from stepped_llm import SteppedLLM, let_everybody_run
 from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind
 
 from vllm_rollout.adapter.api.client import RolloutAsyncLLM
 from vllm_rollout.adapter.api.group_routes import GroupRoutes
+from vllm_rollout.adapter.api.rank_client import RankDied
 from vllm_rollout.group.cost import CostModel, PTLCurve
 from vllm_rollout.group.moments import LengthMoments
 from vllm_rollout.group.placement import Placement
@@ -52,6 +55,28 @@ def test_a_group_counts_what_its_candidates_have_to_do_until_they_end() -> None:
     assert (route.num_left, placement.loads) == (1, [0, remaining(250)])
     routes.close(route)
     assert (placement.loads, placement.num_candidates) == ([0, 0], [0, 0])
+
+
+def test_a_group_that_is_over_before_it_arrives_counts_nowhere() -> None:
+    placement = Placement(2)
+    routes = GroupRoutes(placement)
+    route = routes.open("q", fresh(4), outlook=outlook())
+    routes.close(route)
+    routes.arrived(route, 1)
+    assert (placement.loads, placement.num_candidates) == ([0, 0], [0, 0])
+
+
+def test_a_rank_that_takes_nothing_is_not_to_be_named() -> None:
+    """Also when it was put on hold after the request had come."""
+    routes = GroupRoutes(Placement(3))
+    routes.hold(frozenset({0}))
+    routes.bury(1)
+    for enter in (lambda rank: routes.open("g", fresh(2), rank), lambda rank: routes.join("j", 2, rank)):
+        with pytest.raises(VLLMValidationError, match="rank 0 is drained"):
+            enter(0)
+        with pytest.raises(RankDied, match="rank 1"):
+            enter(1)
+        assert enter(2).rank == 2
 
 
 def test_candidates_that_go_on_or_come_late_have_ages_of_their_own() -> None:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+
 import httpx
 import pytest
 
 from vllm_rollout import AsyncRolloutClient
+from vllm_rollout.group.holding import EVERYBODY
 from vllm_rollout.group.load import ArrivedKV
+from vllm_rollout.group.scaling import Progress, ScaleDown
 from vllm_rollout.group.transfer import TransferCost
+from vllm_rollout.server.answers import RanksFreeEvent
+from vllm_rollout.server.engines.scaling import ScaleDownWatch
 
 from .conftest import serving
 from .fake_engine import FakeEngine
@@ -94,6 +101,67 @@ async def test_half_of_the_ranks_are_free_while_a_rollout_runs_and_taken_back_af
     assert "of 32 responses" in freed.reason
     assert after == ["active"] * 3 + ["draining" if engine.num_running else "drained"]
     assert (advice["scale_down"]["reason"], advice["num_responses"]) == ("too_early", 0)
+
+
+async def test_a_rank_that_the_trainer_drains_during_a_rollout_stays_drained_after_it(engine, app):
+    engine.num_ranks = 4
+    engine.step_s = 0.002
+    with serving(app) as url:
+        async with AsyncRolloutClient(url) as client, httpx.AsyncClient(base_url=url) as http:
+            async for event in client.stream(PROMPTS, 4, sampling={"seed": 1}, scale_down="auto"):
+                if event.type == "ranks_free":
+                    kept, given_back = event.ranks
+                    assert (await http.post(f"/v1/engines/{kept}/drain", json={"timeout_s": 0.0})).status_code == 200
+            after = await states(http)
+            assert (await http.post(f"/v1/engines/{kept}/restore")).json()["state"] == "active"
+    assert after[kept] == "drained"
+    assert after[given_back] == "active"
+
+
+class PlannedEngine(FakeEngine):
+    """Frees ranks 2 and 3; the trainer drains some others between plan and deed."""
+
+    trainers: tuple[int, ...] = ()
+
+    async def plan_scale_down(self, progress: Progress) -> ScaleDown:
+        for rank in self.trainers:
+            await self.drain(rank, 0.0)
+        return ScaleDown("free", "", (2, 3))
+
+    async def restore(self, rank: int, owner: str = EVERYBODY) -> None:
+        await asyncio.sleep(0)
+        await super().restore(rank, owner)
+
+
+async def scaled_down(engine: PlannedEngine) -> ScaleDownWatch:
+    """A rollout that has got its ranks, or not."""
+    engine.num_ranks = 4
+    watch = ScaleDownWatch(engine, "rollout", 4, time.monotonic)
+    told: asyncio.Queue[RanksFreeEvent] = asyncio.Queue()
+    watch.begin(told.put)
+    watch.candidate_ended()
+    for _ in range(50):
+        await asyncio.sleep(0)
+    return watch
+
+
+async def test_a_rollout_that_cannot_free_all_it_wanted_frees_none():
+    engine = PlannedEngine()
+    engine.trainers = (0, 1)
+    await scaled_down(engine)
+    assert engine.held == {0, 1}
+
+
+async def test_ranks_are_taken_back_also_when_nobody_waits_for_it():
+    engine = PlannedEngine()
+    watch = await scaled_down(engine)
+    assert engine.held == {2, 3}
+    ending = asyncio.create_task(watch.end())
+    await asyncio.sleep(0)
+    ending.cancel()
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert engine.held == set()
 
 
 async def test_no_rank_is_freed_where_the_rest_has_no_room(engine, http: httpx.AsyncClient):

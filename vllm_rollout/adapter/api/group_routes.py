@@ -243,11 +243,11 @@ class GroupRoutes:
             self._routes.pop(forgotten, None)
 
     def arrived(self, route: GroupRoute, rank: int) -> None:
-        """It runs on another rank now."""
+        """It runs on another rank now, unless it was over before it arrived."""
         self._look()
         if route.joined:
             self._placement.move_joined(route.group_id, rank)
-        else:
+        elif self._routes.get(route.group_id) is route:
             self._placement.leave(route.rank, route.work)
             self._placement.place(route.work, rank)
         route.rank = rank
