@@ -73,6 +73,7 @@ class Rank(Core):
         self.calls.append(operation)
         self.took_while_held |= operation == "adopt_group" and self.scheduler.moves.is_held
         try:
+            self._may_fail(operation)
             said = rollout_call(self, operation, payload)
         except Exception as error:
             self.outbox.append(lambda error=error: answer.cancelled() or answer.set_exception(error))

@@ -51,6 +51,7 @@ def test_of_the_last_two_ranks_one_stays(on_ranks, num_api_processes):
             assert all(llm.routes.has_open for llm in cluster.llms)  # nobody is sent away meanwhile
         answers = await cluster.done(*draining)
         assert any(map(is_conflict, answers))
+        assert num_api_processes > 1 or not all(map(is_conflict, answers))
         assert len(cluster.held) == [is_conflict(answer) for answer in answers].count(False) < 2
         for rank in cluster.held:
             await cluster.done(restore(cluster, rank))

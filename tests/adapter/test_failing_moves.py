@@ -95,6 +95,33 @@ def test_packing_that_breaks_off_in_the_middle_takes_nothing_along(on_ranks, mon
     on_ranks(check)
 
 
+def test_a_release_that_fails_leaves_nobody_out_of_every_queue(new_ranks):
+    """Also when nobody says `keep`."""
+    ranks, lengths = new_ranks(), [50, 70]
+    ids = add_group(ranks.runs[0], "g", lengths, group_size=2)
+    ranks.until("g-1", 20)
+    collective_rpc = ranks.cores[0].collective_rpc
+    ranks.cores[0].collective_rpc = lambda method, args: collective_rpc(method, args[1])
+    with pytest.raises(IndexError):
+        ranks.release("g", 0)
+    ranks.cores[0].collective_rpc = collective_rpc
+    ranks.run()
+    assert_each_once(ranks, ids_and_lengths(ids, lengths))
+    assert [ranks.runs[0].num_tokens(id) for id in ids] == lengths
+
+
+def test_a_group_that_has_stopped_goes_on_when_the_second_call_for_it_fails(on_ranks, loop):
+    """The first one found a token on its way."""
+
+    async def check(cluster: Cluster) -> None:
+        move = await moved(cluster, lambda source: setattr(cluster.cores[source], "fails", failing("release_group", 1)))
+        assert move.outcome == ("moved" if loop.depth == 1 else "failed")
+        await cluster.done(*cluster.readers.values())
+        assert_said(cluster)
+
+    on_ranks(check)
+
+
 ADOPTING = [
     ("rollout_take_up", 0), ("preprocess_add_request", 0), ("preprocess_add_request", 1), ("rollout_fetch_kv", 0),
     ("add_request", 0), ("add_request", 1),

@@ -12,6 +12,7 @@ from ranked_llm import Cluster
 from scheduler_runs import assert_nothing_left
 from vllm.exceptions import VLLMValidationError
 
+from vllm_rollout.adapter.call_table import OPERATIONS
 from vllm_rollout.group.holding import TRAINER
 from vllm_rollout.group.race import RacePlace
 from vllm_rollout.server.engine import RequestError
@@ -19,6 +20,7 @@ from vllm_rollout.server.engine import RequestError
 NUM_SCHEDULES = 6
 NUM_EVENTS = 60
 MAX_GROUPS = 10
+CALLS_THAT_COME_THROUGH = OPERATIONS.keys() - {"release_group", "adopt_group"}
 
 
 class Schedule:
@@ -31,7 +33,7 @@ class Schedule:
         self.calls: list[asyncio.Task[Any]] = []
         failure_rate = chance.choice([0.0, 0.02, 0.2])
         for core in cluster.cores:
-            core.fails = lambda what: chance.random() < failure_rate
+            core.fails = lambda what: what not in CALLS_THAT_COME_THROUGH and chance.random() < failure_rate
         self.num_wanted = {"one": 1, "other": 2}
         self.alone = len(cluster.engines) == 1
 
