@@ -79,15 +79,20 @@ async def teach_another(model: str) -> dict[str, Any]:
     fields |= {"rollout_detection_length": 4, "rollout_pruning_mode": "shadow", "rollout_early_stop": False}
     params = SamplingParams(max_tokens=8, min_tokens=6, extra_args=fields)
 
-    async def last(name: str) -> Any:
+    async def last(name: str, params: SamplingParams = params) -> Any:
         return [output async for output in engine.generate({"prompt_token_ids": [3, 4]}, params, name)][-1]
 
     names = ["a", "b", "c"]
     outputs = await asyncio.gather(*map(last, names))
     answer = await vllm_rollout.teach(engine, [*((name, 0, 1.0) for name in names), ("nobody", 0, 1.0)])
+    several = params.clone()
+    several.n, several.extra_args = 3, {**fields, "rollout_group_id": "n", "rollout_group_size": 3}
+    assert len((await last("d", several)).outputs) == 3
+    of_several = await vllm_rollout.teach(engine, [("d", choice, 1.0) for choice in range(4)])
     engine.shutdown()
-    statuses = [result.status for result in answer.results]
-    return {"reasons": [output.outputs[0].stop_reason for output in outputs], "statuses": statuses}
+    statuses, of_several = ([result.status for result in each.results] for each in (answer, of_several))
+    reasons = [output.outputs[0].stop_reason for output in outputs]
+    return {"reasons": reasons, "statuses": statuses, "of_several": of_several}
 
 
 def main(which: str, model: str) -> None:

@@ -1,7 +1,9 @@
 """Emulated servers: vLLM's own scheduling of made-up candidates, whose lengths, outcomes and scores are known."""
 
 import json
+import os
 import random
+import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -276,6 +278,39 @@ def test_what_was_learned_is_saved_and_restored(emulated):
     state = emulated.http.get("/v1/rollouts/state").content
     assert emulated.http.put("/v1/rollouts/state", content=state).status_code == 204
     assert emulated.http.get("/v1/rollouts/state").content == state
+
+
+def test_what_was_put_is_there_after_a_kill(emulated, tiny_model, tmp_path):
+    query = {"detection_length": 9}
+    pruning = {**SCORED, **query}
+    answer = emulated.rollout(prompts_of(40, first=40), 16, pruning=pruning, sampling={"extra_args": FORCED})
+    rewards = [{"prompt_id": id, "index": i, "reward": float(good)} for id, i, _, good in scored_candidates(answer)]
+    emulated.http.post(f"/v1/rollouts/{answer['id']}/rewards", json={"rewards": rewards}).raise_for_status()
+    emulated.wait_until(lambda: emulated.http.get("/v1/quality_head", params=query).status_code == 200)
+    run = {"id": "put", "group_size": 2, "prompts_per_round": 2}
+    emulated.http.post("/v1/runs", json=run).raise_for_status()
+    head = emulated.http.get("/v1/quality_head", params=query).content
+    state = emulated.http.get("/v1/rollouts/state").content
+
+    def start(number: int) -> Emulated:
+        (folder := tmp_path / str(number)).mkdir()
+        return Emulated(tiny_model, folder, "--rollout-state", str(tmp_path / "state"))
+
+    def killed(server: Emulated) -> None:
+        os.killpg(server._process.pid, signal.SIGKILL)
+        server.stop()
+
+    server = start(0)
+    server.http.put("/v1/quality_head", content=head).raise_for_status()
+    killed(server)
+    server = start(1)
+    assert server.http.get("/v1/quality_head").content == head
+    server.http.put("/v1/rollouts/state", content=state).raise_for_status()
+    killed(server)
+    server = start(2)
+    assert server.http.get("/v1/rollouts/state").content == state
+    assert server.http.get("/v1/runs/put").json()["is_durable"]
+    server.stop()
 
 
 def test_steps_are_stretched_and_follow_each_other_as_the_loop_does(emulated, slow):

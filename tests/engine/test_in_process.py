@@ -96,3 +96,4 @@ def test_an_engine_that_somebody_else_built_is_taught_by_request_ids(tiny_model:
     assert set(ended) == {"accepted"}
     assert len(ended) >= 2
     assert result["statuses"][-1] == "unknown"
+    assert result["of_several"] == ["accepted"] * 3 + ["unknown"]
