@@ -104,7 +104,7 @@ def a_rank() -> Rank:
 
 
 SAVED = learned(1)
-STATE, OTHER_STATE = content(SAVED)[0], content(learned(3))[0]
+STATE, OTHER_STATE, OF_ANOTHER_MODEL = (content(each)[0] for each in (SAVED, learned(3), learned(4, "another")))
 
 
 async def test_a_state_that_was_put_is_there_after_a_kill_at_any_moment_whole_or_not(tmp_path: Path, kills) -> None:
@@ -151,6 +151,17 @@ async def test_runs_that_cannot_be_written_leave_everything_as_it_was(tmp_path: 
         await server.engine.set_learning_state(STATE, refuse)
     assert server.has() == before == await restarted(tmp_path / "live")
     assert {path.name for path in (tmp_path / "live").glob("learned*")} == {LEARNED, f"{LEARNED}.lock"}
+
+
+@pytest.mark.parametrize("state", [OF_ANOTHER_MODEL, STATE[: len(STATE) // 2]], ids=["another model", "cut off"])
+async def test_a_state_that_the_engine_refuses_leaves_runs_and_files_alone(tmp_path: Path, state: bytes) -> None:
+    server = Server(tmp_path / "live", a_rank())
+    await server.file.save()
+    before, writes = server.has(), server.store._db.total_changes
+    with pytest.raises(RequestError, match=r"is of model 'another'|not a rollout state"):
+        await server.put_state(state)
+    assert server.has() == before == await restarted(tmp_path / "live")
+    assert server.store._db.total_changes == writes
 
 
 async def test_a_head_that_was_put_is_there_after_a_kill(tmp_path: Path, kills) -> None:
