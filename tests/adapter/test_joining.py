@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 from scheduler_runs import TracedRun, assert_nothing_left, prune_by_sign
+from vllm.lora.request import LoRARequest
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
+from vllm_rollout.adapter.names import learned_name
 from vllm_rollout.adapter.wire import CandidateTag
 from vllm_rollout.group.ledger import NamedReward, Reward, request_name
+from vllm_rollout.group.types import BASE_MODEL
 
 JOIN = {"rollout_group_id": "q1", "rollout_group_size": 2, "rollout_num_candidates": 4}
 PROMPT = {"rollout_group_size": 2, "rollout_num_candidates": 4}
@@ -234,3 +237,9 @@ def test_an_id_that_would_fill_memory_is_refused(new_run: Callable[..., TracedRu
     assert (reason, len(said) < 300) == ("error", True)
     assert "at most 512 characters (128 where not all are ASCII), got" in said
     assert_nothing_left(run)
+
+
+def test_an_adapter_of_a_large_name_is_learned_of_by_its_digest() -> None:
+    names = [learned_name(LoRARequest(name, 1, "/adapter")) for name in ("sql", "x" * 2**20, "y" * 2**20)]
+    assert (names[0], len(set(names)), max(map(len, names)) < 100) == ("sql", 3, True)
+    assert learned_name(None) == BASE_MODEL

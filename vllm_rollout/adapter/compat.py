@@ -391,7 +391,7 @@ CONTRACT = (
     Fact("uses", "vllm.inputs.engine.MultiModalInput", "mm_hashes", by="api"),
     Fact("uses", "vllm.inputs.engine.EncoderDecoderInput", "decoder_prompt", by="api"),
     Fact("uses", "vllm.inputs.engine.EncoderDecoderInput", "encoder_prompt", by="api"),
-    Fact("uses", "vllm.lora.request.LoRARequest", "lora_name", by="api core worker"),
+    Fact("uses", "vllm.lora.request.LoRARequest", "lora_name", by="api core names"),
     Fact("uses", "vllm.lora.request.LoRARequest", "load_inplace", by="api"),
     Fact("uses", "vllm.lora.request.LoRARequest", "lora_int_id", by="api"),
     Fact("calls", SERVED_MODELS, "load_lora_adapter", "request", "api"),
