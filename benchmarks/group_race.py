@@ -8,9 +8,9 @@
   e  (only when asked for) c with an ordinary client: httpx, every event parsed
 
 Conditions. One server at a time, the same flags for both kinds, the same prompts as token ids, the same seeds
-(candidate i of a prompt gets seed + i in every way), temperature 1, token ids returned, no log probabilities. Every
-prompt has run once before, so that each way finds the same prefix cache. Within a repeat the ways follow each other;
-the order turns round with every repeat. Ratios are medians of the ratios within a repeat.
+(candidate i of a prompt gets that prompt's seed + i in every way), temperature 1, token ids returned, no log
+probabilities. Every prompt has run once before, so that each way finds the same prefix cache. Within a repeat the ways
+follow each other; the order turns round with every repeat. Ratios are medians of the ratios within a repeat.
 
 The client of c is the cheapest we could write: one process, one connection per candidate on asyncio's transport, which
 keeps the bytes it gets and looks in them for a finish reason only; token ids are read after the clock has stopped. The
@@ -62,6 +62,7 @@ from benchmarks.common import (
 )
 from benchmarks.prompts import cycle
 from vllm_rollout.demo.options import MAX_CANDIDATES
+from vllm_rollout.group.prompt_key import seed_for
 from vllm_rollout.models import DEFAULT_MODEL, resolve
 from vllm_rollout.process import (
     ServerError,
@@ -148,6 +149,11 @@ class Task:
     def sampling(self) -> dict[str, Any]:
         return {"temperature": 1.0, "max_tokens": self.race.max_tokens, "seed": self.seed}
 
+    def body(self, position: int, index: int = 0) -> dict[str, Any]:
+        """A completion of the prompt at that position, sampled as a rollout samples its candidate of that index."""
+        seed = seed_for(self.seed, str(position)) + index
+        return {"prompt": self.prompts[position], "return_token_ids": True, **self.sampling, "seed": seed}
+
 
 Read = Callable[[], Returned]
 """Called after the clock has stopped: parsing an answer is nobody's wall time."""
@@ -156,11 +162,10 @@ Read = Callable[[], Returned]
 async def wait_for_all(client: httpx.AsyncClient, task: Task, num_candidates: int) -> Read:
     """Ways a and b: one request per prompt."""
 
-    async def ask(prompt: list[int]) -> httpx.Response:
-        body = {"prompt": prompt, "n": num_candidates, "return_token_ids": True, **task.sampling}
-        return await client.post("/v1/completions", json=body)
+    async def ask(position: int) -> httpx.Response:
+        return await client.post("/v1/completions", json=task.body(position) | {"n": num_candidates})
 
-    responses = await asyncio.gather(*map(ask, task.prompts))
+    responses = await asyncio.gather(*map(ask, range(len(task.prompts))))
 
     def read() -> Returned:
         returned = received = after = num_remaining = 0
@@ -298,11 +303,8 @@ async def stream_all(client: httpx.AsyncClient, task: Task) -> Read:
     host, port = client.base_url.host, client.base_url.port
     loop = asyncio.get_running_loop()
     groups = []
-    for prompt in task.prompts:
-        bodies = [
-            {"prompt": prompt, "stream": True, "return_token_ids": True, **task.sampling, "seed": task.seed + index}
-            for index in range(task.race.num_candidates)
-        ]
+    for position in range(len(task.prompts)):
+        bodies = [task.body(position, index) | {"stream": True} for index in range(task.race.num_candidates)]
         groups.append(StreamingGroup(task.race.group_size, [_http_request(host, body) for body in bodies]))
     connections = [
         loop.create_connection(lambda stream=stream: stream, host, port) for group in groups for stream in group.streams
@@ -326,10 +328,10 @@ async def stream_parsed(client: httpx.AsyncClient, task: Task) -> Read:
     """Way e: a stream per candidate, read line by line and parsed; the rest are cancelled when enough have ended."""
     received = 0
 
-    async def candidate(prompt: list[int], index: int) -> tuple[bool, int]:
+    async def candidate(position: int, index: int) -> tuple[bool, int]:
         """Whether it ended by itself, and its number of tokens."""
         nonlocal received
-        body = {"prompt": prompt, "stream": True, "return_token_ids": True, **task.sampling, "seed": task.seed + index}
+        body = task.body(position, index) | {"stream": True}
         num_tokens, reason = 0, None
         async with client.stream("POST", "/v1/completions", json=body) as response:
             async for line in response.aiter_lines():
@@ -341,9 +343,9 @@ async def stream_parsed(client: httpx.AsyncClient, task: Task) -> Read:
                 reason = choice["finish_reason"] or reason
         return reason == "stop", num_tokens
 
-    async def group(prompt: list[int]) -> tuple[int, int]:
+    async def group(position: int) -> tuple[int, int]:
         """Tokens of the kept candidates, and the number of those cancelled."""
-        tasks = [asyncio.create_task(candidate(prompt, index)) for index in range(task.race.num_candidates)]
+        tasks = [asyncio.create_task(candidate(position, index)) for index in range(task.race.num_candidates)]
         kept, cut = [], []
         for ended in asyncio.as_completed(tasks):
             by_itself, num_tokens = await ended
@@ -357,7 +359,7 @@ async def stream_parsed(client: httpx.AsyncClient, task: Task) -> Read:
         kept += cut[: task.race.group_size - len(kept)]
         return sum(kept), len(remaining)
 
-    groups = await asyncio.gather(*map(group, task.prompts))
+    groups = await asyncio.gather(*map(group, range(len(task.prompts))))
     returned, num_remaining = (sum(values) for values in zip(*groups, strict=True))
     return lambda: Returned(returned, None, num_remaining, received)
 

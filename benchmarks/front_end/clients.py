@@ -21,7 +21,15 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
 from benchmarks.common import raise_file_limit
-from benchmarks.front_end.workload import FIRST_SEED, GROUP_SIZE, MAX_TOKENS, NUM_CANDIDATES, lengths_of, prompts_of
+from benchmarks.front_end.workload import (
+    FIRST_SEED,
+    GROUP_SIZE,
+    MAX_TOKENS,
+    NUM_CANDIDATES,
+    lengths_of,
+    prompts_of,
+    seed_of,
+)
 
 Way = Literal["rollouts", "wait", "stream", "close"]
 WAYS: tuple[Way, ...] = get_args(Way)
@@ -113,7 +121,7 @@ class Sockets:
         self._groups = [_Group() for _ in prompts]
         for group, prompt in enumerate(prompts):
             for index in range(1 if way == "wait" else NUM_CANDIDATES):
-                self._send(group, self._body(prompt, index))
+                self._send(group, self._body(prompt, group, index))
 
     def race(self) -> list[Got]:
         left = len(self._groups)
@@ -124,8 +132,8 @@ class Sockets:
             time.sleep(NAP_S)
         return [Got(group.ended, group.lengths) for group in self._groups]
 
-    def _body(self, prompt: list[int], index: int) -> dict[str, Any]:
-        body = {"prompt": prompt, "max_tokens": MAX_TOKENS, "seed": FIRST_SEED + index, "return_token_ids": True}
+    def _body(self, prompt: list[int], group: int, index: int) -> dict[str, Any]:
+        body = {"prompt": prompt, "max_tokens": MAX_TOKENS, "seed": seed_of(group) + index, "return_token_ids": True}
         if self._way == "wait":
             return {**body, "n": NUM_CANDIDATES}
         if self._way == "stream":

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from vllm_rollout.emulation.device import Work, step_seconds
 from vllm_rollout.emulation.fate import Fates
 from vllm_rollout.emulation.settings import Settings
+from vllm_rollout.group.prompt_key import seed_for
 
 NUM_CANDIDATES, GROUP_SIZE = 16, 8
 FIRST_SEED = 1000
@@ -35,11 +36,16 @@ def prompts_of(num_groups: int, seed: int) -> list[list[int]]:
     return [[chance.randrange(100, 40_000) for _ in range(PROMPT_TOKENS)] for _ in range(num_groups)]
 
 
+def seed_of(position: int) -> int:
+    """With which a rollout samples the prompt at that position; the other ways send it."""
+    return seed_for(FIRST_SEED, str(position))
+
+
 def lengths_of(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
     fates = Fates(Settings.model_validate(DEVICE))
     return [
-        [fates.of(prompt, FIRST_SEED + index, index, {}).length for index in range(NUM_CANDIDATES)]
-        for prompt in prompts
+        [fates.of(prompt, seed_of(position) + index, index, {}).length for index in range(NUM_CANDIDATES)]
+        for position, prompt in enumerate(prompts)
     ]
 
 

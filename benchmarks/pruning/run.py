@@ -18,7 +18,7 @@ Single runs are logged beside it, so that an interrupted phase goes on where it 
 
 Conditions. One server, one client, both on this machine. Ways take turns over blocks of prompts, who begins rotates;
 ratios are medians over blocks of the ratio within a block. Prompts are in the prefix cache before a way is timed.
-Candidate i of a group samples with seed + i in every way. Problems and checker: benchmarks/tasks.py; the questions of
+Candidates of a group have the same seeds in every way. Problems and checker: benchmarks/tasks.py; the questions of
 evaluate to overhead are none of those of learn. Intervals are 90 %, bootstrapped over prompts.
 
 A first look, two minutes on the tiny random model, whose numbers mean nothing:   python -m benchmarks.pruning --quick

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 
 from vllm_rollout.demo.phases import raise_for_status
-from vllm_rollout.demo.rounds.rounds import Group, Round, RoundName, messages
+from vllm_rollout.demo.rounds.rounds import Group, Round, RoundName, messages, sampling_of
 from vllm_rollout.group.rounds import RunTerms
 
 
@@ -55,7 +55,7 @@ async def _round(
         body = {"messages": messages(questions[prompt]), "n": num_candidates, "return_token_ids": True, "stream": True}
         lengths = [0] * num_candidates
         finished: list[int] = []
-        async with client.stream("POST", "/v1/chat/completions", json=body | sampling) as response:
+        async with client.stream("POST", "/v1/chat/completions", json=body | sampling_of(sampling, prompt)) as response:
             if response.status_code != 200:
                 await response.aread()
                 raise_for_status(response)

@@ -12,7 +12,7 @@ A period is as many short rounds as it takes until the long one is full, and tha
 and trajectories in it.
 
 Conditions. One server (ours, which answers stock requests as vLLM does), one client, both on this machine; no
-log probabilities. Candidate i samples with the repeat's seed + i in every way; order of the prompts and seeds are a
+log probabilities. Candidate i samples with its prompt's seed + i in every way; order of the prompts and seeds are a
 repeat's own. One prompt in ten asks for a long answer; at temperature 0.6 most others are answered shortly, and some
 run into the cap. Ways take turns, who begins rotates; prompts are in the prefix cache before a way is timed. Between
 two rounds the engine comes to rest, as while a trainer trains; so what an abort over HTTP still decodes after its round

@@ -54,7 +54,7 @@ class Sizes:
         return self.terms.num_prompts * self.terms.num_candidates
 
     def sampling(self, repeat: int) -> dict[str, Any]:
-        """Candidate i of any prompt samples with its seed + i."""
+        """Candidate i of any prompt samples with that prompt's seed + i (`sampling_of`)."""
         own = {"temperature": self.temperature, "max_tokens": self.max_tokens, "seed": self.repeat_seed(repeat)}
         return own | (TINY_SAMPLING if self.model == TINY else {})
 

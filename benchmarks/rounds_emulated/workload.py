@@ -17,6 +17,7 @@ from benchmarks.common import server_process
 from benchmarks.rounds_simulated.setup import BETWEEN_SHARE, MODELS, PROMPT_TOKENS, Model, ModelName, lengths
 from vllm_rollout.emulation.fate import Fates
 from vllm_rollout.emulation.settings import Settings
+from vllm_rollout.group.prompt_key import seed_for
 from vllm_rollout.group.rounds import Run, RunTerms
 from vllm_rollout.models import DEFAULT_MODEL, resolve
 from vllm_rollout.process import ServerProcess
@@ -102,8 +103,8 @@ class EmulatedDataSet:
         self.prompts = [DataPrompt(number, str(number), PROMPT_TOKENS, its.max_tokens) for number in range(num_prompts)]
 
     def candidates(self, prompt: DataPrompt, epoch: int, attempt: int, count: int) -> list[PoolCandidate]:
-        token_ids = self.token_ids[prompt.number]
-        return [self._candidate(self._fates.of(token_ids, FIRST_SEED + i, i, {}).length) for i in range(count)]
+        token_ids, first = self.token_ids[prompt.number], seed_for(FIRST_SEED, prompt.id)
+        return [self._candidate(self._fates.of(token_ids, first + i, i, {}).length) for i in range(count)]
 
     def in_order(self, seed: int) -> list[dict[str, Any]]:
         """Prompts of requests, as the simulator's trainer hands them in."""

@@ -16,7 +16,7 @@ Every way wants M answers per prompt:
 
 Conditions. One server, one client, both on this machine, the same prompts, temperature 1, log probabilities returned.
 The server first sees two epochs of the prompts (n = M, wait for all, seeds of their own), so that "auto" knows each
-prompt. This state is put back before every way: all decide from the same history. Candidate i samples with seed + i in
+prompt. This state is put back before every way: all decide from the same history. Candidates have the same seeds in
 every way of a repeat, and a repeat has seeds of its own. Ways take turns, who begins rotates; prompts are in the prefix
 cache before a way is timed. Ratios are taken within a repeat against uniform, then their median. The lengths of all
 groups count together: mean, standard deviation and percentiles are over all returned answers of a repeat.

@@ -214,7 +214,7 @@ def run_with_pauses(
 
         async def read() -> None:
             stream = SteppedEngine(llm).run_group(
-                "g", plan, prompt, stream_tokens=stream_tokens, rollout_id="r", pruning_seed=1
+                "g", plan, prompt, stream_tokens=stream_tokens, rollout_id="r", seed_name="p", pruning_seed=1
             )
             async with aclosing(stream):
                 async for happening in stream:

@@ -19,6 +19,7 @@ from vllm_rollout.emulation.fate import Fate, Fates
 from vllm_rollout.emulation.settings import Settings
 from vllm_rollout.emulation.step_log import LoggedSteps, read_steps
 from vllm_rollout.emulation.tokens import succeeded
+from vllm_rollout.group.prompt_key import seed_for
 
 SEED = 1000
 AUC = 0.85
@@ -51,7 +52,7 @@ class Emulated(Server):
         answer = self.http.post(
             "/v1/rollouts",
             json={
-                "prompts": [{"id": f"p{i}", "prompt_token_ids": tokens} for i, tokens in enumerate(prompts)],
+                "prompts": [{"id": id_of(prompt), "prompt_token_ids": prompt} for prompt in prompts],
                 "sampling": sampling,
                 "return": {"logprobs": False},
                 **body,
@@ -65,9 +66,18 @@ def prompts_of(num: int, num_tokens: int = 7, first: int = 0) -> list[list[int]]
     return [[40 + (first + i) % 400, *range(50, 49 + num_tokens)] for i in range(num)]
 
 
+def id_of(prompt: list[int]) -> str:
+    return f"p{prompt[0]}"
+
+
+def seed_of(prompt: list[int]) -> int:
+    """Of candidate 0."""
+    return seed_for(SEED, id_of(prompt))
+
+
 def fates_of(prompt: list[int], num_candidates: int) -> list[Fate]:
     fates = Fates(SETTINGS)
-    return [fates.of(prompt, SEED + index, index, {}) for index in range(num_candidates)]
+    return [fates.of(prompt, seed_of(prompt) + index, index, {}) for index in range(num_candidates)]
 
 
 def lengths_of(prompt: list[int], num_candidates: int) -> list[int]:
@@ -199,7 +209,7 @@ def test_streams_of_siblings_that_wait_until_their_group_is_complete_say_why_the
 
 
 def test_openai_requests_are_answered_with_log_probabilities(emulated):
-    body = {"prompt": [40, 50, 60], "seed": SEED, "max_tokens": 1000, "logprobs": 2, "return_token_ids": True}
+    body = {"prompt": [40, 50, 60], "seed": seed_of([40]), "max_tokens": 1000, "logprobs": 2, "return_token_ids": True}
     (choice,) = emulated.http.post("/v1/completions", json=body).json()["choices"]
     (length,) = lengths_of([40, 50, 60], 1)
     assert len(choice["token_ids"]) == len(choice["logprobs"]["token_logprobs"]) == length
@@ -269,7 +279,7 @@ def test_rewards_teach_calibration_and_a_head_which_then_prune(emulated):
     answer = emulated.rollout(prompts, 16, pruning=active, sampling={"extra_args": FORCED})
     kept = [success for *_, success in scored_candidates(answer)]
     fates = Fates(SETTINGS)
-    drawn = [fates.of(prompt, SEED + i, i, FORCED).succeeds for prompt in prompts for i in range(16)]
+    drawn = [fates.of(prompt, seed_of(prompt) + i, i, FORCED).succeeds for prompt in prompts for i in range(16)]
     assert "pruned" in {candidate["state"] for group in answer["groups"] for candidate in group["candidates"]}
     assert sum(kept) / len(kept) > sum(drawn) / len(drawn) + 0.1
 
@@ -342,12 +352,12 @@ def test_a_candidate_that_goes_on_says_what_it_would_have_said_at_once(emulated)
     run = {"id": "resumed", "group_size": 2, "prompts_per_round": 2, "prompt_speculation": 1.5, "resume": True}
     run |= {"response_speculation": 1.0, "sampling": {"seed": SEED, "max_tokens": 1000}, "return": {"logprobs": False}}
     assert emulated.http.post("/v1/runs", json=run).is_success
-    prompts = [{"id": f"p{i}", "prompt_token_ids": each} for i, each in enumerate(tokens)]
+    prompts = [{"id": id_of(each), "prompt_token_ids": each} for each in tokens]
     short = emulated.http.post("/v1/runs/resumed/rounds", json={"prompts": prompts}).json()
     (deferred,) = short["deferred"]
     long = emulated.http.post("/v1/runs/resumed/rounds", json={"kind": "long"}).json()
     (group,) = long["groups"]
-    at_once = emulated.rollout([tokens[int(deferred[1:])]], 2)["groups"][0]
+    at_once = emulated.rollout([each for each in tokens if id_of(each) == deferred], 2)["groups"][0]
     said = [trajectory["token_ids"] for trajectory in group["trajectories"]]
     assert said == [trajectory["token_ids"] for trajectory in at_once["trajectories"]]
     assert max(trajectory["num_resumed_tokens"] for trajectory in group["trajectories"]) > 0
@@ -394,7 +404,7 @@ def test_moves_at_random_lose_no_token_and_say_none_twice(ranks: Emulated) -> No
         num_rollouts = 0
         while not stop.is_set():
             prompt = prompts_of(1, first=100 + 10 * reader + num_rollouts % 10)[0]
-            body = {"prompts": [{"id": "p", "prompt_token_ids": prompt}], "group_size": 3, "stream": True}
+            body = {"prompts": [{"id": id_of(prompt), "prompt_token_ids": prompt}], "group_size": 3, "stream": True}
             body |= {"stream_tokens": 1, "sampling": {"seed": SEED, "max_tokens": 1000}}
             tokens: dict[int, list[int]] = {}
             ended: dict[int, list[int]] = {}

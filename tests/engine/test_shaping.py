@@ -10,6 +10,7 @@ import pytest
 
 from tests.engine.conftest import Server
 from vllm_rollout.group.plan import GroupPlan
+from vllm_rollout.group.prompt_key import seed_for
 from vllm_rollout.group.selection import conclude
 from vllm_rollout.group.types import Ending
 from vllm_rollout.server.runs.saved import parse_saved
@@ -72,7 +73,7 @@ def test_patience_stops_the_pool_at_the_length_the_rule_says(server: Server, who
 def test_openai_requests_have_patience_too(server: Server, whole_pool: dict[str, Any]) -> None:
     xargs = {"rollout_redundancy": 4, "rollout_selection": "dual_end", "rollout_patience": 1.25}
     body = {
-        "prompt": [5, 6, 11], "n": GROUP_SIZE, "max_tokens": 400, "seed": 11, "temperature": 1.0,
+        "prompt": [5, 6, 11], "n": GROUP_SIZE, "max_tokens": 400, "seed": seed_for(11, "pool"), "temperature": 1.0,
         "stop_token_ids": STOPS, "vllm_xargs": xargs,
     }  # fmt: skip
     response = server.http.post("/v1/completions", json=body)

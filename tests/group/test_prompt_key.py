@@ -26,6 +26,11 @@ def test_the_seed_of_a_prompt_depends_on_seed_and_content_only():
     assert all(0 <= seed < 2**62 for seed in seeds)
 
 
+def test_no_candidate_of_another_prompt_or_step_has_the_same_seed():
+    drawn = [seed_for(step, str(prompt)) + i for step in range(-2, 40) for prompt in range(40) for i in range(32)]
+    assert len(set(drawn)) == len(drawn)
+
+
 def test_a_joined_group_is_another_one_in_another_run_for_another_prompt_or_adapter():
     content = digest_of([1, 2])
     ids = [

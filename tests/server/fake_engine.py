@@ -221,6 +221,7 @@ class FakeEngine(LearningEngine):
         *,
         stream_tokens: int | None,
         rollout_id: str,
+        seed_name: str,
         pruning_seed: int,
         place: RacePlace | None = None,
         beginnings: Beginnings | None = None,
@@ -244,7 +245,7 @@ class FakeEngine(LearningEngine):
         def launch(index: int) -> Group:
             name = f"{group_id}-c{index}"
             id, group = group_steps.launch(group_id, plan.terms, index, request_id=name, scoring=scoring, place=place)
-            running[id] = self.candidates[id] = self._candidate(index, prompt, started.get(index, ()))
+            running[id] = self.candidates[id] = self._candidate(index, prompt, seed_name, started.get(index, ()))
             self.num_launched += 1
             return group
 
@@ -339,9 +340,9 @@ class FakeEngine(LearningEngine):
     async def step_drift(self) -> Sequence[StepDrift]:
         return self.drift
 
-    def _candidate(self, index: int, prompt: PreparedPrompt, before: Sequence[int]) -> Candidate:
+    def _candidate(self, index: int, prompt: PreparedPrompt, seed_name: str, before: Sequence[int]) -> Candidate:
         sampling: Sampling = prompt.handle.sampling
-        chance = random.Random(f"{sampling.seed}/{list(prompt.token_ids)}/{index}")
+        chance = random.Random(f"{sampling.seed}/{seed_name}/{list(prompt.token_ids)}/{index}")
         room = prompt.max_tokens or 0
         length = self.lengths.get(index) or chance.randint(1, self.max_length)
         length = max(length, sampling.min_tokens)

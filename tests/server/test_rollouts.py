@@ -86,6 +86,17 @@ async def test_same_seed_gives_the_same_trajectories(http):
     assert first.id != second.id
 
 
+async def test_equal_prompts_and_following_seeds_have_answers_of_their_own(http):
+    said = []
+    for seed, ids in ((1, ("a", "b")), (2, ("a", "b")), (1, (None, None))):
+        prompts = [{"id": id, "prompt": "same"} for id in ids]
+        answer = await post(http, prompts=prompts, redundancy=0, sampling={"seed": seed})
+        said += [tuple(t.token_ids) for group in answer.groups for t in group.trajectories]
+    assert len(set(said)) == len(said) == 24
+    again = await post(http, prompts=[{"id": "b", "prompt": "same"}], redundancy=0, sampling={"seed": 1})
+    assert [tuple(t.token_ids) for t in again.groups[0].trajectories] == said[4:8], "wherever it stands"
+
+
 async def test_early_stop_ends_the_group_with_its_last_winner(http, engine: FakeEngine):
     engine.lengths = {i: 5 * (i + 1) for i in range(8)}
     for group in (await post(http)).groups:

@@ -46,6 +46,28 @@ async def look(http: httpx.AsyncClient) -> dict:
     return (await http.get("/v1/runs/a")).json()
 
 
+def said(groups: list[dict]) -> dict[str, list[list[int]]]:
+    return {group["prompt_id"]: [t["token_ids"] for t in group["trajectories"]] for group in groups}
+
+
+async def test_a_prompt_says_the_same_in_every_round_of_an_epoch_and_something_else_in_the_next(http) -> None:
+    await make(http, prompt_speculation=1.0, response_speculation=1.0)
+    first, again, next_epoch = [
+        said((await play(http, prompts=prompts(0, 4), epoch=epoch))["groups"]) for epoch in (1, 1, 2)
+    ]
+    assert first == again
+    assert all(first[id] != next_epoch[id] for id in first)
+
+
+async def test_a_deferred_prompt_says_in_its_long_round_what_a_rollout_says_by_the_same_seed(http) -> None:
+    await make(http)
+    rounds = [await play(http, prompts=prompts(6 * n, 6)) for n in range(2)]
+    assert [round["kind"] for round in rounds] == ["short", "short"]
+    late = said((await play(http))["groups"])
+    body = {"prompts": [p for p in prompts(0, 12) if p["id"] in late], "group_size": 2, "sampling": TERMS["sampling"]}
+    assert late == said((await http.post("/v1/rollouts", json=body)).json()["groups"])
+
+
 async def test_a_run_is_made_once(http: httpx.AsyncClient) -> None:
     run = await make(http)
     assert (run["next_round"], run["num_fresh_prompts"], run["response_speculation"]) == ("short", 6, 1.25)

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import Literal, NamedTuple, Protocol, TypeVar
 
 import httpx
@@ -15,7 +16,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from vllm_rollout.client.client import AsyncRolloutClient, RolloutError
-from vllm_rollout.demo.options import Options
+from vllm_rollout.demo.options import SEED, Options
+from vllm_rollout.group.prompt_key import seed_for
 from vllm_rollout.process import (
     GENERATION_TOKENS,
     POLL_INTERVAL_S,
@@ -86,9 +88,10 @@ def first_finished(answers: Sequence[Sequence[int]], reasons: Sequence[str], gro
 async def run_stock(client: httpx.AsyncClient, options: Options, on_group: Callable[[], None]) -> Phase:
     """One untagged chat request with n candidates per prompt, all at once; each waits for its slowest candidate."""
 
-    async def ask(question: str) -> list[Candidate]:
+    async def ask(position: int, question: str) -> list[Candidate]:
+        seed = seed_for(SEED, str(position))  # as a rollout samples it
         body = {"messages": [{"role": "user", "content": question}], "n": options.candidates, "return_token_ids": True}
-        response = await client.post("/v1/chat/completions", json=body | options.sampling)
+        response = await client.post("/v1/chat/completions", json=body | options.sampling | {"seed": seed})
         raise_for_status(response)
         on_group()
         choices = sorted(response.json()["choices"], key=lambda choice: choice["index"])
@@ -96,7 +99,7 @@ async def run_stock(client: httpx.AsyncClient, options: Options, on_group: Calla
         return first_finished(answers, [choice["finish_reason"] for choice in choices], options.group_size)
 
     started = time.monotonic()
-    groups = await asyncio.gather(*map(ask, options.questions))
+    groups = await asyncio.gather(*map(ask, count(), options.questions))
     return Phase("stock vLLM", time.monotonic() - started, groups)
 
 

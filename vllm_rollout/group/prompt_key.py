@@ -61,13 +61,16 @@ def digest_of_texts(texts: Sequence[str]) -> str:
     return blake2b(json.dumps(list(texts)).encode(), digest_size=12).hexdigest()
 
 
-def seed_for(seed: int, content: str) -> int:
-    """A seed of chance for the prompt with this digest, below 2**62.
+def seed_for(seed: int, prompt: str) -> int:
+    """A seed for the prompt of this name, below 2**62: above it are as many more as a prompt has candidates.
 
-    A trainer that fixes its seed and names its prompts by their position would otherwise draw the same chance for the
-    candidates of each position in every training step.
+    What prompts of one seed draw has nothing to do with each other, nor has what a prompt draws by the next seed: a
+    trainer may send the number of its step, or the same seed always.
+
+    Pruning draws by the prompt's content. Sampling draws by its id, so that a prompt that stands twice in a request
+    has other answers: candidate i samples with the prompt's seed + i, as vLLM seeds the n of a request.
     """
-    digest = blake2b(f"{seed}:{content}".encode(), digest_size=8).digest()
+    digest = blake2b(f"{seed}:{prompt}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 2
 
 

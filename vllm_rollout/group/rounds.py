@@ -100,6 +100,11 @@ class FreshPrompt:
     content: str = ""
     """Digest of what it says."""
 
+    @property
+    def seed_name(self) -> str:
+        """What its seed follows from: the same in each round that takes it, and another one when it comes again."""
+        return self.prompt_id if self.epoch is None else f"{self.prompt_id} of epoch {self.epoch}"
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:

@@ -256,6 +256,7 @@ class Engine(Protocol):
         *,
         stream_tokens: int | None,
         rollout_id: str,
+        seed_name: str,
         pruning_seed: int,
         place: RacePlace | None = None,
         beginnings: Beginnings | None = None,
@@ -268,6 +269,8 @@ class Engine(Protocol):
 
         With `beginnings` the candidates go on where they stood, as many as `plan` says. What is yielded is what comes
         after: tokens, counts and spans begin with the first new token. They have no text, for which see `text_of`.
+
+        Candidates of a seeded request sample by its seed, `seed_name` and their index only (`seed_for`).
 
         With `plan.pruning`, rewards are later posted under (`rollout_id`, `prompt.id`, index), and chance depends on
         (`pruning_seed`, `prompt.id`, index) only. Closing the generator aborts what still runs.

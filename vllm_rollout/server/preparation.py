@@ -95,6 +95,7 @@ class Preparation:
             adapter=adapter,
             plans=plans,
             prompts=prompts,
+            seed_names=[prompt.id for prompt in prompts],
             wanted=request.return_,
             stream_tokens=request.stream_tokens,
             pruning_seed=pruning_seed,

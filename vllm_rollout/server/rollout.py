@@ -36,6 +36,8 @@ class Rollout:
     plans: list[PromptPlan]
     """One per prompt."""
     prompts: list[PreparedPrompt]
+    seed_names: Sequence[str]
+    """One per prompt: what its seed follows from, with that of the request."""
     wanted: Return
     stream_tokens: int | None
     pruning_seed: int

@@ -263,6 +263,7 @@ class RolloutService:
             prompt=prompt,
             stream_tokens=rollout.stream_tokens,
             rollout_id=rollout.id,
+            seed_name=rollout.seed_names[position],
             pruning_seed=seed_for(rollout.pruning_seed, digest_of(prompt.token_ids)),
             place=rollout.course.place(position),
             outlook=self._outlook(rollout, position),

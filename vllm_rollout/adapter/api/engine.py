@@ -38,6 +38,7 @@ from vllm_rollout.adapter.options import RolloutOptions
 from vllm_rollout.group.judge import Scoring
 from vllm_rollout.group.launch import num_launch_places
 from vllm_rollout.group.plan import GroupPlan
+from vllm_rollout.group.prompt_key import seed_for
 from vllm_rollout.group.race import RacePlace
 from vllm_rollout.group.types import Ending
 from vllm_rollout.server.engine import (
@@ -113,6 +114,7 @@ class VLLMEngine(EngineLearning, EngineMigration):
         *,
         stream_tokens: int | None,
         rollout_id: str,
+        seed_name: str,
         pruning_seed: int,
         place: RacePlace | None = None,
         beginnings: Beginnings | None = None,
@@ -123,6 +125,8 @@ class VLLMEngine(EngineLearning, EngineMigration):
             self.let_migrate()
         rendered, params, lora = prompt.handle
         params = copy(params)  # run_candidates makes the deep copy
+        if params.seed is not None:
+            params.seed = seed_for(params.seed, seed_name)
         params.output_kind = RequestOutputKind.FINAL_ONLY
         if stream_tokens is not None:
             params.output_kind, params.stream_interval = RequestOutputKind.DELTA, stream_tokens

@@ -15,8 +15,8 @@ from vllm.sampling_params import SamplingParams
 from vllm_rollout.adapter.compat import vllm_version
 from vllm_rollout.server.engine import RequestError
 
-MAX_SEED = 2**62
-"""Leaves room for one seed per candidate within vLLM's 64 bits."""
+SEEDS = range(-(2**63), 2**63)
+"""Those that vLLM's own endpoints take."""
 
 OURS = {
     "n": "is not a sampling field here: use group_size",
@@ -66,9 +66,9 @@ def sampling_params(
                     param=f"sampling.extra_args.{ours[0]}",
                 )
     seed = sampling.get("seed")
-    if isinstance(seed, int) and not -MAX_SEED <= seed <= MAX_SEED:
+    if isinstance(seed, int) and seed not in SEEDS:
         raise RequestError(
-            f"sampling.seed: must be in [-{MAX_SEED}, {MAX_SEED}], got {seed}; candidate i samples with seed + i.",
+            f"sampling.seed: must be an integer from {SEEDS.start} to {SEEDS.stop - 1}, got {seed}.",
             param="sampling.seed",
         )
     defaults = {key: value for key, value in defaults.items() if key in ALLOWED}

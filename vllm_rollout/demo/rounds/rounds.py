@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -18,6 +18,7 @@ from vllm_rollout.client.client import AsyncRolloutClient
 from vllm_rollout.client.run import AsyncRun
 from vllm_rollout.client.run_feed import Fed, RoundFeed
 from vllm_rollout.demo.phases import raise_for_status
+from vllm_rollout.group.prompt_key import seed_for
 from vllm_rollout.group.rounds import RunTerms
 from vllm_rollout.server.answers import DeferredEvent, GroupEvent, RoundDoneEvent, TrajectoryEvent
 
@@ -88,6 +89,11 @@ def messages(question: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": question}]
 
 
+def sampling_of(sampling: Mapping[str, Any], prompt: int) -> dict[str, Any]:
+    """Of one prompt by itself, with the seed that it has in a run."""
+    return {**sampling, "seed": seed_for(sampling["seed"], str(prompt))}
+
+
 async def plain_rounds(
     client: httpx.AsyncClient,
     questions: Sequence[str],
@@ -99,7 +105,7 @@ async def plain_rounds(
 
     async def ask(prompt: int, started: float) -> Group:
         body = {"messages": messages(questions[prompt]), "n": terms.group_size, "return_token_ids": True}
-        response = await client.post("/v1/chat/completions", json=body | sampling)
+        response = await client.post("/v1/chat/completions", json=body | sampling_of(sampling, prompt))
         raise_for_status(response)
         seconds = time.monotonic() - started
         on_group()

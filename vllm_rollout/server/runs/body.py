@@ -191,7 +191,8 @@ class RoundRequest(RolloutFields):
     )
     epoch: Annotated[StrictInt, Field(ge=0, le=MAX_INT // 2**11)] | None = Field(
         default=None,
-        description="Which time these prompts come. With it, one that still waits from the same epoch is an error.",
+        description="Which time these prompts come. With it, one that still waits from the same epoch is an error, and "
+        "with a seed each epoch samples anew.",
     )
     filter: Filter | None = Field(default=None, description="As of the run; default: what the run says.")
     stream: StrictBool = Field(default=False, description="Answer with server-sent events as things happen.")

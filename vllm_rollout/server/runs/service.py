@@ -259,6 +259,7 @@ class RunService:
             fields, num_candidates = without_speculation(fields), stored.run.terms.group_size
         body = await asyncio.to_thread(round_request, fields, prompts, stored.run.terms.group_size, num_candidates)
         rollout = await self._rollouts.prepare(body)
+        rollout.seed_names = [entry.prompt.seed_name for entry in opened.all_entries]
         rollout.plans = [
             replace(plan, group=replace(plan.group, num_replaceable=plan.group.num_candidates))
             for plan in rollout.plans
