@@ -48,6 +48,7 @@ def app() -> FastAPI:
     app = FastAPI()
     app.state.args = Namespace(compat=sorted(set(COMPAT) - {"trl-legacy"}), worker_extension_cls="")
     app.state.engine_client = app.state.openai_serving_models = Engine()
+    app.state.rollout_service = SimpleNamespace(admin_key=None)
 
     @app.post("/reset_prefix_cache")
     async def reset(reset_running_requests: bool = Query(None)) -> dict[str, bool | None]:
