@@ -3,6 +3,7 @@
 import json
 import random
 from itertools import product
+from statistics import fmean, stdev
 
 import pytest
 from hypothesis import given
@@ -67,6 +68,29 @@ def test_the_standard_error_is_that_of_many_samples():
     mean = sum(aucs) / len(aucs)
     spread = (sum((auc - mean) ** 2 for auc in aucs) / len(aucs)) ** 0.5
     assert sum(errors) / len(errors) == pytest.approx(spread, rel=0.15)
+
+
+def of_prompts(seed, *, num_prompts=64, siblings=8, gap=0.0):
+    """Half of what success and scores vary by is the prompt's, which tells the one nothing of the other."""
+    rng, made = random.Random(seed), []
+    for prompt in range(num_prompts):
+        rate, shared = rng.choice((0.1, 0.9)), rng.gauss(0.0, 1.0)
+        for _ in range(siblings):
+            positive = rng.random() < rate
+            score = gap * positive + shared + rng.gauss(0.0, 1.0)
+            made.append(TriedCandidate(LENGTHS, ({"head": score},) * 3, positive, 400, f"p{prompt}"))
+    return made
+
+
+def test_the_standard_error_is_that_of_as_many_prompts():
+    rows = [length_trial_report(of_prompts(seed)).lengths[0] for seed in range(150)]
+    assert fmean(row.auc_error for row in rows) == pytest.approx(stdev(row.auc for row in rows), rel=0.2)
+
+
+def test_siblings_that_resemble_each_other_recommend_no_length_by_chance():
+    """At two errors of independent answers 10 of these 60 looks do."""
+    assert [length_trial_report(of_prompts(seed)).recommended for seed in range(60)].count(None) >= 59
+    assert {length_trial_report(of_prompts(seed, gap=1.5)).recommended for seed in range(20)} == {16}
 
 
 def test_lengths_that_know_the_same_are_as_good_as_the_shortest():
@@ -170,7 +194,9 @@ def test_auto_compares_until_it_knows_and_then_prunes():
     assert (plan.auto, plan.mode) == (True, "active")
     trying, pruning = chosen(plan, None), chosen(plan, 48)
     assert (trying.mode, trying.scored_lengths, trying.auto) == ("shadow", LENGTHS, False)
-    assert pruning == PruningPlan(48, keep_ratio=0.25)
+    assert pruning == PruningPlan(48, keep_ratio=0.25, trial_lengths=(16, 128))
+    assert pruning.scored_lengths == (48,)
+    assert pruning.audited(races=True).scored_lengths == LENGTHS, "so that the choice can be another one later"
 
 
 def test_an_empty_trial_is_no_trial():

@@ -85,6 +85,13 @@ async def test_auto_compares_first_says_so_and_then_prunes_at_what_is_recommende
     assert (answer.warnings, answer.detection_length) == ([], recommended)
     assert answer.usage.num_pruned > 0
     assert {c.num_tokens for group in answer.groups for c in group.candidates if c.state == "pruned"} == {recommended}
+    num_tried = (await trial(http))["num_candidates"]
+    await post(http, answer)
+    assert (await trial(http))["num_candidates"] == num_tried
+    answer = await roll(http, **fields, audit_ratio=1.0)
+    assert (answer.usage.num_pruned, answer.detection_length) == (0, recommended)
+    receipt = await post(http, answer)
+    assert (await trial(http))["num_candidates"] == num_tried + receipt.counts.accepted, "the choice can be another one"
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ class Judge:
         candidate once more.
         """
         plan = scoring.plan
-        for length in plan.trial_lengths:
+        for length in plan.tried_lengths:
             tried = group.trials.setdefault(length, {})
             here = {i: seen for i, seen in due.items() if seen[1].detection_length == length and i not in tried}
             if here:
@@ -206,7 +206,7 @@ class Judge:
                         tuple({} if (r := rewarded.get(at)) is None else r.scores for at in label.tried_lengths),
                         label.positive,
                         label.num_tokens,
-                        label.prompt_id,
+                        label.prompt_key or label.prompt_id,
                     )
                 )
             if memory is not None and label.prompt_key:
@@ -259,6 +259,6 @@ def _label(rollout_id: str, entry: LedgerEntry, positive: bool) -> Label:
         prompt_key=entry.prompt_key,
         origin=entry.origin,
         trials=entry.trials,
-        tried_lengths=entry.plan.scored_lengths if entry.plan.trial_lengths else (),
+        tried_lengths=entry.plan.scored_lengths if entry.plan.tried_lengths else (),
         adapter=entry.adapter,
     )

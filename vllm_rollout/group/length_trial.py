@@ -7,7 +7,9 @@ A later score knows more and saves less. What pruning is worth at a length is ta
 saving: share of all tokens that are not generated when 1 - keep_ratio of those that get there are stopped there;
 2 AUC - 1: how far the score's choice is from a throw of dice, 0, to one that never errs, 1. It is 0 where nothing is
 saved and where nothing is known, and asks for no guess of what a token or an error costs. The recommended length is the
-shortest whose value is within a standard error of the best.
+shortest whose value is within a standard error of the best. Siblings resemble each other, so errors are those of a
+sample of prompts; and since a trial is looked at again and again, the best length has to be better than chance by more
+than one look would ask for.
 
 Invariant: all lengths are compared by the same candidates, each score given before its reward was known.
 """
@@ -15,7 +17,7 @@ Invariant: all lengths are compared by the same candidates, each score given bef
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import fsum, sqrt
@@ -33,8 +35,8 @@ TRIAL_WINDOW = 2048
 MIN_OF_EACH = 64
 """Right and wrong answers that a signal has to have scored at every length before one is recommended: an AUC is then
 known to some 0.05."""
-MIN_ERRORS = 2.0
-"""Standard errors by which the best length's AUC has to differ from chance."""
+MIN_ERRORS = 3.0
+"""Standard errors by which the best length's AUC has to differ from chance, at each of many looks."""
 
 DEFAULT_KEEP_RATIO = PruningPlan(1).keep_ratio
 
@@ -61,7 +63,7 @@ class TriedLength:
     """Of those that got there and were scored."""
     auc: float | None
     auc_error: float | None
-    """Standard error (DeLong et al. 1988)."""
+    """Standard error, prompts being drawn and not answers (Obuchowski 1997)."""
     within_group_auc: float | None
     cost_ratio: float
     """Share of all tokens that is generated before anybody can be stopped."""
@@ -139,26 +141,27 @@ def length_trial_report(
 
 
 def chosen(plan: PruningPlan, recommended: int | None) -> PruningPlan:
-    """What a plan with `auto` means now: the recommended length, or, while there is none, a trial."""
+    """What a plan with `auto` means now: the recommended length, or, while there is none, a trial. Audit groups go on
+    trying all of them, so that the choice can be another one later."""
     if recommended is None:
         return replace(plan, auto=False, mode="shadow")
-    return replace(plan, auto=False, detection_length=recommended, trial_lengths=())
+    others = {plan.detection_length, *plan.trial_lengths} - {recommended}
+    return replace(plan, auto=False, detection_length=recommended, trial_lengths=tuple(sorted(others)))
 
 
 def _tried(place: int, signal: Signal, candidates: Sequence[TriedCandidate], keep_ratio: float) -> TriedLength:
     length = candidates[0].lengths[place]
     seen = [(c.scores[place][signal], c) for c in candidates if signal in c.scores[place]]
-    rights = sorted(score for score, c in seen if c.positive)
-    wrongs = sorted(score for score, c in seen if not c.positive)
-    auc, error = _auc(rights, wrongs)
+    num_positive = sum(c.positive for _, c in seen)
+    auc, error = _auc(seen)
     total = sum(c.num_tokens for c in candidates)
     before = sum(min(length, c.num_tokens) for c in candidates)
     cost = before / total if total else 1.0
     saving = (1 - keep_ratio) * (1 - cost)
     return TriedLength(
         detection_length=length,
-        num_positive=len(rights),
-        num_negative=len(wrongs),
+        num_positive=num_positive,
+        num_negative=len(seen) - num_positive,
         auc=auc,
         auc_error=error,
         within_group_auc=within_group_auc(Prediction(score, None, c.positive, 1.0, c.group) for score, c in seen),
@@ -191,18 +194,26 @@ def _recommended(tried: Sequence[TriedLength]) -> tuple[int | None, str]:
     )
 
 
-def _auc(rights: Sequence[float], wrongs: Sequence[float]) -> tuple[float | None, float | None]:
-    """AUC and its standard error, of sorted scores (DeLong et al. 1988); None without both kinds, or one of a kind."""
+def _auc(seen: Sequence[tuple[float, TriedCandidate]]) -> tuple[float | None, float | None]:
+    """AUC and its standard error; None without both kinds, or of one prompt.
+
+    Each prompt moves the AUC by the sum of what its answers do, and prompts are independent.
+    Source: Obuchowski 1997, whose error is that of DeLong et al. 1988 where each prompt has one answer.
+    """
+    rights = sorted(score for score, c in seen if c.positive)
+    wrongs = sorted(score for score, c in seen if not c.positive)
     if not rights or not wrongs:
         return None, None
-    of_rights = [(bisect_left(wrongs, s) + bisect_right(wrongs, s)) / (2 * len(wrongs)) for s in rights]
-    of_wrongs = [1 - (bisect_left(rights, s) + bisect_right(rights, s)) / (2 * len(rights)) for s in wrongs]
-    auc = fsum(of_rights) / len(rights)
-    if len(rights) < 2 or len(wrongs) < 2:
+    below = [(_share_below(wrongs, s) if c.positive else 1 - _share_below(rights, s), c) for s, c in seen]
+    auc = fsum(share for share, c in below if c.positive) / len(rights)
+    moves: defaultdict[str, float] = defaultdict(float)
+    for share, c in below:
+        moves[c.group] += (share - auc) / len(rights if c.positive else wrongs)
+    if len(moves) < 2:
         return auc, None
-    return auc, sqrt(_variance(of_rights) / len(rights) + _variance(of_wrongs) / len(wrongs))
+    return auc, sqrt(fsum(move * move for move in moves.values()) * len(moves) / (len(moves) - 1))
 
 
-def _variance(values: Sequence[float]) -> float:
-    mean = fsum(values) / len(values)
-    return fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
+def _share_below(ordered: Sequence[float], score: float) -> float:
+    """Ties count half."""
+    return (bisect_left(ordered, score) + bisect_right(ordered, score)) / (2 * len(ordered))

@@ -61,7 +61,7 @@ class PruningPlan:
     is_instead_of_race: bool = False
     """And without the audit it would race."""
     trial_lengths: tuple[int, ...] = ()
-    """Further lengths at which candidates are scored, all larger than `detection_length`; shadow mode only."""
+    """Further lengths, at which candidates are scored where nobody is stopped: in shadow mode and in audit groups."""
     final_score: bool = False
     """Finished candidates are scored at their end as well, by a head of its own (`WHOLE`)."""
     auto: bool = False
@@ -70,7 +70,12 @@ class PruningPlan:
     @property
     def scored_lengths(self) -> tuple[int, ...]:
         """All detection lengths at which a candidate is scored, ascending."""
-        return (self.detection_length, *self.trial_lengths)
+        return tuple(sorted((self.detection_length, *self.tried_lengths)))
+
+    @property
+    def tried_lengths(self) -> tuple[int, ...]:
+        """Those that nothing is decided by."""
+        return self.trial_lengths if self.mode == "shadow" else ()
 
     def audited(self, races: bool) -> PruningPlan:
         """This plan in an audit group: what is decided is noted only. `races`: without the audit it would race."""

@@ -171,12 +171,13 @@ def _start_observing(tracker: CandidateTracker, request: NewRequestData) -> None
         return
     if (scoring := tag.scoring) is not None:
         plan = scoring.plan
+        first, *others = plan.scored_lengths
         tracker.add(
             request.req_id,
             _num_prompt_tokens(request),
-            plan.detection_length,
+            first,
             num_before=tag.num_resumed,
-            trial_lengths=plan.trial_lengths,
+            trial_lengths=others,
             final=plan.final_score,
             adapter=learned_name(request.lora_request),
         )
