@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_rollout.group import planner
 from vllm_rollout.group.planner import (
     MAX_QUIET_ROUNDS,
     MIN_RISE,
@@ -37,21 +38,38 @@ def test_preemptions_where_there_were_none_double_the_size():
 def test_the_first_round_after_a_doubling_makes_the_level_and_a_rise_above_it_doubles_again():
     grown = [past(1, 500), past(2, 1000)]
     assert PLANNER.next_size(grown) == ParallelismDecision(2, "settling", 1.0)
-    assert PLANNER.next_size([*grown, past(2, 1050)]) == ParallelismDecision(2, "steady", 1.0)
-    assert PLANNER.next_size([*grown, past(2, 1051)]) == ParallelismDecision(4, "rise", 1.0)
+    grown[-1] = past(2, 100)
+    assert PLANNER.next_size([*grown, past(2, 149)]) == ParallelismDecision(2, "steady", 0.1)
+    assert PLANNER.next_size([*grown, past(2, 151)]) == ParallelismDecision(4, "rise", 0.1)
+
+
+def test_above_a_level_in_thousands_a_rise_is_a_twentieth_of_it(monkeypatch):
+    monkeypatch.setattr(planner, "HIGH_RATE", 10)
+    grown = [past(1, 500), past(2, 2000)]
+    assert PLANNER.next_size([*grown, past(2, 2100)]) == ParallelismDecision(2, "steady", 2.0)
+    assert PLANNER.next_size([*grown, past(2, 2101)]) == ParallelismDecision(4, "rise", 2.0)
+
+
+def test_a_rate_that_stays_too_high_is_a_rise_at_every_size_from_the_second_round_on():
+    assert run_rounds(PLANNER, 7, lambda number, size: past(size, CANDIDATES // 2)) == [1, 2, 2, 4, 4, 8, 8]
+
+
+def test_a_ramp_that_the_level_follows_is_seen_when_the_rate_is_high():
+    sizes = run_rounds(PLANNER, 42, lambda number, size: past(size, 5 * number if size == 1 else 0))
+    assert sizes == [1] * 41 + [2]
 
 
 def test_the_level_is_the_mean_of_the_newest_four_rounds():
-    history = [past(1, 500), *(past(2, num) for num in (9000, 1000, 2000, 3000, 4000))]
-    assert PLANNER.next_size([*history, past(2, 2625)]) == ParallelismDecision(2, "steady", 2.5)
-    assert PLANNER.next_size([*history, past(2, 2626)]) == ParallelismDecision(4, "rise", 2.5)
+    history = [past(1, 500), *(past(2, num) for num in (190, 10, 30, 50, 70))]
+    assert PLANNER.next_size([*history, past(2, 89)]) == ParallelismDecision(2, "steady", 0.04)
+    assert PLANNER.next_size([*history, past(2, 91)]) == ParallelismDecision(4, "rise", 0.04)
 
 
 def test_short_and_long_rounds_and_rounds_of_several_runs_have_levels_of_their_own():
-    period = [past(2, 1790), past(2, 1000, "long"), past(2, 10, run="other")]
+    period = [past(2, 179), past(2, 100, "long"), past(2, 10, run="other")]
     history = [past(1, 500), *period * 5]
     assert {PLANNER.next_size(history[:length]).size for length in range(2, len(history) + 1)} == {2}
-    assert PLANNER.next_size([*history, past(2, 1790, "long")]).size == 4
+    assert PLANNER.next_size([*history, past(2, 179, "long")]).size == 4
 
 
 def test_four_rounds_without_preemptions_halve_the_size():
@@ -197,3 +215,16 @@ def test_a_load_that_repeats_does_not_make_it_flap(planner, period, tokens_per_d
 
     sizes = run_rounds(planner, 240, pressure)
     assert len(set(sizes[-60:])) == 1
+
+
+@pytest.mark.parametrize(("period", "num_changes"), [(60, 0), (80, 2)])
+def test_a_load_that_repeats_after_more_quiet_rounds_than_any_halving_waits_for_goes_on_changing_the_size(
+    period, num_changes
+):
+    def pressure(number, size):
+        is_full = number % period == period - 1 and size == 1
+        return past(size, 500 * is_full, kv_tokens=10_000 if is_full else 5_000)
+
+    sizes = run_rounds(ParallelismPlanner((1, 2), 1), 20 * period, pressure)
+    last = sizes[-period - 1 :]
+    assert sum(left != right for left, right in pairwise(last)) == num_changes

@@ -1,17 +1,21 @@
 """Which tensor-parallel size the next round runs at: more devices per engine when rounds begin to preempt, fewer when
 none does.
 
-Invariant: what is decided depends on the rounds and their order only; under a load that repeats the size comes to rest.
+Invariant: what is decided depends on the rounds and their order only; under a load that repeats within
+`MAX_QUIET_ROUNDS` rounds the size comes to rest. A longer period changes it again and again: after so many quiet rounds
+nobody remembers why it grew.
 
 Source: RollPacker section 4.2. What the paper leaves open is decided here:
 
 - *The recent level* is the mean number of preemptions per candidate of the newest `LEVEL_ROUNDS` rounds that are
   comparable: of the same run and the same kind, since the size changed. Short rounds preempt up to 1.79 times as often
   as long ones (figure 7a), so a level over both would rise with every short round that follows a long one.
+- *A rate of `HIGH_RATE`* is a rise whatever the level: the level follows a slow ramp, and is what a size has had ever
+  since it was chosen.
 - *At the start*, and after a halving, the level is zero: the size was chosen because nothing is preempted at it. A rise
   from zero is `MIN_RISE` preemptions per candidate.
-- *After a doubling* the first round of a kind makes the level and is not judged: the larger size may preempt too, and
-  only a rise says that it has become too small.
+- *After a doubling* the first round of a kind makes the level and is not judged: the larger size may preempt
+  too, and a rise says that it has become too small. From the second on `HIGH_RATE` says it as well.
 - *A size that preempted* is not returned to under as many tokens: each of the quiet rounds has to need `LEVEL_RISE`
   times less than the least that the smaller size has preempted under.
 - *A size that would be slower* is not halved to, where that is known (`seconds_at`): fewer devices then make rounds
@@ -41,6 +45,8 @@ LEVEL_ROUNDS = 4
 MIN_RISE = 0.05
 """Preemptions per candidate by which a round must exceed the level: chance alone makes a few of a thousand candidates
 wait, and a rebuild costs more than they do."""
+HIGH_RATE = 0.2
+"""Preemptions per candidate that are too many, usual or not: every fifth candidate is computed again."""
 
 RoundKind = Literal["short", "long"]
 Reason = Literal[
@@ -58,11 +64,11 @@ Reason = Literal[
 """
 start          no round was run, and nothing is known of what sizes cost
 profile        no round was run: the size that is expected to be the best for the first run's rounds
-rise           preemptions rose: the next larger size
+rise           preemptions rose, or were `HIGH_RATE`: the next larger size
 quiet          none in as many rounds as it takes: the next smaller size
 steady         neither
 settling       the first comparable round since the size grew
-at_largest     preemptions rose, and there is no larger size
+at_largest     the same, and there is no larger size
 at_smallest    quiet, and there is no smaller size
 failed_before  quiet, under as many tokens as the smaller size has preempted under
 slower_below   quiet, and the round would have taken longer at the smaller size
@@ -161,7 +167,8 @@ class ParallelismPlanner:
 
         if has_grown and not comparable and newest.num_preemptions:
             return ParallelismDecision(newest.size, "settling", newest.rate)
-        if newest.rate > LEVEL_RISE * level and newest.rate - level >= MIN_RISE:
+        has_risen = newest.rate > LEVEL_RISE * level and newest.rate - level >= MIN_RISE
+        if has_risen or newest.rate >= HIGH_RATE:
             return self._grown(newest.size, level)
         decision = self._quiet(newest.size, level, stay, history)
         if decision.size == newest.size or seconds_at is None:
