@@ -12,9 +12,11 @@ PER_CANDIDATE = CostModel(((0, PTLCurve((1, 10), (0.1, 1.0))),))
 """A tenth of a second per candidate: consolidation frees nothing."""
 
 
-def straggler(group_id: str, remaining: int, num_candidates: int = 1, prompt: int = 0, generated: int = 0) -> GroupLoad:
+def straggler(
+    group_id: str, remaining: int, num_candidates: int = 1, prompt: int = 0, generated: int = 0, late: int = 0
+) -> GroupLoad:
     """All of its candidates have the same way to go."""
-    return GroupLoad(group_id, num_candidates, prompt, generated, remaining, num_candidates * remaining)
+    return GroupLoad(group_id, num_candidates, prompt, generated, remaining, num_candidates * remaining, late)
 
 
 def rank(number: int, *groups: GroupLoad, **fields) -> RankLoad:
@@ -52,7 +54,8 @@ def ranks_with_groups(draw, max_ranks=5):
             longest = draw(st.integers(1, 400))
             total = longest + sum(draw(st.integers(1, longest)) for _ in range(num - 1))
             prompt, generated = draw(st.integers(0, 200)), draw(st.integers(0, 2000))
-            groups.append(GroupLoad(f"g{num_groups}", num, prompt, generated, longest, total))
+            late = draw(st.integers(0, 2000))
+            groups.append(GroupLoad(f"g{num_groups}", num, prompt, generated, longest, total, late))
             num_groups += 1
         loads.append(
             RankLoad(

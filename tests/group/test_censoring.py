@@ -17,6 +17,7 @@ from vllm_rollout.group.censoring import (
     counted_stops,
     fit_log_lengths,
     group_moments,
+    length_beyond,
     log_survival,
 )
 from vllm_rollout.group.history import HISTORY_MAX_TOKENS
@@ -170,3 +171,16 @@ def test_many_different_stops_are_fitted_as_few_of_them_with_nearly_the_same_mom
     all_of_them = group_moments(finished, stops, 0.7)
     assert few.mean == pytest.approx(all_of_them.mean, rel=0.01)
     assert math.sqrt(few.variance) == pytest.approx(math.sqrt(all_of_them.variance), rel=0.02)
+
+
+@given(
+    st.floats(-2, 12),
+    st.floats(MIN_LOG_STD, MAX_LOG_STD),
+    st.integers(0, 10_000_000),
+    st.floats(1e-16, 1 - 2**-53),
+    st.floats(1e-16, 1 - 2**-53),
+)
+def test_a_length_beyond_a_stop_is_as_long_and_the_longer_the_fewer_exceed_it(location, std, stop, one, other):
+    fit = LogLengthFit(location, std, 0.0)
+    longer, shorter = (length_beyond(fit, stop, share) for share in sorted((one, other)))
+    assert stop * (1 - 1e-9) <= shorter <= longer * (1 + 1e-9)

@@ -2,12 +2,7 @@ import math
 import random
 from statistics import fmean
 
-from hypothesis import given
-from hypothesis import strategies as st
-
 from tests.simulator.traces import traced
-from vllm_rollout.group.censoring import LogLengthFit
-from vllm_rollout.simulator.lengths import length_beyond
 from vllm_rollout.simulator.pool import Pools
 from vllm_rollout.trace.rows import Trace, TracedCandidate, TracedPrompt, TracedRollout
 
@@ -78,16 +73,3 @@ def test_drawn_lengths_restore_the_distribution_that_early_stop_hid():
     drawn = [n for i in range(200) for n in lengths(pools.candidates(0, 0, i, 16))]
     assert abs(fmean(drawn) / fmean(full) - 1) < 0.1
     assert abs(sorted(drawn)[-320] / sorted(full)[-320] - 1) < 0.15
-
-
-@given(
-    st.floats(-2, 12),
-    st.floats(0.01, 1.5),
-    st.integers(0, 10_000_000),
-    st.floats(1e-16, 1 - 2**-53),
-    st.floats(1e-16, 1 - 2**-53),
-)
-def test_a_drawn_length_is_longer_than_the_stop(location, std, stop, one, other):
-    fit = LogLengthFit(location, std, 0.0)
-    longer, shorter = (length_beyond(fit, stop, uniform) for uniform in sorted((one, other)))
-    assert stop < shorter <= longer

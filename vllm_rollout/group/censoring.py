@@ -23,7 +23,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
-from statistics import fmean, variance
+from statistics import NormalDist, fmean, variance
 from typing import NamedTuple
 
 from vllm_rollout.config import LOG_STD_PRIOR_WEIGHT
@@ -40,6 +40,11 @@ MAX_EM_STEPS = 200
 MAX_STOPS = 128
 """Different stops that a fit looks at one by one, which bounds its time; of more the middle one
 of neighbours stands for them. The largest in its place makes the mean 3 % too long."""
+FAR = 20.0
+"""Standard deviations beyond which the normal tail is taken as its asymptote."""
+MAX_LOG_TOKENS = 700.0
+"""No length is longer: its exponential is finite."""
+NORMAL = NormalDist()
 
 
 class GroupMoments(NamedTuple):
@@ -125,6 +130,19 @@ def fit_log_lengths(finished: Sequence[int], stops: Sequence[int], prior_std: fl
 def expected_length(fit: LogLengthFit, stop: int) -> float:
     """Mean of a length in tokens, given that it is longer than `stop`."""
     return _tail(fit, stop)[0]
+
+
+def length_beyond(fit: LogLengthFit, num_tokens: int, share: float) -> float:
+    """Of lengths above `num_tokens`, the one that a share of `share`, in (0, 1), exceeds."""
+    if num_tokens <= 0:
+        z = -NORMAL.inv_cdf(share)
+    else:
+        z = (math.log(num_tokens) - fit.location) / fit.std
+        if z < FAR:
+            z = -NORMAL.inv_cdf(share * 0.5 * math.erfc(z / math.sqrt(2)))
+        else:
+            z -= math.log(share) / z
+    return math.exp(min(fit.location + fit.std * z, MAX_LOG_TOKENS))
 
 
 def counted_stops(stops: Sequence[int]) -> list[tuple[int, int]]:

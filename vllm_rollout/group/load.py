@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from vllm_rollout.group.cost import CostModel, rollout_time
 from vllm_rollout.group.moments import LengthMoments
-from vllm_rollout.group.remaining import expected_remaining
+from vllm_rollout.group.remaining import expected_remaining, late_remaining
 from vllm_rollout.group.transfer import TransferCost
 
 
@@ -76,6 +76,8 @@ class GroupLoad:
     """Predicted output tokens still to come of the candidate that ends last."""
     total_remaining: float
     """The same, of all together."""
+    late_remaining: float = 0.0
+    """Of each, should it go on for long."""
 
     @classmethod
     def of(
@@ -88,8 +90,15 @@ class GroupLoad:
     ) -> GroupLoad:
         """From the output tokens of each candidate; `lengths`: what was seen of its prompt, else of the data set."""
         remaining = [expected_remaining(num, lengths, max_tokens) for num in num_tokens]
+        late = [late_remaining(num, lengths, max_tokens) for num in set(num_tokens)]
         return cls(
-            group_id, len(num_tokens), prompt_tokens, sum(num_tokens), max(remaining, default=0.0), sum(remaining)
+            group_id,
+            len(num_tokens),
+            prompt_tokens,
+            sum(num_tokens),
+            max(remaining, default=0.0),
+            sum(remaining),
+            max(late, default=0.0),
         )
 
     @property
@@ -108,6 +117,12 @@ class GroupLoad:
         num_others = self.num_candidates - 1
         others = [max(1, math.ceil((self.total_remaining - self.longest_remaining) / num_others))] if num_others else []
         return [max(1, math.ceil(self.longest_remaining)), *others * num_others]
+
+    @property
+    def late(self) -> GroupLoad:
+        """The same group, should all of its candidates go on for long."""
+        late = max(self.late_remaining, self.longest_remaining)
+        return replace(self, longest_remaining=late, total_remaining=self.num_candidates * late)
 
     @property
     def mean_context(self) -> int:
@@ -169,6 +184,11 @@ class RankLoad:
             (math.inf if self.max_num_seqs is None else self.max_num_seqs) - self.other_requests - self.num_candidates,
             sum(group.total_remaining for group in self.groups),
         )
+
+    @property
+    def late(self) -> RankLoad:
+        """Should everything that is there go on for long."""
+        return replace(self, groups=tuple(group.late for group in self.groups))
 
     def with_group(self, group: GroupLoad) -> RankLoad:
         return replace(self, groups=(*self.groups, group))

@@ -23,7 +23,11 @@ consolidate  ranks are emptied in the tail and freed, the rollout may end a litt
 auto         both
 """
 MAX_DELAY = 0.05
-"""Share by which a consolidation may make the predicted end of the step later."""
+"""Share by which a consolidation may make the end of the step later: the expected one, and that of candidates that all
+go on for long (`RankLoad.late`) and share their steps to the last. Averages promise an end to most who arrive."""
+OWN_SHARE = 1 / 3
+"""Of a rank's own delay in that case, which counts too: any rank may turn out to have the last candidate. All of it
+would let next to nothing move (docs/log.md)."""
 MIN_FREED = 0.2
 """Least share of the remaining rank-seconds that a consolidation has to free. Many small ones delay the end more than
 they free (docs/log.md)."""
@@ -90,7 +94,8 @@ def plan_consolidation(
     A rank is busy until its predicted end; the rank-seconds of a step are the sum over ranks. Emptied ranks give theirs
     back. The targets take longer, by the larger PTL of everyone on them and by the price of what arrives. It pays when
     the sum falls by more than `min_freed`, and all consolidations of a step together make its end at most `max_delay`
-    later. Of all numbers of emptied ranks, the least loaded first, the one that frees the most is planned.
+    later, also where what runs goes on for long. Of all numbers of emptied ranks, the least loaded first, the one that
+    frees the most is planned.
 
     delay: what the last consolidation of this step has told (`Consolidation.delay`). Shares multiply, as if each lasted
     to the end: predicted ends come too soon, and their seconds would allow too much.
@@ -99,6 +104,7 @@ def plan_consolidation(
     ends = {load.rank: end_s(cost, load) for load in loads}
     busy_s = sum(ends[load.rank] for load in ranks)
     last_s = max(ends.values(), default=0.0)
+    late_ends = {load.rank: end_s(cost, load.late) for load in loads}
     best = Consolidation(freed_s=min_freed * busy_s)
     ranks.sort(key=lambda load: (load.other_requests > 0, load.room.remaining_tokens))
     num_movable = sum(not load.other_requests for load in ranks)
@@ -109,7 +115,13 @@ def plan_consolidation(
             continue
         after = ends | {load.rank: 0.0 for load in sources} | _ends_after(cost, sources, targets, moves)
         freed_s = busy_s - sum(after[load.rank] for load in ranks)
-        delay_after = (1 + delay) * max(after.values()) / last_s - 1
+        late_after = _ends_after(cost, [load.late for load in sources], [load.late for load in targets], moves)
+        delays = [
+            max(after.values()) / last_s - 1,
+            max((late_ends | late_after).values()) / max(late_ends.values()) - 1,
+            *(OWN_SHARE * (late_s / late_ends[rank] - 1) for rank, late_s in late_after.items()),
+        ]
+        delay_after = (1 + delay) * (1 + max(delays)) - 1
         if freed_s > best.freed_s and delay_after <= max_delay:
             best = Consolidation(tuple(moves), freed_s, delay_after)
     return best if best.moves else Consolidation(delay=delay)

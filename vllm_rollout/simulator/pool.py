@@ -9,9 +9,8 @@ from __future__ import annotations
 from random import Random
 from typing import Literal, NamedTuple
 
-from vllm_rollout.group.censoring import fit_log_lengths
+from vllm_rollout.group.censoring import fit_log_lengths, length_beyond
 from vllm_rollout.group.history import LengthHistory, ObservedLength
-from vllm_rollout.simulator.lengths import length_beyond
 from vllm_rollout.trace.rows import Trace, TracedPrompt
 
 
@@ -74,7 +73,8 @@ def _completed(prompt: TracedPrompt, log_std: float, cap: int, chance: Random) -
         num_tokens, end = candidate.num_tokens, candidate.end
         if candidate.is_stopped:
             uniform = (chance.getrandbits(52) + 0.5) / 2**52
-            num_tokens, end = length_beyond(fit, candidate.num_tokens, uniform), "stop"
+            drawn = round(length_beyond(fit, candidate.num_tokens, uniform))
+            num_tokens, end = max(candidate.num_tokens + 1, drawn), "stop"
             if num_tokens >= cap:
                 num_tokens, end = max(cap, candidate.num_tokens), "length"
         completed.append(PoolCandidate(num_tokens, end, candidate.num_tokens, False, candidate.score, candidate.reward))
