@@ -18,7 +18,7 @@ def test_without_a_history_a_candidate_lives_as_long_again():
         1,
         3,
         2430,
-    ]  # of x ** -2 a twentieth lies beyond 4.47
+    ]  # 1 / 4.47 ** 2 is a twentieth
 
 
 def test_nothing_goes_on_beyond_max_tokens():

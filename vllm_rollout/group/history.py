@@ -92,8 +92,9 @@ class LengthHistory:
         finished, stops = _checked(lengths)
         if not finished and not stops:
             return
-        group = group_moments(finished, stops, self.log_std())
-        shaped = self._shape.observe(finished, stops)
+        log_std = self.log_std()
+        group = group_moments(finished, stops, log_std)
+        shaped = self._shape.observe(finished, stops, log_std)
         if shaped is not None:
             fitted = group.variance
             if fitted is not None and shaped.variance is not None:
@@ -125,7 +126,7 @@ class LengthHistory:
         return LengthMoments(mean, variance, num_groups, self._shape.shares() if whole else ())
 
     def log_std(self) -> float:
-        """Standard deviation of log lengths within groups, over the data set: what the fit of a group leans on."""
+        """Standard deviation of log lengths within groups, over the data set: what fits and the form lean on."""
         squares = LOG_STD_PRIOR_WEIGHT * PRIOR_LOG_STD**2 + self._log_squares
         return bounded_log_std(math.sqrt(squares / (LOG_STD_PRIOR_WEIGHT + self._log_freedom)))
 

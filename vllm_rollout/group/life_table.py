@@ -22,20 +22,22 @@ from vllm_rollout.group.censoring import log_survival
 
 STEP = 0.125
 """Width of a bin of log lengths: they differ by 13 %."""
-LEFT, RIGHT = -48, 32
-"""First bin, and the one behind the last: from 1/400 to 55 times a usual length of the prompt."""
+LEFT, RIGHT = -48, 48
+"""First bin, and the one behind the last: from 1/400 to 400 times a usual length of the prompt."""
 NUM_BINS = RIGHT - LEFT
 
 PRIOR_LOG_STD = 0.7
-"""Standard deviation of log lengths within a prompt, before any is known: std is 0.8 times the mean."""
-PRIOR_RISK = 4.0
-"""Candidates at risk that the log-normal curve counts for in each bin."""
+"""Standard deviation of log lengths within a prompt, before any is known: std is 0.8 times the mean. A wider one that
+was learned takes its place, a narrower one does not: where few were seen, a guess that is too wide is put right by
+those who end, and one that is too narrow ends those of whom nobody knows."""
+PRIOR_RISK = 1.0
+"""Candidates at risk that the log-normal curve counts for in each bin: four outweigh those few who reach a far hump."""
 MIN_RISK = 4.0
 """Candidates at risk that make a bin one that was seen."""
 MIN_ENDS = 4.0
 """Ends that a slope is taken from."""
-MIN_TAIL_STD, MAX_TAIL_STD = 0.05, 1.2
-"""Bounds of the log standard deviation beyond what was seen; at 1.2 std is 1.8 times the mean."""
+MIN_TAIL_STD, MAX_TAIL_STD = 0.05, 1.5
+"""Bounds of the log standard deviation beyond what was seen; at 1.5 std is 2.9 times the mean."""
 MIN_RATE, MAX_RATE = 1e-6, 5.0
 """Of candidates that end within a bin; beyond 5 no more than 1 % reach the next bin, however few were seen."""
 
@@ -82,11 +84,13 @@ def life_of(finished: Iterable[tuple[float, int]], stops: Iterable[tuple[float, 
 class Curve:
     """Rates at which candidates end, by bin, and what they come to."""
 
-    def __init__(self, ends: Sequence[float], risks: Sequence[float]) -> None:
-        rates = _blended(ends, risks, PRIOR_RATES)
+    def __init__(self, ends: Sequence[float], risks: Sequence[float], log_std: float = PRIOR_LOG_STD) -> None:
+        """log_std: of lengths within prompts, as far as it is known."""
+        prior_std = max(log_std, PRIOR_LOG_STD)
+        rates = _blended(ends, risks, _normal_rates(0.0, prior_std))
         self.edge = max((i + 1 for i, risk in enumerate(risks) if risk >= MIN_RISK), default=0)
         """Bins up to the last one that was seen."""
-        self.tail_std = PRIOR_LOG_STD
+        self.tail_std = prior_std
         """Of log lengths beyond."""
         points = _quantiles(rates[: self.edge], ends)
         upper = [point for point in points if point.below >= points[-1].below / 2]
@@ -165,6 +169,3 @@ def _blended(ends: Sequence[float], risks: Sequence[float], rates: Sequence[floa
 def _normal_rates(location: float, std: float) -> list[float]:
     logs = [log_survival(((LEFT + i) * STEP - location) / std) for i in range(NUM_BINS + 1)]
     return [min(before - after, MAX_RATE) for before, after in pairwise(logs)]
-
-
-PRIOR_RATES = _normal_rates(0.0, PRIOR_LOG_STD)

@@ -73,9 +73,17 @@ class LengthShape:
         self._lengths = [0.0] * (LAST_BIN - FIRST_BIN)
         """Shares of groups by bin of length."""
         self.curve = Curve(self._ends, self._risks)
+        """When the newest group came."""
 
-    def observe(self, finished: Sequence[int], stops: Sequence[int]) -> ShapedMoments | None:
-        """One group, of at least one length; says what it comes to when some were cut, else None."""
+    def observe(
+        self, finished: Sequence[int], stops: Sequence[int], log_std: float = PRIOR_LOG_STD
+    ) -> ShapedMoments | None:
+        """One group, of at least one length; says what it comes to when some were cut, else None.
+
+        log_std: of lengths within prompts, as fits of the groups before have it. They learn how far lengths spread from
+        the first groups on; a table that these entered too narrow would take hundreds to widen.
+        """
+        self.curve = Curve(self._ends, self._risks, log_std)
         ended = [(log_length(length), count) for length, count in Counter(finished).items()]
         cut = [(log_length(stop), count) for stop, count in counted_stops(stops)]
         life = life_of(ended, cut)
@@ -191,7 +199,6 @@ class LengthShape:
             for i, (end, risk) in enumerate(zip(life.ends, life.risks, strict=True), start):
                 self._ends[i] += weight * end
                 self._risks[i] += weight * risk
-        self.curve = Curve(self._ends, self._risks)
 
     def _add_rest(self, cut: Sequence[tuple[float, int]], shift: int, weight: float) -> None:
         """What was cut goes where it is expected to end."""
@@ -224,7 +231,6 @@ class LengthShape:
             sums[:] = [number(value, f"{name} of {where}", least, MAX_SUM) for value in values]
         if min(shape._locations[0], *shape._locations[2:], shape._fits[0]) < 0:
             raise ValueError(f"locations and fits of {where} must be sums over groups, got {shown(shape._locations)}")
-        shape.curve = Curve(shape._ends, shape._risks)
         return shape
 
     @property
