@@ -23,7 +23,7 @@ from benchmarks.common import with_error
 from benchmarks.toy_grpo import GROUP_SIZE, Groups, Pruned, World, moments, no_variance
 from vllm_rollout.config import CALIBRATION_WINDOW
 from vllm_rollout.group.advice import Advice, advise
-from vllm_rollout.group.audit import draw_audits
+from vllm_rollout.group.audit import draw_audit
 from vllm_rollout.group.learning import Learning
 from vllm_rollout.group.pruning_plan import PruningPlan
 from vllm_rollout.group.survivors import choose_survivors
@@ -104,7 +104,7 @@ def stream(groups: Groups, way: Way, num_unmeasured: int, seed: int) -> Stream:
             stream.pruned.survival[g] = way.keep_ratio
         return stream
     learning = Learning(way.plan.detection_length)
-    audits = draw_audits(way.audit_ratio, seed, [str(g) for g in range(shape[0])], "group")
+    audits = [draw_audit(way.audit_ratio, seed, str(g), g) for g in range(shape[0])]
     awaited: list[tuple[int, Mapping[int, Observation], Mapping[int, Assessment]]] = []
     for g, scores in enumerate(groups.scores.tolist()):
         if g % GROUPS_PER_STEP == 0:

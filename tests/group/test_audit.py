@@ -1,41 +1,81 @@
 """Which groups are audited, and what they do otherwise."""
 
+from collections import Counter
+from itertools import pairwise
+from math import ceil
 from statistics import fmean
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_rollout.group.audit import MAX_ANSWERS, AnswerAudits, draw_audit, draw_audits
+from vllm_rollout.group.audit import MAX_ANSWERS, MAX_KINDS, AnswerAudits, AuditTurns, draw_audit
 from vllm_rollout.group.plan import make_plan
 from vllm_rollout.group.pruning_plan import PruningPlan
 
 CONTENTS = [f"{number:024x}" for number in range(4000)]
 
 
+def audited(ratio, seed=7, contents=CONTENTS):
+    return [draw_audit(ratio, seed, content, position) for position, content in enumerate(contents)]
+
+
 @pytest.mark.parametrize("ratio", [0.05, 0.3])
-def test_a_share_of_groups_is_audited_whatever_is_drawn(ratio):
-    by_group = draw_audits(ratio, 7, CONTENTS, "group")
-    requests = [draw_audits(ratio, 7, [content, "x"], "rollout") for content in CONTENTS]
-    by_rollout = [mark for marks in requests for mark in marks]
-    for marks in (by_group, by_rollout):
-        assert fmean(marks) == pytest.approx(ratio, abs=5 * (ratio * (1 - ratio) / len(CONTENTS)) ** 0.5)
-    assert all(len(set(marks)) == 1 for marks in requests), "all groups of a request, or none"
+def test_a_share_of_single_groups_is_audited(ratio):
+    assert fmean(audited(ratio)) == pytest.approx(ratio, abs=5 * (ratio * (1 - ratio) / len(CONTENTS)) ** 0.5)
 
 
-@given(st.integers(0, 2**62), st.lists(st.text(max_size=8), max_size=20), st.sampled_from(["group", "rollout"]))
-def test_the_draw_can_be_repeated_and_knows_its_ends(seed, contents, unit):
-    assert draw_audits(0.5, seed, contents, unit) == draw_audits(0.5, seed, contents, unit)
-    assert draw_audits(0.0, seed, contents, unit) == [False] * len(contents)
-    assert draw_audits(1.0, seed, contents, unit) == [True] * len(contents)
+@given(st.integers(0, 2**62), st.lists(st.text(max_size=8), max_size=20))
+def test_the_draw_can_be_repeated_and_knows_its_ends(seed, contents):
+    assert audited(0.5, seed, contents) == audited(0.5, seed, contents)
+    assert audited(0.0, seed, contents) == [False] * len(contents)
+    assert audited(1.0, seed, contents) == [True] * len(contents)
 
 
 def test_seeds_and_prompts_draw_anew():
-    assert draw_audits(0.5, 1, CONTENTS, "group") != draw_audits(0.5, 2, CONTENTS, "group")
-    one = [draw_audits(0.5, 0, [content], "rollout")[0] for content in CONTENTS[:64]]
-    assert set(one) == {True, False}, "a trainer that fixes its seed does not get the same draw in every step"
-    twice = draw_audits(0.5, 0, ["same"] * 64, "group")
-    assert set(twice) == {True, False}, "prompts that are the same are groups of their own"
+    assert audited(0.5, 1) != audited(0.5, 2)
+    assert set(audited(0.5, 0, ["same"] * 64)) == {True, False}, "prompts that are the same are groups of their own"
+
+
+@given(st.floats(0.01, 1.0), st.integers(1, 300))
+def test_answers_have_audits_by_their_number_and_the_first_is_one(ratio, num):
+    turns = AuditTurns()
+    marks = [turns.take("kind", ratio) for _ in range(num)]
+    assert marks[0]
+    assert abs(sum(marks) - num * ratio) < 3
+    longest = ceil(2.7 / ratio)
+    assert all(any(marks[start : start + longest]) for start in range(num - longest))
+
+
+def test_at_a_twentieth_the_first_is_audited_and_each_13th_21st_or_34th_after_it():
+    turns = AuditTurns()
+    audited = [number for number in range(400) if turns.take("kind", 0.05)]
+    assert audited[:6] == [0, 13, 34, 47, 68, 89]
+    assert {later - earlier for earlier, later in pairwise(audited)} == {13, 21, 34}
+
+
+@pytest.mark.parametrize("period", [2, 3, 4, 5, 10, 20, 40])
+def test_batches_that_come_back_are_audited_alike(period):
+    """Of a data set of so many batches, or of two kinds that take turns."""
+    turns = AuditTurns()
+    counts = Counter(number % period for number in range(400 * period) if turns.take("kind", 0.05))
+    assert len(counts) == period
+    assert max(counts.values()) - min(counts.values()) <= 4, "20 are expected"
+
+
+def test_kinds_of_answers_are_counted_by_themselves_and_a_ratio_of_0_has_no_turn():
+    turns = AuditTurns()
+    assert [turns.take(kind, 0.5) for kind in ("a", "b", "a", "b")] == [True, True, False, False]
+    assert not any(turns.take("never", 0.0) for _ in range(100))
+    assert turns.take("never", 0.05)
+    assert all(turns.take("always", 1.0) for _ in range(100))
+
+
+def test_kinds_are_bounded():
+    turns = AuditTurns()
+    for number in range(MAX_KINDS + 5):
+        turns.take(number, 0.5)
+    assert len(turns._counts) == MAX_KINDS
 
 
 @pytest.mark.parametrize(
@@ -54,28 +94,24 @@ def test_an_audit_group_has_only_candidates_that_are_returned_and_stops_none(fie
     assert not make_plan(8, 2, max_candidates=64).returns_all
 
 
-def test_what_is_drawn_for_the_first_group_of_an_answer_holds_for_all():
-    audits, seen = AnswerAudits(), set()
-    for answer in range(200):
+def test_the_turn_of_the_first_group_of_an_answer_holds_for_all():
+    audits, drawn = AnswerAudits(), []
+    for answer in range(40):
         first = f"answer-{answer}-0"
-        marks = {
-            audits.draw(0.5, position, CONTENTS[answer], f"answer-{answer}-{position}", first) for position in range(8)
-        }
-        assert marks == {draw_audit(0.5, 0, CONTENTS[answer])}
-        seen |= marks
-    assert seen == {True, False}
+        marks = {audits.take("kind", 0.25, f"answer-{answer}-{position}", first) for position in range(8)}
+        assert len(marks) == 1
+        drawn += 8 * list(marks)
+    assert drawn[0]
+    assert 8 * 8 <= sum(drawn) <= 8 * 12
 
 
-def test_an_answer_whose_name_is_used_again_draws_anew():
+def test_an_answer_whose_name_is_used_again_takes_another_turn():
     audits = AnswerAudits()
-    drawn = [audits.draw(0.5, seed, "q", "a", "a") for seed in range(40)]
-    assert drawn == [draw_audit(0.5, seed, "q") for seed in range(40)]
-    assert set(drawn) == {True, False}
+    assert [audits.take("kind", 0.5, "a", "a") for _ in range(4)].count(True) == 2
 
 
-def test_draws_of_answers_are_bounded():
+def test_turns_of_answers_are_bounded():
     audits = AnswerAudits()
     for number in range(MAX_ANSWERS + 5):
-        audits.draw(1.0, 0, "q", str(number), str(number))
-    assert len(audits._drawn) == MAX_ANSWERS
-    assert not audits.draw(0.0, 0, "q", "late", "0"), "forgotten: it draws by itself"
+        audits.take("kind", 1.0, str(number), str(number))
+    assert len(audits._marks) == MAX_ANSWERS

@@ -148,4 +148,4 @@ def test_labels_of_a_group_without_spare_candidates_are_plain_audited_or_not(rat
     _, statuses, labels = judge.reward("rollout", [("q", index, 1.0, True) for index in range(2)])
     assert statuses == ["accepted"] * 2
     assert {(label.origin, label.active) for label in labels} == {("plain_audit" if ratio else "plain", False)}
-    assert judge.learning_of(HeadKey(PLAN.detection_length)).race_bias.offset == 0
+    assert judge.learning_of(HeadKey(PLAN.detection_length)).audit_report().offset == 0

@@ -185,42 +185,18 @@ def test_restoring_into_smaller_windows_keeps_the_newest():
         ({"scales": [[0, 0, 1, 0, 0, 1.0, 0, 0]]}, "list of 9"),
         ({"scales": [[3, 0, 1, 0, 0, 1, 0, 0, 0]] * 2, "num_versions": 2}, "different versions"),
         ({"present": 1}, "present scale"),
-        ({"labels": [[0.0, 1, -1.0, 0]]}, "weight of a label"),
-        ({"labels": [[0.0, 1, 1.0, 1]]}, "scale of a label"),
+        ({"labels": [[0.0, 1, -1.0, 0, "race"]]}, "weight of a label"),
+        ({"labels": [[0.0, 1, 1.0, 1, "race"]]}, "scale of a label"),
         ({"recent": [[0.0, -1]]}, "scale of a recent score"),
         ({"recent": [0.0]}, "must be a list"),
         ({"num_seen": [1]}, "num_seen"),
         ({"more": 1}, "has the fields"),
-        ({"scale": [0.0, 1.0]}, "earlier version"),
+        ({"labels": [[0.0, 1, 1.0, 0, "rally"]]}, "origin of a label"),
+        ({"intercepts": [[0.0, 2.0]]}, "intercepts of a calibrator"),
+        ({"intercepts": [[4.0, 2.0], [0.0, 2.0]]}, "an intercept"),
+        ({"intercepts": [[0.0, 2.0], [0.0, 1.0]]}, "precision of an intercept"),
     ],
 )
 def test_states_that_were_never_saved_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         Calibrator.from_state({**Calibrator().to_state(), **change})
-
-
-def old_state(signal: str, labels: list[list[float]], recent: list[float], scale: list[float]) -> dict[str, object]:
-    """As versions before those of heads wrote it."""
-    return {"signal": signal, "labels": labels, "recent": recent, "scale": scale, "num_since_scale": 3}
-
-
-@pytest.mark.parametrize(("signal", "scale"), [("head", [0.0, 1.0]), ("confidence", [4.0, 2.0])])
-def test_states_of_earlier_versions_go_on(signal, scale):
-    rng = random.Random(5)
-    labels = [[rng.gauss(4, 2), rng.random() < 0.5, 1.0] for _ in range(400)]
-    labels = [[score + 3 * positive, positive, weight] for score, positive, weight in labels]
-    calibrator = Calibrator.from_state(old_state(signal, labels, [score for score, *_ in labels], scale))
-    assert calibrator.is_warm(calibrator.num_positive)
-    assert not calibrator.is_warm(401)
-    version = 9 if signal == "head" else 0
-    for score, *_ in labels[:16]:
-        calibrator.observe(score, version)
-    likely, unlikely = (calibrator.success_probability(score, version) for score in (8.0, 3.0))
-    assert likely > 0.8 > 0.2 > unlikely
-    assert Calibrator.from_state(json.loads(json.dumps(calibrator.to_state()))).table() == calibrator.table()
-
-
-@pytest.mark.parametrize("change", [{"scale": [0.0, 0.0]}, {"scale": [math.nan, 1.0]}, {"labels": [[0.0, 1, -1.0]]}])
-def test_states_of_earlier_versions_that_were_never_saved_are_refused(change):
-    with pytest.raises(ValueError, match=r"scale|finite|weight"):
-        Calibrator.from_state({**old_state("confidence", [], [], [0.0, 1.0]), **change})

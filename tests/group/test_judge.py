@@ -306,12 +306,13 @@ def test_the_detection_length_used_longest_ago_gives_way_when_nobody_awaits_rewa
 
 
 def test_a_prompt_s_success_is_corrected_as_audits_say_and_survives_a_restart():
-    """Audits that all succeed among races that all fail: a race's success then stands for as many as a label may."""
+    """Audits that all succeed where half of the races fail: a race's success then stands for more than one."""
     judge = taught_judge()
-    bias = judge.memory.learnings[LENGTH].race_bias
-    for _ in range(400):
-        bias.add(True, 1.0, "audit")
-        bias.add(False, 1.0, "race")
+    calibrator = judge.memory.learnings[LENGTH].calibrators["head"]
+    for number in range(400):
+        calibrator.add(0.0, number % 2 == 0, origin="race")
+        calibrator.add(0.0, True, origin="audit")
+    assert calibrator.offset > 1
     siblings = Siblings(judge, replace(PLAN, mode="active"), group_size=8, prompt_key="id:p")
     siblings.due(LOGITS)
     siblings.finish(*range(8))
@@ -319,7 +320,7 @@ def test_a_prompt_s_success_is_corrected_as_audits_say_and_survives_a_restart():
     assert judge.memory.successes.of("id:p").num_rewarded > 8
     restored = Memory.from_state(json.loads(json.dumps(list(judge.memory.to_state()))))
     assert restored.successes.of("id:p") == judge.memory.successes.of("id:p")
-    assert restored.learnings[LENGTH].race_bias.to_state() == bias.to_state()
+    assert restored.learnings[LENGTH].audit_report() == judge.memory.learnings[LENGTH].audit_report()
 
 
 TRIAL = replace(SHADOW, trial_lengths=(16, 32), final_score=True)

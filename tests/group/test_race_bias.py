@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from random import Random
 from statistics import NormalDist, fmean
 
 import pytest
@@ -9,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import audits
+from vllm_rollout.group.calibration import Calibrator
 from vllm_rollout.group.learning import Learning
 from vllm_rollout.group.odds import shifted
-from vllm_rollout.group.race_bias import MAX_OFFSET, ORIGINS, RaceBias
+from vllm_rollout.group.race_bias import MAX_INTERCEPT, ORIGINS, Intercept
 
 
 def bias(**settings) -> dict[str, float]:
@@ -32,80 +35,127 @@ def test_where_length_says_nothing_audits_change_nothing():
     assert max(map(abs, audited.values())) < 0.02, audited
 
 
-def test_the_offset_is_that_of_the_odds():
-    bias = RaceBias()
-    assert bias.offset == bias.raced_offset == 0
-    for _ in range(4000):
-        for positive, origin in (
-            (True, "race"),
-            (False, "race"),
-            (True, "audit"),
-            (False, "audit"),
-            (False, "audit"),
-            (False, "audit"),
-        ):
-            bias.add(positive, 1.0, origin)
-    report = bias.report()
-    assert report.positive_ratio == pytest.approx(0.25, abs=0.001)
-    assert report.raced_positive_ratio == pytest.approx(0.5, abs=0.001)
-    assert shifted(0.5, bias.raced_offset) == pytest.approx(0.25, abs=0.003)
-    assert shifted(1 / 3, bias.offset) == pytest.approx(0.25, abs=0.003), "labels of both kinds: a third succeeds"
+def test_the_intercept_is_the_most_likely_one():
+    """Against a search, of labels that are foretold from 0.02 to 0.9."""
+    rng, intercept, labels = Random(1), Intercept(), []
+    for _ in range(1500):
+        q = rng.uniform(0.02, 0.9)
+        labels.append((q, rng.random() < shifted(q, -0.8)))
+        intercept.learn(labels[-1][0], 1.0, labels[-1][1])
+
+    def miss(value):
+        return abs(sum(positive - shifted(q, value) for q, positive in labels))
+
+    best = min((number / 500 for number in range(-800, 1)), key=miss)
+    assert intercept.value == pytest.approx(best, abs=0.03)
+    assert best == pytest.approx(-0.8, abs=0.15)
+
+
+def raced(rate: float = 0.5, num: int = 1000, origin: str = "race") -> Calibrator:
+    """A calibrator of scores that tell nothing; of such labels so many succeed."""
+    calibrator = Calibrator()
+    for number in range(num):
+        calibrator.add(0.0, number % round(1 / rate) == 0, origin=origin)
+    return calibrator
+
+
+def q_of(calibrator: Calibrator) -> float:
+    return calibrator.success_probability(0.0)
 
 
 def test_few_audits_are_believed_a_little():
-    bias = RaceBias()
-    for number in range(1000):
-        bias.add(number % 2 == 0, 1.0, "race")
-    bias.add(False, 1.0, "audit")
-    assert -0.2 < bias.offset < 0
+    calibrator = raced()
+    calibrator.add(0.0, False, origin="audit")
+    assert -0.3 < calibrator.offset < 0
+
+
+def test_audits_do_not_teach_the_table_that_they_correct():
+    """A whole rollout of audits, a quarter of the window, says a rate of 1/4; what was 1/2 is not corrected twice."""
+    calibrator = raced()
+    for number in range(512):
+        calibrator.add(0.0, number % 4 == 0, origin="audit")
+    assert q_of(calibrator) == pytest.approx(0.25, abs=0.01)
+    assert (calibrator.num_positive, calibrator.num_negative) == (500, 500)
+
+
+def test_audits_that_come_first_teach_until_races_do_and_are_foretold_then():
+    calibrator = raced(0.25, 512, "audit")
+    assert calibrator.is_warm(64)
+    assert q_of(calibrator) == pytest.approx(0.25, abs=0.01)
+    for number in range(1024):
+        calibrator.add(0.0, number % 2 == 0, origin="race")
+        assert calibrator.is_warm(64)
+        assert 0.24 < q_of(calibrator) < 0.4
+    assert q_of(calibrator) == pytest.approx(0.25, abs=0.015)
+    assert calibrator.num_positive == 512, "of races alone"
+
+
+def test_a_rate_that_rises_is_no_bias():
+    """Audits come in batches, and the rate is another one each time; races are as right as audits."""
+    rng, calibrator = Random(3), Calibrator()
+    for rollout in range(40):
+        rate = 0.2 + 0.015 * rollout
+        for _ in range(256):
+            calibrator.add(0.0, rng.random() < rate, origin="audit" if rollout % 10 == 0 else "race")
+    assert abs(calibrator.offset) < 0.3
+    assert q_of(calibrator) == pytest.approx(0.75, abs=0.04)
 
 
 def test_where_nobody_races_audits_are_no_other_labels():
-    bias = RaceBias()
-    for number in range(1000):
-        bias.add(number % 4 == 0, 1.0, "plain")
+    calibrator = raced(0.25, 1000, "plain")
     for number in range(50):
-        bias.add(number % 2 == 0, 1.0, "plain_audit")  # by chance
-    assert bias.offset == bias.raced_offset == 0
-    report = bias.report()
-    assert report.num_labels == pytest.approx(50, rel=0.01)
-    assert report.positive_ratio == pytest.approx(0.5, rel=0.01)
-    assert report.raced_positive_ratio == pytest.approx(0.25, rel=0.01)
+        calibrator.add(0.0, number % 2 == 0, origin="plain_audit")  # by chance
+    assert calibrator.offset == 0
+    assert calibrator.num_positive + calibrator.num_negative == 1050
 
 
-def test_labels_of_races_are_corrected_beside_plain_ones():
-    """A tenth of the labels is of races, where half succeed in place of a quarter."""
-    bias = RaceBias()
-    for number in range(20_000):
-        bias.add(number % 4 == 0, 1.0, "plain")
-        if number % 10 == 0:
-            bias.add(number % 20 == 0, 1.0, "race")
-            bias.add(number % 40 == 0, 1.0, "audit")
-    assert shifted(0.5, bias.raced_offset) == pytest.approx(0.25, abs=0.01)
-    taught = (20_000 * 0.25 + 2000 * 0.5 + 2000 * 0.25) / 24_000
-    assert shifted(taught, bias.offset) == pytest.approx(0.25, abs=0.003)
+def test_labels_are_corrected_in_the_share_that_is_raced_and_no_longer_when_races_end():
+    calibrator = Calibrator()
+    for number in range(4000):
+        calibrator.add(0.0, number % 4 == 0, origin="plain")
+        calibrator.add(0.0, number % 2 == 0, origin="race")
+        if number % 5 == 0:
+            calibrator.add(0.0, number % 20 == 0, origin="audit")
+    assert shifted(3 / 8, calibrator.offset) == pytest.approx(0.25, abs=0.015)
+    assert calibrator.offset == pytest.approx(calibrator.intercept.value / 2, rel=0.01)
+    for number in range(4000):
+        calibrator.add(0.0, number % 4 == 0, origin="plain")
+    assert calibrator.offset == 0
 
 
-def test_a_bias_of_before_there_were_plain_labels_is_read():
-    assert RaceBias.from_state([[3.0, 1.0], [2.0, 2.0]]).raced_offset < 0
+def test_a_signal_without_audits_believes_those_of_another():
+    learning, scores = Learning(16), Random(2)
+    for number in range(800):
+        for origin, positive in (("race", number % 2 == 0), ("audit", number % 4 == 0)):
+            # the head is trained when nobody is audited any more
+            if origin == "race" or number < 400:
+                observation = audits.observation(None if number < 400 else scores.gauss(0, 1), 5.0)
+                learning.reward(observation, learning.value(observation, 1.0), 9, positive, "g", False, origin)
+    head, confidence = learning.calibrators["head"], learning.calibrators["confidence"]
+    assert head.offset == pytest.approx(confidence.offset, abs=0.05)
+    assert head.offset < -0.5
+    assert fmean(head.table()) == pytest.approx(0.25, abs=0.06)
 
 
 origins = st.sampled_from(ORIGINS)
 
 
-@given(st.lists(st.tuples(st.booleans(), st.floats(1, 20), origins), max_size=60))
-def test_offsets_are_bounded_and_a_restored_bias_goes_on(labels):
-    bias = RaceBias()
-    for positive, weight, origin in labels:
-        bias.add(positive, weight, origin)
-    assert abs(bias.offset) <= MAX_OFFSET
-    restored = RaceBias.from_state(bias.to_state())
-    for each in (bias, restored):
-        each.add(True, 2.0, "audit")
-    assert (restored.offset, restored.report()) == (bias.offset, bias.report())
+@given(st.lists(st.tuples(st.booleans(), st.floats(1, 20), origins, st.floats(-4, 4)), max_size=120))
+def test_offsets_are_bounded_and_a_restored_calibrator_goes_on(labels):
+    calibrator = Calibrator()
+    for positive, weight, origin, score in labels:
+        calibrator.add(score, positive, weight, 0, origin)
+    assert abs(calibrator.offset) <= MAX_INTERCEPT
+    restored = Calibrator.from_state(json.loads(json.dumps(calibrator.to_state())))
+    for each in (calibrator, restored):
+        for number in range(20):
+            each.add(0.5, number % 2 == 0, 2.0, 0, "race")
+        each.add(0.5, True, 1.0, 0, "audit")
+    assert restored.table() == calibrator.table()
+    assert restored.to_state() == calibrator.to_state()
 
 
-@given(st.floats(0.001, 0.999), st.floats(-MAX_OFFSET, MAX_OFFSET))
+@given(st.floats(0.001, 0.999), st.floats(-MAX_INTERCEPT, MAX_INTERCEPT))
 def test_a_shifted_probability_is_one(q, offset):
     assert 0 < shifted(q, offset) < 1
     assert shifted(shifted(q, offset), -offset) == pytest.approx(q)

@@ -25,6 +25,7 @@ from vllm_rollout.group.length_trial import TriedCandidate
 from vllm_rollout.group.load import EngineLoad
 from vllm_rollout.group.moments import LengthStatistics
 from vllm_rollout.group.moving import StayReason
+from vllm_rollout.group.race_bias import AuditReport
 from vllm_rollout.group.report import HeadInfo
 from vllm_rollout.group.rewarded import RewardedCandidate
 from vllm_rollout.group.types import BASE_MODEL, HeadKey, HeldGroups
@@ -101,10 +102,9 @@ class Learned:
 class LearningWindow:
     """What a report is made of."""
 
-    outcomes: list[RewardedCandidate]
-    losses: list[float]
-    race_bias: list[list[float]]
-    """As in a state."""
+    outcomes: list[RewardedCandidate] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    audit: AuditReport = field(default_factory=AuditReport)
 
 
 class NamedChoices(NamedTuple):

@@ -40,7 +40,7 @@ class RolloutOptions(TypedDict, total=False):
     scale_down: "auto": half of the ranks are emptied before the rollout is over, when the rest fits on the others.
     on_engine_failure: "retry": groups whose data-parallel rank dies run again on another; "fail": they end, incomplete.
     audit_ratio: share of groups in which nobody is stopped, so that learning stays true; None: the server's.
-    audit_unit: what is drawn, each "group" or the whole "rollout"; "auto": groups of a stream.
+    audit_unit: what is audited, each "group" by chance or the whole "rollout" by count; "auto": groups of a stream.
     sampling: any field of vLLM's SamplingParams except n.
     return_text: detokenize, and return the text of each trajectory.
     return_logprobs: return the log probability of each sampled token.

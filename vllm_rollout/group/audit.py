@@ -7,33 +7,58 @@ pruning decides is only noted. Candidates of one prompt are exchangeable before 
 of an audit group are those of a plain sample of the policy.
 
 One audited group holds up the whole answer that it belongs to, as long as a group without redundancy takes. So where
-groups are answered together, all of them are audited, or none: the same share of groups, but of a few answers only.
+groups are answered together, all of them are audited, or none: the same share of groups, but of a few answers only. So
+few must not be left to chance, which drew none for thirty rollouts in one run of five: they are counted, and the first
+of them is audited, since nothing is known of the bias before. Single groups are many, and each is drawn by itself:
+where they come is not where others are counted (other processes, the engine for those that are joined).
 
 Where the candidates are single requests that join a group, all of them come anyway: those that come first have the
 places, and a sibling that finds none is surplus at once (`group/lifecycle.py`).
 
-Invariant: whether a group is audited depends on the seed and on prompts (on the id of one that is joined), and on
-nothing that happens to it.
+Invariant: whether a single group is audited depends on the seed and on prompts (on the id of one that is joined), and
+whether an answer is depends on how many came before; neither on anything that happens to it.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Literal, Protocol, TypeVar
 
-from vllm_rollout.group.prompt_key import digest_of_texts
 from vllm_rollout.group.survivors import chance
 
 AuditUnit = Literal["group", "rollout"]
-"""What is drawn: each group by itself, or all groups of a request together."""
+"""What is audited: each group by itself, or all groups of a request together."""
+
+GOLDEN_RATIO = 0.6180339887498949
+"""The fractions of its multiples begin at 0, are spread over [0, 1) as evenly as can be, and so are those of every
+second one, or tenth: no batches that come back by turns are left out."""
+MAX_KINDS = 1024
+"""Kinds of answers whose turns are remembered."""
 
 
-def draw_audits(ratio: float, seed: int, contents: Sequence[str], unit: AuditUnit) -> list[bool]:
-    """Of groups whose prompts have these digests: which are audited; each with probability `ratio`."""
-    if unit == "rollout":
-        return [chance(seed, f"audit:{digest_of_texts(contents)}", 0) < ratio] * len(contents)
-    return [chance(seed, f"audit:{content}", position) < ratio for position, content in enumerate(contents)]
+def draw_audit(ratio: float, seed: int, content: str, position: int = 0) -> bool:
+    """Of a group by itself, whose prompt has this digest: is it audited? With probability `ratio`."""
+    return chance(seed, f"audit:{content}", position) < ratio
+
+
+class AuditTurns:
+    """Which of the answers that come one after the other are audited: the first of each kind, then as many as the ratio
+    says, at a twentieth each 13th, 21st or 34th after the one before."""
+
+    def __init__(self) -> None:
+        self._counts: OrderedDict[Hashable, int] = OrderedDict()
+        """Answers so far, by kind; the one counted longest ago comes first."""
+
+    def take(self, kind: Hashable, ratio: float) -> bool:
+        """Counts one more answer. `kind`: what has audits of its own, because others would tell nothing of it."""
+        if not ratio:
+            return False
+        count = self._counts.pop(kind, 0)
+        self._counts[kind] = count + 1
+        if len(self._counts) > MAX_KINDS:
+            self._counts.popitem(last=False)
+        return count * GOLDEN_RATIO % 1 < ratio
 
 
 Plan = TypeVar("Plan", bound="Auditable")
@@ -45,35 +70,32 @@ class Auditable(Protocol):
     def audited(self: Plan) -> Plan: ...
 
 
-def with_audits(plans: Sequence[Plan], ratio: float, seed: int, contents: Sequence[str], unit: AuditUnit) -> list[Plan]:
-    """The same plans, of which a share is that of audit groups; `contents` as in `draw_audits`."""
-    marks = draw_audits(ratio, seed, contents, unit)
-    return [plan.audited() if mark else plan for plan, mark in zip(plans, marks, strict=True)]
-
-
-def draw_audit(ratio: float, seed: int, content: str) -> bool:
-    """Of a group that comes alone, whose prompt has this digest."""
-    (mark,) = draw_audits(ratio, seed, [content], "group")
-    return mark
+def with_audits(plans: Sequence[Plan], ratio: float, seed: int, contents: Sequence[str]) -> list[Plan]:
+    """The same plans, of which a share is that of audit groups; `contents`: digests of their prompts."""
+    return [
+        plan.audited() if draw_audit(ratio, seed, content, position) else plan
+        for position, (plan, content) in enumerate(zip(plans, contents, strict=True))
+    ]
 
 
 MAX_ANSWERS = 1024
-"""Answers on their way whose draw is remembered."""
+"""Answers on their way whose turn is remembered."""
 
 
 class AnswerAudits:
-    """Draws for groups that come one by one and are answered together: what is drawn for the first holds for all."""
+    """Turns of groups that come one by one and are answered together: the turn of the first holds for all."""
 
     def __init__(self) -> None:
-        self._drawn: OrderedDict[str, bool] = OrderedDict()
+        self._turns = AuditTurns()
+        self._marks: OrderedDict[str, bool] = OrderedDict()
         """By the first group's request."""
 
-    def draw(self, ratio: float, seed: int, content: str, request: str, first: str) -> bool:
+    def take(self, kind: Hashable, ratio: float, request: str, first: str) -> bool:
         """`first`: the request that came first of those that are answered with this one."""
-        mark = self._drawn.get(first)
+        mark = self._marks.get(first)
         if mark is None or request == first:
-            mark = self._drawn[first] = draw_audit(ratio, seed, content)
-            self._drawn.move_to_end(first)
-            if len(self._drawn) > MAX_ANSWERS:
-                self._drawn.popitem(last=False)
+            mark = self._marks[first] = self._turns.take(kind, ratio)
+            self._marks.move_to_end(first)
+            if len(self._marks) > MAX_ANSWERS:
+                self._marks.popitem(last=False)
         return mark

@@ -7,13 +7,17 @@ sigmoid and Laplace's smoothing, is kept as `method="paper"` for comparison (ben
 A label stays with the scale of the version that gave its score, and so do recent scores: when a head is trained on, or
 another one is put, what was learned holds for its scores at once.
 
+Labels of audits (`race_bias.py`) teach no table that races teach: it is corrected by the intercept that foretells them
+best. Those that came before there was such a table teach as plain ones do, until labels of races are as many.
+
 Labels exist only for survivors. A label of a candidate that was kept with probability p stands for 1 / p candidates, so
 counts are weighted by 1 / p: sums over survivors then estimate sums over all candidates. (What was selected by a score
 alone still shows P(success | that score) unweighted; the success rate, another signal's calibration, and that of a
 score whose siblings or older versions took part in the selection, do need the weights.)
 
-Invariant: what the calibrator says depends on what its windows hold, on the scales, the offset and on whether there
-were enough labels, and not on the order in which labels came or went; a restored calibrator answers as the saved one.
+Invariant: what the calibrator says depends on what its windows hold, on the scales, the intercept and on whether there
+were enough labels; a table does not depend on the order in which labels came or went; a restored calibrator answers as
+the saved one.
 """
 
 from __future__ import annotations
@@ -26,9 +30,9 @@ from math import isfinite
 from typing import Any, Literal, NamedTuple, get_args
 
 from vllm_rollout.config import CALIBRATION_WINDOW
-from vllm_rollout.group.calibration_state import current_form
-from vllm_rollout.group.checks import MAX_SCORE, fields_of, flag, integer, listed, number
+from vllm_rollout.group.checks import MAX_SCORE, fields_of, flag, integer, listed, number, shown
 from vllm_rollout.group.odds import shifted
+from vllm_rollout.group.race_bias import AUDITS, ORIGINS, Intercept, LabelOrigin
 from vllm_rollout.group.scale import REMEMBERED_VERSIONS, Scale, Scales
 from vllm_rollout.group.success_bins import combined_table, paper_table
 from vllm_rollout.group.types import Signal
@@ -63,6 +67,7 @@ class LabelledScore(NamedTuple):
     weight: float
     scale: int
     """Which of the state's scales."""
+    origin: LabelOrigin
 
 
 @dataclass(slots=True, eq=False)
@@ -77,6 +82,7 @@ class _Label(_Score):
     positive: bool
     weight: int
     """In steps."""
+    origin: LabelOrigin
 
 
 class Calibrator:
@@ -114,25 +120,32 @@ class Calibrator:
         """Weighted negatives and positives per bin, in steps of weight."""
         self._squares = 0
         """Of all weights."""
+        self._raced = 0
+        """Weight of labels of races, in steps."""
+        self._num_audits = [0, 0]
+        """Negatives and positives of audits in the window."""
+        self.intercept = Intercept()
+        """By which a table that is taught by races foretells success."""
+        self.rate_intercept = Intercept()
+        """The same of the success rate."""
         self._num_seen = [0, 0]
         """Negatives and positives, those that have left the window too; see `is_warm`."""
         self._recent: deque[_Score] = deque()
         self._recent_counts = [0] * num_bins
         self._scales = Scales()
+        self._uncorrected: tuple[float, ...] | None = None
         self._table: tuple[float, ...] | None = None
-        self._offset = 0.0
 
     @property
     def offset(self) -> float:
-        """By which the logits of what labels say are corrected (`group/race_bias.py`)."""
-        return self._offset
+        """By which the logits of what labels say are corrected."""
+        return self.intercept.value * self._raced_share
 
-    @offset.setter
-    def offset(self, offset: float) -> None:
-        if offset != self._offset:
-            self._offset = offset
-            self._table = None
-            self.num_changes += 1
+    def begin_intercept(self, value: float) -> None:
+        """What another signal's audits say, for as long as there are none of this one."""
+        if not self.intercept.is_known and value != self.intercept.value:
+            self.intercept = Intercept(value)
+            self._change()
 
     @property
     def num_negative(self) -> int:
@@ -177,12 +190,25 @@ class Calibrator:
         if scale.is_due(self._num_recent) and not self._has_paper_scale:
             self._follow(scale)
 
-    def add(self, score: float, positive: bool, weight: float = 1.0, version: int = 0) -> None:
+    def add(
+        self,
+        score: float,
+        positive: bool,
+        weight: float = 1.0,
+        version: int = 0,
+        origin: LabelOrigin = "plain",
+    ) -> None:
         """The reward of a scored candidate came. `weight` is 1 / survival probability, clipped by the caller."""
         _check(score)
         if not 0 < weight < MAX_WEIGHT:
             raise ValueError(f"weight must be in (0, 2**32), got {weight}")
-        self._append(score, positive, weight, self._scales.for_label(version))
+        label = self._label(score, positive, weight, self._scales.for_label(version), origin)
+        if origin in AUDITS and self._foretells_audits:
+            self._learn_bias(label)
+            return
+        self._append(label)
+        if any(self._num_audits) and self._foretells_audits:
+            self._take_audits_out()
 
     def success_probability(self, score: float, version: int | None = None) -> float:
         """q of the score's bin."""
@@ -191,17 +217,22 @@ class Calibrator:
     def table(self) -> tuple[float, ...]:
         """q per bin."""
         if self._table is None:
-            total = sum(self._counts[False]) + sum(self._counts[True])
+            table, offset = self._taught_table(), self.offset
+            self._table = tuple(shifted(q, offset) for q in table) if offset else table
+        return self._table
+
+    def _taught_table(self) -> tuple[float, ...]:
+        """What labels say, per bin."""
+        if self._uncorrected is None:
+            total = self._total
             if self._method == "paper":
                 counts = [[count * WEIGHT_STEP for count in counts] for counts in self._counts]
-                self._table = paper_table(*counts, self._spread, self._smoothing)
+                self._uncorrected = paper_table(*counts, self._spread, self._smoothing)
             else:
                 labels = total / self._squares if total else 0.0  # so many labels is a weight worth (Kish)
                 counts = [[count * labels for count in counts] for counts in self._counts]
-                self._table = combined_table(*counts, self._spread)
-            if self._offset:
-                self._table = tuple(shifted(q, self._offset) for q in self._table)
-        return self._table
+                self._uncorrected = combined_table(*counts, self._spread)
+        return self._uncorrected
 
     def points(self) -> list[tuple[float, float]]:
         """(q, number of recent scores) of every bin that has recent scores."""
@@ -219,7 +250,9 @@ class Calibrator:
         return {
             "signal": self.signal,
             "labels": [
-                LabelledScore(label.value, label.positive, label.weight * WEIGHT_STEP, numbers[label.scale])
+                LabelledScore(
+                    label.value, label.positive, label.weight * WEIGHT_STEP, numbers[label.scale], label.origin
+                )
                 for label in self._labels
             ],
             "recent": [(recent.value, numbers[recent.scale]) for recent in self._recent],
@@ -227,15 +260,16 @@ class Calibrator:
             "num_versions": len(self._scales),
             "present": numbers[self._scales.present],
             "num_seen": list(self._num_seen),
+            "intercepts": [self.intercept.to_state(), self.rate_intercept.to_state()],
         }
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], **sizes: Any) -> Calibrator:
         """`sizes` are the constructor's; smaller windows than the saved ones keep the newest.
 
-        Raises: ValueError for what `to_state` cannot have written, in this version or an earlier one.
+        Raises: ValueError for what `to_state` cannot have written.
         """
-        state = fields_of(current_form(state), STATE_FIELDS, "a calibrator")
+        state = fields_of(state, STATE_FIELDS, "a calibrator")
         if state["signal"] not in get_args(Signal):
             raise ValueError(f"signal of a calibrator must be one of {get_args(Signal)}, got {state['signal']!r:.40}")
         calibrator = cls(state["signal"], **sizes)
@@ -246,12 +280,17 @@ class Calibrator:
         calibrator._scales = Scales.restored(scales[:num_versions], scales[present])
         last = len(scales) - 1
         for label in listed(state["labels"], "labels of a calibrator", CALIBRATION_WINDOW):
-            score, positive, weight, scale = listed(label, "a label of a calibrator", length=4)
+            score, positive, weight, scale, origin = listed(label, "a label of a calibrator", length=5)
+            if origin not in ORIGINS:
+                raise ValueError(f"origin of a label must be one of {', '.join(ORIGINS)}, got {shown(origin)}")
             calibrator._append(
-                number(score, "score of a label", -MAX_SCORE, MAX_SCORE),
-                flag(positive, "a label's success"),
-                number(weight, "weight of a label", 0.0, MAX_WEIGHT / 2, above=True),
-                scales[integer(scale, "scale of a label", 0, last)],
+                calibrator._label(
+                    number(score, "score of a label", -MAX_SCORE, MAX_SCORE),
+                    flag(positive, "a label's success"),
+                    number(weight, "weight of a label", 0.0, MAX_WEIGHT / 2, above=True),
+                    scales[integer(scale, "scale of a label", 0, last)],
+                    origin,
+                )
             )
         recent = listed(state["recent"], "recent scores of a calibrator", RECENT_SCORES)
         for row in recent[max(0, len(recent) - calibrator._num_recent) :]:
@@ -262,6 +301,8 @@ class Calibrator:
             calibrator._recent_counts[calibrator._recent[-1].bin] += 1
         seen = listed(state["num_seen"], "num_seen of a calibrator", length=2)
         calibrator._see([integer(count, "num_seen of a calibrator") for count in seen])
+        intercepts = listed(state["intercepts"], "intercepts of a calibrator", length=2)
+        calibrator.intercept, calibrator.rate_intercept = map(Intercept.from_state, intercepts)
         return calibrator
 
     @property
@@ -272,15 +313,54 @@ class Calibrator:
     def _bin(self, score: float, scale: Scale) -> int:
         return min(self._num_bins - 1, int(self._num_bins * scale.normalize(score)))
 
-    def _append(self, score: float, positive: bool, weight: float, scale: Scale) -> None:
+    def _label(self, score: float, positive: bool, weight: float, scale: Scale, origin: LabelOrigin) -> _Label:
         steps = max(1, round(weight / WEIGHT_STEP))
-        label = _Label(score, scale, self._bin(score, scale), bool(positive), steps)
+        return _Label(score, scale, self._bin(score, scale), bool(positive), steps, origin)
+
+    def _append(self, label: _Label) -> None:
         self._labels.append(label)
         self._count(label, +1)
         if len(self._labels) > self._window:
             self._count(self._labels.popleft(), -1)
         self._num_seen[label.positive] += 1
         self._see(self._num_seen)
+
+    @property
+    def _total(self) -> int:
+        return sum(self._counts[False]) + sum(self._counts[True])
+
+    @property
+    def _raced_share(self) -> float:
+        """Of what teaches the table."""
+        return self._raced / self._total if self._raced else 0.0
+
+    @property
+    def _foretells_audits(self) -> bool:
+        """Labels of races, with the plain ones beside them, are enough for a table of their own: as many as those of
+        audits in the window."""
+        negative, positive = self.num_negative - self._num_audits[False], self.num_positive - self._num_audits[True]
+        enough = min(negative, positive) >= MIN_RECENT_LABELS and negative + positive >= sum(self._num_audits)
+        return bool(self._raced) and enough
+
+    def _take_audits_out(self) -> None:
+        """Of the table: there is one that can foretell them."""
+        audits = [label for label in self._labels if label.origin in AUDITS]
+        self._labels = deque(label for label in self._labels if label.origin not in AUDITS)
+        for label in audits:
+            self._count(label, -1)
+        for label in audits:
+            self._learn_bias(label)
+
+    def _learn_bias(self, label: _Label) -> None:
+        share, rate = self._raced_share, sum(self._counts[True]) / self._total
+        self.intercept.learn(self._taught_table()[label.bin], share, label.positive)
+        self.rate_intercept.learn(rate, share, label.positive)
+        self._change()
+
+    def _change(self) -> None:
+        """What is said is another thing from now on."""
+        self._table = None
+        self.num_changes += 1
 
     def _see(self, num_seen: list[int]) -> None:
         recent = [self.num_negative, self.num_positive]
@@ -293,8 +373,12 @@ class Calibrator:
         self._squares += sign * label.weight * label.weight
         self.num_positive += sign * label.positive
         label.scale.num_labels += sign
-        self.num_changes += 1
-        self._table = None
+        if label.origin == "race":
+            self._raced += sign * label.weight
+        elif label.origin in AUDITS:
+            self._num_audits[label.positive] += sign
+        self._uncorrected = None
+        self._change()
 
     def _follow(self, scale: Scale) -> None:
         """Make the present scale anew; what it has given a place gets another one."""
@@ -312,10 +396,10 @@ class Calibrator:
                     counts[label.bin] -= label.weight
                     label.bin = self._bin(label.value, scale)
                     counts[label.bin] += label.weight
-            self._table = None
+            self._uncorrected = self._table = None
 
 
-STATE_FIELDS = ("signal", "labels", "recent", "scales", "num_versions", "present", "num_seen")
+STATE_FIELDS = ("signal", "labels", "recent", "scales", "num_versions", "present", "num_seen", "intercepts")
 
 MAX_SCALES = REMEMBERED_VERSIONS + CALIBRATION_WINDOW + RECENT_SCORES
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import exp
 
 from vllm_rollout.config import MAX_LABEL_WEIGHT
 from vllm_rollout.group.learning import Learning, label_weight
@@ -211,8 +212,8 @@ class Judge:
                 )
             if memory is not None and label.prompt_key:
                 is_raced = label.positive and label.origin == "race" and learning is not None
-                share = learning.race_bias.raced_success_share if is_raced else 1.0
-                weight = min(MAX_LABEL_WEIGHT, label.weight * share)
+                answers = exp(learning.most_audited.intercept.value) if is_raced else 1.0
+                weight = min(MAX_LABEL_WEIGHT, label.weight * answers)
                 memory.successes.observe(label.prompt_key, label.positive, weight)
 
     def _learn_at(

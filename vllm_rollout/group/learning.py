@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from math import isfinite
+from math import exp, isfinite
 from typing import Any, TypeVar
 
 from vllm_rollout.config import MAX_DETECTION_LENGTH, MAX_LABEL_WEIGHT
@@ -21,7 +21,7 @@ from vllm_rollout.group.checks import fields_of, flag, integer, listed, shown
 from vllm_rollout.group.gradient import Population, gradient_rule, population_of
 from vllm_rollout.group.pruning import Point, compress, group_rule, solve_paper
 from vllm_rollout.group.pruning_plan import SIGNALS, PruningPlan
-from vllm_rollout.group.race_bias import NO_BIAS, LabelOrigin, RaceBias
+from vllm_rollout.group.race_bias import AuditReport, AuditTally, LabelOrigin
 from vllm_rollout.group.report import RulesReport
 from vllm_rollout.group.rewarded import RewardedCandidate, rules_report
 from vllm_rollout.group.success import NO_REWARDS, PromptSuccess
@@ -43,7 +43,7 @@ class Learning:
     def __init__(self, detection_length: int) -> None:
         self.detection_length = detection_length
         self.calibrators: dict[Signal, Calibrator] = {signal: Calibrator(signal) for signal in SIGNALS}
-        self.race_bias = RaceBias()
+        self._audits = AuditTally()
         self._outcomes: deque[RewardedCandidate] = deque(maxlen=REPORT_WINDOW)
         self._verdicts: deque[bool] = deque(maxlen=REPORT_WINDOW)
         """Of active pruning, cold starts left out: was it kept?"""
@@ -142,12 +142,11 @@ class Learning:
                     successes[signal] = assessment.success_probability
             elif calibrator.is_warm(DEFAULT_MIN_LABELS):
                 successes[signal] = self._success(signal, score, observation)
-            calibrator.add(score, positive, weight, version_of(signal, observation))
+            calibrator.add(score, positive, weight, version_of(signal, observation), origin)
         if scores:
-            self.race_bias.add(positive, weight, origin)
-            offset = self.race_bias.offset
+            self._audits.add(positive, weight, origin)
             for calibrator in self.calibrators.values():
-                calibrator.offset = offset
+                calibrator.begin_intercept(self.most_audited.intercept.value)
         rewarded = RewardedCandidate(
             scores=comparable,
             success_probabilities=successes,
@@ -182,8 +181,17 @@ class Learning:
         """The newest rewarded candidates."""
         return list(self._outcomes)
 
+    @property
+    def most_audited(self) -> Calibrator:
+        """Of the signal by which audits have been foretold best, the head's of two alike."""
+        return max(self.calibrators.values(), key=lambda calibrator: calibrator.rate_intercept.precision)
+
+    def audit_report(self) -> AuditReport:
+        best = self.most_audited
+        return self._audits.report(best.offset, exp(best.rate_intercept.value))
+
     def report(self) -> RulesReport:
-        return rules_report(self._outcomes, self.num_judged, self.num_pruned, self.race_bias)
+        return rules_report(self._outcomes, self.num_judged, self.num_pruned, self.audit_report())
 
     def to_state(self) -> dict[str, Any]:
         """JSON-able; bounded by the windows. Its lists are the caller's, their entries never change."""
@@ -192,13 +200,13 @@ class Learning:
             "calibrators": [self.calibrators[signal].to_state() for signal in SIGNALS],
             "outcomes": list(self._outcomes),
             "verdicts": list(self._verdicts),
-            "race_bias": self.race_bias.to_state(),
+            "audits": self._audits.to_state(),
         }
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Learning:
         """Raises: ValueError for what `to_state` cannot have written."""
-        state = fields_of({**NO_BIAS, **state}, STATE_FIELDS, "a learning")
+        state = fields_of(state, STATE_FIELDS, "a learning")
         learning = cls(
             integer(state["detection_length"], "detection_length of a learning", WHOLE, MAX_DETECTION_LENGTH)
         )
@@ -207,9 +215,7 @@ class Learning:
             got = [calibrator.signal for calibrator in saved]
             raise ValueError(f"calibrators of a learning must be for {', '.join(SIGNALS)}, got {shown(got)}")
         learning.calibrators = {calibrator.signal: calibrator for calibrator in saved}
-        learning.race_bias = RaceBias.from_state(state["race_bias"])
-        for calibrator in saved:
-            calibrator.offset = learning.race_bias.offset
+        learning._audits = AuditTally.from_state(state["audits"])
         learning._outcomes.extend(
             RewardedCandidate.from_state(values)
             for values in listed(state["outcomes"], "outcomes of a learning", REPORT_WINDOW)
@@ -279,7 +285,7 @@ class Learning:
 
 DEFAULT_MIN_LABELS = PruningPlan(1).min_labels
 
-STATE_FIELDS = ("detection_length", "calibrators", "outcomes", "verdicts", "race_bias")
+STATE_FIELDS = ("detection_length", "calibrators", "outcomes", "verdicts", "audits")
 
 MAX_SOLVED = 64
 """Plans whose solution is kept; a client that varies its plan endlessly must not fill memory."""

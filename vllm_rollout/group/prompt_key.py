@@ -56,11 +56,6 @@ def key_of_content(content: str) -> str:
     return f"{KEY_OF_TOKENS}{digest_of([*map(ord, content)]) if rest else tokens}"
 
 
-def digest_of_texts(texts: Sequence[str]) -> str:
-    """24 hexadecimal digits of several of them, in their order."""
-    return blake2b(json.dumps(list(texts)).encode(), digest_size=12).hexdigest()
-
-
 def seed_for(seed: int, prompt: str) -> int:
     """A seed for the prompt of this name, below 2**62: above it are as many more as a prompt has candidates.
 

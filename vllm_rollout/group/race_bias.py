@@ -2,30 +2,30 @@
 
 Rewards come for those that finish first. If what is wrong is longer, wrong answers lack among the labels, by a factor
 that the race does not tell. Audit groups tell it (`group/audit.py`): their labels are a plain sample. The factor is one
-of odds: let a right answer be labelled with probability a and a wrong one with b, whatever its score. Then among labels
-the odds of success, at any score, are a / b times what they are among all answers, and
+of odds: let a right answer be labelled with probability a and a wrong one with b. Then among labels the odds of success
+are a / b times what they are among all answers, and
 
-    logit P(success) = logit P(success | labelled) + offset,   offset = logit(rate in audits) - logit(rate of labels).
+    logit P(success) = logit P(success | labelled) + intercept.
 
-So labels of races teach what a score is worth, and audits, few as they are, one number. That success and length say all
-that the race goes by is an assumption: where a score tells of lengths beyond success, a part of the bias stays.
+So labels of races teach what a score is worth, and audits, few as they are, one number: the intercept by which what
+races have taught foretells the labels of audits best (maximum likelihood). Each of these is foretold by what was known
+when it came, so that a policy that gets better is not taken for a bias. The intercept of a score that knows more is
+larger than that of the success rate, which is one as well: an average of odds is not the odds of an average. That
+success and length say all that the race goes by is an assumption: where a score tells of lengths beyond success, the
+intercept is right on average.
 
-Where a group has no spare candidates nobody races, and its labels are a plain sample as they are. They need no offset,
-and audits are compared with races only: beside plain labels the chance in a few audits would be taken for a bias.
+Where a group has no spare candidates nobody races, and its labels are a plain sample as they are. Of labels of both
+kinds the intercept is needed in the share that is raced.
 
-The offset is taken over many more labels than a calibration's window has, since a race favours the same kind of answer
-for longer than a success rate lasts. Of few audits it is shrunk toward 0.
-
-Invariant: what is said depends on the labels and their order only; without audits, or without races, the offset is 0.
+Invariant: what is said depends on the labels and their order only; without audits, or without races, it is 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import exp, fsum, log
-from types import MappingProxyType
-from typing import Any, Literal
+from math import exp, log
+from typing import Any, Literal, get_args
 
 from vllm_rollout.group.checks import listed, number
 
@@ -37,98 +37,106 @@ audit        it would have raced, and does not (`group/audit.py`)
 plain        nobody would race: all who survive are returned
 plain_audit  nobody would race, and nobody is pruned either
 """
-ORIGINS: tuple[LabelOrigin, ...] = ("audit", "race", "plain", "plain_audit")
-"""In the order of a state's rows."""
+ORIGINS: tuple[LabelOrigin, ...] = get_args(LabelOrigin)
+AUDITS: tuple[LabelOrigin, ...] = ("audit", "plain_audit")
 
-HALF_LIFE = 8192
-"""Labels after which a label counts half: some 600 labels of audits at a twentieth, by which a success rate of 0.3 is
-known to 0.02."""
-SHRINKAGE = 16.0
-"""Made-up audits that say there is no bias."""
-MAX_OFFSET = 3.0
+HALF_LIFE = 2048
+"""Labels of audits after which one counts half: a race favours the same kind of answer for longer than a success rate
+lasts, and 256 prompts of 8 answers tell a rate of 0.3 to 0.02."""
+PRIOR_PRECISION = 2.0
+"""Of an intercept before there are audits: about what ten of their labels tell."""
+MAX_INTERCEPT = 3.0
 """Odds that differ by more than a factor of 20 come from a handful of labels."""
-MAX_SUM = 1e12
+MAX_PRECISION = 1e6
+LEAST_PROBABILITY = 1e-6
 
 _DECAY = 0.5 ** (1 / HALF_LIFE)
+
+
+@dataclass(slots=True)
+class Intercept:
+    """The most likely one, found label by label: each moves it by a step of Newton's."""
+
+    value: float = 0.0
+    precision: float = PRIOR_PRECISION
+
+    @property
+    def is_known(self) -> bool:
+        return self.precision > PRIOR_PRECISION
+
+    def learn(self, foretold: float, share: float, positive: bool) -> None:
+        """A label of an audit. `foretold`: its probability of success by a table of which `share` is raced."""
+        p = 1 / (1 + exp(-logit(foretold) - self.value * share))
+        self.precision = max(PRIOR_PRECISION, self.precision * _DECAY) + share * share * p * (1 - p)
+        step = share * (positive - p) / self.precision
+        self.value = min(MAX_INTERCEPT, max(-MAX_INTERCEPT, self.value + step))
+
+    def to_state(self) -> list[float]:
+        return [self.value, self.precision]
+
+    @classmethod
+    def from_state(cls, state: Any) -> Intercept:
+        """Raises: ValueError."""
+        value, precision = listed(state, "an intercept", length=2)
+        return cls(
+            number(value, "an intercept", -MAX_INTERCEPT, MAX_INTERCEPT),
+            number(precision, "precision of an intercept", PRIOR_PRECISION, MAX_PRECISION),
+        )
+
+
+def logit(p: float) -> float:
+    p = min(1 - LEAST_PROBABILITY, max(LEAST_PROBABILITY, p))
+    return log(p / (1 - p))
+
+
+TALLY_HALF_LIFE = 8192
+"""Labels, of all kinds, after which one counts half in a report."""
+MAX_SUM = 1e12
+
+_TALLY_DECAY = 0.5 ** (1 / TALLY_HALF_LIFE)
 
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
     """What audit groups say of the others."""
 
-    num_labels: float
+    num_labels: float = 0.0
     """Of audit groups; older ones count less."""
-    positive_ratio: float | None
+    positive_ratio: float | None = None
     """Success rate in audit groups: that of the policy. None without a label of them."""
-    raced_positive_ratio: float | None
+    raced_positive_ratio: float | None = None
     """Success rate of other labels, weighted by 1 / survival probability: as it would be believed without audits."""
-    offset: float
+    offset: float = 0.0
     """By which the logit of a success probability is corrected."""
+    raced_success_weight: float = 1.0
+    """Answers that a success of a race stands for in a success rate, beside what its survival says."""
 
 
-class RaceBias:
-    """Decaying sums over labels."""
+class AuditTally:
+    """Decaying sums over labels, of audits and of the others."""
 
-    def __init__(self, sums: Mapping[LabelOrigin, Sequence[float]] = MappingProxyType({})) -> None:
-        self._sums: dict[LabelOrigin, list[float]] = {origin: list(sums.get(origin, (0.0, 0.0))) for origin in ORIGINS}
-        """Weights of negatives and positives."""
+    def __init__(self) -> None:
+        self._sums = [[0.0, 0.0], [0.0, 0.0]]
+        """Weights of negatives and positives: others', audits'."""
 
     def add(self, positive: bool, weight: float, origin: LabelOrigin) -> None:
-        for sums in self._sums.values():
-            sums[:] = (total * _DECAY for total in sums)
-        self._sums[origin][positive] += weight
+        self._sums = [[total * _TALLY_DECAY for total in sums] for sums in self._sums]
+        self._sums[origin in AUDITS][positive] += weight
 
-    @property
-    def offset(self) -> float:
-        """For probabilities that labels of all kinds have taught."""
-        taught = self._together(*ORIGINS)
-        extra = self._sums["race"][True] * (self.raced_success_share - 1)
-        return _logit([taught[False], taught[True] + extra]) - _logit(taught)
-
-    @property
-    def raced_offset(self) -> float:
-        """For probabilities that labels of races alone have taught."""
-        audit, raced = self._sums["audit"], self._sums["race"]
-        num_audits = sum(audit)
-        if not num_audits or not sum(raced):
-            return 0.0
-        offset = (_logit(audit) - _logit(raced)) * num_audits / (num_audits + SHRINKAGE)
-        return min(MAX_OFFSET, max(-MAX_OFFSET, offset))
-
-    @property
-    def raced_success_share(self) -> float:
-        """Answers that a success of a race stands for, beside what its weight says: sums over labels then stand for
-        all answers."""
-        return exp(self.raced_offset)
-
-    def report(self) -> AuditReport:
-        audit, others = self._together("audit", "plain_audit"), self._together("race", "plain")
-        return AuditReport(sum(audit), _rate(audit), _rate(others), self.offset)
+    def report(self, offset: float, raced_success_weight: float) -> AuditReport:
+        others, audits = self._sums
+        return AuditReport(sum(audits), _rate(audits), _rate(others), offset, raced_success_weight)
 
     def to_state(self) -> list[list[float]]:
-        return [list(self._sums[origin]) for origin in ORIGINS]
+        return [list(sums) for sums in self._sums]
 
     @classmethod
-    def from_state(cls, state: Any) -> RaceBias:
+    def from_state(cls, state: Any) -> AuditTally:
         """Raises: ValueError."""
-        if isinstance(state, list) and len(state) == 2:
-            state = [*state, [0.0, 0.0], [0.0, 0.0]]  # of versions that took plain labels for those of races
-        rows = [listed(row, "a race bias", length=2) for row in listed(state, "a race bias", length=len(ORIGINS))]
-        sums = [[number(total, "a sum of a race bias", 0.0, MAX_SUM) for total in row] for row in rows]
-        return cls(dict(zip(ORIGINS, sums, strict=True)))
-
-    def _together(self, *origins: LabelOrigin) -> list[float]:
-        """Weights of negatives and positives."""
-        return [fsum(self._sums[origin][positive] for origin in origins) for positive in (False, True)]
-
-
-NO_BIAS: Mapping[str, Any] = {"race_bias": RaceBias().to_state()}
-"""What states of earlier versions lack."""
-
-
-def _logit(sums: Sequence[float]) -> float:
-    """Half a label of either kind keeps it finite, and takes most of the bias out of its estimate."""
-    return log((sums[True] + 0.5) / (sums[False] + 0.5))
+        rows = [listed(row, "a tally of audits", length=2) for row in listed(state, "a tally of audits", length=2)]
+        tally = cls()
+        tally._sums = [[number(total, "a sum of a tally of audits", 0.0, MAX_SUM) for total in row] for row in rows]
+        return tally
 
 
 def _rate(sums: Sequence[float]) -> float | None:

@@ -1,6 +1,6 @@
 """A rewarded candidate, and what rewarded candidates say of signals and of pruning.
 
-Invariant: a report depends on the candidates, the numbers of verdicts and the race bias that it is given, and on
+Invariant: a report depends on the candidates, the numbers of verdicts and what audits say that it is given, and on
 nothing else; so candidates of several ranks are reported together as one rank's are.
 """
 
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from vllm_rollout.config import MAX_LABEL_WEIGHT
 from vllm_rollout.group.checks import MAX_SCORE, flag, integer, listed, number, shown, text
 from vllm_rollout.group.pruning_plan import SIGNALS
-from vllm_rollout.group.race_bias import RaceBias
+from vllm_rollout.group.race_bias import AuditReport
 from vllm_rollout.group.report import Prediction, RulesReport, ShadowReport, signal_report, weighted_mean
 from vllm_rollout.group.types import Signal
 
@@ -46,8 +46,6 @@ class RewardedCandidate(NamedTuple):
     @classmethod
     def from_state(cls, values: Any) -> RewardedCandidate:
         """Raises: ValueError."""
-        if isinstance(values, list) and len(values) == len(cls._fields) - 1:
-            values = [*values, False]  # of versions without audits
         outcome = cls(*listed(values, "an outcome", length=len(cls._fields)))
         return cls(
             scores=by_signal(outcome.scores, "a score of an outcome", -MAX_SCORE, MAX_SCORE),
@@ -72,15 +70,15 @@ def by_signal(values: Any, where: str, least: float, most: float) -> dict[Signal
 
 
 def rules_report(
-    outcomes: Iterable[RewardedCandidate], num_judged: int, num_pruned: int, race_bias: RaceBias
+    outcomes: Iterable[RewardedCandidate], num_judged: int, num_pruned: int, audit: AuditReport
 ) -> RulesReport:
     """Over the newest rewarded candidates, and the newest verdicts of active pruning.
 
     Positive labels of races count less, or more, as audits say (`group/race_bias.py`).
     """
-    raced = race_bias.raced_success_share
+    weight = audit.raced_success_weight
     outcomes = [
-        outcome._replace(weight=outcome.weight * raced) if outcome.positive and not outcome.is_sample else outcome
+        outcome._replace(weight=outcome.weight * weight) if outcome.positive and not outcome.is_sample else outcome
         for outcome in outcomes
     ]
     judged = [outcome for outcome in outcomes if not outcome.cold]
@@ -88,7 +86,7 @@ def rules_report(
         signals={signal: signal_report(_predictions(outcomes, signal)) for signal in SIGNALS},
         active=_active_report([o for o in judged if o.active], num_judged, num_pruned),
         shadow=_shadow_report([o for o in judged if not o.active]),
-        audit=race_bias.report(),
+        audit=audit,
     )
 
 

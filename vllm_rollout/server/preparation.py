@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from vllm_rollout.config import MAX_CANDIDATES
 from vllm_rollout.group.allocation import upper_bound
-from vllm_rollout.group.audit import with_audits
+from vllm_rollout.group.audit import AuditTurns, with_audits
 from vllm_rollout.group.length_trial import chosen
 from vllm_rollout.group.plan import GroupPlan, PlanError, make_plan
 from vllm_rollout.group.prompt_key import digest_of
@@ -47,6 +47,7 @@ class Preparation:
         self._clock = clock
         self._audit_ratio = audit_ratio
         """Of requests that learn and do not say."""
+        self._audit_turns = AuditTurns()
 
     async def rollout(self, request: RolloutRequest) -> Rollout:
         """Raises: RequestError that names the field."""
@@ -87,7 +88,7 @@ class Preparation:
             warnings += unshaped
         seed = request.sampling.get("seed")
         pruning_seed = seed if isinstance(seed, int) else secrets.randbits(62)
-        plans = self._audited(request, plans, prompts, pruning_seed)
+        plans = self._audited(request, adapter, plans, prompts, pruning_seed)
         rollout = Rollout(
             id=f"rollout-{uuid.uuid4().hex}",
             created=int(time.time()),
@@ -120,7 +121,12 @@ class Preparation:
                 raise RequestError(f'{field}: "{wanted}" {refusal}', param=field)
 
     def _audited(
-        self, request: RolloutRequest, plans: list[PromptPlan], prompts: Sequence[PreparedPrompt], seed: int
+        self,
+        request: RolloutRequest,
+        adapter: str,
+        plans: list[PromptPlan],
+        prompts: Sequence[PreparedPrompt],
+        seed: int,
     ) -> list[PromptPlan]:
         """The same plans, of which a share is that of audit groups."""
         learns = request.pruning is not None or _tradeoff(request) is not None
@@ -132,7 +138,10 @@ class Preparation:
         unit = request.audit_unit
         if unit == "auto":
             unit = "group" if request.stream else "rollout"
-        return with_audits(plans, ratio, seed, [digest_of(prompt.token_ids) for prompt in prompts], unit)
+        if unit == "group":
+            return with_audits(plans, ratio, seed, [digest_of(prompt.token_ids) for prompt in prompts])
+        races = any(not plan.group.returns_all for plan in plans)
+        return [plan.audited() for plan in plans] if self._audit_turns.take((adapter, races), ratio) else plans
 
     def _plan(self, request: RolloutRequest) -> GroupPlan:
         """Of every prompt; with redundancy "auto" as if each went to the upper bound."""

@@ -194,9 +194,9 @@ class RolloutRequest(Body):
     )
     audit_unit: Literal["auto", "group", "rollout"] = Field(
         default="auto",
-        description='What is drawn by chance: each "group", or the whole "rollout", since one audited group holds up '
-        'an answer as long as all of them would. "auto" is "group" for a stream, where others are used as they come, '
-        'and "rollout" otherwise.',
+        description='What is audited: each "group" by chance, or by count the whole "rollout", since one audited group '
+        'holds up an answer as long as all of them would. "auto" is "group" for a stream, where others are used as '
+        'they come, and "rollout" otherwise.',
     )
     migration: Migration = Field(
         default="off",

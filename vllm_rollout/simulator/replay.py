@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Literal
 
 from vllm_rollout.config import REWARD_THRESHOLD
-from vllm_rollout.group.audit import with_audits
+from vllm_rollout.group.audit import AuditTurns, with_audits
 from vllm_rollout.group.history import observed_lengths
 from vllm_rollout.group.judge import Judge, Scoring
 from vllm_rollout.group.placement import Placement
@@ -67,6 +67,7 @@ class _Replay:
             self._placement.weights = Weights()
         self._placed_by: PlacedBy = placed_by
         self._tally = Tally(setting)
+        self._audit_turns = AuditTurns()
 
     def run(self, epochs: int, on_rollout: Callable[[], None]) -> Outcome:
         for epoch in range(epochs):
@@ -78,13 +79,11 @@ class _Replay:
     def _roll_out(self, epoch: int, number: int, rollout: TracedRollout) -> None:
         name = f"rollout-{epoch}-{number}"
         contents = [f"{name}/{prompt.id}" for prompt in rollout.prompts]
-        planned = with_audits(
-            self._planner.plans(rollout.prompts),
-            self._setting.audit_ratio,
-            self._seed,
-            contents,
-            self._setting.audit_unit,
-        )
+        planned, ratio = self._planner.plans(rollout.prompts), self._setting.audit_ratio
+        if self._setting.audit_unit == "group":
+            planned = with_audits(planned, ratio, self._seed, contents)
+        elif self._audit_turns.take("", ratio):
+            planned = [its.audited() for its in planned]
         self._tally.num_without_history = self._planner.num_without_history
         races = []
         for position, (prompt, its) in enumerate(zip(rollout.prompts, planned, strict=True)):

@@ -40,7 +40,7 @@ from vllm_rollout.adapter.api.refusals import pruning_refusal
 from vllm_rollout.adapter.api.resuming import resumed_params, resumed_prompt
 from vllm_rollout.adapter.api.versions import REJECTIONS
 from vllm_rollout.adapter.call_table import NAME_CHOICES, NamedChoices
-from vllm_rollout.adapter.joining import AnswerName, first_of_completion, scoring_of, seed_of, tag_of, too_long
+from vllm_rollout.adapter.joining import AnswerName, first_of_completion, scoring_of, tag_of, too_long
 from vllm_rollout.adapter.options import RolloutOptions
 from vllm_rollout.adapter.wire import TAG_KEY, CandidateTag, EndingNote
 from vllm_rollout.config import OUTPUT_INTERVAL_TOKENS
@@ -105,13 +105,9 @@ class GroupClient:
         if isinstance(plan, GroupJoin):
             self._refuse_unnamed(plan)
             return self._generate_joined(replace(plan, audit_ratio=audit_ratio), prompt, params, request_id, **kwargs)
-        if audit_ratio and self._audits.draw(
-            audit_ratio,
-            seed_of(params),
-            digest_of_prompt(prompt),
-            request_id,
-            self.first_of_answer(request_id),
-        ):
+        lora: LoRARequest | None = kwargs.get("lora_request")
+        kind = (lora and lora.lora_name, plan.returns_all)
+        if audit_ratio and self._audits.take(kind, audit_ratio, request_id, self.first_of_answer(request_id)):
             plan = plan.audited()
         return self._generate_choices(plan, prompt, params, request_id, **kwargs)
 

@@ -47,7 +47,6 @@ from vllm_rollout.group.advice import advise
 from vllm_rollout.group.known_prompts import KnownPrompt, known_prompts
 from vllm_rollout.group.ledger import NamedReward, Reward
 from vllm_rollout.group.length_trial import TriedCandidate
-from vllm_rollout.group.race_bias import RaceBias
 from vllm_rollout.group.report import HeadInfo
 from vllm_rollout.group.rewarded import rules_report
 from vllm_rollout.group.types import BASE_MODEL, WHOLE, HeadKey
@@ -191,14 +190,13 @@ class EngineLearning(EngineCalls):
         # Every rank's calibration knows every label; verdicts, and what awaits a reward, each rank knows of itself.
         found = [each for each in learned if each.head == key]
         windows = (await self._call_if_alive(rank, LEARNING_WINDOW, key) for rank in self.living_ranks)
-        window = LearningWindow([], [], RaceBias().to_state())
+        window = LearningWindow()
         async for each in windows:
             if each is not None:
                 window = each
                 break
         num_judged, num_pruned = (sum(each.num_judged for each in found), sum(each.num_pruned for each in found))
-        bias = RaceBias.from_state(window.race_bias)
-        report = await asyncio.to_thread(rules_report, window.outcomes, num_judged, num_pruned, bias)
+        report = await asyncio.to_thread(rules_report, window.outcomes, num_judged, num_pruned, window.audit)
         advice = await asyncio.to_thread(advise, window.outcomes, length)
         head = next((head for head in await self._heads() if head.key == key), None)
         return LearningReport(

@@ -197,7 +197,7 @@ class LearningCalls:
         if learning is None:
             return None
         losses = self._worker("rollout_head_losses", head)
-        return LearningWindow(learning.outcomes(), losses, learning.race_bias.to_state())
+        return LearningWindow(learning.outcomes(), losses, learning.audit_report())
 
     def open_state(self, reader: str) -> None:
         self._readings.open(reader, self._state(reader))
