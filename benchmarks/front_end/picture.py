@@ -9,14 +9,20 @@ from benchmarks.tables import picture
 
 LABELS = {
     "rollouts": "vllm-rollout",
+    "join": "joined requests",
     "close": "plain requests, closed",
     "stream": "streams, closed",
     "wait": "wait for all",
+    "rust-join": "Rust: joined requests",
+    "rust-close": "Rust: plain requests, closed",
+    "rust-stream": "Rust: streams, closed",
 }
-COLORS = {"rollouts": "#0f766e", "close": "#d97706", "stream": "#dc2626", "wait": "#64748b"}
+COLORS = {"rollouts": "#0f766e", "join": "#2563eb", "close": "#d97706", "stream": "#dc2626", "wait": "#64748b"}
+RUST = "rust-"
+"""Dashed, in the color of the same client over Python."""
 PANELS = (
     ("of_ideal", "ideal time / measured time", 100.0, "% of ideal"),
-    ("api_cpu_s", "API process", 1.0, "CPU seconds"),
+    ("api_cpu_s", "front ends", 1.0, "CPU seconds"),
     ("engine_cpu_s", "engine core", 1.0, "CPU seconds"),
 )
 
@@ -28,7 +34,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
             for way, label in LABELS.items():
                 if way in result["sizes"][0]["medians"]:
                     values = [factor * size["medians"][way][name] for size in result["sizes"]]
-                    axes.plot(sizes, values, marker="o", color=COLORS[way], label=label)
+                    style = "--" if way.startswith(RUST) else "-"
+                    axes.plot(sizes, values, style, marker="o", color=COLORS[way.removeprefix(RUST)], label=label)
             axes.set_xscale("log", base=2)
             axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
             axes.set_title(title, loc="left", fontsize=10)

@@ -10,10 +10,14 @@ NAMES = {
     "wait": "16 asked for, wait for all",
     "stream": "16 streams per prompt, the client closes the rest",
     "close": "16 plain requests per prompt, the client closes the rest",
+    "rust-stream": "Rust: 16 streams per prompt, the client closes the rest",
+    "rust-close": "Rust: 16 plain requests per prompt, the client closes the rest",
+    "rust-join": "**Rust, our scheduler**: 16 requests that join a group of 8",
+    "join": "**our scheduler**: 16 requests that join a group of 8",
     "rollouts": "**vllm-rollout**, `group_size: 8, redundancy: 8`",
 }
 HEADER = (
-    "candidates", "way", "seconds", "ideal", "ideal / seconds", "CPU s of the API process", "of the engine core",
+    "candidates", "way", "seconds", "ideal", "ideal / seconds", "CPU s of the front ends", "of the engine core",
     "host ms per step", "device ms per step",
 )  # fmt: skip
 

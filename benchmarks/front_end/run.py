@@ -1,8 +1,10 @@
 """What the front end costs on a fast device: `python -m benchmarks.front_end`.
 
 An emulated device whose step takes 8 ms and 0.02 ms per candidate; groups of 16 candidates with log-normal lengths
-(mean about 400 tokens), of which a trainer wants the first 8, all groups at once. Four clients, each in a process of
-its own, ask the same server for the same candidates in turn (`clients.py`). `ideal` is what the device would need if
+(mean about 400 tokens), of which a trainer wants the first 8, all groups at once. Clients, each in a process of its
+own, ask the same server for the same candidates in turn (`clients.py`), over vLLM's Python front end and over its Rust
+one, which runs beside it on the same engine core (docs/front_ends.md; where its binary cannot be had that is said, and
+those ways are left out). `ideal` is what the device would need if
 nothing else took time: the lengths replayed step by step, every group stopped in the step in which its 8th candidate
 ends.
 
@@ -30,6 +32,7 @@ import httpx
 from rich.console import Console
 
 from benchmarks.common import ROOT, median, raise_file_limit, record_of_run, server_process, write_json
+from benchmarks.front_end import binary
 from benchmarks.front_end.clients import TIMEOUT_S, WAYS
 from benchmarks.front_end.picture import draw
 from benchmarks.front_end.results import table
@@ -37,9 +40,12 @@ from benchmarks.front_end.sampling import WAITS
 from benchmarks.front_end.workload import DEVICE, NUM_CANDIDATES, ideal, lengths_of, prompts_of
 from vllm_rollout.emulation.step_log import Step, Summary, read_steps
 from vllm_rollout.models import resolve
-from vllm_rollout.process import ServerProcess, exit_on_sigterm
+from vllm_rollout.process import ServerProcess, exit_on_sigterm, free_port
 
 MODEL = "smollm2-135m-instruct"
+RUST = "rust-"
+RUST_WAYS = tuple(f"{RUST}{way}" for way in ("stream", "close", "join"))
+"""Over the Rust front end, which refuses n above 1 and has no rollouts."""
 EXTENSION = "benchmarks.front_end.sampling.StackSampler"
 WARM_UP_GROUPS = 4
 IDLE_S = 1.0
@@ -51,7 +57,7 @@ MAX_FUNCTIONS = 25
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--candidates", type=int, nargs="+", default=[256, 1024, 2048], help="at once, 16 to a group")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="clients")
+    parser.add_argument("--ways", nargs="+", choices=(*WAYS, *RUST_WAYS), default=[*WAYS, *RUST_WAYS], help="clients")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seed", type=int, default=100)
     parser.add_argument("--speed", type=float, default=1.0, help="--emulate-speed of the server")
@@ -61,22 +67,39 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="the picture (default: beside the output)")
     arguments = parser.parse_args()
     exit_on_sigterm()
+    rust, missing = rust_front_end(arguments)
     result = record_of_run(
         seed=arguments.seed,
         workload={
             "device": DEVICE, "speed": arguments.speed, "ranks": arguments.ranks, "api_servers": arguments.api_servers,
             "candidates_per_group": NUM_CANDIDATES, "repeats": arguments.repeats, "model": MODEL,
+            "rust_front_end": "beside ours" if rust else missing,
         },
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        result |= measure(arguments, Path(folder))
+        result |= measure(arguments, Path(folder), rust)
     write_json(arguments.output, result)
     if len(result["sizes"]) > 1:
         draw(result, arguments.plot or arguments.output.with_suffix(".png"))
     print(table(result))
 
 
-def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def rust_front_end(arguments: argparse.Namespace) -> tuple[Path | None, str]:
+    """The binary, or why there is none; then its ways are taken out."""
+    why = "not asked for"
+    if arguments.api_servers > 1:
+        why = "there is one process in Python beside it, and --api-servers asks for more"
+    elif any(way in RUST_WAYS for way in arguments.ways):
+        try:
+            return binary.fetch(), ""
+        except RuntimeError as error:
+            why = f"cannot be had: {error}"
+            Console(stderr=True).print(f"[yellow]Without vLLM's Rust front end: {why}")
+    arguments.ways = [way for way in arguments.ways if way not in RUST_WAYS]
+    return None, why
+
+
+def measure(arguments: argparse.Namespace, folder: Path, rust: Path | None) -> dict[str, Any]:
     raise_file_limit(max(arguments.candidates) * 2 + 512)
     device, steps = folder / "device.json", folder / "steps"
     device.write_text(json.dumps(DEVICE))
@@ -84,15 +107,25 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "--max-model-len", "4096", "--max-num-batched-tokens", "16384",
         "--max-num-seqs", str(max(arguments.candidates)),
         "--emulate", str(device), "--emulate-log", str(steps), "--emulate-speed", str(arguments.speed),
-        "--data-parallel-size", str(arguments.ranks), "--api-server-count", str(arguments.api_servers),
+        "--data-parallel-size", str(arguments.ranks),
         "--worker-extension-cls", EXTENSION, "--disable-uvicorn-access-log", "--served-model-name", MODEL,
     ]  # fmt: skip
     environment = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    our_port = free_port()
+    if rust is None:
+        flags += ["--api-server-count", str(arguments.api_servers)]
+    else:
+        flags += ["--rollout-port", str(our_port)]
+        environment |= {"VLLM_USE_RUST_FRONTEND": "1", "VLLM_RUST_FRONTEND_PATH": str(rust)}
     console = Console(stderr=True)
     sizes = []
     with server_process("rollout", resolve(MODEL), flags, folder / "server.log", **environment) as server:
         start_s = server.wait_until_healthy(lambda seconds, line: None)
-        rounds = Rounds(server, steps, arguments.ranks)
+        rust_port = _port(server)
+        if rust is not None:
+            server.url = f"http://127.0.0.1:{our_port}"
+            start_s += server.wait_until_healthy(lambda seconds, line: None)
+        rounds = Rounds(server, rust_port, steps, arguments.ranks)
         for way in arguments.ways:
             rounds.run(way, WARM_UP_GROUPS, 1)
         for size in arguments.candidates:
@@ -126,9 +159,9 @@ def medians(size: dict[str, Any]) -> dict[str, dict[str, float]]:
 class Rounds:
     """Clients against one server, one after the other."""
 
-    def __init__(self, server: ServerProcess, steps: Path, num_ranks: int) -> None:
+    def __init__(self, server: ServerProcess, rust_port: int, steps: Path, num_ranks: int) -> None:
         self._server = server
-        self._port = int(server.url.rpartition(":")[2])
+        self._rust_port = rust_port
         self._steps = steps
         self._num_ranks = num_ranks
         children = _children(server.pid)
@@ -138,7 +171,8 @@ class Rounds:
     def run(self, way: str, num_groups: int, seed: int) -> dict[str, Any]:
         self._wait_until_idle()
         before, front, engines = self._read(), _cpu_s(self._front), _cpu_s(self._engines)
-        arguments = [way, str(self._port), str(num_groups), str(seed)]
+        port = self._rust_port if way.startswith(RUST) else _port(self._server)
+        arguments = [way.removeprefix(RUST), str(port), str(num_groups), str(seed)]
         done = subprocess.run(
             [sys.executable, "-m", "benchmarks.front_end.clients", *arguments],
             capture_output=True, text=True, timeout=TIMEOUT_S, cwd=ROOT,
@@ -187,6 +221,10 @@ class Rounds:
         sizes: list[int] = []
         while sizes != (sizes := [path.stat().st_size for path in sorted(self._steps.glob("*.jsonl"))]):
             time.sleep(IDLE_S)
+
+
+def _port(server: ServerProcess) -> int:
+    return int(server.url.rpartition(":")[2])
 
 
 def _children(pid: int) -> list[int]:

@@ -12,7 +12,9 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
 from vllm_rollout.adapter.names import learned_name
-from vllm_rollout.adapter.wire import CandidateTag
+from vllm_rollout.adapter.options import EmulationOptions, RolloutOptions
+from vllm_rollout.adapter.wire import TAG_KEY, CandidateTag
+from vllm_rollout.emulation.fate import LENGTHS_FIELD
 from vllm_rollout.group.ledger import NamedReward, Reward, request_name
 from vllm_rollout.group.types import BASE_MODEL
 
@@ -58,6 +60,16 @@ def test_what_else_is_in_extra_args_stays_and_the_callers_own_is_not_changed(
     assert fields == {**JOIN, "theirs": 1}
     assert request.sampling_params.extra_args.keys() == {"theirs", *CandidateTag("g", 0, 1, 1, True, 1).to_extra_args()}
     run.run()
+
+
+@pytest.mark.parametrize("value", [[1], "x", 7, {}, ["g", 0, 1, 1, True, 1, None, True, 0, None, 0, 0.0, None]])
+def test_what_a_client_of_vllms_own_server_writes_in_the_place_of_a_tag_is_none(new_run, value) -> None:
+    run = new_run()
+    (id,) = add(run, [5], {TAG_KEY: value})
+    run.run()
+    assert ends(run, id) == [("stop", None)]
+    assert run.last(id).kv_transfer_params is None
+    assert_nothing_left(run)
 
 
 def test_another_prompt_or_namespace_is_another_group(new_run: Callable[..., TracedRun]) -> None:
@@ -194,6 +206,30 @@ def test_an_audit_group_stops_only_whom_it_has_no_place_for(new_run: Callable[..
     assert [run.num_tokens(id) for id in ids[:2]] == [60, 20], "neither pruned nor raced"
     assert max(run.num_tokens(id) for id in ids[2:]) <= run._depth
     assert_nothing_left(run)
+
+
+@pytest.mark.parametrize("client", ["", "digest-of-a-key"])
+def test_anybody_may_reward_a_request_whose_client_nobody_knows(new_run: Callable[..., TracedRun], client: str) -> None:
+    run = new_run()
+    run.scheduler.vllm_config.parallel_config.worker_cls = "vllm_rollout.Worker"
+    prune_by_sign(run, 4)
+    id = "cmpl-mine-3"  # vLLM's Python endpoint would mean the fourth prompt of an answer `cmpl-mine`
+    run.add(id, 9, extra_args=PRUNE)
+    run.run()
+    ledger, reward = run.scheduler.judge.ledger, Reward("", 0, 1.0, positive=True)
+    assert ledger.find(NamedReward("request", request_name(client, id), reward)) is not None
+    assert ledger.find(NamedReward("request", request_name(client, "another"), reward)) is None
+
+
+def test_an_emulated_device_is_not_asked_for_a_length_that_is_none(new_run: Callable[..., TracedRun]) -> None:
+    emulation = EmulationOptions("device.json", 1.0, None, async_scheduling=False, num_ranks=1)
+    run = new_run(options=RolloutOptions(emulation=emulation))
+    add(run, [9], {LENGTHS_FIELD: "long"}, "bad")
+    add(run, [9], {LENGTHS_FIELD: 9}, "good")
+    run.run()
+    assert run.last("bad0").finish_reason == FinishReason.ERROR
+    assert run.last("bad0").stop_reason.startswith(f"{LENGTHS_FIELD}")
+    assert run.last("good0").finish_reason == FinishReason.STOP
 
 
 def test_a_sibling_that_asks_for_another_share_of_audits_is_told(new_run: Callable[..., TracedRun]) -> None:

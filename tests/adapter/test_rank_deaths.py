@@ -25,6 +25,7 @@ from vllm_rollout.adapter.api.deaths import VARIABLE, Death, Deaths, RankProcess
 from vllm_rollout.adapter.api.group_routes import GroupRoutes, NoRankLeft
 from vllm_rollout.adapter.api.life import Life
 from vllm_rollout.adapter.api.rank_client import RankClient, RankDied
+from vllm_rollout.adapter.options import RolloutOptions
 from vllm_rollout.group.placement import Placement
 
 RANKS = [b"rank 0", b"rank 1", b"rank 2"]
@@ -235,6 +236,7 @@ def test_groups_keep_away_from_a_dead_rank_also_when_nothing_else_is_left() -> N
         ({"data_parallel_backend": "ray"}, False),
         ({"is_moe": True}, False),
         ({"server": False}, False),
+        ({"options": RolloutOptions(beside_rust=True)}, False),
     ],
 )
 def test_a_rank_is_outlived_where_somebody_sees_it_die(
@@ -244,6 +246,9 @@ def test_a_rank_is_outlived_where_somebody_sees_it_die(
     if changed.pop("server", True):
         monkeypatch.setenv(VARIABLE, str(tmp_path / "deaths"))
     model = SimpleNamespace(is_moe=changed.pop("is_moe", False))
+    additional = changed.pop("options", RolloutOptions()).into({})
     parallel = {"data_parallel_size": 2, "data_parallel_size_local": 2, "data_parallel_backend": "mp", **changed}
-    config = SimpleNamespace(parallel_config=SimpleNamespace(**parallel), model_config=model)
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(**parallel), model_config=model, additional_config=additional
+    )
     assert outlives_a_rank(config) is outlives

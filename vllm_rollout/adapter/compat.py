@@ -99,6 +99,8 @@ RENDERER = "vllm.renderers.online_renderer.OnlineRenderer"
 PLUGIN = "vllm.plugins.endpoint_plugins.interface.EndpointPlugin"
 ENTRY = "vllm.entrypoints.launchers.api_server.entry"
 SERVE = "vllm.entrypoints.cli.serve.ServeSubcommand"
+API_PROCESSES = "vllm.v1.utils.APIServerProcessManager"
+RUST_PROCESS = "vllm.v1.utils.RustFrontendProcessManager"
 API_UTILS = "vllm.entrypoints.serve.utils.api_utils"
 # Settings
 CONFIG = "vllm.config.VllmConfig"
@@ -151,6 +153,16 @@ RETRYABLE = Fact("imports", "vllm.exceptions", "RetryableRequestError", "", "api
 REJECTS_WHILE_PAUSED = Fact("uses", "vllm.v1.engine.core.EngineCoreProc", "reject_new_requests", "", "", "0.33")
 DEFERRED_WAITING = Fact("uses", SCHEDULER, "deferred_waiting", since="0.31")
 ADOPTS_FOUND = Fact("does", KV_MANAGER, "allocate_slots", "and num_new_computed_tokens == 0", since="0.31")
+RUST_LISTENERS = Fact(
+    "calls",
+    RUST_PROCESS,
+    "__init__",
+    "binary_path= sock= args= input_listener= output_listener= engine_start_index= engine_count= data_parallel_size= "
+    "stats_update_address=",
+    "api",
+    "0.32",
+    differs="before, each API process made its sockets by itself and told the launcher where",
+)
 SKIPS_ZEROING = Fact(
     "calls", KV_MANAGER, "allocate_slots", "request num_new_tokens skip_zeroing_group_ids=", since="0.32"
 )
@@ -422,6 +434,33 @@ CONTRACT = (
     Fact("uses", "vllm.envs", "VLLM_TARGET_DEVICE", by="platform"),
     Fact("uses", "vllm.envs", "VLLM_WORKER_MULTIPROC_METHOD", by="api"),
     Fact("uses", "vllm.envs", "VLLM_USE_RUST_FRONTEND", by="api"),
+    Fact("uses", "vllm.envs", "VLLM_RUST_FRONTEND_PATH", by="api"),
+    Fact("uses", "vllm.envs", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", by="api"),
+    # The Rust front end beside ours
+    RUST_LISTENERS,
+    Fact("uses", RUST_PROCESS, "processes", by="api"),
+    Fact("calls", RUST_PROCESS, "shutdown", "timeout", "api"),
+    Fact(
+        "replaces",
+        "vllm.entrypoints.cli.serve.run_multi_api_server",
+        "vllm.entrypoints.cli.serve.APIServerProcessManager",
+        by="api",
+    ),
+    Fact(
+        "overrides",
+        API_PROCESSES,
+        "__init__",
+        "listen_address sock args num_servers input_listeners output_listeners target_server_fn= stats_update_address=",
+        "api",
+        "0.32",
+    ),
+    Fact("overrides", API_PROCESSES, "shutdown", "timeout", "api"),
+    Fact("uses", API_PROCESSES, "processes", by="api"),
+    Fact("calls", "vllm.v1.utils", "run_api_server_worker_proc", "listen_address sock args client_config", "api"),
+    Fact("calls", "vllm.entrypoints.launchers.launcher", "create_server_socket", "addr reuse_port=", "api"),
+    Fact("imports", "vllm.entrypoints.cli", "serve", by="api"),
+    Fact("flag", "vllm serve", "grpc_port", "", "api", "0.32"),
+    Fact("flag", "vllm serve", "mm_device_do_normalize", by="api"),
     Fact("uses", "vllm.envs", "VLLM_SERVER_DEV_MODE", by="api"),
     Fact("flag", "vllm serve", "worker_extension_cls", by="api"),
     Fact("imports", "vllm.version", "__version__", by="compat"),

@@ -42,6 +42,8 @@ class RolloutOptions:
     """It takes them to other hosts, too."""
     audit_ratio: float = DEFAULT_AUDIT_RATIO
     """Of requests that learn and do not say."""
+    beside_rust: bool = False
+    """vLLM's Rust front end is the engine cores' first client: it knows no groups, ranks on hold or dead ones."""
 
     @classmethod
     def of(cls, vllm_config: VllmConfig) -> RolloutOptions:

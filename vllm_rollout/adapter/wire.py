@@ -2,7 +2,8 @@
 
 What an API process asks of an engine core beside them is in `call_table.py`.
 
-tag      API process -> scheduler, worker: `SamplingParams.extra_args[TAG_KEY]`
+tag      API process -> scheduler, worker: `SamplingParams.extra_args[TAG_KEY]`, as bytes: a client of vLLM's own front
+         ends fills `extra_args` with what JSON has, and JSON has no bytes, so nobody outside can make one
 report   worker -> scheduler: the attribute `REPORT_ATTRIBUTE` of a `ModelRunnerOutput`, a plain dataclass pickled whole
 ending   scheduler -> API process: `EngineCoreOutput.kv_transfer_params[ENDING_KEY]` on a candidate's last output; the
          client takes it out again before anybody else sees it
@@ -15,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from vllm_rollout.group.judge import Scoring
@@ -68,40 +70,42 @@ class CandidateTag:
 
     def to_extra_args(self) -> dict[str, Any]:
         scoring = self.scoring
-        return {
-            TAG_KEY: [
-                self.group_id,
-                self.index,
-                self.group_size,
-                self.num_candidates,
-                self.early_stop,
-                self.output_interval,
-                self.patience,
-                self.observed,
-                self.num_replaceable,
-                self.place and list(astuple(self.place)),
-                self.num_resumed,
-                self.audit_ratio,
-                scoring
-                and [
-                    scoring.rollout_id,
-                    scoring.prompt_id,
-                    scoring.seed,
-                    scoring.name,
-                    scoring.choice,
-                    scoring.parent and list(scoring.parent),
-                    scoring.prompt_key,
-                    *astuple(scoring.plan),
-                ],
-            ]
-        }
+        values = [
+            self.group_id,
+            self.index,
+            self.group_size,
+            self.num_candidates,
+            self.early_stop,
+            self.output_interval,
+            self.patience,
+            self.observed,
+            self.num_replaceable,
+            self.place and list(astuple(self.place)),
+            self.num_resumed,
+            self.audit_ratio,
+            scoring
+            and [
+                scoring.rollout_id,
+                scoring.prompt_id,
+                scoring.seed,
+                scoring.name,
+                scoring.choice,
+                scoring.parent and list(scoring.parent),
+                scoring.prompt_key,
+                *astuple(scoring.plan),
+            ],
+        ]
+        return {TAG_KEY: msgspec.msgpack.encode(values)}
 
     @classmethod
     def of(cls, extra_args: Mapping[str, Any] | None) -> CandidateTag | None:
-        """The tag of a request's `extra_args`; None when it has none."""
-        if not extra_args or (values := extra_args.get(TAG_KEY)) is None:
+        """The tag of a request's `extra_args`; None when it has none, also where a client has written something else
+        in its place."""
+        if not extra_args or not isinstance(data := extra_args.get(TAG_KEY), bytes):
             return None
-        *values, patience, observed, num_replaceable, place, num_resumed, audit_ratio, scoring = values
+        *values, patience, observed, num_replaceable, place, num_resumed, audit_ratio, scoring = msgspec.msgpack.decode(
+            data
+        )
         if scoring is not None:
             rollout_id, prompt_id, seed, name, choice, parent, prompt_key, *plan = scoring
             parent = parent and tuple(parent)

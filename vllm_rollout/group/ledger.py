@@ -53,9 +53,18 @@ class NamedReward(NamedTuple):
     """Its prompt id means something by a rollout only."""
 
 
+EVERYBODY = "*"
+"""Whose a request is when nobody knows its client: any client may name it."""
+
+
 def request_name(client: str, request_id: str, namespace: str = "") -> str:
     """The name of a request among all clients'. Those with the same key are one client; `namespace`: as it says."""
     return dumps([client, namespace, request_id])  # ASCII, and no id can look like another client's
+
+
+def everybodys(name: str) -> str:
+    """The name of the same request where nobody knows its client, who comes first in `request_name`."""
+    return f'["{EVERYBODY}", {name.partition(", ")[2]}'
 
 
 class Place(NamedTuple):
@@ -260,7 +269,8 @@ class Ledger:
         if named.by == "rollout":
             return Place(id, named.reward.prompt_id, index) if id in self._rollouts else None
         if named.by == "request":
-            if (entry := self._requests.get(kept_name(id), {}).get(index)) is None:
+            choices = self._requests.get(kept_name(id)) or self._requests.get(kept_name(everybodys(id)), {})
+            if (entry := choices.get(index)) is None:
                 return None
             id, index = entry.group_id, entry.index
         group = self._groups.get(id)

@@ -25,6 +25,7 @@ from vllm_rollout.adapter.api.group_client import GroupClient
 from vllm_rollout.adapter.api.group_routes import GroupRoutes
 from vllm_rollout.adapter.api.life import Life
 from vllm_rollout.adapter.api.rank_client import RankDied
+from vllm_rollout.adapter.options import RolloutOptions
 from vllm_rollout.adapter.wire import CandidateTag
 from vllm_rollout.group.audit import AnswerAudits
 from vllm_rollout.group.placement import Placement
@@ -52,9 +53,11 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
         self._candidates: WeakKeyDictionary[RequestOutputCollector, str] = WeakKeyDictionary()
         """Group ids of candidates on their way. Request ids do not tell candidates, since clients may give theirs to
         other requests too."""
-        self.client_index = int(kwargs.get("client_index", 0))
+        # The Rust front end is a client of the engine cores, but knows no groups.
+        num_others = int(RolloutOptions.of(kwargs["vllm_config"]).beside_rust)
+        self.client_index = int(kwargs.get("client_index", 0)) - num_others
         """Which of the API processes this is."""
-        self.num_api_processes = int(kwargs.get("client_count", 1))
+        self.num_api_processes = int(kwargs.get("client_count", 1)) - num_others
         # Ties go in turn, and several API processes begin with different ranks.
         self._placement = Placement(self.num_ranks, self.client_index, alone=self.num_api_processes == 1)
         self.routes = GroupRoutes(self._placement, self.request_counts if self.num_ranks > 1 else None)

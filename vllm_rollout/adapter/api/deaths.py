@@ -21,6 +21,8 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.v1.engine.utils import CoreEngineProcManager
 
+from vllm_rollout.adapter.options import RolloutOptions
+
 logger = init_logger("vllm.vllm_rollout")
 
 VARIABLE = "VLLM_ROLLOUT_DEATHS"
@@ -74,7 +76,7 @@ def outlives_a_rank(config: VllmConfig) -> bool:
 
     Ranks of a dense model know nothing of each other. Those of a mixture of experts compute together, and none goes on
     alone. Of ranks on other hosts, and of Ray's, nobody here sees the processes; an engine in a trainer's own process
-    has nobody who writes.
+    has nobody who writes; vLLM's Rust front end would go on sending to one that has died.
     """
     parallel = config.parallel_config
     are_all_here = parallel.data_parallel_size_local == parallel.data_parallel_size
@@ -83,6 +85,7 @@ def outlives_a_rank(config: VllmConfig) -> bool:
         and are_all_here
         and parallel.data_parallel_backend != "ray"
         and not config.model_config.is_moe
+        and not RolloutOptions.of(config).beside_rust
         and Deaths.of_this_server() is not None
     )
 

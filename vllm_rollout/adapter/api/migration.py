@@ -15,6 +15,7 @@ from vllm_rollout.adapter.api.client import RolloutAsyncLLM
 from vllm_rollout.adapter.api.group_routes import GroupRoute
 from vllm_rollout.adapter.api.moving import EngineMoves
 from vllm_rollout.adapter.api.shaping import EngineShaping
+from vllm_rollout.adapter.options import RolloutOptions
 from vllm_rollout.group.load import EngineLoad, GroupLoad, RankLoad
 from vllm_rollout.group.migration import (
     Migration,
@@ -46,6 +47,11 @@ class EngineMigration(EngineShaping, EngineMoves):
             return (
                 f"needs one API process, which knows all groups; this server has {self._client.num_api_processes}. "
                 "Start it with --api-server-count 1."
+            )
+        if RolloutOptions.of(self._client.vllm_config).beside_rust:
+            return (
+                "needs an API process that knows all groups, and vLLM's Rust front end starts others. Start the server "
+                "without VLLM_USE_RUST_FRONTEND=1."
             )
         if priced and self.cost_model is None:
             return (

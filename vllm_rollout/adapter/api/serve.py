@@ -13,7 +13,6 @@ from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 
-from vllm import envs
 from vllm.distributed.nixl_utils import is_nixl_available
 from vllm.entrypoints.cli.serve import ServeSubcommand
 from vllm.logger import init_logger
@@ -28,6 +27,12 @@ from vllm_rollout.adapter.api.emulate import (
     emulation_options,
     refuse_with_emulation,
     switch_emulation_on,
+)
+from vllm_rollout.adapter.api.front_ends import (
+    add_front_end_flags,
+    both_front_ends,
+    refuse_with_rust,
+    switch_rust_on,
 )
 from vllm_rollout.adapter.api.parallelism import (
     add_parallelism_flags,
@@ -51,7 +56,7 @@ logger = init_logger("vllm.vllm_rollout")
 
 EPILOG = f"""
 vllm-rollout is `vllm serve` with group rollouts: every flag is vLLM's own but the groups Rollout, Emulation,
-Parallelism and Trainers (--help=Rollout).
+Parallelism, Trainers and Front ends (--help=Rollout).
 Without MODEL it serves the embedded default, {DEFAULT_MODEL}. It adds POST /v1/rollouts and what belongs to it
 (rewards, quality heads, votes, state), and rollout_* fields in vllm_xargs of the OpenAI endpoints.
 """
@@ -81,7 +86,7 @@ def main(arguments: list[str]) -> None:
     )
     if missing := lacking():
         logger.info("vllm_rollout: vLLM %s lacks %s", vllm_version, "; ".join(missing))
-    with Deaths.of_a_server():
+    with Deaths.of_a_server(), both_front_ends(args):
         command.cmd(args)
 
 
@@ -102,6 +107,7 @@ def parse(arguments: list[str], program: str, usage: str) -> argparse.Namespace:
     add_emulation_flags(serve_parser)
     add_parallelism_flags(serve_parser)
     add_compat_flag(serve_parser)
+    add_front_end_flags(serve_parser)
     refuse_missing_flags(arguments, serve_parser)
     # vLLM's parser looks for the subcommand, its config file and its help topics in sys.argv.
     sys.argv = ["vllm", "serve", *arguments]
@@ -112,6 +118,7 @@ def parse(arguments: list[str], program: str, usage: str) -> argparse.Namespace:
     refuse_with_parallelism(args, serve_parser)
     refuse_with_compat(args, serve_parser)
     refuse_ray(args, serve_parser)
+    refuse_with_rust(args, serve_parser)
     switch_on(args, default_model=serve_parser.get_default("model"))
     return args
 
@@ -210,8 +217,6 @@ def refuse_unsupported(args: argparse.Namespace, parser: argparse.ArgumentParser
     """Exit with status 2 and a remedy where groups could not work."""
     if args.grpc:
         parser.error("--grpc has no rollout endpoints. Leave it out to serve HTTP, or use plain `vllm serve`.")
-    if envs.VLLM_USE_RUST_FRONTEND:
-        parser.error("VLLM_USE_RUST_FRONTEND=1 bypasses Python endpoints. Unset it, or use plain `vllm serve`.")
     try:
         if args.rollout_profile is not None:
             Profile.read(Path(args.rollout_profile))
@@ -267,6 +272,7 @@ def switch_on(args: argparse.Namespace, default_model: str) -> None:
         if resolved != args.model_tag and args.served_model_name is None:
             args.served_model_name = [args.model_tag]
         args.model_tag = args.model = resolved
+    switch_rust_on(args)
     options = RolloutOptions(
         args.rollout_train_budget_ms / 1e3,
         int(args.rollout_feature_ring_mb * 2**20),
@@ -274,6 +280,7 @@ def switch_on(args: argparse.Namespace, default_model: str) -> None:
         moves_kv=args.rollout_move_kv != "off",
         moves_kv_by_nixl=args.rollout_move_kv == "nixl",
         audit_ratio=args.rollout_audit_ratio,
+        beside_rust=args.rust_front_end is not None,
     )
     args.additional_config = options.into(args.additional_config)
     args.scheduler_cls = SCHEDULER_CLS

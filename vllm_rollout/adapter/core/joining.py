@@ -21,6 +21,8 @@ from vllm.v1.request import Request
 from vllm_rollout.adapter.joining import AnswerName, tag_of, too_long
 from vllm_rollout.adapter.options import RolloutOptions, observing_refusal
 from vllm_rollout.adapter.wire import CandidateTag
+from vllm_rollout.emulation.fate import forced_length
+from vllm_rollout.group.ledger import EVERYBODY, request_name
 from vllm_rollout.group.plan import GroupJoin, PlanError
 from vllm_rollout.group.prompt_groups import PromptGroups
 from vllm_rollout.group.prompt_key import digest_of
@@ -43,7 +45,8 @@ class Joining:
     def __init__(self, vllm_config: VllmConfig) -> None:
         self._config = vllm_config
         self._max_candidates = vllm_config.scheduler_config.max_num_seqs
-        self._audit_ratio = RolloutOptions.of(vllm_config).audit_ratio
+        options = RolloutOptions.of(vllm_config)
+        self._audit_ratio, self._is_emulated = options.audit_ratio, options.emulation is not None
         self._prompt_groups = PromptGroups()
         self._numbers: dict[str, int] = {}
         """Of the groups that requests on their way have joined without a name, by request id."""
@@ -54,13 +57,20 @@ class Joining:
         Raises: JoinRefused.
         """
         params = request.sampling_params
-        if params is None or not params.extra_args or not (fields := rollout_xargs(params.extra_args)):
+        if params is None or not params.extra_args:
+            return None
+        if self._is_emulated:
+            try:
+                forced_length(params.extra_args)
+            except ValueError as error:
+                raise JoinRefused(str(error)) from error
+        if not (fields := rollout_xargs(params.extra_args)):
             return None
         if not fields.keys() & {"rollout_group_id", "rollout_group_size"}:
             raise JoinRefused(
                 f"{next(iter(fields))} needs rollout_group_size in vLLM's own engine, which cannot add candidates: "
-                "send a request per candidate with rollout_group_size and rollout_num_candidates, or use "
-                "vllm_rollout.LLM."
+                "send a request per candidate with rollout_group_size and rollout_num_candidates, or use our own API "
+                "process (`vllm-rollout serve`, vllm_rollout.LLM)."
             )
         try:
             join = plan_from_xargs(fields, 1, max_candidates=self._max_candidates)
@@ -84,9 +94,9 @@ class Joining:
             name = self._prompt_groups.join((join, content, adapter), join.num_candidates)
             self._numbers[request.request_id] = name
         id, parent = _clients_id(request.request_id), None
-        answer = AnswerName.of(id, namespace=join.namespace)
+        answer = AnswerName(request_name(EVERYBODY, id, join.namespace))
         if child := CHILD_ID.fullmatch(id):
-            parent = AnswerName.of(child[2], namespace=join.namespace)._replace(choice=int(child[1]))
+            parent = AnswerName(request_name(EVERYBODY, child[2], join.namespace), int(child[1]))
         tag = tag_of(join, name, content, adapter, params, answer, output_interval=1, parent=parent)
         rest = {key: value for key, value in params.extra_args.items() if key not in fields}
         request.sampling_params = copy(params)  # the caller's own where the engine runs in its process

