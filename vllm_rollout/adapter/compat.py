@@ -141,6 +141,8 @@ BATCH_V2 = "vllm.v1.worker.gpu.input_batch.InputBatch"
 QUEUE = "vllm.v1.core.sched.request_queue.RequestQueue"
 CORE_REQUEST = "vllm.v1.engine.EngineCoreRequest"
 KV_MANAGER = "vllm.v1.core.kv_cache_manager.KVCacheManager"
+KV_COORDINATOR = "vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator"
+FULL_ATTENTION = "vllm.v1.core.single_type_kv_cache_manager.FullAttentionManager"
 NIXL = "vllm.distributed.nixl_utils"
 KV_CONFIG = "vllm.v1.kv_cache_interface.KVCacheConfig"
 
@@ -558,6 +560,7 @@ CONTRACT = (
     Fact("uses", SCHEDULER, "vllm_config"),
     Fact("uses", "vllm.v1.core.sched.interface.PauseState", "UNPAUSED"),
     Fact("uses", REQUEST, "client_index"),
+    Fact("uses", REQUEST, "num_computed_tokens"),
     Fact("calls", REQUEST, "get_finished_reason"),
     Fact("uses", REQUEST, "num_output_tokens"),
     Fact("uses", REQUEST, "num_preemptions"),
@@ -594,6 +597,17 @@ CONTRACT = (
     SKIPS_ZEROING,
     Fact("uses", KV_CONFIG, "needs_kv_cache_zeroing"),
     Fact("uses", KV_MANAGER, "enable_caching"),
+    Fact("calls", KV_MANAGER, "allocate_slots", "request num_new_tokens num_lookahead_tokens="),
+    Fact("uses", KV_MANAGER, "coordinator"),
+    Fact("uses", KV_MANAGER, "empty_kv_cache_blocks"),
+    Fact("uses", KV_COORDINATOR, "single_type_managers"),
+    Fact("uses", FULL_ATTENTION, "block_size"),
+    Fact("uses", FULL_ATTENTION, "enable_caching"),
+    Fact("uses", FULL_ATTENTION, "num_cached_block"),
+    Fact("uses", FULL_ATTENTION, "req_to_blocks"),
+    Fact("uses", KV_MANAGER, "block_pool"),
+    Fact("calls", KV_MANAGER, "cache_blocks", "request num_computed_tokens"),
+    Fact("uses", "vllm.v1.core.block_pool.BlockPool", "hash_block_size"),
     Fact("calls", KV_MANAGER, "evict_blocks", "block_ids"),
     Fact("calls", KV_MANAGER, "free", "request"),
     Fact("calls", KV_MANAGER, "get_block_ids", "request_id"),

@@ -26,6 +26,7 @@ from vllm_rollout.adapter.core.candidate import END_REASONS, Candidate, confiden
 from vllm_rollout.adapter.core.joining import Joining, JoinRefused
 from vllm_rollout.adapter.core.moving import GroupMoves
 from vllm_rollout.adapter.core.readings import Readings
+from vllm_rollout.adapter.core.slots import answer_for_room
 from vllm_rollout.adapter.core.step_times import StepTimes
 from vllm_rollout.adapter.core.stop_strings import StopStringsFactory
 from vllm_rollout.adapter.core.versions import num_deferred
@@ -52,6 +53,7 @@ class GroupSchedulerMixin:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        answer_for_room(self.kv_cache_manager)
         self.judge = Judge()
         self.readings = Readings()
         self.step_times = StepTimes()
