@@ -74,10 +74,10 @@ def test_a_bad_or_unsupported_flag_exits_with_2_and_says_why(arguments: tuple[st
         assert word in done.stderr
 
 
-def test_the_rust_frontend_is_refused() -> None:
-    done = serve("tiny-random", VLLM_USE_RUST_FRONTEND="1")
+def test_a_rust_front_end_that_is_not_there_is_said() -> None:
+    done = serve("tiny-random", VLLM_USE_RUST_FRONTEND="1", VLLM_RUST_FRONTEND_PATH="/nowhere/vllm-rs")
     assert done.returncode == 2
-    assert "VLLM_USE_RUST_FRONTEND" in done.stderr
+    assert "VLLM_RUST_FRONTEND_PATH=/nowhere/vllm-rs is no file" in " ".join(done.stderr.split())
 
 
 def test_plugins_chosen_by_the_user_are_kept_and_ours_is_added() -> None:

@@ -63,7 +63,7 @@ def refuse_with_rust(args: argparse.Namespace, parser: argparse.ArgumentParser) 
     except FileNotFoundError as error:
         parser.error(f"{VARIABLE}=1: {error} vLLM's CUDA wheel has it; {PATH_VARIABLE} names another place.")
     if not os.access(path, os.X_OK):
-        parser.error(f"{PATH_VARIABLE}={path} is no file that can be executed. Name vLLM's binary vllm-rs.")
+        parser.error(f"{PATH_VARIABLE}={path} is no file that can be executed. Name vllm-rs, or unset {VARIABLE}.")
     balanced = args.data_parallel_hybrid_lb or args.data_parallel_external_lb or args.data_parallel_rank is not None
     for flag, is_set, remedy in (
         (
