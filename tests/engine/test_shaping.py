@@ -140,7 +140,7 @@ def test_every_rollout_is_recorded_for_the_simulator(server: Server) -> None:
     (row,) = [line for line in lines if line.get("rollout_id") == answer["id"]]
     (group,) = answer["groups"]
     assert row["prompts"][0]["lengths"] == [num_tokens for _, num_tokens in sorted(lengths(group).items())]
-    assert row["prompts"][0]["ends"].count("stop") == GROUP_SIZE
+    assert row["prompts"][0]["ends"].count("stop") >= GROUP_SIZE, "one that loses a tie has ended too"
     # Other tests let every candidate of a prompt fail: nothing of those can be replayed.
     replayable = [
         any(end != "failed" for end in prompt["ends"])
