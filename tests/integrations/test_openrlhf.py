@@ -70,6 +70,14 @@ def test_other_requests_run_as_they_would(different: dict[str, Any]) -> None:
     assert [params.extra_args for params in actor.asked] == [None, None]
 
 
+def test_a_candidate_that_was_cut_is_truncated_and_one_that_was_given_up_is_stopped() -> None:
+    def output(reason: str) -> Any:
+        return SimpleNamespace(outputs=[SimpleNamespace(finish_reason=reason)])
+
+    ends = [openrlhf.end_of(output(reason)) for reason in ("stop", "length", "abort", "error")]
+    assert ends == ["finished", "truncated", "stopped", "stopped"]
+
+
 def test_the_program_that_runs_is_openrlhfs_with_its_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[tuple[int, int]] = []
     ran: list[tuple[str, list[str]]] = []

@@ -15,7 +15,8 @@ class Engine:
     """Candidates end when the test says how."""
 
     def __init__(self, group_size: int = 2, redundancy: int = 2) -> None:
-        self.spares: Spares[str] = Spares(group_size, redundancy, lambda answer: answer.startswith("done"))
+        """Answers begin with how they ended."""
+        self.spares: Spares[str] = Spares(group_size, redundancy, lambda answer: answer.split()[0])
         self.ends: list[asyncio.Future[str]] = []
         self.extra_args: list[Mapping[str, Any]] = []
         self.numbers: list[int] = []
@@ -57,11 +58,11 @@ async def test_calls_get_the_first_that_finish_whoever_started_them() -> None:
     first, second = engine.call(), engine.call()
     await settle()
     assert engine.numbers == [0, 0, 1, 2]
-    await engine.end(3, "done by a spare one")
-    assert first.result() == "done by a spare one"
+    await engine.end(3, "finished by a spare one")
+    assert first.result() == "finished by a spare one"
     assert not second.done()
-    await engine.end(1, "done")
-    assert second.result() == "done"
+    await engine.end(1, "finished")
+    assert second.result() == "finished"
     assert engine.running == [], "nobody waits for the rest"
 
 
@@ -86,8 +87,8 @@ async def test_fewer_calls_than_a_group_get_no_spare_candidates() -> None:
     await settle()
     assert engine.numbers == [0, 0, 0]
     for index in range(3):
-        await engine.end(index, "done")
-    assert [call.result() for call in calls] == ["done"] * 3
+        await engine.end(index, "finished")
+    assert [call.result() for call in calls] == ["finished"] * 3
     assert not engine.spares._open
 
 
@@ -98,23 +99,48 @@ async def test_another_prompt_is_another_group_and_so_is_a_later_call() -> None:
     await settle()
     assert len({extra["rollout_group_id"] for extra in engine.extra_args}) == 3
     for index in range(0, 6, 2):
-        await engine.end(index, f"done {index}")
-    assert [call.result() for call in (one, other, later)] == ["done 0", "done 2", "done 4"]
+        await engine.end(index, f"finished {index}")
+    assert [call.result() for call in (one, other, later)] == ["finished 0", "finished 2", "finished 4"]
     assert engine.running == []
 
 
 @scene
-async def test_an_aborted_candidate_is_an_answer_only_when_nothing_else_is_left() -> None:
+async def test_a_stopped_candidate_is_an_answer_only_when_nothing_else_is_left() -> None:
     engine = Engine()
     first, second = engine.call(), engine.call()
     await settle()
-    await engine.end(0, "aborted 0")
-    await engine.end(1, "aborted 1")
+    await engine.end(0, "stopped 0")
+    await engine.end(1, "stopped 1")
     assert not first.done()
-    await engine.end(2, "done")
-    assert first.result() == "done"
-    await engine.end(3, "aborted 3")
-    assert second.result() == "aborted 0"
+    await engine.end(2, "finished")
+    assert first.result() == "finished"
+    await engine.end(3, "stopped 3")
+    assert second.result() == "stopped 0"
+
+
+@scene
+async def test_a_truncated_candidate_comes_before_every_stopped_one_and_after_what_may_finish() -> None:
+    engine = Engine()
+    first, second = engine.call(), engine.call()
+    await settle()
+    await engine.end(0, "stopped 0")
+    await engine.end(1, "truncated 1")
+    assert not first.done(), "two candidates run for two calls"
+    await engine.end(2, "stopped 2")
+    assert first.result() == "truncated 1", "one is left for two calls, so the engine counts it"
+    await engine.end(3, "truncated 3")
+    assert second.result() == "truncated 3"
+
+
+@scene
+async def test_a_finished_candidate_goes_before_a_truncated_one_that_came_earlier() -> None:
+    engine = Engine(redundancy=1)
+    first, second = engine.call(), engine.call()
+    await settle()
+    await engine.end(0, "truncated")
+    await engine.end(1, "finished")
+    await engine.end(2, "finished too")
+    assert [first.result(), second.result()] == ["finished", "finished too"]
 
 
 @scene
@@ -124,9 +150,9 @@ async def test_a_candidate_that_fails_fails_a_call_only_when_nothing_else_is_lef
     await settle()
     engine.ends[0].set_exception(ValueError("too long"))
     await settle()
-    await engine.end(1, "done")
-    await engine.end(2, "aborted")
-    assert first.result() == "done"
+    await engine.end(1, "finished")
+    await engine.end(2, "stopped")
+    assert first.result() == "finished"
     with pytest.raises(ValueError, match="too long"):
         await second
 
@@ -139,8 +165,8 @@ async def test_a_caller_that_goes_away_leaves_its_candidate_to_the_others() -> N
     gone.cancel()
     await settle()
     assert engine.running == [0, 1]
-    await engine.end(0, "done")
-    assert second.result() == "done"
+    await engine.end(0, "finished")
+    assert second.result() == "finished"
     assert engine.running == []
 
 
@@ -159,4 +185,4 @@ async def test_when_all_callers_go_away_nothing_runs_on() -> None:
 @pytest.mark.parametrize(("group_size", "redundancy"), [(0, 1), (1, -1)])
 def test_sizes_are_checked(group_size: int, redundancy: int) -> None:
     with pytest.raises(ValueError, match="must be at least"):
-        Spares(group_size, redundancy, bool)
+        Spares(group_size, redundancy, lambda answer: "finished")

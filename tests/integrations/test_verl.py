@@ -33,8 +33,11 @@ class Registry:
 class HttpServer:
     """As verl's: takes keys out of the sampling parameters, and tells what was asked of its engine."""
 
+    lengths = (2, 2, 2, 2)
+    """Tokens of the candidates, as they are asked for; they end in this order."""
+
     def __init__(self, n: int, custom: dict[str, Any] | None) -> None:
-        self.config = SimpleNamespace(n=n, custom=custom)
+        self.config = SimpleNamespace(n=n, custom=custom, prompt_length=4, response_length=6, max_model_len=64)
         self.asked: list[tuple[str, dict[str, Any]]] = []
         self._post_init("0")
 
@@ -48,9 +51,10 @@ class HttpServer:
         extra_args = sampling_params.pop("extra_args", {})
         sampling_params.pop("logprobs")
         self.asked.append((request_id, extra_args))
-        await asyncio.sleep(0.001 * len(self.asked))
+        number = len(self.asked)
+        await asyncio.sleep(0.001 * number)
         is_surplus = len(self.asked) > 2 and request_id == "r0"
-        return TokenOutput([1] * len(request_id), "aborted" if is_surplus else "completed")
+        return TokenOutput([1] * self.lengths[number - 1], "aborted" if is_surplus else "completed")
 
 
 @pytest.fixture
@@ -105,6 +109,36 @@ def test_so_many_calls_as_samples_get_spare_candidates_and_finished_answers(verl
     ids = {extra_args["rollout_group_id"] for _, extra_args in server.asked}
     assert len(ids) == 1
     assert server.asked[0][1]["rollout_num_candidates"] == 4
+
+
+@pytest.mark.parametrize(
+    ("sampling", "prompt_length", "limit"),
+    [
+        ({}, 2, 6),
+        ({}, 7, 3),
+        ({"max_tokens": 9}, 2, 9),
+        ({"max_new_tokens": 9}, 2, 9),
+        ({"max_tokens": 99}, 4, 60),
+        ({"max_tokens": 0}, 2, 1),
+    ],
+)
+def test_a_candidate_that_was_cut_is_known_by_the_limit_that_verl_gives_it(
+    verl: ModuleType, sampling: dict[str, Any], prompt_length: int, limit: int
+) -> None:
+    assert verl.limit_of(verl.load_server()(2, None).config, prompt_length, sampling) == limit
+    ends = [verl.end_of((TokenOutput([1] * length, "completed"), limit)) for length in (limit - 1, limit)]
+    assert ends == ["finished", "truncated"]
+    assert verl.end_of((TokenOutput([1] * limit, "aborted"), limit)) == "stopped"
+
+
+def test_an_agent_loop_gets_a_truncated_candidate_before_a_stopped_one(
+    verl: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = verl.load_server()(2, {"rollout_redundancy": 2})
+    monkeypatch.setattr(server, "lengths", (2, 6, 2, 6))  # the first of them is stopped
+    outputs = ask(server, 2)
+    assert [len(output.token_ids) for output in outputs] == [2, 6]
+    assert [output.stop_reason for output in outputs] == ["completed"] * 2
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
     python -m vllm_rollout.integrations.openrlhf --rollout_redundancy 8 ...   # instead of openrlhf.cli.train_ppo_ray
 
 Every other flag is OpenRLHF's. Each prompt gets so many spare candidates beside its `--rollout.n_samples_per_prompt`,
-and the trainer exactly as many responses as it asked for, all of them finished: rewards are asked for those only.
+and the trainer exactly as many responses as it asked for, the first that finish: rewards are asked for those only.
 Other requests (evaluation with fewer samples, later turns of an agent, images) run as they would.
 
 Invariant: no executor sees a candidate that the engine gave up.
@@ -19,9 +19,11 @@ from copy import deepcopy
 from typing import Any
 
 from vllm_rollout.adapter.names import SCHEDULER_CLS
-from vllm_rollout.integrations.spares import Spares
+from vllm_rollout.integrations.spares import End, Spares
 
 TRAINER = "openrlhf.cli.train_ppo_ray"
+ENDS: Mapping[str, End] = {"stop": "finished", "length": "truncated"}
+"""By vLLM's finish reason."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -52,7 +54,7 @@ def actor_class(theirs: type, group_size: int, redundancy: int) -> type:
         """Overrides: __init__, generate."""
 
         async def __init__(self, *args: Any, **kwargs: Any) -> None:
-            self._spares: Spares[Any] = Spares(group_size, redundancy, is_finished)
+            self._spares: Spares[Any] = Spares(group_size, redundancy, end_of)
             await super().__init__(*args, **{"scheduler_cls": SCHEDULER_CLS, **kwargs})
 
         async def generate(
@@ -71,8 +73,8 @@ def actor_class(theirs: type, group_size: int, redundancy: int) -> type:
     return RolloutActor
 
 
-def is_finished(output: Any) -> bool:
-    return output.outputs[0].finish_reason in ("stop", "length")
+def end_of(output: Any) -> End:
+    return ENDS.get(output.outputs[0].finish_reason, "stopped")
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@ candidates start, and each call gets the next that finishes, whichever call star
 exchangeable. The engine stops the others in the step in which enough have finished; they reach nobody. Fewer calls
 than that, as a validation makes, run as they would without this.
 
-Invariant: every call gets one answer, and it is a finished one as long as enough candidates finish. No candidate runs
-on when nobody waits for one.
+Invariant: every call gets one answer, the best that there is: a finished one, then a truncated one where the engine
+counts those, then one that was stopped. No candidate runs on when nobody waits for one.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ import uuid
 from collections import deque
 from collections.abc import Awaitable, Callable, Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 Answer = TypeVar("Answer")
+End = Literal["finished", "truncated", "stopped"]
+"""How a candidate ended: by itself, at a limit of its length, or given up."""
 Launch = Callable[[Mapping[str, Any], int], Awaitable[Answer]]
 """Runs one request with these `extra_args`; 0 for the call's own candidate, otherwise the number of the spare one."""
 
@@ -30,21 +32,23 @@ class _Group(Generic[Answer]):
     num_calls: int = 0
     waiting: deque[asyncio.Future[Answer]] = field(default_factory=deque)
     running: set[asyncio.Task[Answer]] = field(default_factory=set)
-    unfinished: deque[asyncio.Task[Answer]] = field(default_factory=deque)
-    """Candidates that were aborted or failed: for calls that are left with nothing else."""
+    truncated: deque[asyncio.Task[Answer]] = field(default_factory=deque)
+    """For calls that the candidates which run are too few for."""
+    stopped: deque[asyncio.Task[Answer]] = field(default_factory=deque)
+    """Candidates that were given up or failed: for calls that are left with nothing else."""
 
 
 class Spares(Generic[Answer]):
     """Groups of calls for the same prompt; of one event loop."""
 
-    def __init__(self, group_size: int, redundancy: int, is_finished: Callable[[Answer], bool]) -> None:
+    def __init__(self, group_size: int, redundancy: int, end_of: Callable[[Answer], End]) -> None:
         if group_size < 1 or redundancy < 0:
             raise ValueError(
                 f"group_size must be at least 1 and redundancy at least 0, got {group_size} and {redundancy}."
             )
         self._group_size = group_size
         self._redundancy = redundancy
-        self._is_finished = is_finished
+        self._end_of = end_of
         self._open: dict[Hashable, _Group[Answer]] = {}
         """By prompt, the group that the next call joins."""
 
@@ -84,16 +88,18 @@ class Spares(Generic[Answer]):
         group.running.discard(task)
         if task.cancelled():
             return
-        if task.exception() is None and self._is_finished(task.result()):
-            if group.waiting:
-                _give(group.waiting.popleft(), task)
-        else:
-            group.unfinished.append(task)
+        end = "stopped" if task.exception() is not None else self._end_of(task.result())
+        if end != "finished":
+            (group.truncated if end == "truncated" else group.stopped).append(task)
+        elif group.waiting:
+            _give(group.waiting.popleft(), task)
         self._settle(group)
 
     def _settle(self, group: _Group[Answer]) -> None:
-        while group.waiting and not group.running and group.unfinished:
-            _give(group.waiting.popleft(), group.unfinished.popleft())
+        while group.truncated and len(group.waiting) > len(group.running):  # too few are left, as the engine has it
+            _give(group.waiting.popleft(), group.truncated.popleft())
+        while group.stopped and group.waiting and not group.running:
+            _give(group.waiting.popleft(), group.stopped.popleft())
         if not group.waiting:
             if self._open.get(group.key) is group:
                 del self._open[group.key]

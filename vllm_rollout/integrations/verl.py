@@ -4,10 +4,10 @@
 
 verl imports this module, which registers another rollout replica under the name `vllm`: verl's own, whose engines have
 our scheduler. With `+actor_rollout_ref.rollout.custom.rollout_redundancy=8` each prompt gets eight spare candidates
-beside its `rollout.n`, and the agent loops exactly `n` finished ones; without it nothing changes. Other requests
-(validation with fewer samples, later turns of an agent, images) run as they would.
+beside its `rollout.n`, and the agent loops exactly `n`, the first that finish; without it nothing changes. Other
+requests (validation with fewer samples, later turns of an agent, images) run as they would.
 
-Invariant: an agent loop never sees a candidate that the engine gave up.
+Invariant: an agent loop sees a candidate that the engine gave up only when nothing else is left.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from verl.workers.rollout.replica import RolloutReplicaRegistry, TokenOutput
 
 from vllm_rollout.adapter.names import SCHEDULER_CLS
-from vllm_rollout.integrations.spares import Spares
+from vllm_rollout.integrations.spares import End, Spares
 
 FIELD = "rollout_redundancy"
 """In `rollout.custom`."""
@@ -51,7 +51,7 @@ def load_server() -> type:
         def _post_init(self, *args: Any, **kwargs: Any) -> None:
             super()._post_init(*args, **kwargs)
             redundancy = redundancy_of(self.config.custom)
-            self._spares: Spares[TokenOutput] = Spares(self.config.n, redundancy, is_finished)
+            self._spares: Spares[tuple[TokenOutput, int]] = Spares(self.config.n, redundancy, end_of)
             self._has_spares = redundancy > 0
 
         def _preprocess_engine_kwargs(self, engine_kwargs: dict[str, Any]) -> None:
@@ -64,14 +64,16 @@ def load_server() -> type:
             if not self._has_spares or not is_plain(sampling_params, kwargs):
                 return await super().generate(prompt_ids, sampling_params, request_id, **kwargs)
 
-            async def launch(extra_args: Mapping[str, Any], number: int) -> TokenOutput:
+            limit = limit_of(self.config, len(prompt_ids), sampling_params)
+
+            async def launch(extra_args: Mapping[str, Any], number: int) -> tuple[TokenOutput, int]:
                 # verl's generate takes keys out of the dictionary that it gets.
                 params = {**sampling_params, "extra_args": {**sampling_params.get("extra_args", {}), **extra_args}}
                 id = f"{request_id}-spare{number}" if number else request_id
-                return await super(RolloutServer, self).generate(prompt_ids, params, id, **kwargs)
+                return await super(RolloutServer, self).generate(prompt_ids, params, id, **kwargs), limit
 
             key = (tuple(prompt_ids), repr(sorted(sampling_params.items())), kwargs.get("priority"))
-            return await self._spares.answer(key, launch)
+            return (await self._spares.answer(key, launch))[0]
 
     return RolloutServer
 
@@ -90,8 +92,20 @@ def is_plain(sampling_params: Mapping[str, Any], others: Mapping[str, Any]) -> b
     return sampling_params.get("temperature", 1.0) > 0 and all(others.get(name) is None for name in media)
 
 
-def is_finished(output: TokenOutput) -> bool:
-    return output.stop_reason == "completed"
+def limit_of(config: Any, num_prompt_tokens: int, sampling_params: Mapping[str, Any]) -> int:
+    """Tokens at which verl's server lets a candidate be cut. Source: `vLLMHttpServer.generate`, verl 0.9."""
+    named = sampling_params.get("max_tokens", sampling_params.get("max_new_tokens"))
+    length = config.response_length
+    asked = min(length, config.prompt_length + length - num_prompt_tokens) if named is None else named
+    return max(1, min(asked, config.max_model_len - num_prompt_tokens))
+
+
+def end_of(answer: tuple[TokenOutput, int]) -> End:
+    """Of an output, with the limit of its length: verl calls one that was cut there completed too."""
+    output, limit = answer
+    if output.stop_reason != "completed":
+        return "stopped"
+    return "truncated" if len(output.token_ids) >= limit else "finished"
 
 
 RolloutReplicaRegistry.register("vllm", load_replica)
