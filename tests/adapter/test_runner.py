@@ -1,5 +1,6 @@
 """The runner mixins on runners without a model: what they show the tracker, and what rides on the step's output."""
 
+import inspect
 import pickle
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -15,6 +16,8 @@ from vllm_rollout.adapter.worker.runner import ObservedOutput, observe_runner, o
 from vllm_rollout.group.judge import Scoring
 from vllm_rollout.group.pruning_plan import PruningPlan
 from vllm_rollout.group.types import HeadKey
+from vllm_rollout.tracker import ops
+from vllm_rollout.tracker import warm_up as warm_up_module
 from vllm_rollout.tracker.feature_ring import FeatureRing, StateKey
 from vllm_rollout.tracker.ops import token_stats
 from vllm_rollout.tracker.quality_head import HeadWeights
@@ -333,9 +336,23 @@ def test_operators_are_warmed_with_the_model_s_logits_where_vllm_warms_its_sampl
             assert (logits.shape[1], hidden.shape[1]) == (VOCAB_SIZE, HIDDEN_SIZE)
 
 
-def test_warming_up_calls_every_operator_for_whatever_the_model_makes():
-    for dtype in (torch.float32, torch.bfloat16):
-        warm_up(torch.zeros(2, VOCAB_SIZE, dtype=dtype), torch.zeros(2, HIDDEN_SIZE, dtype=dtype))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_warming_up_calls_every_operator_for_whatever_the_model_makes(monkeypatch, dtype):
+    """With tensors of the model's dtype, and the head with few rows and with many: each compiles its own kernel."""
+    calls = []
+    operators = {name for name in ops.__all__ if inspect.isfunction(getattr(ops, name))} - {"active_implementation"}
+    for name in operators:
+        monkeypatch.setattr(warm_up_module, name, called(name, getattr(ops, name), calls))
+    warm_up(torch.zeros(2, VOCAB_SIZE, dtype=dtype), torch.zeros(2, HIDDEN_SIZE, dtype=dtype))
+    assert {name for name, _ in calls} == operators
+    assert {tensors[0].dtype for name, tensors in calls if name in ("token_stats", "quality_head")} == {dtype}
+    nums_due = [len(tensors[1]) for name, tensors in calls if name == "quality_head"]
+    assert min(nums_due) <= 16 < max(nums_due), "FEW_DUE of kernels/triton/quality_head.py"
+
+
+def called(name: str, operator: Any, calls: list) -> Any:
+    """The operator, which notes that it was called, and with what."""
+    return lambda *tensors: calls.append((name, tensors)) or operator(*tensors)
 
 
 def test_rows_of_speculative_decoding_are_not_observed():

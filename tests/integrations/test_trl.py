@@ -163,9 +163,13 @@ def test_rewards_are_posted_where_they_belong_once_the_reward_function_has_spoke
         assert (counts.duplicate, counts.accepted) == ((0, 1) if said is None else (1, 0))
 
 
-def test_without_pruning_nothing_is_posted(client: RolloutClient):
-    rollouts = TRLRollouts(client, redundancy=1)
+@pytest.mark.parametrize(("options", "num_posts"), [({}, 0), ({"pruning": PRUNING}, 1)])
+def test_without_pruning_nothing_is_posted(client: RolloutClient, monkeypatch, options, num_posts):
+    posts, post_rewards = [], client.post_rewards
+    monkeypatch.setattr(client, "post_rewards", lambda *rewards: posts.append(rewards) or post_rewards(*rewards))
+    rollouts = TRLRollouts(client, redundancy=4, **options)
     step(rollouts, rollouts.teaching(reward), ["a"] * 4, trainer())
+    assert len(posts) == num_posts
 
 
 def test_rewards_for_a_server_that_has_forgotten_are_a_warning(client: RolloutClient):
