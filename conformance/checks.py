@@ -30,6 +30,9 @@ Mode = Literal["unmodified", "on", "replayed", "stopped"]
 that were recorded, sent again. stopped: something that a CPU stops; the detail says what."""
 MODES: tuple[Mode, ...] = ("unmodified", "on", "replayed", "stopped")
 ServerKind = Literal["rollout", "stock"]
+CAP = 1200
+"""Tokens after which answers of the tiny model are cut: it ends a text with one token of 512, so a tenth of them is,
+and no check may hope for none."""
 REAL_MODEL = "smollm2-135m-instruct"
 """A real model, for checks that the tiny one ends too fast for: requests last many seconds on any CPU, and answers
 differ in length as answers do."""
@@ -130,6 +133,15 @@ def refusal(call: Callable[[], object]) -> str:
     except Exception as error:
         return str(error)
     raise AssertionError(f"it was to be refused, and gave {str(answer)[:200]}")
+
+
+def assert_raced(reasons: Sequence[str | None], group_size: int, *, stopped: str | None = "abort") -> None:
+    """Of siblings by their finish reasons, whatever was cut: no more ended by themselves than the group has places, and
+    those that did not fill them were filled by what was cut. `stopped`: the reason of the others."""
+    num_valid = sum(reason in ("stop", "completed") for reason in reasons)
+    num_cut = reasons.count("length")
+    assert num_valid <= group_size <= num_valid + num_cut, reasons
+    assert reasons.count(stopped) == len(reasons) - num_valid - num_cut, reasons
 
 
 def metric(url: str, name: str) -> float:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+
+from conformance.checks import CAP
 
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -14,6 +16,8 @@ ENVIRONMENT = {
     "RAY_memory_monitor_refresh_ms": "0",
 }
 """Ray would end actors where the machine's memory is nearly full, whoever has it."""
+NUM_STARTS = 5
+"""Of Ray, which gives its own processes 30 s to start: a machine that has other work needs longer at times."""
 
 
 def watch(engine: Any) -> None:
@@ -22,12 +26,11 @@ def watch(engine: Any) -> None:
     engine.seen, generate = [], engine.generate
 
     async def watched(prompt: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
-        row = {"prompt": 0, "tokens": 0, "end": None, "reason": None}
+        row = {"prompt": list(prompt["prompt_token_ids"]), "tokens": 0, "end": None, "reason": None}
         engine.seen.append(row)
         async for output in generate(prompt, *args, **kwargs):
             (choice,) = output.outputs
-            row |= {"prompt": len(output.prompt_token_ids), "tokens": len(choice.token_ids)}
-            row |= {"end": choice.finish_reason, "reason": choice.stop_reason}
+            row |= {"tokens": len(choice.token_ids), "end": choice.finish_reason, "reason": choice.stop_reason}
             yield output
 
     engine.generate = watched
@@ -43,7 +46,14 @@ def ray_cluster(**kwargs: Any) -> Iterator[None]:
         yield
         return
     os.environ.update(ENVIRONMENT)
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, **kwargs)
+    for start in range(1, NUM_STARTS + 1):
+        try:
+            ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, **kwargs)
+            break
+        except Exception:
+            ray.shutdown()
+            if start == NUM_STARTS:
+                raise
     try:
         yield
     finally:
@@ -58,6 +68,18 @@ def replaced(owner: Any, name: str) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, before)
+
+
+def assert_best(rows: list[dict[str, Any]], lengths: Sequence[int]) -> None:
+    """The answers to the calls for one prompt, by their lengths, are the best that its requests (`watch`) have come to:
+    all that ended by themselves, as far as there is room, then what was cut, and what was given up only after that."""
+    left = {end: sorted(row["tokens"] for row in rows if row["end"] == end) for end in ("stop", "length")}
+    num_valid, usable = len(left["stop"]), [*left["stop"], *left["length"]]
+    for length in lengths:
+        assert length in usable, f"an answer of {length} tokens was neither finished nor cut: {rows}"
+        usable.remove(length)
+    num_cut = sum(length >= CAP for length in lengths) - sum(length >= CAP for length in left["stop"])
+    assert num_cut <= max(0, len(lengths) - num_valid), f"{num_cut} answers are cut, and {num_valid} were not: {rows}"
 
 
 def summary(rows: list[dict[str, Any]], ended: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import typing_extensions
 
-from conformance.checks import Kit, Server, Stopped, check, main, metric
+from conformance.checks import CAP, Kit, Server, Stopped, assert_raced, check, main, metric
 from conformance.prime_rl import make_adapter, make_weights
 from conformance.recording import Recorder, recording
 
@@ -98,16 +98,17 @@ def requests_are_kept_over_a_pause(kit: Kit) -> str:
 def siblings_race(kit: Kit) -> dict[str, Any]:
     async def use(client: RemoteInferenceClient) -> dict[str, Any]:
         group = {"rollout_group_size": 2, "rollout_num_candidates": 6}
-        sampling = {**SAMPLING, "max_tokens": 1500, "extra_args": group}
+        sampling = {**SAMPLING, "max_tokens": CAP, "extra_args": group}
         return await client.generate({"prompt_token_ids": [PROMPTS[0]] * 6, "sampling_params": sampling})
 
     answer, recorder = with_client(kit, kit.server(flags=FLAGS, environment=DEV_MODE), use)
     kit.record(recorder.samples())
     reasons = answer["stop_reasons"]
-    assert sorted(reasons) == ["abort"] * 4 + ["stop"] * 2, reasons
+    assert_raced(reasons, 2)
     return {
-        "detail": f"`{ON}`: 2 of 6 finished, 4 have stop reason abort, which generator.apply_overlong_filtering takes "
-        "out of the loss, and generator.zero_reward_on_non_stop gives no reward",
+        "detail": f"`{ON}`: {reasons.count('abort')} of 6 have stop reason abort, which "
+        "generator.apply_overlong_filtering takes out of the loss, and generator.zero_reward_on_non_stop gives none "
+        "a reward",
         "tokens": [len(ids) for ids in answer["response_ids"]],
     }
 
@@ -130,15 +131,16 @@ def its_worker_extension_works_beside_our_worker(kit: Kit) -> str:
         await client.resume_generation()
         found.append((await client.generate({**greedy, "cache_salt": "1"}))["response_ids"])
         group = {"rollout_group_size": 1, "rollout_num_candidates": 4}
-        sampling = {**SAMPLING, "max_tokens": 1500, "extra_args": group}
+        sampling = {**SAMPLING, "max_tokens": CAP, "extra_args": group}
         race = await client.generate({"prompt_token_ids": [PROMPTS[0]] * 4, "sampling_params": sampling})
         return [*found, sorted(race["stop_reasons"])]
 
     (before, after, reasons), recorder = with_client(kit, server, use)
     kit.record(recorder.samples())
     assert before != after
-    assert reasons == ["abort", "abort", "abort", "stop"]
-    return f"--worker-extension-cls {EXTENSION}: other tokens after its update, and 3 of 4 siblings stopped"
+    assert_raced(reasons, 1)
+    num_stopped = reasons.count("abort")
+    return f"--worker-extension-cls {EXTENSION}: other tokens after its update, and {num_stopped} of 4 siblings stopped"
 
 
 @check("on")

@@ -20,7 +20,7 @@ from verifiers.v1.dialects import ChatDialect
 from verifiers.v1.errors import ProviderError
 from verifiers.v1.types import Response, SamplingConfig
 
-from conformance.checks import Kit, Server, check, main
+from conformance.checks import CAP, Kit, Server, assert_raced, check, main
 from conformance.prime_rl import Admin, make_adapter, make_weights
 from conformance.recording import recording
 
@@ -96,10 +96,10 @@ def siblings_race(kit: Kit) -> dict[str, Any]:
     with recording(server.url) as recorder:
         found = gather_group(recorder.url, kit.model_path(), [{**GROUP}] * 6)
         kit.record(recorder.samples())
-    winners = [answer for answer in found if answer.finish_reason is not None]
-    assert len(winners) == 2, [answer.finish_reason for answer in found]
+    reasons = [answer.finish_reason for answer in found]
+    assert_raced(reasons, 2, stopped=None)
     return {
-        "detail": f"`{ON}`: 2 of 6 rollouts finished; the others are answers without a finish reason, which a trainer "
+        "detail": f"`{ON}`: {reasons.count(None)} of 6 rollouts are answers without a finish reason, which a trainer "
         "has to leave out: verifiers knows stop, length and tool_calls only",
         "tokens": [answer.usage.completion_tokens for answer in found],
     }
@@ -111,7 +111,7 @@ def a_late_sibling_ends_at_once_and_can_be_read(kit: Kit) -> str:
     group = {**GROUP, "rollout_group_id": "late"}
     early = gather_group(server.url, kit.model_path(), [group] * 5)
     (late,) = gather_group(server.url, kit.model_path(), [group])
-    assert sum(answer.finish_reason is not None for answer in early) == 2
+    assert_raced([answer.finish_reason for answer in early], 2, stopped=None)
     ids, logprobs = read(late)
     assert late.finish_reason is None
     assert len(ids) == len(logprobs) <= 1
@@ -235,7 +235,7 @@ def with_client(config: BaseClientConfig, use: Callable[[Get], Awaitable[Sequenc
 
 def gather_group(url: str, model: str, groups: Sequence[dict[str, Any]]) -> Sequence[Response]:
     """A request per member."""
-    sampling = [{"max_tokens": 1500, "seed": n, "extra_args": group} for n, group in enumerate(groups)]
+    sampling = [{"max_tokens": CAP, "seed": n, "extra_args": group} for n, group in enumerate(groups)]
     config = train_config(url, model)
     return with_client(config, lambda get: gather(get(model, **fields) for fields in sampling))
 

@@ -15,8 +15,8 @@ from uuid import uuid4
 os.environ["VERL_USE_EXTERNAL_MODULES"] = "vllm_rollout.integrations.verl"  # before verl is imported
 
 from conformance import gain
-from conformance.checks import REAL_MODEL, Kit, check, main
-from conformance.in_process import ray_cluster, summary, watch
+from conformance.checks import CAP, REAL_MODEL, Kit, assert_raced, check, main
+from conformance.in_process import assert_best, ray_cluster, summary, watch
 
 N = 4
 PROMPTS = [[11, 12, 13, 14], [21, 22, 23, 24]]
@@ -31,7 +31,7 @@ def config_of(kit: Kit, *overrides: str, model: str | None = None, n: int = N) -
 
     rollout = {
         "name": "vllm", "n": n, "tensor_model_parallel_size": 1, "max_model_len": 2048, "prompt_length": 64,
-        "response_length": 1500,
+        "response_length": CAP,
         "enforce_eager": True, "max_num_seqs": 32, "dtype": "float32", "load_format": "auto",
         "gpu_memory_utilization": 0.5,
     }  # fmt: skip
@@ -152,13 +152,18 @@ def every_agent_loop_gets_a_finished_candidate(kit: Kit) -> dict[str, Any]:
                 await server.ask(client, max_tokens=8)  # warm
                 await server.seen()
                 started = time.monotonic()
-                outputs = flat(await server.ask(client))
+                answers = await server.ask(client)
                 seconds = time.monotonic() - started
-                assert [output.stop_reason for output in outputs] == ["completed"] * N * len(PROMPTS)
+                outputs, seen = flat(answers), await server.seen()
+                # verl calls what was cut completed, or by its asynchronous client length.
+                assert all(output.stop_reason in ("completed", "length") for output in outputs)
                 assert all(len(output.token_ids) == len(output.log_probs) for output in outputs)
-                seen = await server.seen()
+                for prompt, group in zip(PROMPTS, answers, strict=True):
+                    rows = [row for row in seen if row["prompt"] == prompt]
+                    assert_best(rows, [len(output.token_ids) for output in group])
                 found[name] = {
                     **summary(seen, lambda row: row["end"] in ("stop", "length")),
+                    "cut": sum(len(output.token_ids) >= CAP for output in outputs),
                     "longest": max(len(output.token_ids) for output in outputs),
                     "seconds": round(seconds, 2),
                 }
@@ -172,8 +177,10 @@ def every_agent_loop_gets_a_finished_candidate(kit: Kit) -> dict[str, Any]:
         assert on[name]["requests"] == 2 * N * len(PROMPTS), "and nothing was sent again"
     one, other = on["LLMServerClient"], stock["LLMServerClient"]
     return {
-        "detail": f"{N} of {2 * N} per prompt, all completed: the longest has {one['longest']} tokens (without spares "
-        f"{other['longest']}), {one['seconds']} s (without {other['seconds']} s)",
+        "detail": f"{N} of {2 * N} per prompt: the longest has {one['longest']} tokens (without spares "
+        f"{other['longest']}), {one['seconds']} s (without {other['seconds']} s); of {2 * N * len(PROMPTS)} answers "
+        f"{sum(each['cut'] for each in on.values())} are cut at {CAP} tokens (without "
+        f"{sum(each['cut'] for each in stock.values())})",
         "without_spares": stock,
         "on": on,
     }
@@ -250,16 +257,18 @@ def without_the_integration_losers_come_back(kit: Kit) -> dict[str, Any]:
             return {"plain": plain, "first": first, "async": asynchronous, "second": await server.seen()}
 
     result = asyncio.run(measure())
-    num = N * len(PROMPTS)
-    reasons = [output.stop_reason for output in result["plain"]]
-    assert [reasons.count(reason) for reason in ("completed", "aborted")] == [num, num]
-    assert [row["reason"] for row in result["first"]].count("surplus") == num
+    num_asked = 2 * N * len(PROMPTS)
+    for prompt in PROMPTS:
+        assert_raced([row["end"] for row in result["first"] if row["prompt"] == prompt], N)
+    num = [output.stop_reason for output in result["plain"]].count("aborted")
+    assert [row["reason"] for row in result["first"]].count("surplus") == num > 0
     assert all(output.stop_reason != "aborted" for output in result["async"])
-    again = len(result["second"]) - 2 * num
-    assert again >= num
-    longer = sum(row["tokens"] for row in result["second"][2 * num :])
+    again = len(result["second"]) - num_asked
+    losers = [row for row in result["second"][:num_asked] if row["reason"] == "surplus" and row["tokens"] < CAP]
+    assert again >= len(losers) > 0
+    longer = sum(row["tokens"] for row in result["second"][num_asked:])
     return {
-        "detail": f"LLMServerClient: {num} of {2 * num} answers are losers, which the agent loop takes for answers; "
+        "detail": f"LLMServerClient: {num} of {num_asked} answers are losers, which the agent loop takes for answers; "
         f"FullyAsyncLLMServerClient sends each loser again after a second ({again} requests, {longer} tokens more), so "
         "that nothing is saved: use the integration"
     }

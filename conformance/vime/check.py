@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from conformance.checks import REAL_MODEL, Kit, Stopped, check, main, metric
+from conformance.checks import CAP, REAL_MODEL, Kit, Stopped, assert_raced, check, main, metric
 from conformance.prime_rl import make_weights
 from conformance.recording import recording
 
@@ -67,11 +67,11 @@ def siblings_that_are_stopped_are_aborted_samples(kit: Kit) -> str:
     server = kit.server(flags=FLAGS, environment=DEV_MODE)
     group = {"rollout_group_size": 2, "rollout_num_candidates": 6}
     answers = asyncio.run(
-        rollout(server.url, kit.model_path(), prompts=[PROMPTS[0]] * 6, max_tokens=1500, extra_args=group)
+        rollout(server.url, kit.model_path(), prompts=[PROMPTS[0]] * 6, max_tokens=CAP, extra_args=group)
     )
-    reasons = sorted(answer["choices"][0]["finish_reason"] for answer in answers)
-    assert reasons == ["abort"] * 4 + ["stop"] * 2
-    return "2 of 6 end by themselves, 4 with abort: to vime Sample.Status.ABORTED, which gets no reward"
+    reasons = [answer["choices"][0]["finish_reason"] for answer in answers]
+    assert_raced(reasons, 2)
+    return f"{reasons.count('abort')} of 6 end with abort: to vime Sample.Status.ABORTED, which gets no reward"
 
 
 @check("replayed")

@@ -14,6 +14,8 @@ import pytest
 from benchmarks.versions.environment import environment
 from conformance import gain, report, session
 from conformance.__main__ import arguments, pinned, refuse_cuda_builds
+from conformance.checks import CAP, assert_raced
+from conformance.in_process import assert_best
 from conformance.recording import recording, shape
 from conformance.session import run_checks
 from vllm_rollout.process import ServerError, ServerProcess, free_port
@@ -259,3 +261,37 @@ def test_a_server_that_does_not_start_and_one_that_nobody_knows_are_said(servers
     with pytest.raises(ValueError, match="there are: none"):
         servers.kill("rollout-1")
     assert answers(servers.get("rollout", "m", [], {})["url"])
+
+
+@pytest.mark.parametrize(
+    ("reasons", "is_race"),
+    [
+        (["stop", "abort", "stop", "abort"], True),
+        (["length", "abort", "stop", "abort"], True),
+        (["length", "stop", "stop", "abort"], True),  # cut before the second one had finished
+        (["length"] * 4, True),
+        (["stop", "abort", "abort", "abort"], False),
+        (["stop", "stop", "stop", "abort"], False),
+        (["stop", "stop", None, "abort"], False),
+    ],
+)
+def test_what_a_race_may_end_like_does_not_hang_on_what_was_cut(reasons, is_race):
+    if is_race:
+        assert_raced(reasons, 2)
+    else:
+        with pytest.raises(AssertionError):
+            assert_raced(reasons, 2)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "are_best"),
+    [([7, 9], True), ([9, 7], True), ([7, CAP], False), ([7, 5], False), ([7, 7], False)],
+)
+def test_answers_are_the_best_when_what_was_cut_only_fills_up(lengths, are_best):
+    rows = [{"tokens": tokens, "end": end} for tokens, end in ((7, "stop"), (5, "abort"), (9, "stop"), (CAP, "length"))]
+    if are_best:
+        assert_best(rows, lengths)
+        assert_best(rows, [*lengths, CAP])
+    else:
+        with pytest.raises(AssertionError):
+            assert_best(rows, lengths)
