@@ -203,7 +203,7 @@ def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     server.stop()
 
 
-def run_script(name: str, *arguments: str, **environment: str) -> dict[str, Any]:
+def run_script(name: str, *arguments: str, own_session: bool = False, **environment: str) -> dict[str, Any]:
     """Run a script of this folder in its own process and return the JSON it prints."""
     done = subprocess.run(
         [sys.executable, str(HERE / name), *arguments],
@@ -211,6 +211,7 @@ def run_script(name: str, *arguments: str, **environment: str) -> dict[str, Any]
         text=True,
         env={**ENVIRONMENT, **environment},
         timeout=3 * TIMEOUT_S,
+        start_new_session=own_session,
     )
     results = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert done.returncode == 0, done.stderr[-4000:]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -87,6 +89,20 @@ def test_errors_say_what_and_leave_the_engine_as_it_was(result: dict[str, Any]) 
     )
     for error in enqueued:
         assert error == "RuntimeError: requests are enqueued in this LLM. Call wait_for_completion first."
+
+
+@pytest.mark.parametrize("multiprocessing", ["0", "1"])
+def test_ctrl_c_in_a_terminal_ends_what_runs_and_neither_the_engine_nor_the_next_rollout(
+    tiny_model: str, tmp_path: Path, multiprocessing: str
+) -> None:
+    """It reaches the engine core's process too."""
+    device = tmp_path / "device.json"
+    lengths = {"log_normal": {"mean": 100, "sigma": 0.3}}
+    device.write_text(json.dumps({"step": {"ms": 1}, "kv_tokens": 80_000, "lengths": lengths, "seed": 0}))
+    script = ("interrupted.py", tiny_model, str(device))
+    result = run_script(*script, own_session=True, VLLM_ENABLE_V1_MULTIPROCESSING=multiprocessing)
+    assert result["results"] == [["KeyboardInterrupt", ["complete"] * 2, 8]] * 3
+    assert result["left"] == 0
 
 
 def test_an_engine_that_somebody_else_built_is_taught_by_request_ids(tiny_model: str) -> None:

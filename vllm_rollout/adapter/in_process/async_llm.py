@@ -9,9 +9,9 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine import core_client, utils
 
 from vllm_rollout.adapter.api.client import RolloutAsyncLLM
-from vllm_rollout.adapter.api.deaths import RankProcesses
 from vllm_rollout.adapter.api.rank_client import RankClient
 from vllm_rollout.adapter.in_process.engine_args import with_groups
+from vllm_rollout.adapter.in_process.engine_processes import UninterruptedProcesses
 from vllm_rollout.adapter.in_process.methods import async_streamed, awaited
 from vllm_rollout.adapter.in_process.rollouts import Rollouts
 from vllm_rollout.client import calls
@@ -49,7 +49,7 @@ class AsyncLLM(RolloutAsyncLLM):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # As the plugin does in a server's processes: vLLM looks these names up when it builds the engine.
         core_client.DPLBAsyncMPClient = RankClient  # type: ignore[misc]
-        utils.CoreEngineProcManager = RankProcesses  # type: ignore[misc]
+        utils.CoreEngineProcManager = UninterruptedProcesses  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         self._opening = asyncio.Lock()
         self._rollouts: Rollouts | None = None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import vllm
@@ -13,9 +14,12 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from vllm_rollout.adapter.in_process.async_llm import AsyncLLM
 from vllm_rollout.adapter.in_process.engine_args import group_settings
+from vllm_rollout.adapter.in_process.engine_processes import uninterrupted
+from vllm_rollout.adapter.in_process.interrupts import HeldInterrupts
 from vllm_rollout.adapter.in_process.methods import done, streamed
 from vllm_rollout.adapter.in_process.rollouts import Rollouts
 from vllm_rollout.adapter.in_process.stepped_client import SteppedClient
+from vllm_rollout.adapter.in_process.waiting_loop import WaitingLoop
 from vllm_rollout.group.xargs import rollout_xargs
 
 T = TypeVar("T")
@@ -27,9 +31,10 @@ class LLM(vllm.LLM):
     `generate` and `chat` run a group for each prompt whose sampling parameters have `rollout_*` fields in `extra_args`:
     `n` outputs, of `n + rollout_redundancy`.
 
-    Everything happens while a method is called: a quality head is trained before `post_rewards` returns.
+    Everything happens while a method is called: a quality head is trained before `post_rewards` returns. When a method
+    raises, whatever it was (Ctrl-C, a bad prompt among others), nothing that it has begun runs on.
 
-    Overrides: __init__, _add_request, _run_engine.
+    Overrides: __init__, generate, chat, enqueue, enqueue_chat, _add_request, _run_engine.
     """
 
     rollout = done(AsyncLLM.rollout)
@@ -59,9 +64,10 @@ class LLM(vllm.LLM):
         `rollout_record`: a file for `vllm-rollout simulate`: one line per rollout.
         """
         settings = group_settings(model, kwargs)
-        super().__init__(settings.pop("model"), *args, **settings)
+        with uninterrupted():
+            super().__init__(settings.pop("model"), *args, **settings)
         self._rollout_files = {"profile": rollout_profile, "record": rollout_record}
-        self._loop = asyncio.new_event_loop()
+        self._loop = WaitingLoop()
         self._client = SteppedClient(self.llm_engine)
         self._groups: list[AsyncGenerator[RequestOutput, None]] = []
         """Of `generate`, `chat` or `enqueue`, not started."""
@@ -83,13 +89,46 @@ class LLM(vllm.LLM):
         if self._groups or self._client.has_others:
             work.close()
             raise RuntimeError("requests are enqueued in this LLM. Call wait_for_completion first.")
-        return self._loop.run_until_complete(self._settled(work))
+        return self._loop.run(self._settled(work))
 
-    async def _settled(self, work: Coroutine[Any, Any, T]) -> T:
+    def end(self, events: AsyncGenerator[Any, None]) -> None:
+        """What still runs of a stream stops."""
+        self._loop.run(self._settled(events.aclose()))
+
+    async def _settled(self, work: Awaitable[T]) -> T:
         result = await work
         if self._rollouts is not None:
             await self._rollouts.settled()
         return result
+
+    def generate(self, *args: Any, **kwargs: Any) -> list[RequestOutput]:
+        with self._all_or_nothing():
+            return super().generate(*args, **kwargs)
+
+    def chat(self, *args: Any, **kwargs: Any) -> list[RequestOutput]:
+        with self._all_or_nothing():
+            return super().chat(*args, **kwargs)
+
+    def enqueue(self, *args: Any, **kwargs: Any) -> list[str]:
+        with self._all_or_nothing():
+            return super().enqueue(*args, **kwargs)
+
+    def enqueue_chat(self, *args: Any, **kwargs: Any) -> list[str]:
+        with self._all_or_nothing():
+            return super().enqueue_chat(*args, **kwargs)
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """Of what is added meanwhile nothing is left when an exception comes. vLLM alone takes back what it has added
+        before it steps, unless it is interrupted, and knows nothing of groups."""
+        num_groups, before = len(self._groups), frozenset(self._client.others())
+        try:
+            yield
+        except BaseException:
+            with HeldInterrupts(lambda: None):
+                del self._groups[num_groups:]
+                self._client.abort_others(but=before)
+            raise
 
     def _add_request(
         self, prompt: Any, params: Any, lora_request: LoRARequest | None = None, priority: int = 0, **kwargs: Any
@@ -102,30 +141,33 @@ class LLM(vllm.LLM):
         request_id = str(next(self.request_counter))
         if not self._groups:
             self._client.first_of_batch = request_id
-        try:
-            group = self._client.generate(prompt, params, request_id, lora_request=lora_request, priority=priority)
-        except Exception:  # vLLM takes back what it has added of the batch, and raises
-            self._take_groups()
-            raise
+        group = self._client.generate(prompt, params, request_id, lora_request=lora_request, priority=priority)
         self._groups.append(group)
         return request_id
 
-    def _take_groups(self) -> list[AsyncGenerator[RequestOutput, None]]:
-        groups, self._groups = self._groups, []
-        return groups
-
     def _run_engine(self, output_type: Any, **kwargs: Any) -> list[Any]:
-        groups = self._take_groups()
-        outputs = self._loop.run_until_complete(_last_of_each(groups)) if groups else []
-        outputs += self._client.take_unclaimed()
-        outputs += super()._run_engine(output_type, **kwargs)
+        try:
+            groups, self._groups = self._groups, []
+            outputs = self._loop.run(_last_of_each(groups)) if groups else []
+            outputs += self._client.take_unclaimed()
+            outputs += super()._run_engine(output_type, **kwargs)
+        except BaseException:
+            with HeldInterrupts(lambda: None):
+                self._client.abort_others()
+            raise
         return sorted(outputs, key=lambda output: int(output.request_id))
 
 
 async def _last_of_each(groups: Sequence[AsyncGenerator[RequestOutput, None]]) -> list[RequestOutput]:
-    """The answers of groups that run together."""
+    """The answers of groups that run together: all, or none runs on."""
 
     async def last(outputs: AsyncGenerator[RequestOutput, None]) -> RequestOutput:
         return [output async for output in outputs][-1]
 
-    return await asyncio.gather(*map(last, groups))
+    tasks = [asyncio.ensure_future(last(group)) for group in groups]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

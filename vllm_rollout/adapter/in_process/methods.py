@@ -66,7 +66,7 @@ def streamed(method: Callable[..., AsyncGenerator[Event, None]]) -> Callable[...
             while (event := self.run_to_its_end(anext(events, None))) is not None:
                 yield event
         finally:
-            self.run_to_its_end(events.aclose())
+            self.end(events)
 
     return waiting
 

@@ -6,7 +6,7 @@ Invariant: the engine steps while somebody awaits an output, and only then.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Collection
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,7 +49,7 @@ class EngineRequests:
 
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
-        self._waiting: dict[str, asyncio.Queue[RequestOutput | BaseException]] = {}
+        self._waiting: dict[str, asyncio.Queue[RequestOutput | Exception]] = {}
         """For outputs of each request."""
         self._unclaimed: list[RequestOutput] = []
         self._stepping: asyncio.Task[None] | None = None
@@ -65,18 +65,17 @@ class EngineRequests:
         data_parallel_rank: int | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Closing it aborts the request."""
-        queue = self._waiting[request_id] = asyncio.Queue()
         internal_id = self._engine.add_request(
             request_id, prompt, sampling_params, lora_request=lora_request, priority=priority
         )
+        queue = self._waiting[request_id] = asyncio.Queue()
         if self._stepping is None or self._stepping.done():
             self._stepping = asyncio.create_task(self._step_on())
         finished = False
         try:
             while not finished:
                 output = await queue.get()
-                if isinstance(output, BaseException):
-                    finished = True
+                if isinstance(output, Exception):
                     raise output
                 finished = output.finished
                 yield output
@@ -90,6 +89,17 @@ class EngineRequests:
         unclaimed, self._unclaimed = self._unclaimed, []
         return unclaimed
 
+    def others(self) -> list[str]:
+        """Ids in the engine of requests that were not made here, each `n` of them by one."""
+        known = self._engine.output_processor
+        single = [(id, state) for id, state in known.request_states.items() if state.parent_req is None]
+        return [*known.parent_requests, *(id for id, state in single if state.external_req_id not in self._waiting)]
+
+    def abort_others(self, but: Collection[str] = ()) -> None:
+        """Nothing is left of requests that were not made here, and of their outputs."""
+        self._engine.abort_request([id for id in self.others() if id not in but], internal=True)
+        self._unclaimed.clear()
+
     async def _step_on(self) -> None:
         """Until nothing is left to do."""
         try:
@@ -101,9 +111,12 @@ class EngineRequests:
                         self._unclaimed.append(output)
                 for _ in range(TURNS_PER_STEP):
                     await asyncio.sleep(0)
-        except Exception as error:  # handed to those who wait
+        except BaseException as error:  # handed to those who wait
+            told = error if isinstance(error, Exception) else RuntimeError(f"a step was cut in two by {error!r}")
             for queue in self._waiting.values():
-                queue.put_nowait(error)
+                queue.put_nowait(told)
+            if told is not error:
+                raise
 
 
 class SteppedClient(GroupClient, EngineRequests):

@@ -1,0 +1,69 @@
+"""What handlers of signals raise (Ctrl-C: KeyboardInterrupt), held back while something runs that must stay whole.
+
+Invariant: a handler runs when its signal comes, and only what it raises waits. What was held is raised in the end.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2)
+"""Those whose handlers raise: Ctrl-C first, then ends, time limits, and what clusters send before an end."""
+PATIENCE_S = 10.0
+"""So long after the first one an exception waits no more: what was to stop hangs."""
+
+
+class HeldInterrupts:
+    """A block amid which no handler raises. In other threads than the main one no handler runs, and it does nothing."""
+
+    def __init__(self, stop: Callable[[], object], clock: Callable[[], float] = time.monotonic) -> None:
+        """`stop`: brings the block to its end soon; called in place of the first exception, within the handler."""
+        self.held: BaseException | None = None
+        """The last one."""
+        self._stop = stop
+        self._clock = clock
+        self._handlers: dict[int, Any] = {}
+        self._holds = True
+        self._first_s: float | None = None
+
+    def __enter__(self) -> HeldInterrupts:
+        try:
+            if threading.current_thread() is threading.main_thread():
+                for number in SIGNALS:
+                    if callable(handler := signal.getsignal(number)):
+                        self._handlers[number] = handler
+                        signal.signal(number, self._handle)
+        except BaseException:
+            self._let_go()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._let_go()
+        if self.held is not None:
+            raise self.held
+
+    def _let_go(self) -> None:
+        try:
+            for number, handler in reversed(self._handlers.items()):  # Ctrl-C waits until the last of them is back
+                if signal.getsignal(number) == self._handle:  # otherwise somebody has set another one meanwhile
+                    signal.signal(number, handler)
+        finally:
+            self._holds = False
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        try:
+            self._handlers[number](number, frame)
+        except BaseException as error:
+            now_s = self._clock()
+            if not self._holds or (self._first_s is not None and now_s - self._first_s > PATIENCE_S):
+                raise
+            self.held = error
+            if self._first_s is None:
+                self._first_s = now_s
+                self._stop()
