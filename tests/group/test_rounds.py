@@ -135,7 +135,7 @@ def test_a_round_that_is_given_up_leaves_everything_where_it_was() -> None:
     before = run_to_state(run)
     begin(run, [], key="lost")
     run.give_up()
-    assert run_to_state(run) == {**before, "given_up": ["lost"]}
+    assert run_to_state(run) == before
     run = Run(TERMS)
     begin(run, numbered(0, 6))
     run.give_up()
@@ -171,6 +171,27 @@ def test_a_prompt_that_always_takes_too_long_comes_back_all_the_same() -> None:
             begin(run, numbered(0, 6))
             close(run, "q0", "q1")
     assert len(run.queue) < 2 * TERMS.prompts_per_round
+
+
+@pytest.mark.parametrize(("terms", "num_candidates", "field"), [
+    (RunTerms(1, 13_107, 1.25), 1, None), (RunTerms(1, 13_108, 1.25), 1, "prompts_per_round"),
+    (RunTerms(16, 16_384, 1.0), 16, None), (RunTerms(16, 16_384, 1.0), 17, "prompts_per_round"),
+    (RunTerms(4096, 1, 1.0, 2.0), 8192, None), (RunTerms(4095, 1, 1.0, 2.1), 8600, "response_speculation"),
+])  # fmt: skip
+def test_terms_of_which_no_round_could_ever_run_are_refused(terms: RunTerms, num_candidates: int, field: str) -> None:
+    if field is None:
+        terms.check(num_candidates)
+        return
+    with pytest.raises(RoundError) as error:
+        terms.check(num_candidates)
+    assert error.value.field == field
+
+
+def test_a_round_and_its_reserve_fit_into_a_rollout() -> None:
+    run = Run(TERMS)
+    run.plan("k", numbered(0, 6), numbered(6, 16_378))
+    with pytest.raises(RoundError, match=r"begins with 6, got 16379 in reserve\. Send at most 16378"):
+        run.plan("k", numbered(0, 6), numbered(6, 16_379))
 
 
 def test_a_reserve_has_its_bounds() -> None:
@@ -411,7 +432,7 @@ def play(run: Run, draw: object) -> list[str]:
     ("format", 2), ("format", None), ("terms", [0, 4, 1.5, 1.25, "first_in"]), ("terms", [2, 4, 1.5, 1.25, "last_in"]),
     ("terms", [2, 4, float("nan"), 1.25, "first_in"]), ("counts", [1, 2, 3]), ("counts", [99, 2, 8, 0, 4]),
     ("queue", [[0, "q0", None, "c", 1], [0, "q1", None, "c", 1]]), ("queue", "q0"), ("open", [1]), ("history", [[1]]),
-    ("given_up", [1]), ("savings", []), ("carried", [[0, "", None, "c", 1]]),
+    ("savings", []), ("carried", [[0, "", None, "c", 1]]),
 ])  # fmt: skip
 def test_a_state_that_no_run_wrote_is_refused(field: str, value: object) -> None:
     state = json.loads(json.dumps(run_to_state(full_queue())))

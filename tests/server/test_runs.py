@@ -93,6 +93,11 @@ async def test_a_run_is_made_once(http: httpx.AsyncClient) -> None:
     ({"pruning": {"detection_length": 4, "allow_fewer": True}}, "pruning.allow_fewer"), ({"resume": 1}, "resume"),
     ({"sampling": {"temprature": 1}}, "sampling.temprature"), ({"stream": True}, "stream"),
     ({"selection": {"dual_end": {"num_longest": 2}}}, "selection.dual_end.num_longest"),
+    ({"prompts_per_round": 16_384}, "prompts_per_round"),
+    ({"prompts_per_round": 16_384, "prompt_speculation": 1.0, "group_size": 16}, "prompts_per_round"),
+    ({"prompts_per_round": 16_384, "prompt_speculation": 1.0, "redundancy": 15}, "prompts_per_round"),
+    ({"prompts_per_round": 13_000, "group_size": 9, "redundancy": "auto"}, "prompts_per_round"),
+    ({"group_size": 300, "response_speculation": 16.0}, "response_speculation"),
 ])  # fmt: skip
 async def test_fields_of_a_run_are_checked_when_it_is_made(http: httpx.AsyncClient, fields: dict, param: str) -> None:
     response = await http.post("/v1/runs", json={**TERMS, **fields})
@@ -268,6 +273,7 @@ async def test_an_engine_that_dies_leaves_its_round_to_be_repeated(http: httpx.A
     ({"prompts": prompts(0, 6), "filter": "zero_variance"}, "stream: a round that filters needs true"),
     ({"prompts": prompts(0, 6), "group_size": 3}, "group_size"),
     ({"prompts": prompts(0, 6), "sampling": {"seed": "x"}}, "sampling.seed"),
+    ({"prompts": prompts(0, 6), "pruning": {"detection_length": 4, "allow_fewer": True}}, "pruning.allow_fewer"),
 ])  # fmt: skip
 async def test_a_round_that_is_refused_takes_nothing(http: httpx.AsyncClient, body: dict, words: str) -> None:
     before = await make(http)
@@ -488,3 +494,38 @@ async def test_rewards_of_candidates_that_there_are_not_are_not_kept(http: httpx
             assert statuses == [*ends, "unknown", "unknown"]
     course = begun.live.course
     assert {len(rewards) for rewards in course._rewards.values()} == {2}
+
+
+async def test_a_key_is_known_however_many_rounds_came_after_it(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    await make(http, prompts_per_round=1, prompt_speculation=1.0)
+    await interrupt(http, engine, prompts=prompts(100, 1), idempotency_key="given up")
+    await http.delete(f"{ROUNDS}/0")
+    for number in range(70):
+        fresh = prompts(number, (await look(http))["num_fresh_prompts"])
+        await play(http, prompts=fresh, idempotency_key=f"key-{number}")
+    before = await look(http)
+    for _ in range(2):
+        for key, words in (("key-1", "was round 1 of this run"), ("given up", "its prompts wait")):
+            for body in ({}, {"prompts": prompts(1, 1)}):
+                error = await play(http, 410, idempotency_key=key, **body)
+                assert words in error["message"]
+                assert "Take a new key" in error["message"]
+        assert await look(http) == before
+        state = (await http.get("/v1/rollouts/state")).content  # carries them to another server
+        assert (await http.put("/v1/rollouts/state", content=state)).status_code == 204
+
+
+async def test_who_repeats_an_old_key_is_told_which_answers_are_kept(http: httpx.AsyncClient) -> None:
+    await make(http, prompts_per_round=1, prompt_speculation=1.0)
+    for key in "abc":
+        await play(http, prompts=prompts(ord(key), 1), idempotency_key=key)
+    assert "Answers are kept of 'b', 'c'. Take a new key" in (await play(http, 410, idempotency_key="a"))["message"]
+
+
+async def test_a_reserve_has_its_bounds(http: httpx.AsyncClient) -> None:
+    await make(http, filter="zero_variance")
+    before = await look(http)
+    error = await play(http, 422, prompts=prompts(0, 6), reserve=prompts(6, 16_379), stream=True)
+    assert "at most 16384 prompts, its reserve included, and begins with 6, got 16379 in reserve" in error["message"]
+    assert "Send at most 16378" in error["message"]
+    assert await look(http) == before

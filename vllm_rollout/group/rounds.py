@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Literal, get_args
 
-from vllm_rollout.config import DEFAULT_SPECULATION, MAX_PROMPTS
+from vllm_rollout.config import DEFAULT_SPECULATION, MAX_CANDIDATES, MAX_GROUP_SIZE, MAX_PROMPTS
 from vllm_rollout.group.savings import Savings
 
 RoundKind = Literal["short", "long"]
@@ -32,8 +32,7 @@ QueueOrder = Literal["first_in", "shortest", "longest"]
 QUEUE_ORDERS: tuple[QueueOrder, ...] = get_args(QueueOrder)
 
 MAX_HISTORY_ROUNDS = 64
-"""Newest rounds that a run remembers, with their keys."""
-
+"""Newest rounds that a run tells of."""
 
 MAX_WAITING = 4 * MAX_PROMPTS
 """Prompts that may wait in one run when a round begins."""
@@ -83,6 +82,31 @@ class RunTerms:
     def num_period_prompts(self) -> int:
         """What the short rounds of a period take."""
         return self.num_short_rounds * self.num_prompts
+
+    def check(self, num_candidates: int) -> None:
+        """Raises: RoundError for terms of which no short round could ever run.
+
+        Args:
+            num_candidates: most that a prompt of a short round has.
+        """
+        if num_candidates - self.group_size > MAX_GROUP_SIZE:
+            raise RoundError(
+                "response_speculation",
+                f"a prompt has at most {MAX_GROUP_SIZE} spare candidates, got {self.response_speculation:g} x "
+                f"{self.group_size} = {num_candidates} candidates. Lower it.",
+            )
+        if self.num_prompts > MAX_PROMPTS:
+            raise RoundError(
+                "prompts_per_round",
+                f"a round runs at most {MAX_PROMPTS} prompts, got {self.prompt_speculation:g} x "
+                f"{self.prompts_per_round} = {self.num_prompts} of a short round. Lower it, or prompt_speculation.",
+            )
+        if (num := self.num_prompts * num_candidates) > MAX_CANDIDATES:
+            raise RoundError(
+                "prompts_per_round",
+                f"a round runs at most {MAX_CANDIDATES} candidates, got {self.num_prompts} prompts of a short round x "
+                f"up to {num_candidates} = {num}. Lower it, group_size, or how many spare ones there are of either.",
+            )
 
 
 def speculated(count: int, factor: float) -> int:
@@ -193,8 +217,6 @@ class Run:
     history: list[RoundRecord] = field(default_factory=list)
     """Newest last."""
     savings: Savings = field(default_factory=Savings)
-    given_up: list[str] = field(default_factory=list)
-    """Keys of rounds that were given up, newest last."""
 
     @property
     def next_kind(self) -> RoundKind:
@@ -251,6 +273,7 @@ class Run:
                 taken.add(entry.prompt_id)
                 old.append(entry)
         self._check_number(kind, len(new), len(old))
+        self._check_reserve(len(new) + len(old), len(spare))
         num_wanted = min(self.terms.prompts_per_round, len(old) + len(new))
         return OpenRound(self.num_rounds, key, kind, (*old, *new), spare, num_wanted)
 
@@ -308,11 +331,10 @@ class Run:
         return record
 
     def give_up(self) -> OpenRound:
-        """Put back what the open round took, as if it had never begun; its key is used up."""
+        """Put back what the open round took, as if it had never begun."""
         opened = self.open
         assert opened is not None, "no round is open"
         self._put_back(opened.all_entries)
-        self.given_up = [*self.given_up, opened.key][-MAX_HISTORY_ROUNDS:]
         self.open = None
         return opened
 
@@ -374,6 +396,15 @@ class Run:
                         f"{entry.num_deferred} times: a later round returns it. Leave it out.",
                         conflict=True,
                     )
+
+    def _check_reserve(self, num_prompts: int, num_reserve: int) -> None:
+        most = max(0, MAX_PROMPTS - num_prompts)
+        if num_reserve > most:
+            raise RoundError(
+                "reserve",
+                f"a round runs at most {MAX_PROMPTS} prompts, its reserve included, and begins with {num_prompts}, got "
+                f"{num_reserve} in reserve. Send at most {most}.",
+            )
 
     def _check_number(self, kind: RoundKind, num_fresh: int, num_old: int) -> None:
         wanted, most = self.num_fresh, self.terms.prompts_per_round

@@ -50,7 +50,6 @@ def run_to_state(run: Run) -> dict[str, Any]:
             opened.num_wanted,
         ],
         "history": [list(astuple(record)) for record in run.history],
-        "given_up": list(run.given_up),
         "savings": [
             run.savings.round_tokens,
             run.savings.synchronous_tokens,
@@ -61,7 +60,7 @@ def run_to_state(run: Run) -> dict[str, Any]:
 
 def run_from_state(state: Any) -> Run:
     """Raises: ValueError for what no run can have been."""
-    names = ("format", "terms", "counts", "totals", "queue", "carried", "open", "history", "given_up", "savings")
+    names = ("format", "terms", "counts", "totals", "queue", "carried", "open", "history", "savings")
     state = fields_of(state, names, "a run")
     if state["format"] != FORMAT:
         raise ValueError(
@@ -78,8 +77,6 @@ def run_from_state(state: Any) -> Run:
     run.carried = _entries(state["carried"], "carried prompts of a run")
     run.open = None if state["open"] is None else _open_round(state["open"])
     run.history = [_record(record) for record in listed(state["history"], "history of a run", MAX_HISTORY_ROUNDS)]
-    given_up = listed(state["given_up"], "given_up of a run", MAX_HISTORY_ROUNDS)
-    run.given_up = [text(key, "key of a round", MAX_ID_CHARS) for key in given_up]
     run.savings = _savings(state["savings"])
     _check_whole(run)
     return run

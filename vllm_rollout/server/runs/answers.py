@@ -121,6 +121,15 @@ class RunAnswer(BaseModel):
     """Null without `--parallelism auto`."""
 
 
+class UnreadableRunAnswer(BaseModel):
+    """A run whose row on disk is damaged. It can be deleted."""
+
+    id: str
+    message: str
+    """What is lost, and how to go on."""
+
+
 class RunsAnswer(BaseModel):
     object: Literal["list"] = "list"
     data: list[RunAnswer]
+    unreadable: list[UnreadableRunAnswer] = []

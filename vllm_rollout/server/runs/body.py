@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr, model_validator
 
 from vllm_rollout.config import DEFAULT_SPECULATION, MAX_GROUP_SIZE, MAX_PROMPTS, MAX_SPECULATION
+from vllm_rollout.group.allocation import upper_bound
 from vllm_rollout.group.migration import Migration
 from vllm_rollout.group.rounds import QueueOrder, RoundKind, RunTerms
 from vllm_rollout.server.attempts import OnEngineFailure
@@ -69,6 +70,15 @@ class RolloutFields(Body):
     @model_validator(mode="after")
     def _sampling_is_json(self) -> RolloutFields:
         check_json(self.sampling, "sampling")
+        return self
+
+    @model_validator(mode="after")
+    def _groups_are_whole(self) -> RolloutFields:
+        if self.pruning is not None and self.pruning.allow_fewer:
+            raise ValueError(
+                "pruning.allow_fewer: cannot be true in a run: a round is over when enough groups have group_size "
+                "trajectories, and it allows groups that have fewer. Leave it out."
+            )
         return self
 
 
@@ -134,11 +144,6 @@ class RunRequest(RolloutFields):
             raise ValueError(
                 "response_speculation: redundancy says how many candidates a prompt has, got both. Leave one out."
             )
-        if self.pruning is not None and self.pruning.allow_fewer:
-            raise ValueError(
-                "pruning.allow_fewer: cannot be true in a run: a round is over when enough groups have group_size "
-                "trajectories, and it allows groups that have fewer. Leave it out."
-            )
         return self
 
     @property
@@ -151,6 +156,14 @@ class RunRequest(RolloutFields):
             DEFAULT_SPECULATION if factor is None else factor,
             self.queue_order,
         )
+
+    def num_candidates(self, most: int) -> int:
+        """Of a prompt in a short round, at most. `most`: what the engine runs at once."""
+        if self.redundancy is None:
+            return self.terms.num_candidates
+        if isinstance(self.redundancy, int):
+            return self.group_size + self.redundancy
+        return max(self.group_size, upper_bound(self.group_size, most))
 
 
 class RoundPrompt(Prompt):

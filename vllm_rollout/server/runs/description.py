@@ -10,14 +10,13 @@ from vllm_rollout.server.runs.answers import (
     RunTotals,
     SavingsAnswer,
 )
-from vllm_rollout.server.runs.body import RunRequest
-from vllm_rollout.server.runs.store import StoredRun
+from vllm_rollout.server.runs.stored import StoredRun
 
 
 def run_answer(
     stored: StoredRun, *, is_live: bool, is_durable: bool, parallelism: ParallelismAnswer | None
 ) -> RunAnswer:
-    run, request = stored.run, RunRequest.model_validate(stored.settings)
+    run, request = stored.run, stored.request
     opened = run.open
     return RunAnswer(
         id=stored.id,

@@ -21,6 +21,8 @@ class LiveRound:
     opened: OpenRound
     rollout: Rollout
     course: RoundCourse
+    owner: str = ""
+    """What the store calls this process's hold on it, once it has been taken."""
     groups: GroupsInJson = field(default_factory=GroupsInJson)
     is_kept: bool = False
     """What came of it is on disk."""

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
-from typing import Any
+from typing import Any, NamedTuple
 
-from vllm_rollout.group.rounds import OpenRound
+from vllm_rollout.group.checks import MAX_SHOWN
+from vllm_rollout.group.rounds import OpenRound, Run
 from vllm_rollout.server.engine import RequestError
 from vllm_rollout.server.kept import KeptCandidate, read_kept
 from vllm_rollout.server.parsed import read_json
 from vllm_rollout.server.protocol import Return, RolloutRequest
 from vllm_rollout.server.rollout import Rollout
-from vllm_rollout.server.runs.body import RoundRequest, RunRequest
-from vllm_rollout.server.runs.store import StoredRun
+from vllm_rollout.server.runs.body import RoundPrompt, RoundRequest, RunRequest
+from vllm_rollout.server.runs.stored import Looked, Planned
 
 
 def rollout_request(fields: Mapping[str, Any], group_size: int, num_candidates: int) -> RolloutRequest:
@@ -29,6 +30,33 @@ def round_request(
     return rollout_request({**fields, "prompts": bodies}, group_size, num_candidates)
 
 
+def bodies_of(planned: Planned, fresh: Mapping[str, str]) -> list[str]:
+    """Of a round's prompts, in order. `fresh`: those that come with its request, by id.
+
+    Raises: RequestError for one that waits and cannot be read.
+    """
+    bodies = []
+    for entry in planned.opened.all_entries:
+        if (body := fresh.get(entry.prompt_id)) is None:
+            body, _ = planned.waiting.get(entry.number, ("", None))
+            try:
+                if RoundPrompt.model_validate_json(body).id != entry.prompt_id:
+                    raise ValueError("it is another prompt")
+            except ValueError as error:
+                raise _unreadable_prompt(planned.stored.id, entry.prompt_id, error) from error
+        bodies.append(body)
+    return bodies
+
+
+def _unreadable_prompt(run_id: str, prompt_id: str, error: ValueError) -> RequestError:
+    return RequestError(
+        f"prompt {prompt_id!r} waits in run {run_id!r} and cannot be read from disk ({error!s:.{MAX_SHOWN}}): it is "
+        "lost, unless a saved state has it. To go on, PUT such a state to /v1/rollouts/state, or DELETE the run, make "
+        "it again and hand in what GET /v1/runs/{id} says that waits.",
+        status=HTTPStatus.INTERNAL_SERVER_ERROR,
+    )
+
+
 def without_speculation(fields: dict[str, Any]) -> dict[str, Any]:
     """Of a long round: every candidate counts."""
     kept = {name: value for name, value in fields.items() if name not in ("redundancy", "early_stop", "selection")}
@@ -37,10 +65,26 @@ def without_speculation(fields: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def resumed(opened: OpenRound, waiting: Mapping[int, tuple[str, bytes | None]]) -> dict[int, Sequence[KeptCandidate]]:
+class Resumed(NamedTuple):
+    candidates: dict[int, Sequence[KeptCandidate]]
     """By position; a prompt of which nothing is kept starts anew."""
-    blobs = {position: waiting.get(entry.number, ("", None))[1] for position, entry in enumerate(opened.all_entries)}
-    return {position: read_kept(blob) for position, blob in blobs.items() if blob is not None}
+    warnings: list[str]
+    """Of what is kept and cannot be read."""
+
+
+def resumed(planned: Planned) -> Resumed:
+    found = Resumed({}, [])
+    for position, entry in enumerate(planned.opened.all_entries):
+        _, blob = planned.waiting.get(entry.number, ("", None))
+        if blob is None:
+            continue
+        try:
+            found.candidates[position] = read_kept(blob)
+        except (ValueError, TypeError) as error:
+            found.warnings.append(
+                f"prompt {entry.prompt_id!r} starts anew: what is kept of it cannot be read from disk ({error})."
+            )
+    return found
 
 
 def check_resumable(rollout: Rollout) -> None:
@@ -73,22 +117,47 @@ def check_same(key: str, request: RoundRequest, memo: str | None) -> None:
         )
 
 
-def check_not_used(stored: StoredRun, key: str) -> None:
-    run = stored.run
-    number = next((record.number for record in run.history if record.key == key), None)
-    if number is not None:
-        raise RequestError(
-            f"idempotency_key: {key!r} was round {number} of this run; its prompts were returned, and its answer is "
-            f"not kept any more, as {run.num_rounds - 1 - number} rounds came after it. Take a new key.",
-            status=HTTPStatus.GONE,
-            param="idempotency_key",
+def check_not_used(looked: Looked, key: str) -> None:
+    """Raises: RequestError (410) for the key of a round that is over, however long ago."""
+    run, used = looked.stored.run, looked.used
+    if used is None or (run.open is not None and run.open.key == key):
+        return
+    if used.is_given_up:
+        message = f"the round of {key!r} was given up, and its prompts wait. Take a new key."
+    else:
+        message = (
+            f"{key!r} was round {used.round} of this run; its prompts were returned, and its answer is not kept any "
+            f"more, as {run.num_rounds - 1 - used.round} rounds came after it. Answers are kept of "
+            f"{', '.join(map(repr, looked.answered)) or 'none'}. Take a new key for a new round."
         )
-    if key in run.given_up:
+    raise RequestError(f"idempotency_key: {message}", status=HTTPStatus.GONE, param="idempotency_key")
+
+
+def reopened(id: str, key: str, run: Run) -> OpenRound:
+    """The open round of that key. Raises: RequestError (409) when it was over meanwhile."""
+    if run.open is None or run.open.key != key:
+        raise over_just_now(id, key)
+    return run.open
+
+
+def as_before(id: str, opened: OpenRound, request: RoundRequest, memo: str) -> RoundRequest:
+    """A repeat, with what the round was asked to do at first. Raises: RequestError for a memo that nobody wrote."""
+    try:
+        return request.as_before(memo)
+    except (ValueError, TypeError, AttributeError) as error:
         raise RequestError(
-            f"idempotency_key: the round of {key!r} was given up, and its prompts wait. Take a new key.",
-            status=HTTPStatus.GONE,
-            param="idempotency_key",
-        )
+            f"what round {opened.number} of run {id!r} was asked to do cannot be read from disk. Its prompts can: "
+            f"DELETE /v1/runs/{id}/rounds/{opened.number} puts them back, and a new round runs them.",
+            status=HTTPStatus.INTERNAL_SERVER_ERROR,
+        ) from error
+
+
+def over_just_now(id: str, key: str) -> RequestError:
+    return RequestError(
+        f"round {key!r} of run {id!r} was over just now. Repeat the request for its answer.",
+        status=HTTPStatus.CONFLICT,
+        retry_after_s=1,
+    )
 
 
 def not_written(over: OpenRound, key: str) -> RequestError:

@@ -57,7 +57,7 @@ async def create_run(body: RunRequest, request: Request) -> Response:
 
 @router.get("/v1/runs", summary="All runs", response_model=RunsAnswer, responses=ERRORS)
 async def list_runs(request: Request) -> RunsAnswer:
-    return RunsAnswer(data=await _runs(request).list())
+    return await _runs(request).list()
 
 
 @router.get("/v1/runs/{run_id}", summary="A run as it is now", response_model=RunAnswer, responses=ERRORS)

@@ -15,18 +15,18 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from vllm_rollout.group.checks import fields_of, integer, is_writable, listed, shown, text
+from vllm_rollout.group.checks import fields_of, flag, integer, is_writable, listed, shown, text
 from vllm_rollout.group.rounds import Run
-from vllm_rollout.group.rounds_state import run_from_state
+from vllm_rollout.group.rounds_state import MAX_ID_CHARS, run_from_state
 from vllm_rollout.server.kept import read_kept
 from vllm_rollout.server.runs.body import RoundPrompt, RoundRequest, RunRequest
 from vllm_rollout.server.runs.store import MAX_RUNS
+from vllm_rollout.server.runs.stored import MAX_MODEL_CHARS
 
 FORMAT = 3
 SEND_AS_IT_IS = "Send the bytes of GET /v1/rollouts/state as they are."
 MAX_HEADER_BYTES = 256
-MAX_CHARS = 4096
-RUN_FIELDS = ("id", "created", "model", "settings", "state", "memo", "prompts")
+RUN_FIELDS = ("id", "created", "model", "settings", "state", "memo", "keys", "prompts")
 
 
 class Saved(NamedTuple):
@@ -67,8 +67,8 @@ def parse_saved(state: bytes) -> Saved:
 def _checked(saved: Any) -> Mapping[str, Any]:
     """A run that the database takes and that goes on. Raises: ValueError."""
     saved = fields_of(saved, RUN_FIELDS, "a run of a state")
-    id = text(saved["id"], "id of a run", MAX_CHARS)
-    text(saved["model"], "model of a run", MAX_CHARS)
+    id = text(saved["id"], "id of a run", MAX_MODEL_CHARS)
+    text(saved["model"], "model of a run", MAX_MODEL_CHARS)
     integer(saved["created"], "created of a run")
     if saved["memo"] is not None:
         try:
@@ -85,6 +85,7 @@ def _checked(saved: Any) -> Mapping[str, Any]:
         raise ValueError(f"terms of run {id!r} are not its settings', got {shown(run.terms)}")
     if (run.open is None) != (saved["memo"] is None):
         raise ValueError(f"run {id!r} has a memo while a round is open, and none else, got {shown(saved['memo'])}")
+    _check_keys(run, saved["keys"])
     _check_prompts(run, saved["prompts"])
     return {**saved, "settings": said}
 
@@ -94,6 +95,21 @@ def _written(value: Any, where: str) -> str:
     if not isinstance(value, str) or not is_writable(value):
         raise ValueError(f"{where} must be a string of characters of Unicode, got {shown(value)}")
     return value
+
+
+def _check_keys(run: Run, keys: Any) -> None:
+    """Raises: ValueError unless every round that is known has its key, once."""
+    used: set[str] = set()
+    for row in listed(keys, "keys of a run"):
+        key, number, given_up = listed(row, "a key of a run", length=3)
+        if text(key, "a key of a run", MAX_ID_CHARS) in used:
+            raise ValueError(f"keys of a run must be different, got {shown(key)} twice")
+        used.add(key)
+        integer(number, "round of a key")
+        flag(given_up, "given_up of a key")
+    known = {record.key for record in run.history} | ({run.open.key} if run.open else set())
+    if not known <= used:
+        raise ValueError(f"keys of a run must be those of its rounds, too, got none for {shown(sorted(known - used))}")
 
 
 def _check_prompts(run: Run, prompts: Any) -> None:

@@ -14,7 +14,7 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any, TypeVar
 
-from vllm_rollout.group.rounds import FreshPrompt, OpenRound, Run
+from vllm_rollout.group.rounds import FreshPrompt, RoundError, Run
 from vllm_rollout.server.answers import (
     DoneEvent,
     Event,
@@ -24,19 +24,23 @@ from vllm_rollout.server.answers import (
 )
 from vllm_rollout.server.engine import Engine, RequestError
 from vllm_rollout.server.metrics import Metrics
-from vllm_rollout.server.runs.answers import RunAnswer
+from vllm_rollout.server.runs.answers import RunAnswer, RunsAnswer, UnreadableRunAnswer
 from vllm_rollout.server.runs.body import RoundRequest, RunRequest, digest_of_prompt
 from vllm_rollout.server.runs.course import RoundCourse
 from vllm_rollout.server.runs.description import run_answer
 from vllm_rollout.server.runs.expectation import expected_of_run
+from vllm_rollout.server.runs.faults import PASSING
 from vllm_rollout.server.runs.live import Begun, LiveRound, made_answer, summary
 from vllm_rollout.server.runs.parallelism import Parallelism
 from vllm_rollout.server.runs.request import (
+    as_before,
+    bodies_of,
     check_not_used,
     check_resumable,
     check_same,
     check_unchanged,
     not_written,
+    reopened,
     resumed,
     rollout_request,
     round_request,
@@ -44,12 +48,15 @@ from vllm_rollout.server.runs.request import (
 )
 from vllm_rollout.server.runs.rewards import RunRewards
 from vllm_rollout.server.runs.saved import SEND_AS_IT_IS, parse_saved, with_runs
-from vllm_rollout.server.runs.store import RunStore, StoredRun
+from vllm_rollout.server.runs.store import RunStore
+from vllm_rollout.server.runs.stored import Looked, Planned, StoredRun, UnreadableRun
 from vllm_rollout.server.service import RolloutService
 from vllm_rollout.server.shaping import history_key
 
 T = TypeVar("T")
 
+RELEASE_AGAIN_S = 1.0
+"""A round that could not be let go on disk is let go again after this long, so that other processes see it."""
 CHECK = {"id": "check", "prompt_token_ids": [0]}
 """Stands for the prompts of a run when its fields are checked."""
 
@@ -98,6 +105,10 @@ class RunService:
         id = request.id or f"run-{uuid.uuid4().hex[:12]}"
         settings = request.model_dump(mode="json", by_alias=True, exclude={"id", "model"})
         terms = request.terms
+        try:
+            terms.check(request.num_candidates(self._engine.max_num_seqs))
+        except RoundError as error:
+            raise RequestError(str(error), param=error.field) from error
         check = {**request.rollout_fields(), "prompts": [CHECK], "model": request.model}
         checked = await self._rollouts.prepare(rollout_request(check, terms.group_size, terms.num_candidates))
         if request.resume:
@@ -110,8 +121,15 @@ class RunService:
         """Raises: RequestError (404)."""
         return self._answer_of(await self._stored(self._store.read, id))
 
-    async def list(self) -> list[RunAnswer]:
-        return [await self.read(id) for id in await self._stored(self._store.ids)]
+    async def list(self) -> RunsAnswer:
+        """All runs, those that cannot be read beside the others."""
+        answer = RunsAnswer(data=[])
+        for found in await self._stored(self._store.list):
+            if isinstance(found, UnreadableRun):
+                answer.unreadable.append(UnreadableRunAnswer(id=found.id, message=str(found)))
+            else:
+                answer.data.append(self._answer_of(found))
+        return answer
 
     async def delete(self, id: str) -> None:
         """Raises: RequestError (404; 409 while a round of it runs)."""
@@ -119,38 +137,23 @@ class RunService:
 
     async def give_up(self, id: str, number: int) -> RunAnswer:
         """Put the prompts of an interrupted round back. Raises: RequestError (404; 409 while it runs)."""
-        await self._stored(self._store.give_up, id, number)
-        return await self.read(id)
+        return self._answer_of(await self._stored(self._store.give_up, id, number))
 
     async def begin(self, id: str, request: RoundRequest) -> Begun | bytes:
         """A round on its way, or the answer that it had. Raises: RequestError; nothing was taken then."""
         key = request.idempotency_key or f"round-{uuid.uuid4().hex}"
-        if (over := self._unkept.get(id)) is not None:
-            if over.opened.key == key:
-                await self._keep(over)
-                return over.answer
-            if over.keeping is not None:  # another trainer's round, on its way to the disk
-                with suppress(RequestError):
-                    await self._keep(over)
-        stored = await self._stored(self._store.read, id)
-        known = await self._stored(self._store.answer, id, key)
-        if known is not None:
-            check_same(key, request, known.memo)
-            return known.body
-        if (over := self._unkept.get(id)) is not None:
-            raise not_written(over.opened, key)
-        check_not_used(stored, key)
-        if self._parallelism is not None:
-            await self._choose_start(stored)
+        looked = await self._looked(id, key)
+        if self._parallelism is not None and looked.answer is None:
+            await self._choose_start(looked.stored)
             await self._parallelism.before_round()
-            stored = await self._stored(self._store.read, id)  # it may have waited
-        if (opened := stored.run.open) is not None and opened.key == key:
-            check_same(key, request, stored.memo)
-            request = request.as_before(stored.memo)
-            live = await self._prepare(stored, request, opened, {})
-            await self._owned(id, self._store.claim, id, key)
+            looked = await self._looked(id, key)  # it may have waited
+        if looked.answer is not None:
+            check_same(key, request, looked.answer.memo)
+            return looked.answer.body
+        if (opened := looked.stored.run.open) is not None and opened.key == key:
+            live = await self._take_again(id, request, key)
         else:
-            live = await self._take(stored, request, key)
+            live = await self._take(looked.stored, request, key)
         self._live[live.rollout.id] = live
         if self._parallelism is not None:
             live.rebuilt = self._parallelism.take_rebuilt()
@@ -158,13 +161,33 @@ class RunService:
         first = await anext(events)
         return Begun(live, _chained(first, events))
 
+    async def _looked(self, id: str, key: str) -> Looked:
+        """The run, and what became of the key: what is on its way to the disk is waited for.
+
+        Raises: RequestError, 409 while another round of the run cannot be written, 410 for a key of long ago.
+        """
+        while True:
+            over = self._unkept.get(id)
+            if over is not None and over.opened.key == key:
+                await self._keep(over)
+            elif over is not None and over.keeping is not None:  # another trainer's
+                await asyncio.wait([over.keeping])
+            looked = await self._stored(self._store.look, id, key)
+            over = self._unkept.get(id)
+            if over is None or looked.answer is not None:
+                break
+            if over.keeping is None and over.opened.key != key:
+                raise not_written(over.opened, key)
+        if looked.answer is None:
+            check_not_used(looked, key)
+        return looked
+
     async def _choose_start(self, stored: StoredRun) -> None:
         """Before the first round of all, if a profile says how large an engine it wants."""
         if self._parallelism is None or not self._parallelism.wants_start:
             return
         seen = (await self._engine.length_history([])).dataset
-        settings = RunRequest.model_validate(stored.settings)
-        await self._parallelism.begin(expected_of_run(settings, seen, self._engine.max_model_len), stored.id)
+        await self._parallelism.begin(expected_of_run(stored.request, seen, self._engine.max_model_len), stored.id)
 
     async def answer(self, begun: Begun) -> bytes:
         """Run to the end; a RoundAnswer as JSON."""
@@ -193,6 +216,14 @@ class RunService:
             await self._stored(self._store.check_all_idle)
         await self._rollouts.learning.set_state(saved.learned, partial(self._stored, self._store.replace, saved.runs))
 
+    async def _take_again(self, id: str, request: RoundRequest, key: str) -> LiveRound:
+        """A round that was interrupted."""
+        planned = await self._stored(self._store.planned, id, partial(reopened, id, key))
+        check_same(key, request, planned.stored.memo)
+        live = await self._prepare(planned, as_before(id, planned.opened, request, planned.stored.memo), {})
+        live.owner = await self._owned(id, self._store.claim, id, planned.opened)
+        return live
+
     async def _take(self, stored: StoredRun, request: RoundRequest, key: str) -> LiveRound:
         """A new round: checked, then taken."""
         fresh = [_fresh(prompt, request.epoch) for prompt in request.prompts]
@@ -200,9 +231,10 @@ class RunService:
         predicted = await self._predicted(stored)
         plan = partial(Run.plan, key=key, fresh=fresh, reserve=reserve, kind=request.kind, predicted=predicted)
         bodies = {prompt.id: prompt.model_dump_json() for prompt in (*request.prompts, *request.reserve)}
-        opened = await self._stored(self._store.planned, stored.id, plan)
-        live = await self._prepare(stored, request, opened, bodies)
-        await self._owned(stored.id, self._store.begin, stored.id, request.memo(), plan, bodies, opened)
+        planned = await self._stored(self._store.planned, stored.id, plan)
+        live = await self._prepare(planned, request, bodies)
+        memo, opened = request.memo(), planned.opened
+        live.owner = await self._owned(stored.id, self._store.begin, stored.id, memo, plan, bodies, opened)
         return live
 
     def _check_can_filter(self) -> None:
@@ -221,15 +253,13 @@ class RunService:
         if run.terms.queue_order == "first_in" or not run.queue:
             return {}
         ids = list(dict.fromkeys(entry.prompt_id for entry in run.queue))
-        adapter = self._engine.adapter_name(RunRequest.model_validate(stored.settings).model)
+        adapter = self._engine.adapter_name(stored.model)
         history = await self._engine.length_history([history_key(id, ()) for id in ids], adapter)
         return {id: known.mean for id, known in zip(ids, history.prompts, strict=True) if known is not None}
 
-    async def _prepare(
-        self, stored: StoredRun, request: RoundRequest, opened: OpenRound, fresh: Mapping[str, str]
-    ) -> LiveRound:
-        """Check everything before anything is taken. Raises: RequestError."""
-        defaults = RunRequest.model_validate(stored.settings)
+    async def _prepare(self, planned: Planned, request: RoundRequest, fresh: Mapping[str, str]) -> LiveRound:
+        """Check everything before anything is taken. `fresh`: bodies of its prompts, by id. Raises: RequestError."""
+        stored, opened, defaults = planned.stored, planned.opened, planned.stored.request
         filters = (request.filter or defaults.filter) is not None
         if defaults.resume:
             check_unchanged(request, defaults)
@@ -240,12 +270,7 @@ class RunService:
                 "stream: a round that filters needs true, got false: its rewards are posted while it is on its way.",
                 param="stream",
             )
-        waiting = [entry.number for entry in opened.all_entries if entry.prompt_id not in fresh]
-        bodies = await self._stored(self._store.prompts, stored.id, waiting)
-        prompts = [
-            fresh[entry.prompt_id] if entry.prompt_id in fresh else bodies[entry.number][0]
-            for entry in opened.all_entries
-        ]
+        prompts = await asyncio.to_thread(bodies_of, planned, fresh)
         fields = {
             **defaults.rollout_fields(),
             **request.rollout_fields(),
@@ -268,7 +293,8 @@ class RunService:
             check_resumable(rollout)
             rollout.keeps = opened.kind == "short"
             rollout.current_version = await self._engine.current_weight_version()
-            rollout.resumed = await asyncio.to_thread(resumed, opened, bodies)
+            rollout.resumed, unreadable = await asyncio.to_thread(resumed, planned)
+            rollout.warnings += unreadable
         rollout.course = course = RoundCourse(self._engine, rollout.id, opened, filters=filters)
         return LiveRound(stored.id, opened, rollout, course)
 
@@ -302,8 +328,8 @@ class RunService:
             del self._live[rollout.id]
             if self._parallelism is not None:
                 self._parallelism.round_left()
-            if not live.is_kept and live.run_id not in self._unkept:
-                self._thread.submit(self._store.release, live.run_id)
+            if not live.is_kept and self._unkept.get(live.run_id) is not live:
+                self._release(live.run_id, live.owner)
             self._forget(course.race_id)
 
     async def _keep(self, live: LiveRound) -> RoundDoneEvent:
@@ -312,6 +338,7 @@ class RunService:
         Raises: RequestError; then the round can be asked for again.
         """
         if live.keeping is None:
+            self._unkept[live.run_id] = live
             live.keeping = asyncio.create_task(self._write(live))
         return await asyncio.shield(live.keeping)
 
@@ -320,12 +347,12 @@ class RunService:
         rollout.usage.returned_tokens -= course.filtered_tokens
         rollout.usage.wasted_tokens += course.filtered_tokens
         course.filtered_tokens = 0
-        self._unkept[live.run_id] = live
         outcomes = course.progress.outcomes()
         try:
             run = await self._stored(
                 self._store.close,
                 live.run_id,
+                live.owner,
                 outcomes,
                 partial(made_answer, live),
                 kept={live.opened.all_entries[position].number: blob for position, blob in rollout.kept.items()},
@@ -333,8 +360,12 @@ class RunService:
                 generated_tokens=rollout.usage.generated_tokens,
                 returned_tokens=rollout.usage.returned_tokens,
             )
-        except RequestError:
+        except BaseException as error:
             live.keeping = None
+            if not (isinstance(error, RequestError) and error.status in PASSING):
+                # It would not go better next time: the round is let go, and runs anew under its key.
+                del self._unkept[live.run_id]
+                self._release(live.run_id, live.owner)
             raise
         del self._unkept[live.run_id]
         live.is_kept = True
@@ -362,8 +393,8 @@ class RunService:
             stored, is_live=self._store.is_live(stored), is_durable=self._store.is_durable, parallelism=parallelism
         )
 
-    async def _owned(self, id: str, call: Callable[..., T], *args: Any) -> T:
-        """A transaction that makes this process the owner of a round; who is cancelled meanwhile owns nothing."""
+    async def _owned(self, id: str, call: Callable[..., str], *args: Any) -> str:
+        """A transaction that returns the new owner of a round; who is cancelled meanwhile owns nothing."""
         work = self._submitted(call, *args)
         try:
             return await asyncio.shield(work)
@@ -371,10 +402,19 @@ class RunService:
             work.add_done_callback(partial(self._release_unless_failed, id))
             raise
 
-    def _release_unless_failed(self, id: str, work: asyncio.Future[Any]) -> None:
-        """A transaction that failed owns nothing, and the round that runs may be another one's."""
+    def _release_unless_failed(self, id: str, work: asyncio.Future[str]) -> None:
         if work.exception() is None:
-            self._thread.submit(self._store.release, id)
+            self._release(id, work.result())
+
+    def _release(self, id: str, owner: str) -> None:
+        """Let a round go that does not run any more. Until that is on disk other processes take it for running."""
+
+        def again(work: asyncio.Future[None]) -> None:
+            error = work.exception()
+            if isinstance(error, RequestError) and error.status in PASSING:
+                work.get_loop().call_later(RELEASE_AGAIN_S, self._release, id, owner)
+
+        self._submitted(self._store.release, id, owner).add_done_callback(again)
 
     async def _stored(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """A transaction, which is carried out even if nobody waits for it any more."""

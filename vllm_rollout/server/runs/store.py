@@ -7,22 +7,36 @@ from __future__ import annotations
 
 import base64
 import json
+import logging
 import sqlite3
 import time
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from http import HTTPStatus
+from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal
 
-from vllm_rollout.group.rounds import EntryOutcome, OpenRound, RoundError, Run, RunTerms
-from vllm_rollout.group.rounds_state import run_from_state, run_to_state
+from vllm_rollout.group.rounds import EntryOutcome, OpenRound, Run, RunTerms
+from vllm_rollout.group.rounds_state import run_to_state
 from vllm_rollout.server.engine import RequestError
+from vllm_rollout.server.runs.faults import is_damage, translated
 from vllm_rollout.server.runs.owner import Owner
+from vllm_rollout.server.runs.request import over_just_now
+from vllm_rollout.server.runs.stored import (
+    Looked,
+    Planned,
+    StoredAnswer,
+    StoredRun,
+    UnreadableRun,
+    UsedKey,
+    read_run,
+)
 
-FORMAT = 1
+logger = logging.getLogger("vllm.vllm_rollout")
+
+FORMAT = 2
 MAX_RUNS = 4096
 MAX_WAITING_BYTES = 512 * 1024 * 1024
 """Prompts that wait in runs, with what is kept of them: a state has all of them."""
@@ -40,38 +54,20 @@ CREATE TABLE IF NOT EXISTS prompts (
     run TEXT NOT NULL, number INTEGER NOT NULL, body TEXT NOT NULL, kept BLOB, PRIMARY KEY (run, number)
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS staged (name TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS keys (
+    run TEXT NOT NULL, key TEXT NOT NULL, round INTEGER NOT NULL, given_up INTEGER NOT NULL, PRIMARY KEY (run, key)
+) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS answers (
     run TEXT NOT NULL, round INTEGER NOT NULL, key TEXT NOT NULL, memo TEXT NOT NULL, body BLOB NOT NULL,
     PRIMARY KEY (run, round)
 );
 """
-# runs.owner and runs.memo belong to the open round: the process that runs it, and what its request
-# asked for (`RoundRequest.memo`). staged has the file of what was learned that belongs to the runs that were put last.
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class StoredRun:
-    """A run as it is on disk."""
-
-    id: str
-    created: int
-    model: str
-    settings: Mapping[str, Any]
-    """Its request, as JSON."""
-    run: Run
-    owner: str | None
-    """The process that runs the open round."""
-    memo: str | None
-    """Of the open round's request."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoredAnswer:
-    memo: str
-    """Of the request that it answers."""
-    body: bytes
+TABLES = ("runs", "prompts", "keys", "answers")
+# runs.owner and runs.memo belong to the open round: who runs it, and what its request asked for
+# (`RoundRequest.memo`). An owner is a process and a number, "NAME.7": whoever takes the round up again, the same
+# process too, is another owner, so that what is late of an earlier one finds that the round is not its own any more.
+# keys are all that rounds were ever begun under: a key that comes again after years is no new round.
+# staged has the file of what was learned that belongs to the runs that were put last.
 
 
 def _write_ahead(database: sqlite3.Connection) -> None:
@@ -91,19 +87,23 @@ class RunStore:
     """All runs of one server."""
 
     def __init__(self, path: Path | None = None) -> None:
-        """Raises: ValueError for a file that is no such database, or of another version; RequestError for one that is
-        locked, or cannot be written; OSError."""
+        """Raises: ValueError for a database of another version; RequestError for what is none, or is locked, or cannot
+        be written; OSError."""
         self.path = path
-        self._let_go: set[str] = set()
-        """Runs whose open round this process does not run any more, whatever is written."""
         self.owner = Owner(None if path is None else path.with_name(f"{path.name}.owners"))
-        with _translated(path):
+        self._turns = count()
+        """Numbers of the rounds that this process has begun or taken up."""
+        self._let_go: set[str] = set()
+        """Owners that do not run their round any more, which could not be written yet."""
+        with translated(path):
             self._db = sqlite3.connect(
                 ":memory:" if path is None else path,
                 timeout=BUSY_TIMEOUT_S,
                 isolation_level=None,
                 check_same_thread=False,
             )
+            # What is no UTF-8 any more is seen where it is read as JSON, and fails no query over other rows.
+            self._db.text_factory = lambda text: text.decode(errors="surrogateescape")
             _write_ahead(self._db)
             self._db.execute("PRAGMA synchronous = FULL")
             (version,) = self._db.execute("PRAGMA user_version").fetchone()
@@ -130,7 +130,7 @@ class RunStore:
         with self._transaction():
             found = self._find(id)
             if found is None:
-                if len(self.ids()) >= MAX_RUNS:
+                if len(self._ids()) >= MAX_RUNS:
                     raise RequestError(
                         f"this server keeps {MAX_RUNS} runs, and has as many. DELETE one that is over.",
                         status=HTTPStatus.CONFLICT,
@@ -140,55 +140,70 @@ class RunStore:
                     (id, int(time.time()), model, json.dumps(settings), json.dumps(run_to_state(Run(terms)))),
                 )
                 return self.read(id), True
+            found = self.read(id)
             if found.model != model or found.settings != settings:
                 raise RequestError(_other_terms(found, model, settings), status=HTTPStatus.CONFLICT, param="id")
             return found, False
 
     def read(self, id: str) -> StoredRun:
-        """Raises: RequestError (404)."""
-        found = self._find(id)
-        if found is None:
-            raise RequestError(
-                f"run {id!r} is not known here. GET /v1/runs lists those that are; POST /v1/runs makes one.",
-                status=HTTPStatus.NOT_FOUND,
-            )
+        """Raises: RequestError (404), UnreadableRun."""
+        with self._transaction("DEFERRED"):
+            found = self._known(id)
+        if isinstance(found, UnreadableRun):
+            raise found
         return found
 
-    def ids(self) -> list[str]:
+    def list(self) -> list[StoredRun | UnreadableRun]:
         """The oldest first."""
-        with _translated(self.path):
-            return [id for (id,) in self._db.execute("SELECT id FROM runs ORDER BY created, id")]
+        with self._transaction("DEFERRED"):
+            return [self._listed(id) for id in self._ids()]
 
     def delete(self, id: str) -> None:
-        """Raises: RequestError (404; 409 while a round of it runs)."""
+        """Also one that cannot be read. Raises: RequestError (404; 409 while a round of it runs)."""
         with self._transaction():
-            self.check_idle(self.read(id))
-            for table in ("prompts", "answers"):
-                self._db.execute(f"DELETE FROM {table} WHERE run = ?", (id,))
-            self._db.execute("DELETE FROM runs WHERE id = ?", (id,))
+            self._check_idle(self._known(id))
+            for table, name in zip(TABLES, ("id", "run", "run", "run"), strict=True):
+                self._db.execute(f"DELETE FROM {table} WHERE {name} = ?", (id,))
 
-    def planned(self, id: str, plan: Callable[[Run], OpenRound]) -> OpenRound:
-        """What a round would be; nothing changes. Raises: RequestError, as `begin` does."""
-        with _translated(self.path):
+    def look(self, id: str, key: str) -> Looked:
+        """A run, and whether a round of that key is known. Raises: RequestError (404), UnreadableRun."""
+        with self._transaction("DEFERRED"):
             stored = self.read(id)
-            self.check_idle(stored)
-            return plan(stored.run)
+            answers = self._db.execute("SELECT key, memo, body FROM answers WHERE run = ? ORDER BY round", (id,))
+            answer, answered = None, []
+            for answered_key, memo, body in answers:
+                if answered_key == key:
+                    answer = _read_answer(memo, body)
+                answered.append(answered_key)
+            return Looked(stored, answer, self._used(id, key), answered)
+
+    def planned(self, id: str, plan: Callable[[Run], OpenRound]) -> Planned:
+        """What a round would be; nothing changes. Raises: RequestError, as `begin` does."""
+        with self._transaction("DEFERRED"):
+            stored = self.read(id)
+            self._check_idle(stored)
+            opened = plan(stored.run)
+            numbers = {entry.number for entry in opened.all_entries}
+            rows = self._db.execute("SELECT number, body, kept FROM prompts WHERE run = ?", (id,))
+            return Planned(stored, opened, {number: (body, kept) for number, body, kept in rows if number in numbers})
 
     def begin(
         self, id: str, memo: str, plan: Callable[[Run], OpenRound], prompts: Mapping[str, str], planned: OpenRound
-    ) -> None:
-        """Take the prompts of a round, before anything of it runs; this process owns it.
+    ) -> str:
+        """Take the prompts of a round, before anything of it runs; returns its owner.
 
         Args:
             plan: what the round is, of the run as it is now. Raises: RoundError.
             prompts: bodies of fresh ones, by id.
             planned: what it was when it was checked.
 
-        Raises: RequestError (409) when the run has changed since.
+        Raises: RequestError (409) when the run has changed since, or the key has been used.
         """
         with self._transaction():
             stored = self.read(id)
-            self.check_idle(stored)
+            self._check_idle(stored)
+            if self._used(id, planned.key) is not None:
+                raise over_just_now(id, planned.key)
             run = stored.run
             opened = plan(run)
             if opened != planned:
@@ -205,8 +220,8 @@ class RunStore:
                 "INSERT INTO prompts (run, number, body) VALUES (?, ?, ?)",
                 [(id, entry.number, prompts[entry.prompt_id]) for entry in fresh],
             )
-            self._save(id, run, self.owner.name, memo)
-        self._let_go.discard(id)
+            self._db.execute("INSERT INTO keys VALUES (?, ?, ?, 0)", (id, opened.key, opened.number))
+            return self._save(id, run, self._new_owner(), memo)
 
     def _check_room(self, bodies: Collection[str]) -> None:
         """Raises: RequestError (507) when these prompts are too much beside all that wait."""
@@ -223,21 +238,19 @@ class RunStore:
                 param="prompts",
             )
 
-    def claim(self, id: str, key: str) -> OpenRound:
-        """Run the open round of that key anew. Raises: RequestError (409) while it runs, here or elsewhere."""
+    def claim(self, id: str, opened: OpenRound) -> str:
+        """Run the open round anew; returns its owner. Raises: RequestError (409) while it runs, here or elsewhere."""
         with self._transaction():
             stored = self.read(id)
-            opened = stored.run.open
-            if opened is None or opened.key != key:
-                raise RequestError(f"round {key!r} of run {id!r} was over just now. Repeat the request.", status=409)
-            self.check_idle(stored)
-            self._save(id, stored.run, self.owner.name, stored.memo)
-        self._let_go.discard(id)
-        return opened
+            if stored.run.open != opened:
+                raise over_just_now(id, opened.key)
+            self._check_idle(stored)
+            return self._save(id, stored.run, self._new_owner(), stored.memo)
 
     def close(
         self,
         id: str,
+        owner: str,
         outcomes: Mapping[int, EntryOutcome],
         answer: Callable[[Run], bytes],
         *,
@@ -247,13 +260,23 @@ class RunStore:
         """The open round is over; returns the run after it.
 
         Args:
+            owner: as `begin` or `claim` have said.
             outcomes, told: as of `Run.close`.
             answer: of the round, from the run after it.
             kept: what deferred prompts have generated, by number.
+
+        Raises: RequestError (409) when the round is not that owner's any more.
         """
         with self._transaction():
             stored = self.read(id)
             opened, run = stored.run.open, stored.run
+            if stored.owner != owner or opened is None:
+                raise RequestError(
+                    f"the round of run {id!r} that ran here is not this process's any more: another one has taken it, "
+                    "and what came of it here counts for nothing. Repeat its key for its answer.",
+                    status=HTTPStatus.CONFLICT,
+                    retry_after_s=1,
+                )
             run.close(outcomes, **told)
             body = zlib.compress(answer(run), 1)
             gone = [number for number, outcome in outcomes.items() if outcome.fate in ("returned", "filtered")]
@@ -269,16 +292,17 @@ class RunStore:
             self._save(id, run, None, None)
             return run
 
-    def release(self, id: str) -> None:
-        """The open round does not run any more: it waits to be repeated or given up.
+    def release(self, id: str, owner: str) -> None:
+        """The round of that owner does not run any more, if it is not over: it waits to be repeated or given up.
 
-        Raises: RequestError; here it is let go of all the same.
+        Raises: RequestError; in this process it is let go of all the same.
         """
-        self._let_go.add(id)
+        self._let_go.add(owner)
         with self._transaction():
-            self._db.execute("UPDATE runs SET owner = NULL WHERE id = ? AND owner = ?", (id, self.owner.name))
+            self._db.execute("UPDATE runs SET owner = NULL WHERE id = ? AND owner = ?", (id, owner))
+        self._let_go.discard(owner)
 
-    def give_up(self, id: str, number: int) -> Run:
+    def give_up(self, id: str, number: int) -> StoredRun:
         """Put the prompts of the open round back. Raises: RequestError (404, 409 while it runs)."""
         with self._transaction():
             stored = self.read(id)
@@ -289,41 +313,32 @@ class RunStore:
                     f"round {number} of run {id!r} is not open; open: {is_open}. Only an open round can be given up.",
                     status=HTTPStatus.NOT_FOUND,
                 )
-            self.check_idle(stored)
+            self._check_idle(stored)
             stored.run.give_up()
+            self._db.execute("UPDATE keys SET given_up = 1 WHERE run = ? AND key = ?", (id, opened.key))
             self._save(id, stored.run, None, None)
-            return stored.run
-
-    def answer(self, id: str, key: str) -> StoredAnswer | None:
-        """What a round was answered, if that is still kept."""
-        with _translated(self.path):
-            row = self._db.execute(
-                "SELECT memo, body FROM answers WHERE run = ? AND key = ?", (id, key)
-            ).fetchone()  # fmt: skip
-        return None if row is None else StoredAnswer(row[0], zlib.decompress(row[1]))
-
-    def prompts(self, id: str, numbers: Sequence[int]) -> dict[int, tuple[str, bytes | None]]:
-        """Body of waiting prompts, and what is kept of them, by number."""
-        wanted = set(numbers)
-        with _translated(self.path):
-            rows = self._db.execute("SELECT number, body, kept FROM prompts WHERE run = ?", (id,)).fetchall()
-        return {number: (body, kept) for number, body, kept in rows if number in wanted}
+            return self.read(id)
 
     def dump(self) -> list[dict[str, Any]]:
-        """All runs as JSON, without their answers: an open round is one that was interrupted."""
-        with self._transaction():
+        """All runs that can be read as JSON, without their answers: an open round is one that was interrupted."""
+        with self._transaction("DEFERRED"):
             runs = []
-            for id in self.ids():
-                stored = self.read(id)
-                rows = self._db.execute("SELECT number, body, kept FROM prompts WHERE run = ? ORDER BY number", (id,))
+            for stored in self.list():
+                if isinstance(stored, UnreadableRun):
+                    logger.error("a saved state goes without it: %s", stored)
+                    continue
+                of_run = (stored.id,)
+                rows = self._db.execute("SELECT number, body, kept FROM prompts WHERE run = ? ORDER BY number", of_run)
+                keys = self._db.execute("SELECT key, round, given_up FROM keys WHERE run = ? ORDER BY round", of_run)
                 runs.append(
                     {
-                        "id": id,
+                        "id": stored.id,
                         "created": stored.created,
                         "model": stored.model,
                         "settings": stored.settings,
                         "state": run_to_state(stored.run),
                         "memo": stored.memo,
+                        "keys": [list(row) for row in keys],
                         "prompts": [
                             [number, body, None if kept is None else base64.b64encode(kept).decode()]
                             for number, body, kept in rows
@@ -335,7 +350,7 @@ class RunStore:
     @property
     def staged(self) -> str:
         """The file that came with the runs that were put last; empty: none did."""
-        with _translated(self.path):
+        with translated(self.path):
             row = self._db.execute("SELECT name FROM staged").fetchone()
         return "" if row is None else row[0]
 
@@ -349,13 +364,15 @@ class RunStore:
             self._db.execute("INSERT INTO staged VALUES (?)", (staged,))
             if runs is None:
                 return
-            for id in self.ids():
-                self.delete(id)
+            self.check_all_idle()
+            for table in TABLES:
+                self._db.execute(f"DELETE FROM {table}")
             for dumped in runs:
+                id = dumped["id"]
                 self._db.execute(
                     "INSERT INTO runs (id, created, model, settings, state, memo) VALUES (?, ?, ?, ?, ?, ?)",
                     (
-                        dumped["id"],
+                        id,
                         dumped["created"],
                         dumped["model"],
                         json.dumps(dumped["settings"]),
@@ -363,64 +380,95 @@ class RunStore:
                         dumped["memo"],
                     ),
                 )
+                self._db.executemany("INSERT INTO keys VALUES (?, ?, ?, ?)", [(id, *row) for row in dumped["keys"]])
                 self._db.executemany(
                     "INSERT INTO prompts (run, number, body, kept) VALUES (?, ?, ?, ?)",
                     [
-                        (dumped["id"], number, body, None if kept is None else base64.b64decode(kept))
+                        (id, number, body, None if kept is None else base64.b64decode(kept))
                         for number, body, kept in dumped["prompts"]
                     ],
                 )
 
     def check_all_idle(self) -> None:
         """Raises: RequestError (409) while a round of any run is running."""
-        for id in self.ids():
-            self.check_idle(self.read(id))
+        for found in self.list():
+            self._check_idle(found)
 
     def close_files(self) -> None:
         """The server ends."""
         self._db.close()
         self.owner.close()
 
-    def is_live(self, stored: StoredRun) -> bool:
+    def is_live(self, found: StoredRun | UnreadableRun) -> bool:
         """Whether a process runs its open round."""
-        if stored.owner is None or (stored.owner == self.owner.name and stored.id in self._let_go):
+        if found.owner is None or found.owner in self._let_go:
             return False
-        return self.owner.is_alive(stored.owner)
+        return self.owner.is_alive(found.owner.partition(".")[0])
 
-    def check_idle(self, stored: StoredRun) -> None:
+    def _check_idle(self, found: StoredRun | UnreadableRun) -> None:
         """Raises: RequestError (409) while a round of the run is running."""
-        if stored.run.open is not None and self.is_live(stored):
+        if not self.is_live(found):
+            return
+        opened = found.run.open if isinstance(found, StoredRun) else None
+        which = "a round" if opened is None else f"round {opened.number}"
+        key = "" if opened is None else f", under the key {opened.key!r}"
+        raise RequestError(
+            f"{which} of run {found.id!r} is running{key}: a run has one round at a time. Wait for its answer.",
+            status=HTTPStatus.CONFLICT,
+            retry_after_s=1,
+        )
+
+    def _new_owner(self) -> str:
+        return f"{self.owner.name}.{next(self._turns)}"
+
+    def _ids(self) -> list[str]:
+        """The oldest first."""
+        return [id for (id,) in self._db.execute("SELECT id FROM runs ORDER BY created, id")]
+
+    def _listed(self, id: str) -> StoredRun | UnreadableRun:
+        try:
+            return self._known(id)
+        except sqlite3.DatabaseError as error:
+            if not is_damage(error):
+                raise
+            return UnreadableRun(id, error)  # its pages are damaged; those of others may be whole
+
+    def _known(self, id: str) -> StoredRun | UnreadableRun:
+        """Raises: RequestError (404)."""
+        found = self._find(id)
+        if found is None:
             raise RequestError(
-                f"round {stored.run.open.number} of run {stored.id!r} is running, under the key "
-                f"{stored.run.open.key!r}: a run has one round at a time. Wait for its answer.",
-                status=HTTPStatus.CONFLICT,
-                retry_after_s=1,
+                f"run {id!r} is not known here. GET /v1/runs lists those that are; POST /v1/runs makes one.",
+                status=HTTPStatus.NOT_FOUND,
             )
+        return found
 
-    def _find(self, id: str) -> StoredRun | None:
-        with _translated(self.path):
-            row = self._db.execute(
-                "SELECT id, created, model, settings, state, owner, memo FROM runs WHERE id = ?", (id,)
-            ).fetchone()
-        if row is None:
-            return None
-        id, created, model, settings, state, owner, memo = row
-        return StoredRun(id, created, model, json.loads(settings), run_from_state(json.loads(state)), owner, memo)
+    def _find(self, id: str) -> StoredRun | UnreadableRun | None:
+        row = self._db.execute(
+            "SELECT id, created, model, settings, state, owner, memo FROM runs WHERE id IS ?", (id,)
+        ).fetchone()
+        return None if row is None else read_run(row)
 
-    def _save(self, id: str, run: Run, owner: str | None, memo: str | None) -> None:
+    def _used(self, id: str, key: str) -> UsedKey | None:
+        row = self._db.execute("SELECT round, given_up FROM keys WHERE run = ? AND key = ?", (id, key)).fetchone()
+        return None if row is None else UsedKey(row[0], bool(row[1]))
+
+    def _save(self, id: str, run: Run, owner: str | None, memo: str | None) -> str | None:
         self._db.execute(
             "UPDATE runs SET state = ?, owner = ?, memo = ? WHERE id = ?",
             (json.dumps(run_to_state(run)), owner, memo, id),
         )
+        return owner
 
     @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        """All or nothing; within another one it is part of that."""
+    def _transaction(self, kind: Literal["IMMEDIATE", "DEFERRED"] = "IMMEDIATE") -> Iterator[None]:
+        """All or nothing, of the database at one moment; within another one it is part of that. One that only reads is
+        DEFERRED: it waits for nobody."""
         if self._db.in_transaction:
             yield
             return
-        with _translated(self.path):
-            self._db.execute("BEGIN IMMEDIATE")
+        with translated(self.path):
+            self._db.execute(f"BEGIN {kind}")
             try:
                 yield
                 self._db.execute("COMMIT")
@@ -430,35 +478,12 @@ class RunStore:
                 raise
 
 
-@contextmanager
-def _translated(path: Path | None) -> Iterator[None]:
-    """SQLite's errors as what a client can do about them: nothing was changed."""
+def _read_answer(memo: str, body: bytes) -> StoredAnswer | None:
+    """None for what cannot be read: as if it were not kept any more."""
     try:
-        yield
-    except RoundError as error:
-        status = HTTPStatus.CONFLICT if error.conflict else HTTPStatus.UNPROCESSABLE_ENTITY
-        raise RequestError(str(error), status=status, param=error.field) from error
-    except sqlite3.OperationalError as error:
-        if "locked" in str(error) or "busy" in str(error):
-            raise RequestError(
-                f"the runs' database {path} is locked by another process. Nothing was changed; try again.",
-                status=HTTPStatus.SERVICE_UNAVAILABLE,
-                retry_after_s=1,
-            ) from error
-        raise _not_written(path, error) from error
-    except sqlite3.DatabaseError as error:
-        if error.sqlite_errorname == "SQLITE_NOTADB":
-            raise ValueError(f"{path} is no database of runs. Move it away, or name another folder.") from error
-        raise _not_written(path, error) from error
-
-
-def _not_written(path: Path | None, error: sqlite3.Error) -> RequestError:
-    remedy = "Free space" if "full" in str(error) else "Look at its disk"
-    return RequestError(
-        f"the runs' database {path} cannot be written: {error}. Nothing was changed. {remedy}, then repeat the request "
-        "with its idempotency_key.",
-        status=HTTPStatus.INSUFFICIENT_STORAGE,
-    )
+        return StoredAnswer(memo, zlib.decompress(body))
+    except (zlib.error, TypeError):
+        return None
 
 
 def _other_terms(found: StoredRun, model: str, settings: Mapping[str, Any]) -> str:

@@ -1,0 +1,102 @@
+"""A run as its row on disk says it. Invariant: a row that no server has written so concerns its own run only."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any, NamedTuple
+
+from vllm_rollout.group.checks import MAX_SHOWN, integer, is_writable, text
+from vllm_rollout.group.rounds import OpenRound, Run
+from vllm_rollout.group.rounds_state import run_from_state
+from vllm_rollout.server.engine import RequestError
+from vllm_rollout.server.runs.body import RunRequest
+
+MAX_MODEL_CHARS = 4096
+
+
+class UnreadableRun(RequestError):
+    """What stands where a run was. The list and the state go on without it, and it can be deleted."""
+
+    def __init__(self, id: Any, error: Exception, owner: str | None = None) -> None:
+        reason, *_ = f"{error}\n".encode(errors="backslashreplace").decode().splitlines()
+        super().__init__(
+            f"run {id!r} cannot be read from disk ({reason:.{MAX_SHOWN}}). The prompts that wait in it are lost, "
+            "unless a saved state has them; other runs are whole. To go on, PUT such a state to /v1/rollouts/state, or "
+            "DELETE the run, make it again and hand in what had not come back.",
+            status=HTTPStatus.INTERNAL_SERVER_ERROR,
+        )
+        self.id = id if isinstance(id, str) and is_writable(id) else repr(id)
+        self.owner = owner
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRun:
+    """A run that can be read."""
+
+    id: str
+    created: int
+    model: str
+    settings: Mapping[str, Any]
+    """Its request, as JSON."""
+    request: RunRequest
+    """The same."""
+    run: Run
+    owner: str | None
+    """Who runs the open round: a process, and which of its rounds."""
+    memo: str | None
+    """Of the open round's request."""
+
+
+class StoredAnswer(NamedTuple):
+    memo: str
+    """Of the request that it answers."""
+    body: bytes
+
+
+class UsedKey(NamedTuple):
+    """A key under which a round was begun."""
+
+    round: int
+    is_given_up: bool
+
+
+class Looked(NamedTuple):
+    """A run at one moment, and what is known of a key."""
+
+    stored: StoredRun
+    answer: StoredAnswer | None
+    """Of the key, if it is still kept."""
+    used: UsedKey | None
+    """None: the key is new."""
+    answered: Sequence[str]
+    """Keys whose answers are still kept, the oldest first."""
+
+
+class Planned(NamedTuple):
+    """What a round would be at one moment."""
+
+    stored: StoredRun
+    opened: OpenRound
+    waiting: Mapping[int, tuple[str, bytes | None]]
+    """Body of each prompt that waits in the run, and what is kept of it, by number."""
+
+
+def read_run(row: Sequence[Any]) -> StoredRun | UnreadableRun:
+    """A row of `runs`, all of its columns."""
+    id, created, model, settings, state, owner, memo = row
+    owner = owner if isinstance(owner, str) else None
+    try:
+        settings, run = json.loads(settings), run_from_state(json.loads(state))
+        request = RunRequest.model_validate(settings)
+        if run.terms != request.terms:
+            raise ValueError(f"its terms are not its settings', got {run.terms}")
+        if run.open is not None and not isinstance(memo, str):
+            raise ValueError("its open round has no request")
+        text(model, "model of a run", MAX_MODEL_CHARS)
+        integer(created, "created of a run")
+    except (ValueError, TypeError, RecursionError) as error:
+        return UnreadableRun(id, error, owner)
+    return StoredRun(id, created, model, settings, request, run, owner, memo)
