@@ -158,6 +158,7 @@ async def test_a_round_that_another_process_has_taken_over_is_closed_by_that_one
         monkeypatch.setattr(theirs.store.owner, "is_alive", lambda name: name == theirs.store.owner.name)
         told.append(await theirs.post(ROUNDS, body))
         monkeypatch.undo()
+        await interrupted(theirs, handed_in(10, "next"))
 
     loop = asyncio.get_running_loop()
 
@@ -172,7 +173,7 @@ async def test_a_round_that_another_process_has_taken_over_is_closed_by_that_one
     assert "another one has taken it" in response.json()["error"]["message"]
     assert (await ours.post(ROUNDS, body)).content == told[0].content
     run = await ours.look()
-    assert (run["num_rounds"], run["totals"]["num_prompts"], run["totals"]["num_returned"]) == (1, 3, 2)
+    assert (run["num_rounds"], run["totals"]["num_prompts"], run["totals"]["num_returned"]) == (1, 6, 2)
     assert (await ours.post(ROUNDS, handed_in(10, "next"))).status_code == 200
 
 
