@@ -55,7 +55,7 @@ class Server:
         await self.engine.set_learning_state(state, keep)
 
     def has(self) -> tuple[Any, ...]:
-        return heads_and_lengths(self.rank), self.store.ids()
+        return heads_and_lengths(self.rank), [run.id for run in self.store.list()]
 
 
 def heads_and_lengths(rank: Rank) -> tuple[Any, ...]:

@@ -300,9 +300,9 @@ async def test_a_state_that_cannot_be_written_is_not_taken_by_the_engine_either(
     with fault(store):
         check_refused(await http.put("/v1/rollouts/state", content=state), status, words)
     assert engine.judge.memories is memories
-    assert store.ids() == []
+    assert [run.id for run in store.list()] == []
     assert (await http.put("/v1/rollouts/state", content=state)).status_code == 204
-    assert (engine.judge.memories is memories, store.ids()) == (False, ["a"])
+    assert (engine.judge.memories is memories, [run.id for run in store.list()]) == (False, ["a"])
 
 
 async def test_a_round_that_begins_while_a_state_is_looked_at_goes_on_and_nothing_changes(
