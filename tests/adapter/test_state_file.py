@@ -33,7 +33,7 @@ from vllm_rollout.server.runs.store import RunStore
 pytestmark = pytest.mark.anyio
 
 TERMS = RunTerms(2, 4)
-RUNS_PUT = [{"id": "put", "created": 1, "model": "m", "settings": {}, "memo": None, "prompts": [],
+RUNS_PUT = [{"id": "put", "created": 1, "model": "m", "settings": {}, "memo": None, "keys": [], "prompts": [],
              "state": run_to_state(Run(TERMS))}]  # fmt: skip
 
 
