@@ -222,8 +222,8 @@ def test_a_load_that_repeats_after_more_quiet_rounds_than_any_halving_waits_for_
     period, num_changes
 ):
     def pressure(number, size):
-        is_full = number % period == period - 1 and size == 1
-        return past(size, 500 * is_full, kv_tokens=10_000 if is_full else 5_000)
+        is_full = number % period == period - 1
+        return past(size, 500 * (is_full and size == 1), kv_tokens=10_000 if is_full else 5_000)
 
     sizes = run_rounds(ParallelismPlanner((1, 2), 1), 20 * period, pressure)
     last = sizes[-period - 1 :]
