@@ -1,5 +1,6 @@
 """Groups that race each other in vLLM's own scheduler."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ from vllm.v1.request import RequestStatus
 
 from vllm_rollout.adapter.call_table import CUT_RACE, FORGET_RACE, HELD_GROUPS, WIDEN_RACE, Operation, WiderRace
 from vllm_rollout.adapter.core.calls import rollout_call
+from vllm_rollout.adapter.wire import CandidateTag
 from vllm_rollout.group.race import RacePlace
 from vllm_rollout.group.types import HeldGroups
 
@@ -96,8 +98,8 @@ def test_a_lost_candidate_is_awaited_and_its_group_completes(new_run):
     run.step()
     assert run.note(one).is_replaced
     assert run.note(one).state == "failed"
-    tag = run.requests[two].sampling_params.extra_args["vllm_rollout"]
-    run.add("g0-3", 12, extra_args={"vllm_rollout": [tag[0], 3, *tag[2:]]})
+    tag = CandidateTag.of(run.requests[two].sampling_params.extra_args)
+    run.add("g0-3", 12, extra_args=replace(tag, index=3).to_extra_args())
     run.run()
     assert [run.state(id) for id in (two, three, "g0-3")] == ["finished", "surplus", "finished"]
     assert not run.note("g0-3").is_replaced

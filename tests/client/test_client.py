@@ -26,6 +26,7 @@ from tests.server.conftest import wait_until
 from tests.server.fake_engine import MODEL, FakeEngine
 from vllm_rollout import AsyncRolloutClient, RolloutClient, RolloutError
 from vllm_rollout.client.client import RolloutOptions, rollout_body
+from vllm_rollout.group.advice import Advice
 from vllm_rollout.group.length_trial import LengthTrialReport
 from vllm_rollout.group.xargs import plan_from_xargs, rollout_xargs
 from vllm_rollout.server.answers import DoneEvent, Event, TokensEvent
@@ -420,6 +421,7 @@ def test_documented_bodies_are_accepted():
     forms = {"idempotency_key": RoundRequest, "prompts_per_round": RunRequest, "prompts": RolloutRequest}
     forms |= {"rewards": RewardsRequest, "texts": VoteRequest, "results": RewardsAnswer, "winner": VoteAnswer}
     forms |= {"num_prompts": PromptsAnswer, "recommended": RootModel[LengthTrialReport]}
+    forms["advice"] = RootModel[dict[str, Advice]]
     (named,) = (block for block in blocks if "request_id" in json.dumps(block))
     blocks.remove(named)
     assert [entry.index for entry in NamedRewardsRequest.model_validate(named).rewards] == [2, 3]
