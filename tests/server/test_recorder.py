@@ -4,11 +4,13 @@ import asyncio
 import json
 from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from vllm_rollout import AsyncRolloutClient
+from vllm_rollout.server.protocol import RolloutRequest
 from vllm_rollout.server.recorder import TraceRecorder
 from vllm_rollout.trace.file import read_trace
 from vllm_rollout.trace.rows import TracedCandidate
@@ -105,6 +107,34 @@ async def test_groups_that_were_over_when_the_client_left_are_recorded(engine, r
     (row,) = (json.loads(line) for line in path.read_text().splitlines())
     assert {prompt["id"] for prompt in row["prompts"]} <= {"a", "b"}
     assert row["prompts"]
+
+
+async def test_a_client_that_leaves_while_its_rollout_ends_does_not_interrupt_that(engine, recorded_app, path):
+    class Watch:
+        """What a rollout gives back at its end, which takes a while."""
+
+        def __init__(self) -> None:
+            self.reached, self.goes_on = asyncio.Event(), asyncio.Event()
+
+        def begin(self, tell: Any) -> None: ...
+
+        def candidate_ended(self) -> None: ...
+
+        async def end(self) -> None:
+            self.reached.set()
+            await self.goes_on.wait()
+
+    service = recorded_app.state.rollout_service
+    rollout = await service.prepare(RolloutRequest.model_validate(body("a")))
+    rollout.watch = watch = Watch()
+    answering = asyncio.create_task(service.answer(rollout))
+    await watch.reached.wait()
+    answering.cancel()
+    await asyncio.gather(answering, return_exceptions=True)
+    watch.goes_on.set()
+    await asyncio.gather(*service._endings)
+    assert [prompt.id for prompt in read_trace(path).prompts] == ["a"]
+    assert service.progress.num_responses == 0
 
 
 async def test_a_full_disk_spoils_no_rollout_and_is_said_once(engine, path, caplog):

@@ -88,6 +88,8 @@ class RolloutService:
         self._shaping = ShapingService(engine, metrics, clock)
         self._preparation = Preparation(engine, self.learning, self._shaping, clock, audit_ratio)
         self._launcher = Launcher(engine.num_launch_places)
+        self._endings: set[asyncio.Task[None]] = set()
+        """Of rollouts that are over, or whose clients have left."""
         self._active: dict[str, Rollout] = {}
         """Those on their way, by id."""
 
@@ -182,13 +184,26 @@ class RolloutService:
             )
         finally:
             launching.cancel()
-            await asyncio.gather(launching, return_exceptions=True)
-            await self._see_out({id: task for id, task in tasks.items() if not task.done()}, queue)
-            del self._active[rollout.id]
-            if rollout.watch is not None:
-                await rollout.watch.end()
-            if self._recorder is not None:
-                self._recorder.rollout_over(rollout)
+            ending = asyncio.create_task(self._end(rollout, launching, tasks, queue))
+            self._endings.add(ending)
+            ending.add_done_callback(self._endings.discard)
+            await asyncio.shield(ending)  # a client that leaves now does not interrupt it
+
+    async def _end(
+        self,
+        rollout: Rollout,
+        launching: asyncio.Task[None],
+        groups: Mapping[str, asyncio.Task[None]],
+        queue: asyncio.Queue[Any],
+    ) -> None:
+        """Nothing of it runs any more, and it is recorded."""
+        await asyncio.gather(launching, return_exceptions=True)
+        await self._see_out({id: task for id, task in groups.items() if not task.done()}, queue)
+        del self._active[rollout.id]
+        if rollout.watch is not None:
+            await rollout.watch.end()
+        if self._recorder is not None:
+            self._recorder.rollout_over(rollout)
 
     async def refresh_gauges(self) -> None:
         """Those that are read from the engine, if that was a while ago."""
