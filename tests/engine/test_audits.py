@@ -1,7 +1,7 @@
 """What a server believes of success where right answers are shorter and groups race, with and without audit groups.
 
-The device is emulated, so that the true success rate is known, and everything else is the real engine. Fates, audits
-and therefore labels follow from seeds.
+The device is emulated, so that the true success rate is known, and everything else is the real engine. Fates follow
+from seeds.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ GROUP_SIZE, REDUNDANCY = 8, 8
 NUM_GROUPS = 960
 GROUPS_PER_ROLLOUT = 96
 AUDIT_RATIO = 0.5
-"""Of 480 groups some 3,700 labels, which count as 2,900 by their age: the rate of the audited is known to 0.009 (one
-standard error). Which they are follows from seeds: two runs differ by 0.0002."""
+"""Of 480 groups some 3,700 labels, which count as 2,900 by their age: the rate of the audited is known to 0.009."""
+TOLERANCE = 0.04
+"""Four such errors: which completions are audited follows from the order in which they come. Races are off by 0.13."""
 XARGS = {
     "rollout_redundancy": REDUNDANCY,
     "rollout_pruning_mode": "shadow",
@@ -131,6 +132,6 @@ def test_with_audits_the_report_says_what_is_true(server: Server, learn: Any, de
     found = report(server, detection_length)
     true = true_rate(detection_length)
     assert found["audit"]["raced_positive_ratio"] > true + 0.08, found
-    assert found["audit"]["positive_ratio"] == pytest.approx(true, abs=0.02), found
+    assert found["audit"]["positive_ratio"] == pytest.approx(true, abs=TOLERANCE), found
     assert found["shadow"]["num_scored"] > 3000, "what was learned cold is not in it"
-    assert found["shadow"]["positive_ratio"] == pytest.approx(true, abs=0.02), found
+    assert found["shadow"]["positive_ratio"] == pytest.approx(true, abs=TOLERANCE), found
