@@ -13,6 +13,7 @@ from vllm_rollout.adapter import plugin
 from vllm_rollout.adapter.api import front_ends
 from vllm_rollout.adapter.api.migration import EngineMigration
 from vllm_rollout.adapter.api.serve import parse
+from vllm_rollout.adapter.compat import RUST_LISTENERS, has, vllm_version
 from vllm_rollout.adapter.options import RolloutOptions
 
 OPTIONS = RolloutOptions(beside_rust=True)
@@ -21,6 +22,8 @@ OPTIONS = RolloutOptions(beside_rust=True)
 @pytest.fixture
 def rust(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A binary, named as a user does."""
+    if not has(RUST_LISTENERS):
+        pytest.skip(f"vLLM {vllm_version} cannot have ours beside its Rust front end")
     binary = tmp_path / "vllm-rs"
     binary.write_text("#!/bin/sh\n")
     binary.chmod(0o755)

@@ -21,6 +21,7 @@ from vllm.entrypoints.launchers.app import build_app
 from vllm_rollout.adapter import plugin
 from vllm_rollout.adapter.api.serve import parse
 from vllm_rollout.adapter.api.trainers import COMPAT
+from vllm_rollout.adapter.compat import SCALE_OUT_FLAG, has
 from vllm_rollout.server.admin import AdminKey
 from vllm_rollout.server.learning.body import ADMIN_HEADER
 
@@ -65,7 +66,8 @@ def app_of(monkeypatch, tiny_model):
         monkeypatch.setattr(plugin, "register", lambda: None)  # vLLM's classes stay as they are
         flags = [flag for trainer in trainers for flag in ("--compat", trainer)]
         keys = ("--api-key", API_KEY, ADMIN_KEY, "--rollout-admin-key", ADMIN_KEY)
-        args = parse([tiny_model, "--enable-scale-out", *keys, *flags], "vllm-rollout serve", "")
+        scale_out = ("--enable-scale-out",) if has(SCALE_OUT_FLAG) else ()
+        args = parse([tiny_model, *scale_out, *keys, *flags], "vllm-rollout serve", "")
         if not ours:
             monkeypatch.setenv("VLLM_PLUGINS", "")
         app = build_app(args, ("generate",))

@@ -456,8 +456,9 @@ CONTRACT = (
         "vllm.entrypoints.cli.serve.APIServerProcessManager",
         by="api",
     ),
+    Fact("overrides", API_PROCESSES, "__init__", by="api"),
     Fact(
-        "overrides",
+        "calls",
         API_PROCESSES,
         "__init__",
         "listen_address sock args num_servers input_listeners output_listeners target_server_fn= stats_update_address=",

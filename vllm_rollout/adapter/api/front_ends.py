@@ -129,18 +129,8 @@ def both_front_ends(args: argparse.Namespace) -> Iterator[None]:
 class FrontEnds(APIServerProcessManager):
     """The Rust front end and our API process, where vLLM starts two API processes. Overrides: __init__, shutdown."""
 
-    def __init__(
-        self,
-        listen_address: str,
-        sock: socket.socket,
-        args: argparse.Namespace,
-        num_servers: int,
-        input_listeners: list[Any],
-        output_listeners: list[Any],
-        *,
-        our_sock: socket.socket,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, *given: Any, our_sock: socket.socket, **kwargs: Any) -> None:
+        _, sock, args, num_servers, input_listeners, output_listeners = given
         assert num_servers == OURS + 1, num_servers
         self._rust = RustFrontendProcessManager(
             binary_path=args.rust_front_end,
