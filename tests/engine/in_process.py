@@ -87,6 +87,7 @@ async def teach_another(model: str) -> dict[str, Any]:
     answer = await vllm_rollout.teach(engine, [*((name, 0, 1.0) for name in names), ("nobody", 0, 1.0)])
     several = params.clone()
     several.n, several.extra_args = 3, {**fields, "rollout_group_id": "n", "rollout_group_size": 3}
+    several.output_kind = RequestOutputKind.FINAL_ONLY  # all choices in one output, whichever step each ends in
     assert len((await last("d", several)).outputs) == 3
     of_several = await vllm_rollout.teach(engine, [("d", choice, 1.0) for choice in range(4)])
     engine.shutdown()
