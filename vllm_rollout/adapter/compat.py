@@ -396,7 +396,8 @@ CONTRACT = (
     Fact("uses", TEXT, "vllm_xargs", by="api"),
     Fact("imports", "vllm.sampling_params", "BeamSearchParams", by="api"),
     # What NoTokens is for: they send the last output of a request that has sent nothing if its tokens are true.
-    Fact("does", CHAT_STREAM, "chat_completion_stream_generator", "and not output.token_ids", by=""),
+    Fact("does", CHAT_STREAM, "chat_completion_stream_generator", "and not output.token_ids", by="", until="0.32"),
+    Fact("does", CHAT_STREAM, "chat_completion_stream_generator_raw", "and not output.token_ids", by="", since="0.33"),
     Fact("does", TEXT_STREAM, "completion_stream_generator", "and not delta_token_ids", by=""),
     Fact("uses", TEXT, "max_tokens", by="api"),
     Fact("uses", TEXT, "prompt", by="api"),

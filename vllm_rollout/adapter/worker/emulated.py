@@ -32,7 +32,7 @@ logger = init_logger("vllm.vllm_rollout")
 
 
 class EmulatedOutput(AsyncModelRunnerOutput):
-    """A step's output, to be read when the device is done with it. Overrides: get_output."""
+    """A step's output, to be read when the device is done with it. Overrides: get_output, get_kv_connector_output."""
 
     def __init__(self, step: LaunchedStep, span: Span, log: StepLog) -> None:
         self._step, self._span, self._log = step, span, log
@@ -43,6 +43,9 @@ class EmulatedOutput(AsyncModelRunnerOutput):
         step, span = self._step, self._span
         self._log.add(Step(*span, time.perf_counter(), time.thread_time(), step.goes_on, step.num_sampled, *step.work))
         return step.output
+
+    def get_kv_connector_output(self) -> None:
+        """There is no connector."""
 
 
 class EmulatedWorker(HeadCalls, MovingCalls, WorkerBase):
