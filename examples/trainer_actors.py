@@ -16,11 +16,13 @@ from vllm import AsyncEngineArgs, SamplingParams
 from vllm.engine.async_llm_engine import AsyncLLMEngine
 from vllm.outputs import RequestOutput
 
-from vllm_rollout.integrations.spares import Spares
+from vllm_rollout.integrations.spares import End, Spares
 
 PROMPT = [11, 12, 13, 14]
 SIZE, NUM_CANDIDATES = 4, 8
 FIELDS = {"rollout_group_size": SIZE, "rollout_num_candidates": NUM_CANDIDATES}
+
+END_OF: Mapping[str | None, End] = {"stop": "finished", "length": "truncated"}
 
 
 async def generate(engine: AsyncLLMEngine, prompt: Sequence[int], params: SamplingParams) -> RequestOutput:
@@ -40,7 +42,7 @@ async def like_skyrl(engine: AsyncLLMEngine) -> list[RequestOutput]:
 async def like_verl(engine: AsyncLLMEngine) -> list[RequestOutput]:
     """n agent loops ask for one answer each, and must get a finished one: spare candidates are started beside them, and
     losers reach nobody (`vllm_rollout.integrations.verl`)."""
-    spares = Spares(SIZE, NUM_CANDIDATES - SIZE, lambda output: output.outputs[0].finish_reason in ("stop", "length"))
+    spares = Spares(SIZE, NUM_CANDIDATES - SIZE, lambda output: END_OF.get(output.outputs[0].finish_reason, "stopped"))
 
     async def agent_loop() -> RequestOutput:
         async def launch(extra_args: Mapping[str, object], _: int) -> RequestOutput:
