@@ -462,7 +462,8 @@ CONTRACT = (
         "calls",
         API_PROCESSES,
         "__init__",
-        "listen_address sock args num_servers input_listeners output_listeners target_server_fn= stats_update_address=",
+        "listen_address= sock= args= num_servers= input_listeners= output_listeners= target_server_fn= "
+        "stats_update_address=",
         "api",
         "0.32",
     ),

@@ -129,25 +129,32 @@ def both_front_ends(args: argparse.Namespace) -> Iterator[None]:
 class FrontEnds(APIServerProcessManager):
     """The Rust front end and our API process, where vLLM starts two API processes. Overrides: __init__, shutdown."""
 
-    def __init__(self, *given: Any, our_sock: socket.socket, **kwargs: Any) -> None:
-        _, sock, args, num_servers, input_listeners, output_listeners = given
-        assert num_servers == OURS + 1, num_servers
+    def __init__(self, *, our_sock: socket.socket, **given: Any) -> None:
+        """`given`: what vLLM gives, which names every argument."""
+        args, inputs, outputs = given["args"], given["input_listeners"], given["output_listeners"]
+        assert given["num_servers"] == OURS + 1, given["num_servers"]
         self._rust = RustFrontendProcessManager(
             binary_path=args.rust_front_end,
-            sock=sock,
+            sock=given["sock"],
             args=args,
-            input_listener=input_listeners[0],
-            output_listener=output_listeners[0],
+            input_listener=inputs[0],
+            output_listener=outputs[0],
             engine_start_index=0,
             engine_count=args.data_parallel_size,
             data_parallel_size=args.data_parallel_size,
-            stats_update_address=kwargs["stats_update_address"],
+            stats_update_address=given["stats_update_address"],
         )
         ours = copy(args)
         ours.port, ours.uds = args.rollout_port, None
-        address = f"http://{args.host or '0.0.0.0'}:{ours.port}"
-        inputs, outputs = input_listeners[OURS:], output_listeners[OURS:]
-        super().__init__(address, our_sock, ours, 1, inputs, outputs, target_server_fn=serve_beside_rust, **kwargs)
+        given |= {
+            "listen_address": f"http://{args.host or '0.0.0.0'}:{ours.port}",
+            "sock": our_sock,
+            "args": ours,
+            "num_servers": 1,
+            "input_listeners": inputs[OURS:],
+            "output_listeners": outputs[OURS:],
+        }
+        super().__init__(**given, target_server_fn=serve_beside_rust)
         self.processes = [*self.processes, *self._rust.processes]  # a new list: the base class stops those of its own
 
     def shutdown(self, timeout: float | None = None) -> None:
