@@ -49,6 +49,7 @@ help:
 	@echo "  make models      fetch and convert the embedded model into ~/.cache/vllm_rollout (VLLM_ROLLOUT_CACHE)"
 	@echo "  make lint        ruff and clang-format, check only"
 	@echo "  make format      let them rewrite"
+	@echo "  make census      lines, statements, imports, circles, twins: how much there is, and how it hangs together"
 	@echo "  make bench       benchmarks/: $(BENCHMARKS)"
 	@echo "  make gpu-check   what only a GPU can show, in pieces that can be gone on with   ARGS='--pieces bandwidth'"
 	@echo "  make clean       remove what was built (to start from nothing, remove $(VENV) too)"
@@ -103,6 +104,10 @@ format: $(DEPENDENCIES)
 	ruff check --fix --exit-zero .
 	ruff format .
 	$(if $(CXX_FILES),clang-format -i $(CXX_FILES))
+
+.PHONY: census
+census: $(DEPENDENCIES)
+	@$(PY) -m tests.census $(ARGS)
 
 .PHONY: bench
 bench: install models

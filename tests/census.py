@@ -1,0 +1,251 @@
+"""Counts the project: how much there is of it, how its files import each other, how many of them a reward passes.
+
+- **Parts**: files, lines, and statements (nodes of the syntax tree; a docstring is none) of everything in Python; for
+  docs the words.
+- **Rooms**: each folder of the package. `units` are the files and folders that stand directly in it, `arrows` the pairs
+  of units of which one imports the other, `floors` the units on the longest chain of arrows (units that import each
+  other in a circle are one floor).
+- **Circles**: files that import each other in a circle; once counting imports for type checkers, once without.
+- **Hops**: files that the tables "The journey of ..." of docs/architecture.md name.
+- **Twins**: pairs of functions, at least six statements each, of which four in five statements are the same when names
+  of variables, constants, annotations and docstrings are taken away.
+- **Privates**: lines of tests that touch `x._y` (x is not self), and tests in which there are such.
+
+Run from the repository root: make census, or python -m tests.census --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from tests.support.imports import imported_modules
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = "vllm_rollout"
+PARTS = (PACKAGE, "kernels", "benchmarks", "conformance", "tests", "examples")
+JOURNEYS = ("candidate", "reward", "round", "move")
+MIN_TWIN_STATEMENTS = 6
+TWIN_LIKENESS = 0.8
+Graph = Mapping[str, Collection[str]]
+"""What each imports: a file's or a unit's path to the paths of others."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.census", description=__doc__.partition("\n")[0])
+    parser.add_argument("--json", action="store_true", help="Print all of it as JSON instead of tables.")
+    found = census(ROOT)
+    if parser.parse_args().json:
+        json.dump(found, sys.stdout, indent=1)
+    else:
+        show(found, Console())
+
+
+def census(root: Path) -> dict[str, Any]:
+    """All counts of the project in `root`, by the names in the module's docstring."""
+    graph, at_run_time = imports(root), imports(root, with_types=False)
+    folders = sorted({path.parent for path in (root / PACKAGE).rglob("*.py")})
+    return {
+        "parts": {name: part(root / name) for name in PARTS} | {"docs": docs(root)},
+        "rooms": {str(folder.relative_to(root)): room(str(folder.relative_to(root)), graph) for folder in folders},
+        "circles": {"with types": circles(graph), "at run time": circles(at_run_time)},
+        "hops": {name: hops(root / "docs" / "architecture.md", name) for name in JOURNEYS},
+        "twins": twins(root / PACKAGE),
+        "privates": privates(root / "tests"),
+    }
+
+
+def part(folder: Path) -> dict[str, int]:
+    """Files, lines and statements of a folder's Python."""
+    sources = [path.read_text() for path in folder.rglob("*.py")]
+    statements = sum(1 for source in sources for _ in statements_of(ast.parse(source)))
+    return {"files": len(sources), "lines": sum(source.count("\n") for source in sources), "statements": statements}
+
+
+def docs(root: Path) -> dict[str, int]:
+    texts = [path.read_text() for path in (*root.glob("*.md"), *(root / "docs").rglob("*.md"))]
+    return {
+        "files": len(texts),
+        "lines": sum(text.count("\n") for text in texts),
+        "words": sum(len(text.split()) for text in texts),
+    }
+
+
+def statements_of(tree: ast.AST) -> Iterator[ast.stmt]:
+    """Every statement below `tree`, but for strings that stand by themselves: docstrings."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.stmt) and not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
+            yield node
+
+
+def imports(root: Path, with_types: bool = True) -> dict[str, set[str]]:
+    """Each file of the package to the files of it that it imports, as paths below `root`."""
+    files = {module_name(path.relative_to(root)): path for path in (root / PACKAGE).rglob("*.py")}
+    graph = {}
+    for name, path in files.items():
+        package = ".".join(path.relative_to(root).parts[:-1])
+        targets = {owner(found, files) for found in imported_modules(path.read_text(), package, with_types)}
+        graph[str(path.relative_to(root))] = {
+            str(files[target].relative_to(root)) for target in targets if target is not None and target != name
+        }
+    return graph
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.with_suffix("").parts).removesuffix(".__init__")
+
+
+def owner(dotted: str, files: Mapping[str, Path]) -> str | None:
+    """The module that `dotted` is, or stands in; none when it is not ours."""
+    return next((name for name in (dotted, dotted.rpartition(".")[0]) if name in files), None)
+
+
+def room(folder: str, graph: Graph) -> dict[str, int]:
+    """What stands directly in a folder, and how it hangs together."""
+    files = [path for path in graph if path.startswith(f"{folder}/")]
+    units = {path: path.removeprefix(f"{folder}/").partition("/")[0] for path in files}
+    between: dict[str, set[str]] = {unit: set() for unit in units.values() if unit != "__init__.py"}
+    for path in files:
+        between.get(units[path], set()).update(
+            units[target] for target in graph[path] if units.get(target, units[path]) in between.keys() - {units[path]}
+        )
+    arrows = sum(map(len, between.values()))
+    return {"files": len(files), "units": len(between), "floors": floors(between), "arrows": arrows}
+
+
+def floors(graph: Graph) -> int:
+    """How many stand on the longest chain of imports; those in one circle count once."""
+    circle_of = {member: index for index, members in enumerate(components(graph)) for member in members}
+    height: dict[int, int] = {}
+    for index, members in enumerate(components(graph)):  # what is imported comes first
+        below = {circle_of[target] for member in members for target in graph[member]} - {index}
+        height[index] = 1 + max((height[lower] for lower in below), default=0)
+    return max(height.values(), default=0)
+
+
+def circles(graph: Graph) -> list[list[str]]:
+    return sorted(sorted(members) for members in components(graph) if len(members) > 1)
+
+
+def components(graph: Graph) -> list[list[str]]:
+    """Strongly connected components, each after those that it imports. Source: Tarjan 1972."""
+    order: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(node: str) -> None:
+        order[node] = lowest[node] = len(order)
+        stack.append(node)
+        for target in sorted(graph[node]):
+            if target not in order:
+                visit(target)
+                lowest[node] = min(lowest[node], lowest[target])
+            elif target in stack:
+                lowest[node] = min(lowest[node], order[target])
+        if lowest[node] == order[node]:
+            start = stack.index(node)
+            found.append(stack[start:])
+            del stack[start:]
+
+    for node in sorted(graph):
+        if node not in order:
+            visit(node)
+    return found
+
+
+def hops(page: Path, journey: str) -> list[str]:
+    """The files that the table of a journey names, in its order; none where the page has no such table."""
+    _, _, rest = page.read_text().partition(f"\n## The journey of a {journey}\n")
+    rows = [line for line in rest.partition("\n## ")[0].splitlines() if line.startswith("|")]
+    return list(dict.fromkeys(name for row in rows for name in re.findall(r"`([a-z_/]+\.py)", row)))
+
+
+def twins(folder: Path) -> list[tuple[str, str]]:
+    """Pairs of functions that are nearly the same, as `file::function`, tests of the project left out."""
+    functions = {name: form for path in sorted(folder.rglob("*.py")) for name, form in forms(path, folder.parent)}
+    return [
+        (one, other)
+        for one, other in combinations(functions, 2)
+        if likeness(functions[one], functions[other]) >= TWIN_LIKENESS
+    ]
+
+
+def forms(path: Path, root: Path) -> Iterator[tuple[str, Counter[str]]]:
+    """A file's functions, each as the statements it consists of, how often each, without names and values."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            form = Counter(bare(statement) for inner in node.body for statement in statements_of(inner))
+            if form.total() >= MIN_TWIN_STATEMENTS:
+                yield f"{path.relative_to(root)}::{node.name}:{node.lineno}", form
+
+
+def bare(statement: ast.stmt) -> str:
+    """A statement's first line without what stands below it: names of variables and constants are gone, attributes,
+    names of functions that are called, and operators stay."""
+    words = [type(statement).__name__]
+    for field, value in ast.iter_fields(statement):
+        if field in ("body", "orelse", "handlers", "finalbody", "cases", "annotation", "returns"):
+            continue
+        for top in value if isinstance(value, list) else [value]:
+            words += [word(node) for node in ast.walk(top)] if isinstance(top, ast.AST) else []
+    return " ".join(words)
+
+
+def word(node: ast.AST) -> str:
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        return f"call {node.func.id}"
+    name = getattr(node, "attr", None) or getattr(node, "arg", None)
+    return f".{name}" if isinstance(node, ast.Attribute | ast.keyword) else type(node).__name__
+
+
+def likeness(one: Counter[str], other: Counter[str]) -> float:
+    """Share of their statements that two functions have in common: 0 to 1."""
+    larger, smaller = max(one.total(), other.total()), min(one.total(), other.total())
+    return 0.0 if smaller < TWIN_LIKENESS * larger else (one & other).total() / larger
+
+
+def privates(folder: Path) -> dict[str, int]:
+    lines, tests = 0, 0
+    for path in folder.rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        lines += len({node.lineno for node in ast.walk(tree) if is_private(node)})
+        functions = [node for node in ast.walk(tree) if getattr(node, "name", "").startswith("test_")]
+        tests += sum(any(map(is_private, ast.walk(function))) for function in functions)
+    return {"lines": lines, "tests": tests}
+
+
+def is_private(node: ast.AST) -> bool:
+    if not isinstance(node, ast.Attribute) or not re.match(r"_[^_]", node.attr):
+        return False
+    return not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"))
+
+
+def show(found: Mapping[str, Any], console: Console) -> None:
+    """Prints the counts as tables; circles and twins by name."""
+    for title, rows in (("part", found["parts"]), ("room", found["rooms"])):
+        columns = list(dict.fromkeys(column for row in rows.values() for column in row))
+        table = Table(title, *columns)
+        for name, row in rows.items():
+            table.add_row(name, *(f"{row[column]:,}" if column in row else "" for column in columns))
+        console.print(table)
+    for kind, members in found["circles"].items():
+        console.print(f"circles of files, {kind}: {len(members)}", *map(" <-> ".join, members), sep="\n  ")
+    console.print("files on the way:", ", ".join(f"{name} {len(files)}" for name, files in found["hops"].items()))
+    console.print(f"twins: {len(found['twins'])}", *map(" = ".join, found["twins"]), sep="\n  ")
+    console.print("tests that touch privates: {tests} ({lines} lines)".format_map(found["privates"]))
+
+
+if __name__ == "__main__":
+    main()
