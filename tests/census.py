@@ -21,8 +21,9 @@ import ast
 import json
 import re
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping
+from graphlib import TopologicalSorter
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -90,14 +91,15 @@ def statements_of(tree: ast.AST) -> Iterator[ast.stmt]:
 
 
 def imports(root: Path, with_types: bool = True) -> dict[str, set[str]]:
-    """Each file of the package to the files of it that it imports, as paths below `root`."""
+    """Each file of the package to the files of it that it imports, as paths below `root`. The packages that a file
+    stands in do not count: Python imports them before it, whatever it says."""
     files = {module_name(path.relative_to(root)): path for path in (root / PACKAGE).rglob("*.py")}
     graph = {}
     for name, path in files.items():
         package = ".".join(path.relative_to(root).parts[:-1])
-        targets = {owner(found, files) for found in imported_modules(path.read_text(), package, with_types)}
+        targets = {owner(found, files) for found in imported_modules(path.read_text(), package, with_types)} - {None}
         graph[str(path.relative_to(root))] = {
-            str(files[target].relative_to(root)) for target in targets if target is not None and target != name
+            str(files[target].relative_to(root)) for target in targets if not f"{name}.".startswith(f"{target}.")
         }
     return graph
 
@@ -126,42 +128,32 @@ def room(folder: str, graph: Graph) -> dict[str, int]:
 
 def floors(graph: Graph) -> int:
     """How many stand on the longest chain of imports; those in one circle count once."""
-    circle_of = {member: index for index, members in enumerate(components(graph)) for member in members}
-    height: dict[int, int] = {}
-    for index, members in enumerate(components(graph)):  # what is imported comes first
-        below = {circle_of[target] for member in members for target in graph[member]} - {index}
-        height[index] = 1 + max((height[lower] for lower in below), default=0)
+    circle = together(graph)
+    below: dict[frozenset[str], set[frozenset[str]]] = defaultdict(set)
+    for node, targets in graph.items():
+        below[circle[node]] |= {circle[target] for target in targets} - {circle[node]}
+    height: dict[frozenset[str], int] = {}
+    for members in TopologicalSorter(below).static_order():
+        height[members] = 1 + max((height[lower] for lower in below[members]), default=0)
     return max(height.values(), default=0)
 
 
 def circles(graph: Graph) -> list[list[str]]:
-    return sorted(sorted(members) for members in components(graph) if len(members) > 1)
+    """Those that import each other, directly or by others."""
+    return sorted(sorted(members) for members in set(together(graph).values()) if len(members) > 1)
 
 
-def components(graph: Graph) -> list[list[str]]:
-    """Strongly connected components, each after those that it imports. Source: Tarjan 1972."""
-    order: dict[str, int] = {}
-    lowest: dict[str, int] = {}
-    stack: list[str] = []
-    found: list[list[str]] = []
+def together(graph: Graph) -> dict[str, frozenset[str]]:
+    """Each to those that it reaches and that reach it, itself among them."""
+    reached = {node: reached_from(node, graph) for node in graph}
+    return {node: frozenset(other for other in reached[node] if node in reached[other]) for node in graph}
 
-    def visit(node: str) -> None:
-        order[node] = lowest[node] = len(order)
-        stack.append(node)
-        for target in sorted(graph[node]):
-            if target not in order:
-                visit(target)
-                lowest[node] = min(lowest[node], lowest[target])
-            elif target in stack:
-                lowest[node] = min(lowest[node], order[target])
-        if lowest[node] == order[node]:
-            start = stack.index(node)
-            found.append(stack[start:])
-            del stack[start:]
 
-    for node in sorted(graph):
-        if node not in order:
-            visit(node)
+def reached_from(start: str, graph: Graph) -> set[str]:
+    found, left = {start}, [start]
+    while left:
+        left += (new := set(graph[left.pop()]) - found)
+        found |= new
     return found
 
 
