@@ -7,8 +7,8 @@
   other in a circle are one floor).
 - **Circles**: files that import each other in a circle; once counting imports for type checkers, once without.
 - **Hops**: files that the tables "The journey of ..." of docs/architecture.md name.
-- **Twins**: pairs of functions, at least six statements each, of which four in five statements are the same when names
-  of variables, constants, annotations and docstrings are taken away.
+- **Twins**: pairs of functions of at least 40 words, of which four in five triples of words that follow each other are
+  the same. Words are nodes of the syntax tree; names of variables, constants, docstrings and `await` count for nothing.
 - **Privates**: lines of tests that touch `x._y` (x is not self), and tests in which there are such.
 
 Run from the repository root: make census, or python -m tests.census --json
@@ -24,7 +24,6 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from graphlib import TopologicalSorter
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "vllm_rollout"
 PARTS = (PACKAGE, "kernels", "benchmarks", "conformance", "tests", "examples")
 JOURNEYS = ("candidate", "reward", "round", "move")
-MIN_TWIN_STATEMENTS = 6
+MIN_TWIN_WORDS = 40
 TWIN_LIKENESS = 0.8
 Graph = Mapping[str, Collection[str]]
 """What each imports: a file's or a unit's path to the paths of others."""
@@ -165,47 +164,44 @@ def hops(page: Path, journey: str) -> list[str]:
 
 
 def twins(folder: Path) -> list[tuple[str, str]]:
-    """Pairs of functions that are nearly the same, as `file::function`, tests of the project left out."""
-    functions = {name: form for path in sorted(folder.rglob("*.py")) for name, form in forms(path, folder.parent)}
-    return [
-        (one, other)
-        for one, other in combinations(functions, 2)
-        if likeness(functions[one], functions[other]) >= TWIN_LIKENESS
-    ]
+    """Pairs of functions that are nearly the same, as `file::function:line`."""
+    functions = [pair for path in sorted(folder.rglob("*.py")) for pair in forms(path, folder.parent)]
+    functions.sort(key=lambda pair: pair[1].total())
+    found = []
+    for index, (one, form) in enumerate(functions):
+        for other, larger in functions[index + 1 :]:
+            if form.total() < TWIN_LIKENESS * larger.total():
+                break
+            if (form & larger).total() >= TWIN_LIKENESS * larger.total():
+                found.append((one, other) if one < other else (other, one))
+    return sorted(found)
 
 
-def forms(path: Path, root: Path) -> Iterator[tuple[str, Counter[str]]]:
-    """A file's functions, each as the statements it consists of, how often each, without names and values."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            form = Counter(bare(statement) for inner in node.body for statement in statements_of(inner))
-            if form.total() >= MIN_TWIN_STATEMENTS:
-                yield f"{path.relative_to(root)}::{node.name}:{node.lineno}", form
+def forms(path: Path, root: Path) -> Iterator[tuple[str, Counter[tuple[str, ...]]]]:
+    """A file's functions that stand in no other, each as the triples of words that follow each other in it."""
+    left: list[ast.AST] = [ast.parse(path.read_text())]
+    while left:
+        for node in ast.iter_child_nodes(left.pop()):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                left.append(node)
+                continue
+            words = [word for statement in node.body for word in bare(statement)]
+            if len(words) >= MIN_TWIN_WORDS:
+                triples = Counter(zip(words, words[1:], words[2:], strict=False))
+                yield f"{path.relative_to(root)}::{node.name}:{node.lineno}", triples
 
 
-def bare(statement: ast.stmt) -> str:
-    """A statement's first line without what stands below it: names of variables and constants are gone, attributes,
-    names of functions that are called, and operators stay."""
-    words = [type(statement).__name__]
-    for field, value in ast.iter_fields(statement):
-        if field in ("body", "orelse", "handlers", "finalbody", "cases", "annotation", "returns"):
-            continue
-        for top in value if isinstance(value, list) else [value]:
-            words += [word(node) for node in ast.walk(top)] if isinstance(top, ast.AST) else []
-    return " ".join(words)
-
-
-def word(node: ast.AST) -> str:
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-        return f"call {node.func.id}"
-    name = getattr(node, "attr", None) or getattr(node, "arg", None)
-    return f".{name}" if isinstance(node, ast.Attribute | ast.keyword) else type(node).__name__
-
-
-def likeness(one: Counter[str], other: Counter[str]) -> float:
-    """Share of their statements that two functions have in common: 0 to 1."""
-    larger, smaller = max(one.total(), other.total()), min(one.total(), other.total())
-    return 0.0 if smaller < TWIN_LIKENESS * larger else (one & other).total() / larger
+def bare(node: ast.AST) -> Iterator[str]:
+    """The words of a function's syntax tree without names of variables, constants, docstrings and `await`: kinds of
+    nodes, and names of attributes and of keywords."""
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+        return
+    if isinstance(node, ast.Attribute | ast.keyword):
+        yield f".{node.attr if isinstance(node, ast.Attribute) else node.arg}"
+    elif not isinstance(node, ast.Await | ast.expr_context):
+        yield type(node).__name__.removeprefix("Async")
+    for child in ast.iter_child_nodes(node):
+        yield from bare(child)
 
 
 def privates(folder: Path) -> dict[str, int]:
@@ -213,8 +209,8 @@ def privates(folder: Path) -> dict[str, int]:
     for path in folder.rglob("*.py"):
         tree = ast.parse(path.read_text())
         lines += len({node.lineno for node in ast.walk(tree) if is_private(node)})
-        functions = [node for node in ast.walk(tree) if getattr(node, "name", "").startswith("test_")]
-        tests += sum(any(map(is_private, ast.walk(function))) for function in functions)
+        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+        tests += sum(any(map(is_private, ast.walk(node))) for node in functions if node.name.startswith("test_"))
     return {"lines": lines, "tests": tests}
 
 

@@ -10,16 +10,17 @@ FILES = {
     "vllm_rollout/low/a.py": "import typing\nfrom .b import one\nif typing.TYPE_CHECKING:\n    from ..top import two\n",
     "vllm_rollout/low/b.py": "one = 1\n",
     "tests/test_a.py": "def test_a(self):\n    self._mine = a._y\n    a.__init__\n\n\ndef test_b():\n    a.b\n",
+    "tests/test_b.py": "try:\n    a.b\nexcept E as error:\n    error.c\n",
     "docs/architecture.md": "\n## The journey of a reward\n\n| `top.py::f` | `low/a.py`, `low/a.py::x` |\n\n`b.py`\n",
 }
-LONG = """def {name}({x}):
+LONG = """{kind} {name}({x}):
     "{name} is."
     {x} = {x} + 1
     if {x}:
-        {say}({x})
-    a.{say} = {x}
-    while {x}:
-        pass
+        {x}.{say}({x}, kind={x}.kind)
+    {x}.{say}.b = [{x}.c for {x} in {x}.{say}]
+    while {x}.d and {x}.e:
+        {x}.{say}({x}, {x}.f, {x}.g[{x}])
 """
 
 
@@ -56,8 +57,9 @@ def test_a_journey_passes_the_files_of_its_table(project):
 
 
 def test_twins_differ_in_names_only(project):
-    one, two = LONG.format(name="f", x="x", say="say"), LONG.format(name="g", x="y", say="say")
-    other = LONG.format(name="h", x="z", say="ask")
+    one = LONG.format(kind="def", name="f", x="x", say="say")
+    two = LONG.format(kind="async def", name="g", x="y", say="say")
+    other = LONG.format(kind="def", name="h", x="z", say="ask")
     (project / "vllm_rollout" / "low" / "b.py").write_text("\n".join([one, two, other]))
     assert census(project)["twins"] == [("vllm_rollout/low/b.py::f:1", "vllm_rollout/low/b.py::g:10")]
 
