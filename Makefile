@@ -39,6 +39,7 @@ help:
 	@echo "vllm-rollout: group rollouts that stop inside vLLM's step loop"
 	@echo
 	@echo "  make demo        install, fetch the embedded model, race 16 candidates for the first 8 against stock vLLM"
+	@echo "  make dev         before a commit: lint, and the tests that start no engine and are quick; three minutes on two cores"
 	@echo "  make test        install, fetch the test models, run every test         ARGS='-k name'"
 	@echo "  make test-fast   the tests that start no engine"
 	@echo "  make test-versions  adapter tests and some engine tests on every supported vLLM, each in an environment of"
@@ -49,6 +50,7 @@ help:
 	@echo "  make models      fetch and convert the embedded model into ~/.cache/vllm_rollout (VLLM_ROLLOUT_CACHE)"
 	@echo "  make lint        ruff and clang-format, check only"
 	@echo "  make format      let them rewrite"
+	@echo "  make census      lines, statements, imports, circles, twins: how much there is, and how it hangs together"
 	@echo "  make bench       benchmarks/: $(BENCHMARKS)"
 	@echo "  make gpu-check   what only a GPU can show, in pieces that can be gone on with   ARGS='--pieces bandwidth'"
 	@echo "  make clean       remove what was built (to start from nothing, remove $(VENV) too)"
@@ -80,6 +82,13 @@ test: install models
 test-fast: install
 	$(PY) -m pytest -q -m "not engine and not slow" $(ARGS)
 
+# What stands before the tests of `make dev`.
+CHECKS := lint
+
+.PHONY: dev
+dev: $(CHECKS) $(PACKAGE)
+	$(PY) -m pytest -q -m "not engine and not slow" $(ARGS)
+
 VERSIONS ?=
 
 .PHONY: test-versions
@@ -103,6 +112,10 @@ format: $(DEPENDENCIES)
 	ruff check --fix --exit-zero .
 	ruff format .
 	$(if $(CXX_FILES),clang-format -i $(CXX_FILES))
+
+.PHONY: census
+census: $(DEPENDENCIES)
+	@$(PY) -m tests.census $(ARGS)
 
 .PHONY: bench
 bench: install models

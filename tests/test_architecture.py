@@ -5,37 +5,18 @@ import re
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from tests.support.imports import imported_modules
+
 PACKAGE = Path(__file__).parents[1] / "vllm_rollout"
 KERNELS = PACKAGE.parent / "kernels" / "triton"
 NOT_FOR_DECISIONS = {"random", "time", "logging"}
-
-
-def imported_modules(source: str, package: str = "vllm_rollout") -> set[str]:
-    """Dotted names of everything a module of `package` imports, at any depth of nesting."""
-    return set(_imports(ast.parse(source), package))
-
-
-def _imports(tree: ast.AST, package: str) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            parents = package.split(".")[: len(package.split(".")) + 1 - node.level] if node.level else []
-            base = ".".join([*parents, *filter(None, [node.module])])
-            # `from a import b` may mean the module a.b.
-            yield from (f"{base}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Call) and node.args:
-            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", None)
-            target = node.args[0]
-            if name in ("import_module", "__import__") and isinstance(target, ast.Constant):
-                yield str(target.value)
 
 
 def is_within(module: str, *packages: str) -> bool:

@@ -1,4 +1,4 @@
-"""What passed where, as a table. Invariant: README has exactly what the result file says."""
+"""What passed where, as a table. Invariant: docs/versions.md has exactly what the result file says."""
 
 from __future__ import annotations
 
