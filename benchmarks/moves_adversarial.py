@@ -21,7 +21,7 @@ from random import Random
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from benchmarks.common import record_of_run, simulation_arguments, write_json
+from benchmarks.common import arguments_of, record_of_run, write_json
 from benchmarks.rounds_simulated.setup import MODEL_NAMES, MODELS
 from benchmarks.tables import grid, number, percent
 from vllm_rollout.group.cost import CostModel, PTLCurve
@@ -161,17 +161,17 @@ def table(rows: Sequence[dict[str, Any]], num_workloads: int) -> str:
 
 
 def main() -> None:
-    arguments = simulation_arguments(__doc__, "moves_adversarial", seeds=NUM_WORKLOADS)
-    record = record_of_run(seed=0, workload={"workloads": arguments.seeds, "kinds": list(KINDS)})
+    arguments = arguments_of(__doc__, "moves_adversarial", repeats=NUM_WORKLOADS)
+    record = record_of_run(seed=0, workload={"workloads": arguments.repeats, "kinds": list(KINDS)})
     with ProcessPoolExecutor() as pool:
-        measured = [one for each in pool.map(measure, range(arguments.seeds)) for one in each]
+        measured = [one for each in pool.map(measure, range(arguments.repeats)) for one in each]
     record["rows"] = [
         row([one for one in measured if (one["way"], one["rollout"]) == (way, rollout)])
         for way in WAYS
         for rollout in range(2)
     ]
     write_json(arguments.output, record)
-    print(table(record["rows"], arguments.seeds))
+    print(table(record["rows"], arguments.repeats))
 
 
 if __name__ == "__main__":

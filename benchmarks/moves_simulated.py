@@ -21,7 +21,7 @@ from typing import Any
 
 from rich.progress import track
 
-from benchmarks.common import record_of_run, simulation_arguments, write_json
+from benchmarks.common import arguments_of, record_of_run, write_json
 from benchmarks.rounds_simulated.setup import (
     BETWEEN_SHARE,
     GPU_SOURCE,
@@ -102,12 +102,12 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    arguments = simulation_arguments(__doc__, "moves_simulated", seeds=5)
+    arguments = arguments_of(__doc__, "moves_simulated", repeats=5).parse_args()
     record = record_of_run(
         seed=0,
         workload={
             "rollouts": f"{STEPS} in a row of {PROMPTS_PER_ROUND} prompts of {GROUP_SIZE} answers",
-            "seeds": arguments.seeds,
+            "seeds": arguments.repeats,
             "gpu": GPU_SOURCE,
         },
     )
@@ -121,7 +121,7 @@ def main() -> None:
     for name, between, ranks in track(cases, "cases"):
         machine = replace(MODELS[name].machine, num_ranks=ranks)
         its = replace(lengths(name, between, PROMPTS_PER_ROUND), candidates=GROUP_SIZE, steps=STEPS)
-        seeds = [outcomes(its, machine, seed) for seed in range(arguments.seeds)]
+        seeds = [outcomes(its, machine, seed) for seed in range(arguments.repeats)]
         about = {"model": name, "between_prompts": between, "num_ranks": ranks}
         record["rows"] += [about | row(way, seeds) for way in WAYS]
     write_json(arguments.output, record)

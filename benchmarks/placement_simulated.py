@@ -21,7 +21,7 @@ from typing import Any, get_args
 
 from rich.progress import track
 
-from benchmarks.common import record_of_run, simulation_arguments, write_json
+from benchmarks.common import arguments_of, record_of_run, write_json
 from benchmarks.rounds_simulated.setup import (
     BETWEEN_SHARE,
     GPU_SOURCE,
@@ -98,12 +98,12 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    arguments = simulation_arguments(__doc__, "placement_simulated", seeds=6)
+    arguments = arguments_of(__doc__, "placement_simulated", repeats=6).parse_args()
     record = record_of_run(
         seed=0,
         workload={
             "rollouts": f"{STEPS} in a row of prompts of {GROUP_SIZE} answers on {NUM_RANKS} ranks, the first left out",
-            "seeds": arguments.seeds,
+            "seeds": arguments.repeats,
             "gpu": GPU_SOURCE,
         },
     )
@@ -117,7 +117,7 @@ def main() -> None:
     for name, between, prompts in track(cases, "cases"):
         machine = replace(MODELS[name].machine, num_ranks=NUM_RANKS)
         its = replace(lengths(name, between, prompts), candidates=GROUP_SIZE, steps=STEPS)
-        seeds = [seconds(its, machine, seed) for seed in range(arguments.seeds)]
+        seeds = [seconds(its, machine, seed) for seed in range(arguments.repeats)]
         about = {"model": name, "between_prompts": between, "prompts": prompts}
         record["rows"] += [about | row(way, seeds) for way in WAYS]
     record["over_all"] = over_all(record["rows"])

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.common import record_of_run, simulation_arguments, write_json
+from benchmarks.common import arguments_of, record_of_run, write_json
 from benchmarks.tables import grid, number
 from vllm_rollout.group.rounds import speculated
 
@@ -157,16 +157,16 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    arguments = simulation_arguments(__doc__, "round_gradient", seeds=4)
+    arguments = arguments_of(__doc__, "round_gradient", repeats=4).parse_args()
     record = record_of_run(
         seed=0,
         workload={
-            "rounds": f"{ROUNDS} of {PROMPTS} x {GROUP_SIZE}, {arguments.seeds} seeds",
+            "rounds": f"{ROUNDS} of {PROMPTS} x {GROUP_SIZE}, {arguments.repeats} seeds",
             "lengths": f"log-normal, median {MEDIAN:g}, {SIGMA} within and {BETWEEN} between prompts",
             "success_rates": f"beta{RATE}",
         },
     )
-    record["rows"] = [row(setting, each, arguments.seeds) for each in CORRELATIONS for setting in SETTINGS]
+    record["rows"] = [row(setting, each, arguments.repeats) for each in CORRELATIONS for setting in SETTINGS]
     write_json(arguments.output, record)
     print(table(record["rows"]))
 
