@@ -1,14 +1,7 @@
-"""The benchmarks of the emulated device: what they hand from a real run to an emulated one, and to the simulator."""
-
-import json
+"""The benchmarks of the emulated device: what they hand to an emulated run, and to the simulator."""
 
 import pytest
-from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
-from benchmarks.emulation.lengths import Seen, emulated_rows, lengths_of
-from benchmarks.emulation.run import drift_of, summarize
-from benchmarks.emulation.run import table as emulation_table
-from benchmarks.emulation.ways import WAYS, Asked
 from benchmarks.rounds_emulated.run import RoundRow, summary_of
 from benchmarks.rounds_emulated.run import table as rounds_table
 from benchmarks.rounds_emulated.workload import EmulatedDataSet, Workload
@@ -16,49 +9,8 @@ from vllm_rollout.emulation.device import Work, step_seconds
 from vllm_rollout.emulation.settings import Settings
 from vllm_rollout.simulator.rounds.replay import RunConditions, replay_run
 from vllm_rollout.simulator.rounds.settings import RoundSetting
-from vllm_rollout.trace.rows import RolloutPrompt
 
 ITS = Workload("7B/8k", num_ranks=2, prompts_per_round=8, group_size=2, seed=5)
-
-
-def recorded(id: str, lengths: list[int], ends: list[str] | None = None) -> RolloutPrompt:
-    return RolloutPrompt(id=id, lengths=lengths, ends=ends)
-
-
-def test_a_deferred_prompt_is_as_long_as_in_the_round_that_returned_it():
-    short = [recorded("a", [7, 30, 30], ["stop", "deferred", "deferred"]), recorded("b", [5, 9], ["stop", "surplus"])]
-    long = [recorded("a", [7, 80])]
-    lengths = lengths_of([short, long])
-    assert lengths["a"] == [Seen(7, "stop"), Seen(80, "stop"), Seen(30, "deferred")]
-    assert lengths["b"] == [Seen(5, "stop"), Seen(9, "surplus")]
-
-
-def test_a_stopped_candidate_gets_its_full_length_where_it_is_known_and_longer():
-    lengths = lengths_of([[recorded("a", [9, 9, 9, 4], ["surplus", "surplus", "pruned", "stop"])]])
-    full = lengths_of([[recorded("a", [50, 8], ["stop", "stop"])]])
-    (row,) = map(json.loads, emulated_rows(lengths, full, {"a": "digest"}, max_tokens=100))
-    assert row["prompt_id"] == "digest"
-    assert row["lengths"] == [50, 100, 100, 4]
-    assert row["ends"] == ["stop", "length", "length", "stop"]
-
-
-def test_an_error_is_that_of_the_median_pass():
-    real = {(way, repeat): [Asked(seconds, 100) for seconds in (9.0, 10.0, 18.0)] for way in WAYS for repeat in (0, 1)}
-    emulated = {(way, repeat): Asked(11.0 + repeat, 110) for way, repeat in real}
-    result = summarize(real, emulated)
-    assert result["ways"]["rounds"]["ratio"] == pytest.approx(1.15)
-    assert result["ways"]["rounds"]["spread"] == pytest.approx(2.0)
-    assert result["largest_error"] == pytest.approx(0.15)
-    sizes = {"prompts": 1, "group_size": 1, "redundancy": 1, "prompts_per_round": 1, "max_tokens": 1}
-    shown = emulation_table({**result, "workload": {"sizes": sizes}})
-    assert "| 20.0 | 23.0 | 15.0 % | 2.00 | 1.100 |" in shown
-
-
-def test_drift_is_read_from_the_metrics():
-    registry = CollectorRegistry()
-    drift = Gauge("vllm_rollout:step_time_drift", "Live over profiled.", ["batch_sizes"], registry=registry)
-    drift.labels("8-15").set(1.25)
-    assert drift_of(generate_latest(registry).decode()) == {"8-15": 1.25}
 
 
 @pytest.mark.parametrize(("batch", "context"), [(1, 0), (100, 1000), (290, 4000)])
