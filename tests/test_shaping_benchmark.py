@@ -10,10 +10,11 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.long_run import RunLog
 from benchmarks.shaping import run as shaping
 from benchmarks.shaping.measures import lengths_row, same_lengths_share
 from benchmarks.shaping.picture import draw, tables
-from benchmarks.shaping.records import GroupRecord, Log, Run, traced_prompts
+from benchmarks.shaping.records import GroupRecord, Run, traced_prompts
 from benchmarks.shaping.run import begin, forget, summarize
 from benchmarks.shaping.runs import Bench, measure
 from benchmarks.shaping.setup import WAY_NAMES, WAYS, Sizes, check, longest_counts, order, prompts
@@ -50,12 +51,12 @@ COST = CostModel(((0.0, PTLCurve((1.0, 64.0), (1.0, 4.0))),), prefill_s_per_toke
 def run_on(engine, folder, sizes=SIZES, progress=lambda done, total, what: None):
     """As the benchmark does with each server it starts; returns the log."""
     engine.max_num_seqs = sizes.max_num_seqs
-    log = Log(folder / "runs.jsonl")
+    log = RunLog(folder / "runs.jsonl", Run)
     recorder = TraceRecorder(folder / "trace.jsonl")
 
     async def go(url):
         async with AsyncRolloutClient(url) as client:
-            await measure(Bench(sizes, folder, client, url, progress, log, log.num_servers))
+            await measure(Bench(sizes, folder, client, url, progress, log))
 
     with serving(make_app(engine, recorder)) as url:
         asyncio.run(go(url))
@@ -156,7 +157,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path):
 
     with pytest.raises(Cut):
         run_on(FakeEngine(cost_model=COST), tmp_path, progress=cut)
-    before = {run.key: run for run in Log(tmp_path / "runs.jsonl")}
+    before = {run.key: run for run in RunLog(tmp_path / "runs.jsonl", Run)}
     state = state_of(tmp_path)
     log = run_on(FakeEngine(cost_model=COST), tmp_path)
     assert len([key for key in before if key[0] != "history"]) == 11
@@ -169,7 +170,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path):
 
 def test_a_logged_run_is_read_back_as_it_was(measured):
     folder, log = measured
-    assert list(Log(folder / "runs.jsonl")) == list(log)
+    assert list(RunLog(folder / "runs.jsonl", Run)) == list(log)
 
 
 def test_results_are_told_in_tables_and_a_picture(measured, tmp_path):
