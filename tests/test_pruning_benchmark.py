@@ -27,9 +27,9 @@ from benchmarks.pruning.measures import (
     survivors,
     votes,
 )
-from benchmarks.pruning.phases import COMPARED, RUN_PHASE, SWEPT, Bench, wrong_answer
+from benchmarks.pruning.phases import COMPARED, RUN_PHASE, SWEPT, Bench, log_of, wrong_answer
 from benchmarks.pruning.picture import draw, tables
-from benchmarks.pruning.records import Log, Record, Run, records_of
+from benchmarks.pruning.records import Record, Run, records_of
 from benchmarks.pruning.results import summarize, targets
 from benchmarks.pruning.run import forget, load
 from benchmarks.pruning.setup import PHASES, Sizes, evaluation_questions, learning_questions
@@ -243,10 +243,10 @@ def test_an_interval_needs_values():
 
 
 def test_runs_survive_their_file(tmp_path):
-    log = Log(tmp_path / "runs" / "learn.jsonl")
+    log = log_of(tmp_path / "runs", "learn")
     made = replace(run("none", 0, 2.0, 100), records=tuple(candidates("a-0", {1.0: True})), rewards={"accepted": 1})
     log.add(made)
-    again = Log(tmp_path / "runs" / "learn.jsonl")
+    again = log_of(tmp_path / "runs", "learn")
     assert again.runs == [made]
     assert ("none", 0) in again
     assert ("none", 1) not in again
@@ -316,7 +316,7 @@ def test_phases_learn_use_and_show_what_was_learned(tmp_path):
         run_phases(url, tmp_path, phases)
     assert engine.num_launched == num_launched, "a run that is logged was made again"
 
-    runs = {phase: Log(tmp_path / f"{phase}.jsonl").runs for phase in PHASES}
+    runs = {phase: log_of(tmp_path, phase).runs for phase in PHASES}
     phases = {phase: {**summarize(phase, SIZES, runs), **said.get(phase, {})} for phase in (*phases, "vote")}
     learned, evaluated, compared = (phases[phase] for phase in ("learn", "evaluate", "compare"))
     assert learned["num_labels"] >= SIZES.labels

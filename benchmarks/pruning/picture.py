@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tables import INK, grid, number, picture, ranged
+from benchmarks.tables import INK, bars, columns, grid, number, picture, ranged
 
 SCORE_NAMES = {
     "head": "quality head",
@@ -140,31 +140,34 @@ def _differences(minus: Mapping[str, Any], measure: str, what: str) -> str:
 
 
 def _sweep(phase: Mapping[str, Any]) -> str:
-    rows = [
-        [
-            ratio,
-            f"{row['num_pruned']:,} of {row['num_scored']:,}",
-            f"{row['generated_tokens']:,}",
-            number(row["tokens_ratio"], 2),
-            f"{row['median_wall_s']:.1f}",
-            number(row["speed_ratio"], 2),
-        ]
-        for ratio, row in phase["speed"].items()
-    ]
     title = (
         f"keep_ratio: scored after {phase['detection_length']} tokens, mean length "
         f"{number(phase['mean_length_over_detection_length'], 1)} times that"
     )
-    return grid(title, ["keep_ratio", "pruned", "tokens", "× fewer", "s per block", "× faster"], rows)
+    return columns(
+        title,
+        [{**row, "keep_ratio": ratio} for ratio, row in phase["speed"].items()],
+        {
+            "keep_ratio": lambda row: row["keep_ratio"],
+            "pruned": lambda row: f"{row['num_pruned']:,} of {row['num_scored']:,}",
+            "tokens": lambda row: f"{row['generated_tokens']:,}",
+            "× fewer": lambda row: number(row["tokens_ratio"], 2),
+            "s per block": lambda row: f"{row['median_wall_s']:.1f}",
+            "× faster": lambda row: number(row["speed_ratio"], 2),
+        },
+    )
 
 
 def _overhead(phase: Mapping[str, Any]) -> str:
-    rows = [
-        [way, f"{row['median_tokens_per_s']:.1f}", number(row["throughput_ratio"])]
-        for way, row in phase["speed"].items()
-    ]
-    pairs = next(iter(phase["speed"].values()))["num_blocks"]
-    return grid(f"Cost of scoring, {pairs} pairs", ["way", "tokens/s", "ratio"], rows)
+    return columns(
+        f"Cost of scoring, {next(iter(phase['speed'].values()))['num_blocks']} pairs",
+        [{**row, "way": way} for way, row in phase["speed"].items()],
+        {
+            "way": lambda row: row["way"],
+            "tokens/s": lambda row: f"{row['median_tokens_per_s']:.1f}",
+            "ratio": lambda row: number(row["throughput_ratio"]),
+        },
+    )
 
 
 TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
@@ -220,33 +223,25 @@ def _draw_learning(axes: Any, phases: Mapping[str, Any]) -> None:
 
 def _draw_survivors(axes: Any, phases: Mapping[str, Any]) -> None:
     rows = phases["compare"]["survivors"]
-    for position, (way, row) in enumerate(rows.items()):
-        axes.barh(position, row["overall_ratio"], color=COLORS[way], height=0.62)
-        inside = row["overall_ratio"] > 0.25
-        axes.annotate(
-            f"{row['overall_ratio']:.2f};  E[ρ̂(1−ρ̂)] {row['mean_ratio_product']:.3f}",
-            (0 if inside else row["overall_ratio"], position),
-            (8, 0),
-            textcoords="offset points",
-            va="center",
-            color="white" if inside else INK,
-            weight="bold",
-            fontsize=8.5,
-        )
+    bars(
+        axes,
+        {way: row["overall_ratio"] for way, row in rows.items()},
+        colors=COLORS,
+        names=WAY_NAMES,
+        texts={w: f"{r['overall_ratio']:.2f};  E[ρ̂(1−ρ̂)] {r['mean_ratio_product']:.3f}" for w, r in rows.items()},
+        title="Whom each rule keeps, half of 16",
+        xlabel="positive ratio of survivors (dotted: wanted)",
+    )
     axes.axvline(0.5, color=INK, lw=1.2, ls=":")
-    axes.set_yticks(range(len(rows)), [WAY_NAMES[way] for way in rows])
-    axes.invert_yaxis()
     axes.set_xlim(0, max(0.6, *(row["overall_ratio"] + 0.05 for row in rows.values())))
-    axes.set_xlabel("positive ratio of survivors (dotted: wanted)")
-    axes.set_title("Whom each rule keeps, half of 16", loc="left", weight="bold")
 
 
 def _draw_speed(axes: Any, phases: Mapping[str, Any]) -> None:
     rows = phases["sweep"]["speed"]
     names = sorted(rows, key=float)
     heights = [rows[name]["speed_ratio"] for name in names]
-    bars = axes.bar(range(len(names)), heights, 0.62, color=COLORS["head"], label="seconds")
-    axes.bar_label(bars, [f"{height:.2f}" for height in heights], label_type="center", color="white", weight="bold")
+    drawn = axes.bar(range(len(names)), heights, 0.62, color=COLORS["head"], label="seconds")
+    axes.bar_label(drawn, [f"{height:.2f}" for height in heights], label_type="center", color="white", weight="bold")
     tokens = [rows[name]["tokens_ratio"] for name in names]
     axes.plot(range(len(names)), tokens, "_", color=INK, ms=30, mew=2, label="tokens")
     axes.axhline(1, color=INK, lw=0.8, alpha=0.4)
