@@ -345,7 +345,7 @@ def test_phases_learn_use_and_show_what_was_learned(tmp_path):
     fewer = phases["fewer"]["survivors"]
     assert (fewer["fewer"]["num_survivors"], fewer["none"]["num_survivors"]) == (6 * 8, 6 * 16)
     assert {run.records[0].prompt_id.split("/")[0] for run in runs["fewer"]} == {"compare"}
-    assert text.count("### ") == 7
+    assert text.count("### ") == 4
     draw(result, tmp_path / "pruning.png")
     assert (tmp_path / "pruning.png").stat().st_size > 10_000
 

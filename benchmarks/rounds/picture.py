@@ -16,7 +16,7 @@ NAMES = {name: title.replace(", ", ",\n").replace(" by ", "\nby ") for name, tit
 
 
 def tables(result: Mapping[str, Any]) -> str:
-    return "\n\n".join([_ways(result), _rounds(result), result["note"]])
+    return f"{_ways(result)}\n\n{result['note']}"
 
 
 def _ways(result: Mapping[str, Any]) -> str:
@@ -48,30 +48,6 @@ def _speed_up(row: Mapping[str, Any]) -> str:
     if row["way"] == BASELINE:
         return "1"
     return f"{row['speed_up']:.2f} ({min(row['speed_ups']):.2f} to {max(row['speed_ups']):.2f})"
-
-
-def _rounds(result: Mapping[str, Any]) -> str:
-    """Of the first repeat."""
-    rows = [
-        {**each, "way": measured["way"], "round": str(place)}
-        for measured in result["measurements"]
-        if measured["repeat"] == 0
-        for place, each in enumerate(measured["rounds"], 1)
-    ]
-    return columns(
-        "Rounds of the first repeat",
-        rows,
-        {
-            "way": lambda row: row["way"],
-            "round": lambda row: row["round"],
-            "kind": lambda row: row["name"],
-            "seconds": lambda row: number(row["wall_s"], 1),
-            "max length": lambda row: number(row["max_tokens"]),
-            "P75": lambda row: number(row["p75_tokens"], 0),
-            "generated": lambda row: number(row["generated_tokens"]),
-            "wasted": lambda row: number(row["wasted_tokens"]),
-        },
-    )
 
 
 def draw(result: Mapping[str, Any], path: Path) -> None:

@@ -26,78 +26,53 @@ TITLES = {name: way.title for name, way in WAYS.items()}
 
 
 def tables(result: Mapping[str, Any]) -> str:
-    return "\n\n".join(
-        [_speed(result), _lengths(result), _again(result), _simulated(result), _targets(result), result["note"]]
-    )
+    return "\n\n".join([_ways(result), _again(result), _targets(result), result["note"]])
 
 
-def _speed(result: Mapping[str, Any]) -> str:
-    sizes = result["sizes"]
+def _ways(result: Mapping[str, Any]) -> str:
+    sizes, simulation = result["sizes"], result["simulation"]
     title = (
         f"{sizes['prompts']} prompts, M = {sizes['group_size']}, {Path(sizes['model']).name}, at most "
-        f"{sizes['max_tokens']} tokens, {len(result['repeats'])} repeats"
+        f"{sizes['max_tokens']} tokens, {len(result['repeats'])} repeats; simulated from the pool's lengths, "
+        f"{simulation['machine']}"
     )
     if result["num_servers"] > 1:
-        title += f", interrupted: {result['num_servers']} servers one after the other"
-    return columns(
-        title,
-        [{**row, "way": name} for name, row in result["ways"].items()],
-        {
-            "way": lambda row: f"{row['way']}: {WAYS[row['way']].title}",
-            "seconds": lambda row: number(row["wall_s"], 1),
-            "× uniform": lambda row: (
-                f"{row['speed_up']:.2f} ({min(row['speed_ups']):.2f} to {max(row['speed_ups']):.2f})"
-            ),
-            "generated": lambda row: f"{row['generated_tokens']:,.0f}",
-            "returned": lambda row: f"{row['returned_tokens']:,.0f}",
-            "wasted": lambda row: f"{row['wasted_tokens']:,.0f}",
-            "candidates per prompt": lambda row: number(row["candidates_per_prompt"], 1),
-            "at the upper bound": lambda row: percent(row["upper_bound_share"]),
-            "incomplete groups": lambda row: str(row["num_incomplete"]),
-        },
-    )
+        title += f"; interrupted: {result['num_servers']} servers one after the other"
+    cells = {
+        "way": lambda row: TITLES[row["way"]],
+        "seconds": lambda row: number(row["wall_s"], 1),
+        "× uniform": lambda row: f"{row['speed_up']:.2f} ({min(row['speed_ups']):.2f} to {max(row['speed_ups']):.2f})",
+        "simulated": lambda row: number(row["simulated_speed_up"], 2),
+        "error, median": lambda row: percent(row["median_absolute_error"], 1),
+        "largest": lambda row: percent(row["largest_absolute_error"], 1),
+        "same allocation": lambda row: "yes" if row["same_allocation"] else "**no**",
+        "generated": lambda row: f"{row['generated_tokens']:,.0f}",
+        "candidates per prompt": lambda row: number(row["candidates_per_prompt"], 1),
+        "at the upper bound": lambda row: percent(row["upper_bound_share"]),
+        "incomplete groups": lambda row: str(row["num_incomplete"]),
+    }
+    rows = [{**row, **simulation["ways"][name], "way": name} for name, row in result["ways"].items()]
+    return columns(title, rows, cells | LENGTH_CELLS)
 
 
 LENGTH_CELLS = {
-    name: lambda row, field=field: _length(row["lengths"][field], row["length_ratios"][field])
-    for name, field in (("mean", "mean"), ("std", "std"), ("P50", "p50"), ("P99", "p99"), ("max", "max"))
+    f"{name}, tokens": lambda row, field=field: _length(row["lengths"][field], row["length_ratios"][field])
+    for name, field in (("mean", "mean"), ("std", "std"), ("P50", "p50"), ("P99", "p99"))
 }
-LENGTH_CELLS["truncated"] = lambda row: percent(row["truncated_share"])
+"""Of returned trajectories, and over uniform's."""
 
 
 def _length(value: float, ratio: float | None) -> str:
     return number(value, 0) + (f" ({ratio:.2f})" if ratio else "")
 
 
-def _lengths(result: Mapping[str, Any]) -> str:
-    rows = [{**row, "way": name} for name, row in result["ways"].items()]
-    return columns("Returned lengths, tokens (× uniform)", rows, {"way": lambda row: row["way"], **LENGTH_CELLS})
-
-
 def _again(result: Mapping[str, Any]) -> str:
-    title = "Longest:shortest, selected again from the recorded pools (time does not depend on it), tokens (× uniform)"
     cells = {
         "candidates": lambda row: f"{row['candidates_over_group_size']:g}x",
         "L:K": lambda row: f"{row['num_longest']}:{row['num_shortest']}",
     }
+    title = "Longest:shortest, selected again from the recorded pools (time does not depend on it)"
     return columns(title, result["selected_again"], cells | LENGTH_CELLS)
-
-
-def _simulated(result: Mapping[str, Any]) -> str:
-    return columns(
-        f"Simulated from the pool's lengths, {result['simulation']['machine']}",
-        [{**row, "way": name} for name, row in result["simulation"]["ways"].items()],
-        {
-            "way": lambda row: row["way"],
-            "× uniform, simulated": lambda row: number(row["simulated_speed_up"], 2),
-            "measured": lambda row: number(row["measured_speed_up"], 2),
-            "error, median": lambda row: percent(row["median_absolute_error"], 1),
-            "largest": lambda row: percent(row["largest_absolute_error"], 1),
-            "simulated / measured time": lambda row: number(row["simulated_over_measured_s"], 2),
-            "lengths as in the pool": lambda row: percent(result["ways"][row["way"]]["same_lengths_share"]),
-            "same allocation": lambda row: "yes" if row["same_allocation"] else "**no**",
-        },
-    )
 
 
 def _targets(result: Mapping[str, Any]) -> str:
