@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from benchmarks.common import ROOT, record_of_run, write_json
+from benchmarks.common import ROOT, arguments_of, record_of_run, write_json
 from benchmarks.kills.trainers import Book, Trainer
 from vllm_rollout.process import free_port
 
@@ -42,13 +42,11 @@ WITHOUT_CORE_S = 1.5
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = arguments_of(__doc__, "kills")
     parser.add_argument("--lives", type=int, default=1000, help="servers that are killed")
     parser.add_argument("--at-once", type=int, default=1, help="servers that live side by side, each with its trainers")
     parser.add_argument("--minutes", type=float, default=60.0, help="begin no life after so long")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--longest-life", type=float, default=1.0, help="seconds from healthy to the kill, at most")
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/kills.json")
     args = parser.parse_args()
     result = asyncio.run(_measure(args))
     write_json(args.output, result)
