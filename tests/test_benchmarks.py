@@ -184,7 +184,7 @@ def test_summary_pairs_ratios_by_repeat():
 def test_pictures_are_drawn(tmp_path):
     race = Race("real model", "some-model", 8, 8, 16, 1024, ("a", "d"))
     tiny = Race("tiny model", TINY, 4, 8, 16, 512, ("a", "d"))
-    runs = [measurement("a", 0, 3), measurement("d", 0, 1)]
+    runs = [measurement("a", 0, 3.0), measurement("d", 0, 1.0)]
     result = {"races": [summarize(race, runs), summarize(tiny, runs)]}
     assert "| real model, 8 groups | a: stock, n=16, wait for all | 3.00 | 3.00 | 100 |" in tables(result)
     draw(result, tmp_path / "race.png")
