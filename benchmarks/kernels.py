@@ -24,13 +24,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import arguments_of, publish, record_of_run
+from benchmarks.gpu_check.kernels import DTYPES, tensors_of
 from benchmarks.kernel_inputs import MAX_LEN, NUM_HIDDEN, Inputs
 from benchmarks.tables import columns, number
 from vllm_rollout.config import CONFIDENCE_WINDOW_TOKENS
 from vllm_rollout.tracker.dispatch import OPERATORS, REFERENCES, Operator
 from vllm_rollout.tracker.ops import active_implementation
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 Call = Callable[[], Any]
 
 
@@ -168,16 +168,8 @@ def largest_difference(case: Case, compute: Callable[..., Any]) -> float:
     results = []
     for function in (compute, REFERENCES[case.operator]):
         own = [value.clone() if isinstance(value, Tensor) else value for value in case.arguments]
-        results.append(list(tensors_of(function(*own))))
+        results.append(tensors_of(function(*own)))
     return max((a - b).abs().max().item() for a, b in zip(*results, strict=True))
-
-
-def tensors_of(result: Any) -> Iterator[Tensor]:
-    if isinstance(result, Tensor):
-        yield result
-    else:
-        for part in result:
-            yield from tensors_of(part)
 
 
 def measure_case(case: Case, device: str, arguments: argparse.Namespace) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 
-from benchmarks.common import percentile, ratios, record_of_run
+from benchmarks.common import percentile, record_of_run
 from benchmarks.group_race import (
     TINY,
     Race,
@@ -19,7 +19,6 @@ from benchmarks.group_race import (
     summarize,
     tables,
 )
-from benchmarks.prompts import PROMPTS, cycle
 from vllm_rollout import process
 from vllm_rollout.demo import picture
 from vllm_rollout.demo.options import Options
@@ -80,17 +79,6 @@ def test_percentile_interpolates_and_refuses_nothing():
         percentile([], 50)
     with pytest.raises(ValueError, match=r"\[0, 100\]"):
         percentile([1], 101)
-
-
-def test_ratios_need_pairs():
-    assert ratios([6, 8], [3, 2]) == [2, 4]
-    with pytest.raises(ValueError, match="shorter"):
-        ratios([1, 2], [1])
-
-
-def test_prompts_are_many_and_come_round_again():
-    assert len(set(PROMPTS)) == len(PROMPTS) >= 16
-    assert cycle(len(PROMPTS) + 1)[-1] == PROMPTS[0]
 
 
 def test_record_says_what_ran_and_where_without_local_paths(monkeypatch):

@@ -19,7 +19,6 @@ from benchmarks.pruning.measures import (
     compare_survivors,
     counterfactual,
     discrimination,
-    interval,
     learning_curve,
     overview,
     random_in_expectation,
@@ -143,14 +142,6 @@ def test_learning_curve_keeps_the_order_of_rewards_and_joins_a_short_rest():
     assert [row["within_group_auc"]["bottom_windows"] for row in rows] == [1, 0]
 
 
-def test_unscored_and_stopped_candidates_are_no_labels():
-    records = candidates("a-0", {1.0: True, 0.0: False})
-    unscored = replace(BLANK, score=None, signal=None, confidence=None)
-    pruned = replace(BLANK, state="pruned", correct=None)
-    assert learning_curve([*records, unscored, pruned], 10)[0]["num_labels"] == 2
-    assert overview([*records, unscored, pruned])["num_candidates"] == 3
-
-
 def test_the_best_threshold_is_the_most_accurate_one():
     records = candidates("a-0", {0.0: False, 1.0: True, 2.0: False, 3.0: True, 4.0: True})
     assert best_threshold(records, "head") in (0.5, 2.5)
@@ -170,16 +161,6 @@ def test_calibration_stands_beside_what_needs_no_head():
     assert told["accuracy_always"] == 0.75
     assert told["brier"] == pytest.approx((3 * 0.04 + 0.16) / 4)
     assert told["brier_always"] == pytest.approx(0.1875)
-
-
-def test_survivors_average_over_groups_and_over_all():
-    told = survivors({"a": [True, False], "b": [True, True, True, False]})
-    assert told["share_without_variance"] == 0
-    assert survivors({"a": [True, False], "b": [True], "c": [False, False]})["share_without_variance"] == 2 / 3
-    assert told["mean_ratio"] == (0.5 + 0.75) / 2
-    assert told["mean_ratio_product"] == (0.25 + 0.1875) / 2
-    assert told["overall_ratio"] == 4 / 6
-    assert told["distance_from_half"] == pytest.approx(1 / 6)
 
 
 def test_random_pruning_in_expectation_matches_draws():
@@ -235,11 +216,6 @@ def test_a_refused_candidate_never_votes_for_the_right_answer():
     assert wrong_answer("first 3, then 4", "7") == "4"
     assert wrong_answer("Answer: 7.0", "7") is None
     assert wrong_answer("no idea", "7") is None
-
-
-def test_an_interval_needs_values():
-    assert interval(np.full(1000, np.nan)) is None
-    assert interval(np.arange(1000.0)) == pytest.approx([49.95, 949.05])
 
 
 def test_runs_survive_their_file(tmp_path):
