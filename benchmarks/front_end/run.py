@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 from rich.console import Console
 
 from benchmarks.common import ROOT, arguments_of, median, publish, raise_file_limit, record_of_run, server_process
@@ -49,7 +50,6 @@ EXTENSION = "benchmarks.front_end.sampling.StackSampler"
 WARM_UP_GROUPS = 4
 IDLE_S = 1.0
 """The engine is idle when its step log has not grown for this long."""
-TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 MAX_FUNCTIONS = 25
 
 
@@ -116,7 +116,7 @@ def measure(arguments: argparse.Namespace, folder: Path, rust: Path | None) -> d
         if rust is not None:
             server.url = f"http://127.0.0.1:{our_port}"
             start_s += server.wait_until_healthy(lambda seconds, line: None)
-        rounds = Rounds(server, rust_port, steps, arguments.ranks)
+        rounds = Rounds(server, rust_port, steps)
         for way in arguments.ways:
             rounds.run(way, WARM_UP_GROUPS, 1)
         for size in arguments.candidates:
@@ -149,14 +149,13 @@ def medians(size: dict[str, Any]) -> dict[str, dict[str, float]]:
 class Rounds:
     """Clients against one server, one after the other."""
 
-    def __init__(self, server: ServerProcess, rust_port: int, steps: Path, num_ranks: int) -> None:
+    def __init__(self, server: ServerProcess, rust_port: int, steps: Path) -> None:
         self._server = server
         self._rust_port = rust_port
         self._steps = steps
-        self._num_ranks = num_ranks
-        children = _children(server.pid)
-        self._engines = [pid for pid in children if "EngineCore" in _name(pid)]
-        self._front = [server.pid, *(pid for pid in children if pid not in self._engines)]
+        children = psutil.Process(server.pid).children()
+        self._engines = [child for child in children if "EngineCore" in " ".join(child.cmdline())]
+        self._front = [psutil.Process(server.pid), *(child for child in children if child not in self._engines)]
 
     def run(self, way: str, num_groups: int, seed: int) -> dict[str, Any]:
         self._wait_until_idle()
@@ -217,18 +216,5 @@ def _port(server: ServerProcess) -> int:
     return int(server.url.rpartition(":")[2])
 
 
-def _children(pid: int) -> list[int]:
-    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(child) for child in found]
-
-
-def _name(pid: int) -> str:
-    return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
-
-
-def _cpu_s(pids: list[int]) -> float:
-    total = 0
-    for pid in pids:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        total += int(fields[11]) + int(fields[12])
-    return total / TICKS_PER_S
+def _cpu_s(processes: list[psutil.Process]) -> float:
+    return sum(sum(process.cpu_times()[:2]) for process in processes)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
+import psutil
 
 from benchmarks.common import ROOT, arguments_of, record_of_run, write_json
 from benchmarks.kills.trainers import Book, Trainer
@@ -126,14 +127,14 @@ class Server:
 
 
 def _engine_core(pid: int) -> int:
-    children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    cores = [child for child in children if "EngineCor" in Path(f"/proc/{child}/comm").read_text()]
+    children = psutil.Process(pid).children()
+    cores = [child for child in children if "EngineCor" in child.name()]
     assert len(cores or children) == 1, f"children of the server: {children}"
-    return (cores or children)[0]
+    return (cores or children)[0].pid
 
 
 def _is_running(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 class Nursery(NamedTuple):
