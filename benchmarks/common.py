@@ -1,4 +1,4 @@
-"""What the benchmarks that talk to servers share: commands, counters, statistics, the record that goes into the JSON.
+"""What benchmarks share: arguments, servers, statistics, the record that goes into the JSON; `tables.py` shows results.
 
 Run benchmarks from the repository root as modules, `python -m benchmarks.group_race`.
 """
@@ -15,13 +15,15 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
 import httpx
+from rich.console import Console
+from rich.markdown import Markdown
 
 from vllm_rollout.process import (
     GENERATION_TOKENS,
@@ -126,12 +128,43 @@ def raise_file_limit(wanted: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def simulation_arguments(description: str, name: str, *, seeds: int) -> argparse.Namespace:
-    """Of a benchmark that simulates: `seeds`, the runs of each case, and `output`, where the result goes."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=seeds)
-    parser.add_argument("--output", type=Path, default=Path(f"benchmarks/results/{name}.json"))
-    return parser.parse_args()
+def arguments_of(
+    description: str | None, name: str, *, seed: int = 0, repeats: int | None = None, plot: bool = False
+) -> argparse.ArgumentParser:
+    """What every benchmark takes; each adds sizes of its own.
+
+    name: of the benchmark, its result and its picture. repeats: None where nothing is repeated.
+    """
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{name}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--seed", type=int, default=seed, help="of all that is drawn (default %(default)s)")
+    if repeats is not None:
+        add("--repeats", type=int, default=repeats, help="of each measurement, or seeds (default %(default)s)")
+    add("--output", type=Path, default=ROOT / f"benchmarks/results/{name}.json", help="the result, as JSON")
+    if plot:
+        add("--plot", type=Path, default=ROOT / f"docs/{name}.png", help="the picture (default %(default)s)")
+    return parser
+
+
+def publish(
+    arguments: argparse.Namespace,
+    result: dict[str, Any],
+    tables: Callable[[dict[str, Any]], str],
+    draw: Callable[[dict[str, Any], Path], None] | None = None,
+) -> None:
+    """Write the result at --output and its picture at --plot, and print its tables: rendered in a terminal, else as
+    the Markdown that docs/benchmarks.md takes."""
+    write_json(arguments.output, result)
+    text = tables(result)
+    Console().print(Markdown(text)) if sys.stdout.isatty() else print(text)
+    if draw is not None:
+        draw(result, arguments.plot)
+    written = [str(arguments.output)] if draw is None else [str(arguments.output), str(arguments.plot)]
+    Console(stderr=True).print(f"written: {', '.join(written)}", highlight=False)
 
 
 def record_of_run(*, seed: int, workload: Any) -> dict[str, Any]:

@@ -5,7 +5,6 @@
   c  stock vLLM, 16 streaming requests per prompt (one event per token); when 8 have finished, the client closes
      the others' connections
   d  vllm-rollout, one POST /v1/rollouts for all prompts, group_size 8, redundancy 8
-  e  (only when asked for) c with an ordinary client: httpx, every event parsed
 
 Conditions. One server at a time, the same flags for both kinds, the same prompts as token ids, the same seeds
 (candidate i of a prompt gets that prompt's seed + i in every way), temperature 1, token ids returned, no log
@@ -24,7 +23,7 @@ What is reported:
   wasted_tokens       generated - returned
   tokens_after_completion   per remaining candidate of a group, decoded after the group's 8th completion:
       a: its length beyond that of the 8th shortest; b: there is no remaining candidate
-      c, e: counted by the server, minus what the client had received when it closed the connection (a lower bound)
+      c: counted by the server, minus what the client had received when it closed the connection (a lower bound)
       d: its num_tokens beyond those of the group's longest winner. Under the synchronous scheduler 0, or 1 for a
          candidate whose first step came one step before the winner's
   api_process_cpu_s   CPU seconds of the server's API process (process_cpu_seconds_total)
@@ -38,29 +37,30 @@ import asyncio
 import json
 import random
 import re
-import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
 import httpx
 import uvloop
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.common import (
+    arguments_of,
     median,
+    publish,
     raise_file_limit,
     ratios,
     record_of_run,
     server_process,
     settled_tokens,
-    write_json,
 )
 from benchmarks.prompts import cycle
+from benchmarks.tables import bars, columns, number, picture
 from vllm_rollout.demo.options import MAX_CANDIDATES
 from vllm_rollout.group.prompt_key import seed_for
 from vllm_rollout.models import DEFAULT_MODEL, resolve
@@ -73,16 +73,14 @@ from vllm_rollout.process import (
     server_flags,
 )
 
-Way = Literal["a", "b", "c", "e", "d"]
+Way = Literal["a", "b", "c", "d"]
 WAYS: dict[Way, str] = {
     "a": "stock, n=16, wait for all",
     "b": "stock, n=8, wait for all",
     "c": "stock, 16 streams, client aborts",
-    "e": "the same through httpx and json",
     "d": "vllm-rollout",
 }
-TABLE_WIDTH = 140
-"""Columns where the output is not a terminal."""
+Row = dict[str, Any]
 API_CPU = "process_cpu_seconds_total"
 TINY = "tiny-random"
 MAX_CANDIDATES_TINY = 1024
@@ -119,22 +117,6 @@ class Returned:
     """Candidates that were not finished when their group was complete."""
     tokens_received: int
     """Everything the client has got, returned or not."""
-
-
-@dataclass(frozen=True, slots=True)
-class Measurement:
-    """One way in one repeat."""
-
-    way: Way
-    repeat: int
-    wall_s: float
-    generated_tokens: int
-    returned_tokens: int
-    wasted_tokens: int
-    tokens_after_completion: float | None
-    num_remaining: int
-    api_process_cpu_s: float
-    client_cpu_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,46 +306,6 @@ async def stream_all(client: httpx.AsyncClient, task: Task) -> Read:
     return read
 
 
-async def stream_parsed(client: httpx.AsyncClient, task: Task) -> Read:
-    """Way e: a stream per candidate, read line by line and parsed; the rest are cancelled when enough have ended."""
-    received = 0
-
-    async def candidate(position: int, index: int) -> tuple[bool, int]:
-        """Whether it ended by itself, and its number of tokens."""
-        nonlocal received
-        body = task.body(position, index) | {"stream": True}
-        num_tokens, reason = 0, None
-        async with client.stream("POST", "/v1/completions", json=body) as response:
-            async for line in response.aiter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                (choice,) = json.loads(line.removeprefix("data: "))["choices"]
-                num_tokens += len(choice["token_ids"] or ())
-                received += len(choice["token_ids"] or ())
-                reason = choice["finish_reason"] or reason
-        return reason == "stop", num_tokens
-
-    async def group(position: int) -> tuple[int, int]:
-        """Tokens of the kept candidates, and the number of those cancelled."""
-        tasks = [asyncio.create_task(candidate(position, index)) for index in range(task.race.num_candidates)]
-        kept, cut = [], []
-        for ended in asyncio.as_completed(tasks):
-            by_itself, num_tokens = await ended
-            (kept if by_itself else cut).append(num_tokens)
-            if len(kept) == task.race.group_size:
-                break
-        remaining = [t for t in tasks if not t.done()]
-        for t in remaining:
-            t.cancel()
-        await asyncio.gather(*remaining, return_exceptions=True)
-        kept += cut[: task.race.group_size - len(kept)]
-        return sum(kept), len(remaining)
-
-    groups = await asyncio.gather(*map(group, range(len(task.prompts))))
-    returned, num_remaining = (sum(values) for values in zip(*groups, strict=True))
-    return lambda: Returned(returned, None, num_remaining, received)
-
-
 def _http_request(host: str, body: dict[str, Any]) -> bytes:
     content = json.dumps(body).encode()
     head = (
@@ -388,12 +330,11 @@ RUN: dict[Way, Callable[[httpx.AsyncClient, Task], Awaitable[Read]]] = {
     "a": lambda client, task: wait_for_all(client, task, task.race.num_candidates),
     "b": lambda client, task: wait_for_all(client, task, task.race.group_size),
     "c": stream_all,
-    "e": stream_parsed,
     "d": roll_out,
 }
 
 
-async def measure(server: ServerProcess, race: Race, way: Way, repeat: int, seed: int) -> Measurement:
+async def measure(server: ServerProcess, race: Race, way: Way, repeat: int, seed: int) -> Row:
     """Warm up, run one way, and read the counters before and after."""
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=server.url, timeout=None, limits=limits, trust_env=False) as client:
@@ -414,20 +355,20 @@ async def measure(server: ServerProcess, race: Race, way: Way, repeat: int, seed
             raise server.lost(error) from error
     outcome = read()
     after = outcome.tokens_after_completion
-    if way in ("c", "e") and outcome.num_remaining:
+    if way == "c" and outcome.num_remaining:
         after = (generated - outcome.tokens_received) / outcome.num_remaining
-    return Measurement(
-        way,
-        repeat,
-        round(wall_s, 3),
-        generated,
-        outcome.returned_tokens,
-        generated - outcome.returned_tokens,
-        None if after is None else round(after, 3),
-        outcome.num_remaining,
-        round(api_cpu, 2),
-        round(client_cpu, 2),
-    )
+    return {
+        "way": way,
+        "repeat": repeat,
+        "wall_s": round(wall_s, 3),
+        "generated_tokens": generated,
+        "returned_tokens": outcome.returned_tokens,
+        "wasted_tokens": generated - outcome.returned_tokens,
+        "tokens_after_completion": None if after is None else round(after, 3),
+        "num_remaining": outcome.num_remaining,
+        "api_process_cpu_s": round(api_cpu, 2),
+        "client_cpu_s": round(client_cpu, 2),
+    }
 
 
 async def _prompts(client: httpx.AsyncClient, race: Race, seed: int) -> list[list[int]]:
@@ -480,175 +421,119 @@ def run_races(races: Sequence[Race], repeats: int, seed: int, console: Console) 
                     measurements.append(measurement)
                     console.print(
                         f"{race.name}, {race.num_groups} groups, repeat {repeat + 1}/{repeats}, way {way}: "
-                        f"{measurement.wall_s:.2f} s, {measurement.generated_tokens:,} tokens generated, "
-                        f"{measurement.returned_tokens:,} returned"
+                        f"{measurement['wall_s']:.2f} s, {measurement['generated_tokens']:,} tokens generated"
                     )
             results.append(summarize(race, measurements))
     return results
 
 
-def summarize(race: Race, measurements: Sequence[Measurement]) -> dict[str, Any]:
+def summarize(race: Race, measurements: Sequence[Row]) -> dict[str, Any]:
     """Every measurement, medians per way, and the medians of the ratios x/d within a repeat."""
-    by_way = {way: sorted((m for m in measurements if m.way == way), key=lambda m: m.repeat) for way in race.ways}
-    medians = {}
-    for way, ours in by_way.items():
-        medians[way] = {
-            field: _median_or_none([getattr(m, field) for m in ours])
-            for field in Measurement.__dataclass_fields__
-            if field not in ("way", "repeat")
-        }
-    walls = {way: [m.wall_s for m in ours] for way, ours in by_way.items()}
+    by_way = {way: sorted((m for m in measurements if m["way"] == way), key=itemgetter("repeat")) for way in race.ways}
+    walls = {way: [m["wall_s"] for m in ours] for way, ours in by_way.items()}
+    others = [way for way in race.ways if way != "d" and "d" in walls]
     return {
         **asdict(race),
         "server_flags": race.flags,
-        "measurements": [asdict(m) for m in measurements],
-        "medians": medians,
-        "ratios": {f"{way}/d": round(median(ratios(walls[way], walls["d"])), 3) for way in race.ways if way != "d"}
-        if "d" in walls
-        else {},
+        "measurements": measurements,
+        "medians": {
+            way: {field: _median_or_none(m[field] for m in ours) for field in ours[0] if field not in ("way", "repeat")}
+            for way, ours in by_way.items()
+        },
+        "ratios": {f"{way}/d": round(median(ratios(walls[way], walls["d"])), 3) for way in others},
     }
 
 
-def _median_or_none(values: Sequence[float | None]) -> float | None:
+def _median_or_none(values: Iterable[float | None]) -> float | None:
     present = [value for value in values if value is not None]
     return round(median(present), 3) if present else None
 
 
-def show(result: dict[str, Any], console: Console) -> None:
-    table = Table(title="Medians; ratio: wall time over that of way d, paired within a repeat", title_justify="left")
-    for name in ("race", "way"):
-        table.add_column(name)
-    for name in ("wall s", "x/d", "generated", "returned", "wasted", "after 8th", "API CPU s", "client CPU s"):
-        table.add_column(name, justify="right")
-    for race in result["races"]:
-        for way, row in race["medians"].items():
-            after = row["tokens_after_completion"]
-            table.add_row(
-                f"{race['name']}, {race['num_groups']} groups" if way == next(iter(race["medians"])) else "",
-                f"{way}: {WAYS[way]}",
-                f"{row['wall_s']:.2f}",
-                f"{race['ratios'].get(f'{way}/d', 1):.2f}",
-                *(f"{row[field]:,.0f}" for field in ("generated_tokens", "returned_tokens", "wasted_tokens")),
-                "-" if after is None else f"{after:.2f}",
-                f"{row['api_process_cpu_s']:.1f}",
-                f"{row['client_cpu_s']:.1f}",
-            )
-        table.add_section()
-    console.print(table)
+def tables(result: dict[str, Any]) -> str:
+    rows = [
+        {**row, "race": f"{race['name']}, {race['num_groups']} groups", "way": way, "ratios": race["ratios"]}
+        for race in result["races"]
+        for way, row in race["medians"].items()
+    ]
+    return columns(
+        "Medians; x/d: wall time over that of way d, paired within a repeat",
+        rows,
+        {
+            "race": lambda row: row["race"],
+            "way": lambda row: f"{row['way']}: {WAYS[row['way']]}",
+            "wall s": lambda row: number(row["wall_s"], 2),
+            "x/d": lambda row: number(row["ratios"].get(f"{row['way']}/d", 1.0), 2),
+            "generated": lambda row: f"{row['generated_tokens']:,.0f}",
+            "returned": lambda row: f"{row['returned_tokens']:,.0f}",
+            "wasted": lambda row: f"{row['wasted_tokens']:,.0f}",
+            "after 8th": lambda row: number(row["tokens_after_completion"], 2),
+            "API CPU s": lambda row: number(row["api_process_cpu_s"], 1),
+            "client CPU s": lambda row: number(row["client_cpu_s"], 1),
+        },
+    )
 
 
-COLORS: dict[Way, str] = {"a": "#94a3b8", "b": "#64748b", "c": "#f59e0b", "e": "#b45309", "d": "#0f766e"}
-INK = "#1e293b"
+COLORS: dict[Way, str] = {"a": "#94a3b8", "b": "#64748b", "c": "#f59e0b", "d": "#0f766e"}
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
     """Left: wall time and tokens on the real model. Right: how the ratios grow with the number of groups."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     real = next(race for race in result["races"] if race["model"] != TINY)
     tiny = [race for race in result["races"] if race["model"] == TINY]
-    with plt.rc_context({"font.size": 10, "text.color": INK, "axes.labelcolor": INK, "xtick.color": INK}):
-        figure, (left, right) = plt.subplots(1, 2, figsize=(13.5, 4.6), dpi=120, width_ratios=(1.5, 1))
-        _draw_real(left, real)
-        _draw_concurrency(right, tiny)
-        for axes in (left, right):
-            axes.spines[["top", "right"]].set_visible(False)
-        figure.tight_layout(w_pad=3)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
-        plt.close(figure)
-
-
-def _draw_real(axes, race: dict[str, Any]) -> None:
-    slowest = max(row["wall_s"] for row in race["medians"].values())
-    for position, (way, row) in enumerate(race["medians"].items()):
-        axes.barh(position, row["wall_s"], color=COLORS[way], height=0.62)
-        runs = [measurement["wall_s"] for measurement in race["measurements"] if measurement["way"] == way]
-        axes.plot(runs, [position] * len(runs), "|", color=INK, ms=9, mew=1)
-        inside = min(runs) > 0.55 * slowest
-        axes.annotate(
-            f"{row['wall_s']:.1f} s, {row['generated_tokens']:,.0f} tokens generated",
-            (0 if inside else max(*runs, row["wall_s"]), position),
-            (10, 0),
-            textcoords="offset points",
-            va="center",
-            color="white" if inside else INK,
-            weight="bold",
+    with picture(path, figsize=(13.5, 4.6), width_ratios=(1.5, 1), w_pad=3) as (left, right):
+        medians = real["medians"]
+        bars(
+            left,
+            {way: row["wall_s"] for way, row in medians.items()},
+            colors=COLORS,
+            names={way: f"{way}: {title}" for way, title in WAYS.items()},
+            texts={
+                w: f"{r['wall_s']:.1f} s, {r['generated_tokens']:,.0f} tokens generated" for w, r in medians.items()
+            },
+            runs={way: [m["wall_s"] for m in real["measurements"] if m["way"] == way] for way in medians},
+            title=f"First {real['group_size']} of {real['num_candidates']} candidates, {real['num_groups']} prompts\n"
+            f"{Path(real['model']).name}, at most {real['max_tokens']} tokens",
+            xlabel="seconds until every group has its trajectories (ticks: single runs)",
         )
-    axes.set_yticks(range(len(race["medians"])), [f"{way}: {WAYS[way]}" for way in race["medians"]])
-    axes.invert_yaxis()
-    axes.set_xlabel("seconds until every group has its trajectories (ticks: single runs)")
-    axes.set_title(
-        f"First {race['group_size']} of {race['num_candidates']} candidates, {race['num_groups']} prompts\n"
-        f"{Path(race['model']).name}, at most {race['max_tokens']} tokens",
-        loc="left",
-        weight="bold",
-    )
+        _draw_concurrency(right, tiny)
 
 
-def _draw_concurrency(axes, races: Sequence[dict[str, Any]]) -> None:
+def _draw_concurrency(axes: Any, races: Sequence[dict[str, Any]]) -> None:
     ways = [way for way in WAYS if any(f"{way}/d" in race["ratios"] for race in races)]
     width = 0.8 / max(1, len(ways))
     for rank, way in enumerate(ways):
         places = [position - 0.4 + (rank + 0.5) * width for position in range(len(races))]
         heights = [race["ratios"].get(f"{way}/d", 0) for race in races]
-        bars = axes.bar(places, heights, 0.92 * width, color=COLORS[way], label=way)
-        axes.bar_label(bars, [f"{height:.2f}" for height in heights], padding=2, size=9)
+        drawn = axes.bar(places, heights, 0.92 * width, color=COLORS[way], label=way)
+        axes.bar_label(drawn, [f"{height:.2f}" for height in heights], padding=2, size=9)
     axes.axhline(1, color=COLORS["d"], lw=2, label="d = 1")
     axes.set_xticks(range(len(races)), [str(race["num_groups"]) for race in races])
     axes.margins(y=0.22)
     axes.set_xlabel("groups at once, 16 candidates each")
     axes.set_ylabel("wall time over that of d")
-    cap = races[0]["max_tokens"] if races else "-"
-    axes.set_title(f"More groups at once\ntiny random model, at most {cap} tokens", loc="left", weight="bold")
+    axes.set_title("More groups at once\ntiny random model", loc="left", weight="bold")
     axes.legend(frameon=False, fontsize=9, ncols=4, loc="upper center")
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.group_race",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = arguments_of(__doc__, "group_race", seed=7, repeats=3, plot=True)
     add = parser.add_argument
-    add("--model", default=DEFAULT_MODEL, help="model of the first part: a name of `vllm-rollout models list`, a "
-        "Hugging Face name or a directory (default %(default)s)")  # fmt: skip
-    add("--prompts", type=int, default=8, help="groups at once on the model (default 8)")
-    add("--max-tokens", type=int, default=1024, help="length cap on the model (default 1024)")
+    add("--model", default=DEFAULT_MODEL, help="of the first part (default %(default)s)")
+    add("--prompts", type=int, default=8, help="groups at once on the model (default %(default)s)")
+    add("--max-tokens", type=int, default=1024, help="length cap on the model (default %(default)s)")
     add("--groups", type=int, nargs="*", default=[4, 16, 64], help="groups at once on the tiny random model (default "
         "4 16 64; none: leave this part out)")  # fmt: skip
-    add("--tiny-max-tokens", type=int, default=512, help="length cap on the tiny model; an output token ends an answer "
-        "with a chance of about 1/512 (default 512)")  # fmt: skip
-    add("--group-size", type=int, default=8, help="M, trajectories kept per prompt (default 8)")
-    add("--candidates", type=int, default=16, help="M', candidates per prompt in ways a, c and d (default 16)")
-    add("--ways", default="abcd", help="which ways to run, in this order, e.g. cd (default abcd)")
-    add("--repeats", type=int, default=3, help="repeats of every way; the order turns round each time (default 3)")
-    add("--seed", type=int, default=7, help="repeat r samples with seed + 1000 r (default 7)")
-    add("--output", type=Path, help="where the JSON goes (default benchmarks/results/group_race.json, with --quick "
-        "benchmarks/results/group_race_quick.json)")  # fmt: skip
-    add("--plot", type=Path, default=Path("docs/group_race.png"), help="where the picture goes (default %(default)s); "
-        "not drawn with --quick")  # fmt: skip
-    add("--plot-only", action="store_true", help="measure nothing: draw the picture from the JSON at --output")
-    add("--quick", action="store_true", help="one repeat of 2 prompts of at most 128 tokens, and 2 and 4 tiny groups: "
-        "proves that everything runs, 2 to 6 minutes, mostly server starts; its ratios mean nothing")  # fmt: skip
+    add("--tiny-max-tokens", type=int, default=512, help="length cap on the tiny model (default %(default)s)")
+    add("--group-size", type=int, default=8, help="M, trajectories kept per prompt (default %(default)s)")
+    add("--candidates", type=int, default=16, help="M', candidates per prompt in ways a, c and d (default %(default)s)")
+    add("--ways", default="abcd", help="which ways to run, in this order, e.g. cd (default %(default)s)")
     arguments = parser.parse_args()
-    if arguments.quick:
-        arguments.prompts, arguments.max_tokens, arguments.groups, arguments.repeats = 2, 128, [2, 4], 1
-        arguments.tiny_max_tokens = 128
-    if arguments.output is None:
-        name = "group_race_quick.json" if arguments.quick else "group_race.json"
-        arguments.output = Path("benchmarks/results") / name
     if not arguments.ways or set(arguments.ways) - set(WAYS) or len(set(arguments.ways)) < len(arguments.ways):
         parser.error(f"--ways must be some of {''.join(WAYS)}, each once, got {arguments.ways!r}")
     if not 1 <= arguments.group_size <= arguments.candidates:
         parser.error(f"--group-size must be in 1 to --candidates ({arguments.candidates}), got {arguments.group_size}")
     if max([0, *arguments.groups]) * arguments.candidates > MAX_CANDIDATES_TINY:
-        parser.error(
-            f"--groups times --candidates must be at most {MAX_CANDIDATES_TINY}, got {max(arguments.groups)} groups"
-        )
+        parser.error(f"--groups times --candidates must be at most {MAX_CANDIDATES_TINY}, got {max(arguments.groups)}")
     if arguments.prompts * arguments.candidates > MAX_CANDIDATES:
         parser.error(f"--prompts times --candidates must be at most {MAX_CANDIDATES}, got {arguments.prompts} prompts")
     return arguments
@@ -656,26 +541,18 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
-    sys.stdout.reconfigure(line_buffering=True)  # a log file shows each measurement when it is there
-    console = Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)
-    if not arguments.plot_only:
-        exit_on_sigterm()
-        ways: tuple[Way, ...] = tuple(arguments.ways)
-        sizes = (arguments.group_size, arguments.candidates)
-        races = [Race("real model", arguments.model, arguments.prompts, *sizes, arguments.max_tokens, ways)]
-        races += [Race("tiny model", TINY, n, *sizes, arguments.tiny_max_tokens, ways) for n in arguments.groups]
-        raise_file_limit(2 * max(race.num_groups * race.num_candidates for race in races) + 256)
-        result = record_of_run(seed=arguments.seed, workload={"ways": WAYS, "conditions": __doc__})
-        try:
-            result["races"] = run_races(races, arguments.repeats, arguments.seed, console)
-        except (ServerError, ValueError) as error:
-            raise SystemExit(f"group_race: {error}") from error
-        write_json(arguments.output, result)
-        show(result, console)
-        console.print(f"written to {arguments.output}")
-    if arguments.plot_only or not arguments.quick:
-        draw(json.loads(arguments.output.read_text()), arguments.plot)
-        console.print(f"picture: {arguments.plot}")
+    exit_on_sigterm()
+    ways: tuple[Way, ...] = tuple(arguments.ways)
+    sizes = (arguments.group_size, arguments.candidates)
+    races = [Race("real model", arguments.model, arguments.prompts, *sizes, arguments.max_tokens, ways)]
+    races += [Race("tiny model", TINY, n, *sizes, arguments.tiny_max_tokens, ways) for n in arguments.groups]
+    raise_file_limit(2 * max(race.num_groups * race.num_candidates for race in races) + 256)
+    result = record_of_run(seed=arguments.seed, workload={"ways": WAYS, "conditions": __doc__})
+    try:
+        result["races"] = run_races(races, arguments.repeats, arguments.seed, Console(stderr=True))
+    except (ServerError, ValueError) as error:
+        raise SystemExit(f"group_race: {error}") from error
+    publish(arguments, result, tables, draw)
 
 
 if __name__ == "__main__":

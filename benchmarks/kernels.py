@@ -18,19 +18,19 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.common import record_of_run, write_json
+from benchmarks.common import arguments_of, publish, record_of_run
+from benchmarks.gpu_check.kernels import DTYPES, tensors_of
 from benchmarks.kernel_inputs import MAX_LEN, NUM_HIDDEN, Inputs
+from benchmarks.tables import columns, number
 from vllm_rollout.config import CONFIDENCE_WINDOW_TOKENS
 from vllm_rollout.tracker.dispatch import OPERATORS, REFERENCES, Operator
 from vllm_rollout.tracker.ops import active_implementation
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 Call = Callable[[], Any]
 
 
@@ -46,37 +46,20 @@ class Case:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Time every operator (C++ on the CPU, Triton on CUDA) against its torch reference and write JSON.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument(
-        "--operator", choices=OPERATORS, nargs="+", default=list(OPERATORS), help="operators to measure alone"
-    )
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 256], help="rows of a step")
-    parser.add_argument("--vocab", type=int, nargs="+", default=[512, 49152, 151936], help="vocabulary sizes")
-    parser.add_argument("--due", type=int, nargs="+", default=[1, 4, 16, 64, 256, 1024], help="rows that are due")
-    parser.add_argument("--hidden", type=int, nargs="+", default=[576, 896, 4096], help="sizes of the hidden state")
-    parser.add_argument(
-        "--dtype", choices=DTYPES, nargs="+", default=["bfloat16", "float32"], help="dtypes of logits and hidden states"
-    )
-    parser.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        nargs="+",
-        default=["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"],
-        help="devices; CUDA is a default where there is one",
-    )
-    parser.add_argument("--pairs", type=int, default=31, help="paired runs of a row at most")
-    parser.add_argument("--min-pairs", type=int, default=5, help="paired runs of a row at least")
-    parser.add_argument("--seconds", type=float, default=1.5, help="stop a row after this long, with --min-pairs done")
-    parser.add_argument(
-        "--threads", type=int, default=1, help="CPU threads for both sides; more only on a machine without other work"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of all numbers")
-    parser.add_argument(
-        "--output", type=Path, default=Path("benchmarks/results/kernels.json"), help="where the JSON goes"
-    )
+    parser = arguments_of(__doc__, "kernels")
+    add = parser.add_argument
+    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    add("--operator", choices=OPERATORS, nargs="+", default=list(OPERATORS), help="operators to measure alone")
+    add("--rows", type=int, nargs="+", default=[1, 16, 64, 256], help="rows of a step")
+    add("--vocab", type=int, nargs="+", default=[512, 49152, 151936], help="vocabulary sizes")
+    add("--due", type=int, nargs="+", default=[1, 4, 16, 64, 256, 1024], help="rows that are due")
+    add("--hidden", type=int, nargs="+", default=[576, 896, 4096], help="sizes of the hidden state")
+    add("--dtype", choices=DTYPES, nargs="+", default=["bfloat16", "float32"], help="of logits and hidden states")
+    add("--device", choices=("cpu", "cuda"), nargs="+", default=devices, help="CUDA too where there is one")
+    add("--pairs", type=int, default=31, help="paired runs of a row at most")
+    add("--min-pairs", type=int, default=5, help="paired runs of a row at least")
+    add("--seconds", type=float, default=1.5, help="stop a row after this long, with --min-pairs done")
+    add("--threads", type=int, default=1, help="CPU threads for both sides; more only on a machine without other work")
     return parser.parse_args()
 
 
@@ -185,16 +168,8 @@ def largest_difference(case: Case, compute: Callable[..., Any]) -> float:
     results = []
     for function in (compute, REFERENCES[case.operator]):
         own = [value.clone() if isinstance(value, Tensor) else value for value in case.arguments]
-        results.append(list(tensors_of(function(*own))))
+        results.append(tensors_of(function(*own)))
     return max((a - b).abs().max().item() for a, b in zip(*results, strict=True))
-
-
-def tensors_of(result: Any) -> Iterator[Tensor]:
-    if isinstance(result, Tensor):
-        yield result
-    else:
-        for part in result:
-            yield from tensors_of(part)
 
 
 def measure_case(case: Case, device: str, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -222,31 +197,9 @@ def measure_steps(inputs: Inputs, arguments: argparse.Namespace) -> Iterator[dic
             yield {"device": inputs.device, **size, "dtype": "bfloat16", **result}
 
 
-def print_row(name: str, row: dict[str, Any]) -> None:
-    sizes = ("num_rows", "num_due", "capacity", "max_len", "vocab_size", "hidden_size", "dtype")
-    size = ", ".join(f"{key} {row[key]}" for key in sizes if key in row)
-    other = f", reference {row['reference_us']} us, {row['speedup']} times faster" if "speedup" in row else ""
-    print(f"{row['device']} {name}: {size}: {row['kernel_us']} us{other}", flush=True)
-
-
 def main() -> None:
     arguments = parse_arguments()
     torch.set_num_threads(arguments.threads)
-    rows, steps = [], []
-    for device in arguments.device:
-        for name in arguments.operator:
-            implementation = active_implementation(device, name)
-            reason = f" ({implementation.reason})" if implementation.reason else ""
-            print(f"{name} on {device}: {implementation.name}{reason}", flush=True)
-        inputs = Inputs(device, arguments.seed)
-        for case in cases(inputs, arguments):
-            if case.operator in arguments.operator:
-                rows.append(measure_case(case, device, arguments))
-                print_row(case.operator, rows[-1])
-        for row in measure_steps(inputs, arguments):
-            steps.append(row)
-            print_row("step", row)
-
     record = record_of_run(
         seed=arguments.seed,
         workload="logits from a normal distribution with standard deviation 4, one sampled token per row; hidden "
@@ -258,7 +211,26 @@ def main() -> None:
         "num_threads": arguments.threads,
     }
     record["clock"] = {device: clock_for(device, arguments.threads).__name__ for device in arguments.device}
-    write_json(arguments.output, {**record, "rows": rows, "steps": steps})
+    rows, steps = [], []
+    for device in arguments.device:
+        inputs = Inputs(device, arguments.seed)
+        wanted = (case for case in cases(inputs, arguments) if case.operator in arguments.operator)
+        rows += [measure_case(case, device, arguments) for case in wanted]
+        steps += measure_steps(inputs, arguments)
+    publish(arguments, {**record, "rows": rows, "steps": steps}, tables)
+
+
+def tables(result: dict[str, Any]) -> str:
+    sizes = ("num_rows", "num_due", "capacity", "max_len", "vocab_size", "hidden_size", "dtype")
+    cells = {
+        "device": lambda row: row["device"],
+        "operator": lambda row: f"{row['operator']}, {row['implementation']}" if "operator" in row else "step",
+        "size": lambda row: ", ".join(f"{key} {row[key]}" for key in sizes if key in row),
+        "us": lambda row: number(row["kernel_us"], 0),
+        "torch reference, us": lambda row: number(row.get("reference_us"), 0),
+        "factor": lambda row: number(row.get("speedup"), 1),
+    }
+    return columns("Operators, and what a step pays in all", [*result["rows"], *result["steps"]], cells)
 
 
 if __name__ == "__main__":

@@ -12,9 +12,11 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import field, fields
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
+from pydantic import TypeAdapter
 from rich.console import Console
 from rich.markdown import Markdown
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -31,12 +33,10 @@ Progressed = Callable[[float, float, str], None]
 
 
 class Run(Protocol):
-    """What a log keeps."""
+    """What a log keeps: a dataclass."""
 
     @property
     def key(self) -> Any: ...
-
-    def to_json(self) -> dict[str, Any]: ...
 
 
 RunType = TypeVar("RunType", bound=Run)
@@ -45,11 +45,12 @@ RunType = TypeVar("RunType", bound=Run)
 class RunLog(Generic[RunType]):
     """Runs by key, in a file of one JSON line each; a run that is made again takes the place of the older one."""
 
-    def __init__(self, path: Path, from_json: Callable[[Mapping[str, Any]], RunType]) -> None:
+    def __init__(self, path: Path, run_type: type[RunType]) -> None:
         self._path = path
+        self._adapter = TypeAdapter(run_type)
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = path.read_text().splitlines() if path.exists() else []
-        self._runs = {run.key: run for run in map(from_json, map(json.loads, lines))}
+        self._runs = {run.key: run for run in map(self._adapter.validate_json, lines)}
 
     @property
     def runs(self) -> list[RunType]:
@@ -65,19 +66,31 @@ class RunLog(Generic[RunType]):
         return iter(self._runs.values())
 
     def add(self, run: RunType) -> None:
-        with self._path.open("a") as file:
-            file.write(json.dumps(run.to_json()) + "\n")
+        with self._path.open("ab") as file:
+            file.write(self._adapter.dump_json(run) + b"\n")
         self._runs[run.key] = run
 
 
+def size(default: Any, text: str, parse: Callable[[str], Any] | None = None) -> Any:
+    """A field of a benchmark's sizes that is an option of its command line, too."""
+    return field(default=default, metadata={"text": text, "parse": parse or type(default)})
+
+
+def check_positive(sizes: Any, names: Iterable[str]) -> None:
+    """Raises: ValueError for one of these sizes that is below 1."""
+    for name in names:
+        if getattr(sizes, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(sizes, name)}")
+
+
 def check_same_sizes(
-    made: Mapping[str, Any], asked: Mapping[str, Any], fields: Iterable[str], made_what: str, remedy: str
+    made: Mapping[str, Any], asked: Mapping[str, Any], names: Iterable[str], made_what: str, remedy: str
 ) -> None:
     """Raises: ValueError when `made_what` was made with other sizes than are asked for."""
-    for field in fields:
-        if made[field] != asked[field]:
+    for name in names:
+        if made[name] != asked[name]:
             raise ValueError(
-                f"--{field.replace('_', '-')} must be {made[field]!r}, which {made_what}, got {asked[field]!r}. "
+                f"--{name.replace('_', '-')} must be {made[name]!r}, which {made_what}, got {asked[name]!r}. "
                 f"Name another --output, or {remedy}."
             )
 
@@ -93,7 +106,7 @@ def begin(folder: Path, sizes: Mapping[str, Any], seed: int, workload: Any, free
     if not file.exists():
         write_json(file, {**record_of_run(seed=seed, workload=workload), "sizes": sizes})
     begun = json.loads(file.read_text())
-    fields_that_matter = [field for field in sizes if field not in free]
+    fields_that_matter = [name for name in sizes if name not in free]
     made_what, remedy = f"the runs in {folder} were made with", "measure anew with --again"
     check_same_sizes(begun["sizes"], sizes, fields_that_matter, made_what, remedy)
     return begun
@@ -152,20 +165,32 @@ def progress(console: Console) -> Iterator[Progressed]:
         yield progressed
 
 
-def add_arguments(parser: argparse._ActionsContainer, name: str) -> None:
-    """What every such benchmark takes. `name` is that of its folder, result and picture."""
-    add = parser.add_argument
-    add("--quick", action="store_true", help="small sizes, tiny-random unless --model is given; no picture")
-    add("--output", type=Path, help=f"results (default benchmarks/results/{name}.json, with --quick "
-        f".scratch/{name}_quick.json); logs and state go into the folder of that name beside it")  # fmt: skip
-    add("--plot", type=Path, default=Path(f"docs/{name}.png"), help="the picture (default %(default)s)")
-    add("--plot-only", action="store_true", help="measure nothing: tables and picture from the JSON at --output")
-    add("--server-args", default="", help="more flags for the server, e.g. '--gpu-memory-utilization 0.1' where other "
-        "engines share the machine")  # fmt: skip
+def parse(
+    name: str, description: str | None, sizes: type, quick: Mapping[str, Any], add: Callable[[Any], None]
+) -> argparse.Namespace:
+    """Arguments, `sizes` among them; those of `--quick` are in place, and without `--output` it begins anew.
 
-
-def parse(parser: argparse.ArgumentParser, name: str, quick: Mapping[str, Any]) -> argparse.Namespace:
-    """Arguments with the sizes of `--quick` in place; without `--output` a quick run begins anew."""
+    name: of the benchmark's folder, result and picture. add: arguments that no other benchmark has.
+    """
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{name}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    option = parser.add_argument
+    option("--quick", action="store_true", help="small sizes, tiny-random unless --model is given; no picture")
+    option("--again", action="store_true", help="forget earlier runs of this output")
+    option("--output", type=Path, help=f"results (default benchmarks/results/{name}.json, with --quick "
+           f".scratch/{name}_quick.json); logs and state go into the folder of that name beside it")  # fmt: skip
+    option("--plot", type=Path, default=Path(f"docs/{name}.png"), help="the picture (default %(default)s)")
+    option("--plot-only", action="store_true", help="measure nothing: tables and picture from the JSON at --output")
+    option("--server-args", default="", help="more flags for the server, e.g. '--gpu-memory-utilization 0.1' where "
+           "other engines share the machine")  # fmt: skip
+    add(option)
+    group = parser.add_argument_group("sizes; defaults are those of the recorded run")
+    for each in fields(sizes):
+        flag, parse_text = f"--{each.name.replace('_', '-')}", each.metadata["parse"]
+        group.add_argument(flag, type=parse_text, default=each.default, help=f"{each.metadata['text']} (%(default)s)")
     if "--quick" in sys.argv[1:]:
         parser.set_defaults(**quick)
     arguments = parser.parse_args()
@@ -177,20 +202,24 @@ def parse(parser: argparse.ArgumentParser, name: str, quick: Mapping[str, Any]) 
 
 def main(
     name: str,
-    arguments: argparse.Namespace,
-    measure: Callable[[Console], None],
+    description: str | None,
+    sizes: type,
+    quick: Mapping[str, Any],
+    measure: Callable[[argparse.Namespace, Any, Console], None],
     tables: Callable[[Mapping[str, Any]], str],
     draw: Callable[[Mapping[str, Any], Path], None],
+    add: Callable[[Any], None] = lambda option: None,
 ) -> None:
     """Measure what is missing and write the output, unless only the picture is wanted; then show what is there.
 
     Raises: SystemExit with what is wrong.
     """
+    arguments = parse(name, description, sizes, quick, add)
     console = Console(stderr=True)
     exit_on_sigterm()
     try:
         if not arguments.plot_only:
-            measure(console)
+            measure(arguments, sizes(**{each.name: getattr(arguments, each.name) for each in fields(sizes)}), console)
         result = json.loads(arguments.output.read_text())
     except (ServerError, RolloutError, ValueError, FileNotFoundError) as error:
         raise SystemExit(f"{name}: {error}") from error

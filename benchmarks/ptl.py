@@ -18,27 +18,25 @@ import argparse
 import os
 import re
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
-from benchmarks.common import record_of_run, server_process, write_json
+from benchmarks.common import ROOT, arguments_of, publish, record_of_run, server_process
 from benchmarks.prompts import cycle
+from benchmarks.tables import columns, number, percent, picture
 from vllm_rollout.group.cost import CostModel, computed_prompt_tokens, rollout_time
 from vllm_rollout.models import DEFAULT_MODEL, resolve
-from vllm_rollout.process import MAX_BATCHED_TOKENS, ServerProcess, exit_on_sigterm, runs_on_cpu
+from vllm_rollout.process import MAX_BATCHED_TOKENS, ServerProcess, exit_on_sigterm, log_folder, runs_on_cpu
 from vllm_rollout.profiling.grid import Wanted
 from vllm_rollout.profiling.options import Options
-from vllm_rollout.profiling.picture import CONTEXT_COLORS, FAINT, INK, STYLE, draw_size
+from vllm_rollout.profiling.picture import draw_size
 from vllm_rollout.profiling.profile_file import Profile
 from vllm_rollout.profiling.run import run as run_profile
 
@@ -85,17 +83,15 @@ QUICK = (Workload(1, 4, 64), Workload(4, 4, 96), Workload(2, 8, 64, filler=8))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments_of(__doc__, "ptl", plot=True)
+    parser.set_defaults(seed=None)
     parser.add_argument("--model", default=DEFAULT_MODEL)
-    parser.add_argument("--profile", type=Path, default=Path("benchmarks/results/ptl_profile.json"))
+    parser.add_argument("--profile", type=Path, default=ROOT / "benchmarks/results/ptl_profile.json")
     parser.add_argument("--keep-profile", action="store_true", help="use the profile that is there")
-    parser.add_argument("--seed", type=int, help="of the sampling; default: none")
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/ptl.json"))
-    parser.add_argument("--picture", type=Path, default=Path("docs/ptl.png"))
     parser.add_argument("--quick", action="store_true", help="a quick profile and three small workloads")
     args = parser.parse_args()
     exit_on_sigterm()
-    console = Console()
+    console = Console(stderr=True)
     cores = sorted(os.sched_getaffinity(0))
     record = record_of_run(seed=args.seed, workload=[asdict(workload) for workload in _workloads(args)])
     if runs_on_cpu() and len(cores) > 1:
@@ -105,25 +101,13 @@ def main() -> None:
     if args.keep_profile:
         profile = Profile.read(args.profile)
     else:
-        options = Options(
-            model=args.model,
-            output=args.profile,
-            wanted=Wanted(quick=args.quick),
-            serve_flags=flags,
-            restart=True,
-            command=f"python -m benchmarks.ptl --model {args.model}",
-        )
+        command = f"python -m benchmarks.ptl --model {args.model}"
+        options = Options(args.model, args.profile, Wanted(quick=args.quick), flags, restart=True, command=command)
         profile = run_profile(options, console)
-    rows, drift = measure(args, flags, profile, console)
-    summary = summarise(rows)
-    show(rows, summary, console)
-    write_json(
-        args.output,
-        {**record, "profile": args.profile.name, "targets": {"median_error": TARGET_ERROR}, "summary": summary,
-         "fits": [fit_row(fit) for fit in profile.fits], "live_over_profile": drift, "workloads": rows},
-    )  # fmt: skip
-    draw(profile, rows, summary, args.picture)
-    console.print(f"written to {args.output} and {args.picture}")
+    rows, drift = measure(args, flags, profile)
+    numbers = {"summary": summarise(rows), "fits": [fit_row(fit) for fit in profile.fits], "live_over_profile": drift}
+    told = {"profile": args.profile.name, "targets": {"median_error": TARGET_ERROR}}
+    publish(args, {**record, **told, **numbers, "workloads": rows}, table, partial(draw, profile))
 
 
 def _workloads(args: argparse.Namespace) -> Sequence[Workload]:
@@ -131,27 +115,20 @@ def _workloads(args: argparse.Namespace) -> Sequence[Workload]:
 
 
 def measure(
-    args: argparse.Namespace, flags: Sequence[str], profile: Profile, console: Console
+    args: argparse.Namespace, flags: Sequence[str], profile: Profile
 ) -> tuple[list[dict[str, Any]], dict[str, float]]:
     """A row per workload, and the drift of the server's steps."""
-    workloads, seed = _workloads(args), args.seed
     engine = profile.engine(1)
     assert engine is not None
     cost = replace(profile.cost(), max_num_seqs=MAX_NUM_SEQS)
+    flags = [*flags, "--rollout-profile", str(args.profile)]
     rows = []
-    with ExitStack() as stack:
-        log = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "server.log"
-        flags = [*flags, "--rollout-profile", str(args.profile)]
-        server = stack.enter_context(server_process("rollout", resolve(args.model), flags, log))
-        with console.status("the server starts"):
-            server.wait_until_healthy(lambda seconds, line: None)
-        roll_out(server, Workload(2, 2, 8), "warm-up", seed)
-        progress = stack.enter_context(Progress(console=console))
-        task = progress.add_task("rollouts", total=len(workloads))
-        for number, workload in enumerate(workloads):
-            measured, answer = roll_out(server, workload, str(number), seed and seed + 1000 * number)
+    with log_folder() as logs, server_process("rollout", resolve(args.model), flags, logs / "server.log") as server:
+        server.wait_until_healthy(lambda seconds, line: None)
+        roll_out(server, Workload(2, 2, 8), "warm-up", args.seed)
+        for number, workload in enumerate(_workloads(args)):
+            measured, answer = roll_out(server, workload, str(number), args.seed and args.seed + 1000 * number)
             rows.append(row_of(workload, measured, answer, cost, engine.block_size))
-            progress.advance(task)
         return rows, drift_of(httpx.get(f"{server.url}/metrics", trust_env=False).text)
 
 
@@ -229,74 +206,47 @@ def fit_row(fit) -> dict[str, Any]:
     }
 
 
-def show(rows: Sequence[dict[str, Any]], summary: dict[str, Any], console: Console) -> None:
-    table = Table(title="Seconds of group rollouts, predicted from their lengths")
-    names = ("prompts x size", "cap", "prompt", "longest", "measured", "predicted", "error", "Eq. 4 as printed")
-    for name in names:
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(
-            f"{row['num_prompts']} x {row['group_size']}", str(row["max_tokens"]), f"{row['mean_prompt_tokens']:.0f}",
-            str(max(row["lengths"])), f"{row['measured_s']:.2f}", f"{row['predicted_s']:.2f}", f"{row['error']:+.1%}",
-            f"{row['eq4_as_printed_error']:+.1%}",
-        )  # fmt: skip
-    table.caption = (
-        f"median error {summary['error']['median']:.1%} (target {TARGET_ERROR:.0%}), largest "
-        f"{summary['error']['largest']:.1%}; Eq. 4 as printed {summary['eq4_as_printed_error']['median']:.1%}"
+def table(result: dict[str, Any]) -> str:
+    summary = result["summary"]
+    rows = columns(
+        "Seconds of group rollouts, predicted from their lengths",
+        result["workloads"],
+        {
+            "prompts x size": lambda row: f"{row['num_prompts']} x {row['group_size']}",
+            "cap": lambda row: str(row["max_tokens"]),
+            "prompt": lambda row: number(row["mean_prompt_tokens"], 0),
+            "longest": lambda row: str(max(row["lengths"])),
+            "measured": lambda row: number(row["measured_s"], 2),
+            "predicted": lambda row: number(row["predicted_s"], 2),
+            "error": lambda row: percent(row["error"], 1),
+            "Eq. 4 as printed": lambda row: percent(row["eq4_as_printed_error"], 1),
+        },
     )
-    console.print(table)
+    return (
+        f"{rows}\n\nMedian error {percent(summary['error']['median'], 1)} (target {percent(TARGET_ERROR)}), largest "
+        f"{percent(summary['error']['largest'], 1)}; Eq. 4 as printed "
+        f"{percent(summary['eq4_as_printed_error']['median'], 1)}."
+    )
 
 
-def draw(profile: Profile, rows: Sequence[dict[str, Any]], summary: dict[str, Any], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    with plt.rc_context(STYLE):
-        figure, (times, speeds, scatter) = plt.subplots(1, 3, figsize=(17, 5.6), dpi=110, facecolor="white")
-        figure.subplots_adjust(left=0.045, right=0.985, top=0.8, bottom=0.11, wspace=0.2)
-        figure.text(
-            0.015, 0.93, f"From the profile, {summary['num_workloads']} real rollouts are predicted with a median "
-            f"error of {summary['error']['median']:.1%}", size=18, weight="bold",
-        )  # fmt: skip
-        figure.text(
-            0.015, 0.878, f"{Path(profile.model_name).name}, {profile.hardware['device']}, "
-            f"{profile.hardware['num_cpus']} CPUs, vLLM {profile.versions['vllm']}, {' '.join(profile.serve_flags)}",
-            size=10,
-        )  # fmt: skip
+def draw(profile: Profile, result: dict[str, Any], path: Path) -> None:
+    """Left, middle: the profile. Right: predicted against measured seconds."""
+    rows, summary = result["workloads"], result["summary"]
+    with picture(path, (17, 5), (1, 1, 1), 2) as (times, speeds, scatter):
         draw_size(times, speeds, profile, 1)
         measured = [row["measured_s"] for row in rows]
-        low, high = 0.8 * min(measured), 1.25 * max(measured)
-        scatter.fill_between(
-            [low, high], [low * 0.9, high * 0.9], [low * 1.1, high * 1.1], color=FAINT, alpha=0.5, lw=0, label="±10%"
-        )
-        scatter.plot([low, high], [low, high], color=INK, lw=1, ls=(0, (3, 2)))
-        plain = [row["eq4_as_printed_s"] for row in rows]
-        scatter.plot(
-            measured, plain, "o", ms=6, mfc="white", mec="#94a3b8",
-            label=f"Eq. 4 as printed, median error {summary['eq4_as_printed_error']['median']:.0%}",
-        )  # fmt: skip
-        scatter.plot(
-            measured, [row["predicted_s"] for row in rows], "o", ms=7, color=CONTEXT_COLORS[0],
-            label=f"with contexts and prefill, {summary['error']['median']:.1%}",
-        )  # fmt: skip
-        scatter.set_xscale("log")
-        scatter.set_yscale("log")
-        scatter.set_xlim(low, high)
-        scatter.set_ylim(low, high)
-        for axis in (scatter.xaxis, scatter.yaxis):
-            axis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
-            axis.set_major_formatter(matplotlib.ticker.StrMethodFormatter("{x:g}"))
-            axis.set_minor_locator(matplotlib.ticker.NullLocator())
-        scatter.set_title("group rollouts on a real server", loc="left", weight="bold", fontsize=11)
-        scatter.set_xlabel("measured, s")
-        scatter.set_ylabel("predicted from the lengths, s")
+        ends = (0.8 * min(measured), 1.25 * max(measured))
+        scatter.fill_between(ends, [0.9 * x for x in ends], [1.1 * x for x in ends], alpha=0.15, lw=0, label="±10%")
+        for name, error, label in (
+            ("eq4_as_printed_s", "eq4_as_printed_error", "Eq. 4 as printed"),
+            ("predicted_s", "error", "with contexts and prefill"),
+        ):
+            values = [row[name] for row in rows]
+            scatter.plot(measured, values, "o", label=f"{label}, median error {percent(summary[error]['median'], 1)}")
+        scatter.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
+        scatter.set_title("group rollouts on a real server", loc="left", weight="bold")
+        scatter.set(xlabel="measured, s", ylabel="predicted from the lengths, s")
         scatter.legend(loc="upper left", frameon=False)
-        for side in ("top", "right"):
-            scatter.spines[side].set_visible(False)
-        figure.savefig(path)
-        plt.close(figure)
 
 
 if __name__ == "__main__":

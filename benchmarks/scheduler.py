@@ -2,27 +2,19 @@
 
 Two schedulers step in turn, stock and ours, so that a machine's change of speed hits both. In the steady part nothing
 ends: this is the cost per step that a long rollout pays. In the ending part lengths differ and nothing is stopped early
-(group_size = 16 of 16), so both do the same work and the difference is what endings cost. Pauses (benchmarks/pauses.py)
-are what API processes ask of the engine core between two steps.
+(group_size = 16 of 16), so both do the same work and the difference is what endings cost.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import random
 import statistics
 import tempfile
 import time
-from pathlib import Path
 
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
-
-from benchmarks.common import record_of_run, write_json
-from benchmarks.pauses import pauses
+from benchmarks.common import arguments_of, publish, record_of_run
+from benchmarks.tables import columns, number
 from tests.support.dry_run import DryRun
 from vllm_rollout.adapter.core.scheduler import RolloutScheduler
 from vllm_rollout.adapter.wire import CandidateTag
@@ -35,44 +27,21 @@ TARGET_US = 0.3
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments_of(__doc__, "scheduler")
     parser.add_argument("--running", type=int, nargs="+", default=[64, 256, 1024, 4096], help="running requests")
-    parser.add_argument("--steps", type=int, default=200, help="counted steps per size (default 200)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--repeats", type=int, default=3, help="runs of the pauses, of which the median counts")
-    parser.add_argument(
-        "--pauses-only", action="store_true", help="measure the pauses, and keep the rest of the output as it is"
-    )
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/scheduler.json"))
+    parser.add_argument("--steps", type=int, default=200, help="counted steps per size (default %(default)s)")
     args = parser.parse_args()
-
+    workload = {
+        "steady": f"all requests decode, none ends; {args.steps} steps of each in turn; groups of {GROUP_SIZE}",
+        "ending": "output lengths uniform in [32, 256], every candidate runs to its own end",
+        "target_us_per_request_and_step": TARGET_US,
+    }
+    record = record_of_run(seed=args.seed, workload=workload)
     with tempfile.TemporaryDirectory() as model:
         tiny(model)
-        paused = median_run([pauses(model, seed=args.seed) for _ in track(range(args.repeats), "pauses")])
-        if args.pauses_only:
-            record = json.loads(args.output.read_text())
-            record["pauses"] = {**record.get("pauses", {}), "now": paused}
-            write_json(args.output, record)
-            show_pauses(record["pauses"])
-            return
-        steady = [steady_row(model, n, args.steps) for n in track(args.running, "steady, by size")]
-        ending = [ending_row(model, n, args.seed) for n in track(args.running, "endings, by size")]
-
-    record = record_of_run(
-        seed=args.seed,
-        workload={
-            "steady": f"all requests decode, none ends; {args.steps} steps of each in turn; groups of {GROUP_SIZE}",
-            "ending": "output lengths uniform in [32, 256], every candidate runs to its own end",
-            "target_us_per_request_and_step": TARGET_US,
-        },
-    )
-    record["steady"], record["ending"] = steady, ending
-    before = json.loads(args.output.read_text()).get("pauses", {}) if args.output.exists() else {}
-    record["pauses"] = {**before, "now": paused}
-    write_json(args.output, record)
-    show(steady, ending)
-    show_pauses(record["pauses"])
-    Console().print(f"written to {args.output}")
+        record["steady"] = [steady_row(model, num_running, args.steps) for num_running in args.running]
+        record["ending"] = [ending_row(model, num_running, args.seed) for num_running in args.running]
+    publish(args, record, tables)
 
 
 def steady_row(model: str, num_running: int, num_steps: int) -> dict:
@@ -139,13 +108,6 @@ def ending_row(model: str, num_running: int, seed: int) -> dict:
     }
 
 
-def median_run(runs: list[dict]) -> dict:
-    """The run whose longest pause is the median one, and how long that was in the others."""
-    ordered = sorted(runs, key=lambda run: run["pauses"]["longest_cpu_ms"])
-    longest = [run["pauses"]["longest_cpu_ms"] for run in ordered]
-    return {**ordered[len(ordered) // 2], "longest_pauses_cpu_ms": longest}
-
-
 def _dry_run(model: str, name: str, num_running: int) -> DryRun:
     from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -158,39 +120,21 @@ def _tag(i: int) -> dict:
     return CandidateTag(group, i % GROUP_SIZE, GROUP_SIZE, GROUP_SIZE, True, OUTPUT_INTERVAL_TOKENS).to_extra_args()
 
 
-def show(steady: list[dict], ending: list[dict]) -> None:
-    table = Table("running", "stock us/step", "idle: extra", "tagged us/step", "tagged: extra", "extra per request, us")
-    for row in steady:
-        table.add_row(
-            str(row["num_running"]),
-            f"{row['stock_us_per_step']:.0f}",
-            f"{row['idle_extra_us_per_step']:+.1f}",
-            f"{row['tagged_us_per_step']:.0f}",
-            f"{row['tagged_extra_us_per_step']:+.0f}",
-            f"{row['tagged_extra_us_per_request']:+.3f}",
-        )
-    Console().print(table)
-    table = Table("requests that end", "stock s", "tagged s", "extra per request and step, us", "messages", "ours")
-    for row in ending:
-        table.add_row(
-            str(row["num_requests"]),
-            f"{row['stock_s']:.2f}",
-            f"{row['tagged_s']:.2f}",
-            f"{row['extra_us_per_request_and_step']:+.3f}",
-            str(row["messages_stock"]),
-            str(row["messages_tagged"]),
-        )
-    Console().print(table)
-
-
-def show_pauses(runs: dict) -> None:
-    """`runs`: what is measured now, and what another commit took."""
-    table = Table("between two steps", "calls", "longest, ms", "longest, CPU ms", "median, CPU ms", "all, CPU ms")
-    for name, run in runs.items():
-        for what, row in {"all calls": run["pauses"], **run["calls"]}.items():
-            columns = ("longest_ms", "longest_cpu_ms", "median_cpu_ms", "total_cpu_ms")
-            table.add_row(f"{name}: {what}", str(row["num"]), *(f"{row[column]:.1f}" for column in columns))
-    Console().print(table)
+def tables(result: dict) -> str:
+    steady = {
+        "running": lambda row: number(row["num_running"]),
+        "stock, us per step": lambda row: number(row["stock_us_per_step"], 0),
+        "idle: extra": lambda row: f"{row['idle_extra_us_per_step']:+,.0f}",
+        "tagged: extra": lambda row: f"{row['tagged_extra_us_per_step']:+,.0f}",
+        "extra per request, us": lambda row: f"{row['tagged_extra_us_per_request']:+.2f}",
+    }
+    ending = {
+        "requests": lambda row: number(row["num_requests"]),
+        "extra per request and step, us": lambda row: f"{row['extra_us_per_request_and_step']:+.2f}",
+        "messages, stock": lambda row: number(row["messages_stock"]),
+        "messages, ours": lambda row: number(row["messages_tagged"]),
+    }
+    return columns("Nobody ends", result["steady"], steady) + "\n\n" + columns("With endings", result["ending"], ending)
 
 
 if __name__ == "__main__":

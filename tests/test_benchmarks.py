@@ -8,18 +8,17 @@ from contextlib import suppress
 
 import pytest
 
-from benchmarks.common import percentile, ratios, record_of_run
+from benchmarks.common import percentile, record_of_run
 from benchmarks.group_race import (
     TINY,
-    Measurement,
     Race,
     StreamingGroup,
     TokenStream,
     draw,
     split_group,
     summarize,
+    tables,
 )
-from benchmarks.prompts import PROMPTS, cycle
 from vllm_rollout import process
 from vllm_rollout.demo import picture
 from vllm_rollout.demo.options import Options
@@ -80,17 +79,6 @@ def test_percentile_interpolates_and_refuses_nothing():
         percentile([], 50)
     with pytest.raises(ValueError, match=r"\[0, 100\]"):
         percentile([1], 101)
-
-
-def test_ratios_need_pairs():
-    assert ratios([6, 8], [3, 2]) == [2, 4]
-    with pytest.raises(ValueError, match="shorter"):
-        ratios([1, 2], [1])
-
-
-def test_prompts_are_many_and_come_round_again():
-    assert len(set(PROMPTS)) == len(PROMPTS) >= 16
-    assert cycle(len(PROMPTS) + 1)[-1] == PROMPTS[0]
 
 
 def test_record_says_what_ran_and_where_without_local_paths(monkeypatch):
@@ -166,7 +154,8 @@ def test_streaming_group_falls_back_on_cut_candidates():
 
 
 def measurement(way, repeat, wall_s, after=None):
-    return Measurement(way, repeat, wall_s, 100, 40, 60, after, 8, 1.0, 0.5)
+    counts = {"generated_tokens": 100, "returned_tokens": 40, "wasted_tokens": 60, "tokens_after_completion": after}
+    return {"way": way, "repeat": repeat, "wall_s": wall_s, **counts, "api_process_cpu_s": 1.0, "client_cpu_s": 0.5}
 
 
 def test_summary_pairs_ratios_by_repeat():
@@ -183,8 +172,10 @@ def test_summary_pairs_ratios_by_repeat():
 def test_pictures_are_drawn(tmp_path):
     race = Race("real model", "some-model", 8, 8, 16, 1024, ("a", "d"))
     tiny = Race("tiny model", TINY, 4, 8, 16, 512, ("a", "d"))
-    runs = [measurement("a", 0, 3), measurement("d", 0, 1)]
-    draw({"races": [summarize(race, runs), summarize(tiny, runs)]}, tmp_path / "race.png")
+    runs = [measurement("a", 0, 3.0), measurement("d", 0, 1.0)]
+    result = {"races": [summarize(race, runs), summarize(tiny, runs)]}
+    assert "| real model, 8 groups | a: stock, n=16, wait for all | 3.00 | 3.00 | 100 |" in tables(result)
+    draw(result, tmp_path / "race.png")
 
     options = Options(prompts=2, group_size=1, candidates=2, max_tokens=16)
     stock = [Candidate(0, 3, "kept"), Candidate(1, 9, "unused")]

@@ -10,10 +10,10 @@ from dataclasses import replace
 import httpx
 import pytest
 
+from benchmarks.long_run import RunLog
 from benchmarks.rounds.client_side import client_rounds
-from benchmarks.rounds.measures import run_row, summarize
+from benchmarks.rounds.measures import Run, run_row, summarize
 from benchmarks.rounds.picture import draw, tables
-from benchmarks.rounds.records import Log, Run
 from benchmarks.rounds.setup import WAY_NAMES, Sizes, check, order
 from vllm_rollout.demo.rounds.rounds import Group, Period, Round
 from vllm_rollout.process import ServerError
@@ -105,8 +105,8 @@ def made_up(way: str, repeat: int, seconds: float) -> Run:
 
 def test_a_logged_run_is_read_back_as_it_was(tmp_path):
     run = made_up("run", 0, 2.0)
-    Log(tmp_path / "runs.jsonl").add(run)
-    assert Log(tmp_path / "runs.jsonl").runs == [run]
+    RunLog(tmp_path / "runs.jsonl", Run).add(run)
+    assert RunLog(tmp_path / "runs.jsonl", Run).runs == [run]
 
 
 def test_numbers_are_of_returned_trajectories_and_ratios_of_one_repeat(tmp_path):

@@ -1,34 +1,16 @@
-import json
-import math
+"""Benchmarks at RollPacker's scale: the machines and lengths that go in, and what is made of rounds and moves."""
 
 import numpy as np
 import pytest
 
-from benchmarks.common import write_json
-from benchmarks.rounds_simulated.picture import draw
-from benchmarks.rounds_simulated.run import Part, parts_of, rounds_drawn, rows_of
-from benchmarks.rounds_simulated.setup import (
-    BETWEEN_SHARE,
-    BOTH,
-    HBM_BYTES_PER_S,
-    MODEL_NAMES,
-    MODELS,
-    PROMPTS_ONLY,
-    RESPONSES_ONLY,
-    SYNCHRONOUS,
-    lengths,
-    speculating,
-    sweep_settings,
-    workload,
-)
-from benchmarks.rounds_simulated.tables import bound, end_to_end, row_of, tables
-from vllm_rollout.simulator.rounds.prompts import GeneratedDataSet
+from benchmarks import moves_emulated
+from benchmarks.emulated import EmulatedDataSet, Workload
+from benchmarks.rollpacker import BETWEEN_SHARE, HBM_BYTES_PER_S, MODEL_NAMES, MODELS
+from benchmarks.rounds_emulated import RoundRow, num_prompts, simulated, summary_of, table, terms_of
+from vllm_rollout.emulation.device import Work, step_seconds
+from vllm_rollout.emulation.settings import Settings
 
-
-@pytest.fixture(scope="module")
-def sweeps():
-    part = Part("7B/8k", [SYNCHRONOUS, RESPONSES_ONLY, PROMPTS_ONLY, BOTH], BETWEEN_SHARE, 640, 1, [5])
-    return part.run(lambda: None)
+ITS = Workload("7B/8k", num_ranks=2, num_prompts=8, group_size=2, seed=5)
 
 
 @pytest.mark.parametrize(("name", "num_ranks", "step_s"), [
@@ -51,69 +33,62 @@ def test_kv_bytes_are_those_of_the_model_cards():
 
 
 @pytest.mark.parametrize("name", MODEL_NAMES)
-@pytest.mark.parametrize("between", [0.18, 0.5, 0.75])
-def test_lengths_have_the_quartile_and_the_tail_they_are_fitted_to(name, between):
-    data = GeneratedDataSet(lengths(name, between, 4000), seed=1)
-    drawn = np.array([c.num_tokens for prompt in data.prompts for c in data.candidates(prompt, 0, 0, 8)])
+def test_lengths_have_the_quartile_and_the_tail_they_are_fitted_to(name):
+    data = EmulatedDataSet(Workload(name, 1, 8, 8, seed=1), 3000)
+    drawn = np.array([[c.num_tokens for c in data.candidates(prompt, 0, 0, 8)] for prompt in data.prompts])
     assert 950 < np.percentile(drawn, 75) < 1250
     assert 0.5 < 1024 * np.mean(drawn == MODELS[name].max_tokens) < 6
-    logs = np.log([[c.num_tokens for c in data.candidates(prompt, 1, 0, 8)] for prompt in data.prompts])
+    logs = np.log(drawn)
     within = logs.var(axis=1, ddof=1).mean()
-    assert (logs.mean(axis=1).var() - within / 8) / (logs.mean(axis=1).var() + within * 7 / 8) == pytest.approx(
-        between, abs=0.04
-    )
+    between = logs.mean(axis=1).var() - within / 8
+    assert between / (between + within) == pytest.approx(BETWEEN_SHARE, abs=0.04)
 
 
-def test_rollouts_are_not_the_whole_step():
-    assert end_to_end(1.0, 0.7) == pytest.approx(1)
-    assert end_to_end(math.inf, 0.7) == pytest.approx(1 / 0.3)
-    assert end_to_end(2.0, 0.7) == pytest.approx(1 / 0.65)
+@pytest.mark.parametrize(("batch", "context"), [(1, 0), (100, 1000), (290, 4000)])
+def test_a_step_takes_as_long_on_the_emulated_device_as_in_the_simulator(batch, context):
+    emulated = step_seconds(Settings.model_validate(ITS.device))(Work(batch, batch * context, 0))
+    assert emulated == pytest.approx(ITS.machine.cost.ptl(batch, context))
 
 
-def test_a_period_is_bounded_by_its_long_round():
-    assert bound({"prompt_s": 100.0}, {"num_returned": 5, "num_long": 1, "long_s": 125.0}) == 4
-    assert bound({"prompt_s": 100.0}, {"num_returned": 4, "num_long": 0, "long_s": None}) is None
+def test_a_period_hands_in_what_fills_its_long_round():
+    assert num_prompts(terms_of(ITS, 1.0, 1.25)) == 16
+    terms = terms_of(ITS, 1.25, 1.25)
+    data = EmulatedDataSet(ITS, num_prompts(terms))
+    assert [each.kind for each in simulated(ITS, terms, data)] == ["short"] * 4 + ["long"]
+    assert sorted(each["id"] for each in data.in_order(ITS.seed)) == sorted(prompt.id for prompt in data.prompts)
 
 
-def test_every_pair_of_factors_is_swept_once():
-    settings = sweep_settings()
-    assert settings[0] == SYNCHRONOUS == speculating(1, 1)
-    assert len(set(settings)) == len(settings) == 10
-    places = list(parts_of(512, 1, range(2)))
-    assert len(places) == 3 + 6 + 1 + 3 + 2
+def test_a_prompt_is_the_same_each_time_it_runs():
+    data = EmulatedDataSet(ITS, 8)
+    first = data.candidates(data.prompts[3], 0, 0, 4)
+    assert data.candidates(data.prompts[3], 0, 2, 2) == first[:2]
+    assert all(each.num_tokens <= ITS.model.max_tokens for each in first)
 
 
-def test_rows_say_what_a_run_measured(sweeps):
-    rows = rows_of(sweeps)
-    both = row_of(rows, 1.25, 1.25)
-    assert both is rows[-1]
-    outcome = sweeps[0].outcomes[-1]
-    assert both["round_s"] == outcome.round_s
-    assert both["speed_up"] == rows[0]["prompt_s"] / both["prompt_s"] > 1.5
-    assert both["fairness"]["least_returns"] == both["fairness"]["most_returns"] == 1
-    assert rows[0]["length_bias"] == 0
-    assert both["num_short"] / both["num_long"] == 4
+WORKLOAD = {"model": {"title": "7B"}, "prompts": 8, "group_size": 8, "ranks": 2, "speed": 0.5}
 
 
-def test_results_are_told_in_tables_and_a_picture(sweeps, tmp_path):
-    rows = rows_of(sweeps)
-    factors = {(1.0, f): rows[1] for f in (1.1, 1.25, 1.5)} | {(f, 1.0): rows[2] for f in (1.1, 1.25, 1.5)}
-    factors |= {(f, f): rows[3] for f in (1.1, 1.25, 1.5)}
-    named = [rows[0]] + [
-        row | {"prompt_speculation": prompts, "response_speculation": responses}
-        for (prompts, responses), row in factors.items()
+def test_settings_are_compared_with_the_first():
+    plain = summary_of([RoundRow("short", 40.0, 800, 100.0, 1000, 8)] * 2)
+    ours = summary_of([RoundRow("short", 10.0, 100, 50.0, 1000, 8), RoundRow("long", 30.0, 800, 300.0, 1000, 8)])
+    settings = [
+        {"prompt_speculation": f, "response_speculation": f, "emulated": its, "simulated": its, "idle_share": 0.01}
+        for f, its in ((1.0, plain), (1.25, ours))
     ]
-    result = {
-        "sweep": dict.fromkeys(MODEL_NAMES, named),
-        "shares": {name: {"0.18": rows} for name in MODEL_NAMES},
-        "queue_order": rows,
-        "whole_epochs": {"640": rows},
-        "order": {"once": rows},
-        "rounds": rounds_drawn(sweeps[0]),
-    }
-    write_json(tmp_path / "a.json", {"workload": workload(640, 1, 1), **result})
-    text = tables(json.loads((tmp_path / "a.json").read_text()))
-    assert f"{rows[3]['speed_up']:.2f}" in text
-    assert "None" not in text
-    draw(result, tmp_path / "a.png")
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    shown = table({"settings": settings, "workload": WORKLOAD})
+    assert "| 1.25 | 1.25 | 10.0 | 30.0 | 2.00 | 2.00 | 0.0 % | 100 | 8.0 | 1.0 % |" in shown
+
+
+def test_moves_are_compared_with_staying():
+    its = Workload("7B/8k", num_ranks=4, num_prompts=16, group_size=4, seed=5)
+    data = EmulatedDataSet(its, 16)
+    ways = {}
+    for way in moves_emulated.WAYS:
+        simulated_way = moves_emulated.simulated(its, data, way)
+        ways[way] = {"emulated": {**simulated_way, "move_seconds": None, "idle_share": 0}, "simulated": simulated_way}
+    assert ways["stay"]["simulated"]["num_moves"] == 0
+    for way in ("consolidate", "scale-down"):
+        assert ways[way]["simulated"]["freed_rank_s"] > ways["stay"]["simulated"]["freed_rank_s"]
+    shown = moves_emulated.table({"ways": ways, "workload": WORKLOAD | {"ranks": 4}}).splitlines()
+    assert [line.split(" | ")[2:5] for line in shown[4:5]] == [["1.000", "1.000", "0.0 %"]]
+    assert len(shown) == 4 + len(ways)

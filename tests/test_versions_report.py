@@ -4,9 +4,8 @@ import sys
 
 from packaging.requirements import Requirement
 
-from benchmarks.versions.__main__ import RESULT, rows_of, run_tests
+from benchmarks.versions.__main__ import RESULT, rows_of, run_tests, table
 from benchmarks.versions.environment import REQUIREMENTS, ROOT, WITHOUT_WHEEL, name_it_vllm, python_of
-from benchmarks.versions.report import table
 from vllm_rollout.adapter.compat import PREFERRED_VLLM, SUPPORTED_VLLM
 
 ADAPTER = {"passed": 10, "skipped": 2, "failed": [], "seconds": 61.6}

@@ -29,13 +29,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 from rich.console import Console
 
-from benchmarks.common import ROOT, median, raise_file_limit, record_of_run, server_process, write_json
+from benchmarks.common import ROOT, arguments_of, median, publish, raise_file_limit, record_of_run, server_process
 from benchmarks.front_end import binary
 from benchmarks.front_end.clients import TIMEOUT_S, WAYS
-from benchmarks.front_end.picture import draw
-from benchmarks.front_end.results import table
+from benchmarks.front_end.results import draw, table
 from benchmarks.front_end.sampling import WAITS
 from benchmarks.front_end.workload import DEVICE, NUM_CANDIDATES, ideal, lengths_of, prompts_of
 from vllm_rollout.emulation.step_log import Step, Summary, read_steps
@@ -50,38 +50,29 @@ EXTENSION = "benchmarks.front_end.sampling.StackSampler"
 WARM_UP_GROUPS = 4
 IDLE_S = 1.0
 """The engine is idle when its step log has not grown for this long."""
-TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 MAX_FUNCTIONS = 25
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--candidates", type=int, nargs="+", default=[256, 1024, 2048], help="at once, 16 to a group")
-    parser.add_argument("--ways", nargs="+", choices=(*WAYS, *RUST_WAYS), default=[*WAYS, *RUST_WAYS], help="clients")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=100)
-    parser.add_argument("--speed", type=float, default=1.0, help="--emulate-speed of the server")
-    parser.add_argument("--ranks", type=int, default=1, help="data-parallel ranks")
-    parser.add_argument("--api-servers", type=int, default=1)
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/front_end.json")
-    parser.add_argument("--plot", type=Path, help="the picture (default: beside the output)")
+    parser = arguments_of(__doc__, "front_end", seed=100, repeats=3)
+    add = parser.add_argument
+    add("--candidates", type=int, nargs="+", default=[256, 1024, 2048], help="at once, 16 to a group")
+    add("--ways", nargs="+", choices=(*WAYS, *RUST_WAYS), default=[*WAYS, *RUST_WAYS], help="clients")
+    add("--speed", type=float, default=1.0, help="--emulate-speed of the server")
+    add("--ranks", type=int, default=1, help="data-parallel ranks")
+    add("--api-servers", type=int, default=1)
+    add("--plot", type=Path, help="the picture (default: beside the output)")
     arguments = parser.parse_args()
     exit_on_sigterm()
     rust, missing = rust_front_end(arguments)
-    result = record_of_run(
-        seed=arguments.seed,
-        workload={
-            "device": DEVICE, "speed": arguments.speed, "ranks": arguments.ranks, "api_servers": arguments.api_servers,
-            "candidates_per_group": NUM_CANDIDATES, "repeats": arguments.repeats, "model": MODEL,
-            "rust_front_end": "beside ours" if rust else missing,
-        },
-    )  # fmt: skip
+    sizes = {name: getattr(arguments, name) for name in ("speed", "ranks", "api_servers", "repeats")}
+    workload = {"device": DEVICE, "candidates_per_group": NUM_CANDIDATES, "model": MODEL, **sizes}
+    workload["rust_front_end"] = "beside ours" if rust else missing
+    result = record_of_run(seed=arguments.seed, workload=workload)
     with tempfile.TemporaryDirectory() as folder:
         result |= measure(arguments, Path(folder), rust)
-    write_json(arguments.output, result)
-    if len(result["sizes"]) > 1:
-        draw(result, arguments.plot or arguments.output.with_suffix(".png"))
-    print(table(result))
+    arguments.plot = arguments.plot or arguments.output.with_suffix(".png")
+    publish(arguments, result, table, draw if len(result["sizes"]) > 1 else None)
 
 
 def rust_front_end(arguments: argparse.Namespace) -> tuple[Path | None, str]:
@@ -125,7 +116,7 @@ def measure(arguments: argparse.Namespace, folder: Path, rust: Path | None) -> d
         if rust is not None:
             server.url = f"http://127.0.0.1:{our_port}"
             start_s += server.wait_until_healthy(lambda seconds, line: None)
-        rounds = Rounds(server, rust_port, steps, arguments.ranks)
+        rounds = Rounds(server, rust_port, steps)
         for way in arguments.ways:
             rounds.run(way, WARM_UP_GROUPS, 1)
         for size in arguments.candidates:
@@ -136,9 +127,8 @@ def measure(arguments: argparse.Namespace, folder: Path, rust: Path | None) -> d
                 seed = arguments.seed + repeat
                 best = ideal(lengths_of(prompts_of(num_groups, seed)), arguments.ranks)
                 ideals.append(best._replace(seconds=best.seconds / arguments.speed)._asdict())
-                for way in (
-                    arguments.ways[repeat % len(arguments.ways) :] + arguments.ways[: repeat % len(arguments.ways)]
-                ):
+                start = repeat % len(arguments.ways)
+                for way in arguments.ways[start:] + arguments.ways[:start]:
                     runs[way].append(rounds.run(way, num_groups, seed))
                     console.print(f"{size} candidates, seed {seed}, {way}: {runs[way][-1]['wall_s']:.2f} s")
             shares = rounds.shares(num_groups, arguments.seed) if "rollouts" in arguments.ways else {}
@@ -159,14 +149,13 @@ def medians(size: dict[str, Any]) -> dict[str, dict[str, float]]:
 class Rounds:
     """Clients against one server, one after the other."""
 
-    def __init__(self, server: ServerProcess, rust_port: int, steps: Path, num_ranks: int) -> None:
+    def __init__(self, server: ServerProcess, rust_port: int, steps: Path) -> None:
         self._server = server
         self._rust_port = rust_port
         self._steps = steps
-        self._num_ranks = num_ranks
-        children = _children(server.pid)
-        self._engines = [pid for pid in children if "EngineCore" in _name(pid)]
-        self._front = [server.pid, *(pid for pid in children if pid not in self._engines)]
+        children = psutil.Process(server.pid).children()
+        self._engines = [child for child in children if "EngineCore" in " ".join(child.cmdline())]
+        self._front = [psutil.Process(server.pid), *(child for child in children if child not in self._engines)]
 
     def run(self, way: str, num_groups: int, seed: int) -> dict[str, Any]:
         self._wait_until_idle()
@@ -227,18 +216,5 @@ def _port(server: ServerProcess) -> int:
     return int(server.url.rpartition(":")[2])
 
 
-def _children(pid: int) -> list[int]:
-    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(child) for child in found]
-
-
-def _name(pid: int) -> str:
-    return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
-
-
-def _cpu_s(pids: list[int]) -> float:
-    total = 0
-    for pid in pids:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        total += int(fields[11]) + int(fields[12])
-    return total / TICKS_PER_S
+def _cpu_s(processes: list[psutil.Process]) -> float:
+    return sum(sum(process.cpu_times()[:2]) for process in processes)

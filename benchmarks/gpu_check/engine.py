@@ -81,6 +81,7 @@ class Wanted:
     num_candidates: int = 1
     early_stop: bool = False
     detection_length: int | None = None
+    logprobs: int | None = None
     expect: bool = False
     """Work its confidence out from the log probabilities of the whole vocabulary, too."""
 

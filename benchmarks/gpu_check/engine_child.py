@@ -89,7 +89,7 @@ class Child(MovingJobs):
             ignore_eos=True,
             stop_token_ids=None if ends_at is None else [STOP_TOKEN],
             logit_bias=None if ends_at is None else {STOP_TOKEN: 100.0},
-            logprobs=-1 if request["expect"] else None,
+            logprobs=-1 if request["expect"] else request["logprobs"],
             output_kind=RequestOutputKind.FINAL_ONLY,
             detokenize=False,
             extra_args=extra_args,

@@ -1,4 +1,5 @@
-"""Pieces that run the same requests in two ways and compare what comes out."""
+"""Pieces that run the same requests in two ways and compare what comes out, and those in which vLLM itself fails a step
+that does what it should not."""
 
 from __future__ import annotations
 
@@ -114,4 +115,27 @@ def sleep(engines: Engines) -> Result:
         engine.sleep_and_wake()
         after = engine.run(scored_groups(engines))["candidates"]
     compare(result, "before and after sleep", before, after)
+    return result
+
+
+def sync_check(engines: Engines) -> Result:
+    return steps_pass(engines, Settings(options=COMPILED, environment={"VLLM_GPU_SYNC_CHECK": "error"}))
+
+
+def jit_monitor(engines: Engines) -> Result:
+    return steps_pass(engines, Settings(options={**COMPILED, "jit_monitor_mode": "error"}))
+
+
+def steps_pass(engines: Engines, settings: Settings) -> Result:
+    """Prefills in chunks, strangers, groups that stop and candidates that are scored, three times over: the first step
+    of each kind is where a kernel would be compiled."""
+    result = Result()
+    chunks = {"max_num_batched_tokens": 64, "enable_chunked_prefill": True}
+    chunked = Settings(options={**settings.options, **chunks}, environment=settings.environment)
+    with engines.start(chunked) as engine:
+        engine.publish_head(DETECTION_LENGTH)
+        for number in range(3):
+            candidates = engine.run(scored_groups(engines))["candidates"]
+            finished = sum(candidate["finish_reason"] == "length" for candidate in candidates)
+            result.check(f"run {number}: requests that ended", finished == len(candidates), finished, len(candidates))
     return result

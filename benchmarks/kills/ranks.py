@@ -6,7 +6,6 @@ between them, and count what its clients have lost: every group comes back whole
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -17,14 +16,16 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from benchmarks.common import ROOT, record_of_run, write_json
+from benchmarks.common import ROOT, arguments_of, record_of_run, server_process, write_json
 from benchmarks.kills.rank_readers import Mover, Reader
-from vllm_rollout.process import ServerProcess, free_port
+from vllm_rollout.models import resolve
+from vllm_rollout.process import ServerProcess
 
 MODEL = "tiny-random"
 EMULATED = {
@@ -42,24 +43,14 @@ RANKS = "EngineCor"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments_of(__doc__, "kills.ranks")
+    parser.set_defaults(output=ROOT / "benchmarks/results/kills_ranks.json")
     parser.add_argument("--kills", type=int, default=200, help="ranks that are killed, in all")
     parser.add_argument("--ranks", type=int, default=8, help="of each server")
     parser.add_argument("--api-servers", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/kills_ranks.json")
     args = parser.parse_args()
-    record = record_of_run(
-        seed=args.seed,
-        workload={
-            "model": MODEL,
-            "emulated": EMULATED,
-            "ranks": args.ranks,
-            "api_servers": args.api_servers,
-            "clients": NUM_READERS,
-            "groups_per_request": 4,
-        },
-    )
+    workload = {"model": MODEL, "emulated": EMULATED, "ranks": args.ranks, "api_servers": args.api_servers}
+    record = record_of_run(seed=args.seed, workload={**workload, "clients": NUM_READERS, "groups_per_request": 4})
     counts: Counter[str] = Counter()
     problems: list[str] = []
     while counts["kills"] < args.kills:
@@ -68,23 +59,18 @@ def main() -> None:
         counts["servers"] += 1
         problems += life.problems
         print(f"{counts['kills']} kills, {counts['groups_complete']} groups, {len(problems)} problems", flush=True)
-    result = {
-        **record,
-        "counts": dict(sorted(counts.items())),
-        "num_problems": len(problems),
-        "problems": problems[:20],
-    }
-    write_json(args.output, result)
-    print(json.dumps(result["counts"], indent=1))
+    said = {"counts": dict(sorted(counts.items())), "num_problems": len(problems), "problems": problems[:20]}
+    write_json(args.output, {**record, **said})
+    print(json.dumps(said["counts"], indent=1))
     sys.exit(1 if problems else 0)
 
 
+@dataclass(slots=True)
 class Life:
     """What became of one server."""
 
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-        self.problems: list[str] = []
+    counts: Counter[str] = field(default_factory=Counter)
+    problems: list[str] = field(default_factory=list)
 
 
 def live(num_ranks: int, api_servers: int, seed: int, max_kills: int) -> Life:
@@ -121,11 +107,10 @@ def live(num_ranks: int, api_servers: int, seed: int, max_kills: int) -> Life:
 def start(folder: Path, num_ranks: int, api_servers: int) -> ServerProcess:
     device = folder / "device.json"
     device.write_text(json.dumps(EMULATED))
-    command = [sys.executable, "-m", "vllm_rollout.cli", "serve", MODEL, "--emulate", str(device)]
-    command += ["--max-model-len", "4096", "--max-num-seqs", "64", "--data-parallel-size", str(num_ranks)]
-    command += ["--api-server-count", str(api_servers), "--disable-uvicorn-access-log"]
-    environment = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1"}
-    return ServerProcess(command, free_port(), {**os.environ, **environment}, folder / "server.log")
+    flags = ["--emulate", str(device), "--max-model-len", "4096", "--max-num-seqs", "64"]
+    flags += ["--data-parallel-size", str(num_ranks), "--api-server-count", str(api_servers)]
+    flags += ["--disable-uvicorn-access-log"]
+    return server_process("rollout", resolve(MODEL), flags, folder / "server.log", OMP_NUM_THREADS="1")
 
 
 def rank_processes(pid: int) -> list[Any]:

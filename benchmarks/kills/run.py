@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
+import psutil
 
-from benchmarks.common import ROOT, record_of_run, write_json
+from benchmarks.common import ROOT, arguments_of, record_of_run, write_json
 from benchmarks.kills.trainers import Book, Trainer
 from vllm_rollout.process import free_port
 
@@ -42,13 +43,11 @@ WITHOUT_CORE_S = 1.5
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = arguments_of(__doc__, "kills")
     parser.add_argument("--lives", type=int, default=1000, help="servers that are killed")
     parser.add_argument("--at-once", type=int, default=1, help="servers that live side by side, each with its trainers")
     parser.add_argument("--minutes", type=float, default=60.0, help="begin no life after so long")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--longest-life", type=float, default=1.0, help="seconds from healthy to the kill, at most")
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/kills.json")
     args = parser.parse_args()
     result = asyncio.run(_measure(args))
     write_json(args.output, result)
@@ -128,14 +127,14 @@ class Server:
 
 
 def _engine_core(pid: int) -> int:
-    children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    cores = [child for child in children if "EngineCor" in Path(f"/proc/{child}/comm").read_text()]
+    children = psutil.Process(pid).children()
+    cores = [child for child in children if "EngineCor" in child.name()]
     assert len(cores or children) == 1, f"children of the server: {children}"
-    return (cores or children)[0]
+    return (cores or children)[0].pid
 
 
 def _is_running(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 class Nursery(NamedTuple):

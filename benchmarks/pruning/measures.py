@@ -304,16 +304,7 @@ VOTES: Mapping[str, tuple[VotingMethod, Callable[[Record], float | None] | None]
 """Name -> method and weight. `quality` rescales ranks, so the fourth tells what the rescaling alone is worth."""
 
 
-FINAL_VOTES = {**VOTES, "quality head, whole trajectory": ("quality", lambda record: record.final_score)}
-"""Where trajectories have a final score."""
-
-
-def votes(
-    records: Sequence[Record],
-    ks: Sequence[int],
-    seed: int = 0,
-    ways: Mapping[str, tuple[VotingMethod, Callable[[Record], float | None] | None]] = VOTES,
-) -> dict[str, Any]:
+def votes(records: Sequence[Record], ks: Sequence[int], seed: int = 0) -> dict[str, Any]:
     """maj@k of each way of voting, over the same subsets; a k that some group cannot fill is left out."""
     groups = group_by(records, lambda record: record.prompt_id)
     result: dict[str, Any] = {
@@ -322,7 +313,7 @@ def votes(
         "mean_success_rate": mean(float(bool(record.correct)) for record in records),
     }
     smallest = min(map(len, groups.values()), default=0)
-    for name, (method, weight) in ways.items():
+    for name, (method, weight) in VOTES.items():
         answered = [
             AnsweredGroup(
                 prompt_id,

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.long_run import Progressed, keep_state
-from benchmarks.pruning.records import Log, Record, Run
+from benchmarks.long_run import Progressed, RunLog, keep_state
+from benchmarks.pruning.records import Record, Run
 from benchmarks.pruning.setup import PHASES, Phase, Question, Sizes, evaluation_questions, learning_questions
 from benchmarks.tasks import NUMBER
 from vllm_rollout.client.client import AsyncRolloutClient
@@ -48,6 +48,13 @@ FEWER: tuple[str, str] = ("none", "fewer")
 """Ways of `fewer`: all candidates, and the first half of them."""
 
 
+Log = RunLog[Run]
+
+
+def log_of(folder: Path, phase: Phase) -> Log:
+    return RunLog(folder / f"{phase}.jsonl", Run)
+
+
 @dataclass(slots=True)
 class Bench:
     """What every phase needs."""
@@ -58,7 +65,7 @@ class Bench:
     progress: Progressed
 
     def log(self, phase: Phase) -> Log:
-        return Log(self.folder / f"{phase}.jsonl")
+        return log_of(self.folder, phase)
 
     @property
     def learned(self) -> Path:
@@ -249,7 +256,6 @@ async def roll(
     seed: int,
     sampling: Mapping[str, Any] | None = None,
     post_rewards: bool = False,
-    audit_ratio: float | None = None,
 ) -> Run:
     """One rollout request; the clock stops when its whole answer is there. Checking and rewards come after that."""
     sizes = bench.sizes
@@ -264,7 +270,6 @@ async def roll(
         sampling=settings,
         return_text=True,
         return_logprobs=False,
-        audit_ratio=audit_ratio,
     )
     wall_s = time.perf_counter() - started
     records = tuple(
@@ -318,7 +323,6 @@ def _record(prompt_id: str, candidate: Trajectory | Candidate, question: Questio
         if confidence is None
         else Confidence(confidence.mean, confidence.lowest_window, confidence.bottom_windows),
         mean_confidence=candidate.mean_confidence if finished else None,
-        final_score=candidate.final_score if finished else None,
         would_prune=candidate.would_prune,
         shadow_survival_probability=candidate.shadow_survival_probability,
     )

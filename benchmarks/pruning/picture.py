@@ -9,14 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tables import INK, grid, number, picture, ranged
+from benchmarks.tables import INK, bars, columns, number, picture, ranged
 
-SCORE_NAMES = {
-    "head": "quality head",
-    "mean": "confidence, mean",
-    "lowest_window": "confidence, lowest window",
-    "bottom_windows": "confidence, lowest tenth of windows",
-}
 WAY_NAMES = {
     "none": "nobody pruned",
     "random": "at random",
@@ -25,13 +19,12 @@ WAY_NAMES = {
     "gradient": "gradient rule",
     "fewer": "fewer, nobody pruned",
 }
-MEASURES = ("auc", "within_group_auc")
 COLORS = {"head": "#0f766e", "confidence": "#94a3b8", "none": "#64748b", "random": "#94a3b8", "paper": "#f59e0b"}
 COLORS |= {"balance": "#134e4a", "gradient": COLORS["head"]}
 
 
 def tables(result: Mapping[str, Any]) -> str:
-    """Every phase that has run, the targets first."""
+    """The targets, which say something of every phase that has run, and whom pruning keeps at what price."""
     phases = result["phases"]
     parts = [_targets(result.get("targets", []))]
     parts += [table(phases[name]) for name, table in TABLES.items() if name in phases]
@@ -40,99 +33,47 @@ def tables(result: Mapping[str, Any]) -> str:
 
 def _targets(targets: Sequence[Mapping[str, Any]]) -> str:
     said = {True: "reached", False: "**missed**", None: "not measured"}
-    rows = [[t["name"], number(t["value"]), number(t["target"]), said[t["reached"]]] for t in targets]
-    return grid("Targets", ["target", "value", "wanted", ""], rows)
+    cells = {
+        "target": lambda row: row["name"],
+        "value": lambda row: number(row["value"]),
+        "wanted": lambda row: number(row["target"]),
+        "": lambda row: said[row["reached"]],
+    }
+    return columns("Targets", targets, cells)
 
 
-def _learn(phase: Mapping[str, Any]) -> str:
-    rows = []
-    for part in phase["learning_curve"]:
-        values = [part[measure][score] for measure in MEASURES for score in ("head", "bottom_windows")]
-        labels = f"{part['num_labels_before']:,} to {part['num_labels_before'] + part['num_labels']:,}"
-        rows.append([labels, f"{part['num_with_head']:,}", *map(number, values)])
-    title = (
-        f"Learning: {phase['num_labels']:,} labels, {phase['generated_tokens']:,} tokens, {phase['seconds']:,.0f} s, "
-        f"{_described(phase['overview'])}"
-    )
-    header = ["labels", "scored by the head", "AUC, head", "AUC, confidence", "within groups, head", "confidence"]
-    return grid(title, header, rows)
-
-
-def _evaluate(phase: Mapping[str, Any]) -> str:
-    told = phase["discrimination"]
-    rows = []
-    for score, name in SCORE_NAMES.items():
-        values = [told[measure][score] for measure in MEASURES]
-        rows.append([name, *map(ranged, values), number(phase["accuracy"][score])])
-    above = [ranged(told[f"{measure}_head_above"]["bottom_windows"]) for measure in MEASURES]
-    rows.append(["head above the last", *above, ""])
-    calibrated = phase["calibration"]
-    title = f"Held-out prompts, head version {phase['head_version']}: {_described(phase['overview'])}"
-    after = (
-        f"Accuracy at probability 0.5: {number(calibrated['accuracy_at_half'])} (always the same: "
-        f"{number(calibrated['accuracy_always'])}). Brier score: {number(calibrated['brier'])} (always the base rate: "
-        f"{number(calibrated['brier_always'])})."
-    )
-    return grid(title, ["signal", "AUC", "AUC within groups", "accuracy"], rows) + f"\n\n{after} {_shadow(phase)}"
-
-
-def _shadow(phase: Mapping[str, Any]) -> str:
-    shadow = phase["shadow"]
-    ratios = [
-        number(shadow[who][field]) for field in ("overall_ratio", "mean_ratio_product") for who in ("all", "survivors")
-    ]
-    return (
-        f"Had the default rule been active: {shadow['num_marked']:,} of {shadow['num_judged']:,} candidates pruned, "
-        f"{number(shadow['tokens_saved_share'], 2)} of all tokens saved, positive ratio {ratios[0]} → {ratios[1]}, "
-        f"E[ρ̂(1−ρ̂)] {ratios[2]} → {ratios[3]} (at random, in expectation: {number(shadow['random_in_expectation'])})."
-    )
-
-
-def _vote(phase: Mapping[str, Any]) -> str:
-    ways = {name: row for name, row in phase.items() if isinstance(row, list)}
-    sizes = [part["k"] for part in next(iter(ways.values()))]
-    rows = [
-        [name, *(f"{part['accuracy']:.3f} ± {part['standard_error'] or 0:.3f}" for part in row)]
-        for name, row in ways.items()
-    ]
-    title = f"Votes: {phase['num_groups']} prompts, single candidates right {number(phase['mean_success_rate'])}"
-    return grid(title, ["weight", *(f"maj@{k}" for k in sizes)], rows)
-
-
-SURVIVORS = ["way", "survivors", "E[ρ̂]", "E[ρ̂(1−ρ̂)]", "without variance", "of all", "from 0.5"]
-SURVIVORS += ["tokens", "s per block", "× none"]
-
-
-def _survivors(phase: Mapping[str, Any]) -> list[list[str]]:
-    """Rows under these headings."""
-    rows = []
-    for way, row in phase["survivors"].items():
-        fast = phase["speed"][way]
-        measures = ("mean_ratio", "mean_ratio_product", "share_without_variance", "overall_ratio", "distance_from_half")
-        ratios = [row[measure] for measure in measures]
-        spent = [f"{fast['generated_tokens']:,}", f"{fast['median_wall_s']:.1f}", number(fast["speed_ratio"], 2)]
-        rows.append([WAY_NAMES[way], f"{row['num_survivors']:,}", *map(number, ratios), *spent])
-    return rows
+def _survivors(title: str, phase: Mapping[str, Any]) -> str:
+    speed = phase["speed"]
+    cells = {
+        "way": lambda row: WAY_NAMES[row["way"]],
+        "survivors": lambda row: number(row["num_survivors"]),
+        "E[ρ̂]": lambda row: number(row["mean_ratio"]),
+        "E[ρ̂(1−ρ̂)]": lambda row: number(row["mean_ratio_product"]),
+        "without variance": lambda row: number(row["share_without_variance"]),
+        "of all": lambda row: number(row["overall_ratio"]),
+        "from 0.5": lambda row: number(row["distance_from_half"]),
+        "tokens": lambda row: number(speed[row["way"]]["generated_tokens"]),
+        "s per block": lambda row: number(speed[row["way"]]["median_wall_s"], 1),
+        "× none": lambda row: number(speed[row["way"]]["speed_ratio"], 2),
+    }
+    return columns(title, [{**row, "way": way} for way, row in phase["survivors"].items()], cells)
 
 
 def _fewer(phase: Mapping[str, Any]) -> str:
     num_groups = phase["survivors"]["none"]["num_groups"]
-    return grid(f"Half as many candidates, none pruned: {num_groups} prompts", SURVIVORS, _survivors(phase))
+    return _survivors(f"Half as many candidates, none pruned: {num_groups} prompts", phase)
 
 
 def _compare(phase: Mapping[str, Any]) -> str:
-    rows = _survivors(phase)
-    expected = phase["random_in_expectation"]
-    rows.append(["at random, in expectation", "", "", number(expected), "", "", "", "", "", ""])
     num_groups, num_blocks = phase["survivors"]["none"]["num_groups"], phase["speed"]["none"]["num_blocks"]
-    title = f"Half kept: {num_groups} prompts in {num_blocks} blocks"
     said = [
+        f"At random, in expectation: E[ρ̂(1−ρ̂)] {number(phase['random_in_expectation'])}.",
         _differences(phase["balance_minus"], "mean_ratio_product", "E[ρ̂(1−ρ̂)] of the balance rule, minus"),
         _differences(phase["gradient_minus"], "mean_ratio_product", "E[ρ̂(1−ρ̂)] of the gradient rule, minus"),
         _differences(phase["gradient_minus"], "share_without_variance", "Groups without variance by it, minus"),
         f"Audit groups, in which nobody is stopped: {phase['num_audits']['none']} of {num_groups} in every way.",
     ]
-    return "\n\n".join([grid(title, SURVIVORS, rows), *said])
+    return "\n\n".join([_survivors(f"Half kept: {num_groups} prompts in {num_blocks} blocks", phase), *said])
 
 
 def _differences(minus: Mapping[str, Any], measure: str, what: str) -> str:
@@ -140,47 +81,25 @@ def _differences(minus: Mapping[str, Any], measure: str, what: str) -> str:
 
 
 def _sweep(phase: Mapping[str, Any]) -> str:
-    rows = [
-        [
-            ratio,
-            f"{row['num_pruned']:,} of {row['num_scored']:,}",
-            f"{row['generated_tokens']:,}",
-            number(row["tokens_ratio"], 2),
-            f"{row['median_wall_s']:.1f}",
-            number(row["speed_ratio"], 2),
-        ]
-        for ratio, row in phase["speed"].items()
-    ]
     title = (
         f"keep_ratio: scored after {phase['detection_length']} tokens, mean length "
         f"{number(phase['mean_length_over_detection_length'], 1)} times that"
     )
-    return grid(title, ["keep_ratio", "pruned", "tokens", "× fewer", "s per block", "× faster"], rows)
+    return columns(
+        title,
+        [{**row, "keep_ratio": ratio} for ratio, row in phase["speed"].items()],
+        {
+            "keep_ratio": lambda row: row["keep_ratio"],
+            "pruned": lambda row: f"{row['num_pruned']:,} of {row['num_scored']:,}",
+            "tokens": lambda row: f"{row['generated_tokens']:,}",
+            "× fewer": lambda row: number(row["tokens_ratio"], 2),
+            "s per block": lambda row: f"{row['median_wall_s']:.1f}",
+            "× faster": lambda row: number(row["speed_ratio"], 2),
+        },
+    )
 
 
-def _overhead(phase: Mapping[str, Any]) -> str:
-    rows = [
-        [way, f"{row['median_tokens_per_s']:.1f}", number(row["throughput_ratio"])]
-        for way, row in phase["speed"].items()
-    ]
-    pairs = next(iter(phase["speed"].values()))["num_blocks"]
-    return grid(f"Cost of scoring, {pairs} pairs", ["way", "tokens/s", "ratio"], rows)
-
-
-TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
-    "learn": _learn,
-    "evaluate": _evaluate,
-    "vote": _vote,
-    "compare": _compare,
-    "sweep": _sweep,
-    "overhead": _overhead,
-    "fewer": _fewer,
-}
-
-
-def _described(row: Mapping[str, Any]) -> str:
-    right, length = number(row["success_rate"], 2), number(row["mean_tokens"], 0)
-    return f"{row['num_candidates']:,} candidates of {row['num_prompts']} prompts, {right} right, mean length {length}"
+TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {"compare": _compare, "sweep": _sweep, "fewer": _fewer}
 
 
 def draw(result: Mapping[str, Any], path: Path) -> None:
@@ -220,33 +139,25 @@ def _draw_learning(axes: Any, phases: Mapping[str, Any]) -> None:
 
 def _draw_survivors(axes: Any, phases: Mapping[str, Any]) -> None:
     rows = phases["compare"]["survivors"]
-    for position, (way, row) in enumerate(rows.items()):
-        axes.barh(position, row["overall_ratio"], color=COLORS[way], height=0.62)
-        inside = row["overall_ratio"] > 0.25
-        axes.annotate(
-            f"{row['overall_ratio']:.2f};  E[ρ̂(1−ρ̂)] {row['mean_ratio_product']:.3f}",
-            (0 if inside else row["overall_ratio"], position),
-            (8, 0),
-            textcoords="offset points",
-            va="center",
-            color="white" if inside else INK,
-            weight="bold",
-            fontsize=8.5,
-        )
+    bars(
+        axes,
+        {way: row["overall_ratio"] for way, row in rows.items()},
+        colors=COLORS,
+        names=WAY_NAMES,
+        texts={w: f"{r['overall_ratio']:.2f};  E[ρ̂(1−ρ̂)] {r['mean_ratio_product']:.3f}" for w, r in rows.items()},
+        title="Whom each rule keeps, half of 16",
+        xlabel="positive ratio of survivors (dotted: wanted)",
+    )
     axes.axvline(0.5, color=INK, lw=1.2, ls=":")
-    axes.set_yticks(range(len(rows)), [WAY_NAMES[way] for way in rows])
-    axes.invert_yaxis()
     axes.set_xlim(0, max(0.6, *(row["overall_ratio"] + 0.05 for row in rows.values())))
-    axes.set_xlabel("positive ratio of survivors (dotted: wanted)")
-    axes.set_title("Whom each rule keeps, half of 16", loc="left", weight="bold")
 
 
 def _draw_speed(axes: Any, phases: Mapping[str, Any]) -> None:
     rows = phases["sweep"]["speed"]
     names = sorted(rows, key=float)
     heights = [rows[name]["speed_ratio"] for name in names]
-    bars = axes.bar(range(len(names)), heights, 0.62, color=COLORS["head"], label="seconds")
-    axes.bar_label(bars, [f"{height:.2f}" for height in heights], label_type="center", color="white", weight="bold")
+    drawn = axes.bar(range(len(names)), heights, 0.62, color=COLORS["head"], label="seconds")
+    axes.bar_label(drawn, [f"{height:.2f}" for height in heights], label_type="center", color="white", weight="bold")
     tokens = [rows[name]["tokens_ratio"] for name in names]
     axes.plot(range(len(names)), tokens, "_", color=INK, ms=30, mew=2, label="tokens")
     axes.axhline(1, color=INK, lw=0.8, alpha=0.4)

@@ -1,14 +1,12 @@
-"""What `benchmarks.pruning` keeps of each rollout request. Invariant: a run that was logged is read back as it was."""
+"""What `benchmarks.pruning` keeps of each rollout request."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 from benchmarks.common import median
-from benchmarks.long_run import RunLog
 from vllm_rollout.group.types import CandidateState, Confidence, Signal
 
 Score = Literal["head", "mean", "lowest_window", "bottom_windows"]
@@ -39,8 +37,6 @@ class Record:
     confidence: Confidence | None
     mean_confidence: float | None
     """Of the whole trajectory."""
-    final_score: float | None = None
-    """By its last token."""
     would_prune: bool | None = None
     shadow_survival_probability: float | None = None
 
@@ -74,28 +70,9 @@ class Run:
     num_audits: int = 0
     """Groups in which nobody was stopped, whatever the way."""
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, row: Mapping[str, Any]) -> Run:
-        records = []
-        for fields in row["records"]:
-            confidence = fields["confidence"]
-            records.append(Record(**{**fields, "confidence": confidence and Confidence(*confidence)}))
-        lists = {"key": tuple(row["key"]), "warnings": tuple(row["warnings"]), "records": tuple(records)}
-        return cls(**{**row, **lists})
-
 
 def records_of(runs: Iterable[Run]) -> list[Record]:
     return [record for run in runs for record in run.records]
-
-
-class Log(RunLog[Run]):
-    """The runs of one phase."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, Run.from_json)
 
 
 def group_by(records: Iterable[Record], name: Callable[[Record], str]) -> dict[str, list[Record]]:

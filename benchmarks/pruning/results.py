@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from benchmarks.pruning.measures import (
     accuracy,
@@ -29,15 +29,6 @@ Runs = Mapping[Phase, Sequence[Run]]
 VOTE_SIZES = (8, 16, 32)
 RECENT_LABELS = 1000
 """Newest labels of `learn` on which thresholds are chosen: older ones were scored by a head that knew less."""
-
-
-class Target(NamedTuple):
-    name: str
-    value: float | None
-    target: float
-    """At least, or where the name compares two ways, more than this."""
-    reached: bool | None
-    """None: there is no value."""
 
 
 def summarize(phase: Phase, sizes: Sizes, runs: Runs) -> dict[str, Any]:
@@ -140,11 +131,12 @@ SUMMARIES: Mapping[Phase, Callable[[Sizes, Runs], dict[str, Any]]] = {
 
 def targets(phases: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Every target of the issue whose phase has run."""
-    found: list[Target] = []
+    found: list[dict[str, Any]] = []
 
     def above(name: str, value: float | None, target: float, strictly: bool = False) -> None:
+        """At least, or where the name compares two ways, more than `target`; without a value nobody knows."""
         reached = None if value is None else value > target if strictly else value >= target
-        found.append(Target(name, value, target, reached))
+        found.append({"name": name, "value": value, "target": target, "reached": reached})
 
     if learned := phases.get("learn"):
         above("labels learned from", learned["num_labels"], 4000)
@@ -168,7 +160,7 @@ def targets(phases: Mapping[str, Any]) -> list[dict[str, Any]]:
         above("generation at keep_ratio 0.5, x none", swept["speed"]["0.5"]["speed_ratio"], 1.4)
     if cost := phases.get("overhead"):
         above("throughput, all scored / none scored", cost["speed"]["scored"]["throughput_ratio"], 0.98)
-    return [target._asdict() for target in found]
+    return found
 
 
 def _needed(runs: Runs, phase: Phase) -> Sequence[Run]:

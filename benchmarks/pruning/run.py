@@ -33,7 +33,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -42,44 +42,32 @@ from rich.console import Console
 
 from benchmarks import long_run
 from benchmarks.common import record_of_run, write_json
-from benchmarks.pruning.phases import RUN_PHASE, Bench
+from benchmarks.pruning.phases import RUN_PHASE, Bench, log_of
 from benchmarks.pruning.picture import draw, tables
-from benchmarks.pruning.records import Log
 from benchmarks.pruning.results import summarize, targets
 from benchmarks.pruning.setup import LEARNING_SIZES, PHASES, TINY, Phase, Sizes
-from benchmarks.tasks import EARLY, FAMILIES
 from vllm_rollout.process import ServerProcess
 
-REAL = "qwen2.5-coder-0.5b-instruct"
-QUICK: dict[str, Any] = {
-    "model": TINY,
-    "max_tokens": 64,
-    "detection_length": 8,
-    "at_once": 32,
-    "labels": 400,
-    "evaluate_prompts": 16,
-    "vote_prompts": 4,
-    "vote_candidates": 16,
-    "blocks": 2,
-    "block_prompts": 2,
-    "sweep_detection_length": 4,
-    "sweep_labels": 96,
-    "sweep_blocks": 2,
-    "sweep_block_prompts": 2,
-    "overhead_blocks": 2,
-    "overhead_tokens": 32,
-}
+QUICK: dict[str, Any] = {"model": TINY, "max_tokens": 64, "detection_length": 8, "at_once": 32, "labels": 400}
+QUICK |= {"evaluate_prompts": 16, "vote_prompts": 4, "vote_candidates": 16, "blocks": 2, "block_prompts": 2}
+QUICK |= {"sweep_detection_length": 4, "sweep_labels": 96, "sweep_blocks": 2, "sweep_block_prompts": 2}
+QUICK |= {"overhead_blocks": 2, "overhead_tokens": 32}
 
 
 def main() -> None:
-    arguments = parse_arguments()
-    sizes = Sizes(**{field.name: getattr(arguments, field.name) for field in fields(Sizes)})
+    def add(option: Any) -> None:
+        option("--phases", default=PHASES, type=_phases, help="comma-separated, in the order above (default all); with "
+               "--again they run even if the output has them, and learn takes all others with it")  # fmt: skip
 
-    def measure_missing(console: Console) -> None:
-        anew = arguments.again and "learn" in arguments.phases  # all others build on what was learned
-        run_phases(arguments, sizes, load(arguments.output, sizes, anew), console)
+    long_run.main("pruning", __doc__, Sizes, QUICK, run, tables, draw, add)
 
-    long_run.main("pruning", arguments, measure_missing, tables, draw)
+
+def run(arguments: argparse.Namespace, sizes: Sizes, console: Console) -> None:
+    for name in ("group_size", "learn_group_size", "vote_candidates"):
+        if getattr(sizes, name) > sizes.at_once:
+            raise ValueError(f"--{name.replace('_', '-')} must be at most --at-once ({sizes.at_once})")
+    anew = arguments.again and "learn" in arguments.phases  # all others build on what was learned
+    run_phases(arguments, sizes, load(arguments.output, sizes, anew), console)
 
 
 def load(output: Path, sizes: Sizes, anew: bool = False) -> dict[str, Any]:
@@ -118,7 +106,7 @@ def run_phases(arguments: argparse.Namespace, sizes: Sizes, result: dict[str, An
             if phase in RUN_PHASE:
                 with long_run.progress(console) as progressed:
                     what_server_says = uvloop.run(run_phase(phase, sizes, work, server, progressed))
-            runs = {name: Log(work / f"{name}.jsonl").runs for name in PHASES}
+            runs = {name: log_of(work, name).runs for name in PHASES}
             record = record_of_run(seed=sizes.seed, workload=None)
             made = {field: record[field] for field in ("command", "date", "git_commit", "hardware")}
             numbers = summarize(phase, sizes, runs)
@@ -153,75 +141,8 @@ def maybe_server(
     return long_run.running_server(arguments.model, arguments.at_once, flags, arguments.server_args, console)
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.pruning", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    what = parser.add_argument_group("what to run")
-    add = what.add_argument
-    add("--phases", default=",".join(PHASES), help="comma-separated, in the order above (default: all)")
-    add("--again", action="store_true", help="run these phases even if the output has them; learn takes all others "
-        "with it, which build on it")  # fmt: skip
-    long_run.add_arguments(what, "pruning")
-    sizes = parser.add_argument_group("model and problems")
-    add = sizes.add_argument
-    add("--model", help=f"a name of `vllm-rollout models list`, a Hugging Face name or a directory (default {REAL})")
-    add("--families", type=_names, default=EARLY, help="problem families of benchmarks/tasks.py, comma-separated "
-        f"(default {','.join(EARLY)})")  # fmt: skip
-    add("--sweep-families", type=_names, default=EARLY, help="those of sweep, where other ones have longer answers "
-        f"(default {','.join(EARLY)})")  # fmt: skip
-    add("--seed", type=int, default=7, help="problems and sampling (default 7)")
-    add("--temperature", type=float, default=1.0, help="default 1")
-    _add_sizes(parser.add_argument_group("sizes; defaults are those of the recorded run"))
-    arguments = long_run.parse(parser, "pruning", QUICK)
-    arguments.phases = _phases(parser, arguments.phases)
-    arguments.model = arguments.model or REAL
-    for name in ("group_size", "learn_group_size", "vote_candidates"):
-        if getattr(arguments, name) > arguments.at_once:
-            parser.error(f"--{name.replace('_', '-')} must be at most --at-once ({arguments.at_once})")
-    return arguments
-
-
-def _add_sizes(group: argparse._ArgumentGroup) -> None:
-    def add(name: str, default: int, text: str) -> None:
-        group.add_argument(name, type=_positive, default=default, help=f"{text} (default {default})")
-
-    add("--max-tokens", 256, "length cap of an answer")
-    add("--detection-length", 8, "tokens after which a candidate is scored")
-    add("--at-once", 96, "candidates that run at once: the server's --max-num-seqs")
-    add("--labels", 4000, "learn: rewards to be accepted")
-    add("--learn-group-size", 8, "learn and evaluate: candidates per prompt")
-    add("--learn-prompts", 6, "learn: prompts per request; requests overlap so that the server is never short of work")
-    add("--window", 500, "learn: labels per point of the learning curve")
-    add("--evaluate-prompts", 120, "evaluate: prompts")
-    add("--vote-prompts", 24, "vote: prompts")
-    add("--vote-candidates", 32, "vote: candidates per prompt, the largest k")
-    add("--group-size", 16, "compare, sweep, overhead: candidates per prompt")
-    add("--blocks", 8, "compare: blocks; every way runs once in each")
-    add("--block-prompts", 6, "compare: prompts per block")
-    add("--sweep-detection-length", 8, "sweep: at most an eighth of the mean length of an answer")
-    add("--sweep-labels", 200, "sweep: rewards that warm up calibration at that detection length, if it is another one")
-    add("--sweep-blocks", 3, "sweep: blocks")
-    add("--sweep-block-prompts", 6, "sweep: prompts per block")
-    add("--overhead-blocks", 5, "overhead: pairs")
-    add("--overhead-tokens", 96, "overhead: tokens of every candidate")
-
-
-def _positive(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
-
-
-def _names(text: str) -> tuple[str, ...]:
-    names = tuple(text.split(","))
-    if unknown := set(names) - set(FAMILIES):
-        raise argparse.ArgumentTypeError(f"must be some of {','.join(FAMILIES)}, got {','.join(sorted(unknown))}")
-    return names
-
-
-def _phases(parser: argparse.ArgumentParser, text: str) -> list[Phase]:
+def _phases(text: str) -> list[Phase]:
     wanted = text.split(",")
     if unknown := set(wanted) - set(PHASES):
-        parser.error(f"--phases must be some of {','.join(PHASES)}, got {','.join(sorted(unknown))}")
+        raise argparse.ArgumentTypeError(f"must be some of {','.join(PHASES)}, got {','.join(sorted(unknown))}")
     return [phase for phase in PHASES if phase in wanted]

@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
-from benchmarks.tasks import Problem, check, make_problems
+from benchmarks.long_run import size
+from benchmarks.tasks import EARLY, FAMILIES, Problem, check, make_problems
 from vllm_rollout.server.answers import Trajectory
 
 Phase = Literal["learn", "evaluate", "vote", "compare", "sweep", "overhead", "fewer"]
-PHASES: tuple[Phase, ...] = ("learn", "evaluate", "vote", "compare", "sweep", "overhead", "fewer")
+PHASES: tuple[Phase, ...] = get_args(Phase)
 
+REAL = "qwen2.5-coder-0.5b-instruct"
 TINY = "tiny-random"
 TINY_PROMPT_TOKENS = 12
 TINY_SAMPLING = {"allowed_token_ids": [2, *range(16, 24)], "min_tokens": 32}
 """Eight tokens and the end: few enough for a head to learn their parity from hundreds of labels (AUC about 0.8, and
 0.55 from the state of the step before or after)."""
+
+
+def positive(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def family_names(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if unknown := set(names) - set(FAMILIES):
+        raise argparse.ArgumentTypeError(f"must be some of {','.join(FAMILIES)}, got {','.join(sorted(unknown))}")
+    return names
 
 
 class Question(NamedTuple):
@@ -33,32 +49,32 @@ class Question(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much of everything. Fields are options of the command line; see there."""
+    """How much of everything."""
 
-    model: str
-    families: tuple[str, ...]
-    sweep_families: tuple[str, ...]
-    seed: int
-    max_tokens: int
-    temperature: float
-    detection_length: int
-    at_once: int
-    labels: int
-    learn_group_size: int
-    learn_prompts: int
-    window: int
-    evaluate_prompts: int
-    vote_prompts: int
-    vote_candidates: int
-    group_size: int
-    blocks: int
-    block_prompts: int
-    sweep_detection_length: int
-    sweep_labels: int
-    sweep_blocks: int
-    sweep_block_prompts: int
-    overhead_blocks: int
-    overhead_tokens: int
+    model: str = size(REAL, "a name of `vllm-rollout models list`, a Hugging Face name or a directory")
+    families: tuple[str, ...] = size(EARLY, "problem families of benchmarks/tasks.py, comma-separated", family_names)
+    sweep_families: tuple[str, ...] = size(EARLY, "those of sweep, where other ones have longer answers", family_names)
+    seed: int = size(7, "problems and sampling")
+    max_tokens: int = size(256, "length cap of an answer", positive)
+    temperature: float = size(1.0, "of sampling")
+    detection_length: int = size(8, "tokens after which a candidate is scored", positive)
+    at_once: int = size(96, "candidates that run at once: the server's --max-num-seqs", positive)
+    labels: int = size(4000, "learn: rewards to be accepted", positive)
+    learn_group_size: int = size(8, "learn and evaluate: candidates per prompt", positive)
+    learn_prompts: int = size(6, "learn: prompts per request; requests overlap", positive)
+    window: int = size(500, "learn: labels per point of the learning curve", positive)
+    evaluate_prompts: int = size(120, "evaluate: prompts", positive)
+    vote_prompts: int = size(24, "vote: prompts", positive)
+    vote_candidates: int = size(32, "vote: candidates per prompt, the largest k", positive)
+    group_size: int = size(16, "compare, sweep, overhead: candidates per prompt", positive)
+    blocks: int = size(8, "compare: blocks; every way runs once in each", positive)
+    block_prompts: int = size(6, "compare: prompts per block", positive)
+    sweep_detection_length: int = size(8, "sweep: at most an eighth of the mean length of an answer", positive)
+    sweep_labels: int = size(200, "sweep: rewards that warm up calibration at a detection length of its own", positive)
+    sweep_blocks: int = size(3, "sweep: blocks", positive)
+    sweep_block_prompts: int = size(6, "sweep: prompts per block", positive)
+    overhead_blocks: int = size(5, "overhead: pairs", positive)
+    overhead_tokens: int = size(96, "overhead: tokens of every candidate", positive)
 
     @property
     def sampling(self) -> dict[str, Any]:

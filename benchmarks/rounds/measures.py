@@ -1,16 +1,30 @@
-"""Logged runs of `benchmarks.rounds` -> numbers. Invariant: pure; ratios are of one repeat, then comes the median."""
+"""Runs of `benchmarks.rounds` -> numbers. Invariant: pure; ratios are of one repeat, then comes the median."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.common import median, percentile
-from benchmarks.rounds.records import Run
 from benchmarks.rounds.setup import BASELINE, WAY_NAMES, WayName
 from vllm_rollout.demo.rounds.rounds import Period, Round
 
 Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A period of one way in one repeat."""
+
+    key: tuple[str, int]
+    """The way and its repeat."""
+    started_s: float
+    """Unix time."""
+    load: float
+    """Load average of the machine over the minute before."""
+    period: Period
+    """Its generated tokens are those of the engine's counter."""
 
 
 def round_row(each: Round) -> Row:
@@ -30,8 +44,8 @@ def round_row(each: Round) -> Row:
 def run_row(run: Run) -> Row:
     rounds = [round_row(each) for each in run.period.rounds]
     return {
-        "way": run.way,
-        "repeat": run.repeat,
+        "way": run.key[0],
+        "repeat": run.key[1],
         "started_s": run.started_s,
         "load": run.load,
         "rounds": rounds,

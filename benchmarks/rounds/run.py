@@ -31,8 +31,12 @@ A first look, under a minute on the tiny random model, whose numbers mean nothin
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
-from dataclasses import asdict, fields
+import time
+from collections.abc import AsyncIterator
+from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +45,14 @@ import uvloop
 from rich.console import Console
 
 from benchmarks import long_run
-from benchmarks.common import write_json
-from benchmarks.rounds.measures import run_row, summarize
+from benchmarks.common import settled_tokens, write_json
+from benchmarks.rounds.client_side import client_rounds
+from benchmarks.rounds.measures import Run, run_row, summarize
 from benchmarks.rounds.picture import draw, tables
-from benchmarks.rounds.records import Log
-from benchmarks.rounds.runs import Bench, measure
-from benchmarks.rounds.setup import TINY, TITLES, WAY_NAMES, Sizes, check
-from vllm_rollout.demo.rounds.options import TEMPERATURE
-from vllm_rollout.models import DEFAULT_MODEL
+from benchmarks.rounds.setup import TINY, TITLES, WAY_NAMES, Sizes, WayName, check, order
+from vllm_rollout.client.client import AsyncRolloutClient
+from vllm_rollout.demo.phases import warm_up
+from vllm_rollout.demo.rounds.rounds import Period, Round, plain_rounds, tail_rounds
 from vllm_rollout.process import ServerProcess, server_flags
 
 NOTE = (
@@ -59,25 +63,19 @@ QUICK: dict[str, Any] = {"model": TINY, "prompts_per_round": 4, "group_size": 2,
 
 
 def main() -> None:
-    arguments = parse_arguments()
-    sizes = Sizes(**{field.name: getattr(arguments, field.name) for field in fields(Sizes)})
-
-    def measure_missing(console: Console) -> None:
-        check(sizes)
-        run(arguments, sizes, console)
-
-    long_run.main("rounds", arguments, measure_missing, tables, draw)
+    long_run.main("rounds", __doc__, Sizes, QUICK, run, tables, draw)
 
 
 def run(arguments: argparse.Namespace, sizes: Sizes, console: Console) -> None:
     """Measure what is missing, and write the output."""
+    check(sizes)
     folder: Path = arguments.output.with_suffix("")
     if arguments.again:
         long_run.remove(folder, ("begun.json", "runs.jsonl"))
     workload = {"ways": TITLES, "conditions": __doc__}
     begun = long_run.begin(folder, asdict(sizes), sizes.seed, workload, ("repeats",))
-    log = Log(folder / "runs.jsonl")
-    if any((name, repeat) not in log for repeat in range(sizes.repeats) for name in WAY_NAMES):
+    log = long_run.RunLog(folder / "runs.jsonl", Run)
+    if any(key not in log for key in product(WAY_NAMES, range(sizes.repeats))):
         with (
             long_run.running_server(sizes.model, sizes.max_num_seqs, [], arguments.server_args, console) as server,
             long_run.progress(console) as progressed,
@@ -91,29 +89,43 @@ def run(arguments: argparse.Namespace, sizes: Sizes, console: Console) -> None:
     console.print(f"written to {arguments.output}")
 
 
-async def _measure(sizes: Sizes, log: Log, server: ServerProcess, progressed: long_run.Progressed) -> None:
+async def _measure(
+    sizes: Sizes, log: long_run.RunLog[Run], server: ServerProcess, progressed: long_run.Progressed
+) -> None:
+    """Everything that is not in the log yet."""
     async with (
         long_run.client_of(server) as rollouts,
         httpx.AsyncClient(base_url=server.url, timeout=None, trust_env=False) as stock,
     ):
-        await measure(Bench(sizes, rollouts, stock, progressed, log))
+        bench = Bench(sizes, rollouts, stock)
+        todo = [(name, repeat) for repeat in range(sizes.repeats) for name in order(repeat)]
+        for done, (name, repeat) in enumerate(todo):
+            if (name, repeat) in log:
+                continue
+            progressed(done, len(todo), f"repeat {repeat + 1}, {name}")
+            await warm_up(stock, sizes.questions(repeat))
+            log.add(await bench.period(name, repeat))
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.rounds", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--again", action="store_true", help="forget earlier runs of this output")
-    long_run.add_arguments(parser, "rounds")
-    sizes = parser.add_argument_group("sizes; defaults are those of the recorded run")
-    add = sizes.add_argument
-    add("--model", default=DEFAULT_MODEL, help="a name of `vllm-rollout models list`, a Hugging Face name or a "
-        "directory (default %(default)s)")  # fmt: skip
-    add("--prompts-per-round", type=int, default=8, help="P0 (default %(default)s)")
-    add("--group-size", type=int, default=2, help="R0, trajectories per prompt (default %(default)s)")
-    add("--max-tokens", type=int, default=768, help="length cap of an answer (default %(default)s)")
-    add("--temperature", type=float, default=TEMPERATURE, help="default %(default)s")
-    add("--repeats", type=int, default=2, help="repeats of every way (default %(default)s)")
-    add("--seed", type=int, default=7, help="repeat r has this + 1000 r (default %(default)s)")
-    return long_run.parse(parser, "rounds", QUICK)
+@dataclass(slots=True)
+class Bench:
+    sizes: Sizes
+    rollouts: AsyncRolloutClient
+    stock: httpx.AsyncClient
+
+    async def period(self, name: WayName, repeat: int) -> Run:
+        """Between two rounds, where a trainer trains, the engine comes to rest and its tokens are counted."""
+        load, started_s = os.getloadavg()[0], time.time()
+        before = await settled_tokens(self.stock)
+        rounds: list[Round] = []
+        async for each in self._rounds(name, repeat):
+            after = await settled_tokens(self.stock)
+            rounds.append(replace(each, generated_tokens=round(after - before)))
+            before = after
+        return Run((name, repeat), started_s, load, Period(tuple(rounds)))
+
+    def _rounds(self, name: WayName, repeat: int) -> AsyncIterator[Round]:
+        asked = self.sizes.questions(repeat), self.sizes.terms, self.sizes.sampling(repeat)
+        if name == "run":
+            return tail_rounds(self.rollouts, *asked)
+        return (plain_rounds if name == "plain" else client_rounds)(self.stock, *asked)

@@ -8,9 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from benchmarks.long_run import check_positive, size
 from vllm_rollout.config import DEFAULT_SPECULATION
+from vllm_rollout.demo.rounds.options import TEMPERATURE
 from vllm_rollout.demo.rounds.prompts import make_prompts
 from vllm_rollout.group.rounds import RunTerms
+from vllm_rollout.models import DEFAULT_MODEL
 
 WayName = Literal["plain", "client", "run"]
 WAY_NAMES: tuple[WayName, ...] = get_args(WayName)
@@ -29,24 +32,19 @@ SEED_STRIDE = 1000
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much of everything. Fields are options of the command line; see there."""
+    """How much of everything."""
 
-    model: str
-    prompts_per_round: int
-    group_size: int
-    max_tokens: int
-    temperature: float
-    repeats: int
-    seed: int
+    model: str = size(DEFAULT_MODEL, "a name of `vllm-rollout models list`, a Hugging Face name or a directory")
+    prompts_per_round: int = size(8, "P0")
+    group_size: int = size(2, "R0, trajectories per prompt")
+    max_tokens: int = size(768, "length cap of an answer")
+    temperature: float = size(TEMPERATURE, "of sampling")
+    repeats: int = size(2, "repeats of every way")
+    seed: int = size(7, "repeat r has this + 1000 r")
 
     @property
     def terms(self) -> RunTerms:
         return RunTerms(self.group_size, self.prompts_per_round, DEFAULT_SPECULATION, DEFAULT_SPECULATION)
-
-    @property
-    def num_prompts(self) -> int:
-        """Of a period: what its short rounds take."""
-        return self.terms.num_period_prompts
 
     @property
     def max_num_seqs(self) -> int:
@@ -63,14 +61,12 @@ class Sizes:
 
     def questions(self, repeat: int) -> list[str]:
         """The order is the repeat's own."""
-        return make_prompts(self.num_prompts, self.repeat_seed(repeat))
+        return make_prompts(self.terms.num_period_prompts, self.repeat_seed(repeat))
 
 
 def check(sizes: Sizes) -> None:
     """Raises: ValueError for sizes that cannot be run."""
-    for name in ("prompts_per_round", "group_size", "max_tokens", "repeats"):
-        if getattr(sizes, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(sizes, name)}")
+    check_positive(sizes, ("prompts_per_round", "group_size", "max_tokens", "repeats"))
     sizes.questions(0)
 
 

@@ -1,20 +1,16 @@
-"""What `benchmarks.shaping` keeps of each way. Invariant: a run that was logged is read back as it was."""
+"""What `benchmarks.shaping` keeps of each way."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.long_run import RunLog
 from vllm_rollout.group.types import Ending
 from vllm_rollout.server.answers import GroupAnswer
 from vllm_rollout.trace.rows import End, RolloutPrompt, RolloutRow
-
-Key = tuple[str, int]
-"""A way and its repeat, or ("history", epoch)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +48,6 @@ class GroupRecord:
             allocation.std_tokens,
         )
 
-    @classmethod
-    def from_json(cls, row: Mapping[str, Any]) -> GroupRecord:
-        return cls(**{**row, **{name: tuple(row[name]) for name in ("lengths", "ends", "selected")}})
-
     @property
     def returned(self) -> list[int]:
         """Lengths of the trajectories."""
@@ -77,7 +69,8 @@ class GroupRecord:
 class Run:
     """One way in one repeat."""
 
-    key: Key
+    key: tuple[str, int]
+    """A way and its repeat, or ("history", epoch)."""
     started_s: float
     """Unix time."""
     server: int
@@ -106,25 +99,6 @@ class Run:
     @property
     def generated_tokens(self) -> int:
         return sum(sum(group.lengths) for group in self.groups)
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, row: Mapping[str, Any]) -> Run:
-        lists = {"key": tuple(row["key"]), "warnings": tuple(row["warnings"])}
-        return cls(**{**row, **lists, "groups": tuple(map(GroupRecord.from_json, row["groups"]))})
-
-
-class Log(RunLog[Run]):
-    """The runs of all ways."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, Run.from_json)
-
-    @property
-    def num_servers(self) -> int:
-        return 1 + max((run.server for run in self), default=-1)
 
 
 def traced_prompts(path: Path, rollout_ids: Sequence[str]) -> dict[str, RolloutPrompt]:

@@ -38,8 +38,8 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +56,12 @@ from benchmarks.shaping.measures import (
     summarize_ways,
     targets,
 )
-from benchmarks.shaping.picture import described_machine, draw, tables
-from benchmarks.shaping.records import Log
+from benchmarks.shaping.picture import draw, tables
+from benchmarks.shaping.records import Run
 from benchmarks.shaping.runs import Bench, measure
 from benchmarks.shaping.setup import TINY, WAY_NAMES, WAYS, Sizes, check
 from benchmarks.shaping.simulation import history_of, simulate
-from vllm_rollout.config import CPU_BLOCK_SIZE_TOKENS, DEFAULT_TRADEOFF
-from vllm_rollout.models import DEFAULT_MODEL
+from vllm_rollout.config import CPU_BLOCK_SIZE_TOKENS
 from vllm_rollout.process import ServerProcess, runs_on_cpu, server_flags
 from vllm_rollout.profiling.profile_file import Profile
 from vllm_rollout.simulator.machine import Machine
@@ -73,42 +72,40 @@ NOTE = (
     "what is measured is what a group costs and what it is made of."
 )
 PROFILE = Path("benchmarks/results/ptl_profile.json")
-QUICK: dict[str, Any] = {
-    "model": TINY,
-    "prompts": 6,
-    "group_size": 4,
-    "max_tokens": 128,
-    "repeats": 2,
-}
+QUICK: dict[str, Any] = {"model": TINY, "prompts": 6, "group_size": 4, "max_tokens": 128, "repeats": 2}
 
 
 def main() -> None:
-    arguments = parse_arguments()
-    sizes = Sizes(**{field.name: getattr(arguments, field.name) for field in fields(Sizes)})
+    def add(option: Any) -> None:
+        option("--profile", type=Path, help=f"what `vllm-rollout profile` wrote (default {PROFILE}; with --quick none: "
+               "the budget is then 1.5 times what is wanted, and simulated times are in steps)")  # fmt: skip
 
-    def measure_missing(console: Console) -> None:
-        check(sizes)
-        run(arguments, sizes, console)
-
-    long_run.main("shaping", arguments, measure_missing, tables, draw)
+    long_run.main("shaping", __doc__, Sizes, QUICK, run, tables, draw, add)
 
 
 def run(arguments: argparse.Namespace, sizes: Sizes, console: Console) -> None:
     """Measure what is missing, and write the output."""
+    check(sizes)
+    if arguments.profile is None and not arguments.quick:
+        arguments.profile = PROFILE
     profile = read_profile(arguments, sizes)
     folder = arguments.output.with_suffix("")
     if arguments.again:
         forget(folder)
     begun = begin(folder, sizes)
-    flags = flags_of(arguments, folder)
-    log = Log(folder / "runs.jsonl")
-    if any((name, repeat) not in log for repeat in range(sizes.repeats) for name in WAY_NAMES):
+    flags = ["--rollout-record", str(folder / "trace.jsonl")]
+    flags += [] if profile is None else ["--rollout-profile", str(arguments.profile)]
+    log = long_run.RunLog(folder / "runs.jsonl", Run)
+    if any(key not in log for key in product(WAY_NAMES, range(sizes.repeats))):
         with (
             long_run.running_server(sizes.model, sizes.max_num_seqs, flags, arguments.server_args, console) as server,
             long_run.progress(console) as progressed,
         ):
             uvloop.run(_measure(sizes, folder, log, server, progressed))
-    told = None if profile is None else {"file": str(arguments.profile), **_told(profile)}
+    told = None
+    if profile is not None:
+        told = {"file": str(arguments.profile), "model_name": profile.model_name, "created": profile.created}
+        told["hardware"] = dict(profile.hardware)
     numbers = summarize(sizes, log, profile, (folder / "history.state").read_bytes())
     all_flags = [*server_flags(sizes.max_num_seqs), *flags, *shlex.split(arguments.server_args)]
     write_json(arguments.output, {**begun, "note": NOTE, "server_flags": all_flags, "profile": told, **numbers})
@@ -116,10 +113,10 @@ def run(arguments: argparse.Namespace, sizes: Sizes, console: Console) -> None:
 
 
 async def _measure(
-    sizes: Sizes, folder: Path, log: Log, server: ServerProcess, progressed: long_run.Progressed
+    sizes: Sizes, folder: Path, log: long_run.RunLog[Run], server: ServerProcess, progressed: long_run.Progressed
 ) -> None:
     async with long_run.client_of(server) as client:
-        await measure(Bench(sizes, folder, client, server.url, progressed, log, log.num_servers))
+        await measure(Bench(sizes, folder, client, server.url, progressed, log))
 
 
 def read_profile(arguments: argparse.Namespace, sizes: Sizes) -> Profile | None:
@@ -127,18 +124,15 @@ def read_profile(arguments: argparse.Namespace, sizes: Sizes) -> Profile | None:
     if arguments.profile is None:
         return None
     if not arguments.profile.exists():
+        # from short prompts to long answers: mean contexts, in tokens, of what runs together
+        contexts = sorted({64, max(128, sizes.max_tokens // 2), max(256, sizes.max_tokens)})
         raise ValueError(
             f"{arguments.profile} does not exist: redundancy auto and the simulator need to know what a step costs. "
             f"Make it with\n  vllm-rollout profile {sizes.model} --output {arguments.profile} --contexts "
-            f"{','.join(map(str, contexts(sizes)))} -- "
+            f"{','.join(map(str, contexts))} -- "
             f"{shlex.join([*server_flags(sizes.max_num_seqs), *shlex.split(arguments.server_args)])}"
         )
     return Profile.read(arguments.profile)
-
-
-def contexts(sizes: Sizes) -> list[int]:
-    """In tokens, from short prompts to long answers: mean contexts of what runs together."""
-    return sorted({64, max(128, sizes.max_tokens // 2), max(256, sizes.max_tokens)})
 
 
 def forget(folder: Path) -> None:
@@ -154,18 +148,15 @@ def begin(folder: Path, sizes: Sizes) -> dict[str, Any]:
     return long_run.begin(folder, asdict(sizes), sizes.seed, workload, ("repeats",))
 
 
-def flags_of(arguments: argparse.Namespace, folder: Path) -> list[str]:
-    profile = [] if arguments.profile is None else ["--rollout-profile", str(arguments.profile)]
-    return ["--rollout-record", str(folder / "trace.jsonl"), *profile]
-
-
-def summarize(sizes: Sizes, log: Log, profile: Profile | None, state: bytes) -> dict[str, Any]:
+def summarize(sizes: Sizes, log: long_run.RunLog[Run], profile: Profile | None, state: bytes) -> dict[str, Any]:
     """Everything that follows from the runs."""
     repeats = list(range(sizes.repeats))
     runs: Runs = {(name, repeat): log[name, repeat] for repeat in repeats for name in WAY_NAMES}
     rows = [row_of(each, runs["pool", each.repeat]) for each in runs.values()]
     cost = None if profile is None else profile.cost()
-    machine = Machine(cost, max_num_seqs=sizes.max_num_seqs, **_block_size())
+    block_size = {"block_size": CPU_BLOCK_SIZE_TOKENS} if runs_on_cpu() else {}
+    machine = Machine(cost, max_num_seqs=sizes.max_num_seqs, **block_size)
+    where = "a step takes one unit of time" if profile is None else f"profile of {profile.model_name}"
     history = history_of(state)
     simulated = {repeat: simulate(sizes, runs["pool", repeat], machine, history) for repeat in repeats}
     simulated_rows, simulated_ways = compare_with_simulation(runs, simulated)
@@ -184,52 +175,13 @@ def summarize(sizes: Sizes, log: Log, profile: Profile | None, state: bytes) -> 
         "ways": summarize_ways(rows),
         "selected_again": select_again(sizes, runs, repeats),
         "simulation": {
-            "machine": described_machine(None if profile is None else profile.model_name, sizes.max_num_seqs),
+            "machine": f"{where}, {sizes.max_num_seqs} candidates at once",
             "ways": simulated_ways,
             "rows": simulated_rows,
         },
         "targets": [] if profile is None else targets(simulated_ways),
         "measurements": rows,
-        "returned_lengths": {name: _returned(runs[name, repeat].returned for repeat in repeats) for name in WAY_NAMES},
+        "returned_lengths": {
+            name: sorted(length for repeat in repeats for length in runs[name, repeat].returned) for name in WAY_NAMES
+        },
     }
-
-
-def _returned(parts: Iterable[list[int]]) -> list[int]:
-    return sorted(length for part in parts for length in part)
-
-
-def _block_size() -> dict[str, int]:
-    return {"block_size": CPU_BLOCK_SIZE_TOKENS} if runs_on_cpu() else {}
-
-
-def _told(profile: Profile) -> Mapping[str, Any]:
-    return {"model_name": profile.model_name, "created": profile.created, "hardware": dict(profile.hardware)}
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.shaping", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--profile", type=Path, help=f"what `vllm-rollout profile` wrote (default {PROFILE}; with --quick none: the "
-        "budget is then 1.5 times what is wanted, and simulated times are in steps)")  # fmt: skip
-    add("--again", action="store_true", help="forget earlier runs of this output")
-    long_run.add_arguments(parser, "shaping")
-    sizes = parser.add_argument_group("sizes; defaults are those of the recorded run")
-    add = sizes.add_argument
-    add("--model", default=DEFAULT_MODEL, help="a name of `vllm-rollout models list`, a Hugging Face name or a "
-        "directory (default %(default)s)")  # fmt: skip
-    add("--prompts", type=int, default=4, help="prompts, all at once (default %(default)s)")
-    add("--group-size", type=int, default=8, help="M, answers per prompt (default %(default)s)")
-    add("--max-tokens", type=int, default=512, help="length cap of an answer (default %(default)s)")
-    add("--temperature", type=float, default=1.0, help="default %(default)s")
-    add("--num-longest", type=int, default=1, help="L of every dual-end way (default %(default)s)")
-    add("--patience", type=float, default=1.5, help="of the ways that have one (default %(default)s)")
-    add("--tradeoff", type=float, default=DEFAULT_TRADEOFF, help="of redundancy auto (default %(default)s)")
-    add("--epochs", type=int, default=2, help="of history before anything is measured (default %(default)s)")
-    add("--repeats", type=int, default=4, help="repeats of every way (default %(default)s)")
-    add("--seed", type=int, default=7, help="repeat r samples with seed + 1000 r (default %(default)s)")
-    arguments = long_run.parse(parser, "shaping", QUICK)
-    if arguments.profile is None and not arguments.quick:
-        arguments.profile = PROFILE
-    return arguments

@@ -8,14 +8,14 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from benchmarks.long_run import Progressed, keep_state
-from benchmarks.shaping.records import GroupRecord, Log, Run, traced_prompts
+from benchmarks.long_run import Progressed, RunLog, keep_state
+from benchmarks.shaping.records import GroupRecord, Run, traced_prompts
 from benchmarks.shaping.setup import WAY_NAMES, WAYS, Sizes, Way, order, prompts
 from vllm_rollout.client.client import AsyncRolloutClient
 from vllm_rollout.process import counter
@@ -36,9 +36,12 @@ class Bench:
     client: AsyncRolloutClient
     url: str
     progress: Progressed
-    log: Log
-    server: int
+    log: RunLog[Run]
+    server: int = field(init=False)
     """Number of the server's start."""
+
+    def __post_init__(self) -> None:
+        self.server = 1 + max((run.server for run in self.log), default=-1)
 
     @property
     def history(self) -> Path:
@@ -88,7 +91,7 @@ async def _roll(bench: Bench, key: tuple[str, int], way: Way, seed: int) -> Run:
     """One way; the clock stops when every answer is there."""
     redundancy: Redundancy
     if way.redundancy == "auto":
-        redundancy = bench.sizes.auto
+        redundancy = {"auto": {"tradeoff": bench.sizes.tradeoff}}
     elif way.redundancy == "shares":
         redundancy = [group.num_candidates - bench.sizes.group_size for group in bench.log["auto", key[1]].groups]
     else:

@@ -9,9 +9,12 @@ import random
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from benchmarks.long_run import check_positive, size
 from benchmarks.prompts import PROMPTS
+from vllm_rollout.config import DEFAULT_TRADEOFF
 from vllm_rollout.group.allocation import MAX_BUDGET_RATIO
 from vllm_rollout.group.plan import GroupPlan, SelectionRule, make_plan
+from vllm_rollout.models import DEFAULT_MODEL
 
 WayName = Literal[
     "uniform", "early_stop", "dual_end", "dual_end_patience", "pool", "auto", "auto_dual_end", "auto_patience"
@@ -54,19 +57,19 @@ WAYS: dict[WayName, Way] = {
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much of everything. Fields are options of the command line; see there."""
+    """How much of everything."""
 
-    model: str
-    prompts: int
-    group_size: int
-    max_tokens: int
-    temperature: float
-    num_longest: int
-    patience: float
-    tradeoff: float
-    epochs: int
-    repeats: int
-    seed: int
+    model: str = size(DEFAULT_MODEL, "a name of `vllm-rollout models list`, a Hugging Face name or a directory")
+    prompts: int = size(4, "prompts, all at once")
+    group_size: int = size(8, "M, answers per prompt")
+    max_tokens: int = size(512, "length cap of an answer")
+    temperature: float = size(1.0, "of sampling")
+    num_longest: int = size(1, "L of every dual-end way")
+    patience: float = size(1.5, "of the ways that have one")
+    tradeoff: float = size(DEFAULT_TRADEOFF, "of redundancy auto")
+    epochs: int = size(2, "of history before anything is measured")
+    repeats: int = size(4, "repeats of every way")
+    seed: int = size(7, "repeat r samples with seed + 1000 r")
 
     @property
     def max_num_seqs(self) -> int:
@@ -90,11 +93,6 @@ class Sizes:
             return way.selection
         return {"dual_end": {"num_longest": self.num_longest, "patience": self.patience if way.has_patience else None}}
 
-    @property
-    def auto(self) -> dict[str, Any]:
-        """Redundancy "auto", as the request says it."""
-        return {"auto": {"tradeoff": self.tradeoff}}
-
     def plan(self, way: Way, redundancy: int) -> GroupPlan:
         """Of one prompt, as the server makes it."""
         dual_end = way.selection == "dual_end"
@@ -117,9 +115,7 @@ class Sizes:
 
 def check(sizes: Sizes) -> None:
     """Raises: ValueError for sizes that cannot be run."""
-    for name in ("prompts", "group_size", "max_tokens", "epochs", "repeats"):
-        if getattr(sizes, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(sizes, name)}")
+    check_positive(sizes, ("prompts", "group_size", "max_tokens", "epochs", "repeats"))
     if sizes.model != TINY and sizes.prompts > len(PROMPTS):
         raise ValueError(
             f"--prompts must be at most {len(PROMPTS)}, those of benchmarks/prompts.py, got {sizes.prompts}"

@@ -51,17 +51,16 @@ from typing import Any
 import httpx
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
-from benchmarks.common import record_of_run, server_process, write_json
+from benchmarks.common import arguments_of, publish, record_of_run, server_process
 from benchmarks.soak.clients import DISCONNECT_SHARE, KINDS, Shared, SoakClient
 from benchmarks.soak.memory import MemorySamples, growth_mib
 from benchmarks.soak.tally import Tally
+from benchmarks.tables import columns, number
 from vllm_rollout.config import REPORT_INTERVAL_S
 from vllm_rollout.models import resolve
 from vllm_rollout.process import ServerError, counter, exit_on_sigterm, log_folder
 
-RESULT = Path(__file__).parents[1] / "results" / "soak.json"
 MODEL = "tiny-random"
 FLAGS = (
     "--enforce-eager",
@@ -80,18 +79,13 @@ SHORTEST_FOR_MEMORY_S = 300.0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=600.0, help="how long clients act (default: %(default)s)")
-    parser.add_argument("--clients", type=int, default=NUM_CLIENTS, help="how many (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="of the clients' draws (default: %(default)s)")
-    parser.add_argument(
-        "--max-growth-mib",
-        type=float,
-        default=MAX_GROWTH_MIB,
-        help=f"of the server's memory, judged from {SHORTEST_FOR_MEMORY_S:g} s on (default: %(default)s)",
-    )
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="only these kinds of clients")
-    parser.add_argument("--output", type=Path, default=RESULT, help="JSON (default: benchmarks/results/soak.json)")
+    parser = arguments_of(__doc__, "soak", seed=1)
+    add = parser.add_argument
+    add("--seconds", type=float, default=600.0, help="how long clients act (default: %(default)s)")
+    add("--clients", type=int, default=NUM_CLIENTS, help="how many (default: %(default)s)")
+    add("--max-growth-mib", type=float, default=MAX_GROWTH_MIB, help="of the server's memory, judged from "
+        f"{SHORTEST_FOR_MEMORY_S:g} s on (default: %(default)s)")  # fmt: skip
+    add("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="only these kinds of clients")
     arguments = parser.parse_args()
     if arguments.seconds <= 0 or arguments.clients < 1:
         parser.error(f"--seconds and --clients must be positive, got {arguments.seconds:g} and {arguments.clients}")
@@ -106,8 +100,7 @@ def main() -> None:
             kept = Path("soak-server.log")
             kept.write_bytes((folder / "server.log").read_bytes())
             console.print(f"[red]the server's log is in {kept}[/]")
-    write_json(arguments.output, result)
-    draw(result, console)
+    publish(arguments, result, table)
     sys.exit(1 if result["num_violations"] else 0)
 
 
@@ -203,14 +196,19 @@ async def _left(http: httpx.AsyncClient, tally: Tally) -> dict[str, float]:
     return {name: value for name in HELD if (value := counter(metrics, name))}
 
 
-def draw(result: dict[str, Any], console: Console) -> None:
-    table = Table("kind", "acts", "broken off", "answers", title=f"{result['workload']['seconds']:g} s")
-    for kind, counts in result["by_kind"].items():
-        answers = ", ".join(f"{status} x {n}" for status, n in counts.items() if status.isdecimal())
-        table.add_row(kind, str(counts.get("acts", "")), str(counts.get("disconnected", "")), answers)
-    console.print(table)
+def table(result: dict[str, Any]) -> str:
+    cells = {
+        "kind": lambda row: row["kind"],
+        "acts": lambda row: number(row.get("acts")),
+        "broken off": lambda row: number(row.get("disconnected")),
+        "answers": lambda row: ", ".join(f"{status} x {n}" for status, n in row.items() if status.isdecimal()),
+    }
+    rows = [{**counts, "kind": kind} for kind, counts in result["by_kind"].items()]
     memory = result["memory"]
-    console.print(f"memory: {memory['growth_mib']:+.0f} MiB {memory['growth_by_process_mib']}")
-    for violation in result["violations"]:
-        console.print(violation, style="red", markup=False)
-    console.print(f"{result['num_acts']} acts, {result['num_violations']} invariants broken", style="bold")
+    said = [
+        columns(f"{result['workload']['seconds']:g} s", rows, cells),
+        f"Memory: {memory['growth_mib']:+.0f} MiB {memory['growth_by_process_mib']}.",
+        *result["violations"],
+        f"{result['num_acts']} acts, {result['num_violations']} invariants broken.",
+    ]
+    return "\n\n".join(said)

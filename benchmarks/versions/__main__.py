@@ -16,14 +16,16 @@ import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import command_line, git_commit, record_of_run, write_json
 from benchmarks.versions.environment import ROOT, python_of
-from benchmarks.versions.report import SUITES, table
 from vllm_rollout.adapter.compat import PREFERRED_VLLM, SUPPORTED_VLLM, lacking
 
+SUITES = {"adapter": "adapter tests, no engine", "engine": "engine tests", "smoke": "a few of those"}
+"""By name in the result file."""
 RESULT = ROOT / "benchmarks" / "results" / "versions.json"
 NAMED = {"oldest": SUPPORTED_VLLM[0], "newest": SUPPORTED_VLLM[-1]}
 SMOKE = "test_race or a_race_returns or single_requests_with_a_group_id or lacks"
@@ -37,18 +39,13 @@ SELECTION = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.versions", description=__doc__)
-    parser.add_argument(
-        "versions",
-        nargs="*",
-        metavar="VERSION",
-        help=f"of {', '.join(SUPPORTED_VLLM)}, or {', '.join(NAMED)}. Default: all.",
-    )
-    parser.add_argument("--folder", type=Path, default=ROOT / ".venvs", help="Where environments are. %(default)s")
-    parser.add_argument("--output", type=Path, default=RESULT)
-    parser.add_argument(
-        "--suites", nargs="+", choices=SUITES, default=["adapter", "engine"], help="Default: %(default)s."
-    )
-    parser.add_argument("--table", action="store_true", help="Print the table of the result file, and run nothing.")
+    names = (*SUPPORTED_VLLM, *NAMED)
+    add = parser.add_argument
+    add("versions", nargs="*", metavar="VERSION", help=f"of {', '.join(names)}. Default: all.")
+    add("--folder", type=Path, default=ROOT / ".venvs", help="Where environments are. %(default)s")
+    add("--output", type=Path, default=RESULT)
+    add("--suites", nargs="+", choices=SUITES, default=["adapter", "engine"], help="Default: %(default)s.")
+    add("--table", action="store_true", help="Print the table of the result file, and run nothing.")
     args = parser.parse_args()
     versions = [NAMED.get(version, version) for version in args.versions]
     if unknown := set(versions) - set(SUPPORTED_VLLM):
@@ -112,6 +109,27 @@ def packages_of(python: Path) -> dict[str, str]:
     )
     done = subprocess.run([str(python), "-c", code], text=True, stdout=subprocess.PIPE, check=True, cwd=ROOT)
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
+    """Of the versions' rows in the result file; a column for each suite that any of them has run."""
+    columns = [suite for suite in SUITES if any(suite in row for row in rows.values())]
+    lines = [
+        f"| vLLM | {' | '.join(SUITES[suite] for suite in columns)} | what it lacks |",
+        f"| --- |{' --- |' * (len(columns) + 1)}",
+    ]
+    for version, row in sorted(rows.items()):
+        cells = [_passed(row.get(suite)) for suite in columns]
+        lacks = "; ".join(line.partition(" (")[0] for line in row["lacks"]) or "nothing"
+        lines.append(f"| {version} | {' | '.join(cells)} | {lacks} |")
+    return "\n".join(lines)
+
+
+def _passed(suite: Mapping[str, Any] | None) -> str:
+    if suite is None:
+        return "—"
+    skipped = f", {suite['skipped']} skipped" if suite["skipped"] else ""
+    return f"{suite['passed']} of {suite['passed'] + len(suite['failed'])}{skipped}"
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ def _variation(lengths: list[int]) -> float:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("audited_share", [0.0, 0.05])
 def test_rho_of_cut_lengths_is_right_whatever_the_family(family, audited_share):
-    """Over the seeds of `benchmarks.lengths` errors are 3 % at most; 6 % where nobody runs to the end and lengths have
+    """Over three seeds errors were 3 % at most; 6 % where nobody runs to the end and lengths have
     two humps."""
     of = Estimates(family, audited_share, is_cut=True)
     assert of.estimate == pytest.approx(of.rho, rel=0.1 if audited_share or family != "bimodal" else 0.2)

@@ -1,22 +1,16 @@
-"""What `benchmarks.rounds_simulated` simulates: models, machines and lengths of RollPacker's evaluation.
+"""Models, machines and lengths of RollPacker's evaluation, for emulated devices and the simulator beside them.
 
 Invariant: every number has its source beside it, and no number of RollPacker's results is an input.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 from vllm_rollout.group.cost import CostModel, PTLCurve
-from vllm_rollout.group.rounds import RunTerms
-from vllm_rollout.simulator.generate import LengthDistribution
 from vllm_rollout.simulator.machine import Machine
-from vllm_rollout.simulator.rounds.settings import RoundSetting
-
-PROMPTS_PER_ROUND = 128
-GROUP_SIZE = 8
-"""P0 and R0 (RollPacker section 6)."""
 
 HBM_BYTES_PER_S = 3.35e12
 FLOPS_PER_S = 989e12
@@ -49,10 +43,6 @@ class Model:
     num_gpus: int
     tensor_parallel_size: int
     max_tokens: int
-    rollout_share: float
-    """Of a synchronous step's time (Table 1, which is of 14B; the range there is 0.66 to 0.72)."""
-    tail_batching: float
-    """The paper's end-to-end speed-up of tail batching alone (Table 2)."""
 
     @property
     def num_ranks(self) -> int:
@@ -102,14 +92,18 @@ class Model:
 
 
 MODELS: dict[ModelName, Model] = {
-    "7B/8k": Model("Qwen2.5-7B, 8k", 7.61e9, 28, 4, 128, 16, 1, 8192, 0.7, 1.30),
-    "14B/16k": Model("Qwen2.5-14B, 16k", 14.7e9, 48, 8, 128, 32, 2, 16_384, 0.7, 1.48),
-    "32B/32k": Model("Qwen2.5-32B, 32k", 32.5e9, 64, 8, 128, 64, 2, 32_768, 0.7, 2.21),
+    "7B/8k": Model("Qwen2.5-7B, 8k", 7.61e9, 28, 4, 128, 16, 1, 8192),
+    "14B/16k": Model("Qwen2.5-14B, 16k", 14.7e9, 48, 8, 128, 32, 2, 16_384),
+    "32B/32k": Model("Qwen2.5-32B, 32k", 32.5e9, 64, 8, 128, 64, 2, 32_768),
 }
 MODEL_SOURCE = (
     "parameters, layers, KV heads and head size: model cards of Qwen2.5; GPUs, tensor parallelism and caps: RollPacker "
     "section 6; BF16 weights and KV cache"
 )
+
+
+BETWEEN_SHARE = 0.5
+"""Part of the variance of log lengths that is between prompts: long prompts are long again. The paper does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +113,14 @@ class Tail:
     median: float
     sigma: float
     """Standard deviation of log lengths, within and between prompts together."""
+
+    def described(self) -> dict[str, float]:
+        """As `log_normal` of an emulated device's lengths."""
+        return {
+            "mean": self.median * math.exp(self.sigma**2 / 2),
+            "sigma": self.sigma * (1 - BETWEEN_SHARE) ** 0.5,
+            "prompt_sigma": self.sigma * BETWEEN_SHARE**0.5,
+        }
 
 
 TAILS: dict[ModelName, Tail] = {
@@ -131,56 +133,3 @@ TAIL_SOURCE = (
     "longest of 1,024 answers that is at the cap (here one to four of them are expected there); at 16k the longest is "
     "then 33 times the median, 25 to 32 in the paper. The figures are of 14B and 16k; the other caps get the same P75"
 )
-
-BETWEEN_SHARE = 0.5
-"""Part of the variance of log lengths that is between prompts: long prompts are long again. The paper does not say."""
-OTHER_SHARES = (0.18, 0.75)
-"""0.18 is what `benchmarks/traces/smollm2_math500.jsonl` has, cut at 1,024 tokens."""
-
-
-def lengths(name: ModelName, between: float, num_prompts: int) -> LengthDistribution:
-    tail = TAILS[name]
-    return LengthDistribution(
-        prompts=num_prompts,
-        candidates=1,
-        steps=1,
-        median=tail.median,
-        prompt_sigma=tail.sigma * between**0.5,
-        sigma=tail.sigma * (1 - between) ** 0.5,
-        max_tokens=MODELS[name].max_tokens,
-        prompt_tokens=PROMPT_TOKENS,
-    )
-
-
-def speculating(prompts: float = 1.0, responses: float = 1.0, queue_order: str = "first_in") -> RoundSetting:
-    return RoundSetting.of(RunTerms(GROUP_SIZE, PROMPTS_PER_ROUND, prompts, responses, queue_order))
-
-
-SYNCHRONOUS = speculating()
-FACTORS = (1.1, 1.25, 1.5)
-BOTH, PROMPTS_ONLY, RESPONSES_ONLY = speculating(1.25, 1.25), speculating(1.25, 1.0), speculating(1.0, 1.25)
-
-
-def sweep_settings() -> list[RoundSetting]:
-    """Fig. 12 of the paper: the two factors alone, and together."""
-    factors = [pair for f in FACTORS for pair in ((f, 1.0), (1.0, f), (f, f))]
-    return [SYNCHRONOUS, *(speculating(*pair) for pair in factors)]
-
-
-def workload(num_prompts: int, epochs: int, seeds: int) -> dict[str, Any]:
-    """Everything that goes in, for the record."""
-    return {
-        "rounds": f"{epochs} epochs of {num_prompts} prompts, shuffled; {PROMPTS_PER_ROUND} prompts of {GROUP_SIZE} "
-        f"answers a round; {seeds} seeds, which draw other prompts and lengths",
-        "gpu": GPU_SOURCE,
-        "models": {name: model.described() for name, model in MODELS.items()},
-        "models_source": MODEL_SOURCE,
-        "lengths": {name: asdict(tail) for name, tail in TAILS.items()},
-        "lengths_source": TAIL_SOURCE,
-        "between_prompts": f"{BETWEEN_SHARE} of the variance of log lengths; {OTHER_SHARES} beside it. The paper "
-        "does not say",
-        "prompt_tokens": PROMPT_TOKENS,
-        "message_s": MESSAGE_S,
-        "memory_share": MEMORY_SHARE,
-        "left_out": "kernel launches, sampling, all-reduce, anything but reading weights and KV cache",
-    }

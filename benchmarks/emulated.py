@@ -1,20 +1,29 @@
-"""The same prompts, lengths and machine for the emulated device and for the simulator.
+"""The same prompts, lengths and machine for an emulated device and for the simulator, at RollPacker's scale.
 
-Models, lengths and their sources are those of `benchmarks.rounds_simulated`.
 Invariant: a candidate's length is what `emulation.fate` draws, and the same each time its prompt runs.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import math
 import random
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import server_process
-from benchmarks.rounds_simulated.setup import BETWEEN_SHARE, MODELS, PROMPT_TOKENS, Model, ModelName, lengths
+from benchmarks.common import arguments_of, record_of_run, server_process
+from benchmarks.rollpacker import (
+    GPU_SOURCE,
+    MODEL_NAMES,
+    MODEL_SOURCE,
+    MODELS,
+    PROMPT_TOKENS,
+    TAIL_SOURCE,
+    TAILS,
+    Model,
+    ModelName,
+)
 from vllm_rollout.emulation.fate import Fates
 from vllm_rollout.emulation.settings import Settings
 from vllm_rollout.group.prompt_key import seed_for
@@ -28,30 +37,24 @@ from vllm_rollout.simulator.rounds.trainer import Trainer
 
 FIRST_SEED = 1000
 """Sampling seed of candidate 0."""
-SYNCHRONOUS_ROUNDS = 2
-"""Where nothing is deferred, every round is like the other."""
+TOKEN_IDS = range(100, 40_000)
+"""Prompts are made of these."""
 
 
 @dataclass(frozen=True)
 class Workload:
     model_name: ModelName
     num_ranks: int
-    prompts_per_round: int
+    num_prompts: int
+    """Of a round or a rollout."""
     group_size: int
     seed: int
+    speed: float = 1.0
+    """--emulate-speed of the server: 0.5 makes every step last twice as long."""
 
     @property
     def model(self) -> Model:
         return MODELS[self.model_name]
-
-    @property
-    def max_tokens(self) -> int:
-        return self.model.max_tokens
-
-    @property
-    def token_ids(self) -> range:
-        """That prompts are made of."""
-        return range(100, 40_000)
 
     @property
     def machine(self) -> Machine:
@@ -60,33 +63,19 @@ class Workload:
     @property
     def device(self) -> dict[str, Any]:
         """For `--emulate`: `Model.cost` below the batch size where computing takes longer than reading weights."""
-        model = self.model
-        empty_s, one_token_s = model.cost.ptl(1, 0), model.cost.ptl(1, 1)
-        its = lengths(self.model_name, BETWEEN_SHARE, 1)
+        cost = self.model.cost
+        empty_s, one_token_s = cost.ptl(1, 0), cost.ptl(1, 1)
         return {
             "step": {
                 "ms": 1e3 * empty_s,
                 "ms_per_request": 0.0,
                 "ms_per_context_token": 1e3 * (one_token_s - empty_s),
-                "ms_per_prefilled_token": 1e3 * model.cost.prefill_s_per_token,
+                "ms_per_prefilled_token": 1e3 * cost.prefill_s_per_token,
             },
-            "kv_tokens": model.machine.kv_capacity_tokens,
-            "lengths": {
-                "log_normal": {
-                    "mean": its.median * math.exp((its.sigma**2 + its.prompt_sigma**2) / 2),
-                    "sigma": its.sigma,
-                    "prompt_sigma": its.prompt_sigma,
-                }
-            },
+            "kv_tokens": self.model.machine.kv_capacity_tokens,
+            "lengths": {"log_normal": TAILS[self.model_name].described()},
             "seed": self.seed,
         }
-
-    def terms(self, prompts: float, responses: float) -> RunTerms:
-        return RunTerms(self.group_size, self.prompts_per_round, prompts, responses)
-
-    def num_prompts(self, terms: RunTerms) -> int:
-        """Of one period; where nothing is deferred, of `SYNCHRONOUS_ROUNDS` rounds."""
-        return terms.num_period_prompts or SYNCHRONOUS_ROUNDS * terms.prompts_per_round
 
 
 class EmulatedDataSet:
@@ -94,13 +83,13 @@ class EmulatedDataSet:
 
     def __init__(self, its: Workload, num_prompts: int) -> None:
         self._fates = Fates(Settings.model_validate(its.device))
-        self._max_tokens = its.max_tokens
+        self._max_tokens = max_tokens = its.model.max_tokens
         chance = random.Random(f"rounds_emulated/{its.seed}")
         self.token_ids = [
-            [chance.randrange(its.token_ids.start, its.token_ids.stop) for _ in range(PROMPT_TOKENS)]
+            [chance.randrange(TOKEN_IDS.start, TOKEN_IDS.stop) for _ in range(PROMPT_TOKENS)]
             for _ in range(num_prompts)
         ]
-        self.prompts = [DataPrompt(number, str(number), PROMPT_TOKENS, its.max_tokens) for number in range(num_prompts)]
+        self.prompts = [DataPrompt(number, str(number), PROMPT_TOKENS, max_tokens) for number in range(num_prompts)]
 
     def candidates(self, prompt: DataPrompt, epoch: int, attempt: int, count: int) -> list[PoolCandidate]:
         token_ids, first = self.token_ids[prompt.number], seed_for(FIRST_SEED, prompt.id)
@@ -118,14 +107,50 @@ class EmulatedDataSet:
         return PoolCandidate(num_tokens, end, num_tokens, False, None, None)
 
 
-def emulated_server(its: Workload, speed: float, folder: Path) -> ServerProcess:
+def workload_arguments(
+    description: str | None, name: str, *, ranks: int, prompts: int, speed: float
+) -> argparse.ArgumentParser:
+    parser = arguments_of(description, name, seed=3)
+    add = parser.add_argument
+    add("--model", choices=MODEL_NAMES, default=MODEL_NAMES[0], help="costs, lengths, cap (default %(default)s)")
+    add("--ranks", type=int, default=ranks, help="data-parallel engines (default %(default)s)")
+    add("--prompts", type=int, default=prompts, help="of a round or a rollout (default %(default)s)")
+    add("--group-size", type=int, default=8, help="default %(default)s")
+    add("--speed", type=float, default=speed, help="--emulate-speed of the server (default %(default)s)")
+    return parser
+
+
+def workload_of(arguments: argparse.Namespace) -> Workload:
+    return Workload(
+        arguments.model, arguments.ranks, arguments.prompts, arguments.group_size, arguments.seed, arguments.speed
+    )
+
+
+def record_of(its: Workload, conditions: str | None) -> dict[str, Any]:
+    """The head of a result."""
+    workload = {
+        "conditions": conditions, "model": its.model.described(), "ranks": its.num_ranks, "speed": its.speed,
+        "prompts": its.num_prompts, "group_size": its.group_size, "device": its.device,
+        "sources": [GPU_SOURCE, MODEL_SOURCE, TAIL_SOURCE],
+    }  # fmt: skip
+    return record_of_run(seed=its.seed, workload=workload)
+
+
+def title_of(result: dict[str, Any]) -> str:
+    its = result["workload"]
+    return (
+        f"{its['model']['title']}, {its['prompts']} x {its['group_size']}, {its['ranks']} ranks, speed {its['speed']:g}"
+    )
+
+
+def emulated_server(its: Workload, folder: Path) -> ServerProcess:
     """Its device and ranks; the steps of each go into `folder`/steps."""
     device = folder / "device.json"
     device.write_text(json.dumps(its.device))
     flags = [
-        "--max-model-len", str(its.max_tokens + 1024), "--max-num-seqs", str(its.machine.max_num_seqs),
+        "--max-model-len", str(its.model.max_tokens + 1024), "--max-num-seqs", str(its.machine.max_num_seqs),
         "--max-num-batched-tokens", "8192", "--block-size", str(its.machine.block_size), "--emulate", str(device),
-        "--emulate-log", str(folder / "steps"), "--emulate-speed", str(speed),
+        "--emulate-log", str(folder / "steps"), "--emulate-speed", str(its.speed),
         "--data-parallel-size", str(its.num_ranks), "--api-server-count", "1", "--disable-uvicorn-access-log",
     ]  # fmt: skip
     return server_process("rollout", resolve(DEFAULT_MODEL), flags, folder / "server.log")

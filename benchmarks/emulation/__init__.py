@@ -1,1 +1,0 @@
-"""An emulated device against the engine that it was profiled on."""

@@ -1,1 +1,0 @@
-"""Rounds on an emulated device at a paper's scale, beside the simulator."""

@@ -1,4 +1,0 @@
-from benchmarks.rounds_emulated.run import main
-
-if __name__ == "__main__":
-    main()
