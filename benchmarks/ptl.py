@@ -244,6 +244,7 @@ def draw(profile: Profile, result: dict[str, Any], path: Path) -> None:
             values = [row[name] for row in rows]
             scatter.plot(measured, values, "o", label=f"{label}, median error {percent(summary[error]['median'], 1)}")
         scatter.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
+        scatter.tick_params(which="minor", labelbottom=False, labelleft=False)
         scatter.set_title("group rollouts on a real server", loc="left", weight="bold")
         scatter.set(xlabel="measured, s", ylabel="predicted from the lengths, s")
         scatter.legend(loc="upper left", frameon=False)

@@ -144,9 +144,9 @@ def _draw_survivors(axes: Any, phases: Mapping[str, Any]) -> None:
         {way: row["overall_ratio"] for way, row in rows.items()},
         colors=COLORS,
         names=WAY_NAMES,
-        texts={w: f"{r['overall_ratio']:.2f};  E[ρ̂(1−ρ̂)] {r['mean_ratio_product']:.3f}" for w, r in rows.items()},
+        texts={way: f"{row['overall_ratio']:.2f}, {row['mean_ratio_product']:.3f}" for way, row in rows.items()},
         title="Whom each rule keeps, half of 16",
-        xlabel="positive ratio of survivors (dotted: wanted)",
+        xlabel="positive ratio of survivors (dotted: wanted), E[ρ̂(1−ρ̂)]",
     )
     axes.axvline(0.5, color=INK, lw=1.2, ls=":")
     axes.set_xlim(0, max(0.6, *(row["overall_ratio"] + 0.05 for row in rows.values())))
