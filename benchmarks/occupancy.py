@@ -4,7 +4,7 @@ Invariant: nothing is run and nothing is timed: what the table says is how many 
 can hold, how many bytes of logits they have on their way, and how many instructions its loop has for each entry, which
 together bound the bandwidth that can be reached.
 
-`python -m benchmarks.occupancy` prints a row per variant of token_stats; the one in use is marked. Needs triton.
+`python -m benchmarks.occupancy` prints a row per variant of token_confidence; the one in use is marked. Needs triton.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import triton.backends.nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from vllm_rollout.kernels import token_stats
+from vllm_rollout.kernels import token_confidence as kernel
 
 NUM_REGISTERS, MAX_WARPS, MAX_PROGRAMS, SHARED_BYTES = 65_536, 64, 32, 227 * 1024
 """Of one multiprocessor of sm_90."""
@@ -40,8 +40,8 @@ class Variant(NamedTuple):
 
     @property
     def is_used(self) -> bool:
-        entries = token_stats.BLOCK_SIZE // (32 * token_stats.NUM_WARPS)
-        return self[1:] == (token_stats.NUM_WARPS, token_stats.NUM_BLOCKS, entries, token_stats.NUM_STAGES)
+        entries = kernel.BLOCK_SIZE // (32 * kernel.NUM_WARPS)
+        return self[1:] == (kernel.NUM_WARPS, kernel.NUM_BLOCKS, entries, kernel.NUM_STAGES)
 
     @property
     def step_entries(self) -> int:
@@ -55,12 +55,12 @@ def compiled(variant: Variant) -> triton.compiler.CompiledKernel:
         "NUM_BLOCKS": variant.num_blocks,
         "BLOCK_SIZE": 32 * variant.num_warps * variant.entries_per_thread,
     }
-    pointers = {"logits_ptr": f"*{variant.dtype}", "rows_ptr": "*i64", "sampled_ptr": "*i64", "stats_ptr": "*fp32"}
-    sizes = dict.fromkeys(("row_stride", "num_rows", "num_seen", "vocab_size"), "i32")
-    names = token_stats.token_stats_kernel.arg_names
+    pointers = {"logits_ptr": f"*{variant.dtype}", "rows_ptr": "*i64", "confidence_ptr": "*fp32"}
+    sizes = dict.fromkeys(("row_stride", "num_rows", "vocab_size"), "i32")
+    names = kernel.token_confidence_kernel.arg_names
     aligned = {(names.index(n),): [["tt.divisibility", 16]] for n in ("logits_ptr", "row_stride", "vocab_size")}
     source = ASTSource(
-        fn=token_stats.token_stats_kernel,
+        fn=kernel.token_confidence_kernel,
         signature=pointers | sizes | dict.fromkeys(constants, "constexpr"),
         constexprs=constants,
         attrs=aligned,
