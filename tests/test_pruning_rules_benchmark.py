@@ -55,15 +55,12 @@ def test_a_stream_begins_cold_and_learns_what_is_true():
 
 
 def test_ways_differ_in_what_they_are_named_for_only():
-    gradient, independent, audits, swap, none, random = streams(
-        "gradient", "independent", "audits", "swap", "none", "random"
-    )
+    gradient, audits, swap, none, random = streams("gradient", "audits", "swap", "none", "random")
     before = slice(NUM_TEACHING)
     assert np.array_equal(swap.pruned.kept[before], gradient.pruned.kept[before])
     assert not np.array_equal(swap.success[NUM_TEACHING:], gradient.success[NUM_TEACHING:])
     assert np.abs(swap.success[-16:] - gradient.success[-16:]).mean() < 0.1  # it has found the new scale
     warm = slice(32, None)
-    assert gradient.pruned.kept[warm].sum(1).std() < independent.pruned.kept[warm].sum(1).std()
     audited = audits.pruned.kept[warm].all(1)
     assert 0 < audited.sum() < len(audited) / 4
     assert (audits.pruned.survival[warm][audited] == 1).all()

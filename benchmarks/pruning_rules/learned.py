@@ -73,11 +73,10 @@ WAYS: Mapping[str, Way] = {
     "paper": Way(replace(PLAN, rule="paper")),
     "balance": Way(replace(PLAN, rule="balance")),
     "gradient": Way(),
-    "independent": Way(replace(PLAN, draw="independent")),
     "audits": Way(audit_ratio=AUDIT_RATIO),
     "swap": Way(swaps_head=True),
 }
-"""The last three are the gradient rule, the default, as "gradient" is."""
+"""The last two are the gradient rule, the default, as "gradient" is."""
 
 
 def num_learning(rate: float, min_groups: int) -> int:

@@ -3,7 +3,7 @@
 learned      the main table (learned.py): a GRPO whose true gradient is known (benchmarks/toy_grpo.py), scores with an
              AUC, and everything else the code of the engine: calibration learns from survivors' rewards, step by step.
              Ways: none pruned; fewer, none pruned of as many candidates as the others keep; random, paper, balance,
-             gradient (the default); and gradient with independent draws, with audit groups, and behind a head's swap.
+             gradient (the default); and gradient with audit groups, and behind a head's swap.
              Is the default at least as good as random, fewer and none, in signal to noise per generated token? Does
              the report advise the better of pruning and fewer?
 arrival, calibration, labels
@@ -59,7 +59,7 @@ def main() -> None:
         record["learned"] = list(learned.rows(worlds, num_groups, min_learning, num_seeds))
         record["target"] = [
             learned.target(record["learned"], way, field)
-            for way in ("gradient", "independent", "audits", "swap", "balance", "paper")
+            for way in ("gradient", "audits", "swap", "balance", "paper")
             for field in ("per_token", "per_token_free")
         ]
     if "arrival" in args.parts:

@@ -84,7 +84,7 @@ class Learning:
         best = min(signals.values(), key=warm.index)
         wanted = self._survival(plan, best, successes, earlier, past, num_to_come)
         floor = max(0, at_least - len(unjudged))
-        survivors = choose_survivors(wanted, seed=seed, group=group, at_least=floor, draw=plan.draw)
+        survivors = choose_survivors(wanted, seed=seed, group=group, at_least=floor)
         if plan.mode == "active":
             self._verdicts.extend(index in survivors.kept for index in signals)
         return unjudged | {
