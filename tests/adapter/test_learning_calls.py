@@ -42,6 +42,7 @@ from vllm_rollout.group.judge import Judge, Scoring
 from vllm_rollout.group.ledger import NamedReward, Reward
 from vllm_rollout.group.lifecycle import Group, GroupTerms
 from vllm_rollout.group.pruning_plan import PruningPlan
+from vllm_rollout.group.rewarded import rules_report
 from vllm_rollout.group.success import SuccessHistory
 from vllm_rollout.group.types import BASE_MODEL, WHOLE, Confidence, HeadKey, Observation
 from vllm_rollout.server.engine import RequestError
@@ -246,7 +247,8 @@ def test_features_that_are_gone_are_counted_and_the_label_still_calibrates():
     report = Engine(rank).learning_report(None)
     assert (report.detection_length, report.num_awaiting, report.num_evicted) == (LENGTH, 0, 2)
     assert len(rank.labels()[0]) == 6
-    assert report.signals == rank.judge.memory.learnings[LENGTH].report().signals
+    outcomes = rank.judge.memory.learnings[LENGTH].outcomes()
+    assert report.signals == rules_report(outcomes, 0, 0, report.audit).signals
 
 
 def test_a_report_over_ranks_counts_the_verdicts_of_all():
