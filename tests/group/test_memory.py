@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from vllm_rollout.config import MAX_DETECTION_LENGTHS
 from vllm_rollout.group.history import ObservedLength
 from vllm_rollout.group.learning import Learning
-from vllm_rollout.group.memory import OUTCOMES_PER_ROW, PROMPTS_PER_ROW, Memory, rows_of_format_1
+from vllm_rollout.group.memory import OUTCOMES_PER_ROW, PROMPTS_PER_ROW, Memory
 from vllm_rollout.group.pruning_plan import PruningPlan
 from vllm_rollout.group.types import Confidence, Observation
 
@@ -117,22 +117,6 @@ def test_the_length_used_longest_ago_gives_way_unless_rewards_are_awaited_for_it
     assert (memory.forgotten, memory.spare(nobody)) == ([3], 2)
     assert memory.learning(100, everybody) is learning
     assert len(memory.learnings) == MAX_DETECTION_LENGTHS
-
-
-def old_state(memory: Memory) -> dict[str, Any]:
-    """As versions before rows wrote it."""
-    learnings = json.loads(json.dumps([learning.to_state() for learning in memory.learnings.values()]))
-    for learning in learnings:
-        learning["verdicts"] = [int(kept) for kept in learning["verdicts"]]
-    return {"format": 1, "model": "m", "learnings": learnings, "heads": [], "lengths": memory.lengths.to_state()}
-
-
-def test_a_state_of_format_1_is_taken_over():
-    memory = taught()
-    restored = Memory.from_state(json.loads(json.dumps(list(rows_of_format_1(old_state(memory))))))
-    assert stored(restored) == stored(memory)
-    without_lengths = {name: value for name, value in old_state(memory).items() if name != "lengths"}
-    assert len(Memory.from_state(rows_of_format_1(without_lengths)).lengths) == 0
 
 
 ROWS = stored(taught())

@@ -47,7 +47,7 @@ REMEMBERED_VERSIONS = 64
 MOST_STANDARDIZED = 700.0
 """Scores further out, in widths, are all as far: their sigmoid is 0 or 1 long before."""
 UNKNOWN = -1
-"""Version of scores that were saved before versions were."""
+"""Version of the scale before any version has scored."""
 
 
 class Estimate(NamedTuple):

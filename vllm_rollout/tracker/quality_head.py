@@ -279,8 +279,7 @@ class QualityHead:
     def restore(cls, data: bytes, *, hidden_size: int, model: str) -> QualityHead:
         """The head that `state` described. Raises: as `from_safetensors`."""
         file = read_head_file(data, "quality head state", hidden_size=hidden_size, model=model)
-        seed = file.integer("seed", maximum=MAX_SEED) if "seed" in file.metadata else 0
-        head = cls._described(file, hidden_size, model, seed)
+        head = cls._described(file, hidden_size, model, file.integer("seed", maximum=MAX_SEED))
         with torch.inference_mode(False):
             head._read_standardisation(file)
             head._replay.restore(file)
@@ -292,7 +291,7 @@ class QualityHead:
         head.losses.extend(file.series("losses", max_length=MAX_QUALITY_HEAD_VERSIONS, most=MAX_LOSS))
         head._version_losses += file.series("_version_losses", max_length=QUALITY_HEAD_PUBLISH_STEPS, most=MAX_LOSS)
         head._read_counters(file)
-        file.check_all_read("generator")  # earlier versions kept one
+        file.check_all_read()
         return head
 
     def _read_training(self, file: HeadFile) -> None:
