@@ -221,13 +221,13 @@ class QualityHead:
         return HeadBytes("quality head", tensors, self._metadata())
 
     @classmethod
-    def from_safetensors(cls, data: bytes, *, hidden_size: int, model: str, seed: int = 0) -> QualityHead:
+    def from_safetensors(cls, data: bytes, *, hidden_size: int, model: str) -> QualityHead:
         """A head that scores at once and trains on with a new optimizer, once it has labels of its own.
 
         Raises: HeadMismatch for another hidden size or model; ValueError for anything but such a file.
         """
         file = read_head_file(data, "quality head", hidden_size=hidden_size, model=model)
-        head = cls._described(file, hidden_size, model, seed)
+        head = cls._described(file, hidden_size, model)
         with torch.inference_mode(False):
             head._read_standardisation(file)
             head.weights = read_weights(file, hidden_size)
@@ -324,7 +324,7 @@ class QualityHead:
         return {name: getattr(self, name) for name in names}
 
     @classmethod
-    def _described(cls, file: HeadFile, hidden_size: int, model: str, seed: int) -> QualityHead:
+    def _described(cls, file: HeadFile, hidden_size: int, model: str, seed: int = 0) -> QualityHead:
         head = cls(hidden_size, model, file.integer("detection_length", WHOLE, MAX_DETECTION_LENGTH), seed)
         head.version = file.integer("version")
         head.num_steps = file.integer("num_steps")
