@@ -124,7 +124,7 @@ def bandwidth(device: str) -> Result:
 
 
 def variants(vocab_size: int, peak: float) -> dict[str, float]:
-    """Share of the peak of other shapes of the kernel: what benchmarks/occupancy.py could only compute."""
+    """Share of the peak of other shapes of the kernel: on sm_90 only their occupancy was computed."""
     from vllm_rollout.kernels import token_confidence as module
 
     arguments = Inputs("cuda", 0).token_confidence(256, vocab_size, torch.bfloat16)
