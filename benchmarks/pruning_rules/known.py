@@ -30,6 +30,7 @@ from vllm_rollout.group.calibration import CALIBRATION_SPREAD, Calibrator
 from vllm_rollout.group.learning import REPORT_WINDOW, Learning
 from vllm_rollout.group.pruning import Point, compress, group_rule
 from vllm_rollout.group.pruning_plan import PruningPlan
+from vllm_rollout.group.rewarded import rules_report
 from vllm_rollout.group.survivors import choose_survivors
 from vllm_rollout.group.types import Confidence, Observation
 
@@ -227,7 +228,7 @@ def stream(
                 num_positive += group.positives[i]
     num_labels = num_groups * GROUP_SIZE * plan.keep_ratio
     then, reported = (worlds(1 - min(1.0, w / num_labels) / 2) for w in (CALIBRATION_WINDOW, REPORT_WINDOW))
-    report = learning.report()
+    report = rules_report(learning.outcomes(), learning.num_judged, learning.num_pruned, learning.audit_report())
     success_rate = (report.active if weighted else report.shadow).positive_ratio
     head = _deviations(then, learning.calibrators["head"], seed)
     confidence = _deviations(_confident(then), learning.calibrators["confidence"], seed)

@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load, save
 
+from tests.support.reports import report_of
 from vllm_rollout.adapter.api.learning import REWARDS_PER_CALL, EngineLearning
 from vllm_rollout.adapter.call_table import (
     LENGTH_HISTORY,
@@ -41,7 +42,6 @@ from vllm_rollout.group.judge import Judge, Scoring
 from vllm_rollout.group.ledger import NamedReward, Reward
 from vllm_rollout.group.lifecycle import Group, GroupTerms
 from vllm_rollout.group.pruning_plan import PruningPlan
-from vllm_rollout.group.rewarded import rules_report
 from vllm_rollout.group.types import BASE_MODEL, WHOLE, Confidence, HeadKey, Observation
 from vllm_rollout.server.engine import RequestError
 from vllm_rollout.tracker.feature_ring import FeatureRing, StateKey
@@ -245,8 +245,7 @@ def test_features_that_are_gone_are_counted_and_the_label_still_calibrates():
     report = Engine(rank).learning_report(None)
     assert (report.detection_length, report.num_awaiting, report.num_evicted) == (LENGTH, 0, 2)
     assert len(rank.labels()[0]) == 6
-    outcomes = rank.judge.memory.learnings[LENGTH].outcomes()
-    assert report.signals == rules_report(outcomes, 0, 0, report.audit).signals
+    assert report.signals == report_of(rank.judge.memory.learnings[LENGTH]).signals
 
 
 def test_a_report_over_ranks_counts_the_verdicts_of_all():
