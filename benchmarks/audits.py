@@ -29,6 +29,7 @@ from benchmarks.tables import Row, columns
 from vllm_rollout.group.audit import AuditTurns, AuditUnit, draw_audit
 from vllm_rollout.group.learning import REPORT_WINDOW, Learning
 from vllm_rollout.group.pruning_plan import PruningPlan
+from vllm_rollout.group.rewarded import rules_report
 from vllm_rollout.group.types import Confidence, Observation
 
 NO_NUMBER = float("nan")
@@ -126,7 +127,7 @@ def errors(*, num_seeds: int, num_groups: int, first_seed: int = 0, **settings: 
         seen = list(stream(learning, seed=seed, num_groups=num_groups, **settings))
         qs = [each[1] - each[2] for each in seen if each[0] == "q"]
         found["calibrated"].append(fmean(qs[len(qs) // 2 :]))
-        report = learning.report()
+        report = rules_report(learning.outcomes(), learning.num_judged, learning.num_pruned, learning.audit_report())
         part = report.active if settings["plan"].mode == "active" else report.shadow
         scored = [each[1] for each in seen if each[0] == "scored"]
         found["report"].append(part.positive_ratio - fmean(scored[-REPORT_WINDOW * NUM_CANDIDATES // GROUP_SIZE :]))

@@ -28,9 +28,9 @@ class Inputs:
     def integers(self, end: int, size: int) -> Tensor:
         return torch.randint(end, (size,), generator=self.generator).to(self.device)
 
-    def token_stats(self, num_rows: int, vocab_size: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    def token_confidence(self, num_rows: int, vocab_size: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
         logits = self.normal(num_rows, vocab_size, scale=4.0, dtype=dtype)
-        return logits, torch.arange(num_rows, device=self.device), self.integers(vocab_size, num_rows)
+        return logits, torch.arange(num_rows, device=self.device)
 
     def quality_head(self, num_due: int, hidden_size: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
         weights = (self.normal(NUM_HIDDEN, hidden_size, scale=hidden_size**-0.5), self.normal(NUM_HIDDEN))

@@ -72,9 +72,9 @@ def cases(inputs: Inputs, arguments: argparse.Namespace) -> Iterator[Case]:
     for vocab_size in arguments.vocab:
         for num_rows in arguments.rows:
             for dtype in arguments.dtype:
-                tensors = inputs.token_stats(num_rows, vocab_size, DTYPES[dtype])
+                tensors = inputs.token_confidence(num_rows, vocab_size, DTYPES[dtype])
                 size = {"num_rows": num_rows, "vocab_size": vocab_size, "dtype": dtype}
-                yield Case("token_stats", size, tensors, {"logits_gb_per_s": tensors[0].nbytes / 1e9})
+                yield Case("token_confidence", size, tensors, {"logits_gb_per_s": tensors[0].nbytes / 1e9})
     for hidden_size in arguments.hidden:
         for num_due in arguments.due:
             for dtype in arguments.dtype:
@@ -94,14 +94,14 @@ def cases(inputs: Inputs, arguments: argparse.Namespace) -> Iterator[Case]:
 
 def step_calls(inputs: Inputs, num_rows: int, num_due: int, vocab_size: int, hidden_size: int) -> tuple[Call, Call]:
     """The operators of one step, active and reference, in the order in which the worker calls them."""
-    stats = inputs.token_stats(num_rows, vocab_size, torch.bfloat16)
+    logits_and_rows = inputs.token_confidence(num_rows, vocab_size, torch.bfloat16)
     slots, positions, _, *state = inputs.update_confidence(num_rows, capacity_for(num_rows))
     trace = inputs.windowed_confidence(num_due)
     head = inputs.quality_head(num_due, hidden_size, torch.bfloat16)
 
     def call_with(functions: dict[Operator, Callable[..., Any]]) -> Call:
         def call() -> None:
-            confidence = functions["token_stats"](*stats).confidence
+            confidence = functions["token_confidence"](*logits_and_rows)
             functions["update_confidence"](slots, positions, confidence, *state)
             if num_due:
                 functions["windowed_confidence"](*trace)
@@ -202,7 +202,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     record = record_of_run(
         seed=arguments.seed,
-        workload="logits from a normal distribution with standard deviation 4, one sampled token per row; hidden "
+        workload="logits from a normal distribution with standard deviation 4; hidden "
         f"states and a head of {NUM_HIDDEN} units from normal distributions; both sides in turns on the same tensors; "
         "medians in microseconds",
     )

@@ -1,7 +1,7 @@
 // Every operator of the library: name and schema, said once.
 //
 // Each backend file registers its kernels under these names, and exactly one
-// file (token_stats_cpu.cpp) registers the schemas themselves.
+// file (token_confidence_cpu.cpp) registers the schemas themselves.
 #pragma once
 
 namespace vllm_rollout {
@@ -13,12 +13,10 @@ struct Operator {
 
 // logits: float32, bfloat16 or float16 [num_rows, vocab_size], stride(1) == 1
 // rows: int64 [num_seen], contiguous: the rows to look at
-// sampled: int64 [num_seen], contiguous: a token id or -1
-// returns: three float32 [num_seen]
-inline constexpr Operator kTokenStats{
-    "token_stats",
-    "token_stats(Tensor logits, Tensor rows, Tensor sampled) -> "
-    "(Tensor logprob, Tensor entropy, Tensor confidence)"};
+// returns: float32 [num_seen]
+inline constexpr Operator kTokenConfidence{
+    "token_confidence",
+    "token_confidence(Tensor logits, Tensor rows) -> Tensor"};
 
 // slots, positions: int64 [num_rows], contiguous
 // values: float32 [num_rows], contiguous
@@ -30,6 +28,6 @@ inline constexpr Operator kUpdateConfidence{
     "update_confidence(Tensor slots, Tensor positions, Tensor values, "
     "Tensor(a!) means, Tensor(b!) m2s, Tensor(c!) trace) -> Tensor"};
 
-inline constexpr Operator kOperators[] = {kTokenStats, kUpdateConfidence};
+inline constexpr Operator kOperators[] = {kTokenConfidence, kUpdateConfidence};
 
 }  // namespace vllm_rollout

@@ -26,7 +26,7 @@ ROWS = (1, 8, 16, 64, 128, 256, 512, 1024)
 def operators(device: str) -> Result:
     result = Result()
     expected = "triton" if device == "cuda" else "c++"
-    for operator in ("token_stats", "update_confidence"):
+    for operator in ("token_confidence", "update_confidence"):
         implementation = active_implementation(device, operator)
         result.check(f"{operator} is served by {expected}", implementation.name == expected, implementation.reason)
     for what, operator, arguments in cases(device):
@@ -41,20 +41,20 @@ def cases(device: str) -> Iterator[tuple[str, Operator, tuple[Any, ...]]]:
     vocabularies = VOCABULARIES if device == "cuda" else (1519, 321)
     for vocab_size in vocabularies:
         for name, dtype in DTYPES.items():
-            logits, rows, sampled = inputs.token_stats(num_rows, vocab_size, dtype)
+            logits, rows = inputs.token_confidence(num_rows, vocab_size, dtype)
             padded = torch.zeros(num_rows, vocab_size + 63, dtype=dtype, device=device)
             padded[:, :vocab_size] = logits
             masked = logits.masked_fill(torch.rand(logits.shape, device=device) < 0.5, -torch.inf)
             masked[0] = -torch.inf
-            yield f"{name}, {vocab_size}", "token_stats", (logits, rows, sampled)
+            yield f"{name}, {vocab_size}", "token_confidence", (logits, rows)
             yield (
                 f"{name}, {vocab_size}, rows of a padded tensor",
-                "token_stats",
-                (padded[:, :vocab_size], rows, sampled),
+                "token_confidence",
+                (padded[:, :vocab_size], rows),
             )
-            yield f"{name}, {vocab_size}, masked", "token_stats", (masked, rows, sampled)
+            yield f"{name}, {vocab_size}, masked", "token_confidence", (masked, rows)
             some = rows.flip(0)[: num_rows // 2].contiguous()
-            yield f"{name}, {vocab_size}, some rows", "token_stats", (logits, some, sampled[: len(some)])
+            yield f"{name}, {vocab_size}, some rows", "token_confidence", (logits, some)
     yield "300 rows", "update_confidence", inputs.update_confidence(num_rows, 1024)
     for name, dtype in DTYPES.items():
         for num_due in (1, 16, 17, num_rows):
@@ -109,8 +109,8 @@ def bandwidth(device: str) -> Result:
     for name in ("bfloat16", "float32"):
         share[name] = {}
         for num_rows in rows:
-            arguments = Inputs(device, 0).token_stats(num_rows, vocab_size, DTYPES[name])
-            compute = active_implementation(device, "token_stats").compute
+            arguments = Inputs(device, 0).token_confidence(num_rows, vocab_size, DTYPES[name])
+            compute = active_implementation(device, "token_confidence").compute
             seconds = seconds_of(lambda c=compute, a=arguments: c(*a), device)
             share[name][num_rows] = round(arguments[0].nbytes / seconds / peak, 3)
     result.values["share_of_peak"] = share
@@ -125,20 +125,19 @@ def bandwidth(device: str) -> Result:
 
 def variants(vocab_size: int, peak: float) -> dict[str, float]:
     """Share of the peak of other shapes of the kernel: on sm_90 only their occupancy was computed."""
-    from vllm_rollout.kernels import token_stats as module
+    from vllm_rollout.kernels import token_confidence as module
 
-    arguments = Inputs("cuda", 0).token_stats(256, vocab_size, torch.bfloat16)
-    stats = torch.empty(3, 256, device="cuda")
+    arguments = Inputs("cuda", 0).token_confidence(256, vocab_size, torch.bfloat16)
+    confidence = torch.empty(256, device="cuda")
     shares = {}
     for num_warps in (4, 8, 16):
         for num_blocks in (2, 4):
             for num_stages in (1, 3):
                 seconds = seconds_of(
-                    lambda w=num_warps, b=num_blocks, s=num_stages: module.token_stats_kernel[(256,)](
+                    lambda w=num_warps, b=num_blocks, s=num_stages: module.token_confidence_kernel[(256,)](
                         *arguments,
-                        stats,
+                        confidence,
                         arguments[0].stride(0),
-                        256,
                         256,
                         vocab_size,
                         NUM_STAGES=s,

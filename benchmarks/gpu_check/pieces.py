@@ -51,7 +51,7 @@ class Piece(NamedTuple):
 
 PIECES: dict[str, Piece] = {
     "operators": Piece("kernels", "every operator agrees with its torch reference, at both vocabularies"),
-    "bandwidth": Piece("kernels", "token_stats reads logits at 60 % of the memory's bandwidth at 256 rows"),
+    "bandwidth": Piece("kernels", "token_confidence reads logits at 60 % of the memory's bandwidth at 256 rows"),
     "repeatable_scores": Piece("kernels", "quality_head is bit-equal over 1,000 repeats"),
     "launch_blocking": Piece("equal", "seeded runs are equal with and without CUDA_LAUNCH_BLOCKING", True),
     "graphs": Piece("equal", "scores are equal under full graphs and eager", True),

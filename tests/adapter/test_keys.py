@@ -28,11 +28,7 @@ from vllm_rollout.server.learning.body import ADMIN_HEADER
 pytestmark = pytest.mark.anyio
 API_KEY, ADMIN_KEY = "api", "admin"
 
-OPEN_TO_ANYONE = {
-    ("GET", "/liveness"),  # tells whether the engine hangs
-    *(("POST", f"/{name}/") for name in ("init_communicator", "update_named_param", "close_communicator")),  # 501
-    ("POST", "/get_sequence_logprobs/"),  # 501
-}
+OPEN_TO_ANYONE = {("GET", "/liveness")}  # tells whether the engine hangs
 OPEN_TO_THE_API_KEY = {
     *(("POST", f"/v1/{name}") for name in ("rollouts", "votes", "rollouts/{rollout_id}/rewards", "rewards")),
     *(("GET", f"/v1/quality_head{name}") for name in ("", "/report", "/detection_lengths")),

@@ -19,7 +19,7 @@ from vllm_rollout.group.types import HeadKey
 from vllm_rollout.tracker import ops
 from vllm_rollout.tracker import warm_up as warm_up_module
 from vllm_rollout.tracker.feature_ring import FeatureRing, StateKey
-from vllm_rollout.tracker.ops import token_stats
+from vllm_rollout.tracker.ops import token_confidence
 from vllm_rollout.tracker.quality_head import HeadWeights
 from vllm_rollout.tracker.step_values import StepValues
 from vllm_rollout.tracker.tracker import PublishedHead
@@ -265,7 +265,7 @@ def test_tokens_computed_again_after_a_reset_of_the_prefix_cache_count_once(new_
     step(runner, [Row("a", 5, 5)])  # dropped by the scheduler, which resets in this moment
     _, report = step(runner, [Row("a", 5, 5)], (new_request("a", 3, 9),))
     seen = runner.all_logits
-    expected = token_stats(torch.cat([seen[0], seen[1], seen[3]]), torch.arange(3), torch.full((3,), -1)).confidence
+    expected = token_confidence(torch.cat([seen[0], seen[1], seen[3]]), torch.arange(3))
     assert report.confidence[:, 0].tolist() == pytest.approx(
         [expected.mean().item(), expected.std(correction=0).item()], rel=1e-5
     )
@@ -345,7 +345,7 @@ def test_warming_up_calls_every_operator_for_whatever_the_model_makes(monkeypatc
         monkeypatch.setattr(warm_up_module, name, called(name, getattr(ops, name), calls))
     warm_up(torch.zeros(2, VOCAB_SIZE, dtype=dtype), torch.zeros(2, HIDDEN_SIZE, dtype=dtype))
     assert {name for name, _ in calls} == operators
-    assert {tensors[0].dtype for name, tensors in calls if name in ("token_stats", "quality_head")} == {dtype}
+    assert {tensors[0].dtype for name, tensors in calls if name in ("token_confidence", "quality_head")} == {dtype}
     nums_due = [len(tensors[1]) for name, tensors in calls if name == "quality_head"]
     assert min(nums_due) <= 16 < max(nums_due), "FEW_DUE of kernels/triton/quality_head.py"
 

@@ -36,7 +36,7 @@ def test_compiled_operators_are_named_in_a_line_of_information(said):
     (line,) = said
     assert line.levelno == logging.INFO
     assert line.getMessage().endswith(
-        "model runner V1 of this test, token_stats: c++, update_confidence: c++, quality_head: torch"
+        "model runner V1 of this test, token_confidence: c++, update_confidence: c++, quality_head: torch"
     )
 
 
@@ -46,4 +46,4 @@ def test_operators_that_do_not_load_are_a_warning_with_reason_and_remedy(said, m
     say_what_serves("V2 of this test", "cpu")
     (line,) = said
     assert line.levelno == logging.WARNING
-    assert f"token_stats: torch (vllm_rollout._C is not built: run `{build_command()}`)" in line.getMessage()
+    assert f"token_confidence: torch (vllm_rollout._C is not built: run `{build_command()}`)" in line.getMessage()

@@ -139,9 +139,9 @@ def test_the_end_of_the_data_goes_into_long_rounds() -> None:
 
     feed = RoundFeed(range(9), 4)
     assert feed.next(Wants, 0).prompts == [0, 1, 2, 3, 4, 5]
-    assert feed.next(Wants, 2) == ([6, 7, 8], [], "long")
-    assert feed.next(Wants, 2) == ([], [], "long")
+    assert feed.next(Wants, 2) == ([6, 7, 8], "long")
+    assert feed.next(Wants, 2) == ([], "long")
     assert feed.next(Wants, 0) is None
     feed = RoundFeed(range(5), 4)
-    assert feed.next(Wants, 0) == ([0, 1, 2, 3], [], "long")
-    assert feed.next(Wants, 0) == ([4], [], "long")
+    assert feed.next(Wants, 0) == ([0, 1, 2, 3], "long")
+    assert feed.next(Wants, 0) == ([4], "long")

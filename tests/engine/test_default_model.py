@@ -29,7 +29,7 @@ def test_the_default_model_is_served_under_its_name(server: Server) -> None:
 def test_start_up_says_what_is_active(server: Server) -> None:
     log = server.log.read_text()
     assert "vllm_rollout 0.1.0 on vLLM 0.32" in log
-    assert "model runner V1, token_stats: c++" in log
+    assert "model runner V1, token_confidence: c++" in log
 
 
 def test_a_chat_race_returns_text_that_ended_by_itself(server: Server) -> None:

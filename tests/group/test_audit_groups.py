@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_step import PLAN, SCORING, Run, seen, warm_judge
 
+from tests.support.reports import report_of
 from vllm_rollout.group.judge import Judge, Scoring
 from vllm_rollout.group.lifecycle import NOTHING, Group, GroupTerms, Settlement
 from vllm_rollout.group.step import LaunchRefused
@@ -126,12 +127,12 @@ def test_nobody_is_pruned_in_an_audit_group_and_its_labels_say_so(ratio):
     while run.running:
         run.step()
     learning = judge.learning_of(HeadKey(PLAN.detection_length))
-    before = learning.report().audit.num_labels
+    before = report_of(learning).audit.num_labels
     kept = [index for index in range(4) if run.ends[CandidateId("a", index)][0] == "stop"]
     _, statuses, labels = judge.reward("rollout", [("q", index, 1.0, True) for index in kept])
     assert set(statuses) == {"accepted"}
     assert {(label.origin, label.active) for label in labels} == {("audit", False) if ratio else ("race", True)}
-    assert learning.report().audit.num_labels - before == pytest.approx(4 if ratio else 0, rel=1e-3)
+    assert report_of(learning).audit.num_labels - before == pytest.approx(4 if ratio else 0, rel=1e-3)
 
 
 @pytest.mark.parametrize("ratio", [0.0, 1.0])

@@ -13,7 +13,6 @@ from vllm_rollout.group.cost import (
     PTLCurve,
     budget_slope,
     computed_prompt_tokens,
-    data_parallel_time,
     rollout_time,
 )
 
@@ -194,16 +193,6 @@ def test_prompts_that_do_not_match_the_lengths_are_refused():
         rollout_time([1, 2], PER_CANDIDATE, [1, 2, 3])
     with pytest.raises(ValueError, match=r"prompt_tokens\[0\]"):
         rollout_time([1, 2], PER_CANDIDATE, [-1, 2])
-
-
-def test_data_parallel_waits_for_the_slowest_rank():
-    ranks = [[2, 3, 7], [], [20]]
-    assert data_parallel_time(ranks, PER_CANDIDATE) == pytest.approx(2.0)
-    assert data_parallel_time([], PER_CANDIDATE) == 0
-    prompts = [[0] * 3, [], [100]]
-    assert data_parallel_time(ranks, PER_CONTEXT_TOKEN, prompts) == rollout_time([20], PER_CONTEXT_TOKEN, 100)
-    with pytest.raises(ValueError, match="1 ranks and lengths of 3"):
-        data_parallel_time(ranks, PER_CANDIDATE, [[0]])
 
 
 def test_siblings_share_the_full_blocks_of_their_prompt():

@@ -239,6 +239,7 @@ def test_the_largest_numbers_that_are_accepted_stay_acceptable():
         "prompts": [["a", 2**50, 1e15, 2**50, 1e36]],
         "dataset": [2**51, 1e15, 1e36],
         "log_lengths": [1e36, 1e-300],
+        "shape": GOOD["shape"],
     }
     history = LengthHistory.from_state(state)
     for lengths in (finished(0), cut(HISTORY_MAX_TOKENS, HISTORY_MAX_TOKENS), finished(0, HISTORY_MAX_TOKENS)):

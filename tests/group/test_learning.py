@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.support.reports import report_of
 from vllm_rollout.config import MAX_LABEL_WEIGHT
 from vllm_rollout.group.learning import REPORT_WINDOW, Learning, label_weight
 from vllm_rollout.group.pruning_plan import PruningPlan
@@ -212,7 +213,7 @@ def test_labels_of_survivors_weigh_by_their_rarity():
 
 def test_report_of_a_signal_uses_what_was_said_before_the_reward():
     learning = taught(60)
-    report = learning.report()
+    report = report_of(learning)
     head, confidence = report.signals["head"], report.signals["confidence"]
     assert head.num_positive + head.num_negative == 60 * 16
     assert head.auc == pytest.approx(0.885, abs=0.03)
@@ -229,10 +230,10 @@ def test_shadow_report_shows_the_counterfactual():
         judged = Assessment("head", 0.0, 0.4, 0.5, keep, 1, Confidence(0, 0, 0))
         learning.reward(observation(0.0), judged, tokens, positive, "g", False)
     learning.reward(observation(0.0), replace(judged, cold=True), 99, True, "g", False)
-    shadow = learning.report().shadow
+    shadow = report_of(learning).shadow
     assert (shadow.num_scored, shadow.num_pruned, shadow.tokens_saved) == (4, 2, 84)
     assert (shadow.positive_ratio, shadow.survivors_positive_ratio) == (0.5, 0.5)
-    assert learning.report().active.num_scored == 0
+    assert report_of(learning).active.num_scored == 0
 
 
 def test_active_report_estimates_what_nobody_saw():
@@ -243,7 +244,7 @@ def test_active_report_estimates_what_nobody_saw():
     survivor = replace(judged[0], keep=True)
     learning.reward(observation(0.0), replace(survivor, survival_probability=0.5), 100, False, "g", True)
     learning.reward(observation(0.0), replace(survivor, survival_probability=0.25), 20, True, "g", True)
-    active = learning.report().active
+    active = report_of(learning).active
     assert (active.num_scored, active.num_pruned) == (16, num_pruned)
     assert active.tokens_saved == num_pruned * 24
     assert active.positive_ratio == pytest.approx(4 / 6)
@@ -254,7 +255,7 @@ def test_active_report_estimates_what_nobody_saw():
 def test_restored_learning_decides_and_reports_as_the_saved_one(plan):
     saved = taught(40, plan)
     restored = Learning.from_state(json.loads(json.dumps(saved.to_state())))
-    assert restored.report() == saved.report()
+    assert report_of(restored) == report_of(saved)
     rng = random.Random(7)
     for g in range(5):
         positives, observations = observe_group(rng)
@@ -314,9 +315,9 @@ def test_weighted_labels_stay_right_where_survivors_alone_drift(rule, sign):
     assert rate == same_rate
     assert confidence_bias(drifted, rate) * sign > 0.06
     assert abs(confidence_bias(right, rate)) < 0.03
-    assert (drifted.report().shadow.positive_ratio - rate) * sign > 0.06
-    assert right.report().active.positive_ratio == pytest.approx(rate, abs=0.03)
-    assert (right.report().active.survivors_positive_ratio - rate) * sign > 0.06
+    assert (report_of(drifted).shadow.positive_ratio - rate) * sign > 0.06
+    assert report_of(right).active.positive_ratio == pytest.approx(rate, abs=0.03)
+    assert (report_of(right).active.survivors_positive_ratio - rate) * sign > 0.06
 
 
 def test_another_version_of_the_head_is_judged_by_its_own_scale():
@@ -351,7 +352,7 @@ def test_the_auc_of_a_report_over_several_versions_is_that_of_each():
         moved = {i: replace(o, logit=factor * o.logit + shift, head_version=version) for i, o in observations.items()}
         for i, assessment in assess(learning, moved, SHADOW, group=str(g)).items():
             learning.reward(moved[i], assessment, 50, positives[i], str(g), False)
-    assert learning.report().signals["head"].auc == pytest.approx(0.885, abs=0.04)
+    assert report_of(learning).signals["head"].auc == pytest.approx(0.885, abs=0.04)
 
 
 def test_verdicts_do_not_depend_on_the_unit_of_a_head_s_logits():

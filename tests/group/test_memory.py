@@ -10,10 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.support.reports import report_of
 from vllm_rollout.config import MAX_DETECTION_LENGTHS
 from vllm_rollout.group.history import ObservedLength
 from vllm_rollout.group.learning import Learning
-from vllm_rollout.group.memory import OUTCOMES_PER_ROW, PROMPTS_PER_ROW, Memory, rows_of_format_1
+from vllm_rollout.group.memory import OUTCOMES_PER_ROW, PROMPTS_PER_ROW, Memory
 from vllm_rollout.group.pruning_plan import PruningPlan
 from vllm_rollout.group.types import Confidence, Observation
 
@@ -39,7 +40,7 @@ def use(memory: Memory, detection_length: int, num: int = 24, seed: int = 0) -> 
     for index, assessment in judged.items():
         learning.reward(observations[index], assessment, 30, index % 2 == 0, f"r/{seed}", active=True)
     memory.lengths.observe(f"id:{seed}", [ObservedLength(rng.randint(1, 99), index % 5 == 0) for index in range(num)])
-    return [judged, learning.report(), memory.lengths.of(f"id:{seed}"), memory.lengths.dataset()]
+    return [judged, report_of(learning), memory.lengths.of(f"id:{seed}"), memory.lengths.dataset()]
 
 
 def taught() -> Memory:
@@ -99,9 +100,9 @@ def test_success_is_restored_and_states_without_it_are_taken_over():
     restored = Memory.from_state(rows)
     assert stored(restored) == rows
     assert restored.successes.of("id:3") == memory.successes.of("id:3")
-    earlier = Memory.from_state([row for row in rows if row[0] != "successes"])
-    assert len(earlier.successes) == 0
-    assert len(earlier.lengths) == len(memory.lengths)
+    without = Memory.from_state([row for row in rows if row[0] != "successes"])
+    assert len(without.successes) == 0
+    assert len(without.lengths) == len(memory.lengths)
     with pytest.raises(ValueError, match="success history"):
         Memory.from_state([["successes", [["a", 1.0, 2.0]]], rows[-1]])
 
@@ -117,22 +118,6 @@ def test_the_length_used_longest_ago_gives_way_unless_rewards_are_awaited_for_it
     assert (memory.forgotten, memory.spare(nobody)) == ([3], 2)
     assert memory.learning(100, everybody) is learning
     assert len(memory.learnings) == MAX_DETECTION_LENGTHS
-
-
-def old_state(memory: Memory) -> dict[str, Any]:
-    """As versions before rows wrote it."""
-    learnings = json.loads(json.dumps([learning.to_state() for learning in memory.learnings.values()]))
-    for learning in learnings:
-        learning["verdicts"] = [int(kept) for kept in learning["verdicts"]]
-    return {"format": 1, "model": "m", "learnings": learnings, "heads": [], "lengths": memory.lengths.to_state()}
-
-
-def test_a_state_of_format_1_is_taken_over():
-    memory = taught()
-    restored = Memory.from_state(json.loads(json.dumps(list(rows_of_format_1(old_state(memory))))))
-    assert stored(restored) == stored(memory)
-    without_lengths = {name: value for name, value in old_state(memory).items() if name != "lengths"}
-    assert len(Memory.from_state(rows_of_format_1(without_lengths)).lengths) == 0
 
 
 ROWS = stored(taught())
@@ -203,5 +188,5 @@ def test_a_changed_state_is_refused_or_what_it_makes_goes_on(data):
     for seed, length in enumerate((8, 16, 32, 64, 8)):
         use(memory, length, seed=seed)
     for learning in memory.learnings.values():
-        learning.report()
+        report_of(learning)
     assert stored(Memory.from_state(stored(memory))) == stored(memory)

@@ -12,7 +12,6 @@ from vllm_rollout.group.pruning import (
     SurvivalRule,
     compress,
     group_rule,
-    solve_balance,
     solve_paper,
 )
 from vllm_rollout.group.pruning_plan import PruningPlan
@@ -37,6 +36,11 @@ def kept(rule: SurvivalRule, points: list[tuple[float, float]]) -> tuple[float, 
     return mass / sum(w for _, w in points), sum(w * q * rule.survival(q) for q, w in points) / mass
 
 
+def balance(points: list[tuple[float, float]], plan: PruningPlan) -> SurvivalRule:
+    """The rule of a group of which nobody is due or decided on: that of its population."""
+    return group_rule([], [], points, plan, min_balanced=1.0)
+
+
 def test_survival_is_eq_2_clipped():
     rule = SurvivalRule(
         bias=0.1, strength=-0.5, target_positive_ratio=0.5, keep_ratio=0.4, min_survival=0.3, max_survival=0.7
@@ -56,10 +60,10 @@ def test_paper_bias_by_hand():
 def test_balance_by_hand():
     """q 0.2 and 0.6: p = (0.5 -+ d) with 0.2 (0.5 - d) + 0.6 (0.5 + d) = 0.5 gives d = 0.25; strength 2 d / 0.4.
     With max_survival 0.7 the likely one stops there, and the other follows the mean."""
-    rule = solve_balance([(0.2, 1.0), (0.6, 1.0)], PLAN)
+    rule = balance([(0.2, 1.0), (0.6, 1.0)], PLAN)
     assert rule.strength == pytest.approx(1.25, abs=1e-4)
     assert (rule.survival(0.2), rule.survival(0.6)) == pytest.approx((0.25, 0.75), abs=1e-5)
-    bounded = solve_balance([(0.2, 1.0), (0.6, 1.0)], replace(PLAN, max_survival=0.7))
+    bounded = balance([(0.2, 1.0), (0.6, 1.0)], replace(PLAN, max_survival=0.7))
     assert (bounded.survival(0.2), bounded.survival(0.6)) == pytest.approx((0.3, 0.7), abs=1e-6)
 
 
@@ -69,7 +73,7 @@ def test_balance_by_hand():
 def test_balance_on_calibrated_scores(rate, survivors, strength):
     """A head of AUC 0.88, keep 0.5. At 0.14 the bounds of survival leave no more to gain."""
     points = calibrated(rate, 1.68)
-    rule = solve_balance(points, PLAN)
+    rule = balance(points, PLAN)
     assert kept(rule, points) == pytest.approx((0.5, survivors), abs=0.006)
     if strength is None:
         assert rule.strength == MAX_SOLVED_STRENGTH
@@ -103,14 +107,14 @@ plans = st.builds(
 
 
 @settings(max_examples=80, deadline=None)
-@given(populations, plans, st.sampled_from([solve_paper, solve_balance]))
+@given(populations, plans, st.sampled_from([solve_paper, balance]))
 def test_mean_survival_is_the_keep_ratio(points, plan, solve):
     rule = solve(points, plan)
     assert kept(rule, points)[0] == pytest.approx(plan.keep_ratio, abs=1e-6)
 
 
 @settings(max_examples=60, deadline=None)
-@given(populations, plans, st.sampled_from([solve_paper, solve_balance]), probability, probability)
+@given(populations, plans, st.sampled_from([solve_paper, balance]), probability, probability)
 def test_survival_is_monotone_in_q_and_within_bounds(points, plan, solve, a, b):
     rule = solve(points, plan)
     low, high = sorted((a, b))
@@ -124,7 +128,7 @@ def test_survival_is_monotone_in_q_and_within_bounds(points, plan, solve, a, b):
 def test_balance_comes_as_near_as_any_strength(points, plan):
     """Brute force over the strengths: none with the same mean survival is nearer to the target."""
     target = plan.target_positive_ratio
-    reached = abs(kept(solve_balance(points, plan), points)[1] - target)
+    reached = abs(kept(balance(points, plan), points)[1] - target)
     for i in range(-20, 21):
         other = solve_paper(points, replace(plan, strength=i / 20 * MAX_SOLVED_STRENGTH))
         assert reached <= abs(kept(other, points)[1] - target) + 1e-5 / plan.keep_ratio
@@ -136,18 +140,18 @@ def test_balance_moves_towards_the_target_from_either_side(points):
     """Lemma 4.1: the sign of the strength is the side on which the population is."""
     mean = sum(q * w for q, w in points) / sum(w for _, w in points)
     assume(abs(mean - 0.5) > 0.01)
-    rule = solve_balance(points, PLAN)
+    rule = balance(points, PLAN)
     assert rule.strength * (0.5 - mean) > 0
     assert abs(kept(rule, points)[1] - 0.5) <= abs(mean - 0.5) + 1e-6
 
 
 def test_keep_ratio_one_keeps_everything():
-    rule = solve_balance([(0.1, 1.0), (0.7, 2.0)], replace(PLAN, keep_ratio=1.0))
+    rule = balance([(0.1, 1.0), (0.7, 2.0)], replace(PLAN, keep_ratio=1.0))
     assert [rule.survival(q) for q in (0.0, 0.5, 1.0)] == [1.0, 1.0, 1.0]
 
 
 def test_no_points_mean_the_keep_ratio():
-    assert solve_balance([], PLAN).survival(0.3) == 0.5
+    assert balance([], PLAN).survival(0.3) == 0.5
     assert solve_paper([], PLAN).survival(0.5) == 0.5
 
 
@@ -157,7 +161,7 @@ def test_group_is_balanced_by_its_own_mean():
     batch = [0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.97]
     rule = group_rule(batch, [], population, PLAN)
     assert rule.strength < 0
-    assert solve_balance(population, PLAN).strength > 0
+    assert balance(population, PLAN).strength > 0
     assert kept(rule, [(q, 1.0) for q in batch])[0] == pytest.approx(0.5)
 
 

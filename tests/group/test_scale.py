@@ -107,6 +107,7 @@ def test_scores_keep_their_place_while_the_scale_is_within_its_error():
 def test_the_sigmoid_holds_for_scores_of_any_size():
     scale = Scale.after(0, GUESS)
     assert [scale.normalize(x) for x in (0.0, 1e38)] == [0.5, 1.0]
+    assert scale.normalize(1.5) == pytest.approx(1 / (1 + math.exp(-1.5)))
     assert scale.normalize(-1e38) == pytest.approx(0.0)
     rng = random.Random(0)
     ordered = sorted(rng.gauss(0, 3) for _ in range(50))

@@ -147,19 +147,6 @@ def test_a_state_is_of_bounded_size():
     assert sizes.pop() < 500
 
 
-def test_a_state_from_before_there_were_shapes_is_taken_over():
-    history = LengthHistory()
-    history.observe("a", [ObservedLength(length, False) for length in (10, 20, 60)])
-    old = {name: value for name, value in history.to_state().items() if name != "shape"}
-    restored = LengthHistory.from_state(old)
-    assert restored.of("a") == history.of("a")
-    assert restored.dataset().shares == (), "its distribution is not known, so it counts as log-normal"
-    assert history.dataset().shares != ()
-    for number in range(600):
-        restored.observe(str(number), [ObservedLength(30, False), ObservedLength(40, True)])
-    assert restored.dataset().shares != ()
-
-
 GOOD = LengthShape(DATASET_DECAY)
 GOOD.observe([10, 20], [20, 20])
 

@@ -1,24 +1,20 @@
-"""Both draws: what each keeps, with which probability, and what of it is chance."""
+"""Who is kept, with which probability, and what of it is chance."""
 
 import math
-from itertools import combinations
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_rollout.group.pruning_plan import PRUNING_DRAWS
 from vllm_rollout.group.survivors import chance, choose_survivors
 
 TRIALS = 4000
-WANTED = (0.05, 0.3, 0.5, 0.5, 0.7, 0.95)
 
 
-def drawn(wanted, at_least, draw="independent"):
+def drawn(wanted, at_least):
     """Of each seed from 0 on."""
     return [
-        choose_survivors(dict(enumerate(wanted)), seed=seed, group="g", at_least=at_least, draw=draw)
-        for seed in range(TRIALS)
+        choose_survivors(dict(enumerate(wanted)), seed=seed, group="g", at_least=at_least) for seed in range(TRIALS)
     ]
 
 
@@ -27,12 +23,11 @@ def within(frequency: float, p: float) -> bool:
     return abs(frequency - p) <= 4.5 * math.sqrt(p * (1 - p) / TRIALS) + 1e-9
 
 
-@pytest.mark.parametrize("draw", PRUNING_DRAWS)
 @pytest.mark.parametrize("at_least", [0, 2, 5])
 @pytest.mark.parametrize(
     "wanted",
     [
-        WANTED,
+        (0.05, 0.3, 0.5, 0.5, 0.7, 0.95),
         (0.3,),
         (0.9, 0.05),
         (0.05, 0.05, 0.95, 0.95, 0.5),
@@ -42,37 +37,22 @@ def within(frequency: float, p: float) -> bool:
         (1.0, 0.05, 0.5),
     ],
 )
-def test_each_is_kept_with_the_probability_that_is_reported(wanted, at_least, draw):
-    all_drawn = drawn(wanted, at_least, draw)
+def test_each_is_kept_with_the_probability_that_is_reported(wanted, at_least):
+    all_drawn = drawn(wanted, at_least)
     probabilities = all_drawn[0].probabilities
     numbers = {len(survivors.kept) for survivors in all_drawn}
     assert min(numbers) >= min(at_least, len(wanted))
-    if draw == "systematic":
-        total = sum(probabilities.values())
-        assert numbers <= {math.floor(total + 1e-9), math.ceil(total - 1e-9)}
+    total = sum(probabilities.values())
+    assert numbers <= {math.floor(total + 1e-9), math.ceil(total - 1e-9)}
     for index, p in probabilities.items():
         assert p >= wanted[index]
         assert within(sum(index in survivors.kept for survivors in all_drawn) / TRIALS, p)
 
 
-def test_without_a_floor_pairs_are_kept_with_the_product():
-    all_drawn = drawn(WANTED, 0)
-    for i, j in combinations(range(len(WANTED)), 2):
-        together = sum({i, j} <= survivors.kept for survivors in all_drawn) / TRIALS
-        assert within(together, WANTED[i] * WANTED[j])
+def test_of_two_halves_one_is_kept_and_never_both():
+    assert all(len(survivors.kept) == 1 for survivors in drawn((0.5, 0.5), 0))
 
 
-def test_systematic_never_keeps_both_of_two_halves():
-    assert all(len(survivors.kept) == 1 for survivors in drawn((0.5, 0.5), 0, "systematic"))
-    assert {len(survivors.kept) for survivors in drawn((0.5, 0.5), 0)} == {0, 1, 2}
-
-
-def test_a_floor_of_the_whole_sum_leaves_no_freedom():
-    """Every place is then given away, and the number kept does not vary."""
-    assert {len(survivors.kept) for survivors in drawn((0.5, 0.5, 0.5, 0.5), 2)} == {2}
-
-
-@pytest.mark.parametrize("draw", PRUNING_DRAWS)
 @settings(max_examples=80, deadline=None)
 @given(
     st.dictionaries(st.integers(0, 40), st.floats(0.01, 1.0), max_size=20),
@@ -80,8 +60,8 @@ def test_a_floor_of_the_whole_sum_leaves_no_freedom():
     st.integers(0, 1000),
     st.randoms(use_true_random=False),
 )
-def test_floor_holds_and_the_order_of_siblings_does_not_matter(draw, wanted, at_least, seed, rng):
-    survivors = choose_survivors(wanted, seed=seed, group="g", at_least=at_least, draw=draw)
+def test_floor_holds_and_the_order_of_siblings_does_not_matter(wanted, at_least, seed, rng):
+    survivors = choose_survivors(wanted, seed=seed, group="g", at_least=at_least)
     assert len(survivors.kept) >= min(at_least, len(wanted))
     assert survivors.kept <= wanted.keys() == survivors.probabilities.keys()
     assert all(wanted[index] <= p <= 1 for index, p in survivors.probabilities.items())
@@ -91,7 +71,7 @@ def test_floor_holds_and_the_order_of_siblings_does_not_matter(draw, wanted, at_
         assert sum(survivors.probabilities.values()) == pytest.approx(min(at_least, len(wanted)))
     shuffled = list(wanted.items())
     rng.shuffle(shuffled)
-    assert choose_survivors(dict(shuffled), seed=seed, group="g", at_least=at_least, draw=draw) == survivors
+    assert choose_survivors(dict(shuffled), seed=seed, group="g", at_least=at_least) == survivors
 
 
 def test_the_floor_raises_all_by_the_same_until_they_are_certain():

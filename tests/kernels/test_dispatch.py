@@ -117,7 +117,7 @@ def test_a_device_type_without_kernels_gets_the_reference_and_a_reason():
 
 
 def test_an_unknown_operator_is_refused():
-    with pytest.raises(ValueError, match=r"operator must be one of token_stats, .*, got 'softmax'"):
+    with pytest.raises(ValueError, match=r"operator must be one of token_confidence, .*, got 'softmax'"):
         active_implementation("cpu", "softmax")
 
 

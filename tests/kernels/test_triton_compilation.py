@@ -16,11 +16,13 @@ def test_every_kernel_compiles_for_sm_90(tmp_path):
     results = json.loads((tmp_path / "results.json").read_text())
     kernels = {name.partition("[")[0] for name in results}
     assert kernels == {
-        "token_stats.token_stats_kernel",
+        "token_confidence.token_confidence_kernel",
         "quality_head.quality_head_kernel",
         "confidence.update_confidence_kernel",
     }
-    assert {f"token_stats.token_stats_kernel[{dtype}]" for dtype in ("fp32", "bf16", "fp16")} <= results.keys()
+    assert {
+        f"token_confidence.token_confidence_kernel[{dtype}]" for dtype in ("fp32", "bf16", "fp16")
+    } <= results.keys()
     for name, result in results.items():
         assert "sm_90" in result["target"], name
         assert result["cubin_bytes"] > 0, name

@@ -21,9 +21,9 @@ ROW_DTYPES = ("fp32", "bf16", "fp16")
 Variant = tuple[str, dict[str, str], dict[str, object], dict[str, int]]
 
 
-def token_stats_signature(logits: str) -> dict[str, str]:
-    pointers = {"logits_ptr": f"*{logits}", "rows_ptr": "*i64", "sampled_ptr": "*i64", "stats_ptr": "*fp32"}
-    return pointers | dict.fromkeys(("row_stride", "num_rows", "num_seen", "vocab_size"), "i32")
+def token_confidence_signature(logits: str) -> dict[str, str]:
+    pointers = {"logits_ptr": f"*{logits}", "rows_ptr": "*i64", "confidence_ptr": "*fp32"}
+    return pointers | dict.fromkeys(("row_stride", "num_rows", "vocab_size"), "i32")
 
 
 def quality_head_signature(hidden: str) -> dict[str, str]:
@@ -33,7 +33,7 @@ def quality_head_signature(hidden: str) -> dict[str, str]:
     return pointers | dict.fromkeys(sizes, "i32")
 
 
-UNSPECIALISED = ("rows_ptr", "sampled_ptr", "slots_ptr", "positions_ptr", "values_ptr")
+UNSPECIALISED = ("rows_ptr", "slots_ptr", "positions_ptr", "values_ptr")
 ALIGNED_SIZES = ("row_stride", "vocab_size", "hidden_stride", "hidden_size", "num_hidden")
 """Multiples of 16 for the models there are, as other pointers are: it decides how wide a kernel's loads are."""
 
@@ -65,10 +65,10 @@ def kernels() -> dict[str, triton.JITFunction]:
 
 def variants() -> dict[str, list[Variant]]:
     """By kernel: label, signature, compile-time constants and options of each variant that is launched."""
-    from vllm_rollout.kernels import confidence, quality_head, token_stats
+    from vllm_rollout.kernels import confidence, quality_head, token_confidence
 
-    stats_constants = {name: getattr(token_stats, name) for name in ("NUM_STAGES", "NUM_BLOCKS", "BLOCK_SIZE")}
-    stats_options = {"num_warps": token_stats.NUM_WARPS}
+    token_constants = {name: getattr(token_confidence, name) for name in ("NUM_STAGES", "NUM_BLOCKS", "BLOCK_SIZE")}
+    token_options = {"num_warps": token_confidence.NUM_WARPS}
     head_constants = {
         "rows_stride": 1,
         "PRECISION": quality_head.PRECISION,
@@ -77,8 +77,8 @@ def variants() -> dict[str, list[Variant]]:
     }
     head_options = {"num_warps": quality_head.NUM_WARPS, "num_stages": quality_head.NUM_STAGES}
     return {
-        "token_stats.token_stats_kernel": [
-            (dtype, token_stats_signature(dtype), stats_constants, stats_options) for dtype in ROW_DTYPES
+        "token_confidence.token_confidence_kernel": [
+            (dtype, token_confidence_signature(dtype), token_constants, token_options) for dtype in ROW_DTYPES
         ],
         "quality_head.quality_head_kernel": [
             (

@@ -90,7 +90,7 @@ def use_triton_for_cpu_tensors() -> None:
     triton.runtime.driver.set_active(NoDriver())
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=132)
     torch.cuda.current_stream = lambda device: SimpleNamespace(cuda_stream=0)
-    ops.active_implementation = lambda device_type, operator="token_stats": (
+    ops.active_implementation = lambda device_type, operator="token_confidence": (
         dispatch._triton(operator)
         if operator in dispatch.TRITON_MODULES
         else dispatch.active_implementation("cpu", operator)

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save
 
+from tests.support.reports import report_of
 from vllm_rollout.adapter.saved_state import END, head_line, parse_state, state_header
 from vllm_rollout.group.advice import advise
 from vllm_rollout.group.judge import Judge
@@ -149,7 +150,7 @@ class LearningEngine:
         self.num_reports += 1
         memory = self._memory(adapter)
         length = self._named(detection_length, memory.learnings, "report")
-        rules = memory.learnings[length].report()
+        rules = report_of(memory.learnings[length])
         head = self.heads.get(HeadKey(length, adapter))
         return LearningReport(
             detection_length=length,

@@ -16,7 +16,6 @@ from fastapi import FastAPI
 
 from vllm_rollout.server.engine import RequestError
 from vllm_rollout.server.runs import store as store_module
-from vllm_rollout.server.runs.folder import LEARNED, state_folder
 from vllm_rollout.server.runs.store import RunStore
 
 from .conftest import make_app
@@ -250,21 +249,6 @@ def test_a_round_of_another_process_that_lives_is_running(tmp_path: Path) -> Non
     ours.close_files()
     assert not theirs.owner.is_alive(name)
     theirs.close_files()
-
-
-@pytest.mark.parametrize("num_steps", [0, 1, 2])
-def test_the_file_of_an_earlier_version_is_taken_over(tmp_path: Path, num_steps: int) -> None:
-    """From wherever a server ended on its way."""
-    path, moving = tmp_path / "state", tmp_path / "state.moving"
-    path.write_bytes(b"learned")
-    if num_steps >= 1:
-        moving.mkdir()
-    if num_steps >= 2:
-        path.rename(moving / LEARNED)
-    state_folder(path)
-    assert (path / LEARNED).read_bytes() == b"learned"
-    assert not moving.exists()
-    assert (state_folder(path) / LEARNED).read_bytes() == b"learned"
 
 
 def test_without_a_folder_runs_are_in_memory() -> None:

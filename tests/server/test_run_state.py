@@ -59,12 +59,14 @@ async def test_a_state_takes_the_place_of_the_runs_that_are_there(http: httpx.As
     assert after[0]["num_rounds"] == before["num_rounds"] - 1
 
 
-async def test_a_state_of_an_earlier_version_leaves_runs_alone(http: httpx.AsyncClient) -> None:
+async def test_what_was_learned_alone_is_no_state(http: httpx.AsyncClient) -> None:
     before = await play(http)
     state = (await http.get("/v1/rollouts/state")).content
     header, rest = state.split(b"\n", 1)
     learned = rest[json.loads(header)["runs"] + 1 :]
-    assert (await http.put("/v1/rollouts/state", content=learned)).status_code == 204
+    response = await http.put("/v1/rollouts/state", content=learned)
+    assert response.status_code == 422
+    assert "its header must say format 3" in response.json()["error"]["message"]
     assert (await http.get("/v1/runs/a")).json() == before
 
 

@@ -164,9 +164,6 @@ async def test_what_the_endpoint_refuses_is_refused_in_its_words_and_the_key_goe
         ("/generate/", {"prompts": ["a"], "n": 0}, 422, "n"),
         ("/generate/", {"prompts": ["a"], "guided_decoding_regex": "a"}, 422, "guided_decoding_regex"),
         ("/generate/", {"prompts": ["a"], "images": [["QUJD"]]}, 501, "Send them as messages"),
-        ("/init_communicator/", {"host": "h"}, 501, "TRL 1.11 or later"),
-        ("/update_named_param/", {"name": "a"}, 501, "reload_weights"),
-        ("/get_sequence_logprobs/", {"sequences": []}, 501, "prompt_logprobs"),
     ],
 )
 async def test_what_cannot_be_done_says_why_and_what_to_do(openai: OpenAI, path, body, status, words):

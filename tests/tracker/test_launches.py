@@ -101,7 +101,7 @@ def test_the_watch_sees_what_waits():
 @pytest.fixture
 def engine(monkeypatch):
     """On the CPU, where each operator of ours is one launch, as it is on a GPU."""
-    for operator in ("token_stats", "update_confidence"):
+    for operator in ("token_confidence", "update_confidence"):
         if (implementation := dispatch.active_implementation("cpu", operator)).name != "c++":
             pytest.skip(implementation.reason)
     monkeypatch.setattr(arguments, "check_range", lambda *arguments: None)  # looks at CPU tensors only
@@ -111,7 +111,7 @@ def engine(monkeypatch):
     return engine
 
 
-STEADY = Counter(token_stats=1, update_confidence=1)
+STEADY = Counter(token_confidence=1, update_confidence=1)
 
 
 def test_a_decode_step_is_two_launches(engine):

@@ -11,7 +11,7 @@ import torch
 
 from vllm_rollout.config import CONFIDENCE_WINDOW_TOKENS
 from vllm_rollout.group.types import BASE_MODEL, HeadKey
-from vllm_rollout.tracker.ops import token_stats, windowed_confidence
+from vllm_rollout.tracker.ops import token_confidence, windowed_confidence
 from vllm_rollout.tracker.quality_head import HeadWeights
 from vllm_rollout.tracker.step_values import DUE_COLUMNS
 from vllm_rollout.tracker.tracker import CandidateTracker, PublishedHead
@@ -74,7 +74,7 @@ class Steps:
             num_known = request.num_prompt_tokens + len(self.confidences[request.id])
             assert self.num_computed[request.id] <= num_known
             unfinished[row] = self.num_computed[request.id] < num_known
-        confidence = token_stats(logits, torch.arange(len(rows)), torch.full((len(rows),), -1)).confidence
+        confidence = token_confidence(logits, torch.arange(len(rows)))
         for row, request_id in enumerate(ids):
             if not unfinished[row]:
                 self.confidences[request_id].append(confidence[row].item())

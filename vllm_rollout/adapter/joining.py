@@ -31,11 +31,6 @@ def first_of_completion(request_id: str) -> str:
     return request_id if several is None else f"{several[1]}-0"
 
 
-def seed_of(params: SamplingParams) -> int:
-    """A seeded request repeats its chance, others do not."""
-    return secrets.randbits(62) if params.seed is None else params.seed
-
-
 def too_long(request_id: str) -> str | None:
     """Why a request of that id cannot join a group: it is remembered under it until its reward has come."""
     if num_bytes(request_id) <= MAX_ID_BYTES:

@@ -6,14 +6,11 @@
     ["head", num_bytes, adapter]
     ["end", num_heads]
 
-Format 1 was one object of JSON, its heads in base64.
-
 Invariant: what is read was written so, or it is a ValueError that says what is wrong.
 """
 
 from __future__ import annotations
 
-from base64 import b64decode
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
@@ -21,9 +18,9 @@ import msgspec
 
 from vllm_rollout.config import MAX_ADAPTERS, MAX_DETECTION_LENGTHS
 from vllm_rollout.group.checks import integer, listed, shown, text
-from vllm_rollout.group.memory import FORMAT, rows_of_format_1
 from vllm_rollout.group.types import BASE_MODEL
 
+FORMAT = 2
 HEAD = "head"
 END = "end"
 MAX_MODEL_CHARS = 4096
@@ -59,34 +56,12 @@ def parse_state(data: bytes) -> SavedState:
     """Raises: ValueError."""
     lines = _Lines(data)
     kind = lines.next(_Header)
-    if kind.format == 1:
-        return _format_1(data)
     if kind.format != FORMAT:
-        raise ValueError(f"format must be 1 or {FORMAT}, got {kind.format}")
+        raise ValueError(f"format must be {FORMAT}, got {kind.format}")
     return SavedState(text(kind.model, "model of a state", MAX_MODEL_CHARS), lines.rows(), lines.heads)
 
 
-def _format_1(data: bytes) -> SavedState:
-    state = _decoded(data, _Format1)
-    some = state.learnings[: MAX_DETECTION_LENGTHS + 1]  # one too many is for the memory to refuse
-    learnings = [_decoded(learning, dict) for learning in some if _is_short(learning)]
-    fields: dict[str, Any] = {"learnings": learnings}
-    if state.lengths is not None:
-        fields["lengths"] = msgspec.to_builtins(state.lengths)
-    heads = [SavedHead(BASE_MODEL, b64decode(head, validate=True)) for head in _few(state.heads)]
-    model = text(state.model, "model of a state", MAX_MODEL_CHARS)
-    return SavedState(model, rows_of_format_1(fields), lambda adapters: heads)
-
-
-def _is_short(line: bytes | memoryview | msgspec.Raw) -> bool:
-    """Raises: ValueError."""
-    size = memoryview(line).nbytes
-    if size > MAX_LINE_BYTES:
-        raise ValueError(f"a row has at most {MAX_LINE_BYTES} bytes, got {size}")
-    return True
-
-
-def _decoded(line: bytes | memoryview | msgspec.Raw, type: Any = Any) -> Any:
+def _decoded(line: memoryview, type: Any) -> Any:
     """Raises: ValueError."""
     try:
         return msgspec.json.decode(line, type=type)
@@ -97,23 +72,6 @@ def _decoded(line: bytes | memoryview | msgspec.Raw, type: Any = Any) -> Any:
 class _Header(msgspec.Struct):
     format: int
     model: str = ""
-
-
-class _Lengths1(msgspec.Struct):
-    prompts: list[tuple[str, int, float, int, float]]
-    dataset: tuple[int, float, float] | None
-    log_lengths: tuple[float, float]
-
-
-class _Format1(msgspec.Struct):
-    model: str
-    learnings: list[msgspec.Raw]
-    heads: list[str]
-    lengths: _Lengths1 | None = None
-
-
-def _few(heads: Any) -> Any:
-    return listed(heads, "heads of a state", MAX_DETECTION_LENGTHS * (1 + MAX_ADAPTERS))
 
 
 class _Lines:
@@ -133,8 +91,8 @@ class _Lines:
         end = len(self._data) if end < 0 else end
         line = memoryview(self._data)[self._at : end]
         self._at = min(end + 1, len(self._data))
-        if type is Any:
-            _is_short(line)
+        if type is Any and line.nbytes > MAX_LINE_BYTES:
+            raise ValueError(f"a row has at most {MAX_LINE_BYTES} bytes, got {line.nbytes}")
         return _decoded(line, type)
 
     def rows(self) -> Iterator[Any]:
@@ -158,7 +116,7 @@ class _Lines:
                 raise ValueError(f"it was cut off within a head of {size} bytes")
             heads.append(SavedHead(adapter, self._data[self._at : self._at + size]))
             self._at += size
-            _few(heads)
+            listed(heads, "heads of a state", MAX_DETECTION_LENGTHS * (1 + MAX_ADAPTERS))
             line = self.next()
             if not isinstance(line, list) or len(line) < 2:
                 raise ValueError(f"a line after a head must be a list of 2, got {shown(line)}")

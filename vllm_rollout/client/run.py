@@ -55,10 +55,10 @@ class _Run:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.id!r}, next_round={self.info.next_round!r})"
 
-    def _feed(self, prompts: Iterable[PromptLike], num_reserve: int) -> RoundFeed:
+    def _feed(self, prompts: Iterable[PromptLike]) -> RoundFeed:
         if isinstance(prompts, str | dict):
             raise TypeError(f"prompts must be an iterable of prompts, got one {type(prompts).__name__}")
-        return RoundFeed(prompts, self.info.prompts_per_round, num_reserve)
+        return RoundFeed(prompts, self.info.prompts_per_round)
 
 
 def new_key() -> str:
@@ -154,7 +154,7 @@ class Run(_Run):
         or trainer, comes first. Several trainers may do this with one run: each gets rounds of all that was handed in.
         Options: as of `round`.
         """
-        feed = self._feed(prompts, 0)
+        feed = self._feed(prompts)
         run = self.refresh()
         if run.open_round is not None and run.open_round.state == "interrupted":
             yield self.round(key=run.open_round.idempotency_key, **options)
@@ -243,7 +243,7 @@ class AsyncRun(_Run):
     async def rounds(
         self, prompts: Iterable[PromptLike], *, epoch: int | None = None, **options: Any
     ) -> AsyncIterator[RoundAnswer]:
-        feed = self._feed(prompts, 0)
+        feed = self._feed(prompts)
         run = await self.refresh()
         if run.open_round is not None and run.open_round.state == "interrupted":
             yield await self.round(key=run.open_round.idempotency_key, **options)

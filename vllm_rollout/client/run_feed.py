@@ -21,34 +21,32 @@ class Fed(NamedTuple):
     """What a round is sent."""
 
     prompts: list[PromptLike]
-    reserve: list[PromptLike]
     kind: RoundKind | None
 
 
 class RoundFeed:
     """Prompts of one pass over the data, a round's worth at a time; at its end what waits, in long rounds."""
 
-    def __init__(self, prompts: Iterable[PromptLike], prompts_per_round: int, num_reserve: int = 0) -> None:
+    def __init__(self, prompts: Iterable[PromptLike], prompts_per_round: int) -> None:
         self._prompts = iter(prompts)
         self._prompts_per_round = prompts_per_round
-        self._num_reserve = num_reserve
 
     def next(self, run: Wants, num_waiting: int) -> Fed | None:
         """For the next round; None when everything was handed in and is back."""
         if run.next_round == "long":
-            return Fed([], [], None)
+            return Fed([], None)
         fresh = self._take(run.num_fresh_prompts)
         if len(fresh) == run.num_fresh_prompts and (fresh or num_waiting):
-            return Fed(fresh, self._take(self._num_reserve), None)
+            return Fed(fresh, None)
         if not fresh and not num_waiting:
             return None
         rest = fresh[self._prompts_per_round :]
-        self.put_back(Fed(rest, [], None))
-        return Fed(fresh[: self._prompts_per_round], [], "long")
+        self.put_back(Fed(rest, None))
+        return Fed(fresh[: self._prompts_per_round], "long")
 
     def put_back(self, fed: Fed) -> None:
         """These were not handed in: they come next."""
-        self._prompts = chain(fed.prompts, fed.reserve, self._prompts)
+        self._prompts = chain(fed.prompts, self._prompts)
 
     def _take(self, count: int) -> list[Any]:
         return list(islice(self._prompts, count))

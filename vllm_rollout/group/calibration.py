@@ -164,13 +164,6 @@ class Calibrator:
         """What can be compared with scores of other versions."""
         return self._scales.of(version).standardize(score)
 
-    def normalize(self, score: float, version: int | None = None) -> float:
-        """The score as s' in [0, 1], by the scale of this version; of the present one where that is not known.
-
-        Any monotone map would do within a version: calibration undoes it.
-        """
-        return self._scales.of(version).normalize(score)
-
     def begin_version(self, version: int) -> None:
         """From now on this version scores; also when it is another head with the number of one before."""
         self._scales.begin(version)

@@ -199,16 +199,6 @@ def rollout_time(
             offsets -= heappop(running)[1]
 
 
-def data_parallel_time(
-    ranks: Sequence[Sequence[int]], cost: CostModel, prompt_tokens: Sequence[Sequence[int]] | int = 0
-) -> float:
-    """Seconds until the slowest rank is done (DARTS 4.2.1); `ranks` are the lengths on each."""
-    prompts = [prompt_tokens] * len(ranks) if isinstance(prompt_tokens, int) else prompt_tokens
-    if len(prompts) != len(ranks):
-        raise ValueError(f"got prompt tokens of {len(prompts)} ranks and lengths of {len(ranks)}")
-    return max((rollout_time(*pair) for pair in zip(ranks, [cost] * len(ranks), prompts, strict=True)), default=0.0)
-
-
 def computed_prompt_tokens(prompt_tokens: int, num_candidates: int, block_size: int) -> int:
     """Prompt tokens that a group computes: siblings share full blocks, but none shares the prompt's last token."""
     if num_candidates < 1 or prompt_tokens < 1:

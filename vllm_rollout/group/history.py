@@ -40,6 +40,8 @@ MAX_MEAN = 1e15
 """In tokens. No fit of lengths up to `HISTORY_MAX_TOKENS` comes near it."""
 MAX_VARIANCE = 1e36
 """Large enough that no average of what is accepted leaves it."""
+TOTALS = ("dataset", "log_lengths", "shape")
+"""Fields that a state has beside the prompts."""
 
 
 class ObservedLength(NamedTuple):
@@ -155,11 +157,10 @@ class LengthHistory:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], max_prompts: int = MAX_HISTORY_PROMPTS) -> LengthHistory:
-        """Raises: ValueError for what no history can have been. Without a shape: it is learned anew."""
-        fields_of(state, ("prompts", *totals_of(state)), "a length history")
+        """Raises: ValueError for what no history can have been."""
+        fields_of(state, ("prompts", *TOTALS), "a length history")
         history = cls(max_prompts)
-        if "shape" in state:
-            history._shape = LengthShape.from_state(state["shape"], DATASET_DECAY)
+        history._shape = LengthShape.from_state(state["shape"], DATASET_DECAY)
         prompts = _list(state["prompts"], "prompts")
         if len(prompts) > max_prompts:
             raise ValueError(f"a length history has at most {max_prompts} prompts, got {len(prompts)}")
@@ -181,12 +182,6 @@ class LengthHistory:
             raise ValueError("log_lengths of a length history: a sum without a group it could come from")
         history._log_squares, history._log_freedom = squares, freedom
         return history
-
-
-def totals_of(state: Any) -> tuple[str, ...]:
-    """Fields that a state has beside the prompts; states of versions without a shape have none."""
-    old = ("dataset", "log_lengths")
-    return (*old, "shape") if isinstance(state, Mapping) and "shape" in state else old
 
 
 class _Average(NamedTuple):

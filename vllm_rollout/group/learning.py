@@ -22,8 +22,7 @@ from vllm_rollout.group.gradient import Population, gradient_rule, population_of
 from vllm_rollout.group.pruning import Point, compress, group_rule, solve_paper
 from vllm_rollout.group.pruning_plan import SIGNALS, PruningPlan
 from vllm_rollout.group.race_bias import AuditReport, AuditTally, LabelOrigin
-from vllm_rollout.group.report import RulesReport
-from vllm_rollout.group.rewarded import RewardedCandidate, rules_report
+from vllm_rollout.group.rewarded import RewardedCandidate
 from vllm_rollout.group.success import NO_REWARDS, PromptSuccess
 from vllm_rollout.group.survivors import choose_survivors
 from vllm_rollout.group.types import WHOLE, Assessment, Observation, Signal
@@ -84,7 +83,7 @@ class Learning:
         best = min(signals.values(), key=warm.index)
         wanted = self._survival(plan, best, successes, earlier, past, num_to_come)
         floor = max(0, at_least - len(unjudged))
-        survivors = choose_survivors(wanted, seed=seed, group=group, at_least=floor, draw=plan.draw)
+        survivors = choose_survivors(wanted, seed=seed, group=group, at_least=floor)
         if plan.mode == "active":
             self._verdicts.extend(index in survivors.kept for index in signals)
         return unjudged | {
@@ -189,9 +188,6 @@ class Learning:
     def audit_report(self) -> AuditReport:
         best = self.most_audited
         return self._audits.report(best.offset, exp(best.rate_intercept.value))
-
-    def report(self) -> RulesReport:
-        return rules_report(self._outcomes, self.num_judged, self.num_pruned, self.audit_report())
 
     def to_state(self) -> dict[str, Any]:
         """JSON-able; bounded by the windows. Its lists are the caller's, their entries never change."""

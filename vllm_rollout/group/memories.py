@@ -5,9 +5,7 @@ anew under its name goes on with what the name has learned, as the base model do
 
 A state is the rows of the base model's memory (`group/memory.py`), then of each adapter, the least recently used first,
 
-["adapter", name]       and the rows of its memory,
-
-so that without adapters it is as versions before them wrote it.
+["adapter", name]       and the rows of its memory.
 
 Invariant: nothing that is told of one name changes another's memory, unless that one is given up for it; the base
 model's never is.

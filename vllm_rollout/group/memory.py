@@ -6,8 +6,8 @@ A state is a sequence of rows, each of bounded size, so that a large one can be 
 ["learning", {detection_length, calibrators, verdicts}]     one per detection length, the least recently used first
 ["outcomes", detection_length, [outcome, ...]]              after their learning, `OUTCOMES_PER_ROW` at a time
 ["prompts", [[key, *average], ...]]                         `PROMPTS_PER_ROW` at a time
-["successes", [[key, rewarded, successful], ...]]           `PROMPTS_PER_ROW` at a time; none in earlier versions
-["length_trial", [tried, ...]]                              `PROMPTS_PER_ROW` at a time; none in earlier versions
+["successes", [[key, rewarded, successful], ...]]           `PROMPTS_PER_ROW` at a time
+["length_trial", [tried, ...]]                              `PROMPTS_PER_ROW` at a time
 ["lengths", {dataset, log_lengths, shape}]                  once, last: a state that was cut off lacks it
 
 Invariant: a memory restored from its state decides and goes on as the saved one; whatever else is put is a ValueError.
@@ -21,13 +21,10 @@ from typing import Any
 
 from vllm_rollout.config import MAX_DETECTION_LENGTHS
 from vllm_rollout.group.checks import fields_of, listed, shown
-from vllm_rollout.group.history import MAX_HISTORY_PROMPTS, LengthHistory, totals_of
+from vllm_rollout.group.history import MAX_HISTORY_PROMPTS, TOTALS, LengthHistory
 from vllm_rollout.group.learning import REPORT_WINDOW, Learning
 from vllm_rollout.group.length_trial import TRIAL_WINDOW, LengthTrial, tried_from_state
 from vllm_rollout.group.success import SuccessHistory
-
-FORMAT = 2
-"""Of the rows. 1 was one object; `rows_of_format_1` takes it over."""
 
 OUTCOMES_PER_ROW = 512
 PROMPTS_PER_ROW = 512
@@ -126,7 +123,7 @@ class Memory:
                     tried += some
                     listed(tried, "candidates of a trial of lengths", TRIAL_WINDOW)
                 case ["lengths", state]:
-                    totals = fields_of(state, totals_of(state), "row 'lengths' of a state")
+                    totals = fields_of(state, TOTALS, "row 'lengths' of a state")
                 case _:
                     raise ValueError(f"a row of a state is of a known kind and form, got {shown(row)}")
         if totals is None:
@@ -137,21 +134,6 @@ class Memory:
         memory.successes = SuccessHistory.from_state(successes)
         memory.length_trial = LengthTrial(map(tried_from_state, tried))
         return memory
-
-
-def rows_of_format_1(state: Mapping[str, Any]) -> Iterator[Row]:
-    """The rows of a state as versions before rows wrote it. Raises: ValueError."""
-    for learning in listed(state.get("learnings"), "learnings of a state"):
-        if not isinstance(learning, Mapping):
-            raise ValueError(f"a learning of a state must be an object, got {shown(learning)}")
-        rest = {name: value for name, value in learning.items() if name != "outcomes"}
-        yield ["learning", rest]
-        yield ["outcomes", learning.get("detection_length"), learning.get("outcomes")]
-    # The first versions knew no lengths: their history begins anew.
-    lengths = state.get("lengths", LengthHistory().to_state())
-    fields_of(lengths, ("prompts", *totals_of(lengths)), "a length history")
-    yield ["prompts", lengths["prompts"]]
-    yield ["lengths", {name: lengths[name] for name in totals_of(lengths)}]
 
 
 def _wrong_lengths(lengths: Sequence[int]) -> ValueError:

@@ -69,13 +69,6 @@ def solve_paper(points: Sequence[Point], plan: PruningPlan) -> SurvivalRule:
     return rule_of(-plan.strength, points, plan, mass)
 
 
-def solve_balance(points: Sequence[Point], plan: PruningPlan) -> SurvivalRule:
-    """Bias and signed strength for E[p] = keep_ratio and E[p q] / E[p] = target_positive_ratio, as nearly as the
-    bounds allow."""
-    mass = plan.keep_ratio * fsum(weight for _, weight in points)
-    return _Problem(points, plan, mass, plan.target_positive_ratio * mass).solve()
-
-
 def group_rule(
     batch: Iterable[float],
     earlier: Iterable[tuple[float, bool]],

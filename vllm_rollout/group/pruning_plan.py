@@ -12,8 +12,6 @@ from vllm_rollout.group.types import Signal
 
 PruningRule = Literal["gradient", "balance", "paper"]
 PRUNING_RULES: tuple[PruningRule, ...] = ("gradient", "balance", "paper")
-PruningDraw = Literal["systematic", "independent"]
-PRUNING_DRAWS: tuple[PruningDraw, ...] = ("systematic", "independent")
 PruningMode = Literal["active", "shadow"]
 PRUNING_MODES: tuple[PruningMode, ...] = ("active", "shadow")
 SIGNALS: tuple[Signal, ...] = ("head", "confidence")
@@ -54,8 +52,6 @@ class PruningPlan:
     """Prune even when fewer than `group_size` candidates are left to finish."""
     min_labels: int = 64
     """Rewards of either kind, positive and negative, before anything is pruned."""
-    draw: PruningDraw = "systematic"
-    """How survivors are drawn by their probabilities: `group/survivors.py`."""
     audit: bool = False
     """Of an audit group (`group/audit.py`): nobody else sets it."""
     is_instead_of_race: bool = False
@@ -131,7 +127,6 @@ RANGES: Mapping[str, _Range] = {
     "signal": _one_of(SIGNALS),
     "allow_fewer": _Range("true or false", lambda value: isinstance(value, bool)),
     "min_labels": _Range(f"an integer in [1, {MAX_MIN_LABELS}]", lambda n: _is_integer(n) and 1 <= n <= MAX_MIN_LABELS),
-    "draw": _one_of(PRUNING_DRAWS),
     "final_score": _Range("true or false", lambda value: isinstance(value, bool)),
 }
 """Each field of a PruningPlan -> what it takes."""

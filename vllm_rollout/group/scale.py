@@ -47,7 +47,7 @@ REMEMBERED_VERSIONS = 64
 MOST_STANDARDIZED = 700.0
 """Scores further out, in widths, are all as far: their sigmoid is 0 or 1 long before."""
 UNKNOWN = -1
-"""Version of scores that were saved before versions were."""
+"""Version of the scale before any version has scored."""
 
 
 class Estimate(NamedTuple):
@@ -84,7 +84,8 @@ class Scale:
         return min(MOST_STANDARDIZED, max(-MOST_STANDARDIZED, (score - self.now.center) / self.now.width))
 
     def normalize(self, score: float) -> float:
-        """s' in [0, 1], by the sigmoid of the standardized score."""
+        """s' in [0, 1], by the sigmoid of the standardized score. Any monotone map would do within a version:
+        calibration undoes it."""
         x = self.standardize(score)
         if x >= 0:
             return 1 / (1 + exp(-x))

@@ -1,15 +1,10 @@
 """Survival probabilities -> survivors, by chance.
 
-Two draws (`draw` of a PruningPlan). Both keep every candidate with exactly the probability that is reported for it, and
-neither breaks the floor `at_least`; they differ in how siblings hang together:
+The number kept varies as little as it can. Pairs are *not* kept with p_i p_j: of two siblings at 1/2 one is kept, never
+both. A sum over survivors weighted by 1 / p_i is unbiased; whatever multiplies two siblings (a leave-one-out baseline,
+an unbiased variance) is not.
 
-systematic   the number kept varies as little as it can. Pairs are *not* kept with p_i p_j: of two siblings at 1/2 one
-             is kept, never both. A sum over survivors weighted by 1 / p_i is unbiased; whatever multiplies two
-             siblings (a leave-one-out baseline, an unbiased variance) is not.
-independent  each by itself, so that pairs are kept with p_i p_j; the number kept varies. Where the floor binds, as near
-             to that as it allows.
-
-Invariant: every probability given out is the one the candidate was in fact kept with.
+Invariant: every probability given out is the one the candidate was in fact kept with, and the floor `at_least` holds.
 """
 
 from __future__ import annotations
@@ -18,8 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from math import fsum
-
-from vllm_rollout.group.pruning_plan import PruningDraw
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,50 +24,26 @@ class Survivors:
     """Inclusion probabilities in force: those asked for, raised where the floor demanded it."""
 
 
-def chance(seed: int, group: str, index: int, purpose: str = "") -> float:
+def chance(seed: int, group: str, index: int) -> float:
     """A uniform number in [0, 1) that depends on nothing but its arguments.
 
     A multiple of 2**-32: adding a small integer to it is exact.
     """
-    digest = blake2b(f"{seed}:{index}{purpose}:{group}".encode(), digest_size=4).digest()
+    digest = blake2b(f"{seed}:{index}:{group}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") * 2.0**-32
 
 
-def choose_survivors(
-    probabilities: Mapping[int, float],
-    *,
-    seed: int,
-    group: str,
-    at_least: int = 0,
-    draw: PruningDraw = "systematic",
-) -> Survivors:
+def choose_survivors(probabilities: Mapping[int, float], *, seed: int, group: str, at_least: int = 0) -> Survivors:
     """Decide on siblings that are due in the same step; `at_least` of them are kept.
 
     The probabilities are first raised until they sum to `at_least`; those are reported, and the ones in force.
 
-    `"systematic"`: siblings in an order of chance lie side by side on a line, each as long as its probability, and a
-    comb with teeth one apart falls on it; whoever is hit is kept. Each is hit with exactly its probability, and the
-    number kept is the sum rounded down or up: it varies as little as it can, and the floor cannot break. A sibling
-    alone is kept with one draw below p. The price: two siblings are not kept with p_i p_j; two at 1/2, never both.
-
-    `"independent"`: each is kept by a draw of its own below p_i, so that pairs are kept with p_i p_j. Under a floor
-    that alone could keep too few. So `at_least` places are first given away by a comb over a_i = p_i at_least / sum(p),
-    then each of the others is kept with b_i = (p_i - a_i) / (1 - a_i) by itself: in all a_i + (1 - a_i) b_i = p_i,
-    exactly what is reported. Pairs hang together by those places only.
+    Siblings in an order of chance lie side by side on a line, each as long as its probability, and a comb with teeth
+    one apart falls on it; whoever is hit is kept. Each is hit with exactly its probability, and the number kept is the
+    sum rounded down or up, so the floor cannot break. A sibling alone is kept with one draw below p.
     """
     raised = _raise(probabilities, at_least)
-    if not raised:
-        return Survivors(frozenset(), {})
-    if draw == "systematic":
-        return Survivors(frozenset(_comb(raised, seed, group)), raised)
-    total = fsum(raised.values())
-    places = {index: min(1.0, p * at_least / total) if at_least else 0.0 for index, p in raised.items()}
-    first = _comb(places, seed, group) if at_least else []
-    kept = {*first}
-    for index, p in raised.items():
-        place = places[index]
-        if index not in kept and chance(seed, group, index, "own") * (1 - place) < p - place:
-            kept.add(index)
+    kept = _comb(raised, seed, group) if raised else ()
     return Survivors(frozenset(kept), raised)
 
 

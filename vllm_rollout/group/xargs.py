@@ -31,7 +31,7 @@ JOIN_XARGS = (
     "rollout_audit_ratio",
 )
 PRUNING_XARGS: Mapping[str, str] = {
-    field: f"rollout_{'pruning_' if field in ('rule', 'strength', 'mode', 'draw') else ''}{field}" for field in RANGES
+    field: f"rollout_{'pruning_' if field in ('rule', 'strength', 'mode') else ''}{field}" for field in RANGES
 }
 """Field of a PruningPlan -> its name among the xargs."""
 NAMES: Mapping[str, str] = {

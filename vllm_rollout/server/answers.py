@@ -122,20 +122,25 @@ class RedundancyBudget(BaseModel):
     """"default": half as many again as wanted, because the server has no profile or has not seen any lengths."""
 
 
-class GroupAnswer(BaseModel):
+class GroupSummary(BaseModel):
+    """What is said of a group that is over, beside its candidates."""
+
     prompt_id: str
     group_id: str
     status: GroupStatus
     reason: str | None = None
     prompt_token_ids: list[int]
-    trajectories: list[Trajectory]
-    candidates: list[UnselectedCandidate | Candidate]
     lengths: GroupLengths
     allocation: Allocation
     off_policy: bool = False
     """One of its trajectories is."""
     audit: bool = False
     """Nobody was stopped: its rewards and lengths are a plain sample of the policy's."""
+
+
+class GroupAnswer(GroupSummary):
+    trajectories: list[Trajectory]
+    candidates: list[UnselectedCandidate | Candidate]
 
 
 class Usage(BaseModel):
@@ -175,9 +180,10 @@ class FreedRanks(BaseModel):
     """The numbers of the decision."""
 
 
-class RolloutAnswer(BaseModel):
+class RolloutSummary(BaseModel):
+    """What is said of a rollout that is over, beside its groups."""
+
     id: str
-    object: Literal["rollout"] = "rollout"
     created: int
     model: str
     weight_version: str | None = None
@@ -191,9 +197,13 @@ class RolloutAnswer(BaseModel):
     """One of its trajectories is."""
     freed: FreedRanks | None = None
     """With scale_down "auto", if ranks were freed."""
-    groups: list[GroupAnswer]
     usage: Usage
     timing: Timing
+
+
+class RolloutAnswer(RolloutSummary):
+    object: Literal["rollout"] = "rollout"
+    groups: list[GroupAnswer]
 
 
 class TrajectoryEvent(BaseModel):
@@ -219,20 +229,11 @@ class TokensEvent(BaseModel):
     logprobs: list[float] | None = None
 
 
-class GroupEvent(BaseModel):
+class GroupEvent(GroupSummary):
     """A group is over. Its trajectories were sent before; `selected` names them."""
 
     type: Literal["group"] = "group"
-    prompt_id: str
-    group_id: str
-    status: GroupStatus
-    reason: str | None = None
     selected: list[int]
-    prompt_token_ids: list[int]
-    lengths: GroupLengths
-    allocation: Allocation
-    off_policy: bool = False
-    audit: bool = False
 
 
 class RestartedEvent(BaseModel):
@@ -250,19 +251,8 @@ class RanksFreeEvent(FreedRanks):
     type: Literal["ranks_free"] = "ranks_free"
 
 
-class DoneEvent(BaseModel):
+class DoneEvent(RolloutSummary):
     type: Literal["done"] = "done"
-    id: str
-    created: int
-    model: str
-    weight_version: str | None = None
-    warnings: list[str] = []
-    budget: RedundancyBudget | None = None
-    detection_length: int | None = None
-    off_policy: bool = False
-    freed: FreedRanks | None = None
-    usage: Usage
-    timing: Timing
 
 
 class RebuildAnswer(BaseModel):

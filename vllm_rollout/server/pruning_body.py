@@ -10,7 +10,6 @@ from vllm_rollout.config import MAX_DETECTION_LENGTH, MAX_TRIAL_LENGTHS, TRIAL_L
 from vllm_rollout.group.pruning_plan import (
     MAX_MIN_LABELS,
     MAX_STRENGTH,
-    PruningDraw,
     PruningMode,
     PruningPlan,
     PruningRule,
@@ -95,11 +94,6 @@ class Pruning(Body):
         default=DEFAULTS.final_score,
         description="Score trajectories by their last token as well (final_score), by a quality head of its own, which "
         "learns from the same rewards; for votes.",
-    )
-    draw: PruningDraw = Field(
-        default=DEFAULTS.draw,
-        description='"systematic": the number kept varies least, but two siblings are not kept with p_i p_j; '
-        '"independent": each is drawn by itself.',
     )
 
     def plan(self) -> PruningPlan:

@@ -20,6 +20,7 @@ from vllm_rollout.server.answers import (
     CandidateEvent,
     DeferredEvent,
     GroupEvent,
+    GroupSummary,
     RestartedEvent,
     RolloutAnswer,
     TokensEvent,
@@ -96,10 +97,9 @@ class GroupsInJson:
         fields = vars(event)
         return _ENCODER.encode(
             {
-                **{name: fields[name] for name in ("prompt_id", "group_id", "status", "reason", "prompt_token_ids")},
+                **{name: fields[name] for name in GroupSummary.model_fields},
                 "trajectories": _in_order(self._trajectories.pop(event.prompt_id, [])),
                 "candidates": _in_order(self._candidates.pop(event.prompt_id, [])),
-                **{name: fields[name] for name in ("lengths", "allocation", "off_policy", "audit")},
             }
         )
 

@@ -6,8 +6,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-NO_TOKEN = -1
-"""Entry of `sampled` for a row that has no token in this step."""
 END_OF_POSITIONS = 2**53
 """Positions are below it: numbers that float64 and JSON keep."""
 
@@ -15,16 +13,14 @@ ROW_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Of logits and hidden states."""
 
 
-def check_token_stats(logits: Tensor, rows: Tensor, sampled: Tensor) -> None:
-    """Raise ValueError unless dtypes, shapes, strides and devices are those of `token_stats` and, on the CPU, every
-    entry of `rows` is a row of `logits` and of `sampled` is -1 or a token id."""
+def check_token_confidence(logits: Tensor, rows: Tensor) -> None:
+    """Raise ValueError unless dtypes, shapes, strides and devices are those of `token_confidence` and, on the CPU,
+    every entry of `rows` is a row of `logits`."""
     check_rows_tensor("logits", logits, "vocab_size")
     check_vector("rows", rows, torch.int64, "num_seen", rows.numel())
-    check_vector("sampled", sampled, torch.int64, "num_seen", rows.numel())
-    check_contiguous(rows=rows, sampled=sampled)
-    check_devices("logits", logits, rows=rows, sampled=sampled)
+    check_contiguous(rows=rows)
+    check_devices("logits", logits, rows=rows)
     check_range("rows", rows, 0, logits.shape[0])
-    check_range("sampled", sampled, NO_TOKEN, logits.shape[1])
 
 
 def check_quality_head(hidden: Tensor, rows: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> None:
@@ -126,5 +122,4 @@ def check_range(name: str, values: Tensor, lowest: int, end: int) -> None:
     if not wrong.any():
         return
     row = wrong.nonzero()[0].item()
-    allowed = f"-1 or in [0, {end})" if lowest == -1 else f"in [{lowest}, {end})"
-    raise ValueError(f"{name}[{row}] must be {allowed}, got {values[row].item()}")
+    raise ValueError(f"{name}[{row}] must be in [{lowest}, {end}), got {values[row].item()}")

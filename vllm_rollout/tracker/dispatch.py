@@ -12,20 +12,19 @@ import inspect
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, library
 
 from vllm_rollout.tracker import arguments, reference
 from vllm_rollout.tracker.build_command import MIN_TORCH, build_command
-from vllm_rollout.tracker.reference import TokenStats
 
 OPS_VARIABLE = "VLLM_ROLLOUT_OPS"
 OPS_CHOICES = ("auto", "torch")
 
-Operator = Literal["token_stats", "quality_head", "update_confidence", "windowed_confidence"]
-Compute = Callable[..., Any]
+Operator = Literal["token_confidence", "quality_head", "update_confidence", "windowed_confidence"]
+Compute = Callable[..., Tensor]
 
 OPERATORS: tuple[Operator, ...] = get_args(Operator)
 
@@ -33,7 +32,7 @@ REFERENCES: dict[Operator, Compute] = {name: getattr(reference, f"{name}_referen
 CHECKS: dict[Operator, Callable[..., None]] = {name: getattr(arguments, f"check_{name}") for name in OPERATORS}
 
 TRITON_MODULES: dict[Operator, str] = {
-    "token_stats": "token_stats",
+    "token_confidence": "token_confidence",
     "quality_head": "quality_head",
     "update_confidence": "confidence",
 }
@@ -51,7 +50,7 @@ class Implementation:
 
 
 @functools.cache
-def active_implementation(device_type: str, operator: Operator = "token_stats") -> Implementation:
+def active_implementation(device_type: str, operator: Operator = "token_confidence") -> Implementation:
     """The implementation of `operator` for tensors on `device_type`, such as "cpu" or "cuda"."""
     choice = os.environ.get(OPS_VARIABLE, "auto")
     if choice not in OPS_CHOICES:
@@ -89,17 +88,16 @@ def _cpp(operator: Operator) -> Implementation:
         reason = f"vllm_rollout._C has another {operator} than this version: run `{build_command()}` to rebuild it"
         return Implementation("torch", reason, REFERENCES[operator])
     library.register_fake(f"vllm_rollout::{operator}")(FAKES[operator])
-    check, named = CHECKS[operator], RESULTS.get(operator)
+    check = CHECKS[operator]
 
-    def compute(*tensors: Tensor | int) -> Any:
+    def compute(*tensors: Tensor | int) -> Tensor:
         try:
-            results = kernel(*tensors)
+            return kernel(*tensors)
         except RuntimeError:
             # The operator made the same checks; repeating them here, only now, raises the same ValueError as the
             # other implementations at no cost to a call that succeeds.
             check(*tensors)
             raise
-        return named(results) if named else results
 
     return Implementation("c++", None, compute)
 
@@ -113,22 +111,17 @@ def _triton(operator: Operator) -> Implementation:
         return Implementation("torch", f"{name} is not installed: {how}", REFERENCES[operator])
 
     kernel = getattr(module, f"{operator}_triton")
-    check, named = CHECKS[operator], RESULTS.get(operator)
+    check = CHECKS[operator]
 
-    def compute(*tensors: Tensor | int) -> Any:
+    def compute(*tensors: Tensor | int) -> Tensor:
         check(*tensors)
-        results = kernel(*tensors)
-        return named(results) if named else results
+        return kernel(*tensors)
 
     return Implementation("triton", None, compute)
 
 
-RESULTS: dict[Operator, Callable[[tuple[Tensor, ...]], Any]] = {"token_stats": TokenStats._make}
-"""What a kernel's several results are called; one alone is given as it is."""
-
-
-def _token_stats_fake(logits: Tensor, rows: Tensor, sampled: Tensor) -> tuple[Tensor, ...]:
-    return tuple(logits.new_empty(rows.shape[0], dtype=torch.float32) for _ in TokenStats._fields)
+def _token_confidence_fake(logits: Tensor, rows: Tensor) -> Tensor:
+    return logits.new_empty(rows.shape[0], dtype=torch.float32)
 
 
 def _update_confidence_fake(
@@ -137,6 +130,9 @@ def _update_confidence_fake(
     return values.new_empty(slots.shape[0], 2)
 
 
-FAKES: dict[Operator, Compute] = {"token_stats": _token_stats_fake, "update_confidence": _update_confidence_fake}
+FAKES: dict[Operator, Compute] = {
+    "token_confidence": _token_confidence_fake,
+    "update_confidence": _update_confidence_fake,
+}
 """Operators that csrc has: those that torch's own calls cost more than the work (the head is a matrix product, at which
-torch is as fast as the CPU). Each gives the shapes and dtypes of the operator's results, for torch.compile."""
+torch is as fast as the CPU). Each gives the shape and dtype of the operator's result, for torch.compile."""

@@ -10,37 +10,34 @@ from __future__ import annotations
 from torch import Tensor
 
 from vllm_rollout.tracker.dispatch import Implementation, active_implementation
-from vllm_rollout.tracker.reference import TokenStats
 
 __all__ = [
     "Implementation",
-    "TokenStats",
     "active_implementation",
     "quality_head",
-    "token_stats",
+    "token_confidence",
     "update_confidence",
     "windowed_confidence",
 ]
 
 
-def token_stats(logits: Tensor, rows: Tensor, sampled: Tensor) -> TokenStats:
-    """Log-probability of the sampled token, entropy and token confidence of the named rows, in one pass.
+def token_confidence(logits: Tensor, rows: Tensor) -> Tensor:
+    """Token confidence of the named rows, float32 [num_seen], in one pass: the mean over the vocabulary of
+    -log(probability), in nats, which is larger for a more peaked distribution.
 
     logits: float32, bfloat16 or float16 [num_rows, vocab_size], stride(1) == 1; -inf marks a masked token.
-    rows: int64 [num_seen], contiguous, the rows to look at, in any order; no other row is read.
-    sampled: int64 [num_seen], contiguous, a token id or -1 for a row without a token. All on one device.
+    rows: int64 [num_seen], contiguous, the rows to look at, in any order, on the same device; no other row is read.
 
-    With z the entries of a row that are not -inf, V' their number and lse = log(sum(exp(z))):
-    logprob = z[sampled] - lse, entropy = lse - sum(p * z), confidence = lse - mean(z), computed in float32 or better.
-    The logprob of a masked token is -inf. A row with no entry left, with a NaN or with +inf gives NaN three times.
+    With z the V' entries of a row that are not -inf it is log(sum(exp(z))) - mean(z), computed in float32 or better. A
+    row with no entry left, with a NaN or with +inf gives NaN.
 
-    Raises ValueError for a wrong dtype, shape, stride or device and, on the CPU, for a row or token id that does not
-    exist; on CUDA, where looking would make the host wait, such a row is NaN, and such a token's logprob.
+    Raises ValueError for a wrong dtype, shape, stride or device and, on the CPU, for a row that does not exist; on
+    CUDA, where looking would make the host wait, such a row is NaN.
 
-    Source: confidence is H_t of ARRoL section 3 (self-uncertainty, Kang et al. 2025) divided by V', so that it does
+    Source: H_t of ARRoL section 3 (self-uncertainty, Kang et al. 2025) divided by V', so that it does
     not depend on the size of the vocabulary.
     """
-    return active_implementation(logits.device.type).compute(logits, rows, sampled)
+    return active_implementation(logits.device.type).compute(logits, rows)
 
 
 def quality_head(hidden: Tensor, rows: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:

@@ -221,13 +221,13 @@ class QualityHead:
         return HeadBytes("quality head", tensors, self._metadata())
 
     @classmethod
-    def from_safetensors(cls, data: bytes, *, hidden_size: int, model: str, seed: int = 0) -> QualityHead:
+    def from_safetensors(cls, data: bytes, *, hidden_size: int, model: str) -> QualityHead:
         """A head that scores at once and trains on with a new optimizer, once it has labels of its own.
 
         Raises: HeadMismatch for another hidden size or model; ValueError for anything but such a file.
         """
         file = read_head_file(data, "quality head", hidden_size=hidden_size, model=model)
-        head = cls._described(file, hidden_size, model, seed)
+        head = cls._described(file, hidden_size, model)
         with torch.inference_mode(False):
             head._read_standardisation(file)
             head.weights = read_weights(file, hidden_size)
@@ -279,8 +279,7 @@ class QualityHead:
     def restore(cls, data: bytes, *, hidden_size: int, model: str) -> QualityHead:
         """The head that `state` described. Raises: as `from_safetensors`."""
         file = read_head_file(data, "quality head state", hidden_size=hidden_size, model=model)
-        seed = file.integer("seed", maximum=MAX_SEED) if "seed" in file.metadata else 0
-        head = cls._described(file, hidden_size, model, seed)
+        head = cls._described(file, hidden_size, model, file.integer("seed", maximum=MAX_SEED))
         with torch.inference_mode(False):
             head._read_standardisation(file)
             head._replay.restore(file)
@@ -292,7 +291,7 @@ class QualityHead:
         head.losses.extend(file.series("losses", max_length=MAX_QUALITY_HEAD_VERSIONS, most=MAX_LOSS))
         head._version_losses += file.series("_version_losses", max_length=QUALITY_HEAD_PUBLISH_STEPS, most=MAX_LOSS)
         head._read_counters(file)
-        file.check_all_read("generator")  # earlier versions kept one
+        file.check_all_read()
         return head
 
     def _read_training(self, file: HeadFile) -> None:
@@ -325,7 +324,7 @@ class QualityHead:
         return {name: getattr(self, name) for name in names}
 
     @classmethod
-    def _described(cls, file: HeadFile, hidden_size: int, model: str, seed: int) -> QualityHead:
+    def _described(cls, file: HeadFile, hidden_size: int, model: str, seed: int = 0) -> QualityHead:
         head = cls(hidden_size, model, file.integer("detection_length", WHOLE, MAX_DETECTION_LENGTH), seed)
         head.version = file.integer("version")
         head.num_steps = file.integer("num_steps")

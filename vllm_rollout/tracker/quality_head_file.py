@@ -101,9 +101,9 @@ class HeadFile:
             )  # fmt: skip
         return int(text)
 
-    def check_all_read(self, *optional: str) -> None:
-        """Raises: ValueError for a tensor that nobody has read, but for these."""
-        more = self.tensors.keys() - self._read - set(optional)
+    def check_all_read(self) -> None:
+        """Raises: ValueError for a tensor that nobody has read."""
+        more = self.tensors.keys() - self._read
         if more:
             raise ValueError(f"the head has tensors that no head has: {shown(sorted(more))}")
 

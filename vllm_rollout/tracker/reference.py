@@ -5,46 +5,26 @@ What an operator takes, gives and refuses is said in `vllm_rollout.tracker.ops`,
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from vllm_rollout.tracker.arguments import (
-    NO_TOKEN,
     check_quality_head,
-    check_token_stats,
+    check_token_confidence,
     check_update_confidence,
     check_windowed_confidence,
 )
 
 
-class TokenStats(NamedTuple):
-    """Per row that was looked at, float32 [num_seen] each."""
-
-    logprob: Tensor
-    """Natural logarithm of the sampled token's probability; NaN for a row without a token."""
-    entropy: Tensor
-    """Entropy of the distribution over the vocabulary, in nats."""
-    confidence: Tensor
-    """Mean over the vocabulary of -log(probability), in nats; larger for a more peaked distribution."""
-
-
-def token_stats_reference(logits: Tensor, rows: Tensor, sampled: Tensor) -> TokenStats:
+def token_confidence_reference(logits: Tensor, rows: Tensor) -> Tensor:
     """Writes several tensors of [num_seen, vocab_size]."""
-    check_token_stats(logits, rows, sampled)
+    check_token_confidence(logits, rows)
     z = logits.index_select(0, rows).float()
     # Not z - logsumexp(z), which loses the digits of a distribution around logits of 1e4. A row with nothing left,
     # a NaN or +inf is NaN throughout from here on.
     logprobs = z.log_softmax(dim=1)
     unmasked = z != -torch.inf
-    surprisal = torch.where(unmasked, -logprobs, 0.0)
-    logprob = logprobs.gather(1, sampled.clamp(min=0)[:, None])[:, 0]
-    return TokenStats(
-        logprob=logprob.masked_fill(sampled == NO_TOKEN, torch.nan),
-        entropy=(logprobs.exp() * surprisal).sum(dim=1),
-        confidence=surprisal.sum(dim=1) / unmasked.sum(dim=1),
-    )
+    return torch.where(unmasked, -logprobs, 0.0).sum(dim=1) / unmasked.sum(dim=1)
 
 
 def quality_head_reference(hidden: Tensor, rows: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:

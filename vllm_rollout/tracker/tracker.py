@@ -16,7 +16,7 @@ import torch
 from vllm_rollout.config import CONFIDENCE_WINDOW_TOKENS, MAX_TRIAL_LENGTHS
 from vllm_rollout.group.types import BASE_MODEL, WHOLE, HeadKey
 from vllm_rollout.tracker.last_states import EndedStates, LastStates
-from vllm_rollout.tracker.ops import quality_head, token_stats, update_confidence, windowed_confidence
+from vllm_rollout.tracker.ops import quality_head, token_confidence, update_confidence, windowed_confidence
 from vllm_rollout.tracker.quality_head import HeadWeights
 from vllm_rollout.tracker.step_values import DueRows, LastLogits, StepValues
 
@@ -75,7 +75,6 @@ class CandidateTracker:
         self._m2s = torch.zeros(capacity, NUM_KEPT, dtype=torch.float32, device=device)
         self._trace = torch.zeros(capacity, 0, dtype=torch.float32, device=device)
         """As long as the longest detection length so far."""
-        self._no_tokens = torch.full((capacity,), -1, dtype=torch.int64, device=device)
         self._prompt_lengths = np.zeros(capacity, dtype=np.int64)
         self._detection_lengths = np.full((capacity, 1 + MAX_TRIAL_LENGTHS), UNSCORED, dtype=np.int64)
         """Of a slot its own, then those on trial."""
@@ -228,7 +227,7 @@ class CandidateTracker:
         if len(due):
             arrays += [rows[due], slots[due], self._num_before[slots[due]]]
         device_rows, device_slots, device_positions, *device_due = self._upload(arrays)
-        confidence = token_stats(logits, device_rows, self._no_tokens[: len(rows)]).confidence
+        confidence = token_confidence(logits, device_rows)
         moments = update_confidence(device_slots, device_positions, confidence, self._means, self._m2s, self._trace)
         self.step = StepValues(len(request_ids), rows, moments)
         if len(due):
@@ -344,8 +343,8 @@ class CandidateTracker:
     def _grow(self) -> None:
         capacity = len(self._means)
         self._free = list(range(2 * capacity - 1, capacity - 1, -1))
-        self._means, self._m2s, self._trace, self._no_tokens = (
-            torch.cat([state, state]) for state in (self._means, self._m2s, self._trace, self._no_tokens)
+        self._means, self._m2s, self._trace = (
+            torch.cat([state, state]) for state in (self._means, self._m2s, self._trace)
         )
         per_slot = (
             self._prompt_lengths,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from vllm_rollout.config import CONFIDENCE_WINDOW_TOKENS, QUALITY_HEAD_HIDDEN
-from vllm_rollout.tracker.ops import quality_head, token_stats, update_confidence, windowed_confidence
+from vllm_rollout.tracker.ops import quality_head, token_confidence, update_confidence, windowed_confidence
 from vllm_rollout.tracker.tracker import NUM_KEPT
 
 NUMBERS_DUE = (1, 17)
@@ -24,7 +24,7 @@ def warm_up(logits: torch.Tensor, hidden: torch.Tensor) -> None:
     """
     device, hidden_size = hidden.device, hidden.shape[1]
     slots, positions = torch.zeros(2, 1, dtype=torch.int64, device=device).unbind()
-    confidence = token_stats(logits, slots, torch.full_like(slots, -1)).confidence
+    confidence = token_confidence(logits, slots)
     means, m2s = torch.zeros(2, 1, NUM_KEPT, device=device).unbind()
     trace = torch.zeros(1, 1, device=device)
     update_confidence(slots, positions, confidence, means, m2s, trace)

@@ -12,7 +12,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from vllm.config import VllmConfig
-from vllm.logger import init_logger
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -31,8 +30,6 @@ from vllm_rollout.group.audit import AnswerAudits
 from vllm_rollout.group.placement import Placement
 from vllm_rollout.group.prompt_groups import PromptGroups
 from vllm_rollout.server.metrics import Metrics
-
-logger = init_logger("vllm.vllm_rollout")
 
 
 class RolloutAsyncLLM(GroupClient, AsyncLLM):

@@ -196,8 +196,12 @@ class EngineLearning(EngineCalls):
                 window = each
                 break
         num_judged, num_pruned = (sum(each.num_judged for each in found), sum(each.num_pruned for each in found))
-        report = await asyncio.to_thread(rules_report, window.outcomes, num_judged, num_pruned, window.audit)
-        advice = await asyncio.to_thread(advise, window.outcomes, length)
+        report, advice = await asyncio.to_thread(
+            lambda: (
+                rules_report(window.outcomes, num_judged, num_pruned, window.audit),
+                advise(window.outcomes, length),
+            )
+        )
         head = next((head for head in await self._heads() if head.key == key), None)
         return LearningReport(
             detection_length=length,

@@ -49,7 +49,6 @@ from vllm_rollout.models import DEFAULT_MODEL, resolve
 from vllm_rollout.profiling.profile_file import Profile
 from vllm_rollout.server.admin import AdminKey
 from vllm_rollout.server.learning.body import ADMIN_HEADER
-from vllm_rollout.server.runs.folder import state_folder
 from vllm_rollout.trace.file import TraceFile
 
 logger = init_logger("vllm.vllm_rollout")
@@ -150,7 +149,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="Keep in this folder what the server learns (calibration, quality heads, lengths: loaded at start, "
         "written while something is learned, every 30 s at most, and when the server stops) and its runs (written "
-        "with every round). A file of an earlier version becomes such a folder. Default: forget them.",
+        "with every round). Default: forget them.",
     )
     group.add_argument(
         "--rollout-admin-key",
@@ -228,7 +227,7 @@ def refuse_unsupported(args: argparse.Namespace, parser: argparse.ArgumentParser
         parser.error(f"--rollout-record {args.rollout_record}: {error.strerror}. Name a file that can be written.")
     try:
         if args.rollout_state is not None:
-            state_folder(Path(args.rollout_state))
+            Path(args.rollout_state).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         parser.error(f"--rollout-state {args.rollout_state}: {error.strerror}. Name a folder that can be written.")
     if args.rollout_move_kv == "nixl" and not is_nixl_available():

@@ -25,7 +25,7 @@ else:
 
 logger = init_logger("vllm.vllm_rollout")
 
-STEP_OPERATORS = ("token_stats", "update_confidence", "quality_head")
+STEP_OPERATORS = ("token_confidence", "update_confidence", "quality_head")
 """What a step calls, the last one only when a candidate is due."""
 
 

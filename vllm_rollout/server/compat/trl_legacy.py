@@ -17,7 +17,6 @@ from fastapi.responses import JSONResponse
 
 from vllm_rollout.server.boundary import RolloutRoute
 from vllm_rollout.server.compat.trl_legacy_body import ChatBody, GenerateBody, chats_answer, completions_answer
-from vllm_rollout.server.engine import RequestError
 from vllm_rollout.server.event_stream import CLIENT_CLOSED_REQUEST, unless_disconnected
 
 PASSED_ON = ("authorization", "x-data-parallel-rank", "x-request-id")
@@ -65,27 +64,6 @@ async def chat(body: ChatBody, request: Request) -> Response:
                     one.cancel()
 
     return await _answered(request, ask())
-
-
-@router.post("/init_communicator/")
-@router.post("/update_named_param/")
-@router.post("/close_communicator/")
-async def weights() -> Response:
-    raise RequestError(
-        "weights of TRL up to 1.10 need a worker of its own server, which this is not. Use TRL 1.11 or later, which "
-        "sends them to vLLM's endpoints, or load them from disk: POST /collective_rpc "
-        '{"method": "reload_weights", "kwargs": {"weights_path": FOLDER}} with VLLM_SERVER_DEV_MODE=1.',
-        status=501,
-    )
-
-
-@router.post("/get_sequence_logprobs/")
-async def sequence_logprobs() -> Response:
-    raise RequestError(
-        "a teacher's log probabilities are not part of this protocol here. Use TRL 1.11 or later, which asks "
-        "/v1/completions for prompt_logprobs.",
-        status=501,
-    )
 
 
 def _app_of(request: Request) -> httpx.AsyncClient:

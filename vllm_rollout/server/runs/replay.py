@@ -11,6 +11,7 @@ from vllm_rollout.server.answers import (
     Event,
     FilteredEvent,
     GroupEvent,
+    GroupSummary,
     RoundAnswer,
     RoundDoneEvent,
     RoundEvent,
@@ -38,16 +39,8 @@ async def replayed(answer: bytes) -> AsyncGenerator[Event, None]:
             yield TrajectoryEvent(**name, trajectory=trajectory)
         for candidate in group.candidates:
             yield CandidateEvent(**name, candidate=candidate)
-        yield GroupEvent(
-            **name,
-            status=group.status,
-            reason=group.reason,
-            selected=[trajectory.index for trajectory in group.trajectories],
-            prompt_token_ids=group.prompt_token_ids,
-            lengths=group.lengths,
-            allocation=group.allocation,
-            off_policy=group.off_policy,
-        )
+        over = {name: value for name, value in vars(group).items() if name in GroupSummary.model_fields}
+        yield GroupEvent(**over, selected=[trajectory.index for trajectory in group.trajectories])
     for prompt_id in round.deferred:
         yield DeferredEvent(prompt_id=prompt_id, group_id="", reason="cut")
     for prompt_id in round.filtered:

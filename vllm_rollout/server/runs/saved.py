@@ -1,7 +1,7 @@
 """Runs in front of what was learned, for a trainer's checkpoint.
 
     {"format": 3, "runs": num_bytes}     one line, then so many bytes of JSON, the runs, and the end of their line
-    ...                                  what was learned, as the engine says it (formats 1 and 2 have this only)
+    ...                                  what was learned, as the engine says it
 
 Invariant: what is read was written so, or it is a ValueError that says what is wrong.
 """
@@ -30,8 +30,7 @@ RUN_FIELDS = ("id", "created", "model", "settings", "state", "memo", "keys", "pr
 
 
 class Saved(NamedTuple):
-    runs: list[Mapping[str, Any]] | None
-    """None: the state was written by a version without runs."""
+    runs: list[Mapping[str, Any]]
     learned: bytes
 
 
@@ -45,10 +44,10 @@ def parse_saved(state: bytes) -> Saved:
     end = state.find(b"\n", 0, MAX_HEADER_BYTES)
     try:
         header = json.loads(state[: max(end, 0)])
-    except ValueError:
-        return Saved(None, state)  # one that the engine knows, or nobody
+    except ValueError as error:
+        raise ValueError(f"its first line must be a header of at most {MAX_HEADER_BYTES} bytes of JSON") from error
     if not isinstance(header, dict) or header.get("format") != FORMAT:
-        return Saved(None, state)
+        raise ValueError(f"its header must say format {FORMAT}, got {shown(header)}")
     size = integer(header.get("runs"), "runs of a state, in bytes", 2, len(state))
     start = end + 1
     if state[start + size : start + size + 1] != b"\n":

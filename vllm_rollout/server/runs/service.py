@@ -203,7 +203,7 @@ class RunService:
         return await asyncio.to_thread(with_runs, runs, learned)
 
     async def set_state(self, state: bytes) -> None:
-        """In place of what was learned since, and of all runs; a state of an earlier version has none, and leaves them.
+        """In place of what was learned since, and of all runs.
 
         Raises: RequestError, 422 for what is no state, 409 for one of another model and while a round runs, 503 and 507
         when the database does not take it. Nothing has changed then.
@@ -212,8 +212,7 @@ class RunService:
             saved = await asyncio.to_thread(parse_saved, state)
         except ValueError as error:
             raise RequestError(f"not a rollout state ({error}). {SEND_AS_IT_IS}") from error
-        if saved.runs is not None:
-            await self._stored(self._store.check_all_idle)
+        await self._stored(self._store.check_all_idle)
         await self._rollouts.learning.set_state(saved.learned, partial(self._stored, self._store.replace, saved.runs))
 
     async def _take_again(self, id: str, request: RoundRequest, key: str) -> LiveRound:

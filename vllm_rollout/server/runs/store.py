@@ -354,16 +354,14 @@ class RunStore:
             row = self._db.execute("SELECT name FROM staged").fetchone()
         return "" if row is None else row[0]
 
-    def replace(self, runs: Sequence[Mapping[str, Any]] | None, staged: str = "") -> None:
-        """Put dumped runs, which were checked, in place of all there are, unless they are None; with them comes a file.
+    def replace(self, runs: Sequence[Mapping[str, Any]], staged: str = "") -> None:
+        """Put dumped runs, which were checked, in place of all there are; with them comes a file.
 
         Raises: RequestError (409).
         """
         with self._transaction():
             self._db.execute("DELETE FROM staged")
             self._db.execute("INSERT INTO staged VALUES (?)", (staged,))
-            if runs is None:
-                return
             self.check_all_idle()
             for table in TABLES:
                 self._db.execute(f"DELETE FROM {table}")

@@ -1,4 +1,4 @@
-// One row of token_stats: the sums that a single pass over the vocabulary
+// One row of token_confidence: the sums that a single pass over the vocabulary
 // gives.
 #pragma once
 
@@ -9,19 +9,18 @@ namespace vllm_rollout {
 enum class LogitsType { kFloat32, kBFloat16, kFloat16 };
 
 // Over the entries z of a row that are not -inf, with `max` the largest z.
-// An entry that is NaN or +inf makes sum_exp_shifted NaN.
+// An entry that is NaN or +inf makes max - sum NaN.
 struct RowSums {
   float max;
-  double sum_exp;          // sum of exp(z - max)
-  double sum_exp_shifted;  // sum of exp(z - max) * (z - max)
-  double sum;              // sum of z
+  double sum_exp;  // sum of exp(z - max)
+  double sum;      // sum of z
   int64_t num_unmasked;
 };
 
 using RowSumsFunction = RowSums (*)(const void* row, int64_t vocab_size,
                                     LogitsType type);
 
-// The same source compiled for each instruction set: token_stats_row.cpp.
+// The same source compiled for each instruction set: token_confidence_row.cpp.
 namespace baseline {
 RowSums row_sums(const void* row, int64_t vocab_size, LogitsType type);
 }

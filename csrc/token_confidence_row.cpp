@@ -2,7 +2,7 @@
 //
 // Only headers without inline functions may be included here: the linker keeps
 // one copy of each inline function, and it could keep the AVX-512 one for all.
-#include "token_stats_row.h"
+#include "token_confidence_row.h"
 
 #ifndef VLLM_ROLLOUT_ISA
 #define VLLM_ROLLOUT_ISA baseline
@@ -77,7 +77,7 @@ inline float exp_of_nonpositive(float x) {
 template <typename Type>
 RowSums row_sums_of(const typename Type::Storage* row, int64_t vocab_size) {
   // A finite start keeps z - max away from -inf - (-inf).
-  RowSums total{kLowest, 0.0, 0.0, 0.0, 0};
+  RowSums total{kLowest, 0.0, 0.0, 0};
   for (int64_t begin = 0; begin < vocab_size; begin += kBlock) {
     const typename Type::Storage* block = row + begin;
     const int64_t left = vocab_size - begin;
@@ -98,28 +98,20 @@ RowSums row_sums_of(const typename Type::Storage* row, int64_t vocab_size) {
     total.num_unmasked += num_unmasked;
 
     if (max > total.max) {
-      const double change = static_cast<double>(total.max) - max;
-      const double scale = __builtin_exp(change);
-      total.sum_exp_shifted =
-          scale * (total.sum_exp_shifted + change * total.sum_exp);
-      total.sum_exp *= scale;
+      total.sum_exp *= __builtin_exp(static_cast<double>(total.max) - max);
       total.max = max;
     }
 
     float sum_exp = 0.0f;
-    float sum_exp_shifted = 0.0f;
-#pragma omp simd reduction(+ : sum_exp, sum_exp_shifted)
+#pragma omp simd reduction(+ : sum_exp)
     for (int32_t i = 0; i < size; ++i) {
       const float shifted = Type::load(block[i]) - max;
       // Masked entries are clamped too, instead of branched around: each moves
-      // the sums by less than 2e-36. NaN stays NaN.
-      const float x = shifted < kMinExponent ? kMinExponent : shifted;
-      const float e = exp_of_nonpositive(x);
-      sum_exp += e;
-      sum_exp_shifted += e * x;
+      // the sum by less than 2e-38.
+      sum_exp +=
+          exp_of_nonpositive(shifted < kMinExponent ? kMinExponent : shifted);
     }
     total.sum_exp += sum_exp;
-    total.sum_exp_shifted += sum_exp_shifted;
   }
   return total;
 }

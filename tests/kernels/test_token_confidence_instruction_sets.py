@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from token_stats_cases import random_case, special_cases
+from token_confidence_cases import random_case, special_cases
 
 CSRC = Path(__file__).parents[2] / "csrc"
 COMPILER = shutil.which("g++") or shutil.which("clang++")
@@ -28,7 +28,7 @@ LOGITS_TYPE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 @pytest.fixture(scope="module", params=VARIANTS)
 def row_sums(request, tmp_path_factory):
-    """Function of one row: its largest logit, the three sums and the number of entries that are not -inf."""
+    """Function of one row: its largest logit, the two sums and the number of entries that are not -inf."""
     variant = request.param
     if COMPILER is None:
         pytest.skip("no C++ compiler")
@@ -40,11 +40,10 @@ def row_sums(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(variant)
     source = folder / "row_sums.cpp"
     source.write_text(f"""
-        #include "token_stats_row.cpp"
+        #include "token_confidence_row.cpp"
         extern "C" void row_sums(const void* row, int64_t vocab_size, int type, double* out) {{
           const auto sums = vllm_rollout::{variant}::row_sums(row, vocab_size, vllm_rollout::LogitsType(type));
-          out[0] = sums.max; out[1] = sums.sum_exp; out[2] = sums.sum_exp_shifted; out[3] = sums.sum;
-          out[4] = sums.num_unmasked;
+          out[0] = sums.max; out[1] = sums.sum_exp; out[2] = sums.sum; out[3] = sums.num_unmasked;
         }}
     """)
     defines = [f"-DVLLM_ROLLOUT_ISA={variant}", "-DVLLM_ROLLOUT_X86_VARIANTS", f"-I{CSRC}"]
@@ -66,7 +65,7 @@ def row_sums(request, tmp_path_factory):
     function.restype = None
 
     def call(row: torch.Tensor) -> list[float]:
-        sums = torch.empty(5, dtype=torch.float64)
+        sums = torch.empty(4, dtype=torch.float64)
         function(row.data_ptr(), row.numel(), LOGITS_TYPE[row.dtype], sums.data_ptr())
         return sums.tolist()
 
@@ -79,23 +78,21 @@ def test_sums_agree_with_float64(row_sums, dtype):
     cases += [case for name, case in special_cases(dtype).items() if name not in NO_FLOAT32_SUM]
     for logits, *_ in cases:
         for row in logits:
-            largest, sum_exp, sum_exp_shifted, total, num_unmasked = row_sums(row)
+            largest, sum_exp, total, num_unmasked = row_sums(row)
             z = row.double()
             z = z[z != -torch.inf]
             assert num_unmasked == len(z)
             if not len(z):
                 continue
-            shifted = z - z.max()
             assert largest == z.max()
-            assert sum_exp == pytest.approx(shifted.exp().sum().item(), rel=1e-6)
-            expected = (shifted.exp() * shifted).sum().item()
-            assert sum_exp_shifted == pytest.approx(expected, rel=2e-6, abs=1e-30)
+            assert sum_exp == pytest.approx((z - z.max()).exp().sum().item(), rel=1e-6)
             assert total == pytest.approx(z.sum().item(), rel=1e-5, abs=1e-6 * z.abs().sum().item())
 
 
 @pytest.mark.parametrize("undefined", [math.nan, math.inf])
 @pytest.mark.parametrize("position", [0, 15, 16, 1500])
-def test_nan_and_inf_anywhere_make_the_shifted_sum_nan(row_sums, undefined, position):
+def test_nan_and_inf_anywhere_make_the_largest_less_the_sum_nan(row_sums, undefined, position):
     row = torch.zeros(1501)
     row[position] = undefined
-    assert math.isnan(row_sums(row)[2])
+    largest, _, total, _ = row_sums(row)
+    assert math.isnan(largest - total)

@@ -7,13 +7,13 @@ import textwrap
 
 import pytest
 import torch
-from token_stats_cases import DTYPES, TOLERANCE, random_case, special_cases, whole, with_masked_entries
+from token_confidence_cases import DTYPES, TOLERANCE, random_case, special_cases, whole, with_masked_entries
 from torch import library
 
 from vllm_rollout.tracker import dispatch
 from vllm_rollout.tracker.build_command import build_command
-from vllm_rollout.tracker.ops import TokenStats, active_implementation, token_stats
-from vllm_rollout.tracker.reference import token_stats_reference
+from vllm_rollout.tracker.ops import active_implementation, token_confidence
+from vllm_rollout.tracker.reference import token_confidence_reference
 
 
 @pytest.fixture(autouse=True)
@@ -32,63 +32,44 @@ def cpp():
     return implementation.compute
 
 
-def stats_in_float64(logits: torch.Tensor, which: torch.Tensor, sampled: torch.Tensor) -> TokenStats:
+def confidence_in_float64(logits: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
     """The definition, entry by entry, in Python's floats."""
-    rows = []
-    for row, token in zip(logits[which].double().tolist(), sampled.tolist(), strict=True):
+    values = []
+    for row in logits[which].double().tolist():
         left = [z for z in row if z != -math.inf]
         if not left:
-            rows.append((math.nan,) * 3)
+            values.append(math.nan)
             continue
         peak = max(left)
         lse = peak + math.log(math.fsum(math.exp(z - peak) for z in left))
-        logprob = math.nan if token == -1 else row[token] - lse
-        entropy = math.fsum(math.exp(z - lse) * (lse - z) for z in left)
-        confidence = math.fsum(lse - z for z in left) / len(left)
-        rows.append((logprob, entropy, confidence))
-    return TokenStats(*torch.tensor(rows, dtype=torch.float64).reshape(-1, 3).unbind(1))
+        values.append(math.fsum(lse - z for z in left) / len(left))
+    return torch.tensor(values, dtype=torch.float64)
 
 
-def assert_same_stats(actual: TokenStats, expected: TokenStats) -> None:
-    for name in TokenStats._fields:
-        value = getattr(actual, name)
-        assert value.dtype == torch.float32, name
-        torch.testing.assert_close(
-            value, getattr(expected, name).float(), msg=lambda text, name=name: f"{name}: {text}", **TOLERANCE
-        )
+def assert_same(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    assert actual.dtype == torch.float32
+    torch.testing.assert_close(actual, expected.float(), **TOLERANCE)
 
 
 def test_reference_gives_the_values_computed_by_hand():
     # Probabilities 1/8, 2/8, 5/8; then the same with the last token masked: 1/3, 2/3.
     logits = torch.tensor([[0.0, math.log(2), math.log(5)], [0.0, math.log(2), -math.inf]])
-    stats = token_stats_reference(*whole(logits, torch.tensor([2, 0])))
-
-    torch.testing.assert_close(stats.logprob, torch.tensor([math.log(5 / 8), math.log(1 / 3)]))
-    entropies = [
-        math.log(8) - math.log(2) / 4 - 5 * math.log(5) / 8,
-        math.log(3) - 2 * math.log(2) / 3,
-    ]
-    torch.testing.assert_close(stats.entropy, torch.tensor(entropies))
     confidences = [math.log(8) - math.log(10) / 3, math.log(3) - math.log(2) / 2]
-    torch.testing.assert_close(stats.confidence, torch.tensor(confidences))
+    torch.testing.assert_close(token_confidence_reference(*whole(logits)), torch.tensor(confidences))
 
 
-def test_equal_logits_have_the_entropy_and_confidence_of_the_vocabulary_size():
-    stats = token_stats_reference(*whole(torch.full((1, 512), 3.0), torch.tensor([17])))
-    expected = torch.tensor([math.log(512)])
-    torch.testing.assert_close(stats.logprob, -expected)
-    torch.testing.assert_close(stats.entropy, expected)
-    torch.testing.assert_close(stats.confidence, expected)
+def test_equal_logits_have_the_confidence_of_the_vocabulary_size():
+    confidence = token_confidence_reference(*whole(torch.full((1, 512), 3.0)))
+    torch.testing.assert_close(confidence, torch.tensor([math.log(512)]))
 
 
 @pytest.mark.parametrize("vocab_size", [1, 7, 512])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_reference_agrees_with_float64(vocab_size, dtype):
     case = random_case(9, vocab_size, dtype)
-    case[2][4] = -1
-    assert_same_stats(token_stats_reference(*case), stats_in_float64(*case))
+    assert_same(token_confidence_reference(*case), confidence_in_float64(*case))
     case = with_masked_entries(case, keep_fraction=0.3)
-    assert_same_stats(token_stats_reference(*case), stats_in_float64(*case))
+    assert_same(token_confidence_reference(*case), confidence_in_float64(*case))
 
 
 @pytest.mark.parametrize("name", special_cases(torch.float32))
@@ -96,17 +77,15 @@ def test_reference_agrees_with_float64_at_the_edges(name):
     if name in ("nan and inf", "lowest number as a mask"):
         pytest.skip("no value in the definition, or too large for float32's sum")
     case = special_cases(torch.float32)[name]
-    assert_same_stats(token_stats_reference(*case), stats_in_float64(*case))
+    assert_same(token_confidence_reference(*case), confidence_in_float64(*case))
 
 
 @pytest.mark.parametrize("compute", ["c++", "torch"])
 def test_rows_with_nan_or_inf_or_nothing_are_nan_and_leave_other_rows_alone(compute, request):
-    function = request.getfixturevalue("cpp") if compute == "c++" else token_stats_reference
-    stats = function(*special_cases(torch.float32)["nan and inf"])
-    for values in stats:
-        assert values.isnan().tolist() == [True, True, True, False]
-    nothing_left = function(*whole(torch.full((2, 40), -torch.inf), torch.tensor([3, -1])))
-    assert all(values.isnan().all() for values in nothing_left)
+    function = request.getfixturevalue("cpp") if compute == "c++" else token_confidence_reference
+    confidence = function(*special_cases(torch.float32)["nan and inf"])
+    assert confidence.isnan().tolist() == [True, True, True, False]
+    assert function(*whole(torch.full((2, 40), -torch.inf))).isnan().all()
 
 
 @pytest.mark.parametrize(
@@ -116,34 +95,32 @@ def test_rows_with_nan_or_inf_or_nothing_are_nan_and_leave_other_rows_alone(comp
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_cpp_agrees_with_the_reference(cpp, num_rows, vocab_size, dtype):
     case = random_case(num_rows, vocab_size, dtype)
-    assert_same_stats(cpp(*case), token_stats_reference(*case))
+    assert_same(cpp(*case), token_confidence_reference(*case))
 
 
 @pytest.mark.parametrize("name", special_cases(torch.float32))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_cpp_agrees_with_the_reference_at_the_edges(cpp, name, dtype):
     case = special_cases(dtype)[name]
-    assert_same_stats(cpp(*case), token_stats_reference(*case))
+    assert_same(cpp(*case), token_confidence_reference(*case))
 
 
 def test_cpp_reads_every_float16_value(cpp):
     every_bit_pattern = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.float16)
     logits = torch.stack([torch.zeros_like(every_bit_pattern), every_bit_pattern], dim=1)
-    case = whole(logits, torch.ones(len(logits), dtype=torch.int64))
-    assert_same_stats(cpp(*case), token_stats_reference(*case))
+    case = whole(logits)
+    assert_same(cpp(*case), token_confidence_reference(*case))
 
 
 def test_cpp_is_as_accurate_as_float64_for_a_large_vocabulary(cpp):
     case = random_case(2, 151936)
-    for actual, value in zip(cpp(*case), stats_in_float64(*case), strict=True):
-        torch.testing.assert_close(actual.double(), value, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(cpp(*case).double(), confidence_in_float64(*case), rtol=1e-6, atol=1e-6)
 
 
 def test_cpp_counts_masked_entries_as_nothing(cpp):
     logits = torch.full((1, 3000), -torch.inf)
     logits[0, 1234] = 17.25
-    stats = cpp(*whole(logits, torch.tensor([1234])))
-    assert [values.item() for values in stats] == pytest.approx([0.0, 0.0, 0.0], abs=1e-30)
+    assert cpp(*whole(logits)).item() == pytest.approx(0.0, abs=1e-30)
 
 
 def test_cpp_results_do_not_depend_on_the_number_of_threads(cpp):
@@ -156,49 +133,33 @@ def test_cpp_results_do_not_depend_on_the_number_of_threads(cpp):
         together = cpp(*case)
     finally:
         torch.set_num_threads(num_threads)
-    assert all(a.equal(b) for a, b in zip(alone, together, strict=True))
+    assert alone.equal(together)
 
 
 def test_cpp_operator_is_well_behaved_under_torch_library(cpp):
     for case in (random_case(3, 70, torch.bfloat16), random_case(0, 7)):
-        library.opcheck(torch.ops.vllm_rollout.token_stats.default, case)
+        library.opcheck(torch.ops.vllm_rollout.token_confidence.default, case)
 
 
 BOTH = torch.arange(2)
-NO_TOKENS = torch.full((2,), -1)
 WRONG_ARGUMENTS = {
-    "dtype of logits": (torch.zeros(2, 3, dtype=torch.float64), BOTH, NO_TOKENS, "float16, got"),
-    "integer logits": (torch.zeros(2, 3, dtype=torch.int32), BOTH, NO_TOKENS, "logits must be float"),
-    "logits of one row": (torch.zeros(3), BOTH[:1], NO_TOKENS[:1], r"\[num_rows, vocab_size\].*got"),
-    "empty vocabulary": (torch.zeros(2, 0), BOTH, NO_TOKENS, "vocab_size"),
-    "transposed logits": (torch.zeros(3, 2).T, BOTH, NO_TOKENS, r"stride\(1\) == 1, got 2"),
-    "dtype of rows": (torch.zeros(2, 3), BOTH.int(), NO_TOKENS, "rows must be int64, got"),
-    "two-dimensional rows": (torch.zeros(2, 3), BOTH[:, None], NO_TOKENS, r"rows must be \[num_seen\]"),
-    "rows with gaps": (torch.zeros(4, 3), torch.arange(4)[::2], NO_TOKENS, "rows must be contiguous, got stride"),
-    "row too large": (torch.zeros(2, 3), BOTH + 1, NO_TOKENS, r"rows\[1\] must be in \[0, 2\), got 2"),
-    "row below 0": (torch.zeros(2, 3), BOTH - 1, NO_TOKENS, r"rows\[0\] must be in \[0, 2\), got -1"),
-    "dtype of sampled": (torch.zeros(2, 3), BOTH, NO_TOKENS.int(), "sampled must be int64, got"),
-    "length of sampled": (torch.zeros(3, 3), BOTH, torch.full((3,), -1), r"sampled must be \[num_seen\].*2"),
-    "two-dimensional sampled": (torch.zeros(2, 3), BOTH, NO_TOKENS[:, None], r"sampled must be \[num_seen"),
-    "token id too large": (
-        torch.zeros(2, 3),
-        BOTH,
-        torch.tensor([0, 3]),
-        r"sampled\[1\] must be -1 or in \[0, 3\), got 3",
-    ),
-    "token id below -1": (
-        torch.zeros(2, 3),
-        BOTH,
-        torch.tensor([-2, 0]),
-        r"sampled\[0\] must be -1 or in \[0, 3\), got -2",
-    ),
+    "dtype of logits": (torch.zeros(2, 3, dtype=torch.float64), BOTH, "float16, got"),
+    "integer logits": (torch.zeros(2, 3, dtype=torch.int32), BOTH, "logits must be float"),
+    "logits of one row": (torch.zeros(3), BOTH[:1], r"\[num_rows, vocab_size\].*got"),
+    "empty vocabulary": (torch.zeros(2, 0), BOTH, "vocab_size"),
+    "transposed logits": (torch.zeros(3, 2).T, BOTH, r"stride\(1\) == 1, got 2"),
+    "dtype of rows": (torch.zeros(2, 3), BOTH.int(), "rows must be int64, got"),
+    "two-dimensional rows": (torch.zeros(2, 3), BOTH[:, None], r"rows must be \[num_seen\]"),
+    "rows with gaps": (torch.zeros(4, 3), torch.arange(4)[::2], "rows must be contiguous, got stride"),
+    "row too large": (torch.zeros(2, 3), BOTH + 1, r"rows\[1\] must be in \[0, 2\), got 2"),
+    "row below 0": (torch.zeros(2, 3), BOTH - 1, r"rows\[0\] must be in \[0, 2\), got -1"),
 }
 
 
 @pytest.mark.parametrize("name", WRONG_ARGUMENTS)
 @pytest.mark.parametrize("compute", ["c++", "torch"])
 def test_wrong_arguments_are_named_with_value_and_allowed(name, compute, request):
-    function = request.getfixturevalue("cpp") if compute == "c++" else token_stats_reference
+    function = request.getfixturevalue("cpp") if compute == "c++" else token_confidence_reference
     *arguments, message = WRONG_ARGUMENTS[name]
     with pytest.raises(ValueError, match=message):
         function(*arguments)
@@ -208,13 +169,12 @@ def test_wrong_arguments_are_named_with_value_and_allowed(name, compute, request
 def test_operator_called_directly_refuses_wrong_arguments_too(cpp, name):
     *arguments, message = WRONG_ARGUMENTS[name]
     with pytest.raises(RuntimeError, match=message):
-        torch.ops.vllm_rollout.token_stats(*arguments)
+        torch.ops.vllm_rollout.token_confidence(*arguments)
 
 
-def test_token_stats_uses_the_active_implementation(cpp):
+def test_token_confidence_uses_the_active_implementation(cpp):
     case = random_case(4, 600)
-    for actual, expected in zip(token_stats(*case), cpp(*case), strict=True):
-        assert actual.equal(expected)
+    assert token_confidence(*case).equal(cpp(*case))
 
 
 def test_environment_forces_the_reference(monkeypatch):
@@ -236,16 +196,16 @@ def test_a_missing_extension_is_said_with_its_remedy(monkeypatch):
     assert implementation.name == "torch"
     assert implementation.reason == f"vllm_rollout._C is not built: run `{build_command()}`"
     case = random_case(2, 9)
-    assert_same_stats(token_stats(*case), token_stats_reference(*case))
+    assert_same(token_confidence(*case), token_confidence_reference(*case))
 
 
 def test_an_extension_with_other_arguments_is_named_with_its_remedy(monkeypatch):
     pytest.importorskip("vllm_rollout._C")
-    monkeypatch.setitem(dispatch.FAKES, "token_stats", lambda logits, sampled: None)
+    monkeypatch.setitem(dispatch.FAKES, "token_confidence", lambda logits, rows, sampled: None)
     implementation = active_implementation("cpu")
     assert implementation.name == "torch"
     assert implementation.reason == (
-        f"vllm_rollout._C has another token_stats than this version: run `{build_command()}` to rebuild it"
+        f"vllm_rollout._C has another token_confidence than this version: run `{build_command()}` to rebuild it"
     )
 
 

@@ -1,0 +1,9 @@
+"""What is reported of what was learned, where a test has all of it in one process."""
+
+from vllm_rollout.group.learning import Learning
+from vllm_rollout.group.report import RulesReport
+from vllm_rollout.group.rewarded import rules_report
+
+
+def report_of(learning: Learning) -> RulesReport:
+    return rules_report(learning.outcomes(), learning.num_judged, learning.num_pruned, learning.audit_report())
