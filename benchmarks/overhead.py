@@ -172,6 +172,7 @@ def serve_child(kind: str, model: str) -> None:
     from vllm_rollout.adapter.names import SCHEDULER_CLS, WORKER_CLS
     from vllm_rollout.adapter.wire import CandidateTag
     from vllm_rollout.config import OUTPUT_INTERVAL_TOKENS
+    from vllm_rollout.group.lifecycle import GroupTerms
 
     ours = {
         "stock": {},
@@ -187,7 +188,9 @@ def serve_child(kind: str, model: str) -> None:
         is_one_request = kind == "llm" and way.startswith("tagged")
         for p, prompt in enumerate(prompts()):
             for index in range(1 if is_one_request else NUM_CHOICES):
-                tag = CandidateTag(f"{run_number}-{p}", index, NUM_CHOICES, NUM_CHOICES, True, OUTPUT_INTERVAL_TOKENS)
+                tag = CandidateTag(
+                    f"{run_number}-{p}", index, GroupTerms(NUM_CHOICES, NUM_CHOICES), OUTPUT_INTERVAL_TOKENS
+                )
                 fields: dict[str, Any] = {
                     "actor": {"rollout_group_size": NUM_CHOICES},
                     "llm": {"rollout_redundancy": 0},

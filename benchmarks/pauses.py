@@ -27,11 +27,11 @@ from vllm_rollout.adapter.core.scheduler import RolloutScheduler
 from vllm_rollout.adapter.options import RolloutOptions
 from vllm_rollout.adapter.worker.worker import RolloutWorker
 from vllm_rollout.group.history import ObservedLength
-from vllm_rollout.group.judge import Judge, Scoring
-from vllm_rollout.group.ledger import Reward
+from vllm_rollout.group.judge import Judge
+from vllm_rollout.group.ledger import Reward, Scoring
 from vllm_rollout.group.lifecycle import Group, GroupTerms
 from vllm_rollout.group.pruning_plan import PruningPlan
-from vllm_rollout.group.types import Confidence, Observation
+from vllm_rollout.group.types import CandidateId, Confidence, Observation
 from vllm_rollout.tracker.feature_ring import FeatureRing, StateKey
 from vllm_rollout.tracker.quality_head import warm_up_training
 from vllm_rollout.tracker.quality_heads import QualityHeads
@@ -116,16 +116,17 @@ def finish_rollout(core: Core, rollout_id: str, num: int, detection_length: int,
     judge: Judge = core.scheduler.judge
     plan, rewards, names = PruningPlan(detection_length, mode="shadow"), [], []
     for number in range(num // GROUP_SIZE):
-        prompt_id, group, due = f"q{number}", Group(GroupTerms(GROUP_SIZE, GROUP_SIZE)), {}
+        prompt_id, group, due = f"q{number}", Group(GroupTerms(GROUP_SIZE, GROUP_SIZE, pruning=plan)), {}
+        scoring = Scoring(rollout_id, prompt_id, 7)
         for index in range(GROUP_SIZE):
             group.launch()
             name = f"{rollout_id}-{number}-{index}"
-            entry = judge.ledger.open(rollout_id, prompt_id, index, name, plan)
+            entry = judge.ledger.open(scoring, CandidateId("", index), name, plan)
             due[index] = entry, Observation(Confidence(1.0, 1.0, rng.gauss(0, 1)), rng.gauss(0, 1), 1)
             good = rng.random() < 0.5
             rewards.append(Reward(prompt_id, index, float(good), good))
             names.append(StateKey(name, detection_length))
-        judge.judge(group, Scoring(rollout_id, prompt_id, 7, plan), due)
+        judge.judge(group, scoring, due)
         for entry, _ in due.values():
             entry.state, entry.num_tokens = "finished", 2 * detection_length
     states = torch.randn(num, core.ring._states.shape[1], generator=torch.Generator().manual_seed(num))

@@ -12,37 +12,14 @@ from math import exp
 
 from vllm_rollout.config import MAX_LABEL_WEIGHT
 from vllm_rollout.group.learning import Learning, label_weight
-from vllm_rollout.group.ledger import Ledger, LedgerEntry, Reward, RewardStatus, Trial
+from vllm_rollout.group.ledger import Ledger, LedgerEntry, Reward, RewardStatus, Scoring, Trial
 from vllm_rollout.group.length_trial import TriedCandidate
 from vllm_rollout.group.lifecycle import Group
 from vllm_rollout.group.memories import Memories
 from vllm_rollout.group.memory import Memory
-from vllm_rollout.group.pruning_plan import PruningPlan
 from vllm_rollout.group.race_bias import LabelOrigin
 from vllm_rollout.group.rewarded import RewardedCandidate
 from vllm_rollout.group.types import BASE_MODEL, WHOLE, Assessment, HeadKey, Observation
-
-
-@dataclass(frozen=True, slots=True)
-class Scoring:
-    """How a candidate is judged, and under which name its reward comes."""
-
-    rollout_id: str
-    prompt_id: str
-    seed: int
-    """Chance depends on (seed, prompt_id, index)."""
-    plan: PruningPlan
-    name: str | None = None
-    """Of a candidate that is a request of its own: what a reward calls the answer; None: it is named otherwise."""
-    choice: int = 0
-    """Which one it is in that answer."""
-    parent: tuple[str, int] | None = None
-    """The same where that name may have been made of the name of a request with several choices, of which it is one;
-    a request that has this name comes first."""
-    prompt_key: str = ""
-    """Under which its prompt's success is remembered over rollouts, the key of its lengths; empty: it is not."""
-    adapter: str = BASE_MODEL
-    """Of LoRA, by name. The engine says it: what a client writes about itself teaches nobody else's adapter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +85,7 @@ class Judge:
         nor of more than `MAX_ADAPTERS` adapters, nor twice: a token that the engine drops and samples again shows its
         candidate once more.
         """
-        plan = scoring.plan
+        plan = group.pruning
         for length in plan.tried_lengths:
             tried = group.trials.setdefault(length, {})
             here = {i: seen for i, seen in due.items() if seen[1].detection_length == length and i not in tried}
@@ -141,7 +118,7 @@ class Judge:
         due: Mapping[int, tuple[LedgerEntry, Observation]],
         earlier: Mapping[int, Assessment],
     ) -> dict[int, Assessment]:
-        plan = scoring.plan
+        plan = group.pruning
         return learning.assess(
             plan,
             {index: observation for index, (_, observation) in due.items()},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from json import dumps
 from typing import Literal, NamedTuple
 
@@ -11,7 +12,7 @@ from vllm_rollout.config import MAX_REMEMBERED_CANDIDATES
 from vllm_rollout.group.prompt_key import kept_name
 from vllm_rollout.group.pruning_plan import PruningPlan
 from vllm_rollout.group.race_bias import LabelOrigin
-from vllm_rollout.group.types import BASE_MODEL, Assessment, CandidateState, HeadKey, Observation
+from vllm_rollout.group.types import BASE_MODEL, Assessment, CandidateId, CandidateState, HeadKey, Observation
 
 RewardStatus = Literal["accepted", "duplicate", "conflict", "unknown", "unfinished", "unscored"]
 """What became of a posted reward.
@@ -67,6 +68,32 @@ def everybodys(name: str) -> str:
     return f'["{EVERYBODY}", {name.partition(", ")[2]}'
 
 
+class AnswerName(NamedTuple):
+    """What a reward may call a candidate, or the first of several: the answer it is in, and the choice there."""
+
+    name: str
+    choice: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """How a candidate is judged, and under which name its reward comes."""
+
+    rollout_id: str
+    prompt_id: str
+    seed: int
+    """Chance depends on (seed, prompt_id, index)."""
+    answer: AnswerName | None = None
+    """The name of a candidate that is a request of its own; None: it is named otherwise."""
+    parent: AnswerName | None = None
+    """Its name where that of its answer may have been made of the name of a request with several choices, of which it
+    is one; a request that has this name comes first."""
+    prompt_key: str = ""
+    """Under which its prompt's success is remembered over rollouts, the key of its lengths; empty: it is not."""
+    adapter: str = BASE_MODEL
+    """Of LoRA, by name. The engine says it: what a client writes about itself teaches nobody else's adapter."""
+
+
 class Place(NamedTuple):
     """Where the ledger has a candidate."""
 
@@ -102,31 +129,27 @@ class LedgerEntry:
 
     def __init__(
         self,
+        ledger: Ledger,
+        scoring: Scoring,
+        candidate: CandidateId,
         request_id: str,
-        prompt_id: str,
         plan: PruningPlan,
-        ledger: Ledger | None = None,
-        group_id: str = "",
-        index: int = 0,
-        prompt_key: str = "",
-        adapter: str = BASE_MODEL,
-        origin: LabelOrigin = "plain",
+        origin: LabelOrigin,
     ) -> None:
         self.request_id = request_id
-        self.prompt_id = prompt_id
-        self.prompt_key = prompt_key
+        self.prompt_id = kept_name(scoring.prompt_id)
+        self.prompt_key = scoring.prompt_key
         """Under which its prompt's success is remembered; empty: it is not."""
-        self.adapter = adapter
+        self.adapter = scoring.adapter
         self.origin: LabelOrigin = origin
         """Of its label."""
-        self.group_id = group_id
-        self.index = index
+        self.group_id, self.index = candidate
         self.names: list[tuple[str, int]] = []
         """Requests in whose answers it is, and as which choice."""
         self.plan = plan
         self.num_tokens = 0
         self.observation: Observation | None = None
-        self._ledger = ledger
+        self._ledger: Ledger | None = ledger
         """None once it is forgotten."""
         self._state: CandidateState = "running"
         self._assessment: Assessment | None = None
@@ -223,30 +246,28 @@ class Ledger:
 
     def open(
         self,
-        rollout_id: str,
-        prompt_id: str,
-        index: int,
+        scoring: Scoring,
+        candidate: CandidateId,
         request_id: str,
         plan: PruningPlan,
-        group_id: str = "",
-        prompt_key: str = "",
-        adapter: str = BASE_MODEL,
         origin: LabelOrigin = "plain",
     ) -> LedgerEntry:
         """A candidate was launched. What happens to it is written into the entry."""
-        prompt_id = kept_name(prompt_id)
-        rollout = self._rollouts.setdefault(rollout_id, OrderedDict())
-        before = rollout.pop((prompt_id, index), None)  # a group id may be used again
-        entry = rollout[prompt_id, index] = LedgerEntry(
-            request_id, prompt_id, plan, self, group_id, index, prompt_key, adapter, origin
-        )
-        group = self._groups.setdefault(group_id, _RememberedGroup(rollout_id, prompt_id))
+        entry = LedgerEntry(self, scoring, candidate, request_id, plan, origin)
+        rollout = self._rollouts.setdefault(scoring.rollout_id, OrderedDict())
+        before = rollout.pop((entry.prompt_id, entry.index), None)  # a group id may be used again
+        rollout[entry.prompt_id, entry.index] = entry
+        group = self._groups.setdefault(entry.group_id, _RememberedGroup(scoring.rollout_id, entry.prompt_id))
         group.num_candidates += 1
         self._num_candidates += 1
         if before is not None:
             self._forget(before)
         while self._num_candidates > self._max_candidates:
             self._forget_oldest()
+        if scoring.answer is not None:
+            self.name(scoring.answer.name, entry.group_id, {scoring.answer.choice: entry.index})
+        if scoring.parent is not None:
+            self.name(scoring.parent.name, entry.group_id, {scoring.parent.choice: entry.index}, unless_taken=True)
         return entry
 
     def name(self, name: str, group_id: str, choices: Mapping[int, int], *, unless_taken: bool = False) -> None:

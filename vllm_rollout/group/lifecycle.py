@@ -188,6 +188,12 @@ class Group:
         return list(self._give_up_rest("deferred"))
 
     @property
+    def pruning(self) -> PruningPlan | None:
+        """How its candidates are judged; in an audit group nobody is stopped by it."""
+        plan = self.terms.pruning
+        return plan.audited(self.terms.races) if self.audit and plan is not None else plan
+
+    @property
     def running(self) -> list[int]:
         """Indices of the candidates that run."""
         return [index for index, candidate in self._candidates.items() if candidate.state == "running"]

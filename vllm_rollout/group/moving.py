@@ -11,8 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from vllm_rollout.group.judge import Scoring
-from vllm_rollout.group.ledger import Trial
+from vllm_rollout.group.ledger import Scoring, Trial
 from vllm_rollout.group.lifecycle import Group
 from vllm_rollout.group.race import RacePlace
 from vllm_rollout.group.types import Assessment, Observation

@@ -17,13 +17,13 @@ Invariant: every candidate that was launched gets exactly one end, and no verdic
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from vllm_rollout.config import MAX_IDLE_GROUPS
 from vllm_rollout.group.audit import draw_audit
 from vllm_rollout.group.group_table import GroupTable
-from vllm_rollout.group.judge import Judge, Scoring
-from vllm_rollout.group.ledger import LedgerEntry
+from vllm_rollout.group.judge import Judge
+from vllm_rollout.group.ledger import LedgerEntry, Scoring
 from vllm_rollout.group.lifecycle import Group, GroupTerms
 from vllm_rollout.group.moving import DetachedGroup, DetachedScore, StayReason
 from vllm_rollout.group.pruning_plan import PruningPlan
@@ -112,8 +112,6 @@ class GroupSteps:
             raise LaunchRefused(f"index {index} of this group is taken. Name another group.")
         audit = group is None and scoring is not None and draw_audit(terms.audit_ratio, scoring.seed, group_id)
         group = self._table.open(group_id, terms, audit=audit)
-        if group.audit and scoring is not None:
-            scoring = replace(scoring, plan=scoring.plan.audited(terms.races))
         candidate_id = CandidateId(group_id, group.launch(index))
         if scoring is not None:
             entry = self._remember(candidate_id, scoring, request_id, group)
@@ -206,24 +204,7 @@ class GroupSteps:
 
     def _remember(self, candidate_id: CandidateId, scoring: Scoring, request_id: str, group: Group) -> LedgerEntry:
         """For the reward that may come."""
-        ledger, (group_id, index) = self.judge.ledger, candidate_id
-        entry = ledger.open(
-            scoring.rollout_id,
-            scoring.prompt_id,
-            index,
-            request_id,
-            scoring.plan,
-            group_id,
-            scoring.prompt_key,
-            scoring.adapter,
-            _origin(group, scoring.plan),
-        )
-        if scoring.name is not None:
-            ledger.name(scoring.name, group_id, {scoring.choice: index})
-        if scoring.parent is not None:
-            name, choice = scoring.parent
-            ledger.name(name, group_id, {choice: index}, unless_taken=True)
-        return entry
+        return self.judge.ledger.open(scoring, candidate_id, request_id, group.pruning, _origin(group))
 
     def close_step(
         self, due: Mapping[CandidateId, Observation], num_tokens: Callable[[CandidateId], int], now_s: float = 0.0
@@ -333,9 +314,9 @@ class GroupSteps:
                 group.finals[index] = assessment
 
 
-def _origin(group: Group, plan: PruningPlan) -> LabelOrigin:
-    """Of the labels of this group."""
-    if plan.audit:
+def _origin(group: Group) -> LabelOrigin:
+    """Of which kind the labels of this group are."""
+    if (plan := group.pruning).audit:
         return "audit" if plan.is_instead_of_race else "plain_audit"
     return "race" if group.terms.races else "plain"
 

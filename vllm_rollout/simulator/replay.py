@@ -12,7 +12,8 @@ from typing import Literal
 from vllm_rollout.config import REWARD_THRESHOLD
 from vllm_rollout.group.audit import AuditTurns, with_audits
 from vllm_rollout.group.history import observed_lengths
-from vllm_rollout.group.judge import Judge, Scoring
+from vllm_rollout.group.judge import Judge
+from vllm_rollout.group.ledger import Scoring
 from vllm_rollout.group.placement import Placement
 from vllm_rollout.group.selection import conclude
 from vllm_rollout.group.types import GroupResult
@@ -89,7 +90,7 @@ class _Replay:
         for position, (prompt, its) in enumerate(zip(rollout.prompts, planned, strict=True)):
             pool = self._pools.candidates(epoch, number, position, its.plan.num_candidates)
             check_fits(self._machine, prompt.id, prompt.prompt_tokens + max(c.num_tokens for c in pool))
-            scoring = its.plan.pruning and Scoring(name, prompt.id, self._seed, its.plan.pruning)
+            scoring = its.plan.pruning and Scoring(name, prompt.id, self._seed)
             lengths = self._planner.known(prompt)
             races.append(
                 Race(prompt.id, its.plan, pool, prompt.prompt_tokens, scoring, None, lengths, prompt.max_tokens)

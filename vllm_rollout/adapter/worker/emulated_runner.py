@@ -84,11 +84,11 @@ class EmulatedRequest:
         self.last_token = stops[0] if stops else 0
         self.length = self.fate.length if stops else ENDLESS
         self.verdict_at = self.length - 1
-        self.observed = tag is not None and (tag.observed or tag.scoring is not None)
+        plan = None if tag is None else tag.terms.pruning
+        self.observed = tag is not None and (tag.observed or plan is not None)
         self.confidence = CONFIDENCE_NATS + self.fate.score if self.observed else NO_NUMBER
-        scoring = None if tag is None else tag.scoring
-        self.scored_at = () if scoring is None else scoring.plan.scored_lengths
-        self.is_final = scoring is not None and scoring.plan.final_score
+        self.scored_at = () if plan is None else plan.scored_lengths
+        self.is_final = plan is not None and plan.final_score
         self.newest = 0
         """Number of its newest output token, those of earlier rounds left out."""
 

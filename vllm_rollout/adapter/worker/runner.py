@@ -169,8 +169,7 @@ def _start_observing(tracker: CandidateTracker, request: NewRequestData) -> None
     params = request.sampling_params
     if params is None or (tag := CandidateTag.of(params.extra_args)) is None:
         return
-    if (scoring := tag.scoring) is not None:
-        plan = scoring.plan
+    if (plan := tag.terms.pruning) is not None:
         first, *others = plan.scored_lengths
         tracker.add(
             request.req_id,
