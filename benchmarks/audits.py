@@ -39,7 +39,7 @@ from rich.table import Table
 from benchmarks.common import record_of_run, write_json
 from vllm_rollout.config import TRIAL_LENGTHS
 from vllm_rollout.group.audit import AuditTurns, AuditUnit, draw_audit
-from vllm_rollout.group.learning import REPORT_WINDOW, Learning
+from vllm_rollout.group.learning import REPORT_WINDOW, Learning, Siblings
 from vllm_rollout.group.length_trial import LengthTrial, TriedCandidate, length_trial_report
 from vllm_rollout.group.pruning_plan import PruningPlan
 from vllm_rollout.group.types import Confidence, Observation
@@ -168,7 +168,7 @@ def stream(
         lengths = [rng.gauss(0.0 if y else world.longer, world.spread) - 0.3 * ease for y in right]
         seen = {i: observation(rng.gauss(GAP * y + world.difficulty * ease, 1.0)) for i, y in enumerate(right)}
         of_group = plan.audited(races=True) if audit else plan
-        assessments = learning.assess(of_group, seen, {}, seed=seed, group=str(number), at_least=0)
+        assessments = learning.assess(of_group, seen, Siblings(seed, str(number), at_least=0))
         kept = [i for i, each in assessments.items() if each.keep or of_group.mode == "shadow"]
         for index in sorted(kept, key=lengths.__getitem__)[:GROUP_SIZE]:
             origin, active = "audit" if audit else "race", of_group.mode == "active"

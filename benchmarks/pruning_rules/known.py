@@ -27,7 +27,7 @@ from rich.progress import track
 from benchmarks.common import with_error
 from vllm_rollout.config import CALIBRATION_WINDOW
 from vllm_rollout.group.calibration import CALIBRATION_SPREAD, Calibrator
-from vllm_rollout.group.learning import REPORT_WINDOW, Learning
+from vllm_rollout.group.learning import REPORT_WINDOW, Learning, Siblings
 from vllm_rollout.group.pruning import Point, compress, group_rule
 from vllm_rollout.group.pruning_plan import PruningPlan
 from vllm_rollout.group.survivors import choose_survivors
@@ -217,7 +217,7 @@ def stream(
             i: Observation(Confidence(0.0, 0.0, _confident(world).score(rng, positive)), score, 1)
             for i, (score, positive) in enumerate(zip(group.scores, group.positives, strict=True))
         }
-        assessments = learning.assess(plan, observations, {}, seed=seed, group=str(g), at_least=0)
+        assessments = learning.assess(plan, observations, Siblings(seed, str(g), at_least=0))
         for i, assessment in assessments.items():
             if not assessment.keep:
                 continue

@@ -15,13 +15,12 @@ from tests.support.dry_run import EOS_TOKEN, DryRun
 from vllm_rollout.adapter.core.scheduler import AsyncRolloutScheduler, RolloutScheduler
 from vllm_rollout.adapter.options import RolloutOptions
 from vllm_rollout.adapter.wire import CandidateTag, EndingNote
-from vllm_rollout.group.learning import Learning
+from vllm_rollout.group.learning import Learning, Siblings
 from vllm_rollout.group.ledger import Scoring
 from vllm_rollout.group.lifecycle import GroupTerms
 from vllm_rollout.group.pruning_plan import PruningPlan
 from vllm_rollout.group.race import RacePlace
 from vllm_rollout.group.step import GroupSteps
-from vllm_rollout.group.success import NO_REWARDS, PromptSuccess
 from vllm_rollout.group.types import Assessment, Observation
 
 REQUEST_STRIDE = 10_000
@@ -158,15 +157,9 @@ class SignLearning(Learning):
         self,
         plan: PruningPlan,
         observations: Mapping[int, Observation],
-        earlier: Mapping[int, Assessment],
-        *,
-        seed: int,
-        group: str,
-        at_least: int,
-        past: PromptSuccess = NO_REWARDS,
-        num_to_come: int = 0,
+        siblings: Siblings,
     ) -> dict[int, Assessment]:
-        best = sorted(observations, key=lambda index: (-observations[index].logit, index))[:at_least]
+        best = sorted(observations, key=lambda index: (-observations[index].logit, index))[: siblings.at_least]
         return {
             index: Assessment(
                 "head", seen.logit, 0.5, 0.75, seen.logit > 0 or index in best, seen.head_version, seen.confidence

@@ -173,8 +173,8 @@ def test_pruning_that_makes_cut_candidates_count_completes_the_group_in_that_ste
     assert_nothing_left(run)
 
 
-def _prune_all(run, plan, observations, earlier, *, seed, group, at_least, past, num_to_come):
-    assert (at_least, num_to_come) == (0, 0)  # two have finished
+def _prune_all(run, plan, observations, siblings):
+    assert (siblings.at_least, siblings.num_to_come) == (0, 0)  # two have finished
     return {i: Assessment("head", seen.logit, 0.5, 0.5, False, 1, seen.confidence) for i, seen in observations.items()}
 
 

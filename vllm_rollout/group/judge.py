@@ -11,7 +11,7 @@ from functools import partial
 from math import exp
 
 from vllm_rollout.config import MAX_LABEL_WEIGHT
-from vllm_rollout.group.learning import Learning, label_weight
+from vllm_rollout.group.learning import Learning, Siblings, label_weight
 from vllm_rollout.group.ledger import Ledger, LedgerEntry, Reward, RewardStatus, Scoring, Trial
 from vllm_rollout.group.length_trial import TriedCandidate
 from vllm_rollout.group.lifecycle import Group
@@ -122,12 +122,14 @@ class Judge:
         return learning.assess(
             plan,
             {index: observation for index, (_, observation) in due.items()},
-            earlier,
-            seed=scoring.seed,
-            group=scoring.prompt_id,
-            at_least=group.num_needed(len(due), 1 if plan.allow_fewer else group.terms.group_size),
-            past=memory.successes.of(scoring.prompt_key),
-            num_to_come=group.num_unjudged(earlier) - len(due),
+            Siblings(
+                scoring.seed,
+                scoring.prompt_id,
+                at_least=group.num_needed(len(due), 1 if plan.allow_fewer else group.terms.group_size),
+                earlier=earlier,
+                num_to_come=group.num_unjudged(earlier) - len(due),
+                past=memory.successes.of(scoring.prompt_key),
+            ),
         )
 
     def _try(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from math import exp, isfinite
 from typing import Any, TypeVar
 
@@ -37,6 +38,23 @@ POPULATION_WINDOW = 1024
 Solution = TypeVar("Solution")
 
 
+@dataclass(frozen=True, slots=True)
+class Siblings:
+    """What is known of a group when some of its candidates are judged."""
+
+    seed: int
+    group: str
+    """Chance depends on (seed, group, index)."""
+    at_least: int
+    """So many of those that are judged now have to be kept."""
+    earlier: Mapping[int, Assessment] = field(default_factory=dict)
+    """Those that were judged before, by index."""
+    num_to_come: int = 0
+    """Those that may be judged later."""
+    past: PromptSuccess = NO_REWARDS
+    """The prompt's rewards in earlier groups."""
+
+
 class Learning:
     """What one detection length, or `WHOLE`, has learned from rewards."""
 
@@ -56,19 +74,9 @@ class Learning:
         self,
         plan: PruningPlan,
         observations: Mapping[int, Observation],
-        earlier: Mapping[int, Assessment],
-        *,
-        seed: int,
-        group: str,
-        at_least: int,
-        past: PromptSuccess = NO_REWARDS,
-        num_to_come: int = 0,
+        siblings: Siblings,
     ) -> dict[int, Assessment]:
-        """Judge the siblings of one group that are due in the same step.
-
-        earlier: the group's assessments so far. at_least: how many of these have to be kept. past: of the prompt, in
-        earlier groups. num_to_come: siblings that may be due later.
-        """
+        """Judge the candidates of one group that are due in the same step."""
         seen = {index: scores_of(observations[index]) for index in sorted(observations)}
         for index, scores_by_signal in seen.items():
             for signal, score in scores_by_signal.items():
@@ -82,9 +90,9 @@ class Learning:
             return unjudged
         successes = {i: self._success(signal, seen[i][signal], observations[i]) for i, signal in signals.items()}
         best = min(signals.values(), key=warm.index)
-        wanted = self._survival(plan, best, successes, earlier, past, num_to_come)
-        floor = max(0, at_least - len(unjudged))
-        survivors = choose_survivors(wanted, seed=seed, group=group, at_least=floor, draw=plan.draw)
+        wanted = self._survival(plan, best, successes, siblings)
+        floor = max(0, siblings.at_least - len(unjudged))
+        survivors = choose_survivors(wanted, seed=siblings.seed, group=siblings.group, at_least=floor, draw=plan.draw)
         if plan.mode == "active":
             self._verdicts.extend(index in survivors.kept for index in signals)
         return unjudged | {
@@ -240,9 +248,7 @@ class Learning:
         plan: PruningPlan,
         signal: Signal,
         successes: Mapping[int, float],
-        earlier: Mapping[int, Assessment],
-        past: PromptSuccess,
-        num_to_come: int,
+        siblings: Siblings,
     ) -> dict[int, float]:
         if plan.keep_ratio >= 1:
             return dict.fromkeys(successes, 1.0)
@@ -251,14 +257,16 @@ class Learning:
         else:
             # in one order: floating-point sums must not depend on that of the mapping
             decided = sorted(
-                (a.success_probability, a.keep) for a in earlier.values() if a.success_probability is not None
+                (a.success_probability, a.keep) for a in siblings.earlier.values() if a.success_probability is not None
             )
             batch = [successes[index] for index in sorted(successes)]
             if plan.rule == "balance":
                 rule = group_rule(batch, decided, self._solution((signal, "balance"), compress), plan)
             else:
                 population = self._population(signal)
-                rule = gradient_rule(batch, decided, population, plan, past=past, num_to_come=num_to_come)
+                rule = gradient_rule(
+                    batch, decided, population, plan, past=siblings.past, num_to_come=siblings.num_to_come
+                )
         return {index: rule.survival(q) for index, q in successes.items()}
 
     def _population(self, signal: Signal) -> Population:
