@@ -15,7 +15,7 @@ from benchmarks.two_ranks.records import (
 )
 from benchmarks.two_ranks.summary import summarize, tables
 from vllm_rollout.group.cost import CostModel, PTLCurve
-from vllm_rollout.group.transfer import TransferCost
+from vllm_rollout.group.load import TransferCost
 
 COST = CostModel(((0.0, PTLCurve((1.0,), (0.1,))),), prefill_s_per_token=0.01, step_prefill_s=0.5)
 TRANSFER = TransferCost(0.001, block_size=16)

@@ -12,8 +12,7 @@ from statistics import median
 from typing import NamedTuple
 
 from vllm_rollout.group.cost import CostModel
-from vllm_rollout.group.load import GroupLoad, price_s
-from vllm_rollout.group.transfer import TransferCost
+from vllm_rollout.group.load import GroupLoad, TransferCost, price_s
 
 STANDSTILL = 1.5
 """A pause between two tokens is one that a move made if it is longer than so many usual ones."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.two_ranks.records import LOOK_S, Candidate, Look, MovedGroup, Step
 from vllm_rollout.client.client import AsyncRolloutClient
-from vllm_rollout.group.transfer import TransferCost
+from vllm_rollout.group.load import TransferCost
 from vllm_rollout.server.answers import GroupEvent, TokensEvent, TrajectoryEvent
 
 MOVED = re.compile(r"group (\S+) moved from rank \d+ to (\d+) in ([\d.]+) s")

@@ -7,8 +7,7 @@ import pytest
 
 from vllm_rollout.config import MAX_ADAPTERS
 from vllm_rollout.group.history import ObservedLength
-from vllm_rollout.group.memories import Memories
-from vllm_rollout.group.memory import Memory, rows_of_format_1
+from vllm_rollout.group.memory import Memories, Memory, rows_of_format_1
 from vllm_rollout.group.types import BASE_MODEL, HeadKey
 
 NAMES = [f"adapter {number}" for number in range(MAX_ADAPTERS)]

@@ -1,9 +1,8 @@
 """Groups that wait for siblings: how many, and how long."""
 
-from vllm_rollout.group.group_table import GroupTable
+from vllm_rollout.group.group_table import GroupTable, WaitingGroups
 from vllm_rollout.group.lifecycle import GroupTerms
 from vllm_rollout.group.placement import Placement
-from vllm_rollout.group.waiting import WaitingGroups
 
 
 def test_what_has_waited_longer_than_the_limit_expires_oldest_first():

@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_rollout.group.cost import CostModel, PTLCurve
-from vllm_rollout.group.moments import LengthMoments
-from vllm_rollout.group.remaining import expected_remaining
+from vllm_rollout.group.moments import LengthMoments, expected_remaining
 from vllm_rollout.group.work import RankWork, Weights, Work
 
 LENGTHS = LengthMoments(200.0, 10_000.0, 4)

@@ -20,10 +20,10 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, Validat
 
 from vllm_rollout.group.cost import CostModel
 from vllm_rollout.group.history import ObservedLength
-from vllm_rollout.group.holding import EVERYBODY, TRAINER, Holders
 from vllm_rollout.group.ledger import Scoring
 from vllm_rollout.group.lifecycle import Group
 from vllm_rollout.group.load import ArrivedKV, EngineLoad, GroupLoad, RankLoad
+from vllm_rollout.group.placement import EVERYBODY, TRAINER, Holders
 from vllm_rollout.group.plan import GroupPlan
 from vllm_rollout.group.race import RacePlace
 from vllm_rollout.group.scaling import Progress, ScaleDown, plan_scale_down

@@ -9,10 +9,9 @@ import httpx
 import pytest
 
 from vllm_rollout import AsyncRolloutClient
-from vllm_rollout.group.holding import EVERYBODY
-from vllm_rollout.group.load import ArrivedKV
+from vllm_rollout.group.load import ArrivedKV, TransferCost
+from vllm_rollout.group.placement import EVERYBODY
 from vllm_rollout.group.scaling import Progress, ScaleDown
-from vllm_rollout.group.transfer import TransferCost
 from vllm_rollout.server.answers import RanksFreeEvent
 from vllm_rollout.server.engines.scaling import ScaleDownWatch
 

@@ -13,9 +13,9 @@ from tests.simulator.traces import DETAILED, FLAT, LINEAR, future, pool, traced
 from vllm_rollout.group.cost import CostModel, PTLCurve
 from vllm_rollout.group.judge import Judge
 from vllm_rollout.group.ledger import Scoring
+from vllm_rollout.group.load import TransferCost
 from vllm_rollout.group.plan import GroupPlan
 from vllm_rollout.group.pruning_plan import PruningPlan
-from vllm_rollout.group.transfer import TransferCost
 from vllm_rollout.simulator.fleet import run_fleet
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.pool import Pools

@@ -24,8 +24,7 @@ from dataclasses import dataclass, replace
 from math import exp, fsum, lgamma, sqrt
 from typing import Literal, NamedTuple
 
-from vllm_rollout.group.report import weighted_mean
-from vllm_rollout.group.rewarded import RewardedCandidate
+from vllm_rollout.group.report import RewardedCandidate, weighted_mean
 
 Setting = Literal["prune", "fewer"]
 

@@ -31,7 +31,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from vllm_rollout.config import CALIBRATION_WINDOW
 from vllm_rollout.group.checks import MAX_SCORE, fields_of, flag, integer, listed, number, shown
-from vllm_rollout.group.odds import shifted
+from vllm_rollout.group.logistic import shifted
 from vllm_rollout.group.race_bias import AUDITS, ORIGINS, Intercept, LabelOrigin
 from vllm_rollout.group.scale import REMEMBERED_VERSIONS, Scale, Scales
 from vllm_rollout.group.success_bins import combined_table, paper_table

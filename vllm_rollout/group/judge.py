@@ -15,10 +15,9 @@ from vllm_rollout.group.learning import Learning, Siblings, label_weight
 from vllm_rollout.group.ledger import Ledger, LedgerEntry, Reward, RewardStatus, Scoring, Trial
 from vllm_rollout.group.length_trial import TriedCandidate
 from vllm_rollout.group.lifecycle import Group
-from vllm_rollout.group.memories import Memories
-from vllm_rollout.group.memory import Memory
+from vllm_rollout.group.memory import Memories, Memory
 from vllm_rollout.group.race_bias import LabelOrigin
-from vllm_rollout.group.rewarded import RewardedCandidate
+from vllm_rollout.group.report import RewardedCandidate
 from vllm_rollout.group.types import BASE_MODEL, WHOLE, Assessment, HeadKey, Observation
 
 

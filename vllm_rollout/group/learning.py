@@ -23,8 +23,7 @@ from vllm_rollout.group.gradient import Population, gradient_rule, population_of
 from vllm_rollout.group.pruning import Point, compress, group_rule, solve_paper
 from vllm_rollout.group.pruning_plan import SIGNALS, PruningPlan
 from vllm_rollout.group.race_bias import AuditReport, AuditTally, LabelOrigin
-from vllm_rollout.group.report import RulesReport
-from vllm_rollout.group.rewarded import RewardedCandidate, rules_report
+from vllm_rollout.group.report import RewardedCandidate, RulesReport, rules_report
 from vllm_rollout.group.success import NO_REWARDS, PromptSuccess
 from vllm_rollout.group.survivors import choose_survivors
 from vllm_rollout.group.types import WHOLE, Assessment, Observation, Signal

@@ -26,8 +26,7 @@ from typing import Any, NamedTuple
 from vllm_rollout.config import MAX_DETECTION_LENGTH, MAX_TRIAL_LENGTHS
 from vllm_rollout.group.checks import MAX_SCORE, flag, integer, listed, shown, text
 from vllm_rollout.group.pruning_plan import SIGNALS, PruningPlan
-from vllm_rollout.group.report import Prediction, within_group_auc
-from vllm_rollout.group.rewarded import MAX_GROUP_CHARS, by_signal
+from vllm_rollout.group.report import MAX_GROUP_CHARS, Prediction, by_signal, within_group_auc
 from vllm_rollout.group.types import Signal
 
 TRIAL_WINDOW = 2048

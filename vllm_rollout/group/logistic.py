@@ -1,4 +1,7 @@
-"""Logistic regression of successes on one number. Invariant: the same counts give the same curve."""
+"""Probabilities by their odds, and logistic regression of successes on one number.
+
+Invariant: what lies in (0, 1) stays there; the same counts give the same curve.
+"""
 
 from __future__ import annotations
 
@@ -74,3 +77,14 @@ def fit(points: Sequence[Counts]) -> Curve:
         if size < TOLERANCE:
             break
     return Curve(intercept, slope)
+
+
+def with_odds_times(q: float, ratio: float) -> float:
+    """The probability whose odds are `ratio` times those of q."""
+    odds = q * ratio
+    return odds / (odds + 1 - q)
+
+
+def shifted(q: float, offset: float) -> float:
+    """The probability whose logit is larger by `offset`."""
+    return with_odds_times(q, exp(offset))

@@ -12,8 +12,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from vllm_rollout.group.cost import CostModel
-from vllm_rollout.group.moments import LengthMoments
-from vllm_rollout.group.remaining import expected_remaining
+from vllm_rollout.group.moments import LengthMoments, expected_remaining
 
 
 class Work(NamedTuple):

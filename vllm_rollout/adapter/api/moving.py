@@ -42,9 +42,9 @@ from vllm_rollout.adapter.call_table import (
     Hold,
     Released,
 )
-from vllm_rollout.group.holding import EVERYBODY, TRAINER
 from vllm_rollout.group.load import DEAD_LOAD, EngineLoad
 from vllm_rollout.group.moving import MoveOutcome
+from vllm_rollout.group.placement import EVERYBODY, TRAINER
 from vllm_rollout.server.engine import Drained, RequestError
 
 logger = init_logger("vllm.vllm_rollout")

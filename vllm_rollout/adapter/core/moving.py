@@ -26,8 +26,8 @@ from vllm_rollout.adapter.core.core_worker import call_worker
 from vllm_rollout.adapter.core.kv_moving import KVMoves
 from vllm_rollout.adapter.core.versions import leave_deferred
 from vllm_rollout.adapter.parcel import KVBlocks, MovedCandidate, Parcel, request_to_move
-from vllm_rollout.group.holding import Holders
 from vllm_rollout.group.lifecycle import Group
+from vllm_rollout.group.placement import Holders
 
 if TYPE_CHECKING:
     from vllm_rollout.adapter.core.scheduler import GroupSchedulerMixin
