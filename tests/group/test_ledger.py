@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_rollout.group.ledger import Ledger, LedgerEntry, NamedReward, Place, Reward, Scoring
+from vllm_rollout.group.ledger import EntryKey, Ledger, LedgerEntry, NamedReward, Reward, Scoring
 from vllm_rollout.group.prompt_key import MAX_KEPT_BYTES, num_bytes
 from vllm_rollout.group.pruning_plan import PruningPlan
 from vllm_rollout.group.types import Assessment, CandidateId, Confidence
@@ -199,7 +199,7 @@ def test_a_candidate_is_found_by_its_rollout_its_group_and_the_request_it_answer
     ledger = Ledger()
     ledger.open(Scoring("r", "p", 7), CandidateId("r-0", 3), "x", PLAN)
     ledger.name("cmpl-1", "r-0", {0: 3, 1: 4})
-    place = Place("r", "p", 3)
+    place = EntryKey("r", "p", 3)
     assert ledger.find(named("rollout", "r", 3, "p")) == place
     assert ledger.find(named("group", "r-0", 3)) == place
     assert ledger.find(named("request", "cmpl-1")) == place
@@ -237,11 +237,11 @@ def test_a_name_that_is_used_again_is_the_newest_ones():
     for group in "ab":
         ledger.open(Scoring(group, "p", 7), CandidateId(group, 0), group, PLAN)
         ledger.name("cmpl-1", group, {0: 0})
-    assert ledger.find(named("request", "cmpl-1")) == Place("b", "p", 0)
+    assert ledger.find(named("request", "cmpl-1")) == EntryKey("b", "p", 0)
     ledger.open(
         Scoring("c", "p", 7), CandidateId("c", 0), "c", PLAN
     )  # the first is forgotten, and its name stays the second's
-    assert ledger.find(named("request", "cmpl-1")) == Place("b", "p", 0)
+    assert ledger.find(named("request", "cmpl-1")) == EntryKey("b", "p", 0)
     ledger.name("late", "a", {0: 0})
     assert ledger.find(named("request", "late")) is None
 

@@ -94,7 +94,7 @@ class Scoring:
     """Of LoRA, by name. The engine says it: what a client writes about itself teaches nobody else's adapter."""
 
 
-class Place(NamedTuple):
+class EntryKey(NamedTuple):
     """Where the ledger has a candidate."""
 
     rollout_id: str
@@ -284,18 +284,18 @@ class Ledger:
             self._requests.setdefault(name, {})[choice] = entry
             entry.names.append((name, choice))
 
-    def find(self, named: NamedReward) -> Place | None:
+    def find(self, named: NamedReward) -> EntryKey | None:
         """The candidate that a reward names; None when it is not remembered."""
         id, index = named.id, named.reward.index
         if named.by == "rollout":
-            return Place(id, named.reward.prompt_id, index) if id in self._rollouts else None
+            return EntryKey(id, named.reward.prompt_id, index) if id in self._rollouts else None
         if named.by == "request":
             choices = self._requests.get(kept_name(id)) or self._requests.get(kept_name(everybodys(id)), {})
             if (entry := choices.get(index)) is None:
                 return None
             id, index = entry.group_id, entry.index
         group = self._groups.get(id)
-        return None if group is None else Place(group.rollout_id, group.prompt_id, index)
+        return None if group is None else EntryKey(group.rollout_id, group.prompt_id, index)
 
     def take(self, rollout_id: str, prompt_id: str, index: int) -> LedgerEntry | None:
         """Let go of a candidate that goes on in another engine; None when it has been forgotten."""

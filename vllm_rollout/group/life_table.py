@@ -45,7 +45,7 @@ NORMAL = NormalDist()
 SCALES = [math.exp((bin_ + 0.5) * STEP) for bin_ in range(LEFT, RIGHT)]
 
 
-class Life(NamedTuple):
+class BinnedGroup(NamedTuple):
     """One group by bins of log length."""
 
     first: int
@@ -59,7 +59,7 @@ class Life(NamedTuple):
     num_ends: int
 
 
-def life_of(finished: Iterable[tuple[float, int]], stops: Iterable[tuple[float, int]]) -> Life:
+def binned(finished: Iterable[tuple[float, int]], stops: Iterable[tuple[float, int]]) -> BinnedGroup:
     """Takes log lengths with how many have each; at least one.
 
     A group that spans more bins than a table has keeps the long ones in their bins; the others move up.
@@ -78,10 +78,10 @@ def life_of(finished: Iterable[tuple[float, int]], stops: Iterable[tuple[float, 
     for i, count in enumerate(leaving):
         alive -= count
         risks[i] += alive
-    return Life(first, ends, risks, num, sum(ended for *_, ended in cells))
+    return BinnedGroup(first, ends, risks, num, sum(ended for *_, ended in cells))
 
 
-class Curve:
+class SurvivalCurve:
     """Rates at which candidates end, by bin, and what they come to."""
 
     def __init__(self, ends: Sequence[float], risks: Sequence[float], log_std: float = PRIOR_LOG_STD) -> None:

@@ -29,7 +29,7 @@ class Counts(NamedTuple):
     positive: float
 
 
-class Curve(NamedTuple):
+class LogisticCurve(NamedTuple):
     intercept: float
     slope: float
 
@@ -38,7 +38,7 @@ class Curve(NamedTuple):
         return min(1 - LEAST_PROBABILITY, max(LEAST_PROBABILITY, p))
 
 
-def fit(points: Sequence[Counts]) -> Curve:
+def fit(points: Sequence[Counts]) -> LogisticCurve:
     """p = 1 / (1 + exp(-intercept - slope x)), the most likely one; |x| < 8.
 
     Newton's method. Its steps are bounded, so that no exponent overflows and it does not swing to and fro; so is their
@@ -76,7 +76,7 @@ def fit(points: Sequence[Counts]) -> Curve:
         slope += last_x
         if size < TOLERANCE:
             break
-    return Curve(intercept, slope)
+    return LogisticCurve(intercept, slope)
 
 
 def with_odds_times(q: float, ratio: float) -> float:
@@ -88,3 +88,8 @@ def with_odds_times(q: float, ratio: float) -> float:
 def shifted(q: float, offset: float) -> float:
     """The probability whose logit is larger by `offset`."""
     return with_odds_times(q, exp(offset))
+
+
+def logit(p: float) -> float:
+    p = min(1 - LEAST_PROBABILITY, max(LEAST_PROBABILITY, p))
+    return log(p / (1 - p))

@@ -22,7 +22,7 @@ from hashlib import blake2b
 
 from vllm_rollout.config import MAX_IDLE_GROUPS
 from vllm_rollout.group.group_table import WaitingGroups
-from vllm_rollout.group.work import RankWork, Weights, Work
+from vllm_rollout.group.work import RankWork, TokenCost, Work
 
 ONE = Work(1)
 """A candidate that nothing predicts."""
@@ -63,7 +63,7 @@ class Placement:
         self.num_ranks = num_ranks
         self.others: Sequence[int] = [0] * num_ranks
         """Requests on each rank that were not placed here, as far as that is known."""
-        self.weights = Weights()
+        self.token_cost = TokenCost()
         """What predicted work weighs; without a profile tokens are counted."""
         self._work = [RankWork() for _ in range(num_ranks)]
         self.held: frozenset[int] = frozenset()
@@ -85,7 +85,7 @@ class Placement:
     @property
     def loads(self) -> list[float]:
         """By rank."""
-        weighed = [work.weighed(self.weights) for work in self._work]
+        weighed = [work.cost(self.token_cost) for work in self._work]
         num_predicted = sum(work.num_predicted for work in self._work)
         average = sum(weighed) / num_predicted if num_predicted else 1
         return [

@@ -33,6 +33,7 @@ from math import inf
 from typing import Literal
 
 from vllm_rollout.group.forecast import SLOWER
+from vllm_rollout.group.rounds import RoundKind
 
 LEVEL_RISE = 1.05
 """A round that preempts more than this many times the recent level doubles the size. Source: RollPacker section 4.2."""
@@ -48,7 +49,6 @@ wait, and a rebuild costs more than they do."""
 HIGH_RATE = 0.2
 """Preemptions per candidate that are too many, usual or not: every fifth candidate is computed again."""
 
-RoundKind = Literal["short", "long"]
 Reason = Literal[
     "start",
     "profile",

@@ -24,10 +24,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import exp, log
+from math import exp
 from typing import Any, Literal, get_args
 
 from vllm_rollout.group.checks import listed, number
+from vllm_rollout.group.logistic import logit
 
 LabelOrigin = Literal["race", "audit", "plain", "plain_audit"]
 """Of which kind of group a label is.
@@ -48,7 +49,6 @@ PRIOR_PRECISION = 2.0
 MAX_INTERCEPT = 3.0
 """Odds that differ by more than a factor of 20 come from a handful of labels."""
 MAX_PRECISION = 1e6
-LEAST_PROBABILITY = 1e-6
 
 _DECAY = 0.5 ** (1 / HALF_LIFE)
 
@@ -82,11 +82,6 @@ class Intercept:
             number(value, "an intercept", -MAX_INTERCEPT, MAX_INTERCEPT),
             number(precision, "precision of an intercept", PRIOR_PRECISION, MAX_PRECISION),
         )
-
-
-def logit(p: float) -> float:
-    p = min(1 - LEAST_PROBABILITY, max(LEAST_PROBABILITY, p))
-    return log(p / (1 - p))
 
 
 TALLY_HALF_LIFE = 8192

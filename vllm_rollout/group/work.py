@@ -37,7 +37,7 @@ class Work(NamedTuple):
         return cls(len(ages), round(sum(remaining[age] for age in ages)), round(contexts))
 
 
-class Weights(NamedTuple):
+class TokenCost(NamedTuple):
     """What a token costs whoever shares its step."""
 
     token: float = 1.0
@@ -45,7 +45,7 @@ class Weights(NamedTuple):
     """For each token before it."""
 
     @classmethod
-    def of(cls, cost: CostModel) -> Weights:
+    def of(cls, cost: CostModel) -> TokenCost:
         """In seconds, as the secants from one candidate to a full rank and from no context to the longest profiled."""
         context = cost.curves[-1][0]
         batch_size = max(2, cost.max_num_seqs or max(curve.batch_sizes[-1] for _, curve in cost.curves))
@@ -76,6 +76,6 @@ class RankWork:
         self.tokens += sign * work.tokens
         self.contexts += sign * work.contexts
 
-    def weighed(self, weights: Weights) -> float:
+    def cost(self, token_cost: TokenCost) -> float:
         """Of those that are predicted."""
-        return weights.token * self.tokens + weights.context * self.contexts
+        return token_cost.token * self.tokens + token_cost.context * self.contexts

@@ -17,7 +17,7 @@ from vllm_rollout.group.ledger import Scoring
 from vllm_rollout.group.placement import Placement
 from vllm_rollout.group.selection import conclude
 from vllm_rollout.group.types import GroupResult
-from vllm_rollout.group.work import Weights, Work
+from vllm_rollout.group.work import TokenCost, Work
 from vllm_rollout.simulator.fleet import FleetRun, run_fleet
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.outcome import Outcome, Tally
@@ -65,7 +65,7 @@ class _Replay:
         self._judges = [Judge() for _ in range(machine.num_ranks)]
         self._placement = placement_on(machine)
         if placed_by == "tokens":
-            self._placement.weights = Weights()
+            self._placement.token_cost = TokenCost()
         self._placed_by: PlacedBy = placed_by
         self._tally = Tally(setting)
         self._audit_turns = AuditTurns()
@@ -132,7 +132,7 @@ def placement_on(machine: Machine) -> Placement:
     """As a server has it that knows what its steps cost; on an ideal machine all tokens weigh the same."""
     placement = Placement(machine.num_ranks)
     if not machine.is_ideal:
-        placement.weights = Weights.of(replace(machine.step_cost, max_num_seqs=machine.num_slots))
+        placement.token_cost = TokenCost.of(replace(machine.step_cost, max_num_seqs=machine.num_slots))
     return placement
 
 
