@@ -23,7 +23,7 @@ from vllm_rollout.group.history import ObservedLength
 from vllm_rollout.group.ledger import Scoring
 from vllm_rollout.group.lifecycle import Group
 from vllm_rollout.group.load import ArrivedKV, EngineLoad, GroupLoad, RankLoad
-from vllm_rollout.group.placement import EVERYBODY, TRAINER, Holders
+from vllm_rollout.group.placement import ALL_OWNERS, TRAINER, Holders
 from vllm_rollout.group.plan import GroupPlan
 from vllm_rollout.group.race import RacePlace
 from vllm_rollout.group.scaling import Progress, ScaleDown, plan_scale_down
@@ -164,7 +164,7 @@ class FakeEngine(LearningEngine):
         load = (await self.engine_loads())[rank]
         return Drained(load.is_held, 0, load.num_running, {}, 0.0)
 
-    async def restore(self, rank: int, owner: str = EVERYBODY) -> None:
+    async def restore(self, rank: int, owner: str = ALL_OWNERS) -> None:
         self.holders[rank].change(owner, held=False)
 
     def move_refusal(self, *, priced: bool) -> str | None:

@@ -63,7 +63,7 @@ class Population:
 
 
 def population_of(points: Sequence[Point]) -> Population:
-    """Of success probabilities and weights."""
+    """What success probabilities and their weights say of candidates in general."""
     total = fsum(w for _, w in points)
     if not total:
         return Population([], 0.5, 0.0)

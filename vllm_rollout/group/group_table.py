@@ -11,13 +11,16 @@ from vllm_rollout.group.lifecycle import Group, GroupTerms
 
 
 class WaitingGroups:
-    """By id. Time is any clock's; a caller without one lets it stand still, and nothing is too old."""
+    """Groups that wait for siblings, by id.
+
+    Time is any clock's; a caller without one lets it stand still, and nothing is too old.
+    """
 
     def __init__(self, max_number: int = MAX_IDLE_GROUPS, max_wait_s: float = MAX_IDLE_S) -> None:
         self._max_number = max_number
         self._max_wait_s = max_wait_s
         self._since_s: dict[str, float] = {}
-        """In the order in which they began to wait."""
+        """When each began to wait, the first one first."""
 
     def __len__(self) -> int:
         return len(self._since_s)

@@ -37,7 +37,7 @@ HISTORY_DATASET_HALF_LIFE = 512
 """Groups after which a group counts half in the data set's averages: a few training steps, and some 6,000 lengths."""
 DATASET_DECAY = 0.5 ** (1 / HISTORY_DATASET_HALF_LIFE)
 MAX_MEAN = 1e15
-"""In tokens. No fit of lengths up to `HISTORY_MAX_TOKENS` comes near it."""
+"""Largest mean of a state, in tokens. No fit of lengths up to `HISTORY_MAX_TOKENS` comes near it."""
 MAX_VARIANCE = 1e36
 """Large enough that no average of what is accepted leaves it."""
 

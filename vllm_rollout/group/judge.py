@@ -48,12 +48,12 @@ class Label:
 
     @property
     def key(self) -> HeadKey:
-        """Of the head that it teaches."""
+        """The head that it teaches."""
         return HeadKey(self.detection_length, self.adapter)
 
     @property
     def weight(self) -> float:
-        """Of its loss: 1 / survival probability, where survival was at stake."""
+        """The weight of its loss: 1 / survival probability, where survival was at stake."""
         at_stake = self.active and self.assessment is not None
         return label_weight(self.assessment.survival_probability if at_stake else 1.0)
 
@@ -211,11 +211,11 @@ class Judge:
         )
 
     def memory_of(self, adapter: str) -> Memory | None:
-        """To learn from what is told of this served name; None when rewards are awaited for as many others."""
+        """The memory of this served name; None when rewards are awaited for as many others."""
         return self.memories.of(adapter, self.ledger.awaits_any)
 
     def learning_of(self, key: HeadKey) -> Learning | None:
-        """To learn at; None when rewards are awaited for as many other lengths, or adapters."""
+        """What was learned at this length; None when rewards are awaited for as many other lengths, or adapters."""
         return self._at(key)[1]
 
     def _at(self, key: HeadKey) -> tuple[Memory | None, Learning | None]:

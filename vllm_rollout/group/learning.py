@@ -63,11 +63,11 @@ class Learning:
         self._audits = AuditTally()
         self._outcomes: deque[RewardedCandidate] = deque(maxlen=REPORT_WINDOW)
         self._verdicts: deque[bool] = deque(maxlen=REPORT_WINDOW)
-        """Of active pruning, cold starts left out: was it kept?"""
+        """The newest verdicts of active pruning, cold starts left out: was the candidate kept?"""
         self._solved: dict[tuple[Signal, PruningPlan | str], tuple[int, Any]] = {}
         """Solutions, with the state of the calibrator they hold for."""
         self._populations: dict[Signal, tuple[tuple[float, ...], Population]] = {}
-        """By signal, with the table of its calibrator that they hold for."""
+        """The population by signal, with the table of its calibrator that it holds for."""
 
     def assess(
         self,
@@ -181,7 +181,7 @@ class Learning:
 
     @property
     def num_pruned(self) -> int:
-        """How many of those."""
+        """How many of those verdicts were to prune."""
         return len(self._verdicts) - sum(self._verdicts)
 
     def outcomes(self) -> list[RewardedCandidate]:
@@ -190,7 +190,7 @@ class Learning:
 
     @property
     def most_audited(self) -> Calibrator:
-        """Of the signal by which audits have been foretold best, the head's of two alike."""
+        """The calibrator of the signal by which audits have been foretold best; of two alike the head's."""
         return max(self.calibrators.values(), key=lambda calibrator: calibrator.rate_intercept.precision)
 
     def audit_report(self) -> AuditReport:
@@ -269,7 +269,7 @@ class Learning:
         return {index: rule.survival(q) for index, q in successes.items()}
 
     def _population(self, signal: Signal) -> Population:
-        """Of the newest rewarded candidates, which by their weights stand for all. What is judged in between changes
+        """The newest rewarded candidates, which by their weights stand for all. What is judged in between changes
         nothing: the same request gets the same verdicts until something is learned."""
         calibrator = self.calibrators[signal]
         table, population = self._populations.get(signal, (None, None))
@@ -314,7 +314,7 @@ def scores_of(observation: Observation) -> dict[Signal, float]:
 
 
 def version_of(signal: Signal, observation: Observation) -> int:
-    """Of what gave the score: scores of one version are comparable as they are."""
+    """The version of what gave the score: scores of one version are comparable as they are."""
     return observation.head_version if signal == "head" else 0
 
 

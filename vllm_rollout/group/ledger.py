@@ -91,7 +91,7 @@ class Scoring:
     prompt_key: str = ""
     """Under which its prompt's success is remembered over rollouts, the key of its lengths; empty: it is not."""
     adapter: str = BASE_MODEL
-    """Of LoRA, by name. The engine says it: what a client writes about itself teaches nobody else's adapter."""
+    """The LoRA adapter's name. The engine says it: what a client writes about itself teaches nobody else's adapter."""
 
 
 class EntryKey(NamedTuple):
@@ -142,7 +142,7 @@ class LedgerEntry:
         """Under which its prompt's success is remembered; empty: it is not."""
         self.adapter = scoring.adapter
         self.origin: LabelOrigin = origin
-        """Of its label."""
+        """The kind of group that its label is of."""
         self.group_id, self.index = candidate
         self.names: list[tuple[str, int]] = []
         """Requests in whose answers it is, and as which choice."""
@@ -225,7 +225,7 @@ class Ledger:
         self._rollouts: OrderedDict[str, OrderedDict[tuple[str, int], LedgerEntry]] = OrderedDict()
         self._groups: dict[str, _RememberedGroup] = {}
         self._requests: dict[str, dict[int, LedgerEntry]] = {}
-        """Of requests that have a name: the candidates that are choices in their answers."""
+        """By the name of a request: the candidates that are choices in its answer."""
         self._max_candidates = max_candidates
         self._num_candidates = 0
         self._scored: dict[CandidateState, Counter[HeadKey]] = {"running": Counter(), "finished": Counter()}
@@ -235,12 +235,12 @@ class Ledger:
         return self._num_candidates
 
     def detection_length(self, rollout_id: str) -> int | None:
-        """Of the rollout's candidates, which share one plan; None when it is not remembered."""
+        """The one that the rollout's candidates share; None when it is not remembered."""
         entries = self._rollouts.get(rollout_id)
         return None if entries is None else next(iter(entries.values())).plan.detection_length
 
     def adapter(self, rollout_id: str) -> str:
-        """Of the rollout's candidates, which are all of one served name."""
+        """The one of all of the rollout's candidates."""
         entries = self._rollouts.get(rollout_id)
         return BASE_MODEL if entries is None else next(iter(entries.values())).adapter
 

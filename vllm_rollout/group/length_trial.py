@@ -46,7 +46,7 @@ class TriedCandidate(NamedTuple):
     lengths: tuple[int, ...]
     """What was tried, ascending."""
     scores: tuple[Mapping[Signal, float], ...]
-    """At each length; empty where it ended before. The head's as its version's scale had it."""
+    """Scores at each length; empty where it ended before. The head's are as its version's scale had them."""
     positive: bool
     num_tokens: int
     group: str
@@ -59,7 +59,7 @@ class TriedLength:
     detection_length: int
     num_positive: int
     num_negative: int
-    """Of those that got there and were scored."""
+    """Right and wrong answers among those that got there and were scored."""
     auc: float | None
     auc_error: float | None
     """Standard error, prompts being drawn and not answers (Obuchowski 1997)."""
@@ -123,7 +123,7 @@ def tried_from_state(values: Any) -> TriedCandidate:
 def length_trial_report(
     candidates: Sequence[TriedCandidate], keep_ratio: float = DEFAULT_KEEP_RATIO
 ) -> LengthTrialReport:
-    """Of the lengths that most of these tried. `keep_ratio`: of the pruning that is considered, in (0, 1]."""
+    """What the lengths are worth that most of these tried, by pruning that keeps `keep_ratio`, in (0, 1]."""
     if not candidates:
         reason = 'no trial so far: name several lengths, "detection_length": [16, 48, 128], and post rewards'
         return LengthTrialReport(0, "head", keep_ratio, (), None, reason)

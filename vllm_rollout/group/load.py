@@ -16,9 +16,9 @@ from vllm_rollout.group.cost import CostModel, rollout_time
 from vllm_rollout.group.moments import LengthMoments, expected_remaining, late_remaining
 
 ASSUMED_BYTES_PER_S = 1e9
-"""Before the first transfer: a tenth of what two copies through the memory of a quiet host reach."""
+"""Speed before the first transfer: a tenth of what two copies through the memory of a quiet host reach."""
 NEWEST_WEIGHT = 0.25
-"""Of the newest transfer in the moving average: one that met a busy host does not decide the next four moves."""
+"""Weight of the newest transfer in the moving average: one that met a busy host does not decide the next four moves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class EngineLoad(NamedTuple):
     kv_cache_usage: float
     """Share of its blocks that are in use, from 0 to 1."""
     num_preemptions: int
-    """Since it started, and so are these, of groups:"""
+    """Preemptions since it started; the groups below are counted since then, too."""
     num_moved_in: int
     num_moved_out: int
     groups: list[RunningGroup]
@@ -89,7 +89,7 @@ class EngineLoad(NamedTuple):
 
 
 DEAD_LOAD = EngineLoad(True, 0, 0, 0.0, 0, 0, 0, [], is_dead=True)
-"""Of an engine core that has died: it gets nothing, and what it did is not known."""
+"""The load of an engine core that has died: it gets nothing, and what it did is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +100,13 @@ class GroupLoad:
     num_candidates: int
     prompt_tokens: int
     generated_tokens: int
-    """Of all these candidates together."""
+    """Output tokens of all these candidates together."""
     longest_remaining: float
     """Predicted output tokens still to come of the candidate that ends last."""
     total_remaining: float
     """The same, of all together."""
     late_remaining: float = 0.0
-    """Of each, should it go on for long."""
+    """Output tokens still to come of each, should it go on for long."""
 
     @classmethod
     def of(
@@ -117,7 +117,7 @@ class GroupLoad:
         lengths: LengthMoments | None = None,
         max_tokens: int | None = None,
     ) -> GroupLoad:
-        """From the output tokens of each candidate; `lengths`: what was seen of its prompt, else of the data set."""
+        """The load of candidates that have so many output tokens; `lengths`: of the prompt, else of the data set."""
         remaining = [expected_remaining(num, lengths, max_tokens) for num in num_tokens]
         late = [late_remaining(num, lengths, max_tokens) for num in set(num_tokens)]
         return cls(
@@ -163,7 +163,7 @@ class Room:
     """What a rank has left, if all that is there ran at once up to its predicted peak."""
 
     kv_tokens: float
-    """Less than nothing where it is too full; the same:"""
+    """Free tokens of KV cache; less than nothing where it is too full, as is the next."""
     candidates: float
     remaining_tokens: float
     """Predicted load: what is there has so many output tokens to come."""
@@ -196,7 +196,7 @@ class RankLoad:
     is_held: bool = False
     """It takes nothing new."""
     transfer: TransferCost | None = None
-    """Of the KV that comes with a group; None: what comes is computed again."""
+    """What KV costs that comes with a group; None: what comes is computed again."""
 
     @property
     def num_candidates(self) -> int:

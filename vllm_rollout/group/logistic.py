@@ -10,13 +10,13 @@ from math import exp, log
 from typing import NamedTuple
 
 SLOPE_PRECISION = 0.25
-"""Of the slope's normal prior around 0: a standard deviation of 2. Without it labels that the number tells apart
-altogether would have no best curve."""
+"""Precision of the slope's normal prior around 0: a standard deviation of 2. Without it labels that the number tells
+apart altogether would have no best curve."""
 PRIOR_LABELS = 0.5
-"""Of either kind, added at x = 0: without labels the probability is 1/2."""
+"""Labels of either kind, added at x = 0: without labels the probability is 1/2."""
 MAX_ITERATIONS = 32
 MAX_STEP = 2.0
-"""Of intercept and slope in the first iterations; half of it after each that went too far."""
+"""Largest step of intercept and slope in the first iterations; half of it after each that went too far."""
 TOLERANCE = 1e-6
 LEAST_PROBABILITY = 1e-6
 

@@ -33,7 +33,7 @@ from vllm_rollout.group.success import SuccessHistory
 from vllm_rollout.group.types import BASE_MODEL, HeadKey
 
 FORMAT = 2
-"""Of the rows. 1 was one object; `rows_of_format_1` takes it over."""
+"""Version of the rows. 1 was one object; `rows_of_format_1` takes it over."""
 
 OUTCOMES_PER_ROW = 512
 PROMPTS_PER_ROW = 512
@@ -46,7 +46,7 @@ class Memory:
 
     def __init__(self) -> None:
         self.learnings: dict[int, Learning] = {}
-        """By detection length, the least recently used first."""
+        """What was learned at each detection length, the least recently used first."""
         self.lengths = LengthHistory()
         self.successes = SuccessHistory()
         self.length_trial = LengthTrial()
@@ -175,11 +175,11 @@ class Memories:
 
     def __init__(self) -> None:
         self.base = Memory()
-        """Of the base model."""
+        """What was learned of the base model."""
         self._adapters: dict[str, Memory] = {}
-        """By name, the least recently used first."""
+        """The memory of each adapter by name, the least recently used first."""
         self._forgotten: list[HeadKey] = []
-        """Of adapters that were given up."""
+        """Detection lengths of adapters that were given up."""
 
     def known(self, adapter: str) -> Memory | None:
         """What is known of this name, without using it; None when that is nothing."""
@@ -210,7 +210,7 @@ class Memories:
         return self.known(adapter) is not None or not is_full or self._spare(awaited) is not None
 
     def all(self) -> dict[str, Memory]:
-        """By name, the base model's first."""
+        """All memories by name, the base model's first."""
         return {BASE_MODEL: self.base, **self._adapters}
 
     def take_forgotten(self) -> list[HeadKey]:
@@ -261,7 +261,7 @@ class _Parts:
         """The adapter whose rows come next; None: the last ones were taken."""
 
     def next(self) -> Iterator[Any]:
-        """To be taken to their end. Raises: ValueError."""
+        """The next memory's rows, to be taken to their end. Raises: ValueError."""
         self.following = None
         for row in self._rows:
             match row:

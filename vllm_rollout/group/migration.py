@@ -26,7 +26,7 @@ MAX_DELAY = 0.05
 """Share by which a consolidation may make the end of the step later: the expected one, and that of candidates that all
 go on for long (`RankLoad.late`) and share their steps to the last. Averages promise an end to most who arrive."""
 OWN_SHARE = 1 / 3
-"""Of a rank's own delay in that case, which counts too: any rank may turn out to have the last candidate. All of it
+"""Share of a rank's own delay in that case that counts too: any rank may turn out to have the last candidate. All of it
 would let next to nothing move (docs/log.md)."""
 MIN_FREED = 0.2
 """Least share of the remaining rank-seconds that a consolidation has to free. Many small ones delay the end more than

@@ -40,7 +40,7 @@ class LengthMoments:
         return math.sqrt(self.variance)
 
     def cut(self, max_tokens: int | None) -> LengthMoments:
-        """Of the same lengths cut at `max_tokens`; None: not cut."""
+        """The moments of the same lengths cut at `max_tokens`; None: not cut."""
         if max_tokens is None or self.mean <= 0:
             return self
         first, second = self._cut_squares(max_tokens)
@@ -73,13 +73,13 @@ class LengthStatistics:
     """What was seen of lengths, in tokens."""
 
     dataset: LengthMoments | None
-    """Of all candidates; None before there were any."""
+    """Lengths of all candidates; None before there were any."""
     prompts: Sequence[LengthMoments | None]
-    """Of each prompt asked for; None for one never seen."""
+    """Lengths of each prompt asked for; None for one never seen."""
 
 
 LATE_SHARE = 0.05
-"""Of candidates that go on for longer than is called late."""
+"""Share of candidates that go on for longer than is called late."""
 
 
 def expected_remaining(num_tokens: int, lengths: LengthMoments | None = None, max_tokens: int | None = None) -> float:

@@ -50,7 +50,7 @@ class DetachedGroup:
     group_id: str
     group: Group
     scores: dict[int, DetachedScore]
-    """Of running candidates that are scored, by index."""
+    """How running candidates are scored, by index."""
     request_ids: dict[int, str]
-    """Of running candidates, by index."""
+    """Requests of running candidates, by index."""
     place: RacePlace | None

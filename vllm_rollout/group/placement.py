@@ -84,7 +84,7 @@ class Placement:
 
     @property
     def loads(self) -> list[float]:
-        """By rank."""
+        """The load of each rank."""
         weighed = [work.cost(self.token_cost) for work in self._work]
         num_predicted = sum(work.num_predicted for work in self._work)
         average = sum(weighed) / num_predicted if num_predicted else 1
@@ -188,7 +188,7 @@ class OtherRequests:
 
     def __init__(self, num_ranks: int, late_s: float = LATE_S) -> None:
         self.numbers = [0] * num_ranks
-        """As estimated."""
+        """The estimate for each rank."""
         self._late_s = late_s
         self._since_s = -float("inf")
         """When `_lately` began."""
@@ -198,7 +198,7 @@ class OtherRequests:
         """The same in the time before that."""
 
     def look(self, counts: Sequence[int], own: Sequence[int], now_s: float) -> Sequence[int]:
-        """Before `own`, the candidates of this process on each rank, changes; and whenever the estimate is needed.
+        """The new estimate, which is wanted, or `own`, the candidates of this process on each rank, is about to change.
 
         counts: of all requests on each rank. Returns `numbers`.
         """
@@ -220,8 +220,8 @@ class OtherRequests:
 
 TRAINER = "trainer"
 """Whoever drains over HTTP. Other owners are rollouts, by id, which free ranks until they are over."""
-EVERYBODY = ""
-"""To give a rank back in the name of all who keep it empty."""
+ALL_OWNERS = ""
+"""The owner that gives a rank back in the name of all who keep it empty."""
 
 
 class Holders:
@@ -237,7 +237,7 @@ class Holders:
         """Whether this owner keeps it empty, from now on."""
         if held:
             self._owners.add(owner)
-        elif owner == EVERYBODY:
+        elif owner == ALL_OWNERS:
             self._owners.clear()
         else:
             self._owners.discard(owner)

@@ -89,7 +89,7 @@ class RoundPressure:
     num_candidates: int
     """Those that ran in it, in any state."""
     num_preemptions: int
-    """Of its candidates; one may be preempted several times."""
+    """Preemptions of its candidates; one may be preempted several times."""
     kv_tokens: int
     """Prompt and output tokens of its longest candidates, as many of them as may run at once."""
 

@@ -26,7 +26,7 @@ class RacePlace:
     num_wanted: int
     """Complete groups that end the race."""
     position: int
-    """Of the group in the race: ties go to the lower one."""
+    """The group's place in the race: ties go to the lower one."""
 
 
 @dataclass(slots=True)

@@ -173,7 +173,7 @@ def reliability_bins(predictions: Iterable[Prediction], num_bins: int = NUM_RELI
 
 
 def weighted_mean(pairs: Iterable[tuple[float, float]]) -> float | None:
-    """Of (weight, value) pairs; None without weight."""
+    """The mean of (weight, value) pairs; None without weight."""
     pairs = list(pairs)
     total = fsum(weight for weight, _ in pairs)
     return fsum(weight * value for weight, value in pairs) / total if total else None
@@ -189,7 +189,7 @@ class RewardedCandidate(NamedTuple):
     scores: Mapping[Signal, float]
     """The head's as its version's scale had it, so that those of several versions can be compared."""
     success_probabilities: Mapping[Signal, float]
-    """Before the reward was known; only of signals whose calibration knew enough."""
+    """What was foretold before the reward was known; only of signals whose calibration knew enough."""
     positive: bool
     weight: float
     """1 / survival probability, clipped; 1 in shadow mode."""
@@ -201,7 +201,7 @@ class RewardedCandidate(NamedTuple):
     tokens_after: int
     """Tokens generated after `detection_length`."""
     is_sample: bool = False
-    """Of a group in which nobody raced."""
+    """Nobody raced in its group."""
 
     @classmethod
     def from_state(cls, values: Any) -> RewardedCandidate:

@@ -80,10 +80,10 @@ def joined_spans(first: Sequence[VersionSpan], num_first: int, rest: Sequence[Ve
 
 
 def joined_ending(rest: Ending, num_first: int) -> Ending:
-    """Of a candidate that had so many tokens before."""
+    """The ending of a candidate that had so many tokens before."""
     return replace(rest, num_tokens=rest.num_tokens + num_first, num_resumed=num_first)
 
 
 def spans_of(written: Sequence[Mapping[str, Any]]) -> list[VersionSpan]:
-    """From `{"version", "start", "end"}` each."""
+    """Spans as `{"version", "start", "end"}` describes each."""
     return [VersionSpan(span["version"], span["start"], span["end"]) for span in written]

@@ -40,12 +40,12 @@ no_room         the predicted peak of all that runs does not fit the other half
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Of one rollout."""
+    """How far one rollout is."""
 
     num_responses: int
     num_complete: int
     num_complete_at_check: int = 0
-    """When it was last checked (`ScaleDown.was_checked`)."""
+    """Complete responses when it was last checked (`ScaleDown.was_checked`)."""
     is_scaled_down: bool = False
 
     @property
@@ -65,9 +65,9 @@ class ScaleDown:
     explanation: str
     """The reason with its numbers, for people."""
     ranks: tuple[int, ...] = ()
-    """To be freed."""
+    """Ranks to be freed."""
     moves: tuple[PlannedMove, ...] = ()
-    """That free them."""
+    """The moves that free them."""
 
     @property
     def was_checked(self) -> bool:

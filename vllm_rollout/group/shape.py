@@ -25,7 +25,7 @@ from vllm_rollout.group.checks import MAX_COUNT, fields_of, integer, listed, num
 from vllm_rollout.group.life_table import LEFT, NUM_BINS, PRIOR_LOG_STD, RIGHT, STEP, BinnedGroup, SurvivalCurve, binned
 
 MIN_LOCATION_STD = 0.05
-"""Of the locations of the data set's prompts: closer together they are not believed to be."""
+"""Least standard deviation of the prompts' locations: closer together they are not believed to be."""
 MIN_GROUPS = 8.0
 """Groups from which on it is known where prompts usually are."""
 NEGLIGIBLE = 1e-4
@@ -34,9 +34,9 @@ NEGLIGIBLE = 1e-4
 FIRST_BIN, LAST_BIN = -6, 240
 """Bins of the data set's lengths: from half a token to what no candidate reaches."""
 MAX_LENGTH = 1e12
-"""In tokens; no expectation goes beyond."""
+"""Longest length that is expected, in tokens."""
 MAX_LOG_ERROR = 10.0
-"""Of a log-normal fit's variance."""
+"""Largest error of a log-normal fit's variance that is believed, as a log."""
 MAX_SUM = 1e12
 """Largest sum of a state; real ones stay below some 740 groups times their candidates."""
 
@@ -73,7 +73,7 @@ class LengthShape:
         self._lengths = [0.0] * (LAST_BIN - FIRST_BIN)
         """Shares of groups by bin of length."""
         self.curve = SurvivalCurve(self._ends, self._risks)
-        """When the newest group came."""
+        """The curve as it was when the newest group came."""
 
     def observe(
         self, finished: Sequence[int], stops: Sequence[int], log_std: float = PRIOR_LOG_STD
@@ -126,7 +126,7 @@ class LengthShape:
     def _possible_locations(
         self, group: BinnedGroup, cut: Sequence[tuple[float, int]]
     ) -> tuple[list[PossibleLocation], tuple[float, float] | None]:
-        """Where the group may be; and location and its variance by the group alone, in bins, if any finished."""
+        """Where the group may be, with location and variance by the group alone, in bins, if any finished."""
         shifts = range(group.first + len(group.ends) - RIGHT, group.first - LEFT + 1)
         likely = [self._log_likelihood(group, shift) for shift in shifts]
         alone = _mean_and_variance(_normalized(likely), shifts) if group.num_ends else None

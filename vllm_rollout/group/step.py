@@ -59,7 +59,7 @@ class _Scored:
 
     scoring: Scoring
     entry: LedgerEntry
-    """Where what its reward will need is written."""
+    """The place where what its reward will need is written."""
 
 
 class GroupSteps:
@@ -72,7 +72,7 @@ class GroupSteps:
         self._scored: dict[CandidateId, _Scored] = {}
         """Candidates that are scored, from launch to end."""
         self._ended: list[tuple[CandidateId, Group, EndReason, int, Observation | None]] = []
-        """Since the last step was closed, and so are these:"""
+        """Candidates that ended since the last step was closed; the next two tell of that time, too."""
         self._touched: dict[str, Group] = {}
         self._cancelled: dict[str, Group] = {}
         self._capped: dict[str, Group] = {}
@@ -203,7 +203,7 @@ class GroupSteps:
         return self._table.forget_waiting(now_s)
 
     def _remember(self, candidate_id: CandidateId, scoring: Scoring, request_id: str, group: Group) -> LedgerEntry:
-        """For the reward that may come."""
+        """The ledger's entry of a candidate, for the reward that may come."""
         return self.judge.ledger.open(scoring, candidate_id, request_id, group.pruning, _origin(group))
 
     def close_step(
@@ -253,7 +253,7 @@ class GroupSteps:
         return Verdicts(stop, frozenset(lost_ties), over, frozenset(lost_groups))
 
     def _still_due(self, due: Mapping[CandidateId, Observation]) -> dict[str, dict[int, Observation]]:
-        """Of what is due what still runs, by group; touches these groups."""
+        """What still runs of what is due, by group; touches these groups."""
         siblings: dict[str, dict[int, Observation]] = {}
         for id, observation in due.items():
             group = self._table.find(id.group_id)
@@ -315,7 +315,7 @@ class GroupSteps:
 
 
 def _origin(group: Group) -> LabelOrigin:
-    """Of which kind the labels of this group are."""
+    """The kind of group that its labels are of."""
     if (plan := group.pruning).audit:
         return "audit" if plan.is_instead_of_race else "plain_audit"
     return "race" if group.terms.races else "plain"
@@ -332,7 +332,7 @@ def _disagreement(terms: GroupTerms, others: GroupTerms) -> str:
 
 
 def _fields(terms: GroupTerms) -> dict[str, object]:
-    """By name; those of a plan that is not there are None."""
+    """The terms by name; those of a plan that is not there are None."""
     fields = {name: getattr(terms, name) for name in GroupTerms.__slots__ if name != "pruning"}
     plan = terms.pruning
     return fields | {f"pruning.{name}": plan and getattr(plan, name) for name in PruningPlan.__slots__}

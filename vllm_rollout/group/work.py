@@ -28,7 +28,7 @@ class Work(NamedTuple):
     def of(
         cls, num_tokens: Iterable[int], lengths: LengthMoments | None, max_tokens: int | None, prompt_tokens: int
     ) -> Work:
-        """From the output tokens that each of them has; `lengths`: of its prompt, else of the data set."""
+        """The work of candidates that have so many output tokens; `lengths`: of their prompt, else of the data set."""
         ages = list(num_tokens)
         if lengths is None:
             return cls(len(ages))
@@ -42,11 +42,11 @@ class TokenCost(NamedTuple):
 
     token: float = 1.0
     context: float = 0.0
-    """For each token before it."""
+    """What each token before it adds."""
 
     @classmethod
     def of(cls, cost: CostModel) -> TokenCost:
-        """In seconds, as the secants from one candidate to a full rank and from no context to the longest profiled."""
+        """Seconds, as the secants from one candidate to a full rank, and from no context to the longest profiled."""
         context = cost.curves[-1][0]
         batch_size = max(2, cost.max_num_seqs or max(curve.batch_sizes[-1] for _, curve in cost.curves))
 
@@ -77,5 +77,5 @@ class RankWork:
         self.contexts += sign * work.contexts
 
     def cost(self, token_cost: TokenCost) -> float:
-        """Of those that are predicted."""
+        """What the predicted ones cost, in the unit of `token_cost`."""
         return token_cost.token * self.tokens + token_cost.context * self.contexts
