@@ -177,12 +177,12 @@ def test_a_later_batch_is_not_judged_by_an_earlier_one_that_was_never_whole(new_
 def test_groups_that_are_never_whole_are_bounded(new_run: Callable[..., TracedRun]) -> None:
     run = new_run()
     table = run.scheduler.group_steps._table
-    table._idle._max_number = 8
+    table._max_waiting = 8
     for batch in range(20):
         add(run, [3], PROMPT, f"open{batch}-")
         add(run, [3], {**JOIN, "rollout_group_id": f"q{batch}"}, f"named{batch}-")
         run.run()
-    assert len(table) == table.num_idle == 8
+    assert len(table) == table.num_waiting == 8
     assert not run.scheduler._joining._numbers
 
 

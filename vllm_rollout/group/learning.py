@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import exp, isfinite
 from typing import Any, TypeVar
 
@@ -76,15 +76,14 @@ class Learning:
         siblings: Siblings,
     ) -> dict[int, Assessment]:
         """Judge the candidates of one group that are due in the same step."""
-        seen = {index: scores_of(observations[index]) for index in sorted(observations)}
-        for index, scores_by_signal in seen.items():
-            for signal, score in scores_by_signal.items():
-                self.calibrators[signal].observe(score, version_of(signal, observations[index]))
+        seen = {index: self._observe(observations[index]) for index in sorted(observations)}
         warm = self._warm_signals(plan)
         # One sibling whose score is no number falls back, or is kept, by itself.
         usable = {index: next((s for s in warm if s in scores), None) for index, scores in seen.items()}
         signals = {index: signal for index, signal in usable.items() if signal is not None}
-        unjudged = {index: _keep(plan, observations[index], cold=not warm) for index in seen if index not in signals}
+        unjudged = {
+            index: _kept(observations[index], plan.signal, cold=not warm) for index in seen if index not in signals
+        }
         if not signals:
             return unjudged
         successes = {i: self._success(signal, seen[i][signal], observations[i]) for i, signal in signals.items()}
@@ -109,21 +108,12 @@ class Learning:
 
     def value(self, observation: Observation, survival_probability: float) -> Assessment:
         """What a score says where nothing is decided by it. `survival_probability`: of earlier decisions."""
-        scores = scores_of(observation)
-        for signal, score in scores.items():
-            self.calibrators[signal].observe(score, version_of(signal, observation))
-        signal: Signal = "head" if "head" in scores else "confidence"
-        known = signal in scores and self.calibrators[signal].is_warm(DEFAULT_MIN_LABELS)
-        return Assessment(
-            signal=signal,
-            score=scores.get(signal, 0.0),
-            success_probability=self._success(signal, scores[signal], observation) if known else None,
-            survival_probability=survival_probability,
-            keep=True,
-            head_version=observation.head_version,
-            confidence=observation.confidence,
-            cold=not known,
-        )
+        scores = self._observe(observation)
+        assessment = _kept(observation, "head", cold=True, survival_probability=survival_probability)
+        signal = assessment.signal
+        if signal not in scores or not self.calibrators[signal].is_warm(DEFAULT_MIN_LABELS):
+            return assessment
+        return replace(assessment, success_probability=self._success(signal, scores[signal], observation), cold=False)
 
     def reward(
         self,
@@ -233,6 +223,13 @@ class Learning:
         )
         return learning
 
+    def _observe(self, observation: Observation) -> dict[Signal, float]:
+        """The usable scores of a candidate, which calibration sees."""
+        scores = scores_of(observation)
+        for signal, score in scores.items():
+            self.calibrators[signal].observe(score, version_of(signal, observation))
+        return scores
+
     def _warm_signals(self, plan: PruningPlan) -> list[Signal]:
         """What can be judged by, best first: the plan's signal, and confidence in place of a head that knows too
         little. None of them: a cold start."""
@@ -318,15 +315,15 @@ def version_of(signal: Signal, observation: Observation) -> int:
     return observation.head_version if signal == "head" else 0
 
 
-def _keep(plan: PruningPlan, observation: Observation, *, cold: bool) -> Assessment:
-    """Not judged: a cold start, or no score that is a number."""
+def _kept(observation: Observation, wanted: Signal, *, cold: bool, survival_probability: float = 1.0) -> Assessment:
+    """The assessment of a candidate whose success probability is not known: it is kept."""
     scores = scores_of(observation)
-    signal: Signal = plan.signal if plan.signal in scores else "confidence"
+    signal: Signal = wanted if wanted in scores else "confidence"
     return Assessment(
         signal=signal,
         score=scores.get(signal, 0.0),
         success_probability=None,
-        survival_probability=1.0,
+        survival_probability=survival_probability,
         keep=True,
         head_version=observation.head_version,
         confidence=observation.confidence,

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from vllm_rollout.config import MAX_IDLE_GROUPS
-from vllm_rollout.group.group_table import WaitingGroups
+from vllm_rollout.group.sibling_table import SiblingTable
 from vllm_rollout.group.work import RankWork, TokenCost, Work
 
 ONE = Work(1)
@@ -70,8 +70,7 @@ class Placement:
         """Ranks that are kept empty; never all of them."""
         self._turn = first_turn % num_ranks
         self._alone = alone
-        self._joined: dict[str, _Siblings] = {}
-        self._idle = WaitingGroups(max_idle)
+        self._joined: SiblingTable[_Siblings] = SiblingTable(max_idle)
 
     def __len__(self) -> int:
         """Joined groups that are remembered."""
@@ -121,12 +120,12 @@ class Placement:
     def join(self, group_id: str, num_candidates: int, rank: int | None = None) -> int:
         """The rank of one sibling, of `num_candidates` in all; `rank` where the user pins the first of them. Call
         `leave_joined` at its end."""
-        siblings = self._joined.get(group_id)
+        siblings = self._joined.find(group_id)
         if siblings is None:
             if rank is None:
                 rank = self.next_rank() if self._alone else agreed_rank(group_id, self._open_ranks)
-            siblings = self._joined[group_id] = _Siblings(rank, num_candidates)
-        self._idle.discard(group_id)
+            siblings = _Siblings(rank, num_candidates)
+        self._joined.put(group_id, siblings)
         siblings.num_to_come -= 1
         siblings.num_running += 1
         self._work[siblings.rank].add(ONE)
@@ -134,17 +133,14 @@ class Placement:
 
     def move_joined(self, group_id: str, rank: int) -> None:
         """These siblings run on another rank now, and those to come follow them."""
-        if (siblings := self._joined.get(group_id)) is not None:
+        if (siblings := self._joined.find(group_id)) is not None:
             self._work[siblings.rank].add(Work(siblings.num_running), -1)
             self._work[rank].add(Work(siblings.num_running))
             siblings.rank = rank
 
     def forget_waiting(self, now_s: float) -> list[str]:
         """Forgets joined groups that have waited too long for siblings; returns which."""
-        expired = self._idle.expire(now_s)
-        for group_id in expired:
-            del self._joined[group_id]
-        return expired
+        return self._joined.forget_waiting(now_s)
 
     def leave_joined(self, group_id: str, *, refused: bool = False, now_s: float = 0.0) -> str | None:
         """A sibling has ended, or was refused: then another may still come in its place.
@@ -152,19 +148,16 @@ class Placement:
         A group is forgotten as the engine forgets it: when it is over, or when too many others wait for siblings that
         do not come. Returns which one was, if any.
         """
-        siblings = self._joined[group_id]
+        siblings = self._joined.find(group_id)
         self._work[siblings.rank].add(ONE, -1)
         siblings.num_running -= 1
         siblings.num_to_come += refused
         if siblings.num_running:
             return None
         if siblings.num_to_come <= 0:
-            del self._joined[group_id]
+            self._joined.remove(group_id)
             return group_id
-        oldest = self._idle.add(group_id, now_s)
-        if oldest is not None:
-            del self._joined[oldest]
-        return oldest
+        return self._joined.wait(group_id, now_s)
 
     @property
     def _open_ranks(self) -> list[int]:
