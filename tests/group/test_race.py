@@ -4,7 +4,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_rollout.group import race
 from vllm_rollout.group.judge import Judge
 from vllm_rollout.group.lifecycle import GroupTerms
 from vllm_rollout.group.race import RacePlace
@@ -167,7 +166,7 @@ def test_a_forgotten_race_lets_its_groups_go_on() -> None:
 
 
 def test_more_races_than_an_engine_remembers_push_out_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(race, "MAX_RACES", 2)
+    monkeypatch.setattr("vllm_rollout.group.race.MAX_RACES", 2)
     steps = GroupSteps(Judge())
     for name in "abc":
         steps.launch(f"g{name}", PAIR_OF_THREE, 0, place=RacePlace(name, 1, 0))

@@ -89,20 +89,19 @@ class Judge:
             tried = group.trials.setdefault(length, {})
             here = {i: seen for i, seen in due.items() if seen[1].detection_length == length and i not in tried}
             if here:
-                self._try(length, group, scoring, here)
+                for index, assessment in self._assess(length, group, scoring, here, tried).items():
+                    entry, observation = here[index]
+                    entry.tried(length, observation, assessment)
         due = {
             index: seen
             for index, seen in due.items()
             if index not in group.assessments and seen[1].detection_length in (None, plan.detection_length)
         }
-        memory, learning = self._at(HeadKey(plan.detection_length, scoring.adapter))
-        if memory is None or learning is None or not due:
-            return []
-        assessments = self._assess(memory, learning, group, scoring, due, group.assessments)
-        group.assessments.update(assessments)
-        for index, (entry, observation) in due.items():
-            entry.observation, entry.assessment = observation, assessments[index]
-        if plan.mode == "shadow":
+        assessments = self._assess(plan.detection_length, group, scoring, due, group.assessments)
+        for index, assessment in assessments.items():
+            entry, observation = due[index]
+            entry.observation, entry.assessment = observation, assessment
+        if not assessments or plan.mode == "shadow":
             return []
         pruned = [index for index, assessment in assessments.items() if not assessment.keep]
         group.prune(pruned)
@@ -110,39 +109,29 @@ class Judge:
 
     def _assess(
         self,
-        memory: Memory,
-        learning: Learning,
+        length: int,
         group: Group,
         scoring: Scoring,
         due: Mapping[int, tuple[LedgerEntry, Observation]],
-        earlier: Mapping[int, Assessment],
+        earlier: dict[int, Assessment],
     ) -> dict[int, Assessment]:
-        plan = group.pruning
-        return learning.assess(
-            plan,
-            {index: observation for index, (_, observation) in due.items()},
-            Siblings(
-                scoring.seed,
-                scoring.prompt_id,
-                at_least=group.num_needed(len(due), 1 if plan.allow_fewer else group.terms.group_size),
-                earlier=earlier,
-                num_to_come=group.num_unjudged(earlier) - len(due),
-                past=memory.successes.of(scoring.prompt_key),
-            ),
-        )
-
-    def _try(
-        self, length: int, group: Group, scoring: Scoring, due: Mapping[int, tuple[LedgerEntry, Observation]]
-    ) -> None:
-        """What would be decided of siblings at a length that is on trial."""
+        """What is decided of siblings at this length; `earlier` ones, with which these then count. Empty where nothing
+        can be learned at it."""
         memory, learning = self._at(HeadKey(length, scoring.adapter))
-        if memory is None or learning is None:
-            return
-        tried = group.trials[length]
-        assessments = self._assess(memory, learning, group, scoring, due, tried)
-        for index, (entry, observation) in due.items():
-            entry.tried(length, observation, assessments[index])
-        tried.update(assessments)
+        if memory is None or learning is None or not due:
+            return {}
+        siblings = Siblings(
+            scoring.seed,
+            scoring.prompt_id,
+            at_least=group.num_needed(len(due), 1 if group.pruning.allow_fewer else group.terms.group_size),
+            earlier=earlier,
+            num_to_come=group.num_unjudged(earlier) - len(due),
+            past=memory.successes.of(scoring.prompt_key),
+        )
+        observations = {index: observation for index, (_, observation) in due.items()}
+        assessments = learning.assess(group.pruning, observations, siblings)
+        earlier.update(assessments)
+        return assessments
 
     def value(self, entry: LedgerEntry, observation: Observation) -> Assessment | None:
         """Score a candidate that has finished by what it was at its end; None where that is not learned."""
