@@ -27,7 +27,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice, takewhile
 from math import isfinite
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 from vllm_rollout.config import CALIBRATION_WINDOW
 from vllm_rollout.group.checks import MAX_SCORE, fields_of, flag, integer, listed, number, shown
@@ -57,17 +57,6 @@ MAX_WEIGHT = 2.0**32
 """Weights are smaller."""
 
 Method = Literal["combined", "paper"]
-
-
-class LabelledScore(NamedTuple):
-    """A label as a state holds it."""
-
-    score: float
-    positive: bool
-    weight: float
-    scale: int
-    """Which of the state's scales."""
-    origin: LabelOrigin
 
 
 @dataclass(slots=True, eq=False)
@@ -250,9 +239,7 @@ class Calibrator:
         return {
             "signal": self.signal,
             "labels": [
-                LabelledScore(
-                    label.value, label.positive, label.weight * WEIGHT_STEP, numbers[label.scale], label.origin
-                )
+                (label.value, label.positive, label.weight * WEIGHT_STEP, numbers[label.scale], label.origin)
                 for label in self._labels
             ],
             "recent": [(recent.value, numbers[recent.scale]) for recent in self._recent],

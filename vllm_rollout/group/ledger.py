@@ -109,15 +109,13 @@ class Trial(NamedTuple):
     assessment: Assessment
 
 
+@dataclass(slots=True)
 class _RememberedGroup:
     """Where a group's candidates are, as long as one of them is remembered."""
 
-    __slots__ = ("num_candidates", "prompt_id", "rollout_id")
-
-    def __init__(self, rollout_id: str, prompt_id: str) -> None:
-        self.rollout_id = rollout_id
-        self.prompt_id = prompt_id
-        self.num_candidates = 0
+    rollout_id: str
+    prompt_id: str
+    num_candidates: int = 0
 
 
 class LedgerEntry:

@@ -231,16 +231,23 @@ class Memories:
     @classmethod
     def from_state(cls, rows: Iterable[Any]) -> Memories:
         """Raises: ValueError for what no memories can have been."""
-        parts = _Parts(rows)
+        parts: dict[str, list[Any]] = {BASE_MODEL: []}
+        part = parts[BASE_MODEL]
+        for row in rows:
+            match row:
+                case ["adapter", name]:
+                    adapter = text(name, "the name of an adapter in a state", MAX_ADAPTER_CHARS)
+                    if adapter in parts or len(parts) > MAX_ADAPTERS:
+                        raise ValueError(
+                            f"the adapters of a state must be at most {MAX_ADAPTERS} different ones, got "
+                            f"{shown([*list(parts)[1:], adapter])}"
+                        )
+                    part = parts[adapter] = []
+                case _:
+                    part.append(row)
         memories = cls()
-        memories.base = Memory.from_state(parts.next())
-        while (adapter := parts.following) is not None:
-            if adapter in memories._adapters or len(memories._adapters) == MAX_ADAPTERS:
-                raise ValueError(
-                    f"the adapters of a state must be at most {MAX_ADAPTERS} different ones, got "
-                    f"{shown([*memories._adapters, adapter])}"
-                )
-            memories._adapters[adapter] = Memory.from_state(parts.next())
+        memories._adapters = {adapter: Memory.from_state(part) for adapter, part in parts.items()}
+        memories.base = memories._adapters.pop(BASE_MODEL)
         return memories
 
     def _spare(self, awaited: Callable[[str], bool]) -> str | None:
@@ -250,23 +257,3 @@ class Memories:
     def _forget(self, adapter: str) -> None:
         memory = self._adapters.pop(adapter)
         self._forgotten += [HeadKey(length, adapter) for length in {*memory.forgotten, *memory.learnings}]
-
-
-class _Parts:
-    """The rows of one memory after the other."""
-
-    def __init__(self, rows: Iterable[Any]) -> None:
-        self._rows = iter(rows)
-        self.following: str | None = None
-        """The adapter whose rows come next; None: the last ones were taken."""
-
-    def next(self) -> Iterator[Any]:
-        """The next memory's rows, to be taken to their end. Raises: ValueError."""
-        self.following = None
-        for row in self._rows:
-            match row:
-                case ["adapter", adapter]:
-                    self.following = text(adapter, "the name of an adapter in a state", MAX_ADAPTER_CHARS)
-                    return
-                case _:
-                    yield row

@@ -9,6 +9,7 @@ Invariant: sums are whole numbers, so that what is added and taken away again le
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from vllm_rollout.group.cost import CostModel
@@ -58,14 +59,14 @@ class TokenCost(NamedTuple):
         return cls(token, per_context) if token or per_context else cls()
 
 
+@dataclass(slots=True)
 class RankWork:
     """Work on a rank: added up, of candidates that are predicted and of others."""
 
-    def __init__(self) -> None:
-        self.num_predicted = 0
-        self.num_others = 0
-        self.tokens = 0
-        self.contexts = 0
+    num_predicted: int = 0
+    num_others: int = 0
+    tokens: int = 0
+    contexts: int = 0
 
     def add(self, work: Work, sign: int = 1) -> None:
         """-1 takes it away."""
