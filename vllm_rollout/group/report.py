@@ -155,8 +155,9 @@ def brier(predictions: Iterable[Prediction]) -> float | None:
     return weighted_mean(calibrated)
 
 
-def reliability_bins(predictions: Iterable[Prediction], num_bins: int = NUM_RELIABILITY_BINS) -> list[ReliabilityBin]:
+def reliability_bins(predictions: Iterable[Prediction]) -> list[ReliabilityBin]:
     """Predicted against observed success, by predicted success; the last bin includes 1."""
+    num_bins = NUM_RELIABILITY_BINS
     members: list[list[Prediction]] = [[] for _ in range(num_bins)]
     for prediction in _calibrated(predictions):
         members[min(num_bins - 1, int(prediction.success_probability * num_bins))].append(prediction)
