@@ -140,7 +140,7 @@ def test_labels_of_a_group_without_spare_candidates_are_plain_audited_or_not(rat
     judge = warm_judge()
     run = Run(judge)
     shadow = replace(PLAN, mode="shadow")
-    run.launch("a", [9, 9], GroupTerms(2, 2, pruning=shadow, audit_ratio=ratio), replace(SCORING, plan=shadow))
+    run.launch("a", [9, 9], GroupTerms(2, 2, pruning=shadow, audit_ratio=ratio), SCORING)
     for _ in range(PLAN.detection_length - 1):
         run.step()
     run.step({CandidateId("a", index): seen(score) for index, score in enumerate((0.0, 9.0))})

@@ -53,7 +53,7 @@ def test_weighed_work_is_what_the_profile_says_of_its_steps():
     work = RankWork()
     work.add(Work(1, len(contexts), sum(contexts)))
     longer = sum(profile.ptl(41, context) - profile.ptl(40, context) for context in contexts)
-    assert work.weighed(TokenCost.of(profile)) == pytest.approx(longer)
+    assert work.cost(TokenCost.of(profile)) == pytest.approx(longer)
 
 
 @given(st.lists(st.tuples(st.integers(0, 99), st.none() | st.integers(0, 10**9), st.integers(0, 10**12)), max_size=20))
