@@ -18,7 +18,7 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 
 from vllm_rollout.adapter.parcel import MovedCandidate, WorkerState
 from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, CandidateTag, LastLogits, RunnerReport
-from vllm_rollout.adapter.worker.features import let_go, take_up
+from vllm_rollout.adapter.worker.features import attach, detach
 from vllm_rollout.emulation.device import Work
 from vllm_rollout.emulation.fate import ENDLESS, Fate, Fates
 from vllm_rollout.emulation.tokens import PERIOD, Vocabulary
@@ -129,10 +129,10 @@ class EmulatedRunner:
         self._logprobs: dict[str, int] = {}
         """Alternatives that are asked for, by request."""
 
-    def let_go(self, request_ids: list[str]) -> dict[str, WorkerState]:
+    def detach(self, request_ids: list[str]) -> dict[str, WorkerState]:
         """What is known here of candidates that leave."""
         known = {request_id: self._requests[request_id] for request_id in request_ids if request_id in self._requests}
-        features = let_go(self._ring, {request_id: its.scored_at for request_id, its in known.items()})
+        features = detach(self._ring, {request_id: its.scored_at for request_id, its in known.items()})
         return {
             request_id: WorkerState(
                 features=features.get(request_id, {}), fate=known[request_id].fate if request_id in known else None
@@ -140,12 +140,12 @@ class EmulatedRunner:
             for request_id in request_ids
         }
 
-    def take_up(self, candidates: Sequence[MovedCandidate]) -> None:
+    def attach(self, candidates: Sequence[MovedCandidate]) -> None:
         """Candidates come that have run elsewhere."""
         for candidate in candidates:
             request, state = candidate.request, candidate.state
             self._admit(request.request_id, request.prompt_token_ids, request.sampling_params, state.fate)
-            take_up(self._ring, request.request_id, state.features)
+            attach(self._ring, request.request_id, state.features)
 
     def take_last_states(self, request_ids: Sequence[str]) -> EndedStates | None:
         """As of a tracker. Here a state is made when somebody asks for it."""
