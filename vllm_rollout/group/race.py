@@ -30,7 +30,7 @@ class RacePlace:
     """The group's place in the race: ties go to the lower one."""
 
 
-class Racer(NamedTuple):
+class _Racer(NamedTuple):
     """A group that races others."""
 
     group: Group
@@ -38,11 +38,11 @@ class Racer(NamedTuple):
 
 
 @dataclass(slots=True)
-class Race:
+class _Race:
     """The groups of one round in one engine."""
 
     num_wanted: int
-    racers: dict[str, Racer] = field(default_factory=dict)
+    racers: dict[str, _Racer] = field(default_factory=dict)
     """Those that have not completed and are not over, by group id."""
     num_complete: int = 0
     is_cut_elsewhere: bool = False
@@ -72,7 +72,7 @@ class RaceTable:
     """All races of one engine, by id."""
 
     def __init__(self) -> None:
-        self._races: OrderedDict[str, Race] = OrderedDict()
+        self._races: OrderedDict[str, _Race] = OrderedDict()
         self._race_of: dict[str, str] = {}
         """Group id -> race id, of groups that take part."""
 
@@ -84,7 +84,7 @@ class RaceTable:
         race = self._open(place.race_id, place.num_wanted)
         if group_id not in self._race_of:
             self._race_of[group_id] = place.race_id
-            race.racers[group_id] = Racer(group, place.position)
+            race.racers[group_id] = _Racer(group, place.position)
         return race.is_cut
 
     def leave(self, group_id: str) -> RacePlace | None:
@@ -135,11 +135,11 @@ class RaceTable:
             for group_id in race.racers:
                 del self._race_of[group_id]
 
-    def _open(self, race_id: str, num_wanted: int) -> Race:
+    def _open(self, race_id: str, num_wanted: int) -> _Race:
         """The race of that id. What is said of one that no group has entered yet holds for those on their way."""
         race = self._races.get(race_id)
         if race is None:
-            race = self._races[race_id] = Race(num_wanted)
+            race = self._races[race_id] = _Race(num_wanted)
             if len(self._races) > MAX_RACES:
                 self.forget(next(iter(self._races)))
         return race

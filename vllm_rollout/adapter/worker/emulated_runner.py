@@ -19,7 +19,7 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm_rollout.adapter.parcel import MovedCandidate, WorkerState
 from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, CandidateTag, LastLogits, RunnerReport
 from vllm_rollout.adapter.worker.features import attach, detach
-from vllm_rollout.emulation.device import Work
+from vllm_rollout.emulation.device import StepWork
 from vllm_rollout.emulation.fate import ENDLESS, Fate, Fates
 from vllm_rollout.emulation.tokens import PERIOD, Vocabulary
 from vllm_rollout.group.types import WHOLE, HeadKey
@@ -107,7 +107,7 @@ class LaunchedStep(NamedTuple):
     """A step on its way."""
 
     output: ModelRunnerOutput
-    work: Work
+    work: StepWork
     num_sampled: int
     goes_on: bool
     """Some of its requests were in an earlier step: the device had something to do before."""
@@ -207,7 +207,7 @@ class EmulatedRunner:
         means = np.array(confidences, dtype=np.float32)
         if not np.isnan(means).all():
             setattr(output, REPORT_ATTRIBUTE, self._report(means, due)._replace(last=self._last(len(ids), final)))
-        work = Work(len(ids), context_tokens, scheduled.total_num_scheduled_tokens - len(ids))
+        work = StepWork(len(ids), context_tokens, scheduled.total_num_scheduled_tokens - len(ids))
         return LaunchedStep(output, work, num_sampled, bool(cached.req_ids))
 
     def _admit(
