@@ -85,6 +85,18 @@ def test_races_are_settled_before_scores_are_judged():
     assert set(verdicts.stop.values()) == {"surplus"}
 
 
+def test_who_ended_in_a_step_in_which_nobody_was_pruned_keeps_its_place():
+    steps, terms = GroupSteps(Judge()), GroupTerms(2, 4, pruning=PLAN)
+    launched = [steps.launch("a", terms, index, scoring=SCORING) for index in range(4)]
+    ids, group = [id for id, _ in launched], launched[0][1]
+    steps.ended(ids[0], group, "stop", 50)
+    assert steps.close_step({ids[3]: seen(1)}, lambda id: 4).stop == {}
+    steps.ended(ids[1], group, "stop", 30)
+    steps.ended(ids[2], group, "stop", 40)
+    assert steps.close_step({}, lambda id: 5).lost_ties == {ids[2]}
+    assert [group.state(id.index) for id in ids] == ["finished", "finished", "surplus", "surplus"]
+
+
 def test_pruning_settles_the_race_again():
     """What pruning leaves cannot reach group_size by itself: the truncated one counts now."""
     plan = PruningPlan(4, keep_ratio=0.05, allow_fewer=True, min_labels=8, min_survival=0.05)

@@ -101,10 +101,11 @@ class Judge:
         for index, assessment in assessments.items():
             entry, observation = due[index]
             entry.observation, entry.assessment = observation, assessment
-        if not assessments or plan.mode == "shadow":
+        if plan.mode == "shadow":
             return []
         pruned = [index for index, assessment in assessments.items() if not assessment.keep]
-        group.prune(pruned)
+        if pruned:
+            group.prune(pruned)
         return pruned
 
     def _assess(
