@@ -160,11 +160,10 @@ def test_a_candidate_cut_in_its_due_step_is_not_judged(pruning_run):
 
 def test_pruning_that_makes_cut_candidates_count_completes_the_group_in_that_step(pruning_run):
     run = pruning_run()
-    cut = CandidateTag("g", 0, GroupTerms(1, 4, pruning=PLAN), 64, Scoring("rollout", "g", 7))
-    run.add("g-0", 90, max_tokens=10, extra_args=cut.to_extra_args())
-    run.add("g-1", 90, max_tokens=10, extra_args=replace(cut, index=1).to_extra_args())
-    run.add("g-2", 90, extra_args=replace(cut, index=2).to_extra_args())
-    run.add("g-3", 90, extra_args=replace(cut, index=3).to_extra_args())
+    for index in range(4):
+        tag = CandidateTag("g", index, GroupTerms(1, 4, pruning=PLAN), 64, Scoring("rollout", "g", 7))
+        sampling = {"max_tokens": 10} if index < 2 else {}
+        run.add(f"g-{index}", 90, extra_args=tag.to_extra_args(), **sampling)
     run.logits.update({"g-2": -1, "g-3": -1})
     run.scheduler.judge.memory.learnings[10].assess = partial(_prune_all, run)
     run.run()

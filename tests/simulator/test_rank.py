@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -155,6 +157,7 @@ def test_a_replay_is_every_single_step(drawn, slots, plan):
     races = []
     for i, (group, candidates, prompt_tokens) in enumerate(drawn):
         scoring = plan and Scoring("rollout", f"q{i}", 7)
+        group = replace(group, pruning=plan)
         slow.add(f"q{i}", group, candidates, prompt_tokens, scoring)
         races.append(Race(f"q{i}", group, candidates, prompt_tokens, scoring))
     slow.run()
