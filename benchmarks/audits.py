@@ -27,9 +27,9 @@ from rich.progress import track
 from benchmarks.common import arguments_of, publish, record_of_run
 from benchmarks.tables import Row, columns
 from vllm_rollout.group.audit import AuditTurns, AuditUnit, draw_audit
-from vllm_rollout.group.learning import REPORT_WINDOW, Learning
+from vllm_rollout.group.learning import REPORT_WINDOW, Learning, Siblings
 from vllm_rollout.group.pruning_plan import PruningPlan
-from vllm_rollout.group.rewarded import rules_report
+from vllm_rollout.group.report import rules_report
 from vllm_rollout.group.types import Confidence, Observation
 
 NO_NUMBER = float("nan")
@@ -107,7 +107,7 @@ def stream(
         lengths = [rng.gauss(0.0 if y else longer, SPREAD) for y in right]
         seen = {i: observation(rng.gauss(GAP * y, 1.0)) for i, y in enumerate(right)}
         of_group = plan.audited(races=True) if audit else plan
-        assessments = learning.assess(of_group, seen, {}, seed=seed, group=str(number), at_least=0)
+        assessments = learning.assess(of_group, seen, Siblings(seed, str(number), at_least=0))
         kept = [i for i, each in assessments.items() if each.keep or of_group.mode == "shadow"]
         for index in sorted(kept, key=lengths.__getitem__)[:GROUP_SIZE]:
             origin, active = "audit" if audit else "race", of_group.mode == "active"

@@ -19,6 +19,7 @@ from tests.support.dry_run import DryRun
 from vllm_rollout.adapter.core.scheduler import RolloutScheduler
 from vllm_rollout.adapter.wire import CandidateTag
 from vllm_rollout.config import OUTPUT_INTERVAL_TOKENS
+from vllm_rollout.group.lifecycle import GroupTerms
 from vllm_rollout.model_files import tiny
 
 GROUP_SIZE = 16
@@ -117,7 +118,9 @@ def _dry_run(model: str, name: str, num_running: int) -> DryRun:
 
 def _tag(i: int) -> dict:
     group = f"group-{i // GROUP_SIZE}"
-    return CandidateTag(group, i % GROUP_SIZE, GROUP_SIZE, GROUP_SIZE, True, OUTPUT_INTERVAL_TOKENS).to_extra_args()
+    return CandidateTag(
+        group, i % GROUP_SIZE, GroupTerms(GROUP_SIZE, GROUP_SIZE), OUTPUT_INTERVAL_TOKENS
+    ).to_extra_args()
 
 
 def tables(result: dict) -> str:

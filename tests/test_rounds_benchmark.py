@@ -7,7 +7,7 @@ from benchmarks import moves_emulated
 from benchmarks.emulated import EmulatedDataSet, Workload
 from benchmarks.rollpacker import BETWEEN_SHARE, HBM_BYTES_PER_S, MODEL_NAMES, MODELS
 from benchmarks.rounds_emulated import RoundRow, num_prompts, simulated, summary_of, table, terms_of
-from vllm_rollout.emulation.device import Work, step_seconds
+from vllm_rollout.emulation.device import StepWork, step_seconds
 from vllm_rollout.emulation.settings import Settings
 
 ITS = Workload("7B/8k", num_ranks=2, num_prompts=8, group_size=2, seed=5)
@@ -46,7 +46,7 @@ def test_lengths_have_the_quartile_and_the_tail_they_are_fitted_to(name):
 
 @pytest.mark.parametrize(("batch", "context"), [(1, 0), (100, 1000), (290, 4000)])
 def test_a_step_takes_as_long_on_the_emulated_device_as_in_the_simulator(batch, context):
-    emulated = step_seconds(Settings.model_validate(ITS.device))(Work(batch, batch * context, 0))
+    emulated = step_seconds(Settings.model_validate(ITS.device))(StepWork(batch, batch * context, 0))
     assert emulated == pytest.approx(ITS.machine.cost.ptl(batch, context))
 
 

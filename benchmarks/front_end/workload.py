@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from vllm_rollout.emulation.device import Work, step_seconds
+from vllm_rollout.emulation.device import StepWork, step_seconds
 from vllm_rollout.emulation.fate import Fates
 from vllm_rollout.emulation.settings import Settings
 from vllm_rollout.group.prompt_key import seed_for
@@ -60,7 +60,7 @@ def _rank(lengths: Sequence[Sequence[int]]) -> Ideal:
     ends = Counter(_ends(lengths))
     running, total = ends.total(), 0.0
     for step in range(1, max(ends, default=0) + 1):
-        total += seconds(Work(running, 0, 0))
+        total += seconds(StepWork(running, 0, 0))
         running -= ends[step]
     return Ideal(total, sum(length * count for length, count in ends.items()))
 

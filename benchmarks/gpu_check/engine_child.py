@@ -17,7 +17,8 @@ from benchmarks.gpu_check.moving_jobs import MovingJobs
 from vllm_rollout.adapter.names import SCHEDULER_CLS, WORKER_CLS
 from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, CandidateTag, EndingNote
 from vllm_rollout.config import OUTPUT_INTERVAL_TOKENS, QUALITY_HEAD_HIDDEN
-from vllm_rollout.group.judge import Scoring
+from vllm_rollout.group.ledger import Scoring
+from vllm_rollout.group.lifecycle import GroupTerms
 from vllm_rollout.group.pruning_plan import PruningPlan
 from vllm_rollout.group.types import HeadKey
 from vllm_rollout.tracker.quality_head import HeadWeights
@@ -74,11 +75,9 @@ class Child(MovingJobs):
             tag = CandidateTag(
                 self._group(request),
                 request["index"],
-                request["group_size"],
-                request["num_candidates"],
-                request["early_stop"],
+                GroupTerms(request["group_size"], request["num_candidates"], request["early_stop"], pruning=plan),
                 OUTPUT_INTERVAL_TOKENS,
-                None if plan is None else Scoring("check", request["group"], 0, plan),
+                plan and Scoring("check", request["group"], 0),
             )
             extra_args = tag.to_extra_args()
         return SamplingParams(

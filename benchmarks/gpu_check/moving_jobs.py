@@ -20,6 +20,7 @@ from vllm_rollout.adapter.call_table import GroupToAdopt, GroupToRelease
 from vllm_rollout.adapter.parcel import Parcel
 from vllm_rollout.adapter.wire import CandidateTag
 from vllm_rollout.config import OUTPUT_INTERVAL_TOKENS
+from vllm_rollout.group.lifecycle import GroupTerms
 
 EPOCH = 1
 """A group moves once."""
@@ -37,8 +38,9 @@ class MovingJobs:
 
     def begin(self, group: str, prompt: list[int], sampling: list[dict[str, Any]]) -> None:
         """Add a group of one candidate per sampling."""
+        terms = GroupTerms(len(sampling), len(sampling), early_stop=False)
         for index, fields in enumerate(sampling):
-            tag = CandidateTag(group, index, len(sampling), len(sampling), False, OUTPUT_INTERVAL_TOKENS, None)
+            tag = CandidateTag(group, index, terms, OUTPUT_INTERVAL_TOKENS)
             params = SamplingParams(**fields, ignore_eos=True, detokenize=False, extra_args=tag.to_extra_args())
             request = EngineCoreRequest(f"{group}-{index}", prompt, None, params, None, time.time(), None, None, None)
             self._core.add_request(*self._core.preprocess_add_request(request))

@@ -24,9 +24,9 @@ class Core:
     def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
         if method.endswith("_kv"):
             return [self.kv.call(method, args)]
-        if method == "rollout_let_go":
+        if method == "rollout_detach":
             return [None, {id: WorkerState(generator=id.encode()) for id in args[0]}]
-        assert method == "rollout_take_up"
+        assert method == "rollout_attach"
         self.kv.catch_up()
         for moved in args[0]:
             assert moved.output_token_ids

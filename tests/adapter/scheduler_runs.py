@@ -15,12 +15,12 @@ from tests.support.dry_run import EOS_TOKEN, DryRun
 from vllm_rollout.adapter.core.scheduler import AsyncRolloutScheduler, RolloutScheduler
 from vllm_rollout.adapter.options import RolloutOptions
 from vllm_rollout.adapter.wire import CandidateTag, EndingNote
-from vllm_rollout.group.judge import Scoring
-from vllm_rollout.group.learning import Learning
+from vllm_rollout.group.learning import Learning, Siblings
+from vllm_rollout.group.ledger import Scoring
+from vllm_rollout.group.lifecycle import GroupTerms
 from vllm_rollout.group.pruning_plan import PruningPlan
 from vllm_rollout.group.race import RacePlace
 from vllm_rollout.group.step import GroupSteps
-from vllm_rollout.group.success import NO_REWARDS, PromptSuccess
 from vllm_rollout.group.types import Assessment, Observation
 
 REQUEST_STRIDE = 10_000
@@ -137,14 +137,14 @@ def add_group(
     will say of the candidates.
     """
     request_ids = []
-    scoring = pruning and Scoring("rollout", group_id, seed, pruning)
+    scoring = pruning and Scoring("rollout", group_id, seed)
+    terms = GroupTerms(
+        group_size, num_candidates or len(lengths), early_stop, patience, pruning, num_replaceable=num_replaceable
+    )
     for index, logit in enumerate(logits or ()):
         run.logits[f"{group_id}-{index}"] = logit
     for index, length in enumerate(lengths):
-        tag = CandidateTag(
-            group_id, None if joined else index, group_size, num_candidates or len(lengths), early_stop, interval,
-            scoring, patience, num_replaceable=num_replaceable, place=place,
-        )  # fmt: skip
+        tag = CandidateTag(group_id, None if joined else index, terms, interval, scoring, place=place)
         request_ids.append(f"{group_id}-{index}")
         run.add(request_ids[-1], length, extra_args=tag.to_extra_args(), **sampling)
     return request_ids
@@ -157,15 +157,9 @@ class SignLearning(Learning):
         self,
         plan: PruningPlan,
         observations: Mapping[int, Observation],
-        earlier: Mapping[int, Assessment],
-        *,
-        seed: int,
-        group: str,
-        at_least: int,
-        past: PromptSuccess = NO_REWARDS,
-        num_to_come: int = 0,
+        siblings: Siblings,
     ) -> dict[int, Assessment]:
-        best = sorted(observations, key=lambda index: (-observations[index].logit, index))[:at_least]
+        best = sorted(observations, key=lambda index: (-observations[index].logit, index))[: siblings.at_least]
         return {
             index: Assessment(
                 "head", seen.logit, 0.5, 0.75, seen.logit > 0 or index in best, seen.head_version, seen.confidence

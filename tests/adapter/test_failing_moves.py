@@ -64,7 +64,7 @@ def failing(what: str, number: int) -> Callable[[str], bool]:
     return lambda asked: asked == what and fails()
 
 
-@pytest.mark.parametrize("what", ["rollout_share_kv", "rollout_let_go"])
+@pytest.mark.parametrize("what", ["rollout_share_kv", "rollout_detach"])
 def test_a_source_that_cannot_pack_goes_on(on_ranks, what):
     async def check(cluster: Cluster) -> None:
         move = await moved(cluster, lambda source: setattr(cluster.cores[source], "fails", failing(what, 0)))
@@ -123,7 +123,7 @@ def test_a_group_that_has_stopped_goes_on_when_the_second_call_for_it_fails(on_r
 
 
 ADOPTING = [
-    ("rollout_take_up", 0), ("preprocess_add_request", 0), ("preprocess_add_request", 1), ("rollout_fetch_kv", 0),
+    ("rollout_attach", 0), ("preprocess_add_request", 0), ("preprocess_add_request", 1), ("rollout_fetch_kv", 0),
     ("add_request", 0), ("add_request", 1),
 ]  # fmt: skip
 """Where adopting may fail: (what, and how often it goes well before)."""

@@ -568,7 +568,7 @@ def test_an_audited_answer_has_as_many_candidates_as_choices(llm: SteppedLLM) ->
 
     answer = asyncio.run(run())
     assert [(choice.finish_reason, len(choice.token_ids)) for choice in answer.outputs] == [("stop", 40), ("stop", 9)]
-    plans = [tag.scoring.plan for tag, _ in llm.added.values()]
+    plans = [tag.terms.pruning for tag, _ in llm.added.values()]
     assert [(plan.mode, plan.audit) for plan in plans] == [("shadow", True)] * 2
     assert registry.get_sample_value("vllm_rollout:audit_groups_total") == 1
     assert_nothing_left(llm.run)
@@ -604,7 +604,7 @@ def test_completions_are_audited_by_their_number_those_that_race_by_themselves(l
         await let_everybody_run()
         await llm.step_to_the_end()
         await answer
-        return any(tag.scoring.plan.audit for tag, _ in llm.added.values())
+        return any(tag.terms.pruning.audit for tag, _ in llm.added.values())
 
     audited = [asyncio.run(run(number, redundancy=number % 2)) for number in range(12)]
     assert audited[::2] == audited[1::2] == [True, False, True, False, True, True]

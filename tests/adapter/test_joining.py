@@ -13,7 +13,7 @@ from vllm.v1.request import RequestStatus
 
 from vllm_rollout.adapter.names import learned_name
 from vllm_rollout.adapter.options import EmulationOptions, RolloutOptions
-from vllm_rollout.adapter.wire import TAG_KEY, CandidateTag
+from vllm_rollout.adapter.wire import TAG_KEY
 from vllm_rollout.emulation.fate import LENGTHS_FIELD
 from vllm_rollout.group.ledger import NamedReward, Reward, request_name
 from vllm_rollout.group.types import BASE_MODEL
@@ -58,11 +58,13 @@ def test_what_else_is_in_extra_args_stays_and_the_callers_own_is_not_changed(
     fields = {**JOIN, "theirs": 1}
     request = run.add("a", 5, extra_args=fields)
     assert fields == {**JOIN, "theirs": 1}
-    assert request.sampling_params.extra_args.keys() == {"theirs", *CandidateTag("g", 0, 1, 1, True, 1).to_extra_args()}
+    assert request.sampling_params.extra_args.keys() == {"theirs", TAG_KEY}
     run.run()
 
 
-@pytest.mark.parametrize("value", [[1], "x", 7, {}, ["g", 0, 1, 1, True, 1, None, True, 0, None, 0, 0.0, None]])
+@pytest.mark.parametrize(
+    "value", [[1], "x", 7, {}, ["g", 0, {"group_size": 1, "num_candidates": 1}, 1], b"", b"g", b"\x91\x01"]
+)
 def test_what_a_client_of_vllms_own_server_writes_in_the_place_of_a_tag_is_none(new_run, value) -> None:
     run = new_run()
     (id,) = add(run, [5], {TAG_KEY: value})
@@ -175,12 +177,12 @@ def test_a_later_batch_is_not_judged_by_an_earlier_one_that_was_never_whole(new_
 def test_groups_that_are_never_whole_are_bounded(new_run: Callable[..., TracedRun]) -> None:
     run = new_run()
     table = run.scheduler.group_steps._table
-    table._idle._max_number = 8
+    table._max_waiting = 8
     for batch in range(20):
         add(run, [3], PROMPT, f"open{batch}-")
         add(run, [3], {**JOIN, "rollout_group_id": f"q{batch}"}, f"named{batch}-")
         run.run()
-    assert len(table) == table.num_idle == 8
+    assert len(table) == table.num_waiting == 8
     assert not run.scheduler._joining._numbers
 
 

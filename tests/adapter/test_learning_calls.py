@@ -38,11 +38,11 @@ from vllm_rollout.adapter.options import RolloutOptions
 from vllm_rollout.adapter.worker.worker import RolloutWorker
 from vllm_rollout.config import MAX_ADAPTERS, MAX_DETECTION_LENGTHS
 from vllm_rollout.group.history import LengthHistory, ObservedLength
-from vllm_rollout.group.judge import Judge, Scoring
-from vllm_rollout.group.ledger import NamedReward, Reward
+from vllm_rollout.group.judge import Judge
+from vllm_rollout.group.ledger import NamedReward, Reward, Scoring
 from vllm_rollout.group.lifecycle import Group, GroupTerms
 from vllm_rollout.group.pruning_plan import PruningPlan
-from vllm_rollout.group.types import BASE_MODEL, WHOLE, Confidence, HeadKey, Observation
+from vllm_rollout.group.types import BASE_MODEL, WHOLE, CandidateId, Confidence, HeadKey, Observation
 from vllm_rollout.server.engine import RequestError
 from vllm_rollout.tracker.feature_ring import FeatureRing, StateKey
 from vllm_rollout.tracker.quality_heads import QualityHeads
@@ -100,15 +100,13 @@ class Rank:
     ) -> list[Reward]:
         """Score and finish candidates whose first feature says whether they succeed."""
         states = torch.randn(num, HIDDEN_SIZE, generator=torch.Generator().manual_seed(seed)).bfloat16()
-        group = Group(GroupTerms(num, num))
+        group = Group(GroupTerms(num, num, pruning=plan))
+        scoring = Scoring(rollout_id, prompt_id, 7, prompt_key=prompt_key, adapter=adapter)
         for index in range(num):
             group.launch()
-            entry = self.judge.ledger.open(
-                rollout_id, prompt_id, index, f"{rollout_id}-{index}", plan, prompt_key=prompt_key, adapter=adapter
-            )
+            entry = self.judge.ledger.open(scoring, CandidateId("", index), f"{rollout_id}-{index}", plan)
             logit = states[index, 0].item()
             seen = Observation(Confidence(1.0, 1.0, 2.0 + logit), logit, 1)
-            scoring = Scoring(rollout_id, prompt_id, 7, plan, adapter=adapter)
             self.judge.judge(group, scoring, {index: (entry, seen)})
             entry.state, entry.num_tokens = "finished", 30
         self.ring.put([StateKey(f"{rollout_id}-{index}", plan.detection_length) for index in range(num)], states)

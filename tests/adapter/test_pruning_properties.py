@@ -9,7 +9,8 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
 from vllm_rollout.adapter.wire import CandidateTag
-from vllm_rollout.group.judge import Scoring
+from vllm_rollout.group.ledger import Scoring
+from vllm_rollout.group.lifecycle import GroupTerms
 from vllm_rollout.group.pruning_plan import PruningPlan
 
 MAX_LENGTH = 60
@@ -79,11 +80,9 @@ def play(workload: Workload, loop: Loop, model: str) -> TracedRun:
             for index, sample in enumerate(group.samples):
                 request_id = f"g{number}-{index}"
                 if sample.arrival_step == step:
-                    scoring = Scoring("rollout", f"g{number}", 7, group.plan)
-                    tag = CandidateTag(
-                        f"g{number}", None if group.joined else index, group.group_size, len(group.samples),
-                        group.early_stop, 16, scoring,
-                    )  # fmt: skip
+                    scoring = Scoring("rollout", f"g{number}", 7)
+                    terms = GroupTerms(group.group_size, len(group.samples), group.early_stop, pruning=group.plan)
+                    tag = CandidateTag(f"g{number}", None if group.joined else index, terms, 16, scoring)
                     run.logits[request_id] = sample.logit
                     extra_args = tag.to_extra_args()
                     run.add(request_id, sample.length, extra_args=extra_args, max_tokens=group.max_tokens)

@@ -1,9 +1,9 @@
 """Groups that race each other in vLLM's own scheduler."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 from scheduler_runs import TracedRun, add_group, assert_nothing_left
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
@@ -99,7 +99,7 @@ def test_a_lost_candidate_is_awaited_and_its_group_completes(new_run):
     assert run.note(one).is_replaced
     assert run.note(one).state == "failed"
     tag = CandidateTag.of(run.requests[two].sampling_params.extra_args)
-    run.add("g0-3", 12, extra_args=replace(tag, index=3).to_extra_args())
+    run.add("g0-3", 12, extra_args=msgspec.structs.replace(tag, index=3).to_extra_args())
     run.run()
     assert [run.state(id) for id in (two, three, "g0-3")] == ["finished", "surplus", "finished"]
     assert not run.note("g0-3").is_replaced

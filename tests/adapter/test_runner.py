@@ -13,7 +13,8 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, CandidateTag, RunnerReport
 from vllm_rollout.adapter.worker import runner as runner_module
 from vllm_rollout.adapter.worker.runner import ObservedOutput, observe_runner, observe_sampler
-from vllm_rollout.group.judge import Scoring
+from vllm_rollout.group.ledger import Scoring
+from vllm_rollout.group.lifecycle import GroupTerms
 from vllm_rollout.group.pruning_plan import PruningPlan
 from vllm_rollout.group.types import HeadKey
 from vllm_rollout.tracker import ops
@@ -154,8 +155,8 @@ def new_request(
     adapter: str | None = None,
 ) -> Any:
     plan = None if detection_length is None else PruningPlan(detection_length)
-    scoring = None if plan is None else Scoring("r", "p", 1, plan)
-    tag = CandidateTag("g", 0, 1, 2, True, 64, scoring, observed=observed)
+    scoring = None if plan is None else Scoring("r", "p", 1)
+    tag = CandidateTag("g", 0, GroupTerms(1, 2, pruning=plan), 64, scoring, observed)
     extra_args = tag.to_extra_args() if tagged else None
     return SimpleNamespace(
         req_id=request_id,

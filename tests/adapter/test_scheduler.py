@@ -10,6 +10,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.support.dry_run import EOS_TOKEN
 from vllm_rollout.adapter.wire import CandidateTag
+from vllm_rollout.group.lifecycle import GroupTerms
 
 
 def ending(run: TracedRun, request_id: str) -> tuple[str, FinishReason, int | str | None]:
@@ -70,7 +71,7 @@ def test_of_candidates_that_tie_the_shortest_wins_before_the_lowest_index(new_ru
     run = new_run()
     add_group(run, "g", [31], group_size=1, num_candidates=2)
     run.step()
-    run.add("g-1", 31 - loop.depth, extra_args=CandidateTag("g", 1, 1, 2, True, 64).to_extra_args())
+    run.add("g-1", 31 - loop.depth, extra_args=CandidateTag("g", 1, GroupTerms(1, 2), 64).to_extra_args())
     run.run()
     assert run.note("g-0").end_step == run.note("g-1").end_step
     assert [ending(run, "g-0"), ending(run, "g-1")] == [LOST, WON]
@@ -204,9 +205,9 @@ def test_truncated_candidates_count_when_nobody_is_left(new_run):
 
 def test_a_truncated_candidate_does_not_stop_those_that_may_end_by_themselves(new_run):
     run = new_run()
-    run.add("g-0", 100, max_tokens=20, extra_args=CandidateTag("g", 0, 1, 3, True, 64).to_extra_args())
-    run.add("g-1", 30, extra_args=CandidateTag("g", 1, 1, 3, True, 64).to_extra_args())
-    run.add("g-2", 40, extra_args=CandidateTag("g", 2, 1, 3, True, 64).to_extra_args())
+    run.add("g-0", 100, max_tokens=20, extra_args=CandidateTag("g", 0, GroupTerms(1, 3), 64).to_extra_args())
+    run.add("g-1", 30, extra_args=CandidateTag("g", 1, GroupTerms(1, 3), 64).to_extra_args())
+    run.add("g-2", 40, extra_args=CandidateTag("g", 2, GroupTerms(1, 3), 64).to_extra_args())
     run.run()
     assert ending(run, "g-0") == ("finished", FinishReason.LENGTH, None)
     assert ending(run, "g-1") == WON
@@ -314,7 +315,7 @@ def test_a_sibling_that_arrives_after_the_end_is_stopped_at_once(new_run):
     add_group(run, "shared", [5, 50], group_size=1, joined=True, num_candidates=3)
     run.run()
     assert len(run.scheduler.group_steps) == 1
-    tag = CandidateTag("shared", None, 1, 3, True, 64)
+    tag = CandidateTag("shared", None, GroupTerms(1, 3), 64)
     run.add("late", 50, extra_args=tag.to_extra_args())
     run.run()
     assert ending(run, "late") == LOST
@@ -329,7 +330,7 @@ def test_a_sibling_that_arrives_while_others_run_is_stopped_with_the_next_step(n
     for _ in range(20):
         run.step()
     assert ending(run, "shared-0") == WON
-    run.add("late", 50, extra_args=CandidateTag("shared", None, 1, 2, True, 64).to_extra_args())
+    run.add("late", 50, extra_args=CandidateTag("shared", None, GroupTerms(1, 2), 64).to_extra_args())
     run.step()
     assert ending(run, "late") == LOST
     run.run()
@@ -341,7 +342,7 @@ def test_a_group_id_may_be_used_again_when_its_group_is_over(new_run):
     run = new_run()
     add_group(run, "shared", [5, 50], group_size=1, joined=True)
     run.run()
-    tag = CandidateTag("shared", None, 1, 2, True, 64)
+    tag = CandidateTag("shared", None, GroupTerms(1, 2), 64)
     run.add("again-0", 30, extra_args=tag.to_extra_args())
     run.add("again-1", 20, extra_args=tag.to_extra_args())
     run.run()
@@ -355,7 +356,7 @@ def test_a_group_with_siblings_still_to_come_is_forgotten_when_they_have_come_an
     add_group(run, "shared", [5], group_size=2, joined=True, num_candidates=2)
     run.run()
     assert len(run.scheduler.group_steps) == 1
-    run.add("second", 5, extra_args=CandidateTag("shared", None, 2, 2, True, 64).to_extra_args())
+    run.add("second", 5, extra_args=CandidateTag("shared", None, GroupTerms(2, 2), 64).to_extra_args())
     abort(run, "second")
     run.run()
     assert_nothing_left(run)

@@ -11,6 +11,7 @@ from vllm.v1.request import RequestStatus
 
 from tests.support.dry_run import EOS_TOKEN
 from vllm_rollout.adapter.wire import CandidateTag, EndingNote
+from vllm_rollout.group.lifecycle import GroupTerms
 
 MAX_LENGTH = 60
 MIN_BLOCKS = 8
@@ -103,10 +104,8 @@ def requests_of(workload: Workload) -> list[tuple[str, Sample, dict]]:
     requests = [(f"plain-{index}", sample, {}) for index, sample in enumerate(workload.plain)]
     for number, group in enumerate(workload.groups):
         for index, sample in enumerate(group.samples):
-            tag = CandidateTag(
-                f"g{number}", None if group.joined else index, group.group_size, len(group.samples),
-                group.early_stop, group.interval,
-            )  # fmt: skip
+            terms = GroupTerms(group.group_size, len(group.samples), group.early_stop)
+            tag = CandidateTag(f"g{number}", None if group.joined else index, terms, group.interval)
             kwargs = {"extra_args": tag.to_extra_args(), "max_tokens": group.max_tokens}
             requests.append((f"g{number}-{index}", sample, kwargs))
     return requests

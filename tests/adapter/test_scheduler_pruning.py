@@ -11,10 +11,9 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
 from vllm_rollout.adapter.wire import CandidateTag
-from vllm_rollout.group.judge import Scoring
 from vllm_rollout.group.learning import Learning
-from vllm_rollout.group.ledger import Reward
-from vllm_rollout.group.lifecycle import Group
+from vllm_rollout.group.ledger import Reward, Scoring
+from vllm_rollout.group.lifecycle import Group, GroupTerms
 from vllm_rollout.group.pruning_plan import PruningPlan
 from vllm_rollout.group.types import WHOLE, Assessment, Confidence, HeadKey, Observation
 
@@ -161,11 +160,10 @@ def test_a_candidate_cut_in_its_due_step_is_not_judged(pruning_run):
 
 def test_pruning_that_makes_cut_candidates_count_completes_the_group_in_that_step(pruning_run):
     run = pruning_run()
-    cut = CandidateTag("g", 0, 1, 4, True, 64, Scoring("rollout", "g", 7, PLAN))
-    run.add("g-0", 90, max_tokens=10, extra_args=cut.to_extra_args())
-    run.add("g-1", 90, max_tokens=10, extra_args=replace(cut, index=1).to_extra_args())
-    run.add("g-2", 90, extra_args=replace(cut, index=2).to_extra_args())
-    run.add("g-3", 90, extra_args=replace(cut, index=3).to_extra_args())
+    for index in range(4):
+        tag = CandidateTag("g", index, GroupTerms(1, 4, pruning=PLAN), 64, Scoring("rollout", "g", 7))
+        sampling = {"max_tokens": 10} if index < 2 else {}
+        run.add(f"g-{index}", 90, extra_args=tag.to_extra_args(), **sampling)
     run.logits.update({"g-2": -1, "g-3": -1})
     run.scheduler.judge.memory.learnings[10].assess = partial(_prune_all, run)
     run.run()
@@ -174,8 +172,8 @@ def test_pruning_that_makes_cut_candidates_count_completes_the_group_in_that_ste
     assert_nothing_left(run)
 
 
-def _prune_all(run, plan, observations, earlier, *, seed, group, at_least, past, num_to_come):
-    assert (at_least, num_to_come) == (0, 0)  # two have finished
+def _prune_all(run, plan, observations, siblings):
+    assert (siblings.at_least, siblings.num_to_come) == (0, 0)  # two have finished
     return {i: Assessment("head", seen.logit, 0.5, 0.5, False, 1, seen.confidence) for i, seen in observations.items()}
 
 
@@ -277,8 +275,8 @@ def test_a_request_that_joins_with_another_plan_is_refused(pruning_run):
     run = pruning_run()
     prune_by_sign(run, 10)
     for number, plan in enumerate([PLAN, PLAN, replace(PLAN, detection_length=12), SHADOW, None]):
-        scoring = plan and Scoring("g", "g", number, plan)
-        tag = CandidateTag("g", None, 1, 2, True, 64, scoring)
+        scoring = plan and Scoring("g", "g", number)
+        tag = CandidateTag("g", None, GroupTerms(1, 2, pruning=plan), 64, scoring)
         run.add(f"g-{number}", 30, extra_args=tag.to_extra_args())
     run.logits.update({"g-0": -1, "g-1": 1})
     run.run()
@@ -341,7 +339,8 @@ def test_the_order_in_which_groups_and_siblings_arrive_does_not_change_verdicts(
         random.Random(order).shuffle(ids)
         for id in ids:
             group, index = id.split("-")
-            tag = CandidateTag(group, int(index), 1, 2, True, 64, Scoring("r", group, 7, replace(PLAN, min_labels=8)))
+            terms = GroupTerms(1, 2, pruning=replace(PLAN, min_labels=8))
+            tag = CandidateTag(group, int(index), terms, 64, Scoring("r", group, 7))
             run.add(id, 20, extra_args=tag.to_extra_args())
         for _ in range(11):
             run.step()
@@ -356,10 +355,10 @@ def test_what_a_candidate_teaches_is_its_adapters_whatever_its_tag_says(new_run)
     """The scheduler takes the name from the request's adapter, for which vLLM answers."""
     run = new_run()
     prune_by_sign(run, 10)
-    liar = Scoring("lie", "lie", 7, replace(PLAN, mode="active"), adapter="b")
+    liar = Scoring("lie", "lie", 7, adapter="b")
     for group_id, lora in (("base", None), ("a", LoRARequest("a", 1, "/a")), ("lie", LoRARequest("a", 1, "/a"))):
-        scoring = liar if group_id == "lie" else Scoring(group_id, group_id, 7, PLAN)
-        tag = CandidateTag(group_id, 0, 1, 1, True, 64, scoring)
+        scoring = liar if group_id == "lie" else Scoring(group_id, group_id, 7)
+        tag = CandidateTag(group_id, 0, GroupTerms(1, 1, pruning=PLAN), 64, scoring)
         run.logits[group_id] = -1.0
         run.add(group_id, 30, extra_args=tag.to_extra_args(), lora_request=lora)
     run.run()

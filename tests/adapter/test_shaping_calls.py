@@ -33,7 +33,7 @@ from vllm_rollout.group.drift import StepDrift
 from vllm_rollout.group.history import LengthHistory, ObservedLength
 from vllm_rollout.group.judge import Judge
 from vllm_rollout.group.placement import Placement
-from vllm_rollout.group.work import Weights
+from vllm_rollout.group.work import TokenCost
 from vllm_rollout.profiling.profile_file import CurveFit, EngineFacts, Point, Profile
 
 LENGTHS = [ObservedLength(10, False), ObservedLength(30, False), ObservedLength(30, True)]
@@ -181,7 +181,7 @@ def test_a_profile_gives_the_cost_model_and_every_rank_compares_with_it(engine, 
     assert engine.cost_model.ptl(8, 64) == pytest.approx(0.017)
     assert engine.cost_model.max_num_seqs == 4, "the queue is this server's, not the profiled one's"
     assert all(core.scheduler.step_times._active for core in cores)
-    assert engine._client.placement.weights == Weights.of(engine.cost_model) != Weights()
+    assert engine._client.placement.token_cost == TokenCost.of(engine.cost_model) != TokenCost()
     assert caplog.records == []
 
 

@@ -14,12 +14,14 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReques
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from vllm_rollout.adapter.wire import (
+    TAG_KEY,
     CandidateTag,
     EndingNote,
     LastLogits,
     RunnerReport,
 )
-from vllm_rollout.group.judge import Scoring
+from vllm_rollout.group.ledger import AnswerName, Scoring
+from vllm_rollout.group.lifecycle import GroupTerms
 from vllm_rollout.group.pruning_plan import PruningPlan
 from vllm_rollout.group.race import RacePlace
 from vllm_rollout.group.types import WHOLE, Assessment, Confidence, Observation
@@ -30,11 +32,16 @@ COLD = Assessment("confidence", 2.25, None, 1.0, True, 0, Confidence(3.0, 1.5, 2
 
 
 @pytest.mark.parametrize(
-    "scoring", [None, Scoring("r", "p", 2**62 - 1, PLAN, prompt_key="id:ü"), Scoring("r", "ü", -5, PruningPlan(1))]
+    "scoring",
+    [
+        None,
+        Scoring("r", "p", 2**62 - 1, prompt_key="id:ü"),
+        Scoring("r", "ü", -5, AnswerName("a", 3), AnswerName("b")),
+    ],
 )
 @pytest.mark.parametrize("index", [None, 0, 7])
 def test_a_tag_reaches_the_scheduler_as_it_was(scoring, index):
-    tag = CandidateTag("g", index, 4, 8, False, 64, scoring)
+    tag = CandidateTag("g", index, GroupTerms(4, 8, False), 64, scoring)
     params = SamplingParams(extra_args={"other": 1, **tag.to_extra_args()})
     request = EngineCoreRequest(
         request_id="g-c0", prompt_token_ids=[1, 2], mm_features=None, sampling_params=params, pooling_params=None,
@@ -46,15 +53,12 @@ def test_a_tag_reaches_the_scheduler_as_it_was(scoring, index):
 
 
 @pytest.mark.parametrize("place", [None, RacePlace("round", 3, 7)])
-@pytest.mark.parametrize("scoring", [None, Scoring("r", "p", 1, PLAN)])
-def test_a_tag_of_a_round_reaches_the_scheduler_as_it_was(scoring, place):
-    tag = CandidateTag(
-        "g", 1, 4, 8, True, 64, scoring, 1.5, False, num_replaceable=8, place=place, num_resumed=300, audit_ratio=0.05
-    )
+@pytest.mark.parametrize("plan", [None, PLAN])
+def test_a_tag_of_a_round_reaches_the_scheduler_as_it_was(plan, place):
+    terms = GroupTerms(4, 8, True, 1.5, plan, num_replaceable=8, audit_ratio=0.05)
+    tag = CandidateTag("g", 1, terms, 64, plan and Scoring("r", "p", 1), observed=False, place=place, num_resumed=300)
     received = msgspec.msgpack.decode(msgspec.msgpack.encode(tag.to_extra_args()))
     assert CandidateTag.of(received) == tag
-    assert CandidateTag.of(received).terms.num_replaceable == 8
-    assert CandidateTag.of(received).terms.audit_ratio == 0.05
 
 
 @pytest.mark.parametrize(("is_replaced", "group_lost"), [(True, False), (False, True)])
@@ -64,7 +68,9 @@ def test_a_note_of_a_round_reaches_the_api_process_as_it_was(is_replaced, group_
     assert EndingNote.take(params) == (note, None)
 
 
-@pytest.mark.parametrize("extra_args", [None, {}, {"rollout_x": 1}])
+@pytest.mark.parametrize(
+    "extra_args", [None, {}, {"rollout_x": 1}, {TAG_KEY: ["g"]}, {TAG_KEY: b""}, {TAG_KEY: b"\x91\x01"}]
+)
 def test_a_request_without_a_tag_has_none(extra_args):
     assert CandidateTag.of(extra_args) is None
 
@@ -85,7 +91,7 @@ def test_a_note_reaches_the_api_process_as_it_was(assessment):
 
 def test_a_confidence_that_nobody_could_see_travels_as_it_is():
     unseen = replace(COLD, confidence=Confidence(math.nan, math.inf, 1.0))
-    params = msgspec.msgpack.decode(msgspec.msgpack.encode(EndingNote("finished", 1, None, (), unseen).to_params(None)))
+    params = msgspec.msgpack.decode(msgspec.msgpack.encode(EndingNote("finished", 1, None, [], unseen).to_params(None)))
     note, _ = EndingNote.take(params)
     assert math.isnan(note.assessment.confidence.mean)
     assert note.assessment.confidence.lowest_window == math.inf
@@ -126,5 +132,5 @@ def test_a_runner_s_report_says_of_each_row_what_its_last_token_would_be_worth()
 @given(trial_lengths=st.lists(st.integers(2, 4096), max_size=6, unique=True).map(sorted), final=st.booleans())
 def test_a_plan_with_several_lengths_comes_through_a_codec_that_knows_no_tuples(trial_lengths, final):
     plan = PruningPlan(1, mode="shadow", trial_lengths=tuple(trial_lengths), final_score=final)
-    tag = CandidateTag("g", 0, 1, 2, True, 64, Scoring("r", "p", 1, plan))
+    tag = CandidateTag("g", 0, GroupTerms(1, 2, pruning=plan), 64, Scoring("r", "p", 1))
     assert CandidateTag.of(tag.to_extra_args()) == tag

@@ -11,14 +11,14 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from vllm_rollout.cli import app
-from vllm_rollout.emulation.device import Device, Work, cost_of, step_seconds
+from vllm_rollout.emulation.device import Device, StepWork, cost_of, step_seconds
 from vllm_rollout.emulation.report import report
 from vllm_rollout.emulation.settings import Settings
 from vllm_rollout.emulation.step_log import LoggedSteps, Step, StepLog, Summary, read_steps
 from vllm_rollout.emulation.tokens import PERIOD, Vocabulary, succeeded
 
 TEN_MS = Settings.model_validate({"step": {"ms": 10, "ms_per_request": 0}})
-ONE = Work(1, 1, 0)
+ONE = StepWork(1, 1, 0)
 
 
 def test_a_step_waits_for_the_one_before_and_a_late_host_leaves_the_device_idle():
@@ -122,5 +122,5 @@ def test_a_model_without_tokens_to_say_is_refused():
 @pytest.mark.parametrize(("num_requests", "context"), [(1, 10), (64, 700), (500, 8000)])
 def test_the_rules_know_what_a_step_costs(num_requests: int, context: int):
     settings = Settings.model_validate({"step": {"ms": 5, "ms_per_request": 0.03, "ms_per_context_token": 2e-5}})
-    seconds = step_seconds(settings)(Work(num_requests, num_requests * context, 0))
+    seconds = step_seconds(settings)(StepWork(num_requests, num_requests * context, 0))
     assert cost_of(settings).ptl(num_requests, context) == pytest.approx(seconds)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from vllm_rollout.emulation.device import Work, step_seconds
+from vllm_rollout.emulation.device import StepWork, step_seconds
 from vllm_rollout.emulation.settings import DEFAULT_KV_TOKENS, Settings
 from vllm_rollout.profiling.profile_file import CurveFit, EngineFacts, Profile
 
@@ -40,13 +40,13 @@ def write_profile(path, *sizes: int) -> None:
 def test_an_empty_object_has_every_default(tmp_path):
     settings = read(tmp_path, {})
     assert settings == Settings()
-    assert step_seconds(settings)(Work(100, 0, 0)) == pytest.approx(0.010)
+    assert step_seconds(settings)(StepWork(100, 0, 0)) == pytest.approx(0.010)
 
 
 def test_a_step_costs_the_sum_of_its_parts(tmp_path):
     step = {"ms": 1, "ms_per_request": 0.1, "ms_per_context_token": 0.01, "ms_per_prefilled_token": 0.5}
     seconds = step_seconds(read(tmp_path, {"step": step}))
-    assert seconds(Work(3, 70, 20)) == pytest.approx((1 + 0.3 + 0.7 + 10) / 1e3)
+    assert seconds(StepWork(3, 70, 20)) == pytest.approx((1 + 0.3 + 0.7 + 10) / 1e3)
 
 
 def test_the_example_can_be_read():
@@ -64,8 +64,8 @@ def test_a_profile_gives_step_times_and_capacity(tmp_path, named):
     settings = read(tmp_path, {"profile": "ptl.json", "tensor_parallel_size": 2}).at(1)
     assert settings.kv_tokens == 65_536
     seconds = step_seconds(settings)
-    assert seconds(Work(6, 6 * 150, 0)) == pytest.approx(0.015 * 1.5)
-    assert seconds(Work(6, 6 * 150, 10)) == pytest.approx(0.015 * 1.5 + 10e-4 + 2e-3)
+    assert seconds(StepWork(6, 6 * 150, 0)) == pytest.approx(0.015 * 1.5)
+    assert seconds(StepWork(6, 6 * 150, 10)) == pytest.approx(0.015 * 1.5 + 10e-4 + 2e-3)
 
 
 def test_an_engine_gets_what_the_file_says_of_its_size(tmp_path):
@@ -74,7 +74,7 @@ def test_an_engine_gets_what_the_file_says_of_its_size(tmp_path):
     assert settings.engine_sizes == (1, 4)
     one, four = settings.at(1), settings.at(4)
     assert (one.kv_tokens, four.kv_tokens, four.seed) == (5000, DEFAULT_KV_TOKENS, 3)
-    assert step_seconds(one)(Work(1, 0, 0)) == pytest.approx(3 * step_seconds(four)(Work(1, 0, 0)), rel=0.02)
+    assert step_seconds(one)(StepWork(1, 0, 0)) == pytest.approx(3 * step_seconds(four)(StepWork(1, 0, 0)), rel=0.02)
     assert four.at(1) == four
     with pytest.raises(ValueError, match="no tensor-parallel size 2, but 1, 4"):
         settings.at(2)

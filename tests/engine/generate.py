@@ -21,6 +21,7 @@ from vllm import LLM, SamplingParams
 
 from vllm_rollout.adapter.names import SCHEDULER_CLS, WORKER_CLS
 from vllm_rollout.adapter.wire import CandidateTag
+from vllm_rollout.group.lifecycle import GroupTerms
 
 NUM_PROMPTS = 26
 
@@ -65,7 +66,7 @@ def main(which: str, model: str) -> None:
         tagged = []
         for i, (_, params) in enumerate(batch):
             params = params.clone()
-            params.extra_args = CandidateTag(f"group-{i // 8}", i % 8, 8, 8, True, 16).to_extra_args()
+            params.extra_args = CandidateTag(f"group-{i // 8}", i % 8, GroupTerms(8, 8), 16).to_extra_args()
             tagged.append(params)
         llm.reset_prefix_cache()  # the comparison is with a cold engine: cached prefixes round differently
         result["tagged"] = run(tagged)

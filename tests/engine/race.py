@@ -8,7 +8,6 @@ quality head, and what the runner showed is set beside what the model computes i
 import json
 import os
 import sys
-from dataclasses import replace
 from statistics import fmean, pstdev
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -23,7 +22,8 @@ from vllm import LLM, SamplingParams
 
 from vllm_rollout.adapter.names import SCHEDULER_CLS, WORKER_CLS
 from vllm_rollout.adapter.wire import CandidateTag, EndingNote
-from vllm_rollout.group.judge import Scoring
+from vllm_rollout.group.ledger import Scoring
+from vllm_rollout.group.lifecycle import GroupTerms
 from vllm_rollout.group.plan import PruningPlan
 from vllm_rollout.group.types import WHOLE, HeadKey
 from vllm_rollout.tracker.feature_ring import StateKey
@@ -46,13 +46,13 @@ def main(model: str) -> None:
         scheduler_cls=SCHEDULER_CLS, worker_cls=WORKER_CLS, worker_extension_cls="trainer_extension.TrainerExtension",
     )  # fmt: skip
 
-    def race(name: str, early_stop: bool, scoring: PruningPlan | None = None) -> list[list]:
+    def race(name: str, early_stop: bool, plan: PruningPlan | None = None) -> list[list]:
         prompts, params = [], []
         for group in range(NUM_GROUPS):
             for index in range(NUM_CANDIDATES):
-                tag = CandidateTag(f"{name}-{group}", index, GROUP_SIZE, NUM_CANDIDATES, early_stop, 8)
-                if scoring is not None:
-                    tag = replace(tag, scoring=Scoring("rollout", f"prompt-{group}", 0, scoring))
+                terms = GroupTerms(GROUP_SIZE, NUM_CANDIDATES, early_stop, pruning=plan)
+                scoring = plan and Scoring("rollout", f"prompt-{group}", 0)
+                tag = CandidateTag(f"{name}-{group}", index, terms, 8, scoring)
                 stop_at = LENGTHS[(index + group) % NUM_CANDIDATES]
                 prompts.append({"prompt_token_ids": [3 + group, 4, 5, 6, 7]})
                 params.append(

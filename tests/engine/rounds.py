@@ -19,6 +19,7 @@ from vllm import LLM, SamplingParams
 
 from vllm_rollout.adapter.names import SCHEDULER_CLS, WORKER_CLS
 from vllm_rollout.adapter.wire import CandidateTag, EndingNote
+from vllm_rollout.group.lifecycle import GroupTerms
 from vllm_rollout.group.race import RacePlace
 
 GROUP_SIZE = 2
@@ -44,7 +45,7 @@ def main(model: str) -> None:
         for position, lengths in enumerate(groups):
             for index, length in enumerate(lengths):
                 place = RacePlace(name, NUM_WANTED, position)
-                tag = CandidateTag(f"{name}-{position}", index, GROUP_SIZE, len(lengths), True, 8, place=place)
+                tag = CandidateTag(f"{name}-{position}", index, GroupTerms(GROUP_SIZE, len(lengths)), 8, place=place)
                 prompts.append({"prompt_token_ids": [3 + position, 4, 5, 6, 7]})
                 params.append(
                     SamplingParams(

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from vllm_rollout.group.advice import MIN_GROUPS, Advice, advise
-from vllm_rollout.group.rewarded import RewardedCandidate
+from vllm_rollout.group.report import RewardedCandidate
 from vllm_rollout.group.survivors import choose_survivors
 
 LENGTH = 10

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from test_step import PLAN, SCORING, Run, seen, warm_judge
 
 from tests.support.reports import report_of
-from vllm_rollout.group.judge import Judge, Scoring
+from vllm_rollout.group.judge import Judge
+from vllm_rollout.group.ledger import Scoring
 from vllm_rollout.group.lifecycle import NOTHING, Group, GroupTerms, Settlement
 from vllm_rollout.group.step import LaunchRefused
 from vllm_rollout.group.types import CandidateId, HeadKey
@@ -96,7 +97,7 @@ def test_the_first_candidate_s_seed_draws_and_all_of_the_group_agree():
     for number in range(200):
         group_id = f"g{number}"
         for seed in range(4):
-            scoring = Scoring(group_id, "q", 10 * number + seed, PLAN)
+            scoring = Scoring(group_id, "q", 10 * number + seed)
             _, group = run.steps.launch(group_id, terms, scoring=scoring)
         plans = {run.steps._scored[CandidateId(group_id, index)].entry.plan for index in range(4)}
         assert plans == {PLAN.audited(races=True) if group.audit else PLAN}
@@ -104,7 +105,7 @@ def test_the_first_candidate_s_seed_draws_and_all_of_the_group_agree():
     assert 30 < sum(drawn) < 90, "60 are expected; by the seeds, always as many"
     again = Run(Judge())
     for number in range(200):
-        again.steps.launch(f"g{number}", terms, scoring=Scoring(f"g{number}", "q", 10 * number, PLAN))
+        again.steps.launch(f"g{number}", terms, scoring=Scoring(f"g{number}", "q", 10 * number))
     assert [again.steps._table.find(f"g{number}").audit for number in range(200)] == drawn
 
 
@@ -140,7 +141,7 @@ def test_labels_of_a_group_without_spare_candidates_are_plain_audited_or_not(rat
     judge = warm_judge()
     run = Run(judge)
     shadow = replace(PLAN, mode="shadow")
-    run.launch("a", [9, 9], GroupTerms(2, 2, pruning=shadow, audit_ratio=ratio), replace(SCORING, plan=shadow))
+    run.launch("a", [9, 9], GroupTerms(2, 2, pruning=shadow, audit_ratio=ratio), SCORING)
     for _ in range(PLAN.detection_length - 1):
         run.step()
     run.step({CandidateId("a", index): seen(score) for index, score in enumerate((0.0, 9.0))})

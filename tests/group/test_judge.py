@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_rollout.config import MAX_ADAPTERS, MAX_DETECTION_LENGTHS, MAX_LABEL_WEIGHT
-from vllm_rollout.group.judge import Judge, Scoring
+from vllm_rollout.group.judge import Judge
 from vllm_rollout.group.learning import Learning
-from vllm_rollout.group.ledger import LedgerEntry, Reward
+from vllm_rollout.group.ledger import LedgerEntry, Reward, Scoring
 from vllm_rollout.group.lifecycle import Group, GroupTerms
 from vllm_rollout.group.memory import Memory
 from vllm_rollout.group.pruning_plan import PruningPlan
-from vllm_rollout.group.types import WHOLE, Assessment, Confidence, Observation
+from vllm_rollout.group.types import WHOLE, Assessment, CandidateId, Confidence, Observation
 
 LENGTH = 8
 PLAN = PruningPlan(LENGTH, min_labels=4, allow_fewer=True)
@@ -55,23 +55,14 @@ class Siblings:
             scoring.get("rollout_id", "r"),
             scoring.get("prompt_id", "p"),
             scoring.get("seed", 7),
-            plan,
             prompt_key=scoring.get("prompt_key", ""),
             adapter=scoring.get("adapter", ""),
         )
-        self.group = Group(GroupTerms(group_size, num))
+        self.group = Group(GroupTerms(group_size, num, pruning=plan))
         self.entries: dict[int, LedgerEntry] = {}
         for index in range(num):
             self.group.launch()
-            self.entries[index] = judge.ledger.open(
-                self.scoring.rollout_id,
-                self.scoring.prompt_id,
-                index,
-                f"request-{index}",
-                plan,
-                prompt_key=self.scoring.prompt_key,
-                adapter=self.scoring.adapter,
-            )
+            self.entries[index] = judge.ledger.open(self.scoring, CandidateId("", index), f"request-{index}", plan)
 
     def due(self, logits: dict[int, float | None]) -> list[int]:
         """Judge what is due in one step."""

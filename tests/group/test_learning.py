@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.reports import report_of
 from vllm_rollout.config import MAX_LABEL_WEIGHT
-from vllm_rollout.group.learning import REPORT_WINDOW, Learning, label_weight
+from vllm_rollout.group.learning import REPORT_WINDOW, Learning, Siblings, label_weight
 from vllm_rollout.group.pruning_plan import PruningPlan
 from vllm_rollout.group.types import Assessment, Confidence, Observation
 
@@ -34,7 +34,7 @@ def assess(
     at_least: int = 0,
     group: str = "g",
 ) -> dict[int, Assessment]:
-    return learning.assess(plan, observations, earlier or {}, seed=1, group=group, at_least=at_least)
+    return learning.assess(plan, observations, Siblings(1, group, at_least, earlier or {}))
 
 
 def taught(num_groups: int = 40, plan: PruningPlan = SHADOW, seed: int = 0) -> Learning:
@@ -187,7 +187,7 @@ def test_chance_differs_between_groups_and_seeds():
     learning = taught()
     observations = {i: observation(0.0) for i in range(16)}
     verdicts = {
-        tuple(a.keep for a in learning.assess(PLAN, observations, {}, seed=s, group=g, at_least=0).values())
+        tuple(a.keep for a in learning.assess(PLAN, observations, Siblings(s, g, at_least=0)).values())
         for s in range(4)
         for g in ("a", "b")
     }

@@ -6,17 +6,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_rollout.group.ledger import Ledger, LedgerEntry, NamedReward, Place, Reward
+from vllm_rollout.group.ledger import EntryKey, Ledger, LedgerEntry, NamedReward, Reward, Scoring
 from vllm_rollout.group.prompt_key import MAX_KEPT_BYTES, num_bytes
 from vllm_rollout.group.pruning_plan import PruningPlan
-from vllm_rollout.group.types import Assessment, Confidence
+from vllm_rollout.group.types import Assessment, CandidateId, Confidence
 
 PLAN = PruningPlan(detection_length=8)
 ASSESSMENT = Assessment("head", 0.3, 0.6, 0.5, True, 2, Confidence(1.0, 0.5, 0.7))
 
 
 def opened(ledger: Ledger, rollout: str, prompt: str, index: int, plan: PruningPlan = PLAN) -> LedgerEntry:
-    return ledger.open(rollout, prompt, index, f"{rollout}-{prompt}-{index}", plan)
+    return ledger.open(Scoring(rollout, prompt, 7), CandidateId("", index), f"{rollout}-{prompt}-{index}", plan)
 
 
 def finished(ledger: Ledger, rollout: str, prompt: str, index: int, plan: PruningPlan = PLAN) -> LedgerEntry:
@@ -197,9 +197,9 @@ def named(by: str, id: str, index: int = 0, prompt: str = "") -> NamedReward:
 
 def test_a_candidate_is_found_by_its_rollout_its_group_and_the_request_it_answers():
     ledger = Ledger()
-    ledger.open("r", "p", 3, "x", PLAN, "r-0")
+    ledger.open(Scoring("r", "p", 7), CandidateId("r-0", 3), "x", PLAN)
     ledger.name("cmpl-1", "r-0", {0: 3, 1: 4})
-    place = Place("r", "p", 3)
+    place = EntryKey("r", "p", 3)
     assert ledger.find(named("rollout", "r", 3, "p")) == place
     assert ledger.find(named("group", "r-0", 3)) == place
     assert ledger.find(named("request", "cmpl-1")) == place
@@ -210,7 +210,7 @@ def test_a_candidate_is_found_by_its_rollout_its_group_and_the_request_it_answer
 
 def test_large_names_find_their_candidate_and_are_not_kept():
     ledger, prompt, name = Ledger(), "漢" * 256, "x" * 2**20
-    entry = ledger.open("r", prompt, 0, "x", PLAN, "r-0")
+    entry = ledger.open(Scoring("r", prompt, 7), CandidateId("r-0", 0), "x", PLAN)
     ledger.name(name, "r-0", {0: 0})
     place = ledger.find(named("request", name))
     assert place == ledger.find(named("group", "r-0"))
@@ -224,7 +224,7 @@ def test_large_names_find_their_candidate_and_are_not_kept():
 def test_a_request_s_own_name_comes_before_what_may_be_one_of_its_choices():
     ledger = Ledger()
     for index in range(3):
-        ledger.open("r", "p", index, str(index), PLAN, "r")
+        ledger.open(Scoring("r", "p", 7), CandidateId("r", index), str(index), PLAN)
     ledger.name("a", "r", {0: 0})
     ledger.name("a", "r", {0: 1, 1: 1}, unless_taken=True)
     assert [ledger.find(named("request", "a", choice)).index for choice in (0, 1)] == [0, 1]
@@ -235,11 +235,13 @@ def test_a_request_s_own_name_comes_before_what_may_be_one_of_its_choices():
 def test_a_name_that_is_used_again_is_the_newest_ones():
     ledger = Ledger(max_candidates=2)
     for group in "ab":
-        ledger.open(group, "p", 0, group, PLAN, group)
+        ledger.open(Scoring(group, "p", 7), CandidateId(group, 0), group, PLAN)
         ledger.name("cmpl-1", group, {0: 0})
-    assert ledger.find(named("request", "cmpl-1")) == Place("b", "p", 0)
-    ledger.open("c", "p", 0, "c", PLAN, "c")  # the first is forgotten, and its name stays the second's
-    assert ledger.find(named("request", "cmpl-1")) == Place("b", "p", 0)
+    assert ledger.find(named("request", "cmpl-1")) == EntryKey("b", "p", 0)
+    ledger.open(
+        Scoring("c", "p", 7), CandidateId("c", 0), "c", PLAN
+    )  # the first is forgotten, and its name stays the second's
+    assert ledger.find(named("request", "cmpl-1")) == EntryKey("b", "p", 0)
     ledger.name("late", "a", {0: 0})
     assert ledger.find(named("request", "late")) is None
 
@@ -259,7 +261,7 @@ def test_no_name_outlives_what_it_names(steps):
     remembered: set[tuple[str, int]] = set()
     for operation, group, index, name in steps:
         if operation == "open":
-            ledger.open(group, "p", index, f"{group}{index}", PLAN, group)
+            ledger.open(Scoring(group, "p", 7), CandidateId(group, index), f"{group}{index}", PLAN)
         elif operation == "name":
             ledger.name(name, group, {0: index, 1: 0})
         else:
@@ -279,7 +281,7 @@ def test_awaited_rewards_are_counted_by_served_name():
     ledger = Ledger()
     entries = {}
     for adapter in ("", "a", "b"):
-        entry = ledger.open(f"r{adapter}", "p", 0, "x", PLAN, f"g{adapter}", adapter=adapter)
+        entry = ledger.open(Scoring(f"r{adapter}", "p", 7, adapter=adapter), CandidateId(f"g{adapter}", 0), "x", PLAN)
         entry.assessment = ASSESSMENT
         entries[adapter] = entry
     assert ledger.adapter("ra") == "a"
@@ -299,7 +301,8 @@ def test_awaited_rewards_are_counted_by_served_name():
 def test_names_that_nobody_awaits_rewards_for_leave_nothing_behind():
     ledger = Ledger(max_candidates=4)
     for number in range(20):
-        entry = ledger.open(f"r{number}", "p", 0, "x", PLAN, f"g{number}", adapter=f"step {number}")
+        scoring = Scoring(f"r{number}", "p", 7, adapter=f"step {number}")
+        entry = ledger.open(scoring, CandidateId(f"g{number}", 0), "x", PLAN)
         entry.state, entry.assessment = "finished", ASSESSMENT
     assert sum(len(counts) for counts in ledger._scored.values()) == 4
     assert [ledger.awaits_any(f"step {number}") for number in (15, 16, 19)] == [False, True, True]

@@ -7,8 +7,7 @@ import pytest
 
 from vllm_rollout.config import MAX_ADAPTERS
 from vllm_rollout.group.history import ObservedLength
-from vllm_rollout.group.memories import Memories
-from vllm_rollout.group.memory import Memory, rows_of_format_1
+from vllm_rollout.group.memory import Memories, Memory
 from vllm_rollout.group.types import BASE_MODEL, HeadKey
 
 NAMES = [f"adapter {number}" for number in range(MAX_ADAPTERS)]
@@ -94,16 +93,11 @@ def test_a_restored_state_is_as_the_saved_one():
         assert restored.known(name).successes.of(key) == memory.successes.of(key)
 
 
-def test_without_adapters_a_state_is_that_of_earlier_versions_which_are_taken_over():
+def test_without_adapters_a_state_is_that_of_the_base_model():
     saved = taught(BASE_MODEL)
     assert stored(saved) == json.loads(json.dumps(list(saved.base.to_state())))
     restored = Memories.from_state(stored(saved))
     assert list(restored.all()) == [BASE_MODEL]
-    learnings = json.loads(json.dumps([each.to_state() for each in saved.base.learnings.values()]))
-    rows = rows_of_format_1({"learnings": learnings, "lengths": saved.base.lengths.to_state()})
-    first = Memories.from_state(rows)
-    assert list(first.base.learnings) == [8]
-    assert first.base.lengths.of("id:") == saved.base.lengths.of("id:")
 
 
 def test_memories_may_go_on_while_their_state_is_taken():

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.support.reports import report_of
 from vllm_rollout.config import MAX_DETECTION_LENGTHS
 from vllm_rollout.group.history import ObservedLength
-from vllm_rollout.group.learning import Learning
+from vllm_rollout.group.learning import Learning, Siblings
 from vllm_rollout.group.memory import OUTCOMES_PER_ROW, PROMPTS_PER_ROW, Memory
 from vllm_rollout.group.pruning_plan import PruningPlan
 from vllm_rollout.group.types import Confidence, Observation
@@ -36,7 +36,7 @@ def use(memory: Memory, detection_length: int, num: int = 24, seed: int = 0) -> 
     rng, plan = random.Random(seed), PruningPlan(detection_length, min_labels=4, allow_fewer=True)
     learning = memory.learning(detection_length, nobody)
     observations = {index: seen(rng) for index in range(num)}
-    judged = learning.assess(plan, observations, {}, seed=seed, group="g", at_least=1)
+    judged = learning.assess(plan, observations, Siblings(seed, "g", at_least=1))
     for index, assessment in judged.items():
         learning.reward(observations[index], assessment, 30, index % 2 == 0, f"r/{seed}", active=True)
     memory.lengths.observe(f"id:{seed}", [ObservedLength(rng.randint(1, 99), index % 5 == 0) for index in range(num)])

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_rollout.group.placement import Placement, agreed_rank, choose_rank
-from vllm_rollout.group.work import Weights, Work
+from vllm_rollout.group.work import TokenCost, Work
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_long_contexts_weigh_what_they_cost():
     placement.place(Work(1, 1000, 500_000))
     placement.place(Work(10, 1000, 50_000))
     assert placement.loads == [1000, 1000]
-    placement.weights = Weights(token=1.0, context=0.01)
+    placement.token_cost = TokenCost(token=1.0, context=0.01)
     assert placement.loads == [6000, 1500]
 
 

@@ -165,9 +165,9 @@ def test_a_forgotten_race_lets_its_groups_go_on() -> None:
     assert len(round.steps.races) == 0
 
 
-def test_more_races_than_an_engine_remembers_push_out_the_oldest() -> None:
+def test_more_races_than_an_engine_remembers_push_out_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_rollout.group.race.MAX_RACES", 2)
     steps = GroupSteps(Judge())
-    steps.races._max_races = 2
     for name in "abc":
         steps.launch(f"g{name}", PAIR_OF_THREE, 0, place=RacePlace(name, 1, 0))
     assert steps.races._race_of.keys() == {"gb", "gc"}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from benchmarks import audits
 from vllm_rollout.group.calibration import Calibrator
 from vllm_rollout.group.learning import Learning
-from vllm_rollout.group.odds import shifted
+from vllm_rollout.group.logistic import shifted
 from vllm_rollout.group.race_bias import MAX_INTERCEPT, ORIGINS, Intercept
 
 

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_rollout.group.load import GroupLoad
-from vllm_rollout.group.moments import LengthMoments
-from vllm_rollout.group.remaining import LATE_SHARE, expected_remaining, late_remaining
+from vllm_rollout.group.moments import LATE_SHARE, LengthMoments, expected_remaining, late_remaining
 
 
 def test_without_a_history_a_candidate_lives_as_long_again():

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_rollout.group.resumption import (
-    Span,
+    VersionSpan,
     choose_resumed,
     is_off_policy,
     is_whole,
@@ -83,12 +83,12 @@ def test_moments_of_a_part_that_nobody_saw_are_moments_of_nothing():
 
 
 def test_spans_go_on_behind_each_other():
-    before = [Span("a", 0, 2), Span("b", 2, 5)]
-    assert joined_spans(before, 5, [Span("b", 0, 3), Span("c", 3, 4)]) == [
-        Span("a", 0, 2), Span("b", 2, 8), Span("c", 8, 9),
+    before = [VersionSpan("a", 0, 2), VersionSpan("b", 2, 5)]
+    assert joined_spans(before, 5, [VersionSpan("b", 0, 3), VersionSpan("c", 3, 4)]) == [
+        VersionSpan("a", 0, 2), VersionSpan("b", 2, 8), VersionSpan("c", 8, 9),
     ]  # fmt: skip
-    assert joined_spans(before, 5, [Span("a", 0, 1)]) == [*before, Span("a", 5, 6)]
-    assert joined_spans([], 0, [Span("a", 0, 1)]) == [Span("a", 0, 1)]
+    assert joined_spans(before, 5, [VersionSpan("a", 0, 1)]) == [*before, VersionSpan("a", 5, 6)]
+    assert joined_spans([], 0, [VersionSpan("a", 0, 1)]) == [VersionSpan("a", 0, 1)]
     assert joined_spans(before, 5, []) == before
 
 

@@ -24,7 +24,7 @@ def test_half_of_the_ranks_are_freed_when_the_peak_fits_the_other_half():
     assert (advice.reason, advice.ranks) == ("free", (0, 1))
     assert {move.source for move in advice.moves} == {0, 1}
     assert sorted(move.target for move in advice.moves) == [2, 2, 3, 3]
-    assert advice.told == (
+    assert advice.explanation == (
         "30 of 100 responses (30%) are complete; the rest has a predicted peak of 800 tokens of KV cache, ranks [2, 3] "
         "have 800"
     )
@@ -33,7 +33,7 @@ def test_half_of_the_ranks_are_freed_when_the_peak_fits_the_other_half():
 def test_no_rank_is_freed_when_the_peak_does_not_fit_by_one_token():
     advice = plan_scale_down(AT_30, four_ranks(399))
     assert (advice.reason, advice.ranks, advice.moves) == ("no_room", (), ())
-    assert advice.told.endswith("peak of 800 tokens of KV cache, ranks [2, 3] have 798")
+    assert advice.explanation.endswith("peak of 800 tokens of KV cache, ranks [2, 3] have 798")
 
 
 def test_no_rank_is_freed_when_one_that_stays_is_too_full_by_itself():
@@ -89,7 +89,7 @@ def test_ranks_with_other_requests_stay():
     assert plan_scale_down(AT_30, two).ranks == (1,)
     busy = [rank(0, other_requests=1), rank(1, other_requests=1)]
     advice = plan_scale_down(AT_30, busy)
-    assert (advice.reason, advice.told) == (
+    assert (advice.reason, advice.explanation) == (
         "too_few_ranks",
         "0 of 2 ranks can be emptied; 1 would have to be",
     )

@@ -4,14 +4,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_rollout.group.judge import Judge, Scoring
+from vllm_rollout.group.judge import Judge
+from vllm_rollout.group.ledger import Scoring
 from vllm_rollout.group.lifecycle import GroupTerms
 from vllm_rollout.group.pruning_plan import PruningPlan
 from vllm_rollout.group.step import NO_VERDICTS, GroupSteps, LaunchRefused
 from vllm_rollout.group.types import CandidateId, Confidence, HeadKey, Observation
 
 PLAN = PruningPlan(4, keep_ratio=0.5, min_labels=8)
-SCORING = Scoring("rollout", "q", 7, PLAN)
+SCORING = Scoring("rollout", "q", 7)
 
 
 class Run:
@@ -84,12 +85,24 @@ def test_races_are_settled_before_scores_are_judged():
     assert set(verdicts.stop.values()) == {"surplus"}
 
 
+def test_who_ended_in_a_step_in_which_nobody_was_pruned_keeps_its_place():
+    steps, terms = GroupSteps(Judge()), GroupTerms(2, 4, pruning=PLAN)
+    launched = [steps.launch("a", terms, index, scoring=SCORING) for index in range(4)]
+    ids, group = [id for id, _ in launched], launched[0][1]
+    steps.ended(ids[0], group, "stop", 50)
+    assert steps.close_step({ids[3]: seen(1)}, lambda id: 4).stop == {}
+    steps.ended(ids[1], group, "stop", 30)
+    steps.ended(ids[2], group, "stop", 40)
+    assert steps.close_step({}, lambda id: 5).lost_ties == {ids[2]}
+    assert [group.state(id.index) for id in ids] == ["finished", "finished", "surplus", "surplus"]
+
+
 def test_pruning_settles_the_race_again():
     """What pruning leaves cannot reach group_size by itself: the truncated one counts now."""
     plan = PruningPlan(4, keep_ratio=0.05, allow_fewer=True, min_labels=8, min_survival=0.05)
     judge = warm_judge()
     run = Run(judge)
-    run.launch("a", [9, 9, 9, 9], GroupTerms(1, 4, pruning=plan), Scoring("r", "q", 1, plan))
+    run.launch("a", [9, 9, 9, 9], GroupTerms(1, 4, pruning=plan), Scoring("r", "q", 1))
     for _ in range(3):
         run.step()
     verdicts = run.step({CandidateId("a", index): seen(0) for index in range(4)})
@@ -195,7 +208,7 @@ def test_every_candidate_has_one_end_whatever_happens(groups, cancels, chance):
         size = min(size, len(lengths))
         plan = PruningPlan(3, allow_fewer=True, min_labels=8) if pruned else None
         terms = GroupTerms(size, len(lengths), early_stop, None if early_stop else 1.5, plan)
-        run.launch(str(number), lengths, terms, plan and Scoring("r", str(number), number, plan))
+        run.launch(str(number), lengths, terms, plan and Scoring("r", str(number), number))
     over = []
     for step in range(1, 14):
         for at, number in cancels:

@@ -5,9 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_rollout.group.cost import CostModel, PTLCurve
-from vllm_rollout.group.moments import LengthMoments
-from vllm_rollout.group.remaining import expected_remaining
-from vllm_rollout.group.work import RankWork, Weights, Work
+from vllm_rollout.group.moments import LengthMoments, expected_remaining
+from vllm_rollout.group.work import RankWork, TokenCost, Work
 
 LENGTHS = LengthMoments(200.0, 10_000.0, 4)
 
@@ -35,16 +34,16 @@ def cost(*curves, max_num_seqs=None):
 @pytest.mark.parametrize(
     ("profile", "weights"),
     [
-        (cost((0, (1.0, 2.0))), Weights(0.01)),
-        (cost((0, (1.0, 1.0))), Weights()),
-        (cost((0, (1.0, 2.0)), (1000, (1.0, 4.0))), Weights(0.01, 0.02 / 1000)),
-        (cost((0, (1.0, 1.0)), (1000, (1.0, 4.0))), Weights(0.0, 0.03 / 1000)),
-        (cost((0, (1.0, 2.0)), (1000, (1.0, 1.5)), max_num_seqs=64), Weights(0.01)),
+        (cost((0, (1.0, 2.0))), TokenCost(0.01)),
+        (cost((0, (1.0, 1.0))), TokenCost()),
+        (cost((0, (1.0, 2.0)), (1000, (1.0, 4.0))), TokenCost(0.01, 0.02 / 1000)),
+        (cost((0, (1.0, 1.0)), (1000, (1.0, 4.0))), TokenCost(0.0, 0.03 / 1000)),
+        (cost((0, (1.0, 2.0)), (1000, (1.0, 1.5)), max_num_seqs=64), TokenCost(0.01)),
     ],
     ids=["computation", "nothing", "both", "context", "noise"],
 )
 def test_a_profile_weighs_tokens_and_their_contexts(profile, weights):
-    assert Weights.of(profile) == pytest.approx(weights)
+    assert TokenCost.of(profile) == pytest.approx(weights)
 
 
 def test_weighed_work_is_what_the_profile_says_of_its_steps():
@@ -54,7 +53,7 @@ def test_weighed_work_is_what_the_profile_says_of_its_steps():
     work = RankWork()
     work.add(Work(1, len(contexts), sum(contexts)))
     longer = sum(profile.ptl(41, context) - profile.ptl(40, context) for context in contexts)
-    assert work.weighed(Weights.of(profile)) == pytest.approx(longer)
+    assert work.cost(TokenCost.of(profile)) == pytest.approx(longer)
 
 
 @given(st.lists(st.tuples(st.integers(0, 99), st.none() | st.integers(0, 10**9), st.integers(0, 10**12)), max_size=20))

@@ -20,10 +20,10 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, Validat
 
 from vllm_rollout.group.cost import CostModel
 from vllm_rollout.group.history import ObservedLength
-from vllm_rollout.group.holding import EVERYBODY, TRAINER, Holders
-from vllm_rollout.group.judge import Scoring
+from vllm_rollout.group.ledger import Scoring
 from vllm_rollout.group.lifecycle import Group
 from vllm_rollout.group.load import ArrivedKV, EngineLoad, GroupLoad, RankLoad
+from vllm_rollout.group.placement import ALL_OWNERS, TRAINER, Holders
 from vllm_rollout.group.plan import GroupPlan
 from vllm_rollout.group.race import RacePlace
 from vllm_rollout.group.scaling import Progress, ScaleDown, plan_scale_down
@@ -164,7 +164,7 @@ class FakeEngine(LearningEngine):
         load = (await self.engine_loads())[rank]
         return Drained(load.is_held, 0, load.num_running, {}, 0.0)
 
-    async def restore(self, rank: int, owner: str = EVERYBODY) -> None:
+    async def restore(self, rank: int, owner: str = ALL_OWNERS) -> None:
         self.holders[rank].change(owner, held=False)
 
     def move_refusal(self, *, priced: bool) -> str | None:
@@ -232,9 +232,7 @@ class FakeEngine(LearningEngine):
         handle: Handle = prompt.handle
         scoring = None
         if plan.pruning is not None:
-            scoring = Scoring(
-                rollout_id, prompt.id, pruning_seed, plan.pruning, prompt_key=prompt_key, adapter=handle.adapter
-            )
+            scoring = Scoring(rollout_id, prompt.id, pruning_seed, prompt_key=prompt_key, adapter=handle.adapter)
         group_steps = GroupSteps(self.judge)
         if place is not None:
             group_steps = self.races.setdefault(place.race_id, group_steps)
@@ -368,13 +366,13 @@ class FakeEngine(LearningEngine):
             candidate.num_tokens = min(candidate.num_tokens + 1, len(candidate.token_ids))
             if candidate.num_tokens == len(candidate.token_ids):
                 last = None
-                if scoring is not None and scoring.plan.final_score:
+                if scoring is not None and group.pruning.final_score:
                     last = self.observe(candidate.token_ids, WHOLE)
                 group_steps.ended(id, group, candidate.end_reason, candidate.num_tokens, last)
                 ended.append(id)
             elif scoring is not None:
                 reached = len(candidate.before) + candidate.num_tokens
-                if reached in scoring.plan.scored_lengths:
+                if reached in group.pruning.scored_lengths:
                     due[id] = self.observe(candidate.before + candidate.token_ids, reached, scoring.adapter)
         verdicts = group_steps.close_step(due, lambda id: self.candidates[id].num_tokens)
         self.lost_groups |= verdicts.lost_groups

@@ -26,8 +26,7 @@ from vllm_rollout.group.judge import Judge
 from vllm_rollout.group.known_prompts import KnownPrompt, known_prompts, prompt_rows
 from vllm_rollout.group.ledger import NamedReward, Reward
 from vllm_rollout.group.length_trial import TriedCandidate
-from vllm_rollout.group.memories import Memories
-from vllm_rollout.group.memory import Memory
+from vllm_rollout.group.memory import Memories, Memory
 from vllm_rollout.group.types import BASE_MODEL, WHOLE, Confidence, HeadKey, Observation
 from vllm_rollout.server.engine import HeadInfo, KeepState, LearningReport, RequestError, RewardsReceipt
 

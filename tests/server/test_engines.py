@@ -9,10 +9,9 @@ import httpx
 import pytest
 
 from vllm_rollout import AsyncRolloutClient
-from vllm_rollout.group.holding import EVERYBODY
-from vllm_rollout.group.load import ArrivedKV
+from vllm_rollout.group.load import ArrivedKV, TransferCost
+from vllm_rollout.group.placement import ALL_OWNERS
 from vllm_rollout.group.scaling import Progress, ScaleDown
-from vllm_rollout.group.transfer import TransferCost
 from vllm_rollout.server.answers import RanksFreeEvent
 from vllm_rollout.server.engines.scaling import ScaleDownWatch
 
@@ -128,7 +127,7 @@ class PlannedEngine(FakeEngine):
             await self.drain(rank, 0.0)
         return ScaleDown("free", "", (2, 3))
 
-    async def restore(self, rank: int, owner: str = EVERYBODY) -> None:
+    async def restore(self, rank: int, owner: str = ALL_OWNERS) -> None:
         await asyncio.sleep(0)
         await super().restore(rank, owner)
 

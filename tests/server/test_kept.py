@@ -9,7 +9,7 @@ import pytest
 
 from vllm_rollout.group.plan import GroupPlan
 from vllm_rollout.group.pruning_plan import PruningPlan
-from vllm_rollout.group.resumption import Span
+from vllm_rollout.group.resumption import VersionSpan
 from vllm_rollout.group.types import Assessment, CandidateState, Confidence, Ending
 from vllm_rollout.server import kept as kept_module
 from vllm_rollout.server.ended import trajectory_of
@@ -40,7 +40,7 @@ def test_candidates_are_read_as_they_were_kept():
     assert list(first.token_ids) == [0, 1, 2, 3]
     assert list(first.logprobs) == ends[0].logprobs  # exactly
     assert (first.whole, first.finish_reason, first.stop_reason) == (False, None, None)
-    assert (first.confidence, first.spans) == ((2.0, 0.5), [Span("v", 0, 4)])
+    assert (first.confidence, first.spans) == ((2.0, 0.5), [VersionSpan("v", 0, 4)])
     assert (second.whole, second.num_tokens, second.finish_reason) == (True, 7, "stop")
     assert (third.whole, third.num_tokens, third.spans) == (False, 0, [])
 

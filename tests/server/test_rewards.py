@@ -85,9 +85,9 @@ async def test_rewards_while_the_rollout_runs_are_unfinished_and_lost_by_no_one(
     opened = []
     prepare = engine.judge.ledger.open
 
-    def spy(rollout_id, *args):
-        opened.append(rollout_id)
-        return prepare(rollout_id, *args)
+    def spy(scoring, *args):
+        opened.append(scoring.rollout_id)
+        return prepare(scoring, *args)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine.judge.ledger, "open", spy)

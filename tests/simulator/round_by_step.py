@@ -9,9 +9,9 @@ from math import inf
 
 from vllm_rollout.group.history import LengthHistory, observed_lengths
 from vllm_rollout.group.judge import Judge
+from vllm_rollout.group.moments import expected_remaining
 from vllm_rollout.group.plan import GroupPlan
 from vllm_rollout.group.race import RacePlace
-from vllm_rollout.group.remaining import expected_remaining
 from vllm_rollout.group.round_progress import GroupEnd, RoundProgress
 from vllm_rollout.group.rounds import Run
 from vllm_rollout.group.selection import conclude

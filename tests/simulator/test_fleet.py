@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from tests.simulator.traces import DETAILED, FLAT, LINEAR, future, pool, traced
 from vllm_rollout.group.cost import CostModel, PTLCurve
-from vllm_rollout.group.judge import Judge, Scoring
+from vllm_rollout.group.judge import Judge
+from vllm_rollout.group.ledger import Scoring
+from vllm_rollout.group.load import TransferCost
 from vllm_rollout.group.plan import GroupPlan
 from vllm_rollout.group.pruning_plan import PruningPlan
-from vllm_rollout.group.transfer import TransferCost
 from vllm_rollout.simulator.fleet import run_fleet
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.pool import Pools
@@ -136,7 +137,7 @@ def test_every_candidate_ends_once_wherever_its_group_goes(seed, moves, cost, sl
                 its = Race("q", GroupPlan(2, 2, False, "dual_end", 1, patience=1.5), futures, 20)
             else:
                 scored = [one._replace(score=chance.random()) for one in futures]
-                scoring = Scoring("rollout", f"{number}-{position}", 0, plan)
+                scoring = Scoring("rollout", f"{number}-{position}", 0)
                 its = Race(scoring.prompt_id, GroupPlan(2, 2, pruning=plan), scored, 20, scoring)
             ranks[-1].append(its)
     run(cost, ranks, max_num_seqs=slots, kv_capacity_tokens=capacity, **moves)

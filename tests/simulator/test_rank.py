@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -5,7 +7,8 @@ from hypothesis import strategies as st
 from tests.simulator.traces import DETAILED, FLAT, LINEAR, StepByStep, future, pool, run_rank, warm_judge
 from vllm_rollout.group.cost import CostModel, PTLCurve, computed_prompt_tokens, rollout_time
 from vllm_rollout.group.history import observed_lengths
-from vllm_rollout.group.judge import Judge, Scoring
+from vllm_rollout.group.judge import Judge
+from vllm_rollout.group.ledger import Scoring
 from vllm_rollout.group.plan import GroupPlan
 from vllm_rollout.group.pruning_plan import PruningPlan
 from vllm_rollout.simulator.machine import Machine
@@ -93,14 +96,14 @@ def test_a_kv_cache_that_holds_everything_changes_nothing():
 def test_a_group_that_pruning_leaves_too_few_closes_in_that_step():
     plan = PruningPlan(5, min_survival=0.001, max_survival=1.0, allow_fewer=True, min_labels=4)
     candidates = [future(3, "length"), future(3, "length"), future(30, score=0.0), future(30, score=1.0)]
-    race = Race("q", GroupPlan(2, 2, pruning=plan), candidates, scoring=Scoring("rollout", "q", 0, plan))
+    race = Race("q", GroupPlan(2, 2, pruning=plan), candidates, scoring=Scoring("rollout", "q", 0))
     run = run_rank(Machine(FLAT), [race], warm_judge(5))
     assert (states(race), run.seconds) == (["finished", "finished", "pruned", "surplus"], 5)
 
 
 def test_a_candidate_without_a_score_is_not_judged():
     plan = PruningPlan(5, min_survival=0.001, allow_fewer=True, min_labels=4)
-    race = Race("q", GroupPlan(1, 2), pool(6, 9, 9), scoring=Scoring("rollout", "q", 0, plan))
+    race = Race("q", GroupPlan(1, 2, pruning=plan), pool(6, 9, 9), scoring=Scoring("rollout", "q", 0))
     run_rank(Machine(FLAT), [race], warm_judge(5))
     assert (states(race), race.group.assessments) == (["finished", "surplus", "surplus"], {})
 
@@ -153,7 +156,8 @@ def test_a_replay_is_every_single_step(drawn, slots, plan):
     slow = StepByStep(cost, slots, judges[0])
     races = []
     for i, (group, candidates, prompt_tokens) in enumerate(drawn):
-        scoring = plan and Scoring("rollout", f"q{i}", 7, plan)
+        scoring = plan and Scoring("rollout", f"q{i}", 7)
+        group = replace(group, pruning=plan)
         slow.add(f"q{i}", group, candidates, prompt_tokens, scoring)
         races.append(Race(f"q{i}", group, candidates, prompt_tokens, scoring))
     slow.run()

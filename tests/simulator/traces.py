@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from vllm_rollout.group.cost import CostModel, PTLCurve
-from vllm_rollout.group.judge import Judge, Scoring
+from vllm_rollout.group.judge import Judge
+from vllm_rollout.group.ledger import Scoring
 from vllm_rollout.group.lifecycle import Group
 from vllm_rollout.group.plan import GroupPlan
 from vllm_rollout.group.step import GroupSteps
@@ -149,7 +150,7 @@ class StepByStep:
             if step.num_tokens == step.future.num_tokens:
                 step.runs = False
                 self.group_steps.ended(step.id, race.group, step.future.end, step.num_tokens)
-            elif race.scoring is not None and step.num_tokens == race.scoring.plan.detection_length:
+            elif race.scoring is not None and step.num_tokens == race.plan.pruning.detection_length:
                 due[step.id] = Observation(Confidence(*[step.future.score] * 3))
         by_id = {step.id: step for _, step in everyone}
         for candidate_id in self.group_steps.close_step(due, lambda id: by_id[id].num_tokens).stop:

@@ -108,8 +108,8 @@ class DryRun:
         )
         self.scheduler.add_request(request)
         tag = CandidateTag.of(request.sampling_params.extra_args)
-        if tag is not None and tag.scoring is not None:
-            self._scored_lengths[request_id] = tag.scoring.plan.scored_lengths
+        if tag is not None and tag.terms.pruning is not None:
+            self._scored_lengths[request_id] = tag.terms.pruning.scored_lengths
         return request
 
     def step(self, before_update: Callable[[], None] = lambda: None) -> bool:

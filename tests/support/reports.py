@@ -2,7 +2,7 @@
 
 from vllm_rollout.group.learning import Learning
 from vllm_rollout.group.report import RulesReport
-from vllm_rollout.group.rewarded import rules_report
+from vllm_rollout.group.report import rules_report
 
 
 def report_of(learning: Learning) -> RulesReport:

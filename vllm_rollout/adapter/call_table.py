@@ -26,8 +26,7 @@ from vllm_rollout.group.load import EngineLoad
 from vllm_rollout.group.moments import LengthStatistics
 from vllm_rollout.group.moving import StayReason
 from vllm_rollout.group.race_bias import AuditReport
-from vllm_rollout.group.report import HeadInfo
-from vllm_rollout.group.rewarded import RewardedCandidate
+from vllm_rollout.group.report import HeadInfo, RewardedCandidate
 from vllm_rollout.group.types import BASE_MODEL, HeadKey, HeldGroups
 
 CALL_METHOD = "rollout_call"
@@ -189,7 +188,7 @@ class WiderRace(NamedTuple):
 
 
 class Hold(NamedTuple):
-    """Whether somebody keeps an engine core empty (`group/holding.py`)."""
+    """Whether somebody keeps an engine core empty (`group/placement.py`)."""
 
     owner: str
     held: bool

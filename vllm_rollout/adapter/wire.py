@@ -13,15 +13,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
-from vllm_rollout.group.judge import Scoring
+from vllm_rollout.group.ledger import Scoring
 from vllm_rollout.group.lifecycle import GroupTerms
-from vllm_rollout.group.pruning_plan import PruningPlan
 from vllm_rollout.group.race import RacePlace
 from vllm_rollout.group.types import WHOLE, Assessment, CandidateState, Confidence, Observation
 
@@ -30,72 +28,27 @@ ENDING_KEY = "vllm_rollout"
 REPORT_ATTRIBUTE = "vllm_rollout_report"
 
 
-@dataclass(frozen=True, slots=True)
-class CandidateTag:
+class CandidateTag(msgspec.Struct, frozen=True, array_like=True):
     """Makes a vLLM request a candidate of a group."""
 
     group_id: str
     index: int | None
     """None: the scheduler numbers it by arrival (requests that join a shared group)."""
-    group_size: int
-    num_candidates: int
-    early_stop: bool
+    terms: GroupTerms
+    """What its siblings must say as well."""
     output_interval: int
     """Tokens per message to the API process; 1 sends every step's token at once."""
     scoring: Scoring | None = None
-    patience: float | None = None
+    """Of a candidate that is judged by the `pruning` of its terms."""
     observed: bool = True
     """Somebody reads its mean confidence. A candidate with `scoring` is observed in any case."""
-    num_replaceable: int = 0
     place: RacePlace | None = None
     """Its group's part in a round."""
     num_resumed: int = 0
     """Output tokens of an earlier round, at the end of its prompt."""
-    audit_ratio: float = 0.0
-    """Of a group that its candidates join: the first one that comes draws."""
-
-    @property
-    def terms(self) -> GroupTerms:
-        """What its siblings must say as well."""
-        pruning = None if self.scoring is None else self.scoring.plan
-        return GroupTerms(
-            self.group_size,
-            self.num_candidates,
-            self.early_stop,
-            self.patience,
-            pruning,
-            self.num_replaceable,
-            self.audit_ratio,
-        )
 
     def to_extra_args(self) -> dict[str, Any]:
-        scoring = self.scoring
-        values = [
-            self.group_id,
-            self.index,
-            self.group_size,
-            self.num_candidates,
-            self.early_stop,
-            self.output_interval,
-            self.patience,
-            self.observed,
-            self.num_replaceable,
-            self.place and list(astuple(self.place)),
-            self.num_resumed,
-            self.audit_ratio,
-            scoring
-            and [
-                scoring.rollout_id,
-                scoring.prompt_id,
-                scoring.seed,
-                scoring.name,
-                scoring.choice,
-                scoring.parent and list(scoring.parent),
-                scoring.prompt_key,
-                *astuple(scoring.plan),
-            ],
-        ]
-        return {TAG_KEY: msgspec.msgpack.encode(values)}
+        return {TAG_KEY: msgspec.msgpack.encode(self)}
 
     @classmethod
     def of(cls, extra_args: Mapping[str, Any] | None) -> CandidateTag | None:
@@ -103,21 +56,13 @@ class CandidateTag:
         in its place."""
         if not extra_args or not isinstance(data := extra_args.get(TAG_KEY), bytes):
             return None
-        *values, patience, observed, num_replaceable, place, num_resumed, audit_ratio, scoring = msgspec.msgpack.decode(
-            data
-        )
-        if scoring is not None:
-            rollout_id, prompt_id, seed, name, choice, parent, prompt_key, *plan = scoring
-            parent = parent and tuple(parent)
-            scoring = Scoring(rollout_id, prompt_id, seed, _plan_of(plan), name, choice, parent, prompt_key)
-        place = place and RacePlace(*place)
-        return cls(*values, scoring, patience, observed, num_replaceable, place, num_resumed, audit_ratio)
+        try:
+            return _TAG_DECODER.decode(data)
+        except msgspec.DecodeError:
+            return None
 
 
-def _plan_of(values: Sequence[Any]) -> PruningPlan:
-    """A plan from its `astuple`, after any codec that turns tuples into lists."""
-    plan = PruningPlan(*values)
-    return replace(plan, trial_lengths=tuple(plan.trial_lengths))
+_TAG_DECODER = msgspec.msgpack.Decoder(CandidateTag)
 
 
 class LastLogits(NamedTuple):
@@ -170,15 +115,14 @@ class RunnerReport(NamedTuple):
         return Observation(confidence, logit, version, WHOLE)
 
 
-@dataclass(frozen=True, slots=True)
-class EndingNote:
+class EndingNote(msgspec.Struct, frozen=True, array_like=True):
     """What the scheduler knows about a candidate at its end."""
 
     state: CandidateState
     end_step: int
     confidence: tuple[float, float] | None
     """Mean and standard deviation over the trajectory's tokens."""
-    pauses: Sequence[int] = ()
+    pauses: list[int] = []
     """Output lengths at which generation was paused: held outputs blur where vLLM thinks a weight version began."""
     assessment: Assessment | None = None
     refusal: str | None = None
@@ -194,23 +138,7 @@ class EndingNote:
     """By its end."""
 
     def to_params(self, params: dict[str, Any] | None) -> dict[str, Any]:
-        assessment, final = (each and list(astuple(each)) for each in (self.assessment, self.final))
-        return {
-            **(params or {}),
-            ENDING_KEY: [
-                self.state,
-                self.end_step,
-                self.confidence,
-                list(self.pauses),
-                self.refusal,
-                self.ended_by_itself,
-                self.is_replaced,
-                self.group_lost,
-                self.num_preemptions,
-                final,
-                assessment,
-            ],
-        }
+        return {**(params or {}), ENDING_KEY: self}
 
     @classmethod
     def take(cls, params: dict[str, Any] | None) -> tuple[EndingNote | None, dict[str, Any] | None]:
@@ -218,13 +146,4 @@ class EndingNote:
         if not params or ENDING_KEY not in params:
             return None, params
         rest = {key: value for key, value in params.items() if key != ENDING_KEY}
-        state, end_step, confidence, pauses, refusal, *rest_of_note, final, assessment = params[ENDING_KEY]
-        confidence = None if confidence is None else tuple(confidence)
-        assessment, final = (each and assessment_of(each) for each in (assessment, final))
-        return cls(state, end_step, confidence, pauses, assessment, refusal, *rest_of_note, final), rest or None
-
-
-def assessment_of(values: Sequence[Any]) -> Assessment:
-    """An assessment from its `astuple`, after any codec that turns tuples into lists."""
-    assessment = Assessment(*values)
-    return replace(assessment, confidence=Confidence(*assessment.confidence))
+        return msgspec.convert(params[ENDING_KEY], cls), rest or None

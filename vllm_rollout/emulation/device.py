@@ -17,7 +17,7 @@ COST_KNOTS = (1.0, 1024.0)
 """Batch sizes and contexts: a step's cost is linear in each."""
 
 
-class Work(NamedTuple):
+class StepWork(NamedTuple):
     """What a step computes."""
 
     num_requests: int
@@ -27,7 +27,7 @@ class Work(NamedTuple):
     """Beyond one token per request."""
 
 
-class Span(NamedTuple):
+class DeviceSpan(NamedTuple):
     """A step on the device, in seconds of the host's clock."""
 
     launched: float
@@ -43,19 +43,19 @@ class Device:
         self._speed = speed
         self._free_at = 0.0
 
-    def launch(self, now: float, work: Work) -> Span:
+    def launch(self, now: float, work: StepWork) -> DeviceSpan:
         start = max(now, self._free_at)
         self._free_at = start + self._seconds(work) / self._speed
-        return Span(now, start, self._free_at)
+        return DeviceSpan(now, start, self._free_at)
 
 
-def step_seconds(settings: Settings) -> Callable[[Work], float]:
+def step_seconds(settings: Settings) -> Callable[[StepWork], float]:
     """Seconds of a step at speed 1. Raises: ValueError for a profile that cannot be read."""
     if settings.profile is None:
         return linear(_step_of(settings))
     cost = Profile.read(settings.profile).cost(settings.tensor_parallel_size or 1)
 
-    def profiled(work: Work) -> float:
+    def profiled(work: StepWork) -> float:
         prefill_s = work.prefilled_tokens * cost.prefill_s_per_token
         prefill_s += cost.step_prefill_s if work.prefilled_tokens else 0.0
         return cost.ptl(work.num_requests, work.context_tokens / work.num_requests) + prefill_s
@@ -82,8 +82,8 @@ def _step_of(settings: Settings) -> Step:
     return settings.step or Step()
 
 
-def linear(step: Step) -> Callable[[Work], float]:
-    def seconds(work: Work) -> float:
+def linear(step: Step) -> Callable[[StepWork], float]:
+    def seconds(work: StepWork) -> float:
         ms = step.ms + step.ms_per_request * work.num_requests
         ms += step.ms_per_context_token * work.context_tokens + step.ms_per_prefilled_token * work.prefilled_tokens
         return ms / 1e3

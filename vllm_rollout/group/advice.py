@@ -24,17 +24,16 @@ from dataclasses import dataclass, replace
 from math import exp, fsum, lgamma, sqrt
 from typing import Literal, NamedTuple
 
-from vllm_rollout.group.report import weighted_mean
-from vllm_rollout.group.rewarded import RewardedCandidate
+from vllm_rollout.group.report import RewardedCandidate, weighted_mean
 
 Setting = Literal["prune", "fewer"]
 
 MIN_GROUPS = 64
-"""With fewer, the value is not known to a tenth."""
+"""Groups that advice needs: with fewer, the value is not known to a tenth."""
 MARGIN = 1.05
-"""By so much pruning has to be better to be advised: it is the more complicated one, and the value has an error."""
+"""Pruning has to be so many times better to be advised: it is the more complicated one, and the value has an error."""
 MAX_CONCENTRATION = 1e4
-"""Of prompts' success rates, and the inverse of the least: a beta distribution has one."""
+"""Largest concentration of prompts' success rates, and the inverse of the least: a beta distribution has one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +54,7 @@ class Advice:
 
 
 def advise(outcomes: Iterable[RewardedCandidate], detection_length: int) -> Advice:
-    """From the newest rewarded candidates of one detection length, in tokens."""
+    """What the newest rewarded candidates of one detection length, in tokens, say for and against pruning."""
     judged = [o for o in outcomes if o.is_sample and not o.cold]
     by_group: dict[str, list[RewardedCandidate]] = defaultdict(list)
     for outcome in judged:
@@ -99,7 +98,7 @@ class _Rates(NamedTuple):
 
 
 def _success_rates(groups: Iterable[Sequence[RewardedCandidate]]) -> _Rates | None:
-    """By moments; None where all succeed, or all fail."""
+    """The beta distribution that has their moments; None where all succeed, or all fail."""
     total = successes = pairs = successful_pairs = 0.0
     for members in groups:
         weights = [_weight(member) for member in members]
@@ -122,7 +121,7 @@ def _pairs(weights: Sequence[float]) -> float:
 
 
 def _quality_of_unpruned(rates: _Rates, size: int) -> float:
-    """Of groups of that many candidates."""
+    """Signal to noise of groups of that many candidates."""
     chances = [_beta_binomial(rates, size, k) for k in range(size + 1)]
     spread = fsum(chance * sqrt(k * (size - k)) / size for k, chance in enumerate(chances))
     return _quality(spread, (1 - chances[0] - chances[-1]) / size)

@@ -31,7 +31,7 @@ MAX_BUDGET_RATIO = 2
 EXTREME_SHARE = 0.05
 """Prompts of a batch with an extreme tail: the paper's "~5 % of the most expensive prompts" (DARTS 4.3.1)."""
 EXTREME_STD = 1.6
-"""Of fewer prompts than have one in that share: std over that of the data set from which on a tail is extreme. One
+"""Among fewer prompts than have one in that share a tail is extreme from this std over that of the data set on. One
 prompt in twenty has it where log lengths spread by 0.8 within prompts and 0.5 between them."""
 
 
@@ -42,9 +42,9 @@ class Budget:
     total: int
     """M_total: the optimum, within the bounds."""
     lower: int
-    """Without redundancy."""
+    """Candidates without redundancy."""
     upper: int
-    """With every prompt at its upper bound."""
+    """Candidates with every prompt at its upper bound."""
     optimum: float | None
     """M* of Eq. 8. None: unknown, or without bound because more candidates cost no time."""
     rho: float | None
@@ -68,7 +68,7 @@ class PromptAllocation:
     weight: float
     """Where the prompt's length std lies between the least (0) and the greatest (1) of the batch."""
     std_tokens: float | None
-    """Of its lengths, cut at its `max_tokens`; None when it was never seen."""
+    """Standard deviation of its lengths, cut at its `max_tokens`; None when it was never seen."""
     at_upper_bound: bool
     """It has all that a prompt can have, and that is more than `group_size`."""
     extreme: bool = False
@@ -79,7 +79,7 @@ class PromptAllocation:
 class BatchAllocation:
     budget: Budget
     prompts: tuple[PromptAllocation, ...]
-    """In the order of the batch."""
+    """Shares in the order of the batch."""
 
     def plans(self, plan: GroupPlan, early_stop: EarlyStop = None) -> list[GroupPlan]:
         """The plan of each prompt, from that of a prompt with all it may have. Source: DARTS Algorithm 2."""
@@ -94,9 +94,9 @@ class BatchPrompt:
     lengths: LengthMoments | None = None
     """What is known of its lengths; None for one that was never seen."""
     num_tokens: int = 0
-    """Of the prompt itself."""
+    """Tokens of the prompt itself."""
     max_tokens: int | None = None
-    """Where its candidates are cut; None: not known."""
+    """Output tokens at which its candidates are cut; None: not known."""
 
 
 def upper_bound(group_size: int, max_candidates: int) -> int:

@@ -38,7 +38,7 @@ MAX_KINDS = 1024
 
 
 def draw_audit(ratio: float, seed: int, content: str, position: int = 0) -> bool:
-    """Of a group by itself, whose prompt has this digest: is it audited? With probability `ratio`."""
+    """Whether a single group is audited whose prompt has this digest: with probability `ratio`."""
     return chance(seed, f"audit:{content}", position) < ratio
 
 
@@ -88,7 +88,7 @@ class AnswerAudits:
     def __init__(self) -> None:
         self._turns = AuditTurns()
         self._marks: OrderedDict[str, bool] = OrderedDict()
-        """By the first group's request."""
+        """Whether an answer is audited, by its first group's request."""
 
     def take(self, kind: Hashable, ratio: float, request: str, first: str) -> bool:
         """`first`: the request that came first of those that are answered with this one."""

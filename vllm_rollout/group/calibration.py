@@ -27,11 +27,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice, takewhile
 from math import isfinite
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 from vllm_rollout.config import CALIBRATION_WINDOW
 from vllm_rollout.group.checks import MAX_SCORE, fields_of, flag, integer, listed, number, shown
-from vllm_rollout.group.odds import shifted
+from vllm_rollout.group.logistic import shifted
 from vllm_rollout.group.race_bias import AUDITS, ORIGINS, Intercept, LabelOrigin
 from vllm_rollout.group.scale import REMEMBERED_VERSIONS, Scale, Scales
 from vllm_rollout.group.success_bins import combined_table, paper_table
@@ -59,17 +59,6 @@ MAX_WEIGHT = 2.0**32
 Method = Literal["combined", "paper"]
 
 
-class LabelledScore(NamedTuple):
-    """As a state holds it."""
-
-    score: float
-    positive: bool
-    weight: float
-    scale: int
-    """Which of the state's scales."""
-    origin: LabelOrigin
-
-
 @dataclass(slots=True, eq=False)
 class _Score:
     value: float
@@ -81,7 +70,7 @@ class _Score:
 class _Label(_Score):
     positive: bool
     weight: int
-    """In steps."""
+    """Weight of the label, in steps of `WEIGHT_STEP`."""
     origin: LabelOrigin
 
 
@@ -119,13 +108,13 @@ class Calibrator:
         self._counts: tuple[list[int], list[int]] = ([0] * num_bins, [0] * num_bins)
         """Weighted negatives and positives per bin, in steps of weight."""
         self._squares = 0
-        """Of all weights."""
+        """Sum of the squares of all weights."""
         self._raced = 0
         """Weight of labels of races, in steps."""
         self._num_audits = [0, 0]
         """Negatives and positives of audits in the window."""
         self.intercept = Intercept()
-        """By which a table that is taught by races foretells success."""
+        """The intercept by which a table that is taught by races foretells success."""
         self.rate_intercept = Intercept()
         """The same of the success rate."""
         self._num_seen = [0, 0]
@@ -138,7 +127,7 @@ class Calibrator:
 
     @property
     def offset(self) -> float:
-        """By which the logits of what labels say are corrected."""
+        """The correction of the logits of what labels say."""
         return self.intercept.value * self._raced_share
 
     def begin_intercept(self, value: float) -> None:
@@ -243,9 +232,7 @@ class Calibrator:
         return {
             "signal": self.signal,
             "labels": [
-                LabelledScore(
-                    label.value, label.positive, label.weight * WEIGHT_STEP, numbers[label.scale], label.origin
-                )
+                (label.value, label.positive, label.weight * WEIGHT_STEP, numbers[label.scale], label.origin)
                 for label in self._labels
             ],
             "recent": [(recent.value, numbers[recent.scale]) for recent in self._recent],
@@ -324,7 +311,7 @@ class Calibrator:
 
     @property
     def _raced_share(self) -> float:
-        """Of what teaches the table."""
+        """The share of raced labels in what teaches the table."""
         return self._raced / self._total if self._raced else 0.0
 
     @property
@@ -336,7 +323,7 @@ class Calibrator:
         return bool(self._raced) and enough
 
     def _take_audits_out(self) -> None:
-        """Of the table: there is one that can foretell them."""
+        """Labels of audits leave the table, which can foretell them now."""
         audits = [label for label in self._labels if label.origin in AUDITS]
         self._labels = deque(label for label in self._labels if label.origin not in AUDITS)
         for label in audits:

@@ -35,7 +35,7 @@ MAX_LOG_STD = 1.5
 exponential of its square."""
 
 EM_TOLERANCE = 1e-4
-"""Of location and standard deviation of log lengths; a group knows them to some 0.1."""
+"""Change of location and standard deviation of log lengths at which a fit ends; a group knows them to some 0.1."""
 MAX_EM_STEPS = 200
 MAX_STOPS = 128
 """Different stops that a fit looks at one by one, which bounds its time; of more the middle one
@@ -133,7 +133,7 @@ def expected_length(fit: LogLengthFit, stop: int) -> float:
 
 
 def length_beyond(fit: LogLengthFit, num_tokens: int, share: float) -> float:
-    """Of lengths above `num_tokens`, the one that a share of `share`, in (0, 1), exceeds."""
+    """The length that, of all above `num_tokens`, a share of `share`, in (0, 1), exceeds."""
     if num_tokens <= 0:
         z = -NORMAL.inv_cdf(share)
     else:
@@ -198,7 +198,7 @@ def _even_chance(cut: Sequence[tuple[float, int]], std: float) -> float:
 
 
 def log_length(num_tokens: int) -> float:
-    """Of a length; one of 0 tokens counts as half a token."""
+    """Log of a length; one of 0 tokens counts as half a token."""
     return math.log(max(num_tokens, 0.5))
 
 

@@ -33,7 +33,7 @@ class PTLCurve:
     batch_sizes: tuple[float, ...]
     """Knots, ascending."""
     seconds: tuple[float, ...]
-    """Of one decode step, at the knots."""
+    """Time of one decode step, at the knots."""
 
     def __post_init__(self) -> None:
         if not self.batch_sizes or len(self.batch_sizes) != len(self.seconds):

@@ -38,7 +38,7 @@ class StepDrift:
 
     @property
     def distance(self) -> float:
-        """From 1, the same for twice and for half."""
+        """Distance of the ratio from 1, the same for twice and for half."""
         return abs(log(self.ratio))
 
 

@@ -23,8 +23,8 @@ SLOWER = 1.05
 KV_BLOCK_TOKENS = 16
 """Room that is left for everybody's next block when a candidate is admitted, so that it is not preempted at once."""
 EXPECTED_SHARE = 1 / 8
-"""Of `max_tokens`: mean length before any is known. Source: RollPacker section 2.2, a P75 of 755 to 1,100 tokens where
-8k to 32k are allowed; the larger share, since room that is missing costs more than room that is left."""
+"""Mean length over `max_tokens`, before any is known. Source: RollPacker section 2.2, a P75 of 755 to 1,100 tokens
+where 8k to 32k are allowed; the larger share, since room that is missing costs more than room that is left."""
 EXPECTED_DEVIATION = 1.3
 """Standard deviation over mean, before it is known: of a log-normal distribution with sigma 1. Source: the same."""
 
@@ -40,7 +40,7 @@ class EngineSize:
 
     cost: CostModel
     kv_tokens: int
-    """That its KV cache holds."""
+    """Tokens that its KV cache holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ def forecast(engine: EngineSize, expected: ExpectedRound) -> Forecast:
     waiting = deque(candidate for candidate, length in enumerate(lengths) if length > 0)
     num_over = len(lengths) - len(waiting)
     num_tokens = [0] * len(lengths)
-    """Of those that wait."""
+    """Output tokens of those that wait."""
     starts: dict[int, int] = {}
     """Step at which each that runs would have begun, had it never waited; in the order of admission."""
     ends: list[tuple[int, int]] = []

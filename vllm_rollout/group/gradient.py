@@ -37,7 +37,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import fsum, prod
 
-from vllm_rollout.group.odds import with_odds_times
+from vllm_rollout.group.logistic import with_odds_times
 from vllm_rollout.group.pruning import MAX_SOLVED_STRENGTH, Point, SurvivalRule, compress, group_share, rule_of
 from vllm_rollout.group.pruning_plan import PruningPlan
 from vllm_rollout.group.success import NO_REWARDS, PromptSuccess
@@ -63,7 +63,7 @@ class Population:
 
 
 def population_of(points: Sequence[Point]) -> Population:
-    """Of success probabilities and weights."""
+    """What success probabilities and their weights say of candidates in general."""
     total = fsum(w for _, w in points)
     if not total:
         return Population([], 0.5, 0.0)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from vllm_rollout.config import HISTORY_KEY_CHARS, LOG_STD_PRIOR_WEIGHT
 from vllm_rollout.group.censoring import GroupMoments, bounded_log_std, group_moments
-from vllm_rollout.group.checks import MAX_COUNT, fields_of, is_writable, shown
+from vllm_rollout.group.checks import MAX_COUNT, fields_of, integer, listed, number, text
 from vllm_rollout.group.life_table import PRIOR_LOG_STD
 from vllm_rollout.group.moments import LengthMoments
 from vllm_rollout.group.shape import LengthShape
@@ -37,7 +37,7 @@ HISTORY_DATASET_HALF_LIFE = 512
 """Groups after which a group counts half in the data set's averages: a few training steps, and some 6,000 lengths."""
 DATASET_DECAY = 0.5 ** (1 / HISTORY_DATASET_HALF_LIFE)
 MAX_MEAN = 1e15
-"""In tokens. No fit of lengths up to `HISTORY_MAX_TOKENS` comes near it."""
+"""Largest mean of a state, in tokens. No fit of lengths up to `HISTORY_MAX_TOKENS` comes near it."""
 MAX_VARIANCE = 1e36
 """Large enough that no average of what is accepted leaves it."""
 TOTALS = ("dataset", "log_lengths", "shape")
@@ -90,7 +90,7 @@ class LengthHistory:
 
         Raises: ValueError for what is no length, or for a key that is empty or too long.
         """
-        _check_key(key)
+        _checked_key(key)
         finished, stops = _checked(lengths)
         if not finished and not stops:
             return
@@ -161,25 +161,28 @@ class LengthHistory:
         fields_of(state, ("prompts", *TOTALS), "a length history")
         history = cls(max_prompts)
         history._shape = LengthShape.from_state(state["shape"], DATASET_DECAY)
-        prompts = _list(state["prompts"], "prompts")
+        prompts = listed(state["prompts"], "prompts of a length history")
         if len(prompts) > max_prompts:
             raise ValueError(f"a length history has at most {max_prompts} prompts, got {len(prompts)}")
         for i, entry in enumerate(prompts):
-            key, *numbers = _list(entry, f"prompts[{i}]", 1 + len(_Average._fields))
-            _check_key(key)
+            where = f"prompts[{i}] of a length history"
+            key, *numbers = listed(entry, where, length=1 + len(_Average._fields))
+            _checked_key(key)
             if key in history._prompts:
-                raise ValueError(f"prompts[{i}] of a length history: {key!r} comes twice")
-            history._prompts[key] = tuple(_Average.from_state(numbers, f"prompts[{i}]"))
+                raise ValueError(f"{where}: {key!r} comes twice")
+            history._prompts[key] = tuple(_Average.from_state(numbers, where))
         if state["dataset"] is not None:
-            num_groups, mean, variance = _list(state["dataset"], "dataset", 3)
-            history._dataset = _Average.from_state([num_groups, mean, num_groups, variance], "dataset")
+            where = "dataset of a length history"
+            num_groups, mean, variance = listed(state["dataset"], where, length=3)
+            history._dataset = _Average.from_state([num_groups, mean, num_groups, variance], where)
         known = history._dataset.num_groups if history._dataset else 0
         needed = sum(num_groups for num_groups, *_ in history._prompts.values())
         if needed > known != MAX_COUNT:  # beyond, nobody counts any more
             raise ValueError(f"the prompts of a length history have seen {needed} groups, but the data set {known}")
-        squares, freedom = (_number(x, "log_lengths") for x in _list(state["log_lengths"], "log_lengths", 2))
+        where = "log_lengths of a length history"
+        squares, freedom = (number(x, where, 0, MAX_VARIANCE) for x in listed(state["log_lengths"], where, length=2))
         if (squares and not freedom) or (freedom and not known):
-            raise ValueError("log_lengths of a length history: a sum without a group it could come from")
+            raise ValueError(f"{where}: a sum without a group it could come from")
         history._log_squares, history._log_freedom = squares, freedom
         return history
 
@@ -195,13 +198,15 @@ class _Average(NamedTuple):
     @classmethod
     def from_state(cls, numbers: Sequence[Any], where: str) -> _Average:
         num_groups, mean, num_variances, variance = numbers
-        for count, least in ((num_groups, 1), (num_variances, 0)):
-            if type(count) is not int or not least <= count <= MAX_COUNT:
-                raise ValueError(f"{where} of a length history: expected a number of groups, got {shown(count)}")
-        mean, variance = _number(mean, where, MAX_MEAN), _number(variance, where)
+        average = cls(
+            integer(num_groups, where, 1),
+            number(mean, where, 0, MAX_MEAN),
+            integer(num_variances, where),
+            number(variance, where, 0, MAX_VARIANCE),
+        )
         if num_variances > num_groups or (not num_variances and variance):
-            raise ValueError(f"{where} of a length history: a variance without a group it could come from")
-        return cls(num_groups, mean, num_variances, variance)
+            raise ValueError(f"{where}: a variance without a group it could come from")
+        return average
 
 
 def _average(fields: tuple[Any, ...] | None) -> _Average | None:
@@ -233,6 +238,10 @@ def _weight(newest: float, num: int) -> float:
     return 1.0 if num == 1 else newest / -math.expm1(num * math.log1p(-newest))
 
 
+def _checked_key(key: Any) -> str:
+    return text(key, "the key of a prompt", HISTORY_KEY_CHARS)
+
+
 def _checked(lengths: Sequence[ObservedLength]) -> tuple[list[int], list[int]]:
     """Lengths that ended by themselves, and stops of the others."""
     parts: tuple[list[int], list[int]] = ([], [])
@@ -246,25 +255,3 @@ def _checked(lengths: Sequence[ObservedLength]) -> tuple[list[int], list[int]]:
             raise ValueError(f"lengths[{i}]: censored must be true or false, got {censored!r}")
         parts[censored].append(num_tokens)
     return parts
-
-
-def _check_key(key: Any) -> None:
-    if not isinstance(key, str) or not 1 <= len(key) <= HISTORY_KEY_CHARS or not is_writable(key):
-        got = f"{len(key)} characters" if isinstance(key, str) else shown(key)
-        raise ValueError(
-            f"the key of a prompt must be a string of 1 to {HISTORY_KEY_CHARS} characters of Unicode, got {got}. "
-            "Use the prompt's id, or a hash."
-        )
-
-
-def _list(value: Any, where: str, length: int | None = None) -> Sequence[Any]:
-    if not isinstance(value, list | tuple) or (length is not None and len(value) != length):
-        wanted = "a list" if length is None else f"a list of {length}"
-        raise ValueError(f"{where} of a length history must be {wanted}, got {shown(value)}")
-    return value
-
-
-def _number(value: Any, where: str, limit: float = MAX_VARIANCE) -> float:
-    if type(value) not in (int, float) or not 0 <= value <= limit:
-        raise ValueError(f"{where} of a length history: expected a number from 0 to {limit:g}, got {shown(value)}")
-    return float(value)

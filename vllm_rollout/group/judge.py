@@ -11,38 +11,14 @@ from functools import partial
 from math import exp
 
 from vllm_rollout.config import MAX_LABEL_WEIGHT
-from vllm_rollout.group.learning import Learning, label_weight
-from vllm_rollout.group.ledger import Ledger, LedgerEntry, Reward, RewardStatus, Trial
+from vllm_rollout.group.learning import Learning, Siblings, label_weight
+from vllm_rollout.group.ledger import Ledger, LedgerEntry, Reward, RewardStatus, Scoring, Trial
 from vllm_rollout.group.length_trial import TriedCandidate
 from vllm_rollout.group.lifecycle import Group
-from vllm_rollout.group.memories import Memories
-from vllm_rollout.group.memory import Memory
-from vllm_rollout.group.pruning_plan import PruningPlan
+from vllm_rollout.group.memory import Memories, Memory
 from vllm_rollout.group.race_bias import LabelOrigin
-from vllm_rollout.group.rewarded import RewardedCandidate
+from vllm_rollout.group.report import RewardedCandidate
 from vllm_rollout.group.types import BASE_MODEL, WHOLE, Assessment, HeadKey, Observation
-
-
-@dataclass(frozen=True, slots=True)
-class Scoring:
-    """How a candidate is judged, and under which name its reward comes."""
-
-    rollout_id: str
-    prompt_id: str
-    seed: int
-    """Chance depends on (seed, prompt_id, index)."""
-    plan: PruningPlan
-    name: str | None = None
-    """Of a candidate that is a request of its own: what a reward calls the answer; None: it is named otherwise."""
-    choice: int = 0
-    """Which one it is in that answer."""
-    parent: tuple[str, int] | None = None
-    """The same where that name may have been made of the name of a request with several choices, of which it is one;
-    a request that has this name comes first."""
-    prompt_key: str = ""
-    """Under which its prompt's success is remembered over rollouts, the key of its lengths; empty: it is not."""
-    adapter: str = BASE_MODEL
-    """Of LoRA, by name. The engine says it: what a client writes about itself teaches nobody else's adapter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +48,12 @@ class Label:
 
     @property
     def key(self) -> HeadKey:
-        """Of the head that it teaches."""
+        """The head that it teaches."""
         return HeadKey(self.detection_length, self.adapter)
 
     @property
     def weight(self) -> float:
-        """Of its loss: 1 / survival probability, where survival was at stake."""
+        """The weight of its loss: 1 / survival probability, where survival was at stake."""
         at_stake = self.active and self.assessment is not None
         return label_weight(self.assessment.survival_probability if at_stake else 1.0)
 
@@ -108,63 +84,55 @@ class Judge:
         nor of more than `MAX_ADAPTERS` adapters, nor twice: a token that the engine drops and samples again shows its
         candidate once more.
         """
-        plan = scoring.plan
+        plan = group.pruning
         for length in plan.tried_lengths:
             tried = group.trials.setdefault(length, {})
             here = {i: seen for i, seen in due.items() if seen[1].detection_length == length and i not in tried}
             if here:
-                self._try(length, group, scoring, here)
+                for index, assessment in self._assess(length, group, scoring, here, tried).items():
+                    entry, observation = here[index]
+                    entry.tried(length, observation, assessment)
         due = {
             index: seen
             for index, seen in due.items()
             if index not in group.assessments and seen[1].detection_length in (None, plan.detection_length)
         }
-        memory, learning = self._at(HeadKey(plan.detection_length, scoring.adapter))
-        if memory is None or learning is None or not due:
-            return []
-        assessments = self._assess(memory, learning, group, scoring, due, group.assessments)
-        group.assessments.update(assessments)
-        for index, (entry, observation) in due.items():
-            entry.observation, entry.assessment = observation, assessments[index]
+        assessments = self._assess(plan.detection_length, group, scoring, due, group.assessments)
+        for index, assessment in assessments.items():
+            entry, observation = due[index]
+            entry.observation, entry.assessment = observation, assessment
         if plan.mode == "shadow":
             return []
         pruned = [index for index, assessment in assessments.items() if not assessment.keep]
-        group.prune(pruned)
+        if pruned:
+            group.prune(pruned)
         return pruned
 
     def _assess(
         self,
-        memory: Memory,
-        learning: Learning,
+        length: int,
         group: Group,
         scoring: Scoring,
         due: Mapping[int, tuple[LedgerEntry, Observation]],
-        earlier: Mapping[int, Assessment],
+        earlier: dict[int, Assessment],
     ) -> dict[int, Assessment]:
-        plan = scoring.plan
-        return learning.assess(
-            plan,
-            {index: observation for index, (_, observation) in due.items()},
-            earlier,
-            seed=scoring.seed,
-            group=scoring.prompt_id,
-            at_least=group.num_needed(len(due), 1 if plan.allow_fewer else group.terms.group_size),
-            past=memory.successes.of(scoring.prompt_key),
-            num_to_come=group.num_unjudged(earlier) - len(due),
-        )
-
-    def _try(
-        self, length: int, group: Group, scoring: Scoring, due: Mapping[int, tuple[LedgerEntry, Observation]]
-    ) -> None:
-        """What would be decided of siblings at a length that is on trial."""
+        """What is decided of siblings at this length; `earlier` ones, with which these then count. Empty where nothing
+        can be learned at it."""
         memory, learning = self._at(HeadKey(length, scoring.adapter))
-        if memory is None or learning is None:
-            return
-        tried = group.trials[length]
-        assessments = self._assess(memory, learning, group, scoring, due, tried)
-        for index, (entry, observation) in due.items():
-            entry.tried(length, observation, assessments[index])
-        tried.update(assessments)
+        if memory is None or learning is None or not due:
+            return {}
+        siblings = Siblings(
+            scoring.seed,
+            scoring.prompt_id,
+            at_least=group.num_needed(len(due), 1 if group.pruning.allow_fewer else group.terms.group_size),
+            earlier=earlier,
+            num_to_come=group.num_unjudged(earlier) - len(due),
+            past=memory.successes.of(scoring.prompt_key),
+        )
+        observations = {index: observation for index, (_, observation) in due.items()}
+        assessments = learning.assess(group.pruning, observations, siblings)
+        earlier.update(assessments)
+        return assessments
 
     def value(self, entry: LedgerEntry, observation: Observation) -> Assessment | None:
         """Score a candidate that has finished by what it was at its end; None where that is not learned."""
@@ -233,11 +201,11 @@ class Judge:
         )
 
     def memory_of(self, adapter: str) -> Memory | None:
-        """To learn from what is told of this served name; None when rewards are awaited for as many others."""
+        """The memory of this served name; None when rewards are awaited for as many others."""
         return self.memories.of(adapter, self.ledger.awaits_any)
 
     def learning_of(self, key: HeadKey) -> Learning | None:
-        """To learn at; None when rewards are awaited for as many other lengths, or adapters."""
+        """What was learned at this length; None when rewards are awaited for as many other lengths, or adapters."""
         return self._at(key)[1]
 
     def _at(self, key: HeadKey) -> tuple[Memory | None, Learning | None]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from math import exp, isfinite
 from typing import Any, TypeVar
 
@@ -22,7 +23,7 @@ from vllm_rollout.group.gradient import Population, gradient_rule, population_of
 from vllm_rollout.group.pruning import Point, compress, group_rule, solve_paper
 from vllm_rollout.group.pruning_plan import SIGNALS, PruningPlan
 from vllm_rollout.group.race_bias import AuditReport, AuditTally, LabelOrigin
-from vllm_rollout.group.rewarded import RewardedCandidate
+from vllm_rollout.group.report import RewardedCandidate
 from vllm_rollout.group.success import NO_REWARDS, PromptSuccess
 from vllm_rollout.group.survivors import choose_survivors
 from vllm_rollout.group.types import WHOLE, Assessment, Observation, Signal
@@ -36,6 +37,23 @@ POPULATION_WINDOW = 1024
 Solution = TypeVar("Solution")
 
 
+@dataclass(frozen=True, slots=True)
+class Siblings:
+    """What is known of a group when some of its candidates are judged."""
+
+    seed: int
+    group: str
+    """Chance depends on (seed, group, index)."""
+    at_least: int
+    """So many of those that are judged now have to be kept."""
+    earlier: Mapping[int, Assessment] = field(default_factory=dict)
+    """Those that were judged before, by index."""
+    num_to_come: int = 0
+    """Those that may be judged later."""
+    past: PromptSuccess = NO_REWARDS
+    """The prompt's rewards in earlier groups."""
+
+
 class Learning:
     """What one detection length, or `WHOLE`, has learned from rewards."""
 
@@ -45,45 +63,34 @@ class Learning:
         self._audits = AuditTally()
         self._outcomes: deque[RewardedCandidate] = deque(maxlen=REPORT_WINDOW)
         self._verdicts: deque[bool] = deque(maxlen=REPORT_WINDOW)
-        """Of active pruning, cold starts left out: was it kept?"""
+        """The newest verdicts of active pruning, cold starts left out: was the candidate kept?"""
         self._solved: dict[tuple[Signal, PruningPlan | str], tuple[int, Any]] = {}
         """Solutions, with the state of the calibrator they hold for."""
         self._populations: dict[Signal, tuple[tuple[float, ...], Population]] = {}
-        """By signal, with the table of its calibrator that they hold for."""
+        """The population by signal, with the table of its calibrator that it holds for."""
 
     def assess(
         self,
         plan: PruningPlan,
         observations: Mapping[int, Observation],
-        earlier: Mapping[int, Assessment],
-        *,
-        seed: int,
-        group: str,
-        at_least: int,
-        past: PromptSuccess = NO_REWARDS,
-        num_to_come: int = 0,
+        siblings: Siblings,
     ) -> dict[int, Assessment]:
-        """Judge the siblings of one group that are due in the same step.
-
-        earlier: the group's assessments so far. at_least: how many of these have to be kept. past: of the prompt, in
-        earlier groups. num_to_come: siblings that may be due later.
-        """
-        seen = {index: scores_of(observations[index]) for index in sorted(observations)}
-        for index, scores_by_signal in seen.items():
-            for signal, score in scores_by_signal.items():
-                self.calibrators[signal].observe(score, version_of(signal, observations[index]))
+        """Judge the candidates of one group that are due in the same step."""
+        seen = {index: self._observe(observations[index]) for index in sorted(observations)}
         warm = self._warm_signals(plan)
         # One sibling whose score is no number falls back, or is kept, by itself.
         usable = {index: next((s for s in warm if s in scores), None) for index, scores in seen.items()}
         signals = {index: signal for index, signal in usable.items() if signal is not None}
-        unjudged = {index: _keep(plan, observations[index], cold=not warm) for index in seen if index not in signals}
+        unjudged = {
+            index: _kept(observations[index], plan.signal, cold=not warm) for index in seen if index not in signals
+        }
         if not signals:
             return unjudged
         successes = {i: self._success(signal, seen[i][signal], observations[i]) for i, signal in signals.items()}
         best = min(signals.values(), key=warm.index)
-        wanted = self._survival(plan, best, successes, earlier, past, num_to_come)
-        floor = max(0, at_least - len(unjudged))
-        survivors = choose_survivors(wanted, seed=seed, group=group, at_least=floor)
+        wanted = self._survival(plan, best, successes, siblings)
+        floor = max(0, siblings.at_least - len(unjudged))
+        survivors = choose_survivors(wanted, seed=siblings.seed, group=siblings.group, at_least=floor)
         if plan.mode == "active":
             self._verdicts.extend(index in survivors.kept for index in signals)
         return unjudged | {
@@ -101,21 +108,12 @@ class Learning:
 
     def value(self, observation: Observation, survival_probability: float) -> Assessment:
         """What a score says where nothing is decided by it. `survival_probability`: of earlier decisions."""
-        scores = scores_of(observation)
-        for signal, score in scores.items():
-            self.calibrators[signal].observe(score, version_of(signal, observation))
-        signal: Signal = "head" if "head" in scores else "confidence"
-        known = signal in scores and self.calibrators[signal].is_warm(DEFAULT_MIN_LABELS)
-        return Assessment(
-            signal=signal,
-            score=scores.get(signal, 0.0),
-            success_probability=self._success(signal, scores[signal], observation) if known else None,
-            survival_probability=survival_probability,
-            keep=True,
-            head_version=observation.head_version,
-            confidence=observation.confidence,
-            cold=not known,
-        )
+        scores = self._observe(observation)
+        assessment = _kept(observation, "head", cold=True, survival_probability=survival_probability)
+        signal = assessment.signal
+        if signal not in scores or not self.calibrators[signal].is_warm(DEFAULT_MIN_LABELS):
+            return assessment
+        return replace(assessment, success_probability=self._success(signal, scores[signal], observation), cold=False)
 
     def reward(
         self,
@@ -173,7 +171,7 @@ class Learning:
 
     @property
     def num_pruned(self) -> int:
-        """How many of those."""
+        """How many of those verdicts were to prune."""
         return len(self._verdicts) - sum(self._verdicts)
 
     def outcomes(self) -> list[RewardedCandidate]:
@@ -182,7 +180,7 @@ class Learning:
 
     @property
     def most_audited(self) -> Calibrator:
-        """Of the signal by which audits have been foretold best, the head's of two alike."""
+        """The calibrator of the signal by which audits have been foretold best; of two alike the head's."""
         return max(self.calibrators.values(), key=lambda calibrator: calibrator.rate_intercept.precision)
 
     def audit_report(self) -> AuditReport:
@@ -222,6 +220,13 @@ class Learning:
         )
         return learning
 
+    def _observe(self, observation: Observation) -> dict[Signal, float]:
+        """The usable scores of a candidate, which calibration sees."""
+        scores = scores_of(observation)
+        for signal, score in scores.items():
+            self.calibrators[signal].observe(score, version_of(signal, observation))
+        return scores
+
     def _warm_signals(self, plan: PruningPlan) -> list[Signal]:
         """What can be judged by, best first: the plan's signal, and confidence in place of a head that knows too
         little. None of them: a cold start."""
@@ -236,9 +241,7 @@ class Learning:
         plan: PruningPlan,
         signal: Signal,
         successes: Mapping[int, float],
-        earlier: Mapping[int, Assessment],
-        past: PromptSuccess,
-        num_to_come: int,
+        siblings: Siblings,
     ) -> dict[int, float]:
         if plan.keep_ratio >= 1:
             return dict.fromkeys(successes, 1.0)
@@ -247,18 +250,20 @@ class Learning:
         else:
             # in one order: floating-point sums must not depend on that of the mapping
             decided = sorted(
-                (a.success_probability, a.keep) for a in earlier.values() if a.success_probability is not None
+                (a.success_probability, a.keep) for a in siblings.earlier.values() if a.success_probability is not None
             )
             batch = [successes[index] for index in sorted(successes)]
             if plan.rule == "balance":
                 rule = group_rule(batch, decided, self._solution((signal, "balance"), compress), plan)
             else:
                 population = self._population(signal)
-                rule = gradient_rule(batch, decided, population, plan, past=past, num_to_come=num_to_come)
+                rule = gradient_rule(
+                    batch, decided, population, plan, past=siblings.past, num_to_come=siblings.num_to_come
+                )
         return {index: rule.survival(q) for index, q in successes.items()}
 
     def _population(self, signal: Signal) -> Population:
-        """Of the newest rewarded candidates, which by their weights stand for all. What is judged in between changes
+        """The newest rewarded candidates, which by their weights stand for all. What is judged in between changes
         nothing: the same request gets the same verdicts until something is learned."""
         calibrator = self.calibrators[signal]
         table, population = self._populations.get(signal, (None, None))
@@ -303,19 +308,19 @@ def scores_of(observation: Observation) -> dict[Signal, float]:
 
 
 def version_of(signal: Signal, observation: Observation) -> int:
-    """Of what gave the score: scores of one version are comparable as they are."""
+    """The version of what gave the score: scores of one version are comparable as they are."""
     return observation.head_version if signal == "head" else 0
 
 
-def _keep(plan: PruningPlan, observation: Observation, *, cold: bool) -> Assessment:
-    """Not judged: a cold start, or no score that is a number."""
+def _kept(observation: Observation, wanted: Signal, *, cold: bool, survival_probability: float = 1.0) -> Assessment:
+    """The assessment of a candidate whose success probability is not known: it is kept."""
     scores = scores_of(observation)
-    signal: Signal = plan.signal if plan.signal in scores else "confidence"
+    signal: Signal = wanted if wanted in scores else "confidence"
     return Assessment(
         signal=signal,
         score=scores.get(signal, 0.0),
         success_probability=None,
-        survival_probability=1.0,
+        survival_probability=survival_probability,
         keep=True,
         head_version=observation.head_version,
         confidence=observation.confidence,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from json import dumps
 from typing import Literal, NamedTuple
 
@@ -11,7 +12,7 @@ from vllm_rollout.config import MAX_REMEMBERED_CANDIDATES
 from vllm_rollout.group.prompt_key import kept_name
 from vllm_rollout.group.pruning_plan import PruningPlan
 from vllm_rollout.group.race_bias import LabelOrigin
-from vllm_rollout.group.types import BASE_MODEL, Assessment, CandidateState, HeadKey, Observation
+from vllm_rollout.group.types import BASE_MODEL, Assessment, CandidateId, CandidateState, HeadKey, Observation
 
 RewardStatus = Literal["accepted", "duplicate", "conflict", "unknown", "unfinished", "unscored"]
 """What became of a posted reward.
@@ -67,7 +68,33 @@ def everybodys(name: str) -> str:
     return f'["{EVERYBODY}", {name.partition(", ")[2]}'
 
 
-class Place(NamedTuple):
+class AnswerName(NamedTuple):
+    """What a reward may call a candidate, or the first of several: the answer it is in, and the choice there."""
+
+    name: str
+    choice: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """How a candidate is judged, and under which name its reward comes."""
+
+    rollout_id: str
+    prompt_id: str
+    seed: int
+    """Chance depends on (seed, prompt_id, index)."""
+    answer: AnswerName | None = None
+    """The name of a candidate that is a request of its own; None: it is named otherwise."""
+    parent: AnswerName | None = None
+    """Its name where that of its answer may have been made of the name of a request with several choices, of which it
+    is one; a request that has this name comes first."""
+    prompt_key: str = ""
+    """Under which its prompt's success is remembered over rollouts, the key of its lengths; empty: it is not."""
+    adapter: str = BASE_MODEL
+    """The LoRA adapter's name. The engine says it: what a client writes about itself teaches nobody else's adapter."""
+
+
+class EntryKey(NamedTuple):
     """Where the ledger has a candidate."""
 
     rollout_id: str
@@ -82,15 +109,13 @@ class Trial(NamedTuple):
     assessment: Assessment
 
 
+@dataclass(slots=True)
 class _RememberedGroup:
     """Where a group's candidates are, as long as one of them is remembered."""
 
-    __slots__ = ("num_candidates", "prompt_id", "rollout_id")
-
-    def __init__(self, rollout_id: str, prompt_id: str) -> None:
-        self.rollout_id = rollout_id
-        self.prompt_id = prompt_id
-        self.num_candidates = 0
+    rollout_id: str
+    prompt_id: str
+    num_candidates: int = 0
 
 
 class LedgerEntry:
@@ -102,31 +127,27 @@ class LedgerEntry:
 
     def __init__(
         self,
+        ledger: Ledger,
+        scoring: Scoring,
+        candidate: CandidateId,
         request_id: str,
-        prompt_id: str,
         plan: PruningPlan,
-        ledger: Ledger | None = None,
-        group_id: str = "",
-        index: int = 0,
-        prompt_key: str = "",
-        adapter: str = BASE_MODEL,
-        origin: LabelOrigin = "plain",
+        origin: LabelOrigin,
     ) -> None:
         self.request_id = request_id
-        self.prompt_id = prompt_id
-        self.prompt_key = prompt_key
+        self.prompt_id = kept_name(scoring.prompt_id)
+        self.prompt_key = scoring.prompt_key
         """Under which its prompt's success is remembered; empty: it is not."""
-        self.adapter = adapter
+        self.adapter = scoring.adapter
         self.origin: LabelOrigin = origin
-        """Of its label."""
-        self.group_id = group_id
-        self.index = index
+        """The kind of group that its label is of."""
+        self.group_id, self.index = candidate
         self.names: list[tuple[str, int]] = []
         """Requests in whose answers it is, and as which choice."""
         self.plan = plan
         self.num_tokens = 0
         self.observation: Observation | None = None
-        self._ledger = ledger
+        self._ledger: Ledger | None = ledger
         """None once it is forgotten."""
         self._state: CandidateState = "running"
         self._assessment: Assessment | None = None
@@ -202,7 +223,7 @@ class Ledger:
         self._rollouts: OrderedDict[str, OrderedDict[tuple[str, int], LedgerEntry]] = OrderedDict()
         self._groups: dict[str, _RememberedGroup] = {}
         self._requests: dict[str, dict[int, LedgerEntry]] = {}
-        """Of requests that have a name: the candidates that are choices in their answers."""
+        """By the name of a request: the candidates that are choices in its answer."""
         self._max_candidates = max_candidates
         self._num_candidates = 0
         self._scored: dict[CandidateState, Counter[HeadKey]] = {"running": Counter(), "finished": Counter()}
@@ -212,41 +233,39 @@ class Ledger:
         return self._num_candidates
 
     def detection_length(self, rollout_id: str) -> int | None:
-        """Of the rollout's candidates, which share one plan; None when it is not remembered."""
+        """The one that the rollout's candidates share; None when it is not remembered."""
         entries = self._rollouts.get(rollout_id)
         return None if entries is None else next(iter(entries.values())).plan.detection_length
 
     def adapter(self, rollout_id: str) -> str:
-        """Of the rollout's candidates, which are all of one served name."""
+        """The one of all of the rollout's candidates."""
         entries = self._rollouts.get(rollout_id)
         return BASE_MODEL if entries is None else next(iter(entries.values())).adapter
 
     def open(
         self,
-        rollout_id: str,
-        prompt_id: str,
-        index: int,
+        scoring: Scoring,
+        candidate: CandidateId,
         request_id: str,
         plan: PruningPlan,
-        group_id: str = "",
-        prompt_key: str = "",
-        adapter: str = BASE_MODEL,
         origin: LabelOrigin = "plain",
     ) -> LedgerEntry:
         """A candidate was launched. What happens to it is written into the entry."""
-        prompt_id = kept_name(prompt_id)
-        rollout = self._rollouts.setdefault(rollout_id, OrderedDict())
-        before = rollout.pop((prompt_id, index), None)  # a group id may be used again
-        entry = rollout[prompt_id, index] = LedgerEntry(
-            request_id, prompt_id, plan, self, group_id, index, prompt_key, adapter, origin
-        )
-        group = self._groups.setdefault(group_id, _RememberedGroup(rollout_id, prompt_id))
+        entry = LedgerEntry(self, scoring, candidate, request_id, plan, origin)
+        rollout = self._rollouts.setdefault(scoring.rollout_id, OrderedDict())
+        before = rollout.pop((entry.prompt_id, entry.index), None)  # a group id may be used again
+        rollout[entry.prompt_id, entry.index] = entry
+        group = self._groups.setdefault(entry.group_id, _RememberedGroup(scoring.rollout_id, entry.prompt_id))
         group.num_candidates += 1
         self._num_candidates += 1
         if before is not None:
             self._forget(before)
         while self._num_candidates > self._max_candidates:
             self._forget_oldest()
+        if scoring.answer is not None:
+            self.name(scoring.answer.name, entry.group_id, {scoring.answer.choice: entry.index})
+        if scoring.parent is not None:
+            self.name(scoring.parent.name, entry.group_id, {scoring.parent.choice: entry.index}, unless_taken=True)
         return entry
 
     def name(self, name: str, group_id: str, choices: Mapping[int, int], *, unless_taken: bool = False) -> None:
@@ -263,18 +282,18 @@ class Ledger:
             self._requests.setdefault(name, {})[choice] = entry
             entry.names.append((name, choice))
 
-    def find(self, named: NamedReward) -> Place | None:
+    def find(self, named: NamedReward) -> EntryKey | None:
         """The candidate that a reward names; None when it is not remembered."""
         id, index = named.id, named.reward.index
         if named.by == "rollout":
-            return Place(id, named.reward.prompt_id, index) if id in self._rollouts else None
+            return EntryKey(id, named.reward.prompt_id, index) if id in self._rollouts else None
         if named.by == "request":
             choices = self._requests.get(kept_name(id)) or self._requests.get(kept_name(everybodys(id)), {})
             if (entry := choices.get(index)) is None:
                 return None
             id, index = entry.group_id, entry.index
         group = self._groups.get(id)
-        return None if group is None else Place(group.rollout_id, group.prompt_id, index)
+        return None if group is None else EntryKey(group.rollout_id, group.prompt_id, index)
 
     def take(self, rollout_id: str, prompt_id: str, index: int) -> LedgerEntry | None:
         """Let go of a candidate that goes on in another engine; None when it has been forgotten."""

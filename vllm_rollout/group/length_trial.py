@@ -26,8 +26,7 @@ from typing import Any, NamedTuple
 from vllm_rollout.config import MAX_DETECTION_LENGTH, MAX_TRIAL_LENGTHS
 from vllm_rollout.group.checks import MAX_SCORE, flag, integer, listed, shown, text
 from vllm_rollout.group.pruning_plan import SIGNALS, PruningPlan
-from vllm_rollout.group.report import Prediction, within_group_auc
-from vllm_rollout.group.rewarded import MAX_GROUP_CHARS, by_signal
+from vllm_rollout.group.report import MAX_GROUP_CHARS, Prediction, by_signal, within_group_auc
 from vllm_rollout.group.types import Signal
 
 TRIAL_WINDOW = 2048
@@ -47,7 +46,7 @@ class TriedCandidate(NamedTuple):
     lengths: tuple[int, ...]
     """What was tried, ascending."""
     scores: tuple[Mapping[Signal, float], ...]
-    """At each length; empty where it ended before. The head's as its version's scale had it."""
+    """Scores at each length; empty where it ended before. The head's are as its version's scale had them."""
     positive: bool
     num_tokens: int
     group: str
@@ -60,7 +59,7 @@ class TriedLength:
     detection_length: int
     num_positive: int
     num_negative: int
-    """Of those that got there and were scored."""
+    """Right and wrong answers among those that got there and were scored."""
     auc: float | None
     auc_error: float | None
     """Standard error, prompts being drawn and not answers (Obuchowski 1997)."""
@@ -124,7 +123,7 @@ def tried_from_state(values: Any) -> TriedCandidate:
 def length_trial_report(
     candidates: Sequence[TriedCandidate], keep_ratio: float = DEFAULT_KEEP_RATIO
 ) -> LengthTrialReport:
-    """Of the lengths that most of these tried. `keep_ratio`: of the pruning that is considered, in (0, 1]."""
+    """What the lengths are worth that most of these tried, by pruning that keeps `keep_ratio`, in (0, 1]."""
     if not candidates:
         reason = 'no trial so far: name several lengths, "detection_length": [16, 48, 128], and post rewards'
         return LengthTrialReport(0, "head", keep_ratio, (), None, reason)

@@ -39,13 +39,14 @@ MIN_ENDS = 4.0
 MIN_TAIL_STD, MAX_TAIL_STD = 0.05, 1.5
 """Bounds of the log standard deviation beyond what was seen; at 1.5 std is 2.9 times the mean."""
 MIN_RATE, MAX_RATE = 1e-6, 5.0
-"""Of candidates that end within a bin; beyond 5 no more than 1 % reach the next bin, however few were seen."""
+"""Bounds of the rate at which candidates end within a bin; beyond 5 no more than 1 % reach the next bin, however few
+were seen."""
 
 NORMAL = NormalDist()
 SCALES = [math.exp((bin_ + 0.5) * STEP) for bin_ in range(LEFT, RIGHT)]
 
 
-class Life(NamedTuple):
+class BinnedGroup(NamedTuple):
     """One group by bins of log length."""
 
     first: int
@@ -59,7 +60,7 @@ class Life(NamedTuple):
     num_ends: int
 
 
-def life_of(finished: Iterable[tuple[float, int]], stops: Iterable[tuple[float, int]]) -> Life:
+def binned(finished: Iterable[tuple[float, int]], stops: Iterable[tuple[float, int]]) -> BinnedGroup:
     """Takes log lengths with how many have each; at least one.
 
     A group that spans more bins than a table has keeps the long ones in their bins; the others move up.
@@ -78,10 +79,10 @@ def life_of(finished: Iterable[tuple[float, int]], stops: Iterable[tuple[float, 
     for i, count in enumerate(leaving):
         alive -= count
         risks[i] += alive
-    return Life(first, ends, risks, num, sum(ended for *_, ended in cells))
+    return BinnedGroup(first, ends, risks, num, sum(ended for *_, ended in cells))
 
 
-class Curve:
+class SurvivalCurve:
     """Rates at which candidates end, by bin, and what they come to."""
 
     def __init__(self, ends: Sequence[float], risks: Sequence[float], log_std: float = PRIOR_LOG_STD) -> None:
@@ -91,7 +92,7 @@ class Curve:
         self.edge = max((i + 1 for i, risk in enumerate(risks) if risk >= MIN_RISK), default=0)
         """Bins up to the last one that was seen."""
         self.tail_std = prior_std
-        """Of log lengths beyond."""
+        """Standard deviation of log lengths beyond."""
         points = _quantiles(rates[: self.edge], ends)
         upper = [point for point in points if point.below >= points[-1].below / 2]
         slopes = [std for std in (_std(upper), _std(points)) if std is not None]
@@ -122,7 +123,7 @@ class Curve:
         return here * scale + first / reach, here * scale**2 + second / reach
 
     def _moments_from_each_bin(self) -> list[tuple[float, float]]:
-        """Of all that ends in a bin or later, not divided by its share."""
+        """First and second moment of all that ends in a bin or later, not divided by its share."""
         first = second = 0.0
         moments = [(0.0, 0.0)]
         for bin_ in reversed(range(NUM_BINS)):
@@ -135,7 +136,7 @@ class Curve:
 class _Quantile(NamedTuple):
     position: float
     quantile: float
-    """Of a standard normal variable, at the same share."""
+    """The quantile of a standard normal variable at the same share."""
     below: float
     weight: float
 
@@ -151,7 +152,8 @@ def _quantiles(rates: Sequence[float], ends: Sequence[float]) -> list[_Quantile]
 
 
 def _std(points: Sequence[_Quantile]) -> float | None:
-    """Of the normal distribution whose quantiles these are, by weighted least squares; None of too few."""
+    """Standard deviation of the normal distribution whose quantiles these are, by weighted least squares; None of too
+    few."""
     total = math.fsum(point.weight for point in points)
     if len(points) < 2 or total < MIN_ENDS:
         return None

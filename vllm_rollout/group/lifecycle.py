@@ -28,7 +28,7 @@ class GroupTerms:
     early_stop: bool = True
     """Give the others up when `group_size` usable candidates have finished."""
     patience: float | None = None
-    """Without early stop: factor of `Group.length_cap`."""
+    """The factor of `Group.length_cap`, without early stop."""
     pruning: PruningPlan | None = None
     num_replaceable: int = 0
     """Lost candidates that may be replaced, each by one more launch."""
@@ -83,11 +83,11 @@ class Group:
     times as long as the longest of them. A rule on lengths, not on time: it also holds for candidates that began late.
     """
     assessments: dict[int, Assessment] = field(default_factory=dict)
-    """Of the candidates that were scored, by index."""
+    """What was decided about the candidates that were scored, by index."""
     trials: dict[int, dict[int, Assessment]] = field(default_factory=dict)
-    """By trial length and index: what would have been decided there."""
+    """What would have been decided at each trial length, by length and index."""
     finals: dict[int, Assessment] = field(default_factory=dict)
-    """Of the finished candidates that were scored at their end, by index."""
+    """What the finished candidates were worth that were scored at their end, by index."""
     _candidates: dict[int, _Candidate] = field(default_factory=dict)
     _new: list[int] = field(default_factory=list)
     """Candidates that ended since the last settlement."""
@@ -177,7 +177,7 @@ class Group:
         self._new, self._settled = self._settled + self._new, []
 
     def too_long(self, num_tokens: Mapping[int, int]) -> list[int]:
-        """Of running candidates, with their output tokens, those that have reached `length_cap`: surplus now."""
+        """Those that have reached `length_cap`: surplus now. `num_tokens`: output tokens of running candidates."""
         reached = [index for index, length in num_tokens.items() if length >= self.length_cap]
         self._stop(reached, "surplus")
         return reached
@@ -186,6 +186,12 @@ class Group:
         """Nobody wants the rest: what runs, and what comes later, is deferred."""
         self.closed = self.cancelled = True
         return list(self._give_up_rest("deferred"))
+
+    @property
+    def pruning(self) -> PruningPlan | None:
+        """How its candidates are judged; in an audit group nobody is stopped by it."""
+        plan = self.terms.pruning
+        return plan.audited(self.terms.races) if self.audit and plan is not None else plan
 
     @property
     def running(self) -> list[int]:
@@ -246,7 +252,8 @@ class Group:
 
     @property
     def _num_places_left(self) -> int:
-        """Of an audit group in place of a race; elsewhere there is always one. A lost candidate leaves its place."""
+        """Free places of an audit group in place of a race; elsewhere there is always one. A lost candidate leaves its
+        place."""
         if not (self.audit and self.terms.early_stop):
             return 1
         holders = [c for c in self._candidates.values() if c.has_place and c.state in ("running", "finished")]
@@ -275,7 +282,7 @@ class Group:
         return [i for i, _ in sorted(finished, key=lambda ic: (ic[1].truncated, ic[1].step, ic[1].num_tokens, ic[0]))]
 
     def _set_length_cap(self) -> None:
-        """With patience, and once: K shortest and L longest are known as far as `group_size` candidates can tell."""
+        """Set the cap, once: K shortest and L longest are known as far as `group_size` candidates can tell."""
         if self.terms.patience is None or self.length_cap is not None:
             return
         valid = [c for c in self._candidates.values() if c.state == "finished" and not c.truncated]

@@ -1,6 +1,8 @@
-"""What runs on each rank, and when it is expected to be done.
+"""What runs on each rank, when it is expected to be done, and what a group that moves there costs.
 
-Invariant: a prediction is the sum of `CostModel.ptl` over the steps that are expected, plus the price of what arrives.
+Invariants: a prediction is the sum of `CostModel.ptl` over the steps that are expected, plus the price of what arrives.
+What it costs to take KV along is learned from what it has cost: there is a price before anything has come, and it never
+becomes nothing.
 """
 
 from __future__ import annotations
@@ -11,9 +13,36 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from vllm_rollout.group.cost import CostModel, rollout_time
-from vllm_rollout.group.moments import LengthMoments
-from vllm_rollout.group.remaining import expected_remaining, late_remaining
-from vllm_rollout.group.transfer import TransferCost
+from vllm_rollout.group.moments import LengthMoments, expected_remaining, late_remaining
+
+ASSUMED_BYTES_PER_S = 1e9
+"""Speed before the first transfer: a tenth of what two copies through the memory of a quiet host reach."""
+NEWEST_WEIGHT = 0.25
+"""Weight of the newest transfer in the moving average: one that met a busy host does not decide the next four moves."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransferCost:
+    """What KV costs the rank to which it comes, while everybody there stands still."""
+
+    s_per_token: float
+    """Seconds; moving average."""
+    block_size: int
+    """Tokens. Whole blocks come; what is behind a candidate's last one is computed again, half a block on average."""
+
+    @classmethod
+    def assumed(cls, bytes_per_token: float, block_size: int) -> TransferCost:
+        """bytes_per_token: of one worker, since all of an engine's copy at once."""
+        return cls(bytes_per_token / ASSUMED_BYTES_PER_S, block_size)
+
+    def after(self, num_tokens: int, seconds: float) -> TransferCost:
+        """So many tokens have come."""
+        newest = seconds / num_tokens
+        return replace(self, s_per_token=self.s_per_token + NEWEST_WEIGHT * (newest - self.s_per_token))
+
+    def num_computed(self, num_candidates: int) -> float:
+        """Tokens that these candidates compute again, expected."""
+        return num_candidates * self.block_size / 2
 
 
 class RunningGroup(NamedTuple):
@@ -47,7 +76,7 @@ class EngineLoad(NamedTuple):
     kv_cache_usage: float
     """Share of its blocks that are in use, from 0 to 1."""
     num_preemptions: int
-    """Since it started, and so are these, of groups:"""
+    """Preemptions since it started; the groups below are counted since then, too."""
     num_moved_in: int
     num_moved_out: int
     groups: list[RunningGroup]
@@ -60,7 +89,7 @@ class EngineLoad(NamedTuple):
 
 
 DEAD_LOAD = EngineLoad(True, 0, 0, 0.0, 0, 0, 0, [], is_dead=True)
-"""Of an engine core that has died: it gets nothing, and what it did is not known."""
+"""The load of an engine core that has died: it gets nothing, and what it did is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +100,13 @@ class GroupLoad:
     num_candidates: int
     prompt_tokens: int
     generated_tokens: int
-    """Of all these candidates together."""
+    """Output tokens of all these candidates together."""
     longest_remaining: float
     """Predicted output tokens still to come of the candidate that ends last."""
     total_remaining: float
     """The same, of all together."""
     late_remaining: float = 0.0
-    """Of each, should it go on for long."""
+    """Output tokens still to come of each, should it go on for long."""
 
     @classmethod
     def of(
@@ -88,7 +117,7 @@ class GroupLoad:
         lengths: LengthMoments | None = None,
         max_tokens: int | None = None,
     ) -> GroupLoad:
-        """From the output tokens of each candidate; `lengths`: what was seen of its prompt, else of the data set."""
+        """The load of candidates that have so many output tokens; `lengths`: of the prompt, else of the data set."""
         remaining = [expected_remaining(num, lengths, max_tokens) for num in num_tokens]
         late = [late_remaining(num, lengths, max_tokens) for num in set(num_tokens)]
         return cls(
@@ -134,7 +163,7 @@ class Room:
     """What a rank has left, if all that is there ran at once up to its predicted peak."""
 
     kv_tokens: float
-    """Less than nothing where it is too full; the same:"""
+    """Free tokens of KV cache; less than nothing where it is too full, as is the next."""
     candidates: float
     remaining_tokens: float
     """Predicted load: what is there has so many output tokens to come."""
@@ -167,7 +196,7 @@ class RankLoad:
     is_held: bool = False
     """It takes nothing new."""
     transfer: TransferCost | None = None
-    """Of the KV that comes with a group; None: what comes is computed again."""
+    """What KV costs that comes with a group; None: what comes is computed again."""
 
     @property
     def num_candidates(self) -> int:

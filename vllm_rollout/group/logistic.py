@@ -1,4 +1,7 @@
-"""Logistic regression of successes on one number. Invariant: the same counts give the same curve."""
+"""Probabilities by their odds, and logistic regression of successes on one number.
+
+Invariant: what lies in (0, 1) stays there; the same counts give the same curve.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,13 @@ from math import exp, log
 from typing import NamedTuple
 
 SLOPE_PRECISION = 0.25
-"""Of the slope's normal prior around 0: a standard deviation of 2. Without it labels that the number tells apart
-altogether would have no best curve."""
+"""Precision of the slope's normal prior around 0: a standard deviation of 2. Without it labels that the number tells
+apart altogether would have no best curve."""
 PRIOR_LABELS = 0.5
-"""Of either kind, added at x = 0: without labels the probability is 1/2."""
+"""Labels of either kind, added at x = 0: without labels the probability is 1/2."""
 MAX_ITERATIONS = 32
 MAX_STEP = 2.0
-"""Of intercept and slope in the first iterations; half of it after each that went too far."""
+"""Largest step of intercept and slope in the first iterations; half of it after each that went too far."""
 TOLERANCE = 1e-6
 LEAST_PROBABILITY = 1e-6
 
@@ -26,7 +29,7 @@ class Counts(NamedTuple):
     positive: float
 
 
-class Curve(NamedTuple):
+class LogisticCurve(NamedTuple):
     intercept: float
     slope: float
 
@@ -35,7 +38,7 @@ class Curve(NamedTuple):
         return min(1 - LEAST_PROBABILITY, max(LEAST_PROBABILITY, p))
 
 
-def fit(points: Sequence[Counts]) -> Curve:
+def fit(points: Sequence[Counts]) -> LogisticCurve:
     """p = 1 / (1 + exp(-intercept - slope x)), the most likely one; |x| < 8.
 
     Newton's method. Its steps are bounded, so that no exponent overflows and it does not swing to and fro; so is their
@@ -73,4 +76,20 @@ def fit(points: Sequence[Counts]) -> Curve:
         slope += last_x
         if size < TOLERANCE:
             break
-    return Curve(intercept, slope)
+    return LogisticCurve(intercept, slope)
+
+
+def with_odds_times(q: float, ratio: float) -> float:
+    """The probability whose odds are `ratio` times those of q."""
+    odds = q * ratio
+    return odds / (odds + 1 - q)
+
+
+def shifted(q: float, offset: float) -> float:
+    """The probability whose logit is larger by `offset`."""
+    return with_odds_times(q, exp(offset))
+
+
+def logit(p: float) -> float:
+    p = min(1 - LEAST_PROBABILITY, max(LEAST_PROBABILITY, p))
+    return log(p / (1 - p))

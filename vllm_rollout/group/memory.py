@@ -1,7 +1,10 @@
-"""All that is learned of one served name: calibrations by detection length; lengths and success of prompts. One state
-for all of it, in rows.
+"""All that is learned, by served name: calibrations by detection length; lengths and success of prompts.
 
-A state is a sequence of rows, each of bounded size, so that a large one can be written between engine steps:
+Two LoRA adapters are two policies, whose scores, lengths and successes say nothing of each other. An adapter that is
+loaded anew under its name goes on with what the name has learned, as the base model does with new weights.
+
+A state is a sequence of rows, each of bounded size, so that a large one can be written between engine steps. First come
+those of the base model, then of each adapter, the least recently used first, its name and its rows:
 
 ["learning", {detection_length, calibrators, verdicts}]     one per detection length, the least recently used first
 ["outcomes", detection_length, [outcome, ...]]              after their learning, `OUTCOMES_PER_ROW` at a time
@@ -9,8 +12,10 @@ A state is a sequence of rows, each of bounded size, so that a large one can be 
 ["successes", [[key, rewarded, successful], ...]]           `PROMPTS_PER_ROW` at a time
 ["length_trial", [tried, ...]]                              `PROMPTS_PER_ROW` at a time
 ["lengths", {dataset, log_lengths, shape}]                  once, last: a state that was cut off lacks it
+["adapter", name]                                           before the rows of an adapter
 
-Invariant: a memory restored from its state decides and goes on as the saved one; whatever else is put is a ValueError.
+Invariants: what is restored from its state decides and goes on as what was saved; whatever else is put is a ValueError.
+What one name teaches changes another's memory only where that one is given up for it; the base model's never is.
 """
 
 from __future__ import annotations
@@ -19,12 +24,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from vllm_rollout.config import MAX_DETECTION_LENGTHS
-from vllm_rollout.group.checks import fields_of, listed, shown
+from vllm_rollout.config import MAX_ADAPTERS, MAX_DETECTION_LENGTHS
+from vllm_rollout.group.checks import fields_of, listed, shown, text
 from vllm_rollout.group.history import MAX_HISTORY_PROMPTS, TOTALS, LengthHistory
 from vllm_rollout.group.learning import REPORT_WINDOW, Learning
 from vllm_rollout.group.length_trial import TRIAL_WINDOW, LengthTrial, tried_from_state
 from vllm_rollout.group.success import SuccessHistory
+from vllm_rollout.group.types import BASE_MODEL, HeadKey
 
 OUTCOMES_PER_ROW = 512
 PROMPTS_PER_ROW = 512
@@ -37,7 +43,7 @@ class Memory:
 
     def __init__(self) -> None:
         self.learnings: dict[int, Learning] = {}
-        """By detection length, the least recently used first."""
+        """What was learned at each detection length, the least recently used first."""
         self.lengths = LengthHistory()
         self.successes = SuccessHistory()
         self.length_trial = LengthTrial()
@@ -140,3 +146,96 @@ def _wrong_lengths(lengths: Sequence[int]) -> ValueError:
     return ValueError(
         f"the detection lengths of a state must be at most {MAX_DETECTION_LENGTHS} different ones, got {shown(lengths)}"
     )
+
+
+MAX_ADAPTER_CHARS = 2**16
+"""Longest name of an adapter in a state."""
+
+
+class Memories:
+    """What one engine has learned."""
+
+    def __init__(self) -> None:
+        self.base = Memory()
+        """What was learned of the base model."""
+        self._adapters: dict[str, Memory] = {}
+        """The memory of each adapter by name, the least recently used first."""
+        self._forgotten: list[HeadKey] = []
+        """Detection lengths of adapters that were given up."""
+
+    def known(self, adapter: str) -> Memory | None:
+        """What is known of this name, without using it; None when that is nothing."""
+        return self.base if adapter == BASE_MODEL else self._adapters.get(adapter)
+
+    def of(self, adapter: str, awaited: Callable[[str], bool]) -> Memory | None:
+        """The memory of this name, which counts as used.
+
+        Beyond `MAX_ADAPTERS` the least recently used one goes, of those that nobody awaits rewards for; None when there
+        is no such.
+        """
+        if adapter == BASE_MODEL:
+            return self.base
+        memory = self._adapters.pop(adapter, None)
+        if memory is None:
+            if len(self._adapters) >= MAX_ADAPTERS:
+                spare = self._spare(awaited)
+                if spare is None:
+                    return None
+                self._forget(spare)
+            memory = Memory()
+        self._adapters[adapter] = memory
+        return memory
+
+    def has_place(self, adapter: str, awaited: Callable[[str], bool]) -> bool:
+        """Whether `of` would have a memory for this name."""
+        is_full = len(self._adapters) >= MAX_ADAPTERS
+        return self.known(adapter) is not None or not is_full or self._spare(awaited) is not None
+
+    def all(self) -> dict[str, Memory]:
+        """All memories by name, the base model's first."""
+        return {BASE_MODEL: self.base, **self._adapters}
+
+    def take_forgotten(self) -> list[HeadKey]:
+        """Detection lengths and adapters that were given up since the last call: their heads may go too."""
+        taken, self._forgotten = self._forgotten, []
+        for adapter, memory in self.all().items():
+            taken += [HeadKey(length, adapter) for length in memory.forgotten]
+            memory.forgotten.clear()
+        return taken
+
+    def to_state(self) -> Iterator[Row]:
+        """JSON-able rows, made as they are taken; meanwhile the memories may go on, as in `Memory.to_state`."""
+        for adapter, memory in self.all().items():
+            if adapter != BASE_MODEL:
+                yield ["adapter", adapter]
+            yield from memory.to_state()
+
+    @classmethod
+    def from_state(cls, rows: Iterable[Any]) -> Memories:
+        """Raises: ValueError for what no memories can have been."""
+        parts: dict[str, list[Any]] = {BASE_MODEL: []}
+        part = parts[BASE_MODEL]
+        for row in rows:
+            match row:
+                case ["adapter", name]:
+                    adapter = text(name, "the name of an adapter in a state", MAX_ADAPTER_CHARS)
+                    if adapter in parts or len(parts) > MAX_ADAPTERS:
+                        raise ValueError(
+                            f"the adapters of a state must be at most {MAX_ADAPTERS} different ones, got "
+                            f"{shown([*list(parts)[1:], adapter])}"
+                        )
+                    part = parts[adapter] = []
+                case _:
+                    part.append(row)
+        memories = cls()
+        memories._adapters = {adapter: Memory.from_state(part) for adapter, part in parts.items()}
+        memories.base = memories._adapters.pop(BASE_MODEL)
+        return memories
+
+    def _spare(self, awaited: Callable[[str], bool]) -> str | None:
+        """The adapter to give up first; None when rewards are awaited for all."""
+        return next((adapter for adapter in self._adapters if not awaited(adapter)), None)
+
+    def _forget(self, adapter: str) -> None:
+        memory = self._adapters.pop(adapter)
+        self._forgotten += [HeadKey(length, adapter) for length in {*memory.forgotten, *memory.learnings}]

@@ -26,7 +26,7 @@ MAX_DELAY = 0.05
 """Share by which a consolidation may make the end of the step later: the expected one, and that of candidates that all
 go on for long (`RankLoad.late`) and share their steps to the last. Averages promise an end to most who arrive."""
 OWN_SHARE = 1 / 3
-"""Of a rank's own delay in that case, which counts too: any rank may turn out to have the last candidate. All of it
+"""Share of a rank's own delay in that case that counts too: any rank may turn out to have the last candidate. All of it
 would let next to nothing move (docs/log.md)."""
 MIN_FREED = 0.2
 """Least share of the remaining rank-seconds that a consolidation has to free. Many small ones delay the end more than
@@ -127,9 +127,7 @@ def plan_consolidation(
     return best if best.moves else Consolidation(delay=delay)
 
 
-def plan_spread(
-    cost: CostModel, loads: Sequence[RankLoad], lag: float = LAG, min_sooner: float = MIN_SOONER
-) -> list[PlannedMove]:
+def plan_spread(cost: CostModel, loads: Sequence[RankLoad], min_sooner: float = MIN_SOONER) -> list[PlannedMove]:
     """Move groups from the rank that ends last to ranks that are nearly empty, as long as it lags and that pays.
 
     It pays when the later end of the two ranks, the price at the target included, comes `min_sooner` earlier: then the
@@ -141,7 +139,7 @@ def plan_spread(
     moves: list[PlannedMove] = []
     while len(ranks) > 1:
         source = max(ends, key=lambda rank: ends[rank])
-        if ends[source] <= lag * median(end for rank, end in ends.items() if rank != source):
+        if ends[source] <= LAG * median(end for rank, end in ends.items() if rank != source):
             break
         best = _soonest(cost, ranks, arrived, source)
         if best is None or best.later_s > (1 - min_sooner) * ends[source]:
@@ -169,7 +167,7 @@ def plan_drain(loads: Sequence[RankLoad], *drained: int) -> list[PlannedMove]:
         if rank not in by_rank:
             raise ValueError(f"rank must be one of {sorted(by_rank)}, got {rank}")
     targets = [load for load in loads if not load.is_held and load.rank not in drained]
-    return _place(groups_of([by_rank[rank] for rank in drained]), targets, must_fit=False) or []
+    return place_all(groups_of([by_rank[rank] for rank in drained]), targets, must_fit=False) or []
 
 
 class _Spread(NamedTuple):
@@ -203,12 +201,13 @@ def groups_of(ranks: Iterable[RankLoad]) -> list[Moving]:
     return [Moving(group, load.rank) for load in ranks for group in load.groups]
 
 
-def place_all(groups: Iterable[Moving], targets: Iterable[RankLoad]) -> list[PlannedMove] | None:
-    """Each to the least predicted load among the targets with room, the longest first. None: one of them has none."""
-    return _place(groups, targets, must_fit=True)
+def place_all(
+    groups: Iterable[Moving], targets: Iterable[RankLoad], *, must_fit: bool = True
+) -> list[PlannedMove] | None:
+    """Each to the least predicted load among the targets with room, the longest first.
 
-
-def _place(groups: Iterable[Moving], targets: Iterable[RankLoad], must_fit: bool) -> list[PlannedMove] | None:
+    Where none has room: nothing is placed (None), or without `must_fit` it goes to the least full.
+    """
     rooms = {load.rank: load.room for load in targets}
     moves = []
     for moving in sorted(groups, key=lambda its: -its.group.total_remaining):

@@ -1,6 +1,14 @@
-"""Mean and variance of lengths, as they would run and cut at `max_tokens`.
+"""Mean and variance of lengths, as they would run and cut at `max_tokens`; and how long a candidate will go on.
 
-Invariant: what was cut is never longer, and spreads by half of `max_tokens` at most.
+With a history a candidate goes on for the mean of a log-normal length given that it is longer than what there is (mean
+residual life). Without one it goes on for as long again as it has lived. That is the mean residual life of a Pareto
+tail with exponent 2: under heavy tails, such as those of lengths, who is old still has long to live.
+
+An average of many ends is no bound on the last of them, and whoever shares its steps with others waits for each of them
+to end. So `late_remaining` says what one candidate of twenty exceeds, by the same two distributions.
+
+Invariants: what was cut is never longer, and spreads by half of `max_tokens` at most. What remains is at least one
+token, and never goes beyond `max_tokens`.
 """
 
 from __future__ import annotations
@@ -9,6 +17,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
+
+from vllm_rollout.group.censoring import LogLengthFit, bounded_log_std, expected_length, length_beyond
 
 MAX_VARIATION = 1e100
 """std / mean that is believed: its square is finite."""
@@ -30,7 +40,7 @@ class LengthMoments:
         return math.sqrt(self.variance)
 
     def cut(self, max_tokens: int | None) -> LengthMoments:
-        """Of the same lengths cut at `max_tokens`; None: not cut."""
+        """The moments of the same lengths cut at `max_tokens`; None: not cut."""
         if max_tokens is None or self.mean <= 0:
             return self
         first, second = self._cut_squares(max_tokens)
@@ -63,6 +73,42 @@ class LengthStatistics:
     """What was seen of lengths, in tokens."""
 
     dataset: LengthMoments | None
-    """Of all candidates; None before there were any."""
+    """Lengths of all candidates; None before there were any."""
     prompts: Sequence[LengthMoments | None]
-    """Of each prompt asked for; None for one never seen."""
+    """Lengths of each prompt asked for; None for one never seen."""
+
+
+LATE_SHARE = 0.05
+"""Share of candidates that go on for longer than is called late."""
+
+
+def expected_remaining(num_tokens: int, lengths: LengthMoments | None = None, max_tokens: int | None = None) -> float:
+    """Output tokens still to come of a candidate that has `num_tokens` and runs.
+
+    lengths: of its prompt; else of the data set; None before anything was seen.
+    """
+    if lengths is None:
+        remaining = float(num_tokens)
+    else:
+        remaining = expected_length(_log_normal(lengths), num_tokens) - num_tokens
+    return _bounded(remaining, num_tokens, max_tokens)
+
+
+def late_remaining(num_tokens: int, lengths: LengthMoments | None = None, max_tokens: int | None = None) -> float:
+    """What `LATE_SHARE` of such candidates exceed."""
+    if lengths is None:
+        remaining = num_tokens * (LATE_SHARE**-0.5 - 1)
+    else:
+        remaining = length_beyond(_log_normal(lengths), num_tokens, LATE_SHARE) - num_tokens
+    return _bounded(remaining, num_tokens, max_tokens)
+
+
+def _bounded(remaining: float, num_tokens: int, max_tokens: int | None) -> float:
+    most = math.inf if max_tokens is None else max_tokens - num_tokens
+    return max(1.0, min(remaining, most))
+
+
+def _log_normal(lengths: LengthMoments) -> LogLengthFit:
+    mean = max(lengths.mean, 1.0)
+    std = bounded_log_std(math.sqrt(math.log1p(lengths.variance / mean**2)))
+    return LogLengthFit(math.log(mean) - std**2 / 2, std, 0.0)

@@ -11,8 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from vllm_rollout.group.judge import Scoring
-from vllm_rollout.group.ledger import Trial
+from vllm_rollout.group.ledger import Scoring, Trial
 from vllm_rollout.group.lifecycle import Group
 from vllm_rollout.group.race import RacePlace
 from vllm_rollout.group.types import Assessment, Observation
@@ -51,7 +50,7 @@ class DetachedGroup:
     group_id: str
     group: Group
     scores: dict[int, DetachedScore]
-    """Of running candidates that are scored, by index."""
+    """How running candidates are scored, by index."""
     request_ids: dict[int, str]
-    """Of running candidates, by index."""
+    """Requests of running candidates, by index."""
     place: RacePlace | None

@@ -33,6 +33,7 @@ from math import inf
 from typing import Literal
 
 from vllm_rollout.group.forecast import SLOWER
+from vllm_rollout.group.rounds import RoundKind
 
 LEVEL_RISE = 1.05
 """A round that preempts more than this many times the recent level doubles the size. Source: RollPacker section 4.2."""
@@ -48,7 +49,6 @@ wait, and a rebuild costs more than they do."""
 HIGH_RATE = 0.2
 """Preemptions per candidate that are too many, usual or not: every fifth candidate is computed again."""
 
-RoundKind = Literal["short", "long"]
 Reason = Literal[
     "start",
     "profile",
@@ -89,7 +89,7 @@ class RoundPressure:
     num_candidates: int
     """Those that ran in it, in any state."""
     num_preemptions: int
-    """Of its candidates; one may be preempted several times."""
+    """Preemptions of its candidates; one may be preempted several times."""
     kv_tokens: int
     """Prompt and output tokens of its longest candidates, as many of them as may run at once."""
 

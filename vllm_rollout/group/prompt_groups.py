@@ -29,7 +29,7 @@ class PromptGroups:
 
     def __init__(self) -> None:
         self._open: dict[Hashable, int] = {}
-        """By key, the group that newcomers join."""
+        """The group that newcomers join, by key."""
         self._groups: dict[int, _Open] = {}
         self._num_opened = 0
 

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 KEY_OF_ID = "id:"
-"""Before the client's id, in the name of a prompt over all rollouts."""
+"""Prefix of the client's id, in the name of a prompt over all rollouts."""
 KEY_OF_TOKENS = "tokens:"
-"""Before the digest, in the name over all rollouts of a prompt whose client gave it none."""
+"""Prefix of the digest, in the name over all rollouts of a prompt whose client gave it none."""
 
 
 KEY_OF_DIGEST = "digest:"
-"""The same before the digest of a client's id that is too large to be remembered."""
+"""Prefix of the digest of a client's id that is too large to be remembered."""
 
 MAX_KEPT_BYTES = 256
 """Largest name that is remembered as it is. Candidates and prompts are remembered by the hundred thousand, some of them
@@ -25,7 +25,7 @@ under four names; ids of trainers and UUIDs are a quarter of this."""
 
 
 def num_bytes(name: str) -> int:
-    """That a name takes: one character beyond ASCII may make all of them wide."""
+    """Bytes that a name takes: one character beyond ASCII may make all of them wide."""
     return len(name) if name.isascii() else 4 * len(name)
 
 

@@ -142,7 +142,7 @@ class _Problem:
         self._low, self._high = _bounds(plan)
         self._weight = fsum(w for _, w in self._points)
         self._level = plan.keep_ratio
-        """Of the last strength tried: the next one starts near it."""
+        """The level of the last strength tried: the next one starts near it."""
 
     def solve(self) -> SurvivalRule:
         """The strength of least size that reaches `positives`, or comes nearest."""

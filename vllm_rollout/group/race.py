@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from vllm_rollout.group.lifecycle import Group
 
@@ -26,17 +27,23 @@ class RacePlace:
     num_wanted: int
     """Complete groups that end the race."""
     position: int
-    """Of the group in the race: ties go to the lower one."""
+    """The group's place in the race: ties go to the lower one."""
+
+
+class _Racer(NamedTuple):
+    """A group that races others."""
+
+    group: Group
+    position: int
 
 
 @dataclass(slots=True)
-class Race:
+class _Race:
     """The groups of one round in one engine."""
 
     num_wanted: int
-    groups: dict[str, Group] = field(default_factory=dict)
-    """Those that have not completed and are not over."""
-    positions: dict[str, int] = field(default_factory=dict)
+    racers: dict[str, _Racer] = field(default_factory=dict)
+    """Those that have not completed and are not over, by group id."""
     num_complete: int = 0
     is_cut_elsewhere: bool = False
     """Enough groups are complete, of all engines'."""
@@ -52,36 +59,22 @@ class Race:
         Several may complete in one step. The winners among them are those whose longest trajectory is the shortest,
         then those of the lower position; the others have lost a tie, and are returned.
         """
-        complete = []
-        for group_id in group_ids:
-            group = self.groups[group_id]
-            if group.complete:
-                complete.append(group_id)
-            elif group.over:
-                self._leave(group_id)
-        complete.sort(key=lambda id: (self.groups[id].longest, self.positions[id]))
+        groups = {group_id: self.racers[group_id].group for group_id in group_ids}
+        ended = {id: self.racers.pop(id) for id, group in groups.items() if group.complete or group.over}
+        complete = [id for id, racer in ended.items() if racer.group.complete]
+        complete.sort(key=lambda id: (ended[id].group.longest, ended[id].position))
         num_winners = max(0, self.num_wanted - self.num_complete)
         self.num_complete += len(complete[:num_winners])
-        for group_id in complete:
-            self._leave(group_id)
         return tuple(complete[num_winners:])
-
-    def leave_all(self) -> None:
-        self.groups.clear()
-        self.positions.clear()
-
-    def _leave(self, group_id: str) -> None:
-        del self.groups[group_id], self.positions[group_id]
 
 
 class RaceTable:
     """All races of one engine, by id."""
 
-    def __init__(self, max_races: int = MAX_RACES) -> None:
-        self._races: OrderedDict[str, Race] = OrderedDict()
+    def __init__(self) -> None:
+        self._races: OrderedDict[str, _Race] = OrderedDict()
         self._race_of: dict[str, str] = {}
         """Group id -> race id, of groups that take part."""
-        self._max_races = max_races
 
     def __len__(self) -> int:
         return len(self._races)
@@ -91,7 +84,7 @@ class RaceTable:
         race = self._open(place.race_id, place.num_wanted)
         if group_id not in self._race_of:
             self._race_of[group_id] = place.race_id
-            race.groups[group_id], race.positions[group_id] = group, place.position
+            race.racers[group_id] = _Racer(group, place.position)
         return race.is_cut
 
     def leave(self, group_id: str) -> RacePlace | None:
@@ -100,8 +93,7 @@ class RaceTable:
         if race_id is None:
             return None
         race = self._races[race_id]
-        del race.groups[group_id]
-        return RacePlace(race_id, race.num_wanted, race.positions.pop(group_id))
+        return RacePlace(race_id, race.num_wanted, race.racers.pop(group_id).position)
 
     def settle(self, touched: Iterable[str]) -> tuple[set[str], list[str]]:
         """Close the step for groups that saw an event; (groups that lost a tie, groups to cancel)."""
@@ -116,11 +108,11 @@ class RaceTable:
             race = self._races[race_id]
             lost.update(race.settle(group_ids))
             if race.is_cut:
-                cancelled += race.groups
-                group_ids = [*group_ids, *race.groups]
-                race.leave_all()
+                cancelled += race.racers
+                group_ids += race.racers
+                race.racers.clear()
             for group_id in group_ids:
-                if group_id not in race.groups:
+                if group_id not in race.racers:
                     self._race_of.pop(group_id, None)
         return lost, cancelled
 
@@ -134,20 +126,20 @@ class RaceTable:
         what enters from now on comes too late."""
         race = self._open(race_id, 0)
         race.is_cut_elsewhere = True
-        return list(race.groups)
+        return list(race.racers)
 
     def forget(self, race_id: str) -> None:
         """The round is over: nobody enters it again. Groups that still run go on as groups of their own."""
         race = self._races.pop(race_id, None)
         if race is not None:
-            for group_id in race.groups:
+            for group_id in race.racers:
                 del self._race_of[group_id]
 
-    def _open(self, race_id: str, num_wanted: int) -> Race:
+    def _open(self, race_id: str, num_wanted: int) -> _Race:
         """The race of that id. What is said of one that no group has entered yet holds for those on their way."""
         race = self._races.get(race_id)
         if race is None:
-            race = self._races[race_id] = Race(num_wanted)
-            if len(self._races) > self._max_races:
+            race = self._races[race_id] = _Race(num_wanted)
+            if len(self._races) > MAX_RACES:
                 self.forget(next(iter(self._races)))
         return race

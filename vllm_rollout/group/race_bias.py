@@ -24,13 +24,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import exp, log
+from math import exp
 from typing import Any, Literal, get_args
 
 from vllm_rollout.group.checks import listed, number
+from vllm_rollout.group.logistic import logit
 
 LabelOrigin = Literal["race", "audit", "plain", "plain_audit"]
-"""Of which kind of group a label is.
+"""The kind of group that a label is of.
 
 race         it has spare candidates: others lose their places to those that are faster
 audit        it would have raced, and does not (`group/audit.py`)
@@ -44,11 +45,10 @@ HALF_LIFE = 2048
 """Labels of audits after which one counts half: a race favours the same kind of answer for longer than a success rate
 lasts, and 256 prompts of 8 answers tell a rate of 0.3 to 0.02."""
 PRIOR_PRECISION = 2.0
-"""Of an intercept before there are audits: about what ten of their labels tell."""
+"""Precision of an intercept before there are audits: about what ten of their labels tell."""
 MAX_INTERCEPT = 3.0
 """Odds that differ by more than a factor of 20 come from a handful of labels."""
 MAX_PRECISION = 1e6
-LEAST_PROBABILITY = 1e-6
 
 _DECAY = 0.5 ** (1 / HALF_LIFE)
 
@@ -84,11 +84,6 @@ class Intercept:
         )
 
 
-def logit(p: float) -> float:
-    p = min(1 - LEAST_PROBABILITY, max(LEAST_PROBABILITY, p))
-    return log(p / (1 - p))
-
-
 TALLY_HALF_LIFE = 8192
 """Labels, of all kinds, after which one counts half in a report."""
 MAX_SUM = 1e12
@@ -101,13 +96,13 @@ class AuditReport:
     """What audit groups say of the others."""
 
     num_labels: float = 0.0
-    """Of audit groups; older ones count less."""
+    """Labels of audit groups; older ones count less."""
     positive_ratio: float | None = None
     """Success rate in audit groups: that of the policy. None without a label of them."""
     raced_positive_ratio: float | None = None
     """Success rate of other labels, weighted by 1 / survival probability: as it would be believed without audits."""
     offset: float = 0.0
-    """By which the logit of a success probability is corrected."""
+    """The correction of the logit of a success probability."""
     raced_success_weight: float = 1.0
     """Answers that a success of a race stands for in a success rate, beside what its survival says."""
 

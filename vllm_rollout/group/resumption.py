@@ -18,7 +18,7 @@ Moments = tuple[float, float]
 """Mean and standard deviation."""
 
 
-class Span(NamedTuple):
+class VersionSpan(NamedTuple):
     """Output tokens that one version of the weights has sampled."""
 
     version: str
@@ -68,22 +68,22 @@ def joined_moments(first: Moments | None, num_first: int, rest: Moments | None, 
     return mean, sqrt(max(0.0, squares / num - mean**2))
 
 
-def joined_spans(first: Sequence[Span], num_first: int, rest: Sequence[Span]) -> list[Span]:
+def joined_spans(first: Sequence[VersionSpan], num_first: int, rest: Sequence[VersionSpan]) -> list[VersionSpan]:
     """Spans of tokens that follow others, which keep theirs. Neighbours of one version are one span."""
     spans = list(first)
     for span in rest:
-        moved = Span(span.version, span.start + num_first, span.end + num_first)
+        moved = VersionSpan(span.version, span.start + num_first, span.end + num_first)
         if spans and spans[-1].version == moved.version and spans[-1].end == moved.start:
-            moved = Span(moved.version, spans.pop().start, moved.end)
+            moved = VersionSpan(moved.version, spans.pop().start, moved.end)
         spans.append(moved)
     return spans
 
 
 def joined_ending(rest: Ending, num_first: int) -> Ending:
-    """Of a candidate that had so many tokens before."""
+    """The ending of a candidate that had so many tokens before."""
     return replace(rest, num_tokens=rest.num_tokens + num_first, num_resumed=num_first)
 
 
-def spans_of(written: Sequence[Mapping[str, Any]]) -> list[Span]:
-    """From `{"version", "start", "end"}` each."""
-    return [Span(span["version"], span["start"], span["end"]) for span in written]
+def spans_of(written: Sequence[Mapping[str, Any]]) -> list[VersionSpan]:
+    """Spans as `{"version", "start", "end"}` describes each."""
+    return [VersionSpan(span["version"], span["start"], span["end"]) for span in written]

@@ -23,7 +23,7 @@ class GroupEnd:
     deferred: bool
     """It was stopped, or lost a tie."""
     max_tokens: int
-    """Of its longest trajectory; 0 without any."""
+    """Tokens of its longest trajectory; 0 without any."""
 
 
 @dataclass(slots=True)
@@ -108,7 +108,7 @@ class RoundProgress:
         return True
 
     def outcomes(self) -> dict[int, EntryOutcome]:
-        """By entry number, of a round that is over."""
+        """What became of each entry of a round that is over, by entry number."""
         return {
             entry.number: EntryOutcome(self.fates.get(position, "unstarted"), self._max_tokens.get(position, 0))
             for position, entry in enumerate(self.opened.all_entries)

@@ -64,17 +64,17 @@ class RunTerms:
 
     @property
     def num_prompts(self) -> int:
-        """Of a short round, ceil(eta P0)."""
+        """Prompts of a short round, ceil(eta P0)."""
         return speculated(self.prompts_per_round, self.prompt_speculation)
 
     @property
     def num_candidates(self) -> int:
-        """Of a prompt in a short round, ceil(eta R0)."""
+        """Candidates of a prompt in a short round, ceil(eta R0)."""
         return speculated(self.group_size, self.response_speculation)
 
     @property
     def num_short_rounds(self) -> int:
-        """Of a period: until as many prompts are deferred as a long round returns; 0 when none are."""
+        """Short rounds of a period: until as many prompts are deferred as a long round returns; 0 when none are."""
         spare = self.num_prompts - self.prompts_per_round
         return -(-self.prompts_per_round // spare) if spare else 0
 
@@ -154,9 +154,9 @@ class OpenRound:
     """The client's name for it: repeated, it means the same round."""
     kind: RoundKind
     entries: tuple[Entry, ...]
-    """To run, in order."""
+    """Prompts to run, in order."""
     reserve: tuple[Entry, ...] = ()
-    """To run in place of filtered ones, in order."""
+    """Prompts to run in place of filtered ones, in order."""
     num_wanted: int = 0
     """Complete groups that end it."""
 
@@ -173,7 +173,7 @@ Fate = Literal["returned", "filtered", "deferred", "unstarted"]
 class EntryOutcome:
     fate: Fate
     max_tokens: int = 0
-    """Of its longest trajectory, if it was returned or filtered."""
+    """Tokens of its longest trajectory, if it was returned or filtered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +187,7 @@ class RoundRecord:
     num_filtered: int
     num_deferred: int
     max_tokens: int
-    """Of the longest trajectory that was returned."""
+    """Tokens of the longest trajectory that was returned."""
     latency_s: float = 0.0
     generated_tokens: int = 0
     returned_tokens: int = 0
@@ -204,7 +204,7 @@ class Run:
     queue: list[Entry] = field(default_factory=list)
     """Deferred, oldest first."""
     carried: list[Entry] = field(default_factory=list)
-    """Of short rounds that ended before they were begun."""
+    """Those of short rounds that ended before they were begun."""
     open: OpenRound | None = None
     num_returned: int = 0
     num_filtered: int = 0
@@ -339,7 +339,7 @@ class Run:
         return opened
 
     def _put_back(self, entries: Sequence[Entry]) -> None:
-        """To where they came from, or would have waited: before all others."""
+        """Entries go to where they came from, or would have waited: before all others."""
         self.queue = [*(entry for entry in entries if entry.num_deferred), *self.queue]
         self.carried = [*(entry for entry in entries if not entry.num_deferred), *self.carried]
 

@@ -24,7 +24,7 @@ from vllm_rollout.group.savings import Savings
 FORMAT = 1
 MAX_ID_CHARS = 256
 MAX_ENTRIES = 2 * MAX_WAITING
-"""In one list of a run: what may wait, and what a round may add to it."""
+"""Entries in one list of a run: what may wait, and what a round may add to it."""
 MAX_TOKENS = 10_000_000
 MAX_SECONDS = 1e9
 

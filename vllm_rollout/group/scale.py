@@ -36,7 +36,8 @@ CLIPPED_DEVIATIONS = 4.0
 QUARTILE_RANGE = 1.349
 """Distance of the quartiles of a normal distribution, in standard deviations."""
 LEAST_WIDTH = 2.0**-40
-"""Of a scale, over the size of its center and of its predecessor's width: float32 tells apart nothing closer."""
+"""Least width of a scale, over the size of its center and of its predecessor's width: float32 tells apart nothing
+closer."""
 TOLERANCE = 0.5
 """Standard errors of a scale by which it may be off before it is replaced: scores keep their place for a while."""
 SETTLED_TOLERANCE = 0.25
@@ -63,7 +64,7 @@ GUESS = Estimate(0.0, 1.0, 0.0)
 
 @dataclass(slots=True, eq=False)
 class Scale:
-    """Of one version, as long as it scores; a version that comes back has a new one."""
+    """The scale of one version, as long as it scores; a version that comes back has a new one."""
 
     version: int
     base: Estimate
@@ -72,9 +73,9 @@ class Scale:
     num_scores: int = 0
     """Seen of this version."""
     num_new: int = 0
-    """Of these since `now` was made."""
+    """Those of them that came since `now` was made."""
     num_labels: int = 0
-    """In the window."""
+    """Labels of this version in the window."""
 
     @classmethod
     def after(cls, version: int, base: Estimate) -> Scale:
@@ -125,13 +126,14 @@ class Scale:
 
 
 class Scales:
-    """Of one head's versions, or of what replaces it; each is kept for labels that come late, up to a number."""
+    """The scales of one head's versions, or of what replaces it; each is kept for labels that come late, up to a
+    number."""
 
     def __init__(self) -> None:
         self.present = Scale.after(UNKNOWN, GUESS)
-        """Of the version that scored last."""
+        """The scale of the version that scored last."""
         self._newest: dict[int, Scale] = {UNKNOWN: self.present}
-        """By version, the newest last."""
+        """The scales by version, the newest last."""
 
     def __iter__(self) -> Iterator[Scale]:
         return iter(self._newest.values())

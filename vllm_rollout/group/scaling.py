@@ -40,12 +40,12 @@ no_room         the predicted peak of all that runs does not fit the other half
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Of one rollout."""
+    """How far one rollout is."""
 
     num_responses: int
     num_complete: int
     num_complete_at_check: int = 0
-    """When it was last checked (`ScaleDown.was_checked`)."""
+    """Complete responses when it was last checked (`ScaleDown.was_checked`)."""
     is_scaled_down: bool = False
 
     @property
@@ -53,7 +53,7 @@ class Progress:
         return self.num_complete / max(1, self.num_responses)
 
     @property
-    def told(self) -> str:
+    def explanation(self) -> str:
         return f"{self.num_complete} of {self.num_responses} responses ({self.share:.0%}) are complete"
 
 
@@ -62,12 +62,12 @@ class ScaleDown:
     """What is advised."""
 
     reason: ScaleReason
-    told: str
+    explanation: str
     """The reason with its numbers, for people."""
     ranks: tuple[int, ...] = ()
-    """To be freed."""
+    """Ranks to be freed."""
     moves: tuple[PlannedMove, ...] = ()
-    """That free them."""
+    """The moves that free them."""
 
     @property
     def was_checked(self) -> bool:
@@ -96,13 +96,13 @@ def plan_scale_down(
     moves = place_all(groups_of(load for load in usable if load.rank in freed), staying)
     peak = sum(load.peak_kv_tokens for load in usable)
     capacity = sum(math.inf if load.kv_capacity_tokens is None else load.kv_capacity_tokens for load in staying)
-    told = (
-        f"{progress.told}; the rest has a predicted peak of {peak:.0f} tokens of KV cache, ranks "
+    explanation = (
+        f"{progress.explanation}; the rest has a predicted peak of {peak:.0f} tokens of KV cache, ranks "
         f"{[load.rank for load in staying]} have {capacity:.0f}"
     )
     if moves is None or any(load.room.kv_tokens < 0 for load in staying):
-        return ScaleDown("no_room", told)
-    return ScaleDown("free", told, freed, tuple(moves))
+        return ScaleDown("no_room", explanation)
+    return ScaleDown("free", explanation, freed, tuple(moves))
 
 
 def not_now(progress: Progress) -> ScaleDown | None:
@@ -111,11 +111,11 @@ def not_now(progress: Progress) -> ScaleDown | None:
     if progress.is_scaled_down:
         return ScaleDown("scaled_down", "ranks of this rollout have been freed already")
     if progress.share < FIRST_CHECK:
-        return ScaleDown("too_early", f"{progress.told}: the first check is at {FIRST_CHECK:.0%}")
+        return ScaleDown("too_early", f"{progress.explanation}: the first check is at {FIRST_CHECK:.0%}")
     if progress.share > LAST_CHECK:
-        return ScaleDown("too_late", f"{progress.told}: the last check is at {LAST_CHECK:.0%}")
+        return ScaleDown("too_late", f"{progress.explanation}: the last check is at {LAST_CHECK:.0%}")
     if newly / max(1, progress.num_responses) < CHECK_EVERY:
-        return ScaleDown("between_checks", f"{progress.told}, {newly} more than at the last check")
+        return ScaleDown("between_checks", f"{progress.explanation}, {newly} more than at the last check")
     return None
 
 

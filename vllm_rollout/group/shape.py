@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 
 from vllm_rollout.group.censoring import counted_stops, fit_log_lengths, log_length
 from vllm_rollout.group.checks import MAX_COUNT, fields_of, integer, listed, number, shown
-from vllm_rollout.group.life_table import LEFT, NUM_BINS, PRIOR_LOG_STD, RIGHT, STEP, Curve, Life, life_of
+from vllm_rollout.group.life_table import LEFT, NUM_BINS, PRIOR_LOG_STD, RIGHT, STEP, BinnedGroup, SurvivalCurve, binned
 
 MIN_LOCATION_STD = 0.05
-"""Of the locations of the data set's prompts: closer together they are not believed to be."""
+"""Least standard deviation of the prompts' locations: closer together they are not believed to be."""
 MIN_GROUPS = 8.0
 """Groups from which on it is known where prompts usually are."""
 NEGLIGIBLE = 1e-4
@@ -34,14 +34,14 @@ NEGLIGIBLE = 1e-4
 FIRST_BIN, LAST_BIN = -6, 240
 """Bins of the data set's lengths: from half a token to what no candidate reaches."""
 MAX_LENGTH = 1e12
-"""In tokens; no expectation goes beyond."""
+"""Longest length that is expected, in tokens."""
 MAX_LOG_ERROR = 10.0
-"""Of a log-normal fit's variance."""
+"""Largest error of a log-normal fit's variance that is believed, as a log."""
 MAX_SUM = 1e12
 """Largest sum of a state; real ones stay below some 740 groups times their candidates."""
 
 
-class Place(NamedTuple):
+class PossibleLocation(NamedTuple):
     """A location that a group may have."""
 
     weight: float
@@ -72,8 +72,8 @@ class LengthShape:
         """Groups with stops; sum of the logs of their variance over that of a log-normal fit."""
         self._lengths = [0.0] * (LAST_BIN - FIRST_BIN)
         """Shares of groups by bin of length."""
-        self.curve = Curve(self._ends, self._risks)
-        """When the newest group came."""
+        self.curve = SurvivalCurve(self._ends, self._risks)
+        """The curve as it was when the newest group came."""
 
     def observe(
         self, finished: Sequence[int], stops: Sequence[int], log_std: float = PRIOR_LOG_STD
@@ -83,13 +83,13 @@ class LengthShape:
         log_std: of lengths within prompts, as fits of the groups before have it. They learn how far lengths spread from
         the first groups on; a table that these entered too narrow would take hundreds to widen.
         """
-        self.curve = Curve(self._ends, self._risks, log_std)
+        self.curve = SurvivalCurve(self._ends, self._risks, log_std)
         ended = [(log_length(length), count) for length, count in Counter(finished).items()]
         cut = [(log_length(stop), count) for stop, count in counted_stops(stops)]
-        life = life_of(ended, cut)
-        places, alone = self._places(life, cut)
-        moments = self._moments(finished, cut, places) if stops else None
-        self._learn(ended, cut, life, places)
+        group = binned(ended, cut)
+        possible, alone = self._possible_locations(group, cut)
+        moments = self._moments(finished, cut, possible) if stops else None
+        self._learn(ended, cut, group, possible)
         if alone is not None:
             for i, value in enumerate((1.0, alone[0], alone[0] ** 2, alone[1])):
                 self._locations[i] = self._decay * self._locations[i] + value
@@ -123,25 +123,27 @@ class LengthShape:
             if share
         )
 
-    def _places(self, life: Life, cut: Sequence[tuple[float, int]]) -> tuple[list[Place], tuple[float, float] | None]:
-        """Where the group may be; and location and its variance by the group alone, in bins, if any finished."""
-        shifts = range(life.first + len(life.ends) - RIGHT, life.first - LEFT + 1)
-        likely = [self._log_likelihood(life, shift) for shift in shifts]
-        alone = _mean_and_variance(_normalized(likely), shifts) if life.num_ends else None
-        usual = self._usual_location([] if life.num_ends else cut)
+    def _possible_locations(
+        self, group: BinnedGroup, cut: Sequence[tuple[float, int]]
+    ) -> tuple[list[PossibleLocation], tuple[float, float] | None]:
+        """Where the group may be, with location and variance by the group alone, in bins, if any finished."""
+        shifts = range(group.first + len(group.ends) - RIGHT, group.first - LEFT + 1)
+        likely = [self._log_likelihood(group, shift) for shift in shifts]
+        alone = _mean_and_variance(_normalized(likely), shifts) if group.num_ends else None
+        usual = self._usual_location([] if group.num_ends else cut)
         if usual is not None:
             center, variance = usual
             likely = [log - (shift - center) ** 2 / (2 * variance) for log, shift in zip(likely, shifts, strict=True)]
         kept = [(w, shift) for w, shift in zip(_normalized(likely), shifts, strict=True) if w > NEGLIGIBLE]
         total = math.fsum(weight for weight, _ in kept)
-        return [Place(weight / total, shift) for weight, shift in kept], alone
+        return [PossibleLocation(weight / total, shift) for weight, shift in kept], alone
 
-    def _log_likelihood(self, life: Life, shift: int) -> float:
-        curve, size, start = self.curve, len(life.ends), life.first - shift - LEFT
+    def _log_likelihood(self, group: BinnedGroup, shift: int) -> float:
+        curve, size, start = self.curve, len(group.ends), group.first - shift - LEFT
         return (
-            sum(map(mul, life.ends, curve.logs[start : start + size]))
-            - sum(map(mul, life.risks, curve.rates[start : start + size]))
-            - life.num * curve.hazards[start]
+            sum(map(mul, group.ends, curve.logs[start : start + size]))
+            - sum(map(mul, group.risks, curve.rates[start : start + size]))
+            - group.num * curve.hazards[start]
         )
 
     def _usual_location(self, only_cut: Sequence[tuple[float, int]]) -> tuple[float, float] | None:
@@ -159,14 +161,14 @@ class LengthShape:
         return None
 
     def _moments(
-        self, finished: Sequence[int], cut: Sequence[tuple[float, int]], places: Sequence[Place]
+        self, finished: Sequence[int], cut: Sequence[tuple[float, int]], possible: Sequence[PossibleLocation]
     ) -> ShapedMoments:
-        """Expectations over all places. The mean moves with the unknown lengths, which takes 1 / num of their variance
-        out of the sample's."""
+        """Expectations over all locations. The mean moves with the unknown lengths, which takes 1 / num of their
+        variance out of the sample's."""
         num = len(finished) + sum(count for _, count in cut)
         mean = second = variance = 0.0
         own, own_squares = math.fsum(finished), math.fsum(length**2 for length in finished)
-        for weight, shift in places:
+        for weight, shift in possible:
             scale = math.exp(shift * STEP)
             total, squares, unknown = own, own_squares, 0.0
             for log, count in cut:
@@ -183,20 +185,24 @@ class LengthShape:
         return ShapedMoments(mean, variance if num > 1 else None, max(second - mean**2, 0.0))
 
     def _learn(
-        self, ended: Sequence[tuple[float, int]], cut: Sequence[tuple[float, int]], life: Life, places: Sequence[Place]
+        self,
+        ended: Sequence[tuple[float, int]],
+        cut: Sequence[tuple[float, int]],
+        group: BinnedGroup,
+        possible: Sequence[PossibleLocation],
     ) -> None:
         for sums in (self._ends, self._risks, self._lengths):
             sums[:] = [self._decay * value for value in sums]
         for log, count in ended:
-            self._lengths[_bin(log / STEP)] += count / life.num
-        for place in places:
-            self._add_rest(cut, place.shift, place.weight / life.num)
+            self._lengths[_bin(log / STEP)] += count / group.num
+        for location in possible:
+            self._add_rest(cut, location.shift, location.weight / group.num)
         # where a group is in which none finished is a guess: it would confirm what the table says already
-        for weight, shift in places if life.num_ends else ():
-            start = life.first - shift - LEFT
+        for weight, shift in possible if group.num_ends else ():
+            start = group.first - shift - LEFT
             for i in range(start):
-                self._risks[i] += weight * life.num
-            for i, (end, risk) in enumerate(zip(life.ends, life.risks, strict=True), start):
+                self._risks[i] += weight * group.num
+            for i, (end, risk) in enumerate(zip(group.ends, group.risks, strict=True), start):
                 self._ends[i] += weight * end
                 self._risks[i] += weight * risk
 

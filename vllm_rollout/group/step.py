@@ -17,18 +17,18 @@ Invariant: every candidate that was launched gets exactly one end, and no verdic
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from vllm_rollout.config import MAX_IDLE_GROUPS
 from vllm_rollout.group.audit import draw_audit
-from vllm_rollout.group.group_table import GroupTable
-from vllm_rollout.group.judge import Judge, Scoring
-from vllm_rollout.group.ledger import LedgerEntry
+from vllm_rollout.group.judge import Judge
+from vllm_rollout.group.ledger import LedgerEntry, Scoring
 from vllm_rollout.group.lifecycle import Group, GroupTerms
 from vllm_rollout.group.moving import DetachedGroup, DetachedScore, StayReason
 from vllm_rollout.group.pruning_plan import PruningPlan
 from vllm_rollout.group.race import RacePlace, RaceTable
 from vllm_rollout.group.race_bias import LabelOrigin
+from vllm_rollout.group.sibling_table import SiblingTable
 from vllm_rollout.group.types import CandidateId, EndReason, HeldGroups, Observation, StopState
 
 
@@ -59,7 +59,7 @@ class _Scored:
 
     scoring: Scoring
     entry: LedgerEntry
-    """Where what its reward will need is written."""
+    """The place where what its reward will need is written."""
 
 
 class GroupSteps:
@@ -68,11 +68,11 @@ class GroupSteps:
     def __init__(self, judge: Judge, max_idle: int = MAX_IDLE_GROUPS) -> None:
         self.judge = judge
         self.races = RaceTable()
-        self._table = GroupTable(max_idle)
+        self._table: SiblingTable[Group] = SiblingTable(max_idle)
         self._scored: dict[CandidateId, _Scored] = {}
         """Candidates that are scored, from launch to end."""
         self._ended: list[tuple[CandidateId, Group, EndReason, int, Observation | None]] = []
-        """Since the last step was closed, and so are these:"""
+        """Candidates that ended since the last step was closed; the next two tell of that time, too."""
         self._touched: dict[str, Group] = {}
         self._cancelled: dict[str, Group] = {}
         self._capped: dict[str, Group] = {}
@@ -84,7 +84,7 @@ class GroupSteps:
 
     @property
     def held(self) -> HeldGroups:
-        return HeldGroups(len(self._table) - self._table.num_idle, self._table.num_idle, len(self.races))
+        return HeldGroups(len(self._table) - self._table.num_waiting, self._table.num_waiting, len(self.races))
 
     @property
     def has_events(self) -> bool:
@@ -110,14 +110,12 @@ class GroupSteps:
             raise LaunchRefused(_disagreement(group.terms, terms))
         if group is not None and index is not None and group.has(index):
             raise LaunchRefused(f"index {index} of this group is taken. Name another group.")
-        audit = group is None and scoring is not None and draw_audit(terms.audit_ratio, scoring.seed, group_id)
-        group = self._table.open(group_id, terms, audit=audit)
-        if group.audit and scoring is not None:
-            scoring = replace(scoring, plan=scoring.plan.audited(terms.races))
+        if group is None:
+            group = Group(terms, scoring is not None and draw_audit(terms.audit_ratio, scoring.seed, group_id))
+        self._table.put(group_id, group)
         candidate_id = CandidateId(group_id, group.launch(index))
         if scoring is not None:
-            entry = self._remember(candidate_id, scoring, request_id, group)
-            self._scored[candidate_id] = _Scored(scoring, entry)
+            self._remember(candidate_id, scoring, request_id, group)
         if place is not None and self.races.enter(group_id, group, place):
             self.cancel(group_id)
         if group.is_unwanted(candidate_id.index):
@@ -185,6 +183,7 @@ class GroupSteps:
     def attach(self, detached: DetachedGroup, now_s: float = 0.0) -> Group:
         """Take up a group that another engine let go of, or this one; `now_s` as in `close_step`."""
         group_id, group = detached.group_id, detached.group
+        assert self._table.find(group_id) is None, f"group {group_id} is here already"
         self._table.put(group_id, group)
         for index, score in detached.scores.items():
             candidate_id = CandidateId(group_id, index)
@@ -192,12 +191,11 @@ class GroupSteps:
             entry.observation, entry.assessment = score.observation, score.assessment
             for length, trial in score.trials.items():
                 entry.tried(length, *trial)
-            self._scored[candidate_id] = _Scored(score.scoring, entry)
         if group.length_cap is not None:
             self._capped[group_id] = group
         if detached.place is not None and self.races.enter(group_id, group, detached.place):
             self.cancel(group_id)
-        self._table.release(group_id, now_s)  # it may wait for siblings here as it did there
+        self._release(group_id, group, now_s)  # it may wait for siblings here as it did there
         return group
 
     def forget_waiting(self, now_s: float) -> list[str]:
@@ -205,24 +203,9 @@ class GroupSteps:
         return self._table.forget_waiting(now_s)
 
     def _remember(self, candidate_id: CandidateId, scoring: Scoring, request_id: str, group: Group) -> LedgerEntry:
-        """For the reward that may come."""
-        ledger, (group_id, index) = self.judge.ledger, candidate_id
-        entry = ledger.open(
-            scoring.rollout_id,
-            scoring.prompt_id,
-            index,
-            request_id,
-            scoring.plan,
-            group_id,
-            scoring.prompt_key,
-            scoring.adapter,
-            _origin(group, scoring.plan),
-        )
-        if scoring.name is not None:
-            ledger.name(scoring.name, group_id, {scoring.choice: index})
-        if scoring.parent is not None:
-            name, choice = scoring.parent
-            ledger.name(name, group_id, {choice: index}, unless_taken=True)
+        """The ledger's entry of a candidate, for the reward that may come."""
+        entry = self.judge.ledger.open(scoring, candidate_id, request_id, group.pruning, _origin(group))
+        self._scored[candidate_id] = _Scored(scoring, entry)
         return entry
 
     def close_step(
@@ -272,7 +255,7 @@ class GroupSteps:
         return Verdicts(stop, frozenset(lost_ties), over, frozenset(lost_groups))
 
     def _still_due(self, due: Mapping[CandidateId, Observation]) -> dict[str, dict[int, Observation]]:
-        """Of what is due what still runs, by group; touches these groups."""
+        """What still runs of what is due, by group; touches these groups."""
         siblings: dict[str, dict[int, Observation]] = {}
         for id, observation in due.items():
             group = self._table.find(id.group_id)
@@ -310,16 +293,23 @@ class GroupSteps:
         for candidate_id in stop:
             group = self._touched.get(candidate_id.group_id)
             self._write(candidate_id, group, num_tokens(candidate_id))
-        over = []
-        for group_id, group in self._touched.items():
-            if self._table.release(group_id, now_s):
-                over.append(group_id)
-            if group.over:
-                self._capped.pop(group_id, None)
+        over = tuple(group_id for group_id, group in self._touched.items() if self._release(group_id, group, now_s))
         self._ended.clear()
         self._touched.clear()
         self._cancelled.clear()
-        return tuple(over)
+        return over
+
+    def _release(self, group_id: str, group: Group, now_s: float) -> bool:
+        """Forget a group that is over (True); one in which nothing runs waits for siblings."""
+        if group.over:
+            self._capped.pop(group_id, None)
+        if self._table.find(group_id) is not group:
+            return False  # it waited, and others took its place
+        if group.over:
+            self._table.remove(group_id)
+        elif not group.num_running:
+            self._table.wait(group_id, now_s)
+        return group.over
 
     def _write(self, candidate_id: CandidateId, group: Group, num_tokens: int, last: Observation | None = None) -> None:
         scored = self._scored.pop(candidate_id, None)
@@ -333,9 +323,9 @@ class GroupSteps:
                 group.finals[index] = assessment
 
 
-def _origin(group: Group, plan: PruningPlan) -> LabelOrigin:
-    """Of the labels of this group."""
-    if plan.audit:
+def _origin(group: Group) -> LabelOrigin:
+    """The kind of group that its labels are of."""
+    if (plan := group.pruning).audit:
         return "audit" if plan.is_instead_of_race else "plain_audit"
     return "race" if group.terms.races else "plain"
 
@@ -351,7 +341,7 @@ def _disagreement(terms: GroupTerms, others: GroupTerms) -> str:
 
 
 def _fields(terms: GroupTerms) -> dict[str, object]:
-    """By name; those of a plan that is not there are None."""
+    """The terms by name; those of a plan that is not there are None."""
     fields = {name: getattr(terms, name) for name in GroupTerms.__slots__ if name != "pruning"}
     plan = terms.pruning
     return fields | {f"pruning.{name}": plan and getattr(plan, name) for name in PruningPlan.__slots__}

@@ -21,9 +21,9 @@ from math import log
 from statistics import fmean
 from typing import NamedTuple
 
-from vllm_rollout.group.logistic import Counts, Curve, fit
+from vllm_rollout.group.logistic import Counts, LogisticCurve, fit
 
-NUM_PLACES = 32
+NUM_JOINED = 32
 """Places that bins are joined to for what is asked of all labels: as good as all bins, and four times as fast."""
 REACH = 1.0
 """Standardized score by which the curve goes on beyond all labels; from there on it is level."""
@@ -52,13 +52,13 @@ def paper_table(
 
 def combined_table(negatives: Sequence[float], positives: Sequence[float], spread: int) -> tuple[float, ...]:
     """`negatives` and `positives` in labels: what a sum of weights is worth."""
-    places = _places(len(negatives))
-    sums = [Counts(place.x, sum(negatives[place.bins]), sum(positives[place.bins])) for place in places]
+    joined = _joined_bins(len(negatives))
+    sums = [Counts(part.x, sum(negatives[part.bins]), sum(positives[part.bins])) for part in joined]
     known = [each for each in sums if each.negative or each.positive]
     curve = fit(known)
     near_positives = spread_out(positives, spread)
     near_all = [n + y for n, y in zip(spread_out(negatives, spread), near_positives, strict=True)]
-    middles = [place.middle for place in places]
+    middles = [part.middle for part in joined]
     trust = _best_trust(curve, sums, [near_all[b] for b in middles], [near_positives[b] for b in middles])
     low, high = (known[0].x - REACH, known[-1].x + REACH) if known else (0.0, 0.0)
     xs = [min(high, max(low, x)) for x in bin_logits(len(negatives))]
@@ -66,13 +66,13 @@ def combined_table(negatives: Sequence[float], positives: Sequence[float], sprea
 
 
 def _best_trust(
-    curve: Curve, places: Sequence[Counts], near_all: Sequence[float], near_positives: Sequence[float]
+    curve: LogisticCurve, joined: Sequence[Counts], near_all: Sequence[float], near_positives: Sequence[float]
 ) -> float:
     """The trust with the least squared error, each label foretold from those near it without itself."""
     known = [
-        (place.negative, place.positive, curve.at(place.x), max(1.0, n) - 1, y)
-        for place, n, y in zip(places, near_all, near_positives, strict=True)
-        if place.negative or place.positive
+        (part.negative, part.positive, curve.at(part.x), max(1.0, n) - 1, y)
+        for part, n, y in zip(joined, near_all, near_positives, strict=True)
+        if part.negative or part.positive
     ]
     best, least = TRUSTS[0], float("inf")
     for trust in TRUSTS:
@@ -104,18 +104,18 @@ def _boxes(counts: Sequence[float], size: int) -> list[float]:
     return [end - start for start, end in zip(sums, sums[size:], strict=False)]
 
 
-class _Place(NamedTuple):
+class _JoinedBins(NamedTuple):
     bins: slice
     middle: int
     x: float
 
 
 @cache
-def _places(num_bins: int) -> tuple[_Place, ...]:
-    xs, step = bin_logits(num_bins), max(1, num_bins // NUM_PLACES)
+def _joined_bins(num_bins: int) -> tuple[_JoinedBins, ...]:
+    xs, step = bin_logits(num_bins), max(1, num_bins // NUM_JOINED)
     starts = range(0, num_bins, step)
     return tuple(
-        _Place(slice(start, start + step), min(start + step // 2, num_bins - 1), fmean(xs[start : start + step]))
+        _JoinedBins(slice(start, start + step), min(start + step // 2, num_bins - 1), fmean(xs[start : start + step]))
         for start in starts
     )
 

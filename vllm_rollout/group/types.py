@@ -26,10 +26,10 @@ class CandidateId(NamedTuple):
 
 
 WHOLE = 0
-"""In place of a detection length: the whole trajectory, scored where it ended (ARRoL section 4.4)."""
+"""What stands in place of a detection length for the whole trajectory, scored where it ended (ARRoL section 4.4)."""
 
 BASE_MODEL = ""
-"""In place of an adapter's name."""
+"""What stands in place of an adapter's name for the base model."""
 
 
 class HeadKey(NamedTuple):
@@ -64,7 +64,7 @@ class Observation:
     head_version: int = 0
     """0: untrained."""
     detection_length: int | None = None
-    """After how many output tokens, or `WHOLE`; None: at its plan's."""
+    """The output tokens after which it was seen, or `WHOLE`; None: those of its plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class Ending:
     ended_by_itself: bool = False
     """Its length is exact: also when it is surplus, because its ending came too late to count (a lost tie)."""
     num_resumed: int = 0
-    """Of its tokens those that it had from an earlier round."""
+    """Those of its tokens that it had from an earlier round."""
     num_preemptions: int = 0
     """How often it had to give its KV cache to others and wait."""
 

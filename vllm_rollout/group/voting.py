@@ -61,7 +61,7 @@ class AccuracyAtK:
     accuracy: float
     """The mean over groups of the share of subsets whose winner is correct."""
     standard_error: float | None
-    """Of that mean, over groups; None for a single one."""
+    """Standard error of that mean, over groups; None for a single one."""
     num_groups: int
     num_exact: int
     """Groups of which every subset of size k was counted; the others were sampled."""

@@ -9,11 +9,11 @@ Invariant: sums are whole numbers, so that what is added and taken away again le
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from vllm_rollout.group.cost import CostModel
-from vllm_rollout.group.moments import LengthMoments
-from vllm_rollout.group.remaining import expected_remaining
+from vllm_rollout.group.moments import LengthMoments, expected_remaining
 
 
 class Work(NamedTuple):
@@ -29,7 +29,7 @@ class Work(NamedTuple):
     def of(
         cls, num_tokens: Iterable[int], lengths: LengthMoments | None, max_tokens: int | None, prompt_tokens: int
     ) -> Work:
-        """From the output tokens that each of them has; `lengths`: of its prompt, else of the data set."""
+        """The work of candidates that have so many output tokens; `lengths`: of their prompt, else of the data set."""
         ages = list(num_tokens)
         if lengths is None:
             return cls(len(ages))
@@ -38,16 +38,16 @@ class Work(NamedTuple):
         return cls(len(ages), round(sum(remaining[age] for age in ages)), round(contexts))
 
 
-class Weights(NamedTuple):
+class TokenCost(NamedTuple):
     """What a token costs whoever shares its step."""
 
     token: float = 1.0
     context: float = 0.0
-    """For each token before it."""
+    """What each token before it adds."""
 
     @classmethod
-    def of(cls, cost: CostModel) -> Weights:
-        """In seconds, as the secants from one candidate to a full rank and from no context to the longest profiled."""
+    def of(cls, cost: CostModel) -> TokenCost:
+        """Seconds, as the secants from one candidate to a full rank, and from no context to the longest profiled."""
         context = cost.curves[-1][0]
         batch_size = max(2, cost.max_num_seqs or max(curve.batch_sizes[-1] for _, curve in cost.curves))
 
@@ -59,14 +59,14 @@ class Weights(NamedTuple):
         return cls(token, per_context) if token or per_context else cls()
 
 
+@dataclass(slots=True)
 class RankWork:
     """Work on a rank: added up, of candidates that are predicted and of others."""
 
-    def __init__(self) -> None:
-        self.num_predicted = 0
-        self.num_others = 0
-        self.tokens = 0
-        self.contexts = 0
+    num_predicted: int = 0
+    num_others: int = 0
+    tokens: int = 0
+    contexts: int = 0
 
     def add(self, work: Work, sign: int = 1) -> None:
         """-1 takes it away."""
@@ -77,6 +77,6 @@ class RankWork:
         self.tokens += sign * work.tokens
         self.contexts += sign * work.contexts
 
-    def weighed(self, weights: Weights) -> float:
-        """Of those that are predicted."""
-        return weights.token * self.tokens + weights.context * self.contexts
+    def cost(self, token_cost: TokenCost) -> float:
+        """What the predicted ones cost, in the unit of `token_cost`."""
+        return token_cost.token * self.tokens + token_cost.context * self.contexts

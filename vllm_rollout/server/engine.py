@@ -10,13 +10,13 @@ from vllm_rollout.group.advice import Advice
 from vllm_rollout.group.cost import CostModel
 from vllm_rollout.group.drift import StepDrift
 from vllm_rollout.group.history import ObservedLength
-from vllm_rollout.group.holding import EVERYBODY, TRAINER
 from vllm_rollout.group.known_prompts import KnownPrompt
 from vllm_rollout.group.ledger import NamedReward, Reward, RewardStatus
 from vllm_rollout.group.length_trial import TriedCandidate
 from vllm_rollout.group.load import EngineLoad
 from vllm_rollout.group.migration import Migration
 from vllm_rollout.group.moments import LengthMoments, LengthStatistics
+from vllm_rollout.group.placement import ALL_OWNERS, TRAINER
 from vllm_rollout.group.plan import GroupPlan
 from vllm_rollout.group.race import RacePlace
 from vllm_rollout.group.race_bias import AuditReport
@@ -323,7 +323,7 @@ class Engine(Protocol):
         """
         ...
 
-    async def restore(self, rank: int, owner: str = EVERYBODY) -> None:
+    async def restore(self, rank: int, owner: str = ALL_OWNERS) -> None:
         """`owner` does not keep it empty any more; when nobody does, groups are sent to it again.
 
         Raises: RequestError (503) for a dead engine.

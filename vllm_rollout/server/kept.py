@@ -15,7 +15,7 @@ import msgspec
 
 from vllm_rollout.config import MAX_GROUP_SIZE
 from vllm_rollout.group.pruning_plan import PruningPlan
-from vllm_rollout.group.resumption import Span, choose_resumed, is_whole, spans_of
+from vllm_rollout.group.resumption import VersionSpan, choose_resumed, is_whole, spans_of
 from vllm_rollout.server.engine import CandidateEnd
 
 MAX_KEPT_BYTES = 64 * 1024 * 1024
@@ -35,7 +35,7 @@ class KeptCandidate(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
     """int32."""
     packed_logprobs: bytes | None
     """float64."""
-    spans: list[Span]
+    spans: list[VersionSpan]
     confidence: tuple[float, float] | None
     finish_reason: str | None
     stop_reason: int | str | None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from vllm_rollout.group.judge import Scoring
+from vllm_rollout.group.ledger import Scoring
 from vllm_rollout.group.lifecycle import Group
 from vllm_rollout.group.moments import LengthMoments
 from vllm_rollout.group.plan import GroupPlan
@@ -84,8 +84,8 @@ class Runner:
     @property
     def detection_length(self) -> int | None:
         """At which it is scored, if it lives that long; None when it has no score."""
-        scoring = self.race.scoring
-        return None if scoring is None or self.future.score is None else scoring.plan.detection_length
+        plan = self.race.plan.pruning
+        return None if plan is None or self.future.score is None else plan.detection_length
 
     @property
     def ending(self) -> Ending:

@@ -12,11 +12,12 @@ from typing import Literal
 from vllm_rollout.config import REWARD_THRESHOLD
 from vllm_rollout.group.audit import AuditTurns, with_audits
 from vllm_rollout.group.history import observed_lengths
-from vllm_rollout.group.judge import Judge, Scoring
+from vllm_rollout.group.judge import Judge
+from vllm_rollout.group.ledger import Scoring
 from vllm_rollout.group.placement import Placement
 from vllm_rollout.group.selection import conclude
 from vllm_rollout.group.types import GroupResult
-from vllm_rollout.group.work import Weights, Work
+from vllm_rollout.group.work import TokenCost, Work
 from vllm_rollout.simulator.fleet import FleetRun, run_fleet
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.outcome import Outcome, Tally
@@ -64,7 +65,7 @@ class _Replay:
         self._judges = [Judge() for _ in range(machine.num_ranks)]
         self._placement = placement_on(machine)
         if placed_by == "tokens":
-            self._placement.weights = Weights()
+            self._placement.token_cost = TokenCost()
         self._placed_by: PlacedBy = placed_by
         self._tally = Tally(setting)
         self._audit_turns = AuditTurns()
@@ -89,7 +90,7 @@ class _Replay:
         for position, (prompt, its) in enumerate(zip(rollout.prompts, planned, strict=True)):
             pool = self._pools.candidates(epoch, number, position, its.plan.num_candidates)
             check_fits(self._machine, prompt.id, prompt.prompt_tokens + max(c.num_tokens for c in pool))
-            scoring = its.plan.pruning and Scoring(name, prompt.id, self._seed, its.plan.pruning)
+            scoring = its.plan.pruning and Scoring(name, prompt.id, self._seed)
             lengths = self._planner.known(prompt)
             races.append(
                 Race(prompt.id, its.plan, pool, prompt.prompt_tokens, scoring, None, lengths, prompt.max_tokens)
@@ -131,7 +132,7 @@ def placement_on(machine: Machine) -> Placement:
     """As a server has it that knows what its steps cost; on an ideal machine all tokens weigh the same."""
     placement = Placement(machine.num_ranks)
     if not machine.is_ideal:
-        placement.weights = Weights.of(replace(machine.step_cost, max_num_seqs=machine.num_slots))
+        placement.token_cost = TokenCost.of(replace(machine.step_cost, max_num_seqs=machine.num_slots))
     return placement
 
 

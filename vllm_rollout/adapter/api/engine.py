@@ -35,8 +35,8 @@ from vllm_rollout.adapter.api.versions import REJECTIONS, weight_spans
 from vllm_rollout.adapter.call_table import CANCEL_GROUPS, CUT_RACE, FORGET_RACE, WIDEN_RACE, WiderRace
 from vllm_rollout.adapter.names import learned_name
 from vllm_rollout.adapter.options import RolloutOptions
-from vllm_rollout.group.judge import Scoring
 from vllm_rollout.group.launch import num_launch_places
+from vllm_rollout.group.ledger import Scoring
 from vllm_rollout.group.plan import GroupPlan
 from vllm_rollout.group.prompt_key import seed_for
 from vllm_rollout.group.race import RacePlace
@@ -132,7 +132,7 @@ class VLLMEngine(EngineLearning, EngineMigration):
             params.output_kind, params.stream_interval = RequestOutputKind.DELTA, stream_tokens
         indices = range(plan.num_candidates) if beginnings is None else beginnings.token_ids
         logs = {index: _CandidateLog(index) for index in indices}
-        scoring = plan.pruning and Scoring(rollout_id, prompt.id, pruning_seed, plan.pruning, prompt_key=prompt_key)
+        scoring = plan.pruning and Scoring(rollout_id, prompt.id, pruning_seed, prompt_key=prompt_key)
         stream = self._client.run_candidates(
             group_id,
             plan,

@@ -40,16 +40,16 @@ from vllm_rollout.adapter.api.refusals import pruning_refusal
 from vllm_rollout.adapter.api.resuming import resumed_params, resumed_prompt
 from vllm_rollout.adapter.api.versions import REJECTIONS
 from vllm_rollout.adapter.call_table import NAME_CHOICES, NamedChoices
-from vllm_rollout.adapter.joining import AnswerName, first_of_completion, scoring_of, tag_of, too_long
+from vllm_rollout.adapter.joining import answer_name, first_of_completion, scoring_of, tag_of, too_long
 from vllm_rollout.adapter.options import RolloutOptions
 from vllm_rollout.adapter.wire import TAG_KEY, CandidateTag, EndingNote
 from vllm_rollout.config import OUTPUT_INTERVAL_TOKENS
 from vllm_rollout.emulation.fate import LENGTHS_FIELD, forced_length
 from vllm_rollout.group.audit import AnswerAudits
-from vllm_rollout.group.judge import Scoring
+from vllm_rollout.group.ledger import AnswerName, Scoring
 from vllm_rollout.group.plan import GroupJoin, GroupPlan, PlanError
 from vllm_rollout.group.prompt_groups import PromptGroups
-from vllm_rollout.group.prompt_key import kept_name
+from vllm_rollout.group.prompt_key import joined_id, kept_name
 from vllm_rollout.group.race import RacePlace
 from vllm_rollout.group.selection import conclude
 from vllm_rollout.group.types import STOP_STATES, Ending
@@ -206,20 +206,7 @@ class GroupClient:
         spare_indices = count(plan.num_candidates if beginnings is None else beginnings.next_index)
 
         async def run(index: int, before: Sequence[int] = ()) -> None:
-            tag = CandidateTag(
-                group_id,
-                index,
-                plan.group_size,
-                plan.num_candidates,
-                plan.early_stop,
-                interval,
-                scoring,
-                plan.patience,
-                observed,
-                plan.num_replaceable,
-                place,
-                len(before),
-            )
+            tag = CandidateTag(group_id, index, plan.terms, interval, scoring, observed, place, len(before))
             child = resumed_params(params, len(before))
             child.n = 1
             child.seed = None if params.seed is None else params.seed + index  # as vLLM seeds the n of a request
@@ -275,7 +262,7 @@ class GroupClient:
         finals: dict[int, RequestOutput] = {}
         endings: dict[int, Ending] = {}
         group_id = f"{kept_name(request_id)}-{uuid.uuid4().hex[:8]}"
-        scoring = plan.pruning and scoring_of(plan.pruning, group_id, digest_of_prompt(prompt), params)
+        scoring = plan.pruning and scoring_of(group_id, digest_of_prompt(prompt), params)
         stream = self.run_candidates(group_id, plan, prompt, params, scoring=scoring, observed=False, **kwargs)
         async with aclosing(stream) as outputs:
             async for candidate in outputs:
@@ -293,8 +280,8 @@ class GroupClient:
             raise RuntimeError(f"all {plan.num_candidates} candidates of request {request_id} failed")
         indices = chosen(plan, result, finals)
         if plan.pruning is not None:
-            answer_name = AnswerName.of(request_id, client_namespace(), plan.group_size)
-            await self._name_choices(answer_name, group_id, indices)
+            name = answer_name(request_id, client_namespace(), plan.group_size)
+            await self._name_choices(name, group_id, indices)
         answer = next(iter(finals.values()))
         answer.request_id = request_id
         answer.outputs = choices_of(plan, indices, finals)
@@ -321,10 +308,11 @@ class GroupClient:
         if (reason := too_long(request_id)) is not None:
             raise VLLMValidationError(f"request_id: {reason}", parameter="request_id")
         client = client_namespace()
-        answer = AnswerName.of(request_id, client, namespace=join.namespace)
+        answer = answer_name(request_id, client, namespace=join.namespace)
         join = replace(join, namespace=f"{client}/{join.namespace}")
         with self._prompt_groups.named(join, content, adapter, pinned_rank) as name:
-            tag = tag_of(join, name, content, adapter, params, answer, output_interval=interval)
+            group_id = joined_id(join.namespace, name, content, adapter or "")
+            tag = tag_of(join, group_id, content, params, answer, output_interval=interval)
             route = self.routes.join(tag.group_id, join.num_candidates, pinned_rank)
             num_tokens, refused = 0, False
             last: CandidateOutput | None = None

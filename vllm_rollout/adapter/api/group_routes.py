@@ -16,9 +16,8 @@ from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 from vllm_rollout.adapter.api.rank_client import RankDied
 from vllm_rollout.group.cost import CostModel
 from vllm_rollout.group.migration import Migration
-from vllm_rollout.group.other_requests import OtherRequests
-from vllm_rollout.group.placement import Placement
-from vllm_rollout.group.work import Weights, Work
+from vllm_rollout.group.placement import OtherRequests, Placement
+from vllm_rollout.group.work import TokenCost, Work
 from vllm_rollout.server.engine import Outlook
 
 
@@ -190,7 +189,7 @@ class GroupRoutes:
 
     def weigh(self, cost: CostModel) -> None:
         """Work is compared by what it costs from now on."""
-        self._placement.weights = Weights.of(cost)
+        self._placement.token_cost = TokenCost.of(cost)
 
     def open(
         self,

@@ -47,8 +47,7 @@ from vllm_rollout.group.advice import advise
 from vllm_rollout.group.known_prompts import KnownPrompt, known_prompts
 from vllm_rollout.group.ledger import NamedReward, Reward
 from vllm_rollout.group.length_trial import TriedCandidate
-from vllm_rollout.group.report import HeadInfo
-from vllm_rollout.group.rewarded import rules_report
+from vllm_rollout.group.report import HeadInfo, rules_report
 from vllm_rollout.group.types import BASE_MODEL, WHOLE, HeadKey
 from vllm_rollout.server.engine import KeepState, LearningReport, RequestError, RewardsReceipt
 

@@ -42,9 +42,9 @@ from vllm_rollout.adapter.call_table import (
     Hold,
     Released,
 )
-from vllm_rollout.group.holding import EVERYBODY, TRAINER
 from vllm_rollout.group.load import DEAD_LOAD, EngineLoad
 from vllm_rollout.group.moving import MoveOutcome
+from vllm_rollout.group.placement import ALL_OWNERS, TRAINER
 from vllm_rollout.server.engine import Drained, RequestError
 
 logger = init_logger("vllm.vllm_rollout")
@@ -103,7 +103,7 @@ class EngineMoves(EngineCalls):
         num_left = load.num_running + load.num_waiting
         return Drained(load.is_held, num_moved, num_left, reasons, time.monotonic() - started)
 
-    async def restore(self, rank: int, owner: str = EVERYBODY) -> None:
+    async def restore(self, rank: int, owner: str = ALL_OWNERS) -> None:
         await self._to_its_end(self._end_hold(rank, owner))
 
     async def _hold(self, rank: int, owner: str) -> None:

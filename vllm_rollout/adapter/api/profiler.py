@@ -32,6 +32,7 @@ from vllm_rollout.adapter.call_table import CALL_METHOD, RECORD_STEPS, TAKE_STEP
 from vllm_rollout.adapter.compat import check_vllm_version
 from vllm_rollout.adapter.wire import CandidateTag
 from vllm_rollout.config import OUTPUT_INTERVAL_TOKENS
+from vllm_rollout.group.lifecycle import GroupTerms
 
 UNTIMED_STEPS = 2
 """Of candidates that run together: the first follows a wait, and nobody goes on after the last."""
@@ -149,7 +150,7 @@ class Profiler:
         """A candidate of a group of its own, sampled as `/v1/rollouts` does."""
         self._num_requests += 1
         request_id = request_id or f"profile-{self._num_requests}"
-        tag = CandidateTag(f"profile-{self._num_requests}", 0, 1, 1, True, OUTPUT_INTERVAL_TOKENS)
+        tag = CandidateTag(f"profile-{self._num_requests}", 0, GroupTerms(1, 1), OUTPUT_INTERVAL_TOKENS)
         params = SamplingParams(
             temperature=1.0,
             max_tokens=num_tokens,

@@ -49,7 +49,7 @@ class HeldOutputs:
         """Everything held, as one output that is not to be sent; None when nothing is."""
         return self._fill(EngineCoreOutput(request_id, [])) if self._token_ids else None
 
-    def take_up(self, held: EngineCoreOutput | None, *, passes_next: bool) -> None:
+    def attach(self, held: EngineCoreOutput | None, *, passes_next: bool) -> None:
         """Go on where another one let go."""
         self._pass_next = passes_next
         if held is not None:

@@ -18,14 +18,14 @@ from vllm.logger import init_logger
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.request import Request
 
-from vllm_rollout.adapter.joining import AnswerName, tag_of, too_long
+from vllm_rollout.adapter.joining import tag_of, too_long
 from vllm_rollout.adapter.options import RolloutOptions, observing_refusal
 from vllm_rollout.adapter.wire import CandidateTag
 from vllm_rollout.emulation.fate import forced_length
-from vllm_rollout.group.ledger import EVERYBODY, request_name
+from vllm_rollout.group.ledger import EVERYBODY, AnswerName, request_name
 from vllm_rollout.group.plan import GroupJoin, PlanError
 from vllm_rollout.group.prompt_groups import PromptGroups
-from vllm_rollout.group.prompt_key import digest_of
+from vllm_rollout.group.prompt_key import digest_of, joined_id
 from vllm_rollout.group.xargs import PRUNING_XARGS, audit_ratio_from_xargs, plan_from_xargs, rollout_xargs
 
 logger = init_logger("vllm.vllm_rollout")
@@ -97,7 +97,8 @@ class Joining:
         answer = AnswerName(request_name(EVERYBODY, id, join.namespace))
         if child := CHILD_ID.fullmatch(id):
             parent = AnswerName(request_name(EVERYBODY, child[2], join.namespace), int(child[1]))
-        tag = tag_of(join, name, content, adapter, params, answer, output_interval=1, parent=parent)
+        group_id = joined_id(join.namespace, name, content, adapter or "")
+        tag = tag_of(join, group_id, content, params, answer, parent, output_interval=1)
         rest = {key: value for key, value in params.extra_args.items() if key not in fields}
         request.sampling_params = copy(params)  # the caller's own where the engine runs in its process
         request.sampling_params.extra_args = {**rest, **tag.to_extra_args()}

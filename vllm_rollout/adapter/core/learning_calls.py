@@ -37,8 +37,7 @@ from vllm_rollout.group.judge import Judge, Label
 from vllm_rollout.group.known_prompts import prompt_rows
 from vllm_rollout.group.ledger import NamedReward, Reward, RewardStatus
 from vllm_rollout.group.length_trial import TriedCandidate
-from vllm_rollout.group.memories import Memories
-from vllm_rollout.group.memory import PROMPTS_PER_ROW, Memory
+from vllm_rollout.group.memory import PROMPTS_PER_ROW, Memories, Memory
 from vllm_rollout.group.report import HeadInfo
 from vllm_rollout.group.types import WHOLE, HeadKey
 

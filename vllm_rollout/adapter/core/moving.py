@@ -26,8 +26,8 @@ from vllm_rollout.adapter.core.core_worker import call_worker
 from vllm_rollout.adapter.core.kv_moving import KVMoves
 from vllm_rollout.adapter.core.versions import leave_deferred
 from vllm_rollout.adapter.parcel import KVBlocks, MovedCandidate, Parcel, request_to_move
-from vllm_rollout.group.holding import Holders
 from vllm_rollout.group.lifecycle import Group
+from vllm_rollout.group.placement import Holders
 
 if TYPE_CHECKING:
     from vllm_rollout.adapter.core.scheduler import GroupSchedulerMixin
@@ -166,10 +166,10 @@ class GroupMoves:
             for candidate in candidates
         ]
         ids = [each.request.request_id for each in moved if each.output_token_ids]
-        states = (ids and call_worker(core, "rollout_let_go", ids)) or {}
+        states = (ids and call_worker(core, "rollout_detach", ids)) or {}
         moved = [replace(each, state=states.get(each.request.request_id)) for each in moved]
         self._adopted.pop(group_id, None)
-        return Parcel(self._scheduler.let_go(group_id, candidates), moved, self._scheduler.num_resumes, kv)
+        return Parcel(self._scheduler.detach(group_id, candidates), moved, self._scheduler.num_resumes, kv)
 
     def _unpack(self, core: EngineCore, parcel: Parcel, kv: KVBlocks | None) -> None:
         """Raises: what a worker or vLLM raises; then nothing of the group is here."""
@@ -180,18 +180,18 @@ class GroupMoves:
         taken: list[Candidate] = []
         try:
             if begun:
-                core.collective_rpc("rollout_take_up", args=(begun,))
+                core.collective_rpc("rollout_attach", args=(begun,))
             requests = [self._request(core, moved) for moved in parcel.candidates]
             if kv is not None:
                 self.kv.fetch(core, group_id, kv, requests)
             num_missed = scheduler.num_resumes - parcel.num_resumes
             group = scheduler.group_steps.attach(parcel.detached, scheduler.clock())
             for request, moved in zip(requests, parcel.candidates, strict=True):
-                taken.append(scheduler.take_up(request, moved, group_id, group, num_missed))
+                taken.append(scheduler.attach(request, moved, group_id, group, num_missed))
                 core.add_request(request, ANY_WAVE)
         except Exception:
             if group is not None:
-                scheduler.let_go(group_id, taken)
+                scheduler.detach(group_id, taken)
             scheduler.finished_req_ids |= ids  # so that the workers forget them
             raise
         scheduler.finished_req_ids -= ids  # of the step in which they left, if it has not come

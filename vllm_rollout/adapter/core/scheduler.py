@@ -127,7 +127,7 @@ class GroupSchedulerMixin:
         """Those of a group that run, wait or are preempted, by index."""
         return [self._by_id[id] for id in self.group_steps.running(group_id)]
 
-    def let_go(self, group_id: str, candidates: Sequence[Candidate]) -> DetachedGroup:
+    def detach(self, group_id: str, candidates: Sequence[Candidate]) -> DetachedGroup:
         """Forget a group whose candidates are in no queue: nobody is told, since they go on elsewhere."""
         request_ids = {candidate.id.index: candidate.request.request_id for candidate in candidates}
         for candidate in candidates:
@@ -138,7 +138,7 @@ class GroupSchedulerMixin:
             finished.difference_update(request_ids.values())
         return self.group_steps.detach(group_id, request_ids)
 
-    def take_up(
+    def attach(
         self, request: Request, moved: MovedCandidate, group_id: str, group: Group, num_missed_resumes: int
     ) -> Candidate:
         """Know a candidate of another engine core, whose request is added next.
@@ -148,7 +148,7 @@ class GroupSchedulerMixin:
         """
         candidate = Candidate(request, moved.output_interval)
         candidate.id, candidate.group = CandidateId(group_id, moved.index), group
-        candidate.held.take_up(moved.held, passes_next=moved.passes_next)
+        candidate.held.attach(moved.held, passes_next=moved.passes_next)
         candidate.pauses = [*moved.pauses, *[len(moved.output_token_ids)] * num_missed_resumes]
         del candidate.pauses[max(0, len(moved.pauses) + num_missed_resumes) :]
         if request.sampling_params.stop:

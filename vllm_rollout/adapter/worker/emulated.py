@@ -21,7 +21,7 @@ from vllm_rollout.adapter.options import RolloutOptions
 from vllm_rollout.adapter.worker.emulated_runner import HIDDEN_SIZE, EmulatedRunner, LaunchedStep
 from vllm_rollout.adapter.worker.head_calls import HeadCalls
 from vllm_rollout.adapter.worker.moving_calls import MovingCalls
-from vllm_rollout.emulation.device import Device, Span
+from vllm_rollout.emulation.device import Device, DeviceSpan
 from vllm_rollout.emulation.fate import Fates
 from vllm_rollout.emulation.settings import Settings
 from vllm_rollout.emulation.step_log import Step, StepLog
@@ -34,7 +34,7 @@ logger = init_logger("vllm.vllm_rollout")
 class EmulatedOutput(AsyncModelRunnerOutput):
     """A step's output, to be read when the device is done with it. Overrides: get_output, get_kv_connector_output."""
 
-    def __init__(self, step: LaunchedStep, span: Span, log: StepLog) -> None:
+    def __init__(self, step: LaunchedStep, span: DeviceSpan, log: StepLog) -> None:
         self._step, self._span, self._log = step, span, log
 
     def get_output(self) -> ModelRunnerOutput:

@@ -18,8 +18,8 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 
 from vllm_rollout.adapter.parcel import MovedCandidate, WorkerState
 from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, CandidateTag, LastLogits, RunnerReport
-from vllm_rollout.adapter.worker.features import let_go, take_up
-from vllm_rollout.emulation.device import Work
+from vllm_rollout.adapter.worker.features import attach, detach
+from vllm_rollout.emulation.device import StepWork
 from vllm_rollout.emulation.fate import ENDLESS, Fate, Fates
 from vllm_rollout.emulation.tokens import PERIOD, Vocabulary
 from vllm_rollout.group.types import WHOLE, HeadKey
@@ -84,11 +84,11 @@ class EmulatedRequest:
         self.last_token = stops[0] if stops else 0
         self.length = self.fate.length if stops else ENDLESS
         self.verdict_at = self.length - 1
-        self.observed = tag is not None and (tag.observed or tag.scoring is not None)
+        plan = None if tag is None else tag.terms.pruning
+        self.observed = tag is not None and (tag.observed or plan is not None)
         self.confidence = CONFIDENCE_NATS + self.fate.score if self.observed else NO_NUMBER
-        scoring = None if tag is None else tag.scoring
-        self.scored_at = () if scoring is None else scoring.plan.scored_lengths
-        self.is_final = scoring is not None and scoring.plan.final_score
+        self.scored_at = () if plan is None else plan.scored_lengths
+        self.is_final = plan is not None and plan.final_score
         self.newest = 0
         """Number of its newest output token, those of earlier rounds left out."""
 
@@ -107,7 +107,7 @@ class LaunchedStep(NamedTuple):
     """A step on its way."""
 
     output: ModelRunnerOutput
-    work: Work
+    work: StepWork
     num_sampled: int
     goes_on: bool
     """Some of its requests were in an earlier step: the device had something to do before."""
@@ -129,10 +129,10 @@ class EmulatedRunner:
         self._logprobs: dict[str, int] = {}
         """Alternatives that are asked for, by request."""
 
-    def let_go(self, request_ids: list[str]) -> dict[str, WorkerState]:
+    def detach(self, request_ids: list[str]) -> dict[str, WorkerState]:
         """What is known here of candidates that leave."""
         known = {request_id: self._requests[request_id] for request_id in request_ids if request_id in self._requests}
-        features = let_go(self._ring, {request_id: its.scored_at for request_id, its in known.items()})
+        features = detach(self._ring, {request_id: its.scored_at for request_id, its in known.items()})
         return {
             request_id: WorkerState(
                 features=features.get(request_id, {}), fate=known[request_id].fate if request_id in known else None
@@ -140,12 +140,12 @@ class EmulatedRunner:
             for request_id in request_ids
         }
 
-    def take_up(self, candidates: Sequence[MovedCandidate]) -> None:
+    def attach(self, candidates: Sequence[MovedCandidate]) -> None:
         """Candidates come that have run elsewhere."""
         for candidate in candidates:
             request, state = candidate.request, candidate.state
             self._admit(request.request_id, request.prompt_token_ids, request.sampling_params, state.fate)
-            take_up(self._ring, request.request_id, state.features)
+            attach(self._ring, request.request_id, state.features)
 
     def take_last_states(self, request_ids: Sequence[str]) -> EndedStates | None:
         """As of a tracker. Here a state is made when somebody asks for it."""
@@ -207,7 +207,7 @@ class EmulatedRunner:
         means = np.array(confidences, dtype=np.float32)
         if not np.isnan(means).all():
             setattr(output, REPORT_ATTRIBUTE, self._report(means, due)._replace(last=self._last(len(ids), final)))
-        work = Work(len(ids), context_tokens, scheduled.total_num_scheduled_tokens - len(ids))
+        work = StepWork(len(ids), context_tokens, scheduled.total_num_scheduled_tokens - len(ids))
         return LaunchedStep(output, work, num_sampled, bool(cached.req_ids))
 
     def _admit(

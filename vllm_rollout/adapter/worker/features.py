@@ -22,7 +22,7 @@ def states_of(features: Features, num_states: int) -> torch.Tensor:
     return torch.frombuffer(bytearray(features.data), dtype=dtype).reshape(num_states, -1)
 
 
-def let_go(ring: FeatureRing, scored_at: Mapping[str, Iterable[int]]) -> dict[str, dict[int, Features]]:
+def detach(ring: FeatureRing, scored_at: Mapping[str, Iterable[int]]) -> dict[str, dict[int, Features]]:
     """Take out what is still there of candidates that leave, given where each is scored: by request and length."""
     keys = [StateKey(request_id, length) for request_id, lengths in scored_at.items() for length in lengths]
     features: dict[str, dict[int, Features]] = {request_id: {} for request_id in scored_at}
@@ -31,7 +31,7 @@ def let_go(ring: FeatureRing, scored_at: Mapping[str, Iterable[int]]) -> dict[st
     return features
 
 
-def take_up(ring: FeatureRing, request_id: str, features: Mapping[int, Features]) -> None:
+def attach(ring: FeatureRing, request_id: str, features: Mapping[int, Features]) -> None:
     """Keep what came with a candidate, by length."""
     for length, its in features.items():
         ring.put([StateKey(request_id, length)], states_of(its, 1))

@@ -13,9 +13,9 @@ from vllm_rollout.adapter.parcel import MovedCandidate, WorkerState
 class MovingRunner(Protocol):
     """A model runner from which candidates leave, and to which they come."""
 
-    def let_go(self, request_ids: list[str]) -> dict[str, WorkerState] | None: ...
+    def detach(self, request_ids: list[str]) -> dict[str, WorkerState] | None: ...
 
-    def take_up(self, candidates: list[MovedCandidate]) -> None: ...
+    def attach(self, candidates: list[MovedCandidate]) -> None: ...
 
 
 class MovingCalls:
@@ -25,10 +25,10 @@ class MovingCalls:
     def moving_runner(self) -> MovingRunner:
         return self.model_runner  # type: ignore[attr-defined]
 
-    def rollout_let_go(self, request_ids: list[str]) -> dict[str, WorkerState] | None:
+    def rollout_detach(self, request_ids: list[str]) -> dict[str, WorkerState] | None:
         """What this worker knows of candidates that leave; None on a worker whose outputs nobody reads."""
-        return self.moving_runner.let_go(request_ids)
+        return self.moving_runner.detach(request_ids)
 
-    def rollout_take_up(self, candidates: list[MovedCandidate]) -> None:
+    def rollout_attach(self, candidates: list[MovedCandidate]) -> None:
         """Candidates with output tokens come; the scheduler is told of them next."""
-        self.moving_runner.take_up(candidates)
+        self.moving_runner.attach(candidates)

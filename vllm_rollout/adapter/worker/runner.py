@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm_rollout.adapter.names import learned_name
 from vllm_rollout.adapter.parcel import MovedCandidate, WorkerState
 from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, CandidateTag, LastLogits, RunnerReport
-from vllm_rollout.adapter.worker.features import let_go, take_up
+from vllm_rollout.adapter.worker.features import attach, detach
 from vllm_rollout.tracker.feature_ring import FeatureRing, StateKey
 from vllm_rollout.tracker.step_values import StepValues
 from vllm_rollout.tracker.tracker import CandidateTracker
@@ -95,13 +95,13 @@ class RunnerMixin:
         self.candidate_tracker = CandidateTracker(self.device, num_in_flight=num_in_flight)
 
     @torch.inference_mode()
-    def let_go(self, request_ids: list[str]) -> dict[str, WorkerState] | None:
+    def detach(self, request_ids: list[str]) -> dict[str, WorkerState] | None:
         """What is known here of candidates that leave. None where nobody reads the outputs."""
         ring = self.feature_ring
         if ring is None:
             return None
         tracked = self.candidate_tracker.copy(request_ids)
-        features = let_go(ring, {request_id: its.scored_at for request_id, its in tracked.items()})
+        features = detach(ring, {request_id: its.scored_at for request_id, its in tracked.items()})
         return {
             request_id: WorkerState(
                 self._generator_state(request_id), tracked.get(request_id), features.get(request_id, {})
@@ -110,14 +110,14 @@ class RunnerMixin:
         }
 
     @torch.inference_mode()
-    def take_up(self, candidates: list[MovedCandidate]) -> None:
+    def attach(self, candidates: list[MovedCandidate]) -> None:
         """Candidates come that have run elsewhere."""
         for candidate in candidates:
             request_id, state = candidate.request.request_id, candidate.state
             if self.feature_ring is not None and state.tracked is not None:
                 self.candidate_tracker.restore(request_id, state.tracked)
             if self.feature_ring is not None:
-                take_up(self.feature_ring, request_id, state.features)
+                attach(self.feature_ring, request_id, state.features)
             self._know(candidate)
 
     @property
@@ -169,8 +169,7 @@ def _start_observing(tracker: CandidateTracker, request: NewRequestData) -> None
     params = request.sampling_params
     if params is None or (tag := CandidateTag.of(params.extra_args)) is None:
         return
-    if (scoring := tag.scoring) is not None:
-        plan = scoring.plan
+    if (plan := tag.terms.pruning) is not None:
         first, *others = plan.scored_lengths
         tracker.add(
             request.req_id,

@@ -92,5 +92,5 @@ class ScaleDownWatch:
             after_s=now - started,
             seconds=now - before,
             num_moved=num_moved,
-            reason=decision.told,
+            reason=decision.explanation,
         )

@@ -36,7 +36,7 @@ class EnginesService:
         return AdviceAnswer(
             num_responses=progress.num_responses,
             num_complete=progress.num_complete,
-            scale_down=ScaleDownAdvice(reason=advice.reason, told=advice.told, ranks=list(advice.ranks)),
+            scale_down=ScaleDownAdvice(reason=advice.reason, told=advice.explanation, ranks=list(advice.ranks)),
         )
 
     async def drain(self, rank: int, request: DrainRequest) -> DrainAnswer:

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from vllm_rollout.group.history import observed_lengths
-from vllm_rollout.group.judge import Judge, Scoring
+from vllm_rollout.group.judge import Judge
+from vllm_rollout.group.ledger import Scoring
 from vllm_rollout.group.plan import GroupPlan
 from vllm_rollout.group.rounds import Entry, OpenRound, Run
 from vllm_rollout.group.types import GroupResult
@@ -106,7 +107,7 @@ class _RunReplay:
         prompt = self._prompts[entry.prompt_id]
         pool = self._its.data.candidates(prompt, entry.prompt.epoch, entry.num_deferred, plan.num_candidates)
         check_fits(self._its.machine, prompt.id, prompt.prompt_tokens + max(c.num_tokens for c in pool))
-        scoring = plan.pruning and Scoring(opened.key, prompt.id, self._its.seed, plan.pruning)
+        scoring = plan.pruning and Scoring(opened.key, prompt.id, self._its.seed)
         lengths = self._planner.known(prompt)
         return Race(prompt.id, plan, pool, prompt.prompt_tokens, scoring, None, lengths, prompt.max_tokens)
 
