@@ -11,20 +11,20 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterable, Iterator
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, TypeVar
 
 from typing_extensions import Unpack
 
 from vllm_rollout.client import run_calls
 from vllm_rollout.client.body import PromptLike
+from vllm_rollout.client.calls import Call, EventsCall
 from vllm_rollout.client.connection import POLL_INTERVAL_S, RolloutError
 from vllm_rollout.client.run_calls import RoundOptions
 from vllm_rollout.client.run_feed import Fed, RoundFeed
 from vllm_rollout.server.answers import Event, RoundAnswer
 from vllm_rollout.server.runs.answers import RunAnswer
 
-if TYPE_CHECKING:
-    from vllm_rollout.client.client import AsyncRolloutClient, RolloutClient
+T = TypeVar("T")
 
 PATIENCE_S = 600.0
 """How long a round is asked for again when the server does not answer: as long as a large one takes to start."""
@@ -42,6 +42,22 @@ class _Patience:
         if not is_passing or time.monotonic() >= self._until:
             raise error
         return error.retry_after_s or POLL_INTERVAL_S
+
+
+class Sender(Protocol):
+    """As much of a `RolloutClient` as a run needs."""
+
+    def send(self, call: Call[T]) -> T: ...
+
+    def _events(self, call: EventsCall) -> Generator[Event, None, None]: ...
+
+
+class AsyncSender(Protocol):
+    """As much of an `AsyncRolloutClient` as a run needs."""
+
+    async def send(self, call: Call[T]) -> T: ...
+
+    def _events(self, call: EventsCall) -> AsyncGenerator[Event, None]: ...
 
 
 class _Run:
@@ -73,7 +89,7 @@ def _is_refused(error: RolloutError) -> bool:
 class Run(_Run):
     """A run of a `RolloutClient`."""
 
-    def __init__(self, client: RolloutClient, answer: RunAnswer) -> None:
+    def __init__(self, client: Sender, answer: RunAnswer) -> None:
         super().__init__(answer)
         self._client = client
 
@@ -184,7 +200,7 @@ class Run(_Run):
 class AsyncRun(_Run):
     """A run of an `AsyncRolloutClient`; its methods are those of `Run`."""
 
-    def __init__(self, client: AsyncRolloutClient, answer: RunAnswer) -> None:
+    def __init__(self, client: AsyncSender, answer: RunAnswer) -> None:
         super().__init__(answer)
         self._client = client
 

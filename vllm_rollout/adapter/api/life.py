@@ -6,17 +6,16 @@ Invariant: of a rank that has died nobody waits for anything, its groups have en
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import Any, Protocol
 
 from vllm.logger import init_logger
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.stats import SchedulerStats
 
 from vllm_rollout.adapter.api.deaths import Death, Deaths
+from vllm_rollout.adapter.api.group_routes import GroupRoutes
 from vllm_rollout.adapter.api.rank_client import RankDied
-
-if TYPE_CHECKING:
-    from vllm_rollout.adapter.api.client import RolloutAsyncLLM
 
 logger = init_logger("vllm.vllm_rollout")
 
@@ -24,10 +23,28 @@ LOOK_S = 0.25
 """Between two looks."""
 
 
+class WatchedClient(Protocol):
+    """As much of an engine client as the watch needs."""
+
+    engine_core: Any
+    output_processor: Any
+    logger_manager: Any
+    """These three as AsyncLLM has them."""
+    routes: GroupRoutes
+
+    @property
+    def num_ranks(self) -> int: ...
+
+    @property
+    def errored(self) -> bool: ...
+
+    def lose(self, request_ids: Iterable[str], error: Exception) -> None: ...
+
+
 class Life:
     """Of the engine behind one engine client."""
 
-    def __init__(self, client: RolloutAsyncLLM) -> None:
+    def __init__(self, client: WatchedClient) -> None:
         self._client = client
         self._deaths = Deaths.of_this_server()
         self._watching: asyncio.Task[None] | None = None

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import Request
@@ -24,16 +24,13 @@ from vllm_rollout.adapter.options import RolloutOptions
 from vllm_rollout.adapter.parcel import KVBlocks, KVSegment
 from vllm_rollout.group.load import ArrivedKV, TransferCost
 
-if TYPE_CHECKING:
-    from vllm_rollout.adapter.core.scheduler import GroupSchedulerMixin
-
 logger = init_logger("vllm.vllm_rollout")
 
 
 class KVMoves:
     """The KV blocks that leave one engine core and come to it."""
 
-    def __init__(self, scheduler: GroupSchedulerMixin) -> None:
+    def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._refusal = refusal(scheduler)
         self._shared: dict[str, list[KVSegment]] = {}
@@ -43,6 +40,8 @@ class KVMoves:
         self.num_blocks_in = 0
         self.num_fallbacks = 0
         """Groups that the target computed, though there were blocks: they could not be sent or received."""
+        self.num_resets = 0
+        """How often the prefix cache was cleared: blocks that were shared before the last time are void."""
         self._transfer = None if self._refusal is not None else _assumed_cost(scheduler)
         self._has_failed = False
         """The last group that came with blocks did not get them."""
@@ -71,7 +70,7 @@ class KVMoves:
             self._fall_back(group_id, reasons[0])
             self.drop(core, group_id)
             return None
-        return KVBlocks(self._shared[group_id], slots, self._scheduler.num_cache_resets)
+        return KVBlocks(self._shared[group_id], slots, self.num_resets)
 
     def drop(self, core: EngineCore, group_id: str) -> None:
         """The group has arrived, or stays."""
@@ -83,7 +82,7 @@ class KVMoves:
 
     def fetch(self, core: EngineCore, group_id: str, kv: KVBlocks, requests: Sequence[Request]) -> None:
         """Put the blocks of requests that are added next into the prefix cache."""
-        if kv.num_resets != self._scheduler.num_cache_resets:
+        if kv.num_resets != self.num_resets:
             self._fall_back(group_id, "a prefix cache was reset")
             return
         started = time.perf_counter()
@@ -151,13 +150,13 @@ class KVMoves:
         logger.warning("group %s moves without its KV blocks, or some of them: %s", group_id, reason)
 
 
-def _assumed_cost(scheduler: GroupSchedulerMixin) -> TransferCost:
+def _assumed_cost(scheduler: Scheduler) -> TransferCost:
     (group,) = scheduler.kv_cache_config.kv_cache_groups
     num_bytes = len(group.layer_names) * group.kv_cache_spec.page_size_bytes
     return TransferCost.assumed(num_bytes / scheduler.block_size, scheduler.block_size)
 
 
-def refusal(scheduler: GroupSchedulerMixin) -> str | None:
+def refusal(scheduler: Scheduler) -> str | None:
     """Why no KV blocks move to and from this engine core; None when they do."""
     options, groups = RolloutOptions.of(scheduler.vllm_config), scheduler.kv_cache_config.kv_cache_groups
     if not options.moves_kv:

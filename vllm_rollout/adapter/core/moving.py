@@ -15,8 +15,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import wraps
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request, RequestStatus
 
@@ -27,10 +28,9 @@ from vllm_rollout.adapter.core.kv_moving import KVMoves
 from vllm_rollout.adapter.core.versions import leave_deferred
 from vllm_rollout.adapter.parcel import KVBlocks, MovedCandidate, Parcel, request_to_move
 from vllm_rollout.group.lifecycle import Group
+from vllm_rollout.group.moving import DetachedGroup, StayReason
 from vllm_rollout.group.placement import Holders
-
-if TYPE_CHECKING:
-    from vllm_rollout.adapter.core.scheduler import GroupSchedulerMixin
+from vllm_rollout.group.step import GroupSteps
 
 MOVABLE_STATUSES = (RequestStatus.RUNNING, RequestStatus.WAITING, RequestStatus.PREEMPTED)
 ANY_WAVE = -1
@@ -55,10 +55,31 @@ def _timed(method: Callable[Concatenate[GroupMoves, P], T]) -> Callable[Concaten
     return timed
 
 
+class MovableGroups(Protocol):
+    """What our schedulers add to vLLM's, as far as moves need it."""
+
+    group_steps: GroupSteps
+    clock: Callable[[], float]
+    num_preemptions: int
+    num_resumes: int
+
+    def stays_because(self, group_id: str) -> StayReason | None: ...
+
+    def candidates_of(self, group_id: str) -> list[Candidate]: ...
+
+    def detach(self, group_id: str, candidates: Sequence[Candidate]) -> DetachedGroup: ...
+
+    def attach(
+        self, request: Request, moved: MovedCandidate, group_id: str, group: Group, num_missed_resumes: int
+    ) -> Candidate: ...
+
+
 class GroupMoves:
     """The moves of one engine core."""
 
-    def __init__(self, scheduler: GroupSchedulerMixin) -> None:
+    def __init__(self, groups: MovableGroups, scheduler: Scheduler) -> None:
+        """`groups`, `scheduler`: the same scheduler, ours and as vLLM's."""
+        self._groups = groups
         self._scheduler = scheduler
         self._stopped: dict[str, list[Candidate]] = {}
         """By group: candidates in no queue, that leave when nothing of them is in flight."""
@@ -106,7 +127,7 @@ class GroupMoves:
     def adopt(self, core: EngineCore, wanted: GroupToAdopt) -> None:
         if self._adopted.get(wanted.group_id) == wanted.epoch:
             return
-        if self._scheduler.stays_because(wanted.group_id) != "over":
+        if self._groups.stays_because(wanted.group_id) != "over":
             raise ValueError(f"group {wanted.group_id} runs here already")
         parcel = Parcel.decode(wanted.parcel)
         self._unpack(core, parcel, parcel.kv)
@@ -128,18 +149,19 @@ class GroupMoves:
     def _release(self, core: EngineCore, wanted: GroupToRelease) -> Released:
         group_id = wanted.group_id
         if group_id not in self._released:
-            stays = self._scheduler.stays_because(group_id)
+            stays = self._groups.stays_because(group_id)
             if stays is not None:
                 if stays == "over":
                     self._stopped.pop(group_id, None)
                 return Released(stays)
-            candidates = self._scheduler.candidates_of(group_id)
+            candidates = self._groups.candidates_of(group_id)
             if group_id not in self._stopped:
                 refusal = next(filter(None, (move_refusal(candidate.request) for candidate in candidates)), None)
                 if refusal is not None:
                     return Released("refused", reason=refusal)
                 self._stopped[group_id] = candidates
-                stop(self._scheduler, [candidate.request for candidate in candidates])
+                num_stopped = stop(self._scheduler, [candidate.request for candidate in candidates])
+                self._groups.num_preemptions -= num_stopped
             if any(candidate.request.num_in_flight_tokens for candidate in candidates):
                 return Released("in_flight")
             self._released[group_id] = wanted.epoch, self._pack(core, group_id, candidates)
@@ -169,11 +191,11 @@ class GroupMoves:
         states = (ids and call_worker(core, "rollout_detach", ids)) or {}
         moved = [replace(each, state=states.get(each.request.request_id)) for each in moved]
         self._adopted.pop(group_id, None)
-        return Parcel(self._scheduler.detach(group_id, candidates), moved, self._scheduler.num_resumes, kv)
+        return Parcel(self._groups.detach(group_id, candidates), moved, self._groups.num_resumes, kv)
 
     def _unpack(self, core: EngineCore, parcel: Parcel, kv: KVBlocks | None) -> None:
         """Raises: what a worker or vLLM raises; then nothing of the group is here."""
-        scheduler, group_id = self._scheduler, parcel.detached.group_id
+        groups, group_id = self._groups, parcel.detached.group_id
         begun = [moved for moved in parcel.candidates if moved.output_token_ids]
         ids = {moved.request.request_id for moved in begun}
         group: Group | None = None
@@ -184,17 +206,17 @@ class GroupMoves:
             requests = [self._request(core, moved) for moved in parcel.candidates]
             if kv is not None:
                 self.kv.fetch(core, group_id, kv, requests)
-            num_missed = scheduler.num_resumes - parcel.num_resumes
-            group = scheduler.group_steps.attach(parcel.detached, scheduler.clock())
+            num_missed = groups.num_resumes - parcel.num_resumes
+            group = groups.group_steps.attach(parcel.detached, groups.clock())
             for request, moved in zip(requests, parcel.candidates, strict=True):
-                taken.append(scheduler.attach(request, moved, group_id, group, num_missed))
+                taken.append(groups.attach(request, moved, group_id, group, num_missed))
                 core.add_request(request, ANY_WAVE)
         except Exception:
             if group is not None:
-                scheduler.detach(group_id, taken)
-            scheduler.finished_req_ids |= ids  # so that the workers forget them
+                groups.detach(group_id, taken)
+            self._scheduler.finished_req_ids |= ids  # so that the workers forget them
             raise
-        scheduler.finished_req_ids -= ids  # of the step in which they left, if it has not come
+        self._scheduler.finished_req_ids -= ids  # of the step in which they left, if it has not come
 
     @staticmethod
     def _request(core: EngineCore, moved: MovedCandidate) -> Request:
@@ -222,8 +244,8 @@ def move_refusal(request: Request) -> str | None:
     return None
 
 
-def stop(scheduler: GroupSchedulerMixin, requests: Sequence[Request]) -> None:
-    """Take requests out of every queue. Those that run are preempted by vLLM's own method, without being counted."""
+def stop(scheduler: Scheduler, requests: Sequence[Request]) -> int:
+    """Take requests out of every queue. Returns how many ran: those are preempted by vLLM's own method."""
     running = {request for request in requests if request.status == RequestStatus.RUNNING}
     if running:
         scheduler.running = [request for request in scheduler.running if request not in running]
@@ -231,12 +253,12 @@ def stop(scheduler: GroupSchedulerMixin, requests: Sequence[Request]) -> None:
         num_events = len(request.events)
         scheduler._preempt_request(request, time.monotonic())
         del request.events[num_events:]
-    scheduler.num_preemptions -= len(running)
     scheduler.waiting.remove_requests(requests)
     leave_deferred(scheduler, requests)
+    return len(running)
 
 
-def queue_again(scheduler: GroupSchedulerMixin, requests: Sequence[Request]) -> None:
+def queue_again(scheduler: Scheduler, requests: Sequence[Request]) -> None:
     """Put requests back that were stopped and have not ended since; they are the next to run."""
     for request in reversed([request for request in requests if not request.is_finished()]):
         scheduler.waiting.prepend_request(request)

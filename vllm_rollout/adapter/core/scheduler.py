@@ -69,11 +69,10 @@ class GroupSchedulerMixin:
         self._joining = Joining(self.vllm_config)
         self._stop_strings = StopStringsFactory(self.vllm_config.model_config)
         self._num_with_stop_strings = 0
-        self.moves = GroupMoves(self)
+        self.moves = GroupMoves(self, scheduler=self)
         self.num_preemptions = 0
         self.num_resumes = 0
         """How often generation went on after a pause."""
-        self.num_cache_resets = 0
 
     @property
     def load(self) -> EngineLoad:
@@ -223,7 +222,7 @@ class GroupSchedulerMixin:
                 candidate.held.release_next()
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
-        self.num_cache_resets += 1
+        self.moves.kv.num_resets += 1
         return super().reset_prefix_cache(*args, **kwargs)
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:

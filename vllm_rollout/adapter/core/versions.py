@@ -6,22 +6,20 @@ Invariant: which way is taken is asked of the contract, and nowhere else in the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
 from vllm_rollout.adapter.compat import ADOPTS_FOUND, DEFERRED_WAITING, SKIPS_ZEROING, has
 
-if TYPE_CHECKING:
-    from vllm_rollout.adapter.core.scheduler import GroupSchedulerMixin
 
-
-def num_deferred(scheduler: GroupSchedulerMixin) -> int:
+def num_deferred(scheduler: Scheduler) -> int:
     """Waiting requests that the last step passed over; vLLM counts them apart."""
     return len(scheduler.deferred_waiting if has(DEFERRED_WAITING) else scheduler.skipped_waiting)
 
 
-def leave_deferred(scheduler: GroupSchedulerMixin, requests: Sequence[Request]) -> None:
+def leave_deferred(scheduler: Scheduler, requests: Sequence[Request]) -> None:
     """These requests wait no more."""
     if has(DEFERRED_WAITING):
         scheduler.deferred_waiting.difference_update(requests)
@@ -39,6 +37,6 @@ def without_zeroing() -> dict[str, Any]:
     return {"skip_zeroing_group_ids": (0,)} if has(SKIPS_ZEROING) else {}
 
 
-def zeroes_what_comes(scheduler: GroupSchedulerMixin) -> bool:
+def zeroes_what_comes(scheduler: Scheduler) -> bool:
     """Whether the next step would clear KV blocks that have just been filled."""
     return not has(SKIPS_ZEROING) and scheduler.kv_cache_config.needs_kv_cache_zeroing

@@ -24,6 +24,7 @@ from vllm_rollout.server.answers import (
 )
 from vllm_rollout.server.engine import Engine, RequestError
 from vllm_rollout.server.metrics import Metrics
+from vllm_rollout.server.resumed import Resumption
 from vllm_rollout.server.runs.answers import RunAnswer, RunsAnswer, UnreadableRunAnswer
 from vllm_rollout.server.runs.body import RoundRequest, RunRequest, digest_of_prompt
 from vllm_rollout.server.runs.course import RoundCourse
@@ -186,7 +187,7 @@ class RunService:
         """Before the first round of all, if a profile says how large an engine it wants."""
         if self._parallelism is None or not self._parallelism.wants_start:
             return
-        seen = (await self._engine.length_history([])).dataset
+        seen = (await self._engine.shaping.length_history([])).dataset
         await self._parallelism.begin(expected_of_run(stored.request, seen, self._engine.max_model_len), stored.id)
 
     async def answer(self, begun: Begun) -> bytes:
@@ -253,7 +254,7 @@ class RunService:
             return {}
         ids = list(dict.fromkeys(entry.prompt_id for entry in run.queue))
         adapter = self._engine.adapter_name(stored.model)
-        history = await self._engine.length_history([history_key(id, ()) for id in ids], adapter)
+        history = await self._engine.shaping.length_history([history_key(id, ()) for id in ids], adapter)
         return {id: known.mean for id, known in zip(ids, history.prompts, strict=True) if known is not None}
 
     async def _prepare(self, planned: Planned, request: RoundRequest, fresh: Mapping[str, str]) -> LiveRound:
@@ -290,9 +291,9 @@ class RunService:
         ]
         if defaults.resume:
             check_resumable(rollout)
-            rollout.keeps = opened.kind == "short"
-            rollout.current_version = await self._engine.current_weight_version()
-            rollout.resumed, unreadable = await asyncio.to_thread(resumed, planned)
+            version = await self._engine.current_weight_version()
+            before, unreadable = await asyncio.to_thread(resumed, planned)
+            rollout.resumption = Resumption(opened.kind == "short", version, before)
             rollout.warnings += unreadable
         rollout.course = course = RoundCourse(self._engine, rollout.id, opened, filters=filters)
         return LiveRound(stored.id, opened, rollout, course)
@@ -343,10 +344,11 @@ class RunService:
 
     async def _write(self, live: LiveRound) -> RoundDoneEvent:
         rollout, course = live.rollout, live.course
-        rollout.usage.returned_tokens -= course.filtered_tokens
-        rollout.usage.wasted_tokens += course.filtered_tokens
+        rollout.outcome.usage.returned_tokens -= course.filtered_tokens
+        rollout.outcome.usage.wasted_tokens += course.filtered_tokens
         course.filtered_tokens = 0
         outcomes = course.progress.outcomes()
+        kept = {} if rollout.resumption is None else rollout.resumption.kept
         try:
             run = await self._stored(
                 self._store.close,
@@ -354,10 +356,10 @@ class RunService:
                 live.owner,
                 outcomes,
                 partial(made_answer, live),
-                kept={live.opened.all_entries[position].number: blob for position, blob in rollout.kept.items()},
-                latency_s=rollout.timing.latency_s,
-                generated_tokens=rollout.usage.generated_tokens,
-                returned_tokens=rollout.usage.returned_tokens,
+                kept={live.opened.all_entries[position].number: blob for position, blob in kept.items()},
+                latency_s=rollout.outcome.timing.latency_s,
+                generated_tokens=rollout.outcome.usage.generated_tokens,
+                returned_tokens=rollout.outcome.usage.returned_tokens,
             )
         except BaseException as error:
             live.keeping = None
@@ -369,9 +371,9 @@ class RunService:
         del self._unkept[live.run_id]
         live.is_kept = True
         fates = [outcome.fate for outcome in outcomes.values()]
-        self._metrics.round_over(live.opened.kind, fates, rollout.timing.latency_s)
+        self._metrics.round_over(live.opened.kind, fates, rollout.outcome.timing.latency_s)
         if self._parallelism is not None:
-            self._parallelism.round_over(live, self._engine.max_num_seqs * self._engine.num_ranks)
+            self._parallelism.round_over(live, self._engine.max_num_seqs * self._engine.moves.num_ranks)
         return RoundDoneEvent(
             **summary(live, run).model_dump(),
             **rollout.envelope(),
