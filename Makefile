@@ -49,6 +49,7 @@ help:
 	@echo "  make models      fetch and convert the embedded model into ~/.cache/vllm_rollout (VLLM_ROLLOUT_CACHE)"
 	@echo "  make lint        ruff and clang-format, check only"
 	@echo "  make format      let them rewrite"
+	@echo "  make docs-tables  write the field tables of docs/http.md"
 	@echo "  make bench       benchmarks/: $(BENCHMARKS)"
 	@echo "  make gpu-check   what only a GPU can show, in pieces that can be gone on with   ARGS='--pieces bandwidth'"
 	@echo "  make clean       remove what was built (to start from nothing, remove $(VENV) too)"
@@ -97,6 +98,10 @@ lint: $(DEPENDENCIES)
 	ruff check .
 	ruff format --check .
 	$(if $(CXX_FILES),clang-format --dry-run --Werror $(CXX_FILES),@echo "csrc: no C++ files")
+
+.PHONY: docs-tables
+docs-tables: $(PACKAGE)
+	$(PY) -m tests.support.field_tables
 
 .PHONY: format
 format: $(DEPENDENCIES)

@@ -11,7 +11,8 @@ from typing import Any, Literal, get_args
 
 from benchmarks.prompts import PROMPTS
 from vllm_rollout.group.allocation import MAX_BUDGET_RATIO
-from vllm_rollout.group.plan import GroupPlan, SelectionRule, make_plan
+from vllm_rollout.group.fields import SelectionRule
+from vllm_rollout.group.plan import GroupPlan, make_plan
 
 WayName = Literal[
     "uniform", "early_stop", "dual_end", "dual_end_patience", "pool", "auto", "auto_dual_end", "auto_patience"

@@ -49,7 +49,7 @@ from benchmarks.two_ranks.watch import Watch
 from vllm_rollout.client.client import AsyncRolloutClient
 from vllm_rollout.demo.rounds.prompts import LONG, SHORT
 from vllm_rollout.group.cost import CostModel
-from vllm_rollout.group.migration import Migration
+from vllm_rollout.group.fields import Migration
 from vllm_rollout.models import DEFAULT_MODEL, resolve
 from vllm_rollout.process import ServerProcess, exit_on_sigterm, log_folder, runs_on_cpu, server_environment
 from vllm_rollout.profiling.profile_file import Profile

@@ -2,12 +2,13 @@
 
 import math
 from itertools import combinations
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_rollout.group.pruning_plan import PRUNING_DRAWS
+from vllm_rollout.group.fields import PruningDraw
 from vllm_rollout.group.survivors import chance, choose_survivors
 
 TRIALS = 4000
@@ -27,7 +28,7 @@ def within(frequency: float, p: float) -> bool:
     return abs(frequency - p) <= 4.5 * math.sqrt(p * (1 - p) / TRIALS) + 1e-9
 
 
-@pytest.mark.parametrize("draw", PRUNING_DRAWS)
+@pytest.mark.parametrize("draw", get_args(PruningDraw))
 @pytest.mark.parametrize("at_least", [0, 2, 5])
 @pytest.mark.parametrize(
     "wanted",
@@ -72,7 +73,7 @@ def test_a_floor_of_the_whole_sum_leaves_no_freedom():
     assert {len(survivors.kept) for survivors in drawn((0.5, 0.5, 0.5, 0.5), 2)} == {2}
 
 
-@pytest.mark.parametrize("draw", PRUNING_DRAWS)
+@pytest.mark.parametrize("draw", get_args(PruningDraw))
 @settings(max_examples=80, deadline=None)
 @given(
     st.dictionaries(st.integers(0, 40), st.floats(0.01, 1.0), max_size=20),

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from math import fsum
 
-from vllm_rollout.group.pruning_plan import PruningDraw
+from vllm_rollout.group.fields import PruningDraw
 
 
 @dataclass(frozen=True, slots=True)

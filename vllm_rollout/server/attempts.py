@@ -8,15 +8,9 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Literal
 
+from vllm_rollout.group.fields import OnEngineFailure
 from vllm_rollout.server.engine import CandidateEnd, CandidateTokens, GroupLost
-
-OnEngineFailure = Literal["fail", "retry"]
-"""
-fail   its candidates that had not ended are `failed`
-retry  it is run again from its beginning, on another rank
-"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import Literal
 
 from vllm_rollout.config import MAX_GROUP_SIZE
 from vllm_rollout.group.cost import CostModel, PTLCurve
-from vllm_rollout.group.migration import Migration
+from vllm_rollout.group.fields import Migration
 from vllm_rollout.group.transfer import TransferCost
 
 SIMULATED_BLOCK_TOKENS = 16

@@ -16,9 +16,9 @@ from vllm_rollout.adapter.api.group_routes import GroupRoute
 from vllm_rollout.adapter.api.moving import EngineMoves
 from vllm_rollout.adapter.api.shaping import EngineShaping
 from vllm_rollout.adapter.options import RolloutOptions
+from vllm_rollout.group.fields import Migration
 from vllm_rollout.group.load import EngineLoad, GroupLoad, RankLoad
 from vllm_rollout.group.migration import (
-    Migration,
     PlannedMove,
     is_look_due,
     plan_consolidation,
