@@ -24,11 +24,14 @@ class RoundOptions(GroupOptions, total=False):
     """Rollout fields of a round; what is left out is the run's. A round's `sampling` replaces fields of the run's."""
 
     redundancy: Redundancy
+    kind: str | None
+    epoch: int | None
 
 
-class RunOptions(RoundOptions, total=False):
+class RunOptions(GroupOptions, total=False):
     """Options of a run, and the defaults of its rounds."""
 
+    redundancy: Redundancy
     prompt_speculation: float
     response_speculation: float
     queue_order: str
@@ -83,13 +86,11 @@ def round(
     *,
     key: str,
     reserve: Iterable[PromptLike] = (),
-    kind: str | None = None,
-    epoch: int | None = None,
     timeout: float | None = None,
     **options: Unpack[RoundOptions],
 ) -> Call[RoundAnswer]:
     """One round of a run."""
-    body = _round_body(prompts, reserve, key=key, kind=kind, epoch=epoch, **options)
+    body = _round_body(prompts, reserve, key, options)
     return Call("POST", f"/v1/runs/{run_id}/rounds", _read_round, body, timeout)
 
 
@@ -99,14 +100,12 @@ def stream_round(
     *,
     key: str,
     reserve: Iterable[PromptLike] = (),
-    kind: str | None = None,
-    epoch: int | None = None,
     stream_tokens: int | None = None,
     timeout: float | None = None,
     **options: Unpack[RoundOptions],
 ) -> EventsCall:
     """One round of a run, as events."""
-    body = _round_body(prompts, reserve, key=key, kind=kind, epoch=epoch, **options)
+    body = _round_body(prompts, reserve, key, options)
     body["stream"] = True
     if stream_tokens is not None:
         body["stream_tokens"] = stream_tokens
@@ -123,16 +122,11 @@ def named(prompt: PromptLike, position: int) -> dict[str, Any]:
 
 
 def _round_body(
-    prompts: Iterable[PromptLike], reserve: Iterable[PromptLike], *, key: str, **fields: Any
+    prompts: Iterable[PromptLike], reserve: Iterable[PromptLike], key: str, options: RoundOptions
 ) -> dict[str, Any]:
-    own = {
+    body = {
         "prompts": [named(prompt, position) for position, prompt in enumerate(prompts)],
         "reserve": [named(prompt, position) for position, prompt in enumerate(reserve)],
-        "kind": fields.pop("kind"),
-        "epoch": fields.pop("epoch"),
     }
-    return {
-        "idempotency_key": key,
-        **{field: value for field, value in own.items() if value not in (None, [])},
-        **option_fields(fields, RoundOptions),
-    }
+    said = {field: value for field, value in body.items() if value}
+    return {"idempotency_key": key, **said, **option_fields(options, RoundOptions)}

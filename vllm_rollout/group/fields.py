@@ -15,19 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from vllm_rollout.config import (
-    CALIBRATION_WINDOW,
-    DEFAULT_SPECULATION,
-    DEFAULT_TRADEOFF,
-    MAX_DETECTION_LENGTH,
-    MAX_GROUP_SIZE,
-    MAX_PATIENCE,
-    MAX_PROMPTS,
-    MAX_SPECULATION,
-    MAX_TRADEOFF,
-    MAX_TRIAL_LENGTHS,
-    TRIAL_LENGTHS,
-)
+from vllm_rollout import config
 from vllm_rollout.group.rows import Door, Either, Flag, Integer, Names, Number, Object, Row, Several, Text, row, rows
 from vllm_rollout.group.types import Signal
 
@@ -44,15 +32,15 @@ PruningDraw = Literal["systematic", "independent"]
 PruningMode = Literal["active", "shadow"]
 AUTO = "auto"
 
-MAX_MIN_LABELS = CALIBRATION_WINDOW // 2
+MAX_MIN_LABELS = config.CALIBRATION_WINDOW // 2
 """Of either kind: calibration remembers no more than twice that."""
 MAX_STRENGTH = 1000.0
 """Largest `strength` of the paper's rule that a request may name."""
 MAX_NAME_CHARS = 256
 
-
-_LENGTH = Integer(1, MAX_DETECTION_LENGTH)
+_LENGTH = Integer(1, config.MAX_DETECTION_LENGTH)
 _SHARE = Number(0, 1, above=True)
+_SIZE, _SPARE = Integer(1, config.MAX_GROUP_SIZE), Integer(0, config.MAX_GROUP_SIZE)
 
 
 @dataclass(frozen=True)
@@ -60,11 +48,11 @@ class PruningFields:
     """How candidates are scored at `detection_length`, and which of them are stopped there (ARRoL 4.2 and A.4)."""
 
     detection_length: int | list[int] | Literal["auto"] = row(
-        Either((_LENGTH, Several(_LENGTH, MAX_TRIAL_LENGTHS), Names((AUTO,)))),
+        Either((_LENGTH, Several(_LENGTH, config.MAX_TRIAL_LENGTHS), Names((AUTO,)))),
         "Output tokens after which a candidate is scored, L_detect; one that ends before is not scored and is kept. A "
         "list scores at each and stops nobody (mode shadow), for GET /v1/quality_head/detection_lengths to compare. "
         '"auto" is the length that is recommended there; until there is one it compares '
-        f"{', '.join(map(str, TRIAL_LENGTHS))}.",
+        f"{', '.join(map(str, config.TRIAL_LENGTHS))}.",
         flat=_LENGTH,
     )
     rule: PruningRule = row(
@@ -77,8 +65,7 @@ class PruningFields:
     )
     keep_ratio: float = row(
         _SHARE,
-        "Share of scored candidates to keep on average, kappa: between min_survival and max_survival, or 1, which "
-        "scores and keeps everything.",
+        "Share of scored candidates to keep on average, within the bounds of survival; 1 scores and keeps everything.",
         default=0.5,
     )
     target_positive_ratio: float = row(
@@ -102,8 +89,7 @@ class PruningFields:
     )
     signal: Signal = row(
         Names(get_args(Signal)),
-        'What to judge by: "head", the quality head (trace confidence stands in while it knows too little), or '
-        '"confidence".',
+        "What to judge by: the quality head (trace confidence stands in while it knows too little), or confidence.",
         default="head",
     )
     allow_fewer: bool = row(
@@ -125,8 +111,7 @@ class PruningFields:
     )
     final_score: bool = row(
         Flag(),
-        "Score trajectories by their last token as well (final_score), by a quality head of its own, which learns from "
-        "the same rewards; for votes.",
+        "Score trajectories by their last token as well, by a head of its own, which learns from the same rewards.",
         default=False,
     )
 
@@ -136,14 +121,14 @@ class DualEndFields:
     """A selection from both ends of a pool: its shortest trajectories and its longest."""
 
     num_longest: int | None = row(
-        Integer(0, MAX_GROUP_SIZE),
+        _SPARE,
         "L, below group_size: the longest trajectories of the pool; the other group_size - L are its shortest. Default "
         "1, and 0 with a group_size of 1.",
         *OWN,
         default=None,
     )
     patience: float | None = row(
-        Number(1, MAX_PATIENCE),
+        Number(1, config.MAX_PATIENCE),
         "Once group_size valid candidates have finished, the others get this many times the tokens of the longest of "
         "those, then they are stopped. Default: the whole pool runs to its end.",
         *OWN,
@@ -161,11 +146,10 @@ class AutoFields:
     """How the server shares out spare candidates."""
 
     tradeoff: float = row(
-        Number(0, MAX_TRADEOFF, above=True),
-        "lambda of DARTS Eq. 8, what time is worth against shaping, with the cost of a rollout without redundancy as "
-        "its unit. More of it gives fewer candidates.",
+        Number(0, config.MAX_TRADEOFF, above=True),
+        "lambda of DARTS Eq. 8, what time is worth, in costs of a rollout without redundancy: more, fewer candidates.",
         "body",
-        default=DEFAULT_TRADEOFF,
+        default=config.DEFAULT_TRADEOFF,
     )
 
 
@@ -179,14 +163,12 @@ class RaceFields:
     """What a rollout says of its groups, a run for all its rounds, and a round for itself."""
 
     redundancy: int | Literal["auto"] | AutoRedundancyFields = row(
-        Either(
-            (Integer(0, MAX_GROUP_SIZE), Names((AUTO,)), Object(AutoRedundancyFields, '{"auto": {"tradeoff": 1.0}}'))
-        ),
+        Either((_SPARE, Names((AUTO,)), Object(AutoRedundancyFields, '{"auto": {"tradeoff": 1.0}}'))),
         "Spare candidates beyond group_size (M' - M); the sum is at most the server's --max-num-seqs. \"auto\": up to "
         "group_size of them for each prompt, more where lengths vary more (DARTS).",
         *OWN,
         default=0,
-        flat=Integer(0, MAX_GROUP_SIZE),
+        flat=_SPARE,
     )
     early_stop: EarlyStop = row(
         Either((Flag(), Names((AUTO,)))),
@@ -234,21 +216,17 @@ class RaceFields:
 class GroupFields(RaceFields):
     """What a rollout says of its groups."""
 
-    group_size: int = row(
-        Integer(1, MAX_GROUP_SIZE), "Trajectories you want for each prompt (M, OpenAI's n).", "body", "join"
-    )
+    group_size: int = row(_SIZE, "Trajectories you want for each prompt (M, OpenAI's n).", "body", "join")
     audit_ratio: float | None = row(
         Number(0, 1),
-        "Share of groups that are audited. In an audit group nobody is stopped: it has group_size candidates, and what "
-        "is learned of them is true whatever races and pruning do to others. Default: the server's "
+        "Share of groups in which nobody is stopped, so that what is learned stays true. Default: the server's "
         "--rollout-audit-ratio with pruning or redundancy auto, which learn; otherwise 0.",
         default=None,
     )
     audit_unit: Literal["auto", "group", "rollout"] = row(
         Names((AUTO, "group", "rollout")),
         'What is audited: each "group" by chance, or by count the whole "rollout", since one audited group holds up an '
-        'answer as long as all of them would. "auto" is "group" for a stream, where others are used as they come, and '
-        '"rollout" otherwise.',
+        'answer as long as all of them would; "auto", groups of a stream, and rollouts otherwise.',
         "body",
         default=AUTO,
         flat=Names(("group", "rollout")),
@@ -257,7 +235,7 @@ class GroupFields(RaceFields):
 
 @dataclass(frozen=True, kw_only=True)
 class JoinFields:
-    """What a request that joins a group says of that group, beside the fields that others have too."""
+    """What a request that joins a group says of it, beside fields that others have too."""
 
     group_id: str | None = row(
         Text(MAX_NAME_CHARS), "The group's name. Default: whichever group of the prompt is open.", "join", default=None
@@ -266,7 +244,10 @@ class JoinFields:
         Text(MAX_NAME_CHARS), "Your run's name: two trainers at one server may use the same ids.", "join", default=None
     )
     num_candidates: int | None = row(
-        Integer(1, MAX_GROUP_SIZE), "How many siblings there are. Default: rollout_group_size.", "join", default=None
+        Integer(1, 2 * config.MAX_GROUP_SIZE),
+        "How many siblings there are. Default: rollout_group_size.",
+        "join",
+        default=None,
     )
 
 
@@ -274,18 +255,18 @@ class JoinFields:
 class RunFields:
     """What a run says of its rounds."""
 
-    group_size: int = row(Integer(1, MAX_GROUP_SIZE), "Trajectories you want for each prompt (R0).", "body")
-    prompts_per_round: int = row(Integer(1, MAX_PROMPTS), "Prompts that a round returns (P0).", "body")
+    group_size: int = row(_SIZE, "Trajectories you want for each prompt (R0).", "body")
+    prompts_per_round: int = row(Integer(1, config.MAX_PROMPTS), "Prompts that a round returns (P0).", "body")
     prompt_speculation: float = row(
-        Number(1, MAX_SPECULATION),
+        Number(1, config.MAX_SPECULATION),
         "eta for prompts: a short round runs this many times prompts_per_round and returns those that complete first.",
         "body",
-        default=DEFAULT_SPECULATION,
+        default=config.DEFAULT_SPECULATION,
     )
     response_speculation: float | None = row(
-        Number(1, MAX_SPECULATION),
+        Number(1, config.MAX_SPECULATION),
         "eta for responses: in a short round a prompt has this many times group_size candidates. Default: "
-        f"{DEFAULT_SPECULATION:g}, or what redundancy says.",
+        f"{config.DEFAULT_SPECULATION:g}, or what redundancy says.",
         "body",
         default=None,
     )
@@ -296,6 +277,11 @@ class RunFields:
         default="first_in",
     )
 
+
+PLAN_FIELDS = tuple(
+    field for table in (RaceFields, DualEndFields) for field, r in rows(table).items() if "own" in r.doors
+)
+"""What `group/plan.py::make_plan` takes of a request."""
 
 ROWS: Mapping[str, Row] = {
     field: row

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from vllm_rollout.group.fields import ROWS, EarlyStop, SelectionRule
+from vllm_rollout.group.fields import ROWS, DualEndFields, EarlyStop, SelectionRule
 from vllm_rollout.group.lifecycle import GroupTerms
 from vllm_rollout.group.pruning_plan import PruningPlan
-from vllm_rollout.group.rows import PlanError
+from vllm_rollout.group.rows import PlanError, rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,14 +20,12 @@ class GroupPlan:
     redundancy: int = 0
     """Spare candidates, M' - M."""
     early_stop: bool = True
-    """Stop the others as soon as `group_size` valid candidates have finished."""
     selection: SelectionRule = "first"
     num_longest: int = 0
     """L of a dual-end selection; K = group_size - L."""
     pruning: PruningPlan | None = None
     patience: float | None = None
-    """Of a dual-end selection: once `group_size` valid candidates have finished, the others get `patience` times the
-    tokens of the longest of those. None: the whole pool runs to its end."""
+    """None: the whole pool runs to its end."""
     num_replaceable: int = 0
     """Candidates that are lost are replaced, so many of them."""
     audit: bool = False
@@ -132,8 +130,9 @@ def make_plan(
         )
     _check_can_prune(pruning, group_size, num_candidates, name("redundancy"), name("allow_fewer"))
     if selection != "dual_end":
-        for field in said.keys() & {"num_longest", "patience"}:
-            raise PlanError(name(field), f"only applies to selection dual_end, got selection {selection!r}.")
+        for field in rows(DualEndFields):
+            if field in said:
+                raise PlanError(name(field), f"only applies to selection dual_end, got selection {selection!r}.")
         return GroupPlan(group_size, redundancy, early_stop is not False, selection, pruning=pruning)
     num_longest = default_num_longest(group_size) if num_longest is None else num_longest
     if num_longest >= group_size:

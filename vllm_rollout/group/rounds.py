@@ -27,7 +27,6 @@ from vllm_rollout.group.savings import Savings
 
 RoundKind = Literal["short", "long"]
 ROUND_KINDS: tuple[RoundKind, ...] = get_args(RoundKind)
-
 QUEUE_ORDERS: tuple[QueueOrder, ...] = get_args(QueueOrder)
 
 MAX_HISTORY_ROUNDS = 64

@@ -195,10 +195,8 @@ def row(
 @cache
 def rows(table: type) -> Mapping[str, Row]:
     """Rows of a table, or of what has inherited tables, by field."""
-    fields = {name: field for base in reversed(table.__mro__) for name, field in _fields_of(base).items()}
-    return {name: field.metadata["row"] for name, field in fields.items() if "row" in field.metadata}
-
-
-def _fields_of(table: type) -> dict[str, dataclasses.Field[Any]]:
-    fields: dict[str, dataclasses.Field[Any]] = vars(table).get("__dataclass_fields__", {})
-    return fields
+    found = {}
+    for base in reversed(table.__mro__):
+        fields: Mapping[str, dataclasses.Field[Any]] = vars(base).get("__dataclass_fields__", {})
+        found.update({name: field.metadata["row"] for name, field in fields.items() if "row" in field.metadata})
+    return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from vllm_rollout.group.fields import ROWS, DualEndFields, PruningFields, RaceFields
+from vllm_rollout.group.fields import PLAN_FIELDS, ROWS, PruningFields
 from vllm_rollout.group.plan import GroupJoin, GroupPlan, make_join, make_plan
 from vllm_rollout.group.pruning_plan import PruningPlan, make_pruning_plan
 from vllm_rollout.group.rows import Door, PlanError, rows
@@ -34,7 +34,7 @@ def plan_from_xargs(xargs: Mapping[str, object], n: int, *, max_candidates: int)
     if "rollout_group_id" in xargs or "rollout_group_size" in xargs:
         return _join(_read(xargs, "join"), n, max_candidates)
     said = _read(xargs, "own")
-    group = {field: said[field] for field in (*rows(RaceFields), *rows(DualEndFields)) if field in said}
+    group = {field: said[field] for field in PLAN_FIELDS if field in said}
     names = {**NAMES, "group_size": "n"}
     return make_plan(n, **group, pruning=_pruning(said), max_candidates=max_candidates, names=names)
 

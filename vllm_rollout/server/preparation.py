@@ -14,6 +14,7 @@ from dataclasses import replace
 from vllm_rollout.config import MAX_CANDIDATES
 from vllm_rollout.group.allocation import upper_bound
 from vllm_rollout.group.audit import AuditTurns, with_audits
+from vllm_rollout.group.fields import PLAN_FIELDS
 from vllm_rollout.group.length_trial import chosen
 from vllm_rollout.group.plan import GroupPlan, make_plan
 from vllm_rollout.group.prompt_key import digest_of
@@ -149,21 +150,17 @@ class Preparation:
 
     def _plan(self, request: RolloutRequest) -> GroupPlan:
         """Of every prompt; with redundancy "auto" as if each went to the upper bound."""
-        selection, dual_end = request.selection, {}
-        if isinstance(selection, DualEndSelection):
-            selection, dual_end = "dual_end", selection.dual_end.model_dump()
+        group = {field: value for field, value in request if field in PLAN_FIELDS}
+        if isinstance(request.selection, DualEndSelection):
+            group |= {"selection": "dual_end", **request.selection.dual_end.model_dump()}
         most = self._engine.max_num_seqs
-        redundancy = request.redundancy
         if _tradeoff(request) is not None:
-            redundancy = max(0, upper_bound(request.group_size, most) - request.group_size)
+            group["redundancy"] = max(0, upper_bound(request.group_size, most) - request.group_size)
         try:
             return make_plan(
                 request.group_size,
-                redundancy,
-                request.early_stop,
-                selection,
+                **group,
                 pruning=None if request.pruning is None else request.pruning.plan(),
-                **dual_end,
                 max_candidates=most,
                 names=NAMES,
             )

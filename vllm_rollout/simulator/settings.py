@@ -9,7 +9,7 @@ from typing import Any, Literal
 from vllm_rollout.config import DEFAULT_TRADEOFF
 from vllm_rollout.group.allocation import upper_bound
 from vllm_rollout.group.audit import AuditUnit
-from vllm_rollout.group.fields import AUTO, MAX_NAME_CHARS, ROWS, EarlyStop, PruningFields, SelectionRule
+from vllm_rollout.group.fields import AUTO, MAX_NAME_CHARS, PLAN_FIELDS, ROWS, EarlyStop, PruningFields, SelectionRule
 from vllm_rollout.group.plan import GroupPlan, default_num_longest, make_plan
 from vllm_rollout.group.pruning_plan import PruningPlan, make_pruning_plan
 from vllm_rollout.group.rows import Either, Names, PlanError, Row, Text, rows
@@ -37,19 +37,10 @@ class Setting:
 
         Raises: PlanError.
         """
-        redundancy = self.redundancy
-        if redundancy == "auto":
-            redundancy = max(0, upper_bound(self.group_size, max_candidates) - self.group_size)
-        return make_plan(
-            self.group_size,
-            redundancy,
-            self.early_stop,
-            self.selection,
-            self.num_longest,
-            self.pruning,
-            self.patience,
-            max_candidates=max_candidates,
-        )
+        group = {field: getattr(self, field) for field in PLAN_FIELDS}
+        if self.redundancy == AUTO:
+            group["redundancy"] = max(0, upper_bound(self.group_size, max_candidates) - self.group_size)
+        return make_plan(self.group_size, **group, pruning=self.pruning, max_candidates=max_candidates)
 
     @property
     def keeps_longest(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,12 +24,8 @@ def written_fields(text: str, rows: Mapping[str, Row]) -> dict[str, Any]:
     return given
 
 
-def _literal(text: str) -> bool | int | float | str:
-    if text in ("true", "false"):
-        return text == "true"
-    for number in (int, float):
-        try:
-            return number(text)
-        except ValueError:
-            continue
-    return text
+def _literal(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
