@@ -23,14 +23,14 @@ _SIGMA = Number(0, 5)
 class LengthDistribution:
     """Log-normal lengths around log-normal medians, cut at `max_tokens`; every step has the same prompts."""
 
-    prompts: int = row(_COUNT, "Of every step.", default=64)
-    candidates: int = row(_COUNT, "Per prompt and step.", default=16)
+    prompts: int = row(_COUNT, "Prompts of every step.", default=64)
+    candidates: int = row(_COUNT, "Candidates per prompt and step.", default=16)
     steps: int = row(_COUNT, "Training steps.", default=4)
     median: float = row(Number(1, MAX_TRACED_TOKENS), "Tokens: the median of the prompts' medians.", default=700.0)
     prompt_sigma: float = row(_SIGMA, "Deviation of the prompts' log medians: how much prompts differ.", default=0.6)
     sigma: float = row(_SIGMA, "Deviation of log lengths within a prompt: how heavy its tail is.", default=0.7)
     max_tokens: int = row(_COUNT, "Longer answers are cut.", default=8192)
-    prompt_tokens: int = row(Integer(0, MAX_TRACED_TOKENS), "Of every prompt.", default=100)
+    prompt_tokens: int = row(Integer(0, MAX_TRACED_TOKENS), "Tokens of every prompt.", default=100)
 
     def __post_init__(self) -> None:
         if (num := self.prompts * self.candidates * self.steps) > MAX_GENERATED:
