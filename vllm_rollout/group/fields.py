@@ -39,7 +39,7 @@ MAX_STRENGTH = 1000.0
 MAX_NAME_CHARS = 256
 
 _LENGTH = Integer(1, config.MAX_DETECTION_LENGTH)
-_SHARE = Number(0, 1, above=True)
+SHARE = Number(0, 1, above=True)
 _SIZE, _SPARE = Integer(1, config.MAX_GROUP_SIZE), Integer(0, config.MAX_GROUP_SIZE)
 
 
@@ -64,7 +64,7 @@ class PruningFields:
         xarg="pruning_rule",
     )
     keep_ratio: float = row(
-        _SHARE,
+        SHARE,
         "Share of scored candidates to keep on average, within the bounds of survival; 1 scores and keeps everything.",
         default=0.5,
     )
@@ -79,8 +79,8 @@ class PruningFields:
         default=0.5,
         xarg="pruning_strength",
     )
-    min_survival: float = row(_SHARE, "No candidate is kept with a smaller probability.", default=0.05)
-    max_survival: float = row(_SHARE, "No candidate is kept with a larger probability.", default=0.95)
+    min_survival: float = row(SHARE, "No candidate is kept with a smaller probability.", default=0.05)
+    max_survival: float = row(SHARE, "No candidate is kept with a larger probability.", default=0.95)
     mode: PruningMode = row(
         Names(get_args(PruningMode)),
         '"shadow": decide and report (would_prune), stop nothing.',

@@ -72,11 +72,6 @@ def _read(xargs: Mapping[str, object], door: Door) -> dict[str, Any]:
             raise PlanError(key, f"{problem}; allowed here: {', '.join(allowed)}.")
     said = {field: xargs[key] for key, field in allowed.items() if xargs.get(key) is not None}
     said.pop("audit_ratio", None)
-    _check_pruning(said)
-    return {field: ROWS[field].read(value, NAMES[field]) for field, value in said.items()}
-
-
-def _check_pruning(said: Mapping[str, object]) -> None:
     pruning = [field for field in PRUNING_XARGS if field in said]
     if pruning and "detection_length" not in said:
         raise PlanError(
@@ -84,6 +79,7 @@ def _check_pruning(said: Mapping[str, object]) -> None:
             f"needs {NAMES['detection_length']}, which turns pruning on: output tokens after which a candidate is "
             "scored.",
         )
+    return {field: ROWS[field].read(value, NAMES[field]) for field, value in said.items()}
 
 
 def _pruning(said: Mapping[str, Any]) -> PruningPlan | None:

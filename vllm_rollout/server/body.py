@@ -75,10 +75,8 @@ def _type_of(kind: Kind) -> Any:
     match kind:
         case Integer(least, most):
             return Annotated[StrictInt, Field(ge=least, le=most)]
-        case Number(least, most, above, below):
-            return Annotated[
-                StrictFloat, Field(gt=least) if above else Field(ge=least), Field(lt=most) if below else Field(le=most)
-            ]
+        case Number():
+            return Annotated[StrictFloat, Field(**limits(kind))]
         case Flag():
             return StrictBool
         case Names(names):
@@ -92,6 +90,11 @@ def _type_of(kind: Kind) -> Any:
             types = [Annotated[_type_of(each), Tag(tag)] for each, tag in zip(kinds, tags, strict=True)]
             return Annotated[reduce(or_, types), Discriminator(lambda value: _tag(value, tags))]
     raise TypeError(f"{type(kind).__name__} is no kind of value that a body has")
+
+
+def limits(kind: Number) -> dict[str, float]:
+    """As pydantic names them."""
+    return {"gt" if kind.above else "ge": kind.least, "lt" if kind.below else "le": kind.most}
 
 
 _TAGS = {Flag: "<flag>", Names: "<name>", Integer: "<number>", Several: "<list>", Object: "<object>"}
