@@ -51,6 +51,7 @@ help:
 	@echo "  make lint        ruff and clang-format, check only"
 	@echo "  make format      let them rewrite"
 	@echo "  make census      lines, statements, imports, circles, twins: how much there is, and how it hangs together"
+	@echo "  make docs-tables  write the field tables of docs/http.md"
 	@echo "  make bench       benchmarks/: $(BENCHMARKS)"
 	@echo "  make gpu-check   what only a GPU can show, in pieces that can be gone on with   ARGS='--pieces bandwidth'"
 	@echo "  make clean       remove what was built (to start from nothing, remove $(VENV) too)"
@@ -106,6 +107,10 @@ lint: $(DEPENDENCIES)
 	ruff check .
 	ruff format --check .
 	$(if $(CXX_FILES),clang-format --dry-run --Werror $(CXX_FILES),@echo "csrc: no C++ files")
+
+.PHONY: docs-tables
+docs-tables: $(PACKAGE)
+	$(PY) -m tests.support.field_tables
 
 .PHONY: format
 format: $(DEPENDENCIES)

@@ -91,7 +91,10 @@ def test_another_prompt_or_namespace_is_another_group(new_run: Callable[..., Tra
         ({"rollout_redundancy": 8}, "rollout_redundancy needs rollout_group_size in vLLM's own engine"),
         ({"rollout_group_id": "q"}, "rollout_group_size: is required to join a group"),
         ({"rollout_num_candidates": 8}, "rollout_num_candidates needs rollout_group_size"),
-        ({**JOIN, "rollout_group_size": 5}, "rollout_num_candidates: counts all siblings and must be between"),
+        (
+            {**JOIN, "rollout_group_size": 5},
+            "rollout_num_candidates: rollout_num_candidates counts all siblings and must be between",
+        ),
         ({**JOIN, "rollout_grup": 5}, "rollout_grup: is not a field of this version"),
         (PRUNE, "rollout_detection_length: candidates are not scored by worker_cls 'vllm.v1.worker.cpu_worker"),
     ],

@@ -25,15 +25,14 @@ import vllm_rollout
 from tests.server.conftest import wait_until
 from tests.server.fake_engine import MODEL, FakeEngine
 from vllm_rollout import AsyncRolloutClient, RolloutClient, RolloutError
-from vllm_rollout.client.client import RolloutOptions, rollout_body
+from vllm_rollout.client.client import rollout_body
 from vllm_rollout.group.advice import Advice
 from vllm_rollout.group.length_trial import LengthTrialReport
 from vllm_rollout.group.xargs import plan_from_xargs, rollout_xargs
 from vllm_rollout.server.answers import DoneEvent, Event, TokensEvent
 from vllm_rollout.server.learning.body import NamedRewardsRequest, RewardsAnswer, RewardsRequest
 from vllm_rollout.server.learning.prompts import PromptsAnswer
-from vllm_rollout.server.protocol import DualEnd, DualEndSelection, Prompt, RolloutRequest
-from vllm_rollout.server.pruning_body import Pruning
+from vllm_rollout.server.protocol import DualEnd, DualEndSelection, Prompt, Pruning, Return, RolloutRequest
 from vllm_rollout.server.runs.body import RoundRequest, RunRequest
 from vllm_rollout.server.votes import VoteAnswer, VoteRequest
 
@@ -68,10 +67,13 @@ def test_both_clients_have_the_same_methods():
 @pytest.mark.parametrize(("name", "own"), [("rollout", set()), ("stream", {"stream_tokens"})])
 def test_help_names_every_option_with_its_default(cls, name, own):
     method = getattr(cls, name)
-    mine, body = signature(method).parameters, signature(rollout_body).parameters
-    assert mine.keys() - {"self", "timeout"} == body.keys() - {"stream", "stream_tokens"} | own
-    assert all(mine[field].default == body[field].default for field in mine.keys() & body.keys())
-    assert all(f"\n{option}: " in method.__doc__ for option in RolloutOptions.__annotations__)
+    mine, body = signature(method).parameters, RolloutRequest.model_fields
+    options = {name for name in body if name not in ("stream", "stream_tokens", "sampling", "return_")}
+    returned = {f"return_{name}": field for name, field in Return.model_fields.items()}
+    assert mine.keys() - {"self", "timeout"} == options | returned.keys() | {"sampling"} | own
+    known = {**{name: body[name] for name in options - {"prompts", "group_size"}}, **returned}
+    assert {name: mine[name].default for name in known} == {name: field.default for name, field in known.items()}
+    assert all(f"\n{name}: {known[name].description}" in method.__doc__ for name in known.keys() - {"redundancy"})
 
 
 @pytest.mark.parametrize("wrong", ["temperature", "stream", "stream_tokens"])
@@ -119,9 +121,10 @@ def test_prompts_of_no_known_form_are_type_errors(prompts, words):
 
 def test_every_argument_reaches_the_body():
     body = rollout_body(
-        ["p"], 4, 2, False, DualEndSelection(dual_end=DualEnd(num_longest=2)),
-        Pruning(detection_length=5), {"seed": 1},
-        True, False, True, "m", 8, stream=True, audit_ratio=0.1,
+        ["p"], 4, 2, early_stop=False, selection=DualEndSelection(dual_end=DualEnd(num_longest=2)),
+        pruning=Pruning(detection_length=5), sampling={"seed": 1}, return_text=True, return_logprobs=False,
+        return_unselected=True, model="m", stream=True, stream_tokens=8, audit_ratio=0.1, audit_unit="group",
+        migration="auto", scale_down="auto", on_engine_failure="retry",
     )  # fmt: skip
     request = RolloutRequest.model_validate(body)
     assert request.model_fields_set == RolloutRequest.model_fields.keys()

@@ -19,7 +19,8 @@ from vllm_rollout.group.length_trial import (
     tried_from_state,
 )
 from vllm_rollout.group.memory import Memory
-from vllm_rollout.group.pruning_plan import PlanError, PruningPlan, make_pruning_plan
+from vllm_rollout.group.pruning_plan import PruningPlan, make_pruning_plan
+from vllm_rollout.group.rows import PlanError
 
 LENGTHS = (16, 48, 128)
 
@@ -180,7 +181,7 @@ def test_a_list_makes_a_plan_that_stops_nobody(lengths):
     "lengths", [[], [4, 4], [0, 1], [1, 4097], [1, 2.0], [True, 2], list(range(1, 8)), "Auto", None]
 )
 def test_what_is_no_detection_length_is_refused(lengths):
-    with pytest.raises(PlanError, match="must be an integer in"):
+    with pytest.raises(PlanError, match="must be an integer from 1 to 4096, a list"):
         make_pruning_plan({"detection_length": lengths})
 
 

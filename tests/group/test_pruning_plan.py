@@ -1,16 +1,12 @@
 import math
-from dataclasses import fields
 
 import pytest
 
 from vllm_rollout.config import CALIBRATION_WINDOW, MAX_DETECTION_LENGTH
-from vllm_rollout.group.plan import PlanError, make_plan
-from vllm_rollout.group.pruning_plan import RANGES, PruningPlan, make_pruning_plan
-
-
-def test_every_field_of_the_plan_has_a_range():
-    made_of_others = {"audit", "is_instead_of_race", "trial_lengths", "auto"}
-    assert RANGES.keys() == {field.name for field in fields(PruningPlan)} - made_of_others
+from vllm_rollout.group.fields import PruningFields
+from vllm_rollout.group.plan import make_plan
+from vllm_rollout.group.pruning_plan import PruningPlan, make_pruning_plan
+from vllm_rollout.group.rows import PlanError, rows
 
 
 def test_a_detection_length_alone_makes_a_plan_with_defaults():
@@ -19,7 +15,7 @@ def test_a_detection_length_alone_makes_a_plan_with_defaults():
 
 def test_the_defaults_are_within_their_ranges():
     plan = PruningPlan(MAX_DETECTION_LENGTH)
-    assert all(takes.holds(getattr(plan, field)) for field, takes in RANGES.items())
+    assert all(row.takes.holds(getattr(plan, field)) for field, row in rows(PruningFields).items())
 
 
 @pytest.mark.parametrize(
@@ -43,13 +39,13 @@ def test_the_ends_of_each_range_are_allowed(field, values):
 @pytest.mark.parametrize(
     ("field", "values", "allowed"),
     [
-        ("detection_length", [0, -1, MAX_DETECTION_LENGTH + 1, 1.5, True, "8"], f"[1, {MAX_DETECTION_LENGTH}]"),
+        ("detection_length", [0, -1, MAX_DETECTION_LENGTH + 1, 1.5, True, "8"], f"1 to {MAX_DETECTION_LENGTH}"),
         ("keep_ratio", [0, -0.1, 1.01, math.nan, math.inf, True, "0.5"], "(0, 1]"),
         ("target_positive_ratio", [0, 1, -1, math.nan, False], "(0, 1)"),
         ("strength", [-1e-9, math.inf, math.nan, 1001, "big"], "[0, 1000]"),
         ("min_survival", [0, -1, 1.5, math.nan], "(0, 1]"),
         ("max_survival", [0, -1, 1.5, math.nan], "(0, 1]"),
-        ("min_labels", [0, -5, CALIBRATION_WINDOW, 0.5, True], f"[1, {CALIBRATION_WINDOW // 2}]"),
+        ("min_labels", [0, -5, CALIBRATION_WINDOW, 0.5, True], f"1 to {CALIBRATION_WINDOW // 2}"),
         ("rule", ["best", 1, ["balance"]], "gradient, balance, paper"),
         ("mode", ["on", None, {}], "active, shadow"),
         ("signal", ["tail", 0], "head, confidence"),
@@ -96,7 +92,7 @@ def test_survival_bounds_may_meet():
     ],
 )
 def test_a_keep_ratio_that_the_bounds_forbid_is_refused_as_the_user_wrote_it(given, field):
-    names = {field: f"pruning.{field}" for field in RANGES}
+    names = {field: f"pruning.{field}" for field in rows(PruningFields)}
     with pytest.raises(PlanError) as error:
         make_pruning_plan({"detection_length": 8, **given}, names)
     plan = {"keep_ratio": 0.5, "min_survival": 0.05, "max_survival": 0.95, **given}

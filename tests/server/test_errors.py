@@ -250,7 +250,9 @@ async def test_body_without_json_content_type_is_explained(http, engine: FakeEng
 
 async def test_all_problems_are_named_up_to_a_few(http):
     bad = {"prompts": [{"prompt": ""}] * 9, "group_size": 0}
-    message = check_error(await http.post("/v1/rollouts", json=bad), 422, "prompts.0.prompt", ["and 5 more"])
+    message = check_error(
+        await http.post("/v1/rollouts", json=bad), 422, "group_size", ["prompts.0.prompt", "and 5 more"]
+    )
     assert message.count("; ") == 5
 
 

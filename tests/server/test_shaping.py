@@ -214,7 +214,7 @@ async def test_patience_stops_the_pool_in_the_engine(engine, http):
         ({"redundancy": []}, "redundancy", ["a list of 0"]),
         ({"redundancy": {"auto": {"tradeoff": 0}}}, "redundancy.auto.tradeoff", ["greater than 0", "0"]),
         ({"redundancy": {"auto": {"tradeof": 1}}}, "redundancy.auto.tradeof", ["tradeoff"]),
-        ({"early_stop": 1}, "early_stop", ["true, false or", "1"]),
+        ({"early_stop": 1}, "early_stop", ["true or false", "1"]),
         ({"early_stop": "true"}, "early_stop", ["'auto'", "true"]),
         ({"early_stop": True, "selection": {"dual_end": {}}}, "early_stop", ["dual_end", '"auto"']),
         ({"selection": {"dual_end": {"patience": 0.5}}}, "selection.dual_end.patience", ["1", "0.5"]),

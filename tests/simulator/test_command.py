@@ -225,7 +225,10 @@ def test_broken_rows_stop_unless_they_are_skipped(run, tmp_path):
         ([], "give either a trace file or --generate, got neither"),
         ([RECORDED, "--generate", SMALL], "give either a trace file or --generate, got both"),
         ([RECORDED, "--tensor-parallel-size", "2"], "--tensor-parallel-size chooses among the curves of a --profile"),
-        (["--generate", "prompts=none"], "--generate 'prompts=none': prompts must be an integer, got 'none'"),
+        (
+            ["--generate", "prompts=none"],
+            "--generate 'prompts=none': prompts: must be an integer from 1 to 10000000, got 'none'",
+        ),
         ([RECORDED, "--setting", "patience=2"], "--setting 'patience=2': patience: only applies to selection dual_end"),
         ([RECORDED, "--setting", "x=2"], "--setting 'x=2': 'x' is not a field; allowed: group_size"),
         ([RECORDED, "--group-size", "0"], "--group-size"),

@@ -9,7 +9,8 @@ from vllm_rollout.group.history import ObservedLength, observed_lengths
 from vllm_rollout.group.moments import LengthMoments
 from vllm_rollout.group.placement import Placement
 from vllm_rollout.group.plan import GroupPlan
-from vllm_rollout.group.pruning_plan import PlanError, PruningPlan
+from vllm_rollout.group.pruning_plan import PruningPlan
+from vllm_rollout.group.rows import PlanError
 from vllm_rollout.group.types import Ending
 from vllm_rollout.simulator.generate import LengthDistribution, generate
 from vllm_rollout.simulator.machine import Machine

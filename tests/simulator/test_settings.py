@@ -2,7 +2,8 @@ import re
 
 import pytest
 
-from vllm_rollout.group.pruning_plan import PlanError, PruningPlan
+from vllm_rollout.group.pruning_plan import PruningPlan
+from vllm_rollout.group.rows import PlanError
 from vllm_rollout.simulator.generate import LengthDistribution, generate, parse_distribution
 from vllm_rollout.simulator.settings import Setting, default_sweep, parse_setting
 
@@ -36,16 +37,16 @@ def test_fields_of_pruning_make_a_pruning_plan():
         ("redundancy=", "expected field=value, got 'redundancy='"),
         ("redundance=4", "'redundance' is not a field; allowed: group_size, redundancy, "),
         ("redundancy=4,redundancy=5", "redundancy is given twice"),
-        ("redundancy=four", "redundancy: must be a number, got 'four'"),
-        ("redundancy=1.5", "redundancy: must be an integer, got 1.5"),
-        ("redundancy=true", "redundancy: must be a number, got 'true'"),
-        ("early_stop=maybe", "early_stop: must be true, false or auto, got 'maybe'"),
+        ("redundancy=four", "redundancy: must be an integer from 0 to 4096 or \"auto\", got 'four'"),
+        ("redundancy=1.5", 'redundancy: must be an integer from 0 to 4096 or "auto", got 1.5'),
+        ("redundancy=true", 'redundancy: must be an integer from 0 to 4096 or "auto", got True'),
+        ("early_stop=maybe", 'early_stop: must be true or false or "auto", got'),
         ("tradeoff=0", "tradeoff: must be a number in (0, 1000], got 0"),
-        ("tradeoff=nan", "tradeoff: must be a number in (0, 1000], got nan"),
+        ("tradeoff=nan", "tradeoff: must be a number in (0, 1000], got 'nan'"),
         ("audit_ratio=1.5", "audit_ratio: must be a number in [0, 1], got 1.5"),
         ("audit_unit=request", "audit_unit: must be one of group, rollout, got 'request'"),
         ("keep_ratio=0.5", "detection_length: is needed to prune"),
-        ("detection_length=auto", "detection_length: must be one length"),
+        ("detection_length=auto", "detection_length: must be an integer from 1 to 4096"),
         ("detection_length=8,keep_ratio=2", "keep_ratio: must be a number in (0, 1]"),
     ],
 )
@@ -59,8 +60,8 @@ def test_a_setting_that_cannot_be_read_says_why(text, message):
     [
         (Setting(8, selection="longest"), "selection: must be one of first, shortest, dual_end"),
         (Setting(8, 4, patience=2), "patience: only applies to selection dual_end"),
-        (Setting(8, 4, "dual_end", patience=0.5), "patience: must be in [1, 1000], got 0.5"),
-        (Setting(8, -1), "redundancy: must be at least 0, got -1"),
+        (Setting(8, 4, "dual_end", patience=0.5), "patience: must be a number in [1, 1000], got 0.5"),
+        (Setting(8, -1), "redundancy: must be an integer from 0 to 4096, got -1"),
         (Setting(8, 40), "must be at most the server's max_num_seqs (32)"),
         (Setting(64, "auto"), "must be at most the server's max_num_seqs (32)"),
         (Setting(8, pruning=PruningPlan(4)), "nothing could ever be pruned"),
@@ -126,12 +127,12 @@ def test_a_distribution_is_read_from_its_fields():
         ("prompts", "expected field=value, got 'prompts'"),
         ("prompt=3", "'prompt' is not a field; allowed: prompts, candidates, steps, median"),
         ("prompts=1,prompts=2", "prompts is given twice"),
-        ("prompts=2.5", "prompts must be an integer, got '2.5'"),
-        ("sigma=wide", "sigma must be a number, got 'wide'"),
-        ("sigma=-1", "sigma must be in [0, 5], got -1.0"),
-        ("sigma=nan", "sigma must be in [0, 5], got nan"),
-        ("median=0", "median must be in [1, "),
-        ("prompts=0", "prompts must be in [1, "),
+        ("prompts=2.5", "prompts: must be an integer from 1 to 10000000, got 2.5"),
+        ("sigma=wide", "sigma: must be a number in [0, 5], got 'wide'"),
+        ("sigma=-1", "sigma: must be a number in [0, 5], got -1"),
+        ("sigma=nan", "sigma: must be a number in [0, 5], got 'nan'"),
+        ("median=0", "median: must be a number in [1, "),
+        ("prompts=0", "prompts: must be an integer from 1 to "),
         ("prompts=1000000,candidates=100", "prompts * candidates * steps must be at most 10000000, got 400000000"),
     ],
 )

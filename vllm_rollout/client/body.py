@@ -1,5 +1,5 @@
-"""What a client asks for, as the body of `POST /v1/rollouts`. Invariant: an argument's default is stated in
-`rollout_body` and its meaning in `RolloutOptions`, and nowhere else.
+"""What a client asks for, as the body of `POST /v1/rollouts`. Invariant: what an option means, and its default, is said
+by the server's body, and nowhere else.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from inspect import Parameter, cleandoc, signature
 from typing import Any, TypedDict, TypeVar
 
 from pydantic import BaseModel
+from typing_extensions import Unpack
 
-from vllm_rollout.server.protocol import DualEndSelection, Prompt
-from vllm_rollout.server.pruning_body import Pruning
+from vllm_rollout.server.protocol import DualEndSelection, Prompt, Pruning, Return
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -26,27 +26,8 @@ Redundancy = int | str | Mapping[str, Any]
 """Spare candidates per prompt, `"auto"`, or `{"auto": {"tradeoff": 2.0}}`."""
 
 
-class RolloutOptions(TypedDict, total=False):
-    """Options, the same for `rollout` and `stream` of both clients:
-
-    early_stop: stop a group's other candidates when `group_size` valid ones have finished; "auto" or None: wherever the
-        selection allows it.
-    selection: which finished candidates make the group: "first", "shortest" or {"dual_end": {"num_longest": 1}}, whose
-        "patience" bounds the wait for the longest.
-    pruning: score candidates and stop those that will not help training: {"detection_length": 512, …} or a Pruning;
-        None: no pruning.
-    migration: groups may go on on other ranks when that pays: "spread" away from one that lags, "consolidate" on fewer
-        in the tail, "auto" for both; "off": they stay.
-    scale_down: "auto": half of the ranks are emptied before the rollout is over, when the rest fits on the others.
-    on_engine_failure: "retry": groups whose data-parallel rank dies run again on another; "fail": they end, incomplete.
-    audit_ratio: share of groups in which nobody is stopped, so that learning stays true; None: the server's.
-    audit_unit: what is audited, each "group" by chance or the whole "rollout" by count; "auto": groups of a stream.
-    sampling: any field of vLLM's SamplingParams except n.
-    return_text: detokenize, and return the text of each trajectory.
-    return_logprobs: return the log probability of each sampled token.
-    return_unselected: also return tokens and text of candidates that were not selected.
-    model: name of a served model; None: the first.
-    """
+class GroupOptions(TypedDict, total=False):
+    """What can be said of the groups of a rollout and of a round."""
 
     early_stop: bool | str | None
     selection: Selection
@@ -54,71 +35,81 @@ class RolloutOptions(TypedDict, total=False):
     migration: str
     scale_down: str
     on_engine_failure: str
-    audit_ratio: float | None
-    audit_unit: str
     sampling: Mapping[str, Any] | None
     return_text: bool
     return_logprobs: bool
     return_unselected: bool
+
+
+class RolloutOptions(GroupOptions, total=False):
+    """Options of `rollout` and `stream` of both clients. `help` says what they mean, in the server's words."""
+
+    audit_ratio: float | None
+    audit_unit: str
     model: str | None
+
+
+_RETURNED = {f"return_{name}": name for name in Return.model_fields}
+"""Option -> field of the body's `return`."""
 
 
 def rollout_body(
     prompts: Iterable[PromptLike],
     group_size: int,
     redundancy: Redundancy = 0,
-    early_stop: bool | str | None = None,
-    selection: Selection = "first",
-    pruning: Mapping[str, Any] | Pruning | None = None,
-    sampling: Mapping[str, Any] | None = None,
-    return_text: bool = False,
-    return_logprobs: bool = True,
-    return_unselected: bool = False,
-    model: str | None = None,
-    stream_tokens: int | None = None,
+    *,
     stream: bool = False,
-    migration: str = "off",
-    scale_down: str = "off",
-    on_engine_failure: str = "fail",
-    audit_ratio: float | None = None,
-    audit_unit: str = "auto",
+    stream_tokens: int | None = None,
+    **options: Unpack[RolloutOptions],
 ) -> dict[str, Any]:
     """The body of POST /v1/rollouts. Values are the server's to judge; only a prompt's form is decided here.
 
-    Raises: TypeError for a prompt of no known form.
+    Raises: TypeError for a prompt of no known form, and for an option that there is not.
     """
     if isinstance(prompts, (str, Mapping, Prompt)):
         raise TypeError(f"prompts must be a list of prompts, got one {type(prompts).__name__}. Write [prompt].")
     body = {
-        "model": model,
         "prompts": [prompt_body(prompt, position) for position, prompt in enumerate(prompts)],
         "group_size": group_size,
         "redundancy": redundancy,
-        "early_stop": early_stop,
-        "selection": selection.model_dump() if isinstance(selection, BaseModel) else selection,
-        "pruning": pruning.model_dump(exclude_unset=True) if isinstance(pruning, BaseModel) else pruning,
-        "migration": migration,
-        "scale_down": scale_down,
-        "on_engine_failure": on_engine_failure,
-        "audit_ratio": audit_ratio,
-        "audit_unit": audit_unit,
-        "sampling": dict(sampling or {}),
-        "return": {"text": return_text, "logprobs": return_logprobs, "unselected": return_unselected},
         "stream": stream,
         "stream_tokens": stream_tokens,
+        **option_fields(options, RolloutOptions),
     }
     return {field: value for field, value in body.items() if value is not None}
 
 
-def takes_options(method: Method) -> Method:
-    """Let `help` show the options and their defaults where `method` says `**options`."""
-    described = signature(method)
-    *own, _ = described.parameters.values()
-    defaults = signature(rollout_body).parameters
-    options = [defaults[name].replace(kind=Parameter.KEYWORD_ONLY) for name in RolloutOptions.__annotations__]
-    method.__signature__ = described.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
-    method.__doc__ = "\n\n".join(cleandoc(text) for text in (method.__doc__, RolloutOptions.__doc__) if text)
-    return method
+def option_fields(options: Mapping[str, Any], known: type) -> dict[str, Any]:
+    """Options as fields of a body; None says nothing. Raises: TypeError for one that is not among the known ones."""
+    if unknown := sorted(options.keys() - known.__annotations__.keys()):
+        raise TypeError(f"{unknown[0]!r} is no option; there are {', '.join(known.__annotations__)}")
+    said = {name: _plain(value) for name, value in options.items() if value is not None}
+    wanted = {_RETURNED[name]: said.pop(name) for name in _RETURNED if name in said}
+    return said | ({"return": wanted} if wanted else {})
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        return value.model_dump(exclude_unset=True)
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def takes_options(known: type, body: type[BaseModel]) -> Callable[[Method], Method]:
+    """Lets `help` show the known options, as the body says them, where a method says `**options`."""
+    returned = {option: Return.model_fields[field] for option, field in _RETURNED.items()}
+    fields = {name: returned.get(name) or body.model_fields[name] for name in known.__annotations__}
+
+    def decorate(method: Method) -> Method:
+        described = signature(method)
+        *own, _ = described.parameters.values()
+        defaults = {name: None if field.default_factory else field.default for name, field in fields.items()}
+        options = [Parameter(name, Parameter.KEYWORD_ONLY, default=default) for name, default in defaults.items()]
+        method.__signature__ = described.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
+        words = "\n".join(f"{name}: {field.description}" for name, field in fields.items())
+        method.__doc__ = f"{cleandoc(method.__doc__ or '')}\n\nOptions:\n\n{words}"
+        return method
+
+    return decorate
 
 
 def prompt_body(prompt: PromptLike, position: int) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from vllm_rollout.server.learning.body import (
     RewardsAnswer,
 )
 from vllm_rollout.server.learning.prompts import PromptsAnswer
+from vllm_rollout.server.protocol import RolloutRequest
 from vllm_rollout.server.votes import VoteAnswer
 
 T = TypeVar("T")
@@ -103,7 +104,7 @@ _read_prompts = typed(PromptsAnswer)
 _read_vote = typed(VoteAnswer)
 
 
-@takes_options
+@takes_options(RolloutOptions, RolloutRequest)
 def rollout(
     prompts: Iterable[PromptLike],
     group_size: int,
@@ -126,7 +127,7 @@ def rollout(
     return Call("POST", "/v1/rollouts", _read_rollout, body, timeout)
 
 
-@takes_options
+@takes_options(RolloutOptions, RolloutRequest)
 def stream(
     prompts: Iterable[PromptLike],
     group_size: int,

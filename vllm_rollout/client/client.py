@@ -32,7 +32,7 @@ from vllm_rollout.client.connection import (
 from vllm_rollout.client.run import AsyncRun, Run
 from vllm_rollout.client.run_calls import RunOptions
 from vllm_rollout.server.answers import Event
-from vllm_rollout.server.pruning_body import Pruning
+from vllm_rollout.server.protocol import Pruning
 
 __all__ = [
     "AsyncRolloutClient",

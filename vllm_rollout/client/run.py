@@ -16,13 +16,14 @@ from typing import Any, Protocol, TypeVar
 from typing_extensions import Unpack
 
 from vllm_rollout.client import run_calls
-from vllm_rollout.client.body import PromptLike
+from vllm_rollout.client.body import PromptLike, takes_options
 from vllm_rollout.client.calls import Call, EventsCall
 from vllm_rollout.client.connection import POLL_INTERVAL_S, RolloutError
 from vllm_rollout.client.run_calls import RoundOptions
 from vllm_rollout.client.run_feed import Fed, RoundFeed
 from vllm_rollout.server.answers import Event, RoundAnswer
 from vllm_rollout.server.runs.answers import RunAnswer
+from vllm_rollout.server.runs.body import RoundRequest
 
 T = TypeVar("T")
 
@@ -98,14 +99,13 @@ class Run(_Run):
         self.info = self._client.send(run_calls.run(self.id))
         return self.info
 
+    @takes_options(RoundOptions, RoundRequest)
     def round(
         self,
         prompts: Iterable[PromptLike] = (),
         *,
         key: str | None = None,
         reserve: Iterable[PromptLike] = (),
-        kind: str | None = None,
-        epoch: int | None = None,
         timeout: float | None = None,
         patience_s: float = PATIENCE_S,
         **options: Unpack[RoundOptions],
@@ -114,15 +114,11 @@ class Run(_Run):
 
         key: your name for the round; asked for again it gives the same answer. None: one is made.
         reserve: prompts to run in place of filtered ones.
-        kind: "long" before its time runs what waits, and `prompts` beside it, without speculation.
-        epoch: which time these prompts come.
         patience_s: how long to ask again while the server does not answer.
 
         Raises: RolloutError.
         """
-        call = run_calls.round(
-            self.id, prompts, key=key or new_key(), reserve=reserve, kind=kind, epoch=epoch, timeout=timeout, **options
-        )
+        call = run_calls.round(self.id, prompts, key=key or new_key(), reserve=reserve, timeout=timeout, **options)
         patience = _Patience(patience_s)
         while True:
             try:
@@ -130,14 +126,13 @@ class Run(_Run):
             except RolloutError as error:
                 time.sleep(patience.wait_s(error))
 
+    @takes_options(RoundOptions, RoundRequest)
     def stream(
         self,
         prompts: Iterable[PromptLike] = (),
         *,
         key: str | None = None,
         reserve: Iterable[PromptLike] = (),
-        kind: str | None = None,
-        epoch: int | None = None,
         stream_tokens: int | None = None,
         timeout: float | None = None,
         **options: Unpack[RoundOptions],
@@ -153,8 +148,6 @@ class Run(_Run):
                 prompts,
                 key=key or new_key(),
                 reserve=reserve,
-                kind=kind,
-                epoch=epoch,
                 stream_tokens=stream_tokens,
                 timeout=timeout,
                 **options,
@@ -208,21 +201,18 @@ class AsyncRun(_Run):
         self.info = await self._client.send(run_calls.run(self.id))
         return self.info
 
+    @takes_options(RoundOptions, RoundRequest)
     async def round(
         self,
         prompts: Iterable[PromptLike] = (),
         *,
         key: str | None = None,
         reserve: Iterable[PromptLike] = (),
-        kind: str | None = None,
-        epoch: int | None = None,
         timeout: float | None = None,
         patience_s: float = PATIENCE_S,
         **options: Unpack[RoundOptions],
     ) -> RoundAnswer:
-        call = run_calls.round(
-            self.id, prompts, key=key or new_key(), reserve=reserve, kind=kind, epoch=epoch, timeout=timeout, **options
-        )
+        call = run_calls.round(self.id, prompts, key=key or new_key(), reserve=reserve, timeout=timeout, **options)
         patience = _Patience(patience_s)
         while True:
             try:
@@ -230,14 +220,13 @@ class AsyncRun(_Run):
             except RolloutError as error:
                 await asyncio.sleep(patience.wait_s(error))
 
+    @takes_options(RoundOptions, RoundRequest)
     async def stream(
         self,
         prompts: Iterable[PromptLike] = (),
         *,
         key: str | None = None,
         reserve: Iterable[PromptLike] = (),
-        kind: str | None = None,
-        epoch: int | None = None,
         stream_tokens: int | None = None,
         timeout: float | None = None,
         **options: Unpack[RoundOptions],
@@ -247,8 +236,6 @@ class AsyncRun(_Run):
             prompts,
             key=key or new_key(),
             reserve=reserve,
-            kind=kind,
-            epoch=epoch,
             stream_tokens=stream_tokens,
             timeout=timeout,
             **options,

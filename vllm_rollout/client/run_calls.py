@@ -4,57 +4,34 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
-from typing import Any, TypedDict
+from collections.abc import Iterable
+from typing import Any
 
 from typing_extensions import Unpack
 
-from vllm_rollout.client.body import PromptLike, Redundancy, Selection, prompt_body
+from vllm_rollout.client.body import GroupOptions, PromptLike, Redundancy, option_fields, prompt_body, takes_options
 from vllm_rollout.client.calls import Call, EventsCall, typed
-from vllm_rollout.config import DEFAULT_SPECULATION
 from vllm_rollout.server.answers import RoundAnswer
-from vllm_rollout.server.pruning_body import Pruning
 from vllm_rollout.server.runs.answers import RunAnswer, RunsAnswer
+from vllm_rollout.server.runs.body import RunRequest
 
 _read_run = typed(RunAnswer)
 _read_runs = typed(RunsAnswer)
 _read_round = typed(RoundAnswer)
 
 
-class RoundOptions(TypedDict, total=False):
-    """Rollout fields of a round; what is left out is the run's:
-
-    redundancy, early_stop, selection, pruning, migration, scale_down, on_engine_failure: as of a
-        rollout.
-    sampling: as of a rollout; a round's fields replace the run's.
-    return_text, return_logprobs, return_unselected: what to send back.
-    """
+class RoundOptions(GroupOptions, total=False):
+    """Rollout fields of a round; what is left out is the run's. A round's `sampling` replaces fields of the run's."""
 
     redundancy: Redundancy
-    early_stop: bool | str
-    selection: Selection
-    pruning: Mapping[str, Any] | Pruning
-    migration: str
-    scale_down: str
-    on_engine_failure: str
-    sampling: Mapping[str, Any]
-    return_text: bool
-    return_logprobs: bool
-    return_unselected: bool
+    kind: str | None
+    epoch: int | None
 
 
-class RunOptions(RoundOptions, total=False):
-    """Options of a run:
+class RunOptions(GroupOptions, total=False):
+    """Options of a run, and the defaults of its rounds."""
 
-    prompt_speculation: a short round runs this many times prompts_per_round prompts.
-    response_speculation: in a short round a prompt has this many times group_size candidates.
-    queue_order: which waiting prompts a long round takes: "first_in", or by predicted length "shortest", "longest".
-    resume: keep what a deferred prompt has generated, and go on from there in its long round.
-    filter: "zero_variance": take out groups whose rewards are all the same. Its rounds are streamed.
-    model: name of a served model.
-    And rollout fields, the defaults of its rounds: see `RoundOptions`.
-    """
-
+    redundancy: Redundancy
     prompt_speculation: float
     response_speculation: float
     queue_order: str
@@ -63,21 +40,24 @@ class RunOptions(RoundOptions, total=False):
     model: str
 
 
+@takes_options(RunOptions, RunRequest)
 def create_run(
     group_size: int, prompts_per_round: int, id: str | None = None, **options: Unpack[RunOptions]
 ) -> Call[RunAnswer]:
     """A run: rounds that return `prompts_per_round` prompts with `group_size` trajectories each (tail batching).
 
     `id`: your name for it. A run of that name on the same terms is gone on with, so that a trainer that starts again
-    finds its queue. Options: see `RunOptions`; speculation factors are 1.25 unless you say so.
+    finds its queue. Fields of a rollout are the defaults of its rounds.
 
     Raises: RolloutError, 409 when there is one on other terms.
     """
-    body = {"id": id, "group_size": group_size, "prompts_per_round": prompts_per_round, **_fields(options)}
+    body = {
+        "id": id,
+        "group_size": group_size,
+        "prompts_per_round": prompts_per_round,
+        **option_fields(options, RunOptions),
+    }
     return Call("POST", "/v1/runs", _read_run, {field: value for field, value in body.items() if value is not None})
-
-
-assert DEFAULT_SPECULATION == 1.25, "create_run says so"
 
 
 def run(run_id: str) -> Call[RunAnswer]:
@@ -106,13 +86,11 @@ def round(
     *,
     key: str,
     reserve: Iterable[PromptLike] = (),
-    kind: str | None = None,
-    epoch: int | None = None,
     timeout: float | None = None,
     **options: Unpack[RoundOptions],
 ) -> Call[RoundAnswer]:
     """One round of a run."""
-    body = _round_body(prompts, reserve, key=key, kind=kind, epoch=epoch, **options)
+    body = _round_body(prompts, reserve, key, options)
     return Call("POST", f"/v1/runs/{run_id}/rounds", _read_round, body, timeout)
 
 
@@ -122,14 +100,12 @@ def stream_round(
     *,
     key: str,
     reserve: Iterable[PromptLike] = (),
-    kind: str | None = None,
-    epoch: int | None = None,
     stream_tokens: int | None = None,
     timeout: float | None = None,
     **options: Unpack[RoundOptions],
 ) -> EventsCall:
     """One round of a run, as events."""
-    body = _round_body(prompts, reserve, key=key, kind=kind, epoch=epoch, **options)
+    body = _round_body(prompts, reserve, key, options)
     body["stream"] = True
     if stream_tokens is not None:
         body["stream_tokens"] = stream_tokens
@@ -146,32 +122,11 @@ def named(prompt: PromptLike, position: int) -> dict[str, Any]:
 
 
 def _round_body(
-    prompts: Iterable[PromptLike], reserve: Iterable[PromptLike], *, key: str, **fields: Any
+    prompts: Iterable[PromptLike], reserve: Iterable[PromptLike], key: str, options: RoundOptions
 ) -> dict[str, Any]:
-    own = {
+    body = {
         "prompts": [named(prompt, position) for position, prompt in enumerate(prompts)],
         "reserve": [named(prompt, position) for position, prompt in enumerate(reserve)],
-        "kind": fields.pop("kind"),
-        "epoch": fields.pop("epoch"),
     }
-    return {
-        "idempotency_key": key,
-        **{field: value for field, value in own.items() if value not in (None, [])},
-        **_fields(fields),
-    }
-
-
-def _fields(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options as fields of a body. Raises: TypeError for one that there is not."""
-    unknown = options.keys() - RunOptions.__annotations__.keys()
-    if unknown:
-        raise TypeError(
-            f"{sorted(unknown)[0]} is no option of a run; there are {', '.join(RunOptions.__annotations__)}"
-        )
-    returned = {"text": "return_text", "logprobs": "return_logprobs", "unselected": "return_unselected"}
-    fields = {name: value for name, value in options.items() if name not in returned.values()}
-    for name in ("selection", "pruning"):
-        if isinstance(fields.get(name), Pruning):
-            fields[name] = fields[name].model_dump(exclude_unset=True)
-    wanted = {name: options[option] for name, option in returned.items() if option in options}
-    return fields | ({"return": wanted} if wanted else {})
+    said = {field: value for field, value in body.items() if value}
+    return {"idempotency_key": key, **said, **option_fields(options, RoundOptions)}

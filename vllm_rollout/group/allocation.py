@@ -21,8 +21,9 @@ from typing import Literal
 
 from vllm_rollout.config import DEFAULT_TRADEOFF
 from vllm_rollout.group.cost import CostModel, budget_slope
+from vllm_rollout.group.fields import EarlyStop
 from vllm_rollout.group.moments import LengthMoments
-from vllm_rollout.group.plan import EarlyStop, GroupPlan
+from vllm_rollout.group.plan import GroupPlan
 
 DEFAULT_BUDGET_RATIO = 1.5
 """Candidates per wanted trajectory while no profile or no history says better: the paper's average (Appendix B)."""

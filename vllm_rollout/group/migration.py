@@ -12,16 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from vllm_rollout.group.cost import CostModel
 from vllm_rollout.group.load import GroupLoad, RankLoad, end_s
 
-Migration = Literal["off", "spread", "consolidate", "auto"]
-"""spread       groups of a rank that lags move to nearly empty ones, so that the rollout ends sooner
-consolidate  ranks are emptied in the tail and freed, the rollout may end a little later
-auto         both
-"""
 MAX_DELAY = 0.05
 """Share by which a consolidation may make the end of the step later: the expected one, and that of candidates that all
 go on for long (`RankLoad.late`) and share their steps to the last. Averages promise an end to most who arrive."""

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import isfinite
-from typing import Literal
 
-from vllm_rollout.config import MAX_GROUP_SIZE, MAX_PATIENCE
+from vllm_rollout.group.fields import ROWS, DualEndFields, EarlyStop, SelectionRule
 from vllm_rollout.group.lifecycle import GroupTerms
-from vllm_rollout.group.pruning_plan import PlanError, PruningPlan
-
-SelectionRule = Literal["first", "shortest", "dual_end"]
-SELECTION_RULES: tuple[SelectionRule, ...] = ("first", "shortest", "dual_end")
-EarlyStop = bool | Literal["auto"] | None
-"""None and "auto": wherever the selection allows it."""
+from vllm_rollout.group.pruning_plan import PruningPlan
+from vllm_rollout.group.rows import PlanError, rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +20,12 @@ class GroupPlan:
     redundancy: int = 0
     """Spare candidates, M' - M."""
     early_stop: bool = True
-    """Stop the others as soon as `group_size` valid candidates have finished."""
     selection: SelectionRule = "first"
     num_longest: int = 0
     """L of a dual-end selection; K = group_size - L."""
     pruning: PruningPlan | None = None
     patience: float | None = None
-    """Of a dual-end selection: once `group_size` valid candidates have finished, the others get `patience` times the
-    tokens of the longest of those. None: the whole pool runs to its end."""
+    """None: the whole pool runs to its end."""
     num_replaceable: int = 0
     """Candidates that are lost are replaced, so many of them."""
     audit: bool = False
@@ -107,9 +99,8 @@ def make_plan(
 ) -> GroupPlan:
     """Check the fields of one group and return its plan.
 
-    `early_stop=None` and "auto" mean "wherever the selection allows it". `max_candidates` is the engine's
-    `max_num_seqs`: a group whose candidates cannot all run at once would decide its race by queue position. `names`
-    maps field names to what the user wrote (`rollout_redundancy` in xargs).
+    `max_candidates` is the engine's `max_num_seqs`: a group whose candidates cannot all run at once would decide its
+    race by queue position. `names` maps field names to what the user wrote (`rollout_redundancy` in xargs).
 
     Raises: PlanError with field, value, allowed range and remedy.
     """
@@ -118,13 +109,17 @@ def make_plan(
     def name(field: str) -> str:
         return named.get(field, field)
 
-    if not 1 <= group_size <= MAX_GROUP_SIZE:
-        raise PlanError(name("group_size"), f"must be in [1, {MAX_GROUP_SIZE}], got {group_size}.")
-    if redundancy < 0:
-        raise PlanError(
-            name("redundancy"),
-            f"must be at least 0, got {redundancy}. It counts spare candidates beyond {name('group_size')}.",
-        )
+    said = {
+        "group_size": group_size,
+        "redundancy": redundancy,
+        "early_stop": early_stop,
+        "selection": selection,
+        "num_longest": num_longest,
+        "patience": patience,
+    }
+    said = {field: value for field, value in said.items() if value is not None}
+    for field, value in said.items():
+        ROWS[field].read(value, name(field))
     num_candidates = group_size + redundancy
     if num_candidates > max_candidates:
         raise PlanError(
@@ -134,18 +129,16 @@ def make_plan(
             f"Ask for fewer candidates or start the server with --max-num-seqs {num_candidates}.",
         )
     _check_can_prune(pruning, group_size, num_candidates, name("redundancy"), name("allow_fewer"))
-    if selection not in SELECTION_RULES:
-        raise PlanError(name("selection"), f"must be one of {', '.join(SELECTION_RULES)}, got {selection!r}.")
     if selection != "dual_end":
-        for field, value in (("num_longest", num_longest), ("patience", patience)):
-            if value is not None:
+        for field in rows(DualEndFields):
+            if field in said:
                 raise PlanError(name(field), f"only applies to selection dual_end, got selection {selection!r}.")
         return GroupPlan(group_size, redundancy, early_stop is not False, selection, pruning=pruning)
     num_longest = default_num_longest(group_size) if num_longest is None else num_longest
-    if not 0 <= num_longest < group_size:
+    if num_longest >= group_size:
         raise PlanError(
             name("num_longest"),
-            f"must be at least 0 and below {name('group_size')} ({group_size}), got {num_longest}: the other "
+            f"must be below {name('group_size')} ({group_size}), got {num_longest}: the other "
             f"{name('group_size')} - {name('num_longest')} trajectories are the shortest, and of those a dual-end "
             f"selection needs one. Leave it out for {default_num_longest(group_size)}.",
         )
@@ -155,12 +148,6 @@ def make_plan(
             "cannot be true with selection dual_end: the longest of the pool are known only when the whole pool has "
             'ended. Set it to "auto" (stop early where redundancy "auto" finds an extreme tail) or to false, bound '
             f"the wait with {name('patience')}, or select first or shortest.",
-        )
-    if patience is not None and not (isfinite(patience) and 1 <= patience <= MAX_PATIENCE):
-        raise PlanError(
-            name("patience"),
-            f"must be in [1, {MAX_PATIENCE:g}], got {patience}. It is a factor on the length of the longest of the "
-            f"first {name('group_size')} candidates; leave it out to wait for the whole pool.",
         )
     return GroupPlan(group_size, redundancy, False, selection, num_longest, pruning, patience)
 
@@ -172,17 +159,14 @@ def make_join(join: GroupJoin, *, max_candidates: int, names: Mapping[str, str] 
     """
     named = names or {}
     size, number = named.get("group_size", "group_size"), named.get("num_candidates", "num_candidates")
-    remedy = "Send fewer or start the server with a larger --max-num-seqs."
-    if not 1 <= join.group_size <= max_candidates:
-        raise PlanError(
-            size,
-            f"must be between 1 and the server's max_num_seqs ({max_candidates}), got {join.group_size}. {remedy}",
-        )
+    ROWS["group_size"].check(join.group_size, size)
+    ROWS["num_candidates"].check(join.num_candidates, number)
     if not join.group_size <= join.num_candidates <= max_candidates:
         raise PlanError(
-            number,
-            f"counts all siblings and must be between {size} ({join.group_size}) and the server's max_num_seqs "
-            f"({max_candidates}), got {join.num_candidates}. {remedy}",
+            number if join.group_size <= max_candidates else size,
+            f"{number} counts all siblings and must be between {size} ({join.group_size}) and the server's "
+            f"max_num_seqs ({max_candidates}), got {join.num_candidates}. Send fewer or start the server with a larger "
+            "--max-num-seqs.",
         )
     allow_fewer = named.get("allow_fewer", "allow_fewer")
     _check_can_prune(join.pruning, join.group_size, join.num_candidates, number, allow_fewer)

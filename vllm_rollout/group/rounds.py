@@ -22,13 +22,11 @@ from math import ceil
 from typing import Literal, get_args
 
 from vllm_rollout.config import DEFAULT_SPECULATION, MAX_CANDIDATES, MAX_GROUP_SIZE, MAX_PROMPTS
+from vllm_rollout.group.fields import QueueOrder, RunFields
 from vllm_rollout.group.savings import Savings
 
 RoundKind = Literal["short", "long"]
 ROUND_KINDS: tuple[RoundKind, ...] = get_args(RoundKind)
-
-QueueOrder = Literal["first_in", "shortest", "longest"]
-"""Which of the waiting prompts a long round takes: by age, or by predicted length."""
 QUEUE_ORDERS: tuple[QueueOrder, ...] = get_args(QueueOrder)
 
 MAX_HISTORY_ROUNDS = 64
@@ -49,18 +47,10 @@ class RoundError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class RunTerms:
+class RunTerms(RunFields):
     """What all rounds of a run have in common."""
 
-    group_size: int
-    """Trajectories of a prompt, R0."""
-    prompts_per_round: int
-    """Prompts that a round returns, P0."""
-    prompt_speculation: float = DEFAULT_SPECULATION
-    """eta for prompts: a short round runs so many times P0."""
     response_speculation: float = DEFAULT_SPECULATION
-    """eta for responses: a prompt of a short round has so many times R0 candidates."""
-    queue_order: QueueOrder = "first_in"
 
     @property
     def num_prompts(self) -> int:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from vllm_rollout.group.plan import SelectionRule
+from vllm_rollout.group.fields import SelectionRule
 from vllm_rollout.group.planner import Reason
 from vllm_rollout.group.round_progress import DeferReason
 from vllm_rollout.group.rounds import RoundKind

@@ -8,18 +8,12 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Literal
 
+from vllm_rollout.group.fields import OnEngineFailure
 from vllm_rollout.server.engine import GroupLost, Happening
 
 Attempt = Callable[[], AsyncGenerator[Happening, None]]
 """Starts a group, and yields what happens to it."""
-
-OnEngineFailure = Literal["fail", "retry"]
-"""
-fail   its candidates that had not ended are `failed`
-retry  it is run again from its beginning, on another rank
-"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,21 +1,35 @@
-"""What every request body has in common. Invariant: an unknown field is an error that names it, and what is accepted
-can travel to the engine.
+"""What every request body has in common, and how one is made of a table of fields.
+
+Invariant: an unknown field is an error that names it, and what is accepted can travel to the engine.
 """
 
 from __future__ import annotations
 
 import math
-from functools import cache
-from typing import Any
+from functools import cache, reduce
+from operator import or_
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    Tag,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
+
+from vllm_rollout.group.rows import Either, Flag, Integer, Kind, Names, Number, Object, Several, rows
 
 MIN_INT, MAX_INT = -(2**63), 2**63 - 1
 """Integers that can travel to the engine: 64 bit, signed."""
 MAX_DEPTH = 32
 """Levels of nesting inside messages and sampling."""
-UNION_TAGS = frozenset({"<flag>", "<name>", "<number>", "<object>"})
+UNION_TAGS = frozenset({"<flag>", "<list>", "<name>", "<number>", "<object>"})
 """Parts that pydantic puts into an error's location and that are no part of the body."""
 
 
@@ -36,6 +50,62 @@ class Body(BaseModel):
                         {"field": name.encode(errors="backslashreplace").decode(), "allowed": ", ".join(known)},
                     )
         return value
+
+
+_BODIES: dict[type, type[Body]] = {}
+"""Of each table that an object in a body is made of."""
+
+B = TypeVar("B", bound=type[Body])
+
+
+def of_table(body: B) -> B:
+    """Decorates a body that inherits a table of `group/fields.py`: its fields take what their rows say."""
+    for name, row in rows(body).items():
+        field = body.model_fields[name]
+        annotation = _type_of(row.takes)
+        field.annotation = annotation | None if field.default is None else annotation
+        field.description = row.description
+    body.model_rebuild(force=True)
+    _BODIES.update((base, body) for base in body.__bases__ if not issubclass(base, Body))
+    return body
+
+
+def _type_of(kind: Kind) -> Any:
+    """The type by which pydantic checks what a field takes, and OpenAPI tells it."""
+    match kind:
+        case Integer(least, most):
+            return Annotated[StrictInt, Field(ge=least, le=most)]
+        case Number():
+            return Annotated[StrictFloat, Field(**limits(kind))]
+        case Flag():
+            return StrictBool
+        case Names(names):
+            return Literal[names]
+        case Several(each, most):
+            return Annotated[list[_type_of(each)], Field(min_length=1, max_length=most)]
+        case Object(table):
+            return _BODIES[table]
+        case Either(kinds):
+            tags = [_TAGS[type(each)] for each in kinds]
+            types = [Annotated[_type_of(each), Tag(tag)] for each, tag in zip(kinds, tags, strict=True)]
+            return Annotated[reduce(or_, types), Discriminator(lambda value: _tag(value, tags))]
+    raise TypeError(f"{type(kind).__name__} is no kind of value that a body has")
+
+
+def limits(kind: Number) -> dict[str, float]:
+    """As pydantic names them."""
+    return {"gt" if kind.above else "ge": kind.least, "lt" if kind.below else "le": kind.most}
+
+
+_TAGS = {Flag: "<flag>", Names: "<name>", Integer: "<number>", Several: "<list>", Object: "<object>"}
+
+
+def _tag(value: Any, tags: list[str]) -> str:
+    """Which branch of a union is meant, so that an error speaks of that one only."""
+    for form, tag in ((dict | BaseModel, "<object>"), (list, "<list>"), (str, "<name>")):
+        if isinstance(value, form) and tag in tags:
+            return tag
+    return tags[0]
 
 
 @cache

@@ -9,12 +9,12 @@ from typing import Any, Protocol
 from vllm_rollout.group.advice import Advice
 from vllm_rollout.group.cost import CostModel
 from vllm_rollout.group.drift import StepDrift
+from vllm_rollout.group.fields import Migration
 from vllm_rollout.group.history import ObservedLength
 from vllm_rollout.group.known_prompts import KnownPrompt
 from vllm_rollout.group.ledger import NamedReward, Reward, RewardStatus
 from vllm_rollout.group.length_trial import TriedCandidate
 from vllm_rollout.group.load import EngineLoad
-from vllm_rollout.group.migration import Migration
 from vllm_rollout.group.moments import LengthMoments, LengthStatistics
 from vllm_rollout.group.placement import ALL_OWNERS, TRAINER
 from vllm_rollout.group.plan import GroupPlan

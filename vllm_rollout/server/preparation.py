@@ -14,20 +14,25 @@ from dataclasses import replace
 from vllm_rollout.config import MAX_CANDIDATES
 from vllm_rollout.group.allocation import upper_bound
 from vllm_rollout.group.audit import AuditTurns, with_audits
+from vllm_rollout.group.fields import PLAN_FIELDS
 from vllm_rollout.group.length_trial import chosen
-from vllm_rollout.group.plan import GroupPlan, PlanError, make_plan
+from vllm_rollout.group.plan import GroupPlan, make_plan
 from vllm_rollout.group.prompt_key import digest_of
+from vllm_rollout.group.rows import PlanError
 from vllm_rollout.server.course import AllPrompts
 from vllm_rollout.server.engine import Engine, PreparedPrompt, PromptInput, RequestError
 from vllm_rollout.server.engines.scaling import ScaleDownWatch
 from vllm_rollout.server.learning.service import LearningService
-from vllm_rollout.server.protocol import Auto, DualEndSelection, RolloutRequest
+from vllm_rollout.server.protocol import Auto, DualEnd, DualEndSelection, RolloutRequest
 from vllm_rollout.server.rollout import Rollout
 from vllm_rollout.server.scoring_log import ScoringLog
 from vllm_rollout.server.shaping import PromptPlan, ShapingService, history_key
 from vllm_rollout.server.slices import Slices
 
-SELECTION_NAMES = {field: f"selection.dual_end.{field}" for field in ("num_longest", "patience")}
+NAMES = {field: f"selection.dual_end.{field}" for field in DualEnd.model_fields} | {
+    "allow_fewer": "pruning.allow_fewer"
+}
+"""Fields of a plan -> their names in the body."""
 
 
 class Preparation:
@@ -145,25 +150,19 @@ class Preparation:
 
     def _plan(self, request: RolloutRequest) -> GroupPlan:
         """Of every prompt; with redundancy "auto" as if each went to the upper bound."""
-        selection, num_longest, patience = request.selection, None, None
-        if isinstance(selection, DualEndSelection):
-            num_longest, patience = selection.dual_end.num_longest, selection.dual_end.patience
-            selection = "dual_end"
+        group = {field: value for field, value in request if field in PLAN_FIELDS}
+        if isinstance(request.selection, DualEndSelection):
+            group |= {"selection": "dual_end", **request.selection.dual_end.model_dump()}
         most = self._engine.max_num_seqs
-        redundancy = request.redundancy
         if _tradeoff(request) is not None:
-            redundancy = max(0, upper_bound(request.group_size, most) - request.group_size)
+            group["redundancy"] = max(0, upper_bound(request.group_size, most) - request.group_size)
         try:
             return make_plan(
                 request.group_size,
-                redundancy,
-                request.early_stop,
-                selection,
-                num_longest,
-                None if request.pruning is None else request.pruning.plan(),
-                patience,
+                **group,
+                pruning=None if request.pruning is None else request.pruning.plan(),
                 max_candidates=most,
-                names={**SELECTION_NAMES, "allow_fewer": "pruning.allow_fewer"},
+                names=NAMES,
             )
         except PlanError as error:
             raise RequestError(str(error), param=error.field) from error

@@ -10,10 +10,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_rollout.group.migration import Migration
+from vllm_rollout.group.fields import Migration, OnEngineFailure
 from vllm_rollout.group.types import Ending, GroupResult
 from vllm_rollout.server.answers import RanksFreeEvent, RedundancyBudget, Timing, Usage
-from vllm_rollout.server.attempts import OnEngineFailure
 from vllm_rollout.server.course import Course
 from vllm_rollout.server.engine import CandidateEnd, PreparedPrompt
 from vllm_rollout.server.engines.scaling import ScaleDownWatch

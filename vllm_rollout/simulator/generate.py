@@ -3,47 +3,38 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from random import Random
 
 from vllm_rollout.config import MAX_TRACED_TOKENS
+from vllm_rollout.group.rows import Integer, Number, row, rows
+from vllm_rollout.simulator.written import written_fields
 from vllm_rollout.trace.rows import Trace, TracedCandidate, TracedPrompt, TracedRollout
 
 MAX_GENERATED = 10_000_000
 """Candidates of a generated trace: a few GB of memory."""
 
 
+_COUNT = Integer(1, MAX_TRACED_TOKENS)
+_SIGMA = Number(0, 5)
+
+
 @dataclass(frozen=True, slots=True)
 class LengthDistribution:
     """Log-normal lengths around log-normal medians, cut at `max_tokens`; every step has the same prompts."""
 
-    prompts: int = 64
-    candidates: int = 16
-    """Per prompt and step."""
-    steps: int = 4
-    median: float = 700.0
-    """Tokens: the median of the prompts' medians."""
-    prompt_sigma: float = 0.6
-    """Standard deviation of the prompts' log medians: how much prompts differ."""
-    sigma: float = 0.7
-    """Standard deviation of log lengths within a prompt: how heavy its tail is."""
-    max_tokens: int = 8192
-    prompt_tokens: int = 100
+    prompts: int = row(_COUNT, "Prompts of every step.", default=64)
+    candidates: int = row(_COUNT, "Candidates per prompt and step.", default=16)
+    steps: int = row(_COUNT, "Training steps.", default=4)
+    median: float = row(Number(1, MAX_TRACED_TOKENS), "Tokens: the median of the prompts' medians.", default=700.0)
+    prompt_sigma: float = row(_SIGMA, "Deviation of the prompts' log medians: how much prompts differ.", default=0.6)
+    sigma: float = row(_SIGMA, "Deviation of log lengths within a prompt: how heavy its tail is.", default=0.7)
+    max_tokens: int = row(_COUNT, "Longer answers are cut.", default=8192)
+    prompt_tokens: int = row(Integer(0, MAX_TRACED_TOKENS), "Tokens of every prompt.", default=100)
 
     def __post_init__(self) -> None:
-        for name, least in (("prompts", 1), ("candidates", 1), ("steps", 1), ("max_tokens", 1), ("prompt_tokens", 0)):
-            if not least <= getattr(self, name) <= MAX_TRACED_TOKENS:
-                raise ValueError(f"{name} must be in [{least}, {MAX_TRACED_TOKENS}], got {getattr(self, name)}")
-        if not 1 <= self.median <= MAX_TRACED_TOKENS:
-            raise ValueError(f"median must be in [1, {MAX_TRACED_TOKENS}] tokens, got {self.median}")
-        for name in ("prompt_sigma", "sigma"):
-            if not 0 <= getattr(self, name) <= 5:
-                raise ValueError(f"{name} must be in [0, 5], got {getattr(self, name)}")
         if (num := self.prompts * self.candidates * self.steps) > MAX_GENERATED:
             raise ValueError(f"prompts * candidates * steps must be at most {MAX_GENERATED}, got {num}")
-
-
-FIELDS = {field.name: float if field.type == "float" else int for field in fields(LengthDistribution)}
 
 
 def parse_distribution(text: str) -> LengthDistribution:
@@ -51,21 +42,7 @@ def parse_distribution(text: str) -> LengthDistribution:
 
     Raises: ValueError with field, value and what is allowed.
     """
-    given: dict[str, int | float] = {}
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        key, equals, value = (word.strip() for word in part.partition("="))
-        if not equals:
-            raise ValueError(f"expected field=value, got {part!r}")
-        if key not in FIELDS:
-            raise ValueError(f"{key!r} is not a field; allowed: {', '.join(FIELDS)}")
-        if key in given:
-            raise ValueError(f"{key} is given twice")
-        try:
-            given[key] = FIELDS[key](value)
-        except ValueError:
-            kind = "an integer" if FIELDS[key] is int else "a number"
-            raise ValueError(f"{key} must be {kind}, got {value!r}") from None
-    return LengthDistribution(**given)
+    return LengthDistribution(**written_fields(text, rows(LengthDistribution)))
 
 
 def generate(distribution: LengthDistribution, seed: int = 0) -> Trace:

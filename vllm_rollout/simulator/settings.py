@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from vllm_rollout.config import DEFAULT_TRADEOFF, MAX_TRADEOFF
+from vllm_rollout.config import DEFAULT_TRADEOFF
 from vllm_rollout.group.allocation import upper_bound
 from vllm_rollout.group.audit import AuditUnit
-from vllm_rollout.group.plan import EarlyStop, GroupPlan, SelectionRule, default_num_longest, make_plan
-from vllm_rollout.group.pruning_plan import RANGES, PlanError, PruningPlan, make_pruning_plan
+from vllm_rollout.group.fields import AUTO, MAX_NAME_CHARS, PLAN_FIELDS, ROWS, EarlyStop, PruningFields, SelectionRule
+from vllm_rollout.group.plan import GroupPlan, default_num_longest, make_plan
+from vllm_rollout.group.pruning_plan import PruningPlan, make_pruning_plan
+from vllm_rollout.group.rows import Either, Names, PlanError, Row, Text, rows
+from vllm_rollout.simulator.written import written_fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,19 +37,10 @@ class Setting:
 
         Raises: PlanError.
         """
-        redundancy = self.redundancy
-        if redundancy == "auto":
-            redundancy = max(0, upper_bound(self.group_size, max_candidates) - self.group_size)
-        return make_plan(
-            self.group_size,
-            redundancy,
-            self.early_stop,
-            self.selection,
-            self.num_longest,
-            self.pruning,
-            self.patience,
-            max_candidates=max_candidates,
-        )
+        group = {field: getattr(self, field) for field in PLAN_FIELDS}
+        if self.redundancy == AUTO:
+            group["redundancy"] = max(0, upper_bound(self.group_size, max_candidates) - self.group_size)
+        return make_plan(self.group_size, **group, pruning=self.pruning, max_candidates=max_candidates)
 
     @property
     def keeps_longest(self) -> bool:
@@ -90,7 +84,7 @@ class Setting:
         """JSON-able."""
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "label"}
         if self.pruning is not None:
-            values["pruning"] = {field: getattr(self.pruning, field) for field in RANGES}
+            values["pruning"] = {field: getattr(self.pruning, field) for field in PRUNING_FIELDS}
         return {"name": self.name, **values}
 
 
@@ -107,69 +101,34 @@ def default_sweep(group_size: int, max_candidates: int, pruning: PruningPlan | N
     return [s for s in settings if s.redundancy == "auto" or group_size + s.redundancy <= max_candidates]
 
 
-NUMBERS = ("group_size", "redundancy", "num_longest", "patience", "tradeoff", "audit_ratio")
-PRUNING_FIELDS = tuple(RANGES)
-FIELDS = (*NUMBERS, "audit_unit", "selection", "early_stop", "name", *PRUNING_FIELDS)
+PRUNING_FIELDS = tuple(rows(PruningFields))
+FIELDS: Mapping[str, Row] = {
+    **{field.name: ROWS[field.name] for field in fields(Setting) if field.name in ROWS},
+    "redundancy": replace(ROWS["redundancy"], flat=Either((ROWS["redundancy"].flat, Names((AUTO,))))),
+    "name": Row(Text(MAX_NAME_CHARS), "Labels it.", (), Text(MAX_NAME_CHARS), ""),
+    **rows(PruningFields),
+}
+"""What a setting may say; fields of pruning stand beside the others."""
 
 
 def parse_setting(text: str, group_size: int, pruning: Mapping[str, Any] | None = None) -> Setting:
-    """A setting from "redundancy=4,selection=dual_end,patience=1.5"; fields of pruning stand beside the others.
+    """A setting from "redundancy=4,selection=dual_end,patience=1.5".
 
     `pruning` has defaults of its fields, used once any of them is named.
 
     Raises: PlanError, or ValueError for what is no field.
     """
-    given: dict[str, Any] = {}
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        key, equals, value = (word.strip() for word in part.partition("="))
-        if not equals or not value:
-            raise ValueError(f"expected field=value, got {part!r}")
-        if key not in FIELDS:
-            raise ValueError(f"{key!r} is not a field; allowed: {', '.join(FIELDS)}")
-        if key in given:
-            raise ValueError(f"{key} is given twice")
-        given[key] = _value(key, value)
-    label = given.pop("name", "")
-    pruned = {key: given.pop(key) for key in PRUNING_FIELDS if key in given}
+    return setting_of(written_fields(text, FIELDS), group_size, pruning)
+
+
+def setting_of(given: Mapping[str, Any], group_size: int, pruning: Mapping[str, Any] | None = None) -> Setting:
+    """A setting from values by field, as of `parse_setting`. Raises: PlanError."""
+    group = {field: value for field, value in given.items() if field not in PRUNING_FIELDS}
+    pruned = {field: value for field, value in given.items() if field in PRUNING_FIELDS}
     if pruned:
         pruned = {**(pruning or {}), **pruned}
         if "detection_length" not in pruned:
             raise PlanError("detection_length", "is needed to prune: output tokens after which candidates are scored.")
-        if not isinstance(pruned["detection_length"], int):
-            raise PlanError(
-                "detection_length",
-                f"must be one length, where the trace has scores, got {pruned['detection_length']!r:.40}.",
-            )
-        given["pruning"] = make_pruning_plan(pruned)
-    return Setting(**{"group_size": group_size, **given, "label": label})
-
-
-def _value(key: str, text: str) -> Any:
-    if key == "name":
-        return text
-    if key == "redundancy" and text == "auto":
-        return text
-    if key == "audit_unit":
-        if text not in get_args(AuditUnit):
-            raise PlanError(key, f"must be one of {', '.join(get_args(AuditUnit))}, got {text!r}.")
-        return text
-    if text in ("true", "false") and key not in NUMBERS:
-        return text == "true"
-    if key == "early_stop" and text != "auto":
-        raise PlanError(key, f"must be true, false or auto, got {text!r}.")
-    try:
-        number: int | float = int(text)
-    except ValueError:
-        try:
-            number = float(text)
-        except ValueError:
-            if key in NUMBERS:
-                raise PlanError(key, f"must be a number, got {text!r}.") from None
-            return text
-    if key in ("group_size", "redundancy", "num_longest") and not isinstance(number, int):
-        raise PlanError(key, f"must be an integer, got {text}.")
-    if key == "audit_ratio" and not 0 <= number <= 1:
-        raise PlanError(key, f"must be a number in [0, 1], got {text}.")
-    if key == "tradeoff" and not 0 < number <= MAX_TRADEOFF:
-        raise PlanError(key, f"must be a number in (0, {MAX_TRADEOFF:g}], got {text}.")
-    return number
+        group["pruning"] = make_pruning_plan(pruned)
+    label = group.pop("name", "")
+    return Setting(**{"group_size": group_size, **group, "label": label})

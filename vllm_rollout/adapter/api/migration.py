@@ -15,7 +15,8 @@ from vllm_rollout.adapter.api.group_routes import GroupRoute
 from vllm_rollout.adapter.api.moving import EngineMoves
 from vllm_rollout.adapter.api.rank_loads import RankLoads
 from vllm_rollout.adapter.api.shaping import EngineShaping
-from vllm_rollout.group.migration import Migration, PlannedMove, is_look_due, plan_consolidation, plan_spread
+from vllm_rollout.group.fields import Migration
+from vllm_rollout.group.migration import PlannedMove, is_look_due, plan_consolidation, plan_spread
 from vllm_rollout.server.engine import RequestError
 
 logger = init_logger("vllm.vllm_rollout")

@@ -17,11 +17,13 @@ from vllm_rollout.config import (
     MAX_STATE_BYTES,
     REWARD_THRESHOLD,
 )
+from vllm_rollout.group.fields import SHARE
 from vllm_rollout.group.known_prompts import PromptOrder
 from vllm_rollout.group.length_trial import DEFAULT_KEEP_RATIO, LengthTrialReport
 from vllm_rollout.group.types import WHOLE
 from vllm_rollout.server.admin import require_admin
 from vllm_rollout.server.answers import ErrorAnswer
+from vllm_rollout.server.body import limits
 from vllm_rollout.server.boundary import RolloutRoute, StateRoute
 from vllm_rollout.server.clients import client_namespace
 from vllm_rollout.server.engine import LearningReport
@@ -167,7 +169,7 @@ best, null with a `reason` while too little is known; `"detection_length": "auto
 )
 async def get_detection_lengths(
     request: Request,
-    keep_ratio: Annotated[float, Query(gt=0, le=1, description="Of the pruning that is considered.")] = (
+    keep_ratio: Annotated[float, Query(**limits(SHARE), description="Of the pruning that is considered.")] = (
         DEFAULT_KEEP_RATIO
     ),
     model: ServedName = None,

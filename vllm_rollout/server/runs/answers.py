@@ -6,8 +6,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
+from vllm_rollout.group.fields import QueueOrder
 from vllm_rollout.group.planner import Reason
-from vllm_rollout.group.rounds import QueueOrder, RoundKind
+from vllm_rollout.group.rounds import RoundKind
 
 
 class OpenRoundAnswer(BaseModel):

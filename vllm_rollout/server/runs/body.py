@@ -4,76 +4,51 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
-from pydantic import ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr, model_validator
+from pydantic import ConfigDict, Field, StrictBool, StrictInt, StrictStr, model_validator
+from typing_extensions import Self
 
-from vllm_rollout.config import DEFAULT_SPECULATION, MAX_GROUP_SIZE, MAX_PROMPTS, MAX_SPECULATION
+from vllm_rollout.config import DEFAULT_SPECULATION, MAX_PROMPTS
 from vllm_rollout.group.allocation import upper_bound
-from vllm_rollout.group.migration import Migration
-from vllm_rollout.group.rounds import QueueOrder, RoundKind, RunTerms
-from vllm_rollout.server.attempts import OnEngineFailure
-from vllm_rollout.server.body import MAX_INT, Body, check_json
+from vllm_rollout.group.fields import RunFields
+from vllm_rollout.group.rounds import RoundKind, RunTerms
+from vllm_rollout.server.body import MAX_INT, of_table
 from vllm_rollout.server.learning.body import Filter
-from vllm_rollout.server.protocol import (
-    MAX_STREAM_TOKENS,
-    EarlyStop,
-    OffOrAuto,
-    Prompt,
-    Redundancy,
-    Return,
-    Selection,
-)
-from vllm_rollout.server.pruning_body import Pruning
-
-ROLLOUT_FIELDS = (
-    "redundancy",
-    "early_stop",
-    "selection",
-    "pruning",
-    "migration",
-    "scale_down",
-    "on_engine_failure",
-    "sampling",
-    "return",
-)
-"""Of a rollout's body: a run says them for all its rounds, a round for itself."""
+from vllm_rollout.server.protocol import Prompt, RolloutFields, StreamFields
 
 Name = Annotated[StrictStr, Field(min_length=1, max_length=256)]
 
 
-class RolloutFields(Body):
-    """Fields of a rollout; what is not said is the run's, or the default of /v1/rollouts."""
+B = TypeVar("B", bound=type[RolloutFields])
+_IN_ROUNDS = {
+    "redundancy": "Of short rounds: in place of response_speculation.",
+    "early_stop": "Of short rounds.",
+    "selection": "Of short rounds.",
+    "pruning": "A long round scores in shadow mode: it has nobody to spare.",
+    "sampling": "A round's replace those of its run.",
+}
 
-    redundancy: Redundancy | None = Field(
-        default=None,
-        description="Spare candidates per prompt of a short round, as in a rollout: in place of response_speculation.",
-    )
-    early_stop: EarlyStop | None = Field(default=None, description="Of short rounds: as in a rollout.")
-    selection: Selection | None = Field(default=None, description="Of short rounds: as in a rollout.")
-    pruning: Pruning | None = Field(
-        default=None,
-        description="As in a rollout. A long round scores in shadow mode: it has nobody to spare.",
-    )
-    migration: Migration | None = Field(default=None, description="As in a rollout.")
-    scale_down: OffOrAuto | None = Field(default=None, description="As in a rollout, in each round.")
-    on_engine_failure: OnEngineFailure | None = Field(default=None, description="As in a rollout.")
-    sampling: dict[str, Any] | None = Field(
-        default=None, description="Any field of vLLM's SamplingParams except n; a round's replace those of its run."
-    )
-    return_: Return | None = Field(default=None, alias="return", description="What to send back.")
+
+def _of_rollout(body: B) -> B:
+    """Decorates a body that inherits fields of a rollout: none of them has a default of its own."""
+    for name, field in RolloutFields.model_fields.items():
+        its = body.model_fields[name]
+        its.annotation, its.default, its.default_factory = field.annotation | None, None, None
+        its.description = f"{field.description} {_IN_ROUNDS.get(name, '')}".rstrip()
+    body.model_rebuild(force=True)
+    return body
+
+
+class SaidFields(RolloutFields):
+    """Fields of a rollout that somebody said. What is None is the run's, or the default of /v1/rollouts."""
 
     def rollout_fields(self) -> dict[str, Any]:
         """Those that were said, as JSON."""
-        return self.model_dump(mode="json", by_alias=True, include=set(_PYTHON_NAMES), exclude_none=True)
+        return self.model_dump(mode="json", by_alias=True, include=set(RolloutFields.model_fields), exclude_none=True)
 
     @model_validator(mode="after")
-    def _sampling_is_json(self) -> RolloutFields:
-        check_json(self.sampling, "sampling")
-        return self
-
-    @model_validator(mode="after")
-    def _groups_are_whole(self) -> RolloutFields:
+    def _groups_are_whole(self) -> Self:
         if self.pruning is not None and self.pruning.allow_fewer:
             raise ValueError(
                 "pruning.allow_fewer: cannot be true in a run: a round is over when enough groups have group_size "
@@ -82,12 +57,9 @@ class RolloutFields(Body):
         return self
 
 
-_PYTHON_NAMES = tuple("return_" if name == "return" else name for name in ROLLOUT_FIELDS)
-
-Speculation = Annotated[StrictFloat, Field(ge=1, le=MAX_SPECULATION)]
-
-
-class RunRequest(RolloutFields):
+@_of_rollout
+@of_table
+class RunRequest(SaidFields, RunFields):
     """A run: the rounds of one training."""
 
     model_config = ConfigDict(
@@ -105,27 +77,6 @@ class RunRequest(RolloutFields):
     )
     model: Annotated[StrictStr, Field(min_length=1)] | None = Field(
         default=None, description="The name of a served model, of all its rounds. Default: the first."
-    )
-    group_size: Annotated[StrictInt, Field(ge=1, le=MAX_GROUP_SIZE)] = Field(
-        description=f"Trajectories you want for each prompt (R0): an integer from 1 to {MAX_GROUP_SIZE}."
-    )
-    prompts_per_round: Annotated[StrictInt, Field(ge=1, le=MAX_PROMPTS)] = Field(
-        description=f"Prompts that a round returns (P0): an integer from 1 to {MAX_PROMPTS}."
-    )
-    prompt_speculation: Speculation = Field(
-        default=DEFAULT_SPECULATION,
-        description="eta for prompts: a short round runs this many times prompts_per_round and returns those that "
-        f"complete first: a number from 1 to {MAX_SPECULATION:g}.",
-    )
-    response_speculation: Speculation | None = Field(
-        default=None,
-        description="eta for responses: in a short round a prompt has this many times group_size candidates: a number "
-        f"from 1 to {MAX_SPECULATION:g}. Default: {DEFAULT_SPECULATION:g}, or what redundancy says.",
-    )
-    queue_order: QueueOrder = Field(
-        default="first_in",
-        description='Which of the waiting prompts a long round takes: "first_in", or by predicted length "shortest" or '
-        '"longest" first.',
     )
     resume: StrictBool = Field(
         default=False,
@@ -172,7 +123,8 @@ class RoundPrompt(Prompt):
     id: Name = Field(description="Your name for the prompt. Needed: it may come back rounds later.")
 
 
-class RoundRequest(RolloutFields):
+@_of_rollout
+class RoundRequest(SaidFields, StreamFields):
     """One round of a run."""
 
     model_config = ConfigDict(
@@ -208,16 +160,6 @@ class RoundRequest(RolloutFields):
         "with a seed each epoch samples anew.",
     )
     filter: Filter | None = Field(default=None, description="As of the run; default: what the run says.")
-    stream: StrictBool = Field(default=False, description="Answer with server-sent events as things happen.")
-    stream_tokens: Annotated[StrictInt, Field(ge=1, le=MAX_STREAM_TOKENS)] | None = Field(
-        default=None, description="With stream: also send tokens, as in a rollout."
-    )
-
-    @model_validator(mode="after")
-    def _streams(self) -> RoundRequest:
-        if self.stream_tokens is not None and not self.stream:
-            raise ValueError("stream_tokens: needs stream to be true, got false. Set stream, or leave it out.")
-        return self
 
     @property
     def is_repeat(self) -> bool:

@@ -5,19 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vllm_rollout.config import DEFAULT_SPECULATION, MAX_PROMPTS, MAX_SPECULATION
+from vllm_rollout.group.fields import RunFields
 from vllm_rollout.group.plan import GroupPlan
-from vllm_rollout.group.rounds import QUEUE_ORDERS, RunTerms
+from vllm_rollout.group.rounds import RunTerms
+from vllm_rollout.group.rows import rows
 from vllm_rollout.simulator.settings import FIELDS as GROUP_FIELDS
-from vllm_rollout.simulator.settings import Setting, parse_setting
+from vllm_rollout.simulator.settings import Setting, setting_of
+from vllm_rollout.simulator.written import written_fields
 
-TERMS = {
-    "prompts_per_round": int,
-    "prompt_speculation": float,
-    "response_speculation": float,
-    "queue_order": str,
-}
-"""Fields of `RunTerms` beside the group size, and their types."""
+TERMS = {field: row for field, row in rows(RunFields).items() if field != "group_size"}
+FIELDS = {**TERMS, **{field: row for field, row in GROUP_FIELDS.items() if field != "group_size"}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,49 +96,19 @@ def parse_rounds(text: str, group_size: int) -> RoundSetting:
 
     Raises: PlanError, or ValueError for what is no field or out of range.
     """
-    terms: dict[str, Any] = {}
-    rest = []
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        key, equals, value = (word.strip() for word in part.partition("="))
-        if not equals or not value:
-            raise ValueError(f"expected field=value, got {part!r}")
-        if key in terms:
-            raise ValueError(f"{key} is given twice")
-        if key in TERMS:
-            terms[key] = _term(key, value)
-        elif key in GROUP_FIELDS and key != "group_size":
-            rest.append(part)
-        else:
-            allowed = (*TERMS, *(field for field in GROUP_FIELDS if field != "group_size"))
-            raise ValueError(f"{key!r} is not a field; allowed: {', '.join(allowed)}")
+    given = written_fields(text, FIELDS)
+    terms = {field: given.pop(field) for field in TERMS if field in given}
     if "prompts_per_round" not in terms:
         raise ValueError("prompts_per_round is missing: the prompts that a round returns")
-    group = parse_setting(",".join(rest), group_size)
-    says_redundancy = any(part.partition("=")[0].strip() == "redundancy" for part in rest)
-    if says_redundancy and "response_speculation" in terms:
-        raise ValueError(
-            "redundancy says how many candidates a prompt has, as response_speculation does: leave one out"
-        )
-    if says_redundancy:
+    group = setting_of(given, group_size)
+    if "redundancy" in given:
+        if "response_speculation" in terms:
+            raise ValueError(
+                "redundancy says how many candidates a prompt has, as response_speculation does: leave one out"
+            )
         factor = 1.0 if group.redundancy == "auto" else 1 + group.redundancy / group_size
         its = RunTerms(group_size, **terms, response_speculation=factor)
     else:
         its = RunTerms(group_size, **terms)
         group = replace(group, redundancy=its.num_candidates - group_size)
     return RoundSetting(its, replace(group, label=""), group.label)
-
-
-def _term(key: str, text: str) -> int | float | str:
-    if key == "queue_order":
-        if text not in QUEUE_ORDERS:
-            raise ValueError(f"queue_order must be one of {', '.join(QUEUE_ORDERS)}, got {text!r}")
-        return text
-    try:
-        value = TERMS[key](text)
-    except ValueError:
-        kind = "an integer" if TERMS[key] is int else "a number"
-        raise ValueError(f"{key} must be {kind}, got {text!r}") from None
-    most = MAX_PROMPTS if key == "prompts_per_round" else MAX_SPECULATION
-    if not 1 <= value <= most:
-        raise ValueError(f"{key} must be in [1, {most:g}], got {text}; {DEFAULT_SPECULATION} is usual for speculation")
-    return value

@@ -1,0 +1,81 @@
+"""Tables of fields in docs/http.md, made of the table in `group/fields.py` and of the bodies that follow from it.
+
+`make docs-tables` writes them, tests/test_field_tables.py holds them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from vllm_rollout.group.fields import ROWS, DualEndFields, JoinFields, PruningFields
+from vllm_rollout.group.rows import rows
+from vllm_rollout.group.xargs import NAMES
+from vllm_rollout.server.protocol import Pruning, RolloutRequest
+
+PAGE = Path(__file__).parents[2] / "docs" / "http.md"
+TABLE = re.compile(r"(?<=<!-- table: )(\w+)( -->\n).*?(?=<!-- end -->)", re.DOTALL)
+FIRST = ("prompts", "group_size")
+MORE = {
+    "redundancy": "#redundancy-auto",
+    "selection": "#selection-dual-end",
+    "pruning": "#pruning",
+    "audit_ratio": "#audit-groups",
+    "sampling": "#seeds",
+    "migration": "engines.md#moves-that-pay",
+    "on_engine_failure": "engines.md#when-a-rank-dies",
+    "detection_length": "#which-detection-length",
+    "final_score": "#whole-trajectories",
+}
+"""Field -> where more is said of it."""
+
+
+def with_tables(page: str) -> str:
+    """The page with its tables as they are now."""
+    return TABLE.sub(lambda found: f"{found[1]}{found[2]}" + "".join(f"{line}\n" for line in _table(found[1])), page)
+
+
+def _table(name: str) -> Iterator[str]:
+    if name in ("rollout", "pruning"):
+        yield from _table_of(RolloutRequest if name == "rollout" else Pruning)
+        return
+    yield "| field | takes | meaning |"
+    yield "|---|---|---|"
+    for field, row in ROWS.items():
+        if name in row.doors and not (name == "join" and field in rows(PruningFields)):
+            yield f"| `{NAMES[field]}` | {row.flat.allowed} | {_meaning(field, name)} |"
+    if name == "join":
+        yield "| those of pruning | as above | |"
+
+
+def _meaning(field: str, door: str) -> str:
+    if field in rows(PruningFields):
+        return f"`{field}` of [`pruning`](#pruning)"
+    if field in rows(DualEndFields):
+        return f"`{field}` of [dual-end](#selection-dual-end)"
+    if field == "group_size":
+        return "how many siblings have to finish"
+    return rows(JoinFields)[field].help if field in rows(JoinFields) else f"`{field}` of a rollout"
+
+
+def _table_of(body: type[BaseModel]) -> Iterator[str]:
+    yield "| field | default | meaning |"
+    yield "|---|---|---|"
+    fields = {name: body.model_fields[name] for name in FIRST if name in body.model_fields} | body.model_fields
+    for name, field in fields.items():
+        more = f" [More]({MORE[name]})." if name in MORE else ""
+        default = field.get_default(call_default_factory=True)
+        shown = "" if field.is_required() or default is None else f"`{json.dumps(_plain(default))}`"
+        yield f"| `{field.alias or name}` | {shown} | {field.description}{more} |"
+
+
+def _plain(value: object) -> object:
+    return value.model_dump() if isinstance(value, BaseModel) else value
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_tables(PAGE.read_text()))
