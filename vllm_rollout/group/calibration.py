@@ -40,8 +40,8 @@ from vllm_rollout.group.types import Signal
 CALIBRATION_BINS = 128
 """Bins of a score's calibration, B of ARRoL A.4."""
 CALIBRATION_SPREAD = 7
-"""Bins on either side in which a label counts too, 7/8 to 1/8 of it; 0 is the paper's calibration. Measured in
-benchmarks/pruning_rules/known.py."""
+"""Bins on either side in which a label counts too, 7/8 to 1/8 of it; 0 is the paper's calibration. Measured:
+docs/log.md."""
 CALIBRATION_SMOOTHING = 1.0
 """Laplace smoothing per bin and label, of the paper's method."""
 RECENT_SCORES = 1024

@@ -20,7 +20,7 @@ is p_i = kappa + bias + strength q_i, clipped to the bounds, which is the form o
     strength = n kappa^2 (V0 - V1) / R^2 ,
 
 taken at p = kappa. The cost's factor is the only choice in it: steering from 3/4 to 3/2 as strong is as good within
-errors (benchmarks/pruning_gradient.py). Where variance is certain V0 - V1 is 0 and the draw is at random; where
+errors (docs/log.md). Where variance is certain V0 - V1 is 0 and the draw is at random; where
 success is rare it is near 1 and keeps the likely ones, where it is frequent near -1.
 
 V0 and V1 are the group's own: its siblings' q, their odds shifted by what the history of the prompt's rewards says,
@@ -44,7 +44,7 @@ from vllm_rollout.group.success import NO_REWARDS, PromptSuccess
 
 PRIOR_REWARDS = 8.0
 """Rewards of the population that stand beside a prompt's own: how alike prompts are believed to be. With 3 or 16
-the mean quality of benchmarks/pruning_gradient.py differs by less than 1 %."""
+the mean signal to noise of groups whose gradient is known differs by less than 1 %."""
 MIN_RATE = 1e-6
 """Success rates are taken as no nearer to 0 or 1: odds stay finite."""
 MIN_EXPLAINED = 1e-6
