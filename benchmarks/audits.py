@@ -9,10 +9,6 @@ trajectories whose `inclusion_probability` is known (`estimate`). Mean and stand
 Worlds: the same with rollouts of 64 groups, audited as a whole by their number or group by group, 5 %, and scores that
 know how hard the prompt is, which is what success and lengths depend on as well. Root mean square over seeds, too.
 
-Lengths: a trial of three detection lengths, looked at after each of so many rollouts of 32 prompts, 16 candidates each,
-whose success (intra-prompt correlation 0.3) and scores siblings share. How often a length is recommended at any look
-where none tells anything, and at the last one where the middle one tells most.
-
 Cost: log-normal lengths (0.7 in the logarithm), requests of so many prompts answered together. Length of the longest
 candidate that a request waits for, and tokens generated, as multiples of what they are without redundancy.
 
@@ -21,26 +17,21 @@ Run from the repository root: python -m benchmarks.audits (some 5 minutes on two
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from math import exp, sqrt
-from pathlib import Path
 from random import Random
 from statistics import NormalDist, fmean, stdev
 from typing import Any
 
-from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
-from benchmarks.common import record_of_run, write_json
-from vllm_rollout.config import TRIAL_LENGTHS
+from benchmarks.common import arguments_of, publish, record_of_run
+from benchmarks.tables import Row, columns
 from vllm_rollout.group.audit import AuditTurns, AuditUnit, draw_audit
 from vllm_rollout.group.learning import REPORT_WINDOW, Learning
-from vllm_rollout.group.length_trial import LengthTrial, TriedCandidate, length_trial_report
 from vllm_rollout.group.pruning_plan import PruningPlan
 from vllm_rollout.group.types import Confidence, Observation
 
@@ -59,8 +50,6 @@ WAYS = {"raced": RACED, "raced and pruned": PRUNED}
 RATIOS = (0.0, 0.05, 0.1)
 LONGER = (0.0, 0.5, 1.0)
 NUM_PROMPTS = (1, 16, 64)
-CORRELATION = 0.3
-"""Of success within a prompt, in the trial of lengths."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,18 +77,16 @@ HARD = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=8)
+    parser = arguments_of(__doc__, "audits", repeats=8)
     parser.add_argument("--groups", type=int, default=2000, help="of each stream; default %(default)s")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/audits.json"))
-    args = parser.parse_args()
+    arguments = parser.parse_args()
     workload = {
         "success_rate": RATE, "log_spread": SPREAD, "group_size": GROUP_SIZE, "num_candidates": NUM_CANDIDATES,
-        "groups": args.groups, "groups_per_step": GROUPS_PER_STEP, "seeds": args.seeds,
+        "groups": arguments.groups, "groups_per_step": GROUPS_PER_STEP, "seeds": arguments.repeats,
     }  # fmt: skip
-    record = record_of_run(seed=0, workload=workload)
-    sizes = {"num_seeds": args.seeds, "num_groups": args.groups}
+    record = record_of_run(seed=arguments.seed, workload=workload)
+    sizes = {"num_seeds": arguments.repeats, "num_groups": arguments.groups, "first_seed": arguments.seed}
     streams = [
         ({"way": way, "longer": longer, "audit_ratio": ratio}, {"longer": longer, "audit_ratio": ratio})
         for way in WAYS for longer in LONGER for ratio in RATIOS
@@ -107,18 +94,17 @@ def main() -> None:
         ({"world": name, "way": way, "unit": unit}, {"world": HARD[name], "unit": unit, "audit_ratio": 0.05})
         for name in HARD for way in WAYS for unit in ("rollout", "group")
     ]  # fmt: skip
-    with ProcessPoolExecutor(args.processes) as pool:
+    with ProcessPoolExecutor(arguments.processes) as pool:
         found = [pool.submit(errors, plan=WAYS[named["way"]], **settings, **sizes) for named, settings in streams]
-        trials = [pool.submit(chosen_lengths, gaps, 4 * args.seeds) for gaps in ((0.0, 0.0, 0.0), (0.2, 0.8, 0.9))]
         prices = [pool.submit(cost, num, unit) for num in NUM_PROMPTS for unit in ("group", "rollout")]
         rows = [
             named | {name: summary(values) for name, values in its.result().items()}
             for (named, _), its in track(list(zip(streams, found, strict=True)))
         ]
-    biases, worlds = [row for row in rows if "longer" in row], [row for row in rows if "world" in row]
-    lengths, costs = [each.result() for each in trials], [each.result() for each in prices]
-    write_json(args.output, {**record, "bias": biases, "worlds": worlds, "lengths": lengths, "cost": costs})
-    show(biases, worlds, lengths, costs, Console())
+    record["bias"] = [row for row in rows if "longer" in row]
+    record["worlds"] = [row for row in rows if "world" in row]
+    record["cost"] = [each.result() for each in prices]
+    publish(arguments, record, tables)
 
 
 def observation(logit: float | None, confidence: float = NO_NUMBER) -> Observation:
@@ -180,10 +166,10 @@ def stream(
                 yield "q", assessment.success_probability, right[index]
 
 
-def errors(*, num_seeds: int, num_groups: int, **settings: Any) -> dict[str, list[float]]:
+def errors(*, num_seeds: int, num_groups: int, first_seed: int = 0, **settings: Any) -> dict[str, list[float]]:
     """What is believed less what is true, by seed; calibration over the second half of a stream."""
     found: dict[str, list[float]] = {"calibrated": [], "report": [], "estimate": []}
-    for seed in range(num_seeds):
+    for seed in range(first_seed, first_seed + num_seeds):
         learning = Learning(16)
         seen = list(stream(learning, seed=seed, num_groups=num_groups, **settings))
         qs = [each[1] - each[2] for each in seen if each[0] == "q"]
@@ -196,32 +182,6 @@ def errors(*, num_seeds: int, num_groups: int, **settings: Any) -> dict[str, lis
         if known:
             found["estimate"].append(sum(w * y for w, y in known) / sum(w for w, _ in known) - fmean(scored))
     return {name: values for name, values in found.items() if values}
-
-
-def chosen_lengths(gaps: tuple[float, ...], num_trials: int, num_rollouts: int = 40) -> dict[str, Any]:
-    """`gaps`: between the mean scores of right and wrong answers at each length."""
-    ever, last = 0, []
-    for seed in range(num_trials):
-        rng, trial, recommended = Random(seed), LengthTrial(), []
-        for prompt in range(num_rollouts * 32):
-            # beta-binomial success: siblings are correlated by 1 / (a + b + 1)
-            rate = rng.betavariate(RATE * (1 / CORRELATION - 1), (1 - RATE) * (1 / CORRELATION - 1))
-            shared = [rng.gauss(0.0, 1.0) for _ in gaps]
-            for _ in range(NUM_CANDIDATES):
-                y, tokens = rng.random() < rate, round(500 * exp(rng.gauss(0.0, SPREAD)))
-                scores = tuple(
-                    {"head": gap * y + sqrt(0.5) * (of_prompt + rng.gauss(0.0, 1.0))} if tokens >= length else {}
-                    for length, gap, of_prompt in zip(TRIAL_LENGTHS, gaps, shared, strict=True)
-                )
-                trial.add(TriedCandidate(TRIAL_LENGTHS, scores, y, tokens, str(prompt)))
-            if prompt % 32 == 31:
-                recommended.append(length_trial_report(trial.candidates()).recommended)
-        ever += any(recommended)
-        last.append(recommended[-1])
-    return {
-        "gaps": gaps, "trials": num_trials, "looks": num_rollouts, "recommended_ever": ever / num_trials,
-        "recommended_last": {str(length): last.count(length) / num_trials for length in (None, *TRIAL_LENGTHS)},
-    }  # fmt: skip
 
 
 def summary(values: list[float]) -> dict[str, float]:
@@ -261,36 +221,33 @@ def cost(num_prompts: int, unit: AuditUnit, ratio: float = 0.05, num_requests: i
     }
 
 
-Rows = list[dict[str, Any]]
+def tables(record: Row) -> str:
+    def believed(name: str) -> Callable[[Row], str]:
+        return lambda row: f"{row[name]['mean']:+.3f} ± {row[name]['standard_error']:.3f}" if name in row else "—"
 
-
-def show(biases: Rows, worlds: Rows, lengths: Rows, costs: Rows, console: Console) -> None:
-    table = Table("way", "wrong longer by", "audits", "calibrated", "report", "estimate", title="believed - true")
-    for row in biases:
-        cells = [
-            f"{row[name]['mean']:+.3f} ± {row[name]['standard_error']:.3f}" if name in row else "—"
-            for name in ("calibrated", "report", "estimate")
-        ]
-        table.add_row(row["way"], f"{row['longer']}", f"{row['audit_ratio']:.0%}", *cells)
-    console.print(table)
-    table = Table("world", "way", "audits by", "calibrated", "rms", "report", "rms", title="believed - true")
-    for row in worlds:
-        cells = [
-            text
-            for name in ("calibrated", "report")
-            for text in (f"{row[name]['mean']:+.3f} ± {row[name]['standard_error']:.3f}", f"{row[name]['rms']:.3f}")
-        ]
-        table.add_row(row["world"], row["way"], row["unit"], *cells)
-    console.print(table)
-    for row in lengths:
-        console.print(
-            f"{row['gaps']}: recommended at any look {row['recommended_ever']:.0%}, {row['recommended_last']}"
-        )
-    table = Table("prompts", "unit", "wait, raced", "audited", "tokens, raced", "audited", title="over no redundancy")
-    for row in costs:
-        numbers = [f"{row[what][way]:.2f}" for what in ("wait", "tokens") for way in ("raced", "audited")]
-        table.add_row(str(row["num_prompts"]), row["audit_unit"], *numbers)
-    console.print(table)
+    biases = columns("Believed less what is true", record["bias"], {
+        "way": lambda row: row["way"],
+        "wrong longer by": lambda row: f"{row['longer']}",
+        "audits": lambda row: f"{row['audit_ratio']:.0%}",
+        **{name: believed(name) for name in ("calibrated", "report", "estimate")},
+    })  # fmt: skip
+    worlds = columns("The same in worlds that make it hard", record["worlds"], {
+        **{name: lambda row, name=name: row[name] for name in ("world", "way", "unit")},
+        "calibrated": believed("calibrated"),
+        "rms": lambda row: f"{row['calibrated']['rms']:.3f}",
+        "report": believed("report"),
+        "rms of the report": lambda row: f"{row['report']['rms']:.3f}",
+    })  # fmt: skip
+    costs = columns("What is waited for and generated, over no redundancy", record["cost"], {
+        "prompts": lambda row: f"{row['num_prompts']}",
+        "audited by": lambda row: row["audit_unit"],
+        **{
+            f"{what}, {way}": lambda row, what=what, way=way: f"{row[what][way]:.2f}"
+            for what in ("wait", "tokens")
+            for way in ("raced", "audited")
+        },
+    })  # fmt: skip
+    return "\n\n".join([biases, worlds, costs])
 
 
 if __name__ == "__main__":

@@ -4,9 +4,6 @@ swap      a head is put whose logits are those of the one before, times a factor
           score, and mean q less the success rate, by how many scores of the new head there have been
 trained   every 32 labels a version whose logits are sharper by 3 %, as training makes them
 labels    error of q by number of labels and by how success depends on the score
-ends      q where no label is, at a success rate of 0.05
-rare      share of 10,000 labels during which there are enough to prune by, and how often that changes
-table     microseconds until q is known again after a label
 
 Ways: `paper` is ARRoL A.4, `spread` the same with labels that count in neighbouring bins too, `combined` ours. Numbers
 are means over seeds, each with the standard deviation between seeds.
@@ -16,27 +13,27 @@ Run from the repository root: python -m benchmarks.calibration
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
-import time
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
-from pathlib import Path
-from statistics import NormalDist, fmean, median, stdev
+from statistics import NormalDist, fmean, stdev
 from typing import Any, Literal
 
-from rich.console import Console
 from rich.progress import track
 
-from benchmarks.common import record_of_run, write_json
+from benchmarks.common import arguments_of, publish, record_of_run
+from benchmarks.tables import Row, grid
 from vllm_rollout.config import CALIBRATION_WINDOW
 from vllm_rollout.group.calibration import Calibrator
-from vllm_rollout.group.pruning_plan import PruningPlan
 from vllm_rollout.group.report import Prediction, auc
 
 Way = Literal["paper", "spread", "combined"]
-WAYS: tuple[Way, ...] = ("paper", "spread", "combined")
+WAYS: Mapping[Way, dict[str, Any]] = {
+    "paper": {"method": "paper", "spread": 0},
+    "spread": {"method": "paper"},
+    "combined": {},
+}
+"""Arguments of the calibrator."""
 
 AUC = 0.85
 GROUP_SIZE = 16
@@ -50,13 +47,6 @@ CHANGES: Mapping[str, tuple[float, float]] = {
 }
 """Factor and shift of the logits of the head that is put."""
 NUM_NEW_SCORES = (3, 16, 32, 64, 128, 256)
-MIN_LABELS = PruningPlan(1).min_labels
-
-
-def make(way: Way) -> Calibrator:
-    if way == "combined":
-        return Calibrator()
-    return Calibrator(method="paper", **({"spread": 0} if way == "paper" else {}))
 
 
 class Head:
@@ -74,7 +64,7 @@ class Head:
 
 def taught(way: Way, head: Head, rng: random.Random) -> Calibrator:
     """It has seen a window of labels of version 1."""
-    calibrator = make(way)
+    calibrator = Calibrator(**WAYS[way])
     for _ in range(CALIBRATION_WINDOW):
         score, positive = head.candidate(rng)
         calibrator.observe(score, 1)
@@ -87,16 +77,16 @@ def auc_of(values: Sequence[float], positives: Sequence[bool]) -> float:
     return auc(predictions) or 0.0
 
 
-def spread_of(values: Sequence[float]) -> dict[str, float]:
+def over_seeds(values: Sequence[float]) -> dict[str, float]:
     return {"mean": fmean(values), "deviation": stdev(values)}
 
 
-def swap_rows(num_seeds: int, num_probes: int = 1500) -> list[dict[str, Any]]:
+def swap_rows(seeds: Sequence[int], num_probes: int = 1500) -> list[dict[str, Any]]:
     rows = []
     for rate in track(RATES, "swap, by success rate"):
-        for way in WAYS[1:]:
+        for way in ("spread", "combined"):
             found: dict[tuple[str, int], list[tuple[float, float]]] = {}
-            for seed in range(num_seeds):
+            for seed in seeds:
                 head = Head(rate)
                 state = taught(way, head, random.Random(seed)).to_state()
                 for change, (factor, shift) in CHANGES.items():
@@ -104,7 +94,7 @@ def swap_rows(num_seeds: int, num_probes: int = 1500) -> list[dict[str, Any]]:
                     probes = [head.candidate(rng) for _ in range(num_probes)]
                     positives = [positive for _, positive in probes]
                     best = auc_of([score for score, _ in probes], positives)
-                    after = Calibrator.from_state(state, **_sizes(way))
+                    after = Calibrator.from_state(state, **WAYS[way])
                     num_seen = 0
                     for count in NUM_NEW_SCORES if way == "combined" else (3,):  # the others look at no scores
                         for _ in range(count - num_seen):
@@ -114,25 +104,21 @@ def swap_rows(num_seeds: int, num_probes: int = 1500) -> list[dict[str, Any]]:
                         lost = auc_of(qs, positives) - best
                         found.setdefault((change, count), []).append((lost, fmean(qs) - rate))
             for (change, count), pairs in found.items():
-                lost, bias = (spread_of(values) for values in zip(*pairs, strict=True))
+                lost, bias = (over_seeds(values) for values in zip(*pairs, strict=True))
                 rows.append(
                     {"rate": rate, "change": change, "way": way, "num_scores": count, "auc": lost, "mean_q": bias}
                 )
     return rows
 
 
-def _sizes(way: Way) -> dict[str, Any]:
-    return {} if way == "combined" else {"method": "paper"}
-
-
-def trained_rows(num_seeds: int, num_versions: int = 60, num_labels: int = 32) -> list[dict[str, Any]]:
+def trained_rows(seeds: Sequence[int], num_versions: int = 60, num_labels: int = 32) -> list[dict[str, Any]]:
     """q is asked for a group before its rewards come; over the second half of the versions."""
     rows = []
     for rate in track(RATES, "trained, by success rate"):
-        for way in WAYS[1:]:
+        for way in ("spread", "combined"):
             lost, bias = [], []
-            for seed in range(num_seeds):
-                rng, head, calibrator = random.Random(seed), Head(rate), make(way)
+            for seed in seeds:
+                rng, head, calibrator = random.Random(seed), Head(rate), Calibrator(**WAYS[way])
                 told: list[tuple[float, float, bool]] = []
                 for version in range(1, num_versions + 1):
                     factor = 1.03**version
@@ -149,7 +135,7 @@ def trained_rows(num_seeds: int, num_versions: int = 60, num_labels: int = 32) -
                 qs, scores, positives = zip(*told, strict=True)
                 lost.append(auc_of(qs, positives) - auc_of(scores, positives))
                 bias.append(fmean(qs) - fmean(positives))
-            rows.append({"rate": rate, "way": way, "auc": spread_of(lost), "mean_q": spread_of(bias)})
+            rows.append({"rate": rate, "way": way, "auc": over_seeds(lost), "mean_q": over_seeds(bias)})
     return rows
 
 
@@ -175,15 +161,15 @@ SHAPES: Mapping[str, tuple[Draw, Callable[[float], float]]] = {
 """How scores are drawn, and the probability of success given the score."""
 
 
-def labels_rows(num_seeds: int, num_probes: int = 1000) -> list[dict[str, Any]]:
+def labels_rows(seeds: Sequence[int], num_probes: int = 1000) -> list[dict[str, Any]]:
     """Root mean square error of q over candidates."""
     rows = []
     for shape, (draw, truth) in track(SHAPES.items(), "labels, by shape"):
         for num_labels in (64, 256, 1024, CALIBRATION_WINDOW):
             errors: dict[Way, list[float]] = {way: [] for way in WAYS}
-            for seed in range(num_seeds):
+            for seed in seeds:
                 for way in WAYS:
-                    rng, calibrator = random.Random(f"{seed} {shape}"), make(way)
+                    rng, calibrator = random.Random(f"{seed} {shape}"), Calibrator(**WAYS[way])
                     for _ in range(num_labels):
                         score = draw(rng)
                         calibrator.observe(score)
@@ -192,74 +178,13 @@ def labels_rows(num_seeds: int, num_probes: int = 1000) -> list[dict[str, Any]]:
                     squares = [(calibrator.success_probability(score) - truth(score)) ** 2 for score in probes]
                     errors[way].append(math.sqrt(fmean(squares)))
             rows.append(
-                {"shape": shape, "num_labels": num_labels} | {way: spread_of(found) for way, found in errors.items()}
+                {"shape": shape, "num_labels": num_labels} | {way: over_seeds(found) for way, found in errors.items()}
             )
     return rows
 
 
-def ends_rows(num_seeds: int, rate: float = 0.05, num_labels: int = 500) -> list[dict[str, Any]]:
-    """All labels in the middle, where scores tell nothing: what q says far from there."""
-    rows = []
-    for way in WAYS:
-        low, high = [], []
-        for seed in range(num_seeds):
-            rng, calibrator = random.Random(seed), make(way)
-            for _ in range(num_labels):
-                score = rng.uniform(-0.3, 0.3)
-                calibrator.observe(score)
-                calibrator.add(score, rng.random() < rate)
-            table = calibrator.table()
-            low.append(table[0])
-            high.append(table[-1])
-        rows.append({"way": way, "low": spread_of(low), "high": spread_of(high)})
-    return rows
-
-
-def rare_rows(num_seeds: int, num_labels: int = 10_000) -> list[dict[str, Any]]:
-    rows = []
-    for rate in track((0.005, 0.01, 0.02, 0.03, 0.05), "rare, by success rate"):
-        found: dict[str, tuple[list[float], list[float]]] = {"in the window": ([], []), "ever": ([], [])}
-        for seed in range(num_seeds):
-            rng, calibrator = random.Random(seed), Calibrator()
-            warm: dict[str, list[bool]] = {rule: [] for rule in found}
-            for _ in range(num_labels):
-                calibrator.add(0.0, rng.random() < rate)
-                warm["in the window"].append(min(calibrator.num_positive, calibrator.num_negative) >= MIN_LABELS)
-                warm["ever"].append(calibrator.is_warm(MIN_LABELS))
-            for rule, (shares, changes) in found.items():
-                shares.append(fmean(warm[rule]))
-                changes.append(float(sum(a != b for a, b in pairwise(warm[rule]))))
-        for rule, (shares, changes) in found.items():
-            rows.append(
-                {"rate": rate, "counted": rule, "warm_share": spread_of(shares), "num_changes": spread_of(changes)}
-            )
-    return rows
-
-
-def table_rows(num_repetitions: int = 300) -> list[dict[str, Any]]:
-    rows = []
-    for rate in RATES:
-        for way in WAYS:
-            head, rng = Head(rate), random.Random(0)
-            calibrator = taught(way, head, rng)
-            seconds = []
-            for _ in range(num_repetitions):
-                score, positive = head.candidate(rng)
-                calibrator.observe(score, 1)
-                calibrator.add(score, positive, 1.0, 1)
-                start = time.perf_counter()
-                calibrator.table()
-                seconds.append(time.perf_counter() - start)
-            rows.append({"rate": rate, "way": way, "microseconds": median(seconds) * 1e6})
-    return rows
-
-
-def plain_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Markdown; a mean with its deviation between seeds."""
-    header = list(rows[0])
-    lines = ["| " + " | ".join(name.replace("_", " ") for name in header) + " |", "|" + "---|" * len(header)]
-    lines += ["| " + " | ".join(map(_cell, row.values())) + " |" for row in rows]
-    return "\n".join(lines)
+def table(title: str, rows: Sequence[Row]) -> str:
+    return grid(title, [name.replace("_", " ") for name in rows[0]], [[*map(_cell, row.values())] for row in rows])
 
 
 def _cell(value: Any) -> str:
@@ -268,29 +193,20 @@ def _cell(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-PARTS: Mapping[str, Callable[[int], list[dict[str, Any]]]] = {
+PARTS: Mapping[str, Callable[[Sequence[int]], list[dict[str, Any]]]] = {
     "swap": swap_rows,
     "trained": trained_rows,
     "labels": labels_rows,
-    "ends": ends_rows,
-    "rare": rare_rows,
-    "table": lambda num_seeds: table_rows(),
 }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=20, help="streams per cell (default 20)")
-    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/calibration.json"))
-    args = parser.parse_args()
-
-    record = record_of_run(seed=0, workload={"seeds": args.seeds, "auc": AUC, "window": CALIBRATION_WINDOW})
-    for part in args.parts:
-        record[part] = PARTS[part](args.seeds)
-        print(f"\n{part}\n\n{plain_table(record[part])}")
-    write_json(args.output, record)
-    Console().print(f"written to {args.output}")
+    arguments = arguments_of(__doc__, "calibration", repeats=20).parse_args()
+    workload = {"seeds": arguments.repeats, "auc": AUC, "window": CALIBRATION_WINDOW}
+    record = record_of_run(seed=arguments.seed, workload=workload)
+    seeds = range(arguments.seed, arguments.seed + arguments.repeats)
+    record |= {part: rows_of(seeds) for part, rows_of in PARTS.items()}
+    publish(arguments, record, lambda its: "\n\n".join(table(part, its[part]) for part in PARTS))
 
 
 if __name__ == "__main__":

@@ -18,14 +18,15 @@ Invariant: the same numbers for the same seed, and no timing.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import NormalDist, fmean, stdev
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.common import arguments_of, record_of_run, write_json
-from benchmarks.tables import grid, number
+from benchmarks.common import arguments_of, publish, record_of_run
+from benchmarks.tables import Row, columns, number
 from vllm_rollout.group.rounds import speculated
 
 PROMPTS, GROUP_SIZE, ROUNDS = 32, 8, 240
@@ -133,42 +134,40 @@ def run(setting: Setting, correlation: float, seed: int) -> dict[str, float]:
     return returned.measured()
 
 
-def row(setting: Setting, correlation: float, seeds: int) -> dict[str, Any]:
-    runs = [run(setting, correlation, seed) for seed in range(seeds)]
+def row(setting: Setting, correlation: float, seeds: Sequence[int]) -> dict[str, Any]:
+    runs = [run(setting, correlation, seed) for seed in seeds]
     means = {name: fmean(each[name] for each in runs) for name in runs[0]}
-    error = stdev(each["length"] for each in runs) / math.sqrt(seeds)
+    error = stdev(each["length"] for each in runs) / math.sqrt(len(seeds))
     return {**setting._asdict(), "correlation": correlation, **means, "length_error": error}
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    return grid(
-        f"Rounds of {PROMPTS} x {GROUP_SIZE}: GRPO's gradient of length over that of success, means over seeds",
-        ["correlation", "prompts", "responses", "resume", "steps", "length / success", "±", "success", "mean y"],
-        [
-            [
-                *(number(one[name], 2) for name in ("correlation", "prompts", "responses")),
-                "yes" if one["resume"] else "no",
-                number(one["steps"], 0),
-                *(number(one[name], 3) for name in ("length", "length_error", "success", "mean_y")),
-            ]
-            for one in rows
-        ],
-    )
+def table(record: Row) -> str:
+    def shown(name: str, digits: int) -> Callable[[Row], str]:
+        return lambda row: number(row[name], digits)
+
+    title = f"Rounds of {PROMPTS} x {GROUP_SIZE}: GRPO's gradient of length over that of success, means over seeds"
+    return columns(title, record["rows"], {
+        **{name: shown(name, 2) for name in ("correlation", "prompts", "responses")},
+        "resume": lambda row: "yes" if row["resume"] else "no",
+        "steps": shown("steps", 0),
+        "length / success": shown("length", 3),
+        "±": shown("length_error", 3),
+        "success": shown("success", 3),
+        "mean y": shown("mean_y", 3),
+    })  # fmt: skip
 
 
 def main() -> None:
     arguments = arguments_of(__doc__, "round_gradient", repeats=4).parse_args()
-    record = record_of_run(
-        seed=0,
-        workload={
-            "rounds": f"{ROUNDS} of {PROMPTS} x {GROUP_SIZE}, {arguments.repeats} seeds",
-            "lengths": f"log-normal, median {MEDIAN:g}, {SIGMA} within and {BETWEEN} between prompts",
-            "success_rates": f"beta{RATE}",
-        },
-    )
-    record["rows"] = [row(setting, each, arguments.repeats) for each in CORRELATIONS for setting in SETTINGS]
-    write_json(arguments.output, record)
-    print(table(record["rows"]))
+    workload = {
+        "rounds": f"{ROUNDS} of {PROMPTS} x {GROUP_SIZE}, {arguments.repeats} seeds",
+        "lengths": f"log-normal, median {MEDIAN:g}, {SIGMA} within and {BETWEEN} between prompts",
+        "success_rates": f"beta{RATE}",
+    }
+    record = record_of_run(seed=arguments.seed, workload=workload)
+    seeds = range(arguments.seed, arguments.seed + arguments.repeats)
+    record["rows"] = [row(setting, each, seeds) for each in CORRELATIONS for setting in SETTINGS]
+    publish(arguments, record, table)
 
 
 if __name__ == "__main__":
