@@ -6,9 +6,6 @@ and survive, after each step of 16 groups. What is believed, less what is true: 
 candidates (`calibrated`), the report's success rate of all (`report`), and the trainer's weighted mean over
 trajectories whose `inclusion_probability` is known (`estimate`). Mean and standard error over seeds.
 
-Worlds: the same with rollouts of 64 groups, audited as a whole by their number or group by group, 5 %, and scores that
-know how hard the prompt is, which is what success and lengths depend on as well. Root mean square over seeds, too.
-
 Cost: log-normal lengths (0.7 in the logarithm), requests of so many prompts answered together. Length of the longest
 candidate that a request waits for, and tokens generated, as multiples of what they are without redundancy.
 
@@ -19,11 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
-from functools import cache
+from itertools import product
 from math import exp, sqrt
 from random import Random
-from statistics import NormalDist, fmean, stdev
+from statistics import fmean, stdev
 from typing import Any
 
 from rich.progress import track
@@ -52,30 +48,6 @@ LONGER = (0.0, 0.5, 1.0)
 NUM_PROMPTS = (1, 16, 64)
 
 
-@dataclass(frozen=True, slots=True)
-class World:
-    longer: float = 0.5
-    """Wrong answers, in log length."""
-    rate: float = RATE
-    spread: float = SPREAD
-    difficulty: float = 0.0
-    """Of prompts: standard deviation of the logit of success. A hard prompt's scores are lower by as much, and its
-    answers are longer."""
-    drift: float = 0.0
-    """By which the logit of success grows with each step."""
-    groups_per_step: int = GROUPS_PER_STEP
-
-
-HARD = {
-    "known prompts": World(0.7, difficulty=2.0, groups_per_step=64),
-    "and drift": World(0.7, difficulty=2.0, drift=0.03, groups_per_step=64),
-    "and heavy tails": World(1.2, spread=1.2, difficulty=2.0, groups_per_step=64),
-    "rare": World(0.7, rate=0.02, difficulty=2.0, groups_per_step=64),
-    "often": World(0.7, rate=0.9, difficulty=2.0, groups_per_step=64),
-    "256 prompts": World(0.7, difficulty=2.0, groups_per_step=256),
-}
-
-
 def main() -> None:
     parser = arguments_of(__doc__, "audits", repeats=8)
     parser.add_argument("--groups", type=int, default=2000, help="of each stream; default %(default)s")
@@ -86,40 +58,25 @@ def main() -> None:
         "groups": arguments.groups, "groups_per_step": GROUPS_PER_STEP, "seeds": arguments.repeats,
     }  # fmt: skip
     record = record_of_run(seed=arguments.seed, workload=workload)
-    sizes = {"num_seeds": arguments.repeats, "num_groups": arguments.groups, "first_seed": arguments.seed}
-    streams = [
-        ({"way": way, "longer": longer, "audit_ratio": ratio}, {"longer": longer, "audit_ratio": ratio})
-        for way in WAYS for longer in LONGER for ratio in RATIOS
-    ] + [
-        ({"world": name, "way": way, "unit": unit}, {"world": HARD[name], "unit": unit, "audit_ratio": 0.05})
-        for name in HARD for way in WAYS for unit in ("rollout", "group")
-    ]  # fmt: skip
+    cases = [
+        {"way": way, "longer": longer, "audit_ratio": ratio} for way, longer, ratio in product(WAYS, LONGER, RATIOS)
+    ]
     with ProcessPoolExecutor(arguments.processes) as pool:
-        found = [pool.submit(errors, plan=WAYS[named["way"]], **settings, **sizes) for named, settings in streams]
+        found = [pool.submit(errors_of, case, arguments.repeats, arguments.groups, arguments.seed) for case in cases]
         prices = [pool.submit(cost, num, unit) for num in NUM_PROMPTS for unit in ("group", "rollout")]
-        rows = [
-            named | {name: summary(values) for name, values in its.result().items()}
-            for (named, _), its in track(list(zip(streams, found, strict=True)))
-        ]
-    record["bias"] = [row for row in rows if "longer" in row]
-    record["worlds"] = [row for row in rows if "world" in row]
+        record["bias"] = [case | each.result() for case, each in track(list(zip(cases, found, strict=True)))]
     record["cost"] = [each.result() for each in prices]
     publish(arguments, record, tables)
 
 
+def errors_of(case: Row, num_seeds: int, num_groups: int, first_seed: int) -> dict[str, dict[str, float]]:
+    settings = {"plan": WAYS[case["way"]], "longer": case["longer"], "audit_ratio": case["audit_ratio"]}
+    found = errors(num_seeds=num_seeds, num_groups=num_groups, first_seed=first_seed, **settings)
+    return {name: summary(values) for name, values in found.items()}
+
+
 def observation(logit: float | None, confidence: float = NO_NUMBER) -> Observation:
     return Observation(Confidence(confidence, confidence, confidence), logit, 1)
-
-
-@cache
-def middle_logit(rate: float, difficulty: float) -> float:
-    """Of prompts, so many of whose answers succeed on average."""
-    normal, low, high = NormalDist(), -12.0, 12.0
-    at = [difficulty * normal.inv_cdf((k + 0.5) / 400) for k in range(400)]
-    for _ in range(40):
-        middle = (low + high) / 2
-        low, high = (middle, high) if fmean(1 / (1 + exp(-middle - x)) for x in at) < rate else (low, middle)
-    return low
 
 
 def stream(
@@ -130,29 +87,24 @@ def stream(
     num_groups: int,
     seed: int,
     longer: float = 0.5,
-    world: World | None = None,
-    unit: AuditUnit = "group",
 ) -> Iterator[tuple[Any, ...]]:
     """What a server and a trainer see: ("trajectory", audited, inclusion probability, right), ("q", probability, right)
-    and ("scored", right)."""
-    world = world or World(longer)
-    rng, turns = Random(seed), AuditTurns()
+    and ("scored", right).
+
+    longer: wrong answers, in log length.
+    """
+    rng = Random(seed)
     awaited: list[tuple[Any, ...]] = []
-    whole = False
     for number in range(num_groups):
-        step, place = divmod(number, world.groups_per_step)
-        if place == 0:
+        if number % GROUPS_PER_STEP == 0:
             for each in awaited:
                 learning.reward(*each)
             awaited.clear()
-            whole = unit == "rollout" and turns.take("", audit_ratio)
-        audit = whole or (unit == "group" and draw_audit(audit_ratio, seed, str(number), number))
+        audit = draw_audit(audit_ratio, seed, str(number), number)
         num_candidates = GROUP_SIZE if audit else NUM_CANDIDATES
-        ease = rng.gauss(0.0, 1.0) if world.difficulty else 0.0
-        logit = middle_logit(world.rate, world.difficulty) + world.drift * step + world.difficulty * ease
-        right = [rng.random() < 1 / (1 + exp(-logit)) for _ in range(num_candidates)]
-        lengths = [rng.gauss(0.0 if y else world.longer, world.spread) - 0.3 * ease for y in right]
-        seen = {i: observation(rng.gauss(GAP * y + world.difficulty * ease, 1.0)) for i, y in enumerate(right)}
+        right = [rng.random() < RATE for _ in range(num_candidates)]
+        lengths = [rng.gauss(0.0 if y else longer, SPREAD) for y in right]
+        seen = {i: observation(rng.gauss(GAP * y, 1.0)) for i, y in enumerate(right)}
         of_group = plan.audited(races=True) if audit else plan
         assessments = learning.assess(of_group, seen, {}, seed=seed, group=str(number), at_least=0)
         kept = [i for i, each in assessments.items() if each.keep or of_group.mode == "shadow"]
@@ -231,13 +183,6 @@ def tables(record: Row) -> str:
         "audits": lambda row: f"{row['audit_ratio']:.0%}",
         **{name: believed(name) for name in ("calibrated", "report", "estimate")},
     })  # fmt: skip
-    worlds = columns("The same in worlds that make it hard", record["worlds"], {
-        **{name: lambda row, name=name: row[name] for name in ("world", "way", "unit")},
-        "calibrated": believed("calibrated"),
-        "rms": lambda row: f"{row['calibrated']['rms']:.3f}",
-        "report": believed("report"),
-        "rms of the report": lambda row: f"{row['report']['rms']:.3f}",
-    })  # fmt: skip
     costs = columns("What is waited for and generated, over no redundancy", record["cost"], {
         "prompts": lambda row: f"{row['num_prompts']}",
         "audited by": lambda row: row["audit_unit"],
@@ -247,7 +192,7 @@ def tables(record: Row) -> str:
             for way in ("raced", "audited")
         },
     })  # fmt: skip
-    return "\n\n".join([biases, worlds, costs])
+    return "\n\n".join([biases, costs])
 
 
 if __name__ == "__main__":

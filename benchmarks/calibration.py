@@ -2,7 +2,6 @@
 
 swap      a head is put whose logits are those of the one before, times a factor and moved: AUC of q less that of the
           score, and mean q less the success rate, by how many scores of the new head there have been
-trained   every 32 labels a version whose logits are sharper by 3 %, as training makes them
 labels    error of q by number of labels and by how success depends on the score
 
 Ways: `paper` is ARRoL A.4, `spread` the same with labels that count in neighbouring bins too, `combined` ours. Numbers
@@ -36,7 +35,6 @@ WAYS: Mapping[Way, dict[str, Any]] = {
 """Arguments of the calibrator."""
 
 AUC = 0.85
-GROUP_SIZE = 16
 RATES = (0.05, 0.3, 0.5)
 CHANGES: Mapping[str, tuple[float, float]] = {
     "x 2": (2.0, 0.0),
@@ -111,34 +109,6 @@ def swap_rows(seeds: Sequence[int], num_probes: int = 1500) -> list[dict[str, An
     return rows
 
 
-def trained_rows(seeds: Sequence[int], num_versions: int = 60, num_labels: int = 32) -> list[dict[str, Any]]:
-    """q is asked for a group before its rewards come; over the second half of the versions."""
-    rows = []
-    for rate in track(RATES, "trained, by success rate"):
-        for way in ("spread", "combined"):
-            lost, bias = [], []
-            for seed in seeds:
-                rng, head, calibrator = random.Random(seed), Head(rate), Calibrator(**WAYS[way])
-                told: list[tuple[float, float, bool]] = []
-                for version in range(1, num_versions + 1):
-                    factor = 1.03**version
-                    for _ in range(num_labels // GROUP_SIZE):
-                        group = [head.candidate(rng) for _ in range(GROUP_SIZE)]
-                        for score, _ in group:
-                            calibrator.observe(factor * score, version)
-                        for score, positive in group:
-                            if version > num_versions // 2:
-                                q = calibrator.success_probability(factor * score, version)
-                                told.append((q, score, positive))
-                        for score, positive in group:
-                            calibrator.add(factor * score, positive, 1.0, version)
-                qs, scores, positives = zip(*told, strict=True)
-                lost.append(auc_of(qs, positives) - auc_of(scores, positives))
-                bias.append(fmean(qs) - fmean(positives))
-            rows.append({"rate": rate, "way": way, "auc": over_seeds(lost), "mean_q": over_seeds(bias)})
-    return rows
-
-
 def _sigmoid(x: float) -> float:
     return 1 / (1 + math.exp(-max(-50.0, min(50.0, x))))
 
@@ -195,7 +165,6 @@ def _cell(value: Any) -> str:
 
 PARTS: Mapping[str, Callable[[Sequence[int]], list[dict[str, Any]]]] = {
     "swap": swap_rows,
-    "trained": trained_rows,
     "labels": labels_rows,
 }
 
