@@ -113,12 +113,6 @@ def with_error(values: Sequence[float]) -> dict[str, float]:
     return {"mean": statistics.fmean(values), "error": statistics.stdev(values) / len(values) ** 0.5}
 
 
-def paired(ours: Sequence[float], others: Sequence[float]) -> dict[str, float]:
-    """Ratios of paired measurements: median, least and most."""
-    found = ratios(ours, others)
-    return {"median": median(found), "least": min(found), "most": max(found)}
-
-
 def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> list[float]:
     """Of paired measurements, one per repeat."""
     return [a / b for a, b in zip(numerators, denominators, strict=True)]
