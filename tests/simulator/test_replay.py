@@ -96,34 +96,22 @@ def test_groups_go_to_the_rank_with_the_fewest_candidates():
     assert placement.next_rank() == 0
 
 
-@pytest.mark.parametrize(
-    ("placed_by", "ranks"),
-    [
-        ("candidates", [["long", "short"], ["medium", "short again"]]),
-        ("predicted", [["long"], ["medium", "short", "short again"]]),
-        ("real", [["long", "short", "short again"], ["medium"]]),
-    ],
-)
-def test_groups_go_to_the_rank_with_the_least_work(placed_by, ranks):
+def test_groups_go_to_the_rank_with_the_least_predicted_work():
     known = {"long": 90, "medium": 30, "short": 9, "short again": 9}
     real = {"long": 10, "medium": 80, "short": 9, "short again": 9}
     races = [
         Race(name, GroupPlan(2), pool(real[name], real[name]), 5, lengths=LengthMoments(known[name], 1.0, 3))
         for name in known
     ]
-    found = assigned(races, Placement(2), placed_by)
-    assert [[race.prompt_id for race in rank] for rank in found] == ranks
+    found = assigned(races, Placement(2))
+    assert [[race.prompt_id for race in rank] for rank in found] == [["long"], ["medium", "short", "short again"]]
 
 
 def test_what_was_seen_of_lengths_places_the_next_rollout_better():
     step = {"a": [90, 90], "b": [10, 10], "c": [90, 90], "d": [10, 10]}
-    by_count, predicted = (
-        replay(Pools(traced(step, step)), Setting(2), Machine(LINEAR, num_ranks=2), placed_by=placed_by).seconds
-        for placed_by in ("candidates", "predicted")
-    )
+    seconds = replay(Pools(traced(step, step)), Setting(2), Machine(LINEAR, num_ranks=2)).seconds
     both_long = 4 * 90
-    assert by_count == 2 * both_long
-    assert predicted == both_long + 4 * 10 + 2 * 80
+    assert seconds == both_long + 4 * 10 + 2 * 80
 
 
 def test_a_rollout_takes_its_slowest_rank():

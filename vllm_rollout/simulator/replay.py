@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
 
 from vllm_rollout.config import REWARD_THRESHOLD
 from vllm_rollout.group.audit import AuditTurns, with_audits
@@ -17,7 +16,7 @@ from vllm_rollout.group.ledger import Scoring
 from vllm_rollout.group.placement import Placement
 from vllm_rollout.group.selection import conclude
 from vllm_rollout.group.types import GroupResult
-from vllm_rollout.group.work import TokenCost, Work
+from vllm_rollout.group.work import TokenCost
 from vllm_rollout.simulator.fleet import FleetRun, run_fleet
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.outcome import Outcome, Tally
@@ -28,15 +27,6 @@ from vllm_rollout.simulator.rank import run_races
 from vllm_rollout.simulator.settings import Setting
 from vllm_rollout.trace.rows import TracedRollout
 
-PlacedBy = Literal["candidates", "tokens", "predicted", "real"]
-"""What the load of a rank is when groups are placed. A server has no choice: it predicts.
-
-candidates  their number
-tokens      output tokens to come, by what has been seen of lengths
-predicted   the same, weighed by what the machine's steps cost
-real        the same of the lengths that they will turn out to have, which nobody knows
-"""
-
 
 def replay(
     pools: Pools,
@@ -45,18 +35,17 @@ def replay(
     *,
     epochs: int = 1,
     seed: int = 0,
-    placed_by: PlacedBy = "predicted",
     on_rollout: Callable[[], None] = lambda: None,
 ) -> Outcome:
     """Run every rollout of the trace, `epochs` times over.
 
     Raises: PlanError for a setting that no engine would take; ValueError for a candidate the KV cache cannot hold.
     """
-    return _Replay(pools, setting, machine, seed, placed_by).run(epochs, on_rollout)
+    return _Replay(pools, setting, machine, seed).run(epochs, on_rollout)
 
 
 class _Replay:
-    def __init__(self, pools: Pools, setting: Setting, machine: Machine, seed: int, placed_by: PlacedBy) -> None:
+    def __init__(self, pools: Pools, setting: Setting, machine: Machine, seed: int) -> None:
         self._pools = pools
         self._setting = setting
         self._machine = machine
@@ -64,9 +53,6 @@ class _Replay:
         self._planner = Planner(setting, machine)
         self._judges = [Judge() for _ in range(machine.num_ranks)]
         self._placement = placement_on(machine)
-        if placed_by == "tokens":
-            self._placement.token_cost = TokenCost()
-        self._placed_by: PlacedBy = placed_by
         self._tally = Tally(setting)
         self._audit_turns = AuditTurns()
 
@@ -95,7 +81,7 @@ class _Replay:
             races.append(
                 Race(prompt.id, its.plan, pool, prompt.prompt_tokens, scoring, None, lengths, prompt.max_tokens)
             )
-        ranks = assigned(races, self._placement, self._placed_by)
+        ranks = assigned(races, self._placement)
         run = self._run(ranks)
         results = {race: conclude(race.plan, race.endings) for race in races}
         for prompt, its, race in zip(rollout.prompts, planned, races, strict=True):
@@ -146,10 +132,10 @@ def check_fits(machine: Machine, prompt_id: str, num_tokens: int) -> None:
         )
 
 
-def assigned(races: Sequence[Race], placement: Placement, placed_by: PlacedBy = "predicted") -> list[list[Race]]:
+def assigned(races: Sequence[Race], placement: Placement) -> list[list[Race]]:
     """Each group to a rank, as a server places groups that it starts all at once."""
     ranks: list[list[Race]] = [[] for _ in range(placement.num_ranks)]
-    works = [_work(race, placed_by) for race in races]
+    works = [race.work for race in races]
     for race, work in zip(races, works, strict=True):
         ranks[placement.place(work)].append(race)
     work_of = dict(zip(races, works, strict=True))
@@ -157,13 +143,3 @@ def assigned(races: Sequence[Race], placement: Placement, placed_by: PlacedBy = 
         for race in own:
             placement.leave(rank, work_of[race])
     return ranks
-
-
-def _work(race: Race, placed_by: PlacedBy) -> Work:
-    if placed_by in ("tokens", "predicted"):
-        return race.work
-    if placed_by == "candidates":
-        return Work(race.plan.num_candidates)
-    lengths = [candidate.num_tokens for candidate in race.pool]
-    contexts = sum(length * (race.prompt_tokens + length / 2) for length in lengths)
-    return Work(len(lengths), sum(lengths), round(contexts))

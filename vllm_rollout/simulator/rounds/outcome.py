@@ -42,9 +42,6 @@ class RoundOutcome:
     num_moves: int = 0
     freed_rank_s: float = 0.0
     """Seconds for which ranks that were emptied stayed so until the round was over, summed."""
-    num_preemptions: int = 0
-    tensor_parallel_size: int | None = None
-    """None where it is always the same."""
 
     @property
     def lengths(self) -> list[int]:

@@ -22,7 +22,6 @@ from vllm_rollout.simulator.rounds.outcome import ReturnedPrompt, RoundOutcome, 
 from vllm_rollout.simulator.rounds.prompts import DataSet
 from vllm_rollout.simulator.rounds.race import RoundRace
 from vllm_rollout.simulator.rounds.settings import RoundSetting
-from vllm_rollout.simulator.rounds.sizes import SizedMachines, Sizes
 from vllm_rollout.simulator.rounds.trainer import HandIn, Trainer
 
 
@@ -38,8 +37,6 @@ class RunConditions:
     """Between an engine and its API process, each way."""
     whole_epochs: bool = False
     """Everything of an epoch comes back before the next one begins."""
-    sizes: SizedMachines | None = None
-    """Machines that the planner chooses among, in place of `machine`; that has to be one of them."""
 
 
 def replay_run(
@@ -68,7 +65,6 @@ class _RunReplay:
         self._handed_in: dict[int, int] = {}
         """Entry number -> the round that it was handed in for."""
         self._num_preemptions = 0
-        self._sizes = None if its.sizes is None else Sizes(its.sizes)
 
     def run(self, on_round: Callable[[RoundOutcome], None]) -> RunOutcome:
         rounds = []
@@ -87,14 +83,10 @@ class _RunReplay:
         for entry in opened.all_entries:
             self._handed_in.setdefault(entry.number, opened.number)
         races = self._races(opened)
-        machine = self._its.machine if self._sizes is None else self._sizes.machine
-        race = RoundRace(machine, self._judges, self._placement, opened, races, self._its.message_s)
+        race = RoundRace(self._its.machine, self._judges, self._placement, opened, races, self._its.message_s)
         seconds = race.run()
         self._learn(key, races, race)
-        size = None if self._sizes is None else self._sizes.size
-        if self._sizes is not None:
-            self._sizes.round_over(opened.kind, races, race.results, race.num_preemptions)
-        return self._close(opened, hand_in, race, seconds, size)
+        return self._close(opened, hand_in, race, seconds)
 
     def _races(self, opened: OpenRound) -> list[Race]:
         prompts = [self._prompts[entry.prompt_id] for entry in opened.all_entries]
@@ -125,9 +117,7 @@ class _RunReplay:
             }
             reward(judge, self._judges, key, own)
 
-    def _close(
-        self, opened: OpenRound, hand_in: HandIn, race: RoundRace, seconds: float, size: int | None
-    ) -> RoundOutcome:
+    def _close(self, opened: OpenRound, hand_in: HandIn, race: RoundRace, seconds: float) -> RoundOutcome:
         returned = tuple(
             self._returned(entry, opened, race.results[position])
             for position, entry in enumerate(opened.all_entries)
@@ -149,8 +139,6 @@ class _RunReplay:
             generated,
             race.num_moves,
             race.freed_s(seconds),
-            race.num_preemptions,
-            size,
         )
 
     def _returned(self, entry: Entry, opened: OpenRound, result: GroupResult) -> ReturnedPrompt:
