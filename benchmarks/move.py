@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import aclosing
@@ -73,6 +74,7 @@ async def _moves(server: ServerProcess, arguments: argparse.Namespace) -> dict[s
             for _ in range(1 + arguments.repeats):
                 prompt = [chance.randint(1000, 40_000) for _ in range(context - NUM_BEFORE)]
                 moves.append(await _move(client, prompt, arguments.group_size))
+                print(f"{context} tokens: {moves[-1]['wait_s']:.3f} s", file=sys.stderr)
             found[str(context)] = moves[1:]
     return found
 

@@ -102,7 +102,9 @@ def main() -> None:
         profile = Profile.read(args.profile)
     else:
         command = f"python -m benchmarks.ptl --model {args.model}"
-        options = Options(args.model, args.profile, Wanted(quick=args.quick), flags, restart=True, command=command)
+        options = Options(
+            args.model, args.profile, Wanted(quick=args.quick), serve_flags=flags, restart=True, command=command
+        )
         profile = run_profile(options, console)
     rows, drift = measure(args, flags, profile)
     numbers = {"summary": summarise(rows), "fits": [fit_row(fit) for fit in profile.fits], "live_over_profile": drift}
