@@ -40,6 +40,7 @@ def interpreted(tmp_path_factory) -> dict[str, TokenStats]:
     return {name: TokenStats(*stats) for name, (stats, _) in runs.items()}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", all_cases())
 def test_interpreted_kernel_agrees_with_the_reference(interpreted, name):
     assert_same_stats(interpreted[name], token_stats_reference(*all_cases()[name]))
