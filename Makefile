@@ -85,10 +85,17 @@ test-fast: install
 
 # What stands before the tests of `make dev`.
 CHECKS := lint
+QUICK = $(PY) -m pytest -q -m "not engine and not slow and not thorough"
 
-.PHONY: dev
+.PHONY: dev dev-engine-side dev-others
 dev: $(CHECKS) $(PACKAGE)
-	$(PY) -m pytest -q -m "not engine and not slow" $(ARGS)
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target dev-engine-side dev-others
+
+dev-engine-side:
+	$(QUICK) tests/adapter tests/group
+
+dev-others:
+	$(QUICK) tests --ignore=tests/adapter --ignore=tests/group
 
 VERSIONS ?=
 

@@ -79,6 +79,7 @@ def held_outputs(read: list[CandidateOutput]) -> list[RequestOutput]:
     return [thing for thing in gc.get_objects() if type(thing) is RequestOutput and id(thing) not in others]
 
 
+@pytest.mark.thorough
 def test_for_a_reader_that_never_reads_three_outputs_per_candidate_are_held(llm: SteppedLLM) -> None:
     async def run() -> None:
         outputs = candidates(llm, "g", WHOLE_POOL, [1000] * 8)
@@ -184,6 +185,7 @@ def test_leaving_a_stalled_group_aborts_its_candidates_and_leaves_no_task(llm: S
     assert_nothing_left(llm.run)
 
 
+@pytest.mark.thorough
 def test_without_streaming_only_the_last_outputs_wait(llm: SteppedLLM) -> None:
     async def run() -> None:
         outputs = candidates(llm, "g", WHOLE_POOL, [2, *range(301, 308)], stream_tokens=None)
@@ -269,6 +271,7 @@ def test_chunks_join_without_gaps_also_after_preemption(new_run, stream_tokens) 
     assert states == {"finished": 4, "surplus": 4}
 
 
+@pytest.mark.thorough
 @given(
     st.sampled_from([1, 3, 16]),
     st.lists(st.integers(1, 60), min_size=4, max_size=4),

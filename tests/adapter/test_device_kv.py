@@ -267,7 +267,7 @@ class AnyOrder(RuleBasedStateMachine):
             assert not spare or process.kv._spare.num_bytes <= SPARE_BYTES
 
 
-test_any_order_leaks_nothing = AnyOrder.TestCase
+test_any_order_leaks_nothing = pytest.mark.thorough(AnyOrder.TestCase)
 
 
 # -- in engine cores

@@ -287,6 +287,7 @@ def test_a_race_that_becomes_wider_reaches_a_group_on_its_way(on_ranks):
     on_ranks(check)
 
 
+@pytest.mark.thorough
 def test_a_race_that_is_made_wider_after_its_cut_stays_open(on_ranks):
     """Both have to wait for a group that moves."""
 

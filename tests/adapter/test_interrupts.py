@@ -143,6 +143,7 @@ def interrupted(llm: vllm_rollout.LLM, use: Callable[[vllm_rollout.LLM], None], 
 USES = [rollout, stream, generate]
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")  # interrupted before it was
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("gaps", [(), (3000, 200)], ids=["once", "three-times"])

@@ -289,6 +289,7 @@ def test_a_call_accounts_for_rewards_until_its_time_is_spent():
     assert progress.statuses == ["duplicate"] * (4 * REWARDS_AT_ONCE), "nothing was accounted for beyond"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_rewards_are_posted_in_as_many_calls_as_they_take(num_ranks, monkeypatch):
     monkeypatch.setattr(LearningCalls.__init__, "__kwdefaults__", {"clock": Clock(), "budget_s": 0.0015})
@@ -316,6 +317,7 @@ def test_of_two_posts_alike_one_is_accepted_and_one_a_duplicate(monkeypatch):
     assert [list(receipt.statuses) for receipt in asyncio.run(both())] == [["accepted"] * 100, ["duplicate"] * 100]
 
 
+@pytest.mark.thorough
 def test_rewards_are_taken_to_the_end_when_the_client_goes_away():
     ranks = [Rank(), Rank()]
     rewards = ranks[1].run_rollout("r", num=2 * REWARDS_PER_CALL)
@@ -362,6 +364,7 @@ def test_readers_that_go_away_do_not_fill_memory():
     assert some.read(str(3 * MAX_READINGS - 1)) is not None
 
 
+@pytest.mark.thorough
 def test_a_state_is_read_in_parts_between_which_the_engine_goes_on(monkeypatch):
     monkeypatch.setattr(learning_calls, "MAX_PIECE_BYTES", 4096)
     monkeypatch.setattr(readings, "MAX_PIECE_BYTES", 4096)
@@ -637,6 +640,7 @@ def test_what_is_told_of_one_adapter_leaves_the_others_and_the_base_model_alone(
         assert set(rank.heads._tracker.heads) == {HeadKey(LENGTH, adapter) for adapter in (BASE_MODEL, "a", "b")}
 
 
+@pytest.mark.thorough
 def test_names_are_saved_and_go_on_elsewhere_as_here():
     saved, other = Rank(), Rank()
     for seed, adapter in enumerate((BASE_MODEL, "a", "b")):
@@ -795,12 +799,14 @@ def put(name: str, data: bytes) -> None:
 many = settings(max_examples=60, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 
 
+@pytest.mark.thorough
 @many
 @given(changed_head(HEAD))
 def test_a_changed_head_is_refused_or_taken_and_the_engine_goes_on(data):
     put("set_quality_head", data)
 
 
+@pytest.mark.thorough
 @many
 @given(changed_head(HEAD_STATE))
 def test_a_changed_state_of_a_head_is_refused_or_taken_and_the_engine_goes_on(data):
@@ -828,6 +834,7 @@ def changed_state(draw: st.DrawFn) -> bytes:
     return b"\n".join([*lines, STATE[STATE.index(b'["head"') :]])
 
 
+@pytest.mark.thorough
 @many
 @given(changed_state())
 def test_a_changed_state_is_refused_or_taken_and_the_engine_goes_on(data):

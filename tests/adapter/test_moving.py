@@ -252,6 +252,7 @@ ACTIONS = st.lists(
 """Steps of each rank, then what is done to a group."""
 
 
+@pytest.mark.thorough
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     actions=ACTIONS,

@@ -163,6 +163,7 @@ class Schedule:
             assert llm._placement.num_candidates == [0] * len(self.cluster.cores)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_api_processes", [1, 2])
 def test_whatever_happens_each_candidate_is_in_one_place_and_ends_once(on_ranks, num_api_processes):
     for seed in range(NUM_SCHEDULES):

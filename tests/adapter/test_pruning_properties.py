@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_runs import LOOPS, Loop, TracedRun, assert_nothing_left, prune_by_sign
@@ -127,6 +128,7 @@ def check_group(run: TracedRun, group: GroupSpec, states: list[str]) -> None:
         assert "pruned" not in states
 
 
+@pytest.mark.thorough
 @settings(max_examples=60, deadline=None, database=None, derandomize=True)
 @given(workload=workloads, loop=st.sampled_from(LOOPS))
 def test_whatever_happens_pruning_keeps_its_promises(workload, loop, tiny_model):

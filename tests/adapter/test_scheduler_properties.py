@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_runs import LOOPS, Loop, TracedRun, assert_nothing_left
@@ -169,6 +170,7 @@ def check_plain_requests_are_untouched(workload: Workload, run: TracedRun) -> No
         assert sample.abort_step is not None or len(outputs) == sample.length
 
 
+@pytest.mark.thorough
 @settings(max_examples=150, deadline=None, database=None, derandomize=True)
 @given(workload=workloads, loop=st.sampled_from(LOOPS))
 def test_whatever_happens_groups_keep_their_promises(workload, loop, tiny_model):

@@ -107,6 +107,7 @@ def test_memory_of_another_host_is_not_looked_for(monkeypatch):
         source.drop(each.name)
 
 
+@pytest.mark.thorough
 def test_a_segment_is_gone_with_its_process():
     code = (
         "from tests.adapter.test_shared_kv import new_cache\n"

@@ -45,6 +45,7 @@ def shown(output: SchedulerOutput) -> tuple[Any, ...]:
     return output.num_scheduled_tokens, new, cached.req_ids, cached.new_block_ids, cached.num_computed_tokens
 
 
+@pytest.mark.thorough
 @settings(max_examples=40, deadline=None)
 @given(workload=requests, num_blocks=st.integers(16, 60), max_num_seqs=st.integers(1, 8))
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.name)

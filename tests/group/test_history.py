@@ -99,6 +99,7 @@ def test_the_data_set_has_total_variance_whatever_the_prompts():
     assert known.variance == pytest.approx(second - mean**2)
 
 
+@pytest.mark.thorough
 def test_groups_of_a_half_life_ago_count_half():
     history = LengthHistory()
     for _ in range(8 * HISTORY_DATASET_HALF_LIFE):
@@ -109,6 +110,7 @@ def test_groups_of_a_half_life_ago_count_half():
     assert history.dataset().std == pytest.approx(100, rel=0.01)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("log_std", [0.4, 1.1])
 def test_what_fits_lean_on_is_learned_from_stopped_groups(log_std):
     rng = random.Random(1)

@@ -266,6 +266,7 @@ def test_restored_learning_decides_and_reports_as_the_saved_one(plan):
     assert restored.to_state() == saved.to_state()
 
 
+@pytest.mark.thorough
 def test_memory_is_bounded():
     learning = taught(1)
     judged = assess(learning, {0: observation(0.0)})[0]
@@ -308,6 +309,7 @@ def confidence_bias(learning: Learning, rate: float) -> float:
     return sum(map(calibrator.success_probability, probes)) / len(probes) - rate
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("rule", "sign"), [("balance", 1), ("paper", -1)])
 def test_weighted_labels_stay_right_where_survivors_alone_drift(rule, sign):
     plan = replace(PLAN, rule=rule)
@@ -344,6 +346,7 @@ def test_a_head_that_was_put_begins_a_scale_of_its_own_under_a_number_that_was_t
     assert low < 0.3 < 0.5 < high
 
 
+@pytest.mark.thorough
 def test_the_auc_of_a_report_over_several_versions_is_that_of_each():
     learning, rng = Learning(16), random.Random(15)
     for g in range(120):

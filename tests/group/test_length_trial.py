@@ -83,11 +83,13 @@ def of_prompts(seed, *, num_prompts=64, siblings=8, gap=0.0):
     return made
 
 
+@pytest.mark.thorough
 def test_the_standard_error_is_that_of_as_many_prompts():
     rows = [length_trial_report(of_prompts(seed)).lengths[0] for seed in range(150)]
     assert fmean(row.auc_error for row in rows) == pytest.approx(stdev(row.auc for row in rows), rel=0.2)
 
 
+@pytest.mark.thorough
 def test_siblings_that_resemble_each_other_recommend_no_length_by_chance():
     """At two errors of independent answers 10 of these 60 looks do."""
     assert [length_trial_report(of_prompts(seed)).recommended for seed in range(60)].count(None) >= 59

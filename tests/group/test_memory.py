@@ -65,6 +65,7 @@ def test_a_restored_memory_goes_on_as_the_saved_one():
     assert stored(restored) == stored(saved)
 
 
+@pytest.mark.thorough
 def test_rows_of_a_state_are_bounded():
     memory = Memory()
     for seed in range(3 * PROMPTS_PER_ROW):
@@ -78,6 +79,7 @@ def test_rows_of_a_state_are_bounded():
     assert stored(Memory.from_state(rows)) == rows
 
 
+@pytest.mark.thorough
 def test_a_memory_may_go_on_while_its_state_is_taken():
     memory, rows = taught(), []
     for number in range(2 * PROMPTS_PER_ROW):
@@ -155,6 +157,7 @@ BAD = st.sampled_from(
 )  # fmt: skip
 
 
+@pytest.mark.thorough
 @settings(max_examples=400, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_a_changed_state_is_refused_or_what_it_makes_goes_on(data):

@@ -192,6 +192,7 @@ def check_moves(loads, moves):
     return ranks, arrived
 
 
+@pytest.mark.thorough
 @given(costs(), ranks_with_groups(), st.floats(0, 0.1), st.floats(0, 0.5), st.floats(0, 0.5))
 def test_a_consolidation_frees_whole_ranks_in_time(cost, loads, delay, max_delay, min_freed):
     plan = plan_consolidation(cost, loads, delay, max_delay=max_delay, min_freed=min_freed)
@@ -215,6 +216,7 @@ def test_a_consolidation_frees_whole_ranks_in_time(cost, loads, delay, max_delay
         assert not ranks[source].other_requests
 
 
+@pytest.mark.thorough
 @given(costs(), ranks_with_groups(), st.floats(0, 0.5))
 def test_a_spread_never_makes_the_end_later(cost, loads, min_sooner):
     moves = plan_spread(cost, loads, min_sooner=min_sooner)
@@ -223,6 +225,7 @@ def test_a_spread_never_makes_the_end_later(cost, loads, min_sooner):
     assert max(end_s(cost, load, arrived[number]) for number, load in ranks.items()) <= before
 
 
+@pytest.mark.thorough
 @given(ranks_with_groups(), st.data())
 def test_a_drain_empties_its_rank_unless_there_is_nowhere_to_go(loads, data):
     drained = data.draw(st.sampled_from(loads))

@@ -194,6 +194,7 @@ def test_requests_of_others_keep_groups_away():
 works = st.integers(1, 32).flatmap(lambda num: st.builds(Work, st.just(num), st.integers(num, 10_000)))
 
 
+@pytest.mark.thorough
 @given(st.lists(works, min_size=1, max_size=40), st.integers(1, 8), st.integers(0, 7), st.data())
 def test_no_rank_has_more_than_the_optimum_and_the_largest_group(placed, num_ranks, turn, data):
     """Graham's bound of list scheduling, also among the ranks that are not held."""

@@ -198,6 +198,7 @@ def test_without_preemptions_it_ends_at_the_smallest_size(planner, kv_tokens):
     assert sizes == sorted(sizes, reverse=True)
 
 
+@pytest.mark.thorough
 @given(
     planners,
     st.lists(st.integers(1, 10**6), min_size=1, max_size=5),

@@ -22,6 +22,7 @@ def bias(**settings) -> dict[str, float]:
     return {name: fmean(errors) for name, errors in found.items()}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("plan", "longer"), [(audits.RACED, 0.5), (audits.RACED, 1.0), (audits.PRUNED, 0.5)])
 def test_with_audits_nothing_is_believed_that_the_race_made(plan, longer):
     without = bias(plan=plan, audit_ratio=0.0, longer=longer)
@@ -30,6 +31,7 @@ def test_with_audits_nothing_is_believed_that_the_race_made(plan, longer):
     assert max(map(abs, audited.values())) < 0.02, audited
 
 
+@pytest.mark.thorough
 def test_where_length_says_nothing_audits_change_nothing():
     audited = bias(plan=audits.RACED, audit_ratio=0.1, longer=0.0)
     assert max(map(abs, audited.values())) < 0.02, audited
@@ -161,6 +163,7 @@ def test_a_shifted_probability_is_one(q, offset):
     assert shifted(shifted(q, offset), -offset) == pytest.approx(q)
 
 
+@pytest.mark.thorough
 def test_the_stream_is_what_it_says():
     """Of the first 8 of 16, more are right than of all, as often as the normal distribution has it."""
     settings = {"plan": audits.RACED, "audit_ratio": 0.0, "longer": 0.5, "num_groups": 2000, "seed": 1}

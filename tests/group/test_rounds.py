@@ -363,6 +363,7 @@ def test_a_filter_that_speaks_early_keeps_the_race_open() -> None:
 # -- whatever happens, no prompt is lost
 
 
+@pytest.mark.thorough
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.data())
 def test_every_prompt_is_returned_once_or_still_waits(data: st.DataObject) -> None:

@@ -111,6 +111,7 @@ def test_nodes_are_freed_together(loads, num_freed, nodes, chosen):
     assert choose_ranks(ranks, num_freed, nodes) == chosen
 
 
+@pytest.mark.thorough
 @given(ranks_with_groups(max_ranks=8), st.integers(1, 200), st.data())
 def test_an_advice_frees_half_and_fits(loads, num_responses, data):
     num_complete = data.draw(st.integers(0, num_responses))

@@ -200,6 +200,7 @@ races = st.lists(
 )
 
 
+@pytest.mark.thorough
 @settings(max_examples=200)
 @given(races, st.lists(st.tuples(st.integers(1, 12), st.integers(0, 4)), max_size=3), st.randoms(use_true_random=False))
 def test_every_candidate_has_one_end_whatever_happens(groups, cancels, chance):

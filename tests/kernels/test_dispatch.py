@@ -63,6 +63,7 @@ extern "C" void* PyInit__C() { return aoti_torch_of_another_version(); }
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize(
     ("torch_version", "remedy"), [(None, "pip install"), ("2.9.1", "it needs torch 2.10 or later, found 2.9.1")]

@@ -36,6 +36,7 @@ def interpreted(tmp_path_factory) -> dict[str, torch.Tensor]:
     return {name: score for name, (score, _) in runs.items()}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", all_cases())
 def test_interpreted_kernel_agrees_with_float64(interpreted, name):
     assert_agrees(interpreted[name], all_cases()[name])

@@ -213,6 +213,7 @@ def test_an_unknown_device_type_gets_the_reference_and_a_reason():
     assert active_implementation("meta").reason == "no kernel for device type 'meta'"
 
 
+@pytest.mark.thorough
 def test_importing_the_package_loads_neither_torch_nor_vllm_and_the_tracker_not_vllm():
     code = """
         import sys

@@ -11,6 +11,7 @@ MOST_SHARED_BYTES = 227 * 1024
 """What one program may have on sm_90."""
 
 
+@pytest.mark.thorough
 def test_every_kernel_compiles_for_sm_90(tmp_path):
     run_script("triton_compiler.py", tmp_path / "results.json", cache=tmp_path / "cache")
     results = json.loads((tmp_path / "results.json").read_text())

@@ -78,6 +78,7 @@ def test_an_update_agrees_with_float64(compute, name):
         torch.testing.assert_close(given, kept, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.thorough
 def test_statistics_of_a_long_candidate_stay_near_float64(compute):
     num_steps, num_slots = 20_000, 8
     generator = torch.Generator().manual_seed(0)

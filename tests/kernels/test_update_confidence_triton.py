@@ -29,6 +29,7 @@ def outside() -> Case:
     return case
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", all_cases())
 def test_interpreted_update_agrees_with_float64(interpreted, name):
     moments, arguments = interpreted[name]
