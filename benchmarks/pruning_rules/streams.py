@@ -19,7 +19,7 @@ import numpy as np
 from benchmarks.pruning_rules.world import GROUP_SIZE, Groups, no_variance, quality
 from vllm_rollout.group.advice import Advice, advise
 from vllm_rollout.group.audit import draw_audit
-from vllm_rollout.group.learning import Learning
+from vllm_rollout.group.learning import Learning, Siblings
 from vllm_rollout.group.pruning_plan import PruningPlan
 from vllm_rollout.group.survivors import choose_survivors
 from vllm_rollout.group.types import Assessment, Confidence, Observation
@@ -93,7 +93,7 @@ def stream(groups: Groups, way: Way, num_unmeasured: int, seed: int) -> Stream:
         version, factor = (2, SHARPER) if way.swaps_head and g >= num_unmeasured else (1, 1.0)
         observations = {i: Observation(NO_CONFIDENCE, factor * score, version) for i, score in enumerate(scores)}
         plan = way.plan.audited(races=False) if is_audited else way.plan
-        assessments = learning.assess(plan, observations, {}, seed=seed, group=str(g), at_least=1)
+        assessments = learning.assess(plan, observations, Siblings(seed, str(g), at_least=1))
         for i, assessment in assessments.items():
             if assessment.success_probability is not None:
                 stream.success[g, i] = assessment.success_probability
