@@ -147,7 +147,7 @@ async def test_state_restores_what_was_learned_on_another_server(http):
 async def test_what_is_no_state_is_explained_and_changes_nothing(http, content):
     await teach(http, 1)
     before = (await http.get(STATE)).content
-    check_error(await http.put(STATE, content=content), 422, None, ["no learning state", f"GET {STATE}"])
+    check_error(await http.put(STATE, content=content), 422, None, ["not a rollout state", f"GET {STATE}"])
     assert (await http.get(STATE)).content == before
 
 
@@ -158,7 +158,7 @@ async def test_a_state_of_another_model_is_a_409_with_both_values(http):
 
 async def test_a_state_may_be_larger_than_other_bodies_up_to_a_limit_of_its_own(http):
     large = b" " * (MAX_BODY_BYTES + 1)
-    check_error(await http.put(STATE, content=large), 422, None, ["no learning state"])
+    check_error(await http.put(STATE, content=large), 422, None, ["not a rollout state"])
     check_error(await http.put(HEAD, content=large), 413, None, [str(MAX_BODY_BYTES)])
     stated = {"content-length": str(MAX_STATE_BYTES + 1)}
     check_error(await http.put(STATE, content=b" ", headers=stated), 413, None, [str(MAX_STATE_BYTES), f"GET {STATE}"])
@@ -166,11 +166,12 @@ async def test_a_state_may_be_larger_than_other_bodies_up_to_a_limit_of_its_own(
 
 async def test_a_dead_engine_is_a_503(http, engine: FakeEngine):
     await teach(http, 1)
+    state = (await http.get(STATE)).content
     engine.learning.dead = True
     for path in (HEAD, REPORT, STATE):
         check_error(await http.get(path), 503, None, ["restart the server"])
-    for path in (HEAD, STATE):
-        check_error(await http.put(path, content=b"x"), 503, None, ["restart the server"])
+    for path, content in ((HEAD, b"x"), (STATE, state)):
+        check_error(await http.put(path, content=content), 503, None, ["restart the server"])
 
 
 def test_both_clients_bring_heads_reports_and_state_back(client: RolloutClient, server_url, engine: FakeEngine):

@@ -147,7 +147,7 @@ class LearningService:
     async def set_quality_head(self, weights: bytes, model: str | None) -> HeadInfo:
         """Raises: RequestError, 422 for what is no head, 409 for one of another model or size."""
         adapter = self._adapter_name(model)
-        weights = _not_empty(weights, "the safetensors of GET /v1/quality_head")
+        weights = not_empty(weights, "the safetensors of GET /v1/quality_head")
         return await self._learning.set_quality_head(weights, adapter)
 
     async def state(self) -> bytes:
@@ -155,7 +155,7 @@ class LearningService:
 
     async def set_state(self, state: bytes, keep: KeepState) -> None:
         """Raises: RequestError, 422 for what is no state, 409 for one of another model; and what `keep` raises."""
-        await self._learning.set_learning_state(_not_empty(state, "the bytes of GET /v1/rollouts/state"), keep)
+        await self._learning.set_learning_state(state, keep)
 
     async def _refresh_gauges(self, head: HeadKey) -> None:
         now = self._clock()
@@ -175,7 +175,7 @@ def _versions(receipt: RewardsReceipt, adapter: str) -> dict[int, int]:
     }
 
 
-def _not_empty(body: bytes, wanted: str) -> bytes:
+def not_empty(body: bytes, wanted: str) -> bytes:
     if not body:
         raise RequestError(f"the body is empty. Send {wanted} as application/octet-stream.")
     return body

@@ -23,6 +23,7 @@ from vllm_rollout.server.answers import (
     RoundEvent,
 )
 from vllm_rollout.server.engine import Engine, RequestError
+from vllm_rollout.server.learning.service import not_empty
 from vllm_rollout.server.metrics import Metrics
 from vllm_rollout.server.resumed import Resumption
 from vllm_rollout.server.runs.answers import RunAnswer, RunsAnswer, UnreadableRunAnswer
@@ -209,6 +210,7 @@ class RunService:
         Raises: RequestError, 422 for what is no state, 409 for one of another model and while a round runs, 503 and 507
         when the database does not take it. Nothing has changed then.
         """
+        not_empty(state, "the bytes of GET /v1/rollouts/state")
         try:
             saved = await asyncio.to_thread(parse_saved, state)
         except ValueError as error:
