@@ -142,7 +142,7 @@ del LEARNING["outcomes"]
         ([["learning", {**LEARNING, "detection_length": True}], *ROWS[-1:]], "must be an integer in"),
         ([["learning", {**LEARNING, "detection_length": 4097}], *ROWS[-1:]], r"must be an integer in \[0, 4096\]"),
         ([["learning", {**LEARNING, "more": 1}], *ROWS[-1:]], "a learning has the fields"),
-        ([["prompts", [["a", 1, math.inf, 1, 0.0]]], *ROWS[-1:]], "expected a number"),
+        ([["prompts", [["a", 1, math.inf, 1, 0.0]]], *ROWS[-1:]], "must be a finite number"),
         ([["prompts", [["\ud800", 1, 1.0, 1, 0.0]]], *ROWS[-1:]], "characters of Unicode"),
     ],
 )
