@@ -44,6 +44,7 @@ help:
 	@echo "  make test-fast   the tests that start no engine"
 	@echo "  make test-versions  adapter tests and some engine tests on every supported vLLM, each in an environment of"
 	@echo "                   its own (.venvs, half a GB each)   VERSIONS=\"0.29 newest\" ARGS=\"--suites adapter\""
+	@echo "  make snapshot    what each supported vLLM says of all that we use, into tests/adapter/snapshots/; docs/versions.md"
 	@echo "  make conformance TRAINER=trl  that trainer, out of the registry, against our server; see docs/trainers.md"
 	@echo
 	@echo "  make install     .venv here, pinned packages, csrc built; fast when nothing changed"
@@ -102,6 +103,10 @@ VERSIONS ?=
 .PHONY: test-versions
 test-versions: install models
 	$(PY) -m benchmarks.versions $(VERSIONS) $(ARGS)
+
+.PHONY: snapshot
+snapshot: install
+	$(PY) -m benchmarks.versions $(VERSIONS) --snapshot
 
 TRAINER ?=
 

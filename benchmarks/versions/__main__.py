@@ -27,6 +27,7 @@ from vllm_rollout.adapter.compat import PREFERRED_VLLM, SUPPORTED_VLLM, lacking
 SUITES = {"adapter": "adapter tests, no engine", "engine": "engine tests", "smoke": "a few of those"}
 """By name in the result file."""
 RESULT = ROOT / "benchmarks" / "results" / "versions.json"
+SNAPSHOTS = "tests/adapter/snapshots/"
 NAMED = {"oldest": SUPPORTED_VLLM[0], "newest": SUPPORTED_VLLM[-1]}
 SMOKE = "test_race or a_race_returns or single_requests_with_a_group_id or lacks"
 """Both model runners, and a server: groups, joined requests, what is missing."""
@@ -46,10 +47,17 @@ def main() -> None:
     add("--output", type=Path, default=RESULT)
     add("--suites", nargs="+", choices=SUITES, default=["adapter", "engine"], help="Default: %(default)s.")
     add("--table", action="store_true", help="Print the table of the result file, and run nothing.")
+    snapshot = f"Write {SNAPSHOTS} of VERSIONs and {PREFERRED_VLLM}, and run nothing."
+    add("--snapshot", action="store_true", help=snapshot)
     args = parser.parse_args()
     versions = [NAMED.get(version, version) for version in args.versions]
     if unknown := set(versions) - set(SUPPORTED_VLLM):
         parser.error(f"VERSION {', '.join(sorted(unknown))}: must be of {', '.join((*SUPPORTED_VLLM, *NAMED))}.")
+    if args.snapshot:  # the preferred one first: it says what the others are asked for
+        for version in dict.fromkeys((PREFERRED_VLLM, *(versions or SUPPORTED_VLLM))):
+            command = [python_of(version, args.folder, PREFERRED_VLLM), ROOT / "tests" / "adapter" / "vllm_snapshot.py"]
+            subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
+        return
     failed = []
     for version in () if args.table else versions or SUPPORTED_VLLM:
         python = python_of(version, args.folder, PREFERRED_VLLM)

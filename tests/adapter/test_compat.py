@@ -1,35 +1,58 @@
-"""The contract with vLLM: its rows against the installed vLLM, and the adapter's code against its rows."""
+"""The contract with vLLM: the snapshot and the rows against the installed vLLM, and the adapter's code against them."""
 
 import ast
 import importlib
 import inspect
+import sys
 import textwrap
-from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
-import vllm.config  # noqa: F401  # first: vLLM's modules cannot be imported in just any order
+import vllm_snapshot
+from vllm_snapshot import (
+    ABSENT,
+    Call,
+    asked,
+    called_with,
+    file_of,
+    has,
+    line,
+    lines,
+    our_classes,
+    our_names,
+    parts,
+    path_of,
+    paths_of,
+    positional,
+    read,
+    recorded,
+    signature_of,
+)
+from vllm_types import imported, said_in, scope_of
 
-import vllm_rollout.adapter
 from vllm_rollout.adapter.compat import (
     CONTRACT,
-    CPU_WORKER,
     FEATURES,
-    GPU_WORKER,
     LOGGING_FLAGS,
-    MIXED_INTO,
+    PREFERRED_VLLM,
     SUPPORTED_VLLM,
     Fact,
     check_vllm_version,
     lacking,
+    minor_of,
     vllm_version,
 )
 
-ADAPTER = Path(vllm_rollout.adapter.__file__).parent
-FILES = sorted(ADAPTER.rglob("*.py"))
+CLOSEST = vllm_version if minor_of(vllm_version) in SUPPORTED_VLLM else SUPPORTED_VLLM[-1]
+"""The version whose snapshot the installed vLLM is held against."""
+every_version = pytest.mark.parametrize("version", SUPPORTED_VLLM)
+
+# -- the installed vLLM
+
+
+def test_vllm_is_as_its_snapshot_says():
+    assert file_of(CLOSEST).read_text().splitlines() == lines(asked()), "make snapshot writes it anew"
 
 
 @pytest.mark.parametrize("fact", CONTRACT, ids=lambda fact: f"{fact.kind}-{fact.of}.{fact.name}")
@@ -45,37 +68,22 @@ def problem(fact: Fact) -> str | None:
     if fact.kind == "flag":
         return None if fact.name in serve_flags() else "no such setting"
     if fact.kind == "replaces":
-        return None if looks_up(thing(fact.of), fact.name) else "the name is not looked up when it is called"
-    if (owner := thing(fact.of)) is None:
+        return None if looks_up(imported(fact.of), fact.name) else "the name is not looked up when it is called"
+    if (owner := imported(fact.of)) is None:
         return f"there is no {fact.of}"
     if fact.kind == "adds":
         return "the name is taken" if has(owner, fact.name) else None
-    if fact.kind in ("uses", "imports"):
-        return None if has(owner, fact.name) else "no such attribute"
-    if (function := getattr(owner, fact.name, None)) is None:
-        return "no such function"
+    if not has(owner, fact.name):
+        return "no such attribute"
     if fact.kind == "does":
-        return None if fact.parameters in inspect.getsource(function) else "its source does not say so"
-    parameters = fact.parameters.split()
-    if fact.kind == "calls":
-        return unbound(function, parameters, is_method=is_method(owner, fact.name))
-    first, keywords = [p for p in parameters if p[-1] != "="], {p[:-1] for p in parameters if p[-1] == "="}
-    if positional(function)[: len(first)] != first or not keywords <= set(inspect.signature(function).parameters):
-        return f"its signature is {inspect.signature(function)}"
-    return None
-
-
-def thing(path: str) -> Any:
-    """A module, or what is in it, by its dotted path; None when it is not there."""
-    for cut in range(len(path.split(".")), 0, -1):
-        module, names = ".".join(path.split(".")[:cut]), path.split(".")[cut:]
-        try:
-            found = importlib.import_module(module)
-        except ModuleNotFoundError:
-            continue
-        for name in names:
-            found = getattr(found, name, None)
-        return found
+        is_so = fact.parameters in inspect.getsource(getattr(owner, fact.name))
+        return None if is_so else "its source does not say so"
+    if fact.kind == "takes":
+        names = fact.parameters.split()
+        by_position = [name for name in names if name[-1] != "="]
+        call = Call("", len(by_position), tuple(name[:-1] for name in names if name[-1] == "="), is_whole=True)
+        reached = called_with(call, line(f"{fact.of}.{fact.name}").removeprefix(f"{fact.of}.{fact.name}"))
+        return None if reached == by_position else f"it takes {reached}"
     return None
 
 
@@ -99,228 +107,142 @@ def looks_up(function: Any, name: str) -> bool:
     return any(alias.name == last for node in imports for alias in node.names)
 
 
-def has(owner: Any, name: str) -> bool:
-    """Whether a module or class has a name: as an attribute, an annotated field or one that a method sets."""
-    try:
-        if hasattr(owner, name):
-            return True
-    except ImportError:
-        return False
-    if isinstance(owner, ModuleType):
-        return name in owner.__dict__.get("environment_variables", {})
-    if name == "__dict__":
-        return hasattr(owner, "__dictoffset__") and owner.__dictoffset__ != 0
-    return any(name in inspect.get_annotations(cls) or name in set_in_methods(cls) for cls in owner.__mro__)
-
-
-@cache
-def set_in_methods(cls: type) -> frozenset[str]:
-    """Attributes that the methods of a class set on `self`."""
-    try:
-        source = inspect.getsource(cls)
-    except (OSError, TypeError):  # a class without Python source
-        return frozenset()
-    return frozenset(
-        node.attr
-        for node in ast.walk(ast.parse(textwrap.dedent(source)))
-        if isinstance(node, ast.Attribute)
-        and isinstance(node.ctx, ast.Store)
-        and isinstance(node.value, ast.Name)
-        and node.value.id == "self"
-    )
-
-
-def positional(function: Any) -> list[str]:
-    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
-    names = [p.name for p in inspect.signature(function).parameters.values() if p.kind in kinds]
-    return names[1:] if names[:1] == ["self"] else names
-
-
-def is_method(owner: Any, name: str) -> bool:
-    return inspect.isclass(owner) and inspect.isfunction(inspect.getattr_static(owner, name))
-
-
-def unbound(function: Any, parameters: list[str], *, is_method: bool) -> str | None:
-    """Why a call with these arguments would not reach the parameters they are meant for."""
-    by_position = [name for name in parameters if not name.endswith("=")]
-    by_name = {name.rstrip("="): None for name in parameters if name.endswith("=")}
-    try:
-        bound = inspect.signature(function).bind(*[None] * is_method, *by_position, **by_name)
-    except TypeError as error:
-        return f"{error}: {inspect.signature(function)}"
-    for name, value in bound.arguments.items():
-        if isinstance(value, str) and name not in (value, "args") and value in by_position:
-            return f"{value} goes to the parameter {name}"
-    return None
-
-
-# -- is the contract complete?
-
-
-def test_every_name_imported_from_vllm_is_in_the_contract():
-    known = {f"{fact.of}.{fact.name}" for fact in CONTRACT if fact.kind != "flag"} | {fact.of for fact in CONTRACT}
-    known |= {fact.name for fact in CONTRACT if fact.kind == "replaces"}
-    imported = {name: path.name for path in FILES for name in imports_of_vllm(ast.parse(path.read_text()))}
-    unknown = {name: where for name, where in imported.items() if not ({name} | aliases(name)) & known}
-    assert unknown == {}
-
-
-def imports_of_vllm(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name.partition(".")[0] == "vllm")
-        elif isinstance(node, ast.ImportFrom) and not node.level and node.module.partition(".")[0] == "vllm":
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-
-
-def aliases(name: str) -> set[str]:
-    """Where the class that a name stands for is defined; a module stands for what of it is used."""
-    found = thing(name)
-    if isinstance(found, ModuleType):
-        return {fact.of for fact in CONTRACT if fact.of == name or fact.name.startswith(f"{name}.")} or {
-            fact.name.rpartition(".")[0] for fact in CONTRACT if fact.name.rpartition(".")[0] == name
-        }
-    return {f"{found.__module__}.{found.__qualname__}"} if inspect.isclass(found) else set()
-
-
-def our_classes() -> list[type]:
-    modules = [".".join(["vllm_rollout.adapter", *path.relative_to(ADAPTER).with_suffix("").parts]) for path in FILES]
-    found = [importlib.import_module(module) for module in modules if not module.endswith("__init__")]
-    return [
-        cls for module in found for cls in vars(module).values() if inspect.isclass(cls) and cls.__module__ in modules
-    ]
-
-
-def bases_of(cls: type) -> list[type]:
-    """The vLLM classes that a class of ours stands before."""
-    inherited = [base for base in cls.__mro__ if base.__module__.partition(".")[0] == "vllm"][:1]
-    bases = inherited + [thing(path) for path in MIXED_INTO.get(cls.__name__, ())]
-    # The platform's worker is one of two, and both must be as we need them.
-    workers = thing(CPU_WORKER), thing(GPU_WORKER)
-    return [*bases, *workers] if any(base in workers for base in bases) else bases
-
-
-def test_every_override_is_in_the_contract_and_names_the_parameters_it_says():
-    overrides = [fact for fact in CONTRACT if fact.kind == "overrides" and fact.holds_for(vllm_version)]
-    rows = {(fact.of, fact.name): fact.parameters.split() for fact in overrides}
-    seen = set()
-    for cls in our_classes():
-        for base in bases_of(cls):
-            for name, function in vars(cls).items():
-                of = next((c for c in base.__mro__ if c is not object and name in vars(c)), None)
-                if of is None or not inspect.isfunction(function):
-                    continue
-                place = (path_of(base), name)
-                assert place in rows, f"{cls.__name__}.{name} overrides {place[0]}.{name}: not in the contract"
-                assert positional(function) == [name for name in rows[place] if name[-1] != "="], place
-                seen.add(place)
-    assert seen == set(rows)
-
-
-def path_of(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
-
-
-def test_nothing_that_ours_set_on_themselves_hides_something_of_vllms():
-    meant = {(fact.of, fact.name) for fact in CONTRACT}
-    hidden = [
-        f"{cls.__name__}.{name} hides {path_of(base)}.{name}"
-        for cls in our_classes()
-        for base in bases_of(cls)
-        for name in set_in_methods(cls)
-        if has(base, name) and (path_of(base), name) not in meant
-    ]
-    assert hidden == []
-
-
-def test_every_attribute_that_ours_read_of_themselves_is_ours_or_in_the_contract():
-    ours = {name for cls in our_classes() for name in (*vars(cls), *set_in_methods(cls), *inspect.get_annotations(cls))}
-    rows = [(thing(fact.of), fact.name) for fact in CONTRACT if fact.kind in ("calls", "uses", "overrides")]
-    unknown = set()
-    for cls in our_classes():
-        bases = [parent for base in bases_of(cls) for parent in base.__mro__]
-        known = ours | {name for owner, name in rows if owner in bases}
-        unknown |= {
-            f"{cls.__name__}.{node.attr}"
-            for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(cls))))
-            if bases
-            and isinstance(node, ast.Attribute)
-            and isinstance(node.value, ast.Name)
-            and node.value.id == "self"
-            if node.attr not in known
-        }
-    assert unknown == set()
-
-
-def test_every_attribute_of_an_argument_that_is_vllms_is_in_the_contract():
-    known = {(fact.of, fact.name) for fact in CONTRACT}
-    unknown = set()
-    for path in FILES:
-        tree = ast.parse(path.read_text())
-        names = {name.rpartition(".")[2]: name for name in imports_of_vllm(tree)}
-        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-        for function, argument, annotation in ((f, a.arg, a.annotation) for f in functions for a in f.args.args):
-            classes = {names[word] for word in words_in(annotation) if word in names}
-            read = {
-                node.attr
-                for node in ast.walk(function)
-                if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == argument
-            }
-            places = {place for name in classes for place in aliases(name) | {name}}
-            unknown |= {
-                f"{path.name}: {argument}.{attribute} of {'|'.join(sorted(classes))}"
-                for attribute in (read if classes else ())
-                if not any((place, attribute) in known for place in places)
-            }
-    assert unknown == set()
-
-
-def words_in(annotation: ast.AST | None) -> set[str]:
-    """Names in an annotation, as in `Request | None`; not those inside of brackets, as in `list[Request]`."""
-    if isinstance(annotation, ast.BinOp):
-        return words_in(annotation.left) | words_in(annotation.right)
-    return {annotation.id} if isinstance(annotation, ast.Name) else set()
-
-
-@pytest.mark.parametrize("fact", CONTRACT, ids=lambda fact: f"{fact.kind}-{fact.of}.{fact.name}")
-def test_what_the_contract_names_is_used_where_it_says(fact):
-    for place in fact.by.split():
-        paths = [path for path in FILES if path.relative_to(ADAPTER).with_suffix("").parts[0] == place]
-        words = {word for path in paths for word in words_of(path)}
-        assert fact.name.rpartition(".")[2] in words, f"{place} does not use it"
-
-
-@cache
-def words_of(path: Path) -> frozenset[str]:
-    """Names, attributes, keywords and constants of a file."""
-    nodes = list(ast.walk(ast.parse(path.read_text())))
-    words = [getattr(node, field, None) for node in nodes for field in ("id", "attr", "arg", "name", "value")]
-    return frozenset(word for word in words if isinstance(word, str))
-
-
 def test_a_row_that_is_not_true_is_found():
     scheduler = "vllm.v1.core.sched.scheduler.Scheduler"
-    assert problem(Fact("uses", scheduler, "rollouts")) == "no such attribute"
-    assert problem(Fact("uses", "vllm.v1.nowhere.Scheduler", "running")) == "there is no vllm.v1.nowhere.Scheduler"
-    assert problem(Fact("overrides", scheduler, "add_request", "step"))
-    assert problem(Fact("overrides", scheduler, "add_request", "request priority="))
-    assert problem(Fact("calls", scheduler, "finish_requests", "request_ids reason="))
-    assert problem(Fact("calls", scheduler, "finish_requests", "finished_status request_ids"))
+    assert problem(Fact("has", scheduler, "rollouts")) == "no such attribute"
+    assert problem(Fact("has", "vllm.v1.nowhere.Scheduler", "running")) == "there is no vllm.v1.nowhere.Scheduler"
+    assert problem(Fact("takes", scheduler, "finish_requests", "request_ids reason="))
+    assert problem(Fact("takes", scheduler, "finish_requests", "finished_status request_ids"))
+    assert problem(Fact("takes", scheduler, "finish_requests", "request_ids finished_status")) is None
     assert problem(Fact("adds", scheduler, "add_request")) == "the name is taken"
     assert problem(Fact("does", scheduler, "add_request", "race(")) == "its source does not say so"
     assert problem(Fact("flag", "vllm serve", "rollouts")) == "no such setting"
 
 
+# -- our code, and every supported vLLM
+
+
+def test_every_snapshot_says_something_of_the_same_names():
+    asked_for = [set(recorded(version)) for version in SUPPORTED_VLLM]
+    assert asked_for == [asked_for[0]] * len(SUPPORTED_VLLM)
+
+
+@every_version
+def test_what_a_version_lacks_is_a_row_of_the_contract(version):
+    absent = {path for path, said in recorded(version).items() if said == ABSENT}
+    assert absent - lacked(version) == set()
+
+
+def lacked(version: str) -> set[str]:
+    """What differs in a version, as the rows say, so that our code asks before it uses it."""
+    return {f"{fact.of}.{fact.name}" for fact in CONTRACT if not fact.holds_for(version)}
+
+
+@every_version
+def test_what_our_calls_pass_has_a_parameter(version):
+    says = recorded(version)
+    refused = {call: says[call.path] for call in our_calls() if called_with(call, says[call.path]) is None}
+    assert {call: said for call, said in refused.items() if call.path not in lacked(version)} == {}
+
+
+def our_calls() -> list[Call]:
+    return [call for call in read()[1] if call.path in recorded(PREFERRED_VLLM)]
+
+
+def test_what_our_calls_pass_by_position_goes_to_the_same_parameters_of_every_version():
+    for call in our_calls():
+        reached = [called_with(call, recorded(version)[call.path]) for version in SUPPORTED_VLLM]
+        assert len({tuple(names) for names in reached if names is not None}) <= 1, (call, reached)
+
+
+@every_version
+def test_our_overrides_take_what_vllms_methods_take(version):
+    says = recorded(version)
+    for each in read()[2]:
+        if says.get(each.path, ABSENT) != ABSENT and each.path not in lacked(version):
+            theirs = signature_of(says[each.path])
+            assert positional(theirs)[: len(each.positional)] == list(each.positional), each
+            assert each.keywords <= set(theirs.parameters), each
+
+
+SET_ANEW = {
+    "vllm.v1.engine.async_llm.AsyncLLM.engine_core",
+    "vllm.v1.engine.async_llm.AsyncLLM.output_handler",
+    "vllm.v1.engine.async_llm.AsyncLLM.vllm_config",
+    "vllm.v1.engine.utils.CoreEngineProcManager.failed_proc_name",
+    "vllm.v1.utils.APIServerProcessManager.processes",
+    "vllm.v1.worker.gpu_worker.Worker.device",
+    "vllm.v1.worker.worker_base.WorkerBase.device",
+}
+"""What of vLLM's objects ours set, and mean to."""
+
+
+def test_nothing_that_ours_set_on_themselves_hides_something_of_vllms():
+    hidden = {
+        f"{path_of(base)}.{name}"
+        for cls, bases in our_classes().items()
+        for base in bases
+        for name in our_names(cls) & said_in(cls).keys()
+        if has(base, name)
+    }
+    assert hidden == SET_ANEW
+
+
+@pytest.fixture
+def uses_of(tmp_path, monkeypatch):
+    """The paths that are read out of the functions of a module."""
+
+    def read(source: str) -> set[str]:
+        (tmp_path / "vllm_made_up.py").write_text("from __future__ import annotations\n" + textwrap.dedent(source))
+        monkeypatch.syspath_prepend(tmp_path)
+        module = importlib.import_module("vllm_made_up")
+        monkeypatch.delitem(sys.modules, "vllm_made_up")
+        monkeypatch.setattr(vllm_snapshot, "all_our_names", frozenset)
+        scopes = [(node, scope_of(node, module, cls)) for node, cls in parts(module)]
+        attributes = [(each, scope) for node, scope in scopes for each in ast.walk(node)]
+        return {path for each, scope in attributes if isinstance(each, ast.Attribute) for path in paths_of(each, scope)}
+
+    return read
+
+
+def test_what_is_used_is_read_out_of_annotations_loops_calls_and_vllms_own_attributes(uses_of):
+    used = uses_of("""
+        from vllm.v1.core.sched.scheduler import Scheduler
+        from vllm.v1.request import Request
+
+        def renamed(requests: dict[str, list[Request]]) -> None:
+            for same in requests.values():
+                print([request.old_name for request in same])
+
+        def of_vllms_own(scheduler: Scheduler) -> None:
+            manager = scheduler.kv_cache_manager
+            found, *_ = manager.get_computed_blocks(None)
+            if (parameters := scheduler.requests["name"].sampling_params) is not None:
+                print(found.old_blocks, parameters.old_stop)
+    """)
+    request, blocks = "vllm.v1.request.Request", "vllm.v1.core.kv_cache_manager.KVCacheBlocks"
+    parameters = "vllm.sampling_params.SamplingParams"
+    gone = {f"{request}.old_name", f"{blocks}.old_blocks", f"{parameters}.old_stop"}
+    assert {path for path in used if line(path) == path + ABSENT} == gone
+    manager = "vllm.v1.core.kv_cache_manager.KVCacheManager.get_computed_blocks"
+    assert {manager, f"{request}.sampling_params", "vllm.v1.core.sched.scheduler.Scheduler.requests"} <= used
+
+
+def test_a_call_whose_parameter_is_gone_is_refused():
+    call = Call("path", 1, ("priority",), is_whole=True)
+    assert called_with(call, "(request, *, priority=...)") == ["request"]
+    assert called_with(call, "(request, *, order=...)") is None
+    assert called_with(call, "(request, priority, needed)") is None
+    assert called_with(call, "(request, **others)") is None
+    assert called_with(call, ABSENT) is None
+    assert called_with(call._replace(is_whole=False), "(request, priority, given)") == ["request"]
+
+
 # -- versions
 
 
-def test_what_every_supported_version_has_in_common_is_most_of_the_contract():
-    differing = [fact for fact in CONTRACT if (fact.since, fact.until) != (SUPPORTED_VLLM[0], SUPPORTED_VLLM[-1])]
-    assert 0 < len(differing) < len(CONTRACT) / 10
-
-
 def test_a_row_holds_from_the_version_that_brings_it_to_the_last_that_has_it():
-    fact = Fact("uses", "vllm.a.B", "c", since="0.30", until="0.31")
+    fact = Fact("has", "vllm.a.B", "c", since="0.30", until="0.31")
     assert [version for version in SUPPORTED_VLLM if fact.holds_for(f"{version}.0")] == ["0.30", "0.31"]
     assert LOGGING_FLAGS.holds_for("0.31.2rc1")
     assert not LOGGING_FLAGS.holds_for("0.30.9")

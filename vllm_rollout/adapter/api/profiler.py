@@ -24,6 +24,7 @@ import numpy as np
 from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
 from vllm.inputs.engine import tokens_input
 from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from vllm_rollout.adapter.api.client import RolloutAsyncLLM
 from vllm_rollout.adapter.api.fingerprint import engine_flags, fingerprint_of, hardware_of, versions
@@ -146,7 +147,7 @@ class Profiler:
         while not (await queue.get()).finished:
             pass
 
-    async def _add(self, prompt: list[int], num_tokens: int, request_id: str | None = None) -> Any:
+    async def _add(self, prompt: list[int], num_tokens: int, request_id: str | None = None) -> RequestOutputCollector:
         """A candidate of a group of its own, sampled as `/v1/rollouts` does."""
         self._num_requests += 1
         request_id = request_id or f"profile-{self._num_requests}"

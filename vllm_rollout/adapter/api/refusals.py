@@ -44,7 +44,9 @@ def refuse_our_fields_in_beam_search() -> None:
 
 def _refusing(to_beam_search_params: Callable[..., BeamSearchParams]) -> Callable[..., BeamSearchParams]:
     @wraps(to_beam_search_params)
-    def refuse_or_pass(request: Any, *args: Any, **kwargs: Any) -> BeamSearchParams:
+    def refuse_or_pass(
+        request: ChatCompletionRequest | CompletionRequest, *args: Any, **kwargs: Any
+    ) -> BeamSearchParams:
         if xargs := rollout_xargs(request.vllm_xargs or {}):
             field = f"vllm_xargs.{next(iter(xargs))}"
             raise VLLMValidationError(

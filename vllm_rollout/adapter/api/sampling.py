@@ -73,7 +73,7 @@ def sampling_params(
         )
     defaults = {key: value for key, value in defaults.items() if key in ALLOWED}
     try:
-        params = SAMPLING.validate_python({**defaults, "max_tokens": None, **sampling})
+        params: SamplingParams = SAMPLING.validate_python({**defaults, "max_tokens": None, **sampling})
     except ValidationError as error:
         raise _sampling_error(error) from error
     except (VLLMClientError, ValueError, TypeError, OverflowError) as error:

@@ -5,7 +5,7 @@ Invariant: what is observed is not changed, and no step waits for it: values rid
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,6 +21,9 @@ from vllm_rollout.tracker.feature_ring import FeatureRing, StateKey
 from vllm_rollout.tracker.step_values import StepValues
 from vllm_rollout.tracker.tracker import CandidateTracker
 from vllm_rollout.tracker.warm_up import warm_up
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.input_batch import InputBatch
 
 
 class HostCopy:
@@ -268,7 +271,7 @@ class RunnerV2Mixin(RunnerMixin):
             observe_sampler(self.sampler, self.candidate_tracker)
         return result
 
-    def sample(self, hidden_states: torch.Tensor, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+    def sample(self, hidden_states: torch.Tensor, input_batch: InputBatch, *args: Any, **kwargs: Any) -> Any:
         if self.feature_ring is not None:
             self.candidate_tracker.see_hidden_states(hidden_states, input_batch.logits_indices)
         return super().sample(hidden_states, input_batch, *args, **kwargs)
@@ -282,7 +285,7 @@ class SamplerMixin:
 
     candidate_tracker: CandidateTracker
 
-    def __call__(self, logits: torch.Tensor, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, logits: torch.Tensor, input_batch: InputBatch, *args: Any, **kwargs: Any) -> Any:
         if len(self.candidate_tracker) and logits.shape[0] == input_batch.num_reqs:
             reached = input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens
             unfinished = reached < input_batch.prefill_len_np
