@@ -8,6 +8,7 @@ from triton_runs import run_script
 pytest.importorskip("triton")
 
 
+@pytest.mark.thorough
 def test_a_step_compiles_nothing_after_the_warm_up_whatever_its_size(tmp_path):
     run_script("triton_variants.py", tmp_path / "results.json", cache=tmp_path / "cache")
     results = json.loads((tmp_path / "results.json").read_text())

@@ -35,6 +35,7 @@ def three_pieces(draw):
 times = st.lists(st.floats(1e-3, 1.0), min_size=1, max_size=14)
 
 
+@pytest.mark.thorough
 @settings(max_examples=40)
 @given(three_pieces())
 def test_an_exact_three_piece_curve_is_found(curve):
@@ -62,6 +63,7 @@ def test_more_pieces_are_never_worse_than_fewer(seconds):
     assert errors[2] <= errors[1] + 1e-9
 
 
+@pytest.mark.thorough
 @settings(max_examples=40)
 @given(times)
 def test_a_curve_rises_where_the_measurements_do(seconds):

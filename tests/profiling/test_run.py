@@ -34,6 +34,7 @@ def go(options, engines):
     return run(options, Console(file=said, width=200), engines), said.getvalue()
 
 
+@pytest.mark.thorough
 def test_a_profile_has_every_point_and_fits_that_hold_and_a_picture(options):
     engines = Engines()
     profile, said = go(replace(options, wanted=THOROUGH), engines)

@@ -132,6 +132,7 @@ async def test_rewards_of_several_names_come_in_one_post(http, engine: FakeEngin
     assert set(engine.learning.heads) == {HeadKey(DETECTION_LENGTH, adapter) for adapter in ("", "a", "b")}
 
 
+@pytest.mark.thorough
 async def test_the_state_has_every_name(http, engine: FakeEngine):
     for model in (None, "a", ODD):
         await teach(http, model=model)

@@ -256,6 +256,7 @@ async def test_all_problems_are_named_up_to_a_few(http):
     assert message.count("; ") == 5
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "bad",
     [
@@ -288,6 +289,7 @@ async def test_large_garbage_is_refused_in_few_words(http, engine: FakeEngine, c
     check_error(response, 422, None, ["content-type"])
 
 
+@pytest.mark.thorough
 async def test_large_valid_bodies_are_served(http, engine: FakeEngine):
     engine.max_model_len = 2**30
     many = [{"prompt_token_ids": [7] * 3000} for _ in range(1000)]
@@ -328,6 +330,7 @@ async def test_bad_bodies_are_refused_before_a_stream_begins(http):
     check_error(response, 422, "group_size", ["--max-num-seqs"])
 
 
+@pytest.mark.thorough
 def test_bad_requests_over_a_socket_leave_the_server_serving(server_url, engine: FakeEngine):
     with httpx.Client(base_url=server_url, timeout=30) as http:
         for bad, status, param, words in BAD.values():

@@ -38,6 +38,7 @@ QUICK = settings(
 )
 
 
+@pytest.mark.thorough
 @SCHEMA.parametrize()
 @QUICK
 def test_answers_conform_to_openapi(case):
@@ -127,6 +128,7 @@ def local_client():
         yield client
 
 
+@pytest.mark.thorough
 @given(body=mutated())
 @settings(QUICK, max_examples=300)
 def test_mutated_bodies_are_never_the_servers_fault(local_client, body):
@@ -141,6 +143,7 @@ def rewards_path(local_client) -> str:
     return f"/v1/rollouts/{answer['id']}/rewards"
 
 
+@pytest.mark.thorough
 @given(body=mutated(REWARDS))
 @settings(QUICK, max_examples=150)
 def test_mutated_rewards_are_never_the_servers_fault(local_client, rewards_path, body):
@@ -148,6 +151,7 @@ def test_mutated_rewards_are_never_the_servers_fault(local_client, rewards_path,
     check_answer(local_client.post(rewards_path, content=content, headers={"content-type": "application/json"}))
 
 
+@pytest.mark.thorough
 @given(body=mutated(VOTE))
 @settings(QUICK, max_examples=150)
 def test_mutated_votes_are_never_the_servers_fault(local_client, body):

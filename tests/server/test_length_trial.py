@@ -68,6 +68,7 @@ async def test_a_keep_ratio_out_of_range_is_explained(http, ratio):
     assert response.json()["error"]["param"] == "keep_ratio"
 
 
+@pytest.mark.thorough
 async def test_auto_compares_first_says_so_and_then_prunes_at_what_is_recommended(http):
     plan = {**PRUNING, "detection_length": "auto"}
     fields = {"pruning": plan, "sampling": {"seed": 5, **LONG}}

@@ -183,6 +183,7 @@ BAD = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", BAD)
 async def test_bad_rewards_are_explained_and_teach_nothing(http, name):
     answer = await roll(http)
@@ -214,6 +215,7 @@ async def test_one_bad_reward_in_a_list_teaches_nothing_of_it(http):
     assert (await post(http, answer)).counts.accepted == 12
 
 
+@pytest.mark.thorough
 async def test_a_hundred_thousand_rewards_are_taken_at_once(http):
     answer = await roll(http)
     many = rewards_of(answer) * (MAX_REWARDS // 12)

@@ -17,6 +17,7 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import httpx
+import pytest
 import uvicorn
 
 from .conftest import DEADLINE_S, make_app
@@ -163,6 +164,7 @@ def live_and_die(database: Path, listener: socket.socket, over: Event) -> None:
     serve(database, listener, writing)
 
 
+@pytest.mark.thorough
 def test_a_server_that_is_killed_loses_no_prompt_and_returns_none_twice(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     over = context.Event()

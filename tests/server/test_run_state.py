@@ -158,6 +158,7 @@ def served() -> Iterator[tuple[TestClient, bytes]]:
         yield server, server.get("/v1/rollouts/state").content
 
 
+@pytest.mark.thorough
 @given(data=st.data())
 @settings(max_examples=100, deadline=None)
 def test_mutated_runs_of_a_state_are_refused_or_kept_whole(served, data: st.DataObject) -> None:

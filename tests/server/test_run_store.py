@@ -50,6 +50,7 @@ def play(draw, opened: OpenRound) -> RoundProgress:
     return progress
 
 
+@pytest.mark.thorough
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.data())
 def test_no_prompt_comes_back_twice_and_none_is_lost(data: st.DataObject) -> None:
