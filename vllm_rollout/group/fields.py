@@ -116,7 +116,7 @@ class PruningFields:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class DualEndFields:
     """A selection from both ends of a pool: its shortest trajectories and its longest."""
 
@@ -136,12 +136,12 @@ class DualEndFields:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class DualEndSelectionFields:
     dual_end: DualEndFields
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class AutoFields:
     """How the server shares out spare candidates."""
 
@@ -153,12 +153,12 @@ class AutoFields:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class AutoRedundancyFields:
     auto: AutoFields
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class RaceFields:
     """What a rollout says of its groups, a run for all its rounds, and a round for itself."""
 
@@ -212,7 +212,7 @@ class RaceFields:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class GroupFields(RaceFields):
     """What a rollout says of its groups."""
 
@@ -233,7 +233,7 @@ class GroupFields(RaceFields):
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class JoinFields:
     """What a request that joins a group says of it, beside fields that others have too."""
 
