@@ -127,7 +127,7 @@ def test_a_round_that_a_server_left_open_is_asked_for_again(tmp_path: Path) -> N
 
 
 def test_a_wrong_option_is_named(client: RolloutClient) -> None:
-    with pytest.raises(TypeError, match="redundency is no option of a run"):
+    with pytest.raises(TypeError, match="redundency is no option; there are"):
         client.run(2, 4, redundency=3)
     with pytest.raises(TypeError, match="got one str"):
         list(make_run(client).rounds("a prompt"))

@@ -82,7 +82,7 @@ def rollout_body(
 def option_fields(options: Mapping[str, Any], known: type) -> dict[str, Any]:
     """Options as fields of a body; None says nothing. Raises: TypeError for one that is not among the known ones."""
     if unknown := sorted(options.keys() - known.__annotations__.keys()):
-        raise TypeError(f"{unknown[0]!r} is no option; there are {', '.join(known.__annotations__)}")
+        raise TypeError(f"{unknown[0]} is no option; there are {', '.join(known.__annotations__)}")
     said = {name: _plain(value) for name, value in options.items() if value is not None}
     wanted = {_RETURNED[name]: said.pop(name) for name in _RETURNED if name in said}
     return said | ({"return": wanted} if wanted else {})

@@ -108,7 +108,7 @@ class PruningFields:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class DualEndFields:
     """A selection from both ends of a pool: its shortest trajectories and its longest."""
 
@@ -128,12 +128,12 @@ class DualEndFields:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class DualEndSelectionFields:
     dual_end: DualEndFields
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class AutoFields:
     """How the server shares out spare candidates."""
 
@@ -145,12 +145,12 @@ class AutoFields:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class AutoRedundancyFields:
     auto: AutoFields
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class RaceFields:
     """What a rollout says of its groups, a run for all its rounds, and a round for itself."""
 
@@ -204,7 +204,7 @@ class RaceFields:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class GroupFields(RaceFields):
     """What a rollout says of its groups."""
 
@@ -225,7 +225,7 @@ class GroupFields(RaceFields):
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class JoinFields:
     """What a request that joins a group says of it, beside fields that others have too."""
 

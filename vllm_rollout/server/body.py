@@ -92,7 +92,7 @@ def _type_of(kind: Kind) -> Any:
     raise TypeError(f"{type(kind).__name__} is no kind of value that a body has")
 
 
-def limits(kind: Number) -> dict[str, float]:
+def limits(kind: Number) -> dict[str, Any]:
     """As pydantic names them."""
     return {"gt" if kind.above else "ge": kind.least, "lt" if kind.below else "le": kind.most}
 

@@ -65,7 +65,7 @@ class AutoRedundancy(Body, fields.AutoRedundancyFields):
 
 
 @of_table
-class Pruning(Body, fields.PruningFields):
+class Pruning(Body, fields.PruningFields):  # type: ignore[misc]  # the table is frozen, for plans
     """Score each candidate at `detection_length` and stop those that will not help training."""
 
     def plan(self) -> PruningPlan:

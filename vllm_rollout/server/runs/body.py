@@ -59,7 +59,7 @@ class SaidFields(RolloutFields):
 
 @_of_rollout
 @of_table
-class RunRequest(SaidFields, RunFields):
+class RunRequest(SaidFields, RunFields):  # type: ignore[misc]  # the table is frozen, for terms
     """A run: the rounds of one training."""
 
     model_config = ConfigDict(
