@@ -21,6 +21,7 @@ import torch
 from vllm.config import ParallelConfig
 
 from tests.support.dry_run import DryRun
+from vllm_rollout.adapter.api.engine_calls import EngineCalls
 from vllm_rollout.adapter.api.learning import EngineLearning
 from vllm_rollout.adapter.core.calls import rollout_call
 from vllm_rollout.adapter.core.scheduler import RolloutScheduler
@@ -139,7 +140,7 @@ async def under_way(core: Core, rng: random.Random) -> None:
     for number in range(NUM_PROMPTS):
         lengths.observe(f"id:{number}", [ObservedLength(100, False), ObservedLength(150 + number % 50, False)])
     options = RolloutOptions()
-    poster = EngineLearning(Client(core), options)
+    poster = EngineLearning(EngineCalls(Client(core)), options)
     first = [finish_rollout(core, f"first{length}", NUM_FIRST_REWARDS // 2, length, rng) for length in LENGTHS]
     rewards = finish_rollout(core, "rollout", NUM_REWARDS, LENGTHS[0], rng)
 

@@ -131,6 +131,24 @@ def cycle(arrows: Arrows) -> list[str]:
     return []
 
 
+def file_arrows() -> Arrows:
+    """The same of single files; what is imported for types only counts."""
+    files = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
+    found: Arrows = defaultdict(lambda: defaultdict(list))
+    for importer, path in files.items():
+        for name in sorted(imported_modules(path.read_text(), importer.rpartition(".")[0])):
+            imported = name if name in files else name.rpartition(".")[0]
+            if imported in files and imported != importer:
+                found[importer][imported].append(f"{importer}: {name}")
+    return found
+
+
+def test_files_form_no_cycle():
+    found = file_arrows()
+    assert found["vllm_rollout.server.service"].keys() > {"vllm_rollout.server.engine", "vllm_rollout.server.answers"}
+    assert cycle(found) == []
+
+
 def test_folders_form_no_cycle():
     assert cycle(arrows()) == []
 

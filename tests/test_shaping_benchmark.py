@@ -62,11 +62,17 @@ def run_on(engine, folder, sizes=SIZES, progress=lambda done, total, what: None)
     return log
 
 
+def priced_engine():
+    engine = FakeEngine()
+    engine.shaping.cost_model = COST
+    return engine
+
+
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     """All ways, and the folder they were logged in."""
     folder = tmp_path_factory.mktemp("shaping")
-    return folder, run_on(FakeEngine(cost_model=COST), folder)
+    return folder, run_on(priced_engine(), folder)
 
 
 def state_of(folder):
@@ -155,10 +161,10 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path):
             raise Cut
 
     with pytest.raises(Cut):
-        run_on(FakeEngine(cost_model=COST), tmp_path, progress=cut)
+        run_on(priced_engine(), tmp_path, progress=cut)
     before = {run.key: run for run in Log(tmp_path / "runs.jsonl")}
     state = state_of(tmp_path)
-    log = run_on(FakeEngine(cost_model=COST), tmp_path)
+    log = run_on(priced_engine(), tmp_path)
     assert len([key for key in before if key[0] != "history"]) == 11
     assert all(log[key] == run for key, run in before.items())
     assert {run.server for run in log} == {0, 1}

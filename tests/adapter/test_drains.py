@@ -13,11 +13,11 @@ from vllm_rollout.server.engine import Drained, RequestError
 
 
 def drain(cluster: Cluster, rank: int, process: int = 0, **kwargs: Any) -> asyncio.Task[Drained]:
-    return asyncio.create_task(cluster.engines[process].drain(rank, 3600.0, **kwargs))
+    return asyncio.create_task(cluster.engines[process].moves.drain(rank, 3600.0, **kwargs))
 
 
 def restore(cluster: Cluster, rank: int, **kwargs: Any) -> asyncio.Task[None]:
-    return asyncio.create_task(cluster.engine.restore(rank, **kwargs))
+    return asyncio.create_task(cluster.engine.moves.restore(rank, **kwargs))
 
 
 def is_conflict(answer: object) -> bool:
@@ -107,13 +107,13 @@ def test_a_group_that_is_on_its_way_to_a_rank_leaves_it_again(on_ranks):
         await cluster.turn()
         (source,) = cluster.cores_of("g")
         target, other = {0, 1, 2} - {source}
-        moving = asyncio.create_task(cluster.engine.move_group("g", target))
+        moving = asyncio.create_task(cluster.engine.moves.move_group("g", target))
         async with cluster.at("adopt_group", target):
             draining = drain(cluster, target)
         await cluster.done(moving, draining)
         assert draining.result().num_left == 0
         assert cluster.cores_of("g") in ([source], [other])
-        (move,) = await cluster.done(asyncio.create_task(cluster.engine.move_group("g", target)))
+        (move,) = await cluster.done(asyncio.create_task(cluster.engine.moves.move_group("g", target)))
         assert move.outcome == "stays"
         await cluster.done(*cluster.readers.values())
 
@@ -127,7 +127,7 @@ def test_processes_follow_holds_of_others(on_ranks):
         await cluster.turn()
         (rank,) = cluster.cores_of("g")
         for engine in cluster.engines:
-            engine.follow_holds()
+            engine.moves.follow_holds()
         await cluster.done(drain(cluster, rank))
         await cluster.until(lambda: first.routes.held == second.routes.held == {rank})
         await cluster.until(lambda: cluster.cores_of("g") == [1 - rank])

@@ -55,16 +55,16 @@ class TwoRanks:
 
 def test_what_every_rank_knows_the_next_one_says_when_the_first_dies() -> None:
     async def call() -> None:
-        assert await EngineCalls(TwoRanks())._call_first(HEADS, None) == []
-        assert await EngineCalls(TwoRanks())._call_if_alive(0, HEADS, None) is None
+        assert await EngineCalls(TwoRanks()).call_first(HEADS, None) == []
+        assert await EngineCalls(TwoRanks()).call_if_alive(0, HEADS, None) is None
         with pytest.raises(RequestError, match="rank 1 of the engine has died"):
-            await EngineCalls(TwoRanks(both_die=True))._call_first(HEADS, None)
+            await EngineCalls(TwoRanks(both_die=True)).call_first(HEADS, None)
 
     asyncio.run(asyncio.wait_for(call(), 10))
 
 
 @pytest.mark.parametrize("calls", [
-    lambda engine: engine._call_rank(0, CUT_RACE, "race"), lambda engine: engine._call_all(HELD_GROUPS, None)
+    lambda engine: engine.call_rank(0, CUT_RACE, "race"), lambda engine: engine.call_all(HELD_GROUPS, None)
 ])  # fmt: skip
 def test_a_call_that_is_on_its_way_when_the_engine_dies_ends(calls, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_calls, "LOOK_S", 0.01)

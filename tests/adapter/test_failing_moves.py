@@ -36,7 +36,7 @@ async def moved(cluster: Cluster, prepare: Callable[[int], None]) -> Any:
     await cluster.until(lambda: cluster.said.get(("g", 1), []))
     (source,) = cluster.cores_of("g")
     prepare(source)
-    (move,) = await cluster.done(asyncio.create_task(cluster.engine.move_group("g", 1 - source)))
+    (move,) = await cluster.done(asyncio.create_task(cluster.engine.moves.move_group("g", 1 - source)))
     return move
 
 
@@ -142,7 +142,7 @@ def test_a_target_that_fails_half_way_has_nothing(on_ranks, what, number):
         assert (move.outcome, move.reason) == ("failed", f"{what} failed")
         assert cluster.cores[targets[0]].scheduler.requests == {}
         assert len(cluster.cores[targets[0]].scheduler.group_steps) == 0
-        again = asyncio.create_task(cluster.engine.move_group("g", targets[0]))
+        again = asyncio.create_task(cluster.engine.moves.move_group("g", targets[0]))
         assert [move.outcome for move in await cluster.done(again)] == ["moved"]
         await cluster.done(*cluster.readers.values())
         assert_said(cluster)
@@ -179,7 +179,7 @@ def test_a_group_that_has_arrived_stays_there_whatever_its_source_says(on_ranks,
 
         assert (await moved(cluster, prepare)).outcome == "moved"
         assert cluster.cores_of("g") == [1 - sources[0]]
-        back = asyncio.create_task(cluster.engine.move_group("g", sources[0]))
+        back = asyncio.create_task(cluster.engine.moves.move_group("g", sources[0]))
         assert [move.outcome for move in await cluster.done(back)] == ["moved"]
         await cluster.done(*cluster.readers.values())
         assert_said(cluster)
@@ -194,7 +194,7 @@ def test_a_target_that_dies_with_the_group_has_not_taken_it(on_ranks):
         cluster.start("g", LENGTHS, 2)
         await cluster.until(lambda: cluster.said.get(("g", 1), []))
         (source,) = cluster.cores_of("g")
-        moving = asyncio.create_task(cluster.engine.move_group("g", 1 - source))
+        moving = asyncio.create_task(cluster.engine.moves.move_group("g", 1 - source))
         async with cluster.at("adopt_group", 1 - source):
             cluster.llm.die(1 - source)
         (move,) = await cluster.done(moving)
@@ -239,7 +239,7 @@ async def in_a_parcel(cluster: Cluster, **kwargs: Any) -> asyncio.Future[Any]:
     cluster.start("g", LENGTHS, 2, **kwargs)
     await cluster.until(lambda: cluster.said.get(("g", 1), []))
     (source,) = cluster.cores_of("g")
-    moving = asyncio.create_task(cluster.engine.move_group("g", 1 - source))
+    moving = asyncio.create_task(cluster.engine.moves.move_group("g", 1 - source))
     async with cluster.at("release_group", source):
         pass
     while cluster.cores[source].scheduler.candidates_of("g"):  # a token of it was on its way

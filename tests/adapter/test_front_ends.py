@@ -11,7 +11,8 @@ from vllm.entrypoints.cli import serve
 
 from vllm_rollout.adapter import plugin
 from vllm_rollout.adapter.api import front_ends
-from vllm_rollout.adapter.api.migration import EngineMigration
+from vllm_rollout.adapter.api.engine_calls import EngineCalls
+from vllm_rollout.adapter.api.moving import EngineMoves
 from vllm_rollout.adapter.api.serve import parse
 from vllm_rollout.adapter.compat import RUST_LISTENERS, has, vllm_version
 from vllm_rollout.adapter.options import RolloutOptions
@@ -124,8 +125,8 @@ def test_a_port_that_is_taken_is_said_before_anything_starts(tiny_model, rust):
 
 
 def test_groups_are_not_moved_by_a_plan_that_cannot_see_all_of_them():
-    migration = EngineMigration.__new__(EngineMigration)
     for options, refused in ((OPTIONS, True), (RolloutOptions(), False)):
         config = SimpleNamespace(additional_config=options.into({}))
-        migration._client = SimpleNamespace(num_api_processes=1, vllm_config=config)
-        assert ("Rust front end" in (migration.move_refusal(priced=False) or "")) is refused
+        client = SimpleNamespace(num_api_processes=1, vllm_config=config)
+        moves = EngineMoves(client, EngineCalls(client), None, None)
+        assert ("Rust front end" in (moves.refusal(priced=False) or "")) is refused

@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load, save
 
+from vllm_rollout.adapter.api.engine_calls import EngineCalls
 from vllm_rollout.adapter.api.learning import REWARDS_PER_CALL, EngineLearning
 from vllm_rollout.adapter.call_table import (
     LENGTH_HISTORY,
@@ -149,7 +150,7 @@ class Engine:
     def __getattr__(self, name: str) -> Any:
         def do(*args: Any) -> Any:
             async def done() -> Any:
-                engine = EngineLearning(self._client, RolloutOptions(train_budget_s=10.0))
+                engine = EngineLearning(EngineCalls(self._client), RolloutOptions(train_budget_s=10.0))
                 result = await getattr(engine, name)(*args)
                 await engine.settled()
                 return result
@@ -312,7 +313,7 @@ def test_of_two_posts_alike_one_is_accepted_and_one_a_duplicate(monkeypatch):
     rewards = rank.run_rollout("r", num=100)
 
     async def both() -> list:
-        engine = EngineLearning(Client(rank), RolloutOptions(train_budget_s=10.0))
+        engine = EngineLearning(EngineCalls(Client(rank)), RolloutOptions(train_budget_s=10.0))
         return await asyncio.gather(*(engine.post_rewards("r", rewards) for _ in range(2)))
 
     assert [list(receipt.statuses) for receipt in asyncio.run(both())] == [["accepted"] * 100, ["duplicate"] * 100]
@@ -323,15 +324,16 @@ def test_rewards_are_taken_to_the_end_when_the_client_goes_away():
     rewards = ranks[1].run_rollout("r", num=2 * REWARDS_PER_CALL)
 
     async def leave_early() -> None:
-        engine = EngineLearning(Client(*ranks), RolloutOptions(train_budget_s=10.0))
+        calls = EngineCalls(Client(*ranks))
+        engine = EngineLearning(calls, RolloutOptions(train_budget_s=10.0))
         posting = asyncio.create_task(engine.post_rewards("r", rewards))
         for _ in range(4):
             await asyncio.sleep(0)
         posting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await posting
-        assert engine._running
-        while engine._running:
+        assert calls.is_busy
+        while calls.is_busy:
             await asyncio.sleep(0)
         await engine.settled()
 

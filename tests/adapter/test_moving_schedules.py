@@ -64,15 +64,15 @@ class Schedule:
 
     def drain(self) -> None:
         owner = self.chance.choice([TRAINER, "rollout"])
-        self.call(self.engine().drain(self.rank(), self.chance.choice([0.0, 3600.0]), owner))
+        self.call(self.engine().moves.drain(self.rank(), self.chance.choice([0.0, 3600.0]), owner))
 
     def restore(self) -> None:
-        self.call(self.engine().restore(self.rank(), *self.chance.choice([(), ("rollout",)])))
+        self.call(self.engine().moves.restore(self.rank(), *self.chance.choice([(), ("rollout",)])))
 
     def move(self) -> None:
         if self.lengths:
             group_id = self.chance.choice(list(self.lengths))
-            self.call(self.cluster.engines[self.process_of[group_id]].move_group(group_id, self.rank()))
+            self.call(self.cluster.engines[self.process_of[group_id]].moves.move_group(group_id, self.rank()))
 
     def leave(self) -> None:
         """Who waits for something goes away."""
@@ -104,7 +104,7 @@ class Schedule:
             core.fails = lambda what: False
         await self.cluster.until(lambda: all(task.done() for task in self.calls if not self.waits(task)))
         for rank in range(len(self.cluster.cores)):
-            await self.cluster.done(asyncio.create_task(self.cluster.engine.restore(rank)))
+            await self.cluster.done(asyncio.create_task(self.cluster.engine.moves.restore(rank)))
         answers = await self.cluster.done(*self.calls)
         for answer in answers:
             if isinstance(answer, RequestError):
@@ -131,7 +131,7 @@ class Schedule:
         cluster = self.cluster
         where = [request_id for core in cluster.cores for request_id in core.scheduler.requests]
         assert len(where) == len(set(where)), "a candidate is in two engine cores"
-        decides = any(engine._one_move.locked() for engine in cluster.engines)
+        decides = any(engine.moves._one_move.locked() for engine in cluster.engines)
         if self.alone or not decides:
             assert len(cluster.held) < len(cluster.cores), "nobody takes groups"
         if self.alone:

@@ -39,18 +39,25 @@ class Core:
         self.resources.engine_dead = True
 
 
-class Learning:
-    """Stands for EngineLearning on a part of a client."""
+class Calls:
+    """Stands for EngineCalls on a part of a client."""
 
-    def __init__(self, part, options) -> None:
-        self._part = part
+    def __init__(self, part) -> None:
+        self.part = part
+
+    async def unless_dead(self, call):
+        return await call
+
+
+class Learning:
+    """Stands for EngineLearning."""
+
+    def __init__(self, calls, options) -> None:
+        self._part = calls.part
 
     async def learning_state(self) -> bytes:
         assert not self._part.errored
         return self._part.engine_core.learned
-
-    async def unless_dead(self, call):
-        return await call
 
     async def set_learning_state(self, state: bytes) -> None:
         self._part.engine_core.learned = state
@@ -108,6 +115,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(rebuilding, "start_engine", start)
     monkeypatch.setattr(rebuilding, "config_of", config_of)
+    monkeypatch.setattr(rebuilding, "EngineCalls", Calls)
     monkeypatch.setattr(rebuilding, "EngineLearning", Learning)
     monkeypatch.setattr(rebuilding, "LOOK_S", 0.0)
     return sizes
@@ -115,7 +123,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def make() -> tuple[Client, SimpleNamespace, Resizer]:
     client = Client()
-    engine = SimpleNamespace(is_busy=False, lost_weights=LostWeights(), unless_dead=Learning(None, None).unless_dead)
+    engine = SimpleNamespace(is_busy=False, lost_weights=LostWeights(), calls=Calls(None))
     return client, engine, Resizer(client, engine, Namespace(rollout_profile=None, emulate=None))
 
 

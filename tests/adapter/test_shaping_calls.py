@@ -10,6 +10,7 @@ import pytest
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
+from vllm_rollout.adapter.api.engine_calls import EngineCalls
 from vllm_rollout.adapter.api.fingerprint import engine_flags, fingerprint_of, hardware_of
 from vllm_rollout.adapter.api.group_routes import GroupRoutes
 from vllm_rollout.adapter.api.shaping import KEYS_PER_CALL, EngineShaping
@@ -79,7 +80,8 @@ def cores() -> list[Core]:
 
 @pytest.fixture
 def engine(cores) -> EngineShaping:
-    return EngineShaping(Client(*cores))
+    client = Client(*cores)
+    return EngineShaping(client, EngineCalls(client))
 
 
 def test_every_operation_has_who_answers_it():

@@ -19,6 +19,7 @@ import pytest
 from test_learning_calls import HEAD, Client, Rank, content, learned
 
 from vllm_rollout.adapter.api import state_file
+from vllm_rollout.adapter.api.engine_calls import EngineCalls
 from vllm_rollout.adapter.api.learning import EngineLearning
 from vllm_rollout.adapter.api.state_file import MAX_HEADS, StateFile
 from vllm_rollout.adapter.options import RolloutOptions
@@ -43,9 +44,10 @@ class Server:
     def __init__(self, folder: Path, rank: Rank | None = None) -> None:
         folder.mkdir(exist_ok=True)
         self.rank = rank or Rank()
-        self.engine = EngineLearning(Client(self.rank), RolloutOptions(train_budget_s=10.0))
+        calls = EngineCalls(Client(self.rank))
+        self.engine = EngineLearning(calls, RolloutOptions(train_budget_s=10.0))
         self.store = RunStore(folder / RUNS)
-        self.file = StateFile(folder / LEARNED, self.engine, SimpleNamespace())
+        self.file = StateFile(folder / LEARNED, self.engine, calls, SimpleNamespace())
         self.file._save_soon = lambda: None  # nothing but what is put writes by itself
 
     async def put_state(self, state: bytes) -> None:
@@ -190,9 +192,8 @@ async def test_heads_that_are_put_again_and_again_do_not_fill_the_disk(tmp_path:
 
 
 async def test_of_states_that_are_put_at_once_disk_and_engine_have_the_same(tmp_path: Path) -> None:
-    one, other = Server(tmp_path), Server(tmp_path)  # two API processes of one engine
-    other.engine._client = one.engine._client
-    other.rank = one.rank
+    one = Server(tmp_path)
+    other = Server(tmp_path, one.rank)  # two API processes of one engine
     states = [STATE, OTHER_STATE]
     await asyncio.gather(*(server.put_state(state) for server in (one, other) for state in states), one.file.save())
     assert await restarted(tmp_path) == one.has()

@@ -55,7 +55,7 @@ def make_app(
     store = RunStore(database)
     parallelism = None if make_parallelism is None else make_parallelism(metrics)
     app.state.run_service = RunService(app.state.rollout_service, engine, store, metrics, num_processes, parallelism)
-    app.state.engines_service = EnginesService(engine, lambda: app.state.rollout_service.progress)
+    app.state.engines_service = EnginesService(engine.moves, lambda: app.state.rollout_service.progress)
     app.state.healthy = True
 
     @app.get("/health", include_in_schema=False)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,32 +17,25 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError
 
-from vllm_rollout.group.cost import CostModel
-from vllm_rollout.group.history import ObservedLength
-from vllm_rollout.group.holding import EVERYBODY, TRAINER, Holders
 from vllm_rollout.group.judge import Scoring
 from vllm_rollout.group.lifecycle import Group
-from vllm_rollout.group.load import ArrivedKV, EngineLoad, GroupLoad, RankLoad
 from vllm_rollout.group.plan import GroupPlan
 from vllm_rollout.group.race import RacePlace
-from vllm_rollout.group.scaling import Progress, ScaleDown, plan_scale_down
 from vllm_rollout.group.step import GroupSteps
 from vllm_rollout.group.types import BASE_MODEL, WHOLE, CandidateId, CandidateState, Ending, EndReason, HeldGroups
 from vllm_rollout.server.engine import (
     Beginnings,
     CandidateEnd,
     CandidateTokens,
-    Drained,
     GroupLost,
-    LengthStatistics,
     Outlook,
     PreparedPrompt,
     PromptInput,
     RequestError,
-    StepDrift,
 )
 
-from .fake_learning import MODEL, LearningEngine
+from .fake_learning import MODEL, FakeLearning
+from .fake_parts import FakeMoves, FakeShaping
 
 VOCAB_SIZE = 1000
 
@@ -91,9 +83,12 @@ class Candidate:
 
 
 @dataclass(slots=True)
-class FakeEngine(LearningEngine):
+class FakeEngine:
     """Implements `vllm_rollout.server.engine.Engine`."""
 
+    learning: FakeLearning = field(default_factory=FakeLearning)
+    shaping: FakeShaping = field(init=False)
+    moves: FakeMoves = field(init=False)
     adapters: Sequence[str] = ()
     """Served beside the model."""
     max_num_seqs: int = 64
@@ -112,11 +107,6 @@ class FakeEngine(LearningEngine):
     weight_version: str | None = None
     weight_version_from: Mapping[int, str] = field(default_factory=dict)
     """Output token -> the weight version from there on, after `weight_version`."""
-    cost_model: CostModel | None = None
-    drift: Sequence[StepDrift] = ()
-    num_ranks: int = 1
-    holders: defaultdict[int, Holders] = field(default_factory=lambda: defaultdict(Holders))
-    """Of ranks. Everything runs on rank 0."""
     num_launch_places: int = 128
     preemptions: Callable[[int], int] = lambda num_tokens: 0
     """Of a candidate, by its number of tokens."""
@@ -134,49 +124,18 @@ class FakeEngine(LearningEngine):
     """Of all groups on their way."""
     stops: dict[str, list[CandidateId]] = field(default_factory=dict)
     """Verdicts on candidates of a group, to be carried out in its next step."""
-    moves: dict[int, tuple[float, ArrivedKV]] = field(default_factory=dict)
-    """By rank: seconds spent on moves, and the KV that came along."""
     lost_groups: set[str] = field(default_factory=set)
     num_cuts: int = 0
     last_step_s: float = 0.0
     """When a group last made a step."""
 
+    def __post_init__(self) -> None:
+        self.shaping = FakeShaping(self.learning)
+        self.moves = FakeMoves(self.groups, lambda: self.num_running)
+
     @property
     def num_running(self) -> int:
         return self.num_launched - self.num_ended - self.num_aborted
-
-    async def engine_loads(self) -> list[EngineLoad]:
-        return [
-            EngineLoad(
-                rank in self.held, 0 if rank else self.num_running, 0, 0.0, 0, 0, 0, [], *self.moves.get(rank, ())
-            )
-            for rank in range(self.num_ranks)
-        ]
-
-    @property
-    def held(self) -> set[int]:
-        return {rank for rank, holders in self.holders.items() if holders}
-
-    async def drain(self, rank: int, timeout_s: float, owner: str = TRAINER) -> Drained:
-        if self.held | {rank} == set(range(self.num_ranks)):
-            raise RequestError("the last one", status=HTTPStatus.CONFLICT, param="rank")
-        self.holders[rank].change(owner, held=True)
-        load = (await self.engine_loads())[rank]
-        return Drained(load.is_held, 0, load.num_running, {}, 0.0)
-
-    async def restore(self, rank: int, owner: str = EVERYBODY) -> None:
-        self.holders[rank].change(owner, held=False)
-
-    def move_refusal(self, *, priced: bool) -> str | None:
-        return None if self.num_ranks > 1 else "needs several ranks."
-
-    async def plan_scale_down(self, progress: Progress) -> ScaleDown:
-        groups = [GroupLoad.of(id, 10, [5] * steps.held.num_running, None, 100) for id, steps in self.groups.items()]
-        loads = [
-            RankLoad(rank, tuple(groups[rank :: self.num_ranks]), is_held=rank in self.held)
-            for rank in range(self.num_ranks)
-        ]
-        return plan_scale_down(progress, loads)
 
     @property
     def is_idle(self) -> bool:
@@ -235,7 +194,7 @@ class FakeEngine(LearningEngine):
             scoring = Scoring(
                 rollout_id, prompt.id, pruning_seed, plan.pruning, prompt_key=prompt_key, adapter=handle.adapter
             )
-        group_steps = GroupSteps(self.judge)
+        group_steps = GroupSteps(self.learning.judge)
         if place is not None:
             group_steps = self.races.setdefault(place.race_id, group_steps)
         running: dict[CandidateId, Candidate] = {}
@@ -299,46 +258,32 @@ class FakeEngine(LearningEngine):
         return _text(token_ids)
 
     async def current_weight_version(self) -> str | None:
-        self._check_alive()
+        self.learning.check_alive()
         return self.weight_version
 
     async def cancel_groups(self, group_ids: Sequence[str]) -> None:
-        self._check_alive()
+        self.learning.check_alive()
         for group_id in group_ids:
             if group_id in self.groups:
                 self.groups[group_id].cancel(group_id)
 
     async def cut_race(self, race_id: str) -> None:
-        self._check_alive()
+        self.learning.check_alive()
         self.num_cuts += 1
         if race_id in self.races:
             self.races[race_id].cut(race_id)
 
     async def widen_race(self, race_id: str, num_wanted: int) -> None:
-        self._check_alive()
+        self.learning.check_alive()
         assert race_id in self.races, "a race that nobody entered"
         self.races[race_id].races.widen(race_id, num_wanted)
 
     async def forget_race(self, race_id: str) -> None:
-        self._check_alive()
+        self.learning.check_alive()
         self.races.pop(race_id, None)
-
-    async def observe_lengths(self, key: str, lengths: Sequence[ObservedLength], adapter: str = BASE_MODEL) -> None:
-        self._check_alive()
-        memory = self.judge.memory_of(adapter)
-        if memory is not None:
-            memory.lengths.observe(key, lengths)
-
-    async def length_history(self, keys: Sequence[str], adapter: str = BASE_MODEL) -> LengthStatistics:
-        self._check_alive()
-        lengths = self._memory(adapter).lengths
-        return LengthStatistics(lengths.dataset(), [lengths.of(key) for key in keys])
 
     async def held_groups(self) -> HeldGroups:
         return HeldGroups(len(self.groups), 0, len(self.races))
-
-    async def step_drift(self) -> Sequence[StepDrift]:
-        return self.drift
 
     def _candidate(self, index: int, prompt: PreparedPrompt, seed_name: str, before: Sequence[int]) -> Candidate:
         sampling: Sampling = prompt.handle.sampling
@@ -369,13 +314,13 @@ class FakeEngine(LearningEngine):
             if candidate.num_tokens == len(candidate.token_ids):
                 last = None
                 if scoring is not None and scoring.plan.final_score:
-                    last = self.observe(candidate.token_ids, WHOLE)
+                    last = self.learning.observe(candidate.token_ids, WHOLE)
                 group_steps.ended(id, group, candidate.end_reason, candidate.num_tokens, last)
                 ended.append(id)
             elif scoring is not None:
                 reached = len(candidate.before) + candidate.num_tokens
                 if reached in scoring.plan.scored_lengths:
-                    due[id] = self.observe(candidate.before + candidate.token_ids, reached, scoring.adapter)
+                    due[id] = self.learning.observe(candidate.before + candidate.token_ids, reached, scoring.adapter)
         verdicts = group_steps.close_step(due, lambda id: self.candidates[id].num_tokens)
         self.lost_groups |= verdicts.lost_groups
         for id in verdicts.stop:

@@ -44,8 +44,8 @@ def succeeded(token_ids: Sequence[int]) -> bool:
 
 
 @dataclass(slots=True)
-class LearningEngine:
-    """The part of `vllm_rollout.server.engine.Engine` that scores and learns."""
+class FakeLearning:
+    """Implements `vllm_rollout.server.engine.LearningPart`, and scores candidates."""
 
     pruning_refusal: str | None = None
     dead: bool = False
@@ -86,7 +86,7 @@ class LearningEngine:
         return RewardsReceipt(statuses, num_training, versions)
 
     async def post_rewards(self, rollout_id: str, rewards: Sequence[Reward]) -> RewardsReceipt | None:
-        self._check_alive()
+        self.check_alive()
         result = self.judge.reward(rollout_id, rewards)
         if result is None:
             return None
@@ -94,7 +94,7 @@ class LearningEngine:
         key = HeadKey(detection_length, self.judge.ledger.adapter(rollout_id))
         before = self.heads.get(key)
         if self.evicts:
-            self._memory(key.adapter).num_evicted[detection_length] += len(labels)
+            self.memory(key.adapter).num_evicted[detection_length] += len(labels)
             labels = []
         for length, num_new in Counter(length for label in labels for length in label.scores).items():
             at = HeadKey(length, key.adapter)
@@ -105,16 +105,16 @@ class LearningEngine:
         return RewardsReceipt(statuses, len(labels), {key: before.version if before else 0})
 
     async def tried_lengths(self, adapter: str = BASE_MODEL) -> list[TriedCandidate]:
-        self._check_alive()
-        return self._memory(adapter).length_trial.candidates()
+        self.check_alive()
+        return self.memory(adapter).length_trial.candidates()
 
     async def known_prompts(self, adapter: str = BASE_MODEL) -> list[KnownPrompt]:
-        self._check_alive()
-        memory = self._memory(adapter)
+        self.check_alive()
+        memory = self.memory(adapter)
         return known_prompts(chain.from_iterable(prompt_rows(memory.lengths, memory.successes, 2)))
 
     async def quality_head(self, detection_length: int | None, adapter: str = BASE_MODEL) -> tuple[HeadInfo, bytes]:
-        self._check_alive()
+        self.check_alive()
         heads = {key.detection_length: head for key, head in self.heads.items() if key.adapter == adapter}
         head = heads[self._named(detection_length, heads, "quality head")]
         return head, self.head_file(head)
@@ -125,7 +125,7 @@ class LearningEngine:
         return save({"w1": np.zeros((HIDDEN_SIZE, 4), np.float32)}, metadata)
 
     async def set_quality_head(self, weights: bytes, adapter: str = BASE_MODEL) -> HeadInfo:
-        self._check_alive()
+        self.check_alive()
         try:
             length = int.from_bytes(weights[:8], "little")
             metadata = json.loads(weights[8 : 8 + length])["__metadata__"]
@@ -145,9 +145,9 @@ class LearningEngine:
         return head
 
     async def learning_report(self, detection_length: int | None, adapter: str = BASE_MODEL) -> LearningReport:
-        self._check_alive()
+        self.check_alive()
         self.num_reports += 1
-        memory = self._memory(adapter)
+        memory = self.memory(adapter)
         length = self._named(detection_length, memory.learnings, "report")
         rules = memory.learnings[length].report()
         head = self.heads.get(HeadKey(length, adapter))
@@ -166,7 +166,7 @@ class LearningEngine:
         )
 
     async def learning_state(self) -> bytes:
-        self._check_alive()
+        self.check_alive()
         lines = [json.dumps(row) for row in (state_header(MODEL), *self.judge.memories.to_state())]
         for head in self.heads.values():
             data = json.dumps(_fields(head))
@@ -176,7 +176,7 @@ class LearningEngine:
         return f"{text}{json.dumps([END, len(self.heads)])}\n".encode()
 
     async def set_learning_state(self, state: bytes, keep: KeepState | None = None) -> None:
-        self._check_alive()
+        self.check_alive()
         try:
             model, rows, head_states = parse_state(state)
             memories = Memories.from_state(rows)
@@ -196,11 +196,12 @@ class LearningEngine:
         self.judge.memories = memories
         self.heads = {head.key: head for head in heads}
 
-    def _memory(self, adapter: str) -> Memory:
+    def memory(self, adapter: str) -> Memory:
         """What is known of a name; nothing of one that nobody used."""
         return self.judge.memories.known(adapter) or Memory()
 
-    def _check_alive(self) -> None:
+    def check_alive(self) -> None:
+        """Raises: RequestError (503) when the engine is dead."""
         if self.dead:
             raise RequestError(
                 "the engine has stopped; restart the server and see its log for the reason.",

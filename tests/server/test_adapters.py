@@ -77,10 +77,10 @@ async def test_redundancy_auto_goes_by_the_adapters_own_lengths(http, engine: Fa
         engine.lengths = lengths
         assert (await http.post("/v1/rollouts", json={**body, "model": model})).status_code == 200
     keys = ["id:x", "id:y"]
-    means = [[known.mean for known in (await engine.length_history(keys, model)).prompts] for model in "ab"]
+    means = [[known.mean for known in (await engine.shaping.length_history(keys, model)).prompts] for model in "ab"]
     assert means[0] == [3, 3]
     assert min(means[1]) > 10
-    assert (await engine.length_history(keys)).prompts == [None, None]
+    assert (await engine.shaping.length_history(keys)).prompts == [None, None]
     auto = {**body, "redundancy": "auto", "model": MODEL}
     answer = (await http.post("/v1/rollouts", json=auto)).json()
     assert [group["allocation"]["std_tokens"] for group in answer["groups"]] == [None, None]
@@ -106,12 +106,12 @@ async def test_a_head_is_put_in_an_adapters_place_and_scores_its_candidates(http
     weights = (await http.get(HEAD)).content
     answer = await http.put(HEAD, params={"model": ODD}, content=weights)
     assert (answer.status_code, answer.json()["adapter"]) == (200, ODD)
-    assert set(engine.heads) == {HeadKey(DETECTION_LENGTH), HeadKey(DETECTION_LENGTH, ODD)}
+    assert set(engine.learning.heads) == {HeadKey(DETECTION_LENGTH), HeadKey(DETECTION_LENGTH, ODD)}
     got = await http.get(HEAD, params={"model": ODD})
     assert metadata_of(got.content) == metadata_of(weights), "the file says what model the states are of"
     assert json.loads(got.headers[HEAD_HEADER])["adapter"] == ODD
     shadow = {"detection_length": DETECTION_LENGTH, "mode": "shadow"}
-    for model, version in ((ODD, engine.heads[HeadKey(DETECTION_LENGTH)].version), ("a", 0)):
+    for model, version in ((ODD, engine.learning.heads[HeadKey(DETECTION_LENGTH)].version), ("a", 0)):
         answer = await roll(http, model=model, pruning=shadow)
         assert {each.head_version for group in answer.groups for each in group.trajectories} == {version}
 
@@ -129,7 +129,7 @@ async def test_rewards_of_several_names_come_in_one_post(http, engine: FakeEngin
     assert posted["counts"]["accepted"] == len(rewards)
     assert posted["head_versions"] == {"8": 0}
     assert posted["adapter_head_versions"] == {"a": {"8": 0}, "b": {"8": 0}}
-    assert set(engine.heads) == {HeadKey(DETECTION_LENGTH, adapter) for adapter in ("", "a", "b")}
+    assert set(engine.learning.heads) == {HeadKey(DETECTION_LENGTH, adapter) for adapter in ("", "a", "b")}
 
 
 async def test_the_state_has_every_name(http, engine: FakeEngine):
@@ -141,7 +141,7 @@ async def test_the_state_has_every_name(http, engine: FakeEngine):
     await teach(http, model="b")
     assert (await http.put("/v1/rollouts/state", content=state)).status_code == 204
     assert {model: await known_of(http, model) for model in before} == before
-    assert engine.judge.memories.known("b") is None
+    assert engine.learning.judge.memories.known("b") is None
 
 
 async def gauges(http: httpx.AsyncClient, name: str) -> dict[str, float]:

@@ -40,7 +40,7 @@ async def test_a_put_without_the_key_is_refused(guarded, http: httpx.AsyncClient
 
 @pytest.mark.parametrize("path", ["/v1/engines/0/drain", "/v1/engines/0/restore"])
 async def test_ranks_are_emptied_by_whoever_has_the_key(guarded, engine: FakeEngine, http: httpx.AsyncClient, path):
-    engine.num_ranks = 2
+    engine.moves.num_ranks = 2
     assert (await http.post(path)).status_code == 401
     assert (await http.post(path, headers={ADMIN_HEADER: KEY.encode()})).status_code == 200
     assert (await http.get("/v1/engines")).status_code == 200

@@ -18,6 +18,7 @@ from vllm_rollout.server.engines.scaling import ScaleDownWatch
 
 from .conftest import serving
 from .fake_engine import FakeEngine
+from .fake_parts import FakeMoves
 
 pytestmark = pytest.mark.anyio
 
@@ -27,7 +28,7 @@ async def states(http: httpx.AsyncClient) -> list[str]:
 
 
 async def test_a_rank_is_drained_and_restored(engine: FakeEngine, http: httpx.AsyncClient):
-    engine.num_ranks = 3
+    engine.moves.num_ranks = 3
     assert await states(http) == ["active"] * 3
     for _ in range(2):
         answer = await http.post("/v1/engines/1/drain")
@@ -44,7 +45,7 @@ async def test_a_rank_is_drained_and_restored(engine: FakeEngine, http: httpx.As
 @pytest.mark.parametrize("action", ["drain", "restore"])
 @pytest.mark.parametrize(("num_ranks", "allowed"), [(1, "only rank 0"), (4, "ranks 0 to 3")])
 async def test_a_rank_that_is_not_there(engine: FakeEngine, http: httpx.AsyncClient, action, num_ranks, allowed):
-    engine.num_ranks = num_ranks
+    engine.moves.num_ranks = num_ranks
     answer = await http.post(f"/v1/engines/4/{action}")
     assert answer.status_code == 404
     assert allowed in answer.json()["error"]["message"]
@@ -55,7 +56,7 @@ async def test_a_rank_that_is_not_there(engine: FakeEngine, http: httpx.AsyncCli
     ("0", {"timeout_s": 1e9}, "timeout_s"), ("0", {"wait": True}, "wait"), ("0", {"timeout_s": "soon"}, "timeout_s"),
 ])  # fmt: skip
 async def test_bad_input_is_named(engine: FakeEngine, http: httpx.AsyncClient, rank, body, param):
-    engine.num_ranks = 2
+    engine.moves.num_ranks = 2
     answer = await http.post(f"/v1/engines/{rank}/drain", json=body)
     assert answer.status_code == 422
     assert answer.json()["error"]["param"] == param
@@ -63,8 +64,8 @@ async def test_bad_input_is_named(engine: FakeEngine, http: httpx.AsyncClient, r
 
 
 async def test_what_moved_is_told_of_each_rank(engine: FakeEngine, http: httpx.AsyncClient):
-    engine.num_ranks = 2
-    engine.moves[1] = 0.25, ArrivedKV(2, 24, 1, TransferCost(1e-5, 16))
+    engine.moves.num_ranks = 2
+    engine.moves.arrived[1] = 0.25, ArrivedKV(2, 24, 1, TransferCost(1e-5, 16))
     names = ("moving_s", "num_moved_in_with_kv", "num_kv_blocks_in", "num_kv_fallbacks", "kv_seconds_per_token")
     ranks = (await http.get("/v1/engines")).json()["engines"]
     assert [[rank[name] for name in names] for rank in ranks] == [[0.0, 0, 0, 0, None], [0.25, 2, 24, 1, 1e-5]]
@@ -81,9 +82,9 @@ async def test_what_one_rank_cannot_do_is_refused(http: httpx.AsyncClient, field
 
 
 async def test_half_of_the_ranks_are_free_while_a_rollout_runs_and_taken_back_after_it(engine, app):
-    engine.num_ranks = 4
+    engine.moves.num_ranks = 4
     engine.step_s = 0.002
-    await engine.drain(3, 0.0)  # by somebody else
+    await engine.moves.drain(3, 0.0)  # by somebody else
     seen: list[list[str]] = []
     with serving(app) as url:
         async with AsyncRolloutClient(url) as client, httpx.AsyncClient(base_url=url) as http:
@@ -104,7 +105,7 @@ async def test_half_of_the_ranks_are_free_while_a_rollout_runs_and_taken_back_af
 
 
 async def test_a_rank_that_the_trainer_drains_during_a_rollout_stays_drained_after_it(engine, app):
-    engine.num_ranks = 4
+    engine.moves.num_ranks = 4
     engine.step_s = 0.002
     with serving(app) as url:
         async with AsyncRolloutClient(url) as client, httpx.AsyncClient(base_url=url) as http:
@@ -118,7 +119,7 @@ async def test_a_rank_that_the_trainer_drains_during_a_rollout_stays_drained_aft
     assert after[given_back] == "active"
 
 
-class PlannedEngine(FakeEngine):
+class PlannedMoves(FakeMoves):
     """Frees ranks 2 and 3; the trainer drains some others between plan and deed."""
 
     trainers: tuple[int, ...] = ()
@@ -133,10 +134,10 @@ class PlannedEngine(FakeEngine):
         await super().restore(rank, owner)
 
 
-async def scaled_down(engine: PlannedEngine) -> ScaleDownWatch:
+async def scaled_down(moves: PlannedMoves) -> ScaleDownWatch:
     """A rollout that has got its ranks, or not."""
-    engine.num_ranks = 4
-    watch = ScaleDownWatch(engine, "rollout", 4, time.monotonic)
+    moves.num_ranks = 4
+    watch = ScaleDownWatch(moves, "rollout", 4, time.monotonic)
     told: asyncio.Queue[RanksFreeEvent] = asyncio.Queue()
     watch.begin(told.put)
     watch.candidate_ended()
@@ -146,27 +147,27 @@ async def scaled_down(engine: PlannedEngine) -> ScaleDownWatch:
 
 
 async def test_a_rollout_that_cannot_free_all_it_wanted_frees_none():
-    engine = PlannedEngine()
-    engine.trainers = (0, 1)
-    await scaled_down(engine)
-    assert engine.held == {0, 1}
+    moves = PlannedMoves()
+    moves.trainers = (0, 1)
+    await scaled_down(moves)
+    assert moves.held == {0, 1}
 
 
 async def test_ranks_are_taken_back_also_when_nobody_waits_for_it():
-    engine = PlannedEngine()
-    watch = await scaled_down(engine)
-    assert engine.held == {2, 3}
+    moves = PlannedMoves()
+    watch = await scaled_down(moves)
+    assert moves.held == {2, 3}
     ending = asyncio.create_task(watch.end())
     await asyncio.sleep(0)
     ending.cancel()
     for _ in range(50):
         await asyncio.sleep(0)
-    assert engine.held == set()
+    assert moves.held == set()
 
 
 async def test_no_rank_is_freed_where_the_rest_has_no_room(engine, http: httpx.AsyncClient):
-    engine.num_ranks = 2
-    await engine.drain(1, 0.0)
+    engine.moves.num_ranks = 2
+    await engine.moves.drain(1, 0.0)
     body = {"prompts": PROMPTS, "group_size": 2, "scale_down": "auto"}
     answer = (await http.post("/v1/rollouts", json=body)).json()
     assert answer["freed"] is None

@@ -25,6 +25,7 @@ from vllm_rollout.server.protocol import RolloutRequest
 
 from .conftest import DEADLINE_S, make_app
 from .fake_engine import FakeEngine
+from .fake_learning import FakeLearning
 
 APP = make_app(FakeEngine(max_num_seqs=16, max_model_len=200))
 SCHEMA = schemathesis.openapi.from_asgi("/openapi.json", APP)
@@ -158,7 +159,7 @@ def test_mutated_votes_are_never_the_servers_fault(local_client, body):
 def files(local_client, rewards_path) -> dict[str, bytes]:
     local_client.post(rewards_path, json=REWARDS)
     state = local_client.get("/v1/rollouts/state").content
-    return {"/v1/quality_head": FakeEngine.head_file(HeadInfo(4, 16, 1, 1, 1)), "/v1/rollouts/state": state}
+    return {"/v1/quality_head": FakeLearning.head_file(HeadInfo(4, 16, 1, 1, 1)), "/v1/rollouts/state": state}
 
 
 @given(data=st.data(), path=st.sampled_from(["/v1/quality_head", "/v1/rollouts/state"]))

@@ -47,7 +47,7 @@ async def test_groups_of_several_rollouts_learn_from_one_post(http: httpx.AsyncC
     assert list(receipt.head_versions) == [PRUNING["detection_length"]]
     again = await post(http, *rewards)
     assert again.counts.duplicate == len(rewards)
-    assert sum(engine.judge.ledger.num_awaiting().values()) == 0
+    assert sum(engine.learning.judge.ledger.num_awaiting().values()) == 0
     counted = await samples(http)
     assert counted["rewards_total.accepted"] == len(rewards)
 
@@ -93,7 +93,7 @@ async def test_a_client_names_the_requests_of_its_own_key_only(
         seen = await namespace_of(app, http, key)
         digests.append(seen)
         choices = {0: group.trajectories[len(digests) - 1].index}
-        engine.judge.ledger.name(request_name(seen, "cmpl-1"), group.group_id, choices)
+        engine.learning.judge.ledger.name(request_name(seen, "cmpl-1"), group.group_id, choices)
     assert len({*digests, ""}) == 3
     assert "one" not in digests[0]
     mine = {"request_id": "cmpl-1", "index": 0, "reward": 1.0}
@@ -105,7 +105,7 @@ async def test_a_name_has_the_namespace_that_its_request_came_with(http: httpx.A
     answer = await roll(http)
     group = answer.groups[0]
     for namespace, trajectory in zip(("run-1", "run-2"), group.trajectories, strict=False):
-        engine.judge.ledger.name(request_name("", "cmpl-1", namespace), group.group_id, {0: trajectory.index})
+        engine.learning.judge.ledger.name(request_name("", "cmpl-1", namespace), group.group_id, {0: trajectory.index})
 
     async def status(**namespace: str) -> str:
         body = {"rewards": [{"request_id": "cmpl-1", "reward": 1.0}], **namespace}

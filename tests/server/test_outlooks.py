@@ -11,11 +11,11 @@ pytestmark = pytest.mark.anyio
 
 
 async def test_several_ranks_are_told_what_to_expect_of_each_group(engine, http):
-    engine.num_ranks = 2
+    engine.moves.num_ranks = 2
     seen(engine, "a", 30, 34, 38)
-    of_a, dataset = engine.judge.memory.lengths.of("id:a"), engine.judge.memory.lengths.dataset()
+    of_a, dataset = engine.learning.judge.memory.lengths.of("id:a"), engine.learning.judge.memory.lengths.dataset()
     for redundancy in (0, "auto"):
-        engine.judge.memory.lengths = LengthHistory()
+        engine.learning.judge.memory.lengths = LengthHistory()
         seen(engine, "a", 30, 34, 38)
         await rollout(http, body("a", "b", redundancy=redundancy, sampling={"seed": 3, "max_tokens": 90}))
         tokens = {id: len(f"prompt {id}") for id in "ab"}
@@ -26,7 +26,7 @@ async def test_several_ranks_are_told_what_to_expect_of_each_group(engine, http)
 
 
 async def test_what_a_rollout_teaches_does_not_predict_its_own_groups(engine, http):
-    engine.num_ranks, engine.num_launch_places = 2, 6
+    engine.moves.num_ranks, engine.num_launch_places = 2, 6
     await rollout(http, body("a", "b", "c"))
     assert [its.lengths for its in engine.outlooks.values()] == [None] * 3
     await rollout(http, body("a", "b", "c"))

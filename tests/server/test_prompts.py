@@ -80,7 +80,7 @@ async def test_a_prompt_without_an_id_is_known_by_its_tokens(http):
 async def test_the_past_of_a_prompt_reaches_its_next_group(http, engine, monkeypatch):
     seen = []
     await rewarded(http, body(prompt("a")), lambda *_: True)
-    learning = next(iter(engine.judge.memory.learnings.values()))
+    learning = next(iter(engine.learning.judge.memory.learnings.values()))
     assess = type(learning).assess
     monkeypatch.setattr(
         type(learning), "assess", lambda self, *args, **kwargs: seen.append(kwargs) or assess(self, *args, **kwargs)
@@ -134,7 +134,7 @@ def test_both_clients_ask(server_url):
 
 async def test_a_dead_engine_says_so():
     engine = FakeEngine()
-    engine.dead = True
+    engine.learning.dead = True
     transport = httpx.ASGITransport(make_app(engine))
     async with httpx.AsyncClient(transport=transport, base_url="http://t") as http:
         assert (await http.get("/v1/rollouts/prompts")).status_code == 503

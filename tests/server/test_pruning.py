@@ -167,8 +167,8 @@ async def test_chance_depends_on_the_sampling_seed_and_the_prompt_and_is_fresh_w
 
 
 async def test_confidence_that_cannot_be_seen_is_null(http, engine: FakeEngine):
-    engine.blind = True
-    engine.heads[HeadKey(DETECTION_LENGTH)] = HeadInfo(DETECTION_LENGTH, 16, 1, 1, 1)
+    engine.learning.blind = True
+    engine.learning.heads[HeadKey(DETECTION_LENGTH)] = HeadInfo(DETECTION_LENGTH, 16, 1, 1, 1)
     answer = await roll(http)
     assert {(ended.signal, ended.confidence) for ended in everyone(answer)} == {("head", None)}
 
@@ -230,17 +230,18 @@ async def test_a_shadow_of_pruning_that_could_never_prune_says_so(http):
 
 
 async def test_an_engine_that_cannot_score_says_why(http, engine: FakeEngine):
-    engine.pruning_refusal = "this server runs with pipeline parallelism, which has no scores. Start it without."
+    refusal = "this server runs with pipeline parallelism, which has no scores. Start it without."
+    engine.learning.pruning_refusal = refusal
     response = await http.post("/v1/rollouts", json=body())
     assert response.status_code == 422
     error = response.json()["error"]
-    assert (error["param"], error["message"]) == ("pruning", f"pruning: {engine.pruning_refusal}")
+    assert (error["param"], error["message"]) == ("pruning", f"pruning: {refusal}")
     assert engine.num_launched == 0
     assert (await roll(http, pruning=None)).usage.num_finished > 0
 
 
 async def test_a_failed_report_does_not_fail_the_rollout(http, engine: FakeEngine):
-    engine.dead = True  # after the last token, before the warnings
+    engine.learning.dead = True  # after the last token, before the warnings
     (warning,) = (await roll(http)).warnings
     assert "too few labels, min_labels 8" in warning
 

@@ -18,7 +18,7 @@ from vllm_rollout.server.learning.body import HEAD_HEADER
 
 from .conftest import make_app
 from .fake_engine import FakeEngine
-from .fake_learning import HIDDEN_SIZE, MODEL, succeeded
+from .fake_learning import HIDDEN_SIZE, MODEL, FakeLearning, succeeded
 from .learning_steps import PRUNING, post, roll, teach
 from .test_errors import check_error
 
@@ -34,7 +34,7 @@ BYTES = {"content-type": "application/octet-stream"}
 
 
 def head_file(model: str = MODEL, **changes: int) -> bytes:
-    return FakeEngine.head_file(HeadInfo(**{**HEAD_FIELDS, **changes}), model)
+    return FakeLearning.head_file(HeadInfo(**{**HEAD_FIELDS, **changes}), model)
 
 
 async def test_before_the_first_rewards_there_is_neither_head_nor_report(http):
@@ -51,7 +51,7 @@ async def test_a_trained_head_comes_as_safetensors_and_says_what_it_is_for(http,
     head = json.loads(response.headers[HEAD_HEADER])
     assert head["object"] == "quality_head"
     assert (head["detection_length"], head["hidden_size"], head["num_labels"]) == (8, HIDDEN_SIZE, 96)
-    assert head["version"] == engine.heads[HeadKey(8)].version > 0
+    assert head["version"] == engine.learning.heads[HeadKey(8)].version > 0
     assert load(response.content).keys() == {"w1"}
     assert (await http.get(HEAD, params={"detection_length": 8})).headers[HEAD_HEADER] == response.headers[HEAD_HEADER]
 
@@ -81,13 +81,13 @@ async def test_several_heads_have_to_be_named(http):
 )
 async def test_a_head_of_another_model_is_a_409_with_both_values(http, engine: FakeEngine, changes, words):
     check_error(await http.put(HEAD, content=head_file(**changes)), 409, None, words)
-    assert engine.heads == {}
+    assert engine.learning.heads == {}
 
 
 @pytest.mark.parametrize("content", [b"x", b"\xff" * 100, b'{"head": 1}', head_file()[:40], save({"w": np.zeros(2)})])
 async def test_what_is_no_head_is_explained(http, engine: FakeEngine, content):
     check_error(await http.put(HEAD, content=content), 422, None, ["no quality head", "GET /v1/quality_head"])
-    assert engine.heads == {}
+    assert engine.learning.heads == {}
 
 
 @pytest.mark.parametrize("path", [HEAD, STATE])
@@ -166,7 +166,7 @@ async def test_a_state_may_be_larger_than_other_bodies_up_to_a_limit_of_its_own(
 
 async def test_a_dead_engine_is_a_503(http, engine: FakeEngine):
     await teach(http, 1)
-    engine.dead = True
+    engine.learning.dead = True
     for path in (HEAD, REPORT, STATE):
         check_error(await http.get(path), 503, None, ["restart the server"])
     for path in (HEAD, STATE):
@@ -187,13 +187,13 @@ def test_both_clients_bring_heads_reports_and_state_back(client: RolloutClient, 
             assert (await other.quality_head(8)).head == head.head
             assert await other.report() == report
             assert await other.state() == state
-            engine.heads.clear()
+            engine.learning.heads.clear()
             assert await other.set_quality_head(head.weights) == head.head
             await other.set_state(state)
             assert await other.report() == report
 
     asyncio.run(run())
-    engine.heads.clear()
+    engine.learning.heads.clear()
     assert client.set_quality_head(head.weights) == head.head
     client.set_state(state)
     assert client.quality_head().head == head.head

@@ -17,6 +17,8 @@ from vllm_rollout.trace.file import read_trace
 
 from .conftest import make_app
 from .fake_engine import FakeEngine
+from .fake_learning import FakeLearning
+from .fake_parts import FakeShaping
 from .test_run_state import mutate
 
 pytestmark = pytest.mark.anyio
@@ -34,10 +36,12 @@ RUN = {
 }
 
 
-class TellingEngine(FakeEngine):
+class TellingShaping(FakeShaping):
     """Remembers what it was told of lengths."""
 
-    __slots__ = ("told",)
+    def __init__(self, learning: FakeLearning) -> None:
+        super().__init__(learning)
+        self.told: dict[str, list[list[ObservedLength]]] = {}
 
     async def observe_lengths(self, key: str, lengths: Sequence[ObservedLength], adapter: str = BASE_MODEL) -> None:
         self.told.setdefault(key, []).append(list(lengths))
@@ -46,8 +50,8 @@ class TellingEngine(FakeEngine):
 
 @pytest.fixture
 def engine() -> FakeEngine:
-    engine = TellingEngine()
-    engine.told = {}
+    engine = FakeEngine()
+    engine.shaping = TellingShaping(engine.learning)
     return engine
 
 
@@ -119,17 +123,17 @@ async def test_chunks_join_without_a_gap(http: httpx.AsyncClient) -> None:
     assert said == ended
 
 
-async def test_each_length_is_learned_once_and_whole(http: httpx.AsyncClient, engine: TellingEngine) -> None:
+async def test_each_length_is_learned_once_and_whole(http: httpx.AsyncClient, engine: FakeEngine) -> None:
     short = await short_round(http)
     answer = await long_round(http)
     for group in answer["groups"]:
-        told = engine.told[f"id:{group['prompt_id']}"]
+        told = engine.shaping.told[f"id:{group['prompt_id']}"]
         assert Counter(map(len, told)) == Counter([3, 3])  # the spare ones when it was deferred, the others now
         lengths = sorted(length.num_tokens for length in told[-1])
         assert lengths == sorted(t["num_tokens"] for t in group["trajectories"])
         assert not any(length.censored for length in told[-1])
     returned = [group["prompt_id"] for group in short["groups"]]
-    assert all([len(lengths) for lengths in engine.told[f"id:{id}"]] == [6] for id in returned)
+    assert all([len(lengths) for lengths in engine.shaping.told[f"id:{id}"]] == [6] for id in returned)
 
 
 @pytest.mark.parametrize(("first", "second", "expected"), [("v1", "v1", False), ("v1", "v2", True), (None, None, True)])

@@ -83,14 +83,14 @@ async def test_rewards_of_pruned_candidates_are_not_expected(http):
 async def test_rewards_while_the_rollout_runs_are_unfinished_and_lost_by_no_one(http, engine: FakeEngine):
     engine.step_s = 0.001
     opened = []
-    prepare = engine.judge.ledger.open
+    prepare = engine.learning.judge.ledger.open
 
     def spy(rollout_id, *args):
         opened.append(rollout_id)
         return prepare(rollout_id, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine.judge.ledger, "open", spy)
+        patch.setattr(engine.learning.judge.ledger, "open", spy)
         running = asyncio.create_task(roll(http))
         while not opened:
             await asyncio.sleep(0)
@@ -139,7 +139,7 @@ async def test_a_reward_above_the_threshold_is_positive(http, rewards, fields, n
 
 
 async def test_features_that_are_gone_teach_calibration_but_not_the_head(http, engine: FakeEngine):
-    engine.evicts = True
+    engine.learning.evicts = True
     receipt = await post(http, await roll(http))
     assert (receipt.counts.accepted, receipt.num_training) == (12, 0)
     report = (await http.get("/v1/quality_head/report")).json()
@@ -234,15 +234,15 @@ def test_two_clients_that_post_the_same_rewards_at_once_teach_once(server_url, e
     assert sum(count["duplicate"] for count in counts) == 7 * 12
     signal = report["signals"]["confidence"]
     assert signal["num_positive"] + signal["num_negative"] == 12
-    assert engine.heads[HeadKey(DETECTION_LENGTH)].num_labels == 12
+    assert engine.learning.heads[HeadKey(DETECTION_LENGTH)].num_labels == 12
 
 
 async def test_a_dead_engine_is_a_503_and_the_rewards_may_be_posted_again(http, engine: FakeEngine):
     answer = await roll(http)
-    engine.dead = True
+    engine.learning.dead = True
     response = await http.post(f"/v1/rollouts/{answer.id}/rewards", json={"rewards": rewards_of(answer)})
     check_error(response, 503, None, ["restart the server"])
-    engine.dead = False
+    engine.learning.dead = False
     assert (await post(http, answer)).counts.accepted == 12
 
 
@@ -258,11 +258,11 @@ async def test_gauges_follow_rewards_but_not_each_of_them(http, app, engine: Fak
     after = await samples(http)
     assert (after["rewards_total.accepted"], after["rewards_total.duplicate"]) == (12, 12)
     assert after["labels_total.positive"] + after["labels_total.negative"] == 12
-    num_reports = engine.num_reports
+    num_reports = engine.learning.num_reports
     assert after["rewards_awaited.8"] == after["features_evicted.8"] == after["head_version.8"] == 0
     assert "calibration_brier.8.head" not in after
     await teach(http)
-    assert engine.num_reports == num_reports + 1  # the cold start of the first asked for one
+    assert engine.learning.num_reports == num_reports + 1  # the cold start of the first asked for one
     assert (await samples(http))["head_version.8"] == 0
     now = 60.0
     await post(http, await roll(http))

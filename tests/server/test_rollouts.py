@@ -368,9 +368,9 @@ def test_what_the_candidates_of_a_client_that_leaves_had_become_is_learned_and_c
     with closing(client.stream([{"id": "q", "prompt": "p"}], 4, stream_tokens=5)) as events:
         next(event for event in events if event.type == "tokens" and event.offset >= 20)
     wait_until(lambda: engine.num_running == 0)
-    wait_until(lambda: engine.judge.memory.lengths.of("id:q") is not None)
+    wait_until(lambda: engine.learning.judge.memory.lengths.of("id:q") is not None)
     # One of 3 tokens, and three that were longer than the 20 and more that they had become.
-    assert engine.judge.memory.lengths.of("id:q").mean > 25
+    assert engine.learning.judge.memory.lengths.of("id:q").mean > 25
     assert httpx.get(f"{server_url}/metrics").text.count('vllm_rollout:candidates_total{state="deferred"} 3.0') == 1
 
 

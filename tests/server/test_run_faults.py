@@ -21,6 +21,7 @@ from vllm_rollout.server.runs.store import RunStore
 
 from .conftest import make_app
 from .fake_engine import FakeEngine
+from .fake_learning import FakeLearning
 
 pytestmark = pytest.mark.anyio
 
@@ -296,13 +297,13 @@ async def test_a_state_that_cannot_be_written_is_not_taken_by_the_engine_either(
     await http.post("/v1/runs", json={**RUN, **BIG})
     state = (await http.get("/v1/rollouts/state")).content
     await http.delete("/v1/runs/a")
-    memories = engine.judge.memories
+    memories = engine.learning.judge.memories
     with fault(store):
         check_refused(await http.put("/v1/rollouts/state", content=state), status, words)
-    assert engine.judge.memories is memories
+    assert engine.learning.judge.memories is memories
     assert [run.id for run in store.list()] == []
     assert (await http.put("/v1/rollouts/state", content=state)).status_code == 204
-    assert (engine.judge.memories is memories, [run.id for run in store.list()]) == (False, ["a"])
+    assert (engine.learning.judge.memories is memories, [run.id for run in store.list()]) == (False, ["a"])
 
 
 async def test_a_round_that_begins_while_a_state_is_looked_at_goes_on_and_nothing_changes(
@@ -310,10 +311,10 @@ async def test_a_round_that_begins_while_a_state_is_looked_at_goes_on_and_nothin
 ) -> None:
     await http.post("/v1/runs", json=RUN)
     state = (await http.get("/v1/rollouts/state")).content
-    memories, look = engine.judge.memories, FakeEngine.set_learning_state
+    memories, look = engine.learning.judge.memories, FakeLearning.set_learning_state
     engine.step_s = 0.005
 
-    async def slowly(self: FakeEngine, *args: object) -> None:
+    async def slowly(self: FakeLearning, *args: object) -> None:
         nonlocal round
         round = asyncio.create_task(http.post("/v1/runs/a/rounds", json=ROUND))
         while not engine.num_running:
@@ -321,10 +322,10 @@ async def test_a_round_that_begins_while_a_state_is_looked_at_goes_on_and_nothin
         await look(self, *args)
 
     round: asyncio.Task
-    monkeypatch.setattr(FakeEngine, "set_learning_state", slowly)
+    monkeypatch.setattr(FakeLearning, "set_learning_state", slowly)
     response = await http.put("/v1/rollouts/state", content=state)
     assert (response.status_code, response.headers["retry-after"]) == (409, "1")
-    assert engine.judge.memories is memories
+    assert engine.learning.judge.memories is memories
     assert len((await round).json()["groups"]) == 4
 
 

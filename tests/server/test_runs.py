@@ -134,17 +134,17 @@ async def test_deferred_lengths_are_learned(http: httpx.AsyncClient, engine: Fak
     await make(http)
     answer = await play(http, prompts=prompts(0, 6))
     for id in answer["deferred"]:
-        assert engine.judge.memory.lengths.of(f"id:{id}") is not None
+        assert engine.learning.judge.memory.lengths.of(f"id:{id}") is not None
 
 
 async def test_several_ranks_are_told_what_to_expect_of_a_rounds_groups(
     http: httpx.AsyncClient, engine: FakeEngine
 ) -> None:
-    engine.num_ranks = 2
+    engine.moves.num_ranks = 2
     await make(http)
     first = await play(http, prompts=prompts(0, 6))
     assert [engine.outlooks[entry["id"]].lengths for entry in prompts(0, 6)] == [None] * 6
-    known = {id: engine.judge.memory.lengths.of(f"id:{id}") for id in first["deferred"]}
+    known = {id: engine.learning.judge.memory.lengths.of(f"id:{id}") for id in first["deferred"]}
     await play(http, prompts=prompts(6, 6))
     dataset = {engine.outlooks[entry["id"]].lengths for entry in prompts(6, 6)}
     assert len(dataset) == 1
@@ -423,7 +423,7 @@ async def test_what_a_rollout_can_do_works_inside_rounds(http: httpx.AsyncClient
 
 
 async def test_several_ranks_are_told_when_a_round_is_cut(http: httpx.AsyncClient, engine: FakeEngine) -> None:
-    engine.num_ranks = 2
+    engine.moves.num_ranks = 2
     await make(http)
     await play(http, prompts=prompts(0, 6))
     assert engine.num_cuts == 1

@@ -15,6 +15,7 @@ from vllm_rollout.server.shaping import history_key
 
 from .conftest import DEADLINE_S, make_app
 from .fake_engine import FakeEngine
+from .fake_parts import FakeShaping
 
 pytestmark = pytest.mark.anyio
 
@@ -31,7 +32,8 @@ def body(*ids: str, **fields) -> dict:
 
 def seen(engine: FakeEngine, key: str, *lengths: int, times: int = 3) -> None:
     for _ in range(times):
-        engine.judge.memory.lengths.observe(f"id:{key}", [ObservedLength(length, censored=False) for length in lengths])
+        seen_lengths = [ObservedLength(length, censored=False) for length in lengths]
+        engine.learning.judge.memory.lengths.observe(f"id:{key}", seen_lengths)
 
 
 async def rollout(http: httpx.AsyncClient, request: dict) -> dict:
@@ -53,7 +55,7 @@ async def test_without_a_profile_the_budget_is_half_as_many_again_and_says_so(ht
 
 
 async def test_a_server_that_has_seen_nothing_says_that_of_its_budget(engine, http):
-    engine.cost_model = FLAT
+    engine.shaping.cost_model = FLAT
     answer = await rollout(http, body("a", "b"))
     assert answer["budget"]["source"] == "default"
     assert answer["warnings"] == [
@@ -77,9 +79,9 @@ async def test_prompts_whose_lengths_vary_more_get_more_candidates(engine, http)
 
 async def test_the_profile_decides_the_budget(engine, http):
     seen(engine, "a", 50, 60, 300, 900)
-    engine.cost_model = FLAT
+    engine.shaping.cost_model = FLAT
     generous = (await rollout(http, body("a", "b")))["budget"]
-    engine.cost_model = STEEP
+    engine.shaping.cost_model = STEEP
     frugal = (await rollout(http, body("a", "b")))["budget"]
     assert generous["source"] == frugal["source"] == "profile"
     assert generous["total"] == generous["upper"] == 16
@@ -89,7 +91,7 @@ async def test_the_profile_decides_the_budget(engine, http):
 
 async def test_more_tradeoff_gives_fewer_candidates(engine, http):
     seen(engine, "a", 50, 60, 300, 900)
-    engine.cost_model = STEEP
+    engine.shaping.cost_model = STEEP
     budgets = [
         (await rollout(http, body("a", "b", redundancy={"auto": {"tradeoff": tradeoff}})))["budget"]
         for tradeoff in (0.1, 1000.0)
@@ -112,7 +114,7 @@ async def test_a_prompt_with_an_extreme_tail_returns_the_shortest_and_stops_earl
 
 async def test_a_budget_at_its_upper_end_leaves_dual_end_alone(engine, http):
     seen(engine, "a", 50, 60, 300, 900)
-    engine.cost_model = FLAT
+    engine.shaping.cost_model = FLAT
     answer = await rollout(http, body("a", "b", selection={"dual_end": {}}))
     assert [group["allocation"]["at_upper_bound"] for group in answer["groups"]] == [True, True]
     assert [group["allocation"]["selection"] for group in answer["groups"]] == ["dual_end", "dual_end"]
@@ -122,7 +124,7 @@ async def test_a_budget_at_its_upper_end_leaves_dual_end_alone(engine, http):
 async def test_a_dual_end_that_is_nowhere_applied_is_said(engine, http):
     seen(engine, "calm", 50, 51, 52, 53, times=30)
     seen(engine, "wild", 10, 60, 300, 900)
-    engine.cost_model = FLAT
+    engine.shaping.cost_model = FLAT
     answer = await rollout(http, body("wild", selection={"dual_end": {}}))
     assert [group["allocation"]["selection"] for group in answer["groups"]] == ["shortest"]
     (warning,) = answer["warnings"]
@@ -141,17 +143,17 @@ async def test_an_early_stop_that_is_forbidden_stays_forbidden_with_an_extreme_t
 
 async def test_lengths_are_learned_from_every_rollout_whoever_decided_its_redundancy(engine, http):
     await rollout(http, body("a", redundancy=2, early_stop=False))
-    moments = engine.judge.memory.lengths.of("id:a")
+    moments = engine.learning.judge.memory.lengths.of("id:a")
     assert moments.num_groups == 1
     await rollout(http, body("a"))
-    assert engine.judge.memory.lengths.of("id:a").num_groups == 2
+    assert engine.learning.judge.memory.lengths.of("id:a").num_groups == 2
 
 
 async def test_stopped_candidates_are_censored_and_failed_ones_are_left_out(engine, http):
     engine.lengths = dict.fromkeys(range(5), 30) | {0: 10, 1: 12, 2: 11}
     engine.failures = {2: 4}
     await rollout(http, body("a", group_size=2, redundancy=3))
-    history = engine.judge.memory.lengths.of("id:a")
+    history = engine.learning.judge.memory.lengths.of("id:a")
     assert history.mean > 12, "two that finished after 10 and 12 tokens, two that were stopped at 12"
 
 
@@ -161,8 +163,8 @@ async def test_a_prompt_without_an_id_is_known_by_its_tokens(engine, http):
     await rollout(http, {**nameless, "prompts": [{"prompt": "other words"}, {"prompt": "same words"}]})
     key = history_key(None, [ord(character) for character in "same words"])
     assert key.startswith("tokens:")
-    assert engine.judge.memory.lengths.of(key).num_groups == 2
-    assert len(engine.judge.memory.lengths) == 2
+    assert engine.learning.judge.memory.lengths.of(key).num_groups == 2
+    assert len(engine.learning.judge.memory.lengths) == 2
 
 
 async def test_a_server_without_room_for_spare_candidates_says_so():
@@ -238,19 +240,19 @@ async def test_auto_early_stop_goes_with_dual_end(http):
 async def test_metrics_tell_lengths_allocations_and_drift(engine, http):
     seen(engine, "calm", 50, 51, 52, 53)
     seen(engine, "wild", 10, 60, 300, 900)
-    engine.drift = [StepDrift(16, 31, 32, 0.030, 0.020)]
+    engine.shaping.drift = [StepDrift(16, 31, 32, 0.030, 0.020)]
     await rollout(http, body("calm", "wild"))
     metrics = (await http.get("/metrics")).text
     assert "vllm_rollout:prompts_at_upper_bound_total 1.0" in metrics
     assert "vllm_rollout:allocated_candidates_sum 12.0" in metrics
     assert 'vllm_rollout:step_time_drift{batch_sizes="16-31"} 1.5' in metrics
-    dataset = engine.judge.memory.lengths.dataset()
+    dataset = engine.learning.judge.memory.lengths.dataset()
     assert f'vllm_rollout:length_mean_tokens{{adapter=""}} {dataset.mean}' in metrics
     assert f'vllm_rollout:length_std_tokens{{adapter=""}} {dataset.std}' in metrics
 
 
 async def test_a_dead_engine_answers_503(engine, http):
-    engine.dead = True
+    engine.learning.dead = True
     answer = await http.post("/v1/rollouts", json=body("a"))
     assert answer.status_code == 503
     assert "restart the server" in answer.json()["error"]["message"]
@@ -260,7 +262,7 @@ async def test_an_engine_that_dies_while_it_is_told_of_lengths_does_not_spoil_th
     async def observe_lengths(*_: object) -> None:
         raise RequestError("the engine has stopped", status=503)
 
-    monkeypatch.setattr(FakeEngine, "observe_lengths", observe_lengths)
+    monkeypatch.setattr(FakeShaping, "observe_lengths", observe_lengths)
     answer = await rollout(http, body("a"))
     assert answer["groups"][0]["status"] == "complete"
 
@@ -269,14 +271,14 @@ async def test_an_engine_that_dies_while_it_is_told_of_lengths_does_not_spoil_th
 def held_back(monkeypatch) -> dict[str, asyncio.Event]:
     """The engine hears of these prompts' lengths only when their event is set."""
     held: dict[str, asyncio.Event] = {}
-    observe = FakeEngine.observe_lengths
+    observe = FakeShaping.observe_lengths
 
-    async def observe_lengths(engine: FakeEngine, key: str, lengths: Sequence[ObservedLength], adapter: str) -> None:
+    async def observe_lengths(part: FakeShaping, key: str, lengths: Sequence[ObservedLength], adapter: str) -> None:
         if key in held:
             await held[key].wait()
-        await observe(engine, key, lengths, adapter)
+        await observe(part, key, lengths, adapter)
 
-    monkeypatch.setattr(FakeEngine, "observe_lengths", observe_lengths)
+    monkeypatch.setattr(FakeShaping, "observe_lengths", observe_lengths)
     return held
 
 
@@ -307,14 +309,15 @@ async def test_a_client_that_goes_while_the_engine_is_told_of_lengths_takes_nobo
     for event in held_back.values():
         event.set()
     assert (await stays)["groups"][0]["status"] == "complete"
-    assert engine.judge.memory.lengths.of("id:b").num_groups == 1
-    assert engine.judge.memory.lengths.of("id:a").num_groups == 1, "it ended, so it teaches, whoever heard of it"
+    history = engine.learning.judge.memory.lengths
+    assert history.of("id:b").num_groups == 1
+    assert history.of("id:a").num_groups == 1, "it ended, so it teaches, whoever heard of it"
 
 
 async def test_metrics_tell_what_moved_to_each_rank(engine, http, monkeypatch):
     monkeypatch.setattr(shaping, "REPORT_INTERVAL_S", 0.0)
-    engine.num_ranks = 2
-    engine.moves[1] = 0.25, ArrivedKV(2, 24, 1)
+    engine.moves.num_ranks = 2
+    engine.moves.arrived[1] = 0.25, ArrivedKV(2, 24, 1)
     await rollout(http, body("a", redundancy=0))
     metrics = (await http.get("/metrics")).text
     for name, value in (

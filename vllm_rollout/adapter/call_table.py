@@ -1,6 +1,6 @@
 """What an API process may ask of an engine core: one row per operation, with the codecs of both ends.
 
-    API process   service -> EngineCalls.call(OPERATION, argument)  -- encode_argument
+    API process   service -> EngineCalls.call_rank(rank, OPERATION, argument)  -- encode_argument
     engine core   rollout_call(name, payload) -- decode_argument -> LearningCalls, ... -- encode_result
     API process   decode_result
 

@@ -135,6 +135,10 @@ class CandidateEnd:
     """Probability with which it was kept in an earlier round."""
 
 
+Happening = CandidateTokens | CandidateEnd
+"""To a candidate of a group."""
+
+
 @dataclass(frozen=True, slots=True)
 class RewardsReceipt:
     """What became of a list of rewards."""
@@ -189,168 +193,12 @@ KeepState = Callable[[str], Awaitable[None]]
 the state lies on disk, empty where there is none. What it raises leaves everything as it was."""
 
 
-class Engine(Protocol):
-    """An engine that runs groups."""
-
-    @property
-    def num_ranks(self) -> int:
-        """Data-parallel ranks that groups are spread over."""
-        ...
-
-    @property
-    def cost_model(self) -> CostModel | None:
-        """What a step costs here; None without a profile."""
-        ...
-
-    @property
-    def max_num_seqs(self) -> int:
-        """Candidates that can run at once on one rank."""
-        ...
-
-    @property
-    def max_model_len(self) -> int:
-        """Tokens of a prompt and its answer."""
-        ...
-
-    @property
-    def num_launch_places(self) -> int:
-        """Candidates of rollouts that this process may have in the engine at once, running or waiting."""
-        ...
+class LearningPart(Protocol):
+    """What an engine learns from rewards."""
 
     @property
     def pruning_refusal(self) -> str | None:
         """Why this engine cannot score candidates, with the remedy; None when it can."""
-        ...
-
-    def move_refusal(self, *, priced: bool) -> str | None:
-        """Why groups cannot move without a drain here, with the remedy; None when they can. `priced`: if it pays."""
-        ...
-
-    def adapter_name(self, model: str | None) -> str:
-        """The LoRA adapter that is served under this name; `BASE_MODEL` for the base model, and for None.
-
-        Raises: RequestError (404) for a name that is not served.
-        """
-        ...
-
-    async def prepare(
-        self,
-        prompts: Sequence[PromptInput],
-        model: str | None,
-        sampling: dict[str, Any],
-        *,
-        want_logprobs: bool,
-        want_text: bool,
-    ) -> tuple[str, list[PreparedPrompt]]:
-        """Check model, sampling parameters and prompts; returns the model's name and the prompts in order.
-
-        Raises: RequestError that names the field.
-        """
-        ...
-
-    def run_group(
-        self,
-        group_id: str,
-        plan: GroupPlan,
-        prompt: PreparedPrompt,
-        *,
-        stream_tokens: int | None,
-        rollout_id: str,
-        seed_name: str,
-        pruning_seed: int,
-        place: RacePlace | None = None,
-        beginnings: Beginnings | None = None,
-        outlook: Outlook | None = None,
-    ) -> AsyncGenerator[CandidateTokens | CandidateEnd, None]:
-        """Launch the candidates and yield what happens to them, ending with one CandidateEnd each.
-
-        With an `outlook` its rank is chosen by the work that is predicted, and they may move to another when that pays,
-        the latter only without a `move_refusal`.
-
-        With `beginnings` the candidates go on where they stood, as many as `plan` says. What is yielded is what comes
-        after: tokens, counts and spans begin with the first new token. They have no text, for which see `text_of`.
-
-        Candidates of a seeded request sample by its seed, `seed_name` and their index only (`seed_for`).
-
-        With `plan.pruning`, rewards are later posted under (`rollout_id`, `prompt.id`, index), and chance depends on
-        (`pruning_seed`, `prompt.id`, index) only. Closing the generator aborts what still runs.
-
-        Raises: GroupLost, after the end of each candidate; RequestError (503) for a dead engine.
-        """
-        ...
-
-    def text_of(self, prompt: PreparedPrompt, token_ids: Sequence[int], *, stopped: bool) -> str:
-        """The text of output tokens of a candidate; `stopped`: the last one ended it, and says nothing."""
-        ...
-
-    async def current_weight_version(self) -> str | None:
-        """Of the weights in use; None when nobody has named them. Raises: RequestError (503) for a dead engine."""
-        ...
-
-    async def cancel_groups(self, group_ids: Sequence[str]) -> None:
-        """Nobody wants the rest of these groups: what runs, or still comes, ends as `deferred`.
-
-        One that the engine does not know (yet, or any more) is passed over. Raises: RequestError (503) for a dead
-        engine.
-        """
-        ...
-
-    async def cut_race(self, race_id: str) -> None:
-        """Enough groups of that race are complete, of all ranks: the others end as `deferred`.
-
-        Raises: RequestError (503) for a dead engine, as do the next two.
-        """
-        ...
-
-    async def widen_race(self, race_id: str, num_wanted: int) -> None:
-        """So many groups have to complete now; those that were cut stay so."""
-        ...
-
-    async def forget_race(self, race_id: str) -> None:
-        """No more groups will take part."""
-        ...
-
-    async def engine_loads(self) -> Sequence[EngineLoad]:
-        """By rank. Raises: RequestError (503) for a dead engine."""
-        ...
-
-    async def drain(self, rank: int, timeout_s: float, owner: str = TRAINER) -> Drained:
-        """Move all groups of a rank elsewhere and send it nothing more; waits so long until it is empty.
-
-        It is kept so for `owner`.
-
-        Raises: RequestError (409) for the last rank that is not held; (503) for a dead engine.
-        """
-        ...
-
-    async def restore(self, rank: int, owner: str = EVERYBODY) -> None:
-        """`owner` does not keep it empty any more; when nobody does, groups are sent to it again.
-
-        Raises: RequestError (503) for a dead engine.
-        """
-        ...
-
-    async def plan_scale_down(self, progress: Progress) -> ScaleDown:
-        """Whether to free half of the ranks after so much of a rollout.
-
-        Raises: RequestError (503) for a dead engine.
-        """
-        ...
-
-    async def observe_lengths(self, key: str, lengths: Sequence[ObservedLength], adapter: str = BASE_MODEL) -> None:
-        """A group of that prompt is over. Raises: RequestError (503) for a dead engine."""
-        ...
-
-    async def length_history(self, keys: Sequence[str], adapter: str = BASE_MODEL) -> LengthStatistics:
-        """What is known of these prompts' lengths under an adapter. Raises: RequestError (503) for a dead engine."""
-        ...
-
-    async def held_groups(self) -> HeldGroups:
-        """Groups in the engine, of all ranks. Raises: RequestError (503) for a dead engine."""
-        ...
-
-    async def step_drift(self) -> Sequence[StepDrift]:
-        """Live step times against the profile's, as far as there are any; of several ranks the one furthest off."""
         ...
 
     async def post_rewards(self, rollout_id: str, rewards: Sequence[Reward]) -> RewardsReceipt | None:
@@ -400,4 +248,183 @@ class Engine(Protocol):
         Raises: RequestError (422 unreadable; 409 another model, with both values; 507 when the disk does not take it),
         and whatever `keep` raises; then nothing has changed.
         """
+        ...
+
+
+class ShapingPart(Protocol):
+    """What an engine knows of lengths and of what its steps cost."""
+
+    @property
+    def cost_model(self) -> CostModel | None:
+        """What a step costs here; None without a profile."""
+        ...
+
+    async def observe_lengths(self, key: str, lengths: Sequence[ObservedLength], adapter: str = BASE_MODEL) -> None:
+        """A group of that prompt is over. Raises: RequestError (503) for a dead engine."""
+        ...
+
+    async def length_history(self, keys: Sequence[str], adapter: str = BASE_MODEL) -> LengthStatistics:
+        """What is known of these prompts' lengths under an adapter. Raises: RequestError (503) for a dead engine."""
+        ...
+
+    async def step_drift(self) -> Sequence[StepDrift]:
+        """Live step times against the profile's, as far as there are any; of several ranks the one furthest off."""
+        ...
+
+
+class MovesPart(Protocol):
+    """The ranks of an engine, and groups that move between them."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Data-parallel ranks that groups are spread over."""
+        ...
+
+    def refusal(self, *, priced: bool) -> str | None:
+        """Why groups cannot move without a drain here, with the remedy; None when they can. `priced`: if it pays."""
+        ...
+
+    async def engine_loads(self) -> Sequence[EngineLoad]:
+        """By rank. Raises: RequestError (503) for a dead engine."""
+        ...
+
+    async def drain(self, rank: int, timeout_s: float, owner: str = TRAINER) -> Drained:
+        """Move all groups of a rank elsewhere and send it nothing more; waits so long until it is empty.
+
+        It is kept so for `owner`.
+
+        Raises: RequestError (409) for the last rank that is not held; (503) for a dead engine.
+        """
+        ...
+
+    async def restore(self, rank: int, owner: str = EVERYBODY) -> None:
+        """`owner` does not keep it empty any more; when nobody does, groups are sent to it again.
+
+        Raises: RequestError (503) for a dead engine.
+        """
+        ...
+
+    async def plan_scale_down(self, progress: Progress) -> ScaleDown:
+        """Whether to free half of the ranks after so much of a rollout.
+
+        Raises: RequestError (503) for a dead engine.
+        """
+        ...
+
+
+class Engine(Protocol):
+    """An engine that runs groups, and its parts."""
+
+    @property
+    def learning(self) -> LearningPart: ...
+
+    @property
+    def shaping(self) -> ShapingPart: ...
+
+    @property
+    def moves(self) -> MovesPart: ...
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Candidates that can run at once on one rank."""
+        ...
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of a prompt and its answer."""
+        ...
+
+    @property
+    def num_launch_places(self) -> int:
+        """Candidates of rollouts that this process may have in the engine at once, running or waiting."""
+        ...
+
+    def adapter_name(self, model: str | None) -> str:
+        """The LoRA adapter that is served under this name; `BASE_MODEL` for the base model, and for None.
+
+        Raises: RequestError (404) for a name that is not served.
+        """
+        ...
+
+    async def prepare(
+        self,
+        prompts: Sequence[PromptInput],
+        model: str | None,
+        sampling: dict[str, Any],
+        *,
+        want_logprobs: bool,
+        want_text: bool,
+    ) -> tuple[str, list[PreparedPrompt]]:
+        """Check model, sampling parameters and prompts; returns the model's name and the prompts in order.
+
+        Raises: RequestError that names the field.
+        """
+        ...
+
+    def run_group(
+        self,
+        group_id: str,
+        plan: GroupPlan,
+        prompt: PreparedPrompt,
+        *,
+        stream_tokens: int | None,
+        rollout_id: str,
+        seed_name: str,
+        pruning_seed: int,
+        place: RacePlace | None = None,
+        beginnings: Beginnings | None = None,
+        outlook: Outlook | None = None,
+        prompt_key: str = "",
+    ) -> AsyncGenerator[Happening, None]:
+        """Launch the candidates and yield what happens to them, ending with one CandidateEnd each.
+
+        With an `outlook` its rank is chosen by the work that is predicted, and they may move to another when that pays,
+        the latter only without a refusal of its moves.
+
+        With `beginnings` the candidates go on where they stood, as many as `plan` says. What is yielded is what comes
+        after: tokens, counts and spans begin with the first new token. They have no text, for which see `text_of`.
+
+        Candidates of a seeded request sample by its seed, `seed_name` and their index only (`seed_for`).
+
+        With `plan.pruning`, rewards are later posted under (`rollout_id`, `prompt.id`, index), and chance depends on
+        (`pruning_seed`, `prompt.id`, index) only; what they say of the prompt is remembered under `prompt_key`. Closing
+        the generator aborts what still runs.
+
+        Raises: GroupLost, after the end of each candidate; RequestError (503) for a dead engine.
+        """
+        ...
+
+    def text_of(self, prompt: PreparedPrompt, token_ids: Sequence[int], *, stopped: bool) -> str:
+        """The text of output tokens of a candidate; `stopped`: the last one ended it, and says nothing."""
+        ...
+
+    async def current_weight_version(self) -> str | None:
+        """Of the weights in use; None when nobody has named them. Raises: RequestError (503) for a dead engine."""
+        ...
+
+    async def cancel_groups(self, group_ids: Sequence[str]) -> None:
+        """Nobody wants the rest of these groups: what runs, or still comes, ends as `deferred`.
+
+        One that the engine does not know (yet, or any more) is passed over. Raises: RequestError (503) for a dead
+        engine.
+        """
+        ...
+
+    async def cut_race(self, race_id: str) -> None:
+        """Enough groups of that race are complete, of all ranks: the others end as `deferred`.
+
+        Raises: RequestError (503) for a dead engine, as do the next two.
+        """
+        ...
+
+    async def widen_race(self, race_id: str, num_wanted: int) -> None:
+        """So many groups have to complete now; those that were cut stay so."""
+        ...
+
+    async def forget_race(self, race_id: str) -> None:
+        """No more groups will take part."""
+        ...
+
+    async def held_groups(self) -> HeldGroups:
+        """Groups in the engine, of all ranks. Raises: RequestError (503) for a dead engine."""
         ...

@@ -52,7 +52,7 @@ class Preparation:
     async def rollout(self, request: RolloutRequest) -> Rollout:
         """Raises: RequestError that names the field."""
         plan, warnings = await self._chosen(self._plan(request), request.model)
-        if plan.pruning is not None and (refusal := self._engine.pruning_refusal) is not None:
+        if plan.pruning is not None and (refusal := self._engine.learning.pruning_refusal) is not None:
             raise RequestError(f"pruning: {refusal}", param="pruning")
         self._check_moves(request)
         _check_num_candidates(len(request.prompts), plan.num_candidates)
@@ -108,7 +108,7 @@ class Preparation:
             warnings=warnings,
         )
         if request.scale_down == "auto":
-            rollout.watch = ScaleDownWatch(self._engine, rollout.id, rollout.num_responses, self._clock)
+            rollout.watch = ScaleDownWatch(self._engine.moves, rollout.id, rollout.num_responses, self._clock)
         rollout.usage.prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         return rollout
 
@@ -117,7 +117,7 @@ class Preparation:
             ("migration", request.migration, True),
             ("scale_down", request.scale_down, False),
         ):
-            if wanted != "off" and (refusal := self._engine.move_refusal(priced=priced)) is not None:
+            if wanted != "off" and (refusal := self._engine.moves.refusal(priced=priced)) is not None:
                 raise RequestError(f'{field}: "{wanted}" {refusal}', param=field)
 
     def _audited(

@@ -84,7 +84,7 @@ class RolloutService:
         self._metrics = metrics
         self._clock = clock
         self._recorder = recorder
-        self.learning = LearningService(engine, metrics, clock, recorder)
+        self.learning = LearningService(engine.learning, engine.adapter_name, metrics, clock, recorder)
         self._shaping = ShapingService(engine, metrics, clock)
         self._preparation = Preparation(engine, self.learning, self._shaping, clock, audit_ratio)
         self._launcher = Launcher(engine.num_launch_places)
@@ -366,7 +366,7 @@ class RolloutService:
         )
 
     def _outlook(self, rollout: Rollout, position: int) -> Outlook | None:
-        if self._engine.num_ranks == 1:
+        if self._engine.moves.num_ranks == 1:
             return None
         prompt, lengths = rollout.prompts[position], rollout.plans[position].lengths
         return Outlook(lengths, len(prompt.token_ids), prompt.max_tokens, rollout.migration)

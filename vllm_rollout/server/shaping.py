@@ -55,9 +55,9 @@ class ShapingService:
 
     async def plans(self, plan: GroupPlan, keys: Sequence[str], adapter: str) -> list[PromptPlan]:
         """The same for every prompt; with one rank nobody needs to know its lengths."""
-        if self._engine.num_ranks == 1:
+        if self._engine.moves.num_ranks == 1:
             return [PromptPlan(plan, key) for key in keys]
-        expected = _expected(await self._engine.length_history(keys, adapter))
+        expected = _expected(await self._engine.shaping.length_history(keys, adapter))
         return [PromptPlan(plan, *each) for each in zip(keys, expected, strict=True)]
 
     async def allocate(
@@ -73,7 +73,7 @@ class ShapingService:
 
         Source: DARTS 4.2, Algorithm 1, and Algorithm 2 for what a prompt with an extreme tail does.
         """
-        history = await self._engine.length_history(keys, adapter)
+        history = await self._engine.shaping.length_history(keys, adapter)
 
         def share() -> tuple[BatchAllocation, list[PromptPlan]]:
             batch = allocate_batch(
@@ -82,10 +82,10 @@ class ShapingService:
                     for lengths, prompt in zip(history.prompts, prompts, strict=True)
                 ],
                 history.dataset,
-                self._engine.cost_model,
+                self._engine.shaping.cost_model,
                 group_size=plan.group_size,
                 max_candidates=self._engine.max_num_seqs,
-                num_ranks=self._engine.num_ranks,
+                num_ranks=self._engine.moves.num_ranks,
                 tradeoff=tradeoff,
             )
             plans = batch.plans(plan, early_stop)
@@ -113,7 +113,7 @@ class ShapingService:
         if budget.source == "profile":
             return None
         took = f"redundancy auto took {budget.total} candidates, half as many again as wanted"
-        if self._engine.cost_model is None:
+        if self._engine.shaping.cost_model is None:
             return (
                 f"{took}: without a profile their cost is not known. Make one with `vllm-rollout profile` and start "
                 "the server with --rollout-profile."
@@ -147,17 +147,17 @@ class ShapingService:
         self._drift_seen_s = now
         try:
             for adapter in self._metrics.adapters:
-                self._metrics.lengths_reported(await self._engine.length_history([], adapter), adapter)
-            self._metrics.steps_drifted(await self._engine.step_drift())
+                self._metrics.lengths_reported(await self._engine.shaping.length_history([], adapter), adapter)
+            self._metrics.steps_drifted(await self._engine.shaping.step_drift())
             self._metrics.groups_held(await self._engine.held_groups())
-            self._metrics.ranks_moved(await self._engine.engine_loads())
+            self._metrics.ranks_moved(await self._engine.moves.engine_loads())
         except RequestError:  # the engine is dead, and says so elsewhere
             return
 
     async def _tell(self, key: str, lengths: Sequence[ObservedLength], adapter: str) -> None:
         self._metrics.know(adapter)
         try:
-            await self._engine.observe_lengths(key, lengths, adapter)
+            await self._engine.shaping.observe_lengths(key, lengths, adapter)
         except RequestError:  # the engine is dead, and says so elsewhere
             return
 

@@ -23,16 +23,19 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_rollout.adapter.api.client import RolloutAsyncLLM
-from vllm_rollout.adapter.api.engine_calls import engine_stopped
+from vllm_rollout.adapter.api.engine_calls import EngineCalls, engine_stopped
 from vllm_rollout.adapter.api.learning import EngineLearning
 from vllm_rollout.adapter.api.lost_weights import LostWeights
-from vllm_rollout.adapter.api.migration import EngineMigration
+from vllm_rollout.adapter.api.migration import MigrationWatch
+from vllm_rollout.adapter.api.moving import EngineMoves
 from vllm_rollout.adapter.api.outputs import CandidateFailed, CandidateOutput, ending_of
 from vllm_rollout.adapter.api.rank_client import RankDied
+from vllm_rollout.adapter.api.rank_loads import RankLoads
 from vllm_rollout.adapter.api.resuming import UNNAMED_WEIGHTS, resume_refusal, text_of
 from vllm_rollout.adapter.api.sampling import sampling_field, sampling_params
+from vllm_rollout.adapter.api.shaping import EngineShaping
 from vllm_rollout.adapter.api.versions import REJECTIONS, weight_spans
-from vllm_rollout.adapter.call_table import CANCEL_GROUPS, CUT_RACE, FORGET_RACE, WIDEN_RACE, WiderRace
+from vllm_rollout.adapter.call_table import CANCEL_GROUPS, CUT_RACE, FORGET_RACE, HELD_GROUPS, WIDEN_RACE, WiderRace
 from vllm_rollout.adapter.names import learned_name
 from vllm_rollout.adapter.options import RolloutOptions
 from vllm_rollout.group.judge import Scoring
@@ -40,12 +43,13 @@ from vllm_rollout.group.launch import num_launch_places
 from vllm_rollout.group.plan import GroupPlan
 from vllm_rollout.group.prompt_key import seed_for
 from vllm_rollout.group.race import RacePlace
-from vllm_rollout.group.types import Ending
+from vllm_rollout.group.types import Ending, HeldGroups
 from vllm_rollout.server.engine import (
     Beginnings,
     CandidateEnd,
     CandidateTokens,
     GroupLost,
+    Happening,
     Outlook,
     PreparedPrompt,
     PromptInput,
@@ -57,11 +61,17 @@ LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not have."""
 
 
-class VLLMEngine(EngineLearning, EngineMigration):
+class VLLMEngine:
     """Runs the service's groups on a RolloutAsyncLLM."""
 
     def __init__(self, client: RolloutAsyncLLM, state: State) -> None:
-        super().__init__(client, RolloutOptions.of(client.vllm_config))
+        self._client = client
+        self.calls = calls = EngineCalls(client)
+        self.learning = EngineLearning(calls, RolloutOptions.of(client.vllm_config))
+        self.shaping = EngineShaping(client, calls)
+        loads = RankLoads(client, calls, self.shaping)
+        self.moves = EngineMoves(client, calls, loads, self.shaping)
+        self._migration = MigrationWatch(client, self.moves, loads, self.shaping)
         self._models = state.openai_serving_models
         self._renderer = state.online_renderer
         self._default_sampling = client.model_config.get_diff_sampling_param()
@@ -77,7 +87,12 @@ class VLLMEngine(EngineLearning, EngineMigration):
 
     @property
     def num_launch_places(self) -> int:
-        return num_launch_places(self.max_num_seqs, self.num_ranks, self._client.num_api_processes)
+        return num_launch_places(self.max_num_seqs, self.moves.num_ranks, self._client.num_api_processes)
+
+    @property
+    def is_busy(self) -> bool:
+        """Something is on its way that takes several calls, of which an engine must get all or none."""
+        return self.calls.is_busy or self.learning.is_training
 
     async def prepare(
         self,
@@ -120,9 +135,9 @@ class VLLMEngine(EngineLearning, EngineMigration):
         beginnings: Beginnings | None = None,
         outlook: Outlook | None = None,
         prompt_key: str = "",
-    ) -> AsyncGenerator[CandidateTokens | CandidateEnd, None]:
+    ) -> AsyncGenerator[Happening, None]:
         if outlook is not None and outlook.migration != "off":
-            self.let_migrate()
+            self._migration.let_migrate()
         rendered, params, lora = prompt.handle
         params = copy(params)  # run_candidates makes the deep copy
         if params.seed is not None:
@@ -188,20 +203,19 @@ class VLLMEngine(EngineLearning, EngineMigration):
         return None if version == UNNAMED_WEIGHTS else version
 
     async def cancel_groups(self, group_ids: Sequence[str]) -> None:
-        async with self._one_move:  # a group in no engine core would not hear of it
-            await self._call_all(CANCEL_GROUPS, list(group_ids))
+        await self.moves.tell_all_groups(CANCEL_GROUPS, list(group_ids))
 
     async def cut_race(self, race_id: str) -> None:
-        async with self._one_move:
-            await self._call_all(CUT_RACE, race_id)
+        await self.moves.tell_all_groups(CUT_RACE, race_id)
 
     async def widen_race(self, race_id: str, num_wanted: int) -> None:
-        async with self._one_move:
-            await self._call_all(WIDEN_RACE, WiderRace(race_id, num_wanted))
+        await self.moves.tell_all_groups(WIDEN_RACE, WiderRace(race_id, num_wanted))
 
     async def forget_race(self, race_id: str) -> None:
-        async with self._one_move:
-            await self._call_all(FORGET_RACE, race_id)
+        await self.moves.tell_all_groups(FORGET_RACE, race_id)
+
+    async def held_groups(self) -> HeldGroups:
+        return HeldGroups(*map(sum, zip(*await self.calls.call_all(HELD_GROUPS, None), strict=True)))
 
     def adapter_name(self, model: str | None) -> str:
         return learned_name(self._adapter_of(model))

@@ -8,18 +8,16 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
+from vllm.config import VllmConfig
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_rollout.adapter.api.rank_client import RankDied, answers_of_the_living
 from vllm_rollout.adapter.call_table import CALL_METHOD, READ, Argument, Operation, Result
 from vllm_rollout.server.engine import RequestError
-
-if TYPE_CHECKING:
-    from vllm_rollout.adapter.api.client import RolloutAsyncLLM
 
 Value = TypeVar("Value")
 
@@ -27,10 +25,27 @@ LOOK_S = 1.0
 """A call that is not answered asks this often whether the engine is alive."""
 
 
-class EngineCalls:
-    """What every part of the service's engine has: the client, and calls through it."""
+class CalledClient(Protocol):
+    """As much of an engine client as calls need."""
 
-    def __init__(self, client: RolloutAsyncLLM) -> None:
+    vllm_config: VllmConfig
+    engine_core: Any
+    """vLLM's client of the engine cores."""
+
+    @property
+    def num_ranks(self) -> int: ...
+
+    @property
+    def living_ranks(self) -> Sequence[int]: ...
+
+    @property
+    def errored(self) -> bool: ...
+
+
+class EngineCalls:
+    """Calls through one engine client, which the parts of the service's engine share."""
+
+    def __init__(self, client: CalledClient) -> None:
         self._client = client
         self.after_change: Callable[[], None] = lambda: None
         """Called when training is done and when lengths were told: there is something new to save."""
@@ -44,7 +59,12 @@ class EngineCalls:
         return self._client.num_ranks
 
     @property
-    def living_ranks(self) -> list[int]:
+    def vllm_config(self) -> VllmConfig:
+        """Of the engine as it is now."""
+        return self._client.vllm_config
+
+    @property
+    def living_ranks(self) -> Sequence[int]:
         return self._client.living_ranks
 
     @property
@@ -57,7 +77,7 @@ class EngineCalls:
         """Something is on its way that takes several calls, of which an engine must get all or none."""
         return bool(self._running) or self._reading.locked()
 
-    async def _call_rank(self, rank: int, operation: Operation[Argument, Result], argument: Argument) -> Result:
+    async def call_rank(self, rank: int, operation: Operation[Argument, Result], argument: Argument) -> Result:
         """One operation on one rank of those that this API process calls. Raises: RequestError (503) for a dead one."""
         payload = operation.encode_argument(argument)
         try:
@@ -72,9 +92,9 @@ class EngineCalls:
             raise engine_stopped() from error
         return operation.decode_result(answer)
 
-    async def _call_first(self, operation: Operation[Argument, Result], argument: Argument) -> Result:
+    async def call_first(self, operation: Operation[Argument, Result], argument: Argument) -> Result:
         """One operation on the first rank."""
-        return await self._ask_first(lambda rank: self._call_rank(rank, operation, argument))
+        return await self._ask_first(lambda rank: self.call_rank(rank, operation, argument))
 
     async def _ask_first(self, ask: Callable[[int], Awaitable[Value]]) -> Value:
         """What the first rank answers, or the next one when that dies meanwhile."""
@@ -86,18 +106,18 @@ class EngineCalls:
                 if rank in self.living_ranks or not self.living_ranks:
                     raise
 
-    async def _call_if_alive(
+    async def call_if_alive(
         self, rank: int, operation: Operation[Argument, Result], argument: Argument
     ) -> Result | None:
         """One operation on one rank; None when it is dead, or dies meanwhile."""
         try:
-            return await self._call_rank(rank, operation, argument)
+            return await self.call_rank(rank, operation, argument)
         except RequestError:
             if rank in self.living_ranks:
                 raise
             return None
 
-    async def _call_each(self, operation: Operation[Argument, Result], argument: Argument) -> dict[int, Result]:
+    async def call_each(self, operation: Operation[Argument, Result], argument: Argument) -> dict[int, Result]:
         """One operation on every rank; the results of those that live, by rank and in their order."""
         payload = operation.encode_argument(argument)
         core = self._client.engine_core
@@ -111,13 +131,9 @@ class EngineCalls:
             raise engine_stopped() from error
         return {rank: operation.decode_result(answer) for rank, answer in answers.items()}
 
-    async def _call_all(self, operation: Operation[Argument, Result], argument: Argument) -> list[Result]:
+    async def call_all(self, operation: Operation[Argument, Result], argument: Argument) -> list[Result]:
         """The same, of those who need not know which rank said what."""
-        return list((await self._call_each(operation, argument)).values())
-
-    async def tell_all(self, operation: Operation[Argument, None], argument: Argument) -> None:
-        """One operation on every rank, of which nothing comes back."""
-        await self._call_each(operation, argument)
+        return list((await self.call_each(operation, argument)).values())
 
     async def unless_dead(self, call: Awaitable[Value]) -> Value:
         """Await a call. One that is on its way when the engine dies is never answered, and vLLM would wait for ever.
@@ -133,7 +149,7 @@ class EngineCalls:
         finally:
             calling.cancel()
 
-    async def _read(self, open_operation: Operation[Any, Any], argument: Callable[[str], Any]) -> bytes | None:
+    async def read(self, open_operation: Operation[Any, Any], argument: Callable[[str], Any]) -> bytes | None:
         """What the first rank writes in parts, one between two of its steps; None when there is nothing to open.
 
         `argument` of the opening operation for the name of a reader. One at a time: each holds memory of the engine.
@@ -145,10 +161,10 @@ class EngineCalls:
         self, rank: int, open_operation: Operation[Any, Any], argument: Callable[[str], Any]
     ) -> bytes | None:
         reader = uuid.uuid4().hex
-        if await self._call_rank(rank, open_operation, argument(reader)) is False:
+        if await self.call_rank(rank, open_operation, argument(reader)) is False:
             return None
         pieces = []
-        while (piece := await self._call_rank(rank, READ, reader)) is not None:
+        while (piece := await self.call_rank(rank, READ, reader)) is not None:
             pieces.append(piece.data)
             if piece.is_last:
                 return b"".join(pieces)
@@ -157,7 +173,7 @@ class EngineCalls:
             status=HTTPStatus.SERVICE_UNAVAILABLE,
         )
 
-    async def _to_its_end(self, work: Coroutine[Any, Any, Value]) -> Value:
+    async def to_its_end(self, work: Coroutine[Any, Any, Value]) -> Value:
         """Await work that goes on when the one who waits for it goes away: half of it would leave ranks different."""
         task = asyncio.create_task(work)
         self._running.add(task)

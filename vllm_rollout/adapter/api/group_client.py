@@ -307,7 +307,7 @@ class GroupClient:
         """So that rewards can name them. Without an engine there is nothing to be learned."""
         choices = dict(enumerate(indices, start=answer.choice))
         with suppress(RequestError):
-            await EngineCalls(self).tell_all(NAME_CHOICES, NamedChoices(answer.name, group_id, choices))
+            await EngineCalls(self).call_all(NAME_CHOICES, NamedChoices(answer.name, group_id, choices))
 
     async def _generate_joined(
         self, join: GroupJoin, prompt: Any, params: SamplingParams, request_id: str, **kwargs: Any

@@ -1,4 +1,4 @@
-"""The learning half of the service's engine: rewards, quality heads, reports, state.
+"""The part of the service's engine that learns: rewards, quality heads, reports, state.
 
 Invariant: what one API process is told, every data-parallel rank it can reach learns.
 """
@@ -16,7 +16,6 @@ from weakref import WeakValueDictionary
 import msgspec
 from vllm.logger import init_logger
 
-from vllm_rollout.adapter.api.client import RolloutAsyncLLM
 from vllm_rollout.adapter.api.engine_calls import EngineCalls
 from vllm_rollout.adapter.api.refusals import pruning_refusal
 from vllm_rollout.adapter.call_table import (
@@ -80,11 +79,11 @@ class Unkept:
         yield
 
 
-class EngineLearning(EngineCalls):
-    """The part of `server.engine.Engine` that learns. Rank 0 trains; the others get its heads."""
+class EngineLearning:
+    """What `server.engine.LearningPart` asks for. Rank 0 trains; the others get its heads."""
 
-    def __init__(self, client: RolloutAsyncLLM, options: RolloutOptions) -> None:
-        super().__init__(client)
+    def __init__(self, calls: EngineCalls, options: RolloutOptions) -> None:
+        self._calls = calls
         self._budget_s = options.train_budget_s
         self._training: asyncio.Task[None] | None = None
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -95,19 +94,19 @@ class EngineLearning(EngineCalls):
 
     @property
     def pruning_refusal(self) -> str | None:
-        return pruning_refusal(self._client.vllm_config)
+        return pruning_refusal(self._calls.vllm_config)
 
     @property
-    def is_busy(self) -> bool:
-        return super().is_busy or (self._training is not None and not self._training.done())
+    def is_training(self) -> bool:
+        return self._training is not None and not self._training.done()
 
     async def post_rewards(self, rollout_id: str, rewards: Sequence[Reward]) -> RewardsReceipt | None:
         named = [NamedReward("rollout", rollout_id, reward) for reward in rewards]
-        receipt = await self._to_its_end(self._post_in_turn(rollout_id, named))
+        receipt = await self._calls.to_its_end(self._post_in_turn(rollout_id, named))
         return receipt if receipt.head_versions else None
 
     async def post_named_rewards(self, rewards: Sequence[NamedReward]) -> RewardsReceipt:
-        return await self._to_its_end(self._post_in_turn(ANY_ROLLOUT, rewards))
+        return await self._calls.to_its_end(self._post_in_turn(ANY_ROLLOUT, rewards))
 
     async def _post_in_turn(self, turn_of: str, rewards: Sequence[NamedReward]) -> RewardsReceipt:
         """Rewards of one rollout one post after the other: of two alike, one is accepted and one a duplicate."""
@@ -116,7 +115,7 @@ class EngineLearning(EngineCalls):
             return await self._post_rewards(rewards)
 
     async def _post_rewards(self, rewards: Sequence[NamedReward]) -> RewardsReceipt:
-        posted = await asyncio.gather(*(self._post_to(rank, rewards) for rank in self.living_ranks))
+        posted = await asyncio.gather(*(self._post_to(rank, rewards) for rank in self._calls.living_ranks))
         statuses = [
             next((found.statuses[i] for found in posted if found.statuses[i] != "unknown"), "unknown")
             for i in range(len(rewards))
@@ -131,10 +130,10 @@ class EngineLearning(EngineCalls):
     async def _post_to(self, rank: int, rewards: Sequence[NamedReward]) -> RewardsProgress:
         """Post to one rank, as many at a time as it gets through; one that has died knows none of them."""
         posted = RewardsProgress(set(), [])
-        share = self.num_ranks > 1
+        share = self._calls.num_ranks > 1
         while len(posted.statuses) < len(rewards):
             some = list(rewards[len(posted.statuses) : len(posted.statuses) + REWARDS_PER_CALL])
-            progress = await self._call_if_alive(rank, POST_REWARDS, PostedRewards(some, share))
+            progress = await self._calls.call_if_alive(rank, POST_REWARDS, PostedRewards(some, share))
             if progress is None:
                 posted.statuses.extend(["unknown"] * (len(rewards) - len(posted.statuses)))
                 break
@@ -147,10 +146,10 @@ class EngineLearning(EngineCalls):
     async def _teach_others(self, origin: int, progress: RewardsProgress) -> None:
         """Calibration on every other rank, the head on the first."""
         if progress.labels:
-            others = [rank for rank in self.living_ranks if rank != origin]
-            await asyncio.gather(*(self._call_if_alive(rank, LEARN_LABELS, progress.labels) for rank in others))
+            others = [rank for rank in self._calls.living_ranks if rank != origin]
+            await asyncio.gather(*(self._calls.call_if_alive(rank, LEARN_LABELS, progress.labels) for rank in others))
         for features in progress.features.values():
-            await self._call_first(LEARN_FEATURES, features)
+            await self._calls.call_first(LEARN_FEATURES, features)
 
     async def quality_head(self, detection_length: int | None, adapter: str = BASE_MODEL) -> tuple[HeadInfo, bytes]:
         trained = [head for head in await self._heads() if head.version and head.adapter == adapter]
@@ -162,7 +161,7 @@ class EngineLearning(EngineCalls):
         return heads[length], data
 
     async def set_quality_head(self, weights: bytes, adapter: str = BASE_MODEL) -> HeadInfo:
-        return await self._to_its_end(self._put_head(HeadToPut(weights, adapter)))
+        return await self._calls.to_its_end(self._put_head(HeadToPut(weights, adapter)))
 
     async def _put_head(self, put: HeadToPut) -> HeadInfo:
         async with self.kept.putting_head(put):
@@ -171,25 +170,25 @@ class EngineLearning(EngineCalls):
     async def restore_head(self, put: HeadToPut) -> HeadInfo:
         """On the first rank, which decides, and then on the others. Raises: RequestError, and nothing has changed."""
         async with self._replacing:
-            head = await self._call_first(PUT_HEAD, put)
+            head = await self._calls.call_first(PUT_HEAD, put)
             _check([head])
             await self._put_on_others(put)
         return head
 
     async def _put_on_others(self, put: HeadToPut) -> None:
-        for rank in self.living_ranks[1:]:
-            refusal = await self._call_if_alive(rank, PUT_HEAD, put)
+        for rank in self._calls.living_ranks[1:]:
+            refusal = await self._calls.call_if_alive(rank, PUT_HEAD, put)
             if isinstance(refusal, Refusal):  # rewards are awaited there for as many other detection lengths
                 logger.warning("rank %d did not take the head of the first: %s", rank, refusal.message)
 
     async def learning_report(self, detection_length: int | None, adapter: str = BASE_MODEL) -> LearningReport:
-        learned = [each for each in chain(*await self._call_all(LEARNED, None)) if each.head.adapter == adapter]
+        learned = [each for each in chain(*await self._calls.call_all(LEARNED, None)) if each.head.adapter == adapter]
         known = {each.head.detection_length: each for each in learned}
         length = self._choose(detection_length, known, "anything learned")
         key = HeadKey(length, adapter)
         # Every rank's calibration knows every label; verdicts, and what awaits a reward, each rank knows of itself.
         found = [each for each in learned if each.head == key]
-        windows = (await self._call_if_alive(rank, LEARNING_WINDOW, key) for rank in self.living_ranks)
+        windows = (await self._calls.call_if_alive(rank, LEARNING_WINDOW, key) for rank in self._calls.living_ranks)
         window = LearningWindow()
         async for each in windows:
             if each is not None:
@@ -215,26 +214,26 @@ class EngineLearning(EngineCalls):
 
     async def tried_lengths(self, adapter: str = BASE_MODEL) -> list[TriedCandidate]:
         """Every rank learns every label: one of them knows."""
-        return await self._call_first(TRIED_LENGTHS, adapter)
+        return await self._calls.call_first(TRIED_LENGTHS, adapter)
 
     async def known_prompts(self, adapter: str = BASE_MODEL) -> list[KnownPrompt]:
         """Every rank learns every group's lengths and every reward: one of them knows."""
-        lines = await self._read(OPEN_PROMPTS, lambda reader: PromptsToRead(reader, adapter))
+        lines = await self._calls.read(OPEN_PROMPTS, lambda reader: PromptsToRead(reader, adapter))
         assert lines is not None, "it always opens"
         return await asyncio.to_thread(_prompts_of, lines)
 
     async def learning_state(self) -> bytes:
         await self.settled()
-        state = await self._read(OPEN_STATE, lambda reader: reader)
+        state = await self._calls.read(OPEN_STATE, lambda reader: reader)
         assert state is not None, "there is always a state"
         return state
 
     async def set_learning_state(self, state: bytes, keep: KeepState | None = None) -> None:
-        await self._to_its_end(self._put_state(state, keep))
+        await self._calls.to_its_end(self._put_state(state, keep))
 
     async def _put_state(self, state: bytes, keep: KeepState | None) -> None:
         """Looked at by every rank, then on disk, then in every rank: what has been looked at is not refused."""
-        _check(await self._call_all(PUT_STATE, StateToPut(state, only_check=True)))
+        _check(await self._calls.call_all(PUT_STATE, StateToPut(state, only_check=True)))
         async with self.kept.putting_state(state) as staged:
             if keep is not None:
                 await keep(staged)
@@ -244,20 +243,20 @@ class EngineLearning(EngineCalls):
     async def restore_state(self, state: bytes) -> None:
         """In every rank. Raises: RequestError, and nothing has changed, if they all have the same model."""
         async with self._replacing:
-            _check(await self._call_all(PUT_STATE, StateToPut(state, only_check=False)))
+            _check(await self._calls.call_all(PUT_STATE, StateToPut(state, only_check=False)))
 
     def _start_training(self) -> None:
-        if self._training is None or self._training.done():
+        if not self.is_training:
             self._training = asyncio.create_task(self._train())
 
     async def _train(self) -> None:
         """Ask for one slice after the other; the engine makes its steps in between."""
         try:
-            while await self._call_first(TRAIN, self._budget_s):
+            while await self._calls.call_first(TRAIN, self._budget_s):
                 pass
-            if self.num_ranks > 1:
+            if self._calls.num_ranks > 1:
                 await self._share_heads()
-            self.after_change()
+            self._calls.after_change()
         except RequestError:  # the engine is dead, and says so everywhere else
             logger.warning("training of the quality head ended with the engine")
         except Exception:
@@ -277,11 +276,11 @@ class EngineLearning(EngineCalls):
                     await self._put_on_others(HeadToPut(data, head.adapter))
 
     async def _read_head(self, head: HeadKey) -> bytes | None:
-        return await self._read(OPEN_HEAD, lambda reader: HeadToRead(reader, head))
+        return await self._calls.read(OPEN_HEAD, lambda reader: HeadToRead(reader, head))
 
     async def _heads(self) -> list[HeadInfo]:
         """Of the first rank, which trains."""
-        return await self._call_first(HEADS, None)
+        return await self._calls.call_first(HEADS, None)
 
     def _choose(self, detection_length: int | None, known: dict[int, Any], what: str) -> int:
         named = ", ".join(map(str, sorted(known)))

@@ -1,4 +1,4 @@
-"""The moving half of the service's engine: groups from one rank to another, and ranks that are kept empty.
+"""The part of the service's engine that moves groups from one rank to another, and keeps ranks empty.
 
     release  source       the group stops between two steps and is put into a parcel
     adopt    target       it goes on there
@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from http import HTTPStatus
 from itertools import count
 from typing import NamedTuple
@@ -30,21 +30,27 @@ from vllm_rollout.adapter.api.client import RolloutAsyncLLM
 from vllm_rollout.adapter.api.engine_calls import EngineCalls
 from vllm_rollout.adapter.api.group_routes import GroupRoute
 from vllm_rollout.adapter.api.rank_client import RankDied
+from vllm_rollout.adapter.api.rank_loads import RankLoads
+from vllm_rollout.adapter.api.shaping import EngineShaping
 from vllm_rollout.adapter.call_table import (
     ADOPT_GROUP,
     CONFIRM_MOVE,
-    ENGINE_LOAD,
     HOLD,
     KEEP_GROUP,
     RELEASE_GROUP,
+    Argument,
     GroupToAdopt,
     GroupToRelease,
     Hold,
+    Operation,
     Released,
 )
+from vllm_rollout.adapter.options import RolloutOptions
 from vllm_rollout.group.holding import EVERYBODY, TRAINER
-from vllm_rollout.group.load import DEAD_LOAD, EngineLoad
+from vllm_rollout.group.load import EngineLoad
+from vllm_rollout.group.migration import plan_drain
 from vllm_rollout.group.moving import MoveOutcome
+from vllm_rollout.group.scaling import Progress, ScaleDown, plan_scale_down
 from vllm_rollout.server.engine import Drained, RequestError
 
 logger = init_logger("vllm.vllm_rollout")
@@ -70,24 +76,56 @@ class Move(NamedTuple):
     reason: str = ""
 
 
-class EngineMoves(EngineCalls):
-    """The part of `server.engine.Engine` that knows the ranks and moves groups between them."""
+class EngineMoves:
+    """What `server.engine.MovesPart` asks for, and what moves a group."""
 
-    def __init__(self, client: RolloutAsyncLLM) -> None:
-        super().__init__(client)
+    def __init__(self, client: RolloutAsyncLLM, calls: EngineCalls, loads: RankLoads, shaping: EngineShaping) -> None:
+        self._client = client
+        self._calls = calls
+        self._loads = loads
+        self._shaping = shaping
         self._epochs = count(1)
         self._one_move = asyncio.Lock()
         """Held while a group is in no engine core, while it is decided which ranks take groups, and by calls that have
         to reach all groups."""
         self._following: asyncio.Task[None] | None = None
 
+    @property
+    def num_ranks(self) -> int:
+        return self._calls.num_ranks
+
+    def refusal(self, *, priced: bool) -> str | None:
+        if self._client.num_api_processes > 1:
+            return (
+                f"needs one API process, which knows all groups; this server has {self._client.num_api_processes}. "
+                "Start it with --api-server-count 1."
+            )
+        if RolloutOptions.of(self._client.vllm_config).beside_rust:
+            return (
+                "needs an API process that knows all groups, and vLLM's Rust front end starts others. Start the server "
+                "without VLLM_USE_RUST_FRONTEND=1."
+            )
+        if priced and self._shaping.cost_model is None:
+            return (
+                "needs to know what a step and a prefill cost. Start the server with --rollout-profile FILE "
+                "(`vllm-rollout profile` writes one)."
+            )
+        return None
+
     async def engine_loads(self) -> list[EngineLoad]:
-        loads = await self._call_each(ENGINE_LOAD, None)
-        return [loads.get(rank, DEAD_LOAD) for rank in range(self.num_ranks)]
+        return await self._loads.seen()
+
+    async def plan_scale_down(self, progress: Progress) -> ScaleDown:
+        return plan_scale_down(progress, await self._loads.as_if_all_may_move())
+
+    async def tell_all_groups(self, operation: Operation[Argument, None], argument: Argument) -> None:
+        """One operation on every rank while no group is between two: one in no engine core would not hear of it."""
+        async with self._one_move:
+            await self._calls.call_all(operation, argument)
 
     async def drain(self, rank: int, timeout_s: float, owner: str = TRAINER) -> Drained:
         started = time.monotonic()
-        await self._to_its_end(self._hold(rank, owner))
+        await self._calls.to_its_end(self._hold(rank, owner))
         moves = await self._leave(rank)
         if not self._client.routes.has_open:
             await self.restore(rank, owner)
@@ -104,7 +142,7 @@ class EngineMoves(EngineCalls):
         return Drained(load.is_held, num_moved, num_left, reasons, time.monotonic() - started)
 
     async def restore(self, rank: int, owner: str = EVERYBODY) -> None:
-        await self._to_its_end(self._end_hold(rank, owner))
+        await self._calls.to_its_end(self._end_hold(rank, owner))
 
     async def _hold(self, rank: int, owner: str) -> None:
         """Keep a rank empty from now on. Raises: RequestError (409) when no other would take groups."""
@@ -114,16 +152,16 @@ class EngineMoves(EngineCalls):
                 raise _last_one(
                     rank, f"{only} Restore another one first, or start the server with more --data-parallel-size."
                 )
-            await self._call_rank(rank, HOLD, Hold(owner, True))
+            await self._calls.call_rank(rank, HOLD, Hold(owner, True))
             loads = await self.engine_loads()
             if not self._takers(loads, rank):  # another API process drains the others at the same time
-                await self._call_rank(rank, HOLD, Hold(owner, False))
+                await self._calls.call_rank(rank, HOLD, Hold(owner, False))
                 raise _last_one(rank, "The others are being drained, too. Try again.")
             self._client.routes.hold(self._held(loads))
 
     async def _end_hold(self, rank: int, owner: str) -> None:
         async with self._one_move:
-            await self._call_rank(rank, HOLD, Hold(owner, False))
+            await self._calls.call_rank(rank, HOLD, Hold(owner, False))
             self._client.routes.hold(self._held(await self.engine_loads()))
 
     def follow_holds(self) -> None:
@@ -136,7 +174,7 @@ class EngineMoves(EngineCalls):
         route = self._client.routes.find(group_id)
         if route is None:
             return Move("over")
-        return await self._to_its_end(self._move(route, target))
+        return await self._calls.to_its_end(self._move(route, target))
 
     @staticmethod
     def _held(loads: Sequence[EngineLoad]) -> frozenset[int]:
@@ -165,17 +203,15 @@ class EngineMoves(EngineCalls):
 
     async def _leave(self, rank: int) -> list[Move]:
         """Move all groups of this API process away from a rank."""
-        routes, targets = self._client.routes, await self._drain_targets(rank)
+        routes, loads = self._client.routes, await self._loads.as_if_all_may_move()
+        targets = {move.group_id: move.target for move in plan_drain(loads, rank)}
         moves = []
         for route in routes.on_rank(rank):
             if not routes.has_open:  # the others have died meanwhile
                 break
+            # A group that came since then goes to the least load.
             moves.append(await self.move_group(route.group_id, targets.get(route.group_id, routes.next_rank())))
         return moves
-
-    async def _drain_targets(self, rank: int) -> Mapping[str, int]:
-        """Where the groups of a rank go that is to be emptied; those that are not named go to the least load."""
-        return {}
 
     async def _move(self, route: GroupRoute, target: int) -> Move:
         if route.joined and self._client.num_api_processes > 1:
@@ -211,7 +247,7 @@ class EngineMoves(EngineCalls):
         if released.outcome != "released":
             return await self._take_back(route, wanted, Move("stays", released.reason or REASONS[released.outcome]))
         try:
-            await self._call_rank(target, ADOPT_GROUP, GroupToAdopt(*wanted, released.parcel))
+            await self._calls.call_rank(target, ADOPT_GROUP, GroupToAdopt(*wanted, released.parcel))
             if target in self._client.life.dead:  # it died with the group, whose requests nobody looked for there
                 raise RankDied.of(target)
         except Exception as error:
@@ -220,7 +256,7 @@ class EngineMoves(EngineCalls):
         self._client.send_to(target, released.request_ids)
         self._client.routes.arrived(route, target)
         try:
-            await self._call_rank(source, CONFIRM_MOVE, wanted)
+            await self._calls.call_rank(source, CONFIRM_MOVE, wanted)
         except Exception:
             if source not in self._client.life.dead:  # a dead one has nothing to forget
                 logger.exception("rank %d did not forget group %s", source, route.group_id)
@@ -229,7 +265,7 @@ class EngineMoves(EngineCalls):
     async def _take_back(self, route: GroupRoute, wanted: GroupToRelease, move: Move) -> Move:
         """The group goes on in the source. Where that fails too, its candidates do."""
         try:
-            await self._call_rank(route.rank, KEEP_GROUP, wanted)
+            await self._calls.call_rank(route.rank, KEEP_GROUP, wanted)
         except Exception as error:
             is_dead = route.rank in self._client.life.dead
             if not is_dead:
@@ -240,7 +276,7 @@ class EngineMoves(EngineCalls):
 
     async def _release(self, rank: int, wanted: GroupToRelease) -> Released:
         for _ in range(RELEASE_TRIES):
-            released = await self._call_rank(rank, RELEASE_GROUP, wanted)
+            released = await self._calls.call_rank(rank, RELEASE_GROUP, wanted)
             if released.outcome not in ("in_flight", "busy"):
                 break
         return released

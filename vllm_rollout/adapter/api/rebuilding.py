@@ -25,7 +25,7 @@ from vllm.v1.executor.abstract import Executor
 
 from vllm_rollout.adapter.api.client import RolloutAsyncLLM
 from vllm_rollout.adapter.api.engine import VLLMEngine
-from vllm_rollout.adapter.api.engine_calls import engine_stopped
+from vllm_rollout.adapter.api.engine_calls import EngineCalls, engine_stopped
 from vllm_rollout.adapter.api.learning import EngineLearning
 from vllm_rollout.adapter.api.resuming import UNNAMED_WEIGHTS
 from vllm_rollout.adapter.options import RolloutOptions
@@ -135,9 +135,9 @@ class Resizer:
             logger.info("vllm_rollout: rebuilding the engine with tensor-parallel size %d; requests wait", size)
             await self._swap(size)
             if self._args.rollout_profile is not None:
-                await self._engine.use_profile(self._args.rollout_profile)
+                await self._engine.shaping.use_profile(self._args.rollout_profile)
             elif self._args.emulate is not None:
-                self._engine.use_emulated_cost(self._args.emulate)
+                self._engine.shaping.use_emulated_cost(self._args.emulate)
         except TimeoutError:
             return Resized("busy", before, 0.0)
         except EngineDeadError as error:
@@ -152,7 +152,7 @@ class Resizer:
 
     async def _is_empty(self, deadline: float) -> bool:
         """Wait until nothing is in the engine; False when it is paused or asleep, or something is at the deadline."""
-        client, unless_dead = self._client, self._engine.unless_dead
+        client, unless_dead = self._client, self._engine.calls.unless_dead
         if await unless_dead(client.is_paused()) or await unless_dead(client.is_sleeping()):
             return False
         while client.get_num_unfinished_requests() or client.door.num_inside or self._engine.is_busy:
@@ -167,9 +167,9 @@ class Resizer:
         try:
             async with asyncio.timeout(CALLS_TIMEOUT_S):
                 await _calls_answered(core)
-            learning = EngineLearning(Part(core, config), self._options)
-            learned = await learning.learning_state()
-            version = await learning.unless_dead(core.get_weight_version_async())
+            calls = EngineCalls(Part(core, config))
+            learned = await EngineLearning(calls, self._options).learning_state()
+            version = await calls.unless_dead(core.get_weight_version_async())
             if version != UNNAMED_WEIGHTS:
                 self._engine.lost_weights.version = version
         except BaseException:
@@ -180,7 +180,7 @@ class Resizer:
         try:
             await asyncio.to_thread(core.shutdown)
             core, config = await self._started((size, config.parallel_config.tensor_parallel_size), closed)
-            await EngineLearning(Part(core, config), self._options).set_learning_state(learned)
+            await EngineLearning(EngineCalls(Part(core, config)), self._options).set_learning_state(learned)
         except BaseException:
             client.output_handler = handler  # which is done: so vLLM sees that the engine is dead
             closed.die()

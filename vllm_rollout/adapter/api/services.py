@@ -30,19 +30,19 @@ async def build_services(client: RolloutAsyncLLM, state: State, settings: Namesp
     """
     engine = VLLMEngine(client, state)
     if settings.rollout_profile is not None:
-        await engine.use_profile(settings.rollout_profile)
+        await engine.shaping.use_profile(settings.rollout_profile)
     elif settings.emulate is not None:
-        engine.use_emulated_cost(settings.emulate)
+        engine.shaping.use_emulated_cost(settings.emulate)
     recorder = None if settings.rollout_record is None else TraceRecorder(Path(settings.rollout_record))
     store = RunStore()
     if settings.rollout_state is not None:
         folder = Path(settings.rollout_state)
         store = RunStore(folder / RUNS)
-        state_file = StateFile(folder / LEARNED, engine, client)
+        state_file = StateFile(folder / LEARNED, engine.learning, engine.calls, client)
         if client.client_index == 0:
             await state_file.load(store.staged)
     client.life.watch()
-    engine.follow_holds()
+    engine.moves.follow_holds()
     metrics = client.rollout_metrics
     service = RolloutService(
         engine,
@@ -52,7 +52,7 @@ async def build_services(client: RolloutAsyncLLM, state: State, settings: Namesp
         audit_ratio=RolloutOptions.of(client.vllm_config).audit_ratio,
     )
     state.rollout_service = service
-    state.engines_service = EnginesService(engine, lambda: service.progress)
+    state.engines_service = EnginesService(engine.moves, lambda: service.progress)
     parallelism = parallelism_of(settings, client, engine)
     state.run_service = RunService(service, engine, store, metrics, client.num_api_processes, parallelism)
     return engine

@@ -1,4 +1,4 @@
-"""The shaping half of the service's engine: the history of lengths and what steps cost.
+"""The part of the service's engine that knows the history of lengths and what steps cost.
 
 Invariant: every rank this API process can reach is told the same.
 """
@@ -10,10 +10,10 @@ from dataclasses import replace
 
 from vllm.logger import init_logger
 
+from vllm_rollout.adapter.api.client import RolloutAsyncLLM
 from vllm_rollout.adapter.api.engine_calls import EngineCalls
 from vllm_rollout.adapter.api.fingerprint import engine_flags, fingerprint_of, hardware_of
 from vllm_rollout.adapter.call_table import (
-    HELD_GROUPS,
     LENGTH_HISTORY,
     OBSERVE_LENGTHS,
     SET_COST_MODEL,
@@ -28,20 +28,22 @@ from vllm_rollout.group.cost import CostModel
 from vllm_rollout.group.drift import StepDrift
 from vllm_rollout.group.history import ObservedLength
 from vllm_rollout.group.moments import LengthMoments, LengthStatistics
-from vllm_rollout.group.types import BASE_MODEL, HeldGroups
+from vllm_rollout.group.types import BASE_MODEL
 from vllm_rollout.profiling.profile_file import Profile
 
 logger = init_logger("vllm.vllm_rollout")
-
 
 KEYS_PER_CALL = 512
 """Prompts whose lengths are asked for in one message to an engine core."""
 
 
-class EngineShaping(EngineCalls):
-    """The part of `server.engine.Engine` that knows lengths and costs."""
+class EngineShaping:
+    """What `server.engine.ShapingPart` asks for."""
 
-    cost_model: CostModel | None = None
+    def __init__(self, client: RolloutAsyncLLM, calls: EngineCalls) -> None:
+        self._client = client
+        self._calls = calls
+        self.cost_model: CostModel | None = None
 
     async def use_profile(self, path: str) -> None:
         """Take a step's cost from a profile, and have live steps compared with it.
@@ -62,7 +64,7 @@ class EngineShaping(EngineCalls):
             logger.warning("vllm_rollout: --rollout-profile %s: %s", path, mismatch.warning)
         self._client.routes.weigh(self.cost_model)
         name, sizes = profile.model_name, profile.batch_sizes(tensor_parallel_size)
-        await self._call_all(SET_COST_MODEL, CostToCompare(self.cost_model, name, path, sizes))
+        await self._calls.call_all(SET_COST_MODEL, CostToCompare(self.cost_model, name, path, sizes))
         logger.info("vllm_rollout: steps cost what %s says (%s, %d batch sizes)", path, name, len(sizes))
 
     def use_emulated_cost(self, settings_file: str) -> None:
@@ -73,27 +75,24 @@ class EngineShaping(EngineCalls):
         self._client.routes.weigh(self.cost_model)
 
     async def observe_lengths(self, key: str, lengths: Sequence[ObservedLength], adapter: str = BASE_MODEL) -> None:
-        await self._call_all(OBSERVE_LENGTHS, ObservedGroup(key, list(lengths), adapter))
-        self.after_change()
+        await self._calls.call_all(OBSERVE_LENGTHS, ObservedGroup(key, list(lengths), adapter))
+        self._calls.after_change()
 
     async def length_history(self, keys: Sequence[str], adapter: str = BASE_MODEL) -> LengthStatistics:
         """Every rank is told the same, so that one knows."""
         known: list[LengthMoments | None] = []
         for start in range(0, max(1, len(keys)), KEYS_PER_CALL):
             wanted = LengthsToLookUp(list(keys[start : start + KEYS_PER_CALL]), adapter)
-            history = await self._call_first(LENGTH_HISTORY, wanted)
+            history = await self._calls.call_first(LENGTH_HISTORY, wanted)
             known += history.prompts
         return LengthStatistics(history.dataset, known)
-
-    async def held_groups(self) -> HeldGroups:
-        return HeldGroups(*map(sum, zip(*await self._call_all(HELD_GROUPS, None), strict=True)))
 
     async def step_drift(self) -> list[StepDrift]:
         """Of each range of batch sizes the rank that is furthest from its prediction."""
         if self.cost_model is None:
             return []
         ranges: dict[int, StepDrift] = {}
-        for rank in await self._call_all(STEP_DRIFT, None):
+        for rank in await self._calls.call_all(STEP_DRIFT, None):
             for found in rank:
                 other = ranges.get(found.smallest)
                 if other is None or found.distance > other.distance:

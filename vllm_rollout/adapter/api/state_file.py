@@ -24,6 +24,7 @@ import msgspec
 from vllm.logger import init_logger
 
 from vllm_rollout.adapter.api.client import RolloutAsyncLLM
+from vllm_rollout.adapter.api.engine_calls import EngineCalls
 from vllm_rollout.adapter.api.learning import EngineLearning, Unkept
 from vllm_rollout.adapter.call_table import PUT_HEAD, HeadToPut
 from vllm_rollout.server.engine import RequestError
@@ -45,9 +46,9 @@ class StateFile(Unkept):
     Overrides: putting_state, take, putting_head.
     """
 
-    def __init__(self, path: Path, engine: EngineLearning, client: RolloutAsyncLLM) -> None:
+    def __init__(self, path: Path, learning: EngineLearning, calls: EngineCalls, client: RolloutAsyncLLM) -> None:
         self._path = path
-        self._engine = engine
+        self._learning = learning
         self._loop = asyncio.get_running_loop()
         self._lock = asyncio.Lock()
         self._saving: asyncio.Task[None] | None = None
@@ -55,8 +56,8 @@ class StateFile(Unkept):
         """Nothing was learned since the last save began."""
         self._taken = ""
         """The state that was put last."""
-        engine.after_change = self._save_soon
-        engine.kept = self
+        calls.after_change = self._save_soon
+        learning.kept = self
         client.before_shutdown = self._save_at_shutdown
 
     async def load(self, staged: str) -> None:
@@ -70,7 +71,7 @@ class StateFile(Unkept):
                 path.unlink()
             if self._path.exists():
                 try:
-                    await self._engine.restore_state(self._path.read_bytes())
+                    await self._learning.restore_state(self._path.read_bytes())
                 except RequestError as error:
                     raise RuntimeError(
                         f"--rollout-state {self._path}: {error} Name another file, or remove this one to start anew."
@@ -80,7 +81,7 @@ class StateFile(Unkept):
                 logger.info("vllm_rollout: %s does not exist yet; what is learned will be kept there", self._path)
             for path in self._files("head"):
                 try:
-                    await self._engine.restore_head(PUT_HEAD.decode_argument(path.read_bytes()))
+                    await self._learning.restore_head(PUT_HEAD.decode_argument(path.read_bytes()))
                 except (RequestError, msgspec.DecodeError) as error:  # its PUT was answered so
                     logger.warning("vllm_rollout: the head in %s is not taken: %s", path, error)
 
@@ -125,7 +126,7 @@ class StateFile(Unkept):
 
     async def _save(self) -> None:
         heads = self._files("head")
-        state = await self._engine.learning_state()
+        state = await self._learning.learning_state()
         await self._write(self._path.name, state)
         for path in heads:
             path.unlink()

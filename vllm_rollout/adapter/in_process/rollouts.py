@@ -68,7 +68,7 @@ class Rollouts:
 
     async def settled(self) -> None:
         """Wait until nothing of the service goes on by itself: training of a head, for one."""
-        await self._engine.settled()
+        await self._engine.learning.settled()
 
     async def ask(self, call: Call[T]) -> T:
         """As the async client does. Raises: RolloutError."""

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from typing import Any
 
 from prometheus_client import CollectorRegistry
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from vllm_rollout.adapter.api.engine_calls import EngineCalls
 from vllm_rollout.adapter.api.learning import EngineLearning
 from vllm_rollout.adapter.options import RolloutOptions
 from vllm_rollout.client.calls import NamedRewardLike, post_named_rewards
+from vllm_rollout.group.types import BASE_MODEL
 from vllm_rollout.server.learning.body import NamedRewardsAnswer, NamedRewardsRequest
 from vllm_rollout.server.learning.service import LearningService
 from vllm_rollout.server.metrics import Metrics
@@ -48,9 +49,9 @@ async def teach(
 
     Raises: TypeError, ValueError for a reward of no known form; RequestError for a dead engine.
     """
-    learning = EngineLearning(BuiltElsewhere(engine), RolloutOptions.of(engine.vllm_config))
-    service: Any = LearningService(learning, Metrics(CollectorRegistry()), time.monotonic)
+    learning = EngineLearning(EngineCalls(BuiltElsewhere(engine)), RolloutOptions.of(engine.vllm_config))
+    service = LearningService(learning, lambda model: BASE_MODEL, Metrics(CollectorRegistry()), time.monotonic)
     request = NamedRewardsRequest.model_validate(post_named_rewards(rewards, threshold, namespace).body)
-    answer: NamedRewardsAnswer = await service.post_named_rewards(request, client="")
+    answer = await service.post_named_rewards(request, client="")
     await learning.settled()
     return answer

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from vllm_rollout.group.scaling import Progress, not_now
 from vllm_rollout.server.answers import RanksFreeEvent
-from vllm_rollout.server.engine import Engine, RequestError
+from vllm_rollout.server.engine import MovesPart, RequestError
 
 logger = logging.getLogger("vllm.vllm_rollout")
 
@@ -24,8 +24,8 @@ DRAIN_TIMEOUT_S = 60.0
 class ScaleDownWatch:
     """Sees the candidates of one rollout end, and frees half of the ranks when that is advised, once."""
 
-    def __init__(self, engine: Engine, rollout_id: str, num_responses: int, clock: Callable[[], float]) -> None:
-        self._engine = engine
+    def __init__(self, moves: MovesPart, rollout_id: str, num_responses: int, clock: Callable[[], float]) -> None:
+        self._moves = moves
         self._owner = rollout_id
         self._clock = clock
         self._progress = Progress(num_responses, 0)
@@ -70,10 +70,10 @@ class ScaleDownWatch:
         """What this rollout keeps empty, and nobody else."""
         while self._held:
             with suppress(RequestError):  # it is dead, which is said elsewhere
-                await self._engine.restore(self._held.pop(), self._owner)
+                await self._moves.restore(self._held.pop(), self._owner)
 
     async def _check(self, started: float) -> RanksFreeEvent | None:
-        decision = await self._engine.plan_scale_down(self._progress)
+        decision = await self._moves.plan_scale_down(self._progress)
         if decision.was_checked:
             self._progress = replace(self._progress, num_complete_at_check=self._progress.num_complete)
         if decision.reason != "free":
@@ -82,9 +82,9 @@ class ScaleDownWatch:
         num_moved = 0
         for rank in decision.ranks:
             self._held.append(rank)
-            num_moved += (await self._engine.drain(rank, 0.0, self._owner)).num_moved
+            num_moved += (await self._moves.drain(rank, 0.0, self._owner)).num_moved
         for rank in decision.ranks:
-            await self._engine.drain(rank, DRAIN_TIMEOUT_S, self._owner)
+            await self._moves.drain(rank, DRAIN_TIMEOUT_S, self._owner)
         self._progress = replace(self._progress, is_scaled_down=True)
         now = self._clock()
         return RanksFreeEvent(

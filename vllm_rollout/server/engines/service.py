@@ -6,7 +6,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 
 from vllm_rollout.group.scaling import Progress
-from vllm_rollout.server.engine import Engine, RequestError
+from vllm_rollout.server.engine import MovesPart, RequestError
 from vllm_rollout.server.engines.body import (
     AdviceAnswer,
     DrainAnswer,
@@ -19,20 +19,20 @@ from vllm_rollout.server.engines.body import (
 
 
 class EnginesService:
-    """What the endpoints about ranks ask of an engine."""
+    """What the endpoints about ranks ask of an engine's moves."""
 
-    def __init__(self, engine: Engine, progress: Callable[[], Progress]) -> None:
+    def __init__(self, moves: MovesPart, progress: Callable[[], Progress]) -> None:
         """`progress`: of all rollouts on their way."""
-        self._engine = engine
+        self._moves = moves
         self._progress = progress
 
     async def engines(self) -> EnginesAnswer:
-        loads = await self._engine.engine_loads()
+        loads = await self._moves.engine_loads()
         return EnginesAnswer(engines=[EngineAnswer.of(rank, load) for rank, load in enumerate(loads)])
 
     async def advice(self) -> AdviceAnswer:
         progress = self._progress()
-        advice = await self._engine.plan_scale_down(progress)
+        advice = await self._moves.plan_scale_down(progress)
         return AdviceAnswer(
             num_responses=progress.num_responses,
             num_complete=progress.num_complete,
@@ -42,7 +42,7 @@ class EnginesService:
     async def drain(self, rank: int, request: DrainRequest) -> DrainAnswer:
         """Raises: RequestError, 404 for a rank that is not there, 409 for the last one that takes groups."""
         self._check(rank)
-        drained = await self._engine.drain(rank, request.timeout_s)
+        drained = await self._moves.drain(rank, request.timeout_s)
         return DrainAnswer(
             rank=rank,
             state=state_of(drained.is_held, drained.num_left),
@@ -55,11 +55,11 @@ class EnginesService:
     async def restore(self, rank: int) -> EngineAnswer:
         """Raises: RequestError, 404 for a rank that is not there."""
         self._check(rank)
-        await self._engine.restore(rank)
-        return EngineAnswer.of(rank, (await self._engine.engine_loads())[rank])
+        await self._moves.restore(rank)
+        return EngineAnswer.of(rank, (await self._moves.engine_loads())[rank])
 
     def _check(self, rank: int) -> None:
-        num_ranks = self._engine.num_ranks
+        num_ranks = self._moves.num_ranks
         if rank >= num_ranks:
             allowed = "only rank 0" if num_ranks == 1 else f"ranks 0 to {num_ranks - 1}"
             raise RequestError(

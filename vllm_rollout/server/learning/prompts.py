@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from vllm_rollout.group.known_prompts import KnownPrompt, PromptOrder, in_order
 from vllm_rollout.group.prompt_key import KEY_OF_ID
-from vllm_rollout.server.engine import Engine, RequestError
+from vllm_rollout.server.engine import LearningPart, RequestError
 
 MAX_PAGE = 10_000
 DEFAULT_PAGE = 1_000
@@ -73,10 +73,10 @@ class PromptsAnswer(BaseModel):
 
 
 async def prompts_page(
-    engine: Engine, limit: int, after: str | None, order: PromptOrder, adapter: str
+    learning: LearningPart, limit: int, after: str | None, order: PromptOrder, adapter: str
 ) -> PromptsAnswer:
     """Raises: RequestError, 404 for an `after` that is not known."""
-    prompts = await engine.known_prompts(adapter)
+    prompts = await learning.known_prompts(adapter)
     return await asyncio.to_thread(_page, prompts, limit, after, order)
 
 

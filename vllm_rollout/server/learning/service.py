@@ -13,9 +13,9 @@ from vllm_rollout.group.ledger import Reward
 from vllm_rollout.group.length_trial import LengthTrialReport, length_trial_report
 from vllm_rollout.group.types import BASE_MODEL, HeadKey
 from vllm_rollout.server.engine import (
-    Engine,
     HeadInfo,
     KeepState,
+    LearningPart,
     LearningReport,
     RequestError,
     RewardsReceipt,
@@ -40,9 +40,16 @@ class LearningService:
     """What the endpoints that learn ask of an engine."""
 
     def __init__(
-        self, engine: Engine, metrics: Metrics, clock: Callable[[], float], recorder: TraceRecorder | None = None
+        self,
+        learning: LearningPart,
+        adapter_name: Callable[[str | None], str],
+        metrics: Metrics,
+        clock: Callable[[], float],
+        recorder: TraceRecorder | None = None,
     ) -> None:
-        self._engine = engine
+        """`adapter_name`: the adapter that is served under a model's name (`Engine.adapter_name`)."""
+        self._learning = learning
+        self._adapter_name = adapter_name
         self._recorder = recorder
         self._metrics = metrics
         self._clock = clock
@@ -57,7 +64,7 @@ class LearningService:
                 Reward(entry.prompt_id, entry.index, entry.reward, positive=entry.reward > request.threshold)
             )
             await slices.turn()
-        receipt = await self._engine.post_rewards(rollout_id, rewards)
+        receipt = await self._learning.post_rewards(rollout_id, rewards)
         if receipt is None:
             raise RequestError(
                 f"no rollout {rollout_id!r} is known here that was asked for with pruning. This server remembers the "
@@ -91,7 +98,7 @@ class LearningService:
         for entry in request.rewards:
             rewards.append(entry.named(request.threshold, client, request.namespace or ""))
             await slices.turn()
-        receipt = await self._engine.post_named_rewards(rewards)
+        receipt = await self._learning.post_named_rewards(rewards)
         self._metrics.rewards_posted(receipt.statuses, [named.reward for named in rewards])
         for head in receipt.head_versions:
             await self._refresh_gauges(head)
@@ -113,42 +120,42 @@ class LearningService:
 
     async def prompts(self, limit: int, after: str | None, order: PromptOrder, model: str | None) -> PromptsAnswer:
         """A page of what is known of each prompt. Raises: RequestError, 404 for an `after` that is not known."""
-        return await prompts_page(self._engine, limit, after, order, self._engine.adapter_name(model))
+        return await prompts_page(self._learning, limit, after, order, self._adapter_name(model))
 
     async def length_trial(self, keep_ratio: float, model: str | None) -> LengthTrialReport:
         """What candidates that were scored at several lengths say of these."""
-        tried = await self._engine.tried_lengths(self._engine.adapter_name(model))
+        tried = await self._learning.tried_lengths(self._adapter_name(model))
         return await asyncio.to_thread(length_trial_report, tried, keep_ratio)
 
     async def report(self, detection_length: int | None, model: str | None) -> LearningReport:
         """Raises: RequestError, 404 while nothing has been learned, 409 when the detection length must be named."""
-        report = await self._engine.learning_report(detection_length, self._engine.adapter_name(model))
+        report = await self._learning.learning_report(detection_length, self._adapter_name(model))
         self._metrics.learning_reported(report)
         return report
 
     async def report_if_any(self, head: HeadKey) -> LearningReport | None:
         """The report for what can do without it: None when there is none, or no engine any more."""
         try:
-            return await self._engine.learning_report(*head)
+            return await self._learning.learning_report(*head)
         except RequestError:
             return None
 
     async def quality_head(self, detection_length: int | None, model: str | None) -> tuple[HeadInfo, bytes]:
         """Raises: RequestError, 404 without a head, 409 when the detection length must be named."""
-        return await self._engine.quality_head(detection_length, self._engine.adapter_name(model))
+        return await self._learning.quality_head(detection_length, self._adapter_name(model))
 
     async def set_quality_head(self, weights: bytes, model: str | None) -> HeadInfo:
         """Raises: RequestError, 422 for what is no head, 409 for one of another model or size."""
-        adapter = self._engine.adapter_name(model)
+        adapter = self._adapter_name(model)
         weights = _not_empty(weights, "the safetensors of GET /v1/quality_head")
-        return await self._engine.set_quality_head(weights, adapter)
+        return await self._learning.set_quality_head(weights, adapter)
 
     async def state(self) -> bytes:
-        return await self._engine.learning_state()
+        return await self._learning.learning_state()
 
     async def set_state(self, state: bytes, keep: KeepState) -> None:
         """Raises: RequestError, 422 for what is no state, 409 for one of another model; and what `keep` raises."""
-        await self._engine.set_learning_state(_not_empty(state, "the bytes of GET /v1/rollouts/state"), keep)
+        await self._learning.set_learning_state(_not_empty(state, "the bytes of GET /v1/rollouts/state"), keep)
 
     async def _refresh_gauges(self, head: HeadKey) -> None:
         now = self._clock()

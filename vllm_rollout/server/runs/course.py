@@ -151,7 +151,7 @@ class RoundCourse:
             if self.progress.opened.kind == "short":
                 if wider:
                     await self._engine.widen_race(self.race_id, self.progress.num_wanted)
-                if is_cut and not was_cut and self._engine.num_ranks > 1:
+                if is_cut and not was_cut and self._engine.moves.num_ranks > 1:
                     await self._engine.cut_race(self.race_id)
         finally:
             if is_cut:

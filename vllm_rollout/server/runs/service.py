@@ -186,7 +186,7 @@ class RunService:
         """Before the first round of all, if a profile says how large an engine it wants."""
         if self._parallelism is None or not self._parallelism.wants_start:
             return
-        seen = (await self._engine.length_history([])).dataset
+        seen = (await self._engine.shaping.length_history([])).dataset
         await self._parallelism.begin(expected_of_run(stored.request, seen, self._engine.max_model_len), stored.id)
 
     async def answer(self, begun: Begun) -> bytes:
@@ -254,7 +254,7 @@ class RunService:
             return {}
         ids = list(dict.fromkeys(entry.prompt_id for entry in run.queue))
         adapter = self._engine.adapter_name(stored.model)
-        history = await self._engine.length_history([history_key(id, ()) for id in ids], adapter)
+        history = await self._engine.shaping.length_history([history_key(id, ()) for id in ids], adapter)
         return {id: known.mean for id, known in zip(ids, history.prompts, strict=True) if known is not None}
 
     async def _prepare(self, planned: Planned, request: RoundRequest, fresh: Mapping[str, str]) -> LiveRound:
@@ -372,7 +372,7 @@ class RunService:
         fates = [outcome.fate for outcome in outcomes.values()]
         self._metrics.round_over(live.opened.kind, fates, rollout.timing.latency_s)
         if self._parallelism is not None:
-            self._parallelism.round_over(live, self._engine.max_num_seqs * self._engine.num_ranks)
+            self._parallelism.round_over(live, self._engine.max_num_seqs * self._engine.moves.num_ranks)
         return RoundDoneEvent(
             **summary(live, run).model_dump(),
             **rollout.envelope(),
