@@ -5,7 +5,6 @@ Invariant: a request without our fields takes the client's own path untouched.
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
@@ -56,6 +55,7 @@ from vllm_rollout.group.types import STOP_STATES, Ending
 from vllm_rollout.group.xargs import PRUNING_XARGS, as_written, audit_ratio_from_xargs, plan_from_xargs, rollout_xargs
 from vllm_rollout.server.clients import client_namespace
 from vllm_rollout.server.engine import Beginnings, Outlook, RequestError
+from vllm_rollout.server.fan_in import FanIn
 from vllm_rollout.server.metrics import Metrics
 
 logger = init_logger("vllm.vllm_rollout")
@@ -84,13 +84,13 @@ class GroupClient:
     ) -> AsyncGenerator[RequestOutput, None]:
         extra_args = sampling_params.extra_args
         if not extra_args:
-            return self.generate_plain(prompt, sampling_params, request_id, **kwargs)
+            return super().generate(prompt, sampling_params, request_id, **kwargs)
         if TAG_KEY in extra_args:
             raise VLLMValidationError(f"extra_args.{TAG_KEY} is set by the server; send rollout_* fields instead.")
         self._check_forced_length(extra_args)
         xargs = rollout_xargs(extra_args)
         if not xargs:
-            return self.generate_plain(prompt, sampling_params, request_id, **kwargs)
+            return super().generate(prompt, sampling_params, request_id, **kwargs)
         refuse_on_open_path(xargs)
         try:
             plan = plan_from_xargs(xargs, sampling_params.n, max_candidates=self.max_candidates)
@@ -110,12 +110,6 @@ class GroupClient:
         if audit_ratio and self._audits.take(kind, audit_ratio, request_id, self.first_of_answer(request_id)):
             plan = plan.audited()
         return self._generate_choices(plan, prompt, params, request_id, **kwargs)
-
-    def generate_plain(
-        self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """A request outside of groups."""
-        return super().generate(prompt, sampling_params, request_id, **kwargs)  # type: ignore[misc]
 
     def first_of_answer(self, request_id: str) -> str:
         """The request that came first of those that are answered together with this one."""
@@ -197,7 +191,7 @@ class GroupClient:
         begun = {index: len(before) for index, before in before_each.items()}
         route = self.routes.open(group_id, begun, data_parallel_rank, outlook)
         # One place per candidate: with fewer, candidates of one step wait for each other, a task switch per output.
-        queue: asyncio.Queue[CandidateOutput | CandidateFailed | int | Exception] = asyncio.Queue(plan.num_candidates)
+        candidates: FanIn[CandidateOutput | CandidateFailed] = FanIn(plan.num_candidates)
         params = params.clone()
         params.skip_clone = True  # siblings share what they only read; each gets its own copy of the rest below
         delta = params.output_kind == RequestOutputKind.DELTA
@@ -205,7 +199,9 @@ class GroupClient:
 
         spare_indices = count(plan.num_candidates if beginnings is None else beginnings.next_index)
 
-        async def run(index: int, before: Sequence[int] = ()) -> None:
+        async def run(
+            index: int, before: Sequence[int] = ()
+        ) -> AsyncGenerator[CandidateOutput | CandidateFailed, None]:
             tag = CandidateTag(
                 group_id,
                 index,
@@ -232,34 +228,24 @@ class GroupClient:
                 async with aclosing(outputs):
                     async for output, note in outputs:
                         num_tokens += len(output.outputs[0].token_ids)
-                        await queue.put(CandidateOutput(index, output, note))
+                        yield CandidateOutput(index, output, note)
                         if note is not None and note.is_replaced:  # before it counts as over
-                            tasks.append(asyncio.create_task(run(spare := next(spare_indices))))
+                            candidates.add(run(spare := next(spare_indices)))
                             self.routes.begins(route, spare)
                 self.routes.ended(route, index, num_tokens)
-                await queue.put(index)
-            except (VLLMClientError, GracefulHTTPError, EngineDeadError, *REJECTIONS) as error:
-                await queue.put(error)
+            except (VLLMClientError, GracefulHTTPError, EngineDeadError, *REJECTIONS):
+                raise
             except Exception:  # one candidate's failure is not its group's: the reader ends it as failed
                 logger.exception("candidate %d of group %s failed", index, group_id)
-                await queue.put(CandidateFailed(index))
-                await queue.put(index)
+                yield CandidateFailed(index)
 
-        tasks = [asyncio.create_task(run(index, before)) for index, before in before_each.items()]
+        for index, before in before_each.items():
+            candidates.add(run(index, before))
         try:
-            num_over = 0
-            while num_over < len(tasks):
-                item = await queue.get()
-                if isinstance(item, Exception):
-                    raise item
-                if isinstance(item, int):
-                    num_over += 1
-                else:
-                    yield item
+            async for output in candidates:
+                yield output
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await candidates.close()
             self.routes.close(route)
 
     async def _generate_choices(
