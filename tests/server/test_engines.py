@@ -7,6 +7,7 @@ import time
 
 import httpx
 import pytest
+from prometheus_client import CollectorRegistry
 
 from vllm_rollout import AsyncRolloutClient
 from vllm_rollout.group.holding import EVERYBODY
@@ -15,6 +16,9 @@ from vllm_rollout.group.scaling import Progress, ScaleDown
 from vllm_rollout.group.transfer import TransferCost
 from vllm_rollout.server.answers import RanksFreeEvent
 from vllm_rollout.server.engines.scaling import ScaleDownWatch
+from vllm_rollout.server.metrics import Metrics
+from vllm_rollout.server.protocol import RolloutRequest
+from vllm_rollout.server.service import RolloutService
 
 from .conftest import serving
 from .fake_engine import FakeEngine
@@ -123,6 +127,7 @@ class PlannedMoves(FakeMoves):
     """Frees ranks 2 and 3; the trainer drains some others between plan and deed."""
 
     trainers: tuple[int, ...] = ()
+    is_restoring = False
 
     async def plan_scale_down(self, progress: Progress) -> ScaleDown:
         for rank in self.trainers:
@@ -130,6 +135,7 @@ class PlannedMoves(FakeMoves):
         return ScaleDown("free", "", (2, 3))
 
     async def restore(self, rank: int, owner: str = EVERYBODY) -> None:
+        self.is_restoring = True
         await asyncio.sleep(0)
         await super().restore(rank, owner)
 
@@ -153,15 +159,20 @@ async def test_a_rollout_that_cannot_free_all_it_wanted_frees_none():
     assert moves.held == {0, 1}
 
 
-async def test_ranks_are_taken_back_also_when_nobody_waits_for_it():
-    moves = PlannedMoves()
+async def test_ranks_are_taken_back_also_when_nobody_waits_for_it(engine: FakeEngine):
+    engine.moves = moves = PlannedMoves()
     watch = await scaled_down(moves)
     assert moves.held == {2, 3}
-    ending = asyncio.create_task(watch.end())
-    await asyncio.sleep(0)
-    ending.cancel()
+    service = RolloutService(engine, Metrics(CollectorRegistry()))
+    rollout = await service.prepare(RolloutRequest.model_validate({"prompts": PROMPTS[:1], "group_size": 2}))
+    rollout.watch = watch
+    answering = asyncio.create_task(service.answer(rollout))
+    while not moves.is_restoring:
+        await asyncio.sleep(0)
+    answering.cancel()
     for _ in range(50):
         await asyncio.sleep(0)
+    assert answering.cancelled()
     assert moves.held == set()
 
 

@@ -10,7 +10,10 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Literal
 
-from vllm_rollout.server.engine import CandidateEnd, CandidateTokens, GroupLost
+from vllm_rollout.server.engine import GroupLost, Happening
+
+Attempt = Callable[[], AsyncGenerator[Happening, None]]
+"""Starts a group, and yields what happens to it."""
 
 OnEngineFailure = Literal["fail", "retry"]
 """
@@ -34,10 +37,10 @@ class Lost:
 
 
 async def attempts(
-    run: Callable[[], AsyncGenerator[CandidateTokens | CandidateEnd, None]],
+    run: Attempt,
     on_engine_failure: OnEngineFailure,
     before_retry: Callable[[], Awaitable[None]],
-) -> AsyncGenerator[CandidateTokens | CandidateEnd | Restarted | Lost, None]:
+) -> AsyncGenerator[Happening | Restarted | Lost, None]:
     """What happens to a group that `run` starts. There are fewer retries than ranks, since each takes the death of one.
 
     `before_retry` waits until it may run again. Raises what `run` raises when the whole engine is dead.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 
 from vllm_rollout.group.launch import LaunchWindow, Turn
 
@@ -59,6 +60,19 @@ class Launcher:
             self._admit()
             raise
         return Places(self, num_candidates)
+
+    async def take_unless(self, stopped: Awaitable[object] | None, num_candidates: int) -> Places | None:
+        """The same; None, and it has left the queue, when `stopped` is done first."""
+        if stopped is None:
+            return await self.take(num_candidates)
+        tasks = [asyncio.ensure_future(self.take(num_candidates)), asyncio.ensure_future(stopped)]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            return tasks[0].result() if tasks[0].done() else None
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def release(self, num_candidates: int) -> None:
         self._window.release(num_candidates)

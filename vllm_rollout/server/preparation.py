@@ -109,7 +109,7 @@ class Preparation:
         )
         if request.scale_down == "auto":
             rollout.watch = ScaleDownWatch(self._engine.moves, rollout.id, rollout.num_responses, self._clock)
-        rollout.usage.prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        rollout.outcome.usage.prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         return rollout
 
     def _check_moves(self, request: RolloutRequest) -> None:

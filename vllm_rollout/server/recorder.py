@@ -25,7 +25,7 @@ class TraceRecorder:
 
     def rollout_over(self, rollout: Rollout) -> None:
         """Records the prompts whose group is over: of a rollout whose client went away, not all of them."""
-        if not rollout.records:
+        if not rollout.outcome.records:
             return
         plan = rollout.plans[0].group
         row = trace_row(
@@ -33,7 +33,7 @@ class TraceRecorder:
             rollout.model,
             plan.group_size,
             rollout.max_tokens,
-            [rollout.records[position] for position in sorted(rollout.records)],
+            [record for _, record in sorted(rollout.outcome.records.items())],
             detection_length=None if plan.pruning is None else plan.pruning.detection_length,
         )
         self._append(row)

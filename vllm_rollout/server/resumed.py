@@ -1,30 +1,63 @@
-"""A group whose candidates go on where an earlier round left them.
+"""Groups whose candidates go on where an earlier round left them, and what is kept of them for a later one.
 
 Invariant: what comes out reads as if each candidate had run at once, from its first token.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from vllm_rollout.group.plan import GroupPlan
-from vllm_rollout.group.resumption import joined_ending, joined_moments, joined_spans, spans_of
+from vllm_rollout.group.resumption import choose_resumed, joined_ending, joined_moments, joined_spans, spans_of
 from vllm_rollout.group.types import Ending
-from vllm_rollout.server.engine import Beginnings, CandidateEnd, CandidateTokens, Engine, PreparedPrompt
-from vllm_rollout.server.kept import KeptCandidate
+from vllm_rollout.server.engine import Beginnings, CandidateEnd, CandidateTokens, Happening, PreparedPrompt
+from vllm_rollout.server.kept import MAX_KEPT_BYTES, KeptCandidate, keep
 
-Happening = CandidateTokens | CandidateEnd
 Run = Callable[[GroupPlan, Beginnings], AsyncGenerator[Happening, None]]
+
+
+@dataclass(slots=True)
+class Resumption:
+    """What goes on from round to round, in one rollout of a run that resumes."""
+
+    keeps: bool
+    """What deferred groups have generated is kept, for them to go on."""
+    weight_version: str | None
+    """Of the weights that it began with; None: unnamed."""
+    before: Mapping[int, Sequence[KeptCandidate]]
+    """By position: candidates that go on where an earlier round left them."""
+    kept: dict[int, bytes] = field(default_factory=dict)
+    """By position: what goes on in a later one."""
+
+    async def keep(
+        self, position: int, prompt: PreparedPrompt, plan: GroupPlan, ends: Collection[CandidateEnd]
+    ) -> tuple[Sequence[Ending], str | None]:
+        """Keep what goes on of a deferred group.
+
+        Returns the endings of the others, whose lengths are all there will be: those of the ones that go on are told
+        when they are whole. And a warning when it is too much to be kept.
+        """
+        blob = await asyncio.to_thread(keep, ends, plan.group_size, plan.pruning)
+        if blob is None:
+            return [end.ending for end in ends], (
+                f"prompt {prompt.id!r} starts anew in its long round: its candidates have more than {MAX_KEPT_BYTES} "
+                "bytes."
+            )
+        self.kept[position] = blob
+        chosen = choose_resumed([end.ending for end in ends], plan.group_size)
+        return [end.ending for end in ends if end.ending.index not in chosen], None
 
 
 class ResumedGroup:
     """The candidates of one prompt in a long round: kept ones, then new ones where there are too few."""
 
-    def __init__(self, kept: Sequence[KeptCandidate], engine: Engine, *, want_text: bool) -> None:
+    def __init__(self, kept: Sequence[KeptCandidate], text_of: Callable[..., str], *, want_text: bool) -> None:
+        """`text_of`: as an `Engine` has it."""
         self._kept = kept
-        self._engine = engine
+        self._text_of = text_of
         self._want_text = want_text
 
     async def events(
@@ -91,7 +124,7 @@ class ResumedGroup:
         if not self._want_text:
             return end
         stopped = end.finish_reason == "stop"
-        return replace(end, text=self._engine.text_of(prompt, end.token_ids, stopped=stopped))
+        return replace(end, text=self._text_of(prompt, end.token_ids, stopped=stopped))
 
 
 def _is_over(kept: KeptCandidate, prompt: PreparedPrompt) -> bool:

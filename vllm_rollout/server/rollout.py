@@ -6,22 +6,61 @@ Invariant: generated + resumed = returned + wasted tokens.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_rollout.group.migration import Migration
-from vllm_rollout.group.types import GroupResult
+from vllm_rollout.group.types import Ending, GroupResult
 from vllm_rollout.server.answers import RanksFreeEvent, RedundancyBudget, Timing, Usage
 from vllm_rollout.server.attempts import OnEngineFailure
 from vllm_rollout.server.course import Course
 from vllm_rollout.server.engine import CandidateEnd, PreparedPrompt
 from vllm_rollout.server.engines.scaling import ScaleDownWatch
-from vllm_rollout.server.kept import KeptCandidate
 from vllm_rollout.server.protocol import Return
+from vllm_rollout.server.resumed import Resumption
 from vllm_rollout.server.scoring_log import ScoringLog
 from vllm_rollout.server.shaping import PromptPlan
 from vllm_rollout.trace.rows import RolloutPrompt
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What has come of a rollout so far."""
+
+    num_ended: int = 0
+    """Candidates."""
+    freed: RanksFreeEvent | None = None
+    usage: Usage = field(default_factory=Usage)
+    timing: Timing = field(default_factory=Timing)
+    versions: set[str] = field(default_factory=set)
+    """Of the weights that sampled a token."""
+    off_policy: bool = False
+    """Of any trajectory."""
+    tellings: list[asyncio.Task[None]] = field(default_factory=list)
+    """One per group that is over: the engine is told its lengths."""
+    records: dict[int, RolloutPrompt] = field(default_factory=dict)
+    """By position: prompts whose groups are over, for the trace."""
+
+    @property
+    def weight_version(self) -> str | None:
+        """The version every token was sampled with; None when there is none or more than one."""
+        return next(iter(self.versions)) if len(self.versions) == 1 else None
+
+    def group_over(self, result: GroupResult, ends: Collection[CandidateEnd], latency_s: float) -> None:
+        usage = self.usage
+        usage.generated_tokens += result.generated_tokens
+        usage.returned_tokens += result.returned_tokens
+        usage.wasted_tokens += result.wasted_tokens
+        usage.resumed_tokens += result.resumed_tokens
+        usage.num_candidates += len(result.endings)
+        usage.num_scored += sum(end.assessment is not None for end in ends)
+        for ending in result.endings:
+            counter = f"num_{ending.state}"
+            setattr(usage, counter, getattr(usage, counter) + 1)
+        if self.timing.time_to_first_group_s is None:
+            self.timing.time_to_first_group_s = latency_s
+        self.versions.update(span["version"] for end in ends for span in end.weight_versions)
 
 
 @dataclass(slots=True)
@@ -49,31 +88,14 @@ class Rollout:
     """What its groups may move for."""
     on_engine_failure: OnEngineFailure = "fail"
     """What becomes of groups that the engine loses."""
-    num_ended: int = 0
-    """Candidates."""
     watch: ScaleDownWatch | None = None
     """Frees ranks while it runs."""
-    freed: RanksFreeEvent | None = None
     budget: RedundancyBudget | None = None
     """With redundancy "auto" only."""
     warnings: list[str] = field(default_factory=list)
-    usage: Usage = field(default_factory=Usage)
-    timing: Timing = field(default_factory=Timing)
-    versions: set[str] = field(default_factory=set)
-    tellings: list[asyncio.Task[None]] = field(default_factory=list)
-    """One per group that is over: the engine is told its lengths."""
-    keeps: bool = False
-    """What its deferred groups have generated is kept, for them to go on."""
-    kept: dict[int, bytes] = field(default_factory=dict)
-    """By position: that."""
-    resumed: Mapping[int, Sequence[KeptCandidate]] = field(default_factory=dict)
-    """By position: candidates that go on where an earlier round left them."""
-    current_version: str | None = None
-    """Weights that it began with; None: unnamed, or nobody asked."""
-    off_policy: bool = False
-    """Of any trajectory so far."""
-    records: dict[int, RolloutPrompt] = field(default_factory=dict)
-    """By position: prompts whose groups are over, for the trace."""
+    resumption: Resumption | None = None
+    """None: neither does anything go on here, nor will it later."""
+    outcome: Outcome = field(default_factory=Outcome)
 
     def group_id(self, position: int) -> str:
         """The engine's name of the group of the prompt at that position."""
@@ -92,9 +114,9 @@ class Rollout:
         return sum(plan.group.num_candidates for plan in self.plans)
 
     @property
-    def weight_version(self) -> str | None:
-        """The version every token was sampled with; None when there is none or more than one."""
-        return next(iter(self.versions)) if len(self.versions) == 1 else None
+    def current_version(self) -> str | None:
+        """Of the weights that it began with; None: unnamed, or nobody asked."""
+        return None if self.resumption is None else self.resumption.weight_version
 
     @property
     def max_tokens(self) -> int | None:
@@ -107,33 +129,24 @@ class Rollout:
             "id": self.id,
             "created": self.created,
             "model": self.model,
-            "weight_version": self.weight_version,
+            "weight_version": self.outcome.weight_version,
             "warnings": self.warnings,
             "budget": self.budget,
             "detection_length": None if self.scoring is None else self.scoring.plan.detection_length,
-            "off_policy": self.off_policy,
-            "freed": self.freed,
-            "usage": self.usage,
-            "timing": self.timing,
+            "off_policy": self.outcome.off_policy,
+            "freed": self.outcome.freed,
+            "usage": self.outcome.usage,
+            "timing": self.outcome.timing,
         }
 
-    def restarted(self, num_ended: int) -> None:
-        """A group runs again of which so many candidates had ended."""
-        self.num_ended -= num_ended
-        self.usage.num_restarted += 1
+    def candidate_ended(self, position: int, ending: Ending) -> None:
+        self.course.candidate_ended(position, ending)
+        self.outcome.num_ended += 1
+        if self.watch is not None:
+            self.watch.candidate_ended()
 
-    def account(self, result: GroupResult, ends: Mapping[int, CandidateEnd], latency_s: float) -> None:
-        """A group is over."""
-        usage = self.usage
-        usage.generated_tokens += result.generated_tokens
-        usage.returned_tokens += result.returned_tokens
-        usage.wasted_tokens += result.wasted_tokens
-        usage.resumed_tokens += result.resumed_tokens
-        usage.num_candidates += len(result.endings)
-        usage.num_scored += sum(end.assessment is not None for end in ends.values())
-        for ending in result.endings:
-            counter = f"num_{ending.state}"
-            setattr(usage, counter, getattr(usage, counter) + 1)
-        if self.timing.time_to_first_group_s is None:
-            self.timing.time_to_first_group_s = latency_s
-        self.versions.update(span["version"] for end in ends.values() for span in end.weight_versions)
+    def restarted(self, position: int, num_ended: int) -> None:
+        """A group runs again of which so many candidates had ended."""
+        self.course.restarted(position)
+        self.outcome.num_ended -= num_ended
+        self.outcome.usage.num_restarted += 1

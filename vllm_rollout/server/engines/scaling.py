@@ -32,7 +32,6 @@ class ScaleDownWatch:
         self._news = asyncio.Event()
         self._held: list[int] = []
         self._task: asyncio.Task[None] | None = None
-        self._ending: asyncio.Task[None] | None = None
 
     def candidate_ended(self) -> None:
         self._progress = replace(self._progress, num_complete=self._progress.num_complete + 1)
@@ -44,11 +43,7 @@ class ScaleDownWatch:
         self._task = asyncio.create_task(self._run(self._clock(), tell))
 
     async def end(self) -> None:
-        """The rollout is over. Its ranks are taken back, whether or not whoever waits for that goes away."""
-        self._ending = asyncio.create_task(self._end())
-        await asyncio.shield(self._ending)
-
-    async def _end(self) -> None:
+        """The rollout is over, and its ranks are taken back. Whoever waits for that does so to its end."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

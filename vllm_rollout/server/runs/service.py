@@ -24,6 +24,7 @@ from vllm_rollout.server.answers import (
 )
 from vllm_rollout.server.engine import Engine, RequestError
 from vllm_rollout.server.metrics import Metrics
+from vllm_rollout.server.resumed import Resumption
 from vllm_rollout.server.runs.answers import RunAnswer, RunsAnswer, UnreadableRunAnswer
 from vllm_rollout.server.runs.body import RoundRequest, RunRequest, digest_of_prompt
 from vllm_rollout.server.runs.course import RoundCourse
@@ -291,9 +292,9 @@ class RunService:
         ]
         if defaults.resume:
             check_resumable(rollout)
-            rollout.keeps = opened.kind == "short"
-            rollout.current_version = await self._engine.current_weight_version()
-            rollout.resumed, unreadable = await asyncio.to_thread(resumed, planned)
+            version = await self._engine.current_weight_version()
+            before, unreadable = await asyncio.to_thread(resumed, planned)
+            rollout.resumption = Resumption(opened.kind == "short", version, before)
             rollout.warnings += unreadable
         rollout.course = course = RoundCourse(self._engine, rollout.id, opened, filters=filters)
         return LiveRound(stored.id, opened, rollout, course)
@@ -344,10 +345,11 @@ class RunService:
 
     async def _write(self, live: LiveRound) -> RoundDoneEvent:
         rollout, course = live.rollout, live.course
-        rollout.usage.returned_tokens -= course.filtered_tokens
-        rollout.usage.wasted_tokens += course.filtered_tokens
+        rollout.outcome.usage.returned_tokens -= course.filtered_tokens
+        rollout.outcome.usage.wasted_tokens += course.filtered_tokens
         course.filtered_tokens = 0
         outcomes = course.progress.outcomes()
+        kept = {} if rollout.resumption is None else rollout.resumption.kept
         try:
             run = await self._stored(
                 self._store.close,
@@ -355,10 +357,10 @@ class RunService:
                 live.owner,
                 outcomes,
                 partial(made_answer, live),
-                kept={live.opened.all_entries[position].number: blob for position, blob in rollout.kept.items()},
-                latency_s=rollout.timing.latency_s,
-                generated_tokens=rollout.usage.generated_tokens,
-                returned_tokens=rollout.usage.returned_tokens,
+                kept={live.opened.all_entries[position].number: blob for position, blob in kept.items()},
+                latency_s=rollout.outcome.timing.latency_s,
+                generated_tokens=rollout.outcome.usage.generated_tokens,
+                returned_tokens=rollout.outcome.usage.returned_tokens,
             )
         except BaseException as error:
             live.keeping = None
@@ -370,7 +372,7 @@ class RunService:
         del self._unkept[live.run_id]
         live.is_kept = True
         fates = [outcome.fate for outcome in outcomes.values()]
-        self._metrics.round_over(live.opened.kind, fates, rollout.timing.latency_s)
+        self._metrics.round_over(live.opened.kind, fates, rollout.outcome.timing.latency_s)
         if self._parallelism is not None:
             self._parallelism.round_over(live, self._engine.max_num_seqs * self._engine.moves.num_ranks)
         return RoundDoneEvent(

@@ -1,0 +1,122 @@
+"""One group of a rollout on its way: what the engine says of its candidates -> what the client is told.
+
+Invariant: of an attempt that counts, each candidate is told once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from vllm_rollout.group.round_progress import DeferReason
+from vllm_rollout.group.selection import conclude, deferred, lengths_of
+from vllm_rollout.group.types import GroupResult
+from vllm_rollout.server.answers import (
+    CandidateEvent,
+    DeferredEvent,
+    Event,
+    GroupEvent,
+    GroupLengths,
+    RestartedEvent,
+    TrajectoryEvent,
+)
+from vllm_rollout.server.attempts import Lost, Restarted
+from vllm_rollout.server.ended import candidate_of, tokens_of, trajectory_of
+from vllm_rollout.server.engine import CandidateEnd, CandidateTokens, Happening
+from vllm_rollout.server.launch import Places
+from vllm_rollout.server.metrics import Metrics
+from vllm_rollout.server.rollout import Rollout
+
+
+class StartedGroup:
+    """The group of the prompt at one position."""
+
+    def __init__(self, rollout: Rollout, position: int, places: Places, metrics: Metrics) -> None:
+        self.position = position
+        self.prompt = rollout.prompts[position]
+        self.plan = rollout.plans[position]
+        self.ends: dict[int, CandidateEnd] = {}
+        """By index."""
+        self._rollout = rollout
+        self._places = places
+        self._metrics = metrics
+        self._names = {"prompt_id": self.prompt.id, "group_id": rollout.group_id(position)}
+        self._lost_why: str | None = None
+        self._told: set[int] = set()
+        self._off_policy: set[int] = set()
+        """Indices of trajectories that are."""
+
+    async def take_places_again(self) -> None:
+        await self._places.take_again(self.plan.group.num_candidates)
+
+    def event_of(self, happening: Happening | Restarted | Lost) -> Event | None:
+        """What the client is told of it now; None: nothing yet."""
+        if isinstance(happening, CandidateTokens):
+            return tokens_of(self.prompt.id, happening, self._rollout.wanted)
+        if isinstance(happening, Lost):
+            self._lost_why = happening.reason
+            return None
+        if isinstance(happening, Restarted):
+            return self._restarted(happening.reason)
+        self._ended(happening)
+        # With early stop the engine counts exactly group_size winners: each of them is sure at its end.
+        if self.plan.group.early_stop and happening.ending.valid:
+            return self._trajectory(happening)
+        # What has not finished nothing can select any more: a reader may drop it now.
+        return None if happening.ending.state == "finished" else self._dropped(happening)
+
+    async def conclude(self) -> tuple[GroupResult, DeferReason | None]:
+        """What has become of it, and why it is deferred if it is."""
+        result = conclude(self.plan.group, (end.ending for end in self.ends.values()), self._lost_why)
+        lost = any(end.group_lost for end in self.ends.values())
+        reason = await self._rollout.course.group_over(self.position, result, lost=lost)
+        return (result if reason is None else deferred(result, reason)), reason
+
+    def events_of_the_rest(self, result: GroupResult) -> Iterator[Event]:
+        """Of candidates of which nothing was told while it ran: those that come back first."""
+        yield from (self._trajectory(self.ends[index]) for index in result.selected if index not in self._told)
+        for ending in result.endings:
+            if ending.index not in self._told:
+                yield self._dropped(self.ends[ending.index])
+
+    def last_event(self, result: GroupResult, reason: DeferReason | None) -> Event:
+        if reason is not None:
+            return DeferredEvent(**self._names, reason=reason)
+        off_policy = not self._off_policy.isdisjoint(result.selected)
+        self._rollout.outcome.off_policy |= off_policy
+        return GroupEvent(
+            **self._names,
+            status=result.status,
+            reason=result.reason,
+            selected=list(result.selected),
+            prompt_token_ids=list(self.prompt.token_ids),
+            lengths=GroupLengths(**lengths_of([self.ends[i].ending.num_tokens for i in result.selected])._asdict()),
+            allocation=self.plan.answer(),
+            off_policy=off_policy,
+            audit=self.plan.group.audit,
+        )
+
+    def _ended(self, end: CandidateEnd) -> None:
+        if not end.is_replaced:  # by one that takes its place
+            self._places.release(1)
+        self.ends[end.ending.index] = end
+        self._rollout.candidate_ended(self.position, end.ending)
+        if end.assessment is not None:
+            self._metrics.candidate_scored(end.assessment)
+
+    def _restarted(self, reason: str) -> RestartedEvent:
+        self._rollout.restarted(self.position, len(self.ends))
+        for known in (self.ends, self._told, self._off_policy):
+            known.clear()
+        return RestartedEvent(**self._names, reason=reason)
+
+    def _trajectory(self, end: CandidateEnd) -> TrajectoryEvent:
+        rollout = self._rollout
+        self._told.add(end.ending.index)
+        trajectory = trajectory_of(end, rollout.wanted, self.plan.group, rollout.current_version)
+        if trajectory.off_policy:
+            self._off_policy.add(trajectory.index)
+        return TrajectoryEvent(**self._names, trajectory=trajectory)
+
+    def _dropped(self, end: CandidateEnd) -> CandidateEvent:
+        self._told.add(end.ending.index)
+        return CandidateEvent(**self._names, candidate=candidate_of(end, self._rollout.wanted, self.plan.group.pruning))
