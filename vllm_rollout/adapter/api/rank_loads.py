@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 
 from vllm_rollout.adapter.api.client import RolloutAsyncLLM
 from vllm_rollout.adapter.api.engine_calls import EngineCalls
@@ -36,12 +35,8 @@ class RankLoads:
     async def look(self) -> Callable[[MayMove], list[RankLoad]]:
         """Ask once; what is returned says what the rules know of each rank, given which groups may move."""
         lengths = (await self._shaping.length_history([])).dataset  # they predict groups without an outlook
-        return partial(self._rank_loads, await self.seen(), lengths)
-
-    def _rank_loads(
-        self, loads: Sequence[EngineLoad], lengths: LengthMoments | None, may_move: MayMove
-    ) -> list[RankLoad]:
-        return [self._rank_load(rank, load, lengths, may_move) for rank, load in enumerate(loads)]
+        loads = await self.seen()
+        return lambda may_move: [self._rank_load(rank, load, lengths, may_move) for rank, load in enumerate(loads)]
 
     def _rank_load(self, rank: int, load: EngineLoad, lengths: LengthMoments | None, may_move: MayMove) -> RankLoad:
         """Groups that may not move are requests like others."""
