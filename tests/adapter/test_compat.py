@@ -48,6 +48,14 @@ CLOSEST = vllm_version if minor_of(vllm_version) in SUPPORTED_VLLM else SUPPORTE
 """The version whose snapshot the installed vLLM is held against."""
 every_version = pytest.mark.parametrize("version", SUPPORTED_VLLM)
 
+
+@pytest.fixture(scope="module", autouse=True)
+def no_llvmlite_for_later_tests():
+    """vLLM on a CPU looks at every module when it starts, and fails at one that what is imported here brings along."""
+    yield
+    sys.modules.pop("llvmlite.binding.ffi", None)
+
+
 # -- the installed vLLM
 
 

@@ -82,11 +82,9 @@ async def test_the_past_of_a_prompt_reaches_its_next_group(http, engine, monkeyp
     await rewarded(http, body(prompt("a")), lambda *_: True)
     learning = next(iter(engine.learning.judge.memory.learnings.values()))
     assess = type(learning).assess
-    monkeypatch.setattr(
-        type(learning), "assess", lambda self, *args, **kwargs: seen.append(kwargs) or assess(self, *args, **kwargs)
-    )
+    monkeypatch.setattr(type(learning), "assess", lambda self, *args: seen.append(args[-1]) or assess(self, *args))
     await rewarded(http, body(prompt("a"), prompt("b")), lambda *_: True)
-    rewarded_before = sorted(each["past"].num_rewarded for each in seen)
+    rewarded_before = sorted(siblings.past.num_rewarded for siblings in seen)
     assert rewarded_before[0] == 0
     assert rewarded_before[-1] == pytest.approx(4, rel=0.1)
 
