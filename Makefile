@@ -76,9 +76,24 @@ models: $(PACKAGE)
 demo: install models
 	$(VENV)/bin/vllm-rollout demo $(ARGS)
 
+# Without ARGS what starts no engine runs in two lanes, one per core, and then what does.
 .PHONY: test
 test: install models
+ifeq ($(strip $(ARGS)),)
+	@$(LANES) CHOICE="not engine"
+	$(PY) -m pytest -q -m engine
+else
 	$(PY) -m pytest -q $(ARGS)
+endif
+
+LANES = $(MAKE) --no-print-directory --jobs 2 --output-sync=target lane-engine-side lane-others
+
+.PHONY: lane-engine-side lane-others
+lane-engine-side:
+	$(PY) -m pytest -q -m "$(CHOICE)" tests/adapter tests/group tests/kernels
+
+lane-others:
+	$(PY) -m pytest -q -m "$(CHOICE)" tests --ignore=tests/adapter --ignore=tests/group --ignore=tests/kernels
 
 .PHONY: test-fast
 test-fast: install
@@ -86,17 +101,10 @@ test-fast: install
 
 # What stands before the tests of `make dev`.
 CHECKS := lint
-QUICK = $(PY) -m pytest -q -m "not engine and not slow and not thorough"
 
-.PHONY: dev dev-engine-side dev-others
+.PHONY: dev
 dev: $(CHECKS) $(PACKAGE)
-	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target dev-engine-side dev-others
-
-dev-engine-side:
-	$(QUICK) tests/adapter tests/group
-
-dev-others:
-	$(QUICK) tests --ignore=tests/adapter --ignore=tests/group
+	@$(LANES) CHOICE="not engine and not slow and not thorough"
 
 VERSIONS ?=
 
