@@ -23,8 +23,8 @@ from rich.progress import track
 from benchmarks.common import arguments_of, publish, record_of_run
 from benchmarks.tables import Row, grid
 from vllm_rollout.config import CALIBRATION_WINDOW
-from vllm_rollout.group.calibration import Calibrator
-from vllm_rollout.group.report import Prediction, auc
+from vllm_rollout.group.judging.calibration import Calibrator
+from vllm_rollout.group.judging.report import Prediction, auc
 
 Way = Literal["paper", "spread", "combined"]
 WAYS: Mapping[Way, dict[str, Any]] = {

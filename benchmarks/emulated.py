@@ -26,8 +26,8 @@ from benchmarks.rollpacker import (
 )
 from vllm_rollout.emulation.fate import Fates
 from vllm_rollout.emulation.settings import Settings
-from vllm_rollout.group.prompt_key import seed_for
-from vllm_rollout.group.rounds import Run, RunTerms
+from vllm_rollout.group.plans.prompt_key import seed_for
+from vllm_rollout.group.rounds.rounds import Run, RunTerms
 from vllm_rollout.models import DEFAULT_MODEL, resolve
 from vllm_rollout.process import ServerProcess
 from vllm_rollout.simulator.machine import Machine

@@ -2,9 +2,9 @@
 
 First `vllm-rollout profile` measures the time of decode steps by batch size and context, and fits its curves. Then a
 real server with the same flags runs group rollouts (no early stop, temperature 1, lengths as they come), and
-`group/cost.py` predicts the seconds of each from the lengths in its answer. Neither sees the other: the profile knows
-random prompts of fixed contexts only, the rollouts have chat prompts, batches that shrink and contexts that grow. The
-server is given the profile, too, and compares its own steps with it as they run.
+`group/lengths/cost.py` predicts the seconds of each from the lengths in its answer. Neither sees the other: the
+profile knows random prompts of fixed contexts only, the rollouts have chat prompts, batches that shrink and contexts
+that grow. The server is given the profile, too, and compares its own steps with it as they run.
 
 The same prediction without contexts and prefill is there for comparison: Eq. 4 of DARTS as printed, on the curve of the
 shortest context.
@@ -31,7 +31,7 @@ from rich.console import Console
 from benchmarks.common import ROOT, arguments_of, publish, record_of_run, server_process
 from benchmarks.prompts import cycle
 from benchmarks.tables import columns, number, percent, picture
-from vllm_rollout.group.cost import CostModel, computed_prompt_tokens, rollout_time
+from vllm_rollout.group.lengths.cost import CostModel, computed_prompt_tokens, rollout_time
 from vllm_rollout.models import DEFAULT_MODEL, resolve
 from vllm_rollout.process import MAX_BATCHED_TOKENS, ServerProcess, exit_on_sigterm, log_folder, runs_on_cpu
 from vllm_rollout.profiling.grid import Wanted

@@ -6,9 +6,9 @@ of y). So E[(r - b) y] is 0 over all answers: whatever the returned ones have of
 are GRPO's estimates, the mean of A y over that of A z, with A = (r - mean) / std within returned groups; and the mean
 of y, which is what a baseline that is not the group's own mean multiplies.
 
-Rounds are as `group/rounds.py` says, of `PROMPTS` prompts that never come twice: a short one returns the groups of
-which `GROUP_SIZE` candidates end first, with these; the queue's prompts are drawn again in a long round, or go on
-(`resume`, `group/resumption.py`). Steps are those of the longest returned answer, per round's worth of prompts.
+Rounds are as `group/rounds/rounds.py` says, of `PROMPTS` prompts that never come twice: a short one returns the groups
+of which `GROUP_SIZE` candidates end first, with these; the queue's prompts are drawn again in a long round, or go on
+(`resume`, `group/plans/resumption.py`). Steps are those of the longest returned answer, per round's worth of prompts.
 
 Run from the repository root: python -m benchmarks.round_gradient
 
@@ -27,7 +27,7 @@ import numpy as np
 
 from benchmarks.common import arguments_of, publish, record_of_run
 from benchmarks.tables import Row, columns, number
-from vllm_rollout.group.rounds import speculated
+from vllm_rollout.group.rounds.rounds import speculated
 
 PROMPTS, GROUP_SIZE, ROUNDS = 32, 8, 240
 MEDIAN, SIGMA, BETWEEN = 500.0, 0.8, 0.8

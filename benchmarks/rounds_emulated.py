@@ -35,7 +35,7 @@ from benchmarks.rollpacker import MESSAGE_S
 from benchmarks.tables import columns, number, percent
 from vllm_rollout.client.client import AsyncRolloutClient
 from vllm_rollout.emulation.step_log import Summary, read_steps
-from vllm_rollout.group.rounds import RoundKind, RunTerms
+from vllm_rollout.group.rounds.rounds import RoundKind, RunTerms
 from vllm_rollout.process import ServerProcess, exit_on_sigterm
 from vllm_rollout.simulator.rounds.replay import RunConditions, replay_run
 from vllm_rollout.simulator.rounds.settings import RoundSetting

@@ -19,7 +19,7 @@ from tests.support.dry_run import DryRun
 from vllm_rollout.adapter.core.scheduler import RolloutScheduler
 from vllm_rollout.adapter.wire import CandidateTag
 from vllm_rollout.config import OUTPUT_INTERVAL_TOKENS
-from vllm_rollout.group.lifecycle import GroupTerms
+from vllm_rollout.group.plans.terms import GroupTerms
 from vllm_rollout.model_files import tiny
 
 GROUP_SIZE = 16

@@ -20,8 +20,8 @@ from benchmarks.shaping.runs import Bench, measure
 from benchmarks.shaping.setup import WAY_NAMES, WAYS, Sizes, check, order, prompts
 from benchmarks.shaping.simulation import history_of, simulate
 from vllm_rollout.client.client import AsyncRolloutClient
-from vllm_rollout.group.cost import CostModel, PTLCurve
-from vllm_rollout.group.history import LengthHistory
+from vllm_rollout.group.lengths.cost import CostModel, PTLCurve
+from vllm_rollout.group.lengths.history import LengthHistory
 from vllm_rollout.server.recorder import TraceRecorder
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.pool import Pools

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from vllm_rollout.emulation.device import StepWork, step_seconds
 from vllm_rollout.emulation.fate import Fates
 from vllm_rollout.emulation.settings import Settings
-from vllm_rollout.group.prompt_key import seed_for
+from vllm_rollout.group.plans.prompt_key import seed_for
 
 NUM_CANDIDATES, GROUP_SIZE = 16, 8
 FIRST_SEED = 1000

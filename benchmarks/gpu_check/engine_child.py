@@ -17,9 +17,9 @@ from benchmarks.gpu_check.moving_jobs import MovingJobs
 from vllm_rollout.adapter.names import SCHEDULER_CLS, WORKER_CLS
 from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, CandidateTag, EndingNote
 from vllm_rollout.config import OUTPUT_INTERVAL_TOKENS, QUALITY_HEAD_HIDDEN
-from vllm_rollout.group.ledger import Scoring
-from vllm_rollout.group.lifecycle import GroupTerms
-from vllm_rollout.group.pruning_plan import PruningPlan
+from vllm_rollout.group.judging.ledger import Scoring
+from vllm_rollout.group.plans.pruning_plan import PruningPlan
+from vllm_rollout.group.plans.terms import GroupTerms
 from vllm_rollout.group.types import HeadKey
 from vllm_rollout.tracker.quality_head import HeadWeights
 from vllm_rollout.tracker.tracker import PublishedHead

@@ -20,7 +20,7 @@ from vllm_rollout.adapter.call_table import GroupToAdopt, GroupToRelease
 from vllm_rollout.adapter.parcel import Parcel
 from vllm_rollout.adapter.wire import CandidateTag
 from vllm_rollout.config import OUTPUT_INTERVAL_TOKENS
-from vllm_rollout.group.lifecycle import GroupTerms
+from vllm_rollout.group.plans.terms import GroupTerms
 
 EPOCH = 1
 """A group moves once."""

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.pruning.records import SCORES, Record, Run, Score, difference, group_by, mean, middle, share
-from vllm_rollout.group.report import Prediction, auc, brier, reliability_bins, within_group_auc
-from vllm_rollout.group.voting import AnsweredGroup, VotingMethod, accuracy_at_k
+from vllm_rollout.group.judging.report import Prediction, auc, brier, reliability_bins, within_group_auc
+from vllm_rollout.group.judging.voting import AnsweredGroup, VotingMethod, accuracy_at_k
 
 NUM_DRAWS = 1000
 """Of a bootstrap."""

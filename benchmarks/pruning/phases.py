@@ -19,8 +19,8 @@ from benchmarks.pruning.records import Record, Run
 from benchmarks.pruning.setup import PHASES, Phase, Question, Sizes, evaluation_questions, learning_questions
 from benchmarks.tasks import NUMBER
 from vllm_rollout.client.client import AsyncRolloutClient
+from vllm_rollout.group.judging.voting import normalise_answer
 from vllm_rollout.group.types import Confidence
-from vllm_rollout.group.voting import normalise_answer
 from vllm_rollout.server.answers import Candidate, Trajectory
 
 TRAINING_QUIET_S = 3.0

@@ -33,7 +33,7 @@ from benchmarks.pruning_rules.streams import (
 from benchmarks.pruning_rules.world import GROUP_SIZE, World
 from benchmarks.tables import Row, columns, grid
 from vllm_rollout.config import CALIBRATION_WINDOW
-from vllm_rollout.group.advice import Advice
+from vllm_rollout.group.judging.advice import Advice
 
 SHARE = 0.5
 """Correlation of success with the direction of the gradient."""

@@ -17,11 +17,11 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.pruning_rules.world import GROUP_SIZE, Groups, no_variance, quality
-from vllm_rollout.group.advice import Advice, advise
-from vllm_rollout.group.audit import draw_audit
-from vllm_rollout.group.learning import Learning, Siblings
-from vllm_rollout.group.pruning_plan import PruningPlan
-from vllm_rollout.group.survivors import choose_survivors
+from vllm_rollout.group.judging.advice import Advice, advise
+from vllm_rollout.group.judging.audit import draw_audit
+from vllm_rollout.group.judging.learning import Learning, Siblings
+from vllm_rollout.group.judging.survivors import choose_survivors
+from vllm_rollout.group.plans.pruning_plan import PruningPlan
 from vllm_rollout.group.types import Assessment, Confidence, Observation
 
 GROUPS_PER_STEP = 16

@@ -12,7 +12,7 @@ from benchmarks.long_run import check_positive, size
 from vllm_rollout.config import DEFAULT_SPECULATION
 from vllm_rollout.demo.rounds.options import TEMPERATURE
 from vllm_rollout.demo.rounds.prompts import make_prompts
-from vllm_rollout.group.rounds import RunTerms
+from vllm_rollout.group.rounds.rounds import RunTerms
 from vllm_rollout.models import DEFAULT_MODEL
 
 WayName = Literal["plain", "client", "run"]

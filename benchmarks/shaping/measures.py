@@ -10,9 +10,9 @@ from benchmarks.common import median, percentile
 from benchmarks.shaping.records import GroupRecord, Run
 from benchmarks.shaping.setup import BASELINE, WAY_NAMES, Sizes, WayName, longest_counts
 from benchmarks.shaping.simulation import Simulated, speed_ups
-from vllm_rollout.group.allocation import MAX_BUDGET_RATIO
-from vllm_rollout.group.plan import GroupPlan
-from vllm_rollout.group.selection import conclude
+from vllm_rollout.group.plans.allocation import MAX_BUDGET_RATIO
+from vllm_rollout.group.plans.plan import GroupPlan
+from vllm_rollout.group.racing.selection import conclude
 
 Runs = Mapping[tuple[WayName, int], Run]
 Row = dict[str, Any]

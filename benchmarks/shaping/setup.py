@@ -12,9 +12,9 @@ from typing import Any, Literal, get_args
 from benchmarks.long_run import check_positive, size
 from benchmarks.prompts import PROMPTS
 from vllm_rollout.config import DEFAULT_TRADEOFF
-from vllm_rollout.group.allocation import MAX_BUDGET_RATIO
-from vllm_rollout.group.fields import SelectionRule
-from vllm_rollout.group.plan import GroupPlan, make_plan
+from vllm_rollout.group.plans.allocation import MAX_BUDGET_RATIO
+from vllm_rollout.group.plans.fields import SelectionRule
+from vllm_rollout.group.plans.plan import GroupPlan, make_plan
 from vllm_rollout.models import DEFAULT_MODEL
 
 WayName = Literal[

@@ -32,10 +32,10 @@ from vllm_rollout.adapter.api.group_routes import GroupRoutes
 from vllm_rollout.adapter.api.outputs import CandidateFailed
 from vllm_rollout.adapter.core.calls import rollout_call
 from vllm_rollout.adapter.wire import CandidateTag
-from vllm_rollout.group.audit import AnswerAudits
-from vllm_rollout.group.placement import Placement
-from vllm_rollout.group.plan import GroupPlan
-from vllm_rollout.group.prompt_groups import PromptGroups
+from vllm_rollout.group.judging.audit import AnswerAudits
+from vllm_rollout.group.plans.plan import GroupPlan
+from vllm_rollout.group.plans.prompt_groups import PromptGroups
+from vllm_rollout.group.ranks.placement import Placement
 from vllm_rollout.server.metrics import Metrics
 
 

@@ -15,12 +15,12 @@ from tests.support.dry_run import EOS_TOKEN, DryRun
 from vllm_rollout.adapter.core.scheduler import AsyncRolloutScheduler, RolloutScheduler
 from vllm_rollout.adapter.options import RolloutOptions
 from vllm_rollout.adapter.wire import CandidateTag, EndingNote
-from vllm_rollout.group.learning import Learning, Siblings
-from vllm_rollout.group.ledger import Scoring
-from vllm_rollout.group.lifecycle import GroupTerms
-from vllm_rollout.group.pruning_plan import PruningPlan
-from vllm_rollout.group.race import RacePlace
-from vllm_rollout.group.step import GroupSteps
+from vllm_rollout.group.judging.learning import Learning, Siblings
+from vllm_rollout.group.judging.ledger import Scoring
+from vllm_rollout.group.plans.pruning_plan import PruningPlan
+from vllm_rollout.group.plans.terms import GroupTerms
+from vllm_rollout.group.racing.race import RacePlace
+from vllm_rollout.group.step.step import GroupSteps
 from vllm_rollout.group.types import Assessment, Observation
 
 REQUEST_STRIDE = 10_000

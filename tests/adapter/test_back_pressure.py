@@ -28,8 +28,8 @@ from vllm_rollout.adapter.api.client import RolloutAsyncLLM
 from vllm_rollout.adapter.api.engine import VLLMEngine, sampled_logprobs
 from vllm_rollout.adapter.api.outputs import CandidateFailed, CandidateOutput
 from vllm_rollout.adapter.core.scheduler import RolloutScheduler
-from vllm_rollout.group.plan import GroupPlan
-from vllm_rollout.group.pruning_plan import PruningPlan
+from vllm_rollout.group.plans.plan import GroupPlan
+from vllm_rollout.group.plans.pruning_plan import PruningPlan
 from vllm_rollout.server.engine import CandidateEnd, CandidateTokens, PreparedPrompt
 
 RACE = GroupPlan(group_size=4, redundancy=4)

@@ -13,7 +13,7 @@ from scheduler_runs import add_group, assert_nothing_left
 
 from vllm_rollout.adapter.core.held_outputs import HeldOutputs
 from vllm_rollout.adapter.parcel import Parcel
-from vllm_rollout.group.race import RacePlace
+from vllm_rollout.group.racing.race import RacePlace
 
 LENGTHS = [120, 140]
 SAID = [("g", 0), ("g", 1)]

@@ -18,10 +18,10 @@ from vllm.sampling_params import RequestOutputKind
 from vllm_rollout.adapter.api.client import RolloutAsyncLLM
 from vllm_rollout.adapter.api.group_routes import GroupRoutes
 from vllm_rollout.adapter.api.rank_client import RankDied
-from vllm_rollout.group.cost import CostModel, PTLCurve
-from vllm_rollout.group.moments import LengthMoments, expected_remaining
-from vllm_rollout.group.placement import Placement
-from vllm_rollout.group.plan import GroupPlan
+from vllm_rollout.group.lengths.cost import CostModel, PTLCurve
+from vllm_rollout.group.lengths.moments import LengthMoments, expected_remaining
+from vllm_rollout.group.plans.plan import GroupPlan
+from vllm_rollout.group.ranks.placement import Placement
 from vllm_rollout.server.engine import Outlook
 
 LENGTHS = LengthMoments(100.0, 2500.0, 4)

@@ -22,7 +22,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from vllm_rollout.adapter.options import RolloutOptions
 from vllm_rollout.config import MAX_IDLE_S
-from vllm_rollout.group.ledger import LedgerEntry, NamedReward, Reward, request_name
+from vllm_rollout.group.judging.ledger import LedgerEntry, NamedReward, Reward, request_name
 from vllm_rollout.server.metrics import Metrics
 
 JOIN = {"rollout_group_id": "q1", "rollout_group_size": 2, "rollout_num_candidates": 4}

@@ -15,7 +15,7 @@ from vllm_rollout.adapter.names import learned_name
 from vllm_rollout.adapter.options import EmulationOptions, RolloutOptions
 from vllm_rollout.adapter.wire import TAG_KEY
 from vllm_rollout.emulation.fate import LENGTHS_FIELD
-from vllm_rollout.group.ledger import NamedReward, Reward, request_name
+from vllm_rollout.group.judging.ledger import NamedReward, Reward, request_name
 from vllm_rollout.group.types import BASE_MODEL
 
 JOIN = {"rollout_group_id": "q1", "rollout_group_size": 2, "rollout_num_candidates": 4}

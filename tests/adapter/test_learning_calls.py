@@ -38,11 +38,12 @@ from vllm_rollout.adapter.core.readings import MAX_READINGS, Readings
 from vllm_rollout.adapter.options import RolloutOptions
 from vllm_rollout.adapter.worker.worker import RolloutWorker
 from vllm_rollout.config import MAX_ADAPTERS, MAX_DETECTION_LENGTHS
-from vllm_rollout.group.history import LengthHistory, ObservedLength
-from vllm_rollout.group.judge import Judge
-from vllm_rollout.group.ledger import NamedReward, Reward, Scoring
-from vllm_rollout.group.lifecycle import Group, GroupTerms
-from vllm_rollout.group.pruning_plan import PruningPlan
+from vllm_rollout.group.judging.judge import Judge
+from vllm_rollout.group.judging.ledger import NamedReward, Reward, Scoring
+from vllm_rollout.group.lengths.history import LengthHistory, ObservedLength
+from vllm_rollout.group.plans.pruning_plan import PruningPlan
+from vllm_rollout.group.plans.terms import GroupTerms
+from vllm_rollout.group.racing.lifecycle import Group
 from vllm_rollout.group.types import BASE_MODEL, WHOLE, CandidateId, Confidence, HeadKey, Observation
 from vllm_rollout.server.engine import RequestError
 from vllm_rollout.tracker.feature_ring import FeatureRing, StateKey

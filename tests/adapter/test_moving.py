@@ -8,9 +8,9 @@ from scheduler_runs import add_group, assert_nothing_left, prune_by_sign
 from vllm.lora.request import LoRARequest
 from vllm.v1.request import RequestStatus
 
-from vllm_rollout.group.ledger import Reward
-from vllm_rollout.group.pruning_plan import PruningPlan
-from vllm_rollout.group.race import RacePlace
+from vllm_rollout.group.judging.ledger import Reward
+from vllm_rollout.group.plans.pruning_plan import PruningPlan
+from vllm_rollout.group.racing.race import RacePlace
 from vllm_rollout.group.types import HeadKey
 
 

@@ -13,8 +13,8 @@ from scheduler_runs import assert_nothing_left
 from vllm.exceptions import VLLMValidationError
 
 from vllm_rollout.adapter.call_table import OPERATIONS
-from vllm_rollout.group.placement import TRAINER
-from vllm_rollout.group.race import RacePlace
+from vllm_rollout.group.racing.race import RacePlace
+from vllm_rollout.group.ranks.placement import TRAINER
 from vllm_rollout.server.engine import RequestError
 
 NUM_SCHEDULES = 6

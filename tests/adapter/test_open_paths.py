@@ -14,7 +14,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm_rollout.adapter.api.client import RolloutAsyncLLM
 from vllm_rollout.adapter.api.group_routes import GroupRoutes
 from vllm_rollout.adapter.api.open_paths import OpenPaths
-from vllm_rollout.group.placement import Placement
+from vllm_rollout.group.ranks.placement import Placement
 
 PATHS = ("/invocations", "/v1/completions", "/v1/chat/completions", "/inference/v1/generate")
 

@@ -10,9 +10,9 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
 from vllm_rollout.adapter.wire import CandidateTag
-from vllm_rollout.group.ledger import Scoring
-from vllm_rollout.group.lifecycle import GroupTerms
-from vllm_rollout.group.pruning_plan import PruningPlan
+from vllm_rollout.group.judging.ledger import Scoring
+from vllm_rollout.group.plans.pruning_plan import PruningPlan
+from vllm_rollout.group.plans.terms import GroupTerms
 
 MAX_LENGTH = 60
 MIN_BLOCKS = 8

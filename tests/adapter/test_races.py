@@ -11,7 +11,7 @@ from vllm.v1.request import RequestStatus
 from vllm_rollout.adapter.call_table import CUT_RACE, FORGET_RACE, HELD_GROUPS, WIDEN_RACE, Operation, WiderRace
 from vllm_rollout.adapter.core.calls import rollout_call
 from vllm_rollout.adapter.wire import CandidateTag
-from vllm_rollout.group.race import RacePlace
+from vllm_rollout.group.racing.race import RacePlace
 from vllm_rollout.group.types import HeldGroups
 
 SIZE = 2

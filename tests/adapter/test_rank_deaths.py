@@ -26,7 +26,7 @@ from vllm_rollout.adapter.api.group_routes import GroupRoutes, NoRankLeft
 from vllm_rollout.adapter.api.life import Life
 from vllm_rollout.adapter.api.rank_client import RankClient, RankDied
 from vllm_rollout.adapter.options import RolloutOptions
-from vllm_rollout.group.placement import Placement
+from vllm_rollout.group.ranks.placement import Placement
 
 RANKS = [b"rank 0", b"rank 1", b"rank 2"]
 

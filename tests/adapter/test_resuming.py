@@ -18,7 +18,7 @@ from vllm_rollout.adapter.api.resuming import (
     resumed_prompt,
     text_of,
 )
-from vllm_rollout.group.plan import GroupPlan
+from vllm_rollout.group.plans.plan import GroupPlan
 from vllm_rollout.server.engine import Beginnings
 
 PROMPT = {"type": "token", "prompt_token_ids": [5, 6]}

@@ -13,9 +13,9 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, CandidateTag, RunnerReport
 from vllm_rollout.adapter.worker import runner as runner_module
 from vllm_rollout.adapter.worker.runner import ObservedOutput, observe_runner, observe_sampler
-from vllm_rollout.group.ledger import Scoring
-from vllm_rollout.group.lifecycle import GroupTerms
-from vllm_rollout.group.pruning_plan import PruningPlan
+from vllm_rollout.group.judging.ledger import Scoring
+from vllm_rollout.group.plans.pruning_plan import PruningPlan
+from vllm_rollout.group.plans.terms import GroupTerms
 from vllm_rollout.group.types import HeadKey
 from vllm_rollout.tracker import ops
 from vllm_rollout.tracker import warm_up as warm_up_module

@@ -10,7 +10,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.support.dry_run import EOS_TOKEN
 from vllm_rollout.adapter.wire import CandidateTag
-from vllm_rollout.group.lifecycle import GroupTerms
+from vllm_rollout.group.plans.terms import GroupTerms
 
 
 def ending(run: TracedRun, request_id: str) -> tuple[str, FinishReason, int | str | None]:

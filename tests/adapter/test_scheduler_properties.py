@@ -12,7 +12,7 @@ from vllm.v1.request import RequestStatus
 
 from tests.support.dry_run import EOS_TOKEN
 from vllm_rollout.adapter.wire import CandidateTag, EndingNote
-from vllm_rollout.group.lifecycle import GroupTerms
+from vllm_rollout.group.plans.terms import GroupTerms
 
 MAX_LENGTH = 60
 MIN_BLOCKS = 8

@@ -11,10 +11,11 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
 from vllm_rollout.adapter.wire import CandidateTag
-from vllm_rollout.group.learning import Learning
-from vllm_rollout.group.ledger import Reward, Scoring
-from vllm_rollout.group.lifecycle import Group, GroupTerms
-from vllm_rollout.group.pruning_plan import PruningPlan
+from vllm_rollout.group.judging.learning import Learning
+from vllm_rollout.group.judging.ledger import Reward, Scoring
+from vllm_rollout.group.plans.pruning_plan import PruningPlan
+from vllm_rollout.group.plans.terms import GroupTerms
+from vllm_rollout.group.racing.lifecycle import Group
 from vllm_rollout.group.types import WHOLE, Assessment, Confidence, HeadKey, Observation
 
 PLAN = PruningPlan(detection_length=10, allow_fewer=True)

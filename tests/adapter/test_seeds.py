@@ -12,8 +12,8 @@ from vllm.sampling_params import RequestOutputKind
 
 from vllm_rollout.adapter.api.client import RolloutAsyncLLM
 from vllm_rollout.adapter.api.engine import VLLMEngine
-from vllm_rollout.group.plan import GroupPlan
-from vllm_rollout.group.prompt_key import seed_for
+from vllm_rollout.group.plans.plan import GroupPlan
+from vllm_rollout.group.plans.prompt_key import seed_for
 from vllm_rollout.server.engine import PreparedPrompt
 
 

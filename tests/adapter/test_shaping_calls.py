@@ -29,12 +29,12 @@ from vllm_rollout.adapter.call_table import (
 from vllm_rollout.adapter.core.calls import ANSWERS, rollout_call
 from vllm_rollout.adapter.core.readings import Readings
 from vllm_rollout.adapter.core.step_times import StepTimes
-from vllm_rollout.group.cost import CostModel, PTLCurve
-from vllm_rollout.group.drift import StepDrift
-from vllm_rollout.group.history import LengthHistory, ObservedLength
-from vllm_rollout.group.judge import Judge
-from vllm_rollout.group.placement import Placement
-from vllm_rollout.group.work import TokenCost
+from vllm_rollout.group.judging.judge import Judge
+from vllm_rollout.group.lengths.cost import CostModel, PTLCurve
+from vllm_rollout.group.lengths.history import LengthHistory, ObservedLength
+from vllm_rollout.group.ranks.drift import StepDrift
+from vllm_rollout.group.ranks.placement import Placement
+from vllm_rollout.group.ranks.work import TokenCost
 from vllm_rollout.profiling.profile_file import CurveFit, EngineFacts, Point, Profile
 
 LENGTHS = [ObservedLength(10, False), ObservedLength(30, False), ObservedLength(30, True)]

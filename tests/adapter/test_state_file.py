@@ -23,9 +23,9 @@ from vllm_rollout.adapter.api.engine_calls import EngineCalls
 from vllm_rollout.adapter.api.learning import EngineLearning
 from vllm_rollout.adapter.api.state_file import MAX_HEADS, StateFile
 from vllm_rollout.adapter.options import RolloutOptions
-from vllm_rollout.group.history import ObservedLength
-from vllm_rollout.group.rounds import Run, RunTerms
-from vllm_rollout.group.rounds_state import run_to_state
+from vllm_rollout.group.lengths.history import ObservedLength
+from vllm_rollout.group.rounds.rounds import Run, RunTerms
+from vllm_rollout.group.rounds.rounds_state import run_to_state
 from vllm_rollout.group.types import HeadKey
 from vllm_rollout.server.engine import RequestError
 from vllm_rollout.server.runs.folder import LEARNED, RUNS

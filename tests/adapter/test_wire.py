@@ -20,10 +20,10 @@ from vllm_rollout.adapter.wire import (
     LastLogits,
     RunnerReport,
 )
-from vllm_rollout.group.ledger import AnswerName, Scoring
-from vllm_rollout.group.lifecycle import GroupTerms
-from vllm_rollout.group.pruning_plan import PruningPlan
-from vllm_rollout.group.race import RacePlace
+from vllm_rollout.group.judging.ledger import AnswerName, Scoring
+from vllm_rollout.group.plans.pruning_plan import PruningPlan
+from vllm_rollout.group.plans.terms import GroupTerms
+from vllm_rollout.group.racing.race import RacePlace
 from vllm_rollout.group.types import WHOLE, Assessment, Confidence, Observation
 
 PLAN = PruningPlan(12, "paper", 0.25, 0.4, 0.75, 0.1, 0.9, "shadow", "confidence", True, 33)

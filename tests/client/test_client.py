@@ -26,9 +26,9 @@ from tests.server.conftest import wait_until
 from tests.server.fake_engine import MODEL, FakeEngine
 from vllm_rollout import AsyncRolloutClient, RolloutClient, RolloutError
 from vllm_rollout.client.client import rollout_body
-from vllm_rollout.group.advice import Advice
-from vllm_rollout.group.length_trial import LengthTrialReport
-from vllm_rollout.group.xargs import plan_from_xargs, rollout_xargs
+from vllm_rollout.group.judging.advice import Advice
+from vllm_rollout.group.judging.length_trial import LengthTrialReport
+from vllm_rollout.group.plans.xargs import plan_from_xargs, rollout_xargs
 from vllm_rollout.server.answers import DoneEvent, Event, TokensEvent
 from vllm_rollout.server.learning.body import NamedRewardsRequest, RewardsAnswer, RewardsRequest
 from vllm_rollout.server.learning.prompts import PromptsAnswer

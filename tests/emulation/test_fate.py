@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from vllm_rollout.emulation.fate import ENDLESS, Fates, TracedLengths, forced_length
 from vllm_rollout.emulation.settings import Settings
-from vllm_rollout.group.prompt_key import digest_of
+from vllm_rollout.group.plans.prompt_key import digest_of
 from vllm_rollout.server.shaping import history_key
 from vllm_rollout.trace.rows import TracedCandidate, TracedPrompt
 

@@ -21,7 +21,7 @@ from vllm import LLM, SamplingParams
 
 from vllm_rollout.adapter.names import SCHEDULER_CLS, WORKER_CLS
 from vllm_rollout.adapter.wire import CandidateTag
-from vllm_rollout.group.lifecycle import GroupTerms
+from vllm_rollout.group.plans.terms import GroupTerms
 
 NUM_PROMPTS = 26
 

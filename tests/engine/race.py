@@ -22,9 +22,9 @@ from vllm import LLM, SamplingParams
 
 from vllm_rollout.adapter.names import SCHEDULER_CLS, WORKER_CLS
 from vllm_rollout.adapter.wire import CandidateTag, EndingNote
-from vllm_rollout.group.ledger import Scoring
-from vllm_rollout.group.lifecycle import GroupTerms
-from vllm_rollout.group.plan import PruningPlan
+from vllm_rollout.group.judging.ledger import Scoring
+from vllm_rollout.group.plans.plan import PruningPlan
+from vllm_rollout.group.plans.terms import GroupTerms
 from vllm_rollout.group.types import WHOLE, HeadKey
 from vllm_rollout.tracker.feature_ring import StateKey
 from vllm_rollout.tracker.quality_head import HeadWeights

@@ -19,8 +19,8 @@ from vllm import LLM, SamplingParams
 
 from vllm_rollout.adapter.names import SCHEDULER_CLS, WORKER_CLS
 from vllm_rollout.adapter.wire import CandidateTag, EndingNote
-from vllm_rollout.group.lifecycle import GroupTerms
-from vllm_rollout.group.race import RacePlace
+from vllm_rollout.group.plans.terms import GroupTerms
+from vllm_rollout.group.racing.race import RacePlace
 
 GROUP_SIZE = 2
 NUM_WANTED = 2

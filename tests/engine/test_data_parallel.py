@@ -13,7 +13,7 @@ import pytest
 
 from tests.engine.conftest import Server, race_joined, serve_command
 from tests.engine.run_rounds import VARIED, assert_groups_whole, make_run, play_out
-from vllm_rollout.group.placement import LATE_S
+from vllm_rollout.group.ranks.placement import LATE_S
 
 NUM_RANKS = 2
 

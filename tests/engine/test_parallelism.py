@@ -13,7 +13,7 @@ import pytest
 from tests.engine.conftest import Server, serve_command
 from tests.engine.run_rounds import make_run, play
 from vllm_rollout.emulation.step_log import read_steps
-from vllm_rollout.group.planner import QUIET_ROUNDS
+from vllm_rollout.group.ranks.planner import QUIET_ROUNDS
 
 NUM_PROMPTS, GROUP_SIZE = 4, 4
 KV_BYTES_PER_WORKER = 4 * 2**20

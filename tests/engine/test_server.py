@@ -15,7 +15,7 @@ import pytest
 
 from tests.engine.conftest import LONG, TIMEOUT_S, Server, ends_after, race_joined
 from vllm_rollout.adapter.compat import REJECTS_WHILE_PAUSED, WEIGHT_SPANS, has, lacking, vllm_version
-from vllm_rollout.group.prompt_key import seed_for
+from vllm_rollout.group.plans.prompt_key import seed_for
 
 PROMPTS = [
     {"id": "text", "prompt": "hello world"},

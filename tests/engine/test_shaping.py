@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from tests.engine.conftest import Server
-from vllm_rollout.group.plan import GroupPlan
-from vllm_rollout.group.prompt_key import seed_for
-from vllm_rollout.group.selection import conclude
+from vllm_rollout.group.plans.plan import GroupPlan
+from vllm_rollout.group.plans.prompt_key import seed_for
+from vllm_rollout.group.racing.selection import conclude
 from vllm_rollout.group.types import Ending
 from vllm_rollout.server.runs.saved import parse_saved
 from vllm_rollout.trace.file import read_trace

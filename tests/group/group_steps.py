@@ -1,6 +1,7 @@
 """Drives a Group by hand."""
 
-from vllm_rollout.group.lifecycle import Group, GroupTerms, Settlement
+from vllm_rollout.group.plans.terms import GroupTerms
+from vllm_rollout.group.racing.lifecycle import Group, Settlement
 from vllm_rollout.group.types import EndReason
 
 

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from test_step import PLAN, SCORING, Run, seen, warm_judge
 
 from tests.support.reports import report_of
-from vllm_rollout.group.judge import Judge
-from vllm_rollout.group.ledger import Scoring
-from vllm_rollout.group.lifecycle import NOTHING, Group, GroupTerms, Settlement
-from vllm_rollout.group.step import LaunchRefused
+from vllm_rollout.group.judging.judge import Judge
+from vllm_rollout.group.judging.ledger import Scoring
+from vllm_rollout.group.plans.terms import GroupTerms
+from vllm_rollout.group.racing.lifecycle import NOTHING, Group, Settlement
+from vllm_rollout.group.step.step import LaunchRefused
 from vllm_rollout.group.types import CandidateId, HeadKey
 
 

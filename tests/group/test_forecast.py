@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_rollout.group.cost import CostModel, PTLCurve, rollout_time
-from vllm_rollout.group.forecast import (
+from vllm_rollout.group.judging.judge import Judge
+from vllm_rollout.group.lengths.cost import CostModel, PTLCurve, rollout_time
+from vllm_rollout.group.plans.plan import GroupPlan
+from vllm_rollout.group.ranks.forecast import (
     EXPECTED_SHARE,
     SLOWER,
     EngineSize,
@@ -17,8 +19,6 @@ from vllm_rollout.group.forecast import (
     expected_round,
     forecast,
 )
-from vllm_rollout.group.judge import Judge
-from vllm_rollout.group.plan import GroupPlan
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.pool import PoolCandidate
 from vllm_rollout.simulator.race import Race

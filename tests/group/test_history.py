@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_rollout.config import HISTORY_KEY_CHARS
-from vllm_rollout.group.history import (
+from vllm_rollout.group.lengths.history import (
     HISTORY_DATASET_HALF_LIFE,
     HISTORY_MAX_TOKENS,
     HISTORY_PROMPT_WEIGHT,
@@ -17,7 +17,7 @@ from vllm_rollout.group.history import (
     ObservedLength,
     observed_lengths,
 )
-from vllm_rollout.group.life_table import PRIOR_LOG_STD
+from vllm_rollout.group.lengths.life_table import PRIOR_LOG_STD
 from vllm_rollout.group.types import Ending
 
 observed = st.lists(st.builds(ObservedLength, st.integers(0, 5000), st.booleans()), max_size=6)

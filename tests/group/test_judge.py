@@ -9,12 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_rollout.config import MAX_ADAPTERS, MAX_DETECTION_LENGTHS, MAX_LABEL_WEIGHT
-from vllm_rollout.group.judge import Judge
-from vllm_rollout.group.learning import Learning
-from vllm_rollout.group.ledger import LedgerEntry, Reward, Scoring
-from vllm_rollout.group.lifecycle import Group, GroupTerms
-from vllm_rollout.group.memory import Memory
-from vllm_rollout.group.pruning_plan import PruningPlan
+from vllm_rollout.group.judging.judge import Judge
+from vllm_rollout.group.judging.learning import Learning
+from vllm_rollout.group.judging.ledger import LedgerEntry, Reward, Scoring
+from vllm_rollout.group.judging.memory import Memory
+from vllm_rollout.group.plans.pruning_plan import PruningPlan
+from vllm_rollout.group.plans.terms import GroupTerms
+from vllm_rollout.group.racing.lifecycle import Group
 from vllm_rollout.group.types import WHOLE, Assessment, CandidateId, Confidence, Observation
 
 LENGTH = 8

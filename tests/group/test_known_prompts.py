@@ -1,8 +1,8 @@
 import pytest
 
-from vllm_rollout.group.history import LengthHistory, ObservedLength
-from vllm_rollout.group.known_prompts import in_order, known_prompts, prompt_rows
-from vllm_rollout.group.success import SuccessHistory
+from vllm_rollout.group.judging.known_prompts import in_order, known_prompts, prompt_rows
+from vllm_rollout.group.judging.success import SuccessHistory
+from vllm_rollout.group.lengths.history import LengthHistory, ObservedLength
 
 
 def histories() -> tuple[LengthHistory, SuccessHistory]:

@@ -5,7 +5,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_rollout.group.launch import LaunchWindow, Turn, num_launch_places
+from vllm_rollout.group.plans.launch import LaunchWindow, Turn, num_launch_places
 
 
 def asked(window: LaunchWindow, *sizes: int) -> list[Turn]:

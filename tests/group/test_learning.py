@@ -6,8 +6,8 @@ import pytest
 
 from tests.support.reports import report_of
 from vllm_rollout.config import MAX_LABEL_WEIGHT
-from vllm_rollout.group.learning import REPORT_WINDOW, Learning, Siblings, label_weight
-from vllm_rollout.group.pruning_plan import PruningPlan
+from vllm_rollout.group.judging.learning import REPORT_WINDOW, Learning, Siblings, label_weight
+from vllm_rollout.group.plans.pruning_plan import PruningPlan
 from vllm_rollout.group.types import Assessment, Confidence, Observation
 
 PLAN = PruningPlan(detection_length=16, min_labels=8, allow_fewer=True)

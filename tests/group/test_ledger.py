@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_rollout.group.ledger import EntryKey, Ledger, LedgerEntry, NamedReward, Reward, Scoring
-from vllm_rollout.group.prompt_key import MAX_KEPT_BYTES, num_bytes
-from vllm_rollout.group.pruning_plan import PruningPlan
+from vllm_rollout.group.judging.ledger import EntryKey, Ledger, LedgerEntry, NamedReward, Reward, Scoring
+from vllm_rollout.group.plans.prompt_key import MAX_KEPT_BYTES, num_bytes
+from vllm_rollout.group.plans.pruning_plan import PruningPlan
 from vllm_rollout.group.types import Assessment, CandidateId, Confidence
 
 PLAN = PruningPlan(detection_length=8)

@@ -9,7 +9,8 @@ from group_steps import end_step, launched, states
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_rollout.group.lifecycle import NOTHING, Group, GroupTerms, Settlement
+from vllm_rollout.group.plans.terms import GroupTerms
+from vllm_rollout.group.racing.lifecycle import NOTHING, Group, Settlement
 from vllm_rollout.group.types import EndReason
 
 END_STATES = {"finished", "surplus", "failed"}

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from vllm_rollout.config import MAX_ADAPTERS
-from vllm_rollout.group.history import ObservedLength
-from vllm_rollout.group.memory import Memories, Memory
+from vllm_rollout.group.judging.memory import Memories, Memory
+from vllm_rollout.group.lengths.history import ObservedLength
 from vllm_rollout.group.types import BASE_MODEL, HeadKey
 
 NAMES = [f"adapter {number}" for number in range(MAX_ADAPTERS)]

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from tests.support.reports import report_of
 from vllm_rollout.config import MAX_DETECTION_LENGTHS
-from vllm_rollout.group.history import ObservedLength
-from vllm_rollout.group.learning import Learning, Siblings
-from vllm_rollout.group.memory import OUTCOMES_PER_ROW, PROMPTS_PER_ROW, Memory
-from vllm_rollout.group.pruning_plan import PruningPlan
+from vllm_rollout.group.judging.learning import Learning, Siblings
+from vllm_rollout.group.judging.memory import OUTCOMES_PER_ROW, PROMPTS_PER_ROW, Memory
+from vllm_rollout.group.lengths.history import ObservedLength
+from vllm_rollout.group.plans.pruning_plan import PruningPlan
 from vllm_rollout.group.types import Confidence, Observation
 
 

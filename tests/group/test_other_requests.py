@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_rollout.group.placement import OtherRequests
+from vllm_rollout.group.ranks.placement import OtherRequests
 
 
 def test_what_is_counted_and_not_ours_is_of_others():

@@ -7,9 +7,9 @@ from group_steps import end_step, launched, states
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_rollout.group.lifecycle import NOTHING
-from vllm_rollout.group.plan import GroupPlan
-from vllm_rollout.group.selection import conclude
+from vllm_rollout.group.plans.plan import GroupPlan
+from vllm_rollout.group.racing.lifecycle import NOTHING
+from vllm_rollout.group.racing.selection import conclude
 from vllm_rollout.group.types import Ending
 
 few_examples = settings(max_examples=80, deadline=None, database=None)

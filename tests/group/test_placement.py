@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_rollout.group.placement import Placement, agreed_rank, choose_rank
-from vllm_rollout.group.work import TokenCost, Work
+from vllm_rollout.group.ranks.placement import Placement, agreed_rank, choose_rank
+from vllm_rollout.group.ranks.work import TokenCost, Work
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@ import math
 import pytest
 
 from vllm_rollout.config import MAX_GROUP_SIZE
-from vllm_rollout.group.plan import GroupPlan, make_plan
-from vllm_rollout.group.rows import PlanError
+from vllm_rollout.group.plans.plan import GroupPlan, make_plan
+from vllm_rollout.group.plans.rows import PlanError
 
 
 def test_a_plan_with_defaults_races_for_the_first():

@@ -7,14 +7,14 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from vllm_rollout.group.pruning import (
+from vllm_rollout.group.judging.pruning import (
     MAX_SOLVED_STRENGTH,
     SurvivalRule,
     compress,
     group_rule,
     solve_paper,
 )
-from vllm_rollout.group.pruning_plan import PruningPlan
+from vllm_rollout.group.plans.pruning_plan import PruningPlan
 
 PLAN = PruningPlan(detection_length=16)
 NORMAL = NormalDist()

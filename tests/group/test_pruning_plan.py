@@ -3,10 +3,10 @@ import math
 import pytest
 
 from vllm_rollout.config import CALIBRATION_WINDOW, MAX_DETECTION_LENGTH
-from vllm_rollout.group.fields import PruningFields
-from vllm_rollout.group.plan import make_plan
-from vllm_rollout.group.pruning_plan import PruningPlan, make_pruning_plan
-from vllm_rollout.group.rows import PlanError, rows
+from vllm_rollout.group.plans.fields import PruningFields
+from vllm_rollout.group.plans.plan import make_plan
+from vllm_rollout.group.plans.pruning_plan import PruningPlan, make_pruning_plan
+from vllm_rollout.group.plans.rows import PlanError, rows
 
 
 def test_a_detection_length_alone_makes_a_plan_with_defaults():

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_rollout.group.judge import Judge
-from vllm_rollout.group.lifecycle import GroupTerms
-from vllm_rollout.group.race import RacePlace
-from vllm_rollout.group.step import GroupSteps
+from vllm_rollout.group.judging.judge import Judge
+from vllm_rollout.group.plans.terms import GroupTerms
+from vllm_rollout.group.racing.race import RacePlace
+from vllm_rollout.group.step.step import GroupSteps
 from vllm_rollout.group.types import CandidateId
 
 PAIR_OF_THREE = GroupTerms(2, 3)
@@ -166,7 +166,7 @@ def test_a_forgotten_race_lets_its_groups_go_on() -> None:
 
 
 def test_more_races_than_an_engine_remembers_push_out_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_rollout.group.race.MAX_RACES", 2)
+    monkeypatch.setattr("vllm_rollout.group.racing.race.MAX_RACES", 2)
     steps = GroupSteps(Judge())
     for name in "abc":
         steps.launch(f"g{name}", PAIR_OF_THREE, 0, place=RacePlace(name, 1, 0))

@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from vllm_rollout.group.report import (
+from vllm_rollout.group.judging.report import (
     Prediction,
     auc,
     brier,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_rollout.group.resumption import (
+from vllm_rollout.group.plans.resumption import (
     VersionSpan,
     choose_resumed,
     is_off_policy,

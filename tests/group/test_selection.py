@@ -9,8 +9,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from vllm_rollout.group.plan import GroupPlan, PruningPlan
-from vllm_rollout.group.selection import Lengths, conclude, lengths_of
+from vllm_rollout.group.plans.plan import GroupPlan, PruningPlan
+from vllm_rollout.group.racing.selection import Lengths, conclude, lengths_of
 from vllm_rollout.group.types import Ending
 
 never = st.just(False)

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_rollout.group.censoring import group_moments
-from vllm_rollout.group.history import DATASET_DECAY, HISTORY_MAX_TOKENS, LengthHistory, ObservedLength
-from vllm_rollout.group.shape import LengthShape
+from vllm_rollout.group.lengths.censoring import group_moments
+from vllm_rollout.group.lengths.history import DATASET_DECAY, HISTORY_MAX_TOKENS, LengthHistory, ObservedLength
+from vllm_rollout.group.lengths.shape import LengthShape
 
 
 def log_normal(std):

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from vllm_rollout.group.placement import Placement
-from vllm_rollout.group.sibling_table import SiblingTable
+from vllm_rollout.group.racing.sibling_table import SiblingTable
+from vllm_rollout.group.ranks.placement import Placement
 
 
 def waiting_table(*names: str, **limits: float) -> SiblingTable[str]:

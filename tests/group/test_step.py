@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_rollout.group.judge import Judge
-from vllm_rollout.group.ledger import Scoring
-from vllm_rollout.group.lifecycle import GroupTerms
-from vllm_rollout.group.pruning_plan import PruningPlan
-from vllm_rollout.group.step import NO_VERDICTS, GroupSteps, LaunchRefused
+from vllm_rollout.group.judging.judge import Judge
+from vllm_rollout.group.judging.ledger import Scoring
+from vllm_rollout.group.plans.pruning_plan import PruningPlan
+from vllm_rollout.group.plans.terms import GroupTerms
+from vllm_rollout.group.step.step import NO_VERDICTS, GroupSteps, LaunchRefused
 from vllm_rollout.group.types import CandidateId, Confidence, HeadKey, Observation
 
 PLAN = PruningPlan(4, keep_ratio=0.5, min_labels=8)

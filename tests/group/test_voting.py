@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_rollout.group.voting import (
+from vllm_rollout.group.judging.voting import (
     MAX_CONFIDENCE,
     VOTING_METHODS,
     AnsweredGroup,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from vllm_rollout.group.cost import PTLCurve
+from vllm_rollout.group.lengths.cost import PTLCurve
 from vllm_rollout.profiling.engine_process import MeasuredStep
 
 MODEL = {

@@ -17,11 +17,11 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError
 
-from vllm_rollout.group.ledger import Scoring
-from vllm_rollout.group.lifecycle import Group
-from vllm_rollout.group.plan import GroupPlan
-from vllm_rollout.group.race import RacePlace
-from vllm_rollout.group.step import GroupSteps
+from vllm_rollout.group.judging.ledger import Scoring
+from vllm_rollout.group.plans.plan import GroupPlan
+from vllm_rollout.group.racing.lifecycle import Group
+from vllm_rollout.group.racing.race import RacePlace
+from vllm_rollout.group.step.step import GroupSteps
 from vllm_rollout.group.types import BASE_MODEL, WHOLE, CandidateId, CandidateState, Ending, EndReason, HeldGroups
 from vllm_rollout.server.engine import (
     Beginnings,

@@ -21,12 +21,12 @@ from safetensors.numpy import save
 
 from tests.support.reports import report_of
 from vllm_rollout.adapter.saved_state import END, head_line, parse_state, state_header
-from vllm_rollout.group.advice import advise
-from vllm_rollout.group.judge import Judge
-from vllm_rollout.group.known_prompts import KnownPrompt, known_prompts, prompt_rows
-from vllm_rollout.group.ledger import NamedReward, Reward
-from vllm_rollout.group.length_trial import TriedCandidate
-from vllm_rollout.group.memory import Memories, Memory
+from vllm_rollout.group.judging.advice import advise
+from vllm_rollout.group.judging.judge import Judge
+from vllm_rollout.group.judging.known_prompts import KnownPrompt, known_prompts, prompt_rows
+from vllm_rollout.group.judging.ledger import NamedReward, Reward
+from vllm_rollout.group.judging.length_trial import TriedCandidate
+from vllm_rollout.group.judging.memory import Memories, Memory
 from vllm_rollout.group.types import BASE_MODEL, WHOLE, Confidence, HeadKey, Observation
 from vllm_rollout.server.engine import HeadInfo, KeepState, LearningReport, RequestError, RewardsReceipt
 

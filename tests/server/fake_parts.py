@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 
-from vllm_rollout.group.cost import CostModel
-from vllm_rollout.group.drift import StepDrift
-from vllm_rollout.group.history import ObservedLength
-from vllm_rollout.group.load import ArrivedKV, EngineLoad, GroupLoad, RankLoad
-from vllm_rollout.group.moments import LengthStatistics
-from vllm_rollout.group.placement import ALL_OWNERS, TRAINER, Holders
-from vllm_rollout.group.scaling import Progress, ScaleDown, plan_scale_down
-from vllm_rollout.group.step import GroupSteps
+from vllm_rollout.group.lengths.cost import CostModel
+from vllm_rollout.group.lengths.history import ObservedLength
+from vllm_rollout.group.lengths.moments import LengthStatistics
+from vllm_rollout.group.ranks.drift import StepDrift
+from vllm_rollout.group.ranks.load import ArrivedKV, EngineLoad, GroupLoad, RankLoad
+from vllm_rollout.group.ranks.placement import ALL_OWNERS, TRAINER, Holders
+from vllm_rollout.group.ranks.scaling import Progress, ScaleDown, plan_scale_down
+from vllm_rollout.group.step.step import GroupSteps
 from vllm_rollout.group.types import BASE_MODEL
 from vllm_rollout.server.engine import Drained, RequestError
 

@@ -10,9 +10,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from vllm_rollout import AsyncRolloutClient
-from vllm_rollout.group.load import ArrivedKV, TransferCost
-from vllm_rollout.group.placement import ALL_OWNERS
-from vllm_rollout.group.scaling import Progress, ScaleDown
+from vllm_rollout.group.ranks.load import ArrivedKV, TransferCost
+from vllm_rollout.group.ranks.placement import ALL_OWNERS
+from vllm_rollout.group.ranks.scaling import Progress, ScaleDown
 from vllm_rollout.server.answers import RanksFreeEvent
 from vllm_rollout.server.engines.scaling import ScaleDownWatch
 from vllm_rollout.server.metrics import Metrics

@@ -7,9 +7,9 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from vllm_rollout.group.plan import GroupPlan
-from vllm_rollout.group.pruning_plan import PruningPlan
-from vllm_rollout.group.resumption import VersionSpan
+from vllm_rollout.group.plans.plan import GroupPlan
+from vllm_rollout.group.plans.pruning_plan import PruningPlan
+from vllm_rollout.group.plans.resumption import VersionSpan
 from vllm_rollout.group.types import Assessment, CandidateState, Confidence, Ending
 from vllm_rollout.server import kept as kept_module
 from vllm_rollout.server.ended import trajectory_of

@@ -9,7 +9,7 @@ import pytest
 from fastapi import FastAPI
 
 from vllm_rollout import RolloutClient
-from vllm_rollout.group.ledger import request_name
+from vllm_rollout.group.judging.ledger import request_name
 from vllm_rollout.server.clients import ClientNamespaces, client_namespace
 from vllm_rollout.server.learning.body import NamedRewardsAnswer
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from vllm_rollout.group.history import LengthHistory
+from vllm_rollout.group.lengths.history import LengthHistory
 from vllm_rollout.server.engine import Outlook
 
 from .test_shaping import body, rollout, seen

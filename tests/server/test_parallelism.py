@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
-from vllm_rollout.group.cost import CostModel, PTLCurve
-from vllm_rollout.group.forecast import EngineSize
-from vllm_rollout.group.planner import QUIET_ROUNDS, ParallelismPlanner
+from vllm_rollout.group.lengths.cost import CostModel, PTLCurve
+from vllm_rollout.group.ranks.forecast import EngineSize
+from vllm_rollout.group.ranks.planner import QUIET_ROUNDS, ParallelismPlanner
 from vllm_rollout.server.metrics import Metrics
 from vllm_rollout.server.runs.parallelism import Parallelism, Resized
 

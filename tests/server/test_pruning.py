@@ -8,7 +8,7 @@ import pytest
 
 from vllm_rollout import RolloutClient
 from vllm_rollout.config import MAX_DETECTION_LENGTHS
-from vllm_rollout.group.fields import MAX_MIN_LABELS
+from vllm_rollout.group.plans.fields import MAX_MIN_LABELS
 from vllm_rollout.group.types import HeadKey
 from vllm_rollout.server.answers import CandidateEvent, DoneEvent, EndedCandidate, RolloutAnswer, TrajectoryEvent
 from vllm_rollout.server.engine import HeadInfo

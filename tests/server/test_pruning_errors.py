@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from vllm_rollout.config import MAX_DETECTION_LENGTH
-from vllm_rollout.group.fields import MAX_MIN_LABELS, PruningFields
-from vllm_rollout.group.pruning_plan import PruningPlan
+from vllm_rollout.group.plans.fields import MAX_MIN_LABELS, PruningFields
+from vllm_rollout.group.plans.pruning_plan import PruningPlan
 from vllm_rollout.server.protocol import Pruning
 
 from .fake_engine import FakeEngine

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from vllm_rollout.group.history import ObservedLength
+from vllm_rollout.group.lengths.history import ObservedLength
 from vllm_rollout.group.types import BASE_MODEL
 from vllm_rollout.server.recorder import TraceRecorder
 from vllm_rollout.trace.file import read_trace

@@ -12,7 +12,7 @@ import pytest
 
 from vllm_rollout import RolloutClient, RolloutError
 from vllm_rollout.config import MAX_REMEMBERED_CANDIDATES
-from vllm_rollout.group.ledger import RewardStatus
+from vllm_rollout.group.judging.ledger import RewardStatus
 from vllm_rollout.group.types import HeadKey
 from vllm_rollout.server.learning.body import MAX_REWARDS, RewardEntry
 

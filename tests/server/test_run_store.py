@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_rollout.group.round_progress import GroupEnd, RoundProgress
-from vllm_rollout.group.rounds import FreshPrompt, OpenRound, Run, RunTerms
+from vllm_rollout.group.rounds.round_progress import GroupEnd, RoundProgress
+from vllm_rollout.group.rounds.rounds import FreshPrompt, OpenRound, Run, RunTerms
 from vllm_rollout.server.engine import RequestError
 from vllm_rollout.server.runs.body import RunRequest
 from vllm_rollout.server.runs.request import reopened

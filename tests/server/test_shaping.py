@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import httpx
 import pytest
 
-from vllm_rollout.group.cost import CostModel, PTLCurve
-from vllm_rollout.group.history import ObservedLength
-from vllm_rollout.group.load import ArrivedKV
+from vllm_rollout.group.lengths.cost import CostModel, PTLCurve
+from vllm_rollout.group.lengths.history import ObservedLength
+from vllm_rollout.group.ranks.load import ArrivedKV
 from vllm_rollout.server import shaping
 from vllm_rollout.server.engine import RequestError, StepDrift
 from vllm_rollout.server.shaping import history_key

@@ -7,15 +7,15 @@ would: `GroupSteps`, `Run` and `RoundProgress`.
 from dataclasses import dataclass, field
 from math import inf
 
-from vllm_rollout.group.history import LengthHistory, observed_lengths
-from vllm_rollout.group.judge import Judge
-from vllm_rollout.group.moments import expected_remaining
-from vllm_rollout.group.plan import GroupPlan
-from vllm_rollout.group.race import RacePlace
-from vllm_rollout.group.round_progress import GroupEnd, RoundProgress
-from vllm_rollout.group.rounds import Run
-from vllm_rollout.group.selection import conclude
-from vllm_rollout.group.step import GroupSteps
+from vllm_rollout.group.judging.judge import Judge
+from vllm_rollout.group.lengths.history import LengthHistory, observed_lengths
+from vllm_rollout.group.lengths.moments import expected_remaining
+from vllm_rollout.group.plans.plan import GroupPlan
+from vllm_rollout.group.racing.race import RacePlace
+from vllm_rollout.group.racing.selection import conclude
+from vllm_rollout.group.rounds.round_progress import GroupEnd, RoundProgress
+from vllm_rollout.group.rounds.rounds import Run
+from vllm_rollout.group.step.step import GroupSteps
 from vllm_rollout.group.types import Ending
 from vllm_rollout.simulator.rounds.trainer import Trainer
 

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.simulator.traces import DETAILED, FLAT, LINEAR, future, pool, traced
-from vllm_rollout.group.cost import CostModel, PTLCurve
-from vllm_rollout.group.judge import Judge
-from vllm_rollout.group.ledger import Scoring
-from vllm_rollout.group.load import TransferCost
-from vllm_rollout.group.plan import GroupPlan
-from vllm_rollout.group.pruning_plan import PruningPlan
+from vllm_rollout.group.judging.judge import Judge
+from vllm_rollout.group.judging.ledger import Scoring
+from vllm_rollout.group.lengths.cost import CostModel, PTLCurve
+from vllm_rollout.group.plans.plan import GroupPlan
+from vllm_rollout.group.plans.pruning_plan import PruningPlan
+from vllm_rollout.group.ranks.load import TransferCost
 from vllm_rollout.simulator.fleet import run_fleet
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.pool import Pools

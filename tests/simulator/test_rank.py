@@ -5,12 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.simulator.traces import DETAILED, FLAT, LINEAR, StepByStep, future, pool, run_rank, warm_judge
-from vllm_rollout.group.cost import CostModel, PTLCurve, computed_prompt_tokens, rollout_time
-from vllm_rollout.group.history import observed_lengths
-from vllm_rollout.group.judge import Judge
-from vllm_rollout.group.ledger import Scoring
-from vllm_rollout.group.plan import GroupPlan
-from vllm_rollout.group.pruning_plan import PruningPlan
+from vllm_rollout.group.judging.judge import Judge
+from vllm_rollout.group.judging.ledger import Scoring
+from vllm_rollout.group.lengths.cost import CostModel, PTLCurve, computed_prompt_tokens, rollout_time
+from vllm_rollout.group.lengths.history import observed_lengths
+from vllm_rollout.group.plans.plan import GroupPlan
+from vllm_rollout.group.plans.pruning_plan import PruningPlan
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.race import Race
 

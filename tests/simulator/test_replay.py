@@ -5,12 +5,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.simulator.traces import DETAILED, FLAT, LINEAR, pool, traced
-from vllm_rollout.group.history import ObservedLength, observed_lengths
-from vllm_rollout.group.moments import LengthMoments
-from vllm_rollout.group.placement import Placement
-from vllm_rollout.group.plan import GroupPlan
-from vllm_rollout.group.pruning_plan import PruningPlan
-from vllm_rollout.group.rows import PlanError
+from vllm_rollout.group.lengths.history import ObservedLength, observed_lengths
+from vllm_rollout.group.lengths.moments import LengthMoments
+from vllm_rollout.group.plans.plan import GroupPlan
+from vllm_rollout.group.plans.pruning_plan import PruningPlan
+from vllm_rollout.group.plans.rows import PlanError
+from vllm_rollout.group.ranks.placement import Placement
 from vllm_rollout.group.types import Ending
 from vllm_rollout.simulator.generate import LengthDistribution, generate
 from vllm_rollout.simulator.machine import Machine

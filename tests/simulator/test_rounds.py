@@ -6,7 +6,7 @@ import typer
 from typer.testing import CliRunner
 
 from tests.simulator.traces import DETAILED, FLAT, LINEAR, future, traced
-from vllm_rollout.group.rounds import RunTerms
+from vllm_rollout.group.rounds.rounds import RunTerms
 from vllm_rollout.simulator.command import simulate
 from vllm_rollout.simulator.generate import LengthDistribution
 from vllm_rollout.simulator.machine import Machine

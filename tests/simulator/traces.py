@@ -3,12 +3,12 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from vllm_rollout.group.cost import CostModel, PTLCurve
-from vllm_rollout.group.judge import Judge
-from vllm_rollout.group.ledger import Scoring
-from vllm_rollout.group.lifecycle import Group
-from vllm_rollout.group.plan import GroupPlan
-from vllm_rollout.group.step import GroupSteps
+from vllm_rollout.group.judging.judge import Judge
+from vllm_rollout.group.judging.ledger import Scoring
+from vllm_rollout.group.lengths.cost import CostModel, PTLCurve
+from vllm_rollout.group.plans.plan import GroupPlan
+from vllm_rollout.group.racing.lifecycle import Group
+from vllm_rollout.group.step.step import GroupSteps
 from vllm_rollout.group.types import CandidateId, Confidence, Ending, HeadKey, Observation
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.pool import PoolCandidate

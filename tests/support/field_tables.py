@@ -1,4 +1,4 @@
-"""Tables of fields in docs/http.md, made of the table in `group/fields.py` and of the bodies that follow from it.
+"""Tables of fields in docs/http.md, made of the table in `group/plans/fields.py` and of the bodies that follow from it.
 
 `make docs-tables` writes them, tests/test_field_tables.py holds them.
 """
@@ -12,9 +12,9 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from vllm_rollout.group.fields import ROWS, DualEndFields, JoinFields, PruningFields
-from vllm_rollout.group.rows import rows
-from vllm_rollout.group.xargs import NAMES
+from vllm_rollout.group.plans.fields import ROWS, DualEndFields, JoinFields, PruningFields
+from vllm_rollout.group.plans.rows import rows
+from vllm_rollout.group.plans.xargs import NAMES
 from vllm_rollout.server.protocol import Pruning, RolloutRequest
 
 PAGE = Path(__file__).parents[2] / "docs" / "http.md"

@@ -1,7 +1,7 @@
 """What is reported of what was learned, where a test has all of it in one process."""
 
-from vllm_rollout.group.learning import Learning
-from vllm_rollout.group.report import RulesReport, rules_report
+from vllm_rollout.group.judging.learning import Learning
+from vllm_rollout.group.judging.report import RulesReport, rules_report
 
 
 def report_of(learning: Learning) -> RulesReport:

@@ -16,17 +16,17 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from vllm_rollout.group.cost import CostModel
-from vllm_rollout.group.drift import StepDrift
-from vllm_rollout.group.history import ObservedLength
-from vllm_rollout.group.judge import Label
-from vllm_rollout.group.ledger import NamedReward, RewardStatus
-from vllm_rollout.group.length_trial import TriedCandidate
-from vllm_rollout.group.load import EngineLoad
-from vllm_rollout.group.moments import LengthStatistics
-from vllm_rollout.group.moving import StayReason
-from vllm_rollout.group.race_bias import AuditReport
-from vllm_rollout.group.report import HeadInfo, RewardedCandidate
+from vllm_rollout.group.judging.judge import Label
+from vllm_rollout.group.judging.ledger import NamedReward, RewardStatus
+from vllm_rollout.group.judging.length_trial import TriedCandidate
+from vllm_rollout.group.judging.race_bias import AuditReport
+from vllm_rollout.group.judging.report import HeadInfo, RewardedCandidate
+from vllm_rollout.group.lengths.cost import CostModel
+from vllm_rollout.group.lengths.history import ObservedLength
+from vllm_rollout.group.lengths.moments import LengthStatistics
+from vllm_rollout.group.ranks.drift import StepDrift
+from vllm_rollout.group.ranks.load import EngineLoad
+from vllm_rollout.group.step.moving import StayReason
 from vllm_rollout.group.types import BASE_MODEL, HeadKey, HeldGroups
 
 CALL_METHOD = "rollout_call"
@@ -188,7 +188,7 @@ class WiderRace(NamedTuple):
 
 
 class Hold(NamedTuple):
-    """Whether somebody keeps an engine core empty (`group/placement.py`)."""
+    """Whether somebody keeps an engine core empty (`group/ranks/placement.py`)."""
 
     owner: str
     held: bool
@@ -269,7 +269,7 @@ READ: Operation[str, Piece | None] = Operation("read", str, Piece | None)
 TRIED_LENGTHS: Operation[str, list[TriedCandidate]] = Operation("tried_lengths", str, list[TriedCandidate])
 """Candidates of a served name that were scored at several lengths, and rewarded."""
 OPEN_PROMPTS: Operation[PromptsToRead, None] = Operation("open_prompts", PromptsToRead, None)
-"""Begin to read what is known of each prompt: lines of JSON, lists of rows (`group/known_prompts.py`)."""
+"""Begin to read what is known of each prompt: lines of JSON, lists of rows (`group/judging/known_prompts.py`)."""
 PUT_STATE: Operation[StateToPut, Refusal | None] = Operation("put_state", StateToPut, Refusal | None)
 # -- lengths
 OBSERVE_LENGTHS: Operation[ObservedGroup, None] = Operation("observe_lengths", ObservedGroup, None)

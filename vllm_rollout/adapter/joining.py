@@ -12,10 +12,10 @@ import secrets
 from vllm.sampling_params import SamplingParams
 
 from vllm_rollout.adapter.wire import CandidateTag
-from vllm_rollout.group.ledger import AnswerName, Scoring, request_name
-from vllm_rollout.group.lifecycle import GroupTerms
-from vllm_rollout.group.plan import GroupJoin
-from vllm_rollout.group.prompt_key import key_of_content, num_bytes, seed_for
+from vllm_rollout.group.judging.ledger import AnswerName, Scoring, request_name
+from vllm_rollout.group.plans.plan import GroupJoin
+from vllm_rollout.group.plans.prompt_key import key_of_content, num_bytes, seed_for
+from vllm_rollout.group.plans.terms import GroupTerms
 
 MAX_ID_BYTES = 512
 """Of a request that joins a group, what vLLM makes of the client's id."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from vllm.lora.request import LoRARequest
 
-from vllm_rollout.group.prompt_key import kept_name
+from vllm_rollout.group.plans.prompt_key import kept_name
 from vllm_rollout.group.types import BASE_MODEL
 
 SCHEDULER_CLS = "vllm_rollout.Scheduler"

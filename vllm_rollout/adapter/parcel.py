@@ -19,7 +19,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from vllm_rollout.adapter.call_table import Features
 from vllm_rollout.emulation.fate import Fate
-from vllm_rollout.group.moving import DetachedGroup
+from vllm_rollout.group.step.moving import DetachedGroup
 from vllm_rollout.tracker.tracker import TrackedCandidate
 
 

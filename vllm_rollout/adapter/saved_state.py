@@ -1,7 +1,7 @@
 """All that was learned as bytes: a header, the memory's rows and the heads, so that it can be written in parts.
 
     {"format": 2, "model": ...}     one line of JSON, as are:
-    ["learning", ...] ...           the rows of `group/memory.py`
+    ["learning", ...] ...           the rows of `group/judging/memory.py`
     ["head", num_bytes]             then so many bytes: a quality head's state; of an adapter:
     ["head", num_bytes, adapter]
     ["end", num_heads]

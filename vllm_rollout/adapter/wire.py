@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from vllm_rollout.group.ledger import Scoring
-from vllm_rollout.group.lifecycle import GroupTerms
-from vllm_rollout.group.race import RacePlace
+from vllm_rollout.group.judging.ledger import Scoring
+from vllm_rollout.group.plans.terms import GroupTerms
+from vllm_rollout.group.racing.race import RacePlace
 from vllm_rollout.group.types import WHOLE, Assessment, CandidateState, Confidence, Observation
 
 TAG_KEY = "vllm_rollout"

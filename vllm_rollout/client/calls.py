@@ -18,9 +18,9 @@ from typing_extensions import Unpack
 
 from vllm_rollout.client.body import PromptLike, Redundancy, RolloutOptions, rollout_body, takes_options
 from vllm_rollout.client.connection import RolloutError, parse
-from vllm_rollout.group.known_prompts import PromptOrder
-from vllm_rollout.group.length_trial import LengthTrialReport
-from vllm_rollout.group.voting import VotingMethod
+from vllm_rollout.group.judging.known_prompts import PromptOrder
+from vllm_rollout.group.judging.length_trial import LengthTrialReport
+from vllm_rollout.group.judging.voting import VotingMethod
 from vllm_rollout.server.answers import RolloutAnswer
 from vllm_rollout.server.engine import LearningReport
 from vllm_rollout.server.learning.body import (

@@ -7,7 +7,7 @@ from itertools import chain, islice
 from typing import Any, NamedTuple, Protocol
 
 from vllm_rollout.client.body import PromptLike
-from vllm_rollout.group.rounds import RoundKind
+from vllm_rollout.group.rounds.rounds import RoundKind
 
 
 class Wants(Protocol):

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
 from vllm_rollout.client.client import AsyncRolloutClient, RolloutError
 from vllm_rollout.demo.options import SEED, Options
-from vllm_rollout.group.prompt_key import seed_for
+from vllm_rollout.group.plans.prompt_key import seed_for
 from vllm_rollout.process import (
     GENERATION_TOKENS,
     POLL_INTERVAL_S,

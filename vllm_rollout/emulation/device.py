@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from vllm_rollout.emulation.settings import Settings, Step
-from vllm_rollout.group.cost import CostModel, PTLCurve
+from vllm_rollout.group.lengths.cost import CostModel, PTLCurve
 from vllm_rollout.profiling.profile_file import Profile
 
 COST_KNOTS = (1.0, 1024.0)

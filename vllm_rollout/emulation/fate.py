@@ -16,7 +16,7 @@ from struct import Struct
 from typing import Any, NamedTuple, Protocol
 
 from vllm_rollout.emulation.settings import LogNormal, Settings, Success
-from vllm_rollout.group.prompt_key import KEY_OF_TOKENS, digest_of
+from vllm_rollout.group.plans.prompt_key import KEY_OF_TOKENS, digest_of
 from vllm_rollout.trace.file import read_trace
 from vllm_rollout.trace.rows import TracedPrompt
 

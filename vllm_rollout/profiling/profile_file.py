@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from vllm_rollout.group.cost import CostModel, PTLCurve
+from vllm_rollout.group.lengths.cost import CostModel, PTLCurve
 from vllm_rollout.profiling.grid import Limits
 from vllm_rollout.whole_file import write_whole
 

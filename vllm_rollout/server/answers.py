@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from vllm_rollout.group.fields import SelectionRule
-from vllm_rollout.group.planner import Reason
-from vllm_rollout.group.round_progress import DeferReason
-from vllm_rollout.group.rounds import RoundKind
+from vllm_rollout.group.plans.fields import SelectionRule
+from vllm_rollout.group.ranks.planner import Reason
+from vllm_rollout.group.rounds.round_progress import DeferReason
+from vllm_rollout.group.rounds.rounds import RoundKind
 from vllm_rollout.group.types import CandidateState, GroupStatus, Signal
 
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from vllm_rollout.group.fields import OnEngineFailure
+from vllm_rollout.group.plans.fields import OnEngineFailure
 from vllm_rollout.server.engine import GroupLost, Happening
 
 Attempt = Callable[[], AsyncGenerator[Happening, None]]

@@ -23,7 +23,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from vllm_rollout.group.rows import Either, Flag, Integer, Kind, Names, Number, Object, Several, rows
+from vllm_rollout.group.plans.rows import Either, Flag, Integer, Kind, Names, Number, Object, Several, rows
 
 MIN_INT, MAX_INT = -(2**63), 2**63 - 1
 """Integers that can travel to the engine: 64 bit, signed."""
@@ -59,7 +59,7 @@ B = TypeVar("B", bound=type[Body])
 
 
 def of_table(body: B) -> B:
-    """Decorates a body that inherits a table of `group/fields.py`: its fields take what their rows say."""
+    """Decorates a body that inherits a table of `group/plans/fields.py`: its fields take what their rows say."""
     for name, row in rows(body).items():
         field = body.model_fields[name]
         annotation = _type_of(row.takes)

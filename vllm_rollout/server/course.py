@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable
 from typing import Protocol
 
-from vllm_rollout.group.race import RacePlace
-from vllm_rollout.group.round_progress import DeferReason
+from vllm_rollout.group.racing.race import RacePlace
+from vllm_rollout.group.rounds.round_progress import DeferReason
 from vllm_rollout.group.types import Ending, GroupResult
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from math import isfinite
 from typing import Any
 
-from vllm_rollout.group.plan import GroupPlan
-from vllm_rollout.group.pruning_plan import PruningPlan
-from vllm_rollout.group.resumption import is_off_policy
+from vllm_rollout.group.plans.plan import GroupPlan
+from vllm_rollout.group.plans.pruning_plan import PruningPlan
+from vllm_rollout.group.plans.resumption import is_off_policy
 from vllm_rollout.group.types import Confidence
 from vllm_rollout.server.answers import Candidate, ConfidenceAnswer, TokensEvent, Trajectory, UnselectedCandidate
 from vllm_rollout.server.engine import CandidateEnd, CandidateTokens

@@ -6,24 +6,24 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mappi
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from vllm_rollout.group.advice import Advice
-from vllm_rollout.group.cost import CostModel
-from vllm_rollout.group.drift import StepDrift
-from vllm_rollout.group.fields import Migration
-from vllm_rollout.group.history import ObservedLength
-from vllm_rollout.group.known_prompts import KnownPrompt
-from vllm_rollout.group.ledger import NamedReward, Reward, RewardStatus
-from vllm_rollout.group.length_trial import TriedCandidate
-from vllm_rollout.group.load import EngineLoad
-from vllm_rollout.group.moments import LengthMoments, LengthStatistics
-from vllm_rollout.group.placement import ALL_OWNERS, TRAINER
-from vllm_rollout.group.plan import GroupPlan
-from vllm_rollout.group.race import RacePlace
-from vllm_rollout.group.race_bias import AuditReport
-from vllm_rollout.group.report import HeadInfo, ShadowReport, SignalReport
-from vllm_rollout.group.scaling import Progress, ScaleDown
+from vllm_rollout.group.judging.advice import Advice
+from vllm_rollout.group.judging.known_prompts import KnownPrompt
+from vllm_rollout.group.judging.ledger import NamedReward, Reward, RewardStatus
+from vllm_rollout.group.judging.length_trial import TriedCandidate
+from vllm_rollout.group.judging.race_bias import AuditReport
+from vllm_rollout.group.judging.report import HeadInfo, ShadowReport, SignalReport
+from vllm_rollout.group.lengths.cost import CostModel
+from vllm_rollout.group.lengths.history import ObservedLength
+from vllm_rollout.group.lengths.moments import LengthMoments, LengthStatistics
+from vllm_rollout.group.plans.fields import Migration
+from vllm_rollout.group.plans.plan import GroupPlan
+from vllm_rollout.group.racing.race import RacePlace
+from vllm_rollout.group.ranks.drift import StepDrift
+from vllm_rollout.group.ranks.load import EngineLoad
+from vllm_rollout.group.ranks.placement import ALL_OWNERS, TRAINER
+from vllm_rollout.group.ranks.scaling import Progress, ScaleDown
+from vllm_rollout.group.ranks.work import Work
 from vllm_rollout.group.types import BASE_MODEL, Assessment, Ending, HeadKey, HeldGroups, Signal
-from vllm_rollout.group.work import Work
 
 
 class RequestError(Exception):

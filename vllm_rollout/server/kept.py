@@ -14,8 +14,8 @@ from typing import Annotated, Any
 import msgspec
 
 from vllm_rollout.config import MAX_GROUP_SIZE
-from vllm_rollout.group.pruning_plan import PruningPlan
-from vllm_rollout.group.resumption import VersionSpan, choose_resumed, is_whole, spans_of
+from vllm_rollout.group.plans.pruning_plan import PruningPlan
+from vllm_rollout.group.plans.resumption import VersionSpan, choose_resumed, is_whole, spans_of
 from vllm_rollout.server.engine import CandidateEnd
 
 MAX_KEPT_BYTES = 64 * 1024 * 1024

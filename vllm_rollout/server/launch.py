@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable
 
-from vllm_rollout.group.launch import LaunchWindow, Turn
+from vllm_rollout.group.plans.launch import LaunchWindow, Turn
 
 
 class Places:

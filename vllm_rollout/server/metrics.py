@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, get_args
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
 from vllm_rollout.config import MAX_ADAPTERS
-from vllm_rollout.group.allocation import PromptAllocation
-from vllm_rollout.group.ledger import RewardStatus
-from vllm_rollout.group.load import EngineLoad
-from vllm_rollout.group.moving import MoveOutcome
-from vllm_rollout.group.rounds import ROUND_KINDS, Fate, RoundKind
+from vllm_rollout.group.judging.ledger import RewardStatus
+from vllm_rollout.group.plans.allocation import PromptAllocation
+from vllm_rollout.group.ranks.load import EngineLoad
+from vllm_rollout.group.rounds.rounds import ROUND_KINDS, Fate, RoundKind
+from vllm_rollout.group.step.moving import MoveOutcome
 from vllm_rollout.group.types import (
     BASE_MODEL,
     STOP_STATES,

@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from vllm_rollout.config import MAX_CANDIDATES
-from vllm_rollout.group.allocation import upper_bound
-from vllm_rollout.group.audit import AuditTurns, with_audits
-from vllm_rollout.group.fields import PLAN_FIELDS
-from vllm_rollout.group.length_trial import chosen
-from vllm_rollout.group.plan import GroupPlan, make_plan
-from vllm_rollout.group.prompt_key import digest_of
-from vllm_rollout.group.rows import PlanError
+from vllm_rollout.group.judging.audit import AuditTurns, with_audits
+from vllm_rollout.group.judging.length_trial import chosen
+from vllm_rollout.group.plans.allocation import upper_bound
+from vllm_rollout.group.plans.fields import PLAN_FIELDS
+from vllm_rollout.group.plans.plan import GroupPlan, make_plan
+from vllm_rollout.group.plans.prompt_key import digest_of
+from vllm_rollout.group.plans.rows import PlanError
 from vllm_rollout.server.course import AllPrompts
 from vllm_rollout.server.engine import Engine, PreparedPrompt, PromptInput, RequestError
 from vllm_rollout.server.engines.scaling import ScaleDownWatch

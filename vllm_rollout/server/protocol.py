@@ -11,8 +11,8 @@ from pydantic import ConfigDict, Field, StrictBool, StrictInt, StrictStr, model_
 from typing_extensions import Self
 
 from vllm_rollout.config import MAX_PROMPTS
-from vllm_rollout.group import fields
-from vllm_rollout.group.pruning_plan import PruningPlan, make_pruning_plan
+from vllm_rollout.group.plans import fields
+from vllm_rollout.group.plans.pruning_plan import PruningPlan, make_pruning_plan
 from vllm_rollout.server.body import MAX_INT, Body, check_json, of_table
 
 MAX_STREAM_TOKENS = 1_000_000

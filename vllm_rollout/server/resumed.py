@@ -10,8 +10,8 @@ from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Seque
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
-from vllm_rollout.group.plan import GroupPlan
-from vllm_rollout.group.resumption import choose_resumed, joined_ending, joined_moments, joined_spans, spans_of
+from vllm_rollout.group.plans.plan import GroupPlan
+from vllm_rollout.group.plans.resumption import choose_resumed, joined_ending, joined_moments, joined_spans, spans_of
 from vllm_rollout.group.types import Ending
 from vllm_rollout.server.engine import Beginnings, CandidateEnd, CandidateTokens, Happening, PreparedPrompt
 from vllm_rollout.server.kept import MAX_KEPT_BYTES, KeptCandidate, keep

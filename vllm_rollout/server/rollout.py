@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_rollout.group.fields import Migration, OnEngineFailure
+from vllm_rollout.group.plans.fields import Migration, OnEngineFailure
 from vllm_rollout.group.types import Ending, GroupResult
 from vllm_rollout.server.answers import RanksFreeEvent, RedundancyBudget, Timing, Usage
 from vllm_rollout.server.course import Course

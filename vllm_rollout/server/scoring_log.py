@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from vllm_rollout.config import MAX_DETECTION_LENGTHS
-from vllm_rollout.group.plan import GroupPlan
-from vllm_rollout.group.pruning_plan import SIGNALS, PruningPlan
+from vllm_rollout.group.plans.plan import GroupPlan
+from vllm_rollout.group.plans.pruning_plan import SIGNALS, PruningPlan
 from vllm_rollout.server.engine import CandidateEnd, LearningReport, PreparedPrompt
 
 

@@ -10,9 +10,9 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from functools import partial
 
-from vllm_rollout.group.prompt_key import digest_of, seed_for
-from vllm_rollout.group.round_progress import DeferReason
-from vllm_rollout.group.scaling import Progress
+from vllm_rollout.group.plans.prompt_key import digest_of, seed_for
+from vllm_rollout.group.ranks.scaling import Progress
+from vllm_rollout.group.rounds.round_progress import DeferReason
 from vllm_rollout.group.types import GroupResult, HeadKey
 from vllm_rollout.server.admin import AdminKey
 from vllm_rollout.server.answers import DoneEvent, Event, RanksFreeEvent, RolloutAnswer

@@ -10,12 +10,12 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from vllm_rollout.config import REPORT_INTERVAL_S
-from vllm_rollout.group.allocation import BatchAllocation, BatchPrompt, Budget, PromptAllocation, allocate_batch
-from vllm_rollout.group.fields import EarlyStop
-from vllm_rollout.group.history import ObservedLength, observed_lengths
-from vllm_rollout.group.moments import LengthMoments, LengthStatistics
-from vllm_rollout.group.plan import GroupPlan
-from vllm_rollout.group.prompt_key import KEY_OF_TOKENS, digest_of, key_of_id
+from vllm_rollout.group.lengths.history import ObservedLength, observed_lengths
+from vllm_rollout.group.lengths.moments import LengthMoments, LengthStatistics
+from vllm_rollout.group.plans.allocation import BatchAllocation, BatchPrompt, Budget, PromptAllocation, allocate_batch
+from vllm_rollout.group.plans.fields import EarlyStop
+from vllm_rollout.group.plans.plan import GroupPlan
+from vllm_rollout.group.plans.prompt_key import KEY_OF_TOKENS, digest_of, key_of_id
 from vllm_rollout.group.types import Ending
 from vllm_rollout.server.answers import Allocation, RedundancyBudget
 from vllm_rollout.server.engine import Engine, PreparedPrompt, RequestError

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from vllm_rollout.group.round_progress import DeferReason
-from vllm_rollout.group.selection import conclude, deferred, lengths_of
+from vllm_rollout.group.racing.selection import conclude, deferred, lengths_of
+from vllm_rollout.group.rounds.round_progress import DeferReason
 from vllm_rollout.group.types import GroupResult
 from vllm_rollout.server.answers import (
     CandidateEvent,

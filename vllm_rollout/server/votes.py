@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 import regex
 from pydantic import BaseModel, Field, StrictFloat, StrictInt, StrictStr, model_validator
 
-from vllm_rollout.group.voting import AnsweredGroup, VotingMethod, accuracy_at_k, normalise_answer, vote
+from vllm_rollout.group.judging.voting import AnsweredGroup, VotingMethod, accuracy_at_k, normalise_answer, vote
 from vllm_rollout.server.body import Body
 from vllm_rollout.server.engine import RequestError
 

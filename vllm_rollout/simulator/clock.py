@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_rollout.group.load import TransferCost
+from vllm_rollout.group.ranks.load import TransferCost
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.options import FlagError, Options
 

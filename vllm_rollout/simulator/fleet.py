@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vllm_rollout.group.judge import Judge
+from vllm_rollout.group.judging.judge import Judge
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.mover import Mover
 from vllm_rollout.simulator.race import Race

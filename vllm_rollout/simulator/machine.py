@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from vllm_rollout.config import MAX_GROUP_SIZE
-from vllm_rollout.group.cost import CostModel, PTLCurve
-from vllm_rollout.group.fields import Migration
-from vllm_rollout.group.load import TransferCost
+from vllm_rollout.group.lengths.cost import CostModel, PTLCurve
+from vllm_rollout.group.plans.fields import Migration
+from vllm_rollout.group.ranks.load import TransferCost
 
 SIMULATED_BLOCK_TOKENS = 16
 """KV block whose prompt tokens siblings share in a simulation: vLLM's default on GPUs."""

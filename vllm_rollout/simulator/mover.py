@@ -3,16 +3,17 @@
 A look is due when enough candidates have ended since the last one. A group leaves between two steps of its rank, and
 joins the target's line between two of its steps.
 
-Invariant: what moves is decided by `group/migration.py` and `group/scaling.py`. A freed rank takes nothing more.
+Invariant: what moves is decided by `group/ranks/migration.py` and `group/ranks/scaling.py`. A freed rank takes nothing
+more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from vllm_rollout.group.load import RankLoad
-from vllm_rollout.group.migration import PlannedMove, is_look_due, plan_consolidation, plan_spread
-from vllm_rollout.group.scaling import Progress, plan_scale_down
+from vllm_rollout.group.ranks.load import RankLoad
+from vllm_rollout.group.ranks.migration import PlannedMove, is_look_due, plan_consolidation, plan_spread
+from vllm_rollout.group.ranks.scaling import Progress, plan_scale_down
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.rank import Departed, Rank
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_rollout.group.fields import Migration
+from vllm_rollout.group.plans.fields import Migration
 from vllm_rollout.simulator.machine import ScaleDown
 
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from vllm_rollout.group.allocation import BatchPrompt, allocate_batch
-from vllm_rollout.group.history import LengthHistory
-from vllm_rollout.group.moments import LengthMoments
-from vllm_rollout.group.plan import GroupPlan
+from vllm_rollout.group.lengths.history import LengthHistory
+from vllm_rollout.group.lengths.moments import LengthMoments
+from vllm_rollout.group.plans.allocation import BatchPrompt, allocate_batch
+from vllm_rollout.group.plans.plan import GroupPlan
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.settings import Setting
 

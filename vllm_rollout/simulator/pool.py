@@ -9,8 +9,8 @@ from __future__ import annotations
 from random import Random
 from typing import Literal, NamedTuple
 
-from vllm_rollout.group.censoring import fit_log_lengths, length_beyond
-from vllm_rollout.group.history import LengthHistory, ObservedLength
+from vllm_rollout.group.lengths.censoring import fit_log_lengths, length_beyond
+from vllm_rollout.group.lengths.history import LengthHistory, ObservedLength
 from vllm_rollout.trace.rows import Trace, TracedPrompt
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from vllm_rollout.group.ledger import Scoring
-from vllm_rollout.group.lifecycle import Group
-from vllm_rollout.group.moments import LengthMoments
-from vllm_rollout.group.plan import GroupPlan
-from vllm_rollout.group.race import RacePlace
+from vllm_rollout.group.judging.ledger import Scoring
+from vllm_rollout.group.lengths.moments import LengthMoments
+from vllm_rollout.group.plans.plan import GroupPlan
+from vllm_rollout.group.racing.lifecycle import Group
+from vllm_rollout.group.racing.race import RacePlace
+from vllm_rollout.group.ranks.work import Work
 from vllm_rollout.group.types import CandidateId, Ending
-from vllm_rollout.group.work import Work
 from vllm_rollout.simulator.pool import PoolCandidate
 
 

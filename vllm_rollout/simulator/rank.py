@@ -18,11 +18,11 @@ from itertools import count
 from math import inf
 from typing import Literal, NamedTuple
 
-from vllm_rollout.group.cost import computed_prompt_tokens
-from vllm_rollout.group.judge import Judge
-from vllm_rollout.group.load import GroupLoad
-from vllm_rollout.group.moving import DetachedGroup
-from vllm_rollout.group.step import GroupSteps
+from vllm_rollout.group.judging.judge import Judge
+from vllm_rollout.group.lengths.cost import computed_prompt_tokens
+from vllm_rollout.group.ranks.load import GroupLoad
+from vllm_rollout.group.step.moving import DetachedGroup
+from vllm_rollout.group.step.step import GroupSteps
 from vllm_rollout.group.types import CandidateId, Confidence, Observation
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.pool import PoolCandidate

@@ -9,14 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from vllm_rollout.config import REWARD_THRESHOLD
-from vllm_rollout.group.audit import AuditTurns, with_audits
-from vllm_rollout.group.history import observed_lengths
-from vllm_rollout.group.judge import Judge
-from vllm_rollout.group.ledger import Scoring
-from vllm_rollout.group.placement import Placement
-from vllm_rollout.group.selection import conclude
+from vllm_rollout.group.judging.audit import AuditTurns, with_audits
+from vllm_rollout.group.judging.judge import Judge
+from vllm_rollout.group.judging.ledger import Scoring
+from vllm_rollout.group.lengths.history import observed_lengths
+from vllm_rollout.group.racing.selection import conclude
+from vllm_rollout.group.ranks.placement import Placement
+from vllm_rollout.group.ranks.work import TokenCost
 from vllm_rollout.group.types import GroupResult
-from vllm_rollout.group.work import TokenCost
 from vllm_rollout.simulator.fleet import FleetRun, run_fleet
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.outcome import Outcome, Tally

@@ -7,12 +7,20 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from vllm_rollout.config import DEFAULT_TRADEOFF
-from vllm_rollout.group.allocation import upper_bound
-from vllm_rollout.group.audit import AuditUnit
-from vllm_rollout.group.fields import AUTO, MAX_NAME_CHARS, PLAN_FIELDS, ROWS, EarlyStop, PruningFields, SelectionRule
-from vllm_rollout.group.plan import GroupPlan, default_num_longest, make_plan
-from vllm_rollout.group.pruning_plan import PruningPlan, make_pruning_plan
-from vllm_rollout.group.rows import Either, Names, PlanError, Row, Text, rows
+from vllm_rollout.group.judging.audit import AuditUnit
+from vllm_rollout.group.plans.allocation import upper_bound
+from vllm_rollout.group.plans.fields import (
+    AUTO,
+    MAX_NAME_CHARS,
+    PLAN_FIELDS,
+    ROWS,
+    EarlyStop,
+    PruningFields,
+    SelectionRule,
+)
+from vllm_rollout.group.plans.plan import GroupPlan, default_num_longest, make_plan
+from vllm_rollout.group.plans.pruning_plan import PruningPlan, make_pruning_plan
+from vllm_rollout.group.plans.rows import Either, Names, PlanError, Row, Text, rows
 from vllm_rollout.simulator.written import written_fields
 
 
@@ -28,7 +36,7 @@ class Setting:
     tradeoff: float = DEFAULT_TRADEOFF
     """lambda of redundancy "auto"."""
     audit_ratio: float = 0.0
-    """Share of groups in which nobody is stopped (`group/audit.py`)."""
+    """Share of groups in which nobody is stopped (`group/judging/audit.py`)."""
     audit_unit: AuditUnit = "rollout"
     label: str = ""
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from vllm_rollout.group.pruning_plan import PruningPlan, make_pruning_plan
+from vllm_rollout.group.plans.pruning_plan import PruningPlan, make_pruning_plan
 from vllm_rollout.simulator.clock import clock_of, described
 from vllm_rollout.simulator.generate import LengthDistribution, generate, parse_distribution
 from vllm_rollout.simulator.machine import Machine

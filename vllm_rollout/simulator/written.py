@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from vllm_rollout.group.rows import Row, Text
+from vllm_rollout.group.plans.rows import Row, Text
 
 
 def written_fields(text: str, rows: Mapping[str, Row]) -> dict[str, Any]:

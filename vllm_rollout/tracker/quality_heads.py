@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Sequence
 import torch
 
 from vllm_rollout.config import MAX_DETECTION_LENGTHS
-from vllm_rollout.group.report import HeadInfo
+from vllm_rollout.group.judging.report import HeadInfo
 from vllm_rollout.group.types import BASE_MODEL, HeadKey
 from vllm_rollout.tracker.feature_ring import FeatureRing, StateKey
 from vllm_rollout.tracker.quality_head import HeadWeights, QualityHead

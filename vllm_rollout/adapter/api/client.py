@@ -26,9 +26,9 @@ from vllm_rollout.adapter.api.life import Life
 from vllm_rollout.adapter.api.rank_client import RankDied
 from vllm_rollout.adapter.options import RolloutOptions
 from vllm_rollout.adapter.wire import CandidateTag
-from vllm_rollout.group.audit import AnswerAudits
-from vllm_rollout.group.placement import Placement
-from vllm_rollout.group.prompt_groups import PromptGroups
+from vllm_rollout.group.judging.audit import AnswerAudits
+from vllm_rollout.group.plans.prompt_groups import PromptGroups
+from vllm_rollout.group.ranks.placement import Placement
 from vllm_rollout.server.metrics import Metrics
 
 

@@ -38,11 +38,11 @@ from vllm_rollout.adapter.api.versions import REJECTIONS, weight_spans
 from vllm_rollout.adapter.call_table import CANCEL_GROUPS, CUT_RACE, FORGET_RACE, HELD_GROUPS, WIDEN_RACE, WiderRace
 from vllm_rollout.adapter.names import learned_name
 from vllm_rollout.adapter.options import RolloutOptions
-from vllm_rollout.group.launch import num_launch_places
-from vllm_rollout.group.ledger import Scoring
-from vllm_rollout.group.plan import GroupPlan
-from vllm_rollout.group.prompt_key import seed_for
-from vllm_rollout.group.race import RacePlace
+from vllm_rollout.group.judging.ledger import Scoring
+from vllm_rollout.group.plans.launch import num_launch_places
+from vllm_rollout.group.plans.plan import GroupPlan
+from vllm_rollout.group.plans.prompt_key import seed_for
+from vllm_rollout.group.racing.race import RacePlace
 from vllm_rollout.group.types import Ending, HeldGroups
 from vllm_rollout.server.engine import (
     Beginnings,

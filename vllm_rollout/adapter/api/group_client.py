@@ -44,15 +44,21 @@ from vllm_rollout.adapter.options import RolloutOptions
 from vllm_rollout.adapter.wire import TAG_KEY, CandidateTag, EndingNote
 from vllm_rollout.config import OUTPUT_INTERVAL_TOKENS
 from vllm_rollout.emulation.fate import LENGTHS_FIELD, forced_length
-from vllm_rollout.group.audit import AnswerAudits
-from vllm_rollout.group.ledger import AnswerName, Scoring
-from vllm_rollout.group.plan import GroupJoin, GroupPlan, PlanError
-from vllm_rollout.group.prompt_groups import PromptGroups
-from vllm_rollout.group.prompt_key import joined_id, kept_name
-from vllm_rollout.group.race import RacePlace
-from vllm_rollout.group.selection import conclude
+from vllm_rollout.group.judging.audit import AnswerAudits
+from vllm_rollout.group.judging.ledger import AnswerName, Scoring
+from vllm_rollout.group.plans.plan import GroupJoin, GroupPlan, PlanError
+from vllm_rollout.group.plans.prompt_groups import PromptGroups
+from vllm_rollout.group.plans.prompt_key import joined_id, kept_name
+from vllm_rollout.group.plans.xargs import (
+    PRUNING_XARGS,
+    as_written,
+    audit_ratio_from_xargs,
+    plan_from_xargs,
+    rollout_xargs,
+)
+from vllm_rollout.group.racing.race import RacePlace
+from vllm_rollout.group.racing.selection import conclude
 from vllm_rollout.group.types import STOP_STATES, Ending
-from vllm_rollout.group.xargs import PRUNING_XARGS, as_written, audit_ratio_from_xargs, plan_from_xargs, rollout_xargs
 from vllm_rollout.server.clients import client_namespace
 from vllm_rollout.server.engine import Beginnings, Outlook, RequestError
 from vllm_rollout.server.fan_in import FanIn

@@ -14,10 +14,10 @@ from http import HTTPStatus
 from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 
 from vllm_rollout.adapter.api.rank_client import RankDied
-from vllm_rollout.group.cost import CostModel
-from vllm_rollout.group.fields import Migration
-from vllm_rollout.group.placement import OtherRequests, Placement
-from vllm_rollout.group.work import TokenCost, Work
+from vllm_rollout.group.lengths.cost import CostModel
+from vllm_rollout.group.plans.fields import Migration
+from vllm_rollout.group.ranks.placement import OtherRequests, Placement
+from vllm_rollout.group.ranks.work import TokenCost, Work
 from vllm_rollout.server.engine import Outlook
 
 

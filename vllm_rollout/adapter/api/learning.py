@@ -42,11 +42,11 @@ from vllm_rollout.adapter.call_table import (
     StateToPut,
 )
 from vllm_rollout.adapter.options import RolloutOptions
-from vllm_rollout.group.advice import advise
-from vllm_rollout.group.known_prompts import KnownPrompt, known_prompts
-from vllm_rollout.group.ledger import NamedReward, Reward
-from vllm_rollout.group.length_trial import TriedCandidate
-from vllm_rollout.group.report import HeadInfo, rules_report
+from vllm_rollout.group.judging.advice import advise
+from vllm_rollout.group.judging.known_prompts import KnownPrompt, known_prompts
+from vllm_rollout.group.judging.ledger import NamedReward, Reward
+from vllm_rollout.group.judging.length_trial import TriedCandidate
+from vllm_rollout.group.judging.report import HeadInfo, rules_report
 from vllm_rollout.group.types import BASE_MODEL, WHOLE, HeadKey
 from vllm_rollout.server.engine import KeepState, LearningReport, RequestError, RewardsReceipt
 

@@ -1,4 +1,4 @@
-"""Which groups of this API process move by themselves: `group/migration.py` asked with what the engine cores say.
+"""Which groups of this API process move by themselves: `group/ranks/migration.py` asked with what the engine cores say.
 
 Invariant: a group moves without a drain only for what its request allows.
 """
@@ -15,8 +15,8 @@ from vllm_rollout.adapter.api.group_routes import GroupRoute
 from vllm_rollout.adapter.api.moving import EngineMoves
 from vllm_rollout.adapter.api.rank_loads import RankLoads
 from vllm_rollout.adapter.api.shaping import EngineShaping
-from vllm_rollout.group.fields import Migration
-from vllm_rollout.group.migration import PlannedMove, is_look_due, plan_consolidation, plan_spread
+from vllm_rollout.group.plans.fields import Migration
+from vllm_rollout.group.ranks.migration import PlannedMove, is_look_due, plan_consolidation, plan_spread
 from vllm_rollout.server.engine import RequestError
 
 logger = init_logger("vllm.vllm_rollout")

@@ -46,11 +46,11 @@ from vllm_rollout.adapter.call_table import (
     Released,
 )
 from vllm_rollout.adapter.options import RolloutOptions
-from vllm_rollout.group.load import EngineLoad
-from vllm_rollout.group.migration import plan_drain
-from vllm_rollout.group.moving import MoveOutcome
-from vllm_rollout.group.placement import ALL_OWNERS, TRAINER
-from vllm_rollout.group.scaling import Progress, ScaleDown, plan_scale_down
+from vllm_rollout.group.ranks.load import EngineLoad
+from vllm_rollout.group.ranks.migration import plan_drain
+from vllm_rollout.group.ranks.placement import ALL_OWNERS, TRAINER
+from vllm_rollout.group.ranks.scaling import Progress, ScaleDown, plan_scale_down
+from vllm_rollout.group.step.moving import MoveOutcome
 from vllm_rollout.server.engine import Drained, RequestError
 
 logger = init_logger("vllm.vllm_rollout")

@@ -9,7 +9,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 
 from vllm_rollout.adapter.api.versions import move_weight_spans, weight_spans
 from vllm_rollout.adapter.wire import EndingNote
-from vllm_rollout.group.plan import GroupPlan
+from vllm_rollout.group.plans.plan import GroupPlan
 from vllm_rollout.group.types import Ending, GroupResult
 
 TRUNCATED = frozenset({"length", "repetition"})

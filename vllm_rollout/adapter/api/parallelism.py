@@ -15,8 +15,8 @@ from vllm_rollout.adapter.api.client import RolloutAsyncLLM
 from vllm_rollout.adapter.api.engine import VLLMEngine
 from vllm_rollout.adapter.api.rebuilding import Resizer
 from vllm_rollout.emulation.settings import Settings
-from vllm_rollout.group.forecast import EngineSize
-from vllm_rollout.group.planner import ParallelismPlanner, sizes_of
+from vllm_rollout.group.ranks.forecast import EngineSize
+from vllm_rollout.group.ranks.planner import ParallelismPlanner, sizes_of
 from vllm_rollout.profiling.profile_file import Profile
 from vllm_rollout.server.runs.parallelism import Parallelism
 

@@ -33,7 +33,7 @@ from vllm_rollout.adapter.call_table import CALL_METHOD, RECORD_STEPS, TAKE_STEP
 from vllm_rollout.adapter.compat import check_vllm_version
 from vllm_rollout.adapter.wire import CandidateTag
 from vllm_rollout.config import OUTPUT_INTERVAL_TOKENS
-from vllm_rollout.group.lifecycle import GroupTerms
+from vllm_rollout.group.plans.terms import GroupTerms
 
 UNTIMED_STEPS = 2
 """Of candidates that run together: the first follows a wait, and nobody goes on after the last."""

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from vllm_rollout.group.prompt_key import digest_of
+from vllm_rollout.group.plans.prompt_key import digest_of
 
 
 def digest_of_prompt(prompt: Any) -> str:

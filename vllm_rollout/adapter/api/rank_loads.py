@@ -9,8 +9,8 @@ from vllm_rollout.adapter.api.engine_calls import EngineCalls
 from vllm_rollout.adapter.api.group_routes import GroupRoute
 from vllm_rollout.adapter.api.shaping import EngineShaping
 from vllm_rollout.adapter.call_table import ENGINE_LOAD
-from vllm_rollout.group.load import DEAD_LOAD, EngineLoad, GroupLoad, RankLoad
-from vllm_rollout.group.moments import LengthMoments
+from vllm_rollout.group.lengths.moments import LengthMoments
+from vllm_rollout.group.ranks.load import DEAD_LOAD, EngineLoad, GroupLoad, RankLoad
 
 MayMove = Callable[[GroupRoute], bool]
 

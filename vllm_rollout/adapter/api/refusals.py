@@ -16,7 +16,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import BeamSearchParams
 
 from vllm_rollout.adapter.options import observing_refusal
-from vllm_rollout.group.xargs import rollout_xargs
+from vllm_rollout.group.plans.xargs import rollout_xargs
 
 
 def pruning_refusal(vllm_config: VllmConfig) -> str | None:

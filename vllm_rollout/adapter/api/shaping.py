@@ -24,10 +24,10 @@ from vllm_rollout.adapter.call_table import (
 )
 from vllm_rollout.emulation.device import cost_of
 from vllm_rollout.emulation.settings import Settings
-from vllm_rollout.group.cost import CostModel
-from vllm_rollout.group.drift import StepDrift
-from vllm_rollout.group.history import ObservedLength
-from vllm_rollout.group.moments import LengthMoments, LengthStatistics
+from vllm_rollout.group.lengths.cost import CostModel
+from vllm_rollout.group.lengths.history import ObservedLength
+from vllm_rollout.group.lengths.moments import LengthMoments, LengthStatistics
+from vllm_rollout.group.ranks.drift import StepDrift
 from vllm_rollout.group.types import BASE_MODEL
 from vllm_rollout.profiling.profile_file import Profile
 

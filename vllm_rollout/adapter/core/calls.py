@@ -18,8 +18,8 @@ from vllm.v1.engine.core import EngineCore
 from vllm_rollout.adapter.call_table import OPERATIONS, CostToCompare, LengthsToLookUp, ObservedGroup
 from vllm_rollout.adapter.core.core_worker import call_worker
 from vllm_rollout.adapter.core.learning_calls import LearningCalls
-from vllm_rollout.group.drift import Drift
-from vllm_rollout.group.moments import LengthStatistics
+from vllm_rollout.group.lengths.moments import LengthStatistics
+from vllm_rollout.group.ranks.drift import Drift
 from vllm_rollout.group.types import HeldGroups
 
 

@@ -8,7 +8,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_rollout.adapter.core.held_outputs import HeldOutputs
 from vllm_rollout.adapter.core.stop_strings import StopStrings
 from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, RunnerReport
-from vllm_rollout.group.lifecycle import Group
+from vllm_rollout.group.racing.lifecycle import Group
 from vllm_rollout.group.types import CandidateId, EndReason, Observation
 
 END_REASONS: dict[RequestStatus, EndReason] = {

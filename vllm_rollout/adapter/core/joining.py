@@ -22,11 +22,11 @@ from vllm_rollout.adapter.joining import tag_of, too_long
 from vllm_rollout.adapter.options import RolloutOptions, observing_refusal
 from vllm_rollout.adapter.wire import CandidateTag
 from vllm_rollout.emulation.fate import forced_length
-from vllm_rollout.group.ledger import EVERYBODY, AnswerName, request_name
-from vllm_rollout.group.plan import GroupJoin, PlanError
-from vllm_rollout.group.prompt_groups import PromptGroups
-from vllm_rollout.group.prompt_key import digest_of, joined_id
-from vllm_rollout.group.xargs import PRUNING_XARGS, audit_ratio_from_xargs, plan_from_xargs, rollout_xargs
+from vllm_rollout.group.judging.ledger import EVERYBODY, AnswerName, request_name
+from vllm_rollout.group.plans.plan import GroupJoin, PlanError
+from vllm_rollout.group.plans.prompt_groups import PromptGroups
+from vllm_rollout.group.plans.prompt_key import digest_of, joined_id
+from vllm_rollout.group.plans.xargs import PRUNING_XARGS, audit_ratio_from_xargs, plan_from_xargs, rollout_xargs
 
 logger = init_logger("vllm.vllm_rollout")
 

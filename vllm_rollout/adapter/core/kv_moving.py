@@ -22,7 +22,7 @@ from vllm.v1.request import Request
 from vllm_rollout.adapter.core.versions import holds_what_is_found, without_zeroing, zeroes_what_comes
 from vllm_rollout.adapter.options import RolloutOptions
 from vllm_rollout.adapter.parcel import KVBlocks, KVSegment
-from vllm_rollout.group.load import ArrivedKV, TransferCost
+from vllm_rollout.group.ranks.load import ArrivedKV, TransferCost
 
 logger = init_logger("vllm.vllm_rollout")
 

@@ -33,12 +33,12 @@ from vllm_rollout.adapter.call_table import (
 from vllm_rollout.adapter.core.readings import MAX_PIECE_BYTES, Readings
 from vllm_rollout.adapter.saved_state import END, head_line, parse_state, state_header
 from vllm_rollout.config import CALL_BUDGET_S, MAX_ADAPTERS
-from vllm_rollout.group.judge import Judge, Label
-from vllm_rollout.group.known_prompts import prompt_rows
-from vllm_rollout.group.ledger import NamedReward, Reward, RewardStatus
-from vllm_rollout.group.length_trial import TriedCandidate
-from vllm_rollout.group.memory import PROMPTS_PER_ROW, Memories, Memory
-from vllm_rollout.group.report import HeadInfo
+from vllm_rollout.group.judging.judge import Judge, Label
+from vllm_rollout.group.judging.known_prompts import prompt_rows
+from vllm_rollout.group.judging.ledger import NamedReward, Reward, RewardStatus
+from vllm_rollout.group.judging.length_trial import TriedCandidate
+from vllm_rollout.group.judging.memory import PROMPTS_PER_ROW, Memories, Memory
+from vllm_rollout.group.judging.report import HeadInfo
 from vllm_rollout.group.types import WHOLE, HeadKey
 
 REWARDS_AT_ONCE = 16

@@ -27,10 +27,10 @@ from vllm_rollout.adapter.core.core_worker import call_worker
 from vllm_rollout.adapter.core.kv_moving import KVMoves
 from vllm_rollout.adapter.core.versions import leave_deferred
 from vllm_rollout.adapter.parcel import KVBlocks, MovedCandidate, Parcel, request_to_move
-from vllm_rollout.group.lifecycle import Group
-from vllm_rollout.group.moving import DetachedGroup, StayReason
-from vllm_rollout.group.placement import Holders
-from vllm_rollout.group.step import GroupSteps
+from vllm_rollout.group.racing.lifecycle import Group
+from vllm_rollout.group.ranks.placement import Holders
+from vllm_rollout.group.step.moving import DetachedGroup, StayReason
+from vllm_rollout.group.step.step import GroupSteps
 
 MOVABLE_STATUSES = (RequestStatus.RUNNING, RequestStatus.WAITING, RequestStatus.PREEMPTED)
 ANY_WAVE = -1

@@ -33,13 +33,13 @@ from vllm_rollout.adapter.core.versions import num_deferred
 from vllm_rollout.adapter.names import learned_name
 from vllm_rollout.adapter.parcel import MovedCandidate
 from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, CandidateTag, EndingNote, RunnerReport
-from vllm_rollout.group.judge import Judge
-from vllm_rollout.group.lifecycle import Group
-from vllm_rollout.group.load import EngineLoad, RunningGroup
-from vllm_rollout.group.moving import DetachedGroup, StayReason
-from vllm_rollout.group.step import GroupSteps, LaunchRefused, Verdicts
+from vllm_rollout.group.judging.judge import Judge
+from vllm_rollout.group.plans.xargs import as_written
+from vllm_rollout.group.racing.lifecycle import Group
+from vllm_rollout.group.ranks.load import EngineLoad, RunningGroup
+from vllm_rollout.group.step.moving import DetachedGroup, StayReason
+from vllm_rollout.group.step.step import GroupSteps, LaunchRefused, Verdicts
 from vllm_rollout.group.types import CandidateId, Observation
-from vllm_rollout.group.xargs import as_written
 
 logger = init_logger("vllm.vllm_rollout")
 

@@ -20,7 +20,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from vllm_rollout.adapter.call_table import StepTime
-from vllm_rollout.group.drift import Drift, StepDrift
+from vllm_rollout.group.ranks.drift import Drift, StepDrift
 
 MAX_RECORDED_STEPS = 65_536
 """Newest engine steps that a recording keeps: 5 MB."""

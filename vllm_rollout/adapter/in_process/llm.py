@@ -20,7 +20,7 @@ from vllm_rollout.adapter.in_process.methods import done, streamed
 from vllm_rollout.adapter.in_process.rollouts import Rollouts
 from vllm_rollout.adapter.in_process.stepped_client import SteppedClient
 from vllm_rollout.adapter.in_process.waiting_loop import WaitingLoop
-from vllm_rollout.group.xargs import rollout_xargs
+from vllm_rollout.group.plans.xargs import rollout_xargs
 
 T = TypeVar("T")
 

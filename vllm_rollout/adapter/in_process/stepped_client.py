@@ -20,9 +20,9 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from vllm_rollout.adapter.api.group_client import GroupClient
 from vllm_rollout.adapter.api.group_routes import GroupRoutes
-from vllm_rollout.group.audit import AnswerAudits
-from vllm_rollout.group.placement import Placement
-from vllm_rollout.group.prompt_groups import PromptGroups
+from vllm_rollout.group.judging.audit import AnswerAudits
+from vllm_rollout.group.plans.prompt_groups import PromptGroups
+from vllm_rollout.group.ranks.placement import Placement
 from vllm_rollout.server.metrics import Metrics
 
 TURNS_PER_STEP = 32

@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm_rollout.adapter.call_table import Features, Refusal
 from vllm_rollout.adapter.worker.features import features_of, states_of
-from vllm_rollout.group.report import HeadInfo
+from vllm_rollout.group.judging.report import HeadInfo
 from vllm_rollout.group.types import HeadKey
 from vllm_rollout.tracker.feature_ring import StateKey
 from vllm_rollout.tracker.quality_head import HeadMismatch

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from vllm_rollout.demo.options import MAX_CANDIDATES, SEED
 from vllm_rollout.demo.rounds.prompts import make_prompts
-from vllm_rollout.group.rounds import RunTerms
+from vllm_rollout.group.rounds.rounds import RunTerms
 from vllm_rollout.models import DEFAULT_MODEL
 from vllm_rollout.process import MAX_MODEL_LEN_TOKENS
 

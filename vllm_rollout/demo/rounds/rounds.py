@@ -18,8 +18,8 @@ from vllm_rollout.client.client import AsyncRolloutClient
 from vllm_rollout.client.run import AsyncRun
 from vllm_rollout.client.run_feed import Fed, RoundFeed
 from vllm_rollout.demo.phases import raise_for_status
-from vllm_rollout.group.prompt_key import seed_for
-from vllm_rollout.group.rounds import RunTerms
+from vllm_rollout.group.plans.prompt_key import seed_for
+from vllm_rollout.group.rounds.rounds import RunTerms
 from vllm_rollout.server.answers import DeferredEvent, GroupEvent, RoundDoneEvent, TrajectoryEvent
 
 RoundName = Literal["plain", "short", "long"]

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field, StrictFloat
 
-from vllm_rollout.group.load import EngineLoad
-from vllm_rollout.group.scaling import ScaleReason
+from vllm_rollout.group.ranks.load import EngineLoad
+from vllm_rollout.group.ranks.scaling import ScaleReason
 from vllm_rollout.server.body import Body
 
 DEFAULT_DRAIN_S = 30.0

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
 
-from vllm_rollout.group.scaling import Progress, not_now
+from vllm_rollout.group.ranks.scaling import Progress, not_now
 from vllm_rollout.server.answers import RanksFreeEvent
 from vllm_rollout.server.engine import MovesPart, RequestError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from http import HTTPStatus
 
-from vllm_rollout.group.scaling import Progress
+from vllm_rollout.group.ranks.scaling import Progress
 from vllm_rollout.server.engine import MovesPart, RequestError
 from vllm_rollout.server.engines.body import (
     AdviceAnswer,

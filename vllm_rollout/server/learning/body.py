@@ -7,7 +7,7 @@ from typing import Annotated, Literal, get_args
 from pydantic import BaseModel, Field, StrictFloat, StrictInt, StrictStr, model_validator
 
 from vllm_rollout.config import REWARD_THRESHOLD
-from vllm_rollout.group.ledger import NamedReward, Reward, RewardStatus, request_name
+from vllm_rollout.group.judging.ledger import NamedReward, Reward, RewardStatus, request_name
 from vllm_rollout.group.types import BASE_MODEL
 from vllm_rollout.server.body import MAX_INT, Body
 from vllm_rollout.server.engine import HeadInfo

@@ -12,8 +12,8 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-from vllm_rollout.group.known_prompts import KnownPrompt, PromptOrder, in_order
-from vllm_rollout.group.prompt_key import KEY_OF_ID
+from vllm_rollout.group.judging.known_prompts import KnownPrompt, PromptOrder, in_order
+from vllm_rollout.group.plans.prompt_key import KEY_OF_ID
 from vllm_rollout.server.engine import LearningPart, RequestError
 
 MAX_PAGE = 10_000

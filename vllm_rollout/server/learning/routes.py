@@ -17,9 +17,9 @@ from vllm_rollout.config import (
     MAX_STATE_BYTES,
     REWARD_THRESHOLD,
 )
-from vllm_rollout.group.fields import SHARE
-from vllm_rollout.group.known_prompts import PromptOrder
-from vllm_rollout.group.length_trial import DEFAULT_KEEP_RATIO, LengthTrialReport
+from vllm_rollout.group.judging.known_prompts import PromptOrder
+from vllm_rollout.group.judging.length_trial import DEFAULT_KEEP_RATIO, LengthTrialReport
+from vllm_rollout.group.plans.fields import SHARE
 from vllm_rollout.group.types import WHOLE
 from vllm_rollout.server.admin import require_admin
 from vllm_rollout.server.answers import ErrorAnswer

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from http import HTTPStatus
 
 from vllm_rollout.config import MAX_REMEMBERED_CANDIDATES, REPORT_INTERVAL_S
-from vllm_rollout.group.known_prompts import PromptOrder
-from vllm_rollout.group.ledger import Reward
-from vllm_rollout.group.length_trial import LengthTrialReport, length_trial_report
+from vllm_rollout.group.judging.known_prompts import PromptOrder
+from vllm_rollout.group.judging.ledger import Reward
+from vllm_rollout.group.judging.length_trial import LengthTrialReport, length_trial_report
 from vllm_rollout.group.types import BASE_MODEL, HeadKey
 from vllm_rollout.server.engine import (
     HeadInfo,

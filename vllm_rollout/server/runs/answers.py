@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from vllm_rollout.group.fields import QueueOrder
-from vllm_rollout.group.planner import Reason
-from vllm_rollout.group.rounds import RoundKind
+from vllm_rollout.group.plans.fields import QueueOrder
+from vllm_rollout.group.ranks.planner import Reason
+from vllm_rollout.group.rounds.rounds import RoundKind
 
 
 class OpenRoundAnswer(BaseModel):

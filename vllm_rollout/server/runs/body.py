@@ -10,9 +10,9 @@ from pydantic import ConfigDict, Field, StrictBool, StrictInt, StrictStr, model_
 from typing_extensions import Self
 
 from vllm_rollout.config import DEFAULT_SPECULATION, MAX_PROMPTS
-from vllm_rollout.group.allocation import upper_bound
-from vllm_rollout.group.fields import RunFields
-from vllm_rollout.group.rounds import RoundKind, RunTerms
+from vllm_rollout.group.plans.allocation import upper_bound
+from vllm_rollout.group.plans.fields import RunFields
+from vllm_rollout.group.rounds.rounds import RoundKind, RunTerms
 from vllm_rollout.server.body import MAX_INT, of_table
 from vllm_rollout.server.learning.body import Filter
 from vllm_rollout.server.protocol import Prompt, RolloutFields, StreamFields

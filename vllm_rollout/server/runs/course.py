@@ -9,10 +9,10 @@ import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
-from vllm_rollout.group.ledger import RewardStatus
-from vllm_rollout.group.race import RacePlace
-from vllm_rollout.group.round_progress import DeferReason, GroupEnd, RoundProgress
-from vllm_rollout.group.rounds import OpenRound
+from vllm_rollout.group.judging.ledger import RewardStatus
+from vllm_rollout.group.racing.race import RacePlace
+from vllm_rollout.group.rounds.round_progress import DeferReason, GroupEnd, RoundProgress
+from vllm_rollout.group.rounds.rounds import OpenRound
 from vllm_rollout.group.types import CandidateState, Ending, GroupResult
 from vllm_rollout.server.engine import Engine
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from vllm_rollout.group.forecast import ExpectedRound, expected_round
-from vllm_rollout.group.moments import LengthMoments
+from vllm_rollout.group.lengths.moments import LengthMoments
+from vllm_rollout.group.ranks.forecast import ExpectedRound, expected_round
 from vllm_rollout.server.runs.body import RunRequest
 
 PROMPT_TOKENS = 256

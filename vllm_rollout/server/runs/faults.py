@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from http import HTTPStatus
 from pathlib import Path
 
-from vllm_rollout.group.rounds import RoundError
+from vllm_rollout.group.rounds.rounds import RoundError
 from vllm_rollout.server.engine import RequestError
 
 PASSING = (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.INSUFFICIENT_STORAGE)

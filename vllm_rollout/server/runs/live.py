@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
-from vllm_rollout.group.rounds import OpenRound, Run
+from vllm_rollout.group.rounds.rounds import OpenRound, Run
 from vllm_rollout.server.answers import Event, RebuildAnswer, RoundAnswer, RoundDoneEvent, RoundSummary
 from vllm_rollout.server.rollout import Rollout
 from vllm_rollout.server.runs.course import RoundCourse

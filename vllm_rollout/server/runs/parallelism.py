@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal, Protocol
 
-from vllm_rollout.group.forecast import EngineSize, ExpectedRound, StartChoice, choose_start, forecast
-from vllm_rollout.group.planner import ParallelismDecision, ParallelismPlanner, RoundPressure
+from vllm_rollout.group.ranks.forecast import EngineSize, ExpectedRound, StartChoice, choose_start, forecast
+from vllm_rollout.group.ranks.planner import ParallelismDecision, ParallelismPlanner, RoundPressure
 from vllm_rollout.server.answers import RebuildAnswer
 from vllm_rollout.server.metrics import Metrics
 from vllm_rollout.server.runs.answers import ForecastAnswer, ParallelismAnswer

@@ -7,7 +7,7 @@ from http import HTTPStatus
 from typing import Any, NamedTuple
 
 from vllm_rollout.group.checks import MAX_SHOWN
-from vllm_rollout.group.rounds import OpenRound, Run
+from vllm_rollout.group.rounds.rounds import OpenRound, Run
 from vllm_rollout.server.engine import RequestError
 from vllm_rollout.server.kept import KeptCandidate, read_kept
 from vllm_rollout.server.parsed import read_json

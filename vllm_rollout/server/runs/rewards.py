@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 
-from vllm_rollout.group.ledger import RewardStatus
+from vllm_rollout.group.judging.ledger import RewardStatus
 from vllm_rollout.server.engine import RequestError
 from vllm_rollout.server.learning.body import (
     EXPLANATIONS,

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from vllm_rollout.group.checks import fields_of, flag, integer, is_writable, listed, shown, text
-from vllm_rollout.group.rounds import Run
-from vllm_rollout.group.rounds_state import MAX_ID_CHARS, run_from_state
+from vllm_rollout.group.rounds.rounds import Run
+from vllm_rollout.group.rounds.rounds_state import MAX_ID_CHARS, run_from_state
 from vllm_rollout.server.kept import read_kept
 from vllm_rollout.server.runs.body import RoundPrompt, RoundRequest, RunRequest
 from vllm_rollout.server.runs.store import MAX_RUNS

@@ -14,7 +14,7 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any, TypeVar
 
-from vllm_rollout.group.rounds import FreshPrompt, RoundError, Run
+from vllm_rollout.group.rounds.rounds import FreshPrompt, RoundError, Run
 from vllm_rollout.server.answers import (
     DoneEvent,
     Event,

@@ -18,8 +18,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
-from vllm_rollout.group.rounds import EntryOutcome, OpenRound, Run, RunTerms
-from vllm_rollout.group.rounds_state import run_to_state
+from vllm_rollout.group.rounds.rounds import EntryOutcome, OpenRound, Run, RunTerms
+from vllm_rollout.group.rounds.rounds_state import run_to_state
 from vllm_rollout.server.engine import RequestError
 from vllm_rollout.server.runs.faults import is_damage, translated
 from vllm_rollout.server.runs.owner import Owner

@@ -9,8 +9,8 @@ from http import HTTPStatus
 from typing import Any, NamedTuple
 
 from vllm_rollout.group.checks import MAX_SHOWN, integer, is_writable, text
-from vllm_rollout.group.rounds import OpenRound, Run
-from vllm_rollout.group.rounds_state import run_from_state
+from vllm_rollout.group.rounds.rounds import OpenRound, Run
+from vllm_rollout.group.rounds.rounds_state import run_from_state
 from vllm_rollout.server.engine import RequestError
 from vllm_rollout.server.runs.body import RunRequest
 

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from vllm_rollout.group.rounds import RoundKind
+from vllm_rollout.group.rounds.rounds import RoundKind
 from vllm_rollout.simulator.rounds.settings import RoundSetting
 
 

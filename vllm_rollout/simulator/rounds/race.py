@@ -16,15 +16,15 @@ from heapq import heappop, heappush
 from itertools import count
 from math import inf
 
-from vllm_rollout.group.judge import Judge
-from vllm_rollout.group.launch import LaunchWindow, Turn, num_launch_places
-from vllm_rollout.group.placement import Placement
-from vllm_rollout.group.race import RacePlace
-from vllm_rollout.group.round_progress import GroupEnd, RoundProgress
-from vllm_rollout.group.rounds import OpenRound
-from vllm_rollout.group.selection import conclude
+from vllm_rollout.group.judging.judge import Judge
+from vllm_rollout.group.plans.launch import LaunchWindow, Turn, num_launch_places
+from vllm_rollout.group.racing.race import RacePlace
+from vllm_rollout.group.racing.selection import conclude
+from vllm_rollout.group.ranks.placement import Placement
+from vllm_rollout.group.ranks.work import Work
+from vllm_rollout.group.rounds.round_progress import GroupEnd, RoundProgress
+from vllm_rollout.group.rounds.rounds import OpenRound
 from vllm_rollout.group.types import GroupResult
-from vllm_rollout.group.work import Work
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.mover import Mover
 from vllm_rollout.simulator.race import Race

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from vllm_rollout.group.history import observed_lengths
-from vllm_rollout.group.judge import Judge
-from vllm_rollout.group.ledger import Scoring
-from vllm_rollout.group.plan import GroupPlan
-from vllm_rollout.group.rounds import Entry, OpenRound, Run
+from vllm_rollout.group.judging.judge import Judge
+from vllm_rollout.group.judging.ledger import Scoring
+from vllm_rollout.group.lengths.history import observed_lengths
+from vllm_rollout.group.plans.plan import GroupPlan
+from vllm_rollout.group.rounds.rounds import Entry, OpenRound, Run
 from vllm_rollout.group.types import GroupResult
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.planner import Planner

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vllm_rollout.group.fields import RunFields
-from vllm_rollout.group.plan import GroupPlan
-from vllm_rollout.group.rounds import RunTerms
-from vllm_rollout.group.rows import rows
+from vllm_rollout.group.plans.fields import RunFields
+from vllm_rollout.group.plans.plan import GroupPlan
+from vllm_rollout.group.plans.rows import rows
+from vllm_rollout.group.rounds.rounds import RunTerms
 from vllm_rollout.simulator.settings import FIELDS as GROUP_FIELDS
 from vllm_rollout.simulator.settings import Setting, setting_of
 from vllm_rollout.simulator.written import written_fields

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-from vllm_rollout.group.rounds import FreshPrompt, RoundKind, Run
+from vllm_rollout.group.rounds.rounds import FreshPrompt, RoundKind, Run
 from vllm_rollout.simulator.rounds.prompts import DataPrompt
 
 

@@ -1,0 +1,114 @@
+"""Survival for the sake of the gradient: steer where a group would end without variance, prune at random elsewhere.
+
+GRPO divides rewards by their standard deviation within the group. The part of a group's gradient that points where it
+should is then proportional to sqrt(rho (1 - rho)) of its survivors: almost flat, but for groups whose survivors all
+succeed or all fail, which give nothing at all. So what can be gained is the chance of *some* variance, 1 - V. With
+independent survivals p_i of siblings that succeed with q_i, and few enough groups of which nobody is left,
+
+    V = V0 + V1,   V0 = prod (1 - p_i q_i)  (nobody who succeeds is left),   V1 = prod (1 - p_i (1 - q_i)).
+
+What steering costs: a score that tells success tells it along what makes success, so survivors chosen by it differ less
+from each other in the direction that the gradient should point in. Of that contrast a part is lost that grows with the
+score's share R^2 = Var q / (q (1 - q)) of the reward's variance, and with the square of survival's variation. Both
+together, over n siblings and at the same mean survival kappa:
+
+    maximise  (1 - V)  -  R^2 / 2  mean((p_i - kappa)^2) / kappa^2 .
+
+To first order in p - kappa, -dV / dp_i is q_i V0 + (1 - q_i) V1, whose part in q_i has the slope V0 - V1. Stationarity
+is p_i = kappa + bias + strength q_i, clipped to the bounds, which is the form of Eq. 2, with
+
+    strength = n kappa^2 (V0 - V1) / R^2 ,
+
+taken at p = kappa. The cost's factor is the only choice in it: steering from 3/4 to 3/2 as strong is as good within
+errors (docs/log.md). Where variance is certain V0 - V1 is 0 and the draw is at random; where
+success is rare it is near 1 and keeps the likely ones, where it is frequent near -1.
+
+V0 and V1 are the group's own: its siblings' q, their odds shifted by what the history of the prompt's rewards says,
+beside which the population counts as `PRIOR_REWARDS` rewards. Within a group p follows q: history says nothing of who.
+
+V counts whether there is variance, not how much: with few survivors (4) it steers somewhat too much in the middle.
+
+Invariant: the draw is at random where scores tell nothing, and p differs from `keep_ratio` only as far as V0 and V1 do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import fsum, prod
+
+from vllm_rollout.group.judging.logistic import with_odds_times
+from vllm_rollout.group.judging.pruning import MAX_SOLVED_STRENGTH, Point, SurvivalRule, compress, group_share, rule_of
+from vllm_rollout.group.judging.success import NO_REWARDS, PromptSuccess
+from vllm_rollout.group.plans.pruning_plan import PruningPlan
+
+PRIOR_REWARDS = 8.0
+"""Rewards of the population that stand beside a prompt's own: how alike prompts are believed to be. With 3 or 16
+the mean signal to noise of groups whose gradient is known differs by less than 1 %."""
+MIN_RATE = 1e-6
+"""Success rates are taken as no nearer to 0 or 1: odds stay finite."""
+MIN_EXPLAINED = 1e-6
+"""Below, scores tell nothing apart, and the strength is at its limit whatever it multiplies."""
+
+
+@dataclass(frozen=True, slots=True)
+class Population:
+    """Success probabilities of candidates in general."""
+
+    points: Sequence[Point]
+    """Their distribution, `compress`ed."""
+    success_rate: float
+    explained: float
+    """R^2: share of the reward's variance that scores explain, if they are calibrated."""
+
+
+def population_of(points: Sequence[Point]) -> Population:
+    """What success probabilities and their weights say of candidates in general."""
+    total = fsum(w for _, w in points)
+    if not total:
+        return Population([], 0.5, 0.0)
+    rate = fsum(q * w for q, w in points) / total
+    variance = fsum((q - rate) ** 2 * w for q, w in points) / total
+    rate = min(1 - MIN_RATE, max(MIN_RATE, rate))
+    return Population(compress(points), rate, variance / (rate * (1 - rate)))
+
+
+def gradient_rule(
+    batch: Sequence[float],
+    earlier: Iterable[tuple[float, bool]],
+    population: Population,
+    plan: PruningPlan,
+    *,
+    past: PromptSuccess = NO_REWARDS,
+    num_to_come: int = 0,
+) -> SurvivalRule:
+    """The rule for the siblings of one group that are decided on now.
+
+    batch, earlier: as of `group_rule`. past: rewards of the prompt's earlier groups. num_to_come: siblings that will be
+    decided on later; the population stands in for them.
+    """
+    others = list(earlier)
+    points, mass = group_share(batch, others, population.points, plan)
+    weight = fsum(w for _, w in points)
+    if not weight:
+        return rule_of(0.0, points, plan, mass)
+    share = mass / weight
+    ratio = _odds_ratio(population.success_rate, past)
+    chances = [(with_odds_times(q, ratio), 1.0, 1.0) for q, kept in others if kept]  # success, survival, how many
+    chances += [(with_odds_times(q, ratio), share, 1.0) for q in batch]
+    chances += [
+        (with_odds_times(q, ratio), plan.keep_ratio, num_to_come * w) for q, w in population.points if num_to_come
+    ]
+    none_succeeds = prod((1 - p * q) ** count for q, p, count in chances)
+    none_fails = prod((1 - p * (1 - q)) ** count for q, p, count in chances)
+    num_siblings = len(others) + len(batch) + num_to_come
+    pull = num_siblings * plan.keep_ratio**2 * (none_succeeds - none_fails)
+    strength = pull / max(MIN_EXPLAINED, population.explained)
+    return rule_of(min(MAX_SOLVED_STRENGTH, max(-MAX_SOLVED_STRENGTH, strength)), points, plan, mass)
+
+
+def _odds_ratio(success_rate: float, past: PromptSuccess) -> float:
+    """Odds of the prompt's success over the population's."""
+    rate = (PRIOR_REWARDS * success_rate + past.num_successful) / (PRIOR_REWARDS + past.num_rewarded)
+    rate = min(1 - MIN_RATE, max(MIN_RATE, rate))
+    return rate * (1 - success_rate) / ((1 - rate) * success_rate)

@@ -1,0 +1,233 @@
+"""Scores in, verdicts out; rewards in, better verdicts out.
+
+Invariant: a candidate is judged once, while it runs, with what was known before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from math import exp
+
+from vllm_rollout.config import MAX_LABEL_WEIGHT
+from vllm_rollout.group.judging.learning import Learning, Siblings, label_weight
+from vllm_rollout.group.judging.ledger import Ledger, LedgerEntry, Reward, RewardStatus, Scoring, Trial
+from vllm_rollout.group.judging.length_trial import TriedCandidate
+from vllm_rollout.group.judging.memory import Memories, Memory
+from vllm_rollout.group.judging.race_bias import LabelOrigin
+from vllm_rollout.group.judging.report import RewardedCandidate
+from vllm_rollout.group.racing.lifecycle import Group
+from vllm_rollout.group.types import BASE_MODEL, WHOLE, Assessment, HeadKey, Observation
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """A rewarded candidate, with all that calibration and head need of it."""
+
+    detection_length: int
+    request_id: str
+    """Names its features in the worker."""
+    prompt_id: str
+    observation: Observation | None
+    """None: it ended before `detection_length`, and is scored elsewhere. So is its assessment then."""
+    assessment: Assessment | None
+    num_tokens: int
+    positive: bool
+    active: bool
+    """Pruning was active: it is there by survival, with its probability."""
+    prompt_key: str = ""
+    """As of `Scoring`."""
+    origin: LabelOrigin = "plain"
+    trials: Mapping[int, Trial] = field(default_factory=dict)
+    """Its other scores, by length."""
+    tried_lengths: tuple[int, ...] = ()
+    """All lengths of its plan, where there are several."""
+    adapter: str = BASE_MODEL
+    """As of `Scoring`."""
+
+    @property
+    def key(self) -> HeadKey:
+        """The head that it teaches."""
+        return HeadKey(self.detection_length, self.adapter)
+
+    @property
+    def weight(self) -> float:
+        """The weight of its loss: 1 / survival probability, where survival was at stake."""
+        at_stake = self.active and self.assessment is not None
+        return label_weight(self.assessment.survival_probability if at_stake else 1.0)
+
+    @property
+    def scores(self) -> dict[int, Trial]:
+        """All that it teaches, by length."""
+        if self.observation is None or self.assessment is None:
+            return dict(self.trials)
+        return {self.detection_length: Trial(self.observation, self.assessment), **self.trials}
+
+
+class Judge:
+    """Judges by what one engine has learned, and keeps the candidates it may still learn from."""
+
+    def __init__(self) -> None:
+        self.ledger = Ledger()
+        self.memories = Memories()
+
+    @property
+    def memory(self) -> Memory:
+        """What was learned of the base model."""
+        return self.memories.base
+
+    def judge(self, group: Group, scoring: Scoring, due: Mapping[int, tuple[LedgerEntry, Observation]]) -> list[int]:
+        """Judge running siblings that are due in one step; returns those to stop, which the group now counts as pruned.
+
+        Nothing is judged at more than `MAX_DETECTION_LENGTHS` different detection lengths that rewards are awaited for,
+        nor of more than `MAX_ADAPTERS` adapters, nor twice: a token that the engine drops and samples again shows its
+        candidate once more.
+        """
+        plan = group.pruning
+        for length in plan.tried_lengths:
+            tried = group.trials.setdefault(length, {})
+            here = {i: seen for i, seen in due.items() if seen[1].detection_length == length and i not in tried}
+            if here:
+                for index, assessment in self._assess(length, group, scoring, here, tried).items():
+                    entry, observation = here[index]
+                    entry.tried(length, observation, assessment)
+        due = {
+            index: seen
+            for index, seen in due.items()
+            if index not in group.assessments and seen[1].detection_length in (None, plan.detection_length)
+        }
+        assessments = self._assess(plan.detection_length, group, scoring, due, group.assessments)
+        for index, assessment in assessments.items():
+            entry, observation = due[index]
+            entry.observation, entry.assessment = observation, assessment
+        if plan.mode == "shadow":
+            return []
+        pruned = [index for index, assessment in assessments.items() if not assessment.keep]
+        if pruned:
+            group.prune(pruned)
+        return pruned
+
+    def _assess(
+        self,
+        length: int,
+        group: Group,
+        scoring: Scoring,
+        due: Mapping[int, tuple[LedgerEntry, Observation]],
+        earlier: dict[int, Assessment],
+    ) -> dict[int, Assessment]:
+        """What is decided of siblings at this length; `earlier` ones, with which these then count. Empty where nothing
+        can be learned at it."""
+        memory, learning = self._at(HeadKey(length, scoring.adapter))
+        if memory is None or learning is None or not due:
+            return {}
+        siblings = Siblings(
+            scoring.seed,
+            scoring.prompt_id,
+            at_least=group.num_needed(len(due), 1 if group.pruning.allow_fewer else group.terms.group_size),
+            earlier=earlier,
+            num_to_come=group.num_unjudged(earlier) - len(due),
+            past=memory.successes.of(scoring.prompt_key),
+        )
+        observations = {index: observation for index, (_, observation) in due.items()}
+        assessments = learning.assess(group.pruning, observations, siblings)
+        earlier.update(assessments)
+        return assessments
+
+    def value(self, entry: LedgerEntry, observation: Observation) -> Assessment | None:
+        """Score a candidate that has finished by what it was at its end; None where that is not learned."""
+        learning = self.learning_of(HeadKey(WHOLE, entry.adapter))
+        if learning is None:
+            return None
+        survived = entry.assessment is not None and entry.plan.mode == "active"
+        assessment = learning.value(observation, entry.assessment.survival_probability if survived else 1.0)
+        entry.tried(WHOLE, observation, assessment)
+        return assessment
+
+    def reward(self, rollout_id: str, rewards: Sequence[Reward]) -> tuple[int, list[RewardStatus], list[Label]] | None:
+        """Learn from rewards.
+
+        Returns the rollout's detection length, each one's status and what the head can train on; None when no rollout
+        of that id is remembered.
+        """
+        detection_length = self.ledger.detection_length(rollout_id)
+        if detection_length is None:
+            return None
+        statuses: list[RewardStatus] = []
+        labels: list[Label] = []
+        for prompt_id, index, reward, positive in rewards:
+            status, entry = self.ledger.reward(rollout_id, prompt_id, index, reward)
+            statuses.append(status)
+            if entry is not None:
+                labels.append(_label(rollout_id, entry, positive))
+        self.learn(labels)
+        return detection_length, statuses, labels
+
+    def learn(self, labels: Sequence[Label]) -> None:
+        """Teach calibration and the prompts' success, and keep account for the report."""
+        for label in labels:
+            memory, learning = self._at(label.key)
+            rewarded = {length: self._learn_at(length, label, *seen) for length, seen in label.scores.items()}
+            if memory is not None and label.tried_lengths:
+                memory.length_trial.add(
+                    TriedCandidate(
+                        label.tried_lengths,
+                        tuple({} if (r := rewarded.get(at)) is None else r.scores for at in label.tried_lengths),
+                        label.positive,
+                        label.num_tokens,
+                        label.prompt_key or label.prompt_id,
+                    )
+                )
+            if memory is not None and label.prompt_key:
+                is_raced = label.positive and label.origin == "race" and learning is not None
+                answers = exp(learning.most_audited.intercept.value) if is_raced else 1.0
+                weight = min(MAX_LABEL_WEIGHT, label.weight * answers)
+                memory.successes.observe(label.prompt_key, label.positive, weight)
+
+    def _learn_at(
+        self, length: int, label: Label, observation: Observation, assessment: Assessment
+    ) -> RewardedCandidate | None:
+        learning = self.learning_of(label.key._replace(detection_length=length))
+        if learning is None:
+            return None
+        return learning.reward(
+            observation,
+            assessment,
+            label.num_tokens,
+            positive=label.positive,
+            group_key=label.prompt_id,
+            active=label.active,
+            origin=label.origin,
+        )
+
+    def memory_of(self, adapter: str) -> Memory | None:
+        """The memory of this served name; None when rewards are awaited for as many others."""
+        return self.memories.of(adapter, self.ledger.awaits_any)
+
+    def learning_of(self, key: HeadKey) -> Learning | None:
+        """What was learned at this length; None when rewards are awaited for as many other lengths, or adapters."""
+        return self._at(key)[1]
+
+    def _at(self, key: HeadKey) -> tuple[Memory | None, Learning | None]:
+        memory = self.memory_of(key.adapter)
+        if memory is None:
+            return None, None
+        return memory, memory.learning(key.detection_length, partial(self.ledger.awaits, adapter=key.adapter))
+
+
+def _label(rollout_id: str, entry: LedgerEntry, positive: bool) -> Label:
+    return Label(
+        detection_length=entry.plan.detection_length,
+        request_id=entry.request_id,
+        prompt_id=f"{rollout_id}/{entry.prompt_id}",
+        observation=entry.observation,
+        assessment=entry.assessment,
+        num_tokens=entry.num_tokens,
+        positive=positive,
+        active=entry.plan.mode == "active",
+        prompt_key=entry.prompt_key,
+        origin=entry.origin,
+        trials=entry.trials,
+        tried_lengths=entry.plan.scored_lengths if entry.plan.tried_lengths else (),
+        adapter=entry.adapter,
+    )

@@ -1,0 +1,241 @@
+"""All that is learned, by served name: calibrations by detection length; lengths and success of prompts.
+
+Two LoRA adapters are two policies, whose scores, lengths and successes say nothing of each other. An adapter that is
+loaded anew under its name goes on with what the name has learned, as the base model does with new weights.
+
+A state is a sequence of rows, each of bounded size, so that a large one can be written between engine steps. First come
+those of the base model, then of each adapter, the least recently used first, its name and its rows:
+
+["learning", {detection_length, calibrators, verdicts}]     one per detection length, the least recently used first
+["outcomes", detection_length, [outcome, ...]]              after their learning, `OUTCOMES_PER_ROW` at a time
+["prompts", [[key, *average], ...]]                         `PROMPTS_PER_ROW` at a time
+["successes", [[key, rewarded, successful], ...]]           `PROMPTS_PER_ROW` at a time
+["length_trial", [tried, ...]]                              `PROMPTS_PER_ROW` at a time
+["lengths", {dataset, log_lengths, shape}]                  once, last: a state that was cut off lacks it
+["adapter", name]                                           before the rows of an adapter
+
+Invariants: what is restored from its state decides and goes on as what was saved; whatever else is put is a ValueError.
+What one name teaches changes another's memory only where that one is given up for it; the base model's never is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from vllm_rollout.config import MAX_ADAPTERS, MAX_DETECTION_LENGTHS
+from vllm_rollout.group.checks import fields_of, listed, shown, text
+from vllm_rollout.group.judging.learning import REPORT_WINDOW, Learning
+from vllm_rollout.group.judging.length_trial import TRIAL_WINDOW, LengthTrial, tried_from_state
+from vllm_rollout.group.judging.success import SuccessHistory
+from vllm_rollout.group.lengths.history import MAX_HISTORY_PROMPTS, TOTALS, LengthHistory
+from vllm_rollout.group.types import BASE_MODEL, HeadKey
+
+OUTCOMES_PER_ROW = 512
+PROMPTS_PER_ROW = 512
+
+Row = Sequence[Any]
+
+
+class Memory:
+    """What one engine has learned of one served name."""
+
+    def __init__(self) -> None:
+        self.learnings: dict[int, Learning] = {}
+        """What was learned at each detection length, the least recently used first."""
+        self.lengths = LengthHistory()
+        self.successes = SuccessHistory()
+        self.length_trial = LengthTrial()
+        self.forgotten: list[int] = []
+        """Detection lengths that were given up since somebody last took them out of here: their heads may go too."""
+        self.num_evicted: Counter[int] = Counter()
+        """Labels whose features were gone when their reward came, by detection length; not saved."""
+
+    def learning(self, detection_length: int, awaited: Callable[[int], bool]) -> Learning | None:
+        """What was learned at this length, which counts as used.
+
+        Beyond `MAX_DETECTION_LENGTHS` the least recently used one goes, of those that nobody awaits rewards for; None
+        when there is no such.
+        """
+        learning = self.learnings.pop(detection_length, None)
+        if learning is None:
+            if self.is_full:
+                spare = self.spare(awaited)
+                if spare is None:
+                    return None
+                del self.learnings[spare]
+                del self.num_evicted[spare]
+                if spare not in self.forgotten:
+                    self.forgotten.append(spare)
+            learning = Learning(detection_length)
+        self.learnings[detection_length] = learning
+        return learning
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.learnings) >= MAX_DETECTION_LENGTHS
+
+    def spare(self, awaited: Callable[[int], bool]) -> int | None:
+        """The detection length to give up first; None when rewards are awaited for all."""
+        return next((length for length in self.learnings if not awaited(length)), None)
+
+    def to_state(self) -> Iterator[Row]:
+        """JSON-able rows, made as they are taken.
+
+        The memory may go on in between: each learning is as it is when it is reached, and so is each prompt.
+        """
+        for detection_length, learning in list(self.learnings.items()):
+            state = learning.to_state()
+            outcomes = state.pop("outcomes")
+            yield ["learning", state]
+            for start in range(0, len(outcomes), OUTCOMES_PER_ROW):
+                yield ["outcomes", detection_length, outcomes[start : start + OUTCOMES_PER_ROW]]
+        for prompts in self.lengths.prompts(PROMPTS_PER_ROW):
+            yield ["prompts", prompts]
+        for successes in self.successes.prompts(PROMPTS_PER_ROW):
+            yield ["successes", successes]
+        tried = self.length_trial.candidates()
+        for start in range(0, len(tried), PROMPTS_PER_ROW):
+            yield ["length_trial", tried[start : start + PROMPTS_PER_ROW]]
+        yield ["lengths", self.lengths.totals()]
+
+    @classmethod
+    def from_state(cls, rows: Iterable[Any]) -> Memory:
+        """Raises: ValueError for what no memory can have been."""
+        learnings: dict[Any, dict[str, Any]] = {}
+        prompts: list[Any] = []
+        successes: list[Any] = []
+        tried: list[Any] = []
+        totals: Mapping[str, Any] | None = None
+        for row in rows:
+            if totals is not None:
+                raise ValueError(f"row 'lengths' of a state must be the last one, then came {shown(row)}")
+            match row:
+                case ["learning", {"detection_length": int(length)} as state]:
+                    if length in learnings or len(learnings) == MAX_DETECTION_LENGTHS:
+                        raise _wrong_lengths([*learnings, length])
+                    learnings[length] = {**state, "outcomes": []}
+                case ["outcomes", int(length), list(outcomes)] if length in learnings:
+                    learnings[length]["outcomes"] += outcomes
+                    listed(learnings[length]["outcomes"], "outcomes of a learning", REPORT_WINDOW)
+                case ["prompts", list(some)]:
+                    prompts += some
+                    listed(prompts, "prompts of a length history", MAX_HISTORY_PROMPTS)
+                case ["successes", list(some)]:
+                    successes += some
+                    listed(successes, "prompts of a success history", MAX_HISTORY_PROMPTS)
+                case ["length_trial", list(some)]:
+                    tried += some
+                    listed(tried, "candidates of a trial of lengths", TRIAL_WINDOW)
+                case ["lengths", state]:
+                    totals = fields_of(state, TOTALS, "row 'lengths' of a state")
+                case _:
+                    raise ValueError(f"a row of a state is of a known kind and form, got {shown(row)}")
+        if totals is None:
+            raise ValueError("a state ends with the row 'lengths', but there is none: was it cut off?")
+        memory = cls()
+        memory.learnings = {length: Learning.from_state(state) for length, state in learnings.items()}
+        memory.lengths = LengthHistory.from_state({"prompts": prompts, **totals})
+        memory.successes = SuccessHistory.from_state(successes)
+        memory.length_trial = LengthTrial(map(tried_from_state, tried))
+        return memory
+
+
+def _wrong_lengths(lengths: Sequence[int]) -> ValueError:
+    return ValueError(
+        f"the detection lengths of a state must be at most {MAX_DETECTION_LENGTHS} different ones, got {shown(lengths)}"
+    )
+
+
+MAX_ADAPTER_CHARS = 2**16
+"""Longest name of an adapter in a state."""
+
+
+class Memories:
+    """What one engine has learned."""
+
+    def __init__(self) -> None:
+        self.base = Memory()
+        """What was learned of the base model."""
+        self._adapters: dict[str, Memory] = {}
+        """The memory of each adapter by name, the least recently used first."""
+        self._forgotten: list[HeadKey] = []
+        """Detection lengths of adapters that were given up."""
+
+    def known(self, adapter: str) -> Memory | None:
+        """What is known of this name, without using it; None when that is nothing."""
+        return self.base if adapter == BASE_MODEL else self._adapters.get(adapter)
+
+    def of(self, adapter: str, awaited: Callable[[str], bool]) -> Memory | None:
+        """The memory of this name, which counts as used.
+
+        Beyond `MAX_ADAPTERS` the least recently used one goes, of those that nobody awaits rewards for; None when there
+        is no such.
+        """
+        if adapter == BASE_MODEL:
+            return self.base
+        memory = self._adapters.pop(adapter, None)
+        if memory is None:
+            if len(self._adapters) >= MAX_ADAPTERS:
+                spare = self._spare(awaited)
+                if spare is None:
+                    return None
+                self._forget(spare)
+            memory = Memory()
+        self._adapters[adapter] = memory
+        return memory
+
+    def has_place(self, adapter: str, awaited: Callable[[str], bool]) -> bool:
+        """Whether `of` would have a memory for this name."""
+        is_full = len(self._adapters) >= MAX_ADAPTERS
+        return self.known(adapter) is not None or not is_full or self._spare(awaited) is not None
+
+    def all(self) -> dict[str, Memory]:
+        """All memories by name, the base model's first."""
+        return {BASE_MODEL: self.base, **self._adapters}
+
+    def take_forgotten(self) -> list[HeadKey]:
+        """Detection lengths and adapters that were given up since the last call: their heads may go too."""
+        taken, self._forgotten = self._forgotten, []
+        for adapter, memory in self.all().items():
+            taken += [HeadKey(length, adapter) for length in memory.forgotten]
+            memory.forgotten.clear()
+        return taken
+
+    def to_state(self) -> Iterator[Row]:
+        """JSON-able rows, made as they are taken; meanwhile the memories may go on, as in `Memory.to_state`."""
+        for adapter, memory in self.all().items():
+            if adapter != BASE_MODEL:
+                yield ["adapter", adapter]
+            yield from memory.to_state()
+
+    @classmethod
+    def from_state(cls, rows: Iterable[Any]) -> Memories:
+        """Raises: ValueError for what no memories can have been."""
+        parts: dict[str, list[Any]] = {BASE_MODEL: []}
+        part = parts[BASE_MODEL]
+        for row in rows:
+            match row:
+                case ["adapter", name]:
+                    adapter = text(name, "the name of an adapter in a state", MAX_ADAPTER_CHARS)
+                    if adapter in parts or len(parts) > MAX_ADAPTERS:
+                        raise ValueError(
+                            f"the adapters of a state must be at most {MAX_ADAPTERS} different ones, got "
+                            f"{shown([*list(parts)[1:], adapter])}"
+                        )
+                    part = parts[adapter] = []
+                case _:
+                    part.append(row)
+        memories = cls()
+        memories._adapters = {adapter: Memory.from_state(part) for adapter, part in parts.items()}
+        memories.base = memories._adapters.pop(BASE_MODEL)
+        return memories
+
+    def _spare(self, awaited: Callable[[str], bool]) -> str | None:
+        """The adapter to give up first; None when rewards are awaited for all."""
+        return next((adapter for adapter in self._adapters if not awaited(adapter)), None)
+
+    def _forget(self, adapter: str) -> None:
+        memory = self._adapters.pop(adapter)
+        self._forgotten += [HeadKey(length, adapter) for length in {*memory.forgotten, *memory.learnings}]

@@ -1,0 +1,217 @@
+"""Success probabilities -> survival probabilities (ARRoL 4.2, Eq. 2; ours where the paper is silent).
+
+Eq. 2 as printed, p = clip(kappa + delta + lambda (rho - q)) with lambda > 0, falls with q: survivors are the unlikely
+ones whatever the success rate, so where success is rare (mean q < rho) it moves their mean *away* from rho. Lemma 4.1
+asks for the opposite: below rho removing a candidate with q under the mean helps, above rho one with q over the mean.
+The sign has to follow the side of rho on which the population is. `"paper"` is Eq. 2 as printed.
+
+`"balance"` solves for both aims. Among all rules with p in [min, max] it takes the one that disturbs least,
+
+    minimise E[(p - kappa)^2]   subject to   E[p] = kappa,   E[p (q - rho)] = 0   (which is E[p q] / E[p] = rho),
+
+because the inverse-probability weights of the trainer vary least near a uniform p. Its stationarity condition,
+p - kappa = a + b q clipped to the bounds (the bounds' multipliers act only where p touches them), is Eq. 2's form with
+a strength of either sign: p = clip(kappa + bias + strength (q - rho), min, max). For a fixed strength E[p] rises with
+the bias, and along the curve E[p] = kappa, E[p q] rises with the strength (mass moves to higher q), so both are found
+by one-dimensional root search. If the bounds make rho unreachable the strength ends at its limit on the right side.
+
+`"gradient"` stands in gradient.py, whoever is kept is drawn in survivors.py.
+
+Invariant: every survival probability lies within the plan's bounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import fsum
+
+from vllm_rollout.group.plans.pruning_plan import PruningPlan
+
+Point = tuple[float, float]
+"""Success probability and weight."""
+
+MAX_SOLVED_STRENGTH = 8.0
+"""Largest size of the strength that the balance rule solves for: a difference of 1/8 in success probability then
+decides between the bounds of survival, which is as fine as calibration knows it."""
+MIN_BALANCED = 4.0
+"""Candidates whose survival is balanced together; a smaller batch of siblings is filled up from the population.
+Measured at 1, 4 and 16 siblings per batch (docs/log.md): more weakens the group's own balance."""
+NUM_QUANTILES = 8
+"""Points that stand for the population there."""
+MASS_TOLERANCE = 1e-9
+"""Accuracy of the mean survival probability."""
+RATIO_TOLERANCE = 1e-6
+"""Accuracy of the positive ratio among survivors."""
+MAX_ITERATIONS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class SurvivalRule:
+    """q -> survival probability. Positive strength keeps the likely ones; Eq. 2 is strength = -lambda."""
+
+    bias: float
+    strength: float
+    target_positive_ratio: float
+    keep_ratio: float
+    min_survival: float
+    max_survival: float
+
+    def survival(self, q: float) -> float:
+        """Never falls with q when the strength is positive, never rises when it is negative."""
+        p = self.keep_ratio + self.bias + self.strength * (q - self.target_positive_ratio)
+        return min(self.max_survival, max(self.min_survival, p))
+
+
+def solve_paper(points: Sequence[Point], plan: PruningPlan) -> SurvivalRule:
+    """Eq. 2: the bias for which mean survival over the points is `keep_ratio`, with strength = -lambda."""
+    mass = plan.keep_ratio * fsum(weight for _, weight in points)
+    return rule_of(-plan.strength, points, plan, mass)
+
+
+def group_rule(
+    batch: Iterable[float],
+    earlier: Iterable[tuple[float, bool]],
+    population: Sequence[Point],
+    plan: PruningPlan,
+    min_balanced: float = MIN_BALANCED,
+) -> SurvivalRule:
+    """The balance rule inside one group: Lemma 4.1 with the group's own mean.
+
+    batch: q of the siblings to decide on now. earlier: (q, kept) of those decided before; what they took or left of
+    the group's shares of survivors and of positives is made up for now. population: `compress`ed; fills a batch up to
+    `min_balanced` candidates, as a stand-in for siblings still to come, since a batch of one cannot be balanced.
+    """
+    others = list(earlier)
+    points, mass = group_share(batch, others, population, plan, min_balanced)
+    num_kept = sum(kept for _, kept in others)
+    positives = plan.target_positive_ratio * (num_kept + mass) - fsum(q for q, kept in others if kept)
+    return _Problem(points, plan, mass, positives).solve()
+
+
+def group_share(
+    batch: Iterable[float],
+    earlier: Sequence[tuple[float, bool]],
+    population: Sequence[Point],
+    plan: PruningPlan,
+    min_balanced: float = MIN_BALANCED,
+) -> tuple[list[Point], float]:
+    """What is solved for one group (`group_rule`): the points, and how many of them are to be kept, so that the group
+    keeps `keep_ratio` of its candidates, as nearly as the bounds allow."""
+    own = [(q, 1.0) for q in batch]
+    missing = max(0.0, min_balanced - len(own))
+    points = own + [(q, missing * share) for q, share in population if missing]
+    weight = fsum(w for _, w in points)
+    low, high = _bounds(plan)
+    wanted = plan.keep_ratio * (len(earlier) + weight) - sum(kept for _, kept in earlier)
+    return points, min(high * weight, max(low * weight, wanted))
+
+
+def rule_of(strength: float, points: Sequence[Point], plan: PruningPlan, mass: float) -> SurvivalRule:
+    """The rule of that strength that keeps `mass` of the points."""
+    return _Problem(points, plan, mass, 0.0).rule(strength)
+
+
+def compress(points: Iterable[Point], num_points: int = NUM_QUANTILES) -> list[Point]:
+    """A distribution as the means of its quantiles, of weight 1 in all. Keeps the mean."""
+    ordered = sorted(points)
+    total = fsum(w for _, w in ordered)
+    parts = [0.0] * num_points
+    start = 0.0
+    for q, w in ordered:
+        end = start + w * num_points / total  # in units of one part
+        for part in range(int(start), min(num_points, int(end) + 1)):
+            parts[part] += q * max(0.0, min(end, part + 1) - max(start, part))
+        start = end
+    return [(q, 1 / num_points) for q in parts] if ordered else []
+
+
+def _bounds(plan: PruningPlan) -> tuple[float, float]:
+    """Survival bounds, between which the keep ratio lies: with `keep_ratio` 1 nothing is pruned."""
+    return plan.min_survival, 1.0 if plan.keep_ratio == 1 else plan.max_survival
+
+
+class _Problem:
+    """Sum of w p = mass and, as nearly as possible, sum of w p q = positives, over p = clip(level + strength q)."""
+
+    def __init__(self, points: Sequence[Point], plan: PruningPlan, mass: float, positives: float) -> None:
+        self._points = [point for point in points if point[1] > 0]
+        self._plan = plan
+        self._mass = mass
+        self._positives = positives
+        self._low, self._high = _bounds(plan)
+        self._weight = fsum(w for _, w in self._points)
+        self._level = plan.keep_ratio
+        """The level of the last strength tried: the next one starts near it."""
+
+    def solve(self) -> SurvivalRule:
+        """The strength of least size that reaches `positives`, or comes nearest."""
+        if not self._low * self._weight < self._mass < self._high * self._weight:
+            return self.rule(0.0)  # every p is at the same bound, or there is no point at all
+        tolerance = RATIO_TOLERANCE * self._weight
+        near, near_excess = 0.0, self._excess(0.0)
+        if abs(near_excess) <= tolerance:
+            return self.rule(0.0)
+        far = -MAX_SOLVED_STRENGTH if near_excess > 0 else MAX_SOLVED_STRENGTH
+        far_excess = self._excess(far)
+        if near_excess * far_excess > 0:
+            return self.rule(far)
+        strength = near
+        for _ in range(MAX_ITERATIONS):
+            # regula falsi; halving the value of an end that stays (Illinois) keeps it from crawling
+            strength = (near * far_excess - far * near_excess) / (far_excess - near_excess)
+            excess = self._excess(strength)
+            if abs(excess) <= tolerance:
+                break
+            if excess * far_excess < 0:
+                near, near_excess = far, far_excess
+            else:
+                near_excess /= 2
+            far, far_excess = strength, excess
+        return self.rule(strength)
+
+    def rule(self, strength: float) -> SurvivalRule:
+        plan = self._plan
+        self._excess(strength)
+        bias = self._level - plan.keep_ratio + strength * plan.target_positive_ratio
+        return SurvivalRule(bias, strength, plan.target_positive_ratio, plan.keep_ratio, self._low, self._high)
+
+    def _excess(self, strength: float) -> float:
+        """Positives beyond the wanted ones, at the level that keeps `mass`.
+
+        Mass is a non-decreasing, piecewise linear function of the level: Newton steps, bisection where they leave the
+        bracket.
+        """
+        points, low, high = self._points, self._low, self._high
+        if not points:
+            self._level = self._plan.keep_ratio - strength * self._plan.target_positive_ratio  # bias 0
+            return 0.0
+        reach = [strength * q for q, _ in points]
+        bottom, top = low - max(reach), high - min(reach)  # all p are `low`; all p are `high`
+        level = min(top, max(bottom, self._level))
+        tolerance = MASS_TOLERANCE * self._weight
+        positives = 0.0
+        for _ in range(MAX_ITERATIONS):
+            mass = positives = slope = 0.0
+            for q, w in points:
+                p = level + strength * q
+                if p < low:
+                    p = low
+                elif p > high:
+                    p = high
+                else:
+                    slope += w
+                mass += w * p
+                positives += w * p * q
+            miss = mass - self._mass
+            if abs(miss) <= tolerance:
+                break
+            if miss > 0:
+                top = level
+            else:
+                bottom = level
+            level = level - miss / slope if slope else bottom
+            if not bottom < level < top:
+                level = (bottom + top) / 2
+        self._level = level
+        return positives - self._positives

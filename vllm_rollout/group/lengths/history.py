@@ -1,0 +1,257 @@
+"""Lengths of groups that are over -> moving averages of mean and variance, per prompt and of the whole data set.
+
+A prompt has the moments within its groups: they say how much redundancy it deserves. The data set has the moments of
+all lengths, within and between prompts. Censored lengths count as `group/lengths/shape.py` expects them.
+
+Averages are exponential. The newest of n groups weighs more while n is small, so that weights always sum to 1.
+
+Invariant: what a history says depends on the observed groups and their order only, and is always finite; a restored
+history goes on as the saved one.
+
+Source: DARTS 4.2.2 and Appendix B. The treatment of censored lengths is ours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+from vllm_rollout.config import HISTORY_KEY_CHARS, LOG_STD_PRIOR_WEIGHT
+from vllm_rollout.group.checks import MAX_COUNT, fields_of, integer, listed, number, text
+from vllm_rollout.group.lengths.censoring import GroupMoments, bounded_log_std, group_moments
+from vllm_rollout.group.lengths.life_table import PRIOR_LOG_STD
+from vllm_rollout.group.lengths.moments import LengthMoments
+from vllm_rollout.group.lengths.shape import LengthShape
+from vllm_rollout.group.types import Ending
+
+MAX_HISTORY_PROMPTS = 131_072
+"""Prompts whose lengths are remembered, the newest seen: more than the usual training sets have, in about 30 MB."""
+HISTORY_MAX_TOKENS = 2**31
+"""Longest length that is believed, in tokens. It keeps all moments finite."""
+HISTORY_PROMPT_WEIGHT = 0.5
+"""Weight of the newest group in a prompt's moving averages. A prompt comes back once per epoch: one group of 8 knows
+its standard deviation to about 40 %, three (what 0.5 averages over) to 25 %, and older epochs had another policy."""
+HISTORY_DATASET_HALF_LIFE = 512
+"""Groups after which a group counts half in the data set's averages: a few training steps, and some 6,000 lengths."""
+DATASET_DECAY = 0.5 ** (1 / HISTORY_DATASET_HALF_LIFE)
+MAX_MEAN = 1e15
+"""Largest mean of a state, in tokens. No fit of lengths up to `HISTORY_MAX_TOKENS` comes near it."""
+MAX_VARIANCE = 1e36
+"""Large enough that no average of what is accepted leaves it."""
+TOTALS = ("dataset", "log_lengths", "shape")
+"""Fields that a state has beside the prompts."""
+
+
+class ObservedLength(NamedTuple):
+    """Output tokens of one candidate."""
+
+    num_tokens: int
+    censored: bool
+    """It was cut or stopped: its real length is larger."""
+
+
+def observed_lengths(endings: Iterable[Ending]) -> list[ObservedLength]:
+    """What a group that is over tells: what was cut or stopped would have been longer, what failed tells nothing.
+
+    A surplus candidate that ended by itself, too late to count, is as long as it would ever have been.
+    """
+    return [
+        ObservedLength(ending.num_tokens, censored=not (ending.valid or ending.ended_by_itself))
+        for ending in endings
+        if ending.state != "failed" and ending.num_tokens
+    ]
+
+
+class LengthHistory:
+    """Moving averages of lengths. The prompts seen longest ago are forgotten first."""
+
+    def __init__(self, max_prompts: int = MAX_HISTORY_PROMPTS) -> None:
+        assert max_prompts >= 1, "the prompt just seen is always remembered"
+        self._max_prompts = max_prompts
+        self._prompts: dict[str, tuple[Any, ...]] = {}
+        """Fields of each one's average; the last seen comes last. Plain tuples of numbers, which the garbage collector
+        need not look at: a hundred thousand other objects would make its passes long."""
+        self._dataset: _Average | None = None
+        self._shape = LengthShape(DATASET_DECAY)
+        self._log_squares = 0.0
+        self._log_freedom = 0.0
+        """Decaying sums over groups: their ratio is the data set's log variance within groups."""
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._prompts
+
+    def observe(self, key: str, lengths: Sequence[ObservedLength]) -> None:
+        """One group that is over: the lengths of its candidates but for the failed ones. None at all tell nothing.
+
+        Raises: ValueError for what is no length, or for a key that is empty or too long.
+        """
+        _checked_key(key)
+        finished, stops = _checked(lengths)
+        if not finished and not stops:
+            return
+        log_std = self.log_std()
+        group = group_moments(finished, stops, log_std)
+        shaped = self._shape.observe(finished, stops, log_std)
+        if shaped is not None:
+            fitted = group.variance
+            if fitted is not None and shaped.variance is not None:
+                fitted = self._shape.variance_of_prompt(shaped.variance, fitted)
+            group = group._replace(mean=shaped.mean, variance=fitted, spread=shaped.spread)
+        self._log_squares = DATASET_DECAY * self._log_squares + group.log_squares
+        self._log_freedom = DATASET_DECAY * self._log_freedom + group.log_freedom
+        self._dataset = _total(self._dataset, group)
+        self._prompts[key] = tuple(_within(_average(self._prompts.pop(key, None)), group))
+        if len(self._prompts) > self._max_prompts:
+            del self._prompts[next(iter(self._prompts))]
+
+    def of(self, key: str) -> LengthMoments | None:
+        """Mean and variance within groups of this prompt. None until a group of at least two lengths was seen."""
+        average = _average(self._prompts.get(key))
+        if average is None or not average.num_variances:
+            return None
+        return LengthMoments(average.mean, average.variance, average.num_groups)
+
+    def dataset(self) -> LengthMoments | None:
+        """Mean and total variance of lengths, within and between prompts, so that std / mean is rho of DARTS Eq. 7.
+
+        With their distribution, unless most of the groups were seen by a version that did not keep it.
+        """
+        if self._dataset is None:
+            return None
+        num_groups, mean, _, variance = self._dataset
+        whole = self._shape.num_groups >= min(num_groups, HISTORY_DATASET_HALF_LIFE)
+        return LengthMoments(mean, variance, num_groups, self._shape.shares() if whole else ())
+
+    def log_std(self) -> float:
+        """Standard deviation of log lengths within groups, over the data set: what fits and the form lean on."""
+        squares = LOG_STD_PRIOR_WEIGHT * PRIOR_LOG_STD**2 + self._log_squares
+        return bounded_log_std(math.sqrt(squares / (LOG_STD_PRIOR_WEIGHT + self._log_freedom)))
+
+    def to_state(self) -> dict[str, Any]:
+        """JSON-able; prompts from the one seen longest ago to the last seen."""
+        return {"prompts": [row for rows in self.prompts(len(self) or 1) for row in rows], **self.totals()}
+
+    def prompts(self, size: int) -> Iterator[list[list[Any]]]:
+        """The state's prompts, up to `size` at a time.
+
+        The history may go on in between: prompts are then as they are when they are reached, and those forgotten or
+        first seen meanwhile are left out. With `totals` taken afterwards it is a state that `from_state` accepts.
+        """
+        keys = iter(list(self._prompts))
+        while some := list(islice(keys, size)):
+            averages = [(key, self._prompts.get(key)) for key in some]
+            yield [[key, *average] for key, average in averages if average is not None]
+
+    def totals(self) -> dict[str, Any]:
+        """The state's fields but for the prompts."""
+        return {
+            "dataset": None if (seen := self._dataset) is None else [seen.num_groups, seen.mean, seen.variance],
+            "log_lengths": [self._log_squares, self._log_freedom],
+            "shape": self._shape.to_state(),
+        }
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any], max_prompts: int = MAX_HISTORY_PROMPTS) -> LengthHistory:
+        """Raises: ValueError for what no history can have been."""
+        fields_of(state, ("prompts", *TOTALS), "a length history")
+        history = cls(max_prompts)
+        history._shape = LengthShape.from_state(state["shape"], DATASET_DECAY)
+        prompts = listed(state["prompts"], "prompts of a length history")
+        if len(prompts) > max_prompts:
+            raise ValueError(f"a length history has at most {max_prompts} prompts, got {len(prompts)}")
+        for i, entry in enumerate(prompts):
+            where = f"prompts[{i}] of a length history"
+            key, *numbers = listed(entry, where, length=1 + len(_Average._fields))
+            _checked_key(key)
+            if key in history._prompts:
+                raise ValueError(f"{where}: {key!r} comes twice")
+            history._prompts[key] = tuple(_Average.from_state(numbers, where))
+        if state["dataset"] is not None:
+            where = "dataset of a length history"
+            num_groups, mean, variance = listed(state["dataset"], where, length=3)
+            history._dataset = _Average.from_state([num_groups, mean, num_groups, variance], where)
+        known = history._dataset.num_groups if history._dataset else 0
+        needed = sum(num_groups for num_groups, *_ in history._prompts.values())
+        if needed > known != MAX_COUNT:  # beyond, nobody counts any more
+            raise ValueError(f"the prompts of a length history have seen {needed} groups, but the data set {known}")
+        where = "log_lengths of a length history"
+        squares, freedom = (number(x, where, 0, MAX_VARIANCE) for x in listed(state["log_lengths"], where, length=2))
+        if (squares and not freedom) or (freedom and not known):
+            raise ValueError(f"{where}: a sum without a group it could come from")
+        history._log_squares, history._log_freedom = squares, freedom
+        return history
+
+
+class _Average(NamedTuple):
+    """Exponential averages; a group of one length has a mean and no variance."""
+
+    num_groups: int
+    mean: float
+    num_variances: int
+    variance: float
+
+    @classmethod
+    def from_state(cls, numbers: Sequence[Any], where: str) -> _Average:
+        num_groups, mean, num_variances, variance = numbers
+        average = cls(
+            integer(num_groups, where, 1),
+            number(mean, where, 0, MAX_MEAN),
+            integer(num_variances, where),
+            number(variance, where, 0, MAX_VARIANCE),
+        )
+        if num_variances > num_groups or (not num_variances and variance):
+            raise ValueError(f"{where}: a variance without a group it could come from")
+        return average
+
+
+def _average(fields: tuple[Any, ...] | None) -> _Average | None:
+    return None if fields is None else _Average(*fields)
+
+
+def _within(old: _Average | None, group: GroupMoments) -> _Average:
+    num_groups, mean, num_variances, variance = old or _Average(0, 0.0, 0, 0.0)
+    mean += _weight(HISTORY_PROMPT_WEIGHT, num_groups + 1) * (group.mean - mean)
+    if group.variance is not None:
+        num_variances = min(num_variances + 1, MAX_COUNT)
+        share = _weight(HISTORY_PROMPT_WEIGHT, num_variances)
+        variance = (1 - share) * variance + share * group.variance
+    return _Average(min(num_groups + 1, MAX_COUNT), mean, num_variances, variance)
+
+
+def _total(old: _Average | None, group: GroupMoments) -> _Average:
+    """Averages of first and second moments, kept as mean and variance: no difference of large numbers."""
+    num_groups, mean, _, variance = old or _Average(0, 0.0, 0, 0.0)
+    share = _weight(1 - DATASET_DECAY, num_groups + 1)
+    step = group.mean - mean
+    variance = (1 - share) * (variance + share * step**2) + share * group.spread
+    num_groups = min(num_groups + 1, MAX_COUNT)
+    return _Average(num_groups, mean + share * step, num_groups, variance)
+
+
+def _weight(newest: float, num: int) -> float:
+    """Weight of the newest of `num`, so that the weights of these `num` sum to 1."""
+    return 1.0 if num == 1 else newest / -math.expm1(num * math.log1p(-newest))
+
+
+def _checked_key(key: Any) -> str:
+    return text(key, "the key of a prompt", HISTORY_KEY_CHARS)
+
+
+def _checked(lengths: Sequence[ObservedLength]) -> tuple[list[int], list[int]]:
+    """Lengths that ended by themselves, and stops of the others."""
+    parts: tuple[list[int], list[int]] = ([], [])
+    for i, (num_tokens, censored) in enumerate(lengths):
+        if type(num_tokens) is not int or not 0 <= num_tokens <= HISTORY_MAX_TOKENS:
+            raise ValueError(
+                f"lengths[{i}]: num_tokens must be an integer from 0 to {HISTORY_MAX_TOKENS}, got {num_tokens!r}. "
+                "Leave failed candidates out."
+            )
+        if type(censored) is not bool:
+            raise ValueError(f"lengths[{i}]: censored must be true or false, got {censored!r}")
+        parts[censored].append(num_tokens)
+    return parts

@@ -1,0 +1,114 @@
+"""Mean and variance of lengths, as they would run and cut at `max_tokens`; and how long a candidate will go on.
+
+With a history a candidate goes on for the mean of a log-normal length given that it is longer than what there is (mean
+residual life). Without one it goes on for as long again as it has lived. That is the mean residual life of a Pareto
+tail with exponent 2: under heavy tails, such as those of lengths, who is old still has long to live.
+
+An average of many ends is no bound on the last of them, and whoever shares its steps with others waits for each of them
+to end. So `late_remaining` says what one candidate of twenty exceeds, by the same two distributions.
+
+Invariants: what was cut is never longer, and spreads by half of `max_tokens` at most. What remains is at least one
+token, and never goes beyond `max_tokens`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import NormalDist
+
+from vllm_rollout.group.lengths.censoring import LogLengthFit, bounded_log_std, expected_length, length_beyond
+
+MAX_VARIATION = 1e100
+"""std / mean that is believed: its square is finite."""
+
+
+@dataclass(frozen=True, slots=True)
+class LengthMoments:
+    """Mean and variance of lengths, in tokens."""
+
+    mean: float
+    variance: float
+    num_groups: int
+    """Groups that have been averaged."""
+    shares: tuple[tuple[float, float], ...] = ()
+    """The distribution, where it is known: lengths with their shares. Else it counts as log-normal."""
+
+    @property
+    def std(self) -> float:
+        return math.sqrt(self.variance)
+
+    def cut(self, max_tokens: int | None) -> LengthMoments:
+        """The moments of the same lengths cut at `max_tokens`; None: not cut."""
+        if max_tokens is None or self.mean <= 0:
+            return self
+        first, second = self._cut_squares(max_tokens)
+        mean = min(first, self.mean, float(max_tokens))
+        # no variable between 0 and max_tokens with this mean varies more
+        variance = min(max(second - first**2, 0.0), self.variance, mean * (max_tokens - mean))
+        return replace(self, mean=mean, variance=variance, shares=())
+
+    def _cut_squares(self, max_tokens: int) -> tuple[float, float]:
+        """First and second moment of the cut lengths."""
+        if self.shares:
+            cut = [(min(length, max_tokens), share) for length, share in self.shares]
+            return math.fsum(x * share for x, share in cut), math.fsum(x * x * share for x, share in cut)
+        log_std = math.sqrt(math.log1p(min(self.std / self.mean, MAX_VARIATION) ** 2))
+        if not log_std:
+            length = min(self.mean, max_tokens)
+            return length, length**2
+        cdf = NormalDist().cdf
+        location = math.log(self.mean) - log_std**2 / 2
+        cut_at = (math.log(max_tokens) - location) / log_std
+        beyond = cdf(-cut_at)
+        return (
+            self.mean * cdf(cut_at - log_std) + max_tokens * beyond,
+            (self.mean**2 + self.variance) * cdf(cut_at - 2 * log_std) + max_tokens**2 * beyond,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LengthStatistics:
+    """What was seen of lengths, in tokens."""
+
+    dataset: LengthMoments | None
+    """Lengths of all candidates; None before there were any."""
+    prompts: Sequence[LengthMoments | None]
+    """Lengths of each prompt asked for; None for one never seen."""
+
+
+LATE_SHARE = 0.05
+"""Share of candidates that go on for longer than is called late."""
+
+
+def expected_remaining(num_tokens: int, lengths: LengthMoments | None = None, max_tokens: int | None = None) -> float:
+    """Output tokens still to come of a candidate that has `num_tokens` and runs.
+
+    lengths: of its prompt; else of the data set; None before anything was seen.
+    """
+    if lengths is None:
+        remaining = float(num_tokens)
+    else:
+        remaining = expected_length(_log_normal(lengths), num_tokens) - num_tokens
+    return _bounded(remaining, num_tokens, max_tokens)
+
+
+def late_remaining(num_tokens: int, lengths: LengthMoments | None = None, max_tokens: int | None = None) -> float:
+    """What `LATE_SHARE` of such candidates exceed."""
+    if lengths is None:
+        remaining = num_tokens * (LATE_SHARE**-0.5 - 1)
+    else:
+        remaining = length_beyond(_log_normal(lengths), num_tokens, LATE_SHARE) - num_tokens
+    return _bounded(remaining, num_tokens, max_tokens)
+
+
+def _bounded(remaining: float, num_tokens: int, max_tokens: int | None) -> float:
+    most = math.inf if max_tokens is None else max_tokens - num_tokens
+    return max(1.0, min(remaining, most))
+
+
+def _log_normal(lengths: LengthMoments) -> LogLengthFit:
+    mean = max(lengths.mean, 1.0)
+    std = bounded_log_std(math.sqrt(math.log1p(lengths.variance / mean**2)))
+    return LogLengthFit(math.log(mean) - std**2 / 2, std, 0.0)

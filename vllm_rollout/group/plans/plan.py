@@ -1,0 +1,193 @@
+"""Request fields -> GroupPlan. Invariant: a plan that exists can be carried out by the rules as they stand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from vllm_rollout.group.plans.fields import ROWS, DualEndFields, EarlyStop, SelectionRule
+from vllm_rollout.group.plans.pruning_plan import PruningPlan
+from vllm_rollout.group.plans.rows import PlanError, rows
+from vllm_rollout.group.plans.terms import GroupTerms
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlan:
+    """What to do with one prompt."""
+
+    group_size: int
+    """Trajectories to return, M."""
+    redundancy: int = 0
+    """Spare candidates, M' - M."""
+    early_stop: bool = True
+    selection: SelectionRule = "first"
+    num_longest: int = 0
+    """L of a dual-end selection; K = group_size - L."""
+    pruning: PruningPlan | None = None
+    patience: float | None = None
+    """None: the whole pool runs to its end."""
+    num_replaceable: int = 0
+    """Candidates that are lost are replaced, so many of them."""
+    audit: bool = False
+    """Nobody is stopped, so that what is learned of it is true of the policy (`group/judging/audit.py`)."""
+
+    @property
+    def num_candidates(self) -> int:
+        """M' of DARTS."""
+        return self.group_size + self.redundancy
+
+    @property
+    def terms(self) -> GroupTerms:
+        """What every candidate of the group is launched with."""
+        return GroupTerms(
+            self.group_size, self.num_candidates, self.early_stop, self.patience, self.pruning, self.num_replaceable
+        )
+
+    @property
+    def returns_all(self) -> bool:
+        """Whoever is kept is returned: the chance to be returned is the one to survive pruning. In a race nobody knows
+        it."""
+        return self.redundancy == 0
+
+    def audited(self) -> GroupPlan:
+        """This plan for an audit group."""
+        pruning = None if self.pruning is None else self.pruning.audited(races=not self.returns_all)
+        return GroupPlan(self.group_size, pruning=pruning, num_replaceable=self.num_replaceable, audit=True)
+
+    def allocated(self, num_candidates: int, extreme: bool, *, early_stop: bool = True) -> GroupPlan:
+        """This plan with as many candidates as redundancy "auto" gives the prompt (`group/plans/allocation.py`).
+
+        An extreme tail is not waited for: shortest-only, with early stop unless that is forbidden.
+
+        Source: DARTS Algorithm 2.
+        """
+        plan = replace(self, redundancy=num_candidates - self.group_size)
+        if not extreme:
+            return plan
+        return replace(plan, selection="shortest", num_longest=0, patience=None, early_stop=early_stop)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupJoin:
+    """A single request that belongs to a group which other requests of the client make up."""
+
+    name: str | None
+    """The group's, among those of its namespace and prompt. None: whichever group of its prompt is open
+    (`group/plans/prompt_groups.py`)."""
+    group_size: int
+    num_candidates: int
+    """Of the whole group, M'."""
+    early_stop: bool = True
+    pruning: PruningPlan | None = None
+    namespace: str = ""
+    """The run's: two of them may use the same names."""
+    audit_ratio: float = 0.0
+    """Share of such groups that are audited (`group/judging/audit.py`); drawn where the first sibling opens the
+    group."""
+
+
+def make_plan(
+    group_size: int,
+    redundancy: int = 0,
+    early_stop: EarlyStop = None,
+    selection: SelectionRule = "first",
+    num_longest: int | None = None,
+    pruning: PruningPlan | None = None,
+    patience: float | None = None,
+    *,
+    max_candidates: int,
+    names: Mapping[str, str] | None = None,
+) -> GroupPlan:
+    """Check the fields of one group and return its plan.
+
+    `max_candidates` is the engine's `max_num_seqs`: a group whose candidates cannot all run at once would decide its
+    race by queue position. `names` maps field names to what the user wrote (`rollout_redundancy` in xargs).
+
+    Raises: PlanError with field, value, allowed range and remedy.
+    """
+    named = names or {}
+
+    def name(field: str) -> str:
+        return named.get(field, field)
+
+    said = {
+        "group_size": group_size,
+        "redundancy": redundancy,
+        "early_stop": early_stop,
+        "selection": selection,
+        "num_longest": num_longest,
+        "patience": patience,
+    }
+    said = {field: value for field, value in said.items() if value is not None}
+    for field, value in said.items():
+        ROWS[field].read(value, name(field))
+    num_candidates = group_size + redundancy
+    if num_candidates > max_candidates:
+        raise PlanError(
+            name("redundancy") if redundancy else name("group_size"),
+            f"{name('group_size')} + {name('redundancy')} must be at most the server's max_num_seqs "
+            f"({max_candidates}), got {group_size} + {redundancy} = {num_candidates}. "
+            f"Ask for fewer candidates or start the server with --max-num-seqs {num_candidates}.",
+        )
+    _check_can_prune(pruning, group_size, num_candidates, name("redundancy"), name("allow_fewer"))
+    if selection != "dual_end":
+        for field in rows(DualEndFields):
+            if field in said:
+                raise PlanError(name(field), f"only applies to selection dual_end, got selection {selection!r}.")
+        return GroupPlan(group_size, redundancy, early_stop is not False, selection, pruning=pruning)
+    num_longest = default_num_longest(group_size) if num_longest is None else num_longest
+    if num_longest >= group_size:
+        raise PlanError(
+            name("num_longest"),
+            f"must be below {name('group_size')} ({group_size}), got {num_longest}: the other "
+            f"{name('group_size')} - {name('num_longest')} trajectories are the shortest, and of those a dual-end "
+            f"selection needs one. Leave it out for {default_num_longest(group_size)}.",
+        )
+    if early_stop is True:
+        raise PlanError(
+            name("early_stop"),
+            "cannot be true with selection dual_end: the longest of the pool are known only when the whole pool has "
+            'ended. Set it to "auto" (stop early where redundancy "auto" finds an extreme tail) or to false, bound '
+            f"the wait with {name('patience')}, or select first or shortest.",
+        )
+    return GroupPlan(group_size, redundancy, False, selection, num_longest, pruning, patience)
+
+
+def make_join(join: GroupJoin, *, max_candidates: int, names: Mapping[str, str] | None = None) -> GroupJoin:
+    """Check what a sibling says of its group; `max_candidates` and `names` as in `make_plan`.
+
+    Raises: PlanError with field, value, allowed range and remedy.
+    """
+    named = names or {}
+    size, number = named.get("group_size", "group_size"), named.get("num_candidates", "num_candidates")
+    ROWS["group_size"].check(join.group_size, size)
+    ROWS["num_candidates"].check(join.num_candidates, number)
+    if not join.group_size <= join.num_candidates <= max_candidates:
+        raise PlanError(
+            number if join.group_size <= max_candidates else size,
+            f"{number} counts all siblings and must be between {size} ({join.group_size}) and the server's "
+            f"max_num_seqs ({max_candidates}), got {join.num_candidates}. Send fewer or start the server with a larger "
+            "--max-num-seqs.",
+        )
+    allow_fewer = named.get("allow_fewer", "allow_fewer")
+    _check_can_prune(join.pruning, join.group_size, join.num_candidates, number, allow_fewer)
+    return join
+
+
+def default_num_longest(group_size: int) -> int:
+    """L of a dual-end selection: one, and none where that would leave no shortest."""
+    return min(1, group_size - 1)
+
+
+def _check_can_prune(
+    pruning: PruningPlan | None, group_size: int, num_candidates: int, spare_field: str, allow_field: str
+) -> None:
+    """Raises: PlanError when pruning is asked for and its floor forbids every single verdict."""
+    if pruning is None or pruning.mode == "shadow" or pruning.keep_ratio == 1 or pruning.allow_fewer:
+        return
+    if num_candidates == group_size:
+        raise PlanError(
+            allow_field,
+            f"nothing could ever be pruned: all {num_candidates} candidates are needed for a group of {group_size}. "
+            f"Ask for spare candidates ({spare_field}), or set {allow_field} to true for smaller groups.",
+        )

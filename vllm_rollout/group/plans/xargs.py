@@ -1,0 +1,108 @@
+"""Flat `rollout_*` fields of an OpenAI request (`vllm_xargs`) -> what `group/plans/plan.py` checks.
+
+Invariant: a field is refused by the name under which the user wrote it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm_rollout.group.plans.fields import PLAN_FIELDS, ROWS, PruningFields
+from vllm_rollout.group.plans.plan import GroupJoin, GroupPlan, make_join, make_plan
+from vllm_rollout.group.plans.pruning_plan import PruningPlan, make_pruning_plan
+from vllm_rollout.group.plans.rows import Door, PlanError, rows
+
+PREFIX = "rollout_"
+NAMES: Mapping[str, str] = {field: PREFIX + (row.xarg or field) for field, row in ROWS.items()}
+"""Field of a plan -> its name among the xargs."""
+PRUNING_XARGS: Mapping[str, str] = {field: NAMES[field] for field in rows(PruningFields)}
+
+
+def rollout_xargs(extra_args: Mapping[str, object]) -> dict[str, object]:
+    """The fields of ours among a request's `vllm_xargs`."""
+    return {key: value for key, value in extra_args.items() if key.startswith(PREFIX)}
+
+
+def plan_from_xargs(xargs: Mapping[str, object], n: int, *, max_candidates: int) -> GroupPlan | GroupJoin:
+    """The plan of the request's own group, or membership of a shared one.
+
+    `n` is the request's OpenAI `n`, the `group_size` of its own group.
+
+    Raises: PlanError naming the field as the user wrote it.
+    """
+    if "rollout_group_id" in xargs or "rollout_group_size" in xargs:
+        return _join(_read(xargs, "join"), n, max_candidates)
+    said = _read(xargs, "own")
+    group = {field: said[field] for field in PLAN_FIELDS if field in said}
+    names = {**NAMES, "group_size": "n"}
+    return make_plan(n, **group, pruning=_pruning(said), max_candidates=max_candidates, names=names)
+
+
+def audit_ratio_from_xargs(xargs: Mapping[str, object], of_server: float) -> float:
+    """Share of groups like the request's that are audited (`group/judging/audit.py`); `of_server`: where it does not
+    say.
+
+    Raises: PlanError.
+    """
+    name, detection_length = NAMES["audit_ratio"], NAMES["detection_length"]
+    ratio, learns = xargs.get(name), xargs.get(detection_length) is not None
+    if ratio is None:
+        return of_server if learns else 0.0
+    ratio = ROWS["audit_ratio"].read(ratio, name)
+    if not learns:
+        raise PlanError(name, f"needs {detection_length}: without pruning nothing is learned that audits keep true.")
+    return float(ratio)
+
+
+def as_written(refusal: str) -> tuple[str, str]:
+    """A refusal by a joined group ("group_size of this group is …") with the field's name among the xargs, and that
+    name; one that begins with no field is about the group that was named."""
+    field, _, rest = refusal.partition(" ")
+    name = NAMES.get(field.removeprefix("pruning."))
+    return ("rollout_group_id", f"rollout_group_id: {refusal}") if name is None else (name, f"{name} {rest}")
+
+
+def _read(xargs: Mapping[str, object], door: Door) -> dict[str, Any]:
+    """What was said, by field; null says nothing. The audit ratio is read by itself, since a server has its own."""
+    allowed = {NAMES[field]: field for field, row in ROWS.items() if door in row.doors}
+    for key in xargs:
+        if key not in allowed:
+            joins = any(NAMES[field] == key and "join" in row.doors for field, row in ROWS.items())
+            problem = "needs rollout_group_size" if joins else "is not a field of this version"
+            raise PlanError(key, f"{problem}; allowed here: {', '.join(allowed)}.")
+    said = {field: xargs[key] for key, field in allowed.items() if xargs.get(key) is not None}
+    said.pop("audit_ratio", None)
+    pruning = [field for field in PRUNING_XARGS if field in said]
+    if pruning and "detection_length" not in said:
+        raise PlanError(
+            NAMES[pruning[0]],
+            f"needs {NAMES['detection_length']}, which turns pruning on: output tokens after which a candidate is "
+            "scored.",
+        )
+    return {field: ROWS[field].read(value, NAMES[field]) for field, value in said.items()}
+
+
+def _pruning(said: Mapping[str, Any]) -> PruningPlan | None:
+    given = {field: said[field] for field in PRUNING_XARGS if field in said}
+    return make_pruning_plan(given, PRUNING_XARGS) if given else None
+
+
+def _join(said: Mapping[str, Any], n: int, max_candidates: int) -> GroupJoin:
+    name = said.get("group_id")
+    if n != 1:
+        raise PlanError(
+            NAMES["group_size" if name is None else "group_id"],
+            f"joins single requests, but n is {n}. Leave it out to run the n choices as one group, or send n=1.",
+        )
+    if (group_size := said.get("group_size")) is None:
+        raise PlanError(NAMES["group_size"], "is required to join a group: how many siblings have to finish.")
+    join = GroupJoin(
+        name,
+        group_size,
+        said.get("num_candidates", group_size),
+        said.get("early_stop") is not False,
+        _pruning(said),
+        said.get("namespace", ""),
+    )
+    return make_join(join, max_candidates=max_candidates, names=NAMES)

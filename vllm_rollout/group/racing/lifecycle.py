@@ -1,0 +1,280 @@
+"""Group: engine events in, verdicts out.
+
+Invariant: each candidate reaches exactly one end state, and no verdict is given on a candidate that has ended.
+
+Events arrive while an engine step is processed (`launch`, `end`); `settle` closes the step and decides. Deciding at the
+end of the step is what makes ties exact: several candidates may end in the step in which the group completes, and the
+winners among them are the shortest, then the lowest index, whatever the order of the engine's loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from math import ceil
+
+from vllm_rollout.group.plans.pruning_plan import PruningPlan
+from vllm_rollout.group.plans.terms import GroupTerms
+from vllm_rollout.group.types import Assessment, CandidateState, EndReason, StopState
+
+
+@dataclass(frozen=True, slots=True)
+class Settlement:
+    """Verdicts of one step."""
+
+    stop: tuple[int, ...] = ()
+    """Running candidates that nobody needs now: stop them."""
+    lost_ties: tuple[int, ...] = ()
+    """Candidates that ended by themselves in this step, but after `group_size` others: surplus, with all tokens."""
+    stop_as: StopState = "surplus"
+
+
+NOTHING = Settlement()
+
+
+@dataclass(slots=True)
+class _Candidate:
+    state: CandidateState = "running"
+    truncated: bool = False
+    num_tokens: int = 0
+    step: int = 0
+    """The group's step in which it ended."""
+    is_replaced: bool = False
+    has_place: bool = True
+
+
+@dataclass(slots=True)
+class Group:
+    """One prompt's candidates between launch and verdict (DARTS section 4.3.1: early stop at M of M')."""
+
+    terms: GroupTerms
+    audit: bool = False
+    """It was drawn as an audit group: in place of a race, the first `group_size` candidates that come have the places,
+    and only who finds none is stopped. Candidates are exchangeable before they begin, so they are a plain sample."""
+    closed: bool = False
+    """`group_size` usable candidates have finished, or nobody wants the rest: the others were given up."""
+    cancelled: bool = False
+    """Nobody wants the rest: what comes late is deferred too."""
+    length_cap: int | None = None
+    """Tokens at which a running candidate may be given up: `group_size` valid ones have finished, and it is `patience`
+    times as long as the longest of them. A rule on lengths, not on time: it also holds for candidates that began late.
+    """
+    assessments: dict[int, Assessment] = field(default_factory=dict)
+    """What was decided about the candidates that were scored, by index."""
+    trials: dict[int, dict[int, Assessment]] = field(default_factory=dict)
+    """What would have been decided at each trial length, by length and index."""
+    finals: dict[int, Assessment] = field(default_factory=dict)
+    """What the finished candidates were worth that were scored at their end, by index."""
+    _candidates: dict[int, _Candidate] = field(default_factory=dict)
+    _new: list[int] = field(default_factory=list)
+    """Candidates that ended since the last settlement."""
+    _settled: list[int] = field(default_factory=list)
+    """Candidates that the last settlement was about."""
+    _num_running: int = 0
+    _num_replaced: int = 0
+    """Lost candidates in whose place another one is to come, or has come."""
+    _num_steps: int = 0
+    """Settlements so far: the group's own clock, which goes with it wherever it runs."""
+
+    def launch(self, index: int | None = None) -> int:
+        """A candidate entered the engine; without an index it takes the next one. Returns its index.
+
+        The caller has asked `has` about an index of its own.
+        """
+        if index is None:
+            index = len(self._candidates)
+        assert index not in self._candidates, f"candidate {index} launched twice"
+        self._candidates[index] = _Candidate(has_place=self._num_places_left > 0)
+        self._num_running += 1
+        return index
+
+    def end(self, index: int, reason: EndReason, num_tokens: int) -> None:
+        """A candidate ended without a verdict. Ignored when a verdict was faster."""
+        candidate = self._candidates[index]
+        if candidate.state != "running":
+            return
+        candidate.state = "failed" if reason == "failed" else "finished"
+        candidate.truncated = reason == "length"
+        candidate.num_tokens = num_tokens
+        candidate.step = self._num_steps + 1  # the one that the next settlement closes
+        self._num_running -= 1
+        self._new.append(index)
+        if reason == "failed" and not self.closed and self._num_replaced < self.terms.num_replaceable:
+            candidate.is_replaced = True
+            self._num_replaced += 1
+
+    def settle(self) -> Settlement:
+        """Close the step: decide on everything that ended since the last call.
+
+        A truncated candidate counts only when too few others are left to reach `group_size` (docs/design.md 3).
+        """
+        new, self._settled, self._new = self._new, self._new, []
+        self._num_steps += 1
+        if self.closed:
+            # A sibling that came late, or ended in flight after the group had closed.
+            for index in new:
+                if self._candidates[index].state == "finished":
+                    self._candidates[index].state = "surplus"
+            lost = tuple(i for i in sorted(new) if self._candidates[i].state == "surplus")
+            late: StopState = "deferred" if self.cancelled else "surplus"
+            return Settlement(self._give_up_rest(late), lost, late)
+        if not self.terms.early_stop:
+            self._set_length_cap()
+            return NOTHING
+        without_place = self._give_up_without_place() if self.audit else NOTHING
+        ranking = self._ranking()
+        if len(ranking) < self.terms.group_size:
+            return without_place
+        self.closed = True
+        winners = set(ranking[: self.terms.group_size])
+        lost = tuple(i for i in sorted(new) if i not in winners and self._candidates[i].state == "finished")
+        for index in lost:
+            self._candidates[index].state = "surplus"
+        return Settlement(without_place.stop + self._give_up_rest(), without_place.lost_ties + lost)
+
+    def num_needed(self, num_due: int, at_least: int) -> int:
+        """How many of `num_due` running candidates have to be kept so that `at_least` candidates can finish.
+
+        What shadow mode marked counts as stopped: the next verdicts are those that active mode would give.
+        """
+        num_able = sum(
+            candidate.state in ("running", "finished") and not self._is_marked(index)
+            for index, candidate in self._candidates.items()
+        )
+        num_others = num_able - num_due + self.num_to_come
+        return min(num_due, max(0, at_least - num_others))
+
+    def prune(self, indices: Iterable[int]) -> None:
+        """Verdict on running candidates: their scores stop them. Call `settle` again afterwards.
+
+        It belongs to the step that was settled last: if the group closes by it, what ended in that step may tie.
+        """
+        self._stop(indices, "pruned")
+        self._num_steps -= 1
+        self._new, self._settled = self._settled + self._new, []
+
+    def too_long(self, num_tokens: Mapping[int, int]) -> list[int]:
+        """Those that have reached `length_cap`: surplus now. `num_tokens`: output tokens of running candidates."""
+        reached = [index for index, length in num_tokens.items() if length >= self.length_cap]
+        self._stop(reached, "surplus")
+        return reached
+
+    def cancel(self) -> list[int]:
+        """Nobody wants the rest: what runs, and what comes later, is deferred."""
+        self.closed = self.cancelled = True
+        return list(self._give_up_rest("deferred"))
+
+    @property
+    def pruning(self) -> PruningPlan | None:
+        """How its candidates are judged; in an audit group nobody is stopped by it."""
+        plan = self.terms.pruning
+        return plan.audited(self.terms.races) if self.audit and plan is not None else plan
+
+    @property
+    def running(self) -> list[int]:
+        """Indices of the candidates that run."""
+        return [index for index, candidate in self._candidates.items() if candidate.state == "running"]
+
+    def has(self, index: int) -> bool:
+        """Whether a candidate of that index was launched."""
+        return index in self._candidates
+
+    def end_step(self, index: int) -> int:
+        """The group's step in which a candidate ended: the order of finishing, wherever the group runs."""
+        return self._candidates[index].step
+
+    def state(self, index: int) -> CandidateState:
+        return self._candidates[index].state
+
+    def is_unwanted(self, index: int) -> bool:
+        """It came too late, or found no place in an audit group: the next settlement stops it."""
+        return self.closed or not self._candidates[index].has_place
+
+    def is_replaced(self, index: int) -> bool:
+        """It was lost, and the group waits for another candidate in its place, whatever becomes of it meanwhile."""
+        return self._candidates[index].is_replaced
+
+    @property
+    def num_running(self) -> int:
+        return self._num_running
+
+    @property
+    def over(self) -> bool:
+        """Nothing is running and nobody is still to come."""
+        return not self._num_running and not self.num_to_come
+
+    @property
+    def complete(self) -> bool:
+        """It has its trajectories: `group_size` usable candidates have finished and, without early stop, nothing
+        runs."""
+        if self.cancelled:
+            return False
+        if self.terms.early_stop:
+            return self.closed
+        return self.over and sum(c.state == "finished" for c in self._candidates.values()) >= self.terms.group_size
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest candidate that finished; 0 without any."""
+        return max((c.num_tokens for c in self._candidates.values() if c.state == "finished"), default=0)
+
+    @property
+    def num_to_come(self) -> int:
+        """Candidates that were announced and have not been launched."""
+        return max(0, self.terms.num_candidates + self._num_replaced - len(self._candidates))
+
+    def num_unjudged(self, assessments: Mapping[int, Assessment]) -> int:
+        """Candidates that run, or are to come, and are not among these."""
+        return self.num_to_come + sum(index not in assessments for index in self.running)
+
+    @property
+    def _num_places_left(self) -> int:
+        """Free places of an audit group in place of a race; elsewhere there is always one. A lost candidate leaves its
+        place."""
+        if not (self.audit and self.terms.early_stop):
+            return 1
+        holders = [c for c in self._candidates.values() if c.has_place and c.state in ("running", "finished")]
+        return self.terms.group_size - len(holders)
+
+    def _give_up_without_place(self) -> Settlement:
+        """Candidates of an audit group that found no place, also those that were faster than this verdict."""
+        without = [(i, c) for i, c in self._candidates.items() if not c.has_place]
+        ended = tuple(i for i, c in without if c.state == "finished")
+        running = tuple(i for i, c in without if c.state == "running")
+        for index in ended:
+            self._candidates[index].state = "surplus"
+        self._stop(running, "surplus")
+        return Settlement(running, ended)
+
+    def _is_marked(self, index: int) -> bool:
+        assessment = self.assessments.get(index)
+        return assessment is not None and not assessment.keep
+
+    def _ranking(self) -> list[int]:
+        """Usable finished candidates, best first: by itself before truncated, then earlier, shorter, lower index."""
+        finished = [(i, c) for i, c in self._candidates.items() if c.state == "finished"]
+        num_valid = sum(not c.truncated for _, c in finished)
+        if num_valid + self._num_running + self.num_to_come >= self.terms.group_size:
+            finished = [(i, c) for i, c in finished if not c.truncated]
+        return [i for i, _ in sorted(finished, key=lambda ic: (ic[1].truncated, ic[1].step, ic[1].num_tokens, ic[0]))]
+
+    def _set_length_cap(self) -> None:
+        """Set the cap, once: K shortest and L longest are known as far as `group_size` candidates can tell."""
+        if self.terms.patience is None or self.length_cap is not None:
+            return
+        valid = [c for c in self._candidates.values() if c.state == "finished" and not c.truncated]
+        if len(valid) >= self.terms.group_size:
+            first = sorted(valid, key=lambda c: (c.step, c.num_tokens))[: self.terms.group_size]
+            self.length_cap = ceil(self.terms.patience * max(c.num_tokens for c in first))
+
+    def _give_up_rest(self, state: StopState = "surplus") -> tuple[int, ...]:
+        running = tuple(self.running) if self._num_running else ()
+        self._stop(running, state)
+        return running
+
+    def _stop(self, indices: Iterable[int], state: StopState) -> None:
+        for index in indices:
+            candidate = self._candidates[index]
+            assert candidate.state == "running", f"verdict on candidate {index} after its end"
+            candidate.state, candidate.step = state, self._num_steps
+            self._num_running -= 1

@@ -1,0 +1,100 @@
+"""Decode steps against a cost model: has a profile come true?
+
+Invariant: what is said depends on the steps and their order only; no clock is read here.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import log
+from statistics import median
+
+from vllm_rollout.group.lengths.cost import CostModel
+
+DRIFT_SAMPLES = 16
+"""Newest compared steps of a range of batch sizes whose median counts: at least 512 steps, seconds to minutes."""
+DRIFT_SHARE = 0.25
+"""A median this far above the profile, or as far below, is drift. Measured on two cores: profiles made half an hour
+apart differ by 3 % in the median and 11 % at most, live steps of an undisturbed server by up to 7 %
+(benchmarks/ptl.py), and an engine whose core is shared is 30 % slower."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepDrift:
+    """How far the decode steps of a range of batch sizes are from what the profile says."""
+
+    smallest: int
+    largest: int
+    num_samples: int
+    live_s: float
+    predicted_s: float
+    """Medians over the newest samples."""
+
+    @property
+    def ratio(self) -> float:
+        return self.live_s / self.predicted_s
+
+    @property
+    def distance(self) -> float:
+        """Distance of the ratio from 1, the same for twice and for half."""
+        return abs(log(self.ratio))
+
+
+class Drift:
+    """Decode steps against a cost model, by ranges of batch sizes whose ends are powers of two.
+
+    A range is off when the median of its newest `DRIFT_SAMPLES` ratios is; that is said once for a cost model.
+    """
+
+    def __init__(self, cost: CostModel, *, model: str, profile: str, batch_sizes: Sequence[int] = ()) -> None:
+        self._cost = cost
+        self._model = model
+        self._profile = profile
+        self._batch_sizes = batch_sizes
+        """Those the profile has measured."""
+        self._samples: dict[int, deque[tuple[float, float]]] = {}
+        """Live and predicted seconds, by bit length of the batch size."""
+        self._said = False
+
+    def add(self, batch_size: int, context_tokens: float, seconds: float) -> str | None:
+        """One decode step; answers what is to be said, if anything."""
+        samples = self._samples.setdefault(batch_size.bit_length(), deque(maxlen=DRIFT_SAMPLES))
+        samples.append((seconds, self._cost.ptl(batch_size, context_tokens)))
+        if self._said or len(samples) < DRIFT_SAMPLES or not _is_off(_range_of(batch_size.bit_length(), samples)):
+            return None
+        self._said = True
+        return self._message(
+            [found for found in self.ranges() if found.num_samples == DRIFT_SAMPLES and _is_off(found)]
+        )
+
+    def ranges(self) -> list[StepDrift]:
+        return [_range_of(bits, samples) for bits, samples in sorted(self._samples.items())]
+
+    def _message(self, off: Sequence[StepDrift]) -> str:
+        times = "; ".join(
+            f"batch sizes {found.smallest} to {found.largest}: {found.live_s * 1e3:.3g} ms live, "
+            f"{found.predicted_s * 1e3:.3g} ms in the profile ({found.ratio:.2f}x)"
+            for found in off
+        )
+        wanted = sorted({size for found in off for size in self._sizes_to_measure(found)})
+        return (
+            f"decode steps have drifted from the profile {self._profile}: {times}. Costs and budgets that rest on "
+            "it are off by as much. Measure those batch sizes again with the server's flags while the machine does "
+            f"nothing else, then start the server anew: vllm-rollout profile {self._model} --output {self._profile} "
+            f"--refresh --batch-sizes {','.join(map(str, wanted))}"
+        )
+
+    def _sizes_to_measure(self, found: StepDrift) -> list[int]:
+        measured = [size for size in self._batch_sizes if found.smallest <= size <= found.largest]
+        return measured or [found.smallest]
+
+
+def _range_of(bits: int, samples: Sequence[tuple[float, float]]) -> StepDrift:
+    live, predicted = median(live for live, _ in samples), median(predicted for _, predicted in samples)
+    return StepDrift(1 << (bits - 1), (1 << bits) - 1, len(samples), live, predicted)
+
+
+def _is_off(found: StepDrift) -> bool:
+    return not 1 / (1 + DRIFT_SHARE) <= found.ratio <= 1 + DRIFT_SHARE

@@ -1,0 +1,141 @@
+"""Progress of a rollout -> which ranks to free for training while the others finish it.
+
+Half of the ranks, once, when between 20 % and 50 % of the responses are complete, looked at every 5 %; and only if the
+rest of the rollout, at its predicted peak, has room in the KV cache of the other half.
+
+Invariant: a rank is a whole engine, so that no tensor-parallel group is ever split.
+
+Source: RollPacker 4.4, Algorithm 1 (lines 13 to 21) and its scaling criteria. Ours: the other half also has to run all
+candidates at once; ranks of one node are freed together; the least loaded go first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Literal
+
+from vllm_rollout.group.ranks.load import RankLoad
+from vllm_rollout.group.ranks.migration import PlannedMove, groups_of, place_all
+
+FIRST_CHECK = 0.20
+LAST_CHECK = 0.50
+CHECK_EVERY = 0.05
+"""Shares of the responses (RollPacker 4.4)."""
+
+ScaleReason = Literal["free", "scaled_down", "too_early", "too_late", "between_checks", "too_few_ranks", "no_room"]
+"""Why ranks are freed, or not.
+
+free            half of the ranks can be freed
+scaled_down     it was done already: once in a rollout
+too_early       less than 20 % of the responses are complete
+too_late        more than 50 % are
+between_checks  less than 5 % more than at the last check
+too_few_ranks   half of what may be freed is not one whole rank
+no_room         the predicted peak of all that runs does not fit the other half
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far one rollout is."""
+
+    num_responses: int
+    num_complete: int
+    num_complete_at_check: int = 0
+    """Complete responses when it was last checked (`ScaleDown.was_checked`)."""
+    is_scaled_down: bool = False
+
+    @property
+    def share(self) -> float:
+        return self.num_complete / max(1, self.num_responses)
+
+    @property
+    def explanation(self) -> str:
+        return f"{self.num_complete} of {self.num_responses} responses ({self.share:.0%}) are complete"
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleDown:
+    """What is advised."""
+
+    reason: ScaleReason
+    explanation: str
+    """The reason with its numbers, for people."""
+    ranks: tuple[int, ...] = ()
+    """Ranks to be freed."""
+    moves: tuple[PlannedMove, ...] = ()
+    """The moves that free them."""
+
+    @property
+    def was_checked(self) -> bool:
+        """The next check comes 5 % later."""
+        return self.reason in ("free", "too_few_ranks", "no_room")
+
+
+def plan_scale_down(
+    progress: Progress, loads: Sequence[RankLoad], ranks_by_node: Sequence[Sequence[int]] = ()
+) -> ScaleDown:
+    """Whether to free half of the ranks now, and which.
+
+    loads: of every rank; held ones are not counted. ranks_by_node: one sequence per node; default: all on one.
+    """
+    if (wait := not_now(progress)) is not None:
+        return wait
+    usable = [load for load in loads if not load.is_held]
+    movable = [load for load in usable if not load.other_requests]
+    num_freed = len(usable) // 2
+    if not 1 <= num_freed <= len(movable):
+        return ScaleDown(
+            "too_few_ranks", f"{len(movable)} of {len(usable)} ranks can be emptied; {num_freed} would have to be"
+        )
+    freed = choose_ranks(movable, num_freed, ranks_by_node)
+    staying = [load for load in usable if load.rank not in freed]
+    moves = place_all(groups_of(load for load in usable if load.rank in freed), staying)
+    peak = sum(load.peak_kv_tokens for load in usable)
+    capacity = sum(math.inf if load.kv_capacity_tokens is None else load.kv_capacity_tokens for load in staying)
+    explanation = (
+        f"{progress.explanation}; the rest has a predicted peak of {peak:.0f} tokens of KV cache, ranks "
+        f"{[load.rank for load in staying]} have {capacity:.0f}"
+    )
+    if moves is None or any(load.room.kv_tokens < 0 for load in staying):
+        return ScaleDown("no_room", explanation)
+    return ScaleDown("free", explanation, freed, tuple(moves))
+
+
+def not_now(progress: Progress) -> ScaleDown | None:
+    """Why progress alone says that no ranks are freed now; None when it does not."""
+    newly = progress.num_complete - progress.num_complete_at_check
+    if progress.is_scaled_down:
+        return ScaleDown("scaled_down", "ranks of this rollout have been freed already")
+    if progress.share < FIRST_CHECK:
+        return ScaleDown("too_early", f"{progress.explanation}: the first check is at {FIRST_CHECK:.0%}")
+    if progress.share > LAST_CHECK:
+        return ScaleDown("too_late", f"{progress.explanation}: the last check is at {LAST_CHECK:.0%}")
+    if newly / max(1, progress.num_responses) < CHECK_EVERY:
+        return ScaleDown("between_checks", f"{progress.explanation}, {newly} more than at the last check")
+    return None
+
+
+def choose_ranks(
+    loads: Iterable[RankLoad], num_freed: int, ranks_by_node: Sequence[Sequence[int]] = ()
+) -> tuple[int, ...]:
+    """`num_freed` of these ranks, the least loaded: whole nodes as far as possible, the rest from one if it can."""
+    remaining = {load.rank: load.room.remaining_tokens for load in loads}
+    nodes = [
+        sorted((rank for rank in node if rank in remaining), key=lambda rank: remaining[rank])
+        for node in ranks_by_node or [list(remaining)]
+    ]
+    nodes = sorted(filter(None, nodes), key=lambda node: fmean(remaining[rank] for rank in node))
+    chosen: list[int] = []
+    split = []
+    for node in nodes:
+        if len(chosen) + len(node) <= num_freed:
+            chosen += node
+        else:
+            split.append(node)
+    for node in sorted(split, key=lambda node: len(chosen) + len(node) < num_freed):
+        chosen += node[: num_freed - len(chosen)]
+    return tuple(sorted(chosen))
