@@ -52,7 +52,7 @@ def serve(context: typer.Context) -> None:
     from vllm_rollout.adapter.platform import choose_platform
 
     choose_platform(context.args)
-    from vllm_rollout.adapter.api.serve import main as serve_main
+    from vllm_rollout.adapter.api.start.serve import main as serve_main
 
     serve_main(context.args)
 

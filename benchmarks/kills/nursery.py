@@ -45,9 +45,9 @@ def _import_everything(arguments: list[str]) -> None:
     import vllm.v1.engine.core
     import vllm.v1.engine.utils
 
-    import vllm_rollout.adapter.api.client
-    import vllm_rollout.adapter.api.engine
-    import vllm_rollout.adapter.api.serve
+    import vllm_rollout.adapter.api.client.client
+    import vllm_rollout.adapter.api.engine.engine
+    import vllm_rollout.adapter.api.start.serve
     import vllm_rollout.adapter.worker.emulated
     import vllm_rollout.adapter.worker.emulated_executor  # noqa: F401
 
@@ -67,7 +67,7 @@ def _fork_server(arguments: list[str], log: str) -> int:
     for number, file in ((0, nothing), (1, output), (2, output)):
         os.dup2(file, number)
     try:
-        from vllm_rollout.adapter.api.serve import main as serve
+        from vllm_rollout.adapter.api.start.serve import main as serve
 
         serve(list(arguments))
     finally:

@@ -6,7 +6,7 @@ from moving_runs import Ranks
 from ranked_llm import Check, Cluster, Rank
 from scheduler_runs import LOOPS, TracedRun
 
-from vllm_rollout.adapter.api import moving
+from vllm_rollout.adapter.api.engine import moving
 
 
 @pytest.fixture(params=LOOPS, ids=lambda loop: loop.name)

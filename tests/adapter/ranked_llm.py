@@ -24,12 +24,12 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.request import RequestStatus
 
-from vllm_rollout.adapter.api.client import RolloutAsyncLLM
-from vllm_rollout.adapter.api.deaths import Death
-from vllm_rollout.adapter.api.door import Door
-from vllm_rollout.adapter.api.engine import VLLMEngine
-from vllm_rollout.adapter.api.group_routes import GroupRoutes
-from vllm_rollout.adapter.api.outputs import CandidateFailed
+from vllm_rollout.adapter.api.calls.deaths import Death
+from vllm_rollout.adapter.api.client.client import RolloutAsyncLLM
+from vllm_rollout.adapter.api.client.door import Door
+from vllm_rollout.adapter.api.client.group_routes import GroupRoutes
+from vllm_rollout.adapter.api.client.outputs import CandidateFailed
+from vllm_rollout.adapter.api.engine.engine import VLLMEngine
 from vllm_rollout.adapter.core.calls import rollout_call
 from vllm_rollout.adapter.wire import CandidateTag
 from vllm_rollout.group.judging.audit import AnswerAudits

@@ -16,9 +16,9 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollec
 from vllm.v1.request import RequestStatus
 
 from tests.support.dry_run import EOS_TOKEN
-from vllm_rollout.adapter.api.client import RolloutAsyncLLM
-from vllm_rollout.adapter.api.door import Door
-from vllm_rollout.adapter.api.group_routes import GroupRoutes
+from vllm_rollout.adapter.api.client.client import RolloutAsyncLLM
+from vllm_rollout.adapter.api.client.door import Door
+from vllm_rollout.adapter.api.client.group_routes import GroupRoutes
 from vllm_rollout.adapter.core.calls import rollout_call
 from vllm_rollout.adapter.wire import CandidateTag
 from vllm_rollout.group.judging.audit import AnswerAudits

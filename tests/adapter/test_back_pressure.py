@@ -24,9 +24,9 @@ from vllm.outputs import STREAM_FINISHED, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from vllm_rollout.adapter.api.client import RolloutAsyncLLM
-from vllm_rollout.adapter.api.engine import VLLMEngine, sampled_logprobs
-from vllm_rollout.adapter.api.outputs import CandidateFailed, CandidateOutput
+from vllm_rollout.adapter.api.client.client import RolloutAsyncLLM
+from vllm_rollout.adapter.api.client.outputs import CandidateFailed, CandidateOutput
+from vllm_rollout.adapter.api.engine.engine import VLLMEngine, sampled_logprobs
 from vllm_rollout.adapter.core.scheduler import RolloutScheduler
 from vllm_rollout.group.plans.plan import GroupPlan
 from vllm_rollout.group.plans.pruning_plan import PruningPlan

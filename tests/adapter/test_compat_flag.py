@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from vllm_rollout.adapter import plugin
-from vllm_rollout.adapter.api.serve import parse
+from vllm_rollout.adapter.api.start.serve import parse
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from vllm_rollout.adapter import plugin
-from vllm_rollout.adapter.api.emulate import EXECUTOR_CLS, WORKER_CLS
-from vllm_rollout.adapter.api.serve import parse
+from vllm_rollout.adapter.api.client.emulate import EXECUTOR_CLS, WORKER_CLS
+from vllm_rollout.adapter.api.start.serve import parse
 from vllm_rollout.adapter.options import EmulationOptions, RolloutOptions
 from vllm_rollout.adapter.platform import choose_platform
 

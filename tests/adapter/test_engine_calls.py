@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from vllm_rollout.adapter.api import engine_calls
-from vllm_rollout.adapter.api.engine_calls import EngineCalls
-from vllm_rollout.adapter.api.rank_client import RankDied
+from vllm_rollout.adapter.api.calls import engine_calls
+from vllm_rollout.adapter.api.calls.engine_calls import EngineCalls
+from vllm_rollout.adapter.api.calls.rank_client import RankDied
 from vllm_rollout.adapter.call_table import CUT_RACE, HEADS, HELD_GROUPS
 from vllm_rollout.server.engine import RequestError
 

@@ -10,10 +10,10 @@ import pytest
 from vllm.entrypoints.cli import serve
 
 from vllm_rollout.adapter import plugin
-from vllm_rollout.adapter.api import front_ends
-from vllm_rollout.adapter.api.engine_calls import EngineCalls
-from vllm_rollout.adapter.api.moving import EngineMoves
-from vllm_rollout.adapter.api.serve import parse
+from vllm_rollout.adapter.api.calls.engine_calls import EngineCalls
+from vllm_rollout.adapter.api.engine.moving import EngineMoves
+from vllm_rollout.adapter.api.start import front_ends
+from vllm_rollout.adapter.api.start.serve import parse
 from vllm_rollout.adapter.compat import RUST_LISTENERS, has, vllm_version
 from vllm_rollout.adapter.options import RolloutOptions
 

@@ -15,9 +15,9 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind
 
-from vllm_rollout.adapter.api.client import RolloutAsyncLLM
-from vllm_rollout.adapter.api.group_routes import GroupRoutes
-from vllm_rollout.adapter.api.rank_client import RankDied
+from vllm_rollout.adapter.api.calls.rank_client import RankDied
+from vllm_rollout.adapter.api.client.client import RolloutAsyncLLM
+from vllm_rollout.adapter.api.client.group_routes import GroupRoutes
 from vllm_rollout.group.lengths.cost import CostModel, PTLCurve
 from vllm_rollout.group.lengths.moments import LengthMoments, expected_remaining
 from vllm_rollout.group.plans.plan import GroupPlan

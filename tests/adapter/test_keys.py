@@ -19,8 +19,8 @@ from vllm import envs
 from vllm.entrypoints.launchers.app import build_app
 
 from vllm_rollout.adapter import plugin
-from vllm_rollout.adapter.api.serve import parse
-from vllm_rollout.adapter.api.trainers import COMPAT
+from vllm_rollout.adapter.api.start.serve import parse
+from vllm_rollout.adapter.api.trainers.trainers import COMPAT
 from vllm_rollout.adapter.compat import SCALE_OUT_FLAG, has
 from vllm_rollout.server.admin import AdminKey
 from vllm_rollout.server.learning.body import ADMIN_HEADER

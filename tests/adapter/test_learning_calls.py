@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load, save
 
 from tests.support.reports import report_of
-from vllm_rollout.adapter.api.engine_calls import EngineCalls
-from vllm_rollout.adapter.api.learning import REWARDS_PER_CALL, EngineLearning
+from vllm_rollout.adapter.api.calls.engine_calls import EngineCalls
+from vllm_rollout.adapter.api.engine.learning import REWARDS_PER_CALL, EngineLearning
 from vllm_rollout.adapter.call_table import (
     LENGTH_HISTORY,
     OBSERVE_LENGTHS,

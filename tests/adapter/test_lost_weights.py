@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from vllm_rollout.adapter.api import lost_weights
-from vllm_rollout.adapter.api.lost_weights import LostWeights
+from vllm_rollout.adapter.api.engine import lost_weights
+from vllm_rollout.adapter.api.engine.lost_weights import LostWeights
 from vllm_rollout.server.engine import RequestError
 
 

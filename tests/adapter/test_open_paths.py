@@ -11,9 +11,9 @@ from fastapi import FastAPI, Request
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
-from vllm_rollout.adapter.api.client import RolloutAsyncLLM
-from vllm_rollout.adapter.api.group_routes import GroupRoutes
-from vllm_rollout.adapter.api.open_paths import OpenPaths
+from vllm_rollout.adapter.api.client.client import RolloutAsyncLLM
+from vllm_rollout.adapter.api.client.group_routes import GroupRoutes
+from vllm_rollout.adapter.api.client.open_paths import OpenPaths
 from vllm_rollout.group.ranks.placement import Placement
 
 PATHS = ("/invocations", "/v1/completions", "/v1/chat/completions", "/inference/v1/generate")

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_rollout.adapter import plugin
-from vllm_rollout.adapter.api.serve import parse
+from vllm_rollout.adapter.api.start.serve import parse
 from vllm_rollout.adapter.options import RolloutOptions
 
 

@@ -13,8 +13,7 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from vllm_rollout.adapter.api import prime_rl
-from vllm_rollout.adapter.api.trainers import attach_compat
+from vllm_rollout.adapter.api.trainers.trainers import attach_compat, prime_rl
 
 pytestmark = pytest.mark.anyio
 LOGPROBS = {"content": [{"token_id": 343, "logprob": -1.5, "top_logprobs": [{"token_id": 7, "logprob": -2.0}]}]}

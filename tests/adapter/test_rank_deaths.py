@@ -20,11 +20,11 @@ from vllm.v1.engine.core_client import DPLBAsyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.serial_utils import MsgpackDecoder
 
-from vllm_rollout.adapter.api import life
-from vllm_rollout.adapter.api.deaths import VARIABLE, Death, Deaths, RankProcesses, outlives_a_rank
-from vllm_rollout.adapter.api.group_routes import GroupRoutes, NoRankLeft
-from vllm_rollout.adapter.api.life import Life
-from vllm_rollout.adapter.api.rank_client import RankClient, RankDied
+from vllm_rollout.adapter.api.calls.deaths import VARIABLE, Death, Deaths, RankProcesses, outlives_a_rank
+from vllm_rollout.adapter.api.calls.rank_client import RankClient, RankDied
+from vllm_rollout.adapter.api.client import life
+from vllm_rollout.adapter.api.client.group_routes import GroupRoutes, NoRankLeft
+from vllm_rollout.adapter.api.client.life import Life
 from vllm_rollout.adapter.options import RolloutOptions
 from vllm_rollout.group.ranks.placement import Placement
 

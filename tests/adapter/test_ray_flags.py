@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from vllm_rollout.adapter import plugin
-from vllm_rollout.adapter.api import serve
+from vllm_rollout.adapter.api.start import serve
 
 BACKENDS = ["--data-parallel-backend", "--distributed-executor-backend"]
 

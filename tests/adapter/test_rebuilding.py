@@ -7,8 +7,8 @@ import asyncio
 import pytest
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from vllm_rollout.adapter.api.door import Door
-from vllm_rollout.adapter.api.rebuilding import ClosedEngine
+from vllm_rollout.adapter.api.client.door import Door
+from vllm_rollout.adapter.api.engine.rebuilding import ClosedEngine
 
 
 class Core:

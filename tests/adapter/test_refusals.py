@@ -5,7 +5,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.exceptions import VLLMValidationError
 
-from vllm_rollout.adapter.api.refusals import refuse_our_fields_in_beam_search
+from vllm_rollout.adapter.api.client.refusals import refuse_our_fields_in_beam_search
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 REQUESTS = [

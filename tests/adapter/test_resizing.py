@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from vllm_rollout.adapter.api import rebuilding
-from vllm_rollout.adapter.api.door import Door
-from vllm_rollout.adapter.api.lost_weights import LostWeights
-from vllm_rollout.adapter.api.rebuilding import Resizer
+from vllm_rollout.adapter.api.client.door import Door
+from vllm_rollout.adapter.api.engine import rebuilding
+from vllm_rollout.adapter.api.engine.lost_weights import LostWeights
+from vllm_rollout.adapter.api.engine.rebuilding import Resizer
 from vllm_rollout.server.engine import RequestError
 from vllm_rollout.server.runs.parallelism import Resized
 

@@ -11,7 +11,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.tokenizers import cached_tokenizer_from_config
 
-from vllm_rollout.adapter.api.resuming import (
+from vllm_rollout.adapter.api.client.resuming import (
     READS_OUTPUT_TOKENS,
     resume_refusal,
     resumed_params,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from vllm_rollout.adapter.api.sampling import ALLOWED, FIELDS, OURS, sampling_params
+from vllm_rollout.adapter.api.client.sampling import ALLOWED, FIELDS, OURS, sampling_params
 from vllm_rollout.adapter.compat import vllm_version
 from vllm_rollout.server.engine import RequestError
 

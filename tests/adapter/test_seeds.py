@@ -10,8 +10,8 @@ from stepped_llm import SteppedLLM, let_everybody_run
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from vllm_rollout.adapter.api.client import RolloutAsyncLLM
-from vllm_rollout.adapter.api.engine import VLLMEngine
+from vllm_rollout.adapter.api.client.client import RolloutAsyncLLM
+from vllm_rollout.adapter.api.engine.engine import VLLMEngine
 from vllm_rollout.group.plans.plan import GroupPlan
 from vllm_rollout.group.plans.prompt_key import seed_for
 from vllm_rollout.server.engine import PreparedPrompt

@@ -10,10 +10,10 @@ import pytest
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
-from vllm_rollout.adapter.api.engine_calls import EngineCalls
-from vllm_rollout.adapter.api.fingerprint import engine_flags, fingerprint_of, hardware_of
-from vllm_rollout.adapter.api.group_routes import GroupRoutes
-from vllm_rollout.adapter.api.shaping import KEYS_PER_CALL, EngineShaping
+from vllm_rollout.adapter.api.calls.engine_calls import EngineCalls
+from vllm_rollout.adapter.api.client.fingerprint import engine_flags, fingerprint_of, hardware_of
+from vllm_rollout.adapter.api.client.group_routes import GroupRoutes
+from vllm_rollout.adapter.api.engine.shaping import KEYS_PER_CALL, EngineShaping
 from vllm_rollout.adapter.call_table import (
     OPERATIONS,
     RECORD_STEPS,
@@ -199,7 +199,7 @@ def test_a_profile_of_another_model_ends_the_start_with_both_names(engine, confi
 def test_a_profile_of_another_machine_is_used_with_a_warning(engine, config, tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr(
-        "vllm_rollout.adapter.api.shaping.logger.warning", lambda text, *values: said.append(text % values)
+        "vllm_rollout.adapter.api.engine.shaping.logger.warning", lambda text, *values: said.append(text % values)
     )
     use(engine, config, tmp_path / "ptl.json", hardware={**hardware_of(config), "device": "Abacus"})
     (warning,) = said

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from fastapi import FastAPI, Query, Request
 
-from vllm_rollout.adapter.api.trainers import attach_compat
+from vllm_rollout.adapter.api.trainers.trainers import attach_compat
 
 pytestmark = pytest.mark.anyio
 

@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 from test_learning_calls import HEAD, Client, Rank, content, learned
 
-from vllm_rollout.adapter.api import state_file
-from vllm_rollout.adapter.api.engine_calls import EngineCalls
-from vllm_rollout.adapter.api.learning import EngineLearning
-from vllm_rollout.adapter.api.state_file import MAX_HEADS, StateFile
+from vllm_rollout.adapter.api.calls.engine_calls import EngineCalls
+from vllm_rollout.adapter.api.engine import state_file
+from vllm_rollout.adapter.api.engine.learning import EngineLearning
+from vllm_rollout.adapter.api.engine.state_file import MAX_HEADS, StateFile
 from vllm_rollout.adapter.options import RolloutOptions
 from vllm_rollout.group.lengths.history import ObservedLength
 from vllm_rollout.group.rounds.rounds import Run, RunTerms

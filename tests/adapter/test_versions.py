@@ -5,8 +5,8 @@ from argparse import ArgumentParser
 import pytest
 from vllm.outputs import CompletionOutput
 
-from vllm_rollout.adapter.api import versions
-from vllm_rollout.adapter.api.versions import refuse_missing_flags, weight_spans
+from vllm_rollout.adapter.api.calls import versions
+from vllm_rollout.adapter.api.calls.versions import refuse_missing_flags, weight_spans
 from vllm_rollout.adapter.compat import vllm_version
 
 

@@ -154,7 +154,7 @@ def write_profile(model: str, path: Path) -> None:
     """A profile for `server` whose steps all take `STEP_S`."""
     from vllm.engine.arg_utils import EngineArgs
 
-    from vllm_rollout.adapter.api.fingerprint import engine_flags, fingerprint_of, hardware_of
+    from vllm_rollout.adapter.api.client.fingerprint import engine_flags, fingerprint_of, hardware_of
     from vllm_rollout.profiling.profile_file import CurveFit, EngineFacts, Profile
 
     config = EngineArgs(model=model, dtype="float32", enforce_eager=True).create_engine_config()

@@ -14,7 +14,7 @@ from typing import Any
 os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", VLLM_LOGGING_LEVEL="ERROR", VLLM_PLUGINS="")
 
 import vllm_rollout
-from vllm_rollout.adapter.api.emulate import EXECUTOR_CLS, WORKER_CLS
+from vllm_rollout.adapter.api.client.emulate import EXECUTOR_CLS, WORKER_CLS
 from vllm_rollout.adapter.in_process import engine_args
 from vllm_rollout.adapter.options import EmulationOptions, RolloutOptions
 

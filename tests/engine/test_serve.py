@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.engine.conftest import ENVIRONMENT, TIMEOUT_S, run_script
-from vllm_rollout.adapter.api.serve import allowed_plugins
+from vllm_rollout.adapter.api.start.serve import allowed_plugins
 from vllm_rollout.adapter.compat import LOGGING_FLAGS, SCALE_OUT_FLAG, has, vllm_version
 
 

@@ -17,9 +17,9 @@ def register() -> None:
         return
     from vllm.v1.engine import async_llm, core_client, utils
 
-    from vllm_rollout.adapter.api.client import RolloutAsyncLLM
-    from vllm_rollout.adapter.api.deaths import RankProcesses
-    from vllm_rollout.adapter.api.rank_client import RankClient
+    from vllm_rollout.adapter.api.calls.deaths import RankProcesses
+    from vllm_rollout.adapter.api.calls.rank_client import RankClient
+    from vllm_rollout.adapter.api.client.client import RolloutAsyncLLM
     from vllm_rollout.adapter.compat import check_vllm_version
     from vllm_rollout.adapter.core.calls import add_rollout_calls
 

@@ -169,7 +169,7 @@ def engine_command(model: str, tensor_parallel_size: int, flags: Sequence[str], 
     command = [
         sys.executable,
         "-m",
-        "vllm_rollout.adapter.api.profiler",
+        "vllm_rollout.adapter.api.start.profiler",
         *([] if logprobs else ["--no-logprobs"]),
         model,
     ]

@@ -18,9 +18,9 @@ class RolloutEndpoints:
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        from vllm_rollout.adapter.api.open_paths import OpenPaths
-        from vllm_rollout.adapter.api.refusals import refuse_our_fields_in_beam_search
-        from vllm_rollout.adapter.api.trainers import attach_compat
+        from vllm_rollout.adapter.api.client.open_paths import OpenPaths
+        from vllm_rollout.adapter.api.client.refusals import refuse_our_fields_in_beam_search
+        from vllm_rollout.adapter.api.trainers.trainers import attach_compat
         from vllm_rollout.server.clients import ClientNamespaces
         from vllm_rollout.server.gauges import FreshGauges
         from vllm_rollout.server.routes import router
@@ -33,8 +33,8 @@ class RolloutEndpoints:
         app.add_middleware(ClientNamespaces)
 
     async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
-        from vllm_rollout.adapter.api.client import RolloutAsyncLLM
-        from vllm_rollout.adapter.api.services import build_services
+        from vllm_rollout.adapter.api.client.client import RolloutAsyncLLM
+        from vllm_rollout.adapter.api.start.services import build_services
 
         if not isinstance(engine_client, RolloutAsyncLLM):
             raise RuntimeError(

@@ -13,7 +13,7 @@ from typing import Any
 
 from vllm.v1.engine import utils
 
-from vllm_rollout.adapter.api.deaths import RankProcesses
+from vllm_rollout.adapter.api.calls.deaths import RankProcesses
 
 
 class UninterruptedProcesses(RankProcesses):

@@ -18,9 +18,9 @@ from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.lora.request import LoRARequest
 from vllm.renderers.online_renderer import OnlineRenderer
 
-from vllm_rollout.adapter.api.engine import VLLMEngine
-from vllm_rollout.adapter.api.group_client import GroupClient
-from vllm_rollout.adapter.api.services import build_services
+from vllm_rollout.adapter.api.client.group_client import GroupClient
+from vllm_rollout.adapter.api.engine.engine import VLLMEngine
+from vllm_rollout.adapter.api.start.services import build_services
 from vllm_rollout.client.calls import Call
 from vllm_rollout.client.client import AsyncRolloutClient
 from vllm_rollout.client.connection import RolloutError

@@ -18,8 +18,8 @@ from vllm.tasks import SupportedTask
 from vllm.v1.engine.core_client import EngineCoreClient, InprocClient
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from vllm_rollout.adapter.api.group_client import GroupClient
-from vllm_rollout.adapter.api.group_routes import GroupRoutes
+from vllm_rollout.adapter.api.client.group_client import GroupClient
+from vllm_rollout.adapter.api.client.group_routes import GroupRoutes
 from vllm_rollout.group.judging.audit import AnswerAudits
 from vllm_rollout.group.plans.prompt_groups import PromptGroups
 from vllm_rollout.group.ranks.placement import Placement

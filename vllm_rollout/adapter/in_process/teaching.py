@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from prometheus_client import CollectorRegistry
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from vllm_rollout.adapter.api.engine_calls import EngineCalls
-from vllm_rollout.adapter.api.learning import EngineLearning
+from vllm_rollout.adapter.api.calls.engine_calls import EngineCalls
+from vllm_rollout.adapter.api.engine.learning import EngineLearning
 from vllm_rollout.adapter.options import RolloutOptions
 from vllm_rollout.client.calls import NamedRewardLike, post_named_rewards
 from vllm_rollout.group.types import BASE_MODEL

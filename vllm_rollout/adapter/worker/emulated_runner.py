@@ -120,7 +120,7 @@ class EmulatedRunner:
 
     def __init__(self, fates: Fates, vocab_size: int, ring: FeatureRing) -> None:
         self.heads: dict[HeadKey, PublishedHead] = {}
-        """Quality heads publish here. There are no adapters (`adapter/api/emulate.py`)."""
+        """Quality heads publish here. There are no adapters (`adapter/api/client/emulate.py`)."""
         self._fates = fates
         self._vocab_size = vocab_size
         self._ring = ring

@@ -26,9 +26,9 @@ from vllm.inputs.engine import tokens_input
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
-from vllm_rollout.adapter.api.client import RolloutAsyncLLM
-from vllm_rollout.adapter.api.fingerprint import engine_flags, fingerprint_of, hardware_of, versions
-from vllm_rollout.adapter.api.serve import parse
+from vllm_rollout.adapter.api.client.client import RolloutAsyncLLM
+from vllm_rollout.adapter.api.client.fingerprint import engine_flags, fingerprint_of, hardware_of, versions
+from vllm_rollout.adapter.api.start.serve import parse
 from vllm_rollout.adapter.call_table import CALL_METHOD, RECORD_STEPS, TAKE_STEPS, Argument, Operation, Result, StepTime
 from vllm_rollout.adapter.compat import check_vllm_version
 from vllm_rollout.adapter.wire import CandidateTag
@@ -219,7 +219,7 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    # As vllm_rollout.adapter.api.profiler, not as __main__: the workers import KVCacheSize by name.
-    from vllm_rollout.adapter.api import profiler
+    # As vllm_rollout.adapter.api.start.profiler, not as __main__: the workers import KVCacheSize by name.
+    from vllm_rollout.adapter.api.start import profiler
 
     profiler.main(sys.argv[1:])

@@ -13,9 +13,9 @@ from vllm.logger import init_logger
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.stats import SchedulerStats
 
-from vllm_rollout.adapter.api.deaths import Death, Deaths
-from vllm_rollout.adapter.api.group_routes import GroupRoutes
-from vllm_rollout.adapter.api.rank_client import RankDied
+from vllm_rollout.adapter.api.calls.deaths import Death, Deaths
+from vllm_rollout.adapter.api.calls.rank_client import RankDied
+from vllm_rollout.adapter.api.client.group_routes import GroupRoutes
 
 logger = init_logger("vllm.vllm_rollout")
 

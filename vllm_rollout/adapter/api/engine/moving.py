@@ -26,12 +26,12 @@ from typing import NamedTuple
 
 from vllm.logger import init_logger
 
-from vllm_rollout.adapter.api.client import RolloutAsyncLLM
-from vllm_rollout.adapter.api.engine_calls import EngineCalls
-from vllm_rollout.adapter.api.group_routes import GroupRoute
-from vllm_rollout.adapter.api.rank_client import RankDied
-from vllm_rollout.adapter.api.rank_loads import RankLoads
-from vllm_rollout.adapter.api.shaping import EngineShaping
+from vllm_rollout.adapter.api.calls.engine_calls import EngineCalls
+from vllm_rollout.adapter.api.calls.rank_client import RankDied
+from vllm_rollout.adapter.api.client.client import RolloutAsyncLLM
+from vllm_rollout.adapter.api.client.group_routes import GroupRoute
+from vllm_rollout.adapter.api.engine.rank_loads import RankLoads
+from vllm_rollout.adapter.api.engine.shaping import EngineShaping
 from vllm_rollout.adapter.call_table import (
     ADOPT_GROUP,
     CONFIRM_MOVE,

@@ -11,9 +11,9 @@ from dataclasses import replace
 
 from vllm.logger import init_logger
 
-from vllm_rollout.adapter.api.client import RolloutAsyncLLM
-from vllm_rollout.adapter.api.engine import VLLMEngine
-from vllm_rollout.adapter.api.rebuilding import Resizer
+from vllm_rollout.adapter.api.client.client import RolloutAsyncLLM
+from vllm_rollout.adapter.api.engine.engine import VLLMEngine
+from vllm_rollout.adapter.api.engine.rebuilding import Resizer
 from vllm_rollout.emulation.settings import Settings
 from vllm_rollout.group.ranks.forecast import EngineSize
 from vllm_rollout.group.ranks.planner import ParallelismPlanner, sizes_of

@@ -16,8 +16,8 @@ from weakref import WeakValueDictionary
 import msgspec
 from vllm.logger import init_logger
 
-from vllm_rollout.adapter.api.engine_calls import EngineCalls
-from vllm_rollout.adapter.api.refusals import pruning_refusal
+from vllm_rollout.adapter.api.calls.engine_calls import EngineCalls
+from vllm_rollout.adapter.api.client.refusals import pruning_refusal
 from vllm_rollout.adapter.call_table import (
     HEADS,
     LEARN_FEATURES,

@@ -21,9 +21,9 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from vllm_rollout.adapter.api.asgi import is_for, read_body
-from vllm_rollout.adapter.api.from_disk import NoWeights, load_adapter, load_weights
-from vllm_rollout.adapter.api.open_paths import KEYS_NEEDED
+from vllm_rollout.adapter.api.client.open_paths import KEYS_NEEDED
+from vllm_rollout.adapter.api.trainers.asgi import is_for, read_body
+from vllm_rollout.adapter.api.trainers.from_disk import NoWeights, load_adapter, load_weights
 
 LIVENESS_TIMEOUT_S = 30.0
 UPDATE_WEIGHTS = "/update_weights"

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 from vllm.logger import init_logger
 
-from vllm_rollout.adapter.api.client import RolloutAsyncLLM
-from vllm_rollout.adapter.api.group_routes import GroupRoute
-from vllm_rollout.adapter.api.moving import EngineMoves
-from vllm_rollout.adapter.api.rank_loads import RankLoads
-from vllm_rollout.adapter.api.shaping import EngineShaping
+from vllm_rollout.adapter.api.client.client import RolloutAsyncLLM
+from vllm_rollout.adapter.api.client.group_routes import GroupRoute
+from vllm_rollout.adapter.api.engine.moving import EngineMoves
+from vllm_rollout.adapter.api.engine.rank_loads import RankLoads
+from vllm_rollout.adapter.api.engine.shaping import EngineShaping
 from vllm_rollout.group.plans.fields import Migration
 from vllm_rollout.group.ranks.migration import PlannedMove, is_look_due, plan_consolidation, plan_spread
 from vllm_rollout.server.engine import RequestError

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from starlette.datastructures import State
 
-from vllm_rollout.adapter.api.client import RolloutAsyncLLM
-from vllm_rollout.adapter.api.engine import VLLMEngine
-from vllm_rollout.adapter.api.parallelism import parallelism_of
-from vllm_rollout.adapter.api.state_file import StateFile
+from vllm_rollout.adapter.api.client.client import RolloutAsyncLLM
+from vllm_rollout.adapter.api.engine.engine import VLLMEngine
+from vllm_rollout.adapter.api.engine.parallelism import parallelism_of
+from vllm_rollout.adapter.api.engine.state_file import StateFile
 from vllm_rollout.adapter.options import RolloutOptions
 from vllm_rollout.server.engines.service import EnginesService
 from vllm_rollout.server.recorder import TraceRecorder

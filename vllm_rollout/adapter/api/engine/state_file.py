@@ -23,9 +23,9 @@ from pathlib import Path
 import msgspec
 from vllm.logger import init_logger
 
-from vllm_rollout.adapter.api.client import RolloutAsyncLLM
-from vllm_rollout.adapter.api.engine_calls import EngineCalls
-from vllm_rollout.adapter.api.learning import EngineLearning, Unkept
+from vllm_rollout.adapter.api.calls.engine_calls import EngineCalls
+from vllm_rollout.adapter.api.client.client import RolloutAsyncLLM
+from vllm_rollout.adapter.api.engine.learning import EngineLearning, Unkept
 from vllm_rollout.adapter.call_table import PUT_HEAD, HeadToPut
 from vllm_rollout.server.engine import RequestError
 from vllm_rollout.whole_file import write_whole

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from vllm_rollout.adapter.api.client import RolloutAsyncLLM
-from vllm_rollout.adapter.api.engine_calls import EngineCalls
-from vllm_rollout.adapter.api.group_routes import GroupRoute
-from vllm_rollout.adapter.api.shaping import EngineShaping
+from vllm_rollout.adapter.api.calls.engine_calls import EngineCalls
+from vllm_rollout.adapter.api.client.client import RolloutAsyncLLM
+from vllm_rollout.adapter.api.client.group_routes import GroupRoute
+from vllm_rollout.adapter.api.engine.shaping import EngineShaping
 from vllm_rollout.adapter.call_table import ENGINE_LOAD
 from vllm_rollout.group.lengths.moments import LengthMoments
 from vllm_rollout.group.ranks.load import DEAD_LOAD, EngineLoad, GroupLoad, RankLoad

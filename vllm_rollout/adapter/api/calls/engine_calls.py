@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 from vllm.config import VllmConfig
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from vllm_rollout.adapter.api.rank_client import RankDied, answers_of_the_living
+from vllm_rollout.adapter.api.calls.rank_client import RankDied, answers_of_the_living
 from vllm_rollout.adapter.call_table import CALL_METHOD, READ, Argument, Operation, Result
 from vllm_rollout.server.engine import RequestError
 

@@ -21,26 +21,26 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 import vllm_rollout
 from vllm_rollout.adapter import PLUGIN
-from vllm_rollout.adapter.api.deaths import Deaths
-from vllm_rollout.adapter.api.emulate import (
+from vllm_rollout.adapter.api.calls.deaths import Deaths
+from vllm_rollout.adapter.api.calls.versions import configure_logging, refuse_missing_flags, set_up_environment
+from vllm_rollout.adapter.api.client.emulate import (
     add_emulation_flags,
     emulation_options,
     refuse_with_emulation,
     switch_emulation_on,
 )
-from vllm_rollout.adapter.api.front_ends import (
+from vllm_rollout.adapter.api.engine.parallelism import (
+    add_parallelism_flags,
+    refuse_with_parallelism,
+    switch_parallelism_on,
+)
+from vllm_rollout.adapter.api.start.front_ends import (
     add_front_end_flags,
     both_front_ends,
     refuse_with_rust,
     switch_rust_on,
 )
-from vllm_rollout.adapter.api.parallelism import (
-    add_parallelism_flags,
-    refuse_with_parallelism,
-    switch_parallelism_on,
-)
-from vllm_rollout.adapter.api.trainers import add_compat_flag, refuse_with_compat
-from vllm_rollout.adapter.api.versions import configure_logging, refuse_missing_flags, set_up_environment
+from vllm_rollout.adapter.api.trainers.trainers import add_compat_flag, refuse_with_compat
 from vllm_rollout.adapter.compat import check_vllm_version, lacking, vllm_version
 from vllm_rollout.adapter.names import SCHEDULER_CLS, WORKER_CLS
 from vllm_rollout.adapter.options import RolloutOptions

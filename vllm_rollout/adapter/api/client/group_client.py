@@ -22,10 +22,11 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from vllm_rollout.adapter.api.engine_calls import EngineCalls
-from vllm_rollout.adapter.api.group_routes import GroupRoutes
-from vllm_rollout.adapter.api.open_paths import refuse_on_open_path
-from vllm_rollout.adapter.api.outputs import (
+from vllm_rollout.adapter.api.calls.engine_calls import EngineCalls
+from vllm_rollout.adapter.api.calls.versions import REJECTIONS
+from vllm_rollout.adapter.api.client.group_routes import GroupRoutes
+from vllm_rollout.adapter.api.client.open_paths import refuse_on_open_path
+from vllm_rollout.adapter.api.client.outputs import (
     CandidateFailed,
     CandidateOutput,
     choices_of,
@@ -34,10 +35,9 @@ from vllm_rollout.adapter.api.outputs import (
     let_stream,
     mend_weight_versions,
 )
-from vllm_rollout.adapter.api.prompts import digest_of_prompt
-from vllm_rollout.adapter.api.refusals import pruning_refusal
-from vllm_rollout.adapter.api.resuming import resumed_params, resumed_prompt
-from vllm_rollout.adapter.api.versions import REJECTIONS
+from vllm_rollout.adapter.api.client.prompts import digest_of_prompt
+from vllm_rollout.adapter.api.client.refusals import pruning_refusal
+from vllm_rollout.adapter.api.client.resuming import resumed_params, resumed_prompt
 from vllm_rollout.adapter.call_table import NAME_CHOICES, NamedChoices
 from vllm_rollout.adapter.joining import answer_name, first_of_completion, scoring_of, tag_of, too_long
 from vllm_rollout.adapter.options import RolloutOptions

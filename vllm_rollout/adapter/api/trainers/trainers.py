@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from fastapi import FastAPI
 from vllm import envs
 
-from vllm_rollout.adapter.api import areal, prime_rl, skyrl
+from vllm_rollout.adapter.api.trainers import areal, prime_rl, skyrl
 from vllm_rollout.server.compat import trl_legacy
 
 COMPAT: Mapping[str, Callable[[FastAPI], None]] = {

@@ -10,9 +10,9 @@ from dataclasses import replace
 
 from vllm.logger import init_logger
 
-from vllm_rollout.adapter.api.client import RolloutAsyncLLM
-from vllm_rollout.adapter.api.engine_calls import EngineCalls
-from vllm_rollout.adapter.api.fingerprint import engine_flags, fingerprint_of, hardware_of
+from vllm_rollout.adapter.api.calls.engine_calls import EngineCalls
+from vllm_rollout.adapter.api.client.client import RolloutAsyncLLM
+from vllm_rollout.adapter.api.client.fingerprint import engine_flags, fingerprint_of, hardware_of
 from vllm_rollout.adapter.call_table import (
     LENGTH_HISTORY,
     OBSERVE_LENGTHS,

@@ -22,19 +22,19 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from vllm_rollout.adapter.api.client import RolloutAsyncLLM
-from vllm_rollout.adapter.api.engine_calls import EngineCalls, engine_stopped
-from vllm_rollout.adapter.api.learning import EngineLearning
-from vllm_rollout.adapter.api.lost_weights import LostWeights
-from vllm_rollout.adapter.api.migration import MigrationWatch
-from vllm_rollout.adapter.api.moving import EngineMoves
-from vllm_rollout.adapter.api.outputs import CandidateFailed, CandidateOutput, ending_of
-from vllm_rollout.adapter.api.rank_client import RankDied
-from vllm_rollout.adapter.api.rank_loads import RankLoads
-from vllm_rollout.adapter.api.resuming import UNNAMED_WEIGHTS, resume_refusal, text_of
-from vllm_rollout.adapter.api.sampling import sampling_field, sampling_params
-from vllm_rollout.adapter.api.shaping import EngineShaping
-from vllm_rollout.adapter.api.versions import REJECTIONS, weight_spans
+from vllm_rollout.adapter.api.calls.engine_calls import EngineCalls, engine_stopped
+from vllm_rollout.adapter.api.calls.rank_client import RankDied
+from vllm_rollout.adapter.api.calls.versions import REJECTIONS, weight_spans
+from vllm_rollout.adapter.api.client.client import RolloutAsyncLLM
+from vllm_rollout.adapter.api.client.outputs import CandidateFailed, CandidateOutput, ending_of
+from vllm_rollout.adapter.api.client.resuming import UNNAMED_WEIGHTS, resume_refusal, text_of
+from vllm_rollout.adapter.api.client.sampling import sampling_field, sampling_params
+from vllm_rollout.adapter.api.engine.learning import EngineLearning
+from vllm_rollout.adapter.api.engine.lost_weights import LostWeights
+from vllm_rollout.adapter.api.engine.migration import MigrationWatch
+from vllm_rollout.adapter.api.engine.moving import EngineMoves
+from vllm_rollout.adapter.api.engine.rank_loads import RankLoads
+from vllm_rollout.adapter.api.engine.shaping import EngineShaping
 from vllm_rollout.adapter.call_table import CANCEL_GROUPS, CUT_RACE, FORGET_RACE, HELD_GROUPS, WIDEN_RACE, WiderRace
 from vllm_rollout.adapter.names import learned_name
 from vllm_rollout.adapter.options import RolloutOptions

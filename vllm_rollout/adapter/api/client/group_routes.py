@@ -13,7 +13,7 @@ from http import HTTPStatus
 
 from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 
-from vllm_rollout.adapter.api.rank_client import RankDied
+from vllm_rollout.adapter.api.calls.rank_client import RankDied
 from vllm_rollout.group.lengths.cost import CostModel
 from vllm_rollout.group.plans.fields import Migration
 from vllm_rollout.group.ranks.placement import OtherRequests, Placement

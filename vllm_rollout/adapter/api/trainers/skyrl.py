@@ -16,9 +16,9 @@ from pydantic import BaseModel
 from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
-from vllm_rollout.adapter.api.asgi import is_for, read_body
-from vllm_rollout.adapter.api.from_disk import load_adapter
-from vllm_rollout.adapter.api.open_paths import KEYS_NEEDED
+from vllm_rollout.adapter.api.client.open_paths import KEYS_NEEDED
+from vllm_rollout.adapter.api.trainers.asgi import is_for, read_body
+from vllm_rollout.adapter.api.trainers.from_disk import load_adapter
 
 RESET = "/reset_prefix_cache"
 FIELD = "reset_running_requests"

@@ -17,7 +17,7 @@ from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.core_client import DPLBAsyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from vllm_rollout.adapter.api.deaths import outlives_a_rank
+from vllm_rollout.adapter.api.calls.deaths import outlives_a_rank
 
 Key = TypeVar("Key", bound=Hashable)
 Answer = TypeVar("Answer")

@@ -18,12 +18,12 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
-from vllm_rollout.adapter.api.door import Door
-from vllm_rollout.adapter.api.emulate import fork_emulated_engines
-from vllm_rollout.adapter.api.group_client import GroupClient
-from vllm_rollout.adapter.api.group_routes import GroupRoutes
-from vllm_rollout.adapter.api.life import Life
-from vllm_rollout.adapter.api.rank_client import RankDied
+from vllm_rollout.adapter.api.calls.rank_client import RankDied
+from vllm_rollout.adapter.api.client.door import Door
+from vllm_rollout.adapter.api.client.emulate import fork_emulated_engines
+from vllm_rollout.adapter.api.client.group_client import GroupClient
+from vllm_rollout.adapter.api.client.group_routes import GroupRoutes
+from vllm_rollout.adapter.api.client.life import Life
 from vllm_rollout.adapter.options import RolloutOptions
 from vllm_rollout.adapter.wire import CandidateTag
 from vllm_rollout.group.judging.audit import AnswerAudits

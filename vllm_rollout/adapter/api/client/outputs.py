@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from vllm.outputs import CompletionOutput, RequestOutput
 
-from vllm_rollout.adapter.api.versions import move_weight_spans, weight_spans
+from vllm_rollout.adapter.api.calls.versions import move_weight_spans, weight_spans
 from vllm_rollout.adapter.wire import EndingNote
 from vllm_rollout.group.plans.plan import GroupPlan
 from vllm_rollout.group.types import Ending, GroupResult

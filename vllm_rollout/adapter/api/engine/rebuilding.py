@@ -23,11 +23,11 @@ from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor.abstract import Executor
 
-from vllm_rollout.adapter.api.client import RolloutAsyncLLM
-from vllm_rollout.adapter.api.engine import VLLMEngine
-from vllm_rollout.adapter.api.engine_calls import EngineCalls, engine_stopped
-from vllm_rollout.adapter.api.learning import EngineLearning
-from vllm_rollout.adapter.api.resuming import UNNAMED_WEIGHTS
+from vllm_rollout.adapter.api.calls.engine_calls import EngineCalls, engine_stopped
+from vllm_rollout.adapter.api.client.client import RolloutAsyncLLM
+from vllm_rollout.adapter.api.client.resuming import UNNAMED_WEIGHTS
+from vllm_rollout.adapter.api.engine.engine import VLLMEngine
+from vllm_rollout.adapter.api.engine.learning import EngineLearning
 from vllm_rollout.adapter.options import RolloutOptions
 from vllm_rollout.server.runs.parallelism import Resized
 

@@ -1,0 +1,1 @@
+"""The engine of the rollout service, in parts: learning, shaping, moves."""

@@ -1,0 +1,1 @@
+"""The start of a server, and of an engine that is profiled."""

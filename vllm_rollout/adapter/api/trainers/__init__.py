@@ -1,0 +1,1 @@
+"""What a trainer asks of its server beside vLLM's own endpoints (`--compat`)."""
