@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
-from vllm_rollout.group.history import LengthHistory, LengthMoments
+from vllm_rollout.group.history import LengthHistory
+from vllm_rollout.group.moments import LengthMoments
 from vllm_rollout.group.success import PromptSuccess, SuccessHistory
 
 PromptOrder = Literal["last_seen", "success"]
