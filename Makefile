@@ -49,7 +49,7 @@ help:
 	@echo
 	@echo "  make install     .venv here, pinned packages, csrc built; fast when nothing changed"
 	@echo "  make models      fetch and convert the embedded model into ~/.cache/vllm_rollout (VLLM_ROLLOUT_CACHE)"
-	@echo "  make lint        ruff and clang-format, check only"
+	@echo "  make lint        ruff, mypy (pyproject.toml says of what) and clang-format, check only"
 	@echo "  make format      let them rewrite"
 	@echo "  make census      lines, statements, imports, circles, twins: how much there is, and how it hangs together"
 	@echo "  make docs-tables  write the field tables of docs/http.md"
@@ -126,6 +126,7 @@ conformance: install models
 lint: $(DEPENDENCIES)
 	ruff check .
 	ruff format --check .
+	mypy
 	$(if $(CXX_FILES),clang-format --dry-run --Werror $(CXX_FILES),@echo "csrc: no C++ files")
 
 .PHONY: docs-tables
@@ -152,7 +153,7 @@ gpu-check: install
 
 .PHONY: clean
 clean:
-	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .schemathesis
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .schemathesis
 	rm -f vllm_rollout/*.so $(VENV)/.built-*
 	find vllm_rollout kernels benchmarks conformance tests examples -type d -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 

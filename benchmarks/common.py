@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
@@ -171,7 +171,7 @@ def record_of_run(*, seed: int, workload: Any) -> dict[str, Any]:
     """What every result starts with: command, date, commit, versions, hardware, seed, workload."""
     return {
         "command": command_line(),
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "git_commit": git_commit(),
         "versions": installed_versions(),
         "hardware": hardware(),

@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import distributions
 from pathlib import Path
@@ -148,7 +148,7 @@ def record(trainer: str, pins: dict[str, str]) -> dict[str, Any]:
     """What a result starts with."""
     return {
         "command": " ".join(["python", "-m", "conformance", *sys.argv[1:]]),
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "git_commit": git_commit(),
         "trainer": trainer,
         "trainer_version": next(iter(pins.values()), "by its source"),

@@ -104,7 +104,8 @@ def takes_options(known: type, body: type[BaseModel]) -> Callable[[Method], Meth
         *own, _ = described.parameters.values()
         defaults = {name: None if field.default_factory else field.default for name, field in fields.items()}
         options = [Parameter(name, Parameter.KEYWORD_ONLY, default=default) for name, default in defaults.items()]
-        method.__signature__ = described.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
+        with_options = described.replace(parameters=[*own, *options])
+        method.__signature__ = with_options  # type: ignore[attr-defined]  # no type has it; `inspect` reads it
         words = "\n".join(f"{name}: {field.description}" for name, field in fields.items())
         method.__doc__ = f"{cleandoc(method.__doc__ or '')}\n\nOptions:\n\n{words}"
         return method
@@ -121,7 +122,7 @@ def prompt_body(prompt: PromptLike, position: int) -> dict[str, Any]:
     if isinstance(prompt, Mapping):
         return dict(prompt)
     try:
-        items = list(prompt)
+        items: list[Any] = list(prompt)
         if items and isinstance(items[0], Mapping):
             return {"messages": [dict(message) for message in items]}
         return {"prompt_token_ids": [operator.index(token) for token in items]}

@@ -296,7 +296,7 @@ def _reward_entry(reward: RewardLike | NamedRewardLike, position: int, name: str
     return entry
 
 
-def _query(**fields: str | int | None) -> str:
+def _query(**fields: str | float | None) -> str:
     said = {field: value for field, value in fields.items() if value is not None}
     return f"?{httpx.QueryParams(said)}" if said else ""
 

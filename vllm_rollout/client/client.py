@@ -10,10 +10,10 @@ import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from functools import wraps
 from inspect import Parameter, signature
-from typing import Any, Concatenate, ParamSpec, TypeVar, get_args, get_type_hints
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar, get_args, get_type_hints
 
 import httpx
-from typing_extensions import Self, Unpack
+from typing_extensions import Unpack
 
 from vllm_rollout.client import calls, engine_calls, run_calls
 from vllm_rollout.client.body import PromptLike, Redundancy, RolloutOptions, Selection, rollout_body
@@ -62,7 +62,8 @@ def _described_by(describe: Callable[..., Any], returns: object) -> Callable[[Me
         described = signature(describe)
         own = Parameter("self", Parameter.POSITIONAL_OR_KEYWORD)
         parameters = [own, *described.parameters.values()]
-        method.__signature__ = described.replace(parameters=parameters, return_annotation=returns)  # type: ignore[attr-defined]
+        bound = described.replace(parameters=parameters, return_annotation=returns)
+        method.__signature__ = bound  # type: ignore[attr-defined]  # no type has it; `inspect` reads it
         return method
 
     return decorate
@@ -78,7 +79,7 @@ def _sent(describe: Callable[P, Call[T]]) -> Callable[Concatenate[RolloutClient,
     """A method of the sync client that sends the described call."""
 
     @_described_by(describe, _answer_of(describe))
-    def method(self: RolloutClient, *args: P.args, **kwargs: P.kwargs) -> T:
+    def method(self: RolloutClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return self.send(describe(*args, **kwargs))
 
     return method
@@ -88,7 +89,7 @@ def _awaited(describe: Callable[P, Call[T]]) -> Callable[Concatenate[AsyncRollou
     """A method of the async client that sends the described call."""
 
     @_described_by(describe, _answer_of(describe))
-    async def method(self: AsyncRolloutClient, *args: P.args, **kwargs: P.kwargs) -> T:
+    async def method(self: AsyncRolloutClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return await self.send(describe(*args, **kwargs))
 
     return method
@@ -100,7 +101,7 @@ def _streamed(
     """A method of the sync client that reads the described call's events."""
 
     @_described_by(describe, Generator[Event, None, None])
-    def method(self: RolloutClient, *args: P.args, **kwargs: P.kwargs) -> Generator[Event, None, None]:
+    def method(self: RolloutClient, /, *args: P.args, **kwargs: P.kwargs) -> Generator[Event, None, None]:
         return self._events(describe(*args, **kwargs))
 
     return method
@@ -112,7 +113,7 @@ def _async_streamed(
     """A method of the async client that reads the described call's events."""
 
     @_described_by(describe, AsyncGenerator[Event, None])
-    def method(self: AsyncRolloutClient, *args: P.args, **kwargs: P.kwargs) -> AsyncGenerator[Event, None]:
+    def method(self: AsyncRolloutClient, /, *args: P.args, **kwargs: P.kwargs) -> AsyncGenerator[Event, None]:
         return self._events(describe(*args, **kwargs))
 
     return method

@@ -8,11 +8,10 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Annotated, Any, Union, get_args
+from typing import Annotated, Any, Self, Union, get_args
 
 import httpx
 from pydantic import BaseModel, Discriminator, Tag, TypeAdapter, ValidationError
-from typing_extensions import Self
 
 from vllm_rollout.client.joints import Joints
 from vllm_rollout.server.answers import DoneEvent, ErrorAnswer, ErrorBody, ErrorEvent, Event, RoundDoneEvent
@@ -57,9 +56,8 @@ def _tagged(event: type[BaseModel]) -> Any:
     return Annotated[event, Tag(tag)]
 
 
-_EVENT: TypeAdapter[Event] = TypeAdapter(
-    Annotated[Union[tuple(map(_tagged, get_args(Event)))], Discriminator(_event_type)]  # noqa: UP007
-)
+_FORM: Any = Annotated[Union[tuple(map(_tagged, get_args(Event)))], Discriminator(_event_type)]  # noqa: UP007
+_EVENT: TypeAdapter[Event] = TypeAdapter(_FORM)
 
 
 class RolloutError(Exception):
@@ -108,7 +106,7 @@ class Retries:
                 "Check the address and that the server runs (`vllm-rollout serve MODEL`).",
                 type(error).__name__,
             ) from error
-        return self.backoff_s * 2**attempt
+        return self.backoff_s * 2.0**attempt
 
 
 class EventReader:
@@ -143,7 +141,7 @@ class EventReader:
             raise RolloutError(None, "the stream ended before its done event; the rollout is incomplete.", INCOMPLETE)
 
     def _event(self, data: bytes) -> Event:
-        event = parse(_EVENT, data)
+        event: Event = parse(_EVENT, data)
         if isinstance(event, ErrorEvent):
             raise RolloutError.from_body(event.error)
         if self._joints is not None and (problem := self._joints.problem(event)) is not None:

@@ -53,7 +53,8 @@ def forced_length(extra_args: Mapping[str, Any], index: int | None = None) -> in
         raise ValueError(
             f"{LENGTHS_FIELD} must be a number of tokens, 1 or more, or a list of such numbers, got {wanted!r:.60}"
         )
-    return lengths[(index or 0) % len(lengths)]
+    length: int = lengths[(index or 0) % len(lengths)]
+    return length
 
 
 def chances(*key: object) -> tuple[float, ...]:

@@ -22,7 +22,7 @@ GroupStatus = Literal["complete", "incomplete", "deferred"]
 
 class CandidateId(NamedTuple):
     group_id: str
-    index: int
+    index: int  # type: ignore[assignment]  # of a tuple's methods nobody here needs `index`
 
 
 WHOLE = 0

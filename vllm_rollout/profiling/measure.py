@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from statistics import fmean, median
 from typing import Any
 
@@ -23,7 +23,7 @@ class TooFewSteps(RuntimeError):
 
 
 def now() -> str:
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def missing_points(profile: Profile, plan: Plan, tensor_parallel_size: int) -> list[GridPoint]:

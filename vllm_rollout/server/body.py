@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from functools import cache, reduce
 from operator import or_
+from types import GenericAlias
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -55,10 +56,10 @@ class Body(BaseModel):
 _BODIES: dict[type, type[Body]] = {}
 """Of each table that an object in a body is made of."""
 
-B = TypeVar("B", bound=type[Body])
+B = TypeVar("B", bound=Body)
 
 
-def of_table(body: B) -> B:
+def of_table(body: type[B]) -> type[B]:
     """Decorates a body that inherits a table of `group/plans/fields.py`: its fields take what their rows say."""
     for name, row in rows(body).items():
         field = body.model_fields[name]
@@ -82,7 +83,7 @@ def _type_of(kind: Kind) -> Any:
         case Names(names):
             return Literal[names]
         case Several(each, most):
-            return Annotated[list[_type_of(each)], Field(min_length=1, max_length=most)]
+            return Annotated[GenericAlias(list, _type_of(each)), Field(min_length=1, max_length=most)]
         case Object(table):
             return _BODIES[table]
         case Either(kinds):

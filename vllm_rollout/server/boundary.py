@@ -5,10 +5,10 @@ remedy, no body larger than the limit is read, and those of requests on their wa
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
-from typing import ClassVar, get_type_hints
+from typing import Any, ClassVar, get_type_hints
 
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -71,7 +71,7 @@ class RolloutRoute(APIRoute):
         with self.held.received(receive) as receive:
             await super().handle(scope, receive, send)
 
-    def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
         body = get_type_hints(self.endpoint).get("body")
 

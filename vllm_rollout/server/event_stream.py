@@ -75,6 +75,7 @@ class EventStream(StreamingResponse):
         await unless_disconnected(receive, self.stream_response(reader), reader.stalled())
 
     async def stream_response(self, send: Send) -> None:
+        assert isinstance(self.body_iterator, AsyncGenerator)  # as `server_sent_events` makes it
         async with aclosing(self.body_iterator):
             await super().stream_response(send)
 

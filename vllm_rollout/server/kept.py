@@ -74,7 +74,7 @@ def read_kept(blob: bytes) -> list[KeptCandidate]:
         body = unpacking.decompress(blob, MAX_KEPT_BYTES)
         if not unpacking.eof:
             raise ValueError(f"it was cut off, or has more than {MAX_KEPT_BYTES} bytes")
-        kept = _DECODER.decode(body)
+        kept: list[KeptCandidate] = _DECODER.decode(body)
     except (zlib.error, msgspec.DecodeError) as error:
         raise ValueError(str(error)) from error
     for candidate in kept:
@@ -85,7 +85,9 @@ def read_kept(blob: bytes) -> list[KeptCandidate]:
 def _kept(end: CandidateEnd, pruning: PruningPlan | None) -> KeptCandidate:
     is_over, is_tie = is_whole(end.ending), end.ending.state != "finished"
     assessment = end.assessment
-    judged = assessment is not None and pruning is not None and pruning.mode == "active"
+    survival = 1.0
+    if assessment is not None and pruning is not None and pruning.mode == "active":
+        survival = assessment.survival_probability
     return KeptCandidate(
         is_over,
         end.ending.truncated,
@@ -95,7 +97,7 @@ def _kept(end: CandidateEnd, pruning: PruningPlan | None) -> KeptCandidate:
         end.confidence,
         None if not is_over else "stop" if is_tie else end.finish_reason,
         None if not is_over or is_tie else end.stop_reason,
-        end.survival_before * (assessment.survival_probability if judged else 1.0),
+        end.survival_before * survival,
     )
 
 

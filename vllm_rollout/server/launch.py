@@ -65,10 +65,11 @@ class Launcher:
         """The same; None, and it has left the queue, when `stopped` is done first."""
         if stopped is None:
             return await self.take(num_candidates)
-        tasks = [asyncio.ensure_future(self.take(num_candidates)), asyncio.ensure_future(stopped)]
+        taking = asyncio.ensure_future(self.take(num_candidates))
+        tasks = (taking, asyncio.ensure_future(stopped))
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            return tasks[0].result() if tasks[0].done() else None
+            return taking.result() if taking.done() else None
         finally:
             for task in tasks:
                 task.cancel()

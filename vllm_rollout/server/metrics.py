@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, get_args
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
 from vllm_rollout.config import MAX_ADAPTERS
-from vllm_rollout.group.judging.ledger import RewardStatus
+from vllm_rollout.group.judging.ledger import Reward, RewardStatus
+from vllm_rollout.group.lengths.moments import LengthStatistics
 from vllm_rollout.group.plans.allocation import PromptAllocation
+from vllm_rollout.group.ranks.drift import StepDrift
 from vllm_rollout.group.ranks.load import EngineLoad
 from vllm_rollout.group.rounds.rounds import ROUND_KINDS, Fate, RoundKind
 from vllm_rollout.group.step.moving import MoveOutcome
@@ -29,7 +31,7 @@ from vllm_rollout.group.types import (
 )
 
 if TYPE_CHECKING:
-    from vllm_rollout.server.engine import LearningReport, LengthStatistics, Reward, StepDrift
+    from vllm_rollout.server.engine import LearningReport
 
 PREFIX = "vllm_rollout:"
 LATENCY_BUCKETS_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 2500)
@@ -179,9 +181,9 @@ class Metrics:
             buckets=LATENCY_BUCKETS_S,
             registry=registry,
         )
-        for kind in ROUND_KINDS:
-            self._rounds.labels(kind)
-            self._round_latency.labels(kind)
+        for round_kind in ROUND_KINDS:
+            self._rounds.labels(round_kind)
+            self._round_latency.labels(round_kind)
         for fate in get_args(Fate):
             self._round_prompts.labels(fate)
         for status in get_args(GroupStatus):

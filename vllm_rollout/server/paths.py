@@ -6,4 +6,5 @@ from starlette.types import Scope
 
 
 def path_of(scope: Scope) -> str:
-    return scope["path"].removeprefix(scope.get("root_path", ""))
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))

@@ -172,10 +172,11 @@ class Preparation:
         if plan.pruning is None or not plan.pruning.auto:
             return plan, []
         trial = await self._learning.length_trial(plan.pruning.keep_ratio, model)
-        plan = replace(plan, pruning=chosen(plan.pruning, trial.recommended))
+        pruning = chosen(plan.pruning, trial.recommended)
+        plan = replace(plan, pruning=pruning)
         if trial.recommended is not None:
             return plan, []
-        lengths = ", ".join(map(str, plan.pruning.scored_lengths))
+        lengths = ", ".join(map(str, pruning.scored_lengths))
         warning = (
             f'detection_length: "auto" cannot choose yet ({trial.reason}). Nothing was pruned, and candidates were '
             f"scored at {lengths}. Post rewards to /v1/rollouts/{{id}}/rewards."

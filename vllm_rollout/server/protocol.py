@@ -5,10 +5,9 @@ Invariant: an unknown field is an error that names it, and what is accepted can 
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from pydantic import ConfigDict, Field, StrictBool, StrictInt, StrictStr, model_validator
-from typing_extensions import Self
 
 from vllm_rollout.config import MAX_PROMPTS
 from vllm_rollout.group.plans import fields
@@ -65,7 +64,7 @@ class AutoRedundancy(Body, fields.AutoRedundancyFields):
 
 
 @of_table
-class Pruning(Body, fields.PruningFields):  # type: ignore[misc]  # the table is frozen, for plans
+class Pruning(Body, fields.PruningFields):
     """Score each candidate at `detection_length` and stop those that will not help training."""
 
     def plan(self) -> PruningPlan:

@@ -6,7 +6,8 @@ import logging
 from collections.abc import Iterable
 from pathlib import Path
 
-from vllm_rollout.server.engine import CandidateEnd, PreparedPrompt, Reward
+from vllm_rollout.group.judging.ledger import Reward
+from vllm_rollout.server.engine import CandidateEnd, PreparedPrompt
 from vllm_rollout.server.rollout import Rollout
 from vllm_rollout.server.shaping import history_key
 from vllm_rollout.trace.file import TraceFile

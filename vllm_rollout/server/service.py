@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 
 from vllm_rollout.group.plans.prompt_key import digest_of, seed_for
 from vllm_rollout.group.ranks.scaling import Progress
 from vllm_rollout.group.rounds.round_progress import DeferReason
-from vllm_rollout.group.types import GroupResult, HeadKey
+from vllm_rollout.group.types import Ending, GroupResult, HeadKey
 from vllm_rollout.server.admin import AdminKey
 from vllm_rollout.server.answers import DoneEvent, Event, RanksFreeEvent, RolloutAnswer
 from vllm_rollout.server.attempts import Attempt, attempts
@@ -255,7 +255,8 @@ class RolloutService:
         self, rollout: Rollout, group: StartedGroup, result: GroupResult, reason: DeferReason | None, latency_s: float
     ) -> None:
         """The group is over: it is counted, and what it teaches is told."""
-        ends, plan, endings = group.ends.values(), group.plan, result.endings
+        ends, plan = group.ends.values(), group.plan
+        endings: Sequence[Ending] = result.endings
         if rollout.scoring is not None:
             rollout.scoring.group_over(group.prompt, ends)
         rollout.outcome.group_over(result, ends, latency_s)

@@ -135,4 +135,8 @@ def _only(values: set[int | None]) -> int | None:
 
 def _first_repeated(names: Iterable[str]) -> str | None:
     seen: set[str] = set()
-    return next((name for name in names if name in seen or seen.add(name)), None)
+    for name in names:
+        if name in seen:
+            return name
+        seen.add(name)
+    return None

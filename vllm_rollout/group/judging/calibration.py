@@ -208,12 +208,12 @@ class Calibrator:
         if self._uncorrected is None:
             total = self._total
             if self._method == "paper":
-                counts = [[count * WEIGHT_STEP for count in counts] for counts in self._counts]
-                self._uncorrected = paper_table(*counts, self._spread, self._smoothing)
+                negatives, positives = ([count * WEIGHT_STEP for count in counts] for counts in self._counts)
+                self._uncorrected = paper_table(negatives, positives, self._spread, self._smoothing)
             else:
                 labels = total / self._squares if total else 0.0  # so many labels is a weight worth (Kish)
-                counts = [[count * labels for count in counts] for counts in self._counts]
-                self._uncorrected = combined_table(*counts, self._spread)
+                negatives, positives = ([count * labels for count in counts] for counts in self._counts)
+                self._uncorrected = combined_table(negatives, positives, self._spread)
         return self._uncorrected
 
     def points(self) -> list[tuple[float, float]]:

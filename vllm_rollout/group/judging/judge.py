@@ -17,6 +17,7 @@ from vllm_rollout.group.judging.length_trial import TriedCandidate
 from vllm_rollout.group.judging.memory import Memories, Memory
 from vllm_rollout.group.judging.race_bias import LabelOrigin
 from vllm_rollout.group.judging.report import RewardedCandidate
+from vllm_rollout.group.plans.pruning_plan import PruningPlan
 from vllm_rollout.group.racing.lifecycle import Group
 from vllm_rollout.group.types import BASE_MODEL, WHOLE, Assessment, HeadKey, Observation
 
@@ -54,8 +55,8 @@ class Label:
     @property
     def weight(self) -> float:
         """The weight of its loss: 1 / survival probability, where survival was at stake."""
-        at_stake = self.active and self.assessment is not None
-        return label_weight(self.assessment.survival_probability if at_stake else 1.0)
+        at_stake = self.assessment if self.active else None
+        return label_weight(1.0 if at_stake is None else at_stake.survival_probability)
 
     @property
     def scores(self) -> dict[int, Trial]:
@@ -85,11 +86,12 @@ class Judge:
         candidate once more.
         """
         plan = group.pruning
+        assert plan is not None  # by which its candidates are scored
         for length in plan.tried_lengths:
             tried = group.trials.setdefault(length, {})
             here = {i: seen for i, seen in due.items() if seen[1].detection_length == length and i not in tried}
             if here:
-                for index, assessment in self._assess(length, group, scoring, here, tried).items():
+                for index, assessment in self._assess(length, group, plan, scoring, here, tried).items():
                     entry, observation = here[index]
                     entry.tried(length, observation, assessment)
         due = {
@@ -97,7 +99,7 @@ class Judge:
             for index, seen in due.items()
             if index not in group.assessments and seen[1].detection_length in (None, plan.detection_length)
         }
-        assessments = self._assess(plan.detection_length, group, scoring, due, group.assessments)
+        assessments = self._assess(plan.detection_length, group, plan, scoring, due, group.assessments)
         for index, assessment in assessments.items():
             entry, observation = due[index]
             entry.observation, entry.assessment = observation, assessment
@@ -112,6 +114,7 @@ class Judge:
         self,
         length: int,
         group: Group,
+        plan: PruningPlan,
         scoring: Scoring,
         due: Mapping[int, tuple[LedgerEntry, Observation]],
         earlier: dict[int, Assessment],
@@ -124,13 +127,13 @@ class Judge:
         siblings = Siblings(
             scoring.seed,
             scoring.prompt_id,
-            at_least=group.num_needed(len(due), 1 if group.pruning.allow_fewer else group.terms.group_size),
+            at_least=group.num_needed(len(due), 1 if plan.allow_fewer else group.terms.group_size),
             earlier=earlier,
             num_to_come=group.num_unjudged(earlier) - len(due),
             past=memory.successes.of(scoring.prompt_key),
         )
         observations = {index: observation for index, (_, observation) in due.items()}
-        assessments = learning.assess(group.pruning, observations, siblings)
+        assessments = learning.assess(plan, observations, siblings)
         earlier.update(assessments)
         return assessments
 
@@ -139,8 +142,8 @@ class Judge:
         learning = self.learning_of(HeadKey(WHOLE, entry.adapter))
         if learning is None:
             return None
-        survived = entry.assessment is not None and entry.plan.mode == "active"
-        assessment = learning.value(observation, entry.assessment.survival_probability if survived else 1.0)
+        survived = entry.assessment if entry.plan.mode == "active" else None
+        assessment = learning.value(observation, 1.0 if survived is None else survived.survival_probability)
         entry.tried(WHOLE, observation, assessment)
         return assessment
 
@@ -179,8 +182,9 @@ class Judge:
                     )
                 )
             if memory is not None and label.prompt_key:
-                is_raced = label.positive and label.origin == "race" and learning is not None
-                answers = exp(learning.most_audited.intercept.value) if is_raced else 1.0
+                answers = 1.0
+                if label.positive and label.origin == "race" and learning is not None:
+                    answers = exp(learning.most_audited.intercept.value)
                 weight = min(MAX_LABEL_WEIGHT, label.weight * answers)
                 memory.successes.observe(label.prompt_key, label.positive, weight)
 

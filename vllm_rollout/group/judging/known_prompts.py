@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 from vllm_rollout.group.judging.success import PromptSuccess, SuccessHistory
-from vllm_rollout.group.lengths.history import LengthHistory, LengthMoments
+from vllm_rollout.group.lengths.history import LengthHistory
+from vllm_rollout.group.lengths.moments import LengthMoments
 
 PromptOrder = Literal["last_seen", "success"]
 

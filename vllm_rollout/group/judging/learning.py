@@ -275,6 +275,7 @@ class Learning:
     def _solution(self, key: tuple[Signal, PruningPlan | str], solve: Callable[[list[Point]], Solution]) -> Solution:
         """What `solve` makes of the signal's recent scores, kept until they or the labels change."""
         calibrator = self.calibrators[key[0]]
+        solution: Solution
         changes, solution = self._solved.get(key, (-1, None))
         if changes != calibrator.num_changes:
             solution = solve(calibrator.points())

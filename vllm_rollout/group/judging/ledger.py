@@ -30,7 +30,7 @@ class Reward(NamedTuple):
     """The reward of one trajectory, as the client posted it."""
 
     prompt_id: str
-    index: int
+    index: int  # type: ignore[assignment]  # of a tuple's methods nobody here needs `index`
     reward: float
     positive: bool
     """The reward is above the threshold: the label that calibration and head learn."""
@@ -99,7 +99,7 @@ class EntryKey(NamedTuple):
 
     rollout_id: str
     prompt_id: str
-    index: int
+    index: int  # type: ignore[assignment]  # of a tuple's methods nobody here needs `index`
 
 
 class Trial(NamedTuple):
@@ -297,9 +297,9 @@ class Ledger:
 
     def take(self, rollout_id: str, prompt_id: str, index: int) -> LedgerEntry | None:
         """Let go of a candidate that goes on in another engine; None when it has been forgotten."""
-        rollout = self._rollouts.get(rollout_id, {})
-        entry = rollout.pop((kept_name(prompt_id), index), None)
-        if entry is None:
+        rollout = self._rollouts.get(rollout_id)
+        entry = None if rollout is None else rollout.pop((kept_name(prompt_id), index), None)
+        if rollout is None or entry is None:
             return None
         self._forget(entry)
         if not rollout:
@@ -310,7 +310,8 @@ class Ledger:
         self, rollout_id: str, prompt_id: str, index: int, reward: float
     ) -> tuple[RewardStatus, LedgerEntry | None]:
         """Account for a posted reward; the entry comes with status `accepted` only."""
-        entry = self._rollouts.get(rollout_id, {}).get((kept_name(prompt_id), index))
+        rollout = self._rollouts.get(rollout_id)
+        entry = None if rollout is None else rollout.get((kept_name(prompt_id), index))
         if entry is None:
             return "unknown", None
         if entry.state != "finished":

@@ -182,10 +182,14 @@ def _recommended(tried: Sequence[TriedLength]) -> tuple[int | None, str]:
             f"{unknown.detection_length} tokens so far, {MIN_OF_EACH} of each are needed"
         )
     best = max(tried, key=lambda each: (each.value, -each.detection_length))
+    # Where enough is known, there are labels of both kinds.
+    assert best.auc is not None
+    assert best.auc_error is not None
+    assert best.value is not None
     if best.auc - MIN_ERRORS * best.auc_error <= 0.5:
         return None, f"no length tells right from wrong better than chance: at best AUC {best.auc:.2f}"
     least = best.value - 2 * best.saving_ratio * best.auc_error
-    shortest = next(each for each in tried if each.value >= least)
+    shortest = next(each for each in tried if each.value is not None and each.value >= least)
     if shortest is best:
         return best.detection_length, "it is worth most"
     return shortest.detection_length, (

@@ -151,23 +151,23 @@ def within_group_auc(predictions: Iterable[Prediction]) -> float | None:
 
 def brier(predictions: Iterable[Prediction]) -> float | None:
     """Weighted mean squared error of the success probabilities."""
-    calibrated = [(p.weight, (p.success_probability - p.positive) ** 2) for p in _calibrated(predictions)]
+    calibrated = [(p.weight, (q - p.positive) ** 2) for p, q in _calibrated(predictions)]
     return weighted_mean(calibrated)
 
 
 def reliability_bins(predictions: Iterable[Prediction]) -> list[ReliabilityBin]:
     """Predicted against observed success, by predicted success; the last bin includes 1."""
     num_bins = NUM_RELIABILITY_BINS
-    members: list[list[Prediction]] = [[] for _ in range(num_bins)]
-    for prediction in _calibrated(predictions):
-        members[min(num_bins - 1, int(prediction.success_probability * num_bins))].append(prediction)
+    members: list[list[tuple[Prediction, float]]] = [[] for _ in range(num_bins)]
+    for prediction, q in _calibrated(predictions):
+        members[min(num_bins - 1, int(q * num_bins))].append((prediction, q))
     return [
         ReliabilityBin(
             lower=i / num_bins,
             upper=(i + 1) / num_bins,
             num_labels=len(here),
-            mean_predicted=weighted_mean((p.weight, p.success_probability) for p in here),
-            mean_observed=weighted_mean((p.weight, float(p.positive)) for p in here),
+            mean_predicted=weighted_mean((p.weight, q) for p, q in here),
+            mean_observed=weighted_mean((p.weight, float(p.positive)) for p, _ in here),
         )
         for i, here in enumerate(members)
     ]
@@ -180,8 +180,9 @@ def weighted_mean(pairs: Iterable[tuple[float, float]]) -> float | None:
     return fsum(weight * value for weight, value in pairs) / total if total else None
 
 
-def _calibrated(predictions: Iterable[Prediction]) -> list[Prediction]:
-    return [prediction for prediction in predictions if prediction.success_probability is not None]
+def _calibrated(predictions: Iterable[Prediction]) -> list[tuple[Prediction, float]]:
+    """Those that have a success probability, with it."""
+    return [(p, p.success_probability) for p in predictions if p.success_probability is not None]
 
 
 class RewardedCandidate(NamedTuple):

@@ -76,8 +76,8 @@ def binned(finished: Iterable[tuple[float, int]], stops: Iterable[tuple[float, i
         leaving[bin_ - first] += count
     num = sum(count for _, count, _ in cells)
     alive = float(num)
-    for i, count in enumerate(leaving):
-        alive -= count
+    for i, num_leaving in enumerate(leaving):
+        alive -= num_leaving
         risks[i] += alive
     return BinnedGroup(first, ends, risks, num, sum(ended for *_, ended in cells))
 

@@ -149,11 +149,9 @@ class LengthShape:
 
     def _log_likelihood(self, group: BinnedGroup, shift: int) -> float:
         curve, size, start = self.curve, len(group.ends), group.first - shift - LEFT
-        return (
-            sum(map(mul, group.ends, curve.logs[start : start + size]))
-            - sum(map(mul, group.risks, curve.rates[start : start + size]))
-            - group.num * curve.hazards[start]
-        )
+        of_ends: float = sum(map(mul, group.ends, curve.logs[start : start + size]))
+        of_risks: float = sum(map(mul, group.risks, curve.rates[start : start + size]))
+        return of_ends - of_risks - group.num * curve.hazards[start]
 
     def _usual_location(self, only_cut: Sequence[tuple[float, int]]) -> tuple[float, float] | None:
         """Mean and variance of prompts' locations, in bins; None where any location is as likely.

@@ -155,7 +155,8 @@ class Group:
 
     def too_long(self, num_tokens: Mapping[int, int]) -> list[int]:
         """Those that have reached `length_cap`: surplus now. `num_tokens`: output tokens of running candidates."""
-        reached = [index for index, length in num_tokens.items() if length >= self.length_cap]
+        cap = self.length_cap
+        reached = [index for index, length in num_tokens.items() if cap is not None and length >= cap]
         self._stop(reached, "surplus")
         return reached
 

@@ -149,6 +149,7 @@ class Placement:
         do not come. Returns which one was, if any.
         """
         siblings = self._joined.find(group_id)
+        assert siblings is not None  # a group with a running sibling is never forgotten
         self._work[siblings.rank].add(ONE, -1)
         siblings.num_running -= 1
         siblings.num_to_come += refused

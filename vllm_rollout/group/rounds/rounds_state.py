@@ -67,8 +67,9 @@ def run_from_state(state: Any) -> Run:
             f"format of a run must be {FORMAT}, got {shown(state['format'])}. Use the version that wrote it."
         )
     counts = [integer(count, "counts of a run") for count in listed(state["counts"], "counts of a run", length=5)]
-    run = Run(_terms(state["terms"]), *counts[:2])
-    run.num_returned, run.num_filtered, run.num_deferred = counts[2:]
+    num_handed_in, num_rounds, *over = counts
+    run = Run(_terms(state["terms"]), num_handed_in, num_rounds)
+    run.num_returned, run.num_filtered, run.num_deferred = over
     generated, returned, latency_s = listed(state["totals"], "totals of a run", length=3)
     run.generated_tokens = integer(generated, "totals of a run")
     run.returned_tokens = integer(returned, "totals of a run")
@@ -139,16 +140,19 @@ def _open_round(values: Any) -> OpenRound:
 
 
 def _record(values: Any) -> RoundRecord:
-    index, key, kind, *rest = listed(values, "record of a round", length=10)
-    returned, filtered, deferred, longest, latency_s, *tokens = rest
+    index, key, kind, returned, filtered, deferred, *rest = listed(values, "record of a round", length=10)
+    longest, latency_s, generated_tokens, returned_tokens = rest
     return RoundRecord(
         integer(index, "number of a round"),
         text(key, "key of a round", MAX_ID_CHARS),
         _one_of(kind, ROUND_KINDS, "kind of a round"),
-        *(integer(count, "prompts of a round", 0, MAX_ENTRIES) for count in (returned, filtered, deferred)),
+        integer(returned, "prompts of a round", 0, MAX_ENTRIES),
+        integer(filtered, "prompts of a round", 0, MAX_ENTRIES),
+        integer(deferred, "prompts of a round", 0, MAX_ENTRIES),
         integer(longest, "max_tokens of a round", 0, MAX_TOKENS),
         number(latency_s, "latency_s of a round", 0, MAX_SECONDS),
-        *(integer(count, "tokens of a round") for count in tokens),
+        integer(generated_tokens, "tokens of a round"),
+        integer(returned_tokens, "tokens of a round"),
     )
 
 
@@ -165,6 +169,7 @@ def _savings(values: Any) -> Savings:
 
 
 def _one_of(value: Any, allowed: tuple[T, ...], where: str) -> T:
-    if value not in allowed:
-        raise ValueError(f"{where} must be one of {', '.join(allowed)}, got {shown(value)}")
-    return value
+    for known in allowed:
+        if value == known:
+            return known
+    raise ValueError(f"{where} must be one of {', '.join(allowed)}, got {shown(value)}")

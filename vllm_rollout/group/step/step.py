@@ -17,7 +17,7 @@ Invariant: every candidate that was launched gets exactly one end, and no verdic
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from vllm_rollout.config import MAX_IDLE_GROUPS
 from vllm_rollout.group.judging.audit import draw_audit
@@ -205,7 +205,9 @@ class GroupSteps:
 
     def _remember(self, candidate_id: CandidateId, scoring: Scoring, request_id: str, group: Group) -> LedgerEntry:
         """The ledger's entry of a candidate, for the reward that may come."""
-        entry = self.judge.ledger.open(scoring, candidate_id, request_id, group.pruning, _origin(group))
+        plan = group.pruning
+        assert plan is not None  # nothing else scores
+        entry = self.judge.ledger.open(scoring, candidate_id, request_id, plan, _origin(group, plan))
         self._scored[candidate_id] = _Scored(scoring, entry)
         return entry
 
@@ -260,7 +262,7 @@ class GroupSteps:
         siblings: dict[str, dict[int, Observation]] = {}
         for id, observation in due.items():
             group = self._table.find(id.group_id)
-            if id in self._scored and group.state(id.index) == "running":
+            if group is not None and id in self._scored and group.state(id.index) == "running":
                 siblings.setdefault(id.group_id, {})[id.index] = observation
                 self._touched[id.group_id] = group
         return siblings
@@ -292,8 +294,8 @@ class GroupSteps:
         for candidate_id, group, _, length, last in self._ended:
             self._write(candidate_id, group, length, last)
         for candidate_id in stop:
-            group = self._touched.get(candidate_id.group_id)
-            self._write(candidate_id, group, num_tokens(candidate_id))
+            if (its := self._touched.get(candidate_id.group_id)) is not None:
+                self._write(candidate_id, its, num_tokens(candidate_id))
         over = tuple(group_id for group_id, group in self._touched.items() if self._release(group_id, group, now_s))
         self._ended.clear()
         self._touched.clear()
@@ -324,9 +326,9 @@ class GroupSteps:
                 group.finals[index] = assessment
 
 
-def _origin(group: Group) -> LabelOrigin:
+def _origin(group: Group, plan: PruningPlan) -> LabelOrigin:
     """The kind of group that its labels are of."""
-    if (plan := group.pruning).audit:
+    if plan.audit:
         return "audit" if plan.is_instead_of_race else "plain_audit"
     return "race" if group.terms.races else "plain"
 
@@ -343,6 +345,6 @@ def _disagreement(terms: GroupTerms, others: GroupTerms) -> str:
 
 def _fields(terms: GroupTerms) -> dict[str, object]:
     """The terms by name; those of a plan that is not there are None."""
-    fields = {name: getattr(terms, name) for name in GroupTerms.__slots__ if name != "pruning"}
+    said = {each.name: getattr(terms, each.name) for each in fields(GroupTerms) if each.name != "pruning"}
     plan = terms.pruning
-    return fields | {f"pruning.{name}": plan and getattr(plan, name) for name in PruningPlan.__slots__}
+    return said | {f"pruning.{each.name}": plan and getattr(plan, each.name) for each in fields(PruningPlan)}

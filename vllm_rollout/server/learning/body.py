@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, Field, StrictFloat, StrictInt, StrictStr, model_validator
 
 from vllm_rollout.config import REWARD_THRESHOLD
 from vllm_rollout.group.judging.ledger import NamedReward, Reward, RewardStatus, request_name
+from vllm_rollout.group.judging.report import HeadInfo
 from vllm_rollout.group.types import BASE_MODEL
 from vllm_rollout.server.body import MAX_INT, Body
-from vllm_rollout.server.engine import HeadInfo
 
 MAX_REWARDS = 100_000
 """Rewards in one request."""
@@ -79,6 +81,7 @@ class NamedRewardEntry(Body):
         reward = Reward("", self.index, self.reward, positive=self.reward > threshold)
         if self.group_id is not None:
             return NamedReward("group", self.group_id, reward)
+        assert self.request_id is not None  # it has one of the two
         return NamedReward("request", request_name(client, self.request_id, namespace), reward)
 
 
@@ -125,6 +128,10 @@ class RewardCounts(BaseModel):
     unknown: int = 0
     unfinished: int = 0
     unscored: int = 0
+
+    @classmethod
+    def of(cls, statuses: Iterable[RewardStatus]) -> RewardCounts:
+        return cls(**Counter[str](statuses))
 
 
 class RewardsAnswer(BaseModel):

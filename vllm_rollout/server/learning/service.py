@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable
 from http import HTTPStatus
 
@@ -11,9 +10,9 @@ from vllm_rollout.config import MAX_REMEMBERED_CANDIDATES, REPORT_INTERVAL_S
 from vllm_rollout.group.judging.known_prompts import PromptOrder
 from vllm_rollout.group.judging.ledger import Reward
 from vllm_rollout.group.judging.length_trial import LengthTrialReport, length_trial_report
+from vllm_rollout.group.judging.report import HeadInfo
 from vllm_rollout.group.types import BASE_MODEL, HeadKey
 from vllm_rollout.server.engine import (
-    HeadInfo,
     KeepState,
     LearningPart,
     LearningReport,
@@ -86,7 +85,7 @@ class LearningService:
         return RewardsAnswer(
             id=rollout_id,
             results=results,
-            counts=RewardCounts(**Counter(receipt.statuses)),
+            counts=RewardCounts.of(receipt.statuses),
             threshold=request.threshold,
             num_training=receipt.num_training,
             head_version=next(iter(receipt.head_versions.values())),
@@ -108,7 +107,7 @@ class LearningService:
             await slices.turn()
         return NamedRewardsAnswer(
             results=results,
-            counts=RewardCounts(**Counter(receipt.statuses)),
+            counts=RewardCounts.of(receipt.statuses),
             threshold=request.threshold,
             num_training=receipt.num_training,
             head_versions=_versions(receipt, BASE_MODEL),

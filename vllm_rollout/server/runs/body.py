@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import ConfigDict, Field, StrictBool, StrictInt, StrictStr, model_validator
-from typing_extensions import Self
 
 from vllm_rollout.config import DEFAULT_SPECULATION, MAX_PROMPTS
 from vllm_rollout.group.plans.allocation import upper_bound
@@ -20,7 +19,7 @@ from vllm_rollout.server.protocol import Prompt, RolloutFields, StreamFields
 Name = Annotated[StrictStr, Field(min_length=1, max_length=256)]
 
 
-B = TypeVar("B", bound=type[RolloutFields])
+B = TypeVar("B", bound=RolloutFields)
 _IN_ROUNDS = {
     "redundancy": "Of short rounds: in place of response_speculation.",
     "early_stop": "Of short rounds.",
@@ -30,11 +29,12 @@ _IN_ROUNDS = {
 }
 
 
-def _of_rollout(body: B) -> B:
+def _of_rollout(body: type[B]) -> type[B]:
     """Decorates a body that inherits fields of a rollout: none of them has a default of its own."""
     for name, field in RolloutFields.model_fields.items():
         its = body.model_fields[name]
-        its.annotation, its.default, its.default_factory = field.annotation | None, None, None
+        annotation: Any = field.annotation  # it may be a union, too
+        its.annotation, its.default, its.default_factory = annotation | None, None, None
         its.description = f"{field.description} {_IN_ROUNDS.get(name, '')}".rstrip()
     body.model_rebuild(force=True)
     return body
@@ -59,7 +59,7 @@ class SaidFields(RolloutFields):
 
 @_of_rollout
 @of_table
-class RunRequest(SaidFields, RunFields):  # type: ignore[misc]  # the table is frozen, for terms
+class RunRequest(SaidFields, RunFields):
     """A run: the rounds of one training."""
 
     model_config = ConfigDict(

@@ -53,7 +53,7 @@ class Owner:
                 os.close(file)
 
     def close(self) -> None:
-        if self._file is not None:
+        if self._folder is not None and self._file is not None:
             (self._folder / self.name).unlink(missing_ok=True)
             os.close(self._file)
             self._file = None

@@ -5,7 +5,7 @@ Invariant: every posted reward gets a status of its own.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 
@@ -60,7 +60,7 @@ class RunRewards:
                 RewardResult(prompt_id=entry.prompt_id, index=entry.index, status=status, message=EXPLANATIONS[status])
                 for entry, status in zip(request.rewards, statuses, strict=True)
             ],
-            counts=RewardCounts(**Counter(statuses)),
+            counts=RewardCounts.of(statuses),
             threshold=request.threshold,
             num_training=0,
             head_version=0,
@@ -77,18 +77,19 @@ class RunRewards:
             NamedRewardResult.of(entry, told[position]) if position in told else result
             for position, (entry, result) in enumerate(zip(request.rewards, answer.results, strict=True))
         ]
-        counts = RewardCounts(**Counter(result.status for result in results))
+        counts = RewardCounts.of(result.status for result in results)
         return answer.model_copy(update={"results": results, "counts": counts})
 
     async def _tell_rounds(self, entries: Sequence[NamedRewardEntry]) -> dict[int, RewardStatus]:
         """Rewards of groups of rounds that filter; the statuses, by position, of those that nothing else learns of."""
         by_rollout: dict[str, dict[int, tuple[str, int, float]]] = defaultdict(dict)
         for position, entry in enumerate(entries):
-            rollout_id = (entry.group_id or "").rpartition("-")[0]
+            group_id = entry.group_id or ""
+            rollout_id = group_id.rpartition("-")[0]
             live = self._live.get(rollout_id)
             if live is None or not live.course.progress.filters:
                 continue
-            if (prompt := live.rollout.prompt_of(entry.group_id)) is not None:
+            if (prompt := live.rollout.prompt_of(group_id)) is not None:
                 by_rollout[rollout_id][position] = prompt.id, entry.index, entry.reward
         told: dict[int, RewardStatus] = {}
         for rollout_id, rewards in by_rollout.items():

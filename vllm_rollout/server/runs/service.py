@@ -222,6 +222,7 @@ class RunService:
         """A round that was interrupted."""
         planned = await self._stored(self._store.planned, id, partial(reopened, id, key))
         check_same(key, request, planned.stored.memo)
+        assert planned.stored.memo is not None  # a round is open
         live = await self._prepare(planned, as_before(id, planned.opened, request, planned.stored.memo), {})
         live.owner = await self._owned(id, self._store.claim, id, planned.opened)
         return live

@@ -221,7 +221,9 @@ class RunStore:
                 [(id, entry.number, prompts[entry.prompt_id]) for entry in fresh],
             )
             self._db.execute("INSERT INTO keys VALUES (?, ?, ?, 0)", (id, opened.key, opened.number))
-            return self._save(id, run, self._new_owner(), memo)
+            owner = self._new_owner()
+            self._save(id, run, owner, memo)
+            return owner
 
     def _check_room(self, bodies: Collection[str]) -> None:
         """Raises: RequestError (507) when these prompts are too much beside all that wait."""
@@ -245,7 +247,9 @@ class RunStore:
             if stored.run.open != opened:
                 raise over_just_now(id, opened.key)
             self._check_idle(stored)
-            return self._save(id, stored.run, self._new_owner(), stored.memo)
+            owner = self._new_owner()
+            self._save(id, stored.run, owner, stored.memo)
+            return owner
 
     def close(
         self,
@@ -319,7 +323,7 @@ class RunStore:
             self._save(id, stored.run, None, None)
             return self.read(id)
 
-    def dump(self) -> list[dict[str, Any]]:
+    def dump(self) -> Sequence[dict[str, Any]]:
         """All runs that can be read as JSON, without their answers: an open round is one that was interrupted."""
         with self._transaction("DEFERRED"):
             runs = []
@@ -419,7 +423,7 @@ class RunStore:
     def _new_owner(self) -> str:
         return f"{self.owner.name}.{next(self._turns)}"
 
-    def _ids(self) -> list[str]:
+    def _ids(self) -> Sequence[str]:
         """The oldest first."""
         return [id for (id,) in self._db.execute("SELECT id FROM runs ORDER BY created, id")]
 
@@ -451,12 +455,11 @@ class RunStore:
         row = self._db.execute("SELECT round, given_up FROM keys WHERE run = ? AND key = ?", (id, key)).fetchone()
         return None if row is None else UsedKey(row[0], bool(row[1]))
 
-    def _save(self, id: str, run: Run, owner: str | None, memo: str | None) -> str | None:
+    def _save(self, id: str, run: Run, owner: str | None, memo: str | None) -> None:
         self._db.execute(
             "UPDATE runs SET state = ?, owner = ?, memo = ? WHERE id = ?",
             (json.dumps(run_to_state(run)), owner, memo, id),
         )
-        return owner
 
     @contextmanager
     def _transaction(self, kind: Literal["IMMEDIATE", "DEFERRED"] = "IMMEDIATE") -> Iterator[None]:
