@@ -86,7 +86,7 @@ def main(model: str) -> None:
     confidences.clear()
     llm.llm_engine.collective_rpc(_publish_head)
     plan = PruningPlan(DETECTION_LENGTH, mode="shadow", trial_lengths=(TRIAL_LENGTH,), final_score=True)
-    result["scored"] = race("scored", early_stop=False, scoring=plan)
+    result["scored"] = race("scored", early_stop=False, plan=plan)
     result["detection_lengths"] = plan.scored_lengths
     result["shown"] = shown(llm, model, result["scored"], confidences)
     print("RESULT " + json.dumps(result))
