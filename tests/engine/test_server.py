@@ -301,7 +301,7 @@ def test_bad_requests_name_the_field_and_disturb_nobody(
 @pytest.mark.parametrize(
     ("xargs", "word"),
     [
-        ({"rollout_redundancy": -1}, "at least 0"),
+        ({"rollout_redundancy": -1}, "integer from 0"),
         ({"rollout_redundancy": 100}, "--max-num-seqs 103"),
         ({"rollout_redundancy": "x"}, "integer"),
         ({"rollout_selection": "worst"}, "first, shortest, dual_end"),
