@@ -13,6 +13,7 @@ from vllm_rollout.adapter.api.client.door import Door
 from vllm_rollout.adapter.api.engine import rebuilding
 from vllm_rollout.adapter.api.engine.lost_weights import LostWeights
 from vllm_rollout.adapter.api.engine.rebuilding import Resizer
+from vllm_rollout.adapter.api.engine.shaping import EngineShaping
 from vllm_rollout.server.engine import RequestError
 from vllm_rollout.server.runs.parallelism import Resized
 
@@ -123,7 +124,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def make() -> tuple[Client, SimpleNamespace, Resizer]:
     client = Client()
-    engine = SimpleNamespace(is_busy=False, lost_weights=LostWeights(), calls=Calls(None))
+    shaping = EngineShaping(client, Calls(None))
+    engine = SimpleNamespace(is_busy=False, lost_weights=LostWeights(), calls=Calls(None), shaping=shaping)
     return client, engine, Resizer(client, engine, Namespace(rollout_profile=None, emulate=None))
 
 

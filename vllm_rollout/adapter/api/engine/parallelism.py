@@ -42,7 +42,6 @@ def add_parallelism_flags(parser: argparse.ArgumentParser) -> None:
         "--parallelism-devices",
         metavar="N",
         type=int,
-        default=None,
         help="With --parallelism auto: how many devices of this machine the engine may use, the largest "
         "tensor-parallel size.",
     )

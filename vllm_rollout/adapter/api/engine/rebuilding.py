@@ -119,10 +119,7 @@ class Resizer:
                 return Resized("busy", before, 0.0)
             logger.info("vllm_rollout: rebuilding the engine with tensor-parallel size %d; requests wait", size)
             await self._swap(size)
-            if self._args.rollout_profile is not None:
-                await self._engine.shaping.use_profile(self._args.rollout_profile)
-            elif self._args.emulate is not None:
-                self._engine.shaping.use_emulated_cost(self._args.emulate)
+            await self._engine.shaping.use_costs(self._args)
         except TimeoutError:
             return Resized("busy", before, 0.0)
         except EngineDeadError as error:

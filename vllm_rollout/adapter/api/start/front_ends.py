@@ -44,7 +44,6 @@ def add_front_end_flags(parser: argparse.ArgumentParser) -> None:
         "--rollout-port",
         metavar="PORT",
         type=int,
-        default=None,
         help=f"With {VARIABLE}=1: where /v1/rollouts and all other endpoints are served in Python, while --port is the "
         "Rust front end's. Default: --port + 1.",
     )

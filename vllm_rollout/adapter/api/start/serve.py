@@ -26,6 +26,7 @@ from vllm_rollout.adapter.api.calls.versions import configure_logging, refuse_mi
 from vllm_rollout.adapter.api.client.emulate import (
     add_emulation_flags,
     emulation_options,
+    number_in,
     refuse_with_emulation,
     switch_emulation_on,
 )
@@ -131,7 +132,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--rollout-profile",
         metavar="FILE",
-        default=None,
         help="What a step costs here, made by `vllm-rollout profile`: redundancy auto weighs it, and live step times "
         "are compared with it. Default: redundancy auto takes half as many candidates again as wanted.",
     )
@@ -139,14 +139,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--rollout-record",
         "--record",
         metavar="FILE",
-        default=None,
         help="Append to this file one JSON line per rollout: lengths, ends and scores of its candidates, for "
         "`vllm-rollout simulate`. No token and no text is in it. Default: off.",
     )
     group.add_argument(
         "--rollout-state",
         metavar="FOLDER",
-        default=None,
         help="Keep in this folder what the server learns (calibration, quality heads, lengths: loaded at start, "
         "written while something is learned, every 30 s at most, and when the server stops) and its runs (written "
         "with every round). Default: forget them.",
@@ -155,14 +153,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--rollout-admin-key",
         metavar="KEY",
         type=_admin_key,
-        default=None,
         help=f"What changes all that is served (PUT of quality heads and of the state, drains, weights by --compat) "
         f"needs this key, in the header {ADMIN_HEADER} or as a bearer token. Default: whoever may call the server may.",
     )
     group.add_argument(
         "--rollout-audit-ratio",
         metavar="SHARE",
-        type=_share,
+        type=number_in(0, 1),
         default=DEFAULT_AUDIT_RATIO,
         help="Share of groups, where pruning or redundancy auto learn, in which nobody is stopped, so that what is "
         "learned stays true; a request may say its own audit_ratio. Default: %(default)s.",
@@ -196,13 +193,6 @@ def _admin_key(text: str) -> AdminKey:
     if not text:
         raise argparse.ArgumentTypeError("must not be empty. Leave the flag out for no key")
     return AdminKey(text)
-
-
-def _share(text: str) -> float:
-    value = float(text)
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"must be a number from 0 to 1, got {text!r}")
-    return value
 
 
 def _positive(text: str) -> float:
