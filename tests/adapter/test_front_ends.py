@@ -64,7 +64,7 @@ def test_vllm_starts_two_api_processes_of_which_one_is_made_in_rust(tiny_model, 
     assert options_of(args).beside_rust
     assert not {front_ends.VARIABLE, front_ends.PATH_VARIABLE} & os.environ.keys(), "vLLM would start nothing else"
     theirs = serve.APIServerProcessManager
-    with front_ends.both_front_ends(args):
+    with front_ends.both(args):
         assert serve.APIServerProcessManager.func is front_ends.FrontEnds
     assert serve.APIServerProcessManager is theirs
 
@@ -74,7 +74,7 @@ def test_a_node_without_front_ends_gets_none(tiny_model, rust):
     assert args.api_server_count is None
     assert options_of(args).beside_rust
     theirs = serve.APIServerProcessManager
-    with front_ends.both_front_ends(args):
+    with front_ends.both(args):
         assert serve.APIServerProcessManager is theirs
 
 
@@ -120,7 +120,7 @@ def test_a_port_that_is_taken_is_said_before_anything_starts(tiny_model, rust):
         port = taken.getsockname()[1]
         args = parsed(tiny_model, "--host", "127.0.0.1", "--rollout-port", str(port))
         said = pytest.raises(SystemExit, match=f"--rollout-port {port}: Address already in use")
-        with said, front_ends.both_front_ends(args):
+        with said, front_ends.both(args):
             raise AssertionError("started")
 
 

@@ -101,12 +101,13 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
         known = self.output_processor.external_req_ids
         named = ids if internal else [internal_id for id in ids for internal_id in known.get(id, ())]
-        candidates = [id for id in named if self._is_candidate(id)]
+        candidates = [id for id in named if self._group_of(id) is not None]
         if not candidates:
             await super().abort(ids, internal)
             return
         for id in candidates:  # an abort that overtook its candidate would stop nothing
-            await self._at_rest(id)
+            if (route := self.routes.find(self._group_of(id) or "")) is not None:
+                await route.at_rest()
         await self.engine_core.abort_requests_async(candidates)
         if others := [id for id in named if id not in candidates]:
             await super().abort(others, internal=True)
@@ -162,19 +163,10 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
         self.engine_core, self.vllm_config = engine_core, config
         self._run_output_handler()
 
-    def _is_candidate(self, internal_id: str) -> bool:
-        return self._group_of(internal_id) is not None
-
     def _group_of(self, internal_id: str) -> str | None:
         """Of a candidate on its way."""
         state = self.output_processor.request_states.get(internal_id)
         return None if state is None else self._candidates.get(state.queue)
-
-    async def _at_rest(self, internal_id: str) -> None:
-        """Wait while this candidate moves between ranks."""
-        route = self.routes.find(self._group_of(internal_id) or "")
-        if route is not None:
-            await route.at_rest()
 
     def send_to(self, rank: int, request_ids: Iterable[str]) -> None:
         """From now on what concerns these requests goes to that rank."""

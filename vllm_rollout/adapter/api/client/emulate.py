@@ -21,7 +21,7 @@ WORKER_CLS = "vllm_rollout.adapter.worker.emulated.EmulatedWorker"
 MIN_SPEED, MAX_SPEED = 1e-3, 1e3
 
 
-def add_emulation_flags(parser: argparse.ArgumentParser) -> None:
+def add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         title="Emulation",
         description="A server without a model: made-up tokens, after the time that a step would take on a device. "
@@ -61,7 +61,7 @@ def number_in(low: float, high: float) -> Callable[[str], float]:
     return number
 
 
-def refuse_with_emulation(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+def refuse(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Exit with status 2 and a remedy where a device cannot be emulated."""
     if args.emulate is None:
         for flag, is_set in (
@@ -108,7 +108,7 @@ def emulation_options(args: argparse.Namespace) -> EmulationOptions | None:
     )
 
 
-def switch_emulation_on(args: argparse.Namespace) -> None:
+def switch_on(args: argparse.Namespace) -> None:
     args.worker_cls = WORKER_CLS
     args.distributed_executor_backend = EXECUTOR_CLS
     args.async_scheduling = False  # as the platform would have it; the executor sets what was asked for

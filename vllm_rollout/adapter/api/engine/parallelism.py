@@ -23,7 +23,7 @@ from vllm_rollout.server.runs.parallelism import Parallelism
 logger = init_logger("vllm.vllm_rollout")
 
 
-def add_parallelism_flags(parser: argparse.ArgumentParser) -> None:
+def add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         title="Parallelism",
         description="How many devices a model is spread over, between rounds of runs (docs/rounds.md).",
@@ -47,7 +47,7 @@ def add_parallelism_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def refuse_with_parallelism(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+def refuse(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Exit with status 2 and a remedy where an engine cannot be rebuilt."""
     if args.parallelism == "fixed":
         if args.parallelism_devices is not None:
@@ -92,7 +92,7 @@ def refuse_with_parallelism(args: argparse.Namespace, parser: argparse.ArgumentP
         )
 
 
-def switch_parallelism_on(args: argparse.Namespace) -> None:
+def switch_on(args: argparse.Namespace) -> None:
     if args.parallelism == "auto":
         # A copy of a server that has threads, which forking would make later on, may wait for ever for one of them.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"

@@ -36,7 +36,7 @@ OURS = 1
 SCHEDULER_ALONE = "Unset it, or use `vllm serve --scheduler-cls vllm_rollout.Scheduler`: docs/front_ends.md."
 
 
-def add_front_end_flags(parser: argparse.ArgumentParser) -> None:
+def add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         title="Front ends", description=f"vLLM's Rust front end beside ours ({VARIABLE}=1). docs/front_ends.md."
     )
@@ -49,7 +49,7 @@ def add_front_end_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def refuse_with_rust(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+def refuse(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Exit with status 2 and a remedy where the two front ends cannot be had together."""
     if not envs.VLLM_USE_RUST_FRONTEND:
         if args.rollout_port is not None:
@@ -84,8 +84,8 @@ def refuse_with_rust(args: argparse.Namespace, parser: argparse.ArgumentParser) 
             parser.error(f"{flag} does not go with {VARIABLE}=1. {remedy}")
 
 
-def switch_rust_on(args: argparse.Namespace) -> None:
-    """Have vLLM start several API processes, of which `both_front_ends` makes one in Rust and one in Python."""
+def switch_on(args: argparse.Namespace) -> None:
+    """Have vLLM start several API processes, of which `both` makes one in Rust and one in Python."""
     args.rust_front_end = None
     if not envs.VLLM_USE_RUST_FRONTEND:
         return
@@ -100,7 +100,7 @@ def switch_rust_on(args: argparse.Namespace) -> None:
 
 
 @contextmanager
-def both_front_ends(args: argparse.Namespace) -> Iterator[None]:
+def both(args: argparse.Namespace) -> Iterator[None]:
     """Around vLLM's serve command.
 
     Raises: SystemExit when the port is taken.
