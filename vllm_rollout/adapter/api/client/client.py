@@ -26,8 +26,6 @@ from vllm_rollout.adapter.api.client.group_routes import GroupRoutes
 from vllm_rollout.adapter.api.client.life import Life
 from vllm_rollout.adapter.options import RolloutOptions
 from vllm_rollout.adapter.wire import CandidateTag
-from vllm_rollout.group.judging.audit import AnswerAudits
-from vllm_rollout.group.plans.prompt_groups import PromptGroups
 from vllm_rollout.group.ranks.placement import Placement
 from vllm_rollout.server.metrics import Metrics
 
@@ -46,7 +44,6 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
         self.door = Door()
         fork_emulated_engines(kwargs["vllm_config"])
         super().__init__(*args, **kwargs)
-        self.rollout_metrics = Metrics()
         self._candidates: WeakKeyDictionary[RequestOutputCollector, str] = WeakKeyDictionary()
         """Group ids of candidates on their way. Request ids do not tell candidates, since clients may give theirs to
         other requests too."""
@@ -57,9 +54,8 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
         self.num_api_processes = int(kwargs.get("client_count", 1)) - num_others
         # Ties go in turn, and several API processes begin with different ranks.
         self._placement = Placement(self.num_ranks, self.client_index, alone=self.num_api_processes == 1)
-        self.routes = GroupRoutes(self._placement, self.request_counts if self.num_ranks > 1 else None)
-        self._prompt_groups = PromptGroups()
-        self._audits = AnswerAudits()
+        routes = GroupRoutes(self._placement, self.request_counts if self.num_ranks > 1 else None)
+        self.begin_groups(routes, Metrics())
         self.life = Life(self)
 
     def shutdown(self, *args: Any, **kwargs: Any) -> None:
