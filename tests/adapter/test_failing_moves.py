@@ -42,8 +42,9 @@ async def moved(cluster: Cluster, prepare: Callable[[int], None]) -> Any:
     return move
 
 
-def assert_said(cluster: Cluster, where: int | None = None) -> None:
-    """Both candidates have said all that they had to say, once."""
+async def said_all(cluster: Cluster) -> None:
+    """Both candidates end, and have said all that they had to say, once."""
+    await cluster.done(*cluster.readers.values())
     run = cluster.cores[0].run
     assert cluster.ends == {candidate: ["finished"] for candidate in SAID}
     for (_, index), length in zip(SAID, LENGTHS, strict=True):
@@ -71,8 +72,7 @@ async def test_a_source_that_cannot_pack_goes_on(new_cluster, what):
     cluster = new_cluster()
     move = await moved(cluster, lambda source: setattr(cluster.cores[source], "fails", failing(what, 0)))
     assert (move.outcome, move.reason) == ("failed", f"{what} failed")
-    await cluster.done(*cluster.readers.values())
-    assert_said(cluster)
+    await said_all(cluster)
 
 
 @pytest.mark.parametrize(("cls", "name"), [(HeldOutputs, "copy"), (Parcel, "encode")])
@@ -88,8 +88,7 @@ async def test_packing_that_breaks_off_in_the_middle_takes_nothing_along(new_clu
 
     monkeypatch.setattr(cls, name, breaks)
     assert (await moved(cluster, lambda source: None)).outcome == "failed"
-    await cluster.done(*cluster.readers.values())
-    assert_said(cluster)
+    await said_all(cluster)
 
 
 def test_a_release_that_fails_leaves_nobody_out_of_every_queue(new_ranks):
@@ -112,8 +111,7 @@ async def test_a_group_that_has_stopped_goes_on_when_the_second_call_for_it_fail
     cluster = new_cluster()
     move = await moved(cluster, lambda source: setattr(cluster.cores[source], "fails", failing("release_group", 1)))
     assert move.outcome == ("moved" if loop.depth == 1 else "failed")
-    await cluster.done(*cluster.readers.values())
-    assert_said(cluster)
+    await said_all(cluster)
 
 
 ADOPTING = [
@@ -138,8 +136,7 @@ async def test_a_target_that_fails_half_way_has_nothing(new_cluster, what, numbe
     assert len(cluster.cores[targets[0]].scheduler.group_steps) == 0
     again = asyncio.create_task(cluster.engine.moves.move_group("g", targets[0]))
     assert [move.outcome for move in await cluster.done(again)] == ["moved"]
-    await cluster.done(*cluster.readers.values())
-    assert_said(cluster)
+    await said_all(cluster)
 
 
 @pytest.mark.parametrize(("what", "number"), [each for each in ADOPTING if each[0] != "rollout_fetch_kv"])
@@ -172,8 +169,7 @@ async def test_a_group_that_has_arrived_stays_there_whatever_its_source_says(new
     assert cluster.cores_of("g") == [1 - sources[0]]
     back = asyncio.create_task(cluster.engine.moves.move_group("g", sources[0]))
     assert [move.outcome for move in await cluster.done(back)] == ["moved"]
-    await cluster.done(*cluster.readers.values())
-    assert_said(cluster)
+    await said_all(cluster)
 
 
 async def test_a_target_that_dies_with_the_group_has_not_taken_it(new_cluster):

@@ -72,11 +72,7 @@ def refuse(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         ("--enable-lora", args.enable_lora, "Adapters loaded while it ran would be gone. Leave it out."),
         ("--kv-transfer-config", args.kv_transfer_config is not None, "Others hold addresses of the engine."),
         ("--data-parallel-backend", args.data_parallel_backend != "mp", own_engines),
-        (
-            "--distributed-executor-backend",
-            args.distributed_executor_backend not in (None, "mp", "uni"),
-            own_engines,
-        ),
+        ("--distributed-executor-backend", args.distributed_executor_backend not in (None, "mp", "uni"), own_engines),
         (
             "--max-model-len",
             args.max_model_len is not None and args.max_model_len < 1,

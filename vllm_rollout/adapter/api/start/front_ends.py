@@ -65,11 +65,7 @@ def refuse(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         parser.error(f"{PATH_VARIABLE}={path} is no file that can be executed. Name vllm-rs, or unset {VARIABLE}.")
     balanced = args.data_parallel_hybrid_lb or args.data_parallel_external_lb or args.data_parallel_rank is not None
     for flag, is_set, remedy in (
-        (
-            "--api-server-count",
-            (args.api_server_count or 1) > 1,
-            "There is one Python process: leave it out.",
-        ),
+        ("--api-server-count", (args.api_server_count or 1) > 1, "There is one Python process: leave it out."),
         ("an external or hybrid load balancer", balanced, "Each node would need both. Unset the variable."),
         ("--grpc-port", args.grpc_port is not None, "Use plain `vllm serve`."),
         ("--parallelism auto", args.parallelism != "fixed", "Its requests would not wait while an engine is replaced."),
