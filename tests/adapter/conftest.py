@@ -3,7 +3,7 @@ from collections.abc import Callable
 import pytest
 from moving_runs import Ranks
 from ranked_llm import Cluster, Rank
-from scheduler_runs import LOOPS, TracedRun
+from scheduler_runs import LOOPS, TracedRun, add_group
 
 from tests.support.time_limit import end_within
 from vllm_rollout.adapter.api.engine import moving
@@ -29,6 +29,15 @@ def new_run(loop, tiny_model):
 def new_ranks(new_run):
     """Makes TracedRuns between which groups move, two of them unless told otherwise."""
     return lambda **kwargs: Ranks(new_run, **kwargs)
+
+
+@pytest.fixture
+def two(new_ranks) -> Ranks:
+    """Ranks of which the first runs a group `g` of two, of 50 and 70 tokens."""
+    ranks = new_ranks()
+    add_group(ranks.runs[0], "g", [50, 70], group_size=2)
+    ranks.until("g-1", 20)
+    return ranks
 
 
 @pytest.fixture

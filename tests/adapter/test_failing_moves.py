@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from moving_runs import assert_each_once, ids_and_lengths
+from moving_runs import assert_both_end
 from ranked_llm import Cluster
-from scheduler_runs import add_group, assert_nothing_left
+from scheduler_runs import assert_nothing_left
 
 from vllm_rollout.adapter.core.held_outputs import HeldOutputs
 from vllm_rollout.adapter.parcel import Parcel
@@ -91,19 +91,14 @@ async def test_packing_that_breaks_off_in_the_middle_takes_nothing_along(new_clu
     await said_all(cluster)
 
 
-def test_a_release_that_fails_leaves_nobody_out_of_every_queue(new_ranks):
+def test_a_release_that_fails_leaves_nobody_out_of_every_queue(two):
     """Also when nobody says `keep`."""
-    ranks, lengths = new_ranks(), [50, 70]
-    ids = add_group(ranks.runs[0], "g", lengths, group_size=2)
-    ranks.until("g-1", 20)
-    collective_rpc = ranks.cores[0].collective_rpc
-    ranks.cores[0].collective_rpc = lambda method, args: collective_rpc(method, args[1])
+    collective_rpc = two.cores[0].collective_rpc
+    two.cores[0].collective_rpc = lambda method, args: collective_rpc(method, args[1])
     with pytest.raises(IndexError):
-        ranks.release("g", 0)
-    ranks.cores[0].collective_rpc = collective_rpc
-    ranks.run()
-    assert_each_once(ranks, ids_and_lengths(ids, lengths))
-    assert [ranks.runs[0].num_tokens(id) for id in ids] == lengths
+        two.release("g", 0)
+    two.cores[0].collective_rpc = collective_rpc
+    assert_both_end(two)
 
 
 async def test_a_group_that_has_stopped_goes_on_when_the_second_call_for_it_fails(new_cluster, loop):
@@ -190,29 +185,20 @@ async def test_a_target_that_dies_with_the_group_has_not_taken_it(new_cluster):
     assert cluster.ends == {candidate: ["finished"] for candidate in SAID}
 
 
-def test_only_the_move_of_the_same_epoch_is_confirmed(new_ranks):
+def test_only_the_move_of_the_same_epoch_is_confirmed(two):
     """A confirmation of an earlier move that comes late must not forget the parcel of the next one."""
-    ranks = new_ranks()
-    ids = add_group(ranks.runs[0], "g", [50, 70], group_size=2)
-    ranks.until("g-0", 20)
-    assert ranks.release("g", 0, epoch=2).outcome == "released"
-    ranks.cores[0].confirm("g", epoch=1)
-    assert ranks.runs[0].scheduler.moves.num_out == 0
-    ranks.cores[0].keep("g", epoch=2)
-    ranks.run()
-    assert_each_once(ranks, ids_and_lengths(ids, [50, 70]))
-    assert [ranks.runs[0].num_tokens(id) for id in ids] == [50, 70]
+    assert two.release("g", 0, epoch=2).outcome == "released"
+    two.cores[0].confirm("g", epoch=1)
+    assert two.runs[0].scheduler.moves.num_out == 0
+    two.cores[0].keep("g", epoch=2)
+    assert_both_end(two)
 
 
-def test_who_comes_back_in_the_step_in_which_it_left_is_known_to_the_worker(new_ranks):
-    ranks = new_ranks()
-    ids = add_group(ranks.runs[0], "g", [50, 70], group_size=2)
-    ranks.until("g-1", 20)
-    released = ranks.release("g", 0)
-    assert ranks.runs[0].scheduler.finished_req_ids >= set(ids)
-    ranks.cores[0].keep("g")
-    ranks.run()
-    assert_each_once(ranks, ids_and_lengths(ids, [50, 70]))
+def test_who_comes_back_in_the_step_in_which_it_left_is_known_to_the_worker(two):
+    released = two.release("g", 0)
+    assert two.runs[0].scheduler.finished_req_ids >= {"g-0", "g-1"}
+    two.cores[0].keep("g")
+    assert_both_end(two)
     assert released.outcome == "released"
 
 
