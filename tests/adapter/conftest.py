@@ -1,11 +1,11 @@
-import asyncio
 from collections.abc import Callable
 
 import pytest
 from moving_runs import Ranks
-from ranked_llm import Check, Cluster, Rank
-from scheduler_runs import LOOPS, TracedRun
+from ranked_llm import Cluster, Rank
+from scheduler_runs import LOOPS, TracedRun, add_group
 
+from tests.support.time_limit import end_within
 from vllm_rollout.adapter.api.engine import moving
 
 
@@ -32,15 +32,22 @@ def new_ranks(new_run):
 
 
 @pytest.fixture
-def on_ranks(new_ranks, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Runs a check of clients and their ranks, in which nobody waits for a clock."""
+def two(new_ranks) -> Ranks:
+    """Ranks of which the first runs a group `g` of two, of 50 and 70 tokens."""
+    ranks = new_ranks()
+    add_group(ranks.runs[0], "g", [50, 70], group_size=2)
+    ranks.until("g-1", 20)
+    return ranks
+
+
+@pytest.fixture
+def new_cluster(new_ranks, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Cluster]:
+    """Makes clients and their ranks, where nobody waits for a clock; the test ends after two minutes."""
     monkeypatch.setattr(moving, "LOOK_S", 0.0)
     monkeypatch.setattr(moving, "FOLLOW_S", 0.0)
 
-    def run(check: Check, num_ranks: int = 2, num_api_processes: int = 1) -> None:
-        async def main() -> None:
-            await check(Cluster(new_ranks(core_cls=Rank, num_ranks=num_ranks), num_api_processes))
+    def make(num_ranks: int = 2, num_api_processes: int = 1) -> Cluster:
+        end_within(120)
+        return Cluster(new_ranks(core_cls=Rank, num_ranks=num_ranks), num_api_processes)
 
-        asyncio.run(asyncio.wait_for(main(), 120))
-
-    return run
+    return make

@@ -115,6 +115,13 @@ def assert_each_once(ranks: Ranks, lengths: dict[str, int]) -> None:
             assert_nothing_shared(transfer)
 
 
+def assert_both_end(two: Ranks) -> None:
+    """The group of the fixture `two` has said all of it, once."""
+    two.run()
+    assert_each_once(two, {"g-0": 50, "g-1": 70})
+    assert [two.runs[0].num_tokens(id) for id in ("g-0", "g-1")] == [50, 70]
+
+
 def assert_nothing_shared(transfer: Any) -> None:
     assert (transfer._files if isinstance(transfer, SharedKV) else transfer._lent) == {}
 

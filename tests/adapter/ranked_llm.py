@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -32,9 +32,7 @@ from vllm_rollout.adapter.api.client.outputs import CandidateFailed
 from vllm_rollout.adapter.api.engine.engine import VLLMEngine
 from vllm_rollout.adapter.core.calls import rollout_call
 from vllm_rollout.adapter.wire import CandidateTag
-from vllm_rollout.group.judging.audit import AnswerAudits
 from vllm_rollout.group.plans.plan import GroupPlan
-from vllm_rollout.group.plans.prompt_groups import PromptGroups
 from vllm_rollout.group.ranks.placement import Placement
 from vllm_rollout.server.metrics import Metrics
 
@@ -138,12 +136,9 @@ class RankedLLM(RolloutAsyncLLM, SendsToRanks):
         self._candidates = WeakKeyDictionary()
         self.vllm_config = cores[0].scheduler.vllm_config
         self.model_config = SimpleNamespace(get_diff_sampling_param=dict)
-        self.rollout_metrics = Metrics(CollectorRegistry())
         self.num_api_processes = num_api_processes
         self._placement = Placement(len(cores), index, alone=num_api_processes == 1)
-        self.routes = GroupRoutes(self._placement)
-        self._prompt_groups = PromptGroups()
-        self._audits = AnswerAudits()
+        self.begin_groups(GroupRoutes(self._placement), Metrics(CollectorRegistry()))
         self.life = SimpleNamespace(dead={}, watch=lambda: None)
 
     def shutdown(self, *args: Any, **kwargs: Any) -> None: ...
@@ -260,6 +255,3 @@ class Cluster:
     @property
     def held(self) -> list[int]:
         return [rank for rank, core in enumerate(self.cores) if core.scheduler.moves.is_held]
-
-
-Check = Callable[[Cluster], Coroutine[Any, Any, None]]

@@ -19,10 +19,9 @@ from tests.support.dry_run import EOS_TOKEN
 from vllm_rollout.adapter.api.client.client import RolloutAsyncLLM
 from vllm_rollout.adapter.api.client.door import Door
 from vllm_rollout.adapter.api.client.group_routes import GroupRoutes
+from vllm_rollout.adapter.api.engine.engine import VLLMEngine
 from vllm_rollout.adapter.core.calls import rollout_call
 from vllm_rollout.adapter.wire import CandidateTag
-from vllm_rollout.group.judging.audit import AnswerAudits
-from vllm_rollout.group.plans.prompt_groups import PromptGroups
 from vllm_rollout.group.ranks.placement import Placement
 from vllm_rollout.server.metrics import Metrics
 
@@ -42,6 +41,7 @@ class AddsToRun(AsyncLLM):
         self.output_processor.add_request(request, None, queue=collector)
         tag = CandidateTag.of(params.extra_args)
         self.added[request_id] = tag, kwargs.get("data_parallel_rank")
+        self.asked[request_id] = prompt, params
         length = prompt["length"] if isinstance(prompt, dict) else prompt[tag.index]
         self.run.add(id, length, extra_args=params.extra_args, logprobs=params.logprobs)
         return collector
@@ -75,13 +75,12 @@ class SteppedLLM(RolloutAsyncLLM, AddsToRun):
             speculative_config=flags.get("speculative_config"),
             parallel_config=SimpleNamespace(enable_batch_sharded_sampling=flags.get("enable_batch_sharded_sampling")),
         )
-        self.rollout_metrics = Metrics(CollectorRegistry())
         self.added: dict[str, tuple[CandidateTag, int | None]] = {}
         """Tag and data-parallel rank of every candidate, by external request id."""
+        self.asked: dict[str, tuple[Any, SamplingParams]] = {}
+        """Prompt and parameters of each, likewise."""
         self._placement = Placement(num_ranks, alone=alone)
-        self.routes = GroupRoutes(self._placement)
-        self._prompt_groups = PromptGroups()
-        self._audits = AnswerAudits()
+        self.begin_groups(GroupRoutes(self._placement), Metrics(CollectorRegistry()))
         self.num_api_processes = 1 if alone else 2
         self.life = SimpleNamespace(dead={}, watch=lambda: None, living_ranks=[0])
         self.core_engines = [SimpleNamespace(scheduler=run.scheduler, vllm_config=run.scheduler.vllm_config)]
@@ -112,6 +111,13 @@ class SteppedLLM(RolloutAsyncLLM, AddsToRun):
         """The first tokens of a candidate that would end after `length`."""
         tokens = self.run.own_tokens(f"{group_id}-c{index}-internal", num_tokens)
         return tokens if num_tokens < length else [*tokens[:-1], EOS_TOKEN]
+
+
+class SteppedEngine(VLLMEngine):
+    """The service's engine on such a client, as far as groups need it. Overrides: __init__."""
+
+    def __init__(self, client: RolloutAsyncLLM) -> None:
+        self._client = client
 
 
 async def let_everybody_run() -> None:

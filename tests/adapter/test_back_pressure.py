@@ -18,29 +18,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scheduler_runs import TracedRun, assert_nothing_left, prune_by_sign
-from stepped_llm import SteppedLLM, let_everybody_run
+from stepped_llm import SteppedEngine, SteppedLLM, let_everybody_run
 from vllm import SamplingParams
 from vllm.outputs import STREAM_FINISHED, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from vllm_rollout.adapter.api.client.client import RolloutAsyncLLM
 from vllm_rollout.adapter.api.client.outputs import CandidateFailed, CandidateOutput
-from vllm_rollout.adapter.api.engine.engine import VLLMEngine, sampled_logprobs
+from vllm_rollout.adapter.api.engine.engine import sampled_logprobs
 from vllm_rollout.adapter.core.scheduler import RolloutScheduler
 from vllm_rollout.group.plans.plan import GroupPlan
 from vllm_rollout.group.plans.pruning_plan import PruningPlan
 from vllm_rollout.server.engine import CandidateEnd, CandidateTokens, PreparedPrompt
 
+pytestmark = pytest.mark.anyio
+
 RACE = GroupPlan(group_size=4, redundancy=4)
 WHOLE_POOL = GroupPlan(group_size=8, early_stop=False)
-
-
-class SteppedEngine(VLLMEngine):
-    """Overrides: __init__."""
-
-    def __init__(self, client: RolloutAsyncLLM) -> None:
-        self._client = client
 
 
 @pytest.fixture
@@ -80,20 +74,17 @@ def held_outputs(read: list[CandidateOutput]) -> list[RequestOutput]:
 
 
 @pytest.mark.thorough
-def test_for_a_reader_that_never_reads_three_outputs_per_candidate_are_held(llm: SteppedLLM) -> None:
-    async def run() -> None:
-        outputs = candidates(llm, "g", WHOLE_POOL, [1000] * 8)
-        async with stalled(llm, outputs) as read:
-            await llm.step_to_the_end()
-            held = held_outputs(read)
-            # Of each candidate, on average: one in the queue, one that waits for room there, one that vLLM has merged.
-            assert len(held) == 3 * 8
-            assert sum(len(output.outputs[0].token_ids) for output in held) == 8 * 1000 - 1
-            read += [output async for output in outputs]
-            assert_complete(llm, "g", read, dict.fromkeys(range(8), 1000))
-            assert len(read) == 1 + 3 * 8
-
-    asyncio.run(run())
+async def test_for_a_reader_that_never_reads_three_outputs_per_candidate_are_held(llm: SteppedLLM) -> None:
+    outputs = candidates(llm, "g", WHOLE_POOL, [1000] * 8)
+    async with stalled(llm, outputs) as read:
+        await llm.step_to_the_end()
+        held = held_outputs(read)
+        # Of each candidate, on average: one in the queue, one that waits for room there, one that vLLM has merged.
+        assert len(held) == 3 * 8
+        assert sum(len(output.outputs[0].token_ids) for output in held) == 8 * 1000 - 1
+        read += [output async for output in outputs]
+        assert_complete(llm, "g", read, dict.fromkeys(range(8), 1000))
+        assert len(read) == 1 + 3 * 8
 
 
 def assert_complete(llm: SteppedLLM, group_id: str, read: list[CandidateOutput], lengths: dict[int, int]) -> None:
@@ -113,21 +104,18 @@ def assert_complete(llm: SteppedLLM, group_id: str, read: list[CandidateOutput],
         assert all(part.output.kv_transfer_params is None for part in parts)
 
 
-def test_a_stalled_group_holds_up_neither_others_nor_its_own_candidates(llm: SteppedLLM) -> None:
-    async def run() -> None:
-        outputs = candidates(llm, "stalled", RACE, [500 + i for i in range(8)])
-        async with stalled(llm, outputs) as read:
-            other = asyncio.create_task(collect(candidates(llm, "other", RACE, [50] * 4 + [90] * 4)))
-            await let_everybody_run()
-            for _ in range(100):
-                await llm.step()
-            assert {candidate.note.state for candidate in await other if candidate.note} == {"finished", "surplus"}
-            await llm.step_to_the_end()
-            read += [output async for output in outputs]
-        states = {candidate.index: candidate.note.state for candidate in read if candidate.note is not None}
-        assert [states[index] for index in range(8)] == ["finished"] * 4 + ["surplus"] * 4
-
-    asyncio.run(run())
+async def test_a_stalled_group_holds_up_neither_others_nor_its_own_candidates(llm: SteppedLLM) -> None:
+    outputs = candidates(llm, "stalled", RACE, [500 + i for i in range(8)])
+    async with stalled(llm, outputs) as read:
+        other = asyncio.create_task(collect(candidates(llm, "other", RACE, [50] * 4 + [90] * 4)))
+        await let_everybody_run()
+        for _ in range(100):
+            await llm.step()
+        assert {candidate.note.state for candidate in await other if candidate.note} == {"finished", "surplus"}
+        await llm.step_to_the_end()
+        read += [output async for output in outputs]
+    states = {candidate.index: candidate.note.state for candidate in read if candidate.note is not None}
+    assert [states[index] for index in range(8)] == ["finished"] * 4 + ["surplus"] * 4
 
 
 async def collect(outputs: AsyncIterator[CandidateOutput]) -> list[CandidateOutput]:
@@ -139,66 +127,55 @@ def in_time(work: Awaitable[Any]) -> Awaitable[Any]:
     return asyncio.wait_for(work, 60)
 
 
-def test_a_dead_engine_is_told_to_a_reader_that_was_not_reading(llm: SteppedLLM) -> None:
-    async def run() -> None:
-        outputs = candidates(llm, "g", WHOLE_POOL, [1000] * 8)
-        async with stalled(llm, outputs) as read:
-            for _ in range(20):
-                await llm.step()
-            llm.output_processor.propagate_error(EngineDeadError())
-            with pytest.raises(EngineDeadError):
-                read += await in_time(collect(outputs))
-
-    asyncio.run(run())
-
-
-def test_one_failure_behind_a_full_queue_leaves_the_other_candidates_whole(llm: SteppedLLM) -> None:
-    async def run() -> None:
-        outputs = candidates(llm, "g", WHOLE_POOL, [300] * 8)
-        async with stalled(llm, outputs) as read:
-            for _ in range(20):
-                await llm.step()
-            llm.output_processor.request_states["g-c3-internal"].queue.put(ConnectionError("on purpose"))
-            await llm.step_to_the_end()
+async def test_a_dead_engine_is_told_to_a_reader_that_was_not_reading(llm: SteppedLLM) -> None:
+    outputs = candidates(llm, "g", WHOLE_POOL, [1000] * 8)
+    async with stalled(llm, outputs) as read:
+        for _ in range(20):
+            await llm.step()
+        llm.output_processor.propagate_error(EngineDeadError())
+        with pytest.raises(EngineDeadError):
             read += await in_time(collect(outputs))
-        *outputs_of_it, last = (candidate for candidate in read if candidate.index == 3)
-        assert last == CandidateFailed(3)
-        assert not any(candidate.output.finished for candidate in outputs_of_it)
-        others = [candidate for candidate in read if candidate.index != 3]
-        assert_complete(llm, "g", others, {index: 300 for index in range(8) if index != 3})
-
-    asyncio.run(run())
 
 
-def test_leaving_a_stalled_group_aborts_its_candidates_and_leaves_no_task(llm: SteppedLLM) -> None:
-    async def run() -> None:
-        outputs = candidates(llm, "g", WHOLE_POOL, [30] * 2 + [1000] * 6)
-        async with stalled(llm, outputs):
-            for _ in range(100):
-                await llm.step()
-        assert llm.num_aborted == 6
-        assert asyncio.all_tasks() == {asyncio.current_task()}
+async def test_one_failure_behind_a_full_queue_leaves_the_other_candidates_whole(llm: SteppedLLM) -> None:
+    outputs = candidates(llm, "g", WHOLE_POOL, [300] * 8)
+    async with stalled(llm, outputs) as read:
+        for _ in range(20):
+            await llm.step()
+        llm.output_processor.request_states["g-c3-internal"].queue.put(ConnectionError("on purpose"))
         await llm.step_to_the_end()
-        assert not llm.output_processor.has_unfinished_requests()
+        read += await in_time(collect(outputs))
+    *outputs_of_it, last = (candidate for candidate in read if candidate.index == 3)
+    assert last == CandidateFailed(3)
+    assert not any(candidate.output.finished for candidate in outputs_of_it)
+    others = [candidate for candidate in read if candidate.index != 3]
+    assert_complete(llm, "g", others, {index: 300 for index in range(8) if index != 3})
 
-    asyncio.run(run())
+
+async def test_leaving_a_stalled_group_aborts_its_candidates_and_leaves_no_task(llm: SteppedLLM) -> None:
+    before = asyncio.all_tasks()
+    outputs = candidates(llm, "g", WHOLE_POOL, [30] * 2 + [1000] * 6)
+    async with stalled(llm, outputs):
+        for _ in range(100):
+            await llm.step()
+    assert llm.num_aborted == 6
+    assert asyncio.all_tasks() == before
+    await llm.step_to_the_end()
+    assert not llm.output_processor.has_unfinished_requests()
     assert_nothing_left(llm.run)
 
 
 @pytest.mark.thorough
-def test_without_streaming_only_the_last_outputs_wait(llm: SteppedLLM) -> None:
-    async def run() -> None:
-        outputs = candidates(llm, "g", WHOLE_POOL, [2, *range(301, 308)], stream_tokens=None)
-        async with aclosing(outputs):
-            first = asyncio.ensure_future(anext(outputs))
-            await let_everybody_run()
-            await llm.step_to_the_end()
-            read = [await first]
-            assert len(held_outputs(read)) == 7
-            read += await in_time(collect(outputs))
-        assert_complete(llm, "g", read, {0: 2, **{index: 300 + index for index in range(1, 8)}})
-
-    asyncio.run(run())
+async def test_without_streaming_only_the_last_outputs_wait(llm: SteppedLLM) -> None:
+    outputs = candidates(llm, "g", WHOLE_POOL, [2, *range(301, 308)], stream_tokens=None)
+    async with aclosing(outputs):
+        first = asyncio.ensure_future(anext(outputs))
+        await let_everybody_run()
+        await llm.step_to_the_end()
+        read = [await first]
+        assert len(held_outputs(read)) == 7
+        read += await in_time(collect(outputs))
+    assert_complete(llm, "g", read, {0: 2, **{index: 300 + index for index in range(1, 8)}})
 
 
 Happening = CandidateTokens | CandidateEnd

@@ -6,11 +6,14 @@ import asyncio
 
 import pytest
 
+from tests.support.time_limit import end_within
 from vllm_rollout.adapter.api.calls import engine_calls
 from vllm_rollout.adapter.api.calls.engine_calls import EngineCalls
 from vllm_rollout.adapter.api.calls.rank_client import RankDied
 from vllm_rollout.adapter.call_table import CUT_RACE, HEADS, HELD_GROUPS
 from vllm_rollout.server.engine import RequestError
+
+pytestmark = pytest.mark.anyio
 
 
 class DyingClient:
@@ -53,25 +56,20 @@ class TwoRanks:
         return HEADS.encode_result([])
 
 
-def test_what_every_rank_knows_the_next_one_says_when_the_first_dies() -> None:
-    async def call() -> None:
-        assert await EngineCalls(TwoRanks()).call_first(HEADS, None) == []
-        assert await EngineCalls(TwoRanks()).call_if_alive(0, HEADS, None) is None
-        with pytest.raises(RequestError, match="rank 1 of the engine has died"):
-            await EngineCalls(TwoRanks(both_die=True)).call_first(HEADS, None)
-
-    asyncio.run(asyncio.wait_for(call(), 10))
+async def test_what_every_rank_knows_the_next_one_says_when_the_first_dies() -> None:
+    end_within(10)
+    assert await EngineCalls(TwoRanks()).call_first(HEADS, None) == []
+    assert await EngineCalls(TwoRanks()).call_if_alive(0, HEADS, None) is None
+    with pytest.raises(RequestError, match="rank 1 of the engine has died"):
+        await EngineCalls(TwoRanks(both_die=True)).call_first(HEADS, None)
 
 
 @pytest.mark.parametrize("calls", [
     lambda engine: engine.call_rank(0, CUT_RACE, "race"), lambda engine: engine.call_all(HELD_GROUPS, None)
 ])  # fmt: skip
-def test_a_call_that_is_on_its_way_when_the_engine_dies_ends(calls, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_call_that_is_on_its_way_when_the_engine_dies_ends(calls, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_calls, "LOOK_S", 0.01)
-
-    async def call() -> None:
-        with pytest.raises(RequestError, match="the engine has stopped") as error:
-            await calls(EngineCalls(DyingClient()))
-        assert error.value.status == 503
-
-    asyncio.run(asyncio.wait_for(call(), 10))
+    end_within(10)
+    with pytest.raises(RequestError, match="the engine has stopped") as error:
+        await calls(EngineCalls(DyingClient()))
+    assert error.value.status == 503

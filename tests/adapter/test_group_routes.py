@@ -24,6 +24,8 @@ from vllm_rollout.group.plans.plan import GroupPlan
 from vllm_rollout.group.ranks.placement import Placement
 from vllm_rollout.server.engine import Outlook
 
+pytestmark = pytest.mark.anyio
+
 LENGTHS = LengthMoments(100.0, 2500.0, 4)
 
 
@@ -151,7 +153,7 @@ def test_ordinary_requests_of_this_process_count_at_once() -> None:
     assert RolloutAsyncLLM.request_counts(SimpleNamespace(engine_core=core)) == [10, 6, 3]
 
 
-def test_loads_fall_while_a_group_runs(new_run: Callable[..., TracedRun]) -> None:
+async def test_loads_fall_while_a_group_runs(new_run: Callable[..., TracedRun]) -> None:
     llm = SteppedLLM(new_run(), num_ranks=2)
     plan = GroupPlan(4)
     loads: list[list[float]] = []
@@ -163,14 +165,11 @@ def test_loads_fall_while_a_group_runs(new_run: Callable[..., TracedRun]) -> Non
             async for _ in outputs:
                 loads.append(llm._placement.loads)
 
-    async def run() -> None:
-        tasks = [asyncio.create_task(rollout(name, [5, 9, 30, 60])) for name in "ab"]
-        await let_everybody_run()
-        assert llm._placement.loads == [remaining(0, 0, 0, 0)] * 2
-        await llm.step_to_the_end()
-        await asyncio.gather(*tasks)
-
-    asyncio.run(run())
+    tasks = [asyncio.create_task(rollout(name, [5, 9, 30, 60])) for name in "ab"]
+    await let_everybody_run()
+    assert llm._placement.loads == [remaining(0, 0, 0, 0)] * 2
+    await llm.step_to_the_end()
+    await asyncio.gather(*tasks)
     assert {rank for _, rank in llm.added.values()} == {0, 1}
     assert max(loads[-1]) < remaining(0, 0)
     assert llm._placement.loads == [0, 0]

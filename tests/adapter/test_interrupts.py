@@ -28,8 +28,7 @@ from vllm.exceptions import VLLMValidationError
 import vllm_rollout
 from vllm_rollout.adapter.api.client.emulate import EXECUTOR_CLS, WORKER_CLS
 from vllm_rollout.adapter.in_process import engine_args
-from vllm_rollout.adapter.in_process.interrupts import PATIENCE_S, HeldInterrupts
-from vllm_rollout.adapter.in_process.waiting_loop import WaitingLoop
+from vllm_rollout.adapter.in_process.interrupts import PATIENCE_S, HeldInterrupts, WaitingLoop
 from vllm_rollout.adapter.options import EmulationOptions, RolloutOptions
 from vllm_rollout.server.serialised import GroupsInJson
 

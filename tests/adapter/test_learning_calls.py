@@ -29,7 +29,6 @@ from vllm_rollout.adapter.call_table import (
     LengthsToLookUp,
     ObservedGroup,
     Operation,
-    PostedRewards,
 )
 from vllm_rollout.adapter.core import learning_calls, readings
 from vllm_rollout.adapter.core.calls import rollout_call
@@ -39,7 +38,7 @@ from vllm_rollout.adapter.options import RolloutOptions
 from vllm_rollout.adapter.worker.worker import RolloutWorker
 from vllm_rollout.config import MAX_ADAPTERS, MAX_DETECTION_LENGTHS
 from vllm_rollout.group.judging.judge import Judge
-from vllm_rollout.group.judging.ledger import NamedReward, Reward, Scoring
+from vllm_rollout.group.judging.ledger import Reward, Scoring
 from vllm_rollout.group.lengths.history import LengthHistory, ObservedLength
 from vllm_rollout.group.plans.pruning_plan import PruningPlan
 from vllm_rollout.group.plans.terms import GroupTerms
@@ -49,6 +48,8 @@ from vllm_rollout.server.engine import RequestError
 from vllm_rollout.tracker.feature_ring import FeatureRing, StateKey
 from vllm_rollout.tracker.quality_heads import QualityHeads
 from vllm_rollout.tracker.tracker import CandidateTracker
+
+pytestmark = pytest.mark.anyio
 
 HIDDEN_SIZE = 8
 LENGTH = 10
@@ -206,7 +207,7 @@ def test_a_head_that_is_put_begins_a_scale_of_its_own_on_every_rank():
         assert len(state["recent"]) > 0
 
 
-def test_one_rollout_over_two_ranks_gives_each_reward_one_status():
+def test_one_rollout_over_two_ranks_gives_each_reward_one_status_and_counts_features_that_are_gone():
     ranks = [Rank(), Rank()]
     rewards = ranks[0].run_rollout("r", num=40)
     ranks[1].run_rollout("r", num=1, prompt_id="q")
@@ -217,6 +218,9 @@ def test_one_rollout_over_two_ranks_gives_each_reward_one_status():
     for mine, others in zip(ranks[0].labels(), ranks[1].labels(), strict=True):
         assert sorted(mine) == sorted(others)
         assert len(mine) == 41
+    report = Engine(*ranks).learning_report(None)
+    assert (report.detection_length, report.num_awaiting, report.num_evicted) == (LENGTH, 0, 1)
+    assert report.signals == report_of(ranks[0].judge.memory.learnings[LENGTH]).signals
 
 
 def test_ends_are_learned_beside_a_detection_length_and_reported_by_name():
@@ -235,17 +239,6 @@ def test_ends_are_learned_beside_a_detection_length_and_reported_by_name():
     ends = engine.learning_report(WHOLE)
     assert (ends.head.num_labels, ends.num_evicted, ends.num_awaiting) == (120, 0, 0)
     assert len(rank.ring) == 0
-
-
-def test_features_that_are_gone_are_counted_and_the_label_still_calibrates():
-    rank = Rank()
-    rewards = rank.run_rollout("r", num=6)
-    rank.ring.take([StateKey("r-1", LENGTH), StateKey("r-4", LENGTH)])
-    assert Engine(rank).post_rewards("r", rewards).num_training == 4
-    report = Engine(rank).learning_report(None)
-    assert (report.detection_length, report.num_awaiting, report.num_evicted) == (LENGTH, 0, 2)
-    assert len(rank.labels()[0]) == 6
-    assert report.signals == report_of(rank.judge.memory.learnings[LENGTH]).signals
 
 
 def test_a_report_over_ranks_counts_the_verdicts_of_all():
@@ -272,22 +265,6 @@ class Clock:
     def __call__(self) -> float:
         self.now += 0.001
         return self.now
-
-
-def test_a_call_accounts_for_rewards_until_its_time_is_spent():
-    rank = Rank()
-    rewards = rank.run_rollout("r", num=8 * REWARDS_AT_ONCE)
-    batches = []
-    calls = LearningCalls(
-        rank.judge, rank.scheduler.readings, lambda method, *args: batches.append(len(args[1])) or args[1],
-        model="model", clock=Clock(), budget_s=0.0035,
-    )  # fmt: skip
-    named = [NamedReward("rollout", "r", reward) for reward in rewards]
-    progress = calls.post_rewards(PostedRewards(named, share=False))
-    assert batches == [REWARDS_AT_ONCE] * 4
-    assert progress.statuses == ["accepted"] * (4 * REWARDS_AT_ONCE)
-    progress = calls.post_rewards(PostedRewards(named, share=False))
-    assert progress.statuses == ["duplicate"] * (4 * REWARDS_AT_ONCE), "nothing was accounted for beyond"
 
 
 @pytest.mark.thorough
@@ -319,25 +296,21 @@ def test_of_two_posts_alike_one_is_accepted_and_one_a_duplicate(monkeypatch):
 
 
 @pytest.mark.thorough
-def test_rewards_are_taken_to_the_end_when_the_client_goes_away():
+async def test_rewards_are_taken_to_the_end_when_the_client_goes_away():
     ranks = [Rank(), Rank()]
     rewards = ranks[1].run_rollout("r", num=2 * REWARDS_PER_CALL)
-
-    async def leave_early() -> None:
-        calls = EngineCalls(Client(*ranks))
-        engine = EngineLearning(calls, RolloutOptions(train_budget_s=10.0))
-        posting = asyncio.create_task(engine.post_rewards("r", rewards))
-        for _ in range(4):
-            await asyncio.sleep(0)
-        posting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await posting
-        assert calls.is_busy
-        while calls.is_busy:
-            await asyncio.sleep(0)
-        await engine.settled()
-
-    asyncio.run(leave_early())
+    calls = EngineCalls(Client(*ranks))
+    engine = EngineLearning(calls, RolloutOptions(train_budget_s=10.0))
+    posting = asyncio.create_task(engine.post_rewards("r", rewards))
+    for _ in range(4):
+        await asyncio.sleep(0)
+    posting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await posting
+    assert calls.is_busy
+    while calls.is_busy:
+        await asyncio.sleep(0)
+    await engine.settled()
     assert ranks[0].labels() == ranks[1].labels()
     assert len(ranks[0].labels()[0]) == len(rewards)
 
@@ -435,24 +408,6 @@ def refused(rank: Rank, put: str, data: bytes) -> RequestError:
     return caught.value
 
 
-def test_what_is_saved_can_be_restored_elsewhere():
-    saved, other = learned(1), learned(2)
-    other.run_rollout("s", num=1, plan=replace(PLAN, detection_length=99))
-    Engine(other).set_learning_state(Engine(saved).learning_state())
-    assert content(other) == content(saved)
-    (one,), (two,) = saved.heads._tracker.heads.values(), other.heads._tracker.heads.values()
-    assert all(torch.equal(a, b) for a, b in zip(one.weights, two.weights, strict=True))
-    for rank in (saved, other):
-        Engine(rank).post_rewards("t", rank.run_rollout("t", seed=3))
-    assert content(other) == content(saved)
-
-
-def test_an_empty_state_can_be_saved_and_restored():
-    rank = learned()
-    Engine(rank).set_learning_state(Engine(Rank()).learning_state())
-    assert content(rank) == content(Rank())
-
-
 def opened(data: bytes) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     (length,) = struct.unpack_from("<Q", data)
     return load(data), json.loads(data[8 : 8 + length])["__metadata__"]
@@ -465,6 +420,8 @@ def written(lines: Iterable[Any], heads: Sequence[bytes] = ()) -> bytes:
     return state + b'["end", %d]\n' % len(heads)
 
 
+SAVED = learned()
+HEAD, HEAD_STATE, STATE = SAVED.heads.export(HeadKey(LENGTH)), SAVED.heads.state()[0][1], Engine(SAVED).learning_state()
 HEADER = {"format": 2, "model": "model"}
 TOTALS = ["lengths", LengthHistory().totals()]
 BEGUN = written([HEADER, TOTALS]).removesuffix(b'["end", 0]\n')
@@ -477,6 +434,7 @@ GARBAGE = [
     BEGUN + b'["head", 10]\n12',
     BEGUN + b'["head", -1]\n["end", 0]',
     b'{"format": 1, "model": "model", "learnings": [], "heads": []}',
+    *(STATE[: int(len(STATE) * place)] for place in (0.01, 0.2, 0.4, 0.6, 0.8, 0.99)),
 ]  # fmt: skip
 
 
@@ -647,12 +605,17 @@ def test_names_are_saved_and_go_on_elsewhere_as_here():
     for seed, adapter in enumerate((BASE_MODEL, "a", "b")):
         rewarded(Engine(saved), saved, adapter, seed)
     rewarded(Engine(other), other, "gone")
+    other.run_rollout("s", num=1, plan=replace(PLAN, detection_length=99))
     Engine(other).set_learning_state(Engine(saved).learning_state())
     assert content(other) == content(saved)
+    for one, two in zip(saved.heads._tracker.heads.values(), other.heads._tracker.heads.values(), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one.weights, two.weights, strict=True))
     for rank in (saved, other):
         rewarded(Engine(rank), rank, "a", seed=5)
     assert content(other) == content(saved)
     goes_on(other)
+    Engine(other).set_learning_state(Engine(Rank()).learning_state())
+    assert content(other) == content(Rank()), "nothing, when nothing was saved"
 
 
 def test_a_head_is_put_in_an_adapters_place():
@@ -739,8 +702,6 @@ def test_a_head_of_an_adapter_without_rows_is_refused(line):
 # -- whatever a client makes up
 
 NUMBERS = ["NaN", "-1", str(2**53), str(2**53 + 1), str(10**24), "1e300", "", "x", "0", "1", "9" * 5000, "\u0663"]
-SAVED = learned()
-HEAD, HEAD_STATE, STATE = SAVED.heads.export(HeadKey(LENGTH)), SAVED.heads.state()[0][1], Engine(SAVED).learning_state()
 VALUES = [0.0, -1.0, 1.0, 1e-30, 1e5, 1e9, 1e13, 1e18, 1e30, 3e38, float("nan"), float("inf"), -1e30]
 
 
@@ -797,23 +758,23 @@ def put(name: str, data: bytes) -> None:
     goes_on(rank)
 
 
+def put_head(data: bytes) -> tuple[str, bytes]:
+    return "set_quality_head", data
+
+
+def state_with(head: bytes) -> tuple[str, bytes]:
+    start = STATE.index(b'["head"')
+    return "set_learning_state", STATE[:start] + f'["head",{len(head)}]\n'.encode() + head + b'["end",1]\n'
+
+
 many = settings(max_examples=60, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 
 
 @pytest.mark.thorough
-@many
-@given(changed_head(HEAD))
-def test_a_changed_head_is_refused_or_taken_and_the_engine_goes_on(data):
-    put("set_quality_head", data)
-
-
-@pytest.mark.thorough
-@many
-@given(changed_head(HEAD_STATE))
-def test_a_changed_state_of_a_head_is_refused_or_taken_and_the_engine_goes_on(data):
-    start = STATE.index(b'["head"')
-    end = b'\n["end",1]\n'
-    put("set_learning_state", STATE[:start] + f'["head",{len(data)}]\n'.encode() + data + end[1:])
+@settings(many, max_examples=120)
+@given(st.one_of(changed_head(HEAD).map(put_head), changed_head(HEAD_STATE).map(state_with)))
+def test_a_changed_head_is_refused_or_taken_and_the_engine_goes_on(changed):
+    put(*changed)
 
 
 @st.composite
@@ -840,15 +801,6 @@ def changed_state(draw: st.DrawFn) -> bytes:
 @given(changed_state())
 def test_a_changed_state_is_refused_or_taken_and_the_engine_goes_on(data):
     put("set_learning_state", data)
-
-
-def cut_at(data: bytes, places: Iterable[float]) -> list[bytes]:
-    return [data[: int(len(data) * place)] for place in places]
-
-
-@pytest.mark.parametrize("data", cut_at(STATE, (0.01, 0.2, 0.4, 0.6, 0.8, 0.99)))
-def test_a_state_that_was_cut_off_is_refused(data):
-    assert refused(learned(), "set_learning_state", data).status == 422
 
 
 def test_every_rank_knows_the_success_of_every_prompt_and_one_is_asked(monkeypatch):

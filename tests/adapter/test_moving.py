@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from moving_runs import assert_each_once, ids_and_lengths
+from moving_runs import assert_both_end, assert_each_once, ids_and_lengths
 from scheduler_runs import add_group, assert_nothing_left, prune_by_sign
 from vllm.lora.request import LoRARequest
 from vllm.v1.request import RequestStatus
@@ -188,51 +188,38 @@ def test_a_group_with_a_grammar_stays_and_says_why(new_ranks):
 
 
 @pytest.mark.parametrize("released", [False, True])
-def test_a_group_that_was_to_leave_goes_on_where_it_was(new_ranks, released):
-    ranks, lengths = new_ranks(), [50, 70]
-    ids = add_group(ranks.runs[0], "g", lengths, group_size=2)
-    ranks.until("g-0", 20)
-    ranks.cores[0].release("g")
+def test_a_group_that_was_to_leave_goes_on_where_it_was(two, released):
+    two.cores[0].release("g")
     if released:
-        ranks.release("g", 0)
-        assert not ranks.runs[0].scheduler.requests
-    ranks.cores[0].keep("g")
-    ranks.cores[0].keep("g")
-    ranks.run()
-    assert_each_once(ranks, ids_and_lengths(ids, lengths))
-    assert [ranks.runs[0].num_tokens(id) for id in ids] == lengths
+        two.release("g", 0)
+        assert not two.runs[0].scheduler.requests
+    two.cores[0].keep("g")
+    two.cores[0].keep("g")
+    assert_both_end(two)
 
 
-def test_calls_that_are_repeated_change_nothing(new_ranks):
-    ranks, lengths = new_ranks(), [50, 70]
-    ids = add_group(ranks.runs[0], "g", lengths, group_size=2)
-    ranks.until("g-0", 20)
-    released = ranks.release("g", 0)
-    assert ranks.cores[0].release("g") == released
-    assert ranks.cores[0].release("g", epoch=2).outcome == "busy"
+def test_calls_that_are_repeated_change_nothing(two):
+    released = two.release("g", 0)
+    assert two.cores[0].release("g") == released
+    assert two.cores[0].release("g", epoch=2).outcome == "busy"
     for _ in range(2):
-        ranks.cores[1].adopt("g", released.parcel)
+        two.cores[1].adopt("g", released.parcel)
     for _ in range(2):
-        ranks.cores[0].confirm("g")
-    ranks.cores[0].keep("g")  # too late
-    ranks.run()
-    assert_each_once(ranks, ids_and_lengths(ids, lengths))
-    assert [ranks.runs[0].num_tokens(id) for id in ids] == lengths
+        two.cores[0].confirm("g")
+    two.cores[0].keep("g")  # too late
+    assert_both_end(two)
 
 
-def test_a_candidate_that_is_aborted_while_its_group_stops(new_ranks):
-    ranks, lengths = new_ranks(), [50, 70]
-    ids = add_group(ranks.runs[0], "g", lengths, group_size=2)
-    ranks.until("g-0", 20)
-    ranks.cores[0].release("g")
-    ranks.runs[0].scheduler.finish_requests(["g-0"], RequestStatus.FINISHED_ABORTED)
-    if ranks.runs[0]._depth == 1:  # it was released in one call, and an abort of what is not there is nothing
+def test_a_candidate_that_is_aborted_while_its_group_stops(two):
+    two.cores[0].release("g")
+    two.runs[0].scheduler.finish_requests(["g-0"], RequestStatus.FINISHED_ABORTED)
+    if two.runs[0]._depth == 1:  # it was released in one call, and an abort of what is not there is nothing
         return
-    assert ranks.cores[0].release("g").outcome == "busy"
-    ranks.move("g")
-    ranks.run()
-    assert [ranks.runs[0].state(id) for id in ids] == ["failed", "finished"]
-    assert_each_once(ranks, ids_and_lengths(ids, lengths))
+    assert two.cores[0].release("g").outcome == "busy"
+    two.move("g")
+    two.run()
+    assert [two.runs[0].state(id) for id in ("g-0", "g-1")] == ["failed", "finished"]
+    assert_each_once(two, {"g-0": 50, "g-1": 70})
 
 
 GROUP = st.integers(0, 2)

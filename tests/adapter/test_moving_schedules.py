@@ -164,16 +164,9 @@ class Schedule:
 
 
 @pytest.mark.thorough
+@pytest.mark.anyio
 @pytest.mark.parametrize("num_api_processes", [1, 2])
-def test_whatever_happens_each_candidate_is_in_one_place_and_ends_once(on_ranks, num_api_processes):
-    for seed in range(NUM_SCHEDULES):
-        chance = random.Random(seed)
-
-        async def check(cluster: Cluster, chance: random.Random = chance) -> None:
-            await Schedule(cluster, chance).run()
-
-        try:
-            on_ranks(check, num_ranks=chance.randint(2, 4), num_api_processes=num_api_processes)
-        except BaseException as error:
-            error.add_note(f"seed {seed}")
-            raise
+@pytest.mark.parametrize("seed", range(NUM_SCHEDULES))
+async def test_whatever_happens_each_candidate_is_in_one_place_and_ends_once(new_cluster, seed, num_api_processes):
+    chance = random.Random(seed)
+    await Schedule(new_cluster(chance.randint(2, 4), num_api_processes), chance).run()

@@ -20,6 +20,7 @@ from vllm.v1.engine.core_client import DPLBAsyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.serial_utils import MsgpackDecoder
 
+from tests.support.time_limit import end_within
 from vllm_rollout.adapter.api.calls.deaths import VARIABLE, Death, Deaths, RankProcesses, outlives_a_rank
 from vllm_rollout.adapter.api.calls.rank_client import RankClient, RankDied
 from vllm_rollout.adapter.api.client import life
@@ -27,6 +28,8 @@ from vllm_rollout.adapter.api.client.group_routes import GroupRoutes, NoRankLeft
 from vllm_rollout.adapter.api.client.life import Life
 from vllm_rollout.adapter.options import RolloutOptions
 from vllm_rollout.group.ranks.placement import Placement
+
+pytestmark = pytest.mark.anyio
 
 RANKS = [b"rank 0", b"rank 1", b"rank 2"]
 
@@ -50,41 +53,37 @@ def rank_client(monkeypatch: pytest.MonkeyPatch, answers: dict[bytes, Any]) -> R
     return client
 
 
-def test_a_call_to_all_is_answered_by_those_that_live(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        client = rank_client(monkeypatch, {RANKS[0]: "zero", RANKS[2]: "two"})
-        calling = asyncio.create_task(client.call_utility_all_async("look"))
-        one = asyncio.create_task(client._call_utility_async("look", engine=RANKS[1]))
-        await asyncio.sleep(0.01)
-        assert not calling.done()
-        client.bury(1)
-        assert await calling == ["zero", "two"]
-        with pytest.raises(RankDied, match="rank 1 of the engine has died") as died:
-            await one
-        assert died.value.http_status == 503
-        with pytest.raises(RankDied):
-            await client._call_utility_async("look", engine=RANKS[1])
-        assert await client.call_utility_async("look") == "zero"
-        client.bury(0)
-        client.bury(2)
-        with pytest.raises(EngineDeadError):
-            await client.call_utility_all_async("look")
-
-    asyncio.run(asyncio.wait_for(main(), 30))
+async def test_a_call_to_all_is_answered_by_those_that_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    end_within(30)
+    client = rank_client(monkeypatch, {RANKS[0]: "zero", RANKS[2]: "two"})
+    calling = asyncio.create_task(client.call_utility_all_async("look"))
+    one = asyncio.create_task(client._call_utility_async("look", engine=RANKS[1]))
+    await asyncio.sleep(0.01)
+    assert not calling.done()
+    client.bury(1)
+    assert await calling == ["zero", "two"]
+    with pytest.raises(RankDied, match="rank 1 of the engine has died") as died:
+        await one
+    assert died.value.http_status == 503
+    with pytest.raises(RankDied):
+        await client._call_utility_async("look", engine=RANKS[1])
+    assert await client.call_utility_async("look") == "zero"
+    client.bury(0)
+    client.bury(2)
+    with pytest.raises(EngineDeadError):
+        await client.call_utility_all_async("look")
 
 
-def test_a_call_that_fails_is_no_dead_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_call_that_fails_is_no_dead_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     async def fail(self: RankClient, method: str, *args: Any, engine: bytes) -> Any:
         raise ValueError(method)
 
-    async def main() -> None:
-        client = rank_client(monkeypatch, {})
-        monkeypatch.setattr(DPLBAsyncMPClient, "_call_utility_async", fail)
-        client.bury(1)
-        with pytest.raises(ValueError, match="look"):
-            await client.call_utility_all_async("look")
-
-    asyncio.run(asyncio.wait_for(main(), 30))
+    end_within(30)
+    client = rank_client(monkeypatch, {})
+    monkeypatch.setattr(DPLBAsyncMPClient, "_call_utility_async", fail)
+    client.bury(1)
+    with pytest.raises(ValueError, match="look"):
+        await client.call_utility_all_async("look")
 
 
 def test_nothing_is_sent_to_a_dead_rank_and_what_ran_there_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,36 +176,33 @@ class TwoRanksAndAHealthyOne:
         self.told = isinstance(error, EngineDeadError)
 
 
-def test_two_ranks_die_with_a_group_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_two_ranks_die_with_a_group_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(life, "LOOK_S", 0.01)
+    end_within(30)
+    with Deaths.of_a_server():
+        client = TwoRanksAndAHealthyOne()
+        watch = Life(client)
+        route = client.routes.open("moving", {0: 0}, 1)
 
-    async def main() -> None:
-        with Deaths.of_a_server():
-            client = TwoRanksAndAHealthyOne()
-            watch = Life(client)
-            route = client.routes.open("moving", {0: 0}, 1)
+        async def move() -> None:
+            async with route.moving():
+                await client.buried[2].wait()  # the call to the target ends when that is known to be dead
 
-            async def move() -> None:
-                async with route.moving():
-                    await client.buried[2].wait()  # the call to the target ends when that is known to be dead
-
-            moving = asyncio.create_task(move())
-            await asyncio.sleep(0)
-            watch.watch()
-            for rank in (1, 2):
-                Deaths.of_this_server().write(Death(rank, -9))
-                await client.buried[rank].wait()
-            await moving
-            while client.lost.keys() != {1, 2}:
-                await asyncio.sleep(0.01)
-            assert [error.rank for _, error in sorted(client.lost.items())] == [1, 2]
-            assert watch.living_ranks == [0]
-            assert client.routes.held == {1, 2}
-            client.errored = True
-            while not client.told:
-                await asyncio.sleep(0.01)
-
-    asyncio.run(asyncio.wait_for(main(), 30))
+        moving = asyncio.create_task(move())
+        await asyncio.sleep(0)
+        watch.watch()
+        for rank in (1, 2):
+            Deaths.of_this_server().write(Death(rank, -9))
+            await client.buried[rank].wait()
+        await moving
+        while client.lost.keys() != {1, 2}:
+            await asyncio.sleep(0.01)
+        assert [error.rank for _, error in sorted(client.lost.items())] == [1, 2]
+        assert watch.living_ranks == [0]
+        assert client.routes.held == {1, 2}
+        client.errored = True
+        while not client.told:
+            await asyncio.sleep(0.01)
 
 
 def test_groups_keep_away_from_a_dead_rank_also_when_nothing_else_is_left() -> None:

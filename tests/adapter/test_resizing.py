@@ -1,4 +1,5 @@
-"""An engine is rebuilt when nothing runs in it, keeps what was learned, and comes back as it was if need be."""
+"""An engine is rebuilt when nothing runs in it, keeps what was learned, and comes back as it was if need be. Whoever
+asks meanwhile waits, and no rollout runs on the model's own weights where a trainer's were before."""
 
 from __future__ import annotations
 
@@ -9,12 +10,16 @@ from types import SimpleNamespace
 import pytest
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from tests.support.time_limit import end_within
 from vllm_rollout.adapter.api.client.door import Door
-from vllm_rollout.adapter.api.engine import rebuilding
+from vllm_rollout.adapter.api.engine import lost_weights, rebuilding
 from vllm_rollout.adapter.api.engine.lost_weights import LostWeights
-from vllm_rollout.adapter.api.engine.rebuilding import Resizer
+from vllm_rollout.adapter.api.engine.rebuilding import ClosedEngine, Resizer
+from vllm_rollout.adapter.api.engine.shaping import EngineShaping
 from vllm_rollout.server.engine import RequestError
 from vllm_rollout.server.runs.parallelism import Resized
+
+pytestmark = pytest.mark.anyio
 
 
 class Core:
@@ -123,7 +128,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def make() -> tuple[Client, SimpleNamespace, Resizer]:
     client = Client()
-    engine = SimpleNamespace(is_busy=False, lost_weights=LostWeights(), calls=Calls(None))
+    shaping = EngineShaping(client, Calls(None))
+    engine = SimpleNamespace(is_busy=False, lost_weights=LostWeights(), calls=Calls(None), shaping=shaping)
     return client, engine, Resizer(client, engine, Namespace(rollout_profile=None, emulate=None))
 
 
@@ -132,10 +138,10 @@ async def turns(num: int = 50) -> None:
         await asyncio.sleep(0)
 
 
-def test_what_was_learned_is_in_the_new_engine_and_the_old_one_is_gone(started):
+async def test_what_was_learned_is_in_the_new_engine_and_the_old_one_is_gone(started):
     client, engine, resizer = make()
     before = client.engine_core
-    resized = asyncio.run(resizer.resize(2, 0.0))
+    resized = await resizer.resize(2, 0.0)
     assert (resized.outcome, resized.size, resizer.tensor_parallel_size) == ("rebuilt", 2, 2)
     assert resized.seconds > 0
     assert before.resources.engine_dead
@@ -144,109 +150,207 @@ def test_what_was_learned_is_in_the_new_engine_and_the_old_one_is_gone(started):
     assert engine.lost_weights.version is None
 
 
-def test_weights_that_were_sent_are_missed(started):
+async def test_weights_that_were_sent_are_missed(started):
     client, engine, resizer = make()
     client.engine_core.weight_version = "step-7"
-    asyncio.run(resizer.resize(2, 0.0))
+    await resizer.resize(2, 0.0)
     assert engine.lost_weights.version == "step-7"
 
 
 @pytest.mark.parametrize("reason", ["pauses", "is_asleep", "num_unfinished", "is_busy", "inside"])
-def test_an_engine_with_something_in_it_is_left_alone_and_open(started, reason):
-    async def main() -> None:
-        client, engine, resizer = make()
-        core = client.engine_core
-        if reason == "is_busy":
-            engine.is_busy = True
-        elif reason == "inside":
-            client.door.num_inside = 1
-        else:
-            setattr(client, reason, True)
-        assert await resizer.resize(2, 0.01) == Resized("busy", 1, 0.0)
-        assert (client.engine_core, started) == (core, [])
+async def test_an_engine_with_something_in_it_is_left_alone_and_open(started, reason):
+    end_within(10)
+    client, engine, resizer = make()
+    core = client.engine_core
+    if reason == "is_busy":
+        engine.is_busy = True
+    elif reason == "inside":
+        client.door.num_inside = 1
+    else:
+        setattr(client, reason, True)
+    assert await resizer.resize(2, 0.01) == Resized("busy", 1, 0.0)
+    assert (client.engine_core, started) == (core, [])
+    async with client.door.passing():
+        pass
+
+
+async def test_requests_and_calls_on_their_way_are_answered_by_the_old_engine_and_later_ones_by_the_new(started):
+    end_within(10)
+    client, _, resizer = make()
+    old, entered = client.engine_core, []
+
+    async def enter() -> None:
         async with client.door.passing():
-            pass
+            entered.append(await client.engine_core.call())
 
-    asyncio.run(asyncio.wait_for(main(), 10))
-
-
-def test_requests_and_calls_on_their_way_are_answered_by_the_old_engine_and_later_ones_by_the_new(started):
-    async def main() -> None:
-        client, _, resizer = make()
-        old, entered = client.engine_core, []
-
-        async def enter() -> None:
-            async with client.door.passing():
-                entered.append(await client.engine_core.call())
-
-        client.num_unfinished, old.utility_results[0] = 1, "asked"
-        resizing = asyncio.create_task(resizer.resize(2, 60.0))
-        await turns()
-        late = asyncio.create_task(enter())
-        await turns()
-        assert (started, client.engine_core, entered) == ([], old, [])
-        client.num_unfinished = 0
-        while client.engine_core is old:  # and then what is asked waits
-            await asyncio.sleep(0)
-        asked = asyncio.create_task(client.engine_core.call())
-        await turns()
-        assert (started, asked.done()) == ([], False)
-        old.utility_results.clear()
-        assert (await resizing).outcome == "rebuilt"
-        await late
-        assert (entered, await asked) == ([2], 2)
-
-    asyncio.run(asyncio.wait_for(main(), 10))
+    client.num_unfinished, old.utility_results[0] = 1, "asked"
+    resizing = asyncio.create_task(resizer.resize(2, 60.0))
+    await turns()
+    late = asyncio.create_task(enter())
+    await turns()
+    assert (started, client.engine_core, entered) == ([], old, [])
+    client.num_unfinished = 0
+    while client.engine_core is old:  # and then what is asked waits
+        await asyncio.sleep(0)
+    asked = asyncio.create_task(client.engine_core.call())
+    await turns()
+    assert (started, asked.done()) == ([], False)
+    old.utility_results.clear()
+    assert (await resizing).outcome == "rebuilt"
+    await late
+    assert (entered, await asked) == ([2], 2)
 
 
-def test_a_call_that_is_not_answered_leaves_the_engine_as_it_is(started, monkeypatch):
+async def test_a_call_that_is_not_answered_leaves_the_engine_as_it_is(started, monkeypatch):
     monkeypatch.setattr(rebuilding, "CALLS_TIMEOUT_S", 0.0)
     client, _, resizer = make()
     core = client.engine_core
     core.utility_results[0] = "asked"
-    assert asyncio.run(resizer.resize(2, 0.0)).outcome == "busy"
+    assert (await resizer.resize(2, 0.0)).outcome == "busy"
     assert (client.engine_core, client.output_handler, started) == (core, "reads", [])
 
 
-def test_when_the_size_does_not_start_the_engine_that_was_comes_back(started):
+async def test_when_the_size_does_not_start_the_engine_that_was_comes_back(started):
     client, _, resizer = make()
-    assert asyncio.run(resizer.resize(4, 0.0)).outcome == "failed"
+    assert (await resizer.resize(4, 0.0)).outcome == "failed"
     assert started == [4, 1]
     assert (client.engine_core.size, client.engine_core.learned, client.output_handler) == (
         1, b"much", "reads the new one",
     )  # fmt: skip
 
 
-def test_when_none_starts_the_engine_is_dead_and_whoever_waits_is_told(started):
-    async def main() -> None:
-        client, _, resizer = make()
-        client.vllm_config = config_of(None, 8)
-        with pytest.raises(RequestError, match="the engine has stopped") as error:
-            await resizer.resize(4, 0.0)
-        assert error.value.status == 503
-        assert started == [4, 8]
-        assert client.engine_core.resources.engine_dead
-        assert client.output_handler == "reads"  # ended: so vLLM's watch sees it
-        with pytest.raises(EngineDeadError):
-            await client.engine_core.call()
-        async with client.door.passing():
+async def test_when_none_starts_the_engine_is_dead_and_whoever_waits_is_told(started):
+    end_within(10)
+    client, _, resizer = make()
+    client.vllm_config = config_of(None, 8)
+    with pytest.raises(RequestError, match="the engine has stopped") as error:
+        await resizer.resize(4, 0.0)
+    assert error.value.status == 503
+    assert started == [4, 8]
+    assert client.engine_core.resources.engine_dead
+    assert client.output_handler == "reads"  # ended: so vLLM's watch sees it
+    with pytest.raises(EngineDeadError):
+        await client.engine_core.call()
+    async with client.door.passing():
+        pass
+
+
+async def test_an_engine_that_dies_before_it_is_stopped_is_a_dead_engine(started):
+    end_within(10)
+    client, _, resizer = make()
+
+    async def dead() -> bool:
+        raise EngineDeadError
+
+    client.is_paused = dead
+    with pytest.raises(RequestError) as error:
+        await resizer.resize(2, 0.0)
+    assert error.value.status == 503
+    async with client.door.passing():
+        pass
+
+
+# -- whoever asks meanwhile
+
+
+async def test_what_a_closed_engine_is_asked_the_next_one_answers() -> None:
+    closed = ClosedEngine(Core(1))
+    asked = [asyncio.create_task(closed.call()) for _ in range(2)]
+    await turns()
+    assert not any(task.done() for task in asked)
+    assert (closed.resources.engine_dead, closed.size) == (False, 1)
+    closed.give_way(Core(2))
+    assert await asyncio.gather(*asked, closed.call()) == [2, 2, 2]
+
+
+async def test_who_leaves_while_waiting_takes_nobody_with_him() -> None:
+    closed = ClosedEngine(Core(1))
+    gone, stays = (asyncio.create_task(closed.call()) for _ in range(2))
+    await turns()
+    gone.cancel()
+    await turns()
+    closed.give_way(Core(2))
+    assert await stays == 2
+    assert gone.cancelled()
+
+
+async def test_a_server_that_ends_says_so_to_the_engine_that_is_being_built() -> None:
+    closed = ClosedEngine(Core(1))
+    assert not closed.is_stopping
+    closed.shutdown(timeout=1.0)
+    assert closed.is_stopping
+
+
+async def test_a_shut_door_lets_nobody_in_and_all_of_them_when_it_opens() -> None:
+    door, inside = Door(), []
+
+    async def enter(name: str) -> None:
+        async with door.passing():
+            inside.append((name, door.num_inside))
+            await asyncio.sleep(0)
+
+    await enter("first")
+    door.shut()
+    waiting = [asyncio.create_task(enter(name)) for name in "ab"]
+    await turns()
+    assert (inside, door.num_inside) == ([("first", 1)], 0)
+    door.open()
+    await asyncio.gather(*waiting)
+    assert inside == [("first", 1), ("a", 1), ("b", 2)]
+    assert door.num_inside == 0
+
+
+async def test_who_fails_or_leaves_inside_the_door_is_not_counted_any_more() -> None:
+    door = Door()
+    with pytest.raises(ValueError, match="bad prompt"):
+        async with door.passing():
+            raise ValueError("bad prompt")
+    door.shut()
+
+    async def enter() -> None:
+        async with door.passing():
             pass
 
-    asyncio.run(asyncio.wait_for(main(), 10))
+    gone = asyncio.create_task(enter())
+    await turns()
+    gone.cancel()
+    await asyncio.gather(gone, return_exceptions=True)
+    assert door.num_inside == 0
 
 
-def test_an_engine_that_dies_before_it_is_stopped_is_a_dead_engine(started):
-    async def main() -> None:
-        client, _, resizer = make()
+# -- weights that a trainer had sent
 
-        async def dead() -> bool:
-            raise EngineDeadError
 
-        client.is_paused = dead
-        with pytest.raises(RequestError) as error:
-            await resizer.resize(2, 0.0)
-        assert error.value.status == 503
-        async with client.door.passing():
-            pass
+def versions(*said: str | None):
+    """Answers these, one after the other; the last one for ever."""
+    left = list(said)
 
-    asyncio.run(asyncio.wait_for(main(), 10))
+    async def current_version() -> str | None:
+        return left.pop(0) if len(left) > 1 else left[0]
+
+    return current_version
+
+
+async def test_where_none_were_lost_nothing_is_asked():
+    async def ask() -> str | None:
+        raise AssertionError("asked")
+
+    await LostWeights().found(ask)
+
+
+async def test_a_rollout_waits_for_weights_and_the_next_one_does_not(monkeypatch):
+    monkeypatch.setattr(lost_weights, "LOOK_S", 0.0)
+    lost = LostWeights()
+    lost.version = "step-7"
+    await lost.found(versions(None, None, "step-8"))
+    assert lost.version is None
+
+
+async def test_without_them_it_is_refused_with_what_to_do(monkeypatch):
+    monkeypatch.setattr(lost_weights, "PATIENCE_S", 0.0)
+    lost = LostWeights()
+    lost.version = "step-7"
+    with pytest.raises(RequestError, match="in place of version 'step-7'") as error:
+        await lost.found(versions(None))
+    assert error.value.status == 409
+    assert lost.version == "step-7"

@@ -4,7 +4,6 @@ import asyncio
 from typing import Any
 
 import pytest
-from scheduler_runs import TracedRun
 from stepped_llm import SteppedLLM, let_everybody_run
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
@@ -20,6 +19,8 @@ from vllm_rollout.adapter.api.client.resuming import (
 )
 from vllm_rollout.group.plans.plan import GroupPlan
 from vllm_rollout.server.engine import Beginnings
+
+pytestmark = pytest.mark.anyio
 
 PROMPT = {"type": "token", "prompt_token_ids": [5, 6]}
 
@@ -69,20 +70,8 @@ def test_prompts_of_more_than_tokens_are_refused():
     assert "'multimodal'" in str(resume_refusal(SamplingParams(), {"type": "multimodal"}))
 
 
-class AskedLLM(SteppedLLM):
-    """Remembers prompts and parameters. Overrides: __init__, add_request."""
-
-    def __init__(self, run: TracedRun) -> None:
-        super().__init__(run)
-        self.asked: dict[str, tuple[list[int], SamplingParams]] = {}
-
-    async def add_request(self, request_id: str, prompt: Any, params: SamplingParams, **kwargs: Any) -> Any:
-        self.asked[request_id] = prompt["prompt_token_ids"], params
-        return await super().add_request(request_id, prompt, params, **kwargs)
-
-
-def test_candidates_begin_where_they_stood_and_a_lost_one_is_made_up_for_by_a_new_one(new_run):
-    llm = AskedLLM(new_run())
+async def test_candidates_begin_where_they_stood_and_a_lost_one_is_made_up_for_by_a_new_one(new_run):
+    llm = SteppedLLM(new_run())
     plan = GroupPlan(2, 0, num_replaceable=2)
     beginnings = Beginnings({1: [7, 8, 9], 2: ()}, next_index=4)
     params = SamplingParams(max_tokens=50, min_tokens=4, seed=100, output_kind=RequestOutputKind.FINAL_ONLY)
@@ -93,18 +82,15 @@ def test_candidates_begin_where_they_stood_and_a_lost_one_is_made_up_for_by_a_ne
         async for candidate in llm.run_candidates("g", plan, prompt, params, beginnings=beginnings):
             indices.append((candidate.index, candidate.note.state))
 
-    async def main() -> None:
-        running = asyncio.create_task(run())
-        await let_everybody_run()
-        for _ in range(5):
-            await llm.step()
-        await llm.abort("g-c1")
-        await llm.step_to_the_end()
-        await running
-
-    asyncio.run(main())
+    running = asyncio.create_task(run())
+    await let_everybody_run()
+    for _ in range(5):
+        await llm.step()
+    await llm.abort("g-c1")
+    await llm.step_to_the_end()
+    await running
     assert indices == [(1, "failed"), (2, "finished"), (4, "finished")]
-    said = {id: (ids, p.max_tokens, p.min_tokens, p.seed) for id, (ids, p) in llm.asked.items()}
+    said = {id: (asked["prompt_token_ids"], p.max_tokens, p.min_tokens, p.seed) for id, (asked, p) in llm.asked.items()}
     assert said == {
         "g-c1": ([5, 6, 7, 8, 9], 47, 1, 101),
         "g-c2": ([5, 6], 50, 4, 102),

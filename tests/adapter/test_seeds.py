@@ -6,68 +6,45 @@ import asyncio
 from typing import Any
 
 import pytest
-from stepped_llm import SteppedLLM, let_everybody_run
+from stepped_llm import SteppedEngine, SteppedLLM, let_everybody_run
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from vllm_rollout.adapter.api.client.client import RolloutAsyncLLM
-from vllm_rollout.adapter.api.engine.engine import VLLMEngine
 from vllm_rollout.group.plans.plan import GroupPlan
 from vllm_rollout.group.plans.prompt_key import seed_for
 from vllm_rollout.server.engine import PreparedPrompt
 
-
-class SeededLLM(SteppedLLM):
-    """Remembers seeds. Overrides: __init__, add_request."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.seeds: list[int | None] = []
-
-    async def add_request(self, request_id: str, prompt: Any, params: SamplingParams, **kwargs: Any) -> Any:
-        self.seeds.append(params.seed)
-        return await super().add_request(request_id, prompt, params, **kwargs)
+pytestmark = pytest.mark.anyio
 
 
-class SteppedEngine(VLLMEngine):
-    """Overrides: __init__."""
-
-    def __init__(self, client: RolloutAsyncLLM) -> None:
-        self._client = client
+def seeds(llm: SteppedLLM) -> list[int | None]:
+    return [params.seed for _, params in llm.asked.values()]
 
 
 @pytest.mark.parametrize(("seed", "first"), [(7, seed_for(7, "q1")), (None, None)])
-def test_a_prompt_of_a_rollout_has_a_seed_of_its_own_and_its_candidates_those_that_follow(new_run, seed, first):
-    llm = SeededLLM(new_run())
+async def test_a_prompt_of_a_rollout_has_a_seed_of_its_own_and_its_candidates_those_that_follow(new_run, seed, first):
+    llm = SteppedLLM(new_run())
     params = SamplingParams(seed=seed, max_tokens=9, detokenize=False)
-
-    async def run() -> None:
-        prompt = PreparedPrompt("p", [5] * 20, ([3, 4], params, None))
-        plan, terms = GroupPlan(2), {"rollout_id": "r", "seed_name": "q1", "pruning_seed": 1}
-        events = SteppedEngine(llm).run_group("g", plan, prompt, stream_tokens=None, **terms)
-        group = asyncio.create_task(_all(events))
-        await let_everybody_run()
-        await llm.step_to_the_end()
-        assert len(await group) == 2
-
-    asyncio.run(run())
-    assert llm.seeds == ([None, None] if first is None else [first, first + 1])
+    prompt = PreparedPrompt("p", [5] * 20, ([3, 4], params, None))
+    plan, terms = GroupPlan(2), {"rollout_id": "r", "seed_name": "q1", "pruning_seed": 1}
+    events = SteppedEngine(llm).run_group("g", plan, prompt, stream_tokens=None, **terms)
+    group = asyncio.create_task(_all(events))
+    await let_everybody_run()
+    await llm.step_to_the_end()
+    assert len(await group) == 2
+    assert seeds(llm) == ([None, None] if first is None else [first, first + 1])
     assert params.seed == seed, "of other prompts too"
 
 
-def test_the_n_choices_of_an_openai_request_have_the_seeds_of_vllm(new_run):
-    llm = SeededLLM(new_run())
+async def test_the_n_choices_of_an_openai_request_have_the_seeds_of_vllm(new_run):
+    llm = SteppedLLM(new_run())
     kind = RequestOutputKind.FINAL_ONLY
     params = SamplingParams(n=2, seed=7, detokenize=False, output_kind=kind, extra_args={"rollout_redundancy": 1})
-
-    async def run() -> None:
-        answer = asyncio.create_task(_all(llm.generate([3, 4, 5], params, "r")))
-        await let_everybody_run()
-        await llm.step_to_the_end()
-        await answer
-
-    asyncio.run(run())
-    assert llm.seeds == [7, 8, 9]
+    answer = asyncio.create_task(_all(llm.generate([3, 4, 5], params, "r")))
+    await let_everybody_run()
+    await llm.step_to_the_end()
+    await answer
+    assert seeds(llm) == [7, 8, 9]
 
 
 async def _all(events: Any) -> list[Any]:

@@ -9,7 +9,7 @@ import asyncio
 import errno
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -125,20 +125,30 @@ async def test_a_state_that_was_put_is_there_after_a_kill_at_any_moment_whole_or
     assert found[changed:] == [after] * len(found[changed:]), "what was on disk once stays there"
 
 
-@pytest.mark.parametrize("put", ["state", "head"])
-async def test_a_disk_that_is_full_leaves_everything_as_it_was(tmp_path: Path, monkeypatch, put: str) -> None:
-    server = Server(tmp_path / "live", a_rank())
+async def refused(folder: Path, put: Callable[[Server], Awaitable[Any]], match: str) -> Server:
+    """A server that was asked for this: nothing has changed, on disk neither."""
+    server = Server(folder, a_rank())
     await server.file.save()
-    before = server.has()
+    before, writes = server.has(), server.store._db.total_changes
+    with pytest.raises(RequestError, match=match):
+        await put(server)
+    assert server.has() == before == await restarted(folder)
+    assert server.store._db.total_changes == writes
+    return server
 
+
+@pytest.mark.parametrize(
+    "put", [lambda server: server.put_state(STATE), lambda server: server.engine.set_quality_head(HEAD)]
+)
+async def test_a_disk_that_is_full_leaves_everything_as_it_was(tmp_path: Path, monkeypatch, put) -> None:
     def full(path: Path, data: bytes) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with monkeypatch.context() as patch:
-        patch.setattr(state_file, "write_whole", full)
-        with pytest.raises(RequestError, match=r"cannot be written: .*No space.* Nothing was changed\. Free"):
-            await (server.put_state(STATE) if put == "state" else server.engine.set_quality_head(HEAD))
-    assert server.has() == before == await restarted(tmp_path / "live")
+    def put_when_full(server: Server) -> Awaitable[Any]:
+        monkeypatch.setattr(state_file, "write_whole", full)
+        return put(server)
+
+    await refused(tmp_path / "live", put_when_full, r"cannot be written: .*No space.* Nothing was changed\. Free")
 
 
 async def test_runs_that_cannot_be_written_leave_everything_as_it_was(tmp_path: Path) -> None:
@@ -146,24 +156,14 @@ async def test_runs_that_cannot_be_written_leave_everything_as_it_was(tmp_path: 
         assert (tmp_path / "live" / staged).exists()
         raise RequestError("the runs' database is locked", status=503)
 
-    server = Server(tmp_path / "live", a_rank())
-    await server.file.save()
-    before = server.has()
-    with pytest.raises(RequestError, match="is locked"):
-        await server.engine.set_learning_state(STATE, refuse)
-    assert server.has() == before == await restarted(tmp_path / "live")
+    await refused(tmp_path / "live", lambda server: server.engine.set_learning_state(STATE, refuse), "is locked")
     assert {path.name for path in (tmp_path / "live").glob("learned*")} == {LEARNED, f"{LEARNED}.lock"}
 
 
 @pytest.mark.parametrize("state", [OF_ANOTHER_MODEL, STATE[: len(STATE) // 2]], ids=["another model", "cut off"])
 async def test_a_state_that_the_engine_refuses_leaves_runs_and_files_alone(tmp_path: Path, state: bytes) -> None:
-    server = Server(tmp_path / "live", a_rank())
-    await server.file.save()
-    before, writes = server.has(), server.store._db.total_changes
-    with pytest.raises(RequestError, match=r"is of model 'another'|not a rollout state"):
-        await server.put_state(state)
-    assert server.has() == before == await restarted(tmp_path / "live")
-    assert server.store._db.total_changes == writes
+    said = r"is of model 'another'|not a rollout state"
+    await refused(tmp_path / "live", lambda server: server.put_state(state), said)
 
 
 async def test_a_head_that_was_put_is_there_after_a_kill(tmp_path: Path, kills) -> None:

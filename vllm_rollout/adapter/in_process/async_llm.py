@@ -10,8 +10,7 @@ from vllm.v1.engine import core_client, utils
 
 from vllm_rollout.adapter.api.calls.rank_client import RankClient
 from vllm_rollout.adapter.api.client.client import RolloutAsyncLLM
-from vllm_rollout.adapter.in_process.engine_args import with_groups
-from vllm_rollout.adapter.in_process.engine_processes import UninterruptedProcesses
+from vllm_rollout.adapter.in_process.engine_args import UninterruptedProcesses, with_groups
 from vllm_rollout.adapter.in_process.methods import async_streamed, awaited
 from vllm_rollout.adapter.in_process.rollouts import Rollouts
 from vllm_rollout.client import calls

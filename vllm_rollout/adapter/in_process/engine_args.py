@@ -1,16 +1,24 @@
-"""Engine arguments that make an engine of this process one with groups.
+"""What makes an engine of a trainer's own process one with groups: its arguments, and engine cores which are not its
+first concern when a user presses Ctrl-C.
 
-Invariant: what a caller has set stays, and what cannot work with it is refused.
+Invariant: what a caller has set stays, and what cannot work with it is refused. An engine core ends when the process
+that it works for says so, or is gone.
 """
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from multiprocessing import resource_tracker
 from typing import Any, TypeVar
 
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
+from vllm.v1.engine import utils
 
+from vllm_rollout.adapter.api.calls.deaths import RankProcesses
 from vllm_rollout.adapter.compat import check_vllm_version
 from vllm_rollout.adapter.names import SCHEDULER_CLS, WORKER_CLS
 from vllm_rollout.config import CPU_BLOCK_SIZE_TOKENS
@@ -39,3 +47,28 @@ def with_groups(engine_args: Args) -> Args:
     names = ("scheduler_cls", "worker_cls", "block_size", "served_model_name")
     given = {name: getattr(engine_args, name) for name in names}
     return replace(engine_args, **group_settings(engine_args.model, given))
+
+
+class UninterruptedProcesses(RankProcesses):
+    """Engine cores that no SIGINT reaches: a terminal sends it to all processes, and vLLM's engine core would end.
+
+    Whoever waits for them gets it, stops what runs, and may go on. Overrides: __init__.
+    """
+
+    def __init__(self, local_engine_count: int, start_index: int, *args: Any, **kwargs: Any) -> None:
+        resource_tracker.ensure_running()  # started below, it would let SIGINT through again
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            super().__init__(local_engine_count, start_index, *args, **kwargs)  # whose processes inherit the mask
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Engines that are built meanwhile have such processes."""
+    before, utils.CoreEngineProcManager = utils.CoreEngineProcManager, UninterruptedProcesses  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        utils.CoreEngineProcManager = before  # type: ignore[misc]

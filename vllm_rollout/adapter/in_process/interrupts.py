@@ -1,16 +1,22 @@
-"""What handlers of signals raise (Ctrl-C: KeyboardInterrupt), held back while something runs that must stay whole.
+"""What handlers of signals raise (Ctrl-C: KeyboardInterrupt), held back while something runs that must stay whole; and
+the event loop of a program that has none, which waits for what runs there.
 
-Invariant: a handler runs when its signal comes, and only what it raises waits. What was held is raised in the end.
+Invariant: a handler runs when its signal comes, and only what it raises waits. What was held is raised in the end. When
+the loop's `run` has returned or raised, what it was given has ended: no step of the engine, no turn of the loop is cut
+in two.
 """
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2)
 """Those whose handlers raise: Ctrl-C first, then ends, time limits, and what clusters send before an end."""
@@ -67,3 +73,36 @@ class HeldInterrupts:
             if self._first_s is None:
                 self._first_s = now_s
                 self._stop()
+
+
+class WaitingLoop:
+    """Runs one thing after the other."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`.
+
+        What a signal's handler raises meanwhile comes out of here, when the work has been cancelled and has ended.
+        Raises: RuntimeError where an event loop runs already.
+        """
+        if asyncio._get_running_loop() is not None:
+            work.close()
+            raise RuntimeError(
+                "an event loop runs here already, amid which nothing can wait. Use vllm_rollout.AsyncLLM."
+            )
+        # The loop does it: a handler may run before there is a task.
+        with HeldInterrupts(lambda: self._loop.call_soon_threadsafe(lambda: task.cancel())) as interrupts:
+            task = self._loop.create_task(work)
+            try:
+                return self._loop.run_until_complete(task)
+            except asyncio.CancelledError:
+                if interrupts.held is None:  # which is raised where the block ends
+                    raise
+            finally:
+                if not task.done():  # an exception came through the loop
+                    task.cancel()
+                    self._loop.run_until_complete(asyncio.wait({task}))
+                if not task.cancelled():
+                    task.exception()  # has been seen

@@ -13,13 +13,11 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from vllm_rollout.adapter.in_process.async_llm import AsyncLLM
-from vllm_rollout.adapter.in_process.engine_args import group_settings
-from vllm_rollout.adapter.in_process.engine_processes import uninterrupted
-from vllm_rollout.adapter.in_process.interrupts import HeldInterrupts
+from vllm_rollout.adapter.in_process.engine_args import group_settings, uninterrupted
+from vllm_rollout.adapter.in_process.interrupts import HeldInterrupts, WaitingLoop
 from vllm_rollout.adapter.in_process.methods import done, streamed
 from vllm_rollout.adapter.in_process.rollouts import Rollouts
 from vllm_rollout.adapter.in_process.stepped_client import SteppedClient
-from vllm_rollout.adapter.in_process.waiting_loop import WaitingLoop
 from vllm_rollout.group.plans.xargs import rollout_xargs
 
 T = TypeVar("T")

@@ -20,8 +20,6 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from vllm_rollout.adapter.api.client.group_client import GroupClient
 from vllm_rollout.adapter.api.client.group_routes import GroupRoutes
-from vllm_rollout.group.judging.audit import AnswerAudits
-from vllm_rollout.group.plans.prompt_groups import PromptGroups
 from vllm_rollout.group.ranks.placement import Placement
 from vllm_rollout.server.metrics import Metrics
 
@@ -136,11 +134,8 @@ class SteppedClient(GroupClient, EngineRequests):
         self.vllm_config, self.model_config = engine.vllm_config, engine.model_config
         self.renderer, self.input_processor = engine.renderer, engine.input_processor
         self.engine_core = SteppedCore(engine.engine_core)
-        self.rollout_metrics = Metrics(CollectorRegistry())
-        self.routes = GroupRoutes(Placement(1))
+        self.begin_groups(GroupRoutes(Placement(1)), Metrics(CollectorRegistry()))
         self.life = SimpleNamespace(dead={}, living_ranks=[0], watch=lambda: None)
-        self._prompt_groups = PromptGroups()
-        self._audits = AnswerAudits()
 
     @property
     def has_others(self) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from prometheus_client import CollectorRegistry
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from vllm_rollout.adapter.api.calls.engine_calls import EngineCalls
+from vllm_rollout.adapter.api.calls.engine_calls import CalledCores, EngineCalls
 from vllm_rollout.adapter.api.engine.learning import EngineLearning
 from vllm_rollout.adapter.options import RolloutOptions
 from vllm_rollout.client.calls import NamedRewardLike, post_named_rewards
@@ -16,22 +16,6 @@ from vllm_rollout.group.types import BASE_MODEL
 from vllm_rollout.server.learning.body import NamedRewardsAnswer, NamedRewardsRequest
 from vllm_rollout.server.learning.service import LearningService
 from vllm_rollout.server.metrics import Metrics
-
-
-class BuiltElsewhere:
-    """An AsyncLLM as our calls see a client."""
-
-    living_ranks: range
-
-    def __init__(self, engine: AsyncLLM) -> None:
-        self._engine = engine
-        self.vllm_config, self.engine_core = engine.vllm_config, engine.engine_core
-        self.num_ranks = engine.vllm_config.parallel_config.data_parallel_size
-        self.living_ranks = range(self.num_ranks)
-
-    @property
-    def errored(self) -> bool:
-        return self._engine.errored
 
 
 async def teach(
@@ -49,7 +33,9 @@ async def teach(
 
     Raises: TypeError, ValueError for a reward of no known form; RequestError for a dead engine.
     """
-    learning = EngineLearning(EngineCalls(BuiltElsewhere(engine)), RolloutOptions.of(engine.vllm_config))
+    config = engine.vllm_config
+    cores = CalledCores(engine.engine_core, config, config.parallel_config.data_parallel_size)
+    learning = EngineLearning(EngineCalls(cores), RolloutOptions.of(config))
     service = LearningService(learning, lambda model: BASE_MODEL, Metrics(CollectorRegistry()), time.monotonic)
     request = NamedRewardsRequest.model_validate(post_named_rewards(rewards, threshold, namespace).body)
     answer = await service.post_named_rewards(request, client="")

@@ -42,6 +42,18 @@ class CalledClient(Protocol):
     def errored(self) -> bool: ...
 
 
+class CalledCores:
+    """As much of an engine client as calls need, of engine cores that no client of ours stands before."""
+
+    def __init__(self, engine_core: Any, vllm_config: VllmConfig, num_ranks: int = 1) -> None:
+        self.engine_core, self.vllm_config, self.num_ranks = engine_core, vllm_config, num_ranks
+        self.living_ranks = range(num_ranks)
+
+    @property
+    def errored(self) -> bool:
+        return bool(self.engine_core.resources.engine_dead)
+
+
 class EngineCalls:
     """Calls through one engine client, which the parts of the service's engine share."""
 

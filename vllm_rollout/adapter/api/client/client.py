@@ -26,8 +26,6 @@ from vllm_rollout.adapter.api.client.group_routes import GroupRoutes
 from vllm_rollout.adapter.api.client.life import Life
 from vllm_rollout.adapter.options import RolloutOptions
 from vllm_rollout.adapter.wire import CandidateTag
-from vllm_rollout.group.judging.audit import AnswerAudits
-from vllm_rollout.group.plans.prompt_groups import PromptGroups
 from vllm_rollout.group.ranks.placement import Placement
 from vllm_rollout.server.metrics import Metrics
 
@@ -46,7 +44,6 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
         self.door = Door()
         fork_emulated_engines(kwargs["vllm_config"])
         super().__init__(*args, **kwargs)
-        self.rollout_metrics = Metrics()
         self._candidates: WeakKeyDictionary[RequestOutputCollector, str] = WeakKeyDictionary()
         """Group ids of candidates on their way. Request ids do not tell candidates, since clients may give theirs to
         other requests too."""
@@ -57,9 +54,8 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
         self.num_api_processes = int(kwargs.get("client_count", 1)) - num_others
         # Ties go in turn, and several API processes begin with different ranks.
         self._placement = Placement(self.num_ranks, self.client_index, alone=self.num_api_processes == 1)
-        self.routes = GroupRoutes(self._placement, self.request_counts if self.num_ranks > 1 else None)
-        self._prompt_groups = PromptGroups()
-        self._audits = AnswerAudits()
+        routes = GroupRoutes(self._placement, self.request_counts if self.num_ranks > 1 else None)
+        self.begin_groups(routes, Metrics())
         self.life = Life(self)
 
     def shutdown(self, *args: Any, **kwargs: Any) -> None:
@@ -101,12 +97,13 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
         known = self.output_processor.external_req_ids
         named = ids if internal else [internal_id for id in ids for internal_id in known.get(id, ())]
-        candidates = [id for id in named if self._is_candidate(id)]
+        candidates = [id for id in named if self._group_of(id) is not None]
         if not candidates:
             await super().abort(ids, internal)
             return
         for id in candidates:  # an abort that overtook its candidate would stop nothing
-            await self._at_rest(id)
+            if (route := self.routes.find(self._group_of(id) or "")) is not None:
+                await route.at_rest()
         await self.engine_core.abort_requests_async(candidates)
         if others := [id for id in named if id not in candidates]:
             await super().abort(others, internal=True)
@@ -162,19 +159,10 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
         self.engine_core, self.vllm_config = engine_core, config
         self._run_output_handler()
 
-    def _is_candidate(self, internal_id: str) -> bool:
-        return self._group_of(internal_id) is not None
-
     def _group_of(self, internal_id: str) -> str | None:
         """Of a candidate on its way."""
         state = self.output_processor.request_states.get(internal_id)
         return None if state is None else self._candidates.get(state.queue)
-
-    async def _at_rest(self, internal_id: str) -> None:
-        """Wait while this candidate moves between ranks."""
-        route = self.routes.find(self._group_of(internal_id) or "")
-        if route is not None:
-            await route.at_rest()
 
     def send_to(self, rank: int, request_ids: Iterable[str]) -> None:
         """From now on what concerns these requests goes to that rank."""

@@ -1,4 +1,4 @@
-"""Where requests enter the engine, and wait while it is rebuilt."""
+"""Where requests enter an engine, or a group, and wait while it is rebuilt, or moves."""
 
 from __future__ import annotations
 
@@ -12,9 +12,15 @@ class Door:
 
     def __init__(self) -> None:
         self._open = asyncio.Event()
+        self._empty = asyncio.Event()
         self._open.set()
+        self._empty.set()
         self.num_inside = 0
         """On their way in: not yet among vLLM's unfinished requests."""
+
+    @property
+    def is_open(self) -> bool:
+        return self._open.is_set()
 
     def shut(self) -> None:
         self._open.clear()
@@ -22,12 +28,23 @@ class Door:
     def open(self) -> None:
         self._open.set()
 
+    async def opened(self) -> None:
+        """Wait until it is open."""
+        while not self.is_open:
+            await self._open.wait()
+
+    async def left_by_all(self) -> None:
+        """Wait until nobody is on the way in."""
+        await self._empty.wait()
+
     @asynccontextmanager
     async def passing(self) -> AsyncIterator[None]:
-        while not self._open.is_set():
-            await self._open.wait()
+        await self.opened()
         self.num_inside += 1
+        self._empty.clear()
         try:
             yield
         finally:
             self.num_inside -= 1
+            if not self.num_inside:
+                self._empty.set()

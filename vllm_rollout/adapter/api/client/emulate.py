@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from vllm.config import VllmConfig
@@ -20,7 +21,7 @@ WORKER_CLS = "vllm_rollout.adapter.worker.emulated.EmulatedWorker"
 MIN_SPEED, MAX_SPEED = 1e-3, 1e3
 
 
-def add_emulation_flags(parser: argparse.ArgumentParser) -> None:
+def add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         title="Emulation",
         description="A server without a model: made-up tokens, after the time that a step would take on a device. "
@@ -29,14 +30,13 @@ def add_emulation_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--emulate",
         metavar="FILE",
-        default=None,
         help="What a step costs and what candidates become: JSON, or a profile made by `vllm-rollout profile`. Only "
         "configuration and tokenizer of MODEL are read. Default: off.",
     )
     group.add_argument(
         "--emulate-speed",
         metavar="X",
-        type=_speed,
+        type=number_in(MIN_SPEED, MAX_SPEED),
         default=1.0,
         help="0.25 stretches every step to four times its time, so that a slow host can play a fast device. Default: "
         "%(default)s.",
@@ -44,20 +44,24 @@ def add_emulation_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--emulate-log",
         metavar="DIR",
-        default=None,
         help="Write one row per step into this folder, a file for each engine core, for `vllm-rollout "
         "emulation-report DIR`. Default: only a line in the server's log every ten seconds.",
     )
 
 
-def _speed(text: str) -> float:
-    value = float(text)
-    if not MIN_SPEED <= value <= MAX_SPEED:
-        raise argparse.ArgumentTypeError(f"must be in [{MIN_SPEED:g}, {MAX_SPEED:g}], got {text!r}")
-    return value
+def number_in(low: float, high: float) -> Callable[[str], float]:
+    """What reads the value of a flag."""
+
+    def number(text: str) -> float:
+        value = float(text)
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"must be in [{low:g}, {high:g}], got {text!r}")
+        return value
+
+    return number
 
 
-def refuse_with_emulation(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+def refuse(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Exit with status 2 and a remedy where a device cannot be emulated."""
     if args.emulate is None:
         for flag, is_set in (
@@ -104,7 +108,7 @@ def emulation_options(args: argparse.Namespace) -> EmulationOptions | None:
     )
 
 
-def switch_emulation_on(args: argparse.Namespace) -> None:
+def switch_on(args: argparse.Namespace) -> None:
     args.worker_cls = WORKER_CLS
     args.distributed_executor_backend = EXECUTOR_CLS
     args.async_scheduling = False  # as the platform would have it; the executor sets what was asked for

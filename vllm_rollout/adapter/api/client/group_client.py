@@ -78,8 +78,12 @@ class GroupClient:
     """Of the server."""
     rollout_metrics: Metrics
     routes: GroupRoutes
-    _prompt_groups: PromptGroups
-    _audits: AnswerAudits
+
+    def begin_groups(self, routes: GroupRoutes, metrics: Metrics) -> None:
+        """Once, before the first request comes."""
+        self.routes, self.rollout_metrics = routes, metrics
+        self._prompt_groups = PromptGroups()
+        self._audits = AnswerAudits()
 
     @property
     def max_candidates(self) -> int:

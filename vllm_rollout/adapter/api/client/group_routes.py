@@ -5,7 +5,6 @@ Invariant: what is sent to a group (a launch, an abort) is sent to the rank that
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -14,6 +13,7 @@ from http import HTTPStatus
 from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 
 from vllm_rollout.adapter.api.calls.rank_client import RankDied
+from vllm_rollout.adapter.api.client.door import Door
 from vllm_rollout.group.lengths.cost import CostModel
 from vllm_rollout.group.plans.fields import Migration
 from vllm_rollout.group.ranks.placement import OtherRequests, Placement
@@ -51,9 +51,8 @@ class GroupRoute:
         """Of each that has not ended, at age 0; less than nothing: it comes later."""
         self._age = 0
         """Tokens that candidates have generated here which began with the group, as the last that ended has told."""
-        self._at_rest = _event(is_set=True)
-        self._num_launching = 0
-        self._all_launched = _event(is_set=True)
+        self._door = Door()
+        """Shut while it moves."""
 
     @property
     def num_left(self) -> int:
@@ -78,37 +77,26 @@ class GroupRoute:
         late = max(0, -self._num_tokens.pop(index))
         self._age = max(self._age, late + num_tokens)
 
-    @property
-    def moves(self) -> bool:
-        return not self._at_rest.is_set()
-
     async def at_rest(self) -> None:
         """Wait until it does not move."""
-        await self._at_rest.wait()
+        await self._door.opened()
 
     @asynccontextmanager
     async def launching(self) -> AsyncIterator[int]:
         """The rank to which a candidate is sent now; the group stays there until it is sent."""
-        await self._at_rest.wait()
-        self._num_launching += 1
-        self._all_launched.clear()
-        try:
+        async with self._door.passing():
             yield self.rank
-        finally:
-            self._num_launching -= 1
-            if not self._num_launching:
-                self._all_launched.set()
 
     @asynccontextmanager
     async def moving(self) -> AsyncIterator[None]:
         """While it moves. What is being sent to it arrives first; whoever has more for it waits."""
-        assert not self.moves, f"group {self.group_id} moves already"
-        self._at_rest.clear()
+        assert self._door.is_open, f"group {self.group_id} moves already"
+        self._door.shut()
         try:
-            await self._all_launched.wait()
+            await self._door.left_by_all()
             yield
         finally:
-            self._at_rest.set()
+            self._door.open()
 
 
 class GroupRoutes:
@@ -266,10 +254,3 @@ class GroupRoutes:
 def work_of(num_tokens: Collection[int], outlook: Outlook | None) -> Work:
     """Of candidates that have so many output tokens."""
     return Work(len(num_tokens)) if outlook is None else outlook.work(num_tokens)
-
-
-def _event(*, is_set: bool) -> asyncio.Event:
-    event = asyncio.Event()
-    if is_set:
-        event.set()
-    return event

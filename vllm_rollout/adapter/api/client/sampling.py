@@ -47,30 +47,19 @@ def sampling_params(
     """
     for field in sampling:
         if field in OURS and field in FIELDS:
-            raise RequestError(f"sampling.{field}: {OURS[field]}.", param=f"sampling.{field}")
+            raise _refused(field, f"{OURS[field]}.")
         if field not in ALLOWED:
-            raise RequestError(
-                f"sampling.{field}: vLLM {vllm_version} has no such sampling field; allowed: {', '.join(ALLOWED)}.",
-                param=f"sampling.{field}",
-            )
+            allowed = ", ".join(ALLOWED)
+            raise _refused(field, f"vLLM {vllm_version} has no such sampling field; allowed: {allowed}.")
         if field == "extra_args" and sampling[field] is not None:
             if not isinstance(sampling[field], dict):
-                raise RequestError(
-                    f"sampling.extra_args: must be an object, got {sampling[field]!r:.80}.",
-                    param="sampling.extra_args",
-                )
+                raise _refused(field, f"must be an object, got {sampling[field]!r:.80}.")
             ours = [key for key in sampling[field] if key.startswith(("rollout_", "vllm_rollout"))]
             if ours:
-                raise RequestError(
-                    f"sampling.extra_args.{ours[0]}: is not allowed here; use the fields of the request itself.",
-                    param=f"sampling.extra_args.{ours[0]}",
-                )
+                raise _refused(f"{field}.{ours[0]}", "is not allowed here; use the fields of the request itself.")
     seed = sampling.get("seed")
     if isinstance(seed, int) and seed not in SEEDS:
-        raise RequestError(
-            f"sampling.seed: must be an integer from {SEEDS.start} to {SEEDS.stop - 1}, got {seed}.",
-            param="sampling.seed",
-        )
+        raise _refused("seed", f"must be an integer from {SEEDS.start} to {SEEDS.stop - 1}, got {seed}.")
     defaults = {key: value for key, value in defaults.items() if key in ALLOWED}
     try:
         params: SamplingParams = SAMPLING.validate_python({**defaults, "max_tokens": None, **sampling})
@@ -83,6 +72,10 @@ def sampling_params(
     if want_logprobs and params.logprobs is None:
         params.logprobs = 0
     return params
+
+
+def _refused(field: str, problem: str) -> RequestError:
+    return RequestError(f"sampling.{field}: {problem}", param=f"sampling.{field}")
 
 
 def sampling_field(error: Exception) -> str:

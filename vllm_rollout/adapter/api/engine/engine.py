@@ -33,7 +33,6 @@ from vllm_rollout.adapter.api.engine.learning import EngineLearning
 from vllm_rollout.adapter.api.engine.lost_weights import LostWeights
 from vllm_rollout.adapter.api.engine.migration import MigrationWatch
 from vllm_rollout.adapter.api.engine.moving import EngineMoves
-from vllm_rollout.adapter.api.engine.rank_loads import RankLoads
 from vllm_rollout.adapter.api.engine.shaping import EngineShaping
 from vllm_rollout.adapter.call_table import CANCEL_GROUPS, CUT_RACE, FORGET_RACE, HELD_GROUPS, WIDEN_RACE, WiderRace
 from vllm_rollout.adapter.names import learned_name
@@ -69,9 +68,8 @@ class VLLMEngine:
         self.calls = calls = EngineCalls(client)
         self.learning = EngineLearning(calls, RolloutOptions.of(client.vllm_config))
         self.shaping = EngineShaping(client, calls)
-        loads = RankLoads(client, calls, self.shaping)
-        self.moves = EngineMoves(client, calls, loads, self.shaping)
-        self._migration = MigrationWatch(client, self.moves, loads, self.shaping)
+        self.moves = EngineMoves(client, calls, self.shaping)
+        self._migration = MigrationWatch(client, self.moves, self.shaping)
         self._models = state.openai_serving_models
         self._renderer = state.online_renderer
         self._default_sampling = client.model_config.get_diff_sampling_param()
@@ -112,7 +110,7 @@ class VLLMEngine:
             rendered = await self._render(prompt)
             token_ids = rendered.get("prompt_token_ids") or []
             if not token_ids:
-                raise RequestError(f"prompt {prompt.id!r} is empty after tokenization.", param=_field_of(prompt))
+                raise _bad_prompt(prompt, " is empty after tokenization.", status=HTTPStatus.UNPROCESSABLE_ENTITY)
             limited = self._limited(params, prompt, token_ids)
             refusal = resume_refusal(limited, rendered)
             prepared.append(
@@ -237,18 +235,16 @@ class VLLMEngine:
         max_model_len = self.max_model_len
         vocab_size = self._client.model_config.get_vocab_size()
         if prompt.prompt_token_ids is not None and max(token_ids) >= vocab_size:
-            raise RequestError(
-                f"prompt {prompt.id!r}: token ids must be in [0, {vocab_size}), got {max(token_ids)}. "
+            raise _bad_prompt(
+                prompt,
+                f": token ids must be in [0, {vocab_size}), got {max(token_ids)}. "
                 "Tokenize it with the served model's tokenizer.",
-                status=HTTPStatus.BAD_REQUEST,
-                param=_field_of(prompt),
             )
         if len(token_ids) >= max_model_len:
-            raise RequestError(
-                f"prompt {prompt.id!r} has {len(token_ids)} tokens and must leave room for an answer within "
-                f"max_model_len ({max_model_len}). Shorten it or start the server with a larger --max-model-len.",
-                status=HTTPStatus.BAD_REQUEST,
-                param=_field_of(prompt),
+            raise _bad_prompt(
+                prompt,
+                f" has {len(token_ids)} tokens and must leave room for an answer within max_model_len "
+                f"({max_model_len}). Shorten it or start the server with a larger --max-model-len.",
             )
         limited = params.clone()
         limited.max_tokens = get_max_tokens(max_model_len, params.max_tokens, len(token_ids), self._default_sampling)
@@ -264,17 +260,9 @@ class VLLMEngine:
                 text_or_ids = prompt.prompt if prompt.prompt is not None else list(prompt.prompt_token_ids or ())
                 rendered = await self._renderer.render_completion(CompletionRequest(prompt=text_or_ids, max_tokens=1))
         except Exception as error:  # a chat template may raise anything; it is the prompt's fault
-            raise RequestError(
-                f"prompt {prompt.id!r} cannot be rendered: {_first_line(error)}",
-                status=HTTPStatus.BAD_REQUEST,
-                param=_field_of(prompt),
-            ) from error
+            raise _bad_prompt(prompt, f" cannot be rendered: {_first_line(error)}") from error
         if isinstance(rendered, ErrorResponse):
-            raise RequestError(
-                f"prompt {prompt.id!r}: {rendered.error.message}",
-                status=HTTPStatus.BAD_REQUEST,
-                param=_field_of(prompt),
-            )
+            raise _bad_prompt(prompt, f": {rendered.error.message}")
         (engine_input,) = rendered
         return engine_input
 
@@ -351,9 +339,9 @@ def sampled_logprobs(flat: FlatLogprobs) -> list[float]:
     return [max(flat.logprobs[start], LOWEST_LOGPROB) for start in flat.start_indices]
 
 
-def _field_of(prompt: PromptInput) -> str:
+def _bad_prompt(prompt: PromptInput, problem: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> RequestError:
     form = "messages" if prompt.messages is not None else "prompt" if prompt.prompt is not None else "prompt_token_ids"
-    return f"prompts.{prompt.position}.{form}"
+    return RequestError(f"prompt {prompt.id!r}{problem}", status=status, param=f"prompts.{prompt.position}.{form}")
 
 
 def _first_line(error: Exception) -> str:

@@ -111,20 +111,17 @@ class EngineLearning:
         """Rewards of one rollout one post after the other: of two alike, one is accepted and one a duplicate."""
         turn = self._turns.setdefault(turn_of, asyncio.Lock())
         async with turn:
-            return await self._post_rewards(rewards)
-
-    async def _post_rewards(self, rewards: Sequence[NamedReward]) -> RewardsReceipt:
-        posted = await asyncio.gather(*(self._post_to(rank, rewards) for rank in self._calls.living_ranks))
-        statuses = [
-            next((found.statuses[i] for found in posted if found.statuses[i] != "unknown"), "unknown")
-            for i in range(len(rewards))
-        ]
-        num_training = sum(found.num_training for found in posted)
-        versions = {head.key: head.version for head in await self._heads()}
-        if num_training:
-            self._start_training()
-        heads = sorted(set().union(*(found.heads for found in posted)))
-        return RewardsReceipt(statuses, num_training, {head: versions.get(head, 0) for head in heads})
+            posted = await asyncio.gather(*(self._post_to(rank, rewards) for rank in self._calls.living_ranks))
+            statuses = [
+                next((status for status in each if status != "unknown"), "unknown")
+                for each in zip(*(found.statuses for found in posted), strict=True)
+            ]
+            num_training = sum(found.num_training for found in posted)
+            versions = {head.key: head.version for head in await self._heads()}
+            if num_training and not self.is_training:
+                self._training = asyncio.create_task(self._train())
+            heads = sorted(set().union(*(found.heads for found in posted)))
+            return RewardsReceipt(statuses, num_training, {head: versions.get(head, 0) for head in heads})
 
     async def _post_to(self, rank: int, rewards: Sequence[NamedReward]) -> RewardsProgress:
         """Post to one rank, as many at a time as it gets through; one that has died knows none of them."""
@@ -223,7 +220,9 @@ class EngineLearning:
         """Every rank learns every group's lengths and every reward: one of them knows."""
         lines = await self._calls.read(OPEN_PROMPTS, lambda reader: PromptsToRead(reader, adapter))
         assert lines is not None, "it always opens"
-        return await asyncio.to_thread(_prompts_of, lines)
+        return await asyncio.to_thread(
+            lambda: known_prompts(chain.from_iterable(msgspec.json.Decoder().decode_lines(lines)))
+        )
 
     async def learning_state(self) -> bytes:
         await self.settled()
@@ -247,10 +246,6 @@ class EngineLearning:
         """In every rank. Raises: RequestError, and nothing has changed, if they all have the same model."""
         async with self._replacing:
             _check(await self._calls.call_all(PUT_STATE, StateToPut(state, only_check=False)))
-
-    def _start_training(self) -> None:
-        if not self.is_training:
-            self._training = asyncio.create_task(self._train())
 
     async def _train(self) -> None:
         """Ask for one slice after the other; the engine makes its steps in between."""
@@ -307,10 +302,6 @@ class EngineLearning:
             status=HTTPStatus.NOT_FOUND,
             param="detection_length",
         )
-
-
-def _prompts_of(lines: bytes) -> list[KnownPrompt]:
-    return known_prompts(chain.from_iterable(msgspec.json.Decoder().decode_lines(lines)))
 
 
 def _check(answers: Iterable[Any]) -> None:

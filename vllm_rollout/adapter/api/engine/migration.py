@@ -11,11 +11,8 @@ from collections.abc import Sequence
 from vllm.logger import init_logger
 
 from vllm_rollout.adapter.api.client.client import RolloutAsyncLLM
-from vllm_rollout.adapter.api.client.group_routes import GroupRoute
 from vllm_rollout.adapter.api.engine.moving import EngineMoves
-from vllm_rollout.adapter.api.engine.rank_loads import RankLoads
 from vllm_rollout.adapter.api.engine.shaping import EngineShaping
-from vllm_rollout.group.plans.fields import Migration
 from vllm_rollout.group.ranks.migration import PlannedMove, is_look_due, plan_consolidation, plan_spread
 from vllm_rollout.server.engine import RequestError
 
@@ -28,10 +25,9 @@ LOOK_S = 0.05
 class MigrationWatch:
     """Sees groups run that may move, and has them moved when that pays."""
 
-    def __init__(self, client: RolloutAsyncLLM, moves: EngineMoves, loads: RankLoads, shaping: EngineShaping) -> None:
+    def __init__(self, client: RolloutAsyncLLM, moves: EngineMoves, shaping: EngineShaping) -> None:
         self._client = client
         self._moves = moves
-        self._loads = loads
         self._shaping = shaping
         self._planning: asyncio.Task[None] | None = None
 
@@ -64,12 +60,9 @@ class MigrationWatch:
 
     async def _next_moves(self, delay: float) -> tuple[Sequence[PlannedMove], float]:
         """And by how much the consolidations of this tail make its end later (`Consolidation.delay`)."""
-        cost, loads = self._shaping.cost_model, await self._loads.look()
-        if spread := plan_spread(cost, loads(lambda route: _moves_for(route, "spread"))):
+        cost, loads = self._shaping.cost_model, await self._moves.rank_loads()
+        if spread := plan_spread(cost, loads(lambda route: route.migration in ("spread", "auto"))):
             return spread, delay
-        consolidation = plan_consolidation(cost, loads(lambda route: _moves_for(route, "consolidate")), delay)
+        may_consolidate = loads(lambda route: route.migration in ("consolidate", "auto"))
+        consolidation = plan_consolidation(cost, may_consolidate, delay)
         return consolidation.moves, consolidation.delay
-
-
-def _moves_for(route: GroupRoute, purpose: Migration) -> bool:
-    return route.migration in (purpose, "auto")

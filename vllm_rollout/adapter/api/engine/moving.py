@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from itertools import count
 from typing import NamedTuple
@@ -30,11 +30,11 @@ from vllm_rollout.adapter.api.calls.engine_calls import EngineCalls
 from vllm_rollout.adapter.api.calls.rank_client import RankDied
 from vllm_rollout.adapter.api.client.client import RolloutAsyncLLM
 from vllm_rollout.adapter.api.client.group_routes import GroupRoute
-from vllm_rollout.adapter.api.engine.rank_loads import RankLoads
 from vllm_rollout.adapter.api.engine.shaping import EngineShaping
 from vllm_rollout.adapter.call_table import (
     ADOPT_GROUP,
     CONFIRM_MOVE,
+    ENGINE_LOAD,
     HOLD,
     KEEP_GROUP,
     RELEASE_GROUP,
@@ -46,7 +46,8 @@ from vllm_rollout.adapter.call_table import (
     Released,
 )
 from vllm_rollout.adapter.options import RolloutOptions
-from vllm_rollout.group.ranks.load import EngineLoad
+from vllm_rollout.group.lengths.moments import LengthMoments
+from vllm_rollout.group.ranks.load import DEAD_LOAD, EngineLoad, GroupLoad, RankLoad
 from vllm_rollout.group.ranks.migration import plan_drain
 from vllm_rollout.group.ranks.placement import ALL_OWNERS, TRAINER
 from vllm_rollout.group.ranks.scaling import Progress, ScaleDown, plan_scale_down
@@ -69,6 +70,9 @@ REASONS = {
 }
 
 
+MayMove = Callable[[GroupRoute], bool]
+
+
 class Move(NamedTuple):
     """What became of a move."""
 
@@ -79,10 +83,9 @@ class Move(NamedTuple):
 class EngineMoves:
     """What `server.engine.MovesPart` asks for, and what moves a group."""
 
-    def __init__(self, client: RolloutAsyncLLM, calls: EngineCalls, loads: RankLoads, shaping: EngineShaping) -> None:
+    def __init__(self, client: RolloutAsyncLLM, calls: EngineCalls, shaping: EngineShaping) -> None:
         self._client = client
         self._calls = calls
-        self._loads = loads
         self._shaping = shaping
         self._epochs = count(1)
         self._one_move = asyncio.Lock()
@@ -113,10 +116,40 @@ class EngineMoves:
         return None
 
     async def engine_loads(self) -> list[EngineLoad]:
-        return await self._loads.seen()
+        """By rank. Raises: RequestError (503) for a dead engine."""
+        loads = await self._calls.call_each(ENGINE_LOAD, None)
+        return [loads.get(rank, DEAD_LOAD) for rank in range(self.num_ranks)]
+
+    async def rank_loads(self) -> Callable[[MayMove], list[RankLoad]]:
+        """Ask once; what is returned says what the rules know of each rank, given which groups may move."""
+        lengths = (await self._shaping.length_history([])).dataset  # they predict groups without an outlook
+        loads = await self.engine_loads()
+        return lambda may_move: [self._rank_load(rank, load, lengths, may_move) for rank, load in enumerate(loads)]
+
+    def _rank_load(self, rank: int, load: EngineLoad, lengths: LengthMoments | None, may_move: MayMove) -> RankLoad:
+        """Groups that may not move are requests like others."""
+        groups, other_tokens = [], 0
+        for running in load.groups:
+            route = self._client.routes.find(running.group_id)
+            known = lengths if route is None or route.outlook is None else route.outlook.lengths
+            group = GroupLoad.of(*running[:3], known, running.max_tokens)
+            if route is not None and route.rank == rank and may_move(route):
+                groups.append(group)
+            else:
+                other_tokens += group.kv_tokens
+        return RankLoad(
+            rank,
+            tuple(groups),
+            other_requests=load.num_running + load.num_waiting - sum(group.num_candidates for group in groups),
+            other_kv_tokens=other_tokens,
+            kv_capacity_tokens=self._client.vllm_config.cache_config.kv_cache_size_tokens,
+            max_num_seqs=self._client.vllm_config.scheduler_config.max_num_seqs,
+            is_held=load.is_held,
+            transfer=load.kv.transfer,
+        )
 
     async def plan_scale_down(self, progress: Progress) -> ScaleDown:
-        return plan_scale_down(progress, await self._loads.as_if_all_may_move())
+        return plan_scale_down(progress, (await self.rank_loads())(lambda route: True))
 
     async def tell_all_groups(self, operation: Operation[Argument, None], argument: Argument) -> None:
         """One operation on every rank while no group is between two: one in no engine core would not hear of it."""
@@ -203,7 +236,7 @@ class EngineMoves:
 
     async def _leave(self, rank: int) -> list[Move]:
         """Move all groups of this API process away from a rank."""
-        routes, loads = self._client.routes, await self._loads.as_if_all_may_move()
+        routes, loads = self._client.routes, (await self.rank_loads())(lambda route: True)
         targets = {move.group_id: move.target for move in plan_drain(loads, rank)}
         moves = []
         for route in routes.on_rank(rank):

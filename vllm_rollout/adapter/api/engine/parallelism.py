@@ -23,7 +23,7 @@ from vllm_rollout.server.runs.parallelism import Parallelism
 logger = init_logger("vllm.vllm_rollout")
 
 
-def add_parallelism_flags(parser: argparse.ArgumentParser) -> None:
+def add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         title="Parallelism",
         description="How many devices a model is spread over, between rounds of runs (docs/rounds.md).",
@@ -42,13 +42,12 @@ def add_parallelism_flags(parser: argparse.ArgumentParser) -> None:
         "--parallelism-devices",
         metavar="N",
         type=int,
-        default=None,
         help="With --parallelism auto: how many devices of this machine the engine may use, the largest "
         "tensor-parallel size.",
     )
 
 
-def refuse_with_parallelism(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+def refuse(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Exit with status 2 and a remedy where an engine cannot be rebuilt."""
     if args.parallelism == "fixed":
         if args.parallelism_devices is not None:
@@ -73,11 +72,7 @@ def refuse_with_parallelism(args: argparse.Namespace, parser: argparse.ArgumentP
         ("--enable-lora", args.enable_lora, "Adapters loaded while it ran would be gone. Leave it out."),
         ("--kv-transfer-config", args.kv_transfer_config is not None, "Others hold addresses of the engine."),
         ("--data-parallel-backend", args.data_parallel_backend != "mp", own_engines),
-        (
-            "--distributed-executor-backend",
-            args.distributed_executor_backend not in (None, "mp", "uni"),
-            own_engines,
-        ),
+        ("--distributed-executor-backend", args.distributed_executor_backend not in (None, "mp", "uni"), own_engines),
         (
             "--max-model-len",
             args.max_model_len is not None and args.max_model_len < 1,
@@ -93,7 +88,7 @@ def refuse_with_parallelism(args: argparse.Namespace, parser: argparse.ArgumentP
         )
 
 
-def switch_parallelism_on(args: argparse.Namespace) -> None:
+def switch_on(args: argparse.Namespace) -> None:
     if args.parallelism == "auto":
         # A copy of a server that has threads, which forking would make later on, may wait for ever for one of them.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"

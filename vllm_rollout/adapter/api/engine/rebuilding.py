@@ -23,7 +23,7 @@ from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor.abstract import Executor
 
-from vllm_rollout.adapter.api.calls.engine_calls import EngineCalls, engine_stopped
+from vllm_rollout.adapter.api.calls.engine_calls import CalledCores, EngineCalls, engine_stopped
 from vllm_rollout.adapter.api.client.client import RolloutAsyncLLM
 from vllm_rollout.adapter.api.client.resuming import UNNAMED_WEIGHTS
 from vllm_rollout.adapter.api.engine.engine import VLLMEngine
@@ -74,21 +74,6 @@ class ClosedEngine:
         self.is_stopping = True
 
 
-class Part:
-    """As much of an engine client as calls need, for an engine core client that is not in its place."""
-
-    num_ranks = 1
-    living_ranks = (0,)
-
-    def __init__(self, engine_core: AsyncMPClient, config: VllmConfig) -> None:
-        self.engine_core = engine_core
-        self.vllm_config = config
-
-    @property
-    def errored(self) -> bool:
-        return self.engine_core.resources.engine_dead
-
-
 def config_of(args: Namespace, size: int) -> VllmConfig:
     """The server's settings at another tensor-parallel size, with all that vLLM derives from them."""
     engine_args = AsyncEngineArgs.from_cli_args(args)
@@ -134,10 +119,7 @@ class Resizer:
                 return Resized("busy", before, 0.0)
             logger.info("vllm_rollout: rebuilding the engine with tensor-parallel size %d; requests wait", size)
             await self._swap(size)
-            if self._args.rollout_profile is not None:
-                await self._engine.shaping.use_profile(self._args.rollout_profile)
-            elif self._args.emulate is not None:
-                self._engine.shaping.use_emulated_cost(self._args.emulate)
+            await self._engine.shaping.use_costs(self._args)
         except TimeoutError:
             return Resized("busy", before, 0.0)
         except EngineDeadError as error:
@@ -167,7 +149,7 @@ class Resizer:
         try:
             async with asyncio.timeout(CALLS_TIMEOUT_S):
                 await _calls_answered(core)
-            calls = EngineCalls(Part(core, config))
+            calls = EngineCalls(CalledCores(core, config))
             learned = await EngineLearning(calls, self._options).learning_state()
             version = await calls.unless_dead(core.get_weight_version_async())
             if version != UNNAMED_WEIGHTS:
@@ -180,7 +162,7 @@ class Resizer:
         try:
             await asyncio.to_thread(core.shutdown)
             core, config = await self._started((size, config.parallel_config.tensor_parallel_size), closed)
-            await EngineLearning(EngineCalls(Part(core, config)), self._options).set_learning_state(learned)
+            await EngineLearning(EngineCalls(CalledCores(core, config)), self._options).set_learning_state(learned)
         except BaseException:
             client.output_handler = handler  # which is done: so vLLM sees that the engine is dead
             closed.die()

@@ -5,6 +5,7 @@ Invariant: every rank this API process can reach is told the same.
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -45,6 +46,18 @@ class EngineShaping:
         self._calls = calls
         self.cost_model: CostModel | None = None
 
+    async def use_costs(self, settings: Namespace) -> None:
+        """Of the profile that the flags name, or of the device that they emulate."""
+        if settings.rollout_profile is not None:
+            await self.use_profile(settings.rollout_profile)
+        elif settings.emulate is not None:  # an emulated device knows what its steps cost
+            size = self._client.vllm_config.parallel_config.tensor_parallel_size
+            self._weigh(cost_of(Settings.read(settings.emulate).at(size)))
+
+    def _weigh(self, cost: CostModel) -> None:
+        self.cost_model = replace(cost, max_num_seqs=self._client.max_candidates)
+        self._client.routes.weigh(self.cost_model)
+
     async def use_profile(self, path: str) -> None:
         """Take a step's cost from a profile, and have live steps compared with it.
 
@@ -57,22 +70,14 @@ class EngineShaping:
             mismatch = profile.mismatch(fingerprint_of(config), hardware_of(config), engine_flags(config))
             if mismatch.error is not None:
                 raise ValueError(mismatch.error)
-            self.cost_model = replace(profile.cost(tensor_parallel_size), max_num_seqs=self._client.max_candidates)
+            self._weigh(profile.cost(tensor_parallel_size))
         except ValueError as error:
             raise RuntimeError(f"--rollout-profile {path}: {error}") from error
         if mismatch.warning is not None:
             logger.warning("vllm_rollout: --rollout-profile %s: %s", path, mismatch.warning)
-        self._client.routes.weigh(self.cost_model)
         name, sizes = profile.model_name, profile.batch_sizes(tensor_parallel_size)
         await self._calls.call_all(SET_COST_MODEL, CostToCompare(self.cost_model, name, path, sizes))
         logger.info("vllm_rollout: steps cost what %s says (%s, %d batch sizes)", path, name, len(sizes))
-
-    def use_emulated_cost(self, settings_file: str) -> None:
-        """An emulated device knows what its steps cost."""
-        size = self._client.vllm_config.parallel_config.tensor_parallel_size
-        cost = cost_of(Settings.read(settings_file).at(size))
-        self.cost_model = replace(cost, max_num_seqs=self._client.max_candidates)
-        self._client.routes.weigh(self.cost_model)
 
     async def observe_lengths(self, key: str, lengths: Sequence[ObservedLength], adapter: str = BASE_MODEL) -> None:
         await self._calls.call_all(OBSERVE_LENGTHS, ObservedGroup(key, list(lengths), adapter))

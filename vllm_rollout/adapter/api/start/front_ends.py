@@ -36,7 +36,7 @@ OURS = 1
 SCHEDULER_ALONE = "Unset it, or use `vllm serve --scheduler-cls vllm_rollout.Scheduler`: docs/front_ends.md."
 
 
-def add_front_end_flags(parser: argparse.ArgumentParser) -> None:
+def add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         title="Front ends", description=f"vLLM's Rust front end beside ours ({VARIABLE}=1). docs/front_ends.md."
     )
@@ -44,13 +44,12 @@ def add_front_end_flags(parser: argparse.ArgumentParser) -> None:
         "--rollout-port",
         metavar="PORT",
         type=int,
-        default=None,
         help=f"With {VARIABLE}=1: where /v1/rollouts and all other endpoints are served in Python, while --port is the "
         "Rust front end's. Default: --port + 1.",
     )
 
 
-def refuse_with_rust(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+def refuse(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Exit with status 2 and a remedy where the two front ends cannot be had together."""
     if not envs.VLLM_USE_RUST_FRONTEND:
         if args.rollout_port is not None:
@@ -66,11 +65,7 @@ def refuse_with_rust(args: argparse.Namespace, parser: argparse.ArgumentParser) 
         parser.error(f"{PATH_VARIABLE}={path} is no file that can be executed. Name vllm-rs, or unset {VARIABLE}.")
     balanced = args.data_parallel_hybrid_lb or args.data_parallel_external_lb or args.data_parallel_rank is not None
     for flag, is_set, remedy in (
-        (
-            "--api-server-count",
-            (args.api_server_count or 1) > 1,
-            "There is one Python process: leave it out.",
-        ),
+        ("--api-server-count", (args.api_server_count or 1) > 1, "There is one Python process: leave it out."),
         ("an external or hybrid load balancer", balanced, "Each node would need both. Unset the variable."),
         ("--grpc-port", args.grpc_port is not None, "Use plain `vllm serve`."),
         ("--parallelism auto", args.parallelism != "fixed", "Its requests would not wait while an engine is replaced."),
@@ -85,8 +80,8 @@ def refuse_with_rust(args: argparse.Namespace, parser: argparse.ArgumentParser) 
             parser.error(f"{flag} does not go with {VARIABLE}=1. {remedy}")
 
 
-def switch_rust_on(args: argparse.Namespace) -> None:
-    """Have vLLM start several API processes, of which `both_front_ends` makes one in Rust and one in Python."""
+def switch_on(args: argparse.Namespace) -> None:
+    """Have vLLM start several API processes, of which `both` makes one in Rust and one in Python."""
     args.rust_front_end = None
     if not envs.VLLM_USE_RUST_FRONTEND:
         return
@@ -101,7 +96,7 @@ def switch_rust_on(args: argparse.Namespace) -> None:
 
 
 @contextmanager
-def both_front_ends(args: argparse.Namespace) -> Iterator[None]:
+def both(args: argparse.Namespace) -> Iterator[None]:
     """Around vLLM's serve command.
 
     Raises: SystemExit when the port is taken.

@@ -26,10 +26,11 @@ from vllm.inputs.engine import tokens_input
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
+from vllm_rollout.adapter.api.calls.engine_calls import EngineCalls
 from vllm_rollout.adapter.api.client.client import RolloutAsyncLLM
 from vllm_rollout.adapter.api.client.fingerprint import engine_flags, fingerprint_of, hardware_of, versions
 from vllm_rollout.adapter.api.start.serve import parse
-from vllm_rollout.adapter.call_table import CALL_METHOD, RECORD_STEPS, TAKE_STEPS, Argument, Operation, Result, StepTime
+from vllm_rollout.adapter.call_table import RECORD_STEPS, TAKE_STEPS, StepTime
 from vllm_rollout.adapter.compat import check_vllm_version
 from vllm_rollout.adapter.wire import CandidateTag
 from vllm_rollout.config import OUTPUT_INTERVAL_TOKENS
@@ -46,6 +47,7 @@ class Profiler:
 
     def __init__(self, client: RolloutAsyncLLM, *, logprobs: bool) -> None:
         self._client = client
+        self._call = EngineCalls(client).call_first
         self._logprobs = 0 if logprobs else None
         self._max_model_len = client.model_config.max_model_len
         self._vocab_size = client.model_config.get_vocab_size()
@@ -171,11 +173,6 @@ class Profiler:
     def _new_prompt(self, num_tokens: int) -> list[int]:
         """A prompt that was never seen."""
         return np.random.default_rng().integers(0, self._vocab_size, num_tokens).tolist()
-
-    async def _call(self, operation: Operation[Argument, Result], argument: Argument) -> Result:
-        payload = operation.encode_argument(argument)
-        answer = await self._client.engine_core.call_utility_async(CALL_METHOD, operation.name, payload)
-        return operation.decode_result(answer)
 
 
 class KVCacheSize:

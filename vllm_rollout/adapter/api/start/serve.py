@@ -23,24 +23,10 @@ import vllm_rollout
 from vllm_rollout.adapter import PLUGIN
 from vllm_rollout.adapter.api.calls.deaths import Deaths
 from vllm_rollout.adapter.api.calls.versions import configure_logging, refuse_missing_flags, set_up_environment
-from vllm_rollout.adapter.api.client.emulate import (
-    add_emulation_flags,
-    emulation_options,
-    refuse_with_emulation,
-    switch_emulation_on,
-)
-from vllm_rollout.adapter.api.engine.parallelism import (
-    add_parallelism_flags,
-    refuse_with_parallelism,
-    switch_parallelism_on,
-)
-from vllm_rollout.adapter.api.start.front_ends import (
-    add_front_end_flags,
-    both_front_ends,
-    refuse_with_rust,
-    switch_rust_on,
-)
-from vllm_rollout.adapter.api.trainers.trainers import add_compat_flag, refuse_with_compat
+from vllm_rollout.adapter.api.client import emulate
+from vllm_rollout.adapter.api.engine import parallelism
+from vllm_rollout.adapter.api.start import front_ends
+from vllm_rollout.adapter.api.trainers import trainers
 from vllm_rollout.adapter.compat import check_vllm_version, lacking, vllm_version
 from vllm_rollout.adapter.names import SCHEDULER_CLS, WORKER_CLS
 from vllm_rollout.adapter.options import RolloutOptions
@@ -85,7 +71,7 @@ def main(arguments: list[str]) -> None:
     )
     if missing := lacking():
         logger.info("vllm_rollout: vLLM %s lacks %s", vllm_version, "; ".join(missing))
-    with Deaths.of_a_server(), both_front_ends(args):
+    with Deaths.of_a_server(), front_ends.both(args):
         command.cmd(args)
 
 
@@ -103,21 +89,19 @@ def parse(arguments: list[str], program: str, usage: str) -> argparse.Namespace:
     serve_parser.usage = f"{program} {usage}"
     serve_parser.epilog = EPILOG + (serve_parser.epilog or "")
     add_flags(serve_parser)
-    add_emulation_flags(serve_parser)
-    add_parallelism_flags(serve_parser)
-    add_compat_flag(serve_parser)
-    add_front_end_flags(serve_parser)
+    for ours in (emulate, parallelism, trainers, front_ends):
+        ours.add_flags(serve_parser)
     refuse_missing_flags(arguments, serve_parser)
     # vLLM's parser looks for the subcommand, its config file and its help topics in sys.argv.
     sys.argv = ["vllm", "serve", *arguments]
     args = parser.parse_args()
     configure_logging(args)
     refuse_unsupported(args, serve_parser)
-    refuse_with_emulation(args, serve_parser)
-    refuse_with_parallelism(args, serve_parser)
-    refuse_with_compat(args, serve_parser)
+    emulate.refuse(args, serve_parser)
+    parallelism.refuse(args, serve_parser)
+    trainers.refuse(args, serve_parser)
     refuse_ray(args, serve_parser)
-    refuse_with_rust(args, serve_parser)
+    front_ends.refuse(args, serve_parser)
     switch_on(args, default_model=serve_parser.get_default("model"))
     return args
 
@@ -131,7 +115,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--rollout-profile",
         metavar="FILE",
-        default=None,
         help="What a step costs here, made by `vllm-rollout profile`: redundancy auto weighs it, and live step times "
         "are compared with it. Default: redundancy auto takes half as many candidates again as wanted.",
     )
@@ -139,14 +122,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--rollout-record",
         "--record",
         metavar="FILE",
-        default=None,
         help="Append to this file one JSON line per rollout: lengths, ends and scores of its candidates, for "
         "`vllm-rollout simulate`. No token and no text is in it. Default: off.",
     )
     group.add_argument(
         "--rollout-state",
         metavar="FOLDER",
-        default=None,
         help="Keep in this folder what the server learns (calibration, quality heads, lengths: loaded at start, "
         "written while something is learned, every 30 s at most, and when the server stops) and its runs (written "
         "with every round). Default: forget them.",
@@ -155,14 +136,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--rollout-admin-key",
         metavar="KEY",
         type=_admin_key,
-        default=None,
         help=f"What changes all that is served (PUT of quality heads and of the state, drains, weights by --compat) "
         f"needs this key, in the header {ADMIN_HEADER} or as a bearer token. Default: whoever may call the server may.",
     )
     group.add_argument(
         "--rollout-audit-ratio",
         metavar="SHARE",
-        type=_share,
+        type=emulate.number_in(0, 1),
         default=DEFAULT_AUDIT_RATIO,
         help="Share of groups, where pruning or redundancy auto learn, in which nobody is stopped, so that what is "
         "learned stays true; a request may say its own audit_ratio. Default: %(default)s.",
@@ -196,13 +176,6 @@ def _admin_key(text: str) -> AdminKey:
     if not text:
         raise argparse.ArgumentTypeError("must not be empty. Leave the flag out for no key")
     return AdminKey(text)
-
-
-def _share(text: str) -> float:
-    value = float(text)
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"must be a number from 0 to 1, got {text!r}")
-    return value
 
 
 def _positive(text: str) -> float:
@@ -271,11 +244,11 @@ def switch_on(args: argparse.Namespace, default_model: str) -> None:
         if resolved != args.model_tag and args.served_model_name is None:
             args.served_model_name = [args.model_tag]
         args.model_tag = args.model = resolved
-    switch_rust_on(args)
+    front_ends.switch_on(args)
     options = RolloutOptions(
         args.rollout_train_budget_ms / 1e3,
         int(args.rollout_feature_ring_mb * 2**20),
-        emulation_options(args),
+        emulate.emulation_options(args),
         moves_kv=args.rollout_move_kv != "off",
         moves_kv_by_nixl=args.rollout_move_kv == "nixl",
         audit_ratio=args.rollout_audit_ratio,
@@ -285,8 +258,8 @@ def switch_on(args: argparse.Namespace, default_model: str) -> None:
     args.scheduler_cls = SCHEDULER_CLS
     args.worker_cls = WORKER_CLS
     if args.emulate is not None:
-        switch_emulation_on(args)
-    switch_parallelism_on(args)
+        emulate.switch_on(args)
+    parallelism.switch_on(args)
     if args.block_size is None and current_platform.is_cpu():
         args.block_size = CPU_BLOCK_SIZE_TOKENS
 

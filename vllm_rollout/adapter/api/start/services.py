@@ -29,10 +29,7 @@ async def build_services(client: RolloutAsyncLLM, state: State, settings: Namesp
     `settings`: what our flags say. Raises: RuntimeError, which ends the start, for what they cannot mean here.
     """
     engine = VLLMEngine(client, state)
-    if settings.rollout_profile is not None:
-        await engine.shaping.use_profile(settings.rollout_profile)
-    elif settings.emulate is not None:
-        engine.shaping.use_emulated_cost(settings.emulate)
+    await engine.shaping.use_costs(settings)
     recorder = None if settings.rollout_record is None else TraceRecorder(Path(settings.rollout_record))
     store = RunStore()
     if settings.rollout_state is not None:

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from vllm_rollout.adapter.api.client.open_paths import KEYS_NEEDED
-from vllm_rollout.adapter.api.trainers.from_disk import NoWeights, load_weights
+from vllm_rollout.adapter.api.trainers.shared import NoWeights, load_weights
 
 router = APIRouter(include_in_schema=False, dependencies=KEYS_NEEDED)
 

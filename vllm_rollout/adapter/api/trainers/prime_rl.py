@@ -17,13 +17,11 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from vllm_rollout.adapter.api.client.open_paths import KEYS_NEEDED
-from vllm_rollout.adapter.api.trainers.asgi import is_for, read_body
-from vllm_rollout.adapter.api.trainers.from_disk import NoWeights, load_adapter, load_weights
+from vllm_rollout.adapter.api.trainers.shared import NoWeights, is_for, load_adapter, load_weights, read_body
 
 LIVENESS_TIMEOUT_S = 30.0
 UPDATE_WEIGHTS = "/update_weights"
@@ -86,8 +84,8 @@ async def init_broadcaster(request: Request) -> JSONResponse:
 @router.post("/load_lora_adapter", dependencies=KEYS_NEEDED)
 async def load_lora_adapter(body: LoadLoRAAdapterRequest, request: Request) -> JSONResponse:
     loaded = await load_adapter(request.app.state.openai_serving_models, body.lora_name, body.lora_path)
-    if isinstance(loaded, ErrorResponse):
-        return JSONResponse(loaded.model_dump(), loaded.error.code)
+    if isinstance(loaded, JSONResponse):
+        return loaded
     return JSONResponse({"status": "ok"})
 
 

@@ -14,11 +14,9 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.types import ASGIApp, Receive, Scope, Send
-from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
 from vllm_rollout.adapter.api.client.open_paths import KEYS_NEEDED
-from vllm_rollout.adapter.api.trainers.asgi import is_for, read_body
-from vllm_rollout.adapter.api.trainers.from_disk import load_adapter
+from vllm_rollout.adapter.api.trainers.shared import is_for, load_adapter, read_body
 
 RESET = "/reset_prefix_cache"
 FIELD = "reset_running_requests"
@@ -39,8 +37,8 @@ def attach(app: FastAPI) -> None:
 @router.post("/skyrl/v1/load_lora_adapter")
 async def load_lora_adapter(body: LoadAdapter, request: Request) -> JSONResponse:
     loaded = await load_adapter(request.app.state.openai_serving_models, body.lora_name, body.lora_path)
-    if isinstance(loaded, ErrorResponse):
-        return JSONResponse(loaded.model_dump(), loaded.error.code)
+    if isinstance(loaded, JSONResponse):
+        return loaded
     return JSONResponse({"status": "ok", "lora_name": body.lora_name, "lora_int_id": loaded})
 
 

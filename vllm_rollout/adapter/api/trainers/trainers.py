@@ -31,7 +31,7 @@ NEEDS_DEV_MODE = {
 """What a trainer asks for that vLLM has in its development mode only."""
 
 
-def add_compat_flag(parser: argparse.ArgumentParser) -> None:
+def add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(title="Trainers", description="What they ask for beside vLLM (docs/trainers.md).")
     group.add_argument(
         "--compat",
@@ -42,7 +42,7 @@ def add_compat_flag(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def refuse_with_compat(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+def refuse(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Exit with status 2 and a remedy where half of what a trainer calls would be missing."""
     for trainer in args.compat:
         if (needed := NEEDS_DEV_MODE.get(trainer)) is not None and not envs.VLLM_SERVER_DEV_MODE:

@@ -1,6 +1,7 @@
-"""What a trainer has written to disk: weights of the model, and adapters under a name that stays.
+"""What several trainers ask for: weights and adapters that they have written to disk, and what their bodies say.
 
-Invariant: a folder without weights leaves the model as it is.
+Invariant: a folder without weights leaves the model as it is; who comes after our middleware reads the same messages
+again.
 """
 
 from __future__ import annotations
@@ -8,10 +9,14 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+from fastapi.responses import JSONResponse
+from starlette.types import Message, Receive, Scope
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
 from vllm.v1.engine.async_llm import AsyncLLM
+
+from vllm_rollout.server.paths import path_of
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
 
@@ -28,13 +33,13 @@ async def load_weights(client: AsyncLLM, folder: str) -> None:
     await client.collective_rpc("reload_weights", kwargs={"weights_path": folder})
 
 
-async def load_adapter(models: OpenAIServingModels, name: str, folder: str) -> ErrorResponse | int:
+async def load_adapter(models: OpenAIServingModels, name: str, folder: str) -> JSONResponse | int:
     """As vLLM's /v1/load_lora_adapter, but a name that is there already gets the new weights. Returns the adapter's
-    number."""
+    number, or the answer that says why it was not loaded."""
     body = LoadLoRAAdapterRequest(lora_name=name, lora_path=folder, load_inplace=True)
     answer = await models.load_lora_adapter(body)
     if isinstance(answer, ErrorResponse):
-        return answer
+        return JSONResponse(answer.model_dump(), answer.error.code)
     adapter = models.lora_requests[name]
     adapter.load_inplace = False  # every request carries it along, and would have the files read again in each step
     return adapter.lora_int_id
@@ -42,3 +47,22 @@ async def load_adapter(models: OpenAIServingModels, name: str, folder: str) -> E
 
 def _has_weights(folder: Path) -> bool:
     return any(next(folder.glob(pattern), None) for pattern in WEIGHTS)
+
+
+def is_for(scope: Scope, method: str, path: str) -> bool:
+    """Whether a request is for that path of vLLM's app, wherever a proxy has it."""
+    return scope["type"] == "http" and scope["method"] == method and path_of(scope) == path
+
+
+async def read_body(receive: Receive) -> tuple[bytes, Receive]:
+    """The whole body, and a `receive` that begins with it once more."""
+    messages = [await receive()]
+    while messages[-1].get("more_body"):
+        messages.append(await receive())
+    remaining = iter(messages)
+
+    async def receive_again() -> Message:
+        message = next(remaining, None)
+        return await receive() if message is None else message
+
+    return b"".join(message.get("body", b"") for message in messages), receive_again

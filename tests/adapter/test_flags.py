@@ -1,0 +1,295 @@
+"""`vllm-rollout serve`: what our flags set, what goes with them, and what is refused before anything starts."""
+
+import os
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.entrypoints.cli import serve as vllm_serve
+
+from vllm_rollout.adapter import plugin
+from vllm_rollout.adapter.api.calls.engine_calls import EngineCalls
+from vllm_rollout.adapter.api.client.emulate import EXECUTOR_CLS, WORKER_CLS
+from vllm_rollout.adapter.api.engine.moving import EngineMoves
+from vllm_rollout.adapter.api.start import front_ends, serve
+from vllm_rollout.adapter.compat import RUST_LISTENERS, has, vllm_version
+from vllm_rollout.adapter.options import EmulationOptions, RolloutOptions
+from vllm_rollout.adapter.platform import choose_platform
+
+AUTO = ("--parallelism", "auto", "--parallelism-devices", "4")
+BACKENDS = ["--data-parallel-backend", "--distributed-executor-backend"]
+SETS = ("VLLM_PLUGINS", "VLLM_TARGET_DEVICE", "VLLM_ALLOW_LONG_MAX_MODEL_LEN", "VLLM_WORKER_MULTIPROC_METHOD")
+"""What `parse` sets for the process."""
+
+
+@pytest.fixture(autouse=True)
+def restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    for name in SETS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(plugin, "register", lambda: None)  # vLLM's classes stay as they are
+
+
+@pytest.fixture
+def parsed(tiny_model: str) -> Callable[..., Any]:
+    """The arguments of a server with these flags; `options` beside them: what its engine cores are told."""
+
+    def parse(*flags: str) -> Any:
+        args = serve.parse([tiny_model, *flags], "vllm-rollout serve", "")
+        args.options = RolloutOptions.of(SimpleNamespace(additional_config=args.additional_config))
+        return args
+
+    return parse
+
+
+@pytest.fixture
+def refusal(parsed: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """What is said of flags that end the start."""
+
+    def refuse(*flags: str) -> str:
+        with pytest.raises(SystemExit) as ended:
+            parsed(*flags)
+        assert ended.value.code == 2
+        return " ".join(capsys.readouterr().err.split())
+
+    return refuse
+
+
+@pytest.fixture
+def device(tmp_path: Path) -> str:
+    """A file that says what an emulated device does."""
+    path = tmp_path / "device.json"
+    path.write_text('{"sizes": {"1": {}, "2": {}}}')
+    return str(path)
+
+
+@pytest.fixture
+def rust(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The binary of vLLM's Rust front end, named as a user does."""
+    if not has(RUST_LISTENERS):
+        pytest.skip(f"vLLM {vllm_version} cannot have ours beside its Rust front end")
+    binary = tmp_path / "vllm-rs"
+    binary.write_text("#!/bin/sh\n")
+    binary.chmod(0o755)
+    monkeypatch.setenv(front_ends.VARIABLE, "1")
+    monkeypatch.setenv(front_ends.PATH_VARIABLE, str(binary))
+    return binary
+
+
+def test_without_our_flags_nothing_changes(parsed):
+    args = parsed()
+    assert (args.parallelism, args.compat, args.rollout_port, args.rust_front_end) == ("fixed", [], None, None)
+    assert (args.distributed_executor_backend, args.api_server_count) == (None, None)
+    assert args.worker_cls != WORKER_CLS
+    assert (args.options.emulation, args.options.beside_rust) == (None, False)
+
+
+ALONE = [
+    (("--rollout-audit-ratio", "1.5"), "must be in [0, 1], got '1.5'"),
+    (("--worker-cls", "other.Worker"), "would replace the worker"),
+    (("--emulate-speed", "2"), "name one with --emulate FILE"),
+    (("--emulate-log", "here"), "name one with --emulate FILE"),
+    (("--rollout-port", "7001"), "set VLLM_USE_RUST_FRONTEND=1"),
+    (AUTO[2:], "add that flag"),
+    (AUTO[:2], "needs --parallelism-devices"),
+    (("--compat", "nobody"), "prime-rl"),
+    (("--compat", "prime-rl"), "VLLM_SERVER_DEV_MODE=1"),
+    (("--compat", "trl-legacy"), "VLLM_SERVER_DEV_MODE=1"),
+]
+WITH_AUTO = [
+    (("--api-server-count", "2"), "Only one API process can wait for an engine"),
+    (("--data-parallel-size", "2"), "--data-parallel-size does not go with --parallelism auto"),
+    (("--data-parallel-hybrid-lb",), "an external or hybrid load balancer does not go"),
+    (("--data-parallel-external-lb",), "an external or hybrid load balancer does not go"),
+    (("--data-parallel-rank", "0"), "an external or hybrid load balancer does not go"),
+    (("--headless",), "--headless does not go"),
+    (("--nnodes", "2"), "stays within one server"),
+    (("--pipeline-parallel-size", "2"), "--pipeline-parallel-size does not go"),
+    (("--enable-lora",), "Adapters loaded while it ran would be gone"),
+    (("--data-parallel-backend", "ray"), "--data-parallel-backend does not go"),
+    (("--distributed-executor-backend", "ray"), "--distributed-executor-backend does not go"),
+    (("--max-model-len", "auto"), "say how many tokens"),
+    (("--tensor-parallel-size", "8"), "at most --parallelism-devices (4)"),
+    (("--parallelism-devices", "1"), "with one device there is nothing to choose"),
+]
+
+
+@pytest.mark.parametrize(("flags", "said"), [*ALONE, *(((*AUTO, *flags), said) for flags, said in WITH_AUTO)])
+def test_what_does_not_go_together_is_refused_with_a_remedy(refusal, monkeypatch, flags, said):
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "0")
+    assert said in refusal(*flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--enable-lora",), "--enable-lora does not go with --emulate"),
+        (("--tensor-parallel-size", "4"), "it has no tensor-parallel size 4, but 1, 2. Say what a step costs there"),
+        (("--pipeline-parallel-size", "2"), "--pipeline-parallel-size does not go"),
+        (("--enable-prompt-embeds",), "Send prompts as text or tokens"),
+        (("--distributed-executor-backend", "mp"), "--distributed-executor-backend does not go"),
+        (("--emulate-speed", "0"), "must be in [0.001, 1000], got '0'"),
+    ],
+)
+def test_what_cannot_be_emulated_is_refused_with_a_remedy(refusal, device, flags, said):
+    assert said in refusal("--emulate", device, *flags)
+
+
+def test_a_broken_device_is_refused(refusal, device):
+    Path(device).write_text('{"step": {"ms": 0}}')
+    assert "step.ms: input should be greater than 0, got 0" in refusal("--emulate", device)
+
+
+def test_settings_of_a_device_reach_the_engine_cores(parsed, device, tmp_path):
+    log = str(tmp_path / "log")
+    flags = ("--emulate-speed", "0.5", "--emulate-log", log, "--data-parallel-size", "4")
+    args = parsed("--emulate", device, *flags)
+    assert (args.worker_cls, args.distributed_executor_backend) == (WORKER_CLS, EXECUTOR_CLS)
+    assert args.options.emulation == EmulationOptions(device, 0.5, log, async_scheduling=True, num_ranks=4)
+    assert not parsed("--emulate", device, "--no-async-scheduling").options.emulation.async_scheduling
+
+
+@pytest.mark.parametrize(
+    ("arguments", "platform"),
+    [(["m", "--emulate", "f"], "cpu"), (["--emulate=f"], "cpu"), (["m"], None), (["--emulate-log", "x"], None)],
+)
+def test_an_emulated_device_needs_no_platform_of_its_own(arguments, platform):
+    choose_platform(arguments)
+    assert os.environ.get("VLLM_TARGET_DEVICE") == platform
+
+
+def test_engines_are_not_started_as_copies_of_a_server_with_threads(parsed, monkeypatch):
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
+    parsed()
+    assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "fork"
+    args = parsed(*AUTO, "--tensor-parallel-size", "2")
+    assert (args.parallelism, args.parallelism_devices) == ("auto", 4)
+    assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
+
+
+def test_an_emulated_engine_that_may_be_rebuilt_is_no_copy_either(parsed, device):
+    for flags, forks in ((("--tensor-parallel-size", "2"), True), (AUTO, False)):
+        assert parsed("--emulate", device, *flags).options.emulation.forks is forks
+
+
+def test_trainers_are_named_one_by_one(parsed, monkeypatch):
+    assert parsed("--compat", "trl").compat == ["trl"]
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    assert parsed("--compat", "trl-legacy", "--compat", "prime-rl").compat == ["trl-legacy", "prime-rl"]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "moves", "by_nixl"), [("auto", True, False), ("off", False, False), ("nixl", True, True)]
+)
+def test_what_moves_along_with_a_group_is_chosen(parsed, chosen, moves, by_nixl):
+    options = parsed("--rollout-move-kv", chosen).options
+    assert (options.moves_kv, options.moves_kv_by_nixl) == (moves, by_nixl)
+
+
+def test_a_missing_nixl_is_said_with_the_command_that_helps(refusal, monkeypatch):
+    monkeypatch.setattr(serve, "is_nixl_available", lambda: False)
+    assert "pip install 'vllm-rollout[nixl]'" in refusal("--rollout-move-kv", "nixl")
+
+
+# -- Ray
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Sets what vLLM's platform calls its devices in Ray, and whether Ray is there."""
+
+    def set_up(device_key: str, *, is_there: bool) -> None:
+        monkeypatch.setattr(type(serve.current_platform), "ray_device_key", device_key)
+        monkeypatch.setattr(serve, "find_spec", lambda name: object() if is_there else None)
+
+    return set_up
+
+
+@pytest.mark.parametrize("flag", BACKENDS)
+def test_where_ray_would_fail_later_it_is_refused(parsed, refusal, ray, flag):
+    ray("", is_there=False)
+    assert f"{flag} ray needs devices that Ray hands out" in refusal(flag, "ray")
+    parsed(flag, "mp")  # asks nothing of Ray
+    ray("GPU", is_there=False)
+    assert "pip install 'vllm-rollout[ray]'" in refusal(flag, "ray")
+    ray("GPU", is_there=True)
+    args = parsed(flag, "ray")
+    assert getattr(args, flag.removeprefix("--").replace("-", "_")) == "ray"
+    assert (args.scheduler_cls, args.worker_cls) == (serve.SCHEDULER_CLS, serve.WORKER_CLS)
+
+
+# -- VLLM_USE_RUST_FRONTEND=1
+
+
+def test_vllm_starts_two_api_processes_of_which_one_is_made_in_rust(parsed, rust):
+    args = parsed("--port", "7000")
+    assert (args.api_server_count, args.port, args.rollout_port) == (2, 7000, 7001)
+    assert args.rust_front_end == str(rust)
+    assert args.mm_device_do_normalize is False
+    assert args.options.beside_rust
+    assert not {front_ends.VARIABLE, front_ends.PATH_VARIABLE} & os.environ.keys(), "vLLM would start nothing else"
+    theirs = vllm_serve.APIServerProcessManager
+    with front_ends.both(args):
+        assert vllm_serve.APIServerProcessManager.func is front_ends.FrontEnds
+    assert vllm_serve.APIServerProcessManager is theirs
+
+
+def test_a_node_without_front_ends_gets_none(parsed, rust):
+    args = parsed("--headless")
+    assert args.api_server_count is None
+    assert args.options.beside_rust
+    theirs = vllm_serve.APIServerProcessManager
+    with front_ends.both(args):
+        assert vllm_serve.APIServerProcessManager is theirs
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--api-server-count", "2"), "--api-server-count does not go with VLLM_USE_RUST_FRONTEND=1"),
+        (("--data-parallel-hybrid-lb",), "an external or hybrid load balancer does not go"),
+        (("--data-parallel-rank", "0"), "an external or hybrid load balancer does not go"),
+        (("--grpc-port", "7002"), "--grpc-port does not go"),
+        (("--parallelism", "auto", "--parallelism-devices", "2"), "--parallelism auto does not go"),
+        (("--port", "7000", "--rollout-port", "7000"), "It must differ from --port"),
+    ],
+)
+def test_what_cannot_be_had_with_two_front_ends_is_refused_with_a_remedy(refusal, rust, flags, said):
+    assert said in refusal(*flags)
+
+
+def test_adapters_that_come_later_would_be_known_at_one_front_end_only(refusal, rust, monkeypatch):
+    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
+    assert "--lora-modules" in refusal()
+
+
+def test_a_binary_that_is_not_there_is_said_with_the_other_door(refusal, rust, monkeypatch):
+    rust.chmod(0o644)
+    assert "is no file that can be executed" in refusal()
+    monkeypatch.setenv(front_ends.PATH_VARIABLE, "auto")
+    monkeypatch.setattr(os.path, "isfile", lambda path: False)
+    assert "vLLM's CUDA wheel has it" in refusal()
+    monkeypatch.setattr(front_ends, "has", lambda fact: False)
+    assert "`vllm serve --scheduler-cls vllm_rollout.Scheduler`" in refusal()
+
+
+def test_a_port_that_is_taken_is_said_before_anything_starts(parsed, rust):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        args = parsed("--host", "127.0.0.1", "--rollout-port", str(port))
+        said = pytest.raises(SystemExit, match=f"--rollout-port {port}: Address already in use")
+        with said, front_ends.both(args):
+            raise AssertionError("started")
+
+
+def test_groups_are_not_moved_by_a_plan_that_cannot_see_all_of_them():
+    for beside_rust in (True, False):
+        config = SimpleNamespace(additional_config=RolloutOptions(beside_rust=beside_rust).into({}))
+        client = SimpleNamespace(num_api_processes=1, vllm_config=config)
+        moves = EngineMoves(client, EngineCalls(client), None)
+        assert ("Rust front end" in (moves.refusal(priced=False) or "")) is beside_rust
