@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_rollout import wheels
-from vllm_rollout.wheels import CHUNK_BYTES
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
@@ -207,11 +206,8 @@ def _move_into_place(made: Path, target: Path, replaced: Path) -> None:
 
 
 def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _tail(text: str, num_lines: int) -> str:

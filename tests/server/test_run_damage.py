@@ -143,7 +143,7 @@ async def test_a_damaged_file_says_what_is_lost_and_how_to_go_on(
 ) -> None:
     store._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     (page,) = store._db.execute("PRAGMA page_size").fetchone()
-    store.close_files()
+    store.owner.close()
     with (tmp_path / "runs.sqlite").open("r+b") as file:
         size = file.seek(0, 2)
         file.seek(page)

@@ -240,16 +240,16 @@ def test_several_processes_may_open_a_new_database_at_once(tmp_path: Path) -> No
     with ThreadPoolExecutor(8) as threads:
         stores = list(threads.map(opened, range(8)))
     for store in stores:
-        store.close_files()
+        store.owner.close()
 
 
 def test_a_round_of_another_process_that_lives_is_running(tmp_path: Path) -> None:
     ours, theirs = RunStore(tmp_path / "runs.sqlite"), RunStore(tmp_path / "runs.sqlite")
     assert theirs.owner.is_alive(ours.owner.name)
     name = ours.owner.name
-    ours.close_files()
+    ours.owner.close()
     assert not theirs.owner.is_alive(name)
-    theirs.close_files()
+    theirs.owner.close()
 
 
 def test_without_a_folder_runs_are_in_memory() -> None:

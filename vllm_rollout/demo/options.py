@@ -24,6 +24,15 @@ MAX_CANDIDATES = 256
 """At once in the demo: more would not fit a small KV cache."""
 
 
+def check_sizes(prompts: int, group_size: int, max_tokens: int) -> None:
+    """Raises: ValueError that names the flag."""
+    for name, value in (("--prompts", prompts), ("--group-size", group_size), ("--max-tokens", max_tokens)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if max_tokens > MAX_MODEL_LEN_TOKENS // 2:
+        raise ValueError(f"--max-tokens must be at most {MAX_MODEL_LEN_TOKENS // 2}, got {max_tokens}")
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     model: str = DEFAULT_MODEL
@@ -34,9 +43,7 @@ class Options:
     output: Path = Path("group_race_demo.png")
 
     def __post_init__(self) -> None:
-        for name in ("prompts", "group_size", "max_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        check_sizes(self.prompts, self.group_size, self.max_tokens)
         if self.candidates < self.group_size:
             raise ValueError(
                 f"--candidates must be at least --group-size ({self.group_size}), got {self.candidates}: the race is "
@@ -46,8 +53,6 @@ class Options:
             raise ValueError(
                 f"--prompts times --candidates must be at most {MAX_CANDIDATES}, got {self.prompts} x {self.candidates}"
             )
-        if self.max_tokens > MAX_MODEL_LEN_TOKENS // 2:
-            raise ValueError(f"--max-tokens must be at most {MAX_MODEL_LEN_TOKENS // 2}, got {self.max_tokens}")
 
     @property
     def questions(self) -> list[str]:

@@ -46,11 +46,7 @@ def made_answer(live: LiveRound, run: Run) -> bytes:
     """Once: a second attempt to write it has the same bytes."""
     if not live.answer:
         rollout, fates = live.rollout, live.course.progress.fates
-        envelope = RoundAnswer(
-            **summary(live, run).model_dump(),
-            **rollout.envelope(),
-            groups=[],
-        )
+        envelope = RoundAnswer(**summary(live, run).model_dump(), **rollout.envelope(), groups=[])
         ids = [e.prompt_id for i, e in enumerate(live.opened.all_entries) if fates.get(i) == "returned"]
         live.answer = b"".join(live.groups.answer(envelope, ids))
     return live.answer
