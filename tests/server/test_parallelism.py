@@ -141,9 +141,11 @@ async def test_under_as_many_tokens_it_stays_as_large(http: httpx.AsyncClient, d
     assert devices.resized == [2]
 
 
-async def test_a_round_of_another_run_is_waited_for(
-    http: httpx.AsyncClient, devices: Devices, engine: FakeEngine
+@pytest.mark.parametrize("patience_s", [60.0, 0.0])
+async def test_a_round_of_another_run_is_waited_for_but_not_for_ever(
+    http: httpx.AsyncClient, devices: Devices, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, patience_s: float
 ) -> None:
+    monkeypatch.setattr("vllm_rollout.server.runs.parallelism.PATIENCE_S", patience_s)
     await make(http, "b")
     engine.step_s = 0.005
     slow = asyncio.create_task(play(http, 40, "b"))
@@ -151,22 +153,7 @@ async def test_a_round_of_another_run_is_waited_for(
         await asyncio.sleep(0.001)
     await play(http, 15)
     after = await play(http, 1, first=2)
-    assert slow.done()
-    assert after["tensor_parallel_size"] == 2
-    assert devices.num_running == [0]
-
-
-async def test_a_round_that_does_not_end_is_not_waited_for_for_ever(
-    http: httpx.AsyncClient, devices: Devices, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("vllm_rollout.server.runs.parallelism.PATIENCE_S", 0.0)
-    await make(http, "b")
-    engine.step_s = 0.005
-    slow = asyncio.create_task(play(http, 40, "b"))
-    while not engine.num_running:
-        await asyncio.sleep(0.001)
-    await play(http, 15)
-    assert (await play(http, 1, first=2))["tensor_parallel_size"] == 1
+    assert (after["tensor_parallel_size"], slow.done()) == ((2, True) if patience_s else (1, False))
     await slow
     assert (await play(http, 1, first=4))["tensor_parallel_size"] == 2
     assert devices.num_running == [0]

@@ -14,7 +14,6 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from vllm_rollout.server.engine import RequestError
 from vllm_rollout.server.runs import store as store_module
 from vllm_rollout.server.runs.store import RunStore
 
@@ -241,22 +240,6 @@ def test_several_processes_may_open_a_new_database_at_once(tmp_path: Path) -> No
         stores = list(threads.map(opened, range(8)))
     for store in stores:
         store.owner.close()
-
-
-def test_a_round_of_another_process_that_lives_is_running(tmp_path: Path) -> None:
-    ours, theirs = RunStore(tmp_path / "runs.sqlite"), RunStore(tmp_path / "runs.sqlite")
-    assert theirs.owner.is_alive(ours.owner.name)
-    name = ours.owner.name
-    ours.owner.close()
-    assert not theirs.owner.is_alive(name)
-    theirs.owner.close()
-
-
-def test_without_a_folder_runs_are_in_memory() -> None:
-    store = RunStore()
-    assert not store.is_durable
-    with pytest.raises(RequestError, match="not known here"):
-        store.read("a")
 
 
 async def test_several_api_processes_share_runs_through_a_folder_only(engine: FakeEngine, tmp_path: Path) -> None:

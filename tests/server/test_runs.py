@@ -128,23 +128,22 @@ async def test_short_rounds_end_with_the_first_groups_and_a_long_one_with_all(ht
     assert run["totals"]["num_returned"] == run["totals"]["num_prompts"] == 12
     assert [record["kind"] for record in run["history"]] == ["short", "short", "long"]
     assert run["savings"]["round_tokens"] == sum(record["max_tokens"] for record in run["history"])
+    metrics = (await http.get("/metrics")).text
+    for row in ('rounds_total{kind="short"} 2.0', 'round_prompts_total{fate="returned"} 12.0',
+                'round_prompts_total{fate="deferred"} 4.0', 'groups_total{status="deferred"} 4.0'):  # fmt: skip
+        assert f"vllm_rollout:{row}" in metrics
 
 
-async def test_deferred_lengths_are_learned(http: httpx.AsyncClient, engine: FakeEngine) -> None:
-    await make(http)
-    answer = await play(http, prompts=prompts(0, 6))
-    for id in answer["deferred"]:
-        assert engine.learning.judge.memory.lengths.of(f"id:{id}") is not None
-
-
-async def test_several_ranks_are_told_what_to_expect_of_a_rounds_groups(
+async def test_several_ranks_are_told_what_to_expect_of_a_rounds_groups_and_when_it_is_cut(
     http: httpx.AsyncClient, engine: FakeEngine
 ) -> None:
     engine.moves.num_ranks = 2
     await make(http)
     first = await play(http, prompts=prompts(0, 6))
+    assert (engine.num_cuts, engine.races) == (1, {})
     assert [engine.outlooks[entry["id"]].lengths for entry in prompts(0, 6)] == [None] * 6
     known = {id: engine.learning.judge.memory.lengths.of(f"id:{id}") for id in first["deferred"]}
+    assert None not in known.values()
     await play(http, prompts=prompts(6, 6))
     dataset = {engine.outlooks[entry["id"]].lengths for entry in prompts(6, 6)}
     assert len(dataset) == 1
@@ -182,10 +181,11 @@ async def test_a_key_means_one_round(http: httpx.AsyncClient) -> None:
     assert "the key of another round" in error["message"]
     error = await play(http, 409, idempotency_key="k", kind="long")
     assert error["param"] == "idempotency_key"
-    await play(http, prompts=prompts(6, 6))
-    await play(http)
+    await play(http, prompts=prompts(6, 6), idempotency_key="l")
+    await play(http, idempotency_key="m")
     error = await play(http, 410, idempotency_key="k")
     assert "its answer is not kept any more" in error["message"]
+    assert "Answers are kept of 'l', 'm'. Take a new key" in error["message"]
     assert (await look(http))["num_rounds"] == 3
 
 
@@ -248,17 +248,6 @@ async def test_a_round_that_is_given_up_puts_its_prompts_back(http: httpx.AsyncC
     assert "was given up" in (await play(http, 410, idempotency_key="k"))["message"]
     answer = await play(http)
     assert len(answer["groups"]) == 4
-
-
-async def test_an_engine_that_dies_leaves_its_round_to_be_repeated(http: httpx.AsyncClient, engine: FakeEngine) -> None:
-    await make(http)
-    engine.dies_at_step = 2
-    error = await play(http, 503, prompts=prompts(0, 6), idempotency_key="k")
-    assert "the engine has stopped" in error["message"]
-    engine.dies_at_step = None
-    while (await look(http))["open_round"]["state"] == "running":
-        await asyncio.sleep(0.01)
-    assert len((await play(http, idempotency_key="k"))["groups"]) == 4
 
 
 @pytest.mark.parametrize(("body", "words"), [
@@ -422,24 +411,6 @@ async def test_what_a_rollout_can_do_works_inside_rounds(http: httpx.AsyncClient
     assert all(len(group["trajectories"]) == 2 for group in long["groups"])
 
 
-async def test_several_ranks_are_told_when_a_round_is_cut(http: httpx.AsyncClient, engine: FakeEngine) -> None:
-    engine.moves.num_ranks = 2
-    await make(http)
-    await play(http, prompts=prompts(0, 6))
-    assert engine.num_cuts == 1
-    assert engine.races == {}
-
-
-async def test_metrics_count_rounds(http: httpx.AsyncClient) -> None:
-    await make(http)
-    await play(http, prompts=prompts(0, 6))
-    text = (await http.get("/metrics")).text
-    assert 'vllm_rollout:rounds_total{kind="short"} 1.0' in text
-    assert 'vllm_rollout:round_prompts_total{fate="returned"} 4.0' in text
-    assert 'vllm_rollout:round_prompts_total{fate="deferred"} 2.0' in text
-    assert 'vllm_rollout:groups_total{status="deferred"} 2.0' in text
-
-
 async def filtering_round(http: httpx.AsyncClient, **fields: Any) -> Begun:
     await make(http, filter="zero_variance", **fields)
     app = http._transport.app  # type: ignore[attr-defined]
@@ -513,13 +484,6 @@ async def test_a_key_is_known_however_many_rounds_came_after_it(http: httpx.Asyn
         assert await look(http) == before
         state = (await http.get("/v1/rollouts/state")).content  # carries them to another server
         assert (await http.put("/v1/rollouts/state", content=state)).status_code == 204
-
-
-async def test_who_repeats_an_old_key_is_told_which_answers_are_kept(http: httpx.AsyncClient) -> None:
-    await make(http, prompts_per_round=1, prompt_speculation=1.0)
-    for key in "abc":
-        await play(http, prompts=prompts(ord(key), 1), idempotency_key=key)
-    assert "Answers are kept of 'b', 'c'. Take a new key" in (await play(http, 410, idempotency_key="a"))["message"]
 
 
 async def test_a_reserve_has_its_bounds(http: httpx.AsyncClient) -> None:
