@@ -23,7 +23,6 @@ from vllm_rollout.server.resumed import Resumption
 from vllm_rollout.server.runs.answers import RunAnswer, RunsAnswer, UnreadableRunAnswer
 from vllm_rollout.server.runs.body import RoundRequest, RunRequest, digest_of_prompt
 from vllm_rollout.server.runs.course import RoundCourse
-from vllm_rollout.server.runs.description import run_answer
 from vllm_rollout.server.runs.faults import PASSING
 from vllm_rollout.server.runs.live import Begun, LiveRound, made_answer, summary
 from vllm_rollout.server.runs.parallelism import Parallelism, expected_of_run
@@ -44,7 +43,7 @@ from vllm_rollout.server.runs.request import (
 from vllm_rollout.server.runs.rewards import RunRewards
 from vllm_rollout.server.runs.saved import SEND_AS_IT_IS, parse_saved, with_runs
 from vllm_rollout.server.runs.store import RunStore
-from vllm_rollout.server.runs.stored import Looked, Planned, StoredRun, UnreadableRun
+from vllm_rollout.server.runs.stored import Looked, Planned, StoredRun, UnreadableRun, run_answer
 from vllm_rollout.server.service import RolloutService
 from vllm_rollout.server.shaping import history_key
 
