@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from itertools import zip_longest
 
 from rich.table import Table
 
@@ -38,31 +38,20 @@ async def _period(rounds: AsyncIterator[Round]) -> Period:
     return Period(tuple([each async for each in rounds]))
 
 
-@dataclass(frozen=True, slots=True)
-class _Cells:
-    """A round in the table."""
-
-    name: str
-    seconds: str
-    longest: str
-    deferred: str
-
-    @classmethod
-    def of(cls, period: Period, number: int) -> _Cells:
-        if number >= len(period.rounds):
-            return cls("", "", "", "")
-        its = period.rounds[number]
-        return cls(its.name, f"{its.seconds:.1f}", str(max(its.lengths)), ", ".join(f"#{p + 1}" for p in its.deferred))
+def _cells(its: Round | None) -> tuple[str, str, str, str]:
+    """Name, seconds, longest trajectory and deferred prompts of a round in the table."""
+    if its is None:
+        return "", "", "", ""
+    return its.name, f"{its.seconds:.1f}", str(max(its.lengths)), ", ".join(f"#{p + 1}" for p in its.deferred)
 
 
 def rounds_table(plain: Period, tail: Period) -> Table:
     table = Table(title="The same prompts and seeds, one after the other on one server", title_justify="left")
     for name in ("round", "plain, s", "longest, tokens", "tail batching", "s", "longest, tokens", "deferred prompts"):
         table.add_column(name, justify="left" if name in ("tail batching", "deferred prompts") else "right")
-    for number in range(max(len(plain.rounds), len(tail.rounds))):
-        left, right = _Cells.of(plain, number), _Cells.of(tail, number)
-        cells = (left.seconds, left.longest, right.name, right.seconds, right.longest, right.deferred)
-        table.add_row(str(number + 1), *cells)
+    for number, rounds in enumerate(zip_longest(plain.rounds, tail.rounds)):
+        (_, seconds, longest, _), right = map(_cells, rounds)
+        table.add_row(str(number + 1), seconds, longest, *right)
     table.add_section()
     table.add_row("[bold]all[/]", f"{plain.seconds:.1f}", "", "", f"[bold]{tail.seconds:.1f}[/]", "", "")
     table.add_row("tokens", f"{plain.generated_tokens:,}", "", "", f"{tail.generated_tokens:,}", "", "")
