@@ -17,7 +17,7 @@ from fastapi import FastAPI
 from vllm_rollout.server.runs import store as store_module
 from vllm_rollout.server.runs.store import RunStore
 
-from .conftest import make_app
+from .conftest import http_of, make_app
 from .fake_engine import FakeEngine
 from .fake_learning import FakeLearning
 
@@ -244,7 +244,7 @@ def test_several_processes_may_open_a_new_database_at_once(tmp_path: Path) -> No
 
 async def test_several_api_processes_share_runs_through_a_folder_only(engine: FakeEngine, tmp_path: Path) -> None:
     async def asked(app: FastAPI, path: str, body: dict) -> httpx.Response:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as http:
+        async with http_of(app) as http:
             return await http.post(path, json=body)
 
     alone = make_app(engine, num_processes=2)

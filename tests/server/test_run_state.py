@@ -13,7 +13,7 @@ from fastapi.testclient import TestClient
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from .conftest import make_app
+from .conftest import http_of, make_app
 from .fake_engine import FakeEngine
 
 pytestmark = pytest.mark.anyio
@@ -22,8 +22,7 @@ pytestmark = pytest.mark.anyio
 @pytest.fixture
 async def other() -> httpx.AsyncClient:
     """Another server."""
-    app = make_app(FakeEngine())
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+    async with http_of(make_app(FakeEngine())) as client:
         yield client
 
 

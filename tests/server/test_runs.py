@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 from vllm_rollout.server.runs.body import RoundRequest
 from vllm_rollout.server.runs.live import Begun
 
+from .conftest import events_of
 from .fake_engine import FakeEngine
 
 pytestmark = pytest.mark.anyio
@@ -35,11 +35,6 @@ async def play(http: httpx.AsyncClient, status: int = 200, **body: Any) -> dict:
     response = await http.post(ROUNDS, json=body)
     assert response.status_code == status, response.text
     return response.json() if status == 200 else response.json()["error"]
-
-
-async def events_of(http: httpx.AsyncClient, **body: Any) -> list[dict]:
-    response = await http.post(ROUNDS, json={**body, "stream": True})
-    return [json.loads(line.removeprefix("data: ")) for line in response.text.splitlines() if line.startswith("data: ")]
 
 
 async def look(http: httpx.AsyncClient) -> dict:
@@ -155,7 +150,7 @@ async def test_several_ranks_are_told_what_to_expect_of_a_rounds_groups_and_when
 
 async def test_a_stream_begins_with_its_round_and_ends_with_what_came_of_it(http: httpx.AsyncClient) -> None:
     await make(http)
-    events = await events_of(http, prompts=prompts(0, 6), idempotency_key="k")
+    events = await events_of(http, ROUNDS, prompts=prompts(0, 6), idempotency_key="k")
     first, *middle, last = events
     assert (first["type"], first["round"], first["num_wanted"], first["idempotency_key"]) == ("round", 0, 4, "k")
     assert first["prompt_ids"] == [f"q{i}" for i in range(6)]
@@ -164,7 +159,7 @@ async def test_a_stream_begins_with_its_round_and_ends_with_what_came_of_it(http
     assert last["type"] == "done"
     assert sorted(returned + deferred) == sorted(first["prompt_ids"])
     assert sorted(deferred) == sorted(last["deferred"])
-    again = await events_of(http, idempotency_key="k")
+    again = await events_of(http, ROUNDS, idempotency_key="k")
     assert again[-1] == last
     assert [e["prompt_id"] for e in again if e["type"] == "group"] == [
         id for id in first["prompt_ids"] if id in returned
@@ -295,7 +290,7 @@ async def test_prompts_that_found_no_place_before_the_end_begin_the_next_round(
     assert (answer["deferred"], answer["num_fresh_prompts"]) == ([], 2)
     assert (await look(http))["unstarted"] == answer["unstarted"]
     fresh = prompts(6, answer["num_fresh_prompts"])
-    events = await events_of(http, prompts=fresh)
+    events = await events_of(http, ROUNDS, prompts=fresh)
     assert events[0]["prompt_ids"] == [*answer["unstarted"], *(prompt["id"] for prompt in fresh)]
 
 
