@@ -24,26 +24,30 @@ MAX_CANDIDATES = 256
 """At once in the demo: more would not fit a small KV cache."""
 
 
-def check_sizes(prompts: int, group_size: int, max_tokens: int) -> None:
-    """Raises: ValueError that names the flag."""
-    for name, value in (("--prompts", prompts), ("--group-size", group_size), ("--max-tokens", max_tokens)):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
-    if max_tokens > MAX_MODEL_LEN_TOKENS // 2:
-        raise ValueError(f"--max-tokens must be at most {MAX_MODEL_LEN_TOKENS // 2}, got {max_tokens}")
-
-
 @dataclass(frozen=True, slots=True)
-class Options:
+class DemoOptions:
+    """What both demos are asked for. Raises: ValueError that names the flag."""
+
     model: str = DEFAULT_MODEL
     prompts: int = 8
     group_size: int = 8
-    candidates: int = 16
     max_tokens: int = 1024
     output: Path = Path("group_race_demo.png")
 
     def __post_init__(self) -> None:
-        check_sizes(self.prompts, self.group_size, self.max_tokens)
+        for name in ("prompts", "group_size", "max_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        if self.max_tokens > MAX_MODEL_LEN_TOKENS // 2:
+            raise ValueError(f"--max-tokens must be at most {MAX_MODEL_LEN_TOKENS // 2}, got {self.max_tokens}")
+
+
+@dataclass(frozen=True, slots=True)
+class Options(DemoOptions):
+    candidates: int = 16
+
+    def __post_init__(self) -> None:
+        DemoOptions.__post_init__(self)
         if self.candidates < self.group_size:
             raise ValueError(
                 f"--candidates must be at least --group-size ({self.group_size}), got {self.candidates}: the race is "

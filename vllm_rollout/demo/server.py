@@ -12,9 +12,8 @@ import httpx
 from rich.console import Console, RenderableType
 
 from vllm_rollout.client.client import RolloutError
-from vllm_rollout.demo.options import MAX_CANDIDATES, Options
+from vllm_rollout.demo.options import MAX_CANDIDATES, DemoOptions
 from vllm_rollout.demo.phases import PhaseType, Way, run_phases
-from vllm_rollout.demo.rounds.options import RoundsOptions
 from vllm_rollout.models import list_models, resolve
 from vllm_rollout.process import (
     ServerProcess,
@@ -28,7 +27,7 @@ from vllm_rollout.process import (
 
 
 def show(
-    options: Options | RoundsOptions,
+    options: DemoOptions,
     what: str,
     questions: Sequence[str],
     ways: Mapping[str, Way[PhaseType]],

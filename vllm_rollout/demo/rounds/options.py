@@ -5,26 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_rollout.demo.options import MAX_CANDIDATES, SEED, check_sizes
+from vllm_rollout.demo.options import MAX_CANDIDATES, SEED, DemoOptions
 from vllm_rollout.demo.rounds.prompts import make_prompts
 from vllm_rollout.group.rounds.rounds import RunTerms
-from vllm_rollout.models import DEFAULT_MODEL
 
 TEMPERATURE = 0.6
 """At 1 this small model rambles to the cap on any prompt, one answer in five: tails of candidates, not of prompts."""
 
 
 @dataclass(frozen=True, slots=True)
-class RoundsOptions:
-    model: str = DEFAULT_MODEL
-    prompts: int = 8
-    """That a round returns."""
+class RoundsOptions(DemoOptions):
+    """`prompts`: those that a round returns."""
+
     group_size: int = 2
     max_tokens: int = 768
     output: Path = Path("rounds_demo.png")
 
     def __post_init__(self) -> None:
-        check_sizes(self.prompts, self.group_size, self.max_tokens)
+        DemoOptions.__post_init__(self)
         if self.num_at_once > MAX_CANDIDATES:
             raise ValueError(
                 f"a short round runs {self.terms.num_prompts} prompts x {self.terms.num_candidates} candidates, at "
