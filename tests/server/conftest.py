@@ -82,8 +82,8 @@ def http_of(app: FastAPI) -> httpx.AsyncClient:
 
 
 async def events_of(http: httpx.AsyncClient, path: str, **body: Any) -> list[dict[str, Any]]:
-    """What a stream says."""
-    lines = (await http.post(path, json={**body, "stream": True})).text.splitlines()
+    """What a stream says. Its text may have line ends of Unicode, which end no event."""
+    lines = (await http.post(path, json={**body, "stream": True})).text.split("\n")
     return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
 
 
