@@ -18,12 +18,15 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TextIO, TypeVar
 
 import httpx
+
+from conformance.recording import Recorder, recording
 
 Mode = Literal["unmodified", "on", "replayed", "stopped"]
 """unmodified: the trainer as it is, nothing of ours named. on: with the one line that turns us on. replayed: requests
@@ -93,7 +96,8 @@ class Kit:
         flags: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
     ) -> Server:
-        """A healthy server: ours, or stock vLLM. The same question gets the same server as long as it lives.
+        """A healthy server in vLLM's developer mode: ours, or stock vLLM. The same question gets the same server as
+        long as it lives.
 
         Servers that were asked for with another model, flags or environment are ended first, but for one of the other
         kind: ours and stock vLLM of the same settings stand beside each other.
@@ -120,6 +124,14 @@ class Kit:
     def model_path(self, model: str | None = None) -> str:
         """The folder of a model of the catalogue, fetched when it is not there."""
         return self._ask({"ask": "model", "model": model or self.default_model})
+
+    @contextmanager
+    def recording(self, server: Server) -> Iterator[Recorder]:
+        """A proxy before a server; samples of what comes through the one before ours are kept for the tests."""
+        with recording(server.url) as recorder:
+            yield recorder
+        if server.name.startswith("rollout"):
+            self.record(recorder.samples())
 
     def record(self, requests: Sequence[Mapping[str, Any]]) -> None:
         """Requests that the trainer has really sent (`conformance.recording`), for the tests to replay."""

@@ -64,7 +64,7 @@ class Servers:
                 place,
                 [*server_flags(MAX_CANDIDATES), *names, *flags],
                 self._folder / f"{name}.log",
-                **{"VLLM_CPU_KVCACHE_SPACE": "1", **environment},
+                **{"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_SERVER_DEV_MODE": "1", **environment},
             )
             self._running[kind] = name, process
             self._settings[kind] = settings

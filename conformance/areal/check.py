@@ -15,9 +15,8 @@ from areal.engine.vllm_remote import RemotevLLMEngine
 
 from conformance.checks import REAL_MODEL, Kit, Server, Stopped, check, main
 from conformance.prime_rl import make_weights
-from conformance.recording import Recorder, recording
+from conformance.recording import Recorder
 
-DEV_MODE = {"VLLM_SERVER_DEV_MODE": "1"}
 COMPAT = ("--compat", "areal")
 PROMPTS = [[1, *range(20 + n, 44 + n)] for n in range(4)]
 
@@ -27,9 +26,8 @@ def tokens_are_read_out_of_strings_as_stock_s(kit: Kit) -> dict[str, Any]:
     """/v1/completions with return_tokens_as_token_ids, which AReaL parses."""
     answers = []
     for kind in ("rollout", "stock"):
-        with engine(kit.server(kind, environment=DEV_MODE)) as (areal, recorder):
+        with engine(kit, kit.server(kind)) as (areal, _):
             answers.append(asyncio.run(generate(areal, max_new_tokens=32)))
-            kit.record(recorder.samples() if kind == "rollout" else [])
     for ours, stock in zip(*answers, strict=True):
         assert ours.output_tokens == stock.output_tokens != []
         assert ours.stop_reason == stock.stop_reason
@@ -42,8 +40,8 @@ def tokens_are_read_out_of_strings_as_stock_s(kit: Kit) -> dict[str, Any]:
 @check("unmodified")
 def an_aborted_request_goes_on_where_it_was(kit: Kit) -> dict[str, Any]:
     """It sends an aborted request again with what it has got: no token may be lost, none come twice."""
-    server = kit.server(model=REAL_MODEL, flags=("--dtype", "float32"), environment=DEV_MODE)
-    with engine(server) as (areal, recorder):
+    server = kit.server(model=REAL_MODEL, flags=("--dtype", "float32"))
+    with engine(kit, server) as (areal, recorder):
         whole = asyncio.run(generate(areal, max_new_tokens=1500))
         num_before = len(recorder.requests)
 
@@ -57,7 +55,6 @@ def an_aborted_request_goes_on_where_it_was(kit: Kit) -> dict[str, Any]:
 
         parts = asyncio.run(interrupted())
         again = [request["body"]["prompt"] for request in recorder.requests[num_before:]][len(PROMPTS) :]
-        kit.record(recorder.samples())
     assert again, "nothing was aborted on its way"
     kept = []
     for prompt, one, other in zip(PROMPTS, whole, parts, strict=True):
@@ -78,9 +75,9 @@ def an_aborted_request_goes_on_where_it_was(kit: Kit) -> dict[str, Any]:
 @check("on")
 def weights_come_out_of_a_folder_by_its_own_calls(kit: Kit) -> str:
     """--compat areal: areal_pause_generation, areal_update_weights, areal_continue_generation."""
-    server = kit.server(flags=COMPAT, environment=DEV_MODE)
+    server = kit.server(flags=COMPAT)
     folder = make_weights(Path(kit.model_path()), kit.folder / "areal_step_1")
-    with engine(server) as (areal, recorder):
+    with engine(kit, server) as (areal, _):
         before = asyncio.run(generate(areal, max_new_tokens=16))
         areal._engine.pause_generation()
         (update,) = areal._engine.backend.build_disk_weight_update_requests(meta_of(folder)).requests
@@ -88,7 +85,6 @@ def weights_come_out_of_a_folder_by_its_own_calls(kit: Kit) -> str:
         assert httpx.get(f"{server.url}/is_paused").json() == {"is_paused": True}
         areal._engine.continue_generation()
         after = asyncio.run(generate(areal, max_new_tokens=16))
-        kit.record(recorder.samples())
     assert [answer.output_tokens for answer in before] != [answer.output_tokens for answer in after]
     return "other tokens after it; the pause lasted until areal_continue_generation"
 
@@ -114,8 +110,8 @@ def meta_of(folder: Path) -> Any:
 
 
 @contextmanager
-def engine(server: Server) -> Iterator[tuple[RemotevLLMEngine, Recorder]]:
-    with recording(server.url) as recorder:
+def engine(kit: Kit, server: Server) -> Iterator[tuple[RemotevLLMEngine, Recorder]]:
+    with kit.recording(server) as recorder:
         config = InferenceEngineConfig(
             experiment_name="e", trial_name="t", backend="vllm:d1", max_concurrent_rollouts=8, pause_grace_period=0.1
         )

@@ -12,18 +12,17 @@ import typing_extensions
 
 from conformance.checks import CAP, Kit, Server, Stopped, assert_raced, check, main, metric
 from conformance.prime_rl import make_adapter, make_weights
-from conformance.recording import Recorder, recording
+from conformance.recording import Recorder
 
 typing.TypedDict = typing_extensions.TypedDict  # skyrl's own models need it on Python 3.11, or pydantic refuses them
 from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import (  # noqa: E402
     RemoteInferenceClient,
 )
 
-DEV_MODE = {"VLLM_SERVER_DEV_MODE": "1"}
 FLAGS = ("--enable-scale-out",)
 EXTENSION = "conformance.skyrl.extension.Extension"
 COMPAT = (*FLAGS, "--compat", "skyrl", "--worker-extension-cls", EXTENSION)
-WITH_EXTENSION = {**DEV_MODE, "PYTHONPATH": str(Path(__file__).parents[2])}
+WITH_EXTENSION = {"PYTHONPATH": str(Path(__file__).parents[2])}
 PROMPTS = [[1, *range(20 + n, 44 + n)] for n in range(6)]
 SAMPLING = {"min_tokens": 1, "max_tokens": 24, "temperature": 1.0, "logprobs": 0, "skip_special_tokens": True}
 """As SkyRL makes them of its configuration; a field that it does not know is passed on."""
@@ -57,8 +56,7 @@ def everything_it_generates_is_stock_s(kit: Kit) -> dict[str, Any]:
 
     answers = {}
     for kind in ("rollout", "stock"):
-        answers[kind], recorder = with_client(kit, kit.server(kind, flags=FLAGS, environment=DEV_MODE), use)
-    kit.record(recorder.samples())
+        answers[kind], recorder = with_client(kit, kit.server(kind, flags=FLAGS), use)
     ours, stock = answers["rollout"], answers["stock"]
     different = [name for name in stock if not alike(ours[name], stock[name])]
     assert different == [], {name: (ours[name], stock[name]) for name in different}
@@ -71,7 +69,7 @@ def everything_it_generates_is_stock_s(kit: Kit) -> dict[str, Any]:
 @check("unmodified")
 def requests_are_kept_over_a_pause(kit: Kit) -> str:
     """Its weight synchronisation: pause, reset the cache, resume, while requests are on their way."""
-    server = kit.server(flags=FLAGS, environment=DEV_MODE)
+    server = kit.server(flags=FLAGS)
 
     async def use(client: RemoteInferenceClient) -> tuple[list[str], int, int]:
         batch = {"prompt_token_ids": PROMPTS[:2]}
@@ -87,8 +85,7 @@ def requests_are_kept_over_a_pause(kit: Kit) -> str:
         answer = await running
         return answer["stop_reasons"], min(map(len, answer["response_ids"])), during
 
-    (reasons, shortest, during), recorder = with_client(kit, server, use)
-    kit.record(recorder.samples())
+    (reasons, shortest, during), _ = with_client(kit, server, use)
     assert (reasons, shortest) == (["length", "length"], 1500)
     assert during <= 2 * 64, during
     return f"two requests of 1,500 tokens ended by length; {during} tokens were counted during a second of pause"
@@ -101,8 +98,7 @@ def siblings_race(kit: Kit) -> dict[str, Any]:
         sampling = {**SAMPLING, "max_tokens": CAP, "extra_args": group}
         return await client.generate({"prompt_token_ids": [PROMPTS[0]] * 6, "sampling_params": sampling})
 
-    answer, recorder = with_client(kit, kit.server(flags=FLAGS, environment=DEV_MODE), use)
-    kit.record(recorder.samples())
+    answer, _ = with_client(kit, kit.server(flags=FLAGS), use)
     reasons = answer["stop_reasons"]
     assert_raced(reasons, 2)
     return {
@@ -135,8 +131,7 @@ def its_worker_extension_works_beside_our_worker(kit: Kit) -> str:
         race = await client.generate({"prompt_token_ids": [PROMPTS[0]] * 4, "sampling_params": sampling})
         return [*found, sorted(race["stop_reasons"])]
 
-    (before, after, reasons), recorder = with_client(kit, server, use)
-    kit.record(recorder.samples())
+    (before, after, reasons), _ = with_client(kit, server, use)
     assert before != after
     assert_raced(reasons, 1)
     num_stopped = reasons.count("abort")
@@ -156,8 +151,7 @@ def adapters_are_loaded_by_its_own_path(kit: Kit) -> str:
             found.append((await client.generate({**batch, "cache_salt": str(step)}, model="adapter"))["response_ids"])
         return found
 
-    (first, second), recorder = with_client(kit, server, use)
-    kit.record(recorder.samples())
+    (first, second), _ = with_client(kit, server, use)
     assert first != second
     return "`--compat skyrl`: /skyrl/v1/load_lora_adapter, twice under one name, other tokens each time"
 
@@ -179,7 +173,7 @@ def with_client(kit: Kit, server: Server, use: Use) -> tuple[Any, Recorder]:
         async with client:
             return await use(client)
 
-    with recording(server.url) as recorder:
+    with kit.recording(server) as recorder:
         return asyncio.run(run(recorder.url)), recorder
 
 

@@ -12,7 +12,7 @@ import httpx
 from conformance import gain
 from conformance.checks import REAL_MODEL, Kit, Server, Stopped, check, main, metric, refusal
 from conformance.recording import recording
-from conformance.trl.training import DEV_MODE, FLAGS, by_variety, train
+from conformance.trl.training import FLAGS, by_variety, train
 
 ALL_FLAGS = (*FLAGS, "--weight-transfer-config", '{"backend": "nccl"}', "--enable-scale-out")
 """As TRL's documentation asks for to send weights, and for prompts with images."""
@@ -33,11 +33,11 @@ PAIRS_S = 260.0
 
 
 def ours(kit: Kit) -> Server:
-    return kit.server(flags=ALL_FLAGS, environment=DEV_MODE)
+    return kit.server(flags=ALL_FLAGS)
 
 
 def stock(kit: Kit) -> Server:
-    return kit.server("stock", flags=ALL_FLAGS, environment=DEV_MODE)
+    return kit.server("stock", flags=ALL_FLAGS)
 
 
 def rounded(answer: Any) -> Any:
@@ -73,9 +73,8 @@ def client_gets_what_stock_gives(kit: Kit) -> dict[str, Any]:
         }
 
     theirs = rounded(calls(VLLMClient(base_url=stock(kit).url)))
-    with recording(ours(kit).url) as recorder:
+    with kit.recording(ours(kit)) as recorder:
         mine = rounded(calls(VLLMClient(base_url=recorder.url)))
-    kit.record(recorder.samples())
     different = [name for name in theirs if theirs[name] != mine[name]]
     assert different == [], f"{different}: {[(theirs[name], mine[name]) for name in different]}"
     assert len(mine["ids"]["completion_ids"]) == 8
@@ -91,11 +90,10 @@ def images_with_compat_trl(kit: Kit) -> dict[str, Any]:
     from trl.generation.vllm_client import VLLMClient
 
     ids, call = [[5, 6, 7, 8], [9, 10]], {"n": 4, "max_tokens": 8, "logprobs": 2, "generation_kwargs": {"seed": 7}}
-    with recording(kit.server(flags=[*ALL_FLAGS, "--compat", "trl"], environment=DEV_MODE).url) as recorder:
+    with kit.recording(kit.server(flags=[*ALL_FLAGS, "--compat", "trl"])) as recorder:
         client = VLLMClient(base_url=recorder.url)
         by_features = client.generate(ids, features=[None, None], **call)
         by_completions = client.generate(ids, **call)
-    kit.record(recorder.samples())
     assert by_features["completion_ids"] == by_completions["completion_ids"]
     assert len(by_features["completion_ids"]) == 8
     differences = [
@@ -213,7 +211,7 @@ def async_grpo_worker_and_client(kit: Kit) -> dict[str, Any]:
     server = ours(kit)
     tokenizer = AutoTokenizer.from_pretrained(kit.model_path())
     tokenizer.response_template = RESPONSE_TEMPLATE
-    with recording(server.url) as recorder:
+    with kit.recording(server) as recorder:
         client = VLLMClient(recorder.url, server_timeout=60)
         client.wait_for_server_ready()
         assert client.get_max_model_len() == 2048
@@ -243,7 +241,6 @@ def async_grpo_worker_and_client(kit: Kit) -> dict[str, Any]:
             worker.check_health(60)
         finally:
             worker.stop()
-    kit.record(recorder.samples())
     assert paused == {"is_paused": True}, paused
     assert set(recorder.statuses) == {200}, recorder.statuses
     groups: dict[int, int] = {}
@@ -373,7 +370,7 @@ def grpo_with_spare_candidates(kit: Kit) -> dict[str, Any]:
 
     spare = {"vllm_xargs": {"rollout_redundancy": gain.REDUNDANCY}}
     turns = list(gain.turns())
-    server = kit.server(model=REAL_MODEL, flags=FLAGS, environment=DEV_MODE)
+    server = kit.server(model=REAL_MODEL, flags=FLAGS)
     deadline = time.monotonic() + PAIRS_S
     of: list[Any] = []
 

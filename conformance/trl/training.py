@@ -16,7 +16,6 @@ from typing import Any
 
 import httpx
 
-DEV_MODE = {"VLLM_SERVER_DEV_MODE": "1"}
 FLAGS = ("--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1")
 """As TRL's documentation asks for."""
 RELOAD_TIMEOUT_S = 120.0

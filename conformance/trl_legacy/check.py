@@ -15,7 +15,7 @@ CHATS = [[{"role": "user", "content": f"What is {a} + {a}?"}] for a in (4, 5)]
 
 def url_of(kit: Kit) -> str:
     flags = ["--compat", "trl-legacy", "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"]
-    return kit.server(flags=flags, environment={"VLLM_SERVER_DEV_MODE": "1"}).url
+    return kit.server(flags=flags).url
 
 
 @check("unmodified")

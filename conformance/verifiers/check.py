@@ -24,7 +24,6 @@ from conformance.checks import CAP, Kit, Server, assert_raced, check, main
 from conformance.prime_rl import Admin, make_adapter, make_weights
 from conformance.recording import recording
 
-DEV_MODE = {"VLLM_SERVER_DEV_MODE": "1"}
 FLAGS = ("--enable-scale-out",)
 """For /inference/v1/generate."""
 COMPAT = (*FLAGS, "--compat", "prime-rl")
@@ -39,12 +38,11 @@ LOOP = asyncio.new_event_loop()
 def eval_client_gets_the_answers_of_stock_vllm(kit: Kit) -> str:
     answers = []
     for kind in ("rollout", "stock"):
-        server = kit.server(kind, flags=FLAGS, environment=DEV_MODE)
+        server = kit.server(kind, flags=FLAGS)
         config = EvalClientConfig(base_url=f"{server.url}/v1", api_key_var="NO_KEY")
-        with recording(server.url) as recorder:
+        with kit.recording(server) as recorder:
             config = config.model_copy(update={"base_url": f"{recorder.url}/v1"})
             found = with_client(config, lambda get: asyncio.gather(*(get(kit.model_path(), seed=n) for n in range(4))))
-            kit.record(recorder.samples() if kind == "rollout" else [])
         answers.append(
             [(answer.message.content, answer.finish_reason, answer.usage.completion_tokens) for answer in found]
         )
@@ -67,11 +65,11 @@ def train_client_gets_the_tokens_of_stock_vllm(kit: Kit) -> dict[str, Any]:
         assert {request["headers"].get("x-session-id") for request in sent} == {f"trace-{n}" for n in range(1, 9)}
         return found, sorted(sent, key=lambda request: request["body"]["sampling_params"]["seed"])
 
-    stock = kit.server("stock", flags=FLAGS, environment=DEV_MODE)
+    stock = kit.server("stock", flags=FLAGS)
     refused, sent = ask(stock)
     assert {type(error) for error in refused} == {MalformedGenerateResponseError}, refused
     expected = LOOP.run_until_complete(at_once(stock.url, sent))
-    ours, sent_to_us = ask(kit.server(flags=COMPAT, environment=DEV_MODE))
+    ours, sent_to_us = ask(kit.server(flags=COMPAT))
     kit.record(sent_to_us[:2])
     assert [each["body"] for each in sent] == [each["body"] for each in sent_to_us]
     gap = 0.0
@@ -92,10 +90,9 @@ def train_client_gets_the_tokens_of_stock_vllm(kit: Kit) -> dict[str, Any]:
 @check("on")
 def siblings_race(kit: Kit) -> dict[str, Any]:
     """Six rollouts of a prompt, of which two have to finish."""
-    server = kit.server(flags=COMPAT, environment=DEV_MODE)
-    with recording(server.url) as recorder:
+    server = kit.server(flags=COMPAT)
+    with kit.recording(server) as recorder:
         found = gather_group(recorder.url, kit.model_path(), [{**GROUP}] * 6)
-        kit.record(recorder.samples())
     reasons = [answer.finish_reason for answer in found]
     assert_raced(reasons, 2, stopped=None)
     return {
@@ -107,7 +104,7 @@ def siblings_race(kit: Kit) -> dict[str, Any]:
 
 @check("on")
 def a_late_sibling_ends_at_once_and_can_be_read(kit: Kit) -> str:
-    server = kit.server(flags=COMPAT, environment=DEV_MODE)
+    server = kit.server(flags=COMPAT)
     group = {**GROUP, "rollout_group_id": "late"}
     early = gather_group(server.url, kit.model_path(), [group] * 5)
     (late,) = gather_group(server.url, kit.model_path(), [group])
@@ -120,7 +117,7 @@ def a_late_sibling_ends_at_once_and_can_be_read(kit: Kit) -> str:
 
 @check("on")
 def a_sibling_that_disagrees_is_an_error_with_the_field(kit: Kit) -> str:
-    server = kit.server(flags=COMPAT, environment=DEV_MODE)
+    server = kit.server(flags=COMPAT)
     group = {**GROUP, "rollout_group_id": "torn"}
     found = gather_group(server.url, kit.model_path(), [group, {**group, "rollout_group_size": 3}])
     (error,) = (each for each in found if isinstance(each, BaseException))
@@ -135,7 +132,7 @@ def prime_rl_sends_weights_in_a_folder(kit: Kit) -> str:
     """pause, update_weights {"weight_dir"}, resume; then the tokens are those of stock vLLM with the same weights."""
     model = kit.model_path()
     folder = make_weights(Path(model), kit.folder / "step_1")
-    stock = kit.server("stock", flags=FLAGS, environment=DEV_MODE)
+    stock = kit.server("stock", flags=FLAGS)
     before = greedy(stock.url, model, "0")
     httpx.post(
         f"{stock.url}/collective_rpc",
@@ -145,12 +142,11 @@ def prime_rl_sends_weights_in_a_folder(kit: Kit) -> str:
     after = greedy(stock.url, model, "1")
     assert before != after
 
-    server = kit.server(flags=COMPAT, environment=DEV_MODE)
+    server = kit.server(flags=COMPAT)
     assert greedy(server.url, model, "0") == before
-    with recording(server.url) as recorder, Admin(recorder.url) as admin:
+    with kit.recording(server) as recorder, Admin(recorder.url) as admin:
         admin.wait_until_ready(model)
         admin.update_weights(folder)
-        kit.record(recorder.samples())
     assert greedy(server.url, model, "1") == after
     with Admin(server.url) as admin:
         missing = admin.post("/update_weights", json={"weight_dir": str(kit.folder / "step_2")})
@@ -170,14 +166,13 @@ def prime_rl_sends_weights_in_a_folder(kit: Kit) -> str:
 @check("replayed")
 def prime_rl_loads_an_adapter_anew_under_the_same_name(kit: Kit) -> str:
     model = kit.model_path()
-    server = kit.server(flags=[*COMPAT, "--enable-lora", "--max-lora-rank", "8"], environment=DEV_MODE)
+    server = kit.server(flags=[*COMPAT, "--enable-lora", "--max-lora-rank", "8"])
     base = greedy(server.url, model, "0")
     found = []
-    with recording(server.url) as recorder, Admin(recorder.url) as admin:
+    with kit.recording(server) as recorder, Admin(recorder.url) as admin:
         for step in range(2):
             admin.load_lora_adapter("adapter", make_adapter(Path(model), kit.folder / f"lora_{step}", seed=step))
             found.append(greedy(server.url, "adapter", f"adapter-{step}"))
-        kit.record(recorder.samples())
     assert greedy(server.url, model, "0") == base
     assert len({tuple(ids) for ids in (base, *found)}) == 3
     return "two versions under one name, each with tokens of its own; the base model's stay"

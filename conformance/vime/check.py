@@ -15,9 +15,7 @@ import httpx
 
 from conformance.checks import CAP, REAL_MODEL, Kit, Stopped, assert_raced, check, main, metric
 from conformance.prime_rl import make_weights
-from conformance.recording import recording
 
-DEV_MODE = {"VLLM_SERVER_DEV_MODE": "1"}
 FLAGS = ("--enable-scale-out", "--enable-server-load-tracking")
 PROMPTS = [[1, *range(20 + n, 44 + n)] for n in range(6)]
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "logprobs": 1, "skip_special_tokens": False}
@@ -27,10 +25,9 @@ SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "logprobs": 1, "skip_
 def a_rollout_is_stock_s(kit: Kit) -> dict[str, Any]:
     found = {}
     for kind in ("rollout", "stock"):
-        server = kit.server(kind, flags=FLAGS, environment=DEV_MODE)
-        with recording(server.url) as recorder:
+        server = kit.server(kind, flags=FLAGS)
+        with kit.recording(server) as recorder:
             found[kind] = asyncio.run(rollout(recorder.url, kit.model_path(), max_tokens=48, seed=3))
-            kit.record(recorder.samples() if kind == "rollout" else [])
     ours, stock = ([read(answer) for answer in found[kind]] for kind in ("rollout", "stock"))
     assert [(ids, reason, usage) for ids, _, reason, usage in ours] == [
         (ids, reason, usage) for ids, _, reason, usage in stock
@@ -46,10 +43,9 @@ def an_abort_of_all_returns_what_there_is_and_the_load_falls_to_0(kit: Kit) -> d
     """The end of a rollout: abort, look at the load, again until the server is idle."""
     looked = {}
     for kind in ("rollout", "stock"):
-        server = kit.server(kind, model=REAL_MODEL, flags=FLAGS, environment=DEV_MODE)
-        with recording(server.url) as recorder:
+        server = kit.server(kind, model=REAL_MODEL, flags=FLAGS)
+        with kit.recording(server) as recorder:
             looked[kind] = asyncio.run(rollout_and_abort(recorder.url, kit.model_path(REAL_MODEL)))
-            kit.record(recorder.samples() if kind == "rollout" else [])
     for reasons, lengths, loads in looked.values():
         assert set(reasons) == {"abort"}, (reasons, lengths)
         assert min(lengths) > 0, lengths
@@ -64,7 +60,7 @@ def an_abort_of_all_returns_what_there_is_and_the_load_falls_to_0(kit: Kit) -> d
 @check("replayed")
 def siblings_that_are_stopped_are_aborted_samples(kit: Kit) -> str:
     """With our fields in a custom generate function: what vime would read of a group."""
-    server = kit.server(flags=FLAGS, environment=DEV_MODE)
+    server = kit.server(flags=FLAGS)
     group = {"rollout_group_size": 2, "rollout_num_candidates": 6}
     answers = asyncio.run(
         rollout(server.url, kit.model_path(), prompts=[PROMPTS[0]] * 6, max_tokens=CAP, extra_args=group)
@@ -80,10 +76,9 @@ def administration_is_stock_s(kit: Kit) -> str:
     folder = make_weights(Path(kit.model_path()), kit.folder / "vime_step_1")
     found = {}
     for kind in ("rollout", "stock"):
-        server = kit.server(kind, flags=FLAGS, environment=DEV_MODE)
-        with recording(server.url) as recorder:
+        server = kit.server(kind, flags=FLAGS)
+        with kit.recording(server) as recorder:
             found[kind] = administer(recorder.url, kit.model_path(), folder)
-            kit.record(recorder.samples() if kind == "rollout" else [])
     assert found["rollout"] == found["stock"]
     _, before, after = found["rollout"]
     assert before != after

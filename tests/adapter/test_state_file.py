@@ -28,8 +28,7 @@ from vllm_rollout.group.rounds.rounds import Run, RunTerms
 from vllm_rollout.group.rounds.rounds_state import run_to_state
 from vllm_rollout.group.types import HeadKey
 from vllm_rollout.server.engine import RequestError
-from vllm_rollout.server.runs.folder import LEARNED, RUNS
-from vllm_rollout.server.runs.store import RunStore
+from vllm_rollout.server.runs.store import LEARNED, RUNS, RunStore
 
 pytestmark = pytest.mark.anyio
 

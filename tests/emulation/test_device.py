@@ -11,8 +11,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from vllm_rollout.cli import app
+from vllm_rollout.emulation.command import report
 from vllm_rollout.emulation.device import Device, StepWork, cost_of, step_seconds
-from vllm_rollout.emulation.report import report
 from vllm_rollout.emulation.settings import Settings
 from vllm_rollout.emulation.step_log import LoggedSteps, Step, StepLog, Summary, read_steps
 from vllm_rollout.emulation.tokens import PERIOD, Vocabulary, succeeded

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
 from vllm_rollout.integrations.spares import Spares
+
+pytestmark = pytest.mark.anyio
 
 
 class Engine:
@@ -44,15 +46,6 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def scene(function: Callable[[], Awaitable[None]]) -> Callable[[], None]:
-    def run() -> None:
-        asyncio.run(function())
-
-    run.__name__ = function.__name__
-    return run
-
-
-@scene
 async def test_calls_get_the_first_that_finish_whoever_started_them() -> None:
     engine = Engine()
     first, second = engine.call(), engine.call()
@@ -66,7 +59,6 @@ async def test_calls_get_the_first_that_finish_whoever_started_them() -> None:
     assert engine.running == [], "nobody waits for the rest"
 
 
-@scene
 async def test_the_group_is_named_to_the_engine() -> None:
     engine = Engine()
     calls = [engine.call() for _ in range(4)]
@@ -80,7 +72,6 @@ async def test_the_group_is_named_to_the_engine() -> None:
     await settle()
 
 
-@scene
 async def test_fewer_calls_than_a_group_get_no_spare_candidates() -> None:
     engine = Engine(group_size=4)
     calls = [engine.call() for _ in range(3)]
@@ -92,7 +83,6 @@ async def test_fewer_calls_than_a_group_get_no_spare_candidates() -> None:
     assert not engine.spares._open
 
 
-@scene
 async def test_another_prompt_is_another_group_and_so_is_a_later_call() -> None:
     engine = Engine(group_size=1, redundancy=1)
     one, other, later = engine.call("q"), engine.call("r"), engine.call("q")
@@ -104,7 +94,6 @@ async def test_another_prompt_is_another_group_and_so_is_a_later_call() -> None:
     assert engine.running == []
 
 
-@scene
 async def test_a_stopped_candidate_is_an_answer_only_when_nothing_else_is_left() -> None:
     engine = Engine()
     first, second = engine.call(), engine.call()
@@ -118,7 +107,6 @@ async def test_a_stopped_candidate_is_an_answer_only_when_nothing_else_is_left()
     assert second.result() == "stopped 0"
 
 
-@scene
 async def test_a_truncated_candidate_comes_before_every_stopped_one_and_after_what_may_finish() -> None:
     engine = Engine()
     first, second = engine.call(), engine.call()
@@ -132,7 +120,6 @@ async def test_a_truncated_candidate_comes_before_every_stopped_one_and_after_wh
     assert second.result() == "truncated 3"
 
 
-@scene
 async def test_a_finished_candidate_goes_before_a_truncated_one_that_came_earlier() -> None:
     engine = Engine(redundancy=1)
     first, second = engine.call(), engine.call()
@@ -143,7 +130,6 @@ async def test_a_finished_candidate_goes_before_a_truncated_one_that_came_earlie
     assert [first.result(), second.result()] == ["finished", "finished too"]
 
 
-@scene
 async def test_a_candidate_that_fails_fails_a_call_only_when_nothing_else_is_left() -> None:
     engine = Engine(redundancy=1)
     first, second = engine.call(), engine.call()
@@ -157,7 +143,6 @@ async def test_a_candidate_that_fails_fails_a_call_only_when_nothing_else_is_lef
         await second
 
 
-@scene
 async def test_a_caller_that_goes_away_leaves_its_candidate_to_the_others() -> None:
     engine = Engine(redundancy=0)
     gone, second = engine.call(), engine.call()
@@ -170,7 +155,6 @@ async def test_a_caller_that_goes_away_leaves_its_candidate_to_the_others() -> N
     assert engine.running == []
 
 
-@scene
 async def test_when_all_callers_go_away_nothing_runs_on() -> None:
     engine = Engine(group_size=3)
     calls = [engine.call(), engine.call()]

@@ -111,17 +111,10 @@ def test_so_many_calls_as_samples_get_spare_candidates_and_finished_answers(verl
     assert server.asked[0][1]["rollout_num_candidates"] == 4
 
 
-@pytest.mark.parametrize(
-    ("sampling", "prompt_length", "limit"),
-    [
-        ({}, 2, 6),
-        ({}, 7, 3),
-        ({"max_tokens": 9}, 2, 9),
-        ({"max_new_tokens": 9}, 2, 9),
-        ({"max_tokens": 99}, 4, 60),
-        ({"max_tokens": 0}, 2, 1),
-    ],
-)
+@pytest.mark.parametrize(("sampling", "prompt_length", "limit"), [
+    ({}, 2, 6), ({}, 7, 3), ({"max_tokens": 9}, 2, 9), ({"max_new_tokens": 9}, 2, 9), ({"max_tokens": 99}, 4, 60),
+    ({"max_tokens": 0}, 2, 1),
+])  # fmt: skip
 def test_a_candidate_that_was_cut_is_known_by_the_limit_that_verl_gives_it(
     verl: ModuleType, sampling: dict[str, Any], prompt_length: int, limit: int
 ) -> None:

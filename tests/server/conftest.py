@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 import uvicorn
 from fastapi import FastAPI, Response
@@ -71,6 +74,17 @@ def make_app(
         return Response(generate_latest(registry), media_type="text/plain")
 
     return app
+
+
+def http_of(app: FastAPI) -> httpx.AsyncClient:
+    """In process."""
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
+
+
+async def events_of(http: httpx.AsyncClient, path: str, **body: Any) -> list[dict[str, Any]]:
+    """What a stream says. Its text may have line ends of Unicode, which end no event."""
+    lines = (await http.post(path, json={**body, "stream": True})).text.split("\n")
+    return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
 
 
 @pytest.fixture

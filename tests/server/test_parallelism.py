@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +16,7 @@ from vllm_rollout.group.ranks.planner import QUIET_ROUNDS, ParallelismPlanner
 from vllm_rollout.server.metrics import Metrics
 from vllm_rollout.server.runs.parallelism import Parallelism, Resized
 
-from .conftest import make_app
+from .conftest import events_of, http_of, make_app
 from .fake_engine import FakeEngine
 
 pytestmark = pytest.mark.anyio
@@ -77,8 +76,7 @@ def parallelism(devices: Devices) -> Callable[[Metrics], Parallelism]:
 
 @pytest.fixture
 async def http(engine: FakeEngine, parallelism: Any) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(make_app(engine, make_parallelism=parallelism))
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+    async with http_of(make_app(engine, make_parallelism=parallelism)) as client:
         await make(client, "a")
         yield client
 
@@ -141,9 +139,11 @@ async def test_under_as_many_tokens_it_stays_as_large(http: httpx.AsyncClient, d
     assert devices.resized == [2]
 
 
-async def test_a_round_of_another_run_is_waited_for(
-    http: httpx.AsyncClient, devices: Devices, engine: FakeEngine
+@pytest.mark.parametrize("patience_s", [60.0, 0.0])
+async def test_a_round_of_another_run_is_waited_for_but_not_for_ever(
+    http: httpx.AsyncClient, devices: Devices, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, patience_s: float
 ) -> None:
+    monkeypatch.setattr("vllm_rollout.server.runs.parallelism.PATIENCE_S", patience_s)
     await make(http, "b")
     engine.step_s = 0.005
     slow = asyncio.create_task(play(http, 40, "b"))
@@ -151,22 +151,7 @@ async def test_a_round_of_another_run_is_waited_for(
         await asyncio.sleep(0.001)
     await play(http, 15)
     after = await play(http, 1, first=2)
-    assert slow.done()
-    assert after["tensor_parallel_size"] == 2
-    assert devices.num_running == [0]
-
-
-async def test_a_round_that_does_not_end_is_not_waited_for_for_ever(
-    http: httpx.AsyncClient, devices: Devices, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("vllm_rollout.server.runs.parallelism.PATIENCE_S", 0.0)
-    await make(http, "b")
-    engine.step_s = 0.005
-    slow = asyncio.create_task(play(http, 40, "b"))
-    while not engine.num_running:
-        await asyncio.sleep(0.001)
-    await play(http, 15)
-    assert (await play(http, 1, first=2))["tensor_parallel_size"] == 1
+    assert (after["tensor_parallel_size"], slow.done()) == ((2, True) if patience_s else (1, False))
     await slow
     assert (await play(http, 1, first=4))["tensor_parallel_size"] == 2
     assert devices.num_running == [0]
@@ -256,8 +241,7 @@ async def profiled(engine: FakeEngine, devices: Devices, lines: list[str]) -> As
     def make_profiled(metrics: Metrics) -> Parallelism:
         return Parallelism(devices, ParallelismPlanner((1, 2, 4), 1), metrics, sizes, lines.append)
 
-    transport = httpx.ASGITransport(make_app(engine, make_parallelism=make_profiled))
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+    async with http_of(make_app(engine, make_parallelism=make_profiled)) as client:
         yield client
 
 
@@ -302,27 +286,20 @@ async def test_the_lengths_that_were_seen_say_more_than_the_cap(
 async def test_a_round_says_that_the_engine_was_rebuilt_before_it_and_a_stream_begins_with_it(
     http: httpx.AsyncClient, devices: Devices
 ) -> None:
-    async def answered(**fields: Any) -> httpx.Response:
-        prompts = [{"id": f"p{answered.number + i}", "prompt": "hello"} for i in range(2)]  # type: ignore[attr-defined]
-        answered.number += 2  # type: ignore[attr-defined]
-        return await http.post("/v1/runs/a/rounds", json={"prompts": prompts, **fields})
+    def body(first: int, num_tokens: int) -> dict[str, Any]:
+        prompts = [{"id": f"p{first + i}", "prompt": "hello"} for i in range(2)]
+        return {"prompts": prompts, "sampling": {"min_tokens": num_tokens, "max_tokens": num_tokens}}
 
-    answered.number = 0  # type: ignore[attr-defined]
-    crowded = {"sampling": {"min_tokens": 15, "max_tokens": 15}}
-    assert (await answered(**crowded)).json()["rebuilt"] is None
+    rounds = "/v1/runs/a/rounds"
+    assert (await http.post(rounds, json=body(0, 15))).json()["rebuilt"] is None
     rebuilt = {"wanted_size": 2, "size_before": 1, "tensor_parallel_size": 2, "reason": "rise", "seconds": 1.5}
-    events = [
-        json.loads(line.removeprefix("data: "))
-        for line in (await answered(stream=True, sampling={"max_tokens": 1})).text.splitlines()
-        if line.startswith("data: {")
-    ]
+    events = await events_of(http, rounds, **body(2, 1))
     assert (events[0]["type"], events[0]["rebuilt"]) == ("round", rebuilt)
     assert (events[-1]["type"], events[-1]["rebuilt"]) == ("done", rebuilt)
-    assert (await answered(sampling={"max_tokens": 1})).json()["rebuilt"] is None
+    assert (await http.post(rounds, json=body(4, 1))).json()["rebuilt"] is None
 
 
 async def test_without_the_flag_a_run_says_nothing_of_it(engine: FakeEngine) -> None:
-    transport = httpx.ASGITransport(make_app(engine))
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+    async with http_of(make_app(engine)) as http:
         await make(http, "a")
         assert await look(http) is None

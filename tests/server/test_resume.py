@@ -15,7 +15,7 @@ from vllm_rollout.group.types import BASE_MODEL
 from vllm_rollout.server.recorder import TraceRecorder
 from vllm_rollout.trace.file import read_trace
 
-from .conftest import make_app
+from .conftest import events_of, http_of, make_app
 from .fake_engine import FakeEngine
 from .fake_learning import FakeLearning
 from .fake_parts import FakeShaping
@@ -107,9 +107,7 @@ async def test_metrics_count_a_token_once_as_generated(http: httpx.AsyncClient) 
 
 async def test_chunks_join_without_a_gap(http: httpx.AsyncClient) -> None:
     await short_round(http)
-    body = {"kind": "long", "stream": True, "stream_tokens": 2}
-    response = await http.post("/v1/runs/a/rounds", json=body)
-    events = [json.loads(line[6:]) for line in response.text.split("\n") if line.startswith("data: ")]
+    events = await events_of(http, "/v1/runs/a/rounds", kind="long", stream_tokens=2)
     said: dict[tuple[str, int], list[int]] = {}
     for event in events:
         if event["type"] == "tokens":
@@ -178,8 +176,7 @@ async def test_what_was_kept_waits_through_a_long_round_that_was_interrupted_and
 async def test_a_state_carries_what_was_kept(http: httpx.AsyncClient) -> None:
     await short_round(http)
     state = (await http.get("/v1/rollouts/state")).content
-    app = make_app(FakeEngine())
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as other:
+    async with http_of(make_app(FakeEngine())) as other:
         assert (await other.put("/v1/rollouts/state", content=state)).status_code == 204
         there, here = await long_round(other), await long_round(http)
     assert trajectories(there) == trajectories(here)
@@ -229,8 +226,7 @@ async def test_lost_candidates_are_made_up_for_by_new_ones(http: httpx.AsyncClie
 
 async def test_a_trace_has_whole_lengths(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
-    app = make_app(FakeEngine(), TraceRecorder(path))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as http:
+    async with http_of(make_app(FakeEngine(), TraceRecorder(path))) as http:
         short, answer = await short_round(http), await long_round(http)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [row["rollout_id"] for row in rows] == [short["id"], answer["id"]]

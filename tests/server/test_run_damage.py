@@ -11,16 +11,12 @@ import pytest
 from vllm_rollout.server.engine import RequestError
 from vllm_rollout.server.runs.store import RunStore
 
-from .conftest import make_app
+from .conftest import http_of, make_app
 from .fake_engine import FakeEngine
 
 pytestmark = pytest.mark.anyio
 
 TERMS = {"group_size": 2, "prompts_per_round": 2, "prompt_speculation": 1.5, "sampling": {"seed": 3}, "resume": True}
-
-
-def http_of(app) -> httpx.AsyncClient:
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
 
 
 @pytest.fixture
@@ -143,7 +139,7 @@ async def test_a_damaged_file_says_what_is_lost_and_how_to_go_on(
 ) -> None:
     store._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     (page,) = store._db.execute("PRAGMA page_size").fetchone()
-    store.close_files()
+    store.owner.close()
     with (tmp_path / "runs.sqlite").open("r+b") as file:
         size = file.seek(0, 2)
         file.seek(page)

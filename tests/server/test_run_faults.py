@@ -14,11 +14,10 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from vllm_rollout.server.engine import RequestError
 from vllm_rollout.server.runs import store as store_module
 from vllm_rollout.server.runs.store import RunStore
 
-from .conftest import make_app
+from .conftest import http_of, make_app
 from .fake_engine import FakeEngine
 from .fake_learning import FakeLearning
 
@@ -240,28 +239,12 @@ def test_several_processes_may_open_a_new_database_at_once(tmp_path: Path) -> No
     with ThreadPoolExecutor(8) as threads:
         stores = list(threads.map(opened, range(8)))
     for store in stores:
-        store.close_files()
-
-
-def test_a_round_of_another_process_that_lives_is_running(tmp_path: Path) -> None:
-    ours, theirs = RunStore(tmp_path / "runs.sqlite"), RunStore(tmp_path / "runs.sqlite")
-    assert theirs.owner.is_alive(ours.owner.name)
-    name = ours.owner.name
-    ours.close_files()
-    assert not theirs.owner.is_alive(name)
-    theirs.close_files()
-
-
-def test_without_a_folder_runs_are_in_memory() -> None:
-    store = RunStore()
-    assert not store.is_durable
-    with pytest.raises(RequestError, match="not known here"):
-        store.read("a")
+        store.owner.close()
 
 
 async def test_several_api_processes_share_runs_through_a_folder_only(engine: FakeEngine, tmp_path: Path) -> None:
     async def asked(app: FastAPI, path: str, body: dict) -> httpx.Response:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as http:
+        async with http_of(app) as http:
             return await http.post(path, json=body)
 
     alone = make_app(engine, num_processes=2)

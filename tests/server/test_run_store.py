@@ -119,7 +119,7 @@ def test_no_prompt_comes_back_twice_and_none_is_lost(data: st.DataObject) -> Non
             waiting = [*after.queue, *after.carried, *(after.open.all_entries if after.open else ())]
             assert handed_in == back + Counter(entry.prompt_id for entry in waiting)
         for process in processes:
-            process.store.close_files()
+            process.store.owner.close()
 
 
 def test_a_round_that_two_processes_take_up_at_once_is_of_one_of_them(tmp_path: Path) -> None:

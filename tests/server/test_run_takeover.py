@@ -15,7 +15,7 @@ from vllm_rollout.server.runs import service as service_module
 from vllm_rollout.server.runs.service import RunService
 from vllm_rollout.server.runs.store import RunStore
 
-from .conftest import make_app
+from .conftest import http_of, make_app
 from .fake_engine import FakeEngine
 
 pytestmark = pytest.mark.anyio
@@ -36,7 +36,7 @@ class Process:
         self.app: FastAPI = make_app(self.engine, database=database)
         self.service: RunService = self.app.state.run_service
         self.store: RunStore = self.service._store
-        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://test")
+        self.http = http_of(self.app)
 
     async def post(self, path: str, body: dict) -> httpx.Response:
         return await self.http.post(path, json=body)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 from vllm_rollout.server.runs.body import RoundRequest
 from vllm_rollout.server.runs.live import Begun
 
+from .conftest import events_of
 from .fake_engine import FakeEngine
 
 pytestmark = pytest.mark.anyio
@@ -35,11 +35,6 @@ async def play(http: httpx.AsyncClient, status: int = 200, **body: Any) -> dict:
     response = await http.post(ROUNDS, json=body)
     assert response.status_code == status, response.text
     return response.json() if status == 200 else response.json()["error"]
-
-
-async def events_of(http: httpx.AsyncClient, **body: Any) -> list[dict]:
-    response = await http.post(ROUNDS, json={**body, "stream": True})
-    return [json.loads(line.removeprefix("data: ")) for line in response.text.splitlines() if line.startswith("data: ")]
 
 
 async def look(http: httpx.AsyncClient) -> dict:
@@ -128,23 +123,22 @@ async def test_short_rounds_end_with_the_first_groups_and_a_long_one_with_all(ht
     assert run["totals"]["num_returned"] == run["totals"]["num_prompts"] == 12
     assert [record["kind"] for record in run["history"]] == ["short", "short", "long"]
     assert run["savings"]["round_tokens"] == sum(record["max_tokens"] for record in run["history"])
+    metrics = (await http.get("/metrics")).text
+    for row in ('rounds_total{kind="short"} 2.0', 'round_prompts_total{fate="returned"} 12.0',
+                'round_prompts_total{fate="deferred"} 4.0', 'groups_total{status="deferred"} 4.0'):  # fmt: skip
+        assert f"vllm_rollout:{row}" in metrics
 
 
-async def test_deferred_lengths_are_learned(http: httpx.AsyncClient, engine: FakeEngine) -> None:
-    await make(http)
-    answer = await play(http, prompts=prompts(0, 6))
-    for id in answer["deferred"]:
-        assert engine.learning.judge.memory.lengths.of(f"id:{id}") is not None
-
-
-async def test_several_ranks_are_told_what_to_expect_of_a_rounds_groups(
+async def test_several_ranks_are_told_what_to_expect_of_a_rounds_groups_and_when_it_is_cut(
     http: httpx.AsyncClient, engine: FakeEngine
 ) -> None:
     engine.moves.num_ranks = 2
     await make(http)
     first = await play(http, prompts=prompts(0, 6))
+    assert (engine.num_cuts, engine.races) == (1, {})
     assert [engine.outlooks[entry["id"]].lengths for entry in prompts(0, 6)] == [None] * 6
     known = {id: engine.learning.judge.memory.lengths.of(f"id:{id}") for id in first["deferred"]}
+    assert None not in known.values()
     await play(http, prompts=prompts(6, 6))
     dataset = {engine.outlooks[entry["id"]].lengths for entry in prompts(6, 6)}
     assert len(dataset) == 1
@@ -156,7 +150,7 @@ async def test_several_ranks_are_told_what_to_expect_of_a_rounds_groups(
 
 async def test_a_stream_begins_with_its_round_and_ends_with_what_came_of_it(http: httpx.AsyncClient) -> None:
     await make(http)
-    events = await events_of(http, prompts=prompts(0, 6), idempotency_key="k")
+    events = await events_of(http, ROUNDS, prompts=prompts(0, 6), idempotency_key="k")
     first, *middle, last = events
     assert (first["type"], first["round"], first["num_wanted"], first["idempotency_key"]) == ("round", 0, 4, "k")
     assert first["prompt_ids"] == [f"q{i}" for i in range(6)]
@@ -165,7 +159,7 @@ async def test_a_stream_begins_with_its_round_and_ends_with_what_came_of_it(http
     assert last["type"] == "done"
     assert sorted(returned + deferred) == sorted(first["prompt_ids"])
     assert sorted(deferred) == sorted(last["deferred"])
-    again = await events_of(http, idempotency_key="k")
+    again = await events_of(http, ROUNDS, idempotency_key="k")
     assert again[-1] == last
     assert [e["prompt_id"] for e in again if e["type"] == "group"] == [
         id for id in first["prompt_ids"] if id in returned
@@ -182,10 +176,11 @@ async def test_a_key_means_one_round(http: httpx.AsyncClient) -> None:
     assert "the key of another round" in error["message"]
     error = await play(http, 409, idempotency_key="k", kind="long")
     assert error["param"] == "idempotency_key"
-    await play(http, prompts=prompts(6, 6))
-    await play(http)
+    await play(http, prompts=prompts(6, 6), idempotency_key="l")
+    await play(http, idempotency_key="m")
     error = await play(http, 410, idempotency_key="k")
     assert "its answer is not kept any more" in error["message"]
+    assert "Answers are kept of 'l', 'm'. Take a new key" in error["message"]
     assert (await look(http))["num_rounds"] == 3
 
 
@@ -250,17 +245,6 @@ async def test_a_round_that_is_given_up_puts_its_prompts_back(http: httpx.AsyncC
     assert len(answer["groups"]) == 4
 
 
-async def test_an_engine_that_dies_leaves_its_round_to_be_repeated(http: httpx.AsyncClient, engine: FakeEngine) -> None:
-    await make(http)
-    engine.dies_at_step = 2
-    error = await play(http, 503, prompts=prompts(0, 6), idempotency_key="k")
-    assert "the engine has stopped" in error["message"]
-    engine.dies_at_step = None
-    while (await look(http))["open_round"]["state"] == "running":
-        await asyncio.sleep(0.01)
-    assert len((await play(http, idempotency_key="k"))["groups"]) == 4
-
-
 @pytest.mark.parametrize(("body", "words"), [
     ({"prompts": prompts(0, 5)}, "wants 6 fresh prompts .* got 5"),
     ({"prompts": prompts(0, 7)}, "got 7"),
@@ -306,7 +290,7 @@ async def test_prompts_that_found_no_place_before_the_end_begin_the_next_round(
     assert (answer["deferred"], answer["num_fresh_prompts"]) == ([], 2)
     assert (await look(http))["unstarted"] == answer["unstarted"]
     fresh = prompts(6, answer["num_fresh_prompts"])
-    events = await events_of(http, prompts=fresh)
+    events = await events_of(http, ROUNDS, prompts=fresh)
     assert events[0]["prompt_ids"] == [*answer["unstarted"], *(prompt["id"] for prompt in fresh)]
 
 
@@ -422,24 +406,6 @@ async def test_what_a_rollout_can_do_works_inside_rounds(http: httpx.AsyncClient
     assert all(len(group["trajectories"]) == 2 for group in long["groups"])
 
 
-async def test_several_ranks_are_told_when_a_round_is_cut(http: httpx.AsyncClient, engine: FakeEngine) -> None:
-    engine.moves.num_ranks = 2
-    await make(http)
-    await play(http, prompts=prompts(0, 6))
-    assert engine.num_cuts == 1
-    assert engine.races == {}
-
-
-async def test_metrics_count_rounds(http: httpx.AsyncClient) -> None:
-    await make(http)
-    await play(http, prompts=prompts(0, 6))
-    text = (await http.get("/metrics")).text
-    assert 'vllm_rollout:rounds_total{kind="short"} 1.0' in text
-    assert 'vllm_rollout:round_prompts_total{fate="returned"} 4.0' in text
-    assert 'vllm_rollout:round_prompts_total{fate="deferred"} 2.0' in text
-    assert 'vllm_rollout:groups_total{status="deferred"} 2.0' in text
-
-
 async def filtering_round(http: httpx.AsyncClient, **fields: Any) -> Begun:
     await make(http, filter="zero_variance", **fields)
     app = http._transport.app  # type: ignore[attr-defined]
@@ -513,13 +479,6 @@ async def test_a_key_is_known_however_many_rounds_came_after_it(http: httpx.Asyn
         assert await look(http) == before
         state = (await http.get("/v1/rollouts/state")).content  # carries them to another server
         assert (await http.put("/v1/rollouts/state", content=state)).status_code == 204
-
-
-async def test_who_repeats_an_old_key_is_told_which_answers_are_kept(http: httpx.AsyncClient) -> None:
-    await make(http, prompts_per_round=1, prompt_speculation=1.0)
-    for key in "abc":
-        await play(http, prompts=prompts(ord(key), 1), idempotency_key=key)
-    assert "Answers are kept of 'b', 'c'. Take a new key" in (await play(http, 410, idempotency_key="a"))["message"]
 
 
 async def test_a_reserve_has_its_bounds(http: httpx.AsyncClient) -> None:

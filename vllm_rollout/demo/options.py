@@ -25,11 +25,12 @@ MAX_CANDIDATES = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class DemoOptions:
+    """What both demos are asked for. Raises: ValueError that names the flag."""
+
     model: str = DEFAULT_MODEL
     prompts: int = 8
     group_size: int = 8
-    candidates: int = 16
     max_tokens: int = 1024
     output: Path = Path("group_race_demo.png")
 
@@ -37,6 +38,16 @@ class Options:
         for name in ("prompts", "group_size", "max_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        if self.max_tokens > MAX_MODEL_LEN_TOKENS // 2:
+            raise ValueError(f"--max-tokens must be at most {MAX_MODEL_LEN_TOKENS // 2}, got {self.max_tokens}")
+
+
+@dataclass(frozen=True, slots=True)
+class Options(DemoOptions):
+    candidates: int = 16
+
+    def __post_init__(self) -> None:
+        DemoOptions.__post_init__(self)
         if self.candidates < self.group_size:
             raise ValueError(
                 f"--candidates must be at least --group-size ({self.group_size}), got {self.candidates}: the race is "
@@ -46,8 +57,6 @@ class Options:
             raise ValueError(
                 f"--prompts times --candidates must be at most {MAX_CANDIDATES}, got {self.prompts} x {self.candidates}"
             )
-        if self.max_tokens > MAX_MODEL_LEN_TOKENS // 2:
-            raise ValueError(f"--max-tokens must be at most {MAX_MODEL_LEN_TOKENS // 2}, got {self.max_tokens}")
 
     @property
     def questions(self) -> list[str]:

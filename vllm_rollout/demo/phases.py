@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -151,12 +151,16 @@ class HasTokens(Protocol):
 
 
 PhaseType = TypeVar("PhaseType", bound=HasTokens)
-RunPhase = Callable[[Callable[[], None]], Awaitable[PhaseType]]
-"""Calls its argument when a group is over."""
+Way = Callable[[httpx.AsyncClient, AsyncRolloutClient, Callable[[], None]], Awaitable[PhaseType]]
+"""Runs the prompts by one of the clients; calls its last argument when a group is over."""
 
 
 async def show_phase(
-    run: RunPhase[PhaseType], client: httpx.AsyncClient, server: ServerProcess, progress: Progress, row: TaskID
+    run: Callable[[Callable[[], None]], Awaitable[PhaseType]],
+    client: httpx.AsyncClient,
+    server: ServerProcess,
+    progress: Progress,
+    row: TaskID,
 ) -> PhaseType:
     """Run a phase while its row of `progress` follows the server's counters.
 
@@ -191,8 +195,11 @@ async def show_phase(
     return phase
 
 
-def phase_progress(console: Console) -> Progress:
-    return Progress(
+async def run_phases(
+    server: ServerProcess, console: Console, questions: Sequence[str], ways: Mapping[str, Way[PhaseType]]
+) -> list[PhaseType]:
+    """The same questions in each way, one after the other. `ways`: by name on the terminal."""
+    progress = Progress(
         SpinnerColumn(finished_text="[green]✔[/]"),
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
@@ -202,27 +209,18 @@ def phase_progress(console: Console) -> Progress:
         TimeElapsedColumn(),
         console=console,
     )
-
-
-async def run_phases(server: ServerProcess, options: Options, console: Console) -> tuple[Phase, Phase]:
-    progress = phase_progress(console)
-    rows = [
-        progress.add_task(name, total=options.prompts, start=False, tokens="", running="")
-        for name in (
-            f"stock: wait for all {options.candidates}",
-            f"race: first {options.group_size} of {options.candidates}",
-        )
-    ]
+    rows = [progress.add_task(name, total=len(questions), start=False, tokens="", running="") for name in ways]
     async with (
         httpx.AsyncClient(base_url=server.url, timeout=None, trust_env=False) as client,
         # With a transport of its own it asks no proxy for a server on this machine.
         AsyncRolloutClient(server.url, transport=httpx.AsyncHTTPTransport()) as rollouts,
     ):
-        await warm_up(client, options.questions)
+        await warm_up(client, questions)
         with progress:
-            stock = await show_phase(partial(run_stock, client, options), client, server, progress, rows[0])
-            race = await show_phase(partial(run_race, rollouts, options), client, server, progress, rows[1])
-    return stock, race
+            return [
+                await show_phase(partial(way, client, rollouts), client, server, progress, row)
+                for way, row in zip(ways.values(), rows, strict=True)
+            ]
 
 
 async def warm_up(client: httpx.AsyncClient, questions: Sequence[str]) -> None:

@@ -115,6 +115,11 @@ def _draw_group(
         )
     axes.set_xlim(0, max_tokens * 1.02)
     axes.set_ylim(len(race_group) - 0.4, -1.1)
+    only_bottom(axes)
+
+
+def only_bottom(axes) -> None:
+    """No frame but the axis below."""
     axes.set_yticks([])
     axes.tick_params(length=0)
     for side in ("top", "right", "left"):

@@ -1,32 +1,34 @@
-"""The whole demo of the race: run both phases on a server, print the table, draw the picture."""
+"""The demo of the race: stock vLLM, then the race; the table, the picture."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 
-from rich.console import Console
 from rich.table import Table
 
 from vllm_rollout.demo.options import Options
-from vllm_rollout.demo.phases import Phase, compare_kept, run_phases
+from vllm_rollout.demo.phases import Phase, Way, compare_kept, run_race, run_stock
 from vllm_rollout.demo.picture import draw
-from vllm_rollout.demo.server import demo_server, described
+from vllm_rollout.demo.server import show
 
 
 def run(options: Options) -> None:
-    """The whole demo. Raises: RuntimeError (model, server) with what to do; KeyboardInterrupt."""
-    console = Console()
-    console.print(
-        f"[bold]vllm-rollout demo[/]: {options.prompts} prompts, {options.candidates} candidates each, of which a "
-        f"trainer keeps {options.group_size}; {described(options.model, options.max_tokens)}"
+    """The whole demo. Raises: as `show`."""
+    ways: dict[str, Way[Phase]] = {
+        f"stock: wait for all {options.candidates}": lambda http, _, over: run_stock(http, options, over),
+        f"race: first {options.group_size} of {options.candidates}": lambda _, client, over: run_race(
+            client, options, over
+        ),
+    }
+    show(
+        options,
+        f"{options.prompts} prompts, {options.candidates} candidates each, of which a trainer keeps "
+        f"{options.group_size}",
+        options.questions,
+        ways,
+        lambda stock, race: (results_table(stock, race), compare_kept(stock, race)),
+        lambda stock, race: draw(stock, race, options, options.output),
     )
-    with demo_server(options.model, console) as server:
-        stock, race = asyncio.run(run_phases(server, options, console))
-    console.print(results_table(stock, race))
-    console.print(compare_kept(stock, race))
-    draw(stock, race, options, options.output)
-    console.print(f"Picture: [bold]{options.output.resolve()}[/]")
 
 
 def results_table(stock: Phase, race: Phase) -> Table:

@@ -1,17 +1,19 @@
-"""The server that a demo runs on: started with what the demo needs, stopped when the demo is over."""
+"""What both demos share: a server with what they need, the two ways on it, and what is shown of them."""
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import httpx
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 from vllm_rollout.client.client import RolloutError
-from vllm_rollout.demo.options import MAX_CANDIDATES
+from vllm_rollout.demo.options import MAX_CANDIDATES, DemoOptions
+from vllm_rollout.demo.phases import PhaseType, Way, run_phases
 from vllm_rollout.models import list_models, resolve
 from vllm_rollout.process import (
     ServerProcess,
@@ -24,8 +26,27 @@ from vllm_rollout.process import (
 )
 
 
-def described(model: str, max_tokens: int) -> str:
-    return f"{model}, at most {max_tokens} tokens, {'CPU' if runs_on_cpu() else 'CUDA'}"
+def show(
+    options: DemoOptions,
+    what: str,
+    questions: Sequence[str],
+    ways: Mapping[str, Way[PhaseType]],
+    results: Callable[[PhaseType, PhaseType], Iterable[RenderableType]],
+    draw: Callable[[PhaseType, PhaseType], None],
+) -> None:
+    """A whole demo: both ways on one server, what they came to, the picture.
+
+    Raises: RuntimeError (model, server) with what to do; KeyboardInterrupt.
+    """
+    console = Console()
+    device = "CPU" if runs_on_cpu() else "CUDA"
+    console.print(f"[bold]vllm-rollout demo[/]: {what}; {options.model}, at most {options.max_tokens} tokens, {device}")
+    with demo_server(options.model, console) as server:
+        before, after = asyncio.run(run_phases(server, console, questions, ways))
+    for each in results(before, after):
+        console.print(each)
+    draw(before, after)
+    console.print(f"Picture: [bold]{options.output.resolve()}[/]")
 
 
 @contextmanager

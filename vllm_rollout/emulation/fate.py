@@ -72,7 +72,9 @@ class Fates:
         self._distance = math.sqrt(2) * STANDARD.inv_cdf(settings.score.auc)
         """Between the mean scores of those that succeed and of those that do not: it makes the AUC what it shall be."""
         if settings.lengths.trace is not None:
-            self._lengths: LengthSource = TracedLengths.read(Path(settings.lengths.trace), rank, num_ranks)
+            self._lengths: LengthSource = TracedLengths(
+                read_trace(Path(settings.lengths.trace)).prompts, rank, num_ranks
+            )
         else:
             self._lengths = DrawnLengths(settings.lengths.log_normal or LogNormal())
 
@@ -126,11 +128,6 @@ class TracedLengths:
         self._next, self._stride = rank, num_ranks
         self._seen: defaultdict[str, int] = defaultdict(int)
         """Candidates that came without an index, by prompt."""
-
-    @classmethod
-    def read(cls, path: Path, rank: int, num_ranks: int) -> TracedLengths:
-        """Raises: TraceError."""
-        return cls(read_trace(path).prompts, rank, num_ranks)
 
     def of(self, prompt: str, name: str, index: int | None, prompt_chance: float, chance: float) -> int:
         row = self._known.get(name or prompt, self._known.get(prompt))

@@ -54,8 +54,6 @@ class Summary:
     num_rows: int = 0
     prefilled_tokens: int = 0
     peak_requests: int = 0
-    wall_s: float = 0.0
-    """busy_s and idle_s together: without the time in which there was nothing to do."""
 
     @classmethod
     def of(cls, steps: Iterable[Step]) -> Summary:
@@ -76,7 +74,6 @@ class Summary:
             self.idle_s += max(0.0, step.start - before.end)
             self.host_s += step.thread_cpu - before.thread_cpu
             self.num_following += 1
-        self.wall_s = self.busy_s + self.idle_s
 
     @property
     def host_ms(self) -> float:
@@ -87,6 +84,11 @@ class Summary:
     def device_ms(self) -> float:
         """Of a step."""
         return 1e3 * self.busy_s / max(1, self.num_steps)
+
+    @property
+    def wall_s(self) -> float:
+        """busy_s and idle_s together: without the time in which there was nothing to do."""
+        return self.busy_s + self.idle_s
 
     @property
     def busy(self) -> float:

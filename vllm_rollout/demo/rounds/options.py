@@ -5,36 +5,29 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_rollout.demo.options import MAX_CANDIDATES, SEED
+from vllm_rollout.demo.options import MAX_CANDIDATES, SEED, DemoOptions
 from vllm_rollout.demo.rounds.prompts import make_prompts
 from vllm_rollout.group.rounds.rounds import RunTerms
-from vllm_rollout.models import DEFAULT_MODEL
-from vllm_rollout.process import MAX_MODEL_LEN_TOKENS
 
 TEMPERATURE = 0.6
 """At 1 this small model rambles to the cap on any prompt, one answer in five: tails of candidates, not of prompts."""
 
 
 @dataclass(frozen=True, slots=True)
-class RoundsOptions:
-    model: str = DEFAULT_MODEL
-    prompts: int = 8
-    """That a round returns."""
+class RoundsOptions(DemoOptions):
+    """`prompts`: those that a round returns."""
+
     group_size: int = 2
     max_tokens: int = 768
     output: Path = Path("rounds_demo.png")
 
     def __post_init__(self) -> None:
-        for name in ("prompts", "group_size", "max_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        DemoOptions.__post_init__(self)
         if self.num_at_once > MAX_CANDIDATES:
             raise ValueError(
                 f"a short round runs {self.terms.num_prompts} prompts x {self.terms.num_candidates} candidates, at "
                 f"most {MAX_CANDIDATES} fit. Use a smaller --prompts or --group-size."
             )
-        if self.max_tokens > MAX_MODEL_LEN_TOKENS // 2:
-            raise ValueError(f"--max-tokens must be at most {MAX_MODEL_LEN_TOKENS // 2}, got {self.max_tokens}")
         self.questions()
 
     @property

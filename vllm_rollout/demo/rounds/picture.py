@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from vllm_rollout.demo.picture import AVOIDED_STYLE as IDLE
+from vllm_rollout.demo.picture import INK, only_bottom
 from vllm_rollout.demo.rounds.options import RoundsOptions
 from vllm_rollout.demo.rounds.rounds import Group, Period, Round
 
-INK = "#1e293b"
 OWN_ROUND = "#0f766e"
 LATER = "#f59e0b"
-IDLE = {"facecolor": "#e2e8f0", "edgecolor": "#94a3b8", "hatch": "////", "lw": 0}
 LABELS = {"plain": "round", "short": "short", "long": "long"}
 
 
@@ -80,11 +80,7 @@ def _draw_period(axes, period: Period, later: set[int], longest_s: float) -> Non
         start += each.seconds
     axes.set_xlim(0, 1.001 * longest_s)
     axes.set_ylim(num_rows - 0.4, -0.6)
-    axes.set_yticks([])
-    axes.tick_params(length=0)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color("#cbd5e1")
+    only_bottom(axes)
 
 
 def _draw_round(axes, each: Round, start: float, later: set[int], num_rows: int, longest_s: float) -> None:

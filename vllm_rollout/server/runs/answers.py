@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from vllm_rollout.group.plans.fields import QueueOrder
 from vllm_rollout.group.ranks.planner import Reason
 from vllm_rollout.group.rounds.rounds import RoundKind
+
+
+class OfAttributes(BaseModel):
+    """An answer that is read off the object it describes."""
+
+    model_config = ConfigDict(from_attributes=True)
 
 
 class OpenRoundAnswer(BaseModel):
@@ -23,11 +29,11 @@ class OpenRoundAnswer(BaseModel):
     reserve: list[str]
 
 
-class RoundRecordAnswer(BaseModel):
+class RoundRecordAnswer(OfAttributes):
     """A round that is over."""
 
-    round: int
-    idempotency_key: str
+    round: int = Field(validation_alias=AliasChoices("round", "number"))
+    idempotency_key: str = Field(validation_alias=AliasChoices("idempotency_key", "key"))
     kind: RoundKind
     num_returned: int
     num_filtered: int
@@ -38,19 +44,19 @@ class RoundRecordAnswer(BaseModel):
     returned_tokens: int
 
 
-class RunTotals(BaseModel):
-    num_prompts: int
+class RunTotals(OfAttributes):
+    num_prompts: int = Field(validation_alias=AliasChoices("num_prompts", "num_handed_in"))
     """Handed in: returned + filtered + waiting + in the open round."""
     num_returned: int
     num_filtered: int
     num_waiting: int
-    num_deferrals: int
+    num_deferrals: int = Field(validation_alias=AliasChoices("num_deferrals", "num_deferred"))
     generated_tokens: int
     returned_tokens: int
     latency_s: float
 
 
-class SavingsAnswer(BaseModel):
+class SavingsAnswer(OfAttributes):
     """Decode steps of the longest trajectory of each round, against rounds that wait for all."""
 
     round_tokens: int
@@ -59,7 +65,7 @@ class SavingsAnswer(BaseModel):
     """An estimate from below; null while too few prompts are back."""
 
 
-class ForecastAnswer(BaseModel):
+class ForecastAnswer(OfAttributes):
     """What a round was expected to take."""
 
     seconds: float

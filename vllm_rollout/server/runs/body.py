@@ -175,9 +175,13 @@ class RoundRequest(SaidFields, StreamFields):
 
     def as_before(self, memo: str) -> RoundRequest:
         """This repeat, with what the round was asked to do at first. Raises: ValueError for what is no memo."""
+        return self.from_memo(memo, **self.model_dump(include={"idempotency_key", *_HOW_TO_ANSWER}, exclude_unset=True))
+
+    @classmethod
+    def from_memo(cls, memo: str, **now: Any) -> RoundRequest:
+        """What a memo says, and what is said now. Raises: ValueError, TypeError, AttributeError for what is no memo."""
         said = {name: value for name, value in json.loads(memo).items() if name != "digest"}
-        now = self.model_dump(include=set(_HOW_TO_ANSWER), exclude_unset=True)
-        return RoundRequest.model_validate({**said, **now, "idempotency_key": self.idempotency_key})
+        return cls.model_validate({**said, **now})
 
 
 _HOW_TO_ANSWER = ("stream", "stream_tokens")

@@ -7,7 +7,20 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
 from vllm_rollout.group.rounds.rounds import OpenRound, Run
-from vllm_rollout.server.answers import Event, RebuildAnswer, RoundAnswer, RoundDoneEvent, RoundSummary
+from vllm_rollout.server.answers import (
+    CandidateEvent,
+    DeferredEvent,
+    Event,
+    FilteredEvent,
+    GroupEvent,
+    GroupSummary,
+    RebuildAnswer,
+    RoundAnswer,
+    RoundDoneEvent,
+    RoundEvent,
+    RoundSummary,
+    TrajectoryEvent,
+)
 from vllm_rollout.server.rollout import Rollout
 from vllm_rollout.server.runs.course import RoundCourse
 from vllm_rollout.server.serialised import GroupsInJson
@@ -46,11 +59,7 @@ def made_answer(live: LiveRound, run: Run) -> bytes:
     """Once: a second attempt to write it has the same bytes."""
     if not live.answer:
         rollout, fates = live.rollout, live.course.progress.fates
-        envelope = RoundAnswer(
-            **summary(live, run).model_dump(),
-            **rollout.envelope(),
-            groups=[],
-        )
+        envelope = RoundAnswer(**summary(live, run).model_dump(), **rollout.envelope(), groups=[])
         ids = [e.prompt_id for i, e in enumerate(live.opened.all_entries) if fates.get(i) == "returned"]
         live.answer = b"".join(live.groups.answer(envelope, ids))
     return live.answer
@@ -74,3 +83,33 @@ def summary(live: LiveRound, run: Run) -> RoundSummary:
         num_waiting=run.num_waiting,
         rebuilt=live.rebuilt,
     )
+
+
+async def replayed(answer: bytes) -> AsyncGenerator[Event, None]:
+    """The events that a stream would have sent, of a RoundAnswer in JSON; no `tokens`: they are in the trajectories."""
+    round = await asyncio.to_thread(RoundAnswer.model_validate_json, answer)
+    returned = [group.prompt_id for group in round.groups]
+    yield RoundEvent(
+        id=round.id,
+        run=round.run,
+        round=round.round,
+        kind=round.kind,
+        idempotency_key=round.idempotency_key,
+        num_wanted=len(returned),
+        prompt_ids=[*returned, *round.deferred, *round.filtered],
+        reserve=round.unstarted,
+    )
+    for group in round.groups:
+        name = {"prompt_id": group.prompt_id, "group_id": group.group_id}
+        for trajectory in group.trajectories:
+            yield TrajectoryEvent(**name, trajectory=trajectory)
+        for candidate in group.candidates:
+            yield CandidateEvent(**name, candidate=candidate)
+        over = {name: value for name, value in vars(group).items() if name in GroupSummary.model_fields}
+        yield GroupEvent(**over, selected=[trajectory.index for trajectory in group.trajectories])
+    for prompt_id in round.deferred:
+        yield DeferredEvent(prompt_id=prompt_id, group_id="", reason="cut")
+    for prompt_id in round.filtered:
+        yield FilteredEvent(prompt_id=prompt_id)
+    fields = {name: value for name, value in vars(round).items() if name not in ("groups", "object")}
+    yield RoundDoneEvent(**fields)

@@ -12,11 +12,20 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal, Protocol
 
-from vllm_rollout.group.ranks.forecast import EngineSize, ExpectedRound, StartChoice, choose_start, forecast
+from vllm_rollout.group.lengths.moments import LengthMoments
+from vllm_rollout.group.ranks.forecast import (
+    EngineSize,
+    ExpectedRound,
+    StartChoice,
+    choose_start,
+    expected_round,
+    forecast,
+)
 from vllm_rollout.group.ranks.planner import ParallelismDecision, ParallelismPlanner, RoundPressure
 from vllm_rollout.server.answers import RebuildAnswer
 from vllm_rollout.server.metrics import Metrics
 from vllm_rollout.server.runs.answers import ForecastAnswer, ParallelismAnswer
+from vllm_rollout.server.runs.body import RunRequest
 from vllm_rollout.server.runs.live import LiveRound
 
 HISTORY_ROUNDS = 4096
@@ -24,6 +33,8 @@ HISTORY_ROUNDS = 4096
 PATIENCE_S = 60.0
 """A round that begins waits this long for other rounds to end, and as long again for other requests to leave the
 engine. If they do not, it runs at the size there is, and the engine is rebuilt another time."""
+PROMPT_TOKENS = 256
+"""Assumed of a prompt; its siblings share them, so that they are little beside the answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,11 +222,30 @@ class Parallelism:
             num_rebuilds=self._num_rebuilds,
             last_rebuild_s=None if self._last is None else self._last.seconds,
             forecasts=self._start
-            and {
-                size: ForecastAnswer(seconds=each.seconds, num_preemptions=each.num_preemptions)
-                for size, each in sorted(self._start.forecasts.items())
-            },
+            and {size: ForecastAnswer.model_validate(each) for size, each in sorted(self._start.forecasts.items())},
         )
+
+
+def expected_of_run(settings: RunRequest, seen: LengthMoments | None, max_model_len: int) -> ExpectedRound:
+    """A short round of a run, before any of them.
+
+    Args:
+        seen: lengths of the data set; None when there are none yet.
+        max_model_len: what bounds answers when the run does not.
+    """
+    terms = settings.terms
+    spare = settings.redundancy if isinstance(settings.redundancy, int) else 0
+    num_candidates = terms.num_candidates + spare
+    max_tokens = (settings.sampling or {}).get("max_tokens") or max_model_len
+    return expected_round(
+        terms.num_prompts * num_candidates,
+        terms.prompts_per_round * terms.group_size,
+        min(max_tokens, max_model_len),
+        mean_tokens=None if seen is None else seen.mean,
+        std_tokens=None if seen is None else seen.std,
+        prompt_tokens=PROMPT_TOKENS,
+        group_size=num_candidates,
+    )
 
 
 def expected_again(live: LiveRound) -> ExpectedRound:

@@ -18,7 +18,7 @@ from vllm_rollout.server.event_stream import (
 )
 from vllm_rollout.server.runs.answers import RunAnswer, RunsAnswer
 from vllm_rollout.server.runs.body import RoundRequest, RunRequest
-from vllm_rollout.server.runs.replay import replayed
+from vllm_rollout.server.runs.live import replayed
 from vllm_rollout.server.runs.service import RunService
 from vllm_rollout.server.serialised import PartsResponse
 

@@ -71,7 +71,7 @@ def _checked(saved: Any) -> Mapping[str, Any]:
     integer(saved["created"], "created of a run")
     if saved["memo"] is not None:
         try:
-            RoundRequest.model_validate({"idempotency_key": "k"}).as_before(_written(saved["memo"], "memo of a run"))
+            RoundRequest.from_memo(_written(saved["memo"], "memo of a run"))
         except (ValueError, TypeError, AttributeError) as error:
             raise ValueError(f"memo of a round of run {shown(id)} is none: {error}") from error
     try:

@@ -15,13 +15,7 @@ from http import HTTPStatus
 from typing import Any, TypeVar
 
 from vllm_rollout.group.rounds.rounds import FreshPrompt, RoundError, Run
-from vllm_rollout.server.answers import (
-    DoneEvent,
-    Event,
-    FilteredEvent,
-    RoundDoneEvent,
-    RoundEvent,
-)
+from vllm_rollout.server.answers import DoneEvent, Event, FilteredEvent, RoundDoneEvent, RoundEvent
 from vllm_rollout.server.engine import Engine, RequestError
 from vllm_rollout.server.learning.service import not_empty
 from vllm_rollout.server.metrics import Metrics
@@ -29,11 +23,9 @@ from vllm_rollout.server.resumed import Resumption
 from vllm_rollout.server.runs.answers import RunAnswer, RunsAnswer, UnreadableRunAnswer
 from vllm_rollout.server.runs.body import RoundRequest, RunRequest, digest_of_prompt
 from vllm_rollout.server.runs.course import RoundCourse
-from vllm_rollout.server.runs.description import run_answer
-from vllm_rollout.server.runs.expectation import expected_of_run
 from vllm_rollout.server.runs.faults import PASSING
 from vllm_rollout.server.runs.live import Begun, LiveRound, made_answer, summary
-from vllm_rollout.server.runs.parallelism import Parallelism
+from vllm_rollout.server.runs.parallelism import Parallelism, expected_of_run
 from vllm_rollout.server.runs.request import (
     as_before,
     bodies_of,
@@ -51,7 +43,7 @@ from vllm_rollout.server.runs.request import (
 from vllm_rollout.server.runs.rewards import RunRewards
 from vllm_rollout.server.runs.saved import SEND_AS_IT_IS, parse_saved, with_runs
 from vllm_rollout.server.runs.store import RunStore
-from vllm_rollout.server.runs.stored import Looked, Planned, StoredRun, UnreadableRun
+from vllm_rollout.server.runs.stored import Looked, Planned, StoredRun, UnreadableRun, run_answer
 from vllm_rollout.server.service import RolloutService
 from vllm_rollout.server.shaping import history_key
 
@@ -377,10 +369,7 @@ class RunService:
         self._metrics.round_over(live.opened.kind, fates, rollout.outcome.timing.latency_s)
         if self._parallelism is not None:
             self._parallelism.round_over(live, self._engine.max_num_seqs * self._engine.moves.num_ranks)
-        return RoundDoneEvent(
-            **summary(live, run).model_dump(),
-            **rollout.envelope(),
-        )
+        return RoundDoneEvent(**summary(live, run).model_dump(), **rollout.envelope())
 
     def _forget(self, race_id: str) -> None:
         async def forget() -> None:

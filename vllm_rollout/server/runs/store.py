@@ -24,18 +24,12 @@ from vllm_rollout.server.engine import RequestError
 from vllm_rollout.server.runs.faults import is_damage, translated
 from vllm_rollout.server.runs.owner import Owner
 from vllm_rollout.server.runs.request import over_just_now
-from vllm_rollout.server.runs.stored import (
-    Looked,
-    Planned,
-    StoredAnswer,
-    StoredRun,
-    UnreadableRun,
-    UsedKey,
-    read_run,
-)
+from vllm_rollout.server.runs.stored import Looked, Planned, StoredAnswer, StoredRun, UnreadableRun, UsedKey, read_run
 
 logger = logging.getLogger("vllm.vllm_rollout")
 
+RUNS, LEARNED = "runs.sqlite", "learned.state"
+"""Files in the folder of --rollout-state: runs; calibration, quality heads and lengths, as the engine says them."""
 FORMAT = 2
 MAX_RUNS = 4096
 MAX_WAITING_BYTES = 512 * 1024 * 1024
@@ -335,13 +329,9 @@ class RunStore:
                 rows = self._db.execute("SELECT number, body, kept FROM prompts WHERE run = ? ORDER BY number", of_run)
                 keys = self._db.execute("SELECT key, round, given_up FROM keys WHERE run = ? ORDER BY round", of_run)
                 runs.append(
-                    {
-                        "id": stored.id,
-                        "created": stored.created,
-                        "model": stored.model,
-                        "settings": stored.settings,
+                    {name: getattr(stored, name) for name in ("id", "created", "model", "settings", "memo")}
+                    | {
                         "state": run_to_state(stored.run),
-                        "memo": stored.memo,
                         "keys": [list(row) for row in keys],
                         "prompts": [
                             [number, body, None if kept is None else base64.b64encode(kept).decode()]
@@ -372,15 +362,9 @@ class RunStore:
             for dumped in runs:
                 id = dumped["id"]
                 self._db.execute(
-                    "INSERT INTO runs (id, created, model, settings, state, memo) VALUES (?, ?, ?, ?, ?, ?)",
-                    (
-                        id,
-                        dumped["created"],
-                        dumped["model"],
-                        json.dumps(dumped["settings"]),
-                        json.dumps(dumped["state"]),
-                        dumped["memo"],
-                    ),
+                    "INSERT INTO runs (id, created, model, settings, state, memo) "
+                    "VALUES (:id, :created, :model, :settings, :state, :memo)",
+                    {**dumped, "settings": json.dumps(dumped["settings"]), "state": json.dumps(dumped["state"])},
                 )
                 self._db.executemany("INSERT INTO keys VALUES (?, ?, ?, ?)", [(id, *row) for row in dumped["keys"]])
                 self._db.executemany(
@@ -395,11 +379,6 @@ class RunStore:
         """Raises: RequestError (409) while a round of any run is running."""
         for found in self.list():
             self._check_idle(found)
-
-    def close_files(self) -> None:
-        """The server ends."""
-        self._db.close()
-        self.owner.close()
 
     def is_live(self, found: StoredRun | UnreadableRun) -> bool:
         """Whether a process runs its open round."""

@@ -1,10 +1,13 @@
-"""A run as its row on disk says it. Invariant: a row that no server has written so concerns its own run only."""
+"""A run as its row on disk says it, and as a client hears of it.
+
+Invariant: a row that no server has written so concerns its own run only.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
@@ -12,6 +15,14 @@ from vllm_rollout.group.checks import MAX_SHOWN, integer, is_writable, text
 from vllm_rollout.group.rounds.rounds import OpenRound, Run
 from vllm_rollout.group.rounds.rounds_state import run_from_state
 from vllm_rollout.server.engine import RequestError
+from vllm_rollout.server.runs.answers import (
+    OpenRoundAnswer,
+    ParallelismAnswer,
+    RoundRecordAnswer,
+    RunAnswer,
+    RunTotals,
+    SavingsAnswer,
+)
 from vllm_rollout.server.runs.body import RunRequest
 
 MAX_MODEL_CHARS = 4096
@@ -100,3 +111,40 @@ def read_run(row: Sequence[Any]) -> StoredRun | UnreadableRun:
     except (ValueError, TypeError, RecursionError) as error:
         return UnreadableRun(id, error, owner)
     return StoredRun(id, created, model, settings, request, run, owner, memo)
+
+
+def run_answer(
+    stored: StoredRun, *, is_live: bool, is_durable: bool, parallelism: ParallelismAnswer | None
+) -> RunAnswer:
+    """What a client hears of a run; nothing is decided here."""
+    run, request = stored.run, stored.request
+    opened = run.open
+    terms = asdict(run.terms) | ({} if request.redundancy is None else {"response_speculation": None})
+    return RunAnswer(
+        id=stored.id,
+        created=stored.created,
+        model=stored.model,
+        **terms,
+        resume=request.resume,
+        filter=request.filter,
+        defaults=request.rollout_fields(),
+        is_durable=is_durable,
+        next_round=run.next_kind,
+        num_fresh_prompts=run.num_fresh,
+        queue=[entry.prompt_id for entry in run.queue],
+        unstarted=[entry.prompt_id for entry in run.carried],
+        num_rounds=run.num_rounds,
+        open_round=opened
+        and OpenRoundAnswer(
+            round=opened.number,
+            idempotency_key=opened.key,
+            kind=opened.kind,
+            state="running" if is_live else "interrupted",
+            prompt_ids=[entry.prompt_id for entry in opened.entries],
+            reserve=[entry.prompt_id for entry in opened.reserve],
+        ),
+        history=[RoundRecordAnswer.model_validate(record) for record in run.history],
+        totals=RunTotals.model_validate(run),
+        savings=SavingsAnswer.model_validate(run.savings),
+        parallelism=parallelism,
+    )

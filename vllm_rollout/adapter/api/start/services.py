@@ -17,9 +17,8 @@ from vllm_rollout.adapter.api.engine.state_file import StateFile
 from vllm_rollout.adapter.options import RolloutOptions
 from vllm_rollout.server.engines.service import EnginesService
 from vllm_rollout.server.recorder import TraceRecorder
-from vllm_rollout.server.runs.folder import LEARNED, RUNS
 from vllm_rollout.server.runs.service import RunService
-from vllm_rollout.server.runs.store import RunStore
+from vllm_rollout.server.runs.store import LEARNED, RUNS, RunStore
 from vllm_rollout.server.service import RolloutService
 
 
