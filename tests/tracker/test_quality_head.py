@@ -452,11 +452,8 @@ def test_a_head_for_something_else_is_a_mismatch(hidden_size, model, field, foun
         (head.to_safetensors(), QualityHead.from_safetensors),
         (head.state(), QualityHead.restore),
     ):
-        with pytest.raises(HeadMismatch) as error:
+        with pytest.raises(HeadMismatch, match=f"the head's {field} is {found!r}, but {expected!r} is served"):
             read(data, hidden_size=hidden_size, model=model)
-        assert (error.value.field, error.value.found, error.value.expected) == (field, found, expected)
-        assert repr(found) in str(error.value)
-        assert repr(expected) in str(error.value)
 
 
 def edited(data, drop=(), metadata=(), **tensors):
