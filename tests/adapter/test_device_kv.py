@@ -78,18 +78,6 @@ def test_a_buffer_serves_the_next_segment_too(pair):
     assert source.runtime.calls["cudaFree"] == 0
 
 
-def test_segments_that_are_lent_at_once_have_buffers_of_their_own(pair):
-    source, target = pair
-    segments = [source.kv.share([block]) for block in (1, 2)]
-    for slot, segment in enumerate(segments):
-        target.kv.fetch(segment, [0], [slot])
-    assert torch.equal(target.layers[0][:2], source.layers[0][1:3])
-    for segment in segments:
-        source.kv.drop(segment.name)
-    assert source.runtime.calls["cudaMalloc"] == 2
-    source.assert_holds_only_a_spare()
-
-
 def test_a_larger_segment_gets_a_larger_buffer(pair, monkeypatch):
     monkeypatch.setattr(device_kv, "GRANULE_BYTES", 64)
     source, target = pair

@@ -1,9 +1,12 @@
 """Messages of a candidate: few, complete and in order."""
 
 import queue
+from typing import NamedTuple
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scheduler_runs import TracedRun, add_group, assert_nothing_left
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreOutput
@@ -202,31 +205,50 @@ def output_with(*tokens: int, **fields) -> EngineCoreOutput:
     return EngineCoreOutput("r", list(tokens), **fields)
 
 
-def test_the_first_output_passes_and_the_next_ones_wait():
-    held = HeldOutputs(3)
-    first = output_with(1)
-    assert held.add(first) is first
-    assert [held.add(output_with(2)), held.add(output_with(3))] == [None, None]
-    assert held.add(output_with(4)).new_token_ids == [2, 3, 4]
-    assert held.add(output_with(5)) is None
-    assert held.finish(output_with(6, finish_reason=0)).new_token_ids == [5, 6]
-    assert held.finish(output_with(7)).new_token_ids == [7]
+MASK = SamplingMaskLists(np.array([1, 2]), np.array([0, 2]))
 
 
-def test_released_outputs_come_together_with_the_next_one():
-    held = HeldOutputs(10)
-    held.add(output_with(1))
-    held.add(output_with(2))
-    held.release_next()
-    assert held.add(output_with(3)).new_token_ids == [2, 3]
-    assert held.add(output_with(4)) is None
+class Step(NamedTuple):
+    """What a step brings beside its token."""
+
+    event: bool
+    num_nans: int
+    masked: bool
+    """It has a sampling mask, which cannot wait for another one."""
+    released: bool
+    """What is held was to come with it."""
 
 
-def test_an_output_with_a_sampling_mask_does_not_wait():
-    held = HeldOutputs(10)
-    held.add(output_with(1))
-    mask = SamplingMaskLists(np.array([1, 2]), np.array([0, 2]))
-    assert held.add(output_with(2, new_sampling_mask=mask)).new_sampling_mask is mask
+@settings(max_examples=150)
+@given(
+    st.integers(1, 4), st.lists(st.builds(Step, st.booleans(), st.integers(0, 1), *[st.sampled_from([0, 0, 1])] * 2))
+)
+def test_outputs_wait_for_each_other_as_long_as_they_may_and_come_whole_in_order_and_once(interval, steps):
+    held, waiting = HeldOutputs(interval), {}
+
+    def check(message: EngineCoreOutput) -> None:
+        assert message.new_token_ids == list(waiting)
+        assert (message.events or []) == [str(token) for token, step in waiting.items() if step.event]
+        assert message.num_nans_in_logits == max((step.num_nans for step in waiting.values()), default=0)
+        waiting.clear()
+
+    for token, step in enumerate(steps):
+        if step.released:
+            held.release_next()
+        waiting[token] = step
+        output = output_with(
+            token,
+            events=[str(token)] if step.event else None,
+            num_nans_in_logits=step.num_nans,
+            new_sampling_mask=MASK if step.masked else None,
+        )
+        message = held.add(output)
+        is_due = token == 0 or step.released or step.masked or len(waiting) == interval
+        assert (message is not None) == is_due
+        if message is not None:
+            assert message.new_sampling_mask is (MASK if step.masked else None)
+            check(message)
+    check(held.finish(output_with()))
 
 
 def test_held_outputs_come_with_everything_they_carried():
@@ -246,30 +268,3 @@ def test_held_outputs_come_with_everything_they_carried():
     assert released.events == ["preempted", "scheduled"]
     assert released.routed_experts[:, 0].tolist() == [1, 1, 0]
     assert released.stop_reason == 77
-
-
-def test_what_was_released_is_not_released_again():
-    held = HeldOutputs(2)
-    held.add(output_with(1))
-    held.add(output_with(2, events=["preempted"], routed_experts=np.ones((1, 3))))
-    held.add(output_with(3))
-    held.add(output_with(4))
-    released = held.finish(output_with(5))
-    assert (released.new_token_ids, released.events, released.routed_experts) == ([4, 5], None, None)
-
-
-def test_an_ending_without_a_token_takes_what_was_held():
-    held = HeldOutputs(10)
-    held.add(output_with(1))
-    held.add(output_with(2))
-    ending = output_with()
-    assert held.finish(ending) is ending
-    assert ending.new_token_ids == [2]
-
-
-def test_holding_does_not_hide_that_logits_were_corrupt():
-    # vLLM counts a request as corrupted when any of its outputs says so.
-    held = HeldOutputs(10)
-    held.add(output_with(1))
-    held.add(output_with(2, num_nans_in_logits=4))
-    assert held.finish(output_with(3)).num_nans_in_logits > 0

@@ -19,8 +19,40 @@ def ending(run: TracedRun, request_id: str) -> tuple[str, FinishReason, int | st
 
 
 WON = ("finished", FinishReason.STOP, None)
+CUT = ("finished", FinishReason.LENGTH, None)
 LOST = ("surplus", FinishReason.ABORT, "surplus")
 ABORTED = ("failed", FinishReason.ABORT, None)
+
+
+PATIENT = {"group_size": 2, "early_stop": False, "patience": 1.5}
+GROUPS = {
+    "a tie in one step": ({}, [25, 25, 25, 25, 25, 26], {"group_size": 3}, [WON] * 3 + [LOST] * 3, [25] * 6),
+    "a freed place": ({"max_num_seqs": 2}, [10, 60, 15, 70], {"group_size": 2}, [WON, LOST, WON, LOST], None),
+    "no redundancy": ({}, [10, 30, 20], {"group_size": 3}, [WON] * 3, [10, 30, 20]),
+    "no early stop": ({}, [10, 30, 20], {"group_size": 1, "early_stop": False}, [WON] * 3, [10, 30, 20]),
+    "nobody left": ({}, [100] * 3, {"group_size": 1, "max_tokens": 20}, [CUT, LOST, LOST], [20] * 3),
+    "joined": ({}, [30, 20, 40], {"group_size": 1, "joined": True}, [LOST, WON, LOST], [20] * 3),
+    "patience": ({}, [10, 20, 30, 31, 90], PATIENT, [WON] * 3 + [LOST] * 2, [10, 20, 30, 30, 30]),
+    # The last two wait for a place: they get as many tokens as their siblings all the same.
+    "patience counts tokens, not steps": (
+        *({"max_num_seqs": 3}, [10, 20, 80, 25, 80], PATIENT),
+        *([WON, WON, LOST, WON, LOST], [10, 20, 30, 25, 30]),
+    ),
+}
+"""What the engine is like, how long candidates want to be, what the group says -> how they end, and their tokens."""
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_a_group_ends_as_its_terms_say_whatever_another_one_in_the_batch_does(new_run, name):
+    engine, lengths, terms, wanted, num_tokens = GROUPS[name]
+    run = new_run(**engine)
+    ids = add_group(run, "g", lengths, **terms)
+    other = add_group(run, "other", [6, 9], group_size=2, early_stop=False)
+    run.run()
+    assert [ending(run, id) for id in ids] == wanted
+    assert num_tokens in (None, [run.num_tokens(id) for id in ids])
+    assert [run.num_tokens(id) for id in other] == [6, 9]
+    assert_nothing_left(run)
 
 
 def abort(run: TracedRun, *request_ids: str) -> None:
@@ -57,16 +89,6 @@ def test_stopping_wastes_no_token_in_the_synchronous_loop_and_one_in_the_asynchr
     assert [run.num_dropped(id) for id in ids[1:]] == [loop.depth - 1] * 3
 
 
-def test_candidates_that_tie_in_one_step_give_exactly_group_size_winners(new_run):
-    run = new_run()
-    ids = add_group(run, "g", [25, 25, 25, 25, 25, 26], group_size=3)
-    run.run()
-    assert [ending(run, id) for id in ids] == [WON] * 3 + [LOST] * 3
-    assert [run.num_tokens(id) for id in ids] == [25] * 6
-    assert [run.tokens(id)[-1] == EOS_TOKEN for id in ids] == [True] * 5 + [False]
-    assert_nothing_left(run)
-
-
 def test_of_candidates_that_tie_the_shortest_wins_before_the_lowest_index(new_run, loop):
     run = new_run()
     add_group(run, "g", [31], group_size=1, num_candidates=2)
@@ -87,14 +109,6 @@ def test_waiting_candidates_are_stopped_with_one_empty_last_output(new_run):
     assert [ending(run, id) for id in ids] == [LOST, WON, LOST, LOST, LOST, LOST]
     assert [run.num_tokens(id) for id in ids] == [20, 20, 20, 0, 0, 0]
     assert [len(run.outputs[id]) for id in ids[3:]] == [1, 1, 1]
-    assert_nothing_left(run)
-
-
-def test_a_freed_place_goes_to_a_waiting_candidate_while_the_group_is_open(new_run):
-    run = new_run(max_num_seqs=2)
-    ids = add_group(run, "g", [10, 60, 15, 70], group_size=2)
-    run.run()
-    assert [ending(run, id) for id in ids] == [WON, LOST, WON, LOST]
     assert_nothing_left(run)
 
 
@@ -122,35 +136,6 @@ def test_a_candidate_goes_on_after_preemption_where_it_was(new_run):
     assert [ending(run, id) for id in ids] == [WON] * 4
     for id, length in zip(ids, [150, 160, 170, 180], strict=True):
         assert run.tokens(id) == [*run.own_tokens(id, length - 1), EOS_TOKEN]
-    assert_nothing_left(run)
-
-
-def test_groups_in_one_batch_do_not_touch_each_other(new_run):
-    run = new_run()
-    short = add_group(run, "short", [10, 90], group_size=1)
-    long = add_group(run, "long", [60, 50, 70], group_size=2)
-    run.run()
-    assert [ending(run, id) for id in short] == [WON, LOST]
-    assert [ending(run, id) for id in long] == [WON, WON, LOST]
-    assert [run.num_tokens(id) for id in [*short, *long]] == [10, 10, 60, 50, 60]
-    assert_nothing_left(run)
-
-
-def test_without_redundancy_every_candidate_runs_to_its_end(new_run):
-    run = new_run()
-    ids = add_group(run, "g", [10, 30, 20], group_size=3)
-    run.run()
-    assert [ending(run, id) for id in ids] == [WON] * 3
-    assert [run.num_tokens(id) for id in ids] == [10, 30, 20]
-    assert_nothing_left(run)
-
-
-def test_without_early_stop_every_candidate_runs_to_its_end(new_run):
-    run = new_run()
-    ids = add_group(run, "g", [10, 30, 20], group_size=1, early_stop=False)
-    run.run()
-    assert [ending(run, id) for id in ids] == [WON] * 3
-    assert [run.num_tokens(id) for id in ids] == [10, 30, 20]
     assert_nothing_left(run)
 
 
@@ -191,15 +176,6 @@ def test_an_abort_while_the_model_runs_is_obeyed_in_that_step(new_run):
     assert ending(run, "g-0") == ABORTED
     assert run.num_tokens("g-0") == 9  # the aborted step's token is dropped, what was held is delivered
     assert [ending(run, id) for id in ids[1:]] == [WON, LOST]
-    assert_nothing_left(run)
-
-
-def test_truncated_candidates_count_when_nobody_is_left(new_run):
-    run = new_run()
-    ids = add_group(run, "g", [100, 100, 100], group_size=1, max_tokens=20)
-    run.run()
-    assert [ending(run, id) for id in ids] == [("finished", FinishReason.LENGTH, None), LOST, LOST]
-    assert [run.num_tokens(id) for id in ids] == [20] * 3
     assert_nothing_left(run)
 
 
@@ -272,14 +248,6 @@ def test_an_error_while_running_is_noted_on_its_output_with_everything_held(new_
     run.run()
     assert [ending(run, id) for id in ids] == [("failed", FinishReason.ERROR, None), WON]
     assert run.tokens("g-0") == run.own_tokens("g-0", 7)
-    assert_nothing_left(run)
-
-
-def test_requests_joined_by_a_group_id_race_like_a_group(new_run):
-    run = new_run()
-    ids = add_group(run, "shared", [30, 20, 40], group_size=1, joined=True)
-    run.run()
-    assert [ending(run, id) for id in ids] == [LOST, WON, LOST]
     assert_nothing_left(run)
 
 
@@ -477,25 +445,6 @@ def test_the_stats_of_the_step_that_stops_losers_do_not_count_them(new_run):
     assert set(seen) == {3, 0}
 
 
-def test_with_patience_the_wait_for_the_longest_ends_at_a_length(new_run):
-    run = new_run()
-    ids = add_group(run, "g", [10, 20, 30, 31, 90], group_size=2, early_stop=False, patience=1.5)
-    run.run()
-    assert [ending(run, id) for id in ids] == [WON, WON, WON, LOST, LOST]
-    assert [run.num_tokens(id) for id in ids] == [10, 20, 30, 30, 30]
-    assert_nothing_left(run)
-
-
-def test_patience_counts_tokens_not_steps(new_run):
-    run = new_run(max_num_seqs=3)
-    ids = add_group(run, "g", [10, 20, 80, 25, 80], group_size=2, early_stop=False, patience=1.5)
-    run.run()
-    # The last two wait for a place: they get as many tokens as their siblings all the same.
-    assert [run.num_tokens(id) for id in ids] == [10, 20, 30, 25, 30]
-    assert [ending(run, id) for id in ids] == [WON, WON, LOST, WON, LOST]
-    assert_nothing_left(run)
-
-
 def test_a_client_that_leaves_while_patience_runs_leaves_nothing_behind(new_run):
     run = new_run()
     ids = add_group(run, "g", [10, 20, 80, 80], group_size=2, early_stop=False, patience=3)
@@ -507,13 +456,4 @@ def test_a_client_that_leaves_while_patience_runs_leaves_nothing_behind(new_run)
     add_group(run, "h", [5, 6], group_size=1)
     run.run()
     assert run.scheduler.group_steps._capped == {}
-    assert_nothing_left(run)
-
-
-def test_groups_without_patience_wait_for_everybody(new_run):
-    run = new_run()
-    patient = add_group(run, "g", [10, 20, 90], group_size=2, early_stop=False, patience=1)
-    others = add_group(run, "h", [10, 20, 90], group_size=2, early_stop=False)
-    run.run()
-    assert [run.num_tokens(id) for id in patient + others] == [10, 20, 20, 10, 20, 90]
     assert_nothing_left(run)

@@ -82,14 +82,30 @@ def test_a_last_output_says_why_its_candidate_was_kept_or_not(pruning_run):
     assert reward(run, "g", 2) == ["unscored"]
 
 
-def test_the_floor_keeps_the_best_as_far_as_they_are_needed(pruning_run):
+FULL, LENGTHS, LOGITS = replace(PLAN, allow_fewer=False), [50, 40, 60, 45], [-3, -1, -2, -4]
+GROUPS = {
+    "the best stay as far as one is needed": (LENGTHS, 3, PLAN, LOGITS, {}, [PRUNED, WON, PRUNED, PRUNED], 4),
+    "the best stay as far as all are needed": (LENGTHS, 3, FULL, LOGITS, {}, [WON, WON, WON, PRUNED], 4),
+    "complete in the step of its scores": ([10, 50, 50], 1, PLAN, [-1, -1, 1], {}, [WON, LOST, LOST], 0),
+    "race and pruning in one step": (
+        *([10, 50, 50, 60, 70], 2, PLAN, [0, -1, 1, -1, 1], {}),
+        *([WON, PRUNED, WON, PRUNED, LOST], 4),
+    ),
+    "cut in the due step": ([50, 50], 2, PLAN, [-1, 1], {"max_tokens": 10}, [CUT, CUT], 0),
+    "over by itself in the due step": ([10, 50], 2, PLAN, [-1, 1], {}, [WON, WON], 1),
+}
+"""Lengths, size, plan, logits and sampling of a group -> how its candidates end, and how many were judged."""
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_who_is_pruned_and_who_is_judged(pruning_run, name):
+    lengths, group_size, plan, logits, sampling, wanted, num_judged = GROUPS[name]
     run = pruning_run()
-    logits = [-3, -1, -2, -4]
-    few = add_group(run, "few", [50, 40, 60, 45], 3, pruning=PLAN, logits=logits)
-    full = add_group(run, "full", [50, 40, 60, 45], 3, pruning=replace(PLAN, allow_fewer=False), logits=logits)
+    ids = add_group(run, "g", lengths, group_size, pruning=plan, logits=logits, **sampling)
     run.run()
-    assert endings(run, few) == [PRUNED, WON, PRUNED, PRUNED]
-    assert endings(run, full) == [WON, WON, WON, PRUNED]
+    assert endings(run, ids) == wanted
+    assert {run.num_tokens(id) for id, end in zip(ids, wanted, strict=True) if end in (PRUNED, CUT)} <= {10}
+    assert sum(run.note(id).assessment is not None for id in ids) == num_judged
     assert_nothing_left(run)
 
 
@@ -120,43 +136,6 @@ def test_a_preempted_candidate_is_judged_when_it_gets_there(pruning_run):
     assert endings(run, ids) == [WON, WON, PRUNED, PRUNED]
     assert [run.num_tokens(id) for id in ids] == [150, 160, 100, 100]
     assert_nothing_left(run)
-
-
-def test_a_group_that_completes_in_the_step_of_its_scores_judges_nobody(pruning_run):
-    run = pruning_run()
-    ids = add_group(run, "g", [10, 50, 50], 1, pruning=PLAN, logits=[-1, -1, 1])
-    run.run()
-    assert endings(run, ids) == [WON, LOST, LOST]
-    assert [run.num_tokens(id) for id in ids] == [10, 10, 10]
-    assert [run.note(id).assessment for id in ids] == [None] * 3
-    assert_nothing_left(run)
-
-
-def test_race_and_pruning_act_in_one_step(pruning_run):
-    run = pruning_run()
-    ids = add_group(run, "g", [10, 50, 50, 60, 70], 2, pruning=PLAN, logits=[0, -1, 1, -1, 1])
-    run.run()
-    assert endings(run, ids) == [WON, PRUNED, WON, PRUNED, LOST]
-    assert [run.num_tokens(id) for id in ids] == [10, 10, 50, 10, 50]
-    assert run.note("g-0").end_step == run.note("g-1").end_step == run.note("g-3").end_step
-    assert_nothing_left(run)
-
-
-def test_a_candidate_that_ends_by_itself_in_its_due_step_is_finished_and_unscored(pruning_run):
-    run = pruning_run()
-    ids = add_group(run, "g", [10, 50], 2, pruning=PLAN, logits=[-1, 1])
-    run.run()
-    assert endings(run, ids) == [WON, WON]
-    assert run.note("g-0").assessment is None
-    assert reward(run, "g", 0, 1) == ["unscored", "accepted"]
-
-
-def test_a_candidate_cut_in_its_due_step_is_not_judged(pruning_run):
-    run = pruning_run()
-    ids = add_group(run, "g", [50, 50], 2, pruning=PLAN, logits=[-1, 1], max_tokens=10)
-    run.run()
-    assert endings(run, ids) == [CUT, CUT]
-    assert run.note("g-0").assessment is None
 
 
 def test_pruning_that_makes_cut_candidates_count_completes_the_group_in_that_step(pruning_run):

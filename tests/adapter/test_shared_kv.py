@@ -97,7 +97,7 @@ def test_another_layout_is_refused():
 def test_memory_of_another_host_is_not_looked_for(monkeypatch):
     source, _ = new_cache()
     segment = source.share([1])
-    monkeypatch.setattr(shared_kv, "this_host", lambda: "another")
+    monkeypatch.setattr(kv_layers, "this_host", lambda: "another")
     other: KVSegment = source.share([1])
     monkeypatch.undo()
     with pytest.raises(ValueError, match="memory of another host"):

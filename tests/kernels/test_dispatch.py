@@ -94,14 +94,19 @@ def test_an_extension_for_another_torch_leaves_the_reference_and_says_what_is_mi
     assert remedy in reason
 
 
-def test_an_extension_from_before_the_operator_is_named_with_its_remedy(monkeypatch):
+@pytest.mark.parametrize(
+    ("operator", "fake", "said"),
+    [
+        ("quality_head", None, "was built before it had quality_head"),
+        ("token_confidence", lambda logits, rows, sampled: None, "has another token_confidence than this version"),
+    ],
+)
+def test_an_extension_of_another_version_is_named_with_its_remedy(monkeypatch, operator, fake, said):
     pytest.importorskip("vllm_rollout._C")
-    monkeypatch.setitem(dispatch.FAKES, "quality_head", None)
-    implementation = active_implementation("cpu", "quality_head")
+    monkeypatch.setitem(dispatch.FAKES, operator, fake)
+    implementation = active_implementation("cpu", operator)
     assert implementation.name == "torch"
-    assert implementation.reason == (
-        f"vllm_rollout._C was built before it had quality_head: run `{build_command()}` to rebuild it"
-    )
+    assert implementation.reason == f"vllm_rollout._C {said}: run `{build_command()}` to rebuild it"
 
 
 @pytest.mark.parametrize("operator", dispatch.TRITON_MODULES)
@@ -117,9 +122,12 @@ def test_a_device_type_without_kernels_gets_the_reference_and_a_reason():
     assert (implementation.name, implementation.reason) == ("torch", "no kernel for device type 'meta'")
 
 
-def test_an_unknown_operator_is_refused():
+def test_an_unknown_operator_and_an_unknown_choice_are_refused(monkeypatch):
     with pytest.raises(ValueError, match=r"operator must be one of token_confidence, .*, got 'softmax'"):
         active_implementation("cpu", "softmax")
+    monkeypatch.setenv(dispatch.OPS_VARIABLE, "fast")
+    with pytest.raises(ValueError, match="VLLM_ROLLOUT_OPS must be one of auto, torch, got 'fast'"):
+        active_implementation("cpu")
 
 
 def test_fakes_have_the_shapes_and_dtypes_of_the_results():

@@ -10,18 +10,8 @@ import torch
 from token_confidence_cases import DTYPES, TOLERANCE, random_case, special_cases, whole, with_masked_entries
 from torch import library
 
-from vllm_rollout.tracker import dispatch
-from vllm_rollout.tracker.build_command import build_command
 from vllm_rollout.tracker.ops import active_implementation, token_confidence
 from vllm_rollout.tracker.reference import token_confidence_reference
-
-
-@pytest.fixture(autouse=True)
-def _implementation_chosen_anew(monkeypatch):
-    monkeypatch.delenv(dispatch.OPS_VARIABLE, raising=False)
-    active_implementation.cache_clear()
-    yield
-    active_implementation.cache_clear()
 
 
 @pytest.fixture
@@ -56,11 +46,6 @@ def test_reference_gives_the_values_computed_by_hand():
     logits = torch.tensor([[0.0, math.log(2), math.log(5)], [0.0, math.log(2), -math.inf]])
     confidences = [math.log(8) - math.log(10) / 3, math.log(3) - math.log(2) / 2]
     torch.testing.assert_close(token_confidence_reference(*whole(logits)), torch.tensor(confidences))
-
-
-def test_equal_logits_have_the_confidence_of_the_vocabulary_size():
-    confidence = token_confidence_reference(*whole(torch.full((1, 512), 3.0)))
-    torch.testing.assert_close(confidence, torch.tensor([math.log(512)]))
 
 
 @pytest.mark.parametrize("vocab_size", [1, 7, 512])
@@ -117,12 +102,6 @@ def test_cpp_is_as_accurate_as_float64_for_a_large_vocabulary(cpp):
     torch.testing.assert_close(cpp(*case).double(), confidence_in_float64(*case), rtol=1e-6, atol=1e-6)
 
 
-def test_cpp_counts_masked_entries_as_nothing(cpp):
-    logits = torch.full((1, 3000), -torch.inf)
-    logits[0, 1234] = 17.25
-    assert cpp(*whole(logits)).item() == pytest.approx(0.0, abs=1e-30)
-
-
 def test_cpp_results_do_not_depend_on_the_number_of_threads(cpp):
     case = random_case(40, 30000, torch.bfloat16)
     num_threads = torch.get_num_threads()
@@ -175,42 +154,6 @@ def test_operator_called_directly_refuses_wrong_arguments_too(cpp, name):
 def test_token_confidence_uses_the_active_implementation(cpp):
     case = random_case(4, 600)
     assert token_confidence(*case).equal(cpp(*case))
-
-
-def test_environment_forces_the_reference(monkeypatch):
-    monkeypatch.setenv("VLLM_ROLLOUT_OPS", "torch")
-    implementation = active_implementation("cpu")
-    assert (implementation.name, implementation.reason) == ("torch", "VLLM_ROLLOUT_OPS=torch")
-
-
-def test_environment_with_an_unknown_value_is_refused(monkeypatch):
-    monkeypatch.setenv("VLLM_ROLLOUT_OPS", "fast")
-    with pytest.raises(ValueError, match="VLLM_ROLLOUT_OPS must be one of auto, torch, got 'fast'"):
-        active_implementation("cpu")
-
-
-def test_a_missing_extension_is_said_with_its_remedy(monkeypatch):
-    monkeypatch.setitem(sys.modules, "vllm_rollout._C", None)
-    monkeypatch.delattr("vllm_rollout._C", raising=False)
-    implementation = active_implementation("cpu")
-    assert implementation.name == "torch"
-    assert implementation.reason == f"vllm_rollout._C is not built: run `{build_command()}`"
-    case = random_case(2, 9)
-    assert_same(token_confidence(*case), token_confidence_reference(*case))
-
-
-def test_an_extension_with_other_arguments_is_named_with_its_remedy(monkeypatch):
-    pytest.importorskip("vllm_rollout._C")
-    monkeypatch.setitem(dispatch.FAKES, "token_confidence", lambda logits, rows, sampled: None)
-    implementation = active_implementation("cpu")
-    assert implementation.name == "torch"
-    assert implementation.reason == (
-        f"vllm_rollout._C has another token_confidence than this version: run `{build_command()}` to rebuild it"
-    )
-
-
-def test_an_unknown_device_type_gets_the_reference_and_a_reason():
-    assert active_implementation("meta").reason == "no kernel for device type 'meta'"
 
 
 @pytest.mark.thorough

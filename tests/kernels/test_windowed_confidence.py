@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from vllm_rollout.tracker.ops import active_implementation, windowed_confidence
+from vllm_rollout.tracker.ops import windowed_confidence
 
 
 def by_the_definition(trace: torch.Tensor, lengths: torch.Tensor, window: int) -> torch.Tensor:
@@ -78,11 +78,6 @@ def test_a_long_trace_keeps_its_digits():
     trace[0, -10:] = 11.8
     result = windowed_confidence(trace, torch.tensor([100_000]), 10)
     assert result[0, 1].item() == pytest.approx(11.8, rel=1e-7)
-
-
-def test_torch_serves_the_cpu_and_nothing_faster_is_missing():
-    implementation = active_implementation("cpu", "windowed_confidence")
-    assert (implementation.name, implementation.reason) == ("torch", None)
 
 
 WRONG_ARGUMENTS = {

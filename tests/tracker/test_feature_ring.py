@@ -4,6 +4,8 @@ import threading
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from vllm_rollout.tracker.feature_ring import FeatureRing
 
@@ -22,13 +24,6 @@ def put(ring: FeatureRing, *numbers: int) -> None:
     ring.put([f"r{number}" for number in numbers], torch.stack([state(number) for number in numbers]))
 
 
-def take(ring: FeatureRing, *numbers: int) -> tuple[list[float], list[int]]:
-    features, found = ring.take([f"r{number}" for number in numbers])
-    assert features.shape == (len(found), HIDDEN_SIZE)
-    assert all((row == row[0]).all() for row in features)
-    return features[:, 0].tolist(), found
-
-
 @pytest.mark.parametrize(
     ("max_bytes", "dtype", "capacity"),
     [(64, torch.float32, 4), (64, torch.bfloat16, 8), (79, torch.float32, 4), (0, torch.float32, 1)],
@@ -37,51 +32,29 @@ def test_the_capacity_is_what_fits_but_at_least_one(max_bytes, dtype, capacity):
     assert FeatureRing(HIDDEN_SIZE, dtype, max_bytes).capacity == capacity
 
 
-def test_what_was_put_is_taken_once_in_the_order_asked_for():
-    r = ring(8)
-    put(r, 1, 2, 3)
-    assert take(r, 3, 9, 1) == ([3.0, 1.0], [0, 2])
-    assert take(r, 3, 2) == ([2.0], [1])
-    assert take(r) == ([], [])
-    assert len(r) == 0
+KEYS = st.lists(st.integers(0, 7), max_size=6)
 
 
-def test_asking_for_the_same_request_twice_gives_it_once():
-    r = ring(4)
-    put(r, 1, 2)
-    assert take(r, 1, 1, 2, 1) == ([1.0, 2.0], [0, 2])
-    put(r, 3, 4, 5, 6)
-    assert take(r, 3, 4, 5, 6) == ([3.0, 4.0, 5.0, 6.0], [0, 1, 2, 3])
-
-
-def test_the_oldest_gives_way_to_the_newest():
-    r = ring(3)
-    put(r, 1, 2, 3)
-    put(r, 4, 5)
-    assert len(r) == 3
-    assert take(r, 1, 2, 3, 4, 5) == ([3.0, 4.0, 5.0], [2, 3, 4])
-
-
-def test_more_than_fits_at_once_leaves_the_newest():
-    r = ring(2)
-    put(r, *range(10))
-    assert take(r, *range(10)) == ([8.0, 9.0], [8, 9])
-
-
-def test_what_was_taken_makes_room():
-    r = ring(3)
-    put(r, 1, 2, 3)
-    take(r, 2)
-    put(r, 4)
-    assert take(r, 1, 3, 4) == ([1.0, 3.0, 4.0], [0, 1, 2])
-
-
-def test_a_request_keeps_its_first_state_and_its_age():
-    r = ring(2)
-    put(r, 1, 2)
-    r.put(["r1"], state(100)[None])
-    put(r, 3)
-    assert take(r, 1, 2, 3) == ([2.0, 3.0], [1, 2])
+@settings(max_examples=200)
+@given(st.integers(1, 4), st.lists(st.tuples(st.sampled_from(["put", "take", "drop"]), KEYS), max_size=12))
+def test_a_state_is_there_until_it_is_taken_dropped_or_the_newest_need_its_place(capacity, calls):
+    r, kept = ring(capacity), {}
+    for value, (call, numbers) in enumerate(calls):
+        keys = [f"r{number}" for number in numbers]
+        if call == "put":
+            r.put(keys, torch.full((len(keys), HIDDEN_SIZE), float(value)))
+            for key in keys:  # the first state, and its age, stay
+                kept.setdefault(key, value)
+                if len(kept) > capacity:
+                    del kept[next(iter(kept))]
+        elif call == "take":
+            features, found = r.take(keys)
+            assert found == [at for at, key in enumerate(keys) if key in kept and key not in keys[:at]]
+            assert features.tolist() == [[kept.pop(keys[at])] * HIDDEN_SIZE for at in found]
+        else:
+            r.drop(keys)
+            kept = {key: value for key, value in kept.items() if key not in keys}
+        assert len(r) == len(kept)
 
 
 def test_states_are_copies_in_the_dtype_of_the_model():

@@ -6,7 +6,6 @@ import torch
 
 from vllm_rollout.group.types import BASE_MODEL, WHOLE, HeadKey
 from vllm_rollout.tracker.feature_ring import FeatureRing, StateKey
-from vllm_rollout.tracker.last_states import LastStates
 from vllm_rollout.tracker.ops import quality_head
 from vllm_rollout.tracker.quality_head import HeadWeights
 from vllm_rollout.tracker.quality_heads import QualityHeads
@@ -186,7 +185,3 @@ def test_what_moves_is_scored_where_it_goes_on():
     assert there.tracker.step.due.lengths == [5]
     there.tracker.discard("a")
     assert [key.num_tokens for key in there.tracker.take_last_states([]).keys] == [4, 5]
-
-
-def test_states_before_the_first_are_none():
-    assert LastStates(2, 2).take_ended() is None

@@ -114,23 +114,13 @@ def engine(monkeypatch):
 STEADY = Counter(token_confidence=1, update_confidence=1)
 
 
-def test_a_decode_step_is_two_launches(engine):
-    assert engine.step() == STEADY
-
-
-def test_a_new_candidate_costs_no_launch(engine):
-    engine.add(1)
-    assert engine.step() == STEADY
-
-
-def test_many_new_candidates_cost_no_launch(engine):
-    engine.add(64)
-    assert engine.step() == STEADY
-
-
-def test_strangers_and_prefill_chunks_in_the_batch_cost_no_launch_and_no_copy_of_logits(engine):
-    assert engine.step(strangers=3, unfinished=2) == STEADY
-    assert engine.step(strangers=3, unfinished=1) == STEADY
+@pytest.mark.parametrize("num_new", [0, 1, 64])
+@pytest.mark.parametrize(("strangers", "unfinished"), [(0, 0), (3, 2), (3, 1)])
+def test_new_candidates_strangers_and_prefill_chunks_cost_no_launch_and_no_copy_of_logits(
+    engine, num_new, strangers, unfinished
+):
+    engine.add(num_new)
+    assert engine.step(strangers=strangers, unfinished=unfinished) == STEADY
 
 
 def test_what_the_host_knows_of_a_step_goes_to_the_device_in_one_copy(engine, monkeypatch):

@@ -4,7 +4,6 @@ import itertools
 import json
 import math
 import struct
-import threading
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from vllm_rollout.tracker.quality_head import (
     QUALITY_HEAD_PUBLISH_STEPS,
     QUALITY_HEAD_REPLAY,
     HeadMismatch,
-    HeadWeights,
     QualityHead,
 )
 from vllm_rollout.tracker.replay import MAX_MAGNITUDE, Replay, Standardiser
@@ -304,46 +302,6 @@ def test_the_global_generator_is_left_alone():
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_a_reader_sees_whole_versions_only():
-    """A thread that scores all the time while another trains finds weights of one version, unchanged once seen."""
-    head = QualityHead(HIDDEN_SIZE, "model", 16)
-    features, labels = states(3000, seed=1, noise=1.0)
-    seen: dict[int, tuple[HeadWeights, list[float]]] = {}
-    done = threading.Event()
-
-    def read():
-        while not done.wait(0.0002):
-            weights = head.weights
-            if weights is not None and id(weights) not in seen:
-                seen[id(weights)] = weights, [tensor.double().sum().item() for tensor in weights]
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    for rows in torch.arange(3000).split(150):
-        head.add(features[rows], labels[rows], torch.ones(len(rows)))
-        train_all(head)
-    done.set()
-    reader.join()
-    assert len(seen) > 1
-    for weights, sums in seen.values():
-        assert [tensor.double().sum().item() for tensor in weights] == sums
-
-
-def test_weights_stay_while_the_next_version_trains():
-    head = trained(500)
-    weights, version = head.weights, head.version
-    copies = [tensor.clone() for tensor in weights]
-    features, labels = states(500, seed=8, noise=0.0)
-    head.add(features, labels, torch.ones(500))
-    head.train(budget_s=0.0)
-    assert head.weights is weights
-    assert head.version == version
-    assert same_weights(weights, copies)
-    train_all(head)
-    assert head.version == version + 1
-    assert same_weights(weights, copies)
-
-
 def test_a_slice_that_raises_leaves_the_weights(monkeypatch):
     head = trained(500)
     weights, version = head.weights, head.version
@@ -494,11 +452,8 @@ def test_a_head_for_something_else_is_a_mismatch(hidden_size, model, field, foun
         (head.to_safetensors(), QualityHead.from_safetensors),
         (head.state(), QualityHead.restore),
     ):
-        with pytest.raises(HeadMismatch) as error:
+        with pytest.raises(HeadMismatch, match=f"the head's {field} is {found!r}, but {expected!r} is served"):
             read(data, hidden_size=hidden_size, model=model)
-        assert (error.value.field, error.value.found, error.value.expected) == (field, found, expected)
-        assert repr(found) in str(error.value)
-        assert repr(expected) in str(error.value)
 
 
 def edited(data, drop=(), metadata=(), **tensors):
@@ -542,14 +497,6 @@ def test_anything_else_is_refused(edit, message):
     data = edit(trained(300).to_safetensors())
     with pytest.raises(ValueError, match=message):
         QualityHead.from_safetensors(data, hidden_size=HIDDEN_SIZE, model="model")
-
-
-def test_a_head_is_not_a_state_and_a_state_not_a_head():
-    head = trained(300)
-    with pytest.raises(ValueError, match="must say kind"):
-        QualityHead.restore(head.to_safetensors(), hidden_size=HIDDEN_SIZE, model="model")
-    with pytest.raises(ValueError, match="must say kind"):
-        QualityHead.from_safetensors(head.state(), hidden_size=HIDDEN_SIZE, model="model")
 
 
 def interrupted_head():

@@ -159,89 +159,6 @@ def test_a_candidate_is_due_in_the_step_that_makes_its_token(detection_length):
     steps.check(request)
 
 
-def test_an_unfinished_prefill_is_not_observed_also_where_it_ends_at_the_due_length():
-    steps = Steps()
-    request = Request("a", 9, 1)
-    steps.add(request)
-    for num_tokens in (3, 3, 2):
-        steps.step([(request, num_tokens)])
-        assert steps.tracker.step is None
-    steps.step([(request, 1)])
-    assert steps.tracker.step.due.request_ids == ["a"]
-    steps.check(request)
-
-
-def test_a_preempted_candidate_is_computed_again_without_being_observed_twice():
-    steps = Steps()
-    request = Request("a", 4, 3)
-    steps.add(request)
-    steps.step([(request, 4)])
-    decode(steps, [request], 4)
-    steps.check(request)
-    steps.num_computed["a"] = 0
-    steps.add(request)
-    steps.step([(request, 6)])  # prompt and 2 tokens, where token 3 was due
-    assert steps.tracker.step is None
-    steps.step([(request, 3)])
-    decode(steps, [request], 3)
-    assert len(steps.confidences["a"]) == 9
-    steps.check(request)
-
-
-def test_a_candidate_preempted_before_it_is_due_is_due_afterwards():
-    steps = Steps()
-    request = Request("a", 4, 4)
-    steps.add(request)
-    steps.step([(request, 4)])
-    decode(steps, [request], 1)
-    steps.num_computed["a"] = 0
-    steps.add(request)
-    steps.step([(request, 6)])
-    assert steps.tracker.step.due is None
-    decode(steps, [request], 2)
-    steps.check(request)
-
-
-def test_a_slot_that_is_used_again_inherits_nothing():
-    steps = Steps(capacity=1)
-    old = Request("old", 2, 6)
-    steps.add(old)
-    steps.step([(old, 2)])
-    decode(steps, [old], 3)
-    steps.tracker.discard("old")
-    heir = Request("heir", 2, None)
-    steps.add(heir)
-    steps.step([(heir, 2)])
-    decode(steps, [heir], 12)
-    steps.check(heir)
-    steps.tracker.discard("heir")
-    third = Request("third", 3, 4)
-    steps.add(third)
-    steps.step([(third, 3)])
-    decode(steps, [third], 6)
-    steps.check(third)
-    assert "old" not in steps.scored
-
-
-def test_siblings_with_several_detection_lengths_are_due_in_one_step():
-    steps = Steps()
-    heads = {2: weights(2), 5: weights(5)}
-    for length, head in heads.items():
-        steps.tracker.heads[HeadKey(length)] = PublishedHead(length * 10, head)
-    requests = [Request("a", 4, 2), Request("b", 1, 5), Request("c", 4, 2), Request("d", 2, 4), Request("e", 3, None)]
-    for request in requests:
-        steps.add(request)
-    steps.step([(request, request.num_prompt_tokens) for request in requests if request.id in "bd"])
-    decode(steps, [requests[1], requests[3]], 2)
-    steps.step([(requests[1], 1), (requests[3], 1), (requests[0], 4), (requests[2], 4), (requests[4], 3)])
-    steps.step([(request, 1) for request in reversed(requests)], padded=True)
-    assert sorted(steps.scored) == ["a", "b", "c", "d"]
-    assert set(steps.tracker.step.due.request_ids) == {"a", "b", "c"}
-    for request in requests:
-        steps.check(request, head=heads.get(request.detection_length))
-    assert {id: scored[0].head_version for id, scored in steps.scored.items()} == {"a": 20, "b": 50, "c": 20, "d": 0}
-
-
 def test_candidates_of_several_adapters_are_due_in_one_step_each_with_the_head_of_its_own():
     tracker = CandidateTracker(CPU, capacity=2)
     heads = {
@@ -299,32 +216,6 @@ def test_names_of_adapters_do_not_pile_up():
     assert len(tracker._adapter_names) == 2
 
 
-def test_a_longer_detection_length_that_comes_later_keeps_the_traces_of_those_that_run():
-    steps = Steps()
-    first, second = Request("a", 3, 5), Request("b", 3, 33)
-    steps.add(first)
-    steps.step([(first, 3)])
-    decode(steps, [first], 2)
-    steps.add(second)
-    steps.step([(first, 1), (second, 3)])
-    decode(steps, [second, first], 40)
-    steps.check(first)
-    steps.check(second)
-
-
-def test_candidates_beyond_the_capacity_find_room_with_all_they_need():
-    steps = Steps(capacity=1)
-    requests = [Request(f"r{i}", 2 + i, 4 if i % 2 else 6) for i in range(9)]
-    running: list[Request] = []
-    for request in requests:
-        steps.add(request)
-        steps.step([*((r, 1) for r in running), (request, request.num_prompt_tokens)])
-        running.append(request)
-    decode(steps, running, 8)
-    for request in requests:
-        steps.check(request)
-
-
 @pytest.mark.parametrize(("num_before", "num_steps"), [(0, 6), (4, 2), (5, 1), (6, None), (9, None)])
 def test_a_detection_length_counts_from_the_first_token_also_in_a_later_round(num_before, num_steps):
     """With a head the state is scored as at once; the trace of the tokens before is not known."""
@@ -367,19 +258,6 @@ def test_tokens_that_are_dropped_and_sampled_again_count_once(num_dropped):
     steps.check(request)
 
 
-def test_a_due_token_that_is_dropped_is_due_again_with_the_trace_of_what_stayed():
-    steps = Steps()
-    request = Request("a", 3, 6)
-    steps.add(request)
-    steps.step([(request, 3)])
-    decode(steps, [request], 5)
-    assert "a" in steps.scored
-    steps.drop(request, 2)
-    steps.step([(request, 3 + 4)])
-    decode(steps, [request], 4)
-    steps.check(request)
-
-
 def test_nothing_is_due_when_no_hidden_states_were_seen():
     tracker = CandidateTracker(CPU)
     tracker.add("a", 3, 1)
@@ -414,24 +292,6 @@ def test_a_step_does_not_show_what_the_one_before_saw():
     assert steps.tracker.step is None
     steps.tracker.discard("a")
     assert len(steps.tracker) == 0
-
-
-def test_discarding_while_others_run_does_not_move_their_rows():
-    steps = Steps()
-    requests = [Request(f"r{i}", 2, 6) for i in range(4)]
-    for request in requests:
-        steps.add(request)
-    steps.step([(request, 2) for request in requests])
-    decode(steps, requests, 2)
-    steps.tracker.discard("r1")
-    late = Request("late", 2, 3)
-    steps.add(late)
-    left = [requests[0], requests[2], requests[3]]
-    steps.step([(late, 2), *((request, 1) for request in left)])
-    decode(steps, [*left, late], 6)
-    for request in (*left, late):
-        steps.check(request)
-    assert "r1" not in steps.scored
 
 
 def test_a_head_that_is_replaced_scores_those_that_are_due_from_then_on():

@@ -57,36 +57,35 @@ def active_implementation(device_type: str, operator: Operator = "token_confiden
         raise ValueError(f"{OPS_VARIABLE} must be one of {', '.join(OPS_CHOICES)}, got {choice!r}")
     if operator not in OPERATORS:
         raise ValueError(f"operator must be one of {', '.join(OPERATORS)}, got {operator!r}")
+    found: Implementation | str | None = None
     if choice == "torch":
-        return Implementation("torch", f"{OPS_VARIABLE}=torch", REFERENCES[operator])
-    if device_type == "cpu":
-        return _cpp(operator) if operator in FAKES else Implementation("torch", None, REFERENCES[operator])
-    if device_type == "cuda":
-        return _triton(operator) if operator in TRITON_MODULES else Implementation("torch", None, REFERENCES[operator])
-    return Implementation("torch", f"no kernel for device type {device_type!r}", REFERENCES[operator])
+        found = f"{OPS_VARIABLE}=torch"
+    elif device_type not in ("cpu", "cuda"):
+        found = f"no kernel for device type {device_type!r}"
+    elif device_type == "cpu" and operator in FAKES:
+        found = _cpp(operator)
+    elif device_type == "cuda" and operator in TRITON_MODULES:
+        found = _triton(operator)
+    return found if isinstance(found, Implementation) else Implementation("torch", found, REFERENCES[operator])
 
 
-def _cpp(operator: Operator) -> Implementation:
+def _cpp(operator: Operator) -> Implementation | str:
+    """The operator in C++, or why it is not active."""
     try:
         from vllm_rollout import _C  # noqa: F401  (importing it registers the operators)
     except ModuleNotFoundError:
-        reason = f"vllm_rollout._C is not built: run `{build_command()}`"
-        return Implementation("torch", reason, REFERENCES[operator])
+        return f"vllm_rollout._C is not built: run `{build_command()}`"
     except ImportError as error:
         remedy = f"run `{build_command()}` to rebuild it"
         if torch.__version__ < MIN_TORCH:
             remedy = f"it needs torch {'.'.join(map(str, MIN_TORCH))} or later, found {torch.__version__}"
-        reason = f"vllm_rollout._C does not load ({error}): {remedy}"
-        return Implementation("torch", reason, REFERENCES[operator])
+        return f"vllm_rollout._C does not load ({error}): {remedy}"
     if not hasattr(torch.ops.vllm_rollout, operator):
-        reason = f"vllm_rollout._C was built before it had {operator}: run `{build_command()}` to rebuild it"
-        return Implementation("torch", reason, REFERENCES[operator])
-
+        return f"vllm_rollout._C was built before it had {operator}: run `{build_command()}` to rebuild it"
     kernel = getattr(torch.ops.vllm_rollout, operator).default
     arguments_built = [argument.name for argument in kernel._schema.arguments]
     if arguments_built != list(inspect.signature(FAKES[operator]).parameters):
-        reason = f"vllm_rollout._C has another {operator} than this version: run `{build_command()}` to rebuild it"
-        return Implementation("torch", reason, REFERENCES[operator])
+        return f"vllm_rollout._C has another {operator} than this version: run `{build_command()}` to rebuild it"
     library.register_fake(f"vllm_rollout::{operator}")(FAKES[operator])
     check = CHECKS[operator]
 
@@ -102,13 +101,14 @@ def _cpp(operator: Operator) -> Implementation:
     return Implementation("c++", None, compute)
 
 
-def _triton(operator: Operator) -> Implementation:
+def _triton(operator: Operator) -> Implementation | str:
+    """The operator in Triton, or why it is not active."""
     try:
         module = importlib.import_module(f"vllm_rollout.kernels.{TRITON_MODULES[operator]}")
     except ModuleNotFoundError as error:
         name = "triton" if error.name == "triton" else "vllm_rollout.kernels"
         how = "pip install triton" if error.name == "triton" else f"run `{build_command()}`"
-        return Implementation("torch", f"{name} is not installed: {how}", REFERENCES[operator])
+        return f"{name} is not installed: {how}"
 
     kernel = getattr(module, f"{operator}_triton")
     check = CHECKS[operator]

@@ -40,9 +40,6 @@ class HeadMismatch(ValueError):
         super().__init__(
             f"the head's {field} is {shown(found)}, but {expected!r} is served: use a head trained for that"
         )
-        self.field = field
-        self.found = found
-        self.expected = expected
 
 
 class HeadFile:

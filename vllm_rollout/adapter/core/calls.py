@@ -16,7 +16,6 @@ from typing import Any
 from vllm.v1.engine.core import EngineCore
 
 from vllm_rollout.adapter.call_table import OPERATIONS, CostToCompare, LengthsToLookUp, ObservedGroup
-from vllm_rollout.adapter.core.core_worker import call_worker
 from vllm_rollout.adapter.core.learning_calls import LearningCalls
 from vllm_rollout.group.lengths.moments import LengthStatistics
 from vllm_rollout.group.ranks.drift import Drift
@@ -32,6 +31,11 @@ def rollout_call(core: EngineCore, operation: str, payload: bytes) -> bytes:
     """Carry out one operation of the call table."""
     row = OPERATIONS[operation]
     return row.encode_result(ANSWERS[operation](core, row.decode_argument(payload)))
+
+
+def call_worker(core: EngineCore, method: str, *args: Any) -> Any:
+    """Call a method of every worker; returns the answer of the one whose outputs are read, the others say None."""
+    return next((result for result in core.collective_rpc(method, args=args) if result is not None), None)
 
 
 def _learning(core: EngineCore) -> LearningCalls:

@@ -22,8 +22,8 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_rollout.adapter.call_table import GroupToAdopt, GroupToRelease, Hold, Released
+from vllm_rollout.adapter.core.calls import call_worker
 from vllm_rollout.adapter.core.candidate import Candidate
-from vllm_rollout.adapter.core.core_worker import call_worker
 from vllm_rollout.adapter.core.kv_moving import KVMoves
 from vllm_rollout.adapter.core.versions import leave_deferred
 from vllm_rollout.adapter.parcel import KVBlocks, MovedCandidate, Parcel, request_to_move

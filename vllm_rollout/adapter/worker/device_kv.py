@@ -19,7 +19,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
-from uuid import uuid4
 
 import torch
 from vllm.logger import init_logger
@@ -29,11 +28,11 @@ from vllm_rollout.adapter.worker.kv_layers import (
     KV_FAILURES,
     STAMP_BYTES,
     KVLayers,
+    KVTransfer,
     TransferError,
-    check_host,
     check_room,
+    check_stamp,
     stamp_of,
-    this_host,
 )
 
 logger = init_logger("vllm.vllm_rollout")
@@ -125,39 +124,35 @@ class Buffer:
     handle: bytes
 
 
-class DeviceKV:
-    """CUDA IPC. Args: rank: of the worker in its engine."""
+class DeviceKV(KVTransfer):
+    """CUDA IPC."""
+
+    way = "cuda_ipc"
 
     def __init__(
         self, layers: KVLayers, rank: int, device: Device, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._layers, self._rank, self._device, self._clock = layers, rank, device, clock
+        super().__init__(layers, rank)
+        self._device, self._clock = device, clock
         self._lent: dict[str, tuple[Buffer, float]] = {}
         """By segment, with the time until which nobody has to drop it; the oldest first."""
         self._spare: Buffer | None = None
 
-    def share(self, block_ids: Sequence[int]) -> KVSegment:
+    def _lend(self, name: str, block_ids: Sequence[int]) -> bytes:
         while self._lent and (oldest := next(iter(self._lent.items())))[1][1] <= self._clock():
             self.drop(oldest[0])
-        name = f"rollout-kv-{uuid4().hex}"
         buffer = self._take(STAMP_BYTES + sum(self._layers.sizes(len(block_ids))))
         self._lent[name] = buffer, self._clock() + LENT_S
-        try:
-            with self._device.aside():
-                stamp = torch.frombuffer(bytearray(stamp_of(name)), dtype=torch.uint8).to(self._layers.device)
-                self._device.copy(buffer.pointer, stamp.data_ptr(), STAMP_BYTES)
-                place = buffer.pointer + STAMP_BYTES
-                for part in self._layers.gather(block_ids):
-                    self._device.copy(place, part.data_ptr(), part.nbytes)
-                    place += part.nbytes
-        except KV_FAILURES:
-            self.drop(name)
-            raise
-        return KVSegment(self._rank, name, "cuda_ipc", this_host(), buffer.handle, self._layers.layout, len(block_ids))
+        with self._device.aside():
+            stamp = torch.frombuffer(bytearray(stamp_of(name)), dtype=torch.uint8).to(self._layers.device)
+            self._device.copy(buffer.pointer, stamp.data_ptr(), STAMP_BYTES)
+            place = buffer.pointer + STAMP_BYTES
+            for part in self._layers.gather(block_ids):
+                self._device.copy(place, part.data_ptr(), part.nbytes)
+                place += part.nbytes
+        return buffer.handle
 
-    def fetch(self, segment: KVSegment, slots: Sequence[int], block_ids: Sequence[int]) -> None:
-        check_host(segment)
-        self._layers.check(segment)
+    def _read(self, segment: KVSegment, slots: Sequence[int], block_ids: Sequence[int]) -> None:
         pointer = self._device.open(segment.address)
         try:
             stamp = torch.empty(STAMP_BYTES, dtype=torch.uint8, device=self._layers.device)
@@ -166,8 +161,7 @@ class DeviceKV:
                 self._device.copy(stamp.data_ptr(), pointer, STAMP_BYTES)
         finally:
             self._device.close(pointer)
-        if bytes(stamp.tolist()) != stamp_of(segment.name):
-            raise ValueError(f"{segment.name} is another segment now")
+        check_stamp(stamp, segment)
 
     def drop(self, name: str) -> None:
         if (lent := self._lent.pop(name, None)) is None:

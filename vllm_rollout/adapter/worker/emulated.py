@@ -19,8 +19,7 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from vllm_rollout.adapter.options import RolloutOptions
 from vllm_rollout.adapter.worker.emulated_runner import HIDDEN_SIZE, EmulatedRunner, LaunchedStep
-from vllm_rollout.adapter.worker.head_calls import HeadCalls
-from vllm_rollout.adapter.worker.moving_calls import MovingCalls
+from vllm_rollout.adapter.worker.worker_calls import WorkerCalls
 from vllm_rollout.emulation.device import Device, DeviceSpan
 from vllm_rollout.emulation.fate import Fates
 from vllm_rollout.emulation.settings import Settings
@@ -48,10 +47,12 @@ class EmulatedOutput(AsyncModelRunnerOutput):
         """There is no connector."""
 
 
-class EmulatedWorker(HeadCalls, MovingCalls, WorkerBase):
-    """Overrides: what an engine core with one worker calls. Adds the methods of `HeadCalls`, with real heads on made-up
-    hidden states, and of `MovingCalls`.
+class EmulatedWorker(WorkerCalls, WorkerBase):
+    """Overrides: what an engine core with one worker calls. Adds the methods of `WorkerCalls`, with real heads on
+    made-up hidden states.
     """
+
+    moving_runner: EmulatedRunner
 
     def init_device(self) -> None:
         options = RolloutOptions.of(self.vllm_config)
@@ -63,9 +64,9 @@ class EmulatedWorker(HeadCalls, MovingCalls, WorkerBase):
         fates = Fates(self.emulation, parallel.data_parallel_index, emulation.num_ranks)
         ring = FeatureRing(HIDDEN_SIZE, torch.float32, options.feature_ring_bytes)
         self.emulated_device = Device(self.emulation, emulation.speed)
-        self.emulated_runner = EmulatedRunner(fates, self.vocab_size, ring)
+        self.moving_runner = EmulatedRunner(fates, self.vocab_size, ring)
         self.quality_heads = QualityHeads(
-            self.emulated_runner,
+            self.moving_runner,
             ring,
             hidden_size=HIDDEN_SIZE,
             model=self.model_config.served_model_name or self.model_config.model,
@@ -79,10 +80,6 @@ class EmulatedWorker(HeadCalls, MovingCalls, WorkerBase):
             goes_on=emulation.log_goes_on,
         )
         self._launched: LaunchedStep | None = None
-
-    @property
-    def moving_runner(self) -> EmulatedRunner:
-        return self.emulated_runner
 
     def load_model(self, **_: Any) -> None:
         """There is none."""
@@ -117,7 +114,7 @@ class EmulatedWorker(HeadCalls, MovingCalls, WorkerBase):
         """A rank without requests beside ranks with some, where experts are shared: it does nothing, at no time."""
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
-        self._launched = self.emulated_runner.step(scheduler_output)
+        self._launched = self.moving_runner.step(scheduler_output)
         return EMPTY_MODEL_RUNNER_OUTPUT if self._launched is None else None
 
     def sample_tokens(self, grammar_output: Any) -> EmulatedOutput | None:

@@ -1,4 +1,4 @@
-"""The KV cache of one worker as blocks that are copied out and in, and what the ways of a copy share.
+"""The KV cache of one worker as blocks that are copied out and in, and what the ways from worker to worker share.
 
 Invariant: blocks arrive whole, at a worker of the same rank and layout, or `fetch` raises.
 """
@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Protocol
+from uuid import uuid4
 
 import psutil
 import torch
 
-from vllm_rollout.adapter.parcel import KVSegment
+from vllm_rollout.adapter.parcel import KVSegment, KVWay
 
 MEMORY_SHARE = 0.5
 """Of the memory that is free where a segment would be: larger ones are not made."""
@@ -30,22 +30,6 @@ class TransferError(Exception):
 
 KV_FAILURES = (OSError, MemoryError, ValueError, TransferError, torch.OutOfMemoryError, torch.AcceleratorError)
 """What `share` and `fetch` raise when blocks cannot go along."""
-
-
-class KVTransfer(Protocol):
-    """One way from worker to worker."""
-
-    def share(self, block_ids: Sequence[int]) -> KVSegment:
-        """Copy blocks to where the same rank of another engine finds them, until they are dropped.
-
-        Raises: MemoryError when there is no room; KV_FAILURES.
-        """
-
-    def fetch(self, segment: KVSegment, slots: Sequence[int], block_ids: Sequence[int]) -> None:
-        """Copy what is in `slots` of a segment into `block_ids` here. Raises: KV_FAILURES."""
-
-    def drop(self, name: str) -> None:
-        """Nobody reads this segment any more, if it is one."""
 
 
 class KVLayers:
@@ -93,16 +77,47 @@ class KVLayers:
             chosen = chosen.to(part.device)
             layer.index_copy_(0, targets, part[chosen].to(layer.device))
 
-    def check(self, segment: KVSegment) -> None:
-        """Raises: ValueError when its blocks are not such as are here."""
-        if segment.layout != self.layout:
-            raise ValueError(f"KV blocks of {segment.layout} do not fit into {self.layout}")
 
+class KVTransfer:
+    """One way from worker to worker. Args: rank: of the worker in its engine."""
 
-def check_host(segment: KVSegment) -> None:
-    """Raises: ValueError when it is on another host."""
-    if segment.host != this_host():
-        raise ValueError(f"{segment.name} is in memory of another host")
+    way: KVWay
+    leads_to_other_hosts = False
+
+    def __init__(self, layers: KVLayers, rank: int) -> None:
+        self._layers, self._rank = layers, rank
+
+    def share(self, block_ids: Sequence[int]) -> KVSegment:
+        """Copy blocks to where the same rank of another engine finds them, until they are dropped.
+
+        Raises: MemoryError when there is no room; KV_FAILURES.
+        """
+        name = f"rollout-kv-{uuid4().hex}"
+        try:
+            address = self._lend(name, block_ids)
+        except KV_FAILURES:
+            self.drop(name)
+            raise
+        return KVSegment(self._rank, name, self.way, this_host(), address, self._layers.layout, len(block_ids))
+
+    def fetch(self, segment: KVSegment, slots: Sequence[int], block_ids: Sequence[int]) -> None:
+        """Copy what is in `slots` of a segment into `block_ids` here. Raises: KV_FAILURES."""
+        if not self.leads_to_other_hosts and segment.host != this_host():
+            raise ValueError(f"{segment.name} is in memory of another host")
+        if segment.layout != self._layers.layout:
+            raise ValueError(f"KV blocks of {segment.layout} do not fit into {self._layers.layout}")
+        self._read(segment, slots, block_ids)
+
+    def drop(self, name: str) -> None:
+        """Nobody reads this segment any more, if it is one."""
+        raise NotImplementedError
+
+    def _lend(self, name: str, block_ids: Sequence[int]) -> bytes:
+        """Copy blocks into memory that is lent to the segment of that name; what is needed to find it."""
+        raise NotImplementedError
+
+    def _read(self, segment: KVSegment, slots: Sequence[int], block_ids: Sequence[int]) -> None:
+        raise NotImplementedError
 
 
 @cache
@@ -114,6 +129,12 @@ def this_host() -> str:
 def stamp_of(name: str) -> bytes:
     """What is in memory together with the blocks of the segment of this name."""
     return bytes.fromhex(name[-2 * STAMP_BYTES :])
+
+
+def check_stamp(stamp: torch.Tensor, segment: KVSegment) -> None:
+    """Raises: ValueError when what was read with the blocks is not this segment's stamp, uint8 [STAMP_BYTES]."""
+    if bytes(stamp.tolist()) != stamp_of(segment.name):
+        raise ValueError(f"{segment.name} is another segment now")
 
 
 def free_bytes() -> int:

@@ -29,14 +29,14 @@ from vllm.logger import init_logger
 
 from vllm_rollout.adapter.parcel import KVSegment
 from vllm_rollout.adapter.worker.kv_layers import (
-    KV_FAILURES,
     STAMP_BYTES,
     KVLayers,
+    KVTransfer,
     TransferError,
     check_room,
+    check_stamp,
     free_bytes,
     stamp_of,
-    this_host,
 )
 
 logger = init_logger("vllm.vllm_rollout")
@@ -167,31 +167,28 @@ class Agent:
             raise TransferError(f"NIXL: {function}: {error}") from error
 
 
-class NixlKV:
-    """NIXL. Args: rank: of the worker in its engine."""
+class NixlKV(KVTransfer):
+    """NIXL."""
+
+    way = "nixl"
+    leads_to_other_hosts = True
 
     def __init__(self, layers: KVLayers, rank: int, agent: Agent) -> None:
-        self._layers, self._rank, self._agent = layers, rank, agent
+        super().__init__(layers, rank)
+        self._agent = agent
         self._lent: dict[str, Memory] = {}
         """By segment."""
         self._dropped: deque[Memory] = deque(maxlen=NUM_KEPT)
 
-    def share(self, block_ids: Sequence[int]) -> KVSegment:
+    def _lend(self, name: str, block_ids: Sequence[int]) -> bytes:
         num_bytes = STAMP_BYTES + sum(self._layers.sizes(len(block_ids)))
         check_room(num_bytes, free_bytes())
-        name = f"rollout-kv-{uuid4().hex}"
         memory = self._lent[name] = self._agent.register(num_bytes)
-        try:
-            memory.bytes[:STAMP_BYTES] = torch.frombuffer(bytearray(stamp_of(name)), dtype=torch.uint8)
-            self._layers.gather_into(self._layers.parts(memory.bytes[STAMP_BYTES:], len(block_ids)), block_ids)
-            address = msgspec.msgpack.encode(self._agent.place(memory))
-        except KV_FAILURES:
-            self.drop(name)
-            raise
-        return KVSegment(self._rank, name, "nixl", this_host(), address, self._layers.layout, len(block_ids))
+        memory.bytes[:STAMP_BYTES] = torch.frombuffer(bytearray(stamp_of(name)), dtype=torch.uint8)
+        self._layers.gather_into(self._layers.parts(memory.bytes[STAMP_BYTES:], len(block_ids)), block_ids)
+        return msgspec.msgpack.encode(self._agent.place(memory))
 
-    def fetch(self, segment: KVSegment, slots: Sequence[int], block_ids: Sequence[int]) -> None:
-        self._layers.check(segment)
+    def _read(self, segment: KVSegment, slots: Sequence[int], block_ids: Sequence[int]) -> None:
         place = msgspec.msgpack.decode(segment.address, type=Place)
         num_bytes = sum(self._layers.sizes(segment.num_blocks))
         check_room(num_bytes, free_bytes())
@@ -200,8 +197,7 @@ class NixlKV:
             with self._agent.connected(place) as there:
                 self._agent.read(there, place.start, memory, STAMP_BYTES, num_bytes)
                 self._agent.read(there, place.start, memory, 0, STAMP_BYTES)
-            if bytes(memory.bytes[:STAMP_BYTES].tolist()) != stamp_of(segment.name):
-                raise ValueError(f"{segment.name} is another segment now")
+            check_stamp(memory.bytes[:STAMP_BYTES], segment)
             parts = self._layers.parts(memory.bytes[STAMP_BYTES:], segment.num_blocks)
             self._layers.scatter(parts, slots, block_ids)
         finally:

@@ -11,50 +11,32 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Sequence
-from uuid import uuid4
 
 import torch
 
 from vllm_rollout.adapter.parcel import KVSegment
-from vllm_rollout.adapter.worker.kv_layers import (
-    KV_FAILURES,
-    KVLayers,
-    check_host,
-    check_room,
-    free_bytes,
-    this_host,
-)
+from vllm_rollout.adapter.worker.kv_layers import KVLayers, KVTransfer, check_room, free_bytes
 
 
-class SharedKV:
-    """Host memory. Args: rank: of the worker in its engine."""
+class SharedKV(KVTransfer):
+    """Host memory."""
+
+    way = "host_memory"
 
     def __init__(self, layers: KVLayers, rank: int) -> None:
-        self._layers = layers
-        self._rank = rank
+        super().__init__(layers, rank)
         self._files: dict[str, int] = {}
         """Open memory files that others may read, by name."""
 
-    def share(self, block_ids: Sequence[int]) -> KVSegment:
+    def _lend(self, name: str, block_ids: Sequence[int]) -> bytes:
         num_bytes = sum(self._layers.sizes(len(block_ids)))
         check_room(num_bytes, free_bytes())
-        name = f"rollout-kv-{uuid4().hex}"
-        file = os.memfd_create(name)
-        self._files[name] = file
-        try:
-            os.posix_fallocate(file, 0, num_bytes)
-            self._layers.gather_into(self._parts(file, len(block_ids)), block_ids)
-        except KV_FAILURES:
-            self.drop(name)
-            raise
-        path = f"/proc/{os.getpid()}/fd/{file}"
-        return KVSegment(
-            self._rank, name, "host_memory", this_host(), path.encode(), self._layers.layout, len(block_ids)
-        )
+        file = self._files[name] = os.memfd_create(name)
+        os.posix_fallocate(file, 0, num_bytes)
+        self._layers.gather_into(self._parts(file, len(block_ids)), block_ids)
+        return f"/proc/{os.getpid()}/fd/{file}".encode()
 
-    def fetch(self, segment: KVSegment, slots: Sequence[int], block_ids: Sequence[int]) -> None:
-        check_host(segment)
-        self._layers.check(segment)
+    def _read(self, segment: KVSegment, slots: Sequence[int], block_ids: Sequence[int]) -> None:
         path = segment.address.decode()
         file = os.open(path, os.O_RDWR)
         try:

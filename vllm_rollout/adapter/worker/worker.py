@@ -9,10 +9,9 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from vllm_rollout.adapter.options import RolloutOptions, observing_refusal
-from vllm_rollout.adapter.worker.head_calls import HeadCalls
 from vllm_rollout.adapter.worker.kv_calls import KVCalls
-from vllm_rollout.adapter.worker.moving_calls import MovingCalls
 from vllm_rollout.adapter.worker.runner import observe_runner
+from vllm_rollout.adapter.worker.worker_calls import WorkerCalls
 from vllm_rollout.tracker.feature_ring import FeatureRing
 from vllm_rollout.tracker.ops import active_implementation
 from vllm_rollout.tracker.quality_head import warm_up_training
@@ -29,24 +28,22 @@ STEP_OPERATORS = ("token_confidence", "update_confidence", "quality_head")
 """What a step calls, the last one only when a candidate is due."""
 
 
-class RolloutWorker(HeadCalls, MovingCalls, KVCalls, PlatformWorker):
-    """Overrides: init_device. Adds the methods of `HeadCalls`, `MovingCalls` and `KVCalls`, for `collective_rpc`.
+class RolloutWorker(WorkerCalls, KVCalls, PlatformWorker):
+    """Overrides: init_device. Adds the methods of `WorkerCalls` and `KVCalls`, for `collective_rpc`.
     `worker_extension_cls` stays free for the trainer.
     """
 
     def init_device(self, *args: Any, **kwargs: Any) -> None:
         super().init_device(*args, **kwargs)
-        self.quality_heads = None
+        self.quality_heads, self.moving_runner = None, self.model_runner
         ring = None
         hidden_size, dtype = self.model_config.get_hidden_size(), self.model_config.dtype
         if get_pp_group().is_last_rank and get_tp_group().rank_in_group == 0:
             ring = FeatureRing(hidden_size, dtype, RolloutOptions.of(self.vllm_config).feature_ring_bytes)
         refusal = observing_refusal(self.vllm_config)
         seen_by = ring if refusal is None else None
-        config = self.vllm_config
-        num_in_flight = (
-            int(config.scheduler_config.async_scheduling) + config.parallel_config.pipeline_parallel_size - 1
-        )
+        num_stages = self.vllm_config.parallel_config.pipeline_parallel_size
+        num_in_flight = self.vllm_config.scheduler_config.async_scheduling + num_stages - 1
         observe_runner(
             self.model_runner,
             seen_by,

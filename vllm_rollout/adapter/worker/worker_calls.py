@@ -1,6 +1,7 @@
-"""What an engine core asks of its worker's quality heads, by `collective_rpc`.
+"""What an engine core asks of its worker, by `collective_rpc`: of its quality heads, and when a group leaves or comes.
 
 Invariant: of all ranks only the one whose outputs are read scores and learns; the others have no heads and answer None.
+A candidate that comes is to the model runner one that was preempted here.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_rollout.adapter.call_table import Features, Refusal
+from vllm_rollout.adapter.parcel import MovedCandidate, WorkerState
 from vllm_rollout.adapter.worker.features import features_of, states_of
 from vllm_rollout.group.judging.report import HeadInfo
 from vllm_rollout.group.types import HeadKey
@@ -17,10 +19,12 @@ from vllm_rollout.tracker.quality_head import HeadMismatch
 from vllm_rollout.tracker.quality_heads import QualityHeads
 
 
-class HeadCalls:
-    """The methods of a worker that begin with `rollout_`."""
+class WorkerCalls:
+    """The methods of a worker that begin with `rollout_`, but for those that move KV blocks."""
 
     quality_heads: QualityHeads | None
+    moving_runner: Any
+    """Its model runner, from which candidates leave and to which they come: `detach`, `attach`."""
 
     def rollout_learn(
         self, key: HeadKey, states: list[StateKey], positives: list[bool], weights: list[float]
@@ -83,6 +87,14 @@ class HeadCalls:
     ) -> list[HeadKey] | Refusal | None:
         """States by adapter. Answers what the heads are for."""
         return None if self.quality_heads is None else _answer(self.quality_heads.restore, states, known, only_check)
+
+    def rollout_detach(self, request_ids: list[str]) -> dict[str, WorkerState] | None:
+        """What this worker knows of candidates that leave; None on a worker whose outputs nobody reads."""
+        return self.moving_runner.detach(request_ids)
+
+    def rollout_attach(self, candidates: list[MovedCandidate]) -> None:
+        """Candidates with output tokens come; the scheduler is told of them next."""
+        self.moving_runner.attach(candidates)
 
 
 def _answer(put: Callable[..., Any], *args: Any) -> Any:
