@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tests.group.rank_loads import moved, rank, ranks_with_groups, straggler
 from vllm_rollout.group.ranks.load import RankLoad
-from vllm_rollout.group.ranks.scaling import Progress, choose_ranks, plan_scale_down
+from vllm_rollout.group.ranks.scaling import Progress, plan_scale_down
 
 AT_30 = Progress(100, 30)
 
@@ -95,30 +95,11 @@ def test_ranks_with_other_requests_stay():
     )
 
 
-@pytest.mark.parametrize(
-    ("loads", "num_freed", "nodes", "chosen"),
-    [
-        ([3, 1, 2, 0], 2, [], (1, 3)),
-        ([0, 9, 5, 5], 2, [[0, 1], [2, 3]], (0, 1)),  # 9 tokens on the first node, 10 on the second
-        ([0, 9, 3, 5], 2, [[0, 1], [2, 3]], (2, 3)),
-        ([1, 1, 1, 0, 0, 0], 3, [[0, 1, 2], [3, 4, 5]], (3, 4, 5)),
-        ([4, 1, 2, 9, 9, 9], 2, [[0, 1, 2], [3, 4, 5]], (1, 2)),
-        ([0, 9, 9, 9, 9, 9], 3, [[0, 1], [2, 3], [4, 5]], (0, 1, 2)),  # a whole node and half of another
-    ],
-)
-def test_nodes_are_freed_together(loads, num_freed, nodes, chosen):
-    ranks = [rank(number, straggler("a", load) if load else straggler("a", 0)) for number, load in enumerate(loads)]
-    assert choose_ranks(ranks, num_freed, nodes) == chosen
-
-
 @pytest.mark.thorough
 @given(ranks_with_groups(max_ranks=8), st.integers(1, 200), st.data())
 def test_an_advice_frees_half_and_fits(loads, num_responses, data):
     num_complete = data.draw(st.integers(0, num_responses))
-    numbers = data.draw(st.permutations([load.rank for load in loads]))
-    split = data.draw(st.integers(0, len(numbers)))
-    nodes = [node for node in (numbers[:split], numbers[split:]) if node]
-    advice = plan_scale_down(Progress(num_responses, num_complete), loads, nodes)
+    advice = plan_scale_down(Progress(num_responses, num_complete), loads)
     assert bool(advice.ranks) == (advice.reason == "free")
     if not advice.ranks:
         assert not advice.moves
