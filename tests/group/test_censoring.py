@@ -13,12 +13,12 @@ from vllm_rollout.group.lengths.censoring import (
     MAX_STOPS,
     MIN_LOG_STD,
     LogLengthFit,
-    _tail,
     counted_stops,
     fit_log_lengths,
     group_moments,
     length_beyond,
     log_survival,
+    moments_beyond,
 )
 from vllm_rollout.group.lengths.history import HISTORY_MAX_TOKENS
 
@@ -127,7 +127,7 @@ def test_a_censored_length_counts_with_its_conditional_moments(log_std, stop):
     below = normal.cdf(math.log(stop)) if stop else 0.0
     num = 20_000
     beyond = [math.exp(normal.inv_cdf(below + (1 - below) * (i + 0.5) / num)) for i in range(num)]
-    mean, variance = _tail(LogLengthFit(math.log(MEDIAN), log_std, 0.0), stop)
+    mean, variance = moments_beyond(LogLengthFit(math.log(MEDIAN), log_std, 0.0), stop)
     assert mean == pytest.approx(statistics.fmean(beyond), rel=0.01)
     assert math.sqrt(variance) == pytest.approx(statistics.pstdev(beyond), rel=0.05)
 

@@ -143,21 +143,6 @@ def test_a_group_whose_candidates_all_failed_tells_nothing():
     assert history.to_state() == LengthHistory().to_state()
 
 
-@pytest.mark.parametrize("bad", [-1, math.nan, 3.0, math.inf, HISTORY_MAX_TOKENS + 1, True, None, "7"])
-def test_what_is_no_length_is_refused_and_changes_nothing(bad):
-    history = history_of([("a", finished(1, 2))])
-    before = history.to_state()
-    with pytest.raises(ValueError, match=r"lengths\[1\]: num_tokens must be an integer from 0"):
-        history.observe("a", [ObservedLength(5, False), ObservedLength(bad, False)])
-    assert history.to_state() == before
-
-
-@pytest.mark.parametrize("bad", [1, None, "yes"])
-def test_censored_is_true_or_false(bad):
-    with pytest.raises(ValueError, match=r"lengths\[0\]: censored must be true or false"):
-        LengthHistory().observe("a", [ObservedLength(5, bad)])
-
-
 @pytest.mark.parametrize("key", ["", "x" * (HISTORY_KEY_CHARS + 1), 7, None])
 def test_what_is_no_key_is_refused(key):
     with pytest.raises(ValueError, match="key of a prompt must be a string of 1 to"):
