@@ -124,35 +124,6 @@ def test_sizes_are_powers_of_two_that_divide_the_heads():
     assert sizes_of(8, 9, 2) == ()
 
 
-@pytest.mark.parametrize("sizes", [(), (2, 1), (1, 3), (0, 1), (2, 2)])
-def test_sizes_that_cannot_be_are_refused(sizes):
-    with pytest.raises(ValueError, match="allowed_sizes"):
-        ParallelismPlanner(sizes, 1)
-
-
-def test_a_start_or_a_round_at_a_size_that_is_not_allowed_is_refused():
-    with pytest.raises(ValueError, match="start_size must be one of"):
-        ParallelismPlanner((2, 4), 1)
-    with pytest.raises(ValueError, match="size must be one of"):
-        PLANNER.next_size([past(16, 0)])
-
-
-@pytest.mark.parametrize("field", ["num_candidates", "num_preemptions", "kv_tokens"])
-def test_a_round_of_negative_numbers_is_refused(field):
-    with pytest.raises(ValueError, match=field):
-        RoundPressure(
-            **{
-                "run": "run",
-                "kind": "short",
-                "size": 1,
-                "num_candidates": 1,
-                "num_preemptions": 0,
-                "kv_tokens": 0,
-                field: -1,
-            }
-        )
-
-
 def run_rounds(planner, num_rounds, pressure):
     """Sizes of so many rounds; `pressure(number, size)` is what a round asks."""
     history = []
