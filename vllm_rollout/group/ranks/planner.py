@@ -95,9 +95,6 @@ class RoundPressure:
         """Preemptions per candidate."""
         return self.num_preemptions / self.num_candidates
 
-    def is_comparable(self, other: RoundPressure) -> bool:
-        return (self.run, self.kind) == (other.run, other.kind)
-
 
 @dataclass(frozen=True, slots=True)
 class ParallelismDecision:
@@ -142,7 +139,8 @@ class ParallelismPlanner:
         assert newest.size in self.allowed_sizes, "rounds run at what was decided"
         stay = _since_change(history)
         before = history[: len(history) - len(stay)]
-        comparable = [past.rate for past in stay[:-1] if past.is_comparable(newest)][-LEVEL_ROUNDS:]
+        alike = (past for past in stay[:-1] if (past.run, past.kind) == (newest.run, newest.kind))
+        comparable = [past.rate for past in alike][-LEVEL_ROUNDS:]
         has_grown = bool(before) and before[-1].size < newest.size
         level = sum(comparable) / len(comparable) if comparable else 0.0
 

@@ -63,15 +63,11 @@ class RunTerms(RunFields):
         return speculated(self.group_size, self.response_speculation)
 
     @property
-    def num_short_rounds(self) -> int:
-        """Short rounds of a period: until as many prompts are deferred as a long round returns; 0 when none are."""
-        spare = self.num_prompts - self.prompts_per_round
-        return -(-self.prompts_per_round // spare) if spare else 0
-
-    @property
     def num_period_prompts(self) -> int:
-        """What the short rounds of a period take."""
-        return self.num_short_rounds * self.num_prompts
+        """What the short rounds of a period take: until as many prompts are deferred as a long round returns; 0 when
+        none are."""
+        spare = self.num_prompts - self.prompts_per_round
+        return -(-self.prompts_per_round // spare) * self.num_prompts if spare else 0
 
     def check(self, num_candidates: int) -> None:
         """Raises: RoundError for terms of which no short round could ever run.

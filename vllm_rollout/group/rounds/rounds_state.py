@@ -143,28 +143,23 @@ CHECKS: Mapping[str, Check] = {
     "prompt_id": _NAME,
     "epoch": _epoch,
     "content": _digest,
-    "number": integer,
     "key": _NAME,
     "kind": _one_of(ROUND_KINDS),
     "entries": lambda values, where: tuple(_entries(values, where)),
     "reserve": lambda values, where: tuple(_entries(values, where)),
     "num_wanted": _PROMPTS,
-    "num_returned": partial(integer, most=MAX_ENTRIES),
-    "num_filtered": partial(integer, most=MAX_ENTRIES),
-    "num_deferred": partial(integer, most=MAX_ENTRIES),
     "max_tokens": partial(integer, most=MAX_TOKENS),
     "latency_s": partial(number, least=0, most=MAX_SECONDS),
-    "generated_tokens": integer,
-    "returned_tokens": integer,
 }
-"""What is checked of a field of `RunTerms`, `FreshPrompt`, `OpenRound` and `RoundRecord`, by its name."""
+"""What is checked of a field of `RunTerms`, `FreshPrompt`, `OpenRound` and `RoundRecord`, by its name; any other one is
+a number of things."""
 
 
 def _built(of: type[Built], values: Any, where: str) -> Built:
     """An object from the list of its fields."""
     names = [field.name for field in fields(of)]
     found = zip(names, listed(values, where, length=len(names)), strict=True)
-    return of(*(CHECKS[name](value, f"{name} of {where}") for name, value in found))
+    return of(*(CHECKS.get(name, integer)(value, f"{name} of {where}") for name, value in found))
 
 
 def _savings(values: Any) -> Savings:
