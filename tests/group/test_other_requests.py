@@ -6,12 +6,6 @@ from hypothesis import strategies as st
 from vllm_rollout.group.ranks.placement import OtherRequests
 
 
-def test_what_is_counted_and_not_ours_is_of_others():
-    others = OtherRequests(2)
-    assert others.look([7, 3], [2, 3], now_s=0.0) == [5, 0]
-    assert others.look([9, 1], [2, 3], now_s=1.0) == [7, 0]
-
-
 def test_a_count_that_has_not_heard_of_what_was_sent_or_has_ended_takes_nothing_away():
     others = OtherRequests(1, late_s=0.3)
     assert others.look([5], [0], now_s=0.0) == [5]

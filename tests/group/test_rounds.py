@@ -160,19 +160,6 @@ def test_a_prompt_may_come_again_while_it_waits() -> None:
     assert (run.queue, run.num_returned, run.num_handed_in) == ([], 12, 12)
 
 
-def test_a_prompt_that_always_takes_too_long_comes_back_all_the_same() -> None:
-    """Also of a data set so small that its long prompts alone never fill a round."""
-    run = Run(TERMS)
-    for _ in range(20):
-        if run.next_kind == "long":
-            begin(run, [])
-            close(run)
-        else:
-            begin(run, numbered(0, 6))
-            close(run, "q0", "q1")
-    assert len(run.queue) < 2 * TERMS.prompts_per_round
-
-
 @pytest.mark.parametrize(("terms", "num_candidates", "field"), [
     (RunTerms(1, 13_107, 1.25), 1, None), (RunTerms(1, 13_108, 1.25), 1, "prompts_per_round"),
     (RunTerms(16, 16_384, 1.0), 16, None), (RunTerms(16, 16_384, 1.0), 17, "prompts_per_round"),
@@ -334,19 +321,6 @@ def test_filtered_groups_are_replaced_from_the_reserve() -> None:
         "filtered": 2,
         "deferred": 2,
     }
-
-
-def test_without_a_reserve_a_filtering_round_returns_fewer() -> None:
-    round = progress(filters=True)
-    start_all(round)
-    for position in range(4):
-        round.group_over(position, COMPLETE)
-    for position in (4, 5):
-        round.group_over(position, STOPPED)
-    for position in range(4):
-        round.rewarded(position, has_variance=position > 0)
-    assert round.is_over
-    assert Counter(outcome.fate for outcome in round.outcomes().values())["returned"] == 3
 
 
 def test_a_filter_that_speaks_early_keeps_the_race_open() -> None:

@@ -34,41 +34,26 @@ def test_no_rank_is_freed_when_the_peak_does_not_fit_by_one_token():
     advice = plan_scale_down(AT_30, four_ranks(399))
     assert (advice.reason, advice.ranks, advice.moves) == ("no_room", (), ())
     assert advice.explanation.endswith("peak of 800 tokens of KV cache, ranks [2, 3] have 798")
-
-
-def test_no_rank_is_freed_when_one_that_stays_is_too_full_by_itself():
-    loads = [rank(0), rank(1, straggler("a", 500), kv_capacity_tokens=400)]
-    assert plan_scale_down(AT_30, loads).reason == "no_room"
+    one_too_full = [rank(0), rank(1, straggler("a", 500), kv_capacity_tokens=400)]
+    assert plan_scale_down(AT_30, one_too_full).reason == "no_room"
 
 
 @pytest.mark.parametrize(
-    ("complete", "at_check", "reason"),
+    ("progress", "reason"),
     [
-        (19, 0, "too_early"),
-        (20, 0, "free"),
-        (50, 0, "free"),
-        (51, 0, "too_late"),
-        (24, 20, "between_checks"),
-        (25, 20, "free"),
+        (Progress(100, 19), "too_early"),
+        (Progress(100, 20), "free"),
+        (Progress(100, 50), "free"),
+        (Progress(100, 51), "too_late"),
+        (Progress(100, 24, 20), "between_checks"),
+        (Progress(140, 35, 28), "free"),  # 0.05 * 140 is more than 7 in floating point
+        (Progress(0, 0), "too_early"),
+        (Progress(100, 30, is_scaled_down=True), "scaled_down"),
     ],
 )
-def test_it_is_checked_between_20_and_50_percent_every_5(complete, at_check, reason):
-    advice = plan_scale_down(Progress(100, complete, at_check), four_ranks(400))
-    assert advice.reason == reason
-    assert advice.was_checked is (reason == "free")
-
-
-def test_it_is_done_once():
-    assert plan_scale_down(Progress(100, 30, is_scaled_down=True), four_ranks(400)).reason == "scaled_down"
-
-
-def test_five_percent_are_five_percent_of_any_number():
-    # 0.05 * 140 is more than 7 in floating point
-    assert plan_scale_down(Progress(140, 35, 28), four_ranks(400)).reason == "free"
-
-
-def test_nothing_is_complete_of_nothing():
-    assert plan_scale_down(Progress(0, 0), four_ranks(400)).reason == "too_early"
+def test_it_is_checked_between_20_and_50_percent_every_5_until_it_is_done(progress, reason):
+    advice = plan_scale_down(progress, four_ranks(400))
+    assert (advice.reason, advice.was_checked) == (reason, reason == "free")
 
 
 def test_of_an_odd_number_the_smaller_half_is_freed_and_of_one_none():

@@ -137,16 +137,6 @@ def test_a_restored_shape_goes_on_as_the_saved_one(before, after):
     assert restored.to_state() == saved.to_state()
 
 
-def test_a_state_is_of_bounded_size():
-    shape, sizes = LengthShape(DATASET_DECAY), set()
-    for seed in range(300):
-        chance = random.Random(seed)
-        shape.observe([chance.randrange(1, 10**6) for _ in range(8)], [chance.randrange(1, 10**6) for _ in range(8)])
-        sizes.add(sum(len(sums) for sums in shape.to_state().values() if isinstance(sums, list)))
-    assert len(sizes) == 1
-    assert sizes.pop() < 500
-
-
 GOOD = LengthShape(DATASET_DECAY)
 GOOD.observe([10, 20], [20, 20])
 
