@@ -140,13 +140,6 @@ def test_if_none_finished_it_was_an_even_chance():
     assert math.prod(1 - normal.cdf(math.log(stop)) for stop in stops) == pytest.approx(0.5)
 
 
-def test_early_pruned_candidates_tell_next_to_nothing():
-    finished = [900, 1000, 1100, 1300]
-    alone = group_moments(finished, [], 0.3)
-    pruned = group_moments(finished, [48] * 4, 0.3)
-    assert pruned.mean == pytest.approx(alone.mean, rel=0.05)
-
-
 def test_spread_of_logs_needs_two_that_finished():
     assert group_moments([100], [100] * 7, 0.7)[3:] == (0.0, 0)
     assert group_moments([100, 200], [], 0.7)[3:] == (pytest.approx(math.log(2) ** 2 / 2), 1)

@@ -96,11 +96,6 @@ def test_a_size_that_would_be_slower_is_not_halved_to():
     assert PLANNER.next_size([past(2, 0), past(2, 500)], {}.__getitem__).reason == "rise"
 
 
-def test_a_halving_that_was_wrong_is_undone_after_one_round():
-    history = [*[past(4, 0)] * QUIET_ROUNDS, past(2, 100)]
-    assert ParallelismPlanner((1, 2, 4), 4).next_size(history) == ParallelismDecision(4, "rise", 0.0)
-
-
 def test_a_halving_that_was_undone_makes_the_next_one_wait_twice_as_long():
     quiet = [past(2, 0, kv_tokens=5_000)] * QUIET_ROUNDS
     undone = [*quiet, past(1, 100)]
@@ -142,15 +137,12 @@ planners = st.integers(0, 3).flatmap(
 )
 
 
-@given(
-    planners,
-    st.lists(
-        st.tuples(
-            st.sampled_from(["a", "b"]), st.sampled_from(["short", "long"]), st.integers(0, 5000), st.integers(0, 10**6)
-        ),
-        max_size=40,
-    ),
+asked_of_a_round = st.tuples(
+    st.sampled_from(["a", "b"]), st.sampled_from(["short", "long"]), st.integers(0, 5000), st.integers(0, 10**6)
 )
+
+
+@given(planners, st.lists(asked_of_a_round, max_size=40))
 def test_whatever_rounds_ask_the_size_is_allowed_and_changes_by_one_step(planner, asked):
     def pressure(number, size):
         run, kind, num_preemptions, kv_tokens = asked[number]
@@ -170,12 +162,7 @@ def test_without_preemptions_it_ends_at_the_smallest_size(planner, kv_tokens):
 
 
 @pytest.mark.thorough
-@given(
-    planners,
-    st.lists(st.integers(1, 10**6), min_size=1, max_size=5),
-    st.floats(1, 10**6),
-    st.floats(0, 10),
-)
+@given(planners, st.lists(st.integers(1, 10**6), min_size=1, max_size=5), st.floats(1, 10**6), st.floats(0, 10))
 def test_a_load_that_repeats_does_not_make_it_flap(planner, period, tokens_per_device, rate):
     """Rounds preempt for what does not fit: a period of rounds that comes again and again."""
 

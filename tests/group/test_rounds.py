@@ -42,11 +42,9 @@ def queued(run: Run) -> list[str]:
     return [entry.prompt_id for entry in run.queue]
 
 
-def test_factors_are_read_in_decimals() -> None:
-    assert speculated(10, 1.1) == 11
-    assert speculated(8, 1.25) == 10
-    assert speculated(128, 1.25) == 160
-    assert speculated(3, 1.25) == 4
+@pytest.mark.parametrize(("count", "factor", "num"), [(10, 1.1, 11), (8, 1.25, 10), (3, 1.25, 4)])
+def test_factors_are_read_in_decimals(count: int, factor: float, num: int) -> None:
+    assert speculated(count, factor) == num
 
 
 def test_a_short_round_defers_what_a_long_round_then_runs() -> None:
@@ -69,18 +67,15 @@ def test_a_short_round_defers_what_a_long_round_then_runs() -> None:
 def test_prompts_that_did_not_begin_are_the_first_of_the_next_short_round() -> None:
     run = Run(TERMS)
     begin(run, numbered(0, 6))
-    close(run, "q0", unstarted=("q5",))
-    assert run.num_fresh == 5
-    begin(run, numbered(6, 5))
-    assert [entry.prompt_id for entry in run.open.entries] == ["q5", "q6", "q7", "q8", "q9", "q10"]
-
-
-def test_a_reserve_that_was_not_needed_waits_for_the_next_round() -> None:
+    assert run.num_fresh == 6
+    run.give_up()
+    assert (run.num_fresh, len(run.carried), run.num_handed_in) == (0, 6, 6)
     run = Run(TERMS)
-    begin(run, numbered(0, 6), reserve=numbered(6, 2))
-    close(run, "q0", "q1", filtered=("q2",), unstarted=("q7",))
-    assert [entry.prompt_id for entry in run.carried] == ["q7"]
-    assert (run.num_filtered, run.num_fresh, queued(run)) == (1, 5, ["q0", "q1"])
+    begin(run, numbered(0, 6), reserve=numbered(20, 1))
+    close(run, "q0", filtered=("q2",), unstarted=("q5", "q20"))
+    assert (run.num_fresh, run.num_filtered, queued(run)) == (4, 1, ["q0"])
+    begin(run, numbered(6, 4))
+    assert [entry.prompt_id for entry in run.open.entries] == ["q5", "q20", "q6", "q7", "q8", "q9"]
 
 
 def test_the_end_of_an_epoch_runs_what_is_left_without_speculation() -> None:
@@ -95,17 +90,6 @@ def test_the_end_of_an_epoch_runs_what_is_left_without_speculation() -> None:
         run.plan("k", [], kind="long")
 
 
-@pytest.mark.parametrize(("num", "kind", "text"), [
-    (5, None, "wants 6 fresh prompts .* got 5"),
-    (7, None, "wants 6 fresh prompts .* got 7"),
-    (0, None, "got 0"),
-    (5, "long", "at most 4 prompts, got 5"),
-])  # fmt: skip
-def test_a_wrong_number_of_prompts_says_how_many_are_wanted(num: int, kind: str | None, text: str) -> None:
-    with pytest.raises(RoundError, match=text):
-        Run(TERMS).plan("k", numbered(0, num), kind=kind)
-
-
 def full_queue() -> Run:
     run = Run(TERMS)
     for first in (0, 6):
@@ -114,32 +98,53 @@ def full_queue() -> Run:
     return run
 
 
-def test_a_full_queue_wants_its_long_round_and_nothing_else() -> None:
-    run = full_queue()
-    with pytest.raises(RoundError, match="wants 0 fresh prompts, because the queue holds 4, got 1"):
-        run.plan("k", numbered(12, 1))
-    with pytest.raises(RoundError, match="must be long now, got 'short'"):
-        run.plan("k", numbered(12, 6), kind="short")
-
-
-def test_an_open_round_keeps_every_other_one_out() -> None:
-    run = Run(TERMS)
-    begin(run, numbered(0, 6), key="a")
-    with pytest.raises(RoundError, match="round 0 of this run is open under the key 'a', got 'b'") as error:
-        run.plan("b", numbered(6, 6))
-    assert error.value.conflict
-
-
 def test_a_round_that_is_given_up_leaves_everything_where_it_was() -> None:
     run = full_queue()
     before = run_to_state(run)
     begin(run, [], key="lost")
     run.give_up()
     assert run_to_state(run) == before
+
+
+def deferred(epoch: int | None = None) -> Run:
+    """q0 and q1 wait."""
     run = Run(TERMS)
-    begin(run, numbered(0, 6))
-    run.give_up()
-    assert (run.num_fresh, len(run.carried), run.num_handed_in) == (0, 6, 6)
+    begin(run, prompts("q0", "q1", "q2", "q3", "q4", "q5", epoch=epoch))
+    close(run, "q0", "q1")
+    return run
+
+
+def opened() -> Run:
+    run = Run(TERMS)
+    begin(run, numbered(0, 6), key="a")
+    return run
+
+
+@pytest.mark.parametrize(("run", "fresh", "more", "conflict", "text"), [
+    (Run(TERMS), numbered(0, 5), {}, False, "wants 6 fresh prompts .* got 5"),
+    (Run(TERMS), numbered(0, 7), {}, False, "wants 6 fresh prompts .* got 7"),
+    (Run(TERMS), numbered(0, 5), {"kind": "long"}, False, "at most 4 prompts, got 5"),
+    (Run(TERMS), numbered(0, 6), {"reserve": numbered(6, 16_379)}, False, r"with 6, got 16379 in .* at most 16378"),
+    (Run(TERMS), numbered(0, 6), {"reserve": numbered(6, 65_537)}, False, "65536 prompts may wait .* and 0 do, got"),
+    (Run(TERMS), prompts("a", "b", "c", "d", "e", "a"), {}, False, "'a' is used twice"),
+    (Run(TERMS), numbered(0, 6), {"reserve": numbered(5, 1)}, False, "'q5' is used twice"),
+    (full_queue(), numbered(12, 1), {}, False, "wants 0 fresh prompts, because the queue holds 4, got 1"),
+    (full_queue(), numbered(12, 6), {"kind": "short"}, True, "must be long now, got 'short'"),
+    (opened(), numbered(6, 6), {}, True, "round 0 of this run is open under the key 'a', got 'k'"),
+    (deferred(), [FreshPrompt("q0"), *numbered(6, 5)], {}, True, "'q0' waits in this run with another content"),
+    (deferred(1), [*prompts("q0", epoch=1), *numbered(6, 5)], {}, True, "'q0' of epoch 1 waits in this run already"),
+])  # fmt: skip
+def test_a_round_that_cannot_be_opened_says_why(run: Run, fresh, more, conflict: bool, text: str) -> None:
+    before = run_to_state(run)
+    with pytest.raises(RoundError, match=text) as error:
+        run.plan("k", fresh, **more)
+    assert error.value.conflict is conflict
+    assert run_to_state(run) == before
+
+
+def test_a_prompt_of_another_epoch_and_the_largest_reserve_are_taken() -> None:
+    deferred(1).plan("k", [*prompts("q0", epoch=2), *numbered(6, 5)])
+    Run(TERMS).plan("k", numbered(0, 6), numbered(6, 16_378))
 
 
 def test_a_prompt_may_come_again_while_it_waits() -> None:
@@ -172,40 +177,6 @@ def test_terms_of_which_no_round_could_ever_run_are_refused(terms: RunTerms, num
     with pytest.raises(RoundError) as error:
         terms.check(num_candidates)
     assert error.value.field == field
-
-
-def test_a_round_and_its_reserve_fit_into_a_rollout() -> None:
-    run = Run(TERMS)
-    run.plan("k", numbered(0, 6), numbered(6, 16_378))
-    with pytest.raises(RoundError, match=r"begins with 6, got 16379 in reserve\. Send at most 16378"):
-        run.plan("k", numbered(0, 6), numbered(6, 16_379))
-
-
-def test_a_reserve_has_its_bounds() -> None:
-    with pytest.raises(RoundError, match="at most 65536 prompts may wait in a run, and 0 do, got 65537"):
-        Run(TERMS).plan("k", numbered(0, 6), numbered(6, 65_537))
-
-
-def test_a_prompt_of_the_same_epoch_is_not_taken_twice() -> None:
-    run = Run(TERMS)
-    begin(run, prompts("a", "b", "c", "d", "e", "f", epoch=1))
-    close(run, "a", "b")
-    with pytest.raises(RoundError, match="'a' of epoch 1 waits in this run already") as error:
-        run.plan("k", prompts("a", "g", "h", "i", "j", "k", epoch=1))
-    assert error.value.conflict
-    run.plan("k", prompts("a", "g", "h", "i", "j", "k", epoch=2))
-
-
-def test_one_id_means_one_prompt() -> None:
-    run = Run(TERMS)
-    with pytest.raises(RoundError, match="'a' is used twice"):
-        run.plan("k", prompts("a", "b", "c", "d", "e", "a"))
-    with pytest.raises(RoundError, match="'a' is used twice"):
-        run.plan("k", prompts("a", "b", "c", "d", "e", "f"), prompts("a"))
-    begin(run, numbered(0, 6))
-    close(run, "q0", "q1")
-    with pytest.raises(RoundError, match="'q0' waits in this run with another content"):
-        run.plan("k", [FreshPrompt("q0", content="something else"), *numbered(6, 5)])
 
 
 @pytest.mark.parametrize(("order", "first"), [("first_in", "q0"), ("shortest", "q6"), ("longest", "q7")])
