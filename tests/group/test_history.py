@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from vllm_rollout.config import HISTORY_KEY_CHARS
 from vllm_rollout.group.lengths.history import (
     HISTORY_DATASET_HALF_LIFE,
-    HISTORY_MAX_TOKENS,
     HISTORY_PROMPT_WEIGHT,
     MAX_HISTORY_PROMPTS,
     LengthHistory,
@@ -202,7 +201,7 @@ def test_the_largest_numbers_that_are_accepted_stay_acceptable():
         "shape": GOOD["shape"],
     }
     history = LengthHistory.from_state(state)
-    for lengths in (finished(0), cut(HISTORY_MAX_TOKENS, HISTORY_MAX_TOKENS), finished(0, HISTORY_MAX_TOKENS)):
+    for lengths in (finished(0), cut(2**31, 2**31), finished(0, 2**31)):
         history.observe("b", lengths)
     assert LengthHistory.from_state(history.to_state()).dataset() == history.dataset()
 

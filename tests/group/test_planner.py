@@ -114,9 +114,8 @@ def test_at_its_bounds_it_stays_and_says_so():
 
 def test_sizes_are_powers_of_two_that_divide_the_heads():
     assert sizes_of(8, 32) == (1, 2, 4, 8)
-    assert sizes_of(7, 32, 2) == (2, 4)
+    assert sizes_of(7, 32) == (1, 2, 4)
     assert sizes_of(8, 14) == (1, 2)
-    assert sizes_of(8, 9, 2) == ()
 
 
 def run_rounds(planner, num_rounds, pressure):

@@ -118,14 +118,14 @@ def test_a_wrong_xarg_is_named_as_the_user_wrote_it(xargs, n, field, said):
 @pytest.mark.parametrize(
     ("xargs", "join"),
     [
-        (JOIN, GroupJoin("q1", 4, 4)),
-        (JOIN | dict.fromkeys(NULLS), GroupJoin("q1", 4, 4)),
-        (JOIN | {"rollout_num_candidates": 6.0, "rollout_early_stop": 0}, GroupJoin("q1", 4, 6, False)),
-        (JOIN | {"rollout_namespace": "run-7"}, GroupJoin("q1", 4, 4, namespace="run-7")),
-        ({"rollout_group_id": None, "rollout_group_size": 4, "rollout_num_candidates": 6}, GroupJoin(None, 4, 6)),
+        (JOIN, GroupJoin(4, 4, name="q1")),
+        (JOIN | dict.fromkeys(NULLS), GroupJoin(4, 4, name="q1")),
+        (JOIN | {"rollout_num_candidates": 6.0, "rollout_early_stop": 0}, GroupJoin(4, 6, False, name="q1")),
+        (JOIN | {"rollout_namespace": "run-7"}, GroupJoin(4, 4, name="q1", namespace="run-7")),
+        ({"rollout_group_id": None, "rollout_group_size": 4, "rollout_num_candidates": 6}, GroupJoin(4, 6)),
         (
             PRUNED_JOIN | {"rollout_detection_length": 8, "rollout_keep_ratio": 0.5},
-            GroupJoin("q", 2, 4, pruning=PruningPlan(8, keep_ratio=0.5)),
+            GroupJoin(2, 4, name="q", pruning=PruningPlan(8, keep_ratio=0.5)),
         ),
     ],
 )

@@ -28,8 +28,6 @@ from vllm_rollout.group.types import Ending
 
 MAX_HISTORY_PROMPTS = 131_072
 """Prompts whose lengths are remembered, the newest seen: more than the usual training sets have, in about 30 MB."""
-HISTORY_MAX_TOKENS = 2**31
-"""Longest length that is believed, in tokens. It keeps all moments finite."""
 HISTORY_PROMPT_WEIGHT = 0.5
 """Weight of the newest group in a prompt's moving averages. A prompt comes back once per epoch: one group of 8 knows
 its standard deviation to about 40 %, three (what 0.5 averages over) to 25 %, and older epochs had another policy."""
@@ -37,7 +35,7 @@ HISTORY_DATASET_HALF_LIFE = 512
 """Groups after which a group counts half in the data set's averages: a few training steps, and some 6,000 lengths."""
 DATASET_DECAY = 0.5 ** (1 / HISTORY_DATASET_HALF_LIFE)
 MAX_MEAN = 1e15
-"""Largest mean of a state, in tokens. No fit of lengths up to `HISTORY_MAX_TOKENS` comes near it."""
+"""Largest mean of a state, in tokens. No fit of lengths up to 2**31 comes near it."""
 MAX_VARIANCE = 1e36
 """Large enough that no average of what is accepted leaves it."""
 TOTALS = ("dataset", "log_lengths", "shape")

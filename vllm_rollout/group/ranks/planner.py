@@ -177,16 +177,15 @@ class ParallelismPlanner:
         return ParallelismDecision(smaller[0], "quiet", level)
 
 
-def sizes_of(num_devices: int, num_heads: int, min_size: int = 1) -> tuple[int, ...]:
+def sizes_of(num_devices: int, num_heads: int) -> tuple[int, ...]:
     """Tensor-parallel sizes a model can have: powers of two that divide its attention heads.
 
     Args:
         num_devices: of one server; the largest size.
         num_heads: attention heads of the model.
-        min_size: the smallest that holds the model.
     """
     powers = (1 << exponent for exponent in range(num_devices.bit_length()))
-    return tuple(size for size in powers if min_size <= size <= num_devices and num_heads % size == 0)
+    return tuple(size for size in powers if size <= num_devices and num_heads % size == 0)
 
 
 def _num_quiet_rounds(smaller: int, history: Sequence[RoundPressure]) -> int:
