@@ -65,17 +65,6 @@ def test_early_stop_does_not_shrink_the_moments(log_std, num):
     assert math.sqrt(statistics.fmean(g.variance for g in groups)) > 0.85 * true_std(log_std)
 
 
-def test_a_cap_does_not_shrink_the_moments():
-    rng = random.Random(0)
-    cap = round(MEDIAN * math.exp(0.8 * NormalDist().inv_cdf(0.7)))
-    groups = []
-    for _ in range(400):
-        drawn = log_normal_lengths(rng, 0.8, 8)
-        groups.append(group_moments([x for x in drawn if x < cap], [cap for x in drawn if x >= cap], 0.8))
-    assert statistics.fmean(g.mean for g in groups) == pytest.approx(true_mean(0.8), rel=0.2)
-    assert statistics.fmean(math.sqrt(g.variance) for g in groups) == pytest.approx(true_std(0.8), rel=0.3)
-
-
 @settings(max_examples=50, deadline=None)
 @given(lengths, lengths, st.floats(0, 10))
 def test_any_lengths_give_finite_moments(finished, stops, prior_std):

@@ -107,12 +107,6 @@ def test_a_size_that_preempts_is_not_begun_at():
     assert "preemptions; 2: " in str(pressed)
 
 
-def test_devices_that_only_wait_for_each_other_are_not_taken():
-    expected = expected_round(64, 48, 2048)
-    engines = {size: EngineSize(faster(factor), 10**6) for size, factor in ((1, 1.0), (2, 1.6), (4, 1.3))}
-    assert choose_start(engines, expected).size == 2
-
-
 def test_without_lengths_a_round_is_expected_by_its_cap():
     expected = expected_round(1000, 1000, 8192)
     mean = sum(expected.lengths) / 1000

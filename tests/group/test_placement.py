@@ -10,21 +10,6 @@ from vllm_rollout.group.ranks.placement import Placement, agreed_rank
 from vllm_rollout.group.ranks.work import TokenCost, Work
 
 
-def test_a_rank_that_the_user_pins_counts_and_takes_no_turn():
-    placement = Placement(2)
-    assert placement.place(Work(4), rank=1) == 1
-    assert placement.loads == [0, 4]
-    assert placement.place(Work(4)) == 0
-
-
-def test_joined_groups_spread_over_ranks_and_keep_off_a_loaded_one():
-    placement = Placement(2)
-    assert placement.place(Work(8)) == 0
-    assert [placement.join(f"q{i}", 4) for i in range(4)] == [1] * 4
-    assert [placement.join(f"q{i}", 4) for i in range(4)] == [1] * 4
-    assert [placement.join("q4", 4), placement.join("q5", 4)] == [0, 1]
-
-
 def test_processes_that_share_nothing_agree_on_a_rank():
     one, other = Placement(4, first_turn=0, alone=False), Placement(4, first_turn=1, alone=False)
     one.place(Work(16))

@@ -194,22 +194,11 @@ def test_a_long_round_takes_from_its_queue_in_order(order: str, first: str) -> N
 def test_savings_are_the_longest_of_each_synchronous_round_over_ours() -> None:
     run = Run(RunTerms(1, 2, 1.5))
     lengths = [10, 100, 20, 30, 80, 15]
-
-    def round_of(*returned: int) -> None:
-        outcomes = {
-            entry.number: EntryOutcome("returned", lengths[entry.number])
-            if entry.number in returned
-            else EntryOutcome("deferred")
-            for entry in run.open.entries
-        }
-        run.close(outcomes, 1.0, 1, 1)
-
-    begin(run, numbered(0, 3))
-    round_of(0, 2)
-    begin(run, numbered(3, 3))
-    round_of(3, 5)
-    begin(run, [])
-    round_of(1, 4)
+    for fresh, deferred in ((numbered(0, 3), 1), (numbered(3, 3), 4), ([], None)):
+        begin(run, fresh)
+        numbers = [entry.number for entry in run.open.entries]
+        outcomes = {n: EntryOutcome("returned", lengths[n]) for n in numbers}
+        run.close(outcomes | ({} if deferred is None else {deferred: EntryOutcome("deferred")}), 1.0, 1, 1)
     assert run.savings.round_tokens == 20 + 30 + 100
     assert run.savings.synchronous_tokens == 100 + 30 + 80
     assert run.savings.ratio == pytest.approx(210 / 150)
@@ -239,21 +228,17 @@ def test_a_short_round_returns_as_many_as_are_wanted() -> None:
     assert start_all(round) == [0, 1, 2, 3, 4, 5]
     for position in (5, 2, 0, 1):
         assert round.group_over(position, COMPLETE) == "returned"
-    assert round.is_cut
+    assert (round.is_cut, round.start()) == (True, None)
     assert not round.is_over
     assert round.group_over(3, STOPPED) == "deferred"
     assert round.group_over(4, COMPLETE) == "deferred"
     assert round.is_over
     assert round.reasons == {3: "cut", 4: "tie"}
-
-
-def test_what_did_not_start_before_the_cut_was_not_begun() -> None:
     round = progress()
     for position in [round.start() for _ in range(5)][:4]:
         round.group_over(position, COMPLETE)
-    assert round.start() is None
     round.withdraw(4)
-    assert round.is_over
+    assert (round.start(), round.is_over) == (None, True)
     assert [round.outcomes()[number].fate for number in (4, 5)] == ["unstarted", "unstarted"]
 
 
@@ -270,39 +255,25 @@ def test_a_group_that_was_lost_is_deferred_in_a_short_round_and_returned_in_a_lo
 def test_filtered_groups_are_replaced_from_the_reserve() -> None:
     round = progress(reserve=2, filters=True)
     start_all(round)
-    for position in range(4):
-        round.group_over(position, COMPLETE)
-    for position in (4, 5):
-        round.group_over(position, STOPPED)
-    assert not round.is_over  # rewards are to come
-    assert round.rewarded(0, has_variance=False)
-    assert start_all(round) == [6]
-    assert not round.rewarded(1, has_variance=True)
-    assert round.rewarded(2, has_variance=False)
-    assert start_all(round) == [7]
-    round.rewarded(3, has_variance=True)
-    round.group_over(6, COMPLETE)
-    round.group_over(7, COMPLETE)
-    assert not round.is_over
-    round.rewarded(6, has_variance=True)
-    round.rewarded(7, has_variance=True)
-    assert round.is_over
-    assert Counter(outcome.fate for outcome in round.outcomes().values()) == {
-        "returned": 4,
-        "filtered": 2,
-        "deferred": 2,
-    }
-
-
-def test_a_filter_that_speaks_early_keeps_the_race_open() -> None:
-    round = progress(filters=True)
-    start_all(round)
     round.group_over(0, COMPLETE)
-    round.rewarded(0, has_variance=False)
+    assert round.rewarded(0, has_variance=False)
     for position in (1, 2, 3):
         round.group_over(position, COMPLETE)
-    assert not round.is_cut
+    assert not round.is_cut  # the filter has spoken early: the race is open
     assert round.group_over(4, COMPLETE) == "returned"
+    assert round.group_over(5, STOPPED) == "deferred"
+    assert (round.start(), round.is_over) == (None, False)  # rewards are to come
+    assert not round.rewarded(1, has_variance=True)
+    assert round.rewarded(2, has_variance=False)
+    assert start_all(round) == [6, 7]
+    round.group_over(6, COMPLETE)
+    round.group_over(7, STOPPED)
+    for position in (3, 4, 6):
+        assert not round.is_over
+        round.rewarded(position, has_variance=True)
+    assert round.is_over
+    fates = Counter(outcome.fate for outcome in round.outcomes().values())
+    assert fates == {"returned": 4, "filtered": 2, "deferred": 2}
 
 
 # -- whatever happens, no prompt is lost

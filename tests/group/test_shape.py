@@ -97,13 +97,6 @@ def test_where_nobody_sees_the_tail_it_claims_less_than_log_normal_fits(family, 
     assert of.rho * 0.8 < of.estimate < of.fitted
 
 
-def test_a_group_that_ran_to_its_end_is_taken_as_it_is():
-    assert LengthShape(DATASET_DECAY).observe([10, 20, 30], []) is None
-    history = LengthHistory()
-    history.observe("a", [ObservedLength(length, False) for length in (10, 20, 60)])
-    assert (history.of("a").mean, history.of("a").variance) == (30, statistics.variance([10, 20, 60]))
-
-
 lengths = st.lists(st.integers(0, 2**31), max_size=20)
 groups = st.lists(st.tuples(lengths, lengths).filter(lambda group: group[0] or group[1]), min_size=1, max_size=8)
 

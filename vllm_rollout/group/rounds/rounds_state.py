@@ -131,6 +131,7 @@ def _entry(values: Any) -> Entry:
     )
 
 
+_COUNT: Check = integer
 _NAME = partial(text, most=MAX_ID_CHARS)
 _PROMPTS = partial(integer, least=1, most=MAX_PROMPTS)
 _SPECULATION = partial(number, least=1, most=MAX_SPECULATION)
@@ -159,7 +160,7 @@ def _built(of: type[Built], values: Any, where: str) -> Built:
     """An object from the list of its fields."""
     names = [field.name for field in fields(of)]
     found = zip(names, listed(values, where, length=len(names)), strict=True)
-    return of(*(CHECKS.get(name, integer)(value, f"{name} of {where}") for name, value in found))
+    return of(*(CHECKS.get(name, _COUNT)(value, f"{name} of {where}") for name, value in found))
 
 
 def _savings(values: Any) -> Savings:
