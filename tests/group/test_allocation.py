@@ -142,12 +142,6 @@ def test_a_larger_tradeoff_buys_less(tradeoff):
     assert other.total < base.total if tradeoff > 1 else other.total > base.total
 
 
-def test_the_budget_does_not_depend_on_the_unit_of_time():
-    slower = CostModel(((0.0, PTLCurve((1.0, 4096.0), (0.101, 4.196))),))
-    budgets = [optimal_budget(lengths(500, 300), cost, lower=64, upper=128) for cost in (MIXED, slower)]
-    assert budgets[0].optimum == pytest.approx(budgets[1].optimum)
-
-
 @pytest.mark.parametrize("max_tokens", [200, 5000])
 def test_rho_is_of_the_lengths_as_they_run(max_tokens):
     """Against 20,000 quantiles of the distribution, cut."""

@@ -53,15 +53,6 @@ def test_nothing_is_known_before_the_first_group_of_which_not_all_failed():
     assert len(history) == 0
 
 
-def test_the_first_group_gives_its_sample_moments():
-    history = history_of([("a", finished(100, 250, 310))])
-    known = history.of("a")
-    assert (known.mean, known.variance, known.num_groups) == (220.0, statistics.variance([100, 250, 310]), 1)
-    assert known.std == math.sqrt(known.variance)
-    assert history.dataset().mean == 220.0
-    assert history.dataset().variance == pytest.approx(statistics.pvariance([100, 250, 310]))
-
-
 def test_a_prompt_averages_exponentially_over_its_groups():
     samples = [[100, 200], [300, 500], [250, 260, 270]]
     history = history_of([("a", finished(*lengths)) for lengths in samples])

@@ -94,11 +94,6 @@ def test_a_rank_moves_whole_or_not_at_all():
     assert {move.group_id for move in plan_consolidation(FLAT, roomy).moves} == {"b", "c"}
 
 
-def test_a_rank_with_other_requests_is_not_emptied_but_takes_groups():
-    loads = [rank(0, straggler("a", 100)), rank(1, straggler("b", 90), other_requests=1)]
-    assert plan_consolidation(FLAT, loads).moves == (PlannedMove("a", 0, 1),)
-
-
 def test_the_latest_rank_gives_a_group_to_an_idle_one_when_its_steps_become_much_shorter():
     long, short = straggler("long", 1000), [straggler(f"s{i}", 1000, num_candidates=5) for i in range(2)]
     moves = plan_spread(PER_CANDIDATE, [rank(0, long, *short), rank(1)])

@@ -350,6 +350,7 @@ def play(run: Run, draw: object) -> list[str]:
     ("terms", [2, 4, float("nan"), 1.25, "first_in"]), ("counts", [1, 2, 3]), ("counts", [99, 2, 8, 0, 4]),
     ("queue", [[0, "q0", None, "c", 1], [0, "q1", None, "c", 1]]), ("queue", "q0"), ("open", [1]), ("history", [[1]]),
     ("savings", []), ("carried", [[0, "", None, "c", 1]]),
+    ("queue", [[number, f"q{number}", None, "c", 1] for number in (1, 6, 7, 12)]),  # the first is 0
 ])  # fmt: skip
 def test_a_state_that_no_run_wrote_is_refused(field: str, value: object) -> None:
     state = json.loads(json.dumps(run_to_state(full_queue())))

@@ -62,13 +62,6 @@ def test_of_an_odd_number_the_smaller_half_is_freed_and_of_one_none():
     assert plan_scale_down(AT_30, three[:1]).reason == "too_few_ranks"
 
 
-def test_held_ranks_neither_count_nor_take_anything():
-    loads = [*four_ranks(1000)[:2], rank(2, is_held=True), rank(3, is_held=True)]
-    advice = plan_scale_down(AT_30, loads)
-    assert advice.ranks == (0,)
-    assert {move.target for move in advice.moves} == {1}
-
-
 def test_ranks_with_other_requests_stay():
     two = [rank(0, straggler("a", 1), other_requests=1), rank(1, straggler("b", 9))]
     assert plan_scale_down(AT_30, two).ranks == (1,)
