@@ -79,7 +79,8 @@ def test_prompts_are_a_function_of_the_seed_and_one_in_ten_is_long():
 @pytest.mark.parametrize("given", [{}, QUICK])
 def test_a_period_fills_its_long_round(given):
     options = RoundsOptions(**given)
-    deferred = options.terms.num_short_rounds * (options.terms.num_prompts - options.prompts)
+    num_short_rounds = options.terms.num_period_prompts // options.terms.num_prompts
+    deferred = num_short_rounds * (options.terms.num_prompts - options.prompts)
     assert deferred == options.prompts
 
 

@@ -71,24 +71,6 @@ def test_shares_are_those_of_algorithm_1(problem):
     assert allocate(*problem) == shares
 
 
-@settings(max_examples=40, deadline=None)
-@given(problems())
-def test_shares_sum_to_the_total_within_bounds_and_follow_the_weights(problem):
-    weight, total, lower, upper = problem
-    shares = allocate(*problem)
-    assert sum(shares) == total
-    assert all(lower <= share <= upper for share in shares)
-    assert allocate(*problem) == shares
-    by_weight = sorted(zip(weight, shares, strict=True))
-    assert all(a[1] <= b[1] for a, b in itertools.combinations(by_weight, 2) if a[0] < b[0]), (
-        "a larger weight never gets fewer"
-    )
-    for same in set(weight):
-        equals = [share for w, share in zip(weight, shares, strict=True) if w == same]
-        assert equals == sorted(equals, reverse=True), "ties go to the lower index"
-        assert max(equals) - min(equals) <= 1
-
-
 def test_a_hundred_thousand_prompts():
     num = 100_000
     weight = [(i * 7919 % num) / num for i in range(num)]
@@ -101,48 +83,16 @@ def test_a_hundred_thousand_prompts():
     assert best_refused <= worst_given
 
 
-def test_weights_of_zero_share_what_is_left_evenly():
-    assert allocate([0.0] * 4, 10, 1, 4) == [3, 3, 2, 2]
-    assert allocate([0.0, 1.0, 0.0], 10, 2, 4) == [3, 4, 3]
-    assert allocate([5e-324, 0.0], 5, 1, 4) == [3, 2]
-
-
-def test_extreme_totals_leave_no_choice():
-    assert allocate([0.3, 0.7], 4, 2, 5) == [2, 2]
-    assert allocate([0.3, 0.7], 10, 2, 5) == [5, 5]
-    assert allocate([0.3, 0.7], 6, 3, 3) == [3, 3]
-    assert allocate([], 0, 8, 16) == []
-
-
 @pytest.mark.parametrize(
-    ("weight", "total", "lower", "upper", "message"),
+    ("stds", "weights"),
     [
-        ([1.0, 1.0], 3, 2, 4, r"total must be from 4 to 8 \(2 prompts of 2 to 4 candidates\), got 3. Change"),
-        ([1.0, 1.0], 9, 2, 4, "total must be from 4 to 8"),
-        ([], 1, 2, 4, "total must be from 0 to 0"),
-        ([1.0], 3, 4, 2, "1 <= lower <= upper, got lower 4 and upper 2"),
-        ([1.0], 3, 0, 4, "1 <= lower <= upper"),
-        ([1.0, -0.1], 4, 2, 4, r"weights\[1\] must be a finite number of at least 0, got -0.1"),
-        ([math.nan], 2, 2, 4, r"weights\[0\] must be a finite number"),
-        ([math.inf], 2, 2, 4, r"weights\[0\] must be a finite number"),
+        ([10.0, 30.0, 20.0], [0.0, 1.0, 0.5]),
+        ([10.0, None, 30.0, 12.0], [0.0, 0.1, 1.0, 0.1]),  # new: the median
+        *((alike, [1.0, 1.0]) for alike in ([None, None], [5.0, 5.0], [5.0, None], [0.0, 0.0])),
     ],
 )
-def test_what_cannot_be_allocated_is_refused(weight, total, lower, upper, message):
-    with pytest.raises(ValueError, match=message):
-        allocate(weight, total, lower, upper)
-
-
-def test_weights_are_min_max_normalised():
-    assert normalized_weights([10.0, 30.0, 20.0]) == [0.0, 1.0, 0.5]
-
-
-def test_a_prompt_seen_for_the_first_time_counts_as_the_median():
-    assert normalized_weights([10.0, None, 30.0, 12.0]) == [0.0, 0.1, 1.0, 0.1]
-
-
-@pytest.mark.parametrize("stds", [[None, None], [5.0, 5.0], [5.0, None], [0.0, 0.0]])
-def test_prompts_of_which_none_stands_out_weigh_the_same(stds):
-    assert normalized_weights(stds) == [1.0, 1.0]
+def test_weights_are_min_max_normalised(stds, weights):
+    assert normalized_weights(stds) == weights
 
 
 @pytest.mark.parametrize(
@@ -170,28 +120,21 @@ def test_the_budget_maximises_gain_less_time():
     assert budget.total == math.floor(budget.optimum)
 
 
-def test_where_time_grows_with_candidates_redundancy_does_not_pay():
-    budget = optimal_budget(lengths(500, 250), PROPORTIONAL, lower=64, upper=128)
-    assert budget.total == 64
-    assert budget.optimum == pytest.approx(0.5 * 64, rel=0.1)
+@pytest.mark.parametrize(
+    ("std", "cost", "max_tokens", "total", "optimum"),
+    [
+        (250, PROPORTIONAL, None, 64, pytest.approx(0.5 * 64, rel=0.1)),  # redundancy does not pay
+        (300, FLAT, None, 128, pytest.approx(234, rel=0.5)),  # only longer tails take time
+        (300, FLAT, 1, 128, None),  # candidates cost no time
+        (0, MIXED, None, 64, 0.0),  # nothing to gain
+    ],
+)
+def test_the_budget_follows_what_candidates_cost(std, cost, max_tokens, total, optimum):
+    budget = optimal_budget(lengths(500, std), cost, lower=64, upper=128, max_tokens=max_tokens)
+    assert (budget.total, budget.optimum) == (total, optimum)
 
 
-def test_where_a_step_costs_the_same_for_any_batch_redundancy_is_cheap():
-    assert optimal_budget(lengths(500, 300), FLAT, lower=64, upper=128).total == 128
-
-
-def test_candidates_that_cost_no_time_are_bought_up_to_the_bound():
-    budget = optimal_budget(lengths(500, 300), FLAT, lower=64, upper=128, max_tokens=1)
-    assert budget.seconds_per_candidate == 0
-    assert (budget.total, budget.optimum) == (128, None)
-
-
-def test_a_data_set_of_equal_lengths_has_nothing_to_gain():
-    budget = optimal_budget(lengths(500, 0), MIXED, lower=64, upper=128)
-    assert (budget.total, budget.optimum, budget.rho) == (64, 0.0, 0.0)
-
-
-@pytest.mark.parametrize("tradeoff", [0.25, 0.5, 2.0, 8.0])
+@pytest.mark.parametrize("tradeoff", [0.25, 2.0])
 def test_a_larger_tradeoff_buys_less(tradeoff):
     base = optimal_budget(lengths(500, 250), MIXED, lower=64, upper=128)
     other = optimal_budget(lengths(500, 250), MIXED, lower=64, upper=128, tradeoff=tradeoff)
@@ -199,13 +142,7 @@ def test_a_larger_tradeoff_buys_less(tradeoff):
     assert other.total < base.total if tradeoff > 1 else other.total > base.total
 
 
-def test_the_budget_does_not_depend_on_the_unit_of_time():
-    slower = CostModel(((0.0, PTLCurve((1.0, 4096.0), (0.101, 4.196))),))
-    budgets = [optimal_budget(lengths(500, 300), cost, lower=64, upper=128) for cost in (MIXED, slower)]
-    assert budgets[0].optimum == pytest.approx(budgets[1].optimum)
-
-
-@pytest.mark.parametrize("max_tokens", [200, 700, 5000, 10**6])
+@pytest.mark.parametrize("max_tokens", [200, 5000])
 def test_rho_is_of_the_lengths_as_they_run(max_tokens):
     """Against 20,000 quantiles of the distribution, cut."""
     log_std = 1.0
@@ -240,9 +177,6 @@ def test_any_history_gives_a_budget_within_its_bounds(mean, std, lower, spare, c
         ({"tradeoff": 0.0}, "tradeoff must be a positive number, got 0.0"),
         ({"tradeoff": math.nan}, "tradeoff must be a positive number"),
         ({"tradeoff": math.inf}, "tradeoff must be a positive number"),
-        ({"lower": 0}, "1 <= lower <= upper"),
-        ({"lower": 200}, "1 <= lower <= upper"),
-        ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
     ],
 )
 def test_budgets_without_a_meaning_are_refused(change, message):
@@ -260,37 +194,16 @@ def test_a_batch_gives_most_to_the_prompts_that_spread_most():
     assert batch.prompts[1].weight == 1
 
 
-def test_a_batch_of_new_prompts_is_uniform():
-    batch = allocate_batch([BatchPrompt()] * 5, None, None, group_size=4, max_candidates=64)
-    assert [p.num_candidates for p in batch.prompts] == [6] * 5
-    assert {(p.weight, p.std_tokens, p.at_upper_bound) for p in batch.prompts} == {(1.0, None, False)}
-
-
-def test_without_room_for_spare_candidates_nobody_is_at_the_upper_bound():
-    prompts = [BatchPrompt(lengths(500, std)) for std in (10, 400)]
-    batch = allocate_batch(prompts, lengths(500, 300), MIXED, group_size=8, max_candidates=8)
-    assert (batch.budget.lower, batch.budget.total, batch.budget.upper) == (16, 16, 16)
-    assert [(p.num_candidates, p.at_upper_bound) for p in batch.prompts] == [(8, False), (8, False)]
-
-
-def test_a_prompt_never_gets_more_than_the_engine_runs_at_once():
-    prompts = [BatchPrompt(lengths(500, std)) for std in (10, 400)]
-    batch = allocate_batch(prompts, lengths(500, 300), None, group_size=8, max_candidates=11)
-    assert batch.budget.upper == 22
-    assert [(p.num_candidates, p.at_upper_bound) for p in batch.prompts] == [(11, True), (11, True)]
-
-
 @pytest.mark.parametrize(
-    ("prompts", "group_size", "max_candidates", "message"),
-    [
-        ([BatchPrompt()], 8, 7, r"group_size must be at most 7, .* \(max_num_seqs\), got 8. Ask for fewer"),
-        ([BatchPrompt()], 0, 7, "group_size must be at least 1, got 0"),
-        ([], 8, 64, "prompts must not be empty"),
-    ],
+    ("seen", "max_candidates", "upper", "share", "at_upper_bound"),
+    [(lengths(500, 10), 8, 8, 8, False), (lengths(500, 10), 11, 11, 11, True), (None, 64, 16, 12, False)],
 )
-def test_batches_that_cannot_run_are_refused(prompts, group_size, max_candidates, message):
-    with pytest.raises(ValueError, match=message):
-        allocate_batch(prompts, None, None, group_size=group_size, max_candidates=max_candidates)
+def test_prompts_alike_share_alike_within_what_the_engine_runs_at_once(
+    seen, max_candidates, upper, share, at_upper_bound
+):
+    batch = allocate_batch([BatchPrompt(seen)] * 2, None, None, group_size=8, max_candidates=max_candidates)
+    assert (batch.budget.lower, batch.budget.upper) == (16, 2 * upper)
+    assert [(p.num_candidates, p.at_upper_bound) for p in batch.prompts] == [(share, at_upper_bound)] * 2
 
 
 def test_every_prompt_gets_the_plan_of_its_share():
@@ -306,26 +219,9 @@ def test_every_prompt_gets_the_plan_of_its_share():
     assert [its.early_stop for its in batch.plans(plan, False)] == [False, False]
 
 
-def test_a_budget_at_its_upper_end_makes_nobody_extreme():
-    prompts = [BatchPrompt(lengths(500, 100 + i)) for i in range(64)]
-    batch = allocate_batch(prompts, lengths(500, 300), FLAT, group_size=4, max_candidates=64)
-    assert all(p.at_upper_bound for p in batch.prompts)
-    assert [p.extreme for p in batch.prompts] == [False] * 61 + [True] * 3, "5 % of 64"
-
-
 @pytest.mark.parametrize(("num", "most"), [(20, 1), (39, 1), (40, 2), (128, 6), (1000, 50)])
 def test_the_twentieth_that_spreads_most_is_extreme(num, most):
     assert sum(extreme_tails([float(i) for i in range(num)], 1.0)) == most
-
-
-def test_prompts_that_spread_alike_are_extreme_together_or_not_at_all():
-    assert not any(extreme_tails([7.0] * 200, 1.0))
-    assert extreme_tails([5.0] * 39 + [9.0], 1.0) == [False] * 39 + [True]
-    assert not any(extreme_tails([5.0] * 37 + [9.0] * 3, 1.0)), "two places for three"
-
-
-def test_a_prompt_that_was_never_seen_is_not_extreme():
-    assert extreme_tails([None] * 60 + [float(i) for i in range(20)], 1.0) == [False] * 79 + [True]
 
 
 @pytest.mark.parametrize(
@@ -364,11 +260,6 @@ def test_a_prompts_deviation_is_of_lengths_cut_at_its_max_tokens():
     assert max(stds) <= 512, "half of max_tokens at each end is the most that lengths can vary"
     assert stds[3] == pytest.approx(40, rel=0.02)
     assert batch.prompts[2].weight > 0.3, "uncut it would be 0.01"
-
-
-@pytest.mark.parametrize(("group_size", "max_candidates", "most"), [(4, 64, 8), (4, 6, 6), (4, 4, 4)])
-def test_a_prompt_has_at_most_twice_its_group_size_and_what_the_engine_runs(group_size, max_candidates, most):
-    assert upper_bound(group_size, max_candidates) == most
 
 
 def test_a_batch_is_priced_with_its_mean_prompt_and_its_largest_limit():

@@ -107,24 +107,11 @@ def test_a_size_that_preempts_is_not_begun_at():
     assert "preemptions; 2: " in str(pressed)
 
 
-def test_devices_that_only_wait_for_each_other_are_not_taken():
-    expected = expected_round(64, 48, 2048)
-    engines = {size: EngineSize(faster(factor), 10**6) for size, factor in ((1, 1.0), (2, 1.6), (4, 1.3))}
-    assert choose_start(engines, expected).size == 2
-
-
 def test_without_lengths_a_round_is_expected_by_its_cap():
     expected = expected_round(1000, 1000, 8192)
     mean = sum(expected.lengths) / 1000
     assert 0.9 * EXPECTED_SHARE * 8192 < mean < EXPECTED_SHARE * 8192  # the cap takes a little
     assert max(expected.lengths) == 8192
-
-
-def test_what_cannot_be_is_refused():
-    with pytest.raises(ValueError, match="num_wanted must be from 1 to 2 candidates, got 3"):
-        ExpectedRound([1, 2], 3)
-    with pytest.raises(ValueError, match="at least one tensor-parallel size"):
-        choose_start({}, ExpectedRound([1], 1))
 
 
 def test_a_large_round_is_expected_within_a_moment():

@@ -1,6 +1,5 @@
 """Moments of lengths that are cut at max_tokens."""
 
-import math
 import statistics
 
 import pytest
@@ -35,8 +34,3 @@ def test_where_the_distribution_is_known_it_is_cut():
     cut = seen.cut(400)
     assert cut.mean == pytest.approx(statistics.fmean([10, 20, 400, 400]))
     assert cut.variance == pytest.approx(statistics.pvariance([10, 20, 400, 400]))
-
-
-def test_half_below_the_cap_is_the_most_that_lengths_spread():
-    assert LengthMoments(4207.0, 12_649.0**2, 3).cut(1024).std < 512
-    assert math.isfinite(LengthMoments(0.0, 5.0, 1).cut(10).std)

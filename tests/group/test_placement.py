@@ -6,68 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_rollout.group.ranks.placement import Placement, agreed_rank, choose_rank
+from vllm_rollout.group.ranks.placement import Placement, agreed_rank
 from vllm_rollout.group.ranks.work import TokenCost, Work
-
-
-@pytest.mark.parametrize(
-    ("loads", "turn", "rank"),
-    [
-        ([0], 0, 0),
-        ([3, 1, 2], 0, 1),
-        ([0, 0, 0], 1, 1),
-        ([5, 0, 0], 0, 1),
-        ([0, 5, 0], 1, 2),
-        ([0, 5, 5], 2, 0),
-    ],
-)
-def test_the_least_load_wins_and_ties_go_in_turn(loads, turn, rank):
-    assert choose_rank(loads, turn) == rank
-
-
-def test_groups_that_come_together_spread_by_their_candidates():
-    placement = Placement(3)
-    assert [placement.place(Work(8)), placement.place(Work(2)), placement.place(Work(2)), placement.place(Work(2))] == [
-        0,
-        1,
-        2,
-        1,
-    ]
-    assert placement.loads == [8, 4, 2]
-    placement.leave(0, Work(8))
-    assert placement.place(Work(1)) == 0
-
-
-def test_groups_one_after_the_other_take_turns():
-    placement = Placement(3, first_turn=4)
-    ranks = []
-    for _ in range(5):
-        ranks.append(placement.place(Work(4)))
-        placement.leave(ranks[-1], Work(4))
-    assert ranks == [1, 2, 0, 1, 2]
-
-
-def test_a_rank_that_the_user_pins_counts_and_takes_no_turn():
-    placement = Placement(2)
-    assert placement.place(Work(4), rank=1) == 1
-    assert placement.loads == [0, 4]
-    assert placement.place(Work(4)) == 0
-
-
-@pytest.mark.parametrize("alone", [True, False])
-def test_siblings_meet_and_are_counted(alone):
-    placement = Placement(4, alone=alone)
-    ranks = {placement.join("q1", 3) for _ in range(3)}
-    assert len(ranks) == 1
-    assert placement.loads[ranks.pop()] == sum(placement.loads) == 3
-
-
-def test_joined_groups_spread_over_ranks_and_keep_off_a_loaded_one():
-    placement = Placement(2)
-    assert placement.place(Work(8)) == 0
-    assert [placement.join(f"q{i}", 4) for i in range(4)] == [1] * 4
-    assert [placement.join(f"q{i}", 4) for i in range(4)] == [1] * 4
-    assert [placement.join("q4", 4), placement.join("q5", 4)] == [0, 1]
 
 
 def test_processes_that_share_nothing_agree_on_a_rank():
@@ -183,12 +123,6 @@ def test_long_contexts_weigh_what_they_cost():
     assert placement.loads == [1000, 1000]
     placement.token_cost = TokenCost(token=1.0, context=0.01)
     assert placement.loads == [6000, 1500]
-
-
-def test_requests_of_others_keep_groups_away():
-    placement = Placement(2)
-    placement.others = [10, 0]
-    assert [placement.place(Work(4)) for _ in range(4)] == [1, 1, 1, 0]
 
 
 works = st.integers(1, 32).flatmap(lambda num: st.builds(Work, st.just(num), st.integers(num, 10_000)))

@@ -6,59 +6,36 @@ from vllm_rollout.config import MAX_GROUP_SIZE
 from vllm_rollout.group.plans.plan import GroupPlan, make_plan
 from vllm_rollout.group.plans.rows import PlanError
 
-
-def test_a_plan_with_defaults_races_for_the_first():
-    plan = make_plan(8, max_candidates=8)
-    assert plan == GroupPlan(group_size=8, redundancy=0, early_stop=True, selection="first", num_longest=0)
-    assert plan.num_candidates == 8
+DUAL_END = {"selection": "dual_end"}
 
 
-def test_spare_candidates_come_on_top_of_the_group():
-    assert make_plan(8, 8, max_candidates=16).num_candidates == 16
+@pytest.mark.parametrize(
+    ("fields", "plan"),
+    [
+        ({}, GroupPlan(4)),
+        ({"redundancy": 4}, GroupPlan(4, 4)),
+        ({"early_stop": False}, GroupPlan(4, early_stop=False)),
+        ({"early_stop": True, "selection": "shortest"}, GroupPlan(4, selection="shortest")),
+        ({"early_stop": "auto", "selection": "shortest"}, GroupPlan(4, selection="shortest")),
+        (DUAL_END, GroupPlan(4, 0, False, "dual_end", 1)),
+        (DUAL_END | {"early_stop": "auto"}, GroupPlan(4, 0, False, "dual_end", 1)),
+        (DUAL_END | {"early_stop": False, "num_longest": 0}, GroupPlan(4, 0, False, "dual_end", 0)),
+        (DUAL_END | {"num_longest": 3}, GroupPlan(4, 0, False, "dual_end", 3)),
+        (DUAL_END | {"group_size": 1, "redundancy": 3}, GroupPlan(1, 3, False, "dual_end", 0)),
+        (DUAL_END | {"patience": 1}, GroupPlan(4, 0, False, "dual_end", 1, patience=1)),
+        ({"group_size": MAX_GROUP_SIZE}, GroupPlan(MAX_GROUP_SIZE)),
+    ],
+)
+def test_fields_make_a_plan(fields, plan):
+    assert make_plan(**{"group_size": 4, "max_candidates": MAX_GROUP_SIZE, **fields}) == plan
+    assert plan.num_candidates == plan.group_size + plan.redundancy
 
 
-def test_early_stop_may_be_turned_off():
-    assert make_plan(2, 2, False, max_candidates=4).early_stop is False
-    assert make_plan(2, 2, True, "shortest", max_candidates=4).early_stop is True
-
-
-def test_dual_end_runs_the_whole_pool_and_keeps_one_long_trajectory_unless_told():
-    assert make_plan(4, 4, selection="dual_end", max_candidates=8) == GroupPlan(4, 4, False, "dual_end", 1)
-    assert make_plan(4, 4, False, "dual_end", 0, max_candidates=8).num_longest == 0
-    assert make_plan(4, 4, None, "dual_end", 3, max_candidates=8).num_longest == 3
-
-
-def test_a_dual_end_selection_of_one_takes_the_shortest():
-    assert make_plan(1, 3, selection="dual_end", max_candidates=8) == GroupPlan(1, 3, False, "dual_end", 0)
-    with pytest.raises(PlanError, match=r"^num_longest: must be below group_size \(1\), got 1: .*for 0"):
-        make_plan(1, 3, selection="dual_end", num_longest=1, max_candidates=8)
-
-
-@pytest.mark.parametrize("early_stop", [None, "auto"])
-def test_early_stop_goes_where_the_selection_allows_it(early_stop):
-    assert make_plan(2, 2, early_stop, "shortest", max_candidates=4).early_stop
-    assert not make_plan(2, 2, early_stop, "dual_end", max_candidates=4).early_stop
-
-
-def test_patience_bounds_the_wait_of_a_dual_end_selection():
+def test_only_a_prompt_with_an_extreme_tail_takes_the_shortest_and_stops_early():
     plan = make_plan(4, 4, selection="dual_end", patience=1.5, max_candidates=8)
-    assert plan == GroupPlan(4, 4, False, "dual_end", 1, patience=1.5)
-    assert make_plan(4, 4, selection="dual_end", patience=1, max_candidates=8).patience == 1
-
-
-def test_a_prompt_whose_tail_is_not_extreme_keeps_its_selection():
-    plan = make_plan(4, 4, selection="dual_end", patience=1.5, max_candidates=8)
-    assert plan.allocated(8, extreme=False) == GroupPlan(4, 4, False, "dual_end", 1, patience=1.5)
-
-
-def test_a_prompt_with_an_extreme_tail_takes_the_shortest_and_stops_early():
-    plan = make_plan(4, 4, selection="dual_end", patience=1.5, max_candidates=8)
+    assert plan.allocated(8, extreme=False) == plan
     assert plan.allocated(8, extreme=True) == GroupPlan(4, 4, True, "shortest")
     assert plan.allocated(8, extreme=True, early_stop=False) == GroupPlan(4, 4, False, "shortest")
-
-
-def test_the_largest_group_is_allowed():
-    assert make_plan(MAX_GROUP_SIZE, max_candidates=MAX_GROUP_SIZE).group_size == MAX_GROUP_SIZE
 
 
 @pytest.mark.parametrize(
@@ -72,6 +49,11 @@ def test_the_largest_group_is_allowed():
         ({"selection": "longest"}, "selection", ["got 'longest'", "first, shortest, dual_end"]),
         ({"num_longest": 1}, "num_longest", ["selection 'first'", "dual_end"]),
         ({"selection": "dual_end", "num_longest": 4}, "num_longest", ["got 4", "below group_size (4)"]),
+        (
+            {"selection": "dual_end", "group_size": 1, "num_longest": 1},
+            "num_longest",
+            ["group_size (1)", "for 0"],
+        ),
         ({"selection": "dual_end", "num_longest": -1}, "num_longest", ["got -1", f"0 to {MAX_GROUP_SIZE}"]),
         ({"selection": "dual_end", "early_stop": True}, "early_stop", ["true", "dual_end", "false", '"auto"']),
         ({"patience": 2.0}, "patience", ["selection 'first'", "dual_end"]),

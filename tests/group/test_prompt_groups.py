@@ -34,11 +34,11 @@ def test_a_group_of_which_nothing_runs_takes_nobody():
 
 def test_a_name_is_used_as_it_is_and_a_number_is_given_back():
     groups = PromptGroups()
-    with groups.named(GroupJoin("q1", 2, 4), "prompt") as name:
+    with groups.named(GroupJoin(2, 4, name="q1"), "prompt") as name:
         assert (name, len(groups)) == ("q1", 0)
-    with groups.named(GroupJoin(None, 2, 4), "prompt") as number, groups.named(GroupJoin(None, 2, 4), "prompt") as same:
+    with groups.named(GroupJoin(2, 4), "prompt") as number, groups.named(GroupJoin(2, 4), "prompt") as same:
         assert number == same
-        with groups.named(GroupJoin(None, 2, 5), "prompt") as other_terms:
+        with groups.named(GroupJoin(2, 5), "prompt") as other_terms:
             assert other_terms != number
     assert len(groups) == 0
 

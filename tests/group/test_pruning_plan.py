@@ -9,31 +9,26 @@ from vllm_rollout.group.plans.pruning_plan import PruningPlan, make_pruning_plan
 from vllm_rollout.group.plans.rows import PlanError, rows
 
 
-def test_a_detection_length_alone_makes_a_plan_with_defaults():
-    assert make_pruning_plan({"detection_length": 512}) == PruningPlan(512)
-
-
 def test_the_defaults_are_within_their_ranges():
-    plan = PruningPlan(MAX_DETECTION_LENGTH)
+    plan = make_pruning_plan({"detection_length": MAX_DETECTION_LENGTH})
+    assert plan == PruningPlan(MAX_DETECTION_LENGTH)
     assert all(row.takes.holds(getattr(plan, field)) for field, row in rows(PruningFields).items())
 
 
 @pytest.mark.parametrize(
-    ("field", "values"),
+    "given",
     [
-        ("detection_length", [1, MAX_DETECTION_LENGTH]),
-        ("keep_ratio", [0.05, 0.95, 1, 1.0]),
-        ("target_positive_ratio", [1e-9, 1 - 1e-9]),
-        ("strength", [0, 0.0, 1000]),
-        ("min_survival", [1e-9, 0.5]),
-        ("max_survival", [0.5, 1]),
-        ("min_labels", [1, CALIBRATION_WINDOW // 2]),
-        ("allow_fewer", [True, False]),
+        *({"detection_length": length} for length in (1, MAX_DETECTION_LENGTH)),
+        *({"keep_ratio": ratio} for ratio in (0.05, 0.95, 1)),
+        *({"target_positive_ratio": ratio, "strength": 1000 * round(ratio)} for ratio in (1e-9, 1 - 1e-9)),
+        *({"min_survival": bound, "max_survival": other} for bound, other in ((1e-9, 1), (0.5, 0.5))),
+        {"keep_ratio": 1, "max_survival": 0.6},  # only scores
+        *({"min_labels": num} for num in (1, CALIBRATION_WINDOW // 2)),
     ],
 )
-def test_the_ends_of_each_range_are_allowed(field, values):
-    for value in values:
-        assert getattr(make_pruning_plan({"detection_length": 8, field: value}), field) == value
+def test_the_ends_of_each_range_are_allowed(given):
+    plan = make_pruning_plan({"detection_length": 8, **given})
+    assert {field: getattr(plan, field) for field in given} == given
 
 
 @pytest.mark.parametrize(
@@ -62,49 +57,34 @@ def test_what_is_out_of_range_is_named_with_its_value_and_what_is_allowed(field,
         assert f"got {value!r}" in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("given", "field"),
-    [
-        ({"min_survival": 0.6, "max_survival": 0.4}, "min_survival"),
-        ({"min_survival": 0.96}, "min_survival"),
-        ({"max_survival": 0.04}, "max_survival"),
-    ],
+CROSS = "min_survival must be at most pruning.max_survival, got {min_survival} and {max_survival}"
+FORBID = (
+    "keep_ratio must lie between pruning.min_survival and pruning.max_survival, got {keep_ratio} and bounds of "
+    "{min_survival} and {max_survival}"
 )
-def test_survival_bounds_that_cross_are_refused_by_the_field_that_was_given(given, field):
-    with pytest.raises(PlanError, match="min_survival must be at most max_survival, got") as error:
-        make_pruning_plan({"detection_length": 8, **given})
-    assert error.value.field == field
-
-
-def test_survival_bounds_may_meet():
-    assert make_pruning_plan({"detection_length": 8, "min_survival": 0.5, "max_survival": 0.5}).min_survival == 0.5
 
 
 @pytest.mark.parametrize(
-    ("given", "field"),
+    ("given", "field", "said"),
     [
-        ({"min_survival": 0.3, "max_survival": 0.3}, "max_survival"),
-        ({"min_survival": 0.3, "max_survival": 0.3, "keep_ratio": 0.5}, "keep_ratio"),
-        ({"max_survival": 0.4}, "max_survival"),
-        ({"min_survival": 0.6}, "min_survival"),
-        ({"keep_ratio": 0.97}, "keep_ratio"),
-        ({"keep_ratio": 0.01, "rule": "paper"}, "keep_ratio"),
+        ({"min_survival": 0.6, "max_survival": 0.4}, "min_survival", CROSS),
+        ({"min_survival": 0.96}, "min_survival", CROSS),
+        ({"max_survival": 0.04}, "max_survival", CROSS),
+        ({"min_survival": 0.3, "max_survival": 0.3}, "max_survival", FORBID),
+        ({"min_survival": 0.3, "max_survival": 0.3, "keep_ratio": 0.5}, "keep_ratio", FORBID),
+        ({"max_survival": 0.4}, "max_survival", FORBID),
+        ({"min_survival": 0.6}, "min_survival", FORBID),
+        ({"keep_ratio": 0.97}, "keep_ratio", FORBID),
+        ({"keep_ratio": 0.01, "rule": "paper"}, "keep_ratio", FORBID),
     ],
 )
-def test_a_keep_ratio_that_the_bounds_forbid_is_refused_as_the_user_wrote_it(given, field):
+def test_bounds_that_leave_no_verdict_are_refused_by_the_field_that_was_given(given, field, said):
     names = {field: f"pruning.{field}" for field in rows(PruningFields)}
     with pytest.raises(PlanError) as error:
         make_pruning_plan({"detection_length": 8, **given}, names)
     plan = {"keep_ratio": 0.5, "min_survival": 0.05, "max_survival": 0.95, **given}
     assert error.value.field == f"pruning.{field}"
-    assert (
-        f"pruning.keep_ratio must lie between pruning.min_survival and pruning.max_survival, got {plan['keep_ratio']} "
-        f"and bounds of {plan['min_survival']} and {plan['max_survival']}"
-    ) in str(error.value)
-
-
-def test_a_keep_ratio_of_1_only_scores_and_needs_no_bounds():
-    assert make_pruning_plan({"detection_length": 8, "keep_ratio": 1, "max_survival": 0.6}).keep_ratio == 1
+    assert f"pruning.{said.format(**plan)}" in str(error.value)
 
 
 def test_pruning_without_anything_to_spare_is_refused_with_both_remedies():

@@ -22,12 +22,6 @@ def endings(*states: CandidateState) -> list[Ending]:
     return [Ending(index, state, 10 - index) for index, state in enumerate(states)]
 
 
-def test_the_first_by_index_go_on_whether_they_are_over_or_not():
-    group = endings("deferred", "finished", "deferred", "finished", "finished")
-    assert choose_resumed(group, 3) == (0, 1, 2)
-    assert choose_resumed(group[::-1], 3) == (0, 1, 2)
-
-
 def test_lost_and_pruned_candidates_do_not_go_on():
     assert choose_resumed(endings("failed", "pruned", "surplus", "deferred", "failed", "finished"), 4) == (2, 3, 5)
 

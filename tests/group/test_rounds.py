@@ -42,11 +42,9 @@ def queued(run: Run) -> list[str]:
     return [entry.prompt_id for entry in run.queue]
 
 
-def test_factors_are_read_in_decimals() -> None:
-    assert speculated(10, 1.1) == 11
-    assert speculated(8, 1.25) == 10
-    assert speculated(128, 1.25) == 160
-    assert speculated(3, 1.25) == 4
+@pytest.mark.parametrize(("count", "factor", "num"), [(10, 1.1, 11), (8, 1.25, 10), (3, 1.25, 4)])
+def test_factors_are_read_in_decimals(count: int, factor: float, num: int) -> None:
+    assert speculated(count, factor) == num
 
 
 def test_a_short_round_defers_what_a_long_round_then_runs() -> None:
@@ -69,18 +67,15 @@ def test_a_short_round_defers_what_a_long_round_then_runs() -> None:
 def test_prompts_that_did_not_begin_are_the_first_of_the_next_short_round() -> None:
     run = Run(TERMS)
     begin(run, numbered(0, 6))
-    close(run, "q0", unstarted=("q5",))
-    assert run.num_fresh == 5
-    begin(run, numbered(6, 5))
-    assert [entry.prompt_id for entry in run.open.entries] == ["q5", "q6", "q7", "q8", "q9", "q10"]
-
-
-def test_a_reserve_that_was_not_needed_waits_for_the_next_round() -> None:
+    assert run.num_fresh == 6
+    run.give_up()
+    assert (run.num_fresh, len(run.carried), run.num_handed_in) == (0, 6, 6)
     run = Run(TERMS)
-    begin(run, numbered(0, 6), reserve=numbered(6, 2))
-    close(run, "q0", "q1", filtered=("q2",), unstarted=("q7",))
-    assert [entry.prompt_id for entry in run.carried] == ["q7"]
-    assert (run.num_filtered, run.num_fresh, queued(run)) == (1, 5, ["q0", "q1"])
+    begin(run, numbered(0, 6), reserve=numbered(20, 1))
+    close(run, "q0", filtered=("q2",), unstarted=("q5", "q20"))
+    assert (run.num_fresh, run.num_filtered, queued(run)) == (4, 1, ["q0"])
+    begin(run, numbered(6, 4))
+    assert [entry.prompt_id for entry in run.open.entries] == ["q5", "q20", "q6", "q7", "q8", "q9"]
 
 
 def test_the_end_of_an_epoch_runs_what_is_left_without_speculation() -> None:
@@ -95,17 +90,6 @@ def test_the_end_of_an_epoch_runs_what_is_left_without_speculation() -> None:
         run.plan("k", [], kind="long")
 
 
-@pytest.mark.parametrize(("num", "kind", "text"), [
-    (5, None, "wants 6 fresh prompts .* got 5"),
-    (7, None, "wants 6 fresh prompts .* got 7"),
-    (0, None, "got 0"),
-    (5, "long", "at most 4 prompts, got 5"),
-])  # fmt: skip
-def test_a_wrong_number_of_prompts_says_how_many_are_wanted(num: int, kind: str | None, text: str) -> None:
-    with pytest.raises(RoundError, match=text):
-        Run(TERMS).plan("k", numbered(0, num), kind=kind)
-
-
 def full_queue() -> Run:
     run = Run(TERMS)
     for first in (0, 6):
@@ -114,32 +98,53 @@ def full_queue() -> Run:
     return run
 
 
-def test_a_full_queue_wants_its_long_round_and_nothing_else() -> None:
-    run = full_queue()
-    with pytest.raises(RoundError, match="wants 0 fresh prompts, because the queue holds 4, got 1"):
-        run.plan("k", numbered(12, 1))
-    with pytest.raises(RoundError, match="must be long now, got 'short'"):
-        run.plan("k", numbered(12, 6), kind="short")
-
-
-def test_an_open_round_keeps_every_other_one_out() -> None:
-    run = Run(TERMS)
-    begin(run, numbered(0, 6), key="a")
-    with pytest.raises(RoundError, match="round 0 of this run is open under the key 'a', got 'b'") as error:
-        run.plan("b", numbered(6, 6))
-    assert error.value.conflict
-
-
 def test_a_round_that_is_given_up_leaves_everything_where_it_was() -> None:
     run = full_queue()
     before = run_to_state(run)
     begin(run, [], key="lost")
     run.give_up()
     assert run_to_state(run) == before
+
+
+def deferred(epoch: int | None = None) -> Run:
+    """q0 and q1 wait."""
     run = Run(TERMS)
-    begin(run, numbered(0, 6))
-    run.give_up()
-    assert (run.num_fresh, len(run.carried), run.num_handed_in) == (0, 6, 6)
+    begin(run, prompts("q0", "q1", "q2", "q3", "q4", "q5", epoch=epoch))
+    close(run, "q0", "q1")
+    return run
+
+
+def opened() -> Run:
+    run = Run(TERMS)
+    begin(run, numbered(0, 6), key="a")
+    return run
+
+
+@pytest.mark.parametrize(("run", "fresh", "more", "conflict", "text"), [
+    (Run(TERMS), numbered(0, 5), {}, False, "wants 6 fresh prompts .* got 5"),
+    (Run(TERMS), numbered(0, 7), {}, False, "wants 6 fresh prompts .* got 7"),
+    (Run(TERMS), numbered(0, 5), {"kind": "long"}, False, "at most 4 prompts, got 5"),
+    (Run(TERMS), numbered(0, 6), {"reserve": numbered(6, 16_379)}, False, r"with 6, got 16379 in .* at most 16378"),
+    (Run(TERMS), numbered(0, 6), {"reserve": numbered(6, 65_537)}, False, "65536 prompts may wait .* and 0 do, got"),
+    (Run(TERMS), prompts("a", "b", "c", "d", "e", "a"), {}, False, "'a' is used twice"),
+    (Run(TERMS), numbered(0, 6), {"reserve": numbered(5, 1)}, False, "'q5' is used twice"),
+    (full_queue(), numbered(12, 1), {}, False, "wants 0 fresh prompts, because the queue holds 4, got 1"),
+    (full_queue(), numbered(12, 6), {"kind": "short"}, True, "must be long now, got 'short'"),
+    (opened(), numbered(6, 6), {}, True, "round 0 of this run is open under the key 'a', got 'k'"),
+    (deferred(), [FreshPrompt("q0"), *numbered(6, 5)], {}, True, "'q0' waits in this run with another content"),
+    (deferred(1), [*prompts("q0", epoch=1), *numbered(6, 5)], {}, True, "'q0' of epoch 1 waits in this run already"),
+])  # fmt: skip
+def test_a_round_that_cannot_be_opened_says_why(run: Run, fresh, more, conflict: bool, text: str) -> None:
+    before = run_to_state(run)
+    with pytest.raises(RoundError, match=text) as error:
+        run.plan("k", fresh, **more)
+    assert error.value.conflict is conflict
+    assert run_to_state(run) == before
+
+
+def test_a_prompt_of_another_epoch_and_the_largest_reserve_are_taken() -> None:
+    deferred(1).plan("k", [*prompts("q0", epoch=2), *numbered(6, 5)])
+    Run(TERMS).plan("k", numbered(0, 6), numbered(6, 16_378))
 
 
 def test_a_prompt_may_come_again_while_it_waits() -> None:
@@ -160,19 +165,6 @@ def test_a_prompt_may_come_again_while_it_waits() -> None:
     assert (run.queue, run.num_returned, run.num_handed_in) == ([], 12, 12)
 
 
-def test_a_prompt_that_always_takes_too_long_comes_back_all_the_same() -> None:
-    """Also of a data set so small that its long prompts alone never fill a round."""
-    run = Run(TERMS)
-    for _ in range(20):
-        if run.next_kind == "long":
-            begin(run, [])
-            close(run)
-        else:
-            begin(run, numbered(0, 6))
-            close(run, "q0", "q1")
-    assert len(run.queue) < 2 * TERMS.prompts_per_round
-
-
 @pytest.mark.parametrize(("terms", "num_candidates", "field"), [
     (RunTerms(1, 13_107, 1.25), 1, None), (RunTerms(1, 13_108, 1.25), 1, "prompts_per_round"),
     (RunTerms(16, 16_384, 1.0), 16, None), (RunTerms(16, 16_384, 1.0), 17, "prompts_per_round"),
@@ -185,40 +177,6 @@ def test_terms_of_which_no_round_could_ever_run_are_refused(terms: RunTerms, num
     with pytest.raises(RoundError) as error:
         terms.check(num_candidates)
     assert error.value.field == field
-
-
-def test_a_round_and_its_reserve_fit_into_a_rollout() -> None:
-    run = Run(TERMS)
-    run.plan("k", numbered(0, 6), numbered(6, 16_378))
-    with pytest.raises(RoundError, match=r"begins with 6, got 16379 in reserve\. Send at most 16378"):
-        run.plan("k", numbered(0, 6), numbered(6, 16_379))
-
-
-def test_a_reserve_has_its_bounds() -> None:
-    with pytest.raises(RoundError, match="at most 65536 prompts may wait in a run, and 0 do, got 65537"):
-        Run(TERMS).plan("k", numbered(0, 6), numbered(6, 65_537))
-
-
-def test_a_prompt_of_the_same_epoch_is_not_taken_twice() -> None:
-    run = Run(TERMS)
-    begin(run, prompts("a", "b", "c", "d", "e", "f", epoch=1))
-    close(run, "a", "b")
-    with pytest.raises(RoundError, match="'a' of epoch 1 waits in this run already") as error:
-        run.plan("k", prompts("a", "g", "h", "i", "j", "k", epoch=1))
-    assert error.value.conflict
-    run.plan("k", prompts("a", "g", "h", "i", "j", "k", epoch=2))
-
-
-def test_one_id_means_one_prompt() -> None:
-    run = Run(TERMS)
-    with pytest.raises(RoundError, match="'a' is used twice"):
-        run.plan("k", prompts("a", "b", "c", "d", "e", "a"))
-    with pytest.raises(RoundError, match="'a' is used twice"):
-        run.plan("k", prompts("a", "b", "c", "d", "e", "f"), prompts("a"))
-    begin(run, numbered(0, 6))
-    close(run, "q0", "q1")
-    with pytest.raises(RoundError, match="'q0' waits in this run with another content"):
-        run.plan("k", [FreshPrompt("q0", content="something else"), *numbered(6, 5)])
 
 
 @pytest.mark.parametrize(("order", "first"), [("first_in", "q0"), ("shortest", "q6"), ("longest", "q7")])
@@ -236,22 +194,11 @@ def test_a_long_round_takes_from_its_queue_in_order(order: str, first: str) -> N
 def test_savings_are_the_longest_of_each_synchronous_round_over_ours() -> None:
     run = Run(RunTerms(1, 2, 1.5))
     lengths = [10, 100, 20, 30, 80, 15]
-
-    def round_of(*returned: int) -> None:
-        outcomes = {
-            entry.number: EntryOutcome("returned", lengths[entry.number])
-            if entry.number in returned
-            else EntryOutcome("deferred")
-            for entry in run.open.entries
-        }
-        run.close(outcomes, 1.0, 1, 1)
-
-    begin(run, numbered(0, 3))
-    round_of(0, 2)
-    begin(run, numbered(3, 3))
-    round_of(3, 5)
-    begin(run, [])
-    round_of(1, 4)
+    for fresh, deferred in ((numbered(0, 3), 1), (numbered(3, 3), 4), ([], None)):
+        begin(run, fresh)
+        numbers = [entry.number for entry in run.open.entries]
+        outcomes = {n: EntryOutcome("returned", lengths[n]) for n in numbers}
+        run.close(outcomes | ({} if deferred is None else {deferred: EntryOutcome("deferred")}), 1.0, 1, 1)
     assert run.savings.round_tokens == 20 + 30 + 100
     assert run.savings.synchronous_tokens == 100 + 30 + 80
     assert run.savings.ratio == pytest.approx(210 / 150)
@@ -281,21 +228,17 @@ def test_a_short_round_returns_as_many_as_are_wanted() -> None:
     assert start_all(round) == [0, 1, 2, 3, 4, 5]
     for position in (5, 2, 0, 1):
         assert round.group_over(position, COMPLETE) == "returned"
-    assert round.is_cut
+    assert (round.is_cut, round.start()) == (True, None)
     assert not round.is_over
     assert round.group_over(3, STOPPED) == "deferred"
     assert round.group_over(4, COMPLETE) == "deferred"
     assert round.is_over
     assert round.reasons == {3: "cut", 4: "tie"}
-
-
-def test_what_did_not_start_before_the_cut_was_not_begun() -> None:
     round = progress()
     for position in [round.start() for _ in range(5)][:4]:
         round.group_over(position, COMPLETE)
-    assert round.start() is None
     round.withdraw(4)
-    assert round.is_over
+    assert (round.start(), round.is_over) == (None, True)
     assert [round.outcomes()[number].fate for number in (4, 5)] == ["unstarted", "unstarted"]
 
 
@@ -312,52 +255,25 @@ def test_a_group_that_was_lost_is_deferred_in_a_short_round_and_returned_in_a_lo
 def test_filtered_groups_are_replaced_from_the_reserve() -> None:
     round = progress(reserve=2, filters=True)
     start_all(round)
-    for position in range(4):
-        round.group_over(position, COMPLETE)
-    for position in (4, 5):
-        round.group_over(position, STOPPED)
-    assert not round.is_over  # rewards are to come
-    assert round.rewarded(0, has_variance=False)
-    assert start_all(round) == [6]
-    assert not round.rewarded(1, has_variance=True)
-    assert round.rewarded(2, has_variance=False)
-    assert start_all(round) == [7]
-    round.rewarded(3, has_variance=True)
-    round.group_over(6, COMPLETE)
-    round.group_over(7, COMPLETE)
-    assert not round.is_over
-    round.rewarded(6, has_variance=True)
-    round.rewarded(7, has_variance=True)
-    assert round.is_over
-    assert Counter(outcome.fate for outcome in round.outcomes().values()) == {
-        "returned": 4,
-        "filtered": 2,
-        "deferred": 2,
-    }
-
-
-def test_without_a_reserve_a_filtering_round_returns_fewer() -> None:
-    round = progress(filters=True)
-    start_all(round)
-    for position in range(4):
-        round.group_over(position, COMPLETE)
-    for position in (4, 5):
-        round.group_over(position, STOPPED)
-    for position in range(4):
-        round.rewarded(position, has_variance=position > 0)
-    assert round.is_over
-    assert Counter(outcome.fate for outcome in round.outcomes().values())["returned"] == 3
-
-
-def test_a_filter_that_speaks_early_keeps_the_race_open() -> None:
-    round = progress(filters=True)
-    start_all(round)
     round.group_over(0, COMPLETE)
-    round.rewarded(0, has_variance=False)
+    assert round.rewarded(0, has_variance=False)
     for position in (1, 2, 3):
         round.group_over(position, COMPLETE)
-    assert not round.is_cut
+    assert not round.is_cut  # the filter has spoken early: the race is open
     assert round.group_over(4, COMPLETE) == "returned"
+    assert round.group_over(5, STOPPED) == "deferred"
+    assert (round.start(), round.is_over) == (None, False)  # rewards are to come
+    assert not round.rewarded(1, has_variance=True)
+    assert round.rewarded(2, has_variance=False)
+    assert start_all(round) == [6, 7]
+    round.group_over(6, COMPLETE)
+    round.group_over(7, STOPPED)
+    for position in (3, 4, 6):
+        assert not round.is_over
+        round.rewarded(position, has_variance=True)
+    assert round.is_over
+    fates = Counter(outcome.fate for outcome in round.outcomes().values())
+    assert fates == {"returned": 4, "filtered": 2, "deferred": 2}
 
 
 # -- whatever happens, no prompt is lost
@@ -434,6 +350,7 @@ def play(run: Run, draw: object) -> list[str]:
     ("terms", [2, 4, float("nan"), 1.25, "first_in"]), ("counts", [1, 2, 3]), ("counts", [99, 2, 8, 0, 4]),
     ("queue", [[0, "q0", None, "c", 1], [0, "q1", None, "c", 1]]), ("queue", "q0"), ("open", [1]), ("history", [[1]]),
     ("savings", []), ("carried", [[0, "", None, "c", 1]]),
+    ("queue", [[number, f"q{number}", None, "c", 1] for number in (1, 6, 7, 12)]),  # the first is 0
 ])  # fmt: skip
 def test_a_state_that_no_run_wrote_is_refused(field: str, value: object) -> None:
     state = json.loads(json.dumps(run_to_state(full_queue())))

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tests.group.rank_loads import moved, rank, ranks_with_groups, straggler
 from vllm_rollout.group.ranks.load import RankLoad
-from vllm_rollout.group.ranks.scaling import Progress, choose_ranks, plan_scale_down
+from vllm_rollout.group.ranks.scaling import Progress, plan_scale_down
 
 AT_30 = Progress(100, 30)
 
@@ -34,54 +34,32 @@ def test_no_rank_is_freed_when_the_peak_does_not_fit_by_one_token():
     advice = plan_scale_down(AT_30, four_ranks(399))
     assert (advice.reason, advice.ranks, advice.moves) == ("no_room", (), ())
     assert advice.explanation.endswith("peak of 800 tokens of KV cache, ranks [2, 3] have 798")
-
-
-def test_no_rank_is_freed_when_one_that_stays_is_too_full_by_itself():
-    loads = [rank(0), rank(1, straggler("a", 500), kv_capacity_tokens=400)]
-    assert plan_scale_down(AT_30, loads).reason == "no_room"
+    one_too_full = [rank(0), rank(1, straggler("a", 500), kv_capacity_tokens=400)]
+    assert plan_scale_down(AT_30, one_too_full).reason == "no_room"
 
 
 @pytest.mark.parametrize(
-    ("complete", "at_check", "reason"),
+    ("progress", "reason"),
     [
-        (19, 0, "too_early"),
-        (20, 0, "free"),
-        (50, 0, "free"),
-        (51, 0, "too_late"),
-        (24, 20, "between_checks"),
-        (25, 20, "free"),
+        (Progress(100, 19), "too_early"),
+        (Progress(100, 20), "free"),
+        (Progress(100, 50), "free"),
+        (Progress(100, 51), "too_late"),
+        (Progress(100, 24, 20), "between_checks"),
+        (Progress(140, 35, 28), "free"),  # 0.05 * 140 is more than 7 in floating point
+        (Progress(0, 0), "too_early"),
+        (Progress(100, 30, is_scaled_down=True), "scaled_down"),
     ],
 )
-def test_it_is_checked_between_20_and_50_percent_every_5(complete, at_check, reason):
-    advice = plan_scale_down(Progress(100, complete, at_check), four_ranks(400))
-    assert advice.reason == reason
-    assert advice.was_checked is (reason == "free")
-
-
-def test_it_is_done_once():
-    assert plan_scale_down(Progress(100, 30, is_scaled_down=True), four_ranks(400)).reason == "scaled_down"
-
-
-def test_five_percent_are_five_percent_of_any_number():
-    # 0.05 * 140 is more than 7 in floating point
-    assert plan_scale_down(Progress(140, 35, 28), four_ranks(400)).reason == "free"
-
-
-def test_nothing_is_complete_of_nothing():
-    assert plan_scale_down(Progress(0, 0), four_ranks(400)).reason == "too_early"
+def test_it_is_checked_between_20_and_50_percent_every_5_until_it_is_done(progress, reason):
+    advice = plan_scale_down(progress, four_ranks(400))
+    assert (advice.reason, advice.was_checked) == (reason, reason == "free")
 
 
 def test_of_an_odd_number_the_smaller_half_is_freed_and_of_one_none():
     three = four_ranks(1000)[:3]
     assert plan_scale_down(AT_30, three).ranks == (0,)
     assert plan_scale_down(AT_30, three[:1]).reason == "too_few_ranks"
-
-
-def test_held_ranks_neither_count_nor_take_anything():
-    loads = [*four_ranks(1000)[:2], rank(2, is_held=True), rank(3, is_held=True)]
-    advice = plan_scale_down(AT_30, loads)
-    assert advice.ranks == (0,)
-    assert {move.target for move in advice.moves} == {1}
 
 
 def test_ranks_with_other_requests_stay():
@@ -95,30 +73,11 @@ def test_ranks_with_other_requests_stay():
     )
 
 
-@pytest.mark.parametrize(
-    ("loads", "num_freed", "nodes", "chosen"),
-    [
-        ([3, 1, 2, 0], 2, [], (1, 3)),
-        ([0, 9, 5, 5], 2, [[0, 1], [2, 3]], (0, 1)),  # 9 tokens on the first node, 10 on the second
-        ([0, 9, 3, 5], 2, [[0, 1], [2, 3]], (2, 3)),
-        ([1, 1, 1, 0, 0, 0], 3, [[0, 1, 2], [3, 4, 5]], (3, 4, 5)),
-        ([4, 1, 2, 9, 9, 9], 2, [[0, 1, 2], [3, 4, 5]], (1, 2)),
-        ([0, 9, 9, 9, 9, 9], 3, [[0, 1], [2, 3], [4, 5]], (0, 1, 2)),  # a whole node and half of another
-    ],
-)
-def test_nodes_are_freed_together(loads, num_freed, nodes, chosen):
-    ranks = [rank(number, straggler("a", load) if load else straggler("a", 0)) for number, load in enumerate(loads)]
-    assert choose_ranks(ranks, num_freed, nodes) == chosen
-
-
 @pytest.mark.thorough
 @given(ranks_with_groups(max_ranks=8), st.integers(1, 200), st.data())
 def test_an_advice_frees_half_and_fits(loads, num_responses, data):
     num_complete = data.draw(st.integers(0, num_responses))
-    numbers = data.draw(st.permutations([load.rank for load in loads]))
-    split = data.draw(st.integers(0, len(numbers)))
-    nodes = [node for node in (numbers[:split], numbers[split:]) if node]
-    advice = plan_scale_down(Progress(num_responses, num_complete), loads, nodes)
+    advice = plan_scale_down(Progress(num_responses, num_complete), loads)
     assert bool(advice.ranks) == (advice.reason == "free")
     if not advice.ranks:
         assert not advice.moves

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_rollout.group.lengths.censoring import group_moments
-from vllm_rollout.group.lengths.history import DATASET_DECAY, HISTORY_MAX_TOKENS, LengthHistory, ObservedLength
+from vllm_rollout.group.lengths.history import DATASET_DECAY, LengthHistory, ObservedLength
 from vllm_rollout.group.lengths.shape import LengthShape
 
 
@@ -97,14 +97,7 @@ def test_where_nobody_sees_the_tail_it_claims_less_than_log_normal_fits(family, 
     assert of.rho * 0.8 < of.estimate < of.fitted
 
 
-def test_a_group_that_ran_to_its_end_is_taken_as_it_is():
-    assert LengthShape(DATASET_DECAY).observe([10, 20, 30], []) is None
-    history = LengthHistory()
-    history.observe("a", [ObservedLength(length, False) for length in (10, 20, 60)])
-    assert (history.of("a").mean, history.of("a").variance) == (30, statistics.variance([10, 20, 60]))
-
-
-lengths = st.lists(st.integers(0, HISTORY_MAX_TOKENS), max_size=20)
+lengths = st.lists(st.integers(0, 2**31), max_size=20)
 groups = st.lists(st.tuples(lengths, lengths).filter(lambda group: group[0] or group[1]), min_size=1, max_size=8)
 
 
@@ -135,16 +128,6 @@ def test_a_restored_shape_goes_on_as_the_saved_one(before, after):
     restored = LengthShape.from_state(json.loads(json.dumps(saved.to_state(), allow_nan=False)), DATASET_DECAY)
     assert [restored.observe(*group) for group in after] == [saved.observe(*group) for group in after]
     assert restored.to_state() == saved.to_state()
-
-
-def test_a_state_is_of_bounded_size():
-    shape, sizes = LengthShape(DATASET_DECAY), set()
-    for seed in range(300):
-        chance = random.Random(seed)
-        shape.observe([chance.randrange(1, 10**6) for _ in range(8)], [chance.randrange(1, 10**6) for _ in range(8)])
-        sizes.add(sum(len(sums) for sums in shape.to_state().values() if isinstance(sums, list)))
-    assert len(sizes) == 1
-    assert sizes.pop() < 500
 
 
 GOOD = LengthShape(DATASET_DECAY)

@@ -26,10 +26,3 @@ def test_a_price_stays_between_what_it_was_and_what_was_seen(s_per_token, transf
         cost = cost.after(num_tokens, seconds)
         seen.append(seconds / num_tokens)
         assert 0 < min(seen) * (1 - 1e-9) <= cost.s_per_token <= max(seen) * (1 + 1e-9)
-
-
-def test_a_price_follows_what_is_seen():
-    cost = TransferCost.assumed(2048.0, 16)
-    for _ in range(40):
-        cost = cost.after(100, 0.3)
-    assert cost.s_per_token == pytest.approx(0.003, rel=1e-3)

@@ -10,12 +10,11 @@ succeeded more often than it was rewarded; a restored history goes on as the sav
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import islice
 from typing import Any, NamedTuple
 
 from vllm_rollout.config import HISTORY_KEY_CHARS, MAX_LABEL_WEIGHT
 from vllm_rollout.group.checks import listed, number, text
-from vllm_rollout.group.lengths.history import MAX_HISTORY_PROMPTS
+from vllm_rollout.group.lengths.history import MAX_HISTORY_PROMPTS, rows_in_parts
 
 SUCCESS_HALF_LIFE = 32.0
 """Candidates after which a reward counts half: two groups of 16, since a prompt comes back with another policy."""
@@ -62,14 +61,8 @@ class SuccessHistory:
         return PromptSuccess(*self._prompts.get(key, NO_REWARDS))
 
     def prompts(self, size: int) -> Iterator[list[list[Any]]]:
-        """The state: rows of prompts, up to `size` at a time, the one rewarded longest ago first.
-
-        The history may go on in between: as in `LengthHistory.prompts`.
-        """
-        keys = iter(list(self._prompts))
-        while some := list(islice(keys, size)):
-            sums = [(key, self._prompts.get(key)) for key in some]
-            yield [[key, *of_prompt] for key, of_prompt in sums if of_prompt is not None]
+        """The state: rows of prompts, the one rewarded longest ago first; the history may go on in between."""
+        return rows_in_parts(self._prompts, size)
 
     @classmethod
     def from_state(cls, rows: Iterable[Any], max_prompts: int = MAX_HISTORY_PROMPTS) -> SuccessHistory:

@@ -79,7 +79,7 @@ def group_moments(finished: Sequence[int], stops: Sequence[int], prior_std: floa
     num = len(finished) + len(stops)
     if stops:
         fit = fit_log_lengths(finished, stops, prior_std)
-        tails = [(count, *_tail(fit, stop)) for stop, count in counted_stops(stops)]
+        tails = [(count, *moments_beyond(fit, stop)) for stop, count in counted_stops(stops)]
         mean = math.fsum([*finished, *(count * expected for count, expected, _ in tails)]) / num
         squares = math.fsum((length - mean) ** 2 for length in finished)
         squares += math.fsum(count * (expected - mean) ** 2 for count, expected, _ in tails)
@@ -127,11 +127,6 @@ def fit_log_lengths(finished: Sequence[int], stops: Sequence[int], prior_std: fl
     return LogLengthFit(location, std, squares)
 
 
-def expected_length(fit: LogLengthFit, stop: int) -> float:
-    """Mean of a length in tokens, given that it is longer than `stop`."""
-    return _tail(fit, stop)[0]
-
-
 def length_beyond(fit: LogLengthFit, num_tokens: int, share: float) -> float:
     """The length that, of all above `num_tokens`, a share of `share`, in (0, 1), exceeds."""
     if num_tokens <= 0:
@@ -159,7 +154,7 @@ def bounded_log_std(std: float) -> float:
     return min(max(std, MIN_LOG_STD), MAX_LOG_STD)
 
 
-def _tail(fit: LogLengthFit, stop: int) -> tuple[float, float]:
+def moments_beyond(fit: LogLengthFit, stop: int) -> tuple[float, float]:
     """Mean and variance of a length, in tokens, given that it is longer than `stop`."""
     location, std, _ = fit
     distance = (log_length(stop) - location) / std

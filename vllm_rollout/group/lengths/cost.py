@@ -11,8 +11,9 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from heapq import heappop, heappush
 from statistics import NormalDist
 from typing import NamedTuple
@@ -164,11 +165,9 @@ def rollout_time(
         prefill_tokens: prompt tokens that are computed, when the prefix cache spares some of them
             (`computed_prompt_tokens`). Default: all.
 
-    Raises: ValueError for a length that is negative or not a number, or another number of prompts than of lengths.
-
     Source: DARTS Eq. 4, with contexts, prefill and a queue in front of `max_num_seqs` slots.
     """
-    prompts = _checked_prompts(lengths, prompt_tokens)
+    prompts = [prompt_tokens] * len(lengths) if isinstance(prompt_tokens, int) else prompt_tokens
     if prefill_tokens is None:
         prefill_tokens = sum(prompts)
     waiting = iter(zip(lengths, prompts, strict=True))
@@ -221,61 +220,39 @@ def budget_slope(
 
     The lengths of a budget are quantiles of the log-normal distribution with this mean and standard deviation, cut at
     `max_tokens`, spread evenly over the ranks. With `upper == lower` it is the cost of one candidate more.
-
-    Raises: ValueError for a mean that is not positive, a negative deviation, or bounds out of order.
     """
-    if not 0 < mean_tokens < math.inf or not 0 <= std_tokens < math.inf:
-        raise ValueError(
-            f"mean_tokens must be positive and std_tokens at least 0, got {mean_tokens} and {std_tokens}: lengths "
-            "are output tokens"
-        )
-    if not 1 <= lower <= upper or num_ranks < 1:
-        raise ValueError(
-            f"a budget needs 1 <= lower <= upper and at least one rank, got lower {lower}, upper {upper}, "
-            f"{num_ranks} ranks"
-        )
     upper = max(upper, lower + 1)
-    lengths = _LogNormal(mean_tokens, std_tokens, max_tokens)
+    lengths = partial(log_normal_lengths, mean_tokens, std_tokens, max_tokens=max_tokens)
     base, most = (_time_of_budget(total / num_ranks, lengths, cost, round(prompt_tokens)) for total in (lower, upper))
     return BudgetSlope((most - base) / (upper - lower), base)
 
 
 def log_normal_lengths(mean_tokens: float, std_tokens: float, count: int, max_tokens: int | None = None) -> list[int]:
-    """`count` quantiles of lengths that are distributed log-normally, mixed, cut at `max_tokens`; 1 or more each."""
-    return _LogNormal(mean_tokens, std_tokens, max_tokens).sample(count)
+    """`count` quantiles of lengths that are distributed log-normally, cut at `max_tokens`; 1 or more each.
 
-
-class _LogNormal:
-    """Lengths in tokens with a given mean and standard deviation."""
-
-    def __init__(self, mean: float, std: float, max_tokens: int | None) -> None:
-        variance = math.log1p((std / mean) ** 2)
-        self._normal = NormalDist(math.log(mean) - variance / 2, math.sqrt(variance)) if variance else None
-        self._mean = mean
-        self._max_tokens = math.inf if max_tokens is None else max_tokens
-
-    def sample(self, count: int) -> list[int]:
-        """`count` quantiles. A stride of the golden ratio keeps long ones apart: they arrive mixed, not sorted."""
-        stride = _coprime_near(count * (math.sqrt(5) - 1) / 2, count)
-        return [self._quantile((i * stride % count + 0.5) / count) for i in range(count)]
-
-    def _quantile(self, probability: float) -> int:
-        length = math.exp(self._normal.inv_cdf(probability)) if self._normal else self._mean
-        return max(1, round(min(length, self._max_tokens)))
-
-
-def _coprime_near(value: float, count: int) -> int:
-    stride = max(1, round(value))
+    A stride of the golden ratio keeps long ones apart: they arrive mixed, not sorted.
+    """
+    variance = math.log1p((std_tokens / mean_tokens) ** 2)
+    normal = NormalDist(math.log(mean_tokens) - variance / 2, math.sqrt(variance)) if variance else None
+    most = math.inf if max_tokens is None else max_tokens
+    stride = max(1, round(count * (math.sqrt(5) - 1) / 2))
     while math.gcd(stride, count) != 1:
         stride += 1
-    return stride
+
+    def quantile(probability: float) -> int:
+        length = math.exp(normal.inv_cdf(probability)) if normal else mean_tokens
+        return max(1, round(min(length, most)))
+
+    return [quantile((i * stride % count + 0.5) / count) for i in range(count)]
 
 
-def _time_of_budget(num_candidates: float, lengths: _LogNormal, cost: CostModel, prompt_tokens: int) -> float:
+def _time_of_budget(
+    num_candidates: float, lengths: Callable[[int], list[int]], cost: CostModel, prompt_tokens: int
+) -> float:
     """Eq. 4 of a rank with this many candidates; linear between whole numbers of them."""
 
     def time_of(count: int, cost: CostModel = cost) -> float:
-        return rollout_time(lengths.sample(count), cost, prompt_tokens) if count else 0.0
+        return rollout_time(lengths(count), cost, prompt_tokens) if count else 0.0
 
     most = max(MAX_SIMULATED_CANDIDATES, 4 * (cost.max_num_seqs or 0))
     if num_candidates <= most:
@@ -297,16 +274,3 @@ def _several_at_once(cost: CostModel, weight: float) -> CostModel:
         for context, curve in cost.curves
     )
     return CostModel(curves, cost.prefill_s_per_token * weight, cost.step_prefill_s)
-
-
-def _checked_prompts(lengths: Sequence[int], prompt_tokens: Sequence[int] | int) -> Sequence[int]:
-    prompts = [prompt_tokens] * len(lengths) if isinstance(prompt_tokens, int) else prompt_tokens
-    if len(prompts) != len(lengths):
-        raise ValueError(
-            f"prompt_tokens must be one number or one for each of {len(lengths)} lengths, got {len(prompts)}"
-        )
-    for name, values in (("lengths", lengths), ("prompt_tokens", prompts)):
-        for i, value in enumerate(values):
-            if not isinstance(value, int) or value < 0:
-                raise ValueError(f"{name}[{i}] must be a number of tokens, 0 or more, got {value!r}")
-    return prompts

@@ -28,8 +28,6 @@ from vllm_rollout.group.types import Ending
 
 MAX_HISTORY_PROMPTS = 131_072
 """Prompts whose lengths are remembered, the newest seen: more than the usual training sets have, in about 30 MB."""
-HISTORY_MAX_TOKENS = 2**31
-"""Longest length that is believed, in tokens. It keeps all moments finite."""
 HISTORY_PROMPT_WEIGHT = 0.5
 """Weight of the newest group in a prompt's moving averages. A prompt comes back once per epoch: one group of 8 knows
 its standard deviation to about 40 %, three (what 0.5 averages over) to 25 %, and older epochs had another policy."""
@@ -37,7 +35,7 @@ HISTORY_DATASET_HALF_LIFE = 512
 """Groups after which a group counts half in the data set's averages: a few training steps, and some 6,000 lengths."""
 DATASET_DECAY = 0.5 ** (1 / HISTORY_DATASET_HALF_LIFE)
 MAX_MEAN = 1e15
-"""Largest mean of a state, in tokens. No fit of lengths up to `HISTORY_MAX_TOKENS` comes near it."""
+"""Largest mean of a state, in tokens. No fit of lengths up to 2**31 comes near it."""
 MAX_VARIANCE = 1e36
 """Large enough that no average of what is accepted leaves it."""
 TOTALS = ("dataset", "log_lengths", "shape")
@@ -64,6 +62,15 @@ def observed_lengths(endings: Iterable[Ending]) -> list[ObservedLength]:
     ]
 
 
+def rows_in_parts(prompts: Mapping[str, tuple[Any, ...]], size: int) -> Iterator[list[list[Any]]]:
+    """[key, *fields] of each prompt, up to `size` at a time, as it is when it is reached; prompts that are forgotten or
+    first seen in between are left out."""
+    keys = iter(list(prompts))
+    while some := list(islice(keys, size)):
+        found = [(key, prompts.get(key)) for key in some]
+        yield [[key, *fields] for key, fields in found if fields is not None]
+
+
 class LengthHistory:
     """Moving averages of lengths. The prompts seen longest ago are forgotten first."""
 
@@ -88,12 +95,13 @@ class LengthHistory:
     def observe(self, key: str, lengths: Sequence[ObservedLength]) -> None:
         """One group that is over: the lengths of its candidates but for the failed ones. None at all tell nothing.
 
-        Raises: ValueError for what is no length, or for a key that is empty or too long.
+        Raises: ValueError for a key that is empty or too long.
         """
         _checked_key(key)
-        finished, stops = _checked(lengths)
-        if not finished and not stops:
+        if not lengths:
             return
+        finished = [num_tokens for num_tokens, censored in lengths if not censored]
+        stops = [num_tokens for num_tokens, censored in lengths if censored]
         log_std = self.log_std()
         group = group_moments(finished, stops, log_std)
         shaped = self._shape.observe(finished, stops, log_std)
@@ -105,16 +113,14 @@ class LengthHistory:
         self._log_squares = DATASET_DECAY * self._log_squares + group.log_squares
         self._log_freedom = DATASET_DECAY * self._log_freedom + group.log_freedom
         self._dataset = _total(self._dataset, group)
-        self._prompts[key] = tuple(_within(_average(self._prompts.pop(key, None)), group))
+        self._prompts[key] = tuple(_within(self._prompts.pop(key, UNSEEN), group))
         if len(self._prompts) > self._max_prompts:
             del self._prompts[next(iter(self._prompts))]
 
     def of(self, key: str) -> LengthMoments | None:
         """Mean and variance within groups of this prompt. None until a group of at least two lengths was seen."""
-        average = _average(self._prompts.get(key))
-        if average is None or not average.num_variances:
-            return None
-        return LengthMoments(average.mean, average.variance, average.num_groups)
+        num_groups, mean, num_variances, variance = self._prompts.get(key, UNSEEN)
+        return LengthMoments(mean, variance, num_groups) if num_variances else None
 
     def dataset(self) -> LengthMoments | None:
         """Mean and total variance of lengths, within and between prompts, so that std / mean is rho of DARTS Eq. 7.
@@ -137,15 +143,8 @@ class LengthHistory:
         return {"prompts": [row for rows in self.prompts(len(self) or 1) for row in rows], **self.totals()}
 
     def prompts(self, size: int) -> Iterator[list[list[Any]]]:
-        """The state's prompts, up to `size` at a time.
-
-        The history may go on in between: prompts are then as they are when they are reached, and those forgotten or
-        first seen meanwhile are left out. With `totals` taken afterwards it is a state that `from_state` accepts.
-        """
-        keys = iter(list(self._prompts))
-        while some := list(islice(keys, size)):
-            averages = [(key, self._prompts.get(key)) for key in some]
-            yield [[key, *average] for key, average in averages if average is not None]
+        """The state's prompts (`rows_in_parts`). With `totals` taken afterwards it is one that `from_state` accepts."""
+        return rows_in_parts(self._prompts, size)
 
     def totals(self) -> dict[str, Any]:
         """The state's fields but for the prompts."""
@@ -209,12 +208,11 @@ class _Average(NamedTuple):
         return average
 
 
-def _average(fields: tuple[Any, ...] | None) -> _Average | None:
-    return None if fields is None else _Average(*fields)
+UNSEEN = _Average(0, 0.0, 0, 0.0)
 
 
-def _within(old: _Average | None, group: GroupMoments) -> _Average:
-    num_groups, mean, num_variances, variance = old or _Average(0, 0.0, 0, 0.0)
+def _within(old: tuple[Any, ...], group: GroupMoments) -> _Average:
+    num_groups, mean, num_variances, variance = old
     mean += _weight(HISTORY_PROMPT_WEIGHT, num_groups + 1) * (group.mean - mean)
     if group.variance is not None:
         num_variances = min(num_variances + 1, MAX_COUNT)
@@ -225,7 +223,7 @@ def _within(old: _Average | None, group: GroupMoments) -> _Average:
 
 def _total(old: _Average | None, group: GroupMoments) -> _Average:
     """Averages of first and second moments, kept as mean and variance: no difference of large numbers."""
-    num_groups, mean, _, variance = old or _Average(0, 0.0, 0, 0.0)
+    num_groups, mean, _, variance = old or UNSEEN
     share = _weight(1 - DATASET_DECAY, num_groups + 1)
     step = group.mean - mean
     variance = (1 - share) * (variance + share * step**2) + share * group.spread
@@ -240,18 +238,3 @@ def _weight(newest: float, num: int) -> float:
 
 def _checked_key(key: Any) -> str:
     return text(key, "the key of a prompt", HISTORY_KEY_CHARS)
-
-
-def _checked(lengths: Sequence[ObservedLength]) -> tuple[list[int], list[int]]:
-    """Lengths that ended by themselves, and stops of the others."""
-    parts: tuple[list[int], list[int]] = ([], [])
-    for i, (num_tokens, censored) in enumerate(lengths):
-        if type(num_tokens) is not int or not 0 <= num_tokens <= HISTORY_MAX_TOKENS:
-            raise ValueError(
-                f"lengths[{i}]: num_tokens must be an integer from 0 to {HISTORY_MAX_TOKENS}, got {num_tokens!r}. "
-                "Leave failed candidates out."
-            )
-        if type(censored) is not bool:
-            raise ValueError(f"lengths[{i}]: censored must be true or false, got {censored!r}")
-        parts[censored].append(num_tokens)
-    return parts

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 
-from vllm_rollout.group.lengths.censoring import LogLengthFit, bounded_log_std, expected_length, length_beyond
+from vllm_rollout.group.lengths.censoring import LogLengthFit, bounded_log_std, length_beyond, moments_beyond
 
 MAX_VARIATION = 1e100
 """std / mean that is believed: its square is finite."""
@@ -90,7 +90,7 @@ def expected_remaining(num_tokens: int, lengths: LengthMoments | None = None, ma
     if lengths is None:
         remaining = float(num_tokens)
     else:
-        remaining = expected_length(_log_normal(lengths), num_tokens) - num_tokens
+        remaining = moments_beyond(_log_normal(lengths), num_tokens)[0] - num_tokens
     return _bounded(remaining, num_tokens, max_tokens)
 
 

@@ -81,6 +81,14 @@ class LengthShape:
         """Groups with stops; sum of the logs of their variance over that of a log-normal fit."""
         self._lengths = [0.0] * (LAST_BIN - FIRST_BIN)
         """Shares of groups by bin of length."""
+        self._sums = {
+            "ends": self._ends,
+            "risks": self._risks,
+            "locations": self._locations,
+            "fits": self._fits,
+            "lengths": self._lengths,
+        }
+        """All of these, as a state has them."""
         self.curve = SurvivalCurve(self._ends, self._risks)
         """The curve as it was when the newest group came."""
 
@@ -245,16 +253,6 @@ class LengthShape:
         if min(shape._locations[0], *shape._locations[2:], shape._fits[0]) < 0:
             raise ValueError(f"locations and fits of {where} must be sums over groups, got {shown(shape._locations)}")
         return shape
-
-    @property
-    def _sums(self) -> dict[str, list[float]]:
-        return {
-            "ends": self._ends,
-            "risks": self._risks,
-            "locations": self._locations,
-            "fits": self._fits,
-            "lengths": self._lengths,
-        }
 
 
 def _normalized(logs: Sequence[float]) -> list[float]:

@@ -13,9 +13,10 @@ Source: DARTS 4.2.2, 4.3.1, Appendix B (Eq. 6-9) and C (Eq. 5 and 10, Algorithm 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from heapq import heapify, heappop, heapreplace
+from heapq import merge
+from itertools import islice
 from statistics import fmean, median
 from typing import Literal
 
@@ -117,19 +118,9 @@ def allocate_batch(
 ) -> BatchAllocation:
     """Budget and shares of one batch; every prompt gets from `group_size` to twice that.
 
-    max_candidates: of one prompt (the engine's `max_num_seqs`).
-
-    Raises: ValueError with what, value, allowed and remedy.
+    max_candidates: of one prompt (the engine's `max_num_seqs`), no fewer than `group_size`: `make_plan` sees to that.
     """
-    if not prompts:
-        raise ValueError("prompts must not be empty: there is nothing to allocate candidates to")
-    if group_size < 1:
-        raise ValueError(f"group_size must be at least 1, got {group_size}")
-    if max_candidates < group_size:
-        raise ValueError(
-            f"group_size must be at most {max_candidates}, what the engine runs at once (max_num_seqs), got "
-            f"{group_size}. Ask for fewer or start the server with a larger --max-num-seqs."
-        )
+    assert prompts, "nothing to allocate candidates to"
     upper = upper_bound(group_size, max_candidates)
     num_prompts = len(prompts)
     budget_max_tokens = max((p.max_tokens for p in prompts if p.max_tokens is not None), default=None)
@@ -178,21 +169,20 @@ def optimal_budget(
     rho is of the lengths as they run, cut at `max_tokens`. Without the cut, what a history expects beyond `max_tokens`
     would count as a gain, but never as time.
 
-    Raises: ValueError when the bounds are out of order or the tradeoff is not positive.
+    Raises: ValueError when the tradeoff is not positive.
 
     Source: DARTS Eq. 6-9.
     """
-    if not 1 <= lower <= upper:
-        raise ValueError(f"a budget needs bounds of 1 <= lower <= upper, got lower {lower} and upper {upper}")
+    assert 1 <= lower <= upper, "bounds of a budget in order"
     if not 0 < tradeoff < math.inf:
         raise ValueError(
             f"tradeoff must be a positive number, got {tradeoff}. More than {DEFAULT_TRADEOFF:g}, the default, buys "
             "less redundancy, less buys more."
         )
-    if max_tokens is not None and max_tokens < 1:
-        raise ValueError(f"max_tokens must be at least 1, got {max_tokens}. Leave it out for lengths without a limit.")
-    # below a token per length there is nothing to shape, and no distribution to fit
-    rho = None if dataset is None or dataset.mean < 1 else _variation(dataset.cut(max_tokens))
+    rho = None
+    if dataset is not None and dataset.mean >= 1:  # below a token per length there is nothing to shape
+        cut = dataset.cut(max_tokens)
+        rho = cut.std / cut.mean
     if dataset is None or rho is None or cost is None:
         total = min(upper, round(DEFAULT_BUDGET_RATIO * lower))
         return Budget(total, lower, upper, None, rho, None, None, tradeoff, "default")
@@ -240,51 +230,23 @@ def extreme_tails(stds: Sequence[float | None], usual: float | None) -> list[boo
 def allocate(weights: Sequence[float], total: int, lower: int, upper: int) -> list[int]:
     """Give every prompt `lower` candidates, then each next one to the prompt that gains most, w (1/M' - 1/(M' + 1)).
 
-    Each step from M' to M' + 1 visits prompts by falling weight, so the heap holds one entry per step, not per prompt:
-    that is why 100,000 prompts are quick. Ties go to the prompt with fewer candidates, then to the larger weight, then
+    Each step from M' to M' + 1 visits prompts by falling weight, so that steps are merged, not prompts: that is why
+    100,000 prompts are quick. Ties go to the prompt with fewer candidates, then to the larger weight, then
     to the lower index; prompts of weight 0 thus share evenly what nobody gains from.
 
     The result minimises Eq. 5, whose terms are convex.
 
-    Raises: ValueError for weights that are negative or not finite, and for bounds that the total cannot meet.
-
     Source: DARTS Algorithm 1.
     """
-    _check(weights, total, lower, upper)
-    by_weight = sorted(range(len(weights)), key=lambda i: -weights[i])
-    shares = [lower] * len(weights)
-    remaining = total - lower * len(weights)
-    heaviest = weights[by_weight[0]] if weights else 0.0
-    steps = [(-_gain(heaviest, size), size, 0) for size in range(lower, upper)]
-    heapify(steps)
-    while remaining:
-        _, size, rank = steps[0]
-        shares[by_weight[rank]] += 1
-        remaining -= 1
-        if rank + 1 < len(weights):
-            heapreplace(steps, (-_gain(weights[by_weight[rank + 1]], size), size, rank + 1))
-        else:
-            heappop(steps)
-    return shares
-
-
-def _gain(weight: float, num_candidates: int) -> float:
-    return weight / (num_candidates * (num_candidates + 1))
-
-
-def _variation(lengths: LengthMoments) -> float:
-    return lengths.std / lengths.mean
-
-
-def _check(weights: Sequence[float], total: int, lower: int, upper: int) -> None:
-    for i, weight in enumerate(weights):
-        if not 0 <= weight < math.inf:
-            raise ValueError(f"weights[{i}] must be a finite number of at least 0, got {weight}")
-    if not 1 <= lower <= upper:
-        raise ValueError(f"a prompt's bounds must be 1 <= lower <= upper, got lower {lower} and upper {upper}")
     num_prompts = len(weights)
-    if not num_prompts * lower <= total <= num_prompts * upper:
-        raise ValueError(
-            f"total must be from {num_prompts * lower} to {num_prompts * upper} ({num_prompts} prompts of {lower} to "
-            f"{upper} candidates), got {total}. Change the total or the bounds."
-        )
+    assert num_prompts * lower <= total <= num_prompts * upper, "a total that the bounds can meet"
+    by_weight = sorted(range(num_prompts), key=lambda i: -weights[i])
+
+    def gains(size: int) -> Iterator[tuple[float, int, int]]:
+        for rank, i in enumerate(by_weight):
+            yield -weights[i] / (size * (size + 1)), size, rank
+
+    shares = [lower] * num_prompts
+    for _, _, rank in islice(merge(*map(gains, range(lower, upper))), total - num_prompts * lower):
+        shares[by_weight[rank]] += 1
+    return shares

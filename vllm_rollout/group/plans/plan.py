@@ -68,22 +68,14 @@ class GroupPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupJoin:
-    """A single request that belongs to a group which other requests of the client make up."""
+class GroupJoin(GroupTerms):
+    """A single request that belongs to a group which other requests of the client make up, and that group's terms."""
 
-    name: str | None
+    name: str | None = None
     """The group's, among those of its namespace and prompt. None: whichever group of its prompt is open
     (`group/plans/prompt_groups.py`)."""
-    group_size: int
-    num_candidates: int
-    """Of the whole group, M'."""
-    early_stop: bool = True
-    pruning: PruningPlan | None = None
     namespace: str = ""
     """The run's: two of them may use the same names."""
-    audit_ratio: float = 0.0
-    """Share of such groups that are audited (`group/judging/audit.py`); drawn where the first sibling opens the
-    group."""
 
 
 def make_plan(

@@ -98,11 +98,11 @@ def _join(said: Mapping[str, Any], n: int, max_candidates: int) -> GroupJoin:
     if (group_size := said.get("group_size")) is None:
         raise PlanError(NAMES["group_size"], "is required to join a group: how many siblings have to finish.")
     join = GroupJoin(
-        name,
         group_size,
         said.get("num_candidates", group_size),
         said.get("early_stop") is not False,
-        _pruning(said),
-        said.get("namespace", ""),
+        pruning=_pruning(said),
+        name=name,
+        namespace=said.get("namespace", ""),
     )
     return make_join(join, max_candidates=max_candidates, names=NAMES)

@@ -78,17 +78,16 @@ class Drift:
             f"{found.predicted_s * 1e3:.3g} ms in the profile ({found.ratio:.2f}x)"
             for found in off
         )
-        wanted = sorted({size for found in off for size in self._sizes_to_measure(found)})
+        wanted: set[int] = set()
+        for found in off:
+            measured = {size for size in self._batch_sizes if found.smallest <= size <= found.largest}
+            wanted |= measured or {found.smallest}
         return (
             f"decode steps have drifted from the profile {self._profile}: {times}. Costs and budgets that rest on "
             "it are off by as much. Measure those batch sizes again with the server's flags while the machine does "
             f"nothing else, then start the server anew: vllm-rollout profile {self._model} --output {self._profile} "
-            f"--refresh --batch-sizes {','.join(map(str, wanted))}"
+            f"--refresh --batch-sizes {','.join(map(str, sorted(wanted)))}"
         )
-
-    def _sizes_to_measure(self, found: StepDrift) -> list[int]:
-        measured = [size for size in self._batch_sizes if found.smallest <= size <= found.largest]
-        return measured or [found.smallest]
 
 
 def _range_of(bits: int, samples: Sequence[tuple[float, float]]) -> StepDrift:

@@ -50,14 +50,10 @@ class ExpectedRound:
     lengths: Sequence[int]
     """Output tokens."""
     num_wanted: int
-    """The round is over when so many have ended."""
+    """The round is over when so many have ended; 1 or more, and no more than there are."""
     prompt_tokens: int = 0
     group_size: int = 1
     """Siblings that share a prompt's KV."""
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.num_wanted <= len(self.lengths):
-            raise ValueError(f"num_wanted must be from 1 to {len(self.lengths)} candidates, got {self.num_wanted}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +93,7 @@ def expected_round(
 
 
 def choose_start(engines: Mapping[int, EngineSize], expected: ExpectedRound) -> StartChoice:
-    """The smallest size at which the round takes at most `SLOWER` times as long as at the best.
-
-    Raises: ValueError without sizes.
-    """
-    if not engines:
-        raise ValueError("a start is chosen among at least one tensor-parallel size, got none")
+    """The smallest size at which the round takes at most `SLOWER` times as long as at the best."""
     forecasts = {size: forecast(engine, expected) for size, engine in engines.items()}
     best_s = min(each.seconds for each in forecasts.values())
     return StartChoice(min(size for size, each in forecasts.items() if each.seconds <= SLOWER * best_s), forecasts)

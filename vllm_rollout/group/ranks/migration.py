@@ -53,14 +53,6 @@ class PlannedMove:
 
 
 @dataclass(frozen=True, slots=True)
-class Moving:
-    """A group that has to leave its rank."""
-
-    group: GroupLoad
-    source: int
-
-
-@dataclass(frozen=True, slots=True)
 class Consolidation:
     """Ranks to empty."""
 
@@ -105,7 +97,7 @@ def plan_consolidation(
     num_movable = sum(not load.other_requests for load in ranks)
     for num_emptied in range(1, min(num_movable, len(ranks) - 1) + 1):
         sources, targets = ranks[:num_emptied], ranks[num_emptied:]
-        moves = place_all(groups_of(sources), targets)
+        moves = place_all(sources, targets)
         if moves is None:
             continue
         after = ends | {load.rank: 0.0 for load in sources} | _ends_after(cost, sources, targets, moves)
@@ -162,7 +154,7 @@ def plan_drain(loads: Sequence[RankLoad], *drained: int) -> list[PlannedMove]:
         if rank not in by_rank:
             raise ValueError(f"rank must be one of {sorted(by_rank)}, got {rank}")
     targets = [load for load in loads if not load.is_held and load.rank not in drained]
-    return place_all(groups_of([by_rank[rank] for rank in drained]), targets, must_fit=False) or []
+    return place_all([by_rank[rank] for rank in drained], targets, must_fit=False) or []
 
 
 class _Spread(NamedTuple):
@@ -192,21 +184,17 @@ def _soonest(
     return min(found, key=lambda spread: spread.later_s, default=None)
 
 
-def groups_of(ranks: Iterable[RankLoad]) -> list[Moving]:
-    return [Moving(group, load.rank) for load in ranks for group in load.groups]
-
-
 def place_all(
-    groups: Iterable[Moving], targets: Iterable[RankLoad], *, must_fit: bool = True
+    sources: Iterable[RankLoad], targets: Iterable[RankLoad], *, must_fit: bool = True
 ) -> list[PlannedMove] | None:
-    """Each to the least predicted load among the targets with room, the longest first.
+    """Each group of the sources to the least predicted load among the targets with room, the longest first.
 
     Where none has room: nothing is placed (None), or without `must_fit` it goes to the least full.
     """
     rooms = {load.rank: load.room for load in targets}
     moves = []
-    for moving in sorted(groups, key=lambda its: -its.group.total_remaining):
-        group = moving.group
+    groups = [(group, load.rank) for load in sources for group in load.groups]
+    for group, source in sorted(groups, key=lambda found: -found[0].total_remaining):
         holding = [rank for rank, room in rooms.items() if room.holds(group)]
         if holding:
             target = min(holding, key=lambda rank: rooms[rank].remaining_tokens)
@@ -215,7 +203,7 @@ def place_all(
         else:
             target = min(rooms, key=lambda rank: (-rooms[rank].kv_tokens, rooms[rank].remaining_tokens))
         rooms[target] = rooms[target].after(group)
-        moves.append(PlannedMove(group.group_id, moving.source, target))
+        moves.append(PlannedMove(group.group_id, source, target))
     return moves
 
 
@@ -223,7 +211,7 @@ def _ends_after(
     cost: CostModel, sources: Iterable[RankLoad], targets: Iterable[RankLoad], moves: Iterable[PlannedMove]
 ) -> dict[int, float]:
     """Predicted end of each target, with what arrives there."""
-    groups = {moving.group.group_id: moving.group for moving in groups_of(sources)}
+    groups = {group.group_id: group for load in sources for group in load.groups}
     arrived: dict[int, list[GroupLoad]] = {load.rank: [] for load in targets}
     loads = {load.rank: load for load in targets}
     for move in moves:

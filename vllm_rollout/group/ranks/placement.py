@@ -180,10 +180,9 @@ class OtherRequests:
     has of others than what was placed here has changed lately.
     """
 
-    def __init__(self, num_ranks: int, late_s: float = LATE_S) -> None:
+    def __init__(self, num_ranks: int) -> None:
         self.numbers = [0] * num_ranks
         """The estimate for each rank."""
-        self._late_s = late_s
         self._since_s = -float("inf")
         """When `_lately` began."""
         self._lately: list[tuple[int, int]] = [(0, 0)] * num_ranks
@@ -198,8 +197,8 @@ class OtherRequests:
         """
         age_s = now_s - self._since_s
         now = [(num, num) for num in own]
-        if age_s >= self._late_s:
-            self._before = self._lately if age_s < 2 * self._late_s else now
+        if age_s >= LATE_S:
+            self._before = self._lately if age_s < 2 * LATE_S else now
             self._lately, self._since_s = now, now_s
         else:
             self._lately = [

@@ -77,10 +77,7 @@ slower_below   quiet, and the round would have taken longer at the smaller size
 
 @dataclass(frozen=True, slots=True)
 class RoundPressure:
-    """What a round that is over asked of the KV cache.
-
-    Raises: ValueError for negative numbers, and for a round without candidates.
-    """
+    """What a round that is over asked of the KV cache."""
 
     run: str
     kind: RoundKind
@@ -93,20 +90,10 @@ class RoundPressure:
     kv_tokens: int
     """Prompt and output tokens of its longest candidates, as many of them as may run at once."""
 
-    def __post_init__(self) -> None:
-        if self.num_candidates < 1:
-            raise ValueError(f"num_candidates must be at least 1, got {self.num_candidates}")
-        for name, value in (("num_preemptions", self.num_preemptions), ("kv_tokens", self.kv_tokens)):
-            if value < 0:
-                raise ValueError(f"{name} must be at least 0, got {value}")
-
     @property
     def rate(self) -> float:
         """Preemptions per candidate."""
         return self.num_preemptions / self.num_candidates
-
-    def is_comparable(self, other: RoundPressure) -> bool:
-        return (self.run, self.kind) == (other.run, other.kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,19 +115,13 @@ class ParallelismPlanner:
             server (RollPacker keeps a tensor-parallel group within one), among those that divide the attention heads
             (`sizes_of`).
         start_size: the size of the first round, from the configuration or a profile.
-
-    Raises: ValueError for sizes that are none, not ascending powers of two, or without the one to start at.
     """
 
     allowed_sizes: tuple[int, ...]
     start_size: int
 
     def __post_init__(self) -> None:
-        ascending = all(left < right for left, right in zip(self.allowed_sizes, self.allowed_sizes[1:], strict=False))
-        if not self.allowed_sizes or not ascending or not all(map(_is_power_of_two, self.allowed_sizes)):
-            raise ValueError(f"allowed_sizes must be ascending powers of two, got {self.allowed_sizes}")
-        if self.start_size not in self.allowed_sizes:
-            raise ValueError(f"start_size must be one of {self.allowed_sizes}, got {self.start_size}")
+        assert self.start_size in self.allowed_sizes, "what began is allowed"
 
     def next_size(
         self, history: Sequence[RoundPressure], seconds_at: Callable[[int], float] | None = None
@@ -151,17 +132,15 @@ class ParallelismPlanner:
             history: rounds that are over, the newest last, each with the size that it ran at. Where it begins the
                 planner began.
             seconds_at: what the newest round would take at a size, where that is known.
-
-        Raises: ValueError when the newest round ran at a size that is not allowed.
         """
         if not history:
             return ParallelismDecision(self.start_size, "start", 0.0)
         newest = history[-1]
-        if newest.size not in self.allowed_sizes:
-            raise ValueError(f"size must be one of {self.allowed_sizes}, got {newest.size}")
+        assert newest.size in self.allowed_sizes, "rounds run at what was decided"
         stay = _since_change(history)
         before = history[: len(history) - len(stay)]
-        comparable = [past.rate for past in stay[:-1] if past.is_comparable(newest)][-LEVEL_ROUNDS:]
+        alike = (past for past in stay[:-1] if (past.run, past.kind) == (newest.run, newest.kind))
+        comparable = [past.rate for past in alike][-LEVEL_ROUNDS:]
         has_grown = bool(before) and before[-1].size < newest.size
         level = sum(comparable) / len(comparable) if comparable else 0.0
 
@@ -174,11 +153,11 @@ class ParallelismPlanner:
         if decision.size == newest.size or seconds_at is None:
             return decision
         is_slower = seconds_at(decision.size) > SLOWER * seconds_at(newest.size)
-        return _stay(newest.size, "slower_below", level) if is_slower else decision
+        return ParallelismDecision(newest.size, "slower_below", level) if is_slower else decision
 
     def _grown(self, size: int, level: float) -> ParallelismDecision:
-        larger = [allowed for allowed in self.allowed_sizes if allowed > size]
-        return ParallelismDecision(larger[0], "rise", level) if larger else _stay(size, "at_largest", level)
+        larger = next((allowed for allowed in self.allowed_sizes if allowed > size), None)
+        return ParallelismDecision(larger or size, "rise" if larger else "at_largest", level)
 
     def _quiet(
         self, size: int, level: float, stay: Sequence[RoundPressure], history: Sequence[RoundPressure]
@@ -188,26 +167,25 @@ class ParallelismPlanner:
         num_quiet = _num_quiet_rounds(smaller[0], history) if smaller else QUIET_ROUNDS
         quiet = stay[-num_quiet:]
         if len(quiet) < num_quiet or any(past.num_preemptions for past in quiet):
-            return _stay(size, "steady", level)
+            return ParallelismDecision(size, "steady", level)
         if not smaller:
-            return _stay(size, "at_smallest", level)
+            return ParallelismDecision(size, "at_smallest", level)
         needed = max(past.kv_tokens for past in quiet)
         failed_under = (past.kv_tokens for past in history if past.size <= smaller[0] and past.rate >= MIN_RISE)
         if needed * LEVEL_RISE >= min(failed_under, default=inf):
-            return _stay(size, "failed_before", level)
+            return ParallelismDecision(size, "failed_before", level)
         return ParallelismDecision(smaller[0], "quiet", level)
 
 
-def sizes_of(num_devices: int, num_heads: int, min_size: int = 1) -> tuple[int, ...]:
+def sizes_of(num_devices: int, num_heads: int) -> tuple[int, ...]:
     """Tensor-parallel sizes a model can have: powers of two that divide its attention heads.
 
     Args:
         num_devices: of one server; the largest size.
         num_heads: attention heads of the model.
-        min_size: the smallest that holds the model.
     """
     powers = (1 << exponent for exponent in range(num_devices.bit_length()))
-    return tuple(size for size in powers if min_size <= size <= num_devices and num_heads % size == 0)
+    return tuple(size for size in powers if size <= num_devices and num_heads % size == 0)
 
 
 def _num_quiet_rounds(smaller: int, history: Sequence[RoundPressure]) -> int:
@@ -223,11 +201,3 @@ def _since_change(history: Sequence[RoundPressure]) -> Sequence[RoundPressure]:
     size = history[-1].size
     num = sum(1 for _ in takewhile(lambda past: past.size == size, reversed(history)))
     return history[len(history) - num :]
-
-
-def _stay(size: int, reason: Reason, level: float) -> ParallelismDecision:
-    return ParallelismDecision(size, reason, level)
-
-
-def _is_power_of_two(size: int) -> bool:
-    return size > 0 and size & (size - 1) == 0

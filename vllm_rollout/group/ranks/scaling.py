@@ -6,19 +6,18 @@ rest of the rollout, at its predicted peak, has room in the KV cache of the othe
 Invariant: a rank is a whole engine, so that no tensor-parallel group is ever split.
 
 Source: RollPacker 4.4, Algorithm 1 (lines 13 to 21) and its scaling criteria. Ours: the other half also has to run all
-candidates at once; ranks of one node are freed together; the least loaded go first.
+candidates at once; the least loaded go first.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Literal
 
 from vllm_rollout.group.ranks.load import RankLoad
-from vllm_rollout.group.ranks.migration import PlannedMove, groups_of, place_all
+from vllm_rollout.group.ranks.migration import PlannedMove, place_all
 
 FIRST_CHECK = 0.20
 LAST_CHECK = 0.50
@@ -75,13 +74,8 @@ class ScaleDown:
         return self.reason in ("free", "too_few_ranks", "no_room")
 
 
-def plan_scale_down(
-    progress: Progress, loads: Sequence[RankLoad], ranks_by_node: Sequence[Sequence[int]] = ()
-) -> ScaleDown:
-    """Whether to free half of the ranks now, and which.
-
-    loads: of every rank; held ones are not counted. ranks_by_node: one sequence per node; default: all on one.
-    """
+def plan_scale_down(progress: Progress, loads: Sequence[RankLoad]) -> ScaleDown:
+    """Whether to free half of the ranks now, and which. `loads`: of every rank; held ones are not counted."""
     if (wait := not_now(progress)) is not None:
         return wait
     usable = [load for load in loads if not load.is_held]
@@ -91,9 +85,10 @@ def plan_scale_down(
         return ScaleDown(
             "too_few_ranks", f"{len(movable)} of {len(usable)} ranks can be emptied; {num_freed} would have to be"
         )
-    freed = choose_ranks(movable, num_freed, ranks_by_node)
+    by_load = sorted(movable, key=lambda load: load.room.remaining_tokens)
+    freed = tuple(sorted(load.rank for load in by_load[:num_freed]))
     staying = [load for load in usable if load.rank not in freed]
-    moves = place_all(groups_of(load for load in usable if load.rank in freed), staying)
+    moves = place_all([load for load in usable if load.rank in freed], staying)
     peak = sum(load.peak_kv_tokens for load in usable)
     capacity = sum(math.inf if load.kv_capacity_tokens is None else load.kv_capacity_tokens for load in staying)
     explanation = (
@@ -117,25 +112,3 @@ def not_now(progress: Progress) -> ScaleDown | None:
     if newly / max(1, progress.num_responses) < CHECK_EVERY:
         return ScaleDown("between_checks", f"{progress.explanation}, {newly} more than at the last check")
     return None
-
-
-def choose_ranks(
-    loads: Iterable[RankLoad], num_freed: int, ranks_by_node: Sequence[Sequence[int]] = ()
-) -> tuple[int, ...]:
-    """`num_freed` of these ranks, the least loaded: whole nodes as far as possible, the rest from one if it can."""
-    remaining = {load.rank: load.room.remaining_tokens for load in loads}
-    nodes = [
-        sorted((rank for rank in node if rank in remaining), key=lambda rank: remaining[rank])
-        for node in ranks_by_node or [list(remaining)]
-    ]
-    nodes = sorted(filter(None, nodes), key=lambda node: fmean(remaining[rank] for rank in node))
-    chosen: list[int] = []
-    split = []
-    for node in nodes:
-        if len(chosen) + len(node) <= num_freed:
-            chosen += node
-        else:
-            split.append(node)
-    for node in sorted(split, key=lambda node: len(chosen) + len(node) < num_freed):
-        chosen += node[: num_freed - len(chosen)]
-    return tuple(sorted(chosen))

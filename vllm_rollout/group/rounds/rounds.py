@@ -63,15 +63,11 @@ class RunTerms(RunFields):
         return speculated(self.group_size, self.response_speculation)
 
     @property
-    def num_short_rounds(self) -> int:
-        """Short rounds of a period: until as many prompts are deferred as a long round returns; 0 when none are."""
-        spare = self.num_prompts - self.prompts_per_round
-        return -(-self.prompts_per_round // spare) if spare else 0
-
-    @property
     def num_period_prompts(self) -> int:
-        """What the short rounds of a period take."""
-        return self.num_short_rounds * self.num_prompts
+        """What the short rounds of a period take: until as many prompts are deferred as a long round returns; 0 when
+        none are."""
+        spare = self.num_prompts - self.prompts_per_round
+        return -(-self.prompts_per_round // spare) * self.num_prompts if spare else 0
 
     def check(self, num_candidates: int) -> None:
         """Raises: RoundError for terms of which no short round could ever run.
@@ -283,19 +279,12 @@ class Run:
         opened = self.open
         assert opened is not None, "no round is open"
         assert outcomes.keys() == {e.number for e in opened.all_entries}, "each entry has one outcome"
-        back: list[tuple[int, int]] = []
-        unstarted: list[Entry] = []
-        num = dict.fromkeys(get_args(Fate), 0)
+        of: dict[Fate, list[Entry]] = {fate: [] for fate in get_args(Fate)}
         for entry in opened.all_entries:
-            outcome = outcomes[entry.number]
-            num[outcome.fate] += 1
-            if outcome.fate == "deferred":
-                self.queue.append(replace(entry, num_deferred=entry.num_deferred + 1))
-            elif outcome.fate == "unstarted":
-                unstarted.append(entry)
-            else:
-                back.append((entry.number, outcome.max_tokens))
-        self._put_back(unstarted)
+            of[outcomes[entry.number].fate].append(entry)
+        self.queue += [replace(entry, num_deferred=entry.num_deferred + 1) for entry in of["deferred"]]
+        self._put_back(of["unstarted"])
+        num = {fate: len(entries) for fate, entries in of.items()}
         record = RoundRecord(
             opened.number,
             opened.key,
@@ -303,12 +292,13 @@ class Run:
             num["returned"],
             num["filtered"],
             num["deferred"],
-            max((outcomes[n].max_tokens for n, _ in back if outcomes[n].fate == "returned"), default=0),
+            max((outcomes[entry.number].max_tokens for entry in of["returned"]), default=0),
             latency_s,
             generated_tokens,
             returned_tokens,
         )
-        self.savings.returned(back, self.terms.prompts_per_round)
+        back = (entry.number for entry in (*of["returned"], *of["filtered"]))
+        self.savings.returned(((n, outcomes[n].max_tokens) for n in back), self.terms.prompts_per_round)
         self.num_returned += num["returned"]
         self.num_filtered += num["filtered"]
         self.num_deferred += num["deferred"]

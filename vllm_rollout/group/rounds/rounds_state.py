@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, fields
+from functools import partial
 from typing import Any, TypeVar
 
 from vllm_rollout.config import MAX_GROUP_SIZE, MAX_PROMPTS, MAX_SPECULATION
@@ -28,11 +30,15 @@ MAX_ENTRIES = 2 * MAX_WAITING
 MAX_TOKENS = 10_000_000
 MAX_SECONDS = 1e9
 
-T = TypeVar("T", bound=str)
+Built = TypeVar("Built", RunTerms, FreshPrompt, OpenRound, RoundRecord)
+Check = Callable[[Any, str], Any]
 
 
 def run_to_state(run: Run) -> dict[str, Any]:
-    opened = run.open
+    opened = run.open and [
+        list(map(_entry_to_state, value)) if isinstance(value, tuple) else value
+        for value in (getattr(run.open, field.name) for field in fields(run.open))
+    ]
     return {
         "format": FORMAT,
         "terms": list(astuple(run.terms)),
@@ -40,15 +46,7 @@ def run_to_state(run: Run) -> dict[str, Any]:
         "totals": [run.generated_tokens, run.returned_tokens, run.latency_s],
         "queue": [_entry_to_state(entry) for entry in run.queue],
         "carried": [_entry_to_state(entry) for entry in run.carried],
-        "open": opened
-        and [
-            opened.number,
-            opened.key,
-            opened.kind,
-            [_entry_to_state(entry) for entry in opened.entries],
-            [_entry_to_state(entry) for entry in opened.reserve],
-            opened.num_wanted,
-        ],
+        "open": opened,
         "history": [list(astuple(record)) for record in run.history],
         "savings": [
             run.savings.round_tokens,
@@ -68,7 +66,7 @@ def run_from_state(state: Any) -> Run:
         )
     counts = [integer(count, "counts of a run") for count in listed(state["counts"], "counts of a run", length=5)]
     num_handed_in, num_rounds, *over = counts
-    run = Run(_terms(state["terms"]), num_handed_in, num_rounds)
+    run = Run(_built(RunTerms, state["terms"], "the terms of a run"), num_handed_in, num_rounds)
     run.num_returned, run.num_filtered, run.num_deferred = over
     generated, returned, latency_s = listed(state["totals"], "totals of a run", length=3)
     run.generated_tokens = integer(generated, "totals of a run")
@@ -76,8 +74,9 @@ def run_from_state(state: Any) -> Run:
     run.latency_s = number(latency_s, "totals of a run", 0, MAX_SECONDS)
     run.queue = _entries(state["queue"], "queue of a run")
     run.carried = _entries(state["carried"], "carried prompts of a run")
-    run.open = None if state["open"] is None else _open_round(state["open"])
-    run.history = [_record(record) for record in listed(state["history"], "history of a run", MAX_HISTORY_ROUNDS)]
+    run.open = None if state["open"] is None else _built(OpenRound, state["open"], "the open round of a run")
+    records = listed(state["history"], "history of a run", MAX_HISTORY_ROUNDS)
+    run.history = [_built(RoundRecord, record, "a round that is over") for record in records]
     run.savings = _savings(state["savings"])
     _check_whole(run)
     return run
@@ -96,15 +95,23 @@ def _check_whole(run: Run) -> None:
         )
 
 
-def _terms(values: Any) -> RunTerms:
-    size, prompts, for_prompts, for_responses, order = listed(values, "terms of a run", length=5)
-    return RunTerms(
-        integer(size, "group_size of a run", 1, MAX_GROUP_SIZE),
-        integer(prompts, "prompts_per_round of a run", 1, MAX_PROMPTS),
-        number(for_prompts, "prompt_speculation of a run", 1, MAX_SPECULATION),
-        number(for_responses, "response_speculation of a run", 1, MAX_SPECULATION),
-        _one_of(order, QUEUE_ORDERS, "queue_order of a run"),
-    )
+def _one_of(allowed: Sequence[str]) -> Check:
+    def check(value: Any, where: str) -> Any:
+        if value not in allowed:
+            raise ValueError(f"{where} must be one of {', '.join(allowed)}, got {shown(value)}")
+        return value
+
+    return check
+
+
+def _digest(value: Any, where: str) -> str:
+    if not isinstance(value, str) or len(value) > MAX_ID_CHARS:
+        raise ValueError(f"{where} must be a digest, got {shown(value)}")
+    return value
+
+
+def _epoch(value: Any, where: str) -> int | None:
+    return None if value is None else integer(value, where)
 
 
 def _entry_to_state(entry: Entry) -> list[Any]:
@@ -116,44 +123,44 @@ def _entries(values: Any, where: str) -> list[Entry]:
 
 
 def _entry(values: Any) -> Entry:
-    index, prompt_id, epoch, content, num_deferred = listed(values, "an entry of a run", length=5)
-    if not isinstance(content, str) or len(content) > MAX_ID_CHARS:
-        raise ValueError(f"content of an entry must be a digest, got {shown(content)}")
-    prompt = FreshPrompt(
-        text(prompt_id, "prompt_id of an entry", MAX_ID_CHARS),
-        None if epoch is None else integer(epoch, "epoch of an entry"),
-        content,
-    )
-    return Entry(integer(index, "number of an entry"), prompt, integer(num_deferred, "num_deferred of an entry"))
-
-
-def _open_round(values: Any) -> OpenRound:
-    index, key, kind, entries, reserve, num_wanted = listed(values, "open round of a run", length=6)
-    return OpenRound(
-        integer(index, "number of a round"),
-        text(key, "key of a round", MAX_ID_CHARS),
-        _one_of(kind, ROUND_KINDS, "kind of a round"),
-        tuple(_entries(entries, "entries of a round")),
-        tuple(_entries(reserve, "reserve of a round")),
-        integer(num_wanted, "num_wanted of a round", 1, MAX_PROMPTS),
+    number, *prompt, num_deferred = listed(values, "an entry of a run", length=5)
+    return Entry(
+        integer(number, "number of an entry"),
+        _built(FreshPrompt, prompt, "an entry"),
+        integer(num_deferred, "num_deferred of an entry"),
     )
 
 
-def _record(values: Any) -> RoundRecord:
-    index, key, kind, returned, filtered, deferred, *rest = listed(values, "record of a round", length=10)
-    longest, latency_s, generated_tokens, returned_tokens = rest
-    return RoundRecord(
-        integer(index, "number of a round"),
-        text(key, "key of a round", MAX_ID_CHARS),
-        _one_of(kind, ROUND_KINDS, "kind of a round"),
-        integer(returned, "prompts of a round", 0, MAX_ENTRIES),
-        integer(filtered, "prompts of a round", 0, MAX_ENTRIES),
-        integer(deferred, "prompts of a round", 0, MAX_ENTRIES),
-        integer(longest, "max_tokens of a round", 0, MAX_TOKENS),
-        number(latency_s, "latency_s of a round", 0, MAX_SECONDS),
-        integer(generated_tokens, "tokens of a round"),
-        integer(returned_tokens, "tokens of a round"),
-    )
+_COUNT: Check = integer
+_NAME = partial(text, most=MAX_ID_CHARS)
+_PROMPTS = partial(integer, least=1, most=MAX_PROMPTS)
+_SPECULATION = partial(number, least=1, most=MAX_SPECULATION)
+CHECKS: Mapping[str, Check] = {
+    "group_size": partial(integer, least=1, most=MAX_GROUP_SIZE),
+    "prompts_per_round": _PROMPTS,
+    "prompt_speculation": _SPECULATION,
+    "response_speculation": _SPECULATION,
+    "queue_order": _one_of(QUEUE_ORDERS),
+    "prompt_id": _NAME,
+    "epoch": _epoch,
+    "content": _digest,
+    "key": _NAME,
+    "kind": _one_of(ROUND_KINDS),
+    "entries": lambda values, where: tuple(_entries(values, where)),
+    "reserve": lambda values, where: tuple(_entries(values, where)),
+    "num_wanted": _PROMPTS,
+    "max_tokens": partial(integer, most=MAX_TOKENS),
+    "latency_s": partial(number, least=0, most=MAX_SECONDS),
+}
+"""What is checked of a field of `RunTerms`, `FreshPrompt`, `OpenRound` and `RoundRecord`, by its name; any other one is
+a number of things."""
+
+
+def _built(of: type[Built], values: Any, where: str) -> Built:
+    """An object from the list of its fields."""
+    names = [field.name for field in fields(of)]
+    found = zip(names, listed(values, where, length=len(names)), strict=True)
+    return of(*(CHECKS.get(name, _COUNT)(value, f"{name} of {where}") for name, value in found))
 
 
 def _savings(values: Any) -> Savings:
@@ -166,10 +173,3 @@ def _savings(values: Any) -> Savings:
             integer(longest, "a block of savings", 0, MAX_TOKENS),
         )
     return Savings(integer(rounds, "savings of a run"), integer(synchronous, "savings of a run", 0, MAX_COUNT), found)
-
-
-def _one_of(value: Any, allowed: tuple[T, ...], where: str) -> T:
-    for known in allowed:
-        if value == known:
-            return known
-    raise ValueError(f"{where} must be one of {', '.join(allowed)}, got {shown(value)}")
