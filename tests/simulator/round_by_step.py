@@ -17,7 +17,7 @@ from vllm_rollout.group.rounds.round_progress import GroupEnd, RoundProgress
 from vllm_rollout.group.rounds.rounds import Run
 from vllm_rollout.group.step.step import GroupSteps
 from vllm_rollout.group.types import Ending
-from vllm_rollout.simulator.rounds.trainer import Trainer
+from vllm_rollout.simulator.rounds.data import Trainer
 
 
 @dataclass

@@ -13,10 +13,10 @@ from vllm_rollout.profiling.profile_file import CurveFit, EngineFacts, Point, Pr
 from vllm_rollout.simulator.command import simulate
 from vllm_rollout.simulator.generate import LengthDistribution, generate
 from vllm_rollout.simulator.machine import Machine
-from vllm_rollout.simulator.pool import Pools
+from vllm_rollout.simulator.race import Pools
+from vllm_rollout.simulator.replay import sweep
 from vllm_rollout.simulator.report import duration, notes, recommendation
 from vllm_rollout.simulator.settings import Setting, default_sweep
-from vllm_rollout.simulator.sweep import sweep
 from vllm_rollout.trace.rows import Trace, TracedCandidate, TracedPrompt, TracedRollout
 
 REPOSITORY = Path(__file__).parents[2]
@@ -281,7 +281,7 @@ def test_smaller_groups_are_not_recommended():
     trace = traced({"a": [4, 8, 16, 32]})
     its = swept(trace, Setting(4), Setting(2), cost=FLAT)
     assert its.fastest is its.outcomes[1]
-    fewer = replace(its.outcomes[1], incomplete_share=0.5)
+    fewer = replace(its.outcomes[1], num_incomplete=1)
     assert replace(its, outcomes=(its.baseline, fewer)).fastest is its.baseline
 
 

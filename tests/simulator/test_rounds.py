@@ -10,11 +10,16 @@ from vllm_rollout.group.rounds.rounds import RunTerms
 from vllm_rollout.simulator.command import simulate
 from vllm_rollout.simulator.generate import LengthDistribution
 from vllm_rollout.simulator.machine import Machine
-from vllm_rollout.simulator.rounds.fairness import fairness_of, rank_correlation
-from vllm_rollout.simulator.rounds.prompts import DataPrompt, GeneratedDataSet, TracedDataSet
-from vllm_rollout.simulator.rounds.replay import RunConditions, _RunReplay, replay_run
-from vllm_rollout.simulator.rounds.settings import RoundSetting, default_rounds, parse_rounds, synchronous
-from vllm_rollout.simulator.rounds.sweep import sweep_rounds, with_baselines
+from vllm_rollout.simulator.rounds.data import DataPrompt, GeneratedDataSet, RunConditions, TracedDataSet
+from vllm_rollout.simulator.rounds.outcome import fairness_of, rank_correlation
+from vllm_rollout.simulator.rounds.replay import _RunReplay, replay_run, sweep_rounds
+from vllm_rollout.simulator.rounds.settings import (
+    RoundSetting,
+    default_rounds,
+    parse_rounds,
+    synchronous,
+    with_baselines,
+)
 
 SMALL = LengthDistribution(prompts=24, median=40, prompt_sigma=0.8, sigma=0.8, max_tokens=400, prompt_tokens=5)
 app = typer.Typer()

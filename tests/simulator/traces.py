@@ -11,8 +11,7 @@ from vllm_rollout.group.racing.lifecycle import Group
 from vllm_rollout.group.step.step import GroupSteps
 from vllm_rollout.group.types import CandidateId, Confidence, Ending, HeadKey, Observation
 from vllm_rollout.simulator.machine import Machine
-from vllm_rollout.simulator.pool import PoolCandidate
-from vllm_rollout.simulator.race import Race
+from vllm_rollout.simulator.race import PoolCandidate, Race
 from vllm_rollout.simulator.rank import run_races
 from vllm_rollout.trace.rows import Trace, TracedCandidate, TracedPrompt, TracedRollout
 
