@@ -12,10 +12,10 @@ from tests.simulator.traces import DETAILED, FLAT, LINEAR, traced
 from vllm_rollout.profiling.profile_file import CurveFit, EngineFacts, Point, Profile
 from vllm_rollout.simulator.command import simulate
 from vllm_rollout.simulator.generate import LengthDistribution, generate
-from vllm_rollout.simulator.machine import Machine
+from vllm_rollout.simulator.machine import Machine, duration
 from vllm_rollout.simulator.race import Pools
 from vllm_rollout.simulator.replay import sweep
-from vllm_rollout.simulator.report import duration, notes, recommendation
+from vllm_rollout.simulator.report import notes, recommendation
 from vllm_rollout.simulator.settings import Setting, default_sweep
 from vllm_rollout.trace.rows import Trace, TracedCandidate, TracedPrompt, TracedRollout
 

@@ -125,3 +125,9 @@ class FleetRun:
     @property
     def seconds(self) -> float:
         return max(rank.seconds for rank in self.ranks)
+
+
+def duration(value: float, in_steps: bool) -> str:
+    if in_steps:
+        return f"{value:,.0f} steps"
+    return f"{value:,.0f} s" if value >= 100 else f"{value:.1f} s" if value >= 1 else f"{value * 1000:.0f} ms"

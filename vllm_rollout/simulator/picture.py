@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from vllm_rollout.simulator.machine import duration
 from vllm_rollout.simulator.outcome import Outcome, Sweep
-from vllm_rollout.simulator.report import duration
 
 INK = "#1e293b"
 PALE = "#cbd5e1"

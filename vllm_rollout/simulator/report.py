@@ -9,7 +9,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from vllm_rollout.simulator.machine import Machine
+from vllm_rollout.simulator.machine import Machine, duration
 from vllm_rollout.simulator.outcome import Outcome, Sweep
 from vllm_rollout.trace.file import told_reasons
 from vllm_rollout.trace.rows import Trace
@@ -83,12 +83,6 @@ def count(tokens: int) -> str:
 def _time(value: float, sweep: Sweep) -> str:
     """The unit of steps stands in the header."""
     return f"{value:,.0f}" if sweep.machine.is_ideal else duration(value, in_steps=False)
-
-
-def duration(value: float, in_steps: bool) -> str:
-    if in_steps:
-        return f"{value:,.0f} steps"
-    return f"{value:,.0f} s" if value >= 100 else f"{value:.1f} s" if value >= 1 else f"{value * 1000:.0f} ms"
 
 
 def recommendation(sweep: Sweep) -> str:

@@ -8,7 +8,8 @@ from typing import Any
 
 from rich.table import Table
 
-from vllm_rollout.simulator.report import count, duration, ideal_times, left_out, preemptions, table_of
+from vllm_rollout.simulator.machine import duration
+from vllm_rollout.simulator.report import count, ideal_times, left_out, preemptions, table_of
 from vllm_rollout.simulator.rounds.outcome import (
     Fairness,
     RoundSweep,
