@@ -9,7 +9,8 @@ import typer
 from typer.testing import CliRunner
 
 from tests.simulator.traces import DETAILED, FLAT, LINEAR, traced
-from vllm_rollout.profiling.profile_file import CurveFit, EngineFacts, Point, Profile
+from tests.support.profiles import facts, point, profile_of
+from vllm_rollout.profiling.measure import with_point
 from vllm_rollout.simulator.command import simulate
 from vllm_rollout.simulator.generate import LengthDistribution, generate
 from vllm_rollout.simulator.machine import Machine, duration
@@ -40,58 +41,15 @@ def run(tmp_path):
 def profile(tmp_path):
     """Writes a profile of these tensor-parallel sizes: a step takes 10 ms and 1 ms per candidate, divided by them."""
 
-    def write(*tensor_parallel_sizes, model="SmolLM2-135M-Instruct", max_num_seqs=64):
-        def fit(size, context):
-            seconds = (0.011 / size, 0.074 / size)
-            return CurveFit(
-                tensor_parallel_size=size,
-                context_tokens=context,
-                mean_context_tokens=context,
-                batch_sizes=(1, 64),
-                seconds=seconds,
-                r_squared=1.0,
-                residuals={},
-            )
-
-        def engine(size):
-            return EngineFacts(
-                tensor_parallel_size=size,
-                max_num_seqs=max_num_seqs,
-                max_model_len=4096,
-                max_num_batched_tokens=4096,
-                block_size=32,
-                kv_capacity_tokens=100_000,
-                kv_bytes_per_token=1.0,
-            )
-
-        def point(size):
-            times = {"median_s": 0.074, "p10_s": 0.07, "p90_s": 0.08}
-            return Point(
-                tensor_parallel_size=size,
-                batch_size=64,
-                context_tokens=128,
-                mean_context_tokens=128,
-                num_steps=9,
-                **times,
-            )
-
-        path = tmp_path / "ptl.json"
-        Profile(
-            created="now",
-            updated="now",
-            command="profile",
-            model_name=model,
-            model={},
-            hardware={"num_devices": 1, "device": "abacus", "num_cpus": 2},
-            versions={},
-            serve_flags=(),
-            flags={},
-            logprobs=True,
-            engines=tuple(map(engine, tensor_parallel_sizes)),
-            points=tuple(map(point, tensor_parallel_sizes)),
-            fits=tuple(fit(size, context) for size in tensor_parallel_sizes for context in (128, 2048)),
-        ).write(path)
-        return path
+    def write(*sizes, model="SmolLM2-135M-Instruct", max_num_seqs=64):
+        room = {"max_num_seqs": max_num_seqs, "kv_capacity_tokens": 100_000, "kv_bytes_per_token": 1.0}
+        made = profile_of(model, engines=tuple(facts(size, **room) for size in sizes))
+        for size in sizes:
+            for context in (128, 2048):
+                for batch_size in (1, 64):
+                    made = with_point(made, point(batch_size, context, (0.010 + 0.001 * batch_size) / size, size))
+        made.write(tmp_path / "ptl.json")
+        return tmp_path / "ptl.json"
 
     return write
 
