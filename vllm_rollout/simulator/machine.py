@@ -75,8 +75,7 @@ class Machine:
         """Of one group, all of which have to be able to run at once."""
         return MAX_GROUP_SIZE if self.num_slots is None else self.num_slots
 
-    @property
-    def placement(self) -> Placement:
+    def new_placement(self) -> Placement:
         """As a server has it that knows what its steps cost; on an ideal machine all tokens weigh the same."""
         placement = Placement(self.num_ranks)
         if self.cost is not None:

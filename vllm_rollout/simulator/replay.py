@@ -47,7 +47,7 @@ class _Replay:
         self._seed = seed
         self._planner = Planner(setting, machine)
         self._judges = [Judge() for _ in range(machine.num_ranks)]
-        self._placement = machine.placement
+        self._placement = machine.new_placement()
         self._outcome = Outcome(setting)
         self._audit_turns = AuditTurns()
 

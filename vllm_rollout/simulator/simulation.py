@@ -73,8 +73,7 @@ def run(options: Options) -> None:
         console.width = PLAIN_WIDTH
     trace = None
     if options.trace is not None:
-        cut = None if options.rounds else options.prompts_per_step
-        trace = read_trace(options.trace, skip_broken=options.skip_broken, prompts_per_step=cut)
+        trace = read_trace(options.trace, skip_broken=options.skip_broken, prompts_per_step=options.prompts_per_step)
     job = _rounds(options, trace) if options.rounds else _rollouts(options, trace)
     subtitle = f"{job.origin}: {job.size} {described(job.clock.machine, job.clock.source)}"
     console.print(f"[bold]vllm-rollout simulate[/] {escape(subtitle)}")

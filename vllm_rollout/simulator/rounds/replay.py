@@ -42,7 +42,7 @@ class _RunReplay:
         self._prompts = {prompt.id: prompt for prompt in its.data.prompts}
         self._planner = Planner(setting.group, its.machine)
         self._judges = [Judge() for _ in range(its.machine.num_ranks)]
-        self._placement = its.machine.placement
+        self._placement = its.machine.new_placement()
         self._run = Run(setting.terms)
         self._trainer = Trainer(its.data.prompts, its.epochs, its.seed, whole_epochs=its.whole_epochs)
         self._handed_in: dict[int, int] = {}
