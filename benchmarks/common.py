@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import httpx
+import numpy as np
 from rich.console import Console
 from rich.markdown import Markdown
 
@@ -95,17 +96,19 @@ def median(values: Iterable[float]) -> float:
     return statistics.median(values)
 
 
+def median_of_known(values: Iterable[float | None], digits: int | None = None) -> float | None:
+    """None when nothing is known; rounded where `digits` are said."""
+    known = [value for value in values if value is not None]
+    found = median(known) if known else None
+    return found if found is None or digits is None else round(found, digits)
+
+
 def percentile(values: Iterable[float], percent: float) -> float:
     """Linear interpolation between the closest ranks. Raises: ValueError for no values or a percent not in [0, 100]."""
-    ordered = sorted(values)
-    if not ordered:
+    values = list(values)
+    if not values:
         raise ValueError("percentile of no values")
-    if not 0 <= percent <= 100:
-        raise ValueError(f"percent must be in [0, 100], got {percent}")
-    position = (len(ordered) - 1) * percent / 100
-    low = int(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+    return float(np.percentile(values, percent))
 
 
 def with_error(values: Sequence[float]) -> dict[str, float]:

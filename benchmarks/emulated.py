@@ -31,9 +31,8 @@ from vllm_rollout.group.rounds.rounds import Run, RunTerms
 from vllm_rollout.models import DEFAULT_MODEL, resolve
 from vllm_rollout.process import ServerProcess
 from vllm_rollout.simulator.machine import Machine
-from vllm_rollout.simulator.pool import PoolCandidate
-from vllm_rollout.simulator.rounds.prompts import DataPrompt
-from vllm_rollout.simulator.rounds.trainer import Trainer
+from vllm_rollout.simulator.race import PoolCandidate
+from vllm_rollout.simulator.rounds.data import DataPrompt, Trainer
 
 FIRST_SEED = 1000
 """Sampling seed of candidate 0."""

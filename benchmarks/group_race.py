@@ -38,7 +38,7 @@ import json
 import random
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from operator import itemgetter
@@ -52,6 +52,7 @@ from rich.console import Console
 from benchmarks.common import (
     arguments_of,
     median,
+    median_of_known,
     publish,
     raise_file_limit,
     ratios,
@@ -437,16 +438,15 @@ def summarize(race: Race, measurements: Sequence[Row]) -> dict[str, Any]:
         "server_flags": race.flags,
         "measurements": measurements,
         "medians": {
-            way: {field: _median_or_none(m[field] for m in ours) for field in ours[0] if field not in ("way", "repeat")}
+            way: {
+                field: median_of_known((m[field] for m in ours), 3)
+                for field in ours[0]
+                if field not in ("way", "repeat")
+            }
             for way, ours in by_way.items()
         },
         "ratios": {f"{way}/d": round(median(ratios(walls[way], walls["d"])), 3) for way in others},
     }
-
-
-def _median_or_none(values: Iterable[float | None]) -> float | None:
-    present = [value for value in values if value is not None]
-    return round(median(present), 3) if present else None
 
 
 def tables(result: dict[str, Any]) -> str:

@@ -10,12 +10,14 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import field, fields
+from itertools import product
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
+import uvloop
 from pydantic import TypeAdapter
 from rich.console import Console
 from rich.markdown import Markdown
@@ -69,6 +71,24 @@ class RunLog(Generic[RunType]):
         with self._path.open("ab") as file:
             file.write(self._adapter.dump_json(run) + b"\n")
         self._runs[run.key] = run
+
+
+TINY = "tiny-random"
+TINY_SAMPLING = {"allowed_token_ids": [2, *range(16, 64)]}
+"""The end and 48 other tokens: answers of some 50 tokens, whose lengths are nearly exponential."""
+SEED_STRIDE = 1000
+"""Between the seeds of two repeats."""
+
+
+def in_turn(ways: Sequence[Any], repeat: int) -> list[Any]:
+    """Who begins rotates with the repeat."""
+    start = repeat % len(ways)
+    return [*ways[start:], *ways[:start]]
+
+
+def speed_up(row: Mapping[str, Any]) -> str:
+    """Over the baseline: the median over repeats, and the least and the most."""
+    return f"{row['speed_up']:.2f} ({min(row['speed_ups']):.2f} to {max(row['speed_ups']):.2f})"
 
 
 def size(default: Any, text: str, parse: Callable[[str], Any] | None = None) -> Any:
@@ -135,6 +155,30 @@ def running_server(
         with console.status(f"starting the server, {model}"):
             server.wait_until_healthy(lambda seconds, line: None)
         yield server
+
+
+def measure_missing(
+    sizes: Any,
+    log: RunLog[Any],
+    ways: Iterable[str],
+    flags: Sequence[str],
+    arguments: argparse.Namespace,
+    console: Console,
+    measure: Callable[[ServerProcess, AsyncRolloutClient, Progressed], Coroutine[Any, Any, None]],
+) -> None:
+    """Start a server and measure, if a way is missing in any of the repeats."""
+    if all(key in log for key in product(ways, range(sizes.repeats))):
+        return
+
+    async def with_client(server: ServerProcess, progressed: Progressed) -> None:
+        async with client_of(server) as client:
+            await measure(server, client, progressed)
+
+    with (
+        running_server(sizes.model, sizes.max_num_seqs, flags, arguments.server_args, console) as server,
+        progress(console) as progressed,
+    ):
+        uvloop.run(with_client(server, progressed))
 
 
 @asynccontextmanager

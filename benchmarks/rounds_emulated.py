@@ -37,7 +37,8 @@ from vllm_rollout.client.client import AsyncRolloutClient
 from vllm_rollout.emulation.step_log import Summary, read_steps
 from vllm_rollout.group.rounds.rounds import RoundKind, RunTerms
 from vllm_rollout.process import ServerProcess, exit_on_sigterm
-from vllm_rollout.simulator.rounds.replay import RunConditions, replay_run
+from vllm_rollout.simulator.rounds.data import RunConditions
+from vllm_rollout.simulator.rounds.replay import replay_run
 from vllm_rollout.simulator.rounds.settings import RoundSetting
 
 SETTINGS = ("1,1", "1,1.25", "1.25,1", "1.25,1.25", "1.5,1.5")

@@ -10,11 +10,11 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from benchmarks.long_run import RunLog
+from benchmarks.long_run import RunLog, in_turn
 from benchmarks.rounds.client_side import client_rounds
 from benchmarks.rounds.measures import Run, run_row, summarize
 from benchmarks.rounds.picture import draw, tables
-from benchmarks.rounds.setup import WAY_NAMES, Sizes, check, order
+from benchmarks.rounds.setup import WAY_NAMES, Sizes, check
 from vllm_rollout.demo.rounds.rounds import Group, Period, Round
 from vllm_rollout.process import ServerError
 
@@ -127,7 +127,7 @@ def test_numbers_are_of_returned_trajectories_and_ratios_of_one_repeat(tmp_path)
 
 
 def test_every_way_begins_in_turn_and_a_repeat_has_its_own_order():
-    assert [order(repeat)[0] for repeat in range(3)] == list(WAY_NAMES)
+    assert [in_turn(WAY_NAMES, repeat)[0] for repeat in range(3)] == list(WAY_NAMES)
     assert SIZES.questions(0) == SIZES.questions(0) != SIZES.questions(1)
 
 

@@ -38,32 +38,11 @@ from vllm_rollout.group.types import Confidence
 from .server.conftest import make_app, serving
 from .server.fake_engine import FakeEngine
 
-SIZES = Sizes(
-    model="fake",
-    families=("arithmetic", "word_sum"),
-    sweep_families=("arithmetic",),
-    seed=3,
-    max_tokens=64,
-    temperature=1.0,
-    detection_length=8,
-    at_once=32,
-    labels=300,
-    learn_group_size=8,
-    learn_prompts=4,
-    window=100,
-    evaluate_prompts=12,
-    vote_prompts=3,
-    vote_candidates=16,
-    group_size=16,
-    blocks=2,
-    block_prompts=3,
-    sweep_detection_length=4,
-    sweep_labels=100,
-    sweep_blocks=1,
-    sweep_block_prompts=3,
-    overhead_blocks=1,
-    overhead_tokens=16,
-)
+FAMILIES = {"families": ("arithmetic", "word_sum"), "sweep_families": ("arithmetic",)}
+LEARNED = {"labels": 300, "learn_prompts": 4, "window": 100, "evaluate_prompts": 12, "vote_prompts": 3}
+USED = {"vote_candidates": 16, "blocks": 2, "block_prompts": 3, "overhead_blocks": 1, "overhead_tokens": 16}
+SWEEP = {"sweep_detection_length": 4, "sweep_labels": 100, "sweep_blocks": 1, "sweep_block_prompts": 3}
+SIZES = Sizes(model="fake", seed=3, max_tokens=64, at_once=32, **FAMILIES, **LEARNED, **USED, **SWEEP)
 BLANK = Record(
     prompt_id="evaluate/sums-0",
     index=0,
@@ -216,16 +195,6 @@ def test_a_refused_candidate_never_votes_for_the_right_answer():
     assert wrong_answer("first 3, then 4", "7") == "4"
     assert wrong_answer("Answer: 7.0", "7") is None
     assert wrong_answer("no idea", "7") is None
-
-
-def test_runs_survive_their_file(tmp_path):
-    log = log_of(tmp_path / "runs", "learn")
-    made = replace(run("none", 0, 2.0, 100), records=tuple(candidates("a-0", {1.0: True})), rewards={"accepted": 1})
-    log.add(made)
-    again = log_of(tmp_path / "runs", "learn")
-    assert again.runs == [made]
-    assert ("none", 0) in again
-    assert ("none", 1) not in again
 
 
 def test_nothing_that_is_evaluated_was_learned_from():

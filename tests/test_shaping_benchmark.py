@@ -24,7 +24,7 @@ from vllm_rollout.group.lengths.cost import CostModel, PTLCurve
 from vllm_rollout.group.lengths.history import LengthHistory
 from vllm_rollout.server.recorder import TraceRecorder
 from vllm_rollout.simulator.machine import Machine
-from vllm_rollout.simulator.pool import Pools
+from vllm_rollout.simulator.race import Pools
 from vllm_rollout.simulator.replay import replay
 from vllm_rollout.simulator.settings import Setting
 from vllm_rollout.trace.file import read_trace

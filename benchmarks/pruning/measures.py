@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.pruning.records import SCORES, Record, Run, Score, difference, group_by, mean, middle, share
+from benchmarks.common import median_of_known
+from benchmarks.pruning.records import SCORES, Record, Run, Score, difference, group_by, mean, share
 from vllm_rollout.group.judging.report import Prediction, auc, brier, reliability_bins, within_group_auc
 from vllm_rollout.group.judging.voting import AnsweredGroup, VotingMethod, accuracy_at_k
 
@@ -279,15 +280,15 @@ def speed(runs: Sequence[Run], ways: Sequence[str], baseline: str) -> dict[str, 
         rows[way] = {
             "num_blocks": len(mine),
             "wall_s": [round(run.wall_s, 3) for run in mine.values()],
-            "median_wall_s": middle(run.wall_s for run in mine.values()),
+            "median_wall_s": median_of_known(run.wall_s for run in mine.values()),
             "generated_tokens": sum(run.generated_tokens for run in mine.values()),
             "num_scored": sum(run.num_scored for run in mine.values()),
             "num_pruned": sum(run.num_pruned for run in mine.values()),
-            "median_tokens_per_s": middle(run.generated_tokens / run.wall_s for run in mine.values()),
-            "speed_ratio": middle(base.wall_s / run.wall_s for run, base in pairs),
+            "median_tokens_per_s": median_of_known(run.generated_tokens / run.wall_s for run in mine.values()),
+            "speed_ratio": median_of_known(base.wall_s / run.wall_s for run, base in pairs),
             "total_speed_ratio": share(sum(base.wall_s for _, base in pairs), sum(run.wall_s for run, _ in pairs)),
-            "tokens_ratio": middle(base.generated_tokens / run.generated_tokens for run, base in pairs),
-            "throughput_ratio": middle(
+            "tokens_ratio": median_of_known(base.generated_tokens / run.generated_tokens for run, base in pairs),
+            "throughput_ratio": median_of_known(
                 run.generated_tokens / run.wall_s / (base.generated_tokens / base.wall_s) for run, base in pairs
             ),
         }

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from benchmarks.common import median
 from vllm_rollout.group.types import CandidateState, Confidence, Signal
 
 Score = Literal["head", "mean", "lowest_window", "bottom_windows"]
@@ -85,11 +84,6 @@ def group_by(records: Iterable[Record], name: Callable[[Record], str]) -> dict[s
 def mean(values: Iterable[float]) -> float | None:
     values = list(values)
     return sum(values) / len(values) if values else None
-
-
-def middle(values: Iterable[float]) -> float | None:
-    values = list(values)
-    return median(values) if values else None
 
 
 def share(part: float, whole: float) -> float | None:

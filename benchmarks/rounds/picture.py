@@ -8,6 +8,7 @@ from typing import Any
 
 from matplotlib.ticker import MaxNLocator
 
+from benchmarks.long_run import speed_up
 from benchmarks.rounds.setup import BASELINE, TITLES, WayName
 from benchmarks.tables import bars, columns, number, percent, picture
 
@@ -31,7 +32,7 @@ def _ways(result: Mapping[str, Any]) -> str:
         {
             "way": lambda row: TITLES[row["way"]],
             "seconds": lambda row: number(row["wall_s"], 1),
-            "× faster than plain": _speed_up,
+            "× faster than plain": lambda row: "1" if row["way"] == BASELINE else speed_up(row),
             "mean round": lambda row: number(row["mean_round_s"], 1),
             "short": lambda row: number(row.get("short_rounds_s"), 1),
             "long": lambda row: number(row.get("long_rounds_s"), 1),
@@ -42,12 +43,6 @@ def _ways(result: Mapping[str, Any]) -> str:
             "share": lambda row: percent(row["wasted_tokens"] / row["generated_tokens"]),
         },
     )
-
-
-def _speed_up(row: Mapping[str, Any]) -> str:
-    if row["way"] == BASELINE:
-        return "1"
-    return f"{row['speed_up']:.2f} ({min(row['speed_ups']):.2f} to {max(row['speed_ups']):.2f})"
 
 
 def draw(result: Mapping[str, Any], path: Path) -> None:

@@ -36,12 +36,10 @@ import shlex
 import time
 from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass, replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import httpx
-import uvloop
 from rich.console import Console
 
 from benchmarks import long_run
@@ -49,7 +47,7 @@ from benchmarks.common import settled_tokens, write_json
 from benchmarks.rounds.client_side import client_rounds
 from benchmarks.rounds.measures import Run, run_row, summarize
 from benchmarks.rounds.picture import draw, tables
-from benchmarks.rounds.setup import TINY, TITLES, WAY_NAMES, Sizes, WayName, check, order
+from benchmarks.rounds.setup import TINY, TITLES, WAY_NAMES, Sizes, WayName, check
 from vllm_rollout.client.client import AsyncRolloutClient
 from vllm_rollout.demo.phases import warm_up
 from vllm_rollout.demo.rounds.rounds import Period, Round, plain_rounds, tail_rounds
@@ -75,12 +73,12 @@ def run(arguments: argparse.Namespace, sizes: Sizes, console: Console) -> None:
     workload = {"ways": TITLES, "conditions": __doc__}
     begun = long_run.begin(folder, asdict(sizes), sizes.seed, workload, ("repeats",))
     log = long_run.RunLog(folder / "runs.jsonl", Run)
-    if any(key not in log for key in product(WAY_NAMES, range(sizes.repeats))):
-        with (
-            long_run.running_server(sizes.model, sizes.max_num_seqs, [], arguments.server_args, console) as server,
-            long_run.progress(console) as progressed,
-        ):
-            uvloop.run(_measure(sizes, log, server, progressed))
+
+    async def measure(server: ServerProcess, client: AsyncRolloutClient, progressed: long_run.Progressed) -> None:
+        async with httpx.AsyncClient(base_url=server.url, timeout=None, trust_env=False) as stock:
+            await _measure(Bench(sizes, client, stock), log, progressed)
+
+    long_run.measure_missing(sizes, log, WAY_NAMES, [], arguments, console, measure)
     rows = [run_row(log[name, repeat]) for repeat in range(sizes.repeats) for name in WAY_NAMES]
     flags = [*server_flags(sizes.max_num_seqs), *shlex.split(arguments.server_args)]
     numbers = {"sizes": asdict(sizes), "ways": summarize(rows), "measurements": rows}
@@ -89,22 +87,16 @@ def run(arguments: argparse.Namespace, sizes: Sizes, console: Console) -> None:
     console.print(f"written to {arguments.output}")
 
 
-async def _measure(
-    sizes: Sizes, log: long_run.RunLog[Run], server: ServerProcess, progressed: long_run.Progressed
-) -> None:
+async def _measure(bench: Bench, log: long_run.RunLog[Run], progressed: long_run.Progressed) -> None:
     """Everything that is not in the log yet."""
-    async with (
-        long_run.client_of(server) as rollouts,
-        httpx.AsyncClient(base_url=server.url, timeout=None, trust_env=False) as stock,
-    ):
-        bench = Bench(sizes, rollouts, stock)
-        todo = [(name, repeat) for repeat in range(sizes.repeats) for name in order(repeat)]
-        for done, (name, repeat) in enumerate(todo):
-            if (name, repeat) in log:
-                continue
-            progressed(done, len(todo), f"repeat {repeat + 1}, {name}")
-            await warm_up(stock, sizes.questions(repeat))
-            log.add(await bench.period(name, repeat))
+    sizes = bench.sizes
+    todo = [(name, repeat) for repeat in range(sizes.repeats) for name in long_run.in_turn(WAY_NAMES, repeat)]
+    for done, (name, repeat) in enumerate(todo):
+        if (name, repeat) in log:
+            continue
+        progressed(done, len(todo), f"repeat {repeat + 1}, {name}")
+        await warm_up(bench.stock, sizes.questions(repeat))
+        log.add(await bench.period(name, repeat))
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from benchmarks.long_run import check_positive, size
+from benchmarks.long_run import SEED_STRIDE, TINY, TINY_SAMPLING, check_positive, size
 from vllm_rollout.config import DEFAULT_SPECULATION
 from vllm_rollout.demo.rounds.options import TEMPERATURE
 from vllm_rollout.demo.rounds.prompts import make_prompts
@@ -23,11 +23,6 @@ TITLES: dict[WayName, str] = {
     "client": "tail batching in the client, stock endpoint",
     "run": "tail batching by the server (a run)",
 }
-
-TINY = "tiny-random"
-TINY_SAMPLING = {"allowed_token_ids": [2, *range(16, 64)]}
-"""The end and 48 other tokens: answers of some 50 tokens, whose lengths are nearly exponential."""
-SEED_STRIDE = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +63,3 @@ def check(sizes: Sizes) -> None:
     """Raises: ValueError for sizes that cannot be run."""
     check_positive(sizes, ("prompts_per_round", "group_size", "max_tokens", "repeats"))
     sizes.questions(0)
-
-
-def order(repeat: int) -> list[WayName]:
-    """Who begins rotates with the repeat."""
-    start = repeat % len(WAY_NAMES)
-    return [*WAY_NAMES[start:], *WAY_NAMES[:start]]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, pstdev
 from typing import Any
 
-from benchmarks.common import median, percentile
+from benchmarks.common import median_of_known, percentile
 from benchmarks.shaping.records import GroupRecord, Run
 from benchmarks.shaping.setup import BASELINE, WAY_NAMES, Sizes, WayName, longest_counts
 from benchmarks.shaping.simulation import Simulated, speed_ups
@@ -88,13 +88,13 @@ def summarize_ways(rows: Sequence[Row]) -> dict[str, Row]:
         plain += ("candidates_per_prompt", "upper_bound_share", "same_lengths_share")
         speed = [b["wall_s"] / m["wall_s"] for m, b in zip(mine, base, strict=True)]
         ways[name] = {
-            **{field: _median(row[field] for row in mine) for field in plain},
+            **{field: median_of_known(row[field] for row in mine) for field in plain},
             "num_incomplete": sum(row["num_incomplete"] for row in mine),
             "num_preemptions": sum(row["num_preemptions"] for row in mine),
-            "lengths": {field: _median(row["lengths"][field] for row in mine) for field in LENGTH_FIELDS},
-            "speed_up": _median(speed),
+            "lengths": {field: median_of_known(row["lengths"][field] for row in mine) for field in LENGTH_FIELDS},
+            "speed_up": median_of_known(speed),
             "speed_ups": speed,
-            "generated_ratio": _median(
+            "generated_ratio": median_of_known(
                 m["generated_tokens"] / b["generated_tokens"] for m, b in zip(mine, base, strict=True)
             ),
             "length_ratios": _length_ratios([row["lengths"] for row in mine], [row["lengths"] for row in base]),
@@ -115,8 +115,8 @@ def select_again(sizes: Sizes, runs: Runs, repeats: Iterable[int]) -> list[Row]:
                     "candidates_over_group_size": ratio,
                     "num_longest": num_longest,
                     "num_shortest": sizes.group_size - num_longest,
-                    "lengths": {field: _median(row[field] for row in mine) for field in LENGTH_FIELDS},
-                    "truncated_share": _median(row["truncated_share"] for row in mine),
+                    "lengths": {field: median_of_known(row[field] for row in mine) for field in LENGTH_FIELDS},
+                    "truncated_share": median_of_known(row["truncated_share"] for row in mine),
                     "length_ratios": _length_ratios(mine, base),
                 }
             )
@@ -163,11 +163,11 @@ def compare_with_simulation(
     for name in WAY_NAMES:
         mine = [row for row in rows if row["way"] == name]
         ways[name] = {
-            "simulated_speed_up": _median(row["simulated_speed_up"] for row in mine),
-            "measured_speed_up": _median(row["measured_speed_up"] for row in mine),
-            "median_absolute_error": _median(abs(row["error"]) for row in mine),
+            "simulated_speed_up": median_of_known(row["simulated_speed_up"] for row in mine),
+            "measured_speed_up": median_of_known(row["measured_speed_up"] for row in mine),
+            "median_absolute_error": median_of_known(abs(row["error"]) for row in mine),
             "largest_absolute_error": max(abs(row["error"]) for row in mine),
-            "simulated_over_measured_s": _median(row["simulated_s"] / row["measured_s"] for row in mine),
+            "simulated_over_measured_s": median_of_known(row["simulated_s"] / row["measured_s"] for row in mine),
             "same_allocation": all(row["same_allocation"] for row in mine),
         }
     return rows, ways
@@ -193,10 +193,6 @@ def _truncated_share(groups: Sequence[GroupRecord]) -> float:
 def _length_ratios(rows: Sequence[Row], base: Sequence[Row]) -> Row:
     pairs = list(zip(rows, base, strict=True))
     return {
-        field: _median(row[field] / other[field] for row, other in pairs if other[field]) for field in LENGTH_FIELDS
+        field: median_of_known(row[field] / other[field] for row, other in pairs if other[field])
+        for field in LENGTH_FIELDS
     }
-
-
-def _median(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return median(known) if known else None

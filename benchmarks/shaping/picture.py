@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.long_run import speed_up
 from benchmarks.shaping.setup import BASELINE, WAYS, WayName
 from benchmarks.tables import INK, bars, columns, number, percent, picture
 
@@ -41,7 +42,7 @@ def _ways(result: Mapping[str, Any]) -> str:
     cells = {
         "way": lambda row: TITLES[row["way"]],
         "seconds": lambda row: number(row["wall_s"], 1),
-        "× uniform": lambda row: f"{row['speed_up']:.2f} ({min(row['speed_ups']):.2f} to {max(row['speed_ups']):.2f})",
+        "× uniform": speed_up,
         "simulated": lambda row: number(row["simulated_speed_up"], 2),
         "error, median": lambda row: percent(row["median_absolute_error"], 1),
         "largest": lambda row: percent(row["largest_absolute_error"], 1),

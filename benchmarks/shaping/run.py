@@ -39,11 +39,9 @@ from __future__ import annotations
 import argparse
 import shlex
 from dataclasses import asdict
-from itertools import product
 from pathlib import Path
 from typing import Any
 
-import uvloop
 from rich.console import Console
 
 from benchmarks import long_run
@@ -61,6 +59,7 @@ from benchmarks.shaping.records import Run
 from benchmarks.shaping.runs import Bench, measure
 from benchmarks.shaping.setup import TINY, WAY_NAMES, WAYS, Sizes, check
 from benchmarks.shaping.simulation import history_of, simulate
+from vllm_rollout.client.client import AsyncRolloutClient
 from vllm_rollout.config import CPU_BLOCK_SIZE_TOKENS
 from vllm_rollout.process import ServerProcess, runs_on_cpu, server_flags
 from vllm_rollout.profiling.profile_file import Profile
@@ -96,12 +95,11 @@ def run(arguments: argparse.Namespace, sizes: Sizes, console: Console) -> None:
     flags = ["--rollout-record", str(folder / "trace.jsonl")]
     flags += [] if profile is None else ["--rollout-profile", str(arguments.profile)]
     log = long_run.RunLog(folder / "runs.jsonl", Run)
-    if any(key not in log for key in product(WAY_NAMES, range(sizes.repeats))):
-        with (
-            long_run.running_server(sizes.model, sizes.max_num_seqs, flags, arguments.server_args, console) as server,
-            long_run.progress(console) as progressed,
-        ):
-            uvloop.run(_measure(sizes, folder, log, server, progressed))
+
+    async def measure_all(server: ServerProcess, client: AsyncRolloutClient, progressed: long_run.Progressed) -> None:
+        await measure(Bench(sizes, folder, client, server.url, progressed, log))
+
+    long_run.measure_missing(sizes, log, WAY_NAMES, flags, arguments, console, measure_all)
     told = None
     if profile is not None:
         told = {"file": str(arguments.profile), "model_name": profile.model_name, "created": profile.created}
@@ -110,13 +108,6 @@ def run(arguments: argparse.Namespace, sizes: Sizes, console: Console) -> None:
     all_flags = [*server_flags(sizes.max_num_seqs), *flags, *shlex.split(arguments.server_args)]
     write_json(arguments.output, {**begun, "note": NOTE, "server_flags": all_flags, "profile": told, **numbers})
     console.print(f"written to {arguments.output}")
-
-
-async def _measure(
-    sizes: Sizes, folder: Path, log: long_run.RunLog[Run], server: ServerProcess, progressed: long_run.Progressed
-) -> None:
-    async with long_run.client_of(server) as client:
-        await measure(Bench(sizes, folder, client, server.url, progressed, log))
 
 
 def read_profile(arguments: argparse.Namespace, sizes: Sizes) -> Profile | None:

@@ -9,7 +9,7 @@ import random
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from benchmarks.long_run import check_positive, size
+from benchmarks.long_run import SEED_STRIDE, TINY, TINY_SAMPLING, check_positive, in_turn, size
 from benchmarks.prompts import PROMPTS
 from vllm_rollout.config import DEFAULT_TRADEOFF
 from vllm_rollout.group.plans.allocation import MAX_BUDGET_RATIO
@@ -23,13 +23,9 @@ WayName = Literal[
 WAY_NAMES: tuple[WayName, ...] = get_args(WayName)
 BASELINE: WayName = "uniform"
 
-TINY = "tiny-random"
 TINY_PROMPT_TOKENS = 12
-TINY_SAMPLING = {"allowed_token_ids": [2, *range(16, 64)]}
-"""The end and 48 other tokens: answers of some 50 tokens, whose lengths are nearly exponential."""
 HISTORY_SEED = 500_000
 """Added to the seed of what only the history sees."""
-SEED_STRIDE = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +135,7 @@ def prompts(sizes: Sizes) -> list[dict[str, Any]]:
 
 def order(repeat: int) -> list[WayName]:
     """Who begins rotates with the repeat; the shares of "auto" are known before a way that needs them."""
-    start = repeat % len(WAY_NAMES)
-    turned = [*WAY_NAMES[start:], *WAY_NAMES[:start]]
+    turned = in_turn(WAY_NAMES, repeat)
     if turned.index("auto_dual_end") < turned.index("auto"):
         turned.remove("auto_dual_end")
         turned.insert(turned.index("auto") + 1, "auto_dual_end")

@@ -23,8 +23,7 @@ from vllm_rollout.group.plans.plan import GroupPlan
 from vllm_rollout.server.runs.saved import parse_saved
 from vllm_rollout.server.shaping import history_key
 from vllm_rollout.simulator.machine import Machine
-from vllm_rollout.simulator.pool import PoolCandidate
-from vllm_rollout.simulator.race import Race
+from vllm_rollout.simulator.race import PoolCandidate, Race
 from vllm_rollout.simulator.rank import run_races
 
 

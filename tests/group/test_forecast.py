@@ -20,8 +20,7 @@ from vllm_rollout.group.ranks.forecast import (
     forecast,
 )
 from vllm_rollout.simulator.machine import Machine
-from vllm_rollout.simulator.pool import PoolCandidate
-from vllm_rollout.simulator.race import Race
+from vllm_rollout.simulator.race import PoolCandidate, Race
 from vllm_rollout.simulator.rank import run_races
 
 COST = CostModel(

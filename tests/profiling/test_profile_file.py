@@ -6,49 +6,15 @@ import os
 import pytest
 from fake_engine import HARDWARE, MODEL
 
+from tests.support.profiles import facts, point, profile_of
 from vllm_rollout.profiling.measure import finished, with_engine, with_point, with_prefill
-from vllm_rollout.profiling.profile_file import EngineFacts, Point, PrefillPoint, Profile
-
-
-def point(batch_size, context, seconds, size=1):
-    return Point(
-        tensor_parallel_size=size,
-        batch_size=batch_size,
-        context_tokens=context,
-        mean_context_tokens=context - 3,
-        median_s=seconds,
-        p10_s=seconds,
-        p90_s=seconds,
-        num_steps=8,
-    )
-
-
-def facts(size=1):
-    return EngineFacts(
-        tensor_parallel_size=size,
-        max_num_seqs=64,
-        max_model_len=1024,
-        max_num_batched_tokens=2048,
-        block_size=32,
-        kv_capacity_tokens=30_000,
-        kv_bytes_per_token=23040,
-    )
+from vllm_rollout.profiling.profile_file import PrefillPoint, Profile
 
 
 @pytest.fixture
 def empty():
-    return Profile(
-        created="2025-01-01T00:00:00+00:00",
-        updated="2025-01-01T00:00:00+00:00",
-        command="vllm-rollout profile some-model",
-        model_name="some-model",
-        model=MODEL,
-        hardware=HARDWARE,
-        versions={"vllm": "0.32.0"},
-        serve_flags=("--enforce-eager",),
-        flags={"enforce_eager": True},
-        logprobs=True,
-    )
+    flags = {"serve_flags": ("--enforce-eager",), "flags": {"enforce_eager": True}}
+    return profile_of(model=MODEL, hardware=HARDWARE, **flags)
 
 
 @pytest.fixture
@@ -63,17 +29,12 @@ def profile(empty):
     return finished(made)
 
 
-def test_a_profile_survives_its_file(profile, tmp_path):
-    profile.write(tmp_path / "ptl.json")
-    assert Profile.read(tmp_path / "ptl.json") == profile
-    assert os.listdir(tmp_path) == ["ptl.json"]
-
-
 def test_writing_makes_the_folder_and_replaces_the_file_whole(profile, empty, tmp_path):
     path = tmp_path / "new" / "ptl.json"
-    profile.write(path)
-    empty.write(path)
-    assert Profile.read(path) == empty
+    for each in (empty, profile):
+        each.write(path)
+        assert Profile.read(path) == each
+    assert os.listdir(path.parent) == ["ptl.json"]
 
 
 def test_a_failed_write_leaves_the_old_file(profile, empty, tmp_path, monkeypatch):
@@ -148,22 +109,32 @@ def test_a_file_that_is_no_json_or_not_there_is_named(tmp_path):
         Profile.read(path)
 
 
-def test_the_same_model_and_hardware_match(profile):
-    assert profile.mismatch(MODEL, HARDWARE, {"enforce_eager": True}) == (None, None)
-    assert profile.mismatch(MODEL, HARDWARE) == (None, None)
-
-
-def test_another_model_is_an_error_with_both_names(profile):
-    other = {**MODEL, "architecture": "Qwen3ForCausalLM", "num_layers": 28}
-    error, warning = profile.mismatch(other, HARDWARE)
-    assert "some-model (LlamaForCausalLM, 30 layers" in error
-    assert "not of Qwen3ForCausalLM, 28 layers" in error
-    assert "num_layers 30 there, 28 here" in error
-    assert warning is None
-
-
-def test_other_hardware_or_flags_are_a_warning_with_both(profile):
-    error, warning = profile.mismatch(MODEL, {**HARDWARE, "device": "another CPU"}, {"enforce_eager": False})
-    assert error is None
-    assert "made on 1 x a CPU with 2 CPUs, this is 1 x another CPU with 2 CPUs" in warning
-    assert "enforce_eager True there, False here" in warning
+@pytest.mark.parametrize(
+    ("model", "hardware", "flags", "error", "warning"),
+    [
+        (MODEL, HARDWARE, {"enforce_eager": True}, (), ()),
+        (MODEL, HARDWARE, None, (), ()),
+        (
+            {**MODEL, "architecture": "Qwen3ForCausalLM", "num_layers": 28},
+            HARDWARE,
+            None,
+            (
+                "some-model (LlamaForCausalLM, 30 layers",
+                "not of Qwen3ForCausalLM, 28 layers",
+                "num_layers 30 there, 28",
+            ),
+            (),
+        ),
+        (
+            MODEL,
+            {**HARDWARE, "device": "another CPU"},
+            {"enforce_eager": False},
+            (),
+            ("made on 1 x a CPU with 2 CPUs, this is 1 x another CPU with 2", "enforce_eager True there, False here"),
+        ),
+    ],
+)
+def test_another_model_is_an_error_other_hardware_or_flags_a_warning(profile, model, hardware, flags, error, warning):
+    for said, expected in zip(profile.mismatch(model, hardware, flags), (error, warning), strict=True):
+        assert (said is None) == (not expected)
+        assert all(words in said for words in expected)

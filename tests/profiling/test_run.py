@@ -97,21 +97,27 @@ def test_ctrl_c_leaves_a_profile_that_can_be_used_and_gone_on_with(options):
     assert profile.created == partial.created
 
 
-def test_a_finished_profile_needs_no_engine(options):
+def test_what_is_in_the_file_is_measured_again_only_when_it_is_said(options):
     engines = Engines()
+    with pytest.raises(ValueError, match=r"--refresh needs a profile: .* does not exist"):
+        go(replace(options, refresh=True), engines)
     go(options, engines)
     profile, said = go(options, engines)
     assert len(engines.started) == 1
     assert "all 12 points are in the file" in said
-    assert len(profile.points) == 12
+    plan = make_plan(SMALL, profile.engine(1).limits)
+    assert {(p.batch_size, p.context_tokens) for p in profile.points} == set(map(tuple, plan.points))
 
-
-def test_a_larger_wish_adds_to_the_file(options):
-    engines = Engines()
-    go(options, engines)
-    profile, _ = go(replace(options, wanted=replace(SMALL, contexts=(128, 512, 700))), engines)
+    larger = replace(options, serve_flags=(), wanted=replace(SMALL, contexts=(128, 512, 700)))
+    profile, _ = go(larger, engines)
     assert {context for _, context in engines.started[1].measured} == {700}
+    assert engines.started[1].flags == ("--enforce-eager",)
     assert len(profile.fits) == 3
+
+    go(replace(options, refresh=True, wanted=Wanted()), engines)
+    assert len(engines.started[2].measured) == 18
+    go(replace(options, restart=True), engines)
+    assert len(engines.started[3].measured) == 12
 
 
 def test_refresh_measures_the_named_points_again_and_fits_anew(options):
@@ -126,27 +132,6 @@ def test_refresh_measures_the_named_points_again_and_fits_anew(options):
     changed = {p.batch_size for p, q in zip(before.points, after.points, strict=True) if p.median_s != q.median_s}
     assert changed == {16, 32}
     assert after.cost().ptl(32, 128) > 1.5 * before.cost().ptl(32, 128)
-
-
-def test_refresh_of_everything_takes_the_points_of_the_file(options):
-    engines = Engines()
-    go(options, engines)
-    go(replace(options, refresh=True, wanted=Wanted()), engines)
-    assert sorted(engines.started[1].measured) == sorted(engines.started[0].measured)
-
-
-def test_restart_forgets(options):
-    engines = Engines()
-    go(options, engines)
-    go(replace(options, restart=True), engines)
-    assert len(engines.started[1].measured) == 12
-
-
-def test_a_profile_goes_on_with_its_own_flags(options):
-    engines = Engines()
-    go(options, engines)
-    go(replace(options, serve_flags=(), wanted=replace(SMALL, contexts=(700,))), engines)
-    assert engines.started[1].flags == ("--enforce-eager",)
 
 
 @pytest.mark.parametrize(
@@ -186,11 +171,6 @@ def test_speculative_decoding_has_no_curve(options):
     with pytest.raises(ValueError, match="steps with speculative decoding make a varying number of tokens"):
         go(options, Engines(flags={"speculative_decoding": True}))
     assert not options.output.exists()
-
-
-def test_refresh_needs_a_file(options):
-    with pytest.raises(ValueError, match=r"--refresh needs a profile: .* does not exist"):
-        go(replace(options, refresh=True), Engines())
 
 
 def test_candidates_that_never_run_together_are_left_out_and_said(options):
@@ -250,9 +230,3 @@ def test_a_poor_fit_is_remarked_upon(options):
     (remark,) = remarks(profile.model_copy(update={"fits": (poor, good)}))
     assert "R² 0.900 (wanted 0.98), error on points left out 20.0% (wanted 5%)" in remark
     assert "--refresh --contexts 128" in remark
-
-
-def test_the_plan_of_a_file_is_the_plan_of_its_engine(options):
-    profile, _ = go(options, Engines())
-    plan = make_plan(SMALL, profile.engine(1).limits)
-    assert {(p.batch_size, p.context_tokens) for p in profile.points} == set(map(tuple, plan.points))

@@ -16,8 +16,8 @@ from vllm_rollout.group.racing.selection import conclude
 from vllm_rollout.group.rounds.round_progress import GroupEnd, RoundProgress
 from vllm_rollout.group.rounds.rounds import Run
 from vllm_rollout.group.step.step import GroupSteps
-from vllm_rollout.group.types import Ending
-from vllm_rollout.simulator.rounds.trainer import Trainer
+from vllm_rollout.group.types import Confidence, Ending, Observation
+from vllm_rollout.simulator.rounds.data import Trainer
 
 
 @dataclass
@@ -26,6 +26,8 @@ class Candidate:
     group: object
     future: object
     prompt_tokens: int
+    detection_length: int | None = None
+    """At which it is scored, if at all."""
     num_tokens: int = 0
     runs: bool = False
 
@@ -84,16 +86,17 @@ class StepEngine:
             seconds += self.cost.step_prefill_s * admitted + self.cost.ptl(len(running), context)
             self.end_s = now + seconds
 
-    def launch(self, name, plan, futures, prompt_tokens, place):
+    def launch(self, name, plan, futures, prompt_tokens, place=None, scoring=None):
+        detection_length = None if plan.pruning is None else plan.pruning.detection_length
         for index, future in enumerate(futures):
-            id, group = self.steps.launch(name, plan.terms, index, place=place)
-            self.candidates.append(Candidate(id, group, future, prompt_tokens))
+            id, group = self.steps.launch(name, plan.terms, index, scoring=scoring, place=place)
+            self.candidates.append(Candidate(id, group, future, prompt_tokens, detection_length))
 
     def end(self):
         """Returns (candidates that ended, [(group, its candidates, whether it lost its race)] that are over,
         {group: (candidates that go on, tokens of the longest that does not)})."""
         self.between_s, self.end_s = self.end_s, None
-        ended = 0
+        ended, due = 0, {}
         for candidate in self.candidates:
             if candidate.runs:
                 candidate.num_tokens += 1
@@ -101,8 +104,10 @@ class StepEngine:
                     candidate.runs = False
                     ended += 1
                     self.steps.ended(candidate.id, candidate.group, candidate.future.end, candidate.num_tokens)
+                elif candidate.num_tokens == candidate.detection_length:
+                    due[candidate.id] = Observation(Confidence(*[candidate.future.score] * 3))
         by_id = {c.id: c for c in self.candidates}
-        verdicts = self.steps.close_step({}, lambda id: by_id[id].num_tokens)
+        verdicts = self.steps.close_step(due, lambda id: by_id[id].num_tokens)
         for id in verdicts.stop:
             by_id[id].runs = False
         over = [

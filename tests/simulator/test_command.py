@@ -5,93 +5,36 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
 from tests.simulator.traces import DETAILED, FLAT, LINEAR, traced
-from vllm_rollout.profiling.profile_file import CurveFit, EngineFacts, Point, Profile
-from vllm_rollout.simulator.command import simulate
+from tests.support.profiles import facts, point, profile_of
+from vllm_rollout.profiling.measure import with_point
 from vllm_rollout.simulator.generate import LengthDistribution, generate
-from vllm_rollout.simulator.machine import Machine
-from vllm_rollout.simulator.pool import Pools
-from vllm_rollout.simulator.report import duration, notes, recommendation
+from vllm_rollout.simulator.machine import Machine, duration
+from vllm_rollout.simulator.race import Pools
+from vllm_rollout.simulator.replay import sweep
+from vllm_rollout.simulator.report import notes, recommendation
 from vllm_rollout.simulator.settings import Setting, default_sweep
-from vllm_rollout.simulator.sweep import sweep
 from vllm_rollout.trace.rows import Trace, TracedCandidate, TracedPrompt, TracedRollout
 
 REPOSITORY = Path(__file__).parents[2]
 RECORDED = REPOSITORY / "benchmarks" / "traces" / "smollm2_math500.jsonl"
 SMALL = "prompts=4,candidates=4,steps=2,median=20,max_tokens=60"
 
-app = typer.Typer()
-app.command()(simulate)
-
-
-@pytest.fixture
-def run(tmp_path):
-    def run(*arguments):
-        flags = ["--output", str(tmp_path / "a.png"), "--output-json", str(tmp_path / "a.json")]
-        return CliRunner().invoke(app, [*map(str, arguments), *flags])
-
-    return run
-
 
 @pytest.fixture
 def profile(tmp_path):
     """Writes a profile of these tensor-parallel sizes: a step takes 10 ms and 1 ms per candidate, divided by them."""
 
-    def write(*tensor_parallel_sizes, model="SmolLM2-135M-Instruct", max_num_seqs=64):
-        def fit(size, context):
-            seconds = (0.011 / size, 0.074 / size)
-            return CurveFit(
-                tensor_parallel_size=size,
-                context_tokens=context,
-                mean_context_tokens=context,
-                batch_sizes=(1, 64),
-                seconds=seconds,
-                r_squared=1.0,
-                residuals={},
-            )
-
-        def engine(size):
-            return EngineFacts(
-                tensor_parallel_size=size,
-                max_num_seqs=max_num_seqs,
-                max_model_len=4096,
-                max_num_batched_tokens=4096,
-                block_size=32,
-                kv_capacity_tokens=100_000,
-                kv_bytes_per_token=1.0,
-            )
-
-        def point(size):
-            times = {"median_s": 0.074, "p10_s": 0.07, "p90_s": 0.08}
-            return Point(
-                tensor_parallel_size=size,
-                batch_size=64,
-                context_tokens=128,
-                mean_context_tokens=128,
-                num_steps=9,
-                **times,
-            )
-
-        path = tmp_path / "ptl.json"
-        Profile(
-            created="now",
-            updated="now",
-            command="profile",
-            model_name=model,
-            model={},
-            hardware={"num_devices": 1, "device": "abacus", "num_cpus": 2},
-            versions={},
-            serve_flags=(),
-            flags={},
-            logprobs=True,
-            engines=tuple(map(engine, tensor_parallel_sizes)),
-            points=tuple(map(point, tensor_parallel_sizes)),
-            fits=tuple(fit(size, context) for size in tensor_parallel_sizes for context in (128, 2048)),
-        ).write(path)
-        return path
+    def write(*sizes, model="SmolLM2-135M-Instruct", max_num_seqs=64):
+        room = {"max_num_seqs": max_num_seqs, "kv_capacity_tokens": 100_000, "kv_bytes_per_token": 1.0}
+        made = profile_of(model, engines=tuple(facts(size, **room) for size in sizes))
+        for size in sizes:
+            for context in (128, 2048):
+                for batch_size in (1, 64):
+                    made = with_point(made, point(batch_size, context, (0.010 + 0.001 * batch_size) / size, size))
+        made.write(tmp_path / "ptl.json")
+        return tmp_path / "ptl.json"
 
     return write
 
@@ -100,39 +43,39 @@ def swept(trace, *settings, cost=LINEAR, **fields):
     return sweep(Pools(trace), settings, Machine(cost, **fields))
 
 
-def test_the_recorded_trace_is_simulated(run, tmp_path):
+def test_the_recorded_trace_is_simulated(run, numbers, tmp_path):
     result = run(RECORDED, "--group-size", "4")
     assert result.exit_code == 0, result.output
     assert "smollm2_math500.jsonl: 32 groups of 4 in 1 rollout, at most 1,024 tokens." in result.output
     assert "No --profile: every step takes the same time" in result.output
-    numbers = json.loads((tmp_path / "a.json").read_text())
-    assert numbers["time_unit"] == "steps"
-    assert numbers["baseline"] == numbers["settings"][0]["setting"]["name"] == "uniform n=4"
-    for outcome in numbers["settings"]:
+    told = numbers()
+    assert told["time_unit"] == "steps"
+    assert told["baseline"] == told["settings"][0]["setting"]["name"] == "uniform n=4"
+    for outcome in told["settings"]:
         assert outcome["generated_tokens"] == outcome["returned_tokens"] + outcome["wasted_tokens"]
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_same_seed_gives_the_same_numbers(run, tmp_path):
-    numbers = []
+    told = []
     for seed in (1, 1, 2):
         assert run("--generate", SMALL, "--seed", seed, "--epochs", 2).exit_code == 0
-        numbers.append((tmp_path / "a.json").read_text())
-    assert numbers[0] == numbers[1] != numbers[2]
+        told.append((tmp_path / "a.json").read_text())
+    assert told[0] == told[1] != told[2]
 
 
-def test_a_profile_gives_seconds(run, profile, tmp_path):
+def test_a_profile_gives_seconds(run, profile, numbers):
     result = run(RECORDED, "--profile", profile(1))
     assert result.exit_code == 0, result.output
     assert "SmolLM2-135M-Instruct on 1 x abacus with 2 CPUs, 64 candidates at once." in " ".join(result.output.split())
-    numbers = json.loads((tmp_path / "a.json").read_text())
-    assert (numbers["time_unit"], numbers["max_num_seqs"], numbers["kv_capacity_tokens"]) == ("seconds", 64, 100_000)
+    told = numbers()
+    assert (told["time_unit"], told["max_num_seqs"], told["kv_capacity_tokens"]) == ("seconds", 64, 100_000)
     assert "the trace was recorded with" not in result.output
     assert "extrapolated" not in result.output
     # 131,752 tokens at 1 ms each, and at least 2,059 steps of 10 ms, which 64 at once would take
-    assert 131.8 + 20.6 < numbers["settings"][0]["time"] < 131.8 + 31
+    assert 131.8 + 20.6 < told["settings"][0]["time"] < 131.8 + 31
     run(RECORDED, "--profile", profile(2), "--data-parallel-size", 2)
-    assert json.loads((tmp_path / "a.json").read_text())["settings"][0]["time"] < 45
+    assert numbers()["settings"][0]["time"] < 45
 
 
 def test_a_profile_of_another_model_or_a_smaller_engine_is_a_warning(run, profile):
@@ -170,7 +113,7 @@ def test_kv_comes_along_with_a_profile_unless_told_otherwise(run, profile):
     assert not says_so()
 
 
-def test_groups_that_move_stand_beside_groups_that_stay(run, tmp_path):
+def test_groups_that_move_stand_beside_groups_that_stay(run, numbers):
     flags = ["--data-parallel-size", 4, "--setting", "redundancy=2"]
     result = run(RECORDED, *flags, "--migration", "consolidate", "--scale-down", "auto")
     assert result.exit_code == 0, result.output
@@ -178,21 +121,21 @@ def test_groups_that_move_stand_beside_groups_that_stay(run, tmp_path):
     assert "4 engines, all candidates at once, migration consolidate, scale-down auto." in output
     assert "Time of all engines" in output
     assert "If groups stayed on their engines, uniform n=8 would take" in output
-    moved = json.loads((tmp_path / "a.json").read_text())
+    moved = numbers()
     assert (moved["migration"], moved["scale_down"]) == ("consolidate", "auto")
     assert all(outcome["freed_rank_s"] > 0 for outcome in moved["settings"])
     run(RECORDED, *flags)
-    stayed = json.loads((tmp_path / "a.json").read_text())
+    stayed = numbers()
     assert (stayed["migration"], stayed["without_moves"]) == ("off", None)
     assert stayed["settings"][0]["time"] == moved["without_moves"]["time"]
     assert stayed["settings"][0]["returned_tokens"] == moved["settings"][0]["returned_tokens"]
     assert stayed["settings"][0]["num_moves"] == 0 < moved["settings"][0]["num_moves"]
 
 
-def test_settings_take_the_place_of_the_default_sweep(run, tmp_path):
+def test_settings_take_the_place_of_the_default_sweep(run, numbers):
     result = run("--generate", SMALL, "--group-size", 2, "--setting", "redundancy=1|2,selection=first|shortest")
     assert result.exit_code == 0, result.output
-    names = [outcome["setting"]["name"] for outcome in json.loads((tmp_path / "a.json").read_text())["settings"]]
+    names = [outcome["setting"]["name"] for outcome in numbers()["settings"]]
     assert names == ["uniform n=2", "1.5x first", "1.5x shortest", "2x first", "2x shortest"]
 
 
@@ -242,8 +185,8 @@ def test_broken_rows_stop_unless_they_are_skipped(run, tmp_path):
         ([RECORDED, "--output-json", "nowhere/a.json"], "there is no folder nowhere"),
     ],
 )
-def test_flags_that_make_no_sense_exit_with_2(arguments, message):
-    result = CliRunner().invoke(app, [*map(str, arguments)])
+def test_flags_that_make_no_sense_exit_with_2(invoke, arguments, message):
+    result = invoke(*arguments)
     assert result.exit_code == 2
     assert message in result.output
 
@@ -281,7 +224,7 @@ def test_smaller_groups_are_not_recommended():
     trace = traced({"a": [4, 8, 16, 32]})
     its = swept(trace, Setting(4), Setting(2), cost=FLAT)
     assert its.fastest is its.outcomes[1]
-    fewer = replace(its.outcomes[1], incomplete_share=0.5)
+    fewer = replace(its.outcomes[1], num_incomplete=1)
     assert replace(its, outcomes=(its.baseline, fewer)).fastest is its.baseline
 
 

@@ -18,8 +18,7 @@ from vllm_rollout.group.plans.pruning_plan import PruningPlan
 from vllm_rollout.group.ranks.load import TransferCost
 from vllm_rollout.simulator.fleet import run_fleet
 from vllm_rollout.simulator.machine import Machine
-from vllm_rollout.simulator.pool import Pools
-from vllm_rollout.simulator.race import Race
+from vllm_rollout.simulator.race import Pools, Race
 from vllm_rollout.simulator.rank import run_races
 from vllm_rollout.simulator.replay import replay
 from vllm_rollout.simulator.settings import Setting

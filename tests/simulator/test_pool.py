@@ -3,7 +3,7 @@ import random
 from statistics import fmean
 
 from tests.simulator.traces import traced
-from vllm_rollout.simulator.pool import Pools
+from vllm_rollout.simulator.race import Pools
 from vllm_rollout.trace.rows import Trace, TracedCandidate, TracedPrompt, TracedRollout
 
 

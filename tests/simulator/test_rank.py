@@ -1,16 +1,19 @@
 from dataclasses import replace
+from math import inf
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.simulator.traces import DETAILED, FLAT, LINEAR, StepByStep, future, pool, run_rank, warm_judge
+from tests.simulator.round_by_step import StepEngine
+from tests.simulator.traces import DETAILED, FLAT, LINEAR, future, pool, run_rank, warm_judge
 from vllm_rollout.group.judging.judge import Judge
 from vllm_rollout.group.judging.ledger import Scoring
 from vllm_rollout.group.lengths.cost import CostModel, PTLCurve, computed_prompt_tokens, rollout_time
 from vllm_rollout.group.lengths.history import observed_lengths
 from vllm_rollout.group.plans.plan import GroupPlan
 from vllm_rollout.group.plans.pruning_plan import PruningPlan
+from vllm_rollout.group.step.step import GroupSteps
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.race import Race
 
@@ -34,40 +37,12 @@ def test_a_group_takes_what_equation_4_says():
     assert run.curve == [(0.0, 4), (12.0, 2), (18.0, 1), (21.0, 0)]
 
 
-def test_early_stop_ends_a_group_with_its_last_winner():
-    race = Race("q", GroupPlan(2, 2), pool(10, 3, 7, 20))
-    run = run_rank(Machine(LINEAR), [race])
-    assert run.seconds == 3 * 4 + 4 * 3
-    assert states(race) == ["surplus", "finished", "finished", "surplus"]
-    assert num_tokens(race) == [7, 3, 7, 7]
-
-
 def test_candidates_that_end_in_one_step_tie():
     race = Race("q", GroupPlan(1, 2), pool(5, 5, 9))
     run_rank(Machine(FLAT), [race])
     assert states(race) == ["finished", "surplus", "surplus"]
     assert num_tokens(race) == [5, 5, 5]
     assert observed_lengths(race.endings) == [(5, False), (5, False), (5, True)]
-
-
-def test_patience_gives_up_what_grows_too_long():
-    race = Race("q", GroupPlan(2, 3, False, "dual_end", 1, patience=1.5), pool(4, 8, 11, 12, 90))
-    run = run_rank(Machine(FLAT), [race])
-    assert states(race) == ["finished", "finished", "finished", "finished", "surplus"]
-    assert run.seconds == num_tokens(race)[4] == 12
-
-
-def test_what_waits_comes_in_when_a_slot_is_free():
-    first, second = Race("a", GroupPlan(2, **WAITS), pool(4, 6)), Race("b", GroupPlan(2, **WAITS), pool(5, 1))
-    run = run_rank(Machine(FLAT, max_num_seqs=2), [first, second])
-    assert (first.over_s, second.over_s, run.seconds) == (6, 9, 9)
-    assert [running for _, running in run.curve] == [2, 1, 0]
-
-
-def test_a_group_that_is_over_gives_up_what_still_waits():
-    race = Race("q", GroupPlan(1, 2), pool(3, 9, 9))
-    run = run_rank(Machine(FLAT, max_num_seqs=1), [race])
-    assert (states(race), num_tokens(race), run.seconds) == (["finished", "surplus", "surplus"], [3, 0, 0], 3)
 
 
 def test_siblings_share_the_blocks_of_their_prompt():
@@ -91,14 +66,6 @@ def test_a_kv_cache_that_holds_everything_changes_nothing():
         races = [Race(id, GroupPlan(2, **WAITS), pool(20, 40), prompt_tokens=20) for id in "a"]
         runs.append(run_rank(Machine(LINEAR, kv_capacity_tokens=capacity), races))
     assert runs[0] == runs[1]
-
-
-def test_a_group_that_pruning_leaves_too_few_closes_in_that_step():
-    plan = PruningPlan(5, min_survival=0.001, max_survival=1.0, allow_fewer=True, min_labels=4)
-    candidates = [future(3, "length"), future(3, "length"), future(30, score=0.0), future(30, score=1.0)]
-    race = Race("q", GroupPlan(2, 2, pruning=plan), candidates, scoring=Scoring("rollout", "q", 0))
-    run = run_rank(Machine(FLAT), [race], warm_judge(5))
-    assert (states(race), run.seconds) == (["finished", "finished", "pruned", "surplus"], 5)
 
 
 def test_a_candidate_without_a_score_is_not_judged():
@@ -153,20 +120,26 @@ def groups(draw):
 def test_a_replay_is_every_single_step(drawn, slots, plan):
     cost = CostModel(DETAILED.curves, DETAILED.prefill_s_per_token, DETAILED.step_prefill_s)
     judges = [warm_judge(plan.detection_length) if plan else Judge() for _ in range(2)]
-    slow = StepByStep(cost, slots, judges[0])
+    slow = StepEngine(cost, slots, GroupSteps(judges[0]))
     races = []
     for i, (group, candidates, prompt_tokens) in enumerate(drawn):
         scoring = plan and Scoring("rollout", f"q{i}", 7)
         group = replace(group, pruning=plan)
-        slow.add(f"q{i}", group, candidates, prompt_tokens, scoring)
+        slow.launch(f"q{i}", group, candidates, prompt_tokens, scoring=scoring)
         races.append(Race(f"q{i}", group, candidates, prompt_tokens, scoring))
-    slow.run()
-    # prompts shorter than a block share nothing: the step-by-step replay knows no prefix cache
+    over_s = {}
+    while slow.begins < inf:
+        slow.begin(slow.begins)
+        end_s = slow.end_s
+        over_s |= {name: end_s for name, _, _ in slow.end()[1]}
+    # prompts shorter than a block share nothing: the step-by-step engine knows no prefix cache
     run = run_rank(Machine(cost, max_num_seqs=slots, block_size=64), races, judges[1])
-    assert [race.endings for race in races] == [race.endings() for race in slow.races]
-    assert [race.over_s for race in races] == pytest.approx([race.over_s for race in slow.races])
-    assert run.seconds == pytest.approx(slow.seconds)
-    assert [race.group.assessments for race in races] == [race.group.assessments for race in slow.races]
+    for race in races:
+        its = [candidate for candidate in slow.candidates if candidate.id.group_id == race.prompt_id]
+        assert race.endings == tuple(candidate.ending for candidate in its)
+        assert race.group.assessments == its[0].group.assessments
+        assert race.over_s == pytest.approx(over_s[race.prompt_id])
+    assert run.seconds == pytest.approx(end_s)
 
 
 @given(st.lists(groups(), min_size=1, max_size=5))

@@ -15,8 +15,7 @@ from vllm_rollout.group.types import Ending
 from vllm_rollout.simulator.generate import LengthDistribution, generate
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.outcome import summed
-from vllm_rollout.simulator.pool import Pools
-from vllm_rollout.simulator.race import Race
+from vllm_rollout.simulator.race import Pools, Race
 from vllm_rollout.simulator.replay import assigned, replay
 from vllm_rollout.simulator.settings import Setting, default_sweep
 from vllm_rollout.trace.rows import Trace, TracedCandidate, TracedPrompt, TracedRollout
@@ -66,13 +65,13 @@ def test_the_bubble_is_what_is_missing_to_the_peak():
 def test_returned_lengths_are_those_of_the_selected():
     trace = traced({"a": [50, 10, 40, 20, 30, 60]}, max_tokens=60)
     first = replay(Pools(trace), Setting(2, 4), Machine(FLAT))
-    assert first.returned_lengths == (10, 20)
+    assert first.returned_lengths == [10, 20]
     assert (first.generated_tokens, first.wasted_tokens) == (10 + 5 * 20, 10 + 5 * 20 - 30)
     ends = replay(Pools(trace), Setting(2, 4, "dual_end", 1), Machine(FLAT))
-    assert ends.returned_lengths == (50, 10)
+    assert ends.returned_lengths == [50, 10]
     assert (ends.seconds, ends.truncated_share) == (60, 0)
     patient = replay(Pools(trace), Setting(2, 4, "dual_end", 1, patience=1.5), Machine(FLAT))
-    assert (patient.seconds, patient.returned_lengths) == (30, (10, 30))
+    assert (patient.seconds, patient.returned_lengths) == (30, [10, 30])
 
 
 def test_truncated_answers_and_incomplete_groups_are_counted():

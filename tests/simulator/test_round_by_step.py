@@ -9,8 +9,8 @@ from tests.simulator.traces import DETAILED, FLAT, LINEAR, future
 from vllm_rollout.group.lengths.cost import CostModel
 from vllm_rollout.group.rounds.rounds import RunTerms
 from vllm_rollout.simulator.machine import Machine
-from vllm_rollout.simulator.rounds.prompts import DataPrompt
-from vllm_rollout.simulator.rounds.replay import RunConditions, replay_run
+from vllm_rollout.simulator.rounds.data import DataPrompt, RunConditions
+from vllm_rollout.simulator.rounds.replay import replay_run
 from vllm_rollout.simulator.rounds.settings import RoundSetting
 
 PREFILLING = CostModel(FLAT.curves, prefill_s_per_token=0.25, step_prefill_s=0.125)

@@ -2,23 +2,23 @@ import json
 import random
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
 from tests.simulator.traces import DETAILED, FLAT, LINEAR, future, traced
 from vllm_rollout.group.rounds.rounds import RunTerms
-from vllm_rollout.simulator.command import simulate
 from vllm_rollout.simulator.generate import LengthDistribution
 from vllm_rollout.simulator.machine import Machine
-from vllm_rollout.simulator.rounds.fairness import fairness_of, rank_correlation
-from vllm_rollout.simulator.rounds.prompts import DataPrompt, GeneratedDataSet, TracedDataSet
-from vllm_rollout.simulator.rounds.replay import RunConditions, _RunReplay, replay_run
-from vllm_rollout.simulator.rounds.settings import RoundSetting, default_rounds, parse_rounds, synchronous
-from vllm_rollout.simulator.rounds.sweep import sweep_rounds, with_baselines
+from vllm_rollout.simulator.rounds.data import DataPrompt, GeneratedDataSet, RunConditions, TracedDataSet
+from vllm_rollout.simulator.rounds.outcome import fairness_of, rank_correlation
+from vllm_rollout.simulator.rounds.replay import _RunReplay, replay_run, sweep_rounds
+from vllm_rollout.simulator.rounds.settings import (
+    RoundSetting,
+    default_rounds,
+    parse_rounds,
+    synchronous,
+    with_baselines,
+)
 
 SMALL = LengthDistribution(prompts=24, median=40, prompt_sigma=0.8, sigma=0.8, max_tokens=400, prompt_tokens=5)
-app = typer.Typer()
-app.command()(simulate)
 
 
 class Written:
@@ -207,35 +207,33 @@ def test_tail_batching_brings_long_prompts_back_later():
     assert fair[-1].short_departure < 0 < fair[-1].long_departure
 
 
-def test_the_command_runs_rounds(tmp_path):
-    flags = ["--output", str(tmp_path / "a.png"), "--output-json", str(tmp_path / "a.json")]
+def test_the_command_runs_rounds(run, numbers, tmp_path):
     generated = ["--generate", "prompts=40,median=30,max_tokens=200", "--epochs", "2", "--group-size", "2"]
-    result = CliRunner().invoke(app, [*generated, "--rounds", "6", *flags])
+    result = run(*generated, "--rounds", "6")
     assert result.exit_code == 0, result.output
     assert "2 epochs of 40 prompts, 6 of 2 answers a round." in " ".join(result.output.split())
-    numbers = json.loads((tmp_path / "a.json").read_text())
-    names = [its["setting"]["name"] for its in numbers["settings"]]
+    told = numbers()
+    names = [its["setting"]["name"] for its in told["settings"]]
     assert names == ["synchronous", "responses 1.25x", "prompts 1.25x", "both 1.25x"]
-    for its in numbers["settings"]:
+    for its in told["settings"]:
         assert its["generated_tokens"] == its["returned_tokens"] + its["wasted_tokens"]
         assert sum(its["rounds"]["num_returned"]) == 80
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_recorded_trace_is_a_data_set(tmp_path):
+def test_a_recorded_trace_is_a_data_set(run, numbers, tmp_path):
     path = tmp_path / "trace.jsonl"
     rows = [{"prompt_id": f"q{n}", "lengths": [3 + n, 4, 9], "ends": ["stop", "stop", "surplus"]} for n in range(9)]
     path.write_text("\n".join(map(json.dumps, rows)))
-    flags = ["--output", str(tmp_path / "a.png"), "--output-json", str(tmp_path / "a.json")]
     rounds = "prompts_per_round=4,prompt_speculation=1.25|1.5"
-    result = CliRunner().invoke(app, [str(path), "--group-size", "2", "--rounds", rounds, "--epochs", "3", *flags])
+    result = run(path, "--group-size", "2", "--rounds", rounds, "--epochs", "3")
     assert result.exit_code == 0, result.output
     output = " ".join(result.output.split())
     assert "trace.jsonl: 3 epochs of 9 prompts, 4 of 2 answers a round." in output
     assert "is drawn from its recorded lengths" in output
     assert "9 recorded candidates were stopped" in output
-    numbers = json.loads((tmp_path / "a.json").read_text())
-    assert [its["fairness"]["most_returns"] for its in numbers["settings"]] == [3] * 4
+    told = numbers()
+    assert [its["fairness"]["most_returns"] for its in told["settings"]] == [3] * 4
 
 
 @pytest.mark.parametrize("message_s", [0.0, 2.5])
@@ -282,7 +280,7 @@ def test_everything_comes_back_whatever_moves(text, cost):
         (["--whole-epochs"], "--whole-epochs is for --rounds"),
     ],
 )
-def test_flags_of_rounds_that_make_no_sense_exit_with_2(arguments, message):
-    result = CliRunner().invoke(app, ["--generate", "prompts=8", *arguments])
+def test_flags_of_rounds_that_make_no_sense_exit_with_2(invoke, arguments, message):
+    result = invoke("--generate", "prompts=8", *arguments)
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from vllm_rollout.profiling.picture import CONTEXT_COLORS, FAINT, INK
+from vllm_rollout.profiling.picture import CONTEXT_COLORS, INK, finish
 from vllm_rollout.profiling.profile_file import Profile, describe_hardware, describe_model
 
 
@@ -103,17 +103,9 @@ def draw_comparison(pairs: list[Pair], names: tuple[str, str], path: Path) -> No
                 label=f"context {context}" + (f", tensor-parallel size {size}" if size > 1 else ""),
             )  # fmt: skip
         axes.axhline(1, color=INK, lw=1, ls=(0, (3, 2)))
-        axes.set_xscale("log", base=2)
         sizes = sorted({pair.batch_size for pair in pairs})
-        axes.set_xticks(sizes, [str(size) for size in sizes])
-        axes.minorticks_off()
-        axes.set_xlabel("candidates in the step (batch size)")
-        axes.set_ylabel(f"step time, {names[1]} / {names[0]}")
-        axes.set_title(verdict(pairs, names), loc="left", weight="bold", fontsize=11)
-        axes.grid(axis="y", color=FAINT, lw=0.6)
+        finish(axes, verdict(pairs, names), f"step time, {names[1]} / {names[0]}", sizes)
         axes.legend(frameon=False)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
         figure.savefig(path)
         plt.close(figure)
 

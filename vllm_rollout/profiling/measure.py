@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from datetime import UTC, datetime
+from operator import attrgetter
 from statistics import fmean, median
 from typing import Any
 
 import numpy as np
 
-from vllm_rollout.profiling.engine_process import MeasuredStep, MeasuringEngine
+from vllm_rollout.profiling.engine_process import MeasuringEngine
 from vllm_rollout.profiling.fit import fit_curve, fit_prefill, leave_one_out
 from vllm_rollout.profiling.grid import GridPoint, Plan
 from vllm_rollout.profiling.profile_file import CurveFit, EngineFacts, Point, PrefillPoint, Profile
@@ -47,77 +47,59 @@ def add_point(
 
     Raises: TooFewSteps when fewer than half of the steps are there.
     """
-    measured = _measure_point(engine, point, tensor_parallel_size, steps)
-    return with_point(profile, measured), f"batch {point.batch_size}: {measured.median_s * 1e3:.1f} ms"
-
-
-def add_prefill(
-    engine: MeasuringEngine, chunk: int, tensor_parallel_size: int, profile: Profile
-) -> tuple[Profile, str]:
-    """The profile with a prefill step measured, and the result in words. Raises: TooFewSteps when there was none."""
-    measured = _measure_prefill(engine, chunk, tensor_parallel_size)
-    return with_prefill(profile, measured), f"{chunk / measured.median_s:,.0f} prompt tokens/s"
-
-
-def _measure_point(
-    engine: MeasuringEngine, point: GridPoint, tensor_parallel_size: int, steps: tuple[int, int]
-) -> Point:
     num_warmup, num_steps = steps
-    measured = engine.decode(
-        batch_size=point.batch_size,
-        context_tokens=point.context_tokens,
-        num_warmup=num_warmup,
-        num_steps=num_steps,
-    )
+    measured = engine.decode(**point._asdict(), num_warmup=num_warmup, num_steps=num_steps)
     if 2 * len(measured) < num_steps:
         raise TooFewSteps(
             f"only {len(measured)} of {num_steps} steps had all {point.batch_size} candidates at a context of "
             f"{point.context_tokens} tokens"
         )
-    seconds = [step.seconds for step in measured]
-    low, middle, high = np.percentile(seconds, (10, 50, 90)).tolist()
-    return Point(
+    low, middle, high = np.percentile([step.seconds for step in measured], (10, 50, 90)).tolist()
+    made = Point(
         tensor_parallel_size=tensor_parallel_size,
-        batch_size=point.batch_size,
-        context_tokens=point.context_tokens,
+        **point._asdict(),
         mean_context_tokens=round(fmean(step.context_tokens for step in measured), 2),
         median_s=middle,
         p10_s=low,
         p90_s=high,
         num_steps=len(measured),
     )
+    return with_point(profile, made), f"batch {point.batch_size}: {middle * 1e3:.1f} ms"
 
 
-def _measure_prefill(engine: MeasuringEngine, chunk: int, tensor_parallel_size: int) -> PrefillPoint:
-    steps: Sequence[MeasuredStep] = engine.prefill(chunk_tokens=chunk, num_steps=PREFILL_STEPS)
+def add_prefill(
+    engine: MeasuringEngine, chunk: int, tensor_parallel_size: int, profile: Profile
+) -> tuple[Profile, str]:
+    """The profile with a prefill step measured, and the result in words. Raises: TooFewSteps when there was none."""
+    steps = engine.prefill(chunk_tokens=chunk, num_steps=PREFILL_STEPS)
     if not steps:
         raise TooFewSteps(f"no step computed all of {chunk} prompt tokens")
-    return PrefillPoint(
-        tensor_parallel_size=tensor_parallel_size,
-        chunk_tokens=chunk,
-        median_s=median(step.seconds for step in steps),
-        num_steps=len(steps),
+    median_s = median(step.seconds for step in steps)
+    made = PrefillPoint(
+        tensor_parallel_size=tensor_parallel_size, chunk_tokens=chunk, median_s=median_s, num_steps=len(steps)
     )
+    return with_prefill(profile, made), f"{chunk / median_s:,.0f} prompt tokens/s"
 
 
 def with_point(profile: Profile, point: Point) -> Profile:
     """The profile with this point instead of what it had there, and its curve fitted again."""
-    others = [p for p in profile.points if _place(p) != _place(point)]
-    changed = _changed(profile, points=tuple(sorted([*others, point], key=_place)))
+    changed = _with(profile, "points", point, "tensor_parallel_size", "context_tokens", "batch_size")
     return _with_fit(changed, point.tensor_parallel_size, point.context_tokens, thorough=False)
 
 
 def with_prefill(profile: Profile, point: PrefillPoint) -> Profile:
-    def place(p: PrefillPoint) -> tuple[int, int]:
-        return p.tensor_parallel_size, p.chunk_tokens
-
-    others = [p for p in profile.prefill if place(p) != place(point)]
-    return _changed(profile, prefill=tuple(sorted([*others, point], key=place)))
+    return _with(profile, "prefill", point, "tensor_parallel_size", "chunk_tokens")
 
 
 def with_engine(profile: Profile, facts: EngineFacts) -> Profile:
-    others = [e for e in profile.engines if e.tensor_parallel_size != facts.tensor_parallel_size]
-    return _changed(profile, engines=tuple(sorted([*others, facts], key=lambda e: e.tensor_parallel_size)))
+    return _with(profile, "engines", facts, "tensor_parallel_size")
+
+
+def _with(profile: Profile, part: str, new: Any, *names: str) -> Profile:
+    """The profile with `new` in the place of what had the same values of these fields, by which a part is sorted."""
+    place = attrgetter(*names)
+    others = [each for each in getattr(profile, part) if place(each) != place(new)]
+    return profile.model_copy(update={part: tuple(sorted([*others, new], key=place)), "updated": now()})
 
 
 def finished(profile: Profile) -> Profile:
@@ -127,10 +109,6 @@ def finished(profile: Profile) -> Profile:
     for facts in profile.engines:
         profile = with_engine(profile, _with_prefill_fit(profile, facts))
     return profile
-
-
-def _place(point: Point) -> tuple[int, int, int]:
-    return point.tensor_parallel_size, point.context_tokens, point.batch_size
 
 
 def _with_fit(profile: Profile, tensor_parallel_size: int, context: int, *, thorough: bool) -> Profile:
@@ -150,9 +128,7 @@ def _with_fit(profile: Profile, tensor_parallel_size: int, context: int, *, thor
         left_out_errors=None if errors is None else {left.batch_size: left.error for left in errors},
         median_left_out_error=median(abs(left.error) for left in errors) if errors else None,
     )
-    others = [f for f in profile.fits if (f.tensor_parallel_size, f.context_tokens) != where]
-    in_order = sorted([*others, made], key=lambda f: (f.tensor_parallel_size, f.context_tokens))
-    return _changed(profile, fits=tuple(in_order))
+    return _with(profile, "fits", made, "tensor_parallel_size", "context_tokens")
 
 
 def _with_prefill_fit(profile: Profile, facts: EngineFacts) -> EngineFacts:
@@ -165,7 +141,3 @@ def _with_prefill_fit(profile: Profile, facts: EngineFacts) -> EngineFacts:
         [p.chunk_tokens for p in points], [p.median_s - cost.ptl(1, p.chunk_tokens / 2) for p in points]
     )
     return facts.model_copy(update={"prefill_s_per_token": per_token, "step_prefill_s": fixed})
-
-
-def _changed(profile: Profile, **changes: Any) -> Profile:
-    return profile.model_copy(update={**changes, "updated": now()})

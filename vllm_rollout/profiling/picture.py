@@ -74,8 +74,11 @@ def draw_size(times, speeds, profile: Profile, tensor_parallel_size: int) -> Non
         points = [p for p in profile.points if (p.tensor_parallel_size, p.context_tokens) == where]
         _draw_curve(times, speeds, points, fit, CONTEXT_COLORS[i % len(CONTEXT_COLORS)])
     title = f"tensor-parallel size {tensor_parallel_size}: " if len(profile.tensor_parallel_sizes) > 1 else ""
-    _finish(times, f"{title}time of a decode step", "ms", fits)
-    _finish(speeds, f"{title}what that makes", "tokens/s", fits)
+    largest = max(fit.batch_sizes[-1] for fit in fits)
+    ticks = [2**power for power in range(int(np.log2(largest)) + 1)]
+    for axes, what, unit in ((times, "time of a decode step", "ms"), (speeds, "what that makes", "tokens/s")):
+        finish(axes, f"{title}{what}", unit, ticks)
+        axes.set_ylim(bottom=0)
     times.legend(loc="upper left", frameon=False, title="context, fit; ◆ breakpoint", alignment="left")
 
 
@@ -98,16 +101,14 @@ def _draw_curve(times, speeds, points: Sequence[Point], fit: CurveFit, color: st
     speeds.plot(knots, knots / values, **marker)
 
 
-def _finish(axes, title: str, unit: str, fits: Sequence[CurveFit]) -> None:
+def finish(axes, title: str, unit: str, ticks: Sequence[int]) -> None:
+    """A panel over batch sizes."""
     axes.set_title(title, loc="left", weight="bold", fontsize=11)
     axes.set_ylabel(unit)
     axes.set_xlabel("candidates in the step (batch size)")
     axes.set_xscale("log", base=2)
-    largest = max(fit.batch_sizes[-1] for fit in fits)
-    ticks = [2**power for power in range(int(np.log2(largest)) + 1)]
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.minorticks_off()
-    axes.set_ylim(bottom=0)
     axes.grid(axis="y", color=FAINT, lw=0.6, alpha=0.7)
     axes.set_axisbelow(True)
     for side in ("top", "right"):

@@ -171,6 +171,7 @@ def simulate(
     in rounds; *length by place* is the rank correlation of a prompt's length and the round it came back in.
     """
     from vllm_rollout.simulator.options import FlagError, Options
+    from vllm_rollout.simulator.simulation import run
 
     try:
         options = Options(
@@ -182,14 +183,7 @@ def simulate(
             prompts_per_step=prompts_per_step,
             epochs=epochs, skip_broken=skip_broken, seed=seed, output=output, output_json=output_json,
         )  # fmt: skip
-        if options.rounds:
-            from vllm_rollout.simulator.rounds.simulation import run_rounds
-
-            run_rounds(options)
-        else:
-            from vllm_rollout.simulator.simulation import run
-
-            run(options)
+        run(options)
     except FlagError as error:
         _fail(str(error), USAGE)
     except (ValueError, OSError) as error:

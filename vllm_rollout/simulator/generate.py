@@ -8,7 +8,7 @@ from random import Random
 
 from vllm_rollout.config import MAX_TRACED_TOKENS
 from vllm_rollout.group.plans.rows import Integer, Number, row, rows
-from vllm_rollout.simulator.written import written_fields
+from vllm_rollout.simulator.settings import written_fields
 from vllm_rollout.trace.rows import Trace, TracedCandidate, TracedPrompt, TracedRollout
 
 MAX_GENERATED = 10_000_000

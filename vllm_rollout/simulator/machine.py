@@ -1,14 +1,17 @@
-"""What a replay runs on: engines that are all alike."""
+"""What a replay runs on, engines that are all alike, and what came of it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from vllm_rollout.config import MAX_GROUP_SIZE
 from vllm_rollout.group.lengths.cost import CostModel, PTLCurve
 from vllm_rollout.group.plans.fields import Migration
 from vllm_rollout.group.ranks.load import TransferCost
+from vllm_rollout.group.ranks.placement import Placement
+from vllm_rollout.group.ranks.work import TokenCost
 
 SIMULATED_BLOCK_TOKENS = 16
 """KV block whose prompt tokens siblings share in a simulation: vLLM's default on GPUs."""
@@ -16,7 +19,8 @@ SIMULATED_BLOCK_TOKENS = 16
 IDEAL_COST = CostModel(((0.0, PTLCurve((1.0,), (1.0,))),))
 """Every step takes one unit of time, whatever is in it."""
 
-
+Curve = list[tuple[float, int]]
+"""(time, candidates that run from then on)."""
 ScaleDown = Literal["off", "auto"]
 
 
@@ -70,3 +74,59 @@ class Machine:
     def max_candidates(self) -> int:
         """Of one group, all of which have to be able to run at once."""
         return MAX_GROUP_SIZE if self.num_slots is None else self.num_slots
+
+    def new_placement(self) -> Placement:
+        """As a server has it that knows what its steps cost; on an ideal machine all tokens weigh the same."""
+        placement = Placement(self.num_ranks)
+        if self.cost is not None:
+            placement.token_cost = TokenCost.of(replace(self.cost, max_num_seqs=self.num_slots))
+        return placement
+
+    def check_fits(self, prompt_id: str, num_tokens: int) -> None:
+        """Raises: ValueError for a candidate that one rank's KV cache cannot hold."""
+        capacity = self.kv_capacity_tokens
+        if capacity is not None and num_tokens > capacity:
+            raise ValueError(
+                f"a candidate of prompt {prompt_id!r} needs {num_tokens:,} tokens of KV cache, but one rank has "
+                f"{capacity:,}. Give it more with --kv-capacity-tokens."
+            )
+
+    def described(self) -> dict[str, Any]:
+        """JSON-able."""
+        return {
+            "time_unit": "steps" if self.is_ideal else "seconds",
+            "num_ranks": self.num_ranks,
+            "max_num_seqs": self.num_slots,
+            "kv_capacity_tokens": self.kv_capacity_tokens,
+            "migration": self.migration,
+            "scale_down": self.scale_down,
+        }
+
+
+@dataclass(slots=True)
+class RankRun:
+    """What became of a rank's part of a rollout."""
+
+    seconds: float = 0.0
+    curve: Curve = field(default_factory=list)
+    num_preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FleetRun:
+    """What became of a rollout."""
+
+    ranks: Sequence[RankRun]
+    num_moves: int = 0
+    freed_rank_s: float = 0.0
+    """Seconds for which ranks that were emptied stayed so until the rollout was over, summed."""
+
+    @property
+    def seconds(self) -> float:
+        return max(rank.seconds for rank in self.ranks)
+
+
+def duration(value: float, in_steps: bool) -> str:
+    if in_steps:
+        return f"{value:,.0f} steps"
+    return f"{value:,.0f} s" if value >= 100 else f"{value:.1f} s" if value >= 1 else f"{value * 1000:.0f} ms"

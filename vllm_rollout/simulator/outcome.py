@@ -1,26 +1,25 @@
-"""What a replay measures. Invariant: generated tokens = returned tokens + wasted tokens."""
+"""What replays measure, and which of many settings to take. Invariant: generated = returned + wasted tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from heapq import merge
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from vllm_rollout.group.types import Ending, GroupResult
-from vllm_rollout.simulator.fleet import FleetRun
-from vllm_rollout.simulator.pool import PoolCandidate
+from vllm_rollout.group.types import GroupResult
+from vllm_rollout.simulator.machine import Curve, FleetRun, Machine
+from vllm_rollout.simulator.race import PoolCandidate
 from vllm_rollout.simulator.settings import Setting
 
-Curve = list[tuple[float, int]]
-"""(time, candidates that run from then on)."""
+MORE_INCOMPLETE = 0.01
+"""Share of groups by which a setting may fall short more often than the baseline and still be recommended."""
 
 
-@dataclass(frozen=True, slots=True)
-class LengthSummary:
+class LengthSummary(NamedTuple):
     """Of returned trajectories, in tokens."""
 
     mean: float
@@ -30,98 +29,46 @@ class LengthSummary:
     p99: float
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """One setting over a whole trace."""
-
-    setting: Setting
-    seconds: float
-    """Steps on an ideal machine. Rollouts run one after the other, as training steps do."""
-    time_to_first_group_s: float
-    """Mean over rollouts."""
-    generated_tokens: int
-    returned_tokens: int
-    bubble: float
-    """1 - mean over time of running candidates / their peak, per rollout; a rank that is done runs none."""
-    lengths: LengthSummary
-    truncated_share: float
-    """Of returned trajectories."""
-    incomplete_share: float
-    """Of groups: those that return fewer than `group_size` trajectories, be it with `allow_fewer`."""
-    upper_bound_share: float
-    """Of groups whose redundancy "auto" went to its upper bound."""
-    candidates_per_prompt: float
-    num_candidates: int
-    num_pruned: int
-    num_drawn: int
-    """Candidates that ran beyond what the trace has seen of them."""
-    num_resampled: int
-    """Candidates that are others of their prompt once more."""
-    num_preemptions: int
-    num_ranks: int
-    num_moves: int
-    """Groups that moved to another rank."""
-    busy_rank_s: float
-    """Seconds until each rank had nothing left to do, summed."""
-    freed_rank_s: float
-    """Seconds for which ranks that were emptied stayed so until their rollout was over, summed."""
-    num_groups: int
-    num_without_history: int
-    """Of groups with redundancy "auto": nothing was known of their prompt."""
-    returned_lengths: tuple[int, ...]
-    curve: Curve
-    """Of the last rollout, over all ranks."""
-
-    @property
-    def busy_share(self) -> float:
-        """Of the time of all ranks."""
-        return self.busy_rank_s / (self.num_ranks * self.seconds) if self.seconds else 0.0
-
-    @property
-    def freed_share(self) -> float:
-        """The same."""
-        return self.freed_rank_s / (self.num_ranks * self.seconds) if self.seconds else 0.0
-
-    @property
-    def wasted_tokens(self) -> int:
-        return self.generated_tokens - self.returned_tokens
-
-    def to_json(self) -> dict[str, Any]:
-        values = asdict(self)
-        for name in ("setting", "returned_lengths", "curve"):
-            del values[name]
-        times = {"time": values.pop("seconds"), "time_to_first_group": values.pop("time_to_first_group_s")}
-        return {"setting": self.setting.described(), **times, **values, "wasted_tokens": self.wasted_tokens}
-
-
 @dataclass(slots=True)
-class Tally:
-    """Adds up rollouts."""
+class Outcome:
+    """One setting over a whole trace: rollouts are added up, one after the other, as training steps run."""
 
     setting: Setting
     seconds: float = 0.0
+    """Steps on an ideal machine."""
     first_group_s: list[float] = field(default_factory=list)
+    """Of each rollout."""
     running_s: float = 0.0
     """Candidates times seconds."""
     peak_s: float = 0.0
-    """The same, had the peak lasted."""
+    """The same, had the peak of each rank lasted until its rollout was over."""
     generated_tokens: int = 0
     returned_lengths: list[int] = field(default_factory=list)
     num_truncated: int = 0
+    """Of the returned trajectories."""
     num_incomplete: int = 0
+    """Groups that return fewer than `group_size` trajectories, be it with `allow_fewer`."""
     num_at_upper_bound: int = 0
+    """Groups whose redundancy "auto" went to its upper bound."""
     num_candidates: int = 0
     num_pruned: int = 0
     num_drawn: int = 0
+    """Candidates that ran beyond what the trace has seen of them."""
     num_resampled: int = 0
+    """Candidates that are others of their prompt once more."""
     num_preemptions: int = 0
     num_ranks: int = 0
     num_moves: int = 0
+    """Groups that moved to another rank."""
     busy_rank_s: float = 0.0
+    """Seconds until each rank had nothing left to do, summed."""
     freed_rank_s: float = 0.0
+    """Seconds for which ranks that were emptied stayed so until their rollout was over, summed."""
     num_groups: int = 0
     num_without_history: int = 0
+    """Of groups with redundancy "auto": nothing was known of their prompt."""
     curve: Curve = field(default_factory=list)
+    """Of the last rollout, over all ranks."""
 
     def add_group(self, result: GroupResult, pool: Sequence[PoolCandidate], at_upper_bound: bool) -> None:
         self.num_groups += 1
@@ -129,7 +76,7 @@ class Tally:
         self.num_incomplete += len(result.selected) < self.setting.group_size
         self.num_candidates += len(pool)
         self.num_resampled += sum(candidate.resampled for candidate in pool)
-        endings: tuple[Ending, ...] = result.endings
+        endings = result.endings
         self.generated_tokens += result.generated_tokens
         self.num_pruned += sum(ending.state == "pruned" for ending in endings)
         self.num_drawn += sum(e.num_tokens > c.num_known for e, c in zip(endings, pool, strict=True))
@@ -150,36 +97,108 @@ class Tally:
         self.peak_s += seconds * sum(max(running for _, running in rank.curve) for rank in ranks)
         self.curve = summed(rank.curve for rank in ranks)
 
-    def outcome(self) -> Outcome:
+    @property
+    def time_to_first_group_s(self) -> float:
+        """Mean over rollouts."""
+        return sum(self.first_group_s) / len(self.first_group_s)
+
+    @property
+    def returned_tokens(self) -> int:
+        return sum(self.returned_lengths)
+
+    @property
+    def wasted_tokens(self) -> int:
+        return self.generated_tokens - self.returned_tokens
+
+    @property
+    def bubble(self) -> float:
+        """1 - mean over time of running candidates / their peak, per rollout; a rank that is done runs none."""
+        return 1 - self.running_s / self.peak_s if self.peak_s else 0.0
+
+    @property
+    def lengths(self) -> LengthSummary:
         lengths = np.array(self.returned_lengths or [0])
-        p50, p90, p99 = np.percentile(lengths, (50, 90, 99))
-        num_returned = max(1, len(self.returned_lengths))
-        return Outcome(
-            setting=self.setting,
-            seconds=self.seconds,
-            time_to_first_group_s=sum(self.first_group_s) / len(self.first_group_s),
-            generated_tokens=self.generated_tokens,
-            returned_tokens=sum(self.returned_lengths),
-            bubble=1 - self.running_s / self.peak_s if self.peak_s else 0.0,
-            lengths=LengthSummary(float(lengths.mean()), float(lengths.std()), float(p50), float(p90), float(p99)),
-            truncated_share=self.num_truncated / num_returned,
-            incomplete_share=self.num_incomplete / self.num_groups,
-            upper_bound_share=self.num_at_upper_bound / self.num_groups,
-            candidates_per_prompt=self.num_candidates / self.num_groups,
-            num_candidates=self.num_candidates,
-            num_pruned=self.num_pruned,
-            num_drawn=self.num_drawn,
-            num_resampled=self.num_resampled,
-            num_preemptions=self.num_preemptions,
-            num_ranks=self.num_ranks,
-            num_moves=self.num_moves,
-            busy_rank_s=self.busy_rank_s,
-            freed_rank_s=self.freed_rank_s,
-            num_groups=self.num_groups,
-            num_without_history=self.num_without_history,
-            returned_lengths=tuple(self.returned_lengths),
-            curve=self.curve,
-        )
+        return LengthSummary(*map(float, (lengths.mean(), lengths.std(), *np.percentile(lengths, (50, 90, 99)))))
+
+    @property
+    def truncated_share(self) -> float:
+        """Of returned trajectories."""
+        return self.num_truncated / max(1, len(self.returned_lengths))
+
+    @property
+    def incomplete_share(self) -> float:
+        """Of groups."""
+        return self.num_incomplete / self.num_groups
+
+    @property
+    def upper_bound_share(self) -> float:
+        """Of groups."""
+        return self.num_at_upper_bound / self.num_groups
+
+    @property
+    def candidates_per_prompt(self) -> float:
+        return self.num_candidates / self.num_groups
+
+    @property
+    def busy_share(self) -> float:
+        """Of the time of all ranks."""
+        return self.busy_rank_s / (self.num_ranks * self.seconds) if self.seconds else 0.0
+
+    @property
+    def freed_share(self) -> float:
+        """The same."""
+        return self.freed_rank_s / (self.num_ranks * self.seconds) if self.seconds else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "setting": self.setting.described(),
+            "time": self.seconds,
+            "time_to_first_group": self.time_to_first_group_s,
+            "lengths": self.lengths._asdict(),
+            **{name: getattr(self, name) for name in TOLD},
+        }
+
+
+TOLD = (
+    *("generated_tokens", "returned_tokens", "wasted_tokens", "bubble", "truncated_share", "incomplete_share"),
+    *("upper_bound_share", "candidates_per_prompt", "num_candidates", "num_pruned", "num_drawn", "num_resampled"),
+    *("num_preemptions", "num_ranks", "num_moves", "busy_rank_s", "freed_rank_s", "num_groups", "num_without_history"),
+)
+"""What a program is told of an outcome as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """Many settings on one trace: all see the same candidates on the same machine."""
+
+    outcomes: tuple[Outcome, ...]
+    """The baseline first."""
+    machine: Machine
+    without_moves: Outcome | None = None
+    """The baseline once more, with groups that stay on their ranks; None when they stay anyway."""
+
+    @property
+    def baseline(self) -> Outcome:
+        return self.outcomes[0]
+
+    @property
+    def fastest(self) -> Outcome:
+        """Of those whose groups are complete."""
+        return min(self._usable, key=lambda outcome: outcome.seconds)
+
+    @property
+    def fastest_with_longest(self) -> Outcome | None:
+        """The fastest that returns long answers on purpose; None when no such setting was tried."""
+        keeping = [outcome for outcome in self._usable if outcome.setting.keeps_longest]
+        return min(keeping, key=lambda outcome: outcome.seconds, default=None)
+
+    @property
+    def _usable(self) -> list[Outcome]:
+        most = self.baseline.incomplete_share + MORE_INCOMPLETE
+        return [outcome for outcome in self.outcomes if outcome.incomplete_share <= most]
+
+    def speed_up(self, outcome: Outcome) -> float:
+        return self.baseline.seconds / outcome.seconds
 
 
 def _integral(curve: Curve) -> float:
@@ -197,11 +216,8 @@ def summed(curves: Iterable[Curve]) -> Curve:
             before = running
         changes.append(steps)
     total = 0
-    points: Curve = []
+    points = {}
     for time, change in merge(*changes):
         total += change
-        if points and points[-1][0] == time:
-            points[-1] = (time, total)
-        else:
-            points.append((time, total))
-    return points
+        points[time] = total
+    return list(points.items())

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from vllm_rollout.simulator.outcome import Curve, Outcome
-from vllm_rollout.simulator.report import duration
-from vllm_rollout.simulator.sweep import Sweep
+from vllm_rollout.simulator.machine import duration
+from vllm_rollout.simulator.outcome import Outcome, Sweep
 
 INK = "#1e293b"
 PALE = "#cbd5e1"
@@ -20,20 +22,14 @@ MAX_NAME = 44
 """Characters of a setting's name that fit beside its bar."""
 
 
-def draw(sweep: Sweep, title: str, subtitle: str, path: Path) -> None:
+def draw(sweep: Sweep, subtitle: str, path: Path) -> None:
     """Raises: OSError, or ValueError for a file ending that matplotlib does not know."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    style = {"font.size": 9.5, "text.color": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK}
-    num_rows = len(sweep.outcomes)
-    with plt.rc_context({**style, "font.family": "DejaVu Sans"}):
-        height = 2.15 + 0.42 * num_rows + 3.2
-        figure = plt.figure(figsize=(14, height), dpi=120, facecolor="white")
-        figure.text(0.02, 1 - 0.42 / height, title, size=17, weight="bold")
-        figure.text(0.02, 1 - 0.62 / height, textwrap.fill(subtitle, LINE_CHARS), size=10, va="top")
+    fastest, baseline = sweep.fastest, sweep.baseline
+    title = f"Nothing beats {baseline.setting.name} here"
+    if fastest is not baseline:
+        title = f"{fastest.setting.name}: {sweep.speed_up(fastest):.2f} times as fast as {baseline.setting.name}"
+    height = 2.15 + 0.42 * len(sweep.outcomes) + 3.2
+    with sheet(path, title, subtitle, height) as figure:
         upper, lower = 1 - 1.4 / height, (3.2 + 0.55) / height
         widest = max(len(outcome.setting.name) for outcome in sweep.outcomes)
         left = 0.03 + 0.0058 * min(widest, MAX_NAME)
@@ -42,6 +38,22 @@ def draw(sweep: Sweep, title: str, subtitle: str, path: Path) -> None:
         _draw_times(times, sweep)
         _draw_lengths(lengths, sweep)
         _draw_running(figure.add_axes((0.06, 0.55 / height, 0.92, 2.35 / height)), sweep)
+
+
+@contextmanager
+def sheet(path: Path, title: str, subtitle: str, height: float) -> Iterator[Any]:
+    """A figure of so many inches with its head, written to `path` when it is drawn."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    style = {"font.size": 9.5, "text.color": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK}
+    with plt.rc_context({**style, "font.family": "DejaVu Sans"}):
+        figure = plt.figure(figsize=(14, height), dpi=120, facecolor="white")
+        figure.text(0.02, 1 - 0.42 / height, title, size=17, weight="bold")
+        figure.text(0.02, 1 - 0.62 / height, textwrap.fill(subtitle, LINE_CHARS), size=10, va="top")
+        yield figure
         figure.savefig(path)
         plt.close(figure)
 
@@ -89,7 +101,7 @@ def _draw_running(axes, sweep: Sweep) -> None:
     for outcome in _shown(sweep):
         color = OTHER if (color := _color(sweep, outcome)) == PLAIN else color
         line = {"lw": 2.4, "ls": (0, (2, 1))} if outcome is sweep.baseline else {"lw": 1.6}
-        times, running = zip(*_settled(outcome.curve), strict=True)
+        times, running = zip(*outcome.curve, strict=True)
         axes.step(times, running, where="post", color=color, label=_name(outcome), **line)
         axes.fill_between(times, running, step="post", color=color, alpha=0.07)
     axes.set_xlim(left=0)
@@ -111,11 +123,6 @@ def _shown(sweep: Sweep) -> list[Outcome]:
     chosen = [slowest, sweep.fastest_with_longest, sweep.fastest]
     others = {id(outcome): outcome for outcome in chosen if outcome not in (None, sweep.baseline)}
     return [*others.values(), sweep.baseline]
-
-
-def _settled(curve: Curve) -> Curve:
-    """One point per time, the last."""
-    return list(dict(curve).items())
 
 
 def _color(sweep: Sweep, outcome: Outcome) -> str:

@@ -6,16 +6,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from vllm_rollout.group.judging.ledger import Scoring
 from vllm_rollout.group.lengths.history import LengthHistory
-from vllm_rollout.group.lengths.moments import LengthMoments
 from vllm_rollout.group.plans.allocation import BatchPrompt, allocate_batch
 from vllm_rollout.group.plans.plan import GroupPlan
 from vllm_rollout.simulator.machine import Machine
+from vllm_rollout.simulator.race import PoolCandidate, Race
 from vllm_rollout.simulator.settings import Setting
 
 
 class PlannedPrompt(Protocol):
     """What planning needs to know of a prompt."""
+
+    @property
+    def id(self) -> str: ...
 
     @property
     def prompt_tokens(self) -> int: ...
@@ -49,9 +53,14 @@ class Planner:
         self.num_without_history = 0
         """Prompts with redundancy "auto" of which nothing was known."""
 
-    def known(self, prompt: PlannedPrompt) -> LengthMoments | None:
-        """Lengths of the prompt; else of the data set."""
-        return self.history.of(prompt.history_key) or self.history.dataset()
+    def race(
+        self, prompt: PlannedPrompt, plan: GroupPlan, pool: Sequence[PoolCandidate], rollout_id: str, seed: int
+    ) -> Race:
+        """A group that has not begun. Raises: ValueError for a candidate that no rank's KV cache can hold."""
+        self._machine.check_fits(prompt.id, prompt.prompt_tokens + max(c.num_tokens for c in pool))
+        scoring = plan.pruning and Scoring(rollout_id, prompt.id, seed)
+        lengths = self.history.of(prompt.history_key) or self.history.dataset()
+        return Race(prompt.id, plan, pool, prompt.prompt_tokens, scoring, None, lengths, prompt.max_tokens)
 
     def plans(self, prompts: Sequence[PlannedPrompt]) -> list[Planned]:
         """Of one rollout's prompts."""

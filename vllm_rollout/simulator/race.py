@@ -1,18 +1,103 @@
-"""One group of a replay, and its candidates. Invariant: a candidate that does not run knows how far it came."""
+"""Groups of a replay: what their candidates will become, and how far each has come.
+
+What a replay launches are the candidates of the trace, completed and, where more are wanted, resampled. Invariant: a
+candidate depends on the seed, its rollout, its prompt and its index only, so every setting of a sweep sees the same
+ones; one that does not run knows how far it came.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from random import Random
+from typing import Literal, NamedTuple
 
 from vllm_rollout.group.judging.ledger import Scoring
+from vllm_rollout.group.lengths.censoring import fit_log_lengths, length_beyond
+from vllm_rollout.group.lengths.history import LengthHistory, ObservedLength
 from vllm_rollout.group.lengths.moments import LengthMoments
 from vllm_rollout.group.plans.plan import GroupPlan
 from vllm_rollout.group.racing.lifecycle import Group
 from vllm_rollout.group.racing.race import RacePlace
 from vllm_rollout.group.ranks.work import Work
 from vllm_rollout.group.types import CandidateId, Ending
-from vllm_rollout.simulator.pool import PoolCandidate
+from vllm_rollout.trace.rows import Trace, TracedPrompt
+
+
+class PoolCandidate(NamedTuple):
+    """What happens to a candidate that nothing stops."""
+
+    num_tokens: int
+    end: Literal["stop", "length"]
+    num_known: int
+    """Tokens that the trace has seen of it: fewer than `num_tokens` when the rest is drawn."""
+    resampled: bool
+    """Another candidate of the prompt once more."""
+    score: float | None
+    reward: float | None
+
+
+class Pools:
+    """Candidates of every prompt of a trace, as many as a replay wants."""
+
+    def __init__(self, trace: Trace, seed: int = 0) -> None:
+        self.trace = trace
+        self._seed = seed
+        self._log_std = _log_std(trace) if trace.num_stopped else 0.0
+        self._max_tokens = trace.max_tokens
+        self._recorded: dict[tuple[int, int], list[PoolCandidate]] = {}
+        self._resampled: dict[tuple[int, ...], tuple[Random, list[PoolCandidate]]] = {}
+
+    def candidates(self, epoch: int, rollout: int, position: int, count: int, attempt: int = 0) -> list[PoolCandidate]:
+        """The first `count` of one prompt. From the second epoch, or attempt, on all of them are resampled."""
+        recorded = self._recorded_of(rollout, position)
+        num_recorded = 0 if epoch or attempt else min(count, len(recorded))
+        wanted = count - num_recorded
+        if not wanted:
+            return recorded[:num_recorded]
+        key = (epoch, rollout, position, attempt) if attempt else (epoch, rollout, position)
+        if key not in self._resampled:
+            self._resampled[key] = Random(f"{self._seed}/more/{key}"), []
+        chance, more = self._resampled[key]
+        while len(more) < wanted:
+            more.append(chance.choice(recorded)._replace(resampled=True))
+        return recorded[:num_recorded] + more[:wanted]
+
+    def _recorded_of(self, rollout: int, position: int) -> list[PoolCandidate]:
+        key = (rollout, position)
+        if key not in self._recorded:
+            prompt = self.trace.rollouts[rollout].prompts[position]
+            cap = self._max_tokens if prompt.max_tokens is None else prompt.max_tokens
+            self._recorded[key] = _completed(prompt, self._log_std, cap, Random(f"{self._seed}/rest/{key}"))
+        return self._recorded[key]
+
+
+def _completed(prompt: TracedPrompt, log_std: float, cap: int, chance: Random) -> list[PoolCandidate]:
+    if not any(candidate.is_stopped for candidate in prompt.candidates):
+        return [PoolCandidate(c.num_tokens, c.end, c.num_tokens, False, c.score, c.reward) for c in prompt.candidates]
+    finished = [c.num_tokens for c in prompt.candidates if c.end == "stop"]
+    stops = [c.num_tokens for c in prompt.candidates if c.end != "stop" and c.num_tokens]
+    fit = fit_log_lengths(finished, stops, log_std)
+    completed = []
+    for candidate in prompt.candidates:
+        num_tokens, end = candidate.num_tokens, candidate.end
+        if candidate.is_stopped:
+            uniform = (chance.getrandbits(52) + 0.5) / 2**52
+            drawn = round(length_beyond(fit, candidate.num_tokens, uniform))
+            num_tokens, end = max(candidate.num_tokens + 1, drawn), "stop"
+            if num_tokens >= cap:
+                num_tokens, end = max(cap, candidate.num_tokens), "length"
+        completed.append(PoolCandidate(num_tokens, end, candidate.num_tokens, False, candidate.score, candidate.reward))
+    return completed
+
+
+def _log_std(trace: Trace) -> float:
+    """Of lengths within prompts, over the whole trace: what the fit of one prompt leans on."""
+    history = LengthHistory()
+    for prompt in trace.prompts:
+        lengths = [ObservedLength(c.num_tokens, c.end != "stop") for c in prompt.candidates if c.num_tokens]
+        history.observe("any prompt", lengths)
+    return history.log_std()
 
 
 @dataclass(slots=True, eq=False)

@@ -12,7 +12,6 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import count
 from math import inf
@@ -24,20 +23,8 @@ from vllm_rollout.group.ranks.load import GroupLoad
 from vllm_rollout.group.step.moving import DetachedGroup
 from vllm_rollout.group.step.step import GroupSteps
 from vllm_rollout.group.types import CandidateId, Confidence, Observation
-from vllm_rollout.simulator.machine import Machine
-from vllm_rollout.simulator.pool import PoolCandidate
-from vllm_rollout.simulator.race import Race, Runner
-
-
-@dataclass(slots=True)
-class RankRun:
-    """What became of a rank's part."""
-
-    seconds: float = 0.0
-    curve: list[tuple[float, int]] = field(default_factory=list)
-    """(time, candidates that run from then on)."""
-    num_preemptions: int = 0
-
+from vllm_rollout.simulator.machine import Machine, RankRun
+from vllm_rollout.simulator.race import PoolCandidate, Race, Runner
 
 Phase = Literal["close", "begin"]
 

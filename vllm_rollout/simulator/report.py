@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import floor, log10
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from vllm_rollout.simulator.outcome import Outcome
-from vllm_rollout.simulator.sweep import Sweep
+from vllm_rollout.simulator.machine import Machine, duration
+from vllm_rollout.simulator.outcome import Outcome, Sweep
 from vllm_rollout.trace.file import told_reasons
 from vllm_rollout.trace.rows import Trace
 
@@ -50,20 +50,23 @@ def tables(sweep: Sweep) -> list[Table]:
         ("busy", lambda o: f"{o.busy_share:.0%}"),
         ("freed", lambda o: f"{o.freed_share:.0%}"),
     ]
-    told = [
-        _table("Time and tokens", costs, sweep),
-        _table("What the trainer gets: tokens of returned answers", lengths, sweep),
-    ]
-    return [*told, _table("Time of all engines", moves, sweep)] if sweep.machine.moves_groups else told
+    told = [("Time and tokens", costs), ("What the trainer gets: tokens of returned answers", lengths)]
+    told += [("Time of all engines", moves)] if sweep.machine.moves_groups else []
+    best = (sweep.fastest, sweep.fastest_with_longest)
+    return [table_of(title, columns, sweep.outcomes, best) for title, columns in told]
 
 
-def _table(title: str, columns: list[Column], sweep: Sweep) -> Table:
+def table_of(
+    title: str, columns: Sequence[tuple[str, Callable[[Any], str]]], outcomes: Sequence[Any], best: Sequence[Any]
+) -> Table:
+    """A row per outcome, under a header and the function that says its cell; those of `best` are bold."""
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("", no_wrap=True)
-    for name, _ in columns:
-        table.add_column(name, justify="right")
-    for outcome in sweep.outcomes:
-        style = "bold" if outcome is sweep.fastest or outcome is sweep.fastest_with_longest else ""
+    table.add_column("")
+    for name, value in columns:
+        widest = max(map(len, [*name.split("\n"), *map(value, outcomes)]))
+        table.add_column(name, justify="right", no_wrap=True, min_width=widest)
+    for outcome in outcomes:
+        style = "bold" if any(outcome is each for each in best) else ""
         table.add_row(outcome.setting.name, *(value(outcome) for _, value in columns), style=style)
     return table
 
@@ -80,12 +83,6 @@ def count(tokens: int) -> str:
 def _time(value: float, sweep: Sweep) -> str:
     """The unit of steps stands in the header."""
     return f"{value:,.0f}" if sweep.machine.is_ideal else duration(value, in_steps=False)
-
-
-def duration(value: float, in_steps: bool) -> str:
-    if in_steps:
-        return f"{value:,.0f} steps"
-    return f"{value:,.0f} s" if value >= 100 else f"{value:.1f} s" if value >= 1 else f"{value * 1000:.0f} ms"
 
 
 def recommendation(sweep: Sweep) -> str:
@@ -123,12 +120,7 @@ def _change(before: float, after: float) -> str:
 
 def notes(sweep: Sweep, trace: Trace) -> list[str]:
     """What the numbers rest on, where that is less than a recording."""
-    said = []
-    if sweep.machine.is_ideal:
-        said.append(
-            "No --profile: every step takes the same time, whatever is in it. Times are in steps, not seconds, and "
-            "spare candidates look cheaper than they are."
-        )
+    said = ideal_times(sweep.machine, "spare candidates look cheaper than they are")
     if (staying := sweep.without_moves) is not None:
         moved = sweep.baseline
         said.append(
@@ -168,9 +160,20 @@ def notes(sweep: Sweep, trace: Trace) -> list[str]:
                 f"{outcome.setting.name}: nobody was pruned. It takes scores, and rewards of earlier rollouts: at "
                 f"least {outcome.setting.pruning.min_labels} of either kind (min_labels)."
             )
-    if num_preemptions := max(outcome.num_preemptions for outcome in sweep.outcomes):
-        said.append(f"The KV cache was too small for what ran; most preemptions in a setting: {num_preemptions:,}.")
-    return said
+    return said + preemptions(sweep.outcomes)
+
+
+def ideal_times(machine: Machine, what_looks_cheap: str) -> list[str]:
+    """What times are worth without a profile; nothing with one."""
+    if not machine.is_ideal:
+        return []
+    slow = "No --profile: every step takes the same time, whatever is in it. Times are in steps, not seconds, and"
+    return [f"{slow} {what_looks_cheap}."]
+
+
+def preemptions(outcomes: Sequence[Any]) -> list[str]:
+    most = max(outcome.num_preemptions for outcome in outcomes)
+    return [f"The KV cache was too small for what ran; most preemptions in a setting: {most:,}."] if most else []
 
 
 def left_out(trace: Trace) -> list[str]:
@@ -183,25 +186,17 @@ def left_out(trace: Trace) -> list[str]:
     return said
 
 
-def to_json(sweep: Sweep, trace: Trace, source: dict[str, Any], said: list[str]) -> dict[str, Any]:
-    """Everything, for a program. `source` says where trace and times come from."""
-    machine = sweep.machine
+def to_json(sweep: Sweep, trace: Trace) -> dict[str, Any]:
+    """Everything, for a program."""
     keeping = sweep.fastest_with_longest
     return {
-        **source,
-        "time_unit": "steps" if machine.is_ideal else "seconds",
+        **sweep.machine.described(),
         "num_rollouts": len(trace.rollouts),
         "num_prompts": len(trace.prompts),
-        "num_ranks": machine.num_ranks,
-        "max_num_seqs": machine.num_slots,
-        "kv_capacity_tokens": machine.kv_capacity_tokens,
-        "migration": machine.migration,
-        "scale_down": machine.scale_down,
         "without_moves": None if sweep.without_moves is None else sweep.without_moves.to_json(),
         "baseline": sweep.baseline.setting.name,
         "settings": [{**outcome.to_json(), "speed_up": sweep.speed_up(outcome)} for outcome in sweep.outcomes],
         "fastest": sweep.fastest.setting.name,
         "fastest_with_longest": None if keeping is None else keeping.setting.name,
         "recommendation": recommendation(sweep),
-        "notes": said,
     }

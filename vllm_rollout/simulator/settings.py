@@ -1,7 +1,11 @@
-"""Settings: one way of running groups each. Invariant: a setting that has a plan can be replayed."""
+"""Settings: one way of running groups each, as it is written behind a flag ("redundancy=4,patience=1.5").
+
+Invariant: a setting that has a plan can be replayed.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
@@ -21,7 +25,6 @@ from vllm_rollout.group.plans.fields import (
 from vllm_rollout.group.plans.plan import GroupPlan, default_num_longest, make_plan
 from vllm_rollout.group.plans.pruning_plan import PruningPlan, make_pruning_plan
 from vllm_rollout.group.plans.rows import Either, Names, PlanError, Row, Text, rows
-from vllm_rollout.simulator.written import written_fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,3 +143,25 @@ def setting_of(given: Mapping[str, Any], group_size: int, pruning: Mapping[str, 
         group["pruning"] = make_pruning_plan(pruned)
     label = group.pop("name", "")
     return Setting(**{"group_size": group_size, **group, "label": label})
+
+
+def written_fields(text: str, rows: Mapping[str, Row]) -> dict[str, Any]:
+    """Values by field. Raises: PlanError for a value, another ValueError for what is no field."""
+    given: dict[str, Any] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        key, equals, value = (word.strip() for word in part.partition("="))
+        if not equals or not value:
+            raise ValueError(f"expected field=value, got {part!r}")
+        if key not in rows:
+            raise ValueError(f"{key!r} is not a field; allowed: {', '.join(rows)}")
+        if key in given:
+            raise ValueError(f"{key} is given twice")
+        given[key] = rows[key].read(value if isinstance(rows[key].flat, Text) else _literal(value), key)
+    return given
+
+
+def _literal(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

@@ -1,24 +1,32 @@
-"""The whole of `vllm-rollout simulate`: read, replay, print, draw."""
+"""The whole of `vllm-rollout simulate`, of single rollouts or (`--rounds`) of runs: read, replay, print, draw."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
-from vllm_rollout.group.plans.pruning_plan import PruningPlan, make_pruning_plan
-from vllm_rollout.simulator.clock import clock_of, described
+from vllm_rollout.group.plans.pruning_plan import make_pruning_plan
+from vllm_rollout.simulator import picture, report
 from vllm_rollout.simulator.generate import LengthDistribution, generate, parse_distribution
-from vllm_rollout.simulator.machine import Machine
-from vllm_rollout.simulator.options import FlagError, Options
-from vllm_rollout.simulator.picture import draw
-from vllm_rollout.simulator.pool import Pools
-from vllm_rollout.simulator.report import notes, recommendation, tables, to_json
+from vllm_rollout.simulator.options import Clock, FlagError, Options, clock_of, described
+from vllm_rollout.simulator.race import Pools
+from vllm_rollout.simulator.replay import sweep
+from vllm_rollout.simulator.rounds import picture as rounds_picture
+from vllm_rollout.simulator.rounds import report as rounds_report
+from vllm_rollout.simulator.rounds.data import DataSet, GeneratedDataSet, RunConditions, TracedDataSet
+from vllm_rollout.simulator.rounds.outcome import RoundOutcome
+from vllm_rollout.simulator.rounds.replay import sweep_rounds
+from vllm_rollout.simulator.rounds.settings import RoundSetting, default_rounds, parse_rounds, with_baselines
 from vllm_rollout.simulator.settings import Setting, default_sweep, parse_setting
-from vllm_rollout.simulator.sweep import Sweep, sweep
 from vllm_rollout.trace.file import read_trace
 from vllm_rollout.trace.rows import Trace
 
@@ -28,60 +36,151 @@ PLAIN_WIDTH = 120
 DEFAULT_GROUP_SIZE = 8
 """That of DARTS, where neither flag nor trace says one."""
 
+Advance = Callable[[str, int], None]
+"""Takes a setting's name, and how much of it is done now."""
+
+
+class Report(NamedTuple):
+    """What is said of a sweep."""
+
+    tables: list[Table]
+    sentence: str
+    notes: list[str]
+    draw: Callable[[str, Path], None]
+    """Takes the picture's subtitle and file."""
+    numbers: dict[str, Any]
+
+
+class Job(NamedTuple):
+    """A sweep that can begin."""
+
+    origin: str
+    """Where lengths come from."""
+    size: str
+    """What is replayed, for people."""
+    clock: Clock
+    unit: str
+    """What its progress counts,"""
+    total: int
+    """and how many of them there are."""
+    replay: Callable[[Advance], Report]
+
 
 def run(options: Options) -> None:
     """Raises: FlagError; ValueError (trace, profile, setting) and OSError with what to do."""
-    console = plain_console()
-    trace, origin = _trace(options)
-    longest = max(p.prompt_tokens + max(c.num_tokens for c in p.candidates) for p in trace.prompts)
-    clock = clock_of(options, trace.models, longest)
-    group_size = options.group_size or trace.group_size or DEFAULT_GROUP_SIZE
-    settings = _settings(options, trace, group_size, clock.machine.max_candidates)
-    machine = clock.machine
-    subtitle = f"{origin}: {_size(trace, group_size, options.epochs)}. {described(machine, clock.source)}"
-    console.print(f"[bold]vllm-rollout simulate[/] {escape(subtitle)}")
-    outcome = _sweep(options, trace, settings, machine, console)
-    for table in tables(outcome):
-        console.print(table)
-    console.print(f"[bold]{escape(recommendation(outcome))}[/]")
-    said = clock.warnings + notes(outcome, trace)
-    for note in said:
-        console.print(f"[yellow]Note:[/] {escape(note)}")
-    draw(outcome, _title(outcome), subtitle, options.output)
-    console.print(f"Picture: [bold]{escape(str(options.output.resolve()))}[/]")
-    if options.output_json is not None:
-        source = {"trace": origin, "epochs": options.epochs, "seed": options.seed, **clock.source}
-        options.output_json.write_text(json.dumps(to_json(outcome, trace, source, said), indent=1) + "\n")
-        console.print(f"Numbers: [bold]{escape(str(options.output_json.resolve()))}[/]")
-
-
-def _trace(options: Options) -> tuple[Trace, str]:
-    if options.trace is not None:
-        trace = read_trace(options.trace, skip_broken=options.skip_broken, prompts_per_step=options.prompts_per_step)
-        return trace, options.trace.name
-    distribution = distribution_of(options)
-    return generate(distribution, options.seed), told(distribution)
-
-
-def plain_console() -> Console:
     console = Console()
     if not console.is_terminal:
         console.width = PLAIN_WIDTH
-    return console
+    trace = None
+    if options.trace is not None:
+        trace = read_trace(options.trace, skip_broken=options.skip_broken, prompts_per_step=options.prompts_per_step)
+    job = _rounds(options, trace) if options.rounds else _rollouts(options, trace)
+    subtitle = f"{job.origin}: {job.size} {described(job.clock.machine, job.clock.source)}"
+    console.print(f"[bold]vllm-rollout simulate[/] {escape(subtitle)}")
+    with _progress(console, job) as advance:
+        report = job.replay(advance)
+    for table in report.tables:
+        console.print(table)
+    console.print(f"[bold]{escape(report.sentence)}[/]")
+    said = job.clock.warnings + report.notes
+    for note in said:
+        console.print(f"[yellow]Note:[/] {escape(note)}")
+    report.draw(subtitle, options.output)
+    console.print(f"Picture: [bold]{escape(str(options.output.resolve()))}[/]")
+    if options.output_json is not None:
+        source = {"trace": job.origin, "epochs": options.epochs, "seed": options.seed, **job.clock.source}
+        options.output_json.write_text(json.dumps({**source, **report.numbers, "notes": said}, indent=1) + "\n")
+        console.print(f"Numbers: [bold]{escape(str(options.output_json.resolve()))}[/]")
 
 
-def distribution_of(options: Options) -> LengthDistribution:
-    """Of --generate.
+@contextmanager
+def _progress(console: Console, job: Job) -> Iterator[Advance]:
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        TextColumn(f"{{task.completed:,.0f}}/{{task.total:,.0f}} {job.unit}"),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+    )
+    with progress:
+        row = progress.add_task("", total=job.total)
+        yield lambda name, count: progress.update(row, advance=count, description=escape(name))
 
-    Raises: FlagError.
-    """
+
+def _rollouts(options: Options, trace: Trace | None) -> Job:
+    if trace is None:
+        distribution = _distribution(options)
+        trace, origin = generate(distribution, options.seed), _told(distribution)
+    else:
+        origin = options.trace.name
+    clock = clock_of(options, trace.models, trace.longest_context)
+    group_size = options.group_size or trace.group_size or DEFAULT_GROUP_SIZE
+    settings = _settings(options, trace, group_size, clock.machine.max_candidates)
+    num_rollouts = len(trace.rollouts) * options.epochs
+    rollouts = "1 rollout" if num_rollouts == 1 else f"{num_rollouts:,} rollouts"
+    groups = f"{len(trace.prompts) * options.epochs:,} groups of {group_size}"
+
+    def replay(advance: Advance) -> Report:
+        pools, seed = Pools(trace, options.seed), options.seed
+        its = sweep(
+            pools, settings, clock.machine, epochs=options.epochs, seed=seed, on_rollout=lambda s: advance(s.name, 1)
+        )
+        return Report(
+            report.tables(its),
+            report.recommendation(its),
+            report.notes(its, trace),
+            lambda subtitle, path: picture.draw(its, subtitle, path),
+            report.to_json(its, trace),
+        )
+
+    size = f"{groups} in {rollouts}, at most {trace.max_tokens:,} tokens."
+    return Job(origin, size, clock, "rollouts", len(settings) * num_rollouts, replay)
+
+
+def _rounds(options: Options, trace: Trace | None) -> Job:
+    if trace is None:
+        its = _distribution(options)
+        data: DataSet = GeneratedDataSet(its, options.seed)
+        origin, models, longest = _told(its), (), its.prompt_tokens + its.max_tokens
+    else:
+        data = TracedDataSet(trace, options.seed)
+        origin, models, longest = options.trace.name, trace.models, trace.longest_context
+    group_size = options.group_size or (trace and trace.group_size) or DEFAULT_GROUP_SIZE
+    clock = clock_of(options, models, longest)
+    settings = _round_settings(options, group_size)
+    conditions = RunConditions(
+        data, clock.machine, options.epochs, options.seed, options.message_delay_s, options.whole_epochs
+    )
+    epochs = "1 epoch" if options.epochs == 1 else f"{options.epochs:,} epochs"
+    per_round = settings[0].terms.prompts_per_round
+
+    def replay(advance: Advance) -> Report:
+        def on_round(setting: RoundSetting, done: RoundOutcome) -> None:
+            advance(setting.name, len(done.returned))
+
+        its = sweep_rounds(conditions, settings, on_round)
+        return Report(
+            rounds_report.tables(its),
+            rounds_report.summary(its),
+            rounds_report.notes(its, trace),
+            lambda subtitle, path: rounds_picture.draw(its, subtitle, path),
+            rounds_report.to_json(its),
+        )
+
+    size = f"{epochs} of {len(data.prompts):,} prompts, {per_round:,} of {group_size} answers a round."
+    return Job(origin, size, clock, "prompts returned", len(settings) * len(data.prompts) * options.epochs, replay)
+
+
+def _distribution(options: Options) -> LengthDistribution:
+    """Of --generate. Raises: FlagError."""
     try:
         return parse_distribution(options.generate or "")
     except ValueError as error:
         raise FlagError(f"--generate {options.generate!r}: {error}") from error
 
 
-def told(its: LengthDistribution) -> str:
+def _told(its: LengthDistribution) -> str:
     """A phrase for people."""
     return (
         f"generated, median {its.median:g} tokens, sigma {its.sigma:g} within and {its.prompt_sigma:g} between prompts"
@@ -93,11 +192,10 @@ def _settings(options: Options, trace: Trace, group_size: int, max_candidates: i
     pruning = {} if detection_length is None else {"detection_length": detection_length}
     if not options.settings:
         can_prune = trace.has_scores and trace.has_rewards and detection_length is not None
-        plan: PruningPlan | None = make_pruning_plan(pruning) if can_prune else None
-        return default_sweep(group_size, max_candidates, plan)
+        return default_sweep(group_size, max_candidates, make_pruning_plan(pruning) if can_prune else None)
     settings = [Setting(group_size)]
     for text in options.settings:
-        for alternative in alternatives(text):
+        for alternative in _alternatives(text):
             try:
                 setting = parse_setting(alternative, group_size, pruning)
                 setting.plan(max_candidates)
@@ -107,44 +205,26 @@ def _settings(options: Options, trace: Trace, group_size: int, max_candidates: i
     return list(dict.fromkeys(settings))
 
 
-def alternatives(text: str) -> list[str]:
+def _round_settings(options: Options, group_size: int) -> list[RoundSetting]:
+    settings: list[RoundSetting] = []
+    for text in options.rounds:
+        try:
+            if text.strip().isdecimal():
+                settings += default_rounds(int(text), group_size)
+            else:
+                settings += [parse_rounds(alternative, group_size) for alternative in _alternatives(text)]
+        except ValueError as error:
+            raise FlagError(f"--rounds {text!r}: {error}") from error
+    try:
+        return with_baselines(settings)
+    except ValueError as error:
+        raise FlagError(f"--rounds: {error}") from error
+
+
+def _alternatives(text: str) -> list[str]:
     """ "a=1|2,b=3" -> "a=1,b=3" and "a=2,b=3"."""
     parts = []
     for part in text.split(","):
         key, equals, values = part.partition("=")
         parts.append([f"{key}{equals}{value}" for value in values.split("|")])
     return [",".join(chosen) for chosen in product(*parts)]
-
-
-def _sweep(options: Options, trace: Trace, settings: list[Setting], machine: Machine, console: Console) -> Sweep:
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        TextColumn("{task.completed:.0f}/{task.total:.0f} rollouts"),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-    )
-    with progress:
-        row = progress.add_task("", total=len(settings) * len(trace.rollouts) * options.epochs)
-
-        def advance(setting: Setting) -> None:
-            progress.update(row, advance=1, description=escape(setting.name))
-
-        return sweep(
-            Pools(trace, options.seed), settings, machine, epochs=options.epochs, seed=options.seed, on_rollout=advance
-        )
-
-
-def _size(trace: Trace, group_size: int, epochs: int) -> str:
-    num_rollouts = len(trace.rollouts) * epochs
-    rollouts = "1 rollout" if num_rollouts == 1 else f"{num_rollouts:,} rollouts"
-    groups = f"{len(trace.prompts) * epochs:,} groups of {group_size}"
-    return f"{groups} in {rollouts}, at most {trace.max_tokens:,} tokens"
-
-
-def _title(outcome: Sweep) -> str:
-    fastest = outcome.fastest
-    if fastest is outcome.baseline:
-        return f"Nothing beats {fastest.setting.name} here"
-    return f"{fastest.setting.name}: {outcome.speed_up(fastest):.2f} times as fast as {outcome.baseline.setting.name}"

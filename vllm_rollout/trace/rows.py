@@ -90,6 +90,11 @@ class Trace:
         return max(caps) if caps else max(c.num_tokens for prompt in self.prompts for c in prompt.candidates)
 
     @property
+    def longest_context(self) -> int:
+        """The most tokens, its prompt's among them, of any candidate."""
+        return max(p.prompt_tokens + max(c.num_tokens for c in p.candidates) for p in self.prompts)
+
+    @property
     def num_stopped(self) -> int:
         """Candidates whose full length is not known."""
         return sum(c.is_stopped for prompt in self.prompts for c in prompt.candidates)

@@ -2,7 +2,7 @@
 
 A score is brought to s' in [0, 1] by the scale of its head's version (`scale.py`) and falls into one of B uniform bins,
 where labels of both kinds are counted; `success_bins.py` makes probabilities of the counts. A.4 itself, a logit's
-sigmoid and Laplace's smoothing, is kept as `method="paper"` for comparison (benchmarks/calibration.py).
+sigmoid and Laplace's smoothing, is kept as `method="paper"` for comparison.
 
 A label stays with the scale of the version that gave its score, and so do recent scores: when a head is trained on, or
 another one is put, what was learned holds for its scores at once.

@@ -1,15 +1,24 @@
-"""What a simulated run measures. Invariant: generated tokens = returned tokens + wasted tokens."""
+"""What simulated runs measure, and how far rounds change which prompts are trained on when.
+
+Tail batching returns every prompt once per epoch; what it changes is the order, in which short prompts come first
+(DARTS Appendix H calls that distribution bias).
+
+Invariant: generated tokens = returned tokens + wasted tokens; what is said of fairness is of what was returned.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import fmean
 
 import numpy as np
 
 from vllm_rollout.group.rounds.rounds import RoundKind
-from vllm_rollout.simulator.rounds.settings import RoundSetting
+from vllm_rollout.simulator.rounds.data import RunConditions
+from vllm_rollout.simulator.rounds.settings import RoundSetting, responses_only
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,3 +151,103 @@ def percentile_of_lengths(rounds: Sequence[RoundOutcome], percent: float) -> flo
     """Over all returned trajectories of these rounds."""
     lengths = [length for its in rounds for length in its.lengths]
     return float(np.percentile(lengths, percent)) if lengths else None
+
+
+@dataclass(frozen=True, slots=True)
+class RoundSweep:
+    outcomes: tuple[RunOutcome, ...]
+    """The synchronous one first."""
+    conditions: RunConditions
+
+    @property
+    def baseline(self) -> RunOutcome:
+        return self.outcomes[0]
+
+    @property
+    def fastest(self) -> RunOutcome:
+        return min(self.outcomes, key=lambda outcome: outcome.prompt_s)
+
+    @property
+    def span(self) -> str:
+        """What a mean round is a mean over."""
+        return "whole epochs" if self.conditions.whole_epochs else "whole periods of short and long rounds"
+
+    def speed_up(self, outcome: RunOutcome) -> float:
+        """Over synchronous rounds, per returned prompt, in whole periods."""
+        return self.baseline.prompt_s / outcome.prompt_s
+
+    def speed_up_of_run(self, outcome: RunOutcome) -> float:
+        """The same from the first round to the last."""
+        return self.baseline.seconds / outcome.seconds
+
+    def responses_only_of(self, outcome: RunOutcome) -> RunOutcome | None:
+        """The same groups in rounds that wait for all their prompts."""
+        wanted = responses_only(outcome.setting)
+        return next((its for its in self.outcomes if its.setting == wanted and its is not self.baseline), None)
+
+    def length_bias(self, outcome: RunOutcome) -> float:
+        """By what share returned trajectories are longer on average than those of synchronous rounds."""
+        mean = outcome.returned_tokens / sum(len(prompt.lengths) for prompt in outcome.returned)
+        baseline = self.baseline
+        return mean / (baseline.returned_tokens / sum(len(prompt.lengths) for prompt in baseline.returned)) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Fairness:
+    least_returns: int
+    """Of a prompt, over the whole run."""
+    most_returns: int
+    deferred_share: float
+    """Of prompts that were handed in: those that came back later than their round."""
+    mean_wait: float
+    """Rounds between being handed in and coming back, over all prompts."""
+    max_wait: int
+    order_correlation: float
+    """Rank correlation of a prompt's mean length and the round it came back in, within an epoch, mean over epochs."""
+    short_departure: float | None
+    """Mean over short rounds of (mean length of the round / mean length of the run) - 1; None without any."""
+    long_departure: float | None
+    """The same of long rounds."""
+    largest_departure: float
+    """The largest of any full round, without its sign."""
+
+
+def fairness_of(outcome: RunOutcome) -> Fairness:
+    returned = outcome.returned
+    counts = Counter(prompt.prompt_id for prompt in returned)
+    waits = [prompt.round - prompt.handed_in for prompt in returned]
+    epochs = sorted({prompt.epoch for prompt in returned})
+    correlations = []
+    for epoch in epochs:
+        own = [prompt for prompt in returned if prompt.epoch == epoch]
+        correlations.append(
+            rank_correlation([fmean(prompt.lengths) for prompt in own], [prompt.round for prompt in own])
+        )
+    mean = fmean(length for prompt in returned for length in prompt.lengths)
+    departures = {
+        kind: [fmean(its.lengths) / mean - 1 for its in outcome.of(kind) if its.lengths] for kind in ("short", "long")
+    }
+    return Fairness(
+        min(counts.values()),
+        max(counts.values()),
+        sum(wait > 0 for wait in waits) / len(waits),
+        fmean(waits),
+        max(waits),
+        fmean(correlations),
+        *(fmean(values) if values else None for values in departures.values()),
+        max((abs(value) for values in departures.values() for value in values), default=0.0),
+    )
+
+
+def rank_correlation(left: Sequence[float], right: Sequence[float]) -> float:
+    """Spearman's; equal values share their mean rank. 0 where one side does not vary."""
+    ranks = [_ranks(np.asarray(values)) for values in (left, right)]
+    if any(np.ptp(its) == 0 for its in ranks):
+        return 0.0
+    return float(np.corrcoef(*ranks)[0, 1])
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    last = np.cumsum(counts)
+    return (last - (counts - 1) / 2)[inverse]

@@ -2,44 +2,35 @@
 
 from __future__ import annotations
 
-import textwrap
 from pathlib import Path
 
-from vllm_rollout.simulator.picture import BASELINE, FASTEST, INK, KEEPING, LINE_CHARS, PLAIN, open_axes
-from vllm_rollout.simulator.report import duration
-from vllm_rollout.simulator.rounds.outcome import RunOutcome
-from vllm_rollout.simulator.rounds.sweep import RoundSweep
+from vllm_rollout.simulator.machine import duration
+from vllm_rollout.simulator.picture import BASELINE, FASTEST, KEEPING, PLAIN, open_axes, sheet
+from vllm_rollout.simulator.rounds.outcome import RoundSweep, RunOutcome
 
 SHORT, LONG = FASTEST, KEEPING
 MAX_ROUNDS = 40
 """Consecutive rounds that are drawn."""
 
 
-def draw(sweep: RoundSweep, title: str, subtitle: str, path: Path) -> None:
+def draw(sweep: RoundSweep, subtitle: str, path: Path) -> None:
     """Raises: OSError, or ValueError for a file ending that matplotlib does not know."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    style = {"font.size": 9.5, "text.color": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK}
-    with plt.rc_context({**style, "font.family": "DejaVu Sans"}):
-        bars_in = 0.42 * len(sweep.outcomes)
-        height = 1.75 + bars_in + 5.4
-        figure = plt.figure(figsize=(14, height), dpi=120, facecolor="white")
-        figure.text(0.02, 1 - 0.42 / height, title, size=17, weight="bold")
-        figure.text(0.02, 1 - 0.62 / height, textwrap.fill(subtitle, LINE_CHARS), size=10, va="top")
+    fastest = sweep.fastest
+    title = "Nothing beats synchronous rounds here"
+    if fastest is not sweep.baseline:
+        title = f"{fastest.setting.name}: {sweep.speed_up(fastest):.2f} times as fast as synchronous rounds"
+    bars_in = 0.42 * len(sweep.outcomes)
+    height = 1.75 + bars_in + 5.4
+    with sheet(path, title, subtitle, height) as figure:
         left = 0.03 + 0.0058 * max(len(outcome.setting.name) for outcome in sweep.outcomes)
         _draw_means(figure.add_axes((left, 5.6 / height, 0.97 - left, bars_in / height)), sweep)
-        drawn = sweep.fastest if sweep.fastest is not sweep.baseline else sweep.outcomes[-1]
+        drawn = fastest if fastest is not sweep.baseline else sweep.outcomes[-1]
         upper = figure.add_axes((0.06, 3.05 / height, 0.91, 1.95 / height))
         lower = figure.add_axes((0.06, 0.55 / height, 0.91, 1.95 / height), sharex=upper)
         unit = "steps" if sweep.conditions.machine.is_ideal else "seconds"
         _draw_rounds(upper, sweep, drawn, "seconds", f"time of consecutive rounds, {unit}: {drawn.setting.name}")
         _draw_rounds(lower, sweep, drawn, "max_tokens", "longest returned answer of each round, tokens")
         lower.set_xlabel("round")
-        figure.savefig(path)
-        plt.close(figure)
 
 
 def _draw_means(axes, sweep: RoundSweep) -> None:

@@ -25,8 +25,8 @@ from vllm_rollout.group.ranks.work import Work
 from vllm_rollout.group.rounds.round_progress import GroupEnd, RoundProgress
 from vllm_rollout.group.rounds.rounds import OpenRound
 from vllm_rollout.group.types import GroupResult
+from vllm_rollout.simulator.fleet import Mover
 from vllm_rollout.simulator.machine import Machine
-from vllm_rollout.simulator.mover import Mover
 from vllm_rollout.simulator.race import Race
 from vllm_rollout.simulator.rank import Closed, Left, Phase, Rank
 

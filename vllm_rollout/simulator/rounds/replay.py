@@ -6,37 +6,20 @@ Invariant: what is decided is decided by `group/`; a run depends on data set, se
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 
 from vllm_rollout.group.judging.judge import Judge
-from vllm_rollout.group.judging.ledger import Scoring
 from vllm_rollout.group.lengths.history import observed_lengths
 from vllm_rollout.group.plans.plan import GroupPlan
 from vllm_rollout.group.rounds.rounds import Entry, OpenRound, Run
 from vllm_rollout.group.types import GroupResult
-from vllm_rollout.simulator.machine import Machine
+from vllm_rollout.simulator.fleet import reward
 from vllm_rollout.simulator.planner import Planner
 from vllm_rollout.simulator.race import Race
-from vllm_rollout.simulator.replay import check_fits, placement_on, reward
-from vllm_rollout.simulator.rounds.outcome import ReturnedPrompt, RoundOutcome, RunOutcome
-from vllm_rollout.simulator.rounds.prompts import DataSet
+from vllm_rollout.simulator.rounds.data import HandIn, RunConditions, Trainer
+from vllm_rollout.simulator.rounds.outcome import ReturnedPrompt, RoundOutcome, RoundSweep, RunOutcome
 from vllm_rollout.simulator.rounds.race import RoundRace
 from vllm_rollout.simulator.rounds.settings import RoundSetting
-from vllm_rollout.simulator.rounds.trainer import HandIn, Trainer
-
-
-@dataclass(frozen=True, slots=True)
-class RunConditions:
-    """What all settings of a sweep have in common."""
-
-    data: DataSet
-    machine: Machine
-    epochs: int = 1
-    seed: int = 0
-    message_s: float = 0.0
-    """Between an engine and its API process, each way."""
-    whole_epochs: bool = False
-    """Everything of an epoch comes back before the next one begins."""
 
 
 def replay_run(
@@ -59,7 +42,7 @@ class _RunReplay:
         self._prompts = {prompt.id: prompt for prompt in its.data.prompts}
         self._planner = Planner(setting.group, its.machine)
         self._judges = [Judge() for _ in range(its.machine.num_ranks)]
-        self._placement = placement_on(its.machine)
+        self._placement = its.machine.new_placement()
         self._run = Run(setting.terms)
         self._trainer = Trainer(its.data.prompts, its.epochs, its.seed, whole_epochs=its.whole_epochs)
         self._handed_in: dict[int, int] = {}
@@ -98,10 +81,7 @@ class _RunReplay:
     def _race(self, opened: OpenRound, entry: Entry, plan: GroupPlan) -> Race:
         prompt = self._prompts[entry.prompt_id]
         pool = self._its.data.candidates(prompt, entry.prompt.epoch, entry.num_deferred, plan.num_candidates)
-        check_fits(self._its.machine, prompt.id, prompt.prompt_tokens + max(c.num_tokens for c in pool))
-        scoring = plan.pruning and Scoring(opened.key, prompt.id, self._its.seed)
-        lengths = self._planner.known(prompt)
-        return Race(prompt.id, plan, pool, prompt.prompt_tokens, scoring, None, lengths, prompt.max_tokens)
+        return self._planner.race(prompt, plan, pool, opened.key, self._its.seed)
 
     def _learn(self, key: str, races: Sequence[Race], race: RoundRace) -> None:
         if self._setting.asks_history or self._its.machine.num_ranks > 1:
@@ -146,3 +126,16 @@ class _RunReplay:
         return ReturnedPrompt(
             entry.prompt_id, entry.prompt.epoch, self._handed_in[entry.number], opened.number, lengths
         )
+
+
+def sweep_rounds(
+    conditions: RunConditions,
+    settings: Sequence[RoundSetting],
+    on_round: Callable[[RoundSetting, RoundOutcome], None] = lambda setting, done: None,
+) -> RoundSweep:
+    """Many ways of running a run on one data set; the first is the baseline of the comparison.
+
+    Raises: ValueError, or PlanError, which names the setting's field.
+    """
+    outcomes = [replay_run(conditions, setting, partial(on_round, setting)) for setting in settings]
+    return RoundSweep(tuple(outcomes), conditions)

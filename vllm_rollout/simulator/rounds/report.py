@@ -6,18 +6,19 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from vllm_rollout.simulator.report import count, duration, left_out
-from vllm_rollout.simulator.rounds.fairness import Fairness, fairness_of
+from vllm_rollout.simulator.machine import duration
+from vllm_rollout.simulator.report import count, ideal_times, left_out, preemptions, table_of
 from vllm_rollout.simulator.rounds.outcome import (
+    Fairness,
+    RoundSweep,
     RunOutcome,
+    fairness_of,
     mean_of_longest,
     mean_seconds,
     percentile_of_lengths,
 )
-from vllm_rollout.simulator.rounds.sweep import RoundSweep
 from vllm_rollout.trace.rows import Trace
 
 Column = tuple[str, Callable[[RunOutcome], str]]
@@ -72,23 +73,12 @@ def tables(sweep: RoundSweep) -> list[Table]:
         ("\nlong", said(lambda f: _departure(f.long_departure))),
         ("\nfarthest", said(lambda f: f"{f.largest_departure:.0%}")),
     ]
-    return [
-        _table(f"Time of a round, over {sweep.span}", times, sweep),
-        _table("Lengths of returned answers, in tokens; longest: mean over rounds", lengths, sweep),
-        _table("Which prompts come back when, and how far a round's mean length is from the run's", order, sweep),
-    ]
-
-
-def _table(title: str, columns: list[Column], sweep: RoundSweep) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("")
-    for name, value in columns:
-        widest = max(map(len, [*name.split("\n"), *map(value, sweep.outcomes)]))
-        table.add_column(name, justify="right", no_wrap=True, min_width=widest)
-    for outcome in sweep.outcomes:
-        style = "bold" if outcome is sweep.fastest else ""
-        table.add_row(outcome.setting.name, *(value(outcome) for _, value in columns), style=style)
-    return table
+    told = {
+        f"Time of a round, over {sweep.span}": times,
+        "Lengths of returned answers, in tokens; longest: mean over rounds": lengths,
+        "Which prompts come back when, and how far a round's mean length is from the run's": order,
+    }
+    return [table_of(title, columns, sweep.outcomes, [sweep.fastest]) for title, columns in told.items()]
 
 
 def _tokens(value: float | None) -> str:
@@ -127,44 +117,28 @@ def notes(sweep: RoundSweep, trace: Trace | None) -> list[str]:
                 f"{trace.num_stopped:,} recorded candidates were stopped, and the rest of their lengths is drawn. "
                 "Record with early_stop false and without pruning to avoid that."
             )
-    if sweep.conditions.machine.is_ideal:
-        said.append(
-            "No --profile: every step takes the same time, whatever is in it. Times are in steps, not seconds, and "
-            "speculation looks cheaper than it is."
-        )
+    said += ideal_times(sweep.conditions.machine, "speculation looks cheaper than it is")
     partial = [outcome.setting.name for outcome in sweep.outcomes if not outcome.has_full_period]
     if partial:
         said.append(
             f"{', '.join(partial)}: the queue never filled a long round before the prompts ended. The mean round is "
             "one of the whole run, with the rounds that end it. Run more prompts or epochs."
         )
-    if num_preemptions := max(outcome.num_preemptions for outcome in sweep.outcomes):
-        said.append(f"The KV cache was too small for what ran; most preemptions in a setting: {num_preemptions:,}.")
-    return said
+    return said + preemptions(sweep.outcomes)
 
 
-def to_json(sweep: RoundSweep, source: dict[str, Any], said: list[str]) -> dict[str, Any]:
-    """Everything, for a program. `source` says where lengths and times come from."""
+def to_json(sweep: RoundSweep) -> dict[str, Any]:
+    """Everything, for a program."""
     conditions = sweep.conditions
-    machine = conditions.machine
     return {
-        **source,
-        "time_unit": "steps" if machine.is_ideal else "seconds",
+        **conditions.machine.described(),
         "num_prompts": len(conditions.data.prompts),
-        "epochs": conditions.epochs,
-        "seed": conditions.seed,
         "message_delay": conditions.message_s,
         "whole_epochs": conditions.whole_epochs,
-        "num_ranks": machine.num_ranks,
-        "max_num_seqs": machine.num_slots,
-        "kv_capacity_tokens": machine.kv_capacity_tokens,
-        "migration": machine.migration,
-        "scale_down": machine.scale_down,
         "baseline": sweep.baseline.setting.name,
         "settings": [described(sweep, outcome) for outcome in sweep.outcomes],
         "fastest": sweep.fastest.setting.name,
         "summary": summary(sweep),
-        "notes": said,
     }
 
 

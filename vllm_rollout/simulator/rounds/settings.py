@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,8 +11,7 @@ from vllm_rollout.group.plans.plan import GroupPlan
 from vllm_rollout.group.plans.rows import rows
 from vllm_rollout.group.rounds.rounds import RunTerms
 from vllm_rollout.simulator.settings import FIELDS as GROUP_FIELDS
-from vllm_rollout.simulator.settings import Setting, setting_of
-from vllm_rollout.simulator.written import written_fields
+from vllm_rollout.simulator.settings import Setting, setting_of, written_fields
 
 TERMS = {field: row for field, row in rows(RunFields).items() if field != "group_size"}
 FIELDS = {**TERMS, **{field: row for field, row in GROUP_FIELDS.items() if field != "group_size"}}
@@ -83,6 +83,21 @@ def synchronous(terms: RunTerms) -> RoundSetting:
 def responses_only(setting: RoundSetting) -> RoundSetting:
     """The same groups without prompts to spare."""
     return replace(setting, terms=replace(setting.terms, prompt_speculation=1.0, queue_order="first_in"), label="")
+
+
+def with_baselines(settings: Sequence[RoundSetting]) -> list[RoundSetting]:
+    """Each of them once, behind what it is compared with.
+
+    Raises: ValueError when they return different numbers of prompts.
+    """
+    sizes = sorted({setting.terms.prompts_per_round for setting in settings})
+    if len(sizes) > 1:
+        raise ValueError(
+            f"prompts_per_round must be the same in all settings, got {', '.join(map(str, sizes))}: rounds that return "
+            "different numbers of prompts cannot be compared"
+        )
+    baselines = [synchronous(settings[0].terms), *map(responses_only, settings)]
+    return list(dict.fromkeys([*baselines, *settings]))
 
 
 def default_rounds(prompts_per_round: int, group_size: int) -> list[RoundSetting]:
