@@ -252,13 +252,17 @@ def test_api_key_is_sent():
 
 
 def test_waits_are_as_stated():
-    with RolloutClient() as client:
-        waits = client._request(client._http, "GET", "/", None, None).extensions["timeout"]
-        assert waits == {"connect": 10.0, "read": None, "write": None, "pool": None}
-        waits = client._request(client._http, "GET", "/", None, 5.0).extensions["timeout"]
-        assert waits == {"connect": 10.0, "read": 5.0, "write": None, "pool": None}
-    with RolloutClient(connect_timeout_s=1, read_timeout_s=2) as client:
-        assert client._http.timeout == httpx.Timeout(None, connect=1, read=2)
+    seen: list[dict[str, float | None]] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append(request.extensions["timeout"])
+        return httpx.Response(404)
+
+    for settings, timeout in (({}, None), ({}, 5.0), ({"connect_timeout_s": 1, "read_timeout_s": 2}, None)):
+        with RolloutClient(transport=httpx.MockTransport(answer), **settings) as client, pytest.raises(RolloutError):
+            client.rollout(["p"], 1, timeout=timeout)
+    assert [(waits.pop("connect"), waits.pop("read")) for waits in seen] == [(10.0, None), (10.0, 5.0), (1, 2)]
+    assert seen == [{"write": None, "pool": None}] * 3
 
 
 @contextmanager
