@@ -14,7 +14,7 @@ from vllm_rollout.adapter.api.client.client import RolloutAsyncLLM
 from vllm_rollout.adapter.api.engine.engine import VLLMEngine
 from vllm_rollout.group.plans.plan import GroupPlan
 from vllm_rollout.group.plans.prompt_key import seed_for
-from vllm_rollout.server.engine import PreparedPrompt
+from vllm_rollout.server.engine import GroupOrder, PreparedPrompt
 
 
 class SeededLLM(SteppedLLM):
@@ -43,8 +43,7 @@ def test_a_prompt_of_a_rollout_has_a_seed_of_its_own_and_its_candidates_those_th
 
     async def run() -> None:
         prompt = PreparedPrompt("p", [5] * 20, ([3, 4], params, None))
-        plan, terms = GroupPlan(2), {"rollout_id": "r", "seed_name": "q1", "pruning_seed": 1}
-        events = SteppedEngine(llm).run_group("g", plan, prompt, stream_tokens=None, **terms)
+        events = SteppedEngine(llm).run_group(GroupOrder("g", "r", GroupPlan(2), prompt, "q1", 1))
         group = asyncio.create_task(_all(events))
         await let_everybody_run()
         await llm.step_to_the_end()

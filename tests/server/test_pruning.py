@@ -150,9 +150,9 @@ async def test_chance_depends_on_the_sampling_seed_and_the_prompt_and_is_fresh_w
     seeds = []
     run_group = FakeEngine.run_group
 
-    def spy(self, *args, pruning_seed, **fields):
-        seeds.append(pruning_seed)
-        return run_group(self, *args, pruning_seed=pruning_seed, **fields)
+    def spy(self, order):
+        seeds.append(order.pruning_seed)
+        return run_group(self, order)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FakeEngine, "run_group", spy)
