@@ -27,7 +27,6 @@ from vllm_rollout.server.answers import (
     TrajectoryEvent,
     UnselectedCandidate,
 )
-from vllm_rollout.server.slices import Slices
 
 LARGE_TOKENS = 2048
 """Tokens from which on a thread is worth its switch: 0.1 ms of encoding."""
@@ -106,15 +105,6 @@ class GroupsInJson:
 
 def _in_order(parts: list[tuple[int, bytes]]) -> list[msgspec.Raw]:
     return [msgspec.Raw(json) for _, json in sorted(parts)]
-
-
-async def in_slices(items: Iterable[BaseModel]) -> list[bytes]:
-    """The JSON of each of many small things, with turns for others in between."""
-    parts, slices = [], Slices()
-    for item in items:
-        parts.append(to_json(item))
-        await slices.turn()
-    return parts
 
 
 def filled(envelope: BaseModel, field: str, items: Iterable[bytes]) -> list[bytes]:

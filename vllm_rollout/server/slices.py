@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+Item = TypeVar("Item")
+Made = TypeVar("Made")
 
 SLICE_S = 0.005
 """Work between two turns of the others."""
@@ -19,3 +24,12 @@ class Slices:
         if time.monotonic() - self._began_s >= SLICE_S:
             await asyncio.sleep(0)
             self._began_s = time.monotonic()
+
+
+async def each(items: Iterable[Item], make: Callable[[Item], Made]) -> list[Made]:
+    """What `make` makes of each of many items."""
+    made, slices = [], Slices()
+    for item in items:
+        made.append(make(item))
+        await slices.turn()
+    return made

@@ -38,7 +38,8 @@ from vllm_rollout.server.learning.body import (
 )
 from vllm_rollout.server.learning.prompts import DEFAULT_PAGE, MAX_PAGE, PromptsAnswer
 from vllm_rollout.server.learning.service import LearningService
-from vllm_rollout.server.serialised import PartsResponse, filled, in_slices
+from vllm_rollout.server.serialised import PartsResponse, filled, to_json
+from vllm_rollout.server.slices import each
 
 BYTES = "application/octet-stream"
 
@@ -72,6 +73,11 @@ def _learning(request: Request) -> LearningService:
     return service
 
 
+async def _in_parts(answer: RewardsAnswer | NamedRewardsAnswer) -> Response:
+    results = await each(answer.results, to_json)
+    return PartsResponse(filled(answer.model_copy(update={"results": []}), "results", results))
+
+
 @router.post(
     "/v1/rollouts/{rollout_id}/rewards",
     summary="What the trajectories of a rollout were worth",
@@ -86,7 +92,7 @@ repeat: a (prompt_id, index) learns from its first reward; the same one again is
 )
 async def post_rewards(rollout_id: str, body: RewardsRequest, request: Request) -> Response:
     answer = await request.app.state.run_service.rewards.post(rollout_id, body)
-    return PartsResponse(filled(answer.model_copy(update={"results": []}), "results", await in_slices(answer.results)))
+    return await _in_parts(answer)
 
 
 @router.post(
@@ -101,7 +107,7 @@ that no candidate is known by is `unknown`. Clients with different API keys do n
 )
 async def post_named_rewards(body: NamedRewardsRequest, request: Request) -> Response:
     answer = await request.app.state.run_service.rewards.post_named(body, client_namespace())
-    return PartsResponse(filled(answer.model_copy(update={"results": []}), "results", await in_slices(answer.results)))
+    return await _in_parts(answer)
 
 
 @router.get(
