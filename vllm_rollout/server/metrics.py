@@ -6,9 +6,9 @@ The prefix is `vllm_rollout:`, not `vllm:`: vLLM unregisters every name of that 
 from __future__ import annotations
 
 from collections import Counter as Counts
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, TypeVar, get_args
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
@@ -44,22 +44,25 @@ ALLOCATION_BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 64, 128, 256)
 SURVIVAL_BUCKETS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1)
 
 
+Metric = TypeVar("Metric", Counter, Histogram)
+
+
+def begun(metric: Metric, labels: Mapping[str, Iterable[str]]) -> Metric:
+    """With a series of each value that its label is known to take, from 0 on."""
+    for value in chain(*labels.values()):
+        metric.labels(value)
+    return metric
+
+
 class Metrics:
     """What an API process has seen of groups, scores and rewards."""
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         def counter(name: str, help: str, **labels: Iterable[str]) -> Counter:
-            """One of each value that its label is known to take, from 0 on."""
-            made = Counter(f"{PREFIX}{name}", help, tuple(labels), registry=registry)
-            for value in chain(*labels.values()):
-                made.labels(value)
-            return made
+            return begun(Counter(f"{PREFIX}{name}", help, tuple(labels), registry=registry), labels)
 
         def histogram(name: str, help: str, buckets: Sequence[float], **labels: Iterable[str]) -> Histogram:
-            made = Histogram(f"{PREFIX}{name}", help, tuple(labels), buckets=buckets, registry=registry)
-            for value in chain(*labels.values()):
-                made.labels(value)
-            return made
+            return begun(Histogram(f"{PREFIX}{name}", help, tuple(labels), buckets=buckets, registry=registry), labels)
 
         def gauge(name: str, help: str, *labels: str) -> Gauge:
             # Of several API processes the one that looked last knows best.

@@ -16,7 +16,7 @@ from vllm_rollout.group.rounds.round_progress import DeferReason
 from vllm_rollout.group.types import Ending, GroupResult, HeadKey
 from vllm_rollout.server.admin import AdminKey
 from vllm_rollout.server.answers import DoneEvent, Event, RanksFreeEvent, RolloutAnswer
-from vllm_rollout.server.engine import Engine, GroupOrder, Outlook, RequestError
+from vllm_rollout.server.engine import Engine, GroupOrder, MovesPart, Outlook, RequestError
 from vllm_rollout.server.fan_in import FanIn
 from vllm_rollout.server.launch import Launcher, Places
 from vllm_rollout.server.learning.service import LearningService
@@ -75,6 +75,11 @@ class RolloutService:
         Raises: RequestError that names the field.
         """
         return await self._preparation.rollout(request)
+
+    @property
+    def moves(self) -> MovesPart:
+        """Of the engine: its ranks."""
+        return self._engine.moves
 
     @property
     def progress(self) -> Progress:

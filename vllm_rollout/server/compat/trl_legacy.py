@@ -20,7 +20,7 @@ from pydantic import Field, StrictInt, StrictStr
 from vllm_rollout.server.body import Body
 from vllm_rollout.server.boundary import RolloutRoute
 from vllm_rollout.server.engine import RequestError
-from vllm_rollout.server.event_stream import CLIENT_CLOSED_REQUEST, unless_disconnected
+from vllm_rollout.server.serialised import CLIENT_CLOSED_REQUEST, unless_disconnected
 
 PASSED_ON = ("authorization", "x-data-parallel-rank", "x-request-id")
 
