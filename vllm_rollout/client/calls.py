@@ -90,7 +90,7 @@ class _Models(BaseModel):
     data: list[_Model]
 
 
-_adapter = cache(TypeAdapter)
+_adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
 
 def typed(form: type[T]) -> Callable[[httpx.Response], T]:

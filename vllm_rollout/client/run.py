@@ -185,7 +185,7 @@ class AsyncRun:
                 yield event
 
     async def rounds(
-        self, prompts: Iterable[PromptLike], *, epoch: int | None = None, **options: Any
+        self, /, prompts: Iterable[PromptLike], *, epoch: int | None = None, **options: Any
     ) -> AsyncGenerator[RoundAnswer, None]:
         """Rounds over all of `prompts`, short and long as the run says, until each of them is back.
 

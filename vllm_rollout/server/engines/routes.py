@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from http import HTTPStatus
 from typing import Annotated
 
@@ -87,7 +86,15 @@ async def drain_engine(rank: Rank, request: Request, body: DrainRequest = DEFAUL
     drained = await unless_disconnected(request.receive, _moves(rank, request).drain(rank, body.timeout_s))
     if drained is None:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
-    return _json(DrainAnswer(rank=rank, state=state_of(drained.is_held, drained.num_left), **asdict(drained)))
+    answer = DrainAnswer(
+        rank=rank,
+        state=state_of(drained.is_held, drained.num_left),
+        num_moved=drained.num_moved,
+        num_left=drained.num_left,
+        reasons=dict(drained.reasons),
+        seconds=drained.seconds,
+    )
+    return _json(answer)
 
 
 @router.post(
