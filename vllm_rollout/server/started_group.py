@@ -156,7 +156,8 @@ class StartedGroup:
     def _trajectory(self, end: CandidateEnd) -> TrajectoryEvent:
         rollout = self._rollout
         self._told.add(end.ending.index)
-        trajectory = trajectory_of(end, rollout.wanted, self.plan.group, rollout.current_version)
+        began_with = None if rollout.resumption is None else rollout.resumption.weight_version
+        trajectory = trajectory_of(end, rollout.wanted, self.plan.group, began_with)
         if trajectory.off_policy:
             self._off_policy.add(trajectory.index)
         return TrajectoryEvent(**self._names, trajectory=trajectory)
