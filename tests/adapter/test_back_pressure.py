@@ -29,7 +29,7 @@ from vllm_rollout.adapter.api.engine.engine import sampled_logprobs
 from vllm_rollout.adapter.core.scheduler import RolloutScheduler
 from vllm_rollout.group.plans.plan import GroupPlan
 from vllm_rollout.group.plans.pruning_plan import PruningPlan
-from vllm_rollout.server.engine import CandidateEnd, CandidateTokens, PreparedPrompt
+from vllm_rollout.server.engine import CandidateEnd, CandidateTokens, GroupOrder, PreparedPrompt
 
 pytestmark = pytest.mark.anyio
 
@@ -192,9 +192,8 @@ def run_with_pauses(
         may_read = asyncio.Semaphore(0)
 
         async def read() -> None:
-            stream = SteppedEngine(llm).run_group(
-                "g", plan, prompt, stream_tokens=stream_tokens, rollout_id="r", seed_name="p", pruning_seed=1
-            )
+            order = GroupOrder("g", "r", plan, prompt, "p", 1, stream_tokens=stream_tokens)
+            stream = SteppedEngine(llm).run_group(order)
             async with aclosing(stream):
                 async for happening in stream:
                     await may_read.acquire()

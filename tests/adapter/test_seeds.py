@@ -12,7 +12,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from vllm_rollout.group.plans.plan import GroupPlan
 from vllm_rollout.group.plans.prompt_key import seed_for
-from vllm_rollout.server.engine import PreparedPrompt
+from vllm_rollout.server.engine import GroupOrder, PreparedPrompt
 
 pytestmark = pytest.mark.anyio
 
@@ -26,8 +26,7 @@ async def test_a_prompt_of_a_rollout_has_a_seed_of_its_own_and_its_candidates_th
     llm = SteppedLLM(new_run())
     params = SamplingParams(seed=seed, max_tokens=9, detokenize=False)
     prompt = PreparedPrompt("p", [5] * 20, ([3, 4], params, None))
-    plan, terms = GroupPlan(2), {"rollout_id": "r", "seed_name": "q1", "pruning_seed": 1}
-    events = SteppedEngine(llm).run_group("g", plan, prompt, stream_tokens=None, **terms)
+    events = SteppedEngine(llm).run_group(GroupOrder("g", "r", GroupPlan(2), prompt, "q1", 1))
     group = asyncio.create_task(_all(events))
     await let_everybody_run()
     await llm.step_to_the_end()

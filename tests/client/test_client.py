@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import aclosing, closing, contextmanager
 from inspect import signature
 from pathlib import Path
@@ -252,13 +252,17 @@ def test_api_key_is_sent():
 
 
 def test_waits_are_as_stated():
-    with RolloutClient() as client:
-        waits = client._request(client._http, "GET", "/", None, None).extensions["timeout"]
-        assert waits == {"connect": 10.0, "read": None, "write": None, "pool": None}
-        waits = client._request(client._http, "GET", "/", None, 5.0).extensions["timeout"]
-        assert waits == {"connect": 10.0, "read": 5.0, "write": None, "pool": None}
-    with RolloutClient(connect_timeout_s=1, read_timeout_s=2) as client:
-        assert client._http.timeout == httpx.Timeout(None, connect=1, read=2)
+    seen: list[dict[str, float | None]] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append(request.extensions["timeout"])
+        return httpx.Response(404)
+
+    for settings, timeout in (({}, None), ({}, 5.0), ({"connect_timeout_s": 1, "read_timeout_s": 2}, None)):
+        with RolloutClient(transport=httpx.MockTransport(answer), **settings) as client, pytest.raises(RolloutError):
+            client.rollout(["p"], 1, timeout=timeout)
+    assert [(waits.pop("connect"), waits.pop("read")) for waits in seen] == [(10.0, None), (10.0, 5.0), (1, 2)]
+    assert seen == [{"write": None, "pool": None}] * 3
 
 
 @contextmanager
@@ -288,31 +292,18 @@ def http_answer(body: bytes, kind: str = "application/json", length: int | None 
 MODELS = http_answer(b'{"data": [{"id": "m"}]}')
 
 
-def run_models(url: str, **settings: Any) -> list[str]:
+def models(url: str, **settings: Any) -> list[str]:
     with RolloutClient(url, **settings) as client:
         return client.models()
 
 
-def run_models_async(url: str, **settings: Any) -> list[str]:
-    async def run() -> list[str]:
-        async with AsyncRolloutClient(url, **settings) as client:
-            return await client.models()
-
-    return asyncio.run(run())
-
-
-both_kinds = pytest.mark.parametrize("models", [run_models, run_models_async])
-
-
-@both_kinds
-def test_connection_lost_before_the_answer_is_retried(models: Callable[..., list[str]]):
+def test_connection_lost_before_the_answer_is_retried():
     with raw_server([b"", b"", MODELS]) as (url, received):
         assert models(url, **FAST) == ["m"]
     assert len(received) == 3
 
 
-@both_kinds
-def test_connection_refused_is_retried_then_told(models: Callable[..., list[str]]):
+def test_connection_refused_is_retried_then_told():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     with pytest.raises(RolloutError, match="in 3 attempts") as raised:
@@ -321,8 +312,7 @@ def test_connection_refused_is_retried_then_told(models: Callable[..., list[str]
     assert "vllm-rollout serve" in raised.value.message
 
 
-@both_kinds
-def test_connection_lost_within_the_answer_is_not_retried(models: Callable[..., list[str]]):
+def test_connection_lost_within_the_answer_is_not_retried():
     with (
         raw_server([http_answer(b'{"data"', length=100)]) as (url, received),
         pytest.raises(RolloutError, match=r"incomplete|peer closed"),
@@ -444,13 +434,9 @@ def test_health_is_false_without_a_server_or_an_engine(client: RolloutClient, ap
     assert not client.health()
     with pytest.raises(TimeoutError, match=r"not ready within 0\.05 s"):
         client.wait_until_ready(0.05)
-    with RolloutClient("http://127.0.0.1:9") as nobody:
-        assert not nobody.health()
-
-
-def test_wait_until_ready_returns_when_the_engine_is(client: RolloutClient, app):
-    app.state.healthy = False
     timer = threading.Timer(0.1, lambda: setattr(app.state, "healthy", True))
     timer.start()
     client.wait_until_ready(5)
     timer.join()
+    with RolloutClient("http://127.0.0.1:9") as nobody:
+        assert not nobody.health()

@@ -12,8 +12,8 @@ import pytest
 from tests.server.conftest import make_app, serving, wait_until
 from tests.server.fake_engine import FakeEngine
 from vllm_rollout import AsyncRolloutClient, AsyncRun, RolloutClient, RolloutError, Run
+from vllm_rollout.client.run import RoundFeed
 from vllm_rollout.client.run_calls import named
-from vllm_rollout.client.run_feed import RoundFeed
 from vllm_rollout.server.answers import DeferredEvent, GroupEvent, RoundDoneEvent, RoundEvent
 
 

@@ -21,7 +21,7 @@ from vllm.sampling_params import SamplingParams
 from conformance.recording import samples
 from vllm_rollout.group.plans.plan import GroupPlan
 from vllm_rollout.group.plans.xargs import plan_from_xargs, rollout_xargs
-from vllm_rollout.server.compat.trl_legacy_body import ChatBody, GenerateBody
+from vllm_rollout.server.compat.trl_legacy import ChatBody, GenerateBody
 from vllm_rollout.server.learning.body import RewardsRequest
 from vllm_rollout.server.protocol import RolloutRequest
 

@@ -18,7 +18,6 @@ from fastapi import FastAPI, Response
 from prometheus_client import CollectorRegistry, generate_latest
 
 from vllm_rollout import RolloutClient
-from vllm_rollout.server.engines.service import EnginesService
 from vllm_rollout.server.metrics import Metrics
 from vllm_rollout.server.recorder import TraceRecorder
 from vllm_rollout.server.routes import router
@@ -58,7 +57,6 @@ def make_app(
     store = RunStore(database)
     parallelism = None if make_parallelism is None else make_parallelism(metrics)
     app.state.run_service = RunService(app.state.rollout_service, engine, store, metrics, num_processes, parallelism)
-    app.state.engines_service = EnginesService(engine.moves, lambda: app.state.rollout_service.progress)
     app.state.healthy = True
 
     @app.get("/health", include_in_schema=False)

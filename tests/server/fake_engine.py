@@ -18,16 +18,14 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError
 
 from vllm_rollout.group.judging.ledger import Scoring
-from vllm_rollout.group.plans.plan import GroupPlan
 from vllm_rollout.group.racing.lifecycle import Group
-from vllm_rollout.group.racing.race import RacePlace
 from vllm_rollout.group.step.step import GroupSteps
 from vllm_rollout.group.types import BASE_MODEL, WHOLE, CandidateId, CandidateState, Ending, EndReason, HeldGroups
 from vllm_rollout.server.engine import (
-    Beginnings,
     CandidateEnd,
     CandidateTokens,
     GroupLost,
+    GroupOrder,
     Outlook,
     PreparedPrompt,
     PromptInput,
@@ -172,26 +170,20 @@ class FakeEngine:
             prepared.append(PreparedPrompt(prompt.id, token_ids, handle, max_tokens, refusal))
         return model or MODEL, prepared
 
-    async def run_group(
-        self,
-        group_id: str,
-        plan: GroupPlan,
-        prompt: PreparedPrompt,
-        *,
-        stream_tokens: int | None,
-        rollout_id: str,
-        seed_name: str,
-        pruning_seed: int,
-        place: RacePlace | None = None,
-        beginnings: Beginnings | None = None,
-        outlook: Outlook | None = None,
-        prompt_key: str = "",
-    ) -> AsyncGenerator[CandidateTokens | CandidateEnd, None]:
-        self.outlooks[prompt.id] = outlook
+    async def run_group(self, order: GroupOrder) -> AsyncGenerator[CandidateTokens | CandidateEnd, None]:
+        group_id, plan, prompt, stream_tokens = order.group_id, order.plan, order.prompt, order.stream_tokens
+        place, beginnings = order.place, order.beginnings
+        self.outlooks[prompt.id] = order.outlook
         handle: Handle = prompt.handle
         scoring = None
         if plan.pruning is not None:
-            scoring = Scoring(rollout_id, prompt.id, pruning_seed, prompt_key=prompt_key, adapter=handle.adapter)
+            scoring = Scoring(
+                order.rollout_id,
+                prompt.id,
+                order.pruning_seed,
+                prompt_key=order.prompt_key,
+                adapter=handle.adapter,
+            )
         group_steps = GroupSteps(self.learning.judge)
         if place is not None:
             group_steps = self.races.setdefault(place.race_id, group_steps)
@@ -202,7 +194,7 @@ class FakeEngine:
         def launch(index: int) -> Group:
             name = f"{group_id}-c{index}"
             id, group = group_steps.launch(group_id, plan.terms, index, request_id=name, scoring=scoring, place=place)
-            running[id] = self.candidates[id] = self._candidate(index, prompt, seed_name, started.get(index, ()))
+            running[id] = self.candidates[id] = self._candidate(index, prompt, order.seed_name, started.get(index, ()))
             self.num_launched += 1
             return group
 

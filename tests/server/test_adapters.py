@@ -1,6 +1,5 @@
 """What is learned is kept by served name: rollouts, rewards, lengths, heads and reports of one adapter are its own."""
 
-import asyncio
 import json
 import struct
 
@@ -8,7 +7,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from vllm_rollout import AsyncRolloutClient, RolloutClient
+from vllm_rollout import RolloutClient
 from vllm_rollout.config import MAX_ADAPTERS
 from vllm_rollout.group.types import HeadKey
 from vllm_rollout.server.learning.body import HEAD_HEADER
@@ -162,7 +161,7 @@ async def test_gauges_name_the_adapter_and_their_number_is_bounded(http):
     assert (await gauges(http, "head_version"))[""] == 0
 
 
-def test_the_clients_ask_by_name(client: RolloutClient, server_url):
+def test_the_client_asks_by_name(client: RolloutClient):
     for number in range(8):
         answer = client.rollout(
             ["x"], group_size=4, model="a", pruning={"detection_length": 2, "mode": "shadow"},
@@ -174,11 +173,4 @@ def test_the_clients_ask_by_name(client: RolloutClient, server_url):
     assert client.prompts(model="a").num_prompts == 1
     assert client.prompts().num_prompts == 0
     assert client.set_quality_head(head.weights, model="b").adapter == "b"
-
-    async def run() -> None:
-        async with AsyncRolloutClient(server_url) as other:
-            again = await other.quality_head(2, "b")
-            assert metadata_of(again.weights) == metadata_of(head.weights)
-            assert (await other.prompts(model="b")).num_prompts == 0
-
-    asyncio.run(run())
+    assert metadata_of(client.quality_head(2, "b").weights) == metadata_of(head.weights)

@@ -52,11 +52,6 @@ async def test_with_the_key_it_is_the_body_that_counts(guarded, http: httpx.Asyn
     assert answer.status_code == 422
 
 
-@pytest.mark.parametrize("path", PUTS)
-async def test_without_a_key_on_the_server_none_is_needed(http: httpx.AsyncClient, path):
-    assert (await http.put(path, content=b"no such thing")).status_code == 422
-
-
 async def test_nothing_else_needs_the_key(guarded, http: httpx.AsyncClient):
     assert (await http.get("/v1/rollouts/state")).status_code == 200
     body = {"prompts": [{"prompt": "a"}], "group_size": 1}

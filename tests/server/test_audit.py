@@ -65,11 +65,6 @@ async def test_a_run_with_one_seed_and_one_batch_has_its_share_of_audits(http):
     assert [number for number, audit in enumerate(marks) if audit] == [0, 13, 34]
 
 
-async def test_a_seed_repeats_its_audits_of_single_groups(http):
-    settings = {"sampling": {"seed": 3}, "audit_ratio": 0.3, "audit_unit": "group", "redundancy": 1}
-    assert await audits_of(http, **settings) == await audits_of(http, **settings)
-
-
 async def test_only_what_learns_is_audited_unless_a_request_says_so():
     transport = httpx.ASGITransport(make_app(FakeEngine(), audit_ratio=1.0))
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:

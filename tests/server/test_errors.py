@@ -42,15 +42,10 @@ BAD = {
     # name: body, status, param, words of the message
     "group_size_missing": (without("group_size"), 422, "group_size", ["required", "1 to 4096"]),
     "group_size_0": (body(group_size=0), 422, "group_size", ["got 0", "1 to 4096"]),
-    "group_size_negative": (body(group_size=-3), 422, "group_size", ["got -3", "1 to 4096"]),
     "group_size_huge": (body(group_size=10**30), 422, "group_size", ["1000000", "1 to 4096"]),
     "group_size_bool": (body(group_size=True), 422, "group_size", ["got true", "integer"]),
-    "group_size_string": (body(group_size="8"), 422, "group_size", ["got 8", "integer"]),
-    "group_size_float": (body(group_size=8.0), 422, "group_size", ["got 8.0", "integer"]),
-    "group_size_null": (body(group_size=None), 422, "group_size", ["got null", "integer"]),
     "group_size_beyond_server": (body(group_size=65), 422, "group_size", ["max_num_seqs (64)", "--max-num-seqs 65"]),
     "redundancy_negative": (body(redundancy=-1), 422, "redundancy", ["got -1", "0 to 4096"]),
-    "redundancy_float": (body(redundancy=0.5), 422, "redundancy", ["got 0.5", "0 to 4096"]),
     "redundancy_word": (body(redundancy="much"), 422, "redundancy", ["got much", "0 to 4096"]),
     "too_many_candidates": (
         body(group_size=40, redundancy=40), 422, "redundancy",
@@ -59,20 +54,16 @@ BAD = {
     "prompts_missing": (without("prompts"), 422, "prompts", ["required", "1 to 16384"]),
     "prompts_empty": (prompts(), 422, "prompts", ["1 to 16384", "list of 0"]),
     "prompts_too_many": (prompts(*[{"prompt": "p"}] * 16385), 422, "prompts", ["16385", "16384"]),
-    "prompts_string": (body(prompts="text"), 422, "prompts", ["got text", "list"]),
-    "prompt_not_an_object": (prompts("text"), 422, "prompts.0", ["got text"]),
     "prompt_empty": (prompts({"prompt": ""}), 422, "prompts.0.prompt", ["at least one character"]),
     "token_ids_empty": (prompts({"prompt_token_ids": []}), 422, "prompts.0.prompt_token_ids", ["At least one"]),
     "token_id_negative": (
         prompts({"prompt": "p"}, {"prompt_token_ids": [1, -2]}), 422, "prompts.1.prompt_token_ids.1", ["got -2"]
     ),
-    "token_id_bool": (prompts({"prompt_token_ids": [True]}), 422, "prompts.0.prompt_token_ids.0", ["got true"]),
     "token_id_huge": (prompts({"prompt_token_ids": [2**63]}), 422, "prompts.0.prompt_token_ids.0", [str(2**63)]),
     "token_id_beyond_vocabulary": (
         prompts({"id": "q", "prompt_token_ids": [10**6]}), 400, "prompts.q.prompt_token_ids", ["vocabulary"]
     ),
     "messages_empty": (prompts({"messages": []}), 422, "prompts.0.messages", ["at least one"]),
-    "message_not_an_object": (prompts({"messages": ["hi"]}), 422, "prompts.0.messages.0", ["got hi"]),
     "message_without_role": (prompts({"id": "q", "messages": [{}]}), 400, "prompts.q.messages", ["cannot be rendered"]),
     "two_forms": (prompts({"prompt": "a", "prompt_token_ids": [1]}), 422, "prompts.0", ["exactly one", "prompt and"]),
     "no_form": (prompts({"id": "q"}), 422, "prompts.0", ["exactly one", "none of them"]),
@@ -81,7 +72,6 @@ BAD = {
         ["5000 tokens", "max_model_len (4096)", "--max-model-len"],
     ),
     "id_empty": (prompts({"id": "", "prompt": "p"}), 422, "prompts.0.id", ["at least 1 character"]),
-    "id_number": (prompts({"id": 1, "prompt": "p"}), 422, "prompts.0.id", ["got 1"]),
     "id_long": (prompts({"id": "x" * 257, "prompt": "p"}), 422, "prompts.0.id", ["256", "xxx…"]),
     "id_twice": (
         prompts({"id": "q", "prompt": "p"}, {"id": "q", "prompt": "p"}), 422, "prompts.1.id", ["'q'", "twice", "unique"]
@@ -92,36 +82,22 @@ BAD = {
     "unknown_field": (body(groupsize=4), 422, "groupsize", ["not a field", "group_size"]),
     "unknown_field_of_a_prompt": (prompts({"text": "p"}), 422, "prompts.0.text", ["not a field", "prompt_token_ids"]),
     "unknown_field_of_return": (body(**{"return": {"tokens": True}}), 422, "return.tokens", ["allowed", "unselected"]),
-    "unknown_field_of_selection": (
-        body(selection={"dual_end": {"longest": 1}}), 422, "selection.dual_end.longest", ["num_longest"]
-    ),
     "python_name_of_an_alias": (body(return_={"text": True}), 422, "return_", ["allowed", "return,"]),
     "selection_unknown": (body(selection="best"), 422, "selection", ["got best", "'first' or 'shortest'", "dual_end"]),
-    "selection_number": (body(selection=1), 422, "selection", ["got 1", "dual_end"]),
     "selection_empty": (body(selection={}), 422, "selection.dual_end", ["required"]),
     "num_longest_beyond_group": (
         body(selection={"dual_end": {"num_longest": 3}}), 422, "selection.dual_end.num_longest",
         ["got 3", "below group_size (2)"],
     ),
-    "num_longest_string": (
-        body(selection={"dual_end": {"num_longest": "1"}}), 422, "selection.dual_end.num_longest", ["got 1", "integer"]
-    ),
     "early_stop_with_dual_end": (
         body(selection={"dual_end": {}}, early_stop=True), 422, "early_stop", ["dual_end", "to false"]
     ),
-    "early_stop_number": (body(early_stop=1), 422, "early_stop", ["got 1", "boolean"]),
-    "stream_string": (body(stream="yes"), 422, "stream", ["got yes", "boolean"]),
     "stream_tokens_without_stream": (body(stream_tokens=4), 422, "stream_tokens", ["needs stream", "leave it out"]),
     "stream_tokens_0": (body(stream=True, stream_tokens=0), 422, "stream_tokens", ["got 0", "1 to 1000000"]),
     "return_null": (body(**{"return": None}), 422, "return", ["got null"]),
-    "sampling_list": (body(sampling=[]), 422, "sampling", ["list of 0", "SamplingParams"]),
     "sampling_n": (body(sampling={"n": 4}), 422, "sampling.n", ["group_size"]),
     "sampling_unknown": (body(sampling={"temprature": 1}), 422, "sampling.temprature", ["allowed", "temperature"]),
     "sampling_invalid": (body(sampling={"temperature": -1}), 422, "sampling.temperature", ["-1"]),
-    "sampling_wrong_type": (body(sampling={"max_tokens": "many"}), 422, "sampling.max_tokens", ["many"]),
-    "sampling_huge_integer": (
-        body(sampling={"seed": 2**63}), 422, "sampling.seed", [f"got {2**63}", f"from {-(2**63)} to {2**63 - 1}"]
-    ),
     "sampling_huge_negative_integer": (
         body(sampling={"logit_bias": {"5": [1, -(2**63) - 1]}}), 422, "sampling.logit_bias.5.1",
         [f"got {-(2**63) - 1}", f"from {-(2**63)} to {2**63 - 1}"],
@@ -131,30 +107,19 @@ BAD = {
         [f"from {-(2**63)} to {2**63 - 1}", "got 1000"],
     ),
     "model_unknown": (body(model="other"), 404, "model", ["'other'", "fake-model", "Leave the field out"]),
-    "model_number": (body(model=1), 422, "model", ["got 1"]),
-    "sampling_deep": (body(sampling={"stop": deep(40)}), 422, None, ["nested more than 32 levels"]),
     "message_deep": (prompts({"messages": [{"content": deep(40)}]}), 422, None, ["nested more than 32 levels"]),
 }  # fmt: skip
 
 RAW = {
     "nan_sampling": (b'{"sampling": {"temperature": NaN}}', "sampling.temperature", ["finite", "nan"]),
-    "infinity_nested": (b'{"sampling": {"logit_bias": {"5": [-Infinity]}}}', "sampling.logit_bias.5.0", ["-inf"]),
     "overflowing_number": (b'{"sampling": {"temperature": 1e999}}', "sampling.temperature", ["finite"]),
-    "nan_group_size": (b'{"group_size": NaN}', "group_size", ["NaN", "integer"]),
     "nan_early_stop": (b'{"early_stop": NaN}', "early_stop", ["NaN", "boolean"]),
-    "nan_token": (b'{"prompts": [{"prompt_token_ids": [NaN]}]}', "prompts.0.prompt_token_ids.0", ["NaN"]),
     "infinity_message": (
         b'{"prompts": [{"messages": [{"role": "user", "content": Infinity}]}]}',
         "prompts.0.messages.0.content", ["finite"],
     ),
     "nan_unknown_field": (b'{"else": NaN}', "else", ["not a field"]),
     "surrogate_prompt": (rb'{"prompts": [{"prompt": "\ud800"}]}', "prompts.0.prompt", ["unicode"]),
-    "surrogate_id": (rb'{"prompts": [{"id": "\ud800", "prompt": "p"}]}', "prompts.0.id", ["unicode"]),
-    "surrogate_message": (
-        rb'{"prompts": [{"messages": [{"role": "user", "content": "\udfff"}]}]}', "prompts.0.messages.0.content",
-        ["Unicode"],
-    ),
-    "surrogate_sampling": (rb'{"sampling": {"stop": ["\ud800"]}}', "sampling.stop.0", ["Unicode"]),
     "surrogate_sampling_field": (rb'{"sampling": {"\ud800": 1}}', "sampling", ["Unicode"]),
     "surrogate_field": (rb'{"\ud800": 1}', "\\ud800", ["not a field"]),
     "surrogate_model": (rb'{"model": "\ud800"}', "model", ["unicode"]),
@@ -222,17 +187,12 @@ async def test_what_python_reads_and_json_forbids_is_explained(http, engine: Fak
     [
         (b"", ["body is empty", "JSON object"]),
         (b"{", ["not JSON", "character 1"]),
-        (b"not json", ["not JSON", "character 0"]),
         (b'{"group_size": 1,}', ["not JSON"]),
-        (b"\xff\xfe\xfa\xfb", ["not JSON"]),
         (b'{"prompts": "\xe4"}', ["not JSON", "UTF-8"]),
         (b"[]", ["JSON object", "list of 0"]),
         (b"null", ["body is empty"]),
         (b'"text"', ["JSON object", "got text"]),
-        (b"1", ["JSON object", "got 1"]),
-        (b"NaN", ["JSON object", "NaN"]),
         (b"[" * 100_000, ["nested too deeply"]),
-        (b'{"a":' * 100_000, ["nested too deeply"]),
         (b'{"group_size": ' + b"9" * 10_000 + b"}", ["not JSON", "digits"]),
     ],
 )
@@ -262,16 +222,12 @@ async def test_all_problems_are_named_up_to_a_few(http):
     [
         lambda: body(model="m" * 10 * MEGABYTE),
         lambda: body(**{"f" * 10 * MEGABYTE: 1}),
-        lambda: body(sampling={"f" * 10 * MEGABYTE: 1}),
         lambda: body(group_size="g" * 10 * MEGABYTE),
-        lambda: body(selection="s" * 10 * MEGABYTE),
         lambda: prompts({"id": "i" * 10 * MEGABYTE, "prompt": "p"}),
         lambda: prompts({"prompt": "p" * 10 * MEGABYTE}),
         lambda: prompts({"prompt_token_ids": ["t"] * MEGABYTE}),
-        lambda: prompts({"messages": ["m"] * MEGABYTE}),
         lambda: prompts(*["p"] * MEGABYTE),
         lambda: body(**{f"f{i}": 1 for i in range(MEGABYTE // 2)}),
-        lambda: prompts({f"f{i}": 1 for i in range(MEGABYTE // 2)}),
     ],
 )
 async def test_large_bad_bodies_are_refused_in_few_words(http, engine: FakeEngine, bad):

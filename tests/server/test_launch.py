@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from vllm_rollout.server import preparation
-from vllm_rollout.server.engine import RequestError
+from vllm_rollout.server.engine import GroupOrder, RequestError
 from vllm_rollout.server.launch import Launcher
 from vllm_rollout.server.metrics import Metrics
 from vllm_rollout.server.protocol import RolloutRequest
@@ -32,10 +32,10 @@ class WatchedEngine(FakeEngine):
         self.started: list[str] = []
         self.most_running = 0
 
-    async def run_group(self, group_id: str, plan: Any, prompt: Any, **arguments: Any) -> Any:
-        self.started.append(prompt.id)
-        self.most_running = max(self.most_running, self.num_running + plan.num_candidates)
-        async with aclosing(super().run_group(group_id, plan, prompt, **arguments)) as happenings:
+    async def run_group(self, order: GroupOrder) -> Any:
+        self.started.append(order.prompt.id)
+        self.most_running = max(self.most_running, self.num_running + order.plan.num_candidates)
+        async with aclosing(super().run_group(order)) as happenings:
             async for happening in happenings:
                 yield happening
 

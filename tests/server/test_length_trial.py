@@ -53,14 +53,6 @@ async def test_a_list_stops_nobody_and_each_length_is_reported(http):
         assert response.json()["head"]["detection_length"] == length
 
 
-async def test_what_is_saved_depends_on_the_keep_ratio(http):
-    await teach(http, 4, pruning={**PRUNING, "detection_length": LENGTHS}, **PLAIN)
-    half, quarter = await trial(http), await trial(http, keep_ratio=0.25)
-    for one, other in zip(half["lengths"], quarter["lengths"], strict=True):
-        assert one["cost_ratio"] + 2 * one["saving_ratio"] == pytest.approx(1)
-        assert other["saving_ratio"] == pytest.approx(1.5 * one["saving_ratio"])
-
-
 @pytest.mark.parametrize("ratio", ["0", "1.5", "much"])
 async def test_a_keep_ratio_out_of_range_is_explained(http, ratio):
     response = await http.get(PATH, params={"keep_ratio": ratio})
@@ -137,12 +129,6 @@ async def test_every_trajectory_has_a_final_score_that_votes_can_take(http, engi
     assert report.json()["head"]["detection_length"] == 0
     report = await http.get("/v1/quality_head/report")
     assert report.json()["detection_length"] == DETECTION_LENGTH, "that of ends is asked for by name"
-
-
-async def test_who_does_not_ask_has_no_final_score(http):
-    await teach(http, 6, pruning={**PRUNING, "final_score": True})
-    answer = await roll(http)
-    assert all(t.final_score is None for group in answer.groups for t in group.trajectories)
 
 
 async def test_a_client_asks_for_the_report(http, client: RolloutClient):

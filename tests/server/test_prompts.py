@@ -5,10 +5,9 @@ import asyncio
 import httpx
 import pytest
 
-from vllm_rollout.client.client import AsyncRolloutClient, RolloutClient, RolloutError
+from vllm_rollout.client.client import RolloutClient, RolloutError
 
-from .conftest import DEADLINE_S, make_app
-from .fake_engine import FakeEngine
+from .conftest import DEADLINE_S
 from .fake_learning import succeeded
 
 pytestmark = pytest.mark.anyio
@@ -77,18 +76,6 @@ async def test_a_prompt_without_an_id_is_known_by_its_tokens(http):
     assert only["success"] is not None
 
 
-async def test_the_past_of_a_prompt_reaches_its_next_group(http, engine, monkeypatch):
-    seen = []
-    await rewarded(http, body(prompt("a")), lambda *_: True)
-    learning = next(iter(engine.learning.judge.memory.learnings.values()))
-    assess = type(learning).assess
-    monkeypatch.setattr(type(learning), "assess", lambda self, *args: seen.append(args[-1]) or assess(self, *args))
-    await rewarded(http, body(prompt("a"), prompt("b")), lambda *_: True)
-    rewarded_before = sorted(siblings.past.num_rewarded for siblings in seen)
-    assert rewarded_before[0] == 0
-    assert rewarded_before[-1] == pytest.approx(4, rel=0.1)
-
-
 @pytest.mark.parametrize(
     ("query", "status", "named"),
     [
@@ -110,7 +97,7 @@ async def test_nothing_is_known_at_first(http):
     }  # fmt: skip
 
 
-def test_both_clients_ask(server_url):
+def test_the_client_asks(server_url):
     with RolloutClient(server_url) as client:
         answer = client.rollout([prompt("a"), prompt("b")], 2, pruning=PRUNING, sampling={"min_tokens": 4})
         client.post_rewards(answer.id, [(g.prompt_id, t.index, 1.0) for g in answer.groups for t in g.trajectories])
@@ -123,19 +110,10 @@ def test_both_clients_ask(server_url):
             client.prompts(after="id:nobody")
         assert refused.value.status == 404
 
-    async def ask():
-        async with AsyncRolloutClient(server_url) as client:
-            return await client.prompts()
 
-    assert asyncio.run(ask()).num_prompts == 2
-
-
-async def test_a_dead_engine_says_so():
-    engine = FakeEngine()
+async def test_a_dead_engine_says_so(http, engine):
     engine.learning.dead = True
-    transport = httpx.ASGITransport(make_app(engine))
-    async with httpx.AsyncClient(transport=transport, base_url="http://t") as http:
-        assert (await http.get("/v1/rollouts/prompts")).status_code == 503
+    assert (await http.get("/v1/rollouts/prompts")).status_code == 503
 
 
 async def test_a_large_id_is_remembered_by_its_digest(http):

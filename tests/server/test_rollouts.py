@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 from collections import Counter
 from contextlib import closing
@@ -80,12 +79,6 @@ async def test_lengths_describe_the_returned_trajectories(http):
         assert group.lengths.mean == pytest.approx(sum(tokens) / 4)
 
 
-async def test_same_seed_gives_the_same_trajectories(http):
-    first, second = await post(http), await post(http)
-    assert [g.trajectories for g in first.groups] == [g.trajectories for g in second.groups]
-    assert first.id != second.id
-
-
 async def test_equal_prompts_and_following_seeds_have_answers_of_their_own(http):
     said = []
     for seed, ids in ((1, ("a", "b")), (2, ("a", "b")), (1, (None, None))):
@@ -104,43 +97,12 @@ async def test_early_stop_ends_the_group_with_its_last_winner(http, engine: Fake
         assert {(c.state, c.num_tokens) for c in group.candidates} == {("surplus", 20)}
 
 
-async def test_candidates_that_end_in_the_same_step_are_ranked_by_length_then_index(http, engine: FakeEngine):
-    engine.lengths = dict.fromkeys(range(8), 10)
-    for group in (await post(http)).groups:
-        assert [t.index for t in group.trajectories] == [0, 1, 2, 3]
-        assert {(c.state, c.num_tokens) for c in group.candidates} == {("surplus", 10)}
-
-
-async def test_without_early_stop_every_candidate_runs_to_its_end(http, engine: FakeEngine):
-    answer = await post(http, early_stop=False, selection="shortest")
-    assert answer.usage.num_finished == 24
-    assert engine.num_aborted == 0
-    for group in answer.groups:
-        longest_returned = max(t.num_tokens for t in group.trajectories)
-        assert all(c.num_tokens >= longest_returned for c in group.candidates)
-
-
 async def test_dual_end_returns_the_shortest_and_the_longest(http, engine: FakeEngine):
     engine.lengths = {i: 5 * (i + 1) for i in range(8)}
     answer = await post(http, selection={"dual_end": {"num_longest": 1}})
     for group in answer.groups:
         assert [t.num_tokens for t in group.trajectories] == [5, 10, 15, 40]
         assert {c.state for c in group.candidates} == {"finished"}
-
-
-async def test_truncated_candidates_never_count_as_the_longest(http, engine: FakeEngine):
-    engine.lengths = {i: 5 * (i + 1) for i in range(8)}
-    answer = await post(http, selection={"dual_end": {}}, sampling={"max_tokens": 32})
-    for group in answer.groups:
-        assert [t.num_tokens for t in group.trajectories] == [5, 10, 15, 30]
-
-
-async def test_truncated_candidates_fill_a_group_that_cannot_do_without(http, engine: FakeEngine):
-    engine.lengths = {i: 5 * (i + 1) for i in range(8)}
-    answer = await post(http, group_size=6, redundancy=2, sampling={"max_tokens": 22})
-    for group in answer.groups:
-        assert group.status == "complete"
-        assert [t.finish_reason for t in group.trajectories] == ["stop"] * 4 + ["length"] * 2
 
 
 async def test_logprobs_are_as_long_as_tokens_and_come_unless_declined(http):
@@ -263,10 +225,6 @@ def test_stream_has_the_content_of_the_answer(client):
     assert (events[-1].model, events[-1].weight_version) == (answer.model, answer.weight_version)
 
 
-def test_without_stream_tokens_there_are_no_tokens_events(client):
-    assert not any(isinstance(event, TokensEvent) for event in stream(client))
-
-
 @pytest.mark.parametrize("num_tokens", [1, 3, 16, 1000])
 def test_token_chunks_have_the_asked_size_no_gaps_and_add_up(client, num_tokens):
     events = stream(client, stream_tokens=num_tokens, return_unselected=True)
@@ -284,15 +242,6 @@ def test_token_chunks_have_the_asked_size_no_gaps_and_add_up(client, num_tokens)
     for key, end in ended.items():
         assert [t for part in chunks[key] for t in part.token_ids] == end.token_ids
         assert [p for part in chunks[key] for p in part.logprobs] == end.logprobs
-
-
-def test_tokens_of_a_candidate_come_before_its_end(client):
-    ended: set[tuple[str, int]] = set()
-    for event in stream(client, stream_tokens=2, early_stop=False):
-        if isinstance(event, TrajectoryEvent):
-            ended.add((event.prompt_id, event.trajectory.index))
-        elif isinstance(event, TokensEvent):
-            assert (event.prompt_id, event.index) not in ended
 
 
 def test_stream_is_server_sent_events(server_url):
@@ -333,14 +282,6 @@ def test_client_that_leaves_a_stream_aborts_its_candidates_and_no_others(client,
     assert (engine.num_running, engine.num_aborted) == (0, num_aborted)
 
 
-def test_client_that_leaves_is_noticed_however_busy_the_stream(client, engine: FakeEngine):
-    with closing(client.stream(PROMPTS, 8, sampling=ENDLESS, stream_tokens=1)) as events:
-        for _ in range(50):
-            next(events)
-    wait_until(lambda: engine.num_running == 0)
-    assert engine.num_aborted == 24
-
-
 def test_client_that_leaves_while_waiting_aborts_its_candidates_and_no_others(server_url, engine: FakeEngine):
     engine.step_s = 0.001
 
@@ -372,26 +313,6 @@ def test_what_the_candidates_of_a_client_that_leaves_had_become_is_learned_and_c
     # One of 3 tokens, and three that were longer than the 20 and more that they had become.
     assert engine.learning.judge.memory.lengths.of("id:q").mean > 25
     assert httpx.get(f"{server_url}/metrics").text.count('vllm_rollout:candidates_total{state="deferred"} 3.0') == 1
-
-
-def test_a_reader_that_stalls_holds_up_only_itself_and_can_leave(
-    client, engine: FakeEngine, without_garbage_collection
-):
-    with closing(client.stream(PROMPTS, 8, sampling=ENDLESS, stream_tokens=1)) as stalled:
-        next(stalled)
-        wait_until(lambda: engine.is_idle)
-        assert engine.num_running == 24
-        assert client.rollout(PROMPTS, 4, 4).usage.num_candidates == 24
-    wait_until(lambda: engine.num_running == 0)
-    assert engine.num_aborted == 24
-
-
-@pytest.fixture
-def without_garbage_collection():
-    """What is given back late or by chance is not given back."""
-    gc.disable()
-    yield
-    gc.enable()
 
 
 def test_many_rollouts_at_once_keep_apart(server_url, engine: FakeEngine):

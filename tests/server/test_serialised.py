@@ -28,6 +28,7 @@ from vllm_rollout.server.answers import (
     Usage,
 )
 from vllm_rollout.server.learning.body import RewardCounts, RewardResult, RewardsAnswer
+from vllm_rollout.server.slices import each
 
 from .fake_engine import FakeEngine
 
@@ -156,6 +157,6 @@ async def test_a_list_that_is_filled_in_is_what_pydantic_would_write():
         id="r", results=results, counts=RewardCounts(accepted=3), threshold=0.5, num_training=3, head_version=0
     )
     envelope = answer.model_copy(update={"results": []})
-    parts = serialised.filled(envelope, "results", await serialised.in_slices(answer.results))
+    parts = serialised.filled(envelope, "results", await each(answer.results, serialised.to_json))
     assert b"".join(parts).decode() == answer.model_dump_json()
     assert b"".join(serialised.filled(envelope, "results", [])).decode() == envelope.model_dump_json()

@@ -173,10 +173,6 @@ async def test_what_cannot_be_done_says_why_and_what_to_do(openai: OpenAI, path,
     assert openai.bodies == []
 
 
-async def test_images_that_are_none_are_no_images(openai: OpenAI):
-    assert (await post(openai, "/generate/", {"prompts": ["a"], "images": [None]})).status_code == 200
-
-
 async def test_routes_that_differ_by_a_slash_are_redirected(openai: OpenAI):
     transport = httpx.ASGITransport(app=openai.app)
     async with httpx.AsyncClient(transport=transport, base_url="http://test", follow_redirects=True) as client:

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from vllm_rollout import AsyncRolloutClient, RolloutClient, RolloutError
+from vllm_rollout import RolloutClient, RolloutError
 from vllm_rollout.server import votes
 from vllm_rollout.server.engine import RequestError
 from vllm_rollout.server.votes import MAX_VOTES, VoteAnswer
@@ -84,14 +84,10 @@ def texts(**fields: Any) -> dict[str, Any]:
 BAD = {
     # name: body, param, words of the message
     "neither": ({}, None, ["exactly one of answers, texts", "neither"]),
-    "both": (texts(answers=["1"]), None, ["exactly one of answers, texts", "both"]),
     "answers_empty": (body(answers=[]), "answers", [f"1 to {MAX_VOTES}", "list of 0"]),
-    "answers_many": (body(answers=["1"] * (MAX_VOTES + 1)), "answers", [f"1 to {MAX_VOTES}"]),
-    "answer_number": (body(answers=[1]), "answers.0", ["got 1", "string"]),
     "answer_long": (body(answers=["x" * 5000]), "answers.0", ["4096"]),
     "texts_without_pattern": ({"texts": ["a"]}, "answer_pattern", ["needed with texts"]),
     "pattern_without_texts": (body(answer_pattern="a"), "answer_pattern", ["only applies to texts"]),
-    "pattern_empty": (texts(answer_pattern=""), "answer_pattern", ["at least 1 character"]),
     "pattern_long": (texts(answer_pattern="a" * 600), "answer_pattern", ["512"]),
     "pattern_repeats": (texts(answer_pattern="(a{65535}){65535}"), "answer_pattern", ["4294836225", "10000", "* or +"]),
     "pattern_nested": (texts(answer_pattern="((a{100,}){,100}){2}"), "answer_pattern", ["20000"]),
@@ -99,9 +95,7 @@ BAD = {
     "method_unknown": (body(method="best"), "method", ["got best", "quality"]),
     "weights_missing": (body(method="quality"), "weights", ["needed with method quality", "majority"]),
     "weights_few": (body(weights=[1.0]), "weights", ["as many as candidates (2)", "got 1"]),
-    "weight_string": (body(weights=["1", 2.0]), "weights.0", ["got 1", "number"]),
     "weight_negative": (body(weights=[-1.0, 2.0], method="confidence"), "weights", ["got -1", "quality"]),
-    "k_0": (body(k=0, correct="1"), "k", ["got 0"]),
     "k_many": (body(k=3, correct="1"), "k", ["at most the number of candidates (2)", "got 3"]),
     "k_without_correct": (body(k=1), "k", ["needs correct"]),
     "correct_blank": (body(correct=" "), "correct", ["blank"]),
@@ -147,46 +141,33 @@ async def test_a_pattern_that_would_take_forever_is_given_up(http, monkeypatch, 
         check_error(response, 422, "answer_pattern", ["more than 0.2 s for 3 texts", "literal"])
 
 
-async def test_a_slow_vote_does_not_hold_up_others(http, monkeypatch):
-    others_are_done = threading.Event()
-    count = votes.accuracy_at_k
+@pytest.fixture
+def others_are_done(monkeypatch) -> threading.Event:
+    """maj@k is counted when it is set."""
+    event, count = threading.Event(), votes.accuracy_at_k
+    monkeypatch.setattr(votes, "accuracy_at_k", lambda *args: count(*args) if event.wait(60) else None)
+    return event
 
-    def wait_and_count(*arguments: Any) -> Any:
-        assert others_are_done.wait(60)
-        return count(*arguments)
 
-    monkeypatch.setattr(votes, "accuracy_at_k", wait_and_count)
+async def test_a_slow_vote_does_not_hold_up_others(http, others_are_done):
     slow = asyncio.create_task(http.post("/v1/votes", json={"answers": ["1", "2"], "correct": "1", "k": 1}))
     assert (await vote(http, answers=["1"])).winner == "1"
     others_are_done.set()
     assert (await slow).status_code == 200
 
 
-def test_both_clients_vote(client: RolloutClient, server_url):
+def test_the_client_votes(client: RolloutClient):
     arguments: dict[str, Any] = {"method": "quality", "weights": [1, 2.5, None], "correct": "4", "k": 2}
     answer = client.vote(["3", "4", "4"], **arguments)
     assert (answer.winner, answer.is_correct, answer.maj_at_k.k) == ("4", True, 2)
-
-    async def run() -> VoteAnswer:
-        async with AsyncRolloutClient(server_url) as other:
-            return await other.vote(texts=["= 3", "= 4", "= 4"], answer_pattern=r"= (\d+)", **arguments)
-
-    assert asyncio.run(run()) == answer
+    assert client.vote(texts=["= 3", "= 4", "= 4"], answer_pattern=r"= (\d+)", **arguments) == answer
     with pytest.raises(RolloutError, match="exactly one of answers, texts") as raised:
         client.vote()
     assert raised.value.status == 422
 
 
-async def test_votes_beyond_what_may_wait_are_told_when_to_come_back(http, monkeypatch):
+async def test_votes_beyond_what_may_wait_are_told_when_to_come_back(http, monkeypatch, others_are_done):
     monkeypatch.setattr(votes, "counter", votes.VoteCounter(num_threads=1, max_requests=2))
-    others_are_done = threading.Event()
-    count = votes.accuracy_at_k
-
-    def wait_and_count(*arguments: Any) -> Any:
-        assert others_are_done.wait(60)
-        return count(*arguments)
-
-    monkeypatch.setattr(votes, "accuracy_at_k", wait_and_count)
     slow = {"answers": ["1", "2"], "correct": "1", "k": 1}
     waiting = [asyncio.create_task(http.post("/v1/votes", json=slow)) for _ in range(2)]
     response = None

@@ -76,16 +76,21 @@ def rollout_body(
         "stream_tokens": stream_tokens,
         **option_fields(options, RolloutOptions),
     }
-    return {field: value for field, value in body.items() if value is not None}
+    return said(body)
+
+
+def said(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields that say something: None does not."""
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def option_fields(options: Mapping[str, Any], known: type) -> dict[str, Any]:
     """Options as fields of a body; None says nothing. Raises: TypeError for one that is not among the known ones."""
     if unknown := sorted(options.keys() - known.__annotations__.keys()):
         raise TypeError(f"{unknown[0]} is no option; there are {', '.join(known.__annotations__)}")
-    said = {name: _plain(value) for name, value in options.items() if value is not None}
-    wanted = {_RETURNED[name]: said.pop(name) for name in _RETURNED if name in said}
-    return said | ({"return": wanted} if wanted else {})
+    fields = {name: _plain(value) for name, value in said(options).items()}
+    wanted = {_RETURNED[name]: fields.pop(name) for name in _RETURNED if name in fields}
+    return fields | ({"return": wanted} if wanted else {})
 
 
 def _plain(value: Any) -> Any:

@@ -9,6 +9,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Generic, NamedTuple, TypeVar
 from urllib.parse import quote
 
@@ -16,13 +17,20 @@ import httpx
 from pydantic import BaseModel, TypeAdapter
 from typing_extensions import Unpack
 
-from vllm_rollout.client.body import PromptLike, Redundancy, RolloutOptions, rollout_body, takes_options
+from vllm_rollout.client.body import PromptLike, Redundancy, RolloutOptions, rollout_body, said, takes_options
 from vllm_rollout.client.connection import RolloutError, parse
 from vllm_rollout.group.judging.known_prompts import PromptOrder
 from vllm_rollout.group.judging.length_trial import LengthTrialReport
 from vllm_rollout.group.judging.voting import VotingMethod
 from vllm_rollout.server.answers import RolloutAnswer
 from vllm_rollout.server.engine import LearningReport
+from vllm_rollout.server.engines.body import (
+    DEFAULT_DRAIN_S,
+    AdviceAnswer,
+    DrainAnswer,
+    EngineAnswer,
+    EnginesAnswer,
+)
 from vllm_rollout.server.learning.body import (
     HEAD_HEADER,
     HeadAnswer,
@@ -82,26 +90,17 @@ class _Models(BaseModel):
     data: list[_Model]
 
 
+_adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
+
+
 def typed(form: type[T]) -> Callable[[httpx.Response], T]:
     """Reads an answer of that form."""
-    adapter: TypeAdapter[T] = TypeAdapter(form)
 
     def read(response: httpx.Response) -> T:
-        answer: T = parse(adapter, response.content)
+        answer: T = parse(_adapter(form), response.content)
         return answer
 
     return read
-
-
-_read_rollout = typed(RolloutAnswer)
-_read_models = typed(_Models)
-_read_rewards = typed(RewardsAnswer)
-_read_named_rewards = typed(NamedRewardsAnswer)
-_read_head = typed(HeadAnswer)
-_read_report = typed(LearningReport)
-_read_length_trial = typed(LengthTrialReport)
-_read_prompts = typed(PromptsAnswer)
-_read_vote = typed(VoteAnswer)
 
 
 @takes_options(RolloutOptions, RolloutRequest)
@@ -124,7 +123,7 @@ def rollout(
     Raises: RolloutError with the server's words; TypeError for a prompt of no known form.
     """
     body = rollout_body(prompts, group_size, redundancy, stream=False, stream_tokens=None, **options)
-    return Call("POST", "/v1/rollouts", _read_rollout, body, timeout)
+    return Call("POST", "/v1/rollouts", typed(RolloutAnswer), body, timeout)
 
 
 @takes_options(RolloutOptions, RolloutRequest)
@@ -155,7 +154,7 @@ def stream(
 
 def models() -> Call[list[str]]:
     """Names of the served models."""
-    return Call("GET", "/v1/models", lambda response: [model.id for model in _read_models(response).data])
+    return Call("GET", "/v1/models", lambda response: [model.id for model in typed(_Models)(response).data])
 
 
 def post_rewards(rollout_id: str, rewards: Iterable[RewardLike], threshold: float | None = None) -> Call[RewardsAnswer]:
@@ -166,10 +165,9 @@ def post_rewards(rollout_id: str, rewards: Iterable[RewardLike], threshold: floa
     Raises: RolloutError, 404 when the rollout is not known; TypeError for a reward of no known form; ValueError for
     one that is not finite.
     """
-    body: dict[str, Any] = {"rewards": [_entry(reward, position) for position, reward in enumerate(rewards)]}
-    if threshold is not None:
-        body["threshold"] = threshold
-    return Call("POST", f"/v1/rollouts/{quote(rollout_id, safe='')}/rewards", _read_rewards, body)
+    entries = [_entry(reward, position, "prompt_id") for position, reward in enumerate(rewards)]
+    body = said({"rewards": entries, "threshold": threshold})
+    return Call("POST", f"/v1/rollouts/{quote(rollout_id, safe='')}/rewards", typed(RewardsAnswer), body)
 
 
 def post_named_rewards(
@@ -182,10 +180,9 @@ def post_named_rewards(
 
     Raises: RolloutError; TypeError for a reward of no known form; ValueError for one that is not finite.
     """
-    body: dict[str, Any] = {"rewards": [_named_entry(reward, position) for position, reward in enumerate(rewards)]}
-    given = {"threshold": threshold, "namespace": namespace}
-    body.update({name: value for name, value in given.items() if value is not None})
-    return Call("POST", "/v1/rewards", _read_named_rewards, body)
+    entries = [_entry(reward, position, "request_id") for position, reward in enumerate(rewards)]
+    body = said({"rewards": entries, "threshold": threshold, "namespace": namespace})
+    return Call("POST", "/v1/rewards", typed(NamedRewardsAnswer), body)
 
 
 def quality_head(detection_length: int | None = None, model: str | None = None) -> Call[QualityHead]:
@@ -199,13 +196,13 @@ def quality_head(detection_length: int | None = None, model: str | None = None) 
 
 def set_quality_head(weights: bytes, model: str | None = None) -> Call[HeadAnswer]:
     """Put a head in place. Raises: RolloutError, 409 for one of another model or hidden size."""
-    return Call("PUT", f"/v1/quality_head{_query(model=model)}", _read_head, bytes(weights))
+    return Call("PUT", f"/v1/quality_head{_query(model=model)}", typed(HeadAnswer), bytes(weights))
 
 
 def report(detection_length: int | None = None, model: str | None = None) -> Call[LearningReport]:
     """What calibration and head are worth. Raises: RolloutError, 404 while nothing was learned."""
     query = _query(detection_length=detection_length, model=model)
-    return Call("GET", f"/v1/quality_head/report{query}", _read_report)
+    return Call("GET", f"/v1/quality_head/report{query}", typed(LearningReport))
 
 
 def detection_lengths(keep_ratio: float | None = None, model: str | None = None) -> Call[LengthTrialReport]:
@@ -215,7 +212,7 @@ def detection_lengths(keep_ratio: float | None = None, model: str | None = None)
     served name. Raises: RolloutError.
     """
     query = _query(keep_ratio=keep_ratio, model=model)
-    return Call("GET", f"/v1/quality_head/detection_lengths{query}", _read_length_trial)
+    return Call("GET", f"/v1/quality_head/detection_lengths{query}", typed(LengthTrialReport))
 
 
 def prompts(
@@ -229,7 +226,8 @@ def prompts(
     `sort`: "last_seen", the last one first, or "success", the least successful first, without rewards last. `after`:
     the `key` of the last prompt of the page before. Raises: RolloutError, 404 for one that is not known.
     """
-    return Call("GET", f"/v1/rollouts/prompts{_query(limit=limit, after=after, sort=sort, model=model)}", _read_prompts)
+    query = _query(limit=limit, after=after, sort=sort, model=model)
+    return Call("GET", f"/v1/rollouts/prompts{query}", typed(PromptsAnswer))
 
 
 def state() -> Call[bytes]:
@@ -266,18 +264,34 @@ def vote(
         "correct": correct,
         "k": k,
     }
-    return Call("POST", "/v1/votes", _read_vote, {field: value for field, value in body.items() if value is not None})
+    return Call("POST", "/v1/votes", typed(VoteAnswer), said(body))
 
 
-def _entry(reward: RewardLike, position: int) -> dict[str, Any]:
-    return _reward_entry(reward, position, "prompt_id")
+def engines() -> Call[list[EngineAnswer]]:
+    """Each rank and its load."""
+    return Call("GET", "/v1/engines", lambda response: typed(EnginesAnswer)(response).engines)
 
 
-def _named_entry(reward: NamedRewardLike, position: int) -> dict[str, Any]:
-    return _reward_entry(reward, position, "request_id")
+def engines_advice() -> Call[AdviceAnswer]:
+    """Whether half of the ranks could be freed now."""
+    return Call("GET", "/v1/engines/advice", typed(AdviceAnswer))
 
 
-def _reward_entry(reward: RewardLike | NamedRewardLike, position: int, name: str) -> dict[str, Any]:
+def drain(rank: int, timeout_s: float = DEFAULT_DRAIN_S) -> Call[DrainAnswer]:
+    """Move all groups of a rank elsewhere, and keep it empty until `restore`. Safe to repeat.
+
+    `timeout_s`: so long the answer waits for what cannot move. Raises: RolloutError, 409 for the last rank.
+    """
+    body = {"timeout_s": float(timeout_s)}
+    return Call("POST", f"/v1/engines/{rank}/drain", typed(DrainAnswer), body, timeout=timeout_s + 60)
+
+
+def restore(rank: int) -> Call[EngineAnswer]:
+    """Groups are sent to this rank again. Safe to repeat."""
+    return Call("POST", f"/v1/engines/{rank}/restore", typed(EngineAnswer))
+
+
+def _entry(reward: RewardLike | NamedRewardLike, position: int, name: str) -> dict[str, Any]:
     try:
         if isinstance(reward, BaseModel):
             entry = reward.model_dump(exclude_none=True)
@@ -297,12 +311,12 @@ def _reward_entry(reward: RewardLike | NamedRewardLike, position: int, name: str
 
 
 def _query(**fields: str | float | None) -> str:
-    said = {field: value for field, value in fields.items() if value is not None}
-    return f"?{httpx.QueryParams(said)}" if said else ""
+    query = said(fields)
+    return f"?{httpx.QueryParams(query)}" if query else ""
 
 
 def _read_quality_head(response: httpx.Response) -> QualityHead:
     if HEAD_HEADER not in response.headers:
         raise RolloutError(None, f"the answer has no header {HEAD_HEADER!r}: not a rollout server?", "UnexpectedAnswer")
-    head = parse(TypeAdapter(HeadAnswer), response.headers[HEAD_HEADER].encode())
+    head = parse(_adapter(HeadAnswer), response.headers[HEAD_HEADER].encode())
     return QualityHead(head, response.content)

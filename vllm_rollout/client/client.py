@@ -1,26 +1,29 @@
-"""Clients of our endpoints, sync and async. Invariant: importing this needs neither vllm nor torch.
+"""Clients of our endpoints, async and sync. Invariant: importing this needs neither vllm nor torch.
 
-What can be asked, and how an answer is read, is said in `calls.py` for both; here is how each of them waits.
+What can be asked, and how an answer is read, is said in `calls.py`; how it is sent, here, once: the sync client is the
+async one over a transport that blocks (`blocking.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
-from functools import wraps
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from functools import update_wrapper, wraps
 from inspect import Parameter, signature
+from itertools import count
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, get_args, get_type_hints
 
 import httpx
 from typing_extensions import Unpack
 
-from vllm_rollout.client import calls, engine_calls, run_calls
+from vllm_rollout.client import calls, run_calls
+from vllm_rollout.client.blocking import BlockingTransport, blocking, blocking_generator, finished
 from vllm_rollout.client.body import PromptLike, Redundancy, RolloutOptions, Selection, rollout_body
 from vllm_rollout.client.calls import Call, EventsCall, QualityHead
 from vllm_rollout.client.connection import (
-    DEFAULT_URL,
     HEALTH_TIMEOUT_S,
+    LIMITS,
     Connection,
     EventReader,
     RolloutError,
@@ -75,16 +78,6 @@ def _answer_of(describe: Callable[..., Call[T]]) -> Any:
     return answer
 
 
-def _sent(describe: Callable[P, Call[T]]) -> Callable[Concatenate[RolloutClient, P], T]:
-    """A method of the sync client that sends the described call."""
-
-    @_described_by(describe, _answer_of(describe))
-    def method(self: RolloutClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return self.send(describe(*args, **kwargs))
-
-    return method
-
-
 def _awaited(describe: Callable[P, Call[T]]) -> Callable[Concatenate[AsyncRolloutClient, P], Coroutine[Any, Any, T]]:
     """A method of the async client that sends the described call."""
 
@@ -97,18 +90,6 @@ def _awaited(describe: Callable[P, Call[T]]) -> Callable[Concatenate[AsyncRollou
 
 def _streamed(
     describe: Callable[P, EventsCall],
-) -> Callable[Concatenate[RolloutClient, P], Generator[Event, None, None]]:
-    """A method of the sync client that reads the described call's events."""
-
-    @_described_by(describe, Generator[Event, None, None])
-    def method(self: RolloutClient, /, *args: P.args, **kwargs: P.kwargs) -> Generator[Event, None, None]:
-        return self._events(describe(*args, **kwargs))
-
-    return method
-
-
-def _async_streamed(
-    describe: Callable[P, EventsCall],
 ) -> Callable[Concatenate[AsyncRolloutClient, P], AsyncGenerator[Event, None]]:
     """A method of the async client that reads the described call's events."""
 
@@ -119,105 +100,11 @@ def _async_streamed(
     return method
 
 
-class RolloutClient(Connection):
-    """Sync client. Use as a context manager, or call `close`. Safe to share between threads."""
-
-    rollout = _sent(calls.rollout)
-    stream = _streamed(calls.stream)
-    models = _sent(calls.models)
-    post_rewards = _sent(calls.post_rewards)
-    post_named_rewards = _sent(calls.post_named_rewards)
-    quality_head = _sent(calls.quality_head)
-    set_quality_head = _sent(calls.set_quality_head)
-    report = _sent(calls.report)
-    detection_lengths = _sent(calls.detection_lengths)
-    prompts = _sent(calls.prompts)
-    state = _sent(calls.state)
-    set_state = _sent(calls.set_state)
-    vote = _sent(calls.vote)
-    runs = _sent(run_calls.runs)
-    engines = _sent(engine_calls.engines)
-    engines_advice = _sent(engine_calls.engines_advice)
-    drain = _sent(engine_calls.drain)
-    restore = _sent(engine_calls.restore)
-
-    def run(self, group_size: int, prompts_per_round: int, id: str | None = None, **options: Unpack[RunOptions]) -> Run:
-        return Run(self, self.send(run_calls.create_run(group_size, prompts_per_round, id, **options)))
-
-    run.__doc__ = run_calls.create_run.__doc__
-
-    def __init__(self, base_url: str = DEFAULT_URL, **settings: Any) -> None:
-        super().__init__(base_url, **settings)
-        self._http = httpx.Client(**self._settings)
-
-    __init__.__doc__ = Connection.__init__.__doc__
-
-    def health(self) -> bool:
-        """Whether the server answers and its engine is alive."""
-        try:
-            response = self._http.get("/health", timeout=HEALTH_TIMEOUT_S)
-        except httpx.TransportError:
-            return False
-        return is_healthy(response)
-
-    def wait_until_ready(self, timeout_s: float = 600.0) -> None:
-        """Wait until `health()`. Raises: TimeoutError after `timeout_s` seconds."""
-        deadline = time.monotonic() + timeout_s
-        while not self.health():
-            time.sleep(poll_s(deadline, timeout_s, self.base_url))
-
-    def close(self) -> None:
-        self._http.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def _open(self, method: str, path: str, body: object, timeout: float | None) -> httpx.Response:
-        """The answer from its first byte on; what it says is still to be read."""
-        attempt = 0
-        while True:
-            request = self._request(self._http, method, path, body, timeout)
-            try:
-                return self._http.send(request, stream=True)
-            except httpx.TransportError as error:
-                time.sleep(self._retries.delay_s(error, attempt, request.url))
-                attempt += 1
-
-    def send(self, call: Call[T]) -> T:
-        response = self._open(call.method, call.path, call.body, call.timeout)
-        try:
-            response.read()
-        except httpx.TransportError as error:
-            raise transport_error(error, response.url) from error
-        finally:
-            response.close()
-        raise_for_error(response)
-        return call.read(response)
-
-    def _events(self, call: EventsCall) -> Generator[Event, None, None]:
-        response = self._open("POST", call.path, call.body, call.timeout)
-        try:
-            if response.is_error:
-                response.read()
-                raise_for_error(response)
-            reader = EventReader(streams_tokens="stream_tokens" in call.body)
-            for chunk in response.iter_bytes():
-                yield from reader.feed(chunk)
-            reader.close()
-        except httpx.TransportError as error:
-            raise transport_error(error, response.url) from error
-        finally:
-            response.close()
-
-
 class AsyncRolloutClient(Connection):
     """Async client. Use as an async context manager, or await `close`."""
 
     rollout = _awaited(calls.rollout)
-    stream = _async_streamed(calls.stream)
+    stream = _streamed(calls.stream)
     models = _awaited(calls.models)
     post_rewards = _awaited(calls.post_rewards)
     post_named_rewards = _awaited(calls.post_named_rewards)
@@ -230,10 +117,10 @@ class AsyncRolloutClient(Connection):
     set_state = _awaited(calls.set_state)
     vote = _awaited(calls.vote)
     runs = _awaited(run_calls.runs)
-    engines = _awaited(engine_calls.engines)
-    engines_advice = _awaited(engine_calls.engines_advice)
-    drain = _awaited(engine_calls.drain)
-    restore = _awaited(engine_calls.restore)
+    engines = _awaited(calls.engines)
+    engines_advice = _awaited(calls.engines_advice)
+    drain = _awaited(calls.drain)
+    restore = _awaited(calls.restore)
 
     async def run(
         self, group_size: int, prompts_per_round: int, id: str | None = None, **options: Unpack[RunOptions]
@@ -241,12 +128,6 @@ class AsyncRolloutClient(Connection):
         return AsyncRun(self, await self.send(run_calls.create_run(group_size, prompts_per_round, id, **options)))
 
     run.__doc__ = run_calls.create_run.__doc__
-
-    def __init__(self, base_url: str = DEFAULT_URL, **settings: Any) -> None:
-        super().__init__(base_url, **settings)
-        self._http = httpx.AsyncClient(**self._settings)
-
-    __init__.__doc__ = Connection.__init__.__doc__
 
     async def health(self) -> bool:
         """Whether the server answers and its engine is alive."""
@@ -260,7 +141,7 @@ class AsyncRolloutClient(Connection):
         """Wait until `health()`. Raises: TimeoutError after `timeout_s` seconds."""
         deadline = time.monotonic() + timeout_s
         while not await self.health():
-            await asyncio.sleep(poll_s(deadline, timeout_s, self.base_url))
+            await self._sleep(poll_s(deadline, timeout_s, self.base_url))
 
     async def close(self) -> None:
         await self._http.aclose()
@@ -271,16 +152,18 @@ class AsyncRolloutClient(Connection):
     async def __aexit__(self, *exception: object) -> None:
         await self.close()
 
+    async def _sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
     async def _open(self, method: str, path: str, body: object, timeout: float | None) -> httpx.Response:
         """The answer from its first byte on; what it says is still to be read."""
-        attempt = 0
-        while True:
-            request = self._request(self._http, method, path, body, timeout)
+        for attempt in count():
+            request = self._request(method, path, body, timeout)
             try:
                 return await self._http.send(request, stream=True)
             except httpx.TransportError as error:
-                await asyncio.sleep(self._retries.delay_s(error, attempt, request.url))
-                attempt += 1
+                await self._sleep(self._delay_s(error, attempt, request.url))
+        raise AssertionError("attempts end by an answer or an error")
 
     async def send(self, call: Call[T]) -> T:
         response = await self._open(call.method, call.path, call.body, call.timeout)
@@ -308,3 +191,57 @@ class AsyncRolloutClient(Connection):
             raise transport_error(error, response.url) from error
         finally:
             await response.aclose()
+
+
+class _BlockingClient(AsyncRolloutClient):
+    """One whose coroutines never wait. Overrides: __init__, _sleep."""
+
+    def __init__(self, *args: Any, transport: Any = None, **settings: Any) -> None:
+        http = httpx.Client(limits=LIMITS, transport=transport)
+        super().__init__(*args, transport=BlockingTransport(http), **settings)
+
+    async def _sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+class RolloutClient:
+    """Sync client. Use as a context manager, or call `close`. Safe to share between threads."""
+
+    rollout = blocking(AsyncRolloutClient.rollout)
+    stream = blocking_generator(AsyncRolloutClient.stream)
+    models = blocking(AsyncRolloutClient.models)
+    post_rewards = blocking(AsyncRolloutClient.post_rewards)
+    post_named_rewards = blocking(AsyncRolloutClient.post_named_rewards)
+    quality_head = blocking(AsyncRolloutClient.quality_head)
+    set_quality_head = blocking(AsyncRolloutClient.set_quality_head)
+    report = blocking(AsyncRolloutClient.report)
+    detection_lengths = blocking(AsyncRolloutClient.detection_lengths)
+    prompts = blocking(AsyncRolloutClient.prompts)
+    state = blocking(AsyncRolloutClient.state)
+    set_state = blocking(AsyncRolloutClient.set_state)
+    vote = blocking(AsyncRolloutClient.vote)
+    runs = blocking(AsyncRolloutClient.runs)
+    engines = blocking(AsyncRolloutClient.engines)
+    engines_advice = blocking(AsyncRolloutClient.engines_advice)
+    drain = blocking(AsyncRolloutClient.drain)
+    restore = blocking(AsyncRolloutClient.restore)
+    health = blocking(AsyncRolloutClient.health)
+    wait_until_ready = blocking(AsyncRolloutClient.wait_until_ready)
+    close = blocking(AsyncRolloutClient.close)
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        self._awaited = _BlockingClient(*args, **settings)
+        self.base_url = self._awaited.base_url
+
+    update_wrapper(__init__, AsyncRolloutClient.__init__)
+
+    def run(self, group_size: int, prompts_per_round: int, id: str | None = None, **options: Unpack[RunOptions]) -> Run:
+        return Run(finished(self._awaited.run(group_size, prompts_per_round, id, **options)))
+
+    run.__doc__ = AsyncRolloutClient.run.__doc__
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()

@@ -1,4 +1,4 @@
-"""How both clients reach a server: settings, timeouts, retries, and reading what comes back.
+"""How a client reaches a server: settings, timeouts, retries, and reading what comes back.
 
 Invariant: only what never got an answer is retried, and every failure is a RolloutError.
 """
@@ -6,7 +6,6 @@ Invariant: only what never got an answer is retried, and every failure is a Roll
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Annotated, Any, Self, Union, get_args
 
@@ -26,6 +25,8 @@ BACKOFF_S = 0.5
 HEALTH_TIMEOUT_S = 5.0
 """Longest wait for an answer of /health."""
 POLL_INTERVAL_S = 0.5
+LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=20)
+"""A trainer may wait on hundreds of rollouts at once; the server queues them, not the client."""
 MAX_ERROR_CHARS = 500
 """How much of an answer that is not an error body goes into the error's message."""
 
@@ -87,28 +88,6 @@ class RolloutError(Exception):
         return cls(body.code, body.message, body.type, body.param)
 
 
-@dataclass(frozen=True, slots=True)
-class Retries:
-    num_retries: int
-    backoff_s: float
-
-    def delay_s(self, error: httpx.TransportError, attempt: int, url: object) -> float:
-        """Seconds to wait before the next attempt (`attempt` counts from 0).
-
-        Raises: RolloutError when there must be none.
-        """
-        if not isinstance(error, CONNECTION_LOST):
-            raise transport_error(error, url) from error
-        if attempt >= self.num_retries:
-            raise RolloutError(
-                None,
-                f"no connection to {url} in {attempt + 1} attempts ({_words(error)}). "
-                "Check the address and that the server runs (`vllm-rollout serve MODEL`).",
-                type(error).__name__,
-            ) from error
-        return self.backoff_s * 2.0**attempt
-
-
 class EventReader:
     """Bytes of an event stream in, events out.
 
@@ -151,7 +130,7 @@ class EventReader:
 
 
 class Connection:
-    """What both clients share: settings, requests, answers."""
+    """A client's settings, and what follows from them."""
 
     def __init__(
         self,
@@ -174,28 +153,41 @@ class Connection:
         """
         self.base_url = base_url.rstrip("/").removesuffix("/v1")
         self._connect_timeout_s = connect_timeout_s
-        self._retries = Retries(num_retries, backoff_s)
+        self._num_retries, self._backoff_s = num_retries, backoff_s
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         if admin_key is not None:
             headers[ADMIN_HEADER] = admin_key
-        self._settings: dict[str, Any] = {
-            "base_url": self.base_url,
-            "headers": headers,
-            "timeout": self._timeout(read_timeout_s),
-            # A trainer may wait on hundreds of rollouts at once; the server queues them, not the client.
-            "limits": httpx.Limits(max_connections=None, max_keepalive_connections=20),
-            "transport": transport,
-        }
+        self._http = httpx.AsyncClient(
+            base_url=self.base_url,
+            headers=headers,
+            timeout=self._timeout(read_timeout_s),
+            limits=LIMITS,
+            transport=transport,
+        )
 
     def _timeout(self, read_timeout_s: float | None) -> httpx.Timeout:
         return httpx.Timeout(None, connect=self._connect_timeout_s, read=read_timeout_s)
 
-    def _request(
-        self, http: httpx.Client | httpx.AsyncClient, method: str, path: str, body: object, timeout: float | None
-    ) -> httpx.Request:
+    def _request(self, method: str, path: str, body: object, timeout: float | None) -> httpx.Request:
         settings: dict[str, Any] = {} if timeout is None else {"timeout": self._timeout(timeout)}
         settings["content" if isinstance(body, bytes) else "json"] = body
-        return http.build_request(method, path, **settings)
+        return self._http.build_request(method, path, **settings)
+
+    def _delay_s(self, error: httpx.TransportError, attempt: int, url: object) -> float:
+        """Seconds to wait before the next attempt (`attempt` counts from 0).
+
+        Raises: RolloutError when there must be none.
+        """
+        if not isinstance(error, CONNECTION_LOST):
+            raise transport_error(error, url) from error
+        if attempt >= self._num_retries:
+            raise RolloutError(
+                None,
+                f"no connection to {url} in {attempt + 1} attempts ({_words(error)}). "
+                "Check the address and that the server runs (`vllm-rollout serve MODEL`).",
+                type(error).__name__,
+            ) from error
+        return self._backoff_s * 2.0**attempt
 
 
 def parse(form: TypeAdapter[Any], content: bytes) -> Any:

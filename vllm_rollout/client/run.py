@@ -6,21 +6,23 @@ server that is started again or an answer that never came cost time and no promp
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import aclosing
 from http import HTTPStatus
-from typing import Any, Protocol, TypeVar
+from itertools import chain, islice
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from typing_extensions import Unpack
 
 from vllm_rollout.client import run_calls
+from vllm_rollout.client.blocking import blocking, blocking_generator
 from vllm_rollout.client.body import PromptLike, takes_options
 from vllm_rollout.client.calls import Call, EventsCall
 from vllm_rollout.client.connection import POLL_INTERVAL_S, RolloutError
 from vllm_rollout.client.run_calls import RoundOptions
-from vllm_rollout.client.run_feed import Fed, RoundFeed
+from vllm_rollout.group.rounds.rounds import RoundKind
 from vllm_rollout.server.answers import Event, RoundAnswer
 from vllm_rollout.server.runs.answers import RunAnswer
 from vllm_rollout.server.runs.body import RoundRequest
@@ -45,37 +47,59 @@ class _Patience:
         return error.retry_after_s or POLL_INTERVAL_S
 
 
+class Wants(Protocol):
+    """What a run says of its next round: an answer of it, or the run's own."""
+
+    next_round: RoundKind
+    num_fresh_prompts: int
+
+
+class Fed(NamedTuple):
+    """What a round is sent."""
+
+    prompts: list[PromptLike]
+    kind: RoundKind | None
+
+
+class RoundFeed:
+    """Prompts of one pass over the data, a round's worth at a time; at its end what waits, in long rounds.
+
+    Invariant: each prompt is handed in once.
+    """
+
+    def __init__(self, prompts: Iterable[PromptLike], prompts_per_round: int) -> None:
+        self._prompts = iter(prompts)
+        self._prompts_per_round = prompts_per_round
+
+    def next(self, run: Wants, num_waiting: int) -> Fed | None:
+        """For the next round; None when everything was handed in and is back."""
+        if run.next_round == "long":
+            return Fed([], None)
+        fresh = self._take(run.num_fresh_prompts)
+        if len(fresh) == run.num_fresh_prompts and (fresh or num_waiting):
+            return Fed(fresh, None)
+        if not fresh and not num_waiting:
+            return None
+        rest = fresh[self._prompts_per_round :]
+        self.put_back(Fed(rest, None))
+        return Fed(fresh[: self._prompts_per_round], "long")
+
+    def put_back(self, fed: Fed) -> None:
+        """These were not handed in: they come next."""
+        self._prompts = chain(fed.prompts, self._prompts)
+
+    def _take(self, count: int) -> list[Any]:
+        return list(islice(self._prompts, count))
+
+
 class Sender(Protocol):
-    """As much of a `RolloutClient` as a run needs."""
-
-    def send(self, call: Call[T]) -> T: ...
-
-    def _events(self, call: EventsCall) -> Generator[Event, None, None]: ...
-
-
-class AsyncSender(Protocol):
     """As much of an `AsyncRolloutClient` as a run needs."""
 
     async def send(self, call: Call[T]) -> T: ...
 
     def _events(self, call: EventsCall) -> AsyncGenerator[Event, None]: ...
 
-
-class _Run:
-    """What both have: the run as it was last seen."""
-
-    def __init__(self, answer: RunAnswer) -> None:
-        self.id = answer.id
-        self.info = answer
-        """As it was made, or last looked at."""
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.id!r}, next_round={self.info.next_round!r})"
-
-    def _feed(self, prompts: Iterable[PromptLike]) -> RoundFeed:
-        if isinstance(prompts, str | dict):
-            raise TypeError(f"prompts must be an iterable of prompts, got one {type(prompts).__name__}")
-        return RoundFeed(prompts, self.info.prompts_per_round)
+    async def _sleep(self, seconds: float) -> None: ...
 
 
 def new_key() -> str:
@@ -87,20 +111,25 @@ def _is_refused(error: RolloutError) -> bool:
     return error.status in (HTTPStatus.CONFLICT, HTTPStatus.UNPROCESSABLE_ENTITY)
 
 
-class Run(_Run):
-    """A run of a `RolloutClient`."""
+class AsyncRun:
+    """A run of an `AsyncRolloutClient`."""
 
     def __init__(self, client: Sender, answer: RunAnswer) -> None:
-        super().__init__(answer)
         self._client = client
+        self.id = answer.id
+        self.info = answer
+        """As it was made, or last looked at."""
 
-    def refresh(self) -> RunAnswer:
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.id!r}, next_round={self.info.next_round!r})"
+
+    async def refresh(self) -> RunAnswer:
         """The run as it is now. Raises: RolloutError (404)."""
-        self.info = self._client.send(run_calls.run(self.id))
+        self.info = await self._client.send(run_calls.run(self.id))
         return self.info
 
     @takes_options(RoundOptions, RoundRequest)
-    def round(
+    async def round(
         self,
         prompts: Iterable[PromptLike] = (),
         *,
@@ -122,103 +151,9 @@ class Run(_Run):
         patience = _Patience(patience_s)
         while True:
             try:
-                return self._client.send(call)
-            except RolloutError as error:
-                time.sleep(patience.wait_s(error))
-
-    @takes_options(RoundOptions, RoundRequest)
-    def stream(
-        self,
-        prompts: Iterable[PromptLike] = (),
-        *,
-        key: str | None = None,
-        reserve: Iterable[PromptLike] = (),
-        stream_tokens: int | None = None,
-        timeout: float | None = None,
-        **options: Unpack[RoundOptions],
-    ) -> Generator[Event, None, None]:
-        """Like `round`, as events: `round` first, `deferred` and `filtered` among those of a rollout, `done` last.
-
-        What was sent of a prompt that is deferred or filtered counts for nothing. A stream that is cut can be asked for
-        again under its key, which the `round` event says: it begins anew. Raises: RolloutError.
-        """
-        yield from self._client._events(
-            run_calls.stream_round(
-                self.id,
-                prompts,
-                key=key or new_key(),
-                reserve=reserve,
-                stream_tokens=stream_tokens,
-                timeout=timeout,
-                **options,
-            )
-        )
-
-    def rounds(
-        self, prompts: Iterable[PromptLike], *, epoch: int | None = None, **options: Any
-    ) -> Iterator[RoundAnswer]:
-        """Rounds over all of `prompts`, short and long as the run says, until each of them is back.
-
-        A prompt without an id gets one made of what it says. A round that was interrupted earlier, by a crash of server
-        or trainer, comes first. Several trainers may do this with one run: each gets rounds of all that was handed in.
-        Options: as of `round`.
-        """
-        feed = self._feed(prompts)
-        run = self.refresh()
-        if run.open_round is not None and run.open_round.state == "interrupted":
-            yield self.round(key=run.open_round.idempotency_key, **options)
-            run = self.refresh()
-        while (fed := feed.next(run, len(run.queue) + len(run.unstarted))) is not None:
-            try:
-                answer = self.round(fed.prompts, kind=fed.kind, epoch=epoch, **options)
-            except RolloutError as error:
-                before, run = run, self.refresh()
-                if not _is_refused(error) or run.num_rounds == before.num_rounds:
-                    raise
-                feed.put_back(fed)
-                continue
-            yield answer
-            run = self.refresh()
-
-    def give_up(self, number: int) -> RunAnswer:
-        """Put the prompts of an interrupted round back. Raises: RolloutError (404; 409 while it runs)."""
-        self.info = self._client.send(run_calls.give_up_round(self.id, number))
-        return self.info
-
-    def delete(self) -> None:
-        """Forget the run and the prompts that wait in it. Raises: RolloutError (404; 409 while a round runs)."""
-        self._client.send(run_calls.delete_run(self.id))
-
-
-class AsyncRun(_Run):
-    """A run of an `AsyncRolloutClient`; its methods are those of `Run`."""
-
-    def __init__(self, client: AsyncSender, answer: RunAnswer) -> None:
-        super().__init__(answer)
-        self._client = client
-
-    async def refresh(self) -> RunAnswer:
-        self.info = await self._client.send(run_calls.run(self.id))
-        return self.info
-
-    @takes_options(RoundOptions, RoundRequest)
-    async def round(
-        self,
-        prompts: Iterable[PromptLike] = (),
-        *,
-        key: str | None = None,
-        reserve: Iterable[PromptLike] = (),
-        timeout: float | None = None,
-        patience_s: float = PATIENCE_S,
-        **options: Unpack[RoundOptions],
-    ) -> RoundAnswer:
-        call = run_calls.round(self.id, prompts, key=key or new_key(), reserve=reserve, timeout=timeout, **options)
-        patience = _Patience(patience_s)
-        while True:
-            try:
                 return await self._client.send(call)
             except RolloutError as error:
-                await asyncio.sleep(patience.wait_s(error))
+                await self._client._sleep(patience.wait_s(error))
 
     @takes_options(RoundOptions, RoundRequest)
     async def stream(
@@ -231,6 +166,11 @@ class AsyncRun(_Run):
         timeout: float | None = None,
         **options: Unpack[RoundOptions],
     ) -> AsyncGenerator[Event, None]:
+        """Like `round`, as events: `round` first, `deferred` and `filtered` among those of a rollout, `done` last.
+
+        What was sent of a prompt that is deferred or filtered counts for nothing. A stream that is cut can be asked for
+        again under its key, which the `round` event says: it begins anew. Raises: RolloutError.
+        """
         call = run_calls.stream_round(
             self.id,
             prompts,
@@ -240,13 +180,22 @@ class AsyncRun(_Run):
             timeout=timeout,
             **options,
         )
-        async for event in self._client._events(call):
-            yield event
+        async with aclosing(self._client._events(call)) as events:
+            async for event in events:
+                yield event
 
     async def rounds(
-        self, prompts: Iterable[PromptLike], *, epoch: int | None = None, **options: Any
-    ) -> AsyncIterator[RoundAnswer]:
-        feed = self._feed(prompts)
+        self, /, prompts: Iterable[PromptLike], *, epoch: int | None = None, **options: Any
+    ) -> AsyncGenerator[RoundAnswer, None]:
+        """Rounds over all of `prompts`, short and long as the run says, until each of them is back.
+
+        A prompt without an id gets one made of what it says. A round that was interrupted earlier, by a crash of server
+        or trainer, comes first. Several trainers may do this with one run: each gets rounds of all that was handed in.
+        Options: as of `round`.
+        """
+        if isinstance(prompts, str | dict):
+            raise TypeError(f"prompts must be an iterable of prompts, got one {type(prompts).__name__}")
+        feed = RoundFeed(prompts, self.info.prompts_per_round)
         run = await self.refresh()
         if run.open_round is not None and run.open_round.state == "interrupted":
             yield await self.round(key=run.open_round.idempotency_key, **options)
@@ -264,14 +213,31 @@ class AsyncRun(_Run):
             run = await self.refresh()
 
     async def give_up(self, number: int) -> RunAnswer:
+        """Put the prompts of an interrupted round back. Raises: RolloutError (404; 409 while it runs)."""
         self.info = await self._client.send(run_calls.give_up_round(self.id, number))
         return self.info
 
     async def delete(self) -> None:
+        """Forget the run and the prompts that wait in it. Raises: RolloutError (404; 409 while a round runs)."""
         await self._client.send(run_calls.delete_run(self.id))
 
 
-for _name in ("refresh", "round", "stream", "rounds", "give_up", "delete"):
-    getattr(AsyncRun, _name).__doc__ = getattr(Run, _name).__doc__
+class Run:
+    """A run of a `RolloutClient`."""
 
-__all__ = ["AsyncRun", "Fed", "Run", "new_key"]
+    refresh = blocking(AsyncRun.refresh)
+    round = blocking(AsyncRun.round)
+    stream = blocking_generator(AsyncRun.stream)
+    rounds = blocking_generator(AsyncRun.rounds)
+    give_up = blocking(AsyncRun.give_up)
+    delete = blocking(AsyncRun.delete)
+    __repr__ = AsyncRun.__repr__
+
+    def __init__(self, run: AsyncRun) -> None:
+        self._awaited = run
+        self.id = run.id
+
+    @property
+    def info(self) -> RunAnswer:
+        """The run as it was made, or last looked at."""
+        return self._awaited.info

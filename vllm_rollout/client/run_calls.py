@@ -9,15 +9,19 @@ from typing import Any
 
 from typing_extensions import Unpack
 
-from vllm_rollout.client.body import GroupOptions, PromptLike, Redundancy, option_fields, prompt_body, takes_options
+from vllm_rollout.client.body import (
+    GroupOptions,
+    PromptLike,
+    Redundancy,
+    option_fields,
+    prompt_body,
+    said,
+    takes_options,
+)
 from vllm_rollout.client.calls import Call, EventsCall, typed
 from vllm_rollout.server.answers import RoundAnswer
 from vllm_rollout.server.runs.answers import RunAnswer, RunsAnswer
 from vllm_rollout.server.runs.body import RunRequest
-
-_read_run = typed(RunAnswer)
-_read_runs = typed(RunsAnswer)
-_read_round = typed(RoundAnswer)
 
 
 class RoundOptions(GroupOptions, total=False):
@@ -57,17 +61,17 @@ def create_run(
         "prompts_per_round": prompts_per_round,
         **option_fields(options, RunOptions),
     }
-    return Call("POST", "/v1/runs", _read_run, {field: value for field, value in body.items() if value is not None})
+    return Call("POST", "/v1/runs", typed(RunAnswer), said(body))
 
 
 def run(run_id: str) -> Call[RunAnswer]:
     """The run as it is now. Raises: RolloutError (404)."""
-    return Call("GET", f"/v1/runs/{run_id}", _read_run)
+    return Call("GET", f"/v1/runs/{run_id}", typed(RunAnswer))
 
 
 def runs() -> Call[list[RunAnswer]]:
     """All runs of the server."""
-    return Call("GET", "/v1/runs", lambda response: _read_runs(response).data)
+    return Call("GET", "/v1/runs", lambda response: typed(RunsAnswer)(response).data)
 
 
 def delete_run(run_id: str) -> Call[None]:
@@ -77,7 +81,7 @@ def delete_run(run_id: str) -> Call[None]:
 
 def give_up_round(run_id: str, number: int) -> Call[RunAnswer]:
     """Put the prompts of an interrupted round back. Raises: RolloutError (404; 409 while it runs)."""
-    return Call("DELETE", f"/v1/runs/{run_id}/rounds/{number}", _read_run)
+    return Call("DELETE", f"/v1/runs/{run_id}/rounds/{number}", typed(RunAnswer))
 
 
 def round(
@@ -91,7 +95,7 @@ def round(
 ) -> Call[RoundAnswer]:
     """One round of a run."""
     body = _round_body(prompts, reserve, key, options)
-    return Call("POST", f"/v1/runs/{run_id}/rounds", _read_round, body, timeout)
+    return Call("POST", f"/v1/runs/{run_id}/rounds", typed(RoundAnswer), body, timeout)
 
 
 def stream_round(
@@ -116,8 +120,8 @@ def named(prompt: PromptLike, position: int) -> dict[str, Any]:
     """The prompt with an id: one made of what it says, where it has none."""
     body = prompt_body(prompt, position)
     if body.get("id") is None:
-        said = json.dumps({field: value for field, value in body.items() if field != "id"}, sort_keys=True)
-        body["id"] = f"prompt-{hashlib.sha256(said.encode()).hexdigest()[:16]}"
+        text = json.dumps({field: value for field, value in body.items() if field != "id"}, sort_keys=True)
+        body["id"] = f"prompt-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     return body
 
 
@@ -128,5 +132,5 @@ def _round_body(
         "prompts": [named(prompt, position) for position, prompt in enumerate(prompts)],
         "reserve": [named(prompt, position) for position, prompt in enumerate(reserve)],
     }
-    said = {field: value for field, value in body.items() if value}
-    return {"idempotency_key": key, **said, **option_fields(options, RoundOptions)}
+    handed_in = {field: value for field, value in body.items() if value}
+    return {"idempotency_key": key, **handed_in, **option_fields(options, RoundOptions)}

@@ -348,27 +348,7 @@ class ErrorEvent(BaseModel):
     error: ErrorBody
 
 
-RolloutEvent = (
-    TrajectoryEvent
-    | CandidateEvent
-    | TokensEvent
-    | GroupEvent
-    | RestartedEvent
-    | RanksFreeEvent
-    | DoneEvent
-    | ErrorEvent
-)
-RoundStreamEvent = (
-    RoundEvent
-    | TrajectoryEvent
-    | CandidateEvent
-    | TokensEvent
-    | GroupEvent
-    | DeferredEvent
-    | FilteredEvent
-    | RestartedEvent
-    | RanksFreeEvent
-    | RoundDoneEvent
-    | ErrorEvent
-)
+GroupsEvent = TrajectoryEvent | CandidateEvent | TokensEvent | GroupEvent | RestartedEvent | RanksFreeEvent
+RolloutEvent = GroupsEvent | DoneEvent | ErrorEvent
+RoundStreamEvent = RoundEvent | GroupsEvent | DeferredEvent | FilteredEvent | RoundDoneEvent | ErrorEvent
 Event = RolloutEvent | RoundStreamEvent

@@ -32,10 +32,11 @@ class HeldBodies:
         self.num_bytes = 0
 
     @contextmanager
-    def received(self, receive: Receive) -> Iterator[Receive]:
-        """Around one request: `receive`, which fails when its body is too much beside the others. One alone never is.
+    def received(self, receive: Receive, check_size: Callable[[int], None]) -> Iterator[Receive]:
+        """Around one request: `receive`, which fails when its body is too large by itself, also where it does not state
+        its length, or too much beside the others. One alone never is.
 
-        Raises: RequestError (503).
+        Raises: RequestError (503), and what `check_size` raises.
         """
         mine = 0
 
@@ -45,6 +46,7 @@ class HeldBodies:
             size = len(message.get("body", b""))
             self.num_bytes += size
             mine += size
+            check_size(mine)
             if size and self.num_bytes > max(self.max_bytes, mine):
                 raise RequestError(
                     f"the requests on their way here have {self.num_bytes} bytes with this one's, at most "
@@ -68,7 +70,7 @@ class RolloutRoute(APIRoute):
     too_large_remedy: ClassVar[str] = "Send fewer prompts or rewards per request."
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self.held.received(receive) as receive:
+        with self.held.received(receive, self._check_size) as receive:
             await super().handle(scope, receive, send)
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -78,7 +80,7 @@ class RolloutRoute(APIRoute):
         async def handler(request: Request) -> Response:
             try:
                 self._check_size(request.headers.get("content-length", ""))
-                return await handle(BodyRequest(request.scope, self._limited(request.receive), body))
+                return await handle(BodyRequest(request.scope, request.receive, body))
             except RequestValidationError as error:
                 return error_response(explain_invalid(error, body))
             except RequestError as error:
@@ -103,19 +105,6 @@ class RolloutRoute(APIRoute):
                 f"{self.too_large_remedy}",
                 status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
             )
-
-    def _limited(self, receive: Receive) -> Receive:
-        """`receive`, which fails as soon as a body that does not state its length is too large."""
-        num_bytes = 0
-
-        async def receive_limited() -> Message:
-            nonlocal num_bytes
-            message = await receive()
-            num_bytes += len(message.get("body", b""))
-            self._check_size(num_bytes)
-            return message
-
-        return receive_limited
 
 
 class StateRoute(RolloutRoute):

@@ -2,48 +2,46 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable
-from typing import Protocol
 
 from vllm_rollout.group.racing.race import RacePlace
 from vllm_rollout.group.rounds.round_progress import DeferReason
 from vllm_rollout.group.types import Ending, GroupResult
 
 
-class Course(Protocol):
-    """Positions are those of the rollout's prompts."""
+class Course(ABC):
+    """One that leaves no prompt out, and returns every group. Positions are those of the rollout's prompts."""
 
+    @abstractmethod
     def positions(self) -> AsyncIterator[int]:
         """Prompts to start, each as soon as it is known that it shall be. It ends when no more will be started."""
-        ...
 
     def stopped(self) -> Awaitable[object] | None:
         """Done when no prompt shall start for now; None: that never happens."""
-        ...
+        return None
 
     def starts(self, position: int) -> bool:
         """There is room for the group of this prompt: whether it starts."""
-        ...
+        return True
 
     def place(self, position: int) -> RacePlace | None:
         """Its part in a race against the rollout's other groups."""
-        ...
+        return None
 
-    def candidate_ended(self, position: int, ending: Ending) -> None:
+    def candidate_ended(self, position: int, ending: Ending) -> None:  # noqa: B027  # few courses care
         """One of the group of this prompt."""
-        ...
 
-    def restarted(self, position: int) -> None:
+    def restarted(self, position: int) -> None:  # noqa: B027
         """The group of this prompt runs again: what was told of it is void."""
-        ...
 
     async def group_over(self, position: int, result: GroupResult, *, lost: bool) -> DeferReason | None:
         """Why the group is deferred; None: it is returned. `lost`: it completed too late to count."""
-        ...
+        return None
 
 
-class AllPrompts:
-    """Every prompt starts, in order, and every group is returned."""
+class AllPrompts(Course):
+    """Every prompt starts, in order."""
 
     def __init__(self, num_prompts: int) -> None:
         self._num_prompts = num_prompts
@@ -51,21 +49,3 @@ class AllPrompts:
     async def positions(self) -> AsyncIterator[int]:
         for position in range(self._num_prompts):
             yield position
-
-    def stopped(self) -> None:
-        return None
-
-    def starts(self, position: int) -> bool:
-        return True
-
-    def place(self, position: int) -> None:
-        return None
-
-    def candidate_ended(self, position: int, ending: Ending) -> None:
-        pass
-
-    def restarted(self, position: int) -> None:
-        pass
-
-    async def group_over(self, position: int, result: GroupResult, *, lost: bool) -> None:
-        return None

@@ -98,6 +98,32 @@ class Outlook:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupOrder:
+    """A group that is to run."""
+
+    group_id: str
+    rollout_id: str
+    """With the prompt's id and an index it names a candidate of a group with pruning, for rewards."""
+    plan: GroupPlan
+    prompt: PreparedPrompt
+    seed_name: str
+    """Candidates of a seeded request sample by its seed, this and their index only (`seed_for`)."""
+    pruning_seed: int
+    """Chance of pruning depends on it, the prompt's id and the index only."""
+    prompt_key: str = ""
+    """Under which it is remembered what rewards say of the prompt."""
+    stream_tokens: int | None = None
+    """New tokens of a candidate that are worth telling; None: its end only."""
+    place: RacePlace | None = None
+    beginnings: Beginnings | None = None
+    """Where candidates go on, as many as `plan` says. What is yielded is what comes after: tokens, counts and spans
+    begin with the first new token. They have no text, for which see `text_of`."""
+    outlook: Outlook | None = None
+    """Its rank is chosen by the work that is predicted, and it may move to another when that pays, the latter only
+    without a refusal of its moves."""
+
+
+@dataclass(frozen=True, slots=True)
 class CandidateTokens:
     """New tokens of a running candidate."""
 
@@ -361,36 +387,11 @@ class Engine(Protocol):
         """
         ...
 
-    def run_group(
-        self,
-        group_id: str,
-        plan: GroupPlan,
-        prompt: PreparedPrompt,
-        *,
-        stream_tokens: int | None,
-        rollout_id: str,
-        seed_name: str,
-        pruning_seed: int,
-        place: RacePlace | None = None,
-        beginnings: Beginnings | None = None,
-        outlook: Outlook | None = None,
-        prompt_key: str = "",
-    ) -> AsyncGenerator[Happening, None]:
+    def run_group(self, order: GroupOrder) -> AsyncGenerator[Happening, None]:
         """Launch the candidates and yield what happens to them, ending with one CandidateEnd each.
 
-        With an `outlook` its rank is chosen by the work that is predicted, and they may move to another when that pays,
-        the latter only without a refusal of its moves.
-
-        With `beginnings` the candidates go on where they stood, as many as `plan` says. What is yielded is what comes
-        after: tokens, counts and spans begin with the first new token. They have no text, for which see `text_of`.
-
-        Candidates of a seeded request sample by its seed, `seed_name` and their index only (`seed_for`).
-
-        With `plan.pruning`, rewards are later posted under (`rollout_id`, `prompt.id`, index), and chance depends on
-        (`pruning_seed`, `prompt.id`, index) only; what they say of the prompt is remembered under `prompt_key`. Closing
-        the generator aborts what still runs.
-
-        Raises: GroupLost, after the end of each candidate; RequestError (503) for a dead engine.
+        Closing the generator aborts what still runs. Raises: GroupLost, after the end of each candidate; RequestError
+        (503) for a dead engine.
         """
         ...
 

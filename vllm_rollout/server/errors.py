@@ -22,17 +22,16 @@ MAX_PARAM_CHARS = 200
 MAX_MESSAGE_CHARS = 2000
 """A message quotes the request; it must not send megabytes back."""
 
-ERRORS: dict[int | str, dict[str, Any]] = {
-    int(status): {"model": ErrorAnswer}
-    for status in (
-        HTTPStatus.BAD_REQUEST,
-        HTTPStatus.NOT_FOUND,
-        HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-        HTTPStatus.UNPROCESSABLE_ENTITY,
-        HTTPStatus.INTERNAL_SERVER_ERROR,
-        HTTPStatus.SERVICE_UNAVAILABLE,
-    )
-}
+
+def errors_of(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Answers with these statuses, as OpenAPI describes them."""
+    return {int(status): {"model": ErrorAnswer} for status in statuses}
+
+
+ERRORS = errors_of(400, 404, 413, 422, 500, 503)
+"""Of every endpoint."""
+CHANGE_ERRORS = ERRORS | errors_of(401, 409)
+"""Of what needs --rollout-admin-key where the server was given one."""
 
 
 def error_body(error: RequestError) -> ErrorBody:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable
 
 from vllm_rollout.group.plans.launch import LaunchWindow, Turn
+from vllm_rollout.server.slices import unless
 
 
 class Places:
@@ -63,17 +64,7 @@ class Launcher:
 
     async def take_unless(self, stopped: Awaitable[object] | None, num_candidates: int) -> Places | None:
         """The same; None, and it has left the queue, when `stopped` is done first."""
-        if stopped is None:
-            return await self.take(num_candidates)
-        taking = asyncio.ensure_future(self.take(num_candidates))
-        tasks = (taking, asyncio.ensure_future(stopped))
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            return taking.result() if taking.done() else None
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        return await (self.take(num_candidates) if stopped is None else unless(self.take(num_candidates), stopped))
 
     def release(self, num_candidates: int) -> None:
         self._window.release(num_candidates)

@@ -27,7 +27,7 @@ from vllm_rollout.server.protocol import Auto, DualEnd, DualEndSelection, Rollou
 from vllm_rollout.server.rollout import Rollout
 from vllm_rollout.server.scoring_log import ScoringLog
 from vllm_rollout.server.shaping import PromptPlan, ShapingService, history_key
-from vllm_rollout.server.slices import Slices
+from vllm_rollout.server.slices import each
 
 NAMES = {field: f"selection.dual_end.{field}" for field in DualEnd.model_fields} | {
     "allow_fewer": "pruning.allow_fewer"
@@ -79,10 +79,8 @@ class Preparation:
             want_text=request.return_.text,
         )
         adapter = self._engine.adapter_name(request.model)
-        keys, slices = [], Slices()
-        for written, prompt in zip(request.prompts, prompts, strict=True):
-            keys.append(history_key(written.id, prompt.token_ids))
-            await slices.turn()
+        pairs = zip(request.prompts, prompts, strict=True)
+        keys = await each(pairs, lambda pair: history_key(pair[0].id, pair[1].token_ids))
         budget = None
         if (tradeoff := _tradeoff(request)) is None:
             plans = await self._shaping.plans(plan, keys, adapter)

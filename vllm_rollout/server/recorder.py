@@ -33,7 +33,7 @@ class TraceRecorder:
             rollout.id,
             rollout.model,
             plan.group_size,
-            rollout.max_tokens,
+            max((prompt.max_tokens for prompt in rollout.prompts if prompt.max_tokens is not None), default=None),
             [record for _, record in sorted(rollout.outcome.records.items())],
             detection_length=None if plan.pruning is None else plan.pruning.detection_length,
         )

@@ -6,17 +6,23 @@ Invariant: what comes out reads as if each candidate had run at once, from its f
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
 from vllm_rollout.group.plans.plan import GroupPlan
 from vllm_rollout.group.plans.resumption import choose_resumed, joined_ending, joined_moments, joined_spans, spans_of
 from vllm_rollout.group.types import Ending
-from vllm_rollout.server.engine import Beginnings, CandidateEnd, CandidateTokens, Happening, PreparedPrompt
+from vllm_rollout.server.engine import (
+    Beginnings,
+    CandidateEnd,
+    CandidateTokens,
+    Engine,
+    GroupOrder,
+    Happening,
+    PreparedPrompt,
+)
 from vllm_rollout.server.kept import MAX_KEPT_BYTES, KeptCandidate, keep
-
-Run = Callable[[GroupPlan, Beginnings], AsyncGenerator[Happening, None]]
 
 
 @dataclass(slots=True)
@@ -54,40 +60,40 @@ class Resumption:
 class ResumedGroup:
     """The candidates of one prompt in a long round: kept ones, then new ones where there are too few."""
 
-    def __init__(self, kept: Sequence[KeptCandidate], text_of: Callable[..., str], *, want_text: bool) -> None:
-        """`text_of`: as an `Engine` has it."""
+    def __init__(self, kept: Sequence[KeptCandidate], engine: Engine, order: GroupOrder, *, want_text: bool) -> None:
+        """`order`: as if all of them were new."""
         self._kept = kept
-        self._text_of = text_of
+        self._engine = engine
+        self._order = order
         self._want_text = want_text
 
-    async def events(
-        self, plan: GroupPlan, prompt: PreparedPrompt, run: Run, *, want_tokens: bool
-    ) -> AsyncGenerator[Happening, None]:
-        """What happens to them; `run` starts those that are not over. `want_tokens`: also what was kept, first."""
+    async def events(self) -> AsyncGenerator[Happening, None]:
+        """What happens to them; those that are not over run. In a stream also what was kept, first."""
+        order, plan = self._order, self._order.plan
         kept = dict(enumerate(self._kept[: plan.num_candidates]))
         running: dict[int, Sequence[int]] = dict.fromkeys(range(len(kept), plan.num_candidates), ())
         for index, candidate in kept.items():
-            if want_tokens and candidate.num_tokens:
+            if order.stream_tokens is not None and candidate.num_tokens:
                 yield CandidateTokens(index, 0, candidate.token_ids, candidate.logprobs)
-            if _is_over(candidate, prompt):
-                yield self._whole(index, candidate, prompt)
+            if _is_over(candidate, order.prompt):
+                yield self._whole(index, candidate)
             else:
                 running[index] = candidate.token_ids
         if not running:
             return
         rest = replace(plan, group_size=len(running), redundancy=0)
         beginnings = Beginnings(dict(sorted(running.items())), plan.num_candidates)
-        async with aclosing(run(rest, beginnings)) as happenings:
+        async with aclosing(self._engine.run_group(replace(order, plan=rest, beginnings=beginnings))) as happenings:
             async for happening in happenings:
-                yield self._joined(happening, kept, prompt)
+                yield self._joined(happening, kept)
 
-    def _joined(self, happening: Happening, kept: dict[int, KeptCandidate], prompt: PreparedPrompt) -> Happening:
+    def _joined(self, happening: Happening, kept: dict[int, KeptCandidate]) -> Happening:
         if isinstance(happening, CandidateTokens):
             before = kept.get(happening.index)
             return happening if before is None else replace(happening, offset=happening.offset + before.num_tokens)
         before = kept.get(happening.ending.index)
         if before is None:
-            return self._with_text(happening, prompt)
+            return self._with_text(happening)
         num = before.num_tokens
         logprobs = None
         if before.logprobs is not None and happening.logprobs is not None:
@@ -102,9 +108,9 @@ class ResumedGroup:
             weight_versions=[span._asdict() for span in spans],
             survival_before=before.survival_probability,
         )
-        return self._with_text(joined, prompt)
+        return self._with_text(joined)
 
-    def _whole(self, index: int, kept: KeptCandidate, prompt: PreparedPrompt) -> CandidateEnd:
+    def _whole(self, index: int, kept: KeptCandidate) -> CandidateEnd:
         truncated = kept.truncated or not kept.whole
         num = kept.num_tokens
         end = CandidateEnd(
@@ -118,13 +124,13 @@ class ResumedGroup:
             weight_versions=[span._asdict() for span in kept.spans],
             survival_before=kept.survival_probability,
         )
-        return self._with_text(end, prompt)
+        return self._with_text(end)
 
-    def _with_text(self, end: CandidateEnd, prompt: PreparedPrompt) -> CandidateEnd:
+    def _with_text(self, end: CandidateEnd) -> CandidateEnd:
         if not self._want_text:
             return end
         stopped = end.finish_reason == "stop"
-        return replace(end, text=self._text_of(prompt, end.token_ids, stopped=stopped))
+        return replace(end, text=self._engine.text_of(self._order.prompt, end.token_ids, stopped=stopped))
 
 
 def _is_over(kept: KeptCandidate, prompt: PreparedPrompt) -> bool:

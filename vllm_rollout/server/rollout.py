@@ -112,16 +112,6 @@ class Rollout:
         """Candidates that it begins with."""
         return sum(plan.group.num_candidates for plan in self.plans)
 
-    @property
-    def current_version(self) -> str | None:
-        """Of the weights that it began with; None: unnamed, or nobody asked."""
-        return None if self.resumption is None else self.resumption.weight_version
-
-    @property
-    def max_tokens(self) -> int | None:
-        """The largest limit among the prompts' candidates."""
-        return max((p.max_tokens for p in self.prompts if p.max_tokens is not None), default=None)
-
     def envelope(self) -> dict[str, Any]:
         """What every answer and last event says of it, beside its groups."""
         return {

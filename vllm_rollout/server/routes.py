@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from http import HTTPStatus
-
 from fastapi import APIRouter, Request, Response
 
 from vllm_rollout.server import votes
-from vllm_rollout.server.answers import ErrorAnswer, RolloutAnswer, RolloutEvent
+from vllm_rollout.server.answers import RolloutAnswer, RolloutEvent
 from vllm_rollout.server.boundary import RolloutRoute
 from vllm_rollout.server.engines import routes as engine_routes
-from vllm_rollout.server.errors import ERRORS
-from vllm_rollout.server.event_stream import (
+from vllm_rollout.server.errors import ERRORS, errors_of
+from vllm_rollout.server.learning import routes as learning_routes
+from vllm_rollout.server.protocol import RolloutRequest
+from vllm_rollout.server.runs import routes as run_routes
+from vllm_rollout.server.serialised import (
     CLIENT_CLOSED_REQUEST,
     EventStream,
+    PartsResponse,
     event_stream_schema,
     server_sent_events,
     unless_disconnected,
 )
-from vllm_rollout.server.learning import routes as learning_routes
-from vllm_rollout.server.protocol import RolloutRequest
-from vllm_rollout.server.runs import routes as run_routes
-from vllm_rollout.server.serialised import PartsResponse
 from vllm_rollout.server.service import RolloutService
 from vllm_rollout.server.votes import VoteAnswer, VoteRequest
 
@@ -60,7 +58,7 @@ async def create_rollout(body: RolloutRequest, request: Request) -> Response:
     "/v1/votes",
     summary="What a group of candidates answered",
     response_model=VoteAnswer,
-    responses={**ERRORS, int(HTTPStatus.TOO_MANY_REQUESTS): {"model": ErrorAnswer}},
+    responses=ERRORS | errors_of(429),
 )
 async def create_vote(body: VoteRequest) -> Response:
     """Vote over answers, or over texts in which a pattern finds the answer: by majority, confidence or quality.

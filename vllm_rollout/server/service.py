@@ -16,8 +16,7 @@ from vllm_rollout.group.rounds.round_progress import DeferReason
 from vllm_rollout.group.types import Ending, GroupResult, HeadKey
 from vllm_rollout.server.admin import AdminKey
 from vllm_rollout.server.answers import DoneEvent, Event, RanksFreeEvent, RolloutAnswer
-from vllm_rollout.server.attempts import Attempt, attempts
-from vllm_rollout.server.engine import Engine, Outlook, RequestError
+from vllm_rollout.server.engine import Engine, GroupOrder, MovesPart, Outlook, RequestError
 from vllm_rollout.server.fan_in import FanIn
 from vllm_rollout.server.launch import Launcher, Places
 from vllm_rollout.server.learning.service import LearningService
@@ -29,7 +28,7 @@ from vllm_rollout.server.resumed import ResumedGroup
 from vllm_rollout.server.rollout import Rollout
 from vllm_rollout.server.serialised import GroupsInJson
 from vllm_rollout.server.shaping import ShapingService
-from vllm_rollout.server.started_group import StartedGroup
+from vllm_rollout.server.started_group import Attempt, StartedGroup, attempts
 
 EVENT_BUFFER = 256
 """Events of a rollout that wait for a slow reader. Beyond them each group waits with one event, and the engine goes on:
@@ -76,6 +75,11 @@ class RolloutService:
         Raises: RequestError that names the field.
         """
         return await self._preparation.rollout(request)
+
+    @property
+    def moves(self) -> MovesPart:
+        """Of the engine: its ranks."""
+        return self._engine.moves
 
     @property
     def progress(self) -> Progress:
@@ -222,28 +226,22 @@ class RolloutService:
     def _attempt(self, rollout: Rollout, position: int) -> Attempt:
         """What launches the group of this prompt, each time that it is called."""
         prompt, plan = rollout.prompts[position], rollout.plans[position]
-        run = partial(
-            self._engine.run_group,
-            rollout.group_id(position),
-            prompt=prompt,
-            stream_tokens=rollout.stream_tokens,
+        order = GroupOrder(
+            group_id=rollout.group_id(position),
             rollout_id=rollout.id,
+            plan=plan.group,
+            prompt=prompt,
             seed_name=rollout.seed_names[position],
             pruning_seed=seed_for(rollout.pruning_seed, digest_of(prompt.token_ids)),
+            prompt_key=plan.key,
+            stream_tokens=rollout.stream_tokens,
             place=rollout.course.place(position),
             outlook=self._outlook(rollout, position),
-            prompt_key=plan.key,
         )
         kept = None if rollout.resumption is None else rollout.resumption.before.get(position)
         if kept is None:
-            return partial(run, plan.group)
-        return partial(
-            ResumedGroup(kept, self._engine.text_of, want_text=rollout.wanted.text).events,
-            plan.group,
-            prompt,
-            lambda rest, beginnings: run(rest, beginnings=beginnings),
-            want_tokens=rollout.stream_tokens is not None,
-        )
+            return partial(self._engine.run_group, order)
+        return ResumedGroup(kept, self._engine, order, want_text=rollout.wanted.text).events
 
     def _outlook(self, rollout: Rollout, position: int) -> Outlook | None:
         if self._engine.moves.num_ranks == 1:

@@ -1,9 +1,17 @@
-"""Long work in the event loop, in slices. Invariant: whoever works through a list lets others have a turn."""
+"""Work in the event loop: long work in slices, and what is given up when something else comes first.
+
+Invariant: whoever works through a list lets others have a turn.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TypeVar
+
+Item = TypeVar("Item")
+Made = TypeVar("Made")
 
 SLICE_S = 0.005
 """Work between two turns of the others."""
@@ -19,3 +27,25 @@ class Slices:
         if time.monotonic() - self._began_s >= SLICE_S:
             await asyncio.sleep(0)
             self._began_s = time.monotonic()
+
+
+async def each(items: Iterable[Item], make: Callable[[Item], Made]) -> list[Made]:
+    """What `make` makes of each of many items."""
+    made, slices = [], Slices()
+    for item in items:
+        made.append(make(item))
+        await slices.turn()
+    return made
+
+
+async def unless(work: Awaitable[Made], *ends: Awaitable[object]) -> Made | None:
+    """Await `work`; when one of `ends` comes first, cancel it and return None."""
+    working = asyncio.ensure_future(work)
+    tasks = [working, *map(asyncio.ensure_future, ends)]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

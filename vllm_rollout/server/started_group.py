@@ -1,12 +1,16 @@
 """One group of a rollout on its way: what the engine says of its candidates -> what the client is told.
 
-Invariant: of an attempt that counts, each candidate is told once.
+Invariants: at most one attempt to run it counts, and whatever was said of an earlier one is void; of the one that
+counts, each candidate is told once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import aclosing
+from dataclasses import dataclass
 
+from vllm_rollout.group.plans.fields import OnEngineFailure
 from vllm_rollout.group.racing.selection import conclude, deferred, lengths_of
 from vllm_rollout.group.rounds.round_progress import DeferReason
 from vllm_rollout.group.types import GroupResult
@@ -19,12 +23,52 @@ from vllm_rollout.server.answers import (
     RestartedEvent,
     TrajectoryEvent,
 )
-from vllm_rollout.server.attempts import Lost, Restarted
 from vllm_rollout.server.ended import candidate_of, tokens_of, trajectory_of
-from vllm_rollout.server.engine import CandidateEnd, CandidateTokens, Happening
+from vllm_rollout.server.engine import CandidateEnd, CandidateTokens, GroupLost, Happening
 from vllm_rollout.server.launch import Places
 from vllm_rollout.server.metrics import Metrics
 from vllm_rollout.server.rollout import Rollout
+
+Attempt = Callable[[], AsyncGenerator[Happening, None]]
+"""Starts a group, and yields what happens to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restarted:
+    """The group runs again: what happened before is void."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The group stays lost; nothing more comes."""
+
+    reason: str
+
+
+async def attempts(
+    run: Attempt,
+    on_engine_failure: OnEngineFailure,
+    before_retry: Callable[[], Awaitable[None]],
+) -> AsyncGenerator[Happening | Restarted | Lost, None]:
+    """What happens to a group that `run` starts. There are fewer retries than ranks, since each takes the death of one.
+
+    `before_retry` waits until it may run again. Raises what `run` raises when the whole engine is dead.
+    """
+    while True:
+        try:
+            async with aclosing(run()) as happenings:
+                async for happening in happenings:
+                    yield happening
+            return
+        except GroupLost as lost:
+            reason = str(lost)
+        if on_engine_failure == "fail":
+            yield Lost(reason)
+            return
+        yield Restarted(reason)
+        await before_retry()
 
 
 class StartedGroup:
@@ -112,7 +156,8 @@ class StartedGroup:
     def _trajectory(self, end: CandidateEnd) -> TrajectoryEvent:
         rollout = self._rollout
         self._told.add(end.ending.index)
-        trajectory = trajectory_of(end, rollout.wanted, self.plan.group, rollout.current_version)
+        began_with = None if rollout.resumption is None else rollout.resumption.weight_version
+        trajectory = trajectory_of(end, rollout.wanted, self.plan.group, began_with)
         if trajectory.off_policy:
             self._off_policy.add(trajectory.index)
         return TrajectoryEvent(**self._names, trajectory=trajectory)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from http import HTTPStatus
 from math import prod
 from threading import BoundedSemaphore
@@ -166,15 +167,10 @@ def _count_votes(request: VoteRequest) -> VoteAnswer:
         raise RequestError("correct: must not be blank. Give the right answer, or leave it out.", param="correct")
     return VoteAnswer(
         method=request.method,
-        winner=result.winner,
-        share=result.share,
-        tally=dict(result.tally),
         answers=[normalise_answer(answer) for answer in answers],
-        num_votes=result.num_votes,
-        num_abstained=result.num_abstained,
-        num_without_weight=result.num_without_weight,
         is_correct=None if correct is None else result.winner == correct,
         maj_at_k=None if correct is None or request.k is None else _accuracy(request, answers, correct, request.k),
+        **asdict(result),
     )
 
 

@@ -15,8 +15,7 @@ from typing import Any, Literal, NamedTuple
 import httpx
 
 from vllm_rollout.client.client import AsyncRolloutClient
-from vllm_rollout.client.run import AsyncRun
-from vllm_rollout.client.run_feed import Fed, RoundFeed
+from vllm_rollout.client.run import AsyncRun, Fed, RoundFeed
 from vllm_rollout.demo.phases import raise_for_status
 from vllm_rollout.group.plans.prompt_key import seed_for
 from vllm_rollout.group.rounds.rounds import RunTerms

@@ -1,25 +1,150 @@
-"""The routes of `trl vllm-serve`, for TRL up to 1.10: they ask the OpenAI endpoints of the same app, in process.
+"""The protocol of `trl vllm-serve` up to TRL 1.10: its routes ask the OpenAI endpoints of the same app, in process.
 
-Invariant: what generates is the engine behind those endpoints, with everything that they check (keys, lengths,
-rollout_* fields in `generation_kwargs`). Routes that differ by their last slash only (/health/, /reset_prefix_cache/)
-are left to the redirect that every route of the app has.
+Invariants: what generates is the engine behind those endpoints, with everything that they check (keys, lengths,
+rollout_* fields in `generation_kwargs`); nothing of what was asked is left out silently: a field that cannot be said in
+the other form is an error. Routes that differ by their last slash only (/health/, /reset_prefix_cache/) are left to the
+redirect that every route of the app has.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping
-from typing import Any
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any
 
 import httpx
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
+from pydantic import Field, StrictInt, StrictStr
 
+from vllm_rollout.server.body import Body
 from vllm_rollout.server.boundary import RolloutRoute
-from vllm_rollout.server.compat.trl_legacy_body import ChatBody, GenerateBody, chats_answer, completions_answer
-from vllm_rollout.server.event_stream import CLIENT_CLOSED_REQUEST, unless_disconnected
+from vllm_rollout.server.engine import RequestError
+from vllm_rollout.server.serialised import CLIENT_CLOSED_REQUEST, unless_disconnected
 
 PASSED_ON = ("authorization", "x-data-parallel-rank", "x-request-id")
+
+Answer = Mapping[str, Any]
+"""Of an OpenAI endpoint."""
+
+
+class Sampling(Body):
+    """What both kinds of generation take, with the defaults of `trl vllm-serve`."""
+
+    n: Annotated[StrictInt, Field(ge=1)] = 1
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    max_tokens: Annotated[StrictInt, Field(ge=1)] = 16
+    logprobs: Annotated[StrictInt, Field(ge=0)] | None = 0
+    structured_outputs_regex: str | None = None
+    generation_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    def fields(self) -> dict[str, Any]:
+        """As fields of an OpenAI body; `generation_kwargs`, which are SamplingParams, go before those of that name."""
+        names = ("n", "repetition_penalty", "temperature", "top_p", "top_k", "min_p", "max_tokens", "logprobs")
+        fields = {name: getattr(self, name) for name in names} | self.generation_kwargs
+        if "extra_args" in fields:
+            fields["vllm_xargs"] = {**fields.pop("extra_args"), **fields.get("vllm_xargs", {})}
+        if self.structured_outputs_regex is not None:
+            fields["structured_outputs"] = {"regex": self.structured_outputs_regex}
+        return {**fields, "return_token_ids": True, "return_tokens_as_token_ids": True}
+
+
+class GenerateBody(Sampling):
+    prompts: Annotated[list[StrictStr] | list[list[StrictInt]], Field(min_length=1)]
+    images: list[Any] | None = None
+
+    def completion(self) -> dict[str, Any]:
+        """The body of one /v1/completions. Raises: RequestError for images, which that does not take."""
+        if any(image is not None for image in self.images or ()):
+            raise RequestError(
+                "images: not supported beside prompts. Send them as messages to /chat/, or use TRL 1.11 or later.",
+                param="images",
+                status=501,
+            )
+        return {"prompt": self.prompts, **self.fields()}
+
+
+class ChatBody(Sampling):
+    messages: Annotated[list[list[dict[str, Any]]], Field(min_length=1)]
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    tools: list[dict[str, Any]] | None = None
+
+    def chats(self) -> list[dict[str, Any]]:
+        """A body of /v1/chat/completions per conversation."""
+        fields = self.fields()
+        num_logprobs = fields.pop("logprobs")
+        fields |= {"logprobs": num_logprobs is not None, "top_logprobs": num_logprobs}
+        if self.chat_template_kwargs:
+            fields["chat_template_kwargs"] = self.chat_template_kwargs
+        if self.tools:  # the trainer reads calls out of the tokens itself
+            fields |= {"tools": self.tools, "tool_choice": "none"}
+        return [{"messages": [_with_urls(m) for m in messages], **fields} for messages in self.messages]
+
+
+def completions_answer(answer: Answer, n: int) -> dict[str, Any]:
+    """`/generate/`'s answer: the n choices of a prompt stand before those of the next one."""
+    choices = answer["choices"]
+    return _answer([choice["prompt_token_ids"] for choice in choices[::n]], choices, _of_completion)
+
+
+def chats_answer(answers: Sequence[Answer]) -> dict[str, Any]:
+    """`/chat/`'s answer out of one per conversation."""
+    choices = [choice for answer in answers for choice in answer["choices"]]
+    return _answer([answer["prompt_token_ids"] for answer in answers], choices, _of_chat)
+
+
+Position = dict[int, float]
+"""Log probabilities by token id, the sampled token's among them."""
+
+
+def _answer(
+    prompt_ids: list[list[int]], choices: Sequence[Answer], read: Callable[[Answer], Iterable[Position]]
+) -> dict[str, Any]:
+    logprobs = token_ids = None
+    if choices[0]["logprobs"] is not None:
+        ranked = [[sorted(one.items(), key=lambda item: -item[1]) for one in read(c["logprobs"])] for c in choices]
+        token_ids = [[[token for token, _ in one] for one in positions] for positions in ranked]
+        logprobs = [[[value for _, value in one] for one in positions] for positions in ranked]
+    return {
+        "prompt_ids": prompt_ids,
+        "completion_ids": [choice["token_ids"] for choice in choices],
+        "logprobs": logprobs,
+        "logprob_token_ids": token_ids,
+    }
+
+
+def _of_completion(logprobs: Answer) -> Iterator[Position]:
+    for token, value, top in zip(logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True):
+        yield {_id(other): one for other, one in (top or {}).items()} | {_id(token): value}
+
+
+def _of_chat(logprobs: Answer) -> Iterator[Position]:
+    for entry in logprobs["content"]:
+        yield {_id(top["token"]): top["logprob"] for top in entry["top_logprobs"]} | {
+            _id(entry["token"]): entry["logprob"]
+        }
+
+
+def _id(token: str) -> int:
+    return int(token.removeprefix("token_id:"))
+
+
+def _with_urls(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Images in a form that OpenAI endpoints take."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return dict(message)
+    return {**message, "content": [_with_url(part) for part in content]}
+
+
+def _with_url(part: Mapping[str, Any]) -> dict[str, Any]:
+    if part.get("type") != "image_pil":
+        return dict(part)
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{part['image_pil']}"}}
 
 
 class _Refused(Exception):

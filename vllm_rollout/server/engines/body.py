@@ -64,18 +64,12 @@ class EngineAnswer(BaseModel):
         return cls(
             rank=rank,
             state="dead" if load.is_dead else state_of(load.is_held, load.num_running + load.num_waiting),
-            num_running=load.num_running,
-            num_waiting=load.num_waiting,
             num_groups=len(load.groups),
-            kv_cache_usage=load.kv_cache_usage,
-            num_preemptions=load.num_preemptions,
-            num_moved_in=load.num_moved_in,
-            num_moved_out=load.num_moved_out,
-            moving_s=load.moving_s,
             num_moved_in_with_kv=load.kv.num_groups,
             num_kv_blocks_in=load.kv.num_blocks,
             num_kv_fallbacks=load.kv.num_fallbacks,
             kv_seconds_per_token=None if load.kv.transfer is None else load.kv.transfer.s_per_token,
+            **load._asdict(),
         )
 
 

@@ -1,4 +1,4 @@
-"""The endpoints about ranks (docs/http.md). Invariant: as of routes.py."""
+"""The endpoints about ranks: their load, and emptying them (docs/http.md). Invariant: some rank always takes groups."""
 
 from __future__ import annotations
 
@@ -8,34 +8,51 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Path, Request, Response
 
 from vllm_rollout.server.admin import require_admin
-from vllm_rollout.server.answers import ErrorAnswer
 from vllm_rollout.server.boundary import RolloutRoute
-from vllm_rollout.server.engines.body import AdviceAnswer, DrainAnswer, DrainRequest, EngineAnswer, EnginesAnswer
-from vllm_rollout.server.engines.service import EnginesService
-from vllm_rollout.server.errors import ERRORS
-from vllm_rollout.server.event_stream import CLIENT_CLOSED_REQUEST, unless_disconnected
+from vllm_rollout.server.engine import MovesPart, RequestError
+from vllm_rollout.server.engines.body import (
+    AdviceAnswer,
+    DrainAnswer,
+    DrainRequest,
+    EngineAnswer,
+    EnginesAnswer,
+    ScaleDownAdvice,
+    state_of,
+)
+from vllm_rollout.server.errors import CHANGE_ERRORS, ERRORS
+from vllm_rollout.server.serialised import CLIENT_CLOSED_REQUEST, unless_disconnected
+from vllm_rollout.server.service import RolloutService
 
 router = APIRouter(route_class=RolloutRoute, tags=["engines"])
 
 MAX_RANK = 1 << 16
 Rank = Annotated[int, Path(ge=0, le=MAX_RANK, description="Of the engine, from 0.")]
 DEFAULT_DRAIN = DrainRequest()
-CHANGE_ERRORS = {
-    **ERRORS,
-    int(HTTPStatus.CONFLICT): {"model": ErrorAnswer},
-    int(HTTPStatus.UNAUTHORIZED): {"model": ErrorAnswer},
-}
 
 
-def _service(request: Request) -> EnginesService:
-    service: EnginesService = request.app.state.engines_service
+def _service(request: Request) -> RolloutService:
+    service: RolloutService = request.app.state.rollout_service
     return service
+
+
+def _moves(rank: int, request: Request) -> MovesPart:
+    """Raises: RequestError, 404 for a rank that is not there."""
+    moves = _service(request).moves
+    if rank >= moves.num_ranks:
+        allowed = "only rank 0" if moves.num_ranks == 1 else f"ranks 0 to {moves.num_ranks - 1}"
+        raise RequestError(
+            f"there is no rank {rank}: this server has {allowed} (--data-parallel-size). See GET /v1/engines.",
+            status=HTTPStatus.NOT_FOUND,
+            param="rank",
+        )
+    return moves
 
 
 @router.get("/v1/engines", summary="All ranks and their load", response_model=EnginesAnswer, responses=ERRORS)
 async def get_engines(request: Request) -> Response:
     """One engine per data-parallel rank: what it has to do, and whether it is kept empty."""
-    return _json(await _service(request).engines())
+    loads = await _service(request).moves.engine_loads()
+    return _json(EnginesAnswer(engines=[EngineAnswer.of(rank, load) for rank, load in enumerate(loads)]))
 
 
 @router.get("/v1/engines/advice", summary="Whether ranks could be freed", response_model=AdviceAnswer, responses=ERRORS)
@@ -43,7 +60,14 @@ async def get_advice(request: Request) -> Response:
     """For a trainer that wants ranks before a rollout is over: half of them, when 20 to 50 % of the candidates have
     ended and the rest fits on the other half. `drain` frees them; `"scale_down": "auto"` does it by itself.
     """
-    return _json(await _service(request).advice())
+    progress = _service(request).progress
+    advice = await _service(request).moves.plan_scale_down(progress)
+    answer = AdviceAnswer(
+        num_responses=progress.num_responses,
+        num_complete=progress.num_complete,
+        scale_down=ScaleDownAdvice(reason=advice.reason, told=advice.explanation, ranks=list(advice.ranks)),
+    )
+    return _json(answer)
 
 
 @router.post(
@@ -59,8 +83,18 @@ async def drain_engine(rank: Rank, request: Request, body: DrainRequest = DEFAUL
     Answers when the rank is empty, or after `timeout_s`. Safe to repeat. What cannot move runs to its end: requests
     outside of groups, and groups for one of the `reasons`. 409 for the last rank that takes groups.
     """
-    drained = await unless_disconnected(request.receive, _service(request).drain(rank, body))
-    return Response(status_code=CLIENT_CLOSED_REQUEST) if drained is None else _json(drained)
+    drained = await unless_disconnected(request.receive, _moves(rank, request).drain(rank, body.timeout_s))
+    if drained is None:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    answer = DrainAnswer(
+        rank=rank,
+        state=state_of(drained.is_held, drained.num_left),
+        num_moved=drained.num_moved,
+        num_left=drained.num_left,
+        reasons=dict(drained.reasons),
+        seconds=drained.seconds,
+    )
+    return _json(answer)
 
 
 @router.post(
@@ -72,7 +106,9 @@ async def drain_engine(rank: Rank, request: Request, body: DrainRequest = DEFAUL
 )
 async def restore_engine(rank: Rank, request: Request) -> Response:
     """Undoes a drain. Safe to repeat, also for a rank that was not drained."""
-    return _json(await _service(request).restore(rank))
+    moves = _moves(rank, request)
+    await moves.restore(rank)
+    return _json(EngineAnswer.of(rank, (await moves.engine_loads())[rank]))
 
 
 def _json(answer: EnginesAnswer | EngineAnswer | DrainAnswer | AdviceAnswer) -> Response:

@@ -39,6 +39,9 @@ class RewardEntry(Body):
     index: Annotated[StrictInt, Field(ge=0, le=MAX_INT)] = Field(description="Of the trajectory in its group, from 0.")
     reward: StrictFloat = Field(description="A finite number.")
 
+    def judged(self, threshold: float) -> Reward:
+        return Reward(self.prompt_id, self.index, self.reward, positive=self.reward > threshold)
+
 
 class RewardsRequest(Body):
     """What the trajectories of a rollout were worth."""
@@ -119,6 +122,10 @@ class RewardResult(BaseModel):
     status: RewardStatus
     message: str | None = None
     """Why the reward was not accepted."""
+
+    @classmethod
+    def of(cls, entry: RewardEntry, status: RewardStatus) -> RewardResult:
+        return cls(prompt_id=entry.prompt_id, index=entry.index, status=status, message=EXPLANATIONS[status])
 
 
 class RewardCounts(BaseModel):

@@ -53,13 +53,8 @@ class PromptAnswer(BaseModel):
         return cls(
             key=prompt.key,
             id=prompt.key.removeprefix(KEY_OF_ID) if prompt.key.startswith(KEY_OF_ID) else None,
-            lengths=lengths and PromptLengths(mean=lengths.mean, std=lengths.std, num_groups=lengths.num_groups),
-            success=success
-            and PromptRewards(
-                rate=success.num_successful / success.num_rewarded,
-                num_rewarded=success.num_rewarded,
-                num_successful=success.num_successful,
-            ),
+            lengths=lengths and PromptLengths.model_validate(lengths, from_attributes=True),
+            success=success and PromptRewards(rate=success.num_successful / success.num_rewarded, **success._asdict()),
             prompts_ago=prompt.prompts_ago,
         )
 

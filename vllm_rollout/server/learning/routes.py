@@ -22,12 +22,11 @@ from vllm_rollout.group.judging.length_trial import DEFAULT_KEEP_RATIO, LengthTr
 from vllm_rollout.group.plans.fields import SHARE
 from vllm_rollout.group.types import WHOLE
 from vllm_rollout.server.admin import require_admin
-from vllm_rollout.server.answers import ErrorAnswer
 from vllm_rollout.server.body import limits
 from vllm_rollout.server.boundary import RolloutRoute, StateRoute
 from vllm_rollout.server.clients import client_namespace
 from vllm_rollout.server.engine import LearningReport
-from vllm_rollout.server.errors import ERRORS
+from vllm_rollout.server.errors import CHANGE_ERRORS, ERRORS, errors_of
 from vllm_rollout.server.learning.body import (
     HEAD_HEADER,
     HeadAnswer,
@@ -38,16 +37,15 @@ from vllm_rollout.server.learning.body import (
 )
 from vllm_rollout.server.learning.prompts import DEFAULT_PAGE, MAX_PAGE, PromptsAnswer
 from vllm_rollout.server.learning.service import LearningService
-from vllm_rollout.server.serialised import PartsResponse, filled, in_slices
+from vllm_rollout.server.serialised import PartsResponse, filled, to_json
+from vllm_rollout.server.slices import each
 
 BYTES = "application/octet-stream"
 
 BYTES_SCHEMA: dict[str, Any] = {BYTES: {"schema": {"type": "string", "format": "binary"}}}
 _REPORT = TypeAdapter(LearningReport)
 _LENGTH_TRIAL = TypeAdapter(LengthTrialReport)
-CONFLICTS = {**ERRORS, int(HTTPStatus.CONFLICT): {"model": ErrorAnswer}}
-ADMIN_ERRORS = {**CONFLICTS, int(HTTPStatus.UNAUTHORIZED): {"model": ErrorAnswer}}
-"""Of what needs --rollout-admin-key where the server was given one."""
+CONFLICTS = ERRORS | errors_of(409)
 
 DetectionLength = Annotated[
     int | None,
@@ -72,6 +70,11 @@ def _learning(request: Request) -> LearningService:
     return service
 
 
+async def _in_parts(answer: RewardsAnswer | NamedRewardsAnswer) -> Response:
+    results = await each(answer.results, to_json)
+    return PartsResponse(filled(answer.model_copy(update={"results": []}), "results", results))
+
+
 @router.post(
     "/v1/rollouts/{rollout_id}/rewards",
     summary="What the trajectories of a rollout were worth",
@@ -86,7 +89,7 @@ repeat: a (prompt_id, index) learns from its first reward; the same one again is
 )
 async def post_rewards(rollout_id: str, body: RewardsRequest, request: Request) -> Response:
     answer = await request.app.state.run_service.rewards.post(rollout_id, body)
-    return PartsResponse(filled(answer.model_copy(update={"results": []}), "results", await in_slices(answer.results)))
+    return await _in_parts(answer)
 
 
 @router.post(
@@ -101,7 +104,7 @@ that no candidate is known by is `unknown`. Clients with different API keys do n
 )
 async def post_named_rewards(body: NamedRewardsRequest, request: Request) -> Response:
     answer = await request.app.state.run_service.rewards.post_named(body, client_namespace())
-    return PartsResponse(filled(answer.model_copy(update={"results": []}), "results", await in_slices(answer.results)))
+    return await _in_parts(answer)
 
 
 @router.get(
@@ -134,7 +137,7 @@ async def get_quality_head(
     description="Takes what the GET gave; its metadata says for which detection length. 422 for what is no head, 409 "
     f"for one of another model or hidden size. At most {MAX_BODY_BYTES} bytes.",
     response_model=HeadAnswer,
-    responses=ADMIN_ERRORS,
+    responses=CHANGE_ERRORS,
     dependencies=[Depends(require_admin)],
     openapi_extra={"requestBody": {"required": True, "content": BYTES_SCHEMA}},
 )
@@ -185,7 +188,7 @@ async def get_detection_lengths(
 trainer that leaves out what is solved or hopeless. `sort` is `last_seen` (the last one first) or `success` (the least
 successful first, without rewards last). The next page: `after` is the `key` of the last prompt of this one.""",
     response_model=PromptsAnswer,
-    responses={**ERRORS, int(HTTPStatus.NOT_FOUND): {"model": ErrorAnswer}},
+    responses=ERRORS,
 )
 async def get_prompts(
     request: Request,
@@ -216,7 +219,7 @@ async def get_state(request: Request) -> Response:
     "since and of all runs. 422 for what is no state, 409 for one of another model and while a round runs.",
     status_code=HTTPStatus.NO_CONTENT,
     response_class=Response,
-    responses=ADMIN_ERRORS,
+    responses=CHANGE_ERRORS,
     dependencies=[Depends(require_admin)],
     openapi_extra={"requestBody": {"required": True, "content": BYTES_SCHEMA}},
 )

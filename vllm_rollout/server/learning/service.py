@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 
 from vllm_rollout.config import MAX_REMEMBERED_CANDIDATES, REPORT_INTERVAL_S
@@ -20,7 +20,6 @@ from vllm_rollout.server.engine import (
     RewardsReceipt,
 )
 from vllm_rollout.server.learning.body import (
-    EXPLANATIONS,
     NamedRewardResult,
     NamedRewardsAnswer,
     NamedRewardsRequest,
@@ -32,7 +31,7 @@ from vllm_rollout.server.learning.body import (
 from vllm_rollout.server.learning.prompts import PromptsAnswer, prompts_page
 from vllm_rollout.server.metrics import Metrics
 from vllm_rollout.server.recorder import TraceRecorder
-from vllm_rollout.server.slices import Slices
+from vllm_rollout.server.slices import each
 
 
 class LearningService:
@@ -57,12 +56,7 @@ class LearningService:
 
     async def post_rewards(self, rollout_id: str, request: RewardsRequest) -> RewardsAnswer:
         """Raises: RequestError, 404 when the rollout is not known."""
-        rewards, slices = [], Slices()
-        for entry in request.rewards:
-            rewards.append(
-                Reward(entry.prompt_id, entry.index, entry.reward, positive=entry.reward > request.threshold)
-            )
-            await slices.turn()
+        rewards = await each(request.rewards, lambda entry: entry.judged(request.threshold))
         receipt = await self._learning.post_rewards(rollout_id, rewards)
         if receipt is None:
             raise RequestError(
@@ -72,16 +66,11 @@ class LearningService:
                 status=HTTPStatus.NOT_FOUND,
                 param="rollout_id",
             )
-        self._metrics.rewards_posted(receipt.statuses, rewards)
         if self._recorder is not None:
             posted = zip(rewards, receipt.statuses, strict=True)
             self._recorder.rewards_posted(rollout_id, [reward for reward, status in posted if status == "accepted"])
-        for head in receipt.head_versions:
-            await self._refresh_gauges(head)
-        results = []
-        for (prompt_id, index, *_), status in zip(rewards, receipt.statuses, strict=True):
-            results.append(RewardResult(prompt_id=prompt_id, index=index, status=status, message=EXPLANATIONS[status]))
-            await slices.turn()
+        await self._posted(receipt, rewards)
+        results = await each(zip(request.rewards, receipt.statuses, strict=True), lambda pair: RewardResult.of(*pair))
         return RewardsAnswer(
             id=rollout_id,
             results=results,
@@ -93,18 +82,12 @@ class LearningService:
 
     async def post_named_rewards(self, request: NamedRewardsRequest, client: str) -> NamedRewardsAnswer:
         """Rewards of candidates that any answers have shown; a client names its own requests only."""
-        rewards, slices = [], Slices()
-        for entry in request.rewards:
-            rewards.append(entry.named(request.threshold, client, request.namespace or ""))
-            await slices.turn()
+        namespace = request.namespace or ""
+        rewards = await each(request.rewards, lambda entry: entry.named(request.threshold, client, namespace))
         receipt = await self._learning.post_named_rewards(rewards)
-        self._metrics.rewards_posted(receipt.statuses, [named.reward for named in rewards])
-        for head in receipt.head_versions:
-            await self._refresh_gauges(head)
-        results = []
-        for entry, status in zip(request.rewards, receipt.statuses, strict=True):
-            results.append(NamedRewardResult.of(entry, status))
-            await slices.turn()
+        await self._posted(receipt, [named.reward for named in rewards])
+        pairs = zip(request.rewards, receipt.statuses, strict=True)
+        results = await each(pairs, lambda pair: NamedRewardResult.of(*pair))
         return NamedRewardsAnswer(
             results=results,
             counts=RewardCounts.of(receipt.statuses),
@@ -155,6 +138,11 @@ class LearningService:
     async def set_state(self, state: bytes, keep: KeepState) -> None:
         """Raises: RequestError, 422 for what is no state, 409 for one of another model; and what `keep` raises."""
         await self._learning.set_learning_state(state, keep)
+
+    async def _posted(self, receipt: RewardsReceipt, rewards: Sequence[Reward]) -> None:
+        self._metrics.rewards_posted(receipt.statuses, rewards)
+        for head in receipt.head_versions:
+            await self._refresh_gauges(head)
 
     async def _refresh_gauges(self, head: HeadKey) -> None:
         now = self._clock()

@@ -14,13 +14,14 @@ from vllm_rollout.group.racing.race import RacePlace
 from vllm_rollout.group.rounds.round_progress import DeferReason, GroupEnd, RoundProgress
 from vllm_rollout.group.rounds.rounds import OpenRound
 from vllm_rollout.group.types import CandidateState, Ending, GroupResult
+from vllm_rollout.server.course import Course
 from vllm_rollout.server.engine import Engine
 
 LOOK_S = 2.0
 """A round that waits for rewards asks this often whether its engine is alive."""
 
 
-class RoundCourse:
+class RoundCourse(Course):
     """The course of a rollout that is a round of a run: positions are those of the round's entries."""
 
     def __init__(self, engine: Engine, race_id: str, opened: OpenRound, *, filters: bool) -> None:

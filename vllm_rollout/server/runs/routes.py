@@ -9,18 +9,18 @@ from fastapi import APIRouter, Request, Response
 from vllm_rollout.server.answers import ErrorAnswer, RoundAnswer, RoundStreamEvent
 from vllm_rollout.server.boundary import RolloutRoute
 from vllm_rollout.server.errors import ERRORS
-from vllm_rollout.server.event_stream import (
-    CLIENT_CLOSED_REQUEST,
-    EventStream,
-    event_stream_schema,
-    server_sent_events,
-    unless_disconnected,
-)
 from vllm_rollout.server.runs.answers import RunAnswer, RunsAnswer
 from vllm_rollout.server.runs.body import RoundRequest, RunRequest
 from vllm_rollout.server.runs.live import replayed
 from vllm_rollout.server.runs.service import RunService
-from vllm_rollout.server.serialised import PartsResponse
+from vllm_rollout.server.serialised import (
+    CLIENT_CLOSED_REQUEST,
+    EventStream,
+    PartsResponse,
+    event_stream_schema,
+    server_sent_events,
+    unless_disconnected,
+)
 
 RUN_ERRORS = {
     **ERRORS,

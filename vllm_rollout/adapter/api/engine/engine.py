@@ -39,17 +39,14 @@ from vllm_rollout.adapter.names import learned_name
 from vllm_rollout.adapter.options import RolloutOptions
 from vllm_rollout.group.judging.ledger import Scoring
 from vllm_rollout.group.plans.launch import num_launch_places
-from vllm_rollout.group.plans.plan import GroupPlan
 from vllm_rollout.group.plans.prompt_key import seed_for
-from vllm_rollout.group.racing.race import RacePlace
 from vllm_rollout.group.types import Ending, HeldGroups
 from vllm_rollout.server.engine import (
-    Beginnings,
     CandidateEnd,
     CandidateTokens,
     GroupLost,
+    GroupOrder,
     Happening,
-    Outlook,
     PreparedPrompt,
     PromptInput,
     RequestError,
@@ -119,41 +116,30 @@ class VLLMEngine:
         await self._try_out(prepared)
         return model or self._models.model_name(lora), prepared
 
-    async def run_group(
-        self,
-        group_id: str,
-        plan: GroupPlan,
-        prompt: PreparedPrompt,
-        *,
-        stream_tokens: int | None,
-        rollout_id: str,
-        seed_name: str,
-        pruning_seed: int,
-        place: RacePlace | None = None,
-        beginnings: Beginnings | None = None,
-        outlook: Outlook | None = None,
-        prompt_key: str = "",
-    ) -> AsyncGenerator[Happening, None]:
-        if outlook is not None and outlook.migration != "off":
+    async def run_group(self, order: GroupOrder) -> AsyncGenerator[Happening, None]:
+        plan, prompt, stream_tokens = order.plan, order.prompt, order.stream_tokens
+        if (outlook := order.outlook) is not None and outlook.migration != "off":
             self._migration.let_migrate()
         rendered, params, lora = prompt.handle
         params = copy(params)  # run_candidates makes the deep copy
         if params.seed is not None:
-            params.seed = seed_for(params.seed, seed_name)
+            params.seed = seed_for(params.seed, order.seed_name)
         params.output_kind = RequestOutputKind.FINAL_ONLY
         if stream_tokens is not None:
             params.output_kind, params.stream_interval = RequestOutputKind.DELTA, stream_tokens
-        indices = range(plan.num_candidates) if beginnings is None else beginnings.token_ids
+        indices = range(plan.num_candidates) if order.beginnings is None else order.beginnings.token_ids
         logs = {index: _CandidateLog(index) for index in indices}
-        scoring = plan.pruning and Scoring(rollout_id, prompt.id, pruning_seed, prompt_key=prompt_key)
+        scoring = None
+        if plan.pruning is not None:
+            scoring = Scoring(order.rollout_id, prompt.id, order.pruning_seed, prompt_key=order.prompt_key)
         stream = self._client.run_candidates(
-            group_id,
+            order.group_id,
             plan,
             rendered,
             params,
             scoring=scoring,
-            place=place,
-            beginnings=beginnings,
+            place=order.place,
+            beginnings=order.beginnings,
             outlook=outlook,
             lora_request=lora,
         )

@@ -15,7 +15,6 @@ from vllm_rollout.adapter.api.engine.engine import VLLMEngine
 from vllm_rollout.adapter.api.engine.parallelism import parallelism_of
 from vllm_rollout.adapter.api.engine.state_file import StateFile
 from vllm_rollout.adapter.options import RolloutOptions
-from vllm_rollout.server.engines.service import EnginesService
 from vllm_rollout.server.recorder import TraceRecorder
 from vllm_rollout.server.runs.service import RunService
 from vllm_rollout.server.runs.store import LEARNED, RUNS, RunStore
@@ -48,7 +47,6 @@ async def build_services(client: RolloutAsyncLLM, state: State, settings: Namesp
         audit_ratio=RolloutOptions.of(client.vllm_config).audit_ratio,
     )
     state.rollout_service = service
-    state.engines_service = EnginesService(engine.moves, lambda: service.progress)
     parallelism = parallelism_of(settings, client, engine)
     state.run_service = RunService(service, engine, store, metrics, client.num_api_processes, parallelism)
     return engine

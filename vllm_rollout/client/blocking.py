@@ -1,0 +1,90 @@
+"""What is written with await, for who does without. Invariant: a coroutine that is finished here never waits.
+
+Its client sends over `BlockingTransport` and sleeps by blocking, so that each coroutine runs to its end at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import httpx
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+class BlockingTransport(httpx.AsyncBaseTransport):
+    """Sends by a client that blocks. Overrides: handle_async_request, aclose."""
+
+    def __init__(self, http: httpx.Client) -> None:
+        self._http = http
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        response = self._http.send(request, stream=True)
+        return httpx.Response(
+            response.status_code, headers=response.headers, stream=_Blocking(response), extensions=response.extensions
+        )
+
+    async def aclose(self) -> None:
+        self._http.close()
+
+
+class _Blocking(httpx.AsyncByteStream):
+    """Bytes of an answer as they come, still to be decoded. Overrides: __aiter__, aclose."""
+
+    def __init__(self, response: httpx.Response) -> None:
+        self._response = response
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        assert isinstance(self._response.stream, httpx.SyncByteStream)  # of a client that blocks
+        for chunk in self._response.stream:
+            yield chunk
+
+    async def aclose(self) -> None:
+        self._response.close()
+
+
+def finished(coroutine: Coroutine[Any, Any, T]) -> T:
+    """What a coroutine returns that never waits."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        returned: T = end.value
+        return returned
+    raise AssertionError(f"{coroutine!r} waits for something")
+
+
+def blocking(method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[Any, P], T]:
+    """The same method of an object that has the one with await as `_awaited`."""
+
+    @wraps(method)
+    def done(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return finished(method(self._awaited, *args, **kwargs))
+
+    return done
+
+
+def blocking_generator(
+    method: Callable[Concatenate[Any, P], AsyncGenerator[T, None]],
+) -> Callable[Concatenate[Any, P], Generator[T, None, None]]:
+    """The same for a method that yields."""
+
+    @wraps(method)
+    def done(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> Generator[T, None, None]:
+        return _items(method(self._awaited, *args, **kwargs))
+
+    return done
+
+
+def _items(source: AsyncGenerator[T, None]) -> Generator[T, None, None]:
+    try:
+        while True:
+            try:
+                item = finished(anext(source))
+            except StopAsyncIteration:
+                return
+            yield item
+    finally:
+        finished(source.aclose())
