@@ -93,13 +93,6 @@ def test_a_restored_state_is_as_the_saved_one():
         assert restored.known(name).successes.of(key) == memory.successes.of(key)
 
 
-def test_without_adapters_a_state_is_that_of_the_base_model():
-    saved = taught(BASE_MODEL)
-    assert stored(saved) == json.loads(json.dumps(list(saved.base.to_state())))
-    restored = Memories.from_state(stored(saved))
-    assert list(restored.all()) == [BASE_MODEL]
-
-
 def test_memories_may_go_on_while_their_state_is_taken():
     memories, rows = taught(BASE_MODEL, *NAMES), []
     for number, row in enumerate(memories.to_state()):
