@@ -54,13 +54,6 @@ def test_a_table_depends_on_the_labels_in_the_window_and_not_on_their_order(old,
     assert tables[0] == tables[1] == tables[2]
 
 
-def test_logits_may_be_of_any_size():
-    calibrator = Calibrator()
-    calibrator.add(1e9, True)
-    calibrator.add(-1e9, False)
-    assert calibrator.success_probability(1e9) > 0.5 > calibrator.success_probability(-1e9)
-
-
 def test_prior_follows_the_stream_when_the_window_is_full():
     """Two buffers of a fixed size each would say 1/2 here."""
     calibrator = Calibrator(window=100)

@@ -258,20 +258,6 @@ def test_weighted_labels_stay_right_where_survivors_alone_drift(rule, sign):
     assert (report_of(right).active.survivors_positive_ratio - rate) * sign > 0.06
 
 
-def test_another_version_of_the_head_is_judged_by_its_own_scale():
-    """A head whose logits are twice as large, and moved: the same verdicts for the same candidates."""
-    learning, rng = taught(60), random.Random(13)
-    judged = assess(learning, observe_group(rng)[1], replace(PLAN, keep_ratio=1.0))
-    told = {a.score: a.success_probability for a in judged.values()}
-    for _ in range(40):
-        _, observations = observe_group(rng)
-        moved = {i: replace(o, logit=2 * o.logit + 3, head_version=2) for i, o in observations.items()}
-        assess(learning, moved)
-    probes = {i: observation(2 * score + 3, version=2) for i, score in enumerate(told)}
-    for again, q in zip(assess(learning, probes).values(), told.values(), strict=True):
-        assert again.success_probability == pytest.approx(q, abs=0.1)
-
-
 def test_a_head_that_was_put_begins_a_scale_of_its_own_under_a_number_that_was_there():
     learning, rng = taught(60), random.Random(14)
     learning.begin_head(1)

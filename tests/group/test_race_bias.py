@@ -26,8 +26,9 @@ def bias(**settings) -> dict[str, float]:
 @pytest.mark.parametrize(("plan", "longer"), [(audits.RACED, 0.0), (audits.RACED, 1.0), (audits.PRUNED, 0.5)])
 def test_with_audits_nothing_is_believed_that_the_race_made(plan, longer):
     """Where length says nothing there is nothing to take back."""
-    without = bias(plan=plan, audit_ratio=0.0, longer=longer)
-    assert not longer or min(without["calibrated"], without["report"]) > 0.035, without
+    if longer:
+        without = bias(plan=plan, audit_ratio=0.0, longer=longer)
+        assert min(without["calibrated"], without["report"]) > 0.035, without
     audited = bias(plan=plan, audit_ratio=0.1, longer=longer)
     assert max(map(abs, audited.values())) < 0.02, audited
 

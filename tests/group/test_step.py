@@ -30,17 +30,6 @@ def warm_judge() -> Judge:
     return judge
 
 
-def test_the_losers_stop_in_the_step_of_the_last_winner_and_the_group_is_over():
-    run = Run()
-    run.launch("a", [2, 9, 2, 1], GroupTerms(2, 4))
-    run.step()
-    verdicts = run.step()
-    assert verdicts.stop == {CandidateId("a", 1): "surplus"}
-    assert verdicts.lost_ties == {CandidateId("a", 2)}
-    assert verdicts.over == ("a",)
-    assert len(run.steps) == 0
-
-
 def test_races_are_settled_before_scores_are_judged():
     run = Run(warm_judge())
     run.launch("a", [4, 9, 9], GroupTerms(1, 3, pruning=PLAN), SCORING)

@@ -166,7 +166,9 @@ class Calibrator:
         self.num_changes += 1
         scale.num_scores += 1
         scale.num_new += 1
-        if scale.is_due(self._num_recent) and not self._has_paper_scale:
+        # The paper takes a head's logits as they are; it knows no scores without such a scale.
+        keeps_scale = self._method == "paper" and self.signal == "head"
+        if scale.is_due(self._num_recent) and not keeps_scale:
             self._follow(scale)
 
     def add(
@@ -281,11 +283,6 @@ class Calibrator:
         intercepts = listed(state["intercepts"], "intercepts of a calibrator", length=2)
         calibrator.intercept, calibrator.rate_intercept = map(Intercept.from_state, intercepts)
         return calibrator
-
-    @property
-    def _has_paper_scale(self) -> bool:
-        """The paper takes a head's logits as they are; it knows no scores without such a scale."""
-        return self._method == "paper" and self.signal == "head"
 
     def _bin(self, score: float, scale: Scale) -> int:
         return min(self._num_bins - 1, int(self._num_bins * scale.normalize(score)))
