@@ -29,29 +29,22 @@ def status(ledger: Ledger, rollout: str, prompt: str, index: int, reward: float)
     return ledger.reward(rollout, prompt, index, reward)[0]
 
 
-def test_the_first_reward_of_a_finished_and_scored_candidate_is_accepted_with_its_entry():
+@pytest.mark.parametrize(
+    ("state", "is_scored", "expected"),
+    [("finished", True, "accepted"), ("finished", False, "unscored")]
+    + [(state, True, "unfinished") for state in ("running", "pruned", "surplus", "failed")],
+)
+def test_a_reward_is_accepted_with_its_entry_of_what_is_scored_and_has_finished(state, is_scored, expected):
     ledger = Ledger()
-    entry = finished(ledger, "r", "p", 3)
-    assert ledger.reward("r", "p", 3, 0.25) == ("accepted", entry)
-    assert entry.reward == 0.25
-    assert entry.request_id == "r-p-3"
-
-
-@pytest.mark.parametrize("state", ["running", "pruned", "surplus", "failed"])
-def test_no_reward_is_expected_of_a_candidate_that_runs_or_was_stopped(state):
-    ledger = Ledger()
-    entry = finished(ledger, "r", "p", 0)
+    entry = (finished if is_scored else opened)(ledger, "r", "p", 3)
     entry.state = state
-    assert ledger.reward("r", "p", 0, 1.0) == ("unfinished", None)
-    assert entry.reward is None
+    is_accepted = expected == "accepted"
+    assert ledger.reward("r", "p", 3, 0.25) == (expected, entry if is_accepted else None)
+    assert (entry.reward, entry.request_id) == (0.25 if is_accepted else None, "r-p-3")
     entry.state = "finished"
-    assert status(ledger, "r", "p", 0, 0.0) == "accepted"
-
-
-def test_a_candidate_that_ended_before_its_detection_length_is_unscored():
-    ledger = Ledger()
-    opened(ledger, "r", "p", 0).state = "finished"
-    assert ledger.reward("r", "p", 0, 1.0) == ("unscored", None)
+    assert status(ledger, "r", "p", 3, 0.0) == {"accepted": "conflict", "unfinished": "accepted"}.get(
+        expected, expected
+    )
 
 
 def test_the_oldest_candidates_of_the_oldest_rollout_are_forgotten_first():

@@ -41,14 +41,12 @@ def stored(memories: Memories) -> list[Any]:
 
 def test_names_do_not_know_of_each_other():
     memories = Memories()
-    for name in ("a", "b"):
-        assert memories.known(name) is None
-        assert memories.of(name, nobody) is memories.known(name)
+    assert memories.known("a") is None
     teach(memories.of("a", nobody))
-    for other in (memories.base, memories.known("b")):
+    assert list(memories.known("a").learnings) == [8]
+    for other in (memories.base, memories.of("b", nobody)):
         assert (other.learnings, len(other.lengths), len(other.successes)) == ({}, 0, 0)
         assert other.lengths.dataset() is None
-    assert list(memories.known("a").learnings) == [8]
     assert memories.of(BASE_MODEL, nobody) is memories.base is memories.known(BASE_MODEL)
 
 
