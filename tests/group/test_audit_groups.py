@@ -110,38 +110,28 @@ def test_siblings_say_the_same_share():
         run.steps.launch("a", GroupTerms(2, 4, pruning=PLAN, audit_ratio=0.5), scoring=SCORING)
 
 
-@pytest.mark.parametrize("ratio", [0.0, 1.0])
-def test_nobody_is_pruned_in_an_audit_group_and_its_labels_say_so(ratio):
+@pytest.mark.parametrize(
+    ("num_spare", "ratio", "origin"), [(3, 0.0, "race"), (3, 1.0, "audit"), (0, 0.0, "plain"), (0, 1.0, "plain_audit")]
+)
+def test_nobody_is_pruned_in_an_audit_group_and_its_labels_say_so(num_spare, ratio, origin):
+    """In a group without spare candidates nobody races, and shadow mode prunes nobody."""
     judge = warm_judge()
     run = Run(judge)
-    run.launch("a", [9, 9, 9, 9], GroupTerms(1, 4, pruning=PLAN, early_stop=False, audit_ratio=ratio), SCORING)
+    plan = PLAN if num_spare else replace(PLAN, mode="shadow")
+    terms = GroupTerms(4 - num_spare, 4, pruning=plan, early_stop=False, audit_ratio=ratio)
+    run.launch("a", [9, 9, 9, 9], terms, SCORING)
     for _ in range(PLAN.detection_length - 1):
         run.step()
     run.step({CandidateId("a", index): seen(score) for index, score in enumerate((0.0, 1.0, 8.0, 9.0))})
-    assert (len(run.running) == 4) == (ratio == 1.0)
+    assert (len(run.running) == 4) == (origin != "race")
     while run.running:
         run.step()
     learning = judge.learning_of(HeadKey(PLAN.detection_length))
-    before = report_of(learning).audit.num_labels
+    before = report_of(learning).audit
     kept = [index for index in range(4) if run.ends[CandidateId("a", index)][0] == "stop"]
     _, statuses, labels = judge.reward("rollout", [("q", index, 1.0, True) for index in kept])
     assert set(statuses) == {"accepted"}
-    assert {(label.origin, label.active) for label in labels} == {("audit", False) if ratio else ("race", True)}
-    assert report_of(learning).audit.num_labels - before == pytest.approx(4 if ratio else 0, rel=1e-3)
-
-
-@pytest.mark.parametrize("ratio", [0.0, 1.0])
-def test_labels_of_a_group_without_spare_candidates_are_plain_audited_or_not(ratio):
-    judge = warm_judge()
-    run = Run(judge)
-    shadow = replace(PLAN, mode="shadow")
-    run.launch("a", [9, 9], GroupTerms(2, 2, pruning=shadow, audit_ratio=ratio), SCORING)
-    for _ in range(PLAN.detection_length - 1):
-        run.step()
-    run.step({CandidateId("a", index): seen(score) for index, score in enumerate((0.0, 9.0))})
-    while run.running:
-        run.step()
-    _, statuses, labels = judge.reward("rollout", [("q", index, 1.0, True) for index in range(2)])
-    assert statuses == ["accepted"] * 2
-    assert {(label.origin, label.active) for label in labels} == {("plain_audit" if ratio else "plain", False)}
-    assert judge.learning_of(HeadKey(PLAN.detection_length)).audit_report().offset == 0
+    assert {(label.origin, label.active) for label in labels} == {(origin, origin == "race")}
+    after = report_of(learning).audit
+    assert after.num_labels - before.num_labels == pytest.approx(4 if ratio else 0, rel=1e-3)
+    assert num_spare or after.offset == 0
