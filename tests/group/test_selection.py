@@ -61,26 +61,10 @@ def test_a_group_without_any_ending_is_incomplete(allow_fewer):
 
 
 @pytest.mark.parametrize("selection", ["first", "shortest", "dual_end"])
-def test_a_truncated_candidate_only_fills_a_gap(selection):
-    plan = GroupPlan(2, 1, False, selection, num_longest=1 if selection == "dual_end" else 0)
-    truncated = Ending(0, "finished", 1, truncated=True, end_step=0)
-    enough = [truncated, Ending(1, "finished", 5, end_step=1), Ending(2, "finished", 6, end_step=2)]
-    assert conclude(plan, enough).selected == (1, 2)
-    assert conclude(plan, enough[:2]).selected == (0, 1)
-    assert conclude(plan, enough[:1]).status == "incomplete"
-
-
-@pytest.mark.parametrize("selection", ["first", "shortest", "dual_end"])
 def test_of_truncated_candidates_the_shortest_fills_the_gap(selection):
     plan = GroupPlan(2, 2, False, selection)
     cut = [Ending(index, "finished", num_tokens, truncated=True) for index, num_tokens in [(1, 9), (2, 7), (3, 8)]]
     assert conclude(plan, [*ended(5), *cut]).selected == (0, 2)
-
-
-def test_a_truncated_candidate_is_never_the_longest_of_a_dual_end():
-    plan = GroupPlan(2, 2, False, "dual_end", num_longest=1)
-    endings = [*ended(10, 20, 30), Ending(3, "finished", 99, truncated=True)]
-    assert conclude(plan, endings).selected == (0, 2)
 
 
 @pytest.mark.parametrize(("selection", "key"), [("first", by_finish), ("shortest", by_length)])
