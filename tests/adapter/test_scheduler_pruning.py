@@ -399,6 +399,6 @@ def test_several_lengths_stop_nobody_and_each_is_learned(new_run):
     assert reward(run, "g", 0, 1, 2) == ["accepted"] * 3
     learnings = run.scheduler.judge.memories.known("").learnings
     assert {length: len(learning.outcomes()) for length, learning in learnings.items()} == {10: 3, 15: 3, 30: 2}
-    tried = run.scheduler.judge.memories.known("").length_trial.candidates()
+    tried = run.scheduler.judge.memories.known("").tried
     assert sorted(candidate.num_tokens for candidate in tried) == [20, 40, 50]
     assert_nothing_left(run)

@@ -1,8 +1,12 @@
-"""Drives a Group by hand."""
+"""Drives a Group by hand, and groups of candidates of known lengths step by step."""
 
+from typing import Any
+
+from vllm_rollout.group.judging.judge import Judge
 from vllm_rollout.group.plans.terms import GroupTerms
 from vllm_rollout.group.racing.lifecycle import Group, Settlement
-from vllm_rollout.group.types import EndReason
+from vllm_rollout.group.step.step import GroupSteps, Verdicts
+from vllm_rollout.group.types import CandidateId, EndReason, Observation
 
 
 def launched(group_size: int, num_candidates: int, early_stop: bool = True, *, patience: float | None = None) -> Group:
@@ -20,3 +24,52 @@ def end_step(group: Group, *ends: tuple[int, EndReason, int]) -> Settlement:
 
 def states(group: Group) -> list[str]:
     return [group.state(index) for index in sorted(group._candidates)]
+
+
+ENDS: dict[str, EndReason] = {"stop": "stop", "cut": "length", "fail": "failed"}
+
+
+def play_steps(group: Group, steps: list[str]) -> list[Settlement]:
+    """Each step's events, as "3 stop 10" (index, end, tokens), "prune 1 3", or "launch"."""
+    settlements = []
+    for step in steps:
+        for event in filter(None, step.split(", ")):
+            match event.split():
+                case ["launch"]:
+                    group.launch()
+                case ["prune", *indices]:
+                    group.prune(map(int, indices))
+                case [index, end, num_tokens]:
+                    group.end(int(index), ENDS[end], int(num_tokens))
+        settlements.append(group.settle())
+    return settlements
+
+
+class Run:
+    """Candidates of known lengths, each one token longer per step."""
+
+    def __init__(self, judge: Judge | None = None, **kwargs: Any) -> None:
+        self.steps = GroupSteps(judge or Judge(), **kwargs)
+        self.groups: dict[str, Group] = {}
+        self.lengths: dict[CandidateId, int] = {}
+        self.running: dict[CandidateId, int] = {}
+        """Tokens so far."""
+        self.ends: dict[CandidateId, tuple[str, int]] = {}
+
+    def launch(self, group_id: str, lengths: list[int], terms: GroupTerms, scoring: Any = None, **others: Any) -> None:
+        for index, length in enumerate(lengths):
+            id, self.groups[group_id] = self.steps.launch(
+                group_id, terms, index, request_id=f"{group_id}-{index}", scoring=scoring, **others
+            )
+            self.lengths[id], self.running[id] = length, 0
+
+    def step(self, due: dict[CandidateId, Observation] | None = None) -> Verdicts:
+        for id in self.running:
+            self.running[id] += 1
+        for id in [id for id, tokens in self.running.items() if tokens == self.lengths[id]]:
+            self.steps.ended(id, self.groups[id.group_id], "stop", self.running[id])
+            self.ends[id] = "stop", self.running.pop(id)
+        verdicts = self.steps.close_step(due or {}, lambda id: self.running[id])
+        for id, state in verdicts.stop.items():
+            self.ends[id] = state, self.running.pop(id)
+        return verdicts

@@ -1,6 +1,5 @@
 """Which groups are audited, and what they do otherwise."""
 
-from collections import Counter
 from itertools import pairwise
 from math import ceil
 from statistics import fmean
@@ -54,15 +53,6 @@ def test_at_a_twentieth_the_first_is_audited_and_each_13th_21st_or_34th_after_it
     assert {later - earlier for earlier, later in pairwise(audited)} == {13, 21, 34}
 
 
-@pytest.mark.parametrize("period", [2, 3, 4, 5, 10, 20, 40])
-def test_batches_that_come_back_are_audited_alike(period):
-    """Of a data set of so many batches, or of two kinds that take turns."""
-    turns = AuditTurns()
-    counts = Counter(number % period for number in range(400 * period) if turns.take("kind", 0.05))
-    assert len(counts) == period
-    assert max(counts.values()) - min(counts.values()) <= 4, "20 are expected"
-
-
 def test_kinds_of_answers_are_counted_by_themselves_and_a_ratio_of_0_has_no_turn():
     turns = AuditTurns()
     assert [turns.take(kind, 0.5) for kind in ("a", "b", "a", "b")] == [True, True, False, False]
@@ -71,11 +61,12 @@ def test_kinds_of_answers_are_counted_by_themselves_and_a_ratio_of_0_has_no_turn
     assert all(turns.take("always", 1.0) for _ in range(100))
 
 
-def test_kinds_are_bounded():
-    turns = AuditTurns()
-    for number in range(MAX_KINDS + 5):
+def test_kinds_and_answers_that_are_remembered_are_bounded():
+    turns, audits = AuditTurns(), AnswerAudits()
+    for number in range(max(MAX_KINDS, MAX_ANSWERS) + 5):
         turns.take(number, 0.5)
-    assert len(turns._counts) == MAX_KINDS
+        audits.take("kind", 1.0, str(number), str(number))
+    assert (len(turns._counts), len(audits._marks)) == (MAX_KINDS, MAX_ANSWERS)
 
 
 @pytest.mark.parametrize(
@@ -108,10 +99,3 @@ def test_the_turn_of_the_first_group_of_an_answer_holds_for_all():
 def test_an_answer_whose_name_is_used_again_takes_another_turn():
     audits = AnswerAudits()
     assert [audits.take("kind", 0.5, "a", "a") for _ in range(4)].count(True) == 2
-
-
-def test_turns_of_answers_are_bounded():
-    audits = AnswerAudits()
-    for number in range(MAX_ANSWERS + 5):
-        audits.take("kind", 1.0, str(number), str(number))
-    assert len(audits._marks) == MAX_ANSWERS

@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 import pytest
-from group_steps import end_step, states
+from group_steps import Run, play_steps, states
 from hypothesis import given
 from hypothesis import strategies as st
-from test_step import PLAN, SCORING, Run, seen, warm_judge
+from test_step import PLAN, SCORING, seen, warm_judge
 
 from tests.support.reports import report_of
 from vllm_rollout.group.judging.judge import Judge
@@ -16,62 +16,55 @@ from vllm_rollout.group.racing.lifecycle import NOTHING, Group, Settlement
 from vllm_rollout.group.step.step import LaunchRefused
 from vllm_rollout.group.types import CandidateId, HeadKey
 
-
-def audited(group_size: int, num_candidates: int, num_launched: int | None = None, **terms) -> Group:
-    group = Group(GroupTerms(group_size, num_candidates, **terms), audit=True)
-    for _ in range(num_candidates if num_launched is None else num_launched):
-        group.launch()
-    return group
+F, S, X, R = "finished", "surplus", "failed", "running"
+FOUR = "launch, launch, launch, launch"
+NOBODY = Settlement()
 
 
-def test_those_that_come_first_run_to_their_ends_and_the_others_not_at_all():
-    group = audited(2, 4)
-    assert [group.is_unwanted(index) for index in range(4)] == [False, False, True, True]
-    assert group.settle() == Settlement(stop=(2, 3))
-    assert end_step(group, (1, "stop", 5)) == NOTHING
-    assert end_step(group, (0, "stop", 500)) == Settlement()
-    assert states(group) == ["finished", "finished", "surplus", "surplus"]
-    assert group.complete
-    assert group.over
-
-
-def test_one_that_comes_when_all_places_are_taken_is_surplus():
-    group = audited(2, 4, num_launched=2)
-    end_step(group, (0, "stop", 5))
-    assert group.is_unwanted(group.launch())
-    assert group.settle() == Settlement(stop=(2,))
-    assert end_step(group, (1, "stop", 9)) == Settlement()
-    assert group.is_unwanted(group.launch())
-    assert group.settle() == Settlement(stop=(3,))
-    assert group.over
-
-
-def test_one_without_a_place_that_ends_at_once_has_lost():
-    group = audited(1, 2)
-    assert end_step(group, (1, "stop", 1)) == Settlement(lost_ties=(1,))
-    assert states(group) == ["running", "surplus"]
-
-
-def test_a_lost_candidate_leaves_its_place_to_one_that_comes_later():
-    group = audited(2, 4, num_launched=3)
-    end_step(group, (0, "failed", 3))
-    assert not group.is_unwanted(group.launch())
-    assert end_step(group, (1, "stop", 5), (3, "stop", 9)) == Settlement()
-    assert states(group) == ["failed", "finished", "surplus", "finished"]
+@pytest.mark.parametrize(
+    ("group_size", "steps", "decided", "ends"),
+    [
+        pytest.param(
+            2,
+            [FOUR, "1 stop 5", "0 stop 500"],
+            [Settlement((2, 3)), NOTHING, NOBODY],
+            [F, F, S, S],
+            id="first come",
+        ),
+        pytest.param(
+            2,
+            ["launch, launch, 0 stop 5", "launch", "1 stop 9", "launch"],
+            [NOTHING, Settlement((2,)), NOBODY, Settlement((3,))],
+            [F, F, S, S],
+            id="all places are taken",
+        ),
+        pytest.param(
+            1, ["launch, launch, 1 stop 1"], [Settlement((), (1,))], [R, S], id="without a place, and ends at once"
+        ),
+        pytest.param(
+            2,
+            ["launch, launch, launch, 0 fail 3", "launch, 1 stop 5, 3 stop 9"],
+            [Settlement((2,)), NOBODY],
+            [X, F, S, F],
+            id="a lost one leaves its place",
+        ),
+        pytest.param(
+            2, [FOUR, "0 cut 8, 1 stop 3"], [Settlement((2, 3)), NOBODY], [F, F, S, S], id="truncated ones keep theirs"
+        ),
+    ],
+)
+def test_those_that_come_first_run_to_their_ends_and_the_others_not_at_all(group_size, steps, decided, ends):
+    group = Group(GroupTerms(group_size, 4 if group_size == 2 else 2), audit=True)
+    assert play_steps(group, steps) == decided
+    assert states(group) == ends
+    assert [group.is_unwanted(index) for index in range(len(ends))] == [group.closed or end == S for end in ends]
+    assert group.complete == group.over == (R not in ends)
 
 
 def test_without_early_stop_everybody_has_a_place():
-    group = audited(2, 4, early_stop=False)
-    assert group.settle() == NOTHING
-    end_step(group, *((index, "stop", 5 + index) for index in range(4)))
-    assert states(group) == ["finished"] * 4
-
-
-def test_truncated_candidates_keep_their_places():
-    group = audited(2, 4)
-    group.settle()
-    assert end_step(group, (0, "length", 8), (1, "stop", 3)) == Settlement()
-    assert states(group) == ["finished", "finished", "surplus", "surplus"]
+    group = Group(GroupTerms(2, 4, early_stop=False), audit=True)
+    assert play_steps(group, [FOUR, "0 stop 5, 1 stop 6, 2 stop 7, 3 stop 8"]) == [NOTHING, NOTHING]
+    assert states(group) == [F] * 4
 
 
 @given(st.integers(1, 6), st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(0, 3))
@@ -117,38 +110,28 @@ def test_siblings_say_the_same_share():
         run.steps.launch("a", GroupTerms(2, 4, pruning=PLAN, audit_ratio=0.5), scoring=SCORING)
 
 
-@pytest.mark.parametrize("ratio", [0.0, 1.0])
-def test_nobody_is_pruned_in_an_audit_group_and_its_labels_say_so(ratio):
+@pytest.mark.parametrize(
+    ("num_spare", "ratio", "origin"), [(3, 0.0, "race"), (3, 1.0, "audit"), (0, 0.0, "plain"), (0, 1.0, "plain_audit")]
+)
+def test_nobody_is_pruned_in_an_audit_group_and_its_labels_say_so(num_spare, ratio, origin):
+    """In a group without spare candidates nobody races, and shadow mode prunes nobody."""
     judge = warm_judge()
     run = Run(judge)
-    run.launch("a", [9, 9, 9, 9], GroupTerms(1, 4, pruning=PLAN, early_stop=False, audit_ratio=ratio), SCORING)
+    plan = PLAN if num_spare else replace(PLAN, mode="shadow")
+    terms = GroupTerms(4 - num_spare, 4, pruning=plan, early_stop=False, audit_ratio=ratio)
+    run.launch("a", [9, 9, 9, 9], terms, SCORING)
     for _ in range(PLAN.detection_length - 1):
         run.step()
     run.step({CandidateId("a", index): seen(score) for index, score in enumerate((0.0, 1.0, 8.0, 9.0))})
-    assert (len(run.running) == 4) == (ratio == 1.0)
+    assert (len(run.running) == 4) == (origin != "race")
     while run.running:
         run.step()
     learning = judge.learning_of(HeadKey(PLAN.detection_length))
-    before = report_of(learning).audit.num_labels
+    before = report_of(learning).audit
     kept = [index for index in range(4) if run.ends[CandidateId("a", index)][0] == "stop"]
     _, statuses, labels = judge.reward("rollout", [("q", index, 1.0, True) for index in kept])
     assert set(statuses) == {"accepted"}
-    assert {(label.origin, label.active) for label in labels} == {("audit", False) if ratio else ("race", True)}
-    assert report_of(learning).audit.num_labels - before == pytest.approx(4 if ratio else 0, rel=1e-3)
-
-
-@pytest.mark.parametrize("ratio", [0.0, 1.0])
-def test_labels_of_a_group_without_spare_candidates_are_plain_audited_or_not(ratio):
-    judge = warm_judge()
-    run = Run(judge)
-    shadow = replace(PLAN, mode="shadow")
-    run.launch("a", [9, 9], GroupTerms(2, 2, pruning=shadow, audit_ratio=ratio), SCORING)
-    for _ in range(PLAN.detection_length - 1):
-        run.step()
-    run.step({CandidateId("a", index): seen(score) for index, score in enumerate((0.0, 9.0))})
-    while run.running:
-        run.step()
-    _, statuses, labels = judge.reward("rollout", [("q", index, 1.0, True) for index in range(2)])
-    assert statuses == ["accepted"] * 2
-    assert {(label.origin, label.active) for label in labels} == {("plain_audit" if ratio else "plain", False)}
-    assert judge.learning_of(HeadKey(PLAN.detection_length)).audit_report().offset == 0
+    assert {(label.origin, label.active) for label in labels} == {(origin, origin == "race")}
+    after = report_of(learning).audit
+    assert after.num_labels - before.num_labels == pytest.approx(4 if ratio else 0, rel=1e-3)
+    assert num_spare or after.offset == 0

@@ -106,13 +106,6 @@ def test_a_candidate_is_judged_once():
     assert siblings.judge.memory.learnings[LENGTH].to_state() == state
 
 
-def test_nothing_is_pruned_during_a_cold_start():
-    siblings = Siblings(Judge())
-    assert siblings.due(LOGITS) == []
-    assert all(assessment.cold for assessment in siblings.assessments().values())
-    assert siblings.group.num_running == 8
-
-
 @pytest.mark.parametrize("seed", range(8))
 def test_shadow_mode_decides_as_active_mode_and_stops_nobody(seed):
     active = Siblings(taught_judge(), replace(PLAN, allow_fewer=False), group_size=3, seed=seed)
@@ -172,17 +165,6 @@ def test_the_same_seed_and_prompt_id_give_the_same_verdicts_in_every_rollout():
     assert len({one for one, _ in verdicts.values()}) > 1
 
 
-def test_two_rollouts_with_the_same_prompt_ids_in_one_judge_are_two_groups():
-    judge = taught_judge()
-    one, other = Siblings(judge, rollout_id="r1"), Siblings(judge, rollout_id="r2")
-    one.due(LOGITS)
-    other.due({})
-    assert all(assessment is None for assessment in other.assessments().values())
-    one.finish(0)
-    assert judge.reward("r2", [("p", 0, 1.0, True)])[1] == ["unfinished"]
-    assert judge.reward("r1", [("p", 0, 1.0, True)])[1] == ["accepted"]
-
-
 def test_each_reward_has_its_status_and_each_accepted_one_a_label():
     judge = taught_judge()
     siblings = Siblings(judge, SHADOW)
@@ -198,29 +180,9 @@ def test_each_reward_has_its_status_and_each_accepted_one_a_label():
     assert [(label.request_id, label.positive) for label in labels] == [("request-0", True), ("request-1", False)]
     assert all(label.num_tokens == 30 and label.prompt_id == "r/p" for label in labels)
     assert judge.reward("nothing", [("p", 0, 1.0, True)]) is None
-
-
-def test_posting_rewards_again_teaches_nothing():
-    judge = taught_judge()
-    siblings = Siblings(judge, SHADOW)
-    siblings.due(LOGITS)
-    siblings.finish(*range(8))
-    rewards = [("p", index, float(index % 2), bool(index % 2)) for index in range(8)]
-    assert len(judge.reward("r", rewards)[2]) == 8
     state = judge.memory.learnings[LENGTH].to_state()
-    assert judge.reward("r", rewards) == (LENGTH, ["duplicate"] * 8, [])
-    assert judge.memory.learnings[LENGTH].to_state() == state
-
-
-def test_a_reward_teaches_calibration_at_once():
-    judge = Judge()
-    siblings = Siblings(judge)
-    siblings.due(LOGITS)
-    siblings.finish(*range(8))
-    judge.reward("r", [("p", index, 1.0, True) for index in range(5)])
-    judge.reward("r", [("p", index, 0.0, False) for index in range(5, 8)])
-    for calibrator in judge.memory.learnings[LENGTH].calibrators.values():
-        assert (calibrator.num_positive, calibrator.num_negative) == (5, 3)
+    assert judge.reward("r", [("p", 0, 1.0, True)]) == (LENGTH, ["duplicate"], [])
+    assert judge.memory.learnings[LENGTH].to_state() == state, "posting again teaches nothing"
 
 
 @pytest.mark.parametrize(
@@ -268,7 +230,7 @@ def test_a_prompt_that_never_succeeded_is_steered_more():
     assert strengths[1] > strengths[0] + 0.1
 
 
-def test_nothing_is_judged_at_one_detection_length_more_than_are_awaited():
+def test_nothing_is_judged_at_one_detection_length_more_than_are_awaited_and_else_the_one_used_longest_ago_goes():
     judge = Judge()
     for length in range(1, MAX_DETECTION_LENGTHS + 1):
         siblings = Siblings(judge, replace(PLAN, detection_length=length), rollout_id=f"r{length}")
@@ -279,20 +241,10 @@ def test_nothing_is_judged_at_one_detection_length_more_than_are_awaited():
     assert beyond.due(LOGITS) == []
     beyond.finish(0)
     assert judge.reward("beyond", [("p", 0, 1.0, True)]) == (100, ["unscored"], [])
-    assert len(judge.memory.learnings) == MAX_DETECTION_LENGTHS
-
-
-def test_the_detection_length_used_longest_ago_gives_way_when_nobody_awaits_rewards_for_it():
-    judge = Judge()
-    for length in range(1, MAX_DETECTION_LENGTHS + 1):
-        siblings = Siblings(judge, replace(PLAN, detection_length=length), rollout_id=f"r{length}")
-        siblings.due({0: 1.0})
-        siblings.finish(0)
     for rewarded in (3, 2):
         judge.reward(f"r{rewarded}", [Reward("p", 0, 1.0, True)])
-    beyond = Siblings(judge, replace(PLAN, detection_length=100), rollout_id="beyond")
-    beyond.due({0: 1.0})
-    assert beyond.entries[0].assessment is not None
+    beyond.due({1: 1.0})
+    assert beyond.entries[1].assessment is not None
     assert judge.memory.forgotten == [3]
     assert list(judge.memory.learnings) == [1, 4, 5, 6, 7, 8, 2, 100]
 
@@ -342,7 +294,7 @@ def test_a_trial_scores_at_each_length_stops_nobody_and_teaches_each_its_own():
         scores = [outcome.scores["head"] for outcome in learning.outcomes()]
         assert scores == sorted(scores)
         assert len(scores) == 8
-    tried = judge.memory.length_trial.candidates()
+    tried = judge.memory.tried
     assert [candidate.lengths for candidate in tried] == [TRIAL.scored_lengths] * 8
     assert all(scores.keys() == {"head", "confidence"} for candidate in tried for scores in candidate.scores)
 
@@ -353,7 +305,7 @@ def test_what_ended_between_two_lengths_is_in_the_trial_with_what_it_showed():
     judge.judge(siblings.group, siblings.scoring, {0: (siblings.entries[0], seen_at(LENGTH, 0.5))})
     siblings.entries[0].state, siblings.entries[0].num_tokens = "finished", 12
     judge.reward("r", [Reward("p", 0, 1.0, True)])
-    (tried,) = judge.memory.length_trial.candidates()
+    (tried,) = judge.memory.tried
     assert [bool(scores) for scores in tried.scores] == [True, False, False]
     assert tried.num_tokens == 12
 
@@ -376,7 +328,7 @@ def test_a_final_score_teaches_also_of_what_ended_before_detection_and_decides_n
     assert [label.weight for label in labels] == [pytest.approx(min(MAX_LABEL_WEIGHT, 1 / kept)), 1.0]
     assert len(judge.memory.learnings[WHOLE].outcomes()) == 2
     assert len(judge.memory.learnings[LENGTH].outcomes()) == num_before + 1
-    assert judge.memory.length_trial.candidates() == []
+    assert not judge.memory.tried
 
 
 def test_the_end_of_a_trajectory_is_calibrated_like_a_detection_length():

@@ -29,61 +29,22 @@ def status(ledger: Ledger, rollout: str, prompt: str, index: int, reward: float)
     return ledger.reward(rollout, prompt, index, reward)[0]
 
 
-def test_the_first_reward_of_a_finished_and_scored_candidate_is_accepted_with_its_entry():
+@pytest.mark.parametrize(
+    ("state", "is_scored", "expected"),
+    [("finished", True, "accepted"), ("finished", False, "unscored")]
+    + [(state, True, "unfinished") for state in ("running", "pruned", "surplus", "failed")],
+)
+def test_a_reward_is_accepted_with_its_entry_of_what_is_scored_and_has_finished(state, is_scored, expected):
     ledger = Ledger()
-    entry = finished(ledger, "r", "p", 3)
-    assert ledger.reward("r", "p", 3, 0.25) == ("accepted", entry)
-    assert entry.reward == 0.25
-    assert entry.request_id == "r-p-3"
-
-
-def test_the_same_reward_again_is_a_duplicate_and_another_one_a_conflict():
-    ledger = Ledger()
-    entry = finished(ledger, "r", "p", 0)
-    ledger.reward("r", "p", 0, 1.0)
-    assert ledger.reward("r", "p", 0, 1.0) == ("duplicate", None)
-    assert ledger.reward("r", "p", 0, 0.0) == ("conflict", None)
-    assert ledger.reward("r", "p", 0, 1.0) == ("duplicate", None)
-    assert entry.reward == 1.0
-
-
-def test_a_reward_of_zero_counts_as_a_reward():
-    ledger = Ledger()
-    finished(ledger, "r", "p", 0)
-    assert [status(ledger, "r", "p", 0, reward) for reward in (0.0, 0.0, 1.0)] == ["accepted", "duplicate", "conflict"]
-
-
-@pytest.mark.parametrize(("rollout", "prompt", "index"), [("x", "p", 0), ("r", "x", 0), ("r", "p", 1), ("r", "p", -1)])
-def test_what_was_never_launched_is_unknown(rollout, prompt, index):
-    ledger = Ledger()
-    finished(ledger, "r", "p", 0)
-    assert ledger.reward(rollout, prompt, index, 1.0) == ("unknown", None)
-    assert len(ledger) == 1
-
-
-@pytest.mark.parametrize("state", ["running", "pruned", "surplus", "failed"])
-def test_no_reward_is_expected_of_a_candidate_that_runs_or_was_stopped(state):
-    ledger = Ledger()
-    entry = finished(ledger, "r", "p", 0)
+    entry = (finished if is_scored else opened)(ledger, "r", "p", 3)
     entry.state = state
-    assert ledger.reward("r", "p", 0, 1.0) == ("unfinished", None)
-    assert entry.reward is None
+    is_accepted = expected == "accepted"
+    assert ledger.reward("r", "p", 3, 0.25) == (expected, entry if is_accepted else None)
+    assert (entry.reward, entry.request_id) == (0.25 if is_accepted else None, "r-p-3")
     entry.state = "finished"
-    assert status(ledger, "r", "p", 0, 0.0) == "accepted"
-
-
-def test_a_candidate_that_ended_before_its_detection_length_is_unscored():
-    ledger = Ledger()
-    opened(ledger, "r", "p", 0).state = "finished"
-    assert ledger.reward("r", "p", 0, 1.0) == ("unscored", None)
-
-
-def test_two_rollouts_with_the_same_prompt_ids_do_not_meet():
-    ledger = Ledger()
-    one, other = finished(ledger, "r1", "p", 0), finished(ledger, "r2", "p", 0)
-    assert status(ledger, "r1", "p", 0, 1.0) == "accepted"
-    assert status(ledger, "r2", "p", 0, 0.0) == "accepted"
-    assert (one.reward, other.reward) == (1.0, 0.0)
+    assert status(ledger, "r", "p", 3, 0.0) == {"accepted": "conflict", "unfinished": "accepted"}.get(
+        expected, expected
+    )
 
 
 def test_the_oldest_candidates_of_the_oldest_rollout_are_forgotten_first():
@@ -99,6 +60,7 @@ def test_the_oldest_candidates_of_the_oldest_rollout_are_forgotten_first():
     finished(ledger, "c", "p", 2)
     assert ledger.detection_length("a") is None
     assert [status(ledger, rollout, "p", 1, 1.0) for rollout in "abc"] == ["unknown", "accepted", "accepted"]
+    assert status(ledger, "b", "p", -1, 1.0) == "unknown"
 
 
 def test_the_bound_holds_within_one_rollout():
@@ -131,40 +93,21 @@ def test_an_entry_of_a_forgotten_rollout_can_still_be_written():
     assert not ledger.awaits(9)
 
 
-def test_rewards_may_come_for_what_is_scored_and_runs_or_has_finished():
+def test_rewards_are_awaited_for_what_is_scored_and_runs_or_has_finished():
+    """Those that run are awaited, but not counted yet."""
     ledger = Ledger()
     entry = opened(ledger, "r", "p", 0)
-    assert not ledger.awaits(8)
-    entry.assessment = ASSESSMENT
-    assert ledger.awaits(8)
-    assert ledger.num_awaiting() == {}
-    entry.state = "finished"
-    assert ledger.awaits(8)
-    ledger.reward("r", "p", 0, 1.0)
-    assert not ledger.awaits(8)
-    other = finished(ledger, "r", "p", 1)
-    other.state = "pruned"
-    assert not ledger.awaits(8)
-
-
-def test_the_detection_length_is_that_of_the_rollout_s_candidates():
-    ledger = Ledger()
-    opened(ledger, "r", "p", 0, PruningPlan(detection_length=77))
-    assert ledger.detection_length("r") == 77
-    assert ledger.detection_length("x") is None
-
-
-def test_what_awaits_a_reward_is_finished_scored_and_without_one():
-    ledger = Ledger()
-    for index in range(4):
-        finished(ledger, "r", "p", index)
+    opened(ledger, "r", "p", 1).state = "finished"
+    finished(ledger, "r", "p", 2).state = "surplus"
     finished(ledger, "s", "p", 0, PruningPlan(detection_length=16))
-    opened(ledger, "r", "p", 4)
-    opened(ledger, "r", "p", 5).state = "finished"
-    finished(ledger, "r", "p", 6).state = "surplus"
-    assert ledger.num_awaiting() == {8: 4, 16: 1}
-    ledger.reward("r", "p", 2, 0.0)
-    assert ledger.num_awaiting() == {8: 3, 16: 1}
+    assert (ledger.awaits(8), ledger.num_awaiting()) == (False, {16: 1})
+    entry.assessment = ASSESSMENT
+    assert (ledger.awaits(8), ledger.num_awaiting()) == (True, {16: 1})
+    entry.state = "finished"
+    assert (ledger.awaits(8), ledger.num_awaiting()) == (True, {8: 1, 16: 1})
+    ledger.reward("r", "p", 0, 0.0)
+    assert (ledger.awaits(8), ledger.num_awaiting()) == (False, {16: 1})
+    assert [ledger.detection_length(rollout) for rollout in "rsx"] == [8, 16, None]
 
 
 posts = st.lists(st.tuples(st.sampled_from("rs"), st.sampled_from("pq"), st.integers(0, 2), st.integers(0, 1)))

@@ -1,10 +1,9 @@
 import random
-import time
 from dataclasses import replace
 from statistics import NormalDist
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_rollout.group.judging.pruning import (
@@ -81,15 +80,13 @@ def test_balance_on_calibrated_scores(rate, survivors, strength):
         assert rule.strength == pytest.approx(strength, abs=0.1)
 
 
-@pytest.mark.parametrize(("rate", "survivors"), [(0.30, 0.21), (0.50, 0.39), (0.70, 0.61)])
-def test_eq_2_as_printed_keeps_the_unlikely(rate, survivors):
+@pytest.mark.parametrize(
+    ("rate", "strength", "survivors"), [(0.30, 0.5, 0.21), (0.50, 0.5, 0.39), (0.70, 0.5, 0.61), (0.30, -0.5, 0.39)]
+)
+def test_eq_2_as_printed_keeps_the_unlikely_and_with_the_sign_reversed_fits_table_4(rate, strength, survivors):
     points = calibrated(rate, 1.7)
-    assert kept(solve_paper(points, PLAN), points) == pytest.approx((0.5, survivors), abs=0.01)
-
-
-def test_eq_2_with_the_sign_reversed_fits_table_4():
-    points = calibrated(0.30, 1.7)
-    assert kept(solve_paper(points, replace(PLAN, strength=-0.5)), points)[1] == pytest.approx(0.39, abs=0.01)
+    rule = solve_paper(points, replace(PLAN, strength=strength))
+    assert kept(rule, points) == pytest.approx((0.5, survivors), abs=0.01)
 
 
 probability = st.floats(0.0, 1.0)
@@ -132,17 +129,6 @@ def test_balance_comes_as_near_as_any_strength(points, plan):
     for i in range(-20, 21):
         other = solve_paper(points, replace(plan, strength=i / 20 * MAX_SOLVED_STRENGTH))
         assert reached <= abs(kept(other, points)[1] - target) + 1e-5 / plan.keep_ratio
-
-
-@settings(max_examples=40, deadline=None)
-@given(populations)
-def test_balance_moves_towards_the_target_from_either_side(points):
-    """Lemma 4.1: the sign of the strength is the side on which the population is."""
-    mean = sum(q * w for q, w in points) / sum(w for _, w in points)
-    assume(abs(mean - 0.5) > 0.01)
-    rule = balance(points, PLAN)
-    assert rule.strength * (0.5 - mean) > 0
-    assert abs(kept(rule, points)[1] - 0.5) <= abs(mean - 0.5) + 1e-6
 
 
 def test_keep_ratio_one_keeps_everything():
@@ -193,15 +179,3 @@ def test_compress_keeps_mass_order_and_mean():
     mean = sum(q * w for q, w in points) / sum(w for _, w in points)
     assert sum(q * w for q, w in compress(points)) == pytest.approx(mean)
     assert compress([]) == []
-
-
-def test_group_rule_costs_less_than_half_a_millisecond():
-    rng = random.Random(0)
-    population = compress(calibrated(0.3, 1.2))
-    groups = [[rng.random() ** 2 for _ in range(16)] for _ in range(50)]
-    times = []
-    for batch in groups:
-        start = time.process_time()
-        group_rule(batch, [], population, PLAN)
-        times.append(time.process_time() - start)
-    assert min(times) < 0.5e-3, "the quickest: a busy machine slows the others down"

@@ -1,6 +1,7 @@
 """Groups that race each other, step by step."""
 
 import pytest
+from group_steps import Run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,42 +14,28 @@ from vllm_rollout.group.types import CandidateId
 PAIR_OF_THREE = GroupTerms(2, 3)
 
 
-class Round:
-    """Groups of known lengths, each candidate one token longer per step."""
+class Round(Run):
+    """Groups that race each other, each named by its position."""
 
     def __init__(self, lengths: list[list[int]], num_wanted: int, terms: GroupTerms = PAIR_OF_THREE) -> None:
-        self.steps = GroupSteps(Judge())
+        super().__init__()
         self.terms, self.num_wanted = terms, num_wanted
-        self.groups, self.lengths = {}, {}
-        self.tokens: dict[CandidateId, int] = {}
-        """Of those that run."""
-        self.ends: dict[CandidateId, tuple[str, int]] = {}
         self.lost: list[str] = []
         self.num_steps = 0
         for position, group in enumerate(lengths):
-            self.launch(position, group)
+            self.enter(position, group)
 
-    def launch(self, position: int, lengths: list[int]) -> None:
-        for index, length in enumerate(lengths):
-            place = RacePlace("round", self.num_wanted, position)
-            id, group = self.steps.launch(f"g{position}", self.terms, index, place=place)
-            self.groups[id.group_id], self.lengths[id], self.tokens[id] = group, length, 0
-
-    def step(self) -> None:
-        self.num_steps += 1
-        for id in self.tokens:
-            self.tokens[id] += 1
-        for id in [id for id, tokens in self.tokens.items() if tokens == self.lengths[id]]:
-            self.steps.ended(id, self.groups[id.group_id], "stop", self.tokens[id])
-            self.ends[id] = "stop", self.tokens.pop(id)
-        verdicts = self.steps.close_step({}, lambda id: self.tokens[id])
-        for id, state in verdicts.stop.items():
-            self.ends[id] = state, self.tokens.pop(id)
-        self.lost += sorted(verdicts.lost_groups)
+    def enter(self, position: int, lengths: list[int]) -> None:
+        self.launch(f"g{position}", lengths, self.terms, place=RacePlace("round", self.num_wanted, position))
 
     def run(self) -> None:
-        while self.tokens:
-            self.step()
+        while self.running:
+            self.advance()
+
+    def advance(self, num_steps: int = 1) -> None:
+        for _ in range(num_steps):
+            self.num_steps += 1
+            self.lost += sorted(self.step().lost_groups)
 
     def states(self, position: int) -> list[str]:
         return [end for (group_id, _), (end, _) in sorted(self.ends.items()) if group_id == f"g{position}"]
@@ -70,38 +57,30 @@ def test_groups_that_complete_in_one_step_tie_by_their_longest_then_by_position(
     round.run()
     assert round.lost == ["g1", "g2"]
     round = Round([[9, 9, 9]], num_wanted=1)
-    for _ in range(4):
-        round.step()
-    round.launch(1, [5, 5, 5])
+    round.advance(4)
+    round.enter(1, [5, 5, 5])
     round.run()
     assert round.lost == ["g0"]
     assert round.states(0) == ["stop", "stop", "stop"]
 
 
-def test_a_group_that_comes_after_the_cut_is_deferred_at_once() -> None:
+def test_a_group_that_comes_after_the_cut_is_deferred_at_once_unless_the_race_was_made_wider() -> None:
     round = Round([[2, 2, 2], [8, 8, 8]], num_wanted=1)
     round.run()
-    round.launch(2, [5, 5, 5])
-    round.step()
-    assert round.states(2) == ["deferred"] * 3
-
-
-def test_a_wider_race_is_open_for_new_groups_only() -> None:
-    round = Round([[2, 2, 2], [8, 8, 8]], num_wanted=1)
-    round.run()
+    round.enter(2, [5, 5, 5])
+    round.advance()
     round.steps.races.widen("round", 2)
-    round.launch(2, [5, 6, 9])
+    round.enter(3, [5, 6, 9])
     round.run()
-    assert round.states(1) == ["deferred"] * 3
-    assert round.states(2) == ["stop", "stop", "surplus"]
+    assert [round.states(position) for position in (1, 2)] == [["deferred"] * 3] * 2
+    assert round.states(3) == ["stop", "stop", "surplus"]
 
 
 def test_a_race_that_is_cut_from_outside_stops() -> None:
     round = Round([[4, 4, 4], [8, 8, 8]], num_wanted=2)
-    for _ in range(5):
-        round.step()
+    round.advance(5)
     round.steps.cut("round")
-    round.step()
+    round.advance()
     assert round.num_steps == 6
     assert round.states(1) == ["deferred"] * 3
 
@@ -110,13 +89,13 @@ def test_what_is_said_of_a_race_holds_for_groups_that_are_on_their_way() -> None
     """They were sent before, and come later."""
     round = Round([], num_wanted=1)
     round.steps.cut("round")
-    round.launch(0, [8, 8, 8])
-    round.step()
+    round.enter(0, [8, 8, 8])
+    round.advance()
     assert round.states(0) == ["deferred"] * 3
-    round.launch(0, [8])  # a sibling that was slower still
+    round.enter(0, [8])  # a sibling that was slower still
     round.steps.races.widen("round", 2)
-    round.launch(1, [2, 2, 2])
-    round.launch(2, [4, 4, 4])
+    round.enter(1, [2, 2, 2])
+    round.enter(2, [4, 4, 4])
     round.run()
     assert [round.states(position) for position in (1, 2)] == [["stop", "stop", "stop"], ["stop", "stop", "stop"]]
 
@@ -134,7 +113,7 @@ def test_a_lost_group_leaves_the_race_uncounted() -> None:
     for index in range(3):
         id = CandidateId("g1", index)
         round.steps.ended(id, round.groups["g1"], "failed", 0)
-        del round.tokens[id]
+        del round.running[id]
     round.run()
     assert round.num_steps == 7
     assert round.lost == []

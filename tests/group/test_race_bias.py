@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from random import Random
-from statistics import NormalDist, fmean
+from statistics import fmean
 
 import pytest
 from hypothesis import given
@@ -23,17 +23,13 @@ def bias(**settings) -> dict[str, float]:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("plan", "longer"), [(audits.RACED, 0.5), (audits.RACED, 1.0), (audits.PRUNED, 0.5)])
+@pytest.mark.parametrize(("plan", "longer"), [(audits.RACED, 0.0), (audits.RACED, 1.0), (audits.PRUNED, 0.5)])
 def test_with_audits_nothing_is_believed_that_the_race_made(plan, longer):
-    without = bias(plan=plan, audit_ratio=0.0, longer=longer)
-    assert min(without["calibrated"], without["report"]) > 0.035, without
+    """Where length says nothing there is nothing to take back."""
+    if longer:
+        without = bias(plan=plan, audit_ratio=0.0, longer=longer)
+        assert min(without["calibrated"], without["report"]) > 0.035, without
     audited = bias(plan=plan, audit_ratio=0.1, longer=longer)
-    assert max(map(abs, audited.values())) < 0.02, audited
-
-
-@pytest.mark.thorough
-def test_where_length_says_nothing_audits_change_nothing():
-    audited = bias(plan=audits.RACED, audit_ratio=0.1, longer=0.0)
     assert max(map(abs, audited.values())) < 0.02, audited
 
 
@@ -139,10 +135,7 @@ def test_a_signal_without_audits_believes_those_of_another():
     assert fmean(head.table()) == pytest.approx(0.25, abs=0.06)
 
 
-origins = st.sampled_from(ORIGINS)
-
-
-@given(st.lists(st.tuples(st.booleans(), st.floats(1, 20), origins, st.floats(-4, 4)), max_size=120))
+@given(st.lists(st.tuples(st.booleans(), st.floats(1, 20), st.sampled_from(ORIGINS), st.floats(-4, 4)), max_size=120))
 def test_offsets_are_bounded_and_a_restored_calibrator_goes_on(labels):
     calibrator = Calibrator()
     for positive, weight, origin, score in labels:
@@ -161,27 +154,6 @@ def test_offsets_are_bounded_and_a_restored_calibrator_goes_on(labels):
 def test_a_shifted_probability_is_one(q, offset):
     assert 0 < shifted(q, offset) < 1
     assert shifted(shifted(q, offset), -offset) == pytest.approx(q)
-
-
-@pytest.mark.thorough
-def test_the_stream_is_what_it_says():
-    """Of the first 8 of 16, more are right than of all, as often as the normal distribution has it."""
-    settings = {"plan": audits.RACED, "audit_ratio": 0.0, "longer": 0.5, "num_groups": 2000, "seed": 1}
-    seen = audits.stream(Learning(16), **settings)
-    found = [each[-1] for each in seen if each[0] == "trajectory"]
-    expected = share_of_right_among_first(0.5)
-    assert fmean(found) == pytest.approx(expected, abs=0.02)
-
-
-def share_of_right_among_first(longer: float) -> float:
-    """In the limit of large groups: the shorter half."""
-    right, wrong = NormalDist(0, audits.SPREAD), NormalDist(longer, audits.SPREAD)
-    low, high = -5.0, 5.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        below = audits.RATE * right.cdf(middle) + (1 - audits.RATE) * wrong.cdf(middle)
-        low, high = (middle, high) if below < 0.5 else (low, middle)
-    return audits.RATE * right.cdf(low) / 0.5
 
 
 def test_audits_by_the_answer_cost_what_they_say():

@@ -17,12 +17,6 @@ def prediction(score=0.0, positive=False, weight=1.0, q=None, group="g") -> Pred
     return Prediction(score, q, positive, weight, group)
 
 
-def test_auc_by_hand():
-    """Pairs: 3 over 1 and 2; 2 over 1, and tied with 2: (2 + 1 + 1/2) / 4."""
-    scores = [(1, False), (2, False), (2, True), (3, True)]
-    assert auc([prediction(score, positive) for score, positive in scores]) == 3.5 / 4
-
-
 def test_auc_is_the_weighted_share_of_concordant_pairs():
     rng = random.Random(5)
     for _ in range(20):

@@ -1,5 +1,6 @@
 import math
 import random
+from statistics import NormalDist
 
 import pytest
 from hypothesis import given, settings
@@ -12,58 +13,44 @@ BASE = Estimate(1.0, 2.0, MAX_STRENGTH)
 
 def drawn(count: int, center: float = 0.0, width: float = 1.0) -> list[float]:
     """Evenly spread quantiles of a normal distribution."""
-    steps = [math.sqrt(2) * _erfinv((2 * i + 1) / count - 1) for i in range(count)]
-    return [center + width * step for step in steps]
+    return [NormalDist(center, width).inv_cdf((i + 0.5) / count) for i in range(count)]
 
 
-def _erfinv(y: float) -> float:
-    low, high = -6.0, 6.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if math.erf(middle) < y else (low, middle)
-    return low
+OTHER_HEADS = [(2.0, 0.0), (3.0, 0.0), (1 / 3, 0.0), (1.0, 4.0), (3.0, 4.0), (1e-6, 0)]
 
 
-def test_a_first_version_is_its_own_measure():
-    center, width, strength = estimate(drawn(400, 5.0, 3.0), GUESS)
-    assert (center, width) == (pytest.approx(5.0), pytest.approx(3.0, rel=0.01))
-    assert strength == MAX_STRENGTH
-
-
-def test_without_scores_the_scale_is_the_predecessors():
-    assert estimate([], BASE) == BASE
-
-
-def test_within_chance_the_predecessor_stays():
-    center, width, _ = estimate(drawn(16, 1.3, 1.8), BASE)
-    assert abs(center - 1.0) < 0.05
-    assert width == pytest.approx(2.0, rel=0.02)
-
-
-@pytest.mark.parametrize(("factor", "shift"), [(2.0, 0.0), (3.0, 0.0), (1 / 3, 0.0), (1.0, 4.0), (3.0, 4.0), (1e-6, 0)])
-def test_another_head_soon_is_its_own_measure(factor, shift):
-    scores = drawn(32, factor * BASE.center + shift, factor * BASE.width)
-    center, width, _ = estimate(scores, BASE)
-    assert abs(center - (factor * BASE.center + shift)) < 0.2 * max(1.0, factor) * BASE.width
-    assert width == pytest.approx(factor * BASE.width, rel=0.25)
-
-
-def test_a_small_change_is_followed_once_there_are_scores_enough_to_see_it():
-    near = [estimate(drawn(count, 1.6, 2.0), BASE).center for count in (16, 1000)]
-    assert near[0] < 1.1
-    assert near[1] == pytest.approx(1.6, abs=0.1)
+@pytest.mark.parametrize(
+    ("scores", "base", "center", "width"),
+    [
+        pytest.param(drawn(400, 5.0, 3.0), GUESS, (5.0, 1e-6), (3.0, 0.03), id="a first version"),
+        pytest.param([*drawn(100), 1e30], GUESS, (0.0, 0.1), (1.0, 0.2), id="one score far out"),
+        pytest.param(drawn(16, 1.3, 1.8), BASE, (1.0, 0.05), (2.0, 0.04), id="within chance the predecessor stays"),
+        pytest.param(drawn(16, 1.6, 2.0), BASE, (1.0, 0.1), (2.0, 0.1), id="a small change, not seen yet"),
+        pytest.param(drawn(1000, 1.6, 2.0), BASE, (1.6, 0.1), (2.0, 0.1), id="a small change, seen"),
+        *(
+            pytest.param(
+                drawn(32, factor * BASE.center + shift, factor * BASE.width),
+                BASE,
+                (factor * BASE.center + shift, 0.2 * max(1.0, factor) * BASE.width),
+                (factor * BASE.width, 0.25 * factor * BASE.width),
+                id=f"another head, x {factor:.2g} + {shift}",
+            )
+            for factor, shift in OTHER_HEADS
+        ),
+    ],
+)
+def test_a_scale_is_that_of_its_scores_as_far_as_they_differ_from_the_version_before(scores, base, center, width):
+    """Value and tolerance of center and width."""
+    found = estimate(scores, base)
+    assert found.center == pytest.approx(center[0], abs=center[1])
+    assert found.width == pytest.approx(width[0], abs=width[1])
 
 
 def test_a_few_scores_tell_no_width():
     assert estimate([0.0, 9.0, 1.0], BASE).width == BASE.width
     assert estimate([7.0] * 40, BASE).width == BASE.width, "nor do equal ones"
-
-
-def test_a_score_far_out_moves_little():
-    scores = drawn(100, 0.0, 1.0)
-    center, width, _ = estimate([*scores, 1e30], GUESS)
-    assert abs(center) < 0.1
-    assert width == pytest.approx(1.0, rel=0.2)
+    assert estimate([], BASE) == BASE
+    assert estimate(drawn(400), GUESS).strength == MAX_STRENGTH
 
 
 scores_lists = st.lists(st.integers(-1000, 1000).map(lambda n: n / 16), min_size=4, max_size=40)

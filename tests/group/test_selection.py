@@ -1,7 +1,6 @@
 """Selection against brute force over all subsets of small pools."""
 
 import itertools
-import math
 import random
 from dataclasses import replace
 
@@ -48,24 +47,6 @@ def by_finish(ending: Ending) -> tuple[int, int, int]:
     return ending.end_step, ending.num_tokens, ending.index
 
 
-def test_first_takes_who_ended_first():
-    assert conclude(GroupPlan(2, 2), ended(40, 30, 20, 10)).selected == (0, 1)
-
-
-def test_shortest_takes_the_shortest():
-    assert conclude(GroupPlan(2, 2, selection="shortest"), ended(40, 30, 20, 10)).selected == (2, 3)
-
-
-def test_dual_end_takes_both_ends_of_the_length_distribution():
-    plan = GroupPlan(3, 2, False, "dual_end", num_longest=1)
-    assert conclude(plan, ended(50, 10, 40, 20, 30)).selected == (0, 1, 3)
-
-
-def test_a_complete_group_has_no_reason():
-    result = conclude(GroupPlan(1), ended(5))
-    assert (result.status, result.reason) == ("complete", None)
-
-
 def test_an_incomplete_group_returns_what_there_is_and_says_why():
     endings = [Ending(0, "finished", 5), Ending(1, "failed", 2), Ending(2, "surplus", 3), Ending(3, "failed", 0)]
     result = conclude(GroupPlan(2, 2), endings)
@@ -74,18 +55,9 @@ def test_an_incomplete_group_returns_what_there_is_and_says_why():
     assert result.reason == "1 of 4 candidates finished, group_size is 2 (2 failed, 1 surplus)"
 
 
-def test_a_group_without_any_ending_is_incomplete():
-    assert conclude(GroupPlan(2), []).reason == "0 of 0 candidates finished, group_size is 2"
-
-
-@pytest.mark.parametrize("selection", ["first", "shortest", "dual_end"])
-def test_a_truncated_candidate_only_fills_a_gap(selection):
-    plan = GroupPlan(2, 1, False, selection, num_longest=1 if selection == "dual_end" else 0)
-    truncated = Ending(0, "finished", 1, truncated=True, end_step=0)
-    enough = [truncated, Ending(1, "finished", 5, end_step=1), Ending(2, "finished", 6, end_step=2)]
-    assert conclude(plan, enough).selected == (1, 2)
-    assert conclude(plan, enough[:2]).selected == (0, 1)
-    assert conclude(plan, enough[:1]).status == "incomplete"
+@pytest.mark.parametrize("allow_fewer", [False, True])
+def test_a_group_without_any_ending_is_incomplete(allow_fewer):
+    assert conclude(pruned(GroupPlan(2), allow_fewer), []).reason == "0 of 0 candidates finished, group_size is 2"
 
 
 @pytest.mark.parametrize("selection", ["first", "shortest", "dual_end"])
@@ -95,25 +67,13 @@ def test_of_truncated_candidates_the_shortest_fills_the_gap(selection):
     assert conclude(plan, [*ended(5), *cut]).selected == (0, 2)
 
 
-def test_a_truncated_candidate_is_never_the_longest_of_a_dual_end():
-    plan = GroupPlan(2, 2, False, "dual_end", num_longest=1)
-    endings = [*ended(10, 20, 30), Ending(3, "finished", 99, truncated=True)]
-    assert conclude(plan, endings).selected == (0, 2)
-
-
+@pytest.mark.parametrize(("selection", "key"), [("first", by_finish), ("shortest", by_length)])
 @few_examples
 @given(pools(), st.data())
-def test_first_agrees_with_brute_force(pool, data):
+def test_first_and_shortest_agree_with_brute_force(selection, key, pool, data):
     size = data.draw(st.integers(1, len(pool)))
-    assert set(conclude(GroupPlan(size, len(pool) - size), pool).selected) == best_subset(pool, size, by_finish)
-
-
-@few_examples
-@given(pools(), st.data())
-def test_shortest_agrees_with_brute_force(pool, data):
-    size = data.draw(st.integers(1, len(pool)))
-    plan = GroupPlan(size, len(pool) - size, selection="shortest")
-    assert set(conclude(plan, pool).selected) == best_subset(pool, size, by_length)
+    plan = GroupPlan(size, len(pool) - size, selection=selection)
+    assert set(conclude(plan, pool).selected) == best_subset(pool, size, key)
 
 
 @few_examples
@@ -175,18 +135,6 @@ def test_a_group_that_lost_what_pruning_left_is_incomplete():
     assert result.reason == "1 of 3 candidates finished, group_size is 3, of which pruning left 2 (1 failed, 1 pruned)"
 
 
-def test_spare_candidates_fill_what_pruning_took():
-    endings = [*ended(5, 6), Ending(2, "pruned", 8), Ending(3, "surplus", 6)]
-    assert conclude(pruned(GroupPlan(2, 2)), endings).status == "complete"
-    assert conclude(pruned(GroupPlan(3, 1)), endings).status == "incomplete"
-
-
-def test_an_empty_group_is_never_complete():
-    endings = [Ending(0, "pruned", 8), Ending(1, "pruned", 8)]
-    assert conclude(pruned(GroupPlan(2)), endings).status == "incomplete"
-    assert conclude(pruned(GroupPlan(2)), []).status == "incomplete"
-
-
 @few_examples
 @given(plans, st.booleans(), st.data())
 def test_with_fewer_allowed_a_group_is_complete_when_all_that_pruning_left_finished(plan, allow_fewer, data):
@@ -213,11 +161,8 @@ def test_the_order_in_which_endings_arrive_does_not_matter(plan, pool, seed):
     assert conclude(plan, shuffled).endings == tuple(pool)
 
 
-def test_lengths_are_mean_population_deviation_and_maximum():
-    assert lengths_of([2, 4, 4, 4, 5, 5, 7, 9]) == Lengths(mean=5.0, std=2.0, max=9)
-    assert lengths_of([7]) == Lengths(7.0, 0.0, 7)
-    assert math.isclose(lengths_of([1, 2]).std, 0.5)
-
-
-def test_the_lengths_of_nothing_are_zero():
-    assert lengths_of([]) == Lengths(0.0, 0.0, 0)
+@pytest.mark.parametrize(
+    ("num_tokens", "lengths"), [([2, 4, 4, 4, 5, 5, 7, 9], (5.0, 2.0, 9)), ([7], (7, 0, 7)), ([], (0, 0, 0))]
+)
+def test_lengths_are_mean_population_deviation_and_maximum(num_tokens, lengths):
+    assert lengths_of(num_tokens) == Lengths(*lengths)

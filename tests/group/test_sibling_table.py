@@ -22,6 +22,8 @@ def test_what_has_waited_longer_than_the_limit_is_forgotten_oldest_first():
     assert table.forget_waiting(10.0) == []
     assert table.forget_waiting(11.5) == ["a", "b"]
     assert (table.forget_waiting(11.5), len(table), table.num_waiting) == ([], 1, 1)
+    assert table.remove("c") == "C"
+    assert (len(table), table.num_waiting, table.forget_waiting(99.0)) == (0, 0, [])
 
 
 def test_what_waits_again_begins_anew_and_what_does_not_wait_is_not_forgotten():
@@ -38,16 +40,6 @@ def test_of_too_many_the_one_that_has_waited_longest_makes_room():
     table.put("c", "C")
     assert table.wait("c", 2.0) == "a"
     assert [table.find(name) for name in "abc"] == [None, "B", "C"]
-
-
-def test_where_time_stands_still_nothing_is_forgotten():
-    assert waiting_table("a").forget_waiting(0.0) == []
-
-
-def test_what_is_removed_waits_no_longer():
-    table = waiting_table("a", max_wait_s=10)
-    assert table.remove("a") == "A"
-    assert (len(table), table.num_waiting, table.forget_waiting(99.0)) == (0, 0, [])
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -1,6 +1,7 @@
 """The order of a step: one test per rule, then whole runs in random order of events."""
 
 import pytest
+from group_steps import Run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,35 +16,6 @@ PLAN = PruningPlan(4, keep_ratio=0.5, min_labels=8)
 SCORING = Scoring("rollout", "q", 7)
 
 
-class Run:
-    """Candidates of known lengths, each one token longer per step."""
-
-    def __init__(self, judge: Judge | None = None, **kwargs) -> None:
-        self.steps = GroupSteps(judge or Judge(), **kwargs)
-        self.groups = {}
-        self.lengths = {}
-        self.running = {}
-        self.ends = {}
-
-    def launch(self, group_id: str, lengths: list[int], terms: GroupTerms, scoring: Scoring | None = None) -> None:
-        for index, length in enumerate(lengths):
-            id, self.groups[group_id] = self.steps.launch(
-                group_id, terms, index, request_id=f"{group_id}-{index}", scoring=scoring
-            )
-            self.lengths[id], self.running[id] = length, 0
-
-    def step(self, due: dict[CandidateId, Observation] | None = None):
-        for id in self.running:
-            self.running[id] += 1
-        for id in [id for id, tokens in self.running.items() if tokens == self.lengths[id]]:
-            self.steps.ended(id, self.groups[id.group_id], "stop", self.running[id])
-            self.ends[id] = ("stop", self.running.pop(id))
-        verdicts = self.steps.close_step(due or {}, lambda id: self.running[id])
-        for id, state in verdicts.stop.items():
-            self.ends[id] = (state, self.running.pop(id))
-        return verdicts
-
-
 def seen(score: float) -> Observation:
     return Observation(Confidence(score, score, score))
 
@@ -56,24 +28,6 @@ def warm_judge() -> Judge:
         entries.observe(number % 10)
         entries.add(number % 10, number % 10 > 4)
     return judge
-
-
-def test_a_step_without_events_decides_nothing():
-    run = Run()
-    run.launch("a", [5, 5], GroupTerms(1, 2))
-    assert not run.steps.has_events
-    assert run.step() is NO_VERDICTS
-
-
-def test_the_losers_stop_in_the_step_of_the_last_winner_and_the_group_is_over():
-    run = Run()
-    run.launch("a", [2, 9, 2, 1], GroupTerms(2, 4))
-    run.step()
-    verdicts = run.step()
-    assert verdicts.stop == {CandidateId("a", 1): "surplus"}
-    assert verdicts.lost_ties == {CandidateId("a", 2)}
-    assert verdicts.over == ("a",)
-    assert len(run.steps) == 0
 
 
 def test_races_are_settled_before_scores_are_judged():
@@ -130,14 +84,15 @@ def test_a_cancelled_group_defers_what_runs_and_keeps_what_has_finished():
     assert not run.steps.cancel("a")
 
 
-def test_a_sibling_that_comes_after_the_cancellation_is_deferred():
-    run = Run()
-    run.launch("a", [9], GroupTerms(3, 3))
-    run.steps.cancel("a")
+@pytest.mark.parametrize(("length", "cancelled", "state"), [(9, True, "deferred"), (1, False, "surplus")])
+def test_a_sibling_that_comes_after_the_end_or_the_cancellation_is_stopped_by_the_next_step(length, cancelled, state):
+    run, terms = Run(), GroupTerms(1, 3)
+    run.launch("a", [length], terms)
+    assert run.steps.cancel("a") if cancelled else run.steps.close_step({}, len) is NO_VERDICTS
     run.step()
-    id, _ = run.steps.launch("a", GroupTerms(3, 3))
+    id, _ = run.steps.launch("a", terms)
     run.lengths[id], run.running[id] = 9, 0
-    assert run.step().stop == {id: "deferred"}
+    assert run.step().stop == {id: state}
 
 
 def test_a_group_that_completes_in_the_step_of_its_cancellation_is_complete():
@@ -181,16 +136,6 @@ def test_a_refused_candidate_does_not_keep_an_idle_group_from_being_forgotten():
         with pytest.raises(LaunchRefused):
             run.steps.launch(group_id, GroupTerms(2, 2))
     assert len(run.steps) == 1
-
-
-def test_a_sibling_that_comes_after_the_end_is_stopped_by_the_next_step():
-    run = Run()
-    run.launch("a", [1, 5], GroupTerms(1, 3))
-    run.step()
-    run.launch("a", [], GroupTerms(1, 3))
-    id, _ = run.steps.launch("a", GroupTerms(1, 3))
-    run.lengths[id], run.running[id] = 5, 0
-    assert run.step().stop == {id: "surplus"}
 
 
 races = st.lists(

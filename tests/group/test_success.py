@@ -57,27 +57,27 @@ def test_a_restored_history_goes_on_as_the_saved_one(before, after):
 
 
 @pytest.mark.parametrize(
-    "row",
+    "rows",
     [
-        ["a", 1.0],
-        ["", 1.0, 0.0],
-        [7, 1.0, 0.0],
-        ["a", 0.0, 0.0],
-        ["a", 1.0, 1.5],
-        ["a", 1.0, -0.5],
-        ["a", float("nan"), 0.0],
-        ["a", 2 * MAX_SUM, 0.0],
-        ["a", True, 0.0],
-        {"a": 1},
+        *(
+            [row]
+            for row in (
+                ["a", 1.0],
+                ["", 1.0, 0.0],
+                [7, 1.0, 0.0],
+                ["a", 0.0, 0.0],
+                ["a", 1.0, 1.5],
+                ["a", 1.0, -0.5],
+                ["a", float("nan"), 0.0],
+                ["a", 2 * MAX_SUM, 0.0],
+                ["a", True, 0.0],
+                {"a": 1},
+            )
+        ),
+        [["a", 1.0, 0.0], ["a", 2.0, 0.0]],
+        [["a", 1.0, 0.0], ["b", 2.0, 0.0], ["c", 2.0, 0.0]],
     ],
 )
-def test_what_no_history_has_been_is_refused(row):
+def test_what_no_history_has_been_is_refused(rows):
     with pytest.raises(ValueError, match="success history"):
-        SuccessHistory.from_state([row])
-
-
-def test_twice_the_same_prompt_and_too_many_are_refused():
-    with pytest.raises(ValueError, match="twice"):
-        SuccessHistory.from_state([["a", 1.0, 0.0], ["a", 2.0, 0.0]])
-    with pytest.raises(ValueError, match="at most 1"):
-        SuccessHistory.from_state([["a", 1.0, 0.0], ["b", 2.0, 0.0]], max_prompts=1)
+        SuccessHistory.from_state(rows, max_prompts=2)

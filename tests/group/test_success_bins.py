@@ -30,11 +30,6 @@ def a4(negatives: list[float], positives: list[float], spread: int, smoothing: f
     ]
 
 
-def test_the_papers_success_probability_by_hand():
-    """Prior 4/6. Below: likelihoods (1+1)/(4+2) and (2+1)/(2+2). Above: (3+1)/(4+2) and (0+1)/(2+2)."""
-    assert paper_table([2, 0], [1, 3], 0, 1.0) == pytest.approx((8 / 17, 16 / 19))
-
-
 counts_lists = st.lists(
     st.tuples(st.integers(0, 40).map(float), st.integers(0, 40).map(float)), min_size=1, max_size=12
 ).filter(lambda pairs: any(n + y for n, y in pairs))

@@ -106,7 +106,7 @@ class FakeLearning:
 
     async def tried_lengths(self, adapter: str = BASE_MODEL) -> list[TriedCandidate]:
         self.check_alive()
-        return self.memory(adapter).length_trial.candidates()
+        return list(self.memory(adapter).tried)
 
     async def known_prompts(self, adapter: str = BASE_MODEL) -> list[KnownPrompt]:
         self.check_alive()

@@ -203,7 +203,7 @@ class LearningCalls:
 
     def tried_lengths(self, adapter: str) -> list[TriedCandidate]:
         memory = self._judge.memories.known(adapter)
-        return [] if memory is None else memory.length_trial.candidates()
+        return [] if memory is None else list(memory.tried)
 
     def open_prompts(self, wanted: PromptsToRead) -> None:
         memory, encode = self._judge.memories.known(wanted.adapter) or Memory(), msgspec.json.Encoder().encode

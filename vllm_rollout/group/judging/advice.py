@@ -153,7 +153,8 @@ def _log_beta(a: float, b: float) -> float:
 
 def _contrast(judged: Sequence[RewardedCandidate]) -> float:
     """What is left of the mean when survivors are chosen by a score."""
-    scored = [(_weight(o), q, o.survival_probability) for o in judged if (q := _success_probability(o)) is not None]
+    told = [(o, o.success_probabilities.get("head", o.success_probabilities.get("confidence"))) for o in judged]
+    scored = [(_weight(o), q, o.survival_probability) for o, q in told if q is not None]
     if not scored:
         return 1.0
     rate = _mean((w, q) for w, q, _ in scored)
@@ -163,11 +164,6 @@ def _contrast(judged: Sequence[RewardedCandidate]) -> float:
     explained = _mean((w, (q - rate) ** 2) for w, q, _ in scored) / (rate * (1 - rate))
     steered = _mean((w, (p - kappa) ** 2) for w, _, p in scored) / kappa**2
     return max(0.0, 1 - explained / 2 * steered)
-
-
-def _success_probability(candidate: RewardedCandidate) -> float | None:
-    by_signal = candidate.success_probabilities
-    return by_signal.get("head", by_signal.get("confidence"))
 
 
 def _mean(weighted: Iterable[tuple[float, float]]) -> float:

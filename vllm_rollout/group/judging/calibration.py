@@ -87,12 +87,10 @@ class Calibrator:
         signal: Signal = "head",
         num_bins: int = CALIBRATION_BINS,
         window: int = CALIBRATION_WINDOW,
-        smoothing: float = CALIBRATION_SMOOTHING,
         num_recent: int = RECENT_SCORES,
         spread: int = CALIBRATION_SPREAD,
         method: Method = "combined",
     ) -> None:
-        assert smoothing > 0, "an empty bin has no probability without smoothing"
         self.signal: Signal = signal
         self.num_positive = 0
         """Positive labels in the window, unweighted."""
@@ -100,7 +98,6 @@ class Calibrator:
         """Grows with everything that can change an answer: a key for caches."""
         self._num_bins = num_bins
         self._window = window
-        self._smoothing = smoothing
         self._num_recent = num_recent
         self._spread = spread
         self._method = method
@@ -169,7 +166,9 @@ class Calibrator:
         self.num_changes += 1
         scale.num_scores += 1
         scale.num_new += 1
-        if scale.is_due(self._num_recent) and not self._has_paper_scale:
+        # The paper takes a head's logits as they are; it knows no scores without such a scale.
+        keeps_scale = self._method == "paper" and self.signal == "head"
+        if scale.is_due(self._num_recent) and not keeps_scale:
             self._follow(scale)
 
     def add(
@@ -209,7 +208,7 @@ class Calibrator:
             total = self._total
             if self._method == "paper":
                 negatives, positives = ([count * WEIGHT_STEP for count in counts] for counts in self._counts)
-                self._uncorrected = paper_table(negatives, positives, self._spread, self._smoothing)
+                self._uncorrected = paper_table(negatives, positives, self._spread, CALIBRATION_SMOOTHING)
             else:
                 labels = total / self._squares if total else 0.0  # so many labels is a weight worth (Kish)
                 negatives, positives = ([count * labels for count in counts] for counts in self._counts)
@@ -284,11 +283,6 @@ class Calibrator:
         intercepts = listed(state["intercepts"], "intercepts of a calibrator", length=2)
         calibrator.intercept, calibrator.rate_intercept = map(Intercept.from_state, intercepts)
         return calibrator
-
-    @property
-    def _has_paper_scale(self) -> bool:
-        """The paper takes a head's logits as they are; it knows no scores without such a scale."""
-        return self._method == "paper" and self.signal == "head"
 
     def _bin(self, score: float, scale: Scale) -> int:
         return min(self._num_bins - 1, int(self._num_bins * scale.normalize(score)))

@@ -172,7 +172,7 @@ class Judge:
             memory, learning = self._at(label.key)
             rewarded = {length: self._learn_at(length, label, *seen) for length, seen in label.scores.items()}
             if memory is not None and label.tried_lengths:
-                memory.length_trial.add(
+                memory.tried.append(
                     TriedCandidate(
                         label.tried_lengths,
                         tuple({} if (r := rewarded.get(at)) is None else r.scores for at in label.tried_lengths),

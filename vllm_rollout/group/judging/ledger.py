@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from json import dumps
 from typing import Literal, NamedTuple
 
@@ -118,98 +118,60 @@ class _RememberedGroup:
     num_candidates: int = 0
 
 
+@dataclass(slots=True, eq=False)
 class LedgerEntry:
     """One candidate that is scored. The ledger counts along with what is written into it."""
 
-    __slots__ = ("_assessment", "_counted", "_ledger", "_reward", "_state", "_trials", "adapter", "group_id", "index",
-                 "names",
-                 "num_tokens", "observation", "origin", "plan", "prompt_id", "prompt_key", "request_id")  # fmt: skip
+    ledger: Ledger | None = field(init=False, default=None)
+    """The one that remembers it."""
+    request_id: str
+    prompt_id: str
+    """As `kept_name` has it."""
+    prompt_key: str
+    """Under which its prompt's success is remembered; empty: it is not."""
+    adapter: str
+    origin: LabelOrigin
+    """The kind of group that its label is of."""
+    group_id: str
+    index: int
+    plan: PruningPlan
+    names: list[tuple[str, int]] = field(default_factory=list)
+    """Requests in whose answers it is, and as which choice."""
+    num_tokens: int = 0
+    observation: Observation | None = None
+    state: CandidateState = "running"
+    assessment: Assessment | None = None
+    trials: Mapping[int, Trial] = field(default_factory=dict)
+    """What was seen of it at other lengths of its plan, and at its end, by length."""
+    reward: float | None = None
+    _counted: tuple[CandidateState, tuple[int, ...]] | None = None
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        scoring: Scoring,
-        candidate: CandidateId,
-        request_id: str,
-        plan: PruningPlan,
-        origin: LabelOrigin,
-    ) -> None:
-        self.request_id = request_id
-        self.prompt_id = kept_name(scoring.prompt_id)
-        self.prompt_key = scoring.prompt_key
-        """Under which its prompt's success is remembered; empty: it is not."""
-        self.adapter = scoring.adapter
-        self.origin: LabelOrigin = origin
-        """The kind of group that its label is of."""
-        self.group_id, self.index = candidate
-        self.names: list[tuple[str, int]] = []
-        """Requests in whose answers it is, and as which choice."""
-        self.plan = plan
-        self.num_tokens = 0
-        self.observation: Observation | None = None
-        self._ledger: Ledger | None = ledger
-        """None once it is forgotten."""
-        self._state: CandidateState = "running"
-        self._assessment: Assessment | None = None
-        self._trials: dict[int, Trial] | None = None
-        self._reward: float | None = None
-        self._counted: tuple[CandidateState, tuple[int, ...]] | None = None
-
-    @property
-    def state(self) -> CandidateState:
-        return self._state
-
-    @state.setter
-    def state(self, state: CandidateState) -> None:
-        self._state = state
-        self._count()
-
-    @property
-    def assessment(self) -> Assessment | None:
-        return self._assessment
-
-    @assessment.setter
-    def assessment(self, assessment: Assessment | None) -> None:
-        self._assessment = assessment
-        self._count()
-
-    @property
-    def trials(self) -> Mapping[int, Trial]:
-        """What was seen of it at other lengths of its plan, and at its end, by length."""
-        return self._trials or {}
+    def __setattr__(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+        if self.ledger is not None and name in ("state", "assessment", "trials", "reward"):
+            self._count()
 
     def tried(self, length: int, observation: Observation, assessment: Assessment) -> None:
-        self._trials = {**self.trials, length: Trial(observation, assessment)}
-        self._count()
+        self.trials = {**self.trials, length: Trial(observation, assessment)}
 
     @property
     def is_scored(self) -> bool:
         """Its reward teaches something."""
-        return self._assessment is not None or self._trials is not None
-
-    @property
-    def reward(self) -> float | None:
-        return self._reward
-
-    @reward.setter
-    def reward(self, reward: float | None) -> None:
-        self._reward = reward
-        self._count()
+        return self.assessment is not None or bool(self.trials)
 
     def forget(self) -> None:
         """Still to be written into, but no longer remembered."""
         self._count(remembered=False)
-        self._ledger = None
+        self.ledger = None
 
     def _count(self, *, remembered: bool = True) -> None:
-        if self._ledger is None:
-            return
+        assert self.ledger is not None  # who is not remembered is not counted
         counted = None
-        if remembered and self.is_scored and self._reward is None and self._state in ("running", "finished"):
-            own = () if self._assessment is None else (self.plan.detection_length,)
-            counted = (self._state, (*own, *self.trials))
+        if remembered and self.is_scored and self.reward is None and self.state in ("running", "finished"):
+            own = () if self.assessment is None else (self.plan.detection_length,)
+            counted = (self.state, (*own, *self.trials))
         if counted != self._counted:
-            self._ledger.recount(self.adapter, self._counted, counted)
+            self.ledger.recount(self.adapter, self._counted, counted)
             self._counted = counted
 
 
@@ -251,7 +213,9 @@ class Ledger:
         origin: LabelOrigin = "plain",
     ) -> LedgerEntry:
         """A candidate was launched. What happens to it is written into the entry."""
-        entry = LedgerEntry(self, scoring, candidate, request_id, plan, origin)
+        prompt_id = kept_name(scoring.prompt_id)
+        entry = LedgerEntry(request_id, prompt_id, scoring.prompt_key, scoring.adapter, origin, *candidate, plan)
+        entry.ledger = self
         rollout = self._rollouts.setdefault(scoring.rollout_id, OrderedDict())
         before = rollout.pop((entry.prompt_id, entry.index), None)  # a group id may be used again
         rollout[entry.prompt_id, entry.index] = entry

@@ -17,8 +17,8 @@ Invariant: all lengths are compared by the same candidates, each score given bef
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import fsum, sqrt
 from typing import Any, NamedTuple
@@ -84,19 +84,6 @@ class LengthTrialReport:
     recommended: int | None
     reason: str
     """Why that one, or why none."""
-
-
-class LengthTrial:
-    """The newest rewarded candidates of all trials."""
-
-    def __init__(self, candidates: Iterable[TriedCandidate] = ()) -> None:
-        self._candidates: deque[TriedCandidate] = deque(candidates, maxlen=TRIAL_WINDOW)
-
-    def add(self, candidate: TriedCandidate) -> None:
-        self._candidates.append(candidate)
-
-    def candidates(self) -> list[TriedCandidate]:
-        return list(self._candidates)
 
 
 def tried_from_state(values: Any) -> TriedCandidate:

@@ -20,20 +20,27 @@ What one name teaches changes another's memory only where that one is given up f
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from vllm_rollout.config import MAX_ADAPTERS, MAX_DETECTION_LENGTHS
 from vllm_rollout.group.checks import fields_of, listed, shown, text
 from vllm_rollout.group.judging.learning import REPORT_WINDOW, Learning
-from vllm_rollout.group.judging.length_trial import TRIAL_WINDOW, LengthTrial, tried_from_state
+from vllm_rollout.group.judging.length_trial import TRIAL_WINDOW, TriedCandidate, tried_from_state
 from vllm_rollout.group.judging.success import SuccessHistory
 from vllm_rollout.group.lengths.history import MAX_HISTORY_PROMPTS, TOTALS, LengthHistory
 from vllm_rollout.group.types import BASE_MODEL, HeadKey
 
 OUTCOMES_PER_ROW = 512
 PROMPTS_PER_ROW = 512
+
+LISTS = {
+    "prompts": ("prompts of a length history", MAX_HISTORY_PROMPTS),
+    "successes": ("prompts of a success history", MAX_HISTORY_PROMPTS),
+    "length_trial": ("candidates of a trial of lengths", TRIAL_WINDOW),
+}
+"""Rows that come some at a time: what an error calls them, and how many they are at most in all."""
 
 Row = Sequence[Any]
 
@@ -46,7 +53,8 @@ class Memory:
         """What was learned at each detection length, the least recently used first."""
         self.lengths = LengthHistory()
         self.successes = SuccessHistory()
-        self.length_trial = LengthTrial()
+        self.tried: deque[TriedCandidate] = deque(maxlen=TRIAL_WINDOW)
+        """The newest rewarded candidates of all trials of lengths."""
         self.forgotten: list[int] = []
         """Detection lengths that were given up since somebody last took them out of here: their heads may go too."""
         self.num_evicted: Counter[int] = Counter()
@@ -95,7 +103,7 @@ class Memory:
             yield ["prompts", prompts]
         for successes in self.successes.prompts(PROMPTS_PER_ROW):
             yield ["successes", successes]
-        tried = self.length_trial.candidates()
+        tried = list(self.tried)
         for start in range(0, len(tried), PROMPTS_PER_ROW):
             yield ["length_trial", tried[start : start + PROMPTS_PER_ROW]]
         yield ["lengths", self.lengths.totals()]
@@ -104,9 +112,7 @@ class Memory:
     def from_state(cls, rows: Iterable[Any]) -> Memory:
         """Raises: ValueError for what no memory can have been."""
         learnings: dict[Any, dict[str, Any]] = {}
-        prompts: list[Any] = []
-        successes: list[Any] = []
-        tried: list[Any] = []
+        lists: dict[str, list[Any]] = {kind: [] for kind in LISTS}
         totals: Mapping[str, Any] | None = None
         for row in rows:
             if totals is not None:
@@ -114,20 +120,17 @@ class Memory:
             match row:
                 case ["learning", {"detection_length": int(length)} as state]:
                     if length in learnings or len(learnings) == MAX_DETECTION_LENGTHS:
-                        raise _wrong_lengths([*learnings, length])
+                        raise ValueError(
+                            f"the detection lengths of a state must be at most {MAX_DETECTION_LENGTHS} different ones, "
+                            f"got {shown([*learnings, length])}"
+                        )
                     learnings[length] = {**state, "outcomes": []}
                 case ["outcomes", int(length), list(outcomes)] if length in learnings:
                     learnings[length]["outcomes"] += outcomes
                     listed(learnings[length]["outcomes"], "outcomes of a learning", REPORT_WINDOW)
-                case ["prompts", list(some)]:
-                    prompts += some
-                    listed(prompts, "prompts of a length history", MAX_HISTORY_PROMPTS)
-                case ["successes", list(some)]:
-                    successes += some
-                    listed(successes, "prompts of a success history", MAX_HISTORY_PROMPTS)
-                case ["length_trial", list(some)]:
-                    tried += some
-                    listed(tried, "candidates of a trial of lengths", TRIAL_WINDOW)
+                case [str(kind), list(some)] if kind in LISTS:
+                    lists[kind] += some
+                    listed(lists[kind], *LISTS[kind])
                 case ["lengths", state]:
                     totals = fields_of(state, TOTALS, "row 'lengths' of a state")
                 case _:
@@ -136,16 +139,10 @@ class Memory:
             raise ValueError("a state ends with the row 'lengths', but there is none: was it cut off?")
         memory = cls()
         memory.learnings = {length: Learning.from_state(state) for length, state in learnings.items()}
-        memory.lengths = LengthHistory.from_state({"prompts": prompts, **totals})
-        memory.successes = SuccessHistory.from_state(successes)
-        memory.length_trial = LengthTrial(map(tried_from_state, tried))
+        memory.lengths = LengthHistory.from_state({"prompts": lists["prompts"], **totals})
+        memory.successes = SuccessHistory.from_state(lists["successes"])
+        memory.tried.extend(map(tried_from_state, lists["length_trial"]))
         return memory
-
-
-def _wrong_lengths(lengths: Sequence[int]) -> ValueError:
-    return ValueError(
-        f"the detection lengths of a state must be at most {MAX_DETECTION_LENGTHS} different ones, got {shown(lengths)}"
-    )
 
 
 MAX_ADAPTER_CHARS = 2**16

@@ -294,8 +294,7 @@ class GroupSteps:
         for candidate_id, group, _, length, last in self._ended:
             self._write(candidate_id, group, length, last)
         for candidate_id in stop:
-            if (its := self._touched.get(candidate_id.group_id)) is not None:
-                self._write(candidate_id, its, num_tokens(candidate_id))
+            self._write(candidate_id, self._touched[candidate_id.group_id], num_tokens(candidate_id))
         over = tuple(group_id for group_id, group in self._touched.items() if self._release(group_id, group, now_s))
         self._ended.clear()
         self._touched.clear()
