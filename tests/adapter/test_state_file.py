@@ -164,6 +164,9 @@ async def test_a_state_that_the_engine_refuses_leaves_runs_and_files_alone(tmp_p
         await server.put_state(state)
     assert server.has() == before == await restarted(tmp_path / "live")
     assert server.store._db.total_changes == writes
+    (tmp_path / "live" / LEARNED).write_bytes(state)
+    with pytest.raises(RuntimeError, match=rf"--rollout-state .*{LEARNED}: .*('another'|not a rollout state)"):
+        await restarted(tmp_path / "live")
 
 
 async def test_a_head_that_was_put_is_there_after_a_kill(tmp_path: Path, kills) -> None:
