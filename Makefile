@@ -81,7 +81,7 @@ demo: install models
 test: install models
 ifeq ($(strip $(ARGS)),)
 	@$(LANES) CHOICE="not engine"
-	$(PY) -m pytest -q -m engine
+	$(PY) -m pytest -q tests/engine
 else
 	$(PY) -m pytest -q $(ARGS)
 endif

@@ -163,6 +163,9 @@ async def test_runs_that_cannot_be_written_leave_everything_as_it_was(tmp_path: 
 async def test_a_state_that_the_engine_refuses_leaves_runs_and_files_alone(tmp_path: Path, state: bytes) -> None:
     said = r"is of model 'another'|not a rollout state"
     await refused(tmp_path / "live", lambda server: server.put_state(state), said)
+    (tmp_path / "live" / LEARNED).write_bytes(state)
+    with pytest.raises(RuntimeError, match=rf"--rollout-state .*{LEARNED}: .*('another'|not a rollout state)"):
+        await restarted(tmp_path / "live")
 
 
 async def test_a_head_that_was_put_is_there_after_a_kill(tmp_path: Path, kills) -> None:

@@ -1,4 +1,8 @@
-"""Real engines for tests. One server per session: a start takes 15 to 50 seconds."""
+"""Real engines for tests. A start takes 15 to 50 seconds: most modules share `server`.
+
+What a module leaves there is not another one's: names of prompts, groups and runs are its own, and what was learned
+goes with `forgetful`.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +12,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import httpx
 import pytest
+from safetensors.torch import load_file, save_file
 
+from conformance.prime_rl import make_adapter
 from vllm_rollout import process
 from vllm_rollout.adapter.compat import SCALE_OUT_FLAG, has
 from vllm_rollout.model_files import tiny
@@ -47,6 +53,10 @@ def python_path(first: Path) -> str:
     return os.pathsep.join(filter(None, (str(first), os.environ.get("PYTHONPATH"))))
 
 
+V2 = {"VLLM_USE_V2_MODEL_RUNNER": "1", "PYTHONPATH": python_path(HERE / "v2_on_cpu")}
+"""Model runner V2, the GPU's default, in Triton's interpreter."""
+
+
 def pytest_configure() -> None:
     # A server is a process group of its own and would outlive a killed pytest: SIGTERM acts as Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -56,6 +66,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.engine)
+    items.sort(key=_shares_the_server)  # last: it ends with the session, and no other engine lives beside it
+
+
+def _shares_the_server(item: pytest.Item) -> bool:
+    shares = HERE in item.path.parents and "server" in getattr(item, "fixturenames", ())
+    return shares and not hasattr(item.module, "server")  # a module's own
 
 
 process.STOP_TIMEOUT_S = 120.0  # a server killed while it stops would not save its state
@@ -66,6 +82,8 @@ class Server:
 
     record: Path
     """The trace of its rollouts, where it keeps one."""
+    blank: bytes
+    """Its state when nothing had been learned."""
 
     def __init__(self, command: list[str], log: Path, **environment: str) -> None:
         self._process = ServerProcess(command, free_port(), {**ENVIRONMENT, **environment}, log)
@@ -76,6 +94,12 @@ class Server:
             self.http = stack.enter_context(httpx.Client(base_url=self.url, limits=NO_KEEPALIVE, timeout=TIMEOUT_S))
             self._process.wait_until_healthy(lambda seconds, line: None, TIMEOUT_S)
             self.stop = stack.pop_all().close
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
     @property
     def alive(self) -> bool:
@@ -98,8 +122,7 @@ class Server:
     @property
     def num_in_engine(self) -> int:
         """Requests in the engines now, also while they make no step."""
-        engines = self.http.get("/v1/engines").json()["engines"]
-        return sum(engine["num_running"] + engine["num_waiting"] for engine in engines)
+        return sum(engine["num_running"] + engine["num_waiting"] for engine in self.engines)
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + TIMEOUT_S
@@ -109,6 +132,59 @@ class Server:
 
     def wait_until_idle(self) -> None:
         self.wait_until(lambda: self.num_requests == 0)
+
+    @property
+    def engines(self) -> list[dict[str, Any]]:
+        """Its ranks."""
+        return self.http.get("/v1/engines").json()["engines"]
+
+    def rollout(self, **body: Any) -> dict[str, Any]:
+        """The answer to a rollout."""
+        response = self.http.post("/v1/rollouts", json=body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def events(self, path: str = "/v1/rollouts", **body: Any) -> Iterator[dict[str, Any]]:
+        """Of a stream, as they come."""
+        with self.http.stream("POST", path, json={"stream": True, **body}) as response:
+            for line in response.iter_lines():
+                if line.startswith("data: {"):
+                    yield json.loads(line.removeprefix("data: "))
+
+    def reward(self, answer: dict[str, Any], reward: Callable[[str, dict[str, Any]], float]) -> dict[str, Any]:
+        """Rewards for all trajectories of a rollout, each by its prompt's id and itself; the answer to them."""
+        rewards = [
+            {"prompt_id": group["prompt_id"], "index": t["index"], "reward": float(reward(group["prompt_id"], t))}
+            for group in answer["groups"]
+            for t in group["trajectories"]
+        ]
+        response = self.http.post(f"/v1/rollouts/{answer['id']}/rewards", json={"rewards": rewards})
+        assert response.status_code == 200, response.text
+        return response.json()
+
+
+def said_in(events: Iterable[dict[str, Any]], stream_tokens: int = 1) -> dict[tuple[str, int], list[int]]:
+    """What the candidates of a stream said, by prompt and index: in chunks without a gap, none too short but the last
+    one, none after its end; and what is said at a trajectory's end, once, is the same."""
+    chunks: dict[tuple[str, int], list[list[int]]] = {}
+    ended: dict[tuple[str, int], list[int]] = {}
+    for event in events:
+        if event["type"] == "tokens":
+            key = event["prompt_id"], event["index"]
+            assert key not in ended
+            assert len(event["logprobs"]) in (0, len(event["token_ids"]))
+            parts = chunks.setdefault(key, [])
+            assert event["offset"] == sum(map(len, parts))
+            assert all(len(part) >= stream_tokens for part in parts)
+            parts.append(event["token_ids"])
+        elif event["type"] == "trajectory":
+            key = event["prompt_id"], event["trajectory"]["index"]
+            assert key not in ended
+            ended[key] = event["trajectory"]["token_ids"]
+    assert event["type"] == "done"
+    said = {key: [token for part in parts for token in part] for key, parts in chunks.items()}
+    assert {key: said[key] for key in ended} == ended
+    return said
 
 
 def ends_after(num_tokens: int) -> dict[str, Any]:
@@ -185,22 +261,52 @@ def default_model() -> str:
     return resolve("smollm2-135m-instruct")
 
 
+def mild_adapter(model: str, folder: Path, seed: int) -> Path:
+    """About as large as the weights that it is added to, so that states still tell prompts apart."""
+    file = make_adapter(Path(model), folder, seed) / "adapter_model.safetensors"
+    tensors = {name: 1e-3 * tensor if "lora_B" in name else tensor for name, tensor in load_file(file).items()}
+    save_file(tensors, file, {"format": "pt"})
+    return folder
+
+
 @pytest.fixture(scope="session")
 def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """`vllm-rollout serve` on the tiny model: 64 candidates at once, chunked prefill from 256 tokens on.
+    """`vllm-rollout serve` on the tiny model and two adapters, `a` and `b`: 64 candidates at once, chunked prefill from
+    256 tokens on, a trainer's methods in the worker.
 
     In float32: in bfloat16 a seed may say something else in a batch of another size, depending on the CPU's kernels.
     """
-    flags = ("--max-model-len", "2048", "--max-num-seqs", "64", "--max-num-batched-tokens", "256", "--dtype", "float32")
-    flags += ("--enable-scale-out",) if has(SCALE_OUT_FLAG) else ()  # before, its endpoints are always there
     folder = tmp_path_factory.mktemp("server")
+    flags = ["--max-model-len", "2048", "--max-num-seqs", "64", "--max-num-batched-tokens", "256", "--dtype", "float32"]
+    if has(SCALE_OUT_FLAG):  # before, its endpoints are always there
+        flags.append("--enable-scale-out")
     record, profile = folder / "trace.jsonl", folder / "ptl.json"
     write_profile(tiny_model, profile)
-    flags += ("--rollout-record", str(record), "--rollout-profile", str(profile))
-    server = Server(serve_command(tiny_model, *flags), folder / "server.log", VLLM_SERVER_DEV_MODE="1")
-    server.record = record
-    yield server
-    server.stop()
+    flags += ["--rollout-record", str(record), "--rollout-profile", str(profile)]
+    flags += ["--worker-extension-cls", "trainer_extension.TrainerExtension"]
+    adapters = [f"{name}={mild_adapter(tiny_model, folder / name, seed)}" for seed, name in enumerate("ab", start=1)]
+    flags += ["--enable-lora", "--max-lora-rank", "8", "--max-loras", "2", "--lora-modules", *adapters]
+    environment = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": python_path(HERE)}
+    with Server(serve_command(tiny_model, *flags), folder / "server.log", **environment) as server:
+        server.record = record
+        server.blank = server.http.get("/v1/rollouts/state").content
+        yield server
+
+
+@contextmanager
+def forgetful(server: Server) -> Iterator[Server]:
+    """The server as it was when nothing had been learned, and so it is left."""
+    server.http.put("/v1/rollouts/state", content=server.blank).raise_for_status()
+    try:
+        yield server
+    finally:
+        server.http.put("/v1/rollouts/state", content=server.blank).raise_for_status()
+
+
+def emulating(folder: Path, device: dict[str, Any]) -> list[str]:
+    """Flags of a server whose device has these settings."""
+    (folder / "device.json").write_text(json.dumps(device))
+    return ["--emulate", str(folder / "device.json")]
 
 
 def run_script(name: str, *arguments: str, own_session: bool = False, **environment: str) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Use `vllm_rollout.LLM` or `vllm_rollout.AsyncLLM` as a trainer would, and print what came out as JSON.
 
-`in_process.py {llm,async,teach} MODEL`
+`in_process.py {llm,async} MODEL`, the former in a session of its own: it gets Ctrl-C as a terminal sends it, to all
+processes at once.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import sys
 from typing import Any
 
@@ -19,7 +21,6 @@ os.environ.update(
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine.async_llm import AsyncLLM
 
 import vllm_rollout
 
@@ -71,35 +72,8 @@ class Waiting:
         self._llm.shutdown()
 
 
-async def teach_another(model: str) -> dict[str, Any]:
-    """An engine of vLLM's own with our scheduler and worker."""
-    args = AsyncEngineArgs(model, **SETTINGS, scheduler_cls="vllm_rollout.Scheduler", worker_cls="vllm_rollout.Worker")
-    engine = AsyncLLM.from_engine_args(args)
-    fields = {"rollout_group_id": "g", "rollout_group_size": 2, "rollout_num_candidates": 3}
-    fields |= {"rollout_detection_length": 4, "rollout_pruning_mode": "shadow", "rollout_early_stop": False}
-    params = SamplingParams(max_tokens=8, min_tokens=6, extra_args=fields)
-
-    async def last(name: str, params: SamplingParams = params) -> Any:
-        return [output async for output in engine.generate({"prompt_token_ids": [3, 4]}, params, name)][-1]
-
-    names = ["a", "b", "c"]
-    outputs = await asyncio.gather(*map(last, names))
-    answer = await vllm_rollout.teach(engine, [*((name, 0, 1.0) for name in names), ("nobody", 0, 1.0)])
-    several = params.clone()
-    several.n, several.extra_args = 3, {**fields, "rollout_group_id": "n", "rollout_group_size": 3}
-    several.output_kind = RequestOutputKind.FINAL_ONLY  # all choices in one output, whichever step each ends in
-    assert len((await last("d", several)).outputs) == 3
-    of_several = await vllm_rollout.teach(engine, [("d", choice, 1.0) for choice in range(4)])
-    engine.shutdown()
-    statuses, of_several = ([result.status for result in each.results] for each in (answer, of_several))
-    reasons = [output.outputs[0].stop_reason for output in outputs]
-    return {"reasons": reasons, "statuses": statuses, "of_several": of_several}
-
-
 def main(which: str, model: str) -> None:
-    if which == "teach":
-        print("RESULT " + json.dumps(asyncio.run(teach_another(model))))
-        return
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so do children
     llm: Any = vllm_rollout.LLM(model, **SETTINGS) if which == "llm" else Waiting(model)
     answer = llm.rollout(PROMPTS, **ROLLOUT)
     rewards = [(group.prompt_id, t.index, float(t.index % 2)) for group in answer.groups for t in group.trajectories]
@@ -138,6 +112,8 @@ def main(which: str, model: str) -> None:
         llm.enqueue(ids, groups, use_tqdm=False)
         result["errors"].append(said(lambda: llm.rollout(PROMPTS, 2)))
         result["enqueued"] = [len(o.outputs) for o in llm.wait_for_completion(use_tqdm=False)]
+        result["interrupted"] = [interrupted(llm, use) for use in (interrupted_stream, interrupted_rollout) * 2]
+        result["left"] = llm.llm_engine.get_num_unfinished_requests()
     else:
         llm.close()
     print("RESULT " + json.dumps(result))
@@ -152,6 +128,45 @@ def audited_labels(llm: Any, params: SamplingParams, seed: int) -> float:
     outputs = llm.generate(ids, params, use_tqdm=False)
     llm.post_named_rewards([(output.request_id, choice.index, 1.0) for output in outputs for choice in output.outputs])
     return llm.report().audit.num_labels - before
+
+
+UNENDING = {"sampling": {"max_tokens": 200, "ignore_eos": True}}
+
+
+def interrupt_all() -> None:
+    os.killpg(os.getpgrp(), signal.SIGINT)
+
+
+def interrupted_stream(llm: Any) -> None:
+    for _ in llm.stream(PROMPTS[:2], 2, 2, stream_tokens=1, **UNENDING):
+        interrupt_all()
+
+
+def interrupted_rollout(llm: Any) -> None:
+    calls, step = [], llm.llm_engine.step
+
+    def interrupting() -> Any:
+        calls.append(None)
+        if len(calls) in (5, 6):
+            interrupt_all()
+        return step()
+
+    llm.llm_engine.step = interrupting
+    try:
+        llm.rollout(PROMPTS[:2], 2, 2, **UNENDING)
+    finally:
+        llm.llm_engine.step = step
+
+
+def interrupted(llm: Any, use: Any) -> list[Any]:
+    """What it raised, and how the next rollout went."""
+    raised = "nothing"
+    try:
+        use(llm)
+    except BaseException as error:
+        raised = type(error).__name__
+    answer = llm.rollout(PROMPTS[:2], 2, 2, sampling={"max_tokens": 20})
+    return [raised, [group.status for group in answer.groups], answer.usage.num_candidates]
 
 
 def said(do: Any) -> str:

@@ -6,7 +6,6 @@ from seeds.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.conftest import Server, serve_command
+from tests.engine.conftest import Server, emulating, serve_command
 from vllm_rollout.emulation.fate import DrawnLengths, success_rate
 from vllm_rollout.emulation.settings import Settings
 from vllm_rollout.emulation.tokens import succeeded
@@ -44,11 +43,9 @@ XARGS = {
 @pytest.fixture(scope="module")
 def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder: Path = tmp_path_factory.mktemp("audits")
-    (folder / "device.json").write_text(json.dumps(DEVICE))
-    flags = ("--max-num-seqs", "1024", "--emulate", str(folder / "device.json"), "--emulate-speed", "20")
-    server = Server(serve_command(tiny_model, *flags), folder / "server.log")
-    yield server
-    server.stop()
+    flags = ("--max-num-seqs", "1024", *emulating(folder, DEVICE), "--emulate-speed", "20")
+    with Server(serve_command(tiny_model, *flags), folder / "server.log") as server:
+        yield server
 
 
 def true_rate(detection_length: int, num: int = 20_000) -> float:
@@ -73,14 +70,9 @@ def learn_by_rollouts(server: Server, detection_length: int, audit_ratio: float,
             "audit_ratio": audit_ratio, "audit_unit": "group",
             "sampling": {"seed": 1000, "max_tokens": 1000}, "return": {"logprobs": False},
         }  # fmt: skip
-        answer = server.http.post("/v1/rollouts", json=body).json()
-        rewards = [
-            {"prompt_id": group["prompt_id"], "index": each["index"], "reward": float(succeeded(each["token_ids"]))}
-            for group in answer["groups"]
-            for each in group["trajectories"]
-        ]
-        assert len(rewards) == GROUPS_PER_ROLLOUT * GROUP_SIZE
-        server.http.post(f"/v1/rollouts/{answer['id']}/rewards", json={"rewards": rewards}).raise_for_status()
+        answer = server.rollout(**body)
+        posted = server.reward(answer, lambda _, trajectory: succeeded(trajectory["token_ids"]))
+        assert posted["counts"]["accepted"] == GROUPS_PER_ROLLOUT * GROUP_SIZE
 
 
 def learn_by_completions(server: Server, detection_length: int, audit_ratio: float) -> None:
@@ -97,11 +89,7 @@ def learn_by_completions(server: Server, detection_length: int, audit_ratio: flo
         with ThreadPoolExecutor(GROUPS_PER_ROLLOUT) as pool:
             answers = list(pool.map(complete, range(first, first + GROUPS_PER_ROLLOUT)))
         rewards = [
-            {
-                "request_id": answer["id"],
-                "index": choice["index"],
-                "reward": float(succeeded(choice["token_ids"])),
-            }
+            {"request_id": answer["id"], "index": choice["index"], "reward": float(succeeded(choice["token_ids"]))}
             for answer in answers
             for choice in answer["choices"]
         ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,9 +23,8 @@ def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     flags = ("--max-model-len", "1024", "--data-parallel-size", str(NUM_RANKS), "--max-num-queued-reqs", "64")
     flags += ("--dtype", "float32")  # in bfloat16 vLLM's attention for AMX ends a worker by SIGILL on some machines
     flags += ("--rollout-state", str(folder / "state"))
-    server = Server(serve_command(tiny_model, *flags), folder / "server.log")
-    yield server
-    server.stop()
+    with Server(serve_command(tiny_model, *flags), folder / "server.log") as server:
+        yield server
 
 
 def tokens_by_rank(server: Server) -> list[float]:
@@ -47,7 +45,7 @@ def test_a_group_runs_on_one_rank_and_the_next_one_on_the_other(server: Server) 
     for _ in range(8):  # either of two API processes may take a request, each with turns of its own
         before = tokens_by_rank(server)
         body = {"prompts": [{"prompt": "hello"}], "group_size": 2, "redundancy": 2, "sampling": {"max_tokens": 200}}
-        answer = server.http.post("/v1/rollouts", json=body).json()
+        answer = server.rollout(**body)
         used.append(rank_of(server, answer, before))
         assert answer["groups"][0]["status"] == "complete"
     assert set(used) == set(range(NUM_RANKS))
@@ -72,7 +70,7 @@ def test_groups_keep_off_a_rank_that_ordinary_requests_keep_busy(server: Server)
             time.sleep(2 * LATE_S)
             before = tokens_by_rank(server)[1]
             body = {"prompts": [{"prompt": "hello"}], "group_size": 2, "sampling": {"max_tokens": 4}}
-            answers = [server.http.post("/v1/rollouts", json=body).json() for _ in range(8)]
+            answers = [server.rollout(**body) for _ in range(8)]
             generated = sum(answer["usage"]["generated_tokens"] for answer in answers)
             server.wait_until(lambda: tokens_by_rank(server)[1] - before >= 0.75 * generated)
         finally:
@@ -97,9 +95,8 @@ def test_both_ranks_learn_every_label_and_score_with_the_same_head(server: Serve
         before = tokens_by_rank(server)
         body = {"prompts": [{"id": "q", "prompt": "hello"}], "group_size": 8, "pruning": pruning}
         body["sampling"] = {"min_tokens": 20, "max_tokens": 40}
-        response = server.http.post("/v1/rollouts", json=body)
-        assert response.status_code == 200, response.text
-        return rank_of(server, response.json(), before), response.json()
+        answer = server.rollout(**body)
+        return rank_of(server, answer, before), answer
 
     def report() -> dict[str, Any]:
         return server.http.get("/v1/quality_head/report").json()
@@ -108,13 +105,8 @@ def test_both_ranks_learn_every_label_and_score_with_the_same_head(server: Serve
     while used != set(range(NUM_RANKS)) or num_labels < 160:
         rank, answer = rollout()
         used.add(rank)
-        rewards = [
-            {"prompt_id": "q", "index": t["index"], "reward": t["token_ids"][6] % 2}
-            for t in answer["groups"][0]["trajectories"]
-        ]
-        posted = server.http.post(f"/v1/rollouts/{answer['id']}/rewards", json={"rewards": rewards}).json()
-        assert posted["counts"]["accepted"] == 8
-        assert posted["num_training"] == 8
+        posted = server.reward(answer, lambda _, trajectory: trajectory["token_ids"][6] % 2)
+        assert posted["counts"]["accepted"] == posted["num_training"] == 8
         num_labels += 8
         signals = report()["signals"]["confidence"]
         assert signals["num_positive"] + signals["num_negative"] == num_labels
@@ -137,8 +129,7 @@ def test_a_round_stops_on_all_ranks_when_enough_groups_are_complete(server: Serv
     for number in range(3):
         now = server.http.get("/v1/runs/cut").json()
         prompts = [{"id": f"{number}-{i}", "prompt": f"question {i}"} for i in range(now["num_fresh_prompts"])]
-        text = server.http.post(f"/v1/runs/{run['id']}/rounds", json={"prompts": prompts, "stream": True}).text
-        events = [json.loads(line.removeprefix("data: ")) for line in text.split("\n") if line.startswith("data: {")]
+        events = list(server.events(f"/v1/runs/{run['id']}/rounds", prompts=prompts))
         done = events[-1]
         assert done["type"] == "done"
         assert sum(event["type"] == "group" for event in events) == 6

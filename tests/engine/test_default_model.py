@@ -16,17 +16,13 @@ FLAGS = ("--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "32")
 @pytest.fixture(scope="module")
 def server(default_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("server") / "server.log"
-    server = Server([sys.executable, "-m", "vllm_rollout.cli", "serve", *FLAGS], log)
-    yield server
-    server.stop()
+    with Server([sys.executable, "-m", "vllm_rollout.cli", "serve", *FLAGS], log) as server:
+        yield server
 
 
-def test_the_default_model_is_served_under_its_name(server: Server) -> None:
+def test_the_default_model_is_served_under_its_name_and_the_log_says_what_is_active(server: Server) -> None:
     with RolloutClient(server.url) as client:
         assert client.models() == ["smollm2-135m-instruct"]
-
-
-def test_start_up_says_what_is_active(server: Server) -> None:
     log = server.log.read_text()
     assert "vllm_rollout 0.1.0 on vLLM 0.32" in log
     assert "model runner V1, token_confidence: c++" in log

@@ -1,6 +1,5 @@
 """Emulated servers: vLLM's own scheduling of made-up candidates, whose lengths, outcomes and scores are known."""
 
-import json
 import os
 import random
 import signal
@@ -13,13 +12,15 @@ from typing import Any
 
 import pytest
 
-from tests.engine.conftest import Server, serve_command
+from tests.engine.conftest import Server, emulating, said_in, serve_command
 from tests.engine.run_rounds import assert_nothing_left
 from vllm_rollout.emulation.fate import Fate, Fates
 from vllm_rollout.emulation.settings import Settings
 from vllm_rollout.emulation.step_log import LoggedSteps, read_steps
 from vllm_rollout.emulation.tokens import succeeded
 from vllm_rollout.group.plans.prompt_key import seed_for
+from vllm_rollout.server.runs.folder import LEARNED
+from vllm_rollout.server.runs.saved import parse_saved
 
 SEED = 1000
 AUC = 0.85
@@ -36,30 +37,23 @@ class Emulated(Server):
     """A server of an emulated device, with the log of its steps."""
 
     def __init__(self, model: str, folder: Path, *flags: str) -> None:
-        device = folder / "device.json"
-        device.write_text(json.dumps(DEVICE))
         self.log_folder = folder / "steps"
-        command = serve_command(model, "--max-model-len", "2048", "--max-num-seqs", "256", "--emulate", str(device))
-        super().__init__([*command, "--emulate-log", str(self.log_folder), *flags], folder / "server.log")
+        logged = [*emulating(folder, DEVICE), "--emulate-log", str(self.log_folder)]
+        command = serve_command(model, "--max-model-len", "2048", "--max-num-seqs", "256", *logged, *flags)
+        super().__init__(command, folder / "server.log")
 
     @property
     def steps(self) -> list[LoggedSteps]:
         return read_steps(self.log_folder)
 
-    def rollout(self, prompts: list[list[int]], num_candidates: int, **body: Any) -> dict[str, Any]:
-        body = {"group_size": num_candidates, "redundancy": 0, **body}
+    def groups(self, prompts: list[list[int]], num_candidates: int, **body: Any) -> list[dict[str, Any]]:
+        return self.run(prompts, num_candidates, **body)["groups"]
+
+    def run(self, prompts: list[list[int]], num_candidates: int, **body: Any) -> dict[str, Any]:
         sampling = {"seed": SEED, "max_tokens": 1000, **body.pop("sampling", {})}
-        answer = self.http.post(
-            "/v1/rollouts",
-            json={
-                "prompts": [{"id": id_of(prompt), "prompt_token_ids": prompt} for prompt in prompts],
-                "sampling": sampling,
-                "return": {"logprobs": False},
-                **body,
-            },
-        )
-        assert answer.status_code == 200, answer.text
-        return answer.json()
+        named = [{"id": id_of(prompt), "prompt_token_ids": prompt} for prompt in prompts]
+        body = {"prompts": named, "group_size": num_candidates, "redundancy": 0, "sampling": sampling, **body}
+        return self.rollout(**{"return": {"logprobs": False}, **body})
 
 
 def prompts_of(num: int, num_tokens: int = 7, first: int = 0) -> list[list[int]]:
@@ -95,64 +89,55 @@ def shortest(prompt: list[int], num_candidates: int, group_size: int) -> list[tu
 
 @pytest.fixture(scope="module")
 def emulated(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Emulated]:
-    server = Emulated(tiny_model, tmp_path_factory.mktemp("emulated"))
-    yield server
-    server.stop()
+    with Emulated(tiny_model, tmp_path_factory.mktemp("emulated")) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
 def slow(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Emulated]:
-    """Four times as long for every step, in the synchronous loop."""
-    folder = tmp_path_factory.mktemp("slow")
-    server = Emulated(tiny_model, folder, "--emulate-speed", "0.25", "--no-async-scheduling")
-    yield server
-    server.stop()
+    """Four times as long for every step, in the synchronous loop, and two candidates run at once."""
+    flags = ("--emulate-speed", "0.25", "--no-async-scheduling", "--max-num-seqs", "2")
+    with Emulated(tiny_model, tmp_path_factory.mktemp("slow"), *flags) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
-def narrow(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Emulated]:
-    """Two candidates run at once."""
-    server = Emulated(tiny_model, tmp_path_factory.mktemp("narrow"), "--max-num-seqs", "2")
-    yield server
-    server.stop()
+def ranks(default_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Emulated]:
+    """Two ranks whose groups one API process knows, with steps that last long enough for it to think of them."""
+    flags = ("--data-parallel-size", "2", "--api-server-count", "1", "--emulate-speed", "0.2")
+    with Emulated(default_model, tmp_path_factory.mktemp("ranks"), *flags) as server:
+        yield server
 
 
-@pytest.fixture(scope="module")
-def ranks(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Emulated]:
-    folder = tmp_path_factory.mktemp("ranks")
-    server = Emulated(tiny_model, folder, "--data-parallel-size", "2", "--api-server-count", "1")
-    yield server
-    server.stop()
+@pytest.mark.parametrize(("name", "num_prompts", "num"), [("emulated", 8, 4), ("slow", 4, 1), ("ranks", 8, 4)])
+def test_groups_are_their_shortest_candidates_in_either_loop_and_on_either_rank(request, name, num_prompts, num):
+    server = request.getfixturevalue(name)
+    prompts = prompts_of(num_prompts)
+    groups = server.groups(prompts, num, redundancy=num)
+    assert [returned(group) for group in groups] == [shortest(prompt, 2 * num, num) for prompt in prompts]
+    assert [log.rank for log in server.steps if log.steps] == ([0, 1] if name == "ranks" else [0])
 
 
-def test_groups_are_their_shortest_candidates_and_each_has_its_length(emulated):
-    prompts = prompts_of(8)
-    answer = emulated.rollout(prompts, 4, redundancy=4)
-    assert [returned(group) for group in answer["groups"]] == [shortest(prompt, 8, 4) for prompt in prompts]
-
-
-def test_the_synchronous_loop_says_the_same(slow):
-    prompts = prompts_of(4)
-    answer = slow.rollout(prompts, 2, redundancy=2)
-    assert [returned(group) for group in answer["groups"]] == [shortest(prompt, 4, 2) for prompt in prompts]
-
-
-def test_candidates_that_were_preempted_have_their_lengths_and_say_the_same(emulated):
-    before = emulated.counter("vllm:num_preemptions_total")
+def test_candidates_that_were_preempted_have_their_lengths_and_say_the_same_as_they_streamed(emulated):
+    before, generated = (emulated.counter(f"vllm:{name}_total") for name in ("num_preemptions", "generation_tokens"))
     prompts = prompts_of(16, first=100)
-    answer = emulated.rollout(prompts, 16)
+    body = {"prompts": [{"id": id_of(prompt), "prompt_token_ids": prompt} for prompt in prompts], "group_size": 16}
+    sampling = {"seed": SEED, "max_tokens": 1000}
+    streamed = said_in(emulated.events(**body, sampling=sampling, stream_tokens=7), 7)
     assert emulated.counter("vllm:num_preemptions_total") > before
-    for prompt, group in zip(prompts, answer["groups"], strict=True):
-        assert [(t["index"], t["num_tokens"]) for t in group["trajectories"]] == list(enumerate(lengths_of(prompt, 16)))
-    again = emulated.rollout(prompts[-1:], 16)
-    said, said_again = ([t["token_ids"] for t in a["groups"][-1]["trajectories"]] for a in (answer, again))
-    assert said == said_again
+    emulated.wait_until_idle()
+    assert emulated.counter("vllm:generation_tokens_total") - generated == sum(map(len, streamed.values()))
+    for prompt in prompts:
+        assert [len(streamed[id_of(prompt), index]) for index in range(16)] == lengths_of(prompt, 16)
+    (again,) = emulated.groups(prompts[-1:], 16)
+    said = [streamed[id_of(prompts[-1]), index] for index in range(16)]
+    assert said == [t["token_ids"] for t in again["trajectories"]]
 
 
 def test_siblings_share_the_prompt_and_only_its_rest_is_prefilled(emulated):
     emulated.wait_until_idle()
     before, hits = len(emulated.steps[0].steps), emulated.counter("vllm:prefix_cache_hits_total")
-    emulated.rollout(prompts_of(1, num_tokens=321, first=300), 8)
+    emulated.groups(prompts_of(1, num_tokens=321, first=300), 8)
     emulated.wait_until_idle()
     assert emulated.counter("vllm:prefix_cache_hits_total") - hits == 7 * 320
     assert sum(step.prefilled_tokens for step in emulated.steps[0].steps[before:]) == 320
@@ -160,24 +145,21 @@ def test_siblings_share_the_prompt_and_only_its_rest_is_prefilled(emulated):
 
 def test_success_can_be_read_from_the_tokens(emulated):
     prompt = prompts_of(1, first=17)[0]
-    (group,) = emulated.rollout([prompt], 16)["groups"]
+    (group,) = emulated.groups([prompt], 16)
     said = [succeeded(trajectory["token_ids"]) for trajectory in group["trajectories"]]
     assert said == [fate.succeeds for fate in fates_of(prompt, 16)]
     assert 0 < sum(said) < 16
 
 
-def test_a_candidate_that_max_tokens_cuts_is_truncated(emulated):
+def test_a_candidate_that_max_tokens_cuts_is_truncated_and_lengths_can_be_forced(emulated):
     prompt = prompts_of(1)[0]
-    (group,) = emulated.rollout([prompt], 8, sampling={"max_tokens": 40})["groups"]
+    (group,) = emulated.groups([prompt], 8, sampling={"max_tokens": 40})
     ends = [(t["num_tokens"], t["finish_reason"]) for t in group["trajectories"]]
     assert ends == [(min(n, 40), "stop" if n <= 40 else "length") for n in lengths_of(prompt, 8)]
     assert {reason for _, reason in ends} == {"stop", "length"}
-
-
-def test_lengths_can_be_forced(emulated):
-    prompts, forced = prompts_of(2), [5, 9, 1, 33]
-    answer = emulated.rollout(prompts, 4, sampling={"extra_args": {"emulate_lengths": forced}})
-    assert [[t["num_tokens"] for t in group["trajectories"]] for group in answer["groups"]] == [forced, forced]
+    forced = [5, 9, 1, 33]
+    for group in emulated.groups(prompts_of(2), 4, sampling={"extra_args": {"emulate_lengths": forced}}):
+        assert [t["num_tokens"] for t in group["trajectories"]] == forced
 
 
 def test_a_length_that_cannot_be_is_refused_and_the_server_goes_on(emulated):
@@ -191,37 +173,30 @@ def test_a_length_that_cannot_be_is_refused_and_the_server_goes_on(emulated):
 @pytest.mark.parametrize(
     ("path", "prompt"), [("completions", {"prompt": [5, 6]}), ("chat/completions", {"messages": [{"role": "user"}]})]
 )
-def test_streams_of_siblings_that_wait_until_their_group_is_complete_say_why_they_end(narrow, path, prompt):
+def test_streams_of_siblings_that_wait_until_their_group_is_complete_say_why_they_end(slow, path, prompt):
     def ask(num_tokens: int, **xargs: Any) -> list[tuple[str, str | None]]:
-        body = {**prompt, "max_tokens": 1900, "stream": True, "vllm_xargs": {"emulate_lengths": num_tokens, **xargs}}
-        events = narrow.http.post(f"/v1/{path}", json=body).text.splitlines()
-        chunks = [json.loads(event[6:]) for event in events if event.startswith("data: {")]
-        choices = [choice for chunk in chunks for choice in chunk["choices"]]
+        body = {**prompt, "max_tokens": 1900, "vllm_xargs": {"emulate_lengths": num_tokens, **xargs}}
+        choices = [choice for event in slow.events(f"/v1/{path}", **body) for choice in event["choices"]]
         return [(choice["finish_reason"], choice.get("stop_reason")) for choice in choices if choice["finish_reason"]]
 
     join = {"rollout_group_id": path, "rollout_group_size": 1, "rollout_num_candidates": 2}
     with ThreadPoolExecutor(5) as pool:
-        first = [pool.submit(ask, 1900), pool.submit(ask, 500, **join)]
-        narrow.wait_until(lambda: narrow.num_in_engine == 2)
-        waiting = [pool.submit(ask, 1900, **join) for _ in range(3)]  # two candidates run at once
+        first = [pool.submit(ask, 500), pool.submit(ask, 250, **join)]
+        slow.wait_until(lambda: slow.num_in_engine == 2)
+        waiting = [pool.submit(ask, 500, **join) for _ in range(3)]  # two candidates run at once
         assert [answer.result() for answer in waiting] == [[("abort", "surplus")]] * 3
         assert [answer.result() for answer in first] == [[("stop", None)]] * 2
 
 
-def test_openai_requests_are_answered_with_log_probabilities(emulated):
-    body = {"prompt": [40, 50, 60], "seed": seed_of([40]), "max_tokens": 1000, "logprobs": 2, "return_token_ids": True}
-    (choice,) = emulated.http.post("/v1/completions", json=body).json()["choices"]
+def test_openai_requests_are_answered_with_log_probabilities_and_stop_tokens_are_not_said_by_chance(emulated):
+    body = {"prompt": [40, 50, 60], "seed": seed_of([40]), "max_tokens": 1000, "return_token_ids": True}
+    (choice,) = emulated.http.post("/v1/completions", json={**body, "logprobs": 2}).json()["choices"]
     (length,) = lengths_of([40, 50, 60], 1)
     assert len(choice["token_ids"]) == len(choice["logprobs"]["token_logprobs"]) == length
     assert choice["finish_reason"] == "stop"
     assert all(logprob < 0 for logprob in choice["logprobs"]["token_logprobs"])
-
-
-def test_stop_tokens_are_not_said_by_chance(emulated):
-    body = {"prompt": [41, 50, 60], "seed": SEED, "max_tokens": 400, "ignore_eos": True, "return_token_ids": True}
-    (choice,) = emulated.http.post("/v1/completions", json=body).json()["choices"]
-    unwanted = sorted(set(choice["token_ids"]))[:20]
-    body |= {"stop_token_ids": unwanted, "vllm_xargs": {"emulate_lengths": 300}}
+    unwanted = sorted(set(choice["token_ids"][:-2]))[:20]
+    body |= {"ignore_eos": True, "stop_token_ids": unwanted, "vllm_xargs": {"emulate_lengths": 300}}
     (choice,) = emulated.http.post("/v1/completions", json=body).json()["choices"]
     assert len(choice["token_ids"]) == 300
     assert choice["token_ids"][-1] == unwanted[0]
@@ -244,89 +219,67 @@ FORCED = {"emulate_lengths": 12}
 """Long enough to be scored, and no longer."""
 
 
-def scored_candidates(answer: dict[str, Any]) -> list[tuple[str, int, float, bool]]:
-    """(prompt, index, score, success) of every trajectory."""
-    return [
-        (group["prompt_id"], trajectory["index"], trajectory["score"], succeeded(trajectory["token_ids"]))
-        for group in answer["groups"]
-        for trajectory in group["trajectories"]
-    ]
+def scores(groups: list[dict[str, Any]]) -> list[tuple[float, bool]]:
+    """Score and success of every trajectory."""
+    return [(t["score"], succeeded(t["token_ids"])) for group in groups for t in group["trajectories"]]
 
 
-def test_scores_have_the_stated_auc(emulated):
-    answer = emulated.rollout(prompts_of(40, first=40), 16, pruning=SCORED, sampling={"extra_args": FORCED})
-    scored = scored_candidates(answer)
+def teach(server: Emulated, detection_length: int) -> list[tuple[float, bool]]:
+    """Candidates at a detection length of which nothing was known, until there is a head; their scores."""
+    plan = {**SCORED, "detection_length": detection_length}
+    answer = server.run(prompts_of(40, first=40), 16, pruning=plan, sampling={"extra_args": FORCED})
+    server.reward(answer, lambda _, trajectory: succeeded(trajectory["token_ids"]))
+    query = {"detection_length": detection_length}
+    server.wait_until(lambda: server.http.get("/v1/quality_head", params=query).status_code == 200)
+    return scores(answer["groups"])
+
+
+def test_scores_have_the_stated_auc_and_rewards_teach_a_head_which_then_prunes(emulated):
+    scored = teach(emulated, 7)
     assert len(scored) == 40 * 16
-    positives = [score for *_, score, success in scored if success]
-    negatives = [score for *_, score, success in scored if not success]
+    positives, negatives = ([score for score, success in scored if success is which] for which in (True, False))
     above = sum(positive > negative for positive in positives for negative in negatives)
     assert above / (len(positives) * len(negatives)) == pytest.approx(AUC, abs=0.03)
-
-
-def test_rewards_teach_calibration_and_a_head_which_then_prune(emulated):
-    pruning = {**SCORED, "detection_length": 7}  # another one: nothing is known at it
-    answer = emulated.rollout(prompts_of(40, first=40), 16, pruning=pruning, sampling={"extra_args": FORCED})
-    rewards = [
-        {"prompt_id": prompt_id, "index": index, "reward": float(success)}
-        for prompt_id, index, _, success in scored_candidates(answer)
-    ]
-    posted = emulated.http.post(f"/v1/rollouts/{answer['id']}/rewards", json={"rewards": rewards})
-    assert posted.is_success, posted.text
-    query = {"detection_length": 7}
-    emulated.wait_until(lambda: emulated.http.get("/v1/quality_head", params=query).status_code == 200)
     prompts = prompts_of(8, first=90)
-    active = {**pruning, "mode": "active", "rule": "balance", "allow_fewer": True, "target_positive_ratio": 0.9}
-    answer = emulated.rollout(prompts, 16, pruning=active, sampling={"extra_args": FORCED})
-    kept = [success for *_, success in scored_candidates(answer)]
+    active = {**SCORED, "detection_length": 7, "mode": "active", "rule": "balance"}
+    active |= {"allow_fewer": True, "target_positive_ratio": 0.9}
+    groups = emulated.groups(prompts, 16, pruning=active, sampling={"extra_args": FORCED})
+    kept = [success for _, success in scores(groups)]
     fates = Fates(SETTINGS)
     drawn = [fates.of(prompt, seed_of(prompt) + i, i, FORCED).succeeds for prompt in prompts for i in range(16)]
-    assert "pruned" in {candidate["state"] for group in answer["groups"] for candidate in group["candidates"]}
+    assert "pruned" in {candidate["state"] for group in groups for candidate in group["candidates"]}
     assert sum(kept) / len(kept) > sum(drawn) / len(drawn) + 0.1
 
 
-def test_what_was_learned_is_saved_and_restored(emulated):
-    state = emulated.http.get("/v1/rollouts/state").content
-    assert emulated.http.put("/v1/rollouts/state", content=state).status_code == 204
-    assert emulated.http.get("/v1/rollouts/state").content == state
-
-
-def test_what_was_put_is_there_after_a_kill(emulated, tiny_model, tmp_path):
-    query = {"detection_length": 9}
-    pruning = {**SCORED, **query}
-    answer = emulated.rollout(prompts_of(40, first=40), 16, pruning=pruning, sampling={"extra_args": FORCED})
-    rewards = [{"prompt_id": id, "index": i, "reward": float(good)} for id, i, _, good in scored_candidates(answer)]
-    emulated.http.post(f"/v1/rollouts/{answer['id']}/rewards", json={"rewards": rewards}).raise_for_status()
-    emulated.wait_until(lambda: emulated.http.get("/v1/quality_head", params=query).status_code == 200)
+@pytest.mark.versions
+def test_what_was_put_is_there_after_a_kill_and_what_was_learned_when_the_server_stops(emulated, tiny_model, tmp_path):
+    teach(emulated, 9)
     run = {"id": "put", "group_size": 2, "prompts_per_round": 2}
     emulated.http.post("/v1/runs", json=run).raise_for_status()
-    head = emulated.http.get("/v1/quality_head", params=query).content
     state = emulated.http.get("/v1/rollouts/state").content
-
-    def start(number: int) -> Emulated:
-        (folder := tmp_path / str(number)).mkdir()
-        return Emulated(tiny_model, folder, "--rollout-state", str(tmp_path / "state"))
-
-    def killed(server: Emulated) -> None:
+    flags = ("--rollout-state", str(tmp_path / "state"))
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    with Emulated(tiny_model, tmp_path / "first", *flags) as server:
+        server.http.put("/v1/rollouts/state", content=state).raise_for_status()
         os.killpg(server._process.pid, signal.SIGKILL)
-        server.stop()
+    with Emulated(tiny_model, tmp_path / "second", *flags) as server:
+        assert server.http.get("/v1/rollouts/state").content == state
+        assert server.http.get("/v1/runs/put").json()["is_durable"]
+        teach(server, 10)
+        read: list[bytes] = []
 
-    server = start(0)
-    server.http.put("/v1/quality_head", content=head).raise_for_status()
-    killed(server)
-    server = start(1)
-    assert server.http.get("/v1/quality_head").content == head
-    server.http.put("/v1/rollouts/state", content=state).raise_for_status()
-    killed(server)
-    server = start(2)
-    assert server.http.get("/v1/rollouts/state").content == state
-    assert server.http.get("/v1/runs/put").json()["is_durable"]
-    server.stop()
+        def has_learned_all() -> bool:
+            read.append(server.http.get("/v1/rollouts/state").content)
+            return read[-2:-1] == read[-1:]
+
+        server.wait_until(has_learned_all)
+    assert (tmp_path / "state" / LEARNED).read_bytes() == parse_saved(read[-1]).learned != parse_saved(state).learned
 
 
 def test_steps_are_stretched_and_follow_each_other_as_the_loop_does(emulated, slow):
-    emulated.rollout(prompts_of(2), 4)
-    slow.rollout(prompts_of(2), 4)
     for server, speed in ((emulated, 1.0), (slow, 0.25)):
+        server.groups(prompts_of(2), 2)
         server.wait_until_idle()
         (log,) = server.steps
         assert log.speed == speed
@@ -340,13 +293,6 @@ def test_steps_are_stretched_and_follow_each_other_as_the_loop_does(emulated, sl
     assert any(after.launched < before.end for before, after in going_on)
 
 
-def test_two_ranks_share_the_groups(ranks):
-    prompts = prompts_of(8)
-    answer = ranks.rollout(prompts, 4, redundancy=4)
-    assert [returned(group) for group in answer["groups"]] == [shortest(prompt, 8, 4) for prompt in prompts]
-    assert [log.rank for log in ranks.steps if log.steps] == [0, 1]
-
-
 def test_a_candidate_that_goes_on_says_what_it_would_have_said_at_once(emulated):
     tokens = prompts_of(3, first=300)
     run = {"id": "resumed", "group_size": 2, "prompts_per_round": 2, "prompt_speculation": 1.5, "resume": True}
@@ -355,44 +301,32 @@ def test_a_candidate_that_goes_on_says_what_it_would_have_said_at_once(emulated)
     prompts = [{"id": id_of(each), "prompt_token_ids": each} for each in tokens]
     short = emulated.http.post("/v1/runs/resumed/rounds", json={"prompts": prompts}).json()
     (deferred,) = short["deferred"]
-    long = emulated.http.post("/v1/runs/resumed/rounds", json={"kind": "long"}).json()
-    (group,) = long["groups"]
-    at_once = emulated.rollout([each for each in tokens if id_of(each) == deferred], 2)["groups"][0]
-    said = [trajectory["token_ids"] for trajectory in group["trajectories"]]
-    assert said == [trajectory["token_ids"] for trajectory in at_once["trajectories"]]
+    (group,) = emulated.http.post("/v1/runs/resumed/rounds", json={"kind": "long"}).json()["groups"]
+    (at_once,) = emulated.groups([each for each in tokens if id_of(each) == deferred], 2)
+    said = [[trajectory["token_ids"] for trajectory in each["trajectories"]] for each in (group, at_once)]
+    assert said[0] == said[1]
     assert max(trajectory["num_resumed_tokens"] for trajectory in group["trajectories"]) > 0
 
 
-@pytest.fixture(scope="module")
-def movable(default_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Emulated]:
-    """Two ranks whose groups one API process knows, with steps that last long enough for it to think of them."""
-    flags = ("--data-parallel-size", "2", "--api-server-count", "1", "--emulate-speed", "0.2")
-    server = Emulated(default_model, tmp_path_factory.mktemp("movable"), *flags)
-    yield server
-    server.stop()
-
-
-def engines_of(server: Emulated) -> list[dict[str, Any]]:
-    return server.http.get("/v1/engines").json()["engines"]
+def num_moved(server: Emulated) -> int:
+    return sum(engine["num_moved_in"] for engine in server.engines)
 
 
 @pytest.mark.parametrize("field", ["migration", "scale_down"])
-def test_the_tail_goes_on_on_one_rank(movable: Emulated, field: str) -> None:
+def test_the_tail_goes_on_on_one_rank(ranks: Emulated, field: str) -> None:
     prompts = prompts_of(6, first=50)
-    plain = movable.rollout(prompts, 4)
-    before = engines_of(movable)
-    moved = movable.rollout(prompts, 4, **{field: "auto"})
-    after = engines_of(movable)
-    assert [returned(group) for group in moved["groups"]] == [returned(group) for group in plain["groups"]]
-    num_moved = sum(engine["num_moved_in"] for engine in after) - sum(engine["num_moved_in"] for engine in before)
-    assert num_moved > 0
-    assert [engine["state"] for engine in after] == ["active"] * 2
+    plain = ranks.groups(prompts, 4)
+    before = num_moved(ranks)
+    answer = ranks.run(prompts, 4, **{field: "auto"})
+    assert [returned(group) for group in answer["groups"]] == [returned(group) for group in plain]
+    num = num_moved(ranks) - before
+    assert num > 0
+    assert [engine["state"] for engine in ranks.engines] == ["active"] * 2
     if field == "scale_down":
-        assert len(moved["freed"]["ranks"]) == 1
-        assert moved["freed"]["num_moved"] == num_moved
+        assert (len(answer["freed"]["ranks"]), answer["freed"]["num_moved"]) == (1, num)
 
 
-NUM_RANDOM_MOVES = 200
+NUM_RANDOM_MOVES = 100
 
 
 def test_moves_at_random_lose_no_token_and_say_none_twice(ranks: Emulated) -> None:
@@ -404,32 +338,18 @@ def test_moves_at_random_lose_no_token_and_say_none_twice(ranks: Emulated) -> No
         num_rollouts = 0
         while not stop.is_set():
             prompt = prompts_of(1, first=100 + 10 * reader + num_rollouts % 10)[0]
-            body = {"prompts": [{"id": id_of(prompt), "prompt_token_ids": prompt}], "group_size": 3, "stream": True}
-            body |= {"stream_tokens": 1, "sampling": {"seed": SEED, "max_tokens": 1000}}
-            tokens: dict[int, list[int]] = {}
-            ended: dict[int, list[int]] = {}
-            with ranks.http.stream("POST", "/v1/rollouts", json=body) as response:
-                for line in response.iter_lines():
-                    event = json.loads(line.removeprefix("data: ")) if line.startswith("data: ") else {"type": None}
-                    if event["type"] == "tokens":
-                        said = tokens.setdefault(event["index"], [])
-                        assert event["offset"] == len(said)
-                        said += event["token_ids"]
-                    elif event["type"] == "trajectory":
-                        trajectory = event["trajectory"]
-                        assert trajectory["index"] not in ended
-                        ended[trajectory["index"]] = trajectory["token_ids"]
-            assert tokens == ended
-            assert [len(ended[index]) for index in range(3)] == lengths_of(prompt, 3)
+            body = {"prompts": [{"id": id_of(prompt), "prompt_token_ids": prompt}], "group_size": 3}
+            said = said_in(ranks.events(**body, stream_tokens=1, sampling={"seed": SEED, "max_tokens": 1000}))
+            assert [len(said[id_of(prompt), index]) for index in range(3)] == lengths_of(prompt, 3)
             num_rollouts += 1
         return num_rollouts
 
     chance = random.Random(7)
-    before = sum(engine["num_moved_in"] for engine in engines_of(ranks))
+    before = num_moved(ranks)
     with ThreadPoolExecutor(6) as pool:
         readers = [pool.submit(read, reader) for reader in range(6)]
         try:
-            while sum(engine["num_moved_in"] for engine in engines_of(ranks)) - before < NUM_RANDOM_MOVES:
+            while num_moved(ranks) - before < NUM_RANDOM_MOVES:
                 assert not any(reader.done() for reader in readers), [reader.result() for reader in readers]
                 rank = chance.randrange(2)
                 drained = ranks.http.post(f"/v1/engines/{rank}/drain", json={"timeout_s": chance.choice([0, 10])})

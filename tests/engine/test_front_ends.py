@@ -1,6 +1,5 @@
 """vLLM's Rust front end beside ours, on one emulated engine. Skipped where its binary is not: nothing is fetched."""
 
-import json
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +9,7 @@ import httpx
 import pytest
 
 from benchmarks.front_end import binary
-from tests.engine.conftest import TIMEOUT_S, Server, serve_command
+from tests.engine.conftest import TIMEOUT_S, Server, emulating, serve_command
 from vllm_rollout.process import free_port
 
 BINARY = binary.found()
@@ -30,16 +29,16 @@ class TwoFrontEnds(Server):
 @pytest.fixture(scope="module")
 def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoFrontEnds]:
     folder, port = tmp_path_factory.mktemp("front_ends"), free_port()
-    (folder / "device.json").write_text(json.dumps(DEVICE))
-    flags = ["--emulate", str(folder / "device.json"), "--rollout-port", str(port), "--api-key", "sk-one"]
+    flags = [*emulating(folder, DEVICE), "--rollout-port", str(port), "--api-key", "sk-one"]
     command = serve_command(tiny_model, "--max-model-len", "2048", *flags)
     rust = {"VLLM_USE_RUST_FRONTEND": "1", "VLLM_RUST_FRONTEND_PATH": str(BINARY)}
-    started = TwoFrontEnds(command, folder / "server.log", **rust)
-    started.http.headers.update(KEY)
-    with httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=KEY, timeout=TIMEOUT_S) as started.ours:
-        started.wait_until(lambda: answers(started.ours))
-        yield started
-    started.stop()
+    with (
+        TwoFrontEnds(command, folder / "server.log", **rust) as server,
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=KEY, timeout=TIMEOUT_S) as server.ours,
+    ):
+        server.http.headers.update(KEY)
+        server.wait_until(lambda: answers(server.ours))
+        yield server
 
 
 def answers(http: httpx.Client) -> bool:

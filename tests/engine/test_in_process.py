@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +11,17 @@ from tests.engine.conftest import run_script
 pytestmark = pytest.mark.versions
 
 
-@pytest.fixture(scope="module", params=["llm-0", "llm-1", "async-1"])
+@pytest.fixture(scope="module")
+def llm(tiny_model: str) -> dict[str, Any]:
+    """With the engine core in a process of its own; tests/adapter/test_interrupts.py has one in this process."""
+    return run_script("in_process.py", "llm", tiny_model, own_session=True)
+
+
+@pytest.fixture(scope="module", params=["llm", "async"])
 def result(request: pytest.FixtureRequest, tiny_model: str) -> dict[str, Any]:
-    which, multiprocessing = request.param.split("-")
-    return run_script("in_process.py", which, tiny_model, VLLM_ENABLE_V1_MULTIPROCESSING=multiprocessing)
+    if request.param == "llm":
+        return request.getfixturevalue("llm")
+    return run_script("in_process.py", "async", tiny_model)
 
 
 def test_a_rollout_answers_as_the_endpoint_does(result: dict[str, Any]) -> None:
@@ -61,10 +66,9 @@ def test_generate_with_fields_returns_exactly_n_and_without_them_what_vllm_does(
     assert result.get("enqueued", [3, 3]) == [3, 3]
 
 
-def test_a_stream_that_is_closed_leaves_the_engine_to_others(result: dict[str, Any]) -> None:
-    if "closed" in result:
-        assert result["closed"] == ["RuntimeError: a stream of this LLM is open. Read it to its end, or close it.", 2]
-        assert result["meanwhile"] == 4
+def test_a_stream_that_is_closed_leaves_the_engine_to_others(llm: dict[str, Any]) -> None:
+    assert llm["closed"] == ["RuntimeError: a stream of this LLM is open. Read it to its end, or close it.", 2]
+    assert llm["meanwhile"] == 4
 
 
 def test_rewards_name_the_outputs_of_generate(result: dict[str, Any]) -> None:
@@ -91,25 +95,7 @@ def test_errors_say_what_and_leave_the_engine_as_it_was(result: dict[str, Any]) 
         assert error == "RuntimeError: requests are enqueued in this LLM. Call wait_for_completion first."
 
 
-@pytest.mark.parametrize("multiprocessing", ["0", "1"])
-def test_ctrl_c_in_a_terminal_ends_what_runs_and_neither_the_engine_nor_the_next_rollout(
-    tiny_model: str, tmp_path: Path, multiprocessing: str
-) -> None:
-    """It reaches the engine core's process too."""
-    device = tmp_path / "device.json"
-    lengths = {"log_normal": {"mean": 100, "sigma": 0.3}}
-    device.write_text(json.dumps({"step": {"ms": 1}, "kv_tokens": 80_000, "lengths": lengths, "seed": 0}))
-    script = ("interrupted.py", tiny_model, str(device))
-    result = run_script(*script, own_session=True, VLLM_ENABLE_V1_MULTIPROCESSING=multiprocessing)
-    assert result["results"] == [["KeyboardInterrupt", ["complete"] * 2, 8]] * 3
-    assert result["left"] == 0
-
-
-def test_an_engine_that_somebody_else_built_is_taught_by_request_ids(tiny_model: str) -> None:
-    result = run_script("in_process.py", "teach", tiny_model)
-    ended = [status for reason, status in zip(result["reasons"], result["statuses"], strict=False) if reason is None]
-    assert result["reasons"].count("surplus") <= 1
-    assert set(ended) == {"accepted"}
-    assert len(ended) >= 2
-    assert result["statuses"][-1] == "unknown"
-    assert result["of_several"] == ["accepted"] * 3 + ["unknown"]
+def test_ctrl_c_in_a_terminal_ends_what_runs_and_neither_the_engine_nor_the_next_rollout(llm: dict[str, Any]) -> None:
+    """It reaches the engine core's process too. tests/adapter/test_interrupts.py has it at every moment."""
+    assert llm["interrupted"] == [["KeyboardInterrupt", ["complete"] * 2, 8]] * 4
+    assert llm["left"] == 0

@@ -3,7 +3,6 @@ waits for ever when the last one dies."""
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -16,22 +15,26 @@ import pytest
 
 from benchmarks.kills.rank_readers import Mover, Reader
 from benchmarks.kills.ranks import rank_processes
-from tests.engine.conftest import TIMEOUT_S, Server, serve_command
+from tests.engine.conftest import TIMEOUT_S, Server, emulating, serve_command
 
 DEVICE = {"step": {"ms": 5.0}, "lengths": {"log_normal": {"mean": 200, "sigma": 0.5}}}
 NUM_READERS = 4
-NUM_RANKS = 4
+NUM_RANKS = 3
 
 
 @pytest.fixture(params=[1, 2], ids=["one-api-server", "two-api-servers"])
 def server(request: pytest.FixtureRequest, tiny_model: str, tmp_path: Path) -> Iterator[Server]:
-    device = tmp_path / "device.json"
-    device.write_text(json.dumps(DEVICE))
-    flags = ("--emulate", str(device), "--max-model-len", "4096", "--data-parallel-size", str(NUM_RANKS))
-    flags += ("--api-server-count", str(request.param))
-    server = Server(serve_command(tiny_model, *flags), tmp_path / "server.log")
-    yield server
-    server.stop()
+    flags = (
+        "--max-model-len",
+        "4096",
+        "--data-parallel-size",
+        str(NUM_RANKS),
+        "--api-server-count",
+        str(request.param),
+    )
+    command = serve_command(tiny_model, *flags, *emulating(tmp_path, DEVICE))
+    with Server(command, tmp_path / "server.log") as server:
+        yield server
 
 
 def wait_for_groups(server: Server, readers: list[Reader], num_groups: int) -> None:
@@ -44,8 +47,8 @@ def wait_for_groups(server: Server, readers: list[Reader], num_groups: int) -> N
     server.wait_until(lambda: num_complete() >= wanted)
 
 
-def states(server: Server) -> list[str]:
-    return [engine["state"] for engine in server.http.get("/v1/engines").json()["engines"]]
+def dead_ranks(server: Server) -> set[int]:
+    return {engine["rank"] for engine in server.engines if engine["state"] == "dead"}
 
 
 def test_ranks_that_are_killed_while_groups_move_take_nothing_with_them(server: Server) -> None:
@@ -68,14 +71,10 @@ def test_ranks_that_are_killed_while_groups_move_take_nothing_with_them(server: 
             os.kill(ranks[rank].pid, signal.SIGKILL)
             dead.add(rank)
             if len(dead) < NUM_RANKS:
-                server.wait_until(lambda: [state == "dead" for state in states(server)] == _marks(dead))
+                server.wait_until(lambda: dead_ranks(server) == dead)
         for work in (moving, *reading):
             work.result(timeout=TIMEOUT_S)
     assert [problem for client in (mover, *readers) for problem in client.problems] == []
     assert sum(reader.counts["groups_restarted"] for reader in readers) > 0
     for reader in readers:
         assert "engine has stopped" in reader.said or reader.said.endswith("Error"), reader.said
-
-
-def _marks(dead: set[int]) -> list[bool]:
-    return [rank in dead for rank in range(NUM_RANKS)]

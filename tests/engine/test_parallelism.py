@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.conftest import Server, serve_command
+from tests.engine.conftest import Server, emulating, serve_command
 from tests.engine.run_rounds import make_run, play
 from vllm_rollout.emulation.step_log import read_steps
 from vllm_rollout.group.ranks.planner import QUIET_ROUNDS
@@ -20,52 +19,38 @@ KV_BYTES_PER_WORKER = 4 * 2**20
 """1,024 tokens in one worker, and 2,048 in two, of which each has half of the KV heads."""
 CROWDED = {"max_tokens": 200, "ignore_eos": True}
 """16 candidates of 200 tokens: far more than fit, so that some are preempted."""
+RUN = {
+    "group_size": GROUP_SIZE, "prompts_per_round": NUM_PROMPTS, "prompt_speculation": 1.0, "response_speculation": 1.0,
+}  # fmt: skip
 ROOMY = {"max_tokens": 8, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
 def resizable(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    flags = ("--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "32")
-    flags += (
-        "--kv-cache-memory-bytes",
-        str(KV_BYTES_PER_WORKER),
-        "--parallelism",
-        "auto",
-        "--parallelism-devices",
-        "2",
-    )
+    flags = ("--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "32", "--parallelism", "auto")
+    flags += ("--kv-cache-memory-bytes", str(KV_BYTES_PER_WORKER), "--parallelism-devices", "2")
     log = tmp_path_factory.mktemp("resizable") / "server.log"
     environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     # On a CPU that variable, which every server of these tests has, goes before the flag.
     command = ["env", "--unset", "VLLM_CPU_KVCACHE_SPACE", *serve_command(tiny_model, *flags)]
-    server = Server(command, log, **environment)
-    yield server
-    server.stop()
+    with Server(command, log, **environment) as server:
+        yield server
 
 
 def teach(server: Server) -> None:
     """Lengths, a calibration and a quality head."""
-    body = {
-        "prompts": [{"id": f"t{i}", "prompt": f"lesson {i}"} for i in range(20)],
-        "group_size": 4,
-        "pruning": {"detection_length": 4, "mode": "shadow", "min_labels": 1},
-        "sampling": {"max_tokens": 12, "ignore_eos": True, "seed": 1},
-    }
-    answer = server.http.post("/v1/rollouts", json=body).json()
-    rewards = [
-        {"prompt_id": group["prompt_id"], "index": t["index"], "reward": t["index"] % 2}
-        for group in answer["groups"]
-        for t in group["trajectories"]
-    ]
-    server.http.post(f"/v1/rollouts/{answer['id']}/rewards", json={"rewards": rewards}).raise_for_status()
+    answer = server.rollout(
+        prompts=[{"id": f"t{i}", "prompt": f"lesson {i}"} for i in range(20)], group_size=4,
+        pruning={"detection_length": 4, "mode": "shadow", "min_labels": 1},
+        sampling={"max_tokens": 12, "ignore_eos": True, "seed": 1},
+    )  # fmt: skip
+    server.reward(answer, lambda _, trajectory: trajectory["index"] % 2)
     server.wait_until(lambda: server.http.get("/v1/quality_head").status_code == 200)
 
 
-def learned(server: Server) -> dict[str, Any]:
-    return {
-        path: server.http.get(path).content
-        for path in ("/v1/rollouts/state", "/v1/quality_head", "/v1/quality_head/report")
-    }
+def learned(server: Server) -> list[bytes]:
+    paths = ("/v1/rollouts/state", "/v1/quality_head", "/v1/quality_head/report")
+    return [server.http.get(path).content for path in paths]
 
 
 def now(server: Server) -> dict[str, Any]:
@@ -74,19 +59,14 @@ def now(server: Server) -> dict[str, Any]:
 
 def complete(server: Server) -> dict[str, Any]:
     body = {"prompt": "hello world", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-    response = server.http.post("/v1/completions", json=body)
-    response.raise_for_status()
-    return response.json()["choices"][0]
+    return server.http.post("/v1/completions", json=body).raise_for_status().json()["choices"][0]
 
 
 def test_rounds_that_preempt_get_a_larger_engine_and_quiet_ones_a_smaller(resizable: Server) -> None:
     server = resizable
     server.http.post("/update_weight_version", json={"new_version": "step-7"}).raise_for_status()
     teach(server)
-    run = make_run(
-        server, "a", group_size=GROUP_SIZE, prompts_per_round=NUM_PROMPTS, prompt_speculation=1.0,
-        response_speculation=1.0,
-    )  # fmt: skip
+    run = make_run(server, "a", **RUN)
     said = complete(server)
 
     answer = play(server, run, sampling=CROWDED)
@@ -124,7 +104,7 @@ def test_rounds_that_preempt_get_a_larger_engine_and_quiet_ones_a_smaller(resiza
     assert now(server)["tensor_parallel_size"] == 1
     assert now(server)["num_rebuilds"] == server.counter("vllm_rollout:engine_rebuilds_total") == 2
     assert now(server)["last_rebuild_s"] > 0
-    assert learned(server)["/v1/quality_head"] == before["/v1/quality_head"]
+    assert learned(server)[1] == before[1]
     assert complete(server) == said
     totals = server.http.get("/v1/runs/a").json()["totals"]
     assert totals["num_returned"] == totals["num_prompts"] == NUM_PROMPTS * (QUIET_ROUNDS + 2)
@@ -143,21 +123,15 @@ DEVICE = {
 @pytest.fixture(scope="module")
 def emulated(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path]]:
     folder = tmp_path_factory.mktemp("emulated_sizes")
-    device = folder / "device.json"
-    device.write_text(json.dumps(DEVICE))
-    flags = ("--max-model-len", "512", "--max-num-seqs", "32", "--emulate", str(device))
+    flags = ("--max-model-len", "512", "--max-num-seqs", "32", *emulating(folder, DEVICE))
     flags += ("--emulate-log", str(folder / "steps"), "--parallelism", "auto", "--parallelism-devices", "4")
-    server = Server(serve_command(tiny_model, *flags), folder / "server.log")
-    yield server, folder / "steps"
-    server.stop()
+    with Server(serve_command(tiny_model, *flags), folder / "server.log") as server:
+        yield server, folder / "steps"
 
 
 def test_an_emulated_engine_becomes_larger_and_has_the_steps_of_its_size(emulated: tuple[Server, Path]) -> None:
     server, steps = emulated
-    run = make_run(
-        server, "a", group_size=GROUP_SIZE, prompts_per_round=NUM_PROMPTS, prompt_speculation=1.0,
-        response_speculation=1.0,
-    )  # fmt: skip
+    run = make_run(server, "a", **RUN)
     first = play(server, run, sampling={"seed": 1, "max_tokens": 400})
     assert now(server)["allowed_sizes"] == [1, 2]
     assert (now(server)["next_size"], now(server)["reason"]) == (2, "rise")

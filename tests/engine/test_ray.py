@@ -5,7 +5,6 @@ Devices are named "GPU" by a platform plugin (`ray_on_cpu`); everything else is 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,23 +31,12 @@ def server(cluster: RayCluster, tiny_model: str, tmp_path_factory: pytest.TempPa
     log = tmp_path_factory.mktemp("server") / "server.log"
     flags = ("--max-model-len", "2048", "--dtype", "float32", "--api-server-count", "1")
     flags += ("--data-parallel-size", "2", "--data-parallel-size-local", "1", "--data-parallel-backend", "ray")
-    server = Server(serve_command(tiny_model, *flags), log, **cluster.environment)
-    yield server
-    server.stop()
-
-
-def engines(server: Server) -> list[dict[str, Any]]:
-    return server.http.get("/v1/engines").json()["engines"]
-
-
-def rollout(server: Server, **fields: Any) -> dict[str, Any]:
-    answer = server.http.post("/v1/rollouts", json=fields)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
+    with Server(serve_command(tiny_model, *flags), log, **cluster.environment) as server:
+        yield server
 
 
 def test_every_engine_core_is_an_actor_on_its_host_and_answers_our_calls(server: Server, cluster: RayCluster) -> None:
-    assert [(engine["rank"], engine["state"]) for engine in engines(server)] == [(0, "active"), (1, "active")]
+    assert [(engine["rank"], engine["state"]) for engine in server.engines] == [(0, "active"), (1, "active")]
     log = server.log.read_text()
     # Ray names the host of whoever writes, where it is not the server's own.
     for actor in ("EngineCoreActor", "RayWorkerProc"):
@@ -58,7 +46,7 @@ def test_every_engine_core_is_an_actor_on_its_host_and_answers_our_calls(server:
 
 def test_groups_race_on_both_hosts(server: Server) -> None:
     prompts = [{"id": f"q{i}", "prompt": f"hello {i}"} for i in range(4)]
-    answer = rollout(server, prompts=prompts, group_size=2, redundancy=2, sampling={"max_tokens": 200})
+    answer = server.rollout(prompts=prompts, group_size=2, redundancy=2, sampling={"max_tokens": 200})
     assert [group["status"] for group in answer["groups"]] == ["complete"] * 4
     assert all(candidate["state"] == "surplus" for group in answer["groups"] for candidate in group["candidates"])
     for rank in "01":
@@ -69,14 +57,9 @@ def test_rewards_teach_a_head_that_prunes_on_both_hosts(server: Server) -> None:
     def learn() -> dict[str, Any]:
         prompts = [{"id": prompt, "prompt": "hello"} for prompt in ("q", "r")]
         sampling = {"min_tokens": 20, "max_tokens": 40}
-        answer = rollout(server, prompts=prompts, group_size=8, pruning=PRUNING, sampling=sampling)
-        rewards = [
-            {"prompt_id": group["prompt_id"], "index": trajectory["index"], "reward": trajectory["token_ids"][6] % 2}
-            for group in answer["groups"]
-            for trajectory in group["trajectories"]
-        ]
-        posted = server.http.post(f"/v1/rollouts/{answer['id']}/rewards", json={"rewards": rewards}).json()
-        assert posted["counts"]["accepted"] == len(rewards) == posted["num_training"]
+        answer = server.rollout(prompts=prompts, group_size=8, pruning=PRUNING, sampling=sampling)
+        posted = server.reward(answer, lambda _, trajectory: trajectory["token_ids"][6] % 2)
+        assert posted["counts"]["accepted"] == posted["num_training"] > 0
         return answer
 
     def has_pruned(group: dict[str, Any]) -> bool:
@@ -92,14 +75,12 @@ def drained_on_its_way(server: Server, body: dict[str, Any]) -> tuple[int, dict[
     """A rollout whose rank is drained as soon as it says something: the rank, the drain's answer, its trajectories."""
     moved: dict[int, dict[str, Any]] = {}
     drained = None
-    with server.http.stream("POST", "/v1/rollouts", json={**body, "stream": True, "stream_tokens": 1}) as response:
-        for line in response.iter_lines():
-            event = json.loads(line.removeprefix("data: ")) if line.startswith("data: {") else {"type": "other"}
-            if event["type"] == "tokens" and drained is None:
-                busy = max(engines(server), key=lambda engine: engine["num_groups"])["rank"]
-                drained = server.http.post(f"/v1/engines/{busy}/drain").json()
-            elif event["type"] == "trajectory":
-                moved[event["trajectory"]["index"]] = event["trajectory"]
+    for event in server.events(**body, stream_tokens=1):
+        if event["type"] == "tokens" and drained is None:
+            busy = max(server.engines, key=lambda engine: engine["num_groups"])["rank"]
+            drained = server.http.post(f"/v1/engines/{busy}/drain").json()
+        elif event["type"] == "trajectory":
+            moved[event["trajectory"]["index"]] = event["trajectory"]
     assert drained is not None
     return busy, drained, moved
 
@@ -107,9 +88,9 @@ def drained_on_its_way(server: Server, body: dict[str, Any]) -> tuple[int, dict[
 def test_a_group_moves_to_the_other_host_and_says_what_it_would_have_said(server: Server) -> None:
     sampling = {"seed": 5, "max_tokens": 2000, "ignore_eos": True}
     body = {"prompts": [{"id": "q", "prompt": "hello"}], "group_size": 3, "sampling": sampling}
-    unmoved = rollout(server, **body)
+    unmoved = server.rollout(**body)
     for _ in range(NUM_TRIES):
-        before = engines(server)
+        before = server.engines
         busy, drained, moved = drained_on_its_way(server, body)
         assert (drained["state"], drained["num_left"]) == ("drained", 0)
         if drained["num_moved"]:
@@ -117,7 +98,7 @@ def test_a_group_moves_to_the_other_host_and_says_what_it_would_have_said(server
         # On a fast machine that stalls it was over before the drain came.
         assert server.http.post(f"/v1/engines/{busy}/restore").json()["state"] == "active"
     assert drained["num_moved"] == 1
-    now = engines(server)
+    now = server.engines
     assert now[busy]["num_moved_out"] == before[busy]["num_moved_out"] + 1
     assert now[1 - busy]["num_moved_in"] == before[1 - busy]["num_moved_in"] + 1
     for trajectory in unmoved["groups"][0]["trajectories"]:

@@ -5,12 +5,11 @@ A prompt's length says how many tokens its candidates may have, so that the shor
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
-from tests.engine.conftest import Server
+from tests.engine.conftest import Server, said_in
 
 MAX_MODEL_LEN = 2048
 FAST, SLOW = 1950, 1700
@@ -75,8 +74,7 @@ def test_greedy_candidates_that_go_on_say_what_they_would_have_said_at_once(
     try:
         answer = long_round(server, name)
         slow = prompts(name)[2:]
-        body = {"prompts": slow, "group_size": 2, "sampling": GREEDY, "return": RETURN}
-        at_once = server.http.post("/v1/rollouts", json=body).json()
+        at_once = server.rollout(**{"prompts": slow, "group_size": 2, "sampling": GREEDY, "return": RETURN})
     finally:
         name_weights(server, "default")
     assert answer["off_policy"] is off_policy
@@ -104,19 +102,10 @@ def test_greedy_candidates_that_go_on_say_what_they_would_have_said_at_once(
 
 def test_a_stream_begins_with_what_was_kept(server: Server) -> None:
     short_round(server, "stream")
-    body = {"kind": "long", "stream": True, "stream_tokens": 50}
-    text = server.http.post("/v1/runs/stream/rounds", json=body).text
-    events = [json.loads(line[6:]) for line in text.split("\n") if line.startswith("data: {")]
-    said: dict[tuple[str, int], list[int]] = {}
-    for event in events:
-        if event["type"] == "tokens":
-            tokens = said.setdefault((event["prompt_id"], event["index"]), [])
-            assert event["offset"] == len(tokens)
-            tokens += event["token_ids"]
-    ended = [(e["prompt_id"], e["trajectory"]) for e in events if e["type"] == "trajectory"]
-    assert {(id, t["index"]): t["token_ids"] for id, t in ended} == said
-    assert len(said) == 4
-    assert all(0 < t["num_resumed_tokens"] < t["num_tokens"] for _, t in ended)
+    events = list(server.events("/v1/runs/stream/rounds", kind="long", stream_tokens=50))
+    assert len(said_in(events)) == 4
+    ended = [event["trajectory"] for event in events if event["type"] == "trajectory"]
+    assert all(0 < trajectory["num_resumed_tokens"] < trajectory["num_tokens"] for trajectory in ended)
 
 
 def test_candidates_are_scored_at_the_same_token_as_at_once(server: Server) -> None:
@@ -130,18 +119,3 @@ def test_candidates_are_scored_at_the_same_token_as_at_once(server: Server) -> N
         assert all((t["score"] is not None) is is_scored for t in trajectories)
         assert all(t["survival_probability"] == 1 for t in trajectories)
         assert all(t["confidence"] is None for t in trajectories)
-
-
-@pytest.mark.parametrize(("field", "value"), [
-    ("presence_penalty", 0.5), ("frequency_penalty", -0.5), ("stop", ["x"]), ("bad_words", ["x"]),
-    ("structured_outputs", {"regex": "a+"}), ("extra_args", {"x": 1}),
-])  # fmt: skip
-def test_what_cannot_go_on_is_refused_when_the_run_is_made(server: Server, field: str, value: object) -> None:
-    body = {"group_size": 2, "prompts_per_round": 2, "resume": True, "sampling": {field: value}}
-    response = server.http.post("/v1/runs", json=body)
-    error = response.json()["error"]
-    assert (response.status_code, error["param"]) == (422, "resume")
-    assert f"sampling.{field}" in error["message"]
-    response = server.http.post("/v1/runs", json={**body, "resume": False})
-    assert response.status_code == 201
-    server.http.delete(f"/v1/runs/{response.json()['id']}").raise_for_status()

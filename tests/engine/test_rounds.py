@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import pytest
 
-from tests.engine.conftest import Server, ends_after, run_script
+from tests.engine.conftest import Server, ends_after, forgetful
 from tests.engine.run_rounds import VARIED, assert_groups_whole, assert_nothing_left, make_run, play_out
 
 NUM_TRIES = 10
@@ -17,34 +17,13 @@ NUM_TRIES = 10
 
 def reward_by_parity(server: Server, answer: dict[str, Any]) -> None:
     """Rewards that a first token decides, for each trajectory of a round."""
-    rewards = [
-        {"prompt_id": group["prompt_id"], "index": t["index"], "reward": t["token_ids"][0] % 2}
-        for group in answer["groups"]
-        for t in group["trajectories"]
-    ]
-    posted = server.http.post(f"/v1/rollouts/{answer['id']}/rewards", json={"rewards": rewards})
-    posted.raise_for_status()
-    assert posted.json()["counts"]["accepted"] > 0
+    assert server.reward(answer, lambda _, trajectory: trajectory["token_ids"][0] % 2)["counts"]["accepted"] > 0
 
 
-def test_a_round_is_over_in_the_step_in_which_enough_groups_are_complete(tiny_model: str) -> None:
-    """In the synchronous loop, the only one that vLLM has on a CPU; tests/adapter/test_races.py has both."""
-    result = run_script("rounds.py", tiny_model)
-    assert result["scheduler"] == "RolloutScheduler"
-    cut = ["deferred", 12, False]
-    assert result["clear"] == [
-        [["finished", 5, False], ["finished", 9, False], ["surplus", 9, False]],
-        [["finished", 12, False], ["finished", 7, False], ["surplus", 12, False]],
-        [cut] * 3,
-        [cut] * 3,
-    ]
-    assert result["tie"] == [
-        [["finished", 5, False], ["finished", 9, False], ["surplus", 9, False]],
-        [["surplus", 12, False], ["finished", 12, False], ["finished", 12, False]],
-        [["finished", 12, True], ["finished", 11, False], ["surplus", 12, True]],  # said by whoever ends in that step
-        [cut] * 3,
-    ]
-    assert result["clear_left"] == result["tie_left"] == [0, 0, 0]
+@pytest.fixture
+def forgetting(server: Server) -> Iterator[Server]:
+    with forgetful(server):
+        yield server
 
 
 @pytest.mark.parametrize(("name", "fields"), [
@@ -55,9 +34,9 @@ def test_a_round_is_over_in_the_step_in_which_enough_groups_are_complete(tiny_mo
     ("resumed", {"resume": True}),
 ])  # fmt: skip
 def test_every_prompt_of_a_run_comes_back_once_and_nothing_is_left(
-    server: Server, name: str, fields: dict[str, Any]
+    forgetting: Server, name: str, fields: dict[str, Any]
 ) -> None:
-    state = server.http.get("/v1/rollouts/state").content
+    server = forgetting
     run = make_run(server, name, group_size=3, prompts_per_round=4, prompt_speculation=1.5, sampling=VARIED, **fields)
     answers = play_out(server, run, num_short=3, after=partial(reward_by_parity, server) if name == "pruned" else None)
     assert_groups_whole(answers, 3)
@@ -74,24 +53,15 @@ def test_every_prompt_of_a_run_comes_back_once_and_nothing_is_left(
     if name == "resumed":
         assert any(t["num_resumed_tokens"] for a in answers for g in a["groups"] for t in g["trajectories"])
     assert_nothing_left(server)
-    # Other tests share the server: what this one has taught it goes, its head among it.
-    server.http.put("/v1/rollouts/state", content=state).raise_for_status()
 
 
 def round_with_an_abort(server: Server, run_id: str, prompt_id: str) -> list[dict[str, Any]]:
     """The events of a round whose second candidate is aborted as soon as both run."""
-    body = {"prompts": [{"id": prompt_id, "prompt": "question"}], "sampling": ends_after(1800), "stream": True}
+    body = {"prompts": [{"id": prompt_id, "prompt": "question"}], "sampling": ends_after(1800)}
     events: list[dict[str, Any]] = []
-
-    def read() -> None:
-        with server.http.stream("POST", f"/v1/runs/{run_id}/rounds", json=body) as response:
-            for line in response.iter_lines():
-                if line.startswith("data: "):
-                    events.append(json.loads(line.removeprefix("data: ")))
-
     server.wait_until_idle()
     with ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(read)
+        reading = pool.submit(lambda: events.extend(server.events(f"/v1/runs/{run_id}/rounds", **body)))
         server.wait_until(lambda: reading.done() or (events and server.num_in_engine == 2))
         server.http.post("/abort_requests", json={"request_ids": [f"{events[0]['id']}-0-c1"]}).raise_for_status()
         reading.result()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.conftest import Server
+from tests.engine.conftest import Server, forgetful
 from vllm_rollout.group.plans.plan import GroupPlan
 from vllm_rollout.group.plans.prompt_key import seed_for
 from vllm_rollout.group.racing.selection import conclude
@@ -24,10 +24,7 @@ GROUP_SIZE, NUM_CANDIDATES = 4, 8
 def rollout(server: Server, *ids: str, **fields: Any) -> dict[str, Any]:
     prompts = [{"id": id, "prompt_token_ids": [5, 6, 7 + len(id)]} for id in ids]
     sampling = {"stop_token_ids": STOPS, "max_tokens": 400, "seed": 11, "temperature": 1.0}
-    body = {"prompts": prompts, "group_size": GROUP_SIZE, "sampling": sampling, **fields}
-    response = server.http.post("/v1/rollouts", json=body)
-    assert response.status_code == 200, response.text
-    return response.json()
+    return server.rollout(**{"prompts": prompts, "group_size": GROUP_SIZE, "sampling": sampling, **fields})
 
 
 def lengths(group: dict[str, Any]) -> dict[int, int]:
@@ -72,17 +69,12 @@ def test_patience_stops_the_pool_at_the_length_the_rule_says(server: Server, who
 
 def test_openai_requests_have_patience_too(server: Server, whole_pool: dict[str, Any]) -> None:
     xargs = {"rollout_redundancy": 4, "rollout_selection": "dual_end", "rollout_patience": 1.25}
-    body = {
-        "prompt": [5, 6, 11], "n": GROUP_SIZE, "max_tokens": 400, "seed": seed_for(11, "pool"), "temperature": 1.0,
-        "stop_token_ids": STOPS, "vllm_xargs": xargs,
-    }  # fmt: skip
-    response = server.http.post("/v1/completions", json=body)
-    assert response.status_code == 200, response.text
-    choices = response.json()["choices"]
-    assert [choice["finish_reason"] for choice in choices] == ["stop"] * GROUP_SIZE
+    body = {"prompt": [5, 6, 11], "n": GROUP_SIZE, "max_tokens": 400, "seed": seed_for(11, "pool")}
+    body |= {"temperature": 1.0, "stop_token_ids": STOPS, "vllm_xargs": xargs}
+    answer = server.http.post("/v1/completions", json=body).raise_for_status().json()
+    assert [choice["finish_reason"] for choice in answer["choices"]] == ["stop"] * GROUP_SIZE
     cap = math.ceil(1.25 * sorted(lengths(whole_pool).values())[GROUP_SIZE - 1])
-    usage = response.json()["usage"]
-    assert usage["completion_tokens"] <= GROUP_SIZE * cap
+    assert answer["usage"]["completion_tokens"] <= GROUP_SIZE * cap
 
 
 def test_auto_gives_more_to_prompts_whose_lengths_vary_more(server: Server) -> None:
@@ -124,14 +116,15 @@ def test_steps_that_take_longer_than_the_profile_says_are_drift_and_said_once(se
 
 
 def test_the_state_holds_the_lengths(server: Server) -> None:
-    rollout(server, "remembered", early_stop=False)
-    state = server.http.get("/v1/rollouts/state").content
-    learned = parse_saved(state).learned
-    rows = [json.loads(line) for line in learned.splitlines()]  # no head was trained, so there are lines of JSON only
-    assert "id:remembered" in [prompt[0] for kind, prompts in rows[1:] if kind == "prompts" for prompt in prompts]
-    rollout(server, "forgotten", early_stop=False)
-    assert server.http.put("/v1/rollouts/state", content=state).status_code == 204
-    assert server.http.get("/v1/rollouts/state").content == state
+    with forgetful(server):
+        rollout(server, "remembered", early_stop=False)
+        state = server.http.get("/v1/rollouts/state").content
+        learned = parse_saved(state).learned
+        rows = [json.loads(line) for line in learned.splitlines()]  # no head was trained: there are lines of JSON only
+        assert "id:remembered" in [prompt[0] for kind, prompts in rows[1:] if kind == "prompts" for prompt in prompts]
+        rollout(server, "forgotten", early_stop=False)
+        assert server.http.put("/v1/rollouts/state", content=state).status_code == 204
+        assert server.http.get("/v1/rollouts/state").content == state
 
 
 def test_every_rollout_is_recorded_for_the_simulator(server: Server) -> None:
