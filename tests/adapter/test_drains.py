@@ -9,6 +9,7 @@ import pytest
 from ranked_llm import Cluster
 from vllm import SamplingParams
 
+from vllm_rollout.adapter.api.engine import moving
 from vllm_rollout.server.engine import Drained, RequestError
 
 pytestmark = pytest.mark.anyio
@@ -125,6 +126,18 @@ async def test_processes_follow_holds_of_others(new_cluster):
     await cluster.until(lambda: first.routes.held == second.routes.held == frozenset())
     first.errored = second.errored = True
     await cluster.done(*cluster.readers.values())
+
+
+async def test_a_drain_is_answered_when_the_other_processes_send_nothing_there_any_more(new_cluster, monkeypatch):
+    monkeypatch.setattr(moving, "FOLLOW_S", 0.02)
+    cluster = new_cluster(num_api_processes=2)
+    for engine in cluster.engines:
+        engine.moves.follow_holds()
+    draining = drain(cluster, 0)
+    await cluster.until(draining.done)
+    assert [set(llm.routes.held) for llm in cluster.llms] == [{0}, {0}]
+    for llm in cluster.llms:
+        llm.errored = True
 
 
 async def test_a_plain_request_that_comes_in_when_its_rank_is_drained_goes_elsewhere(new_cluster):

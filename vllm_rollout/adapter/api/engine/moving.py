@@ -61,7 +61,8 @@ RELEASE_TRIES = 64
 LOOK_S = 0.05
 """Between two looks at an engine core that is to become empty."""
 FOLLOW_S = 0.5
-"""Where there are several API processes, each looks this often which ranks the others have put on hold."""
+"""Where there are several API processes, each looks this often which ranks the others have put on hold. A drain is
+answered after two such looks: until then the others may send something."""
 
 SHARED = "its candidates come through several API processes"
 REASONS = {
@@ -163,7 +164,8 @@ class EngineMoves:
         if not self._client.routes.has_open:
             await self.restore(rank, owner)
             raise _last_one(rank, "The others that took groups have died. See GET /v1/engines.")
-        while (load := (await self.engine_loads())[rank]).num_running + load.num_waiting:
+        told_s = time.monotonic() + (2 * FOLLOW_S if self._client.num_api_processes > 1 else 0.0)
+        while (load := (await self.engine_loads())[rank]).num_running + load.num_waiting or time.monotonic() < told_s:
             if not load.is_held or time.monotonic() - started >= timeout_s:
                 break
             await asyncio.sleep(LOOK_S)
