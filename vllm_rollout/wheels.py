@@ -14,7 +14,7 @@ from pathlib import Path
 
 CHUNK_BYTES = 1 << 20
 LAST_LINES = 3
-"""Of what pip says when it fails."""
+"""So many lines of what pip says when it fails are shown."""
 
 
 def download(package: str, folder: Path) -> Path:

@@ -19,8 +19,8 @@ from vllm_rollout.emulation.settings import Settings
 from vllm_rollout.emulation.step_log import LoggedSteps, read_steps
 from vllm_rollout.emulation.tokens import succeeded
 from vllm_rollout.group.plans.prompt_key import seed_for
-from vllm_rollout.server.runs.store import LEARNED
 from vllm_rollout.server.runs.saved import parse_saved
+from vllm_rollout.server.runs.store import LEARNED
 
 SEED = 1000
 AUC = 0.85

@@ -40,7 +40,7 @@ class Refusal(NamedTuple):
     """Why a head or a state is not taken; nothing has changed."""
 
     kind: Literal["mismatch", "invalid"]
-    """Of another model, or none at all."""
+    """It is of another model, or no state at all."""
     message: str
 
 
@@ -197,7 +197,7 @@ class Hold(NamedTuple):
 class GroupToRelease(NamedTuple):
     group_id: str
     epoch: int
-    """Of the move. A call that is repeated has the same, and is answered as before."""
+    """The epoch of the move. A call that is repeated has the same, and is answered as before."""
 
 
 class Released(NamedTuple):
@@ -207,7 +207,7 @@ class Released(NamedTuple):
     """`released`: it is in the parcel. `in_flight`: it has stopped, and a token of it is on its way: ask again."""
     parcel: bytes = b""
     request_ids: Sequence[str] = ()
-    """Of what is in the parcel."""
+    """The requests that are in the parcel."""
     reason: str = ""
     """Why it was refused."""
 
@@ -261,7 +261,7 @@ LEARNED: Operation[None, list[Learned]] = Operation("learned", None, list[Learne
 LEARNING_WINDOW: Operation[HeadKey, LearningWindow | None] = Operation(
     "learning_window", HeadKey, LearningWindow | None
 )
-"""Of one detection length; None when nothing was learned at it."""
+"""What was learned at one detection length; None when nothing was."""
 OPEN_STATE: Operation[str, None] = Operation("open_state", str, None)
 """Begin to read all that was learned, under the name of a reader."""
 READ: Operation[str, Piece | None] = Operation("read", str, Piece | None)

@@ -18,7 +18,7 @@ from vllm_rollout.group.plans.prompt_key import key_of_content, num_bytes, seed_
 from vllm_rollout.group.plans.terms import GroupTerms
 
 MAX_ID_BYTES = 512
-"""Of a request that joins a group, what vLLM makes of the client's id."""
+"""The longest id of a request that joins a group, as vLLM makes it of the client's."""
 
 COMPLETION_ID = re.compile(r"(cmpl-.+)-(\d+)")
 

@@ -22,7 +22,7 @@ class EmulationOptions:
     async_scheduling: bool
     """The platform may have switched vLLM's own setting off."""
     num_ranks: int
-    """Of all data-parallel ranks; an engine core of a dense model is told of itself only."""
+    """How many data-parallel ranks there are; an engine core of a dense model is told of itself only."""
     forks: bool = True
     """Engine cores begin as copies of the server."""
     log_goes_on: bool = False
@@ -41,7 +41,7 @@ class RolloutOptions:
     moves_kv_by_nixl: bool = False
     """It takes them to other hosts, too."""
     audit_ratio: float = DEFAULT_AUDIT_RATIO
-    """Of requests that learn and do not say."""
+    """The ratio for requests that learn and name none."""
     beside_rust: bool = False
     """vLLM's Rust front end is the engine cores' first client: it knows no groups, ranks on hold or dead ones."""
 

@@ -63,14 +63,14 @@ class KVSegment:
     """Where one worker's part of some KV blocks is."""
 
     rank: int
-    """Of the worker in its engine."""
+    """The worker's rank in its engine."""
     name: str
     way: KVWay
     host: str
     address: bytes
     """What the way needs to find it."""
     layout: list[str]
-    """Of a block in each layer: both ends must have the same."""
+    """The layout of a block in each layer: both ends must have the same."""
     num_blocks: int
 
 
@@ -81,10 +81,10 @@ class KVBlocks:
     segments: list[KVSegment]
     """One per worker."""
     slots: list[list[int]]
-    """Of each candidate: where in the segments its first block is, its second, and so on as far as they are there.
+    """For each candidate: where in the segments its first block is, its second, and so on as far as they are there.
     Positions rather than hashes, since each engine core may hash with a seed of its own."""
     num_resets: int
-    """Of the source's prefix cache: what was computed before a reset is worth nothing after it."""
+    """How often the source's prefix cache was reset: what was computed before a reset is worth nothing after it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,8 @@ class Parcel:
     detached: DetachedGroup
     candidates: list[MovedCandidate]
     num_resumes: int
-    """Of the source's generation: every engine core is paused and resumed, but not in the same moment."""
+    """How often the source's generation was resumed: every engine core is paused and resumed, but not in the same
+    moment."""
     kv: KVBlocks | None
     """None: the target computes all anew."""
 

@@ -38,9 +38,9 @@ class SavedHead(NamedTuple):
 class SavedState(NamedTuple):
     model: str
     rows: Iterator[Any]
-    """Of the memories, unchecked, read as they are taken. Raises: ValueError."""
+    """The rows of the memories, unchecked, read as they are taken. Raises: ValueError."""
     heads: Callable[[Collection[str]], list[SavedHead]]
-    """Of these adapters, to be called when the rows have been taken. Raises: ValueError."""
+    """The heads of these adapters, to be called when the rows have been taken. Raises: ValueError."""
 
 
 def state_header(model: str) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class CandidateTag(msgspec.Struct, frozen=True, array_like=True):
     output_interval: int
     """Tokens per message to the API process; 1 sends every step's token at once."""
     scoring: Scoring | None = None
-    """Of a candidate that is judged by the `pruning` of its terms."""
+    """How a candidate is judged by the `pruning` of its terms."""
     observed: bool = True
     """Somebody reads its mean confidence. A candidate with `scoring` is observed in any case."""
     place: RacePlace | None = None
@@ -77,7 +77,7 @@ class LastLogits(NamedTuple):
     def of(
         cls, num_rows: int, rows: Sequence[int] | np.ndarray, logits: np.ndarray, versions: int | np.ndarray
     ) -> LastLogits:
-        """Of a batch in which only these rows ask; `logits` and `versions` are theirs."""
+        """The logits of a batch in which only these rows ask; `logits` and `versions` are theirs."""
         last = cls(np.full(num_rows, np.nan, dtype=np.float32), np.zeros(num_rows, dtype=np.int64))
         last.logits[rows], last.head_versions[rows] = logits, versions
         return last
@@ -108,7 +108,7 @@ class RunnerReport(NamedTuple):
             yield request_id, Observation(Confidence(*confidence), logit if version else None, version, length)
 
     def last_observation(self, row: int) -> Observation:
-        """Of a candidate whose last token is in that row of the step's batch."""
+        """The observation of a candidate whose last token is in that row of the step's batch."""
         confidence = Confidence(float(self.confidence[0, row]), math.nan, math.nan)
         version = 0 if self.last is None else int(self.last.head_versions[row])
         logit = float(self.last.logits[row]) if version else None

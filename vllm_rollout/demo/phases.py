@@ -37,7 +37,7 @@ class Candidate(NamedTuple):
     state: Literal["kept", "unused", "surplus"]
     """In the returned group; ended by itself or at the cap, but not needed; stopped."""
     token_ids: tuple[int, ...] = ()
-    """Of a kept one."""
+    """The tokens of a kept one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ class StepWork(NamedTuple):
 
     num_requests: int
     context_tokens: int
-    """Of all requests together, this step's tokens among them."""
+    """The context of all requests together, this step's tokens among them."""
     prefilled_tokens: int
     """Beyond one token per request."""
 

@@ -142,8 +142,8 @@ class TracedLengths:
 
 
 def lengths_of(prompt: TracedPrompt) -> list[int]:
-    """Of its candidates; how long one that was stopped would have become is not known, so those count only when there
-    are no others."""
+    """The lengths of its candidates; how long one that was stopped would have become is not known, so those count only
+    when there are no others."""
     candidates = [candidate for candidate in prompt.candidates if candidate.num_tokens]
     known = [candidate for candidate in candidates if not candidate.is_stopped]
     return [ENDLESS if c.end == "length" else c.num_tokens for c in known or candidates] or [1]

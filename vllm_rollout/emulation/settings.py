@@ -50,9 +50,9 @@ class LogNormal(_Model):
     mean: float = Field(400.0, ge=1, le=MAX_TRACED_TOKENS)
     """Before the cap."""
     sigma: float = Field(1.0, ge=0, le=5)
-    """Of the logarithm, among the candidates of one prompt."""
+    """The standard deviation of the logarithm, among the candidates of one prompt."""
     prompt_sigma: float = Field(0.0, ge=0, le=5)
-    """Of the logarithm, among prompts."""
+    """The standard deviation of the logarithm, among prompts."""
     cap: int | None = Field(None, ge=1, le=MAX_TRACED_TOKENS)
     """Longer ones end here, by themselves. Without it `max_tokens` cuts them."""
 
@@ -73,7 +73,7 @@ class Success(_Model):
     """How many candidates succeed."""
 
     rate: float = Field(0.5, ge=0, le=1)
-    """Of candidates whose length is the reference length."""
+    """The rate of candidates whose length is the reference length."""
     prompt_sigma: float = Field(0.0, ge=0, le=5)
     """How much prompts differ, in log-odds."""
     log_odds_per_doubling: float = Field(0.0, ge=-10, le=10)

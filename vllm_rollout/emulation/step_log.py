@@ -77,12 +77,12 @@ class Summary:
 
     @property
     def host_ms(self) -> float:
-        """Of a step."""
+        """The milliseconds that the host takes for a step."""
         return 1e3 * self.host_s / max(1, self.num_following)
 
     @property
     def device_ms(self) -> float:
-        """Of a step."""
+        """The milliseconds that the device takes for a step."""
         return 1e3 * self.busy_s / max(1, self.num_steps)
 
     @property

@@ -101,7 +101,7 @@ def limit_of(config: Any, num_prompt_tokens: int, sampling_params: Mapping[str, 
 
 
 def end_of(answer: tuple[TokenOutput, int]) -> End:
-    """Of an output, with the limit of its length: verl calls one that was cut there completed too."""
+    """How an output ended, given the limit of its length: verl calls one that was cut there completed too."""
     output, limit = answer
     if output.stop_reason != "completed":
         return "stopped"

@@ -25,7 +25,7 @@ NUM_REFINEMENTS = 3
 """Rounds in which each breakpoint is moved to its best place between its neighbours."""
 GOLDEN = (5**0.5 - 1) / 2
 SEARCH_STEPS = 24
-"""Of a golden section: to 1e-5 of its interval."""
+"""Steps of a golden section: to 1e-5 of its interval."""
 
 
 class Fit(NamedTuple):
@@ -33,7 +33,7 @@ class Fit(NamedTuple):
 
     curve: PTLCurve
     r_squared: float
-    """Of seconds."""
+    """The share of the variance of seconds that the fit explains."""
     residuals: tuple[float, ...]
     """(fitted - measured) / measured, by point."""
 

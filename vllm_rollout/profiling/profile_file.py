@@ -64,7 +64,7 @@ class CurveFit(_Model):
     residuals: dict[int, float]
     """(fitted - measured) / measured, by batch size."""
     left_out_errors: dict[int, float] | None = None
-    """Of interior batch sizes, by a fit without them; None while the profile is being measured."""
+    """Errors at interior batch sizes, by a fit without them; None while the profile is being measured."""
     median_left_out_error: float | None = None
 
     @property

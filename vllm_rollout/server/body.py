@@ -54,7 +54,7 @@ class Body(BaseModel):
 
 
 _BODIES: dict[type, type[Body]] = {}
-"""Of each table that an object in a body is made of."""
+"""The model of each table that an object in a body is made of."""
 
 B = TypeVar("B", bound=Body)
 

@@ -27,7 +27,8 @@ class ClientNamespaces:
 
 
 def client_namespace() -> str:
-    """Of the request that is being answered; empty for a client without a key, and where nobody asks over HTTP."""
+    """The namespace of the request that is being answered; empty for a client without a key, and where nobody asks over
+    HTTP."""
     return _namespace.get()
 
 

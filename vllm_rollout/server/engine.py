@@ -74,9 +74,9 @@ class Beginnings:
     """What candidates of a group generated in an earlier round."""
 
     token_ids: Mapping[int, Sequence[int]]
-    """Of the candidates that run, by index; empty for one that starts."""
+    """The tokens of the candidates that run, by index; empty for one that starts."""
     next_index: int
-    """Of a candidate that takes the place of a lost one."""
+    """The index of a candidate that takes the place of a lost one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +84,8 @@ class Outlook:
     """What several ranks have to know of a group: when it will be over, and whether it may move."""
 
     lengths: LengthMoments | None
-    """Of its prompt, else of the data set, as known before its rollout began; None: nothing was. What ends first is
-    short, so that later they would predict too little."""
+    """The lengths of its prompt, else of the data set, as known before its rollout began; None: nothing was. What ends
+    first is short, so that later they would predict too little."""
     prompt_tokens: int
     max_tokens: int | None
     """Output tokens its candidates may have; None: not known."""
@@ -93,7 +93,7 @@ class Outlook:
     """What it may move for when nobody drains its rank."""
 
     def work(self, num_tokens: Iterable[int]) -> Work:
-        """Of candidates that have so many output tokens."""
+        """The work of candidates that have so many output tokens."""
         return Work.of(num_tokens, self.lengths, self.max_tokens, self.prompt_tokens)
 
 
@@ -174,7 +174,7 @@ class RewardsReceipt:
     num_training: int
     """Labels the quality head is going to train on now; fewer than accepted when features were evicted."""
     head_versions: Mapping[HeadKey, int]
-    """Of the heads that the rollouts teach that are known: the version before that training."""
+    """The heads that the rollouts teach, as far as they are known: the version before that training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +196,7 @@ class LearningReport:
     audit: AuditReport
     advice: Advice
     adapter: str = BASE_MODEL
-    """Of LoRA, by name; "": the base model."""
+    """The LoRA adapter's name; "": the base model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,7 +400,8 @@ class Engine(Protocol):
         ...
 
     async def current_weight_version(self) -> str | None:
-        """Of the weights in use; None when nobody has named them. Raises: RequestError (503) for a dead engine."""
+        """The version of the weights in use; None when nobody has named them. Raises: RequestError (503) for a dead
+        engine."""
         ...
 
     async def cancel_groups(self, group_ids: Sequence[str]) -> None:

@@ -29,9 +29,9 @@ def errors_of(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 ERRORS = errors_of(400, 404, 413, 422, 500, 503)
-"""Of every endpoint."""
+"""What every endpoint may answer."""
 CHANGE_ERRORS = ERRORS | errors_of(401, 409)
-"""Of what needs --rollout-admin-key where the server was given one."""
+"""What an endpoint may answer that needs --rollout-admin-key where the server was given one."""
 
 
 def error_body(error: RequestError) -> ErrorBody:

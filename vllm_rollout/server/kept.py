@@ -19,7 +19,7 @@ from vllm_rollout.group.plans.resumption import VersionSpan, choose_resumed, is_
 from vllm_rollout.server.engine import CandidateEnd
 
 MAX_KEPT_BYTES = 64 * 1024 * 1024
-"""Of one prompt, before zlib: 5 million tokens. One that has more starts anew."""
+"""The most of one prompt, before zlib: 5 million tokens. One that has more starts anew."""
 
 Probability = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
@@ -60,7 +60,7 @@ _DECODER = msgspec.msgpack.Decoder(Annotated[list[KeptCandidate], msgspec.Meta(m
 
 
 def keep(ends: Collection[CandidateEnd], group_size: int, pruning: PruningPlan | None) -> bytes | None:
-    """Of a deferred group what goes on; None when it is too much."""
+    """What goes on of a deferred group; None when it is too much."""
     by_index = {end.ending.index: end for end in ends}
     chosen = choose_resumed([end.ending for end in ends], group_size)
     body = _ENCODER.encode([_kept(by_index[index], pruning) for index in chosen])

@@ -51,7 +51,7 @@ class Preparation:
         self._shaping = shaping
         self._clock = clock
         self._audit_ratio = audit_ratio
-        """Of requests that learn and do not say."""
+        """The ratio for requests that learn and name none."""
         self._audit_turns = AuditTurns()
 
     async def rollout(self, request: RolloutRequest) -> Rollout:
@@ -147,7 +147,7 @@ class Preparation:
         return [plan.audited() for plan in plans] if self._audit_turns.take((adapter, races), ratio) else plans
 
     def _plan(self, request: RolloutRequest) -> GroupPlan:
-        """Of every prompt; with redundancy "auto" as if each went to the upper bound."""
+        """The plan of every prompt; with redundancy "auto" as if each went to the upper bound."""
         group = {field: value for field, value in request if field in PLAN_FIELDS}
         if isinstance(request.selection, DualEndSelection):
             group |= {"selection": "dual_end", **request.selection.dual_end.model_dump()}

@@ -32,7 +32,7 @@ class Resumption:
     keeps: bool
     """What deferred groups have generated is kept, for them to go on."""
     weight_version: str | None
-    """Of the weights that it began with; None: unnamed."""
+    """The version of the weights that it began with; None: unnamed."""
     before: Mapping[int, Sequence[KeptCandidate]]
     """By position: candidates that go on where an earlier round left them."""
     kept: dict[int, bytes] = field(default_factory=dict)

@@ -33,9 +33,9 @@ class Outcome:
     usage: Usage = field(default_factory=Usage)
     timing: Timing = field(default_factory=Timing)
     versions: set[str] = field(default_factory=set)
-    """Of the weights that sampled a token."""
+    """The versions of the weights that sampled a token."""
     off_policy: bool = False
-    """Of any trajectory."""
+    """Whether any trajectory is."""
     tellings: list[asyncio.Task[None]] = field(default_factory=list)
     """One per group that is over: the engine is told its lengths."""
     records: dict[int, RolloutPrompt] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class Rollout:
     created: int
     model: str
     adapter: str
-    """Of LoRA, by name: what comes of it is learned of that."""
+    """The LoRA adapter's name: what comes of it is learned of that."""
     plans: list[PromptPlan]
     """One per prompt."""
     prompts: list[PreparedPrompt]

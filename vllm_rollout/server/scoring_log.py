@@ -80,7 +80,7 @@ class ScoringLog:
         return None
 
     def _labels(self, report: LearningReport | None) -> str:
-        """Of the signal that lacks least: the head's stand-in, confidence, would do as well."""
+        """The labels of the signal that lacks least: the head's stand-in, confidence, would do as well."""
         wanted = SIGNALS if self.plan.signal == "head" else ("confidence",)
         known = [report.signals[signal] for signal in wanted if signal in report.signals] if report else []
         if not known:

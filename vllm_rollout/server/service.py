@@ -65,7 +65,7 @@ class RolloutService:
         self._preparation = Preparation(engine, self.learning, self._shaping, clock, audit_ratio)
         self._launcher = Launcher(engine.num_launch_places)
         self._endings: set[asyncio.Task[None]] = set()
-        """Of rollouts that are over, or whose clients have left."""
+        """What is still done for rollouts that are over, or whose clients have left."""
         self._active: dict[str, Rollout] = {}
         """Those on their way, by id."""
 
@@ -78,12 +78,12 @@ class RolloutService:
 
     @property
     def moves(self) -> MovesPart:
-        """Of the engine: its ranks."""
+        """The engine's part that moves groups between its ranks."""
         return self._engine.moves
 
     @property
     def progress(self) -> Progress:
-        """Of all rollouts on their way, together."""
+        """The progress of all rollouts on their way, together."""
         rollouts = self._active.values()
         return Progress(sum(each.num_responses for each in rollouts), sum(each.outcome.num_ended for each in rollouts))
 

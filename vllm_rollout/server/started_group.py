@@ -116,7 +116,7 @@ class StartedGroup:
         return (result if reason is None else deferred(result, reason)), reason
 
     def events_of_the_rest(self, result: GroupResult) -> Iterator[Event]:
-        """Of candidates of which nothing was told while it ran: those that come back first."""
+        """The events of candidates of which nothing was told while it ran; those that come back are first."""
         yield from (self._trajectory(self.ends[index]) for index in result.selected if index not in self._told)
         for ending in result.endings:
             if ending.index not in self._told:

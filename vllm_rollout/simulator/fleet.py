@@ -23,7 +23,7 @@ from vllm_rollout.simulator.rank import Departed, Rank
 
 
 class Mover:
-    """Of one rollout."""
+    """The mover of one rollout."""
 
     def __init__(self, machine: Machine, ranks: Sequence[Rank], num_candidates: int, message_s: float = 0.0) -> None:
         """message_s: from whoever looks to a rank."""

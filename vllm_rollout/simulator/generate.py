@@ -59,7 +59,7 @@ def generate(distribution: LengthDistribution, seed: int = 0) -> Trace:
 
 
 def log_medians(distribution: LengthDistribution, chance: Random) -> list[float]:
-    """Of every prompt."""
+    """The logarithm of every prompt's median length."""
     its = distribution
     return [math.log(its.median) + its.prompt_sigma * chance.gauss(0, 1) for _ in range(its.prompts)]
 

@@ -40,7 +40,7 @@ class Machine:
     scale_down: ScaleDown = "off"
     """Whether half of the ranks are freed as soon as the others have room for the rest of the rollout."""
     transfer: TransferCost | None = None
-    """Of KV that comes along with a group; None: its target computes it again."""
+    """The cost of KV that comes along with a group; None: its target computes it again."""
 
     def __post_init__(self) -> None:
         for name in ("num_ranks", "max_num_seqs", "kv_capacity_tokens", "block_size"):
@@ -72,7 +72,7 @@ class Machine:
 
     @property
     def max_candidates(self) -> int:
-        """Of one group, all of which have to be able to run at once."""
+        """The candidates of one group at most: all of them have to be able to run at once."""
         return MAX_GROUP_SIZE if self.num_slots is None else self.num_slots
 
     def new_placement(self) -> Placement:

@@ -20,7 +20,7 @@ MORE_INCOMPLETE = 0.01
 
 
 class LengthSummary(NamedTuple):
-    """Of returned trajectories, in tokens."""
+    """The lengths of returned trajectories, in tokens."""
 
     mean: float
     std: float
@@ -37,7 +37,7 @@ class Outcome:
     seconds: float = 0.0
     """Steps on an ideal machine."""
     first_group_s: list[float] = field(default_factory=list)
-    """Of each rollout."""
+    """The seconds until each rollout's first group."""
     running_s: float = 0.0
     """Candidates times seconds."""
     peak_s: float = 0.0
@@ -45,7 +45,7 @@ class Outcome:
     generated_tokens: int = 0
     returned_lengths: list[int] = field(default_factory=list)
     num_truncated: int = 0
-    """Of the returned trajectories."""
+    """How many of the returned trajectories were cut."""
     num_incomplete: int = 0
     """Groups that return fewer than `group_size` trajectories, be it with `allow_fewer`."""
     num_at_upper_bound: int = 0
@@ -66,9 +66,9 @@ class Outcome:
     """Seconds for which ranks that were emptied stayed so until their rollout was over, summed."""
     num_groups: int = 0
     num_without_history: int = 0
-    """Of groups with redundancy "auto": nothing was known of their prompt."""
+    """Groups with redundancy "auto" of which this is so: nothing was known of their prompt."""
     curve: Curve = field(default_factory=list)
-    """Of the last rollout, over all ranks."""
+    """The curve of the last rollout, over all ranks."""
 
     def add_group(self, result: GroupResult, pool: Sequence[PoolCandidate], at_upper_bound: bool) -> None:
         self.num_groups += 1
@@ -122,17 +122,17 @@ class Outcome:
 
     @property
     def truncated_share(self) -> float:
-        """Of returned trajectories."""
+        """The share of returned trajectories that were cut."""
         return self.num_truncated / max(1, len(self.returned_lengths))
 
     @property
     def incomplete_share(self) -> float:
-        """Of groups."""
+        """The share of groups that are incomplete."""
         return self.num_incomplete / self.num_groups
 
     @property
     def upper_bound_share(self) -> float:
-        """Of groups."""
+        """The share of groups that had their upper bound of candidates."""
         return self.num_at_upper_bound / self.num_groups
 
     @property
@@ -141,7 +141,7 @@ class Outcome:
 
     @property
     def busy_share(self) -> float:
-        """Of the time of all ranks."""
+        """The share of the time of all ranks in which they work."""
         return self.busy_rank_s / (self.num_ranks * self.seconds) if self.seconds else 0.0
 
     @property
@@ -183,7 +183,7 @@ class Sweep:
 
     @property
     def fastest(self) -> Outcome:
-        """Of those whose groups are complete."""
+        """The fastest of those whose groups are complete."""
         return min(self._usable, key=lambda outcome: outcome.seconds)
 
     @property

@@ -63,7 +63,7 @@ class Planner:
         return Race(prompt.id, plan, pool, prompt.prompt_tokens, scoring, None, lengths, prompt.max_tokens)
 
     def plans(self, prompts: Sequence[PlannedPrompt]) -> list[Planned]:
-        """Of one rollout's prompts."""
+        """The plans of one rollout's prompts."""
         if self._setting.redundancy != "auto":
             return [Planned(self._plan)] * len(prompts)
         known = [self.history.of(prompt.history_key) for prompt in prompts]

@@ -92,7 +92,7 @@ def _completed(prompt: TracedPrompt, log_std: float, cap: int, chance: Random) -
 
 
 def _log_std(trace: Trace) -> float:
-    """Of lengths within prompts, over the whole trace: what the fit of one prompt leans on."""
+    """The spread of lengths within prompts, over the whole trace: what the fit of one prompt leans on."""
     history = LengthHistory()
     for prompt in trace.prompts:
         lengths = [ObservedLength(c.num_tokens, c.end != "stop") for c in prompt.candidates if c.num_tokens]
@@ -119,7 +119,7 @@ class Race:
     candidates: list[Runner] = field(default_factory=list)
     group: Group = field(init=False)
     endings: tuple[Ending, ...] = ()
-    """Of every candidate, when the group is over."""
+    """The ending of every candidate, when the group is over."""
     over_s: float = 0.0
     """When that was."""
     lost: bool = False
@@ -129,7 +129,7 @@ class Race:
 
     @property
     def work(self) -> Work:
-        """Of a group that has not begun."""
+        """The work of a group that has not begun."""
         return self.work_of([0] * self.plan.num_candidates)
 
     @property
@@ -140,7 +140,7 @@ class Race:
         return [max(ended, default=0)] * len(running)
 
     def work_of(self, num_tokens: Sequence[int]) -> Work:
-        """Of candidates that have so many."""
+        """The work of candidates that have so many tokens."""
         return Work.of(num_tokens, self.lengths, self.max_tokens, self.prompt_tokens)
 
     def close(self, seconds: float) -> None:

@@ -42,7 +42,7 @@ class Left(NamedTuple):
 
     race: Race
     num_tokens: Sequence[int]
-    """Of each that goes on, as far as those that have ended tell: its siblings began with them."""
+    """The tokens of each that goes on, as far as those that have ended tell: its siblings began with them."""
 
 
 class Closed(NamedTuple):
@@ -53,7 +53,7 @@ class Closed(NamedTuple):
     over: Sequence[Race]
     """Groups."""
     left: Sequence[Left]
-    """Of groups that are not over."""
+    """What is left of groups that are not over."""
 
 
 class Departed(NamedTuple):
@@ -116,7 +116,7 @@ class Rank:
         self._send(at_s, lambda: self._join(departed))
 
     def loads_at(self, seconds: float) -> list[GroupLoad]:
-        """Of the groups that are here."""
+        """The loads of the groups that are here."""
         num_steps = self._num_steps_by(seconds)
         loads = []
         for group_id, race in self._races.items():

@@ -44,7 +44,7 @@ class Setting:
     label: str = ""
 
     def plan(self, max_candidates: int) -> GroupPlan:
-        """Of every prompt; with redundancy "auto" before anything is allocated.
+        """The plan of every prompt; with redundancy "auto" before anything is allocated.
 
         Raises: PlanError.
         """

@@ -31,7 +31,7 @@ from vllm_rollout.trace.file import read_trace
 from vllm_rollout.trace.rows import Trace
 
 PLAIN_WIDTH = 120
-"""Of output that goes to a file."""
+"""The width of output that goes to a file."""
 
 DEFAULT_GROUP_SIZE = 8
 """That of DARTS, where neither flag nor trace says one."""
@@ -173,7 +173,7 @@ def _rounds(options: Options, trace: Trace | None) -> Job:
 
 
 def _distribution(options: Options) -> LengthDistribution:
-    """Of --generate. Raises: FlagError."""
+    """The distribution that --generate names. Raises: FlagError."""
     try:
         return parse_distribution(options.generate or "")
     except ValueError as error:

@@ -151,7 +151,7 @@ class _TraceBuilder:
     _group_sizes: set[int | None] = field(default_factory=set)
     _detection_lengths: set[int | None] = field(default_factory=set)
     _steps: dict[int | None, list[_OpenPrompt]] = field(default_factory=dict)
-    """Of the prompt rows that follow each other, by their "step"."""
+    """The prompt rows that follow each other, by their "step"."""
 
     def add(self, row: RolloutRow | RewardRow | PromptRow) -> None:
         """Raises: ValueError for what contradicts earlier rows."""

@@ -10,7 +10,7 @@ END_OF_POSITIONS = 2**53
 """Positions are below it: numbers that float64 and JSON keep."""
 
 ROW_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Of logits and hidden states."""
+"""The types that logits and hidden states may have."""
 
 
 def check_token_confidence(logits: Tensor, rows: Tensor) -> None:

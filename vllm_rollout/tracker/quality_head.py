@@ -44,7 +44,7 @@ QUALITY_HEAD_PASSES = 12
 QUALITY_HEAD_PUBLISH_STEPS = 256
 """While labels keep coming, new weights are published at least once per this many optimizer steps."""
 QUALITY_HEAD_LEARNING_RATE = 1e-3
-"""Of Adam."""
+"""Adam's learning rate."""
 QUALITY_HEAD_WEIGHT_DECAY = 0.1
 """Decoupled, on both layers' matrices."""
 QUALITY_HEAD_DROPOUT = 0.5
@@ -57,10 +57,10 @@ __all__ = ["HeadMismatch", "HeadWeights", "QualityHead"]
 MAX_PENDING_STEPS = QUALITY_HEAD_REPLAY * QUALITY_HEAD_PASSES // QUALITY_HEAD_BATCH
 MAX_SEED = 2**32
 MAX_WEIGHT = 1e12
-"""Of published weights: no state of a model makes a logit of them that float32 cannot hold."""
+"""The largest published weight: no state of a model makes a logit of them that float32 cannot hold."""
 MAX_PARAMETER = 1e24
 MAX_MOMENT = 1e18
-"""Of Adam's first moment; the second is bounded by its square. Beyond any of these training has diverged."""
+"""The largest first moment of Adam; the second is bounded by its square. Beyond any of these training has diverged."""
 MAX_LOSS = 1e35
 
 

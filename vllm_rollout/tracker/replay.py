@@ -31,7 +31,7 @@ MIN_SCALE = 1e-9
 """Smallest scale at all: a feature divided by it, and a weight too, stay finite."""
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""Of hidden states."""
+"""The types that hidden states may have."""
 
 
 def check_labels(features: Tensor, labels: Tensor, weights: Tensor, hidden_size: int) -> None:
@@ -55,7 +55,7 @@ def check_labels(features: Tensor, labels: Tensor, weights: Tensor, hidden_size:
 
 
 def is_usable(features: Tensor) -> Tensor:
-    """Of each state, [num_states, hidden_size], whether it is finite and not too large."""
+    """Whether each state, [num_states, hidden_size], is finite and not too large."""
     return features.abs().amax(dim=1) <= MAX_MAGNITUDE  # NaN if any is
 
 

@@ -48,7 +48,7 @@ class StepValues:
     """What one step showed."""
 
     num_rows: int
-    """Of the step's batch."""
+    """The rows of the step's batch."""
     rows: np.ndarray
     """int64 [num_seen]: the rows that were looked at."""
     moments: torch.Tensor
@@ -56,7 +56,7 @@ class StepValues:
     due: DueRows | None = None
     last: LastLogits | None = None
     ended: EndedStates | None = None
-    """Of candidates that ended before this step."""
+    """The states of candidates that ended before this step."""
 
     @property
     def on_host(self) -> bool:

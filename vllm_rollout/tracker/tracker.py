@@ -21,7 +21,7 @@ from vllm_rollout.tracker.quality_head import HeadWeights
 from vllm_rollout.tracker.step_values import DueRows, LastLogits, StepValues
 
 NO_SLOT = -1
-"""Of a row that is no candidate's."""
+"""The slot of a row that is no candidate's."""
 UNSCORED = 0
 """Detection length of a candidate that is not scored."""
 NUM_KEPT = 16
@@ -77,17 +77,17 @@ class CandidateTracker:
         """As long as the longest detection length so far."""
         self._prompt_lengths = np.zeros(capacity, dtype=np.int64)
         self._detection_lengths = np.full((capacity, 1 + MAX_TRIAL_LENGTHS), UNSCORED, dtype=np.int64)
-        """Of a slot its own, then those on trial."""
+        """For each slot its own length, then those on trial."""
         self._is_final = np.zeros(capacity, dtype=np.bool_)
         self._num_before = np.zeros(capacity, dtype=np.int64)
         self._adapters = np.zeros(capacity, dtype=np.int64)
-        """Of each slot the place of its adapter in `_adapter_names`: numbers, which sort as arrays."""
+        """For each slot the place of its adapter in `_adapter_names`: numbers, which sort as arrays."""
         self._adapter_names = [BASE_MODEL]
         self._num_scored = 0
         """Candidates that have a detection length."""
         self._last_ids: list[str] | None = None
         self._row_slots = np.zeros(0, dtype=np.int64)
-        """Of `_last_ids`."""
+        """The slots of `_last_ids`."""
         self._hidden: torch.Tensor | None = None
         self._hidden_rows: torch.Tensor | None = None
         self.heads: dict[HeadKey, PublishedHead] = {}
@@ -100,7 +100,7 @@ class CandidateTracker:
 
     @property
     def num_last_states(self) -> int:
-        """Of each candidate that ends: that many states may be its last one."""
+        """How many states of each candidate that ends may be its last one."""
         return self.last_states.num_kept
 
     def add(

@@ -26,7 +26,7 @@ class Candidate:
 
     id: CandidateId
     group: Group
-    """Of a candidate that was launched, that is: not refused."""
+    """The group of a candidate that was launched, that is: not refused."""
 
     def __init__(self, request: Request, output_interval: int = 1, *, reads_notes: bool = True) -> None:
         self.request = request

@@ -32,7 +32,7 @@ logger = init_logger("vllm.vllm_rollout")
 
 ADDED_DIGITS = re.compile(r"-[0-9a-f]{8}$")
 CHILD_ID = re.compile(r"(\d{1,9})_(.+)", re.DOTALL)
-"""Of one of the n requests that vLLM makes of one with n choices."""
+"""The id of one of the n requests that vLLM makes of one with n choices."""
 
 
 class JoinRefused(ValueError):
@@ -49,7 +49,7 @@ class Joining:
         self._audit_ratio, self._is_emulated = options.audit_ratio, options.emulation is not None
         self._prompt_groups = PromptGroups()
         self._numbers: dict[str, int] = {}
-        """Of the groups that requests on their way have joined without a name, by request id."""
+        """Numbers of the groups that requests on their way have joined without a name, by request id."""
 
     def tag(self, request: Request) -> CandidateTag | None:
         """Read a request's fields, and put its tag in their place, where the worker sees it; None without any.

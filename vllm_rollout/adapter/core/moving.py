@@ -34,7 +34,7 @@ from vllm_rollout.group.step.step import GroupSteps
 
 MOVABLE_STATUSES = (RequestStatus.RUNNING, RequestStatus.WAITING, RequestStatus.PREEMPTED)
 ANY_WAVE = -1
-"""Of an added request: where ranks step together, an idle one is woken by it."""
+"""The wave of an added request: where ranks step together, an idle one is woken by it."""
 
 
 P = ParamSpec("P")

@@ -68,7 +68,7 @@ class LLM(vllm.LLM):
         self._loop = WaitingLoop()
         self._client = SteppedClient(self.llm_engine)
         self._groups: list[AsyncGenerator[RequestOutput, None]] = []
-        """Of `generate`, `chat` or `enqueue`, not started."""
+        """Groups of `generate`, `chat` or `enqueue` that are not started."""
         self._rollouts: Rollouts | None = None
 
     async def rollouts(self) -> Rollouts:
@@ -117,7 +117,7 @@ class LLM(vllm.LLM):
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
-        """Of what is added meanwhile nothing is left when an exception comes. vLLM alone takes back what it has added
+        """Nothing that is added meanwhile is left when an exception comes. vLLM alone takes back what it has added
         before it steps, unless it is interrupted, and knows nothing of groups."""
         num_groups, before = len(self._groups), frozenset(self._client.others())
         try:

@@ -40,7 +40,7 @@ logger = init_logger("vllm.vllm_rollout")
 GRANULE_BYTES = 2 << 20
 """Buffers are whole ones: the driver exports nothing smaller, and would show what else is in it."""
 SPARE_BYTES = 256 << 20
-"""Of the one buffer that is kept for the next segment: to free one waits for the whole device."""
+"""The size of the one buffer that is kept for the next segment: to free one waits for the whole device."""
 LENT_S = 60.0
 """A segment that nobody has dropped by then is dropped when the next one is made."""
 

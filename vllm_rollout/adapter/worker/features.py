@@ -11,7 +11,7 @@ from vllm_rollout.tracker.feature_ring import FeatureRing, StateKey
 
 
 def features_of(states: torch.Tensor) -> Features:
-    """Of [num_states, hidden_size] on the host."""
+    """The features of states [num_states, hidden_size] on the host."""
     dtype = str(states.dtype).removeprefix("torch.")
     return Features(states.contiguous().view(torch.uint8).numpy().tobytes(), dtype)
 

@@ -16,7 +16,7 @@ import torch
 from vllm_rollout.adapter.parcel import KVSegment, KVWay
 
 MEMORY_SHARE = 0.5
-"""Of the memory that is free where a segment would be: larger ones are not made."""
+"""The share of the memory that is free where a segment would be: larger ones are not made."""
 CGROUP = Path("/sys/fs/cgroup")
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 STAMP_BYTES = 16

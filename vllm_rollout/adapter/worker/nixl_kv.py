@@ -43,7 +43,7 @@ logger = init_logger("vllm.vllm_rollout")
 
 BACKEND = "UCX"
 TRANSFER_LIMIT_S = 5.0
-"""Of one segment; the target makes no step meanwhile."""
+"""The longest that one segment may take; the target makes no step meanwhile."""
 POLL_S = 0.0005
 NUM_KEPT = 8
 """Dropped segments whose pages are given back, but still mapped: a reader that gave up may not have stopped."""

@@ -131,7 +131,7 @@ class RunnerMixin:
         return [cache.unflatten(0, (num_blocks, -1)) for cache in caches]
 
     def _generator_state(self, request_id: str) -> bytes | None:
-        """Of a request with a generator of its own."""
+        """The generator's state of a request that has one of its own."""
         return None
 
     def _know(self, candidate: MovedCandidate) -> None:

@@ -50,7 +50,7 @@ LONG = (
     "Plan a week of meals for a family of four, with recipes.",
 )
 LONG_SHARE = 10
-"""Of so many prompts one is long, on average."""
+"""One of so many prompts is long, on average."""
 
 
 def make_prompts(num: int, seed: int) -> list[str]:

@@ -32,7 +32,7 @@ class Group(NamedTuple):
     seconds: float
     """From the round's start until it was complete or deferred."""
     lengths: tuple[int, ...] = ()
-    """Of its trajectories; none if it was deferred."""
+    """The lengths of its trajectories; none if it was deferred."""
 
     @property
     def is_deferred(self) -> bool:
@@ -48,7 +48,7 @@ class Round:
 
     @property
     def lengths(self) -> list[int]:
-        """Of the trajectories it returned."""
+        """The lengths of the trajectories that it returned."""
         return [length for group in self.groups for length in group.lengths]
 
     @property
@@ -89,7 +89,7 @@ def messages(question: str) -> list[dict[str, str]]:
 
 
 def sampling_of(sampling: Mapping[str, Any], prompt: int) -> dict[str, Any]:
-    """Of one prompt by itself, with the seed that it has in a run."""
+    """The sampling of one prompt by itself, with the seed that it has in a run."""
     return {**sampling, "seed": seed_for(sampling["seed"], str(prompt))}
 
 

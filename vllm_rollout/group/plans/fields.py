@@ -45,7 +45,7 @@ PruningMode = Literal["active", "shadow"]
 AUTO = "auto"
 
 MAX_MIN_LABELS = config.CALIBRATION_WINDOW // 2
-"""Of either kind: calibration remembers no more than twice that."""
+"""The most labels of either kind: calibration remembers no more than twice that."""
 MAX_STRENGTH = 1000.0
 """Largest `strength` of the paper's rule that a request may name."""
 MAX_NAME_CHARS = 256

@@ -20,7 +20,7 @@ class PruningPlan(PruningFields):
 
     detection_length: int
     audit: bool = False
-    """Of an audit group (`group/judging/audit.py`): nobody else sets it."""
+    """Whether it is an audit group's (`group/judging/audit.py`): nobody else sets it."""
     is_instead_of_race: bool = False
     """And without the audit it would race."""
     trial_lengths: tuple[int, ...] = ()

@@ -25,7 +25,7 @@ from vllm_rollout.server.serialised import CLIENT_CLOSED_REQUEST, unless_disconn
 PASSED_ON = ("authorization", "x-data-parallel-rank", "x-request-id")
 
 Answer = Mapping[str, Any]
-"""Of an OpenAI endpoint."""
+"""The answer of an OpenAI endpoint."""
 
 
 class Sampling(Body):

@@ -94,7 +94,7 @@ class AdviceAnswer(BaseModel):
     num_responses: int
     """Candidates of the rollouts on their way."""
     num_complete: int
-    """Of those."""
+    """How many of those are complete."""
     scale_down: ScaleDownAdvice
 
 

@@ -27,7 +27,7 @@ Filter = Literal["zero_variance"]
 """DAPO's dynamic sampling: a group whose rewards are all the same teaches nothing."""
 
 MAX_NAME_CHARS = 512
-"""Of a request's id, which may be made of one that the client chose."""
+"""The longest id of a request, which may be made of one that the client chose."""
 
 PromptId = Annotated[StrictStr, Field(min_length=1, max_length=256)]
 
@@ -196,7 +196,7 @@ class HeadAnswer(BaseModel):
     num_steps: int
     num_labels: int
     adapter: str = BASE_MODEL
-    """Of LoRA, by name; empty: the base model."""
+    """The LoRA adapter's name; empty: the base model."""
 
     @classmethod
     def of(cls, head: HeadInfo) -> HeadAnswer:

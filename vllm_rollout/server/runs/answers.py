@@ -78,10 +78,10 @@ class ParallelismAnswer(BaseModel):
     tensor_parallel_size: int
     allowed_sizes: list[int]
     next_size: int
-    """Of the next round: the engine is rebuilt before it, when this is another."""
+    """The size of the next round: the engine is rebuilt before it, when this is another."""
     reason: Reason
     preemptions_per_candidate: float | None
-    """Of the newest round of any run; null before the first."""
+    """How often that was in the newest round of any run; null before the first."""
     level: float
     """What it was compared with."""
     is_rebuilding: bool
@@ -89,7 +89,7 @@ class ParallelismAnswer(BaseModel):
     num_rebuilds: int
     last_rebuild_s: float | None
     forecasts: dict[int, ForecastAnswer] | None = None
-    """Of the first run's first round by tensor-parallel size, if a profile said where to begin."""
+    """Forecasts for the first run's first round by tensor-parallel size, if a profile said where to begin."""
 
 
 class RunAnswer(BaseModel):

@@ -109,7 +109,7 @@ class RunRequest(SaidFields, RunFields):
         )
 
     def num_candidates(self, most: int) -> int:
-        """Of a prompt in a short round, at most. `most`: what the engine runs at once."""
+        """How many candidates a prompt has in a short round, at most. `most`: what the engine runs at once."""
         if self.redundancy is None:
             return self.terms.num_candidates
         if isinstance(self.redundancy, int):
@@ -189,5 +189,5 @@ _NOT_IN_MEMO = ("prompts", "reserve", "idempotency_key", *_HOW_TO_ANSWER)
 
 
 def digest_of_prompt(prompt: RoundPrompt) -> str:
-    """Of what a prompt says, its id apart."""
+    """The digest of what a prompt says, its id apart."""
     return hashlib.sha256(prompt.model_dump_json(exclude={"id"}).encode()).hexdigest()[:32]

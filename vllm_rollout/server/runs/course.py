@@ -40,7 +40,7 @@ class RoundCourse(Course):
         self._selected: dict[int, Sequence[int]] = {}
         """Indices that need a reward, by position: of groups that are returned."""
         self.filtered_tokens = 0
-        """Of groups that would have been returned."""
+        """The tokens of groups that would have been returned."""
         self._num_tokens: dict[int, int] = {}
         self.num_preemptions = 0
         self.lengths: dict[int, list[int]] = {}

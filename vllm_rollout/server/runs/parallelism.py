@@ -45,7 +45,7 @@ class Resized:
     """`busy`: something else ran, or the engine was paused; nothing was done. `failed`: no engine of that size starts;
     it was rebuilt as it was."""
     size: int
-    """Of the engine, now."""
+    """The size of the engine, now."""
     seconds: float
     """From shutting its door to opening it."""
 

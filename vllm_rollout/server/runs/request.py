@@ -31,7 +31,7 @@ def round_request(
 
 
 def bodies_of(planned: Planned, fresh: Mapping[str, str]) -> list[str]:
-    """Of a round's prompts, in order. `fresh`: those that come with its request, by id.
+    """The bodies of a round's prompts, in order. `fresh`: those that come with its request, by id.
 
     Raises: RequestError for one that waits and cannot be read.
     """
@@ -58,7 +58,7 @@ def _unreadable_prompt(run_id: str, prompt_id: str, error: ValueError) -> Reques
 
 
 def without_speculation(fields: dict[str, Any]) -> dict[str, Any]:
-    """Of a long round: every candidate counts."""
+    """The request of a long round: every candidate counts."""
     kept = {name: value for name, value in fields.items() if name not in ("redundancy", "early_stop", "selection")}
     if kept.get("pruning") is not None:
         kept["pruning"] = {**kept["pruning"], "mode": "shadow"}
@@ -69,7 +69,7 @@ class Resumed(NamedTuple):
     candidates: dict[int, Sequence[KeptCandidate]]
     """By position; a prompt of which nothing is kept starts anew."""
     warnings: list[str]
-    """Of what is kept and cannot be read."""
+    """What is said of things that are kept and cannot be read."""
 
 
 def resumed(planned: Planned) -> Resumed:

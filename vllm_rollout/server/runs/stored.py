@@ -58,12 +58,12 @@ class StoredRun:
     owner: str | None
     """Who runs the open round: a process, and which of its rounds."""
     memo: str | None
-    """Of the open round's request."""
+    """The memo of the open round's request."""
 
 
 class StoredAnswer(NamedTuple):
     memo: str
-    """Of the request that it answers."""
+    """The memo of the request that it answers."""
     body: bytes
 
 
@@ -79,7 +79,7 @@ class Looked(NamedTuple):
 
     stored: StoredRun
     answer: StoredAnswer | None
-    """Of the key, if it is still kept."""
+    """The answer to the key, if it is still kept."""
     used: UsedKey | None
     """None: the key is new."""
     answered: Sequence[str]

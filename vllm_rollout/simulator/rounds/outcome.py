@@ -32,7 +32,7 @@ class ReturnedPrompt:
     round: int
     """The one that returned it."""
     lengths: tuple[int, ...]
-    """Of its returned trajectories, in tokens."""
+    """The lengths of its returned trajectories, in tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +104,12 @@ class RunOutcome:
 
     @cached_property
     def prompt_s(self) -> float:
-        """Of these rounds per prompt that they return: a long round may return fewer than a short one."""
+        """The seconds of these rounds per prompt that they return: a long round may return fewer than a short one."""
         return sum(its.seconds for its in self.full_rounds) / sum(len(its.returned) for its in self.full_rounds)
 
     @property
     def seconds(self) -> float:
-        """Of the whole run, its last rounds too."""
+        """The seconds of the whole run, its last rounds too."""
         return sum(its.seconds for its in self.rounds)
 
     @cached_property
@@ -195,10 +195,10 @@ class RoundSweep:
 @dataclass(frozen=True, slots=True)
 class Fairness:
     least_returns: int
-    """Of a prompt, over the whole run."""
+    """How often a prompt is returned at least, over the whole run."""
     most_returns: int
     deferred_share: float
-    """Of prompts that were handed in: those that came back later than their round."""
+    """The share of prompts that came back later than the round in which they were handed in."""
     mean_wait: float
     """Rounds between being handed in and coming back, over all prompts."""
     max_wait: int

@@ -49,7 +49,7 @@ class RoundRace:
         """races: by position of `opened.all_entries`."""
         self.progress = RoundProgress(opened)
         self.results: dict[int, GroupResult] = {}
-        """Of the groups that were started, by position."""
+        """The results of the groups that were started, by position."""
         self.rank_of: dict[int, int] = {}
         """The same: where they were launched."""
         self._work: dict[int, Work] = {}
@@ -102,7 +102,7 @@ class RoundRace:
         return self._mover.num_moves
 
     def freed_s(self, seconds: float) -> float:
-        """Of a round that ended then."""
+        """The seconds that ranks had free in a round that ended then."""
         return self._mover.freed_s(seconds)
 
     def _hear(self, seconds: float, told: Closed) -> None:

@@ -23,7 +23,8 @@ class RoundSetting:
 
     terms: RunTerms
     group: Setting
-    """Of a short round's groups; a long round's have `group_size` candidates, and all of them run to their ends."""
+    """The setting of a short round's groups; a long round's have `group_size` candidates, and all of them run to their
+    ends."""
     label: str = ""
 
     @classmethod

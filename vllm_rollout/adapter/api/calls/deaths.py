@@ -32,7 +32,7 @@ LOOK_S = 1.0
 
 
 class Death(NamedTuple):
-    """Of an engine core."""
+    """The death of an engine core."""
 
     rank: int
     exit_code: int

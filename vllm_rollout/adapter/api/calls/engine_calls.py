@@ -63,7 +63,7 @@ class EngineCalls:
         """Called when training is done and when lengths were told: there is something new to save."""
         self._reading = asyncio.Lock()
         self._turn_of: dict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
-        """Of each rank: calls that work come one at a time, or several would meet between the same two steps."""
+        """One for each rank: calls that work come one at a time, or several would meet between the same two steps."""
         self._running: set[asyncio.Task[Any]] = set()
 
     @property
@@ -72,7 +72,7 @@ class EngineCalls:
 
     @property
     def vllm_config(self) -> VllmConfig:
-        """Of the engine as it is now."""
+        """The configuration of the engine as it is now."""
         return self._client.vllm_config
 
     @property

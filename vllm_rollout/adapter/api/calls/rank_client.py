@@ -31,7 +31,7 @@ class RankDied(GracefulHTTPError):
 
     rank: int
     request_id: str | None
-    """Of what was not sent there any more."""
+    """The request that was not sent there any more."""
 
     @classmethod
     def of(cls, rank: int, request_id: str | None = None) -> RankDied:
@@ -63,7 +63,7 @@ class RankClient(DPLBAsyncMPClient):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._dead: set[bytes] = set()
         self._deaths: dict[bytes, asyncio.Future[None]] = {}
-        """Of ranks that were called: done when it has died."""
+        """One for each rank that was called: done when it has died."""
         super().__init__(*args, **kwargs)
 
     def bury(self, rank: int) -> None:

@@ -82,7 +82,7 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
 
     @property
     def living_ranks(self) -> list[int]:
-        """Of these, those that have not died."""
+        """Those of these ranks that have not died."""
         return self.life.living_ranks
 
     def generate(
@@ -160,7 +160,7 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
         self._run_output_handler()
 
     def _group_of(self, internal_id: str) -> str | None:
-        """Of a candidate on its way."""
+        """The group of a candidate on its way."""
         state = self.output_processor.request_states.get(internal_id)
         return None if state is None else self._candidates.get(state.queue)
 

@@ -75,7 +75,7 @@ class GroupClient:
     vllm_config: VllmConfig
     engine_core: Any
     num_api_processes: int
-    """Of the server."""
+    """How many the server has."""
     rollout_metrics: Metrics
     routes: GroupRoutes
 

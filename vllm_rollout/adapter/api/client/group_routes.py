@@ -41,14 +41,14 @@ class GroupRoute:
         """num_tokens: of each candidate, by index, when it begins; `work`: what those that come together have to do."""
         self.group_id = group_id
         self.rank = rank
-        """Of those that this API process calls."""
+        """One of those that this API process calls."""
         self.joined = joined
         """Its candidates come one by one, and each counts for itself."""
         self.outlook = outlook
         self.work = work
         """What is left of that; it counts in the load of the rank."""
         self._num_tokens = dict(num_tokens)
-        """Of each that has not ended, at age 0; less than nothing: it comes later."""
+        """What each that has not ended had at age 0; less than nothing: it comes later."""
         self._age = 0
         """Tokens that candidates have generated here which began with the group, as the last that ended has told."""
         self._door = Door()
@@ -252,5 +252,5 @@ class GroupRoutes:
 
 
 def work_of(num_tokens: Collection[int], outlook: Outlook | None) -> Work:
-    """Of candidates that have so many output tokens."""
+    """The work of candidates that have so many output tokens."""
     return Work(len(num_tokens)) if outlook is None else outlook.work(num_tokens)

@@ -42,7 +42,7 @@ class WatchedClient(Protocol):
 
 
 class Life:
-    """Of the engine behind one engine client."""
+    """The life of the engine behind one engine client."""
 
     def __init__(self, client: WatchedClient) -> None:
         self._client = client

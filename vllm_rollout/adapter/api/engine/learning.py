@@ -277,7 +277,7 @@ class EngineLearning:
         return await self._calls.read(OPEN_HEAD, lambda reader: HeadToRead(reader, head))
 
     async def _heads(self) -> list[HeadInfo]:
-        """Of the first rank, which trains."""
+        """The heads of the first rank, which trains."""
         return await self._calls.call_first(HEADS, None)
 
     def _choose(self, detection_length: int | None, known: dict[int, Any], what: str) -> int:

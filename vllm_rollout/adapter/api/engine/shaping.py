@@ -47,7 +47,7 @@ class EngineShaping:
         self.cost_model: CostModel | None = None
 
     async def use_costs(self, settings: Namespace) -> None:
-        """Of the profile that the flags name, or of the device that they emulate."""
+        """The costs of the profile that the flags name, or of the device that they emulate."""
         if settings.rollout_profile is not None:
             await self.use_profile(settings.rollout_profile)
         elif settings.emulate is not None:  # an emulated device knows what its steps cost
@@ -93,7 +93,7 @@ class EngineShaping:
         return LengthStatistics(history.dataset, known)
 
     async def step_drift(self) -> list[StepDrift]:
-        """Of each range of batch sizes the rank that is furthest from its prediction."""
+        """For each range of batch sizes, the rank that is furthest from its prediction."""
         if self.cost_model is None:
             return []
         ranges: dict[int, StepDrift] = {}

@@ -145,7 +145,7 @@ class StateFile(Unkept):
                 os.close(file)
 
     def _files(self, kind: str) -> list[Path]:
-        """Of heads, or of states that are being put: in their order."""
+        """The files of heads, or of states that are being put, in their order."""
         return sorted(self._path.parent.glob(f"{self._path.name}.{kind}-*"))
 
     def _finish(self, staged: str) -> None:

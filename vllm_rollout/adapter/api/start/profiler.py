@@ -37,9 +37,9 @@ from vllm_rollout.config import OUTPUT_INTERVAL_TOKENS
 from vllm_rollout.group.plans.terms import GroupTerms
 
 UNTIMED_STEPS = 2
-"""Of candidates that run together: the first follows a wait, and nobody goes on after the last."""
+"""Steps of candidates that run together that are not timed: the first follows a wait, nobody goes on after the last."""
 NUM_TRIES = 2
-"""Of a point: the second one when the prefix cache had lost some of its prompts."""
+"""Each point is tried so often: a second time when the prefix cache had lost some of its prompts."""
 
 
 class Profiler:
@@ -179,7 +179,7 @@ class KVCacheSize:
     """Worker extension: one method for `collective_rpc`."""
 
     def rollout_kv_bytes_per_token(self) -> float:
-        """Of this worker's layers."""
+        """The KV bytes per token of this worker's layers."""
         specs = self.get_kv_cache_spec().values()  # type: ignore[attr-defined]
         return sum(spec.page_size_bytes / spec.block_size for spec in specs)
 

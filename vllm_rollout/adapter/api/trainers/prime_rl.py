@@ -29,7 +29,7 @@ FROM_FOLDER = "/prime_rl/update_weights"
 """Where a body with `weight_dir` is answered."""
 GENERATE = "/inference/v1/generate"
 TOKEN_ID = re.compile(rb'"token_id":(\d+)')
-"""Of a log probability: within a string the quotes would be escaped."""
+"""The token of a log probability: within a string the quotes would be escaped."""
 
 router = APIRouter(include_in_schema=False)
 
