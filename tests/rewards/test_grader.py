@@ -134,7 +134,7 @@ def test_who_is_urgent_is_graded_first_and_who_leaves_makes_room():
 
 
 def test_names_and_sources_that_nobody_knows_are_refused():
-    with pytest.raises(ValueError, match="the reward 'mine' must be exact, regex, math, code or package"):
+    with pytest.raises(ValueError, match="the reward 'mine' must be exact, regex, math, code, package"):
         Grader({"mine": "sum"})
     with pytest.raises(ValueError, match="reward must be one of exact, got 'other'"):
         grades_of({"exact": "exact"}, ("other", ASKED))

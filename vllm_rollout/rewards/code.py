@@ -57,7 +57,7 @@ class CodeReward:
     def __init__(self, sandbox: Sandbox, limits: TimeLimits) -> None:
         self._sandbox, self._limits = sandbox, limits
 
-    async def grade(self, trajectory: Trajectory, longest_s: float | None = None) -> Grade:
+    async def grade(self, trajectory: Trajectory, longest_s: float) -> Grade:
         try:
             tests = msgspec.convert(trajectory.data, Tests)
             if not 1 <= len(tests.tests) <= MAX_TESTS:
@@ -70,7 +70,7 @@ class CodeReward:
         num_passed, seconds, reason = 0, 0.0, None
         for test in tests.tests:
             case = case_of(trajectory, msgspec.json.encode(test))
-            limit_s = min(self._limits.limit_s(case), longest_s or self._limits.terms.longest_s)
+            limit_s = min(self._limits.limit_s(case), longest_s)
             run, passed = await self._run(program, test, limit_s)
             seconds += run.seconds
             self._limits.observe(case, run.seconds, is_correct=passed)

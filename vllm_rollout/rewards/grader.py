@@ -1,35 +1,46 @@
 """Grades trajectories by the name of a reward, many at once, each within its time limit.
 
-Invariant: every trajectory gets one `Grade`, whatever its function does, unless its caller is cancelled.
+Invariant: every trajectory gets one `Grade`, whatever grades it does, unless its caller is cancelled.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import Self
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import NamedTuple, Self
 
 import cloudpickle
 
+from vllm_rollout.group.checks import shown
 from vllm_rollout.group.rewards.time_limits import LimitTerms, TimeLimits
 from vllm_rollout.rewards.code import CodeReward
 from vllm_rollout.rewards.frames import Load
 from vllm_rollout.rewards.functions import RewardFunction, caller
-from vllm_rollout.rewards.pool import GradingProcess, ProcessBounds
+from vllm_rollout.rewards.http import RewardServer
+from vllm_rollout.rewards.pool import GradingProcesses, ProcessBounds
 from vllm_rollout.rewards.sandbox import choose_sandbox
-from vllm_rollout.rewards.slots import GraderBusy, Slots
+from vllm_rollout.rewards.slots import Slots
 from vllm_rollout.rewards.values import Grade, Trajectory, case_of, failed
 
 BUILT_IN = ("exact", "regex", "math", "code")
 MAX_WAITING = 16_384
+NUM_REQUESTS = 64
+"""To one reward server at once."""
 
-__all__ = ["Grader", "GraderBusy"]
+
+class _Reward(NamedTuple):
+    slots: Slots
+    grade: Callable[[Trajectory, float], Awaitable[Grade]]
+    """The trajectory, and the longest that it may take in seconds."""
 
 
 class Grader:
-    """`rewards`: by name, a function, `package.module:function`, or one of `exact`, `regex`, `math` and `code`.
+    """`rewards`: by name, a function, `package.module:function`, a reward server's URL, or one of `exact`, `regex`,
+    `math` and `code`. It is an asynchronous context manager: what it has started ends with it.
 
-    Raises: ValueError for what is none of these, SandboxError when it is entered with `code` and no sandbox works.
+    Raises: ValueError for what is none of these; SandboxError when it is entered with `code` and no sandbox works.
     """
 
     def __init__(
@@ -43,20 +54,27 @@ class Grader:
     ) -> None:
         self.limits = TimeLimits(limits)
         self._sources = {name: _source(name, reward) for name, reward in rewards.items()}
-        self._bounds = bounds or ProcessBounds()
+        self._processes = GradingProcesses(bounds or ProcessBounds())
         self._slots = Slots(num_processes or max(1, (os.cpu_count() or 2) // 2), max_waiting)
-        self._idle: list[GradingProcess] = []
-        self._code: CodeReward | None = None
+        self._max_waiting = max_waiting
+        self._rewards: dict[str, _Reward] = {}
+        self._held = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        if None in self._sources.values():
-            self._code = CodeReward(await choose_sandbox(), self.limits)
+        self._held.callback(self._processes.kill)
+        for name, source in self._sources.items():
+            if isinstance(source, RewardServer):
+                await self._held.enter_async_context(source)
+                self._rewards[name] = _Reward(Slots(NUM_REQUESTS, self._max_waiting), source.grade)
+            elif source is None:
+                self._rewards[name] = _Reward(self._slots, CodeReward(await choose_sandbox(), self.limits).grade)
+            else:
+                self._rewards[name] = _Reward(self._slots, partial(self._by_function, source))
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for process in self._idle:
-            process.kill()
-        self._idle.clear()
+        self._rewards.clear()
+        await self._held.aclose()
 
     @property
     def names(self) -> list[str]:
@@ -65,49 +83,38 @@ class Grader:
     async def grade(
         self, name: str, trajectory: Trajectory, *, timeout_s: float | None = None, urgency: float = 0.0
     ) -> Grade:
-        """`timeout_s`: at most, however long the learned limit is. `urgency`: the highest is graded first.
+        """`timeout_s`: the longest it may take, however long the learned limit is. `urgency`: the highest goes first.
 
         Raises: ValueError for an unknown name, GraderBusy when too many wait.
         """
-        if name not in self._sources:
-            raise ValueError(f"reward must be one of {', '.join(self._sources) or 'none'}, got {name!r}")
-        source = self._sources[name]
-        async with self._slots.one(urgency):
+        if name not in self._rewards:
+            raise ValueError(f"reward must be one of {', '.join(self._sources) or 'none'}, got {shown(name)}")
+        slots, grade = self._rewards[name]
+        async with slots.one(urgency):
             try:
-                if source is None:
-                    assert self._code is not None, "a Grader with `code` is entered before it grades"
-                    return await self._code.grade(trajectory, timeout_s)
-                return await self._by_function(source, trajectory, timeout_s)
+                return await grade(trajectory, timeout_s or self.limits.terms.longest_s)
             except (TypeError, ValueError, OSError) as error:
-                return failed(f"the trajectory cannot be given to its reward function: {error}")
+                return failed(f"the trajectory cannot be given to what grades it: {error}")
 
-    async def _by_function(self, function: Load, trajectory: Trajectory, timeout_s: float | None) -> Grade:
+    async def _by_function(self, function: Load, trajectory: Trajectory, longest_s: float) -> Grade:
         case = case_of(trajectory)
-        limit_s = min(self.limits.limit_s(case), timeout_s or self.limits.terms.longest_s)
-        process = self._idle.pop() if self._idle else await GradingProcess.start(self._bounds)
-        try:
-            grade = await process.grade(function, trajectory, limit_s)
-        finally:
-            if process.is_spent:
-                process.kill()
-            else:
-                self._idle.append(process)
-        self.limits.observe(
-            case, grade.seconds, is_correct=grade.status == "ok" and bool(grade.reward and grade.reward > 0)
-        )
+        async with self._processes.one() as process:
+            grade = await process.grade(function, trajectory, min(self.limits.limit_s(case), longest_s))
+        self.limits.observe(case, grade.seconds, is_correct=(grade.reward or 0) > 0)
         return grade
 
 
-def _source(name: str, reward: RewardFunction | str) -> Load | None:
-    """What a process loads; None for `code`, which needs a sandbox instead."""
+def _source(name: str, reward: RewardFunction | str) -> Load | RewardServer | None:
+    """What a process loads, or a server; None for `code`, which needs a sandbox instead."""
     if reward == "code":
         return None
-    if isinstance(reward, str):
-        place = f"vllm_rollout.rewards.builtin:{reward}" if reward in BUILT_IN else reward
-        if ":" not in place:
-            raise ValueError(
-                f"the reward {name!r} must be {', '.join(BUILT_IN)} or package.module:function, got {reward!r}"
-            )
-        return Load(name, place)
-    caller(reward)
-    return Load(name, pickled=cloudpickle.dumps(reward))
+    if not isinstance(reward, str):
+        caller(reward)
+        return Load(name, pickled=cloudpickle.dumps(reward))
+    if reward.startswith(("http://", "https://")):
+        return RewardServer(reward)
+    place = f"vllm_rollout.rewards.builtin:{reward}" if reward in BUILT_IN else reward
+    if ":" not in place:
+        known = ", ".join(BUILT_IN)
+        raise ValueError(f"the reward {name!r} must be {known}, package.module:function or a URL, got {shown(reward)}")
+    return Load(name, place)

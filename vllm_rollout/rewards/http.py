@@ -26,7 +26,11 @@ class RewardServer:
     """`url`: of the route that grades."""
 
     def __init__(self, url: str, transport: httpx.AsyncBaseTransport | None = None) -> None:
-        if not httpx.URL(url).host:
+        try:
+            host = httpx.URL(url).host
+        except httpx.InvalidURL:
+            host = ""
+        if not host:
             raise ValueError(f"a reward server must be a URL such as http://127.0.0.1:9000/grade, got {shown(url)}")
         self._url = url
         self._client = httpx.AsyncClient(transport=transport)

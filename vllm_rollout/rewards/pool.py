@@ -12,7 +12,8 @@ import signal
 import socket
 import sys
 import tempfile
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +34,29 @@ class ProcessBounds:
     """More than the functions' modules take. A process that has grown by half of it is replaced."""
     max_jobs: int = 10_000
     """Then a process is replaced."""
+
+
+class GradingProcesses:
+    """Those that wait for work. A new one is started when none does, so callers bound how many there are."""
+
+    def __init__(self, bounds: ProcessBounds) -> None:
+        self._bounds = bounds
+        self._idle: list[GradingProcess] = []
+
+    @asynccontextmanager
+    async def one(self) -> AsyncIterator[GradingProcess]:
+        process = self._idle.pop() if self._idle else await GradingProcess.start(self._bounds)
+        try:
+            yield process
+        finally:
+            if process.is_spent:
+                process.kill()
+            else:
+                self._idle.append(process)
+
+    def kill(self) -> None:
+        while self._idle:
+            self._idle.pop().kill()
 
 
 class GradingProcess:
