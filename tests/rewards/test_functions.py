@@ -3,7 +3,7 @@
 import numpy
 import pytest
 
-from vllm_rollout.rewards.builtin import exact, regex
+from vllm_rollout.rewards.builtin import exact, math, regex
 from vllm_rollout.rewards.functions import caller, grade, load
 from vllm_rollout.rewards.values import VOID, Trajectory
 
@@ -113,3 +113,21 @@ def test_built_in_rewards(reward, text, data, wanted):
 @pytest.mark.parametrize("reward", [exact, regex])
 def test_built_in_rewards_say_what_the_data_lacks(reward):
     assert 'needs "data"' in grade_by(reward, data=None).reason
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "wanted"),
+    [
+        ("So it is \\boxed{\\frac{1}{2}}.", "0.5", 1),
+        ("I get $x^2 + 2x + 1$", "$(x+1)^2$", 1),
+        ("\\boxed{41}", 42, 0),
+        ("no number at all", "42", 0),
+    ],
+)
+def test_math_compares_what_is_meant(text, answer, wanted):
+    said = grade_by(math, text, {"answer": answer})
+    assert (said.status, said.reward) == ("ok", wanted)
+
+
+def test_math_says_when_the_answer_of_the_data_is_none():
+    assert "finds no answer in ''" in grade_by(math, data="").reason

@@ -81,7 +81,7 @@ def test_a_server_that_is_wrong_or_dead_is_an_error_and_no_reward(answer, said, 
     assert attempts in (None, len(sent))
 
 
-@pytest.mark.parametrize("url", ["grade", "http://", "http://[x/"])
+@pytest.mark.parametrize("url", ["grade", "http://"])
 def test_an_address_that_is_none_is_refused(url):
     with pytest.raises(ValueError, match="must be a URL such as"):
         RewardServer(url)

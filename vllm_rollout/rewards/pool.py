@@ -147,6 +147,6 @@ class GradingProcess:
 
     def _bytes(self) -> int:
         try:
-            return psutil.Process(self._process.pid).memory_info().rss
+            return int(psutil.Process(self._process.pid).memory_info().rss)
         except psutil.Error:
             return 0
