@@ -1,0 +1,133 @@
+"""Functions people have, as they have them, and what they return."""
+
+import numpy
+import pytest
+
+from vllm_rollout.rewards.builtin import exact, math, regex
+from vllm_rollout.rewards.functions import caller, grade, load
+from vllm_rollout.rewards.values import VOID, Trajectory
+
+
+def grade_by(function, text="42", data=None, prompt="6 * 7?"):
+    return grade(caller(function), Trajectory(prompt, text, data))
+
+
+def test_trls_functions_get_columns_and_in_a_chat_messages():
+    def reward(prompts, completions, answer, **columns):
+        return [
+            float(c[0]["content"] == a and columns["level"] == [3]) for c, a in zip(completions, answer, strict=True)
+        ]
+
+    chat = [{"role": "user", "content": "6 * 7?"}]
+    assert grade_by(reward, data={"answer": "42", "level": 3}, prompt=chat).reward == 1
+
+    async def of_texts(completions):
+        return [len(text) for text in completions]
+
+    assert grade_by(of_texts, data={"answer": "42"}).reward == 2
+
+
+def test_verls_functions_get_what_the_data_set_says():
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+        return {"score": float(solution_str == ground_truth), "acc": True, "source": data_source, "n": extra_info["n"]}
+
+    said = grade_by(compute_score, data={"data_source": "gsm8k", "ground_truth": "42", "extra_info": {"n": 3}})
+    assert (said.status, said.reward, said.parts) == ("ok", 1, {"acc": 1, "n": 3})
+
+
+async def waits(text):
+    return float(text)
+
+
+@pytest.mark.parametrize(
+    ("function", "reward", "parts"),
+    [
+        (lambda text, data: int(text), 42, None),
+        (lambda text: True, 1, None),
+        (lambda text: numpy.float32(0.5), 0.5, None),
+        (lambda text: {"format": 1, "right": (0.5, 2)}, 2, {"format": 1, "right": 0.5}),
+        (lambda *given: len(given), 2, None),
+        (waits, 42, None),
+    ],
+)
+def test_numbers_and_parts_with_weights_are_rewards(function, reward, parts):
+    said = grade_by(function)
+    assert (said.status, said.reward, said.parts) == ("ok", reward, parts)
+
+
+def test_none_is_void():
+    assert grade_by(lambda text: VOID).status == "void"
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        (float("nan"), "returned nan"),
+        (float("inf"), "returned inf"),
+        ("1.0", "returned '1.0'"),
+        ([1.0, 2.0], "returned [1.0, 2.0]"),
+        ({}, "returned no part"),
+        ({"format": "good"}, "as its part 'format'"),
+        ({"score": None, "acc": 1}, "as its part 'score'"),
+        ("x" * 10_000, "returned 'xxx"),
+    ],
+)
+def test_what_is_no_finite_number_is_an_error_that_shows_it(returned, said):
+    grade = grade_by(lambda text: returned)
+    assert (grade.status, grade.reward) == ("error", None)
+    assert said in grade.reason
+    assert len(grade.reason) < 600
+
+
+def test_what_a_function_raises_is_the_reason():
+    said = grade_by(lambda text: {}["answer"])
+    assert (said.status, said.reason) == ("error", "the reward function raised KeyError: 'answer'")
+    assert "2 rewards for 1 completion" in grade_by(lambda completions: [1, 2]).reason
+
+
+def test_a_signature_that_nobody_can_call_is_refused():
+    with pytest.raises(ValueError, match=r"f\(text, data\), TRL's .* or verl's .*, got \(\)"):
+        caller(lambda: 1)
+
+
+@pytest.mark.parametrize("place", ["json", "json:", "no.such.module:f", "json:no_such", "json:__doc__"])
+def test_a_place_without_a_function_is_refused(place):
+    with pytest.raises(ValueError, match="function"):
+        load(place)
+
+
+@pytest.mark.parametrize(
+    ("reward", "text", "data", "wanted"),
+    [
+        (exact, " 42\n", {"answer": 42}, 1),
+        (exact, "41", "42", 0),
+        (regex, "answer: 42.", {"pattern": r"answer: (?P<answer>\d+)", "answer": "42"}, 1),
+        (regex, "answer: 41.", {"pattern": r"answer: (?P<answer>\d+)", "answer": "42"}, 0),
+        (regex, "nothing", {"pattern": "answer"}, 0),
+    ],
+)
+def test_built_in_rewards(reward, text, data, wanted):
+    assert reward(text, data) == wanted
+
+
+@pytest.mark.parametrize("reward", [exact, regex])
+def test_built_in_rewards_say_what_the_data_lacks(reward):
+    assert 'needs "data"' in grade_by(reward, data=None).reason
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "wanted"),
+    [
+        ("So it is \\boxed{\\frac{1}{2}}.", "0.5", 1),
+        ("I get $x^2 + 2x + 1$", "$(x+1)^2$", 1),
+        ("\\boxed{41}", 42, 0),
+        ("no number at all", "42", 0),
+    ],
+)
+def test_math_compares_what_is_meant(text, answer, wanted):
+    said = grade_by(math, text, {"answer": answer})
+    assert (said.status, said.reward) == ("ok", wanted)
+
+
+def test_math_says_when_the_answer_of_the_data_is_none():
+    assert "finds no answer in ''" in grade_by(math, data="").reason

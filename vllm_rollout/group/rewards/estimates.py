@@ -1,0 +1,55 @@
+"""What a group's rewards say: mean, spread, whether it teaches, and the advantage of each trajectory.
+
+Invariant: only trajectories with a reward count. One without (void, or an error of its grader) has no advantage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean, stdev
+from typing import Literal, NamedTuple, get_args
+
+Estimator = Literal["grpo", "rloo", "mean"]
+"""`grpo`: over the standard deviation (DeepSeekMath 4.1). `rloo`: against the mean of the others (Ahmadian et al.
+2024). `mean`: against the mean of all (Dr. GRPO)."""
+ESTIMATORS: tuple[Estimator, ...] = get_args(Estimator)
+SMALLEST_STD = 1e-6
+"""Added to a standard deviation before something is divided by it."""
+
+
+class RewardSummary(NamedTuple):
+    num_rewards: int
+    mean: float | None
+    """None without a reward."""
+    std: float | None
+    """Of the sample (n - 1); None with fewer than two rewards."""
+    teaches: bool
+    """Whether the rewards differ: else no estimator has a gradient for the group (DAPO, dynamic sampling)."""
+
+
+def summarize(rewards: Sequence[float | None]) -> RewardSummary:
+    known = [reward for reward in rewards if reward is not None]
+    return RewardSummary(
+        len(known),
+        fmean(known) if known else None,
+        stdev(known) if len(known) > 1 else None,
+        teaches=len(set(known)) > 1,
+    )
+
+
+def advantages(rewards: Sequence[float | None], estimator: Estimator = "grpo") -> list[float | None]:
+    """One per trajectory, in order; all 0 for a group that does not teach.
+
+    Raises: ValueError for an unknown estimator.
+    """
+    if estimator not in ESTIMATORS:
+        raise ValueError(f"estimator must be one of {', '.join(ESTIMATORS)}, got {estimator!r}")
+    said = summarize(rewards)
+    if said.mean is None or not said.teaches or said.std is None:
+        return [None if reward is None else 0.0 for reward in rewards]
+    scale = {
+        "grpo": 1 / (said.std + SMALLEST_STD),
+        "rloo": said.num_rewards / (said.num_rewards - 1),
+        "mean": 1.0,
+    }[estimator]
+    return [None if reward is None else (reward - said.mean) * scale for reward in rewards]

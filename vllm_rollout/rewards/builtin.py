@@ -1,0 +1,54 @@
+"""Rewards that need no code of a user's: `exact`, `regex` and `math`. Each is a plain `f(text, data)`.
+
+`data` is the answer itself, or an object with it under `answer` (or `ground_truth`, as verl's data sets say).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from vllm_rollout.group.checks import shown
+
+ANSWERS = ("answer", "ground_truth")
+
+
+def exact(text: str, data: Any) -> float:
+    """1 when the text is the answer, spaces around it apart."""
+    return float(text.strip() == answer_of(data).strip())
+
+
+def regex(text: str, data: Any) -> float:
+    """1 when the pattern is found; a group `answer` in it, if `data` has an answer too, must be that answer."""
+    if not isinstance(data, Mapping) or not isinstance(data.get("pattern"), str):
+        raise ValueError('`regex` needs "data": {"pattern": "…"}, and may have an "answer" for the group ?P<answer>')
+    found = re.search(data["pattern"], text)
+    if found is None:
+        return 0.0
+    named = found.groupdict().get("answer")
+    return 1.0 if named is None else float(named.strip() == answer_of(data).strip())
+
+
+def math(text: str, data: Any) -> float:
+    """1 when both say the same number or expression (math-verify, `pip install vllm-rollout[rewards]`).
+
+    Its own time limits are off: they need a main thread, and the process that runs this has a limit anyway.
+    """
+    from math_verify import parse, verify  # an optional package
+
+    gold = answer_of(data)
+    boxed = gold if "\\boxed" in gold or "$" in gold else f"${gold}$"
+    wanted = parse(boxed, parsing_timeout=None)
+    if not wanted:
+        raise ValueError(f"math-verify finds no answer in {shown(gold)}")
+    return float(verify(wanted, parse(text, parsing_timeout=None), timeout_seconds=None))
+
+
+def answer_of(data: Any) -> str:
+    """Raises: ValueError where no answer came with the prompt."""
+    if isinstance(data, Mapping):
+        data = next((data[name] for name in ANSWERS if name in data), None)
+    if isinstance(data, bool) or not isinstance(data, str | int | float):
+        raise ValueError(f'the prompt needs "data": {{"answer": "…"}}, got {shown(data)}')
+    return str(data)

@@ -1,0 +1,73 @@
+"""Messages between a grader and its processes: four bytes of length, then MessagePack. Trusted on neither side's word:
+a frame that is too long or no message ends the connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from typing import Any, TypeVar
+
+import msgspec
+
+from vllm_rollout.rewards.values import Trajectory
+
+LENGTH = struct.Struct("!I")
+MAX_FRAME_BYTES = 256 << 20
+
+Message = TypeVar("Message")
+
+
+class BrokenFrame(Exception):
+    """The other side ended, or sent what is no message."""
+
+
+class Load(msgspec.Struct, frozen=True, tag=True):
+    """A reward function comes, by the name that later jobs use."""
+
+    name: str
+    place: str | None = None
+    """`package.module:function`."""
+    pickled: bytes | None = None
+    """Of a function without such a place, by cloudpickle."""
+
+
+class Job(msgspec.Struct, frozen=True, tag=True):
+    name: str
+    trajectory: Trajectory
+
+
+def encode(message: Any) -> bytes:
+    """Raises: ValueError for what is too long to send, TypeError for data that is no JSON."""
+    body = msgspec.msgpack.encode(message)
+    if len(body) > MAX_FRAME_BYTES:
+        raise ValueError(f"a trajectory and its data may have {MAX_FRAME_BYTES >> 20} MiB, got {len(body) >> 20}")
+    return LENGTH.pack(len(body)) + body
+
+
+async def read(reader: asyncio.StreamReader, kind: type[Message]) -> Message:
+    """Raises: BrokenFrame."""
+    try:
+        (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+        if length > MAX_FRAME_BYTES:
+            raise BrokenFrame(f"it announced {length} bytes")
+        return msgspec.msgpack.decode(await reader.readexactly(length), type=kind)
+    except (OSError, EOFError, msgspec.MsgspecError) as error:
+        raise BrokenFrame(str(error)) from error
+
+
+def receive(connection: socket.socket, kind: Any) -> Any:
+    """The same where nothing else is to be done. Raises: BrokenFrame."""
+    (length,) = LENGTH.unpack(_exactly(connection, LENGTH.size))
+    return msgspec.msgpack.decode(_exactly(connection, length), type=kind)
+
+
+def _exactly(connection: socket.socket, num_bytes: int) -> bytearray:
+    gathered = bytearray()
+    while len(gathered) < num_bytes:
+        part = connection.recv(min(1 << 20, num_bytes - len(gathered)))
+        if not part:
+            raise BrokenFrame("the other side ended")
+        gathered += part
+    return gathered

@@ -1,0 +1,153 @@
+"""Reward functions people already have, told apart by their signature, and what they return.
+
+Invariant: whatever a function returns or raises becomes a `Grade`; nothing of it passes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+from vllm_rollout.group.checks import shown
+from vllm_rollout.rewards.values import Grade, Trajectory, failed
+
+RewardFunction = Callable[..., Any]
+VERL_PARAMETERS = {"solution_str", "ground_truth"}
+TOTALS = ("score", "reward")
+"""Under either name verl's functions, and others', return the reward itself beside further numbers."""
+
+
+def load(where: str) -> RewardFunction:
+    """The function at `package.module:function`. Raises: ValueError that says what is missing."""
+    module_name, _, name = where.partition(":")
+    if not module_name or not name:
+        raise ValueError(f"a reward function is named package.module:function, got {where!r}")
+    try:
+        found = import_module(module_name)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"there is no reward function at {where!r}: {error}") from error
+    if not callable(found):
+        raise ValueError(f"{where!r} must be a function, got a {type(found).__name__}")
+    return found
+
+
+def caller(function: RewardFunction) -> Callable[[Trajectory], Any]:
+    """How that function is asked about one trajectory. Raises: ValueError for a signature nobody can call.
+
+    - with `completions`: TRL's `f(prompts, completions, **columns)`, asked about a batch of one
+    - with `solution_str` and `ground_truth`: verl's `compute_score`, with `data_source` and `extra_info` where it asks
+    - else: `f(text, data)`, or `f(text)`
+    """
+    parameters = inspect.signature(function).parameters
+    if "completions" in parameters:
+        return lambda trajectory: _first(function(**_trl_arguments(trajectory, parameters)))
+    if set(parameters) >= VERL_PARAMETERS:
+        return lambda trajectory: function(**_verl_arguments(trajectory, parameters))
+    positional = [p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    many = any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
+    if len(positional) >= 2 or many:
+        return lambda trajectory: function(trajectory.text, trajectory.data)
+    if len(positional) == 1:
+        return lambda trajectory: function(trajectory.text)
+    raise ValueError(
+        f"a reward function is f(text, data), TRL's f(prompts, completions, **columns) or verl's "
+        f"compute_score(data_source, solution_str, ground_truth, extra_info), got {inspect.signature(function)}"
+    )
+
+
+def grade(call: Callable[[Trajectory], Any], trajectory: Trajectory) -> Grade:
+    """Ask the function, and make a `Grade` of what it says or raises."""
+    try:
+        returned = call(trajectory)
+        if inspect.isawaitable(returned):
+            returned = asyncio.run(_awaited(returned))
+        return grade_of(returned)
+    except MemoryError:
+        return failed("the reward function used up its memory")
+    except Exception as error:  # the function is a stranger's; what it raises is this trajectory's alone
+        return failed(f"the reward function raised {type(error).__name__}: {error}")
+
+
+def grade_of(returned: Any) -> Grade:
+    """A number, None (void), verl's dictionary with a `score`, or parts: `{name: number or (number, weight)}`."""
+    if isinstance(returned, Grade):
+        return returned
+    if returned is None:
+        return Grade("void", reason="the reward function says that the trajectory must not count")
+    if not isinstance(returned, Mapping):
+        reward = _number(returned)
+        return failed(_not_a_number("", returned)) if reward is None else Grade("ok", reward)
+    total = next((name for name in TOTALS if name in returned), None)
+    numbers, weights = {}, {}
+    for name, value in returned.items():
+        amount, weight = value if isinstance(value, tuple) and len(value) == 2 else (value, 1.0)
+        number, weighed = _number(amount), _number(weight)
+        if number is not None and weighed is not None:
+            numbers[str(name)], weights[str(name)] = number, weighed
+        elif total is None or name == total:
+            return failed(_not_a_number(f" as its part {name!r}", value))
+    if not numbers:
+        return failed("the reward function returned no part")
+    parts = {name: number for name, number in numbers.items() if name != total}
+    reward = numbers[total] if total else sum(numbers[name] * weights[name] for name in numbers)
+    return Grade("ok", reward, parts=parts or None)
+
+
+def _trl_arguments(trajectory: Trajectory, parameters: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
+    chat = not isinstance(trajectory.prompt, str)
+    completion: Any = [{"role": "assistant", "content": trajectory.text}] if chat else trajectory.text
+    columns = trajectory.data if isinstance(trajectory.data, Mapping) else {"data": trajectory.data}
+    arguments = {name: [value] for name, value in columns.items()}
+    arguments |= {"prompts": [trajectory.prompt], "completions": [completion]}
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return {name: value for name, value in arguments.items() if takes_all or name in parameters}
+
+
+def _verl_arguments(trajectory: Trajectory, parameters: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
+    data = trajectory.data if isinstance(trajectory.data, Mapping) else {"ground_truth": trajectory.data}
+    arguments = {
+        "data_source": data.get("data_source", ""),
+        "solution_str": trajectory.text,
+        "ground_truth": data.get("ground_truth", data.get("answer")),
+        "extra_info": data.get("extra_info", {}),
+    }
+    return {name: value for name, value in arguments.items() if name in parameters}
+
+
+def _first(returned: Any) -> Any:
+    """TRL's functions return one reward per completion. Raises: ValueError for another number of them."""
+    if inspect.isawaitable(returned):
+        return _first_awaited(returned)
+    rewards = list(returned)
+    if len(rewards) != 1:
+        raise ValueError(f"it returned {len(rewards)} rewards for 1 completion")
+    return rewards[0]
+
+
+async def _first_awaited(returned: Any) -> Any:
+    return _first(await returned)
+
+
+async def _awaited(returned: Any) -> Any:
+    return await returned
+
+
+def _number(value: Any) -> float | None:
+    """A finite number, or a numpy or torch scalar; a string is none."""
+    if isinstance(value, str | bytes):
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _not_a_number(where: str, value: Any) -> str:
+    return f"the reward function returned {shown(value)}{where}; a finite number is needed, or None for void"

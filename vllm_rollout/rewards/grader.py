@@ -1,0 +1,120 @@
+"""Grades trajectories by the name of a reward, many at once, each within its time limit.
+
+Invariant: every trajectory gets one `Grade`, whatever grades it does, unless its caller is cancelled.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import NamedTuple, Self
+
+import cloudpickle
+
+from vllm_rollout.group.checks import shown
+from vllm_rollout.group.rewards.time_limits import LimitTerms, TimeLimits
+from vllm_rollout.rewards.code import CodeReward
+from vllm_rollout.rewards.frames import Load
+from vllm_rollout.rewards.functions import RewardFunction, caller
+from vllm_rollout.rewards.http import RewardServer
+from vllm_rollout.rewards.pool import GradingProcesses, ProcessBounds
+from vllm_rollout.rewards.sandbox import choose_sandbox
+from vllm_rollout.rewards.slots import Slots
+from vllm_rollout.rewards.values import Grade, Trajectory, case_of, failed
+
+BUILT_IN = ("exact", "regex", "math", "code")
+MAX_WAITING = 16_384
+NUM_REQUESTS = 64
+"""To one reward server at once."""
+
+
+class _Reward(NamedTuple):
+    slots: Slots
+    grade: Callable[[Trajectory, float], Awaitable[Grade]]
+    """The trajectory, and the longest that it may take in seconds."""
+
+
+class Grader:
+    """`rewards`: by name, a function, `package.module:function`, a reward server's URL, or one of `exact`, `regex`,
+    `math` and `code`. It is an asynchronous context manager: what it has started ends with it.
+
+    Raises: ValueError for what is none of these; SandboxError when it is entered with `code` and no sandbox works.
+    """
+
+    def __init__(
+        self,
+        rewards: Mapping[str, RewardFunction | str],
+        *,
+        num_processes: int | None = None,
+        limits: LimitTerms | None = None,
+        bounds: ProcessBounds | None = None,
+        max_waiting: int = MAX_WAITING,
+    ) -> None:
+        self.limits = TimeLimits(limits)
+        self._sources = {name: _source(name, reward) for name, reward in rewards.items()}
+        self._processes = GradingProcesses(bounds or ProcessBounds())
+        self._slots = Slots(num_processes or max(1, (os.cpu_count() or 2) // 2), max_waiting)
+        self._max_waiting = max_waiting
+        self._rewards: dict[str, _Reward] = {}
+        self._held = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        self._held.callback(self._processes.kill)
+        for name, source in self._sources.items():
+            if isinstance(source, RewardServer):
+                await self._held.enter_async_context(source)
+                self._rewards[name] = _Reward(Slots(NUM_REQUESTS, self._max_waiting), source.grade)
+            elif source is None:
+                self._rewards[name] = _Reward(self._slots, CodeReward(await choose_sandbox(), self.limits).grade)
+            else:
+                self._rewards[name] = _Reward(self._slots, partial(self._by_function, source))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._rewards.clear()
+        await self._held.aclose()
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._sources)
+
+    async def grade(
+        self, name: str, trajectory: Trajectory, *, timeout_s: float | None = None, urgency: float = 0.0
+    ) -> Grade:
+        """`timeout_s`: the longest it may take, however long the learned limit is. `urgency`: the highest goes first.
+
+        Raises: ValueError for an unknown name, GraderBusy when too many wait.
+        """
+        if name not in self._rewards:
+            raise ValueError(f"reward must be one of {', '.join(self._sources) or 'none'}, got {shown(name)}")
+        slots, grade = self._rewards[name]
+        async with slots.one(urgency):
+            try:
+                return await grade(trajectory, timeout_s or self.limits.terms.longest_s)
+            except (TypeError, ValueError, OSError) as error:
+                return failed(f"the trajectory cannot be given to what grades it: {error}")
+
+    async def _by_function(self, function: Load, trajectory: Trajectory, longest_s: float) -> Grade:
+        case = case_of(trajectory)
+        async with self._processes.one() as process:
+            grade = await process.grade(function, trajectory, min(self.limits.limit_s(case), longest_s))
+        self.limits.observe(case, grade.seconds, is_correct=(grade.reward or 0) > 0)
+        return grade
+
+
+def _source(name: str, reward: RewardFunction | str) -> Load | RewardServer | None:
+    """What a process loads, or a server; None for `code`, which needs a sandbox instead."""
+    if reward == "code":
+        return None
+    if not isinstance(reward, str):
+        caller(reward)
+        return Load(name, pickled=cloudpickle.dumps(reward))
+    if reward.startswith(("http://", "https://")):
+        return RewardServer(reward)
+    place = f"vllm_rollout.rewards.builtin:{reward}" if reward in BUILT_IN else reward
+    if ":" not in place:
+        known = ", ".join(BUILT_IN)
+        raise ValueError(f"the reward {name!r} must be {known}, package.module:function or a URL, got {shown(reward)}")
+    return Load(name, place)

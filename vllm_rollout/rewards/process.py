@@ -1,0 +1,87 @@
+"""The process in which reward functions run: `python -m vllm_rollout.rewards.process FD MEMORY_BYTES`.
+
+Invariant: one trajectory at a time, one `Grade` back for each. What a function prints goes nowhere, the folder that it
+changes to and the children that it leaves are gone before the next one; it ends with its parent, whatever it is doing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import cloudpickle
+import psutil
+
+from vllm_rollout.rewards.frames import BrokenFrame, Job, Load, encode, receive
+from vllm_rollout.rewards.functions import caller, grade, load
+from vllm_rollout.rewards.values import Grade, Trajectory, failed
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+
+
+def main() -> None:
+    connection, memory_bytes = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    home = os.getcwd()
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for standard in (0, 1, 2):
+        os.dup2(nowhere, standard)
+    calls: dict[str, Callable[[Trajectory], Any] | str] = {}
+    with suppress(BrokenFrame):
+        while True:
+            message = receive(connection, Load | Job)
+            if isinstance(message, Load):
+                call = calls[message.name] = _loaded(message)
+                _limit_memory(memory_bytes)
+                connection.sendall(encode(failed(call) if isinstance(call, str) else Grade("ok")))
+            else:
+                os.chdir(home)
+                connection.sendall(encode(_graded(calls[message.name], message.trajectory)))
+                _end_children()
+
+
+def _loaded(message: Load) -> Callable[[Trajectory], Any] | str:
+    """How the function is asked, or why it cannot be."""
+    try:
+        return caller(load(message.place) if message.place else cloudpickle.loads(message.pickled))
+    except Exception as error:  # a stranger's module may raise anything while it is imported
+        return f"the reward function cannot be loaded: {type(error).__name__}: {error}"
+
+
+def _graded(call: Callable[[Trajectory], Any] | str, trajectory: Trajectory) -> Grade:
+    if isinstance(call, str):  # the second trajectory of a function that could not be loaded
+        return failed(call)
+    began = time.monotonic()
+    said = grade(call, trajectory)
+    return Grade(said.status, said.reward, said.reason, said.parts, time.monotonic() - began)
+
+
+def _limit_memory(memory_bytes: int) -> None:
+    """That much more than what the modules of the functions have taken already."""
+    limit = psutil.Process().memory_info().vms + memory_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+
+
+def _end_children() -> None:
+    """What the function left behind, its orphans too: they are children of this process, which adopts them."""
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            child.kill()
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""A bounded number of things at once; who waits is served by urgency, then in order of arrival."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from itertools import count
+
+
+class GraderBusy(RuntimeError):
+    """More trajectories wait for a grader than may."""
+
+
+class Slots:
+    def __init__(self, num_slots: int, max_waiting: int) -> None:
+        self._num_free = num_slots
+        self._max_waiting = max_waiting
+        self._arrivals = count()
+        self._waiting: list[tuple[float, int, asyncio.Future[None]]] = []
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(not future.done() for *_, future in self._waiting)
+
+    @asynccontextmanager
+    async def one(self, urgency: float = 0.0) -> AsyncIterator[None]:
+        """The highest urgency first. Raises: GraderBusy."""
+        if self._num_free:
+            self._num_free -= 1
+        else:
+            await self._turn(urgency)
+        try:
+            yield
+        finally:
+            self._pass_on()
+
+    async def _turn(self, urgency: float) -> None:
+        if self.num_waiting >= self._max_waiting:
+            raise GraderBusy(
+                f"{self._max_waiting} trajectories wait for this grader already. Wait, give it more processes, or make "
+                "it faster."
+            )
+        turn = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (-urgency, next(self._arrivals), turn))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._pass_on()
+            raise
+
+    def _pass_on(self) -> None:
+        while self._waiting:
+            *_, turn = heapq.heappop(self._waiting)
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._num_free += 1
