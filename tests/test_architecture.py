@@ -63,7 +63,9 @@ def test_server_imports_neither_torch_nor_vllm():
     assert offences(PACKAGE / "server", torch_or_vllm) == []
 
 
-@pytest.mark.parametrize("folder", ["client", "demo", "emulation", "integrations", "profiling", "rewards", "simulator", "trace"])
+@pytest.mark.parametrize(
+    "folder", ["client", "demo", "emulation", "integrations", "profiling", "rewards", "simulator", "trace"]
+)
 def test_what_works_from_outside_imports_neither_torch_nor_vllm(folder):
     assert offences(PACKAGE / folder, torch_or_vllm) == []
 
