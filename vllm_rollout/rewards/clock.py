@@ -17,7 +17,7 @@ MAX_STRETCH = 5.0
 """Times a limit that wall time may reach, however busy the machine is."""
 
 
-class Clock:
+class WorkClock:
     """Begins when it is made. `pid`: of the process; what it starts counts too."""
 
     def __init__(self, pid: int) -> None:

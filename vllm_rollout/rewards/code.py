@@ -14,7 +14,7 @@ import secrets
 import msgspec
 
 from vllm_rollout.group.rewards.time_limits import TimeLimits
-from vllm_rollout.rewards.sandbox import Run, RunEnd, Sandbox
+from vllm_rollout.rewards.sandbox import ProgramRun, RunEnd, Sandbox
 from vllm_rollout.rewards.values import Grade, Trajectory, case_of, failed
 
 FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
@@ -85,7 +85,7 @@ class CodeReward:
         reward = share if tests.partial else float(share == 1)
         return Grade("ok", reward, reason, {"passed": share}, seconds)
 
-    async def _run(self, program: str, test: str | InputOutput, limit_s: float) -> tuple[Run, bool]:
+    async def _run(self, program: str, test: str | InputOutput, limit_s: float) -> tuple[ProgramRun, bool]:
         if isinstance(test, InputOutput):
             run = await self._sandbox.run({"main.py": program}, test.input.encode(), limit_s)
             passed = (

@@ -33,7 +33,7 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     """Of a function without such a place, by cloudpickle."""
 
 
-class Job(msgspec.Struct, frozen=True, tag=True):
+class GradingJob(msgspec.Struct, frozen=True, tag=True):
     name: str
     trajectory: Trajectory
 

@@ -20,8 +20,8 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from vllm_rollout.rewards.clock import Clock
-from vllm_rollout.rewards.frames import BrokenFrame, Job, Load, encode, read
+from vllm_rollout.rewards.clock import WorkClock
+from vllm_rollout.rewards.frames import BrokenFrame, GradingJob, Load, encode, read
 from vllm_rollout.rewards.values import Grade, Trajectory, failed
 
 LOAD_S = 60.0
@@ -100,7 +100,7 @@ class GradingProcess:
 
         Raises: TypeError or ValueError for data that cannot be sent.
         """
-        job = encode(Job(function.name, trajectory))
+        job = encode(GradingJob(function.name, trajectory))
         if function.name not in self._loaded:
             loaded = await self._asked(encode(function), LOAD_S)
             if loaded.status != "ok":
@@ -112,7 +112,7 @@ class GradingProcess:
         return grade
 
     async def _asked(self, frame: bytes, limit_s: float) -> Grade:
-        clock = Clock(self._process.pid)
+        clock = WorkClock(self._process.pid)
         self._writer.write(frame)
         answer = asyncio.ensure_future(read(self._reader, Grade))
         try:

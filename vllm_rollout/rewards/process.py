@@ -20,7 +20,7 @@ from typing import Any
 import cloudpickle
 import psutil
 
-from vllm_rollout.rewards.frames import BrokenFrame, Job, Load, encode, receive
+from vllm_rollout.rewards.frames import BrokenFrame, GradingJob, Load, encode, receive
 from vllm_rollout.rewards.functions import caller, grade, load
 from vllm_rollout.rewards.values import Grade, Trajectory, failed
 
@@ -40,7 +40,7 @@ def main() -> None:
     calls: dict[str, Callable[[Trajectory], Any] | str] = {}
     with suppress(BrokenFrame):
         while True:
-            message = receive(connection, Load | Job)
+            message = receive(connection, Load | GradingJob)
             if isinstance(message, Load):
                 call = calls[message.name] = _loaded(message)
                 _limit_memory(memory_bytes)

@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 
 import psutil
 
-from vllm_rollout.rewards.clock import Clock
+from vllm_rollout.rewards.clock import WorkClock
 
 POLL_S = 0.05
 KILL_S = 10.0
@@ -44,7 +44,7 @@ class SandboxBounds:
 RunEnd = Literal["exited", "timeout", "memory", "output"]
 
 
-class Run(NamedTuple):
+class ProgramRun(NamedTuple):
     """How a program ended."""
 
     end: RunEnd
@@ -127,7 +127,7 @@ class Sandbox:
         standard_input: bytes = b"",
         limit_s: float = 30.0,
         arguments: Sequence[str] = (),
-    ) -> Run:
+    ) -> ProgramRun:
         """Run `main.py` of these files; it finds them in /program. Returns when all that it started is gone."""
         with tempfile.TemporaryDirectory(prefix="vllm-rollout-program-") as name:
             folder = Path(name)
@@ -151,10 +151,10 @@ class _Running:
 
     def __init__(self, process: asyncio.subprocess.Process, bounds: SandboxBounds) -> None:
         self._process, self._bounds = process, bounds
-        self._clock = Clock(process.pid)
+        self._clock = WorkClock(process.pid)
         self._output = bytearray()
 
-    async def watch(self, standard_input: bytes, limit_s: float) -> Run:
+    async def watch(self, standard_input: bytes, limit_s: float) -> ProgramRun:
         talk = [asyncio.create_task(each) for each in (self._feed(standard_input), self._read(), self._process.wait())]
         end: RunEnd = "exited"
         try:
@@ -168,7 +168,7 @@ class _Running:
                 each.cancel()
             await asyncio.wait(talk)
             await asyncio.wait_for(self._process.communicate(), KILL_S)
-        return Run(end, self._process.returncode if end == "exited" else None, bytes(self._output), seconds)
+        return ProgramRun(end, self._process.returncode if end == "exited" else None, bytes(self._output), seconds)
 
     def _excess(self, limit_s: float) -> RunEnd:
         if len(self._output) > self._bounds.output_bytes:
