@@ -23,6 +23,8 @@ class WorkClock:
     def __init__(self, pid: int) -> None:
         self._pid = pid
         self._began = time.monotonic()
+        self.started: list[psutil.Process] = []
+        """What the process had started when it was last looked at."""
         self._at_first = self._waits()
         self._waited_s = 0.0
 
@@ -45,7 +47,8 @@ class WorkClock:
         """Seconds that each process of the tree has waited, by process id."""
         waits = {}
         with suppress(psutil.Error):
-            for pid in (self._pid, *(child.pid for child in psutil.Process(self._pid).children(recursive=True))):
+            self.started = psutil.Process(self._pid).children(recursive=True)
+            for pid in (self._pid, *(child.pid for child in self.started)):
                 with suppress(OSError, IndexError, ValueError):
                     waits[pid] = int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
         return waits

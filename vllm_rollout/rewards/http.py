@@ -8,11 +8,13 @@ is not the policy's fault.
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from typing import Any, Self
 from uuid import uuid4
 
 import httpx
+import msgspec
 
 from vllm_rollout.group.checks import shown
 from vllm_rollout.rewards.functions import grade_of
@@ -49,15 +51,15 @@ class RewardServer:
             async with asyncio.timeout(limit_s):
                 while True:
                     try:
-                        if grade := await self._attempt(asked):
-                            break
+                        grade = await self._attempt(asked)
+                        break
                     except (httpx.HTTPError, _FailsNow) as error:
                         said = str(error) or type(error).__name__
                     await asyncio.sleep(pause_s)
                     pause_s *= 2
         except TimeoutError:
             grade = failed(f"the reward server {self._url} gave no reward: {said}")
-        return Grade(grade.status, grade.reward, grade.reason, grade.parts, time.monotonic() - began)
+        return msgspec.structs.replace(grade, seconds=time.monotonic() - began)
 
     async def _attempt(self, asked: dict[str, Any]) -> Grade:
         """Raises: _FailsNow or httpx.HTTPError when another attempt may help."""
@@ -72,7 +74,7 @@ class RewardServer:
         if not answer.is_success:
             return failed(f"the reward server answered {answer.status_code}: {body.decode(errors='replace'):.200}")
         try:
-            said = httpx.Response(200, content=body).json()
+            said = json.loads(body)
         except ValueError:
             return failed(f"the reward server answered no JSON: {shown(body.decode(errors='replace'))}")
         if isinstance(said, dict):

@@ -18,6 +18,7 @@ from contextlib import suppress
 from typing import Any
 
 import cloudpickle
+import msgspec
 import psutil
 
 from vllm_rollout.rewards.frames import BrokenFrame, GradingJob, Load, encode, receive
@@ -64,7 +65,7 @@ def _graded(call: Callable[[Trajectory], Any] | str, trajectory: Trajectory) -> 
         return failed(call)
     began = time.monotonic()
     said = grade(call, trajectory)
-    return Grade(said.status, said.reward, said.reason, said.parts, time.monotonic() - began)
+    return msgspec.structs.replace(said, seconds=time.monotonic() - began)
 
 
 def _limit_memory(memory_bytes: int) -> None:

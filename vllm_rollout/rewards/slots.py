@@ -18,11 +18,9 @@ class Slots:
         self._num_free = num_slots
         self._max_waiting = max_waiting
         self._arrivals = count()
-        self._waiting: list[tuple[float, int, asyncio.Future[None]]] = []
-
-    @property
-    def num_waiting(self) -> int:
-        return sum(not future.done() for *_, future in self._waiting)
+        self._num_waiting = 0
+        self._turns: list[tuple[float, int, asyncio.Future[None]]] = []
+        """By urgency; whoever has left is still in it."""
 
     @asynccontextmanager
     async def one(self, urgency: float = 0.0) -> AsyncIterator[None]:
@@ -37,24 +35,28 @@ class Slots:
             self._pass_on()
 
     async def _turn(self, urgency: float) -> None:
-        if self.num_waiting >= self._max_waiting:
+        if self._num_waiting >= self._max_waiting:
             raise GraderBusy(
                 f"{self._max_waiting} trajectories wait for this grader already. Wait, give it more processes, or make "
                 "it faster."
             )
         turn = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting, (-urgency, next(self._arrivals), turn))
+        heapq.heappush(self._turns, (-urgency, next(self._arrivals), turn))
+        self._num_waiting += 1
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
+            if turn.cancelled():
+                self._num_waiting -= 1
+            else:  # its turn had come
                 self._pass_on()
             raise
 
     def _pass_on(self) -> None:
-        while self._waiting:
-            *_, turn = heapq.heappop(self._waiting)
+        while self._turns:
+            *_, turn = heapq.heappop(self._turns)
             if not turn.done():
                 turn.set_result(None)
+                self._num_waiting -= 1
                 return
         self._num_free += 1
