@@ -35,7 +35,7 @@ from vllm_rollout.group.lengths.cost import CostModel, computed_prompt_tokens, r
 from vllm_rollout.models import DEFAULT_MODEL, resolve
 from vllm_rollout.process import MAX_BATCHED_TOKENS, ServerProcess, exit_on_sigterm, log_folder, runs_on_cpu
 from vllm_rollout.profiling.grid import Wanted
-from vllm_rollout.profiling.options import Options
+from vllm_rollout.profiling.options import ProfileOptions
 from vllm_rollout.profiling.picture import draw_size
 from vllm_rollout.profiling.profile_file import Profile
 from vllm_rollout.profiling.run import run as run_profile
@@ -102,7 +102,7 @@ def main() -> None:
         profile = Profile.read(args.profile)
     else:
         command = f"python -m benchmarks.ptl --model {args.model}"
-        options = Options(
+        options = ProfileOptions(
             args.model, args.profile, Wanted(quick=args.quick), serve_flags=flags, restart=True, command=command
         )
         profile = run_profile(options, console)

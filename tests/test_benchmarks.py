@@ -22,7 +22,7 @@ from benchmarks.group_race import (
 from vllm_rollout import process
 from vllm_rollout.demo import picture
 from vllm_rollout.demo.options import Options
-from vllm_rollout.demo.phases import Candidate, Phase, compare_kept, first_finished
+from vllm_rollout.demo.phases import Phase, RacedCandidate, compare_kept, first_finished
 
 METRICS = """# HELP vllm:generation_tokens_total Number of generation tokens processed.
 vllm:generation_tokens_total{engine="0",model_name="m"} 12.0
@@ -178,16 +178,16 @@ def test_pictures_are_drawn(tmp_path):
     draw(result, tmp_path / "race.png")
 
     options = Options(prompts=2, group_size=1, candidates=2, max_tokens=16)
-    stock = [Candidate(0, 3, "kept"), Candidate(1, 9, "unused")]
-    raced = [Candidate(0, 3, "kept"), Candidate(1, 3, "surplus")]
+    stock = [RacedCandidate(0, 3, "kept"), RacedCandidate(1, 9, "unused")]
+    raced = [RacedCandidate(0, 3, "kept"), RacedCandidate(1, 3, "surplus")]
     phases = Phase("stock", 2.0, [stock] * 2), Phase("race", 1.0, [raced] * 2)
     picture.draw(*phases, options, tmp_path / "demo.png")
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("race.png", "demo.png"))
 
 
 def test_demo_says_how_much_the_race_changed():
-    same = Phase("", 1.0, [[Candidate(0, 2, "kept", (1, 2)), Candidate(1, 1, "kept", (5,))]])
-    other = Phase("", 1.0, [[Candidate(0, 2, "kept", (1, 2)), Candidate(1, 1, "kept", (6,))]])
+    same = Phase("", 1.0, [[RacedCandidate(0, 2, "kept", (1, 2)), RacedCandidate(1, 1, "kept", (5,))]])
+    other = Phase("", 1.0, [[RacedCandidate(0, 2, "kept", (1, 2)), RacedCandidate(1, 1, "kept", (6,))]])
     assert compare_kept(same, same).startswith("All 2")
     assert compare_kept(same, other).startswith("1 of 2")
 

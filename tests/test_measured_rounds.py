@@ -15,7 +15,7 @@ from benchmarks.rounds.client_side import client_rounds
 from benchmarks.rounds.measures import Run, run_row, summarize
 from benchmarks.rounds.picture import draw, tables
 from benchmarks.rounds.setup import WAY_NAMES, Sizes, check
-from vllm_rollout.demo.rounds.rounds import Group, Period, Round
+from vllm_rollout.demo.rounds.rounds import Period, ReturnedGroup, Round
 from vllm_rollout.process import ServerError
 
 SIZES = Sizes("fake", prompts_per_round=4, group_size=2, max_tokens=64, temperature=1.0, repeats=2, seed=3)
@@ -98,8 +98,8 @@ def test_the_client_fails_with_the_servers_words():
 
 
 def made_up(way: str, repeat: int, seconds: float) -> Run:
-    short = Round("short", seconds, (Group(0, 1.0, (5, 6)), Group(1, seconds)), 25)
-    long = Round("long", seconds, (Group(1, seconds, (30, 40)),), 80)
+    short = Round("short", seconds, (ReturnedGroup(0, 1.0, (5, 6)), ReturnedGroup(1, seconds)), 25)
+    long = Round("long", seconds, (ReturnedGroup(1, seconds, (30, 40)),), 80)
     return Run((way, repeat), 1.5, 0.5, Period((short, long)))
 
 

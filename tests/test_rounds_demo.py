@@ -12,7 +12,7 @@ from vllm_rollout import AsyncRolloutClient
 from vllm_rollout.demo.rounds.options import QUICK, RoundsOptions
 from vllm_rollout.demo.rounds.picture import draw
 from vllm_rollout.demo.rounds.prompts import LONG, make_prompts
-from vllm_rollout.demo.rounds.rounds import Group, Period, Round, plain_rounds, tail_rounds
+from vllm_rollout.demo.rounds.rounds import Period, ReturnedGroup, Round, plain_rounds, tail_rounds
 from vllm_rollout.demo.rounds.run import rounds_table
 from vllm_rollout.process import ServerError
 
@@ -91,9 +91,9 @@ def test_sizes_that_cannot_run_are_refused(given):
 
 
 def test_the_table_and_the_picture_show_both_ways(tmp_path):
-    before = Period((Round("plain", 4.0, (Group(0, 1.0, (5, 6)), Group(1, 4.0, (30, 40))), 81),))
-    short = Round("short", 1.0, (Group(0, 1.0, (5, 6)), Group(1, 1.0)), 25)
-    after = Period((short, replace(short, name="long", groups=(Group(1, 1.0, (30, 40)),), generated_tokens=70)))
+    before = Period((Round("plain", 4.0, (ReturnedGroup(0, 1.0, (5, 6)), ReturnedGroup(1, 4.0, (30, 40))), 81),))
+    short = Round("short", 1.0, (ReturnedGroup(0, 1.0, (5, 6)), ReturnedGroup(1, 1.0)), 25)
+    after = Period((short, replace(short, name="long", groups=(ReturnedGroup(1, 1.0, (30, 40)),), generated_tokens=70)))
     table = rounds_table(before, after)
     cells = [list(column.cells) for column in table.columns]
     assert cells[1][0] == "4.0"

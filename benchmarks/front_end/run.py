@@ -38,7 +38,7 @@ from benchmarks.front_end.clients import TIMEOUT_S, WAYS
 from benchmarks.front_end.results import draw, table
 from benchmarks.front_end.sampling import WAITS
 from benchmarks.front_end.workload import DEVICE, NUM_CANDIDATES, ideal, lengths_of, prompts_of
-from vllm_rollout.emulation.step_log import Step, Summary, read_steps
+from vllm_rollout.emulation.step_log import LoggedStep, Summary, read_steps
 from vllm_rollout.models import resolve
 from vllm_rollout.process import ServerProcess, exit_on_sigterm, free_port
 
@@ -203,7 +203,7 @@ class Rounds:
         answer.raise_for_status()
         return answer.json()["results"][0] if answer.content else None
 
-    def _read(self) -> list[list[Step]]:
+    def _read(self) -> list[list[LoggedStep]]:
         return [log.steps for log in read_steps(self._steps)]
 
     def _wait_until_idle(self) -> None:

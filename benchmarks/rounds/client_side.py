@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 
 from vllm_rollout.demo.phases import raise_for_status
-from vllm_rollout.demo.rounds.rounds import Group, Round, RoundName, messages, sampling_of
+from vllm_rollout.demo.rounds.rounds import ReturnedGroup, Round, RoundName, messages, sampling_of
 from vllm_rollout.group.rounds.rounds import RunTerms
 
 
@@ -51,7 +51,7 @@ async def _round(
     started = time.monotonic()
     received = dict.fromkeys(prompts, 0)
 
-    async def ask(prompt: int) -> Group:
+    async def ask(prompt: int) -> ReturnedGroup:
         body = {"messages": messages(questions[prompt]), "n": num_candidates, "return_token_ids": True, "stream": True}
         lengths = [0] * num_candidates
         finished: list[int] = []
@@ -71,10 +71,10 @@ async def _round(
                 if len(finished) >= terms.group_size:
                     break
         kept = tuple(lengths[index] for index in finished[: terms.group_size])
-        return Group(prompt, time.monotonic() - started, kept)
+        return ReturnedGroup(prompt, time.monotonic() - started, kept)
 
     tasks = {asyncio.create_task(ask(prompt)): prompt for prompt in prompts}
-    groups: list[Group] = []
+    groups: list[ReturnedGroup] = []
     try:
         for next_one in asyncio.as_completed(tasks):
             groups.append(await next_one)
@@ -86,5 +86,5 @@ async def _round(
         await asyncio.gather(*tasks, return_exceptions=True)
     seconds = time.monotonic() - started
     returned = {group.prompt for group in groups}
-    groups += [Group(prompt, seconds) for prompt in prompts if prompt not in returned]
+    groups += [ReturnedGroup(prompt, seconds) for prompt in prompts if prompt not in returned]
     return Round(name, seconds, tuple(groups), sum(received.values()))

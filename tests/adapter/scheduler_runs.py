@@ -13,7 +13,7 @@ from vllm.v1.request import Request
 
 from tests.support.dry_run import EOS_TOKEN, DryRun
 from vllm_rollout.adapter.core.scheduler import AsyncRolloutScheduler, RolloutScheduler
-from vllm_rollout.adapter.options import RolloutOptions
+from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.adapter.wire import CandidateTag, EndingNote
 from vllm_rollout.group.judging.learning import Learning, Siblings
 from vllm_rollout.group.judging.ledger import Scoring
@@ -27,7 +27,7 @@ REQUEST_STRIDE = 10_000
 """The k-th token of the n-th request is n * REQUEST_STRIDE + k, its last one EOS_TOKEN."""
 
 
-NO_AUDITS = RolloutOptions(audit_ratio=0.0)
+NO_AUDITS = ServeOptions(audit_ratio=0.0)
 """Nothing is audited by chance."""
 
 
@@ -47,7 +47,7 @@ class TracedRun(DryRun):
     Candidates that said the same would share their blocks through the prefix cache.
     """
 
-    def __init__(self, *args: Any, num_blocks: int = 2000, options: RolloutOptions = NO_AUDITS, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, num_blocks: int = 2000, options: ServeOptions = NO_AUDITS, **kwargs: Any) -> None:
         super().__init__(*args, num_blocks=num_blocks, options=options, **kwargs)
         self.num_blocks_at_rest = self.num_free_blocks
         self.requests: dict[str, Request] = {}

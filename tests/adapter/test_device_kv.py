@@ -11,10 +11,10 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multip
 from moving_runs import Ranks, assert_each_once, ids_and_lengths
 from scheduler_runs import add_group
 
-from vllm_rollout.adapter.options import RolloutOptions
+from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.adapter.parcel import KVSegment, Parcel
 from vllm_rollout.adapter.worker import device_kv, kv_calls
-from vllm_rollout.adapter.worker.device_kv import GRANULE_BYTES, LENT_S, SPARE_BYTES, Device, DeviceKV
+from vllm_rollout.adapter.worker.device_kv import GRANULE_BYTES, LENT_S, SPARE_BYTES, DeviceKV, DeviceMemory
 from vllm_rollout.adapter.worker.kv_layers import KV_FAILURES, KVLayers, TransferError
 from vllm_rollout.adapter.worker.shared_kv import SharedKV
 
@@ -40,7 +40,7 @@ class Process:
         torch.manual_seed(seed)
         self.runtime = runtime
         self.layers = [torch.rand(NUM_BLOCKS, 1, 6).bfloat16(), torch.rand(NUM_BLOCKS, 1, 4)]
-        self.kv = DeviceKV(KVLayers(self.layers), 0, Device(torch.device("cpu"), runtime), clock or Clock())
+        self.kv = DeviceKV(KVLayers(self.layers), 0, DeviceMemory(torch.device("cpu"), runtime), clock or Clock())
 
     def assert_holds_only_a_spare(self) -> None:
         assert self.kv._lent == {}
@@ -141,7 +141,7 @@ def test_no_more_than_a_share_of_the_free_memory_is_taken():
 def test_what_cannot_come_is_refused(pair, monkeypatch):
     source, target = pair
     segment = source.kv.share([1])
-    other = DeviceKV(KVLayers(target.layers[:1]), 0, Device(torch.device("cpu"), target.runtime))
+    other = DeviceKV(KVLayers(target.layers[:1]), 0, DeviceMemory(torch.device("cpu"), target.runtime))
     with pytest.raises(ValueError, match="do not fit"):
         other.fetch(segment, [0], [0])
     with pytest.raises(TransferError, match="cudaIpcOpenMemHandle"):
@@ -270,7 +270,7 @@ def ranks_with_devices(new_ranks, num_bytes: int = 1 << 30) -> tuple[Ranks, list
     runtimes = new_processes(num_bytes=num_bytes)
     for core, runtime in zip(ranks.cores, runtimes, strict=True):
         layers = KVLayers(list(core.kv.kv_blocks))
-        device = DeviceKV(layers, 0, Device(torch.device("cpu"), runtime))
+        device = DeviceKV(layers, 0, DeviceMemory(torch.device("cpu"), runtime))
         core.kv.kv_transfers = {"cuda_ipc": device, "host_memory": SharedKV(layers, 0)}
     return ranks, runtimes
 
@@ -325,7 +325,7 @@ def test_what_has_no_room_on_the_device_goes_over_the_host(new_ranks):
 
 
 def config(**options: bool) -> SimpleNamespace:
-    return SimpleNamespace(additional_config=RolloutOptions(**options).into({}))
+    return SimpleNamespace(additional_config=ServeOptions(**options).into({}))
 
 
 def layers_on(device: str) -> SimpleNamespace:
@@ -342,7 +342,7 @@ def test_the_way_follows_the_platform(monkeypatch):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without one")
 def test_the_real_runtime_understands_every_call_and_says_that_there_is_no_driver():
     """Its arguments are converted before the driver is looked for."""
-    device = Device(torch.device("cpu"), kv_calls.cuda_runtime())
+    device = DeviceMemory(torch.device("cpu"), kv_calls.cuda_runtime())
     device._runtime = SimpleNamespace(**vars(device._runtime))
     device._runtime.cudaSetDevice = lambda index: (device._runtime.cudaError_t.cudaSuccess,)
     for call in (

@@ -17,7 +17,7 @@ from vllm_rollout.adapter.api.client.emulate import EXECUTOR_CLS, WORKER_CLS
 from vllm_rollout.adapter.api.engine.moving import EngineMoves
 from vllm_rollout.adapter.api.start import front_ends, serve
 from vllm_rollout.adapter.compat import RUST_LISTENERS, has, vllm_version
-from vllm_rollout.adapter.options import EmulationOptions, RolloutOptions
+from vllm_rollout.adapter.options import EmulationOptions, ServeOptions
 from vllm_rollout.adapter.platform import choose_platform
 
 AUTO = ("--parallelism", "auto", "--parallelism-devices", "4")
@@ -41,7 +41,7 @@ def parsed(tiny_model: str) -> Callable[..., Any]:
 
     def parse(*flags: str) -> Any:
         args = serve.parse([tiny_model, *flags], "vllm-rollout serve", "")
-        args.options = RolloutOptions.of(SimpleNamespace(additional_config=args.additional_config))
+        args.options = ServeOptions.of(SimpleNamespace(additional_config=args.additional_config))
         return args
 
     return parse
@@ -289,7 +289,7 @@ def test_a_port_that_is_taken_is_said_before_anything_starts(parsed, rust):
 
 def test_groups_are_not_moved_by_a_plan_that_cannot_see_all_of_them():
     for beside_rust in (True, False):
-        config = SimpleNamespace(additional_config=RolloutOptions(beside_rust=beside_rust).into({}))
+        config = SimpleNamespace(additional_config=ServeOptions(beside_rust=beside_rust).into({}))
         client = SimpleNamespace(num_api_processes=1, vllm_config=config)
         moves = EngineMoves(client, EngineCalls(client), None)
         assert ("Rust front end" in (moves.refusal(priced=False) or "")) is beside_rust

@@ -29,7 +29,7 @@ import vllm_rollout
 from vllm_rollout.adapter.api.client.emulate import EXECUTOR_CLS, WORKER_CLS
 from vllm_rollout.adapter.in_process import engine_args
 from vllm_rollout.adapter.in_process.interrupts import PATIENCE_S, HeldInterrupts, WaitingLoop
-from vllm_rollout.adapter.options import EmulationOptions, RolloutOptions
+from vllm_rollout.adapter.options import EmulationOptions, ServeOptions
 from vllm_rollout.server.serialised import GroupsInJson
 
 PROMPTS = [[3, 4, 5], [6, 7, 8]]
@@ -52,7 +52,7 @@ def engine(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> vllm_ro
             max_num_seqs=32,
             enforce_eager=True,
             distributed_executor_backend=EXECUTOR_CLS,
-            additional_config=RolloutOptions(audit_ratio=0.0, emulation=emulation).into({}),
+            additional_config=ServeOptions(audit_ratio=0.0, emulation=emulation).into({}),
         )
 
 

@@ -20,7 +20,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
-from vllm_rollout.adapter.options import RolloutOptions
+from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.config import MAX_IDLE_S
 from vllm_rollout.group.judging.ledger import LedgerEntry, NamedReward, Reward, request_name
 from vllm_rollout.server.metrics import Metrics
@@ -512,7 +512,7 @@ async def test_a_joined_group_that_is_audited_ends_as_one_that_races(llm: Steppe
 
 
 async def test_a_joined_group_is_audited_by_the_engine_s_share(llm: SteppedLLM) -> None:
-    llm.vllm_config.additional_config = RolloutOptions(audit_ratio=1.0).into({})
+    llm.vllm_config.additional_config = ServeOptions(audit_ratio=1.0).into({})
     siblings = [Sibling(llm, f"r{i}", length, {**JOIN, **PRUNE}) for i, length in enumerate((9, 8, 5, 6))]
     plain = [Sibling(llm, f"p{i}", length, {**JOIN, "rollout_group_id": "p"}) for i, length in enumerate((9, 8, 5, 6))]
     assert await race(llm, *siblings, *plain) == [WON, WON, LOST, LOST, LOST, LOST, WON, WON]

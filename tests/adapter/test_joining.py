@@ -12,7 +12,7 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
 from vllm_rollout.adapter.names import learned_name
-from vllm_rollout.adapter.options import EmulationOptions, RolloutOptions
+from vllm_rollout.adapter.options import EmulationOptions, ServeOptions
 from vllm_rollout.adapter.wire import TAG_KEY
 from vllm_rollout.emulation.fate import LENGTHS_FIELD
 from vllm_rollout.group.judging.ledger import NamedReward, Reward, request_name
@@ -228,7 +228,7 @@ def test_anybody_may_reward_a_request_whose_client_nobody_knows(new_run: Callabl
 
 def test_an_emulated_device_is_not_asked_for_a_length_that_is_none(new_run: Callable[..., TracedRun]) -> None:
     emulation = EmulationOptions("device.json", 1.0, None, async_scheduling=False, num_ranks=1)
-    run = new_run(options=RolloutOptions(emulation=emulation))
+    run = new_run(options=ServeOptions(emulation=emulation))
     add(run, [9], {LENGTHS_FIELD: "long"}, "bad")
     add(run, [9], {LENGTHS_FIELD: 9}, "good")
     run.run()

@@ -34,7 +34,7 @@ from vllm_rollout.adapter.core import learning_calls, readings
 from vllm_rollout.adapter.core.calls import rollout_call
 from vllm_rollout.adapter.core.learning_calls import REWARDS_AT_ONCE, LearningCalls
 from vllm_rollout.adapter.core.readings import MAX_READINGS, Readings
-from vllm_rollout.adapter.options import RolloutOptions
+from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.adapter.worker.worker import RolloutWorker
 from vllm_rollout.config import MAX_ADAPTERS, MAX_DETECTION_LENGTHS
 from vllm_rollout.group.judging.judge import Judge
@@ -149,7 +149,7 @@ class Engine:
     def __getattr__(self, name: str) -> Any:
         def do(*args: Any) -> Any:
             async def done() -> Any:
-                engine = EngineLearning(EngineCalls(self._client), RolloutOptions(train_budget_s=10.0))
+                engine = EngineLearning(EngineCalls(self._client), ServeOptions(train_budget_s=10.0))
                 result = await getattr(engine, name)(*args)
                 await engine.settled()
                 return result
@@ -289,7 +289,7 @@ def test_of_two_posts_alike_one_is_accepted_and_one_a_duplicate(monkeypatch):
     rewards = rank.run_rollout("r", num=100)
 
     async def both() -> list:
-        engine = EngineLearning(EngineCalls(Client(rank)), RolloutOptions(train_budget_s=10.0))
+        engine = EngineLearning(EngineCalls(Client(rank)), ServeOptions(train_budget_s=10.0))
         return await asyncio.gather(*(engine.post_rewards("r", rewards) for _ in range(2)))
 
     assert [list(receipt.statuses) for receipt in asyncio.run(both())] == [["accepted"] * 100, ["duplicate"] * 100]
@@ -300,7 +300,7 @@ async def test_rewards_are_taken_to_the_end_when_the_client_goes_away():
     ranks = [Rank(), Rank()]
     rewards = ranks[1].run_rollout("r", num=2 * REWARDS_PER_CALL)
     calls = EngineCalls(Client(*ranks))
-    engine = EngineLearning(calls, RolloutOptions(train_budget_s=10.0))
+    engine = EngineLearning(calls, ServeOptions(train_budget_s=10.0))
     posting = asyncio.create_task(engine.post_rewards("r", rewards))
     for _ in range(4):
         await asyncio.sleep(0)

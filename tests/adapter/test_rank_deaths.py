@@ -26,7 +26,7 @@ from vllm_rollout.adapter.api.calls.rank_client import RankClient, RankDied
 from vllm_rollout.adapter.api.client import life
 from vllm_rollout.adapter.api.client.group_routes import GroupRoutes, NoRankLeft
 from vllm_rollout.adapter.api.client.life import Life
-from vllm_rollout.adapter.options import RolloutOptions
+from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.group.ranks.placement import Placement
 
 pytestmark = pytest.mark.anyio
@@ -232,7 +232,7 @@ def test_groups_keep_away_from_a_dead_rank_also_when_nothing_else_is_left() -> N
         ({"data_parallel_backend": "ray"}, False),
         ({"is_moe": True}, False),
         ({"server": False}, False),
-        ({"options": RolloutOptions(beside_rust=True)}, False),
+        ({"options": ServeOptions(beside_rust=True)}, False),
     ],
 )
 def test_a_rank_is_outlived_where_somebody_sees_it_die(
@@ -242,7 +242,7 @@ def test_a_rank_is_outlived_where_somebody_sees_it_die(
     if changed.pop("server", True):
         monkeypatch.setenv(VARIABLE, str(tmp_path / "deaths"))
     model = SimpleNamespace(is_moe=changed.pop("is_moe", False))
-    additional = changed.pop("options", RolloutOptions()).into({})
+    additional = changed.pop("options", ServeOptions()).into({})
     parallel = {"data_parallel_size": 2, "data_parallel_size_local": 2, "data_parallel_backend": "mp", **changed}
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(**parallel), model_config=model, additional_config=additional

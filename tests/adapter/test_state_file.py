@@ -22,7 +22,7 @@ from vllm_rollout.adapter.api.calls.engine_calls import EngineCalls
 from vllm_rollout.adapter.api.engine import state_file
 from vllm_rollout.adapter.api.engine.learning import EngineLearning
 from vllm_rollout.adapter.api.engine.state_file import MAX_HEADS, StateFile
-from vllm_rollout.adapter.options import RolloutOptions
+from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.group.lengths.history import ObservedLength
 from vllm_rollout.group.rounds.rounds import Run, RunTerms
 from vllm_rollout.group.rounds.rounds_state import run_to_state
@@ -44,7 +44,7 @@ class Server:
         folder.mkdir(exist_ok=True)
         self.rank = rank or Rank()
         calls = EngineCalls(Client(self.rank))
-        self.engine = EngineLearning(calls, RolloutOptions(train_budget_s=10.0))
+        self.engine = EngineLearning(calls, ServeOptions(train_budget_s=10.0))
         self.store = RunStore(folder / RUNS)
         self.file = StateFile(folder / LEARNED, self.engine, calls, SimpleNamespace())
         self.file._save_soon = lambda: None  # nothing but what is put writes by itself

@@ -14,7 +14,7 @@ from vllm_rollout.cli import app
 from vllm_rollout.emulation.command import report
 from vllm_rollout.emulation.device import Device, StepWork, cost_of, step_seconds
 from vllm_rollout.emulation.settings import Settings
-from vllm_rollout.emulation.step_log import LoggedSteps, Step, StepLog, Summary, read_steps
+from vllm_rollout.emulation.step_log import LoggedStep, LoggedSteps, StepLog, Summary, read_steps
 from vllm_rollout.emulation.tokens import PERIOD, Vocabulary, succeeded
 
 TEN_MS = Settings.model_validate({"step": {"ms": 10, "ms_per_request": 0}})
@@ -41,8 +41,8 @@ def test_steps_take_their_time_and_never_overlap(gaps, speed):
     assert all(before.end <= after.start for before, after in pairwise(spans))
 
 
-def step(start: float, end: float, cpu: float, goes_on: bool = True, requests: int = 2) -> Step:
-    return Step(start, start, end, end, cpu, goes_on, requests, requests, 10, 0)
+def step(start: float, end: float, cpu: float, goes_on: bool = True, requests: int = 2) -> LoggedStep:
+    return LoggedStep(start, start, end, end, cpu, goes_on, requests, requests, 10, 0)
 
 
 STEPS = [step(0, 1, 0.0, goes_on=False), step(1.5, 2.5, 0.2), step(9, 10, 0.3, goes_on=False), step(10, 11, 0.5)]

@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from vllm_rollout.group.plans.plan import GroupPlan, PruningPlan
-from vllm_rollout.group.racing.selection import Lengths, conclude, lengths_of
+from vllm_rollout.group.racing.selection import GroupLengths, conclude, lengths_of
 from vllm_rollout.group.types import Ending
 
 never = st.just(False)
@@ -165,4 +165,4 @@ def test_the_order_in_which_endings_arrive_does_not_matter(plan, pool, seed):
     ("num_tokens", "lengths"), [([2, 4, 4, 4, 5, 5, 7, 9], (5.0, 2.0, 9)), ([7], (7, 0, 7)), ([], (0, 0, 0))]
 )
 def test_lengths_are_mean_population_deviation_and_maximum(num_tokens, lengths):
-    assert lengths_of(num_tokens) == Lengths(*lengths)
+    assert lengths_of(num_tokens) == GroupLengths(*lengths)

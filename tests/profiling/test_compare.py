@@ -9,7 +9,7 @@ from rich.console import Console
 from vllm_rollout.profiling import run as run_module
 from vllm_rollout.profiling.compare import common_points, compare
 from vllm_rollout.profiling.grid import Wanted
-from vllm_rollout.profiling.options import Options
+from vllm_rollout.profiling.options import ProfileOptions
 from vllm_rollout.profiling.run import run
 
 
@@ -21,7 +21,7 @@ def make(tmp_path, monkeypatch):
         engines = Engines()
         engines.speed = speed
         path = tmp_path / name
-        options = Options(model=f"model-{name}", output=path, wanted=Wanted(batch_sizes, contexts, num_steps=2))
+        options = ProfileOptions(model=f"model-{name}", output=path, wanted=Wanted(batch_sizes, contexts, num_steps=2))
         return path, run(options, Console(file=io.StringIO()), engines)
 
     return make_profile

@@ -10,7 +10,7 @@ from rich.console import Console
 from vllm_rollout.profiling import options as options_module
 from vllm_rollout.profiling import run as run_module
 from vllm_rollout.profiling.grid import Wanted, make_plan
-from vllm_rollout.profiling.options import Options, parse_sizes
+from vllm_rollout.profiling.options import ProfileOptions, parse_sizes
 from vllm_rollout.profiling.profile_file import Profile
 from vllm_rollout.profiling.run import remarks, run
 
@@ -25,7 +25,9 @@ def options(tmp_path, request, monkeypatch):
     """Asks for few points and, unless the test is about it, no picture: that takes longer than all the rest."""
     if "picture" not in request.node.name:
         monkeypatch.setattr(run_module, "draw", lambda profile, path: None)
-    return Options(model="some-model", output=tmp_path / "ptl.json", wanted=SMALL, serve_flags=("--enforce-eager",))
+    return ProfileOptions(
+        model="some-model", output=tmp_path / "ptl.json", wanted=SMALL, serve_flags=("--enforce-eager",)
+    )
 
 
 def go(options, engines):
@@ -195,9 +197,9 @@ def test_every_tensor_parallel_size_has_its_engine_and_curves(options, monkeypat
 def test_a_tensor_parallel_size_without_devices_is_an_error_up_front(monkeypatch):
     monkeypatch.setattr(options_module, "num_devices", lambda: 2)
     with pytest.raises(ValueError, match="--tensor-parallel 4 needs 4 devices, there are 2"):
-        Options(tensor_parallel_sizes=(1, 4))
+        ProfileOptions(tensor_parallel_sizes=(1, 4))
     monkeypatch.setattr(options_module, "num_devices", lambda: None)
-    Options(tensor_parallel_sizes=(8,))
+    ProfileOptions(tensor_parallel_sizes=(8,))
 
 
 @pytest.mark.parametrize(
@@ -212,7 +214,7 @@ def test_a_tensor_parallel_size_without_devices_is_an_error_up_front(monkeypatch
 )
 def test_options_that_make_no_sense_are_refused(arguments, complaint):
     with pytest.raises(ValueError, match=complaint):
-        Options(**arguments)
+        ProfileOptions(**arguments)
 
 
 def test_lists_of_sizes_are_parsed():

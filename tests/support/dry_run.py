@@ -24,7 +24,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from vllm_rollout.adapter.options import RolloutOptions
+from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, CandidateTag, LastLogits, RunnerReport
 
 EOS_TOKEN = 2
@@ -51,7 +51,7 @@ class DryRun:
         max_num_seqs: int = 256,
         depth: int = 1,
         log_stats: bool = False,
-        options: RolloutOptions | None = None,
+        options: ServeOptions | None = None,
     ) -> None:
         config = EngineArgs(
             model=model, max_model_len=4096, enforce_eager=True, block_size=block_size,

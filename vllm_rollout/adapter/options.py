@@ -30,7 +30,7 @@ class EmulationOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class RolloutOptions:
+class ServeOptions:
     """What `vllm-rollout serve` was told beyond vLLM's flags."""
 
     train_budget_s: float = TRAIN_BUDGET_S
@@ -46,13 +46,13 @@ class RolloutOptions:
     """vLLM's Rust front end is the engine cores' first client: it knows no groups, ranks on hold or dead ones."""
 
     @classmethod
-    def of(cls, vllm_config: VllmConfig) -> RolloutOptions:
+    def of(cls, vllm_config: VllmConfig) -> ServeOptions:
         fields = dict(vllm_config.additional_config.get(KEY, {}))
         emulation = fields.pop("emulation", None)
         return cls(**fields, emulation=emulation and EmulationOptions(**emulation))
 
     @property
-    def of_next_engine(self) -> RolloutOptions:
+    def of_next_engine(self) -> ServeOptions:
         """For an engine that takes the place of one with these."""
         emulation = self.emulation
         return self if emulation is None else replace(self, emulation=replace(emulation, log_goes_on=True))
@@ -60,7 +60,7 @@ class RolloutOptions:
     def into(self, additional_config: dict[str, Any]) -> dict[str, Any]:
         """`additional_config` with these settings; unchanged when they are the defaults, since vLLM's compile cache
         depends on it."""
-        return additional_config if self == RolloutOptions() else {**additional_config, KEY: asdict(self)}
+        return additional_config if self == ServeOptions() else {**additional_config, KEY: asdict(self)}
 
 
 def observing_refusal(vllm_config: VllmConfig) -> str | None:

@@ -29,7 +29,7 @@ from vllm_rollout.process import (
 from vllm_rollout.server.answers import CandidateEvent, GroupEvent, TrajectoryEvent
 
 
-class Candidate(NamedTuple):
+class RacedCandidate(NamedTuple):
     """One bar of the picture."""
 
     index: int
@@ -46,7 +46,7 @@ class Phase:
 
     name: str
     seconds: float
-    groups: list[list[Candidate]]
+    groups: list[list[RacedCandidate]]
     """In the order of the prompts; candidates ascending by index."""
 
     @property
@@ -72,7 +72,7 @@ class Phase:
         }
 
 
-def first_finished(answers: Sequence[Sequence[int]], reasons: Sequence[str], group_size: int) -> list[Candidate]:
+def first_finished(answers: Sequence[Sequence[int]], reasons: Sequence[str], group_size: int) -> list[RacedCandidate]:
     """What a trainer keeps of a full answer: the first to end by themselves, filled up with those cut at the cap.
 
     `answers` are token ids. Candidates of a prompt decode in step, so that the shortest is the first.
@@ -80,7 +80,7 @@ def first_finished(answers: Sequence[Sequence[int]], reasons: Sequence[str], gro
     order = sorted(range(len(answers)), key=lambda i: (reasons[i] != "stop", len(answers[i]), i))
     kept = set(order[:group_size])
     return [
-        Candidate(i, len(answer), "kept", tuple(answer)) if i in kept else Candidate(i, len(answer), "unused")
+        RacedCandidate(i, len(answer), "kept", tuple(answer)) if i in kept else RacedCandidate(i, len(answer), "unused")
         for i, answer in enumerate(answers)
     ]
 
@@ -88,7 +88,7 @@ def first_finished(answers: Sequence[Sequence[int]], reasons: Sequence[str], gro
 async def run_stock(client: httpx.AsyncClient, options: Options, on_group: Callable[[], None]) -> Phase:
     """One untagged chat request with n candidates per prompt, all at once; each waits for its slowest candidate."""
 
-    async def ask(position: int, question: str) -> list[Candidate]:
+    async def ask(position: int, question: str) -> list[RacedCandidate]:
         seed = seed_for(SEED, str(position))  # as a rollout samples it
         body = {"messages": [{"role": "user", "content": question}], "n": options.candidates, "return_token_ids": True}
         response = await client.post("/v1/chat/completions", json=body | options.sampling | {"seed": seed})
@@ -109,7 +109,7 @@ async def run_race(client: AsyncRolloutClient, options: Options, on_group: Calla
         {"id": str(i), "messages": [{"role": "user", "content": question}]}
         for i, question in enumerate(options.questions)
     ]
-    groups: list[list[Candidate]] = [[] for _ in options.questions]
+    groups: list[list[RacedCandidate]] = [[] for _ in options.questions]
     started = time.monotonic()
     events = client.stream(
         prompts,
@@ -123,14 +123,14 @@ async def run_race(client: AsyncRolloutClient, options: Options, on_group: Calla
             async for event in events:
                 if isinstance(event, TrajectoryEvent):
                     kept = event.trajectory
-                    candidate = Candidate(kept.index, kept.num_tokens, "kept", tuple(kept.token_ids))
+                    candidate = RacedCandidate(kept.index, kept.num_tokens, "kept", tuple(kept.token_ids))
                     groups[int(event.prompt_id)].append(candidate)
                 elif isinstance(event, CandidateEvent):
                     other = event.candidate
                     # One that reaches the cap in the step that completes its group is surplus too, but saved nothing.
                     stopped = other.state == "surplus" and other.num_tokens < options.max_tokens
                     state = "surplus" if stopped else "unused"
-                    groups[int(event.prompt_id)].append(Candidate(other.index, other.num_tokens, state))
+                    groups[int(event.prompt_id)].append(RacedCandidate(other.index, other.num_tokens, state))
                 elif isinstance(event, GroupEvent):
                     on_group()
     except RolloutError as error:

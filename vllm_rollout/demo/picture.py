@@ -6,7 +6,7 @@ import textwrap
 from pathlib import Path
 
 from vllm_rollout.demo.options import Options
-from vllm_rollout.demo.phases import Candidate, Phase, compare_kept
+from vllm_rollout.demo.phases import Phase, RacedCandidate, compare_kept
 
 STATE_COLORS = {"kept": "#0f766e", "surplus": "#f59e0b", "unused": "#94a3b8"}
 INK = "#1e293b"
@@ -87,7 +87,7 @@ def _draw_seconds(axes, stock: Phase, race: Phase, options: Options) -> None:
 
 
 def _draw_group(
-    axes, question: str, stock_group: list[Candidate], race_group: list[Candidate], max_tokens: int
+    axes, question: str, stock_group: list[RacedCandidate], race_group: list[RacedCandidate], max_tokens: int
 ) -> None:
     """Kept ones by length on top, then the stopped ones by what stock took for the same seed."""
     stock_length = {candidate.index: candidate.num_tokens for candidate in stock_group}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from vllm_rollout.emulation.settings import Settings, Step
+from vllm_rollout.emulation.settings import Settings, StepSettings
 from vllm_rollout.group.lengths.cost import CostModel, PTLCurve
 from vllm_rollout.profiling.profile_file import Profile
 
@@ -77,12 +77,12 @@ def cost_of(settings: Settings) -> CostModel:
     return CostModel(curves, prefill_s_per_token=step.ms_per_prefilled_token / 1e3)
 
 
-def _step_of(settings: Settings) -> Step:
+def _step_of(settings: Settings) -> StepSettings:
     assert settings.sizes is None, "Settings.at() has chosen one"
-    return settings.step or Step()
+    return settings.step or StepSettings()
 
 
-def linear(step: Step) -> Callable[[StepWork], float]:
+def linear(step: StepSettings) -> Callable[[StepWork], float]:
     def seconds(work: StepWork) -> float:
         ms = step.ms + step.ms_per_request * work.num_requests
         ms += step.ms_per_context_token * work.context_tokens + step.ms_per_prefilled_token * work.prefilled_tokens

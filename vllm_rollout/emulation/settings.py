@@ -26,7 +26,7 @@ class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class Step(_Model):
+class StepSettings(_Model):
     """Milliseconds of a step: a constant, and shares of what is in it."""
 
     ms: float = Field(8.0, gt=0, le=MAX_STEP_MS)
@@ -40,7 +40,7 @@ class Step(_Model):
 class Size(_Model):
     """The device at one tensor-parallel size."""
 
-    step: Step = Step()
+    step: StepSettings = StepSettings()
     kv_tokens: int = Field(DEFAULT_KV_TOKENS, ge=1, le=MAX_KV_TOKENS)
 
 
@@ -57,13 +57,13 @@ class LogNormal(_Model):
     """Longer ones end here, by themselves. Without it `max_tokens` cuts them."""
 
 
-class Lengths(_Model):
+class LengthSettings(_Model):
     log_normal: LogNormal | None = None
     trace: str | None = None
     """What `--rollout-record` wrote; a path relative to the file that names it."""
 
     @model_validator(mode="after")
-    def _one(self) -> Lengths:
+    def _one(self) -> LengthSettings:
         if (self.log_normal is None) == (self.trace is None):
             raise ValueError("give one of log_normal and trace")
         return self
@@ -91,7 +91,7 @@ class Score(_Model):
 class Settings(_Model):
     """An emulated device and what it says."""
 
-    step: Step | None = None
+    step: StepSettings | None = None
     profile: str | None = None
     """Step times from here instead; a path relative to the file that names it."""
     sizes: dict[Annotated[int, Field(ge=1)], Size] | None = Field(None, min_length=1)
@@ -100,7 +100,7 @@ class Settings(_Model):
     """Which of the profile's. Default: the engine's."""
     kv_tokens: int | None = Field(None, ge=1, le=MAX_KV_TOKENS)
     """Default: the profiled capacity, else `DEFAULT_KV_TOKENS`."""
-    lengths: Lengths = Lengths(log_normal=LogNormal())
+    lengths: LengthSettings = LengthSettings(log_normal=LogNormal())
     success: Success = Success()
     score: Score = Score()
     seed: int = Field(0, ge=0, lt=2**63)
@@ -178,7 +178,7 @@ class Settings(_Model):
                 if self.tensor_parallel_size is not None:
                     profile.cost(self.tensor_parallel_size)
             if self.lengths.trace is not None:
-                changed["lengths"] = Lengths(trace=str(path.parent / self.lengths.trace))
+                changed["lengths"] = LengthSettings(trace=str(path.parent / self.lengths.trace))
                 read_trace(path.parent / self.lengths.trace)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error

@@ -16,7 +16,7 @@ LINE_INTERVAL_S = 10.0
 PATTERN = "steps-*.jsonl"
 
 
-class Step(NamedTuple):
+class LoggedStep(NamedTuple):
     """One step; times in seconds of one clock."""
 
     launched: float
@@ -56,14 +56,14 @@ class Summary:
     peak_requests: int = 0
 
     @classmethod
-    def of(cls, steps: Iterable[Step]) -> Summary:
+    def of(cls, steps: Iterable[LoggedStep]) -> Summary:
         summary, before = cls(), None
         for step in steps:
             summary.add(step, before)
             before = step
         return summary
 
-    def add(self, step: Step, before: Step | None) -> None:
+    def add(self, step: LoggedStep, before: LoggedStep | None) -> None:
         self.num_steps += 1
         self.busy_s += step.end - step.start
         self.num_sampled += step.num_sampled
@@ -117,9 +117,9 @@ class StepLog:
             folder.mkdir(parents=True, exist_ok=True)
             flags = os.O_WRONLY | os.O_CREAT | (os.O_APPEND if goes_on else os.O_TRUNC)
             self._file = os.open(folder / f"steps-{rank}.jsonl", flags, 0o644)
-            self._write({"rank": rank, "speed": speed, "pid": os.getpid(), "fields": Step._fields})
+            self._write({"rank": rank, "speed": speed, "pid": os.getpid(), "fields": LoggedStep._fields})
 
-    def add(self, step: Step) -> None:
+    def add(self, step: LoggedStep) -> None:
         if self._file is not None:
             self._write(step)
         self._summary.add(step, self._before)
@@ -147,7 +147,7 @@ class LoggedSteps:
 
     rank: int
     speed: float
-    steps: list[Step]
+    steps: list[LoggedStep]
 
 
 def read_steps(folder: Path) -> list[LoggedSteps]:
@@ -175,7 +175,7 @@ def _read(path: Path) -> LoggedSteps:
             number += 1
             read = json.loads(row)
             if not isinstance(read, dict):  # else another engine took the place
-                steps.append(Step(*read))
+                steps.append(LoggedStep(*read))
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path}:{number}: not a step log ({type(error).__name__}: {error})") from error
     return LoggedSteps(rank, speed, steps)

@@ -91,7 +91,7 @@ def profile(
     """Measure how long a decode step takes, by batch size, context and tensor parallelism, and fit curves to it."""
     from vllm_rollout.profiling.compare import compare as compare_profiles
     from vllm_rollout.profiling.grid import Wanted
-    from vllm_rollout.profiling.options import DEFAULT_MODEL, Options, parse_sizes
+    from vllm_rollout.profiling.options import DEFAULT_MODEL, ProfileOptions, parse_sizes
     from vllm_rollout.profiling.run import run
 
     serve_flags = list(flags or ())
@@ -102,7 +102,7 @@ def profile(
             compare_profiles(*compare, picture)
             return
         wanted = Wanted(parse_sizes("--batch-sizes", batch_sizes), parse_sizes("--contexts", contexts), quick, steps)
-        options = Options(
+        options = ProfileOptions(
             model=model or DEFAULT_MODEL,
             output=output,
             wanted=wanted,

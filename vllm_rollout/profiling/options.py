@@ -23,7 +23,7 @@ OURS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class ProfileOptions:
     model: str = DEFAULT_MODEL
     output: Path = Path("ptl.json")
     wanted: Wanted = field(default_factory=Wanted)

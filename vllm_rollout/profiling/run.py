@@ -31,7 +31,7 @@ from vllm_rollout.profiling.measure import (
     now,
     with_engine,
 )
-from vllm_rollout.profiling.options import QUICK_CPU_FLAGS, Options
+from vllm_rollout.profiling.options import QUICK_CPU_FLAGS, ProfileOptions
 from vllm_rollout.profiling.picture import draw
 from vllm_rollout.profiling.profile_file import EngineFacts, Profile
 
@@ -40,7 +40,7 @@ WANTED_LEFT_OUT_ERROR = 0.05
 """Median over batch sizes left out of the fit."""
 
 
-class Job(NamedTuple):
+class ProfileJob(NamedTuple):
     """One measurement."""
 
     description: str
@@ -52,7 +52,7 @@ StartEngine = Callable[[int, Sequence[str], OnWait], AbstractContextManager[Meas
 """Tensor-parallel size, flags, what to call while waiting."""
 
 
-def run(options: Options, console: Console | None = None, start_engine: StartEngine | None = None) -> Profile:
+def run(options: ProfileOptions, console: Console | None = None, start_engine: StartEngine | None = None) -> Profile:
     """Raises: ValueError (options, another profile in the file), RuntimeError (engine); KeyboardInterrupt."""
     console = console or Console()
     before = _existing(options)
@@ -71,7 +71,7 @@ def run(options: Options, console: Console | None = None, start_engine: StartEng
         return _measure_all(options, before, start, console)
 
 
-def _existing(options: Options) -> Profile | None:
+def _existing(options: ProfileOptions) -> Profile | None:
     """The profile to go on with. Raises: ValueError when it is of something else."""
     if options.restart or not options.output.exists():
         if options.refresh:
@@ -91,7 +91,7 @@ def _existing(options: Options) -> Profile | None:
     return profile
 
 
-def _measure_all(options: Options, profile: Profile | None, start: StartEngine, console: Console) -> Profile:
+def _measure_all(options: ProfileOptions, profile: Profile | None, start: StartEngine, console: Console) -> Profile:
     flags = options.serve_flags or (() if profile is None else profile.serve_flags)
     if not flags and profile is None and options.wanted.quick and runs_on_cpu():
         flags = QUICK_CPU_FLAGS
@@ -117,7 +117,7 @@ def _measure_all(options: Options, profile: Profile | None, start: StartEngine, 
 
 
 def _measure_size(
-    options: Options,
+    options: ProfileOptions,
     profile: Profile | None,
     size: int,
     flags: Sequence[str],
@@ -156,7 +156,7 @@ def _measure_size(
 
 
 def _measure_points(
-    options: Options,
+    options: ProfileOptions,
     profile: Profile,
     engine: MeasuringEngine,
     size: int,
@@ -173,10 +173,10 @@ def _measure_points(
         TimeElapsedColumn(),
         console=console,
     )
-    jobs = [Job(f"prefill of {chunk} tokens", partial(add_prefill, engine, chunk, size)) for chunk in chunks]
+    jobs = [ProfileJob(f"prefill of {chunk} tokens", partial(add_prefill, engine, chunk, size)) for chunk in chunks]
     for point in points:
         description = f"context {point.context_tokens}, batch {point.batch_size}"
-        jobs.append(Job(description, partial(add_point, engine, point, size, options.wanted.steps)))
+        jobs.append(ProfileJob(description, partial(add_point, engine, point, size, options.wanted.steps)))
     row = progress.add_task(f"tensor-parallel size {size}", total=len(jobs), last="")
     num_kept = 0
     try:
@@ -201,7 +201,9 @@ def _measure_points(
     return profile
 
 
-def _profile_of(options: Options, profile: Profile | None, info: dict[str, Any], flags: Sequence[str]) -> Profile:
+def _profile_of(
+    options: ProfileOptions, profile: Profile | None, info: dict[str, Any], flags: Sequence[str]
+) -> Profile:
     """The profile to fill. Raises: ValueError when the one in the file is of another model, machine or engine."""
     if info["flags"].get("speculative_decoding"):
         raise ValueError(

@@ -24,7 +24,7 @@ from vllm_rollout.trace.rows import RolloutPrompt
 
 
 @dataclass(slots=True)
-class Outcome:
+class RolloutOutcome:
     """What has come of a rollout so far."""
 
     num_ended: int = 0
@@ -94,7 +94,7 @@ class Rollout:
     warnings: list[str] = field(default_factory=list)
     resumption: Resumption | None = None
     """None: neither does anything go on here, nor will it later."""
-    outcome: Outcome = field(default_factory=Outcome)
+    outcome: RolloutOutcome = field(default_factory=RolloutOutcome)
 
     def group_id(self, position: int) -> str:
         """The engine's name of the group of the prompt at that position."""

@@ -170,11 +170,11 @@ def simulate(
     Of rounds: *over resp.* is the speed-up over the same groups in rounds that wait for all their prompts; *waited* is
     in rounds; *length by place* is the rank correlation of a prompt's length and the round it came back in.
     """
-    from vllm_rollout.simulator.options import FlagError, Options
+    from vllm_rollout.simulator.options import FlagError, SimulateOptions
     from vllm_rollout.simulator.simulation import run
 
     try:
-        options = Options(
+        options = SimulateOptions(
             trace=trace, generate=generate, profile=profile, tensor_parallel_size=tensor_parallel_size,
             data_parallel_size=data_parallel_size, migration=migration, scale_down=scale_down,
             moves_kv=move_kv == "auto", group_size=group_size, max_num_seqs=max_num_seqs,

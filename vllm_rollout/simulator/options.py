@@ -20,7 +20,7 @@ class FlagError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class SimulateOptions:
     trace: Path | None = None
     generate: str | None = None
     profile: Path | None = None
@@ -76,7 +76,7 @@ class Clock:
     warnings: list[str]
 
 
-def clock_of(options: Options, models: Sequence[str], longest: int) -> Clock:
+def clock_of(options: SimulateOptions, models: Sequence[str], longest: int) -> Clock:
     """models: names of those that lengths come from; longest: the largest context that is run.
 
     Raises: FlagError; ValueError and OSError for a profile that cannot be read.
@@ -135,7 +135,7 @@ def _last_part(model: str) -> str:
     return Path(model).name.casefold()
 
 
-def _tensor_parallel_size(options: Options, known: list[int]) -> int:
+def _tensor_parallel_size(options: SimulateOptions, known: list[int]) -> int:
     """The wanted one, or the only one there is."""
     if options.tensor_parallel_size is not None or not known:
         return options.tensor_parallel_size or 1

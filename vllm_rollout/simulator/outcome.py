@@ -30,7 +30,7 @@ class LengthSummary(NamedTuple):
 
 
 @dataclass(slots=True)
-class Outcome:
+class SimulationOutcome:
     """One setting over a whole trace: rollouts are added up, one after the other, as training steps run."""
 
     setting: Setting
@@ -171,33 +171,33 @@ TOLD = (
 class Sweep:
     """Many settings on one trace: all see the same candidates on the same machine."""
 
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[SimulationOutcome, ...]
     """The baseline first."""
     machine: Machine
-    without_moves: Outcome | None = None
+    without_moves: SimulationOutcome | None = None
     """The baseline once more, with groups that stay on their ranks; None when they stay anyway."""
 
     @property
-    def baseline(self) -> Outcome:
+    def baseline(self) -> SimulationOutcome:
         return self.outcomes[0]
 
     @property
-    def fastest(self) -> Outcome:
+    def fastest(self) -> SimulationOutcome:
         """The fastest of those whose groups are complete."""
         return min(self._usable, key=lambda outcome: outcome.seconds)
 
     @property
-    def fastest_with_longest(self) -> Outcome | None:
+    def fastest_with_longest(self) -> SimulationOutcome | None:
         """The fastest that returns long answers on purpose; None when no such setting was tried."""
         keeping = [outcome for outcome in self._usable if outcome.setting.keeps_longest]
         return min(keeping, key=lambda outcome: outcome.seconds, default=None)
 
     @property
-    def _usable(self) -> list[Outcome]:
+    def _usable(self) -> list[SimulationOutcome]:
         most = self.baseline.incomplete_share + MORE_INCOMPLETE
         return [outcome for outcome in self.outcomes if outcome.incomplete_share <= most]
 
-    def speed_up(self, outcome: Outcome) -> float:
+    def speed_up(self, outcome: SimulationOutcome) -> float:
         return self.baseline.seconds / outcome.seconds
 
 

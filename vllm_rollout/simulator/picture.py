@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from vllm_rollout.simulator.machine import duration
-from vllm_rollout.simulator.outcome import Outcome, Sweep
+from vllm_rollout.simulator.outcome import SimulationOutcome, Sweep
 
 INK = "#1e293b"
 PALE = "#cbd5e1"
@@ -112,11 +112,11 @@ def _draw_running(axes, sweep: Sweep) -> None:
     open_axes(axes, "top", "right")
 
 
-def _name(outcome: Outcome) -> str:
+def _name(outcome: SimulationOutcome) -> str:
     return textwrap.shorten(outcome.setting.name, MAX_NAME, placeholder=" …")
 
 
-def _shown(sweep: Sweep) -> list[Outcome]:
+def _shown(sweep: Sweep) -> list[SimulationOutcome]:
     """At most four that differ: the recommended ones, the slowest that keeps long answers, and the baseline on top."""
     keeping = [outcome for outcome in sweep.outcomes if outcome.setting.keeps_longest]
     slowest = max(keeping, key=lambda outcome: outcome.seconds, default=None)
@@ -125,7 +125,7 @@ def _shown(sweep: Sweep) -> list[Outcome]:
     return [*others.values(), sweep.baseline]
 
 
-def _color(sweep: Sweep, outcome: Outcome) -> str:
+def _color(sweep: Sweep, outcome: SimulationOutcome) -> str:
     if outcome is sweep.baseline:
         return BASELINE
     if outcome is sweep.fastest:

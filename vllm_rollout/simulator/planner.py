@@ -32,11 +32,11 @@ class PlannedPrompt(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlannedRollout:
     plan: GroupPlan
     at_upper_bound: bool = False
 
-    def audited(self) -> Planned:
+    def audited(self) -> PlannedRollout:
         """This plan for an audit group."""
         return replace(self, plan=self.plan.audited())
 
@@ -62,10 +62,10 @@ class Planner:
         lengths = self.history.of(prompt.history_key) or self.history.dataset()
         return Race(prompt.id, plan, pool, prompt.prompt_tokens, scoring, None, lengths, prompt.max_tokens)
 
-    def plans(self, prompts: Sequence[PlannedPrompt]) -> list[Planned]:
+    def plans(self, prompts: Sequence[PlannedPrompt]) -> list[PlannedRollout]:
         """The plans of one rollout's prompts."""
         if self._setting.redundancy != "auto":
-            return [Planned(self._plan)] * len(prompts)
+            return [PlannedRollout(self._plan)] * len(prompts)
         known = [self.history.of(prompt.history_key) for prompt in prompts]
         self.num_without_history += known.count(None)
         batch = allocate_batch(
@@ -81,4 +81,4 @@ class Planner:
             tradeoff=self._setting.tradeoff,
         )
         plans = batch.plans(self._plan, self._setting.early_stop)
-        return [Planned(plan, its.at_upper_bound) for plan, its in zip(plans, batch.prompts, strict=True)]
+        return [PlannedRollout(plan, its.at_upper_bound) for plan, its in zip(plans, batch.prompts, strict=True)]

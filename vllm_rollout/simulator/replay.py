@@ -15,7 +15,7 @@ from vllm_rollout.group.racing.selection import conclude
 from vllm_rollout.group.ranks.placement import Placement
 from vllm_rollout.simulator.fleet import reward, run_fleet
 from vllm_rollout.simulator.machine import FleetRun, Machine
-from vllm_rollout.simulator.outcome import Outcome, Sweep
+from vllm_rollout.simulator.outcome import SimulationOutcome, Sweep
 from vllm_rollout.simulator.planner import Planner
 from vllm_rollout.simulator.race import Pools, Race
 from vllm_rollout.simulator.rank import run_races
@@ -31,7 +31,7 @@ def replay(
     epochs: int = 1,
     seed: int = 0,
     on_rollout: Callable[[], None] = lambda: None,
-) -> Outcome:
+) -> SimulationOutcome:
     """Run every rollout of the trace, `epochs` times over.
 
     Raises: PlanError for a setting that no engine would take; ValueError for a candidate the KV cache cannot hold.
@@ -48,10 +48,10 @@ class _Replay:
         self._planner = Planner(setting, machine)
         self._judges = [Judge() for _ in range(machine.num_ranks)]
         self._placement = machine.new_placement()
-        self._outcome = Outcome(setting)
+        self._outcome = SimulationOutcome(setting)
         self._audit_turns = AuditTurns()
 
-    def run(self, epochs: int, on_rollout: Callable[[], None]) -> Outcome:
+    def run(self, epochs: int, on_rollout: Callable[[], None]) -> SimulationOutcome:
         for epoch in range(epochs):
             for number, rollout in enumerate(self._pools.trace.rollouts):
                 self._roll_out(epoch, number, rollout)

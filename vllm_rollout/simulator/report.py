@@ -10,7 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from vllm_rollout.simulator.machine import Machine, duration
-from vllm_rollout.simulator.outcome import Outcome, Sweep
+from vllm_rollout.simulator.outcome import SimulationOutcome, Sweep
 from vllm_rollout.trace.file import told_reasons
 from vllm_rollout.trace.rows import Trace
 
@@ -19,7 +19,7 @@ HARDLY_FASTER = 1.02
 
 LENGTHS = ("mean", "std", "P50", "P90", "P99")
 
-Column = tuple[str, Callable[[Outcome], str]]
+Column = tuple[str, Callable[[SimulationOutcome], str]]
 
 
 def tables(sweep: Sweep) -> list[Table]:
@@ -106,7 +106,7 @@ def recommendation(sweep: Sweep) -> str:
     )
 
 
-def _shift(baseline: Outcome, outcome: Outcome) -> str:
+def _shift(baseline: SimulationOutcome, outcome: SimulationOutcome) -> str:
     before, after = baseline.lengths, outcome.lengths
     return (
         f"{before.mean:,.0f} -> {after.mean:,.0f} tokens long on average ({_change(before.mean, after.mean)}), "

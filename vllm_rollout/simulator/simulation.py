@@ -17,7 +17,7 @@ from rich.table import Table
 from vllm_rollout.group.plans.pruning_plan import make_pruning_plan
 from vllm_rollout.simulator import picture, report
 from vllm_rollout.simulator.generate import LengthDistribution, generate, parse_distribution
-from vllm_rollout.simulator.options import Clock, FlagError, Options, clock_of, described
+from vllm_rollout.simulator.options import Clock, FlagError, SimulateOptions, clock_of, described
 from vllm_rollout.simulator.race import Pools
 from vllm_rollout.simulator.replay import sweep
 from vllm_rollout.simulator.rounds import picture as rounds_picture
@@ -51,7 +51,7 @@ class Report(NamedTuple):
     numbers: dict[str, Any]
 
 
-class Job(NamedTuple):
+class SimulationJob(NamedTuple):
     """A sweep that can begin."""
 
     origin: str
@@ -66,7 +66,7 @@ class Job(NamedTuple):
     replay: Callable[[Advance], Report]
 
 
-def run(options: Options) -> None:
+def run(options: SimulateOptions) -> None:
     """Raises: FlagError; ValueError (trace, profile, setting) and OSError with what to do."""
     console = Console()
     if not console.is_terminal:
@@ -94,7 +94,7 @@ def run(options: Options) -> None:
 
 
 @contextmanager
-def _progress(console: Console, job: Job) -> Iterator[Advance]:
+def _progress(console: Console, job: SimulationJob) -> Iterator[Advance]:
     progress = Progress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
@@ -108,7 +108,7 @@ def _progress(console: Console, job: Job) -> Iterator[Advance]:
         yield lambda name, count: progress.update(row, advance=count, description=escape(name))
 
 
-def _rollouts(options: Options, trace: Trace | None) -> Job:
+def _rollouts(options: SimulateOptions, trace: Trace | None) -> SimulationJob:
     if trace is None:
         distribution = _distribution(options)
         trace, origin = generate(distribution, options.seed), _told(distribution)
@@ -135,10 +135,10 @@ def _rollouts(options: Options, trace: Trace | None) -> Job:
         )
 
     size = f"{groups} in {rollouts}, at most {trace.max_tokens:,} tokens."
-    return Job(origin, size, clock, "rollouts", len(settings) * num_rollouts, replay)
+    return SimulationJob(origin, size, clock, "rollouts", len(settings) * num_rollouts, replay)
 
 
-def _rounds(options: Options, trace: Trace | None) -> Job:
+def _rounds(options: SimulateOptions, trace: Trace | None) -> SimulationJob:
     if trace is None:
         its = _distribution(options)
         data: DataSet = GeneratedDataSet(its, options.seed)
@@ -169,10 +169,12 @@ def _rounds(options: Options, trace: Trace | None) -> Job:
         )
 
     size = f"{epochs} of {len(data.prompts):,} prompts, {per_round:,} of {group_size} answers a round."
-    return Job(origin, size, clock, "prompts returned", len(settings) * len(data.prompts) * options.epochs, replay)
+    return SimulationJob(
+        origin, size, clock, "prompts returned", len(settings) * len(data.prompts) * options.epochs, replay
+    )
 
 
-def _distribution(options: Options) -> LengthDistribution:
+def _distribution(options: SimulateOptions) -> LengthDistribution:
     """The distribution that --generate names. Raises: FlagError."""
     try:
         return parse_distribution(options.generate or "")
@@ -187,7 +189,7 @@ def _told(its: LengthDistribution) -> str:
     )
 
 
-def _settings(options: Options, trace: Trace, group_size: int, max_candidates: int) -> list[Setting]:
+def _settings(options: SimulateOptions, trace: Trace, group_size: int, max_candidates: int) -> list[Setting]:
     detection_length = options.detection_length or trace.detection_length
     pruning = {} if detection_length is None else {"detection_length": detection_length}
     if not options.settings:
@@ -205,7 +207,7 @@ def _settings(options: Options, trace: Trace, group_size: int, max_candidates: i
     return list(dict.fromkeys(settings))
 
 
-def _round_settings(options: Options, group_size: int) -> list[RoundSetting]:
+def _round_settings(options: SimulateOptions, group_size: int) -> list[RoundSetting]:
     settings: list[RoundSetting] = []
     for text in options.rounds:
         try:

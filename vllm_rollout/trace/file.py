@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from vllm_rollout.trace.rows import (
     End,
-    Lengths,
+    LengthsRow,
     PromptRow,
     RewardRow,
     RolloutRow,
@@ -125,7 +125,7 @@ class _OpenPrompt:
     """A prompt whose rewards may still come."""
 
     id: str
-    row: Lengths
+    row: LengthsRow
     max_tokens: int | None = None
     rewards: list[float | None] = field(init=False)
 

@@ -117,7 +117,7 @@ class _Row(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class Lengths(_Row):
+class LengthsRow(_Row):
     """What rollout rows and prompt rows say of a prompt: one entry per candidate."""
 
     lengths: Annotated[list[Length], Field(min_length=1)]
@@ -128,7 +128,7 @@ class Lengths(_Row):
     key: Key = ""
 
     @model_validator(mode="after")
-    def _consistent(self) -> Lengths:
+    def _consistent(self) -> LengthsRow:
         num = len(self.lengths)
         for name in ("ends", "scores", "rewards"):
             values = getattr(self, name)
@@ -141,7 +141,7 @@ class Lengths(_Row):
         return self
 
 
-class RolloutPrompt(Lengths):
+class RolloutPrompt(LengthsRow):
     """One prompt of a rollout row."""
 
     id: Name
@@ -168,7 +168,7 @@ class RewardRow(_Row):
     rewards: list[_Reward]
 
 
-class PromptRow(Lengths):
+class PromptRow(LengthsRow):
     prompt_id: Name
     step: StrictInt | None = None
 

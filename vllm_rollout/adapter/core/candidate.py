@@ -19,7 +19,7 @@ END_REASONS: dict[RequestStatus, EndReason] = {
 """Any other final status (aborted, error, ignored) is `failed`."""
 
 
-class Candidate:
+class EngineCandidate:
     """A tagged request inside the scheduler."""
 
     __slots__ = ("end_reason", "group", "held", "id", "pauses", "reads_notes", "refusal", "request", "stop_strings")
@@ -41,7 +41,7 @@ class Candidate:
         """Why its group did not take it."""
 
 
-def last_observation(candidate: Candidate, model_runner_output: ModelRunnerOutput) -> Observation | None:
+def last_observation(candidate: EngineCandidate, model_runner_output: ModelRunnerOutput) -> Observation | None:
     """What the last token of a candidate that ended in this step showed; None where nobody asks for a final score, or
     the step does not show it (aborted between steps)."""
     plan = candidate.group.terms.pruning

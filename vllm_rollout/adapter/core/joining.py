@@ -19,7 +19,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.request import Request
 
 from vllm_rollout.adapter.joining import tag_of, too_long
-from vllm_rollout.adapter.options import RolloutOptions, observing_refusal
+from vllm_rollout.adapter.options import ServeOptions, observing_refusal
 from vllm_rollout.adapter.wire import CandidateTag
 from vllm_rollout.emulation.fate import forced_length
 from vllm_rollout.group.judging.ledger import EVERYBODY, AnswerName, request_name
@@ -45,7 +45,7 @@ class Joining:
     def __init__(self, vllm_config: VllmConfig) -> None:
         self._config = vllm_config
         self._max_candidates = vllm_config.scheduler_config.max_num_seqs
-        options = RolloutOptions.of(vllm_config)
+        options = ServeOptions.of(vllm_config)
         self._audit_ratio, self._is_emulated = options.audit_ratio, options.emulation is not None
         self._prompt_groups = PromptGroups()
         self._numbers: dict[str, int] = {}

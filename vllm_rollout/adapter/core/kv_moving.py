@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import Request
 
 from vllm_rollout.adapter.core.versions import holds_what_is_found, without_zeroing, zeroes_what_comes
-from vllm_rollout.adapter.options import RolloutOptions
+from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.adapter.parcel import KVBlocks, KVSegment
 from vllm_rollout.group.ranks.load import ArrivedKV, TransferCost
 
@@ -158,7 +158,7 @@ def _assumed_cost(scheduler: Scheduler) -> TransferCost:
 
 def refusal(scheduler: Scheduler) -> str | None:
     """Why no KV blocks move to and from this engine core; None when they do."""
-    options, groups = RolloutOptions.of(scheduler.vllm_config), scheduler.kv_cache_config.kv_cache_groups
+    options, groups = ServeOptions.of(scheduler.vllm_config), scheduler.kv_cache_config.kv_cache_groups
     if not options.moves_kv:
         return "--rollout-move-kv is off"
     if options.emulation is not None:

@@ -23,7 +23,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_rollout.adapter.call_table import GroupToAdopt, GroupToRelease, Hold, Released
 from vllm_rollout.adapter.core.calls import call_worker
-from vllm_rollout.adapter.core.candidate import Candidate
+from vllm_rollout.adapter.core.candidate import EngineCandidate
 from vllm_rollout.adapter.core.kv_moving import KVMoves
 from vllm_rollout.adapter.core.versions import leave_deferred
 from vllm_rollout.adapter.parcel import KVBlocks, MovedCandidate, Parcel, request_to_move
@@ -65,13 +65,13 @@ class MovableGroups(Protocol):
 
     def stays_because(self, group_id: str) -> StayReason | None: ...
 
-    def candidates_of(self, group_id: str) -> list[Candidate]: ...
+    def candidates_of(self, group_id: str) -> list[EngineCandidate]: ...
 
-    def detach(self, group_id: str, candidates: Sequence[Candidate]) -> DetachedGroup: ...
+    def detach(self, group_id: str, candidates: Sequence[EngineCandidate]) -> DetachedGroup: ...
 
     def attach(
         self, request: Request, moved: MovedCandidate, group_id: str, group: Group, num_missed_resumes: int
-    ) -> Candidate: ...
+    ) -> EngineCandidate: ...
 
 
 class GroupMoves:
@@ -81,7 +81,7 @@ class GroupMoves:
         """`groups`, `scheduler`: the same scheduler, ours and as vLLM's."""
         self._groups = groups
         self._scheduler = scheduler
-        self._stopped: dict[str, list[Candidate]] = {}
+        self._stopped: dict[str, list[EngineCandidate]] = {}
         """By group: candidates in no queue, that leave when nothing of them is in flight."""
         self._released: dict[str, tuple[int, Parcel]] = {}
         """Groups that left and have not arrived: epoch and parcel."""
@@ -171,7 +171,7 @@ class GroupMoves:
             return Released("busy")
         return Released("released", parcel.encode(), [moved.request.request_id for moved in parcel.candidates])
 
-    def _pack(self, core: EngineCore, group_id: str, candidates: Sequence[Candidate]) -> Parcel:
+    def _pack(self, core: EngineCore, group_id: str, candidates: Sequence[EngineCandidate]) -> Parcel:
         """What may fail comes before the scheduler lets go."""
         kv = self.kv.share(core, group_id, [candidate.request for candidate in candidates])
         moved = [
@@ -199,7 +199,7 @@ class GroupMoves:
         begun = [moved for moved in parcel.candidates if moved.output_token_ids]
         ids = {moved.request.request_id for moved in begun}
         group: Group | None = None
-        taken: list[Candidate] = []
+        taken: list[EngineCandidate] = []
         try:
             if begun:
                 core.collective_rpc("rollout_attach", args=(begun,))

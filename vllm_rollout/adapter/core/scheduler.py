@@ -22,7 +22,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_rollout.adapter.compat import check_vllm_version
 from vllm_rollout.adapter.core.calls import add_rollout_calls
-from vllm_rollout.adapter.core.candidate import END_REASONS, Candidate, confidence_of, last_observation
+from vllm_rollout.adapter.core.candidate import END_REASONS, EngineCandidate, confidence_of, last_observation
 from vllm_rollout.adapter.core.joining import Joining, JoinRefused
 from vllm_rollout.adapter.core.moving import GroupMoves
 from vllm_rollout.adapter.core.readings import Readings
@@ -61,10 +61,10 @@ class GroupSchedulerMixin:
         """Decides. Everything below translates and obeys."""
         self.clock = time.monotonic
         """By which groups wait for siblings."""
-        self._candidates: dict[str, Candidate] = {}
+        self._candidates: dict[str, EngineCandidate] = {}
         """By request id, from arrival until the step in which it ends is closed."""
-        self._by_id: dict[CandidateId, Candidate] = {}
-        self._ended: list[Candidate] = []
+        self._by_id: dict[CandidateId, EngineCandidate] = {}
+        self._ended: list[EngineCandidate] = []
         """Candidates that ended since the last step was closed."""
         self._joining = Joining(self.vllm_config)
         self._stop_strings = StopStringsFactory(self.vllm_config.model_config)
@@ -122,11 +122,11 @@ class GroupSchedulerMixin:
             return "busy"
         return self.group_steps.stays_because(group_id)
 
-    def candidates_of(self, group_id: str) -> list[Candidate]:
+    def candidates_of(self, group_id: str) -> list[EngineCandidate]:
         """Those of a group that run, wait or are preempted, by index."""
         return [self._by_id[id] for id in self.group_steps.running(group_id)]
 
-    def detach(self, group_id: str, candidates: Sequence[Candidate]) -> DetachedGroup:
+    def detach(self, group_id: str, candidates: Sequence[EngineCandidate]) -> DetachedGroup:
         """Forget a group whose candidates are in no queue: nobody is told, since they go on elsewhere."""
         request_ids = {candidate.id.index: candidate.request.request_id for candidate in candidates}
         for candidate in candidates:
@@ -139,13 +139,13 @@ class GroupSchedulerMixin:
 
     def attach(
         self, request: Request, moved: MovedCandidate, group_id: str, group: Group, num_missed_resumes: int
-    ) -> Candidate:
+    ) -> EngineCandidate:
         """Know a candidate of another engine core, whose request is added next.
 
         `num_missed_resumes`: how often generation went on here and not there, before it came; below 0 the other way
         round, and then it will see them again.
         """
-        candidate = Candidate(request, moved.output_interval)
+        candidate = EngineCandidate(request, moved.output_interval)
         candidate.id, candidate.group = CandidateId(group_id, moved.index), group
         candidate.held.attach(moved.held, passes_next=moved.passes_next)
         candidate.pauses = [*moved.pauses, *[len(moved.output_token_ids)] * num_missed_resumes]
@@ -165,17 +165,17 @@ class GroupSchedulerMixin:
         if params is None or not params.extra_args:
             return
         if (tag := CandidateTag.of(params.extra_args)) is not None:
-            self._launch(Candidate(request, tag.output_interval), tag)
+            self._launch(EngineCandidate(request, tag.output_interval), tag)
             return
         try:
             tag = self._joining.tag(request)
         except JoinRefused as refusal:
-            self._refuse(Candidate(request, reads_notes=False), str(refusal))
+            self._refuse(EngineCandidate(request, reads_notes=False), str(refusal))
             return
         if tag is not None:
-            self._launch(Candidate(request, reads_notes=False), tag)
+            self._launch(EngineCandidate(request, reads_notes=False), tag)
 
-    def _launch(self, candidate: Candidate, tag: CandidateTag) -> None:
+    def _launch(self, candidate: EngineCandidate, tag: CandidateTag) -> None:
         """It enters its group, which may refuse it."""
         request = candidate.request
         adapter = learned_name(request.lora_request)
@@ -197,7 +197,7 @@ class GroupSchedulerMixin:
             candidate.stop_strings = self._stop_strings.watch(request)
             self._num_with_stop_strings += 1
 
-    def _refuse(self, candidate: Candidate, refusal: str) -> None:
+    def _refuse(self, candidate: EngineCandidate, refusal: str) -> None:
         """It ends without a token, in the step that comes next."""
         request_id = candidate.request.request_id
         candidate.refusal = refusal
@@ -364,7 +364,7 @@ class GroupSchedulerMixin:
 
     def _annotate(
         self,
-        candidate: Candidate,
+        candidate: EngineCandidate,
         output: EngineCoreOutput,
         verdicts: Verdicts,
         model_runner_output: ModelRunnerOutput | None,
@@ -392,7 +392,7 @@ class GroupSchedulerMixin:
         )
         output.kv_transfer_params = note.to_params(output.kv_transfer_params)
 
-    def _explain(self, candidate: Candidate, output: EngineCoreOutput) -> None:
+    def _explain(self, candidate: EngineCandidate, output: EngineCoreOutput) -> None:
         """Why it was not let in: in a note, or, where nobody reads notes, as an error in its client's and our log."""
         if candidate.reads_notes:
             note = EndingNote("failed", 0, None, refusal=candidate.refusal)

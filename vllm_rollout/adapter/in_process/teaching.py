@@ -10,7 +10,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from vllm_rollout.adapter.api.calls.engine_calls import CalledCores, EngineCalls
 from vllm_rollout.adapter.api.engine.learning import EngineLearning
-from vllm_rollout.adapter.options import RolloutOptions
+from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.client.calls import NamedRewardLike, post_named_rewards
 from vllm_rollout.group.types import BASE_MODEL
 from vllm_rollout.server.learning.body import NamedRewardsAnswer, NamedRewardsRequest
@@ -35,7 +35,7 @@ async def teach(
     """
     config = engine.vllm_config
     cores = CalledCores(engine.engine_core, config, config.parallel_config.data_parallel_size)
-    learning = EngineLearning(EngineCalls(cores), RolloutOptions.of(config))
+    learning = EngineLearning(EngineCalls(cores), ServeOptions.of(config))
     service = LearningService(learning, lambda model: BASE_MODEL, Metrics(CollectorRegistry()), time.monotonic)
     request = NamedRewardsRequest.model_validate(post_named_rewards(rewards, threshold, namespace).body)
     answer = await service.post_named_rewards(request, client="")

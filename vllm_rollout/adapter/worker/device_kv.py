@@ -45,7 +45,7 @@ LENT_S = 60.0
 """A segment that nobody has dropped by then is dropped when the next one is made."""
 
 
-class Device:
+class DeviceMemory:
     """Memory of one device. Raises: TransferError; MemoryError when there is none left.
 
     Args:
@@ -130,7 +130,7 @@ class DeviceKV(KVTransfer):
     way = "cuda_ipc"
 
     def __init__(
-        self, layers: KVLayers, rank: int, device: Device, clock: Callable[[], float] = time.monotonic
+        self, layers: KVLayers, rank: int, device: DeviceMemory, clock: Callable[[], float] = time.monotonic
     ) -> None:
         super().__init__(layers, rank)
         self._device, self._clock = device, clock

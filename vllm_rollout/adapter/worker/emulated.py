@@ -17,13 +17,13 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
-from vllm_rollout.adapter.options import RolloutOptions
+from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.adapter.worker.emulated_runner import HIDDEN_SIZE, EmulatedRunner, LaunchedStep
 from vllm_rollout.adapter.worker.worker_calls import WorkerCalls
 from vllm_rollout.emulation.device import Device, DeviceSpan
 from vllm_rollout.emulation.fate import Fates
 from vllm_rollout.emulation.settings import Settings
-from vllm_rollout.emulation.step_log import Step, StepLog
+from vllm_rollout.emulation.step_log import LoggedStep, StepLog
 from vllm_rollout.tracker.feature_ring import FeatureRing
 from vllm_rollout.tracker.quality_heads import QualityHeads
 
@@ -40,7 +40,9 @@ class EmulatedOutput(AsyncModelRunnerOutput):
         while (left := self._span.end - time.perf_counter()) > 0:
             time.sleep(left)
         step, span = self._step, self._span
-        self._log.add(Step(*span, time.perf_counter(), time.thread_time(), step.goes_on, step.num_sampled, *step.work))
+        self._log.add(
+            LoggedStep(*span, time.perf_counter(), time.thread_time(), step.goes_on, step.num_sampled, *step.work)
+        )
         return step.output
 
     def get_kv_connector_output(self) -> None:
@@ -55,7 +57,7 @@ class EmulatedWorker(WorkerCalls, WorkerBase):
     moving_runner: EmulatedRunner
 
     def init_device(self) -> None:
-        options = RolloutOptions.of(self.vllm_config)
+        options = ServeOptions.of(self.vllm_config)
         emulation = options.emulation
         assert emulation is not None, "an emulated device has its settings"
         self.device = torch.device("cpu")

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from vllm_rollout.adapter.options import RolloutOptions
+from vllm_rollout.adapter.options import ServeOptions
 
 
 class EmulatedExecutor(UniProcExecutor):
     """Overrides: _init_executor."""
 
     def _init_executor(self) -> None:
-        emulation = RolloutOptions.of(self.vllm_config).emulation
+        emulation = ServeOptions.of(self.vllm_config).emulation
         assert emulation is not None, "an emulated device has its settings"
         self.scheduler_config.async_scheduling = emulation.async_scheduling
         super()._init_executor()

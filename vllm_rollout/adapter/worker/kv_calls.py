@@ -14,9 +14,9 @@ import torch
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
-from vllm_rollout.adapter.options import RolloutOptions
+from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.adapter.parcel import KVSegment, KVWay
-from vllm_rollout.adapter.worker.device_kv import Device, DeviceKV
+from vllm_rollout.adapter.worker.device_kv import DeviceKV, DeviceMemory
 from vllm_rollout.adapter.worker.kv_layers import KV_FAILURES, KVLayers, KVTransfer, TransferError
 from vllm_rollout.adapter.worker.nixl_kv import Agent, NixlKV
 from vllm_rollout.adapter.worker.shared_kv import SharedKV
@@ -74,12 +74,12 @@ class KVCalls:
 
 def kv_transfers(vllm_config: VllmConfig, layers: KVLayers, rank: int) -> Mapping[KVWay, KVTransfer]:
     """The ways out of a worker and into it, the best first. Raises: TransferError when there is none."""
-    if RolloutOptions.of(vllm_config).moves_kv_by_nixl:
+    if ServeOptions.of(vllm_config).moves_kv_by_nixl:
         return {"nixl": NixlKV(layers, rank, Agent.load())}
     host_memory = SharedKV(layers, rank)
     if layers.device.type != "cuda" or (runtime := cuda_runtime()) is None:
         return {"host_memory": host_memory}
-    return {"cuda_ipc": DeviceKV(layers, rank, Device(layers.device, runtime)), "host_memory": host_memory}
+    return {"cuda_ipc": DeviceKV(layers, rank, DeviceMemory(layers.device, runtime)), "host_memory": host_memory}
 
 
 def cuda_runtime() -> ModuleType | None:

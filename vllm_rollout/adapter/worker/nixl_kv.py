@@ -58,7 +58,7 @@ class Place(msgspec.Struct, array_like=True, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class RegisteredMemory:
     """Host memory that the agent knows."""
 
     map: mmap.mmap
@@ -75,7 +75,7 @@ class Late(NamedTuple):
 
     handle: Any
     there: str
-    into: Memory
+    into: RegisteredMemory
 
 
 class Agent:
@@ -110,19 +110,21 @@ class Agent:
         except tuple(kinds) as error:
             raise TransferError(f"NIXL has no {BACKEND}: {error}") from error
 
-    def register(self, num_bytes: int) -> Memory:
+    def register(self, num_bytes: int) -> RegisteredMemory:
         self._late = [late for late in self._late if not self._released(late.handle)]
         map = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory = torch.frombuffer(map, dtype=torch.uint8)
-        return Memory(map, memory, self._ask("register_memory", [(memory.data_ptr(), num_bytes, 0, "")], "DRAM"))
+        return RegisteredMemory(
+            map, memory, self._ask("register_memory", [(memory.data_ptr(), num_bytes, 0, "")], "DRAM")
+        )
 
-    def forget(self, memory: Memory) -> None:
+    def forget(self, memory: RegisteredMemory) -> None:
         """Give its pages back, unless a late transfer writes to them. It stays mapped as long as somebody has it."""
         if all(late.into is not memory for late in self._late):
             self._ask("deregister_memory", memory.token)
             memory.map.madvise(mmap.MADV_DONTNEED)
 
-    def place(self, memory: Memory) -> Place:
+    def place(self, memory: RegisteredMemory) -> Place:
         return Place(self._ask("get_partial_agent_metadata", memory.token, True, [BACKEND]), memory.start)
 
     @contextmanager
@@ -135,7 +137,7 @@ class Agent:
             if all(late.there != name for late in self._late):
                 self._ask("remove_remote_agent", name)
 
-    def read(self, there: str, start: int, into: Memory, first: int, num_bytes: int) -> None:
+    def read(self, there: str, start: int, into: RegisteredMemory, first: int, num_bytes: int) -> None:
         """What begins `first` bytes after a start, to where it is in a copy."""
         local = self._ask("get_xfer_descs", [(into.start + first, num_bytes, 0)], "DRAM")
         remote = self._ask("get_xfer_descs", [(start + first, num_bytes, 0)], "DRAM")
@@ -176,9 +178,9 @@ class NixlKV(KVTransfer):
     def __init__(self, layers: KVLayers, rank: int, agent: Agent) -> None:
         super().__init__(layers, rank)
         self._agent = agent
-        self._lent: dict[str, Memory] = {}
+        self._lent: dict[str, RegisteredMemory] = {}
         """By segment."""
-        self._dropped: deque[Memory] = deque(maxlen=NUM_KEPT)
+        self._dropped: deque[RegisteredMemory] = deque(maxlen=NUM_KEPT)
 
     def _lend(self, name: str, block_ids: Sequence[int]) -> bytes:
         num_bytes = STAMP_BYTES + sum(self._layers.sizes(len(block_ids)))

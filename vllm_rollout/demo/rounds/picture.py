@@ -10,7 +10,7 @@ from pathlib import Path
 from vllm_rollout.demo.picture import AVOIDED_STYLE as IDLE
 from vllm_rollout.demo.picture import INK, only_bottom
 from vllm_rollout.demo.rounds.options import RoundsOptions
-from vllm_rollout.demo.rounds.rounds import Group, Period, Round
+from vllm_rollout.demo.rounds.rounds import Period, ReturnedGroup, Round
 
 OWN_ROUND = "#0f766e"
 LATER = "#f59e0b"
@@ -98,7 +98,7 @@ def _draw_round(axes, each: Round, start: float, later: set[int], num_rows: int,
     )  # fmt: skip
 
 
-def _name_prompt(axes, group: Group, start: float, row: int, longest_s: float) -> None:
+def _name_prompt(axes, group: ReturnedGroup, start: float, row: int, longest_s: float) -> None:
     """In its bar, or behind it where the bar is short."""
     is_inside = group.seconds > 0.02 * longest_s
     axes.text(

@@ -24,7 +24,7 @@ from vllm_rollout.server.answers import DeferredEvent, GroupEvent, RoundDoneEven
 RoundName = Literal["plain", "short", "long"]
 
 
-class Group(NamedTuple):
+class ReturnedGroup(NamedTuple):
     """One prompt in one round."""
 
     prompt: int
@@ -43,7 +43,7 @@ class Group(NamedTuple):
 class Round:
     name: RoundName
     seconds: float
-    groups: tuple[Group, ...]
+    groups: tuple[ReturnedGroup, ...]
     generated_tokens: int
 
     @property
@@ -102,13 +102,13 @@ async def plain_rounds(
 ) -> AsyncIterator[Round]:
     """Rounds of stock chat requests in the order of the data; each waits for all. Raises: ServerError."""
 
-    async def ask(prompt: int, started: float) -> Group:
+    async def ask(prompt: int, started: float) -> ReturnedGroup:
         body = {"messages": messages(questions[prompt]), "n": terms.group_size, "return_token_ids": True}
         response = await client.post("/v1/chat/completions", json=body | sampling_of(sampling, prompt))
         raise_for_status(response)
         seconds = time.monotonic() - started
         on_group()
-        return Group(prompt, seconds, tuple(len(choice["token_ids"]) for choice in response.json()["choices"]))
+        return ReturnedGroup(prompt, seconds, tuple(len(choice["token_ids"]) for choice in response.json()["choices"]))
 
     size = terms.prompts_per_round
     for first in range(0, len(questions), size):
@@ -147,7 +147,7 @@ async def tail_rounds(
 
 
 async def _tail_round(run: AsyncRun, fed: Fed, on_group: Callable[[], None]) -> Round:
-    groups: list[Group] = []
+    groups: list[ReturnedGroup] = []
     lengths: dict[str, list[int]] = {}
     generated_tokens = 0
     kind = run.info.next_round if fed.kind is None else fed.kind
@@ -158,10 +158,10 @@ async def _tail_round(run: AsyncRun, fed: Fed, on_group: Callable[[], None]) -> 
             if isinstance(event, TrajectoryEvent):
                 lengths.setdefault(event.prompt_id, []).append(event.trajectory.num_tokens)
             elif isinstance(event, GroupEvent):
-                groups.append(Group(int(event.prompt_id), seconds, tuple(lengths[event.prompt_id])))
+                groups.append(ReturnedGroup(int(event.prompt_id), seconds, tuple(lengths[event.prompt_id])))
                 on_group()
             elif isinstance(event, DeferredEvent):
-                groups.append(Group(int(event.prompt_id), seconds))
+                groups.append(ReturnedGroup(int(event.prompt_id), seconds))
             elif isinstance(event, RoundDoneEvent):
                 generated_tokens = event.usage.generated_tokens
     return Round(kind, time.monotonic() - started, tuple(groups), generated_tokens)

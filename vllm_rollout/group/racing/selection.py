@@ -11,7 +11,7 @@ from vllm_rollout.group.plans.plan import GroupPlan
 from vllm_rollout.group.types import STOP_STATES, Ending, GroupResult
 
 
-class Lengths(NamedTuple):
+class GroupLengths(NamedTuple):
     """Token counts of a group's returned trajectories."""
 
     mean: float
@@ -80,8 +80,8 @@ def _by_finish(ending: Ending) -> tuple[int, int, int]:
     return (ending.end_step, ending.num_tokens, ending.index)
 
 
-def lengths_of(num_tokens: Sequence[int]) -> Lengths:
+def lengths_of(num_tokens: Sequence[int]) -> GroupLengths:
     """Mean, population standard deviation and maximum, in tokens; zeros for nothing."""
     if not num_tokens:
-        return Lengths(0.0, 0.0, 0)
-    return Lengths(fmean(num_tokens), pstdev(num_tokens), max(num_tokens))
+        return GroupLengths(0.0, 0.0, 0)
+    return GroupLengths(fmean(num_tokens), pstdev(num_tokens), max(num_tokens))

@@ -14,7 +14,7 @@ from vllm_rollout.server.parsed import read_json
 from vllm_rollout.server.protocol import Return, RolloutRequest
 from vllm_rollout.server.rollout import Rollout
 from vllm_rollout.server.runs.body import RoundPrompt, RoundRequest, RunRequest
-from vllm_rollout.server.runs.stored import Looked, Planned
+from vllm_rollout.server.runs.stored import Looked, PlannedRound
 
 
 def rollout_request(fields: Mapping[str, Any], group_size: int, num_candidates: int) -> RolloutRequest:
@@ -30,7 +30,7 @@ def round_request(
     return rollout_request({**fields, "prompts": bodies}, group_size, num_candidates)
 
 
-def bodies_of(planned: Planned, fresh: Mapping[str, str]) -> list[str]:
+def bodies_of(planned: PlannedRound, fresh: Mapping[str, str]) -> list[str]:
     """The bodies of a round's prompts, in order. `fresh`: those that come with its request, by id.
 
     Raises: RequestError for one that waits and cannot be read.
@@ -72,7 +72,7 @@ class Resumed(NamedTuple):
     """What is said of things that are kept and cannot be read."""
 
 
-def resumed(planned: Planned) -> Resumed:
+def resumed(planned: PlannedRound) -> Resumed:
     found = Resumed({}, [])
     for position, entry in enumerate(planned.opened.all_entries):
         _, blob = planned.waiting.get(entry.number, ("", None))

@@ -43,7 +43,7 @@ from vllm_rollout.server.runs.request import (
 from vllm_rollout.server.runs.rewards import RunRewards
 from vllm_rollout.server.runs.saved import SEND_AS_IT_IS, parse_saved, with_runs
 from vllm_rollout.server.runs.store import RunStore
-from vllm_rollout.server.runs.stored import Looked, Planned, StoredRun, UnreadableRun, run_answer
+from vllm_rollout.server.runs.stored import Looked, PlannedRound, StoredRun, UnreadableRun, run_answer
 from vllm_rollout.server.service import RolloutService
 from vllm_rollout.server.shaping import history_key
 
@@ -252,7 +252,7 @@ class RunService:
         history = await self._engine.shaping.length_history([history_key(id, ()) for id in ids], adapter)
         return {id: known.mean for id, known in zip(ids, history.prompts, strict=True) if known is not None}
 
-    async def _prepare(self, planned: Planned, request: RoundRequest, fresh: Mapping[str, str]) -> LiveRound:
+    async def _prepare(self, planned: PlannedRound, request: RoundRequest, fresh: Mapping[str, str]) -> LiveRound:
         """Check everything before anything is taken. `fresh`: bodies of its prompts, by id. Raises: RequestError."""
         stored, opened, defaults = planned.stored, planned.opened, planned.stored.request
         filters = (request.filter or defaults.filter) is not None

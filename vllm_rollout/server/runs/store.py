@@ -24,7 +24,15 @@ from vllm_rollout.server.engine import RequestError
 from vllm_rollout.server.runs.faults import is_damage, translated
 from vllm_rollout.server.runs.owner import Owner
 from vllm_rollout.server.runs.request import over_just_now
-from vllm_rollout.server.runs.stored import Looked, Planned, StoredAnswer, StoredRun, UnreadableRun, UsedKey, read_run
+from vllm_rollout.server.runs.stored import (
+    Looked,
+    PlannedRound,
+    StoredAnswer,
+    StoredRun,
+    UnreadableRun,
+    UsedKey,
+    read_run,
+)
 
 logger = logging.getLogger("vllm.vllm_rollout")
 
@@ -171,7 +179,7 @@ class RunStore:
                 answered.append(answered_key)
             return Looked(stored, answer, self._used(id, key), answered)
 
-    def planned(self, id: str, plan: Callable[[Run], OpenRound]) -> Planned:
+    def planned(self, id: str, plan: Callable[[Run], OpenRound]) -> PlannedRound:
         """What a round would be; nothing changes. Raises: RequestError, as `begin` does."""
         with self._transaction("DEFERRED"):
             stored = self.read(id)
@@ -179,7 +187,9 @@ class RunStore:
             opened = plan(stored.run)
             numbers = {entry.number for entry in opened.all_entries}
             rows = self._db.execute("SELECT number, body, kept FROM prompts WHERE run = ?", (id,))
-            return Planned(stored, opened, {number: (body, kept) for number, body, kept in rows if number in numbers})
+            return PlannedRound(
+                stored, opened, {number: (body, kept) for number, body, kept in rows if number in numbers}
+            )
 
     def begin(
         self, id: str, memo: str, plan: Callable[[Run], OpenRound], prompts: Mapping[str, str], planned: OpenRound

@@ -86,7 +86,7 @@ class Looked(NamedTuple):
     """Keys whose answers are still kept, the oldest first."""
 
 
-class Planned(NamedTuple):
+class PlannedRound(NamedTuple):
     """What a round would be at one moment."""
 
     stored: StoredRun

@@ -21,7 +21,7 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.v1.engine.utils import CoreEngineProcManager
 
-from vllm_rollout.adapter.options import RolloutOptions
+from vllm_rollout.adapter.options import ServeOptions
 
 logger = init_logger("vllm.vllm_rollout")
 
@@ -85,7 +85,7 @@ def outlives_a_rank(config: VllmConfig) -> bool:
         and are_all_here
         and parallel.data_parallel_backend != "ray"
         and not config.model_config.is_moe
-        and not RolloutOptions.of(config).beside_rust
+        and not ServeOptions.of(config).beside_rust
         and Deaths.of_this_server() is not None
     )
 

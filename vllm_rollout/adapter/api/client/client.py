@@ -24,7 +24,7 @@ from vllm_rollout.adapter.api.client.emulate import fork_emulated_engines
 from vllm_rollout.adapter.api.client.group_client import GroupClient
 from vllm_rollout.adapter.api.client.group_routes import GroupRoutes
 from vllm_rollout.adapter.api.client.life import Life
-from vllm_rollout.adapter.options import RolloutOptions
+from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.adapter.wire import CandidateTag
 from vllm_rollout.group.ranks.placement import Placement
 from vllm_rollout.server.metrics import Metrics
@@ -48,7 +48,7 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
         """Group ids of candidates on their way. Request ids do not tell candidates, since clients may give theirs to
         other requests too."""
         # The Rust front end is a client of the engine cores, but knows no groups.
-        num_others = int(RolloutOptions.of(kwargs["vllm_config"]).beside_rust)
+        num_others = int(ServeOptions.of(kwargs["vllm_config"]).beside_rust)
         self.client_index = int(kwargs.get("client_index", 0)) - num_others
         """Which of the API processes this is."""
         self.num_api_processes = int(kwargs.get("client_count", 1)) - num_others

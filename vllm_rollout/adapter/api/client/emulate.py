@@ -13,7 +13,7 @@ from pathlib import Path
 
 from vllm.config import VllmConfig
 
-from vllm_rollout.adapter.options import EmulationOptions, RolloutOptions
+from vllm_rollout.adapter.options import EmulationOptions, ServeOptions
 from vllm_rollout.emulation.settings import Settings
 
 EXECUTOR_CLS = "vllm_rollout.adapter.worker.emulated_executor.EmulatedExecutor"
@@ -123,6 +123,6 @@ def fork_emulated_engines(vllm_config: VllmConfig) -> None:
     vLLM's CPU platform asks for new processes, for the threads of a real model. Engines that are rebuilt while the
     server runs have to be new ones.
     """
-    emulation = RolloutOptions.of(vllm_config).emulation
+    emulation = ServeOptions.of(vllm_config).emulation
     if emulation is not None and emulation.forks:
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"

@@ -40,7 +40,7 @@ from vllm_rollout.adapter.api.client.refusals import pruning_refusal
 from vllm_rollout.adapter.api.client.resuming import resumed_params, resumed_prompt
 from vllm_rollout.adapter.call_table import NAME_CHOICES, NamedChoices
 from vllm_rollout.adapter.joining import answer_name, first_of_completion, scoring_of, tag_of, too_long
-from vllm_rollout.adapter.options import RolloutOptions
+from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.adapter.wire import TAG_KEY, CandidateTag, EndingNote
 from vllm_rollout.config import OUTPUT_INTERVAL_TOKENS
 from vllm_rollout.emulation.fate import LENGTHS_FIELD, forced_length
@@ -104,7 +104,7 @@ class GroupClient:
         refuse_on_open_path(xargs)
         try:
             plan = plan_from_xargs(xargs, sampling_params.n, max_candidates=self.max_candidates)
-            audit_ratio = audit_ratio_from_xargs(xargs, RolloutOptions.of(self.vllm_config).audit_ratio)
+            audit_ratio = audit_ratio_from_xargs(xargs, ServeOptions.of(self.vllm_config).audit_ratio)
         except PlanError as error:
             raise self._invalid(error.field, str(error)) from error
         if plan.pruning is not None and (refusal := pruning_refusal(self.vllm_config)) is not None:
@@ -140,7 +140,7 @@ class GroupClient:
 
     def _check_forced_length(self, extra_args: dict[str, Any]) -> None:
         """Here, since a worker has nobody to tell. Raises: VLLMValidationError."""
-        if RolloutOptions.of(self.vllm_config).emulation is not None:
+        if ServeOptions.of(self.vllm_config).emulation is not None:
             try:
                 forced_length(extra_args)
             except ValueError as error:

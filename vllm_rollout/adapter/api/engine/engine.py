@@ -36,7 +36,7 @@ from vllm_rollout.adapter.api.engine.moving import EngineMoves
 from vllm_rollout.adapter.api.engine.shaping import EngineShaping
 from vllm_rollout.adapter.call_table import CANCEL_GROUPS, CUT_RACE, FORGET_RACE, HELD_GROUPS, WIDEN_RACE, WiderRace
 from vllm_rollout.adapter.names import learned_name
-from vllm_rollout.adapter.options import RolloutOptions
+from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.group.judging.ledger import Scoring
 from vllm_rollout.group.plans.launch import num_launch_places
 from vllm_rollout.group.plans.prompt_key import seed_for
@@ -63,7 +63,7 @@ class VLLMEngine:
     def __init__(self, client: RolloutAsyncLLM, state: State) -> None:
         self._client = client
         self.calls = calls = EngineCalls(client)
-        self.learning = EngineLearning(calls, RolloutOptions.of(client.vllm_config))
+        self.learning = EngineLearning(calls, ServeOptions.of(client.vllm_config))
         self.shaping = EngineShaping(client, calls)
         self.moves = EngineMoves(client, calls, self.shaping)
         self._migration = MigrationWatch(client, self.moves, self.shaping)

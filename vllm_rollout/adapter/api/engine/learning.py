@@ -41,7 +41,7 @@ from vllm_rollout.adapter.call_table import (
     RewardsProgress,
     StateToPut,
 )
-from vllm_rollout.adapter.options import RolloutOptions
+from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.group.judging.advice import advise
 from vllm_rollout.group.judging.known_prompts import KnownPrompt, known_prompts
 from vllm_rollout.group.judging.ledger import NamedReward, Reward
@@ -81,7 +81,7 @@ class Unkept:
 class EngineLearning:
     """What `server.engine.LearningPart` asks for. Rank 0 trains; the others get its heads."""
 
-    def __init__(self, calls: EngineCalls, options: RolloutOptions) -> None:
+    def __init__(self, calls: EngineCalls, options: ServeOptions) -> None:
         self._calls = calls
         self._budget_s = options.train_budget_s
         self._training: asyncio.Task[None] | None = None

@@ -45,7 +45,7 @@ from vllm_rollout.adapter.call_table import (
     Operation,
     Released,
 )
-from vllm_rollout.adapter.options import RolloutOptions
+from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.group.lengths.moments import LengthMoments
 from vllm_rollout.group.ranks.load import DEAD_LOAD, EngineLoad, GroupLoad, RankLoad
 from vllm_rollout.group.ranks.migration import plan_drain
@@ -104,7 +104,7 @@ class EngineMoves:
                 f"needs one API process, which knows all groups; this server has {self._client.num_api_processes}. "
                 "Start it with --api-server-count 1."
             )
-        if RolloutOptions.of(self._client.vllm_config).beside_rust:
+        if ServeOptions.of(self._client.vllm_config).beside_rust:
             return (
                 "needs an API process that knows all groups, and vLLM's Rust front end starts others. Start the server "
                 "without VLLM_USE_RUST_FRONTEND=1."

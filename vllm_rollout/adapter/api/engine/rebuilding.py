@@ -28,7 +28,7 @@ from vllm_rollout.adapter.api.client.client import RolloutAsyncLLM
 from vllm_rollout.adapter.api.client.resuming import UNNAMED_WEIGHTS
 from vllm_rollout.adapter.api.engine.engine import VLLMEngine
 from vllm_rollout.adapter.api.engine.learning import EngineLearning
-from vllm_rollout.adapter.options import RolloutOptions
+from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.server.runs.parallelism import Resized
 
 logger = init_logger("vllm.vllm_rollout")
@@ -79,7 +79,7 @@ def config_of(args: Namespace, size: int) -> VllmConfig:
     engine_args = AsyncEngineArgs.from_cli_args(args)
     engine_args.tensor_parallel_size = size
     config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
-    config.additional_config = RolloutOptions.of(config).of_next_engine.into(config.additional_config)
+    config.additional_config = ServeOptions.of(config).of_next_engine.into(config.additional_config)
     return config
 
 
@@ -100,7 +100,7 @@ class Resizer:
         self._client = client
         self._engine = engine
         self._args = args
-        self._options = RolloutOptions.of(client.vllm_config)
+        self._options = ServeOptions.of(client.vllm_config)
 
     @property
     def tensor_parallel_size(self) -> int:

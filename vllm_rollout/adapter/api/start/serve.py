@@ -29,7 +29,7 @@ from vllm_rollout.adapter.api.start import front_ends
 from vllm_rollout.adapter.api.trainers import trainers
 from vllm_rollout.adapter.compat import check_vllm_version, lacking, vllm_version
 from vllm_rollout.adapter.names import SCHEDULER_CLS, WORKER_CLS
-from vllm_rollout.adapter.options import RolloutOptions
+from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.config import CPU_BLOCK_SIZE_TOKENS, DEFAULT_AUDIT_RATIO, FEATURE_RING_BYTES, TRAIN_BUDGET_S
 from vllm_rollout.models import DEFAULT_MODEL, resolve
 from vllm_rollout.profiling.profile_file import Profile
@@ -245,7 +245,7 @@ def switch_on(args: argparse.Namespace, default_model: str) -> None:
             args.served_model_name = [args.model_tag]
         args.model_tag = args.model = resolved
     front_ends.switch_on(args)
-    options = RolloutOptions(
+    options = ServeOptions(
         args.rollout_train_budget_ms / 1e3,
         int(args.rollout_feature_ring_mb * 2**20),
         emulate.emulation_options(args),

@@ -14,7 +14,7 @@ from vllm_rollout.adapter.api.client.client import RolloutAsyncLLM
 from vllm_rollout.adapter.api.engine.engine import VLLMEngine
 from vllm_rollout.adapter.api.engine.parallelism import parallelism_of
 from vllm_rollout.adapter.api.engine.state_file import StateFile
-from vllm_rollout.adapter.options import RolloutOptions
+from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.server.recorder import TraceRecorder
 from vllm_rollout.server.runs.service import RunService
 from vllm_rollout.server.runs.store import LEARNED, RUNS, RunStore
@@ -44,7 +44,7 @@ async def build_services(client: RolloutAsyncLLM, state: State, settings: Namesp
         metrics,
         recorder=recorder,
         admin_key=settings.rollout_admin_key,
-        audit_ratio=RolloutOptions.of(client.vllm_config).audit_ratio,
+        audit_ratio=ServeOptions.of(client.vllm_config).audit_ratio,
     )
     state.rollout_service = service
     parallelism = parallelism_of(settings, client, engine)
