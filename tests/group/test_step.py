@@ -84,6 +84,19 @@ def test_a_cancelled_group_defers_what_runs_and_keeps_what_has_finished():
     assert not run.steps.cancel("a")
 
 
+def test_a_group_that_has_what_it_needs_stops_the_rest_and_what_comes_later_as_surplus():
+    run = Run()
+    run.launch("a", [2, 9], GroupTerms(3, 4, early_stop=False))
+    run.step()
+    run.steps.finish("unknown")
+    run.steps.finish("a")
+    assert run.step().stop == {CandidateId("a", 1): "surplus"}
+    assert run.groups["a"].state(0) == "finished"
+    id, _ = run.steps.launch("a", GroupTerms(3, 4, early_stop=False))
+    run.lengths[id], run.running[id] = 9, 0
+    assert run.step().stop == {id: "surplus"}
+
+
 @pytest.mark.parametrize(("length", "cancelled", "state"), [(9, True, "deferred"), (1, False, "surplus")])
 def test_a_sibling_that_comes_after_the_end_or_the_cancellation_is_stopped_by_the_next_step(length, cancelled, state):
     run, terms = Run(), GroupTerms(1, 3)
@@ -147,7 +160,11 @@ races = st.lists(
 
 @pytest.mark.thorough
 @settings(max_examples=200)
-@given(races, st.lists(st.tuples(st.integers(1, 12), st.integers(0, 4)), max_size=3), st.randoms(use_true_random=False))
+@given(
+    races,
+    st.lists(st.tuples(st.integers(1, 12), st.integers(0, 4), st.booleans()), max_size=3),
+    st.randoms(use_true_random=False),
+)
 def test_every_candidate_has_one_end_whatever_happens(groups, cancels, chance):
     run = Run(warm_judge())
     for number, (lengths, size, early_stop, pruned) in enumerate(groups):
@@ -157,9 +174,9 @@ def test_every_candidate_has_one_end_whatever_happens(groups, cancels, chance):
         run.launch(str(number), lengths, terms, plan and Scoring("r", str(number), number))
     over = []
     for step in range(1, 14):
-        for at, number in cancels:
+        for at, number, is_finish in cancels:
             if at == step:
-                run.steps.cancel(str(number))
+                (run.steps.finish if is_finish else run.steps.cancel)(str(number))
         due = {id: seen(chance.uniform(0, 9)) for id, tokens in run.running.items() if tokens == 2}
         over += run.step(due).over
     assert set(run.ends) == set(run.lengths)

@@ -257,6 +257,12 @@ class FakeEngine:
             if group_id in self.groups:
                 self.groups[group_id].cancel(group_id)
 
+    async def finish_groups(self, group_ids: Sequence[str]) -> None:
+        self.learning.check_alive()
+        for group_id in group_ids:
+            if group_id in self.groups:
+                self.groups[group_id].finish(group_id)
+
     async def cut_race(self, race_id: str) -> None:
         self.learning.check_alive()
         self.num_cuts += 1

@@ -35,6 +35,7 @@ class GroupOptions(TypedDict, total=False):
     migration: str
     scale_down: str
     on_engine_failure: str
+    reward: str | Mapping[str, Any] | None
     sampling: Mapping[str, Any] | None
     return_text: bool
     return_logprobs: bool

@@ -82,7 +82,7 @@ class GradingProcess:
                 stdin=asyncio.subprocess.DEVNULL,
                 start_new_session=True,
                 cwd=folder,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                env={**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), *filter(None, sys.path)])},
             )
         self = cls(process, folder, bounds)
         self._reader, self._writer = await asyncio.open_connection(sock=ours)

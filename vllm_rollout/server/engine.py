@@ -412,6 +412,10 @@ class Engine(Protocol):
         """
         ...
 
+    async def finish_groups(self, group_ids: Sequence[str]) -> None:
+        """These groups have what they need: what runs, or still comes, ends as `surplus`. Otherwise as `cancel_groups`."""
+        ...
+
     async def cut_race(self, race_id: str) -> None:
         """Enough groups of that race are complete, of all ranks: the others end as `deferred`.
 

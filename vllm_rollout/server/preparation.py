@@ -22,6 +22,8 @@ from vllm_rollout.group.plans.rows import PlanError
 from vllm_rollout.server.course import AllPrompts
 from vllm_rollout.server.engine import Engine, PreparedPrompt, PromptInput, RequestError
 from vllm_rollout.server.engines.scaling import ScaleDownWatch
+from vllm_rollout.server.grading.body import options_of
+from vllm_rollout.server.grading.service import Grading, GradingService, Question
 from vllm_rollout.server.learning.service import LearningService
 from vllm_rollout.server.protocol import Auto, DualEnd, DualEndSelection, RolloutRequest
 from vllm_rollout.server.rollout import Rollout
@@ -43,12 +45,14 @@ class Preparation:
         engine: Engine,
         learning: LearningService,
         shaping: ShapingService,
+        grading: GradingService,
         clock: Callable[[], float],
         audit_ratio: float,
     ) -> None:
         self._engine = engine
         self._learning = learning
         self._shaping = shaping
+        self._grading = grading
         self._clock = clock
         self._audit_ratio = audit_ratio
         """The ratio for requests that learn and name none."""
@@ -61,6 +65,10 @@ class Preparation:
             raise RequestError(f"pruning: {refusal}", param="pruning")
         self._check_moves(request)
         _check_num_candidates(len(request.prompts), plan.num_candidates)
+        reward = None if request.reward is None else options_of(request.reward)
+        if reward is not None:
+            num_graded = len(request.prompts) * request.group_size
+            self._grading.check(reward, num_graded)
         inputs = [
             PromptInput(
                 prompt.id if prompt.id is not None else str(position),
@@ -76,7 +84,7 @@ class Preparation:
             request.model,
             request.sampling,
             want_logprobs=request.return_.logprobs,
-            want_text=request.return_.text,
+            want_text=request.return_.text or request.reward is not None,
         )
         adapter = self._engine.adapter_name(request.model)
         pairs = zip(request.prompts, prompts, strict=True)
@@ -110,10 +118,21 @@ class Preparation:
             budget=budget,
             warnings=warnings,
         )
+        if reward is not None:
+            rollout.grading = Grading(reward, self._questions(request, prompts), num_graded, self._grading)
         if request.scale_down == "auto":
             rollout.watch = ScaleDownWatch(self._engine.moves, rollout.id, rollout.num_responses, self._clock)
         rollout.outcome.usage.prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         return rollout
+
+    def _questions(self, request: RolloutRequest, prompts: Sequence[PreparedPrompt]) -> list[Question]:
+        return [
+            Question(
+                prompt.messages or prompt.prompt or self._engine.text_of(prepared, prepared.token_ids, stopped=False),
+                prompt.data,
+            )
+            for prompt, prepared in zip(request.prompts, prompts, strict=True)
+        ]
 
     def _check_moves(self, request: RolloutRequest) -> None:
         for field, wanted, priced in (

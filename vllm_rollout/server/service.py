@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from functools import partial
 
 from vllm_rollout.group.plans.prompt_key import digest_of, seed_for
@@ -16,9 +16,13 @@ from vllm_rollout.group.rounds.round_progress import DeferReason
 from vllm_rollout.group.types import Ending, GroupResult, HeadKey
 from vllm_rollout.server.admin import AdminKey
 from vllm_rollout.server.answers import DoneEvent, Event, RanksFreeEvent, RolloutAnswer
+from vllm_rollout.server.attempts import Attempt, attempts
 from vllm_rollout.server.engine import Engine, GroupOrder, MovesPart, Outlook, RequestError
 from vllm_rollout.server.fan_in import FanIn
+from vllm_rollout.server.grading.group import GradedGroup
+from vllm_rollout.server.grading.service import Graders, GradingService
 from vllm_rollout.server.launch import Launcher, Places
+from vllm_rollout.server.learning.body import RewardEntry, RewardsRequest
 from vllm_rollout.server.learning.service import LearningService
 from vllm_rollout.server.metrics import Metrics
 from vllm_rollout.server.preparation import Preparation
@@ -28,7 +32,7 @@ from vllm_rollout.server.resumed import ResumedGroup
 from vllm_rollout.server.rollout import Rollout
 from vllm_rollout.server.serialised import GroupsInJson
 from vllm_rollout.server.shaping import ShapingService
-from vllm_rollout.server.started_group import Attempt, StartedGroup, attempts
+from vllm_rollout.server.started_group import StartedGroup
 
 EVENT_BUFFER = 256
 """Events of a rollout that wait for a slow reader. Beyond them each group waits with one event, and the engine goes on:
@@ -53,6 +57,7 @@ class RolloutService:
         recorder: TraceRecorder | None = None,
         admin_key: AdminKey | None = None,
         audit_ratio: float = 0.0,
+        graders: Graders | None = None,
     ) -> None:
         self.admin_key = admin_key
         """None: whoever may call the server may put heads and states."""
@@ -62,7 +67,8 @@ class RolloutService:
         self._recorder = recorder
         self.learning = LearningService(engine.learning, engine.adapter_name, metrics, clock, recorder)
         self._shaping = ShapingService(engine, metrics, clock)
-        self._preparation = Preparation(engine, self.learning, self._shaping, clock, audit_ratio)
+        self._grading = GradingService(graders, metrics)
+        self._preparation = Preparation(engine, self.learning, self._shaping, self._grading, clock, audit_ratio)
         self._launcher = Launcher(engine.num_launch_places)
         self._endings: set[asyncio.Task[None]] = set()
         """What is still done for rollouts that are over, or whose clients have left."""
@@ -103,6 +109,8 @@ class RolloutService:
         """
         started = self._clock()
         events: FanIn[Event | None] = FanIn(EVENT_BUFFER)
+        if rollout.grading is not None:
+            rollout.grading.promise()
         groups: dict[str, asyncio.Task[None]] = {}
         """Those that were launched."""
 
@@ -144,6 +152,8 @@ class RolloutService:
     ) -> None:
         """Nothing of it runs any more, and it is recorded."""
         await asyncio.gather(launching, return_exceptions=True)
+        if rollout.grading is not None:
+            rollout.grading.leave()
         await self._see_out({id: task for id, task in groups.items() if not task.done()}, events)
         del self._active[rollout.id]
         if rollout.watch is not None:
@@ -186,6 +196,12 @@ class RolloutService:
         return None
 
     async def _warn(self, rollout: Rollout) -> None:
+        usage = rollout.outcome.usage
+        if usage.num_reward_errors:
+            rollout.warnings.append(
+                f"{usage.num_reward_errors} of {usage.num_reward_errors + usage.num_rewards + usage.num_voids} "
+                f"trajectories have no reward; of the first one: {rollout.outcome.reward_error}"
+            )
         if rollout.scoring is None:
             return
         report = None
@@ -212,16 +228,41 @@ class RolloutService:
     ) -> AsyncGenerator[Event, None]:
         """One group: its race, then what has become of it."""
         group = StartedGroup(rollout, position, places, self._metrics)
-        run = self._attempt(rollout, position)
-        async with aclosing(attempts(run, rollout.on_engine_failure, group.take_places_again)) as happenings:
-            async for happening in happenings:
-                if (event := group.event_of(happening)) is not None:
-                    yield event
-        result, reason = await group.conclude()
-        for event in group.events_of_the_rest(result):
-            yield event
+        race = attempts(self._attempt(rollout, position), rollout.on_engine_failure, group.take_places_again)
+        graded = None if rollout.grading is None else GradedGroup(rollout.grading, position, group.plan.group)
+        try:
+            async with aclosing(race if graded is None else graded.happenings(race)) as happenings:
+                async for happening in happenings:
+                    if (event := group.event_of(happening)) is not None:
+                        yield event
+            result, reason = await group.conclude()
+            for event in group.events_of_the_rest(result):
+                yield event
+            if graded is not None:
+                async for grade in graded.rest(result.selected):
+                    if (event := group.event_of(grade)) is not None:
+                        yield event
+        finally:
+            if graded is not None:
+                await graded.close()
         await self._account(rollout, group, result, reason, self._clock() - started)
         yield group.last_event(result, reason)
+        if graded is not None and reason is None:
+            await rollout.course.graded(position, {index: group.grades[index].reward for index in result.selected})
+
+    async def _learn(self, rollout: Rollout, group: StartedGroup) -> None:
+        """From the rewards that came while the group was on its way."""
+        assert rollout.grading is not None
+        threshold = rollout.grading.options.threshold
+        rewards = [
+            RewardEntry(prompt_id=group.prompt.id, index=index, reward=grade.reward)
+            for index, grade in group.grades.items()
+            if grade.reward is not None
+        ]
+        if not rewards:
+            return
+        with suppress(RequestError):  # the engine is dead, and says so elsewhere
+            await self.learning.post_rewards(rollout.id, RewardsRequest(rewards=rewards, threshold=threshold))
 
     def _attempt(self, rollout: Rollout, position: int) -> Attempt:
         """What launches the group of this prompt, each time that it is called."""
@@ -257,7 +298,10 @@ class RolloutService:
         endings: Sequence[Ending] = result.endings
         if rollout.scoring is not None:
             rollout.scoring.group_over(group.prompt, ends)
-        rollout.outcome.group_over(result, ends, latency_s)
+        grades = [group.grades[index] for index in result.selected] if rollout.grading is not None else []
+        rollout.outcome.group_over(result, ends, grades, latency_s)
+        if rollout.scoring is not None and rollout.grading is not None:
+            await self._learn(rollout, group)
         self._metrics.group_over(result, latency_s, audit=plan.group.audit)
         if reason is not None and rollout.resumption is not None and rollout.resumption.keeps:
             endings, warning = await rollout.resumption.keep(group.position, group.prompt, plan.group, ends)

@@ -1,74 +1,35 @@
 """One group of a rollout on its way: what the engine says of its candidates -> what the client is told.
 
-Invariants: at most one attempt to run it counts, and whatever was said of an earlier one is void; of the one that
-counts, each candidate is told once.
+Invariant: of the attempt that counts, each candidate is told once, and each grade once.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from contextlib import aclosing
-from dataclasses import dataclass
+from collections.abc import Iterator
 
-from vllm_rollout.group.plans.fields import OnEngineFailure
 from vllm_rollout.group.racing.selection import conclude, deferred, lengths_of
+from vllm_rollout.group.rewards.estimates import advantages, summarize
 from vllm_rollout.group.rounds.round_progress import DeferReason
 from vllm_rollout.group.types import GroupResult
+from vllm_rollout.rewards.values import Grade
 from vllm_rollout.server.answers import (
     CandidateEvent,
     DeferredEvent,
     Event,
     GroupEvent,
     GroupLengths,
+    GroupRewards,
     RestartedEvent,
+    RewardEvent,
     TrajectoryEvent,
 )
-from vllm_rollout.server.ended import candidate_of, tokens_of, trajectory_of
-from vllm_rollout.server.engine import CandidateEnd, CandidateTokens, GroupLost, Happening
+from vllm_rollout.server.attempts import Lost, Restarted
+from vllm_rollout.server.ended import candidate_of, reward_of, tokens_of, trajectory_of
+from vllm_rollout.server.engine import CandidateEnd, CandidateTokens, Happening
+from vllm_rollout.server.grading.group import Graded
 from vllm_rollout.server.launch import Places
 from vllm_rollout.server.metrics import Metrics
 from vllm_rollout.server.rollout import Rollout
-
-Attempt = Callable[[], AsyncGenerator[Happening, None]]
-"""Starts a group, and yields what happens to it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Restarted:
-    """The group runs again: what happened before is void."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """The group stays lost; nothing more comes."""
-
-    reason: str
-
-
-async def attempts(
-    run: Attempt,
-    on_engine_failure: OnEngineFailure,
-    before_retry: Callable[[], Awaitable[None]],
-) -> AsyncGenerator[Happening | Restarted | Lost, None]:
-    """What happens to a group that `run` starts. There are fewer retries than ranks, since each takes the death of one.
-
-    `before_retry` waits until it may run again. Raises what `run` raises when the whole engine is dead.
-    """
-    while True:
-        try:
-            async with aclosing(run()) as happenings:
-                async for happening in happenings:
-                    yield happening
-            return
-        except GroupLost as lost:
-            reason = str(lost)
-        if on_engine_failure == "fail":
-            yield Lost(reason)
-            return
-        yield Restarted(reason)
-        await before_retry()
 
 
 class StartedGroup:
@@ -80,6 +41,8 @@ class StartedGroup:
         self.plan = rollout.plans[position]
         self.ends: dict[int, CandidateEnd] = {}
         """By index."""
+        self.grades: dict[int, Grade] = {}
+        """By index: those that have come."""
         self._rollout = rollout
         self._places = places
         self._metrics = metrics
@@ -92,7 +55,7 @@ class StartedGroup:
     async def take_places_again(self) -> None:
         await self._places.take_again(self.plan.group.num_candidates)
 
-    def event_of(self, happening: Happening | Restarted | Lost) -> Event | None:
+    def event_of(self, happening: Happening | Restarted | Lost | Graded) -> Event | None:
         """What the client is told of it now; None: nothing yet."""
         if isinstance(happening, CandidateTokens):
             return tokens_of(self.prompt.id, happening, self._rollout.wanted)
@@ -101,6 +64,8 @@ class StartedGroup:
             return None
         if isinstance(happening, Restarted):
             return self._restarted(happening.reason)
+        if isinstance(happening, Graded):
+            return self._graded(happening)
         self._ended(happening)
         # With early stop the engine counts exactly group_size winners: each of them is sure at its end.
         if self.plan.group.early_stop and happening.ending.valid:
@@ -137,7 +102,28 @@ class StartedGroup:
             allocation=self.plan.answer(),
             off_policy=off_policy,
             audit=self.plan.group.audit,
+            rewards=self._rewards(result),
         )
+
+    def _rewards(self, result: GroupResult) -> GroupRewards | None:
+        grading = self._rollout.grading
+        if grading is None:
+            return None
+        rewards = [self.grades[index].reward for index in result.selected]
+        return GroupRewards(
+            name=grading.options.name,
+            **summarize(rewards)._asdict(),
+            estimator=grading.options.estimator,
+            advantages=advantages(rewards, grading.options.estimator),
+        )
+
+    def _graded(self, graded: Graded) -> RewardEvent | None:
+        """None where its trajectory comes later, with its grade, or never."""
+        index = graded.end.ending.index
+        if self.ends.get(index) is not graded.end:  # of an attempt that does not count
+            return None
+        self.grades[index] = graded.grade
+        return RewardEvent(**self._names, index=index, **reward_of(graded.grade)) if index in self._told else None
 
     def _ended(self, end: CandidateEnd) -> None:
         if not end.is_replaced:  # by one that takes its place
@@ -149,7 +135,7 @@ class StartedGroup:
 
     def _restarted(self, reason: str) -> RestartedEvent:
         self._rollout.restarted(self.position, len(self.ends))
-        for known in (self.ends, self._told, self._off_policy):
+        for known in (self.ends, self.grades, self._told, self._off_policy):
             known.clear()
         return RestartedEvent(**self._names, reason=reason)
 
@@ -157,7 +143,8 @@ class StartedGroup:
         rollout = self._rollout
         self._told.add(end.ending.index)
         began_with = None if rollout.resumption is None else rollout.resumption.weight_version
-        trajectory = trajectory_of(end, rollout.wanted, self.plan.group, began_with)
+        grade = self.grades.get(end.ending.index)
+        trajectory = trajectory_of(end, rollout.wanted, self.plan.group, began_with, grade)
         if trajectory.off_policy:
             self._off_policy.add(trajectory.index)
         return TrajectoryEvent(**self._names, trajectory=trajectory)

@@ -111,6 +111,11 @@ class GroupSchedulerMixin:
         for group_id in group_ids:
             self.group_steps.cancel(group_id)
 
+    def finish_groups(self, group_ids: Iterable[str]) -> None:
+        """Enough is known of these groups: what runs is surplus in the next step. Unknown ones are passed over."""
+        for group_id in group_ids:
+            self.group_steps.finish(group_id)
+
     def forget_waiting(self) -> None:
         """Groups that have waited too long for siblings."""
         for group_id in self.group_steps.forget_waiting(self.clock()):

@@ -165,6 +165,11 @@ class Group:
         self.closed = self.cancelled = True
         return list(self._give_up_rest("deferred"))
 
+    def finish(self) -> list[int]:
+        """It has what it needs, as whoever launched it knows: what runs, and what comes later, is surplus."""
+        self.closed = True
+        return list(self._give_up_rest())
+
     @property
     def pruning(self) -> PruningPlan | None:
         """How its candidates are judged; in an audit group nobody is stopped by it."""

@@ -5,6 +5,7 @@ Invariant: a server and a trainer's own process have the same ones.
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from vllm_rollout.adapter.api.client.client import RolloutAsyncLLM
 from vllm_rollout.adapter.api.engine.engine import VLLMEngine
 from vllm_rollout.adapter.api.engine.parallelism import parallelism_of
 from vllm_rollout.adapter.api.engine.state_file import StateFile
+from vllm_rollout.adapter.api.start.rewards import begin_grading
 from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.server.recorder import TraceRecorder
 from vllm_rollout.server.runs.service import RunService
@@ -45,6 +47,11 @@ async def build_services(client: RolloutAsyncLLM, state: State, settings: Namesp
         recorder=recorder,
         admin_key=settings.rollout_admin_key,
         audit_ratio=ServeOptions.of(client.vllm_config).audit_ratio,
+        graders=await begin_grading(
+            dict(settings.rollout_reward),
+            settings.rollout_reward_processes or max(1, (os.cpu_count() or 2) // 2 // client.num_api_processes),
+            settings.rollout_reward_limits,
+        ),
     )
     state.rollout_service = service
     parallelism = parallelism_of(settings, client, engine)
