@@ -413,7 +413,10 @@ class Engine(Protocol):
         ...
 
     async def finish_groups(self, group_ids: Sequence[str]) -> None:
-        """These groups have what they need: what runs, or still comes, ends as `surplus`. Otherwise as `cancel_groups`."""
+        """These groups have what they need: what runs, or still comes, ends as `surplus`.
+
+        One that the engine does not know is passed over. Raises: RequestError (503) for a dead engine.
+        """
         ...
 
     async def cut_race(self, race_id: str) -> None:
