@@ -133,6 +133,6 @@ def test_an_answer_without_a_program_earns_nothing_and_data_without_tests_is_an_
 
 
 def test_code_is_refused_where_no_sandbox_works(monkeypatch):
-    monkeypatch.setattr(sandboxes.Bubblewrap, "command", lambda self, folder, bounds: ["/usr/bin/python3"])
+    monkeypatch.setattr(sandboxes.Bubblewrap, "command", lambda *_: ["/usr/bin/python3"])
     with pytest.raises(SandboxError, match=r"bubblewrap does not hold here: .*user namespaces"):
         graded(fenced(RIGHT))

