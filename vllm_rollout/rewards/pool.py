@@ -91,17 +91,23 @@ class GradingProcess:
     async def start(cls, bounds: ProcessBounds) -> GradingProcess:
         ours, theirs = socket.socketpair()
         folder = Path(tempfile.mkdtemp(prefix="vllm-rollout-reward-"))
-        with theirs:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "vllm_rollout.rewards.process", str(theirs.fileno()), str(bounds.memory_bytes)),
-                pass_fds=[theirs.fileno()],
-                stdin=asyncio.subprocess.DEVNULL,
-                start_new_session=True,
-                cwd=folder,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            )
-        self = cls(process, folder, bounds)
-        self._reader, self._writer = await asyncio.open_connection(sock=ours)
+        module = ("-m", "vllm_rollout.rewards.process", str(theirs.fileno()), str(bounds.memory_bytes))
+        try:
+            with theirs:
+                process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, *module),
+                    pass_fds=[theirs.fileno()],
+                    stdin=asyncio.subprocess.DEVNULL,
+                    start_new_session=True,
+                    cwd=folder,
+                    env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                )
+            self = cls(process, folder, bounds)
+            self._reader, self._writer = await asyncio.open_connection(sock=ours)
+        except BaseException:  # also a cancellation. A process that is there already ends with its connection
+            ours.close()
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
         return self
 
     @property

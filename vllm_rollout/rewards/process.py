@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from importlib import import_module
 from typing import Any, NoReturn
 
 import cloudpickle
@@ -33,6 +34,8 @@ from vllm_rollout.rewards.values import Grade, Trajectory, failed
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
+REQUIRED = {"vllm_rollout.rewards.builtin:math": "math_verify"}
+"""Packages that a function would import within the time limit of its first trajectory."""
 
 
 def main() -> None:
@@ -61,6 +64,7 @@ def _outlive(worker: int) -> NoReturn:
 
 
 def _work(connection: socket.socket, memory_bytes: int) -> None:
+    worker = os.getpid()
     home = tempfile.tempdir = os.getcwd()
     nowhere = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):
@@ -78,6 +82,9 @@ def _work(connection: socket.socket, memory_bytes: int) -> None:
             else:
                 os.chdir(home)
                 grade = _graded(calls[message.name], message.trajectory)
+                if os.getpid() != worker:  # the function forked, and both came back
+                    os._exit(0)
+                signal.setitimer(signal.ITIMER_REAL, 0)
                 _end_children()
                 connection.sendall(encode(grade))
 
@@ -85,6 +92,8 @@ def _work(connection: socket.socket, memory_bytes: int) -> None:
 def _loaded(message: Load) -> Callable[[Trajectory], Any] | str:
     """How the function is asked, or why it cannot be."""
     try:
+        if message.place in REQUIRED:
+            import_module(REQUIRED[message.place])
         return caller(load(message.place) if message.place else cloudpickle.loads(message.pickled))
     except Exception as error:  # a stranger's module may raise anything while it is imported
         return f"the reward function cannot be loaded: {type(error).__name__}: {error}"
