@@ -16,7 +16,9 @@ import pytest
 
 from vllm_rollout.group.rewards.time_limits import LimitTerms
 from vllm_rollout.rewards import Grader, GraderBusy, Trajectory
+from vllm_rollout.rewards.grader import RewardLoad
 from vllm_rollout.rewards.pool import ProcessBounds
+from vllm_rollout.rewards.slots import Urgency
 
 SHORT = LimitTerms(shortest_s=0.5, longest_s=2)
 ASKED = Trajectory("6 * 7?", "42", {"answer": "42"})
@@ -176,7 +178,7 @@ def test_bad_functions_harm_their_own_grades_only():
         assert grade.reward == {"ok": 1, "timeout": 0, "error": None}[grade.status]
     assert [said(grade) for grade in grades[1::2]] == ["ok"] * len(BAD)
     assert {grade.reward for grade in grades[1::2]} == {1}
-    assert processes_with("98765") == []
+    assert comes_true(lambda: not processes_with("98765"))
 
 
 SERVER_ANSWERS = {
@@ -318,6 +320,59 @@ def test_who_is_urgent_is_graded_first_and_who_leaves_makes_room():
 
     assert asyncio.run(race()).status == "ok"
     assert order == ["high", "low"]
+
+
+def test_who_is_hastened_passes_those_before_it_and_who_waits_is_counted():
+    order = []
+
+    async def ask(grader, name, urgency):
+        await grader.grade("right", Trajectory(name, "42", {"answer": "42"}), urgency=urgency)
+        order.append(name)
+
+    async def race():
+        async with Grader({"right": right}, num_processes=1) as grader:
+            group, other = Urgency(), Urgency(1)
+            waiting = [("runs", 0), ("a", group), ("plain", 0.5), ("other", other), ("b", group)]
+            asked = [asyncio.create_task(ask(grader, name, urgency)) for name, urgency in waiting]
+            await asyncio.sleep(0)
+            assert grader.loads == {"right": RewardLoad(waiting=4, running=1)}
+            group.hasten(2)
+            group.hasten(0)
+            await asyncio.gather(*asked)
+            other.hasten(3)
+            assert grader.loads == {"right": RewardLoad(waiting=0, running=0)}
+
+    asyncio.run(race())
+    assert order == ["runs", "a", "b", "other", "plain"]
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("no.such.module:f", "no.such.module"),
+        ("json:no_such", "no_such"),
+        ("ends_at_import:f", "the process of the reward function ended"),
+    ],
+)
+def test_a_reward_that_cannot_be_loaded_is_refused_at_start(source, said, tmp_path, monkeypatch):
+    (tmp_path / "ends_at_import.py").write_text("raise SystemExit")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    async def check():
+        async with Grader({"exact": "exact", "mine": source}) as grader:
+            await grader.check()
+
+    with pytest.raises(ValueError, match=f"the reward 'mine' does not work: .*{said}.* Name a function"):
+        asyncio.run(check())
+
+
+def test_rewards_that_can_be_loaded_pass_the_check():
+    async def check():
+        async with Grader({"exact": "exact", "math": "math", "mine": right, "server": "http://127.0.0.1:1"}) as grader:
+            await grader.check()
+            return grader.sandbox
+
+    assert asyncio.run(check()) is None
 
 
 def test_names_and_sources_that_nobody_knows_are_refused():

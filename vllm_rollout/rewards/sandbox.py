@@ -119,13 +119,20 @@ AS_ROOT = (
 )
 NO_PRIVILEGES = ("--clear-groups", "--bounding-set", "-all", "--inh-caps", "-all", "--no-new-privs")
 PROBE = """
-import os, socket, sys
-seen = [name for name in sys.argv[1:] if os.path.exists(name)]
-try:
-    socket.create_connection(("127.0.0.1", int(sys.argv[1].rsplit("/", 1)[1])), 1)
-    seen.append("the network")
-except OSError:
-    pass
+import os, resource, socket, sys
+limits, ours = [int(each) for each in sys.argv[1:3]], sys.argv[3:]
+seen = [name for name in ours if os.path.exists(name)]
+if os.getppid() != 1: seen.append("other processes")
+for name, limit, kind in zip(("all memory", "all processes"), limits, (resource.RLIMIT_AS, resource.RLIMIT_NPROC)):
+    if not 0 <= resource.getrlimit(kind)[1] <= limit: seen.append(name)
+for name, attempt in {
+    "the network": lambda: socket.create_connection(("127.0.0.1", int(ours[0].rsplit("/", 1)[1])), 1),
+    "memory that nobody counts": lambda: os.memfd_create("probe"),
+    "the folder of its program": lambda: open("/program/probe", "w"),
+}.items():
+    try: attempt()
+    except OSError: continue
+    seen.append(name)
 print("reaches " + ", ".join(seen) if seen else "closed")
 """
 
@@ -243,7 +250,9 @@ async def choose_sandbox(bounds: SandboxBounds | None = None) -> Sandbox:
         with tempfile.TemporaryDirectory(prefix="vllm-rollout-probe-") as folder:
             secret = Path(folder, str(port))
             secret.write_text("secret")
-            run = await sandbox.run({"main.py": PROBE}, arguments=[str(secret), str(Path.home() / ".ssh")])
+            limits = [sandbox.bounds.memory_bytes, sandbox.bounds.max_processes]
+            ours = [secret, Path.home() / ".ssh"]
+            run = await sandbox.run({"main.py": PROBE}, arguments=[*map(str, limits), *map(str, ours)])
     if run.end != "exited" or run.code != 0 or run.output.strip() != b"closed":
         said = run.output.decode(errors="replace").strip() or f"{run.end}, status {run.code}"
         raise SandboxError(
