@@ -1,7 +1,7 @@
 """Time limits that learn, and what a group's rewards are worth."""
 
 import re
-from statistics import fmean, stdev
+from statistics import fmean, median_low, stdev
 
 import pytest
 from hypothesis import given
@@ -25,6 +25,16 @@ def test_a_limit_is_the_papers_formula_over_the_correct_runs(runs):
     again = TimeLimits(limits.terms)
     again.restore(limits.export())
     assert again.limit_s("case") == limits.limit_s("case")
+
+
+@given(st.lists(SECONDS, min_size=1, max_size=20))
+def test_the_summary_is_of_the_limits_and_not_of_the_anchors(anchors):
+    limits = TimeLimits(LimitTerms(factor=1.5, shortest_s=2, longest_s=30))
+    assert limits.summary() == (0, None, None)
+    for case, seconds in enumerate(anchors):
+        limits.observe(str(case), seconds, is_correct=True)
+    known = [limits.limit_s(str(case)) for case in range(len(anchors))]
+    assert limits.summary() == (len(anchors), median_low(known), max(known))
 
 
 def test_what_was_used_least_recently_is_forgotten_first():

@@ -2,16 +2,23 @@
 
 import asyncio
 import os
+import re
+import signal
 import subprocess
+import sys
+import threading
 import time
 from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import psutil
 import pytest
 
 from vllm_rollout.group.rewards.time_limits import LimitTerms
 from vllm_rollout.rewards import Grader, GraderBusy, Trajectory
+from vllm_rollout.rewards.grader import RewardLoad
 from vllm_rollout.rewards.pool import ProcessBounds
+from vllm_rollout.rewards.slots import Urgency
 
 SHORT = LimitTerms(shortest_s=0.5, longest_s=2)
 ASKED = Trajectory("6 * 7?", "42", {"answer": "42"})
@@ -26,14 +33,6 @@ def hangs(text):
         time.sleep(1)
 
 
-def dies(text):
-    os._exit(0)
-
-
-def eats(text):
-    return len(bytearray(1 << 36))
-
-
 def shouts_and_wanders(text):
     print("x" * 1_000_000)
     os.chdir("/")
@@ -45,9 +44,114 @@ def stays(text):
     return {"score": os.getpid(), "at_home": os.getcwd() != "/"}
 
 
+def raises(text):
+    return {}["answer"]
+
+
+def is_no_number(text):
+    return float("nan")
+
+
+def is_infinite(text):
+    return float("inf")
+
+
+def is_a_string(text):
+    return "1.0"
+
+
+def are_two(completions):
+    return [1.0, 1.0]
+
+
+def spins(text):
+    while True:
+        pass
+
+
+def spins_without_letting_go(text):
+    return len(re.findall("(a+)+$", "a" * 60 + "b"))
+
+
+def hangs_with_signals_blocked(text):
+    signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))
+    hangs(text)
+
+
+def dies(text):
+    os._exit(0)
+
+
+def exits(text):
+    sys.exit(0)
+
+
+def kills_its_group(text):
+    os.killpg(0, signal.SIGKILL)
+
+
+def closes_its_sockets(text):
+    os.closerange(3, 256)
+    return 1
+
+
+def eats(text):
+    return len(bytearray(1 << 36))
+
+
+def shouts(text):
+    for standard in (1, 2):
+        for _ in range(1024):
+            os.write(standard, bytes(1 << 20))
+    return 1
+
+
+def comes_back_twice(text):
+    os.fork()
+    return 1
+
+
+def leaves_an_alarm(text):
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    return 1
+
+
 def leaves_a_child(text):
     subprocess.Popen(["sleep", "98765"], start_new_session=True)
     return 1
+
+
+def leaves_a_child_and_dies(text):
+    leaves_a_child(text)
+    os._exit(0)
+
+
+BAD = {
+    raises: "error: the reward function raised KeyError: 'answer'",
+    is_no_number: "error: the reward function returned nan",
+    is_infinite: "error: the reward function returned inf",
+    is_a_string: "error: the reward function returned '1.0'",
+    are_two: "error: the reward function raised ValueError: it returned 2 rewards for 1 completion",
+    hangs: "timeout: it took more than 2 s",
+    spins: "timeout: it took more than 2 s",
+    spins_without_letting_go: "timeout: it took more than 2 s",
+    hangs_with_signals_blocked: "timeout: it took more than 2 s",
+    dies: "error: the process of the reward function ended",
+    exits: "error: the process of the reward function ended",
+    kills_its_group: "error: the process of the reward function ended",
+    closes_its_sockets: "error: the process of the reward function ended",
+    eats: "error: the reward function used up its memory",
+    shouts: "ok",
+    shouts_and_wanders: "ok",
+    comes_back_twice: "ok",
+    leaves_an_alarm: "ok",
+    leaves_a_child: "ok",
+    leaves_a_child_and_dies: "error: the process of the reward function ended",
+}
+
+
+def processes_with(argument):
+    return [each for each in psutil.process_iter(["cmdline"]) if argument in (each.info["cmdline"] or [])]
 
 
 def grades_of(rewards, *jobs, num_processes=1, limits=SHORT, **options):
@@ -60,22 +164,107 @@ def grades_of(rewards, *jobs, num_processes=1, limits=SHORT, **options):
     return asyncio.run(all_of_them())
 
 
+def said(grade):
+    return f"{grade.status}: {grade.reason}" if grade.reason else grade.status
+
+
 def test_bad_functions_harm_their_own_grades_only():
-    rewards = {f.__name__: f for f in (right, hangs, dies, eats, shouts_and_wanders, leaves_a_child)}
-    rewards |= {"exact": "exact", "nowhere": "no.such.module:f"}
-    grades = grades_of(rewards, *((name, ASKED) for name in rewards), *[("right", ASKED)] * 3, num_processes=2)
-    said = dict(zip(rewards, grades, strict=False))
-    assert {name: grade.status for name, grade in said.items() if grade.status != "ok"} == {
-        "hangs": "timeout",
-        "dies": "error",
-        "eats": "error",
-        "nowhere": "error",
-    }
-    assert (said["hangs"].reward, said["dies"].reward) == (0, None)
-    assert "memory" in said["eats"].reason
-    assert "no.such.module" in said["nowhere"].reason
-    assert [grade.reward for grade in grades[-3:]] == [1, 1, 1]
-    assert not [each for each in psutil.process_iter(["cmdline"]) if "98765" in (each.info["cmdline"] or [])]
+    """Each is followed by an innocent one, in the same process where that still lives."""
+    rewards = {f.__name__: f for f in (right, *BAD)}
+    jobs = [job for f in BAD for job in ((f.__name__, ASKED), ("right", ASKED))]
+    grades = grades_of(rewards, *jobs, num_processes=2)
+    for function, grade in zip(BAD, grades[::2], strict=True):
+        assert said(grade).startswith(BAD[function]), function
+        assert grade.reward == {"ok": 1, "timeout": 0, "error": None}[grade.status]
+    assert [said(grade) for grade in grades[1::2]] == ["ok"] * len(BAD)
+    assert {grade.reward for grade in grades[1::2]} == {1}
+    assert comes_true(lambda: not processes_with("98765"))
+
+
+SERVER_ANSWERS = {
+    "/right": (200, b'{"reward": 1}', "ok"),
+    "/fails": (500, b"no", "error: .* it answered 500"),
+    "/garbage": (200, b"<html>", "error: the reward server answered no JSON"),
+    "/another": (200, b'{"id": "1", "reward": 1}', "error: the reward server answered for another trajectory"),
+    "/slow": (200, None, "error: .* it did not answer within 2 s"),
+}
+
+
+class Answers(BaseHTTPRequestHandler):
+    def do_POST(self):
+        status, body, _ = SERVER_ANSWERS[self.path]
+        self.rfile.read(int(self.headers["Content-Length"]))
+        if body is None:
+            time.sleep(3)
+            return
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+def test_reward_servers_that_fail_harm_their_own_grades_only():
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            rewards = {path: f"http://127.0.0.1:{server.server_port}{path}" for path in SERVER_ANSWERS}
+            jobs = [(path, ASKED) for path in SERVER_ANSWERS]
+            large = ("/right", Trajectory("", "42", "x" * (10 << 20)))
+            *grades, of_large = grades_of(rewards | {"exact": "exact"}, *jobs, large)
+        finally:
+            server.shutdown()
+    for (path, (*_, wanted)), grade in zip(SERVER_ANSWERS.items(), grades, strict=True):
+        assert re.match(wanted, said(grade)), path
+    assert said(of_large) == "ok"
+
+
+def test_data_of_10_mib_is_graded_and_deep_data_is_an_error():
+    large = "x" * (10 << 20)
+    deep = []
+    for _ in range(100_000):
+        deep = [deep]
+    grades = grades_of(
+        {"exact": "exact"},
+        ("exact", Trajectory("", large, large)),
+        ("exact", Trajectory("", "42", deep)),
+        ("exact", ASKED),
+    )
+    assert [grade.status for grade in grades] == ["ok", "error", "ok"]
+    assert [grade.reward for grade in grades] == [1, None, 1]
+
+
+SERVES = """
+import asyncio, subprocess, sys, time
+from vllm_rollout.rewards import Grader, Trajectory
+def leaves(text):
+    subprocess.Popen(["sleep", "98763"], start_new_session=True)
+    time.sleep(60)
+async def main():
+    program = "import subprocess as s, time\\ns.Popen(['/bin/sleep', '98763'], start_new_session=True)\\ntime.sleep(60)"
+    async with Grader({"leaves": leaves, "code": "code"}, num_processes=2) as grader:
+        code = Trajectory("", f"```python\\n{program}\\n```", {"tests": ["pass"]})
+        await asyncio.gather(grader.grade("leaves", Trajectory("", "")), grader.grade("code", code))
+asyncio.run(main())
+"""
+
+
+def test_nothing_is_left_of_a_server_that_is_killed():
+    with subprocess.Popen([sys.executable, "-c", SERVES]) as server:
+        try:
+            assert comes_true(lambda: len(processes_with("98763")) == 2)
+        finally:
+            server.kill()
+    assert comes_true(lambda: not processes_with("98763"))
+
+
+def comes_true(condition):
+    for _ in range(600):
+        if condition():
+            return True
+        time.sleep(0.05)
+    return False
 
 
 def test_a_process_is_used_again_from_its_own_folder_until_it_has_done_enough():
@@ -131,6 +320,59 @@ def test_who_is_urgent_is_graded_first_and_who_leaves_makes_room():
 
     assert asyncio.run(race()).status == "ok"
     assert order == ["high", "low"]
+
+
+def test_who_is_hastened_passes_those_before_it_and_who_waits_is_counted():
+    order = []
+
+    async def ask(grader, name, urgency):
+        await grader.grade("right", Trajectory(name, "42", {"answer": "42"}), urgency=urgency)
+        order.append(name)
+
+    async def race():
+        async with Grader({"right": right}, num_processes=1) as grader:
+            group, other = Urgency(), Urgency(1)
+            waiting = [("runs", 0), ("a", group), ("plain", 0.5), ("other", other), ("b", group)]
+            asked = [asyncio.create_task(ask(grader, name, urgency)) for name, urgency in waiting]
+            await asyncio.sleep(0)
+            assert grader.loads == {"right": RewardLoad(waiting=4, running=1)}
+            group.hasten(2)
+            group.hasten(0)
+            await asyncio.gather(*asked)
+            other.hasten(3)
+            assert grader.loads == {"right": RewardLoad(waiting=0, running=0)}
+
+    asyncio.run(race())
+    assert order == ["runs", "a", "b", "other", "plain"]
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("no.such.module:f", "no.such.module"),
+        ("json:no_such", "no_such"),
+        ("ends_at_import:f", "the process of the reward function ended"),
+    ],
+)
+def test_a_reward_that_cannot_be_loaded_is_refused_at_start(source, said, tmp_path, monkeypatch):
+    (tmp_path / "ends_at_import.py").write_text("raise SystemExit")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    async def check():
+        async with Grader({"exact": "exact", "mine": source}) as grader:
+            await grader.check()
+
+    with pytest.raises(ValueError, match=f"the reward 'mine' does not work: .*{said}.* Name a function"):
+        asyncio.run(check())
+
+
+def test_rewards_that_can_be_loaded_pass_the_check():
+    async def check():
+        async with Grader({"exact": "exact", "math": "math", "mine": right, "server": "http://127.0.0.1:1"}) as grader:
+            await grader.check()
+            return grader.sandbox
+
+    assert asyncio.run(check()) is None
 
 
 def test_names_and_sources_that_nobody_knows_are_refused():

@@ -2,6 +2,9 @@
 
 import asyncio
 import os
+import re
+import socket
+import time
 from pathlib import Path
 
 import psutil
@@ -11,6 +14,7 @@ from vllm_rollout.group.rewards.time_limits import LimitTerms
 from vllm_rollout.rewards import Grader, Trajectory
 from vllm_rollout.rewards import sandbox as sandboxes
 from vllm_rollout.rewards.sandbox import SandboxBounds, SandboxError, choose_sandbox
+from vllm_rollout.rewards.seccomp import ALLOW, INSTRUCTION, RETURN, filter_program
 
 RIGHT = "def f(x): return 2 * x"
 TESTS = {"tests": ["assert f(3) == 6", "assert f(0) == 0"]}
@@ -22,6 +26,11 @@ ATTACKS = {
     "eats in children": (
         "import os, time\nfor _ in range(20):\n    os.fork() or (bytearray(300 << 20), time.sleep(60))\ntime.sleep(60)"
     ),
+    "sleeps where no signal reaches it": "import ctypes, platform, time\n"
+    "clone = {'x86_64': 56, 'aarch64': 220}[platform.machine()]\n"
+    "ctypes.CDLL(None).syscall(clone, 0x4000 | 17, 0, 0, 0, 0) or time.sleep(1000)",
+    "starts threads": "import threading, time\nwhile True:\n"
+    "    try: threading.Thread(target=time.sleep, args=(9,)).start()\n    except RuntimeError: pass",
     "fills the disk": "file = open('/tmp/big', 'wb')\nwhile True: file.write(bytes(1 << 20))",
     "prints for ever": "while True: print('x' * 1000)",
     "kills": "import os\nfor pid in (os.getppid(), 1, -1): os.kill(pid, 9)",
@@ -32,7 +41,29 @@ ATTACKS = {
     "looks for the word that passes": "import os, sys\nprint(sys.stdin.read())\nsys.stdout.flush(); os._exit(0)",
     "is no Python": "def f(x:",
 }
-LEAVES = f"import subprocess\nsubprocess.Popen(['/bin/sleep', '98764'], start_new_session=True)\n{RIGHT}"
+LEAVES = f"""
+import os, subprocess
+subprocess.Popen(['/bin/sleep', '98764'], start_new_session=True)
+if not os.fork():
+    os.setsid()
+    os.fork() or os.execv('/bin/sleep', ['sleep', '98764'])
+    os._exit(0)
+{RIGHT}"""
+LIES = {
+    "equals everything": "class Any(int):\n    def __eq__(self, other): return True\ndef f(x): return Any(x)",
+    "digs out the word": """
+import gc, os, sys
+def f(x):
+    frame, words = sys._getframe(), []
+    while frame: words, frame = words + [str(v) for v in frame.f_locals.values()], frame.f_back
+    words += [each for each in gc.get_objects() if isinstance(each, str)]
+    os.write(1, ("\\n" + "\\n".join(words) + "\\n").encode(errors="replace")); os._exit(0)
+""",
+    "shows its test": "import os\ndef f(x): os.write(1, open('/program/main.py', 'rb').read() + b'\\n'); os._exit(0)",
+    "cannot be parsed": "class Deep(str):\n    tolist = None\nprint('(' * 100_000)\ndef f(x): return x",
+    "is too deep": "def f(x):\n    x = []\n    for _ in range(500): x = [x]\n    return x",
+    "says much": "def f(x): return 'x' * 100_000",
+}
 
 
 def fenced(program):
@@ -53,36 +84,123 @@ def test_programs_that_attack_earn_nothing_and_change_nobody_elses_grade():
     said = {name: grade.reward for name, grade in zip(ATTACKS, attacks, strict=True)}
     assert said == dict.fromkeys(ATTACKS, 0)
     assert (leaves.reward, right.reward, right.parts) == (1, 1, {"passed": 1})
-    left = [each for each in psutil.process_iter(["cmdline"]) if "98764" in (each.info["cmdline"] or [])]
+    for _ in range(600):
+        left = [each for each in psutil.process_iter(["cmdline"]) if "98764" in (each.info["cmdline"] or [])]
+        if not left:
+            break
+        time.sleep(0.05)
     assert left == []
 
 
-LOOKS = """
-import os, socket, sys
-found = [path for path in {paths} if os.path.exists(path)]
-found += [name for name in os.environ if name == "OUR_SECRET"]
-found += [pid for pid in os.listdir("/proc") if pid.isdigit() and int(pid) > 100]
-for place in (("127.0.0.1", {port}), ("1.1.1.1", 53)):
-    try: socket.create_connection(place, 1); found.append(place)
-    except OSError: pass
-for path in ("/usr/x", "/program/x", "/x", "/etc/x"):
-    try: open(path, "w"); found.append(path)
-    except OSError: pass
-print(found)
+def test_a_test_that_compares_with_a_literal_cannot_be_lied_to():
+    *lies, right = graded(*map(fenced, [*LIES.values(), RIGHT]), data={"tests": ["assert f(3) == 6"]})
+    assert {name: said(grade) for name, grade in zip(LIES, lies, strict=True)} == dict.fromkeys(LIES, ("ok", 0))
+    assert said(right) == ("ok", 1)
+
+
+def said(grade):
+    return grade.status, grade.reward
+
+
+@pytest.mark.parametrize(
+    ("program", "test", "reward"),
+    [
+        ("def f(x): return {x: (True, None, 'a\\nb')}", "assert f(3) == {3: (1, None, 'a\\nb')}", 1),
+        ("def f(x): return 6.0", "assert f(3) == 6, 'it is not 6'\nassert f(0) == 6", 1),
+        ("def f(x): return 6 if x else 7", "assert f(3) == 6, 'it is not 6'\nassert f(0) == 6", 0),
+        ("from collections import *\ndef f(x): return Counter([x]), {x}", "assert f(3) == ({3: 1}, {3})", 1),
+        ("def f(x): return frozenset()", "assert f(3) == set()", 1),
+        ("def f(x): return float('inf')", "import math\nassert f(3) == math.inf", 1),
+        ("def f(x): return f", "assert f(3) == 6", 0),
+        (RIGHT, "assert f(3) > 5 and f(3) != 7", 1),
+        (RIGHT, "def check(g): assert g(3) == 6\ncheck(f)", 1),
+        (RIGHT, "assert f(3) ==", 0),
+    ],
+)
+def test_tests_mean_what_they_mean_in_python(program, test, reward):
+    (grade,) = graded(fenced(program), data={"tests": [test]})
+    assert said(grade) == ("ok", reward)
+
+
+REACHES = {
+    "a file of ours": "open({key!r}).read()",
+    "users": "open('/etc/passwd').read()",
+    "homes": "os.listdir('/root') or os.listdir('/home')",
+    "our folder": "os.listdir({folder!r})",
+    "our file by a link": "os.symlink({key!r}, '/tmp/link'); open('/tmp/link').read()",
+    "our file by ..": "open('/program/../..' + {key!r}).read()",
+    "our file by the root of another": "open('/proc/1/root' + {key!r}).read()",
+    "our process": "os.stat('/proc/{pid}/environ')",
+    "processes of others": "next(pid for pid in os.listdir('/proc') if pid.isdigit() and int(pid) > 100)",
+    "our environment": "os.environ['OUR_SECRET']",
+    "the environment of what runs it": "open('/proc/1/environ').read() or 1 / 0",
+    "what runs it, as a debugger": "zero(libc.ptrace(16, 1, 0, 0))",
+    "our keys": "libc.syscall(nr(250, 219), 0, -3, 1) == -1 and 1 / 0",
+    "this machine": "socket.create_connection(('127.0.0.1', {port}), 1)",
+    "the network": "socket.create_connection(('1.1.1.1', 53), 1)",
+    "an answer to a datagram": "udp.connect(('127.0.0.1', {port})); udp.send(b'x'); udp.recv(1)",
+    "an abstract socket": "socket.socket(socket.AF_UNIX).connect({abstract!r})",
+    "a socket of ours": "socket.socket(socket.AF_UNIX).connect({socket!r})",
+    "the system": "open('/usr/x', 'w')",
+    "its files": "open('/program/main.py', 'w')",
+    "its interpreter": "open(sys.executable, 'r+b')",
+    "its modules": "open(os.__file__, 'a')",
+    "the root": "open('/x', 'w')",
+    "devices": "open('/dev/x', 'w')",
+    "the kernel's settings": "open('/proc/sys/kernel/core_pattern', 'w')",
+    "a namespace": "zero(libc.unshare(0x10000000))",
+    "a namespace by clone3": "libc.syscall(435, 0, 0) == -1 and ctypes.get_errno() == 38 and 1 / 0",
+    "a mount": "zero(libc.mount(b'x', b'/tmp', b'tmpfs', 0, None))",
+    "memory nobody counts": "os.memfd_create('x')",
+    "shared memory nobody counts": "libc.shmget(0, 1 << 20, 0o1600) == -1 and 1 / 0",
+    "much of /dev/shm": "open('/dev/shm/x', 'wb').write(bytes(65 << 20))",
+    "many open files": "[open('/dev/null') for _ in range(128)]",
+    "another user": "os.setuid(0) or os.getuid() == 0 or 1 / 0",
+}
+"""Each raises, unless it reaches what it names."""
+REACH = """
+import ctypes, os, socket, sys
+libc = ctypes.CDLL(None, use_errno=True)
+udp = socket.socket(type=socket.SOCK_DGRAM)
+udp.settimeout(1)
+def zero(result): assert result == 0
+def nr(x86, arm): return arm if os.uname().machine == "aarch64" else x86
+reached = []
+for name, attempt in {attempts!r}.items():
+    try: exec(attempt)
+    except Exception: continue
+    reached.append(name)
+print(reached)
 """
 
 
-def test_a_program_finds_no_file_variable_process_or_network_of_ours(tmp_path, monkeypatch):
+class Echo(asyncio.DatagramProtocol):
+    def connection_made(self, transport):
+        self.transport = transport
+
+    def datagram_received(self, data, address):
+        self.transport.sendto(data, address)
+
+
+def test_a_program_reaches_nothing_of_ours(tmp_path, monkeypatch):
     monkeypatch.setenv("OUR_SECRET", "key")
-    (tmp_path / "key").write_text("secret")
-    paths = [str(tmp_path / "key"), "/etc/passwd", "/root", "/home", str(Path.cwd()), f"/proc/{os.getpid()}"]
+    key = tmp_path / "key"
+    key.write_text("secret")
+    ours = {"key": str(key), "folder": str(Path.cwd()), "pid": os.getpid(), "socket": str(tmp_path / "socket")}
+    ours["abstract"] = f"\0vllm-rollout-{os.getpid()}"
 
     async def look():
         server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
-        async with server:
-            port = server.sockets[0].getsockname()[1]
-            sandbox = await choose_sandbox()
-            return await sandbox.run({"main.py": LOOKS.format(paths=paths, port=port)})
+        with socket.socket(socket.AF_UNIX) as abstract, socket.socket(socket.AF_UNIX) as named:
+            abstract.bind(ours["abstract"])
+            named.bind(ours["socket"])
+            abstract.listen()
+            named.listen()
+            async with server:
+                ours["port"] = server.sockets[0].getsockname()[1]
+                attempts = {name: attempt.format(**ours) for name, attempt in REACHES.items()}
+                sandbox = await choose_sandbox()
+                return await sandbox.run({"main.py": REACH.format(attempts=attempts)})
 
     run = asyncio.run(look())
     assert (run.code, run.output) == (0, b"[]\n")
@@ -124,8 +242,8 @@ def test_what_a_program_prints_is_compared_outside_of_it():
 
 
 def test_an_answer_without_a_program_earns_nothing_and_data_without_tests_is_an_error():
-    (grade,) = graded("I do not know.")
-    assert (grade.status, grade.reward) == ("ok", 0)
+    for grade in graded("I do not know.", "-" * 100_000, "(" * 100_000, "x\0"):
+        assert said(grade) == ("ok", 0)
     for data in (None, {}, {"tests": []}, {"tests": "assert"}, {"tests": [{"input": 3}]}):
         (grade,) = graded(fenced(RIGHT), data=data)
         assert grade.status == "error"
@@ -133,6 +251,34 @@ def test_an_answer_without_a_program_earns_nothing_and_data_without_tests_is_an_
 
 
 def test_code_is_refused_where_no_sandbox_works(monkeypatch):
-    monkeypatch.setattr(sandboxes.Bubblewrap, "command", lambda self, folder, bounds: ["/usr/bin/python3"])
+    monkeypatch.setattr(sandboxes.Bubblewrap, "command", lambda *_: ["/usr/bin/python3"])
     with pytest.raises(SandboxError, match=r"bubblewrap does not hold here: .*user namespaces"):
         graded(fenced(RIGHT))
+
+
+@pytest.mark.parametrize(
+    ("part", "reached"),
+    [
+        ("--unshare-(all|net)", "the network"),
+        ("--unshare-(all|pid)", "other processes"),
+        ("--as=.*", "all memory"),
+        ("--nproc=.*", "all processes"),
+    ],
+)
+def test_a_sandbox_that_lacks_a_part_is_refused(part, reached, monkeypatch):
+    whole = sandboxes.Bubblewrap.command
+
+    def lacking(self, *given):
+        return [each for each in whole(self, *given) if not re.fullmatch(part, each)]
+
+    monkeypatch.setattr(sandboxes.Bubblewrap, "command", lacking)
+    with pytest.raises(SandboxError, match=f"reaches .*{reached}"):
+        asyncio.run(choose_sandbox())
+
+
+def test_a_sandbox_without_its_filter_or_on_an_unknown_machine_is_refused(monkeypatch):
+    monkeypatch.setattr(sandboxes, "filter_program", lambda: INSTRUCTION.pack(RETURN, 0, 0, ALLOW))
+    with pytest.raises(SandboxError, match="reaches memory that nobody counts"):
+        asyncio.run(choose_sandbox())
+    with pytest.raises(ValueError, match="a sandbox needs a machine of x86_64 or aarch64, got riscv64"):
+        filter_program("riscv64")

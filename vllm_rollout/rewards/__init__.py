@@ -7,7 +7,7 @@ async with Grader({"math": "math", "mine": my_function}) as grader:
 """
 
 from vllm_rollout.rewards.grader import Grader
-from vllm_rollout.rewards.slots import GraderBusy
+from vllm_rollout.rewards.slots import GraderBusy, Urgency
 from vllm_rollout.rewards.values import VOID, Grade, Trajectory
 
-__all__ = ["VOID", "Grade", "Grader", "GraderBusy", "Trajectory"]
+__all__ = ["VOID", "Grade", "Grader", "GraderBusy", "Trajectory", "Urgency"]

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
-from pathlib import Path
 
-import psutil
+from vllm_rollout.rewards.family import descendants
 
 MAX_STRETCH = 5.0
 """Times a limit that wall time may reach, however busy the machine is."""
@@ -23,8 +22,8 @@ class WorkClock:
     def __init__(self, pid: int) -> None:
         self._pid = pid
         self._began = time.monotonic()
-        self.started: list[psutil.Process] = []
-        """What the process had started when it was last looked at."""
+        self.started: list[int] = []
+        """The process ids of what it had started when it was last looked at."""
         self._at_first = self._waits()
         self._waited_s = 0.0
 
@@ -46,9 +45,8 @@ class WorkClock:
     def _waits(self) -> dict[int, float]:
         """Seconds that each process of the tree has waited, by process id."""
         waits = {}
-        with suppress(psutil.Error):
-            self.started = psutil.Process(self._pid).children(recursive=True)
-            for pid in (self._pid, *(child.pid for child in self.started)):
-                with suppress(OSError, IndexError, ValueError):
-                    waits[pid] = int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+        self.started = descendants(self._pid)
+        for pid in (self._pid, *self.started):
+            with suppress(OSError, IndexError, ValueError), open(f"/proc/{pid}/schedstat") as said:
+                waits[pid] = int(said.read().split()[1]) / 1e9
         return waits

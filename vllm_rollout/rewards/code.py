@@ -9,29 +9,17 @@ Invariant: each test is a run of its own, with the time limit of its own test ca
 from __future__ import annotations
 
 import re
-import secrets
+from collections.abc import Awaitable, Callable
 
 import msgspec
 
 from vllm_rollout.group.rewards.time_limits import TimeLimits
-from vllm_rollout.rewards.sandbox import ProgramRun, RunEnd, Sandbox
+from vllm_rollout.rewards.program_tests import InputOutput, TestJob, TestRun
+from vllm_rollout.rewards.sandbox import RunEnd, SandboxBounds
 from vllm_rollout.rewards.values import Grade, Trajectory, case_of, failed
 
 FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 MAX_TESTS = 1000
-HARNESS = """
-import os, sys
-def run():
-    word = sys.stdin.readline()
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    with open("/program/answer.py") as file: answer = file.read()
-    exec(compile(answer, "answer.py", "exec"), scope := {"__name__": "answer"})
-    exec(compile(TEST, "test.py", "exec"), scope)
-    print("\\n" + word, end="")
-run()
-"""
-"""Prints the word from its standard input when the test has passed: a program that ends itself early has not."""
-
 
 HOW_IT_ENDED: dict[RunEnd, str] = {
     "exited": "it raised, printed something else or ended itself",
@@ -39,11 +27,6 @@ HOW_IT_ENDED: dict[RunEnd, str] = {
     "memory": "it used too much memory",
     "output": "it printed too much",
 }
-
-
-class InputOutput(msgspec.Struct, frozen=True):
-    input: str
-    output: str
 
 
 class Tests(msgspec.Struct, frozen=True):
@@ -54,8 +37,8 @@ class Tests(msgspec.Struct, frozen=True):
 class CodeReward:
     """Grades programs, one test after the other."""
 
-    def __init__(self, sandbox: Sandbox, limits: TimeLimits) -> None:
-        self._sandbox, self._limits = sandbox, limits
+    def __init__(self, run: Callable[[TestJob], Awaitable[TestRun]], limits: TimeLimits, bounds: SandboxBounds) -> None:
+        self._run, self._limits, self._bounds = run, limits, bounds
 
     async def grade(self, trajectory: Trajectory, longest_s: float) -> Grade:
         try:
@@ -64,20 +47,18 @@ class CodeReward:
                 raise ValueError(f"it has {len(tests.tests)} tests; allowed are 1 to {MAX_TESTS}")
         except (msgspec.ValidationError, ValueError) as error:
             return failed(f'`code` needs "data": {{"tests": [...]}}: {error}')
-        program = program_of(trajectory.text)
-        if program is None:
-            return Grade("ok", 0.0, reason="there is no program in the answer")
+        program, prompt_case = program_of(trajectory.text), case_of(trajectory)
         num_passed, seconds, reason = 0, 0.0, None
         for test in tests.tests:
-            case = case_of(trajectory, msgspec.json.encode(test))
+            case = case_of(Trajectory(prompt_case, ""), msgspec.json.encode(test))
             limit_s = min(self._limits.limit_s(case), longest_s)
-            run, passed = await self._run(program, test, limit_s)
+            run = await self._run(TestJob(program, test, limit_s, self._bounds))
             seconds += run.seconds
-            self._limits.observe(case, run.seconds, is_correct=passed)
+            self._limits.observe(case, run.seconds, is_correct=run.has_passed)
             if run.end == "timeout" and not tests.partial:
                 return Grade("timeout", 0.0, f"a test took more than {limit_s:.3g} s", seconds=seconds)
-            num_passed += passed
-            if not passed:
+            num_passed += run.has_passed
+            if not run.has_passed:
                 reason = reason or f"a test failed: {HOW_IT_ENDED[run.end]}"
                 if not tests.partial:
                     break
@@ -85,32 +66,8 @@ class CodeReward:
         reward = share if tests.partial else float(share == 1)
         return Grade("ok", reward, reason, {"passed": share}, seconds)
 
-    async def _run(self, program: str, test: str | InputOutput, limit_s: float) -> tuple[ProgramRun, bool]:
-        if isinstance(test, InputOutput):
-            run = await self._sandbox.run({"main.py": program}, test.input.encode(), limit_s)
-            passed = (
-                run.end == "exited" and run.code == 0 and same_output(run.output.decode(errors="replace"), test.output)
-            )
-            return run, passed
-        word = secrets.token_hex(16)
-        harness = f"TEST = {test!r}\n{HARNESS}"
-        run = await self._sandbox.run({"main.py": harness, "answer.py": program}, f"{word}\n".encode(), limit_s)
-        return run, run.end == "exited" and run.code == 0 and run.output.rstrip().endswith(word.encode())
 
-
-def program_of(text: str) -> str | None:
-    """The last fenced block, else the whole text when it compiles as Python."""
-    if blocks := FENCED.findall(text):
-        return str(blocks[-1])
-    try:
-        compile(text, "answer.py", "exec")
-    except (SyntaxError, ValueError):
-        return None
-    return text
-
-
-def same_output(printed: str, wanted: str) -> bool:
-    """Line by line, spaces at the ends of lines and empty lines at the end apart."""
-    return [line.rstrip() for line in printed.rstrip().splitlines()] == [
-        line.rstrip() for line in wanted.rstrip().splitlines()
-    ]
+def program_of(text: str) -> str:
+    """The last fenced block, else the whole text: whether it is a program shows where it runs."""
+    blocks = FENCED.findall(text)
+    return str(blocks[-1]) if blocks else text

@@ -5,9 +5,11 @@ Invariant: every trajectory gets one `Grade`, whatever grades it does, unless it
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Self
 
@@ -20,9 +22,12 @@ from vllm_rollout.rewards.frames import Load
 from vllm_rollout.rewards.functions import RewardFunction, caller
 from vllm_rollout.rewards.http import RewardServer
 from vllm_rollout.rewards.pool import GradingProcesses, ProcessBounds
-from vllm_rollout.rewards.sandbox import choose_sandbox
-from vllm_rollout.rewards.slots import Slots
+from vllm_rollout.rewards.program_tests import TestJob, TestRun
+from vllm_rollout.rewards.sandbox import SandboxError, choose_sandbox
+from vllm_rollout.rewards.slots import Slots, Urgency
 from vllm_rollout.rewards.values import Grade, Trajectory, case_of, failed
+
+logger = logging.getLogger(__name__)
 
 BUILT_IN = ("exact", "regex", "math", "code")
 MAX_WAITING = 16_384
@@ -30,10 +35,20 @@ NUM_REQUESTS = 64
 """To one reward server at once."""
 
 
-class _Reward(NamedTuple):
+class RewardLoad(NamedTuple):
+    """Trajectories at one reward."""
+
+    waiting: int
+    running: int
+
+
+@dataclass(slots=True)
+class _Reward:
     slots: Slots
     grade: Callable[[Trajectory, float], Awaitable[Grade]]
     """The trajectory, and the longest that it may take in seconds."""
+    num_waiting: int = 0
+    num_running: int = 0
 
 
 class Grader:
@@ -59,15 +74,22 @@ class Grader:
         self._max_waiting = max_waiting
         self._rewards: dict[str, _Reward] = {}
         self._held = AsyncExitStack()
+        self.sandbox: str | None = None
+        """Which one holds the programs of `code`; None where no reward is `code`."""
 
     async def __aenter__(self) -> Self:
-        self._held.callback(self._processes.kill)
+        self._held.push_async_callback(self._processes.close)
         for name, source in self._sources.items():
             if isinstance(source, RewardServer):
                 await self._held.enter_async_context(source)
                 self._rewards[name] = _Reward(Slots(NUM_REQUESTS, self._max_waiting), source.grade)
             elif source is None:
-                self._rewards[name] = _Reward(self._slots, CodeReward(await choose_sandbox(), self.limits).grade)
+                sandbox = await choose_sandbox()
+                self.sandbox = sandbox.backend.name
+                logger.info("The programs that the reward %s runs are held by %s.", name, self.sandbox)
+                self._rewards[name] = _Reward(
+                    self._slots, CodeReward(self._run_test, self.limits, sandbox.bounds).grade
+                )
             else:
                 self._rewards[name] = _Reward(self._slots, partial(self._by_function, source))
         return self
@@ -80,24 +102,66 @@ class Grader:
     def names(self) -> list[str]:
         return list(self._sources)
 
+    @property
+    def loads(self) -> dict[str, RewardLoad]:
+        """By the name of a reward, how many trajectories wait for it and are graded by it."""
+        return {name: RewardLoad(each.num_waiting, each.num_running) for name, each in self._rewards.items()}
+
+    async def check(self) -> None:
+        """Load every function in a process, as the first trajectories would.
+
+        Raises: ValueError for the first that cannot be loaded, with the reason and what to do.
+        """
+        for name, source in self._sources.items():
+            if not isinstance(source, Load):
+                continue
+            async with self._processes.one() as process:
+                loaded = await process.load(source)
+            if loaded.status != "ok":
+                raise ValueError(
+                    f"the reward {name!r} does not work: {loaded.reason}. Name a function that can be imported where "
+                    "this runs, and install what its module imports."
+                )
+
     async def grade(
-        self, name: str, trajectory: Trajectory, *, timeout_s: float | None = None, urgency: float = 0.0
+        self, name: str, trajectory: Trajectory, *, timeout_s: float | None = None, urgency: float | Urgency = 0.0
     ) -> Grade:
-        """`timeout_s`: the longest it may take, however long the learned limit is. `urgency`: the highest goes first.
+        """`timeout_s`: the longest it may take, however long the learned limit is. `urgency`: the highest goes first;
+        an `Urgency` may be hastened meanwhile.
 
         Raises: ValueError for an unknown name, GraderBusy when too many wait.
         """
         if name not in self._rewards:
             raise ValueError(f"reward must be one of {', '.join(self._sources) or 'none'}, got {shown(name)}")
-        slots, grade = self._rewards[name]
-        async with slots.one(urgency):
-            try:
-                return await grade(trajectory, timeout_s or self.limits.terms.longest_s)
-            except (TypeError, ValueError, OSError) as error:
-                return failed(f"the trajectory cannot be given to what grades it: {error}")
+        reward = self._rewards[name]
+        reward.num_waiting += 1
+        is_waiting = True
+        try:
+            async with reward.slots.one(urgency if isinstance(urgency, Urgency) else Urgency(urgency)):
+                reward.num_waiting -= 1
+                reward.num_running += 1
+                is_waiting = False
+                return await self._graded(reward, trajectory, timeout_s or self.limits.terms.longest_s)
+        finally:
+            if is_waiting:
+                reward.num_waiting -= 1
+            else:
+                reward.num_running -= 1
+
+    async def _graded(self, reward: _Reward, trajectory: Trajectory, longest_s: float) -> Grade:
+        try:
+            return await reward.grade(trajectory, longest_s)
+        except (TypeError, ValueError, RecursionError, OSError) as error:
+            return failed(f"the trajectory cannot be given to what grades it: {error}")
+        except SandboxError as error:
+            return failed(f"the program could not be run: {error}")
+
+    async def _run_test(self, job: TestJob) -> TestRun:
+        async with self._processes.one() as process:
+            return await process.run_test(job)
 
     async def _by_function(self, function: Load, trajectory: Trajectory, longest_s: float) -> Grade:
-        case = case_of(trajectory)
+        case = case_of(trajectory, function.name.encode())
         async with self._processes.one() as process:
             grade = await process.grade(function, trajectory, min(self.limits.limit_s(case), longest_s))
         self.limits.observe(case, grade.seconds, is_correct=(grade.reward or 0) > 0)

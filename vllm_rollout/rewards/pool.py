@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -20,8 +21,11 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from vllm_rollout.rewards.clock import WorkClock
+from vllm_rollout.rewards.clock import MAX_STRETCH, WorkClock
+from vllm_rollout.rewards.family import descendants, end_descendants
 from vllm_rollout.rewards.frames import BrokenFrame, GradingJob, Load, encode, read
+from vllm_rollout.rewards.program_tests import TestJob, TestRun
+from vllm_rollout.rewards.sandbox import KILL_S, SandboxError
 from vllm_rollout.rewards.values import Grade, Trajectory, failed
 
 LOAD_S = 60.0
@@ -42,25 +46,40 @@ class GradingProcesses:
     def __init__(self, bounds: ProcessBounds) -> None:
         self._bounds = bounds
         self._idle: list[GradingProcess] = []
+        self._ending: set[asyncio.Task[int]] = set()
+        self._is_closed = False
+        self._home = tempfile.TemporaryDirectory(prefix="vllm-rollout-rewards-", ignore_cleanup_errors=True)
+        """Has the folder in which each works; goes with this process at the latest."""
 
     @asynccontextmanager
     async def one(self) -> AsyncIterator[GradingProcess]:
-        process = self._idle.pop() if self._idle else await GradingProcess.start(self._bounds)
+        process = self._idle.pop() if self._idle else await GradingProcess.start(self._bounds, self._home.name)
         try:
             yield process
         finally:
-            if process.is_spent:
-                process.kill()
+            if self._is_closed or process.is_spent:
+                self._end(process)
             else:
                 self._idle.append(process)
 
-    def kill(self) -> None:
+    async def close(self) -> None:
+        """End those that wait, and later those that are still in use."""
+        self._is_closed = True
         while self._idle:
-            self._idle.pop().kill()
+            self._end(self._idle.pop())
+        if self._ending:
+            await asyncio.wait(self._ending, timeout=KILL_S)
+        self._home.cleanup()
+
+    def _end(self, process: GradingProcess) -> None:
+        process.kill()
+        end = asyncio.create_task(process.wait())
+        self._ending.add(end)
+        end.add_done_callback(self._ending.discard)
 
 
 class GradingProcess:
-    """One process. Not for two trajectories at once."""
+    """One process with the one that outlives it. Not for two trajectories at once."""
 
     def __init__(self, process: asyncio.subprocess.Process, folder: Path, bounds: ProcessBounds) -> None:
         self._process, self._folder, self._bounds = process, folder, bounds
@@ -72,20 +91,26 @@ class GradingProcess:
         self._writer: asyncio.StreamWriter
 
     @classmethod
-    async def start(cls, bounds: ProcessBounds) -> GradingProcess:
+    async def start(cls, bounds: ProcessBounds, home: str) -> GradingProcess:
         ours, theirs = socket.socketpair()
-        folder = Path(tempfile.mkdtemp(prefix="vllm-rollout-reward-"))
-        with theirs:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "vllm_rollout.rewards.process", str(theirs.fileno()), str(bounds.memory_bytes)),
-                pass_fds=[theirs.fileno()],
-                stdin=asyncio.subprocess.DEVNULL,
-                start_new_session=True,
-                cwd=folder,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), *filter(None, sys.path)])},
-            )
-        self = cls(process, folder, bounds)
-        self._reader, self._writer = await asyncio.open_connection(sock=ours)
+        folder = Path(tempfile.mkdtemp(dir=home))
+        module = ("-m", "vllm_rollout.rewards.process", str(theirs.fileno()), str(bounds.memory_bytes))
+        try:
+            with theirs:
+                process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, *module),
+                    pass_fds=[theirs.fileno()],
+                    stdin=asyncio.subprocess.DEVNULL,
+                    start_new_session=True,
+                    cwd=folder,
+                    env={**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), *filter(None, sys.path)])},
+                )
+            self = cls(process, folder, bounds)
+            self._reader, self._writer = await asyncio.open_connection(sock=ours)
+        except BaseException:  # also a cancellation. A process that is there already ends with its connection
+            ours.close()
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
         return self
 
     @property
@@ -101,15 +126,44 @@ class GradingProcess:
         Raises: TypeError or ValueError for data that cannot be sent.
         """
         job = encode(GradingJob(function.name, trajectory))
-        if function.name not in self._loaded:
-            loaded = await self._asked(encode(function), LOAD_S)
-            if loaded.status != "ok":
-                return loaded
-            self._loaded.add(function.name)
+        loaded = await self.load(function)
+        if loaded.status != "ok":
+            return loaded
         grade = await self._asked(job, limit_s)
         self._num_jobs += 1
         self._first_bytes = self._first_bytes or self._bytes()
         return grade
+
+    async def load(self, function: Load) -> Grade:
+        """`ok`, or `error` with the reason. At once when it is loaded already."""
+        if function.name in self._loaded:
+            return Grade("ok")
+        loaded = await self._asked(encode(function), LOAD_S)
+        if loaded.status == "timeout":
+            return failed(f"the reward function could not be loaded within {LOAD_S:.3g} s")
+        if loaded.status == "ok":
+            self._loaded.add(function.name)
+        return loaded
+
+    async def run_test(self, job: TestJob) -> TestRun:
+        """The process itself watches the program, so that whoever asks has nothing to look at.
+
+        Raises: SandboxError when it ends or does not answer; TypeError or ValueError for what cannot be sent.
+        """
+        frame = encode(job)
+        self._num_jobs += 1
+        is_done = False
+        try:
+            self._writer.write(frame)
+            async with asyncio.timeout(MAX_STRETCH * job.limit_s + LOAD_S + KILL_S):
+                run = await read(self._reader, TestRun)
+            is_done = True
+            return run
+        except (BrokenFrame, TimeoutError) as error:
+            raise SandboxError("the process that watches the program ended") from error
+        finally:
+            if not is_done:
+                self.kill()
 
     async def _asked(self, frame: bytes, limit_s: float) -> Grade:
         clock = WorkClock(self._process.pid)
@@ -135,18 +189,23 @@ class GradingProcess:
 
     def kill(self) -> None:
         """It and all that it started. Does not wait: a process in an uninterruptible call ends when that returns."""
+        if self._is_killed:
+            return
         self._is_killed = True
-        with suppress(psutil.Error):
-            for child in psutil.Process(self._process.pid).children(recursive=True):
-                with suppress(psutil.Error):
-                    child.kill()
         with suppress(ProcessLookupError):
+            if self._process.returncode is None:
+                os.kill(self._process.pid, signal.SIGSTOP)
+                end_descendants(self._process.pid)
             os.killpg(self._process.pid, signal.SIGKILL)
         self._writer.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        threading.Thread(target=shutil.rmtree, args=(self._folder,), kwargs={"ignore_errors": True}).start()
+
+    async def wait(self) -> int:
+        return await self._process.wait()
 
     def _bytes(self) -> int:
-        try:
-            return int(psutil.Process(self._process.pid).memory_info().rss)
-        except psutil.Error:
-            return 0
+        total = 0
+        for pid in descendants(self._process.pid):
+            with suppress(psutil.Error):
+                total += psutil.Process(pid).memory_info().rss
+        return total

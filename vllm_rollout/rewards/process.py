@@ -1,60 +1,99 @@
-"""The process in which reward functions run: `python -m vllm_rollout.rewards.process FD MEMORY_BYTES`.
+"""The process in which reward functions run, and from which programs run in the sandbox, started as
+`python -m vllm_rollout.rewards.process FD MEMORY_BYTES`.
 
 Invariant: one trajectory at a time, one `Grade` back for each. What a function prints goes nowhere, the folder that it
-changes to and the children that it leaves are gone before the next one; it ends with its parent, whatever it is doing.
+changes to and the children that it leaves are gone before the next one. A second process, its parent, does nothing but
+outlive it: whoever dies, the function or the server, all that was started ends.
 """
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import os
 import resource
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from importlib import import_module
+from typing import Any, NoReturn
 
 import cloudpickle
 import msgspec
 import psutil
 
+from vllm_rollout.rewards.family import end_descendants
 from vllm_rollout.rewards.frames import BrokenFrame, GradingJob, Load, encode, receive
 from vllm_rollout.rewards.functions import caller, grade, load
+from vllm_rollout.rewards.program_tests import TestJob, run_test
 from vllm_rollout.rewards.values import Grade, Trajectory, failed
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
+REQUIRED = {"vllm_rollout.rewards.builtin:math": "math_verify"}
+"""Packages that a function would import within the time limit of its first trajectory."""
 
 
 def main() -> None:
     connection, memory_bytes = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     prctl = ctypes.CDLL(None, use_errno=True).prctl
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    if worker := os.fork():
+        connection.close()
+        _outlive(worker)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     prctl(PR_SET_CHILD_SUBREAPER, 1)
-    home = os.getcwd()
+    _work(connection, memory_bytes)
+
+
+def _outlive(worker: int) -> NoReturn:
+    """Until the worker ends, or the server: then what the worker has started ends too, also what it had let go of."""
+    try:
+        while os.wait()[0] != worker:
+            pass
+    finally:
+        end_descendants(os.getpid())
+        os._exit(0)
+
+
+def _work(connection: socket.socket, memory_bytes: int) -> None:
+    worker = os.getpid()
+    home = tempfile.tempdir = os.getcwd()
     nowhere = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):
         os.dup2(nowhere, standard)
     calls: dict[str, Callable[[Trajectory], Any] | str] = {}
     with suppress(BrokenFrame):
         while True:
-            message = receive(connection, Load | GradingJob)
+            message = receive(connection, Load | GradingJob | TestJob)
             if isinstance(message, Load):
                 call = calls[message.name] = _loaded(message)
                 _limit_memory(memory_bytes)
                 connection.sendall(encode(failed(call) if isinstance(call, str) else Grade("ok")))
+            elif isinstance(message, TestJob):
+                connection.sendall(encode(asyncio.run(run_test(message))))
             else:
                 os.chdir(home)
-                connection.sendall(encode(_graded(calls[message.name], message.trajectory)))
+                grade = _graded(calls[message.name], message.trajectory)
+                if os.getpid() != worker:  # the function forked, and both came back
+                    os._exit(0)
+                signal.setitimer(signal.ITIMER_REAL, 0)
                 _end_children()
+                connection.sendall(encode(grade))
 
 
 def _loaded(message: Load) -> Callable[[Trajectory], Any] | str:
     """How the function is asked, or why it cannot be."""
     try:
+        if message.place in REQUIRED:
+            import_module(REQUIRED[message.place])
         return caller(load(message.place) if message.place else cloudpickle.loads(message.pickled))
     except Exception as error:  # a stranger's module may raise anything while it is imported
         return f"the reward function cannot be loaded: {type(error).__name__}: {error}"
@@ -76,9 +115,7 @@ def _limit_memory(memory_bytes: int) -> None:
 
 def _end_children() -> None:
     """What the function left behind, its orphans too: they are children of this process, which adopts them."""
-    for child in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error):
-            child.kill()
+    end_descendants(os.getpid())
     with suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass

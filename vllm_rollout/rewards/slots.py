@@ -4,13 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from itertools import count
 
 
 class GraderBusy(RuntimeError):
     """More trajectories wait for a grader than may."""
+
+
+class Urgency:
+    """How urgent somebody is who waits, or all of a group who share it. It may rise meanwhile."""
+
+    def __init__(self, level: float = 0.0) -> None:
+        self.level = level
+        self.waiting: set[Callable[[], None]] = set()
+        """How each who waits gets in line at the level of now."""
+
+    def hasten(self, level: float) -> None:
+        """It never falls: a lower level changes nothing."""
+        if level > self.level:
+            self.level = level
+            for get_in_line in self.waiting:
+                get_in_line()
 
 
 class Slots:
@@ -20,10 +36,10 @@ class Slots:
         self._arrivals = count()
         self._num_waiting = 0
         self._turns: list[tuple[float, int, asyncio.Future[None]]] = []
-        """By urgency; whoever has left is still in it."""
+        """By urgency; whoever has left is still in it, whoever was hastened is in it twice."""
 
     @asynccontextmanager
-    async def one(self, urgency: float = 0.0) -> AsyncIterator[None]:
+    async def one(self, urgency: Urgency) -> AsyncIterator[None]:
         """The highest urgency first. Raises: GraderBusy."""
         if self._num_free:
             self._num_free -= 1
@@ -34,14 +50,20 @@ class Slots:
         finally:
             self._pass_on()
 
-    async def _turn(self, urgency: float) -> None:
+    async def _turn(self, urgency: Urgency) -> None:
         if self._num_waiting >= self._max_waiting:
             raise GraderBusy(
                 f"{self._max_waiting} trajectories wait for this grader already. Wait, give it more processes, or make "
                 "it faster."
             )
         turn = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._turns, (-urgency, next(self._arrivals), turn))
+        arrival = next(self._arrivals)
+
+        def get_in_line() -> None:
+            heapq.heappush(self._turns, (-urgency.level, arrival, turn))
+
+        get_in_line()
+        urgency.waiting.add(get_in_line)
         self._num_waiting += 1
         try:
             await turn
@@ -51,6 +73,8 @@ class Slots:
             else:  # its turn had come
                 self._pass_on()
             raise
+        finally:
+            urgency.waiting.discard(get_in_line)
 
     def _pass_on(self) -> None:
         while self._turns:

@@ -1,0 +1,46 @@
+"""What a process has started, and its end.
+
+A look reads the few files that Linux has about these processes: `psutil` reads those of every process of the machine,
+40 ms where there are 2,000 of them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+KNOWS_CHILDREN = Path("/proc/thread-self/children").exists()
+MAX_ROUNDS = 100
+"""Of killing what was started meanwhile. What starts more forever is left to the end of the process above it."""
+
+
+def descendants(pid: int) -> list[int]:
+    """The process ids of all that it started, directly or not, parents first."""
+    if not KNOWS_CHILDREN:
+        with suppress(psutil.Error):
+            return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+        return []
+    found = [pid]
+    for each in found:
+        with suppress(OSError):  # it ended meanwhile
+            for thread in os.listdir(f"/proc/{each}/task"):
+                with suppress(OSError), open(f"/proc/{each}/task/{thread}/children") as children:
+                    found += map(int, children.read().split())
+    return found[1:]
+
+
+def end_descendants(pid: int) -> None:
+    """Kill them, and what they start meanwhile. Does not wait for their end."""
+    known: set[int] = set()
+    for _ in range(MAX_ROUNDS):
+        born = [each for each in descendants(pid) if each not in known]
+        if not born:
+            return
+        known.update(born)
+        for each in born:
+            with suppress(OSError):
+                os.kill(each, signal.SIGKILL)
