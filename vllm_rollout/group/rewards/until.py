@@ -153,8 +153,10 @@ def num_to_refill(group_size: int, max_candidates: int, num_launched: int, num_a
 
 
 def num_that_teach(rewards: Sequence[float | None], group_size: int) -> int | None:
-    """How many of these, in order and at least `group_size`, have rewards that differ; None without. None in the list is
-    a reward that is not known yet."""
+    """How many of these, in order and at least `group_size`, have rewards that differ; None if none differ.
+
+    A reward of None is not known yet.
+    """
     known = [(at, reward) for at, reward in enumerate(rewards) if reward is not None]
     differs = next((at for at, reward in known if reward != known[0][1]), None)
     return None if differs is None or len(rewards) < group_size else max(group_size, differs + 1)
