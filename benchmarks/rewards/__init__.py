@@ -1,0 +1,1 @@
+"""Rewards: graders, time limits, groups that end when they teach."""
