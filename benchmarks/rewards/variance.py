@@ -22,20 +22,16 @@ Invariant: the same numbers for the same seed, and no timing of this machine.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from heapq import heapify, heappop, heappush
-from pathlib import Path
+from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.common import arguments_of, median, publish, record_of_run
-from benchmarks.rewards.variance_weights import BATCHES, GROUPS, REWARDS, direction, weights
+from benchmarks.common import median
 from benchmarks.rollpacker import MODELS, TAILS
-from benchmarks.tables import columns, lines, number, percent, picture
-from vllm_rollout.group.rewards.estimates import ESTIMATORS
 from vllm_rollout.group.rewards.until import (
     UNIFORM,
     CandidateStage,

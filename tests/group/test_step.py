@@ -84,17 +84,15 @@ def test_a_cancelled_group_defers_what_runs_and_keeps_what_has_finished():
     assert not run.steps.cancel("a")
 
 
-def test_a_group_that_has_what_it_needs_stops_the_rest_and_what_comes_later_as_surplus():
+def test_candidates_that_nobody_needs_stop_as_surplus_and_their_siblings_go_on():
     run = Run()
-    run.launch("a", [2, 9], GroupTerms(3, 4, early_stop=False))
+    run.launch("a", [2, 9, 9, 3], GroupTerms(4, 4, early_stop=False))
     run.step()
-    run.steps.finish("unknown")
-    run.steps.finish("a")
+    run.steps.give_up("unknown", [0])
+    run.steps.give_up("a", [0])
+    run.steps.give_up("a", [1, 7])
     assert run.step().stop == {CandidateId("a", 1): "surplus"}
-    assert run.groups["a"].state(0) == "finished"
-    id, _ = run.steps.launch("a", GroupTerms(3, 4, early_stop=False))
-    run.lengths[id], run.running[id] = 9, 0
-    assert run.step().stop == {id: "surplus"}
+    assert [run.groups["a"].state(index) for index in range(4)] == ["finished", "surplus", "running", "running"]
 
 
 @pytest.mark.parametrize(("length", "cancelled", "state"), [(9, True, "deferred"), (1, False, "surplus")])
@@ -174,9 +172,9 @@ def test_every_candidate_has_one_end_whatever_happens(groups, cancels, chance):
         run.launch(str(number), lengths, terms, plan and Scoring("r", str(number), number))
     over = []
     for step in range(1, 14):
-        for at, number, is_finish in cancels:
+        for at, number, some in cancels:
             if at == step:
-                (run.steps.finish if is_finish else run.steps.cancel)(str(number))
+                run.steps.give_up(str(number), [0, 2]) if some else run.steps.cancel(str(number))
         due = {id: seen(chance.uniform(0, 9)) for id, tokens in run.running.items() if tokens == 2}
         over += run.step(due).over
     assert set(run.ends) == set(run.lengths)

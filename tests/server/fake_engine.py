@@ -257,11 +257,11 @@ class FakeEngine:
             if group_id in self.groups:
                 self.groups[group_id].cancel(group_id)
 
-    async def finish_groups(self, group_ids: Sequence[str]) -> None:
+    async def give_up(self, candidates: Mapping[str, Sequence[int]]) -> None:
         self.learning.check_alive()
-        for group_id in group_ids:
+        for group_id, indices in candidates.items():
             if group_id in self.groups:
-                self.groups[group_id].finish(group_id)
+                self.groups[group_id].give_up(group_id, indices)
 
     async def cut_race(self, race_id: str) -> None:
         self.learning.check_alive()

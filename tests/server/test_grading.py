@@ -132,7 +132,7 @@ async def test_who_may_still_lose_is_graded_at_its_end_and_dropped_when_it_has_l
 
 @pytest.mark.parametrize(
     ("status", "counter"),
-    [("timeout", "num_reward_timeouts"), ("error", "num_reward_errors"), ("void", "num_voids")],
+    [("timeout", "num_reward_timeouts"), ("error", "num_reward_errors")],
 )
 async def test_one_that_is_not_graded_well_costs_its_siblings_nothing(http, graders, status, counter):
     def grade(trajectory: Trajectory) -> Grade:
@@ -229,3 +229,102 @@ async def test_a_round_filters_by_rewards_of_its_own_without_a_stream(http, grad
     num_graded = len(graders.asked)
     assert await play(http, prompts=prompts(0, 6), reserve=prompts(6, 3), idempotency_key="k") == answer
     assert len(graders.asked) == num_graded
+
+
+def first_ones(*rewards: float | None) -> Callable[[Trajectory], Grade]:
+    """Grades by the number of tokens, which is the index + 1 in these tests; None is void, and so are all others 1."""
+
+    def grade(trajectory: Trajectory) -> Grade:
+        index = trajectory.text.count("\u2028") - 1
+        reward = rewards[index] if index < len(rewards) else 1.0
+        return Grade("void", reason="no") if reward is None else Grade("ok", reward)
+
+    return grade
+
+
+async def group_of(http: httpx.AsyncClient, **fields: Any) -> Any:
+    (group,) = (await roll(http, prompts=PROMPTS[:1], sampling={}, **fields)).groups
+    return group
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+async def test_a_void_candidate_leaves_its_place_to_a_spare_or_to_a_new_one(http, engine, graders, early_stop):
+    engine.lengths = {index: index + 1 for index in range(64)}
+    graders.function = first_ones(1.0, None, 0.0, None, 1.0)
+    group = await group_of(http, group_size=4, redundancy=1, early_stop=early_stop)
+    assert group.status == "complete"
+    assert [t.reward_status for t in group.trajectories] == ["ok"] * 4
+    assert {1} <= {c.index for c in group.candidates if c.state == "finished"} <= {1, 3}
+    assert group.rewards.num_rewards == 4
+
+
+async def test_a_stream_says_that_a_void_trajectory_is_out(http, engine, graders):
+    engine.lengths = {index: index + 1 for index in range(64)}
+    graders.function = first_ones(None)
+    events = await events_of(http, "/v1/rollouts", prompts=PROMPTS[:1], group_size=2, reward="even")
+    told = [(e["type"], e.get("index"), e.get("candidate", {}).get("index")) for e in events]
+    assert told.index(("reward", 0, None)) < told.index(("candidate", None, 0))
+    (group,) = [event for event in events if event["type"] == "group"]
+    assert group["selected"] == [1, 2]
+
+
+async def test_who_is_always_void_does_not_run_for_ever(http, engine, graders):
+    graders.function = lambda trajectory: Grade("void", reason="always")
+    group = await group_of(http, group_size=2, redundancy=0, max_candidates=7)
+    assert (group.status, group.trajectories, len(group.candidates)) == ("incomplete", [], 7)
+    assert "7 void" in group.reason
+    assert engine.num_running == 0
+
+
+async def test_until_variance_goes_on_until_rewards_differ(http, engine, graders):
+    engine.lengths = {index: index + 1 for index in range(64)}
+    graders.function = first_ones(1.0, 1.0, None, 1.0, 1.0, 1.0, 1.0, 0.0)
+    group = await group_of(http, group_size=4, redundancy=0, until="variance")
+    assert group.status == "complete"
+    assert group.rewards.teaches
+    assert [t.index for t in group.trajectories] == [0, 1, 3, 7]
+    assert (group.rewards.success, group.rewards.num_graded) == (1.0, 7)
+    assert engine.num_running == 0
+
+
+async def test_until_variance_ends_at_once_where_rewards_differ_and_stops_the_spares(http, engine, graders):
+    engine.lengths = {0: 1, 1: 2, 2: 1000, 3: 1000, 4: 1000}
+    graders.function = first_ones(1.0, 0.0)
+    group = await group_of(http, group_size=2, redundancy=3, until="variance")
+    assert [t.reward for t in group.trajectories] == [1.0, 0.0]
+    assert {c.state for c in group.candidates} == {"surplus"}
+    assert max(c.num_tokens for c in group.candidates) < 1000
+    assert (group.rewards.success, group.rewards.num_graded) == (0.5, 2)
+
+
+async def test_until_variance_gives_up_at_max_candidates(http, engine, graders):
+    graders.function = lambda trajectory: Grade("ok", 0.0)
+    group = await group_of(http, group_size=2, until="variance", max_candidates=9)
+    assert (group.status, group.rewards.teaches, group.rewards.num_graded) == ("complete", False, 9)
+    assert len(group.trajectories) + len(group.candidates) == 9
+    assert engine.num_running == 0
+
+
+async def test_a_client_that_leaves_amid_launches_leaves_nothing_running(http, engine, graders):
+    engine.lengths = {index: 2 if index < 4 else 4000 for index in range(64)}
+    graders.function = lambda trajectory: Grade("ok", 0.0)
+    leaving = asyncio.create_task(roll(http, group_size=4, redundancy=0, until="variance"))
+    while engine.num_launched <= 8:
+        await asyncio.sleep(0)
+    leaving.cancel()
+    await asyncio.gather(leaving, return_exceptions=True)
+    while engine.num_running:
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"reward": None}, "reward"),
+        ({"selection": "shortest"}, "selection"),
+        ({"redundancy": "auto"}, "redundancy"),
+        ({"group_size": 1, "redundancy": 0}, "at least 2"),
+    ],
+)
+async def test_until_variance_says_what_it_needs(http, fields, words):
+    check_error(await roll(http, 422, until="variance", **fields), 422, "until", [words])

@@ -45,6 +45,8 @@ class GroupOptions(TypedDict, total=False):
 class RolloutOptions(GroupOptions, total=False):
     """Options of `rollout` and `stream` of both clients. `help` says what they mean, in the server's words."""
 
+    until: str
+    max_candidates: int | None
     audit_ratio: float | None
     audit_unit: str
     model: str | None

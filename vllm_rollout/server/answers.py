@@ -151,6 +151,10 @@ class GroupRewards(BaseModel):
     estimator: Estimator
     advantages: list[float | None]
     """One per trajectory, in their order."""
+    num_graded: int | None = None
+    """With `until` "variance": rewards that the group's end rests on, also those of trajectories that are not here."""
+    success: float | None = None
+    """With it: mean of the first `group_size` rewards by index. That of the trajectories here is biased by the rule."""
 
 
 class GroupSummary(BaseModel):

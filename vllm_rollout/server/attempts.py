@@ -7,7 +7,8 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from vllm_rollout.group.plans.fields import OnEngineFailure
-from vllm_rollout.server.engine import GroupLost, Happening
+from vllm_rollout.rewards.values import Grade
+from vllm_rollout.server.engine import CandidateEnd, GroupLost, Happening
 
 Attempt = Callable[[], AsyncGenerator[Happening, None]]
 """Starts a group, and yields what happens to it."""
@@ -25,6 +26,14 @@ class Lost:
     """The group stays lost; nothing more comes."""
 
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Graded:
+    """A candidate that has finished has its grade."""
+
+    end: CandidateEnd
+    grade: Grade
 
 
 async def attempts(

@@ -412,8 +412,8 @@ class Engine(Protocol):
         """
         ...
 
-    async def finish_groups(self, group_ids: Sequence[str]) -> None:
-        """These groups have what they need: what runs, or still comes, ends as `surplus`.
+    async def give_up(self, candidates: Mapping[str, Sequence[int]]) -> None:
+        """Nobody needs these candidates, by group: those that run end as `surplus`.
 
         One that the engine does not know is passed over. Raises: RequestError (503) for a dead engine.
         """

@@ -19,6 +19,7 @@ from vllm_rollout.group.plans.fields import PLAN_FIELDS
 from vllm_rollout.group.plans.plan import GroupPlan, make_plan
 from vllm_rollout.group.plans.prompt_key import digest_of
 from vllm_rollout.group.plans.rows import PlanError
+from vllm_rollout.group.rewards.until import UntilTerms
 from vllm_rollout.server.course import AllPrompts
 from vllm_rollout.server.engine import Engine, PreparedPrompt, PromptInput, RequestError
 from vllm_rollout.server.engines.scaling import ScaleDownWatch
@@ -61,6 +62,8 @@ class Preparation:
     async def rollout(self, request: RolloutRequest) -> Rollout:
         """Raises: RequestError that names the field."""
         plan, warnings = await self._chosen(self._plan(request), request.model)
+        if request.until == "variance":
+            plan = _until_it_teaches(request, plan)
         if plan.pruning is not None and (refusal := self._engine.learning.pruning_refusal) is not None:
             raise RequestError(f"pruning: {refusal}", param="pruning")
         self._check_moves(request)
@@ -119,7 +122,14 @@ class Preparation:
             warnings=warnings,
         )
         if reward is not None:
-            rollout.grading = Grading(reward, self._questions(request, prompts), num_graded, self._grading)
+            rollout.grading = Grading(
+                reward,
+                self._questions(request, prompts),
+                num_graded,
+                self._grading,
+                request.until,
+                request.max_candidates,
+            )
         if request.scale_down == "auto":
             rollout.watch = ScaleDownWatch(self._engine.moves, rollout.id, rollout.num_responses, self._clock)
         rollout.outcome.usage.prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
@@ -208,6 +218,25 @@ def _check_num_candidates(num_prompts: int, num_candidates: int) -> None:
             f"candidates, at most {MAX_CANDIDATES} are allowed in a request. Send fewer prompts per request.",
             param="prompts",
         )
+
+
+def _until_it_teaches(request: RolloutRequest, plan: GroupPlan) -> GroupPlan:
+    """The same plan for a group that its rewards end. Raises: RequestError."""
+    for field, allowed, got in (
+        ("reward", "named", request.reward is not None),
+        ("selection", '"first"', plan.selection == "first"),
+        ("redundancy", "a number", isinstance(request.redundancy, int)),
+    ):
+        if not got:
+            raise RequestError(
+                f'until: "variance" needs {field} to be {allowed}. Say so, or leave until out.', param="until"
+            )
+    most = 4 * plan.group_size if request.max_candidates is None else request.max_candidates
+    try:
+        UntilTerms(plan.group_size, max(most, plan.group_size)).checked()
+    except ValueError as error:
+        raise RequestError(f"until: {error}", param="until") from error
+    return replace(plan, early_stop=False)
 
 
 def _tradeoff(request: RolloutRequest) -> float | None:

@@ -100,6 +100,8 @@ class GroupsInJson:
                 part = ended.index, await encode(ended, num_tokens)
                 self._trajectories.setdefault(event.prompt_id, []).append(part)
             case CandidateEvent(candidate=ended):
+                told = self._trajectories.get(event.prompt_id, [])
+                told[:] = [trajectory for trajectory in told if trajectory[0] != ended.index]  # its reward is void
                 part = ended.index, await encode(ended, num_tokens)
                 self._candidates.setdefault(event.prompt_id, []).append(part)
             case RewardEvent():

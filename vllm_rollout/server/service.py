@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing, suppress
 from functools import partial
+from typing import Any
 
 from vllm_rollout.group.plans.prompt_key import digest_of, seed_for
 from vllm_rollout.group.ranks.scaling import Progress
@@ -19,7 +20,8 @@ from vllm_rollout.server.answers import DoneEvent, Event, RanksFreeEvent, Rollou
 from vllm_rollout.server.attempts import Attempt, attempts
 from vllm_rollout.server.engine import Engine, GroupOrder, MovesPart, Outlook, RequestError
 from vllm_rollout.server.fan_in import FanIn
-from vllm_rollout.server.grading.group import GradedGroup
+from vllm_rollout.server.grading.candidates import LaunchedCandidates
+from vllm_rollout.server.grading.group import GradedGroup, TeachingGroup, WholeGroup
 from vllm_rollout.server.grading.service import Graders, GradingService
 from vllm_rollout.server.launch import Launcher, Places
 from vllm_rollout.server.learning.body import RewardEntry, RewardsRequest
@@ -152,9 +154,11 @@ class RolloutService:
     ) -> None:
         """Nothing of it runs any more, and it is recorded."""
         await asyncio.gather(launching, return_exceptions=True)
+        waves: Collection[str] = ()
         if rollout.grading is not None:
             rollout.grading.leave()
-        await self._see_out({id: task for id, task in groups.items() if not task.done()}, events)
+            waves = rollout.grading.waves
+        await self._see_out({id: task for id, task in groups.items() if not task.done()}, waves, events)
         del self._active[rollout.id]
         if rollout.watch is not None:
             await rollout.watch.end()
@@ -165,8 +169,11 @@ class RolloutService:
         """Those that are read from the engine, if that was a while ago."""
         await self._shaping.refresh()
 
-    async def _see_out(self, groups: Mapping[str, asyncio.Task[None]], events: FanIn[Event | None]) -> None:
-        """Nobody reads any more: stop these groups, and let each of them come to its end."""
+    async def _see_out(
+        self, groups: Mapping[str, asyncio.Task[None]], waves: Collection[str], events: FanIn[Event | None]
+    ) -> None:
+        """Nobody reads any more: stop these groups, and let each of them come to its end. `waves`: what else the engine
+        runs for them."""
         if not groups:
             return
         dropping = asyncio.create_task(events.drop())
@@ -175,7 +182,7 @@ class RolloutService:
         try:
             while running and self._clock() < deadline_s:
                 # Again and again: a candidate that was on its way may have made its group only now.
-                await self._engine.cancel_groups(list(running))
+                await self._engine.cancel_groups([*running, *waves])
                 await asyncio.wait(running.values(), timeout=SEE_OUT_INTERVAL_S)
                 running = {id: task for id, task in running.items() if not task.done()}
         except RequestError:  # the engine is dead, and says so elsewhere
@@ -229,24 +236,16 @@ class RolloutService:
         """One group: its race, then what has become of it."""
         group = StartedGroup(rollout, position, places, self._metrics)
         race = attempts(self._attempt(rollout, position), rollout.on_engine_failure, group.take_places_again)
-        graded = None if rollout.grading is None else GradedGroup(rollout.grading, position, group.plan.group)
-        try:
-            async with aclosing(race if graded is None else graded.happenings(race)) as happenings:
-                async for happening in happenings:
-                    if (event := group.event_of(happening)) is not None:
-                        yield event
-            result, reason = await group.conclude()
-            for event in group.events_of_the_rest(result):
-                yield event
-            if graded is not None:
-                async for grade in graded.rest(result.selected):
-                    if (event := group.event_of(grade)) is not None:
-                        yield event
-        finally:
-            if graded is not None:
-                await graded.close()
+        graded = self._graded_group(rollout, group, places)
+        async with aclosing(_taken(race, group) if graded is None else graded.happenings(race)) as happenings:
+            async for happening in happenings:
+                for event in group.events_of(happening):
+                    yield event
+        result, reason = await group.over(group.concluded() if graded is None else graded.result())
+        for event in group.events_of_the_rest(result):
+            yield event
         await self._account(rollout, group, result, reason, self._clock() - started)
-        yield group.last_event(result, reason)
+        yield group.last_event(result, reason, None if graded is None else graded.decision)
         if graded is not None and reason is None:
             await rollout.course.graded(position, {index: group.grades[index].reward for index in result.selected})
 
@@ -264,10 +263,27 @@ class RolloutService:
         with suppress(RequestError):  # the engine is dead, and says so elsewhere
             await self.learning.post_rewards(rollout.id, RewardsRequest(rewards=rewards, threshold=threshold))
 
+    def _graded_group(self, rollout: Rollout, group: StartedGroup, places: Places) -> GradedGroup | None:
+        if (grading := rollout.grading) is None:
+            return None
+        order = self._order(rollout, group.position)
+        candidates = LaunchedCandidates(self._engine, order, places, grading.waves)
+        # An audit group is a plain sample of the policy's.
+        teaches = grading.until == "variance" and not group.plan.group.audit
+        return (TeachingGroup if teaches else WholeGroup)(grading, group, candidates)
+
     def _attempt(self, rollout: Rollout, position: int) -> Attempt:
         """What launches the group of this prompt, each time that it is called."""
+        order = self._order(rollout, position)
+        kept = None if rollout.resumption is None else rollout.resumption.before.get(position)
+        if kept is None:
+            return partial(self._engine.run_group, order)
+        want_text = rollout.wanted.text or rollout.grading is not None
+        return ResumedGroup(kept, self._engine, order, want_text=want_text).events
+
+    def _order(self, rollout: Rollout, position: int) -> GroupOrder:
         prompt, plan = rollout.prompts[position], rollout.plans[position]
-        order = GroupOrder(
+        return GroupOrder(
             group_id=rollout.group_id(position),
             rollout_id=rollout.id,
             plan=plan.group,
@@ -279,10 +295,6 @@ class RolloutService:
             place=rollout.course.place(position),
             outlook=self._outlook(rollout, position),
         )
-        kept = None if rollout.resumption is None else rollout.resumption.before.get(position)
-        if kept is None:
-            return partial(self._engine.run_group, order)
-        return ResumedGroup(kept, self._engine, order, want_text=rollout.wanted.text).events
 
     def _outlook(self, rollout: Rollout, position: int) -> Outlook | None:
         if self._engine.moves.num_ranks == 1:
@@ -298,8 +310,7 @@ class RolloutService:
         endings: Sequence[Ending] = result.endings
         if rollout.scoring is not None:
             rollout.scoring.group_over(group.prompt, ends)
-        grades = [group.grades[index] for index in result.selected] if rollout.grading is not None else []
-        rollout.outcome.group_over(result, ends, grades, latency_s)
+        rollout.outcome.group_over(result, ends, group.grades.values(), latency_s)
         if rollout.scoring is not None and rollout.grading is not None:
             await self._learn(rollout, group)
         self._metrics.group_over(result, latency_s, audit=plan.group.audit)
@@ -311,3 +322,11 @@ class RolloutService:
             rollout.outcome.tellings.append(telling)
         if self._recorder is not None:
             rollout.outcome.records[group.position] = recorded(group.prompt, plan.key, ends)
+
+
+async def _taken(race: AsyncGenerator[Any, None], group: StartedGroup) -> AsyncGenerator[Any, None]:
+    """What happens to a group that nobody grades, kept by it before it is told."""
+    async with aclosing(race) as happenings:
+        async for happening in happenings:
+            group.take(happening)
+            yield happening

@@ -111,10 +111,10 @@ class GroupSchedulerMixin:
         for group_id in group_ids:
             self.group_steps.cancel(group_id)
 
-    def finish_groups(self, group_ids: Iterable[str]) -> None:
-        """Enough is known of these groups: what runs is surplus in the next step. Unknown ones are passed over."""
-        for group_id in group_ids:
-            self.group_steps.finish(group_id)
+    def give_up(self, candidates: Mapping[str, Iterable[int]]) -> None:
+        """Nobody needs these, by group: who runs is surplus in the next step. Unknown ones are passed over."""
+        for group_id, indices in candidates.items():
+            self.group_steps.give_up(group_id, indices)
 
     def forget_waiting(self) -> None:
         """Groups that have waited too long for siblings."""

@@ -9,7 +9,7 @@ winners among them are the shortest, then the lowest index, whatever the order o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import ceil
 
@@ -165,10 +165,11 @@ class Group:
         self.closed = self.cancelled = True
         return list(self._give_up_rest("deferred"))
 
-    def finish(self) -> list[int]:
-        """It has what it needs, as whoever launched it knows: what runs, and what comes later, is surplus."""
-        self.closed = True
-        return list(self._give_up_rest())
+    def give_up(self, indices: Collection[int]) -> list[int]:
+        """Whoever launched it does not need these: those that run are surplus. Returns them."""
+        given_up = [index for index in self.running if index in indices]
+        self._stop(given_up, "surplus")
+        return given_up
 
     @property
     def pruning(self) -> PruningPlan | None:

@@ -1,83 +1,123 @@
-"""One group whose trajectories are graded as they end.
+"""One group whose trajectories are graded as they end: who is graded, who is launched because of it, what comes back.
 
-Invariant: each candidate that finished is graded at most once, and what is not returned is not waited for.
+Invariant: nobody waits for the grade of a candidate that is not returned, and every candidate that was launched ends.
 """
 
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Collection
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_rollout.group.plans.plan import GroupPlan
+from vllm_rollout.group.rewards.until import (
+    Decision,
+    GradedCandidate,
+    UntilTerms,
+    decide,
+    num_to_refill,
+)
+from vllm_rollout.group.types import GroupResult
+from vllm_rollout.rewards.slots import Urgency
 from vllm_rollout.rewards.values import Grade
-from vllm_rollout.server.attempts import Restarted
-from vllm_rollout.server.engine import CandidateEnd
+from vllm_rollout.server.attempts import Graded, Lost, Restarted, attempts
+from vllm_rollout.server.engine import CandidateEnd, CandidateTokens, Happening
 from vllm_rollout.server.fan_in import FanIn
+from vllm_rollout.server.grading.candidates import LaunchedCandidates
 from vllm_rollout.server.grading.service import LEFT, Grading
+from vllm_rollout.server.started_group import StartedGroup
 
 
 @dataclass(frozen=True, slots=True)
-class Graded:
-    """A trajectory has its grade."""
-
-    end: CandidateEnd
-    grade: Grade
+class _WaveOver:
+    """Candidates that were launched together have all ended."""
 
 
-@dataclass(frozen=True, slots=True)
-class RaceOver:
-    """Nothing of the group runs any more: what is awaited are grades."""
+class GradedGroup(ABC):
+    """Reads what happens to one group, and puts grades among it."""
 
-
-class GradedGroup:
-    """Puts grades among what happens to a group."""
-
-    def __init__(self, grading: Grading, position: int, plan: GroupPlan) -> None:
+    def __init__(self, grading: Grading, group: StartedGroup, candidates: LaunchedCandidates) -> None:
         self._grading = grading
-        self._position = position
-        self._plan = plan
+        self._group = group
+        self._plan = plan = group.plan.group
+        self._candidates = candidates
         self._all: FanIn[Any] = FanIn(1)
         self._tasks: dict[int, asyncio.Task[Grade]] = {}
-        """By index: those that were begun."""
-        self._num_valid = 0
+        """By index: the newest of each."""
+        self._urgency = Urgency()
+        self._num_launched = plan.num_candidates
+        self.decision: Decision | None = None
+        """With `until` "variance", once it is over."""
+        self._num_waves = 0
+        """That are not over."""
 
-    async def happenings(self, race: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
-        """What happens in the race, and grades; it ends with the race."""
-        self._all.add(_until_over(race))
-        async for happening in self._all:
-            if isinstance(happening, RaceOver):
-                return
-            if isinstance(happening, Restarted):
-                self.drop(self._tasks)
-            elif isinstance(happening, CandidateEnd) and happening.ending.state == "finished":
-                self._num_valid += happening.ending.valid
-                self.begin(happening)
-            yield happening
+    async def happenings(self, race: AsyncGenerator[Happening | Restarted | Lost, None]) -> AsyncGenerator[Any, None]:
+        """What happens to the group, and grades among it, until nothing more can come of it."""
+        self._add(race)
+        try:
+            async for happening in self._all:
+                if isinstance(happening, _WaveOver):
+                    self._num_waves -= 1
+                    await self._decide()
+                elif self._group.take(happening):
+                    if isinstance(happening, Restarted):
+                        self._restart()
+                    elif not isinstance(happening, CandidateTokens):
+                        await self._decide()
+                    yield happening
+        finally:
+            await self._all.close()
 
-    async def rest(self, selected: Collection[int]) -> AsyncGenerator[Graded, None]:
-        """The grades that are still awaited of these; of all others nobody wants one."""
-        self.drop(index for index in self._tasks if index not in selected)
-        async for graded in self._all:
-            yield graded
+    @abstractmethod
+    def result(self) -> GroupResult:
+        """What has become of it."""
 
-    def drop(self, indices: Any) -> None:
+    @abstractmethod
+    async def _decide(self) -> None:
+        """Something has happened: launch, stop, grade or drop what that asks for."""
+
+    def _restart(self) -> None:
+        """What was known is void."""
+        self._drop(self._tasks)
+        self._tasks.clear()
+
+    def _add(self, race: AsyncGenerator[Any, None]) -> None:
+        async def wave() -> AsyncGenerator[Any, None]:
+            async with aclosing(race) as happenings:
+                async for happening in happenings:
+                    yield happening
+            yield _WaveOver()
+
+        self._num_waves += 1
+        self._all.add(wave())
+
+    def _launch(self, num_candidates: int) -> None:
+        """One that is lost, with its rank, does not run again: as many come in its place as may."""
+        if num_candidates:
+            first = max([self._num_launched, *(index + 1 for index in self._group.ends)])
+            self._num_launched = first + num_candidates
+            indices = range(first, self._num_launched)
+            self._add(attempts(lambda: self._candidates.more(indices), "fail", _nothing))
+
+    def _grade(self, indices: Collection[int]) -> None:
+        """Those that have no grade and are not being graded."""
         for index in indices:
-            self._tasks[index].cancel()
+            task = self._tasks.get(index)
+            if index not in self._group.grades and (task is None or task.cancelled() or task.cancelling()):
+                self._all.add(self._graded(self._group.ends[index]))
 
-    def begin(self, end: CandidateEnd) -> None:
-        self._all.add(self._graded(end))
-
-    async def close(self) -> None:
-        await self._all.close()
+    def _drop(self, indices: Collection[int]) -> None:
+        for index in indices:
+            if index in self._tasks:
+                self._tasks[index].cancel()
 
     async def _graded(self, end: CandidateEnd) -> AsyncGenerator[Graded, None]:
         if self._grading.is_left:
             yield Graded(end, LEFT)
             return
-        task = self._tasks[end.ending.index] = self._grading.start(self._position, end.text or "", 0.0)
+        task = self._tasks[end.ending.index] = self._grading.start(self._group.position, end.text or "", self._urgency)
         try:
             await asyncio.wait([task])
             if not task.cancelled():
@@ -88,8 +128,75 @@ class GradedGroup:
             task.cancel()
 
 
-async def _until_over(race: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
-    async with aclosing(race) as happenings:
-        async for happening in happenings:
-            yield happening
-    yield RaceOver()
+class WholeGroup(GradedGroup):
+    """Returns what its race selects; a void one leaves its place to a spare that has finished, else to a new one."""
+
+    def result(self) -> GroupResult:
+        return self._group.concluded()
+
+    async def _decide(self) -> None:
+        finished = self._group.finished
+        self._urgency.hasten(sum(ending.valid for ending in finished) / self._plan.group_size)
+        if self._num_waves:
+            # In a race that stops early a truncated one hardly ever comes back.
+            sure = [e.index for e in finished if e.valid or self._plan.returns_all or not self._plan.early_stop]
+            self._grade(sure)
+            return
+        result = self.result()
+        self._drop(self._tasks.keys() - set(result.selected))
+        self._grade(result.selected)
+        if self._group.void and result.status == "incomplete" and not self._grading.is_left:
+            most = self._grading.max_candidates or 2 * self._plan.num_candidates
+            num_alive = len(result.selected)
+            self._launch(num_to_refill(self._plan.group_size, most, self._num_launched, num_alive))
+
+
+class TeachingGroup(GradedGroup):
+    """Goes on until its rewards differ (`until` "variance", docs/until.md)."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        most = self._grading.max_candidates or 4 * self._plan.group_size
+        self.terms = UntilTerms(self._plan.group_size, max(most, self._plan.num_candidates))
+        self._stopped: set[int] = set()
+
+    def result(self) -> GroupResult:
+        plain = self._group.concluded()
+        if self.decision is None:
+            return plain
+        reason = None
+        if self.decision.kind == "incomplete":
+            num, size = len(self.decision.returned), self._plan.group_size
+            reason = f"{num} of {len(plain.endings)} candidates have a reward, group_size is {size}"
+        return GroupResult("incomplete" if reason else "complete", reason, self.decision.returned, plain.endings)
+
+    async def _decide(self) -> None:
+        if self.decision is not None or self._grading.is_left:
+            return
+        self._grade([ending.index for ending in self._group.finished if ending.index not in self._stopped])
+        self._urgency.hasten(min(1.0, len(self._group.grades) / self._plan.group_size))
+        decision = decide(self.terms, [self._seen(index) for index in range(self._num_launched)])
+        self._launch(decision.launch)
+        if decision.kind != "wait":
+            self.decision = decision
+        if stop := set(decision.stop) - self._stopped:
+            self._stopped |= stop
+            self._drop(stop)
+            await self._candidates.stop(stop - self._group.ends.keys())
+
+    def _restart(self) -> None:
+        super()._restart()
+        self.decision = None
+        self._stopped.clear()
+
+    def _seen(self, index: int) -> GradedCandidate:
+        end, grade = self._group.ends.get(index), self._group.grades.get(index)
+        if grade is not None:
+            return GradedCandidate(index, "gone" if grade.reward is None else "graded", grade.reward)
+        if index in self._stopped or (end is not None and end.ending.state != "finished"):
+            return GradedCandidate(index, "gone")
+        return GradedCandidate(index, "running" if end is None else "awaited")
+
+
+async def _nothing() -> None:
+    """Before a retry of what is not tried again."""

@@ -13,6 +13,8 @@ from http import HTTPStatus
 from typing import Any, Protocol
 
 from vllm_rollout.group.checks import shown
+from vllm_rollout.group.plans.fields import Until
+from vllm_rollout.rewards.slots import Urgency
 from vllm_rollout.rewards.values import Grade, Message, Trajectory, failed
 from vllm_rollout.server.engine import RequestError
 from vllm_rollout.server.grading.body import RewardOptions
@@ -30,7 +32,7 @@ class Graders(Protocol):
     def names(self) -> Sequence[str]: ...
 
     async def grade(
-        self, name: str, trajectory: Trajectory, *, timeout_s: float | None = None, urgency: float = 0.0
+        self, name: str, trajectory: Trajectory, *, timeout_s: float | None = None, urgency: Urgency
     ) -> Grade: ...
 
 
@@ -55,6 +57,10 @@ class Grading:
     num_trajectories: int
     """That are wanted of the rollout."""
     service: GradingService
+    until: Until = "complete"
+    max_candidates: int | None = None
+    waves: set[str] = field(default_factory=set)
+    """The engine's names of what runs beside its groups, because of grades."""
     is_left: bool = False
     """Nobody waits for its grades any more."""
     _tasks: set[asyncio.Task[Grade]] = field(default_factory=set)
@@ -69,7 +75,7 @@ class Grading:
         for task in self._tasks:
             task.cancel()
 
-    def start(self, position: int, text: str, urgency: float) -> asyncio.Task[Grade]:
+    def start(self, position: int, text: str, urgency: Urgency) -> asyncio.Task[Grade]:
         """Grade an answer to the prompt at that position. It may be cancelled."""
         question = self.questions[position]
         trajectory = Trajectory(question.prompt, text, question.data)
@@ -114,7 +120,7 @@ class GradingService:
         self._promised[name] += num_trajectories
         self._metrics.rewards_promised(name, self._promised[name])
 
-    async def grade(self, options: RewardOptions, trajectory: Trajectory, urgency: float) -> Grade:
+    async def grade(self, options: RewardOptions, trajectory: Trajectory, urgency: Urgency) -> Grade:
         assert self._graders is not None  # `check` found it
         try:
             grade = await self._graders.grade(options.name, trajectory, timeout_s=options.timeout_s, urgency=urgency)

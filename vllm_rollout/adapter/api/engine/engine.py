@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from copy import copy
 from dataclasses import asdict
@@ -37,8 +37,8 @@ from vllm_rollout.adapter.api.engine.shaping import EngineShaping
 from vllm_rollout.adapter.call_table import (
     CANCEL_GROUPS,
     CUT_RACE,
-    FINISH_GROUPS,
     FORGET_RACE,
+    GIVE_UP,
     HELD_GROUPS,
     WIDEN_RACE,
     WiderRace,
@@ -197,8 +197,8 @@ class VLLMEngine:
     async def cancel_groups(self, group_ids: Sequence[str]) -> None:
         await self.moves.tell_all_groups(CANCEL_GROUPS, list(group_ids))
 
-    async def finish_groups(self, group_ids: Sequence[str]) -> None:
-        await self.moves.tell_all_groups(FINISH_GROUPS, list(group_ids))
+    async def give_up(self, candidates: Mapping[str, Sequence[int]]) -> None:
+        await self.moves.tell_all_groups(GIVE_UP, {group_id: list(each) for group_id, each in candidates.items()})
 
     async def cut_race(self, race_id: str) -> None:
         await self.moves.tell_all_groups(CUT_RACE, race_id)
