@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from vllm_rollout.group.rewards.time_limits import TimeLimits
 from vllm_rollout.rewards.values import Grade, Trajectory
 from vllm_rollout.server.answers import RolloutAnswer
 from vllm_rollout.server.grading import service
@@ -37,6 +38,7 @@ class FakeGraders:
     """Grades by a function, as slowly as it is told."""
 
     names = ("even", "other")
+    limits = TimeLimits()
 
     def __init__(self, grade: Callable[[Trajectory], Grade] = by_length) -> None:
         self.function = grade

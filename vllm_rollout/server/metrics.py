@@ -111,6 +111,7 @@ class Metrics:
         self._grading_time = histogram(
             "grading_seconds", "How long grading a trajectory took, by reward.", GRADING_BUCKETS_S, reward=()
         )
+        self._limit = gauge("grading_limit_seconds", "The largest time limit that was learned from correct answers.")
         self._to_grade = gauge("trajectories_to_grade", "Of rollouts on their way, by reward.", "reward")
         self._brier = learning_gauge("calibration_brier", "Mean squared error of the success probability.", "signal")
         self._auc = learning_gauge("auc", "Area under the ROC curve of scores against rewards.", "signal")
@@ -267,6 +268,9 @@ class Metrics:
     def graded(self, reward: str, status: GradeStatus, seconds: float) -> None:
         self._grades.labels(reward, status).inc()
         self._grading_time.labels(reward).observe(seconds)
+
+    def limits_learned(self, longest_s: float) -> None:
+        self._limit.set(longest_s)
 
     def rewards_promised(self, reward: str, num_trajectories: int) -> None:
         self._to_grade.labels(reward).set(num_trajectories)

@@ -15,6 +15,7 @@ from vllm_rollout.group.plans.prompt_key import digest_of, seed_for
 from vllm_rollout.group.ranks.scaling import Progress
 from vllm_rollout.group.rounds.round_progress import DeferReason
 from vllm_rollout.group.types import Ending, GroupResult, HeadKey
+from vllm_rollout.rewards.kept_limits import KeptLimits
 from vllm_rollout.server.admin import AdminKey
 from vllm_rollout.server.answers import DoneEvent, Event, RanksFreeEvent, RolloutAnswer
 from vllm_rollout.server.attempts import Attempt, attempts
@@ -60,6 +61,7 @@ class RolloutService:
         admin_key: AdminKey | None = None,
         audit_ratio: float = 0.0,
         graders: Graders | None = None,
+        kept_limits: KeptLimits | None = None,
     ) -> None:
         self.admin_key = admin_key
         """None: whoever may call the server may put heads and states."""
@@ -69,8 +71,8 @@ class RolloutService:
         self._recorder = recorder
         self.learning = LearningService(engine.learning, engine.adapter_name, metrics, clock, recorder)
         self._shaping = ShapingService(engine, metrics, clock)
-        self._grading = GradingService(graders, metrics)
-        self._preparation = Preparation(engine, self.learning, self._shaping, self._grading, clock, audit_ratio)
+        self.grading = GradingService(graders, metrics, kept_limits)
+        self._preparation = Preparation(engine, self.learning, self._shaping, self.grading, clock, audit_ratio)
         self._launcher = Launcher(engine.num_launch_places)
         self._endings: set[asyncio.Task[None]] = set()
         """What is still done for rollouts that are over, or whose clients have left."""
@@ -167,6 +169,7 @@ class RolloutService:
 
     async def refresh_gauges(self) -> None:
         """Those that are read from the engine, if that was a while ago."""
+        self.grading.refresh_gauges()
         await self._shaping.refresh()
 
     async def _see_out(

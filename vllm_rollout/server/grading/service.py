@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 from vllm_rollout.group.checks import shown
 from vllm_rollout.group.plans.fields import Until
+from vllm_rollout.group.rewards.time_limits import TimeLimits
+from vllm_rollout.rewards.kept_limits import KeptLimits
 from vllm_rollout.rewards.slots import Urgency
 from vllm_rollout.rewards.values import Grade, Message, Trajectory, failed
 from vllm_rollout.server.engine import RequestError
@@ -27,6 +29,8 @@ RETRY_AFTER_S = 5
 
 class Graders(Protocol):
     """What grades here, by name (`vllm_rollout.rewards.Grader`)."""
+
+    limits: TimeLimits
 
     @property
     def names(self) -> Sequence[str]: ...
@@ -88,12 +92,17 @@ class Grading:
 class GradingService:
     """What rollouts ask of the graders of this process."""
 
-    def __init__(self, graders: Graders | None, metrics: Metrics) -> None:
-        """`graders`: None where nothing grades."""
+    def __init__(self, graders: Graders | None, metrics: Metrics, kept: KeptLimits | None = None) -> None:
+        """`graders`: None where nothing grades. `kept`: the file of their time limits."""
+        self._kept = kept
         self._graders = graders
         self._metrics = metrics
         self._promised: Counter[str] = Counter()
         """By reward: trajectories that rollouts on their way want, graded or not."""
+
+    def refresh_gauges(self) -> None:
+        if self._graders is not None and (longest_s := self._graders.limits.summary().largest_s) is not None:
+            self._metrics.limits_learned(longest_s)
 
     def check(self, options: RewardOptions, num_trajectories: int) -> None:
         """Raises: RequestError (422) for a name that there is not, (429) while too many others are to be graded."""
@@ -127,4 +136,6 @@ class GradingService:
         except Exception as error:  # whatever a grader does is its own trajectory's error
             grade = failed(f"grading failed: {type(error).__name__}: {error}")
         self._metrics.graded(options.name, grade.status, grade.seconds)
+        if self._kept is not None and grade.status == "ok":
+            self._kept.changed()
         return grade

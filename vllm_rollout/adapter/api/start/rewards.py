@@ -60,6 +60,8 @@ async def begin_grading(
     try:
         grader = Grader({**ALWAYS, **rewards}, num_processes=num_processes, limits=limits)
         await grader.__aenter__()
+        if rewards:
+            await grader.check()
     except (ValueError, SandboxError) as error:
         raise RuntimeError(f"--rollout-reward: {error}") from error
     if rewards:
