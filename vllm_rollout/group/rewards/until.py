@@ -3,7 +3,7 @@
 A group teaches when its rewards are not all the same. What that rule does to a gradient is in docs/until.md.
 
 Invariant: by `index`, what comes back is a function of the rewards in the order of launch: neither who ended first nor
-how many ran beside it changes it.
+how many ran beside it changes it. Only where a candidate is void whose spare was stopped before, a new one comes.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ graded first counts first, as in a race: sooner, and biased towards short answer
 
 EVEN_CHANCE = 0.5
 """With which probability what is under way shall make a group teach; `benchmarks/rewards/variance.py` has others."""
+ROUNDING = 1e-9
 MAX_HISTORY_WEIGHT = 16.0
 """Rewards of earlier epochs that a prior counts at most: they are of another policy."""
 
@@ -129,7 +130,8 @@ def num_needed(prior: Prior, rewards: Sequence[float], most: int, chance: float 
 
     Under the prior (1, 1) an even chance takes one more than there are: a group doubles.
     """
-    return next((more for more in range(most) if chance_of_same(prior, rewards, more) <= 1 - chance), most)
+    enough = 1 - chance + ROUNDING
+    return next((more for more in range(most) if chance_of_same(prior, rewards, more) <= enough), most)
 
 
 def spares_wanted(
