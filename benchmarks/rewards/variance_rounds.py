@@ -5,9 +5,9 @@ groups at once, over when as many groups have come back that teach. All prompts 
 of their own: `MIXED`), whatever the answer's length; lengths are log-normal within and between prompts, as is grading,
 with as many graders as are asked for. A group that ended without variance gives its seat to the next prompt.
 
-- ours, by its launches: `decide` itself (as many under way as make an even chance of variance), with the prompt's rate
-  known from 16 earlier answers, waves (the same number, but only when nothing is under way), one at a time, all of
-  `max_candidates` from the start; and `decide` in the order of grading;
+- ours, by its launches: `decide` itself (as many under way as make an even chance of variance), other chances, the
+  prompt's rate known from 16 earlier answers, `decide` in the order of grading; waves (as many, but only when nothing is
+  under way: never a spare while a reward is awaited), one at a time, all of `max_candidates` from the start;
 - filter: plain groups of `GROUP_SIZE`, without variance gone, the next prompt at once (rounds with `filter`);
 - filter in batches: `SEATS` groups, wait for all, then as many again (DAPO's dynamic sampling);
 - resample: the client sees a whole group, and if it does not teach asks for as many of the same prompt again.
@@ -29,10 +29,11 @@ import numpy as np
 from benchmarks.common import median
 from benchmarks.rollpacker import MODELS, TAILS
 from vllm_rollout.group.rewards.until import (
+    EVEN_CHANCE,
     UNIFORM,
     CandidateStage,
     Decision,
-    GradedCandidate,
+    CandidateReward,
     Order,
     Prior,
     UntilTerms,
@@ -59,6 +60,7 @@ class Way(NamedTuple):
     order: Order = "index"
     launches: Literal["even", "waves", "one", "again", "all"] = "even"
     """`even`: as `decide` says. `waves`, `one`, `again`: only when nothing is under way. `all`: at the start."""
+    chance: float = EVEN_CHANCE
     knows_rate: bool = False
     in_batches: bool = False
 
@@ -66,6 +68,8 @@ class Way(NamedTuple):
 WAYS = {
     "ours": Way("ours", "#0f766e"),
     "ours_known": Way("ours, rate known", "#14b8a6", knows_rate=True),
+    "ours_30": Way("ours, a chance of 0.3", "#99f6e4", chance=0.3),
+    "ours_80": Way("ours, a chance of 0.8", "#115e59", chance=0.8),
     "ours_grading": Way("ours, by grading", "#84cc16", order="grading"),
     "waves": Way("ours, in waves", "#5eead4", launches="waves"),
     "one": Way("ours, one at a time", "#7c3aed", launches="one"),
@@ -186,10 +190,10 @@ class Round:
 
     def act(self, group: Group) -> None:
         known = [
-            GradedCandidate(each.index, each.stage, each.reward if each.stage == "graded" else None, each.place)
+            CandidateReward(each.index, each.stage, each.reward if each.stage == "graded" else None, each.place)
             for each in group.candidates
         ]
-        decision = decide(self.terms, known, group.prior)
+        decision = decide(self.terms, known, group.prior, self.way.chance)
         num_open = sum(each.stage in ("running", "awaited") for each in group.candidates)
         if self.way.launches == "again" and num_open:
             return

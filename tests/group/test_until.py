@@ -24,7 +24,7 @@ from vllm_rollout.group.rewards.estimates import ESTIMATORS, advantages
 from vllm_rollout.group.rewards.until import (
     UNIFORM,
     Decision,
-    GradedCandidate,
+    CandidateReward,
     Prior,
     UntilTerms,
     chance_of_same,
@@ -47,24 +47,24 @@ def play(terms, outcomes, seed, prior=UNIFORM):
     """A whole group whose candidate i gets the reward `outcomes[i]`: (decision, candidates) at its end, in an order of
     events that is drawn."""
     rng = random.Random(seed)
-    candidates: list[GradedCandidate] = []
+    candidates: list[CandidateReward] = []
     num_graded = 0
     for _ in range(10 * terms.max_candidates):
         decision = decide(terms, candidates, prior)
         for index in decision.stop:
             assert candidates[index].stage in ("running", "awaited")
-            candidates[index] = GradedCandidate(index, "gone")
-        candidates += [GradedCandidate(len(candidates) + more, "running") for more in range(decision.launch)]
+            candidates[index] = CandidateReward(index, "gone")
+        candidates += [CandidateReward(len(candidates) + more, "running") for more in range(decision.launch)]
         assert len(candidates) <= terms.max_candidates
         if decision.kind != "wait":
             return decision, candidates
         index = rng.choice([each.index for each in candidates if each.stage in ("running", "awaited")])
         if candidates[index].stage == "running":
-            candidates[index] = GradedCandidate(index, "awaited")
+            candidates[index] = CandidateReward(index, "awaited")
         elif outcomes[index] is VOID:
-            candidates[index] = GradedCandidate(index, "gone")
+            candidates[index] = CandidateReward(index, "gone")
         else:
-            candidates[index] = GradedCandidate(index, "graded", outcomes[index], num_graded)
+            candidates[index] = CandidateReward(index, "graded", outcomes[index], num_graded)
             num_graded += 1
     raise AssertionError(f"a group does not end: {candidates}")
 
@@ -111,8 +111,8 @@ def test_by_grading_it_teaches_as_soon_as_anything_differs(outcomes, sizes, seed
 
 
 def test_spares_before_whom_rewards_differ_are_stopped_but_those_that_a_void_one_may_need():
-    graded = [GradedCandidate(0, "graded", 0.0), GradedCandidate(1, "graded", 1.0)]
-    running = [GradedCandidate(index, "running") for index in (2, 3, 4, 5)]
+    graded = [CandidateReward(0, "graded", 0.0), CandidateReward(1, "graded", 1.0)]
+    running = [CandidateReward(index, "running") for index in (2, 3, 4, 5)]
     assert decide(UntilTerms(4, 8), graded + running) == Decision(stop=(4, 5))
     assert decide(UntilTerms(4, 7), graded + running) == Decision(stop=(5,))
     assert decide(UntilTerms(4, 6), graded + running) == Decision()
@@ -122,7 +122,7 @@ def test_a_void_candidate_leaves_its_place_to_a_spare_and_then_to_a_new_one():
     def group(*stages):
         rewards = iter([1.0, 0.0, 1.0])
         return [
-            GradedCandidate(index, stage, next(rewards) if stage == "graded" else None)
+            CandidateReward(index, stage, next(rewards) if stage == "graded" else None)
             for index, stage in enumerate(stages)
         ]
 
@@ -137,7 +137,7 @@ def test_a_void_candidate_leaves_its_place_to_a_spare_and_then_to_a_new_one():
 
 def test_a_group_begins_with_its_size_and_doubles_under_an_even_prior():
     assert decide(UntilTerms(8, 64), []).launch == 8
-    same = [GradedCandidate(index, "graded", 0.0, index) for index in range(8)]
+    same = [CandidateReward(index, "graded", 0.0, index) for index in range(8)]
     assert decide(UntilTerms(8, 64), same).launch == 9
     assert decide(UntilTerms(8, 12), same).launch == 4
     assert decide(UntilTerms(8, 64), same, prior_of(16, 8)).launch == 2
