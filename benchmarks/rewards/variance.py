@@ -1,18 +1,7 @@
 """Groups that end when they teach (`"until": "variance"`): seconds, tokens, and what becomes of the gradient.
 
-A round on virtual time: one engine whose step takes what RollPacker's 7B takes on an H800 (`benchmarks/rollpacker.py`),
-`SEATS` groups at once, over when as many groups have come back that teach. All prompts succeed at the same rate,
-whatever the answer's length; lengths are log-normal within and between prompts, as is grading, with as many graders as
-are asked for. A group that ended without variance gives its seat to the next prompt.
-
-- ours, by its launches: `decide` itself (as many under way as make an even chance of variance), with the prompt's rate
-  known from 16 earlier answers, waves (the same number, but only when nothing is under way), one at a time, all of
-  `max_candidates` from the start; and `decide` in the order of grading;
-- filter: plain groups of `GROUP_SIZE`, without variance gone, the next prompt at once (rounds with `filter`);
-- filter in batches: `SEATS` groups, wait for all, then as many again (DAPO's dynamic sampling);
-- resample: the client sees a whole group, and if it does not teach asks for as many of the same prompt again.
-
-The gradient (`variance_weights.py`): exact weights by success rate, and its direction with a policy of several tokens.
+`variance_rounds.py` has rounds on virtual time: ours, filtering, a client that resamples. `variance_weights.py` has
+what a prompt weighs in GRPO's gradient, exactly, and the direction of that gradient with a policy of several tokens.
 
 Run from the repository root: python -m benchmarks.rewards.variance
 
@@ -21,220 +10,157 @@ Invariant: the same numbers for the same seed, and no timing of this machine.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cache
-from heapq import heappop, heappush
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-import numpy as np
-
-from benchmarks.common import median
-from benchmarks.rollpacker import MODELS, TAILS
-from vllm_rollout.group.rewards.until import (
-    UNIFORM,
-    CandidateStage,
-    Decision,
-    GradedCandidate,
-    Prior,
-    UntilTerms,
-    decide,
-    num_needed,
+from benchmarks.common import ROOT, arguments_of, publish, record_of_run
+from benchmarks.rewards.variance_rounds import (
+    GRADING_MEDIAN_S,
+    GRADING_SIGMA,
+    GROUP_SIZE,
+    MAX_CANDIDATES,
+    MIXED,
+    MODEL,
+    PROMPT_TOKENS,
+    RATES,
+    SEATS,
+    WAYS,
+    rounds,
 )
+from benchmarks.rewards.variance_weights import BATCHES, GROUPS, REWARDS, direction, weights
+from benchmarks.rollpacker import MODELS, TAILS
+from benchmarks.tables import INK, Row, columns, grid, lines, number, percent, picture
+from vllm_rollout.group.rewards.estimates import ESTIMATORS
 
-GROUP_SIZE, MAX_CANDIDATES, SEATS = 8, 32, 32
-RATES = (0.02, 0.05, 0.1, 0.3, 0.5, 0.7, 0.9, 0.95, 0.98)
-MODEL = "7B/8k"
-PROMPT_TOKENS = 200
-GRADING_MEDIAN_S, GRADING_SIGMA = 1.0, 0.6
-HISTORY = 16
-"""Earlier answers of a prompt, whose share of right ones is its rate."""
-COST = MODELS[MODEL].cost
+WEIGHT_RATES = tuple(rate for rate in RATES if rate <= 0.5)
+"""Weights are the same at 1 - p, biases of the success rate have the other sign."""
 
 
-class Way(NamedTuple):
-    title: str
-    color: str
-    max_candidates: int = MAX_CANDIDATES
-    order: str = "index"
-    launches: str = "even"
-    """`even`: as `decide` says; `waves`, `one`, `again`: so many only when nothing is under way; `all`: at the start."""
-    knows_rate: bool = False
-    in_batches: bool = False
+def all_weights() -> list[dict[str, Any]]:
+    return [
+        {"rate": rate, "group_size": size, "max_candidates": most, "estimator": estimator}
+        | {name: round(value, 5) for name, value in weights(rate, size, most, estimator).items()}
+        for estimator in ESTIMATORS
+        for size in (4, 8, 16)
+        for most in (size, 2 * size, 4 * size, None)
+        for rate in WEIGHT_RATES
+    ]
 
 
-WAYS = {
-    "ours": Way("ours", "#0f766e"),
-    "ours_known": Way("ours, rate known", "#14b8a6", knows_rate=True),
-    "ours_grading": Way("ours, by grading", "#84cc16", order="grading"),
-    "waves": Way("ours, in waves", "#5eead4", launches="waves"),
-    "one": Way("ours, one at a time", "#7c3aed", launches="one"),
-    "all": Way("ours, all at once", "#2563eb", launches="all"),
-    "filter": Way("filter, next prompt", "#f59e0b", max_candidates=GROUP_SIZE),
-    "batches": Way("filter in batches", "#b45309", max_candidates=GROUP_SIZE, in_batches=True),
-    "resample": Way("client resamples", "#64748b", launches="again"),
-}
+def directions(seed: int) -> list[dict[str, Any]]:
+    return [
+        direction(reward, pick, size, most, estimator, seed)
+        for reward in REWARDS
+        for size, most in ((8, 16), (4, 16))
+        for estimator in ("grpo", "rloo")
+        for pick in ("plain", "index", "grading")
+    ]
 
 
-@dataclass(slots=True)
-class Running:
-    group: Group
-    index: int
-    reward: float
-    length: int
-    grading_s: float
-    start: float = 0.0
-    """The engine's step at its launch."""
-    stage: CandidateStage = "running"
-    place: int = 0
+def tables(record: Row) -> str:
+    shown = [("seconds", 2), ("tokens", 0), ("prompts", 2)]
+    parts = [_rounds(record["rounds"], key, digits) for key, digits in shown]
+    return "\n\n".join([*parts, _weights(record["weights"]), _directions(record["directions"])])
 
 
-@dataclass(slots=True, eq=False)
-class Group:
-    scale: float
-    """Log deviation of its prompt's lengths."""
-    candidates: list[Running] = field(default_factory=list)
-    num_graded: int = 0
+def _rounds(rows: Sequence[Row], key: str, digits: int) -> str:
+    sizes = f"{SEATS} groups of {GROUP_SIZE}, at most {MAX_CANDIDATES} candidates"
+    by_way = {name: {row["rate"]: row[key] for row in rows if row["way"] == name} for name in WAYS}
+    header = ["way", *(percent(rate) for rate in RATES), "mixed"]
+    cells = [
+        [WAYS[name].title, *(number(value, digits) for value in values.values())] for name, values in by_way.items()
+    ]
+    return grid(f"{key.capitalize()} per group that teaches, {sizes}", header, cells)
 
 
-class Step(NamedTuple):
-    """What one step takes, and what is in it."""
-
-    seconds: float
-    num: int
-
-
-@cache
-def step_s(batch_size: int, context: int) -> float:
-    """Seconds of a step; context in units of 64 tokens."""
-    return COST.ptl(batch_size, 64 * context)
-
-
-class Round:
-    """One round of one way, event by event: an answer ends, or a grade comes."""
-
-    def __init__(self, way: Way, rate: float, seed: int) -> None:
-        self.way, self.rate = way, rate
-        self.rng = np.random.default_rng(seed)
-        tail = TAILS[MODEL].described()
-        self.within, self.between = tail["sigma"], tail["prompt_sigma"]
-        self.log_median = math.log(tail["mean"]) - (self.within**2 + self.between**2) / 2
-        self.terms = UntilTerms(GROUP_SIZE, way.max_candidates, way.order)
-        self.prior = Prior(1 + HISTORY * rate, 1 + HISTORY * (1 - rate)) if way.knows_rate else UNIFORM
-        self.seconds = self.steps = self.tokens = 0.0
-        self.starts = 0.0
-        """Sum of the starts of what runs, in steps."""
-        self.num_running = self.num_groups = self.num_teach = self.num_idle = 0
-        self.ends: list[tuple[float, int, Running]] = []
-        self.grades: list[tuple[float, int, Running]] = []
-        self.num_launched = 0
-
-    def run(self) -> dict[str, float]:
-        for _ in range(SEATS):
-            self.begin()
-        while self.num_teach < SEATS:
-            self.next_event()
-        self.tokens += sum(self.steps - each.start for _, _, each in self.ends if each.stage == "running")
-        return {
-            "seconds": self.seconds / SEATS,
-            "tokens": self.tokens / SEATS,
-            "candidates": self.num_launched / SEATS,
-            "prompts": self.num_groups / SEATS,
-        }
-
-    def begin(self) -> None:
-        self.num_groups += 1
-        self.act(Group(self.between * self.rng.standard_normal()))
-
-    def next_event(self) -> None:
-        while self.ends and self.ends[0][2].stage != "running":
-            heappop(self.ends)
-        while self.grades and self.grades[0][2].stage != "awaited":
-            heappop(self.grades)
-        end_s = math.inf
-        if self.ends:
-            each_s = step_s(self.num_running, round((PROMPT_TOKENS + self.steps - self.starts / self.num_running) / 64))
-            end_s = self.seconds + (self.ends[0][0] - self.steps) * each_s
-        if self.grades and self.grades[0][0] <= end_s:
-            grade_s, _, candidate = heappop(self.grades)
-            if self.ends:
-                self.steps += (grade_s - self.seconds) / each_s
-            self.seconds = grade_s
-            candidate.stage, candidate.place = "graded", candidate.group.num_graded
-            candidate.group.num_graded += 1
-            self.act(candidate.group)
-            return
-        self.steps, _, candidate = heappop(self.ends)
-        self.seconds = end_s
-        self.leave(candidate, "awaited")
-        heappush(self.grades, (self.seconds + candidate.grading_s, id(candidate), candidate))
-
-    def leave(self, candidate: Running, stage: CandidateStage) -> None:
-        if candidate.stage == "running":
-            self.tokens += self.steps - candidate.start
-            self.starts -= candidate.start
-            self.num_running -= 1
-        candidate.stage = stage
-
-    def launch(self, group: Group) -> None:
-        rng = self.rng
-        length = min(math.exp(self.log_median + group.scale + self.within * rng.standard_normal()), 8192)
-        grading_s = GRADING_MEDIAN_S * math.exp(GRADING_SIGMA * rng.standard_normal())
-        reward = float(rng.random() < self.rate)
-        candidate = Running(group, len(group.candidates), reward, max(1, round(length)), grading_s, self.steps)
-        group.candidates.append(candidate)
-        heappush(self.ends, (self.steps + candidate.length, id(candidate), candidate))
-        self.starts += self.steps
-        self.num_running += 1
-        self.num_launched += 1
-
-    def act(self, group: Group) -> None:
-        known = [
-            GradedCandidate(each.index, each.stage, each.reward if each.stage == "graded" else None, each.place)
-            for each in group.candidates
-        ]
-        decision = decide(self.terms, known, self.prior)
-        num_open = sum(each.stage in ("running", "awaited") for each in group.candidates)
-        if self.way.launches == "again" and num_open:
-            return
-        for index in decision.stop:
-            self.leave(group.candidates[index], "gone")
-        if decision.kind == "wait":
-            for _ in range(self.num_to_launch(group, decision, num_open)):
-                self.launch(group)
-            return
-        self.num_teach += decision.teaches
-        if not self.way.in_batches:
-            if not decision.teaches:
-                self.begin()
-            return
-        self.num_idle += 1
-        if self.num_idle == SEATS and self.num_teach < SEATS:
-            self.num_idle = 0
-            for _ in range(SEATS):
-                self.begin()
-
-    def num_to_launch(self, group: Group, decision: Decision, num_open: int) -> int:
-        left = self.terms.max_candidates - len(group.candidates)
-        if self.way.launches == "even":
-            return decision.launch
-        if self.way.launches == "all":
-            return left
-        if not group.candidates:
-            return GROUP_SIZE
-        if num_open:
-            return 0
-        rewards = [each.reward for each in group.candidates if each.stage == "graded"]
-        wave = {"waves": num_needed(self.prior, rewards, left), "one": 1, "again": GROUP_SIZE}
-        return min(left, wave[self.way.launches])
+def _weights(rows: Sequence[Row]) -> str:
+    shown = [row for row in rows if row["estimator"] == "grpo" and row["group_size"] == GROUP_SIZE]
+    title = f"Weight of a prompt over plain GRPO's, G = {GROUP_SIZE}, exact"
+    return columns(title, shown, {
+        "success": lambda row: percent(row["rate"]),
+        "N": lambda row: str(row["max_candidates"] or "no limit"),
+        "ours": lambda row: number(row["ours"], 2),
+        "ours, G / n": lambda row: number(row["ours_weighed"], 2),
+        "all n": lambda row: number(row["all_graded"], 2),
+        "ours over filter's, of what teaches": lambda row: number(row["ours_over_filtered_if_it_teaches"], 2),
+        "teaches": lambda row: percent(row["teaches"]),
+        "mean n": lambda row: number(row["num_graded"], 1),
+        "mean of returned - p": lambda row: number(row["bias_of_returned"], 3),
+        "mean of all - p": lambda row: number(row["bias_of_all"], 3),
+    })  # fmt: skip
 
 
-def rounds(seeds: Sequence[int]) -> list[dict[str, Any]]:
-    """Medians over seeds, by way and rate."""
-    rows = []
-    for rate in RATES:
-        for name, way in WAYS.items():
-            runs = [Round(way, rate, seed).run() for seed in seeds]
-            rows.append({"rate": rate, "way": name} | {key: median(run[key] for run in runs) for key in runs[0]})
-    return rows
+def _directions(rows: Sequence[Row]) -> str:
+    return columns("Direction of the gradient: its part across plain groups', over its part along", rows, {
+        "rewards": lambda row: row["reward"],
+        "returned": lambda row: row["pick"],
+        "estimator": lambda row: row["estimator"],
+        "G, N": lambda row: f"{row['group_size']}, {row['max_candidates']}",
+        "off": lambda row: number(row["off"], 4),
+        "by chance alone": lambda row: number(row["noise"], 4),
+    })  # fmt: skip
+
+
+DRAWN = ("ours", "ours_grading", "filter", "batches", "resample")
+
+
+def draw(record: Mapping[str, Any], path: Path) -> None:
+    """Left and middle: seconds and tokens of a group that teaches. Right: what a prompt weighs."""
+    with picture(path, figsize=(16, 4.8), width_ratios=(1, 1, 1), w_pad=2) as panels:
+        for axes, key, ylabel in zip(panels, ("seconds", "tokens"), ("seconds", "generated tokens"), strict=False):
+            values = {
+                WAYS[way].title: [row[key] for row in record["rounds"] if row["way"] == way and row["rate"]]
+                for way in DRAWN
+            }
+            colors = {WAYS[way].title: WAYS[way].color for way in DRAWN}
+            title = f"{ylabel.capitalize()} per group that teaches"
+            lines(axes, RATES, values, colors=colors, title=title, xlabel="success rate", ylabel=ylabel)
+            axes.set_yscale("log")
+        panels[0].legend(frameon=False)
+        _draw_weights(panels[2], record["weights"])
+
+
+def _draw_weights(axes: Any, rows: Sequence[Row]) -> None:
+    shown = {
+        "no limit": (None, "ours", "#134e4a"),
+        "N = 4 G": (4 * GROUP_SIZE, "ours", "#0f766e"),
+        "N = 2 G": (2 * GROUP_SIZE, "ours", "#5eead4"),
+        "N = 4 G, weighed G / n": (4 * GROUP_SIZE, "ours_weighed", "#f59e0b"),
+    }
+    chosen = [row for row in rows if row["estimator"] == "grpo" and row["group_size"] == GROUP_SIZE]
+    values = {
+        name: [row[key] for row in chosen if row["max_candidates"] == most] for name, (most, key, _) in shown.items()
+    }
+    colors = {name: color for name, (_, _, color) in shown.items()}
+    title = f"Weight of a prompt in GRPO's gradient, G = {GROUP_SIZE}"
+    lines(axes, WEIGHT_RATES, values, colors=colors, title=title, xlabel="success rate", ylabel="times plain GRPO's")
+    axes.axhline(1, color=INK, lw=1, ls=":", zorder=0)
+    axes.legend(frameon=False)
+
+
+def main() -> None:
+    arguments = arguments_of(__doc__, "rewards.variance", repeats=25, plot=True)
+    arguments.set_defaults(output=ROOT / "benchmarks/results/variance.json", plot=ROOT / "docs/variance.png")
+    arguments = arguments.parse_args()
+    model, tail = MODELS[MODEL].title, TAILS[MODEL].described()
+    workload = {
+        "rounds": f"{SEATS} groups of {GROUP_SIZE} that teach, at most {MAX_CANDIDATES} candidates of a prompt; "
+        f"medians of {arguments.repeats} seeds, per group that teaches",
+        "ways": {name: way._asdict() for name, way in WAYS.items()},
+        "engine": f"{model} on one GPU as benchmarks/rollpacker.py has it, {PROMPT_TOKENS} prompt tokens",
+        "lengths": f"log-normal, mean {tail['mean']:.0f} tokens, {tail['sigma']:.2f} within and "
+        f"{tail['prompt_sigma']:.2f} between prompts, at most 8,192; independent of the reward",
+        "grading": f"log-normal, median {GRADING_MEDIAN_S:g} s, {GRADING_SIGMA}",
+        "mixed": f"success rates drawn from beta{MIXED}, of each prompt its own",
+        "directions": f"{GROUPS * BATCHES} groups of each row",
+    }
+    record = record_of_run(seed=arguments.seed, workload=workload)
+    record["rounds"] = rounds(range(arguments.seed, arguments.seed + arguments.repeats))
+    record["weights"] = all_weights()
+    record["directions"] = directions(arguments.seed)
+    publish(arguments, record, tables, draw)
+
+
+if __name__ == "__main__":
+    main()

@@ -144,7 +144,7 @@ def bandit(seed: int = 1) -> Policy:
 REWARDS: dict[str, Callable[[tuple[int, ...]], float]] = {
     "0 or 1, of any length": lambda answer: float(answer[:2] == (0, 1)),
     "0 or 1, right ones are short": lambda answer: float(answer in ((0, END), (1, 1, END))),
-    "0, 0.5 or 1": lambda answer: 1.0 if answer[:3] == (0, 1, 0) else 0.5 * (answer[:2] == (1, 1)),
+    "0, 0.5 or 1": lambda answer: 1.0 if answer[:2] == (0, 1) else 0.5 * (answer[:2] == (1, END)),
 }
 Pick = Literal["plain", "index", "grading"]
 """The first `group_size`; those of the rule in order of launch; or with all under way at once, the shortest first."""

@@ -3,7 +3,7 @@
 A group teaches when its rewards are not all the same. What that rule does to a gradient is in docs/until.md.
 
 Invariant: by `index`, what comes back is a function of the rewards in the order of launch: neither who ended first nor
-how many ran beside it changes it.
+how many ran beside it changes it. Only where a candidate is void whose spare was stopped before, a new one comes.
 """
 
 from __future__ import annotations
@@ -21,9 +21,13 @@ grader, lost, or stopped as a spare."""
 Order = Literal["index", "grading"]
 """In which order candidates count. `index`: of launch; whoever was launched before is waited for. `grading`: who is
 graded first counts first, as in a race: sooner, and biased towards short answers."""
+Kind = Literal["wait", "complete", "incomplete"]
+"""`complete`: it has `group_size` rewards, and they differ or nothing more may be launched."""
 
 EVEN_CHANCE = 0.5
-"""With which probability what is under way shall make a group teach; `benchmarks/rewards/variance.py` has others."""
+"""With which probability what is under way shall make a group teach. `benchmarks/rewards/variance.py` has others: 0.3
+takes longer, 0.8 generates more."""
+ROUNDING = 1e-9
 MAX_HISTORY_WEIGHT = 16.0
 """Rewards of earlier epochs that a prior counts at most: they are of another policy."""
 
@@ -48,8 +52,9 @@ class UntilTerms(NamedTuple):
         return self
 
 
-class GradedCandidate(NamedTuple):
-    """A candidate as whoever awaits its reward knows it."""
+@dataclass(frozen=True, slots=True)
+class CandidateReward:
+    """What is known of a candidate's reward."""
 
     index: int
     stage: CandidateStage
@@ -74,7 +79,7 @@ UNIFORM = Prior()
 class Decision:
     """What becomes of the group now. While it waits it may launch, or stop spares that nobody needs any more."""
 
-    kind: Literal["wait", "complete", "incomplete"] = "wait"
+    kind: Kind = "wait"
     returned: tuple[int, ...] = ()
     """Indices, ascending: `group_size` of a complete group, all graded ones of an incomplete one."""
     teaches: bool = False
@@ -129,7 +134,8 @@ def num_needed(prior: Prior, rewards: Sequence[float], most: int, chance: float 
 
     Under the prior (1, 1) an even chance takes one more than there are: a group doubles.
     """
-    return next((more for more in range(most) if chance_of_same(prior, rewards, more) <= 1 - chance), most)
+    enough = 1 - chance + ROUNDING
+    return next((more for more in range(most) if chance_of_same(prior, rewards, more) <= enough), most)
 
 
 def spares_wanted(
@@ -170,7 +176,12 @@ def group_weight(group_size: int, num_graded: int) -> float:
     return group_size / num_graded
 
 
-def decide(terms: UntilTerms, candidates: Sequence[GradedCandidate], prior: Prior = UNIFORM) -> Decision:
+def decide(
+    terms: UntilTerms,
+    candidates: Sequence[CandidateReward],
+    prior: Prior = UNIFORM,
+    chance: float = EVEN_CHANCE,
+) -> Decision:
     """What a group does now. Candidates: all that were launched, in any order."""
     alive = sorted((each for each in candidates if each.stage != "gone"), key=lambda each: each.index)
     counted = _counted(terms, alive)
@@ -183,15 +194,15 @@ def decide(terms: UntilTerms, candidates: Sequence[GradedCandidate], prior: Prio
         chosen = [*counted[: terms.group_size - 1], counted[num - 1]]
         return _over(terms, "complete", chosen, rewards[:num], under_way)
     if not launches_left and not under_way:
-        kind = "complete" if len(counted) >= terms.group_size else "incomplete"
+        kind: Kind = "complete" if len(counted) >= terms.group_size else "incomplete"
         return _over(terms, kind, counted[: terms.group_size], rewards, ())
     known = [_reward(each) for each in alive if each.stage == "graded"]
-    wanted = max(0, terms.group_size - len(known)) + spares_wanted(terms, prior, known, launches_left)
+    wanted = max(0, terms.group_size - len(known)) + spares_wanted(terms, prior, known, launches_left, chance)
     launch = max(0, min(launches_left, wanted - len(under_way)))
     return Decision(launch=launch, stop=_unneeded(terms, alive, launches_left))
 
 
-def _counted(terms: UntilTerms, alive: Sequence[GradedCandidate]) -> list[GradedCandidate]:
+def _counted(terms: UntilTerms, alive: Sequence[CandidateReward]) -> list[CandidateReward]:
     """Graded candidates whose turn has come, in order."""
     if terms.order == "grading":
         return sorted((each for each in alive if each.stage == "graded"), key=lambda each: each.place)
@@ -199,7 +210,7 @@ def _counted(terms: UntilTerms, alive: Sequence[GradedCandidate]) -> list[Graded
     return list(alive[:first_open])
 
 
-def _unneeded(terms: UntilTerms, alive: Sequence[GradedCandidate], launches_left: int) -> tuple[int, ...]:
+def _unneeded(terms: UntilTerms, alive: Sequence[CandidateReward], launches_left: int) -> tuple[int, ...]:
     """Spares that cannot come back, as rewards before them differ already.
 
     As many stay as there are open candidates before them that no launch could replace if they were void.
@@ -214,8 +225,8 @@ def _unneeded(terms: UntilTerms, alive: Sequence[GradedCandidate], launches_left
 
 def _over(
     terms: UntilTerms,
-    kind: Literal["complete", "incomplete"],
-    chosen: Sequence[GradedCandidate],
+    kind: Kind,
+    chosen: Sequence[CandidateReward],
     rewards: Sequence[float],
     under_way: tuple[int, ...],
 ) -> Decision:
@@ -229,6 +240,6 @@ def _over(
     )
 
 
-def _reward(candidate: GradedCandidate) -> float:
+def _reward(candidate: CandidateReward) -> float:
     assert candidate.reward is not None, f"candidate {candidate.index} is graded without a reward"
     return candidate.reward

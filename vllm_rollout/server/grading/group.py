@@ -14,7 +14,7 @@ from typing import Any
 
 from vllm_rollout.group.rewards.until import (
     Decision,
-    GradedCandidate,
+    CandidateReward,
     UntilTerms,
     decide,
     num_to_refill,
@@ -189,13 +189,13 @@ class TeachingGroup(GradedGroup):
         self.decision = None
         self._stopped.clear()
 
-    def _seen(self, index: int) -> GradedCandidate:
+    def _seen(self, index: int) -> CandidateReward:
         end, grade = self._group.ends.get(index), self._group.grades.get(index)
         if grade is not None:
-            return GradedCandidate(index, "gone" if grade.reward is None else "graded", grade.reward)
+            return CandidateReward(index, "gone" if grade.reward is None else "graded", grade.reward)
         if index in self._stopped or (end is not None and end.ending.state != "finished"):
-            return GradedCandidate(index, "gone")
-        return GradedCandidate(index, "running" if end is None else "awaited")
+            return CandidateReward(index, "gone")
+        return CandidateReward(index, "running" if end is None else "awaited")
 
 
 async def _nothing() -> None:
