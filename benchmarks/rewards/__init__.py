@@ -1,0 +1,1 @@
+"""What grading costs, and what it gains where the rollouts are."""
