@@ -52,6 +52,9 @@ class GradingProcesses:
 
     @asynccontextmanager
     async def one(self) -> AsyncIterator[GradingProcess]:
+        """Raises: OSError when they are closed, or none can be started."""
+        if self._is_closed:
+            raise OSError("its grader has ended")
         process = self._idle.pop() if self._idle else await GradingProcess.start(self._bounds)
         self._in_use.add(process)
         try:
