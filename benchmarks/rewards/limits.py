@@ -3,7 +3,8 @@
 Correct runs of known lengths and some that hang are graded by real processes within the limits that they teach, three
 times: limits by wall time, by CPU time, and by wall time without waiting for a core, which is what the graders use. All
 times are a tenth of RollPacker's (4.3): runs take about 0.1 s, limits lie between 0.2 and 3 s. As many processes grade
-as there are cores; busy: as many others spin beside them.
+as there are cores. Busy: as many others spin beside them. Bursts: three times as many do, every other second, so that a
+limit may be learned while cores are free and met while they are not.
 
 The rule itself ends correct runs where runs of one test case differ much. What it would end of the lengths as they are
 drawn, on a machine without any wait, is counted for several spreads and factors.
@@ -48,6 +49,13 @@ SPREADS = (0.05, 0.1, 0.2, 0.3, 0.5)
 FACTORS = (1.5, 2.0, 3.0)
 DRAWN_CASES = 20_000
 
+BESIDE = {
+    "free": (0, ""),
+    "busy": (1, "while True: pass"),
+    "bursts": (3, "import time\nwhile True:\n    if int(time.time()) % 2: time.sleep(0.01)"),
+}
+"""How many processes to a core run beside those that grade, and what."""
+
 Hang = Literal["sleeps", "spins"]
 
 
@@ -89,7 +97,7 @@ def main() -> None:
     parser = arguments_of(__doc__, "rewards.limits")
     parser.set_defaults(output=ROOT / "benchmarks/results/rewards_limits.json")
     add = parser.add_argument
-    add("--cases", type=int, default=50, help=f"test cases, each with {RUNS_PER_CASE} runs (default %(default)s)")
+    add("--cases", type=int, default=36, help=f"test cases, each with {RUNS_PER_CASE} runs (default %(default)s)")
     add("--spread", type=float, default=0.1, help="sigma of the logarithms of a case's runs (default %(default)s)")
     add("--hanging-share", type=float, default=0.05, help="of the runs, half of them asleep (default %(default)s)")
     args = parser.parse_args()
@@ -104,9 +112,9 @@ async def measure(args: argparse.Namespace, sizes: Sizes) -> dict[str, Any]:
     runs = drawn(sizes, args.seed)
     num_cores = len(os.sched_getaffinity(0))
     rows = []
-    for cores in ("free", "busy"):
+    for cores, (num_beside, program) in BESIDE.items():
         for clock in CLOCKS:
-            with spinning(num_cores if cores == "busy" else 0):
+            with running(program, num_beside * num_cores):
                 load = os.getloadavg()[0]
                 grades = await graded(runs, clock, num_cores)
             rows.append({"cores": cores, "clock": clock, "load": load} | summary(runs, grades))
@@ -214,8 +222,8 @@ def cpu_s(pid: int) -> float:
 
 
 @contextmanager
-def spinning(num_processes: int) -> Iterator[None]:
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(num_processes)]
+def running(program: str, num_processes: int) -> Iterator[None]:
+    busy = [subprocess.Popen([sys.executable, "-c", program]) for _ in range(num_processes)]
     try:
         yield
     finally:
