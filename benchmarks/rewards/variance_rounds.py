@@ -31,9 +31,9 @@ from benchmarks.rollpacker import MODELS, TAILS
 from vllm_rollout.group.rewards.until import (
     EVEN_CHANCE,
     UNIFORM,
+    CandidateReward,
     CandidateStage,
     Decision,
-    CandidateReward,
     Order,
     Prior,
     UntilTerms,

@@ -23,8 +23,8 @@ from benchmarks.rewards.variance_weights import (
 from vllm_rollout.group.rewards.estimates import ESTIMATORS, advantages
 from vllm_rollout.group.rewards.until import (
     UNIFORM,
-    Decision,
     CandidateReward,
+    Decision,
     Prior,
     UntilTerms,
     chance_of_same,

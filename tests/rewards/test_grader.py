@@ -296,6 +296,18 @@ def test_a_limit_is_learned_for_each_test_case():
     assert cut.seconds < 20
 
 
+def test_what_is_asked_of_a_grader_that_ends_is_an_error():
+    async def leave():
+        async with Grader({"hangs": hangs}, num_processes=1) as grader:
+            asked = [asyncio.create_task(grader.grade("hangs", ASKED)) for _ in range(2)]
+            await asyncio.sleep(0.5)
+        return await asyncio.gather(*asked)
+
+    runs, waits = asyncio.run(leave())
+    assert said(runs).startswith("error: the process of the reward function ended")
+    assert said(waits) == "error: the trajectory cannot be given to what grades it: its grader has ended"
+
+
 def test_who_is_urgent_is_graded_first_and_who_leaves_makes_room():
     order = []
 

@@ -18,7 +18,7 @@ from vllm_rollout.rewards.seccomp import ALLOW, INSTRUCTION, RETURN, filter_prog
 
 RIGHT = "def f(x): return 2 * x"
 TESTS = {"tests": ["assert f(3) == 6", "assert f(0) == 0"]}
-LIMITS = LimitTerms(shortest_s=0.5, longest_s=3)
+LIMITS = LimitTerms(shortest_s=0.5, longest_s=2)
 
 ATTACKS = {
     "forks": "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",

@@ -47,7 +47,8 @@ class _Reward:
     slots: Slots
     grade: Callable[[Trajectory, float], Awaitable[Grade]]
     """The trajectory, and the longest that it may take in seconds."""
-    num_waiting: int = 0
+    num_asked: int = 0
+    """Those that wait and those that run."""
     num_running: int = 0
 
 
@@ -105,7 +106,10 @@ class Grader:
     @property
     def loads(self) -> dict[str, RewardLoad]:
         """By the name of a reward, how many trajectories wait for it and are graded by it."""
-        return {name: RewardLoad(each.num_waiting, each.num_running) for name, each in self._rewards.items()}
+        return {
+            name: RewardLoad(each.num_asked - each.num_running, each.num_running)
+            for name, each in self._rewards.items()
+        }
 
     async def check(self) -> None:
         """Load every function in a process, as the first trajectories would.
@@ -134,19 +138,16 @@ class Grader:
         if name not in self._rewards:
             raise ValueError(f"reward must be one of {', '.join(self._sources) or 'none'}, got {shown(name)}")
         reward = self._rewards[name]
-        reward.num_waiting += 1
-        is_waiting = True
+        reward.num_asked += 1
         try:
             async with reward.slots.one(urgency if isinstance(urgency, Urgency) else Urgency(urgency)):
-                reward.num_waiting -= 1
                 reward.num_running += 1
-                is_waiting = False
-                return await self._graded(reward, trajectory, timeout_s or self.limits.terms.longest_s)
+                try:
+                    return await self._graded(reward, trajectory, timeout_s or self.limits.terms.longest_s)
+                finally:
+                    reward.num_running -= 1
         finally:
-            if is_waiting:
-                reward.num_waiting -= 1
-            else:
-                reward.num_running -= 1
+            reward.num_asked -= 1
 
     async def _graded(self, reward: _Reward, trajectory: Trajectory, longest_s: float) -> Grade:
         try:

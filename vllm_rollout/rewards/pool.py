@@ -46,6 +46,7 @@ class GradingProcesses:
     def __init__(self, bounds: ProcessBounds) -> None:
         self._bounds = bounds
         self._idle: list[GradingProcess] = []
+        self._in_use: set[GradingProcess] = set()
         self._ending: set[asyncio.Task[int]] = set()
         self._is_closed = False
         self._home = tempfile.TemporaryDirectory(prefix="vllm-rollout-rewards-", ignore_cleanup_errors=True)
@@ -53,20 +54,26 @@ class GradingProcesses:
 
     @asynccontextmanager
     async def one(self) -> AsyncIterator[GradingProcess]:
+        """Raises: OSError when they are closed, or none can be started."""
+        if self._is_closed:
+            raise OSError("its grader has ended")
         process = self._idle.pop() if self._idle else await GradingProcess.start(self._bounds, self._home.name)
+        self._in_use.add(process)
         try:
             yield process
         finally:
+            self._in_use.discard(process)
             if self._is_closed or process.is_spent:
                 self._end(process)
             else:
                 self._idle.append(process)
 
     async def close(self) -> None:
-        """End those that wait, and later those that are still in use."""
+        """End all. Whoever still uses one gets an error."""
         self._is_closed = True
-        while self._idle:
-            self._end(self._idle.pop())
+        for process in (*self._idle, *self._in_use):
+            self._end(process)
+        self._idle.clear()
         if self._ending:
             await asyncio.wait(self._ending, timeout=KILL_S)
         self._home.cleanup()

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_rollout.group.rewards.until import (
-    Decision,
     CandidateReward,
+    Decision,
     UntilTerms,
     decide,
     num_to_refill,
