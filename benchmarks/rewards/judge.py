@@ -78,7 +78,7 @@ def _server(name: str, model: str, folder: Path) -> ServerProcess:
     flags = server_flags(NUM_PROMPTS * GROUP_SIZE)
     if CORES[name] is not None:
         flags += ["--rollout-judge", model, "--rollout-judge-cores", CORES[name]]
-        flags += ["--rollout-judge-args", " ".join(server_flags(NUM_GRADINGS))]
+        flags.append(f"--rollout-judge-args={' '.join(server_flags(NUM_GRADINGS))}")
     for variable in ("VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS"):  # vLLM's own choice
         os.environ.pop(variable, None)
     return server_process("rollout", model, flags, folder / name, VLLM_CPU_KVCACHE_SPACE="1")

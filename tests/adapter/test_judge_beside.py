@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_rollout.adapter.api.start import judge
 from vllm_rollout.adapter.api.start.judge_process import JudgeProcess
@@ -54,7 +55,7 @@ def platform(request, monkeypatch):
 
 
 def parsed(*flags: str, memory: float = 0.6) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
+    parser = FlexibleArgumentParser()
     judge.add_flags(parser)
     parser.set_defaults(gpu_memory_utilization=memory, headless=False)
     args = parser.parse_args(flags)
@@ -76,9 +77,9 @@ def started(tmp_path: Path, *flags: str) -> JudgeProcess:
 )
 @pytest.mark.usefixtures("platform")
 def test_on_cpus_it_is_stock_vllm_on_cores_of_its_own(tmp_path, flags, cores, binding, memory):
-    settings = started(tmp_path, *flags, "--rollout-judge-args", "--max-model-len 512 --enforce-eager")
+    settings = started(tmp_path, *flags, "--rollout-judge-args=--swap-space 0.5 --max-model-len 512")
     assert settings.command[1:5] == ["-m", judge.STOCK_SERVER, "--model", str(tmp_path)]
-    assert settings.command[-3:] == ["--max-model-len", "512", "--enforce-eager"]
+    assert settings.command[-4:] == ["--swap-space", "0.5", "--max-model-len", "512"]
     assert "--gpu-memory-utilization" not in settings.command
     assert settings.cores == cores
     told = {name: settings.environment[name] for name in (judge.BINDING, judge.KV_SPACE, "VLLM_PLUGINS")}
@@ -101,8 +102,12 @@ def test_on_gpus_it_has_a_share_of_the_memory_and_vllms_own_offload(tmp_path):
         ("cpu", ("--rollout-judge-memory", "0.5"), "a whole number of GiB, at least 1, got 0.5"),
         ("cpu", ("--rollout-judge-cores", "4"), "must be in [0, 3]"),
         ("cpu", ("--rollout-judge-offload", "2"), "this is vLLM's CPU platform"),
-        ("cpu", ("--rollout-judge-args", "--port=1 --model x"), "--model, --port cannot be said there"),
-        ("cpu", ("--rollout-judge-args", "'"), "No closing quotation"),
+        (
+            "cpu",
+            ("--rollout-judge-args=--port=1 --served_model_name x",),
+            "--port, --served-model-name cannot be said there",
+        ),
+        ("cpu", ("--rollout-judge-args='",), "No closing quotation"),
         ("gpu", (), "that --gpu-memory-utilization 0.6 leaves free, got None"),
         ("gpu", ("--rollout-judge-memory", "0.5"), "leaves free, got 0.5"),
         ("gpu", ("--rollout-judge-memory", "0.3", "--rollout-judge-cores", "1"), "is for CPUs"),

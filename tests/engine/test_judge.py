@@ -47,7 +47,7 @@ def lives(process: psutil.Process) -> bool:
 
 def test_a_judge_beside_a_server(tiny_model, tmp_path, monkeypatch) -> None:
     command = serve_command(tiny_model, "--max-model-len", "512", "--rollout-judge", tiny_model)
-    with Server([*command, "--rollout-judge-args", FLAGS], tmp_path / "log") as server:
+    with Server([*command, f"--rollout-judge-args={FLAGS}"], tmp_path / "log") as server:
         log = re.search(r"judge .* starts; its log: (\S+)", server.log.read_text())[1]
         monkeypatch.setenv(ENGINE_VARIABLE, str(Path(log).with_name("judge.json")))
         engine = JudgeEngine.of_this_server()

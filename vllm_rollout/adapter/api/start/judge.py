@@ -79,7 +79,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--rollout-judge-args",
         metavar="'--FLAG VALUE …'",
-        help="Further flags of its `vllm serve`, in one string.",
+        help="Further flags of its `vllm serve` in one string, behind an equals sign, since it begins with a dash: "
+        "--rollout-judge-args='--max-model-len 4096 --enforce-eager'.",
     )
 
 
@@ -93,7 +94,7 @@ def refuse(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     if args.headless:
         parser.error("--headless does not go with --rollout-judge. Start the judge where the endpoints are.")
     try:
-        given = {flag.partition("=")[0] for flag in shlex.split(args.rollout_judge_args or "")}
+        given = {flag.partition("=")[0].replace("_", "-") for flag in shlex.split(args.rollout_judge_args or "")}
     except ValueError as error:
         parser.error(f"--rollout-judge-args: {error}, got {args.rollout_judge_args!r}.")
     if taken := sorted(given & set(OURS)):
