@@ -1,12 +1,11 @@
-"""What a judge beside the engine costs its decoding: a core of its own against all cores shared, against no judge.
+"""What a judge beside the engine costs its decoding: with a core of its own, with a core that both use, against none.
 
-Three servers of the same model, at work in turns: without a judge, with `--rollout-judge-cores 1`, and with 0, which
-shares all cores. Each decodes one rollout of 16 candidates to max_tokens, first while nobody asks the judge, then while
+Three servers of the same model, at work in turns: without a judge, with `--rollout-judge-cores 1`, and with 0. Each decodes one rollout of 16 candidates to max_tokens, first while nobody asks the judge, then while
 a trainer's worth of gradings is always under way (chats of their own, one token each, read by `choices`). Ratios are
 taken within a repeat, the order rotating; a server that waits takes no core.
 
-On 2 cores: alone, vLLM has one core for the model and one for the rest of the engine. With a core reserved, the engine
-has the other for all it does. Shared, the judge's threads may run on both.
+On 2 cores: alone, vLLM has the first core for the model and the second for the rest of the engine. Reserved, the second
+is the judge's, and the engine has the first for all it does. Shared, the judge is beside that rest on the second.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ NUM_PROMPTS, GROUP_SIZE = 2, 8
 NUM_GRADINGS = 4
 """At once."""
 TIMEOUT_S = 300.0
-JUDGED_WORDS = 150
+JUDGED_WORDS = 30
 TEMPLATE = "Question: {prompt}\n\nAnswer: {text}\n\nIs the answer right? Say yes or no."
 CORES = {"none": None, "reserved": "1", "shared": "0"}
 """`--rollout-judge-cores` of each server."""
@@ -140,6 +139,8 @@ async def _one(served: Served, asked: bool, texts: count[int], arguments: argpar
         prompts = [{"prompt": prompt} for prompt in cycle(NUM_PROMPTS)]
         sampling = {"max_tokens": arguments.max_tokens, "ignore_eos": True, "seed": arguments.seed}
         body = {"prompts": prompts, "group_size": GROUP_SIZE, "redundancy": 0, "sampling": sampling}
+        while asked and not graded and not any(task.done() for task in gradings):
+            await asyncio.sleep(0.01)
         began, before = time.perf_counter(), graded
         rollout = asyncio.create_task(client.post(f"{served.url}/v1/rollouts", json=body))
         await asyncio.wait([rollout, *gradings], return_when=asyncio.FIRST_COMPLETED)

@@ -71,8 +71,8 @@ def started(tmp_path: Path, *flags: str) -> JudgeProcess:
     ("flags", "cores", "binding", "memory"),
     [
         ((), [3], "3", "1"),
+        (("--rollout-judge-cores", "1"), [3], "3", "1"),
         (("--rollout-judge-cores", "2", "--rollout-judge-memory", "4"), [2, 3], "2,3", "4"),
-        (("--rollout-judge-cores", "0"), [], "nobind", "1"),
     ],
 )
 @pytest.mark.usefixtures("platform")
@@ -126,11 +126,12 @@ def test_what_does_not_go_is_refused_with_a_remedy(capsys, flags, said):
 @pytest.mark.usefixtures("platform")
 def test_cores_that_our_own_engine_is_bound_to_are_not_the_judges(monkeypatch, capsys, binding, shared):
     monkeypatch.setenv(judge.BINDING, binding)
+    parsed("--rollout-judge", "m", "--rollout-judge-cores", "0")
     if shared is None:
-        parsed("--rollout-judge", "m")
+        parsed("--rollout-judge", "m", "--rollout-judge-cores", "1")
         return
     with pytest.raises(SystemExit):
-        parsed("--rollout-judge", "m")
+        parsed("--rollout-judge", "m", "--rollout-judge-cores", "1")
     assert f"to cores {shared}" in " ".join(capsys.readouterr().err.split())
 
 
@@ -187,10 +188,18 @@ def test_it_ends_with_a_server_of_ours_that_is_killed(fake):
     wait_until(lambda: servers_of(fake) == [])
 
 
+@pytest.mark.parametrize(("num_cores", "left"), [("1", {0, 1, 2}), ("0", {0, 1, 2, 3})])
 @pytest.mark.usefixtures("platform")
-def test_beside_a_server_its_judge_is_found_and_without_the_flag_nothing_happens(tmp_path, monkeypatch, fake):
+def test_a_judge_is_found_by_our_processes_which_have_the_other_cores(monkeypatch, fake, num_cores, left):
+    ours = []
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: ours.append(cores))
     monkeypatch.setattr(judge, "judge_process", lambda *_: fake)
+    with judge.beside(parsed("--rollout-judge", "m", "--rollout-judge-cores", num_cores)):
+        assert JudgeEngine.of_this_server().api_key == "key"
+        assert ours == [left]
+    assert ours == [left, {0, 1, 2, 3}]
+
+
+def test_without_the_flag_nothing_happens():
     with judge.beside(parsed()):
         assert ENGINE_VARIABLE not in os.environ
-    with judge.beside(parsed("--rollout-judge", "m")):
-        assert JudgeEngine.of_this_server().api_key == "key"

@@ -66,8 +66,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--rollout-judge-cores",
         metavar="N",
         type=int,
-        help="CPUs: how many cores are the judge's alone, the last ones; 0 shares all of them. Default: 1, or 0 where "
-        "there is only one.",
+        help="CPUs: how many cores are the judge's alone, the last ones. With 0 it runs on the last one, which is this "
+        "engine's too, for all but its model. Default: 0.",
     )
     group.add_argument(
         "--rollout-judge-offload",
@@ -127,7 +127,7 @@ def _refuse_on_cpus(args: argparse.Namespace, parser: argparse.ArgumentParser) -
     if args.rollout_judge_cores is not None and not 0 <= args.rollout_judge_cores < num_cores:
         parser.error(
             f"--rollout-judge-cores must be in [0, {num_cores - 1}], so that one of {num_cores} is left for this "
-            f"engine, got {args.rollout_judge_cores}."
+            f"engine, got {args.rollout_judge_cores}. 0 shares the last one."
         )
     binding = os.environ.get(BINDING, "auto")
     if binding not in ("auto", "nobind"):
@@ -140,12 +140,11 @@ def _refuse_on_cpus(args: argparse.Namespace, parser: argparse.ArgumentParser) -
 
 
 def cores_of_judge(args: argparse.Namespace) -> list[int]:
-    """Empty where it shares ours."""
+    """Those that our engine leaves to it."""
     if not current_platform.is_cpu():
         return []
     cores = sorted(os.sched_getaffinity(0))
-    num_cores = min(1, len(cores) - 1) if args.rollout_judge_cores is None else args.rollout_judge_cores
-    return cores[len(cores) - num_cores :]
+    return cores[len(cores) - (args.rollout_judge_cores or 0) :]
 
 
 def judge_process(args: argparse.Namespace, folder: Path, environment: Mapping[str, str]) -> JudgeProcess:
@@ -153,12 +152,14 @@ def judge_process(args: argparse.Namespace, folder: Path, environment: Mapping[s
     command = [sys.executable, "-m", STOCK_SERVER, "--model", resolve(args.rollout_judge)]
     command += ["--served-model-name", ENGINE_MODEL, "--disable-uvicorn-access-log"]
     cores = cores_of_judge(args)
+    if current_platform.is_cpu() and not cores:
+        cores = [max(os.sched_getaffinity(0))]  # vLLM binds no thread of a model to the last one, if there are more
     plugins = [name for name in environment.get("VLLM_PLUGINS", "").split(",") if name != PLUGIN]
     api_key = secrets.token_urlsafe()
     ours = {"VLLM_PLUGINS": ",".join(plugins), "VLLM_API_KEY": api_key, "VLLM_SERVER_DEV_MODE": "0"}
     if current_platform.is_cpu():
         ours[KV_SPACE] = str(int(args.rollout_judge_memory or DEFAULT_KV_GIB))
-        ours[BINDING] = ",".join(map(str, cores)) or "nobind"
+        ours[BINDING] = ",".join(map(str, cores))
     else:
         command += ["--gpu-memory-utilization", str(args.rollout_judge_memory)]
         if args.rollout_judge_offload is not None:
@@ -187,7 +188,7 @@ def beside(args: argparse.Namespace) -> Iterator[None]:
     with TemporaryDirectory(prefix="vllm-rollout-judge-", ignore_cleanup_errors=True) as folder:
         settings = judge_process(args, Path(folder), os.environ)
         logger.info("vllm_rollout: judge %s starts; its log: %s", args.rollout_judge, settings.log)
-        with running(settings) as url, _cores_left_by(settings.cores):
+        with running(settings) as url, _cores_left_by(cores_of_judge(args)):
             logger.info("vllm_rollout: judge %s answers at %s", args.rollout_judge, url)
             os.environ[ENGINE_VARIABLE] = settings.file
             yield
