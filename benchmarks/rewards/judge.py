@@ -1,8 +1,9 @@
 """What a judge beside the engine costs its decoding: with a core of its own, with a core that both use, against none.
 
-Three servers of the same model, at work in turns: without a judge, with `--rollout-judge-cores 1`, and with 0. Each decodes one rollout of 16 candidates to max_tokens, first while nobody asks the judge, then while
-a trainer's worth of gradings is always under way (chats of their own, one token each, read by `choices`). Ratios are
-taken within a repeat, the order rotating; a server that waits takes no core.
+Three servers of the same model, at work in turns: without a judge, with `--rollout-judge-cores 1`, and with 0. Each
+decodes one rollout of 16 candidates to max_tokens, first while nobody asks the judge, then while gradings are always
+under way (chats of their own, one token each). Ratios are taken within a repeat, the order rotating; a server that
+waits takes no core.
 
 On 2 cores: alone, vLLM has the first core for the model and the second for the rest of the engine. Reserved, the second
 is the judge's, and the engine has the first for all it does. Shared, the judge is beside that rest on the second.
@@ -25,7 +26,7 @@ import httpx
 import msgspec
 from rich.console import Console
 
-from benchmarks.common import arguments_of, median, percentile, publish, ratios, record_of_run, server_process
+from benchmarks.common import ROOT, arguments_of, median, percentile, publish, ratios, record_of_run, server_process
 from benchmarks.prompts import cycle
 from benchmarks.tables import columns, number, percent
 from vllm_rollout.models import DEFAULT_MODEL, resolve
@@ -53,6 +54,7 @@ class Served:
 
 def main() -> None:
     parser = arguments_of(__doc__, "rewards.judge", repeats=5)
+    parser.set_defaults(output=ROOT / "benchmarks/results/judge.json")
     parser.add_argument("--model", default=DEFAULT_MODEL, help="of both engines (default %(default)s)")
     parser.add_argument("--max-tokens", type=int, default=64, help="of each candidate (default %(default)s)")
     arguments = parser.parse_args()
