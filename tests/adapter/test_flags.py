@@ -95,6 +95,7 @@ ALONE = [
     (("--emulate-speed", "2"), "name one with --emulate FILE"),
     (("--emulate-log", "here"), "name one with --emulate FILE"),
     (("--rollout-port", "7001"), "set VLLM_USE_RUST_FRONTEND=1"),
+    (("--rollout-judge-cores", "0"), "name one with --rollout-judge MODEL"),
     (AUTO[2:], "add that flag"),
     (AUTO[:2], "needs --parallelism-devices"),
     (("--compat", "nobody"), "prime-rl"),

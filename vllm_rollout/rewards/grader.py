@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple, Self
 
 import cloudpickle
@@ -21,6 +22,7 @@ from vllm_rollout.rewards.code import CodeReward
 from vllm_rollout.rewards.frames import Load
 from vllm_rollout.rewards.functions import RewardFunction, caller
 from vllm_rollout.rewards.http import RewardServer
+from vllm_rollout.rewards.judge import Judge
 from vllm_rollout.rewards.pool import GradingProcesses, ProcessBounds
 from vllm_rollout.rewards.program_tests import TestJob, TestRun
 from vllm_rollout.rewards.sandbox import SandboxError, choose_sandbox
@@ -32,7 +34,7 @@ logger = logging.getLogger(__name__)
 BUILT_IN = ("exact", "regex", "math", "code")
 MAX_WAITING = 16_384
 NUM_REQUESTS = 64
-"""To one reward server at once."""
+"""To one reward server, or judge, at once."""
 
 
 class RewardLoad(NamedTuple):
@@ -53,15 +55,15 @@ class _Reward:
 
 
 class Grader:
-    """`rewards`: by name, a function, `package.module:function`, a reward server's URL, or one of `exact`, `regex`,
-    `math` and `code`. It is an asynchronous context manager: what it has started ends with it.
+    """`rewards`: by name, a function, `package.module:function`, a reward server's URL, a judge or its `.toml` file, or
+    one of `exact`, `regex`, `math` and `code`. It is an asynchronous context manager: what it has started ends with it.
 
     Raises: ValueError for what is none of these; SandboxError when it is entered with `code` and no sandbox works.
     """
 
     def __init__(
         self,
-        rewards: Mapping[str, RewardFunction | str],
+        rewards: Mapping[str, RewardFunction | str | Judge],
         *,
         num_processes: int | None = None,
         limits: LimitTerms | None = None,
@@ -81,7 +83,7 @@ class Grader:
     async def __aenter__(self) -> Self:
         self._held.push_async_callback(self._processes.close)
         for name, source in self._sources.items():
-            if isinstance(source, RewardServer):
+            if isinstance(source, RewardServer | Judge):
                 await self._held.enter_async_context(source)
                 self._rewards[name] = _Reward(Slots(NUM_REQUESTS, self._max_waiting), source.grade)
             elif source is None:
@@ -169,17 +171,24 @@ class Grader:
         return grade
 
 
-def _source(name: str, reward: RewardFunction | str) -> Load | RewardServer | None:
-    """What a process loads, or a server; None for `code`, which needs a sandbox instead."""
+def _source(name: str, reward: RewardFunction | str | Judge) -> Load | RewardServer | Judge | None:
+    """What a process loads, a server, or a judge; None for `code`, which needs a sandbox instead."""
     if reward == "code":
         return None
+    if isinstance(reward, Judge):
+        return reward
     if not isinstance(reward, str):
         caller(reward)
         return Load(name, pickled=cloudpickle.dumps(reward))
     if reward.startswith(("http://", "https://")):
         return RewardServer(reward)
+    if reward.endswith(".toml"):
+        return Judge.read(Path(reward))
     place = f"vllm_rollout.rewards.builtin:{reward}" if reward in BUILT_IN else reward
     if ":" not in place:
         known = ", ".join(BUILT_IN)
-        raise ValueError(f"the reward {name!r} must be {known}, package.module:function or a URL, got {shown(reward)}")
+        raise ValueError(
+            f"the reward {name!r} must be {known}, package.module:function, a URL or a judge's .toml file, got "
+            f"{shown(reward)}"
+        )
     return Load(name, place)

@@ -24,15 +24,72 @@ FIRST_PAUSE_S = 0.2
 MAX_ANSWER_BYTES = 1 << 20
 
 
+class NoAnswer(Exception):
+    """Why a server gave none that can be used, as the rest of a sentence. Another attempt would not help."""
+
+
+class Question:
+    """One `POST` of JSON, sent again with growing pauses until the server answers it."""
+
+    def __init__(self, client: httpx.AsyncClient, url: str, asked: Any, headers: dict[str, str] | None = None) -> None:
+        self._request = client.build_request("POST", url, json=asked, headers=headers, timeout=None)
+        self._client = client
+        self._failure: str | None = None
+
+    @property
+    def content(self) -> bytes:
+        """What is sent."""
+        return self._request.content
+
+    async def answer(self) -> Any:
+        """JSON, however long it takes. Raises: NoAnswer."""
+        pause_s = FIRST_PAUSE_S
+        while True:
+            try:
+                return await self._attempt()
+            except (httpx.HTTPError, _FailsNow) as error:
+                self._failure = str(error) or type(error).__name__
+            await asyncio.sleep(pause_s)
+            pause_s *= 2
+
+    def unanswered(self, limit_s: float) -> str:
+        """Why there is no answer after so many seconds."""
+        return f"gave no reward: {self._failure or f'it did not answer within {limit_s:.3g} s'}"
+
+    async def _attempt(self) -> Any:
+        """Raises: _FailsNow or httpx.HTTPError when another attempt may help, else NoAnswer."""
+        answer = await self._client.send(self._request, stream=True)
+        try:
+            if answer.status_code >= 500 or answer.status_code == 429:
+                raise _FailsNow(f"it answered {answer.status_code}")
+            body = b""
+            async for part in answer.aiter_bytes():
+                body += part
+                if len(body) > MAX_ANSWER_BYTES:
+                    raise NoAnswer(f"answered more than {MAX_ANSWER_BYTES >> 20} MiB")
+        finally:
+            await answer.aclose()
+        if not answer.is_success:
+            raise NoAnswer(f"answered {answer.status_code}: {body.decode(errors='replace'):.200}")
+        try:
+            return json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise NoAnswer(f"answered no JSON: {shown(body.decode(errors='replace'))}") from error
+
+
+def host_of(url: str) -> str:
+    """Empty where it has none, or is no URL."""
+    try:
+        return httpx.URL(url).host
+    except httpx.InvalidURL:
+        return ""
+
+
 class RewardServer:
     """`url`: of the route that grades."""
 
     def __init__(self, url: str, transport: httpx.AsyncBaseTransport | None = None) -> None:
-        try:
-            host = httpx.URL(url).host
-        except httpx.InvalidURL:
-            host = ""
-        if not host:
+        if not host_of(url):
             raise ValueError(f"a reward server must be a URL such as http://127.0.0.1:9000/grade, got {shown(url)}")
         self._url = url
         self._client = httpx.AsyncClient(transport=transport)
@@ -45,46 +102,26 @@ class RewardServer:
 
     async def grade(self, trajectory: Trajectory, limit_s: float) -> Grade:
         """`limit_s`: for all attempts together."""
-        began, pause_s, said = time.monotonic(), FIRST_PAUSE_S, f"it did not answer within {limit_s:.3g} s"
+        began = time.monotonic()
         asked = {"id": uuid4().hex, "prompt": trajectory.prompt, "text": trajectory.text, "data": trajectory.data}
+        question = Question(self._client, self._url, asked)
         try:
             async with asyncio.timeout(limit_s):
-                while True:
-                    try:
-                        grade = await self._attempt(asked)
-                        break
-                    except (httpx.HTTPError, _FailsNow) as error:
-                        said = str(error) or type(error).__name__
-                    await asyncio.sleep(pause_s)
-                    pause_s *= 2
+                grade = _grade_of(await question.answer(), asked["id"])
         except TimeoutError:
-            grade = failed(f"the reward server {self._url} gave no reward: {said}")
+            grade = failed(f"the reward server {self._url} {question.unanswered(limit_s)}")
+        except NoAnswer as error:
+            grade = failed(f"the reward server {error}")
         return msgspec.structs.replace(grade, seconds=time.monotonic() - began)
 
-    async def _attempt(self, asked: dict[str, Any]) -> Grade:
-        """Raises: _FailsNow or httpx.HTTPError when another attempt may help."""
-        async with self._client.stream("POST", self._url, json=asked, timeout=None) as answer:
-            if answer.status_code >= 500 or answer.status_code == 429:
-                raise _FailsNow(f"it answered {answer.status_code}")
-            body = b""
-            async for part in answer.aiter_bytes():
-                body += part
-                if len(body) > MAX_ANSWER_BYTES:
-                    return failed(f"the reward server answered more than {MAX_ANSWER_BYTES >> 20} MiB")
-        if not answer.is_success:
-            return failed(f"the reward server answered {answer.status_code}: {body.decode(errors='replace'):.200}")
-        try:
-            said = json.loads(body)
-        except ValueError:
-            return failed(f"the reward server answered no JSON: {shown(body.decode(errors='replace'))}")
-        if isinstance(said, dict):
-            if said.pop("id", asked["id"]) != asked["id"]:
-                return failed(
-                    "the reward server answered for another trajectory: its `id` is not the one that was sent"
-                )
-            if "reward" in said and said["reward"] is None:
-                return grade_of(None)
-        return grade_of(said)
+
+def _grade_of(said: Any, asked_id: str) -> Grade:
+    if isinstance(said, dict):
+        if said.pop("id", asked_id) != asked_id:
+            return failed("the reward server answered for another trajectory: its `id` is not the one that was sent")
+        if "reward" in said and said["reward"] is None:
+            return grade_of(None)
+    return grade_of(said)
 
 
 class _FailsNow(Exception):

