@@ -1,1 +1,1 @@
-"""What grading costs, and what it gains where the rollouts are."""
+"""Rewards: graders, time limits, groups that end when they teach."""

@@ -251,16 +251,20 @@ def test_an_error_while_running_is_noted_on_its_output_with_everything_held(new_
     assert_nothing_left(run)
 
 
-def test_a_cancelled_group_is_deferred_with_all_its_tokens(new_run):
+@pytest.mark.parametrize(
+    ("stop", "what", "state"),
+    [("cancel_groups", ["g", "unknown"], "deferred"), ("give_up", {"g": [0, 1, 2], "unknown": [0]}, "surplus")],
+)
+def test_what_is_stopped_from_outside_keeps_all_its_tokens(new_run, stop, what, state):
     run = new_run(max_num_seqs=2)
     ids = add_group(run, "g", [10, 50, 50], 3)
     other = add_group(run, "h", [40], 1)
     for _ in range(20):
         run.step()
-    run.scheduler.cancel_groups(["g", "unknown"])
+    getattr(run.scheduler, stop)(what)
     run.run()
-    assert [run.state(id) for id in (*ids, *other)] == ["finished", "deferred", "deferred", "finished"]
-    assert (run.last(ids[1]).finish_reason, run.last(ids[1]).stop_reason) == (FinishReason.ABORT, "deferred")
+    assert [run.state(id) for id in (*ids, *other)] == ["finished", state, state, "finished"]
+    assert (run.last(ids[1]).finish_reason, run.last(ids[1]).stop_reason) == (FinishReason.ABORT, state)
     assert run.tokens(ids[1]) == run.own_tokens(ids[1], run.num_tokens(ids[1]))
     assert 18 <= run.num_tokens(ids[1]) <= 22
     assert_nothing_left(run)

@@ -124,7 +124,8 @@ def test_every_argument_reaches_the_body():
         ["p"], 4, 2, early_stop=False, selection=DualEndSelection(dual_end=DualEnd(num_longest=2)),
         pruning=Pruning(detection_length=5), sampling={"seed": 1}, return_text=True, return_logprobs=False,
         return_unselected=True, model="m", stream=True, stream_tokens=8, audit_ratio=0.1, audit_unit="group",
-        migration="auto", scale_down="auto", on_engine_failure="retry",
+        migration="auto", scale_down="auto", on_engine_failure="retry", reward="math",
+        until="variance", max_candidates=64,
     )  # fmt: skip
     request = RolloutRequest.model_validate(body)
     assert request.model_fields_set == RolloutRequest.model_fields.keys()

@@ -36,6 +36,10 @@ ROLLOUT = {
 }
 
 
+def length(text: str, data: dict) -> float:
+    return len(text) * data["times"]
+
+
 class Waiting:
     """The async LLM with the methods of the one that waits."""
 
@@ -43,6 +47,7 @@ class Waiting:
         self._loop = asyncio.new_event_loop()
         args = AsyncEngineArgs(model, **SETTINGS)
         self._llm = self._run(self._make(args))
+        self._llm.rollout_rewards = {"length": length}
 
     async def _make(self, args: AsyncEngineArgs) -> vllm_rollout.AsyncLLM:
         return vllm_rollout.AsyncLLM.from_engine_args(args)
@@ -74,7 +79,7 @@ class Waiting:
 
 def main(which: str, model: str) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so do children
-    llm: Any = vllm_rollout.LLM(model, **SETTINGS) if which == "llm" else Waiting(model)
+    llm: Any = vllm_rollout.LLM(model, rewards={"length": length}, **SETTINGS) if which == "llm" else Waiting(model)
     answer = llm.rollout(PROMPTS, **ROLLOUT)
     rewards = [(group.prompt_id, t.index, float(t.index % 2)) for group in answer.groups for t in group.trajectories]
     result: dict[str, Any] = {
@@ -84,6 +89,9 @@ def main(which: str, model: str) -> None:
         "report": llm.report().signals["confidence"].num_positive,
         "events": [event.type for event in llm.stream(PROMPTS[:2], 2, 1, stream_tokens=4, sampling={"max_tokens": 9})],
         "state": len(llm.state()),
+        "graded": llm.rollout(
+            [{"prompt": "one", "data": {"times": 2}}], 3, reward="length", sampling={"max_tokens": 9}, return_text=True
+        ).model_dump(mode="json"),
     }
     groups = SamplingParams(
         n=3, max_tokens=12, min_tokens=6, seed=1,

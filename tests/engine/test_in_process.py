@@ -50,6 +50,11 @@ def test_rewards_teach(result: dict[str, Any]) -> None:
     assert result["state"] > 0
 
 
+def test_a_function_of_the_trainers_grades(result: dict[str, Any]) -> None:
+    (group,) = result["graded"]["groups"]
+    assert [t["reward"] for t in group["trajectories"]] == [2 * len(t["text"]) for t in group["trajectories"]]
+
+
 def test_a_stream_is_an_iterator_of_events(result: dict[str, Any]) -> None:
     events = result["events"]
     assert events[-1] == "done"

@@ -164,6 +164,30 @@ def test_openai_endpoints_answer_with_exactly_n_choices(server: Server, endpoint
     assert server.counter("vllm_rollout:candidates_total") - before == 7
 
 
+@pytest.mark.versions
+def test_the_server_grades_what_it_generates(server: Server) -> None:
+    prompts = [{**prompt, "data": {"pattern": "e"}} for prompt in PROMPTS]
+    answer = rollout(server, prompts=prompts, reward="regex", **{"return": {"text": True}})
+    for group in answer["groups"]:
+        rewards = [float("e" in t["text"]) for t in group["trajectories"]]
+        assert [t["reward"] for t in group["trajectories"]] == rewards
+        assert group["rewards"]["mean"] == pytest.approx(sum(rewards) / len(rewards))
+
+
+@pytest.mark.parametrize("xargs", [{}, {"rollout_redundancy": 4}])
+@pytest.mark.versions
+def test_choices_of_openai_answers_are_graded(server: Server, xargs: dict[str, Any]) -> None:
+    fields = {"rollout_reward": "regex", "rollout_data": '{"pattern": "e"}', **xargs}
+    answer = completion(server, prompt="hello", n=3, vllm_xargs=fields).json()
+    grades = answer["kv_transfer_params"]["rollout_rewards"]
+    assert [grade["reward"] for grade in grades] == [float("e" in choice["text"]) for choice in answer["choices"]]
+    for bad, word in (({"rollout_reward": "none"}, "exact"), ({"rollout_reward": 3}, "name")):
+        response = completion(server, prompt="hello", vllm_xargs=bad)
+        assert response.status_code == 400
+        assert word in response.json()["error"]["message"]
+    assert completion(server, prompt="hello", stream=True, vllm_xargs=fields).status_code == 400
+
+
 def test_many_prompts_in_one_completion_request_stay_prompt_major(server: Server) -> None:
     answer = completion(
         server, prompt=["hello", "what is"], n=2, logprobs=1, vllm_xargs={"rollout_redundancy": 2}

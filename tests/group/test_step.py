@@ -84,6 +84,17 @@ def test_a_cancelled_group_defers_what_runs_and_keeps_what_has_finished():
     assert not run.steps.cancel("a")
 
 
+def test_candidates_that_nobody_needs_stop_as_surplus_and_their_siblings_go_on():
+    run = Run()
+    run.launch("a", [2, 9, 9, 3], GroupTerms(4, 4, early_stop=False))
+    run.step()
+    run.steps.give_up("unknown", [0])
+    run.steps.give_up("a", [0])
+    run.steps.give_up("a", [1, 7])
+    assert run.step().stop == {CandidateId("a", 1): "surplus"}
+    assert [run.groups["a"].state(index) for index in range(4)] == ["finished", "surplus", "running", "running"]
+
+
 @pytest.mark.parametrize(("length", "cancelled", "state"), [(9, True, "deferred"), (1, False, "surplus")])
 def test_a_sibling_that_comes_after_the_end_or_the_cancellation_is_stopped_by_the_next_step(length, cancelled, state):
     run, terms = Run(), GroupTerms(1, 3)
@@ -147,7 +158,11 @@ races = st.lists(
 
 @pytest.mark.thorough
 @settings(max_examples=200)
-@given(races, st.lists(st.tuples(st.integers(1, 12), st.integers(0, 4)), max_size=3), st.randoms(use_true_random=False))
+@given(
+    races,
+    st.lists(st.tuples(st.integers(1, 12), st.integers(0, 4), st.booleans()), max_size=3),
+    st.randoms(use_true_random=False),
+)
 def test_every_candidate_has_one_end_whatever_happens(groups, cancels, chance):
     run = Run(warm_judge())
     for number, (lengths, size, early_stop, pruned) in enumerate(groups):
@@ -157,9 +172,9 @@ def test_every_candidate_has_one_end_whatever_happens(groups, cancels, chance):
         run.launch(str(number), lengths, terms, plan and Scoring("r", str(number), number))
     over = []
     for step in range(1, 14):
-        for at, number in cancels:
+        for at, number, some in cancels:
             if at == step:
-                run.steps.cancel(str(number))
+                run.steps.give_up(str(number), [0, 2]) if some else run.steps.cancel(str(number))
         due = {id: seen(chance.uniform(0, 9)) for id, tokens in run.running.items() if tokens == 2}
         over += run.step(due).over
     assert set(run.ends) == set(run.lengths)

@@ -18,6 +18,7 @@ from fastapi import FastAPI, Response
 from prometheus_client import CollectorRegistry, generate_latest
 
 from vllm_rollout import RolloutClient
+from vllm_rollout.server.grading.service import Graders
 from vllm_rollout.server.metrics import Metrics
 from vllm_rollout.server.recorder import TraceRecorder
 from vllm_rollout.server.routes import router
@@ -48,12 +49,15 @@ def make_app(
     num_processes: int = 1,
     make_parallelism: Callable[[Metrics], Parallelism] | None = None,
     audit_ratio: float = 0.0,
+    graders: Graders | None = None,
 ) -> FastAPI:
     app = FastAPI()
     app.include_router(router)
     registry = CollectorRegistry()
     metrics = Metrics(registry)
-    app.state.rollout_service = RolloutService(engine, metrics, recorder=recorder, audit_ratio=audit_ratio)
+    app.state.rollout_service = RolloutService(
+        engine, metrics, recorder=recorder, audit_ratio=audit_ratio, graders=graders
+    )
     store = RunStore(database)
     parallelism = None if make_parallelism is None else make_parallelism(metrics)
     app.state.run_service = RunService(app.state.rollout_service, engine, store, metrics, num_processes, parallelism)

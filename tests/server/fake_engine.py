@@ -257,6 +257,12 @@ class FakeEngine:
             if group_id in self.groups:
                 self.groups[group_id].cancel(group_id)
 
+    async def give_up(self, candidates: Mapping[str, Sequence[int]]) -> None:
+        self.learning.check_alive()
+        for group_id, indices in candidates.items():
+            if group_id in self.groups:
+                self.groups[group_id].give_up(group_id, indices)
+
     async def cut_race(self, race_id: str) -> None:
         self.learning.check_alive()
         self.num_cuts += 1

@@ -227,9 +227,9 @@ def test_openapi_describes_rollouts():
     assert events["example"].startswith("event: ")
     item = events["itemSchema"]["properties"]
     assert item["event"]["enum"] == [
-        "trajectory", "candidate", "tokens", "group", "restarted", "ranks_free", "done", "error"
+        "trajectory", "reward", "candidate", "tokens", "group", "restarted", "ranks_free", "done", "error"
     ]  # fmt: skip
-    assert len(item["data"]["contentSchema"]["anyOf"]) == 8
+    assert len(item["data"]["contentSchema"]["anyOf"]) == 9
     assert "$ref" not in json.dumps(item)
     request = openapi["components"]["schemas"]["RolloutRequest"]
     assert len([RolloutRequest.model_validate(example) for example in request["examples"]]) == 3

@@ -22,6 +22,8 @@ TABLE = re.compile(r"(?<=<!-- table: )(\w+)( -->\n).*?(?=<!-- end -->)", re.DOTA
 FIRST = ("prompts", "group_size")
 MORE = {
     "redundancy": "#redundancy-auto",
+    "reward": "#reward-and-until",
+    "until": "until.md",
     "selection": "#selection-dual-end",
     "pruning": "#pruning",
     "audit_ratio": "#audit-groups",

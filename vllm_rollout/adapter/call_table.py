@@ -284,6 +284,8 @@ STEP_DRIFT: Operation[None, list[StepDrift]] = Operation("step_drift", None, lis
 # -- groups
 CANCEL_GROUPS: Operation[list[str], None] = Operation("cancel_groups", list[str], None)
 """Stop what runs of these groups as `deferred`, in the next step; unknown ones are passed over."""
+GIVE_UP: Operation[dict[str, list[int]], None] = Operation("give_up", dict[str, list[int]], None)
+"""Candidates, by group, that their API process needs no more: stop those that run as `surplus`, in the next step."""
 CUT_RACE: Operation[str, None] = Operation("cut_race", str, None)
 """Enough groups of this race are complete on all ranks: stop the others as `deferred`, in the next step."""
 WIDEN_RACE: Operation[WiderRace, None] = Operation("widen_race", WiderRace, None)

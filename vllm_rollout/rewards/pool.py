@@ -49,13 +49,15 @@ class GradingProcesses:
         self._in_use: set[GradingProcess] = set()
         self._ending: set[asyncio.Task[int]] = set()
         self._is_closed = False
+        self._home = tempfile.TemporaryDirectory(prefix="vllm-rollout-rewards-", ignore_cleanup_errors=True)
+        """Has the folder in which each works; goes with this process at the latest."""
 
     @asynccontextmanager
     async def one(self) -> AsyncIterator[GradingProcess]:
         """Raises: OSError when they are closed, or none can be started."""
         if self._is_closed:
             raise OSError("its grader has ended")
-        process = self._idle.pop() if self._idle else await GradingProcess.start(self._bounds)
+        process = self._idle.pop() if self._idle else await GradingProcess.start(self._bounds, self._home.name)
         self._in_use.add(process)
         try:
             yield process
@@ -74,6 +76,7 @@ class GradingProcesses:
         self._idle.clear()
         if self._ending:
             await asyncio.wait(self._ending, timeout=KILL_S)
+        self._home.cleanup()
 
     def _end(self, process: GradingProcess) -> None:
         process.kill()
@@ -95,9 +98,9 @@ class GradingProcess:
         self._writer: asyncio.StreamWriter
 
     @classmethod
-    async def start(cls, bounds: ProcessBounds) -> GradingProcess:
+    async def start(cls, bounds: ProcessBounds, home: str) -> GradingProcess:
         ours, theirs = socket.socketpair()
-        folder = Path(tempfile.mkdtemp(prefix="vllm-rollout-reward-"))
+        folder = Path(tempfile.mkdtemp(dir=home))
         module = ("-m", "vllm_rollout.rewards.process", str(theirs.fileno()), str(bounds.memory_bytes))
         try:
             with theirs:
@@ -107,7 +110,7 @@ class GradingProcess:
                     stdin=asyncio.subprocess.DEVNULL,
                     start_new_session=True,
                     cwd=folder,
-                    env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                    env={**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), *filter(None, sys.path)])},
                 )
             self = cls(process, folder, bounds)
             self._reader, self._writer = await asyncio.open_connection(sock=ours)

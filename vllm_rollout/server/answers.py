@@ -11,9 +11,11 @@ from pydantic import BaseModel
 
 from vllm_rollout.group.plans.fields import SelectionRule
 from vllm_rollout.group.ranks.planner import Reason
+from vllm_rollout.group.rewards.estimates import Estimator
 from vllm_rollout.group.rounds.round_progress import DeferReason
 from vllm_rollout.group.rounds.rounds import RoundKind
 from vllm_rollout.group.types import CandidateState, GroupStatus, Signal
+from vllm_rollout.rewards.values import RewardStatus
 
 
 class ConfidenceAnswer(BaseModel):
@@ -44,7 +46,20 @@ class EndedCandidate(BaseModel):
     """Shadow mode only: the survival probability that active mode would have given it."""
 
 
-class Trajectory(EndedCandidate):
+class RewardFields(BaseModel):
+    """What the server's grader says of a trajectory; all null where none was asked for, or as long as it is awaited."""
+
+    reward: float | None = None
+    """0 with a timeout; null with an error or void."""
+    reward_parts: dict[str, float] | None = None
+    reward_status: RewardStatus | None = None
+    reward_reason: str | None = None
+    """Why the status is not `ok`."""
+    reward_s: float | None = None
+    """How long grading took, in seconds, without what it waited for a core."""
+
+
+class Trajectory(EndedCandidate, RewardFields):
     token_ids: list[int]
     logprobs: list[float] | None = None
     text: str | None = None
@@ -122,6 +137,26 @@ class RedundancyBudget(BaseModel):
     """"default": half as many again as wanted, because the server has no profile or has not seen any lengths."""
 
 
+class GroupRewards(BaseModel):
+    """What the rewards of a group's trajectories say; those without one count for nothing."""
+
+    name: str
+    """Of the reward."""
+    num_rewards: int
+    mean: float | None
+    std: float | None
+    """Of the sample."""
+    teaches: bool
+    """They differ."""
+    estimator: Estimator
+    advantages: list[float | None]
+    """One per trajectory, in their order."""
+    num_graded: int | None = None
+    """With `until` "variance": rewards that the group's end rests on, also those of trajectories that are not here."""
+    success: float | None = None
+    """With it: mean of the first `group_size` rewards by index. That of the trajectories here is biased by the rule."""
+
+
 class GroupSummary(BaseModel):
     """What is said of a group that is over, beside its candidates."""
 
@@ -136,6 +171,8 @@ class GroupSummary(BaseModel):
     """One of its trajectories is."""
     audit: bool = False
     """Nobody was stopped: its rewards and lengths are a plain sample of the policy's."""
+    rewards: GroupRewards | None = None
+    """With `reward` only."""
 
 
 class GroupAnswer(GroupSummary):
@@ -159,6 +196,11 @@ class Usage(BaseModel):
     num_scored: int = 0
     num_restarted: int = 0
     """Groups that ran again after the engine lost them; what the lost ones generated is not counted."""
+    num_rewards: int = 0
+    """Trajectories that the server gave a reward; a timeout's is 0, and counts here too."""
+    num_reward_timeouts: int = 0
+    num_reward_errors: int = 0
+    num_voids: int = 0
 
 
 class Timing(BaseModel):
@@ -211,6 +253,15 @@ class TrajectoryEvent(BaseModel):
     prompt_id: str
     group_id: str
     trajectory: Trajectory
+
+
+class RewardEvent(RewardFields):
+    """A trajectory that was sent before has its reward."""
+
+    type: Literal["reward"] = "reward"
+    prompt_id: str
+    group_id: str
+    index: int
 
 
 class CandidateEvent(BaseModel):
@@ -348,7 +399,9 @@ class ErrorEvent(BaseModel):
     error: ErrorBody
 
 
-GroupsEvent = TrajectoryEvent | CandidateEvent | TokensEvent | GroupEvent | RestartedEvent | RanksFreeEvent
+GroupsEvent = (
+    TrajectoryEvent | RewardEvent | CandidateEvent | TokensEvent | GroupEvent | RestartedEvent | RanksFreeEvent
+)
 RolloutEvent = GroupsEvent | DoneEvent | ErrorEvent
 RoundStreamEvent = RoundEvent | GroupsEvent | DeferredEvent | FilteredEvent | RoundDoneEvent | ErrorEvent
 Event = RolloutEvent | RoundStreamEvent

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Mapping
 
 from vllm_rollout.group.racing.race import RacePlace
 from vllm_rollout.group.rounds.round_progress import DeferReason
@@ -38,6 +38,9 @@ class Course(ABC):
     async def group_over(self, position: int, result: GroupResult, *, lost: bool) -> DeferReason | None:
         """Why the group is deferred; None: it is returned. `lost`: it completed too late to count."""
         return None
+
+    async def graded(self, position: int, rewards: Mapping[int, float | None]) -> None:  # noqa: B027
+        """The server has graded what the group of this prompt returns. `rewards`: by index, None without one."""
 
 
 class AllPrompts(Course):

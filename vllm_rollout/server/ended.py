@@ -9,13 +9,20 @@ from vllm_rollout.group.plans.plan import GroupPlan
 from vllm_rollout.group.plans.pruning_plan import PruningPlan
 from vllm_rollout.group.plans.resumption import is_off_policy
 from vllm_rollout.group.types import Confidence
+from vllm_rollout.rewards.values import Grade
 from vllm_rollout.server.answers import Candidate, ConfidenceAnswer, TokensEvent, Trajectory, UnselectedCandidate
 from vllm_rollout.server.engine import CandidateEnd, CandidateTokens
 from vllm_rollout.server.protocol import Return
 
 
-def trajectory_of(end: CandidateEnd, wanted: Return, plan: GroupPlan, current_version: str | None = None) -> Trajectory:
-    """`current_version`: of the weights that its rollout began with."""
+def trajectory_of(
+    end: CandidateEnd,
+    wanted: Return,
+    plan: GroupPlan,
+    current_version: str | None = None,
+    grade: Grade | None = None,
+) -> Trajectory:
+    """`current_version`: of the weights that its rollout began with. `grade`: if it has come."""
     mean, std = end.confidence or (None, None)
     scoring = _scoring(end, plan.pruning)
     survival = scoring.get("survival_probability", 1.0)
@@ -35,6 +42,7 @@ def trajectory_of(end: CandidateEnd, wanted: Return, plan: GroupPlan, current_ve
         **_final(end),
         **_content(end, wanted),
         **scoring,
+        **({} if grade is None else reward_of(grade)),
     )
 
 
@@ -63,6 +71,16 @@ def _content(end: CandidateEnd, wanted: Return) -> dict[str, Any]:
         "token_ids": list(end.token_ids),
         "logprobs": list(end.logprobs) if wanted.logprobs and end.logprobs is not None else None,
         "text": end.text if wanted.text else None,
+    }
+
+
+def reward_of(grade: Grade) -> dict[str, Any]:
+    return {
+        "reward": grade.reward,
+        "reward_parts": grade.parts,
+        "reward_status": grade.status,
+        "reward_reason": grade.reason,
+        "reward_s": grade.seconds,
     }
 
 

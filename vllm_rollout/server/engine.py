@@ -412,6 +412,13 @@ class Engine(Protocol):
         """
         ...
 
+    async def give_up(self, candidates: Mapping[str, Sequence[int]]) -> None:
+        """Nobody needs these candidates, by group: those that run end as `surplus`.
+
+        One that the engine does not know is passed over. Raises: RequestError (503) for a dead engine.
+        """
+        ...
+
     async def cut_race(self, race_id: str) -> None:
         """Enough groups of that race are complete, of all ranks: the others end as `deferred`.
 

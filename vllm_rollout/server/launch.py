@@ -26,6 +26,11 @@ class Places:
     def release_all(self) -> None:
         self.release(self.num_held)
 
+    async def take_more(self, num_candidates: int) -> None:
+        """Wait until so many more may start."""
+        places = await self._launcher.take(num_candidates)
+        self.num_held, places.num_held = self.num_held + places.num_held, 0
+
     async def take_again(self, num_candidates: int) -> None:
         """Wait until the group may start once more."""
         self.release_all()

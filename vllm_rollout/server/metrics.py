@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, TypeVar, get_args
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
 from vllm_rollout.config import MAX_ADAPTERS
-from vllm_rollout.group.judging.ledger import Reward, RewardStatus
+from vllm_rollout.group.judging.ledger import Reward
+from vllm_rollout.group.judging.ledger import RewardStatus as PostedStatus
 from vllm_rollout.group.lengths.moments import LengthStatistics
 from vllm_rollout.group.plans.allocation import PromptAllocation
 from vllm_rollout.group.ranks.drift import StepDrift
@@ -30,12 +31,14 @@ from vllm_rollout.group.types import (
     HeldGroups,
     Signal,
 )
+from vllm_rollout.rewards.values import RewardStatus as GradeStatus
 
 if TYPE_CHECKING:
     from vllm_rollout.server.engine import LearningReport
 
 PREFIX = "vllm_rollout:"
 LATENCY_BUCKETS_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 2500)
+GRADING_BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60)
 MOVE_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 TAIL_BUCKETS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 SCORE_BUCKETS = (-8, -4, -2, -1, -0.5, 0, 0.5, 1, 2, 4, 8, 16, 32)
@@ -100,10 +103,16 @@ class Metrics:
             "Probability with which a scored candidate was kept, or in shadow mode would have been.",
             SURVIVAL_BUCKETS,
         )
-        self._rewards = counter("rewards", "Posted rewards, by status.", status=get_args(RewardStatus))
+        self._rewards = counter("rewards", "Posted rewards, by status.", status=get_args(PostedStatus))
         self._labels = counter(
             "labels", "Accepted rewards: above the threshold or not.", outcome=("positive", "negative")
         )
+        self._grades = counter("grades", "Trajectories that the server graded, by reward.", reward=(), status=())
+        self._grading_time = histogram(
+            "grading_seconds", "How long grading a trajectory took, by reward.", GRADING_BUCKETS_S, reward=()
+        )
+        self._limit = gauge("grading_limit_seconds", "The largest time limit that was learned from correct answers.")
+        self._to_grade = gauge("trajectories_to_grade", "Of rollouts on their way, by reward.", "reward")
         self._brier = learning_gauge("calibration_brier", "Mean squared error of the success probability.", "signal")
         self._auc = learning_gauge("auc", "Area under the ROC curve of scores against rewards.", "signal")
         self._within_group_auc = learning_gauge("within_group_auc", "AUC within prompts, their mean.", "signal")
@@ -249,12 +258,22 @@ class Metrics:
         self._score.labels(assessment.signal).observe(assessment.score)
         self._survival.observe(assessment.survival_probability)
 
-    def rewards_posted(self, statuses: Sequence[RewardStatus], rewards: Sequence[Reward]) -> None:
+    def rewards_posted(self, statuses: Sequence[PostedStatus], rewards: Sequence[Reward]) -> None:
         for status, num_rewards in Counts(statuses).items():
             self._rewards.labels(status).inc(num_rewards)
         accepted = [r.positive for r, status in zip(rewards, statuses, strict=True) if status == "accepted"]
         self._labels.labels("positive").inc(sum(accepted))
         self._labels.labels("negative").inc(len(accepted) - sum(accepted))
+
+    def graded(self, reward: str, status: GradeStatus, seconds: float) -> None:
+        self._grades.labels(reward, status).inc()
+        self._grading_time.labels(reward).observe(seconds)
+
+    def limits_learned(self, longest_s: float) -> None:
+        self._limit.set(longest_s)
+
+    def rewards_promised(self, reward: str, num_trajectories: int) -> None:
+        self._to_grade.labels(reward).set(num_trajectories)
 
     def learning_reported(self, report: LearningReport) -> None:
         """Set the gauges; a value that is not known yet leaves its gauge alone."""

@@ -19,9 +19,12 @@ from vllm_rollout.group.plans.fields import PLAN_FIELDS
 from vllm_rollout.group.plans.plan import GroupPlan, make_plan
 from vllm_rollout.group.plans.prompt_key import digest_of
 from vllm_rollout.group.plans.rows import PlanError
+from vllm_rollout.group.rewards.until import UntilTerms
 from vllm_rollout.server.course import AllPrompts
 from vllm_rollout.server.engine import Engine, PreparedPrompt, PromptInput, RequestError
 from vllm_rollout.server.engines.scaling import ScaleDownWatch
+from vllm_rollout.server.grading.body import options_of
+from vllm_rollout.server.grading.service import Grading, GradingService, Question
 from vllm_rollout.server.learning.service import LearningService
 from vllm_rollout.server.protocol import Auto, DualEnd, DualEndSelection, RolloutRequest
 from vllm_rollout.server.rollout import Rollout
@@ -43,12 +46,14 @@ class Preparation:
         engine: Engine,
         learning: LearningService,
         shaping: ShapingService,
+        grading: GradingService,
         clock: Callable[[], float],
         audit_ratio: float,
     ) -> None:
         self._engine = engine
         self._learning = learning
         self._shaping = shaping
+        self._grading = grading
         self._clock = clock
         self._audit_ratio = audit_ratio
         """The ratio for requests that learn and name none."""
@@ -57,10 +62,16 @@ class Preparation:
     async def rollout(self, request: RolloutRequest) -> Rollout:
         """Raises: RequestError that names the field."""
         plan, warnings = await self._chosen(self._plan(request), request.model)
+        if request.until == "variance":
+            plan = _until_it_teaches(request, plan)
         if plan.pruning is not None and (refusal := self._engine.learning.pruning_refusal) is not None:
             raise RequestError(f"pruning: {refusal}", param="pruning")
         self._check_moves(request)
         _check_num_candidates(len(request.prompts), plan.num_candidates)
+        reward = None if request.reward is None else options_of(request.reward)
+        if reward is not None:
+            num_graded = len(request.prompts) * request.group_size
+            self._grading.check(reward, num_graded)
         inputs = [
             PromptInput(
                 prompt.id if prompt.id is not None else str(position),
@@ -76,7 +87,7 @@ class Preparation:
             request.model,
             request.sampling,
             want_logprobs=request.return_.logprobs,
-            want_text=request.return_.text,
+            want_text=request.return_.text or request.reward is not None,
         )
         adapter = self._engine.adapter_name(request.model)
         pairs = zip(request.prompts, prompts, strict=True)
@@ -110,10 +121,28 @@ class Preparation:
             budget=budget,
             warnings=warnings,
         )
+        if reward is not None:
+            rollout.grading = Grading(
+                reward,
+                self._questions(request, prompts),
+                num_graded,
+                self._grading,
+                request.until,
+                request.max_candidates,
+            )
         if request.scale_down == "auto":
             rollout.watch = ScaleDownWatch(self._engine.moves, rollout.id, rollout.num_responses, self._clock)
         rollout.outcome.usage.prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         return rollout
+
+    def _questions(self, request: RolloutRequest, prompts: Sequence[PreparedPrompt]) -> list[Question]:
+        return [
+            Question(
+                prompt.messages or prompt.prompt or self._engine.text_of(prepared, prepared.token_ids, stopped=False),
+                prompt.data,
+            )
+            for prompt, prepared in zip(request.prompts, prompts, strict=True)
+        ]
 
     def _check_moves(self, request: RolloutRequest) -> None:
         for field, wanted, priced in (
@@ -189,6 +218,25 @@ def _check_num_candidates(num_prompts: int, num_candidates: int) -> None:
             f"candidates, at most {MAX_CANDIDATES} are allowed in a request. Send fewer prompts per request.",
             param="prompts",
         )
+
+
+def _until_it_teaches(request: RolloutRequest, plan: GroupPlan) -> GroupPlan:
+    """The same plan for a group that its rewards end. Raises: RequestError."""
+    for field, allowed, got in (
+        ("reward", "named", request.reward is not None),
+        ("selection", '"first"', plan.selection == "first"),
+        ("redundancy", "a number", isinstance(request.redundancy, int)),
+    ):
+        if not got:
+            raise RequestError(
+                f'until: "variance" needs {field} to be {allowed}. Say so, or leave until out.', param="until"
+            )
+    most = 4 * plan.group_size if request.max_candidates is None else request.max_candidates
+    try:
+        UntilTerms(plan.group_size, max(most, plan.group_size)).checked()
+    except ValueError as error:
+        raise RequestError(f"until: {error}", param="until") from error
+    return replace(plan, early_stop=False)
 
 
 def _tradeoff(request: RolloutRequest) -> float | None:

@@ -13,6 +13,7 @@ from vllm_rollout.config import MAX_PROMPTS
 from vllm_rollout.group.plans import fields
 from vllm_rollout.group.plans.pruning_plan import PruningPlan, make_pruning_plan
 from vllm_rollout.server.body import MAX_INT, Body, check_json, of_table
+from vllm_rollout.server.grading.body import RewardField
 
 MAX_STREAM_TOKENS = 1_000_000
 
@@ -32,6 +33,10 @@ class Prompt(Body):
     prompt_token_ids: (
         Annotated[list[Annotated[StrictInt, Field(ge=0, le=MAX_INT)]], Field(min_length=1, fail_fast=True)] | None
     ) = Field(default=None, description="At least one token id of the model's vocabulary, used as they are.")
+    data: Any = Field(
+        default=None,
+        description="Any JSON, handed to the reward with each trajectory: the right answer, tests, columns.",
+    )
 
     @model_validator(mode="after")
     def _one_form(self) -> Prompt:
@@ -40,6 +45,7 @@ class Prompt(Body):
             got = " and ".join(forms) or "none of them"
             raise ValueError(f"give exactly one of messages, prompt, prompt_token_ids, got {got}")
         check_json(self.messages, "messages")
+        check_json(self.data, "data")
         return self
 
 
@@ -89,6 +95,11 @@ class RolloutFields(Body, fields.RaceFields):
     sampling: dict[str, Any] = Field(
         default_factory=dict,
         description="Any field of vLLM's SamplingParams except n: temperature, max_tokens, seed, …",
+    )
+    reward: RewardField | None = Field(
+        default=None,
+        description="The reward by which the server grades trajectories as they end: its name, or an object such as "
+        '{"name": "math", "timeout_s": 10, "estimator": "rloo"}. Default: the server grades nothing.',
     )
     return_: Return = Field(default_factory=Return, alias="return", description="What to send back.")
 

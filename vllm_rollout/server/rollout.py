@@ -6,16 +6,18 @@ Invariant: generated + resumed = returned + wasted tokens.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_rollout.group.plans.fields import Migration, OnEngineFailure
 from vllm_rollout.group.types import Ending, GroupResult
+from vllm_rollout.rewards.values import Grade
 from vllm_rollout.server.answers import RanksFreeEvent, RedundancyBudget, Timing, Usage
 from vllm_rollout.server.course import Course
 from vllm_rollout.server.engine import CandidateEnd, PreparedPrompt
 from vllm_rollout.server.engines.scaling import ScaleDownWatch
+from vllm_rollout.server.grading.service import Grading
 from vllm_rollout.server.protocol import Return
 from vllm_rollout.server.resumed import Resumption
 from vllm_rollout.server.scoring_log import ScoringLog
@@ -34,6 +36,8 @@ class RolloutOutcome:
     timing: Timing = field(default_factory=Timing)
     versions: set[str] = field(default_factory=set)
     """The versions of the weights that sampled a token."""
+    reward_error: str | None = None
+    """Why the first trajectory that has no reward has none."""
     off_policy: bool = False
     """Whether any trajectory is."""
     tellings: list[asyncio.Task[None]] = field(default_factory=list)
@@ -46,7 +50,9 @@ class RolloutOutcome:
         """The version every token was sampled with; None when there is none or more than one."""
         return next(iter(self.versions)) if len(self.versions) == 1 else None
 
-    def group_over(self, result: GroupResult, ends: Collection[CandidateEnd], latency_s: float) -> None:
+    def group_over(
+        self, result: GroupResult, ends: Collection[CandidateEnd], grades: Iterable[Grade], latency_s: float
+    ) -> None:
         usage = self.usage
         usage.generated_tokens += result.generated_tokens
         usage.returned_tokens += result.returned_tokens
@@ -59,6 +65,13 @@ class RolloutOutcome:
             setattr(usage, counter, getattr(usage, counter) + 1)
         if self.timing.time_to_first_group_s is None:
             self.timing.time_to_first_group_s = latency_s
+        for grade in grades:
+            usage.num_rewards += grade.reward is not None
+            usage.num_reward_timeouts += grade.status == "timeout"
+            if grade.status == "error":
+                usage.num_reward_errors += 1
+                self.reward_error = self.reward_error or grade.reason
+            usage.num_voids += grade.status == "void"
         self.versions.update(span["version"] for end in ends for span in end.weight_versions)
 
 
@@ -92,6 +105,8 @@ class Rollout:
     budget: RedundancyBudget | None = None
     """With redundancy "auto" only."""
     warnings: list[str] = field(default_factory=list)
+    grading: Grading | None = None
+    """None: no reward was asked for."""
     resumption: Resumption | None = None
     """None: neither does anything go on here, nor will it later."""
     outcome: RolloutOutcome = field(default_factory=RolloutOutcome)

@@ -30,6 +30,8 @@ from vllm_rollout.server.answers import (
     GroupEvent,
     GroupSummary,
     RestartedEvent,
+    RewardEvent,
+    RewardFields,
     RolloutAnswer,
     TokensEvent,
     TrajectoryEvent,
@@ -78,6 +80,10 @@ def num_tokens_in(event: BaseModel) -> int:
     return 0
 
 
+_NO_REWARD = to_json(RewardFields())[:-1]
+"""How the JSON of a trajectory without a reward begins."""
+
+
 class GroupsInJson:
     """The groups of an answer, put together from events as they come."""
 
@@ -94,8 +100,12 @@ class GroupsInJson:
                 part = ended.index, await encode(ended, num_tokens)
                 self._trajectories.setdefault(event.prompt_id, []).append(part)
             case CandidateEvent(candidate=ended):
+                told = self._trajectories.get(event.prompt_id, [])
+                told[:] = [trajectory for trajectory in told if trajectory[0] != ended.index]  # its reward is void
                 part = ended.index, await encode(ended, num_tokens)
                 self._candidates.setdefault(event.prompt_id, []).append(part)
+            case RewardEvent():
+                self._reward(event)
             case GroupEvent():
                 self._groups[event.prompt_id] = self._group(event)
             case DeferredEvent() | RestartedEvent():
@@ -105,6 +115,15 @@ class GroupsInJson:
     def answer(self, envelope: RolloutAnswer, prompt_ids: Iterable[str]) -> list[bytes]:
         """The body, in parts; `envelope` is the answer without its groups."""
         return filled(envelope, "groups", [self._groups.pop(prompt_id) for prompt_id in prompt_ids])
+
+    def _reward(self, event: RewardEvent) -> None:
+        """A trajectory has its reward after it was encoded: the fields stand first in its JSON."""
+        parts = self._trajectories[event.prompt_id]
+        position = next(i for i, (index, _) in enumerate(parts) if index == event.index)
+        json = parts[position][1]
+        assert json.startswith(_NO_REWARD)
+        fields = to_json(RewardFields(**{name: getattr(event, name) for name in RewardFields.model_fields}))
+        parts[position] = event.index, fields[:-1] + json[len(_NO_REWARD) :]
 
     def _group(self, event: GroupEvent) -> bytes:
         fields = vars(event)

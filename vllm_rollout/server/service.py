@@ -6,19 +6,26 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from contextlib import aclosing, suppress
 from functools import partial
+from typing import Any
 
 from vllm_rollout.group.plans.prompt_key import digest_of, seed_for
 from vllm_rollout.group.ranks.scaling import Progress
 from vllm_rollout.group.rounds.round_progress import DeferReason
 from vllm_rollout.group.types import Ending, GroupResult, HeadKey
+from vllm_rollout.rewards.kept_limits import KeptLimits
 from vllm_rollout.server.admin import AdminKey
 from vllm_rollout.server.answers import DoneEvent, Event, RanksFreeEvent, RolloutAnswer
+from vllm_rollout.server.attempts import Attempt, attempts
 from vllm_rollout.server.engine import Engine, GroupOrder, MovesPart, Outlook, RequestError
 from vllm_rollout.server.fan_in import FanIn
+from vllm_rollout.server.grading.candidates import LaunchedCandidates
+from vllm_rollout.server.grading.group import GradedGroup, TeachingGroup, WholeGroup
+from vllm_rollout.server.grading.service import Graders, GradingService
 from vllm_rollout.server.launch import Launcher, Places
+from vllm_rollout.server.learning.body import RewardEntry, RewardsRequest
 from vllm_rollout.server.learning.service import LearningService
 from vllm_rollout.server.metrics import Metrics
 from vllm_rollout.server.preparation import Preparation
@@ -28,7 +35,7 @@ from vllm_rollout.server.resumed import ResumedGroup
 from vllm_rollout.server.rollout import Rollout
 from vllm_rollout.server.serialised import GroupsInJson
 from vllm_rollout.server.shaping import ShapingService
-from vllm_rollout.server.started_group import Attempt, StartedGroup, attempts
+from vllm_rollout.server.started_group import StartedGroup
 
 EVENT_BUFFER = 256
 """Events of a rollout that wait for a slow reader. Beyond them each group waits with one event, and the engine goes on:
@@ -53,6 +60,8 @@ class RolloutService:
         recorder: TraceRecorder | None = None,
         admin_key: AdminKey | None = None,
         audit_ratio: float = 0.0,
+        graders: Graders | None = None,
+        kept_limits: KeptLimits | None = None,
     ) -> None:
         self.admin_key = admin_key
         """None: whoever may call the server may put heads and states."""
@@ -62,7 +71,8 @@ class RolloutService:
         self._recorder = recorder
         self.learning = LearningService(engine.learning, engine.adapter_name, metrics, clock, recorder)
         self._shaping = ShapingService(engine, metrics, clock)
-        self._preparation = Preparation(engine, self.learning, self._shaping, clock, audit_ratio)
+        self.grading = GradingService(graders, metrics, kept_limits)
+        self._preparation = Preparation(engine, self.learning, self._shaping, self.grading, clock, audit_ratio)
         self._launcher = Launcher(engine.num_launch_places)
         self._endings: set[asyncio.Task[None]] = set()
         """What is still done for rollouts that are over, or whose clients have left."""
@@ -103,6 +113,8 @@ class RolloutService:
         """
         started = self._clock()
         events: FanIn[Event | None] = FanIn(EVENT_BUFFER)
+        if rollout.grading is not None:
+            rollout.grading.promise()
         groups: dict[str, asyncio.Task[None]] = {}
         """Those that were launched."""
 
@@ -144,7 +156,11 @@ class RolloutService:
     ) -> None:
         """Nothing of it runs any more, and it is recorded."""
         await asyncio.gather(launching, return_exceptions=True)
-        await self._see_out({id: task for id, task in groups.items() if not task.done()}, events)
+        waves: Collection[str] = ()
+        if rollout.grading is not None:
+            rollout.grading.leave()
+            waves = rollout.grading.waves
+        await self._see_out({id: task for id, task in groups.items() if not task.done()}, waves, events)
         del self._active[rollout.id]
         if rollout.watch is not None:
             await rollout.watch.end()
@@ -153,10 +169,14 @@ class RolloutService:
 
     async def refresh_gauges(self) -> None:
         """Those that are read from the engine, if that was a while ago."""
+        self.grading.refresh_gauges()
         await self._shaping.refresh()
 
-    async def _see_out(self, groups: Mapping[str, asyncio.Task[None]], events: FanIn[Event | None]) -> None:
-        """Nobody reads any more: stop these groups, and let each of them come to its end."""
+    async def _see_out(
+        self, groups: Mapping[str, asyncio.Task[None]], waves: Collection[str], events: FanIn[Event | None]
+    ) -> None:
+        """Nobody reads any more: stop these groups, and let each of them come to its end. `waves`: what else the engine
+        runs for them."""
         if not groups:
             return
         dropping = asyncio.create_task(events.drop())
@@ -165,7 +185,7 @@ class RolloutService:
         try:
             while running and self._clock() < deadline_s:
                 # Again and again: a candidate that was on its way may have made its group only now.
-                await self._engine.cancel_groups(list(running))
+                await self._engine.cancel_groups([*running, *waves])
                 await asyncio.wait(running.values(), timeout=SEE_OUT_INTERVAL_S)
                 running = {id: task for id, task in running.items() if not task.done()}
         except RequestError:  # the engine is dead, and says so elsewhere
@@ -186,6 +206,12 @@ class RolloutService:
         return None
 
     async def _warn(self, rollout: Rollout) -> None:
+        usage = rollout.outcome.usage
+        if usage.num_reward_errors:
+            rollout.warnings.append(
+                f"{usage.num_reward_errors} of {usage.num_reward_errors + usage.num_rewards + usage.num_voids} "
+                f"trajectories have no reward; of the first one: {rollout.outcome.reward_error}"
+            )
         if rollout.scoring is None:
             return
         report = None
@@ -212,21 +238,55 @@ class RolloutService:
     ) -> AsyncGenerator[Event, None]:
         """One group: its race, then what has become of it."""
         group = StartedGroup(rollout, position, places, self._metrics)
-        run = self._attempt(rollout, position)
-        async with aclosing(attempts(run, rollout.on_engine_failure, group.take_places_again)) as happenings:
+        race = attempts(self._attempt(rollout, position), rollout.on_engine_failure, group.take_places_again)
+        graded = self._graded_group(rollout, group, places)
+        async with aclosing(_taken(race, group) if graded is None else graded.happenings(race)) as happenings:
             async for happening in happenings:
-                if (event := group.event_of(happening)) is not None:
+                for event in group.events_of(happening):
                     yield event
-        result, reason = await group.conclude()
+        result, reason = await group.over(group.concluded() if graded is None else graded.result())
         for event in group.events_of_the_rest(result):
             yield event
         await self._account(rollout, group, result, reason, self._clock() - started)
-        yield group.last_event(result, reason)
+        yield group.last_event(result, reason, None if graded is None else graded.decision)
+        if graded is not None and reason is None:
+            await rollout.course.graded(position, {index: group.grades[index].reward for index in result.selected})
+
+    async def _learn(self, rollout: Rollout, group: StartedGroup) -> None:
+        """From the rewards that came while the group was on its way."""
+        assert rollout.grading is not None
+        threshold = rollout.grading.options.threshold
+        rewards = [
+            RewardEntry(prompt_id=group.prompt.id, index=index, reward=grade.reward)
+            for index, grade in group.grades.items()
+            if grade.reward is not None
+        ]
+        if not rewards:
+            return
+        with suppress(RequestError):  # the engine is dead, and says so elsewhere
+            await self.learning.post_rewards(rollout.id, RewardsRequest(rewards=rewards, threshold=threshold))
+
+    def _graded_group(self, rollout: Rollout, group: StartedGroup, places: Places) -> GradedGroup | None:
+        if (grading := rollout.grading) is None:
+            return None
+        order = self._order(rollout, group.position)
+        candidates = LaunchedCandidates(self._engine, order, places, grading.waves)
+        # An audit group is a plain sample of the policy's.
+        teaches = grading.until == "variance" and not group.plan.group.audit
+        return (TeachingGroup if teaches else WholeGroup)(grading, group, candidates)
 
     def _attempt(self, rollout: Rollout, position: int) -> Attempt:
         """What launches the group of this prompt, each time that it is called."""
+        order = self._order(rollout, position)
+        kept = None if rollout.resumption is None else rollout.resumption.before.get(position)
+        if kept is None:
+            return partial(self._engine.run_group, order)
+        want_text = rollout.wanted.text or rollout.grading is not None
+        return ResumedGroup(kept, self._engine, order, want_text=want_text).events
+
+    def _order(self, rollout: Rollout, position: int) -> GroupOrder:
         prompt, plan = rollout.prompts[position], rollout.plans[position]
-        order = GroupOrder(
+        return GroupOrder(
             group_id=rollout.group_id(position),
             rollout_id=rollout.id,
             plan=plan.group,
@@ -238,10 +298,6 @@ class RolloutService:
             place=rollout.course.place(position),
             outlook=self._outlook(rollout, position),
         )
-        kept = None if rollout.resumption is None else rollout.resumption.before.get(position)
-        if kept is None:
-            return partial(self._engine.run_group, order)
-        return ResumedGroup(kept, self._engine, order, want_text=rollout.wanted.text).events
 
     def _outlook(self, rollout: Rollout, position: int) -> Outlook | None:
         if self._engine.moves.num_ranks == 1:
@@ -257,7 +313,9 @@ class RolloutService:
         endings: Sequence[Ending] = result.endings
         if rollout.scoring is not None:
             rollout.scoring.group_over(group.prompt, ends)
-        rollout.outcome.group_over(result, ends, latency_s)
+        rollout.outcome.group_over(result, ends, group.grades.values(), latency_s)
+        if rollout.scoring is not None and rollout.grading is not None:
+            await self._learn(rollout, group)
         self._metrics.group_over(result, latency_s, audit=plan.group.audit)
         if reason is not None and rollout.resumption is not None and rollout.resumption.keeps:
             endings, warning = await rollout.resumption.keep(group.position, group.prompt, plan.group, ends)
@@ -267,3 +325,11 @@ class RolloutService:
             rollout.outcome.tellings.append(telling)
         if self._recorder is not None:
             rollout.outcome.records[group.position] = recorded(group.prompt, plan.key, ends)
+
+
+async def _taken(race: AsyncGenerator[Any, None], group: StartedGroup) -> AsyncGenerator[Any, None]:
+    """What happens to a group that nobody grades, kept by it before it is told."""
+    async with aclosing(race) as happenings:
+        async for happening in happenings:
+            group.take(happening)
+            yield happening

@@ -1,74 +1,35 @@
 """One group of a rollout on its way: what the engine says of its candidates -> what the client is told.
 
-Invariants: at most one attempt to run it counts, and whatever was said of an earlier one is void; of the one that
-counts, each candidate is told once.
+Invariant: of the attempt that counts, each candidate is told once, and each grade once.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from contextlib import aclosing
-from dataclasses import dataclass
+from collections.abc import Iterator
 
-from vllm_rollout.group.plans.fields import OnEngineFailure
 from vllm_rollout.group.racing.selection import conclude, deferred, lengths_of
+from vllm_rollout.group.rewards.estimates import advantages, summarize
+from vllm_rollout.group.rewards.until import Decision
 from vllm_rollout.group.rounds.round_progress import DeferReason
-from vllm_rollout.group.types import GroupResult
+from vllm_rollout.group.types import Ending, GroupResult
+from vllm_rollout.rewards.values import Grade
 from vllm_rollout.server.answers import (
     CandidateEvent,
     DeferredEvent,
     Event,
     GroupEvent,
     GroupLengths,
+    GroupRewards,
     RestartedEvent,
+    RewardEvent,
     TrajectoryEvent,
 )
-from vllm_rollout.server.ended import candidate_of, tokens_of, trajectory_of
-from vllm_rollout.server.engine import CandidateEnd, CandidateTokens, GroupLost, Happening
+from vllm_rollout.server.attempts import Graded, Lost, Restarted
+from vllm_rollout.server.ended import candidate_of, reward_of, tokens_of, trajectory_of
+from vllm_rollout.server.engine import CandidateEnd, CandidateTokens, Happening
 from vllm_rollout.server.launch import Places
 from vllm_rollout.server.metrics import Metrics
 from vllm_rollout.server.rollout import Rollout
-
-Attempt = Callable[[], AsyncGenerator[Happening, None]]
-"""Starts a group, and yields what happens to it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Restarted:
-    """The group runs again: what happened before is void."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """The group stays lost; nothing more comes."""
-
-    reason: str
-
-
-async def attempts(
-    run: Attempt,
-    on_engine_failure: OnEngineFailure,
-    before_retry: Callable[[], Awaitable[None]],
-) -> AsyncGenerator[Happening | Restarted | Lost, None]:
-    """What happens to a group that `run` starts. There are fewer retries than ranks, since each takes the death of one.
-
-    `before_retry` waits until it may run again. Raises what `run` raises when the whole engine is dead.
-    """
-    while True:
-        try:
-            async with aclosing(run()) as happenings:
-                async for happening in happenings:
-                    yield happening
-            return
-        except GroupLost as lost:
-            reason = str(lost)
-        if on_engine_failure == "fail":
-            yield Lost(reason)
-            return
-        yield Restarted(reason)
-        await before_retry()
 
 
 class StartedGroup:
@@ -80,6 +41,8 @@ class StartedGroup:
         self.plan = rollout.plans[position]
         self.ends: dict[int, CandidateEnd] = {}
         """By index."""
+        self.grades: dict[int, Grade] = {}
+        """By index: those that have come."""
         self._rollout = rollout
         self._places = places
         self._metrics = metrics
@@ -92,25 +55,64 @@ class StartedGroup:
     async def take_places_again(self) -> None:
         await self._places.take_again(self.plan.group.num_candidates)
 
-    def event_of(self, happening: Happening | Restarted | Lost) -> Event | None:
-        """What the client is told of it now; None: nothing yet."""
-        if isinstance(happening, CandidateTokens):
-            return tokens_of(self.prompt.id, happening, self._rollout.wanted)
-        if isinstance(happening, Lost):
-            self._lost_why = happening.reason
-            return None
-        if isinstance(happening, Restarted):
-            return self._restarted(happening.reason)
-        self._ended(happening)
-        # With early stop the engine counts exactly group_size winners: each of them is sure at its end.
-        if self.plan.group.early_stop and happening.ending.valid:
-            return self._trajectory(happening)
-        # What has not finished nothing can select any more: a reader may drop it now.
-        return None if happening.ending.state == "finished" else self._dropped(happening)
+    def take(self, happening: Happening | Restarted | Lost | Graded) -> bool:
+        """Keep what it says, before it is told; whether it is of the attempt that counts."""
+        match happening:
+            case Restarted():
+                self._rollout.restarted(self.position, len(self.ends))
+                for known in (self.ends, self.grades, self._told, self._off_policy):
+                    known.clear()
+            case Lost():
+                self._lost_why = happening.reason
+            case Graded(end, grade):
+                if self.ends.get(end.ending.index) is not end:
+                    return False
+                self.grades[end.ending.index] = grade
+            case CandidateEnd():
+                self._take_end(happening)
+        return True
 
-    async def conclude(self) -> tuple[GroupResult, DeferReason | None]:
+    def events_of(self, happening: Happening | Restarted | Lost | Graded) -> Iterator[Event]:
+        """What the client is told of it now."""
+        if isinstance(happening, CandidateTokens):
+            yield tokens_of(self.prompt.id, happening, self._rollout.wanted)
+        elif isinstance(happening, Restarted):
+            yield RestartedEvent(**self._names, reason=happening.reason)
+        elif isinstance(happening, Graded):
+            yield from self._graded(happening)
+        elif isinstance(happening, CandidateEnd):
+            yield from self._ended(happening)
+
+    def _ended(self, end: CandidateEnd) -> Iterator[Event]:
+        # With early stop the engine counts exactly group_size winners: each of them is sure at its end.
+        if self.plan.group.early_stop and end.ending.valid:
+            yield self._trajectory(end)
+        elif end.ending.state != "finished":  # nothing can select it any more: a reader may drop it now
+            yield self._dropped(end)
+
+    def _graded(self, graded: Graded) -> Iterator[Event]:
+        """Nothing where its trajectory comes later, with its grade, or never."""
+        index = graded.end.ending.index
+        if index in self._told:
+            yield RewardEvent(**self._names, index=index, **reward_of(graded.grade))
+            if graded.grade.status == "void":
+                yield self._dropped(graded.end)
+
+    @property
+    def finished(self) -> list[Ending]:
+        return [end.ending for end in self.ends.values() if end.ending.state == "finished"]
+
+    @property
+    def void(self) -> set[int]:
+        """Indices of candidates that must not count."""
+        return {index for index, grade in self.grades.items() if grade.status == "void"}
+
+    def concluded(self) -> GroupResult:
+        """What it returns as its plan says."""
+        return conclude(self.plan.group, (end.ending for end in self.ends.values()), self._lost_why, self.void)
+
+    async def over(self, result: GroupResult) -> tuple[GroupResult, DeferReason | None]:
         """What has become of it, and why it is deferred if it is."""
-        result = conclude(self.plan.group, (end.ending for end in self.ends.values()), self._lost_why)
         lost = any(end.group_lost for end in self.ends.values())
         reason = await self._rollout.course.group_over(self.position, result, lost=lost)
         return (result if reason is None else deferred(result, reason)), reason
@@ -122,7 +124,7 @@ class StartedGroup:
             if ending.index not in self._told:
                 yield self._dropped(self.ends[ending.index])
 
-    def last_event(self, result: GroupResult, reason: DeferReason | None) -> Event:
+    def last_event(self, result: GroupResult, reason: DeferReason | None, decision: Decision | None = None) -> Event:
         if reason is not None:
             return DeferredEvent(**self._names, reason=reason)
         off_policy = not self._off_policy.isdisjoint(result.selected)
@@ -137,9 +139,24 @@ class StartedGroup:
             allocation=self.plan.answer(),
             off_policy=off_policy,
             audit=self.plan.group.audit,
+            rewards=self._rewards(result, decision),
         )
 
-    def _ended(self, end: CandidateEnd) -> None:
+    def _rewards(self, result: GroupResult, decision: Decision | None) -> GroupRewards | None:
+        grading = self._rollout.grading
+        if grading is None:
+            return None
+        rewards = [self.grades[index].reward for index in result.selected]
+        return GroupRewards(
+            name=grading.options.name,
+            **summarize(rewards)._asdict(),
+            estimator=grading.options.estimator,
+            advantages=advantages(rewards, grading.options.estimator),
+            num_graded=None if decision is None else decision.num_graded,
+            success=None if decision is None else decision.success,
+        )
+
+    def _take_end(self, end: CandidateEnd) -> None:
         if not end.is_replaced:  # by one that takes its place
             self._places.release(1)
         self.ends[end.ending.index] = end
@@ -147,17 +164,12 @@ class StartedGroup:
         if end.assessment is not None:
             self._metrics.candidate_scored(end.assessment)
 
-    def _restarted(self, reason: str) -> RestartedEvent:
-        self._rollout.restarted(self.position, len(self.ends))
-        for known in (self.ends, self._told, self._off_policy):
-            known.clear()
-        return RestartedEvent(**self._names, reason=reason)
-
     def _trajectory(self, end: CandidateEnd) -> TrajectoryEvent:
         rollout = self._rollout
         self._told.add(end.ending.index)
         began_with = None if rollout.resumption is None else rollout.resumption.weight_version
-        trajectory = trajectory_of(end, rollout.wanted, self.plan.group, began_with)
+        grade = self.grades.get(end.ending.index)
+        trajectory = trajectory_of(end, rollout.wanted, self.plan.group, began_with, grade)
         if trajectory.off_policy:
             self._off_policy.add(trajectory.index)
         return TrajectoryEvent(**self._names, trajectory=trajectory)

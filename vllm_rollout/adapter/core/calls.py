@@ -90,6 +90,7 @@ ANSWERS: Mapping[str, Callable[[EngineCore, Any], Any]] = {
     "read": lambda core, reader: core.scheduler.readings.read(reader),
     "put_state": lambda core, put: _learning(core).put_state(put),
     "cancel_groups": lambda core, group_ids: core.scheduler.cancel_groups(group_ids),
+    "give_up": lambda core, candidates: core.scheduler.give_up(candidates),
     "cut_race": lambda core, race_id: core.scheduler.group_steps.cut(race_id),
     "widen_race": lambda core, race: core.scheduler.group_steps.races.widen(race.race_id, race.num_wanted),
     "forget_race": lambda core, race_id: core.scheduler.group_steps.races.forget(race_id),

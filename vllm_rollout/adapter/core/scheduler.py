@@ -111,6 +111,11 @@ class GroupSchedulerMixin:
         for group_id in group_ids:
             self.group_steps.cancel(group_id)
 
+    def give_up(self, candidates: Mapping[str, Iterable[int]]) -> None:
+        """Nobody needs these, by group: who runs is surplus in the next step. Unknown ones are passed over."""
+        for group_id, indices in candidates.items():
+            self.group_steps.give_up(group_id, indices)
+
     def forget_waiting(self) -> None:
         """Groups that have waited too long for siblings."""
         for group_id in self.group_steps.forget_waiting(self.clock()):

@@ -12,7 +12,7 @@ from vllm_rollout.adapter.api.calls.rank_client import RankClient
 from vllm_rollout.adapter.api.client.client import RolloutAsyncLLM
 from vllm_rollout.adapter.in_process.engine_args import UninterruptedProcesses, with_groups
 from vllm_rollout.adapter.in_process.methods import async_streamed, awaited
-from vllm_rollout.adapter.in_process.rollouts import Rollouts
+from vllm_rollout.adapter.in_process.rollouts import Rewards, Rollouts
 from vllm_rollout.client import calls
 
 
@@ -44,6 +44,8 @@ class AsyncLLM(RolloutAsyncLLM):
     """A file of `vllm-rollout profile`: redundancy "auto" weighs what a step costs. Set it before the first rollout."""
     rollout_record: str | None = None
     """A file for `vllm-rollout simulate`: one line per rollout. Set it before the first rollout."""
+    rollout_rewards: Rewards | None = None
+    """Functions that grade, by the names under which rollouts ask for them. Set it before the first rollout."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # As the plugin does in a server's processes: vLLM looks these names up when it builds the engine.
@@ -62,6 +64,10 @@ class AsyncLLM(RolloutAsyncLLM):
         async with self._opening:
             if self._rollouts is None:
                 self._rollouts = await Rollouts.around(
-                    self, chat_template=self.chat_template, profile=self.rollout_profile, record=self.rollout_record
+                    self,
+                    chat_template=self.chat_template,
+                    profile=self.rollout_profile,
+                    record=self.rollout_record,
+                    rewards=self.rollout_rewards,
                 )
         return self._rollouts

@@ -16,7 +16,7 @@ from vllm_rollout.adapter.in_process.async_llm import AsyncLLM
 from vllm_rollout.adapter.in_process.engine_args import group_settings, uninterrupted
 from vllm_rollout.adapter.in_process.interrupts import HeldInterrupts, WaitingLoop
 from vllm_rollout.adapter.in_process.methods import done, streamed
-from vllm_rollout.adapter.in_process.rollouts import Rollouts
+from vllm_rollout.adapter.in_process.rollouts import Rewards, Rollouts
 from vllm_rollout.adapter.in_process.stepped_client import SteppedClient
 from vllm_rollout.group.plans.xargs import rollout_xargs
 
@@ -54,17 +54,19 @@ class LLM(vllm.LLM):
         *args: Any,
         rollout_profile: str | None = None,
         rollout_record: str | None = None,
+        rewards: Rewards | None = None,
         **kwargs: Any,
     ) -> None:
         """As `vllm.LLM`.
 
         `rollout_profile`: a file of `vllm-rollout profile`: redundancy "auto" weighs what a step costs.
         `rollout_record`: a file for `vllm-rollout simulate`: one line per rollout.
+        `rewards`: functions that grade trajectories as they end, by the names under which `reward=` asks for them.
         """
         settings = group_settings(model, kwargs)
         with uninterrupted():
             super().__init__(settings.pop("model"), *args, **settings)
-        self._rollout_files = {"profile": rollout_profile, "record": rollout_record}
+        self._settings = {"profile": rollout_profile, "record": rollout_record, "rewards": rewards}
         self._loop = WaitingLoop()
         self._client = SteppedClient(self.llm_engine)
         self._groups: list[AsyncGenerator[RequestOutput, None]] = []
@@ -74,9 +76,7 @@ class LLM(vllm.LLM):
     async def rollouts(self) -> Rollouts:
         """The service around this engine, made when it is first asked."""
         if self._rollouts is None:
-            self._rollouts = await Rollouts.around(
-                self._client, chat_template=self.chat_template, **self._rollout_files
-            )
+            self._rollouts = await Rollouts.around(self._client, chat_template=self.chat_template, **self._settings)
         return self._rollouts
 
     def run_to_its_end(self, work: Coroutine[Any, Any, T]) -> T:

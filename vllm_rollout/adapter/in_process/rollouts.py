@@ -24,6 +24,7 @@ from vllm_rollout.adapter.api.start.services import build_services
 from vllm_rollout.client.calls import Call
 from vllm_rollout.client.client import AsyncRolloutClient
 from vllm_rollout.client.connection import RolloutError
+from vllm_rollout.rewards.functions import RewardFunction
 from vllm_rollout.server.answers import Event
 from vllm_rollout.server.engine import RequestError
 from vllm_rollout.server.errors import error_body, explain_invalid
@@ -34,6 +35,9 @@ from vllm_rollout.server.routes import router
 T = TypeVar("T")
 
 URL = "http://in-process"
+
+Rewards = Mapping[str, RewardFunction | str]
+"""By name, as `vllm_rollout.rewards.Grader` takes them."""
 
 
 class Rollouts:
@@ -46,7 +50,13 @@ class Rollouts:
 
     @classmethod
     async def around(
-        cls, client: GroupClient, *, chat_template: str | None, profile: str | None, record: str | None
+        cls,
+        client: GroupClient,
+        *,
+        chat_template: str | None,
+        profile: str | None,
+        record: str | None,
+        rewards: Rewards | None,
     ) -> Rollouts:
         """Raises: RuntimeError for a profile of another model."""
         app, config = FastAPI(), client.vllm_config.model_config
@@ -63,6 +73,7 @@ class Rollouts:
         settings = Namespace(
             rollout_profile=profile, rollout_record=record, rollout_state=None, rollout_admin_key=None,
             emulate=None, parallelism="fixed",
+            rollout_reward=rewards or {}, rollout_reward_processes=None, rollout_reward_limits=None,
         )  # fmt: skip
         return cls(app, await build_services(client, app.state, settings))
 

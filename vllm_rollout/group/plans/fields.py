@@ -39,6 +39,7 @@ EarlyStop = bool | Literal["auto"] | None
 """None and "auto": wherever the selection allows it."""
 Migration = Literal["off", "spread", "consolidate", "auto"]
 OnEngineFailure = Literal["fail", "retry"]
+Until = Literal["complete", "variance"]
 QueueOrder = Literal["first_in", "shortest", "longest"]
 PruningRule = Literal["gradient", "balance", "paper"]
 PruningMode = Literal["active", "shadow"]
@@ -218,7 +219,27 @@ class RaceFields:
 
 
 @dataclass(kw_only=True)
-class GroupFields(RaceFields):
+class UntilFields:
+    """When a group ends whose trajectories the server grades."""
+
+    until: Until = row(
+        Names(get_args(Until)),
+        '"variance": a group is complete when group_size of its candidates are graded and their rewards differ; until '
+        "then spares run, and more candidates are launched. Needs reward, and selection first.",
+        "body",
+        default="complete",
+    )
+    max_candidates: int | None = row(
+        Integer(1, 8 * config.MAX_GROUP_SIZE),
+        "Candidates that a group may ever have: those it begins with, those in the place of void ones, those launched "
+        'until rewards differ. Default: four times group_size with until "variance", else twice what it begins with.',
+        "body",
+        default=None,
+    )
+
+
+@dataclass(kw_only=True)
+class GroupFields(RaceFields, UntilFields):
     """What a rollout says of its groups."""
 
     group_size: int = row(_SIZE, "Trajectories you want for each prompt (M, OpenAI's n).", "body", "join")

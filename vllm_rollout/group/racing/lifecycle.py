@@ -9,7 +9,7 @@ winners among them are the shortest, then the lowest index, whatever the order o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import ceil
 
@@ -164,6 +164,12 @@ class Group:
         """Nobody wants the rest: what runs, and what comes later, is deferred."""
         self.closed = self.cancelled = True
         return list(self._give_up_rest("deferred"))
+
+    def give_up(self, indices: Collection[int]) -> list[int]:
+        """Whoever launched it does not need these: those that run are surplus. Returns them."""
+        given_up = [index for index in self.running if index in indices]
+        self._stop(given_up, "surplus")
+        return given_up
 
     @property
     def pruning(self) -> PruningPlan | None:

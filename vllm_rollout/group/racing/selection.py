@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from statistics import fmean, pstdev
 from typing import NamedTuple
@@ -19,21 +19,23 @@ class GroupLengths(NamedTuple):
     max: int
 
 
-def conclude(plan: GroupPlan, endings: Iterable[Ending], lost_why: str | None = None) -> GroupResult:
+def conclude(
+    plan: GroupPlan, endings: Iterable[Ending], lost_why: str | None = None, void: Collection[int] = ()
+) -> GroupResult:
     """Select what a finished group returns, and say why when it falls short. `lost_why`: what its end came from, if
-    from outside.
+    from outside. `void`: indices that must not count.
 
     With `allow_fewer` pruning may leave fewer than `group_size` candidates: then all of those make a complete group.
 
     Source: DARTS 4.1.2 and Algorithm 2 (dual-end: K shortest + L longest, K + L = M).
     """
     endings = tuple(sorted(endings, key=lambda e: e.index))
-    pool = [e for e in endings if e.state == "finished"]
+    pool = [e for e in endings if e.state == "finished" and e.index not in void]
     selected = tuple(sorted(e.index for e in _select(plan, pool)))
     num_wanted = _num_wanted(plan, endings)
     if len(selected) >= num_wanted:
         return GroupResult("complete", None, selected, endings)
-    counts = {state: sum(e.state == state for e in endings) for state in ("failed", *STOP_STATES)}
+    counts = {"void": len(void)} | {state: sum(e.state == state for e in endings) for state in ("failed", *STOP_STATES)}
     others = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
     reason = f"{len(pool)} of {len(endings)} candidates finished, group_size is {plan.group_size}"
     if num_wanted < plan.group_size:

@@ -52,7 +52,7 @@ class TimeLimits:
 
     def __init__(self, terms: LimitTerms | None = None, max_cases: int = 65_536) -> None:
         self.terms = terms or LimitTerms()
-        self._max_cases = max_cases
+        self.max_cases = max_cases
         self._anchors: OrderedDict[str, float] = OrderedDict()
 
     def limit_s(self, case: str) -> float:
@@ -69,7 +69,7 @@ class TimeLimits:
             return
         self._anchors[case] = max(seconds, self._anchors.get(case, 0.0))
         self._anchors.move_to_end(case)
-        if len(self._anchors) > self._max_cases:
+        if len(self._anchors) > self.max_cases:
             self._anchors.popitem(last=False)
 
     def summary(self) -> LimitSummary:
@@ -87,7 +87,7 @@ class TimeLimits:
         """Take over what `export` gave. Raises: ValueError for an anchor that is no number of seconds."""
         for case, seconds in anchors.items():
             number(seconds, f"the anchor of {shown(case)}", 0, MAX_SECONDS)
-        self._anchors = OrderedDict(list(anchors.items())[-self._max_cases :])
+        self._anchors = OrderedDict(list(anchors.items())[-self.max_cases :])
 
     def _from_anchor(self, anchor_s: float) -> float:
         return min(max(self.terms.shortest_s, self.terms.factor * anchor_s), self.terms.longest_s)

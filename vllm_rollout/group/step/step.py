@@ -1,12 +1,13 @@
 """The order of one engine step: events in, verdicts out.
 
-    launch, ended, cancel    events, while the step is processed
+    launch, ended            events, while the step is processed
+    cancel, give_up          nobody wants the rest of a group; whoever launched candidates needs them no more
     detach, attach           between two steps: a group leaves for another engine, or comes from one
     close_step               1. what ended is told to its group     2. each race that had an event is settled
                              3. scores of the step are judged       4. races are settled again, where that pruned
-                             5. what is too long is given up        6. races of groups are settled
-                             7. cancelled groups stop
-                             8. the ledger is written, groups that are over are forgotten
+                             5. what is too long is given up        6. what nobody needs is given up
+                             7. races of groups are settled         8. cancelled groups stop
+                             9. the ledger is written, groups that are over are forgotten
 
 vLLM's scheduler, the simulator and the tests' engine translate their events into these calls and obey the verdicts;
 none of them has an order of its own.
@@ -16,7 +17,7 @@ Invariant: every candidate that was launched gets exactly one end, and no verdic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 
 from vllm_rollout.config import MAX_IDLE_GROUPS
@@ -76,6 +77,8 @@ class GroupSteps:
         """Candidates that ended since the last step was closed; the next two tell of that time, too."""
         self._touched: dict[str, Group] = {}
         self._cancelled: dict[str, Group] = {}
+        self._given_up: dict[str, set[int]] = {}
+        """Candidates that nobody needs, by group."""
         self._capped: dict[str, Group] = {}
         """Groups whose running candidates are given up when they reach a length."""
 
@@ -146,6 +149,13 @@ class GroupSteps:
         self._touched[group_id] = self._cancelled[group_id] = group
         return True
 
+    def give_up(self, group_id: str, indices: Iterable[int]) -> None:
+        """Whoever launched these candidates needs them no more: who runs at the end of the step stops as `surplus`."""
+        group = self._table.find(group_id)
+        if group is not None:
+            self._touched[group_id] = group
+            self._given_up.setdefault(group_id, set()).update(indices)
+
     def cut(self, race_id: str) -> None:
         """Enough groups of this race are complete, here and elsewhere: the others stop as `deferred`, those that are on
         their way here included."""
@@ -166,7 +176,7 @@ class GroupSteps:
     def detach(self, group_id: str, request_ids: Mapping[int, str]) -> DetachedGroup:
         """Let go of a group that nothing keeps here (`stays_because`). `request_ids`: of its running candidates."""
         group = self._table.remove(group_id)
-        for waiting in (self._touched, self._cancelled, self._capped):
+        for waiting in (self._touched, self._cancelled, self._given_up, self._capped):
             waiting.pop(group_id, None)
         scores = {}
         for index in group.running:
@@ -249,6 +259,9 @@ class GroupSteps:
             if too_long:
                 stop.update((CandidateId(group_id, index), "surplus") for index in too_long)
                 self._touched[group_id] = group
+        for group_id, indices in self._given_up.items():
+            given_up = self._touched[group_id].give_up(indices)
+            stop.update((CandidateId(group_id, index), "surplus") for index in given_up)
         lost_groups, too_late = self.races.settle(self._touched)
         for group_id in too_late:
             self.cancel(group_id)
@@ -299,6 +312,7 @@ class GroupSteps:
         self._ended.clear()
         self._touched.clear()
         self._cancelled.clear()
+        self._given_up.clear()
         return over
 
     def _release(self, group_id: str, group: Group, now_s: float) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 
 from vllm_rollout.group.judging.ledger import RewardStatus
 from vllm_rollout.group.racing.race import RacePlace
@@ -122,6 +122,14 @@ class RoundCourse(Course):
         await self._tell(was_cut, wider=bool(filtered))
         return statuses, filtered
 
+    async def graded(self, position: int, rewards: Mapping[int, float | None]) -> None:
+        for index, reward in rewards.items():
+            if reward is not None:
+                self._rewards[position].setdefault(index, reward)
+        was_cut = self.progress.is_cut
+        known = {index: reward for index, reward in rewards.items() if reward is not None}
+        await self._tell(was_cut, wider=self._decide(position, set(known.values())))
+
     def _refusal(self, position: int, index: int) -> RewardStatus | None:
         """Why no reward of this candidate is taken; None: it is."""
         state = self._ended[position].get(index)
@@ -135,7 +143,10 @@ class RoundCourse(Course):
         selected = self._selected.get(position)
         if selected is None or not all(index in rewards for index in selected):
             return False
-        values = {rewards[index] for index in selected}
+        return self._decide(position, {rewards[index] for index in selected})
+
+    def _decide(self, position: int, values: Collection[float]) -> bool:
+        """These are the rewards of a group, each value once; whether it is filtered."""
         if not self.progress.rewarded(position, has_variance=len(values) > 1):
             return False
         self.filtered_tokens += self._num_tokens[position]

@@ -94,7 +94,7 @@ class RunService:
                 "it with --rollout-state FOLDER, or with --api-server-count 1.",
                 status=HTTPStatus.NOT_IMPLEMENTED,
             )
-        if request.filter is not None:
+        if request.filter is not None and request.reward is None:
             self._check_can_filter()
         id = request.id or f"run-{uuid.uuid4().hex[:12]}"
         settings = request.model_dump(mode="json", by_alias=True, exclude={"id", "model"})
@@ -258,13 +258,14 @@ class RunService:
         filters = (request.filter or defaults.filter) is not None
         if defaults.resume:
             check_unchanged(request, defaults)
-        if filters:
+        if filters and request.reward is None and defaults.reward is None:
             self._check_can_filter()
-        if filters and not request.stream:
-            raise RequestError(
-                "stream: a round that filters needs true, got false: its rewards are posted while it is on its way.",
-                param="stream",
-            )
+            if not request.stream:
+                raise RequestError(
+                    "stream: a round that filters needs true, got false: its rewards are posted while it is on its "
+                    "way. Set it, or name a reward by which the server grades.",
+                    param="stream",
+                )
         prompts = await asyncio.to_thread(bodies_of, planned, fresh)
         fields = {
             **defaults.rollout_fields(),

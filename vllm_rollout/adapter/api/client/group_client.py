@@ -24,6 +24,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_rollout.adapter.api.calls.engine_calls import EngineCalls
 from vllm_rollout.adapter.api.calls.versions import REJECTIONS
+from vllm_rollout.adapter.api.client.graded_answers import REWARD, AnswerGrader, without_reward
 from vllm_rollout.adapter.api.client.group_routes import GroupRoutes
 from vllm_rollout.adapter.api.client.open_paths import refuse_on_open_path
 from vllm_rollout.adapter.api.client.outputs import (
@@ -78,6 +79,8 @@ class GroupClient:
     """How many the server has."""
     rollout_metrics: Metrics
     routes: GroupRoutes
+    answer_grader: AnswerGrader | None = None
+    """None until there are services."""
 
     def begin_groups(self, routes: GroupRoutes, metrics: Metrics) -> None:
         """Once, before the first request comes."""
@@ -102,6 +105,10 @@ class GroupClient:
         if not xargs:
             return super().generate(prompt, sampling_params, request_id, **kwargs)
         refuse_on_open_path(xargs)
+        if REWARD in xargs and self.answer_grader is not None:
+            options = self.answer_grader.options(xargs, sampling_params)
+            outputs = self.generate(prompt, without_reward(sampling_params), request_id, **kwargs)
+            return self.answer_grader.graded(outputs, options, xargs, request_id)
         try:
             plan = plan_from_xargs(xargs, sampling_params.n, max_candidates=self.max_candidates)
             audit_ratio = audit_ratio_from_xargs(xargs, ServeOptions.of(self.vllm_config).audit_ratio)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from copy import copy
 from dataclasses import asdict
@@ -34,7 +34,15 @@ from vllm_rollout.adapter.api.engine.lost_weights import LostWeights
 from vllm_rollout.adapter.api.engine.migration import MigrationWatch
 from vllm_rollout.adapter.api.engine.moving import EngineMoves
 from vllm_rollout.adapter.api.engine.shaping import EngineShaping
-from vllm_rollout.adapter.call_table import CANCEL_GROUPS, CUT_RACE, FORGET_RACE, HELD_GROUPS, WIDEN_RACE, WiderRace
+from vllm_rollout.adapter.call_table import (
+    CANCEL_GROUPS,
+    CUT_RACE,
+    FORGET_RACE,
+    GIVE_UP,
+    HELD_GROUPS,
+    WIDEN_RACE,
+    WiderRace,
+)
 from vllm_rollout.adapter.names import learned_name
 from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.group.judging.ledger import Scoring
@@ -188,6 +196,9 @@ class VLLMEngine:
 
     async def cancel_groups(self, group_ids: Sequence[str]) -> None:
         await self.moves.tell_all_groups(CANCEL_GROUPS, list(group_ids))
+
+    async def give_up(self, candidates: Mapping[str, Sequence[int]]) -> None:
+        await self.moves.tell_all_groups(GIVE_UP, {group_id: list(each) for group_id, each in candidates.items()})
 
     async def cut_race(self, race_id: str) -> None:
         await self.moves.tell_all_groups(CUT_RACE, race_id)

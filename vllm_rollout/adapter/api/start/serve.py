@@ -25,7 +25,7 @@ from vllm_rollout.adapter.api.calls.deaths import Deaths
 from vllm_rollout.adapter.api.calls.versions import configure_logging, refuse_missing_flags, set_up_environment
 from vllm_rollout.adapter.api.client import emulate
 from vllm_rollout.adapter.api.engine import parallelism
-from vllm_rollout.adapter.api.start import front_ends
+from vllm_rollout.adapter.api.start import front_ends, rewards
 from vllm_rollout.adapter.api.trainers import trainers
 from vllm_rollout.adapter.compat import check_vllm_version, lacking, vllm_version
 from vllm_rollout.adapter.names import SCHEDULER_CLS, WORKER_CLS
@@ -40,7 +40,7 @@ from vllm_rollout.trace.file import TraceFile
 logger = init_logger("vllm.vllm_rollout")
 
 EPILOG = f"""
-vllm-rollout is `vllm serve` with group rollouts: every flag is vLLM's own but the groups Rollout, Emulation,
+vllm-rollout is `vllm serve` with group rollouts: every flag is vLLM's own but the groups Rollout, Rewards, Emulation,
 Parallelism, Trainers and Front ends (--help=Rollout).
 Without MODEL it serves the embedded default, {DEFAULT_MODEL}. It adds POST /v1/rollouts and what belongs to it
 (rewards, quality heads, votes, state), and rollout_* fields in vllm_xargs of the OpenAI endpoints.
@@ -89,7 +89,7 @@ def parse(arguments: list[str], program: str, usage: str) -> argparse.Namespace:
     serve_parser.usage = f"{program} {usage}"
     serve_parser.epilog = EPILOG + (serve_parser.epilog or "")
     add_flags(serve_parser)
-    for ours in (emulate, parallelism, trainers, front_ends):
+    for ours in (rewards, emulate, parallelism, trainers, front_ends):
         ours.add_flags(serve_parser)
     refuse_missing_flags(arguments, serve_parser)
     # vLLM's parser looks for the subcommand, its config file and its help topics in sys.argv.

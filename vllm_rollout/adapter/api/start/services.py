@@ -5,20 +5,27 @@ Invariant: a server and a trainer's own process have the same ones.
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
 from pathlib import Path
 
 from starlette.datastructures import State
 
 from vllm_rollout.adapter.api.client.client import RolloutAsyncLLM
+from vllm_rollout.adapter.api.client.graded_answers import AnswerGrader
 from vllm_rollout.adapter.api.engine.engine import VLLMEngine
 from vllm_rollout.adapter.api.engine.parallelism import parallelism_of
 from vllm_rollout.adapter.api.engine.state_file import StateFile
+from vllm_rollout.adapter.api.start.rewards import begin_grading
 from vllm_rollout.adapter.options import ServeOptions
+from vllm_rollout.rewards.kept_limits import KeptLimits
 from vllm_rollout.server.recorder import TraceRecorder
 from vllm_rollout.server.runs.service import RunService
 from vllm_rollout.server.runs.store import LEARNED, RUNS, RunStore
 from vllm_rollout.server.service import RolloutService
+
+LIMITS = "time_limits.json"
+"""In the folder of --rollout-state: how long grading each test case may take."""
 
 
 async def build_services(client: RolloutAsyncLLM, state: State, settings: Namespace) -> VLLMEngine:
@@ -38,6 +45,17 @@ async def build_services(client: RolloutAsyncLLM, state: State, settings: Namesp
             await state_file.load(store.staged)
     client.life.watch()
     engine.moves.follow_holds()
+    grader = await begin_grading(
+        dict(settings.rollout_reward),
+        settings.rollout_reward_processes or max(1, (os.cpu_count() or 2) // 2 // client.num_api_processes),
+        settings.rollout_reward_limits,
+    )
+    kept_limits = None
+    if settings.rollout_state is not None:
+        try:
+            kept_limits = KeptLimits(Path(settings.rollout_state) / LIMITS, grader.limits)
+        except ValueError as error:
+            raise RuntimeError(f"--rollout-state: {error}") from error
     metrics = client.rollout_metrics
     service = RolloutService(
         engine,
@@ -45,8 +63,11 @@ async def build_services(client: RolloutAsyncLLM, state: State, settings: Namesp
         recorder=recorder,
         admin_key=settings.rollout_admin_key,
         audit_ratio=ServeOptions.of(client.vllm_config).audit_ratio,
+        graders=grader,
+        kept_limits=kept_limits,
     )
     state.rollout_service = service
+    client.answer_grader = AnswerGrader(service.grading, engine.learning)
     parallelism = parallelism_of(settings, client, engine)
     state.run_service = RunService(service, engine, store, metrics, client.num_api_processes, parallelism)
     return engine

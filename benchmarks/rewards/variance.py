@@ -1,0 +1,166 @@
+"""Groups that end when they teach (`"until": "variance"`): seconds, tokens, and what becomes of the gradient.
+
+`variance_rounds.py` has rounds on virtual time: ours, filtering, a client that resamples. `variance_weights.py` has
+what a prompt weighs in GRPO's gradient, exactly, and the direction of that gradient with a policy of several tokens.
+
+Run from the repository root: python -m benchmarks.rewards.variance
+
+Invariant: the same numbers for the same seed, and no timing of this machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import ROOT, arguments_of, publish, record_of_run
+from benchmarks.rewards.variance_rounds import (
+    GRADING_MEDIAN_S,
+    GRADING_SIGMA,
+    GROUP_SIZE,
+    MAX_CANDIDATES,
+    MIXED,
+    MODEL,
+    PROMPT_TOKENS,
+    RATES,
+    SEATS,
+    WAYS,
+    rounds,
+)
+from benchmarks.rewards.variance_weights import BATCHES, GROUPS, REWARDS, direction, weights
+from benchmarks.rollpacker import MODELS, TAILS
+from benchmarks.tables import INK, Row, columns, grid, lines, number, percent, picture
+from vllm_rollout.group.rewards.estimates import ESTIMATORS
+
+WEIGHT_RATES = tuple(rate for rate in RATES if rate <= 0.5)
+"""Weights are the same at 1 - p, biases of the success rate have the other sign."""
+
+
+def all_weights() -> list[dict[str, Any]]:
+    return [
+        {"rate": rate, "group_size": size, "max_candidates": most, "estimator": estimator}
+        | {name: round(value, 5) for name, value in weights(rate, size, most, estimator).items()}
+        for estimator in ESTIMATORS
+        for size in (4, 8, 16)
+        for most in (size, 2 * size, 4 * size, None)
+        for rate in WEIGHT_RATES
+    ]
+
+
+def directions(seed: int) -> list[dict[str, Any]]:
+    return [
+        direction(reward, pick, size, most, estimator, seed)
+        for reward in REWARDS
+        for size, most in ((8, 16), (4, 16))
+        for estimator in ("grpo", "rloo")
+        for pick in ("plain", "index", "grading")
+    ]
+
+
+def tables(record: Row) -> str:
+    shown = [("seconds", 2), ("tokens", 0), ("prompts", 2)]
+    parts = [_rounds(record["rounds"], key, digits) for key, digits in shown]
+    return "\n\n".join([*parts, _weights(record["weights"]), _directions(record["directions"])])
+
+
+def _rounds(rows: Sequence[Row], key: str, digits: int) -> str:
+    sizes = f"{SEATS} groups of {GROUP_SIZE}, at most {MAX_CANDIDATES} candidates"
+    by_way = {name: {row["rate"]: row[key] for row in rows if row["way"] == name} for name in WAYS}
+    header = ["way", *(percent(rate) for rate in RATES), "mixed"]
+    cells = [
+        [WAYS[name].title, *(number(value, digits) for value in values.values())] for name, values in by_way.items()
+    ]
+    return grid(f"{key.capitalize()} per group that teaches, {sizes}", header, cells)
+
+
+def _weights(rows: Sequence[Row]) -> str:
+    shown = [row for row in rows if row["estimator"] == "grpo" and row["group_size"] == GROUP_SIZE]
+    title = f"Weight of a prompt over plain GRPO's, G = {GROUP_SIZE}, exact"
+    return columns(title, shown, {
+        "success": lambda row: percent(row["rate"]),
+        "N": lambda row: str(row["max_candidates"] or "no limit"),
+        "ours": lambda row: number(row["ours"], 2),
+        "ours, G / n": lambda row: number(row["ours_weighed"], 2),
+        "all n": lambda row: number(row["all_graded"], 2),
+        "ours over filter's, of what teaches": lambda row: number(row["ours_over_filtered_if_it_teaches"], 2),
+        "teaches": lambda row: percent(row["teaches"]),
+        "mean n": lambda row: number(row["num_graded"], 1),
+        "mean of returned - p": lambda row: number(row["bias_of_returned"], 3),
+        "mean of all - p": lambda row: number(row["bias_of_all"], 3),
+    })  # fmt: skip
+
+
+def _directions(rows: Sequence[Row]) -> str:
+    return columns("Direction of the gradient: its part across plain groups', over its part along", rows, {
+        "rewards": lambda row: row["reward"],
+        "returned": lambda row: row["pick"],
+        "estimator": lambda row: row["estimator"],
+        "G, N": lambda row: f"{row['group_size']}, {row['max_candidates']}",
+        "off": lambda row: number(row["off"], 4),
+        "by chance alone": lambda row: number(row["noise"], 4),
+    })  # fmt: skip
+
+
+DRAWN = ("ours", "ours_grading", "filter", "batches", "resample")
+
+
+def draw(record: Mapping[str, Any], path: Path) -> None:
+    """Left and middle: seconds and tokens of a group that teaches. Right: what a prompt weighs."""
+    with picture(path, figsize=(16, 4.8), width_ratios=(1, 1, 1), w_pad=2) as panels:
+        for axes, key, ylabel in zip(panels, ("seconds", "tokens"), ("seconds", "generated tokens"), strict=False):
+            values = {
+                WAYS[way].title: [row[key] for row in record["rounds"] if row["way"] == way and row["rate"]]
+                for way in DRAWN
+            }
+            colors = {WAYS[way].title: WAYS[way].color for way in DRAWN}
+            title = f"{ylabel.capitalize()} per group that teaches"
+            lines(axes, RATES, values, colors=colors, title=title, xlabel="success rate", ylabel=ylabel)
+            axes.set_yscale("log")
+        panels[0].legend(frameon=False)
+        _draw_weights(panels[2], record["weights"])
+
+
+def _draw_weights(axes: Any, rows: Sequence[Row]) -> None:
+    shown = {
+        "no limit": (None, "ours", "#134e4a"),
+        "N = 4 G": (4 * GROUP_SIZE, "ours", "#0f766e"),
+        "N = 2 G": (2 * GROUP_SIZE, "ours", "#5eead4"),
+        "N = 4 G, weighed G / n": (4 * GROUP_SIZE, "ours_weighed", "#f59e0b"),
+    }
+    chosen = [row for row in rows if row["estimator"] == "grpo" and row["group_size"] == GROUP_SIZE]
+    values = {
+        name: [row[key] for row in chosen if row["max_candidates"] == most] for name, (most, key, _) in shown.items()
+    }
+    colors = {name: color for name, (_, _, color) in shown.items()}
+    title = f"Weight of a prompt in GRPO's gradient, G = {GROUP_SIZE}"
+    lines(axes, WEIGHT_RATES, values, colors=colors, title=title, xlabel="success rate", ylabel="times plain GRPO's")
+    axes.axhline(1, color=INK, lw=1, ls=":", zorder=0)
+    axes.legend(frameon=False)
+
+
+def main() -> None:
+    arguments = arguments_of(__doc__, "rewards.variance", repeats=25, plot=True)
+    arguments.set_defaults(output=ROOT / "benchmarks/results/variance.json", plot=ROOT / "docs/variance.png")
+    arguments = arguments.parse_args()
+    model, tail = MODELS[MODEL].title, TAILS[MODEL].described()
+    workload = {
+        "rounds": f"{SEATS} groups of {GROUP_SIZE} that teach, at most {MAX_CANDIDATES} candidates of a prompt; "
+        f"medians of {arguments.repeats} seeds, per group that teaches",
+        "ways": {name: way._asdict() for name, way in WAYS.items()},
+        "engine": f"{model} on one GPU as benchmarks/rollpacker.py has it, {PROMPT_TOKENS} prompt tokens",
+        "lengths": f"log-normal, mean {tail['mean']:.0f} tokens, {tail['sigma']:.2f} within and "
+        f"{tail['prompt_sigma']:.2f} between prompts, at most 8,192; independent of the reward",
+        "grading": f"log-normal, median {GRADING_MEDIAN_S:g} s, {GRADING_SIGMA}",
+        "mixed": f"success rates drawn from beta{MIXED}, of each prompt its own",
+        "directions": f"{GROUPS * BATCHES} groups of each row",
+    }
+    record = record_of_run(seed=arguments.seed, workload=workload)
+    record["rounds"] = rounds(range(arguments.seed, arguments.seed + arguments.repeats))
+    record["weights"] = all_weights()
+    record["directions"] = directions(arguments.seed)
+    publish(arguments, record, tables, draw)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""Time limits in a file."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from vllm_rollout.group.rewards.time_limits import LimitTerms, TimeLimits
+from vllm_rollout.rewards import kept_limits
+from vllm_rollout.rewards.kept_limits import KeptLimits
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_limits_go_on_where_another_grader_stopped_and_two_never_lower_each_others(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(kept_limits, "SAVE_INTERVAL_S", 0.0)
+    path = tmp_path / "limits.json"
+    for seconds in (4.0, 3.0):
+        limits = TimeLimits(LimitTerms())
+        kept = KeptLimits(path, limits)
+        limits.observe("both", seconds, is_correct=True)
+        limits.observe(f"{seconds}", seconds, is_correct=True)
+        kept.changed()
+        kept.changed()
+        while not path.exists() or f"{seconds}" not in KeptLimits(path, TimeLimits())._limits.export():
+            await asyncio.sleep(0.001)
+    found = TimeLimits(LimitTerms())
+    KeptLimits(path, found)
+    assert found.export() == {"both": 4.0, "4.0": 4.0, "3.0": 3.0}
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"a": "b"}', '{"a": -1}'])
+def test_a_file_that_is_none_of_ours_is_named(tmp_path: Path, content: str):
+    path = tmp_path / "limits.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=r"limits\.json|anchor"):
+        KeptLimits(path, TimeLimits())
+
+
+async def test_what_cannot_be_written_stops_nothing(tmp_path: Path, monkeypatch, caplog):
+    monkeypatch.setattr(kept_limits, "SAVE_INTERVAL_S", 0.0)
+    kept = KeptLimits(tmp_path / "none" / "limits.json", TimeLimits())
+    kept.changed()
+    while "not written" not in caplog.text:
+        await asyncio.sleep(0.001)

@@ -1,0 +1,332 @@
+"""Rewards that the server computes while rollouts run: what comes back, what is learned, what is not waited for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from vllm_rollout.group.rewards.time_limits import TimeLimits
+from vllm_rollout.rewards.values import Grade, Trajectory
+from vllm_rollout.server.answers import RolloutAnswer
+from vllm_rollout.server.grading import service
+
+from .conftest import events_of, http_of, make_app
+from .fake_engine import FakeEngine
+from .learning_steps import PRUNING
+from .test_errors import check_error
+from .test_metrics import samples
+from .test_runs import make, play, prompts
+
+pytestmark = pytest.mark.anyio
+
+PROMPTS = [
+    {"id": "a", "prompt": "1 + 1", "data": {"answer": "2"}},
+    {"id": "b", "messages": [{"role": "u", "content": "x"}]},
+]
+
+
+def by_length(trajectory: Trajectory) -> Grade:
+    """1 for an even number of tokens; FakeEngine ends each with U+2028."""
+    return Grade("ok", float(trajectory.text.count("\u2028") % 2 == 0), seconds=0.5)
+
+
+class FakeGraders:
+    """Grades by a function, as slowly as it is told."""
+
+    names = ("even", "other")
+    limits = TimeLimits()
+
+    def __init__(self, grade: Callable[[Trajectory], Grade] = by_length) -> None:
+        self.function = grade
+        self.asked: list[tuple[str, Trajectory, float | None]] = []
+        self.num_cancelled = 0
+        self.may_end = asyncio.Event()
+        self.may_end.set()
+
+    async def grade(
+        self, name: str, trajectory: Trajectory, *, timeout_s: float | None = None, urgency: float = 0.0
+    ) -> Grade:
+        self.asked.append((name, trajectory, timeout_s))
+        try:
+            await self.may_end.wait()
+        except asyncio.CancelledError:
+            self.num_cancelled += 1
+            raise
+        return self.function(trajectory)
+
+
+@pytest.fixture
+def graders() -> FakeGraders:
+    return FakeGraders()
+
+
+@pytest.fixture
+async def http(engine: FakeEngine, graders: FakeGraders) -> AsyncIterator[httpx.AsyncClient]:
+    async with http_of(make_app(engine, graders=graders)) as http:
+        yield http
+
+
+async def roll(http: httpx.AsyncClient, status: int = 200, **body: Any) -> Any:
+    request = {"prompts": PROMPTS, "group_size": 4, "redundancy": 4, "reward": "even", "sampling": {"seed": 2}}
+    response = await http.post("/v1/rollouts", json={**request, **body})
+    assert response.status_code == status, response.text
+    return RolloutAnswer.model_validate_json(response.content) if status == 200 else response
+
+
+async def test_each_returned_trajectory_has_its_reward_and_its_group_advantages(http, graders):
+    answer = await roll(http, reward={"name": "even", "timeout_s": 7, "estimator": "mean"})
+    for group in answer.groups:
+        rewards = [float(trajectory.num_tokens % 2 == 0) for trajectory in group.trajectories]
+        assert [trajectory.reward for trajectory in group.trajectories] == rewards
+        assert {(t.reward_status, t.reward_s, t.text) for t in group.trajectories} == {("ok", 0.5, None)}
+        said, mean = group.rewards, sum(rewards) / 4
+        assert (said.name, said.num_rewards, said.mean, said.estimator) == ("even", 4, mean, "mean")
+        assert said.advantages == [reward - mean for reward in rewards]
+        assert said.teaches == (len(set(rewards)) > 1)
+    assert {group.rewards.teaches for group in answer.groups} == {True}
+    assert answer.usage.num_rewards == 8 == len(graders.asked)  # nobody that lost was graded
+    assert {(name, timeout_s) for name, _, timeout_s in graders.asked} == {("even", 7)}
+    asked = {str(trajectory.prompt): trajectory.data for _, trajectory, _ in graders.asked}
+    assert asked == {"1 + 1": {"answer": "2"}, "[{'role': 'u', 'content': 'x'}]": None}
+
+
+async def test_without_a_reward_nothing_is_graded(http, graders):
+    answer = await roll(http, reward=None)
+    assert graders.asked == []
+    assert {group.rewards for group in answer.groups} == {None}
+    assert {t.reward_status for group in answer.groups for t in group.trajectories} == {None}
+
+
+async def test_a_stream_has_a_reward_after_each_trajectory_and_a_group_after_its_rewards(http):
+    events = await events_of(http, "/v1/rollouts", prompts=PROMPTS, group_size=4, redundancy=4, reward="even")
+    for prompt_id in ("a", "b"):
+        seen: dict[int, float | None] = {}
+        for event in events:
+            if event.get("prompt_id") != prompt_id:
+                continue
+            if event["type"] == "trajectory":
+                seen[event["trajectory"]["index"]] = event["trajectory"]["reward"]
+            elif event["type"] == "reward":
+                assert seen[event["index"]] is None
+                seen[event["index"]] = event["reward"]
+            elif event["type"] == "group":
+                assert sorted(seen) == event["selected"]
+                assert event["rewards"]["num_rewards"] == 4
+        assert set(seen.values()) <= {0.0, 1.0}
+
+
+async def test_who_may_still_lose_is_graded_at_its_end_and_dropped_when_it_has_lost(http, engine, graders):
+    engine.lengths = {0: 2, 1: 3, 2: 4, 3: 5, 4: 6, 5: 30}
+    graders.may_end.clear()
+    rollout = asyncio.create_task(roll(http, prompts=PROMPTS[:1], redundancy=2, early_stop=False, selection="shortest"))
+    while not graders.num_cancelled:
+        await asyncio.sleep(0)
+    graders.may_end.set()
+    (group,) = (await rollout).groups
+    assert [trajectory.index for trajectory in group.trajectories] == [0, 1, 2, 3]
+    assert graders.num_cancelled == len(graders.asked) - 4 > 0
+    assert group.rewards.num_rewards == 4
+
+
+@pytest.mark.parametrize(
+    ("status", "counter"),
+    [("timeout", "num_reward_timeouts"), ("error", "num_reward_errors")],
+)
+async def test_one_that_is_not_graded_well_costs_its_siblings_nothing(http, graders, status, counter):
+    def grade(trajectory: Trajectory) -> Grade:
+        even = by_length(trajectory)
+        return even if even.reward else Grade(status, 0.0 if status == "timeout" else None, "so it is")
+
+    graders.function = grade
+    answer = await roll(http)
+    bad = [t for group in answer.groups for t in group.trajectories if t.num_tokens % 2]
+    assert {(t.reward_status, t.reward, t.reward_reason) for t in bad} == {
+        (status, 0.0 if status == "timeout" else None, "so it is")
+    }
+    assert getattr(answer.usage, counter) == len(bad) > 0
+    if status != "timeout":
+        for group in answer.groups:
+            missing = [advantage is None for advantage in group.rewards.advantages]
+            assert missing == [t.reward is None for t in group.trajectories]
+
+
+async def test_a_grader_that_raises_gives_an_error(http, graders):
+    def grade(trajectory: Trajectory) -> Grade:
+        raise RuntimeError("oh")
+
+    graders.function = grade
+    answer = await roll(http)
+    assert {t.reward_reason for group in answer.groups for t in group.trajectories} == {
+        "grading failed: RuntimeError: oh"
+    }
+
+
+async def test_the_server_learns_from_its_own_rewards(http, graders):
+    answer = await roll(http, pruning={**PRUNING, "mode": "shadow"}, redundancy=0, sampling={"min_tokens": 20})
+    entries = [
+        {"prompt_id": group.prompt_id, "index": t.index, "reward": t.reward}
+        for group in answer.groups
+        for t in group.trajectories
+    ]
+    receipt = (await http.post(f"/v1/rollouts/{answer.id}/rewards", json={"rewards": entries})).json()
+    assert {result["status"] for result in receipt["results"]} == {"duplicate"}
+
+
+async def test_a_group_that_runs_again_is_graded_again(http, engine, graders):
+    engine.losses, engine.lengths = {"a": 10}, {i: 5 + 5 * i for i in range(4)}
+    answer = await roll(http, prompts=PROMPTS[:1], redundancy=0, on_engine_failure="retry")
+    (group,) = answer.groups
+    assert answer.usage.num_restarted == 1
+    assert [t.reward for t in group.trajectories] == [float(t.num_tokens % 2 == 0) for t in group.trajectories]
+
+
+async def test_names_of_rewards_are_told_and_too_many_trajectories_are_refused(http, graders, monkeypatch):
+    response = await roll(http, 422, reward="odd")
+    check_error(response, 422, "reward", ["even, other", "--rollout-reward"])
+    monkeypatch.setattr(service, "MAX_PROMISED", 8)
+    graders.may_end.clear()
+    first = asyncio.create_task(roll(http))
+    while len(graders.asked) < 8:
+        await asyncio.sleep(0)
+    response = await roll(http, 429)
+    check_error(response, 429, "reward", ["8 trajectories"])
+    assert int(response.headers["retry-after"]) > 0
+    other = asyncio.create_task(roll(http, reward="other"))  # who is slow holds up its own only
+    while len(graders.asked) < 16:
+        await asyncio.sleep(0)
+    graders.may_end.set()
+    await asyncio.gather(first, other)
+    await roll(http)
+    assert (await samples(http))["grades_total.even.ok"] == 16
+
+
+async def test_a_client_that_leaves_stops_what_is_graded_for_it(http, engine, graders):
+    graders.may_end.clear()
+    leaving = asyncio.create_task(roll(http))
+    while len(graders.asked) < 8:
+        await asyncio.sleep(0)
+    leaving.cancel()
+    await asyncio.gather(leaving, return_exceptions=True)
+    while graders.num_cancelled < 8:
+        await asyncio.sleep(0.01)
+    graders.may_end.set()
+    assert (await roll(http)).usage.num_rewards == 8
+
+
+async def test_a_round_filters_by_rewards_of_its_own_without_a_stream(http, graders):
+    graders.function = lambda t: Grade("ok", 1.0) if "question 1" in t.prompt else by_length(t)
+    await make(http, filter="zero_variance", reward="even", group_size=4)
+    answer = await play(http, prompts=prompts(0, 6), reserve=prompts(6, 3), idempotency_key="k")
+    assert "q1" in answer["filtered"] or "q1" in answer["deferred"]
+    assert len(answer["groups"]) == 4
+    for group in answer["groups"]:
+        assert group["rewards"]["teaches"]
+        assert [t["reward"] for t in group["trajectories"]] == [
+            float(t["num_tokens"] % 2 == 0) for t in group["trajectories"]
+        ]
+    num_graded = len(graders.asked)
+    assert await play(http, prompts=prompts(0, 6), reserve=prompts(6, 3), idempotency_key="k") == answer
+    assert len(graders.asked) == num_graded
+
+
+def first_ones(*rewards: float | None) -> Callable[[Trajectory], Grade]:
+    """Grades by the number of tokens, which is the index + 1 in these tests; None is void, and so are all others 1."""
+
+    def grade(trajectory: Trajectory) -> Grade:
+        index = trajectory.text.count("\u2028") - 1
+        reward = rewards[index] if index < len(rewards) else 1.0
+        return Grade("void", reason="no") if reward is None else Grade("ok", reward)
+
+    return grade
+
+
+async def group_of(http: httpx.AsyncClient, **fields: Any) -> Any:
+    (group,) = (await roll(http, prompts=PROMPTS[:1], sampling={}, **fields)).groups
+    return group
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+async def test_a_void_candidate_leaves_its_place_to_a_spare_or_to_a_new_one(http, engine, graders, early_stop):
+    engine.lengths = {index: index + 1 for index in range(64)}
+    graders.function = first_ones(1.0, None, 0.0, None, 1.0)
+    group = await group_of(http, group_size=4, redundancy=1, early_stop=early_stop)
+    assert group.status == "complete"
+    assert [t.reward_status for t in group.trajectories] == ["ok"] * 4
+    assert {1} <= {c.index for c in group.candidates if c.state == "finished"} <= {1, 3}
+    assert group.rewards.num_rewards == 4
+
+
+async def test_a_stream_says_that_a_void_trajectory_is_out(http, engine, graders):
+    engine.lengths = {index: index + 1 for index in range(64)}
+    graders.function = first_ones(None)
+    events = await events_of(http, "/v1/rollouts", prompts=PROMPTS[:1], group_size=2, reward="even")
+    told = [(e["type"], e.get("index"), e.get("candidate", {}).get("index")) for e in events]
+    assert told.index(("reward", 0, None)) < told.index(("candidate", None, 0))
+    (group,) = [event for event in events if event["type"] == "group"]
+    assert group["selected"] == [1, 2]
+
+
+async def test_who_is_always_void_does_not_run_for_ever(http, engine, graders):
+    graders.function = lambda trajectory: Grade("void", reason="always")
+    group = await group_of(http, group_size=2, redundancy=0, max_candidates=7)
+    assert (group.status, group.trajectories, len(group.candidates)) == ("incomplete", [], 7)
+    assert "7 void" in group.reason
+    assert engine.num_running == 0
+
+
+async def test_until_variance_goes_on_until_rewards_differ(http, engine, graders):
+    engine.lengths = {index: index + 1 for index in range(64)}
+    graders.function = first_ones(1.0, 1.0, None, 1.0, 1.0, 1.0, 1.0, 0.0)
+    group = await group_of(http, group_size=4, redundancy=0, until="variance")
+    assert group.status == "complete"
+    assert group.rewards.teaches
+    assert [t.index for t in group.trajectories] == [0, 1, 3, 7]
+    assert (group.rewards.success, group.rewards.num_graded) == (1.0, 7)
+    assert engine.num_running == 0
+
+
+async def test_until_variance_ends_at_once_where_rewards_differ_and_stops_the_spares(http, engine, graders):
+    engine.lengths = {0: 1, 1: 2, 2: 1000, 3: 1000, 4: 1000}
+    graders.function = first_ones(1.0, 0.0)
+    group = await group_of(http, group_size=2, redundancy=3, until="variance")
+    assert [t.reward for t in group.trajectories] == [1.0, 0.0]
+    assert {c.state for c in group.candidates} == {"surplus"}
+    assert max(c.num_tokens for c in group.candidates) < 1000
+    assert (group.rewards.success, group.rewards.num_graded) == (0.5, 2)
+
+
+async def test_until_variance_gives_up_at_max_candidates(http, engine, graders):
+    graders.function = lambda trajectory: Grade("ok", 0.0)
+    group = await group_of(http, group_size=2, until="variance", max_candidates=9)
+    assert (group.status, group.rewards.teaches, group.rewards.num_graded) == ("complete", False, 9)
+    assert len(group.trajectories) + len(group.candidates) == 9
+    assert engine.num_running == 0
+
+
+async def test_a_client_that_leaves_amid_launches_leaves_nothing_running(http, engine, graders):
+    engine.lengths = {index: 2 if index < 4 else 4000 for index in range(64)}
+    graders.function = lambda trajectory: Grade("ok", 0.0)
+    leaving = asyncio.create_task(roll(http, group_size=4, redundancy=0, until="variance"))
+    while engine.num_launched <= 8:
+        await asyncio.sleep(0)
+    leaving.cancel()
+    await asyncio.gather(leaving, return_exceptions=True)
+    while engine.num_running:
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"reward": None}, "reward"),
+        ({"selection": "shortest"}, "selection"),
+        ({"redundancy": "auto"}, "redundancy"),
+        ({"group_size": 1, "redundancy": 0}, "at least 2"),
+    ],
+)
+async def test_until_variance_says_what_it_needs(http, fields, words):
+    check_error(await roll(http, 422, until="variance", **fields), 422, "until", [words])

@@ -1,0 +1,54 @@
+"""Time limits in a file, which a grader learns from where another one stopped.
+
+Invariant: what is in the file is never lowered, so that several processes may keep theirs in one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+import msgspec
+
+from vllm_rollout.group.rewards.time_limits import TimeLimits
+from vllm_rollout.whole_file import write_whole
+
+logger = logging.getLogger(__name__)
+
+SAVE_INTERVAL_S = 5.0
+
+
+class KeptLimits:
+    """`path`: it need not be there yet. Raises: ValueError for a file that is none of ours."""
+
+    def __init__(self, path: Path, limits: TimeLimits) -> None:
+        self._path = path
+        self._limits = limits
+        self._saving: asyncio.Task[None] | None = None
+        if path.exists():
+            limits.restore(self._read())
+
+    def changed(self) -> None:
+        """Something was learned: the file has it within `SAVE_INTERVAL_S`."""
+        if self._saving is None:
+            self._saving = asyncio.create_task(self._save())
+
+    async def _save(self) -> None:
+        await asyncio.sleep(SAVE_INTERVAL_S)
+        self._saving = None  # what is learned from here on is for the next time
+        try:
+            await asyncio.to_thread(self._merge, self._limits.export())
+        except (OSError, ValueError) as error:
+            logger.warning("the time limits in %s are not written: %s", self._path, error)
+
+    def _merge(self, anchors: dict[str, float]) -> None:
+        before = self._read() if self._path.exists() else {}
+        merged = before | {case: max(seconds, before.get(case, 0.0)) for case, seconds in anchors.items()}
+        write_whole(self._path, msgspec.json.encode(dict(list(merged.items())[-self._limits.max_cases :])))
+
+    def _read(self) -> dict[str, float]:
+        try:
+            return msgspec.json.decode(self._path.read_bytes(), type=dict[str, float])
+        except msgspec.DecodeError as error:
+            raise ValueError(f"{self._path} has no time limits ({error}). Remove it to learn them anew.") from error

@@ -1,0 +1,40 @@
+"""What a request says of the reward that its trajectories get (docs/rewards.md)."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, Discriminator, Field, StrictFloat, StrictStr, Tag
+
+from vllm_rollout.config import REWARD_THRESHOLD
+from vllm_rollout.group.rewards.estimates import Estimator
+from vllm_rollout.group.rewards.time_limits import MAX_SECONDS
+from vllm_rollout.server.body import Body
+
+RewardName = Annotated[StrictStr, Field(min_length=1, max_length=256)]
+
+
+class RewardOptions(Body):
+    """Which reward, and how it is used."""
+
+    name: RewardName = Field(description="Built in (exact, regex, math), or of a --rollout-reward of the server.")
+    timeout_s: Annotated[StrictFloat, Field(gt=0, le=MAX_SECONDS)] | None = Field(
+        default=None,
+        description="The longest that grading a trajectory may take, in seconds, also where the server has learned "
+        "that it needs more. Default: the server's limits.",
+    )
+    estimator: Estimator = Field(default="grpo", description="Of the advantages in the answer: grpo, rloo or mean.")
+    threshold: StrictFloat = Field(
+        default=REWARD_THRESHOLD, description="A reward above it is positive for what the server learns."
+    )
+
+
+RewardField = Annotated[
+    Annotated[RewardName, Tag("<name>")] | Annotated[RewardOptions, Tag("<object>")],
+    Discriminator(lambda value: "<object>" if isinstance(value, dict | BaseModel) else "<name>"),
+]
+"""A name alone stands for it with the defaults."""
+
+
+def options_of(reward: str | RewardOptions) -> RewardOptions:
+    return RewardOptions(name=reward) if isinstance(reward, str) else reward

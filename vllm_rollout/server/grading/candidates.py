@@ -1,0 +1,47 @@
+"""The candidates of one group whose grades decide how many there are. Invariant: an index is launched once."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Collection, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from itertools import count
+
+from vllm_rollout.server.engine import Beginnings, Engine, GroupOrder, Happening
+from vllm_rollout.server.launch import Places
+
+
+class LaunchedCandidates:
+    """Launches more of them, and stops some."""
+
+    def __init__(self, engine: Engine, order: GroupOrder, places: Places, waves: set[str]) -> None:
+        """`order`: of those that the group begins with. `waves`: where the engine's names of later ones are kept."""
+        self._engine = engine
+        self._order = order
+        self._places = places
+        self._waves = waves
+        self._numbers = count(1)
+        self._wave_of: dict[int, str] = {}
+        """By index: the engine's name of those that came later."""
+
+    async def more(self, indices: Sequence[int]) -> AsyncGenerator[Happening, None]:
+        """New candidates of the same prompt, which are a group of their own to the engine: none waits for another."""
+        await self._places.take_more(len(indices))
+        name = f"{self._order.group_id}+{next(self._numbers)}"
+        self._waves.add(name)
+        self._wave_of.update(dict.fromkeys(indices, name))
+        plan = replace(self._order.plan, group_size=len(indices), redundancy=0, early_stop=False, patience=None)
+        beginnings = Beginnings(dict.fromkeys(indices, ()), max(indices) + 1)
+        order = replace(self._order, group_id=name, plan=plan, place=None, beginnings=beginnings)
+        async with aclosing(self._engine.run_group(order)) as happenings:
+            async for happening in happenings:
+                yield happening
+        self._waves.discard(name)
+
+    async def stop(self, indices: Collection[int]) -> None:
+        """Those that run end as `surplus`."""
+        by_wave: dict[str, list[int]] = defaultdict(list)
+        for index in indices:
+            by_wave[self._wave_of.get(index, self._order.group_id)].append(index)
+        await self._engine.give_up(by_wave)

@@ -1,0 +1,141 @@
+"""Grades trajectories of rollouts, through whatever grades here.
+
+Invariant: a trajectory whose rollout asked for a reward gets a `Grade`; none harms another, and none the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any, Protocol
+
+from vllm_rollout.group.checks import shown
+from vllm_rollout.group.plans.fields import Until
+from vllm_rollout.group.rewards.time_limits import TimeLimits
+from vllm_rollout.rewards.kept_limits import KeptLimits
+from vllm_rollout.rewards.slots import Urgency
+from vllm_rollout.rewards.values import Grade, Message, Trajectory, failed
+from vllm_rollout.server.engine import RequestError
+from vllm_rollout.server.grading.body import RewardOptions
+from vllm_rollout.server.metrics import Metrics
+
+MAX_PROMISED = 16_384
+"""Trajectories of all rollouts on their way that one reward may have to grade, beyond those of one rollout."""
+RETRY_AFTER_S = 5
+
+
+class Graders(Protocol):
+    """What grades here, by name (`vllm_rollout.rewards.Grader`)."""
+
+    limits: TimeLimits
+
+    @property
+    def names(self) -> Sequence[str]: ...
+
+    async def grade(
+        self, name: str, trajectory: Trajectory, *, timeout_s: float | None = None, urgency: Urgency
+    ) -> Grade: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What a prompt hands to the reward function."""
+
+    prompt: str | list[Message]
+    data: Any
+
+
+LEFT = failed("nobody waits for it any more")
+
+
+@dataclass(slots=True)
+class Grading:
+    """How the trajectories of one rollout are graded."""
+
+    options: RewardOptions
+    questions: Sequence[Question]
+    """By position of the prompt."""
+    num_trajectories: int
+    """That are wanted of the rollout."""
+    service: GradingService
+    until: Until = "complete"
+    max_candidates: int | None = None
+    waves: set[str] = field(default_factory=set)
+    """The engine's names of what runs beside its groups, because of grades."""
+    is_left: bool = False
+    """Nobody waits for its grades any more."""
+    _tasks: set[asyncio.Task[Grade]] = field(default_factory=set)
+
+    def promise(self) -> None:
+        self.service.promise(self.options.name, self.num_trajectories)
+
+    def leave(self) -> None:
+        """Its rollout is over, or its client has left."""
+        self.service.promise(self.options.name, -self.num_trajectories)
+        self.is_left = True
+        for task in self._tasks:
+            task.cancel()
+
+    def start(self, position: int, text: str, urgency: Urgency) -> asyncio.Task[Grade]:
+        """Grade an answer to the prompt at that position. It may be cancelled."""
+        question = self.questions[position]
+        trajectory = Trajectory(question.prompt, text, question.data)
+        task = asyncio.create_task(self.service.grade(self.options, trajectory, urgency))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+class GradingService:
+    """What rollouts ask of the graders of this process."""
+
+    def __init__(self, graders: Graders | None, metrics: Metrics, kept: KeptLimits | None = None) -> None:
+        """`graders`: None where nothing grades. `kept`: the file of their time limits."""
+        self._kept = kept
+        self._graders = graders
+        self._metrics = metrics
+        self._promised: Counter[str] = Counter()
+        """By reward: trajectories that rollouts on their way want, graded or not."""
+
+    def refresh_gauges(self) -> None:
+        if self._graders is not None and (longest_s := self._graders.limits.summary().largest_s) is not None:
+            self._metrics.limits_learned(longest_s)
+
+    def check(self, options: RewardOptions, num_trajectories: int) -> None:
+        """Raises: RequestError (422) for a name that there is not, (429) while too many others are to be graded."""
+        names = [] if self._graders is None else list(self._graders.names)
+        if options.name not in names:
+            raise RequestError(
+                f"reward: must be one of {', '.join(names) or 'none, since nothing grades here'}, got "
+                f"{shown(options.name)}. Start the server with --rollout-reward NAME=package.module:function.",
+                param="reward",
+            )
+
+        promised = self._promised[options.name]
+        if promised and promised + num_trajectories > MAX_PROMISED:
+            raise RequestError(
+                f"reward: {options.name} has {promised} trajectories to grade already, and may have {MAX_PROMISED}. "
+                "Wait until other rollouts are over, or give it more processes (--rollout-reward-processes).",
+                status=HTTPStatus.TOO_MANY_REQUESTS,
+                param="reward",
+                retry_after_s=RETRY_AFTER_S,
+            )
+
+    def promise(self, name: str, num_trajectories: int) -> None:
+        """A rollout begins that wants so many graded; less than none: it is over."""
+        self._promised[name] += num_trajectories
+        self._metrics.rewards_promised(name, self._promised[name])
+
+    async def grade(self, options: RewardOptions, trajectory: Trajectory, urgency: Urgency) -> Grade:
+        assert self._graders is not None  # `check` found it
+        try:
+            grade = await self._graders.grade(options.name, trajectory, timeout_s=options.timeout_s, urgency=urgency)
+        except Exception as error:  # whatever a grader does is its own trajectory's error
+            grade = failed(f"grading failed: {type(error).__name__}: {error}")
+        self._metrics.graded(options.name, grade.status, grade.seconds)
+        if self._kept is not None and grade.status == "ok":
+            self._kept.changed()
+        return grade
