@@ -106,8 +106,8 @@ class Bubblewrap:
             *("--ro-bind", str(folder), "/program", "--remount-ro", "/", "--chdir", "/tmp"),
             *("--seccomp", str(filter_file)),
             *("--setenv", "PATH", "/usr/bin:/bin", "--setenv", "HOME", "/tmp", "--setenv", "LANG", "C.UTF-8"),
-            *("/usr/bin/prlimit", f"--nproc={bounds.max_processes}", f"--as={bounds.memory_bytes}", "--core=0"),
-            f"--nofile={MAX_FILES}",
+            *("/usr/bin/prlimit", f"--nproc={bounds.max_processes}", f"--as={bounds.memory_bytes}"),
+            *(f"--nofile={MAX_FILES}", "--core=0"),
             *(("/usr/bin/setpriv", "--reuid", user, "--regid", user, *NO_PRIVILEGES) if os.getuid() == 0 else ()),
             *("/usr/bin/python3" if is_usr else "/python/bin/python3", "-I"),
         ]
