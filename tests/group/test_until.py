@@ -1,5 +1,6 @@
 """Groups that end when they teach: what runs, what comes back, what it weighs."""
 
+import json
 import math
 import random
 import re
@@ -11,6 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.common import ROOT
+from benchmarks.rewards import variance, variance_weights
 from benchmarks.rewards.variance_rounds import WAYS, Round
 from benchmarks.rewards.variance_weights import (
     MOST_TOKENS,
@@ -23,8 +26,8 @@ from benchmarks.rewards.variance_weights import (
 from vllm_rollout.group.rewards.estimates import ESTIMATORS, advantages
 from vllm_rollout.group.rewards.until import (
     UNIFORM,
-    Decision,
     CandidateReward,
+    Decision,
     Prior,
     UntilTerms,
     chance_of_same,
@@ -256,3 +259,20 @@ def test_every_way_of_a_round_ends_and_asks_for_no_more_than_it_may(way):
     assert run["candidates"] <= WAYS[way].max_candidates * run["prompts"]
     assert run["tokens"] > 0
     assert run["prompts"] >= 1
+
+
+@pytest.mark.parametrize("reward", list(REWARDS)[:2])
+def test_with_0_and_1_the_direction_is_that_of_plain_groups_unless_who_is_graded_first_counts_first(
+    reward, monkeypatch
+):
+    monkeypatch.setattr(variance_weights, "GROUPS", 2000)
+    by_launch, by_grading = (direction(reward, pick, 4, 16, "grpo", seed=0) for pick in ("index", "grading"))
+    assert by_launch["off"] < 4 * by_launch["noise"]
+    assert by_grading["off"] > 0.3
+
+
+def test_the_published_result_is_shown(tmp_path):
+    record = json.loads((ROOT / "benchmarks/results/variance.json").read_text())
+    assert "### Seconds per group that teaches" in variance.tables(record)
+    variance.draw(record, tmp_path / "variance.png")
+    assert (tmp_path / "variance.png").read_bytes().startswith(b"\x89PNG")
