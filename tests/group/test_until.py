@@ -18,6 +18,8 @@ from benchmarks.rewards.variance_rounds import WAYS, Round
 from benchmarks.rewards.variance_weights import (
     MOST_TOKENS,
     NUM_TOKENS,
+    REWARDS,
+    direction,
     ends,
     policy_of,
     signal,
@@ -262,9 +264,7 @@ def test_every_way_of_a_round_ends_and_asks_for_no_more_than_it_may(way):
 
 
 @pytest.mark.parametrize("reward", list(REWARDS)[:2])
-def test_with_0_and_1_the_direction_is_that_of_plain_groups_unless_who_is_graded_first_counts_first(
-    reward, monkeypatch
-):
+def test_with_0_and_1_only_counting_in_the_order_of_grading_changes_the_direction(reward, monkeypatch):
     monkeypatch.setattr(variance_weights, "GROUPS", 2000)
     by_launch, by_grading = (direction(reward, pick, 4, 16, "grpo", seed=0) for pick in ("index", "grading"))
     assert by_launch["off"] < 4 * by_launch["noise"]
