@@ -250,7 +250,7 @@ class RolloutService:
         await self._account(rollout, group, result, reason, self._clock() - started)
         yield group.last_event(result, reason, None if graded is None else graded.decision)
         if graded is not None and reason is None:
-            await rollout.course.graded(position, {index: group.grades[index].reward for index in result.selected})
+            await rollout.course.graded(position, group.rewards_of(result.selected))
 
     async def _learn(self, rollout: Rollout, group: StartedGroup) -> None:
         """From the rewards that came while the group was on its way."""
