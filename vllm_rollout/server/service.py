@@ -95,7 +95,10 @@ class RolloutService:
     def progress(self) -> Progress:
         """The progress of all rollouts on their way, together."""
         rollouts = self._active.values()
-        return Progress(sum(each.num_responses for each in rollouts), sum(each.outcome.num_ended for each in rollouts))
+        return Progress(
+            sum(each.num_responses for each in rollouts),
+            sum(min(each.outcome.num_ended, each.num_responses) for each in rollouts),
+        )
 
     async def answer(self, rollout: Rollout) -> list[bytes]:
         """Run to the end; a RolloutAnswer as JSON, in parts."""
