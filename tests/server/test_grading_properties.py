@@ -27,12 +27,17 @@ class ChanceGraders:
 
     def __init__(self, chance: random.Random, success: float, trouble: float) -> None:
         self._chance, self._success, self._trouble = chance, success, trouble
+        self.running: list[Trajectory] = []
 
     async def grade(
         self, name: str, trajectory: Trajectory, *, timeout_s: float | None = None, urgency: Urgency
     ) -> Grade:
-        for _ in range(self._chance.randrange(20)):
-            await asyncio.sleep(0)
+        self.running.append(trajectory)
+        try:
+            for _ in range(self._chance.randrange(20)):
+                await asyncio.sleep(0)
+        finally:
+            self.running.remove(trajectory)
         if self._chance.random() < self._trouble:
             status = self._chance.choice(["void", "error", "timeout"])
             return Grade(status, 0.0 if status == "timeout" else None, status)
@@ -41,7 +46,8 @@ class ChanceGraders:
 
 async def rolled(seed: int, success: float, trouble: float, losses: dict[str, int], body: dict[str, Any]) -> None:
     engine = FakeEngine(losses=dict(losses), failures={3: 2})
-    app = make_app(engine, graders=ChanceGraders(random.Random(seed), success, trouble))
+    graders = ChanceGraders(random.Random(seed), success, trouble)
+    app = make_app(engine, graders=graders)
     async with http_of(app) as http:
         if body.pop("stream"):
             events = await events_of(http, "/v1/rollouts", **body)
@@ -57,6 +63,7 @@ async def rolled(seed: int, success: float, trouble: float, losses: dict[str, in
             for group in answer.groups:
                 check(group, body)
     assert engine.num_running == 0
+    assert graders.running == []
     assert usage["generated_tokens"] == usage["returned_tokens"] + usage["wasted_tokens"]
 
 

@@ -9,7 +9,6 @@ import time
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing, suppress
 from functools import partial
-from typing import Any
 
 from vllm_rollout.group.plans.prompt_key import digest_of, seed_for
 from vllm_rollout.group.ranks.scaling import Progress
@@ -243,8 +242,10 @@ class RolloutService:
         group = StartedGroup(rollout, position, places, self._metrics)
         race = attempts(self._attempt(rollout, position), rollout.on_engine_failure, group.take_places_again)
         graded = self._graded_group(rollout, group, places)
-        async with aclosing(_taken(race, group) if graded is None else graded.happenings(race)) as happenings:
+        async with aclosing(race if graded is None else graded.happenings(race)) as happenings:
             async for happening in happenings:
+                if graded is None:
+                    group.take(happening)
                 for event in group.events_of(happening):
                     yield event
         result, reason = await group.over(group.concluded() if graded is None else graded.result())
@@ -328,11 +329,3 @@ class RolloutService:
             rollout.outcome.tellings.append(telling)
         if self._recorder is not None:
             rollout.outcome.records[group.position] = recorded(group.prompt, plan.key, ends)
-
-
-async def _taken(race: AsyncGenerator[Any, None], group: StartedGroup) -> AsyncGenerator[Any, None]:
-    """What happens to a group that nobody grades, kept by it before it is told."""
-    async with aclosing(race) as happenings:
-        async for happening in happenings:
-            group.take(happening)
-            yield happening

@@ -69,6 +69,7 @@ class GradedGroup(ABC):
                     yield happening
         finally:
             await self._all.close()
+            self._drop(self._tasks)
 
     @abstractmethod
     def result(self) -> GroupResult:
@@ -103,26 +104,26 @@ class GradedGroup(ABC):
 
     def _grade(self, indices: Collection[int]) -> None:
         """Those that have no grade and are not being graded."""
+        if self._grading.is_left:
+            return
         for index in indices:
             task = self._tasks.get(index)
             if index not in self._group.grades and (task is None or task.cancelled() or task.cancelling()):
-                self._all.add(self._graded(self._group.ends[index]))
+                end = self._group.ends[index]
+                task = self._grading.start(self._group.position, end.text or "", self._urgency)
+                self._tasks[index] = task
+                self._all.add(_graded(end, task))
 
     def _drop(self, indices: Collection[int]) -> None:
         for index in indices:
             if index in self._tasks:
                 self._tasks[index].cancel()
 
-    async def _graded(self, end: CandidateEnd) -> AsyncGenerator[Graded, None]:
-        if self._grading.is_left:
-            return
-        task = self._tasks[end.ending.index] = self._grading.start(self._group.position, end.text or "", self._urgency)
-        try:
-            await asyncio.wait([task])
-            if not task.cancelled():
-                yield Graded(end, task.result())
-        finally:
-            task.cancel()
+
+async def _graded(end: CandidateEnd, task: asyncio.Task[Grade]) -> AsyncGenerator[Graded, None]:
+    await asyncio.wait([task])
+    if not task.cancelled():
+        yield Graded(end, task.result())
 
 
 class WholeGroup(GradedGroup):
