@@ -1,10 +1,10 @@
 """Rollout and rewards of a round at RollPacker's shape (4.3, 6.5): `python -m benchmarks.rewards.rounds`.
 
-Real servers on an emulated device, real programs in the sandbox of `code`, killed for real. 32 prompts x 8 answers of
+Real servers on an emulated device, real programs in the sandbox of `code`, killed for real. 16 prompts x 8 answers of
 the paper's 7B/8k, one test each: 5 % of runs hang until they are killed, the others are log-normal around 1 s, half of
 them pass. Lengths and step costs are those of `benchmarks/rollpacker.py`, where one token here stands for
 TOKENS of the model's, so that the host has time; and all seconds, of the device, of programs and of their limits, are
-those of the paper times --scale. Programs mostly sleep: as many cores as it takes are assumed, this machine has few.
+those of the paper times --scale. Programs mostly sleep, since this machine has few cores; 16 are graded at once.
 
 Each round is measured in three ways, in turns, with the same answers and the same fates of their programs:
 
@@ -12,8 +12,8 @@ Each round is measured in three ways, in turns, with the same answers and the sa
   async     the server grades each as it ends (`"reward": "code"`); a run may take 30 s
   learned   the same, with limits that learn: 1.5 x the longest right run of the test case, 2 to 30 s
 
-in two kinds of rounds: one waits for all answers, one takes the first 8 of 10 (a short round's rollout). Each repeat is an
-epoch over the same prompts with new answers. Epoch 0, in which limits learn and processes start, does not count.
+in two kinds of rounds: one waits for all answers, one takes the first 8 of 10 (a short round's rollout). Each repeat
+is an epoch over the same prompts with new answers. Epoch 0, in which limits learn and processes start, does not count.
 
 Invariant: what is called right, wrong or hanging was drawn before anything was graded.
 """
@@ -75,7 +75,7 @@ class Workload:
 
     @property
     def device(self) -> dict[str, Any]:
-        """For `--emulate`: one engine with the model's cost for `TOKENS` steps, each with `TOKENS` times the context."""
+        """For `--emulate`: one engine, whose step costs what `TOKENS` of the model do, and its context too."""
         cost = MODELS[MODEL].cost
         empty_s, one_token_s = cost.ptl(1, 0), cost.ptl(1, 1)
         step_ms, tail = 1e3 * TOKENS * self.scale, TAILS[MODEL].described()
@@ -141,10 +141,10 @@ class Round(NamedTuple):
 def main() -> None:
     parser = arguments_of(__doc__, "rewards", seed=3, repeats=5, plot=True)
     add = parser.add_argument
-    add("--prompts", type=int, default=32, help="of a round (default %(default)s)")
+    add("--prompts", type=int, default=16, help="of a round (default %(default)s)")
     add("--group-size", type=int, default=8, help="default %(default)s")
     add("--processes", type=int, default=16, help="that grade, in each way (default %(default)s)")
-    add("--scale", type=float, default=0.2, help="seconds here for a second of the paper's (default %(default)s)")
+    add("--scale", type=float, default=0.4, help="seconds here for a second of the paper's (default %(default)s)")
     arguments = parser.parse_args()
     exit_on_sigterm()
     its = Workload(arguments.prompts, arguments.group_size, arguments.processes, arguments.scale, arguments.seed)
