@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib.ticker import NullLocator
+
 from benchmarks.common import ROOT, arguments_of, publish, record_of_run
 from benchmarks.rewards.variance_rounds import (
     GRADING_MEDIAN_S,
@@ -117,6 +119,7 @@ def draw(record: Mapping[str, Any], path: Path) -> None:
             title = f"{ylabel.capitalize()} per group that teaches"
             lines(axes, RATES, values, colors=colors, title=title, xlabel="success rate", ylabel=ylabel)
             axes.set_yscale("log")
+            _scale_rates(axes, RATES[::2])
         panels[0].legend(frameon=False)
         _draw_weights(panels[2], record["weights"])
 
@@ -135,8 +138,16 @@ def _draw_weights(axes: Any, rows: Sequence[Row]) -> None:
     colors = {name: color for name, (_, _, color) in shown.items()}
     title = f"Weight of a prompt in GRPO's gradient, G = {GROUP_SIZE}"
     lines(axes, WEIGHT_RATES, values, colors=colors, title=title, xlabel="success rate", ylabel="times plain GRPO's")
+    _scale_rates(axes, WEIGHT_RATES)
     axes.axhline(1, color=INK, lw=1, ls=":", zorder=0)
     axes.legend(frameon=False)
+
+
+def _scale_rates(axes: Any, ticks: Sequence[float]) -> None:
+    """Rare successes and rare failures get room."""
+    axes.set_xscale("logit")
+    axes.set_xticks(ticks, [percent(rate) for rate in ticks])
+    axes.xaxis.set_minor_locator(NullLocator())
 
 
 def main() -> None:

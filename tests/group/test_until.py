@@ -1,5 +1,6 @@
 """Groups that end when they teach: what runs, what comes back, what it weighs."""
 
+import json
 import math
 import random
 import re
@@ -11,10 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.common import ROOT
+from benchmarks.rewards import variance, variance_weights
 from benchmarks.rewards.variance_rounds import WAYS, Round
 from benchmarks.rewards.variance_weights import (
     MOST_TOKENS,
     NUM_TOKENS,
+    REWARDS,
+    direction,
     ends,
     policy_of,
     signal,
@@ -256,3 +261,18 @@ def test_every_way_of_a_round_ends_and_asks_for_no_more_than_it_may(way):
     assert run["candidates"] <= WAYS[way].max_candidates * run["prompts"]
     assert run["tokens"] > 0
     assert run["prompts"] >= 1
+
+
+@pytest.mark.parametrize("reward", list(REWARDS)[:2])
+def test_with_0_and_1_only_counting_in_the_order_of_grading_changes_the_direction(reward, monkeypatch):
+    monkeypatch.setattr(variance_weights, "GROUPS", 2000)
+    by_launch, by_grading = (direction(reward, pick, 4, 16, "grpo", seed=0) for pick in ("index", "grading"))
+    assert by_launch["off"] < 4 * by_launch["noise"]
+    assert by_grading["off"] > 0.3
+
+
+def test_the_published_result_is_shown(tmp_path):
+    record = json.loads((ROOT / "benchmarks/results/variance.json").read_text())
+    assert "### Seconds per group that teaches" in variance.tables(record)
+    variance.draw(record, tmp_path / "variance.png")
+    assert (tmp_path / "variance.png").read_bytes().startswith(b"\x89PNG")

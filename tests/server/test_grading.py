@@ -285,7 +285,7 @@ async def test_until_variance_goes_on_until_rewards_differ(http, engine, graders
     assert group.status == "complete"
     assert group.rewards.teaches
     assert [t.index for t in group.trajectories] == [0, 1, 3, 7]
-    assert (group.rewards.success, group.rewards.num_graded) == (1.0, 7)
+    assert (group.rewards.success, group.rewards.num_graded, group.rewards.weight) == (1.0, 7, 4 / 7)
     assert engine.num_running == 0
 
 

@@ -37,6 +37,11 @@ NUM_REQUESTS = 64
 """To one reward server, or judge, at once."""
 
 
+def default_num_processes() -> int:
+    """As many as there are cores, four at least: waiting for a core costs no reward."""
+    return max(4, os.cpu_count() or 1)
+
+
 class RewardLoad(NamedTuple):
     """Trajectories at one reward."""
 
@@ -73,7 +78,7 @@ class Grader:
         self.limits = TimeLimits(limits)
         self._sources = {name: _source(name, reward) for name, reward in rewards.items()}
         self._processes = GradingProcesses(bounds or ProcessBounds())
-        self._slots = Slots(num_processes or max(1, (os.cpu_count() or 2) // 2), max_waiting)
+        self._slots = Slots(num_processes or default_num_processes(), max_waiting)
         self._max_waiting = max_waiting
         self._rewards: dict[str, _Reward] = {}
         self._held = AsyncExitStack()
@@ -142,7 +147,7 @@ class Grader:
         reward = self._rewards[name]
         reward.num_asked += 1
         try:
-            async with reward.slots.one(urgency if isinstance(urgency, Urgency) else Urgency(urgency)):
+            async with reward.slots.one(name, urgency if isinstance(urgency, Urgency) else Urgency(urgency)):
                 reward.num_running += 1
                 try:
                     return await self._graded(reward, trajectory, timeout_s or self.limits.terms.longest_s)

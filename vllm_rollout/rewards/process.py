@@ -65,7 +65,10 @@ def _outlive(worker: int) -> NoReturn:
 
 def _work(connection: socket.socket, memory_bytes: int) -> None:
     worker = os.getpid()
-    home = tempfile.tempdir = os.getcwd()
+    try:
+        home = tempfile.tempdir = os.getcwd()
+    except FileNotFoundError:  # whoever had wanted it has left meanwhile
+        return
     nowhere = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):
         os.dup2(nowhere, standard)

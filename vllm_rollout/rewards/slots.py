@@ -1,9 +1,12 @@
-"""A bounded number of things at once; who waits is served by urgency, then in order of arrival."""
+"""A bounded number of things at once, shared by rewards: whoever waits for the reward that has the fewest of them comes
+first, then by urgency, then in order of arrival. So a reward that hangs leaves places to the others.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import heapq
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from itertools import count
@@ -35,22 +38,25 @@ class Slots:
         self._max_waiting = max_waiting
         self._arrivals = count()
         self._num_waiting = 0
-        self._turns: list[tuple[float, int, asyncio.Future[None]]] = []
-        """By urgency; whoever has left is still in it, whoever was hastened is in it twice."""
+        self._num_taken: Counter[str] = Counter()
+        """By reward."""
+        self._lines: dict[str, list[tuple[float, int, asyncio.Future[None]]]] = {}
+        """By reward, each by urgency; whoever has left is still in it, whoever was hastened is in it twice."""
 
     @asynccontextmanager
-    async def one(self, urgency: Urgency) -> AsyncIterator[None]:
-        """The highest urgency first. Raises: GraderBusy."""
+    async def one(self, reward: str, urgency: Urgency) -> AsyncIterator[None]:
+        """Raises: GraderBusy."""
         if self._num_free:
             self._num_free -= 1
+            self._num_taken[reward] += 1
         else:
-            await self._turn(urgency)
+            await self._turn(reward, urgency)
         try:
             yield
         finally:
-            self._pass_on()
+            self._pass_on(reward)
 
-    async def _turn(self, urgency: Urgency) -> None:
+    async def _turn(self, reward: str, urgency: Urgency) -> None:
         if self._num_waiting >= self._max_waiting:
             raise GraderBusy(
                 f"{self._max_waiting} trajectories wait for this grader already. Wait, give it more processes, or make "
@@ -60,7 +66,7 @@ class Slots:
         arrival = next(self._arrivals)
 
         def get_in_line() -> None:
-            heapq.heappush(self._turns, (-urgency.level, arrival, turn))
+            heapq.heappush(self._lines.setdefault(reward, []), (-urgency.level, arrival, turn))
 
         get_in_line()
         urgency.waiting.add(get_in_line)
@@ -71,16 +77,21 @@ class Slots:
             if turn.cancelled():
                 self._num_waiting -= 1
             else:  # its turn had come
-                self._pass_on()
+                self._pass_on(reward)
             raise
         finally:
             urgency.waiting.discard(get_in_line)
 
-    def _pass_on(self) -> None:
-        while self._turns:
-            *_, turn = heapq.heappop(self._turns)
-            if not turn.done():
-                turn.set_result(None)
-                self._num_waiting -= 1
-                return
-        self._num_free += 1
+    def _pass_on(self, reward: str) -> None:
+        self._num_taken[reward] -= 1
+        for line in self._lines.values():
+            while line and line[0][2].done():
+                heapq.heappop(line)
+        waiting = [name for name, line in self._lines.items() if line]
+        if not waiting:
+            self._num_free += 1
+            return
+        name = min(waiting, key=lambda name: (self._num_taken[name], self._lines[name][0][:2]))
+        heapq.heappop(self._lines[name])[2].set_result(None)
+        self._num_taken[name] += 1
+        self._num_waiting -= 1

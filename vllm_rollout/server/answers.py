@@ -155,6 +155,8 @@ class GroupRewards(BaseModel):
     """With `until` "variance": rewards that the group's end rests on, also those of trajectories that are not here."""
     success: float | None = None
     """With it: mean of the first `group_size` rewards by index. That of the trajectories here is biased by the rule."""
+    weight: float | None = None
+    """With it: what the group counts where each graded answer shall count the same, group_size / num_graded."""
 
 
 class GroupSummary(BaseModel):

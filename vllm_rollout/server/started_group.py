@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from vllm_rollout.group.racing.selection import conclude, deferred, lengths_of
 from vllm_rollout.group.rewards.estimates import advantages, summarize
-from vllm_rollout.group.rewards.until import Decision
+from vllm_rollout.group.rewards.until import Decision, group_weight
 from vllm_rollout.group.rounds.round_progress import DeferReason
 from vllm_rollout.group.types import Ending, GroupResult
 from vllm_rollout.rewards.values import Grade
@@ -154,6 +154,7 @@ class StartedGroup:
             advantages=advantages(rewards, grading.options.estimator),
             num_graded=None if decision is None else decision.num_graded,
             success=None if decision is None else decision.success,
+            weight=decision and group_weight(self.plan.group.group_size, max(1, decision.num_graded)),
         )
 
     def _take_end(self, end: CandidateEnd) -> None:

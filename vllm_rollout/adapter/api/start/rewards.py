@@ -39,8 +39,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--rollout-reward-processes",
         metavar="N",
         type=_count,
-        help="How many trajectories are graded at once, each in a process of its own. Default: half of the cores, "
-        "shared out among the API processes.",
+        help="How many trajectories are graded at once, each in a process of its own. Default: as many as cores, "
+        "four at least, shared out among the API processes.",
     )
     group.add_argument(
         "--rollout-reward-limits",

@@ -5,7 +5,6 @@ Invariant: a server and a trainer's own process have the same ones.
 
 from __future__ import annotations
 
-import os
 from argparse import Namespace
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from vllm_rollout.adapter.api.engine.parallelism import parallelism_of
 from vllm_rollout.adapter.api.engine.state_file import StateFile
 from vllm_rollout.adapter.api.start.rewards import begin_grading
 from vllm_rollout.adapter.options import ServeOptions
+from vllm_rollout.rewards.grader import default_num_processes
 from vllm_rollout.rewards.kept_limits import KeptLimits
 from vllm_rollout.server.recorder import TraceRecorder
 from vllm_rollout.server.runs.service import RunService
@@ -47,7 +47,7 @@ async def build_services(client: RolloutAsyncLLM, state: State, settings: Namesp
     engine.moves.follow_holds()
     grader = await begin_grading(
         dict(settings.rollout_reward),
-        settings.rollout_reward_processes or max(1, (os.cpu_count() or 2) // 2 // client.num_api_processes),
+        settings.rollout_reward_processes or max(1, default_num_processes() // client.num_api_processes),
         settings.rollout_reward_limits,
     )
     kept_limits = None
