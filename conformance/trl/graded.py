@@ -50,13 +50,7 @@ def reward_functions_grade_as_they_are(kit: Kit) -> dict[str, Any]:
         *[
             case(f"trl.rewards:{name}", text, **columns)
             for name in ("accuracy_reward", "reasoning_accuracy_reward")
-            for text in (
-                "\\boxed{\\frac{1}{3}}",
-                "\\boxed{0.5}",
-                "<think>\\boxed{2}</think>\\boxed{\\frac13}",
-                "what?",
-                "",
-            )
+            for text in answers
             for columns in (thirds, {"solution": "there is none"}, {**thirds, "level": 3}, {})
         ],
         case("trl.rewards:accuracy_reward", "\\boxed{3}", TEXT, solution="3"),
@@ -73,9 +67,9 @@ def reward_functions_grade_as_they_are(kit: Kit) -> dict[str, Any]:
         ],
     ]
     return {
-        "detail": f"{assert_same(cases)}. The errors are TRL's: no `solution` came with the prompt, or a prompt is text, "
-        "of which its functions know nothing. Void is a solution that Math-Verify cannot read. Token ids (overlong, "
-        "repetition, cosine) are graded where they come as a column"
+        "detail": f"{assert_same(cases)}. The errors are TRL's: no `solution` came with the prompt, or the prompt is "
+        "text, of which its functions know nothing. Void is a solution that Math-Verify cannot read. Token ids "
+        "(overlong, repetition, cosine) must come as a column"
     }
 
 
@@ -93,15 +87,15 @@ def an_endless_comparison_costs_one_reward(kit: Kit) -> dict[str, Any]:
         async with Grader({"accuracy": "trl.rewards:accuracy_reward"}, num_processes=2) as grader:
             texts = [ENDLESS, *["\\boxed{42}", "\\boxed{41}"] * 20]
             return await asyncio.gather(
-                *[grader.grade("accuracy", Trajectory(CHAT, text, {"solution": "42"}), timeout_s=3) for text in texts]
+                *[grader.grade("accuracy", Trajectory(CHAT, text, {"solution": "42"})) for text in texts]
             )
 
     endless, *others = asyncio.run(grade())
-    assert (endless.status, endless.reward) == ("timeout", 0.0), endless
+    assert endless.reward == 0.0, endless
     assert [(grade.status, grade.reward) for grade in others] == [("ok", 1.0), ("ok", 0.0)] * 20
     return {
-        "detail": f"in a thread of its own `accuracy_reward` still compares after {IN_A_THREAD_S:.0f} s; here it is "
-        f"ended ({endless.reason}) and earns 0, and 40 answers beside it get their rewards"
+        "detail": f"in a thread `accuracy_reward` still compares after {IN_A_THREAD_S:.0f} s. Here it runs in a main "
+        f"thread, its own limit holds ({endless.status}, reward 0), and 40 answers beside it get their rewards"
     }
 
 

@@ -12,6 +12,6 @@ cosine = get_cosine_scaled_reward(max_len=100)
 
 
 def letters(completions: list[Any], wanted: list[str], **columns: Any) -> list[float]:
-    """What any model can earn: the share of the wanted letters among those of its answer."""
-    texts = [completion[0]["content"] for completion in completions]
-    return [sum(text.count(letter) for letter in of) / (len(text) or 1) for text, of in zip(texts, wanted, strict=True)]
+    """What any model can earn: the share of the wanted letters among all letters of its answer."""
+    said = [[sign for sign in completion[0]["content"] if sign.isalpha()] for completion in completions]
+    return [sum(map(all_of.count, of)) / (len(all_of) or 1) for all_of, of in zip(said, wanted, strict=True)]
