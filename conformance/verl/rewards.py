@@ -30,19 +30,16 @@ def case(place: str, text: str, row: dict[str, Any], **arguments: Any) -> Case:
 @check("unmodified")
 def compute_score_grades_as_it_is(kit: Kit) -> dict[str, Any]:
     """`default_compute_score` by data source, asked with rows as verl's data sets have them, and functions it is of."""
+    extra: dict[str, Any] = {"extra_info": {"index": 3}}
     cases = [
         case(
             f"{SCORES}:default_compute_score",
             text,
-            {
-                "data_source": source,
-                "reward_model": {"style": "rule", "ground_truth": truth},
-                "extra_info": {"index": 3},
-            },
+            {"data_source": source, "reward_model": {"style": "rule", "ground_truth": truth}, **extra},
             data_source=source,
             solution_str=text,
             ground_truth=truth,
-            extra_info={"index": 3},
+            **extra,
         )
         for source, (truth, texts) in ANSWERS.items()
         for text in texts
