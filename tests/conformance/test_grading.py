@@ -5,7 +5,7 @@ import pytest
 from conformance.grading import Case, assert_as_called, assert_same
 from vllm_rollout.rewards import Grade, Trajectory
 
-SAYS = {"right": [1.0], "void": [None], "verl's": {"score": -1.0, "acc": False}, "two": [1.0, 1.0]}
+SAYS = {"right": [1.0], "void": [None], "verl's": {"score": -1.0, "acc": False}}
 
 
 def score(completions, **columns):
