@@ -100,14 +100,14 @@ def an_endless_comparison_costs_one_reward(kit: Kit) -> dict[str, Any]:
 
 
 class GradedRollouts:
-    """A `rollout_func` whose groups the server has graded, with the columns of the data set."""
+    """A `rollout_func` whose groups the server has graded with the columns of the data set. For chats, in one process."""
 
     def __init__(self, url: str, reward: str, rows: Sequence[Mapping[str, Any]]) -> None:
         self._client, self._reward = RolloutClient(url), reward
         self._columns = {json.dumps(row["prompt"]): {k: v for k, v in row.items() if k != "prompt"} for row in rows}
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[Any]]:
-        size = trainer.num_generations
+        size = trainer.num_generations if trainer.model.training else trainer.num_generations_eval
         asked = [{"messages": chat, "data": self._columns[json.dumps(chat)]} for chat, _ in runs_of(prompts, size)]
         answer = self._client.rollout(
             asked, size, reward=self._reward, sampling=sampling_of(trainer), return_logprobs=True
