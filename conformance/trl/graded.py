@@ -100,7 +100,7 @@ def an_endless_comparison_costs_one_reward(kit: Kit) -> dict[str, Any]:
 
 
 class GradedRollouts:
-    """A `rollout_func` whose groups the server has graded with the columns of the data set. For chats, in one process."""
+    """A `rollout_func` whose groups the server has graded with the columns of the data set. For chats, one process."""
 
     def __init__(self, url: str, reward: str, rows: Sequence[Mapping[str, Any]]) -> None:
         self._client, self._reward = RolloutClient(url), reward
