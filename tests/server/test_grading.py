@@ -260,6 +260,28 @@ async def test_a_void_candidate_leaves_its_place_to_a_spare_or_to_a_new_one(http
     assert group.rewards.num_rewards == 4
 
 
+async def test_who_was_dropped_is_graded_when_its_place_comes_free(http, engine, graders):
+    engine.lengths = {0: 1, 1: 2, 2: 3, 3: 30}
+    may_end = {0: asyncio.Event(), 1: asyncio.Event(), 2: asyncio.Event(), 3: asyncio.Event()}
+
+    async def grade(name: str, trajectory: Trajectory, **_: Any) -> Grade:
+        index = trajectory.text.count("\u2028") - 1
+        graders.asked.append(index)
+        await may_end[min(index, 3)].wait()
+        return Grade("void", reason="no") if index == 1 else Grade("ok", 1.0)
+
+    graders.grade = grade
+    rollout = asyncio.create_task(group_of(http, group_size=2, redundancy=2, early_stop=False))
+    while len(graders.asked) < 3 or engine.num_running:
+        await asyncio.sleep(0)
+    may_end[1].set()  # who comes next had been dropped
+    while graders.asked.count(2) < 2:
+        await asyncio.sleep(0)
+    for event in may_end.values():
+        event.set()
+    assert [t.index for t in (await rollout).trajectories] == [0, 2]
+
+
 async def test_a_stream_says_that_a_void_trajectory_is_out(http, engine, graders):
     engine.lengths = {index: index + 1 for index in range(64)}
     graders.function = first_ones(None)

@@ -95,7 +95,10 @@ class RolloutService:
     def progress(self) -> Progress:
         """The progress of all rollouts on their way, together."""
         rollouts = self._active.values()
-        return Progress(sum(each.num_responses for each in rollouts), sum(each.outcome.num_ended for each in rollouts))
+        return Progress(
+            sum(each.num_responses for each in rollouts),
+            sum(min(each.outcome.num_ended, each.num_responses) for each in rollouts),
+        )
 
     async def answer(self, rollout: Rollout) -> list[bytes]:
         """Run to the end; a RolloutAnswer as JSON, in parts."""
@@ -250,7 +253,7 @@ class RolloutService:
         await self._account(rollout, group, result, reason, self._clock() - started)
         yield group.last_event(result, reason, None if graded is None else graded.decision)
         if graded is not None and reason is None:
-            await rollout.course.graded(position, {index: group.grades[index].reward for index in result.selected})
+            await rollout.course.graded(position, group.rewards_of(result.selected))
 
     async def _learn(self, rollout: Rollout, group: StartedGroup) -> None:
         """From the rewards that came while the group was on its way."""

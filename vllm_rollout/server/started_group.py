@@ -5,7 +5,7 @@ Invariant: of the attempt that counts, each candidate is told once, and each gra
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from vllm_rollout.group.racing.selection import conclude, deferred, lengths_of
 from vllm_rollout.group.rewards.estimates import advantages, summarize
@@ -146,7 +146,7 @@ class StartedGroup:
         grading = self._rollout.grading
         if grading is None:
             return None
-        rewards = [self.grades[index].reward for index in result.selected]
+        rewards = list(self.rewards_of(result.selected).values())
         return GroupRewards(
             name=grading.options.name,
             **summarize(rewards)._asdict(),
@@ -156,6 +156,11 @@ class StartedGroup:
             success=None if decision is None else decision.success,
             weight=decision and group_weight(self.plan.group.group_size, max(1, decision.num_graded)),
         )
+
+    def rewards_of(self, indices: Iterable[int]) -> dict[int, float | None]:
+        """By index; None where there is none, and where the client left before."""
+        grades = {index: self.grades.get(index) for index in indices}
+        return {index: None if grade is None else grade.reward for index, grade in grades.items()}
 
     def _take_end(self, end: CandidateEnd) -> None:
         if not end.is_replaced:  # by one that takes its place

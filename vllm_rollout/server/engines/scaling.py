@@ -34,7 +34,9 @@ class ScaleDownWatch:
         self._task: asyncio.Task[None] | None = None
 
     def candidate_ended(self) -> None:
-        self._progress = replace(self._progress, num_complete=self._progress.num_complete + 1)
+        """One that was launched later counts too, until as many have ended as it began with."""
+        num_complete = min(self._progress.num_complete + 1, self._progress.num_responses)
+        self._progress = replace(self._progress, num_complete=num_complete)
         if not_now(self._progress) is None:
             self._news.set()
 

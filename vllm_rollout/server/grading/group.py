@@ -26,7 +26,7 @@ from vllm_rollout.server.attempts import Graded, Lost, Restarted, attempts
 from vllm_rollout.server.engine import CandidateEnd, CandidateTokens, Happening
 from vllm_rollout.server.fan_in import FanIn
 from vllm_rollout.server.grading.candidates import LaunchedCandidates
-from vllm_rollout.server.grading.service import LEFT, Grading
+from vllm_rollout.server.grading.service import Grading
 from vllm_rollout.server.started_group import StartedGroup
 
 
@@ -115,15 +115,12 @@ class GradedGroup(ABC):
 
     async def _graded(self, end: CandidateEnd) -> AsyncGenerator[Graded, None]:
         if self._grading.is_left:
-            yield Graded(end, LEFT)
             return
         task = self._tasks[end.ending.index] = self._grading.start(self._group.position, end.text or "", self._urgency)
         try:
             await asyncio.wait([task])
             if not task.cancelled():
                 yield Graded(end, task.result())
-            elif self._grading.is_left:
-                yield Graded(end, LEFT)
         finally:
             task.cancel()
 

@@ -48,9 +48,6 @@ class Question:
     data: Any
 
 
-LEFT = failed("nobody waits for it any more")
-
-
 @dataclass(slots=True)
 class Grading:
     """How the trajectories of one rollout are graded."""
