@@ -12,6 +12,11 @@ import httpx
 from conformance import gain
 from conformance.checks import REAL_MODEL, Kit, Server, Stopped, check, main, metric, refusal
 from conformance.recording import recording
+from conformance.trl.graded import (  # noqa: F401 (checks, by their names here)
+    an_endless_comparison_costs_one_reward,
+    reward_functions_grade_as_they_are,
+    rewards_by_the_server_are_those_of_the_trainer,
+)
 from conformance.trl.training import FLAGS, by_variety, train
 
 ALL_FLAGS = (*FLAGS, "--weight-transfer-config", '{"backend": "nccl"}', "--enable-scale-out")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -82,7 +82,10 @@ def train(
     before: Callable[[Any], None] = lambda trainer: None,
     **config: Any,
 ) -> Run:
-    """`GRPOTrainer` in server mode for so many steps. `before` gets the trainer before it begins."""
+    """`GRPOTrainer` in server mode for so many steps.
+
+    `prompts`: or rows of a data set with their columns. `before` gets the trainer before it begins.
+    """
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -128,7 +131,7 @@ def train(
             model=AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32),
             reward_funcs=[seen],
             args=GRPOConfig(**settings),
-            train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in prompts]),
+            train_dataset=Dataset.from_list([p if isinstance(p, Mapping) else {"prompt": p} for p in prompts]),
             processing_class=tokenizer,
             callbacks=[Clock(), *callbacks],
             rollout_func=rollout_func,

@@ -35,6 +35,34 @@ def test_verls_functions_get_what_the_data_set_says():
     assert (said.status, said.reward, said.parts) == ("ok", 1, {"acc": 1, "n": 3})
 
 
+def of_ids(completion_ids, **columns):
+    return [float(len(ids)) for ids in completion_ids]
+
+
+def test_trls_functions_of_token_ids_need_them_as_a_column():
+    assert grade_by(of_ids, data={"completion_ids": [1, 2, 3]}).reward == 3
+    without = grade_by(of_ids, text="abc")
+    assert (without.status, "'completion_ids'" in without.reason) == ("error", True)
+
+
+def first_is_the_text(model_output, ground_truth, timeout=30.0):
+    return float(model_output == ground_truth)
+
+
+@pytest.mark.parametrize(
+    "data", ["42", {"ground_truth": "42"}, {"answer": "42"}, {"reward_model": {"style": "rule", "ground_truth": "42"}}]
+)
+def test_a_function_of_verls_modules_gets_the_text_first_and_the_truth_of_a_row(data):
+    assert grade_by(first_is_the_text, data=data).reward == 1
+    assert grade_by(first_is_the_text, text="41", data=data).reward == 0
+
+
+@pytest.mark.parametrize("data", [None, {}, {"data_source": "mine"}, {"reward_model": {}}, {"reward_model": None}])
+def test_a_prompt_without_ground_truth_is_an_error_and_not_a_wrong_answer(data):
+    said = grade_by(first_is_the_text, data=data)
+    assert (said.status, 'needs "data": {"ground_truth"' in said.reason) == ("error", True)
+
+
 async def waits(text):
     return float(text)
 

@@ -16,7 +16,8 @@ from vllm_rollout.group.checks import shown
 from vllm_rollout.rewards.values import Grade, Trajectory, failed
 
 RewardFunction = Callable[..., Any]
-VERL_PARAMETERS = {"solution_str", "ground_truth"}
+TRL_PARAMETERS = {"prompts", "completions", "completion_ids"}
+VERL_COLUMNS = {"data_source", "ground_truth", "extra_info"}
 TOTALS = ("score", "reward")
 """Under either name verl's functions, and others', return the reward itself beside further numbers."""
 
@@ -40,15 +41,17 @@ def load(where: str) -> RewardFunction:
 def caller(function: RewardFunction) -> Callable[[Trajectory], Any]:
     """How that function is asked about one trajectory. Raises: ValueError for a signature nobody can call.
 
-    - with `completions`: TRL's `f(prompts, completions, **columns)`, asked about a batch of one
-    - with `solution_str` and `ground_truth`: verl's `compute_score`, with `data_source` and `extra_info` where it asks
+    - with `prompts`, `completions` or `completion_ids`: TRL's `f(prompts, completions, **columns)`, asked about a batch
+      of one; token ids are a column as any other
+    - with `ground_truth`: verl's `compute_score`, with `data_source` and `extra_info` where it asks; the text is
+      `solution_str`, or the first of its other parameters
     - else: `f(text, data)`, or `f(text)`
     """
     parameters = inspect.signature(function).parameters
-    if "completions" in parameters:
+    if parameters.keys() & TRL_PARAMETERS:
         return lambda trajectory: _first(function(**_trl_arguments(trajectory, parameters)))
-    if set(parameters) >= VERL_PARAMETERS:
-        return lambda trajectory: function(**_verl_arguments(trajectory, parameters))
+    if "ground_truth" in parameters and (text := _verl_text(parameters)):
+        return lambda trajectory: function(**_verl_arguments(trajectory, parameters, text))
     positional = [p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     many = any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
     if len(positional) >= 2 or many:
@@ -109,15 +112,25 @@ def _trl_arguments(trajectory: Trajectory, parameters: Mapping[str, inspect.Para
     return {name: value for name, value in arguments.items() if takes_all or name in parameters}
 
 
-def _verl_arguments(trajectory: Trajectory, parameters: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
+def _verl_text(parameters: Mapping[str, inspect.Parameter]) -> str | None:
+    if "solution_str" in parameters:
+        return "solution_str"
+    return next((name for name in parameters if name not in VERL_COLUMNS), None)
+
+
+def _verl_arguments(trajectory: Trajectory, parameters: Mapping[str, inspect.Parameter], text: str) -> dict[str, Any]:
+    """Raises: ValueError where no ground truth came: many a `compute_score` finds that no answer equals None."""
     data = trajectory.data if isinstance(trajectory.data, Mapping) else {"ground_truth": trajectory.data}
+    row = data.get("reward_model", data)  # where verl's data sets have it
+    truths = [row[name] for name in ("ground_truth", "answer") if isinstance(row, Mapping) and name in row]
+    if not truths or trajectory.data is None:
+        raise ValueError(f'the prompt needs "data": {{"ground_truth": "…"}}, got {shown(trajectory.data)}')
     arguments = {
         "data_source": data.get("data_source", ""),
-        "solution_str": trajectory.text,
-        "ground_truth": data.get("ground_truth", data.get("answer")),
+        "ground_truth": truths[0],
         "extra_info": data.get("extra_info", {}),
     }
-    return {name: value for name, value in arguments.items() if name in parameters}
+    return {text: trajectory.text} | {name: value for name, value in arguments.items() if name in parameters}
 
 
 def _first(returned: Any) -> Any:
