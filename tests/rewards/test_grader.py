@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -399,3 +400,20 @@ def test_data_that_is_too_large_to_send_is_an_error_of_that_trajectory(monkeypat
     large, fine = grades_of({"exact": "exact"}, ("exact", Trajectory("", "x" * (2 << 20), "x")), ("exact", ASKED))
     assert (large.status, fine.status) == ("error", "ok")
     assert "may have 1 MiB" in large.reason
+
+
+KEPT = []
+
+
+def counts_on_a_pool(text):
+    if not KEPT:
+        KEPT.append(ProcessPoolExecutor(1))
+    return KEPT[0].submit(float, text).result()
+
+
+def test_a_function_that_keeps_processes_never_meets_those_that_were_ended():
+    async def three():
+        async with Grader({"pool": counts_on_a_pool}, num_processes=1) as grader:
+            return [await grader.grade("pool", Trajectory("", "1")) for _ in range(3)]
+
+    assert [(grade.status, grade.reward) for grade in asyncio.run(three())] == [("ok", 1.0)] * 3

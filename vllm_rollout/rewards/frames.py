@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from vllm_rollout.rewards.values import Trajectory
+from vllm_rollout.rewards.values import Grade, Trajectory
 
 LENGTH = struct.Struct("!I")
 MAX_FRAME_BYTES = 256 << 20
@@ -36,6 +36,12 @@ class Load(msgspec.Struct, frozen=True, tag=True):
 class GradingJob(msgspec.Struct, frozen=True, tag=True):
     name: str
     trajectory: Trajectory
+
+
+class GradedJob(msgspec.Struct, frozen=True):
+    grade: Grade
+    left_children: bool = False
+    """They were ended. What the function keeps of them, such as a pool of processes, is of no use any more."""
 
 
 def encode(message: Any) -> bytes:

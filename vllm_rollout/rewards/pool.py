@@ -23,7 +23,7 @@ import psutil
 
 from vllm_rollout.rewards.clock import MAX_STRETCH, WorkClock
 from vllm_rollout.rewards.family import descendants, end_descendants
-from vllm_rollout.rewards.frames import BrokenFrame, GradingJob, Load, encode, read
+from vllm_rollout.rewards.frames import BrokenFrame, GradedJob, GradingJob, Load, encode, read
 from vllm_rollout.rewards.program_tests import TestJob, TestRun
 from vllm_rollout.rewards.sandbox import KILL_S, SandboxError
 from vllm_rollout.rewards.values import Grade, Trajectory, failed
@@ -93,6 +93,7 @@ class GradingProcess:
         self._loaded: set[str] = set()
         self._num_jobs = 0
         self._is_killed = False
+        self._has_lost_children = False
         self._first_bytes: int | None = None
         self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter
@@ -122,8 +123,10 @@ class GradingProcess:
 
     @property
     def is_spent(self) -> bool:
-        """Whether it ended, has graded enough or has grown too much."""
-        if self._is_killed or self._process.returncode is not None or self._num_jobs >= self._bounds.max_jobs:
+        """Whether it ended, has graded enough, has grown too much, or lost children that its function may count on."""
+        if self._is_killed or self._has_lost_children:
+            return True
+        if self._process.returncode is not None or self._num_jobs >= self._bounds.max_jobs:
             return True
         return self._bytes() - (self._first_bytes or self._bytes()) > self._bounds.memory_bytes / 2
 
@@ -175,13 +178,14 @@ class GradingProcess:
     async def _asked(self, frame: bytes, limit_s: float) -> Grade:
         clock = WorkClock(self._process.pid)
         self._writer.write(frame)
-        answer = asyncio.ensure_future(read(self._reader, Grade))
+        answer = asyncio.ensure_future(read(self._reader, GradedJob))
         try:
             while not answer.done() and (left_s := clock.left_s(limit_s)) > 0:
                 await asyncio.wait([answer], timeout=max(0.01, left_s))
             work_s = clock.work_s
             if answer.done():
-                grade = answer.result()
+                grade = answer.result().grade
+                self._has_lost_children |= answer.result().left_children
                 return msgspec.structs.replace(grade, seconds=min(work_s, grade.seconds))
             self.kill()
             return Grade("timeout", 0.0, f"it took more than {limit_s:.3g} s", seconds=work_s)

@@ -26,8 +26,8 @@ import cloudpickle
 import msgspec
 import psutil
 
-from vllm_rollout.rewards.family import end_descendants
-from vllm_rollout.rewards.frames import BrokenFrame, GradingJob, Load, encode, receive
+from vllm_rollout.rewards.family import descendants, end_descendants
+from vllm_rollout.rewards.frames import BrokenFrame, GradedJob, GradingJob, Load, encode, receive
 from vllm_rollout.rewards.functions import caller, grade, load
 from vllm_rollout.rewards.program_tests import TestJob, run_test
 from vllm_rollout.rewards.values import Grade, Trajectory, failed
@@ -79,7 +79,7 @@ def _work(connection: socket.socket, memory_bytes: int) -> None:
             if isinstance(message, Load):
                 call = calls[message.name] = _loaded(message)
                 _limit_memory(memory_bytes)
-                connection.sendall(encode(failed(call) if isinstance(call, str) else Grade("ok")))
+                connection.sendall(encode(GradedJob(failed(call) if isinstance(call, str) else Grade("ok"))))
             elif isinstance(message, TestJob):
                 connection.sendall(encode(asyncio.run(run_test(message))))
             else:
@@ -88,8 +88,9 @@ def _work(connection: socket.socket, memory_bytes: int) -> None:
                 if os.getpid() != worker:  # the function forked, and both came back
                     os._exit(0)
                 signal.setitimer(signal.ITIMER_REAL, 0)
+                left_children = bool(descendants(os.getpid()))
                 _end_children()
-                connection.sendall(encode(grade))
+                connection.sendall(encode(GradedJob(grade, left_children)))
 
 
 def _loaded(message: Load) -> Callable[[Trajectory], Any] | str:
