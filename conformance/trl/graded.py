@@ -1,21 +1,18 @@
-"""TRL's rewards by the server: the checks of it, and the `rollout_func` that they need. Runs in TRL's environment."""
+"""TRL's rewards by the server: the checks of it. Runs in TRL's environment."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from conformance.checks import Kit, check
 from conformance.grading import Case, assert_same
 from conformance.session import ROOT
 from conformance.trl.training import FLAGS, train
-from vllm_rollout import RolloutClient
-from vllm_rollout.integrations.trl import TRLRollouts, rows_of, runs_of, sampling_of
+from vllm_rollout.integrations.trl import TRLRollouts
 from vllm_rollout.rewards import Grader, Trajectory
 
 CHAT = [{"role": "user", "content": "How many?"}]
@@ -99,27 +96,6 @@ def an_endless_comparison_costs_one_reward(kit: Kit) -> dict[str, Any]:
     }
 
 
-class GradedRollouts:
-    """A `rollout_func` whose groups the server has graded with the columns of the data set. For chats, one process."""
-
-    def __init__(self, url: str, reward: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        self._client, self._reward = RolloutClient(url), reward
-        self._columns = {json.dumps(row["prompt"]): {k: v for k, v in row.items() if k != "prompt"} for row in rows}
-
-    def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[Any]]:
-        size = trainer.num_generations if trainer.model.training else trainer.num_generations_eval
-        asked = [{"messages": chat, "data": self._columns[json.dumps(chat)]} for chat, _ in runs_of(prompts, size)]
-        answer = self._client.rollout(
-            asked, size, reward=self._reward, sampling=sampling_of(trainer), return_logprobs=True
-        )
-        rows = [
-            {**row, "reward": trajectory.reward}
-            for group in answer.groups
-            for row, trajectory in zip(rows_of(answer.id, group, size), group.trajectories, strict=True)
-        ]
-        return {field: [row[field] for row in rows] for field in rows[0]}
-
-
 @check("on")
 def rewards_by_the_server_are_those_of_the_trainer(kit: Kit) -> dict[str, Any]:
     """The same seeded steps twice: graded in the trainer, and by the server, where the trainer reads what it said."""
@@ -134,9 +110,6 @@ def rewards_by_the_server_are_those_of_the_trainer(kit: Kit) -> dict[str, Any]:
         {"prompt": [{"role": "user", "content": f"Say {wanted}."}], "wanted": wanted}
         for wanted in ("aeiou", "etaoin", "srdl", "xyz", "mnpw", "bcdf", "ghjk", "quvt")
     ]
-
-    def by_the_server(reward: list[float | None], **columns: Any) -> list[float | None]:
-        return reward
 
     def steps(name: str, function: Any, rollout_func: Any) -> tuple[Any, list[Any]]:
         rewards = []
@@ -154,7 +127,8 @@ def rewards_by_the_server_are_those_of_the_trainer(kit: Kit) -> dict[str, Any]:
 
     theirs, in_the_trainer = steps("trainer", letters, TRLRollouts(server.url))
     reload_first_weights(server.url, kit.model_path())
-    ours, of_the_server = steps("server", by_the_server, GradedRollouts(server.url, "letters", rows))
+    rollouts = TRLRollouts(server.url, reward="letters")
+    ours, of_the_server = steps("server", rollouts.graded, rollouts)
     assert ours.completions == theirs.completions
     assert of_the_server == in_the_trainer
     assert len({reward for step in in_the_trainer for reward in step}) > 4, in_the_trainer

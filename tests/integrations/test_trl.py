@@ -11,10 +11,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from tests.server import fake_engine
+from tests.server.test_grading import FakeGraders
 from vllm_rollout import RolloutClient, RolloutError
 from vllm_rollout.integrations.trl import TRLRollouts, runs_of, tokenized
+from vllm_rollout.rewards.values import Grade
+from vllm_rollout.server.metrics import Metrics
 
 PRUNING = {"detection_length": 4, "keep_ratio": 0.5, "min_labels": 1}
 
@@ -89,6 +93,22 @@ def test_a_completion_for_every_prompt_with_siblings_where_their_prompts_are(cli
     for start in (0, 4, 8):
         assert len(set(output["rollout_index"][start : start + 4])) == 4
         assert set(output["rollout_index"][start : start + 4]) <= set(range(6))
+
+
+def test_the_server_grades_with_the_columns_of_the_data_set(app, client: RolloutClient):
+    graders = FakeGraders(lambda trajectory: Grade("ok", float(trajectory.data["n"])))
+    app.state.rollout_service.grading.__init__(graders, Metrics(CollectorRegistry()))
+    chat = [{"role": "user", "content": "b"}]
+    of = trainer(train_dataset=[{"prompt": "a", "n": 1}, {"prompt": chat, "n": 2}])
+    rollouts = TRLRollouts(client, reward="even")
+    for prompt, n in (("a", 1.0), (chat, 2.0)):
+        output = rollouts([prompt] * 4, of)
+        assert rollouts.graded(prompts=[prompt] * 4, **output) == [n] * 4
+    assert [trajectory.prompt for _, trajectory, _ in graders.asked][-1] == chat
+    with pytest.raises(ValueError, match="the data set has no 'c'"):
+        rollouts(["c"] * 4, of)
+    with pytest.raises(ValueError, match="reward=NAME"):
+        TRLRollouts(client).graded(prompts=["a"])
 
 
 def test_evaluation_has_its_own_number_of_generations(client: RolloutClient):

@@ -3,15 +3,21 @@
     rollouts = TRLRollouts("http://127.0.0.1:8000", redundancy=8, pruning={"detection_length": 64})
     GRPOTrainer(..., rollout_func=rollouts, reward_funcs=[rollouts.teaching(is_right), style])
 
+    rollouts = TRLRollouts("http://127.0.0.1:8000", reward="accuracy")  # the server grades, by that reward
+    GRPOTrainer(..., rollout_func=rollouts, reward_funcs=[rollouts.graded])
+
 TRL computes rewards after `rollout_func` has returned, and gives a reward function every field that this returned
 beside its own. So each completion carries its address (rollout, prompt, index), and a reward function that is marked
-with `teaching` posts what it says to that address. Invariant: a prompt that comes G times gets exactly G completions.
+with `teaching` posts what it says to that address. The server's reward comes the same way. Its function gets the
+columns of the data set, looked up by prompt, since TRL does not hand them to a `rollout_func`. Invariant: a prompt that
+comes G times gets exactly G completions.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -22,12 +28,13 @@ from typing import Any, TypeVar
 
 from typing_extensions import Unpack
 
+from vllm_rollout.client.body import PromptLike
 from vllm_rollout.client.client import Redundancy, RolloutClient, RolloutError, RolloutOptions
 from vllm_rollout.client.connection import DEFAULT_URL
 from vllm_rollout.server.answers import GroupAnswer
 
 ROLLOUT, PROMPT, INDEX = "rollout_id", "rollout_prompt_id", "rollout_index"
-SURVIVAL = "rollout_survival_probability"
+SURVIVAL, REWARD = "rollout_survival_probability", "rollout_reward"
 RewardFunction = TypeVar("RewardFunction", bound=Callable[..., Any])
 
 
@@ -56,6 +63,8 @@ class TRLRollouts:
         self._redundancy = redundancy
         self._sampling = dict(options.pop("sampling", None) or {})
         self._options: RolloutOptions = {**options, "return_logprobs": True}
+        self._columns: dict[bool, dict[str, Any]] = {}
+        """Of the data sets of training and of evaluation, by prompt."""
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[Any]]:
         """What TRL asks of a `rollout_func`: a completion per prompt, siblings in a row as the prompts come.
@@ -65,12 +74,12 @@ class TRLRollouts:
         training = trainer.model.training
         num_generations = trainer.num_generations if training else trainer.num_generations_eval
         runs = runs_of(prompts, num_generations)
-        token_ids = tokenized([prompt for prompt, _ in runs], trainer)
+        asked = self._asked([prompt for prompt, _ in runs], trainer)
         sampling = {**sampling_of(trainer), **self._sampling}
 
         def roll_out(size: int) -> list[tuple[int, str, GroupAnswer]]:
             places = [place for place, (_, count) in enumerate(runs) if count == size]
-            chosen = [token_ids[place] for place in places]
+            chosen = [asked[place] for place in places]
             answer = self._client.rollout(chosen, size, self._redundancy, sampling=sampling, **self._options)
             return [(place, answer.id, group) for place, group in zip(places, answer.groups, strict=True)]
 
@@ -80,6 +89,39 @@ class TRLRollouts:
             groups = sorted((found for part in pool.map(roll_out, sizes) for found in part), key=lambda found: found[0])
         rows = [row for place, rollout, group in groups for row in rows_of(rollout, group, runs[place][1])]
         return {field: [row[field] for row in rows] for field in rows[0]}
+
+    def _asked(self, prompts: Sequence[Any], trainer: Any) -> Sequence[PromptLike]:
+        """As token ids, by the trainer's tokenizer. A chat that is graded is one for the server, too: TRL's reward
+        functions look at messages. Raises: ValueError for a prompt that is not in the data set.
+        """
+        token_ids = tokenized(prompts, trainer)
+        if self._options.get("reward") is None:
+            return token_ids
+        training = trainer.model.training
+        if training not in self._columns:
+            data_set = trainer.train_dataset if training else trainer.eval_dataset
+            rows = [dict(row) for row in data_set]
+            self._columns[training] = {json.dumps(row.pop("prompt")): row for row in rows}
+        columns = self._columns[training]
+        if missing := [prompt for prompt in prompts if json.dumps(prompt) not in columns]:
+            raise ValueError(f"reward needs the columns of each prompt, and the data set has no {missing[0]!r:.80}.")
+        return [
+            {
+                **({"prompt_token_ids": ids} if isinstance(prompt, str) else {"messages": prompt}),
+                "data": columns[json.dumps(prompt)],
+            }
+            for prompt, ids in zip(prompts, token_ids, strict=True)
+        ]
+
+    def graded(self, **columns: Any) -> Sequence[float | None]:
+        """A reward function for TRL, which says what the server has said; None where there is no reward.
+
+        Raises: ValueError without the option `reward`.
+        """
+        if self._options.get("reward") is None or REWARD not in columns:
+            raise ValueError("graded needs TRLRollouts(..., reward=NAME), which is the trainer's rollout_func too.")
+        rewards: Sequence[float | None] = columns[REWARD]
+        return rewards
 
     def teaching(self, reward_function: RewardFunction, *, threshold: float | None = None) -> RewardFunction:
         """The same reward function, which also posts what it says: from it pruning learns whom to stop.
@@ -196,6 +238,7 @@ def rows_of(rollout: str, group: GroupAnswer, size: int) -> list[dict[str, Any]]
             PROMPT: group.prompt_id,
             INDEX: trajectory.index,
             SURVIVAL: trajectory.survival_probability,
+            REWARD: trajectory.reward,
         }
         for trajectory in group.trajectories
     ]
