@@ -16,6 +16,7 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import msgspec
@@ -49,8 +50,11 @@ class GradingProcesses:
         self._in_use: set[GradingProcess] = set()
         self._ending: set[asyncio.Task[int]] = set()
         self._is_closed = False
-        self._home = tempfile.TemporaryDirectory(prefix="vllm-rollout-rewards-", ignore_cleanup_errors=True)
+
+    @cached_property
+    def _home(self) -> tempfile.TemporaryDirectory[str]:
         """Has the folder in which each works; goes with this process at the latest."""
+        return tempfile.TemporaryDirectory(prefix="vllm-rollout-rewards-", ignore_cleanup_errors=True)
 
     @asynccontextmanager
     async def one(self) -> AsyncIterator[GradingProcess]:
@@ -76,7 +80,8 @@ class GradingProcesses:
         self._idle.clear()
         if self._ending:
             await asyncio.wait(self._ending, timeout=KILL_S)
-        self._home.cleanup()
+        if "_home" in vars(self):
+            self._home.cleanup()
 
     def _end(self, process: GradingProcess) -> None:
         process.kill()
