@@ -321,6 +321,25 @@ async def test_until_variance_ends_at_once_where_rewards_differ_and_stops_the_sp
     assert (group.rewards.success, group.rewards.num_graded) == (0.5, 2)
 
 
+async def test_a_prompt_that_hardly_ever_succeeded_begins_with_more_candidates(http, engine, graders):
+    graders.function = lambda trajectory: Grade("ok", 0.0)
+    most = []
+    for id in ("hard", "hard", "new"):
+        graders.may_end.clear()
+        before = engine.num_launched
+        prompts = [{"id": id, "prompt": "?"}]
+        rollout = asyncio.create_task(roll(http, prompts=prompts, group_size=2, redundancy=0, until="variance"))
+        num_calm_turns = 0
+        while num_calm_turns < 200:  # of the loop: nothing runs, and nothing is being launched
+            await asyncio.sleep(0)
+            calm = not engine.num_running and engine.num_launched >= before + 2
+            num_calm_turns = num_calm_turns + 1 if calm else 0
+        most.append(engine.num_launched - before)  # nothing is graded yet
+        graders.may_end.set()
+        await rollout
+    assert most[0] == most[2] < most[1]
+
+
 async def test_until_variance_gives_up_at_max_candidates(http, engine, graders):
     graders.function = lambda trajectory: Grade("ok", 0.0)
     group = await group_of(http, group_size=2, until="variance", max_candidates=9)

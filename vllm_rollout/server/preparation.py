@@ -125,6 +125,7 @@ class Preparation:
             rollout.grading = Grading(
                 reward,
                 self._questions(request, prompts),
+                [f"{adapter}:{key}" for key in keys],
                 num_graded,
                 self._grading,
                 request.until,

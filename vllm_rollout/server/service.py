@@ -318,6 +318,8 @@ class RolloutService:
         if rollout.scoring is not None:
             rollout.scoring.group_over(group.prompt, ends)
         rollout.outcome.group_over(result, ends, group.grades.values(), latency_s)
+        if rollout.grading is not None:
+            rollout.grading.group_over(group.position, group.grades.values())
         if rollout.scoring is not None and rollout.grading is not None:
             await self._learn(rollout, group)
         self._metrics.group_over(result, latency_s, audit=plan.group.audit)

@@ -156,6 +156,7 @@ class TeachingGroup(GradedGroup):
         super().__init__(*args)
         most = self._grading.max_candidates or 4 * self._plan.group_size
         self.terms = UntilTerms(self._plan.group_size, max(most, self._plan.num_candidates))
+        self._prior = self._grading.prior(self._group.position)
         self._stopped: set[int] = set()
 
     def result(self) -> GroupResult:
@@ -173,7 +174,8 @@ class TeachingGroup(GradedGroup):
             return
         self._grade([ending.index for ending in self._group.finished if ending.index not in self._stopped])
         self._urgency.hasten(min(1.0, len(self._group.grades) / self._plan.group_size))
-        decision = decide(self.terms, [self._seen(index) for index in range(self._num_launched)])
+        seen = [self._seen(index) for index in range(self._num_launched)]
+        decision = decide(self.terms, seen, self._prior)
         self._launch(decision.launch)
         if decision.kind != "wait":
             self.decision = decision

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, Protocol
 
 from vllm_rollout.group.checks import shown
+from vllm_rollout.group.judging.success import SuccessHistory
 from vllm_rollout.group.plans.fields import Until
 from vllm_rollout.group.rewards.time_limits import TimeLimits
+from vllm_rollout.group.rewards.until import Prior, prior_of
 from vllm_rollout.rewards.kept_limits import KeptLimits
 from vllm_rollout.rewards.slots import Urgency
 from vllm_rollout.rewards.values import Grade, Message, Trajectory, failed
@@ -54,7 +56,9 @@ class Grading:
 
     options: RewardOptions
     questions: Sequence[Question]
-    """By position of the prompt."""
+    """By position of the prompt, and so are:"""
+    names: Sequence[str]
+    """Under which it is remembered what rewards say of the prompts."""
     num_trajectories: int
     """That are wanted of the rollout."""
     service: GradingService
@@ -65,6 +69,17 @@ class Grading:
     is_left: bool = False
     """Nobody waits for its grades any more."""
     _tasks: set[asyncio.Task[Grade]] = field(default_factory=set)
+
+    def prior(self, position: int) -> Prior:
+        """What earlier groups of that prompt say of its success rate."""
+        return prior_of(*self.service.successes(self.options.name).of(self.names[position]))
+
+    def group_over(self, position: int, grades: Iterable[Grade]) -> None:
+        """Remember the rewards of a group."""
+        history = self.service.successes(self.options.name)
+        for grade in grades:
+            if grade.reward is not None:
+                history.observe(self.names[position], grade.reward > 0)
 
     def promise(self) -> None:
         self.service.promise(self.options.name, self.num_trajectories)
@@ -94,8 +109,13 @@ class GradingService:
         self._kept = kept
         self._graders = graders
         self._metrics = metrics
+        self._successes: dict[str, SuccessHistory] = {}
         self._promised: Counter[str] = Counter()
         """By reward: trajectories that rollouts on their way want, graded or not."""
+
+    def successes(self, reward: str) -> SuccessHistory:
+        """How often prompts have succeeded by that reward, as this process has graded them."""
+        return self._successes.setdefault(reward, SuccessHistory())
 
     def refresh_gauges(self) -> None:
         if self._graders is not None and (longest_s := self._graders.limits.summary().largest_s) is not None:
