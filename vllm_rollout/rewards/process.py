@@ -59,8 +59,13 @@ def _outlive(worker: int) -> NoReturn:
         while os.wait()[0] != worker:
             pass
     finally:
-        end_descendants(os.getpid())
-        os._exit(0)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        try:
+            while True:  # whoever a look has missed becomes a child of this process, when those above it are gone
+                end_descendants(os.getpid())
+                os.wait()
+        finally:  # it has no child any more
+            os._exit(0)
 
 
 def _work(connection: socket.socket, memory_bytes: int) -> None:
