@@ -232,9 +232,8 @@ def _until_it_teaches(request: RolloutRequest, plan: GroupPlan) -> GroupPlan:
             raise RequestError(
                 f'until: "variance" needs {field} to be {allowed}. Say so, or leave until out.', param="until"
             )
-    most = 4 * plan.group_size if request.max_candidates is None else request.max_candidates
     try:
-        UntilTerms(plan.group_size, max(most, plan.group_size)).checked()
+        UntilTerms.of(plan.group_size, plan.num_candidates, request.max_candidates)
     except ValueError as error:
         raise RequestError(f"until: {error}", param="until") from error
     return replace(plan, early_stop=False)

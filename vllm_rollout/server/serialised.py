@@ -11,6 +11,7 @@ import asyncio
 import json
 import logging
 import time
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
@@ -88,22 +89,22 @@ class GroupsInJson:
     """The groups of an answer, put together from events as they come."""
 
     def __init__(self) -> None:
-        self._trajectories: dict[str, list[tuple[int, bytes]]] = {}
-        """By prompt id: index and JSON."""
-        self._candidates: dict[str, list[tuple[int, bytes]]] = {}
+        self._trajectories: dict[str, dict[int, bytes]] = defaultdict(dict)
+        """By prompt id and index: JSON."""
+        self._candidates: dict[str, dict[int, bytes]] = defaultdict(dict)
         self._groups: dict[str, bytes] = {}
 
     async def add(self, event: BaseModel) -> None:
         num_tokens = num_tokens_in(event)
         match event:
             case TrajectoryEvent(trajectory=ended):
-                part = ended.index, await encode(ended, num_tokens)
-                self._trajectories.setdefault(event.prompt_id, []).append(part)
+                json = await encode(ended, num_tokens)
+                self._trajectories[event.prompt_id][ended.index] = json
             case CandidateEvent(candidate=ended):
-                told = self._trajectories.get(event.prompt_id, [])
-                told[:] = [trajectory for trajectory in told if trajectory[0] != ended.index]  # its reward is void
-                part = ended.index, await encode(ended, num_tokens)
-                self._candidates.setdefault(event.prompt_id, []).append(part)
+                json = await encode(ended, num_tokens)
+                self._candidates[event.prompt_id][ended.index] = json
+            case RewardEvent(reward_status="void"):  # it comes again, among the candidates
+                del self._trajectories[event.prompt_id][event.index]
             case RewardEvent():
                 self._reward(event)
             case GroupEvent():
@@ -118,26 +119,25 @@ class GroupsInJson:
 
     def _reward(self, event: RewardEvent) -> None:
         """A trajectory has its reward after it was encoded: the fields stand first in its JSON."""
-        parts = self._trajectories[event.prompt_id]
-        position = next(i for i, (index, _) in enumerate(parts) if index == event.index)
-        json = parts[position][1]
+        told = self._trajectories[event.prompt_id]
+        json = told[event.index]
         assert json.startswith(_NO_REWARD)
-        fields = to_json(RewardFields(**{name: getattr(event, name) for name in RewardFields.model_fields}))
-        parts[position] = event.index, fields[:-1] + json[len(_NO_REWARD) :]
+        fields = _ENCODER.encode({name: getattr(event, name) for name in RewardFields.model_fields})
+        told[event.index] = fields[:-1] + json[len(_NO_REWARD) :]
 
     def _group(self, event: GroupEvent) -> bytes:
         fields = vars(event)
         return _ENCODER.encode(
             {
                 **{name: fields[name] for name in GroupSummary.model_fields},
-                "trajectories": _in_order(self._trajectories.pop(event.prompt_id, [])),
-                "candidates": _in_order(self._candidates.pop(event.prompt_id, [])),
+                "trajectories": _in_order(self._trajectories.pop(event.prompt_id, {})),
+                "candidates": _in_order(self._candidates.pop(event.prompt_id, {})),
             }
         )
 
 
-def _in_order(parts: list[tuple[int, bytes]]) -> list[msgspec.Raw]:
-    return [msgspec.Raw(json) for _, json in sorted(parts)]
+def _in_order(parts: dict[int, bytes]) -> list[msgspec.Raw]:
+    return [msgspec.Raw(parts[index]) for index in sorted(parts)]
 
 
 def filled(envelope: BaseModel, field: str, items: Iterable[bytes]) -> list[bytes]:

@@ -240,8 +240,9 @@ class RolloutService:
     ) -> AsyncGenerator[Event, None]:
         """One group: its race, then what has become of it."""
         group = StartedGroup(rollout, position, places, self._metrics)
-        race = attempts(self._attempt(rollout, position), rollout.on_engine_failure, group.take_places_again)
-        graded = self._graded_group(rollout, group, places)
+        order = self._order(rollout, position)
+        race = attempts(self._attempt(rollout, position, order), rollout.on_engine_failure, group.take_places_again)
+        graded = self._graded_group(rollout, group, order, places)
         async with aclosing(race if graded is None else graded.happenings(race)) as happenings:
             async for happening in happenings:
                 if graded is None:
@@ -270,18 +271,18 @@ class RolloutService:
         with suppress(RequestError):  # the engine is dead, and says so elsewhere
             await self.learning.post_rewards(rollout.id, RewardsRequest(rewards=rewards, threshold=threshold))
 
-    def _graded_group(self, rollout: Rollout, group: StartedGroup, places: Places) -> GradedGroup | None:
+    def _graded_group(
+        self, rollout: Rollout, group: StartedGroup, order: GroupOrder, places: Places
+    ) -> GradedGroup | None:
         if (grading := rollout.grading) is None:
             return None
-        order = self._order(rollout, group.position)
         candidates = LaunchedCandidates(self._engine, order, places, grading.waves)
         # An audit group is a plain sample of the policy's.
         teaches = grading.until == "variance" and not group.plan.group.audit
         return (TeachingGroup if teaches else WholeGroup)(grading, group, candidates)
 
-    def _attempt(self, rollout: Rollout, position: int) -> Attempt:
+    def _attempt(self, rollout: Rollout, position: int, order: GroupOrder) -> Attempt:
         """What launches the group of this prompt, each time that it is called."""
-        order = self._order(rollout, position)
         kept = None if rollout.resumption is None else rollout.resumption.before.get(position)
         if kept is None:
             return partial(self._engine.run_group, order)

@@ -38,6 +38,15 @@ class UntilTerms(NamedTuple):
     """The most that may ever be launched."""
     order: Order = "index"
 
+    @classmethod
+    def of(cls, group_size: int, num_candidates: int, max_candidates: int | None) -> UntilTerms:
+        """`num_candidates`: that the group begins with, which may ever be launched at least. None: four groups.
+
+        Raises: ValueError as `checked`.
+        """
+        most = 4 * group_size if max_candidates is None else max_candidates
+        return cls(group_size, max(most, num_candidates)).checked()
+
     def checked(self) -> UntilTerms:
         """Raises: ValueError for a group that could never teach."""
         if self.group_size < 2:

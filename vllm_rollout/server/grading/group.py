@@ -12,13 +12,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_rollout.group.rewards.until import (
-    CandidateReward,
-    Decision,
-    UntilTerms,
-    decide,
-    num_to_refill,
-)
+from vllm_rollout.group.rewards.until import CandidateReward, Decision, UntilTerms, decide, num_to_refill
 from vllm_rollout.group.types import GroupResult
 from vllm_rollout.rewards.slots import Urgency
 from vllm_rollout.rewards.values import Grade
@@ -154,8 +148,8 @@ class TeachingGroup(GradedGroup):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        most = self._grading.max_candidates or 4 * self._plan.group_size
-        self.terms = UntilTerms(self._plan.group_size, max(most, self._plan.num_candidates))
+        plan = self._plan
+        self._terms = UntilTerms.of(plan.group_size, plan.num_candidates, self._grading.max_candidates)
         self._prior = self._grading.prior(self._group.position)
         self._stopped: set[int] = set()
 
@@ -175,7 +169,7 @@ class TeachingGroup(GradedGroup):
         self._grade([ending.index for ending in self._group.finished if ending.index not in self._stopped])
         self._urgency.hasten(min(1.0, len(self._group.grades) / self._plan.group_size))
         seen = [self._seen(index) for index in range(self._num_launched)]
-        decision = decide(self.terms, seen, self._prior)
+        decision = decide(self._terms, seen, self._prior)
         self._launch(decision.launch)
         if decision.kind != "wait":
             self.decision = decision

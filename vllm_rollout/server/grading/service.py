@@ -130,7 +130,6 @@ class GradingService:
                 f"{shown(options.name)}. Start the server with --rollout-reward NAME=package.module:function.",
                 param="reward",
             )
-
         promised = self._promised[options.name]
         if promised and promised + num_trajectories > MAX_PROMISED:
             raise RequestError(

@@ -123,11 +123,9 @@ class RoundCourse(Course):
         return statuses, filtered
 
     async def graded(self, position: int, rewards: Mapping[int, float | None]) -> None:
-        for index, reward in rewards.items():
-            if reward is not None:
-                self._rewards[position].setdefault(index, reward)
-        was_cut = self.progress.is_cut
         known = {index: reward for index, reward in rewards.items() if reward is not None}
+        self._rewards[position] = known | self._rewards[position]
+        was_cut = self.progress.is_cut
         await self._tell(was_cut, wider=self._decide(position, set(known.values())))
 
     def _refusal(self, position: int, index: int) -> RewardStatus | None:

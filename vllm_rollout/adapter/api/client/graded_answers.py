@@ -17,6 +17,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from vllm_rollout.adapter.joining import answer_name
 from vllm_rollout.group.judging.ledger import NamedReward, Reward
+from vllm_rollout.group.plans.xargs import NAMES
 from vllm_rollout.rewards.slots import Urgency
 from vllm_rollout.rewards.values import Trajectory
 from vllm_rollout.server.clients import client_namespace
@@ -27,7 +28,7 @@ from vllm_rollout.server.grading.service import GradingService
 
 REWARD, DATA = "rollout_reward", "rollout_data"
 ANSWER_KEY = "rollout_rewards"
-LEARNS = "rollout_detection_length"
+LEARNS, NAMESPACE = NAMES["detection_length"], NAMES["namespace"]
 
 
 class AnswerGrader:
@@ -83,7 +84,7 @@ class AnswerGrader:
     async def _learn(
         self, options: RewardOptions, grades: list[dict[str, Any] | None], xargs: Mapping[str, Any], request_id: str
     ) -> None:
-        namespace = str(xargs.get("rollout_namespace", ""))
+        namespace = str(xargs.get(NAMESPACE, ""))
         answer = answer_name(request_id, client_namespace(), len(grades), namespace)
         rewards = [
             NamedReward("request", answer.name, Reward("", answer.choice + at, reward, reward > options.threshold))
