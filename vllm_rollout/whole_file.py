@@ -7,10 +7,10 @@ import tempfile
 from pathlib import Path
 
 MODE = 0o644
-"""A temporary file is its owner's only; what is left behind may be read by all."""
+"""A temporary file is its owner's only; what is left behind may be read by all, unless its writer says otherwise."""
 
 
-def write_whole(path: Path, data: bytes) -> None:
+def write_whole(path: Path, data: bytes, mode: int = MODE) -> None:
     """Replace the file's content at once, whatever happens meanwhile. Raises: OSError."""
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -18,7 +18,7 @@ def write_whole(path: Path, data: bytes) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, MODE)
+        os.chmod(temporary, mode)
         os.replace(temporary, path)
         folder = os.open(path.parent, os.O_RDONLY)
         try:

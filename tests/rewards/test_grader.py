@@ -309,18 +309,22 @@ def test_what_is_asked_of_a_grader_that_ends_is_an_error():
     assert said(waits) == "error: the trajectory cannot be given to what grades it: its grader has ended"
 
 
+async def noted(order, grader, name, urgency):
+    """Grade, and say so in `order`."""
+    await grader.grade("right", Trajectory(name, "42", {"answer": "42"}), urgency=urgency)
+    order.append(name)
+
+
 def test_who_is_urgent_is_graded_first_and_who_leaves_makes_room():
     order = []
-
-    async def watch(grader, name, urgency):
-        await grader.grade("right", Trajectory(name, "42", {"answer": "42"}), urgency=urgency)
-        order.append(name)
 
     async def race():
         async with Grader({"right": right, "hangs": hangs}, num_processes=1, max_waiting=3) as grader:
             hanging = asyncio.create_task(grader.grade("hangs", ASKED))
             await asyncio.sleep(0)
-            waiting = [asyncio.create_task(watch(grader, name, at)) for at, name in enumerate(("low", "mid", "high"))]
+            waiting = [
+                asyncio.create_task(noted(order, grader, name, at)) for at, name in enumerate(("low", "mid", "high"))
+            ]
             await asyncio.sleep(0)
             with pytest.raises(GraderBusy, match="3 trajectories wait"):
                 await grader.grade("right", ASKED)
@@ -338,15 +342,11 @@ def test_who_is_urgent_is_graded_first_and_who_leaves_makes_room():
 def test_who_is_hastened_passes_those_before_it_and_who_waits_is_counted():
     order = []
 
-    async def ask(grader, name, urgency):
-        await grader.grade("right", Trajectory(name, "42", {"answer": "42"}), urgency=urgency)
-        order.append(name)
-
     async def race():
         async with Grader({"right": right}, num_processes=1) as grader:
             group, other = Urgency(), Urgency(1)
             waiting = [("runs", 0), ("a", group), ("plain", 0.5), ("other", other), ("b", group)]
-            asked = [asyncio.create_task(ask(grader, name, urgency)) for name, urgency in waiting]
+            asked = [asyncio.create_task(noted(order, grader, name, urgency)) for name, urgency in waiting]
             await asyncio.sleep(0)
             assert grader.loads == {"right": RewardLoad(waiting=4, running=1)}
             group.hasten(2)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -31,6 +32,15 @@ def descendants(pid: int) -> list[int]:
                 with suppress(OSError), open(f"/proc/{each}/task/{thread}/children") as children:
                     found += map(int, children.read().split())
     return found[1:]
+
+
+def resident_bytes(pids: Iterable[int]) -> int:
+    """Memory of these processes together, as far as they live."""
+    total = 0
+    for pid in pids:
+        with suppress(psutil.Error):
+            total += psutil.Process(pid).memory_info().rss
+    return total
 
 
 def end_descendants(pid: int) -> None:

@@ -9,7 +9,6 @@ import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -49,14 +48,10 @@ class RewardLoad(NamedTuple):
     running: int
 
 
-@dataclass(slots=True)
-class _Reward:
+class _Reward(NamedTuple):
     slots: Slots
     grade: Callable[[Trajectory, float], Awaitable[Grade]]
     """The trajectory, and the longest that it may take in seconds."""
-    num_asked: int = 0
-    """Those that wait and those that run."""
-    num_running: int = 0
 
 
 class Grader:
@@ -114,8 +109,8 @@ class Grader:
     def loads(self) -> dict[str, RewardLoad]:
         """By the name of a reward, how many trajectories wait for it and are graded by it."""
         return {
-            name: RewardLoad(each.num_asked - each.num_running, each.num_running)
-            for name, each in self._rewards.items()
+            name: RewardLoad(slots.num_waiting[name], slots.num_running[name])
+            for name, (slots, _) in self._rewards.items()
         }
 
     async def check(self) -> None:
@@ -144,25 +139,14 @@ class Grader:
         """
         if name not in self._rewards:
             raise ValueError(f"reward must be one of {', '.join(self._sources) or 'none'}, got {shown(name)}")
-        reward = self._rewards[name]
-        reward.num_asked += 1
-        try:
-            async with reward.slots.one(name, urgency if isinstance(urgency, Urgency) else Urgency(urgency)):
-                reward.num_running += 1
-                try:
-                    return await self._graded(reward, trajectory, timeout_s or self.limits.terms.longest_s)
-                finally:
-                    reward.num_running -= 1
-        finally:
-            reward.num_asked -= 1
-
-    async def _graded(self, reward: _Reward, trajectory: Trajectory, longest_s: float) -> Grade:
-        try:
-            return await reward.grade(trajectory, longest_s)
-        except (TypeError, ValueError, RecursionError, OSError) as error:
-            return failed(f"the trajectory cannot be given to what grades it: {error}")
-        except SandboxError as error:
-            return failed(f"the program could not be run: {error}")
+        slots, grade = self._rewards[name]
+        async with slots.one(name, urgency if isinstance(urgency, Urgency) else Urgency(urgency)):
+            try:
+                return await grade(trajectory, timeout_s or self.limits.terms.longest_s)
+            except (TypeError, ValueError, RecursionError, OSError) as error:
+                return failed(f"the trajectory cannot be given to what grades it: {error}")
+            except SandboxError as error:
+                return failed(f"the program could not be run: {error}")
 
     async def _run_test(self, job: TestJob) -> TestRun:
         async with self._processes.one() as process:

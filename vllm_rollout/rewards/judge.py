@@ -25,6 +25,7 @@ from vllm_rollout.rewards.http import NoAnswer, Question, host_of
 from vllm_rollout.rewards.templates import Template
 from vllm_rollout.rewards.values import Grade, Trajectory, failed
 from vllm_rollout.rewards.verdicts import ChoiceVerdict, PatternVerdict, Said
+from vllm_rollout.whole_file import write_whole
 
 ENGINE_VARIABLE = "VLLM_ROLLOUT_JUDGE"
 """Environment variable with the path of the file that says where the judge beside this server is."""
@@ -78,11 +79,8 @@ class JudgeEngine(msgspec.Struct, frozen=True):
         return msgspec.json.decode(Path(path).read_bytes(), type=cls)
 
     def write(self, path: Path) -> None:
-        """Readers see the old one or this one."""
-        fresh = path.with_suffix(".new")
-        fresh.touch(mode=0o600)
-        fresh.write_bytes(msgspec.json.encode(self))
-        fresh.replace(path)
+        """Its owner may read it: it has the key."""
+        write_whole(path, msgspec.json.encode(self), mode=0o600)
 
 
 @dataclass(slots=True)

@@ -20,10 +20,9 @@ from functools import cached_property
 from pathlib import Path
 
 import msgspec
-import psutil
 
 from vllm_rollout.rewards.clock import MAX_STRETCH, WorkClock
-from vllm_rollout.rewards.family import descendants, end_descendants
+from vllm_rollout.rewards.family import descendants, end_descendants, resident_bytes
 from vllm_rollout.rewards.frames import BrokenFrame, GradedJob, GradingJob, Load, encode, read
 from vllm_rollout.rewards.program_tests import TestJob, TestRun
 from vllm_rollout.rewards.sandbox import KILL_S, SandboxError
@@ -220,8 +219,4 @@ class GradingProcess:
         return await self._process.wait()
 
     def _bytes(self) -> int:
-        total = 0
-        for pid in descendants(self._process.pid):
-            with suppress(psutil.Error):
-                total += psutil.Process(pid).memory_info().rss
-        return total
+        return resident_bytes(descendants(self._process.pid))

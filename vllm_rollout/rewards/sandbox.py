@@ -20,9 +20,8 @@ from itertools import count
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-import psutil
-
 from vllm_rollout.rewards.clock import WorkClock
+from vllm_rollout.rewards.family import resident_bytes
 from vllm_rollout.rewards.seccomp import filter_program
 
 POLL_S = 0.05
@@ -207,7 +206,8 @@ class _Running:
             return "exited"
         if self._clock.left_s(limit_s) <= 0:
             return "timeout"
-        return "memory" if self._bytes() > self._bounds.memory_bytes else "exited"
+        # Of all processes that were there when the clock last looked.
+        return "memory" if resident_bytes(self._clock.started) > self._bounds.memory_bytes else "exited"
 
     async def _feed(self, standard_input: bytes) -> None:
         assert self._process.stdin is not None
@@ -228,14 +228,6 @@ class _Running:
         """The first process of a process namespace takes all others with it."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-
-    def _bytes(self) -> int:
-        """Those of all processes that were there when the clock last looked."""
-        total = 0
-        for pid in self._clock.started:
-            with suppress(psutil.Error):
-                total += psutil.Process(pid).memory_info().rss
-        return total
 
 
 async def choose_sandbox(bounds: SandboxBounds | None = None) -> Sandbox:

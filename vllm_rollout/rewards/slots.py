@@ -37,9 +37,9 @@ class Slots:
         self._num_free = num_slots
         self._max_waiting = max_waiting
         self._arrivals = count()
-        self._num_waiting = 0
-        self._num_taken: Counter[str] = Counter()
-        """By reward."""
+        self.num_waiting: Counter[str] = Counter()
+        """By reward, and so are:"""
+        self.num_running: Counter[str] = Counter()
         self._lines: dict[str, list[tuple[float, int, asyncio.Future[None]]]] = {}
         """By reward, each by urgency; whoever has left is still in it, whoever was hastened is in it twice."""
 
@@ -48,7 +48,7 @@ class Slots:
         """Raises: GraderBusy."""
         if self._num_free:
             self._num_free -= 1
-            self._num_taken[reward] += 1
+            self.num_running[reward] += 1
         else:
             await self._turn(reward, urgency)
         try:
@@ -57,7 +57,7 @@ class Slots:
             self._pass_on(reward)
 
     async def _turn(self, reward: str, urgency: Urgency) -> None:
-        if self._num_waiting >= self._max_waiting:
+        if self.num_waiting.total() >= self._max_waiting:
             raise GraderBusy(
                 f"{self._max_waiting} trajectories wait for this grader already. Wait, give it more processes, or make "
                 "it faster."
@@ -70,12 +70,12 @@ class Slots:
 
         get_in_line()
         urgency.waiting.add(get_in_line)
-        self._num_waiting += 1
+        self.num_waiting[reward] += 1
         try:
             await turn
         except asyncio.CancelledError:
             if turn.cancelled():
-                self._num_waiting -= 1
+                self.num_waiting[reward] -= 1
             else:  # its turn had come
                 self._pass_on(reward)
             raise
@@ -83,7 +83,7 @@ class Slots:
             urgency.waiting.discard(get_in_line)
 
     def _pass_on(self, reward: str) -> None:
-        self._num_taken[reward] -= 1
+        self.num_running[reward] -= 1
         for line in self._lines.values():
             while line and line[0][2].done():
                 heapq.heappop(line)
@@ -91,7 +91,7 @@ class Slots:
         if not waiting:
             self._num_free += 1
             return
-        name = min(waiting, key=lambda name: (self._num_taken[name], self._lines[name][0][:2]))
+        name = min(waiting, key=lambda name: (self.num_running[name], self._lines[name][0][:2]))
         heapq.heappop(self._lines[name])[2].set_result(None)
-        self._num_taken[name] += 1
-        self._num_waiting -= 1
+        self.num_running[name] += 1
+        self.num_waiting[name] -= 1
