@@ -24,7 +24,11 @@ LOOK_S = 2.0
 class RoundCourse(Course):
     """The course of a rollout that is a round of a run: positions are those of the round's entries."""
 
-    def __init__(self, engine: Engine, race_id: str, opened: OpenRound, *, filters: bool) -> None:
+    def __init__(
+        self, engine: Engine, race_id: str, opened: OpenRound, *, filters: bool, rewards_decide: bool = False
+    ) -> None:
+        """`rewards_decide`: whether a group is complete, which the engine then cannot count (`until` "variance")."""
+        self._rewards_decide = rewards_decide
         self.progress = RoundProgress(opened, filters)
         self.race_id = race_id
         self.on_filtered: Callable[[str], None] = lambda prompt_id: None
@@ -77,7 +81,12 @@ class RoundCourse(Course):
         opened = self.progress.opened
         if opened.kind == "long":  # nobody races: it runs to its end
             return None
-        return RacePlace(self.race_id, self.progress.num_wanted, position)
+        return RacePlace(self.race_id, self._num_to_count, position)
+
+    @property
+    def _num_to_count(self) -> int | None:
+        """How many complete groups the engine counts, and then cuts the race in that step."""
+        return None if self._rewards_decide else self.progress.num_wanted
 
     def candidate_ended(self, position: int, ending: Ending) -> None:
         self._ended[position][ending.index] = ending.state
@@ -160,8 +169,8 @@ class RoundCourse(Course):
         try:
             if self.progress.opened.kind == "short":
                 if wider:
-                    await self._engine.widen_race(self.race_id, self.progress.num_wanted)
-                if is_cut and not was_cut and self._engine.moves.num_ranks > 1:
+                    await self._engine.widen_race(self.race_id, self._num_to_count)
+                if is_cut and not was_cut and (self._rewards_decide or self._engine.moves.num_ranks > 1):
                     await self._engine.cut_race(self.race_id)
         finally:
             if is_cut:

@@ -291,7 +291,8 @@ class RunService:
             before, unreadable = await asyncio.to_thread(resumed, planned)
             rollout.resumption = Resumption(opened.kind == "short", version, before)
             rollout.warnings += unreadable
-        rollout.course = course = RoundCourse(self._engine, rollout.id, opened, filters=filters)
+        teaches = rollout.grading is not None and rollout.grading.until == "variance"
+        rollout.course = course = RoundCourse(self._engine, rollout.id, opened, filters=filters, rewards_decide=teaches)
         return LiveRound(stored.id, opened, rollout, course)
 
     async def _events(self, live: LiveRound) -> AsyncGenerator[Event, None]:
