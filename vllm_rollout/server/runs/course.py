@@ -14,6 +14,7 @@ from vllm_rollout.group.racing.race import RacePlace
 from vllm_rollout.group.rounds.round_progress import DeferReason, GroupEnd, RoundProgress
 from vllm_rollout.group.rounds.rounds import OpenRound
 from vllm_rollout.group.types import CandidateState, Ending, GroupResult
+from vllm_rollout.server.answers import GroupAnswer
 from vllm_rollout.server.course import Course
 from vllm_rollout.server.engine import Engine
 
@@ -43,12 +44,18 @@ class RoundCourse(Course):
         """By position and index; of candidates that finished in it."""
         self._selected: dict[int, Sequence[int]] = {}
         """Indices that need a reward, by position: of groups that are returned."""
+        self._num_before = 0
+        """Groups that were complete before the round was interrupted: the engine does not count them."""
         self.filtered_tokens = 0
         """The tokens of groups that would have been returned."""
         self._num_tokens: dict[int, int] = {}
         self.num_preemptions = 0
         self.lengths: dict[int, list[int]] = {}
         """By position: tokens of every candidate that ran, of groups that are returned or not."""
+
+    def number_of(self, prompt_id: str) -> int:
+        """Of its entry."""
+        return self.progress.opened.all_entries[self._position_of[prompt_id]].number
 
     async def positions(self) -> AsyncIterator[int]:
         while not self.progress.is_over:
@@ -86,7 +93,7 @@ class RoundCourse(Course):
     @property
     def _num_to_count(self) -> int | None:
         """How many complete groups the engine counts, and then cuts the race in that step."""
-        return None if self._rewards_decide else self.progress.num_wanted
+        return None if self._rewards_decide else self.progress.num_wanted - self._num_before
 
     def candidate_ended(self, position: int, ending: Ending) -> None:
         self._ended[position][ending.index] = ending.state
@@ -108,6 +115,16 @@ class RoundCourse(Course):
             wider = self._look_at(position)
         await self._tell(was_cut, wider=wider)
         return reason
+
+    def ended_before(self, position: int, group: GroupAnswer) -> None:
+        """It was complete before the round was interrupted. Nothing of the round runs yet."""
+        lengths = [trajectory.num_tokens for trajectory in group.trajectories]
+        self.lengths[position] = [*lengths, *(candidate.num_tokens for candidate in group.candidates)]
+        self._num_tokens[position] = sum(lengths)
+        self._num_before += 1
+        self.progress.ended_before(position, GroupEnd(True, False, group.lengths.max))
+        rewards = {trajectory.reward for trajectory in group.trajectories if trajectory.reward is not None}
+        self._decide(position, rewards)
 
     async def reward(self, rewards: Sequence[tuple[str, int, float]]) -> tuple[list[RewardStatus], list[str]]:
         """(prompt id, index, reward) each; returns what became of each, and the prompts that are filtered by them."""
