@@ -118,7 +118,7 @@ class StreamTrainer:
         self._open = OpenStep(step, torch.zeros(2, dtype=torch.float64, device=self.parameters[0].device))
         if self.float32_sums:
             self._hooks = [
-                parameter.register_post_accumulate_grad_hook(self._move_to_float32)
+                parameter.register_post_accumulate_grad_hook(self._move_to_float32)  # type: ignore[no-untyped-call]
                 for parameter in self.parameters
                 if parameter.dtype in (torch.bfloat16, torch.float16)
             ]
@@ -245,7 +245,7 @@ class StreamTrainer:
         for bucket in buckets(wanted):
             flat = torch.cat([gradient.flatten() for gradient in bucket])
             dist.all_reduce(flat, group=self.process_group)
-            for gradient, piece in zip(bucket, flat.split([each.numel() for each in bucket]), strict=True):
+            for gradient, piece in zip(bucket, torch.split(flat, [each.numel() for each in bucket]), strict=True):
                 gradient.copy_(piece.view_as(gradient))
         return int(parts), loss_sum, weight
 
