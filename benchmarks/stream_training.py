@@ -248,8 +248,7 @@ def overlapped(
             growing[key] = until
         ended = [key for key, sent in growing.items() if sent == known[key].num_tokens]
         for key in [key for key in ended if not known[key].returned]:
-            dropped += passes._growing[key].num_forwarded
-            passes.drop(key)
+            dropped += passes.drop(key)
             del growing[key]
         if passes.num_new >= pass_tokens or step == steps:
             seconds = timed(passes.forward)
