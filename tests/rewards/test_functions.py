@@ -8,8 +8,8 @@ from vllm_rollout.rewards.functions import caller, grade, load
 from vllm_rollout.rewards.values import VOID, Trajectory
 
 
-def grade_by(function, text="42", data=None, prompt="6 * 7?"):
-    return grade(caller(function), Trajectory(prompt, text, data))
+def grade_by(function, text="42", data=None, prompt="6 * 7?", token_ids=()):
+    return grade(caller(function), Trajectory(prompt, text, data, token_ids))
 
 
 def test_trls_functions_get_columns_and_in_a_chat_messages():
@@ -39,7 +39,8 @@ def of_ids(completion_ids, **columns):
     return [float(len(ids)) for ids in completion_ids]
 
 
-def test_trls_functions_of_token_ids_need_them_as_a_column():
+def test_trls_functions_of_token_ids_get_them_where_they_are_known():
+    assert grade_by(of_ids, token_ids=(7, 8, 9)).reward == 3
     assert grade_by(of_ids, data={"completion_ids": [1, 2, 3]}).reward == 3
     without = grade_by(of_ids, text="abc")
     assert (without.status, "'completion_ids'" in without.reason) == ("error", True)

@@ -400,6 +400,11 @@ async def test_a_client_that_leaves_amid_launches_leaves_nothing_running(http, e
         await asyncio.sleep(0.01)
 
 
+async def test_a_group_may_have_at_least_as_many_candidates_as_it_begins_with(http):
+    check_error(await roll(http, 422, max_candidates=7), 422, "max_candidates", ["begins with 8", "got 7"])
+    assert (await roll(http, max_candidates=8)).usage.num_candidates == 16
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [

@@ -42,7 +42,7 @@ def caller(function: RewardFunction) -> Callable[[Trajectory], Any]:
     """How that function is asked about one trajectory. Raises: ValueError for a signature nobody can call.
 
     - with `prompts`, `completions` or `completion_ids`: TRL's `f(prompts, completions, **columns)`, asked about a batch
-      of one; token ids are a column as any other
+      of one
     - with `ground_truth`: verl's `compute_score`, with `data_source` and `extra_info` where it asks; the text is
       `solution_str`, or the first of its other parameters
     - else: `f(text, data)`, or `f(text)`
@@ -107,6 +107,8 @@ def _trl_arguments(trajectory: Trajectory, parameters: Mapping[str, inspect.Para
     completion: Any = [{"role": "assistant", "content": trajectory.text}] if chat else trajectory.text
     columns = trajectory.data if isinstance(trajectory.data, Mapping) else {"data": trajectory.data}
     arguments = {name: [value] for name, value in columns.items()}
+    if trajectory.token_ids:
+        arguments["completion_ids"] = [list(trajectory.token_ids)]
     arguments |= {"prompts": [trajectory.prompt], "completions": [completion]}
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     return {name: value for name, value in arguments.items() if takes_all or name in parameters}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any, Literal
 
@@ -26,6 +27,8 @@ class Trajectory(msgspec.Struct, frozen=True):
     """What the policy answered."""
     data: Any = None
     """What came with the prompt: any JSON, an answer or tests. TRL's columns and verl's ground truth come out of it."""
+    token_ids: Sequence[int] = ()
+    """Of the text, where the caller has them: TRL's `completion_ids`."""
 
 
 class Grade(msgspec.Struct, frozen=True):

@@ -64,6 +64,7 @@ class Preparation:
         plan, warnings = await self._chosen(self._plan(request), request.model)
         if request.until == "variance":
             plan = _until_it_teaches(request, plan)
+        _check_max_candidates(request)
         if plan.pruning is not None and (refusal := self._engine.learning.pruning_refusal) is not None:
             raise RequestError(f"pruning: {refusal}", param="pruning")
         self._check_moves(request)
@@ -218,6 +219,16 @@ def _check_num_candidates(num_prompts: int, num_candidates: int) -> None:
             f"prompts: {num_prompts} of up to {num_candidates} candidates are {num_prompts * num_candidates} "
             f"candidates, at most {MAX_CANDIDATES} are allowed in a request. Send fewer prompts per request.",
             param="prompts",
+        )
+
+
+def _check_max_candidates(request: RolloutRequest) -> None:
+    least = request.group_size + (request.redundancy if isinstance(request.redundancy, int) else 0)
+    if request.max_candidates is not None and request.max_candidates < least:
+        raise RequestError(
+            f"max_candidates: a group begins with {least} (group_size + redundancy), got {request.max_candidates}. "
+            "Say at least as many, or leave it out.",
+            param="max_candidates",
         )
 
 

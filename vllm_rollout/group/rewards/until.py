@@ -40,12 +40,12 @@ class UntilTerms(NamedTuple):
 
     @classmethod
     def of(cls, group_size: int, num_candidates: int, max_candidates: int | None) -> UntilTerms:
-        """`num_candidates`: that the group begins with, which may ever be launched at least. None: four groups.
+        """`num_candidates`: that the group begins with. None: four groups, or as many as it begins with.
 
         Raises: ValueError as `checked`.
         """
-        most = 4 * group_size if max_candidates is None else max_candidates
-        return cls(group_size, max(most, num_candidates)).checked()
+        most = max(4 * group_size, num_candidates) if max_candidates is None else max_candidates
+        return cls(group_size, most).checked()
 
     def checked(self) -> UntilTerms:
         """Raises: ValueError for a group that could never teach."""

@@ -104,7 +104,7 @@ class GradedGroup(ABC):
             task = self._tasks.get(index)
             if index not in self._group.grades and (task is None or task.cancelled() or task.cancelling()):
                 end = self._group.ends[index]
-                task = self._grading.start(self._group.position, end.text or "", self._urgency)
+                task = self._grading.start(self._group.position, end, self._urgency)
                 self._tasks[index] = task
                 self._all.add(_graded(end, task))
 

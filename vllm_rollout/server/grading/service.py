@@ -20,7 +20,7 @@ from vllm_rollout.group.rewards.until import Prior, prior_of
 from vllm_rollout.rewards.kept_limits import KeptLimits
 from vllm_rollout.rewards.slots import Urgency
 from vllm_rollout.rewards.values import Grade, Message, Trajectory, failed
-from vllm_rollout.server.engine import RequestError
+from vllm_rollout.server.engine import CandidateEnd, RequestError
 from vllm_rollout.server.grading.body import RewardOptions
 from vllm_rollout.server.metrics import Metrics
 
@@ -91,10 +91,10 @@ class Grading:
         for task in self._tasks:
             task.cancel()
 
-    def start(self, position: int, text: str, urgency: Urgency) -> asyncio.Task[Grade]:
+    def start(self, position: int, end: CandidateEnd, urgency: Urgency) -> asyncio.Task[Grade]:
         """Grade an answer to the prompt at that position. It may be cancelled."""
         question = self.questions[position]
-        trajectory = Trajectory(question.prompt, text, question.data)
+        trajectory = Trajectory(question.prompt, end.text or "", question.data, end.token_ids)
         task = asyncio.create_task(self.service.grade(self.options, trajectory, urgency))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -79,7 +79,8 @@ class AnswerGrader:
     ) -> dict[str, Any] | None:
         if choice.finish_reason in ("abort", "error"):
             return None
-        return reward_of(await self._grading.grade(options, Trajectory(prompt, choice.text, data), Urgency()))
+        trajectory = Trajectory(prompt, choice.text, data, choice.token_ids)
+        return reward_of(await self._grading.grade(options, trajectory, Urgency()))
 
     async def _learn(
         self, options: RewardOptions, grades: list[dict[str, Any] | None], xargs: Mapping[str, Any], request_id: str
