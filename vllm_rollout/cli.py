@@ -77,14 +77,26 @@ def demo(
         bool,
         typer.Option("--rounds", help="Tail batching: short rounds and a long one against rounds that wait for all."),
     ] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Smaller: 4 prompts, 256 tokens, in rounds 384.")] = False,
+    train: Annotated[
+        bool,
+        typer.Option("--train", help="A small policy learns twice, waiting for all answers and racing. In a checkout."),
+    ] = False,
+    steps: Annotated[int | None, typer.Option(help="Of each training; 20. Only with --train.")] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Smaller: 4 prompts, 256 tokens, in rounds 384; 8 steps of training.")
+    ] = False,
 ) -> None:
     """Race 16 candidates for the first 8 against stock vLLM, on a small real model: a table and a picture."""
     given = {"model": model, "prompts": prompts, "group_size": group_size, "candidates": candidates}
     given |= {"max_tokens": max_tokens, "output": output}
     chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     try:
-        _run_rounds_demo(chosen, quick) if rounds else _run_race_demo(chosen, quick)
+        if train:
+            _run_training_demo(chosen | ({} if steps is None else {"steps": steps}), quick)
+        elif steps is not None:
+            raise ValueError("--steps is for --train")
+        else:
+            _run_rounds_demo(chosen, quick) if rounds else _run_race_demo(chosen, quick)
     except (ValueError, RuntimeError) as error:
         sys.exit(f"vllm-rollout demo: {error}")
     except KeyboardInterrupt:
@@ -96,6 +108,15 @@ def _run_race_demo(chosen: dict[str, Any], quick: bool) -> None:
     from vllm_rollout.demo.run import run
 
     run(Options(**((QUICK if quick else {}) | chosen)))
+
+
+def _run_training_demo(chosen: dict[str, Any], quick: bool) -> None:
+    from vllm_rollout.demo.training.options import QUICK, TrainingOptions
+    from vllm_rollout.demo.training.run import run
+
+    if others := sorted(chosen.keys() - {"steps", "output"}):
+        raise ValueError(f"--{others[0].replace('_', '-')} is not for --train, which has --steps and --output")
+    run(TrainingOptions(**((QUICK if quick else {}) | chosen)))
 
 
 def _run_rounds_demo(chosen: dict[str, Any], quick: bool) -> None:

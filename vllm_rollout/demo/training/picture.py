@@ -1,0 +1,58 @@
+"""The picture of the demo of training: success over seconds, and a thought before and after."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm_rollout.demo.picture import INK
+from vllm_rollout.demo.training.thoughts import PROBLEM, Thought
+
+if TYPE_CHECKING:
+    from vllm_rollout.demo.training.run import Curve
+
+COLORS = ("#94a3b8", "#0f766e")
+MAX_SHOWN = 640
+"""Characters of a thought."""
+
+
+def draw(curves: Sequence[Curve], said: tuple[Thought, Thought], path: Path) -> None:
+    """Left: both curves. Right: what the raced policy said at first, and says now."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    colors = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), INK)
+    with plt.rc_context({"font.size": 10, **colors}):
+        figure, (left, right) = plt.subplots(1, 2, figsize=(14, 5), dpi=120, width_ratios=(1.15, 1))
+        for curve, color in zip(curves, COLORS, strict=True):
+            left.plot(curve.seconds, curve.success, "o-", color=color, lw=2.4, label=curve.title)
+            end = f" {curve.success[-1]:.2f} after {curve.seconds[-1]:.0f} s"
+            left.annotate(
+                end, (curve.seconds[-1], curve.success[-1]), color=color, weight="bold", va="bottom", ha="right"
+            )
+        left.spines[["top", "right"]].set_visible(False)
+        left.set_xlabel("seconds of training (rollouts, rewards, gradients, weights)")
+        left.set_ylabel("success on held-out problems")
+        left.set_ylim(0, 1)
+        left.set_xlim(left=0)
+        left.legend(frameon=False, loc="lower right")
+        left.set_title("The same policy learns twice", loc="left", weight="bold")
+        _draw_thoughts(right, said)
+        figure.tight_layout(w_pad=3)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+        plt.close(figure)
+
+
+def _draw_thoughts(axes: Any, said: tuple[Thought, Thought]) -> None:
+    axes.axis("off")
+    axes.set_title(f"What it thinks of  {PROBLEM}", loc="left", weight="bold")
+    for thought, name, top in zip(said, ("before", "after the race"), (0.98, 0.34), strict=True):
+        mark, color = ("right", COLORS[1]) if thought.is_right else ("wrong", "#b91c1c")
+        axes.text(0, top, f"{name}: {thought.num_tokens} tokens, {mark}", weight="bold", color=color, va="top")
+        text = textwrap.shorten(thought.text, MAX_SHOWN, placeholder=" …")
+        axes.text(0, top - 0.07, textwrap.fill(text, 66), family="monospace", size=8.5, va="top", linespacing=1.35)
