@@ -1,7 +1,5 @@
 """The small policy, any other one, and what both ways of training need of them."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -23,17 +21,8 @@ SHAPE = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "
 
 def new_model(seed: int) -> Any:
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=64,  # those beyond VOCABULARY are never trained, and become unlikely
-        max_position_embeddings=1024,
-        tie_word_embeddings=False,
-        bos_token_id=BOS,
-        eos_token_id=EOS,
-        pad_token_id=PAD,
-        dtype="float32",
-        attn_implementation="sdpa",
-        **SHAPE,
-    )
+    special = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD, "vocab_size": 64}
+    config = LlamaConfig(**SHAPE, **special, max_position_embeddings=1024, dtype="float32", attn_implementation="sdpa")
     return LlamaForCausalLM(config)
 
 
@@ -41,9 +30,8 @@ def new_tokenizer() -> Any:
     """A word is a token."""
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(VOCABULARY)}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=words, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", unk_token="<unk>"
-    )
+    special = {f"{name}_token": f"<{name}>" for name in ("bos", "eos", "pad", "unk")}
+    return PreTrainedTokenizerFast(tokenizer_object=words, **special)
 
 
 def load(folder: Path | str) -> tuple[Any, Any]:
@@ -79,13 +67,11 @@ def named_weights(model: Any) -> dict[str, torch.Tensor]:
     if not hasattr(model, "merge_adapter"):
         return dict(model.state_dict())
     model.merge_adapter()
-    merged = {
-        name.replace(".base_layer", ""): tensor.clone()
-        for name, tensor in model.get_base_model().state_dict().items()
-        if "lora_" not in name
+    whole = {
+        name: tensor.clone() for name, tensor in model.get_base_model().state_dict().items() if "lora_" not in name
     }
     model.unmerge_adapter()
-    return merged
+    return {name.replace(".base_layer", ""): tensor for name, tensor in whole.items()}
 
 
 def save_weights(model: Any, folder: Path) -> None:
@@ -144,7 +130,5 @@ def check_finite(model: Any, what: str) -> None:
     """Raises: ValueError for weights that no server should have."""
     for name, parameter in model.named_parameters():
         if not torch.isfinite(parameter).all():
-            raise ValueError(
-                f"{what}: {name} is not finite everywhere. The server keeps the weights that it has; start again, from "
-                "the checkpoint of the step before, with a lower --lr or --clip-norm."
-            )
+            remedy = "The server keeps those it has. Start again, from the checkpoint, with a lower --lr."
+            raise ValueError(f"{what}: the weights {name} are not finite everywhere. {remedy}")

@@ -9,8 +9,6 @@ styles: confused, careful (long thoughts are wrong more often), thorough (long o
 nothing). `python -m examples.grpo.task` shows their lengths and success.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import random

@@ -1,15 +1,10 @@
-"""The server of a training: started or found, checked, asked, read. Invariant: it is checked before the first step."""
-
-from __future__ import annotations
+"""The server of a training: started or found, and checked; and what the flags of a training say to it."""
 
 import os
 import shutil
 import sys
 from argparse import Namespace
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,7 +12,7 @@ import httpx
 from transformers import AutoConfig
 
 from examples.grpo import task
-from examples.grpo.loss import Answer, Group
+from examples.grpo.loss import ALGORITHMS
 from vllm_rollout import RolloutClient
 from vllm_rollout.process import (
     ServerProcess,
@@ -26,16 +21,6 @@ from vllm_rollout.process import (
     runs_on_cpu,
     server_environment,
     server_flags,
-)
-from vllm_rollout.server.answers import (
-    CandidateEvent,
-    DoneEvent,
-    Event,
-    GroupEvent,
-    RestartedEvent,
-    RewardEvent,
-    Trajectory,
-    TrajectoryEvent,
 )
 
 REWARDS = {"chain": "reward", "digit_sum": "digit_sum_reward"}
@@ -79,19 +64,16 @@ def start(args: Namespace) -> ServerProcess:
     command += ["--dtype", "float32"] if runs_on_cpu() else []
     if shutil.which("setpriv"):
         command = ["setpriv", "--pdeathsig", "TERM", *command]  # a trainer that is killed leaves no server behind
+    path = os.pathsep.join([str(Path(task.__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", **server_environment(str(args.model))}  # no core of its own
-    folder = str(Path(task.__file__).parents[2])
-    environment |= {
-        "VLLM_SERVER_DEV_MODE": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH")))),
-    }
+    environment |= {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": path}
     process = ServerProcess(command, free_port(), environment, args.output / "server.log").__enter__()
     try:
         seconds = process.wait_until_healthy(lambda seconds, line: None)
     except BaseException:
         process.stop()
         raise
-    print(f"server ready after {seconds:.0f} s: {process.url}, {args.output / 'server.log'}", flush=True)
+    print(f"server ready after {seconds:.0f} s: {process.url}, {process.log}", flush=True)
     return process
 
 
@@ -100,39 +82,16 @@ def check_server(url: str, model: Any, tokenizer: Any, args: Namespace) -> None:
     served = httpx.get(f"{url}/v1/models", trust_env=False).raise_for_status().json()["data"][0]
     with suppress(OSError, ValueError):  # a name that this host does not know says nothing
         its = AutoConfig.from_pretrained(served["root"])
-        shapes = [{name: getattr(config, name, None) for name in SHAPE} for config in (its, model.config)]
-        if shapes[0] != shapes[1]:
-            raise RuntimeError(
-                f"the server at {url} serves {served['root']}, {shapes[0]}, and {args.model} is {shapes[1]}. Start it "
-                f"with {args.model}, or let --serve do so."
-            )
+        theirs, ours = ({name: getattr(config, name, None) for name in SHAPE} for config in (its, model.config))
+        if theirs != ours:
+            what = f"serves {served['root']}, {theirs}, and {args.model} is {ours}"
+            raise RuntimeError(f"the server at {url} {what}. Start it with {args.model}, or let --serve do so.")
     text = task.problems(args.task, "look", 1)[0].text
     body = {"model": served["id"], "prompt": text, "add_special_tokens": False}
-    theirs = httpx.post(f"{url}/tokenize", json=body, trust_env=False).raise_for_status().json()["tokens"]
-    if theirs != (ours := tokenizer.encode(text, add_special_tokens=False)):
-        raise RuntimeError(
-            f"the server's tokenizer makes {theirs[:8]} of {text!r}, that of {args.model} {ours[:8]}. Start the server "
-            "with this model and without --tokenizer."
-        )
-
-
-@dataclass(slots=True)
-class Receipt:
-    """What a step's rollouts came to: of answers that came back, of other candidates, and of all."""
-
-    lengths: list[int] = field(default_factory=list)
-    rewards: list[float | None] = field(default_factory=list)
-    other_lengths: list[int] = field(default_factory=list)
-    states: Counter[str] = field(default_factory=Counter)
-    usage: Counter[str] = field(default_factory=Counter)
-    warnings: list[str] = field(default_factory=list)
-    reward_s: float = 0.0
-    """Seconds of grading, while others were generated."""
-    groups: int = 0
-    teaching: int = 0
-    incomplete: int = 0
-    off_policy: int = 0
-    """Answers of which earlier weights sampled a part."""
+    tokens = httpx.post(f"{url}/tokenize", json=body, trust_env=False).raise_for_status().json()["tokens"]
+    if tokens != (own := tokenizer.encode(text, add_special_tokens=False)):
+        what = f"makes {tokens[:8]} of {text!r}, that of {args.model} {own[:8]}"
+        raise RuntimeError(f"the server's tokenizer {what}. Start the server with this model, without --tokenizer.")
 
 
 def rollout_fields(args: Namespace) -> tuple[int, dict[str, Any]]:
@@ -148,7 +107,8 @@ def rollout_fields(args: Namespace) -> tuple[int, dict[str, Any]]:
     fields |= {"until": args.until} if args.until else {}
     fields |= {"redundancy": spare} if spare is not None else {}
     sampling = {"temperature": 1.0, "max_tokens": args.max_tokens}
-    return size, {"reward": args.task, "sampling": sampling, **fields}
+    reward = {"name": args.task, "estimator": ALGORITHMS[args.algorithm].estimator}
+    return size, {"reward": reward, "sampling": sampling, **fields}
 
 
 def run_fields(args: Namespace) -> dict[str, Any]:
@@ -157,36 +117,3 @@ def run_fields(args: Namespace) -> dict[str, Any]:
     speculation = {"prompt_speculation": args.speculation, "response_speculation": args.speculation}
     filters = {"filter": "zero_variance"} if args.algorithm == "dapo" else {}
     return {**fields, **speculation, **filters, "resume": args.resume}
-
-
-def read_groups(events: Iterable[Event], receipt: Receipt, *, filters: bool) -> Iterator[Group]:
-    """Each group when it is over and graded; with `filters` those that teach."""
-    said: defaultdict[str, dict[int, Trajectory]] = defaultdict(dict)
-    for event in events:
-        match event:
-            case TrajectoryEvent():
-                said[event.group_id][event.trajectory.index] = event.trajectory
-            case RewardEvent() if (its := said[event.group_id].get(event.index)) is not None:
-                its.reward, its.reward_s = event.reward, event.reward_s
-            case CandidateEvent():
-                receipt.other_lengths.append(event.candidate.num_tokens)
-                receipt.states[event.candidate.state] += 1
-            case RestartedEvent():
-                said.pop(event.group_id, None)
-            case GroupEvent():
-                ended = [said[event.group_id][index] for index in event.selected]
-                receipt.lengths += [t.num_tokens for t in ended]
-                receipt.rewards += [t.reward for t in ended]
-                receipt.reward_s += sum(t.reward_s or 0.0 for t in ended)
-                receipt.off_policy += sum(t.off_policy for t in ended)
-                if event.status == "incomplete":
-                    receipt.incomplete += 1
-                    receipt.warnings.append(f"the group of {event.prompt_id} is incomplete: {event.reason}")
-                group = Group(event.prompt_token_ids, [Answer(t.token_ids, t.logprobs or [], t.reward) for t in ended])
-                receipt.teaching += group.teaches
-                if group.teaches or not filters:
-                    receipt.groups += 1
-                    yield group
-            case DoneEvent():
-                receipt.usage.update({name: count for name, count in event.usage if count})
-                receipt.warnings += event.warnings

@@ -9,8 +9,6 @@ through it, slips, checks itself, doubts, rambles, and begins again, so that len
 standard library is imported, since `vllm-rollout serve` imports the rewards into processes of its own.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Sequence

@@ -12,34 +12,34 @@ OUTPUT gets `record.jsonl` (a line per step and per evaluation), `checkpoint.pt`
 same words it goes on where it was, after a kill at any moment. docs/training.md says what the flags do.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from examples.grpo.loss import ALGORITHMS, Group, Update
+from examples.grpo.loss import ALGORITHMS, Update
 from examples.grpo.model import add_lora, check_finite, load, prompt_ids, save_weights, write_atomically, write_line
-from examples.grpo.server import Receipt, Server, check_server, read_groups, rollout_fields, run_fields
+from examples.grpo.server import Server, check_server, rollout_fields, run_fields
 from examples.grpo.task import TASKS, Problem, describe, problems
 from vllm_rollout import RolloutError
+from vllm_rollout.client.groups import GroupStream
+from vllm_rollout.server.answers import GroupAnswer
 from vllm_rollout.training.stream import StepResult, StreamTrainer
 
 T = TypeVar("T")
-
-MOST_IDLE_STEPS = 10
-"""Steps in a row in which nothing teaches, before the training ends by an error."""
-MOST_ASKS = 4
-"""How often a step of DAPO asks for prompts until enough of them teach."""
+CLIP_NORM, MICRO_TOKENS, WARMUP_STEPS = 1.0, 4096, 5  # Adam's first steps are all sign
+MOST_IDLE_STEPS, MOST_ASKS, MOST_ATTEMPTS = 10, 4, 5
+"""In a row in which nothing teaches, then it is an error; of DAPO, until enough groups teach; after a lost server."""
 LARGEST_DIFFERENCE = 0.1
 """Mean distance of log probabilities, in nats, from which on the server is said to sample from other weights."""
-NOT_TERMS = ("output", "url", "serve", "serve_flags", "steps", "evaluate_every", "held_out", "patience", "threads")
+NOT_TERMS = ("output", "url", "serve", "serve_flags", "steps", "evaluate_every", "held_out", "patience")
 """Arguments that may change when a training goes on."""
 
 
@@ -49,16 +49,33 @@ class Progress:
 
     step: int = 0
     num_prompts: int = 0
-    seconds: float = 0.0
-    """Of steps, without evaluations and starts."""
-    num_idle: int = 0
-    """Steps in a row in which nothing taught."""
-    run: str | None = None
-    """Of rounds."""
-    learned: bytes = b""
-    """What the server knows of lengths, scores and runs, where that matters."""
-    record_size: int = 0
-    """In bytes: what stands behind it in the record belongs to a step that is done again."""
+    seconds: float = 0.0  # of steps, without evaluations and starts
+    num_idle: int = 0  # steps in a row in which nothing taught
+    run: str | None = None  # of rounds
+    learned: bytes = b""  # what the server knows of lengths, scores and runs, where that matters
+    record_size: int = 0  # in bytes: what stands behind it in the record belongs to a step that is done again
+
+
+@dataclasses.dataclass(slots=True)
+class Step:
+    """What a step came to."""
+
+    groups: list[GroupAnswer] = dataclasses.field(default_factory=list)
+    filtered: list[GroupAnswer] = dataclasses.field(default_factory=list)
+    usage: Counter[str] = dataclasses.field(default_factory=Counter)
+    warnings: list[str] = dataclasses.field(default_factory=list)
+    num_prompts: int = 0
+    differences: torch.Tensor = dataclasses.field(default_factory=lambda: torch.zeros(1))
+    result: StepResult | None = None
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+def teaches(group: GroupAnswer) -> bool:
+    return group.rewards is not None and group.rewards.teaches
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / max(len(values), 1)
 
 
 class Training:
@@ -70,7 +87,7 @@ class Training:
         self.model = add_lora(self.model, args.lora) if args.lora else self.model
         parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(parameters, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0)
-        self.trainer = StreamTrainer(parameters, self.optimizer, max_norm=args.clip_norm)
+        self.trainer = StreamTrainer(parameters, self.optimizer, max_norm=CLIP_NORM)
         self.terms, self.filters = ALGORITHMS[args.algorithm], args.algorithm == "dapo"
         self.progress, self.run = Progress(), None
         self.checkpoint, self.record = args.output / "checkpoint.pt", args.output / "record.jsonl"
@@ -82,21 +99,21 @@ class Training:
             if self.progress.step % self.args.evaluate_every == 0:
                 self.persist(self.evaluate)
             began = time.perf_counter()
-            receipt, update, result, seconds = self.persist(self.roll_out_and_learn)
+            step = self.persist(self.roll_out_and_learn)
             learned = time.perf_counter()
             self.persist(self.give_weights)
-            seconds |= {"sync": time.perf_counter() - learned, "step": time.perf_counter() - began}
-            self.progress.seconds += seconds["step"]
-            self.say(receipt, update, result, seconds)
+            step.seconds |= {"sync": time.perf_counter() - learned, "step": time.perf_counter() - began}
+            self.progress.seconds += step.seconds["step"]
+            self.say(step)
             self.save()
         self.persist(self.evaluate)
 
-    def roll_out_and_learn(self) -> tuple[Receipt, Update, StepResult | None, dict[str, float]]:
+    def roll_out_and_learn(self) -> "Step":
         """A step without the weights' way to the server. Until its last lines it can be done again."""
-        receipt, waiting, streamed_s, began = Receipt(), [], 0.0, time.perf_counter()
-        update = Update(self.trainer, self.model, self.terms, self.args.micro_tokens)
-        drawn: list[Problem] = []
-        for group in self.groups(receipt, drawn):
+        step, waiting, streamed_s, began = Step(), [], 0.0, time.perf_counter()
+        update = Update(self.trainer, self.model, self.terms, MICRO_TOKENS)
+        for group in self.groups(step):
+            step.groups.append(group)
             waiting.append(group)
             if self.args.stream:
                 streamed_s -= time.perf_counter()
@@ -104,43 +121,52 @@ class Training:
                 streamed_s += time.perf_counter()
         rolled_out = time.perf_counter()
         update.add(waiting)
-        if update.difference > LARGEST_DIFFERENCE and not receipt.off_policy:
-            raise RuntimeError(
-                f"the server's log probabilities are {update.difference:.2g} nats from the policy's on average: it "
-                "samples from other weights, or in another precision. Does somebody else give it weights?"
-            )
+        step.differences = torch.cat(update.differences)
+        if step.differences.mean() > LARGEST_DIFFERENCE and not any(group.off_policy for group in step.groups):
+            what = f"log probabilities are {step.differences.mean():.2g} nats from the policy's on average"
+            raise RuntimeError(f"the server's {what}: it has other weights. Does somebody else give it some?")
         for parameters in self.optimizer.param_groups:
-            parameters["lr"] = self.args.lr * min(1, (self.progress.step + 1) / self.args.warmup)
-        result = update.finish()
+            parameters["lr"] = self.args.lr * min(1, (self.progress.step + 1) / WARMUP_STEPS)
+        step.result = update.finish()
         check_finite(self.model, f"step {self.progress.step}")
         self.progress.step += 1
-        self.progress.num_prompts += len(drawn)
-        self.progress.num_idle = 0 if result else self.progress.num_idle + 1
+        self.progress.num_prompts += step.num_prompts
+        self.progress.num_idle = 0 if step.result else self.progress.num_idle + 1
         training_s = time.perf_counter() - rolled_out + streamed_s
-        return receipt, update, result, {"rollout": rolled_out - began, "training": training_s}
+        step.seconds = {"rollout": rolled_out - began, "training": training_s}
+        return step
 
-    def groups(self, receipt: Receipt, drawn: list[Problem]) -> Iterator[Group]:
-        """A step's groups as they end; what was handed in for them is added to `drawn`."""
-        args, progress = self.args, self.progress
+    def groups(self, step: "Step") -> Iterator[GroupAnswer]:
+        """The step's groups as they end; with DAPO those that teach."""
+        args, progress, num_wanted = self.args, self.progress, self.args.prompts
         size, fields = rollout_fields(args)
         seed = {"seed": args.seed * 1_000_003 + progress.step} if args.seeded else {}
 
         def draw(count: int) -> list[dict[str, Any]]:
-            drawn.extend(problems(args.task, f"train-{args.seed}", count, progress.num_prompts + len(drawn)))
-            return [self.asked(problem) for problem in drawn[len(drawn) - count :]]
+            step.num_prompts += count
+            first = progress.num_prompts + step.num_prompts - count
+            return [self.asked(problem) for problem in problems(args.task, f"train-{args.seed}", count, first)]
 
-        if self.run is not None:
-            now = self.run.refresh()
-            fresh = draw(now.num_fresh_prompts) if now.next_round == "short" else []
-            reserve = draw(args.prompts) if self.filters else []
-            events = self.run.stream(fresh, key=f"step-{progress.step}", reserve=reserve, sampling=seed)
-            yield from read_groups(events, receipt, filters=self.filters)
-            return
-        fields["sampling"] |= seed
-        for _ in range(MOST_ASKS if self.filters else 1):
-            events = self.server.client.stream(draw(args.prompts - receipt.groups), size, **fields)
-            yield from read_groups(events, receipt, filters=self.filters)
-            if receipt.groups == args.prompts:
+        for _ in range(MOST_ASKS if self.filters and not self.run else 1):
+            if self.run is not None:
+                now = self.run.refresh()
+                fresh = draw(now.num_fresh_prompts) if now.next_round == "short" else []
+                reserve = draw(args.prompts) if self.filters else []
+                events = self.run.stream(fresh, key=f"step-{progress.step}", reserve=reserve, sampling=seed)
+            else:
+                fields["sampling"] |= seed
+                events = self.server.client.stream(draw(num_wanted), size, **fields)
+            stream = GroupStream(events)
+            for group in stream:
+                if teaches(group) or not self.filters:
+                    num_wanted -= 1
+                    yield group
+                else:
+                    step.filtered.append(group)
+            assert stream.summary is not None  # or the stream had raised
+            step.usage.update({name: count for name, count in stream.summary.usage if count})
+            step.warnings += stream.summary.warnings
+            if not num_wanted:
                 return
 
     def asked(self, problem: Problem) -> dict[str, Any]:
@@ -156,21 +182,22 @@ class Training:
         ended = [(held_out[g.prompt_id], t.num_tokens, t.reward or 0.0) for g in answer.groups for t in g.trajectories]
         line = {"kind": "evaluation", "step": self.progress.step, "seconds_of_steps": self.progress.seconds}
         write_line(self.record, {**line, **describe(ended), "seconds": time.perf_counter() - began})
-        success, length = (sum(each[place] for each in ended) / len(ended) for place in (2, 1))
-        print(f"held out after step {line['step']}: success {success:.3f}, length {length:.1f}", flush=True)
+        said = f"success {mean([r for _, _, r in ended]):.3f}, length {mean([n for _, n, _ in ended]):.1f}"
+        print(f"held out after step {line['step']}: {said}", flush=True)
 
     def persist(self, work: Callable[[], T]) -> T:
         """Does it again when the server was lost meanwhile; `Update` drops gradients of the attempt that died."""
-        while True:
+        for attempt in count():
             try:
                 return work()
             except RolloutError as error:
-                if error.status not in (None, 503):
+                if error.status not in (None, 503) or attempt == MOST_ATTEMPTS:
                     raise
                 print(f"the server was lost ({error}); waiting until it is back", flush=True)
                 self.server.bring_back()
                 with suppress(RolloutError):  # lost again: so will be the work
                     self.prepare_server()
+        raise AssertionError("attempts end by an answer or an error")
 
     def prepare_server(self) -> None:
         """What it has to have before a step: these weights, what it had learned, and the run."""
@@ -212,12 +239,8 @@ class Training:
             write_line(self.record, {"kind": "start", **said})
             return
         saved = torch.load(self.checkpoint, weights_only=False)
-        if other := {
-            name: f"{saved['terms'].get(name)}, now {said[name]}"
-            for name in said
-            if saved["terms"].get(name) != said[name]
-        }:
-            raise RuntimeError(f"{self.checkpoint} was made on other terms: {other}. Say the same, or another output.")
+        if other := dict(saved["terms"].items() - said.items()):
+            raise RuntimeError(f"{self.checkpoint} was made with {other}. Say the same, or another output.")
         self.model.load_state_dict(saved["weights"])
         self.optimizer.load_state_dict(saved["optimizer"])
         torch.set_rng_state(saved["random"])
@@ -226,39 +249,45 @@ class Training:
             file.truncate(self.progress.record_size)
         print(f"goes on after step {self.progress.step}", flush=True)
 
-    def say(self, receipt: Receipt, update: Update, result: StepResult | None, seconds: dict[str, float]) -> None:
+    def say(self, step: "Step") -> None:
         """The step's line, and what a human should see. Raises: RuntimeError when nothing has taught for long."""
-        rewards = [reward for reward in receipt.rewards if reward is not None]
+        ended = [trajectory for group in step.groups + step.filtered for trajectory in group.trajectories]
+        others = [candidate for group in step.groups + step.filtered for candidate in group.candidates]
+        lengths, rewards = [t.num_tokens for t in ended], [t.reward for t in ended]
         line = {
             "kind": "step",
             "step": self.progress.step - 1,
-            "reward": sum(rewards) / max(len(rewards), 1),
-            "gradient_norm": result.gradient_norm if result else 0.0,
-            "difference_mean": update.difference,
-            "difference_max": update.difference_max,
-            "length": sum(receipt.lengths) / max(len(receipt.lengths), 1),
-            "longest": max([*receipt.lengths, *receipt.other_lengths], default=0),
-            "seconds": {**seconds, "rewards": receipt.reward_s},
-            **{name: getattr(receipt, name) for name in Receipt.__slots__},
+            "reward": mean([reward for reward in rewards if reward is not None]),
+            "length": mean(lengths),
+            "longest": max([*lengths, *(candidate.num_tokens for candidate in others)], default=0),
+            "groups": len(step.groups),
+            "teaching": sum(map(teaches, step.groups)),
+            "filtered": len(step.filtered),
+            "gradient_norm": step.result.gradient_norm if step.result else 0.0,
+            "difference_mean": step.differences.mean().item(),
+            "difference_max": step.differences.max().item(),
+            "seconds": {**step.seconds, "rewards": sum(t.reward_s or 0.0 for t in ended)},
+            "usage": step.usage,
+            "lengths": lengths,
+            "rewards": rewards,
+            "other_lengths": [candidate.num_tokens for candidate in others],
         }
         write_line(self.record, line)
-        print(
-            f"step {line['step']}: reward {line['reward']:.3f}, {receipt.teaching} groups teach, "
-            f"length {line['length']:.0f}, {receipt.usage['generated_tokens']} tokens, {' '.join(f'{n} {s:.2f}' for n, s in seconds.items())} s, "
-            f"|d logprob| at most {update.difference_max:.0e}",
-            flush=True,
-        )
-        if receipt.usage["num_reward_errors"]:
-            receipt.warnings.append(f"the reward function failed for {receipt.usage['num_reward_errors']} answers")
-        if result is None:
-            receipt.warnings.append(f"nothing taught: rewards were all the same in each group ({line['reward']:.3f})")
-        for warning in sorted(set(receipt.warnings))[:5]:
+        took = " ".join(f"{name} {value:.2f}" for name, value in step.seconds.items())
+        said = f"reward {line['reward']:.3f}, length {line['length']:.0f}, {line['teaching']} groups teach, {took} s"
+        print(f"step {line['step']}: {said}", flush=True)
+        for group in step.groups:
+            if group.status == "incomplete":
+                step.warnings.append(f"the group of {group.prompt_id} is incomplete: {group.reason}")
+        if step.usage["num_reward_errors"]:
+            step.warnings.append(f"the reward function failed for {step.usage['num_reward_errors']} answers")
+        if step.result is None:
+            step.warnings.append(f"nothing taught: rewards are all the same in each group, {line['reward']:.3f}")
+        for warning in sorted(set(step.warnings))[:5]:
             print(f"  warning: {warning}", flush=True)
         if self.progress.num_idle >= MOST_IDLE_STEPS:
-            raise RuntimeError(
-                f"nothing has taught for {MOST_IDLE_STEPS} steps: rewards were all the same in each group, "
-                f"{line['reward']:.3f} on average. Look at the reward function, or take easier or harder problems."
-            )
+            remedy = "Look at the reward function, or take easier or harder problems."
+            raise RuntimeError(f"for {MOST_IDLE_STEPS} steps {step.warnings[-1]}. {remedy}")
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
@@ -281,12 +310,8 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add("--group-size", type=int, default=8, help="answers of each that come back")
     add("--max-tokens", type=int, default=512, help="of an answer")
     add("--lr", type=float, default=1.5e-4)
-    add("--warmup", type=int, default=5, help="steps until --lr: Adam's first ones are all sign")
-    add("--clip-norm", type=float, default=1.0)
-    add("--micro-tokens", type=int, default=4096, help="padded tokens that are computed at once")
     add("--evaluate-every", type=int, default=5, metavar="STEPS")
     add("--held-out", type=int, default=256, help="problems of an evaluation, two answers each")
-    add("--threads", type=int, default=1, help="of torch; more are slower on a machine that is busy")
     add = parser.add_argument_group("what the server is asked for: one flag per feature").add_argument
     add("--race", action="store_true", help="as many spare candidates as --group-size; the first ones win")
     add("--redundancy", type=lambda n: n if n == "auto" else int(n), help="so many spares, or auto")
@@ -303,7 +328,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    torch.set_num_threads(args.threads)
+    torch.set_num_threads(1)  # more are slower on a machine that is busy
     args.output.mkdir(parents=True, exist_ok=True)
     with Server(args) as server:
         Training(args, server).go()
