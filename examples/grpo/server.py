@@ -98,7 +98,8 @@ def rollout_fields(args: Namespace) -> tuple[int, dict[str, Any]]:
             size, fields["pruning"]["allow_fewer"] = 2 * size, True
     fields |= {"until": args.until} if args.until else {}
     fields |= {"redundancy": spare} if spare is not None else {}
-    sampling = {"temperature": 1.0, "max_tokens": args.max_tokens}
+    # each prompt samples by a seed of its own, made of this one and its id: none comes twice
+    sampling = {"temperature": 1.0, "max_tokens": args.max_tokens, **({"seed": args.seed} if args.seeded else {})}
     reward = {"name": args.task, "estimator": ALGORITHMS[args.algorithm].estimator}
     return size, {"reward": reward, "sampling": sampling, **fields}
 

@@ -139,7 +139,6 @@ class Training:
         """The step's groups as they end; with DAPO those that teach."""
         args, progress, num_wanted = self.args, self.progress, self.args.prompts
         size, fields = rollout_fields(args)
-        seed = {"seed": args.seed * 1_000_003 + progress.step} if args.seeded else {}
 
         def draw(count: int) -> list[dict[str, Any]]:
             step.num_prompts += count
@@ -151,9 +150,8 @@ class Training:
                 now = self.run.refresh()
                 fresh = draw(now.num_fresh_prompts) if now.next_round == "short" else []
                 reserve = draw(args.prompts) if self.filters else []
-                events = self.run.stream(fresh, key=f"step-{progress.step}", reserve=reserve, sampling=seed)
+                events = self.run.stream(fresh, key=f"step-{progress.step}", reserve=reserve)
             else:
-                fields["sampling"] |= seed
                 events = self.server.client.stream(draw(num_wanted), size, **fields)
             stream = GroupStream(events)
             for group in stream:
