@@ -123,7 +123,8 @@ class FakeEngine:
     stops: dict[str, list[CandidateId]] = field(default_factory=dict)
     """Verdicts on candidates of a group, to be carried out in its next step."""
     lost_groups: set[str] = field(default_factory=set)
-    num_cuts: int = 0
+    launched_at_cuts: list[int] = field(default_factory=list)
+    """How many candidates had been launched, at each `cut_race`."""
     last_step_s: float = 0.0
     """When a group last made a step."""
 
@@ -265,11 +266,11 @@ class FakeEngine:
 
     async def cut_race(self, race_id: str) -> None:
         self.learning.check_alive()
-        self.num_cuts += 1
+        self.launched_at_cuts.append(self.num_launched)
         if race_id in self.races:
             self.races[race_id].cut(race_id)
 
-    async def widen_race(self, race_id: str, num_wanted: int) -> None:
+    async def widen_race(self, race_id: str, num_wanted: int | None) -> None:
         self.learning.check_alive()
         assert race_id in self.races, "a race that nobody entered"
         self.races[race_id].races.widen(race_id, num_wanted)

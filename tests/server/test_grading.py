@@ -19,7 +19,7 @@ from .fake_engine import FakeEngine
 from .learning_steps import PRUNING
 from .test_errors import check_error
 from .test_metrics import samples
-from .test_runs import make, play, prompts
+from .test_runs import TERMS, make, play, prompts
 
 pytestmark = pytest.mark.anyio
 
@@ -231,6 +231,46 @@ async def test_a_round_filters_by_rewards_of_its_own_without_a_stream(http, grad
     num_graded = len(graders.asked)
     assert await play(http, prompts=prompts(0, 6), reserve=prompts(6, 3), idempotency_key="k") == answer
     assert len(graders.asked) == num_graded
+
+
+async def test_a_short_round_is_over_when_enough_of_its_groups_teach(http, engine, graders):
+    graders.function = lambda t: Grade("ok", 1.0) if t.prompt in ("question 1", "question 2") else by_length(t)
+    await make(http, reward="even", until="variance", max_candidates=1000, response_speculation=1.0)
+    answer = await play(http, prompts=prompts(0, 6))
+    assert [group["prompt_id"] for group in answer["groups"]] == ["q0", "q3", "q4", "q5"]
+    assert all(group["status"] == "complete" and group["rewards"]["teaches"] for group in answer["groups"])
+    assert answer["deferred"] == ["q1", "q2"]
+    assert engine.num_running == 0
+    (at_cut,) = engine.launched_at_cuts
+    assert engine.num_launched <= at_cut + 16  # those that were on their way
+    assert answer["usage"]["generated_tokens"] == answer["usage"]["returned_tokens"] + answer["usage"]["wasted_tokens"]
+    graders.function = by_length
+    rest = await play(http, kind="long")
+    assert [group["rewards"]["teaches"] for group in rest["groups"]] == [True, True]
+
+
+async def test_a_round_that_filters_goes_on_for_groups_that_never_teach(http, engine, graders):
+    graders.function = lambda t: Grade("ok", 1.0) if t.prompt in ("question 0", "question 1") else by_length(t)
+    await make(http, reward="even", until="variance", max_candidates=8, filter="zero_variance", prompt_speculation=1.0)
+    answer = await play(http, prompts=prompts(0, 4), reserve=prompts(4, 3))
+    assert sorted(answer["filtered"]) == ["q0", "q1"]
+    assert [group["prompt_id"] for group in answer["groups"]] == ["q2", "q3", "q4", "q5"]
+    assert answer["unstarted"] == ["q6"]
+    assert engine.num_running == 0
+
+
+async def test_a_deferred_group_launches_nobody_in_place_of_a_void_one(http, engine, graders):
+    graders.function = lambda t: Grade("void") if t.prompt == "question 5" else by_length(t)
+    engine.lengths = {index: index + 1 for index in range(64)}
+    await make(http, reward="even", group_size=2, response_speculation=1.0, prompt_speculation=1.5)
+    answer = await play(http, prompts=prompts(0, 6))
+    assert answer["deferred"] == ["q4", "q5"]  # ties go to the first
+    assert engine.num_launched == 12
+
+
+async def test_until_variance_does_not_go_on_from_an_earlier_round(http):
+    response = await http.post("/v1/runs", json={**TERMS, "reward": "even", "until": "variance", "resume": True})
+    check_error(response, 422, "until", ["order of launch"])
 
 
 def first_ones(*rewards: float | None) -> Callable[[Trajectory], Grade]:

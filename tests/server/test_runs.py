@@ -135,7 +135,7 @@ async def test_several_ranks_are_told_what_to_expect_of_a_rounds_groups_and_when
     engine.moves.num_ranks = 2
     await make(http)
     first = await play(http, prompts=prompts(0, 6))
-    assert (engine.num_cuts, engine.races) == (1, {})
+    assert (len(engine.launched_at_cuts), engine.races) == (1, {})
     assert [engine.outlooks[entry["id"]].lengths for entry in prompts(0, 6)] == [None] * 6
     known = {id: engine.learning.judge.memory.lengths.of(f"id:{id}") for id in first["deferred"]}
     assert None not in known.values()

@@ -184,7 +184,7 @@ class CostToCompare:
 
 class WiderRace(NamedTuple):
     race_id: str
-    num_wanted: int
+    num_wanted: int | None
 
 
 class Hold(NamedTuple):

@@ -35,6 +35,8 @@ class GroupOptions(TypedDict, total=False):
     migration: str
     scale_down: str
     on_engine_failure: str
+    until: str
+    max_candidates: int | None
     reward: str | Mapping[str, Any] | None
     sampling: Mapping[str, Any] | None
     return_text: bool
@@ -45,8 +47,6 @@ class GroupOptions(TypedDict, total=False):
 class RolloutOptions(GroupOptions, total=False):
     """Options of `rollout` and `stream` of both clients. `help` says what they mean, in the server's words."""
 
-    until: str
-    max_candidates: int | None
     audit_ratio: float | None
     audit_unit: str
     model: str | None

@@ -426,8 +426,8 @@ class Engine(Protocol):
         """
         ...
 
-    async def widen_race(self, race_id: str, num_wanted: int) -> None:
-        """So many groups have to complete now; those that were cut stay so."""
+    async def widen_race(self, race_id: str, num_wanted: int | None) -> None:
+        """So many groups have to complete now (None: `cut_race` says it again); those that were cut stay so."""
         ...
 
     async def forget_race(self, race_id: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from vllm_rollout.group.plans.fields import Migration, OnEngineFailure
 from vllm_rollout.group.types import Ending, GroupResult
 from vllm_rollout.rewards.values import Grade
-from vllm_rollout.server.answers import RanksFreeEvent, RedundancyBudget, Timing, Usage
+from vllm_rollout.server.answers import GroupAnswer, RanksFreeEvent, RedundancyBudget, Timing, Usage
 from vllm_rollout.server.course import Course
 from vllm_rollout.server.engine import CandidateEnd, PreparedPrompt
 from vllm_rollout.server.engines.scaling import ScaleDownWatch
@@ -49,6 +49,24 @@ class RolloutOutcome:
     def weight_version(self) -> str | None:
         """The version every token was sampled with; None when there is none or more than one."""
         return next(iter(self.versions)) if len(self.versions) == 1 else None
+
+    def ended_before(self, group: GroupAnswer) -> None:
+        """It was complete when its round was interrupted: its tokens are resumed ones."""
+        usage = self.usage
+        returned = sum(each.num_tokens for each in group.trajectories)
+        wasted = sum(each.num_tokens for each in group.candidates)
+        usage.returned_tokens += returned
+        usage.wasted_tokens += wasted
+        usage.resumed_tokens += returned + wasted
+        usage.num_candidates += len(group.trajectories) + len(group.candidates)
+        for state in ["finished" for _ in group.trajectories] + [each.state for each in group.candidates]:
+            setattr(usage, f"num_{state}", getattr(usage, f"num_{state}") + 1)
+        for trajectory in group.trajectories:
+            usage.num_rewards += trajectory.reward is not None
+            usage.num_reward_timeouts += trajectory.reward_status == "timeout"
+            usage.num_reward_errors += trajectory.reward_status == "error"
+            self.versions.update(span["version"] for span in trajectory.weight_versions)
+        self.off_policy |= group.off_policy
 
     def group_over(
         self, result: GroupResult, ends: Collection[CandidateEnd], grades: Iterable[Grade], latency_s: float

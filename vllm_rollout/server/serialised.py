@@ -113,6 +113,10 @@ class GroupsInJson:
                 self._trajectories.pop(event.prompt_id, None)
                 self._candidates.pop(event.prompt_id, None)
 
+    def of(self, prompt_id: str) -> bytes:
+        """A GroupAnswer that is whole."""
+        return self._groups[prompt_id]
+
     def answer(self, envelope: RolloutAnswer, prompt_ids: Iterable[str]) -> list[bytes]:
         """The body, in parts; `envelope` is the answer without its groups."""
         return filled(envelope, "groups", [self._groups.pop(prompt_id) for prompt_id in prompt_ids])

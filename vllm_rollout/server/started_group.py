@@ -103,6 +103,11 @@ class StartedGroup:
         return [end.ending for end in self.ends.values() if end.ending.state == "finished"]
 
     @property
+    def is_cut(self) -> bool:
+        """Its round goes on without it."""
+        return any(end.group_lost or end.ending.state == "deferred" for end in self.ends.values())
+
+    @property
     def void(self) -> set[int]:
         """Indices of candidates that must not count."""
         return {index for index, grade in self.grades.items() if grade.status == "void"}

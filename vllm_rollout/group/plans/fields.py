@@ -216,12 +216,6 @@ class RaceFields:
         "body",
         default="fail",
     )
-
-
-@dataclass(kw_only=True)
-class UntilFields:
-    """When a group ends whose trajectories the server grades."""
-
     until: Until = row(
         Names(get_args(Until)),
         '"variance": a group is complete when group_size of its candidates are graded and their rewards differ; until '
@@ -239,7 +233,7 @@ class UntilFields:
 
 
 @dataclass(kw_only=True)
-class GroupFields(RaceFields, UntilFields):
+class GroupFields(RaceFields):
     """What a rollout says of its groups."""
 
     group_size: int = row(_SIZE, "Trajectories you want for each prompt (M, OpenAI's n).", "body", "join")

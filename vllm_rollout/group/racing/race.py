@@ -24,8 +24,8 @@ class RacePlace:
     """Where a group takes part."""
 
     race_id: str
-    num_wanted: int
-    """Complete groups that end the race."""
+    num_wanted: int | None
+    """Complete groups that end the race. None: only the API process knows which are, and cuts it."""
     position: int
     """The group's place in the race: ties go to the lower one."""
 
@@ -41,7 +41,7 @@ class _Racer(NamedTuple):
 class _Race:
     """The groups of one round in one engine."""
 
-    num_wanted: int
+    num_wanted: int | None
     racers: dict[str, _Racer] = field(default_factory=dict)
     """Those that have not completed and are not over, by group id."""
     num_complete: int = 0
@@ -51,7 +51,7 @@ class _Race:
     @property
     def is_cut(self) -> bool:
         """Enough groups are complete."""
-        return self.is_cut_elsewhere or self.num_complete >= self.num_wanted
+        return self.is_cut_elsewhere or (self.num_wanted is not None and self.num_complete >= self.num_wanted)
 
     def settle(self, group_ids: Iterable[str]) -> tuple[str, ...]:
         """Close the step for groups that saw an event: count those that completed, forget those that are over.
@@ -60,6 +60,10 @@ class _Race:
         then those of the lower position; the others have lost a tie, and are returned.
         """
         groups = {group_id: self.racers[group_id].group for group_id in group_ids}
+        if self.num_wanted is None:
+            for id in (id for id, group in groups.items() if group.over):
+                del self.racers[id]
+            return ()
         ended = {id: self.racers.pop(id) for id, group in groups.items() if group.complete or group.over}
         complete = [id for id, racer in ended.items() if racer.group.complete]
         complete.sort(key=lambda id: (ended[id].group.longest, ended[id].position))
@@ -116,7 +120,7 @@ class RaceTable:
                     self._race_of.pop(group_id, None)
         return lost, cancelled
 
-    def widen(self, race_id: str, num_wanted: int) -> None:
+    def widen(self, race_id: str, num_wanted: int | None) -> None:
         """Winners were taken out: so many groups have to complete now. Groups that were cut stay so."""
         race = self._open(race_id, num_wanted)
         race.num_wanted, race.is_cut_elsewhere = num_wanted, False
@@ -135,7 +139,7 @@ class RaceTable:
             for group_id in race.racers:
                 del self._race_of[group_id]
 
-    def _open(self, race_id: str, num_wanted: int) -> _Race:
+    def _open(self, race_id: str, num_wanted: int | None) -> _Race:
         """The race of that id. What is said of one that no group has entered yet holds for those on their way."""
         race = self._races.get(race_id)
         if race is None:

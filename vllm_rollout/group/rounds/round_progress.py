@@ -96,6 +96,11 @@ class RoundProgress:
                 self._unrewarded.add(position)
         return fate
 
+    def ended_before(self, position: int, end: GroupEnd) -> Fate:
+        """A group that did not start: it had ended before the round was interrupted."""
+        (self._to_start if position < len(self.opened.entries) else self._spare).remove(position)
+        return self.group_over(position, end)
+
     def rewarded(self, position: int, has_variance: bool) -> bool:
         """All trajectories of a returned group have rewards; whether it is filtered by them."""
         if position not in self._unrewarded:

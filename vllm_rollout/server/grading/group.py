@@ -137,7 +137,7 @@ class WholeGroup(GradedGroup):
         result = self.result()
         self._drop(self._tasks.keys() - set(result.selected))
         self._grade(result.selected)
-        if self._group.void and result.status == "incomplete" and not self._grading.is_left:
+        if self._group.void and result.status == "incomplete" and not (self._grading.is_left or self._group.is_cut):
             most = self._grading.max_candidates or 2 * self._plan.num_candidates
             num_alive = len(result.selected)
             self._launch(num_to_refill(self._plan.group_size, most, self._num_launched, num_alive))
@@ -156,7 +156,7 @@ class TeachingGroup(GradedGroup):
     def result(self) -> GroupResult:
         plain = self._group.concluded()
         if self.decision is None:
-            return plain
+            return GroupResult("incomplete", "its rewards were not waited for", (), plain.endings)
         reason = None
         if self.decision.kind == "incomplete":
             num, size = len(self.decision.returned), self._plan.group_size
@@ -165,6 +165,9 @@ class TeachingGroup(GradedGroup):
 
     async def _decide(self) -> None:
         if self.decision is not None or self._grading.is_left:
+            return
+        if self._group.is_cut:
+            self._drop(self._tasks)
             return
         self._grade([ending.index for ending in self._group.finished if ending.index not in self._stopped])
         self._urgency.hasten(min(1.0, len(self._group.grades) / self._plan.group_size))

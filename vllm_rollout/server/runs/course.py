@@ -14,6 +14,7 @@ from vllm_rollout.group.racing.race import RacePlace
 from vllm_rollout.group.rounds.round_progress import DeferReason, GroupEnd, RoundProgress
 from vllm_rollout.group.rounds.rounds import OpenRound
 from vllm_rollout.group.types import CandidateState, Ending, GroupResult
+from vllm_rollout.server.answers import GroupAnswer
 from vllm_rollout.server.course import Course
 from vllm_rollout.server.engine import Engine
 
@@ -24,7 +25,11 @@ LOOK_S = 2.0
 class RoundCourse(Course):
     """The course of a rollout that is a round of a run: positions are those of the round's entries."""
 
-    def __init__(self, engine: Engine, race_id: str, opened: OpenRound, *, filters: bool) -> None:
+    def __init__(
+        self, engine: Engine, race_id: str, opened: OpenRound, *, filters: bool, rewards_decide: bool = False
+    ) -> None:
+        """`rewards_decide`: whether a group is complete, which the engine then cannot count (`until` "variance")."""
+        self._rewards_decide = rewards_decide
         self.progress = RoundProgress(opened, filters)
         self.race_id = race_id
         self.on_filtered: Callable[[str], None] = lambda prompt_id: None
@@ -39,12 +44,18 @@ class RoundCourse(Course):
         """By position and index; of candidates that finished in it."""
         self._selected: dict[int, Sequence[int]] = {}
         """Indices that need a reward, by position: of groups that are returned."""
+        self._num_before = 0
+        """Groups that were complete before the round was interrupted: the engine does not count them."""
         self.filtered_tokens = 0
         """The tokens of groups that would have been returned."""
         self._num_tokens: dict[int, int] = {}
         self.num_preemptions = 0
         self.lengths: dict[int, list[int]] = {}
         """By position: tokens of every candidate that ran, of groups that are returned or not."""
+
+    def number_of(self, prompt_id: str) -> int:
+        """Of its entry."""
+        return self.progress.opened.all_entries[self._position_of[prompt_id]].number
 
     async def positions(self) -> AsyncIterator[int]:
         while not self.progress.is_over:
@@ -77,7 +88,12 @@ class RoundCourse(Course):
         opened = self.progress.opened
         if opened.kind == "long":  # nobody races: it runs to its end
             return None
-        return RacePlace(self.race_id, self.progress.num_wanted, position)
+        return RacePlace(self.race_id, self._num_to_count, position)
+
+    @property
+    def _num_to_count(self) -> int | None:
+        """How many complete groups the engine counts, and then cuts the race in that step."""
+        return None if self._rewards_decide else self.progress.num_wanted - self._num_before
 
     def candidate_ended(self, position: int, ending: Ending) -> None:
         self._ended[position][ending.index] = ending.state
@@ -99,6 +115,16 @@ class RoundCourse(Course):
             wider = self._look_at(position)
         await self._tell(was_cut, wider=wider)
         return reason
+
+    def ended_before(self, position: int, group: GroupAnswer) -> None:
+        """It was complete before the round was interrupted. Nothing of the round runs yet."""
+        lengths = [trajectory.num_tokens for trajectory in group.trajectories]
+        self.lengths[position] = [*lengths, *(candidate.num_tokens for candidate in group.candidates)]
+        self._num_tokens[position] = sum(lengths)
+        self._num_before += 1
+        self.progress.ended_before(position, GroupEnd(True, False, group.lengths.max))
+        rewards = {trajectory.reward for trajectory in group.trajectories if trajectory.reward is not None}
+        self._decide(position, rewards)
 
     async def reward(self, rewards: Sequence[tuple[str, int, float]]) -> tuple[list[RewardStatus], list[str]]:
         """(prompt id, index, reward) each; returns what became of each, and the prompts that are filtered by them."""
@@ -160,8 +186,8 @@ class RoundCourse(Course):
         try:
             if self.progress.opened.kind == "short":
                 if wider:
-                    await self._engine.widen_race(self.race_id, self.progress.num_wanted)
-                if is_cut and not was_cut and self._engine.moves.num_ranks > 1:
+                    await self._engine.widen_race(self.race_id, self._num_to_count)
+                if is_cut and not was_cut and (self._rewards_decide or self._engine.moves.num_ranks > 1):
                     await self._engine.cut_race(self.race_id)
         finally:
             if is_cut:

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 
 from vllm_rollout.group.rounds.rounds import OpenRound, Run
 from vllm_rollout.server.answers import (
-    CandidateEvent,
     DeferredEvent,
     Event,
     FilteredEvent,
-    GroupEvent,
-    GroupSummary,
+    GroupAnswer,
     RebuildAnswer,
     RoundAnswer,
     RoundDoneEvent,
     RoundEvent,
     RoundSummary,
-    TrajectoryEvent,
 )
 from vllm_rollout.server.rollout import Rollout
 from vllm_rollout.server.runs.course import RoundCourse
+from vllm_rollout.server.runs.ended_groups import EndedGroups, events_of
 from vllm_rollout.server.serialised import GroupsInJson
 
 
@@ -37,6 +35,10 @@ class LiveRound:
     owner: str = ""
     """What the store calls this process's hold on it, once it has been taken."""
     groups: GroupsInJson = field(default_factory=GroupsInJson)
+    ended: EndedGroups | None = None
+    """None: what has ended of it before its end is kept nowhere."""
+    before: Mapping[int, GroupAnswer] = field(default_factory=dict)
+    """By position: groups that were complete when it was interrupted."""
     is_kept: bool = False
     """What came of it is on disk."""
     answer: bytes = b""
@@ -100,13 +102,8 @@ async def replayed(answer: bytes) -> AsyncGenerator[Event, None]:
         reserve=round.unstarted,
     )
     for group in round.groups:
-        name = {"prompt_id": group.prompt_id, "group_id": group.group_id}
-        for trajectory in group.trajectories:
-            yield TrajectoryEvent(**name, trajectory=trajectory)
-        for candidate in group.candidates:
-            yield CandidateEvent(**name, candidate=candidate)
-        over = {name: value for name, value in vars(group).items() if name in GroupSummary.model_fields}
-        yield GroupEvent(**over, selected=[trajectory.index for trajectory in group.trajectories])
+        for event in events_of(group):
+            yield event
     for prompt_id in round.deferred:
         yield DeferredEvent(prompt_id=prompt_id, group_id="", reason="cut")
     for prompt_id in round.filtered:

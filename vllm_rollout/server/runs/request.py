@@ -88,6 +88,13 @@ def resumed(planned: PlannedRound) -> Resumed:
 
 
 def check_resumable(rollout: Rollout) -> None:
+    """Raises: RequestError."""
+    if rollout.grading is not None and rollout.grading.until == "variance":
+        raise RequestError(
+            'until: "variance" counts candidates in the order of launch, and a run that resumes keeps those that had '
+            "generated most. Leave until or resume out.",
+            param="until",
+        )
     for prompt in rollout.prompts:
         if prompt.resume_refusal is not None:
             raise prompt.resume_refusal

@@ -15,7 +15,7 @@ from http import HTTPStatus
 from typing import Any, TypeVar
 
 from vllm_rollout.group.rounds.rounds import FreshPrompt, RoundError, Run
-from vllm_rollout.server.answers import DoneEvent, Event, FilteredEvent, RoundDoneEvent, RoundEvent
+from vllm_rollout.server.answers import DoneEvent, Event, FilteredEvent, GroupEvent, RoundDoneEvent, RoundEvent
 from vllm_rollout.server.engine import Engine, RequestError
 from vllm_rollout.server.learning.service import not_empty
 from vllm_rollout.server.metrics import Metrics
@@ -23,6 +23,7 @@ from vllm_rollout.server.resumed import Resumption
 from vllm_rollout.server.runs.answers import RunAnswer, RunsAnswer, UnreadableRunAnswer
 from vllm_rollout.server.runs.body import RoundRequest, RunRequest, digest_of_prompt
 from vllm_rollout.server.runs.course import RoundCourse
+from vllm_rollout.server.runs.ended_groups import EndedGroups, ended_before, events_of
 from vllm_rollout.server.runs.faults import PASSING
 from vllm_rollout.server.runs.live import Begun, LiveRound, made_answer, summary
 from vllm_rollout.server.runs.parallelism import Parallelism, expected_of_run
@@ -43,7 +44,7 @@ from vllm_rollout.server.runs.request import (
 from vllm_rollout.server.runs.rewards import RunRewards
 from vllm_rollout.server.runs.saved import SEND_AS_IT_IS, parse_saved, with_runs
 from vllm_rollout.server.runs.store import RunStore
-from vllm_rollout.server.runs.stored import Looked, PlannedRound, StoredRun, UnreadableRun, run_answer
+from vllm_rollout.server.runs.stored import EndedGroup, Looked, PlannedRound, StoredRun, UnreadableRun, run_answer
 from vllm_rollout.server.service import RolloutService
 from vllm_rollout.server.shaping import history_key
 
@@ -217,6 +218,8 @@ class RunService:
         assert planned.stored.memo is not None  # a round is open
         live = await self._prepare(planned, as_before(id, planned.opened, request, planned.stored.memo), {})
         live.owner = await self._owned(id, self._store.claim, id, planned.opened)
+        if live.ended is not None:
+            live.before = await asyncio.to_thread(ended_before, planned, live.ended.version)
         return live
 
     async def _take(self, stored: StoredRun, request: RoundRequest, key: str) -> LiveRound:
@@ -291,8 +294,17 @@ class RunService:
             before, unreadable = await asyncio.to_thread(resumed, planned)
             rollout.resumption = Resumption(opened.kind == "short", version, before)
             rollout.warnings += unreadable
-        rollout.course = course = RoundCourse(self._engine, rollout.id, opened, filters=filters)
-        return LiveRound(stored.id, opened, rollout, course)
+        teaches = rollout.grading is not None and rollout.grading.until == "variance"
+        rollout.course = course = RoundCourse(self._engine, rollout.id, opened, filters=filters, rewards_decide=teaches)
+        live = LiveRound(stored.id, opened, rollout, course)
+        if self._store.is_durable and not (filters and rollout.grading is None):
+            # A filter by rewards that are posted would need those, too, and they come again with the groups.
+            version = await self._engine.current_weight_version()
+            live.ended = EndedGroups(partial(self._keep_ended, live), version)
+        return live
+
+    async def _keep_ended(self, live: LiveRound, groups: Mapping[int, EndedGroup]) -> None:
+        await self._stored(self._store.keep_ended, live.run_id, live.owner, groups)
 
     async def _events(self, live: LiveRound) -> AsyncGenerator[Event, None]:
         opened, rollout, course = live.opened, live.rollout, live.course
@@ -310,6 +322,12 @@ class RunService:
                 reserve=[entry.prompt_id for entry in opened.reserve],
                 rebuilt=live.rebuilt,
             )
+            for position, group in live.before.items():
+                rollout.outcome.ended_before(group)
+                for event in events_of(group):
+                    await live.groups.add(event)
+                    yield event
+                course.ended_before(position, group)
             async with aclosing(self._rollouts.events(rollout)) as events:
                 async for event in events:
                     while filtered:
@@ -318,6 +336,8 @@ class RunService:
                         yield await self._keep(live)
                     else:
                         await live.groups.add(event)
+                        if isinstance(event, GroupEvent) and event.status == "complete" and live.ended is not None:
+                            live.ended.add(course.number_of(event.prompt_id), live.groups.of(event.prompt_id))
                         yield event
         finally:
             # Nothing is awaited here: whoever cancels this must not leave the round in the hands of nobody.

@@ -25,6 +25,7 @@ from vllm_rollout.server.runs.faults import is_damage, translated
 from vllm_rollout.server.runs.owner import Owner
 from vllm_rollout.server.runs.request import over_just_now
 from vllm_rollout.server.runs.stored import (
+    EndedGroup,
     Looked,
     PlannedRound,
     StoredAnswer,
@@ -59,12 +60,15 @@ CREATE TABLE IF NOT EXISTS staged (name TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS keys (
     run TEXT NOT NULL, key TEXT NOT NULL, round INTEGER NOT NULL, given_up INTEGER NOT NULL, PRIMARY KEY (run, key)
 ) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS ended (
+    run TEXT NOT NULL, number INTEGER NOT NULL, version TEXT, body BLOB NOT NULL, PRIMARY KEY (run, number)
+);
 CREATE TABLE IF NOT EXISTS answers (
     run TEXT NOT NULL, round INTEGER NOT NULL, key TEXT NOT NULL, memo TEXT NOT NULL, body BLOB NOT NULL,
     PRIMARY KEY (run, round)
 );
 """
-TABLES = ("runs", "prompts", "keys", "answers")
+TABLES = ("runs", "prompts", "keys", "answers", "ended")
 # runs.owner and runs.memo belong to the open round: who runs it, and what its request asked for
 # (`RoundRequest.memo`). An owner is a process and a number, "NAME.7": whoever takes the round up again, the same
 # process too, is another owner, so that what is late of an earlier one finds that the round is not its own any more.
@@ -164,8 +168,8 @@ class RunStore:
         """Also one that cannot be read. Raises: RequestError (404; 409 while a round of it runs)."""
         with self._transaction():
             self._check_idle(self._known(id))
-            for table, name in zip(TABLES, ("id", "run", "run", "run"), strict=True):
-                self._db.execute(f"DELETE FROM {table} WHERE {name} = ?", (id,))
+            for table in TABLES:
+                self._db.execute(f"DELETE FROM {table} WHERE {'id' if table == 'runs' else 'run'} = ?", (id,))
 
     def look(self, id: str, key: str) -> Looked:
         """A run, and whether a round of that key is known. Raises: RequestError (404), UnreadableRun."""
@@ -187,9 +191,9 @@ class RunStore:
             opened = plan(stored.run)
             numbers = {entry.number for entry in opened.all_entries}
             rows = self._db.execute("SELECT number, body, kept FROM prompts WHERE run = ?", (id,))
-            return PlannedRound(
-                stored, opened, {number: (body, kept) for number, body, kept in rows if number in numbers}
-            )
+            waiting = {number: (body, kept) for number, body, kept in rows if number in numbers}
+            rows = self._db.execute("SELECT number, version, body FROM ended WHERE run = ?", (id,))
+            return PlannedRound(stored, opened, waiting, {number: EndedGroup(*row) for number, *row in rows})
 
     def begin(
         self, id: str, memo: str, plan: Callable[[Run], OpenRound], prompts: Mapping[str, str], planned: OpenRound
@@ -255,6 +259,14 @@ class RunStore:
             self._save(id, stored.run, owner, stored.memo)
             return owner
 
+    def keep_ended(self, id: str, owner: str, groups: Mapping[int, EndedGroup]) -> None:
+        """Groups of the open round that are over, by number; nothing when the round is not that owner's any more."""
+        with self._transaction():
+            (now,) = self._db.execute("SELECT owner FROM runs WHERE id = ?", (id,)).fetchone() or (None,)
+            if now == owner:
+                rows = [(id, number, *group) for number, group in groups.items()]
+                self._db.executemany("INSERT OR REPLACE INTO ended VALUES (?, ?, ?, ?)", rows)
+
     def close(
         self,
         id: str,
@@ -297,6 +309,7 @@ class RunStore:
                 (id, opened.number, opened.key, stored.memo, body),
             )
             self._db.execute("DELETE FROM answers WHERE run = ? AND round <= ?", (id, opened.number - NUM_ANSWERS))
+            self._db.execute("DELETE FROM ended WHERE run = ?", (id,))
             self._save(id, run, None, None)
             return run
 
@@ -323,6 +336,7 @@ class RunStore:
                 )
             self._check_idle(stored)
             stored.run.give_up()
+            self._db.execute("DELETE FROM ended WHERE run = ?", (id,))
             self._db.execute("UPDATE keys SET given_up = 1 WHERE run = ? AND key = ?", (id, opened.key))
             self._save(id, stored.run, None, None)
             return self.read(id)

@@ -86,6 +86,13 @@ class Looked(NamedTuple):
     """Keys whose answers are still kept, the oldest first."""
 
 
+class EndedGroup(NamedTuple):
+    version: str | None
+    """Of the weights with which its round began."""
+    body: bytes
+    """A GroupAnswer as JSON, compressed."""
+
+
 class PlannedRound(NamedTuple):
     """What a round would be at one moment."""
 
@@ -93,6 +100,8 @@ class PlannedRound(NamedTuple):
     opened: OpenRound
     waiting: Mapping[int, tuple[str, bytes | None]]
     """Body of each prompt that waits in the run, and what is kept of it, by number."""
+    ended: Mapping[int, EndedGroup]
+    """Groups of the open round that are over, by number."""
 
 
 def read_run(row: Sequence[Any]) -> StoredRun | UnreadableRun:
