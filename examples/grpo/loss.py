@@ -58,7 +58,7 @@ class Update:
         self.trainer, self.model, self.terms, self.micro_tokens = trainer, model, terms, micro_tokens
         self.differences = [torch.zeros(1)]
         """Of log probabilities, the policy's to those of who sampled: other weights show at once."""
-        self._unsaid, self._teaches = 0, False
+        self._teaches = False
         trainer.abandon()  # the gradients of an attempt that died
         trainer.begin(0)
 
@@ -67,7 +67,8 @@ class Update:
         rows: list[Row] = []
         for group in groups:
             its_rows, weight = rows_of(group, self.terms)
-            rows, self._unsaid = rows + its_rows, self._unsaid + weight
+            rows += its_rows
+            self.trainer.count(weight)
         lengths = [len(row.prompt_ids) + row.answer.num_tokens for row in rows]
         for batch in micro_batches(lengths, self.micro_tokens):
             self._backward([rows[i] for i in batch])
@@ -81,14 +82,12 @@ class Update:
             clipped_loss(logprobs, sampled, logprobs.new_tensor([[row.advantage] for row in rows]), self.terms) * mask
         )
         total = loss.sum() if self.terms.unit == "token" else (loss.sum(1) / mask.sum(1)).sum()
-        self.trainer.add_sum(total, self._unsaid)
-        self._unsaid, self._teaches = 0, True
+        self.trainer.add_sum(total, 0)  # what it is divided by was counted
+        self._teaches = True
 
     def finish(self) -> StepResult | None:
         """None when no group taught: nothing is updated. Raises: FloatingPointError for a gradient that is none."""
         if not self._teaches:
             self.trainer.abandon()
             return None
-        if self._unsaid:
-            self.trainer.add_sum(0 * self.trainer.parameters[0].sum(), self._unsaid)
         return self.trainer.finish()
