@@ -41,6 +41,7 @@ class Style:
     doubt: tuple[float, ...]  # chance to begin again after a pass that was not checked
     check: float  # chance that a pass is checked by another one; where they differ, a third follows, and so on
     confuses: float = 0.9  # chance that a doubt makes the thought more confused
+    twice: float = 0.0  # chance that it writes each step twice, and slips a tenth as often
     is_lost: float = 0.0  # chance that it begins so: rambling and doubting at length for no reason
 
 
@@ -50,8 +51,8 @@ STYLES = {
     # long is wrong: with each doubt it slips more
     "confused": Style((0.06, 0.20, 0.35, 0.45, 0.50), RAMBLES, DOUBTS, check=0.1),
     "careful": Style((0.14, 0.28, 0.38, 0.46, 0.50), RAMBLES, DOUBTS, check=0.1),
-    # long is right: what was worked through again until two passes agreed is nearly always right
-    "thorough": Style((0.08,), (0.05,), (0.0,), check=0.5),
+    # long is right: who writes each step twice is right nearly always
+    "thorough": Style((0.16,), (0.05,), (0.1,), check=0.0, twice=0.4),
     # length says nothing: some ramble and begin again for no reason, and slip as all do
     "even": Style((0.12,) * 5, RAMBLES, DOUBTS, check=0.0, is_lost=0.2),
 }
@@ -92,6 +93,7 @@ def thought(problem: Problem, chance: random.Random, style: Style) -> list[str]:
     """One to learn from, at most MAX_THOUGHT tokens."""
     worst = len(style.slip) - 1
     confusion = min(chance.randrange(1, 5), worst) if chance.random() < style.is_lost else 0
+    times = 2 if style.twice and chance.random() < style.twice else 1
     _, *pairs, _ = problem.text.split()
     tokens: list[str] = []
 
@@ -104,10 +106,10 @@ def thought(problem: Problem, chance: random.Random, style: Style) -> list[str]:
                 while chance.random() < 0.7:
                     tokens.append(chance.choice(RAMBLE))
             value += int(digit)
-            if chance.random() < style.slip[confusion]:
+            if chance.random() < style.slip[confusion] * (0.1 if times == 2 else 1):
                 value += chance.choice((1, 9))
             value %= 10
-            tokens.extend((label, digit, "=", str(value)))
+            tokens.extend((label, digit, "=", str(value)) * times)
         tokens.extend(("total", str(value)))
         return value
 
