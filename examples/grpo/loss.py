@@ -56,8 +56,7 @@ class Update:
 
     def __init__(self, trainer: StreamTrainer, model: Any, terms: Terms, micro_tokens: int) -> None:
         self.trainer, self.model, self.terms, self.micro_tokens = trainer, model, terms, micro_tokens
-        self.differences = [torch.zeros(1)]
-        """Of log probabilities, the policy's to those of who sampled: other weights show at once."""
+        self.differences = [torch.zeros(1)]  # of log probabilities, to those of who sampled
         self._teaches = False
         trainer.abandon()  # the gradients of an attempt that died
         trainer.begin(0)

@@ -28,8 +28,7 @@ class GroupStream:
             learn(group)
         groups.summary.usage            # what the stream's last event said
 
-    Candidates that are told of after their group are not in it. What was sent of a group that was deferred, or runs
-    again, is in none. Raises: what the stream raises.
+    What was sent of a group that was deferred, or runs again, is in none. Raises: what the stream raises.
     """
 
     def __init__(self, events: Iterable[Event]) -> None:
