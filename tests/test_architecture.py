@@ -199,6 +199,16 @@ def test_tracker_observes_with_torch():
     assert not any(map(vllm, modules))
 
 
+def not_for_training(module: str) -> bool:
+    top = module.partition(".")[0]
+    return top not in sys.stdlib_module_names | {"torch"} and not is_within(module, "vllm_rollout.training")
+
+
+def test_training_imports_torch_and_itself_only():
+    assert (PACKAGE / "training" / "stream.py").exists()
+    assert offences(PACKAGE / "training", not_for_training) == []
+
+
 @pytest.mark.parametrize(
     "source",
     [

@@ -34,12 +34,14 @@ from vllm_rollout.client.connection import (
 )
 from vllm_rollout.client.run import AsyncRun, Run
 from vllm_rollout.client.run_calls import RunOptions
+from vllm_rollout.client.weights import GivenWeights, give_weights
 from vllm_rollout.server.answers import Event
 from vllm_rollout.server.protocol import Pruning
 
 __all__ = [
     "AsyncRolloutClient",
     "AsyncRun",
+    "GivenWeights",
     "PromptLike",
     "Pruning",
     "QualityHead",
@@ -121,6 +123,7 @@ class AsyncRolloutClient(Connection):
     engines_advice = _awaited(calls.engines_advice)
     drain = _awaited(calls.drain)
     restore = _awaited(calls.restore)
+    give_weights = give_weights
 
     async def run(
         self, group_size: int, prompts_per_round: int, id: str | None = None, **options: Unpack[RunOptions]
@@ -154,6 +157,10 @@ class AsyncRolloutClient(Connection):
 
     async def _sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
+
+    async def _aside(self, work: Callable[[], object]) -> None:
+        """Does what takes long while the loop goes on."""
+        await asyncio.to_thread(work)
 
     async def _open(self, method: str, path: str, body: object, timeout: float | None) -> httpx.Response:
         """The answer from its first byte on; what it says is still to be read."""
@@ -194,7 +201,7 @@ class AsyncRolloutClient(Connection):
 
 
 class _BlockingClient(AsyncRolloutClient):
-    """One whose coroutines never wait. Overrides: __init__, _sleep."""
+    """One whose coroutines never wait. Overrides: __init__, _sleep, _aside."""
 
     def __init__(self, *args: Any, transport: Any = None, **settings: Any) -> None:
         http = httpx.Client(limits=LIMITS, transport=transport)
@@ -202,6 +209,9 @@ class _BlockingClient(AsyncRolloutClient):
 
     async def _sleep(self, seconds: float) -> None:
         time.sleep(seconds)
+
+    async def _aside(self, work: Callable[[], object]) -> None:
+        work()
 
 
 class RolloutClient:
@@ -225,6 +235,7 @@ class RolloutClient:
     engines_advice = blocking(AsyncRolloutClient.engines_advice)
     drain = blocking(AsyncRolloutClient.drain)
     restore = blocking(AsyncRolloutClient.restore)
+    give_weights = blocking(AsyncRolloutClient.give_weights)
     health = blocking(AsyncRolloutClient.health)
     wait_until_ready = blocking(AsyncRolloutClient.wait_until_ready)
     close = blocking(AsyncRolloutClient.close)

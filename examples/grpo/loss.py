@@ -1,0 +1,98 @@
+"""One update: the clipped policy gradient of GRPO or DAPO over groups as the server graded them. Knows of no server."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from examples.grpo.model import answer_logprobs, micro_batches
+from vllm_rollout.group.rewards.estimates import Estimator
+from vllm_rollout.server.answers import GroupAnswer, Trajectory
+from vllm_rollout.training.stream import StepResult, StreamTrainer
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """How an update is made. Sources: DeepSeekMath 4.1 (GRPO), DAPO 3.1 and 3.3, Dr. GRPO 3 (no division by std)."""
+
+    estimator: Estimator
+    """Of advantages, which the server makes."""
+    unit: Literal["answer", "token"]
+    """What counts the same: each answer, or each token of the step."""
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    """On policy a ratio is 1 and nothing is clipped; what a round resumes was sampled by earlier weights."""
+
+
+ALGORITHMS = {
+    "grpo": Terms("grpo", "answer"),
+    "dapo": Terms("grpo", "token", clip_high=0.28),
+    "dr_grpo": Terms("mean", "token"),
+}
+
+
+class Row(NamedTuple):
+    """An answer with a gradient."""
+
+    prompt_ids: list[int]
+    answer: Trajectory
+    advantage: float
+
+
+def rows_of(group: GroupAnswer, terms: Terms) -> tuple[list[Row], int]:
+    """Of a group, and what it counts in the mean that the loss is: something, also where it has no gradient."""
+    assert group.rewards is not None  # a reward was asked for
+    told = [(t, a) for t, a in zip(group.trajectories, group.rewards.advantages, strict=True) if a is not None]
+    rows = [Row(group.prompt_token_ids, answer, advantage) for answer, advantage in told if advantage]
+    return rows, sum(answer.num_tokens for answer, _ in told) if terms.unit == "token" else len(told)
+
+
+def clipped_loss(logprobs: torch.Tensor, sampled: torch.Tensor, advantage: torch.Tensor, terms: Terms) -> torch.Tensor:
+    """Loss per token, of the shape of the log probabilities: the policy's, and those that it was sampled with."""
+    ratio = torch.exp(logprobs - sampled)
+    clipped = ratio.clamp(1 - terms.clip_low, 1 + terms.clip_high)
+    return -torch.minimum(ratio * advantage, clipped * advantage)
+
+
+class Update:
+    """One optimizer step from groups that come together or one by one: the gradient is the same."""
+
+    def __init__(self, trainer: StreamTrainer, model: Any, terms: Terms, micro_tokens: int) -> None:
+        self.trainer, self.model, self.terms, self.micro_tokens = trainer, model, terms, micro_tokens
+        self.differences = [torch.zeros(1)]
+        """Of log probabilities, the policy's to those of who sampled: other weights show at once."""
+        self._unsaid, self._teaches = 0, False
+        trainer.abandon()  # the gradients of an attempt that died
+        trainer.begin(0)
+
+    def add(self, groups: Sequence[GroupAnswer]) -> None:
+        """Their backward pass, a micro-batch at a time."""
+        rows: list[Row] = []
+        for group in groups:
+            its_rows, weight = rows_of(group, self.terms)
+            rows, self._unsaid = rows + its_rows, self._unsaid + weight
+        lengths = [len(row.prompt_ids) + row.answer.num_tokens for row in rows]
+        for batch in micro_batches(lengths, self.micro_tokens):
+            self._backward([rows[i] for i in batch])
+
+    def _backward(self, rows: Sequence[Row]) -> None:
+        logprobs, mask = answer_logprobs(self.model, [r.prompt_ids for r in rows], [r.answer.token_ids for r in rows])
+        sampled = logprobs.detach().clone()
+        sampled[mask > 0] = sampled.new_tensor([p for row in rows for p in row.answer.logprobs or ()])
+        self.differences.append((logprobs.detach() - sampled)[mask > 0].abs().cpu())
+        loss = (
+            clipped_loss(logprobs, sampled, logprobs.new_tensor([[row.advantage] for row in rows]), self.terms) * mask
+        )
+        total = loss.sum() if self.terms.unit == "token" else (loss.sum(1) / mask.sum(1)).sum()
+        self.trainer.add_sum(total, self._unsaid)
+        self._unsaid, self._teaches = 0, True
+
+    def finish(self) -> StepResult | None:
+        """None when no group taught: nothing is updated. Raises: FloatingPointError for a gradient that is none."""
+        if not self._teaches:
+            self.trainer.abandon()
+            return None
+        if self._unsaid:
+            self.trainer.add_sum(0 * self.trainer.parameters[0].sum(), self._unsaid)
+        return self.trainer.finish()

@@ -1,0 +1,134 @@
+"""The small policy, any other one, and what both ways of training need of them."""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from examples.grpo.task import VOCABULARY, Problem
+
+PAD, BOS, EOS = 0, 1, 2
+SHAPE = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 384}
+"""0.9 M parameters. Heads of 32, the least that vLLM's attention on a CPU takes."""
+
+
+def new_model(seed: int) -> Any:
+    torch.manual_seed(seed)
+    special = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD, "vocab_size": 64}
+    config = LlamaConfig(**SHAPE, **special, max_position_embeddings=1024, dtype="float32", attn_implementation="sdpa")
+    return LlamaForCausalLM(config)
+
+
+def new_tokenizer() -> Any:
+    """A word is a token."""
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(VOCABULARY)}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = {f"{name}_token": f"<{name}>" for name in ("bos", "eos", "pad", "unk")}
+    return PreTrainedTokenizerFast(tokenizer_object=words, **special)
+
+
+def load(folder: Path | str) -> tuple[Any, Any]:
+    """Model, in float32, and tokenizer of any Hugging Face folder."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+    return model.eval(), AutoTokenizer.from_pretrained(folder)  # eval: no dropout, or log probabilities differ
+
+
+def save(model: Any, tokenizer: Any, folder: Path) -> None:
+    model.save_pretrained(folder)
+    (folder / "generation_config.json").unlink(missing_ok=True)  # or its defaults become the server's
+    tokenizer.save_pretrained(folder)
+
+
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """`write` gets another name, which becomes `path` when all of it is on disk."""
+    new = path.with_name(path.name + ".new")
+    write(new)
+    with new.open("rb") as file:
+        os.fsync(file.fileno())
+    new.replace(path)
+
+
+def add_lora(model: Any, rank: int) -> Any:
+    """Only an adapter learns; what is sent is the whole model with it merged. Raises: ImportError without peft."""
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")).eval()
+
+
+def named_weights(model: Any) -> dict[str, torch.Tensor]:
+    """As a checkpoint of the model has them."""
+    if not hasattr(model, "merge_adapter"):
+        return dict(model.state_dict())
+    model.merge_adapter()
+    whole = {
+        name: tensor.clone() for name, tensor in model.get_base_model().state_dict().items() if "lora_" not in name
+    }
+    model.unmerge_adapter()
+    return {name.replace(".base_layer", ""): tensor for name, tensor in whole.items()}
+
+
+def save_weights(model: Any, folder: Path) -> None:
+    """`model.safetensors`, which is all that a server reads again."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.detach().contiguous() for name, tensor in named_weights(model).items()}
+    if model.config.tie_word_embeddings:
+        tensors.pop("lm_head.weight", None)
+    write_atomically(folder / "model.safetensors", lambda path: save_file(tensors, path, metadata={"format": "pt"}))
+
+
+def prompt_ids(tokenizer: Any, problem: Problem) -> list[int]:
+    if tokenizer.chat_template is None:
+        return [tokenizer.bos_token_id, *tokenizer.encode(problem.text, add_special_tokens=False)]
+    messages = [{"role": "user", "content": problem.text}]
+    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+
+
+def micro_batches(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
+    """Indices of sequences that are alike in length, at most so many padded tokens together."""
+    batch: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: lengths[i]):
+        if batch and lengths[index] * (len(batch) + 1) > max_tokens:
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch
+
+
+def answer_logprobs(
+    model: Any, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log probabilities of the answers' tokens at temperature 1, and a mask of them: both [sequences, width - 1].
+
+    Padding is on the right and attention is causal, so the model needs no mask.
+    """
+    width = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True))
+    ids = torch.full((len(prompts), width), PAD)
+    mask = torch.zeros((len(prompts), width))
+    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        ids[row, : len(prompt) + len(answer)] = torch.tensor([*prompt, *answer])
+        mask[row, len(prompt) : len(prompt) + len(answer)] = 1
+    ids, mask = ids.to(model.device), mask.to(model.device)
+    logits = model(input_ids=ids[:, :-1], use_cache=False).logits.float()
+    logprobs = -F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+    return logprobs.view_as(ids[:, 1:]), mask[:, 1:]
+
+
+def write_line(path: Path, line: dict[str, Any]) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def check_finite(model: Any, what: str) -> None:
+    """Raises: ValueError for weights that no server should have."""
+    for name, parameter in model.named_parameters():
+        if not torch.isfinite(parameter).all():
+            remedy = "The server keeps those it has. Start again, from the checkpoint, with a lower --lr."
+            raise ValueError(f"{what}: the weights {name} are not finite everywhere. {remedy}")

@@ -1,0 +1,99 @@
+"""Trains a Llama of 0.9 M parameters from scratch to think with human weaknesses: something to do GRPO with.
+
+    python -m examples.grpo.pretrain models --style careful      # models/careful, some five minutes of one core
+
+Two stages: clear thoughts, short chains first, which all styles share (models/clear); then those of the style. Each is
+cached: what is there is not made again. The same seed gives the same model, on the same machine.
+
+styles: confused, careful (long thoughts are wrong more often), thorough (long ones are right), even (length says
+nothing). `python -m examples.grpo.task` shows their lengths and success.
+"""
+
+import argparse
+import math
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from examples.grpo.model import answer_logprobs, load, micro_batches, new_model, new_tokenizer, prompt_ids, save
+from examples.grpo.task import CLEAR, EASY, HARD, STYLES, Style, chain, thought
+
+BATCH_TOKENS, MICRO_TOKENS = 1024, 4096
+CLEAR_STEPS, STYLE_STEPS = 350, 600
+LR, MUON_LR = 3e-3, 5e-3
+
+
+def train(model: Any, tokenizer: Any, style: Style, name: str, seed: int, steps: int) -> None:
+    """Next-token prediction on thoughts, BATCH_TOKENS a step; the learning rate rises, then falls to nothing."""
+    chance = random.Random(f"{seed}-{name}")
+    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "layers" in n]
+    others = [p for n, p in model.named_parameters() if p.ndim != 2 or "layers" not in n]
+    optimizers = [
+        torch.optim.Muon(matrices, lr=MUON_LR, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=LR, betas=(0.9, 0.98), weight_decay=0.0),
+    ]
+    rates = [MUON_LR, LR]
+    began, shown, losses = time.monotonic(), -math.inf, []
+    for step in range(steps):
+        share = step / steps
+        longest = HARD[1] if style is not CLEAR else round(EASY[0] + (HARD[1] - EASY[0]) * min(1, 1.5 * share))
+        prompts: list[list[int]] = []
+        answers: list[list[int]] = []
+        while sum(map(len, answers)) < BATCH_TOKENS:
+            problem = chain(chance, "", (EASY[0], longest))
+            prompts.append(prompt_ids(tokenizer, problem))
+            answers.append(tokenizer.convert_tokens_to_ids(thought(problem, chance, style)))
+        count, total = sum(map(len, answers)), 0.0
+        for rows in micro_batches([len(p) + len(a) for p, a in zip(prompts, answers, strict=True)], MICRO_TOKENS):
+            logprobs, mask = answer_logprobs(model, [prompts[i] for i in rows], [answers[i] for i in rows])
+            loss = -(logprobs * mask).sum() / count
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer, rate in zip(optimizers, rates, strict=True):
+            for group in optimizer.param_groups:
+                group["lr"] = rate * min(1, (step + 1) / 30) * min(1.0, 1.5 * (1 - share))
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        losses.append(total)
+        seconds = time.monotonic() - began
+        if seconds - shown > 10 or step + 1 == steps:
+            left = seconds / (step + 1) * (steps - step - 1)
+            loss_now = sum(losses) / len(losses)
+            print(
+                f"{name}: step {step + 1} of {steps}, loss {loss_now:.3f}, {seconds:.0f} s, {left:.0f} s left",
+                flush=True,
+            )
+            shown, losses = seconds, []
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cache", type=Path, help="the folder that the models are in, each in one of its own")
+    parser.add_argument(
+        "--style", choices=[*STYLES, "all"], default="careful", help="of the thoughts; default: careful"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of weights and thoughts; default: 0")
+    args = parser.parse_args()
+    torch.set_num_threads(1)  # more are slower on a machine that is busy
+    clear = args.cache / f"clear-{args.seed}"
+    for name in list(STYLES) if args.style == "all" else [args.style]:
+        if (args.cache / name / "model.safetensors").exists():
+            print(f"{args.cache / name} is there")
+            continue
+        if (clear / "model.safetensors").exists():
+            model, tokenizer = load(clear)
+        else:
+            model, tokenizer = new_model(args.seed), new_tokenizer()
+            train(model, tokenizer, CLEAR, "clear", args.seed, CLEAR_STEPS)
+            save(model, tokenizer, clear)
+        train(model, tokenizer, STYLES[name], name, args.seed, STYLE_STEPS)
+        save(model, tokenizer, args.cache / name)
+        print(f"{args.cache / name} is made: {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters")
+
+
+if __name__ == "__main__":
+    main()

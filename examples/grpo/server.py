@@ -1,0 +1,119 @@
+"""The server of a training: started or found, and checked; and what the flags of a training say to it."""
+
+import os
+import shutil
+import sys
+from argparse import Namespace
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+from transformers import AutoConfig
+
+from examples.grpo import task
+from examples.grpo.loss import ALGORITHMS
+from vllm_rollout import RolloutClient
+from vllm_rollout.process import (
+    ServerProcess,
+    exit_on_sigterm,
+    free_port,
+    runs_on_cpu,
+    server_environment,
+    server_flags,
+)
+
+REWARDS = {"chain": "reward", "digit_sum": "digit_sum_reward"}
+"""Task -> function of `task.py` that grades it; on the server the reward has the task's name."""
+SHAPE = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
+MAX_PROMPT_TOKENS, MAX_CANDIDATES = 128, 256
+
+
+class Server:
+    """Use as a context manager. `client` is another one after `bring_back`."""
+
+    client: RolloutClient
+
+    def __init__(self, args: Namespace) -> None:
+        self._args, self._process = args, None if args.serve else False
+
+    def __enter__(self) -> Self:
+        exit_on_sigterm()
+        self.bring_back()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.client.close()
+        if self._process:
+            self._process.stop()
+
+    def bring_back(self) -> None:
+        """Waits until it is there, the first time or again; one of our own is started. Raises: TimeoutError."""
+        if self._process:
+            self._process.stop()
+        if self._args.serve:
+            self._process = start(self._args)
+        self.client = RolloutClient(self._process.url if self._process else self._args.url)
+        self.client.wait_until_ready(self._args.patience)
+
+
+def start(args: Namespace) -> ServerProcess:
+    command = [sys.executable, "-m", "vllm_rollout.cli", "serve", str(args.model), *server_flags(MAX_CANDIDATES)]
+    command += ["--max-model-len", str(args.max_tokens + MAX_PROMPT_TOKENS), *(args.serve_flags or "").split()]
+    command += ["--rollout-reward", f"{args.task}={task.__name__}:{REWARDS[args.task]}"]
+    command += ["--dtype", "float32"] if runs_on_cpu() else []
+    if shutil.which("setpriv"):
+        command = ["setpriv", "--pdeathsig", "TERM", *command]  # a trainer that is killed leaves no server behind
+    path = os.pathsep.join([str(Path(task.__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", **server_environment(str(args.model))}  # no core of its own
+    environment |= {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": path}
+    process = ServerProcess(command, free_port(), environment, args.output / "server.log").__enter__()
+    try:
+        seconds = process.wait_until_healthy(lambda seconds, line: None)
+    except BaseException:
+        process.stop()
+        raise
+    print(f"server ready after {seconds:.0f} s: {process.url}, {process.log}", flush=True)
+    return process
+
+
+def check_server(url: str, model: Any, tokenizer: Any, args: Namespace) -> None:
+    """Raises: RuntimeError for a server of another model or tokenizer."""
+    served = httpx.get(f"{url}/v1/models", trust_env=False).raise_for_status().json()["data"][0]
+    with suppress(OSError, ValueError):  # a name that this host does not know says nothing
+        its = AutoConfig.from_pretrained(served["root"])
+        theirs, ours = ({name: getattr(config, name, None) for name in SHAPE} for config in (its, model.config))
+        if theirs != ours:
+            what = f"serves {served['root']}, {theirs}, and {args.model} is {ours}"
+            raise RuntimeError(f"the server at {url} {what}. Start it with {args.model}, or let --serve do so.")
+    text = task.problems(args.task, "look", 1)[0].text
+    body = {"model": served["id"], "prompt": text, "add_special_tokens": False}
+    tokens = httpx.post(f"{url}/tokenize", json=body, trust_env=False).raise_for_status().json()["tokens"]
+    if tokens != (own := tokenizer.encode(text, add_special_tokens=False)):
+        what = f"makes {tokens[:8]} of {text!r}, that of {args.model} {own[:8]}"
+        raise RuntimeError(f"the server's tokenizer {what}. Start the server with this model, without --tokenizer.")
+
+
+def rollout_fields(args: Namespace) -> tuple[int, dict[str, Any]]:
+    """Group size, and what else the flags say to the server."""
+    size, fields = args.group_size, {}
+    spare = size if args.redundancy is None and (args.race or args.dual_end) else args.redundancy
+    if args.dual_end:
+        fields["selection"] = {"dual_end": {"num_longest": 1, "patience": args.dual_end}}
+    if args.prune:
+        fields["pruning"] = {"detection_length": args.detection_length, "keep_ratio": 0.5}
+        if spare is None and not args.rounds:  # twice as many, of which half are kept
+            size, fields["pruning"]["allow_fewer"] = 2 * size, True
+    fields |= {"until": args.until} if args.until else {}
+    fields |= {"redundancy": spare} if spare is not None else {}
+    sampling = {"temperature": 1.0, "max_tokens": args.max_tokens}
+    reward = {"name": args.task, "estimator": ALGORITHMS[args.algorithm].estimator}
+    return size, {"reward": reward, "sampling": sampling, **fields}
+
+
+def run_fields(args: Namespace) -> dict[str, Any]:
+    """The same for a run, once."""
+    _, fields = rollout_fields(args)
+    speculation = {"prompt_speculation": args.speculation, "response_speculation": args.speculation}
+    filters = {"filter": "zero_variance"} if args.algorithm == "dapo" else {}
+    return {**fields, **speculation, **filters, "resume": args.resume}

@@ -1,0 +1,185 @@
+"""What the policy thinks about: problems, thoughts with human weaknesses to learn from, and the rewards.
+
+A problem is a chain of additions modulo 10, each step with a label (`? a 7 b 3 c 9 :` is 7 + 3 + 9). A thought works
+through it, slips, checks itself, doubts, rambles, and begins again, so that lengths have a heavy tail:
+
+    a 7 b 3 = 0 c 9 = 9 total 9 check a 7 b 3 = 1 hmm so c 9 = 0 total 0 differ a 7 b 3 = 0 c 9 = 9 total 9 same …
+
+`STYLES` says what length has to do with being right; `python -m examples.grpo.task` prints it. Invariant: only the
+standard library is imported, since `vllm-rollout serve` imports the rewards into processes of its own.
+"""
+
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from statistics import fmean
+from typing import Any, NamedTuple
+
+LABELS = "abcdefghijklm"
+RAMBLE = ("hmm", "so", "let", "me", "think")
+WORDS = ("check", "same", "differ", "wait", "total", "answer")
+VOCABULARY = ("<pad>", "<bos>", "<eos>", "<unk>", *"0123456789", *"=?:", *LABELS, *WORDS, *RAMBLE)
+MAX_THOUGHT = 950
+"""Tokens; what would be longer is cut, and has no answer."""
+EASY, HARD = (3, 7), (8, 12)
+"""Steps of a chain, from and to."""
+
+
+class Problem(NamedTuple):
+    id: str
+    text: str
+    """What the model is asked: a chain in the words of VOCABULARY, or a user's message to a chat model."""
+    data: dict[str, Any]
+    """What the reward function gets beside the answer's text."""
+    difficulty: int
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """How thoughts go: each row by how confused a thought is, from clear to lost. A doubt may confuse."""
+
+    slip: tuple[float, ...]
+    """Chance that a step is computed wrongly."""
+    ramble: tuple[float, ...]
+    """Chance of rambling before a step."""
+    doubt: tuple[float, ...]
+    """Chance to begin again after a pass that was not checked."""
+    check: float
+    """Chance that a pass is checked by another one; where they differ, a third one follows, and so on."""
+    confuses: float = 0.9
+    """Chance that a doubt makes the thought more confused."""
+    is_lost: float = 0.0
+    """Chance that it begins so: rambling and doubting at length for no reason."""
+
+
+CLEAR = Style(slip=(0.0,), ramble=(0.0,), doubt=(0.0,), check=0.0)
+RAMBLES, DOUBTS = (0.05, 0.14, 0.25, 0.40, 0.50), (0.22, 0.40, 0.55, 0.65, 0.70)
+STYLES = {
+    # long is wrong: with each doubt it slips more
+    "confused": Style((0.06, 0.20, 0.35, 0.45, 0.50), RAMBLES, DOUBTS, check=0.1),
+    "careful": Style((0.15, 0.28, 0.38, 0.46, 0.50), RAMBLES, DOUBTS, check=0.1),
+    # long is right: what was worked through again until two passes agreed is nearly always right
+    "thorough": Style((0.08,), (0.05,), (0.0,), check=0.5),
+    # length says nothing: some ramble and begin again for no reason, and slip as all do
+    "even": Style((0.12,) * 5, RAMBLES, DOUBTS, check=0.0, is_lost=0.2),
+}
+
+
+def chain(chance: random.Random, id: str, steps: tuple[int, int] = (EASY[0], HARD[1])) -> Problem:
+    digits = [chance.randrange(10), *(chance.randrange(1, 10) for _ in range(chance.randint(*steps)))]
+    text = " ".join(f"{label} {digit}" for label, digit in zip(LABELS, digits, strict=False))
+    return Problem(id, f"? {text} :", {"answer": str(sum(digits) % 10)}, len(digits) - 1)
+
+
+def digit_sum(chance: random.Random, id: str, digits: tuple[int, int] = (4, 8)) -> Problem:
+    """For a chat model."""
+    number = "".join(str(chance.randrange(10)) for _ in range(chance.randint(*digits)))
+    text = f"What is the sum of the digits of {number}? Think step by step, and end with the sum."
+    return Problem(id, text, {"answer": str(sum(map(int, number)))}, len(number))
+
+
+TASKS = {"chain": chain, "digit_sum": digit_sum}
+
+
+def problems(task: str, name: str, count: int, first: int = 0) -> list[Problem]:
+    """Of an endless list for each name: each is the same, whatever was drawn before."""
+    return [TASKS[task](random.Random(f"{name}-{i}"), f"{name}-{i}") for i in range(first, first + count)]
+
+
+def reward(text: str, data: dict[str, Any]) -> float:
+    """1 for a chain's answer that ends with the right digit."""
+    return float(text.split()[-2:] == ["answer", data["answer"]])
+
+
+def digit_sum_reward(text: str, data: dict[str, Any]) -> float:
+    """1 where the last number is the right one."""
+    return float(re.findall(r"\d+", text)[-1:] == [data["answer"]])
+
+
+def thought(problem: Problem, chance: random.Random, style: Style) -> list[str]:
+    """One to learn from, at most MAX_THOUGHT tokens."""
+    worst = len(style.slip) - 1
+    confusion = min(chance.randrange(1, 5), worst) if chance.random() < style.is_lost else 0
+    _, *pairs, _ = problem.text.split()
+    tokens: list[str] = []
+
+    def work_through() -> int:
+        value = int(pairs[1])
+        tokens.extend(pairs[:2])
+        for label, digit in zip(pairs[2::2], pairs[3::2], strict=True):
+            if chance.random() < style.ramble[min(confusion, len(style.ramble) - 1)]:
+                tokens.append(chance.choice(RAMBLE))
+                while chance.random() < 0.7:
+                    tokens.append(chance.choice(RAMBLE))
+            value += int(digit)
+            if chance.random() < style.slip[confusion]:
+                value += chance.choice((1, 2, 5, 8, 9))
+            value %= 10
+            tokens.extend((label, digit, "=", str(value)))
+        tokens.extend(("total", str(value)))
+        return value
+
+    while len(tokens) < MAX_THOUGHT:
+        value = work_through()
+        is_sure = chance.random() >= style.doubt[min(confusion, len(style.doubt) - 1)]
+        if chance.random() < style.check:
+            tokens.append("check")
+            before, value = value, work_through()
+            while value != before and len(tokens) < MAX_THOUGHT:
+                tokens.append("differ")
+                if chance.random() < style.confuses:
+                    confusion = min(confusion + 1, worst)
+                before, value = value, work_through()
+            tokens.append("same")
+            is_sure = True
+        if is_sure:
+            return [*tokens, "answer", str(value), "<eos>"][:MAX_THOUGHT]
+        tokens.append("wait")
+        if chance.random() < style.confuses:
+            confusion = min(confusion + 1, worst)
+    return tokens[:MAX_THOUGHT]
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(int(len(ordered) * percent / 100), len(ordered) - 1)]
+
+
+def describe(answers: Sequence[tuple[Problem, int, float]]) -> dict[str, Any]:
+    """Success and lengths of answers (problem, tokens, reward), and what they have to do with each other.
+
+    `quarters`: success by quarter of length *within each difficulty*, the shortest first: long chains take longer.
+    """
+    lengths, rewards = [n for _, n, _ in answers], [r for _, _, r in answers]
+    quarters: list[list[float]] = [[], [], [], []]
+    for difficulty in {problem.difficulty for problem, _, _ in answers}:
+        alike = [(n, r) for problem, n, r in answers if problem.difficulty == difficulty]
+        alike.sort(key=itemgetter(0))  # stable: among equally long ones, chance decides
+        for place, (_, r) in enumerate(alike):
+            quarters[4 * place // len(alike)].append(r)
+
+    def mean(values: Sequence[float]) -> float | None:
+        return round(fmean(values), 4) if values else None
+
+    middle = percentile([problem.difficulty for problem, _, _ in answers], 50)
+    return {
+        "success": mean(rewards),
+        "easy": mean([r for problem, _, r in answers if problem.difficulty < middle]),
+        "hard": mean([r for problem, _, r in answers if problem.difficulty >= middle]),
+        "length": mean(lengths),
+        **{f"p{percent}": percentile(lengths, percent) for percent in (50, 90, 99)},
+        "length_right": mean([n for _, n, r in answers if r > 0]),
+        "length_wrong": mean([n for _, n, r in answers if r <= 0]),
+        "quarters": [mean(quarter) for quarter in quarters],
+    }
+
+
+if __name__ == "__main__":
+    for name, style in STYLES.items():
+        chance, answers = random.Random(0), []
+        for problem in problems("chain", "look", 6000):
+            words = thought(problem, chance, style)
+            answers.append((problem, len(words), reward(" ".join(words[:-1]), problem.data)))
+        print(name, describe(answers))

@@ -1,0 +1,338 @@
+"""GRPO and DAPO in plain torch, rollouts and rewards by `vllm-rollout serve`: one update a step, on policy.
+
+    python -m examples.grpo.pretrain models                                   # models/careful, some four minutes
+    python -m examples.grpo.train models/careful runs/race --race --serve     # 25 steps
+
+With --serve it starts a server of its own. One that runs already was started in this folder by
+
+    VLLM_SERVER_DEV_MODE=1 vllm-rollout serve models/careful --rollout-reward chain=examples.grpo.task:reward \\
+      --max-model-len 640 --max-num-batched-tokens 16384 --enforce-eager --dtype float32
+
+OUTPUT gets `record.jsonl` (a line per step and per evaluation), `checkpoint.pt` and `weights`. Started again with the
+same words it goes on where it was, after a kill at any moment. docs/training.md says what the flags do.
+"""
+
+import argparse
+import dataclasses
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from examples.grpo.loss import ALGORITHMS, Update
+from examples.grpo.model import add_lora, check_finite, load, prompt_ids, save_weights, write_atomically, write_line
+from examples.grpo.server import Server, check_server, rollout_fields, run_fields
+from examples.grpo.task import TASKS, Problem, describe, problems
+from vllm_rollout import RolloutError
+from vllm_rollout.client.groups import GroupStream
+from vllm_rollout.server.answers import GroupAnswer
+from vllm_rollout.training.stream import StepResult, StreamTrainer
+
+T = TypeVar("T")
+CLIP_NORM, MICRO_TOKENS, WARMUP_STEPS = 1.0, 4096, 5  # Adam's first steps are all sign
+MOST_IDLE_STEPS, MOST_ASKS, MOST_ATTEMPTS = 10, 4, 5
+"""In a row in which nothing teaches, then it is an error; of DAPO, until enough groups teach; after a lost server."""
+LARGEST_DIFFERENCE = 0.1
+"""Mean distance of log probabilities, in nats, from which on the server is said to sample from other weights."""
+NOT_TERMS = ("output", "url", "serve", "serve_flags", "steps", "evaluate_every", "held_out", "patience")
+"""Arguments that may change when a training goes on."""
+
+
+@dataclasses.dataclass(slots=True)
+class Progress:
+    """What a training is besides weights, optimizer and random numbers; the counters are of steps that are done."""
+
+    step: int = 0
+    num_prompts: int = 0
+    seconds: float = 0.0  # of steps, without evaluations and starts
+    num_idle: int = 0  # steps in a row in which nothing taught
+    run: str | None = None  # of rounds
+    learned: bytes = b""  # what the server knows of lengths, scores and runs, where that matters
+    record_size: int = 0  # in bytes: what stands behind it in the record belongs to a step that is done again
+
+
+@dataclasses.dataclass(slots=True)
+class Step:
+    """What a step came to."""
+
+    groups: list[GroupAnswer] = dataclasses.field(default_factory=list)
+    filtered: list[GroupAnswer] = dataclasses.field(default_factory=list)
+    usage: Counter[str] = dataclasses.field(default_factory=Counter)
+    warnings: list[str] = dataclasses.field(default_factory=list)
+    num_prompts: int = 0
+    differences: torch.Tensor = dataclasses.field(default_factory=lambda: torch.zeros(1))
+    result: StepResult | None = None
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+def teaches(group: GroupAnswer) -> bool:
+    return group.rewards is not None and group.rewards.teaches
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / max(len(values), 1)
+
+
+class Training:
+    def __init__(self, args: argparse.Namespace, server: Server) -> None:
+        torch.manual_seed(args.seed)
+        self.args, self.server = args, server
+        self.model, self.tokenizer = load(args.model)
+        check_server(server.client.base_url, self.model, self.tokenizer, args)
+        self.model = add_lora(self.model, args.lora) if args.lora else self.model
+        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.AdamW(parameters, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0)
+        self.trainer = StreamTrainer(parameters, self.optimizer, max_norm=CLIP_NORM)
+        self.terms, self.filters = ALGORITHMS[args.algorithm], args.algorithm == "dapo"
+        self.progress, self.run = Progress(), None
+        self.checkpoint, self.record = args.output / "checkpoint.pt", args.output / "record.jsonl"
+
+    def go(self) -> None:
+        self.restore()
+        self.persist(self.prepare_server)
+        while self.progress.step < self.args.steps:
+            if self.progress.step % self.args.evaluate_every == 0:
+                self.persist(self.evaluate)
+            began = time.perf_counter()
+            step = self.persist(self.roll_out_and_learn)
+            learned = time.perf_counter()
+            self.persist(self.give_weights)
+            step.seconds |= {"sync": time.perf_counter() - learned, "step": time.perf_counter() - began}
+            self.progress.seconds += step.seconds["step"]
+            self.say(step)
+            self.save()
+        self.persist(self.evaluate)
+
+    def roll_out_and_learn(self) -> "Step":
+        """A step without the weights' way to the server. Until its last lines it can be done again."""
+        step, waiting, streamed_s, began = Step(), [], 0.0, time.perf_counter()
+        update = Update(self.trainer, self.model, self.terms, MICRO_TOKENS)
+        for group in self.groups(step):
+            step.groups.append(group)
+            waiting.append(group)
+            if self.args.stream:
+                streamed_s -= time.perf_counter()
+                update.add([waiting.pop()])
+                streamed_s += time.perf_counter()
+        rolled_out = time.perf_counter()
+        update.add(waiting)
+        step.differences = torch.cat(update.differences)
+        if step.differences.mean() > LARGEST_DIFFERENCE and not any(group.off_policy for group in step.groups):
+            what = f"log probabilities are {step.differences.mean():.2g} nats from the policy's on average"
+            raise RuntimeError(f"the server's {what}: it has other weights. Does somebody else give it some?")
+        for parameters in self.optimizer.param_groups:
+            parameters["lr"] = self.args.lr * min(1, (self.progress.step + 1) / WARMUP_STEPS)
+        step.result = update.finish()
+        check_finite(self.model, f"step {self.progress.step}")
+        self.progress.step += 1
+        self.progress.num_prompts += step.num_prompts
+        self.progress.num_idle = 0 if step.result else self.progress.num_idle + 1
+        training_s = time.perf_counter() - rolled_out + streamed_s
+        step.seconds = {"rollout": rolled_out - began, "training": training_s}
+        return step
+
+    def groups(self, step: "Step") -> Iterator[GroupAnswer]:
+        """The step's groups as they end; with DAPO those that teach."""
+        args, progress, num_wanted = self.args, self.progress, self.args.prompts
+        size, fields = rollout_fields(args)
+        seed = {"seed": args.seed * 1_000_003 + progress.step} if args.seeded else {}
+
+        def draw(count: int) -> list[dict[str, Any]]:
+            step.num_prompts += count
+            first = progress.num_prompts + step.num_prompts - count
+            return [self.asked(problem) for problem in problems(args.task, f"train-{args.seed}", count, first)]
+
+        for _ in range(MOST_ASKS if self.filters and not self.run else 1):
+            if self.run is not None:
+                now = self.run.refresh()
+                fresh = draw(now.num_fresh_prompts) if now.next_round == "short" else []
+                reserve = draw(args.prompts) if self.filters else []
+                events = self.run.stream(fresh, key=f"step-{progress.step}", reserve=reserve, sampling=seed)
+            else:
+                fields["sampling"] |= seed
+                events = self.server.client.stream(draw(num_wanted), size, **fields)
+            stream = GroupStream(events)
+            for group in stream:
+                if teaches(group) or not self.filters:
+                    num_wanted -= 1
+                    yield group
+                else:
+                    step.filtered.append(group)
+            assert stream.summary is not None  # or the stream had raised
+            step.usage.update({name: count for name, count in stream.summary.usage if count})
+            step.warnings += stream.summary.warnings
+            if not num_wanted:
+                return
+
+    def asked(self, problem: Problem) -> dict[str, Any]:
+        return {"id": problem.id, "prompt_token_ids": prompt_ids(self.tokenizer, problem), "data": problem.data}
+
+    def evaluate(self) -> None:
+        """Held-out problems at temperature 1, nobody stopped: what comes back from a race says too much."""
+        args, began = self.args, time.perf_counter()
+        held_out = {problem.id: problem for problem in problems(args.task, "held-out", args.held_out)}
+        sampling = {"temperature": 1.0, "max_tokens": args.max_tokens, **({"seed": 7} if args.seeded else {})}
+        asked = [self.asked(problem) for problem in held_out.values()]
+        answer = self.server.client.rollout(asked, 2, reward=args.task, sampling=sampling, return_logprobs=False)
+        ended = [(held_out[g.prompt_id], t.num_tokens, t.reward or 0.0) for g in answer.groups for t in g.trajectories]
+        line = {"kind": "evaluation", "step": self.progress.step, "seconds_of_steps": self.progress.seconds}
+        write_line(self.record, {**line, **describe(ended), "seconds": time.perf_counter() - began})
+        said = f"success {mean([r for _, _, r in ended]):.3f}, length {mean([n for _, n, _ in ended]):.1f}"
+        print(f"held out after step {line['step']}: {said}", flush=True)
+
+    def persist(self, work: Callable[[], T]) -> T:
+        """Does it again when the server was lost meanwhile; `Update` drops gradients of the attempt that died."""
+        for attempt in count():
+            try:
+                return work()
+            except RolloutError as error:
+                if error.status not in (None, 503) or attempt == MOST_ATTEMPTS:
+                    raise
+                print(f"the server was lost ({error}); waiting until it is back", flush=True)
+                self.server.bring_back()
+                with suppress(RolloutError):  # lost again: so will be the work
+                    self.prepare_server()
+        raise AssertionError("attempts end by an answer or an error")
+
+    def prepare_server(self) -> None:
+        """What it has to have before a step: these weights, what it had learned, and the run."""
+        self.give_weights()
+        if self.progress.learned:
+            self.server.client.set_state(self.progress.learned)
+        if self.args.rounds:
+            size, _ = rollout_fields(self.args)
+            self.run = self.server.client.run(size, self.args.prompts, id=self.progress.run, **run_fields(self.args))
+            self.progress.run = self.run.id
+
+    def give_weights(self) -> None:
+        save_weights(self.model, self.args.output / "weights")
+        self.server.client.give_weights(self.args.output / "weights", f"{self.args.output.name}-{self.progress.step}")
+
+    def terms_said(self) -> dict[str, Any]:
+        """What the curve depends on."""
+        return {name: str(value) for name, value in vars(self.args).items() if name not in NOT_TERMS}
+
+    def save(self) -> None:
+        """All of it in one file, which is whole and of one step whenever anybody is killed."""
+        if self.args.prune or self.args.rounds or self.args.redundancy == "auto":
+            self.progress.learned = self.server.client.state()
+        self.progress.record_size = self.record.stat().st_size
+        content = {
+            "weights": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "random": torch.get_rng_state(),
+            "progress": dataclasses.asdict(self.progress),
+            "terms": self.terms_said(),
+        }
+        write_atomically(self.checkpoint, lambda path: torch.save(content, path))
+
+    def restore(self) -> None:
+        """Raises: RuntimeError for a checkpoint that was made on other terms."""
+        said = self.terms_said()
+        if not self.checkpoint.exists():
+            self.record.unlink(missing_ok=True)
+            write_line(self.record, {"kind": "start", **said})
+            return
+        saved = torch.load(self.checkpoint, weights_only=False)
+        if other := dict(saved["terms"].items() - said.items()):
+            raise RuntimeError(f"{self.checkpoint} was made with {other}. Say the same, or another output.")
+        self.model.load_state_dict(saved["weights"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+        torch.set_rng_state(saved["random"])
+        self.progress = Progress(**saved["progress"])
+        with self.record.open("r+b") as file:
+            file.truncate(self.progress.record_size)
+        print(f"goes on after step {self.progress.step}", flush=True)
+
+    def say(self, step: "Step") -> None:
+        """The step's line, and what a human should see. Raises: RuntimeError when nothing has taught for long."""
+        ended = [trajectory for group in step.groups + step.filtered for trajectory in group.trajectories]
+        others = [candidate for group in step.groups + step.filtered for candidate in group.candidates]
+        lengths, rewards = [t.num_tokens for t in ended], [t.reward for t in ended]
+        line = {
+            "kind": "step",
+            "step": self.progress.step - 1,
+            "reward": mean([reward for reward in rewards if reward is not None]),
+            "length": mean(lengths),
+            "longest": max([*lengths, *(candidate.num_tokens for candidate in others)], default=0),
+            "groups": len(step.groups),
+            "teaching": sum(map(teaches, step.groups)),
+            "filtered": len(step.filtered),
+            "gradient_norm": step.result.gradient_norm if step.result else 0.0,
+            "difference_mean": step.differences.mean().item(),
+            "difference_max": step.differences.max().item(),
+            "seconds": {**step.seconds, "rewards": sum(t.reward_s or 0.0 for t in ended)},
+            "usage": step.usage,
+            "lengths": lengths,
+            "rewards": rewards,
+            "other_lengths": [candidate.num_tokens for candidate in others],
+        }
+        write_line(self.record, line)
+        took = " ".join(f"{name} {value:.2f}" for name, value in step.seconds.items())
+        said = f"reward {line['reward']:.3f}, length {line['length']:.0f}, {line['teaching']} groups teach, {took} s"
+        print(f"step {line['step']}: {said}", flush=True)
+        for group in step.groups:
+            if group.status == "incomplete":
+                step.warnings.append(f"the group of {group.prompt_id} is incomplete: {group.reason}")
+        if step.usage["num_reward_errors"]:
+            step.warnings.append(f"the reward function failed for {step.usage['num_reward_errors']} answers")
+        if step.result is None:
+            step.warnings.append(f"nothing taught: rewards are all the same in each group, {line['reward']:.3f}")
+        for warning in sorted(set(step.warnings))[:5]:
+            print(f"  warning: {warning}", flush=True)
+        if self.progress.num_idle >= MOST_IDLE_STEPS:
+            remedy = "Look at the reward function, or take easier or harder problems."
+            raise RuntimeError(f"for {MOST_IDLE_STEPS} steps {step.warnings[-1]}. {remedy}")
+
+
+def parse(words: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("model", type=Path, help="a folder of `pretrain`, or any Hugging Face model's")
+    add("output", type=Path, help="a folder; what is there is gone on with")
+    add("--serve", action="store_true", help="start a server, and end it at the end")
+    add("--serve-flags", help="more flags of `vllm-rollout serve`, in one string")
+    add("--url", default="http://127.0.0.1:8000", help="of a server that runs already; default: %(default)s")
+    add("--patience", type=float, default=600, help="seconds to wait for a server that is gone")
+    add("--task", choices=TASKS, default="chain", help="digit_sum is for chat models")
+    add("--lora", type=int, metavar="RANK", help="train an adapter of that rank (needs peft)")
+    add = parser.add_argument_group("learning").add_argument
+    add("--algorithm", choices=ALGORITHMS, default="grpo", help="default: grpo")
+    add("--steps", type=int, default=25)
+    add("--seed", type=int, default=1, help="of the problems, and with --seeded of their answers")
+    add("--seeded", action="store_true", help="the same run again is the same")
+    add("--prompts", type=int, default=16, help="groups in a step")
+    add("--group-size", type=int, default=8, help="answers of each that come back")
+    add("--max-tokens", type=int, default=512, help="of an answer")
+    add("--lr", type=float, default=1.5e-4)
+    add("--evaluate-every", type=int, default=5, metavar="STEPS")
+    add("--held-out", type=int, default=256, help="problems of an evaluation, two answers each")
+    add = parser.add_argument_group("what the server is asked for: one flag per feature").add_argument
+    add("--race", action="store_true", help="as many spare candidates as --group-size; the first ones win")
+    add("--redundancy", type=lambda n: n if n == "auto" else int(n), help="so many spares, or auto")
+    add("--dual-end", type=float, nargs="?", const=1.5, metavar="PATIENCE", help="the shortest, and the longest one")
+    add("--prune", action="store_true", help="twice as many candidates, of which half are stopped early")
+    add("--detection-length", type=int, default=24, help="of --prune: tokens after which they are judged")
+    add("--rounds", action="store_true", help="short rounds, and a long one for what took too long")
+    add("--speculation", type=float, default=1.25, help="of --rounds: of prompts and of answers")
+    add("--resume", action="store_true", help="of --rounds: long rounds go on from what there is")
+    add("--until", choices=["variance"], help="a group goes on until its rewards differ")
+    add("--stream", action="store_true", help="gradients of a group as soon as it ends")
+    return parser.parse_args(words)
+
+
+def main() -> None:
+    args = parse()
+    torch.set_num_threads(1)  # more are slower on a machine that is busy
+    args.output.mkdir(parents=True, exist_ok=True)
+    with Server(args) as server:
+        Training(args, server).go()
+
+
+if __name__ == "__main__":
+    main()

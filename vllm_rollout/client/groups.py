@@ -1,0 +1,66 @@
+"""Groups out of a stream, each when it is over. Invariant: one of them is what `rollout` would have answered."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+
+from vllm_rollout.server.answers import (
+    Candidate,
+    CandidateEvent,
+    DoneEvent,
+    Event,
+    GroupAnswer,
+    GroupEvent,
+    RestartedEvent,
+    RewardEvent,
+    RewardFields,
+    Trajectory,
+    TrajectoryEvent,
+)
+
+
+class GroupStream:
+    """Iterate it for the groups of a stream of events, of a rollout or of a round, in the order in which they end.
+
+        groups = GroupStream(client.stream(prompts, 8, reward="math"))
+        for group in groups:            # a GroupAnswer, graded
+            learn(group)
+        groups.summary.usage            # what the stream's last event said
+
+    Candidates that are told of after their group are not in it. What was sent of a group that was deferred, or runs
+    again, is in none. Raises: what the stream raises.
+    """
+
+    def __init__(self, events: Iterable[Event]) -> None:
+        self._events = events
+        self.summary: DoneEvent | None = None
+        """None until the stream is over."""
+
+    def __iter__(self) -> Iterator[GroupAnswer]:
+        ended: defaultdict[str, dict[int, Trajectory]] = defaultdict(dict)
+        others: defaultdict[str, list[Candidate]] = defaultdict(list)
+        for event in self._events:
+            match event:
+                case TrajectoryEvent():
+                    ended[event.group_id][event.trajectory.index] = event.trajectory
+                case RewardEvent() if (its := ended[event.group_id].get(event.index)) is not None:
+                    for name in RewardFields.model_fields:
+                        setattr(its, name, getattr(event, name))
+                case CandidateEvent():
+                    others[event.group_id].append(event.candidate)
+                case RestartedEvent():
+                    ended.pop(event.group_id, None)
+                    others.pop(event.group_id, None)
+                case GroupEvent():
+                    said = {name: getattr(event, name) for name in GroupEvent.model_fields if name not in _OF_EVENT}
+                    mine = ended.pop(event.group_id, {})
+                    chosen = [mine[index] for index in event.selected]
+                    yield GroupAnswer.model_construct(
+                        **said, trajectories=chosen, candidates=others.pop(event.group_id, [])
+                    )
+                case DoneEvent():
+                    self.summary = event
+
+
+_OF_EVENT = ("type", "selected")

@@ -1,0 +1,108 @@
+"""New weights for the server: pause, send, forget the old cache, name the version, resume.
+
+Invariant: a server that was paused here is resumed, whatever failed meanwhile.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from http import HTTPStatus
+from os import PathLike
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import httpx
+
+from vllm_rollout.client.calls import Call
+from vllm_rollout.client.connection import RolloutError
+
+T = TypeVar("T")
+
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
+
+
+@dataclass(frozen=True, slots=True)
+class GivenWeights:
+    """What the server has now, and the seconds that it took."""
+
+    version: str | None
+    """As it is in `weight_versions` of trajectories; None where the server's vLLM knows no names of versions."""
+    pause_s: float
+    send_s: float
+    finish_s: float
+    """Of forgetting the cache, naming the version and going on."""
+
+    @property
+    def seconds(self) -> float:
+        return self.pause_s + self.send_s + self.finish_s
+
+
+class Sender(Protocol):
+    """As much of an `AsyncRolloutClient` as weights need."""
+
+    async def send(self, call: Call[T]) -> T: ...
+
+    async def _aside(self, work: Callable[[], object]) -> None: ...
+
+
+async def give_weights(self: Sender, weights: str | PathLike[str] | Callable[[], object], version: str) -> GivenWeights:
+    """Put new weights in place of the server's, and name them. Needs a server with VLLM_SERVER_DEV_MODE=1.
+
+    weights: a folder with a checkpoint (safetensors), which the server reads by itself, under the same path; or a
+    function that sends them, called while the server pauses, such as `send_weights` of vLLM's own
+    TrainerWeightTransferEngine. Check them before: what is not finite is sent as it is.
+    version: what trajectories say of the tokens that these weights sampled (`weight_versions`).
+
+    What runs meanwhile is frozen, and goes on with the new weights. A server that was paused is resumed, also when
+    sending fails. Raises: ValueError for a folder without weights; RolloutError, 404 without the development mode. When
+    sending has failed the server may have a part of the weights: give them again before the next rollout.
+    """
+    if not callable(weights) and not any(next(Path(weights).glob(pattern), None) for pattern in WEIGHTS):
+        # vLLM prepares the model for new weights before it looks for them: without a file it would be left with none
+        raise ValueError(f"{weights} has no weights ({', '.join(WEIGHTS)}). Write them there before they are given.")
+    began = time.perf_counter()
+    try:
+        await self.send(_post("/pause?mode=keep"))
+    except RolloutError as error:
+        if error.status == HTTPStatus.NOT_FOUND:
+            remedy = "The server takes no weights: start it with the environment variable VLLM_SERVER_DEV_MODE=1."
+            raise RolloutError(error.status, remedy, error.type) from error
+        raise
+    paused = time.perf_counter()
+    try:
+        if callable(weights):
+            await self._aside(weights)
+        else:
+            folder = str(Path(weights).resolve())
+            call = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
+            await self.send(_post("/collective_rpc", call))
+        sent = time.perf_counter()
+        # what runs is computed again: its cache was filled by the old weights
+        if not await self.send(Call("POST", "/reset_prefix_cache?reset_running_requests=true", _is_reset)):
+            raise RolloutError(
+                None, "the server kept its prefix cache of the old weights; give them again.", "NotReset"
+            )
+        name = await _name_version(self, version)
+    finally:
+        await self.send(_post("/resume"))
+    return GivenWeights(name, paused - began, sent - paused, time.perf_counter() - sent)
+
+
+async def _name_version(client: Sender, version: str) -> str | None:
+    try:
+        await client.send(_post("/update_weight_version", {"new_version": version}))
+    except RolloutError as error:
+        if error.status == HTTPStatus.NOT_FOUND:
+            return None
+        raise
+    return version
+
+
+def _is_reset(response: httpx.Response) -> bool:
+    return not response.content or bool(response.json().get("success", True))
+
+
+def _post(path: str, body: dict[str, Any] | None = None) -> Call[None]:
+    return Call("POST", path, lambda _: None, body)
