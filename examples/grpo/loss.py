@@ -16,10 +16,8 @@ from vllm_rollout.training.stream import StepResult, StreamTrainer
 class Terms:
     """How an update is made. Sources: DeepSeekMath 4.1 (GRPO), DAPO 3.1 and 3.3, Dr. GRPO 3 (no division by std)."""
 
-    estimator: Estimator
-    """Of advantages, which the server makes."""
-    unit: Literal["answer", "token"]
-    """What counts the same: each answer, or each token of the step."""
+    estimator: Estimator  # of advantages, which the server makes
+    unit: Literal["answer", "token"]  # what counts the same: each answer, or each token of the step
     clip_low: float = 0.2
     clip_high: float = 0.2
     """On policy a ratio is 1 and nothing is clipped; what a round resumes was sampled by earlier weights."""
@@ -33,8 +31,6 @@ ALGORITHMS = {
 
 
 class Row(NamedTuple):
-    """An answer with a gradient."""
-
     prompt_ids: list[int]
     answer: Trajectory
     advantage: float

@@ -1,18 +1,18 @@
 """The small policy, any other one, and what both ways of training need of them."""
 
 import json
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import save as to_bytes
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from examples.grpo.task import VOCABULARY, Problem
+from vllm_rollout.whole_file import write_whole
 
 PAD, BOS, EOS = 0, 1, 2
 SHAPE = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 384}
@@ -41,46 +41,21 @@ def load(folder: Path | str) -> tuple[Any, Any]:
 
 
 def save(model: Any, tokenizer: Any, folder: Path) -> None:
-    model.save_pretrained(folder)
-    (folder / "generation_config.json").unlink(missing_ok=True)  # or its defaults become the server's
-    tokenizer.save_pretrained(folder)
-
-
-def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """`write` gets another name, which becomes `path` when all of it is on disk."""
-    new = path.with_name(path.name + ".new")
-    write(new)
-    with new.open("rb") as file:
-        os.fsync(file.fileno())
-    new.replace(path)
-
-
-def add_lora(model: Any, rank: int) -> Any:
-    """Only an adapter learns; what is sent is the whole model with it merged. Raises: ImportError without peft."""
-    from peft import LoraConfig, get_peft_model
-
-    return get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")).eval()
-
-
-def named_weights(model: Any) -> dict[str, torch.Tensor]:
-    """As a checkpoint of the model has them."""
-    if not hasattr(model, "merge_adapter"):
-        return dict(model.state_dict())
-    model.merge_adapter()
-    whole = {
-        name: tensor.clone() for name, tensor in model.get_base_model().state_dict().items() if "lora_" not in name
-    }
-    model.unmerge_adapter()
-    return {name.replace(".base_layer", ""): tensor for name, tensor in whole.items()}
+    """All of it or nothing."""
+    new = folder.with_name(f"{folder.name}.new")
+    model.save_pretrained(new)
+    (new / "generation_config.json").unlink(missing_ok=True)  # or its defaults become the server's
+    tokenizer.save_pretrained(new)
+    new.rename(folder)
 
 
 def save_weights(model: Any, folder: Path) -> None:
     """`model.safetensors`, which is all that a server reads again."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.detach().contiguous() for name, tensor in named_weights(model).items()}
+    tensors = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
     if model.config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)
-    write_atomically(folder / "model.safetensors", lambda path: save_file(tensors, path, metadata={"format": "pt"}))
+    write_whole(folder / "model.safetensors", to_bytes(tensors, {"format": "pt"}))
 
 
 def prompt_ids(tokenizer: Any, problem: Problem) -> list[int]:

@@ -10,16 +10,16 @@ nothing). `python -m examples.grpo.task` shows their lengths and success.
 """
 
 import argparse
-import math
 import random
 import time
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
 
 from examples.grpo.model import answer_logprobs, load, micro_batches, new_model, new_tokenizer, prompt_ids, save
-from examples.grpo.task import CLEAR, EASY, HARD, STYLES, Style, chain, thought
+from examples.grpo.task import CLEAR, LEAST_STEPS, MOST_STEPS, STYLES, Style, chain, thought
 
 BATCH_TOKENS, MICRO_TOKENS = 1024, 4096
 CLEAR_STEPS, STYLE_STEPS = 350, 600
@@ -36,14 +36,13 @@ def train(model: Any, tokenizer: Any, style: Style, name: str, seed: int, steps:
         torch.optim.AdamW(others, lr=LR, betas=(0.9, 0.98), weight_decay=0.0),
     ]
     rates = [MUON_LR, LR]
-    began, shown, losses = time.monotonic(), -math.inf, []
+    began, shown, losses = time.monotonic(), -10.0, []
     for step in range(steps):
         share = step / steps
-        longest = HARD[1] if style is not CLEAR else round(EASY[0] + (HARD[1] - EASY[0]) * min(1, 1.5 * share))
-        prompts: list[list[int]] = []
-        answers: list[list[int]] = []
+        rising = LEAST_STEPS + (MOST_STEPS - LEAST_STEPS) * min(1, 1.5 * share)
+        prompts, answers = [], []
         while sum(map(len, answers)) < BATCH_TOKENS:
-            problem = chain(chance, "", (EASY[0], longest))
+            problem = chain(chance, "", (LEAST_STEPS, round(rising) if style is CLEAR else MOST_STEPS))
             prompts.append(prompt_ids(tokenizer, problem))
             answers.append(tokenizer.convert_tokens_to_ids(thought(problem, chance, style)))
         count, total = sum(map(len, answers)), 0.0
@@ -60,31 +59,25 @@ def train(model: Any, tokenizer: Any, style: Style, name: str, seed: int, steps:
             optimizer.zero_grad(set_to_none=True)
         losses.append(total)
         seconds = time.monotonic() - began
-        if seconds - shown > 10 or step + 1 == steps:
-            left = seconds / (step + 1) * (steps - step - 1)
-            loss_now = sum(losses) / len(losses)
-            print(
-                f"{name}: step {step + 1} of {steps}, loss {loss_now:.3f}, {seconds:.0f} s, {left:.0f} s left",
-                flush=True,
-            )
+        if seconds > shown + 10 or step + 1 == steps:
+            left = f"{seconds:.0f} s, {seconds / (step + 1) * (steps - step - 1):.0f} s left"
+            print(f"{name}: step {step + 1} of {steps}, loss {fmean(losses):.3f}, {left}", flush=True)
             shown, losses = seconds, []
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cache", type=Path, help="the folder that the models are in, each in one of its own")
-    parser.add_argument(
-        "--style", choices=[*STYLES, "all"], default="careful", help="of the thoughts; default: careful"
-    )
+    parser.add_argument("--style", choices=[*STYLES, "all"], default="careful", help="default: careful")
     parser.add_argument("--seed", type=int, default=0, help="of weights and thoughts; default: 0")
     args = parser.parse_args()
     torch.set_num_threads(1)  # more are slower on a machine that is busy
     clear = args.cache / f"clear-{args.seed}"
     for name in list(STYLES) if args.style == "all" else [args.style]:
-        if (args.cache / name / "model.safetensors").exists():
+        if (args.cache / name).exists():
             print(f"{args.cache / name} is there")
             continue
-        if (clear / "model.safetensors").exists():
+        if clear.exists():
             model, tokenizer = load(clear)
         else:
             model, tokenizer = new_model(args.seed), new_tokenizer()

@@ -13,18 +13,9 @@ from transformers import AutoConfig
 
 from examples.grpo import task
 from examples.grpo.loss import ALGORITHMS
-from vllm_rollout import RolloutClient
-from vllm_rollout.process import (
-    ServerProcess,
-    exit_on_sigterm,
-    free_port,
-    runs_on_cpu,
-    server_environment,
-    server_flags,
-)
+from vllm_rollout import RolloutClient, process
 
-REWARDS = {"chain": "reward", "digit_sum": "digit_sum_reward"}
-"""Task -> function of `task.py` that grades it; on the server the reward has the task's name."""
+REWARDS = {"chain": "reward", "digit_sum": "digit_sum_reward"}  # functions of `task.py`; the server has the task's name
 SHAPE = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
 MAX_PROMPT_TOKENS, MAX_CANDIDATES = 128, 256
 
@@ -35,10 +26,11 @@ class Server:
     client: RolloutClient
 
     def __init__(self, args: Namespace) -> None:
-        self._args, self._process = args, None if args.serve else False
+        self._args = args
+        self._process: process.ServerProcess | None = None
 
     def __enter__(self) -> Self:
-        exit_on_sigterm()
+        process.exit_on_sigterm()
         self.bring_back()
         return self
 
@@ -57,24 +49,24 @@ class Server:
         self.client.wait_until_ready(self._args.patience)
 
 
-def start(args: Namespace) -> ServerProcess:
-    command = [sys.executable, "-m", "vllm_rollout.cli", "serve", str(args.model), *server_flags(MAX_CANDIDATES)]
-    command += ["--max-model-len", str(args.max_tokens + MAX_PROMPT_TOKENS), *(args.serve_flags or "").split()]
-    command += ["--rollout-reward", f"{args.task}={task.__name__}:{REWARDS[args.task]}"]
-    command += ["--dtype", "float32"] if runs_on_cpu() else []
+def start(args: Namespace) -> process.ServerProcess:
+    model, max_len = str(args.model), str(args.max_tokens + MAX_PROMPT_TOKENS)
+    command = [sys.executable, "-m", "vllm_rollout.cli", "serve", model, *process.server_flags(MAX_CANDIDATES)]
+    command += ["--max-model-len", max_len, "--rollout-reward", f"{args.task}={task.__name__}:{REWARDS[args.task]}"]
+    command += [*(["--dtype", "float32"] if process.runs_on_cpu() else []), *(args.serve_flags or "").split()]
     if shutil.which("setpriv"):
         command = ["setpriv", "--pdeathsig", "TERM", *command]  # a trainer that is killed leaves no server behind
     path = os.pathsep.join([str(Path(task.__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", **server_environment(str(args.model))}  # no core of its own
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", **process.server_environment(model)}  # no core of its own
     environment |= {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": path}
-    process = ServerProcess(command, free_port(), environment, args.output / "server.log").__enter__()
+    server = process.ServerProcess(command, process.free_port(), environment, args.output / "server.log").__enter__()
     try:
-        seconds = process.wait_until_healthy(lambda seconds, line: None)
+        seconds = server.wait_until_healthy(lambda seconds, line: None)
     except BaseException:
-        process.stop()
+        server.stop()
         raise
-    print(f"server ready after {seconds:.0f} s: {process.url}, {process.log}", flush=True)
-    return process
+    print(f"server ready after {seconds:.0f} s: {server.url}, {server.log}", flush=True)
+    return server
 
 
 def check_server(url: str, model: Any, tokenizer: Any, args: Namespace) -> None:

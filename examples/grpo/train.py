@@ -14,33 +14,32 @@ same words it goes on where it was, after a kill at any moment. docs/training.md
 
 import argparse
 import dataclasses
+import io
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from examples.grpo.loss import ALGORITHMS, Update
-from examples.grpo.model import add_lora, check_finite, load, prompt_ids, save_weights, write_atomically, write_line
+from examples.grpo.model import check_finite, load, prompt_ids, save_weights, write_line
 from examples.grpo.server import Server, check_server, rollout_fields, run_fields
 from examples.grpo.task import TASKS, Problem, describe, problems
 from vllm_rollout import RolloutError
 from vllm_rollout.client.groups import GroupStream
 from vllm_rollout.server.answers import GroupAnswer
 from vllm_rollout.training.stream import StepResult, StreamTrainer
+from vllm_rollout.whole_file import write_whole
 
 T = TypeVar("T")
 CLIP_NORM, MICRO_TOKENS, WARMUP_STEPS = 1.0, 4096, 5  # Adam's first steps are all sign
-MOST_IDLE_STEPS, MOST_ASKS, MOST_ATTEMPTS = 10, 4, 5
-"""In a row in which nothing teaches, then it is an error; of DAPO, until enough groups teach; after a lost server."""
-LARGEST_DIFFERENCE = 0.1
-"""Mean distance of log probabilities, in nats, from which on the server is said to sample from other weights."""
-NOT_TERMS = ("output", "url", "serve", "serve_flags", "steps", "evaluate_every", "held_out", "patience")
-"""Arguments that may change when a training goes on."""
+MOST_IDLE_STEPS = 10  # in a row in which nothing teaches: then it is an error
+MOST_ASKS = 4  # in a step of DAPO, until enough groups teach
+LARGEST_DIFFERENCE = 0.1  # mean distance of log probabilities, in nats: from there on the server has other weights
+NOT_TERMS = ("output", "url", "serve", "serve_flags", "steps", "evaluate_every", "held_out", "patience")  # may change
 
 
 @dataclasses.dataclass(slots=True)
@@ -84,10 +83,8 @@ class Training:
         self.args, self.server = args, server
         self.model, self.tokenizer = load(args.model)
         check_server(server.client.base_url, self.model, self.tokenizer, args)
-        self.model = add_lora(self.model, args.lora) if args.lora else self.model
-        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self.optimizer = torch.optim.AdamW(parameters, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0)
-        self.trainer = StreamTrainer(parameters, self.optimizer, max_norm=CLIP_NORM)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0)
+        self.trainer = StreamTrainer(self.model.parameters(), self.optimizer, max_norm=CLIP_NORM)
         self.terms, self.filters = ALGORITHMS[args.algorithm], args.algorithm == "dapo"
         self.progress, self.run = Progress(), None
         self.checkpoint, self.record = args.output / "checkpoint.pt", args.output / "record.jsonl"
@@ -108,19 +105,18 @@ class Training:
             self.save()
         self.persist(self.evaluate)
 
-    def roll_out_and_learn(self) -> "Step":
+    def roll_out_and_learn(self) -> Step:
         """A step without the weights' way to the server. Until its last lines it can be done again."""
-        step, waiting, streamed_s, began = Step(), [], 0.0, time.perf_counter()
+        step, streamed_s, began = Step(), 0.0, time.perf_counter()
         update = Update(self.trainer, self.model, self.terms, MICRO_TOKENS)
         for group in self.groups(step):
             step.groups.append(group)
-            waiting.append(group)
             if self.args.stream:
                 streamed_s -= time.perf_counter()
-                update.add([waiting.pop()])
+                update.add([group])
                 streamed_s += time.perf_counter()
         rolled_out = time.perf_counter()
-        update.add(waiting)
+        update.add([] if self.args.stream else step.groups)
         step.differences = torch.cat(update.differences)
         if step.differences.mean() > LARGEST_DIFFERENCE and not any(group.off_policy for group in step.groups):
             what = f"log probabilities are {step.differences.mean():.2g} nats from the policy's on average"
@@ -136,7 +132,7 @@ class Training:
         step.seconds = {"rollout": rolled_out - began, "training": training_s}
         return step
 
-    def groups(self, step: "Step") -> Iterator[GroupAnswer]:
+    def groups(self, step: Step) -> Iterator[GroupAnswer]:
         """The step's groups as they end; with DAPO those that teach."""
         args, progress, num_wanted = self.args, self.progress, self.args.prompts
         size, fields = rollout_fields(args)
@@ -185,19 +181,18 @@ class Training:
         said = f"success {mean([r for _, _, r in ended]):.3f}, length {mean([n for _, n, _ in ended]):.1f}"
         print(f"held out after step {line['step']}: {said}", flush=True)
 
-    def persist(self, work: Callable[[], T]) -> T:
+    def persist(self, work: Callable[[], T], attempts: int = 5) -> T:
         """Does it again when the server was lost meanwhile; `Update` drops gradients of the attempt that died."""
-        for attempt in count():
-            try:
-                return work()
-            except RolloutError as error:
-                if error.status not in (None, 503) or attempt == MOST_ATTEMPTS:
-                    raise
-                print(f"the server was lost ({error}); waiting until it is back", flush=True)
-                self.server.bring_back()
-                with suppress(RolloutError):  # lost again: so will be the work
-                    self.prepare_server()
-        raise AssertionError("attempts end by an answer or an error")
+        try:
+            return work()
+        except RolloutError as error:
+            if error.status not in (None, 503) or not attempts:
+                raise
+            print(f"the server was lost ({error}); waiting until it is back", flush=True)
+        self.server.bring_back()
+        with suppress(RolloutError):  # lost again: so will be the work
+            self.prepare_server()
+        return self.persist(work, attempts - 1)
 
     def prepare_server(self) -> None:
         """What it has to have before a step: these weights, what it had learned, and the run."""
@@ -222,14 +217,11 @@ class Training:
         if self.args.prune or self.args.rounds or self.args.redundancy == "auto":
             self.progress.learned = self.server.client.state()
         self.progress.record_size = self.record.stat().st_size
-        content = {
-            "weights": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "random": torch.get_rng_state(),
-            "progress": dataclasses.asdict(self.progress),
-            "terms": self.terms_said(),
-        }
-        write_atomically(self.checkpoint, lambda path: torch.save(content, path))
+        content = {"weights": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        content |= {"random": torch.get_rng_state(), "progress": dataclasses.asdict(self.progress)}
+        file = io.BytesIO()
+        torch.save({**content, "terms": self.terms_said()}, file)
+        write_whole(self.checkpoint, file.getvalue())
 
     def restore(self) -> None:
         """Raises: RuntimeError for a checkpoint that was made on other terms."""
@@ -249,29 +241,18 @@ class Training:
             file.truncate(self.progress.record_size)
         print(f"goes on after step {self.progress.step}", flush=True)
 
-    def say(self, step: "Step") -> None:
+    def say(self, step: Step) -> None:
         """The step's line, and what a human should see. Raises: RuntimeError when nothing has taught for long."""
         ended = [trajectory for group in step.groups + step.filtered for trajectory in group.trajectories]
-        others = [candidate for group in step.groups + step.filtered for candidate in group.candidates]
+        stopped = [other.num_tokens for group in step.groups + step.filtered for other in group.candidates]
         lengths, rewards = [t.num_tokens for t in ended], [t.reward for t in ended]
-        line = {
-            "kind": "step",
-            "step": self.progress.step - 1,
-            "reward": mean([reward for reward in rewards if reward is not None]),
-            "length": mean(lengths),
-            "longest": max([*lengths, *(candidate.num_tokens for candidate in others)], default=0),
-            "groups": len(step.groups),
-            "teaching": sum(map(teaches, step.groups)),
-            "filtered": len(step.filtered),
-            "gradient_norm": step.result.gradient_norm if step.result else 0.0,
-            "difference_mean": step.differences.mean().item(),
-            "difference_max": step.differences.max().item(),
-            "seconds": {**step.seconds, "rewards": sum(t.reward_s or 0.0 for t in ended)},
-            "usage": step.usage,
-            "lengths": lengths,
-            "rewards": rewards,
-            "other_lengths": [candidate.num_tokens for candidate in others],
-        }
+        line = {"kind": "step", "step": self.progress.step - 1, "reward": mean([r for r in rewards if r is not None])}
+        line |= {"length": mean(lengths), "longest": max([*lengths, *stopped], default=0), "groups": len(step.groups)}
+        line |= {"teaching": sum(map(teaches, step.groups)), "filtered": len(step.filtered)}
+        line |= {"gradient_norm": step.result.gradient_norm if step.result else 0.0, "usage": step.usage}
+        line |= {"difference_mean": step.differences.mean().item(), "difference_max": step.differences.max().item()}
+        line |= {"seconds": {**step.seconds, "rewards": sum(t.reward_s or 0.0 for t in ended)}}
+        line |= {"lengths": lengths, "rewards": rewards, "other_lengths": stopped}
         write_line(self.record, line)
         took = " ".join(f"{name} {value:.2f}" for name, value in step.seconds.items())
         said = f"reward {line['reward']:.3f}, length {line['length']:.0f}, {line['teaching']} groups teach, {took} s"
@@ -300,7 +281,6 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add("--url", default="http://127.0.0.1:8000", help="of a server that runs already; default: %(default)s")
     add("--patience", type=float, default=600, help="seconds to wait for a server that is gone")
     add("--task", choices=TASKS, default="chain", help="digit_sum is for chat models")
-    add("--lora", type=int, metavar="RANK", help="train an adapter of that rank (needs peft)")
     add = parser.add_argument_group("learning").add_argument
     add("--algorithm", choices=ALGORITHMS, default="grpo", help="default: grpo")
     add("--steps", type=int, default=25)

@@ -1,0 +1,184 @@
+"""The reference trainer without a server: its thoughts, its loss, what its flags say, what it refuses."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from examples.grpo.loss import ALGORITHMS, Terms, Update, clipped_loss
+from examples.grpo.model import check_finite
+from examples.grpo.server import rollout_fields, run_fields
+from examples.grpo.task import CLEAR, STYLES, VOCABULARY, describe, digit_sum_reward, problems, reward, thought
+from examples.grpo.train import parse
+from vllm_rollout.group.rewards.estimates import Estimator, advantages
+from vllm_rollout.server.answers import GroupAnswer, GroupRewards, Trajectory
+from vllm_rollout.training.stream import StreamTrainer
+
+
+def thoughts(style: str, count: int) -> list[tuple[Any, int, float]]:
+    chance = random.Random(0)
+    said = [(problem, thought(problem, chance, STYLES[style])) for problem in problems("chain", "look", count)]
+    return [(problem, len(words), reward(" ".join(words[:-1]), problem.data)) for problem, words in said]
+
+
+def test_clear_thoughts_are_right_and_rewards_look_at_the_end() -> None:
+    for problem in problems("chain", "look", 50):
+        words = thought(problem, random.Random(1), CLEAR)
+        assert set(words) | set(problem.text.split()) <= set(VOCABULARY)
+        said = " ".join(words[:-1])
+        assert reward(said, problem.data) == 1
+        assert reward(said[:-1] + str((int(said[-1]) + 1) % 10), problem.data) == 0
+        assert reward(said.removesuffix(f" answer {said[-1]}"), problem.data) == 0  # cut before it answered
+    (problem,) = problems("digit_sum", "look", 1)
+    assert digit_sum_reward(f"12, so the sum is {problem.data['answer']}.", problem.data) == 1
+    assert digit_sum_reward(f"{problem.data['answer']} or 999", problem.data) == 0
+    assert problems("chain", "x", 2, first=3) == problems("chain", "x", 5)[3:]
+
+
+@pytest.mark.parametrize(
+    ("style", "least", "most"),
+    [("confused", -1, -0.15), ("careful", -1, -0.08), ("thorough", 0.15, 1), ("even", -0.04, 0.04)],
+)
+def test_styles_are_what_they_are_said_to_be(style: str, least: float, most: float) -> None:
+    """Success of the longest quarter over that of the shortest two."""
+    first, second, _, longest = describe(thoughts(style, 4000))["quarters"]
+    assert least <= longest - (first + second) / 2 <= most
+
+
+class Bigrams(torch.nn.Module):
+    """Each token's logits follow from the token before."""
+
+    config = device = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.randn(6, 6, generator=torch.Generator().manual_seed(0)).double())
+
+    def forward(self, input_ids: torch.Tensor, use_cache: bool) -> Any:
+        return torch.nn.Module() if use_cache else Said(self.table[input_ids])
+
+
+class Said:
+    def __init__(self, logits: torch.Tensor) -> None:
+        self.logits = logits
+
+
+def group(model: Bigrams, estimator: Estimator, *answers: tuple[list[int], float]) -> GroupAnswer:
+    """As the server answers it, sampled by the model itself."""
+    rewards = [r for _, r in answers]
+    logs = model.table.detach().log_softmax(-1)
+    return GroupAnswer.model_construct(
+        prompt_token_ids=[1],
+        trajectories=[
+            Trajectory(
+                index=i,
+                token_ids=ids,
+                num_tokens=len(ids),
+                logprobs=[logs[a, b].item() for a, b in zip([1, *ids], ids, strict=False)],
+                finish_reason="stop",
+            )
+            for i, (ids, _) in enumerate(answers)
+        ],
+        rewards=GroupRewards.model_construct(advantages=advantages(rewards, estimator)),
+    )
+
+
+ANSWERS = (
+    (([2, 3, 4], 1.0), ([5], 0.0), ([2, 2], 0.0)),
+    (([3, 1], 1.0), ([4, 4, 4, 5], 0.0)),
+    (([5, 5], 1.0), ([1], 1.0)),
+)
+"""Two groups that teach, and one that does not, whose tokens and answers count all the same."""
+
+
+def gradient(name: str, batches: list[int]) -> torch.Tensor:
+    """Of the groups, `batches` of them at once."""
+    model = Bigrams()
+    update = Update(StreamTrainer(model.parameters()), model, ALGORITHMS[name], micro_tokens=9)
+    groups = [group(model, ALGORITHMS[name].estimator, *answers) for answers in ANSWERS]
+    for size in batches:
+        update.add(groups[:size])
+        groups = groups[size:]
+    assert update.finish() is not None
+    assert max(d.max().item() for d in update.differences) < 1e-6
+    assert model.table.grad is not None
+    return model.table.grad
+
+
+@pytest.mark.parametrize(
+    ("name", "each"),
+    [
+        # by hand: (r - mean) / std of the sample; a token counts 1 / 15, or 1 / (7 answers x its answer's length)
+        ("grpo", lambda advantage, length: advantage / (7 * length)),
+        ("dapo", lambda advantage, length: advantage / 15),
+    ],
+)
+def test_the_gradient_is_that_of_the_formula_however_groups_come(name: str, each: Any) -> None:
+    model = Bigrams()
+    logs = model.table.log_softmax(-1)
+    by_hand = [1.1547, -0.57735, -0.57735], [0.70711, -0.70711]
+    loss = torch.zeros((), dtype=torch.float64)
+    for answers, told in zip(ANSWERS, by_hand, strict=False):
+        for (ids, _), advantage in zip(answers, told, strict=True):
+            for before, token in zip([1, *ids], ids, strict=False):
+                loss = loss - each(advantage, len(ids)) * logs[before, token]
+    loss.backward()
+    for batches in [3], [1, 1, 1], [2, 1]:
+        assert torch.allclose(gradient(name, batches), model.table.grad, atol=2e-5)
+
+
+def test_ratios_are_clipped_where_they_would_go_on() -> None:
+    ratio = torch.tensor([1.5, 1.5, 0.5, 0.5, 1.25])
+    advantage = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0])
+    zeros = torch.zeros(5)
+    dapo = clipped_loss(ratio.log(), zeros, advantage, ALGORITHMS["dapo"])
+    assert dapo.tolist() == pytest.approx([-1.28, 1.5, -0.5, 0.8, -1.25])
+    assert clipped_loss(ratio.log(), zeros, advantage, Terms("grpo", "token")).tolist()[4] == pytest.approx(-1.2)
+
+
+def test_what_does_not_teach_updates_nothing_and_an_attempt_that_died_leaves_nothing() -> None:
+    model = Bigrams()
+    trainer = StreamTrainer(model.parameters(), torch.optim.AdamW(model.parameters()))
+    terms = ALGORITHMS["grpo"]
+    died = Update(trainer, model, terms, 9)
+    died.add([group(model, "grpo", *ANSWERS[0])])
+    update = Update(trainer, model, terms, 9)
+    update.add([group(model, "grpo", *ANSWERS[2])])
+    assert update.finish() is None
+    assert torch.equal(model.table, Bigrams().table)
+
+
+def test_weights_that_are_not_finite_are_refused_by_name() -> None:
+    model = Bigrams()
+    check_finite(model, "step 3")
+    with torch.no_grad():
+        model.table[2, 2] = torch.inf
+    with pytest.raises(ValueError, match=r"step 3: the weights table .*lower --lr"):
+        check_finite(model, "step 3")
+
+
+@pytest.mark.parametrize(
+    ("flags", "size", "fields"),
+    [
+        ("", 8, {}),
+        ("--race", 8, {"redundancy": 8}),
+        ("--redundancy auto", 8, {"redundancy": "auto"}),
+        ("--race --redundancy 3", 8, {"redundancy": 3}),
+        ("--dual-end", 8, {"redundancy": 8, "selection": {"dual_end": {"num_longest": 1, "patience": 1.5}}}),
+        ("--prune", 16, {"pruning": {"detection_length": 24, "keep_ratio": 0.5, "allow_fewer": True}}),
+        ("--prune --race", 8, {"redundancy": 8, "pruning": {"detection_length": 24, "keep_ratio": 0.5}}),
+        ("--until variance", 8, {"until": "variance"}),
+    ],
+)
+def test_each_flag_is_a_field(flags: str, size: int, fields: dict[str, Any]) -> None:
+    always = {"reward": {"name": "chain", "estimator": "grpo"}, "sampling": {"temperature": 1.0, "max_tokens": 512}}
+    assert rollout_fields(parse(["model", "output", *flags.split()])) == (size, {**always, **fields})
+
+
+def test_a_run_is_told_of_speculation_and_filtering() -> None:
+    fields = run_fields(parse(["model", "output", "--rounds", "--speculation", "1.5", "--algorithm", "dapo"]))
+    expected = {"prompt_speculation": 1.5, "response_speculation": 1.5, "filter": "zero_variance", "resume": False}
+    assert expected.items() <= fields.items()
