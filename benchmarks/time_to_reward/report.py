@@ -2,8 +2,9 @@
 
     python -m benchmarks.time_to_reward.report careful=runs/careful long_is_right=runs/thorough
 
-Seconds are those of this machine, and those of a GPU: the lengths that were sampled, ten times as long, on a device whose
-step takes 5.2 ms and 0.012 ms more for each candidate that runs; 7,000 tokens trained in a second, and 1 s to send weights.
+Seconds are those of this machine, and those of a GPU: the lengths that were sampled, ten times as long, on a device
+whose step takes 5.2 ms and 0.012 ms more for each candidate that runs; 7,000 tokens trained in a second, and 1 s to
+send weights.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median, pstdev
 from typing import Any, NamedTuple
@@ -82,7 +84,7 @@ def read(folder: Path) -> Iterator[Finished]:
 
 def reached(points: Sequence[Point], goal: float) -> Point | None:
     """Where it first had that success, on a line between evaluations; None: never."""
-    for before, after in zip(points, points[1:], strict=False):
+    for before, after in pairwise(points):
         if after.success >= goal:
             share = (goal - before.success) / (after.success - before.success) if before.success < goal else 0.0
             return Point(*(b + share * (a - b) for b, a in zip(before, after, strict=True)))
@@ -113,9 +115,7 @@ def row_of(arm: str, runs: Sequence[Finished], seed: int) -> dict[str, Any]:
             "gpu_interval": interval([p.gpu_seconds for p in found], seed) if len(found) == len(runs) else None,
         }
     ends = [run.evaluations[-1] for run in runs]
-    for name in ("mean", "p99"):
-        row[f"length_{name}"] = median(end[name] for end in ends)
-    for name in ("easy", "hard"):
+    for name in ("length", "p99", "easy", "hard"):
         row[name] = median(end[name] for end in ends)
     steps = [step for run in runs for step in run.steps]
     row["teaching"] = fmean(step["teaching"] / max(1, step["groups"]) for step in steps)
@@ -157,7 +157,7 @@ def _ends(style: str, rows: Sequence[Row]) -> str:
         "arm": lambda row: row["title"],
         "success": lambda row: _ranged(row["end"], row["end_interval"], 2),
         "easy, hard": lambda row: f"{row['easy']:.2f}, {row['hard']:.2f}",
-        "mean, P99 length": lambda row: f"{row['length_mean']:.0f}, {row['length_p99']:.0f}",
+        "mean, P99 length": lambda row: f"{row['length']:.0f}, {row['p99']:.0f}",
         "groups that teach": lambda row: percent(row["teaching"]),
         "gradient norm, spread": lambda row: f"{row['gradient_norm']:.2f}, {row['gradient_spread']:.2f}",
         "rollout, training of a step": lambda row: f"{row['rollout_s']:.2f} s, {row['training_s']:.2f} s",

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -78,6 +78,8 @@ def mean(values: Sequence[float]) -> float:
 
 
 class Training:
+    more_fields: ClassVar[dict[str, Any]] = {}  # for those who ask for more than the flags do
+
     def __init__(self, args: argparse.Namespace, server: Server) -> None:
         torch.manual_seed(args.seed)
         self.args, self.server = args, server
@@ -136,6 +138,7 @@ class Training:
         """The step's groups as they end; with DAPO those that teach."""
         args, progress, num_wanted = self.args, self.progress, self.args.prompts
         size, fields = rollout_fields(args)
+        fields |= self.more_fields
         seed = {"seed": args.seed * 1_000_003 + progress.step} if args.seeded else {}
 
         def draw(count: int) -> list[dict[str, Any]]:
