@@ -21,8 +21,7 @@ LABELS = "abcdefghijklm"
 RAMBLE = ("hmm", "so", "let", "me", "think")
 WORDS = ("check", "same", "differ", "wait", "total", "answer")
 VOCABULARY = ("<pad>", "<bos>", "<eos>", "<unk>", *"0123456789", *"=?:", *LABELS, *WORDS, *RAMBLE)
-MAX_THOUGHT = 950
-"""Tokens; what would be longer is cut, and has no answer."""
+MAX_THOUGHT = 950  # tokens; what would be longer is cut, and has no answer
 LEAST_STEPS, MOST_STEPS = 3, 12
 
 

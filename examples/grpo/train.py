@@ -118,6 +118,9 @@ class Training:
                 update.add([group])
                 streamed_s += time.perf_counter()
         rolled_out = time.perf_counter()
+        step.groups.sort(
+            key=lambda group: (len(group.prompt_id), group.prompt_id)
+        )  # not in the order that they ended in
         update.add([] if self.args.stream else step.groups)
         step.differences = torch.cat(update.differences)
         if step.differences.mean() > LARGEST_DIFFERENCE and not any(group.off_policy for group in step.groups):
@@ -292,7 +295,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add("--prompts", type=int, default=16, help="groups in a step")
     add("--group-size", type=int, default=8, help="answers of each that come back")
     add("--max-tokens", type=int, default=512, help="of an answer")
-    add("--lr", type=float, default=1.5e-4)
+    add("--lr", type=float, default=3e-4)
     add("--evaluate-every", type=int, default=5, metavar="STEPS")
     add("--held-out", type=int, default=256, help="problems of an evaluation, two answers each")
     add = parser.add_argument_group("what the server is asked for: one flag per feature").add_argument

@@ -72,11 +72,9 @@ def kill_when(process: subprocess.Popen[bytes], happened: Callable[[], bool]) ->
     process.wait()
 
 
-@pytest.mark.parametrize("flags", [("--race",), ("--stream", "--algorithm", "dapo")])
-def test_a_training_that_was_killed_goes_on_as_if_it_had_not(
-    tiny_model: str, server: Server, tmp_path: Path, flags: tuple[str, ...]
-) -> None:
+def test_a_training_that_was_killed_goes_on_as_if_it_had_not(tiny_model: str, server: Server, tmp_path: Path) -> None:
     whole, broken = tmp_path / "whole" / "run", tmp_path / "broken" / "run"
+    flags = ("--race", "--algorithm", "dapo")
     training(words(tiny_model, whole, server.url, *flags)).go()
     steps = [json.loads(line) for line in (whole / "record.jsonl").read_text().splitlines() if '"kind": "step"' in line]
     assert [line["step"] for line in steps] == list(range(NUM_STEPS))

@@ -115,7 +115,7 @@ def test_a_stopped_candidate_leaves_no_cache_and_no_trace():
     assert (passes.forward(), passes.num_new) == (30, 0)
     per_token = passes.cache_bytes // 30
     assert per_token == 2 * 2 * 2 * 4 * 8  # layers, keys and values, heads, their size, float64
-    passes.drop(("q", 1))
+    assert passes.drop(("q", 1)) == 10
     assert passes.cache_bytes == 20 * per_token
     torch.testing.assert_close(
         passes.finish(("q", 2)).logprobs, whole(model_of("llama"), [1, 2, 3], [6] * 8)[0], rtol=1e-10, atol=1e-10

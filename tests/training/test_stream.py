@@ -153,6 +153,22 @@ def test_an_abandoned_attempt_leaves_nothing():
     assert_equal(gradients_of(model), whole_batch_gradients(model, groups[1:], "token")[0], 1e-12)
 
 
+@pytest.mark.parametrize("normalize", NORMALIZATIONS)
+def test_what_has_no_gradient_is_counted_without_a_pass(normalize):
+    model, (group, (tokens, _, mask)) = Policy(), groups_of([[3, 5], [4, 2]])
+    without = tokens, torch.zeros(2, 1, dtype=torch.float64), mask
+    expected, _ = whole_batch_gradients(model, [group, without], normalize)
+    trainer = StreamTrainer(model.parameters(), torch.optim.SGD(model.parameters(), lr=0.0), normalize=normalize)
+    trainer.optimizer.step = lambda: expected.update(found=gradients_of(model))
+    for groups in ([group], []):
+        trainer.begin(1)
+        trainer.count({"token": 6, "sample": 2, "group": 1}[normalize])
+        for each in groups:
+            trainer.add(*losses_of(model, each))
+        assert trainer.finish().updated == bool(groups)
+    assert_equal(expected.pop("found"), expected, 1e-12)
+
+
 def test_an_empty_step_says_so_and_updates_nothing():
     model = Policy()
     trainer = StreamTrainer(model.parameters(), torch.optim.AdamW(model.parameters(), weight_decay=0.5))

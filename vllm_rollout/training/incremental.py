@@ -155,10 +155,11 @@ class IncrementalLogprobs:
         entropies = torch.cat([empty, *growing.entropies]) if self.entropy else None
         return Logprobs(torch.cat([empty, *growing.logprobs]), entropies)
 
-    def drop(self, key: Key) -> None:
-        """Forget a candidate that was stopped; frees its cache. Raises: ValueError for an unknown key."""
+    def drop(self, key: Key) -> int:
+        """Forget a candidate that was stopped; frees its cache. Returns: how many of its tokens were passed over, for
+        nothing. Raises: ValueError for an unknown key."""
         self._known(key)
-        del self._growing[key]
+        return self._growing.pop(key).num_forwarded
 
     def _known(self, key: Key) -> Growing:
         if key not in self._growing:

@@ -38,13 +38,13 @@ class StepResult:
     parts: int
     """Calls of `add` and `add_sum`."""
     weight: float
-    """N: what the sum was divided by: tokens, samples, groups, or what `add_sum` was told."""
+    """N: what the sum was divided by: tokens, samples, groups, or what `add_sum` and `count` were told."""
     loss: float
-    """Of the whole batch; nan for an empty step."""
+    """Of the whole batch; nan where N is 0."""
     gradient_norm: float
-    """Before clipping; nan for an empty step."""
+    """Before clipping; nan where there is no gradient."""
     updated: bool
-    """The optimizer made its step. False without an optimizer, and for an empty step, whose weight is 0."""
+    """The optimizer made its step. False without an optimizer, and where no process had a gradient."""
 
 
 @dataclass(slots=True)
@@ -170,6 +170,13 @@ class StreamTrainer:
         step.totals[1] += weight
         step.parts += 1
 
+    def count(self, weight: float) -> None:
+        """Samples without a gradient, as those of advantage 0: they count in N and need no pass.
+
+        weight: in units of `normalize`: how many tokens, samples or groups. Raises: RuntimeError without an open step.
+        """
+        self._opened("count").totals[1] += weight
+
     def abandon(self) -> None:
         """Drop the gradients of the open step, if one is open: of an attempt that failed and will be run again.
 
@@ -187,14 +194,12 @@ class StreamTrainer:
         """
         step = self._opened("finish")
         parts, loss_sum, weight = self._combine(step)
-        if not weight:
+        sums = {parameter: step.sums.get(parameter, parameter.grad) for parameter in self.parameters}
+        gradients = {parameter: each.div_(weight) for parameter, each in sums.items() if each is not None and weight}
+        if not gradients:
             self.abandon()
-            return StepResult(step.step, parts, 0.0, math.nan, math.nan, updated=False)
-        gradients = {}
-        for parameter in self.parameters:
-            gradient = step.sums.get(parameter, parameter.grad)
-            if gradient is not None:
-                gradients[parameter] = gradient.div_(weight)
+            loss = loss_sum / weight if weight else math.nan
+            return StepResult(step.step, parts, weight, loss, math.nan, updated=False)
         norm = get_total_norm(gradients.values())
         if not torch.isfinite(norm):
             step.failed = True
