@@ -36,11 +36,18 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5])
     parser.add_argument("--steps", type=int, default=25)
-    parser.add_argument("--lr", type=float, default=1.5e-4)
+    parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--hours", type=float, default=24.0, help="begin no run later than that")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    words = [arguments.model, str(arguments.runs), f"--lr={arguments.lr}", f"--steps={arguments.steps}", "--serve"]
+    words = [
+        arguments.model,
+        str(arguments.runs),
+        "--algorithm=dr_grpo",
+        f"--lr={arguments.lr}",
+        f"--steps={arguments.steps}",
+        "--serve",
+    ]
     arguments.runs.mkdir(parents=True, exist_ok=True)
     write_json(arguments.runs / "about.json", {"versions": installed_versions(), "hardware": hardware()})
     deadline = time.monotonic() + 3600 * arguments.hours
