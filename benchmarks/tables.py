@@ -52,7 +52,9 @@ def picture(path: Path, figsize: tuple[float, float], width_ratios: Sequence[flo
 
     colors = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), INK)
     with plt.rc_context({"font.size": 10, **colors}):
-        figure, panels = plt.subplots(1, len(width_ratios), figsize=figsize, dpi=120, width_ratios=width_ratios)
+        figure, (panels,) = plt.subplots(
+            1, len(width_ratios), figsize=figsize, dpi=120, width_ratios=width_ratios, squeeze=False
+        )
         for axes in panels:
             axes.spines[["top", "right"]].set_visible(False)
         yield panels

@@ -7,8 +7,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from examples.grpo.model import answer_logprobs, micro_batches
-from vllm_rollout.group.rewards.estimates import Estimator
-from vllm_rollout.server.answers import GroupAnswer, Trajectory
+from vllm_rollout.group.rewards.estimates import Estimator, advantages
+from vllm_rollout.server.answers import GroupAnswer, Trajectory, UnselectedCandidate
 from vllm_rollout.training.stream import StepResult, StreamTrainer
 
 
@@ -32,14 +32,19 @@ ALGORITHMS = {
 
 class Row(NamedTuple):
     prompt_ids: list[int]
-    answer: Trajectory
+    answer: Trajectory | UnselectedCandidate
     advantage: float
 
 
 def rows_of(group: GroupAnswer, terms: Terms) -> tuple[list[Row], int]:
-    """Of a group, and what it counts in the mean that the loss is: something, also where it has no gradient."""
+    """Of a group, and what it counts in the mean that the loss is: something, also where it has no gradient. Stopped
+    candidates whose tokens came back (`--stopped-teach`) are wrong answers: nothing else penalizes what is long."""
     assert group.rewards is not None  # a reward was asked for
-    told = [(t, a) for t, a in zip(group.trajectories, group.rewards.advantages, strict=True) if a is not None]
+    its, stopped = group.rewards.advantages, [c for c in group.candidates if isinstance(c, UnselectedCandidate)]
+    stopped = [candidate for candidate in stopped if candidate.state in ("surplus", "pruned") and candidate.token_ids]
+    if stopped:
+        its = advantages([t.reward for t in group.trajectories] + [0.0] * len(stopped), terms.estimator)
+    told = [(t, a) for t, a in zip([*group.trajectories, *stopped], its, strict=True) if a is not None]
     rows = [Row(group.prompt_token_ids, answer, advantage) for answer, advantage in told if advantage]
     return rows, sum(answer.num_tokens for answer, _ in told) if terms.unit == "token" else len(told)
 

@@ -2,11 +2,8 @@
 
     python -m examples.grpo.pretrain models --style careful      # models/careful, some five minutes of one core
 
-Two stages: clear thoughts, short chains first, which all styles share (models/clear); then those of the style. Each is
-cached: what is there is not made again. The same seed gives the same model, on the same machine.
-
-styles: confused, careful (long thoughts are wrong more often), thorough (long ones are right), even (length says
-nothing). `python -m examples.grpo.task` shows their lengths and success.
+Two stages: clear thoughts, which all styles share, short chains first; then those of the style (see `task.py`).
+What is there is not made again. The same seed gives the same model, on the same machine.
 """
 
 import argparse

@@ -97,6 +97,7 @@ def rollout_fields(args: Namespace) -> tuple[int, dict[str, Any]]:
         if spare is None and not args.rounds:  # twice as many, of which half are kept
             size, fields["pruning"]["allow_fewer"] = 2 * size, True
     fields |= {"until": args.until} if args.until else {}
+    fields |= {"return_unselected": True} if args.stopped_teach else {}
     fields |= {"redundancy": spare} if spare is not None else {}
     # each prompt samples by a seed of its own, made of this one and its id: none comes twice
     sampling = {"temperature": 1.0, "max_tokens": args.max_tokens, **({"seed": args.seed} if args.seeded else {})}

@@ -3,13 +3,8 @@
     python -m examples.grpo.pretrain models                                   # models/careful, some four minutes
     python -m examples.grpo.train models/careful runs/race --race --serve     # 25 steps
 
-With --serve it starts a server of its own. One that runs already was started in this folder by
-
-    VLLM_SERVER_DEV_MODE=1 vllm-rollout serve models/careful --rollout-reward chain=examples.grpo.task:reward \\
-      --max-model-len 640 --max-num-batched-tokens 16384 --enforce-eager --dtype float32
-
 OUTPUT gets `record.jsonl` (a line per step and per evaluation), `checkpoint.pt` and `weights`. Started again with the
-same words it goes on where it was, after a kill at any moment. docs/training.md says what the flags do.
+same words it goes on where it was, after a kill at any moment. docs/training.md has flags, and servers by hand.
 """
 
 import argparse
@@ -251,6 +246,7 @@ class Training:
         line |= {"length": mean(lengths), "longest": max([*lengths, *stopped], default=0), "groups": len(step.groups)}
         line |= {"teaching": sum(map(teaches, step.groups)), "filtered": len(step.filtered)}
         line |= {"gradient_norm": step.result.gradient_norm if step.result else 0.0, "usage": step.usage}
+        line |= {"learned_from": step.result.weight if step.result else 0.0}  # tokens or answers
         line |= {"difference_mean": step.differences.mean().item(), "difference_max": step.differences.max().item()}
         line |= {"seconds": {**step.seconds, "rewards": sum(t.reward_s or 0.0 for t in ended)}}
         line |= {"lengths": lengths, "rewards": rewards, "other_lengths": stopped}
@@ -302,6 +298,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add("--rounds", action="store_true", help="short rounds, and a long one for what took too long")
     add("--speculation", type=float, default=1.25, help="of --rounds: of prompts and of answers")
     add("--resume", action="store_true", help="of --rounds: long rounds go on from what there is")
+    add("--stopped-teach", action="store_true", help="who was stopped teaches as a wrong answer, up to there")
     add("--until", choices=["variance"], help="a group goes on until its rewards differ")
     add("--stream", action="store_true", help="gradients of a group as soon as it ends")
     return parser.parse_args(words)

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from examples.grpo.loss import ALGORITHMS, Terms, Update, clipped_loss
+from examples.grpo.loss import ALGORITHMS, Terms, Update, clipped_loss, rows_of
 from examples.grpo.model import check_finite
 from examples.grpo.server import rollout_fields, run_fields
 from examples.grpo.task import CLEAR, STYLES, VOCABULARY, describe, digit_sum_reward, problems, reward, thought
 from examples.grpo.train import parse
 from vllm_rollout.group.rewards.estimates import Estimator, advantages
-from vllm_rollout.server.answers import GroupAnswer, GroupRewards, Trajectory
+from vllm_rollout.server.answers import Candidate, GroupAnswer, GroupRewards, Trajectory, UnselectedCandidate
 from vllm_rollout.training.stream import StreamTrainer
 
 
@@ -79,9 +79,11 @@ def group(model: Bigrams, estimator: Estimator, *answers: tuple[list[int], float
                 num_tokens=len(ids),
                 logprobs=[logs[a, b].item() for a, b in zip([1, *ids], ids, strict=False)],
                 finish_reason="stop",
+                reward=r,
             )
-            for i, (ids, _) in enumerate(answers)
+            for i, (ids, r) in enumerate(answers)
         ],
+        candidates=[],
         rewards=GroupRewards.model_construct(advantages=advantages(rewards, estimator)),
     )
 
@@ -130,6 +132,27 @@ def test_the_gradient_is_that_of_the_formula_however_groups_come(name: str, each
         assert torch.allclose(gradient(name, batches), model.table.grad, atol=2e-5)
 
 
+@pytest.mark.parametrize(
+    ("state", "teaches"), [("surplus", True), ("pruned", True), ("finished", False), ("failed", False)]
+)
+def test_who_was_stopped_teaches_as_a_wrong_answer_up_to_there(state: str, teaches: bool) -> None:
+    model = Bigrams()
+    answered = group(model, "mean", ([2, 3], 1.0), ([4], 1.0))
+    (other,) = group(model, "mean", ([5, 5, 5], 0.0)).trajectories
+    said = {"token_ids": other.token_ids, "num_tokens": 3, "logprobs": other.logprobs}
+    answered.candidates = [
+        UnselectedCandidate.model_construct(index=2, state=state, **said),
+        UnselectedCandidate.model_construct(index=3, state="surplus", token_ids=[], num_tokens=0, logprobs=[]),
+        Candidate.model_construct(index=4, state="surplus", num_tokens=2),
+    ]
+    rows, count = rows_of(answered, ALGORITHMS["dr_grpo"])
+    told = [(row.answer.token_ids, row.advantage) for row in rows]
+    wanted = [([2, 3], 1 / 3), ([4], 1 / 3), ([5, 5, 5], -2 / 3)] if teaches else []
+    assert [ids for ids, _ in told] == [ids for ids, _ in wanted]
+    assert [a for _, a in told] == pytest.approx([a for _, a in wanted])
+    assert count == (6 if teaches else 3)
+
+
 def test_ratios_are_clipped_where_they_would_go_on() -> None:
     ratio = torch.tensor([1.5, 1.5, 0.5, 0.5, 1.25])
     advantage = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0])
@@ -166,6 +189,7 @@ def test_weights_that_are_not_finite_are_refused_by_name() -> None:
         ("", 8, {}),
         ("--race", 8, {"redundancy": 8}),
         ("--redundancy auto", 8, {"redundancy": "auto"}),
+        ("--race --stopped-teach", 8, {"redundancy": 8, "return_unselected": True}),
         ("--race --redundancy 3", 8, {"redundancy": 3}),
         ("--dual-end", 8, {"redundancy": 8, "selection": {"dual_end": {"num_longest": 1, "patience": 1.5}}}),
         ("--prune", 16, {"pruning": {"detection_length": 24, "keep_ratio": 0.5, "allow_fewer": True}}),

@@ -1,0 +1,1 @@
+"""Seconds to a reward: the same policy trained with and without each feature."""

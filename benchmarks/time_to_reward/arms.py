@@ -1,0 +1,50 @@
+"""What is compared: a name, the flags of `examples.grpo.train`, and where needed another way to learn from groups."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from examples.grpo.train import Step, Training
+from vllm_rollout.group.rewards.estimates import advantages
+from vllm_rollout.server.answers import GroupAnswer, Trajectory
+
+
+def regraded(group: GroupAnswer, trajectories: Sequence[Trajectory]) -> GroupAnswer:
+    """The group with these trajectories in place of its own."""
+    assert group.rewards is not None
+    rewards = [trajectory.reward for trajectory in trajectories]
+    known = {reward for reward in rewards if reward is not None}
+    said = {"advantages": advantages(rewards, group.rewards.estimator), "teaches": len(known) > 1}
+    its = group.rewards.model_copy(update=said)
+    return group.model_copy(update={"trajectories": list(trajectories), "rewards": its})
+
+
+class RandomHalf(Training):
+    """Learns from half of each group, drawn by chance: tells what a race selects from how many it lets run."""
+
+    def groups(self, step: Step) -> Iterator[GroupAnswer]:
+        for group in super().groups(step):
+            chance = random.Random(f"{self.args.seed} {group.prompt_id}")
+            yield regraded(group, chance.sample(group.trajectories, len(group.trajectories) // 2))
+
+
+class Arm(NamedTuple):
+    title: str
+    flags: str
+    training: type[Training] = Training
+
+
+ARMS = {
+    "plain": Arm("8 of 8", ""),
+    "plain16": Arm("16 of 16", "--group-size 16"),
+    "half16": Arm("random 8 of 16", "--group-size 16", RandomHalf),
+    "race": Arm("race, 8 of 16", "--race"),
+    "dual": Arm("7 first + the longest of 16", "--race --dual-end 1.5"),
+    "auto": Arm("7 first + the longest, as many as pay", "--redundancy auto --dual-end 1.5"),
+    "prune": Arm("16, half stopped by score", "--prune"),
+    "rounds": Arm("rounds, 1.25 x prompts and answers", "--rounds"),
+    "until": Arm("8, until rewards differ", "--until variance"),
+    "stopped": Arm("race, stopped ones teach", "--race --stopped-teach"),
+}

@@ -1,0 +1,72 @@
+"""Train every arm with every seed, on one server, arms in turn; a run that is done is not run again.
+
+    python -m examples.grpo.pretrain models --style careful
+    python -m benchmarks.time_to_reward.run models/careful runs/careful --arms plain race --seeds 1 2 3
+    python -m benchmarks.time_to_reward.report careful=runs/careful
+
+Answers are not seeded: two runs of a seed have the same problems in the same order, and other answers. Before each run
+the server forgets what it has learned. A run that was interrupted goes on from its checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import torch
+
+from benchmarks.common import hardware, installed_versions, write_json
+from benchmarks.time_to_reward.arms import ARMS
+from examples.grpo.server import Server
+from examples.grpo.train import parse
+
+
+def is_done(record: Path, steps: int) -> bool:
+    """Whether it has its last evaluation."""
+    lines = [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
+    return any(line["kind"] == "evaluation" and line["step"] == steps for line in lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="a folder of examples.grpo.pretrain")
+    parser.add_argument("runs", type=Path, help="a folder; each run has one in it")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5])
+    parser.add_argument("--steps", type=int, default=25)
+    parser.add_argument("--lr", type=float, default=3e-4)
+    parser.add_argument("--hours", type=float, default=24.0, help="begin no run later than that")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    words = [
+        arguments.model,
+        str(arguments.runs),
+        "--algorithm=dr_grpo",
+        f"--lr={arguments.lr}",
+        f"--steps={arguments.steps}",
+        "--serve",
+    ]
+    arguments.runs.mkdir(parents=True, exist_ok=True)
+    write_json(arguments.runs / "about.json", {"versions": installed_versions(), "hardware": hardware()})
+    deadline = time.monotonic() + 3600 * arguments.hours
+    with Server(parse([*words, "--serve-flags=--rollout-audit-ratio 0"])) as server:
+        nothing = server.client.state()
+        for place, seed in enumerate(arguments.seeds):
+            turn = place % len(arguments.arms)  # nobody is always first
+            for name in [*arguments.arms[turn:], *arguments.arms[:turn]]:
+                arm, output = ARMS[name], arguments.runs / f"{name}-{seed}"
+                if is_done(output / "record.jsonl", arguments.steps):
+                    continue
+                if time.monotonic() > deadline:
+                    return
+                print(f"== {name}, seed {seed}", flush=True)
+                output.mkdir(exist_ok=True)
+                server.client.set_state(nothing)
+                args = parse([words[0], str(output), *words[2:], f"--seed={seed}", *arm.flags.split()])
+                arm.training(args, server).go()
+
+
+if __name__ == "__main__":
+    main()

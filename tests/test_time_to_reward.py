@@ -1,0 +1,99 @@
+"""What is made of the records of trainings, and what an arm learns from."""
+
+import json
+from argparse import Namespace
+
+import pytest
+
+from benchmarks.time_to_reward import report
+from benchmarks.time_to_reward.arms import ARMS, RandomHalf
+from benchmarks.time_to_reward.report import LONGER, SYNC_S, TRAINED_TOKENS_S, Point, draw, gpu_seconds, reached, read
+from benchmarks.time_to_reward.run import is_done
+from examples.grpo.train import Training, parse
+from vllm_rollout.server.answers import GroupAnswer, GroupRewards, Trajectory, UnselectedCandidate
+
+
+def step(at: int, lengths: list[int], **more: object) -> dict:
+    line = {"kind": "step", "step": at, "lengths": lengths, "other_lengths": [], "longest": max(lengths), "groups": 4}
+    line |= {"learned_from": sum(lengths)}
+    line |= {"usage": {"generated_tokens": sum(lengths)}, "teaching": 3, "gradient_norm": 1.0, "difference_max": 1e-5}
+    return {**line, "seconds": {"rollout": 2.0, "training": 1.0}, **more}
+
+
+def evaluation(at: int, success: float) -> dict:
+    ends = dict.fromkeys(("length", "p99", "easy", "hard"), 0.5)
+    return {"kind": "evaluation", "step": at, "success": success, "seconds_of_steps": 3.0 * at, **ends}
+
+
+def test_seconds_on_a_gpu_are_those_of_a_batch_that_empties():
+    plain = step(0, [1, 3])
+    decode = LONGER * (1 * (0.0052 + 2 * 0.000012) + 2 * (0.0052 + 1 * 0.000012))
+    assert gpu_seconds(plain) == pytest.approx(decode + LONGER * 4 / TRAINED_TOKENS_S + SYNC_S)
+    deferred = step(0, [1, 3], usage={"num_deferred": 5})
+    assert gpu_seconds(deferred) - gpu_seconds(plain) == pytest.approx(LONGER * 3 * 5 * 0.000012)
+    stopped = step(0, [1], other_lengths=[3])
+    assert gpu_seconds(plain) - gpu_seconds(stopped) == pytest.approx(LONGER * 3 / TRAINED_TOKENS_S)
+
+
+@pytest.mark.parametrize(("goal", "steps"), [(0.2, 0), (0.4, 7.5), (0.5, 10), (0.55, 12), (0.9, None)])
+def test_a_goal_is_reached_between_evaluations(goal, steps):
+    points = [Point(at, 0, 0, 0, success) for at, success in ((0, 0.3), (5, 0.3), (10, 0.5), (15, 0.625))]
+    found = reached(points, goal)
+    assert (found and found.steps) == (None if steps is None else pytest.approx(steps))
+
+
+def test_a_report_has_whole_trainings_and_draws_them(tmp_path):
+    for name, lengths in (("plain-1", [40, 4]), ("plain-2", [40, 4]), ("plain-3", [20, 4]), ("race-1", [9, 4])):
+        lines = [evaluation(0, 0.2), *(step(at, lengths) for at in range(4)), evaluation(4, 0.7)]
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "record.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    (tmp_path / "race-2").mkdir()
+    (tmp_path / "race-2" / "record.jsonl").write_text(json.dumps(evaluation(0, 0.2)))
+    assert is_done(tmp_path / "race-1" / "record.jsonl", 4)
+    assert not is_done(tmp_path / "race-2" / "record.jsonl", 4)
+    assert not is_done(tmp_path / "none", 4)
+    runs = list(read(tmp_path))
+    assert [(run.arm, run.seed) for run in runs] == [("plain", 1), ("plain", 2), ("plain", 3), ("race", 1)]
+    rows = [report.row_of(arm, [run for run in runs if run.arm == arm], 0) for arm in ("plain", "race")]
+    plain, race = (row["to_0.6"] for row in rows)
+    assert plain["steps"] == pytest.approx(3.2)
+    assert plain["gpu_seconds"] > race["gpu_seconds"]
+    assert plain["gpu_interval"][0] < plain["gpu_interval"][1]
+    assert race["gpu_interval"] is None
+    assert rows[0]["to_0.8"]["num"] == 0
+    assert rows[0]["to_0.8"]["steps"] is None
+    record = {"styles": {"one": rows, "two": rows[:1]}}
+    assert "| race, 8 of 16 | 1 of 1 | 3.2 |" in report.tables(record)
+    draw(record, tmp_path / "it.png")
+    assert (tmp_path / "it.png").stat().st_size > 10_000
+
+
+def group(rewards: list[float], stopped: list[int]) -> GroupAnswer:
+    said = {"num_tokens": 1, "token_ids": [5], "logprobs": [-1.0]}
+    told = GroupRewards.model_construct(estimator="mean", advantages=[], teaches=False)
+    return GroupAnswer.model_construct(
+        prompt_id="p",
+        trajectories=[Trajectory.model_construct(index=i, reward=r, **said) for i, r in enumerate(rewards)],
+        candidates=[UnselectedCandidate.model_construct(index=i, state="surplus", **said) for i in stopped],
+        rewards=told,
+    )
+
+
+def groups_of(training: type[Training], given: GroupAnswer, monkeypatch: pytest.MonkeyPatch) -> GroupAnswer:
+    monkeypatch.setattr(Training, "groups", lambda self, step: iter([given]))
+    arm = training.__new__(training)
+    arm.args = Namespace(seed=1)
+    (found,) = arm.groups(None)
+    return found
+
+
+def test_half_of_a_group_is_drawn_and_has_advantages_of_its_own(monkeypatch):
+    found = groups_of(RandomHalf, group([1.0, 0.0] * 4, []), monkeypatch)
+    assert len({trajectory.index for trajectory in found.trajectories}) == 4
+    assert sum(found.rewards.advantages) == pytest.approx(0)
+    assert found == groups_of(RandomHalf, group([1.0, 0.0] * 4, []), monkeypatch)
+
+
+@pytest.mark.parametrize("name", ARMS)
+def test_the_flags_of_every_arm_are_the_trainers(name):
+    assert parse(["model", "output", *ARMS[name].flags.split()]).steps == 25
