@@ -79,7 +79,7 @@ def demo(
     ] = False,
     train: Annotated[
         bool,
-        typer.Option("--train", help="A small policy learns twice, waiting for all answers and racing. In a checkout."),
+        typer.Option("--train", help="A small policy learns, waiting for all answers and racing. In a checkout."),
     ] = False,
     steps: Annotated[int | None, typer.Option(help="Of each training; 20. Only with --train.")] = None,
     quick: Annotated[

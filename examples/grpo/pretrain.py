@@ -2,8 +2,7 @@
 
     python -m examples.grpo.pretrain models --style careful      # models/careful, some five minutes of one core
 
-Two stages: clear thoughts, which all styles share, short chains first; then those of the style (see `task.py`).
-What is there is not made again. The same seed gives the same model, on the same machine.
+Clear thoughts first, which all styles share, then those of the style (`task.py`). What is there is not made again.
 """
 
 import argparse

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -29,7 +29,6 @@ from vllm_rollout.server.answers import GroupAnswer
 from vllm_rollout.training.stream import StepResult, StreamTrainer
 from vllm_rollout.whole_file import write_whole
 
-T = TypeVar("T")
 CLIP_NORM, MICRO_TOKENS, WARMUP_STEPS = 1.0, 4096, 5  # Adam's first steps are all sign
 MOST_IDLE_STEPS = 10  # in a row in which nothing teaches: then it is an error
 MOST_ASKS = 4  # in a step of DAPO, until enough groups teach
@@ -170,14 +169,16 @@ class Training:
         held_out = {problem.id: problem for problem in problems(args.task, "held-out", args.held_out)}
         sampling = {"temperature": 1.0, "max_tokens": args.max_tokens, **({"seed": 7} if args.seeded else {})}
         asked = [self.asked(problem) for problem in held_out.values()]
-        answer = self.server.client.rollout(asked, 2, reward=args.task, sampling=sampling, return_logprobs=False)
+        answer = self.server.client.rollout(asked, 2, reward=args.task, sampling=sampling, return_text=True)
         ended = [(held_out[g.prompt_id], t.num_tokens, t.reward or 0.0) for g in answer.groups for t in g.trajectories]
         line = {"kind": "evaluation", "step": self.progress.step, "seconds_of_steps": self.progress.seconds}
+        first = [(held_out[group.prompt_id].text, group.trajectories[0]) for group in answer.groups[:8]]
+        line["answers"] = [[asked, t.text, t.num_tokens, t.reward] for asked, t in first]
         write_line(self.record, {**line, **describe(ended), "seconds": time.perf_counter() - began})
         said = f"success {mean([r for _, _, r in ended]):.3f}, length {mean([n for _, n, _ in ended]):.1f}"
         print(f"held out after step {line['step']}: {said}", flush=True)
 
-    def persist(self, work: Callable[[], T], attempts: int = 5) -> T:
+    def persist(self, work: Callable[[], Any], attempts: int = 5) -> Any:
         """Does it again when the server was lost meanwhile; `Update` drops gradients of the attempt that died."""
         try:
             return work()

@@ -7,7 +7,11 @@ from pathlib import Path
 
 STYLE = "careful"
 TERMS = ("--algorithm", "dr_grpo", "--lr", "3e-4", "--evaluate-every", "4", "--held-out", "128", "--serve")
-WAYS = {"wait for all, 8 of 8": ("plain", ()), "race, 8 of 16": ("race", ("--race",))}
+WAYS = {
+    "wait for all, 8 of 8": ("plain", ()),
+    "race, 8 of 16": ("race", ("--race",)),
+    "race, stopped ones teach": ("stopped", ("--race", "--stopped-teach")),
+}
 """By title: the folder of its training, and its flags."""
 
 

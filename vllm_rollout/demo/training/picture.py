@@ -5,21 +5,19 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm_rollout.demo.picture import INK
-from vllm_rollout.demo.training.thoughts import PROBLEM, Thought
+from vllm_rollout.demo.training.curve import Answer, Curve
 
-if TYPE_CHECKING:
-    from vllm_rollout.demo.training.run import Curve
-
-COLORS = ("#94a3b8", "#0f766e")
+COLORS = ("#94a3b8", "#f59e0b", "#0f766e")
+GOOD, BAD = "#0f766e", "#b91c1c"
 MAX_SHOWN = 640
 """Characters of a thought."""
 
 
-def draw(curves: Sequence[Curve], said: tuple[Thought, Thought], path: Path) -> None:
-    """Left: both curves. Right: what the raced policy said at first, and says now."""
+def draw(curves: Sequence[Curve], said: tuple[Answer, Answer], path: Path) -> None:
+    """Left: the curves. Right: what the last policy said at first, and says now."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -40,7 +38,7 @@ def draw(curves: Sequence[Curve], said: tuple[Thought, Thought], path: Path) -> 
         left.set_ylim(0, 1)
         left.set_xlim(left=0)
         left.legend(frameon=False, loc="lower right")
-        left.set_title("The same policy learns twice", loc="left", weight="bold")
+        left.set_title("The same policy learns three times", loc="left", weight="bold")
         _draw_thoughts(right, said)
         figure.tight_layout(w_pad=3)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -48,11 +46,11 @@ def draw(curves: Sequence[Curve], said: tuple[Thought, Thought], path: Path) -> 
         plt.close(figure)
 
 
-def _draw_thoughts(axes: Any, said: tuple[Thought, Thought]) -> None:
+def _draw_thoughts(axes: Any, said: tuple[Answer, Answer]) -> None:
     axes.axis("off")
-    axes.set_title(f"What it thinks of  {PROBLEM}", loc="left", weight="bold")
-    for thought, name, top in zip(said, ("before", "after the race"), (0.98, 0.34), strict=True):
-        mark, color = ("right", COLORS[1]) if thought.is_right else ("wrong", "#b91c1c")
-        axes.text(0, top, f"{name}: {thought.num_tokens} tokens, {mark}", weight="bold", color=color, va="top")
-        text = textwrap.shorten(thought.text, MAX_SHOWN, placeholder=" …")
+    axes.set_title(f"A problem it had not seen:  {said[0].problem}", loc="left", weight="bold")
+    for answer, name, top in zip(said, ("before", "after"), (0.98, 0.34), strict=True):
+        mark, color = ("right", GOOD) if answer.reward else ("wrong", BAD)
+        axes.text(0, top, f"{name}: {answer.num_tokens} tokens, {mark}", weight="bold", color=color, va="top")
+        text = textwrap.shorten(answer.text, MAX_SHOWN, placeholder=" …")
         axes.text(0, top - 0.07, textwrap.fill(text, 66), family="monospace", size=8.5, va="top", linespacing=1.35)

@@ -1,36 +1,19 @@
-"""The demo of training: pretrain, train both ways, the table, the picture."""
+"""The demo of training: pretrain, train each way, the table, the picture."""
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from vllm_rollout.demo.training.curve import Curve, read, seconds_to, shown_answers
 from vllm_rollout.demo.training.options import STYLE, TERMS, WAYS, TrainingOptions
 from vllm_rollout.demo.training.picture import draw
-from vllm_rollout.demo.training.thoughts import thoughts
 from vllm_rollout.models import cache_dir
 from vllm_rollout.process import exit_on_sigterm
-
-
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """One training: held-out success over its seconds, which evaluations are not in."""
-
-    title: str
-    seconds: tuple[float, ...]
-    success: tuple[float, ...]
-    p99: float
-    """Length of held-out answers at the end, in tokens."""
-    num_generated: int
 
 
 def run(options: TrainingOptions) -> None:
@@ -38,7 +21,7 @@ def run(options: TrainingOptions) -> None:
     exit_on_sigterm()
     console = Console()
     models = cache_dir().with_name("grpo")
-    console.print(f"[bold]vllm-rollout demo --train[/]: {options.steps} steps of GRPO, twice, with a policy of 0.9 M")
+    console.print(f"[bold]vllm-rollout demo --train[/]: {options.steps} steps of GRPO, {len(WAYS)} times over")
     if not (models / STYLE).is_dir():
         console.print("A policy learns to think, from nothing: some five minutes of one core, once.")
     _module("pretrain", str(models), "--style", STYLE)
@@ -49,8 +32,7 @@ def run(options: TrainingOptions) -> None:
         _module("train", str(models / STYLE), str(options.runs / folder), "--steps", str(options.steps), *TERMS, *flags)
     curves = [read(title, options.runs / folder / "record.jsonl") for title, (folder, _) in WAYS.items()]
     console.print(table(curves))
-    last, _ = list(WAYS.values())[-1]
-    draw(curves, thoughts(models / STYLE, options.runs / last / "weights"), options.output)
+    draw(curves, shown_answers(curves[-1]), options.output)
     console.print(f"Picture: [bold]{options.output.resolve()}[/], records: {options.runs.resolve()}")
 
 
@@ -59,28 +41,6 @@ def _module(name: str, *arguments: str) -> None:
     done = subprocess.run([sys.executable, "-m", f"examples.grpo.{name}", *arguments])
     if done.returncode:
         raise RuntimeError(f"examples.grpo.{name} ended with {done.returncode}; its last lines say why")
-
-
-def read(title: str, record: Path) -> Curve:
-    """A training's record."""
-    lines: list[dict[str, Any]] = [json.loads(line) for line in record.read_text().splitlines()]
-    evaluations = [line for line in lines if line["kind"] == "evaluation"]
-    return Curve(
-        title,
-        tuple(line["seconds_of_steps"] for line in evaluations),
-        tuple(line["success"] for line in evaluations),
-        evaluations[-1]["p99"],
-        sum(line["usage"]["generated_tokens"] for line in lines if line["kind"] == "step"),
-    )
-
-
-def seconds_to(curve: Curve, success: float) -> float | None:
-    """When it first had that success, on a line between evaluations; None: never."""
-    points = list(zip(curve.seconds, curve.success, strict=True))
-    for (began, before), (ended, after) in pairwise(points):
-        if before < success <= after:
-            return began + (ended - began) * (success - before) / (after - before)
-    return None
 
 
 def table(curves: Sequence[Curve]) -> Table:
