@@ -25,6 +25,7 @@ from .test_runs import ROUNDS, look, make, play, prompts
 pytestmark = pytest.mark.anyio
 
 KEY = {"idempotency_key": "k"}
+IDS = {f"q{number}" for number in range(6)}
 
 
 @pytest.fixture
@@ -90,12 +91,13 @@ async def test_groups_that_were_over_come_back_as_they_were_and_the_others_run(a
 
 async def test_a_round_of_which_all_groups_were_over_runs_nothing(app, http, engine):
     await make(http)
-    before = await leave_after(app, 4, prompts=prompts(0, 6))
+    before = await leave_after(app, 4, prompts=prompts(0, 6), reserve=prompts(6, 2))
     num_launched = engine.num_launched
     answer = await play(http, **KEY)
     assert names(answer) == before
     assert engine.num_launched == num_launched
-    assert sorted(answer["unstarted"]) == sorted({f"q{i}" for i in range(6)} - before.keys())
+    assert (sorted(answer["deferred"]), answer["unstarted"]) == (sorted(IDS - before.keys()), ["q6", "q7"])
+    assert (await look(http))["queue"] == answer["deferred"]
 
 
 async def test_a_stream_has_their_events_again(app, http):

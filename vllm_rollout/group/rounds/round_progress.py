@@ -101,6 +101,15 @@ class RoundProgress:
         (self._to_start if position < len(self.opened.entries) else self._spare).remove(position)
         return self.group_over(position, end)
 
+    def lost_before(self) -> list[int]:
+        """Entries whose race was over before the round was interrupted: those that had ended then were enough."""
+        if not self.is_cut:
+            return []
+        lost, self._to_start = self._to_start[::-1], []
+        for position in lost:
+            self.fates[position], self.reasons[position] = "deferred", "cut"
+        return lost
+
     def rewarded(self, position: int, has_variance: bool) -> bool:
         """All trajectories of a returned group have rewards; whether it is filtered by them."""
         if position not in self._unrewarded:

@@ -15,7 +15,15 @@ from http import HTTPStatus
 from typing import Any, TypeVar
 
 from vllm_rollout.group.rounds.rounds import FreshPrompt, RoundError, Run
-from vllm_rollout.server.answers import DoneEvent, Event, FilteredEvent, GroupEvent, RoundDoneEvent, RoundEvent
+from vllm_rollout.server.answers import (
+    DeferredEvent,
+    DoneEvent,
+    Event,
+    FilteredEvent,
+    GroupEvent,
+    RoundDoneEvent,
+    RoundEvent,
+)
 from vllm_rollout.server.engine import Engine, RequestError
 from vllm_rollout.server.learning.service import not_empty
 from vllm_rollout.server.metrics import Metrics
@@ -328,6 +336,8 @@ class RunService:
                     await live.groups.add(event)
                     yield event
                 course.ended_before(position, group)
+            for position in course.progress.lost_before() if live.before else ():
+                yield DeferredEvent(prompt_id=opened.all_entries[position].prompt_id, group_id="", reason="cut")
             async with aclosing(self._rollouts.events(rollout)) as events:
                 async for event in events:
                     while filtered:
