@@ -48,7 +48,7 @@ def test_a_report_has_whole_trainings_and_draws_them(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "record.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     (tmp_path / "race-2").mkdir()
-    (tmp_path / "race-2" / "record.jsonl").write_text(json.dumps(evaluation(0, 0.2)))
+    (tmp_path / "race-2" / "record.jsonl").write_text(f'{json.dumps(evaluation(0, 0.2))}\n{{"kind"')
     assert is_done(tmp_path / "race-1" / "record.jsonl", 4)
     assert not is_done(tmp_path / "race-2" / "record.jsonl", 4)
     assert not is_done(tmp_path / "none", 4)

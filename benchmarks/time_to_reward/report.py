@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from benchmarks.common import ROOT, arguments_of, percentile, publish, record_of_run
 from benchmarks.tables import Row, columns, number, percent, picture
 from benchmarks.time_to_reward.arms import ARMS
+from benchmarks.time_to_reward.run import whole_lines
 
 GOALS = (0.6, 0.7, 0.8)
 LONGER = 10
@@ -67,7 +68,7 @@ def read(folder: Path) -> Iterator[Finished]:
     """The trainings of a folder that came to their end."""
     for path in sorted(folder.glob("*/record.jsonl")):
         arm, _, seed = path.parent.name.rpartition("-")
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        lines = whole_lines(path)
         steps = [line for line in lines if line["kind"] == "step"]
         evaluations = [line for line in lines if line["kind"] == "evaluation"]
         if len(evaluations) < 2 or evaluations[-1]["step"] != len(steps):

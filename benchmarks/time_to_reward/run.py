@@ -14,6 +14,7 @@ import argparse
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,10 +24,15 @@ from examples.grpo.server import Server
 from examples.grpo.train import parse
 
 
+def whole_lines(record: Path) -> list[dict[str, Any]]:
+    """The last one may be written just now, or never be whole."""
+    text = record.read_text() if record.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
 def is_done(record: Path, steps: int) -> bool:
     """Whether it has its last evaluation."""
-    lines = [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
-    return any(line["kind"] == "evaluation" and line["step"] == steps for line in lines)
+    return any(line["kind"] == "evaluation" and line["step"] == steps for line in whole_lines(record))
 
 
 def main() -> None:
