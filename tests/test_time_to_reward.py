@@ -90,6 +90,7 @@ def groups_of(training: type[Training], given: GroupAnswer, monkeypatch: pytest.
 def test_half_of_a_group_is_drawn_and_has_advantages_of_its_own(monkeypatch):
     found = groups_of(RandomHalf, group([1.0, 0.0] * 4, []), monkeypatch)
     assert len({trajectory.index for trajectory in found.trajectories}) == 4
+    assert {other.index for other in found.candidates} == {*range(8)} - {t.index for t in found.trajectories}
     assert sum(found.rewards.advantages) == pytest.approx(0)
     assert found == groups_of(RandomHalf, group([1.0, 0.0] * 4, []), monkeypatch)
 

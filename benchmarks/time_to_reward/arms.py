@@ -27,7 +27,9 @@ class RandomHalf(Training):
     def groups(self, step: Step) -> Iterator[GroupAnswer]:
         for group in super().groups(step):
             chance = random.Random(f"{self.args.seed} {group.prompt_id}")
-            yield regraded(group, chance.sample(group.trajectories, len(group.trajectories) // 2))
+            drawn = chance.sample(group.trajectories, len(group.trajectories) // 2)
+            others = [trajectory for trajectory in group.trajectories if trajectory not in drawn]
+            yield regraded(group, drawn).model_copy(update={"candidates": others})
 
 
 class Arm(NamedTuple):
