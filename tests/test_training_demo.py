@@ -79,8 +79,8 @@ def test_without_a_checkout_it_says_where_it_runs(tmp_path, monkeypatch):
         TrainingOptions()
 
 
-def test_a_problem_is_shown_that_was_not_solved_before():
-    solved, unsolved = Answer("1", "x", 1, 1.0), Answer("2", "y", 1, 0.0)
-    curve = Curve("", (), (), 1.0, 1, ((solved, unsolved), (unsolved, solved)))
-    assert shown_answers(curve) == (unsolved, solved)
+def test_the_problem_is_shown_that_was_thought_about_longest_and_not_solved():
+    solved, unsolved, longer = (Answer(name, "x", n, r) for name, n, r in (("1", 9, 1.0), ("2", 1, 0.0), ("3", 5, 0.0)))
+    curve = Curve("", (), (), 1.0, 1, ((solved, unsolved), (unsolved, solved), (longer, solved)))
+    assert shown_answers(curve) == (longer, solved)
     assert shown_answers(Curve("", (), (), 1.0, 1, ((solved, unsolved),))) == (solved, unsolved)

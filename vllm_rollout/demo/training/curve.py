@@ -48,8 +48,9 @@ def read(title: str, record: Path) -> Curve:
 
 
 def shown_answers(curve: Curve) -> tuple[Answer, Answer]:
-    """To the first problem that was not solved before; else to the first."""
-    return next(((before, after) for before, after in curve.answers if not before.reward), curve.answers[0])
+    """To the problem that was thought about longest and not solved before; else to the first."""
+    unsolved = [(before, after) for before, after in curve.answers if not before.reward]
+    return max(unsolved, key=lambda pair: pair[0].num_tokens, default=curve.answers[0])
 
 
 def seconds_to(curve: Curve, success: float) -> float | None:

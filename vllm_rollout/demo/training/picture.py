@@ -48,8 +48,9 @@ def draw(curves: Sequence[Curve], said: tuple[Answer, Answer], path: Path) -> No
 
 def _draw_thoughts(axes: Any, said: tuple[Answer, Answer]) -> None:
     axes.axis("off")
-    axes.set_title(f"A problem it had not seen:  {said[0].problem}", loc="left", weight="bold")
-    for answer, name, top in zip(said, ("before", "after"), (0.98, 0.34), strict=True):
+    axes.set_title("The held-out problem that it first thought about longest", loc="left", weight="bold")
+    axes.text(0, 1.0, said[0].problem, family="monospace", va="top")
+    for answer, name, top in zip(said, ("before", "after"), (0.9, 0.3), strict=True):
         mark, color = ("right", GOOD) if answer.reward else ("wrong", BAD)
         axes.text(0, top, f"{name}: {answer.num_tokens} tokens, {mark}", weight="bold", color=color, va="top")
         text = textwrap.shorten(answer.text, MAX_SHOWN, placeholder=" …")
