@@ -29,14 +29,12 @@ def draw(curves: Sequence[Curve], said: tuple[Answer, Answer], path: Path) -> No
         for curve, color in zip(curves, COLORS, strict=True):
             left.plot(curve.seconds, curve.success, "o-", color=color, lw=2.4, label=curve.title)
             end = f" {curve.success[-1]:.2f} after {curve.seconds[-1]:.0f} s"
-            left.annotate(
-                end, (curve.seconds[-1], curve.success[-1]), color=color, weight="bold", va="bottom", ha="right"
-            )
+            left.annotate(f" {end}", (curve.seconds[-1], curve.success[-1]), color=color, weight="bold", va="center")
         left.spines[["top", "right"]].set_visible(False)
         left.set_xlabel("seconds of training (rollouts, rewards, gradients, weights)")
         left.set_ylabel("success on held-out problems")
         left.set_ylim(0, 1)
-        left.set_xlim(left=0)
+        left.set_xlim(0, 1.3 * max(curve.seconds[-1] for curve in curves))
         left.legend(frameon=False, loc="lower right")
         left.set_title("The same policy learns three times", loc="left", weight="bold")
         _draw_thoughts(right, said)
