@@ -46,18 +46,12 @@ def main() -> None:
     parser.add_argument("--hours", type=float, default=24.0, help="begin no run later than that")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    words = [
-        arguments.model,
-        str(arguments.runs),
-        "--algorithm=dr_grpo",
-        f"--lr={arguments.lr}",
-        f"--steps={arguments.steps}",
-        "--serve",
-    ]
+    flags = ["--algorithm=dr_grpo", f"--lr={arguments.lr}", f"--steps={arguments.steps}"]
+    serve = ["--serve", "--serve-flags=--rollout-audit-ratio 0"]
     arguments.runs.mkdir(parents=True, exist_ok=True)
     write_json(arguments.runs / "about.json", {"versions": installed_versions(), "hardware": hardware()})
     deadline = time.monotonic() + 3600 * arguments.hours
-    with Server(parse([*words, "--serve-flags=--rollout-audit-ratio 0"])) as server:
+    with Server(parse([arguments.model, str(arguments.runs), *serve, *flags])) as server:
         nothing = server.client.state()
         for place, seed in enumerate(arguments.seeds):
             turn = place % len(arguments.arms)  # nobody is always first
@@ -70,7 +64,7 @@ def main() -> None:
                 print(f"== {name}, seed {seed}", flush=True)
                 output.mkdir(exist_ok=True)
                 server.client.set_state(nothing)
-                args = parse([words[0], str(output), *words[2:], f"--seed={seed}", *arm.flags.split()])
+                args = parse([arguments.model, str(output), *flags, f"--seed={seed}", *arm.flags.split()])
                 arm.training(args, server).go()
 
 

@@ -100,6 +100,15 @@ async def test_a_round_of_which_all_groups_were_over_runs_nothing(app, http, eng
     assert (await look(http))["queue"] == answer["deferred"]
 
 
+async def test_it_is_told_again_why_they_have_no_reward(app, http, graders):
+    graders.function = lambda trajectory: Grade("error", reason="it is broken")
+    await make(http, reward="even")
+    await leave_after(app, 4, prompts=prompts(0, 6))
+    (warning,) = (await play(http, **KEY))["warnings"]
+    assert warning.startswith("8 of 8")
+    assert "it is broken" in warning
+
+
 async def test_a_stream_has_their_events_again(app, http):
     await make(http)
     before = await leave_after(app, 2, prompts=prompts(0, 6))

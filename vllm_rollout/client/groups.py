@@ -12,6 +12,7 @@ from vllm_rollout.server.answers import (
     Event,
     GroupAnswer,
     GroupEvent,
+    GroupSummary,
     RestartedEvent,
     RewardEvent,
     RewardFields,
@@ -52,7 +53,7 @@ class GroupStream:
                     ended.pop(event.group_id, None)
                     others.pop(event.group_id, None)
                 case GroupEvent():
-                    said = {name: getattr(event, name) for name in GroupEvent.model_fields if name not in _OF_EVENT}
+                    said = {name: getattr(event, name) for name in GroupSummary.model_fields}
                     mine = ended.pop(event.group_id, {})
                     chosen = [mine[index] for index in event.selected]
                     yield GroupAnswer.model_construct(
@@ -60,6 +61,3 @@ class GroupStream:
                     )
                 case DoneEvent():
                     self.summary = event
-
-
-_OF_EVENT = ("type", "selected")

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_rollout.group.plans.fields import Migration, OnEngineFailure
-from vllm_rollout.group.types import Ending, GroupResult
-from vllm_rollout.rewards.values import Grade
+from vllm_rollout.group.types import CandidateState, Ending, GroupResult
+from vllm_rollout.rewards.values import Grade, RewardStatus
 from vllm_rollout.server.answers import GroupAnswer, RanksFreeEvent, RedundancyBudget, Timing, Usage
 from vllm_rollout.server.course import Course
 from vllm_rollout.server.engine import CandidateEnd, PreparedPrompt
@@ -59,12 +59,11 @@ class RolloutOutcome:
         usage.wasted_tokens += wasted
         usage.resumed_tokens += returned + wasted
         usage.num_candidates += len(group.trajectories) + len(group.candidates)
-        for state in ["finished" for _ in group.trajectories] + [each.state for each in group.candidates]:
-            setattr(usage, f"num_{state}", getattr(usage, f"num_{state}") + 1)
+        for candidate in group.candidates:
+            self._count_ended(candidate.state)
         for trajectory in group.trajectories:
-            usage.num_rewards += trajectory.reward is not None
-            usage.num_reward_timeouts += trajectory.reward_status == "timeout"
-            usage.num_reward_errors += trajectory.reward_status == "error"
+            self._count_ended("finished")
+            self._count_reward(trajectory.reward, trajectory.reward_status, trajectory.reward_reason)
             self.versions.update(span["version"] for span in trajectory.weight_versions)
         self.off_policy |= group.off_policy
 
@@ -79,18 +78,25 @@ class RolloutOutcome:
         usage.num_candidates += len(result.endings)
         usage.num_scored += sum(end.assessment is not None for end in ends)
         for ending in result.endings:
-            counter = f"num_{ending.state}"
-            setattr(usage, counter, getattr(usage, counter) + 1)
+            self._count_ended(ending.state)
         if self.timing.time_to_first_group_s is None:
             self.timing.time_to_first_group_s = latency_s
         for grade in grades:
-            usage.num_rewards += grade.reward is not None
-            usage.num_reward_timeouts += grade.status == "timeout"
-            if grade.status == "error":
-                usage.num_reward_errors += 1
-                self.reward_error = self.reward_error or grade.reason
-            usage.num_voids += grade.status == "void"
+            self._count_reward(grade.reward, grade.status, grade.reason)
         self.versions.update(span["version"] for end in ends for span in end.weight_versions)
+
+    def _count_ended(self, state: CandidateState) -> None:
+        counter = f"num_{state}"
+        setattr(self.usage, counter, getattr(self.usage, counter) + 1)
+
+    def _count_reward(self, reward: float | None, status: RewardStatus | None, reason: str | None) -> None:
+        """All None: nothing was to be graded."""
+        self.usage.num_rewards += reward is not None
+        self.usage.num_reward_timeouts += status == "timeout"
+        if status == "error":
+            self.usage.num_reward_errors += 1
+            self.reward_error = self.reward_error or reason
+        self.usage.num_voids += status == "void"
 
 
 @dataclass(slots=True)
@@ -139,6 +145,11 @@ class Rollout:
         position = int(number) if number.isascii() and number.isdecimal() else len(self.prompts)
         is_known = position < len(self.prompts) and self.group_id(position) == group_id
         return self.prompts[position] if is_known else None
+
+    @property
+    def rewards_decide(self) -> bool:
+        """Whether a group is complete: the engine cannot tell."""
+        return self.grading is not None and self.grading.until == "variance"
 
     @property
     def num_responses(self) -> int:

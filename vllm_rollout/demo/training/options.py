@@ -33,7 +33,7 @@ class TrainingOptions:
 
     @property
     def runs(self) -> Path:
-        """A folder beside the picture: the records of both trainings."""
+        """A folder beside the picture: the records of the trainings."""
         return self.output.with_suffix("")
 
 

@@ -28,8 +28,8 @@ def draw(curves: Sequence[Curve], said: tuple[Answer, Answer], path: Path) -> No
         figure, (left, right) = plt.subplots(1, 2, figsize=(14, 5), dpi=120, width_ratios=(1.15, 1))
         for curve, color in zip(curves, COLORS, strict=True):
             left.plot(curve.seconds, curve.success, "o-", color=color, lw=2.4, label=curve.title)
-            end = f" {curve.success[-1]:.2f} after {curve.seconds[-1]:.0f} s"
-            left.annotate(f" {end}", (curve.seconds[-1], curve.success[-1]), color=color, weight="bold", va="center")
+            end = f"  {curve.success[-1]:.2f} after {curve.seconds[-1]:.0f} s"
+            left.annotate(end, (curve.seconds[-1], curve.success[-1]), color=color, weight="bold", va="center")
         left.spines[["top", "right"]].set_visible(False)
         left.set_xlabel("seconds of training (rollouts, rewards, gradients, weights)")
         left.set_ylabel("success on held-out problems")

@@ -89,7 +89,7 @@ def resumed(planned: PlannedRound) -> Resumed:
 
 def check_resumable(rollout: Rollout) -> None:
     """Raises: RequestError."""
-    if rollout.grading is not None and rollout.grading.until == "variance":
+    if rollout.rewards_decide:
         raise RequestError(
             'until: "variance" counts candidates in the order of launch, and a run that resumes keeps those that had '
             "generated most. Leave until or resume out.",

@@ -296,18 +296,19 @@ class RunService:
             replace(plan, group=replace(plan.group, num_replaceable=plan.group.num_candidates))
             for plan in rollout.plans
         ]
+        # A filter by rewards that are posted would need those, too, and they come again with the groups.
+        keeps_ended = self._store.is_durable and not (filters and rollout.grading is None)
+        version = await self._engine.current_weight_version() if defaults.resume or keeps_ended else None
         if defaults.resume:
             check_resumable(rollout)
-            version = await self._engine.current_weight_version()
             before, unreadable = await asyncio.to_thread(resumed, planned)
             rollout.resumption = Resumption(opened.kind == "short", version, before)
             rollout.warnings += unreadable
-        teaches = rollout.grading is not None and rollout.grading.until == "variance"
-        rollout.course = course = RoundCourse(self._engine, rollout.id, opened, filters=filters, rewards_decide=teaches)
+        rollout.course = course = RoundCourse(
+            self._engine, rollout.id, opened, filters=filters, rewards_decide=rollout.rewards_decide
+        )
         live = LiveRound(stored.id, opened, rollout, course)
-        if self._store.is_durable and not (filters and rollout.grading is None):
-            # A filter by rewards that are posted would need those, too, and they come again with the groups.
-            version = await self._engine.current_weight_version()
+        if keeps_ended:
             live.ended = EndedGroups(partial(self._keep_ended, live), version)
         return live
 
