@@ -64,7 +64,7 @@ def test_server_imports_neither_torch_nor_vllm():
 
 
 @pytest.mark.parametrize(
-    "folder", ["client", "demo", "emulation", "integrations", "profiling", "rewards", "simulator", "trace"]
+    "folder", ["client", "demo", "emulation", "integrations", "profiling", "rewards", "simulator", "trace", "watching"]
 )
 def test_what_works_from_outside_imports_neither_torch_nor_vllm(folder):
     assert offences(PACKAGE / folder, torch_or_vllm) == []

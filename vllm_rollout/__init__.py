@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from vllm_rollout.adapter.in_process.teaching import teach
     from vllm_rollout.adapter.worker.worker import RolloutWorker as Worker
     from vllm_rollout.client.client import (
+        AgentGroup,
+        AgentSession,
         AsyncRolloutClient,
         AsyncRun,
         Pruning,
@@ -19,10 +21,14 @@ if TYPE_CHECKING:
         RolloutClient,
         RolloutError,
         Run,
+        SessionLost,
+        Void,
     )
 
 _CLIENT = "vllm_rollout.client.client"
 _PLACES = {
+    "AgentGroup": (_CLIENT, "AgentGroup"),
+    "AgentSession": (_CLIENT, "AgentSession"),
     "AsyncRolloutClient": (_CLIENT, "AsyncRolloutClient"),
     "AsyncRun": (_CLIENT, "AsyncRun"),
     "Pruning": (_CLIENT, "Pruning"),
@@ -30,6 +36,8 @@ _PLACES = {
     "RolloutClient": (_CLIENT, "RolloutClient"),
     "RolloutError": (_CLIENT, "RolloutError"),
     "Run": (_CLIENT, "Run"),
+    "SessionLost": (_CLIENT, "SessionLost"),
+    "Void": (_CLIENT, "Void"),
     "AsyncLLM": ("vllm_rollout.adapter.in_process.async_llm", "AsyncLLM"),
     "LLM": ("vllm_rollout.adapter.in_process.llm", "LLM"),
     "teach": ("vllm_rollout.adapter.in_process.teaching", "teach"),
@@ -40,6 +48,8 @@ _PLACES = {
 
 __all__ = [
     "LLM",
+    "AgentGroup",
+    "AgentSession",
     "AsyncLLM",
     "AsyncRolloutClient",
     "AsyncRun",
@@ -49,6 +59,8 @@ __all__ = [
     "RolloutError",
     "Run",
     "Scheduler",
+    "SessionLost",
+    "Void",
     "Worker",
     "__version__",
     "teach",

@@ -12,6 +12,9 @@ import vllm_rollout
 from vllm_rollout.emulation.command import emulation_report
 from vllm_rollout.profiling import command as profile_command
 from vllm_rollout.simulator.command import simulate
+from vllm_rollout.watching import command as watching
+from vllm_rollout.watching.export_command import export
+from vllm_rollout.watching.receipt_command import receipt
 
 app = typer.Typer(
     help="Group rollouts for reinforcement learning, stopped inside vLLM's step loop.",
@@ -131,6 +134,10 @@ def _run_rounds_demo(chosen: dict[str, Any], quick: bool) -> None:
 profile_command.register(app)
 app.command()(simulate)
 app.command("emulation-report")(emulation_report)
+app.command()(watching.watch)
+app.command()(watching.top)
+app.command()(receipt)
+app.command()(export)
 
 
 @models_app.command("list")

@@ -53,6 +53,21 @@ MAX_IDLE_S = 600.0
 """How long, in seconds: siblings are sent together, or after the environment of each has been set up. A trainer that
 died amid a group, and comes back with the same names, must not find it for ever."""
 
+RECORD_MAX_MIB = 1024
+"""What a recording takes on disk, in MiB: of 2,048 candidates a rollout, some 5,000 rollouts."""
+
+MAX_TURNS = 10_000
+MAX_SESSION_TOKENS = 1 << 24
+SESSION_IDLE_S = 600.0
+"""Silence, in seconds, after which a session between two turns is void: as long as joined groups wait for siblings."""
+MAX_SESSION_IDLE_S = 86_400.0
+MAX_OPEN_SESSIONS = 65_536
+"""Sessions of all clients whose groups are not over."""
+MAX_SESSION_HISTORY = 1 << 25
+"""Tokens of sessions that a server holds at most: 128 MiB, twice that with log probabilities."""
+MAX_ENDED_SESSIONS = 65_536
+"""Sessions of groups that are over, which may still be read and answered."""
+
 MAX_DETECTION_LENGTH = 4096
 """Largest `detection_length`, in tokens: the worker keeps a trace of that many numbers for each candidate."""
 

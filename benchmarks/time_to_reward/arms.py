@@ -45,8 +45,15 @@ ARMS = {
     "race": Arm("race, 8 of 16", "--race"),
     "dual": Arm("7 first + the longest of 16", "--race --dual-end 1.5"),
     "auto": Arm("7 first + the longest, as many as pay", "--redundancy auto --dual-end 1.5"),
+    "audited": Arm("race, a group in 16 waited for", "--race --audit-ratio 0.0625"),
     "prune": Arm("16, half stopped by score", "--prune"),
+    "balance": Arm("the same, rule balance", "--prune balance"),
+    "paper": Arm("the same, ARRoL's Eq. 2 as printed", "--prune paper"),
     "rounds": Arm("rounds, 1.25 x prompts and answers", "--rounds"),
     "until": Arm("8, until rewards differ", "--until variance"),
     "stopped": Arm("race, stopped ones teach", "--race --stopped-teach"),
+    "expected": Arm("the same, as right as their scores say", "--race --prune shadow --stopped-teach"),
+    "together": Arm("7 first + the longest, stopped ones teach", "--race --dual-end 1.5 --stopped-teach"),
 }
+RIVALS = {"trl": "TRL's trainer on stock vLLM, 8 of 8", "trl_race": "TRL's trainer, race, 8 of 16"}
+"""Titles of what `trl` trains, in an environment of its own; `run` leaves them to it."""

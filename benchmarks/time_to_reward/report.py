@@ -1,4 +1,4 @@
-"""Success against steps, tokens and seconds of trainings that `benchmarks.time_to_reward.run` has left.
+"""Success against steps, tokens and seconds of trainings that `benchmarks.time_to_reward.run` and `.trl` have left.
 
     python -m benchmarks.time_to_reward.report careful=runs/careful long_is_right=runs/thorough
 
@@ -12,21 +12,23 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import fmean, median, pstdev
 from typing import Any, NamedTuple
 
 from benchmarks.common import ROOT, arguments_of, percentile, publish, record_of_run
 from benchmarks.tables import Row, columns, number, percent, picture
-from benchmarks.time_to_reward.arms import ARMS
+from benchmarks.time_to_reward.arms import ARMS, RIVALS
 from benchmarks.time_to_reward.run import whole_lines
 
 GOALS = (0.6, 0.7, 0.8)
 LONGER = 10
 STEP_S, CANDIDATE_S, TRAINED_TOKENS_S, SYNC_S = 0.0052, 0.000012, 7000, 1.0
-COLORS = dict(zip(ARMS, ("#1e293b", "#64748b", "#a8a29e", "#0f766e", "#2563eb", "#7c3aed", "#dc2626", "#ca8a04",
-                         "#db2777", "#65a30d"), strict=True))  # fmt: skip
+HALF, RANDOMLY_PRUNED, PRUNED_AT = "half16", "random", 24
+"""The second is no training: it is the first, had the others been stopped where pruning judges. Chance chose both."""
+PICTURED = ("plain", HALF, "race", "dual", "prune", "stopped", "trl", "trl_race")
+TITLES = {name: arm.title for name, arm in ARMS.items()} | {RANDOMLY_PRUNED: "16, a random half stopped early"} | RIVALS
 UNITS = {
     "steps": "steps",
     "tokens": "thousand tokens",
@@ -101,20 +103,38 @@ def interval(values: Sequence[float], seed: int, of: Callable[[Iterable[float]],
     return [percentile(drawn, 5), percentile(drawn, 95)]
 
 
+def randomly_pruned(run: Finished) -> Finished:
+    """A training with a random half of each group, had the other half been stopped early: it learns the same."""
+    steps, points, cheaper = [], [], [0]
+    for step in run.steps:
+        others = [min(length, PRUNED_AT) for length in step["other_lengths"]]
+        saved = sum(step["other_lengths"]) - sum(others)
+        cheaper.append(cheaper[-1] + saved)
+        usage = {**step["usage"], "generated_tokens": step["usage"]["generated_tokens"] - saved}
+        steps.append({**step, "other_lengths": others, "usage": usage})
+    on_gpu = [0.0, *accumulate(map(gpu_seconds, steps))]
+    for point in run.points:
+        at = int(point.steps)
+        points.append(point._replace(tokens=point.tokens - cheaper[at], gpu_seconds=on_gpu[at]))
+    return run._replace(arm=RANDOMLY_PRUNED, steps=steps, points=points)
+
+
 def row_of(arm: str, runs: Sequence[Finished], seed: int) -> dict[str, Any]:
     """What the trainings of one arm came to."""
     last = [fmean(point.success for point in run.points[-2:]) for run in runs]
-    row: dict[str, Any] = {"arm": arm, "title": ARMS[arm].title, "seeds": [run.seed for run in runs]}
+    row: dict[str, Any] = {"arm": arm, "title": TITLES[arm], "seeds": [run.seed for run in runs]}
     row["start"], row["end"] = median(run.points[0].success for run in runs), median(last)
     row["end_interval"] = interval(last, seed)
+    measured = [unit for unit in UNITS if (arm, unit) != (RANDOMLY_PRUNED, "seconds")]
     for goal in GOALS:
         found = [point for run in runs if (point := reached(run.points, goal)) is not None]
         row[f"to_{goal}"] = {
             "num": len(found),
-            **{unit: median(getattr(p, unit) for p in found) if len(found) == len(runs) else None for unit in UNITS},
-            "seconds_interval": interval([p.seconds for p in found], seed) if len(found) == len(runs) else None,
-            "gpu_interval": interval([p.gpu_seconds for p in found], seed) if len(found) == len(runs) else None,
+            **dict.fromkeys((*UNITS, "seconds_interval", "gpu_seconds_interval")),
         }
+        for unit in measured if len(found) == len(runs) else ():
+            values = [getattr(point, unit) for point in found]
+            row[f"to_{goal}"] |= {unit: median(values), f"{unit}_interval": interval(values, seed)}
     ends = [run.evaluations[-1] for run in runs]
     for name in ("length", "p99", "easy", "hard"):
         row[name] = median(end[name] for end in ends)
@@ -149,7 +169,7 @@ def _to_goal(style: str, rows: Sequence[Row], goal: float = GOALS[0]) -> str:
         "steps": lambda row: number(row[key]["steps"], 1),
         "thousand tokens": lambda row: number(row[key]["tokens"] and row[key]["tokens"] / 1000, 0),
         "seconds here": lambda row: _ranged(row[key]["seconds"], row[key]["seconds_interval"]),
-        "at a GPU's ratios": lambda row: _ranged(row[key]["gpu_seconds"], row[key]["gpu_interval"]),
+        "at a GPU's ratios": lambda row: _ranged(row[key]["gpu_seconds"], row[key]["gpu_seconds_interval"]),
     })  # fmt: skip
 
 
@@ -170,11 +190,13 @@ def draw(record: Mapping[str, Any], path: Path) -> None:
     styles = record["styles"]
     with picture(path, figsize=(7 * len(styles), 4.8), width_ratios=(1,) * len(styles), w_pad=2) as panels:
         for axes, (style, rows) in zip(panels, styles.items(), strict=True):
-            for row in rows:
+            for row in [row for row in rows if row["arm"] in PICTURED]:
                 curves = [curve["points"] for curve in row["curves"]]
                 places = zip(*curves, strict=True)
                 means = [(fmean(p["gpu_seconds"] for p in at), fmean(p["success"] for p in at)) for at in places]
-                axes.plot(*zip(*means, strict=True), "o-", ms=3, color=COLORS[row["arm"]], label=row["title"])
+                axes.plot(
+                    *zip(*means, strict=True), "o-", ms=3, color=f"C{PICTURED.index(row['arm'])}", label=row["title"]
+                )
             axes.set_xlabel("seconds at a GPU's ratios")
             axes.set_ylabel("held-out success")
             axes.set_title(style, loc="left", weight="bold")
@@ -194,7 +216,8 @@ def main() -> None:
     for style, folder in folders.items():
         runs = list(read(folder))
         record["about"][style] = json.loads((folder / "about.json").read_text())
-        by_arm = {arm: [run for run in runs if run.arm == arm] for arm in ARMS}
+        runs += [randomly_pruned(run) for run in runs if run.arm == HALF]
+        by_arm = {arm: [run for run in runs if run.arm == arm] for arm in TITLES}
         record["styles"][style] = [row_of(arm, of, arguments.seed) for arm, of in by_arm.items() if of]
     publish(arguments, record, tables, draw)
 

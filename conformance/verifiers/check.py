@@ -7,15 +7,15 @@ sent here as its client sends it. What it generates with are verifiers' own clie
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 from renderers.client import MalformedGenerateResponseError
-from renderers.configs import DefaultRendererConfig
 from verifiers.v1.clients.client import resolve_client
-from verifiers.v1.configs.client import BaseClientConfig, EvalClientConfig, TrainClientConfig
+from verifiers.v1.configs.client import BaseClientConfig, EvalClientConfig
 from verifiers.v1.dialects import ChatDialect
 from verifiers.v1.errors import ProviderError
 from verifiers.v1.types import Response, SamplingConfig
@@ -23,15 +23,21 @@ from verifiers.v1.types import Response, SamplingConfig
 from conformance.checks import CAP, Kit, Server, assert_raced, check, main
 from conformance.prime_rl import Admin, make_adapter, make_weights
 from conformance.recording import recording
+from conformance.verifiers.agents import (  # checks, by their names here
+    COMPAT,
+    FLAGS,
+    LOOP,
+    agents_get_the_turns_of_stock_vllm,  # noqa: F401
+    agents_of_a_declared_group_race,  # noqa: F401
+    agents_race_by_a_group_in_their_sampling,  # noqa: F401
+    eval_config,
+    train_config,
+)
 
-FLAGS = ("--enable-scale-out",)
-"""For /inference/v1/generate."""
-COMPAT = (*FLAGS, "--compat", "prime-rl")
 GROUP = {"rollout_group_size": 2, "rollout_num_candidates": 6}
 ON = "sampling.extra_body = {extra_args = {rollout_group_size = 2, rollout_num_candidates = 6}}"
 """Of a prime-rl configuration."""
-LOOP = asyncio.new_event_loop()
-"""One for all clients: what the renderers share is bound to it."""
+QUESTION = "What is 17 + 25?"
 
 
 @check("unmodified")
@@ -39,10 +45,11 @@ def eval_client_gets_the_answers_of_stock_vllm(kit: Kit) -> str:
     answers = []
     for kind in ("rollout", "stock"):
         server = kit.server(kind, flags=FLAGS)
-        config = EvalClientConfig(base_url=f"{server.url}/v1", api_key_var="NO_KEY")
         with kit.recording(server) as recorder:
-            config = config.model_copy(update={"base_url": f"{recorder.url}/v1"})
-            found = with_client(config, lambda get: asyncio.gather(*(get(kit.model_path(), seed=n) for n in range(4))))
+            found = with_client(
+                eval_config(recorder.url),
+                lambda get: asyncio.gather(*(get(kit.model_path(), seed=n) for n in range(4))),
+            )
         answers.append(
             [(answer.message.content, answer.finish_reason, answer.usage.completion_tokens) for answer in found]
         )
@@ -62,7 +69,7 @@ def train_client_gets_the_tokens_of_stock_vllm(kit: Kit) -> dict[str, Any]:
             found = with_client(config, lambda get: gather(get(model, **each) for each in settings))
         sent = [request for request in recorder.requests if request["path"] == "/inference/v1/generate"]
         assert {request["headers"].get("x-data-parallel-rank") for request in sent} == {"0"}
-        assert {request["headers"].get("x-session-id") for request in sent} == {f"trace-{n}" for n in range(1, 9)}
+        assert len({request["headers"].get("x-session-id") for request in sent} - {None}) == len(settings)
         return found, sorted(sent, key=lambda request: request["body"]["sampling_params"]["seed"])
 
     stock = kit.server("stock", flags=FLAGS)
@@ -104,21 +111,21 @@ def siblings_race(kit: Kit) -> dict[str, Any]:
 
 @check("on")
 def a_late_sibling_ends_at_once_and_can_be_read(kit: Kit) -> str:
+    """Rollouts of one turn that name their group are sessions, which end with it."""
     server = kit.server(flags=COMPAT)
-    group = {**GROUP, "rollout_group_id": "late"}
+    group = {**GROUP, "rollout_group_id": "late", "rollout_last": True}
     early = gather_group(server.url, kit.model_path(), [group] * 5)
     (late,) = gather_group(server.url, kit.model_path(), [group])
     assert_raced([answer.finish_reason for answer in early], 2, stopped=None)
-    ids, logprobs = read(late)
     assert late.finish_reason is None
-    assert len(ids) == len(logprobs) <= 1
-    return f"{len(ids)} tokens, and no finish reason"
+    assert read(late) == ([], [])
+    return "no token, and no finish reason"
 
 
 @check("on")
 def a_sibling_that_disagrees_is_an_error_with_the_field(kit: Kit) -> str:
     server = kit.server(flags=COMPAT)
-    group = {**GROUP, "rollout_group_id": "torn"}
+    group = {**GROUP, "rollout_group_id": "torn", "rollout_last": True}
     found = gather_group(server.url, kit.model_path(), [group, {**group, "rollout_group_size": 3}])
     (error,) = (each for each in found if isinstance(each, BaseException))
     assert isinstance(error, ProviderError)
@@ -178,16 +185,6 @@ def prime_rl_loads_an_adapter_anew_under_the_same_name(kit: Kit) -> str:
     return "two versions under one name, each with tokens of its own; the base model's stay"
 
 
-def train_config(url: str, model: str, **fields: Any) -> TrainClientConfig:
-    return TrainClientConfig(
-        base_url=f"{url}/v1",
-        api_key_var="NO_KEY",
-        renderer=DefaultRendererConfig(),
-        renderer_model_name=model,
-        **fields,
-    )
-
-
 async def gather(calls: Iterable[Awaitable[Response]]) -> Sequence[Response | BaseException]:
     """All of them, also those that fail."""
     return await asyncio.gather(*calls, return_exceptions=True)
@@ -208,17 +205,14 @@ def with_client(config: BaseClientConfig, use: Callable[[Get], Awaitable[Sequenc
 
     async def run() -> Sequence[Response]:
         client = resolve_client(config)
-        number = 0
 
-        async def get(model: str, content: str = "What is 17 + 25?", **sampling: Any) -> Response:
-            nonlocal number
-            number += 1
+        async def get(model: str, content: str = QUESTION, **sampling: Any) -> Response:
             body: dict[str, Any] = {"model": model, "messages": [{"role": "user", "content": content}]}
             fields = {"max_tokens": 32, **sampling}
             if isinstance(config, EvalClientConfig):
                 body |= fields
             settings = SamplingConfig(**fields)
-            return await client.get_response(ChatDialect(), body, settings, session_id=f"trace-{number}")
+            return await client.get_response(ChatDialect(), body, settings, session_id=uuid.uuid4().hex)
 
         try:
             return await use(get)

@@ -15,8 +15,10 @@ from uuid import uuid4
 os.environ["VERL_USE_EXTERNAL_MODULES"] = "vllm_rollout.integrations.verl"  # before verl is imported
 
 from conformance import gain
+from conformance.agents import TURNS
 from conformance.checks import CAP, REAL_MODEL, Kit, assert_raced, check, main
 from conformance.in_process import assert_best, ray_cluster, summary, watch
+from conformance.verl.agents import agents, overrides
 from conformance.verl.rewards import compute_score_grades_as_it_is  # noqa: F401 (a check, by its name here)
 
 N = 4
@@ -273,6 +275,58 @@ def without_the_integration_losers_come_back(kit: Kit) -> dict[str, Any]:
         f"FullyAsyncLLMServerClient sends each loser again after a second ({again} requests, {longer} tokens more), so "
         "that nothing is saved: use the integration"
     }
+
+
+@check("unmodified")
+def agents_with_a_tool_get_the_tokens_of_the_stock_scheduler(kit: Kit) -> str:
+    """verl's ToolAgentLoop at temperature 0, as a validation runs it."""
+
+    async def greedy(*extra: str) -> tuple[Any, int]:
+        async with server_of(kit, *overrides(kit, 0), *extra, integration=False) as server:
+            batch = await agents(server.config, server.client("LLMServerClient"), 2, validate=True)
+            return batch.batch, len(await server.seen())
+
+    (stock, num_turns), (ours, num_ours) = asyncio.run(greedy()), asyncio.run(greedy(OURS))
+    assert num_turns == num_ours == 2 * TURNS
+    assert ours["responses"].tolist() == stock["responses"].tolist()
+    assert ours["response_mask"].tolist() == stock["response_mask"].tolist()
+    num_sampled, num_all = (int(stock[name].sum()) for name in ("response_mask", "attention_mask"))
+    return f"2 loops of {TURNS} turns: the same {num_all} tokens, of which {num_sampled} are the policy's"
+
+
+@check("on")
+def agents_with_a_tool_race(kit: Kit) -> dict[str, Any]:
+    """Two of four loops finish; the turns of the others stop in the engine."""
+    size, redundancy = 2, 2
+
+    async def race() -> tuple[Any, list[dict[str, Any]], list[dict[str, Any]]]:
+        async with server_of(kit, *overrides(kit, redundancy), n=size) as server:
+            batch = await agents(server.config, server.client("LLMServerClient"), size)
+            await asyncio.sleep(2)  # a stopped turn's end is on its way
+            return batch.batch, await server.seen(), await server.actor.__ray_call__.remote(groups_of)
+
+    batch, seen, (group,) = asyncio.run(race())
+    states = sorted(session["state"] for session in group["sessions"])
+    assert group["status"] == "complete", group
+    assert states.count("surplus") == redundancy, group
+    assert len(group["selected"]) == len(batch["responses"]) == size
+    # What verl trains on are the tokens of sessions that finished, and nothing was generated beside them.
+    lengths = sorted(session["num_tokens"] for session in group["sessions"] if session["id"] in group["selected"])
+    assert sorted(batch["response_mask"].sum(1).tolist()) == lengths, (batch["response_mask"].sum(1), group)
+    stopped = [row["tokens"] for row in seen if row["reason"] == "surplus" and row["tokens"]]
+    return {
+        "detail": f"`rollout_sessions`, `rollout_redundancy` and RacingToolAgentLoop: {size} of {size + redundancy} "
+        f"loops with a tool finish, of {lengths} tokens; the others are surplus, {len(stopped)} of them stopped by the "
+        f"engine amid a turn, after {stopped} tokens of it",
+        "generated_tokens": group["generated_tokens"],
+        "returned_tokens": group["returned_tokens"],
+    }
+
+
+def groups_of(server: Any) -> list[dict[str, Any]]:
+    """Runs in verl's server."""
+    service = server.engine.sessions
+    return [service.read_group(name).model_dump() for _, name in service._groups]
 
 
 if __name__ == "__main__":

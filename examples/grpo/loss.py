@@ -38,12 +38,13 @@ class Row(NamedTuple):
 
 def rows_of(group: GroupAnswer, terms: Terms) -> tuple[list[Row], int]:
     """Of a group, and what it counts in the mean that the loss is: something, also where it has no gradient. Stopped
-    candidates whose tokens came back (`--stopped-teach`) are wrong answers: nothing else penalizes what is long."""
+    candidates whose tokens came back (`--stopped-teach`) are as right as their score says, or wrong without one."""
     assert group.rewards is not None  # a reward was asked for
     its, stopped = group.rewards.advantages, [c for c in group.candidates if isinstance(c, UnselectedCandidate)]
     stopped = [candidate for candidate in stopped if candidate.state in ("surplus", "pruned") and candidate.token_ids]
     if stopped:
-        its = advantages([t.reward for t in group.trajectories] + [0.0] * len(stopped), terms.estimator)
+        expected = [candidate.success_probability or 0.0 for candidate in stopped]
+        its = advantages([t.reward for t in group.trajectories] + expected, terms.estimator)
     told = [(t, a) for t, a in zip([*group.trajectories, *stopped], its, strict=True) if a is not None]
     rows = [Row(group.prompt_token_ids, answer, advantage) for answer, advantage in told if advantage]
     return rows, sum(answer.num_tokens for answer, _ in told) if terms.unit == "token" else len(told)
@@ -82,9 +83,8 @@ class Update:
         sampled = logprobs.detach().clone()
         sampled[mask > 0] = sampled.new_tensor([p for row in rows for p in row.answer.logprobs or ()])
         self.differences.append((logprobs.detach() - sampled)[mask > 0].abs().cpu())
-        loss = (
-            clipped_loss(logprobs, sampled, logprobs.new_tensor([[row.advantage] for row in rows]), self.terms) * mask
-        )
+        its = logprobs.new_tensor([[row.advantage] for row in rows])
+        loss = clipped_loss(logprobs, sampled, its, self.terms) * mask
         total = loss.sum() if self.terms.unit == "token" else (loss.sum(1) / mask.sum(1)).sum()
         self.trainer.add_sum(total, 0)  # what it is divided by was counted
         self._teaches = True

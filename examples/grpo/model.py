@@ -15,8 +15,8 @@ from examples.grpo.task import VOCABULARY, Problem
 from vllm_rollout.whole_file import write_whole
 
 PAD, BOS, EOS = 0, 1, 2
+# 0.9 M parameters. Heads of 32, the least that vLLM's attention on a CPU takes
 SHAPE = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 384}
-"""0.9 M parameters. Heads of 32, the least that vLLM's attention on a CPU takes."""
 
 
 def new_model(seed: int) -> Any:

@@ -6,7 +6,7 @@ import sys
 from argparse import Namespace
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 import httpx
 from transformers import AutoConfig
@@ -14,8 +14,10 @@ from transformers import AutoConfig
 from examples.grpo import task
 from examples.grpo.loss import ALGORITHMS
 from vllm_rollout import RolloutClient, process
+from vllm_rollout.group.plans.fields import PruningRule
 
 REWARDS = {"chain": "reward", "digit_sum": "digit_sum_reward"}  # functions of `task.py`; the server has the task's name
+PRUNING = (*get_args(PruningRule), "shadow")
 SHAPE = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
 MAX_PROMPT_TOKENS, MAX_CANDIDATES = 128, 256
 
@@ -93,10 +95,11 @@ def rollout_fields(args: Namespace) -> tuple[int, dict[str, Any]]:
     if args.dual_end:
         fields["selection"] = {"dual_end": {"num_longest": 1, "patience": args.dual_end}}
     if args.prune:
-        fields["pruning"] = {"detection_length": args.detection_length, "keep_ratio": 0.5}
-        if spare is None and not args.rounds:  # twice as many, of which half are kept
+        how = {"mode": "shadow"} if args.prune == "shadow" else {"rule": args.prune}
+        fields["pruning"] = {"detection_length": args.detection_length, "keep_ratio": 0.5, **how}
+        if spare is None and not args.rounds and args.prune != "shadow":  # twice as many, of which half are kept
             size, fields["pruning"]["allow_fewer"] = 2 * size, True
-    fields |= {"until": args.until} if args.until else {}
+    fields |= {name: getattr(args, name) for name in ("until", "audit_ratio") if getattr(args, name)}
     fields |= {"return_unselected": True} if args.stopped_teach else {}
     fields |= {"redundancy": spare} if spare is not None else {}
     # each prompt samples by a seed of its own, made of this one and its id: none comes twice
@@ -105,8 +108,7 @@ def rollout_fields(args: Namespace) -> tuple[int, dict[str, Any]]:
     return size, {"reward": reward, "sampling": sampling, **fields}
 
 
-def run_fields(args: Namespace) -> dict[str, Any]:
-    """The same for a run, once."""
+def run_fields(args: Namespace) -> dict[str, Any]:  # the same for a run, once
     _, fields = rollout_fields(args)
     speculation = {"prompt_speculation": args.speculation, "response_speculation": args.speculation}
     filters = {"filter": "zero_variance"} if args.algorithm == "dapo" else {}

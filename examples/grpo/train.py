@@ -21,7 +21,7 @@ import torch
 
 from examples.grpo.loss import ALGORITHMS, Update
 from examples.grpo.model import check_finite, load, prompt_ids, save_weights, write_line
-from examples.grpo.server import Server, check_server, rollout_fields, run_fields
+from examples.grpo.server import PRUNING, Server, check_server, rollout_fields, run_fields
 from examples.grpo.task import TASKS, Problem, describe, problems
 from vllm_rollout import RolloutError
 from vllm_rollout.client.groups import GroupStream
@@ -110,9 +110,7 @@ class Training:
                 update.add([group])
                 streamed_s += time.perf_counter()
         rolled_out = time.perf_counter()
-        step.groups.sort(
-            key=lambda group: (len(group.prompt_id), group.prompt_id)
-        )  # not in the order that they ended in
+        step.groups.sort(key=lambda group: (len(group.prompt_id), group.prompt_id))  # not as they ended
         update.add([] if self.args.stream else step.groups)
         step.differences = torch.cat(update.differences)
         if step.differences.mean() > LARGEST_DIFFERENCE and not any(group.off_policy for group in step.groups):
@@ -172,8 +170,8 @@ class Training:
         answer = self.server.client.rollout(asked, 2, reward=args.task, sampling=sampling, return_text=True)
         ended = [(held_out[g.prompt_id], t.num_tokens, t.reward or 0.0) for g in answer.groups for t in g.trajectories]
         line = {"kind": "evaluation", "step": self.progress.step, "seconds_of_steps": self.progress.seconds}
-        first = [(held_out[group.prompt_id].text, group.trajectories[0]) for group in answer.groups[:8]]
-        line["answers"] = [[asked, t.text, t.num_tokens, t.reward] for asked, t in first]
+        shown = [(held_out[g.prompt_id].text, t) for g in answer.groups[:8] for t in g.trajectories[:1]]
+        line["answers"] = [[asked, t.text, t.num_tokens, t.reward] for asked, t in shown]
         write_line(self.record, {**line, **describe(ended), "seconds": time.perf_counter() - began})
         said = f"success {mean([r for _, _, r in ended]):.3f}, length {mean([n for _, n, _ in ended]):.1f}"
         print(f"held out after step {line['step']}: {said}", flush=True)
@@ -255,9 +253,8 @@ class Training:
         took = " ".join(f"{name} {value:.2f}" for name, value in step.seconds.items())
         said = f"reward {line['reward']:.3f}, length {line['length']:.0f}, {line['teaching']} groups teach, {took} s"
         print(f"step {line['step']}: {said}", flush=True)
-        for group in step.groups:
-            if group.status == "incomplete":
-                step.warnings.append(f"the group of {group.prompt_id} is incomplete: {group.reason}")
+        incomplete = [group for group in step.groups if group.status == "incomplete"]
+        step.warnings += [f"the group of {group.prompt_id} is incomplete: {group.reason}" for group in incomplete]
         if step.usage["num_reward_errors"]:
             step.warnings.append(f"the reward function failed for {step.usage['num_reward_errors']} answers")
         if step.result is None:
@@ -294,12 +291,13 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add("--race", action="store_true", help="as many spare candidates as --group-size; the first ones win")
     add("--redundancy", type=lambda n: n if n == "auto" else int(n), help="so many spares, or auto")
     add("--dual-end", type=float, nargs="?", const=1.5, metavar="PATIENCE", help="the shortest, and the longest one")
-    add("--prune", action="store_true", help="twice as many candidates, of which half are stopped early")
+    add("--prune", nargs="?", const="gradient", choices=PRUNING, help="twice as many, half stopped; shadow: none is")
     add("--detection-length", type=int, default=24, help="of --prune: tokens after which they are judged")
     add("--rounds", action="store_true", help="short rounds, and a long one for what took too long")
     add("--speculation", type=float, default=1.25, help="of --rounds: of prompts and of answers")
     add("--resume", action="store_true", help="of --rounds: long rounds go on from what there is")
-    add("--stopped-teach", action="store_true", help="who was stopped teaches as a wrong answer, up to there")
+    add("--stopped-teach", action="store_true", help="who was stopped teaches as a wrong answer; by q, where scored")
+    add("--audit-ratio", type=float, help="share of the groups in which nobody is stopped")
     add("--until", choices=["variance"], help="a group goes on until its rewards differ")
     add("--stream", action="store_true", help="gradients of a group as soon as it ends")
     return parser.parse_args(words)

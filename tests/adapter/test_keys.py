@@ -6,6 +6,7 @@ What vLLM alone leaves open (its development mode most of all) is its own; what 
 from __future__ import annotations
 
 import os
+import re
 import sys
 from functools import cache
 from types import SimpleNamespace
@@ -28,13 +29,21 @@ from vllm_rollout.server.learning.body import ADMIN_HEADER
 pytestmark = pytest.mark.anyio
 API_KEY, ADMIN_KEY = "api", "admin"
 
-OPEN_TO_ANYONE = {("GET", "/liveness")}  # tells whether the engine hangs
+OPEN_TO_ANYONE = {
+    ("GET", "/liveness"),  # tells whether the engine hangs
+    *(("GET", path) for path in ("/rollouts", "/rollouts/assets/{path:path}")),  # files without data
+}
 OPEN_TO_THE_API_KEY = {
     *(("POST", f"/v1/{name}") for name in ("rollouts", "votes", "rollouts/{rollout_id}/rewards", "rewards")),
     *(("GET", f"/v1/quality_head{name}") for name in ("", "/report", "/detection_lengths")),
     *(("GET", f"/v1/{name}") for name in ("rollouts/prompts", "rollouts/state", "engines", "engines/advice")),
+    *(("GET", f"/v1/rollouts/watch{texts}") for texts in ("", "/{rollout_id}/{position}")),
     *((method, "/v1/runs") for method in ("GET", "POST")),
     *((method, "/v1/runs/{run_id}") for method in ("GET", "DELETE")),
+    ("POST", "/v1/groups"),
+    *((method, "/v1/groups/{group_id:name}") for method in ("GET", "DELETE")),
+    *(("GET", f"/v1/sessions/{name}") for name in ("events", "{session_id:name}")),
+    ("POST", "/v1/sessions/{session_id:name}/finish"),
     ("POST", "/v1/runs/{run_id}/rounds"),
     ("DELETE", "/v1/runs/{run_id}/rounds/{number}"),
     *(("POST", f"/{name}/") for name in ("generate", "chat")),  # TRL's, of which /v1 asks the key
@@ -81,7 +90,7 @@ async def let_in(app: FastAPI, **headers: str) -> set[tuple[str, str]]:
         for route in (route for route in app.routes if isinstance(route, APIRoute)):
             for method in route.methods:
                 asked = method, route.path
-                path = route.path.format(rank=0, number=0, run_id="r", rollout_id="r", response_id="r")
+                path = re.sub(r"\{.*?\}", "0", route.path)
                 answer = await http.request(method, path, json=BODIES.get(asked, {}))
                 if answer.status_code != 401:
                     found.add(asked)

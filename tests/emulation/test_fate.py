@@ -56,6 +56,22 @@ def test_success_has_the_stated_rate_and_depends_on_length_as_stated():
         assert rate(length) == pytest.approx(expected / (1 + expected), abs=0.02)
 
 
+@pytest.mark.parametrize("mean", [1, 4])
+def test_conversations_have_the_stated_turns_however_many_there_were(mean):
+    fates = Fates(Settings.model_validate({"turns": {"mean": mean}}))
+
+    def num_turns(key: int) -> int:
+        prompt = [7]
+        while fates.of(prompt, key, None, {}).asks:
+            prompt += [key, 8]
+        return 1 + len(prompt) // 2
+
+    drawn = [num_turns(key) for key in range(3000)]
+    assert fmean(drawn) == pytest.approx(mean, rel=0.05)
+    assert drawn == [num_turns(key) for key in range(3000)]
+    assert not Fates(Settings()).of([7], 0, None, {}).asks
+
+
 @pytest.mark.parametrize("rate", [0.0, 1.0])
 def test_a_rate_without_chance_is_kept(rate):
     drawn = fates_of({"success": {"rate": rate, "prompt_sigma": 2.0}}, 20)

@@ -153,6 +153,17 @@ def test_who_was_stopped_teaches_as_a_wrong_answer_up_to_there(state: str, teach
     assert count == (6 if teaches else 3)
 
 
+def test_who_was_stopped_and_scored_is_as_right_as_its_score_says() -> None:
+    answered = group(Bigrams(), "mean", ([2, 3], 1.0), ([4], 0.0))
+    said = {"state": "surplus", "num_tokens": 1, "logprobs": [-1.0]}
+    answered.candidates = [
+        UnselectedCandidate.model_construct(index=2, token_ids=[5], success_probability=0.5, **said),
+        UnselectedCandidate.model_construct(index=3, token_ids=[6], success_probability=None, **said),
+    ]
+    rows, _ = rows_of(answered, ALGORITHMS["dr_grpo"])
+    assert [row.advantage for row in rows] == pytest.approx([0.625, -0.375, 0.125, -0.375])
+
+
 def test_ratios_are_clipped_where_they_would_go_on() -> None:
     ratio = torch.tensor([1.5, 1.5, 0.5, 0.5, 1.25])
     advantage = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0])
@@ -183,6 +194,9 @@ def test_weights_that_are_not_finite_are_refused_by_name() -> None:
         check_finite(model, "step 3")
 
 
+HALF = {"detection_length": 24, "keep_ratio": 0.5}
+
+
 @pytest.mark.parametrize(
     ("flags", "size", "fields"),
     [
@@ -192,9 +206,11 @@ def test_weights_that_are_not_finite_are_refused_by_name() -> None:
         ("--race --stopped-teach", 8, {"redundancy": 8, "return_unselected": True}),
         ("--race --redundancy 3", 8, {"redundancy": 3}),
         ("--dual-end", 8, {"redundancy": 8, "selection": {"dual_end": {"num_longest": 1, "patience": 1.5}}}),
-        ("--prune", 16, {"pruning": {"detection_length": 24, "keep_ratio": 0.5, "allow_fewer": True}}),
-        ("--prune --race", 8, {"redundancy": 8, "pruning": {"detection_length": 24, "keep_ratio": 0.5}}),
+        ("--prune", 16, {"pruning": {**HALF, "rule": "gradient", "allow_fewer": True}}),
+        ("--prune paper --race", 8, {"redundancy": 8, "pruning": {**HALF, "rule": "paper"}}),
+        ("--prune shadow", 8, {"pruning": {**HALF, "mode": "shadow"}}),
         ("--until variance", 8, {"until": "variance"}),
+        ("--race --audit-ratio 0.1", 8, {"redundancy": 8, "audit_ratio": 0.1}),
     ],
 )
 def test_each_flag_is_a_field(flags: str, size: int, fields: dict[str, Any]) -> None:

@@ -349,10 +349,11 @@ def play(run: Run, draw: object) -> list[str]:
     ("format", 2), ("format", None), ("terms", [0, 4, 1.5, 1.25, "first_in"]), ("terms", [2, 4, 1.5, 1.25, "last_in"]),
     ("terms", [2, 4, float("nan"), 1.25, "first_in"]), ("counts", [1, 2, 3]), ("counts", [99, 2, 8, 0, 4]),
     ("queue", [[0, "q0", None, "c", 1], [0, "q1", None, "c", 1]]), ("queue", "q0"), ("open", [1]), ("history", [[1]]),
-    ("savings", []), ("carried", [[0, "", None, "c", 1]]),
+    ("savings", []), ("receipt", []), ("receipt", [1] * 14 + ["x"]), ("receipt", [None] * 15),
+    ("carried", [[0, "", None, "c", 1]]),
     ("queue", [[number, f"q{number}", None, "c", 1] for number in (1, 6, 7, 12)]),  # the first is 0
 ])  # fmt: skip
 def test_a_state_that_no_run_wrote_is_refused(field: str, value: object) -> None:
     state = json.loads(json.dumps(run_to_state(full_queue())))
-    with pytest.raises(ValueError, match=r"run|round|entr|saving"):
+    with pytest.raises(ValueError, match=r"run|round|entr|saving|receipt"):
         run_from_state({**state, field: value})

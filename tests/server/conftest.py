@@ -26,6 +26,7 @@ from vllm_rollout.server.runs.parallelism import Parallelism
 from vllm_rollout.server.runs.service import RunService
 from vllm_rollout.server.runs.store import RunStore
 from vllm_rollout.server.service import RolloutService
+from vllm_rollout.server.sessions.service import SessionService
 
 from .fake_engine import MODEL, FakeEngine
 
@@ -57,6 +58,14 @@ def make_app(
     metrics = Metrics(registry)
     app.state.rollout_service = RolloutService(
         engine, metrics, recorder=recorder, audit_ratio=audit_ratio, graders=graders
+    )
+    app.state.session_service = SessionService(
+        engine.give_up,
+        app.state.rollout_service.grading,
+        app.state.rollout_service.learning,
+        metrics,
+        lambda tokens: "".join(map(chr, tokens)),
+        alone=num_processes == 1,
     )
     store = RunStore(database)
     parallelism = None if make_parallelism is None else make_parallelism(metrics)

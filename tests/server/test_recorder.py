@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import os
 from contextlib import aclosing
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +12,16 @@ import httpx
 import pytest
 
 from vllm_rollout import AsyncRolloutClient
+from vllm_rollout.group.judging.ledger import Reward
 from vllm_rollout.server.protocol import RolloutRequest
 from vllm_rollout.server.recorder import TraceRecorder
+from vllm_rollout.trace import file as trace_file
 from vllm_rollout.trace.file import read_trace
 from vllm_rollout.trace.rows import TracedCandidate
 
 from .conftest import make_app, serving, wait_until
 from .fake_engine import FakeEngine
+from .test_grading import FakeGraders
 
 pytestmark = pytest.mark.anyio
 
@@ -48,9 +53,14 @@ async def test_a_rollout_is_one_row(engine, recorded_app, path):
     assert first["rollout_id"] == answer["id"]
     assert (first["model"], first["group_size"], first["max_tokens"]) == ("fake-model", 2, 30)
     assert [prompt["id"] for prompt in first["prompts"]] == ["a", "b"]
-    assert first["prompts"][0] == {
-        "id": "a", "prompt_tokens": 8, "lengths": [20, 10, 20, 20], "ends": ["surplus", "stop", "surplus", "stop"],
+    prompt = first["prompts"][0]
+    times = [prompt.pop("started_s"), *sorted(prompt.pop("ended_s")), prompt.pop("over_s"), first["seconds"]]
+    assert times == sorted(times)
+    assert prompt == {
+        "id": "a", "position": 0, "prompt_tokens": 8, "lengths": [20, 10, 20, 20], "status": "complete",
+        "ends": ["surplus", "stop", "surplus", "stop"], "selected": [1, 3],
     }  # fmt: skip
+    assert (first["state"], first["num_prompts"], first["num_candidates"]) == ("over", 2, 8)
     assert second["prompts"][0]["ends"] == ["length", "stop", "stop", "stop"]
     assert "text" not in path.read_text()
     trace = read_trace(path)
@@ -83,6 +93,19 @@ async def test_scores_and_accepted_rewards_are_recorded(engine, recorded_app, pa
     candidates = read_trace(path).prompts[0].candidates
     assert [candidate.reward for candidate in candidates] == [0.0, None, None, 3.0]
     assert all(candidate.score is not None for candidate in candidates)
+
+
+async def test_what_the_server_grades_is_in_the_row_once(engine, path):
+    app = make_app(engine, TraceRecorder(path), graders=FakeGraders())
+    fields = {"pruning": {"detection_length": 2, "mode": "shadow"}, "sampling": {"min_tokens": 20}}
+    await post(app, body("a", reward="even", **fields))
+    (line,) = path.read_text().splitlines()
+    row = json.loads(line)["prompts"][0]
+    (prompt,) = read_trace(path).prompts
+    assert [prompt.candidates[index].reward for index in row["selected"]] == [
+        float(row["lengths"][index] % 2 == 0) for index in row["selected"]
+    ]
+    assert row["reward_status"].count("ok") == 2
 
 
 async def test_groups_that_were_over_when_the_client_left_are_recorded(engine, recorded_app, path):
@@ -131,19 +154,31 @@ async def test_a_client_that_leaves_while_its_rollout_ends_does_not_interrupt_th
     assert service.progress.num_responses == 0
 
 
-async def test_a_full_disk_spoils_no_rollout_and_is_said_once(engine, path, caplog):
+async def test_a_full_disk_spoils_no_rollout_and_what_comes_when_there_is_room_is_recorded(
+    engine, path, caplog, monkeypatch
+):
     recorder = TraceRecorder(path)
-    recorder._file = Full()
-    answers = await post(make_app(engine, recorder), body("a"), body("b"))
+    app = make_app(engine, recorder)
+    room = 0
+
+    def write(file: FileIO, data: bytes) -> int:
+        if not room:
+            raise OSError(28, "No space left on device")
+        return os.write(file.fileno(), data[:room])  # a part, as a disk takes that is nearly full
+
+    monkeypatch.setattr(trace_file, "write_some", write)
+    answers = await post(app, body("a"), body("b"))
     assert [answer["groups"][0]["status"] for answer in answers] == ["complete"] * 2
     (record,) = caplog.records
     assert "No space left" in record.message
     assert "--rollout-record" in record.message
-
-
-class Full:
-    def append(self, row: str) -> None:
-        raise OSError(28, "No space left on device")
+    room = 7
+    answers += await post(app, body("c"))
+    recorder.rewards_posted(answers[0]["id"], [Reward("a", 0, 1.0, True)])  # of a rollout that is not there
+    recorder.rewards_posted(answers[2]["id"], [Reward("c", 0, 1.0, True)])
+    assert [prompt.id for prompt in read_trace(path).prompts] == ["c"]
+    assert "goes on; 2 rows are missing" in caplog.records[1].message
+    assert len(caplog.records) == 2
 
 
 def test_a_path_that_cannot_be_written_is_known_at_start(tmp_path):

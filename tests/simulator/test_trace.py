@@ -1,12 +1,15 @@
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_rollout.group.types import Ending
-from vllm_rollout.trace.file import TraceError, TraceFile, read_trace, told_reasons
-from vllm_rollout.trace.rows import TracedCandidate, reward_row, trace_row, traced_prompt
+from vllm_rollout.trace.file import TraceError, TraceFile, pieces, read_trace, told_reasons
+from vllm_rollout.trace.rows import RolloutPrompt, RolloutRow, TracedCandidate, end_of, reward_row
 
 ROLLOUT = {
     "rollout_id": "r1",
@@ -90,18 +93,22 @@ def test_rewards_come_after_their_rollout(write):
 
 def test_what_the_server_writes_is_read_as_it_was(write, tmp_path):
     endings = [
-        Ending(1, "surplus", 7),
         Ending(0, "finished", 9),
+        Ending(1, "surplus", 7),
         Ending(2, "pruned", 4),
         Ending(3, "finished", 64, truncated=True),
         Ending(4, "failed", 0),
         Ending(5, "surplus", 11, ended_by_itself=True),
     ]
-    prompts = [traced_prompt("q1", 5, endings, {2: 0.25}, key="tokens:1")]
+    each = {"lengths": [e.num_tokens for e in endings], "ends": [end_of(e) for e in endings]}
+    each |= {"scores": [None, None, 0.25, None, None, None], "ended_s": [0.1 * e.index for e in endings]}
+    prompt = RolloutPrompt(id="q1", prompt_tokens=5, key="tokens:1", status="complete", moves=[(0.5, 1)], **each)
+    row = RolloutRow(
+        rollout_id="r1", model="m", group_size=2, max_tokens=64, detection_length=4, prompts=[prompt], began=5.0
+    )
     file = TraceFile(tmp_path / "recorded.jsonl")
-    file.append(trace_row("r1", "m", 2, 64, prompts, detection_length=4))
+    file.append(row.model_dump_json(exclude_none=True, exclude_defaults=True))
     file.append(reward_row("r1", [("q1", 0, 1.0)]))
-    file.close()
     trace = read_trace(tmp_path / "recorded.jsonl")
     assert trace.prompts[0].candidates == (
         TracedCandidate(9, "stop", None, 1.0),
@@ -210,3 +217,69 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
         read_trace(tmp_path / "nothing.jsonl")
     with pytest.raises(TraceError, match="Is a directory"):
         read_trace(tmp_path)
+
+
+def row_of(name: str) -> str:
+    return json.dumps(ROLLOUT | {"rollout_id": name})
+
+
+def rollouts_in(path: Path) -> list[str]:
+    """Their ids, by the older piece first."""
+    return [json.loads(line)["rollout_id"] for piece in pieces(path) for line in piece.read_text().splitlines()]
+
+
+def test_a_file_that_is_full_becomes_the_older_piece_and_both_are_bounded(tmp_path):
+    path = tmp_path / "recorded.jsonl"
+    size = len(row_of("r0")) + 1
+    file = TraceFile(path, max_bytes=6 * size)
+    for number in range(8):
+        file.append(row_of(f"r{number}"))
+        assert sum(piece.stat().st_size for piece in pieces(path)) <= 6 * size
+    assert rollouts_in(path) == ["r3", "r4", "r5", "r6", "r7"]
+    assert [piece.name for piece in pieces(path)] == ["recorded.jsonl.1", "recorded.jsonl"]
+    file.append(reward_row("r0", [("q1", 0, 1.0)]))  # its row was thrown away: of no use, and no reason to complain
+    file.append(reward_row("r4", [("q1", 0, 1.0)]))
+    trace = read_trace(path)
+    assert [rollout.prompts[0].candidates[0].reward for rollout in trace.rollouts] == [None, 1.0, None, None, None]
+
+
+def test_a_row_that_is_larger_than_a_piece_is_written(tmp_path):
+    path = tmp_path / "recorded.jsonl"
+    file = TraceFile(path, max_bytes=10)
+    for number in range(3):
+        file.append(row_of(f"r{number}"))
+    assert rollouts_in(path) == ["r1", "r2"]
+
+
+def test_several_processes_write_whole_rows_into_the_same_pieces(tmp_path):
+    path = tmp_path / "recorded.jsonl"
+    script = (
+        "import sys; from pathlib import Path; from vllm_rollout.trace.file import TraceFile\n"
+        "file = TraceFile(Path(sys.argv[1]), int(sys.argv[3]))\n"
+        'for number in range(60): file.append(\'{"prompts": [], "rollout_id": "%s-%d"}\' % (sys.argv[2], number))'
+    )
+    processes = [
+        subprocess.Popen([sys.executable, "-c", script, str(path), name, str(1 << 12)]) for name in ("a", "b", "c")
+    ]
+    assert [process.wait(60) for process in processes] == [0, 0, 0]
+    found = rollouts_in(path)
+    assert len(set(found)) == len(found) < 180
+    for name in ("a", "b", "c"):
+        numbers = [int(id.removeprefix(f"{name}-")) for id in found if id.startswith(name)]
+        assert numbers == sorted(numbers)
+    assert sum(piece.stat().st_size for piece in pieces(path)) <= 1 << 12
+
+
+@pytest.mark.parametrize(
+    ("left", "ids"),
+    [
+        ('{"rollout_id": "torn", "prom', ["r0", "next"]),
+        ('{"prompts": [], "rollout_id": "whole"}', ["r0", "whole", "next"]),
+        ("x" * (1 << 17), ["r0", "next"]),
+    ],
+)
+def test_what_a_killed_writer_left_is_no_row(tmp_path, left, ids):
+    path = tmp_path / "recorded.jsonl"
+    path.write_text(f"{row_of('r0')}\n{left}")
+    TraceFile(path).append(row_of("next"))
+    assert rollouts_in(path) == ids

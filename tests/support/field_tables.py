@@ -12,12 +12,14 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from vllm_rollout.group.plans.fields import ROWS, DualEndFields, JoinFields, PruningFields
+from vllm_rollout.group.plans.fields import ROWS, DualEndFields, JoinFields, PruningFields, SessionFields, TurnFields
 from vllm_rollout.group.plans.rows import rows
 from vllm_rollout.group.plans.xargs import NAMES
 from vllm_rollout.server.protocol import Pruning, RolloutRequest
 
 PAGE = Path(__file__).parents[2] / "docs" / "http.md"
+OWN_WORDS = (JoinFields, SessionFields, TurnFields)
+"""Tables whose fields say what they mean; the others are those of a rollout."""
 TABLE = re.compile(r"(?<=<!-- table: )(\w+)( -->\n).*?(?=<!-- end -->)", re.DOTALL)
 FIRST = ("prompts", "group_size")
 MORE = {
@@ -60,8 +62,11 @@ def _meaning(field: str, door: str) -> str:
     if field in rows(DualEndFields):
         return f"`{field}` of [dual-end](#selection-dual-end)"
     if field == "group_size":
-        return "how many siblings have to finish"
-    return rows(JoinFields)[field].help if field in rows(JoinFields) else f"`{field}` of a rollout"
+        return f"how many {'sessions' if door == 'session' else 'siblings'} have to finish"
+    if door == "session" and field in ("group_id", "num_candidates"):
+        return {"group_id": "The group's name.", "num_candidates": "How many sessions there are."}[field]
+    own = next((rows(table)[field].help for table in OWN_WORDS if field in rows(table)), None)
+    return f"`{field}` of a rollout" if own is None else own
 
 
 def _table_of(body: type[BaseModel]) -> Iterator[str]:

@@ -63,6 +63,8 @@ class Call(Generic[T]):
     """Bytes are sent as they are, anything else as JSON."""
     timeout: float | None = None
     """Longest silence of the server in seconds; None: the client's `read_timeout_s`."""
+    headers: Mapping[str, str] | None = None
+    """Beside the client's own."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from functools import update_wrapper, wraps
 from inspect import Parameter, signature
 from itertools import count
@@ -18,6 +18,7 @@ import httpx
 from typing_extensions import Unpack
 
 from vllm_rollout.client import calls, run_calls
+from vllm_rollout.client.agents import AgentGroup, AgentSession, SessionLost, Void, agents
 from vllm_rollout.client.blocking import BlockingTransport, blocking, blocking_generator, finished
 from vllm_rollout.client.body import PromptLike, Redundancy, RolloutOptions, Selection, rollout_body
 from vllm_rollout.client.calls import Call, EventsCall, QualityHead
@@ -39,6 +40,8 @@ from vllm_rollout.server.answers import Event
 from vllm_rollout.server.protocol import Pruning
 
 __all__ = [
+    "AgentGroup",
+    "AgentSession",
     "AsyncRolloutClient",
     "AsyncRun",
     "GivenWeights",
@@ -51,6 +54,8 @@ __all__ = [
     "RolloutOptions",
     "Run",
     "Selection",
+    "SessionLost",
+    "Void",
     "rollout_body",
 ]
 
@@ -124,6 +129,7 @@ class AsyncRolloutClient(Connection):
     drain = _awaited(calls.drain)
     restore = _awaited(calls.restore)
     give_weights = give_weights
+    agents = agents
 
     async def run(
         self, group_size: int, prompts_per_round: int, id: str | None = None, **options: Unpack[RunOptions]
@@ -162,10 +168,17 @@ class AsyncRolloutClient(Connection):
         """Does what takes long while the loop goes on."""
         await asyncio.to_thread(work)
 
-    async def _open(self, method: str, path: str, body: object, timeout: float | None) -> httpx.Response:
+    async def _open(
+        self,
+        method: str,
+        path: str,
+        body: object = None,
+        timeout: float | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> httpx.Response:
         """The answer from its first byte on; what it says is still to be read."""
         for attempt in count():
-            request = self._request(method, path, body, timeout)
+            request = self._request(method, path, body, timeout, headers)
             try:
                 return await self._http.send(request, stream=True)
             except httpx.TransportError as error:
@@ -173,7 +186,7 @@ class AsyncRolloutClient(Connection):
         raise AssertionError("attempts end by an answer or an error")
 
     async def send(self, call: Call[T]) -> T:
-        response = await self._open(call.method, call.path, call.body, call.timeout)
+        response = await self._open(call.method, call.path, call.body, call.timeout, call.headers)
         try:
             await response.aread()
         except httpx.TransportError as error:

@@ -6,6 +6,7 @@ Invariant: only what never got an answer is retried, and every failure is a Roll
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Annotated, Any, Self, Union, get_args
 
@@ -88,31 +89,42 @@ class RolloutError(Exception):
         return cls(body.code, body.message, body.type, body.param)
 
 
-class EventReader:
-    """Bytes of an event stream in, events out.
+class EventData:
+    """Bytes of an event stream in, the data of its events out.
 
     Splits at line feeds itself: httpx's line iterator also splits at characters such as U+2028, which JSON allows in
     text.
     """
 
-    def __init__(self, *, streams_tokens: bool = False) -> None:
-        self._joints = Joints() if streams_tokens else None
+    def __init__(self) -> None:
         self._tail = b""
         self._data: list[bytes] = []
-        self._done = False
 
-    def feed(self, chunk: bytes) -> list[Event]:
-        """The events this chunk completes. Raises: RolloutError at an `error` event and where tokens do not join."""
+    def feed(self, chunk: bytes) -> list[bytes]:
+        """Of the events that this chunk completes."""
         *lines, self._tail = (self._tail + chunk).split(b"\n")
-        events = []
+        found = []
         for line in lines:
             line = line.removesuffix(b"\r")
             if line.startswith(b"data:"):
                 self._data.append(line[len(b"data:") :].removeprefix(b" "))
             elif not line and self._data:
-                events.append(self._event(b"\n".join(self._data)))
+                found.append(b"\n".join(self._data))
                 self._data = []
-        return events
+        return found
+
+
+class EventReader:
+    """Bytes of a rollout's event stream in, events out."""
+
+    def __init__(self, *, streams_tokens: bool = False) -> None:
+        self._joints = Joints() if streams_tokens else None
+        self._data = EventData()
+        self._done = False
+
+    def feed(self, chunk: bytes) -> list[Event]:
+        """The events this chunk completes. Raises: RolloutError at an `error` event and where tokens do not join."""
+        return [self._event(data) for data in self._data.feed(chunk)]
 
     def close(self) -> None:
         """The stream has ended. Raises: RolloutError when it was cut."""
@@ -154,9 +166,9 @@ class Connection:
         self.base_url = base_url.rstrip("/").removesuffix("/v1")
         self._connect_timeout_s = connect_timeout_s
         self._num_retries, self._backoff_s = num_retries, backoff_s
-        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        if admin_key is not None:
-            headers[ADMIN_HEADER] = admin_key
+        self.key_headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        """By which the server knows whose requests these are."""
+        headers = self.key_headers | ({} if admin_key is None else {ADMIN_HEADER: admin_key})
         self._http = httpx.AsyncClient(
             base_url=self.base_url,
             headers=headers,
@@ -168,8 +180,12 @@ class Connection:
     def _timeout(self, read_timeout_s: float | None) -> httpx.Timeout:
         return httpx.Timeout(None, connect=self._connect_timeout_s, read=read_timeout_s)
 
-    def _request(self, method: str, path: str, body: object, timeout: float | None) -> httpx.Request:
-        settings: dict[str, Any] = {} if timeout is None else {"timeout": self._timeout(timeout)}
+    def _request(
+        self, method: str, path: str, body: object, timeout: float | None, headers: Mapping[str, str] | None
+    ) -> httpx.Request:
+        settings: dict[str, Any] = {"headers": headers}
+        if timeout is not None:
+            settings["timeout"] = self._timeout(timeout)
         settings["content" if isinstance(body, bytes) else "json"] = body
         return self._http.build_request(method, path, **settings)
 

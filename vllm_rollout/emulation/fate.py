@@ -39,6 +39,8 @@ class Fate(NamedTuple):
     """About 0, with standard deviation 1 among those that succeed and among those that do not."""
     salt: int
     """Whatever else is made up of this candidate follows from it."""
+    asks: bool = False
+    """It is a turn that asks for a tool: its conversation goes on."""
 
 
 def forced_length(extra_args: Mapping[str, Any], index: int | None = None) -> int | None:
@@ -69,6 +71,7 @@ class Fates:
     def __init__(self, settings: Settings, rank: int = 0, num_ranks: int = 1) -> None:
         self._seed = settings.seed
         self._success = settings.success
+        self._turns = settings.turns
         self._distance = math.sqrt(2) * STANDARD.inv_cdf(settings.score.auc)
         """Between the mean scores of those that succeed and of those that do not: it makes the AUC what it shall be."""
         if settings.lengths.trace is not None:
@@ -90,7 +93,8 @@ class Fates:
             length = self._lengths.of(prompt, str(extra_args.get(PROMPT_FIELD, "")), index, of_prompt[0], own[0])
         succeeds = own[1] < success_rate(self._success, length, of_prompt[1])
         score = STANDARD.inv_cdf(own[2]) + self._distance * (0.5 if succeeds else -0.5)
-        return Fate(length, succeeds, score, int(own[3] * 2**53))
+        asks = self._turns is not None and chances(self._seed, prompt, key, "turn")[0] >= 1 / self._turns.mean
+        return Fate(length, succeeds, score, int(own[3] * 2**53), asks)
 
 
 def success_rate(success: Success, length: int, prompt_chance: float) -> float:

@@ -88,6 +88,16 @@ class Score(_Model):
     """That a candidate that succeeds is scored above one that does not."""
 
 
+class Turns(_Model):
+    """Answers are turns of conversations with tools: most of them ask for one."""
+
+    mean: float = Field(3.0, ge=1, le=1000)
+    """Turns of a conversation. Their number is geometric: whether a turn is the last one does not depend on how many
+    came before."""
+    marker: str = Field("<tool_call>", min_length=1, max_length=1000)
+    """With it every turn ends but the last."""
+
+
 class Settings(_Model):
     """An emulated device and what it says."""
 
@@ -103,6 +113,7 @@ class Settings(_Model):
     lengths: LengthSettings = LengthSettings(log_normal=LogNormal())
     success: Success = Success()
     score: Score = Score()
+    turns: Turns | None = None
     seed: int = Field(0, ge=0, lt=2**63)
 
     @model_validator(mode="after")

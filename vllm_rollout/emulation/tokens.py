@@ -3,7 +3,8 @@
 Invariant: a token follows from the candidate and its position, so that a candidate that was preempted says the same
 again; none of them ends a sequence but the one that shall.
 
-The token before the last one tells whether the candidate has succeeded: it is even when it has (`succeeded`).
+The token before the last one tells whether the candidate has succeeded: it is even when it has (`succeeded`). In a turn
+that asks for a tool the marker of the device's file stands there instead.
 """
 
 from __future__ import annotations

@@ -22,6 +22,8 @@ from vllm_rollout.integrations.spares import End, Spares
 
 FIELD = "rollout_redundancy"
 """In `rollout.custom`."""
+SESSIONS = "rollout_sessions"
+"""The same: the engine's client knows sessions, for agents that race (`verl_agents.py`)."""
 
 
 def load_replica() -> type:
@@ -42,10 +44,13 @@ def load_replica() -> type:
 def load_server() -> type:
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
+    from vllm_rollout import AsyncLLM
+    from vllm_rollout.server.sessions.body import FinishRequest
+
     class RolloutServer(vLLMHttpServer):
         """verl's vLLM actor, with our scheduler.
 
-        Overrides: _post_init, _preprocess_engine_kwargs, generate.
+        Overrides: _post_init, _preprocess_engine_kwargs, run_server, generate.
         """
 
         def _post_init(self, *args: Any, **kwargs: Any) -> None:
@@ -53,15 +58,30 @@ def load_server() -> type:
             redundancy = redundancy_of(self.config.custom)
             self._spares: Spares[tuple[TokenOutput, int]] = Spares(self.config.n, redundancy, end_of)
             self._has_spares = redundancy > 0
+            self._has_sessions = bool((self.config.custom or {}).get(SESSIONS, False))
 
         def _preprocess_engine_kwargs(self, engine_kwargs: dict[str, Any]) -> None:
             super()._preprocess_engine_kwargs(engine_kwargs)
             engine_kwargs.setdefault("scheduler_cls", SCHEDULER_CLS)
 
+        async def run_server(self, *args: Any, **kwargs: Any) -> None:
+            from verl.workers.rollout.vllm_rollout import vllm_async_server
+
+            if self._has_sessions:
+                vllm_async_server.AsyncLLM = AsyncLLM  # verl builds the engine's client by this name, once a process
+            await super().run_server(*args, **kwargs)
+            if self._has_sessions:
+                await self.engine.rollouts()
+
+        async def finish_session(self, session_id: str, reward: float | None = None, void: bool = False) -> str:
+            """A session is over; returns what has become of it. Raises: RequestError."""
+            return (await self.engine.sessions.finish(session_id, FinishRequest(reward=reward, void=void))).state
+
         async def generate(
             self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **kwargs: Any
         ) -> TokenOutput:
-            if not self._has_spares or not is_plain(sampling_params, kwargs):
+            is_turn = "rollout_session" in (sampling_params.get("extra_args") or {})
+            if is_turn or not self._has_spares or not is_plain(sampling_params, kwargs):
                 return await super().generate(prompt_ids, sampling_params, request_id, **kwargs)
 
             limit = limit_of(self.config, len(prompt_ids), sampling_params)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
+from vllm_rollout.group.lengths.receipt import Receipt
 from vllm_rollout.group.plans.fields import SelectionRule
 from vllm_rollout.group.ranks.planner import Reason
 from vllm_rollout.group.rewards.estimates import Estimator
@@ -243,6 +244,8 @@ class RolloutSummary(BaseModel):
     """With scale_down "auto", if ranks were freed."""
     usage: Usage
     timing: Timing
+    receipt: Receipt | None = None
+    """What it saved against waiting for all of its candidates (docs/receipts.md)."""
 
 
 class RolloutAnswer(RolloutSummary):

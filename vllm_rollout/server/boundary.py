@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive, Scope, Send
 
 from vllm_rollout.config import MAX_BODY_BYTES, MAX_HELD_BYTES, MAX_STATE_BYTES
+from vllm_rollout.server import tracing
 from vllm_rollout.server.engine import RequestError
 from vllm_rollout.server.errors import error_response, explain_internal, explain_invalid, explain_unreadable
 from vllm_rollout.server.parsed import BodyRequest
@@ -80,7 +81,8 @@ class RolloutRoute(APIRoute):
         async def handler(request: Request) -> Response:
             try:
                 self._check_size(request.headers.get("content-length", ""))
-                return await handle(BodyRequest(request.scope, request.receive, body))
+                with tracing.asked_by(request.headers):
+                    return await handle(BodyRequest(request.scope, request.receive, body))
             except RequestValidationError as error:
                 return error_response(explain_invalid(error, body))
             except RequestError as error:

@@ -1,4 +1,5 @@
-"""Whose request is being answered: clients with the same API key share a namespace for the names they choose.
+"""Whose request is being answered: clients with the same API key share a namespace for the names they choose; and which
+session it is a turn of.
 
 Invariant: no key is kept, only what is made of it.
 """
@@ -12,6 +13,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 _namespace: ContextVar[str] = ContextVar("namespace", default="")
+_session: ContextVar[str | None] = ContextVar("session", default=None)
 
 
 class ClientNamespaces:
@@ -22,7 +24,9 @@ class ClientNamespaces:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] in ("http", "websocket"):
-            _namespace.set(_made_of(Headers(scope=scope).get("authorization")))
+            headers = Headers(scope=scope)
+            _namespace.set(_made_of(headers.get("authorization")))
+            _session.set(headers.get("x-session-id"))
         await self._app(scope, receive, send)
 
 
@@ -30,6 +34,11 @@ def client_namespace() -> str:
     """The namespace of the request that is being answered; empty for a client without a key, and where nobody asks over
     HTTP."""
     return _namespace.get()
+
+
+def client_session() -> str | None:
+    """The session that the header X-Session-ID names, of the request that is being answered."""
+    return _session.get()
 
 
 def _made_of(authorization: str | None) -> str:

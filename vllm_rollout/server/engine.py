@@ -121,6 +121,8 @@ class GroupOrder:
     outlook: Outlook | None = None
     """Its rank is chosen by the work that is predicted, and it may move to another when that pays, the latter only
     without a refusal of its moves."""
+    trace_headers: Mapping[str, str] | None = None
+    """W3C trace context, of which its candidates are; None: nobody traces."""
 
 
 @dataclass(frozen=True, slots=True)

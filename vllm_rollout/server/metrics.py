@@ -127,6 +127,7 @@ class Metrics:
         )
         self._length_mean = gauge("length_mean_tokens", "Mean length of candidates, moving average.", "adapter")
         self._length_std = gauge("length_std_tokens", "Standard deviation of their lengths, moving average.", "adapter")
+        self._turns = counter("session_turns", "Turns of sessions that have ended.")
         self._held = gauge(
             "groups_held",
             "Groups in the engine: running, or idle because they wait for requests that are to join them.",
@@ -216,6 +217,9 @@ class Metrics:
     def engine_rebuilt(self, outcome: str, seconds: float) -> None:
         self._rebuilds.labels(outcome).inc()
         self._rebuild_time.observe(seconds)
+
+    def turn_over(self) -> None:
+        self._turns.inc()
 
     def joined_over(self, ending: Ending) -> None:
         """One candidate of a group whose siblings come by themselves: what finished is what its request returns."""

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Iterable
 from pathlib import Path
 
 from vllm_rollout.group.judging.ledger import Reward
-from vllm_rollout.server.engine import CandidateEnd, PreparedPrompt
 from vllm_rollout.server.rollout import Rollout
-from vllm_rollout.server.shaping import history_key
 from vllm_rollout.trace.file import TraceFile
-from vllm_rollout.trace.rows import RolloutPrompt, reward_row, trace_row, traced_prompt
+from vllm_rollout.trace.rows import reward_row
+
+MAX_MISSING = 4096
+"""Rollouts without a row that are remembered."""
 
 logger = logging.getLogger("vllm.vllm_rollout")
 
@@ -19,45 +21,42 @@ logger = logging.getLogger("vllm.vllm_rollout")
 class TraceRecorder:
     """Appends one row per rollout, and one for the rewards of a request."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises: OSError for a path that cannot be written."""
+    def __init__(self, path: Path, max_bytes: int = 0) -> None:
+        """`max_bytes`: as of TraceFile. Raises: OSError for a path that cannot be written."""
         self._path = path
-        self._file: TraceFile | None = TraceFile(path)
+        self._file = TraceFile(path, max_bytes)
+        self._num_lost = 0
+        """Rows since the last one that was written."""
+        self._missing: OrderedDict[str, None] = OrderedDict()
+        """Rollouts whose row could not be written: rewards of theirs would say nothing."""
 
     def rollout_over(self, rollout: Rollout) -> None:
         """Records the prompts whose group is over: of a rollout whose client went away, not all of them."""
-        if not rollout.outcome.records:
-            return
-        plan = rollout.plans[0].group
-        row = trace_row(
-            rollout.id,
-            rollout.model,
-            plan.group_size,
-            max((prompt.max_tokens for prompt in rollout.prompts if prompt.max_tokens is not None), default=None),
-            [record for _, record in sorted(rollout.outcome.records.items())],
-            detection_length=None if plan.pruning is None else plan.pruning.detection_length,
-        )
-        self._append(row)
+        row = rollout.row()
+        if row.prompts and not self._append(row.model_dump_json(exclude_none=True, exclude_defaults=True)):
+            self._missing[rollout.id] = None
+            if len(self._missing) > MAX_MISSING:
+                self._missing.popitem(last=False)
 
     def rewards_posted(self, rollout_id: str, rewards: Iterable[Reward]) -> None:
         """Rewards that were accepted."""
         posted = [(reward.prompt_id, reward.index, reward.reward) for reward in rewards]
-        if posted:
+        if posted and rollout_id not in self._missing:
             self._append(reward_row(rollout_id, posted))
 
-    def _append(self, row: str) -> None:
-        if self._file is None:
-            return
+    def _append(self, row: str) -> bool:
+        """Whether it was written. Said when that changes."""
         try:
             self._file.append(row)
         except OSError as error:
-            logger.warning("vllm_rollout: --rollout-record %s: %s. Nothing more is recorded.", self._path, error)
-            self._file = None
+            if not self._num_lost:
+                self._warn(f"{error}. Rows are left out until it goes.")
+            self._num_lost += 1
+            return False
+        if self._num_lost:
+            self._warn(f"goes on; {self._num_lost} rows are missing.")
+            self._num_lost = 0
+        return True
 
-
-def recorded(prompt: PreparedPrompt, key: str, ends: Iterable[CandidateEnd]) -> RolloutPrompt:
-    """One prompt of a rollout's row; `key` names it over all rollouts."""
-    ends = list(ends)
-    own_key = "" if key == history_key(prompt.id, ()) else key
-    scores = {end.ending.index: end.assessment.score for end in ends if end.assessment is not None}
-    return traced_prompt(prompt.id, len(prompt.token_ids), [end.ending for end in ends], scores, key=own_key)
+    def _warn(self, what: str) -> None:
+        logger.warning("vllm_rollout: --rollout-record %s: %s", self._path, what)

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from vllm_rollout.group.lengths.receipt import Receipt
 from vllm_rollout.group.plans.fields import Migration, OnEngineFailure
 from vllm_rollout.group.types import CandidateState, Ending, GroupResult
 from vllm_rollout.rewards.values import Grade, RewardStatus
@@ -22,7 +23,9 @@ from vllm_rollout.server.protocol import Return
 from vllm_rollout.server.resumed import Resumption
 from vllm_rollout.server.scoring_log import ScoringLog
 from vllm_rollout.server.shaping import PromptPlan
-from vllm_rollout.trace.rows import RolloutPrompt
+from vllm_rollout.server.tracing import RolloutTrace
+from vllm_rollout.server.watch.seen import SeenRollout
+from vllm_rollout.trace.rows import RolloutRow
 
 
 @dataclass(slots=True)
@@ -40,10 +43,10 @@ class RolloutOutcome:
     """Why the first trajectory that has no reward has none."""
     off_policy: bool = False
     """Whether any trajectory is."""
+    receipt: Receipt | None = None
+    """None before its end. Its counts of tokens are those of `usage`, which knows groups of an interrupted round."""
     tellings: list[asyncio.Task[None]] = field(default_factory=list)
     """One per group that is over: the engine is told its lengths."""
-    records: dict[int, RolloutPrompt] = field(default_factory=dict)
-    """By position: prompts whose groups are over, for the trace."""
 
     @property
     def weight_version(self) -> str | None:
@@ -134,6 +137,10 @@ class Rollout:
     resumption: Resumption | None = None
     """None: neither does anything go on here, nor will it later."""
     outcome: RolloutOutcome = field(default_factory=RolloutOutcome)
+    seen: SeenRollout = field(default_factory=SeenRollout)
+    """For viewers and the trace."""
+    trace: RolloutTrace | None = None
+    """None: nobody traces."""
 
     def group_id(self, position: int) -> str:
         """The engine's name of the group of the prompt at that position."""
@@ -170,7 +177,36 @@ class Rollout:
             "freed": self.outcome.freed,
             "usage": self.outcome.usage,
             "timing": self.outcome.timing,
+            "receipt": self.receipt,
         }
+
+    @property
+    def receipt(self) -> Receipt | None:
+        written, usage = self.outcome.receipt, self.outcome.usage
+        names = ("generated_tokens", "returned_tokens", "wasted_tokens", "resumed_tokens")
+        return written and replace(written, **{name: getattr(usage, name) for name in names})
+
+    def row(self, *, with_prompts: bool = True, running: bool = False) -> RolloutRow:
+        """As a trace has it; with `running` also the groups that are not over."""
+        plan, seen = self.plans[0].group, self.seen
+        caps = [prompt.max_tokens for prompt in self.prompts if prompt.max_tokens is not None]
+        return RolloutRow.model_construct(
+            rollout_id=self.id,
+            model=self.model,
+            group_size=plan.group_size,
+            max_tokens=max(caps, default=None),
+            detection_length=None if plan.pruning is None else plan.pruning.detection_length,
+            began=seen.began,
+            seconds=seen.seconds,
+            num_prompts=len(self.prompts),
+            num_candidates=self.num_responses,
+            run=seen.run,
+            round=seen.round,
+            kind=seen.kind,
+            state=seen.state,
+            receipt=self.receipt,
+            prompts=seen.rows(running=running) if with_prompts else [],
+        )
 
     def candidate_ended(self, position: int, ending: Ending) -> None:
         self.course.candidate_ended(position, ending)

@@ -21,7 +21,10 @@ from vllm_rollout.server.serialised import (
     unless_disconnected,
 )
 from vllm_rollout.server.service import RolloutService
+from vllm_rollout.server.sessions import routes as session_routes
 from vllm_rollout.server.votes import VoteAnswer, VoteRequest
+from vllm_rollout.server.watch import routes as watch_routes
+from vllm_rollout.server.watch.page import page_router
 
 router = APIRouter(route_class=RolloutRoute, tags=["rollouts"])
 
@@ -72,3 +75,6 @@ router.include_router(learning_routes.router)
 router.include_router(learning_routes.state_router)
 router.include_router(run_routes.router)
 router.include_router(engine_routes.router)
+router.include_router(session_routes.router)
+router.include_router(watch_routes.router)
+router.include_router(page_router())

@@ -8,13 +8,16 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from functools import partial
 
+from vllm_rollout.group.judging.ledger import Reward
 from vllm_rollout.group.plans.prompt_key import digest_of, seed_for
 from vllm_rollout.group.ranks.scaling import Progress
 from vllm_rollout.group.rounds.round_progress import DeferReason
 from vllm_rollout.group.types import Ending, GroupResult, HeadKey
 from vllm_rollout.rewards.kept_limits import KeptLimits
+from vllm_rollout.server import tracing
 from vllm_rollout.server.admin import AdminKey
 from vllm_rollout.server.answers import DoneEvent, Event, RanksFreeEvent, RolloutAnswer
 from vllm_rollout.server.attempts import Attempt, attempts
@@ -29,12 +32,14 @@ from vllm_rollout.server.learning.service import LearningService
 from vllm_rollout.server.metrics import Metrics
 from vllm_rollout.server.preparation import Preparation
 from vllm_rollout.server.protocol import RolloutRequest
-from vllm_rollout.server.recorder import TraceRecorder, recorded
+from vllm_rollout.server.receipts import write_receipt
+from vllm_rollout.server.recorder import TraceRecorder
 from vllm_rollout.server.resumed import ResumedGroup
 from vllm_rollout.server.rollout import Rollout
 from vllm_rollout.server.serialised import GroupsInJson
 from vllm_rollout.server.shaping import ShapingService
 from vllm_rollout.server.started_group import StartedGroup
+from vllm_rollout.server.watch.viewers import Viewers
 
 EVENT_BUFFER = 256
 """Events of a rollout that wait for a slow reader. Beyond them each group waits with one event, and the engine goes on:
@@ -68,10 +73,11 @@ class RolloutService:
         self._metrics = metrics
         self._clock = clock
         self._recorder = recorder
-        self.learning = LearningService(engine.learning, engine.adapter_name, metrics, clock, recorder)
+        self.learning = LearningService(engine.learning, engine.adapter_name, metrics, clock, self._rewards_posted)
         self._shaping = ShapingService(engine, metrics, clock)
         self.grading = GradingService(graders, metrics, kept_limits)
         self._preparation = Preparation(engine, self.learning, self._shaping, self.grading, clock, audit_ratio)
+        self.viewers = Viewers(engine, records=recorder is not None)
         self._launcher = Launcher(engine.num_launch_places)
         self._endings: set[asyncio.Task[None]] = set()
         """What is still done for rollouts that are over, or whose clients have left."""
@@ -83,7 +89,10 @@ class RolloutService:
 
         Raises: RequestError that names the field.
         """
-        return await self._preparation.rollout(request)
+        trace = tracing.begin()
+        rollout = await self._preparation.rollout(request)
+        rollout.trace = trace
+        return rollout
 
     @property
     def moves(self) -> MovesPart:
@@ -130,8 +139,10 @@ class RolloutService:
 
         launching = events.add(launch())
         self._active[rollout.id] = rollout
+        self.viewers.begun(rollout)
         if rollout.watch is not None:
             rollout.watch.begin(events.put)
+        left = True
         try:
             async for event in events:
                 if isinstance(event, RanksFreeEvent):
@@ -141,10 +152,12 @@ class RolloutService:
             rollout.outcome.timing.latency_s = self._clock() - started
             await self._shaping.told(rollout.outcome.tellings)
             await self._warn(rollout)
+            await write_receipt(rollout)
+            left = False
             yield DoneEvent(**rollout.envelope())
         finally:
             launching.cancel()
-            ending = asyncio.create_task(self._end(rollout, launching, groups, events))
+            ending = asyncio.create_task(self._end(rollout, launching, groups, events, left=left))
             self._endings.add(ending)
             ending.add_done_callback(self._endings.discard)
             await asyncio.shield(ending)  # a client that leaves now does not interrupt it
@@ -155,8 +168,10 @@ class RolloutService:
         launching: asyncio.Task[None],
         groups: Mapping[str, asyncio.Task[None]],
         events: FanIn[Event | None],
+        *,
+        left: bool,
     ) -> None:
-        """Nothing of it runs any more, and it is recorded."""
+        """Nothing of it runs any more, and it is recorded. `left`: its client did not wait for the end."""
         await asyncio.gather(launching, return_exceptions=True)
         waves: Collection[str] = ()
         if rollout.grading is not None:
@@ -164,6 +179,10 @@ class RolloutService:
             waves = rollout.grading.waves
         await self._see_out({id: task for id, task in groups.items() if not task.done()}, waves, events)
         del self._active[rollout.id]
+        rollout.seen.over(left=left)
+        self.viewers.over(rollout)
+        if rollout.trace is not None:
+            rollout.trace.end(rollout.row(), rollout.outcome.usage)
         if rollout.watch is not None:
             await rollout.watch.end()
         if self._recorder is not None:
@@ -241,6 +260,9 @@ class RolloutService:
         """One group: its race, then what has become of it."""
         group = StartedGroup(rollout, position, places, self._metrics)
         order = self._order(rollout, position)
+        if rollout.trace is not None:
+            headers = rollout.trace.begin_group(position, rollout.seen.began + group.seen.started_s)
+            order = replace(order, trace_headers=headers)
         race = attempts(self._attempt(rollout, position, order), rollout.on_engine_failure, group.take_places_again)
         graded = self._graded_group(rollout, group, order, places)
         async with aclosing(race if graded is None else graded.happenings(race)) as happenings:
@@ -269,7 +291,13 @@ class RolloutService:
         if not rewards:
             return
         with suppress(RequestError):  # the engine is dead, and says so elsewhere
-            await self.learning.post_rewards(rollout.id, RewardsRequest(rewards=rewards, threshold=threshold))
+            request = RewardsRequest(rewards=rewards, threshold=threshold)
+            await self.learning.post_rewards(rollout.id, request, by_server=True)
+
+    def _rewards_posted(self, rollout_id: str, rewards: list[Reward]) -> None:
+        self.viewers.rewards_posted(rollout_id, rewards)
+        if self._recorder is not None:
+            self._recorder.rewards_posted(rollout_id, rewards)
 
     def _graded_group(
         self, rollout: Rollout, group: StartedGroup, order: GroupOrder, places: Places
@@ -330,5 +358,3 @@ class RolloutService:
         telling = self._shaping.group_over(plan.key, endings, rollout.adapter)
         if telling is not None:
             rollout.outcome.tellings.append(telling)
-        if self._recorder is not None:
-            rollout.outcome.records[group.position] = recorded(group.prompt, plan.key, ends)

@@ -30,6 +30,8 @@ from vllm_rollout.server.engine import CandidateEnd, CandidateTokens, Happening
 from vllm_rollout.server.launch import Places
 from vllm_rollout.server.metrics import Metrics
 from vllm_rollout.server.rollout import Rollout
+from vllm_rollout.server.shaping import history_key
+from vllm_rollout.server.watch.seen import SeenGroup
 
 
 class StartedGroup:
@@ -51,6 +53,18 @@ class StartedGroup:
         self._told: set[int] = set()
         self._off_policy: set[int] = set()
         """Indices of trajectories that are."""
+        self.seen = SeenGroup(
+            rollout.seen,
+            position,
+            self.prompt.id,
+            len(self.prompt.token_ids),
+            "" if self.plan.key == history_key(self.prompt.id, ()) else self.plan.key,
+            self.plan.group.num_candidates,
+            self.plan.group.audit,
+            rollout.seen.now(),
+            self.ends,
+        )
+        rollout.seen.groups[position] = self.seen
 
     async def take_places_again(self) -> None:
         await self._places.take_again(self.plan.group.num_candidates)
@@ -62,12 +76,14 @@ class StartedGroup:
                 self._rollout.restarted(self.position, len(self.ends))
                 for known in (self.ends, self.grades, self._told, self._off_policy):
                     known.clear()
+                self.seen.begin_again()
             case Lost():
                 self._lost_why = happening.reason
             case Graded(end, grade):
                 if self.ends.get(end.ending.index) is not end:
                     return False
                 self.grades[end.ending.index] = grade
+                self.seen.graded(end.ending.index, grade)
             case CandidateEnd():
                 self._take_end(happening)
         return True
@@ -120,6 +136,7 @@ class StartedGroup:
         """What has become of it, and why it is deferred if it is."""
         lost = any(end.group_lost for end in self.ends.values())
         reason = await self._rollout.course.group_over(self.position, result, lost=lost)
+        self.seen.over(result.status if reason is None else "deferred", reason or result.reason, result.selected)
         return (result if reason is None else deferred(result, reason)), reason
 
     def events_of_the_rest(self, result: GroupResult) -> Iterator[Event]:
@@ -171,6 +188,7 @@ class StartedGroup:
         if not end.is_replaced:  # by one that takes its place
             self._places.release(1)
         self.ends[end.ending.index] = end
+        self.seen.candidate_ended(end)
         self._rollout.candidate_ended(self.position, end.ending)
         if end.assessment is not None:
             self._metrics.candidate_scored(end.assessment)

@@ -112,6 +112,18 @@ def simulate(
             "Otherwise what is long may wait over the border.",
         ),
     ] = False,
+    sessions: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FIELD=VALUE,…",
+            help="Candidates are conversations with tools: what a candidate generates is spread over turns, and "
+            "between two of them a tool runs. Fields with their defaults: turns=3 (on average, geometric), "
+            "tool_seconds=0 (on average; without a profile, steps), tool_sigma=1 (how heavy the tail of tools is), "
+            "tool_tokens=100 (of a tool's answer), tool_failures=0 (chance that a tool fails and its session is void: "
+            "a spare or a new one takes its place). Settings of sessions say redundancy, early_stop, group_size, and "
+            "selection first or shortest.",
+        ),
+    ] = None,
     detection_length: Annotated[
         int | None,
         typer.Option(min=1, help="Tokens at which the trace's scores were taken. Default: the recorded number."),
@@ -156,6 +168,10 @@ def simulate(
         vllm-rollout simulate --generate prompts=256,prompt_sigma=0.8,sigma=0.8 --rounds 32 --epochs 3
         vllm-rollout simulate trace.jsonl --profile ptl.json --rounds "prompts_per_round=8,prompt_speculation=1.25|1.5"
 
+    **Agents**: what racing conversations would save whose tools take 20 s on average, with a tail, and fail at times:
+
+        vllm-rollout simulate trace.jsonl --profile ptl.json --sessions turns=4,tool_seconds=20,tool_failures=0.05
+
     **A trace** has one JSON row per rollout (a training step), or one per prompt. "ends", "scores" and "rewards" are
     optional:
 
@@ -179,7 +195,7 @@ def simulate(
             data_parallel_size=data_parallel_size, migration=migration, scale_down=scale_down,
             moves_kv=move_kv == "auto", group_size=group_size, max_num_seqs=max_num_seqs,
             kv_capacity_tokens=kv_capacity_tokens, settings=tuple(setting or ()), detection_length=detection_length,
-            rounds=tuple(rounds or ()), message_delay_s=message_delay, whole_epochs=whole_epochs,
+            rounds=tuple(rounds or ()), sessions=sessions, message_delay_s=message_delay, whole_epochs=whole_epochs,
             prompts_per_step=prompts_per_step,
             epochs=epochs, skip_broken=skip_broken, seed=seed, output=output, output_json=output_json,
         )  # fmt: skip

@@ -36,6 +36,7 @@ class SimulateOptions:
     detection_length: int | None = None
     prompts_per_step: int | None = None
     rounds: tuple[str, ...] = ()
+    sessions: str | None = None
     message_delay_s: float = 0.0
     whole_epochs: bool = False
     epochs: int = 1
@@ -60,6 +61,13 @@ class SimulateOptions:
         for flag, given in (("--migration", self.migration), ("--scale-down", self.scale_down)):
             if given != "off" and self.data_parallel_size == 1:
                 raise FlagError(f"{flag} {given} moves groups between engines: say how many with --data-parallel-size")
+        for flag, given in (
+            ("--rounds", self.rounds),
+            (f"--migration {self.migration}", self.migration != "off"),
+            (f"--scale-down {self.scale_down}", self.scale_down != "off"),
+        ):
+            if self.sessions is not None and given:
+                raise FlagError(f"{flag} is for answers: sessions stay on their engines, in single rollouts")
         if self.output.suffix != ".png":
             raise FlagError(f"--output must end in .png, got {self.output}")
         for flag, path in (("--output", self.output), ("--output-json", self.output_json)):

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from vllm_rollout.group.racing.sessions import Session
 from vllm_rollout.group.types import GroupResult
 from vllm_rollout.simulator.machine import Curve, FleetRun, Machine
 from vllm_rollout.simulator.race import PoolCandidate
@@ -52,6 +53,10 @@ class SimulationOutcome:
     """Groups whose redundancy "auto" went to its upper bound."""
     num_candidates: int = 0
     num_pruned: int = 0
+    num_turns: int = 0
+    """Turns of sessions that have run, some of them not to their end."""
+    num_void: int = 0
+    """Sessions that a tool has failed."""
     num_drawn: int = 0
     """Candidates that ran beyond what the trace has seen of them."""
     num_resampled: int = 0
@@ -83,6 +88,11 @@ class SimulationOutcome:
         for index in result.selected:
             self.returned_lengths.append(endings[index].num_tokens)
             self.num_truncated += endings[index].truncated
+
+    def add_sessions(self, sessions: Iterable[Session]) -> None:
+        for session in sessions:
+            self.num_turns += session.num_turns
+            self.num_void += session.is_void
 
     def add_rollout(self, run: FleetRun, first_group_s: float) -> None:
         ranks, seconds = run.ranks, run.seconds
@@ -140,6 +150,10 @@ class SimulationOutcome:
         return self.num_candidates / self.num_groups
 
     @property
+    def num_rollouts(self) -> int:
+        return len(self.first_group_s)
+
+    @property
     def busy_share(self) -> float:
         """The share of the time of all ranks in which they work."""
         return self.busy_rank_s / (self.num_ranks * self.seconds) if self.seconds else 0.0
@@ -162,6 +176,7 @@ class SimulationOutcome:
 TOLD = (
     *("generated_tokens", "returned_tokens", "wasted_tokens", "bubble", "truncated_share", "incomplete_share"),
     *("upper_bound_share", "candidates_per_prompt", "num_candidates", "num_pruned", "num_drawn", "num_resampled"),
+    *("num_turns", "num_void"),
     *("num_preemptions", "num_ranks", "num_moves", "busy_rank_s", "freed_rank_s", "num_groups", "num_without_history"),
 )
 """What a program is told of an outcome as it is."""

@@ -19,8 +19,9 @@ from vllm_rollout.group.lengths.moments import LengthMoments
 from vllm_rollout.group.plans.plan import GroupPlan
 from vllm_rollout.group.racing.lifecycle import Group
 from vllm_rollout.group.racing.race import RacePlace
+from vllm_rollout.group.racing.selection import conclude
 from vllm_rollout.group.ranks.work import Work
-from vllm_rollout.group.types import CandidateId, Ending
+from vllm_rollout.group.types import CandidateId, Ending, GroupResult
 from vllm_rollout.trace.rows import Trace, TracedPrompt
 
 
@@ -143,6 +144,11 @@ class Race:
         """The work of candidates that have so many tokens."""
         return Work.of(num_tokens, self.lengths, self.max_tokens, self.prompt_tokens)
 
+    @property
+    def result(self) -> GroupResult:
+        """When the group is over."""
+        return conclude(self.plan, self.endings)
+
     def close(self, seconds: float) -> None:
         self.over_s = seconds
         self.endings = tuple(runner.ending for runner in self.candidates)
@@ -165,6 +171,10 @@ class Runner:
     @property
     def index(self) -> int:
         return self.id.index
+
+    @property
+    def is_wanted(self) -> bool:
+        return self.race.group.state(self.index) == "running"
 
     @property
     def detection_length(self) -> int | None:

@@ -27,6 +27,8 @@ from vllm_rollout.simulator.machine import Machine, RankRun
 from vllm_rollout.simulator.race import PoolCandidate, Race, Runner
 
 Phase = Literal["close", "begin"]
+Message = tuple[float, int, Callable[[], None]]
+"""(arrival, number, what to do)."""
 
 
 class Happening(NamedTuple):
@@ -91,8 +93,7 @@ class Rank:
         self._wakes: list[tuple[int, int, Runner, int]] = []
         """(step, number, candidate, its start): something is due, unless the candidate was preempted meanwhile."""
         self._numbers = count()
-        self._inbox: list[tuple[float, int, Callable[[], None]]] = []
-        """(arrival, number, what to do)."""
+        self._inbox: list[Message] = []
         self._run = RankRun()
         self._races: dict[str, Race] = {}
         """By group id: a trace may name a prompt twice. Those that moved on stay in it."""
@@ -168,10 +169,12 @@ class Rank:
         self._begin(happening.seconds)
         return None
 
-    def _send(self, at_s: float, action: Callable[[], None]) -> None:
-        heappush(self._inbox, (at_s, next(self._numbers), action))
+    def _send(self, at_s: float, action: Callable[[], None]) -> Message:
+        message = (at_s, next(self._numbers), action)
+        heappush(self._inbox, message)
         if self._planned is not None and at_s < self._planned[1]:
             self._plan()
+        return message
 
     def _enter(self, race: Race) -> None:
         group_id = f"{self._name}{len(self._races)}"
@@ -268,7 +271,7 @@ class Rank:
         while self._waiting and len(self._running) < self._slots:
             runner = self._waiting[0]
             race = runner.race
-            if race.group.state(runner.index) != "running":  # it was given up while it waited
+            if not runner.is_wanted:  # it was given up while it waited
                 self._waiting.popleft()
                 continue
             prompt_tokens = race.prompt_tokens if not race.num_holding else 0
@@ -297,11 +300,15 @@ class Rank:
         self._kv_offset += (race.prompt_tokens if not race.num_holding else 0) - start
         race.num_holding += 1
         self._running[runner] = None
+        self._set_wakes(runner)
+
+    def _set_wakes(self, runner: Runner) -> None:
+        """It runs from now on."""
         self._wake(runner, runner.future.num_tokens)
         if (detection_length := runner.detection_length) is not None and runner.num_tokens < detection_length:
             self._wake(runner, detection_length)
-        if race.group.length_cap is not None:
-            self._wake(runner, race.group.length_cap)
+        if (length_cap := runner.race.group.length_cap) is not None:
+            self._wake(runner, length_cap)
 
     def _wake(self, runner: Runner, num_tokens: int) -> None:
         heappush(self._wakes, (runner.start + num_tokens, next(self._numbers), runner, runner.start))

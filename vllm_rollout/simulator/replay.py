@@ -11,7 +11,6 @@ from functools import partial
 from vllm_rollout.group.judging.audit import AuditTurns, with_audits
 from vllm_rollout.group.judging.judge import Judge
 from vllm_rollout.group.lengths.history import observed_lengths
-from vllm_rollout.group.racing.selection import conclude
 from vllm_rollout.group.ranks.placement import Placement
 from vllm_rollout.simulator.fleet import reward, run_fleet
 from vllm_rollout.simulator.machine import FleetRun, Machine
@@ -19,6 +18,7 @@ from vllm_rollout.simulator.outcome import SimulationOutcome, Sweep
 from vllm_rollout.simulator.planner import Planner
 from vllm_rollout.simulator.race import Pools, Race
 from vllm_rollout.simulator.rank import run_races
+from vllm_rollout.simulator.sessions import MORE_SESSIONS, SessionTerms, group_of, run_sessions
 from vllm_rollout.simulator.settings import Setting
 from vllm_rollout.trace.rows import TracedRollout
 
@@ -30,21 +30,25 @@ def replay(
     *,
     epochs: int = 1,
     seed: int = 0,
+    sessions: SessionTerms | None = None,
     on_rollout: Callable[[], None] = lambda: None,
 ) -> SimulationOutcome:
-    """Run every rollout of the trace, `epochs` times over.
+    """Run every rollout of the trace, `epochs` times over. `sessions`: candidates are these.
 
     Raises: PlanError for a setting that no engine would take; ValueError for a candidate the KV cache cannot hold.
     """
-    return _Replay(pools, setting, machine, seed).run(epochs, on_rollout)
+    return _Replay(pools, setting, machine, seed, sessions).run(epochs, on_rollout)
 
 
 class _Replay:
-    def __init__(self, pools: Pools, setting: Setting, machine: Machine, seed: int) -> None:
+    def __init__(
+        self, pools: Pools, setting: Setting, machine: Machine, seed: int, sessions: SessionTerms | None
+    ) -> None:
         self._pools = pools
         self._setting = setting
         self._machine = machine
         self._seed = seed
+        self._sessions = sessions
         self._planner = Planner(setting, machine)
         self._judges = [Judge() for _ in range(machine.num_ranks)]
         self._placement = machine.new_placement()
@@ -69,13 +73,19 @@ class _Replay:
         self._outcome.num_without_history = self._planner.num_without_history
         races = []
         for position, (prompt, its) in enumerate(zip(rollout.prompts, planned, strict=True)):
-            pool = self._pools.candidates(epoch, number, position, its.plan.num_candidates)
-            races.append(self._planner.race(prompt, its.plan, pool, name, self._seed))
+            key = (epoch, number, position)
+            num_candidates = its.plan.num_candidates * (1 if self._sessions is None else MORE_SESSIONS)
+            race = self._planner.race(prompt, its.plan, self._pools.candidates(*key, num_candidates), name, self._seed)
+            races.append(
+                race if self._sessions is None else group_of(race, self._sessions, self._seed, key, self._machine)
+            )
         ranks = assigned(races, self._placement)
         run = self._run(ranks)
-        results = {race: conclude(race.plan, race.endings) for race in races}
+        results = {race: race.result for race in races}
         for prompt, its, race in zip(rollout.prompts, planned, races, strict=True):
             self._outcome.add_group(results[race], race.pool, its.at_upper_bound)
+            if self._sessions is not None:
+                self._outcome.add_sessions(race.sessions.sessions.values())
             self._planner.history.observe(prompt.history_key, observed_lengths(results[race].endings))
         self._outcome.add_rollout(run, min(race.over_s for race in races))
         if self._setting.pruning is not None:
@@ -84,6 +94,8 @@ class _Replay:
                 reward(judge, self._judges, name, {race: results[race] for race in (races if run.num_moves else own)})
 
     def _run(self, ranks: Sequence[Sequence[Race]]) -> FleetRun:
+        if self._sessions is not None:
+            return FleetRun([run_sessions(self._machine, own, self._sessions) for own in ranks])
         if self._machine.moves_groups:
             return run_fleet(self._machine, self._judges, ranks)
         return FleetRun([run_races(self._machine, own, judge) for own, judge in zip(ranks, self._judges, strict=True)])
@@ -109,6 +121,7 @@ def sweep(
     *,
     epochs: int = 1,
     seed: int = 0,
+    sessions: SessionTerms | None = None,
     on_rollout: Callable[[Setting], None] = lambda setting: None,
 ) -> Sweep:
     """Replay every setting; the first is the baseline of the comparison.
@@ -118,7 +131,15 @@ def sweep(
     for setting in settings:
         setting.plan(machine.max_candidates)
     outcomes = tuple(
-        replay(pools, setting, machine, epochs=epochs, seed=seed, on_rollout=partial(on_rollout, setting))
+        replay(
+            pools,
+            setting,
+            machine,
+            epochs=epochs,
+            seed=seed,
+            sessions=sessions,
+            on_rollout=partial(on_rollout, setting),
+        )
         for setting in settings
     )
     if not machine.moves_groups:

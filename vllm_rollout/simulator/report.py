@@ -50,8 +50,16 @@ def tables(sweep: Sweep) -> list[Table]:
         ("busy", lambda o: f"{o.busy_share:.0%}"),
         ("freed", lambda o: f"{o.freed_share:.0%}"),
     ]
+    sessions: list[Column] = [
+        (f"time{steps}", lambda o: _time(o.seconds / o.num_rollouts, sweep)),
+        ("tokens\ngenerated", lambda o: count(round(o.generated_tokens / o.num_rollouts))),
+        ("tokens\nwasted", lambda o: count(round(o.wasted_tokens / o.num_rollouts))),
+        ("turns\nper session", lambda o: f"{o.num_turns / o.num_candidates:.1f}"),
+        ("void", lambda o: f"{o.num_void / o.num_candidates:.1%}"),
+    ]
     told = [("Time and tokens", costs), ("What the trainer gets: tokens of returned answers", lengths)]
     told += [("Time of all engines", moves)] if sweep.machine.moves_groups else []
+    told += [("Sessions, per rollout", sessions)] if sweep.baseline.num_turns else []
     best = (sweep.fastest, sweep.fastest_with_longest)
     return [table_of(title, columns, sweep.outcomes, best) for title, columns in told]
 

@@ -63,6 +63,12 @@ class Setting:
         return default_num_longest(self.group_size) if self.num_longest is None else self.num_longest
 
     @property
+    def is_for_sessions(self) -> bool:
+        """A server takes it of groups whose candidates are sessions."""
+        said = Setting(self.group_size, self.redundancy, self.selection, early_stop=self.early_stop, label=self.label)
+        return self == said and self.redundancy != AUTO and self.selection in ("first", "shortest")
+
+    @property
     def name(self) -> str:
         return self.label or " ".join(self._words())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ from vllm_rollout.simulator.rounds.data import DataSet, GeneratedDataSet, RunCon
 from vllm_rollout.simulator.rounds.outcome import RoundOutcome
 from vllm_rollout.simulator.rounds.replay import sweep_rounds
 from vllm_rollout.simulator.rounds.settings import RoundSetting, default_rounds, parse_rounds, with_baselines
+from vllm_rollout.simulator.sessions import SessionTerms, parse_sessions
 from vllm_rollout.simulator.settings import Setting, default_sweep, parse_setting
 from vllm_rollout.trace.file import read_trace
 from vllm_rollout.trace.rows import Trace
@@ -116,6 +118,7 @@ def _rollouts(options: SimulateOptions, trace: Trace | None) -> SimulationJob:
         origin = options.trace.name
     clock = clock_of(options, trace.models, trace.longest_context)
     group_size = options.group_size or trace.group_size or DEFAULT_GROUP_SIZE
+    sessions = _sessions(options)
     settings = _settings(options, trace, group_size, clock.machine.max_candidates)
     num_rollouts = len(trace.rollouts) * options.epochs
     rollouts = "1 rollout" if num_rollouts == 1 else f"{num_rollouts:,} rollouts"
@@ -124,17 +127,26 @@ def _rollouts(options: SimulateOptions, trace: Trace | None) -> SimulationJob:
     def replay(advance: Advance) -> Report:
         pools, seed = Pools(trace, options.seed), options.seed
         its = sweep(
-            pools, settings, clock.machine, epochs=options.epochs, seed=seed, on_rollout=lambda s: advance(s.name, 1)
+            pools,
+            settings,
+            clock.machine,
+            epochs=options.epochs,
+            seed=seed,
+            sessions=sessions,
+            on_rollout=lambda s: advance(s.name, 1),
         )
         return Report(
             report.tables(its),
             report.recommendation(its),
             report.notes(its, trace),
             lambda subtitle, path: picture.draw(its, subtitle, path),
-            report.to_json(its, trace),
+            {"sessions": None if sessions is None else asdict(sessions), **report.to_json(its, trace)},
         )
 
     size = f"{groups} in {rollouts}, at most {trace.max_tokens:,} tokens."
+    if sessions is not None:
+        unit = "steps" if clock.machine.is_ideal else "s"
+        size += f" Sessions of {sessions.turns:g} turns on average, tools of {sessions.tool_seconds:g} {unit}."
     return SimulationJob(origin, size, clock, "rollouts", len(settings) * num_rollouts, replay)
 
 
@@ -182,6 +194,14 @@ def _distribution(options: SimulateOptions) -> LengthDistribution:
         raise FlagError(f"--generate {options.generate!r}: {error}") from error
 
 
+def _sessions(options: SimulateOptions) -> SessionTerms | None:
+    """What --sessions says. Raises: FlagError."""
+    try:
+        return None if options.sessions is None else parse_sessions(options.sessions)
+    except ValueError as error:
+        raise FlagError(f"--sessions {options.sessions!r}: {error}") from error
+
+
 def _told(its: LengthDistribution) -> str:
     """A phrase for people."""
     return (
@@ -194,13 +214,19 @@ def _settings(options: SimulateOptions, trace: Trace, group_size: int, max_candi
     pruning = {} if detection_length is None else {"detection_length": detection_length}
     if not options.settings:
         can_prune = trace.has_scores and trace.has_rewards and detection_length is not None
-        return default_sweep(group_size, max_candidates, make_pruning_plan(pruning) if can_prune else None)
+        sweep = default_sweep(group_size, max_candidates, make_pruning_plan(pruning) if can_prune else None)
+        return sweep if options.sessions is None else [setting for setting in sweep if setting.is_for_sessions]
     settings = [Setting(group_size)]
     for text in options.settings:
         for alternative in _alternatives(text):
             try:
                 setting = parse_setting(alternative, group_size, pruning)
                 setting.plan(max_candidates)
+                if options.sessions is not None and not setting.is_for_sessions:
+                    raise ValueError(
+                        "groups of sessions take redundancy (a number), early_stop, group_size, and selection first or "
+                        "shortest. Leave out the rest, or --sessions."
+                    )
             except ValueError as error:
                 raise FlagError(f"--setting {text!r}: {error}") from error
             settings.append(setting)

@@ -1,10 +1,17 @@
-"""Trace files: JSON lines <-> traces. Invariant: every complaint names file and line."""
+"""Trace files: JSON lines <-> traces. Invariant: every complaint names file and line.
+
+A file that is recorded into is bounded: when it is full it becomes the older piece, `FILE.1`, in the place of the one
+before. Who reads FILE reads both.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -22,6 +29,8 @@ from vllm_rollout.trace.rows import (
 )
 
 FORMS = 'a rollout row has "prompts", a reward row "rollout_id" and "rewards", a prompt row "prompt_id" and "lengths"'
+MEND_BYTES = 1 << 16
+"""That are read at once to find the last row."""
 MAX_REASONS = 3
 """Reasons told of broken rows."""
 
@@ -35,21 +44,23 @@ def read_trace(path: Path, *, skip_broken: bool = False, prompts_per_step: int |
 
     Raises: TraceError with file, line, value and what is allowed; with `skip_broken` only when nothing is left.
     """
-    builder = _TraceBuilder()
+    whole = pieces(path)
+    builder = _TraceBuilder(is_cut=len(whole) > 1)
     broken: list[str] = []
     try:
-        with path.open(encoding="utf-8", errors="surrogateescape") as lines:
-            for number, line in enumerate(lines, start=1):
-                if not line.strip():
-                    continue
-                try:
-                    builder.add(_parse(line))
-                except ValueError as error:
-                    broken.append(f"{path}:{number}: {_reason(error)}")
-                    if not skip_broken:
-                        raise TraceError(
-                            f"{broken[-1]}. Mend the row, or go on without broken rows with --skip-broken."
-                        ) from error
+        for piece in whole:
+            with piece.open(encoding="utf-8", errors="surrogateescape") as lines:
+                for number, line in enumerate(lines, start=1):
+                    if not line.strip():
+                        continue
+                    try:
+                        builder.add(parse_row(line))
+                    except ValueError as error:
+                        broken.append(f"{piece}:{number}: {reason_of(error)}")
+                        if not skip_broken:
+                            raise TraceError(
+                                f"{broken[-1]}. Mend the row, or go on without broken rows with --skip-broken."
+                            ) from error
     except OSError as error:
         raise TraceError(f"{path}: {error.strerror or error}") from error
     try:
@@ -69,23 +80,83 @@ def told_reasons(broken: tuple[str, ...]) -> str:
     return f"{rows}: {'; '.join(broken[:MAX_REASONS])}{more}"
 
 
-class TraceFile:
-    """A trace that grows row by row. Opened at once, so that a path that cannot be written is known at start-up."""
+def pieces(path: Path) -> list[Path]:
+    """The files that a trace is in, the older one first."""
+    older = older_piece(path)
+    return [older, path] if older.exists() else [path]
 
-    def __init__(self, path: Path) -> None:
-        """Raises: OSError."""
-        self._file = path.open("a", encoding="utf-8")
+
+def older_piece(path: Path) -> Path:
+    return path.with_name(f"{path.name}.1")
+
+
+class TraceFile:
+    """A trace that grows row by row, from several processes too. Invariant: its rows are whole, whatever became of one
+    that was being written."""
+
+    def __init__(self, path: Path, max_bytes: int = 0) -> None:
+        """`max_bytes`: of both pieces together; 0: no bound. Raises: OSError for a path that cannot be written."""
+        self._path = path
+        self._max_bytes = max_bytes
+        self._locked().close()
 
     def append(self, row: str) -> None:
-        """Raises: OSError, for example when the disk is full."""
-        self._file.write(row + "\n")
-        self._file.flush()
+        """Raises: OSError, for example when the disk is full: then the row is not there."""
+        data = f"{row}\n".encode(errors="surrogateescape")
+        with self._locked() as file:
+            size = file.seek(0, os.SEEK_END)
+            if not self._max_bytes or not size or size + len(data) <= self._max_bytes // 2:
+                _write(file, data, size)
+                return
+            os.replace(self._path, older_piece(self._path))
+        with self._locked() as file:
+            _write(file, data, file.seek(0, os.SEEK_END))
 
-    def close(self) -> None:
-        self._file.close()
+    def _locked(self) -> FileIO:
+        """The file that has the name now, after its last whole row. Nobody else writes to it until it is closed."""
+        while True:
+            file = self._path.open("a+b", buffering=0)
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if self._path.exists() and os.path.samestat(os.fstat(file.fileno()), self._path.stat()):
+                _mend(file)
+                return file
+            file.close()  # another process has made it the older piece
 
 
-def _parse(line: str) -> RolloutRow | RewardRow | PromptRow:
+def _write(file: FileIO, data: bytes, size: int) -> None:
+    """All of it or nothing; `size`: of the file before. Raises: OSError."""
+    try:
+        while data:
+            data = data[write_some(file, data) :]
+    except OSError:
+        file.truncate(size)
+        raise
+
+
+def write_some(file: FileIO, data: bytes) -> int:
+    """How many bytes of it were written, at least one. Raises: OSError."""
+    return file.write(data) or 0
+
+
+def _mend(file: FileIO) -> None:
+    """Takes away what is left of a row whose writer was killed; a whole one without an end of line gets it."""
+    size = file.seek(0, os.SEEK_END)
+    begin, part = size, b""
+    while begin and b"\n" not in part:
+        begin = file.seek(max(0, begin - MEND_BYTES))
+        part = file.read(size - begin)
+    part = part[part.rfind(b"\n") + 1 :]
+    if part:
+        try:
+            json.loads(part)
+        except ValueError:
+            file.truncate(size - len(part))
+        else:
+            _write(file, b"\n", size)
+
+
+def parse_row(line: str) -> RolloutRow | RewardRow | PromptRow:
+    """Raises: ValueError with what is wrong with it."""
     try:
         fields = json.loads(line)
     except RecursionError as error:
@@ -103,7 +174,7 @@ def _parse(line: str) -> RolloutRow | RewardRow | PromptRow:
     raise ValueError(f"no row of a trace: {FORMS}; got {', '.join(map(repr, fields)) or 'no field'}")
 
 
-def _reason(error: ValueError) -> str:
+def reason_of(error: ValueError) -> str:
     if not isinstance(error, ValidationError):
         return str(error)
     first, *others = error.errors(include_url=False)
@@ -145,6 +216,8 @@ class _OpenPrompt:
 class _TraceBuilder:
     """Collects rows; rewards may come any time after their rollout. A row that raises changes nothing."""
 
+    is_cut: bool = False
+    """Older rows than the first one may have been thrown away."""
     _rollouts: list[list[_OpenPrompt]] = field(default_factory=list)
     _by_id: dict[str, dict[str, _OpenPrompt]] = field(default_factory=dict)
     _models: dict[str, None] = field(default_factory=dict)
@@ -208,6 +281,8 @@ class _TraceBuilder:
 
     def _add_rewards(self, row: RewardRow) -> None:
         prompts = self._by_id.get(row.rollout_id)
+        if prompts is None and self.is_cut:
+            return
         if prompts is None:
             raise ValueError(f"rewards for rollout_id {row.rollout_id!r}, which no earlier row has")
         for reward in row.rewards:

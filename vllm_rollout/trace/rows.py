@@ -11,19 +11,24 @@ A prompt row is shorthand; rows that follow each other are one rollout, unless t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, StrictInt, StrictStr, model_validator
 
 from vllm_rollout.config import HISTORY_KEY_CHARS, MAX_DETECTION_LENGTH, MAX_TRACED_TOKENS
+from vllm_rollout.group.lengths.receipt import Receipt
 from vllm_rollout.group.types import STOP_STATES, Ending
 
 End = Literal["stop", "length", "surplus", "pruned", "deferred", "failed"]
 """Ended by itself; cut at `max_tokens`; stopped as surplus, by its score, because nobody wanted the group now; lost."""
 STOPPED: tuple[End, ...] = STOP_STATES
 """Ends that hide how long the candidate would have become."""
+GroupFate = Literal["running", "complete", "incomplete", "deferred", "filtered"]
+"""`running` is in no file."""
+RolloutState = Literal["running", "over", "left"]
+"""`left`: its client went away before its end."""
 
 
 class TracedCandidate(NamedTuple):
@@ -130,8 +135,8 @@ class LengthsRow(_Row):
     @model_validator(mode="after")
     def _consistent(self) -> LengthsRow:
         num = len(self.lengths)
-        for name in ("ends", "scores", "rewards"):
-            values = getattr(self, name)
+        for name in ("ends", "scores", "rewards", "ended_s", "reward_status"):
+            values = getattr(self, name, None)
             if values is not None and len(values) != num:
                 raise ValueError(f"{name} has {len(values)} entries, lengths has {num}; they must be equally long")
         ends = self.ends or ["stop"] * num
@@ -142,9 +147,24 @@ class LengthsRow(_Row):
 
 
 class RolloutPrompt(LengthsRow):
-    """One prompt of a rollout row."""
+    """One prompt of a rollout row. Times are for a page, in seconds after its rollout began; `simulate` reads none."""
 
     id: Name
+    position: Annotated[StrictInt, Field(ge=0)] | None = None
+    """Among the prompts that the client gave."""
+    rank: StrictInt | None = None
+    moves: list[tuple[FiniteFloat, StrictInt]] | None = None
+    """When it was on which rank from, if it ever went to another."""
+    status: GroupFate | None = None
+    reason: StrictStr | None = None
+    """Why it is not complete."""
+    audit: bool = False
+    started_s: FiniteFloat | None = None
+    over_s: FiniteFloat | None = None
+    ended_s: list[FiniteFloat | None] | None = None
+    selected: list[StrictInt] | None = None
+    """Indices of the returned trajectories."""
+    reward_status: list[StrictStr | None] | None = None
 
 
 class RolloutRow(_Row):
@@ -154,6 +174,17 @@ class RolloutRow(_Row):
     max_tokens: Annotated[Length, Field(ge=1)] | None = None
     detection_length: Annotated[StrictInt, Field(ge=1, le=MAX_DETECTION_LENGTH)] | None = None
     """At which scores were taken."""
+    began: FiniteFloat | None = None
+    """Unix seconds."""
+    seconds: FiniteFloat | None = None
+    num_prompts: StrictInt | None = None
+    num_candidates: StrictInt | None = None
+    """That it began with."""
+    run: StrictStr | None = None
+    round: StrictInt | None = None
+    kind: Literal["short", "long"] | None = None
+    state: RolloutState | None = None
+    receipt: Receipt | None = None
     prompts: Annotated[list[RolloutPrompt], Field(min_length=1)]
 
 
@@ -181,45 +212,6 @@ def end_of(ending: Ending) -> End:
         return "length" if ending.truncated else "stop"
     assert ending.state != "running", f"candidate {ending.index} has not ended"
     return ending.state
-
-
-def traced_prompt(
-    id: str, prompt_tokens: int, endings: Iterable[Ending], scores: Mapping[int, float] | None = None, key: str = ""
-) -> RolloutPrompt:
-    """One prompt of a rollout row, from what became of its candidates.
-
-    scores: by index, of those that have one. key: its name in the history of lengths, if that is not its id.
-    """
-    endings = sorted(endings, key=lambda ending: ending.index)
-    assert [ending.index for ending in endings] == list(range(len(endings))), "an index is a position in the row"
-    return RolloutPrompt.model_construct(
-        id=id,
-        prompt_tokens=prompt_tokens,
-        key=key,
-        lengths=[ending.num_tokens for ending in endings],
-        ends=[end_of(ending) for ending in endings],
-        scores=[scores.get(ending.index) for ending in endings] if scores else None,
-    )
-
-
-def trace_row(
-    rollout_id: str,
-    model: str,
-    group_size: int,
-    max_tokens: int | None,
-    prompts: Sequence[RolloutPrompt],
-    detection_length: int | None = None,
-) -> str:
-    """A rollout row, without a line end."""
-    row = RolloutRow.model_construct(
-        rollout_id=rollout_id,
-        model=model,
-        group_size=group_size,
-        max_tokens=max_tokens,
-        detection_length=detection_length,
-        prompts=list(prompts),
-    )
-    return row.model_dump_json(exclude_none=True, exclude_defaults=True)
 
 
 def reward_row(rollout_id: str, rewards: Iterable[tuple[str, int, float]]) -> str:

@@ -24,6 +24,7 @@ from vllm_rollout.adapter.api.start.services import build_services
 from vllm_rollout.client.calls import Call
 from vllm_rollout.client.client import AsyncRolloutClient
 from vllm_rollout.client.connection import RolloutError
+from vllm_rollout.config import RECORD_MAX_MIB
 from vllm_rollout.rewards.functions import RewardFunction
 from vllm_rollout.server.answers import Event
 from vllm_rollout.server.engine import RequestError
@@ -71,8 +72,9 @@ class Rollouts:
             chat_template_content_format="auto",
         )
         settings = Namespace(
-            rollout_profile=profile, rollout_record=record, rollout_state=None, rollout_admin_key=None,
-            emulate=None, parallelism="fixed",
+            rollout_profile=profile, rollout_record=record, rollout_record_max_mib=RECORD_MAX_MIB,
+            rollout_state=None, rollout_admin_key=None,
+            rollout_page="off", emulate=None, parallelism="fixed",
             rollout_reward=rewards or {}, rollout_reward_processes=None, rollout_reward_limits=None,
         )  # fmt: skip
         return cls(app, await build_services(client, app.state, settings))

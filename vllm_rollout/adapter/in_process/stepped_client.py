@@ -6,7 +6,7 @@ Invariant: the engine steps while somebody awaits an output, and only then.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Collection
+from collections.abc import AsyncGenerator, Collection, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,12 +59,18 @@ class EngineRequests:
         request_id: str,
         *,
         lora_request: LoRARequest | None = None,
+        trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
         data_parallel_rank: int | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Closing it aborts the request."""
         internal_id = self._engine.add_request(
-            request_id, prompt, sampling_params, lora_request=lora_request, priority=priority
+            request_id,
+            prompt,
+            sampling_params,
+            lora_request=lora_request,
+            trace_headers=trace_headers,
+            priority=priority,
         )
         queue = self._waiting[request_id] = asyncio.Queue()
         if self._stepping is None or self._stepping.done():

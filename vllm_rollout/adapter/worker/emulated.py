@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from vllm.logger import init_logger
+from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
@@ -66,7 +67,7 @@ class EmulatedWorker(WorkerCalls, WorkerBase):
         fates = Fates(self.emulation, parallel.data_parallel_index, emulation.num_ranks)
         ring = FeatureRing(HIDDEN_SIZE, torch.float32, options.feature_ring_bytes)
         self.emulated_device = Device(self.emulation, emulation.speed)
-        self.moving_runner = EmulatedRunner(fates, self.vocab_size, ring)
+        self.moving_runner = EmulatedRunner(fates, self.vocab_size, ring, self._marker())
         self.quality_heads = QualityHeads(
             self.moving_runner,
             ring,
@@ -82,6 +83,17 @@ class EmulatedWorker(WorkerCalls, WorkerBase):
             goes_on=emulation.log_goes_on,
         )
         self._launched: LaunchedStep | None = None
+
+    def _marker(self) -> list[int]:
+        """Tokens with which a turn asks for a tool. Raises: ValueError without a tokenizer."""
+        if self.emulation.turns is None:
+            return []
+        tokenizer = cached_tokenizer_from_config(self.model_config)
+        if tokenizer is None:
+            raise ValueError(
+                "turns.marker is a text, and --skip-tokenizer-init leaves no tokenizer. Leave one of them out."
+            )
+        return tokenizer.encode(self.emulation.turns.marker, add_special_tokens=False)
 
     def load_model(self, **_: Any) -> None:
         """There is none."""

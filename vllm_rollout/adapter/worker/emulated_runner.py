@@ -55,8 +55,8 @@ class EmulatedRequest:
         "observed",
         "salt",
         "scored_at",
-        "verdict",
-        "verdict_at",
+        "tail",
+        "tail_at",
     )
 
     def __init__(
@@ -66,6 +66,7 @@ class EmulatedRequest:
         params: SamplingParams,
         fates: Fates,
         vocabulary: Vocabulary,
+        marker: Sequence[int],
         fate: Fate | None,
     ) -> None:
         extra_args = params.extra_args or {}
@@ -77,13 +78,15 @@ class EmulatedRequest:
             fate = fates.of(prompt, key, None if tag is None else tag.index, extra_args)
         self.fate = fate
         self.salt, self.cycle = self.fate.salt, vocabulary.cycle
-        self.verdict = vocabulary.verdict(self.salt, self.fate.succeeds)
+        self.tail = marker if self.fate.asks else (vocabulary.verdict(self.salt, self.fate.succeeds),)
         self.num_prompt = len(prompt_token_ids)
         stops = [] if params.eos_token_id is None else [params.eos_token_id]
         stops += params.stop_token_ids or []
         self.last_token = stops[0] if stops else 0
         self.length = self.fate.length if stops else ENDLESS
-        self.verdict_at = self.length - 1
+        if self.fate.asks:
+            self.length = max(self.length, 1 + len(marker))
+        self.tail_at = self.length - len(self.tail)
         plan = None if tag is None else tag.terms.pruning
         self.observed = tag is not None and (tag.observed or plan is not None)
         self.confidence = CONFIDENCE_NATS + self.fate.score if self.observed else NO_NUMBER
@@ -93,8 +96,8 @@ class EmulatedRequest:
         """Number of its newest output token, those of earlier rounds left out."""
 
     def end(self, number: int) -> int:
-        """Output token `number`, the last one or the one before it."""
-        return self.last_token if number >= self.length else self.verdict
+        """Output token `number`, the last one or one of those before it."""
+        return self.last_token if number >= self.length else self.tail[number - self.tail_at]
 
     def hidden_state(self) -> np.ndarray:
         """float32 [HIDDEN_SIZE]."""
@@ -118,11 +121,13 @@ class EmulatedRunner:
 
     num_last_states = 1 + NUM_IN_FLIGHT
 
-    def __init__(self, fates: Fates, vocab_size: int, ring: FeatureRing) -> None:
+    def __init__(self, fates: Fates, vocab_size: int, ring: FeatureRing, marker: Sequence[int] = ()) -> None:
+        """marker: the tokens with which a turn asks for a tool."""
         self.heads: dict[HeadKey, PublishedHead] = {}
         """Quality heads publish here. There are no adapters (`adapter/api/client/emulate.py`)."""
         self._fates = fates
         self._vocab_size = vocab_size
+        self._marker = marker
         self._ring = ring
         self._requests: dict[str, EmulatedRequest] = {}
         self._vocabularies: dict[frozenset[int], Vocabulary] = {}
@@ -192,7 +197,7 @@ class EmulatedRunner:
             num_sampled += 1
             request.newest = number
             number += request.num_before
-            if number < request.verdict_at:
+            if number < request.tail_at:
                 tokens.append([request.cycle[(request.salt + number) % PERIOD]])
             else:
                 tokens.append([request.end(number)])
@@ -222,7 +227,7 @@ class EmulatedRunner:
         stops = frozenset(params.all_stop_token_ids) | {params.eos_token_id}
         if (vocabulary := self._vocabularies.get(stops)) is None:
             vocabulary = self._vocabularies[stops] = Vocabulary(self._vocab_size, stops)
-        request = EmulatedRequest(request_id, prompt_token_ids, params, self._fates, vocabulary, fate)
+        request = EmulatedRequest(request_id, prompt_token_ids, params, self._fates, vocabulary, self._marker, fate)
         self._requests[request_id] = request
         if params.logprobs is not None:
             self._logprobs[request_id] = max(0, params.logprobs)

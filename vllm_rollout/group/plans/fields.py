@@ -33,6 +33,8 @@ from vllm_rollout.group.plans.rows import (
 from vllm_rollout.group.types import Signal
 
 OWN: tuple[Door, ...] = ("body", "own")
+JOIN: tuple[Door, ...] = ("join", "session")
+SESSION: tuple[Door, ...] = ("body", "session")
 
 SelectionRule = Literal["first", "shortest", "dual_end"]
 EarlyStop = bool | Literal["auto"] | None
@@ -40,6 +42,8 @@ EarlyStop = bool | Literal["auto"] | None
 Migration = Literal["off", "spread", "consolidate", "auto"]
 OnEngineFailure = Literal["fail", "retry"]
 Until = Literal["complete", "variance"]
+CutTurn = Literal["ends", "goes_on"]
+HistoryRule = Literal["strict", "rewritable"]
 QueueOrder = Literal["first_in", "shortest", "longest"]
 PruningRule = Literal["gradient", "balance", "paper"]
 PruningMode = Literal["active", "shadow"]
@@ -180,6 +184,8 @@ class RaceFields:
         Either((Flag(), Names((AUTO,)))),
         'Stop a group\'s other candidates when group_size valid ones have finished. "auto", the default: wherever the '
         "selection allows it, which dual_end does not.",
+        *OWN,
+        *JOIN,
         default=None,
     )
     selection: Literal["first", "shortest"] | DualEndSelectionFields = row(
@@ -236,7 +242,7 @@ class RaceFields:
 class GroupFields(RaceFields):
     """What a rollout says of its groups."""
 
-    group_size: int = row(_SIZE, "Trajectories you want for each prompt (M, OpenAI's n).", "body", "join")
+    group_size: int = row(_SIZE, "Trajectories you want for each prompt (M, OpenAI's n).", "body", *JOIN)
     audit_ratio: float | None = row(
         Number(0, 1),
         "Share of groups in which nobody is stopped, so that what is learned stays true. Default: the server's "
@@ -258,7 +264,7 @@ class JoinFields:
     """What a request that joins a group says of it, beside fields that others have too."""
 
     group_id: str | None = row(
-        Text(MAX_NAME_CHARS), "The group's name. Default: whichever group of the prompt is open.", "join", default=None
+        Text(MAX_NAME_CHARS), "The group's name. Default: whichever group of the prompt is open.", *JOIN, default=None
     )
     namespace: str | None = row(
         Text(MAX_NAME_CHARS), "Your run's name: two trainers at one server may use the same ids.", "join", default=None
@@ -266,9 +272,56 @@ class JoinFields:
     num_candidates: int | None = row(
         Integer(1, 2 * config.MAX_GROUP_SIZE),
         "How many siblings there are. Default: rollout_group_size.",
-        "join",
+        *JOIN,
         default=None,
     )
+
+
+@dataclass(kw_only=True)
+class SessionFields:
+    """What a group says of its candidates when they are sessions."""
+
+    max_turns: int | None = row(
+        Integer(1, config.MAX_TURNS),
+        "Turns of a session; after so many it is over, as truncated. Default: no limit.",
+        *SESSION,
+        default=None,
+    )
+    max_tokens: int | None = row(
+        Integer(1, config.MAX_SESSION_TOKENS),
+        "Tokens that the policy generates in all turns of a session; then it is over, as truncated. Default: no limit.",
+        *SESSION,
+        default=None,
+    )
+    idle_timeout_s: float = row(
+        Number(0, config.MAX_SESSION_IDLE_S, above=True),
+        "A session of which nobody hears for so many seconds between two turns is void.",
+        *SESSION,
+        default=config.SESSION_IDLE_S,
+    )
+    cut_turn: CutTurn = row(
+        Names(get_args(CutTurn)),
+        'What a turn means that was cut at its own max_tokens: "ends", the session is over, as truncated; "goes_on".',
+        *SESSION,
+        default="ends",
+    )
+    history: HistoryRule = row(
+        Names(get_args(HistoryRule)),
+        'What happens to a turn whose messages tell another history than the turns before: "strict", it is refused; '
+        '"rewritable", it begins a new segment of the trajectory.',
+        *SESSION,
+        default="strict",
+    )
+
+
+@dataclass(kw_only=True)
+class TurnFields:
+    """What a request says as one turn of a session."""
+
+    session: str | None = row(
+        Text(MAX_NAME_CHARS), "The session. Default: the header X-Session-ID.", "session", default=None
+    )
+    last: bool = row(Flag(), "No turn follows: when this one ends the session has finished.", "session", default=False)
 
 
 @dataclass(frozen=True)
@@ -305,7 +358,7 @@ PLAN_FIELDS = tuple(
 
 ROWS: Mapping[str, Row] = {
     field: row
-    for table in (GroupFields, DualEndFields, AutoFields, JoinFields, PruningFields)
+    for table in (GroupFields, DualEndFields, AutoFields, JoinFields, PruningFields, SessionFields, TurnFields)
     for field, row in rows(table).items()
 }
 """All rows, by field."""

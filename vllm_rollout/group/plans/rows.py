@@ -12,12 +12,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-Door = Literal["body", "own", "join"]
-"""body  an object in a body of ours; which one, says the table
-own   `vllm_xargs` of a request that has a group of its own
-join  `vllm_xargs` of one of several requests that make up a group
+Door = Literal["body", "own", "join", "session"]
+"""body     an object in a body of ours; which one, says the table
+own      `vllm_xargs` of a request that has a group of its own
+join     `vllm_xargs` of one of several requests that make up a group
+session  `vllm_xargs` of a request that is one turn of a candidate
 """
 
 
@@ -187,8 +188,8 @@ class Row:
 def row(
     takes: Kind, help: str, *doors: Door, default: Any = dataclasses.MISSING, flat: Kind | None = None, xarg: str = ""
 ) -> Any:
-    """A field of a table; without a default it is needed. Without doors it comes in by all of them."""
-    its = Row(takes, help, doors or get_args(Door), flat or takes, xarg)
+    """A field of a table; without a default it is needed. Without doors it comes in by all but that of sessions."""
+    its = Row(takes, help, doors or ("body", "own", "join"), flat or takes, xarg)
     return dataclasses.field(default=default, metadata={"row": its})
 
 

@@ -6,7 +6,7 @@ Invariant: a field is refused by the name under which the user wrote it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_rollout.group.plans.fields import PLAN_FIELDS, ROWS, PruningFields
 from vllm_rollout.group.plans.plan import GroupJoin, GroupPlan, make_join, make_plan
@@ -37,6 +37,27 @@ def plan_from_xargs(xargs: Mapping[str, object], n: int, *, max_candidates: int)
     group = {field: said[field] for field in PLAN_FIELDS if field in said}
     names = {**NAMES, "group_size": "n"}
     return make_plan(n, **group, pruning=_pruning(said), max_candidates=max_candidates, names=names)
+
+
+class TurnSaid(NamedTuple):
+    """What a request says as one turn of a session."""
+
+    session: str
+    last: bool
+    group: Mapping[str, Any]
+    """What it says of its group, by field; the first turn needs it, later ones may repeat it."""
+
+
+def turn_from_xargs(xargs: Mapping[str, object], named: str | None, *, n: int) -> TurnSaid:
+    """`named`: the session that a header names. Raises: PlanError naming the field as the user wrote it."""
+    said = _read(xargs, "session")
+    session = said.pop("session", named)
+    if session is None:
+        raise PlanError(NAMES["session"], "is required, or the header X-Session-ID: which session this is a turn of.")
+    ROWS["session"].check(session, NAMES["session"])
+    if n != 1:
+        raise PlanError(NAMES["session"], f"a turn of a session has one answer, but n is {n}. Send n=1.")
+    return TurnSaid(session, said.pop("last", False), said)
 
 
 def audit_ratio_from_xargs(xargs: Mapping[str, object], of_server: float) -> float:

@@ -171,6 +171,11 @@ class Group:
         self._stop(given_up, "surplus")
         return given_up
 
+    def withdraw(self, index: int) -> None:
+        """One that has finished counts for nothing after all; the group is not closed."""
+        assert not self.closed, f"candidate {index} may have decided who won"
+        self._candidates[index].state = "failed"
+
     @property
     def pruning(self) -> PruningPlan | None:
         """How its candidates are judged; in an audit group nobody is stopped by it."""

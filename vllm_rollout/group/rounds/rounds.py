@@ -22,6 +22,7 @@ from math import ceil
 from typing import Literal, get_args
 
 from vllm_rollout.config import DEFAULT_SPECULATION, MAX_CANDIDATES, MAX_GROUP_SIZE, MAX_PROMPTS
+from vllm_rollout.group.lengths.receipt import Receipt
 from vllm_rollout.group.plans.fields import QueueOrder, RunFields
 from vllm_rollout.group.rounds.savings import Savings
 
@@ -203,6 +204,8 @@ class Run:
     history: list[RoundRecord] = field(default_factory=list)
     """Newest last."""
     savings: Savings = field(default_factory=Savings)
+    receipt: Receipt | None = None
+    """The sum over closed rounds, of those that have one."""
 
     @property
     def next_kind(self) -> RoundKind:
@@ -273,7 +276,12 @@ class Run:
         self.open = planned
 
     def close(
-        self, outcomes: Mapping[int, EntryOutcome], latency_s: float, generated_tokens: int, returned_tokens: int
+        self,
+        outcomes: Mapping[int, EntryOutcome],
+        latency_s: float,
+        generated_tokens: int,
+        returned_tokens: int,
+        receipt: Receipt | None = None,
     ) -> RoundRecord:
         """The open round is over; `outcomes` by entry number, of all its entries."""
         opened = self.open
@@ -305,6 +313,9 @@ class Run:
         self.generated_tokens += generated_tokens
         self.returned_tokens += returned_tokens
         self.latency_s += latency_s
+        if receipt is not None:
+            its = receipt.repaying if opened.kind == "long" else receipt
+            self.receipt = its if self.receipt is None else self.receipt + its
         self.history = [*self.history, record][-MAX_HISTORY_ROUNDS:]
         self.num_rounds += 1
         self.open = None

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from vllm_rollout.config import MAX_GROUP_SIZE, MAX_PROMPTS, MAX_SPECULATION
 from vllm_rollout.group.checks import MAX_COUNT, fields_of, integer, listed, number, shown, text
+from vllm_rollout.group.lengths.receipt import Receipt
 from vllm_rollout.group.rounds.rounds import (
     MAX_HISTORY_ROUNDS,
     MAX_WAITING,
@@ -53,13 +54,15 @@ def run_to_state(run: Run) -> dict[str, Any]:
             run.savings.synchronous_tokens,
             [[block, *found] for block, found in run.savings.blocks.items()],
         ],
+        **({} if run.receipt is None else {"receipt": list(astuple(run.receipt))}),
     }
 
 
 def run_from_state(state: Any) -> Run:
     """Raises: ValueError for what no run can have been."""
     names = ("format", "terms", "counts", "totals", "queue", "carried", "open", "history", "savings")
-    state = fields_of(state, names, "a run")
+    receipts = ("receipt",) if isinstance(state, Mapping) and "receipt" in state else ()  # none in older ones
+    state = fields_of(state, (*names, *receipts), "a run")
     if state["format"] != FORMAT:
         raise ValueError(
             f"format of a run must be {FORMAT}, got {shown(state['format'])}. Use the version that wrote it."
@@ -78,6 +81,7 @@ def run_from_state(state: Any) -> Run:
     records = listed(state["history"], "history of a run", MAX_HISTORY_ROUNDS)
     run.history = [_built(RoundRecord, record, "a round that is over") for record in records]
     run.savings = _savings(state["savings"])
+    run.receipt = _receipt(state["receipt"]) if receipts else None
     _check_whole(run)
     return run
 
@@ -161,6 +165,19 @@ def _built(of: type[Built], values: Any, where: str) -> Built:
     names = [field.name for field in fields(of)]
     found = zip(names, listed(values, where, length=len(names)), strict=True)
     return of(*(CHECKS.get(name, _COUNT)(value, f"{name} of {where}") for name, value in found))
+
+
+def _receipt(values: Any) -> Receipt:
+    where = "the receipt of a run"
+    known = zip(fields(Receipt), listed(values, where, length=len(fields(Receipt))), strict=True)
+    return Receipt(**{field.name: _of_receipt(field.name, value, where) for field, value in known})
+
+
+def _of_receipt(name: str, value: Any, where: str) -> Any:
+    if name.endswith("_tokens") or name.startswith("num_"):
+        is_predicted = name in ("saved_tokens", "postponed_tokens")
+        return None if is_predicted and value is None else integer(value, where, -MAX_COUNT if is_predicted else 0)
+    return None if value is None else number(value, where, -MAX_SECONDS, MAX_SECONDS)
 
 
 def _savings(values: Any) -> Savings:

@@ -30,7 +30,6 @@ from vllm_rollout.server.learning.body import (
 )
 from vllm_rollout.server.learning.prompts import PromptsAnswer, prompts_page
 from vllm_rollout.server.metrics import Metrics
-from vllm_rollout.server.recorder import TraceRecorder
 from vllm_rollout.server.slices import each
 
 
@@ -43,18 +42,24 @@ class LearningService:
         adapter_name: Callable[[str | None], str],
         metrics: Metrics,
         clock: Callable[[], float],
-        recorder: TraceRecorder | None = None,
+        on_rewards: Callable[[str, list[Reward]], None] = lambda rollout_id, rewards: None,
     ) -> None:
-        """`adapter_name`: the adapter that is served under a model's name (`Engine.adapter_name`)."""
+        """`adapter_name`: the adapter that is served under a model's name (`Engine.adapter_name`). `on_rewards`: called
+        with rewards that a trainer has posted, and that were accepted."""
         self._learning = learning
         self._adapter_name = adapter_name
-        self._recorder = recorder
+        self._on_rewards = on_rewards
         self._metrics = metrics
         self._clock = clock
         self._reported: dict[HeadKey, float] = {}
         """When the gauges of each were last set."""
 
-    async def post_rewards(self, rollout_id: str, request: RewardsRequest) -> RewardsAnswer:
+    @property
+    def pruning_refusal(self) -> str | None:
+        """Why candidates cannot be scored here."""
+        return self._learning.pruning_refusal
+
+    async def post_rewards(self, rollout_id: str, request: RewardsRequest, *, by_server: bool = False) -> RewardsAnswer:
         """Raises: RequestError, 404 when the rollout is not known."""
         rewards = await each(request.rewards, lambda entry: entry.judged(request.threshold))
         receipt = await self._learning.post_rewards(rollout_id, rewards)
@@ -66,9 +71,9 @@ class LearningService:
                 status=HTTPStatus.NOT_FOUND,
                 param="rollout_id",
             )
-        if self._recorder is not None:
+        if not by_server:
             posted = zip(rewards, receipt.statuses, strict=True)
-            self._recorder.rewards_posted(rollout_id, [reward for reward, status in posted if status == "accepted"])
+            self._on_rewards(rollout_id, [reward for reward, status in posted if status == "accepted"])
         await self._posted(receipt, rewards)
         results = await each(zip(request.rewards, receipt.statuses, strict=True), lambda pair: RewardResult.of(*pair))
         return RewardsAnswer(

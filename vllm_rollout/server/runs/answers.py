@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
+from vllm_rollout.group.lengths.receipt import Receipt
 from vllm_rollout.group.plans.fields import QueueOrder
 from vllm_rollout.group.ranks.planner import Reason
 from vllm_rollout.group.rounds.rounds import RoundKind
@@ -124,6 +125,8 @@ class RunAnswer(BaseModel):
     """The newest rounds, oldest first."""
     totals: RunTotals
     savings: SavingsAnswer
+    receipt: Receipt | None = None
+    """The sum over rounds that are over. What a long round took is taken off: waiting for all would not need it."""
     parallelism: ParallelismAnswer | None = None
     """Null without `--parallelism auto`."""
 

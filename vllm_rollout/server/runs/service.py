@@ -307,6 +307,7 @@ class RunService:
         rollout.course = course = RoundCourse(
             self._engine, rollout.id, opened, filters=filters, rewards_decide=rollout.rewards_decide
         )
+        rollout.seen.run, rollout.seen.round, rollout.seen.kind = stored.id, opened.number, opened.kind
         live = LiveRound(stored.id, opened, rollout, course)
         if keeps_ended:
             live.ended = EndedGroups(partial(self._keep_ended, live), version)
@@ -318,7 +319,12 @@ class RunService:
     async def _events(self, live: LiveRound) -> AsyncGenerator[Event, None]:
         opened, rollout, course = live.opened, live.rollout, live.course
         filtered: list[str] = []
-        course.on_filtered = filtered.append
+
+        def filter_out(prompt_id: str) -> None:
+            filtered.append(prompt_id)
+            rollout.seen.filtered(prompt_id)
+
+        course.on_filtered = filter_out
         try:
             yield RoundEvent(
                 id=rollout.id,
@@ -387,6 +393,7 @@ class RunService:
                 latency_s=rollout.outcome.timing.latency_s,
                 generated_tokens=rollout.outcome.usage.generated_tokens,
                 returned_tokens=rollout.outcome.usage.returned_tokens,
+                receipt=rollout.receipt,
             )
         except BaseException as error:
             live.keeping = None
@@ -401,7 +408,9 @@ class RunService:
         self._metrics.round_over(live.opened.kind, fates, rollout.outcome.timing.latency_s)
         if self._parallelism is not None:
             self._parallelism.round_over(live, self._engine.max_num_seqs * self._engine.moves.num_ranks)
-        return RoundDoneEvent(**summary(live, run).model_dump(), **rollout.envelope())
+        told = summary(live, run)
+        self._rollouts.viewers.round_over(told, [entry.prompt_id for entry in run.queue])
+        return RoundDoneEvent(**told.model_dump(), **rollout.envelope())
 
     def _forget(self, race_id: str) -> None:
         async def forget() -> None:

@@ -155,5 +155,6 @@ def run_answer(
         history=[RoundRecordAnswer.model_validate(record) for record in run.history],
         totals=RunTotals.model_validate(run),
         savings=SavingsAnswer.model_validate(run.savings),
+        receipt=run.receipt,
         parallelism=parallelism,
     )

@@ -24,6 +24,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_rollout.adapter.api.calls.engine_calls import EngineCalls
 from vllm_rollout.adapter.api.calls.versions import REJECTIONS
+from vllm_rollout.adapter.api.client import session_turns
 from vllm_rollout.adapter.api.client.graded_answers import REWARD, AnswerGrader, without_reward
 from vllm_rollout.adapter.api.client.group_routes import GroupRoutes
 from vllm_rollout.adapter.api.client.open_paths import refuse_on_open_path
@@ -64,6 +65,8 @@ from vllm_rollout.server.clients import client_namespace
 from vllm_rollout.server.engine import Beginnings, Outlook, RequestError
 from vllm_rollout.server.fan_in import FanIn
 from vllm_rollout.server.metrics import Metrics
+from vllm_rollout.server.sessions.groups import OpenTurn
+from vllm_rollout.server.sessions.service import SessionService
 
 logger = init_logger("vllm.vllm_rollout")
 
@@ -81,6 +84,8 @@ class GroupClient:
     routes: GroupRoutes
     answer_grader: AnswerGrader | None = None
     """None until there are services."""
+    sessions: SessionService | None = None
+    """The same."""
 
     def begin_groups(self, routes: GroupRoutes, metrics: Metrics) -> None:
         """Once, before the first request comes."""
@@ -96,6 +101,8 @@ class GroupClient:
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
     ) -> AsyncGenerator[RequestOutput, None]:
         extra_args = sampling_params.extra_args
+        if self.sessions is not None and self.sessions.names_session(extra_args or {}):
+            return self._turn(prompt, sampling_params, request_id, **kwargs)
         if not extra_args:
             return super().generate(prompt, sampling_params, request_id, **kwargs)
         if TAG_KEY in extra_args:
@@ -127,6 +134,49 @@ class GroupClient:
         if audit_ratio and self._audits.take(kind, audit_ratio, request_id, self.first_of_answer(request_id)):
             plan = plan.audited()
         return self._generate_choices(plan, prompt, params, request_id, **kwargs)
+
+    def _turn(
+        self, prompt: Any, params: SamplingParams, request_id: str, **kwargs: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """A request that is one turn of a session (docs/agents.md)."""
+        assert self.sessions is not None
+        extra_args = params.extra_args or {}
+        self._check_forced_length(extra_args)
+        xargs = rollout_xargs(extra_args)
+        refuse_on_open_path(xargs or ("rollout_session",))
+        lora: LoRARequest | None = kwargs.get("lora_request")
+        turn = session_turns.turn_of(self.sessions, xargs, prompt, params, lora and lora.lora_name)
+        if turn is None:
+            return session_turns.ended_at_once(request_id, prompt, params)
+        params = session_turns.params_of(params.clone(), turn)
+        params.extra_args = {key: value for key, value in extra_args.items() if key not in xargs}
+        return self._generate_turn(turn, session_turns.mended(prompt, turn), params, request_id, **kwargs)
+
+    async def _generate_turn(
+        self, turn: OpenTurn, prompt: Any, params: SamplingParams, request_id: str, **kwargs: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """On the rank where its group is."""
+        assert self.sessions is not None
+        if not session_turns.begin(self.sessions, turn):
+            async for output in session_turns.ended_at_once(request_id, prompt, params):
+                yield output
+            return
+        routes = []
+        try:
+            rank = kwargs.get("data_parallel_rank")
+            for engine_id in dict.fromkeys((turn.group.engine_id, turn.engine_id)):
+                routes.append(self.routes.join(engine_id, session_turns.MANY, rank))
+                rank = routes[0].rank
+            tag = session_turns.tag_of(turn, params)
+            in_deltas = params.output_kind == RequestOutputKind.DELTA
+            candidate = self._generate_candidate(tag, prompt, params, request_id, **kwargs)
+            async with aclosing(session_turns.heard(self.sessions, turn, candidate, in_deltas=in_deltas)) as outputs:
+                async for output in outputs:
+                    yield output
+        finally:
+            self.sessions.leave(turn)
+            for route in routes:
+                self.routes.leave_joined(route, refused=False)
 
     def first_of_answer(self, request_id: str) -> str:
         """The request that came first of those that are answered together with this one."""

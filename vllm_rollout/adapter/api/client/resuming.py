@@ -93,3 +93,8 @@ def text_of(
     detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, request)  # type: ignore[arg-type]
     detokenizer.update(list(token_ids), stop_terminated=stopped)
     return detokenizer.get_next_output_text(finished=True, delta=False)
+
+
+def whole_text(model_config: ModelConfig, token_ids: Sequence[int]) -> str:
+    """The text of tokens, special ones included."""
+    return cached_tokenizer_from_config(model_config).decode(list(token_ids), skip_special_tokens=False)

@@ -150,6 +150,7 @@ class VLLMEngine:
             beginnings=order.beginnings,
             outlook=outlook,
             lora_request=lora,
+            trace_headers=order.trace_headers,
         )
         lost: GroupLost | None = None
         try:

@@ -30,7 +30,13 @@ from vllm_rollout.adapter.api.trainers import trainers
 from vllm_rollout.adapter.compat import check_vllm_version, lacking, vllm_version
 from vllm_rollout.adapter.names import SCHEDULER_CLS, WORKER_CLS
 from vllm_rollout.adapter.options import ServeOptions
-from vllm_rollout.config import CPU_BLOCK_SIZE_TOKENS, DEFAULT_AUDIT_RATIO, FEATURE_RING_BYTES, TRAIN_BUDGET_S
+from vllm_rollout.config import (
+    CPU_BLOCK_SIZE_TOKENS,
+    DEFAULT_AUDIT_RATIO,
+    FEATURE_RING_BYTES,
+    RECORD_MAX_MIB,
+    TRAIN_BUDGET_S,
+)
 from vllm_rollout.models import DEFAULT_MODEL, resolve
 from vllm_rollout.profiling.profile_file import Profile
 from vllm_rollout.server.admin import AdminKey
@@ -127,6 +133,21 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "`vllm-rollout simulate`. No token and no text is in it. Default: off.",
     )
     group.add_argument(
+        "--rollout-record-max-mib",
+        type=int,
+        default=RECORD_MAX_MIB,
+        metavar="MIB",
+        help="The most that it may have, with its older piece FILE.1, which it becomes when it has half of that. 0: no "
+        "bound. Default: %(default)s.",
+    )
+    group.add_argument(
+        "--rollout-page",
+        choices=["on", "off"],
+        default="on",
+        help="The page /rollouts, which shows what runs, and its feed, which needs --api-key where that is set. "
+        "Default: %(default)s.",
+    )
+    group.add_argument(
         "--rollout-state",
         metavar="FOLDER",
         help="Keep in this folder what the server learns (calibration, quality heads, lengths: loaded at start, "
@@ -194,7 +215,7 @@ def refuse_unsupported(args: argparse.Namespace, parser: argparse.ArgumentParser
         if args.rollout_profile is not None:
             Profile.read(Path(args.rollout_profile))
         if args.rollout_record is not None:
-            TraceFile(Path(args.rollout_record)).close()
+            TraceFile(Path(args.rollout_record))
     except ValueError as error:
         parser.error(f"--rollout-profile: {error}")
     except OSError as error:

@@ -6,12 +6,14 @@ Invariant: a server and a trainer's own process have the same ones.
 from __future__ import annotations
 
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 
 from starlette.datastructures import State
 
 from vllm_rollout.adapter.api.client.client import RolloutAsyncLLM
 from vllm_rollout.adapter.api.client.graded_answers import AnswerGrader
+from vllm_rollout.adapter.api.client.resuming import whole_text
 from vllm_rollout.adapter.api.engine.engine import VLLMEngine
 from vllm_rollout.adapter.api.engine.parallelism import parallelism_of
 from vllm_rollout.adapter.api.engine.state_file import StateFile
@@ -23,6 +25,7 @@ from vllm_rollout.server.recorder import TraceRecorder
 from vllm_rollout.server.runs.service import RunService
 from vllm_rollout.server.runs.store import LEARNED, RUNS, RunStore
 from vllm_rollout.server.service import RolloutService
+from vllm_rollout.server.sessions.service import SessionService
 
 LIMITS = "time_limits.json"
 """In the folder of --rollout-state: how long grading each test case may take."""
@@ -35,7 +38,9 @@ async def build_services(client: RolloutAsyncLLM, state: State, settings: Namesp
     """
     engine = VLLMEngine(client, state)
     await engine.shaping.use_costs(settings)
-    recorder = None if settings.rollout_record is None else TraceRecorder(Path(settings.rollout_record))
+    recorder = None
+    if settings.rollout_record is not None:
+        recorder = TraceRecorder(Path(settings.rollout_record), settings.rollout_record_max_mib << 20)
     store = RunStore()
     if settings.rollout_state is not None:
         folder = Path(settings.rollout_state)
@@ -66,8 +71,18 @@ async def build_services(client: RolloutAsyncLLM, state: State, settings: Namesp
         graders=grader,
         kept_limits=kept_limits,
     )
-    state.rollout_service = service
+    state.rollout_service, state.rollout_page = service, settings.rollout_page
     client.answer_grader = AnswerGrader(service.grading, engine.learning)
+    sessions = SessionService(
+        engine.give_up,
+        service.grading,
+        service.learning,
+        metrics,
+        partial(whole_text, client.model_config),
+        audit_ratio=ServeOptions.of(client.vllm_config).audit_ratio,
+        alone=client.num_api_processes == 1,
+    )
+    client.sessions = state.session_service = sessions
     parallelism = parallelism_of(settings, client, engine)
     state.run_service = RunService(service, engine, store, metrics, client.num_api_processes, parallelism)
     return engine

@@ -1,0 +1,109 @@
+"""What the checks of agents share: a group of sessions whose ends are known beforehand, and what its server says of it.
+
+Two sessions finish, two lose amid a turn, and two lose while they are at their tool, then ask again. Runs in the
+trainers' environments: standard library and httpx. Invariant: whatever a trainer's agents do, they do by the trainer's
+own code; this only says which of them waits for what.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Literal, TypeVar
+
+import httpx
+
+from conformance.checks import metric
+
+Role = Literal["finishes", "in a turn", "at its tool"]
+ROLES: tuple[Role, ...] = ("finishes", "finishes", "in a turn", "in a turn", "at its tool", "at its tool")
+GROUP_SIZE = ROLES.count("finishes")
+TURNS = 3
+SHORT, LONG = 24, 1500
+"""Tokens at which turns are cut; the long ones are to be stopped before."""
+QUESTION, TOOL_SAYS = "What is 17 + 25?", "The calculator says 42."
+PATIENCE_S = 120.0
+Tool = Callable[[], Awaitable[None]]
+T = TypeVar("T")
+
+
+class Sessions:
+    """A group of sessions at a server, whose names belong to the client with this API key."""
+
+    def __init__(self, url: str, *, api_key: str | None = "EMPTY") -> None:
+        self._http = httpx.Client(base_url=url, timeout=60, trust_env=False)
+        if api_key is not None:
+            self._http.headers["authorization"] = f"Bearer {api_key}"
+        self._url = url
+        self.id = ""
+        self.num_requests_before = self._num_requests()
+
+    def declare(self) -> list[str]:
+        """Returns the ids of its sessions, one per role."""
+        fields = {"group_size": GROUP_SIZE, "redundancy": len(ROLES) - GROUP_SIZE, "cut_turn": "goes_on"}
+        said = self._http.post("/v1/groups", json=fields).raise_for_status().json()
+        self.id = said["id"]
+        return said["to_begin"]
+
+    def read(self) -> dict[str, Any]:
+        return self._http.get(f"/v1/groups/{self.id}").raise_for_status().json()
+
+    def trajectory(self, session_id: str) -> dict[str, Any]:
+        return self._http.get(f"/v1/sessions/{session_id}").raise_for_status().json()
+
+    def finish(self, session_id: str, reward: float) -> None:
+        self._http.post(f"/v1/sessions/{session_id}/finish", json={"reward": reward}).raise_for_status()
+
+    async def until(self, is_so: Callable[[Mapping[str, Any]], bool]) -> None:
+        """Raises: AssertionError with the group as it is, when it was not so for too long."""
+        ends = time.monotonic() + PATIENCE_S
+        while not is_so(said := self.read()):
+            assert time.monotonic() < ends, said
+            await asyncio.sleep(0.05)
+
+    def assert_raced(self, ids: Mapping[str, Role]) -> dict[str, Any]:
+        """Losers stopped amid their turns, and what they asked later never reached the engine. Returns numbers."""
+        said = self.read()
+        of = {session["id"]: session for session in said["sessions"]}
+        assert said["status"] == "complete", said
+        assert sorted(said["selected"]) == sorted(id for id, role in ids.items() if role == "finishes"), said
+        for id, role in ids.items():
+            assert of[id]["state"] == ("finished" if role == "finishes" else "surplus"), said
+            assert of[id]["num_turns"] == (TURNS if role == "finishes" else 1), said
+            assert role != "in a turn" or 0 < of[id]["num_tokens"] < LONG, said
+        num_requests = self._num_requests() - self.num_requests_before
+        assert num_requests == sum(session["num_turns"] for session in of.values()), (num_requests, said)
+        return {
+            "generated_tokens": said["generated_tokens"],
+            "returned_tokens": said["returned_tokens"],
+            "stopped_after_tokens": [of[id]["num_tokens"] for id, role in ids.items() if role == "in a turn"],
+        }
+
+    def _num_requests(self) -> int:
+        """That the engine has ended so far, whatever for."""
+        return int(metric(self._url, "vllm:request_success_total"))
+
+
+async def race(group: Sessions, ids: Mapping[str, Role], play: Callable[[str, Role, Tool], Awaitable[T]]) -> list[T]:
+    """`play(id, role, tool)` per session: the trainer's agent, which awaits the tool between its turns. Finishers
+    finish when all others are where they are to lose."""
+
+    def all_are_there(said: Mapping[str, Any]) -> bool:
+        of = {session["id"]: session for session in said["sessions"]}
+        states = [(role, of[id]["state"], of[id]["num_turns"]) for id, role in ids.items() if id in of]
+        places = {("in a turn", "turn", 0), ("at its tool", "between_turns", 1)}
+        return len(states) == len(ids) and all(state in places for state in states if state[0] != "finishes")
+
+    async def agent(id: str, role: Role) -> T:
+        async def tool() -> None:
+            if role == "at its tool":
+                await group.until(lambda said: said["status"] != "running")
+
+        result = await play(id, role, tool)
+        if role == "finishes":
+            await group.until(all_are_there)
+            group.finish(id, 1.0)
+        return result
+
+    return list(await asyncio.gather(*(agent(id, role) for id, role in ids.items())))

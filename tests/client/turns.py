@@ -1,0 +1,96 @@
+"""Turns without an engine: an app whose `/v1/chat/completions` speaks the protocol of sessions.
+
+A turn answers at once with "so " and what it was asked; one whose last message is "long" runs until its session has
+lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request
+from prometheus_client import CollectorRegistry
+
+from tests.server.conftest import make_app
+from tests.server.fake_engine import FakeEngine
+from vllm_rollout.group.plans.xargs import turn_from_xargs
+from vllm_rollout.server.boundary import RolloutRoute
+from vllm_rollout.server.clients import ClientNamespaces, client_session
+from vllm_rollout.server.metrics import Metrics
+from vllm_rollout.server.sessions.groups import OpenTurn
+from vllm_rollout.server.sessions.service import SessionService
+
+
+class Turns:
+    """The app, and what it has seen."""
+
+    def __init__(self) -> None:
+        self.app: FastAPI = make_app(FakeEngine())
+        grading = self.app.state.rollout_service.grading
+        self.service = SessionService(self._stop, grading, Metrics(CollectorRegistry()), decode)
+        self.app.state.session_service = self.service
+        self.app.add_middleware(ClientNamespaces)
+        router = APIRouter(route_class=RolloutRoute)
+        router.post("/v1/chat/completions")(self._chat)
+        router.post("/v1/completions")(self._completions)
+        self.app.include_router(router)
+        self.bodies: list[dict[str, Any]] = []
+        self.num_stopped = 0
+        self._stops: dict[tuple[str, int], asyncio.Event] = {}
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.service._groups)
+
+    async def _stop(self, turns: Mapping[str, Sequence[int]]) -> None:
+        for group, indices in turns.items():
+            for index in indices:
+                self._stops[group, index].set()
+
+    async def _chat(self, request: Request) -> dict[str, Any]:
+        body = await request.json()
+        prompt = "".join(f"<{each['role']}>{each['content']}" for each in body["messages"])
+        answer, told = await self._turn(request, body, prompt + "<assistant>", body["messages"][-1]["content"])
+        return {"choices": [{"message": {"role": "assistant", "content": answer}, **told}]}
+
+    async def _completions(self, request: Request) -> dict[str, Any]:
+        body = await request.json()
+        answer, told = await self._turn(request, body, body["prompt"], body["prompt"])
+        return {"choices": [{"text": answer, **told}]}
+
+    async def _turn(
+        self, request: Request, body: dict[str, Any], prompt: str, asked: str
+    ) -> tuple[str, dict[str, Any]]:
+        self.bodies.append(body)
+        tokens = list(map(ord, prompt))
+        turn = self.service.turn(
+            turn_from_xargs(body.get("vllm_xargs", {}), client_session(), n=1), body.get("model"), tokens
+        )
+        if turn is None or not self.service.begin(turn):
+            return "", {"finish_reason": "abort", "stop_reason": "surplus"}
+        try:
+            return await self._generate(request, turn, tokens, asked, body)
+        finally:
+            self.service.leave(turn)
+
+    async def _generate(
+        self, request: Request, turn: OpenTurn, tokens: list[int], asked: str, body: dict[str, Any]
+    ) -> tuple[str, dict[str, Any]]:
+        text, reason = f"so {asked}", "stop"
+        if asked == "long":
+            stop = self._stops[turn.group.engine_id, turn.index] = asyncio.Event()
+            while not stop.is_set() and not await request.is_disconnected():
+                await asyncio.sleep(0.01)
+            if not stop.is_set():
+                raise ConnectionError("the client has left")
+            self.num_stopped += 1
+            text, reason = "so", "abort"
+        logprobs = None if body["logprobs"] is False else [-1.0] * len(text)
+        self.service.end(turn, tokens, list(map(ord, text)), text=text, finish_reason=reason, logprobs=logprobs)
+        return text, {"finish_reason": reason, "stop_reason": "surplus" if reason == "abort" else None}
+
+
+def decode(tokens: Sequence[int]) -> str:
+    return "".join(map(chr, tokens))

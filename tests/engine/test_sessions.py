@@ -1,0 +1,459 @@
+"""Sessions over a real server of two emulated ranks: OpenAI clients that know nothing race, turn by turn."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from typing import Any
+
+import httpx
+import pytest
+
+from benchmarks.kills.ranks import rank_processes
+from tests.engine.conftest import NO_KEEPALIVE, Server, emulating, serve_command
+from vllm_rollout.emulation.tokens import succeeded
+
+DEVICE = {
+    "step": {"ms": 4.0},
+    "kv_tokens": 60_000,
+    "lengths": {"log_normal": {"mean": 20, "sigma": 0.3}},
+    "score": {"auc": 0.9},
+}
+LONG = 1500
+"""Tokens of a turn that no test waits for: 6 s."""
+NAMES = count()
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("sessions")
+    flags = ("--max-model-len", "2048", "--data-parallel-size", "2", "--api-server-count", "1", "--max-num-seqs", "64")
+    with Server(serve_command(tiny_model, *emulating(folder, DEVICE), *flags), folder / "server.log") as server:
+        yield server
+
+
+class Harness:
+    """What sends turns; it knows nothing but its session."""
+
+    def __init__(self, server: Server, session: str, **fields: Any) -> None:
+        self.http = server.http
+        self.session, self.fields = session, fields
+        self.prompt = list(range(60, 160))
+
+    def turn(self, num_tokens: int | None = 5, **fields: Any) -> dict[str, Any]:
+        """The choice that answers it; the conversation goes on with its tokens and three of a tool."""
+        response = self.ask(num_tokens, **fields)
+        assert response.status_code == 200, response.text
+        (choice,) = response.json()["choices"]
+        self.prompt += [*choice["token_ids"], 71, 72, 73]
+        return choice
+
+    def ask(self, num_tokens: int | None = 5, headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
+        forced = {} if num_tokens is None else {"emulate_lengths": num_tokens}
+        xargs = {**forced, **self.fields, **fields.pop("vllm_xargs", {})}
+        body = {"prompt": self.prompt, "max_tokens": 1800, "return_token_ids": True, "vllm_xargs": xargs, **fields}
+        return self.http.post("/v1/completions", json=body, headers={"x-session-id": self.session, **(headers or {})})
+
+    def finish(self, **body: Any) -> dict[str, Any]:
+        response = self.http.post(f"/v1/sessions/{self.session}/finish", json=body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+
+def declared(server: Server, group_size: int, redundancy: int = 0, **fields: Any) -> tuple[str, list[Harness]]:
+    body = {"group_size": group_size, "redundancy": redundancy, **fields}
+    response = server.http.post("/v1/groups", json=body)
+    assert response.status_code == 201, response.text
+    group = response.json()
+    return group["id"], [Harness(server, id) for id in group["to_begin"]]
+
+
+def group(server: Server, id: str) -> dict[str, Any]:
+    return server.http.get(f"/v1/groups/{id}").json()
+
+
+def is_lost(choice: dict[str, Any]) -> bool:
+    return (choice["finish_reason"], choice["stop_reason"]) == ("abort", "surplus")
+
+
+def wait_until(happened: Any) -> None:
+    deadline = time.monotonic() + 60
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def in_turn(server: Server, id: str, session: str) -> bool:
+    return {"id": session, "state": "turn"}.items() <= next(
+        (each for each in group(server, id)["sessions"] if each["id"] == session), {}
+    ).items()
+
+
+def test_when_enough_have_finished_the_others_stop_amid_their_turns_and_are_answered_at_once_later(server):
+    id, (winner, amid, between, unbegun) = declared(server, 1, 3)
+    between.turn()
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(amid.turn, LONG)
+        for _ in range(3):
+            winner.turn()
+        wait_until(lambda: in_turn(server, id, amid.session))
+        told = winner.finish(reward=1.0)
+        stopped = running.result()
+    assert (told["state"], told["group_status"]) == ("finished", "complete")
+    assert is_lost(stopped)
+    assert len(stopped["token_ids"]) < LONG / 2
+    steps = server.counter("vllm:generation_tokens_total")
+    for late in (amid, between, unbegun):
+        choice = late.turn(LONG)
+        assert (is_lost(choice), choice["token_ids"]) == (True, [])
+    assert server.counter("vllm:generation_tokens_total") == steps
+    found = group(server, id)
+    ends = {each["id"]: each["state"] for each in found["sessions"]}
+    assert ends.pop(winner.session) == "finished"
+    assert list(ends.values()) == ["surplus"] * 3
+    assert (found["status"], found["selected"], found["returned_tokens"]) == ("complete", [winner.session], 15)
+    assert found["generated_tokens"] == 15 + 5 + len(stopped["token_ids"])
+
+
+def test_a_streamed_turn_ends_when_its_session_has_lost(server):
+    id, (winner, loser) = declared(server, 1, 1)
+    body = {"prompt": [60, 61], "max_tokens": 1800, "stream": True, "vllm_xargs": {"emulate_lengths": LONG}}
+    http = httpx.Client(base_url=server.url, limits=NO_KEEPALIVE, timeout=60)
+    headers = {"x-session-id": loser.session}
+    chunks = []
+    with http, http.stream("POST", "/v1/completions", json=body, headers=headers) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                chunks.append(json.loads(line.removeprefix("data: "))["choices"][0])
+                if len(chunks) == 3:
+                    winner.turn()
+                    winner.finish()
+    assert 3 <= len(chunks) < LONG / 2
+    assert is_lost(chunks[-1])
+    (of_loser,) = [each for each in group(server, id)["sessions"] if each["id"] == loser.session]
+    assert of_loser["num_tokens"] > 0
+
+
+def test_the_first_turn_may_say_the_group_and_the_last_one_that_it_is_the_last(server):
+    name = f"named-{next(NAMES)}"
+    fields = {"rollout_group_id": name, "rollout_group_size": 2, "rollout_num_candidates": 3}
+    a, b, c = (Harness(server, f"{name}/{letter}", **fields) for letter in "abc")
+    a.turn(), b.turn(), c.turn()
+    a.turn(vllm_xargs={"rollout_last": True})
+    b.turn(vllm_xargs={"rollout_last": True})
+    assert is_lost(c.turn())
+    found = group(server, name)
+    assert (found["status"], found["selected"], found["to_begin"]) == ("complete", [a.session, b.session], [])
+    other = Harness(server, a.session, **{**fields, "rollout_group_size": 1})
+    response = other.ask()
+    assert (response.status_code, "of this session's group is 2" in response.text) == (400, True)
+    assert is_lost(Harness(server, f"{name}/d", **fields).turn()), "it came too late"
+
+
+def test_void_sessions_are_refilled(server):
+    id, (a, b) = declared(server, 2, 0, max_sessions=3)
+    a.turn(), b.turn()
+    told = a.finish(void=True)
+    assert (told["state"], told["num_wanted"], len(told["wanted"])) == ("void", 1, 1)
+    b.finish()
+    third = Harness(server, told["wanted"][0])
+    third.turn()
+    assert third.finish()["group_status"] == "complete"
+    assert group(server, id)["selected"] == [b.session, third.session]
+
+
+def test_limits_of_a_session_cap_its_last_turn(server):
+    id, (session,) = declared(server, 1, 0, max_tokens=12)
+    assert session.turn(9)["finish_reason"] == "stop"
+    choice = session.turn(9)
+    assert (choice["finish_reason"], len(choice["token_ids"])) == ("length", 3)
+    found = group(server, id)
+    assert (found["sessions"][0]["state"], found["sessions"][0]["ended_by"]) == ("truncated", "max_tokens")
+    assert found["status"] == "complete", "nobody else is left"
+    assert session.finish(reward=0.5)["reward"] == 0.5
+
+
+def test_one_turn_at_a_time_and_one_whose_client_leaves_has_not_been(server):
+    id, (session, _) = declared(server, 1, 1)
+    running = threading.Thread(target=leave_amid, args=(server, session))
+    running.start()
+    wait_until(lambda: in_turn(server, id, session.session))
+    second = session.ask()
+    assert (second.status_code, "one may run at a time" in second.text) == (409, True)
+    early = session.http.post(f"/v1/sessions/{session.session}/finish", json={})
+    assert early.status_code == 409
+    running.join()
+    wait_until(lambda: not in_turn(server, id, session.session))
+    assert group(server, id)["sessions"][0]["num_turns"] == 0
+    assert session.turn()["finish_reason"] == "stop"
+    session.finish()
+    again = session.http.post(f"/v1/sessions/{session.session}/finish", json={})
+    assert (again.status_code, "was finished before" in again.text) == (409, True)
+
+
+def leave_amid(server: Server, session: Harness) -> None:
+    body = {"prompt": session.prompt, "max_tokens": 1800, "vllm_xargs": {"emulate_lengths": LONG}}
+    with httpx.Client(base_url=server.url, timeout=1.0) as http, pytest.raises(httpx.ReadTimeout):
+        http.post("/v1/completions", json=body, headers={"x-session-id": session.session})
+
+
+def test_the_trajectory_is_what_the_engine_saw_and_another_history_is_refused_where_it_begins(server):
+    id, (session,) = declared(server, 1)
+    begin = list(session.prompt)
+    first = session.turn(logprobs=0)["token_ids"]
+    second = session.turn(logprobs=0)["token_ids"]
+    told_otherwise = [*begin, 99, *session.prompt[len(begin) + 1 :]]
+    session.prompt, right = told_otherwise, session.prompt
+    response = session.ask()
+    assert response.status_code == 400
+    assert "turn 3 of session" in response.text
+    assert "character " in response.text
+    session.prompt = right
+    third = session.turn(logprobs=0)["token_ids"]
+    found = session.http.get(f"/v1/sessions/{session.session}").json()
+    (segment,) = found["segments"]
+    tool = [71, 72, 73]
+    assert segment["token_ids"] == [*begin, *first, *tool, *second, *tool, *third]
+    assert segment["mask"] == [0] * 100 + [1] * 5 + [0] * 3 + [1] * 5 + [0] * 3 + [1] * 5
+    assert [bool(value) for value in segment["logprobs"]] == [bool(mask) for mask in segment["mask"]]
+    assert [turn["history"] for turn in found["turns"]] == ["first", "extended", "extended"]
+    assert session.http.delete(f"/v1/groups/{id}").status_code == 204
+    assert session.http.get(f"/v1/sessions/{session.session}").status_code == 404
+
+
+def test_a_history_that_may_be_rewritten_makes_segments(server):
+    _, (session,) = declared(server, 1, history="rewritable")
+    session.turn()
+    session.prompt = [80, 81, 82]
+    session.turn()
+    found = session.http.get(f"/v1/sessions/{session.session}").json()
+    assert [len(each["token_ids"]) for each in found["segments"]] == [105, 8]
+    assert [(turn["history"], turn["segment"]) for turn in found["turns"]] == [("first", 0), ("rewritten", 1)]
+
+
+def test_harnesses_are_told_what_becomes_of_their_sessions(server):
+    id, (a, b, c) = declared(server, 1, 2)
+    events: list[dict[str, Any]] = []
+    begun = threading.Event()
+
+    def listen() -> None:
+        with httpx.stream("GET", f"{server.url}/v1/sessions/events?group={id}", timeout=60) as response:
+            for line in response.iter_lines():
+                begun.set()
+                if line.startswith("data: "):
+                    events.append(json.loads(line.removeprefix("data: ")))
+
+    listener = threading.Thread(target=listen)
+    listener.start()
+    begun.wait(30)
+    for session in (a, b, c):
+        session.turn()
+    a.finish(void=True)
+    b.finish(reward=1)
+    listener.join(30)
+    assert [(each.get("session_id"), each.get("state")) for each in events] == [
+        (a.session, "void"),
+        (b.session, "finished"),
+        (c.session, "surplus"),
+        (None, None),
+    ]
+    assert (events[-1]["status"], events[-1]["selected"]) == ("complete", [b.session])
+    afterwards = server.http.get("/v1/sessions/events", params={"group": id}).text
+    assert afterwards.count("event: session") == 3
+
+
+def test_the_group_of_a_stranger_is_not_there(server):
+    id, (session,) = declared(server, 1)
+    session.turn()
+    stranger = {"authorization": "Bearer somebody-else"}
+    for method, path in (
+        ("GET", f"/v1/groups/{id}"),
+        ("DELETE", f"/v1/groups/{id}"),
+        ("POST", f"/v1/sessions/{session.session}/finish"),
+        ("GET", f"/v1/sessions/{session.session}"),
+        ("GET", f"/v1/sessions/events?group={id}"),
+    ):
+        body = {"json": {}} if method == "POST" else {}
+        assert server.http.request(method, path, headers=stranger, **body).status_code == 404
+    choice = session.ask(headers=stranger).json()["choices"][0]
+    assert choice["finish_reason"] == "stop", "to others it is no session at all"
+    assert group(server, id)["sessions"][0]["num_turns"] == 1
+
+
+def test_sessions_of_a_group_share_a_rank_and_move_between_turns_when_it_is_drained(server):
+    id, sessions = declared(server, 4)
+    ranks = []
+    for session in sessions:
+        session.turn()
+    busy = [each["num_groups"] for each in server.http.get("/v1/engines").json()["engines"]]
+    assert sum(busy) == 0, "between turns nothing is in the engine"
+    hits = server.counter("vllm:prefix_cache_hits_total")
+    for session in sessions:
+        session.turn()
+    assert server.counter("vllm:prefix_cache_hits_total") > hits, "their own turns before are there"
+    for rank in (0, 1):
+        drained = server.http.post(f"/v1/engines/{rank}/drain", json={"timeout_s": 10}).json()
+        ranks.append(drained["state"])
+        for session in sessions:
+            assert session.turn()["finish_reason"] == "stop"
+        server.http.post(f"/v1/engines/{rank}/restore")
+    assert ranks == ["drained", "drained"]
+    for session in sessions:
+        session.finish()
+    assert group(server, id)["status"] == "complete"
+
+
+def test_many_at_once_lose_nothing(server):
+    ids = []
+
+    def play(harness: Harness, number: int) -> None:
+        for turn in range(1 + number % 4):
+            if is_lost(harness.turn(3 + (number * 7 + turn) % 40)):
+                return
+        response = harness.http.post(f"/v1/sessions/{harness.session}/finish", json={"void": number % 11 == 0})
+        assert response.status_code in (200, 409)
+
+    with ThreadPoolExecutor(48) as pool:
+        playing = []
+        for first in range(12):
+            id, sessions = declared(server, 4, 4)
+            ids.append(id)
+            playing += [pool.submit(play, session, first + n) for n, session in enumerate(sessions)]
+        for each in playing:
+            each.result(120)
+    wait_until(lambda: server.num_requests == 0)
+    for id in ids:
+        found = group(server, id)
+        assert (found["status"], len(found["selected"])) == ("complete", 4)
+        assert {each["state"] for each in found["sessions"]} <= {"finished", "surplus", "void"}
+        of = {each["id"]: each["num_tokens"] for each in found["sessions"]}
+        assert found["returned_tokens"] == sum(of[session] for session in found["selected"])
+
+
+def test_until_rewards_differ_more_sessions_are_wanted(server):
+    id, sessions = declared(server, 2, 0, until="variance", max_sessions=6)
+    wanted: list[str] = []
+    for session in sessions:
+        session.turn()
+        wanted += session.finish(reward=0)["wanted"]
+    assert 0 < len(wanted) <= 4
+    third = Harness(server, wanted[0])
+    third.turn()
+    assert third.finish(reward=1)["group_status"] == "complete"
+    assert group(server, id)["selected"] == [sessions[0].session, third.session]
+
+
+def test_the_server_grades_the_whole_conversation(server):
+    """The reward is a regular expression in what follows the first generated token, the tool's words included."""
+    said = server.http.post("/detokenize", json={"tokens": [71, 72, 73]}).json()["prompt"]
+    assert said
+    id, (right, wrong) = declared(server, 2, reward="regex", data={"pattern": re.escape(said)})
+    right.turn()
+    right.turn()
+    wrong.turn()
+    told = right.finish()
+    assert (told["reward"], told["reward_status"]) == (1.0, "ok")
+    assert wrong.finish()["reward"] == 0.0, "the tool spoke after its last turn, and nothing came of it"
+    assert {each["reward"] for each in group(server, id)["sessions"]} == {0.0, 1.0}
+
+
+def test_a_session_of_which_nobody_hears_is_void(server):
+    id, (silent, other) = declared(server, 1, 1, idle_timeout_s=0.5)
+    silent.turn()
+    wait_until(lambda: group(server, id)["status"] != "running")
+    found = group(server, id)
+    assert (found["status"], found["sessions"][0]["state"], found["sessions"][0]["ended_by"]) == (
+        "incomplete",
+        "void",
+        "idle",
+    )
+    assert other.ask().status_code == 409
+
+
+def test_sessions_are_scored_in_the_turn_that_was_said_and_their_rewards_teach(server):
+    """A cold head stops nobody; from its rewards on, those whose second turn looks bad stop in it, after 8 tokens."""
+    pruning = {"detection_length": 8, "min_labels": 8, "keep_ratio": 0.5}
+    seen: list[str] = []
+    for _ in range(24):
+        id, sessions = declared(server, 4, 4, pruning=pruning, pruning_turn=2, early_stop=False, audit_ratio=0)
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda session: session.turn(5), sessions))
+            choices = list(pool.map(lambda session: session.turn(60), sessions))
+        for session, choice in zip(sessions, choices, strict=True):
+            if choice["stop_reason"] == "pruned":
+                assert len(choice["token_ids"]) < 20
+                assert is_lost(session.turn())
+            else:
+                session.finish(reward=float(succeeded(choice["token_ids"])))
+        found = group(server, id)
+        assert found["status"] == "complete"
+        seen = [each["state"] for each in found["sessions"]]
+        assert seen.count("finished") >= 4
+        if "pruned" in seen:
+            break
+    assert "pruned" in seen
+    ends = {each["ended_by"] for each in found["sessions"] if each["state"] == "pruned"}
+    assert ends == {"score"}
+
+
+def test_a_group_may_be_an_audit_in_which_nobody_is_stopped(server):
+    id, sessions = declared(server, 2, 6, audit_ratio=1)
+    assert len(sessions) == 2
+    for session in sessions:
+        session.turn()
+    sessions[0].finish()
+    assert sessions[1].turn()["finish_reason"] == "stop"
+    assert sessions[1].finish()["group_status"] == "complete"
+    assert len(group(server, id)["selected"]) == 2
+
+
+def test_when_a_rank_dies_its_turns_fail_and_its_sessions_go_on_elsewhere(server):
+    """The last test: the server has one rank afterwards."""
+    groups = [declared(server, 1, 1) for _ in range(4)]  # on either rank
+    for _, sessions in groups:
+        for session in sessions:
+            session.turn()
+    with ThreadPoolExecutor() as pool:
+        running = {id: pool.submit(sessions[0].ask, LONG) for id, sessions in groups}
+        for id, sessions in groups:
+            wait_until(lambda id=id, name=sessions[0].session: in_turn(server, id, name))
+        os.kill(rank_processes(server._process.pid)[1].pid, signal.SIGKILL)
+        wait_until(lambda: any(each.done() for each in running.values()))
+        for _, sessions in groups:
+            assert sessions[1].turn()["finish_reason"] == "stop"
+            sessions[1].finish()
+        answers = [each.result() for each in running.values()]
+    died = [answer for answer in answers if answer.status_code != 200]
+    assert 0 < len(died) < 4
+    assert {answer.status_code for answer in died} <= {500, 503}
+    for id, sessions in groups:
+        assert group(server, id)["selected"] == [sessions[1].session]
+        assert is_lost(sessions[0].turn())
+
+
+def test_an_emulated_policy_asks_for_tools_until_its_last_turn(tiny_model, tmp_path):
+    marker = " calls a tool"
+    device = {**DEVICE, "turns": {"mean": 3, "marker": marker}, "lengths": {"log_normal": {"mean": 3, "sigma": 1}}}
+    command = serve_command(tiny_model, *emulating(tmp_path, device), "--max-model-len", "2048")
+    with Server(command, tmp_path / "server.log") as server:
+
+        def play(harness: Harness, seed: int) -> list[str]:
+            texts = []
+            while not texts or texts[-1].endswith(marker):
+                choice = harness.turn(None, seed=seed)
+                assert choice["finish_reason"] == "stop"
+                texts.append(choice["text"])
+            harness.finish(reward=float(succeeded(choice["token_ids"])))
+            return texts
+
+        once, again = ([play(harness, seed) for seed, harness in enumerate(declared(server, 12)[1])] for _ in range(2))
+    assert once == again
+    assert 1 in map(len, once)
+    assert max(map(len, once)) > 2

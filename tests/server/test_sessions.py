@@ -1,0 +1,258 @@
+"""The service of sessions and its endpoints, where tests end the turns."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from vllm_rollout.group.plans.rows import PlanError
+from vllm_rollout.group.plans.xargs import turn_from_xargs
+from vllm_rollout.server.engine import RequestError
+from vllm_rollout.server.sessions import service as module
+from vllm_rollout.server.sessions.groups import OpenTurn
+from vllm_rollout.server.sessions.service import SessionService
+
+from .conftest import http_of, make_app
+from .fake_engine import FakeEngine
+
+pytestmark = pytest.mark.anyio
+PROMPT = [100, 101]
+
+
+@pytest.fixture
+async def app() -> AsyncIterator[FastAPI]:
+    app = make_app(FakeEngine())
+    yield app
+    for task in app.state.session_service._tasks:
+        task.cancel()
+
+
+@pytest.fixture
+def service(app: FastAPI) -> SessionService:
+    service: SessionService = app.state.session_service
+    return service
+
+
+@pytest.fixture
+async def http(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
+    async with http_of(app) as http:
+        yield http
+
+
+def begin(service: SessionService, session: str, prompt: Sequence[int] = PROMPT, **xargs: Any) -> OpenTurn | None:
+    turn = service.turn(turn_from_xargs(xargs, session, n=1), None, prompt)
+    if turn is not None:
+        assert service.begin(turn)
+    return turn
+
+
+def play(
+    service: SessionService, session: str, prompt: Sequence[int] = PROMPT, num_tokens: int = 3, **xargs: Any
+) -> None:
+    turn = begin(service, session, prompt, **xargs)
+    assert turn is not None
+    service.end(turn, prompt, [110] * num_tokens, finish_reason="stop")
+
+
+async def declared(http: httpx.AsyncClient, **body: Any) -> dict[str, Any]:
+    response = await http.post("/v1/groups", json={"group_size": 1, **body})
+    assert response.status_code == 201, response.text
+    return response.json()
+
+
+def message(response: httpx.Response) -> str:
+    return response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({}, "group_size: Field required"),
+        ({"group_size": 0}, "group_size: should be greater than or equal to 1"),
+        ({"group_size": 2, "redundancy": 1, "max_sessions": 2}, "must be at least group_size + redundancy (3), got 2"),
+        ({"group_size": 1, "until": "variance"}, "until 'variance' needs a group_size of at least 2, got 1"),
+        ({"group_size": 1, "max_turns": 0}, "max_turns: should be greater than or equal to 1"),
+        ({"group_size": 1, "history": "any"}, "history: should be 'strict' or 'rewritable'"),
+        ({"group_size": 1, "reward": "nobody"}, "nobody"),
+        ({"group_size": 1, "turns": 3}, "turns: is not a field of this version"),
+        ({"group_size": 1, "pruning": {"detection_length": [8, 16]}}, "sessions are scored at one length"),
+        ({"group_size": 1, "pruning": {"detection_length": 8, "min_survival": 0.9}}, "pruning.min_survival"),
+    ],
+)
+async def test_what_no_group_can_be_is_refused(http, body, said):
+    response = await http.post("/v1/groups", json=body)
+    assert (response.status_code, said in message(response)) == (422, True), message(response)
+
+
+async def test_a_group_has_a_name_once(http):
+    group = await declared(http, id="mine")
+    assert (group["id"], group["to_begin"]) == ("mine", ["mine.0"])
+    response = await http.post("/v1/groups", json={"id": "mine", "group_size": 1})
+    assert (response.status_code, "there is a group 'mine'" in message(response)) == (409, True)
+
+
+@pytest.mark.parametrize(
+    ("xargs", "said"),
+    [
+        ({"rollout_group_id": "g"}, "rollout_group_size: is required with the first turn of a session"),
+        ({"rollout_group_size": 1}, "rollout_group_id: is required with the first turn of a session"),
+        ({"rollout_group_id": "g", "rollout_group_size": 3, "rollout_num_candidates": 2}, "must be at least"),
+        ({"rollout_group_id": "g", "rollout_group_size": 1, "rollout_redundancy": 2}, "is not a field of this version"),
+        ({"rollout_group_id": "g", "rollout_group_size": 1, "rollout_last": 2}, "rollout_last: must be true or false"),
+    ],
+)
+async def test_what_no_turn_can_say_is_refused(service, xargs, said):
+    with pytest.raises(PlanError, match=said):
+        begin(service, "s", **xargs)
+
+
+async def test_later_turns_say_nothing_else_of_their_group(service):
+    fields = {"rollout_group_id": "g", "rollout_group_size": 2, "rollout_max_turns": 5}
+    play(service, "s", **fields)
+    play(service, "s", [*PROMPT, 110, 110, 110, 111], **fields)
+    for other in ({"rollout_group_id": "other"}, {"rollout_max_turns": 6}, {"rollout_history": "rewritable"}):
+        with pytest.raises(PlanError, match="as its first turn said"):
+            begin(service, "s", **{**fields, **other})
+
+
+async def test_a_session_keeps_its_model(service, http):
+    (session,) = (await declared(http))["to_begin"]
+    said = turn_from_xargs({}, session, n=1)
+    assert service.turn(said, "adapter", PROMPT) is not None
+    with pytest.raises(RequestError, match="began with 'adapter', got None"):
+        service.turn(said, None, PROMPT)
+
+
+async def test_nobody_enters_a_declared_group_by_another_name(service, http):
+    await declared(http, id="mine")
+    with pytest.raises(RequestError, match="was declared"):
+        begin(service, "stranger", rollout_group_id="mine", rollout_group_size=1)
+
+
+async def test_names_with_slashes_and_other_signs_are_names(service, http):
+    name = "step/7 q?1%\n"
+    play(service, name, rollout_group_id=f"of/{name}", rollout_group_size=1)
+    path = quote(name, safe="/")
+    found = await http.post(f"/v1/sessions/{path}/finish", json={"reward": 1})
+    assert (found.status_code, found.json()["id"]) == (200, name)
+    assert (await http.get(f"/v1/sessions/{path}")).json()["num_tokens"] == 3
+    assert (await http.get(f"/v1/groups/of/{path}")).json()["selected"] == [name]
+
+
+async def test_bounds_hold_what_comes_and_not_what_is_there(service, http, monkeypatch):
+    monkeypatch.setattr(module, "MAX_OPEN_SESSIONS", 5)
+    first = await declared(http, group_size=2, max_sessions=2)
+    refused = await http.post("/v1/groups", json={"group_size": 2})
+    assert (refused.status_code, "at most 5" in message(refused)) == (503, True)
+    assert refused.headers["retry-after"] == "5"
+    for session in first["to_begin"]:
+        play(service, session)
+        await http.post(f"/v1/sessions/{session}/finish", json={})
+    await declared(http, group_size=2)
+
+
+async def test_groups_that_are_over_are_forgotten_the_oldest_first(service, http, monkeypatch):
+    monkeypatch.setattr(module, "MAX_ENDED_SESSIONS", 4)
+    ids = []
+    for _ in range(4):
+        group = await declared(http)  # of two sessions at most
+        ids.append(group["id"])
+        play(service, group["to_begin"][0])
+        await http.post(f"/v1/sessions/{group['to_begin'][0]}/finish", json={})
+    assert [(await http.get(f"/v1/groups/{id}")).status_code for id in ids] == [404, 404, 200, 200]
+    assert (service._num_ended_sessions, service._num_held_tokens) == (4, 10)
+    for id in ids[2:]:
+        await http.delete(f"/v1/groups/{id}")
+    assert (service._num_ended_sessions, service._num_held_tokens, service._num_open_sessions) == (0, 0, 0)
+    assert not service._of_session
+
+
+async def test_trajectories_that_are_over_give_way_and_then_turns_wait(service, http, monkeypatch):
+    monkeypatch.setattr(module, "MAX_SESSION_HISTORY", 12)
+    over, still = [(await declared(http))["to_begin"][0] for _ in range(2)]
+    play(service, over)
+    await http.post(f"/v1/sessions/{over}/finish", json={})
+    play(service, still, num_tokens=6)
+    found = (await http.get(f"/v1/sessions/{over}")).json()
+    assert (found["state"], found["segments"]) == ("finished", None)
+    play(service, still, [*PROMPT, *[110] * 6], num_tokens=6)
+    with pytest.raises(RequestError, match="open sessions have 14 tokens, at most 12 are held"):
+        begin(service, still, [*PROMPT, *[110] * 12])
+
+
+async def test_a_turn_that_ends_after_its_group_was_cancelled_is_counted_and_not_kept(service, http):
+    group = await declared(http)
+    (session,) = group["to_begin"]
+    turn = begin(service, session)
+    assert turn is not None
+    assert (await http.delete(f"/v1/groups/{group['id']}")).status_code == 204
+    service.end(turn, PROMPT, [110] * 7, finish_reason="abort")
+    assert (service._num_held_tokens, service._groups, service._ended) == (0, {}, {})
+    metrics = (await http.get("/metrics")).text
+    assert 'vllm_rollout:groups_total{status="deferred"} 1.0' in metrics
+    assert 'vllm_rollout:tokens_total{kind="wasted"} 7.0' in metrics
+    assert "vllm_rollout:session_turns_total 1.0" in metrics
+
+
+async def test_a_stop_is_sent_again_until_the_turn_has_ended(app, service, http, monkeypatch):
+    """It may overtake its turn on the way to the engine."""
+    monkeypatch.setattr(module, "STOP_AGAIN_S", 0.0)
+    group = await declared(http, redundancy=1)
+    winner, loser = group["to_begin"]
+    turn = begin(service, loser)
+    assert turn is not None
+    sent: list[dict[str, list[int]]] = []
+
+    async def stop(indices: dict[str, list[int]]) -> None:
+        sent.append(dict(indices))
+        if len(sent) == 3:
+            service.end(turn, PROMPT, [110], finish_reason="abort")
+
+    service._stop_turns = stop
+    play(service, winner)
+    await http.post(f"/v1/sessions/{winner}/finish", json={})
+    for task in list(service._tasks - {service._ticker}):
+        await task
+    assert sent == [{turn.engine_id: [turn.index]}] * 3
+
+
+async def test_a_slow_reader_of_events_is_left(service, http, monkeypatch):
+    from vllm_rollout.server.sessions import groups
+
+    monkeypatch.setattr(groups, "MAX_EVENTS", 2)
+    group = await declared(http, group_size=4)
+    events = service.events(group["id"])
+    play(service, group["to_begin"][0])
+    await http.post(f"/v1/sessions/{group['to_begin'][0]}/finish", json={})
+    assert (await anext(events)).state == "finished"  # it reads the first one, and then no more
+    for session in group["to_begin"][1:]:
+        play(service, session)
+        await http.post(f"/v1/sessions/{session}/finish", json={})
+    assert [event async for event in events] == [], "its stream ends, and it may ask again"
+    assert service._group(group["id"])._readers == []
+
+
+async def test_events_have_few_readers(service, http, monkeypatch):
+    from vllm_rollout.server.sessions import groups
+
+    monkeypatch.setattr(groups, "MAX_READERS", 0)
+    group = await declared(http)
+    with pytest.raises(RequestError, match="0 others read the events"):
+        await anext(service.events(group["id"]))
+
+
+async def test_sessions_need_one_api_process():
+    app = make_app(FakeEngine(), num_processes=2)
+    async with http_of(app) as http:
+        response = await http.post("/v1/groups", json={"group_size": 1})
+    assert (response.status_code, "one API process" in message(response)) == (400, True)
+
+
+@pytest.fixture(autouse=True)
+def quick_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "TICK_S", 0.01)

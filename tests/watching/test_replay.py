@@ -1,0 +1,112 @@
+"""A file on the page: the same events as of a live server, whoever wrote it, and while it grows."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_rollout.trace.file import TraceFile, pieces
+from vllm_rollout.watching import replay
+from vllm_rollout.watching.replay import Replay
+
+pytestmark = pytest.mark.anyio
+PROMPT = {"id": "q", "lengths": [3, 5], "ends": ["stop", "surplus"]}
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "POLL_S", 0.01)
+
+
+def rollout(id: str, **more: Any) -> dict[str, Any]:
+    return {"rollout_id": id, "prompts": [PROMPT], **more}
+
+
+def write(path: Path, *rows: Any) -> Path:
+    with path.open("a") as file:
+        file.writelines(row if isinstance(row, str) else f"{json.dumps(row)}\n" for row in rows)
+    return path
+
+
+class Told:
+    def __init__(self, path: Path) -> None:
+        self._feed = Replay(path).feed()
+
+    async def next(self) -> list[tuple[str, Any]]:
+        """The events of the next part."""
+        async with asyncio.timeout(10):
+            part = (await anext(self._feed)).decode()
+        events = (event.split("\n") for event in part.split("\n\n") if event)
+        return [(name.removeprefix("event: "), json.loads(data.removeprefix("data: "))) for name, data in events]
+
+
+async def test_a_file_is_told_as_a_server_tells_and_grows(tmp_path: Path):
+    rewards = {"rollout_id": "a", "rewards": [{"prompt_id": "q", "index": 0, "reward": 1.0}]}
+    path = write(tmp_path / "it.jsonl", rollout("a", began=5.0), rewards, "not a row\n", rollout("b", state="left"))
+    told = Told(path)
+    ((name, server),) = await told.next()
+    assert (name, server["live"], server["file"]) == ("server", False, "it.jsonl")
+    events = await told.next()
+    assert [(name, data["rollout_id"]) for name, data in events] == [
+        ("rollout", "a"),
+        ("rewards", "a"),
+        ("rollout", "b"),
+    ]
+    first = events[0][1]
+    assert (first["state"], first["began"], first["num_prompts"], first["num_candidates"]) == ("over", 5.0, 1, 2)
+    assert (first["prompts"][0]["position"], first["prompts"][0]["started_s"]) == (0, None)
+    assert events[2][1]["state"] == "left"
+    write(path, json.dumps(rollout("c"))[:20])
+    await asyncio.sleep(0.05)
+    write(path, json.dumps(rollout("c"))[20:] + "\n")
+    ((name, data),) = await told.next()
+    assert (name, data["rollout_id"]) == ("rollout", "c")
+
+
+async def test_prompt_rows_that_follow_each_other_are_one_rollout(tmp_path: Path):
+    rows = [{"prompt_id": id, "lengths": [n]} for id, n in (("a", 1), ("b", 2))]
+    path = write(tmp_path / "it.jsonl", *rows, {"prompt_id": "a", "lengths": [4], "step": 1})
+    told = Told(path)
+    await told.next()
+    events = await told.next()
+    assert [(d["rollout_id"], [(p["id"], p["ends"]) for p in d["prompts"]]) for _, d in events] == [
+        ("step-0", [("a", ["stop"]), ("b", ["stop"])]),
+        ("step-1", [("a", ["stop"])]),
+    ]
+
+
+async def test_only_the_last_rollouts_of_a_file_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(replay, "MAX_ROLLOUTS", 3)
+    told = Told(write(tmp_path / "it.jsonl", *(rollout(f"r{i}") for i in range(9))))
+    await told.next()
+    assert [data["rollout_id"] for _, data in await told.next()] == ["r6", "r7", "r8"]
+
+
+def test_a_file_that_is_not_there_is_refused_at_once(tmp_path: Path):
+    with pytest.raises(FileNotFoundError):
+        Replay(tmp_path / "none")
+
+
+async def test_both_pieces_of_a_file_are_told_and_a_new_one_is_followed(tmp_path: Path):
+    path = tmp_path / "it.jsonl"
+    file = TraceFile(path, max_bytes=400)
+    for name in ("a", "b", "c"):
+        file.append(json.dumps(rollout(name)))
+    assert len(pieces(path)) == 2
+    told = Told(path)
+    await told.next()
+    assert [data["rollout_id"] for _, data in await told.next()] == ["a", "b", "c"]
+    found = []
+    for name in ("d", "e", "f", "g"):
+        file.append(json.dumps(rollout(name)))
+        found += [data["rollout_id"] for _, data in await told.next()]
+    assert found == ["d", "e", "f", "g"]

@@ -1,0 +1,156 @@
+"""Turns of sessions on the way to the engine: each is a candidate of a group that knows them all, on one rank.
+
+Invariant: a turn whose session has ended is answered without the engine, and one that is stopped has all its tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, NoReturn
+
+from vllm.exceptions import GracefulHTTPError, VLLMValidationError
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+from vllm_rollout.adapter.api.client.outputs import let_stream
+from vllm_rollout.adapter.wire import CandidateTag, EndingNote
+from vllm_rollout.config import OUTPUT_INTERVAL_TOKENS
+from vllm_rollout.group.judging.ledger import Scoring
+from vllm_rollout.group.plans.rows import PlanError
+from vllm_rollout.group.plans.terms import GroupTerms
+from vllm_rollout.group.plans.xargs import turn_from_xargs
+from vllm_rollout.server.clients import client_session
+from vllm_rollout.server.engine import RequestError
+from vllm_rollout.server.sessions.groups import OpenTurn
+from vllm_rollout.server.sessions.service import SCORED, SessionService
+
+MANY = 1 << 40
+"""Turns that may come to a group: its rank is remembered between them."""
+TERMS = GroupTerms(1, 1, early_stop=False)
+"""Of the engine's group: it decides nothing, and is forgotten when no turn runs."""
+
+
+def turn_of(
+    service: SessionService, xargs: Mapping[str, object], prompt: Any, params: SamplingParams, model: str | None
+) -> OpenTurn | None:
+    """The turn that a request is. None: its session has ended. Raises: as vLLM answers with its status."""
+    try:
+        said = turn_from_xargs(xargs, client_session(), n=params.n)
+        return service.turn(said, model, _tokens_of(prompt))
+    except PlanError as error:
+        raise VLLMValidationError(f"vllm_xargs.{error}", parameter=f"vllm_xargs.{error.field}") from error
+    except RequestError as error:
+        _raise(error)
+
+
+def mended(prompt: Any, turn: OpenTurn) -> Any:
+    """The prompt in the tokens that the turns before had."""
+    if turn.continuation.history != "mended":
+        return prompt
+    return {**prompt, "prompt_token_ids": list(turn.continuation.token_ids)}
+
+
+def params_of(params: SamplingParams, turn: OpenTurn) -> SamplingParams:
+    """The parameters, within what its group allows a session."""
+    if turn.max_tokens is not None and (params.max_tokens is None or params.max_tokens > turn.max_tokens):
+        params.max_tokens = turn.max_tokens
+        params.min_tokens = min(params.min_tokens, turn.max_tokens)
+    return params
+
+
+def tag_of(turn: OpenTurn, params: SamplingParams) -> CandidateTag:
+    interval = 1 if params.output_kind != RequestOutputKind.FINAL_ONLY else OUTPUT_INTERVAL_TOKENS
+    plan, terms, scoring = turn.group.race.plan, TERMS, None
+    if turn.is_scored:
+        terms = GroupTerms(plan.group_size, plan.num_candidates, early_stop=False, pruning=plan.pruning)
+        scoring = Scoring(turn.group.engine_id, SCORED, turn.group.seed)
+    return CandidateTag(turn.engine_id, turn.index, terms, interval, scoring, observed=False)
+
+
+def begin(service: SessionService, turn: OpenTurn) -> bool:
+    """As of the service. Raises: as vLLM answers with its status."""
+    try:
+        return service.begin(turn)
+    except RequestError as error:
+        _raise(error)
+
+
+class Heard:
+    """What a turn has generated so far, however its outputs come."""
+
+    def __init__(self, *, in_deltas: bool) -> None:
+        self._in_deltas = in_deltas
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] | None = []
+        self.text = ""
+        self.finish_reason: str | None = None
+        self.prompt: Sequence[int] = ()
+
+    def take(self, output: RequestOutput) -> None:
+        (completion,) = output.outputs
+        if not self._in_deltas:
+            self.token_ids, self.logprobs, self.text = [], [], ""
+        self.token_ids += completion.token_ids
+        self.text += completion.text
+        if completion.logprobs is None or self.logprobs is None:
+            self.logprobs = None
+        else:
+            chosen = zip(completion.token_ids, completion.logprobs, strict=False)
+            self.logprobs += [each[token].logprob for token, each in chosen]
+        self.finish_reason = completion.finish_reason
+        self.prompt = output.prompt_token_ids or self.prompt
+
+
+async def ended_at_once(request_id: str, prompt: Any, params: SamplingParams) -> AsyncGenerator[RequestOutput, None]:
+    """The answer to a turn of a session that has ended."""
+    tokens = list(_tokens_of(prompt) or ())
+    logprobs: list[Any] | None = None if params.logprobs is None else []
+    choice = CompletionOutput(0, "", [], None, logprobs, finish_reason="abort", stop_reason="surplus")
+    output = RequestOutput(request_id, None, tokens, None, [choice], finished=True)
+    if params.output_kind == RequestOutputKind.DELTA:
+        let_stream(output)
+    yield output
+
+
+async def heard(
+    service: SessionService,
+    turn: OpenTurn,
+    outputs: AsyncGenerator[tuple[RequestOutput, EndingNote | None], None],
+    *,
+    in_deltas: bool,
+) -> AsyncGenerator[RequestOutput, None]:
+    """The same outputs; the session knows its turn's end before its client does."""
+    said = Heard(in_deltas=in_deltas)
+    try:
+        async with aclosing(outputs):
+            async for output, note in outputs:
+                said.take(output)
+                if output.finished:
+                    service.end(
+                        turn,
+                        said.prompt,
+                        said.token_ids,
+                        text=said.text,
+                        finish_reason=said.finish_reason,
+                        logprobs=said.logprobs,
+                        pruned=note is not None and note.state == "pruned",
+                    )
+                if in_deltas:
+                    let_stream(output)
+                yield output
+    finally:
+        service.leave(turn)
+
+
+def _tokens_of(prompt: Any) -> Sequence[int] | None:
+    """None for a prompt that is not tokenized yet, or is more than its tokens."""
+    if not isinstance(prompt, Mapping) or "encoder_prompt" in prompt or prompt.get("mm_hashes"):
+        return None
+    return prompt.get("prompt_token_ids")
+
+
+def _raise(error: RequestError) -> NoReturn:
+    if error.status in (400, 422):
+        raise VLLMValidationError(str(error), parameter=error.param) from error
+    raise GracefulHTTPError(str(error), error.status) from error

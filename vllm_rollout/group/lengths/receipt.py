@@ -1,0 +1,402 @@
+"""What a rollout spent, and what stopping candidates saved against waiting for all of them.
+
+Tokens and seconds that passed are counted. What stopped candidates would still have generated nobody has seen: it is
+predicted from the lengths of this rollout, in which a stopped candidate counts as longer than its stop. Where the
+remainder did run, the same prediction is made as if it had not, and its error is told.
+
+Each prompt has its own location of log lengths; their form within a prompt is one for all, a life table
+(`group/lengths/life_table.py`) that leans on a log-normal curve. How wrong it is, measured, is in docs/receipts.md.
+
+Invariants: generated + resumed = returned + wasted tokens. Nothing stopped: nothing saved. What cannot be known is None
+and, in a sum, claims nothing. The order of groups and of their candidates has no effect.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from vllm_rollout.group.lengths.censoring import NORMAL, bounded_log_std, fit_log_lengths, log_length
+from vllm_rollout.group.lengths.life_table import LEFT, NUM_BINS, PRIOR_LOG_STD, STEP, SurvivalCurve
+from vllm_rollout.group.lengths.moments import LengthMoments
+from vllm_rollout.group.types import STOP_STATES, EndReason, StopState
+
+PRIOR_RISK = 8.0
+"""Candidates at risk that the log-normal curve counts for in each bin."""
+PRIOR_ENDS = 1.0
+"""Ends that `PRIOR_LOG_STD` counts for."""
+NUM_POINTS = 24
+"""At which the distribution of the end of waiting is looked at: twice as many change its mean by less than 1 %."""
+NEGLIGIBLE = 1e-6
+"""Chance that counts as none."""
+LATE_GROUPS = 1 / 3
+"""Share of the groups, the last ones to be over, that say what a step of the tail takes."""
+
+
+class RanGroup(NamedTuple):
+    """What became of the candidates of one prompt. Sequences have one entry per candidate; seconds are those since the
+    rollout began."""
+
+    tokens: Sequence[int]
+    ends: Sequence[EndReason | StopState]
+    """`stop`: its length is known, whether it counted or not."""
+    selected: Sequence[int]
+    """Indices of returned trajectories."""
+    group_size: int
+    max_tokens: int | None = None
+    """None: as long as it was not cut, there is no cap."""
+    resumed: Sequence[int] = ()
+    """Those of its tokens that each candidate had from an earlier round; empty: none."""
+    started_s: float | None = None
+    ended_s: Sequence[float] = ()
+    """Empty: not known, nor is anything that has to do with time."""
+    waited: bool = False
+    """Nobody could be stopped, so that its lengths are no selection: what is predicted of it can be checked."""
+    known: LengthMoments | None = None
+    """What was known of the prompt's lengths before."""
+
+    @property
+    def generated(self) -> list[int]:
+        return [num - old for num, old in zip(self.tokens, self.resumed or [0] * len(self.tokens), strict=True)]
+
+    @property
+    def has_length(self) -> bool:
+        """Somebody ended by itself."""
+        return any(num and end == "stop" for num, end in zip(self.tokens, self.ends, strict=True))
+
+    def raced(self) -> RanGroup | None:
+        """The group as a race would have left it, stopped when `group_size` had ended, or half of them where there are
+        no more; None where nobody would have been stopped."""
+        ended = sorted(num for num, end in zip(self.tokens, self.ends, strict=True) if end == "stop")
+        wanted = self.group_size if len(self.tokens) > self.group_size else (len(self.tokens) + 1) // 2
+        if not self.waited or len(ended) < wanted or any(end in STOP_STATES for end in self.ends):
+            return None
+        stop = ended[wanted - 1]
+        if stop == max(self.tokens):
+            return None
+        ends: list[EndReason | StopState] = [
+            "surplus" if num > stop else end for num, end in zip(self.tokens, self.ends, strict=True)
+        ]
+        return self._replace(tokens=[min(num, stop) for num in self.tokens], ends=ends)
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """Of a rollout, or the sum of several; tokens are output tokens. None: nobody can tell."""
+
+    seconds: float | None = None
+    generated_tokens: int = 0
+    returned_tokens: int = 0
+    wasted_tokens: int = 0
+    resumed_tokens: int = 0
+    num_stopped: int = 0
+    stopped_tokens: int = 0
+    """Those that stopped candidates had."""
+    saved_tokens: int | None = None
+    """Predicted: those that stopped candidates would still have generated."""
+    postponed_tokens: int | None = None
+    """Those of them that are of deferred candidates: a later round generates them, or the prompt anew."""
+    num_checked: int = 0
+    """Candidates of which the prediction could be compared with the truth."""
+    checked_tokens: int = 0
+    """What these generated after they would have been stopped."""
+    saved_tokens_error: float | None = None
+    """Of the prediction for all of these, relative to `checked_tokens`; 0.1: a tenth too many."""
+    waiting_seconds: float | None = None
+    """Predicted: what waiting for all would have taken. From below where launched candidates had to wait for others."""
+    saved_seconds: float | None = None
+    bubble: float | None = None
+    """Share of places x time that stood empty: a place for each candidate that ever ran at once, until the end."""
+
+    @property
+    def repaying(self) -> Receipt:
+        """This one of a long round, in the sum of its run: waiting for all in the short rounds before it would have
+        left it nothing to do, so that whatever it took is taken off what they saved."""
+        generated = self.generated_tokens - (self.saved_tokens or 0)
+        seconds = None if self.seconds is None else -self.seconds
+        waiting_s = None if seconds is None else 0.0
+        return replace(
+            self, saved_tokens=-generated, postponed_tokens=0, waiting_seconds=waiting_s, saved_seconds=seconds
+        )
+
+    def __add__(self, other: Receipt) -> Receipt:
+        """What is None in one of both claims nothing."""
+
+        def added(name: str) -> Any:
+            values = [value for value in (getattr(self, name), getattr(other, name)) if value is not None]
+            return sum(values) if values else None
+
+        both = {name: added(name) for name in ADDED}
+        waiting = [its.seconds if its.waiting_seconds is None else its.waiting_seconds for its in (self, other)]
+        known = [seconds for seconds in waiting if seconds is not None]
+        is_told = (self.waiting_seconds, other.waiting_seconds) != (None, None)
+        return Receipt(
+            **both,
+            waiting_seconds=math.fsum(known) if is_told else None,
+            saved_tokens_error=_mean(
+                (self.saved_tokens_error, self.checked_tokens), (other.saved_tokens_error, other.checked_tokens)
+            ),
+            bubble=_mean((self.bubble, self.seconds), (other.bubble, other.seconds)),
+        )
+
+
+ADDED = (
+    *("seconds", "generated_tokens", "returned_tokens", "wasted_tokens", "resumed_tokens", "num_stopped"),
+    *("stopped_tokens", "saved_tokens", "postponed_tokens", "num_checked", "checked_tokens", "saved_seconds"),
+)
+
+
+def _mean(*weighted: tuple[float | None, float | None]) -> float | None:
+    known = [(value, weight) for value, weight in weighted if value is not None and weight]
+    return sum(value * weight for value, weight in known) / sum(weight for _, weight in known) if known else None
+
+
+class Lengths:
+    """How long candidates of these groups become: a location for each, and one curve around it."""
+
+    def __init__(self, groups: Sequence[RanGroup]) -> None:
+        """At least one candidate ended by itself."""
+        logs = [
+            sorted(
+                (log_length(num), end != "stop")
+                for num, end in zip(group.tokens, group.ends, strict=True)
+                if num and end != "failed"
+            )
+            for group in groups
+        ]
+        points = [_points(each) for each in logs]
+        squares = product = 0.0
+        means = []
+        for each in points:
+            x, z = (fmean(values) for values in zip(*each, strict=True)) if each else (0.0, 0.0)
+            squares += math.fsum((its.z - z) ** 2 for its in each)
+            product += math.fsum((its.log - x) * (its.z - z) for its in each)
+            means.append((x, z))
+        self.std = bounded_log_std((product + PRIOR_ENDS * PRIOR_LOG_STD) / (squares + PRIOR_ENDS))
+        found = [x - self.std * z for (x, z), each in zip(means, points, strict=True) if each]
+        self.center = fmean(found)
+        self.locations = [
+            x - self.std * z if each else self._unseen(group)
+            for group, (x, z), each in zip(groups, means, points, strict=True)
+        ]
+        self.curve = self._curve(logs)
+
+    def remaining(self, group: int, num_tokens: int, max_tokens: int | None) -> float:
+        """Tokens that a candidate which has so many is expected to generate yet."""
+        most = math.inf if max_tokens is None else float(max_tokens - num_tokens)
+        if most <= 0:
+            return 0.0
+        first, reach = self._beyond(group, num_tokens)
+        if max_tokens is not None:
+            beyond_cap, reach_cap = self._beyond(group, max_tokens)
+            first += reach_cap / reach * (max_tokens - beyond_cap)
+        return min(max(first - num_tokens, 1.0), most)
+
+    def survival(self, group: int, num_tokens: float) -> float:
+        """Share of candidates that become longer."""
+        return self.curve.reach((math.log(max(num_tokens, 0.5)) - self.locations[group]) / STEP - LEFT)[2]
+
+    def _beyond(self, group: int, num_tokens: int) -> tuple[float, float]:
+        position = (log_length(num_tokens) - self.locations[group]) / STEP - LEFT
+        scale = math.exp(self.locations[group])
+        return max(self.curve.beyond(position)[0] * scale, float(num_tokens)), self.curve.reach(position)[2]
+
+    def _unseen(self, group: RanGroup) -> float:
+        """Of a group in which nobody ended by itself: where its prompt usually is, or the others are, unless all of it
+        outliving their stops was less than an even chance there."""
+        center, known = self.center, group.known
+        if known is not None and known.mean > 0:
+            center = math.log(known.mean) - math.log1p(known.variance / known.mean**2) / 2
+        stops = [num for num in group.tokens if num]
+        return max(center, fit_log_lengths([], stops, self.std).location) if stops else center
+
+    def _curve(self, logs: Sequence[Sequence[tuple[float, bool]]]) -> SurvivalCurve:
+        ends, risks, leaving = ([0.0] * NUM_BINS for _ in range(3))
+        for each, location in zip(logs, self.locations, strict=True):
+            for log, is_cut in each:
+                position = (log - location) / STEP - LEFT
+                bin_ = min(max(int(position), 0), NUM_BINS - 1)
+                risks[bin_] += min(max(position - bin_, 0.0), 1.0)
+                leaving[bin_] += 1
+                if not is_cut:
+                    ends[bin_] += 1
+        num = sum(leaving)
+        for bin_, gone in enumerate(accumulate(leaving)):
+            risks[bin_] += num - gone
+        return SurvivalCurve.near_log_normal(ends, risks, self.std, PRIOR_RISK)
+
+
+class _Point(NamedTuple):
+    log: float
+    z: float
+    """The quantile of a standard normal variable at the share that is shorter."""
+
+
+def _points(logs: Sequence[tuple[float, bool]]) -> list[_Point]:
+    """Those that ended, with the shares that Kaplan and Meier give them; ascending.
+
+    Where nobody was cut the i-th of n has (i - 3/8) / (n + 1/4), whose quantiles are close to the expected ones.
+
+    Source: Blom, Statistical Estimates and Transformed Beta-Variables, 1958.
+    """
+    points = []
+    reach = 1.0
+    for rank, (log, is_cut) in enumerate(logs):
+        if not is_cut:
+            beyond = reach * (1 - 1 / (len(logs) - rank))
+            share = 1 - (reach + beyond) / 2
+            points.append(_Point(log, _quantile(round((share * len(logs) + 0.125) / (len(logs) + 0.25), 6))))
+            reach = beyond
+    return points
+
+
+@lru_cache(4096)
+def _quantile(share: float) -> float:
+    return NORMAL.inv_cdf(min(max(share, 1e-6), 1 - 1e-6))
+
+
+class _Stopped(NamedTuple):
+    """Candidates of a group that were stopped alike."""
+
+    group: int
+    num_tokens: int
+    state: EndReason | StopState
+    num: int
+
+
+class _Running(NamedTuple):
+    """Stopped candidates, had they gone on."""
+
+    group: int
+    num: int
+    now: float
+    """Tokens that they would have when the rollout was over."""
+    most: float
+    """Tokens from there to the longest that is looked at."""
+    reach: float
+    """Share of candidates that come as far as their stop."""
+
+
+def receipt_of(groups: Sequence[RanGroup], seconds: float | None = None) -> Receipt:
+    """seconds: that the rollout took; None: not known."""
+    stopped = [
+        _Stopped(number, *alike, count)
+        for number, group in enumerate(groups)
+        for alike, count in Counter(zip(group.tokens, group.ends, strict=True)).items()
+        if alike[1] in STOP_STATES
+    ]
+    timed = seconds is not None and all(group.started_s is not None and group.ended_s for group in groups)
+    saved: list[float] | None = [] if not stopped else None
+    waiting_s = seconds if timed and not stopped else None
+    if stopped and any(group.has_length for group in groups):
+        lengths = Lengths(groups)
+        saved = [
+            its.num * lengths.remaining(its.group, its.num_tokens, groups[its.group].max_tokens) for its in stopped
+        ]
+        if timed and seconds is not None and (step_s := _tail_step_s(groups)):
+            waiting_s = seconds + _longer_s(groups, stopped, lengths, step_s)
+    generated, resumed = sum(sum(group.generated) for group in groups), sum(sum(group.resumed) for group in groups)
+    returned = sum(group.tokens[index] for group in groups for index in group.selected)
+    deferred = (
+        [] if saved is None else [num for num, its in zip(saved, stopped, strict=True) if its.state == "deferred"]
+    )
+    return Receipt(
+        seconds=seconds,
+        generated_tokens=generated,
+        returned_tokens=returned,
+        wasted_tokens=generated + resumed - returned,
+        resumed_tokens=resumed,
+        num_stopped=sum(its.num for its in stopped),
+        stopped_tokens=sum(its.num * its.num_tokens for its in stopped),
+        saved_tokens=None if saved is None else round(math.fsum(saved)),
+        postponed_tokens=None if saved is None else round(math.fsum(deferred)),
+        **_checked(groups),
+        waiting_seconds=waiting_s,
+        saved_seconds=None if waiting_s is None or seconds is None else waiting_s - seconds,
+        bubble=_bubble(groups, seconds) if timed and seconds else None,
+    )
+
+
+def _checked(groups: Sequence[RanGroup]) -> dict[str, Any]:
+    """The prediction as it would have been had groups of which all ran to their ends been raced."""
+    raced = [(group, group.raced()) for group in groups]
+    left = [cut or group for group, cut in raced]
+    if all(cut is None for _, cut in raced) or not any(group.has_length for group in left):
+        return {"num_checked": 0, "checked_tokens": 0, "saved_tokens_error": None}
+    lengths = Lengths(left)
+    predicted, true = [], []
+    for number, (group, cut) in enumerate(raced):
+        for num, stop, end in zip(group.tokens, cut.tokens, cut.ends, strict=True) if cut else ():
+            if end == "surplus":
+                predicted.append(lengths.remaining(number, stop, group.max_tokens))
+                true.append(num - stop)
+    return {
+        "num_checked": len(true),
+        "checked_tokens": sum(true),
+        "saved_tokens_error": math.fsum(predicted) / sum(true) - 1,
+    }
+
+
+def _tail_step_s(groups: Sequence[RanGroup]) -> float | None:
+    """Seconds per token of a candidate, in the second half of the groups that were over last; None where no two
+    candidates of them differ."""
+    slopes: list[tuple[float, float, int]] = []
+    for group in groups:
+        ran = sorted((at, num) for at, num in zip(group.ended_s, group.generated, strict=True) if num)
+        if not ran:
+            continue
+        last_s, most = ran[-1]
+        at, num = next((at, num) for at, num in ran if 2 * num >= most)
+        slopes.append((last_s, last_s - at, most - num))
+    slopes.sort(reverse=True)
+    late = slopes[: max(1, math.ceil(LATE_GROUPS * len(slopes)))]
+    late = late if any(num > 0 for *_, num in late) else slopes
+    num_tokens = sum(max(num, 0) for *_, num in late)
+    return math.fsum(took_s for _, took_s, num in late if num > 0) / num_tokens if num_tokens else None
+
+
+def _longer_s(groups: Sequence[RanGroup], stopped: Sequence[_Stopped], lengths: Lengths, step_s: float) -> float:
+    """The expected seconds from the last ending on until the last of the stopped candidates would have ended too.
+
+    They go on from their stops, a token per step; until t all of them are over with the product of their chances.
+    """
+    over_s = max(max(group.ended_s) for group in groups)
+    running = []
+    for its in stopped:
+        group, location = groups[its.group], lengths.locations[its.group]
+        alike = zip(group.ended_s, group.tokens, group.ends, strict=True)
+        stopped_s = max(at for at, num, end in alike if (num, end) == (its.num_tokens, its.state))
+        now = its.num_tokens + (over_s - stopped_s) / step_s
+        most = group.max_tokens or max(math.exp(location + 4 * lengths.std), 2 * now)
+        if most > now:
+            running.append(_Running(its.group, its.num, now, most - now, lengths.survival(its.group, its.num_tokens)))
+    furthest = max((its.most for its in running), default=0.0)
+    steps = [furthest * (i / NUM_POINTS) ** 3 for i in range(NUM_POINTS + 1)]
+    late = [0.0]  # the chance that somebody runs yet; going back from the end, where all are at their caps
+    for step in reversed(steps):
+        over = 1.0
+        for each in running if late[-1] < 1 - NEGLIGIBLE else ():
+            if each.most >= step:
+                over *= (1 - min(lengths.survival(each.group, each.now + step) / each.reach, 1.0)) ** each.num
+        late.append(1 - over if late[-1] < 1 - NEGLIGIBLE else 1.0)
+    return step_s * math.fsum(
+        (b - a) * (x + y) / 2 for (a, b), (x, y) in zip(pairwise(steps), pairwise(late[:0:-1]), strict=True)
+    )
+
+
+def _bubble(groups: Sequence[RanGroup], seconds: float) -> float:
+    changes = [
+        (at, change)
+        for group in groups
+        for end in group.ended_s
+        for at, change in ((group.started_s or 0.0, 1), (end, -1))
+    ]
+    places = max(accumulate(change for _, change in sorted(changes)), default=0)
+    ran_s = math.fsum(-change * at for at, change in changes)
+    return min(max(1 - ran_s / (places * seconds), 0.0), 1.0) if places else 0.0

@@ -1,0 +1,339 @@
+"""A group whose candidates are sessions: whole conversations of many turns, which end by saying so.
+
+Invariant: each session ends once, no turn begins of one that has ended, and one turn of a session runs at a time.
+
+Runs in the API process: a session outlives the requests that are its turns, and may change its rank between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
+
+from vllm_rollout.group.plans.plan import GroupPlan
+from vllm_rollout.group.racing.lifecycle import Group
+from vllm_rollout.group.racing.selection import conclude, deferred
+from vllm_rollout.group.rewards.until import CandidateReward, UntilTerms, decide, num_to_refill
+from vllm_rollout.group.types import Ending, EndReason, GroupResult, GroupStatus
+
+SessionState = Literal["turn", "between_turns", "finished", "truncated", "void", "pruned", "surplus", "deferred"]
+"""The first two are open. `void`: it counts for nothing, and another one may take its place. `pruned`: it was stopped
+by its score. `surplus`: it lost the race. `deferred`: nobody wants the group any more."""
+EndedBy = Literal["finish", "last_turn", "length", "max_turns", "max_tokens", "idle", "score", "race", "cancel"]
+"""What ended a session: its harness, by `finish` or with its last turn; a turn that was cut at its max_tokens; a limit
+of the group; silence; its score; its siblings; whoever cancelled the group."""
+TRUNCATED_BY: frozenset[EndedBy] = frozenset({"length", "max_turns", "max_tokens"})
+
+
+class SessionLimits(NamedTuple):
+    """Bounds of each session of a group."""
+
+    max_turns: int | None = None
+    max_tokens: int | None = None
+    """That the policy generates in all turns."""
+    idle_timeout_s: float = 600.0
+    """So long a session may be between two turns."""
+    cut_turn_ends: bool = True
+    """A turn that was cut at its own max_tokens ends its session, as truncated."""
+
+
+class SessionRefused(ValueError):
+    """The session's state forbids what was asked. The text says what, and what to do."""
+
+
+@dataclass(slots=True)
+class Session:
+    """One candidate."""
+
+    id: str
+    index: int
+    since_s: float
+    """When its last turn ended, or it was made."""
+    num_turns: int = 0
+    num_tokens: int = 0
+    """That the policy generated, in turns that have ended."""
+    in_turn: bool = False
+    ended_by: EndedBy | None = None
+    reward: float | None = None
+    is_void: bool = False
+
+    @property
+    def is_open(self) -> bool:
+        return self.ended_by is None
+
+
+class Settled(NamedTuple):
+    """What follows from what has happened since the last time."""
+
+    lost: tuple[Session, ...] = ()
+    """Sessions that were open: their turns are to be stopped."""
+    num_wanted: int = 0
+    """Sessions that are to begin in the place of void ones, or until rewards differ."""
+
+
+@dataclass(slots=True)
+class SessionRace:
+    """The sessions of one group. Time is any clock's, in seconds."""
+
+    plan: GroupPlan
+    limits: SessionLimits
+    until: UntilTerms | None = None
+    """The group ends when its rewards differ (`group/rewards/until.py`); None: when it has its trajectories."""
+    max_sessions: int = 0
+    """The most that it may ever have."""
+    now_s: float = 0.0
+    sessions: dict[str, Session] = field(default_factory=dict)
+    is_over: bool = False
+    is_cancelled: bool = False
+    _group: Group = field(init=False)
+    _num_places: int = field(init=False)
+    """Sessions that it may have now."""
+    _active_s: float = field(init=False)
+    """When a session was last heard of."""
+    _returned: tuple[int, ...] | None = None
+    """Indices, where the rewards decide."""
+
+    def __post_init__(self) -> None:
+        terms = self.plan.terms
+        if self.until is not None:
+            terms = replace(terms, early_stop=False)
+        self._group = Group(terms)
+        self._num_places = self.plan.num_candidates
+        self.max_sessions = max(self.max_sessions, self._num_places)
+        self._active_s = self.now_s
+
+    @property
+    def num_to_enter(self) -> int:
+        """Places that no session has taken."""
+        return self._num_places - len(self.sessions)
+
+    def state(self, session: Session) -> SessionState:
+        if session.is_open:
+            return "turn" if session.in_turn else "between_turns"
+        if session.is_void:
+            return "void"
+        state = self._group.state(session.index)
+        if state in ("pruned", "surplus", "deferred"):
+            return state
+        return "truncated" if session.ended_by in TRUNCATED_BY else "finished"
+
+    def enter(self, session_id: str, now_s: float) -> Session:
+        """A session begins; when the group is over it has lost. Raises: SessionRefused when all places are taken."""
+        if (self.max_sessions - len(self.sessions) if self.is_over else self.num_to_enter) <= 0:
+            raise SessionRefused(
+                f"this group has its {len(self.sessions)} sessions. Ask for more by rollout_num_candidates "
+                "(redundancy), or name another group."
+            )
+        session = Session(session_id, self._group.launch(), now_s)
+        self.sessions[session_id] = session
+        self._active_s = now_s
+        if self.is_over:
+            self._group.settle()
+            self._lose([session.index])
+        return session
+
+    def tokens_left(self, session: Session) -> int | None:
+        """That its next turn may generate at most; None: no limit of the group.
+
+        Raises: SessionRefused when another turn runs. The caller has asked `is_open`.
+        """
+        if session.in_turn:
+            raise SessionRefused(
+                f"session {session.id!r} has a turn on its way: one may run at a time. Wait for its answer, or give "
+                "each conversation a session of its own."
+            )
+        most = self.limits.max_tokens
+        return None if most is None else most - session.num_tokens
+
+    def begin_turn(self, session: Session) -> None:
+        """Raises: SessionRefused as `tokens_left`."""
+        self.tokens_left(session)
+        session.in_turn = True
+
+    def leave_turn(self, session: Session, now_s: float) -> None:
+        """The turn came to no end: its client left, or it failed. It may be asked again."""
+        session.in_turn, session.since_s = False, now_s
+        self._active_s = now_s
+
+    def end_turn(
+        self,
+        session: Session,
+        num_tokens: int,
+        now_s: float,
+        *,
+        cut: bool = False,
+        last: bool = False,
+        pruned: bool = False,
+    ) -> None:
+        """A turn has ended. `cut`: at its max_tokens; `last`: its client said that no other follows; `pruned`: its
+        score stopped it."""
+        self.leave_turn(session, now_s)
+        session.num_turns += 1
+        session.num_tokens += num_tokens
+        if not session.is_open:
+            return
+        limits = self.limits
+        if pruned:
+            session.ended_by = "score"
+            self._group.prune([session.index])
+        elif limits.max_tokens is not None and session.num_tokens >= limits.max_tokens:
+            self._end(session, "last_turn" if last and not cut else "max_tokens")
+        elif cut and limits.cut_turn_ends:
+            self._end(session, "length")
+        elif last:
+            self._end(session, "last_turn")
+        elif limits.max_turns is not None and session.num_turns >= limits.max_turns:
+            self._end(session, "max_turns")
+
+    def check_finish(self, session: Session) -> None:
+        """Raises: SessionRefused when it has been finished, or amid a turn. One that lost may be finished."""
+        if session.in_turn and session.is_open:
+            raise SessionRefused(f"session {session.id!r} has a turn on its way. Finish it when that has ended.")
+        if session.ended_by == "finish" or session.is_void or session.reward is not None:
+            raise SessionRefused(f"session {session.id!r} was finished before. Finish each session once.")
+
+    def finish(self, session: Session, now_s: float, *, reward: float | None = None, void: bool = False) -> None:
+        """Its harness says that it is over. One that a limit or its last turn has ended gets its reward.
+
+        Raises: SessionRefused as `check_finish`.
+        """
+        self.check_finish(session)
+        self._active_s = now_s
+        session.reward = reward
+        if session.is_open:
+            self._end(session, "finish", void=void)
+        elif void and self._group.state(session.index) == "finished" and not self.is_over:
+            self._withdraw(session)  # a limit ended it, and it turns out to be worth nothing
+
+    def expire(self, now_s: float) -> bool:
+        """Ends sessions that have been silent for too long, and a group of which nobody is heard; whether any did."""
+        timeout_s = self.limits.idle_timeout_s
+        silent = [
+            session
+            for session in self.sessions.values()
+            if session.is_open and not session.in_turn and now_s - session.since_s > timeout_s
+        ]
+        for session in silent:
+            self._end(session, "idle", void=True)
+        nobody = not any(session.is_open for session in self.sessions.values())
+        if nobody and not self.is_over and now_s - self._active_s > timeout_s:
+            self.max_sessions = len(self.sessions)
+            self._set_places(self.max_sessions)
+            for session in self._usable if self.until is not None else ():
+                if session.reward is None:
+                    self._withdraw(session)
+            return True
+        return bool(silent)
+
+    def cancel(self) -> Settled:
+        """Nobody wants the rest."""
+        lost = self._group.cancel()
+        self.is_over = self.is_cancelled = True
+        return Settled(self._lose(lost, "cancel"))
+
+    def settle(self) -> Settled:
+        """Decide on all that has happened since the last time."""
+        if self.is_over:
+            return Settled()
+        settlement = self._group.settle()
+        lost, num_wanted = [*settlement.stop, *settlement.lost_ties], 0
+        lost += self._group.too_long({each.index: each.num_tokens for each in self.sessions.values() if each.is_open})
+        if self.until is None:
+            alive = len(self._usable) + self._group.num_running + self.num_to_enter
+            if self.plan.pruning is not None and self.plan.pruning.allow_fewer:
+                alive += sum(self.state(session) == "pruned" for session in self.sessions.values())
+            num_wanted = num_to_refill(self.plan.group_size, self.max_sessions, self._num_places, alive)
+            self.is_over = self._group.closed
+        else:
+            decision = decide(self.until, self._rewards)
+            lost += self._group.give_up(decision.stop)
+            num_wanted = min(decision.launch, self.max_sessions - self._num_places)
+            if decision.kind != "wait":
+                self.is_over, self._returned = True, decision.returned
+        if num_wanted and not self.is_over:
+            self._set_places(self._num_places + num_wanted)
+        nothing_comes = not self._group.num_running and self.num_to_enter <= 0 and not self._awaited
+        if nothing_comes and not self.is_over:
+            self.is_over, self._returned = True, self._graded
+        return Settled(self._lose(lost), 0 if self.is_over else num_wanted)
+
+    @property
+    def result(self) -> GroupResult:
+        """What it gives back, as far as it has come."""
+        result = conclude(self.plan, self.endings, void=[s.index for s in self.sessions.values() if s.is_void])
+        if self.is_cancelled:
+            return deferred(result, "it was cancelled")
+        if self._returned is None:
+            return result
+        status: GroupStatus = "complete" if len(self._returned) >= self.plan.group_size else "incomplete"
+        return replace(result, status=status, selected=self._returned)
+
+    @property
+    def endings(self) -> list[Ending]:
+        """Of the sessions that have ended."""
+        return [
+            Ending(
+                session.index,
+                self._group.state(session.index),
+                session.num_tokens,
+                truncated=session.ended_by in TRUNCATED_BY,
+                end_step=self._group.end_step(session.index),
+            )
+            for session in self.sessions.values()
+            if not session.is_open
+        ]
+
+    @property
+    def _usable(self) -> list[Session]:
+        ended = [session for session in self.sessions.values() if not session.is_open and not session.is_void]
+        return [session for session in ended if self._group.state(session.index) == "finished"]
+
+    @property
+    def _awaited(self) -> bool:
+        """Some session has ended, and its reward is to come and decides."""
+        return self.until is not None and any(session.reward is None for session in self._usable)
+
+    @property
+    def _graded(self) -> tuple[int, ...] | None:
+        """All that have a reward, where rewards decide."""
+        graded = sorted(session.index for session in self._usable if session.reward is not None)
+        return None if self.until is None else tuple(graded[: self.plan.group_size])
+
+    @property
+    def _rewards(self) -> list[CandidateReward]:
+        """All sessions, as the rule on rewards knows them; those that are to come run."""
+        known = []
+        for session in self.sessions.values():
+            index, state = session.index, self._group.state(session.index)
+            if session.is_open:
+                known.append(CandidateReward(index, "running"))
+            elif session.is_void or state != "finished":
+                known.append(CandidateReward(index, "gone"))
+            elif session.reward is None:
+                known.append(CandidateReward(index, "awaited"))
+            else:
+                known.append(CandidateReward(index, "graded", session.reward))
+        to_come = range(len(self.sessions), self._num_places)
+        return known + [CandidateReward(index, "running") for index in to_come]
+
+    def _set_places(self, num_places: int) -> None:
+        self._num_places = num_places
+        self._group.terms = replace(self._group.terms, num_candidates=num_places)
+
+    def _withdraw(self, session: Session) -> None:
+        session.is_void = True
+        self._group.withdraw(session.index)
+
+    def _end(self, session: Session, by: EndedBy, *, void: bool = False) -> None:
+        session.ended_by, session.is_void = by, void
+        reason: EndReason = "failed" if void else "length" if by in TRUNCATED_BY else "stop"
+        self._group.end(session.index, reason, session.num_tokens)
+
+    def _lose(self, indices: Iterable[int], by: EndedBy = "race") -> tuple[Session, ...]:
+        """The open ones of these have ended."""
+        of = {session.index: session for session in self.sessions.values()}
+        lost = tuple(of[index] for index in indices if index in of and of[index].is_open)
+        for session in lost:
+            session.ended_by = by
+        return lost

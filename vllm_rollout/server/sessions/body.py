@@ -1,0 +1,169 @@
+"""Bodies and answers of the endpoints of sessions (docs/agents.md)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, Field, StrictBool, StrictFloat, StrictInt, StrictStr, field_validator
+
+from vllm_rollout.config import MAX_GROUP_SIZE, MAX_TURNS
+from vllm_rollout.group.plans.fields import MAX_NAME_CHARS, ROWS, SessionFields, Until
+from vllm_rollout.group.racing.sessions import EndedBy, SessionState
+from vllm_rollout.group.types import GroupStatus
+from vllm_rollout.server.body import Body, check_json, of_table
+from vllm_rollout.server.grading.body import RewardField
+from vllm_rollout.server.protocol import Pruning
+from vllm_rollout.server.sessions.trajectory import History
+
+Name = Annotated[StrictStr, Field(min_length=1, max_length=MAX_NAME_CHARS)]
+Size = Annotated[StrictInt, Field(ge=1, le=MAX_GROUP_SIZE)]
+SessionSelection = Literal["first", "shortest"]
+
+
+@of_table
+class SessionGroupRequest(Body, SessionFields):
+    """A group that is declared before its sessions begin."""
+
+    id: Name | None = Field(default=None, description="The group's name. Default: one is made.")
+    group_size: Size = Field(description=ROWS["group_size"].help)
+    redundancy: Annotated[StrictInt, Field(ge=0, le=MAX_GROUP_SIZE)] = Field(
+        default=0, description="Spare sessions beyond group_size."
+    )
+    early_stop: StrictBool = Field(
+        default=True, description="Stop a group's other sessions when group_size of them have finished."
+    )
+    selection: SessionSelection = Field(default="first", description="Which finished sessions make the group.")
+    until: Until = Field(
+        default="complete", description='"variance": the group is over when group_size rewards are known and differ.'
+    )
+    max_sessions: Size | None = Field(
+        default=None,
+        description="Sessions that the group may ever have, with those in the place of void ones. Default: four times "
+        'group_size with until "variance", else twice what it begins with.',
+    )
+    pruning: Pruning | None = Field(
+        default=None, description="Score each session in one of its turns, and stop those that will not help training."
+    )
+    pruning_turn: Annotated[StrictInt, Field(ge=1, le=MAX_TURNS)] = Field(
+        default=1, description="The turn in which detection_length counts tokens."
+    )
+    audit_ratio: Annotated[StrictFloat, Field(ge=0, le=1)] | None = Field(
+        default=None, description="Chance that nobody of this group is stopped. Default: the server's, with pruning."
+    )
+    reward: RewardField | None = Field(
+        default=None, description="Grades a finished session whose finish brings no reward (docs/rewards.md)."
+    )
+    data: Any = Field(default=None, description="Handed to the reward function, such as the solution.")
+
+    @field_validator("data")
+    @classmethod
+    def _is_json(cls, data: Any) -> Any:
+        check_json(data, "data")
+        return data
+
+
+class FinishRequest(Body):
+    """A session is over."""
+
+    reward: Annotated[StrictFloat, Field(allow_inf_nan=False)] | None = Field(
+        default=None, description="Of the whole session. Default: the group's reward function grades it, if it has one."
+    )
+    void: StrictBool = Field(
+        default=False,
+        description="The session counts for nothing: a tool or a sandbox failed, which is not the policy's fault.",
+    )
+
+
+class SessionAnswer(BaseModel):
+    """A session as it is now."""
+
+    id: str
+    state: SessionState
+    ended_by: EndedBy | None
+    num_turns: int
+    num_tokens: int
+    """That the policy generated."""
+    reward: float | None
+
+
+class SessionGroupAnswer(BaseModel):
+    """A group as it is now."""
+
+    object: Literal["session.group"] = "session.group"
+    id: str
+    status: GroupStatus | Literal["running"]
+    reason: str | None
+    """Why it is not complete."""
+    group_size: int
+    sessions: list[SessionAnswer]
+    to_begin: list[str]
+    """Ids of sessions that have not begun. Empty where the group was not declared: its client names them."""
+    num_to_begin: int
+    selected: list[str]
+    """The sessions that the group returns."""
+    generated_tokens: int
+    returned_tokens: int
+    seconds: float
+    """Since the group began."""
+
+
+class FinishAnswer(SessionAnswer):
+    object: Literal["session"] = "session"
+    group_id: str
+    group_status: GroupStatus | Literal["running"]
+    wanted: list[str]
+    """Sessions that are to begin now, in the place of void ones or until rewards differ."""
+    num_wanted: int
+    reward_status: str | None = None
+    """Of a reward that the server gave."""
+
+
+class SegmentAnswer(BaseModel):
+    """Tokens of which each was seen after those before it."""
+
+    token_ids: list[int]
+    mask: list[int]
+    """1: the policy generated this token."""
+    logprobs: list[float] | None
+    """Of the tokens that it generated, 0 for the others; null where a turn did not ask for log probabilities."""
+
+
+class TurnAnswer(BaseModel):
+    history: History
+    segment: int
+    num_prompt_tokens: int
+    num_tokens: int
+    finish_reason: str | None
+    waited_s: float
+    """Before the turn, for tools or other work of the harness."""
+    seconds: float
+
+
+class TrajectoryAnswer(SessionAnswer):
+    """A session with all that it has become."""
+
+    object: Literal["session.trajectory"] = "session.trajectory"
+    group_id: str
+    turns: list[TurnAnswer]
+    segments: list[SegmentAnswer] | None
+    """null: the server holds these tokens no more."""
+
+
+class SessionEvent(BaseModel):
+    """A session has ended, or one is wanted."""
+
+    type: Literal["session"] = "session"
+    group_id: str
+    session_id: str
+    state: SessionState | Literal["wanted"]
+    ended_by: EndedBy | None
+
+
+class GroupOverEvent(BaseModel):
+    type: Literal["group"] = "group"
+    group_id: str
+    status: GroupStatus
+    selected: list[str]
+
+
+EVENTS = get_args(Literal["session", "group"])

@@ -1,0 +1,277 @@
+"""A group of sessions as its clients know it: its race, its trajectories, and who reads what becomes of it.
+
+Invariant: each end of a session is told once, before that of its group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import uuid
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any, Literal, NamedTuple
+
+from vllm_rollout.group.plans.fields import SelectionRule, Until
+from vllm_rollout.group.plans.plan import GroupPlan
+from vllm_rollout.group.plans.pruning_plan import PruningPlan
+from vllm_rollout.group.racing.sessions import Session, SessionLimits, SessionRace
+from vllm_rollout.group.types import GroupStatus
+from vllm_rollout.server.engine import RequestError
+from vllm_rollout.server.grading.body import RewardOptions
+from vllm_rollout.server.sessions.body import (
+    GroupOverEvent,
+    SegmentAnswer,
+    SessionAnswer,
+    SessionEvent,
+    SessionGroupAnswer,
+    TrajectoryAnswer,
+    TurnAnswer,
+)
+from vllm_rollout.server.sessions.trajectory import Continuation, Conversation
+
+MAX_EVENTS = 1024
+"""That wait for a reader of a group's events, who is left when there are more."""
+MAX_READERS = 64
+"""Of the events of one group."""
+
+Key = tuple[str, str]
+"""Namespace of a client, and a name that it chose."""
+Event = SessionEvent | GroupOverEvent
+Status = GroupStatus | Literal["running"]
+
+
+class Terms(NamedTuple):
+    """What a group was made with."""
+
+    group_size: int
+    num_candidates: int
+    limits: SessionLimits
+    early_stop: bool = True
+    selection: SelectionRule = "first"
+    is_rewritable: bool = False
+    """Its turns may tell another history than the turns before."""
+    until: Until = "complete"
+    max_sessions: int | None = None
+    pruning: PruningPlan | None = None
+    pruning_turn: int = 1
+    """The turn whose tokens are scored."""
+    is_audit: bool = False
+
+    @property
+    def plan(self) -> GroupPlan:
+        redundancy = self.num_candidates - self.group_size
+        plan = GroupPlan(self.group_size, redundancy, self.early_stop, self.selection, pruning=self.pruning)
+        return plan.audited() if self.is_audit else plan
+
+
+@dataclass(eq=False, slots=True)
+class OpenTurn:
+    """A turn on its way."""
+
+    group: OpenGroup
+    session: Session
+    max_tokens: int | None
+    """That it may generate."""
+    continuation: Continuation
+    is_last: bool
+    waited_s: float
+    began_s: float
+    is_scored: bool
+    index: int = -1
+    """By which the engine knows it, among the turns of the group; from its beginning on."""
+
+    @property
+    def engine_id(self) -> str:
+        """Of the group that the engine judges it in: those that are scored have one of their own."""
+        return f"{self.group.engine_id}-scored" if self.is_scored else self.group.engine_id
+
+
+@dataclass(eq=False, slots=True)
+class OpenGroup:
+    """One that the service has not forgotten."""
+
+    key: Key
+    terms: Terms
+    race: SessionRace
+    began_s: float
+    max_sessions: int
+    """That it may ever have."""
+    model: str | None = None
+    """That its first turn asked for."""
+    declared: list[str] | None = None
+    """Ids of its sessions; None: its client names them."""
+    reward: RewardOptions | None = None
+    data: Any = None
+    engine_id: str = field(default_factory=lambda: f"sessions-{uuid.uuid4().hex}")
+    """By which the engine knows it."""
+    conversations: dict[str, Conversation] = field(default_factory=dict)
+    """By session; empty where the service holds these tokens no more."""
+    running: dict[str, OpenTurn] = field(default_factory=dict)
+    """Turns on their way, by session."""
+    num_launched: int = 0
+    scored: dict[str, int] = field(default_factory=dict)
+    """Index of the turn that was scored, by session."""
+    seed: int = field(default_factory=lambda: secrets.randbits(62))
+    """Of what chance decides in pruning."""
+    seconds: float | None = None
+    """That it took; None while it runs."""
+    is_counted: bool = False
+    """It is over, and nothing of it runs any more."""
+    _told: set[str] = field(default_factory=set)
+    """Sessions whose end was told."""
+    _readers: list[asyncio.Queue[Event | None]] = field(default_factory=list)
+
+    @property
+    def id(self) -> str:
+        return self.key[1]
+
+    @property
+    def status(self) -> Status:
+        return self.race.result.status if self.race.is_over else "running"
+
+    @property
+    def to_begin(self) -> list[str]:
+        """Declared sessions that have not begun."""
+        return [] if self.race.is_over else [id for id in self.declared or () if id not in self.race.sessions]
+
+    @property
+    def selected(self) -> list[str]:
+        if not self.race.is_over:
+            return []
+        wanted = set(self.race.result.selected)
+        return [session.id for session in self.race.sessions.values() if session.index in wanted]
+
+    @property
+    def num_held_tokens(self) -> int:
+        return sum(each.num_held_tokens for each in self.conversations.values())
+
+    def declare(self, num: int) -> list[str]:
+        """Ids of so many sessions more."""
+        assert self.declared is not None
+        before = len(self.declared)
+        ids = [f"{self.id}.{number}" for number in range(before, before + num)]
+        self.declared += ids
+        return ids
+
+    def tell_ends(self) -> None:
+        """Of the sessions that have ended since the last time."""
+        for session in self.race.sessions.values():
+            if not session.is_open and session.id not in self._told:
+                self._told.add(session.id)
+                self._tell(self._end_of(session))
+
+    def tell_wanted(self, ids: Iterable[str]) -> None:
+        for id in ids:
+            self._tell(self._wanted(id))
+
+    def over(self, now_s: float) -> None:
+        self.seconds = now_s - self.began_s
+        self._tell(self._over_event)
+        for queue in self._readers:
+            _put(queue, None)
+
+    async def events(self) -> AsyncGenerator[Event, None]:
+        """What has become of its sessions and which are to begin, then what becomes of them, until it is over.
+
+        Raises: RequestError (429) with too many readers.
+        """
+        if len(self._readers) >= MAX_READERS:
+            raise RequestError(
+                f"{MAX_READERS} others read the events of this group. Close one of them.",
+                status=HTTPStatus.TOO_MANY_REQUESTS,
+                retry_after_s=1,
+            )
+        queue: asyncio.Queue[Event | None] = asyncio.Queue(MAX_EVENTS)
+        told = [self._end_of(session) for session in self.race.sessions.values() if session.id in self._told]
+        told += map(self._wanted, self.to_begin)
+        over = None if self.seconds is None else self._over_event
+        self._readers.append(queue)
+        try:
+            for event in told:
+                yield event
+            if over is not None:
+                yield over
+                return
+            while (waiting := await queue.get()) is not None:
+                yield waiting
+        finally:
+            self._readers.remove(queue)
+
+    def answer(self, now_s: float) -> SessionGroupAnswer:
+        over, result = self.race.is_over, self.race.result
+        return SessionGroupAnswer(
+            id=self.id,
+            status=self.status,
+            reason=result.reason if over else None,
+            group_size=self.terms.group_size,
+            sessions=[SessionAnswer(**self.told(session)) for session in self.race.sessions.values()],
+            to_begin=self.to_begin,
+            num_to_begin=0 if over else max(0, self.race.num_to_enter),
+            selected=self.selected,
+            generated_tokens=sum(session.num_tokens for session in self.race.sessions.values()),
+            returned_tokens=result.returned_tokens if over else 0,
+            seconds=now_s - self.began_s if self.seconds is None else self.seconds,
+        )
+
+    def trajectory(self, session: Session) -> TrajectoryAnswer:
+        conversation = self.conversations.get(session.id)
+        turns = [] if conversation is None else conversation.turns
+        return TrajectoryAnswer(
+            **self.told(session),
+            group_id=self.id,
+            turns=[TurnAnswer(**{name: getattr(turn, name) for name in TurnAnswer.model_fields}) for turn in turns],
+            segments=None
+            if conversation is None
+            else [
+                SegmentAnswer(
+                    token_ids=list(each.token_ids),
+                    mask=list(each.mask),
+                    logprobs=None if each.logprobs is None else list(each.logprobs),
+                )
+                for each in conversation.segments
+            ],
+        )
+
+    def told(self, session: Session) -> dict[str, Any]:
+        """The fields of a SessionAnswer."""
+        return {
+            "id": session.id,
+            "state": self.race.state(session),
+            "ended_by": session.ended_by,
+            "num_turns": session.num_turns,
+            "num_tokens": session.num_tokens,
+            "reward": session.reward,
+        }
+
+    def _end_of(self, session: Session) -> SessionEvent:
+        state = self.race.state(session)
+        return SessionEvent(group_id=self.id, session_id=session.id, state=state, ended_by=session.ended_by)
+
+    def _wanted(self, id: str) -> SessionEvent:
+        return SessionEvent(group_id=self.id, session_id=id, state="wanted", ended_by=None)
+
+    @property
+    def _over_event(self) -> GroupOverEvent:
+        status = self.status
+        assert status != "running"
+        return GroupOverEvent(group_id=self.id, status=status, selected=self.selected)
+
+    def _tell(self, event: Event) -> None:
+        for queue in self._readers:
+            _put(queue, event)
+
+
+def _put(queue: asyncio.Queue[Event | None], event: Event | None) -> None:
+    """A reader who is too far behind is left: its stream ends."""
+    if queue.full():
+        queue.get_nowait()
+        event = None
+    queue.put_nowait(event)
+
+
+def limits_of(said: Mapping[str, Any]) -> SessionLimits:
+    """Of fields that were said; the others have their defaults."""
+    fields = {name: said[name] for name in ("max_turns", "max_tokens", "idle_timeout_s") if said.get(name) is not None}
+    return SessionLimits(**fields, cut_turn_ends=said.get("cut_turn") != "goes_on")

@@ -1,0 +1,133 @@
+"""The endpoints of sessions (docs/agents.md). Invariant: as of server/routes.py."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from http import HTTPStatus
+from typing import Annotated
+
+from fastapi import APIRouter, Path, Query, Request, Response
+from pydantic import BaseModel
+from starlette.convertors import StringConvertor, register_url_convertor
+
+from vllm_rollout.group.plans.fields import MAX_NAME_CHARS
+from vllm_rollout.server.answers import ErrorAnswer
+from vllm_rollout.server.boundary import RolloutRoute
+from vllm_rollout.server.errors import ERRORS, errors_of
+from vllm_rollout.server.serialised import EventStream, event_stream_schema, to_json
+from vllm_rollout.server.sessions.body import (
+    FinishAnswer,
+    FinishRequest,
+    GroupOverEvent,
+    SessionEvent,
+    SessionGroupAnswer,
+    SessionGroupRequest,
+    TrajectoryAnswer,
+)
+from vllm_rollout.server.sessions.groups import Event
+from vllm_rollout.server.sessions.service import SessionService
+
+
+class NameConvertor(StringConvertor):
+    """A name of a client's in a path: any text, with slashes and line breaks."""
+
+    regex = r"[\s\S]+"
+
+
+register_url_convertor("name", NameConvertor())
+router = APIRouter(route_class=RolloutRoute, tags=["sessions"])
+SESSION_ERRORS = {**ERRORS, int(HTTPStatus.CONFLICT): {"model": ErrorAnswer}}
+Id = Annotated[str, Path(max_length=MAX_NAME_CHARS)]
+
+
+def _sessions(request: Request) -> SessionService:
+    service: SessionService = request.app.state.session_service
+    return service
+
+
+@router.post(
+    "/v1/groups",
+    summary="Declare a group of sessions",
+    response_model=SessionGroupAnswer,
+    status_code=HTTPStatus.CREATED,
+    responses=SESSION_ERRORS,
+)
+async def create_group(body: SessionGroupRequest, request: Request) -> Response:
+    """The answer has the ids of its sessions. A request whose header X-Session-ID is one of them is a turn of it,
+    whatever client sends it; the first `group_size` sessions that finish make the group, and the others stop."""
+    return _json(_sessions(request).create(body), HTTPStatus.CREATED)
+
+
+@router.get(
+    "/v1/groups/{group_id:name}", summary="A group as it is now", response_model=SessionGroupAnswer, responses=ERRORS
+)
+async def get_group(group_id: Id, request: Request) -> Response:
+    return _json(_sessions(request).read_group(group_id))
+
+
+@router.delete(
+    "/v1/groups/{group_id:name}",
+    summary="Stop a group's sessions, and forget it",
+    status_code=HTTPStatus.NO_CONTENT,
+    response_class=Response,
+    responses=ERRORS,
+)
+async def delete_group(group_id: Id, request: Request) -> Response:
+    _sessions(request).cancel(group_id)
+    return Response(status_code=HTTPStatus.NO_CONTENT)
+
+
+@router.get(
+    "/v1/sessions/events",
+    summary="What becomes of a group's sessions, as it happens",
+    response_class=Response,
+    responses={
+        **ERRORS,
+        **errors_of(429),
+        200: {
+            "description": "Server-sent events, until the group is over.",
+            "content": {"text/event-stream": event_stream_schema(SessionEvent | GroupOverEvent)},
+        },
+    },
+)
+async def session_events(
+    request: Request, group: Annotated[str, Query(max_length=MAX_NAME_CHARS, description="The group's id.")]
+) -> Response:
+    """Tells a harness whose session has lost, so that it can stop its tools; and which ones are wanted."""
+    service = _sessions(request)
+    service.read_group(group)
+    return EventStream(_sent(service.events(group)), headers={"cache-control": "no-store", "x-accel-buffering": "no"})
+
+
+@router.get(
+    "/v1/sessions/{session_id:name}",
+    summary="A session with its trajectory",
+    response_model=TrajectoryAnswer,
+    responses=ERRORS,
+)
+async def get_session(session_id: Id, request: Request) -> Response:
+    """Token ids of every turn as the engine saw them, with a mask of those that the policy generated."""
+    return _json(_sessions(request).read(session_id))
+
+
+@router.post(
+    "/v1/sessions/{session_id:name}/finish",
+    summary="A session is over",
+    response_model=FinishAnswer,
+    responses=SESSION_ERRORS,
+)
+async def finish_session(session_id: Id, body: FinishRequest, request: Request) -> Response:
+    """With its reward, void, or with neither: then the group's reward function grades it, if it has one."""
+    return _json(await _sessions(request).finish(session_id, body))
+
+
+async def _sent(events: AsyncGenerator[Event, None]) -> AsyncGenerator[bytes, None]:
+    async with aclosing(events):
+        yield b": \n\n"
+        async for event in events:
+            yield b"event: %s\ndata: %s\n\n" % (event.type.encode(), to_json(event))
+
+
+def _json(answer: BaseModel, status: int = HTTPStatus.OK) -> Response:
+    return Response(answer.model_dump_json(), status_code=status, media_type="application/json")

@@ -1,0 +1,562 @@
+"""Groups of sessions: what their harnesses ask, and what follows for turns that run.
+
+Invariant: what is open and what is held is bounded, and a session that has ended runs no turn, also where its harness
+knows nothing of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+import uuid
+from collections import OrderedDict, defaultdict
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from http import HTTPStatus
+from typing import Any
+
+from vllm_rollout.config import MAX_ENDED_SESSIONS, MAX_OPEN_SESSIONS, MAX_SESSION_HISTORY, REWARD_THRESHOLD
+from vllm_rollout.group.plans.fields import SessionFields
+from vllm_rollout.group.plans.pruning_plan import PruningPlan
+from vllm_rollout.group.plans.rows import PlanError, rows
+from vllm_rollout.group.plans.xargs import NAMES, TurnSaid
+from vllm_rollout.group.racing.sessions import Session, SessionRace, SessionRefused
+from vllm_rollout.group.rewards.until import UntilTerms
+from vllm_rollout.rewards.slots import Urgency
+from vllm_rollout.rewards.values import Trajectory
+from vllm_rollout.server.clients import client_namespace, client_session
+from vllm_rollout.server.engine import RequestError
+from vllm_rollout.server.grading.body import options_of
+from vllm_rollout.server.grading.service import GradingService
+from vllm_rollout.server.learning.body import RewardEntry, RewardsRequest
+from vllm_rollout.server.learning.service import LearningService
+from vllm_rollout.server.metrics import Metrics
+from vllm_rollout.server.sessions.body import (
+    FinishAnswer,
+    FinishRequest,
+    SessionGroupAnswer,
+    SessionGroupRequest,
+    TrajectoryAnswer,
+)
+from vllm_rollout.server.sessions.groups import Event, Key, OpenGroup, OpenTurn, Terms, limits_of
+from vllm_rollout.server.sessions.trajectory import Continuation, Conversation, Decode, Turn
+
+logger = logging.getLogger(__name__)
+
+SCORED = "scored"
+"""What stands for the prompt of a group's scored turns, where rewards name it."""
+STOP_AGAIN_S = 0.1
+"""A stop that overtook its turn on the way to the engine is sent again after so long."""
+TICK_S = 1.0
+"""How often silent sessions are looked for, while any group is open."""
+
+
+class SessionService:
+    """Groups of sessions of one server."""
+
+    def __init__(
+        self,
+        stop_turns: Callable[[Mapping[str, Sequence[int]]], Any],
+        grading: GradingService,
+        learning: LearningService,
+        metrics: Metrics,
+        decode: Decode,
+        *,
+        audit_ratio: float = 0.0,
+        alone: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """stop_turns: awaited with indices of turns by group, as the engine knows them. alone: no other
+        process of the server answers requests."""
+        self._stop_turns = stop_turns
+        self._grading = grading
+        self._learning = learning
+        self._audit_ratio = audit_ratio
+        self._metrics = metrics
+        self._decode = decode
+        self._alone = alone
+        self._clock = clock
+        self._groups: dict[Key, OpenGroup] = {}
+        self._of_session: dict[Key, OpenGroup] = {}
+        self._ended: OrderedDict[Key, OpenGroup] = OrderedDict()
+        """Groups that are over, the one first that ended first; in `_groups` as well."""
+        self._holding: OrderedDict[Key, OpenGroup] = OrderedDict()
+        """Those whose trajectories are held."""
+        self._num_ended_sessions = 0
+        """The most that they might have had."""
+        self._num_open_sessions = 0
+        """The most that groups which are not over may have."""
+        self._num_held_tokens = 0
+        """Of all trajectories."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._ticker: asyncio.Task[None] | None = None
+
+    # What requests say.
+
+    def create(self, request: SessionGroupRequest) -> SessionGroupAnswer:
+        """A group is declared; its sessions get ids. Raises: RequestError."""
+        namespace = client_namespace()
+        key = (namespace, request.id or f"group-{uuid.uuid4().hex}")
+        if key in self._groups:
+            raise RequestError(
+                f"id: there is a group {key[1]!r}. Choose another id, or DELETE /v1/groups/{key[1]}.",
+                status=HTTPStatus.CONFLICT,
+                param="id",
+            )
+        terms = Terms(
+            request.group_size,
+            request.group_size + request.redundancy,
+            limits_of(request.model_dump(include=set(rows(SessionFields)))),
+            request.early_stop,
+            request.selection,
+            request.history == "rewritable",
+            request.until,
+            request.max_sessions,
+            *self._pruned(request),
+        )
+        reward = None if request.reward is None else options_of(request.reward)
+        if reward is not None:
+            self._grading.check(reward, terms.num_candidates)
+        group = self._open(key, terms)
+        group.reward, group.data, group.declared = reward, request.data, []
+        self._declare(group, group.race.num_to_enter)
+        return group.answer(self._clock())
+
+    def names_session(self, xargs: Mapping[str, object]) -> bool:
+        """Whether a request with these fields is a turn of a session."""
+        if NAMES["session"] in xargs:
+            return True
+        named = client_session()
+        if named is None:
+            return False
+        return NAMES["group_id"] in xargs or (client_namespace(), named) in self._of_session
+
+    def turn(self, said: TurnSaid, model: str | None, prompt: Sequence[int] | None) -> OpenTurn | None:
+        """A turn may begin; then `begin` it. None: its session has ended, and nothing is to be generated.
+
+        Raises: RequestError (400: what it says; 409: what its session is doing), PlanError.
+        """
+        self._check_alone()
+        key = (client_namespace(), said.session)
+        group = self._of_session.get(key)
+        if group is None:
+            group = self._joined(key, said)
+        elif said.group:
+            self._check_same(group, said)
+        if group.model is None:
+            group.model = model
+        elif model != group.model:
+            raise _invalid("model", f"this session's group began with {group.model!r}, got {model!r}. Keep the model.")
+        now_s = self._clock()
+        session = group.race.sessions.get(said.session) or self._enter(group, said.session, now_s)
+        if not session.is_open:
+            return None
+        if self._num_held_tokens > MAX_SESSION_HISTORY:
+            raise _too_much(
+                f"open sessions have {self._num_held_tokens} tokens, at most {MAX_SESSION_HISTORY} are held"
+            )
+        continuation = self._continued(group, session, prompt)
+        try:
+            most = group.race.tokens_left(session)
+        except SessionRefused as refusal:
+            raise _conflict(str(refusal)) from refusal
+        waited_s = max(0.0, now_s - session.since_s)
+        is_scored = group.terms.pruning is not None and session.num_turns + 1 == group.terms.pruning_turn
+        return OpenTurn(group, session, most, continuation, said.last, waited_s, now_s, is_scored)
+
+    def begin(self, turn: OpenTurn) -> bool:
+        """The turn is sent to the engine. False: its session has ended meanwhile.
+
+        Raises: RequestError where another turn was faster.
+        """
+        if not turn.session.is_open:
+            return False
+        try:
+            turn.group.race.begin_turn(turn.session)
+        except SessionRefused as refusal:
+            raise _conflict(str(refusal)) from refusal
+        turn.index, turn.group.num_launched = turn.group.num_launched, turn.group.num_launched + 1
+        turn.began_s = self._clock()
+        turn.group.running[turn.session.id] = turn
+        if turn.is_scored:
+            turn.group.scored[turn.session.id] = turn.index
+        return True
+
+    def end(
+        self,
+        turn: OpenTurn,
+        prompt: Sequence[int],
+        token_ids: Sequence[int],
+        *,
+        text: str = "",
+        finish_reason: str | None = None,
+        logprobs: Sequence[float] | None = None,
+        pruned: bool = False,
+    ) -> None:
+        """All that it generated. `pruned`: its score stopped it."""
+        group, session, now_s = turn.group, turn.session, self._clock()
+        if group.running.pop(session.id, None) is None:
+            return
+        group.race.end_turn(
+            session, len(token_ids), now_s, cut=finish_reason == "length", last=turn.is_last, pruned=pruned
+        )
+        self._metrics.turn_over()
+        conversation = group.conversations.get(session.id)
+        if conversation is not None:  # else its group was cancelled
+            before = conversation.num_held_tokens
+            history = turn.continuation.history
+            segment = len(conversation.segments) - (history in ("extended", "mended"))
+            seconds = now_s - turn.began_s
+            told = Turn(history, segment, len(prompt), len(token_ids), finish_reason, turn.waited_s, seconds)
+            conversation.add(told, prompt, token_ids, logprobs, text)
+            self._hold(conversation.num_held_tokens - before)
+        self._settle(group)
+        self._account(group)
+
+    def leave(self, turn: OpenTurn) -> None:
+        """It has no end: its client left, or it failed. A turn that has ended is left as it is."""
+        if turn.group.running.pop(turn.session.id, None) is not None:
+            turn.group.race.leave_turn(turn.session, self._clock())
+            self._account(turn.group)
+
+    async def finish(self, session_id: str, request: FinishRequest) -> FinishAnswer:
+        """Raises: RequestError (404 for a session that this client does not know, 409 for one that was finished).
+
+        A declared session may be void before it has begun: its sandbox did not start.
+        """
+        unbegun = self._of_session.get((client_namespace(), session_id)) if request.void else None
+        if unbegun is not None and session_id not in unbegun.race.sessions:
+            self._enter(unbegun, session_id, self._clock())
+        group, session = self._session(session_id)
+        reward, void, status = request.reward, request.void, None
+        if reward is not None and void:
+            raise RequestError(f"reward: a void session has none, got {reward:g}. Send one of them.", param="reward")
+        try:
+            group.race.check_finish(session)
+            if group.reward is not None and reward is None and not void and group.race.state(session) in _GRADED:
+                void, reward, status = await self._grade(group, session)
+            known = set(group.to_begin)
+            group.race.finish(session, self._clock(), reward=reward, void=void)
+        except SessionRefused as refusal:
+            raise _conflict(str(refusal)) from refusal
+        num_wanted = self._settle(group)
+        await self._learn(group, session)
+        return FinishAnswer(
+            **group.told(session),
+            group_id=group.id,
+            group_status=group.status,
+            wanted=[id for id in group.to_begin if id not in known],
+            num_wanted=num_wanted,
+            reward_status=status,
+        )
+
+    def read_group(self, group_id: str) -> SessionGroupAnswer:
+        return self._group(group_id).answer(self._clock())
+
+    def cancel(self, group_id: str) -> None:
+        """Stops its sessions and forgets it."""
+        group = self._group(group_id)
+        if not group.race.is_over:
+            settled = group.race.cancel()
+            group.tell_ends()
+            self._stop_turns_of(group, settled.lost)
+            self._over(group)
+        self._forget(group)
+
+    def read(self, session_id: str) -> TrajectoryAnswer:
+        group, session = self._session(session_id)
+        return group.trajectory(session)
+
+    def events(self, group_id: str) -> AsyncGenerator[Event, None]:
+        """Raises: RequestError, 404 for a group that this client does not know; as of the group."""
+        return self._group(group_id).events()
+
+    # What follows.
+
+    def _settle(self, group: OpenGroup) -> int:
+        """Decide, tell, stop. Returns how many sessions are wanted."""
+        settled = group.race.settle()
+        group.tell_ends()
+        self._stop_turns_of(group, settled.lost)
+        if settled.num_wanted and group.declared is not None:
+            group.tell_wanted(self._declare(group, settled.num_wanted))
+        if group.race.is_over and group.seconds is None:
+            self._over(group)
+        return settled.num_wanted
+
+    def _stop_turns_of(self, group: OpenGroup, lost: Iterable[Session]) -> None:
+        turns = [group.running[session.id] for session in lost if session.id in group.running]
+        if turns:
+            self._start(self._stop(group, turns))
+
+    async def _stop(self, group: OpenGroup, turns: list[OpenTurn]) -> None:
+        """Again and again: a stop may overtake a turn that is on its way to the engine."""
+        with suppress(RequestError):  # the engine is dead, and says so elsewhere
+            while turns := [turn for turn in turns if group.running.get(turn.session.id) is turn]:
+                indices: dict[str, list[int]] = defaultdict(list)
+                for turn in turns:
+                    indices[turn.engine_id].append(turn.index)
+                await self._stop_turns(indices)
+                await asyncio.sleep(STOP_AGAIN_S)
+
+    def _over(self, group: OpenGroup) -> None:
+        group.over(self._clock())
+        self._num_open_sessions -= group.max_sessions
+        self._account(group)
+
+    def _account(self, group: OpenGroup) -> None:
+        """Once, when it is over and the last of its turns has stopped."""
+        if group.seconds is None or group.running or group.is_counted:
+            return
+        group.is_counted = True
+        self._metrics.group_over(group.race.result, group.seconds)
+        if self._groups.get(group.key) is not group:
+            return  # it was cancelled
+        self._ended[group.key] = group
+        self._holding[group.key] = group
+        self._num_ended_sessions += group.max_sessions
+        while self._num_ended_sessions > MAX_ENDED_SESSIONS and len(self._ended) > 1:
+            self._forget(next(iter(self._ended.values())))
+
+    def _forget(self, group: OpenGroup) -> None:
+        if self._ended.pop(group.key, None) is not None:
+            self._num_ended_sessions -= group.max_sessions
+        self._let_go(group)
+        self._groups.pop(group.key, None)
+        for id in [*group.race.sessions, *(group.declared or ())]:
+            self._of_session.pop((group.key[0], id), None)
+
+    def _hold(self, num_tokens: int) -> None:
+        """So many tokens more; trajectories of groups that are over give way, the oldest first."""
+        self._num_held_tokens += num_tokens
+        while self._num_held_tokens > MAX_SESSION_HISTORY and self._holding:
+            self._let_go(next(iter(self._holding.values())))
+
+    def _let_go(self, group: OpenGroup) -> None:
+        """Hold its trajectories no more."""
+        self._holding.pop(group.key, None)
+        self._num_held_tokens -= group.num_held_tokens
+        group.conversations.clear()
+
+    async def _tick(self) -> None:
+        """While a group is open: sessions of which nobody hears end."""
+        while open_groups := [group for group in self._groups.values() if not group.race.is_over]:
+            await asyncio.sleep(TICK_S)
+            for group in open_groups:
+                if group.race.expire(self._clock()):
+                    self._settle(group)
+        self._ticker = None
+
+    def _start(self, work: Any) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _learn(self, group: OpenGroup, session: Session) -> None:
+        """The turn that was scored teaches what its session was worth."""
+        index, reward = group.scored.get(session.id), session.reward
+        if index is None or reward is None or group.race.state(session) not in ("finished", "truncated"):
+            return
+        threshold = REWARD_THRESHOLD if group.reward is None else group.reward.threshold
+        rewards = [RewardEntry(prompt_id=SCORED, index=index, reward=reward)]
+        with suppress(RequestError):  # forgotten, or the engine is dead, which says so elsewhere
+            request = RewardsRequest(rewards=rewards, threshold=threshold)
+            await self._learning.post_rewards(group.engine_id, request, by_server=True)
+
+    def _pruned(self, request: SessionGroupRequest) -> tuple[PruningPlan | None, int, bool]:
+        """The plan, the turn, and whether it is an audit group. Raises: RequestError."""
+        if request.pruning is None:
+            return None, request.pruning_turn, random.random() < (request.audit_ratio or 0.0)
+        if (refusal := self._learning.pruning_refusal) is not None:
+            raise RequestError(f"pruning: {refusal}", param="pruning")
+        try:
+            plan = request.pruning.plan()
+        except PlanError as error:
+            raise RequestError(str(error), param=error.field) from error
+        if len(plan.scored_lengths) > 1:
+            raise RequestError(
+                "pruning.detection_length: sessions are scored at one length, which has to be named. Give a number.",
+                param="pruning.detection_length",
+            )
+        ratio = self._audit_ratio if request.audit_ratio is None else request.audit_ratio
+        return plan, request.pruning_turn, random.random() < ratio
+
+    async def _grade(self, group: OpenGroup, session: Session) -> tuple[bool, float | None, str]:
+        """Whether it is void, its reward, and what became of the grading."""
+        assert group.reward is not None
+        conversation = group.conversations.get(session.id)
+        if conversation is None or not conversation.segments:
+            return False, None, "error"
+        segment = conversation.segments[-1]
+        began = segment.mask.find(b"\1")
+        prompt, rest = segment.token_ids[:began], segment.token_ids[began:]
+        text = await asyncio.to_thread(lambda: (self._decode(prompt), self._decode(rest)))
+        self._grading.promise(group.reward.name, 1)
+        try:
+            grade = await self._grading.grade(group.reward, Trajectory(*text, group.data, list(rest)), Urgency())
+        finally:
+            self._grading.promise(group.reward.name, -1)
+        return grade.status == "void", grade.reward, grade.status
+
+    # Who is meant.
+
+    def _joined(self, key: Key, said: TurnSaid) -> OpenGroup:
+        """The group that the first turn of a session names, which the first session makes."""
+        terms, name = self._terms(said)
+        group = self._groups.get((key[0], name))
+        if group is None:
+            return self._open((key[0], name), terms)
+        if group.declared is not None:
+            raise _conflict(
+                f"group {name!r} was declared, and its sessions are those that it was answered with. Use one of them."
+            )
+        self._check_same(group, said)
+        return group
+
+    def _terms(self, said: TurnSaid) -> tuple[Terms, str]:
+        """What a first turn says of its group, and the group's name."""
+        of_group = said.group
+        for needed in ("group_id", "group_size"):
+            if needed not in of_group:
+                raise PlanError(
+                    NAMES[needed],
+                    f"is required with the first turn of a session that no group was declared for "
+                    f"(session {said.session!r:.80}). Send it, or declare the group by POST /v1/groups.",
+                )
+        size = of_group["group_size"]
+        num_candidates = of_group.get("num_candidates", size)
+        if num_candidates < size:
+            raise PlanError(
+                NAMES["num_candidates"],
+                f"counts all sessions and must be at least {NAMES['group_size']} ({size}), got {num_candidates}.",
+            )
+        terms = Terms(
+            size,
+            num_candidates,
+            limits_of(of_group),
+            of_group.get("early_stop") is not False,
+            is_rewritable=of_group.get("history") == "rewritable",
+        )
+        return terms, of_group["group_id"]
+
+    def _check_same(self, group: OpenGroup, said: TurnSaid) -> None:
+        """Raises: PlanError for a turn that says something else of its group than the group's first."""
+        known: dict[str, Any] = {
+            "group_id": group.id,
+            "group_size": group.terms.group_size,
+            "num_candidates": group.terms.num_candidates,
+            "early_stop": group.terms.early_stop,
+            "history": "rewritable" if group.terms.is_rewritable else "strict",
+            "cut_turn": "ends" if group.terms.limits.cut_turn_ends else "goes_on",
+            **group.terms.limits._asdict(),
+        }
+        for name, value in said.group.items():
+            if name in known and value != known[name]:
+                raise PlanError(
+                    NAMES[name],
+                    f"of this session's group is {known[name]!r}, as its first turn said, got {value!r}. A session "
+                    "stays in its group: leave the field out, or name another session.",
+                )
+
+    def _open(self, key: Key, terms: Terms) -> OpenGroup:
+        """Raises: RequestError where too many are open, and for what cannot be."""
+        self._check_alone()
+        plan = terms.plan
+        until = None
+        most = terms.max_sessions or 2 * terms.num_candidates
+        if terms.until == "variance" and not terms.is_audit:
+            try:
+                until = UntilTerms.of(terms.group_size, terms.num_candidates, terms.max_sessions)
+            except ValueError as error:
+                raise RequestError(f"until: {error}", param="until") from error
+            most = until.max_candidates
+        if most < terms.num_candidates:
+            raise RequestError(
+                f"max_sessions: must be at least group_size + redundancy ({terms.num_candidates}), got {most}.",
+                param="max_sessions",
+            )
+        if (num_open := self._num_open_sessions) + most > MAX_OPEN_SESSIONS:
+            raise _too_much(f"open groups may have {num_open} sessions, at most {MAX_OPEN_SESSIONS} with {most} more")
+        now_s = self._clock()
+        group = OpenGroup(key, terms, SessionRace(plan, terms.limits, until, most, now_s), now_s, most)
+        self._groups[key] = group
+        self._num_open_sessions += most
+        if self._ticker is None:
+            self._ticker = self._start(self._tick())
+        return group
+
+    def _enter(self, group: OpenGroup, session_id: str, now_s: float) -> Session:
+        """A session begins. Raises: RequestError where all places are taken."""
+        try:
+            session = group.race.enter(session_id, now_s)
+        except SessionRefused as refusal:
+            raise _conflict(str(refusal)) from refusal
+        group.conversations[session_id] = Conversation()
+        self._of_session[group.key[0], session_id] = group
+        return session
+
+    def _declare(self, group: OpenGroup, num: int) -> list[str]:
+        ids = group.declare(num)
+        self._of_session.update(((group.key[0], id), group) for id in ids)
+        return ids
+
+    def _continued(self, group: OpenGroup, session: Session, prompt: Sequence[int] | None) -> Continuation:
+        """Raises: RequestError for another history than the session has."""
+        if prompt is None:
+            return Continuation("first", ())
+        continuation = group.conversations[session.id].follow(prompt, self._decode)
+        if continuation.history == "rewritten" and not group.terms.is_rewritable:
+            raise RequestError(
+                f"messages: turn {session.num_turns + 1} of session {session.id!r} does not go on from the turns "
+                f"before, at {continuation.where}. Send the conversation as it was, or declare the group with history "
+                '"rewritable".',
+                status=HTTPStatus.BAD_REQUEST,
+                param="messages",
+            )
+        return continuation
+
+    def _check_alone(self) -> None:
+        """Raises: RequestError."""
+        if not self._alone:
+            raise RequestError(
+                "sessions need a server of one API process, which knows all of them. Start it without "
+                "--api-server-count.",
+                status=HTTPStatus.BAD_REQUEST,
+            )
+
+    def _group(self, group_id: str) -> OpenGroup:
+        group = self._groups.get((client_namespace(), group_id))
+        if group is None:
+            raise RequestError(
+                f"there is no group {group_id!r:.80} of yours. POST /v1/groups declares one.",
+                status=HTTPStatus.NOT_FOUND,
+            )
+        return group
+
+    def _session(self, session_id: str) -> tuple[OpenGroup, Session]:
+        group = self._of_session.get((client_namespace(), session_id))
+        session = None if group is None else group.race.sessions.get(session_id)
+        if group is None or session is None:
+            why = "has not begun" if group is not None else "is not one of yours"
+            raise RequestError(f"session {session_id!r:.80} {why}: it begins with a turn.", status=HTTPStatus.NOT_FOUND)
+        return group, session
+
+
+_GRADED = frozenset({"between_turns", "finished", "truncated"})
+
+
+def _too_much(what: str) -> RequestError:
+    return RequestError(
+        f"{what}. Finish sessions or DELETE groups.", status=HTTPStatus.SERVICE_UNAVAILABLE, retry_after_s=5
+    )
+
+
+def _conflict(message: str) -> RequestError:
+    return RequestError(message, status=HTTPStatus.CONFLICT)
+
+
+def _invalid(field: str, message: str) -> RequestError:
+    return RequestError(f"{field}: {message}", status=HTTPStatus.BAD_REQUEST, param=field)

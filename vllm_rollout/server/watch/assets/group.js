@@ -1,0 +1,58 @@
+// A group's candidates side by side: what each said, why it ended, its score, its reward.
+import { MOST_CHARACTERS, el, foreign, number } from "./dom.js";
+import { get } from "./feed.js";
+import { WORDS } from "./state.js";
+
+function candidate(prompt, index, told) {
+  const end = prompt.ends[index], score = prompt.scores?.[index], reward = prompt.rewards?.[index];
+  const selected = prompt.selected?.includes(index);
+  const facts = [
+    `${number(prompt.lengths[index])} tokens`, WORDS[end] ?? end, selected ? "comes back" : null,
+    score === null || score === undefined ? null : `score ${number(score, 3)}`,
+    reward === null || reward === undefined ? null : `reward ${number(reward, 3)}`,
+    prompt.reward_status?.[index] && prompt.reward_status[index] !== "ok" ? prompt.reward_status[index] : null,
+  ].filter(Boolean);
+  return el("article", { className: `candidate ${selected ? "selected" : ""}` },
+    el("div", {}, el("b", { textContent: `${index} ` }), facts.join(" · ")),
+    told ? el("pre", { tabIndex: 0 }, foreign(told.text, MOST_CHARACTERS)) : null);
+}
+
+export function show(root, context) {
+  const head = el("div"), body = el("div", { className: "candidates" });
+  root.append(head, body);
+  let texts = null, why = "", asked = "", drawn = "";
+
+  async function ask(rollout, position, state) {
+    asked = state;
+    try {
+      const answer = await get(`v1/rollouts/watch/${encodeURIComponent(rollout)}/${position}`);
+      texts = await answer.json();
+      why = "";
+    } catch (error) {
+      why = error.message;
+    }
+    context.redraw();
+  }
+
+  return function draw() {
+    const rollout = context.rollout();
+    const position = Number(context.args[1] ?? Math.min(...(rollout?.prompts.keys() ?? [0])));
+    const prompt = rollout?.prompts.get(position);
+    if (!prompt) return head.replaceChildren("There is no such group here. Choose one in the view now: arrow keys, then Enter.");
+    const ended = prompt.ends.filter((end) => end !== "running").length;
+    const state = `${rollout.rollout_id} ${position} ${ended} ${prompt.status}`;
+    if (asked !== state) ask(rollout.rollout_id, position, state);
+    const looks = `${state} ${JSON.stringify(prompt.lengths)} ${JSON.stringify(prompt.rewards)} ${why} ${texts?.candidates.length}`;
+    if (looks === drawn) return;
+    drawn = looks;
+    const others = [...rollout.prompts.keys()].sort((a, b) => a - b), place = others.indexOf(position);
+    const link = (to, word) => to === undefined ? null
+      : el("a", { href: `#group/${encodeURIComponent(rollout.rollout_id)}/${to}`, textContent: word });
+    head.replaceChildren(
+      el("h2", {}, foreign(prompt.id), ` · ${prompt.status ?? "over"}`),
+      el("p", {}, link(others[place - 1], "before"), " ", link(others[place + 1], "after")),
+      texts?.prompt ? el("pre", {}, foreign(texts.prompt, 2000)) : el("p", { className: "soft", textContent: why }));
+    const byIndex = new Map((texts?.candidates ?? []).map((told) => [told.index, told]));
+    body.replaceChildren(...prompt.lengths.map((_, index) => candidate(prompt, index, byIndex.get(index))));
+  };
+}

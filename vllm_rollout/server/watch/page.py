@@ -1,0 +1,52 @@
+"""The page at /rollouts: files that hold no data, which need no key. What they show comes from the feed."""
+
+from __future__ import annotations
+
+import mimetypes
+from importlib import resources
+from pathlib import PurePosixPath
+
+from fastapi import APIRouter, Depends, HTTPException, Request, Response
+
+CONTENT_SECURITY_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "content-security-policy": CONTENT_SECURITY_POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+_FILES = resources.files("vllm_rollout.server.watch") / "assets"
+
+
+def require_on(request: Request) -> None:
+    """Raises: HTTPException (404) for a server that was started with --rollout-page off."""
+    if getattr(request.app.state, "rollout_page", "on") == "off":
+        raise HTTPException(404, "the page and its feed are off. Start the server with --rollout-page on.")
+
+
+def page_router() -> APIRouter:
+    """Of a server, or of a file's replay."""
+    router = APIRouter(include_in_schema=False, dependencies=[Depends(require_on)])
+
+    @router.get("/rollouts")
+    async def page() -> Response:
+        return _file("index.html")
+
+    @router.get("/rollouts/assets/{path:path}")
+    async def asset(path: str) -> Response:
+        return _file(path)
+
+    return router
+
+
+def _file(path: str) -> Response:
+    """Raises: HTTPException (404)."""
+    parts = PurePosixPath(path).parts
+    file = _FILES.joinpath(*parts) if parts and not {"..", "/"} & set(parts) else None
+    if file is None or not file.is_file():
+        raise HTTPException(404)
+    kind = "text/javascript" if path.endswith(".js") else mimetypes.guess_type(path)[0] or "text/plain"
+    return Response(file.read_bytes(), media_type=kind, headers=HEADERS)

@@ -1,0 +1,66 @@
+"""The feed of what runs, and the texts of a group. Read only."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Path, Request, Response
+
+from vllm_rollout.server.boundary import RolloutRoute
+from vllm_rollout.server.errors import ERRORS, errors_of
+from vllm_rollout.server.serialised import EventStream
+from vllm_rollout.server.watch.events import SCHEMA, GroupTexts
+from vllm_rollout.server.watch.page import require_on
+from vllm_rollout.server.watch.viewers import Viewers
+
+router = APIRouter(route_class=RolloutRoute, tags=["watch"], dependencies=[Depends(require_on)])
+MAX_POSITION = 1 << 20
+
+
+def _viewers(request: Request) -> Viewers:
+    viewers: Viewers = request.app.state.rollout_service.viewers
+    return viewers
+
+
+@router.get(
+    "/v1/rollouts/watch",
+    summary="What runs, as it happens",
+    response_class=Response,
+    responses={
+        **ERRORS,
+        **errors_of(429),
+        200: {"description": "Events without an end.", "content": {"text/event-stream": SCHEMA}},
+    },
+)
+async def watch(request: Request) -> Response:
+    """Server-sent events for the page at /rollouts and `vllm-rollout top`: rollouts, groups that have changed, ranks,
+    rounds (docs/watch.md). It has no end; a reader that is too slow is told everything anew."""
+    feed = _viewers(request).feed()
+    first = await anext(feed)
+    return EventStream(_chained(first, feed), headers={"cache-control": "no-store", "x-accel-buffering": "no"})
+
+
+@router.get(
+    "/v1/rollouts/watch/{rollout_id}/{position}",
+    summary="The texts of a group",
+    response_model=GroupTexts,
+    responses=ERRORS,
+)
+async def read_texts(
+    request: Request,
+    rollout_id: Annotated[str, Path(max_length=256)],
+    position: Annotated[int, Path(ge=0, le=MAX_POSITION)],
+) -> Response:
+    """Of its candidates that have ended, with why they did."""
+    texts = await asyncio.to_thread(_viewers(request).texts, rollout_id, position)
+    return Response(texts.model_dump_json(), media_type="application/json")
+
+
+async def _chained(first: bytes, rest: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    async with aclosing(rest):
+        yield first
+        async for data in rest:
+            yield data

@@ -1,0 +1,246 @@
+"""Who looks at the server, and what they are told: rollouts on their way, and the last ones that are over.
+
+Invariants: without a viewer or a record the engine is asked nothing; with any number of them it is asked once per tick,
+and what has changed is encoded once. A viewer who is slow misses ticks, and is then told everything anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Sequence
+from http import HTTPStatus
+
+import vllm_rollout
+from vllm_rollout.group.judging.ledger import Reward
+from vllm_rollout.group.ranks.load import EngineLoad
+from vllm_rollout.server.answers import RoundSummary
+from vllm_rollout.server.engine import Engine, RequestError
+from vllm_rollout.server.engines.body import EngineAnswer
+from vllm_rollout.server.rollout import Rollout
+from vllm_rollout.server.watch.events import COMMENT, CandidateText, GroupTexts, event_of
+from vllm_rollout.trace.rows import end_of
+
+logger = logging.getLogger("vllm.vllm_rollout")
+
+TICK_S = 0.5
+LOOK_S = 2.0
+"""How long the ranks may take to say what runs: one that is busy is not waited for."""
+QUIET_S = 15.0
+"""After so long a silence a viewer's connection is told that it is still there."""
+MAX_VIEWERS = 64
+MAX_BEHIND = 8
+"""Ticks that wait for a slow viewer."""
+MAX_OVER, MAX_OVER_BYTES = 64, 32 << 20
+"""Rollouts that are over, and their rows."""
+MAX_RUNS = 64
+"""Whose last round is told; the first ones that were seen are forgotten."""
+MAX_QUEUE = 32
+"""Prompts of a run's queue that are told by name."""
+MAX_WITH_TEXT, MAX_TOKENS_WITH_TEXT = 4, 2_000_000
+"""Rollouts that are over and whose tokens are still there, if somebody looked at their end; 80 MB at most."""
+
+
+class Viewer:
+    """One reader of the feed."""
+
+    def __init__(self) -> None:
+        self._ticks: asyncio.Queue[bytes] = asyncio.Queue(MAX_BEHIND)
+        self.is_behind = True
+        """It has to be told everything."""
+
+    def tell(self, tick: bytes) -> None:
+        self.is_behind |= self._ticks.full()
+        if not self.is_behind:
+            self._ticks.put_nowait(tick)
+
+    def begin_again(self) -> None:
+        self._ticks = asyncio.Queue(MAX_BEHIND)
+        self.is_behind = False
+
+    async def next(self) -> bytes:
+        """A tick, or after a while a comment."""
+        try:
+            return await asyncio.wait_for(self._ticks.get(), QUIET_S)
+        except TimeoutError:
+            return COMMENT
+
+
+class Viewers:
+    """All readers of the feed, and what they may ask for."""
+
+    def __init__(self, engine: Engine, *, records: bool = False) -> None:
+        """`records`: a file shall say, too, on which ranks groups were."""
+        self._engine = engine
+        self._records = records
+        self._viewers: set[Viewer] = set()
+        self._ticking: asyncio.Task[None] | None = None
+        self._running: dict[str, Rollout] = {}
+        self._over: OrderedDict[str, bytes] = OrderedDict()
+        """Events of those that are over."""
+        self._with_text: OrderedDict[str, Rollout] = OrderedDict()
+        self._rounds: dict[str, bytes] = {}
+        """By run: the event of its last round."""
+        self._unsent: list[bytes] = []
+        """Since the last tick; without what groups did."""
+        self._ranks = b""
+        """The last event about them."""
+
+    def begun(self, rollout: Rollout) -> None:
+        rollout.seen.begin()
+        self._running[rollout.id] = rollout
+        if self._viewers:
+            self._tell(event_of("rollout", rollout.row(with_prompts=False)))
+        self._tick_if_needed()
+
+    def over(self, rollout: Rollout) -> None:
+        del self._running[rollout.id]
+        self._tick_if_needed()
+        self._over[rollout.id] = row = event_of("rollout", rollout.row(running=True))
+        self._tell(row)
+        gone = []
+        while len(self._over) > MAX_OVER or sum(map(len, self._over.values())) > MAX_OVER_BYTES:
+            gone.append(self._over.popitem(last=False)[0])
+        if gone:
+            self._tell(event_of("gone", {"rollout_ids": gone}))
+        if self._viewers:
+            self._keep_text(rollout)
+
+    def rewards_posted(self, rollout_id: str, rewards: Sequence[Reward]) -> None:
+        """By a trainer; what the server grades is among what is seen of a group."""
+        each = [{"prompt_id": its.prompt_id, "index": its.index, "reward": its.reward} for its in rewards]
+        told = event_of("rewards", {"rollout_id": rollout_id, "rewards": each})
+        if rollout_id in self._over:
+            self._over[rollout_id] += told
+        self._tell(told)
+
+    def round_over(self, summary: RoundSummary, queue: Sequence[str]) -> None:
+        """`queue`: ids of the prompts that now wait for a long round, the oldest first."""
+        names = ("run", "round", "kind", "deferred", "next_round", "num_waiting")
+        self._rounds.pop(summary.run, None)
+        self._rounds[summary.run] = told = event_of("round", {
+            **{name: getattr(summary, name) for name in names}, "queue": queue[:MAX_QUEUE], "num_queued": len(queue),
+        })  # fmt: skip
+        if len(self._rounds) > MAX_RUNS:
+            del self._rounds[next(iter(self._rounds))]
+        self._tell(told)
+
+    async def feed(self) -> AsyncGenerator[bytes, None]:
+        """What one viewer is told, without an end. Raises: RequestError (429) when too many look."""
+        if len(self._viewers) >= MAX_VIEWERS:
+            raise RequestError(
+                f"{MAX_VIEWERS} viewers look at this server, which is as many as it takes. Close a page.",
+                status=HTTPStatus.TOO_MANY_REQUESTS,
+                retry_after_s=60,
+            )
+        viewer = Viewer()
+        self._viewers.add(viewer)
+        self._tick_if_needed()
+        try:
+            while True:
+                if viewer.is_behind:
+                    viewer.begin_again()
+                    yield self._everything()
+                yield await viewer.next()
+        finally:
+            self._viewers.discard(viewer)
+            self._tick_if_needed()
+
+    def texts(self, rollout_id: str, position: int) -> GroupTexts:
+        """Raises: RequestError (404) for a group whose tokens are not there any more."""
+        rollout = self._running.get(rollout_id) or self._with_text.get(rollout_id)
+        group = None if rollout is None else rollout.seen.groups.get(position)
+        if rollout is None or group is None:
+            raise RequestError(
+                f"the tokens of group {position} of {rollout_id!r} are not here: they are kept of rollouts that run, "
+                f"and of the last {MAX_WITH_TEXT} at whose end somebody looked, of {MAX_TOKENS_WITH_TEXT:,} tokens "
+                "together.",
+                status=HTTPStatus.NOT_FOUND,
+            )
+        prompt = rollout.prompts[position]
+        texts = GroupTexts(
+            prompt_id=prompt.id, prompt=self._engine.text_of(prompt, prompt.token_ids, stopped=False), candidates=[]
+        )
+        for index, end in sorted(group.ends.items()):
+            seen, stopped = group.candidates[index], end.finish_reason == "stop"
+            texts.candidates.append(
+                CandidateText(
+                    index=index,
+                    text=end.text or self._engine.text_of(prompt, end.token_ids, stopped=stopped),
+                    num_tokens=seen.num_tokens,
+                    end=end_of(end.ending),
+                    score=seen.score,
+                    success_probability=None if end.assessment is None else end.assessment.success_probability,
+                    reward=seen.reward,
+                    reward_status=seen.reward_status,
+                    selected=index in group.selected,
+                )
+            )
+        return texts
+
+    def _tick_if_needed(self) -> None:
+        records = self._records and self._engine.moves.num_ranks > 1 and self._running
+        if (self._viewers or records) and self._ticking is None:
+            self._ticking = asyncio.create_task(self._tick())
+        elif not (self._viewers or records) and self._ticking is not None:
+            self._ticking.cancel()
+            self._ticking = None
+
+    def _keep_text(self, rollout: Rollout) -> None:
+        self._with_text[rollout.id] = rollout
+        usages = [kept.outcome.usage for kept in self._with_text.values()]
+        num_tokens = sum(usage.generated_tokens + usage.resumed_tokens for usage in usages)
+        while len(self._with_text) > MAX_WITH_TEXT or num_tokens > MAX_TOKENS_WITH_TEXT:
+            _, first = self._with_text.popitem(last=False)
+            num_tokens -= first.outcome.usage.generated_tokens + first.outcome.usage.resumed_tokens
+
+    def _tell(self, event: bytes) -> None:
+        if self._viewers:
+            self._unsent.append(event)
+
+    def _everything(self) -> bytes:
+        """Nothing of it depends on what was told before."""
+        server = {"version": vllm_rollout.__version__, "num_ranks": self._engine.moves.num_ranks, "now": time.time()}
+        running = [event_of("rollout", rollout.row(running=True)) for rollout in self._running.values()]
+        first = event_of("server", {**server, "live": True})
+        return b"".join([first, *self._over.values(), *running, *self._rounds.values(), self._ranks])
+
+    async def _tick(self) -> None:
+        while True:
+            try:
+                self._look(await asyncio.wait_for(self._engine.moves.engine_loads(), LOOK_S))
+            except Exception as error:  # who looks must be told, and nobody else may suffer
+                if not isinstance(error, RequestError | TimeoutError):  # it is dead, or has more to do
+                    logger.exception("vllm_rollout: the ranks did not say what runs")
+                self._look([])
+            events, self._unsent = self._unsent, []
+            for rollout in self._running.values():
+                events += [_group(rollout, position) for position in sorted(rollout.seen.changed)]
+                rollout.seen.changed.clear()
+            tick = b"".join([*events, self._ranks])
+            for viewer in self._viewers:
+                viewer.tell(tick)
+            await asyncio.sleep(TICK_S)
+
+    def _look(self, loads: Sequence[EngineLoad]) -> None:
+        """What runs on each rank, and how far it is."""
+        ranks = []
+        for rank, load in enumerate(loads):
+            told = EngineAnswer.of(rank, load)
+            ranks.append({
+                "rank": rank, "state": told.state, "running": load.num_running, "waiting": load.num_waiting,
+                "kv": load.kv_cache_usage,
+            })  # fmt: skip
+            for running in load.groups:
+                rollout_id, _, position = running.group_id.rpartition("-")
+                rollout = self._running.get(rollout_id)
+                if rollout is not None and position.isdecimal() and int(position) in rollout.seen.groups:
+                    rollout.seen.groups[int(position)].runs(rank, running.num_tokens)
+        self._ranks = event_of("ranks", {"at": time.time(), "ranks": ranks})
+
+
+def _group(rollout: Rollout, position: int) -> bytes:
+    row = rollout.seen.groups[position].row()
+    return event_of("group", {"rollout_id": rollout.id, "position": position, "prompt": row})

@@ -1,0 +1,61 @@
+"""The commands `vllm-rollout watch` and `vllm-rollout top`. Invariant: importing them is light."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def watch(
+    file: Annotated[Path, typer.Argument(help="What `serve --rollout-record FILE` wrote, or is writing.")],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Of the page; 0 for any that is free.")] = 7790,
+    host: Annotated[str, typer.Option(help="Who may look: 127.0.0.1, only this machine.")] = "127.0.0.1",
+) -> None:
+    """Show recorded rollouts on the page that a server has at /rollouts. It grows with the file."""
+    import uvicorn
+    from fastapi import FastAPI
+
+    from vllm_rollout.server.watch.page import page_router
+    from vllm_rollout.watching.replay import Replay
+
+    try:
+        replay = Replay(file)
+    except OSError as error:
+        sys.exit(f"vllm-rollout watch: {file}: {error.strerror}. Name a file that `--rollout-record` wrote.")
+    app = FastAPI(openapi_url=None)
+    app.include_router(replay.router())
+    app.include_router(page_router())
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
+            await super().startup()
+            bound = self.servers[0].sockets[0].getsockname()[1]
+            print(f"Look at http://{host}:{bound}/rollouts (Ctrl-C ends it)", flush=True)
+
+    config = uvicorn.Config(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=1)
+    try:
+        Server(config).run()
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def top(
+    url: Annotated[str, typer.Argument(help="Of a server of `vllm-rollout serve`.")] = "http://127.0.0.1:8000",
+    api_key: Annotated[
+        str | None, typer.Option(envvar="VLLM_API_KEY", help="If the server asks for one.", show_envvar=True)
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="Print what runs now, and end.")] = False,
+) -> None:
+    """Show what a server does in this terminal: ranks, rollouts, groups whose candidates grow."""
+    from vllm_rollout.client.connection import RolloutError
+    from vllm_rollout.watching.top import top as show
+
+    try:
+        show(url, api_key, once=once)
+    except RolloutError as error:
+        sys.exit(f"vllm-rollout top: {error.message}")
+    except KeyboardInterrupt:
+        sys.exit(130)

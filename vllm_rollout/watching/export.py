@@ -1,0 +1,162 @@
+"""A recording -> curves where people already look: TensorBoard's event files, trackio's database.
+
+Invariant: writing again replaces what was written of the same recording, and touches nothing that others wrote.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import rich.progress
+from rich.console import Console
+
+from vllm_rollout.trace.file import parse_row, pieces, reason_of
+from vllm_rollout.trace.rows import PromptRow, RewardRow, RolloutRow
+from vllm_rollout.watching.scalars import add_rewards, known_lengths, scalars
+
+NUM_BINS = 30
+OURS = ".vllm_rollout"
+"""The end of the names of our event files."""
+CONFIG = {"written_by": "vllm-rollout export"}
+"""Of our runs in trackio, by which they are known again."""
+HISTOGRAM = "lengths"
+
+
+class Point(NamedTuple):
+    """One rollout."""
+
+    at: float
+    """Unix seconds: its end."""
+    scalars: dict[str, float]
+    lengths: tuple[np.ndarray, np.ndarray] | None
+    """Counts and edges of a histogram; None: nobody's length is known."""
+
+
+@dataclass
+class Curves:
+    by_run: dict[str, dict[int, Point]] = field(default_factory=lambda: defaultdict(dict))
+    """Per run of rounds, "" for other rollouts: a point per round number, else per number in the file. A round that was
+    interrupted and run again has its last one."""
+    broken: list[str] = field(default_factory=list)
+    """What is wrong with each row that was left out."""
+
+
+def check_installed(package: str) -> None:
+    """Raises: ValueError that says what to install."""
+    if find_spec(package) is None:
+        raise ValueError(f"--to {package} needs a package that is missing. pip install 'vllm-rollout[{package}]'")
+
+
+def read_curves(path: Path, threshold: float) -> Curves:
+    """Raises: ValueError when nothing is left to draw; OSError."""
+    curves, posted, now = Curves(), defaultdict(list), time.time()
+    for row in _rows(path, "Reading rewards", []):
+        if isinstance(row, RewardRow):
+            posted[row.rollout_id].append(row)
+    for row in _rows(path, "Reading rollouts", curves.broken):
+        if isinstance(row, RolloutRow):
+            points = curves.by_run[row.run or ""]
+            row = add_rewards(row, posted.get(row.rollout_id, ()))
+            lengths = list(known_lengths(row))
+            points[len(points) if row.round is None else row.round] = Point(
+                now if row.began is None else row.began + (row.seconds or 0.0),
+                scalars(row, threshold),
+                np.histogram(lengths, bins=NUM_BINS) if lengths else None,
+            )
+    if not curves.by_run:
+        why = f"; first of {len(curves.broken)} broken rows: {curves.broken[0]}" if curves.broken else ""
+        raise ValueError(f"{path}: holds no rollout{why}. Name what `--rollout-record` wrote.")
+    return curves
+
+
+def _rows(path: Path, doing: str, broken: list[str]) -> Iterator[RolloutRow | RewardRow | PromptRow]:
+    console = Console(stderr=True)
+    quiet = not console.is_terminal
+    for piece in pieces(path):
+        with rich.progress.open(
+            piece, "rb", description=doing, transient=True, console=console, disable=quiet
+        ) as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    try:
+                        yield parse_row(line.decode(errors="replace"))
+                    except ValueError as error:
+                        broken.append(f"{piece}:{number}: {reason_of(error)}")
+
+
+def to_tensorboard(curves: Curves, out: Path) -> str:
+    """An event file in `out`, and one in a folder of it per run of rounds. Says how to look at them."""
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+    for run, points in curves.by_run.items():
+        folder = out / _file_name(run) if run else out
+        before = list(folder.glob(f"events.out.tfevents.*{OURS}"))
+        writer = EventFileWriter(str(folder), filename_suffix=OURS)
+        for step, point in sorted(points.items()):
+            values = [Summary.Value(tag=tag, simple_value=value) for tag, value in point.scalars.items()]
+            if point.lengths is not None:
+                counts, edges = point.lengths
+                middles = (edges[1:] + edges[:-1]) / 2
+                histogram = HistogramProto(
+                    min=edges[0], max=edges[-1], num=counts.sum(), sum=counts @ middles,
+                    sum_squares=counts @ middles**2, bucket_limit=edges[1:], bucket=counts,
+                )  # fmt: skip
+                values.append(Summary.Value(tag=HISTOGRAM, histo=histogram))
+            writer.add_event(Event(wall_time=point.at, step=step, summary=Summary(value=values)))
+        writer.close()
+        for path in before:
+            path.unlink()
+    return f"tensorboard --logdir {out}"
+
+
+def to_trackio(curves: Curves, project: str, name: str) -> str:
+    """A run `name`, and one `name-RUN` per run of rounds, in trackio's database on this machine.
+
+    trackio's `log` knows no times but now; what its own importers call does. Raises: ValueError for a run that another
+    program wrote.
+    """
+    import trackio
+    from trackio.sqlite_storage import SQLiteStorage
+
+    SQLiteStorage.validate_project_name(project)
+    names = {f"{name}-{run}" if run else name: points for run, points in curves.by_run.items()}
+    is_there = project in SQLiteStorage.get_projects()
+    known = [run for run in trackio.Api().runs(project) if run.name in names] if is_there else []
+    for run in known:
+        if (run.config or {}).get("written_by") != CONFIG["written_by"]:
+            raise ValueError(f"project {project!r} has a run {run.name!r} that is another program's. Give a --name.")
+    for run in known:
+        run.delete()
+    for run_name, points in names.items():
+        steps = sorted(points)
+        SQLiteStorage.bulk_log(
+            project=project,
+            run=run_name,
+            metrics_list=[_logged(points[step], trackio.Histogram) for step in steps],
+            steps=steps,
+            timestamps=[datetime.fromtimestamp(points[step].at, UTC).isoformat() for step in steps],
+            config=CONFIG,
+        )
+    return f"trackio show --project {project}"
+
+
+def _logged(point: Point, histogram: Callable[..., Any]) -> dict[str, Any]:
+    if point.lengths is None:
+        return dict(point.scalars)
+    return {**point.scalars, HISTOGRAM: histogram(np_histogram=point.lengths)._to_dict()}
+
+
+def _file_name(run: str) -> str:
+    """A folder's, and never another's than one below."""
+    return re.sub(r"[^\w-]", "_", run, flags=re.ASCII)

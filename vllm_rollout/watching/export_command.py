@@ -1,0 +1,60 @@
+"""The command `vllm-rollout export`. Invariant: importing it is light."""
+
+from __future__ import annotations
+
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vllm_rollout.config import REWARD_THRESHOLD
+
+
+class Target(StrEnum):
+    tensorboard = "tensorboard"
+    trackio = "trackio"
+
+
+def export(
+    file: Annotated[Path, typer.Argument(help="What `serve --rollout-record FILE` wrote, or is writing.")],
+    to: Annotated[Target, typer.Option(help="Where its curves go.")],
+    out: Annotated[
+        Path | None, typer.Option(help="TensorBoard's log directory of this recording. Default: runs/NAME.")
+    ] = None,
+    project: Annotated[str | None, typer.Option(help="trackio's. Default: rollouts.")] = None,
+    name: Annotated[str | None, typer.Option(help="Of the run. Default: the file's name without its end.")] = None,
+    threshold: Annotated[float, typer.Option(help="A reward above it is a success.")] = REWARD_THRESHOLD,
+) -> None:
+    """Draw recorded rollouts in TensorBoard or trackio: a step per rollout, or per round.
+
+        vllm-rollout export trace.jsonl --to tensorboard && tensorboard --logdir runs
+        vllm-rollout export trace.jsonl --to trackio && trackio show
+
+    Seconds, tokens and what stopping saved, lengths, rewards, ends, moves; docs/watch.md says what each curve is. Run
+    it again when the file has grown: it replaces what it wrote before.
+    """
+    from vllm_rollout.trace.file import told_reasons
+    from vllm_rollout.watching.export import check_installed, read_curves, to_tensorboard, to_trackio
+
+    is_trackio = to is Target.trackio
+    if (unused := "--out" if is_trackio and out else "--project" if project and not is_trackio else None) is not None:
+        print(f"vllm-rollout export: {unused} is not for --to {to}.", file=sys.stderr)
+        sys.exit(2)
+    name = name or file.stem
+    try:
+        check_installed(to)
+        curves = read_curves(file, threshold)
+        if is_trackio:
+            look = to_trackio(curves, project or "rollouts", name)
+        else:
+            look = to_tensorboard(curves, out or Path("runs") / name)
+    except (ValueError, OSError) as error:
+        sys.exit(f"vllm-rollout export: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    if curves.broken:
+        print(f"vllm-rollout export: {told_reasons(tuple(curves.broken))}.", file=sys.stderr)
+    num = sum(map(len, curves.by_run.values()))
+    print(f"{num} rollout{'s' * (num != 1)} written. Look at them with: {look}")

@@ -1,0 +1,242 @@
+"""Receipts of a trace, of an answer or of a server: a table, their sum, and which setting to try next.
+
+Invariant: a receipt that was written is shown as it is; of an older trace it is made of what the trace says.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import reduce
+from operator import add
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import TypeAdapter, ValidationError
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from vllm_rollout.group.lengths.receipt import RanGroup, Receipt, receipt_of
+from vllm_rollout.group.types import STOP_STATES, EndReason, StopState
+from vllm_rollout.server.answers import RolloutSummary
+from vllm_rollout.simulator.options import SimulateOptions, clock_of
+from vllm_rollout.simulator.race import Pools
+from vllm_rollout.simulator.replay import sweep
+from vllm_rollout.simulator.settings import Setting, default_sweep
+from vllm_rollout.trace.file import parse_row, pieces, read_trace, told_reasons
+from vllm_rollout.trace.rows import RolloutPrompt, RolloutRow, Trace
+from vllm_rollout.watching.top import feed
+
+MAX_REPLAYED = 8
+"""The newest rollouts of a trace that are replayed to find the next setting."""
+MAX_NAME = 32
+HARDLY_LESS = 0.02
+"""A setting that takes so much less is no better one."""
+PLAIN_WIDTH = 150
+"""The width of output that goes to a file."""
+COLUMNS = (
+    *("seconds", "waiting", "saved", "tokens", "returned", "wasted", "resumed", "stopped", "saved\ntokens", "error"),
+    "bubble",
+)
+
+_WRITTEN = TypeAdapter(Receipt)
+
+
+class Told(NamedTuple):
+    """The receipt of one rollout."""
+
+    name: str
+    receipt: Receipt
+    run: str | None = None
+    round: int | None = None
+    kind: str | None = None
+
+    @property
+    def in_sum(self) -> Receipt:
+        return self.receipt.repaying if self.kind == "long" else self.receipt
+
+
+class Next(NamedTuple):
+    """A setting to try."""
+
+    setting: dict[str, Any]
+    """Fields of a rollout request."""
+    saves_seconds: float | None
+    """Of all seconds of the trace; None where it does not say them."""
+    text: str
+
+
+def show(source: str, profile: Path | None, api_key: str | None, *, as_json: bool) -> None:
+    """Raises: ValueError, OSError and RolloutError with what to do."""
+    following: Next | str | None = None
+    if source.startswith(("http://", "https://")):
+        receipts = list(_of_server(source, api_key))
+    else:
+        receipts, trace = _of_file(Path(source))
+        if trace is not None:
+            with Console(stderr=True).status("Replaying the trace with other settings"):
+                following = next_setting(trace, SimulateOptions(Path(source), profile=profile), _sum(receipts).seconds)
+            if trace.skipped:
+                print(f"vllm-rollout receipt: {told_reasons(trace.skipped)}.", file=sys.stderr)
+    if as_json:
+        told = [{**each._asdict(), "receipt": asdict(each.receipt)} for each in receipts]
+        found = following._asdict() if isinstance(following, Next) else None
+        print(json.dumps({"source": source, "receipts": told, "sum": asdict(_sum(receipts)), "next": found}, indent=1))
+        return
+    console = Console()
+    if not console.is_terminal:
+        console.width = PLAIN_WIDTH
+    console.print(_table(receipts))
+    if following is not None:
+        console.print(f"[bold]Next:[/] {escape(following if isinstance(following, str) else following.text)}")
+
+
+def _sum(receipts: Sequence[Told]) -> Receipt:
+    return reduce(add, (told.in_sum for told in receipts))
+
+
+def _of_server(url: str, api_key: str | None) -> Iterator[Told]:
+    """Of those it remembers; a rollout that runs has none yet."""
+    found = False
+    for name, row in feed(url, api_key):
+        if name == "rollout" and row.get("receipt"):
+            found = True
+            yield Told(row["rollout_id"], _WRITTEN.validate_python(row["receipt"]), *_where(row))
+        elif name == "ranks":  # all that was there before has been told
+            break
+    if not found:
+        raise ValueError(
+            f"{url} has no receipts: none of its last rollouts is over, or its vllm_rollout is older than receipts. "
+            "Ask for a rollout first."
+        )
+
+
+def _of_file(path: Path) -> tuple[list[Told], Trace | None]:
+    """Raises: ValueError for what is neither a trace nor an answer; OSError."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="surrogateescape")
+    except OSError as error:
+        raise ValueError(
+            f"{path}: {error.strerror}. Name what `--rollout-record` wrote, a saved answer, or a server's URL (http://…)."
+        ) from error
+    if (answer := _answer(path, text)) is not None:
+        return [answer], None
+    trace = read_trace(path, skip_broken=True)
+    rows = []
+    for piece in pieces(path):
+        for line in filter(str.strip, piece.read_text(encoding="utf-8", errors="surrogateescape").splitlines()):
+            try:
+                row = parse_row(line)
+            except ValueError:
+                continue  # the reader has told of it
+            rows += [row] if isinstance(row, RolloutRow) else []
+    if not rows:
+        raise ValueError(f"{path}: holds no rollout, only single prompts. Name what `--rollout-record` wrote.")
+    return [told_of(row) for row in rows], trace
+
+
+def _answer(path: Path, text: str) -> Told | None:
+    """None for what is no answer. Raises: ValueError for an answer without a receipt."""
+    try:
+        fields = json.loads(text)
+        if not isinstance(fields, dict) or "prompts" in fields or "usage" not in fields:
+            return None
+        summary = RolloutSummary.model_validate(fields)
+    except (json.JSONDecodeError, RecursionError, ValidationError):
+        return None
+    if summary.receipt is None:
+        raise ValueError(f"{path}: this answer has no receipt: a server older than receipts sent it. Ask a newer one.")
+    return Told(summary.id, summary.receipt, *_where(fields))
+
+
+def _where(fields: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(fields.get(name) for name in ("run", "round", "kind"))
+
+
+def told_of(row: RolloutRow) -> Told:
+    written = row.receipt
+    if written is None:
+        stops = any(end in STOP_STATES for prompt in row.prompts for end in prompt.ends or ())
+        groups = [_ran(row, prompt, waited=prompt.audit or not (stops or row.kind)) for prompt in row.prompts]
+        written = receipt_of(groups, row.seconds)
+    return Told(row.rollout_id, written, row.run, row.round, row.kind)
+
+
+def _ran(row: RolloutRow, prompt: RolloutPrompt, *, waited: bool) -> RanGroup:
+    ends: list[EndReason | StopState] = list(prompt.ends or ["stop"] * len(prompt.lengths))
+    group_size = row.group_size or len(ends)
+    selected = prompt.selected
+    if selected is None:  # an older trace: the shortest are what a race returns
+        ended = sorted((num, i) for i, (num, end) in enumerate(zip(prompt.lengths, ends, strict=True)) if end == "stop")
+        selected = [] if "deferred" in ends else [i for _, i in ended[:group_size]]
+    ended_s = [at for at in prompt.ended_s or () if at is not None]
+    return RanGroup(
+        prompt.lengths, ends, selected, group_size, row.max_tokens,
+        started_s=prompt.started_s, ended_s=ended_s if len(ended_s) == len(ends) else (), waited=waited,
+    )  # fmt: skip
+
+
+def next_setting(trace: Trace, options: SimulateOptions, seconds: float | None) -> Next | str:
+    """The setting with which the trace's newest rollouts are replayed fastest, or why there is none.
+
+    Raises: ValueError and OSError for a profile that cannot be read.
+    """
+    if trace.group_size is None:
+        return "not known, since the trace does not say one group_size. See vllm-rollout simulate --group-size."
+    newest = replace(trace, rollouts=trace.rollouts[-MAX_REPLAYED:])
+    clock = clock_of(options, trace.models, trace.longest_context)
+    recorded = _recorded(newest, trace.group_size)
+    tried = default_sweep(trace.group_size, clock.machine.max_candidates)
+    its = sweep(Pools(newest), list(dict.fromkeys([recorded, *tried])), clock.machine)
+    best = its.fastest
+    share = 1 - best.seconds / its.baseline.seconds
+    if share < HARDLY_LESS:
+        return f"nothing that was tried is {HARDLY_LESS:.0%} faster than {recorded.name}."
+    fields = ("redundancy", "selection", "num_longest", "patience", "early_stop")
+    before, after = recorded.described(), best.setting.described()
+    text = (
+        f"{best.setting.name} instead of {recorded.name} would take {share:.0%} less time; answers are "
+        f"{its.baseline.lengths.mean:,.0f} -> {best.lengths.mean:,.0f} tokens long on average."
+    )
+    if clock.machine.is_ideal:
+        text += " Every step counted the same: give a --profile, since spare candidates cost time, too."
+    return Next(
+        {name: after[name] for name in fields if after[name] != before[name]},
+        None if seconds is None else share * seconds,
+        text,
+    )
+
+
+def _recorded(trace: Trace, group_size: int) -> Setting:
+    """As far as a trace tells which it was."""
+    spare = max(len(prompt.candidates) for prompt in trace.prompts) - group_size
+    raced = any(candidate.end == "surplus" for prompt in trace.prompts for candidate in prompt.candidates)
+    return Setting(group_size, max(spare, 0), early_stop=None if raced or spare <= 0 else False)
+
+
+def _table(receipts: Sequence[Told]) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("rollout", no_wrap=True)
+    for column in COLUMNS:
+        table.add_column(column, justify="right", no_wrap=True)
+    for told in receipts:
+        where = told.name if told.run is None else f"{told.run} round {told.round} ({told.kind})"
+        name = where[:MAX_NAME].encode("unicode_escape").decode()
+        table.add_row(escape(name), *_cells(told.receipt))
+    table.add_section()
+    table.add_row(f"sum of {len(receipts)}", *_cells(_sum(receipts)), style="bold")
+    return table
+
+
+def _cells(its: Receipt) -> Iterator[str]:
+    for seconds in (its.seconds, its.waiting_seconds, its.saved_seconds):
+        yield "-" if seconds is None else f"{seconds:,.1f}"
+    for count in (its.generated_tokens, its.returned_tokens, its.wasted_tokens, its.resumed_tokens, its.num_stopped):
+        yield f"{count:,}"
+    yield "-" if its.saved_tokens is None else f"{its.saved_tokens:,}"
+    yield "-" if its.saved_tokens_error is None else f"{its.saved_tokens_error:+.0%} of {its.num_checked:,}"
+    yield "-" if its.bubble is None else f"{its.bubble:.0%}"

@@ -1,0 +1,136 @@
+"""The feed of a file that `--rollout-record` wrote, or still writes. Invariant: it says what a live server would."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Iterable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from fastapi import APIRouter, Response
+
+import vllm_rollout
+from vllm_rollout.server.serialised import EventStream
+from vllm_rollout.server.watch.events import COMMENT, event_of
+from vllm_rollout.trace.file import parse_row, pieces
+from vllm_rollout.trace.rows import LengthsRow, PromptRow, RewardRow, RolloutRow
+
+MAX_ROLLOUTS = 64
+"""The last ones of a file that are told."""
+POLL_S, QUIET_S = 0.5, 15.0
+
+
+class Replay:
+    """A file that is read once, and then as it grows."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises: OSError."""
+        self._path = path
+        path.open("rb").close()
+
+    def router(self) -> APIRouter:
+        router = APIRouter()
+
+        @router.get("/v1/rollouts/watch")
+        async def watch() -> Response:
+            return EventStream(self.feed(), headers={"cache-control": "no-store"})
+
+        return router
+
+    async def feed(self) -> AsyncGenerator[bytes, None]:
+        """What one viewer is told, without an end."""
+        server = {"version": vllm_rollout.__version__, "num_ranks": None, "now": time.time(), "live": False}
+        yield event_of("server", {**server, "file": self._path.name})
+        rows, quiet_s = Rows(), 0.0
+        *older, file = [piece.open("rb") for piece in pieces(self._path)]
+        try:
+            told = await asyncio.to_thread(rows.newest, [*older, file])
+            while True:
+                if told:
+                    yield b"".join(told)
+                elif (quiet_s := quiet_s + POLL_S) >= QUIET_S:
+                    yield COMMENT
+                    quiet_s = 0.0
+                await asyncio.sleep(POLL_S)
+                is_older = self._path.exists() and not os.path.samestat(os.fstat(file.fileno()), self._path.stat())
+                told = [event for _, event in rows.read(file)]
+                if is_older:  # and all of it has been read
+                    file.close()
+                    file = self._path.open("rb")
+        finally:
+            for each in (*older, file):
+                each.close()
+
+
+class Rows:
+    """Events made of the rows of a file."""
+
+    def __init__(self) -> None:
+        self.num_broken = 0
+        self._part = b""
+        """Of a line that is being written."""
+        self._num_steps = 0
+        self._step: tuple[str, int | None, list[PromptRow]] | None = None
+        """Prompt rows that follow each other are one rollout: its name, what they say of it, and they."""
+
+    def newest(self, files: Iterable[BinaryIO]) -> list[bytes]:
+        """Of the last rollouts that are there."""
+        by_rollout: OrderedDict[str, dict[str, bytes]] = OrderedDict()
+        for number, (rollout_id, event) in enumerate(chain.from_iterable(map(self.read, files))):
+            told = by_rollout.setdefault(rollout_id, {})
+            told["rollout" if event.startswith(b"event: rollout") else str(number)] = event
+            if len(by_rollout) > MAX_ROLLOUTS:
+                by_rollout.popitem(last=False)
+        return [event for told in by_rollout.values() for event in told.values()]
+
+    def read(self, file: BinaryIO) -> Iterator[tuple[str, bytes]]:
+        """(rollout id, event) of each whole row that has come."""
+        for line in file:
+            self._part += line
+            if not self._part.endswith(b"\n"):
+                break
+            whole, self._part = self._part, b""
+            if not whole.strip():
+                continue
+            try:
+                row = parse_row(whole.decode(errors="replace"))
+            except ValueError:
+                self.num_broken += 1
+                continue
+            if isinstance(row, PromptRow):
+                yield self._prompt(row)
+                continue
+            self._step = None
+            if isinstance(row, RolloutRow):
+                yield row.rollout_id, event_of("rollout", _told(row.model_dump(exclude={"prompts"}), row.prompts))
+            elif isinstance(row, RewardRow):
+                yield row.rollout_id, event_of("rewards", row)
+
+    def _prompt(self, row: PromptRow) -> tuple[str, bytes]:
+        """A rollout that has one more prompt."""
+        if self._step is None or self._step[1] != row.step:
+            self._step = (f"step-{self._num_steps}", row.step, [])
+            self._num_steps += 1
+        id, _, prompts = self._step
+        prompts.append(row)
+        return id, event_of("rollout", _told({"rollout_id": id}, prompts))
+
+
+def _told(rollout: dict[str, Any], prompts: list[Any]) -> dict[str, Any]:
+    """A row with what a server would say of it beside."""
+    rollout["state"] = rollout.get("state") or "over"
+    rollout["num_prompts"] = rollout.get("num_prompts") or len(prompts)
+    rollout["num_candidates"] = rollout.get("num_candidates") or sum(len(prompt.lengths) for prompt in prompts)
+    return {**rollout, "prompts": [_prompt_told(i, prompt) for i, prompt in enumerate(prompts)]}
+
+
+def _prompt_told(place: int, prompt: LengthsRow) -> dict[str, Any]:
+    told = prompt.model_dump()
+    told["id"] = told.pop("prompt_id", None) or told["id"]
+    told["position"] = place if told.get("position") is None else told["position"]
+    told["ends"] = told["ends"] or ["stop"] * len(told["lengths"])
+    return told

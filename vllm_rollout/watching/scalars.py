@@ -1,0 +1,75 @@
+"""One rollout of a recording -> the numbers that curves are drawn of. Invariant: what nobody knows has no number."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from statistics import median, pstdev
+from typing import get_args
+
+from vllm_rollout.config import REWARD_THRESHOLD
+from vllm_rollout.group.rewards.estimates import summarize
+from vllm_rollout.trace.rows import End, RewardRow, RolloutRow
+from vllm_rollout.watching.receipt import told_of
+
+TOKENS = ("generated", "returned", "wasted", "resumed", "stopped", "saved")
+SECONDS = ("waiting_seconds", "saved_seconds")
+
+
+def scalars(row: RolloutRow, threshold: float = REWARD_THRESHOLD) -> dict[str, float]:
+    """Numbers by name. `threshold`: a reward above it is a success.
+
+    Lengths are those of candidates that nobody stopped, rewards those of all candidates that have one.
+    """
+    return dict(_scalars(row, threshold))
+
+
+def _scalars(row: RolloutRow, threshold: float) -> Iterator[tuple[str, float]]:
+    receipt = told_of(row).receipt
+    counted = {f"tokens/{name}": getattr(receipt, f"{name}_tokens") for name in TOKENS}
+    timed = {f"time/{name}": getattr(receipt, name) for name in SECONDS}
+    seconds = receipt.seconds if row.seconds is None else row.seconds
+    told = {"time/seconds": seconds, **timed, "time/bubble": receipt.bubble, **counted}
+    told["tokens/saved_error"] = receipt.saved_tokens_error
+    yield from ((name, value) for name, value in told.items() if value is not None)
+    if lengths := sorted(known_lengths(row)):
+        yield "lengths/median", median(lengths)
+        yield "lengths/p99", lengths[math.ceil(0.99 * len(lengths)) - 1]
+        yield "lengths/max", lengths[-1]
+    groups = [[reward for reward in prompt.rewards or () if reward is not None] for prompt in row.prompts]
+    if rewards := [reward for group in groups for reward in group]:
+        yield "rewards/mean", math.fsum(rewards) / len(rewards)
+        yield "rewards/std", pstdev(rewards)
+        yield "rewards/success", sum(reward > threshold for reward in rewards) / len(rewards)
+        graded = [summarize(group).teaches for group in groups if group]
+        yield "rewards/groups_that_teach", sum(graded) / len(graded)
+    ends = Counter(end for prompt in row.prompts for end in _ends(prompt.ends, prompt.lengths))
+    yield from ((f"ends/{end}", ends[end]) for end in get_args(End))
+    yield "ends/num_stopped", receipt.num_stopped
+    yield "groups/moves", sum(len(prompt.moves or (0,)) - 1 for prompt in row.prompts)
+    statuses = Counter(prompt.status for prompt in row.prompts if prompt.status is not None)
+    yield from ((f"groups/{status}", number) for status, number in statuses.items())
+
+
+def known_lengths(row: RolloutRow) -> Iterator[int]:
+    """Of candidates that ended by themselves, or at `max_tokens`."""
+    for prompt in row.prompts:
+        for length, end in zip(prompt.lengths, _ends(prompt.ends, prompt.lengths), strict=True):
+            if end in ("stop", "length"):
+                yield length
+
+
+def add_rewards(row: RolloutRow, posted: Iterable[RewardRow]) -> RolloutRow:
+    """The row with rewards that came after it; of those for one candidate the last counts. What names none is left."""
+    prompts = {prompt.id: prompt for prompt in row.prompts}
+    for reward in (reward for each in posted for reward in each.rewards):
+        prompt = prompts.get(reward.prompt_id)
+        if prompt is not None and reward.index < len(prompt.lengths):
+            prompt.rewards = prompt.rewards or [None] * len(prompt.lengths)
+            prompt.rewards[reward.index] = reward.reward
+    return row
+
+
+def _ends(ends: Sequence[End] | None, lengths: Sequence[int]) -> Sequence[End]:
+    return ends or ["stop"] * len(lengths)
