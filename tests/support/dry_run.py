@@ -39,6 +39,7 @@ class DryRun:
         model: folder of a model, for its configuration only.
         num_blocks: KV cache size; few blocks make preemption.
         depth: batches in flight: 1 is vLLM's synchronous loop, 2 its asynchronous one.
+        flags: of vLLM, by the names of its arguments.
     """
 
     def __init__(
@@ -52,11 +53,12 @@ class DryRun:
         depth: int = 1,
         log_stats: bool = False,
         options: ServeOptions | None = None,
+        **flags: Any,
     ) -> None:
         config = EngineArgs(
             model=model, max_model_len=4096, enforce_eager=True, block_size=block_size,
             max_num_seqs=max_num_seqs, max_num_batched_tokens=max(8192, max_num_seqs),
-            additional_config={} if options is None else options.into({}),
+            additional_config={} if options is None else options.into({}), **flags,
         ).create_engine_config()  # fmt: skip
         config.cache_config.num_gpu_blocks = num_blocks
         config.scheduler_config.async_scheduling = depth > 1

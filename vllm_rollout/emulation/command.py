@@ -43,6 +43,8 @@ def _cells(speed: float, summary: Summary) -> dict[str, str]:
         "steps": f"{summary.num_steps:,}",
         "sampled tokens": f"{summary.num_sampled:,}",
         "prefilled tokens": f"{summary.prefilled_tokens:,}",
+        "drafts": f"{summary.num_drafts:,}",
+        "tokens of a request in a step, mean": f"{summary.num_sampled / max(1, summary.num_rows):.2f}",
         "requests in a step, mean": f"{summary.num_rows / max(1, summary.num_steps):,.1f}",
         "requests in a step, most": f"{summary.peak_requests:,}",
         "device busy, s": f"{summary.busy_s:,.2f}",

@@ -24,7 +24,13 @@ class StepWork(NamedTuple):
     context_tokens: int
     """The context of all requests together, this step's tokens among them."""
     prefilled_tokens: int
-    """Beyond one token per request."""
+    """Beyond one token per request, and its drafts."""
+    num_drafts: int = 0
+    """That are verified: each is computed like a request's token, and reads no context of its own."""
+
+    @property
+    def num_decoded(self) -> int:
+        return self.num_requests + self.num_drafts
 
 
 class DeviceSpan(NamedTuple):
@@ -58,7 +64,7 @@ def step_seconds(settings: Settings) -> Callable[[StepWork], float]:
     def profiled(work: StepWork) -> float:
         prefill_s = work.prefilled_tokens * cost.prefill_s_per_token
         prefill_s += cost.step_prefill_s if work.prefilled_tokens else 0.0
-        return cost.ptl(work.num_requests, work.context_tokens / work.num_requests) + prefill_s
+        return cost.ptl(work.num_decoded, work.context_tokens / work.num_decoded) + prefill_s
 
     return profiled
 
@@ -84,7 +90,7 @@ def _step_of(settings: Settings) -> StepSettings:
 
 def linear(step: StepSettings) -> Callable[[StepWork], float]:
     def seconds(work: StepWork) -> float:
-        ms = step.ms + step.ms_per_request * work.num_requests
+        ms = step.ms + step.ms_per_request * work.num_decoded
         ms += step.ms_per_context_token * work.context_tokens + step.ms_per_prefilled_token * work.prefilled_tokens
         return ms / 1e3
 

@@ -35,6 +35,7 @@ class LoggedStep(NamedTuple):
     num_requests: int
     context_tokens: int
     prefilled_tokens: int
+    num_drafts: int = 0
 
 
 @dataclass(slots=True)
@@ -53,6 +54,7 @@ class Summary:
     num_sampled: int = 0
     num_rows: int = 0
     prefilled_tokens: int = 0
+    num_drafts: int = 0
     peak_requests: int = 0
 
     @classmethod
@@ -69,6 +71,7 @@ class Summary:
         self.num_sampled += step.num_sampled
         self.num_rows += step.num_requests
         self.prefilled_tokens += step.prefilled_tokens
+        self.num_drafts += step.num_drafts
         self.peak_requests = max(self.peak_requests, step.num_requests)
         if before is not None and step.goes_on:
             self.idle_s += max(0.0, step.start - before.end)

@@ -7,6 +7,7 @@ asynchronous loop and in the synchronous one.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ from vllm.logger import init_logger
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, DraftTokenIds, ModelRunnerOutput
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from vllm_rollout.adapter.options import ServeOptions
-from vllm_rollout.adapter.worker.emulated_runner import HIDDEN_SIZE, EmulatedRunner, LaunchedStep
+from vllm_rollout.adapter.worker.emulated_drafts import EmulatedDrafts, SaidRow
+from vllm_rollout.adapter.worker.emulated_request import HIDDEN_SIZE
+from vllm_rollout.adapter.worker.emulated_runner import EmulatedRunner, LaunchedStep
 from vllm_rollout.adapter.worker.worker_calls import WorkerCalls
 from vllm_rollout.emulation.device import Device, DeviceSpan
 from vllm_rollout.emulation.fate import Fates
@@ -67,7 +70,7 @@ class EmulatedWorker(WorkerCalls, WorkerBase):
         fates = Fates(self.emulation, parallel.data_parallel_index, emulation.num_ranks)
         ring = FeatureRing(HIDDEN_SIZE, torch.float32, options.feature_ring_bytes)
         self.emulated_device = Device(self.emulation, emulation.speed)
-        self.moving_runner = EmulatedRunner(fates, self.vocab_size, ring, self._marker())
+        self.moving_runner = EmulatedRunner(fates, self.vocab_size, ring, self._marker(), self._drafts())
         self.quality_heads = QualityHeads(
             self.moving_runner,
             ring,
@@ -83,6 +86,15 @@ class EmulatedWorker(WorkerCalls, WorkerBase):
             goes_on=emulation.log_goes_on,
         )
         self._launched: LaunchedStep | None = None
+        self._said: Sequence[SaidRow] = ()
+        """The rows of the step that was launched last."""
+
+    def _drafts(self) -> EmulatedDrafts | None:
+        speculative = self.vllm_config.speculative_config
+        if speculative is None:
+            return None
+        most = speculative.num_speculative_tokens
+        return EmulatedDrafts(self.emulation.drafts, most, self.model_config.max_model_len)
 
     def _marker(self) -> list[int]:
         """Tokens with which a turn asks for a tool. Raises: ValueError without a tokenizer."""
@@ -135,7 +147,16 @@ class EmulatedWorker(WorkerCalls, WorkerBase):
         step, self._launched = self._launched, None
         if step is None:
             return None
-        return EmulatedOutput(step, self.emulated_device.launch(time.perf_counter(), step.work), self.step_log)
+        span = self.emulated_device.launch(time.perf_counter(), step.work)
+        if (drafts := self.moving_runner.drafts) is not None:
+            drafts.took(step.work, span.end - span.start)
+            self._said = step.rows
+        return EmulatedOutput(step, span, self.step_log)
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        """For the step that comes next."""
+        rows, self._said = self._said, ()
+        return self.moving_runner.drafts.propose(rows) if rows else None
 
     def shutdown(self) -> None:
         self.step_log.close()

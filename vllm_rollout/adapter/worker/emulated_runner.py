@@ -6,8 +6,8 @@ again says the same. A step's tokens are known when it is launched; they can be 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -18,92 +18,24 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 
 from vllm_rollout.adapter.parcel import MovedCandidate, WorkerState
 from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, CandidateTag, LastLogits, RunnerReport
+from vllm_rollout.adapter.worker.emulated_drafts import EmulatedDrafts, SaidRow
+from vllm_rollout.adapter.worker.emulated_request import NO_NUMBER, EmulatedRequest
 from vllm_rollout.adapter.worker.features import attach, detach
 from vllm_rollout.emulation.device import StepWork
-from vllm_rollout.emulation.fate import ENDLESS, Fate, Fates
-from vllm_rollout.emulation.tokens import PERIOD, Vocabulary
+from vllm_rollout.emulation.fate import Fate, Fates
+from vllm_rollout.emulation.tokens import Vocabulary
+from vllm_rollout.group.plans.prompt_key import draft_key
 from vllm_rollout.group.types import WHOLE, HeadKey
 from vllm_rollout.tracker.feature_ring import FeatureRing, StateKey
 from vllm_rollout.tracker.last_states import EndedStates
 from vllm_rollout.tracker.ops import quality_head
 from vllm_rollout.tracker.step_values import DUE_COLUMNS
 from vllm_rollout.tracker.tracker import PublishedHead
+from vllm_rollout.tracker.verified import NO_POSITION
 
-HIDDEN_SIZE = 16
-"""Numbers of a made-up hidden state: the score, and noise."""
-CONFIDENCE_NATS = 12.0
-"""Trace confidence of a candidate whose score is 0."""
 CONFIDENCE_DEVIATION_NATS = 1.0
-NO_NUMBER = math.nan
 NUM_IN_FLIGHT = 1
 """Tokens of a candidate that may be on their way when it has ended."""
-
-
-class EmulatedRequest:
-    """A request on the device."""
-
-    __slots__ = (
-        "confidence",
-        "cycle",
-        "fate",
-        "is_final",
-        "last_token",
-        "length",
-        "newest",
-        "num_before",
-        "num_prompt",
-        "observed",
-        "salt",
-        "scored_at",
-        "tail",
-        "tail_at",
-    )
-
-    def __init__(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        fates: Fates,
-        vocabulary: Vocabulary,
-        marker: Sequence[int],
-        fate: Fate | None,
-    ) -> None:
-        extra_args = params.extra_args or {}
-        tag = CandidateTag.of(extra_args)
-        key = request_id if params.seed is None else params.seed
-        self.num_before = 0 if tag is None else tag.num_resumed
-        if fate is None:
-            prompt = prompt_token_ids[: len(prompt_token_ids) - self.num_before]
-            fate = fates.of(prompt, key, None if tag is None else tag.index, extra_args)
-        self.fate = fate
-        self.salt, self.cycle = self.fate.salt, vocabulary.cycle
-        self.tail = marker if self.fate.asks else (vocabulary.verdict(self.salt, self.fate.succeeds),)
-        self.num_prompt = len(prompt_token_ids)
-        stops = [] if params.eos_token_id is None else [params.eos_token_id]
-        stops += params.stop_token_ids or []
-        self.last_token = stops[0] if stops else 0
-        self.length = self.fate.length if stops else ENDLESS
-        if self.fate.asks:
-            self.length = max(self.length, 1 + len(marker))
-        self.tail_at = self.length - len(self.tail)
-        plan = None if tag is None else tag.terms.pruning
-        self.observed = tag is not None and (tag.observed or plan is not None)
-        self.confidence = CONFIDENCE_NATS + self.fate.score if self.observed else NO_NUMBER
-        self.scored_at = () if plan is None else plan.scored_lengths
-        self.is_final = plan is not None and plan.final_score
-        self.newest = 0
-        """Number of its newest output token, those of earlier rounds left out."""
-
-    def end(self, number: int) -> int:
-        """Output token `number`, the last one or one of those before it."""
-        return self.last_token if number >= self.length else self.tail[number - self.tail_at]
-
-    def hidden_state(self) -> np.ndarray:
-        """float32 [HIDDEN_SIZE]."""
-        noise = np.random.default_rng(self.fate.salt).standard_normal(HIDDEN_SIZE, dtype=np.float32)
-        noise[0] = self.fate.score
-        return noise
 
 
 class LaunchedStep(NamedTuple):
@@ -111,6 +43,7 @@ class LaunchedStep(NamedTuple):
 
     output: ModelRunnerOutput
     work: StepWork
+    rows: Sequence[SaidRow]
     num_sampled: int
     goes_on: bool
     """Some of its requests were in an earlier step: the device had something to do before."""
@@ -119,10 +52,18 @@ class LaunchedStep(NamedTuple):
 class EmulatedRunner:
     """The requests of one engine. Keeps what vLLM's model runners keep, without a batch."""
 
-    num_last_states = 1 + NUM_IN_FLIGHT
-
-    def __init__(self, fates: Fates, vocab_size: int, ring: FeatureRing, marker: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        fates: Fates,
+        vocab_size: int,
+        ring: FeatureRing,
+        marker: Sequence[int] = (),
+        drafts: EmulatedDrafts | None = None,
+    ) -> None:
         """marker: the tokens with which a turn asks for a tool."""
+        self.drafts = drafts
+        self.num_last_states = 1 + (NUM_IN_FLIGHT if drafts is None else drafts.most)
+        """Of a candidate that ends, how many of its newest tokens may be its last one."""
         self.heads: dict[HeadKey, PublishedHead] = {}
         """Quality heads publish here. There are no adapters (`adapter/api/client/emulate.py`)."""
         self._fates = fates
@@ -166,6 +107,8 @@ class EmulatedRunner:
             if ended is not None:
                 self._keep_last(request_id, ended)
             self._logprobs.pop(request_id, None)
+            if self.drafts is not None:
+                self.drafts.end(request_id)
         if not scheduled.total_num_scheduled_tokens:
             return None
         cached = scheduled.scheduled_cached_reqs
@@ -178,42 +121,41 @@ class EmulatedRunner:
             num_output = 0 if new.prefill_token_ids is None else len(new.prefill_token_ids) - request.num_prompt
             positions.append((new.req_id, new.num_computed_tokens, num_output))
         num_scheduled, requests = scheduled.num_scheduled_tokens, self._requests
+        drafts = scheduled.scheduled_spec_decode_tokens
         ids: list[str] = []
+        rows: list[SaidRow] = []
         tokens: list[list[int]] = []
         confidences: list[float] = []
         due: list[tuple[str, int]] = []
-        final: list[tuple[int, EmulatedRequest]] = []
-        context_tokens = num_sampled = 0
+        context_tokens = num_drafts = 0
         for request_id, num_computed, num_output in positions:
             request = requests[request_id]
             end = num_computed + num_scheduled[request_id]
             context_tokens += end
             ids.append(request_id)
-            number = end - request.num_prompt + 1
+            its = drafts.get(request_id, ())
+            num_drafts += len(its)
+            number = end - len(its) - request.num_prompt + 1
             if number <= num_output:  # a prefill that is not over
-                tokens.append([])
+                said: list[int] = []
                 confidences.append(NO_NUMBER)
-                continue
-            num_sampled += 1
-            request.newest = number
-            number += request.num_before
-            if number < request.tail_at:
-                tokens.append([request.cycle[(request.salt + number) % PERIOD]])
             else:
-                tokens.append([request.end(number)])
-            confidences.append(request.confidence)
-            if number in request.scored_at:
-                due.append((request_id, number))
-            if request.is_final:
-                final.append((len(ids) - 1, request))
+                said = request.says(number + request.num_before, its)
+                request.newest = number + len(said) - 1
+                confidences.append(request.confidence)
+                first = number + request.num_before
+                due += [(request_id, at) for at in request.scored_at if first <= at < first + len(said)]
+            tokens.append(said)
+            rows.append(SaidRow(request_id, request, len(said)))
         output = ModelRunnerOutput(ids, {request_id: row for row, request_id in enumerate(ids)}, tokens)
         if self._logprobs:
             output.logprobs = made_up_logprobs(tokens, 1 + max(self._logprobs.values()), self._vocab_size)
         means = np.array(confidences, dtype=np.float32)
         if not np.isnan(means).all():
-            setattr(output, REPORT_ATTRIBUTE, self._report(means, due)._replace(last=self._last(len(ids), final)))
-        work = StepWork(len(ids), context_tokens, scheduled.total_num_scheduled_tokens - len(ids))
-        return LaunchedStep(output, work, num_sampled, bool(cached.req_ids))
+            setattr(output, REPORT_ATTRIBUTE, self._report(means, rows, due, bool(drafts)))
+        num_prefilled = scheduled.total_num_scheduled_tokens - len(ids) - num_drafts
+        work = StepWork(len(ids), context_tokens, num_prefilled, num_drafts)
+        return LaunchedStep(output, work, rows, sum(map(len, tokens)), bool(cached.req_ids))
 
     def _admit(
         self,
@@ -231,6 +173,9 @@ class EmulatedRunner:
         self._requests[request_id] = request
         if params.logprobs is not None:
             self._logprobs[request_id] = max(0, params.logprobs)
+        if self.drafts is not None and (tag := CandidateTag.of(params.extra_args)) is not None:
+            own = prompt_token_ids[: request.num_prompt - request.num_before]
+            self.drafts.begin(request_id, draft_key(tag.namespace, own, ""), tag.group_id)
         return request
 
     def _keep_last(self, request_id: str, ended: EmulatedRequest) -> None:
@@ -240,18 +185,30 @@ class EmulatedRunner:
             keys = [StateKey(request_id, number, at_end=True) for number in numbers]
             self._ring.put(keys, torch.from_numpy(np.stack([ended.hidden_state()] * len(keys))))
 
-    def _last(self, num_rows: int, final: Sequence[tuple[int, EmulatedRequest]]) -> LastLogits | None:
+    def _report(
+        self, means: np.ndarray, rows: Sequence[SaidRow], due: Sequence[tuple[str, int]], has_drafts: bool
+    ) -> RunnerReport:
+        num_said = np.array([row.num_said for row in rows])
+        is_said = np.arange(num_said.max())[:, None] < num_said  # [num_tokens, num_rows]
+        mean = np.where(is_said, means, np.float32(NO_NUMBER))
+        deviation = np.where(np.isnan(mean), mean, np.float32(CONFIDENCE_DEVIATION_NATS))
+        report = RunnerReport(np.stack([mean, deviation]), last=self._last(rows, is_said))
+        if has_drafts:
+            before = [row.request.newest - row.num_said if row.num_said else NO_POSITION for row in rows]
+            report = report._replace(first_positions=np.array(before))
+        return report if not due else self._with_due(report, due)
+
+    def _last(self, rows: Sequence[SaidRow], is_said: np.ndarray) -> LastLogits | None:
         head = self.heads.get(HeadKey(WHOLE))
+        final = [row for row, its in enumerate(rows) if its.num_said and self._requests[its.request_id].is_final]
         if not final or head is None:
             return None
-        states = torch.from_numpy(np.stack([request.hidden_state() for _, request in final]))
+        states = torch.from_numpy(np.stack([self._requests[rows[row].request_id].hidden_state() for row in final]))
         logits = quality_head(states, torch.arange(len(final)), *head.weights).numpy()
-        return LastLogits.of((1, num_rows), [row for row, _ in final], logits, head.version)
+        tokens, places = np.nonzero(is_said[:, final])
+        return LastLogits.of(is_said.shape, np.array(final)[places], logits[places], head.version, tokens)
 
-    def _report(self, means: np.ndarray, due: Sequence[tuple[str, int]]) -> RunnerReport:
-        confidence = np.stack([means, np.where(np.isnan(means), means, CONFIDENCE_DEVIATION_NATS)])[:, None]
-        if not due:
-            return RunnerReport(confidence)
+    def _with_due(self, report: RunnerReport, due: Sequence[tuple[str, int]]) -> RunnerReport:
         values = np.empty((len(due), DUE_COLUMNS), dtype=np.float32)
         versions = []
         states = torch.from_numpy(np.stack([self._requests[request_id].hidden_state() for request_id, _ in due]))
@@ -265,13 +222,19 @@ class EmulatedRunner:
             versions.append(0 if head is None else head.version)
         self._ring.put([StateKey(*key) for key in due], states)
         ids, lengths = zip(*due, strict=True)
-        return RunnerReport(confidence, ids, values, versions, lengths)
+        return report._replace(due=ids, due_values=values, head_versions=versions, due_at=lengths)
 
 
 def made_up_logprobs(tokens: Sequence[Sequence[int]], width: int, vocab_size: int) -> LogprobsLists:
-    """For each row its token and `width - 1` others, less likely one after the other."""
-    first = np.array([row[0] if row else 0 for row in tokens], dtype=np.int32)
+    """For each token that a row says, and for one of a row that says none, it and `width - 1` others, less likely one
+    after the other."""
+    lines = [row or [0] for row in tokens]
+    first = np.array([token for line in lines for token in line], dtype=np.int32)
     step = np.arange(width, dtype=np.int32)
     of_token = -0.1 - (first % 89) / 100
-    values = of_token[:, None] - step * 0.5
-    return LogprobsLists((first[:, None] + step) % vocab_size, values.astype(np.float32), np.ones_like(first))
+    values = (of_token[:, None] - step * 0.5).astype(np.float32)
+    ids = (first[:, None] + step) % vocab_size
+    starts = None
+    if len(first) > len(lines):
+        starts = [0, *accumulate(map(len, lines))]
+    return LogprobsLists(ids, values, np.ones_like(first), starts)

@@ -81,7 +81,16 @@ def refuse(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         parser.error(f"--emulate-log {args.emulate_log}: {error.strerror}. Name a folder that can be written.")
     for flag, is_set, remedy in (
         ("--enable-lora", args.enable_lora, "There are no adapters on an emulated device. Leave it out."),
-        ("--speculative-config", args.speculative_config is not None, "Leave it out."),
+        (
+            "--speculative-config",
+            args.speculative_config is not None,
+            "It has no model to draft with. Leave it out, or take --rollout-drafts on.",
+        ),
+        (
+            "--async-scheduling",
+            args.async_scheduling is True and args.rollout_drafts == "on",
+            "With --rollout-drafts on vLLM schedules synchronously. Leave out one of them.",
+        ),
         ("--enable-prompt-embeds", args.enable_prompt_embeds, "Send prompts as text or tokens."),
         ("--pipeline-parallel-size", args.pipeline_parallel_size > 1, "One worker emulates all; say its cost in FILE."),
         (
@@ -102,7 +111,7 @@ def emulation_options(args: argparse.Namespace) -> EmulationOptions | None:
         file=str(Path(args.emulate).resolve()),
         speed=args.emulate_speed,
         log=None if args.emulate_log is None else str(Path(args.emulate_log).resolve()),
-        async_scheduling=args.async_scheduling is not False,
+        async_scheduling=args.async_scheduling is not False and args.rollout_drafts == "off",
         num_ranks=args.data_parallel_size,
         forks=args.parallelism == "fixed",
     )

@@ -1,0 +1,116 @@
+"""Drafts on an emulated device: made up, but chosen by the rule that chooses on a real one.
+
+Invariant: whether a draft is right follows from the candidate and the position, and a wrong one differs from what the
+candidate says there: so drafts change no token.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from vllm.v1.outputs import DraftTokenIds
+
+from vllm_rollout.emulation.device import StepWork
+from vllm_rollout.emulation.drafts import NO_DRAFTS, DrawnDrafts, draw, share_factor
+from vllm_rollout.emulation.settings import DraftSettings
+from vllm_rollout.group.drafting import DraftingRule
+
+MAX_KNOWN_PROMPTS = 2**17
+"""Whose answers are counted; a real memory is bounded in bytes."""
+
+
+class Speaker(Protocol):
+    """A request, as far as drafts go."""
+
+    salt: int
+    length: int
+    num_prompt: int
+    num_before: int
+    newest: int
+
+    def token(self, number: int) -> int: ...
+
+
+class SaidRow(NamedTuple):
+    """A row of a step that is over."""
+
+    request_id: str
+    request: Speaker
+    num_said: int
+    """Tokens that it has sampled; 0 in a prefill that is not over."""
+
+
+class EmulatedDrafts:
+    """Decides for one engine: `took`, then `propose`, after each step."""
+
+    def __init__(self, settings: DraftSettings, most: int, max_model_len: int) -> None:
+        """`most`: drafts of a row that the scheduler has room for."""
+        self.most = most
+        self._settings = settings
+        self._rule = DraftingRule()
+        self._max_model_len = max_model_len
+        self._known: OrderedDict[str, Counter[str]] = OrderedDict()
+        """By prompt, the one that came last at the end: how many candidates each of its groups has had."""
+        self._candidates: dict[str, tuple[str, str]] = {}
+        """By request id: prompt and group."""
+        self._verified: dict[str, Sequence[float]] = {}
+        """By request id, the probabilities of the drafts that are being verified."""
+
+    def begin(self, request_id: str, prompt: str, group_id: str) -> None:
+        """A candidate has come."""
+        self._candidates[request_id] = prompt, group_id
+        self._known.setdefault(prompt, Counter())[group_id] += 1
+        self._known.move_to_end(prompt)
+        if len(self._known) > MAX_KNOWN_PROMPTS:
+            self._known.popitem(last=False)
+
+    def end(self, request_id: str) -> None:
+        """A request has gone; what it has said stays known."""
+        self._candidates.pop(request_id, None)
+        self._verified.pop(request_id, None)
+
+    def took(self, work: StepWork, seconds: float) -> None:
+        """A step took so long on the device."""
+        if not work.prefilled_tokens:
+            self._rule.took(work.num_requests, work.num_drafts, seconds)
+
+    def propose(self, rows: Sequence[SaidRow]) -> DraftTokenIds:
+        """Drafts of the next step, which has these rows again, or fewer."""
+        for row in rows:
+            probabilities = self._verified.pop(row.request_id, None)
+            if probabilities is not None and row.num_said:
+                self._rule.verified(probabilities, row.num_said - 1)
+        longest = min(self._rule.longest(len(rows)), self.most)
+        drawn = [self._draw(row, longest) for row in rows]
+        lengths = self._rule.choose([its.probabilities for its in drawn]) if longest else [0] * len(rows)
+        for row, its, length in zip(rows, drawn, lengths, strict=True):
+            if length:
+                self._verified[row.request_id] = its.probabilities[:length]
+        tokens = [_tokens(*each) for each in zip(rows, drawn, lengths, strict=True)]
+        return DraftTokenIds([row.request_id for row in rows], tokens)
+
+    def _draw(self, row: SaidRow, longest: int) -> DrawnDrafts:
+        """What is found for a row: nothing beyond its end, and nothing of a request that is no candidate."""
+        request = row.request
+        room = min(
+            longest,
+            request.length - request.num_before - request.newest,
+            self._max_model_len - 1 - request.num_prompt - request.newest,
+        )
+        if not row.num_said or room < 1 or row.request_id not in self._candidates:
+            return NO_DRAFTS
+        prompt, group_id = self._candidates[row.request_id]
+        groups = self._known.get(prompt, Counter({group_id: 1}))
+        num_siblings = max(0, groups[group_id] - 1)
+        factor = share_factor(self._settings, num_siblings, groups.total() - groups[group_id])
+        probabilities, num_right = draw(self._settings, factor, request.salt, request.num_before + request.newest + 1)
+        return DrawnDrafts(probabilities[:room], min(num_right, room))
+
+
+def _tokens(row: SaidRow, drawn: DrawnDrafts, length: int) -> list[int]:
+    request = row.request
+    first = request.num_before + request.newest + 1
+    said = [request.token(first + place) for place in range(length)]
+    return [token if place < drawn.num_right else token - 1 if token else 1 for place, token in enumerate(said)]
