@@ -17,7 +17,7 @@ from vllm_rollout.adapter.api.client.emulate import EXECUTOR_CLS, WORKER_CLS
 from vllm_rollout.adapter.api.engine.moving import EngineMoves
 from vllm_rollout.adapter.api.start import front_ends, serve
 from vllm_rollout.adapter.compat import RUST_LISTENERS, has, vllm_version
-from vllm_rollout.adapter.options import EmulationOptions, ServeOptions
+from vllm_rollout.adapter.options import DRAFTS_CONFIG, EmulationOptions, ServeOptions
 from vllm_rollout.adapter.platform import choose_platform
 
 AUTO = ("--parallelism", "auto", "--parallelism-devices", "4")
@@ -134,6 +134,8 @@ def test_what_does_not_go_together_is_refused_with_a_remedy(refusal, monkeypatch
         (("--pipeline-parallel-size", "2"), "--pipeline-parallel-size does not go"),
         (("--enable-prompt-embeds",), "Send prompts as text or tokens"),
         (("--distributed-executor-backend", "mp"), "--distributed-executor-backend does not go"),
+        (("--speculative-config", '{"method": "ngram"}'), "Leave it out, or take --rollout-drafts on"),
+        (("--async-scheduling", "--rollout-drafts", "on"), "vLLM schedules synchronously"),
         (("--emulate-speed", "0"), "must be in [0.001, 1000], got '0'"),
     ],
 )
@@ -153,6 +155,12 @@ def test_settings_of_a_device_reach_the_engine_cores(parsed, device, tmp_path):
     assert (args.worker_cls, args.distributed_executor_backend) == (WORKER_CLS, EXECUTOR_CLS)
     assert args.options.emulation == EmulationOptions(device, 0.5, log, async_scheduling=True, num_ranks=4)
     assert not parsed("--emulate", device, "--no-async-scheduling").options.emulation.async_scheduling
+
+
+def test_an_emulated_device_drafts_in_the_synchronous_loop(parsed, device):
+    args = parsed("--emulate", device, "--rollout-drafts", "on")
+    assert args.speculative_config == DRAFTS_CONFIG
+    assert not args.options.emulation.async_scheduling
 
 
 @pytest.mark.parametrize(

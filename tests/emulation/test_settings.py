@@ -47,6 +47,7 @@ def test_a_step_costs_the_sum_of_its_parts(tmp_path):
     step = {"ms": 1, "ms_per_request": 0.1, "ms_per_context_token": 0.01, "ms_per_prefilled_token": 0.5}
     seconds = step_seconds(read(tmp_path, {"step": step}))
     assert seconds(StepWork(3, 70, 20)) == pytest.approx((1 + 0.3 + 0.7 + 10) / 1e3)
+    assert seconds(StepWork(3, 70, 20, num_drafts=4)) == pytest.approx((1 + 0.7 + 0.7 + 10) / 1e3)
 
 
 def test_the_example_can_be_read():
@@ -66,6 +67,8 @@ def test_a_profile_gives_step_times_and_capacity(tmp_path, named):
     seconds = step_seconds(settings)
     assert seconds(StepWork(6, 6 * 150, 0)) == pytest.approx(0.015 * 1.5)
     assert seconds(StepWork(6, 6 * 150, 10)) == pytest.approx(0.015 * 1.5 + 10e-4 + 2e-3)
+    # Three requests with three drafts compute like six requests and read the context of three.
+    assert seconds(StepWork(3, 3 * 300, 0, num_drafts=3)) == pytest.approx(0.015 * 1.5)
 
 
 def test_an_engine_gets_what_the_file_says_of_its_size(tmp_path):

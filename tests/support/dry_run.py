@@ -57,8 +57,8 @@ class DryRun:
     ) -> None:
         config = EngineArgs(
             model=model, max_model_len=4096, enforce_eager=True, block_size=block_size,
-            max_num_seqs=max_num_seqs, max_num_batched_tokens=max(8192, max_num_seqs),
-            additional_config={} if options is None else options.into({}), **flags,
+            max_num_seqs=max_num_seqs, additional_config={} if options is None else options.into({}),
+            **{"max_num_batched_tokens": max(8192, max_num_seqs), **flags},
         ).create_engine_config()  # fmt: skip
         config.cache_config.num_gpu_blocks = num_blocks
         config.scheduler_config.async_scheduling = depth > 1

@@ -22,6 +22,7 @@ from vllm_rollout.adapter.worker.emulated_runner import EmulatedRunner, Launched
 from vllm_rollout.emulation.device import Device
 from vllm_rollout.emulation.fate import LENGTHS_FIELD, Fates
 from vllm_rollout.emulation.settings import Settings
+from vllm_rollout.group.judging.ledger import Scoring
 from vllm_rollout.group.plans.terms import GroupTerms
 from vllm_rollout.tracker.feature_ring import FeatureRing
 
@@ -35,10 +36,11 @@ class EmulatedRun(DryRun):
         speculative = dict(DRAFTS_CONFIG) if drafts else None
         super().__init__(RolloutScheduler, model, speculative_config=speculative, **kwargs)
         most, room = DRAFTS_CONFIG["num_speculative_tokens"], self.scheduler.max_model_len
+        self.ring = FeatureRing(HIDDEN_SIZE, torch.float32, 2**20)
         self.runner = EmulatedRunner(
             Fates(settings),
             VOCAB_SIZE,
-            FeatureRing(HIDDEN_SIZE, torch.float32, 2**20),
+            self.ring,
             drafts=EmulatedDrafts(settings.drafts, most, room) if drafts else None,
         )
         self._device = Device(settings)
@@ -46,17 +48,24 @@ class EmulatedRun(DryRun):
         self.seconds = 0.0
 
     def launch(
-        self, group_id: str, lengths: Sequence[int], prompt_token_ids: list[int], terms: GroupTerms, **tag: Any
+        self,
+        group_id: str,
+        lengths: Sequence[int],
+        prompt_token_ids: list[int],
+        terms: GroupTerms,
+        scoring: Scoring | None = None,
+        **sampling: Any,
     ) -> None:
         """A group whose candidates end by themselves after so many tokens."""
         for index, length in enumerate(lengths):
-            fields = CandidateTag(group_id, index, terms, 1, **tag).to_extra_args()
+            fields = CandidateTag(group_id, index, terms, 1, scoring).to_extra_args()
             self.add(
                 f"{group_id}/{index}",
                 length,
                 prompt_token_ids=list(prompt_token_ids),
                 extra_args={**fields, LENGTHS_FIELD: list(lengths)},
                 seed=1000 + index,
+                **sampling,
             )
 
     def step(self, *args: Any, **kwargs: Any) -> bool:

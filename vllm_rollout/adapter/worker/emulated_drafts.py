@@ -92,11 +92,11 @@ class EmulatedDrafts:
         return DraftTokenIds([row.request_id for row in rows], tokens)
 
     def _draw(self, row: SaidRow, longest: int) -> DrawnDrafts:
-        """What is found for a row: nothing beyond its end, and nothing of a request that is no candidate."""
+        """What is found for a row: up to the token before its last one, and nothing where it is no candidate."""
         request = row.request
         room = min(
             longest,
-            request.length - request.num_before - request.newest,
+            request.length - 1 - request.num_before - request.newest,
             self._max_model_len - 1 - request.num_prompt - request.newest,
         )
         if not row.num_said or room < 1 or row.request_id not in self._candidates:

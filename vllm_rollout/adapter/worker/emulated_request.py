@@ -88,7 +88,7 @@ class EmulatedRequest:
         """Output token `number`, and one more for each draft that is right."""
         said = [self.token(number)]
         for draft in drafts:
-            if draft != said[-1] or number >= self.length:
+            if draft != said[-1]:
                 break
             number += 1
             said.append(self.token(number))
