@@ -102,6 +102,13 @@ def slow(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 @pytest.fixture(scope="module")
+def drafted(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Emulated]:
+    """Candidates have drafts of each other."""
+    with Emulated(tiny_model, tmp_path_factory.mktemp("drafted"), "--rollout-drafts", "on") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
 def ranks(default_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Emulated]:
     """Two ranks whose groups one API process knows, with steps that last long enough for it to think of them."""
     flags = ("--data-parallel-size", "2", "--api-server-count", "1", "--emulate-speed", "0.2")
@@ -359,3 +366,24 @@ def test_moves_at_random_lose_no_token_and_say_none_twice(ranks: Emulated) -> No
             stop.set()
     assert min(reader.result() for reader in readers) > 0
     assert_nothing_left(ranks)
+
+
+def test_with_drafts_candidates_say_the_same_in_fewer_steps_and_vllm_counts_them(emulated, drafted):
+    prompts, sampling = prompts_of(3, first=500), {"extra_args": {"emulate_lengths": [700, 600, 500, 400]}}
+    before = len(emulated.steps[0].steps)
+    said = [server.groups(prompts, 4, sampling=sampling) for server in (emulated, drafted)]
+    tokens = [[t["token_ids"] for group in groups for t in group["trajectories"]] for groups in said]
+    assert [sorted(map(len, its)) for its in tokens] == [sorted([700, 600, 500, 400] * 3)] * 2
+    assert sorted(tokens[0]) == sorted(tokens[1])
+    for server in (emulated, drafted):
+        server.wait_until_idle()
+    steps = [emulated.steps[0].steps[before:], drafted.steps[0].steps]
+    assert len(steps[0]) >= 700
+    assert len(steps[1]) < 600
+    num_drafts = sum(step.num_drafts for step in steps[1])
+    assert num_drafts == drafted.counter("vllm:spec_decode_num_draft_tokens_total") > 100
+    accepted = drafted.counter("vllm:spec_decode_num_accepted_tokens_total")
+    assert sum(step.num_sampled for step in steps[1]) == 3 * 2200 == sum(s.num_requests for s in steps[1]) + accepted
+    for step in steps[1]:
+        decoded = 2.0 + 0.01 * (step.num_requests + step.num_drafts)
+        assert (step.end - step.start) == pytest.approx(decoded / 1e3)

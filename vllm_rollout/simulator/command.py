@@ -124,6 +124,23 @@ def simulate(
             "selection first or shortest.",
         ),
     ] = None,
+    drafts: Annotated[
+        bool,
+        typer.Option(
+            "--drafts",
+            help="Try every setting also with drafts, as `serve --rollout-drafts on` has them: siblings' tokens and "
+            "earlier answers of the prompt are verified several at a time where that is faster. In a single --setting "
+            "it is the field drafts=true.",
+        ),
+    ] = False,
+    draft_acceptance: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="How drafts are accepted: a file of `serve --emulate`, of which its drafts are read. Default: as "
+            "measured with 16 answers of a small model to a prompt.",
+        ),
+    ] = None,
     detection_length: Annotated[
         int | None,
         typer.Option(min=1, help="Tokens at which the trace's scores were taken. Default: the recorded number."),
@@ -172,6 +189,10 @@ def simulate(
 
         vllm-rollout simulate trace.jsonl --profile ptl.json --sessions turns=4,tool_seconds=20,tool_failures=0.05
 
+    **Drafts**: what siblings' tokens would bring as drafts of each other, by the size of the batch:
+
+        vllm-rollout simulate trace.jsonl --profile ptl.json --drafts
+
     **A trace** has one JSON row per rollout (a training step), or one per prompt. "ends", "scores" and "rewards" are
     optional:
 
@@ -196,6 +217,7 @@ def simulate(
             moves_kv=move_kv == "auto", group_size=group_size, max_num_seqs=max_num_seqs,
             kv_capacity_tokens=kv_capacity_tokens, settings=tuple(setting or ()), detection_length=detection_length,
             rounds=tuple(rounds or ()), sessions=sessions, message_delay_s=message_delay, whole_epochs=whole_epochs,
+            drafts=drafts, draft_acceptance=draft_acceptance,
             prompts_per_step=prompts_per_step,
             epochs=epochs, skip_broken=skip_broken, seed=seed, output=output, output_json=output_json,
         )  # fmt: skip

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from vllm_rollout.config import MAX_GROUP_SIZE
+from vllm_rollout.emulation.settings import DraftSettings
 from vllm_rollout.group.lengths.cost import CostModel, PTLCurve
 from vllm_rollout.group.plans.fields import Migration
 from vllm_rollout.group.ranks.load import TransferCost
@@ -41,6 +42,8 @@ class Machine:
     """Whether half of the ranks are freed as soon as the others have room for the rest of the rollout."""
     transfer: TransferCost | None = None
     """The cost of KV that comes along with a group; None: its target computes it again."""
+    drafts: DraftSettings | None = None
+    """What answers of a prompt draft for each other; None: they do not."""
 
     def __post_init__(self) -> None:
         for name in ("num_ranks", "max_num_seqs", "kv_capacity_tokens", "block_size"):
@@ -55,6 +58,10 @@ class Machine:
     @property
     def moves_groups(self) -> bool:
         return self.num_ranks > 1 and (self.migration, self.scale_down) != ("off", "off")
+
+    def with_drafts(self, drafts: bool) -> Machine:
+        """This machine where that is said of a setting; drafts are as measured where nothing else is known."""
+        return replace(self, drafts=(self.drafts or DraftSettings()) if drafts else None)
 
     @property
     def without_moves(self) -> Machine:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from vllm_rollout.emulation.settings import Settings
 from vllm_rollout.group.plans.fields import Migration
 from vllm_rollout.group.ranks.load import TransferCost
 from vllm_rollout.simulator.machine import Machine, ScaleDown
@@ -37,6 +38,8 @@ class SimulateOptions:
     prompts_per_step: int | None = None
     rounds: tuple[str, ...] = ()
     sessions: str | None = None
+    drafts: bool = False
+    draft_acceptance: Path | None = None
     message_delay_s: float = 0.0
     whole_epochs: bool = False
     epochs: int = 1
@@ -68,6 +71,8 @@ class SimulateOptions:
         ):
             if self.sessions is not None and given:
                 raise FlagError(f"{flag} is for answers: sessions stay on their engines, in single rollouts")
+        if self.drafts and self.sessions is not None:
+            raise FlagError("--drafts is for answers: what drafts do for turns of conversations is not simulated")
         if self.output.suffix != ".png":
             raise FlagError(f"--output must end in .png, got {self.output}")
         for flag, path in (("--output", self.output), ("--output-json", self.output_json)):
@@ -97,6 +102,8 @@ def clock_of(options: SimulateOptions, models: Sequence[str], longest: int) -> C
         migration=options.migration,
         scale_down=options.scale_down,
     )
+    if options.draft_acceptance is not None:
+        machine = replace(machine, drafts=Settings.read(options.draft_acceptance).drafts)
     if options.profile is None:
         return Clock(machine, {"profile": None}, [])
     from vllm_rollout.profiling.profile_file import Profile, describe_hardware

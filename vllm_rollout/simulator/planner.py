@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -10,6 +11,7 @@ from vllm_rollout.group.judging.ledger import Scoring
 from vllm_rollout.group.lengths.history import LengthHistory
 from vllm_rollout.group.plans.allocation import BatchPrompt, allocate_batch
 from vllm_rollout.group.plans.plan import GroupPlan
+from vllm_rollout.group.types import Ending
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.race import PoolCandidate, Race
 from vllm_rollout.simulator.settings import Setting
@@ -52,6 +54,8 @@ class Planner:
         self.history = LengthHistory()
         self.num_without_history = 0
         """Prompts with redundancy "auto" of which nothing was known."""
+        self._num_answers: Counter[str] = Counter()
+        """Of each prompt, by history key, so far."""
 
     def race(
         self, prompt: PlannedPrompt, plan: GroupPlan, pool: Sequence[PoolCandidate], rollout_id: str, seed: int
@@ -60,7 +64,13 @@ class Planner:
         self._machine.check_fits(prompt.id, prompt.prompt_tokens + max(c.num_tokens for c in pool))
         scoring = plan.pruning and Scoring(rollout_id, prompt.id, seed)
         lengths = self.history.of(prompt.history_key) or self.history.dataset()
-        return Race(prompt.id, plan, pool, prompt.prompt_tokens, scoring, None, lengths, prompt.max_tokens)
+        race = Race(prompt.id, plan, pool, prompt.prompt_tokens, scoring, None, lengths, prompt.max_tokens)
+        race.num_earlier = self._num_answers[prompt.history_key]
+        return race
+
+    def has_run(self, history_key: str, endings: Sequence[Ending]) -> None:
+        """A group of this prompt is over: what its candidates have said serves later ones as drafts."""
+        self._num_answers[history_key] += sum(ending.num_tokens > 0 for ending in endings)
 
     def plans(self, prompts: Sequence[PlannedPrompt]) -> list[PlannedRollout]:
         """The plans of one rollout's prompts."""

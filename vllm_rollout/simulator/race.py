@@ -125,6 +125,8 @@ class Race:
     """When that was."""
     lost: bool = False
     """It completed after as many others as its race against other groups wanted."""
+    num_earlier: int = 0
+    """Answers of its prompt that were generated before."""
     num_holding: int = 0
     """Candidates that run now and share the prompt's KV cache."""
 

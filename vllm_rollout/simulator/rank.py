@@ -4,7 +4,8 @@
     close   at the end of a step in which something happens: events in, verdicts out
 
 Invariant: `GroupSteps` sees what it would see if every step were made. Between two events every running candidate gains
-one token per step. A candidate is on one rank at a time.
+one token per step; with drafts, which make several tokens in a step, what is called a step here is the part of one in
+which everybody gains a token. A candidate is on one rank at a time.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from itertools import count
 from math import inf
 from typing import Literal, NamedTuple
 
+from vllm_rollout.emulation.drafts import share_factor
 from vllm_rollout.group.judging.judge import Judge
 from vllm_rollout.group.lengths.cost import computed_prompt_tokens
 from vllm_rollout.group.ranks.load import GroupLoad
 from vllm_rollout.group.step.moving import DetachedGroup
 from vllm_rollout.group.step.step import GroupSteps
 from vllm_rollout.group.types import CandidateId, Confidence, Observation
+from vllm_rollout.simulator.drafts import DraftedCosts
 from vllm_rollout.simulator.machine import Machine, RankRun
 from vllm_rollout.simulator.race import PoolCandidate, Race, Runner
 
@@ -72,6 +75,10 @@ class Rank:
         """name: begins the ids of the groups that are launched here; needed where groups move."""
         self._name = name
         self._cost = machine.step_cost
+        self._drafts = machine.drafts
+        self._drafted = None if machine.drafts is None else DraftedCosts(machine.step_cost, machine.drafts)
+        self._draft_factors = 0.0
+        """Summed over running candidates."""
         self._slots = machine.num_slots or inf
         self._kv_capacity = machine.kv_capacity_tokens or inf
         self._block_size = machine.block_size
@@ -253,7 +260,8 @@ class Rank:
     def _time_of(self, num_steps: int) -> float:
         """Seconds of the next so many decode steps."""
         batch_size = len(self._running)
-        return self._cost.decode_time(batch_size, self._offset / batch_size + self._step, num_steps)
+        cost = self._cost if self._drafted is None else self._drafted.at(self._draft_factors / batch_size)
+        return cost.decode_time(batch_size, self._offset / batch_size + self._step, num_steps)
 
     def _close(self) -> Closed | None:
         step, seconds = self._planned
@@ -299,6 +307,7 @@ class Rank:
         self._offset += race.prompt_tokens - start
         self._kv_offset += (race.prompt_tokens if not race.num_holding else 0) - start
         race.num_holding += 1
+        self._draft_factors += self._draft_factor(race)
         self._running[runner] = None
         self._set_wakes(runner)
 
@@ -318,10 +327,16 @@ class Rank:
         race = runner.race
         runner.num_tokens = self._step - runner.start
         race.num_holding -= 1
+        self._draft_factors -= self._draft_factor(race)
         self._offset -= race.prompt_tokens - runner.start
         self._kv_offset -= (race.prompt_tokens if not race.num_holding else 0) - runner.start
         runner.start = None
         del self._running[runner]
+
+    def _draft_factor(self, race: Race) -> float:
+        if self._drafts is None:
+            return 0.0
+        return share_factor(self._drafts, race.plan.num_candidates - 1, race.num_earlier)
 
     def _next_wake(self) -> int:
         while True:

@@ -46,7 +46,7 @@ class _Replay:
     ) -> None:
         self._pools = pools
         self._setting = setting
-        self._machine = machine
+        self._machine = machine = machine.with_drafts(setting.drafts)
         self._seed = seed
         self._sessions = sessions
         self._planner = Planner(setting, machine)
@@ -87,6 +87,7 @@ class _Replay:
             if self._sessions is not None:
                 self._outcome.add_sessions(race.sessions.sessions.values())
             self._planner.history.observe(prompt.history_key, observed_lengths(results[race].endings))
+            self._planner.has_run(prompt.history_key, results[race].endings)
         self._outcome.add_rollout(run, min(race.over_s for race in races))
         if self._setting.pruning is not None:
             for judge, own in zip(self._judges, ranks, strict=True):

@@ -24,7 +24,7 @@ from vllm_rollout.group.plans.fields import (
 )
 from vllm_rollout.group.plans.plan import GroupPlan, default_num_longest, make_plan
 from vllm_rollout.group.plans.pruning_plan import PruningPlan, make_pruning_plan
-from vllm_rollout.group.plans.rows import Either, Names, PlanError, Row, Text, rows
+from vllm_rollout.group.plans.rows import Either, Flag, Names, PlanError, Row, Text, rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,8 @@ class Setting:
     audit_ratio: float = 0.0
     """Share of groups in which nobody is stopped (`group/judging/audit.py`)."""
     audit_unit: AuditUnit = "rollout"
+    drafts: bool = False
+    """Answers of a prompt are drafts for each other."""
     label: str = ""
 
     def plan(self, max_candidates: int) -> GroupPlan:
@@ -52,6 +54,11 @@ class Setting:
         if self.redundancy == AUTO:
             group["redundancy"] = max(0, upper_bound(self.group_size, max_candidates) - self.group_size)
         return make_plan(self.group_size, **group, pruning=self.pruning, max_candidates=max_candidates)
+
+    @property
+    def drafted(self) -> Setting:
+        """The same with drafts."""
+        return replace(self, drafts=True, label=self.label and f"{self.label} drafts")
 
     @property
     def keeps_longest(self) -> bool:
@@ -95,6 +102,8 @@ class Setting:
             words.append(f"tradeoff {self.tradeoff:g}")
         if self.audit_ratio:
             words.append(f"{100 * self.audit_ratio:g} % audited by {self.audit_unit}")
+        if self.drafts:
+            words.append("drafts")
         return words
 
     def described(self) -> dict[str, Any]:
@@ -122,6 +131,7 @@ PRUNING_FIELDS = tuple(rows(PruningFields))
 FIELDS: Mapping[str, Row] = {
     **{field.name: ROWS[field.name] for field in fields(Setting) if field.name in ROWS},
     "redundancy": replace(ROWS["redundancy"], flat=Either((ROWS["redundancy"].flat, Names((AUTO,))))),
+    "drafts": Row(Flag(), "Siblings' tokens are verified several at a time.", (), Flag(), ""),
     "name": Row(Text(MAX_NAME_CHARS), "Labels it.", (), Text(MAX_NAME_CHARS), ""),
     **rows(PruningFields),
 }

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from rich.console import Console
 from rich.markup import escape
@@ -17,6 +17,7 @@ from rich.table import Table
 
 from vllm_rollout.group.plans.pruning_plan import make_pruning_plan
 from vllm_rollout.simulator import picture, report
+from vllm_rollout.simulator.drafts_report import gained_of
 from vllm_rollout.simulator.generate import LengthDistribution, generate, parse_distribution
 from vllm_rollout.simulator.options import Clock, FlagError, SimulateOptions, clock_of, described
 from vllm_rollout.simulator.race import Pools
@@ -38,6 +39,7 @@ PLAIN_WIDTH = 120
 DEFAULT_GROUP_SIZE = 8
 """That of DARTS, where neither flag nor trace says one."""
 
+AnySetting = TypeVar("AnySetting", Setting, RoundSetting)
 Advance = Callable[[str, int], None]
 """Takes a setting's name, and how much of it is done now."""
 
@@ -119,7 +121,8 @@ def _rollouts(options: SimulateOptions, trace: Trace | None) -> SimulationJob:
     clock = clock_of(options, trace.models, trace.longest_context)
     group_size = options.group_size or trace.group_size or DEFAULT_GROUP_SIZE
     sessions = _sessions(options)
-    settings = _settings(options, trace, group_size, clock.machine.max_candidates)
+    settings = _with_drafted(options, _settings(options, trace, group_size, clock.machine.max_candidates))
+    contexts = [prompt.prompt_tokens + c.num_tokens / 2 for prompt in trace.prompts for c in prompt.candidates]
     num_rollouts = len(trace.rollouts) * options.epochs
     rollouts = "1 rollout" if num_rollouts == 1 else f"{num_rollouts:,} rollouts"
     groups = f"{len(trace.prompts) * options.epochs:,} groups of {group_size}"
@@ -135,12 +138,17 @@ def _rollouts(options: SimulateOptions, trace: Trace | None) -> SimulationJob:
             sessions=sessions,
             on_rollout=lambda s: advance(s.name, 1),
         )
+        gained = gained_of(clock.machine, settings, group_size, sum(contexts) / max(1, len(contexts)))
         return Report(
-            report.tables(its),
+            [*report.tables(its), *gained.tables],
             report.recommendation(its),
             report.notes(its, trace),
             lambda subtitle, path: picture.draw(its, subtitle, path),
-            {"sessions": None if sessions is None else asdict(sessions), **report.to_json(its, trace)},
+            {
+                "sessions": None if sessions is None else asdict(sessions),
+                **report.to_json(its, trace),
+                **gained.numbers,
+            },
         )
 
     size = f"{groups} in {rollouts}, at most {trace.max_tokens:,} tokens."
@@ -160,7 +168,7 @@ def _rounds(options: SimulateOptions, trace: Trace | None) -> SimulationJob:
         origin, models, longest = options.trace.name, trace.models, trace.longest_context
     group_size = options.group_size or (trace and trace.group_size) or DEFAULT_GROUP_SIZE
     clock = clock_of(options, models, longest)
-    settings = _round_settings(options, group_size)
+    settings = _with_drafted(options, _round_settings(options, group_size))
     conditions = RunConditions(
         data, clock.machine, options.epochs, options.seed, options.message_delay_s, options.whole_epochs
     )
@@ -172,12 +180,14 @@ def _rounds(options: SimulateOptions, trace: Trace | None) -> SimulationJob:
             advance(setting.name, len(done.returned))
 
         its = sweep_rounds(conditions, settings, on_round)
+        drafting = [setting.group for setting in settings]
+        gained = gained_of(clock.machine, drafting, group_size, longest / 2)
         return Report(
-            rounds_report.tables(its),
+            [*rounds_report.tables(its), *gained.tables],
             rounds_report.summary(its),
             rounds_report.notes(its, trace),
             lambda subtitle, path: rounds_picture.draw(its, subtitle, path),
-            rounds_report.to_json(its),
+            {**rounds_report.to_json(its), **gained.numbers},
         )
 
     size = f"{epochs} of {len(data.prompts):,} prompts, {per_round:,} of {group_size} answers a round."
@@ -247,6 +257,12 @@ def _round_settings(options: SimulateOptions, group_size: int) -> list[RoundSett
         return with_baselines(settings)
     except ValueError as error:
         raise FlagError(f"--rounds: {error}") from error
+
+
+def _with_drafted(options: SimulateOptions, settings: list[AnySetting]) -> list[AnySetting]:
+    """With --drafts each of them with drafts, too, behind all that have none."""
+    more = [setting.drafted for setting in settings] if options.drafts else []
+    return list(dict.fromkeys([*settings, *more]))
 
 
 def _alternatives(text: str) -> list[str]:

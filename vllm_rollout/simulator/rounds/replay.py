@@ -6,6 +6,7 @@ Invariant: what is decided is decided by `group/`; a run depends on data set, se
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from vllm_rollout.group.judging.judge import Judge
@@ -37,7 +38,7 @@ class _RunReplay:
                 f"{setting.name}: a short round runs {wanted:,} different prompts, and there are "
                 f"{len(its.data.prompts):,}. Take more prompts, or fewer per round."
             )
-        self._its = its
+        self._its = its = replace(its, machine=its.machine.with_drafts(setting.group.drafts))
         self._setting = setting
         self._prompts = {prompt.id: prompt for prompt in its.data.prompts}
         self._planner = Planner(setting.group, its.machine)
@@ -69,6 +70,8 @@ class _RunReplay:
         race = RoundRace(self._its.machine, self._judges, self._placement, opened, races, self._its.message_s)
         seconds = race.run()
         self._learn(key, races, race)
+        for position, result in race.results.items():
+            self._planner.has_run(races[position].prompt_id, result.endings)
         return self._close(opened, hand_in, race, seconds)
 
     def _races(self, opened: OpenRound) -> list[Race]:

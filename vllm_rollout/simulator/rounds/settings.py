@@ -51,7 +51,7 @@ class RoundSetting:
         return self.label or " ".join(self._words())
 
     def _words(self) -> list[str]:
-        terms, group = self.terms, self.group
+        terms, group = self.terms, replace(self.group, drafts=False)
         words = []
         if self._is_plain and group.redundancy == terms.num_candidates - terms.group_size:
             prompts, responses = terms.prompt_speculation, terms.response_speculation
@@ -63,12 +63,19 @@ class RoundSetting:
             words += [f"prompts {terms.prompt_speculation:g}x,"] * (terms.prompt_speculation != 1) + [group.name]
         if terms.queue_order != "first_in":
             words.append(f"{terms.queue_order} first")
+        if self.group.drafts:
+            words.append("drafts")
         return words
 
     @property
     def _is_plain(self) -> bool:
         """First come first kept."""
-        return self.group == Setting(self.terms.group_size, self.group.redundancy)
+        return replace(self.group, drafts=False) == Setting(self.terms.group_size, self.group.redundancy)
+
+    @property
+    def drafted(self) -> RoundSetting:
+        """The same with drafts, in short rounds and long ones."""
+        return replace(self, group=self.group.drafted, label=self.label and f"{self.label} drafts")
 
     def described(self) -> dict[str, Any]:
         """JSON-able."""

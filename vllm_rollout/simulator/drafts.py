@@ -1,0 +1,117 @@
+"""What drafts make of a step: how many are verified, how many tokens come of it, how long it takes.
+
+Invariant: the closed form of `group/drafting.py::DraftingRule` when it has learned what there is to learn, in
+expectation: the likeliest drafts for as long as tokens per second grow, and a step without any where none has come by
+itself for long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
+from typing import NamedTuple
+
+from vllm_rollout.emulation.settings import DraftSettings
+from vllm_rollout.group.drafting import MARGIN, PLAIN_INTERVAL_STEPS
+from vllm_rollout.group.lengths.cost import CostModel, PTLCurve
+
+BATCH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+CONTEXTS = tuple(2.0**power for power in range(8, 18))
+"""Knots of drafted costs, beside those of the costs themselves: what is drafted changes with the context."""
+
+
+class DraftedStep(NamedTuple):
+    """Of a row, on average over steps; the row's own token is not a draft."""
+
+    drafts: float
+    tokens: float
+    seconds: float
+    """Of the step."""
+
+    @property
+    def s_per_token(self) -> float:
+        return self.seconds / self.tokens
+
+
+def drafted_step(
+    cost: CostModel, settings: DraftSettings, factor: float, num_rows: float, context_tokens: float
+) -> DraftedStep:
+    """Of a batch of so many rows, whose shares of drafts are `factor` times those of the settings."""
+    plain_s = cost.ptl(num_rows, context_tokens)
+    plain = best = DraftedStep(0.0, 1.0, plain_s)
+    found = [(p, factor * kind.share) for kind in settings.kinds for p in kind.accepted]
+    drafts, tokens, rate, least = 0.0, 1.0, MARGIN, 1.0
+    for probability, its in groupby(sorted(found, reverse=True), key=itemgetter(0)):
+        share = sum(share for _, share in its)
+        drafts, tokens = drafts + share, tokens + share * probability
+        seconds = cost.ptl(num_rows * (1 + drafts), context_tokens / (1 + drafts))
+        if tokens * plain_s / seconds > rate:
+            best, rate, least = DraftedStep(drafts, tokens, seconds), tokens * plain_s / seconds, probability
+    if best is plain:
+        return plain
+    drafting = factor * sum(kind.share for kind in settings.kinds if kind.accepted[0] >= least)
+    share = _plain_share(drafting, num_rows)
+    return DraftedStep(*(share * one + (1 - share) * other for one, other in zip(plain, best, strict=True)))
+
+
+def _plain_share(drafting: float, num_rows: float) -> float:
+    """Of steps that go without drafts though there are some: one in `PLAIN_INTERVAL_STEPS`, or fewer where it happens
+    by itself that no row has any; `drafting`: share of rows that have some."""
+    some = 1 - (1 - min(1.0, drafting)) ** num_rows
+    in_a_row = some ** (PLAIN_INTERVAL_STEPS - 1)
+    return in_a_row / sum(some**step for step in range(PLAIN_INTERVAL_STEPS))
+
+
+def drafted(cost: CostModel, settings: DraftSettings, factor: float) -> CostModel:
+    """Costs of steps in which every row gains one token; with drafts that is a part of a step."""
+    first, _ = cost.curves[0]
+    more = [context for context in CONTEXTS if len(cost.curves) > 1 and context > first]
+    contexts = sorted({context for context, _ in cost.curves} | set(more))
+    knots = {float(size) for size in BATCH_SIZES} | {size for _, curve in cost.curves for size in curve.batch_sizes}
+    sizes = tuple(sorted(knots))
+
+    def curve(context: float) -> PTLCurve:
+        steps = (drafted_step(cost, settings, factor, size, context) for size in sizes)
+        return PTLCurve(sizes, tuple(step.s_per_token for step in steps))
+
+    curves = tuple((context, curve(context)) for context in contexts)
+    return CostModel(curves, cost.prefill_s_per_token, cost.step_prefill_s, cost.max_num_seqs)
+
+
+class DraftedCosts:
+    """`drafted` for any factor, in steps of a hundredth."""
+
+    def __init__(self, cost: CostModel, settings: DraftSettings) -> None:
+        self._cost = cost
+        self._settings = settings
+        self._known: dict[float, CostModel] = {}
+
+    def at(self, factor: float) -> CostModel:
+        factor = round(factor, 2)
+        if factor not in self._known:
+            self._known[factor] = drafted(self._cost, self._settings, factor)
+        return self._known[factor]
+
+
+class BatchGain(NamedTuple):
+    """What drafts bring at one size of the batch."""
+
+    batch_size: int
+    drafts: float
+    """Of a row, in a step."""
+    tokens: float
+    """Of a row, in a step."""
+    faster: float
+    """Tokens per second, by those without drafts."""
+
+
+def gains(
+    cost: CostModel, settings: DraftSettings, factor: float, sizes: Sequence[int], context_tokens: float
+) -> list[BatchGain]:
+    rows = []
+    for size in sizes:
+        step = drafted_step(cost, settings, factor, size, context_tokens)
+        faster = cost.ptl(size, context_tokens) / step.s_per_token
+        rows.append(BatchGain(size, step.drafts, step.tokens, faster))
+    return rows
