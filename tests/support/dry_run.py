@@ -56,9 +56,9 @@ class DryRun:
         **flags: Any,
     ) -> None:
         config = EngineArgs(
-            model=model, max_model_len=4096, enforce_eager=True, block_size=block_size,
+            model=model, enforce_eager=True, block_size=block_size,
             max_num_seqs=max_num_seqs, additional_config={} if options is None else options.into({}),
-            **{"max_num_batched_tokens": max(8192, max_num_seqs), **flags},
+            **{"max_model_len": 4096, "max_num_batched_tokens": max(8192, max_num_seqs), **flags},
         ).create_engine_config()  # fmt: skip
         config.cache_config.num_gpu_blocks = num_blocks
         config.scheduler_config.async_scheduling = depth > 1

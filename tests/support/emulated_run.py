@@ -45,6 +45,8 @@ class EmulatedRun(DryRun):
         )
         self._device = Device(settings)
         self.steps: list[LaunchedStep] = []
+        self.ends: list[float] = []
+        """When each of them was over."""
         self.seconds = 0.0
 
     def launch(
@@ -83,6 +85,7 @@ class EmulatedRun(DryRun):
             self.runner.drafts.took(step.work, span.end - span.start)
         self.seconds = span.end
         self.steps.append(step)
+        self.ends.append(span.end)
         return step.output
 
     def tokens(self, request_id: str) -> list[int]:
