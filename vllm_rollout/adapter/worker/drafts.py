@@ -21,9 +21,12 @@ from vllm_rollout.adapter.names import learned_name
 from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.adapter.parcel import MovedCandidate
 from vllm_rollout.adapter.wire import CandidateTag
-from vllm_rollout.group.drafting import DraftingRule
+from vllm_rollout.group.drafting import NUM_BINS, DraftingRule
 from vllm_rollout.group.plans.prompt_key import draft_key
 from vllm_rollout.tracker.draft_memory import DraftMemory
+
+NO_BIN = -1
+"""Where a row has no draft."""
 
 
 class Drafts:
@@ -38,8 +41,8 @@ class Drafts:
         self._batch: Callable[[], InputBatch] | None = None
         self._sequences: dict[str, int] = {}
         """By request id: the sequences of running candidates."""
-        self._drafted: dict[str, list[float]] = {}
-        """By request id, the estimates of the drafts that are being verified."""
+        self._verifying: dict[int, np.ndarray] = {}
+        """By sequence, the bins of the drafts that are being verified."""
         self._step: tuple[int, int, float] | None = None
         """Rows, drafts and beginning of the step before, which only decoded; None where it did more."""
 
@@ -53,11 +56,14 @@ class Drafts:
     def see_step(self, step: SchedulerOutput) -> None:
         """A step begins: who has come and gone, and how long the one before took."""
         self._learn_cost(step)
+        self._verifying = {  # vLLM may have had room for fewer
+            sequence: self._verifying[sequence][: len(tokens)]
+            for id, tokens in step.scheduled_spec_decode_tokens.items()
+            if (sequence := self._sequences.get(id)) in self._verifying
+        }
         gone = [self._sequences.pop(id) for id in step.finished_req_ids if id in self._sequences]
         if gone:
             self.memory.end(gone)
-        for request_id in step.finished_req_ids:
-            self._drafted.pop(request_id, None)
         for request in step.scheduled_new_reqs:
             self._know(request, request.req_id)
 
@@ -80,30 +86,26 @@ class Drafts:
         drafts: list[list[int]] = [[] for _ in request_ids]
         if not rows:
             return drafts
-        for row in rows:
-            self._learn_accepted(request_ids[row], len(sampled_token_ids[row]))
+        sequences = np.array([self._sequences[request_ids[row]] for row in rows], dtype=np.int64)
+        sampled = [sampled_token_ids[row] for row in rows]
+        self._learn_accepted(sequences, np.array(list(map(len, sampled))))
         longest = min(self.rule.longest(len(request_ids)), self._most)
-        found = self.memory.step(
-            np.array([self._sequences[request_ids[row]] for row in rows], dtype=np.int64),
-            _padded([sampled_token_ids[row] for row in rows]),
-            np.array(
-                [
-                    min(longest, self._room - 1 - int(num_tokens_no_spec[row])) if sampled_token_ids[row] else 0
-                    for row in rows
-                ],
-                dtype=np.int64,
-            ).clip(min=0),
-        )
-        if not longest:
+        room = np.array([self._room - 1 - int(num_tokens_no_spec[row]) for row in rows]).clip(0, longest)
+        found = self.memory.step(sequences, _padded(sampled), np.where(list(map(len, sampled)), room, 0))
+        if not found.tokens.size:
             return drafts
-        estimates: list[list[float]] = [[] for _ in request_ids]
-        for row, tokens, probabilities in zip(rows, found.tokens, found.probabilities, strict=True):
-            num = int((tokens >= 0).sum())
-            drafts[row], estimates[row] = tokens[:num].tolist(), probabilities[:num].tolist()
-        for row, length in enumerate(self.rule.choose(estimates)):
-            del drafts[row][length:], estimates[row][length:]
-            if length:
-                self._drafted[request_ids[row]] = estimates[row]
+        is_draft = found.tokens >= 0
+        bins = np.where(is_draft, (found.probabilities * NUM_BINS).astype(np.int64).clip(max=NUM_BINS - 1), NO_BIN)
+        choice = self.rule.choose(len(request_ids), np.bincount(bins[is_draft], minlength=NUM_BINS).tolist())
+        lengths = (bins >= choice.least_bin).sum(axis=1)
+        lengths = np.diff(np.minimum(np.cumsum(lengths), choice.most), prepend=0)
+        for row, tokens, length in zip(rows, found.tokens, lengths.tolist(), strict=True):
+            drafts[row] = tokens[:length].tolist()
+        self._verifying = {
+            sequence: bins[row, :length]
+            for row, (sequence, length) in enumerate(zip(sequences.tolist(), lengths.tolist(), strict=True))
+            if length
+        }
         return drafts
 
     def _know(self, request: NewRequestData | Request, request_id: str, generated: Sequence[int] = ()) -> None:
@@ -115,10 +117,17 @@ class Drafts:
             key = draft_key(tag.namespace, own, learned_name(request.lora_request))
             self._sequences[request_id] = self.memory.begin(key, np.array([*prompt, *generated], dtype=np.int32))
 
-    def _learn_accepted(self, request_id: str, num_sampled: int) -> None:
-        estimates = self._drafted.pop(request_id, None)
-        if estimates is not None and num_sampled:
-            self.rule.verified(estimates, num_sampled - 1)
+    def _learn_accepted(self, sequences: np.ndarray, num_sampled: np.ndarray) -> None:
+        verifying, self._verifying = self._verifying, {}
+        if not verifying:
+            return
+        drafted, accepted = np.zeros((2, NUM_BINS), dtype=np.int64)
+        for sequence, num in zip(sequences.tolist(), num_sampled.tolist(), strict=True):
+            bins = verifying.get(sequence)
+            if bins is not None and num:
+                np.add.at(drafted, bins, 1)
+                np.add.at(accepted, bins[: num - 1], 1)
+        self.rule.verified(drafted.tolist(), accepted.tolist())
 
     def _learn_cost(self, step: SchedulerOutput) -> None:
         now, before = self._clock(), self._step
