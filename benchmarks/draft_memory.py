@@ -1,14 +1,14 @@
 """Drafts from siblings and earlier answers: what recorded answers would have accepted, and what a step costs.
 
 Replay: answers that a model gave are replayed in lockstep, a group at a time: at each step what the memory drafts for a
-candidate, while its probability stays above a threshold, is compared with the answer that was sampled, and the candidate
-goes on by what is equal and one token more. A draft of one token is accepted with the policy's probability of it, so
-the replay is unbiased. `earlier` are answers that the prompt had before the others began: half of a group.
+candidate, while its probability stays above a threshold, is compared with the answer that was sampled, and the
+candidate goes on by what is equal and one token more. A draft of one token is accepted with the policy's probability of
+it, so the replay is unbiased. With `half of them earlier` a prompt has half of its answers before the others begin.
 
 Cost: siblings of synthetic text (four successors of each token, of which the likeliest comes six times in ten) write in
-rows of one step; medians over steps, of one thread. The memory alone: there is no model and no engine.
+rows of one step; medians over steps of the thread's CPU time. The memory alone: there is no model and no engine.
 
---trace: a line for each group, {"prompt_ids": [...], "cands": [[...], ...]}, token ids; without one nothing is replayed.
+--trace: a line for each group, {"prompt_ids": [...], "cands": [[...], ...]}, token ids; without it nothing is replayed.
 """
 
 import argparse
@@ -41,7 +41,13 @@ def parse_arguments() -> argparse.Namespace:
     add("--trace", type=Path, help="recorded answers; none: only costs are measured")
     add("--longest", type=int, nargs="+", default=[6, 16], help="tokens of a draft at most")
     add("--min-match", type=int, nargs="+", default=[1, 2, 3], help="shortest matches")
-    add("--threshold", type=float, nargs="+", default=[0.1, 0.2, 0.3, 0.5], help="probabilities above which to draft")
+    add(
+        "--threshold",
+        type=float,
+        nargs="+",
+        default=[0.1, 0.2, 0.3, 0.4, 0.5],
+        help="probabilities above which to draft",
+    )
     add("--rows", type=int, nargs="+", default=[16, 64, 256, 1024], help="rows of a step")
     add("--length", type=int, nargs="+", default=[1024, 8192], help="tokens that each sequence has")
     return parser.parse_args()
@@ -169,20 +175,20 @@ def cost(num_rows: int, length: int, min_match: int, longest: int, arguments: ar
     filling = 0.0
     for _ in range(length // FILL_TOKENS):
         tokens = text.next(FILL_TOKENS)
-        start = time.perf_counter()
+        start = time.thread_time()
         memory.step(numbers, tokens, nothing)
-        filling += time.perf_counter() - start
+        filling += time.thread_time() - start
     bytes_per_token = memory.num_bytes / (num_rows * (length // FILL_TOKENS) * FILL_TOKENS)
     seconds, drafted = [], 0
     for _ in range(arguments.repeats):
         tokens = text.next(TOKENS_PER_STEP)
-        start = time.perf_counter()
+        start = time.thread_time()
         drafts = memory.step(numbers, tokens, limits)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.thread_time() - start)
         drafted += int((drafts.tokens >= 0).sum())
-    start = time.perf_counter()
+    start = time.thread_time()
     memory.end(numbers.tolist())
-    ending = time.perf_counter() - start
+    ending = time.thread_time() - start
     return {
         "implementation": memory.implementation.name,
         "num_rows": num_rows,
@@ -206,9 +212,9 @@ def beginning(length: int, arguments: argparse.Namespace) -> dict[str, Any]:
         context = rng.integers(0, VOCABULARY, length)
         memory = DraftMemory(UNBOUNDED)
         for seconds in (first, again):
-            start = time.perf_counter()
+            start = time.thread_time()
             memory.begin(str(repeat), context)
-            seconds.append(time.perf_counter() - start)
+            seconds.append(time.thread_time() - start)
     return {
         "length": length,
         "first_ms": round(1e3 * median(first), 3),

@@ -21,7 +21,7 @@ static_assert(sizeof(Prompt) + sizeof(Source) + 240 <= kPromptBytes);
 
 constexpr int64_t kMaxBlocks = int64_t{1} << 26;
 constexpr int64_t kMaxVersionsOld = 30;
-constexpr double kDoubt = 2.5;
+constexpr double kDoubt = 2.6;
 
 int64_t capacity_for(int64_t num_ngrams) {
   if (num_ngrams == 0) return 0;
@@ -547,8 +547,9 @@ double DraftMemory::vote(const Prompt& prompt, int32_t* token) {
       [](const auto& a, const auto& b) { return a.second < b.second; });
   *token = best->first;
   const double share = best->second / total;
-  const double length = static_cast<double>(matches_.length);
-  return share * std::sqrt(share) * (total / (total + kDoubt / length));
+  const double support =
+      std::sqrt(total) * (static_cast<double>(matches_.length) + 0.5);
+  return share * std::sqrt(share) * (support / (support + kDoubt));
 }
 
 int64_t DraftMemory::draft(const Source& source, int64_t longest,

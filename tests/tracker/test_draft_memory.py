@@ -56,7 +56,8 @@ def filled(made, key, tokens):
 
 
 def expected(share, votes, match):
-    return share**1.5 * votes / (votes + 2.5 / match)
+    support = (match + 0.5) * votes**0.5
+    return share**1.5 * support / (support + 2.6)
 
 
 def test_a_sibling_that_wrote_the_same_is_followed_with_the_probabilities_of_one_vote():

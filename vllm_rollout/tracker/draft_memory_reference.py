@@ -26,9 +26,9 @@ PROMPT_BYTES = 768
 
 MAX_VERSIONS_OLD = 30
 """A source that is older counts as one of this age."""
-DOUBT = 2.5
-"""Votes against any draft, divided by the length of the match: 1.04 for two tokens, 0.16 for sixteen. Fitted, with the
-exponent of the share, to 19,000 drafted tokens (benchmarks/draft_memory.py)."""
+DOUBT = 2.6
+"""What speaks against any draft. Fitted by hand, with the exponents, to what recorded answers accepted
+(benchmarks/draft_memory.py)."""
 
 Ngram = tuple[int, ...]
 KeptSequence = tuple[int, int, bytes]
@@ -318,15 +318,17 @@ class DraftMemoryReference:
 
     def _vote(self, places: list[Place], match: int) -> tuple[int, float]:
         """The token with most votes, of equals the one voted for most recently, and how likely it is accepted:
-        share^1.5 x votes / (votes + DOUBT / match). A divided vote is worse than its share says, because the winner
-        was chosen by it."""
+        share^1.5 x support / (support + DOUBT), where the support is (match + 1/2) x the root of all votes. A divided
+        vote is worse than its share says, because the winner was chosen by it; many votes are worse than their number
+        says, because places with many are places with common words."""
         votes: dict[int, float] = defaultdict(float)
         for place in places:
             votes[place.token] += 0.5 ** min(self._versions_old(place.source), MAX_VERSIONS_OLD)
         token = max(votes, key=votes.__getitem__)
         total = sum(votes.values())
         share = votes[token] / total
-        return token, share * math.sqrt(share) * (total / (total + DOUBT / match))
+        support = math.sqrt(total) * (match + 0.5)
+        return token, share * math.sqrt(share) * (support / (support + DOUBT))
 
     def _versions_old(self, source: Source) -> int:
         return 0 if source.version is None else self.version - source.version
