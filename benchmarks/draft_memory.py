@@ -205,9 +205,9 @@ def cost(num_rows: int, length: int, min_match: int, longest: int, arguments: ar
 
 
 def beginning(length: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Of a prompt, and of its next candidate, which shares it."""
+    """Of a prompt of random tokens, the dearest there is, and of its next candidate, which shares it."""
     rng = np.random.default_rng(arguments.seed)
-    first, again = [], []
+    first, again, bytes_per_token = [], [], 0.0
     for repeat in range(arguments.repeats):
         context = rng.integers(0, VOCABULARY, length)
         memory = DraftMemory(UNBOUNDED)
@@ -215,8 +215,10 @@ def beginning(length: int, arguments: argparse.Namespace) -> dict[str, Any]:
             start = time.thread_time()
             memory.begin(str(repeat), context)
             seconds.append(time.thread_time() - start)
+        bytes_per_token = memory.num_bytes / length
     return {
         "length": length,
+        "bytes_per_token": round(bytes_per_token, 2),
         "first_ms": round(1e3 * median(first), 3),
         "again_ms": round(1e3 * median(again), 3),
         "first_us_per_token": round(1e6 * median(first) / length, 4),
