@@ -81,14 +81,13 @@ class DraftMemory:
     max_match: how many tokens of a match count, at most.
     max_places: how many places are looked at, of which the most recent ones are.
 
-    With min_match 1 recorded answers accepted more tokens for as many drafted ones than with 2 or 3, which leave most of
-    the drafts beyond one per step out; the table of n-grams is the smallest, too.
+    With min_match 1 recorded answers accepted more tokens for as many drafted ones than with 2 or 3; the table of n-grams
+    is the smallest, too.
 
     A token is drafted by a vote of the places with the longest match. With v of t votes for it, after a match of L
     tokens, its probability is (v / t)^1.5 x s / (s + 2.6), s = (L + 1/2) x sqrt(t); a row's probabilities are the
     products of these. Of what was drafted for recorded answers of a 0.5B model with a probability in a tenth of
-    [0.1, 1], a share within 0.05 of the mean probability was accepted; the plain v / (t + 1) is 0.28 too low for one
-    vote after a long match and 0.16 too high for one of three after a match of two (benchmarks/draft_memory.py).
+    [0.1, 1], a share within 0.05 of the mean probability was accepted (benchmarks/draft_memory.py).
     """
 
     def __init__(self, max_bytes: int, *, min_match: int = 1, max_match: int = 16, max_places: int = 64) -> None:
