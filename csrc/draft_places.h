@@ -45,8 +45,7 @@ inline Place before(const Prompt& prompt, Place place) {
 inline Place after(const Prompt& prompt, Place place) {
   const Block& block = *prompt.blocks[place / kBlockTokens];
   const int64_t offset = place % kBlockTokens + 1;
-  if (offset < block.count) return place + 1;
-  return offset == kBlockTokens ? block.next : kNoPlace;
+  return offset < block.count ? place + 1 : block.next;
 }
 
 // The place of a source's token; its blocks are full but for the last.

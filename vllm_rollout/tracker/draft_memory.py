@@ -81,8 +81,8 @@ class DraftMemory:
     max_match: how many tokens of a match count, at most.
     max_places: how many places are looked at, of which the most recent ones are.
 
-    With min_match 1 recorded answers accepted more tokens for as many drafted ones than with 2 or 3; the table of n-grams
-    is the smallest, too.
+    With min_match 1 recorded answers accepted more tokens for as many drafted ones than with 2 or 3, and the table of
+    n-grams is the smallest.
 
     A token is drafted by a vote of the places with the longest match. With v of t votes for it, after a match of L
     tokens, its probability is (v / t)^1.5 x s / (s + 2.6), s = (L + 1/2) x sqrt(t); a row's probabilities are the
