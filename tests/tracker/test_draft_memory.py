@@ -290,6 +290,17 @@ def test_what_runs_is_stored_no_further_than_there_is_room_and_goes_on():
     assert drafted(made, again, [8], 1) == [9], "a new one evicts what has ended"
 
 
+def test_the_last_byte_is_used_and_not_one_more():
+    text = list(range(130))
+    enough = memory()
+    step(enough, {enough.begin("p", []): text}, 0)
+    for max_bytes, last in ((enough.num_bytes, 129), (enough.num_bytes - 1, 127)):
+        made = memory(max_bytes)
+        step(made, {made.begin("p", []): text}, 0)
+        assert _is_known(made, "p", [last - 1, last])
+        assert last == 129 or not _is_known(made, "p", [last, last + 1])
+
+
 def test_beginning_more_than_fits_costs_its_record_only():
     made = memory(0)
     numbers = [made.begin("p", list(range(1000))) for _ in range(10)]
