@@ -32,8 +32,8 @@ STEP_OPERATORS = ("token_confidence", "update_confidence", "quality_head")
 
 
 class RolloutWorker(WorkerCalls, KVCalls, PlatformWorker):
-    """Overrides: init_device, reload_weights, finish_weight_update, shutdown. Adds the methods of `WorkerCalls` and
-    `KVCalls`, for `collective_rpc`. `worker_extension_cls` stays free for the trainer.
+    """Overrides: init_device, reload_weights, finish_weight_update. Adds the methods of `WorkerCalls` and `KVCalls`, for
+    `collective_rpc`. `worker_extension_cls` stays free for the trainer.
     """
 
     def init_device(self, *args: Any, **kwargs: Any) -> None:
@@ -86,11 +86,6 @@ class RolloutWorker(WorkerCalls, KVCalls, PlatformWorker):
     def finish_weight_update(self, *args: Any, **kwargs: Any) -> None:
         super().finish_weight_update(*args, **kwargs)
         self._age_drafts()
-
-    def shutdown(self) -> None:
-        if self.drafts_file is not None:
-            self.drafts_file.save()
-        super().shutdown()
 
     def _kept_drafts(self, path: str | None) -> DraftsFile | None:
         """The file of this rank's drafts, read."""
