@@ -28,8 +28,10 @@ class Turns:
 
     def __init__(self) -> None:
         self.app: FastAPI = make_app(FakeEngine())
-        grading = self.app.state.rollout_service.grading
-        self.service = SessionService(self._stop, grading, Metrics(CollectorRegistry()), decode)
+        service = self.app.state.rollout_service
+        self.service = SessionService(
+            self._stop, service.grading, service.learning, Metrics(CollectorRegistry()), decode
+        )
         self.app.state.session_service = self.service
         self.app.add_middleware(ClientNamespaces)
         router = APIRouter(route_class=RolloutRoute)

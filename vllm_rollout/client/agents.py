@@ -45,7 +45,7 @@ MAX_CONCURRENT = 512
 """Sessions at once by default. Each has a connection while it has a turn, and each group one for its events."""
 AGAIN_S = 0.2
 """A finish that overtook the end of a turn, such as one whose call was cancelled, is sent again after so long."""
-UNWANTED = frozenset({"surplus", "deferred", "void"})
+UNWANTED = frozenset({"surplus", "pruned", "deferred", "void"})
 """States of sessions whose function is to stop."""
 
 _EVENT: TypeAdapter[SessionEvent | GroupOverEvent] = TypeAdapter(
@@ -60,6 +60,9 @@ class AgentOptions(TypedDict, total=False):
     selection: str
     until: str
     max_sessions: int | None
+    pruning: Mapping[str, Any] | None
+    pruning_turn: int
+    audit_ratio: float | None
     reward: str | Mapping[str, Any] | None
     data: Any
     max_turns: int | None
