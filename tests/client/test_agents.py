@@ -186,6 +186,36 @@ def test_a_turn_that_was_left_does_not_forbid_the_finish(url):
     assert group.trajectories[0].num_turns == 1
 
 
+def test_a_finish_that_a_turn_refused_is_sent_again_though_the_turn_has_ended_meanwhile(url, turns):
+    """Between the refusal and the question why."""
+
+    class Slow(AsyncRolloutClient):
+        async def send(self, call: Any) -> Any:
+            if call.method == "GET" and call.path.startswith("/v1/sessions/") and holds:
+                holds.pop().cancel()
+                while (await super().send(call)).state == "turn":
+                    pass
+            return await super().send(call)
+
+    holds: list[asyncio.Task[Any]] = []
+
+    async def collect() -> list[AgentGroup]:
+        async def run(session: AgentSession) -> float:
+            await session.chat([USER])
+            body = {"messages": [USER, LONG], "logprobs": False}
+            held = http.post(f"{session.base_url}/chat/completions", json=body, headers=session.headers)
+            holds.append(asyncio.create_task(held))
+            while not turns._stops:
+                await asyncio.sleep(0)
+            return 1.0
+
+        async with Slow(url, **FAST) as client, httpx.AsyncClient() as http:
+            return [each async for each in client.agents(["p"], 1, run=run, history="rewritable")]
+
+    (group,) = within(collect())
+    assert [(each.state, each.num_turns, each.reward) for each in group.trajectories] == [("finished", 1, 1.0)]
+
+
 def test_other_clients_take_turns_with_headers_and_finish_for_themselves(url, turns):
     async def run(session: AgentSession) -> None:
         async with httpx.AsyncClient(base_url=session.base_url, headers=session.headers) as http:
@@ -352,3 +382,96 @@ def test_the_example_runs(url, capsys):
     assert [example["use_tool"](*call) for call in (("CALC", "17 + 25"), ("CALC", "24 * 7"), ("SEARCH", "oslo"))] == [
         "42.0", "168.0", "Oslo has 0.7 million people.",
     ]  # fmt: skip
+
+
+def test_what_a_function_cancels_itself_is_its_failure(url):
+    """Nobody else has cancelled it, so that nobody else would say that its session is over."""
+
+    async def run(session: AgentSession) -> float:
+        await session.chat([USER])
+        if session.number == 0:
+            raise asyncio.CancelledError
+        return 1.0
+
+    (group,) = groups_of(url, ["p"], 1, run=run)
+    assert [(each.number, each.state, str(each.error)) for each in group.others] == [
+        (0, "void", "its function was cancelled by itself"),
+    ]  # fmt: skip
+    assert [each.number for each in group.trajectories] == [1]
+
+
+def test_turns_that_a_function_left_behind_end_with_it(url, turns):
+    left = []
+
+    async def run(session: AgentSession) -> float:
+        await session.chat([USER])
+        left.append(asyncio.create_task(session.chat([USER, LONG])))
+        await asyncio.to_thread(wait_until, lambda: turns._stops)
+        with pytest.raises(RolloutError, match="one may run at a time"):
+            await session.chat([USER, USER])
+        return 1.0
+
+    (group,) = groups_of(url, ["p"], 1, run=run, history="rewritable")
+    assert (group.trajectories[0].num_turns, turns.num_stopped) == (1, 0)
+    assert [task.cancelled() for task in left] == [True]
+
+
+def test_a_function_that_does_not_end_holds_its_group_for_a_bounded_time(url):
+    ended = []
+
+    async def run(session: AgentSession) -> float:
+        try:
+            await session.chat([USER], vllm_xargs={"rollout_last": True})
+            if session.number == 0:
+                await asyncio.Event().wait()
+            return 1.0
+        finally:
+            ended.append(session.number)
+
+    (group,) = groups_of(url, ["p"], 2, run=run, idle_timeout_s=0.5)
+    assert sorted(ended) == [0, 1]
+    assert [(each.state, each.reward, type(each.error)) for each in group.trajectories] == [
+        ("finished", None, TimeoutError), ("finished", 1.0, type(None)),
+    ]  # fmt: skip
+
+
+def test_what_ends_a_program_ends_all_groups(url):
+    class Halt(BaseException):
+        pass
+
+    async def run(session: AgentSession) -> float:
+        await session.chat([USER])
+        raise Halt("now")
+
+    with pytest.raises(Halt, match="now"):
+        groups_of(url, ["p", "q"], 2, run=run)
+
+
+def test_a_client_that_fails_ends_the_group(url):
+    """Whatever it raises: nobody else would say what has become of the session."""
+
+    class Broken(AsyncRolloutClient):
+        async def send(self, call: Any) -> Any:
+            if call.path.endswith("/finish"):
+                raise OSError("no more files")
+            return await super().send(call)
+
+    async def collect() -> list[AgentGroup]:
+        async with Broken(url, **FAST) as client:
+            return [each async for each in client.agents(["p"], 1, run=two_turns)]
+
+    with pytest.raises(OSError, match="no more files"):
+        within(collect())
+
+
+def test_sessions_that_their_score_stopped_are_lost(url, turns):
+    """Its function hears of it by its turn's answer or by the event, whichever is faster."""
+    turns.prunes.add(0)
+
+    async def run(session: AgentSession) -> float:
+        await session.chat([USER])
+        return 1.0
+
+    (group,) = groups_of(url, ["p"], 1, 1, run=run)
+    assert [(each.state, each.reward, each.error) for each in group.others] == [("pruned", None, None)]
+    assert group.trajectories[0].reward == 1.0

@@ -40,6 +40,8 @@ class Turns:
         self.app.include_router(router)
         self.bodies: list[dict[str, Any]] = []
         self.num_stopped = 0
+        self.prunes: set[int] = set()
+        """Indices of turns that their score stops."""
         self._stops: dict[tuple[str, int], asyncio.Event] = {}
 
     @property
@@ -89,9 +91,14 @@ class Turns:
                 raise ConnectionError("the client has left")
             self.num_stopped += 1
             text, reason = "so", "abort"
+        if turn.index in self.prunes:
+            text, reason = "so", "abort"
         logprobs = None if body["logprobs"] is False else [-1.0] * len(text)
-        self.service.end(turn, tokens, list(map(ord, text)), text=text, finish_reason=reason, logprobs=logprobs)
-        return text, {"finish_reason": reason, "stop_reason": "surplus" if reason == "abort" else None}
+        pruned = turn.index in self.prunes
+        told = {"text": text, "finish_reason": reason, "logprobs": logprobs, "pruned": pruned}
+        self.service.end(turn, tokens, list(map(ord, text)), **told)
+        stop_reason = None if reason != "abort" else "pruned" if pruned else "surplus"
+        return text, {"finish_reason": reason, "stop_reason": stop_reason}
 
 
 def decode(tokens: Sequence[int]) -> str:

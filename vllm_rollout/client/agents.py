@@ -24,7 +24,7 @@ from typing_extensions import Unpack
 from vllm_rollout.client.body import option_fields, takes_options
 from vllm_rollout.client.calls import Call, typed
 from vllm_rollout.client.connection import POLL_INTERVAL_S, EventData, RolloutError, parse, raise_for_error
-from vllm_rollout.group.racing.sessions import SessionState
+from vllm_rollout.group.racing.sessions import SessionLimits, SessionState
 from vllm_rollout.group.types import GroupStatus
 from vllm_rollout.server.sessions.body import (
     FinishAnswer,
@@ -45,6 +45,7 @@ MAX_CONCURRENT = 512
 """Sessions at once by default. Each has a connection while it has a turn, and each group one for its events."""
 AGAIN_S = 0.2
 """A finish that overtook the end of a turn, such as one whose call was cancelled, is sent again after so long."""
+OPEN = frozenset({"turn", "between_turns"})
 UNWANTED = frozenset({"surplus", "pruned", "deferred", "void"})
 """States of sessions whose function is to stop."""
 
@@ -108,8 +109,8 @@ class AgentSession:
         self.is_ending = False
         """It was finished, or is being."""
         self.has_lost = False
-        self.turn: asyncio.Task[dict[str, Any]] | None = None
-        """The last one that was sent."""
+        self.turns: set[asyncio.Task[dict[str, Any]]] = set()
+        """On their way."""
 
     @property
     def base_url(self) -> str:
@@ -152,7 +153,7 @@ class AgentSession:
             try:
                 answer = await self._client.send(call)
             except RolloutError as error:
-                if error.status != HTTPStatus.CONFLICT or (await self.read()).state != "turn":
+                if error.status != HTTPStatus.CONFLICT or (await self.read()).state not in OPEN:
                     self.is_ending = False
                     raise
                 await self._client._sleep(AGAIN_S)
@@ -169,12 +170,14 @@ class AgentSession:
                 "stream: a turn's answer is whole here. Stream with a client at `base_url`, with `headers`."
             )
         call = Call("POST", f"/v1/{path}", typed(dict[str, Any]), body, headers=self.headers)
-        self.turn = asyncio.create_task(self._client.send(call))
+        turn = asyncio.create_task(self._client.send(call))
+        self.turns.add(turn)
+        turn.add_done_callback(self.turns.discard)
         try:
-            answer = await asyncio.shield(self.turn)
+            answer = await asyncio.shield(turn)
         except asyncio.CancelledError:
             if not self.has_lost:  # else the server ends the turn, and counts its tokens
-                await _cancelled([self.turn])
+                await _cancelled([turn])
             raise
         choice = answer["choices"][0]
         if choice["finish_reason"] == "abort" and choice.get("stop_reason") in UNWANTED:
@@ -320,11 +323,11 @@ class _Group:
     @property
     def _turns(self) -> list[asyncio.Task[Any]]:
         """On their way."""
-        return [each.turn for each in self._sessions.values() if each.turn is not None and not each.turn.done()]
+        return [turn for session in self._sessions.values() for turn in session.turns]
 
     def _begin(self, ids: Iterable[str]) -> None:
         for id in ids:
-            if id not in self._sessions:
+            if id not in self._sessions and not self._is_over.done():
                 session = AgentSession(self._client, id, self._prompt, len(self._sessions))
                 call = asyncio.create_task(self._call(session))
                 self._sessions[id], self._calls[id] = session, call
@@ -340,19 +343,33 @@ class _Group:
                 reward = None if reward is None else as_reward(reward)
             except SessionLost:
                 pass  # or it was cut by a limit, and may be graded
+            except asyncio.CancelledError:
+                if self._calls[session.id].cancelling():
+                    raise
+                self._fail(session, RuntimeError("its function was cancelled by itself"))
+                void = True
             except Exception as error:
-                self._errors[session.id], void = error, True
-                if not isinstance(error, Void):
-                    logger.warning("session %s is void, its function raised %r", session.id, error)
+                self._fail(session, error)
+                void = True
+            except BaseException as error:  # such as SystemExit: it is meant for the whole program
+                if not self._is_over.done():
+                    self._is_over.set_exception(error)
+                return
             if session.is_ending or self._calls[session.id].cancelling():
                 return
             try:
+                await _cancelled(session.turns)  # that it left behind
                 await self._end(session, reward, void)
-            except RolloutError as error:
+            except Exception as error:  # whatever it is, its group must not wait for ever
                 if self._is_over.done():
                     self._errors.setdefault(session.id, error)
                 else:
                     self._is_over.set_exception(error)
+
+    def _fail(self, session: AgentSession, error: Exception) -> None:
+        self._errors[session.id] = error
+        if not isinstance(error, Void):
+            logger.warning("session %s is void, its function raised %r", session.id, error)
 
     async def _end(self, session: AgentSession, reward: float | None, void: bool) -> None:
         try:
@@ -407,11 +424,19 @@ class _Group:
             self._calls[id].cancel()
 
     async def _returned(self, over: GroupOverEvent) -> AgentGroup:
-        """Once the functions of what it returns have ended, which bring rewards."""
-        selected = [self._calls[id] for id in over.selected]
+        """Once the functions of what it returns have ended, which bring rewards; they may take as long as a session may
+        be silent."""
         for id in self._calls.keys() - over.selected:
             self._stop(id)
-        await asyncio.gather(*selected, *self._turns, return_exceptions=True)
+        lasting = {self._calls[id]: id for id in over.selected} | dict.fromkeys(self._turns, "")
+        if lasting:
+            timeout_s = self._agents.body.get("idle_timeout_s") or SessionLimits().idle_timeout_s
+            _, late = await asyncio.wait(lasting, timeout=timeout_s)
+            for task in late:
+                if lasting[task]:
+                    error = TimeoutError(f"its function went on for {timeout_s:g} s when its group was over")
+                    self._errors.setdefault(lasting[task], error)
+            await _cancelled(late)
         answer = await self._client.send(self._read())
         read = await asyncio.gather(*(self._sessions[id].read() for id in over.selected))
         known = {each.id: each for each in answer.sessions}
