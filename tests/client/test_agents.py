@@ -100,6 +100,7 @@ def test_losers_are_cancelled_wherever_they_are_and_close_their_sandboxes(url, t
         finally:
             closed.append(session.number)
 
+    turns.lets_stop = lambda: 1 in closed  # nobody waits for the engine
     (group,) = groups_of(url, ["p"], 1, 3, run=run, history="rewritable")
     assert ([each.number for each in group.trajectories], sorted(closed)) == ([0], [0, 1, 2, 3])
     assert [(each.number, each.state, each.error) for each in group.others] == [
@@ -180,10 +181,14 @@ def test_a_turn_that_was_left_does_not_forbid_the_finish(url):
         await session.chat([USER])
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(session.chat([USER, LONG]), 0.2)
+        assert not session.turns, "nothing is kept of turns that are over"
+        while (await session.read()).state == "turn":
+            pass  # the server has not seen yet that nobody waits
+        await session.chat([USER, USER])
         return 1.0
 
     (group,) = groups_of(url, ["p"], 1, run=run, history="rewritable")
-    assert group.trajectories[0].num_turns == 1
+    assert group.trajectories[0].num_turns == 2
 
 
 def test_a_finish_that_a_turn_refused_is_sent_again_though_the_turn_has_ended_meanwhile(url, turns):
@@ -475,3 +480,35 @@ def test_sessions_that_their_score_stopped_are_lost(url, turns):
     (group,) = groups_of(url, ["p"], 1, 1, run=run)
     assert [(each.state, each.reward, each.error) for each in group.others] == [("pruned", None, None)]
     assert group.trajectories[0].reward == 1.0
+
+
+def test_a_session_is_finished_once_and_one_that_has_lost_not_at_all(url):
+    finished = []
+
+    class Counting(AsyncRolloutClient):
+        async def send(self, call: Any) -> Any:
+            if call.path.endswith("/finish"):
+                finished.append((call.path.rpartition(".")[2], call.body["reward"]))
+            return await super().send(call)
+
+    async def run(session: AgentSession) -> float:
+        with contextlib.suppress(asyncio.CancelledError):  # as careless functions do
+            if session.number == 0:
+                with pytest.raises(RolloutError, match="it begins with a turn"):
+                    await session.finish(1.0)
+                await session.chat([USER])
+                return 1.0
+            await session.chat([USER])
+            if session.number == 1:
+                await session.finish(0.5)
+            else:
+                await asyncio.Event().wait()
+        return 0.0
+
+    async def collect() -> list[AgentGroup]:
+        async with Counting(url, **FAST) as client:
+            return [each async for each in client.agents(["p"], 2, 1, run=run)]
+
+    (group,) = within(collect())
+    assert [each.reward for each in group.trajectories] == [1.0, 0.5]
+    assert sorted(finished) == [("0/finish", 1.0), ("0/finish", 1.0), ("1/finish", 0.5)]

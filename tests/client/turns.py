@@ -7,7 +7,7 @@ lost.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
@@ -42,6 +42,8 @@ class Turns:
         self.num_stopped = 0
         self.prunes: set[int] = set()
         """Indices of turns that their score stops."""
+        self.lets_stop: Callable[[], bool] = lambda: True
+        """Whether stops reach their turns now; the service sends them again."""
         self._stops: dict[tuple[str, int], asyncio.Event] = {}
 
     @property
@@ -50,7 +52,7 @@ class Turns:
 
     async def _stop(self, turns: Mapping[str, Sequence[int]]) -> None:
         for group, indices in turns.items():
-            for index in indices:
+            for index in indices if self.lets_stop() else ():
                 self._stops[group, index].set()
 
     async def _chat(self, request: Request) -> dict[str, Any]:

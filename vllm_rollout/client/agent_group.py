@@ -126,10 +126,8 @@ class RunningGroup:
         finally:
             if listening is not None:
                 await cancelled([listening])
-            for call in [*self._calls.values(), *self._turns]:
-                call.cancel()
             if not self._is_over.done() or self._is_over.cancelled() or self._is_over.exception():
-                await cancelled(self._calls.values())
+                await cancelled([*self._calls.values(), *self._turns])
                 with suppress(RolloutError):  # there is none, or no server
                     await self._client.send(Call("DELETE", self._path, lambda _: None))
 
@@ -140,7 +138,7 @@ class RunningGroup:
 
     def _begin(self, ids: Iterable[str]) -> None:
         for id in ids:
-            if id not in self._sessions and not self._is_over.done():
+            if id not in self._sessions:
                 session = AgentSession(self._client, id, self._prompt, len(self._sessions))
                 call = asyncio.create_task(self._call(session))
                 self._sessions[id], self._calls[id] = session, call
