@@ -98,6 +98,8 @@ def test_losers_are_cancelled_wherever_they_are_and_close_their_sandboxes(url, t
             await asyncio.to_thread(wait_until, lambda: turns._stops)
             return 1.0
         finally:
+            for _ in range(1000):
+                await asyncio.sleep(0)
             closed.append(session.number)
 
     turns.lets_stop = lambda: 1 in closed  # nobody waits for the engine
@@ -421,23 +423,50 @@ def test_turns_that_a_function_left_behind_end_with_it(url, turns):
     assert [task.cancelled() for task in left] == [True]
 
 
-def test_a_function_that_does_not_end_holds_its_group_for_a_bounded_time(url):
-    ended = []
+def test_functions_that_do_not_end_hold_their_group_for_a_bounded_time_and_are_cancelled(url):
+    """Of the first prompt one that is returned and one that is not; the second prompt's waits for both."""
+    ended, both = [], asyncio.Event()
 
     async def run(session: AgentSession) -> float:
+        if session.prompt == "b":
+            await both.wait()
         try:
             await session.chat([USER], vllm_xargs={"rollout_last": True})
-            if session.number == 0:
+            if session.prompt == "a":
                 await asyncio.Event().wait()
             return 1.0
         finally:
-            ended.append(session.number)
+            ended.append(session.prompt)
+            if len(ended) == 2:
+                both.set()
 
-    (group,) = groups_of(url, ["p"], 2, run=run, idle_timeout_s=0.5)
-    assert sorted(ended) == [0, 1]
-    assert [(each.state, each.reward, type(each.error)) for each in group.trajectories] == [
-        ("finished", None, TimeoutError), ("finished", 1.0, type(None)),
-    ]  # fmt: skip
+    a, b = groups_of(url, ["a", "b"], 1, 1, run=run, idle_timeout_s=0.5, early_stop=False)
+    assert [(each.state, each.reward, type(each.error)) for each in a.trajectories] == [
+        ("finished", None, TimeoutError)
+    ]
+    assert [(each.reward, each.error) for each in b.trajectories] == [(1.0, None)]
+
+
+def test_one_that_is_finished_may_go_on_when_its_group_is_over(url):
+    async def collect() -> None:
+        over, went_on = asyncio.Event(), asyncio.Event()
+
+        async def run(session: AgentSession) -> float:
+            await session.chat([USER])
+            if session.number == 1:
+                await session.finish(0.5)
+                await over.wait()
+                went_on.set()
+            return 1.0
+
+        options = {"run": run, "early_stop": False, "selection": "shortest"}
+        async with AsyncRolloutClient(url) as client, aclosing(client.agents(["p"], 1, 1, **options)) as groups:
+            group = await anext(groups)
+            assert [each.number for each in group.trajectories] == [0]
+            over.set()
+            await went_on.wait()
+
+    within(collect())
 
 
 def test_what_ends_a_program_ends_all_groups(url):
@@ -452,14 +481,20 @@ def test_what_ends_a_program_ends_all_groups(url):
         groups_of(url, ["p", "q"], 2, run=run)
 
 
-def test_a_client_that_fails_ends_the_group(url):
+@pytest.mark.parametrize("fails", ["/finish", "/events"])
+def test_a_client_that_fails_ends_the_group(url, fails):
     """Whatever it raises: nobody else would say what has become of the session."""
 
     class Broken(AsyncRolloutClient):
         async def send(self, call: Any) -> Any:
-            if call.path.endswith("/finish"):
+            if call.path.endswith(fails):
                 raise OSError("no more files")
             return await super().send(call)
+
+        async def _open(self, method: str, path: str, *rest: Any) -> httpx.Response:
+            if fails in path:
+                raise OSError("no more files")
+            return await super()._open(method, path, *rest)
 
     async def collect() -> list[AgentGroup]:
         async with Broken(url, **FAST) as client:

@@ -22,7 +22,7 @@ FIRST_GENERATED = 1000
 
 @dataclass(eq=False)
 class EngineTurn:
-    """A turn that the service has begun."""
+    """A turn that a client has asked for."""
 
     turn: OpenTurn
     prompt: Sequence[int]
@@ -40,9 +40,10 @@ class EngineTurn:
 
 
 class SessionEngine:
-    """Turns on their way, and those that run."""
+    """Turns that are asked for, and those that have begun."""
 
     def __init__(self) -> None:
+        self.asked: list[EngineTurn] = []
         self.turns: list[EngineTurn] = []
         self._fresh = count(FIRST_GENERATED)
 
@@ -52,13 +53,21 @@ class SessionEngine:
             if each.has_arrived and each.turn.index in indices.get(each.turn.engine_id, ()):
                 each.is_stopped = True
 
-    def begin(self, service: SessionService, said: TurnSaid, prompt: Sequence[int]) -> EngineTurn | None:
-        """As a request does. None: its session has ended, and nothing reaches the engine."""
+    def ask(self, service: SessionService, said: TurnSaid, prompt: Sequence[int]) -> EngineTurn | None:
+        """As a request does. None: its session has ended."""
         turn = service.turn(said, None, prompt)
-        if turn is None or not service.begin(turn):
+        if turn is None:
             return None
-        self.turns.append(EngineTurn(turn, list(turn.continuation.token_ids)))
-        return self.turns[-1]
+        self.asked.append(EngineTurn(turn, list(turn.continuation.token_ids)))
+        return self.asked[-1]
+
+    def begin(self, service: SessionService, each: EngineTurn) -> EngineTurn | None:
+        """It is sent to the engine, unless its session has ended meanwhile."""
+        self.asked.remove(each)
+        if not service.begin(each.turn):
+            return None
+        self.turns.append(each)
+        return each
 
     def step(self) -> None:
         """All that run generate a token, as far as their group lets them."""

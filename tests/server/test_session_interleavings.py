@@ -62,13 +62,15 @@ class Known:
         self.told: list[Event] = []
         self.ended: dict[str, tuple[str | None, int]] = {}
         """How each session ended, and the turns that it had begun by then."""
-        self.told_ends: list[str] | None = None
-        """Whose ends were told when the group was over: who comes later has lost, and hears it by its turn."""
+        self.in_time: set[str] | None = None
+        """Sessions that had begun when it was over: later ones have lost, and hear it by their turns."""
         self.reader: asyncio.Task[None] | None = None
 
     async def read(self) -> None:
         async for event in self.group.events():
             self.told.append(event)
+            if isinstance(event, GroupOverEvent):
+                self.in_time = set(self.group.race.sessions)
 
 
 class AnyInterleaving(RuleBasedStateMachine):
@@ -131,18 +133,20 @@ class AnyInterleaving(RuleBasedStateMachine):
         known.reader = self.loop.create_task(known.read())
         self.loop.run_until_complete(self.pause())
 
-    def name(self, data: st.DataObject) -> str | None:
-        """Of a session: mostly of one that may have a turn."""
-        known = data.draw(st.sampled_from(self.known)) if self.known else None
-        if known is None:
-            return None
+    def names(self, known: Known, *, free: bool) -> list[str]:
+        """Of its sessions, also those that have not begun. `free`: that may have a turn."""
         sessions = known.group.race.sessions
+        busy = {session.id for session in sessions.values() if session.in_turn or not session.is_open}
         names = dict.fromkeys([*known.names, *(known.group.declared or ()), *sessions])
-        free = [
-            name for name in names if name not in sessions or (sessions[name].is_open and not sessions[name].in_turn)
-        ]
-        any_one = not free or data.draw(st.integers(0, 4)) == 0
-        return data.draw(st.sampled_from(list(names) if any_one else free))
+        return [name for name in names if not free or name not in busy]
+
+    def name(self, data: st.DataObject) -> str | None:
+        """Of any session, mostly of one that may have a turn."""
+        if not self.known:
+            return None
+        known = data.draw(st.sampled_from(self.known))
+        names = self.names(known, free=data.draw(st.integers(0, 4)) > 0)
+        return data.draw(st.sampled_from(names)) if names else None
 
     def has_room(self) -> bool:
         return sum(not known.group.race.is_over for known in self.known) < MAX_GROUPS
@@ -181,40 +185,72 @@ class AnyInterleaving(RuleBasedStateMachine):
             self.xargs[name] = xargs
 
     def begin(self, name: str, xargs: dict[str, Any], prompt: list[int]) -> EngineTurn | None:
-        each = self.run(lambda: self.engine.begin(self.service, turn_from_xargs(xargs, name, n=1), prompt))
-        if each is not None:
-            if all(known.group is not each.turn.group for known in self.known):
-                self.know(each.turn.group, [name])
-            self.given.setdefault((each.turn.group.engine_id, each.turn.session.id), set()).update(prompt)
-        return each
+        each = self.ask(name, xargs, prompt)
+        return None if each is None else self.begin_asked(each)
+
+    def ask(self, name: str, xargs: dict[str, Any], prompt: list[int]) -> EngineTurn | None:
+        return self.run(lambda: self.engine.ask(self.service, turn_from_xargs(xargs, name, n=1), prompt))
+
+    def begin_asked(self, each: EngineTurn) -> EngineTurn | None:
+        group, session = each.turn.group, each.turn.session
+        key, was_open = (group.engine_id, session.id), session.is_open
+        begun = self.run(lambda: self.engine.begin(self.service, each))
+        if begun is not None:
+            assert was_open, "no turn begins of a session that has ended"
+            assert session.in_turn
+            if all(known.group is not group for known in self.known):
+                self.know(group, [session.id])
+            self.given.setdefault(key, set()).update(each.prompt)
+        return begun
+
+    @rule(data=st.data(), arrives=st.booleans())
+    def begin_what_was_asked(self, data, arrives):
+        if self.engine.asked:
+            each = self.begin_asked(data.draw(st.sampled_from(self.engine.asked)))
+            if each is not None:
+                each.has_arrived = arrives
+
+    @rule(data=st.data())
+    def ask_for_turn(self, data):
+        """Whatever happens before it begins."""
+        if (said := self.drawn_turn(data)) is not None:
+            self.ask(*said)
 
     @rule(data=st.data(), arrives=st.booleans())
     def begin_turn(self, data, arrives):
         """It is on its way; it may have arrived."""
-        if (each := self.drawn_turn(data)) is not None:
+        if (said := self.drawn_turn(data)) is not None and (each := self.begin(*said)) is not None:
             each.has_arrived = arrives
 
     @rule(data=st.data(), num_steps=st.integers(0, 4))
     def take_turn(self, data, num_steps):
         """From its beginning to its end; the others go on meanwhile."""
-        if (each := self.drawn_turn(data)) is not None:
+        if (said := self.drawn_turn(data)) is not None and (each := self.begin(*said)) is not None:
             each.has_arrived = True
             self.step(num_steps)
             self.end(each)
 
-    def drawn_turn(self, data: st.DataObject) -> EngineTurn | None:
+    @rule(data=st.data(), num=st.integers(1, 3))
+    def finish_many(self, data, num):
+        """By their last turns."""
+        if self.known:
+            for name in self.names(data.draw(st.sampled_from(self.known)), free=True)[:num]:
+                if (each := self.begin(name, self.fields(name, is_last=True), self.prompts.get(name, [0]))) is not None:
+                    each.has_arrived = True
+                    self.engine.step()
+                    self.end(each)
+
+    def drawn_turn(self, data: st.DataObject) -> tuple[str, dict[str, Any], list[int]] | None:
+        """Its session, fields and prompt."""
         if (name := self.name(data)) is None:
             return None
         words = [next(self.words) for _ in range(data.draw(st.integers(0, 2)))]
         is_rewritten, is_last = (data.draw(st.integers(0, 5)) == 0 for _ in range(2))
         prompt = [*(self.prompts.get(name, [0])[is_rewritten:]), *words] or [next(self.words)]
-        xargs = {**self.xargs.get(name.partition("/")[0], {}), "rollout_last": is_last}
-        ended = {known.group.engine_id: known.ended.get(name) for known in self.known}
-        each = self.begin(name, xargs, prompt)
-        if each is not None:
-            assert ended.get(each.turn.group.engine_id) is None, "no turn begins of a session that has ended"
-            assert each.turn.session.in_turn
-        return each
+        return name, self.fields(name, is_last=is_last), prompt
+
+    def fields(self, name: str, *, is_last: bool) -> dict[str, Any]:
+        return {**self.xargs.get(name.partition("/")[0], {}), "rollout_last": is_last}
 
     def some(self, data: st.DataObject, **how: bool) -> EngineTurn | None:
         turns = [each for each in self.engine.turns if all(getattr(each, name) is is_so for name, is_so in how.items())]
@@ -297,10 +333,9 @@ class AnyInterleaving(RuleBasedStateMachine):
                     assert begun <= most, "no turn has begun since"
                 else:
                     assert session.id not in known.ended
-            if race.is_over and known.told_ends is None:
-                known.told_ends = sorted(known.ended)
             ends = [event.session_id for event in known.told if event.type == "session" and event.state != "wanted"]
-            assert sorted(ends) == (sorted(known.ended) if known.told_ends is None else known.told_ends)
+            in_time = known.ended.keys() if known.in_time is None else known.ended.keys() & known.in_time
+            assert sorted(ends) == sorted(in_time)
             overs = [event for event in known.told if isinstance(event, GroupOverEvent)]
             assert overs == known.told[-1:] if race.is_over else not overs, "once, and last"
             if race.is_over:

@@ -144,6 +144,25 @@ async def test_names_with_slashes_and_other_signs_are_names(service, http):
     assert (await http.get(f"/v1/groups/of/{path}")).json()["selected"] == [name]
 
 
+async def test_a_turn_does_not_begin_that_was_asked_for_before_another_one(service, http):
+    """What it was asked with went on from the turns that there were then."""
+    (session,) = (await declared(http))["to_begin"]
+    early = service.turn(turn_from_xargs({}, session, n=1), None, PROMPT)
+    play(service, session)
+    with pytest.raises(RequestError, match="has had another turn since"):
+        service.begin(early)
+    play(service, session, [*PROMPT, 110, 110, 110])
+    assert len(service.read(session).segments) == 1
+
+
+async def test_a_finish_that_is_refused_begins_no_session(service, http):
+    group = await declared(http)
+    (session,) = group["to_begin"]
+    response = await http.post(f"/v1/sessions/{session}/finish", json={"void": True, "reward": 1.0})
+    assert (response.status_code, "a void session has none" in message(response)) == (422, True)
+    assert (await http.get(f"/v1/groups/{group['id']}")).json()["to_begin"] == [session]
+
+
 async def test_bounds_hold_what_comes_and_not_what_is_there(service, http, monkeypatch):
     monkeypatch.setattr(module, "MAX_OPEN_SESSIONS", 5)
     first = await declared(http, group_size=2, max_sessions=2)

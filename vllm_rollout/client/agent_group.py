@@ -18,7 +18,16 @@ from typing import Annotated, Any
 import httpx
 from pydantic import Discriminator, TypeAdapter
 
-from vllm_rollout.client.agent_session import UNWANTED, AgentSession, Sender, SessionLost, Void, as_reward, cancelled
+from vllm_rollout.client.agent_session import (
+    UNWANTED,
+    AgentSession,
+    Sender,
+    SessionLost,
+    Void,
+    as_reward,
+    cancel,
+    cancelled,
+)
 from vllm_rollout.client.calls import Call, typed
 from vllm_rollout.client.connection import POLL_INTERVAL_S, EventData, RolloutError, parse, raise_for_error
 from vllm_rollout.group.racing.sessions import SessionLimits, SessionState
@@ -183,16 +192,16 @@ class RunningGroup:
             logger.warning("session %s is void, its function raised %r", session.id, error)
 
     async def _end(self, session: AgentSession, reward: float | None, void: bool) -> None:
+        """Which sessions are wanted for it, events say."""
         try:
-            answer = await (session.end({"void": True}) if void else session.finish(reward))
+            await (session.end({"void": True}) if void else session.finish(reward))
         except RolloutError as error:
             if error.status == HTTPStatus.CONFLICT:  # by itself, over a client of its own
                 return
             if error.status != HTTPStatus.NOT_FOUND or void:
                 raise
             self._errors[session.id] = error  # it never took a turn
-            answer = await session.end({"void": True})
-        self._begin(answer.wanted)
+            await session.end({"void": True})
 
     async def _listen(self) -> None:
         """What becomes of its sessions. A stream that breaks is opened again, and begins with what has happened."""
@@ -232,7 +241,7 @@ class RunningGroup:
         """Cancels its function. One that has ended is left to say so."""
         self._sessions[id].has_lost = True
         if not self._sessions[id].is_ending:
-            self._calls[id].cancel()
+            cancel(self._calls[id])
 
     async def _returned(self, over: GroupOverEvent) -> AgentGroup:
         """Once the functions of what it returns have ended, which bring rewards; they may take as long as a session may

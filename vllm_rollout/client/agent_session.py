@@ -147,9 +147,15 @@ def as_reward(value: Any) -> float:
     return reward
 
 
+def cancel(task: asyncio.Task[Any]) -> None:
+    """Once: a second time would interrupt what closes its sandbox."""
+    if not task.cancelling():
+        task.cancel()
+
+
 async def cancelled(tasks: Iterable[asyncio.Task[Any]]) -> None:
     """Once they have ended; what they raise is of no interest any more."""
     tasks = list(tasks)
     for task in tasks:
-        task.cancel()
+        cancel(task)
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -163,8 +163,9 @@ class SessionService:
         except SessionRefused as refusal:
             raise _conflict(str(refusal)) from refusal
         waited_s = max(0.0, now_s - session.since_s)
-        is_scored = group.terms.pruning is not None and session.num_turns + 1 == group.terms.pruning_turn
-        return OpenTurn(group, session, most, continuation, said.last, waited_s, now_s, is_scored)
+        number = session.num_turns + 1
+        is_scored = group.terms.pruning is not None and number == group.terms.pruning_turn
+        return OpenTurn(group, session, most, continuation, said.last, waited_s, now_s, is_scored, number)
 
     def begin(self, turn: OpenTurn) -> bool:
         """The turn is sent to the engine. False: its session has ended meanwhile.
@@ -173,6 +174,11 @@ class SessionService:
         """
         if not turn.session.is_open:
             return False
+        if turn.session.num_turns + 1 != turn.number:
+            raise _conflict(
+                f"session {turn.session.id!r} has had another turn since this one was asked for, which does not go on "
+                "from it. One may run at a time: wait for its answer."
+            )
         try:
             turn.group.race.begin_turn(turn.session)
         except SessionRefused as refusal:
@@ -226,13 +232,13 @@ class SessionService:
 
         A declared session may be void before it has begun: its sandbox did not start.
         """
-        unbegun = self._of_session.get((client_namespace(), session_id)) if request.void else None
-        if unbegun is not None and session_id not in unbegun.race.sessions:
-            self._enter(unbegun, session_id, self._clock())
-        group, session = self._session(session_id)
         reward, void, status = request.reward, request.void, None
         if reward is not None and void:
             raise RequestError(f"reward: a void session has none, got {reward:g}. Send one of them.", param="reward")
+        unbegun = self._of_session.get((client_namespace(), session_id)) if void else None
+        if unbegun is not None and session_id not in unbegun.race.sessions:
+            self._enter(unbegun, session_id, self._clock())
+        group, session = self._session(session_id)
         try:
             group.race.check_finish(session)
             if group.reward is not None and reward is None and not void and group.race.state(session) in _GRADED:
