@@ -11,6 +11,7 @@ from vllm.platforms import current_platform
 from vllm_rollout.adapter.options import ServeOptions, observing_refusal
 from vllm_rollout.adapter.worker.kv_calls import KVCalls
 from vllm_rollout.adapter.worker.runner import observe_runner
+from vllm_rollout.adapter.worker.verification import mend_expansion
 from vllm_rollout.adapter.worker.worker_calls import WorkerCalls
 from vllm_rollout.tracker.feature_ring import FeatureRing
 from vllm_rollout.tracker.ops import active_implementation
@@ -44,6 +45,7 @@ class RolloutWorker(WorkerCalls, KVCalls, PlatformWorker):
         seen_by = ring if refusal is None else None
         num_stages = self.vllm_config.parallel_config.pipeline_parallel_size
         num_in_flight = self.vllm_config.scheduler_config.async_scheduling + num_stages - 1
+        num_in_flight += self.vllm_config.num_speculative_tokens  # a step may make more than a candidate had left
         observe_runner(
             self.model_runner,
             seen_by,
@@ -51,6 +53,8 @@ class RolloutWorker(WorkerCalls, KVCalls, PlatformWorker):
             cpu=current_platform.is_cpu(),
             num_in_flight=num_in_flight,
         )
+        if current_platform.is_cpu() and self.vllm_config.speculative_config is not None:
+            mend_expansion()
         say_what_serves("V2" if self.use_v2_model_runner else "V1", self.device.type)
         if refusal is not None:
             logger.warning_once("vllm_rollout worker: candidates are not observed, because %s", refusal)
