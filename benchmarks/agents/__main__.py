@@ -233,10 +233,12 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     for num_groups, speed, repeats in sizes:
         with server(folder / f"{num_groups}", speed) as (process, log):
             size = {"groups": num_groups, "sessions": num_groups * NUM_CANDIDATES, "speed": speed}
-            uvloop.run(teach(process.url, arguments.seed - 1, speed, tools))
+            ways = tuple(way for way in WAYS if way in arguments.ways)
+            if "pruned" in ways:
+                uvloop.run(teach(process.url, arguments.seed - 1, speed, tools))
             for repeat in range(repeats):
-                first = 2 * repeat % len(WAYS)
-                for way in WAYS[first:] + WAYS[:first]:
+                first = 2 * repeat % len(ways)
+                for way in ways[first:] + ways[:first]:
                     seed = arguments.seed + repeat
                     row = size | uvloop.run(measure(process.url, log, way, seed, num_groups, speed, tools))
                     runs.append(row)
@@ -244,6 +246,8 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
             for way in STOPS * min(3, repeats):
                 stops.append(size | uvloop.run(measure_stops(process.url, log, way, num_groups, speed)))
                 say(stops[-1], highlight=False)
+    if ways != WAYS:
+        return {"runs": runs, "stops": stops, "affinity": []}
     with server(folder / "ranks", arguments.speeds[0], num_ranks=2) as (process, log):
         for repeat in range(arguments.repeats[0]):
             for number, way in enumerate(AFFINITY if repeat % 2 else AFFINITY[::-1]):
@@ -262,6 +266,7 @@ def main() -> None:
     add("--groups", type=int, nargs="+", default=[4, 16, 64], help="at once, of 16 sessions (default %(default)s)")
     add("--speeds", type=float, nargs="+", default=[0.5, 0.25, 0.125], help="--emulate-speed of each")
     add("--repeats", type=int, nargs="+", default=[5, 3, 1], help="seeds, of each (default %(default)s)")
+    add("--ways", choices=WAYS, nargs="+", default=WAYS, help="of a step; fewer: without the two ranks, too")
     arguments = parser.parse_args()
     exit_on_sigterm()
     raise_file_limit(8192)

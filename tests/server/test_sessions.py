@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 from urllib.parse import quote
@@ -238,6 +239,27 @@ async def test_a_stop_is_sent_again_until_the_turn_has_ended(app, service, http,
     for task in list(service._tasks - {service._ticker}):
         await task
     assert sent == [{turn.engine_id: [turn.index]}] * 3
+
+
+async def test_stops_of_many_groups_go_in_one_call_while_another_is_on_its_way(service, http):
+    """A call takes a step of the engine, however many turns it names."""
+    groups = [(await declared(http, redundancy=1))["to_begin"] for _ in range(4)]
+    turns = [begin(service, loser) for _, loser in groups]
+    sent, answered = [], asyncio.Event()
+
+    async def stop(indices: dict[str, list[int]]) -> None:
+        sent.append([turn for turn in turns if turn.index in indices.get(turn.engine_id, ())])
+        await answered.wait()
+
+    service._stop_turns = stop
+    for winner, _ in groups:
+        play(service, winner)
+        await http.post(f"/v1/sessions/{winner}/finish", json={})
+    assert sent == [turns[:1]]
+    answered.set()
+    while len(sent) == 1:
+        await asyncio.sleep(0)
+    assert sent[1] == turns
 
 
 async def test_a_slow_reader_of_events_is_left(service, http, monkeypatch):

@@ -92,6 +92,10 @@ class SessionService:
         """Of all trajectories."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._ticker: asyncio.Task[None] | None = None
+        self._stopping: list[OpenTurn] = []
+        """Turns of sessions that have ended, which the engine is told to stop."""
+        self._more_to_stop = asyncio.Event()
+        self._stopper: asyncio.Task[None] | None = None
 
     # What requests say.
 
@@ -295,17 +299,25 @@ class SessionService:
     def _stop_turns_of(self, group: OpenGroup, lost: Iterable[Session]) -> None:
         turns = [group.running[session.id] for session in lost if session.id in group.running]
         if turns:
-            self._start(self._stop(group, turns))
+            self._stopping += turns
+            self._more_to_stop.set()
+            if self._stopper is None:
+                self._stopper = self._start(self._stop())
 
-    async def _stop(self, group: OpenGroup, turns: list[OpenTurn]) -> None:
-        """Again and again: a stop may overtake a turn that is on its way to the engine."""
+    async def _stop(self) -> None:
+        """Those of all groups at once, since the engine answers a call in its next step; and again and again: a stop
+        may overtake a turn that is on its way to the engine."""
         with suppress(RequestError):  # the engine is dead, and says so elsewhere
-            while turns := [turn for turn in turns if group.running.get(turn.session.id) is turn]:
+            while turns := [turn for turn in self._stopping if turn.group.running.get(turn.session.id) is turn]:
+                self._stopping = turns
+                self._more_to_stop.clear()
                 indices: dict[str, list[int]] = defaultdict(list)
                 for turn in turns:
                     indices[turn.engine_id].append(turn.index)
                 await self._stop_turns(indices)
-                await asyncio.sleep(STOP_AGAIN_S)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._more_to_stop.wait(), STOP_AGAIN_S)
+        self._stopping, self._stopper = [], None
 
     def _over(self, group: OpenGroup) -> None:
         group.over(self._clock())
