@@ -255,6 +255,8 @@ async def test_stops_of_many_groups_go_in_one_call_while_another_is_on_its_way(s
     for winner, _ in groups:
         play(service, winner)
         await http.post(f"/v1/sessions/{winner}/finish", json={})
+        while not sent:
+            await asyncio.sleep(0)
     assert sent == [turns[:1]]
     answered.set()
     while len(sent) == 1:
