@@ -93,6 +93,8 @@ class AnyInterleaving(RuleBasedStateMachine):
         """By session: tokens of its turns that have ended."""
         self.prompts: dict[str, list[int]] = {}
         """What its next turn would say that rewrites nothing."""
+        self.last: dict[Key, list[int]] = {}
+        """What the engine saw in the last turn that ended."""
         self.finishing: list[asyncio.Task[FinishAnswer]] = []
         self.words = itertools.count(1)
         self.xargs: dict[str, dict[str, Any]] = {}
@@ -275,7 +277,7 @@ class AnyInterleaving(RuleBasedStateMachine):
     def end(self, each: EngineTurn) -> None:
         key = each.turn.group.engine_id, each.turn.session.id
         self.generated.setdefault(key, []).extend(each.token_ids)
-        self.prompts[key[1]] = [*each.prompt, *each.token_ids]
+        self.prompts[key[1]] = self.last[key] = [*each.prompt, *each.token_ids]
         self.run(lambda: self.engine.end(self.service, each))
 
     @rule(data=st.data())
@@ -366,6 +368,8 @@ class AnyInterleaving(RuleBasedStateMachine):
                     for token, mask in zip(segment.token_ids, segment.mask, strict=True)
                 ]
                 assert [token for token, of_policy in marked if of_policy] == said, "each once, in its order"
+                if said and conversation.segments:
+                    assert list(conversation.segments[-1].token_ids) == self.last[known.group.engine_id, name]
                 given = {token for token, of_policy in marked if not of_policy}
                 assert given <= self.given.get((known.group.engine_id, name), set())
 
