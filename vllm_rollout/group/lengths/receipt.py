@@ -14,6 +14,7 @@ and, in a sum, claims nothing. The order of groups and of their candidates has n
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -35,6 +36,8 @@ NUM_POINTS = 24
 """At which the distribution of the end of waiting is looked at: twice as many change its mean by less than 1 %."""
 NEGLIGIBLE = 1e-6
 """Chance that counts as none."""
+SEEN_SHARES = (0.25, 0.5, 0.75, 1.0)
+"""Of a group's longest candidate: where it is looked at what steps took."""
 LATE_GROUPS = 1 / 3
 """Share of the groups, the last ones to be over, that say what a step of the tail takes."""
 
@@ -300,7 +303,9 @@ def receipt_of(groups: Sequence[RanGroup], seconds: float | None = None) -> Rece
             its.num * lengths.remaining(its.group, its.num_tokens, groups[its.group].max_tokens) for its in stopped
         ]
         if timed and seconds is not None and (step_s := _tail_step_s(groups)):
-            waiting_s = seconds + _longer_s(groups, stopped, lengths, step_s)
+            cost = _step_cost(groups, step_s)
+            num_steps = _longer_steps(groups, stopped, lengths, step_s)
+            waiting_s = seconds + cost.own_s * num_steps + cost.candidate_s * math.fsum(saved)
     generated, resumed = sum(sum(group.generated) for group in groups), sum(sum(group.resumed) for group in groups)
     returned = sum(group.tokens[index] for group in groups for index in group.selected)
     deferred = (
@@ -361,8 +366,57 @@ def _tail_step_s(groups: Sequence[RanGroup]) -> float | None:
     return math.fsum(took_s for _, took_s, num in late if num > 0) / num_tokens if num_tokens else None
 
 
-def _longer_s(groups: Sequence[RanGroup], stopped: Sequence[_Stopped], lengths: Lengths, step_s: float) -> float:
-    """The expected seconds from the last ending on until the last of the stopped candidates would have ended too.
+class _StepCost(NamedTuple):
+    """What a step takes: whoever is in it, and more for each candidate."""
+
+    own_s: float
+    candidate_s: float
+
+
+def _step_cost(groups: Sequence[RanGroup], tail_s: float) -> _StepCost:
+    """A line through what steps took while so many ran, as far as the rollout has seen; where that says nothing, all
+    steps are those of its tail."""
+    changes = sorted(
+        (at, change)
+        for group in groups
+        for end in group.ended_s
+        for at, change in ((group.started_s or 0.0, 1), (end, -1))
+    )
+    moments = [at for at, _ in changes]
+    counts = list(accumulate(change for _, change in changes))
+    spans = (num * (after - before) for num, (before, after) in zip(counts, pairwise(moments), strict=False))
+    areas = list(accumulate(spans, initial=0.0))
+
+    def ran_s(until_s: float) -> float:
+        """Candidates times seconds."""
+        place = bisect_right(moments, until_s) - 1
+        return areas[place] + counts[place] * (until_s - moments[place])
+
+    seen = []  # tokens, seconds per token, candidates
+    for group in groups:
+        ran = sorted((at, num) for at, num in zip(group.ended_s, group.generated, strict=True) if num)
+        if not ran:
+            continue
+        reached = [next((at, num) for at, num in ran if num >= share * ran[-1][1]) for share in SEEN_SHARES]
+        for (before_s, before), (after_s, after) in pairwise(reached):
+            if after > before and after_s > before_s:
+                took_s, running = after_s - before_s, ran_s(after_s) - ran_s(before_s)
+                seen.append((after - before, took_s / (after - before), running / took_s))
+    weight = sum(num for num, *_ in seen)
+    if not weight:
+        return _StepCost(tail_s, 0.0)
+    mean_s = math.fsum(num * step_s for num, step_s, _ in seen) / weight
+    mean_running = math.fsum(num * running for num, _, running in seen) / weight
+    squares = math.fsum(num * (running - mean_running) ** 2 for num, _, running in seen)
+    product = math.fsum(num * (running - mean_running) * (step_s - mean_s) for num, step_s, running in seen)
+    if squares <= 0 or product <= 0:
+        return _StepCost(tail_s, 0.0)
+    candidate_s = min(product / squares, mean_s / mean_running)
+    return _StepCost(mean_s - candidate_s * mean_running, candidate_s)
+
+
+def _longer_steps(groups: Sequence[RanGroup], stopped: Sequence[_Stopped], lengths: Lengths, step_s: float) -> float:
+    """The expected steps from the last ending on until the last of the stopped candidates would have ended too.
 
     They go on from their stops, a token per step; until t all of them are over with the product of their chances.
     """
@@ -385,7 +439,7 @@ def _longer_s(groups: Sequence[RanGroup], stopped: Sequence[_Stopped], lengths: 
             if each.most >= step:
                 over *= (1 - min(lengths.survival(each.group, each.now + step) / each.reach, 1.0)) ** each.num
         late.append(1 - over if late[-1] < 1 - NEGLIGIBLE else 1.0)
-    return step_s * math.fsum(
+    return math.fsum(
         (b - a) * (x + y) / 2 for (a, b), (x, y) in zip(pairwise(steps), pairwise(late[:0:-1]), strict=True)
     )
 
