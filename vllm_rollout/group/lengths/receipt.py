@@ -14,7 +14,6 @@ and, in a sum, claims nothing. The order of groups and of their candidates has n
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +25,7 @@ from typing import Any, NamedTuple
 from vllm_rollout.group.lengths.censoring import NORMAL, bounded_log_std, fit_log_lengths, log_length
 from vllm_rollout.group.lengths.life_table import LEFT, NUM_BINS, PRIOR_LOG_STD, STEP, SurvivalCurve
 from vllm_rollout.group.lengths.moments import LengthMoments
+from vllm_rollout.group.lengths.ran_steps import RanCandidates, bubble, step_cost, tail_step_s
 from vllm_rollout.group.types import STOP_STATES, EndReason, StopState
 
 PRIOR_RISK = 8.0
@@ -36,10 +36,6 @@ NUM_POINTS = 24
 """At which the distribution of the end of waiting is looked at: twice as many change its mean by less than 1 %."""
 NEGLIGIBLE = 1e-6
 """Chance that counts as none."""
-SEEN_SHARES = (0.25, 0.5, 0.75, 1.0)
-"""Of a group's longest candidate: where it is looked at what steps took."""
-LATE_GROUPS = 1 / 3
-"""Share of the groups, the last ones to be over, that say what a step of the tail takes."""
 
 
 class RanGroup(NamedTuple):
@@ -296,14 +292,15 @@ def receipt_of(groups: Sequence[RanGroup], seconds: float | None = None) -> Rece
     ]
     timed = seconds is not None and all(group.started_s is not None and group.ended_s for group in groups)
     saved: list[float] | None = [] if not stopped else None
+    ran = [RanCandidates(its.started_s or 0.0, its.ended_s, its.generated) for its in groups] if timed else []
     waiting_s = seconds if timed and not stopped else None
     if stopped and any(group.has_length for group in groups):
         lengths = Lengths(groups)
         saved = [
             its.num * lengths.remaining(its.group, its.num_tokens, groups[its.group].max_tokens) for its in stopped
         ]
-        if timed and seconds is not None and (step_s := _tail_step_s(groups)):
-            cost = _step_cost(groups, step_s)
+        if timed and seconds is not None and (step_s := tail_step_s(ran)):
+            cost = step_cost(ran, step_s)
             num_steps = _longer_steps(groups, stopped, lengths, step_s)
             waiting_s = seconds + cost.own_s * num_steps + cost.candidate_s * math.fsum(saved)
     generated, resumed = sum(sum(group.generated) for group in groups), sum(sum(group.resumed) for group in groups)
@@ -324,7 +321,7 @@ def receipt_of(groups: Sequence[RanGroup], seconds: float | None = None) -> Rece
         **_checked(groups),
         waiting_seconds=waiting_s,
         saved_seconds=None if waiting_s is None or seconds is None else waiting_s - seconds,
-        bubble=_bubble(groups, seconds) if timed and seconds else None,
+        bubble=bubble(ran, seconds) if timed and seconds else None,
     )
 
 
@@ -346,73 +343,6 @@ def _checked(groups: Sequence[RanGroup]) -> dict[str, Any]:
         "checked_tokens": sum(true),
         "saved_tokens_error": math.fsum(predicted) / sum(true) - 1,
     }
-
-
-def _tail_step_s(groups: Sequence[RanGroup]) -> float | None:
-    """Seconds per token of a candidate, in the second half of the groups that were over last; None where no two
-    candidates of them differ."""
-    slopes: list[tuple[float, float, int]] = []
-    for group in groups:
-        ran = sorted((at, num) for at, num in zip(group.ended_s, group.generated, strict=True) if num)
-        if not ran:
-            continue
-        last_s, most = ran[-1]
-        at, num = next((at, num) for at, num in ran if 2 * num >= most)
-        slopes.append((last_s, last_s - at, most - num))
-    slopes.sort(reverse=True)
-    late = slopes[: max(1, math.ceil(LATE_GROUPS * len(slopes)))]
-    late = late if any(num > 0 for *_, num in late) else slopes
-    num_tokens = sum(max(num, 0) for *_, num in late)
-    return math.fsum(took_s for _, took_s, num in late if num > 0) / num_tokens if num_tokens else None
-
-
-class _StepCost(NamedTuple):
-    """What a step takes: whoever is in it, and more for each candidate."""
-
-    own_s: float
-    candidate_s: float
-
-
-def _step_cost(groups: Sequence[RanGroup], tail_s: float) -> _StepCost:
-    """A line through what steps took while so many ran, as far as the rollout has seen; where that says nothing, all
-    steps are those of its tail."""
-    changes = sorted(
-        (at, change)
-        for group in groups
-        for end in group.ended_s
-        for at, change in ((group.started_s or 0.0, 1), (end, -1))
-    )
-    moments = [at for at, _ in changes]
-    counts = list(accumulate(change for _, change in changes))
-    spans = (num * (after - before) for num, (before, after) in zip(counts, pairwise(moments), strict=False))
-    areas = list(accumulate(spans, initial=0.0))
-
-    def ran_s(until_s: float) -> float:
-        """Candidates times seconds."""
-        place = bisect_right(moments, until_s) - 1
-        return areas[place] + counts[place] * (until_s - moments[place])
-
-    seen = []  # tokens, seconds per token, candidates
-    for group in groups:
-        ran = sorted((at, num) for at, num in zip(group.ended_s, group.generated, strict=True) if num)
-        if not ran:
-            continue
-        reached = [next((at, num) for at, num in ran if num >= share * ran[-1][1]) for share in SEEN_SHARES]
-        for (before_s, before), (after_s, after) in pairwise(reached):
-            if after > before and after_s > before_s:
-                took_s, running = after_s - before_s, ran_s(after_s) - ran_s(before_s)
-                seen.append((after - before, took_s / (after - before), running / took_s))
-    weight = sum(num for num, *_ in seen)
-    if not weight:
-        return _StepCost(tail_s, 0.0)
-    mean_s = math.fsum(num * step_s for num, step_s, _ in seen) / weight
-    mean_running = math.fsum(num * running for num, _, running in seen) / weight
-    squares = math.fsum(num * (running - mean_running) ** 2 for num, _, running in seen)
-    product = math.fsum(num * (running - mean_running) * (step_s - mean_s) for num, step_s, running in seen)
-    if squares <= 0 or product <= 0:
-        return _StepCost(tail_s, 0.0)
-    candidate_s = min(product / squares, mean_s / mean_running)
-    return _StepCost(mean_s - candidate_s * mean_running, candidate_s)
 
 
 def _longer_steps(groups: Sequence[RanGroup], stopped: Sequence[_Stopped], lengths: Lengths, step_s: float) -> float:
@@ -442,15 +372,3 @@ def _longer_steps(groups: Sequence[RanGroup], stopped: Sequence[_Stopped], lengt
     return math.fsum(
         (b - a) * (x + y) / 2 for (a, b), (x, y) in zip(pairwise(steps), pairwise(late[:0:-1]), strict=True)
     )
-
-
-def _bubble(groups: Sequence[RanGroup], seconds: float) -> float:
-    changes = [
-        (at, change)
-        for group in groups
-        for end in group.ended_s
-        for at, change in ((group.started_s or 0.0, 1), (end, -1))
-    ]
-    places = max(accumulate(change for _, change in sorted(changes)), default=0)
-    ran_s = math.fsum(-change * at for at, change in changes)
-    return min(max(1 - ran_s / (places * seconds), 0.0), 1.0) if places else 0.0
