@@ -28,7 +28,7 @@ function toldOf(prompt) {
 export function show(root, context) {
   const summary = el("div"), told = el("p", { className: "told" });
   const canvas = el("canvas", { tabIndex: 0, role: "img", "aria-label": "groups; arrow keys choose, Enter opens" });
-  const listed = el("details", { ontoggle: context.redraw }, el("summary", { textContent: "as a table" }));
+  const listed = el("details", { ontoggle: context.redraw }, el("summary", { textContent: "as a table" }), el("div"));
   const beside = el("div"), sessions = el("div"), drawSessions = sessionsView(sessions, context);
   const marks = legend(WORDS, (pen, end) => bar(pen, 4, 13, 5, 8, end), "● comes back   ▲ right   ▽ wrong");
   root.append(summary, canvas, told, marks, listed, beside, sessions);
@@ -135,7 +135,7 @@ export function show(root, context) {
     const cell = cells[chosen];
     told.replaceChildren(...(cell ? [foreign(cell.prompt.id), toldOf(cell.prompt)] : ["No group has begun."]));
     if (listed.open) {
-      listed.replaceChildren(listed.firstChild, table(["prompt", "rank", "status", "run", "longest"], prompts.map(([, p]) => [
+      listed.lastChild.replaceChildren(table(["prompt", "rank", "status", "run", "longest"], prompts.map(([, p]) => [
         foreign(p.id), number(p.rank), p.status ?? "over", number(p.ends.filter((end) => end === "running").length),
         number(Math.max(...p.lengths))])));
     }

@@ -60,7 +60,7 @@ export function sessionsView(root, context) {
     const shown = groups.slice(0, MOST_GROUPS).map((group) => {
       if (!known.has(group.name)) {
         const parts = { said: el("p", { className: "told" }), canvas: el("canvas", { role: "img" }) };
-        const listed = el("details", { ontoggle: context.redraw }, el("summary", { textContent: "as a table" }));
+        const listed = el("details", { ontoggle: context.redraw }, el("summary", { textContent: "as a table" }), el("div"));
         known.set(group.name, { ...parts, listed, box: el("section", {}, parts.said, parts.canvas, listed) });
       }
       return [group, known.get(group.name)];
@@ -85,7 +85,7 @@ export function sessionsView(root, context) {
       canvas.setAttribute("aria-label", `${group.id.slice(0, 80)}${words}`);
       drawGroup(canvas, group, rows, until);
       if (listed.open) {
-        listed.replaceChildren(listed.firstChild, table(["session", "turns", "tokens", "reward", "state"], sessions.map(({ session }) => [
+        listed.lastChild.replaceChildren(table(["session", "turns", "tokens", "reward", "state"], sessions.map(({ session }) => [
           foreign(session.id), number(session.num_turns), number(session.num_tokens), number(session.reward, 3), STATES[session.state] ?? session.state])));
       }
     }
