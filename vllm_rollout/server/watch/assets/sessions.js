@@ -11,7 +11,7 @@ const LIKE = {
   turn: "running", between_turns: "running", finished: "stop", truncated: "length", void: "failed", pruned: "pruned",
   surplus: "surplus", deferred: "deferred",
 };
-const MOST_GROUPS = 16, MOST_ROWS = 32, ROW = 8, HIGH = 6, MARK = 12, LEAST_S = 1;
+const MOST_GROUPS = 16, MOST_ROWS = 32, ROW = 8, HIGH = 6, MARK = 12, LEAST_S = 1, AT_ONCE_S = 0.02;
 
 const told = (group) => {
   const counts = Object.keys(STATES).map((state) => [group.sessions.filter((each) => each.state === state).length, STATES[state]]);
@@ -32,8 +32,9 @@ function drawGroup(canvas, group, sessions, until) {
     pen.fillStyle = is_open ? colors.soft : colors[end];
     pen.fillRect(x(first), y + HIGH / 2, Math.max(1, x(last) - x(first)), 1);
     turns.forEach(([from, to], turn) => {
-      const running = to === null, is_last = turn === turns.length - 1 && !is_open;
-      strip(pen, x(from), y, Math.max(1, x(running ? until : to) - x(from)), HIGH, running ? "running" : is_last ? end : "stop");
+      const ends_it = !is_open && turn === turns.length - 1 && (to ?? until) > session.ended_s - AT_ONCE_S;
+      const how = to === null && is_open ? "running" : ends_it ? end : "stop";
+      strip(pen, x(from), y, Math.max(1, x(to ?? until) - x(from)), HIGH, how);
     });
     if (!is_open) {
       pen.fillStyle = colors[end] ?? colors.text;
