@@ -71,7 +71,8 @@ async def test_a_group_is_told_with_the_times_of_its_turns(service, http, clock)
     assert (row["status"], row["seconds"], row["selected"], row["num_to_begin"]) == ("complete", 5.0, [0], 0)
     clock.now = 105.25
     service.end(losing, PROMPT, [110], finish_reason="abort")
-    assert only(service)["sessions"][1]["turns"] == [(3.5, 5.25, 1)]
+    lost = only(service)["sessions"][1]
+    assert (lost["turns"], lost["ended_s"]) == ([(3.5, 5.25, 1)], 5.0), "its last turn stops a little later"
     assert service.seen.news() == ([], [])
     assert [row["id"] for row in service.seen.rows()] == [group["id"]]
 

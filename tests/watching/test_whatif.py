@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 from fastapi import FastAPI
+from typer.testing import CliRunner
 
 from tests.server.conftest import serving
 from tests.simulator.traces import FLAT
+from vllm_rollout.cli import app as cli
 from vllm_rollout.server.watch.page import page_router
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.race import Pools
@@ -75,3 +77,8 @@ def test_steps_without_times_are_compared_by_tokens_alone(files: list[Path]) -> 
     recording.write(files[1])
     with serving(page_of(*files)) as url, chromium() as browser, page_at(browser, f"{url}/rollouts#compare") as page:
         assert "seconds\t390.0\t–" in text(page, "P50, P99, longest")
+
+
+def test_a_file_that_is_missing_among_several_is_named(files: list[Path]) -> None:
+    result = CliRunner().invoke(cli, ["watch", str(files[0]), str(files[0].with_name("none.jsonl"))])
+    assert (result.exit_code, "none.jsonl: No such file or directory" in result.output) == (1, True)
