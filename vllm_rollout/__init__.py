@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from vllm_rollout.adapter.in_process.async_llm import AsyncLLM
     from vllm_rollout.adapter.in_process.llm import LLM
     from vllm_rollout.adapter.in_process.teaching import teach
+    from vllm_rollout.adapter.worker.drafts import Drafts
     from vllm_rollout.adapter.worker.worker import RolloutWorker as Worker
     from vllm_rollout.client.client import (
         AgentGroup,
@@ -41,6 +42,7 @@ _PLACES = {
     "AsyncLLM": ("vllm_rollout.adapter.in_process.async_llm", "AsyncLLM"),
     "LLM": ("vllm_rollout.adapter.in_process.llm", "LLM"),
     "teach": ("vllm_rollout.adapter.in_process.teaching", "teach"),
+    "Drafts": ("vllm_rollout.adapter.worker.drafts", "Drafts"),
     "Scheduler": ("vllm_rollout.adapter.core.scheduler", "make_scheduler"),
     "Worker": ("vllm_rollout.adapter.worker.worker", "RolloutWorker"),
 }
@@ -53,6 +55,7 @@ __all__ = [
     "AsyncLLM",
     "AsyncRolloutClient",
     "AsyncRun",
+    "Drafts",
     "Pruning",
     "QualityHead",
     "RolloutClient",

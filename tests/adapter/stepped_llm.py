@@ -73,6 +73,7 @@ class SteppedLLM(RolloutAsyncLLM, AddsToRun):
         self.vllm_config = SimpleNamespace(
             additional_config=NO_AUDITS.into({}),
             speculative_config=flags.get("speculative_config"),
+            scheduler_config=SimpleNamespace(async_scheduling=True),
             parallel_config=SimpleNamespace(enable_batch_sharded_sampling=flags.get("enable_batch_sharded_sampling")),
         )
         self.added: dict[str, tuple[CandidateTag, int | None]] = {}

@@ -387,7 +387,7 @@ async def test_candidates_are_inside_the_door_until_they_are_sent(llm: SteppedLL
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        ({"speculative_config": object()}, "--speculative-config"),
+        ({"speculative_config": SimpleNamespace(method="eagle")}, "--speculative-config"),
         ({"enable_batch_sharded_sampling": True}, "--enable-batch-sharded-sampling"),
     ],
 )

@@ -63,6 +63,7 @@ class RunnerV1:
     def __init__(self, asynchronous: bool = False) -> None:
         self.device = torch.device("cpu")
         self.asynchronous = asynchronous
+        self.speculative_config = None
         self.rows: list[Row] = []
         self.execute_model_state = None
         self.hidden = torch.empty(0)
@@ -183,10 +184,10 @@ def test_a_due_candidate_s_state_goes_to_the_ring_and_its_score_on_the_output(ne
     runner.candidate_tracker.heads[HeadKey(2)] = PublishedHead(3, head)
     new = (new_request("a", 3, 2), new_request("b", 2, 9), new_request("plain", 3, None, tagged=False))
     _, report = step(runner, [Row("plain", 3, 3), Row("a", 3, 3), Row("b", 2, 2)], new)
-    assert np.isnan(report.confidence).tolist() == [[True, False, False]] * 2
+    assert np.isnan(report.confidence[:, 0]).tolist() == [[True, False, False]] * 2
     assert report.due == ()
     output, report = step(runner, [Row("b", 3, 3), Row("plain", 4, 4), Row("a", 4, 4)])
-    assert np.isnan(report.confidence).tolist() == [[False, True, False]] * 2
+    assert np.isnan(report.confidence[:, 0]).tolist() == [[False, True, False]] * 2
     ((request_id, seen),) = report.observations()
     assert (request_id, seen.head_version) == ("a", 3)
     assert seen.logit == pytest.approx(2 * runner.hidden[2].sum().item() + 0.5)
@@ -254,7 +255,7 @@ def test_a_candidate_that_nobody_reads_is_not_observed_unless_it_is_scored(new_r
         new_request("scored", 3, 2, observed=False),
     )
     _, report = step(runner, [Row("unread", 3, 3), Row("read", 3, 3), Row("scored", 3, 3)], new)
-    assert np.isnan(report.confidence[0]).tolist() == [True, False, False]
+    assert np.isnan(report.confidence[0, 0]).tolist() == [True, False, False]
     _, report = step(runner, [Row("unread", 4, 4)])
     assert report is None
 
@@ -267,7 +268,7 @@ def test_tokens_computed_again_after_a_reset_of_the_prefix_cache_count_once(new_
     _, report = step(runner, [Row("a", 5, 5)], (new_request("a", 3, 9),))
     seen = runner.all_logits
     expected = token_confidence(torch.cat([seen[0], seen[1], seen[3]]), torch.arange(3))
-    assert report.confidence[:, 0].tolist() == pytest.approx(
+    assert report.confidence[:, 0, 0].tolist() == pytest.approx(
         [expected.mean().item(), expected.std(correction=0).item()], rel=1e-5
     )
 
@@ -356,13 +357,52 @@ def called(name: str, operator: Any, calls: list) -> Any:
     return lambda *tensors: calls.append((name, tensors)) or operator(*tensors)
 
 
-def test_rows_of_speculative_decoding_are_not_observed():
-    runner = RunnerV1()
-    observe_runner(runner, new_ring(), v2=False, cpu=False)
+class Verifying(RunnerV1):
+    """V1 in a step with drafts, of which it accepts as many as it is told."""
+
+    num_drafted: tuple[int, ...]
+    num_sampled: tuple[int, ...]
+
+    def execute_model(self, scheduler_output: Any) -> None:
+        super().execute_model(scheduler_output)
+        self.hidden = torch.randn(sum(self.num_drafted) + len(self.num_drafted), HIDDEN_SIZE)
+        self.execute_model_state = SimpleNamespace(sample_hidden_states=self.hidden)
+
+    def sample_tokens(self, grammar: Any = None) -> Any:
+        logits = torch.randn(len(self.hidden), VOCAB_SIZE)
+        self._sample(logits, SimpleNamespace(num_draft_tokens=list(self.num_drafted)))
+        return self.answer()
+
+    def _sample(self, logits: torch.Tensor, spec_decode_metadata: Any) -> Any:
+        sampled = torch.full((len(self.num_drafted), max(self.num_drafted) + 1), -1)
+        for row, num in enumerate(self.num_sampled):
+            sampled[row, :num] = 5
+        return SimpleNamespace(sampled_token_ids=sampled)
+
+
+@pytest.mark.parametrize("cpu", [False, True])
+def test_of_a_step_s_drafts_those_are_observed_that_are_accepted(cpu):
+    ring, runner = new_ring(), Verifying()
+    observe_runner(runner, ring, v2=False, cpu=cpu)
+    new = (new_request("a", 3, 2), new_request("b", 3, 3), new_request("c", 3, None))
+    runner.num_drafted, runner.num_sampled = (2, 1, 0), (3, 1, 1)
+    _, report = step(runner, [Row("a", 5, 5), Row("b", 4, 4), Row("c", 3, 3)], new)
+    assert report.first_positions.tolist() == [0, 0, 0]
+    seen = ~np.isnan(report.confidence)
+    assert seen[0].tolist() == seen[1].tolist() == [[True, True, True], [True, False, False], [True, False, False]]
+    assert [id for id, _ in report.observations()] == ["a"], "b has one token, of three"
+    features, found = ring.take([StateKey("a", 2), StateKey("b", 3)])
+    assert found == [0]
+    assert torch.equal(features[0], runner.hidden[1])
+    runner.num_drafted, runner.num_sampled = (0, 3, 0), (1, 2, 1)
+    _, report = step(runner, [Row("a", 6, 6), Row("b", 7, 7), Row("c", 4, 4)])
+    assert report.first_positions.tolist() == [3, 1, 1]
+    assert [id for id, _ in report.observations()] == ["b"]
+    assert torch.equal(ring.take([StateKey("b", 3)])[0][0], runner.hidden[2])
+
+
+def test_v2_does_not_observe_drafts():
     rows, new = [Row("a", 3, 3)], (new_request("a", 3, 1),)
-    runner.execute_model(SimpleNamespace(rows=rows, scheduled_new_reqs=new, finished_req_ids=set()))
-    runner._sample(torch.randn(3, VOCAB_SIZE), object())
-    assert runner.candidate_tracker.step is None
     runner = RunnerV2()
     observe_runner(runner, new_ring(), v2=True, cpu=False)
     runner.load_model()

@@ -28,8 +28,9 @@ class Turns:
 
     def __init__(self) -> None:
         self.app: FastAPI = make_app(FakeEngine())
-        grading = self.app.state.rollout_service.grading
-        self.service = SessionService(self._stop, grading, Metrics(CollectorRegistry()), decode)
+        rollouts = self.app.state.rollout_service
+        metrics = Metrics(CollectorRegistry())
+        self.service = SessionService(self._stop, rollouts.grading, rollouts.learning, metrics, decode)
         self.app.state.session_service = self.service
         self.app.add_middleware(ClientNamespaces)
         router = APIRouter(route_class=RolloutRoute)

@@ -166,10 +166,10 @@ class DryRun:
             logits = np.array([self.logits.get(request_id, 0.0) for request_id in due], dtype=np.float32)
             values = np.stack([logits, *[np.nan_to_num(logits)] * 3], axis=1)
             versions = [int(logit == logit) for logit in logits]
-        confidence = np.ones((2, len(output.req_ids)), dtype=np.float32)
+        confidence = np.ones((2, 1, len(output.req_ids)), dtype=np.float32)
         due_at = [self.num_sampled[request_id] for request_id in due]
         logits = np.array([self.logits.get(request_id, 0.0) for request_id in output.req_ids], dtype=np.float32)
-        last = LastLogits(2 * logits, np.ones(len(output.req_ids), dtype=np.int64))
+        last = LastLogits(2 * logits[None], np.ones((1, len(output.req_ids)), dtype=np.int64))
         setattr(output, REPORT_ATTRIBUTE, RunnerReport(confidence, due, values, versions, due_at, last))
 
     def num_tokens(self, request_id: str) -> int:

@@ -7,9 +7,17 @@ from typing import Any
 
 from vllm.config import VllmConfig
 
-from vllm_rollout.config import DEFAULT_AUDIT_RATIO, FEATURE_RING_BYTES, TRAIN_BUDGET_S
+from vllm_rollout.config import DEFAULT_AUDIT_RATIO, DRAFT_MEMORY_BYTES, FEATURE_RING_BYTES, TRAIN_BUDGET_S
+from vllm_rollout.group.drafting import MAX_DRAFT_TOKENS
 
 KEY = "vllm_rollout"
+
+DRAFTS_CONFIG = {
+    "method": "custom_class",
+    "model": "vllm_rollout.Drafts",
+    "num_speculative_tokens": MAX_DRAFT_TOKENS,
+}
+"""`--speculative-config` of a server whose candidates are drafts for each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +50,8 @@ class ServeOptions:
     """It takes them to other hosts, too."""
     audit_ratio: float = DEFAULT_AUDIT_RATIO
     """The ratio for requests that learn and name none."""
+    draft_memory_bytes: int = DRAFT_MEMORY_BYTES
+    """For answers that serve as drafts."""
     beside_rust: bool = False
     """vLLM's Rust front end is the engine cores' first client: it knows no groups, ranks on hold or dead ones."""
 
@@ -66,8 +76,11 @@ class ServeOptions:
 def observing_refusal(vllm_config: VllmConfig) -> str | None:
     """Why rows of the sampler's logits are not this step's requests, so that no candidate can be observed or scored;
     None when they are."""
-    if vllm_config.speculative_config is not None:
-        return "speculative decoding (--speculative-config) makes several tokens of a request in one step"
+    if vllm_config.speculative_config is not None and (
+        vllm_config.scheduler_config.async_scheduling or vllm_config.use_v2_model_runner
+    ):
+        method = vllm_config.speculative_config.method
+        return f"speculative decoding (--speculative-config) by {method!r} says a step late how many tokens there are"
     if vllm_config.parallel_config.enable_batch_sharded_sampling:
         return "--enable-batch-sharded-sampling gives each rank's sampler a part of the batch"
     return None

@@ -46,6 +46,8 @@ class CandidateTag(msgspec.Struct, frozen=True, array_like=True):
     """Its group's part in a round."""
     num_resumed: int = 0
     """Output tokens of an earlier round, at the end of its prompt."""
+    namespace: str = ""
+    """Whose it is: candidates of one prompt are drafts for each other within a namespace."""
 
     def to_extra_args(self) -> dict[str, Any]:
         return {TAG_KEY: msgspec.msgpack.encode(self)}
@@ -69,17 +71,23 @@ class LastLogits(NamedTuple):
     """What the head of whole trajectories says after each token: of the last one it is the final score."""
 
     logits: np.ndarray
-    """float32 [num_rows], by row of the step's batch; NaN for a row that does not ask, and without a head."""
+    """float32 [num_tokens, num_rows], by token of the step and row of its batch; NaN for a row that does not ask, and
+    without a head."""
     head_versions: np.ndarray
-    """int64 [num_rows]; 0: none is trained."""
+    """int64 [num_tokens, num_rows]; 0: none is trained."""
 
     @classmethod
     def of(
-        cls, num_rows: int, rows: Sequence[int] | np.ndarray, logits: np.ndarray, versions: int | np.ndarray
+        cls,
+        shape: tuple[int, int],
+        rows: Sequence[int] | np.ndarray,
+        logits: np.ndarray,
+        versions: int | np.ndarray,
+        tokens: int | np.ndarray = 0,
     ) -> LastLogits:
-        """The logits of a batch in which only these rows ask; `logits` and `versions` are theirs."""
-        last = cls(np.full(num_rows, np.nan, dtype=np.float32), np.zeros(num_rows, dtype=np.int64))
-        last.logits[rows], last.head_versions[rows] = logits, versions
+        """The logits of a step, [num_tokens, num_rows], in which only these rows ask; all others are theirs."""
+        last = cls(np.full(shape, np.nan, dtype=np.float32), np.zeros(shape, dtype=np.int64))
+        last.logits[tokens, rows], last.head_versions[tokens, rows] = logits, versions
         return last
 
 
@@ -87,8 +95,8 @@ class RunnerReport(NamedTuple):
     """What the worker saw of this step's candidates. A tuple, because it is pickled in every step."""
 
     confidence: np.ndarray
-    """float32 [2, num_rows]: mean and standard deviation of the candidate's token confidences, by row of the step's
-    batch; NaN for a row that nobody observes."""
+    """float32 [2, num_tokens, num_rows]: mean and standard deviation of the candidate's token confidences up to each
+    token of the step, of which there is one without drafts, by row of its batch; NaN for a row that nobody observes."""
     due: Sequence[str] = ()
     """Requests that reached their detection length in this step."""
     due_values: np.ndarray | None = None
@@ -97,6 +105,8 @@ class RunnerReport(NamedTuple):
     due_at: Sequence[int] = ()
     """The detection length that each reached."""
     last: LastLogits | None = None
+    first_positions: np.ndarray | None = None
+    """int64 [num_rows]: output tokens before this step; None in a step without drafts."""
 
     def observations(self) -> Iterator[tuple[str, Observation]]:
         """Request id and observation of everything that is due."""
@@ -107,11 +117,19 @@ class RunnerReport(NamedTuple):
             logit, *confidence = row
             yield request_id, Observation(Confidence(*confidence), logit if version else None, version, length)
 
-    def last_observation(self, row: int) -> Observation:
-        """The observation of a candidate whose last token is in that row of the step's batch."""
-        confidence = Confidence(float(self.confidence[0, row]), math.nan, math.nan)
-        version = 0 if self.last is None else int(self.last.head_versions[row])
-        logit = float(self.last.logits[row]) if version else None
+    def token_of(self, row: int, num_tokens: int) -> int | None:
+        """Which token of the step is the last one of a request in that row that has `num_tokens` output tokens; None
+        where the step has not sampled it."""
+        if self.first_positions is None:
+            return 0
+        token = num_tokens - 1 - int(self.first_positions[row])
+        return token if 0 <= token < self.confidence.shape[1] else None
+
+    def last_observation(self, row: int, token: int) -> Observation:
+        """The observation of a candidate whose last token is that one of that row of the step's batch."""
+        confidence = Confidence(float(self.confidence[0, token, row]), math.nan, math.nan)
+        version = 0 if self.last is None else int(self.last.head_versions[token, row])
+        logit = float(self.last.logits[token, row]) if version else None
         return Observation(confidence, logit, version, WHOLE)
 
 

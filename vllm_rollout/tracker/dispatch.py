@@ -52,14 +52,12 @@ class Implementation:
 @functools.cache
 def active_implementation(device_type: str, operator: Operator = "token_confidence") -> Implementation:
     """The implementation of `operator` for tensors on `device_type`, such as "cpu" or "cuda"."""
-    choice = os.environ.get(OPS_VARIABLE, "auto")
-    if choice not in OPS_CHOICES:
-        raise ValueError(f"{OPS_VARIABLE} must be one of {', '.join(OPS_CHOICES)}, got {choice!r}")
+    forced = reference_is_forced()
     if operator not in OPERATORS:
         raise ValueError(f"operator must be one of {', '.join(OPERATORS)}, got {operator!r}")
     found: Implementation | str | None = None
-    if choice == "torch":
-        found = f"{OPS_VARIABLE}=torch"
+    if forced is not None:
+        found = forced
     elif device_type not in ("cpu", "cuda"):
         found = f"no kernel for device type {device_type!r}"
     elif device_type == "cpu" and operator in FAKES:
@@ -69,8 +67,16 @@ def active_implementation(device_type: str, operator: Operator = "token_confiden
     return found if isinstance(found, Implementation) else Implementation("torch", found, REFERENCES[operator])
 
 
-def _cpp(operator: Operator) -> Implementation | str:
-    """The operator in C++, or why it is not active."""
+def reference_is_forced() -> str | None:
+    """The setting that forces the reference; None when whatever is fastest may serve."""
+    choice = os.environ.get(OPS_VARIABLE, "auto")
+    if choice not in OPS_CHOICES:
+        raise ValueError(f"{OPS_VARIABLE} must be one of {', '.join(OPS_CHOICES)}, got {choice!r}")
+    return f"{OPS_VARIABLE}=torch" if choice == "torch" else None
+
+
+def extension_fault() -> str | None:
+    """Why nothing of csrc can serve; None when its library is loaded."""
     try:
         from vllm_rollout import _C  # noqa: F401  (importing it registers the operators)
     except ModuleNotFoundError:
@@ -80,6 +86,14 @@ def _cpp(operator: Operator) -> Implementation | str:
         if torch.__version__ < MIN_TORCH:
             remedy = f"it needs torch {'.'.join(map(str, MIN_TORCH))} or later, found {torch.__version__}"
         return f"vllm_rollout._C does not load ({error}): {remedy}"
+    return None
+
+
+def _cpp(operator: Operator) -> Implementation | str:
+    """The operator in C++, or why it is not active."""
+    fault = extension_fault()
+    if fault is not None:
+        return fault
     if not hasattr(torch.ops.vllm_rollout, operator):
         return f"vllm_rollout._C was built before it had {operator}: run `{build_command()}` to rebuild it"
     kernel = getattr(torch.ops.vllm_rollout, operator).default

@@ -37,6 +37,8 @@ class LastLogits:
 
     rows: np.ndarray
     """int64 [num_final]: those that ask, of the step's batch."""
+    tokens: np.ndarray
+    """int64 [num_final]: which of the step's tokens of its request, 0 for the first."""
     logits: torch.Tensor
     """float32 [num_final]."""
     head_versions: np.ndarray
@@ -51,8 +53,13 @@ class StepValues:
     """The rows of the step's batch."""
     rows: np.ndarray
     """int64 [num_seen]: the rows that were looked at."""
+    tokens: np.ndarray
+    """int64 [num_seen]: which of the step's tokens of its request, 0 for the first."""
     moments: torch.Tensor
     """float32 [num_seen, 2]: mean and standard deviation of the candidate's token confidences up to this token."""
+    first_positions: np.ndarray | None = None
+    """int64 [num_rows]: the number of output tokens before this step, of rows that were looked at; None in a step
+    without drafts, which samples one token of each."""
     due: DueRows | None = None
     last: LastLogits | None = None
     ended: EndedStates | None = None

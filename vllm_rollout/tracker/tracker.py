@@ -19,14 +19,15 @@ from vllm_rollout.tracker.last_states import EndedStates, LastStates
 from vllm_rollout.tracker.ops import quality_head, token_confidence, update_confidence, windowed_confidence
 from vllm_rollout.tracker.quality_head import HeadWeights
 from vllm_rollout.tracker.step_values import DueRows, LastLogits, StepValues
+from vllm_rollout.tracker.verified import NO_POSITION, SeenTokens, VerifiedDrafts
 
 NO_SLOT = -1
 """The slot of a row that is no candidate's."""
 UNSCORED = 0
 """Detection length of a candidate that is not scored."""
 NUM_KEPT = 16
-"""States kept of each candidate: that many tokens less one may be in flight and be dropped, a step of each stage of a
-pipeline and of the asynchronous loop."""
+"""States kept of each candidate: that many tokens less one may be dropped, a step of each stage of a pipeline and of
+the asynchronous loop, or the drafts of one step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,17 +200,24 @@ class CandidateTracker:
             self._hidden, self._hidden_rows = hidden, rows
 
     def observe(
-        self, request_ids: Sequence[str], logits: torch.Tensor, num_computed: np.ndarray, unfinished: np.ndarray
+        self,
+        request_ids: Sequence[str],
+        logits: torch.Tensor,
+        num_computed: np.ndarray,
+        unfinished: np.ndarray,
+        verified: VerifiedDrafts | None = None,
     ) -> None:
         """Account for one step.
 
         Args:
             request_ids: request of each row, [num_rows].
-            logits: [num_rows, vocab_size], before temperature.
-            num_computed: tokens of each row's request computed by the end of this step, prompt included, int
-                [num_rows].
+            logits: [num_rows, vocab_size], before temperature; with `verified` [num_rows and all their drafts,
+                vocab_size].
+            num_computed: tokens of each row's request computed by the end of this step, prompt included and drafts
+                left out, int [num_rows].
             unfinished: bool [num_rows]; a row whose prompt, or whose tokens from before a preemption, are not all
                 computed yet samples no token.
+            verified: what became of the step's drafts; None in a step that had none.
         """
         self.step = None
         if not self._slots:
@@ -220,22 +228,31 @@ class CandidateTracker:
         rows = np.flatnonzero((self._row_slots != NO_SLOT) & ~unfinished)
         if not len(rows):
             return
-        slots = self._row_slots[rows]
-        positions = num_computed[rows] - self._prompt_lengths[slots]
-        arrays = [rows, slots, positions]
+        seen = SeenTokens.one_of_each(rows) if verified is None else verified.seen(rows)
+        slots = self._row_slots[seen.rows]
+        positions = num_computed[seen.rows] - self._prompt_lengths[slots] + seen.tokens
+        arrays = [seen.logit_rows, slots, positions]
         due = self._due(slots, positions) if self._hidden is not None else ()
         if len(due):
-            arrays += [rows[due], slots[due], self._num_before[slots[due]]]
+            arrays += [seen.logit_rows[due], slots[due], self._num_before[slots[due]]]
         device_rows, device_slots, device_positions, *device_due = self._upload(arrays)
         confidence = token_confidence(logits, device_rows)
-        moments = update_confidence(device_slots, device_positions, confidence, self._means, self._m2s, self._trace)
-        self.step = StepValues(len(request_ids), rows, moments)
+        statistics = (self._means, self._m2s, self._trace)
+        moments = [
+            update_confidence(device_slots[its], device_positions[its], confidence[its], *statistics)
+            for its in seen.of_each_token
+        ]
+        self.step = StepValues(len(request_ids), seen.rows, seen.tokens, _together(moments))
+        if verified is not None:
+            first = np.full(len(request_ids), NO_POSITION, dtype=np.int64)
+            first[rows] = num_computed[rows] - self._prompt_lengths[self._row_slots[rows]]
+            self.step = replace(self.step, first_positions=first)
         if len(due):
-            ids = [request_ids[row] for row in rows[due]]
+            ids = [request_ids[row] for row in seen.rows[due]]
             reached = positions[due] + 1 + self._num_before[slots[due]]
             self.step = replace(self.step, due=self._score(ids, self._by_head(slots[due], reached), *device_due))
         if self._hidden is not None and self._is_final[slots].any():
-            self._see_last(rows, slots, positions)
+            self._see_last(seen, slots, positions)
         if (ended := self.last_states.take_ended()) is not None:
             self.step = replace(self.step, ended=ended)
         self._hidden = self._hidden_rows = None
@@ -251,22 +268,28 @@ class CandidateTracker:
         ended = self.last_states.take_ended()
         return None if ended is None else replace(ended, states=ended.states.cpu())
 
-    def _see_last(self, rows: np.ndarray, slots: np.ndarray, positions: np.ndarray) -> None:
+    def _see_last(self, seen: SeenTokens, slots: np.ndarray, positions: np.ndarray) -> None:
         """Keep the states of tokens that may be the last ones, and score them."""
         final = np.flatnonzero(self._is_final[slots])
         final = final[np.argsort(self._adapters[slots[final]], kind="stable")]
-        rows, slots, positions = rows[final], slots[final], positions[final]
-        device_rows, device_slots, device_positions = self._upload([rows, slots, positions])
+        seen, slots, positions = seen.some(final), slots[final], positions[final]
+        device_rows, device_slots, device_positions = self._upload([seen.logit_rows, slots, positions])
         states = self._hidden.index_select(0, self._hidden_positions(device_rows))
         self.last_states.see(slots, positions, device_slots, device_positions, states)
         logits, versions = self._logits(self._by_head(slots, np.full_like(slots, WHOLE)), device_rows)
         if any(versions):
-            self.step = replace(self.step, last=LastLogits(rows, logits, np.array(versions)))
+            self.step = replace(self.step, last=LastLogits(seen.rows, seen.tokens, logits, np.array(versions)))
 
     def _due(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Which of the rows make the last token before a detection, those of one head together."""
+        """Which of the tokens are the last one before a detection, those of one head together. Of a candidate that
+        reaches several detection lengths in one step it is its own, or else the first."""
         reached = positions + 1 + self._num_before[slots]
-        due = np.flatnonzero((reached[:, None] == self._detection_lengths[slots]).any(axis=1))
+        of_its_lengths = reached[:, None] == self._detection_lengths[slots]
+        due = np.flatnonzero(of_its_lengths.any(axis=1))
+        if len(due) > 1:
+            is_trial = ~of_its_lengths[due, 0]
+            due = due[np.lexsort((positions[due], is_trial))]
+            due = due[np.unique(slots[due], return_index=True)[1]]
         return due[np.lexsort((self._adapters[slots[due]], reached[due]))]
 
     def _by_head(self, slots: np.ndarray, lengths: np.ndarray) -> list[tuple[HeadKey, slice]]:

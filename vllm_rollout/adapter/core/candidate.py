@@ -22,7 +22,18 @@ END_REASONS: dict[RequestStatus, EndReason] = {
 class EngineCandidate:
     """A tagged request inside the scheduler."""
 
-    __slots__ = ("end_reason", "group", "held", "id", "pauses", "reads_notes", "refusal", "request", "stop_strings")
+    __slots__ = (
+        "end_reason",
+        "group",
+        "held",
+        "id",
+        "num_dropped",
+        "pauses",
+        "reads_notes",
+        "refusal",
+        "request",
+        "stop_strings",
+    )
 
     id: CandidateId
     group: Group
@@ -39,6 +50,13 @@ class EngineCandidate:
         self.end_reason: EndReason | None = None
         self.refusal: str | None = None
         """Why its group did not take it."""
+        self.num_dropped = 0
+        """Tokens after the one that completed a stop string, of the same step."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Output tokens."""
+        return self.request.num_output_tokens - self.num_dropped
 
 
 def last_observation(candidate: EngineCandidate, model_runner_output: ModelRunnerOutput) -> Observation | None:
@@ -47,26 +65,32 @@ def last_observation(candidate: EngineCandidate, model_runner_output: ModelRunne
     plan = candidate.group.terms.pruning
     if plan is None or not plan.final_score or candidate.end_reason == "failed":
         return None
-    found = _report_of(candidate.request.request_id, model_runner_output)
+    found = _last_token(candidate, model_runner_output)
     if found is None:
         return None
-    report, row = found
-    return report.last_observation(row)
+    report, row, token = found
+    return report.last_observation(row, token)
 
 
-def confidence_of(request_id: str, model_runner_output: ModelRunnerOutput | None) -> tuple[float, float] | None:
+def confidence_of(
+    candidate: EngineCandidate, model_runner_output: ModelRunnerOutput | None
+) -> tuple[float, float] | None:
     """Mean and standard deviation of its token confidences; None when this step's report does not have them."""
-    found = None if model_runner_output is None else _report_of(request_id, model_runner_output)
+    found = None if model_runner_output is None else _last_token(candidate, model_runner_output)
     if found is None:
         return None
-    report, row = found
-    mean, std = report.confidence[:, row].tolist()
+    report, row, token = found
+    mean, std = report.confidence[:, token, row].tolist()
     return (mean, std) if mean == mean else None
 
 
-def _report_of(request_id: str, model_runner_output: ModelRunnerOutput) -> tuple[RunnerReport, int] | None:
-    """This step's report and the request's row in it; None when it is not there, or the worker observed no candidate
-    in this step."""
-    row = model_runner_output.req_id_to_index.get(request_id)
+def _last_token(
+    candidate: EngineCandidate, model_runner_output: ModelRunnerOutput
+) -> tuple[RunnerReport, int, int] | None:
+    """This step's report, the candidate's row in it, and which token of the step is its last; None when it is not
+    there, or the worker observed no candidate in this step."""
+    row = model_runner_output.req_id_to_index.get(candidate.request.request_id)
     report: RunnerReport | None = model_runner_output.__dict__.get(REPORT_ATTRIBUTE)
-    return None if row is None or report is None else (report, row)
+    if row is None or report is None or (token := report.token_of(row, candidate.num_tokens)) is None:
+        return None
+    return report, row, token

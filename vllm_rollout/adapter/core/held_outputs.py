@@ -7,6 +7,19 @@ from vllm.v1.engine import EngineCoreEvent, EngineCoreOutput
 from vllm.v1.outputs import LogprobsLists
 
 
+def keep_first(output: EngineCoreOutput, num_tokens: int) -> None:
+    """Take from a step's output what comes after that many of its tokens."""
+    output.new_token_ids = output.new_token_ids[:num_tokens]
+    if (logprobs := output.new_logprobs) is not None:
+        output.new_logprobs = LogprobsLists(
+            logprobs.logprob_token_ids[:num_tokens],
+            logprobs.logprobs[:num_tokens],
+            logprobs.sampled_token_ranks[:num_tokens],
+        )
+    if output.routed_experts is not None:
+        output.routed_experts = output.routed_experts[:num_tokens]
+
+
 class HeldOutputs:
     """What one candidate's unsent outputs carried. The outputs themselves are let go: a step makes one per candidate.
 

@@ -24,6 +24,9 @@ from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.adapter.parcel import KVBlocks, KVSegment
 from vllm_rollout.group.ranks.load import ArrivedKV, TransferCost
 
+WITHOUT_BLOCKS = ("custom_class", "ngram", "suffix")
+"""Methods of speculative decoding whose drafts no model makes."""
+
 logger = init_logger("vllm.vllm_rollout")
 
 
@@ -165,7 +168,8 @@ def refusal(scheduler: Scheduler) -> str | None:
         return "an emulated device keeps none"
     if not scheduler.kv_cache_manager.enable_caching:
         return "prefix caching is off"
-    if scheduler.vllm_config.speculative_config is not None:
+    speculative = scheduler.vllm_config.speculative_config
+    if speculative is not None and speculative.method not in WITHOUT_BLOCKS:
         return "a draft model has blocks of its own"
     if len(groups) != 1 or not isinstance(groups[0].kv_cache_spec, FullAttentionSpec):
         return "not all layers keep every token"

@@ -23,6 +23,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_rollout.adapter.compat import check_vllm_version
 from vllm_rollout.adapter.core.calls import add_rollout_calls
 from vllm_rollout.adapter.core.candidate import END_REASONS, EngineCandidate, confidence_of, last_observation
+from vllm_rollout.adapter.core.held_outputs import keep_first
 from vllm_rollout.adapter.core.joining import Joining, JoinRefused
 from vllm_rollout.adapter.core.moving import GroupMoves
 from vllm_rollout.adapter.core.readings import Readings
@@ -157,7 +158,7 @@ class GroupSchedulerMixin:
         del candidate.pauses[max(0, len(moved.pauses) + num_missed_resumes) :]
         if request.sampling_params.stop:
             candidate.stop_strings = self._stop_strings.watch(request)
-            candidate.stop_strings.found_in(moved.output_token_ids)  # none was, or it would be over
+            candidate.stop_strings.found_at(moved.output_token_ids)  # none was, or it would be over
             self._num_with_stop_strings += 1
         self._candidates[request.request_id] = self._by_id[candidate.id] = candidate
         return candidate
@@ -276,12 +277,10 @@ class GroupSchedulerMixin:
         """Tell the groups what ended, and ask what is to stop."""
         for candidate in self._ended:
             if candidate.refusal is None:
-                num_tokens = candidate.request.num_output_tokens
+                num_tokens = candidate.num_tokens
                 last = last_observation(candidate, model_runner_output)
                 self.group_steps.ended(candidate.id, candidate.group, candidate.end_reason, num_tokens, last)
-        return self.group_steps.close_step(
-            due, lambda id: self._by_id[id].request.num_output_tokens, now_s=self.clock()
-        )
+        return self.group_steps.close_step(due, lambda id: self._by_id[id].num_tokens, now_s=self.clock())
 
     def _end_by_stop_strings(self, outputs: dict[int, EngineCoreOutputs]) -> None:
         for step_outputs in outputs.values():
@@ -289,8 +288,12 @@ class GroupSchedulerMixin:
                 candidate = self._candidates.get(output.request_id)
                 if candidate is None or candidate.stop_strings is None:
                     continue
-                if not candidate.stop_strings.found_in(output.new_token_ids):
+                num_kept = candidate.stop_strings.found_at(output.new_token_ids)
+                if num_kept is None:
                     continue
+                candidate.num_dropped = len(output.new_token_ids) - num_kept
+                if candidate.num_dropped:  # drafts beyond the end
+                    keep_first(output, num_kept)
                 if candidate.end_reason is None:
                     self.finish_requests(output.request_id, RequestStatus.FINISHED_ABORTED)
                     # The API process finds the string itself and turns this into finish reason `stop`;
@@ -386,7 +389,7 @@ class GroupSchedulerMixin:
         note = EndingNote(
             state=group.state(id.index),
             end_step=group.end_step(id.index),
-            confidence=confidence_of(output.request_id, model_runner_output),
+            confidence=confidence_of(candidate, model_runner_output),
             pauses=candidate.pauses,
             assessment=group.assessments.get(id.index),
             final=group.finals.get(id.index),

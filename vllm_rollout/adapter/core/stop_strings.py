@@ -21,8 +21,12 @@ class StopStrings:
     def __init__(self, detokenizer: IncrementalDetokenizer) -> None:
         self._detokenizer = detokenizer
 
-    def found_in(self, new_token_ids: list[int]) -> bool:
-        return self._detokenizer.update(new_token_ids, stop_terminated=False) is not None
+    def found_at(self, new_token_ids: list[int]) -> int | None:
+        """How many of the new tokens there are up to the one that completes a stop string; None when none does."""
+        for num_kept, token_id in enumerate(new_token_ids, start=1):
+            if self._detokenizer.update([token_id], stop_terminated=False) is not None:
+                return num_kept
+        return None
 
 
 class StopStringsFactory:

@@ -246,10 +246,10 @@ class EmulatedRunner:
             return None
         states = torch.from_numpy(np.stack([request.hidden_state() for _, request in final]))
         logits = quality_head(states, torch.arange(len(final)), *head.weights).numpy()
-        return LastLogits.of(num_rows, [row for row, _ in final], logits, head.version)
+        return LastLogits.of((1, num_rows), [row for row, _ in final], logits, head.version)
 
     def _report(self, means: np.ndarray, due: Sequence[tuple[str, int]]) -> RunnerReport:
-        confidence = np.stack([means, np.where(np.isnan(means), means, CONFIDENCE_DEVIATION_NATS)])
+        confidence = np.stack([means, np.where(np.isnan(means), means, CONFIDENCE_DEVIATION_NATS)])[:, None]
         if not due:
             return RunnerReport(confidence)
         values = np.empty((len(due), DUE_COLUMNS), dtype=np.float32)

@@ -9,17 +9,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from vllm.distributed.parallel_state import get_pp_group
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from vllm_rollout.adapter.names import learned_name
 from vllm_rollout.adapter.parcel import MovedCandidate, WorkerState
 from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, CandidateTag, LastLogits, RunnerReport
+from vllm_rollout.adapter.worker.drafts import Drafts
 from vllm_rollout.adapter.worker.features import attach, detach
 from vllm_rollout.tracker.feature_ring import FeatureRing, StateKey
 from vllm_rollout.tracker.step_values import StepValues
 from vllm_rollout.tracker.tracker import CandidateTracker
+from vllm_rollout.tracker.verified import VerifiedDrafts
 from vllm_rollout.tracker.warm_up import warm_up
 
 if TYPE_CHECKING:
@@ -75,14 +79,18 @@ class ObservedOutput(AsyncModelRunnerOutput):
 
 def _attach(output: ModelRunnerOutput, step: StepValues, ring: FeatureRing) -> None:
     """Put a step's values, which are on the host, where the scheduler reads them, and its features into the ring."""
-    moments = np.full((2, step.num_rows), np.nan, dtype=np.float32)
-    moments[:, step.rows] = step.moments.numpy().T
-    report, due = RunnerReport(moments), step.due
+    shape = (int(step.tokens[-1]) + 1, step.num_rows)
+    moments = np.full((2, *shape), np.nan, dtype=np.float32)
+    moments[:, step.tokens, step.rows] = step.moments.numpy().T
+    report, due = RunnerReport(moments, first_positions=step.first_positions), step.due
     if due is not None:
-        report = RunnerReport(moments, due.request_ids, due.values.numpy(), due.head_versions, due.lengths)
+        report = report._replace(
+            due=due.request_ids, due_values=due.values.numpy(), head_versions=due.head_versions, due_at=due.lengths
+        )
         ring.put([StateKey(*key) for key in zip(due.request_ids, due.lengths, strict=True)], due.features)
     if (last := step.last) is not None:
-        report = report._replace(last=LastLogits.of(step.num_rows, last.rows, last.logits.numpy(), last.head_versions))
+        logits = LastLogits.of(shape, last.rows, last.logits.numpy(), last.head_versions, last.tokens)
+        report = report._replace(last=logits)
     if (ended := step.ended) is not None:
         ring.put(ended.keys, ended.states)
     setattr(output, REPORT_ATTRIBUTE, report)
@@ -90,6 +98,8 @@ def _attach(output: ModelRunnerOutput, step: StepValues, ring: FeatureRing) -> N
 
 class RunnerMixin:
     """What both generations share. Overrides: execute_model, sample_tokens, _dummy_sampler_run."""
+
+    drafts: Drafts | None = None
 
     def start_tracking(self, ring: FeatureRing | None, num_in_flight: int) -> None:
         """Make the tracker. Without a ring (nobody reads this rank's outputs, or its rows are not whole requests)
@@ -122,6 +132,8 @@ class RunnerMixin:
             if self.feature_ring is not None:
                 attach(self.feature_ring, request_id, state.features)
             self._know(candidate)
+            if self.drafts is not None:
+                self.drafts.arrived(candidate)
 
     @property
     def kv_blocks(self) -> list[torch.Tensor]:
@@ -145,6 +157,8 @@ class RunnerMixin:
             for request in scheduler_output.scheduled_new_reqs:
                 _start_observing(tracker, request)
         tracker.start_step()
+        if self.drafts is not None:
+            self.drafts.see_step(scheduler_output)
         return super().execute_model(scheduler_output, *args, **kwargs)
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
@@ -196,6 +210,12 @@ def _num_prompt_tokens(request: NewRequestData) -> int:
 class RunnerV1Mixin(RunnerMixin):
     """`vllm/v1/worker/gpu_model_runner.py` and its CPU subclass. Overrides: those of RunnerMixin, _sample."""
 
+    def start_tracking(self, *args: Any, **kwargs: Any) -> None:
+        super().start_tracking(*args, **kwargs)
+        if self.speculative_config is not None and get_pp_group().is_last_rank and isinstance(self.drafter, Drafts):
+            self.drafts = self.drafter
+            self.drafts.attend(lambda: self.input_batch)
+
     def _generator_state(self, request_id: str) -> bytes | None:
         request = self.requests.get(request_id)
         if request is None or request.generator is None:
@@ -226,13 +246,22 @@ class RunnerV1Mixin(RunnerMixin):
         return super().sample_tokens(*args, **kwargs)
 
     def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any, *args: Any, **kwargs: Any) -> Any:
-        # Before sampling: float32 logits are scaled by the temperature in place.
-        if len(self.candidate_tracker) and logits is not None and spec_decode_metadata is None:
-            num_rows = self.input_batch.num_reqs
-            unfinished = self.discard_request_mask.np[:num_rows]
-            num_computed = self.optimistic_seq_lens_cpu[:num_rows].numpy()  # exact without speculative decoding
+        if logits is None or not len(self.candidate_tracker):
+            return super()._sample(logits, spec_decode_metadata, *args, **kwargs)
+        num_rows = self.input_batch.num_reqs
+        unfinished = self.discard_request_mask.np[:num_rows]
+        num_computed = self.optimistic_seq_lens_cpu[:num_rows].numpy()  # exact in the synchronous loop
+        if spec_decode_metadata is None:  # before sampling: float32 logits are scaled by the temperature in place
             self.candidate_tracker.observe(self.input_batch.req_ids, logits, num_computed, unfinished)
-        return super()._sample(logits, spec_decode_metadata, *args, **kwargs)
+            return super()._sample(logits, spec_decode_metadata, *args, **kwargs)
+        # After sampling, which tells how many tokens there are. Verification works on copies of the logits.
+        output = super()._sample(logits, spec_decode_metadata, *args, **kwargs)
+        num_drafted = np.array(spec_decode_metadata.num_draft_tokens, dtype=np.int64)
+        num_sampled = (output.sampled_token_ids != PLACEHOLDER_TOKEN_ID).sum(dim=1).cpu().numpy()
+        verified = VerifiedDrafts(num_drafted, num_sampled)
+        request_ids = self.input_batch.req_ids
+        self.candidate_tracker.observe(request_ids, logits, num_computed - num_drafted, unfinished, verified)
+        return output
 
     def _copy_stream(self) -> torch.cuda.Stream:
         return self.async_output_copy_stream

@@ -44,6 +44,7 @@ class RolloutWorker(WorkerCalls, KVCalls, PlatformWorker):
         seen_by = ring if refusal is None else None
         num_stages = self.vllm_config.parallel_config.pipeline_parallel_size
         num_in_flight = self.vllm_config.scheduler_config.async_scheduling + num_stages - 1
+        num_in_flight += self.vllm_config.num_speculative_tokens  # a step may make more than a candidate had left
         observe_runner(
             self.model_runner,
             seen_by,

@@ -56,6 +56,12 @@ def key_of_content(content: str) -> str:
     return f"{KEY_OF_TOKENS}{digest_of([*map(ord, content)]) if rest else tokens}"
 
 
+def draft_key(namespace: str, token_ids: Sequence[int], adapter: str) -> str:
+    """The name of a prompt whose answers are drafts for each other: how long an answer takes tells what others were
+    answered, so that nobody shares them with another namespace."""
+    return json.dumps([namespace, digest_of(token_ids), adapter])
+
+
 def seed_for(seed: int, prompt: str) -> int:
     """A seed for the prompt of this name, below 2**62: above it are as many more as a prompt has candidates.
 

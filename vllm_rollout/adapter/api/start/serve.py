@@ -29,10 +29,11 @@ from vllm_rollout.adapter.api.start import front_ends, judge, rewards
 from vllm_rollout.adapter.api.trainers import trainers
 from vllm_rollout.adapter.compat import check_vllm_version, lacking, vllm_version
 from vllm_rollout.adapter.names import SCHEDULER_CLS, WORKER_CLS
-from vllm_rollout.adapter.options import ServeOptions
+from vllm_rollout.adapter.options import DRAFTS_CONFIG, ServeOptions
 from vllm_rollout.config import (
     CPU_BLOCK_SIZE_TOKENS,
     DEFAULT_AUDIT_RATIO,
+    DRAFT_MEMORY_BYTES,
     FEATURE_RING_BYTES,
     RECORD_MAX_MIB,
     TRAIN_BUDGET_S,
@@ -192,6 +193,21 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "on this host (auto), or between hosts too, by the package nixl (nixl); or the other rank computes it again "
         "(off). Default: %(default)s.",
     )
+    group.add_argument(
+        "--rollout-drafts",
+        choices=["on", "off"],
+        default="off",
+        help="Whether tokens of a candidate's siblings, and of earlier answers of its prompt, are drafts that vLLM "
+        "verifies several at a time where that is faster; no probability changes. Needs model runner V1, and vLLM "
+        "schedules synchronously then. Default: %(default)s.",
+    )
+    group.add_argument(
+        "--rollout-draft-memory-mb",
+        metavar="MB",
+        type=_positive,
+        default=DRAFT_MEMORY_BYTES / 2**20,
+        help="Host memory for answers that serve as drafts; those not used for longest go first. Default: %(default)s.",
+    )
 
 
 def _admin_key(text: str) -> AdminKey:
@@ -227,6 +243,11 @@ def refuse_unsupported(args: argparse.Namespace, parser: argparse.ArgumentParser
         parser.error(f"--rollout-state {args.rollout_state}: {error.strerror}. Name a folder that can be written.")
     if args.rollout_move_kv == "nixl" and not is_nixl_available():
         parser.error("--rollout-move-kv nixl needs NIXL on every host: pip install 'vllm-rollout[nixl]'.")
+    if args.rollout_drafts == "on" and args.speculative_config is not None:
+        parser.error(
+            f"--rollout-drafts on sets --speculative-config, which is {args.speculative_config!r} here: vLLM has one "
+            "source of drafts. Leave out one of them."
+        )
     for flag, value, ours in (
         ("--scheduler-cls", args.scheduler_cls, SCHEDULER_CLS),
         ("--worker-cls", args.worker_cls, WORKER_CLS),
@@ -274,8 +295,11 @@ def switch_on(args: argparse.Namespace, default_model: str) -> None:
         moves_kv=args.rollout_move_kv != "off",
         moves_kv_by_nixl=args.rollout_move_kv == "nixl",
         audit_ratio=args.rollout_audit_ratio,
+        draft_memory_bytes=int(args.rollout_draft_memory_mb * 2**20),
         beside_rust=args.rust_front_end is not None,
     )
+    if args.rollout_drafts == "on":
+        args.speculative_config = dict(DRAFTS_CONFIG)
     args.additional_config = options.into(args.additional_config)
     args.scheduler_cls = SCHEDULER_CLS
     args.worker_cls = WORKER_CLS

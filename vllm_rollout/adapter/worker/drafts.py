@@ -1,0 +1,147 @@
+"""Drafts for candidates, from what their siblings have generated and from earlier answers of their prompt: the proposer
+that vLLM's speculative decoding names, method `custom_class`, model `vllm_rollout.Drafts`.
+
+Invariant: a draft changes no probability, since vLLM verifies each one by rejection; a request that is no candidate has
+none, and a candidate has drafts of its own prompt and namespace only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+from vllm.v1.request import Request
+from vllm.v1.worker.gpu_input_batch import InputBatch
+
+from vllm_rollout.adapter.names import learned_name
+from vllm_rollout.adapter.options import ServeOptions
+from vllm_rollout.adapter.parcel import MovedCandidate
+from vllm_rollout.adapter.wire import CandidateTag
+from vllm_rollout.group.drafting import NUM_BINS, DraftingRule
+from vllm_rollout.group.plans.prompt_key import draft_key
+from vllm_rollout.tracker.draft_memory import DraftMemory
+
+NO_BIN = -1
+"""Where a row has no draft."""
+
+
+class Drafts:
+    """vLLM's custom proposer: `propose` of each step, after its tokens are known. `see_step` comes before."""
+
+    def __init__(self, vllm_config: VllmConfig, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.memory = DraftMemory(ServeOptions.of(vllm_config).draft_memory_bytes)
+        self.rule = DraftingRule()
+        self._clock = clock
+        self._most = vllm_config.speculative_config.num_speculative_tokens
+        self._room = vllm_config.model_config.max_model_len
+        self._batch: Callable[[], InputBatch] | None = None
+        self._sequences: dict[str, int] = {}
+        """By request id: the sequences of running candidates."""
+        self._verifying: dict[int, np.ndarray] = {}
+        """By sequence, the bins of the drafts that are being verified."""
+        self._step: tuple[int, int, float] | None = None
+        """Rows, drafts and beginning of the step before, which only decoded; None where it did more."""
+
+    def attend(self, batch: Callable[[], InputBatch]) -> None:
+        """`batch`: the runner's, whose requests are the rows of what `propose` is given."""
+        self._batch = batch
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """There is none."""
+
+    def see_step(self, step: SchedulerOutput) -> None:
+        """A step begins: who has come and gone, and how long the one before took."""
+        self._learn_cost(step)
+        self._verifying = {  # vLLM may have had room for fewer
+            sequence: self._verifying[sequence][: len(tokens)]
+            for id, tokens in step.scheduled_spec_decode_tokens.items()
+            if (sequence := self._sequences.get(id)) in self._verifying
+        }
+        gone = [self._sequences.pop(id) for id in step.finished_req_ids if id in self._sequences]
+        if gone:
+            self.memory.end(gone)
+        for request in step.scheduled_new_reqs:
+            self._know(request, request.req_id)
+
+    def arrived(self, candidate: MovedCandidate) -> None:
+        """A candidate comes that has run elsewhere."""
+        request = candidate.request
+        self._know(request, request.request_id, candidate.output_token_ids)
+
+    def propose(
+        self,
+        sampled_token_ids: Sequence[Sequence[int]],
+        num_tokens_no_spec: np.ndarray,
+        token_ids_cpu: np.ndarray,
+        *args: Any,
+        **kwargs: Any,
+    ) -> list[list[int]]:
+        """Drafts of the next step, a list for each row of the batch, empty where there are none."""
+        request_ids = self._batch().req_ids
+        rows = [row for row, id in enumerate(request_ids) if id in self._sequences]
+        drafts: list[list[int]] = [[] for _ in request_ids]
+        if not rows:
+            return drafts
+        sequences = np.array([self._sequences[request_ids[row]] for row in rows], dtype=np.int64)
+        sampled = [sampled_token_ids[row] for row in rows]
+        self._learn_accepted(sequences, np.array(list(map(len, sampled))))
+        longest = min(self.rule.longest(len(request_ids)), self._most)
+        room = np.array([self._room - 1 - int(num_tokens_no_spec[row]) for row in rows]).clip(0, longest)
+        found = self.memory.step(sequences, _padded(sampled), np.where(list(map(len, sampled)), room, 0))
+        if not found.tokens.size:
+            return drafts
+        is_draft = found.tokens >= 0
+        bins = np.where(is_draft, (found.probabilities * NUM_BINS).astype(np.int64).clip(max=NUM_BINS - 1), NO_BIN)
+        choice = self.rule.choose(len(request_ids), np.bincount(bins[is_draft], minlength=NUM_BINS).tolist())
+        lengths = (bins >= choice.least_bin).sum(axis=1)
+        lengths = np.diff(np.minimum(np.cumsum(lengths), choice.most), prepend=0)
+        for row, tokens, length in zip(rows, found.tokens, lengths.tolist(), strict=True):
+            drafts[row] = tokens[:length].tolist()
+        self._verifying = {
+            sequence: bins[row, :length]
+            for row, (sequence, length) in enumerate(zip(sequences.tolist(), lengths.tolist(), strict=True))
+            if length
+        }
+        return drafts
+
+    def _know(self, request: NewRequestData | Request, request_id: str, generated: Sequence[int] = ()) -> None:
+        params, prompt = request.sampling_params, request.prompt_token_ids
+        if params is None or prompt is None or request_id in self._sequences:
+            return
+        if (tag := CandidateTag.of(params.extra_args)) is not None:
+            own = prompt[: len(prompt) - tag.num_resumed]
+            key = draft_key(tag.namespace, own, learned_name(request.lora_request))
+            self._sequences[request_id] = self.memory.begin(key, np.array([*prompt, *generated], dtype=np.int32))
+
+    def _learn_accepted(self, sequences: np.ndarray, num_sampled: np.ndarray) -> None:
+        verifying, self._verifying = self._verifying, {}
+        if not verifying:
+            return
+        drafted, accepted = np.zeros((2, NUM_BINS), dtype=np.int64)
+        for sequence, num in zip(sequences.tolist(), num_sampled.tolist(), strict=True):
+            bins = verifying.get(sequence)
+            if bins is not None and num:
+                np.add.at(drafted, bins, 1)
+                np.add.at(accepted, bins[: num - 1], 1)
+        self.rule.verified(drafted.tolist(), accepted.tolist())
+
+    def _learn_cost(self, step: SchedulerOutput) -> None:
+        now, before = self._clock(), self._step
+        if before is not None and step.scheduled_cached_reqs.num_reqs:  # the engine has not waited in between
+            self.rule.took(before[0], before[1], now - before[2])
+        num_rows = len(step.num_scheduled_tokens)
+        num_drafts = sum(map(len, step.scheduled_spec_decode_tokens.values()))
+        only_decodes = num_rows and step.total_num_scheduled_tokens == num_rows + num_drafts
+        self._step = (num_rows, num_drafts, now) if only_decodes and not step.scheduled_new_reqs else None
+
+
+def _padded(tokens: Sequence[Sequence[int]]) -> np.ndarray:
+    """int32 [num_rows, width], with -1 where a row has fewer."""
+    padded = np.full((len(tokens), max(1, max(map(len, tokens)))), -1, dtype=np.int32)
+    for row, its in enumerate(tokens):
+        padded[row, : len(its)] = its
+    return padded
