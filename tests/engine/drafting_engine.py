@@ -74,7 +74,8 @@ def main(model: str) -> None:
     cleanup_dist_env_and_memory()
     llm = LLM(model, **SETTINGS, **OURS, **WIDE, speculative_config=DRAFTS_CONFIG)
     llm.llm_engine.collective_rpc(verify_all)
-    result["with"] = greedy(llm)
+    result["first"] = greedy(llm)
+    result["with"] = greedy(llm)  # now there are earlier answers
     result["of_greedy"] = llm.llm_engine.collective_rpc(verified)[0]
     result["whole"] = race(llm, "whole", False, temperature=0)[0]
     llm.llm_engine.collective_rpc(_publish_head)

@@ -176,7 +176,6 @@ class SessionRank(Rank):
         self._waiting.append(runner)
 
     def _tool_ends(self, runner: SessionRunner) -> None:
-        runner.tool = None
         if runner.session.num_turns == len(runner.course.turns):
             runner.race.sessions.finish(runner.session, self._between_s, void=True)
             runner.ended_s = self._between_s
@@ -184,10 +183,6 @@ class SessionRank(Rank):
             return
         runner.num_tokens += self._tool_tokens
         self._begin_turn(runner)
-
-    def _admit(self) -> None:
-        self._evict()
-        super()._admit()
 
     def _computed_tokens(self, runner: SessionRunner) -> float:
         if runner not in self._kept:
@@ -257,7 +252,8 @@ class SessionRank(Rank):
         if runner.session.in_turn:
             num_tokens = runner.num_tokens - runner.num_before_turn
             runner.race.sessions.end_turn(runner.session, num_tokens, self._run.seconds)
-        elif runner.tool is not None:
+        else:
+            assert runner.tool is not None
             self._inbox.remove(runner.tool)
             heapify(self._inbox)
 

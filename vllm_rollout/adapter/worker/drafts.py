@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from vllm.config import VllmConfig
@@ -29,6 +29,15 @@ NO_BIN = -1
 """Where a row has no draft."""
 
 
+class Running(NamedTuple):
+    """A candidate that runs."""
+
+    sequence: int
+    """Its number in the memory."""
+    most_tokens: int
+    """Prompt and output together."""
+
+
 class Drafts:
     """vLLM's custom proposer: `propose` of each step, after its tokens are known. `see_step` comes before."""
 
@@ -37,10 +46,10 @@ class Drafts:
         self.rule = DraftingRule()
         self._clock = clock
         self._most = vllm_config.speculative_config.num_speculative_tokens
-        self._room = vllm_config.model_config.max_model_len
+        self._max_model_len = vllm_config.model_config.max_model_len
         self._batch: Callable[[], InputBatch] | None = None
-        self._sequences: dict[str, int] = {}
-        """By request id: the sequences of running candidates."""
+        self._running: dict[str, Running] = {}
+        """Candidates, by request id."""
         self._verifying: dict[int, np.ndarray] = {}
         """By sequence, the bins of the drafts that are being verified."""
         self._step: tuple[int, int, float] | None = None
@@ -59,9 +68,9 @@ class Drafts:
         self._verifying = {  # vLLM may have had room for fewer
             sequence: self._verifying[sequence][: len(tokens)]
             for id, tokens in step.scheduled_spec_decode_tokens.items()
-            if (sequence := self._sequences.get(id)) in self._verifying
+            if id in self._running and (sequence := self._running[id].sequence) in self._verifying
         }
-        gone = [self._sequences.pop(id) for id in step.finished_req_ids if id in self._sequences]
+        gone = [self._running.pop(id).sequence for id in step.finished_req_ids if id in self._running]
         if gone:
             self.memory.end(gone)
         for request in step.scheduled_new_reqs:
@@ -82,16 +91,20 @@ class Drafts:
     ) -> list[list[int]]:
         """Drafts of the next step, a list for each row of the batch, empty where there are none."""
         request_ids = self._batch().req_ids
-        rows = [row for row, id in enumerate(request_ids) if id in self._sequences]
+        rows = [row for row, id in enumerate(request_ids) if id in self._running]
         drafts: list[list[int]] = [[] for _ in request_ids]
         if not rows:
             return drafts
-        sequences = np.array([self._sequences[request_ids[row]] for row in rows], dtype=np.int64)
+        candidates = [self._running[request_ids[row]] for row in rows]
+        sequences = np.array([candidate.sequence for candidate in candidates], dtype=np.int64)
         sampled = [sampled_token_ids[row] for row in rows]
         self._learn_accepted(sequences, np.array(list(map(len, sampled))))
         longest = min(self.rule.longest(len(request_ids)), self._most)
-        room = np.array([self._room - 1 - int(num_tokens_no_spec[row]) for row in rows]).clip(0, longest)
-        found = self.memory.step(sequences, _padded(sampled), np.where(list(map(len, sampled)), room, 0))
+        # Beside the drafts that are accepted a step makes one token more.
+        room = np.array([candidate.most_tokens for candidate in candidates]) - num_tokens_no_spec[rows] - 1
+        found = self.memory.step(
+            sequences, _padded(sampled), np.where(list(map(len, sampled)), room.clip(0, longest), 0)
+        )
         if not found.tokens.size:
             return drafts
         is_draft = found.tokens >= 0
@@ -110,12 +123,13 @@ class Drafts:
 
     def _know(self, request: NewRequestData | Request, request_id: str, generated: Sequence[int] = ()) -> None:
         params, prompt = request.sampling_params, request.prompt_token_ids
-        if params is None or prompt is None or request_id in self._sequences:
+        if params is None or prompt is None or request_id in self._running:
             return
         if (tag := CandidateTag.of(params.extra_args)) is not None:
             own = prompt[: len(prompt) - tag.num_resumed]
             key = draft_key(tag.namespace, own, learned_name(request.lora_request))
-            self._sequences[request_id] = self.memory.begin(key, np.array([*prompt, *generated], dtype=np.int32))
+            sequence = self.memory.begin(key, [*prompt, *generated])
+            self._running[request_id] = Running(sequence, min(self._max_model_len, len(prompt) + params.max_tokens))
 
     def _learn_accepted(self, sequences: np.ndarray, num_sampled: np.ndarray) -> None:
         verifying, self._verifying = self._verifying, {}

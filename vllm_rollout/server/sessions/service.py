@@ -94,6 +94,10 @@ class SessionService:
         """Of all trajectories."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._ticker: asyncio.Task[None] | None = None
+        self._stopping: list[OpenTurn] = []
+        """Turns of sessions that have ended, which the engine is told to stop."""
+        self._more_to_stop = asyncio.Event()
+        self._stopper: asyncio.Task[None] | None = None
 
     # What requests say.
 
@@ -165,8 +169,9 @@ class SessionService:
         except SessionRefused as refusal:
             raise _conflict(str(refusal)) from refusal
         waited_s = max(0.0, now_s - session.since_s)
-        is_scored = group.terms.pruning is not None and session.num_turns + 1 == group.terms.pruning_turn
-        return OpenTurn(group, session, most, continuation, said.last, waited_s, now_s, is_scored)
+        number = session.num_turns + 1
+        is_scored = group.terms.pruning is not None and number == group.terms.pruning_turn
+        return OpenTurn(group, session, most, continuation, said.last, waited_s, now_s, is_scored, number)
 
     def begin(self, turn: OpenTurn) -> bool:
         """The turn is sent to the engine. False: its session has ended meanwhile.
@@ -175,6 +180,11 @@ class SessionService:
         """
         if not turn.session.is_open:
             return False
+        if turn.session.num_turns + 1 != turn.number:
+            raise _conflict(
+                f"session {turn.session.id!r} has had another turn since this one was asked for, which does not go on "
+                "from it. One may run at a time: wait for its answer."
+            )
         try:
             turn.group.race.begin_turn(turn.session)
         except SessionRefused as refusal:
@@ -231,13 +241,13 @@ class SessionService:
 
         A declared session may be void before it has begun: its sandbox did not start.
         """
-        unbegun = self._of_session.get((client_namespace(), session_id)) if request.void else None
-        if unbegun is not None and session_id not in unbegun.race.sessions:
-            self._enter(unbegun, session_id, self._clock())
-        group, session = self._session(session_id)
         reward, void, status = request.reward, request.void, None
         if reward is not None and void:
             raise RequestError(f"reward: a void session has none, got {reward:g}. Send one of them.", param="reward")
+        unbegun = self._of_session.get((client_namespace(), session_id)) if void else None
+        if unbegun is not None and session_id not in unbegun.race.sessions:
+            self._enter(unbegun, session_id, self._clock())
+        group, session = self._session(session_id)
         try:
             group.race.check_finish(session)
             if group.reward is not None and reward is None and not void and group.race.state(session) in _GRADED:
@@ -296,17 +306,25 @@ class SessionService:
     def _stop_turns_of(self, group: OpenGroup, lost: Iterable[Session]) -> None:
         turns = [group.running[session.id] for session in lost if session.id in group.running]
         if turns:
-            self._start(self._stop(group, turns))
+            self._stopping += turns
+            self._more_to_stop.set()
+            if self._stopper is None:
+                self._stopper = self._start(self._stop())
 
-    async def _stop(self, group: OpenGroup, turns: list[OpenTurn]) -> None:
-        """Again and again: a stop may overtake a turn that is on its way to the engine."""
+    async def _stop(self) -> None:
+        """Those of all groups at once, since the engine answers a call in its next step; and again and again: a stop
+        may overtake a turn that is on its way to the engine."""
         with suppress(RequestError):  # the engine is dead, and says so elsewhere
-            while turns := [turn for turn in turns if group.running.get(turn.session.id) is turn]:
+            while turns := [turn for turn in self._stopping if turn.group.running.get(turn.session.id) is turn]:
+                self._stopping = turns
+                self._more_to_stop.clear()
                 indices: dict[str, list[int]] = defaultdict(list)
                 for turn in turns:
                     indices[turn.engine_id].append(turn.index)
                 await self._stop_turns(indices)
-                await asyncio.sleep(STOP_AGAIN_S)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._more_to_stop.wait(), STOP_AGAIN_S)
+        self._stopping, self._stopper = [], None
 
     def _over(self, group: OpenGroup) -> None:
         group.over(self._clock())
