@@ -32,8 +32,8 @@ STEP_OPERATORS = ("token_confidence", "update_confidence", "quality_head")
 
 
 class RolloutWorker(WorkerCalls, KVCalls, PlatformWorker):
-    """Overrides: init_device, reload_weights, finish_weight_update. Adds what `WorkerCalls` and `KVCalls` have, for
-    `collective_rpc`. `worker_extension_cls` stays free for the trainer.
+    """Overrides: init_device, reload_weights, finish_weight_update. Adds the methods of `WorkerCalls` and `KVCalls`,
+    for `collective_rpc`. `worker_extension_cls` stays free for the trainer.
     """
 
     def init_device(self, *args: Any, **kwargs: Any) -> None:
