@@ -13,6 +13,7 @@ from typing import Any
 from vllm_rollout.group.plans.fields import Migration
 from vllm_rollout.group.ranks.load import TransferCost
 from vllm_rollout.simulator.machine import Machine, ScaleDown
+from vllm_rollout.trace.file import pieces
 
 
 class FlagError(ValueError):
@@ -44,6 +45,7 @@ class SimulateOptions:
     seed: int = 0
     output: Path = Path("simulation.png")
     output_json: Path | None = None
+    output_trace: Path | None = None
 
     def __post_init__(self) -> None:
         if (self.trace is None) == (self.generate is None):
@@ -70,7 +72,13 @@ class SimulateOptions:
                 raise FlagError(f"{flag} is for answers: sessions stay on their engines, in single rollouts")
         if self.output.suffix != ".png":
             raise FlagError(f"--output must end in .png, got {self.output}")
-        for flag, path in (("--output", self.output), ("--output-json", self.output_json)):
+        if self.output_trace is not None and self.rounds:
+            raise FlagError("--output-trace is of single rollouts, not of --rounds")
+        read = [] if self.trace is None else [piece.resolve() for piece in pieces(self.trace)]
+        if self.output_trace is not None and self.output_trace.resolve() in read:
+            raise FlagError(f"--output-trace {self.output_trace} is the trace that is read: name another file")
+        outputs = {"--output": self.output, "--output-json": self.output_json, "--output-trace": self.output_trace}
+        for flag, path in outputs.items():
             if path is not None and not path.parent.is_dir():
                 raise FlagError(f"{flag} {path}: there is no folder {path.parent}")
 

@@ -178,6 +178,7 @@ class SessionRank(Rank):
     def _tool_ends(self, runner: SessionRunner) -> None:
         if runner.session.num_turns == len(runner.course.turns):
             runner.race.sessions.finish(runner.session, self._between_s, void=True)
+            runner.ended_s = self._between_s
             self._settle(runner.race)
             return
         runner.num_tokens += self._tool_tokens
@@ -229,6 +230,8 @@ class SessionRank(Rank):
         is_last = number == len(course.tools_s)
         is_cut = is_last and runner.future.end == "length"
         runner.race.sessions.end_turn(session, course.turns[number], now_s, cut=is_cut, last=is_last)
+        if is_last:
+            runner.ended_s = now_s
         if not is_last:
             runner.tool = self._send(now_s + course.tools_s[number], partial(self._tool_ends, runner))
 
@@ -243,6 +246,7 @@ class SessionRank(Rank):
             race.close(self._run.seconds)
 
     def _lose(self, runner: SessionRunner) -> None:
+        runner.ended_s = self._run.seconds
         if runner.start is not None:
             self._leave_batch(runner)
         if runner.session.in_turn:

@@ -41,6 +41,7 @@ from vllm_rollout.server.sessions.body import (
     TrajectoryAnswer,
 )
 from vllm_rollout.server.sessions.groups import Event, Key, OpenGroup, OpenTurn, Terms, limits_of
+from vllm_rollout.server.sessions.seen import SeenSessions
 from vllm_rollout.server.sessions.trajectory import Continuation, Conversation, Decode, Turn
 
 logger = logging.getLogger(__name__)
@@ -78,6 +79,7 @@ class SessionService:
         self._decode = decode
         self._alone = alone
         self._clock = clock
+        self.seen = SeenSessions(clock)
         self._groups: dict[Key, OpenGroup] = {}
         self._of_session: dict[Key, OpenGroup] = {}
         self._ended: OrderedDict[Key, OpenGroup] = OrderedDict()
@@ -192,6 +194,7 @@ class SessionService:
         turn.group.running[turn.session.id] = turn
         if turn.is_scored:
             turn.group.scored[turn.session.id] = turn.index
+        self.seen.changed(turn.group)
         return True
 
     def end(
@@ -213,6 +216,7 @@ class SessionService:
             session, len(token_ids), now_s, cut=finish_reason == "length", last=turn.is_last, pruned=pruned
         )
         self._metrics.turn_over()
+        self.seen.turn_over(turn, len(token_ids))
         conversation = group.conversations.get(session.id)
         if conversation is not None:  # else its group was cancelled
             before = conversation.num_held_tokens
@@ -229,6 +233,7 @@ class SessionService:
         """It has no end: its client left, or it failed. A turn that has ended is left as it is."""
         if turn.group.running.pop(turn.session.id, None) is not None:
             turn.group.race.leave_turn(turn.session, self._clock())
+            self.seen.changed(turn.group)
             self._account(turn.group)
 
     async def finish(self, session_id: str, request: FinishRequest) -> FinishAnswer:
@@ -273,6 +278,7 @@ class SessionService:
             group.tell_ends()
             self._stop_turns_of(group, settled.lost)
             self._over(group)
+            self.seen.settled(group)
         self._forget(group)
 
     def read(self, session_id: str) -> TrajectoryAnswer:
@@ -294,6 +300,7 @@ class SessionService:
             group.tell_wanted(self._declare(group, settled.num_wanted))
         if group.race.is_over and group.seconds is None:
             self._over(group)
+        self.seen.settled(group)
         return settled.num_wanted
 
     def _stop_turns_of(self, group: OpenGroup, lost: Iterable[Session]) -> None:
@@ -501,6 +508,7 @@ class SessionService:
         now_s = self._clock()
         group = OpenGroup(key, terms, SessionRace(plan, terms.limits, until, most, now_s), now_s, most)
         self._groups[key] = group
+        self.seen.begun(group)
         self._num_open_sessions += most
         if self._ticker is None:
             self._ticker = self._start(self._tick())
@@ -513,6 +521,7 @@ class SessionService:
         except SessionRefused as refusal:
             raise _conflict(str(refusal)) from refusal
         group.conversations[session_id] = Conversation()
+        self.seen.changed(group)
         self._of_session[group.key[0], session_id] = group
         return session
 
