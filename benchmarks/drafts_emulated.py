@@ -22,10 +22,12 @@ Run from the repository root: python -m benchmarks.drafts_emulated
 
 from __future__ import annotations
 
+import argparse
 import os
 import random
 import tempfile
-from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,6 +58,7 @@ MAX_TOKENS = 8192
 POOR = [{"share": 0.5, "accepted": [0.05, 0.02]}]
 GOALS = {"long": 1.5, "deferred": 1.7}
 MAX_LOSS = 0.02
+ROOFLINE = "roofline.json"
 
 
 class Cell(NamedTuple):
@@ -69,7 +72,10 @@ class Cell(NamedTuple):
 def main() -> None:
     parser = arguments_of(__doc__, "drafts_emulated", repeats=3)
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128, 256], help="of a batch")
-    parser.add_argument("--sigmas", type=float, nargs="+", default=[0.0, 0.5, 0.8, 1.0, 1.3], help="of log lengths")
+    parser.add_argument("--sigmas", type=float, nargs="+", default=[0.0, 0.5, 0.8, 1.3], help="of log lengths")
+    parser.add_argument(
+        "--jobs", type=int, default=2, help="processes; no second depends on them (default %(default)s)"
+    )
     arguments = parser.parse_args()
     os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
     workload = {
@@ -78,20 +84,22 @@ def main() -> None:
         "goals": GOALS,
     }  # fmt: skip
     result = record_of_run(seed=arguments.seed, workload=workload) | {"cells": []}
-    seeds = range(arguments.seed, arguments.seed + arguments.repeats)
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name, ProcessPoolExecutor(arguments.jobs, get_context("spawn")) as pool:
         folder = Path(name)
         tiny(str(folder / "model"))
-        for cell in cells(arguments.sizes, arguments.sigmas):
-            row = cell._asdict() | summary([measure(folder, cell, seed) for seed in seeds])
+        roofline().write(folder / ROOFLINE)
+        seeds = range(arguments.seed, arguments.seed + arguments.repeats)
+        wanted = [(cell, [pool.submit(measure, folder, cell, seed) for seed in seeds]) for cell in all_cells(arguments)]
+        for cell, runs in wanted:
+            row = cell._asdict() | summary([run.result() for run in runs])
             result["cells"].append(row)
-            Console(stderr=True).print(f"{cell}: {row['faster']:.3f}", highlight=False)
+            Console(stderr=True, width=120).print(f"{cell}: {row['faster']:.3f}", highlight=False)
     result["summary"] = verdicts(result["cells"])
     publish(arguments, result, tables)
 
 
-def cells(sizes: Iterable[int], sigmas: Iterable[float]) -> list[Cell]:
-    sizes, sigmas = list(sizes), list(sigmas)
+def all_cells(arguments: argparse.Namespace) -> list[Cell]:
+    sizes, sigmas = arguments.sizes, arguments.sigmas
     long = [Cell("roofline", "long", size, sigma) for size in sizes for sigma in sigmas]
     deferred = [
         Cell("roofline", "deferred", size, sigma, weight)
@@ -113,10 +121,7 @@ def settings_of(folder: Path, cell: Cell) -> Settings:
         step = Settings.read("examples/emulate_7b.json").step
         assert step is not None, "the example says what a step takes"
         return Settings.model_validate({"step": step.model_dump(), "drafts": drafts})
-    path = folder / "roofline.json"
-    if not path.exists():
-        roofline().write(path)
-    return Settings.model_validate({"profile": str(path), "drafts": drafts})
+    return Settings.model_validate({"profile": str(folder / ROOFLINE), "drafts": drafts})
 
 
 def roofline() -> Profile:

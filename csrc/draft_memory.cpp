@@ -1,69 +1,18 @@
+// What a draft memory stores of prompts and their sequences, and for how long.
 #include "draft_memory.h"
 
 #include <algorithm>
-#include <cmath>
 #include <random>
 #include <stdexcept>
 #include <unordered_set>
 #include <utility>
 
+#include "draft_places.h"
+
 namespace vllm_rollout {
 namespace {
 
-// What is counted; the specification has the same numbers. A block and its
-// entry in the list of blocks, as the allocator rounds it:
-constexpr int64_t kBlockBytes = 560;
-constexpr int64_t kSequenceBytes = 320;
-constexpr int64_t kPromptBytes = 768;
-static_assert(sizeof(Block) + 24 <= kBlockBytes);
-static_assert(sizeof(Source) + 160 <= kSequenceBytes);
-static_assert(sizeof(Prompt) + sizeof(Source) + 240 <= kPromptBytes);
-
 constexpr int64_t kMaxBlocks = int64_t{1} << 26;
-constexpr int64_t kMaxVersionsOld = 30;
-constexpr double kDoubt = 2.5;
-
-int64_t capacity_for(int64_t num_ngrams) {
-  if (num_ngrams == 0) return 0;
-  int64_t capacity = 16;
-  while (4 * num_ngrams > 3 * capacity) capacity *= 2;
-  return capacity;
-}
-
-int64_t table_bytes(int64_t num_ngrams) {
-  return capacity_for(num_ngrams) * static_cast<int64_t>(sizeof(Place));
-}
-
-int64_t blocks_for(int64_t length) {
-  return (length + kBlockTokens - 1) / kBlockTokens;
-}
-
-int32_t token_at(const Prompt& prompt, Place place) {
-  return prompt.blocks[place / kBlockTokens]->tokens[place % kBlockTokens];
-}
-
-Place link_at(const Prompt& prompt, Place place) {
-  return prompt.blocks[place / kBlockTokens]->links[place % kBlockTokens];
-}
-
-Place before(const Prompt& prompt, Place place) {
-  if (place % kBlockTokens != 0) return place - 1;
-  return prompt.blocks[place / kBlockTokens]->before;
-}
-
-Place after(const Prompt& prompt, Place place) {
-  const Block& block = *prompt.blocks[place / kBlockTokens];
-  const int64_t offset = place % kBlockTokens + 1;
-  if (offset < block.count) return place + 1;
-  return offset == kBlockTokens ? block.next : kNoPlace;
-}
-
-// The place of a source's token; its blocks are full but for the last.
-Place place_in(const Source& source, int64_t position) {
-  return static_cast<Place>(source.blocks[position / kBlockTokens] *
-                                kBlockTokens +
-                            position % kBlockTokens);
-}
 
 std::vector<int32_t> tokens_of(const Source& source) {
   std::vector<int32_t> tokens;
@@ -332,59 +281,6 @@ int64_t DraftMemory::bytes_needed(const Source& source) const {
   return bytes;
 }
 
-void DraftMemory::store(Source& source, int32_t token) {
-  Prompt& prompt = *source.prompt;
-  if (source.length % kBlockTokens == 0) {
-    auto block = std::make_unique<Block>();
-    block->count = 0;
-    block->next = kNoPlace;
-    block->source = &source;
-    block->before = kNoPlace;
-    if (source.length > 0)
-      block->before = place_in(source, source.length - 1);
-    else if (source.branch > 0)
-      block->before = place_in(*prompt.stem, source.branch - 1);
-    uint32_t number = static_cast<uint32_t>(prompt.blocks.size());
-    if (prompt.free_blocks.empty()) {
-      prompt.blocks.push_back(std::move(block));
-    } else {
-      number = prompt.free_blocks.back();
-      prompt.free_blocks.pop_back();
-      prompt.blocks[number] = std::move(block);
-    }
-    if (!source.blocks.empty())
-      prompt.blocks[source.blocks.back()]->next =
-          static_cast<Place>(number * kBlockTokens);
-    source.blocks.push_back(number);
-    num_bytes_ += kBlockBytes;
-  }
-  Block& block = *prompt.blocks[source.blocks.back()];
-  const int64_t offset = block.count++;
-  const Place place =
-      static_cast<Place>(source.blocks.back() * kBlockTokens + offset);
-  block.tokens[offset] = token;
-  block.links[offset] = kNoPlace;
-  const bool has_ngram = source.branch + source.length >= min_match_;
-  ++source.length;
-  if (!has_ngram) return;
-
-  const int32_t* ngram =
-      source.recent.data() + source.recent.size() - min_match_;
-  size_t slot = prompt.table.empty() ? 0 : slot_of(prompt, ngram);
-  if (prompt.table.empty() || prompt.table[slot] == kNoPlace) {
-    if (capacity_for(prompt.num_ngrams + 1) >
-        static_cast<int64_t>(prompt.table.size())) {
-      num_bytes_ +=
-          table_bytes(prompt.num_ngrams + 1) - table_bytes(prompt.num_ngrams);
-      resize_table(prompt, prompt.num_ngrams + 1);
-      slot = slot_of(prompt, ngram);
-    }
-    ++prompt.num_ngrams;
-  }
-  block.links[offset] = prompt.table[slot];
-  prompt.table[slot] = place;
-}
-
 bool DraftMemory::evict(int64_t bytes) {
   if (num_ended_ == 0) return false;
   const int64_t target = max_bytes_ - std::max(max_bytes_ / 8, bytes);
@@ -448,133 +344,6 @@ void DraftMemory::remove(Prompt& prompt,
       prompt.free_blocks.push_back(number);
     }
   }
-}
-
-uint64_t DraftMemory::hash(const int32_t* ngram) const {
-  uint64_t value = seed_;
-  for (int64_t i = 0; i < min_match_; ++i) {
-    value = (value ^ static_cast<uint32_t>(ngram[i])) * 0x9E3779B97F4A7C15;
-    value ^= value >> 32;
-  }
-  return value;
-}
-
-bool DraftMemory::follows(const Prompt& prompt, Place place,
-                          const int32_t* ngram) const {
-  for (int64_t i = min_match_ - 1; i >= 0; --i) {
-    place = before(prompt, place);
-    if (token_at(prompt, place) != ngram[i]) return false;
-  }
-  return true;
-}
-
-size_t DraftMemory::slot_of(const Prompt& prompt, const int32_t* ngram) const {
-  const size_t mask = prompt.table.size() - 1;
-  size_t slot = hash(ngram) & mask;
-  while (prompt.table[slot] != kNoPlace &&
-         !follows(prompt, prompt.table[slot], ngram))
-    slot = (slot + 1) & mask;
-  return slot;
-}
-
-void DraftMemory::resize_table(Prompt& prompt, int64_t num_ngrams) {
-  std::vector<Place> heads = std::exchange(
-      prompt.table, std::vector<Place>(capacity_for(num_ngrams), kNoPlace));
-  const size_t mask = prompt.table.size() - 1;
-  std::vector<int32_t> ngram(min_match_);
-  for (Place head : heads) {
-    if (head == kNoPlace) continue;
-    Place place = head;
-    for (int64_t i = min_match_ - 1; i >= 0; --i) {
-      place = before(prompt, place);
-      ngram[i] = token_at(prompt, place);
-    }
-    size_t slot = hash(ngram.data()) & mask;
-    while (prompt.table[slot] != kNoPlace) slot = (slot + 1) & mask;
-    prompt.table[slot] = head;
-  }
-}
-
-void DraftMemory::find(const Prompt& prompt) {
-  matches_.places.clear();
-  matches_.length = 0;
-  const int64_t length = static_cast<int64_t>(context_.size());
-  if (length < min_match_ || prompt.table.empty()) return;
-  const int32_t* end = context_.data() + length;
-  const int64_t most = std::min(length, max_match_);
-  Place place = prompt.table[slot_of(prompt, end - min_match_)];
-  for (int64_t seen = 0; seen < max_places_ && place != kNoPlace; ++seen) {
-    int64_t match = 0;
-    for (Place each = before(prompt, place);
-         match < most && each != kNoPlace &&
-         token_at(prompt, each) == end[-1 - match];
-         each = before(prompt, each))
-      ++match;
-    if (match > matches_.length) {
-      matches_.length = match;
-      matches_.places.clear();
-    }
-    if (match == matches_.length) matches_.places.push_back(place);
-    place = link_at(prompt, place);
-  }
-}
-
-double DraftMemory::weight(const Source& source) const {
-  if (source.is_running) return 1.0;
-  return std::ldexp(1.0, -static_cast<int>(std::min(version_ - source.version,
-                                                    kMaxVersionsOld)));
-}
-
-// The token with most votes, of equals the one voted for most recently, and
-// the probability that it is accepted.
-double DraftMemory::vote(const Prompt& prompt, int32_t* token) {
-  votes_.clear();
-  double total = 0.0;
-  for (Place place : matches_.places) {
-    const double vote = weight(*prompt.blocks[place / kBlockTokens]->source);
-    const int32_t voted = token_at(prompt, place);
-    total += vote;
-    const auto found =
-        std::find_if(votes_.begin(), votes_.end(),
-                     [&](const auto& each) { return each.first == voted; });
-    if (found == votes_.end())
-      votes_.emplace_back(voted, vote);
-    else
-      found->second += vote;
-  }
-  const auto best = std::max_element(
-      votes_.begin(), votes_.end(),
-      [](const auto& a, const auto& b) { return a.second < b.second; });
-  *token = best->first;
-  const double share = best->second / total;
-  const double length = static_cast<double>(matches_.length);
-  return share * std::sqrt(share) * (total / (total + kDoubt / length));
-}
-
-int64_t DraftMemory::draft(const Source& source, int64_t longest,
-                           int32_t* drafts, float* probabilities) {
-  const Prompt& prompt = *source.prompt;
-  const int64_t num_recent =
-      std::min(static_cast<int64_t>(source.recent.size()), max_match_);
-  context_.assign(source.recent.end() - num_recent, source.recent.end());
-  matches_.places.clear();
-  double probability = 1.0;
-  for (int64_t i = 0; i < longest; ++i) {
-    if (matches_.places.empty()) find(prompt);
-    if (matches_.places.empty()) return i;
-    probability *= vote(prompt, &drafts[i]);
-    probabilities[i] = static_cast<float>(probability);
-    context_.push_back(drafts[i]);
-    matches_.length = std::min(matches_.length + 1, max_match_);
-    size_t num_left = 0;
-    for (Place place : matches_.places) {
-      if (token_at(prompt, place) != drafts[i]) continue;
-      const Place next = after(prompt, place);
-      if (next != kNoPlace) matches_.places[num_left++] = next;
-    }
-    matches_.places.resize(num_left);
-  }
-  return longest;
 }
 
 void DraftMemory::check_running(int64_t count, const int64_t* sequences) const {

@@ -14,6 +14,7 @@ from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, EndingNote
 from vllm_rollout.adapter.worker.emulated_drafts import EmulatedDrafts, SaidRow
 from vllm_rollout.adapter.worker.emulated_request import HIDDEN_SIZE
 from vllm_rollout.emulation.device import StepWork
+from vllm_rollout.emulation.drafts import bin_of
 from vllm_rollout.emulation.settings import DraftSettings, Settings
 from vllm_rollout.group.drafting import MAX_DRAFT_TOKENS
 from vllm_rollout.group.judging.ledger import Scoring
@@ -88,14 +89,15 @@ def test_drafts_cost_what_tokens_cost_and_where_that_is_much_there_are_hardly_an
     assert drafted.seconds != plain.seconds  # some were tried
 
 
-def test_a_cut_at_max_tokens_is_where_it_is_without_drafts_though_drafts_go_beyond(new_run):
+def test_a_cut_at_max_tokens_is_where_it_is_without_drafts_and_none_goes_beyond(new_run):
     plain, drafted = (new_run(drafts, GPU | {"drafts": SURE}) for drafts in (False, True))
     for run in (plain, drafted):
         run.launch("g", [1000], [7] * 10, GroupTerms(1, 1), max_tokens=30)
         run.run()
     assert drafted.tokens("g/0") == plain.tokens("g/0")
     assert len(drafted.tokens("g/0")) == 30
-    assert sum(step.num_sampled for step in drafted.steps) > 30
+    assert sum(step.num_sampled for step in drafted.steps) == 30
+    assert len(drafted.steps) < 12
 
 
 def test_nothing_is_drafted_beyond_a_candidates_end_or_the_models_length(new_run):
@@ -114,6 +116,7 @@ class FakeRequest:
     newest: int = 6
     length: int = 1000
     num_before: int = 0
+    max_tokens: int = 9000
     salt: int = 5
 
     def token(self, number: int) -> int:
@@ -138,6 +141,7 @@ def proposed(drafts: EmulatedDrafts, *rows: SaidRow) -> list[list[int]]:
     [
         ({}, 12),
         ({"newest": 4085 - 10, "length": 9000}, 10),
+        ({"max_tokens": 9}, 2),
         ({"length": 11}, 4),
         ({"length": 11, "num_before": 3}, 1),
         ({"length": 7}, 0),
@@ -186,16 +190,17 @@ def test_siblings_and_earlier_answers_of_the_same_prompt_bring_drafts_also_when_
     assert alone == strangers < siblings < earlier
 
 
-def test_the_rule_learns_what_became_of_drafts():
-    drafts = cheap({"kinds": [{"share": 1.0, "accepted": [0.9] * 4}], "alone": 1.0})
+@pytest.mark.parametrize(("num_said", "num_drafts"), [(1, 4), (5, 4), (0, 4), (2, 2), (1, 0)])
+def test_the_rule_learns_what_became_of_the_drafts_that_were_verified(num_said, num_drafts):
+    drafts = cheap({"kinds": [{"share": 1.0, "accepted": [0.5] * 4}], "alone": 1.0})
+    rule, bin = drafts._rule, bin_of(0.5)
     drafts.begin("r", "prompt", "group")
-    before = drafts._rule.accepted_ratio(0.9)
-    for num_said in (1, 5, 0):
-        length = len(proposed(drafts, SaidRow("r", FakeRequest(), 1))[0])
-        proposed(drafts, SaidRow("r", FakeRequest(), num_said))
-    assert length == 4
-    # one step of four wrong drafts, one of four right ones, and between them the same; a prefill tells nothing
-    assert drafts._rule.accepted_ratio(0.9) < before
+    assert len(proposed(drafts, SaidRow("r", FakeRequest(), 1))[0]) == 4
+    before = list(rule._drafted), list(rule._accepted)
+    proposed(drafts, SaidRow("r", FakeRequest(), num_said, num_drafts))
+    drafted, accepted = rule._drafted[bin] - before[0][bin], rule._accepted[bin] - before[1][bin]
+    assert (round(drafted), round(accepted)) == (num_drafts if num_said else 0, max(0, min(num_said - 1, num_drafts)))
+    assert sum(rule._drafted) - sum(before[0]) == pytest.approx(drafted)
 
 
 SCORED = PruningPlan(detection_length=20, mode="shadow", trial_lengths=(60, 120), final_score=True)

@@ -98,8 +98,11 @@ def test_losers_are_cancelled_wherever_they_are_and_close_their_sandboxes(url, t
             await asyncio.to_thread(wait_until, lambda: turns._stops)
             return 1.0
         finally:
+            for _ in range(1000):
+                await asyncio.sleep(0)
             closed.append(session.number)
 
+    turns.lets_stop = lambda: 1 in closed  # nobody waits for the engine
     (group,) = groups_of(url, ["p"], 1, 3, run=run, history="rewritable")
     assert ([each.number for each in group.trajectories], sorted(closed)) == ([0], [0, 1, 2, 3])
     assert [(each.number, each.state, each.error) for each in group.others] == [
@@ -180,10 +183,44 @@ def test_a_turn_that_was_left_does_not_forbid_the_finish(url):
         await session.chat([USER])
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(session.chat([USER, LONG]), 0.2)
+        assert not session.turns, "nothing is kept of turns that are over"
+        while (await session.read()).state == "turn":
+            pass  # the server has not seen yet that nobody waits
+        await session.chat([USER, USER])
         return 1.0
 
     (group,) = groups_of(url, ["p"], 1, run=run, history="rewritable")
-    assert group.trajectories[0].num_turns == 1
+    assert group.trajectories[0].num_turns == 2
+
+
+def test_a_finish_that_a_turn_refused_is_sent_again_though_the_turn_has_ended_meanwhile(url, turns):
+    """Between the refusal and the question why."""
+
+    class Slow(AsyncRolloutClient):
+        async def send(self, call: Any) -> Any:
+            if call.method == "GET" and call.path.startswith("/v1/sessions/") and holds:
+                holds.pop().cancel()
+                while (await super().send(call)).state == "turn":
+                    pass
+            return await super().send(call)
+
+    holds: list[asyncio.Task[Any]] = []
+
+    async def collect() -> list[AgentGroup]:
+        async def run(session: AgentSession) -> float:
+            await session.chat([USER])
+            body = {"messages": [USER, LONG], "logprobs": False}
+            held = http.post(f"{session.base_url}/chat/completions", json=body, headers=session.headers)
+            holds.append(asyncio.create_task(held))
+            while not turns._stops:
+                await asyncio.sleep(0)
+            return 1.0
+
+        async with Slow(url, **FAST) as client, httpx.AsyncClient() as http:
+            return [each async for each in client.agents(["p"], 1, run=run, history="rewritable")]
+
+    (group,) = within(collect())
+    assert [(each.state, each.num_turns, each.reward) for each in group.trajectories] == [("finished", 1, 1.0)]
 
 
 def test_other_clients_take_turns_with_headers_and_finish_for_themselves(url, turns):
@@ -352,3 +389,161 @@ def test_the_example_runs(url, capsys):
     assert [example["use_tool"](*call) for call in (("CALC", "17 + 25"), ("CALC", "24 * 7"), ("SEARCH", "oslo"))] == [
         "42.0", "168.0", "Oslo has 0.7 million people.",
     ]  # fmt: skip
+
+
+def test_what_a_function_cancels_itself_is_its_failure(url):
+    """Nobody else has cancelled it, so that nobody else would say that its session is over."""
+
+    async def run(session: AgentSession) -> float:
+        await session.chat([USER])
+        if session.number == 0:
+            raise asyncio.CancelledError
+        return 1.0
+
+    (group,) = groups_of(url, ["p"], 1, run=run)
+    assert [(each.number, each.state, str(each.error)) for each in group.others] == [
+        (0, "void", "its function was cancelled by itself"),
+    ]  # fmt: skip
+    assert [each.number for each in group.trajectories] == [1]
+
+
+def test_turns_that_a_function_left_behind_end_with_it(url, turns):
+    left = []
+
+    async def run(session: AgentSession) -> float:
+        await session.chat([USER])
+        left.append(asyncio.create_task(session.chat([USER, LONG])))
+        await asyncio.to_thread(wait_until, lambda: turns._stops)
+        with pytest.raises(RolloutError, match="one may run at a time"):
+            await session.chat([USER, USER])
+        return 1.0
+
+    (group,) = groups_of(url, ["p"], 1, run=run, history="rewritable")
+    assert (group.trajectories[0].num_turns, turns.num_stopped) == (1, 0)
+    assert [task.cancelled() for task in left] == [True]
+
+
+def test_functions_that_do_not_end_hold_their_group_for_a_bounded_time_and_are_cancelled(url):
+    """Of the first prompt one that is returned and one that is not; the second prompt's waits for both."""
+    ended, both = [], asyncio.Event()
+
+    async def run(session: AgentSession) -> float:
+        if session.prompt == "b":
+            await both.wait()
+        try:
+            await session.chat([USER], vllm_xargs={"rollout_last": True})
+            if session.prompt == "a":
+                await asyncio.Event().wait()
+            return 1.0
+        finally:
+            ended.append(session.prompt)
+            if len(ended) == 2:
+                both.set()
+
+    a, b = groups_of(url, ["a", "b"], 1, 1, run=run, idle_timeout_s=0.5, early_stop=False)
+    assert [(each.state, each.reward, type(each.error)) for each in a.trajectories] == [
+        ("finished", None, TimeoutError)
+    ]
+    assert [(each.reward, each.error) for each in b.trajectories] == [(1.0, None)]
+
+
+def test_one_that_is_finished_may_go_on_when_its_group_is_over(url):
+    async def collect() -> None:
+        over, went_on = asyncio.Event(), asyncio.Event()
+
+        async def run(session: AgentSession) -> float:
+            await session.chat([USER])
+            if session.number == 1:
+                await session.finish(0.5)
+                await over.wait()
+                went_on.set()
+            return 1.0
+
+        options = {"run": run, "early_stop": False, "selection": "shortest"}
+        async with AsyncRolloutClient(url) as client, aclosing(client.agents(["p"], 1, 1, **options)) as groups:
+            group = await anext(groups)
+            assert [each.number for each in group.trajectories] == [0]
+            over.set()
+            await went_on.wait()
+
+    within(collect())
+
+
+def test_what_ends_a_program_ends_all_groups(url):
+    class Halt(BaseException):
+        pass
+
+    async def run(session: AgentSession) -> float:
+        await session.chat([USER])
+        raise Halt("now")
+
+    with pytest.raises(Halt, match="now"):
+        groups_of(url, ["p", "q"], 2, run=run)
+
+
+@pytest.mark.parametrize("fails", ["/finish", "/events"])
+def test_a_client_that_fails_ends_the_group(url, fails):
+    """Whatever it raises: nobody else would say what has become of the session."""
+
+    class Broken(AsyncRolloutClient):
+        async def send(self, call: Any) -> Any:
+            if call.path.endswith(fails):
+                raise OSError("no more files")
+            return await super().send(call)
+
+        async def _open(self, method: str, path: str, *rest: Any) -> httpx.Response:
+            if fails in path:
+                raise OSError("no more files")
+            return await super()._open(method, path, *rest)
+
+    async def collect() -> list[AgentGroup]:
+        async with Broken(url, **FAST) as client:
+            return [each async for each in client.agents(["p"], 1, run=two_turns)]
+
+    with pytest.raises(OSError, match="no more files"):
+        within(collect())
+
+
+def test_sessions_that_their_score_stopped_are_lost(url, turns):
+    """Its function hears of it by its turn's answer or by the event, whichever is faster."""
+    turns.prunes.add(0)
+
+    async def run(session: AgentSession) -> float:
+        await session.chat([USER])
+        return 1.0
+
+    (group,) = groups_of(url, ["p"], 1, 1, run=run)
+    assert [(each.state, each.reward, each.error) for each in group.others] == [("pruned", None, None)]
+    assert group.trajectories[0].reward == 1.0
+
+
+def test_a_session_is_finished_once_and_one_that_has_lost_not_at_all(url):
+    finished = []
+
+    class Counting(AsyncRolloutClient):
+        async def send(self, call: Any) -> Any:
+            if call.path.endswith("/finish"):
+                finished.append((call.path.rpartition(".")[2], call.body["reward"]))
+            return await super().send(call)
+
+    async def run(session: AgentSession) -> float:
+        with contextlib.suppress(asyncio.CancelledError):  # as careless functions do
+            if session.number == 0:
+                with pytest.raises(RolloutError, match="it begins with a turn"):
+                    await session.finish(1.0)
+                await session.chat([USER])
+                return 1.0
+            await session.chat([USER])
+            if session.number == 1:
+                await session.finish(0.5)
+            else:
+                await asyncio.Event().wait()
+        return 0.0
+
+    async def collect() -> list[AgentGroup]:
+        async with Counting(url, **FAST) as client:
+            return [each async for each in client.agents(["p"], 2, 1, run=run)]
+
+    (group,) = within(collect())
+    assert [each.reward for each in group.trajectories] == [1.0, 0.5]
+    assert sorted(finished) == [("0/finish", 1.0), ("0/finish", 1.0), ("1/finish", 0.5)]

@@ -7,7 +7,7 @@ lost.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
@@ -28,8 +28,10 @@ class Turns:
 
     def __init__(self) -> None:
         self.app: FastAPI = make_app(FakeEngine())
-        grading = self.app.state.rollout_service.grading
-        self.service = SessionService(self._stop, grading, Metrics(CollectorRegistry()), decode)
+        service = self.app.state.rollout_service
+        self.service = SessionService(
+            self._stop, service.grading, service.learning, Metrics(CollectorRegistry()), decode
+        )
         self.app.state.session_service = self.service
         self.app.add_middleware(ClientNamespaces)
         router = APIRouter(route_class=RolloutRoute)
@@ -38,6 +40,10 @@ class Turns:
         self.app.include_router(router)
         self.bodies: list[dict[str, Any]] = []
         self.num_stopped = 0
+        self.prunes: set[int] = set()
+        """Indices of turns that their score stops."""
+        self.lets_stop: Callable[[], bool] = lambda: True
+        """Whether stops reach their turns now; the service sends them again."""
         self._stops: dict[tuple[str, int], asyncio.Event] = {}
 
     @property
@@ -46,7 +52,7 @@ class Turns:
 
     async def _stop(self, turns: Mapping[str, Sequence[int]]) -> None:
         for group, indices in turns.items():
-            for index in indices:
+            for index in indices if self.lets_stop() else ():
                 self._stops[group, index].set()
 
     async def _chat(self, request: Request) -> dict[str, Any]:
@@ -87,9 +93,14 @@ class Turns:
                 raise ConnectionError("the client has left")
             self.num_stopped += 1
             text, reason = "so", "abort"
+        if turn.index in self.prunes:
+            text, reason = "so", "abort"
         logprobs = None if body["logprobs"] is False else [-1.0] * len(text)
-        self.service.end(turn, tokens, list(map(ord, text)), text=text, finish_reason=reason, logprobs=logprobs)
-        return text, {"finish_reason": reason, "stop_reason": "surplus" if reason == "abort" else None}
+        pruned = turn.index in self.prunes
+        told = {"text": text, "finish_reason": reason, "logprobs": logprobs, "pruned": pruned}
+        self.service.end(turn, tokens, list(map(ord, text)), **told)
+        stop_reason = None if reason != "abort" else "pruned" if pruned else "surplus"
+        return text, {"finish_reason": reason, "stop_reason": stop_reason}
 
 
 def decode(tokens: Sequence[int]) -> str:

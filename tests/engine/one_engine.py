@@ -146,7 +146,7 @@ def races(llm: LLM, model: str) -> dict:
 
 
 def race(
-    llm: LLM, name: str, early_stop: bool, plan: PruningPlan | None = None
+    llm: LLM, name: str, early_stop: bool, plan: PruningPlan | None = None, *, temperature: float = 1
 ) -> tuple[list[list], list[list[float]]]:
     """Candidates as [state, tokens, finish reason, confidence, expected confidence], and the confidence of each token,
     from what vLLM itself returns: minus the mean log probability over the whole vocabulary."""
@@ -159,8 +159,8 @@ def race(
             prompts.append([3 + group, 4, 5, 6, 7])
             params.append(
                 SamplingParams(
-                    temperature=1, seed=10 * group + index, max_tokens=LENGTHS[(index + group) % NUM_CANDIDATES],
-                    ignore_eos=True, logprobs=-1, extra_args=tag.to_extra_args(),
+                    temperature=temperature, seed=10 * group + index, ignore_eos=True, logprobs=-1,
+                    max_tokens=LENGTHS[(index + group) % NUM_CANDIDATES], extra_args=tag.to_extra_args(),
                 )
             )  # fmt: skip
     rows, confidences = [], []

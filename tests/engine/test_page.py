@@ -132,6 +132,36 @@ def test_a_round_is_shown_with_the_prompts_that_wait(server: Server, page: Any) 
     text(page, "deferred\t")
 
 
+def test_sessions_are_seen_with_their_turns(server: Server, page: Any) -> None:
+    made = server.http.post("/v1/groups", json={"group_size": 2, "redundancy": 1, "cut_turn": "goes_on"}).json()
+    model = server.http.get("/v1/models").json()["data"][0]["id"]
+    text(page, f"{made['id']} · running, 2 wanted, 0 turns; 3 not begun")
+    said = {}
+
+    def turn(session: str, words: str, max_tokens: int) -> dict[str, Any]:
+        messages = [*said.get(session, []), {"role": "user", "content": words}]
+        body = {"model": model, "messages": messages, "max_tokens": max_tokens, "ignore_eos": True}
+        answer = server.http.post("/v1/chat/completions", json=body, headers={"x-session-id": session}).json()
+        choice: dict[str, Any] = answer["choices"][0]
+        said[session] = [*messages, choice["message"]]
+        return choice
+
+    one, two, loser = made["to_begin"]
+    for session in (one, two):
+        turn(session, "What is 17 + 25?", 20)
+    text(page, "2 turns; 2 waits for its tool, 1 not begun")
+    turn(one, "And twice that?", 20)
+    with ThreadPoolExecutor(1) as pool:
+        losing = pool.submit(turn, loser, "Count to a million.", 4000)
+        text(page, "3 turns; 1 generates, 2 waits for its tool")
+        for session, reward in ((one, 1.0), (two, 0.0)):
+            server.http.post(f"/v1/sessions/{session}/finish", json={"reward": reward}).raise_for_status()
+        assert losing.result()["stop_reason"] == "surplus"
+    text(page, f"{made['id']} · complete, 2 wanted, 4 turns; 2 finished, 1 stopped: the race was over; ")
+    page.click("section summary")
+    assert f"{one}\t2\t40\t1.000\tfinished" in text(page, f"{two}\t1\t20\t0.000\tfinished")
+
+
 def test_hostile_prompts_of_a_real_server_do_nothing(server: Server, page: Any) -> None:
     words = [*HOSTILE[:-1], LINE]
     prompts = [{"id": f"{i}{word[:200]}", "prompt": f"{word}?"} for i, word in enumerate(words)]

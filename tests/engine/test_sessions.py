@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
+from random import Random
 from typing import Any
 
 import httpx
@@ -18,7 +20,12 @@ import pytest
 
 from benchmarks.kills.ranks import rank_processes
 from tests.engine.conftest import NO_KEEPALIVE, Server, emulating, serve_command
+from vllm_rollout import AgentGroup, AgentSession, AsyncRolloutClient, Void
 from vllm_rollout.emulation.tokens import succeeded
+from vllm_rollout.group.plans.plan import GroupPlan
+from vllm_rollout.simulator.machine import Machine
+from vllm_rollout.simulator.race import PoolCandidate
+from vllm_rollout.simulator.sessions import SessionGroup, SessionTerms, draw_course, run_sessions
 
 DEVICE = {
     "step": {"ms": 4.0},
@@ -259,6 +266,7 @@ def test_harnesses_are_told_what_becomes_of_their_sessions(server):
     b.finish(reward=1)
     listener.join(30)
     assert [(each.get("session_id"), each.get("state")) for each in events] == [
+        *((session.session, "wanted") for session in (a, b, c)),
         (a.session, "void"),
         (b.session, "finished"),
         (c.session, "surplus"),
@@ -457,3 +465,44 @@ def test_an_emulated_policy_asks_for_tools_until_its_last_turn(tiny_model, tmp_p
     assert once == again
     assert 1 in map(len, once)
     assert max(map(len, once)) > 2
+
+
+def test_where_all_are_waited_for_the_replay_of_the_simulator_tells_every_token(server):
+    """Turns and failing tools of the same conversations; what takes time is the benchmark's."""
+    terms = SessionTerms(turns=3, tool_tokens=3, tool_failures=0.3)
+    size, redundancy = 3, 1
+    courses = [[draw_course(terms, 12, Random(f"{group}/{n}")) for n in range(8)] for group in range(6)]
+
+    async def run(session: AgentSession) -> float:
+        prompt, course = [60 + session.prompt] * 40, courses[session.prompt][session.number]
+        for number, num_tokens in enumerate(course.turns):
+            fields = {"max_tokens": 100, "return_token_ids": True, "vllm_xargs": {"emulate_lengths": num_tokens}}
+            answer = await session.complete(prompt, **fields)
+            prompt = [*prompt, *answer["choices"][0]["token_ids"], 71, 72, 73]
+            if course.fails and number == len(course.turns) - 1:
+                raise Void("the tool failed")
+        return 1.0
+
+    async def collect() -> list[AgentGroup]:
+        async with AsyncRolloutClient(server.url) as client:
+            groups = client.agents(range(len(courses)), size, redundancy, run=run, early_stop=False)
+            return sorted([each async for each in groups], key=lambda group: group.position)
+
+    plan = GroupPlan(size, redundancy, early_stop=False)
+    pools = [[PoolCandidate(sum(c.turns), "stop", sum(c.turns), False, None, None) for c in each] for each in courses]
+    races = [SessionGroup("q", plan, its, 40, courses=each) for its, each in zip(pools, courses, strict=True)]
+    run_sessions(Machine(), races, terms)
+    ran = [
+        (group.status, group.generated_tokens, sorted(
+            (each.number, each.state == "void", each.num_turns, each.num_tokens)
+            for each in (*group.trajectories, *group.others)
+        ))
+        for group in asyncio.run(collect())
+    ]  # fmt: skip
+    assert ran == [
+        (race.result.status, race.result.generated_tokens, [
+            (each.index, each.is_void, each.num_turns, each.num_tokens) for each in race.sessions.sessions.values()
+        ])
+        for race in races
+    ]  # fmt: skip
+    assert max(len(each) for _, _, each in ran) > size + redundancy, "some were replaced"

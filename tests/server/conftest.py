@@ -67,6 +67,7 @@ def make_app(
         lambda tokens: "".join(map(chr, tokens)),
         alone=num_processes == 1,
     )
+    app.state.rollout_service.viewers.sessions = app.state.session_service.seen
     store = RunStore(database)
     parallelism = None if make_parallelism is None else make_parallelism(metrics)
     app.state.run_service = RunService(app.state.rollout_service, engine, store, metrics, num_processes, parallelism)

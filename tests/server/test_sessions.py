@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 from urllib.parse import quote
@@ -144,6 +145,25 @@ async def test_names_with_slashes_and_other_signs_are_names(service, http):
     assert (await http.get(f"/v1/groups/of/{path}")).json()["selected"] == [name]
 
 
+async def test_a_turn_does_not_begin_that_was_asked_for_before_another_one(service, http):
+    """What it was asked with went on from the turns that there were then."""
+    (session,) = (await declared(http))["to_begin"]
+    early = service.turn(turn_from_xargs({}, session, n=1), None, PROMPT)
+    play(service, session)
+    with pytest.raises(RequestError, match="has had another turn since"):
+        service.begin(early)
+    play(service, session, [*PROMPT, 110, 110, 110])
+    assert len(service.read(session).segments) == 1
+
+
+async def test_a_finish_that_is_refused_begins_no_session(service, http):
+    group = await declared(http)
+    (session,) = group["to_begin"]
+    response = await http.post(f"/v1/sessions/{session}/finish", json={"void": True, "reward": 1.0})
+    assert (response.status_code, "a void session has none" in message(response)) == (422, True)
+    assert (await http.get(f"/v1/groups/{group['id']}")).json()["to_begin"] == [session]
+
+
 async def test_bounds_hold_what_comes_and_not_what_is_there(service, http, monkeypatch):
     monkeypatch.setattr(module, "MAX_OPEN_SESSIONS", 5)
     first = await declared(http, group_size=2, max_sessions=2)
@@ -221,6 +241,29 @@ async def test_a_stop_is_sent_again_until_the_turn_has_ended(app, service, http,
     assert sent == [{turn.engine_id: [turn.index]}] * 3
 
 
+async def test_stops_of_many_groups_go_in_one_call_while_another_is_on_its_way(service, http):
+    """A call takes a step of the engine, however many turns it names."""
+    groups = [(await declared(http, redundancy=1))["to_begin"] for _ in range(4)]
+    turns = [begin(service, loser) for _, loser in groups]
+    sent, answered = [], asyncio.Event()
+
+    async def stop(indices: dict[str, list[int]]) -> None:
+        sent.append([turn for turn in turns if turn.index in indices.get(turn.engine_id, ())])
+        await answered.wait()
+
+    service._stop_turns = stop
+    for winner, _ in groups:
+        play(service, winner)
+        await http.post(f"/v1/sessions/{winner}/finish", json={})
+        while not sent:
+            await asyncio.sleep(0)
+    assert sent == [turns[:1]]
+    answered.set()
+    while len(sent) == 1:
+        await asyncio.sleep(0)
+    assert sent[1] == turns
+
+
 async def test_a_slow_reader_of_events_is_left(service, http, monkeypatch):
     from vllm_rollout.server.sessions import groups
 
@@ -233,7 +276,8 @@ async def test_a_slow_reader_of_events_is_left(service, http, monkeypatch):
     for session in group["to_begin"][1:]:
         play(service, session)
         await http.post(f"/v1/sessions/{session}/finish", json={})
-    assert [event async for event in events] == [], "its stream ends, and it may ask again"
+    rest = [event.state async for event in events]
+    assert rest == ["wanted"] * 3, "what it was to be told first; then its stream ends, and it may ask again"
     assert service._group(group["id"])._readers == []
 
 

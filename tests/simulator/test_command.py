@@ -183,6 +183,9 @@ def test_broken_rows_stop_unless_they_are_skipped(run, tmp_path):
         ([RECORDED, "--output", "picture.txt"], "--output must end in .png, got picture.txt"),
         ([RECORDED, "--output", "nowhere/a.png"], "--output nowhere/a.png: there is no folder nowhere"),
         ([RECORDED, "--output-json", "nowhere/a.json"], "there is no folder nowhere"),
+        ([RECORDED, "--output-trace", "nowhere/a.jsonl"], "--output-trace nowhere/a.jsonl: there is no folder nowhere"),
+        ([RECORDED, "--output-trace", RECORDED], "is the trace that is read: name another file"),
+        (["--generate", SMALL, "--rounds", "2", "--output-trace", "a.jsonl"], "not of --rounds"),
     ],
 )
 def test_flags_that_make_no_sense_exit_with_2(invoke, arguments, message):

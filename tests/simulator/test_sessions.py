@@ -109,6 +109,23 @@ def test_the_next_turn_computes_what_the_prefix_cache_has_not():
     assert tight.seconds - roomy.seconds == 30 + 3 - 1, "what ran had taken its place: all is computed again"
 
 
+@pytest.mark.parametrize(
+    ("courses", "tight", "more_s"),
+    [
+        ([Course((3, 2), (40.0,)), Course((2, 2), (5.0,)), Course((5, 2), (40.0,))], 95, 34),
+        ([Course((2, 2), (40.0,)), Course((3, 2), (40.0,))], 94, 34),
+    ],
+    ids=["of two the one that ended its turn first", "of one that waits, for one that goes on"],
+)
+def test_kv_that_gives_way_is_computed_again(courses, tight, more_s):
+    all_of_them = [*courses, Course((60,), ())]
+    without, with_all = (
+        run(Machine(PREFILL, kv_capacity_tokens=most), len(all_of_them), *all_of_them, tool_tokens=5, prompt_tokens=30)
+        for most in (tight, 200)
+    )
+    assert without[1].seconds - with_all[1].seconds == more_s
+
+
 def test_when_the_group_is_complete_turns_stop_and_nobody_waits_for_tools():
     courses = [Course((4,), ()), Course((9,), ()), Course((2, 2), (100.0,)), Course((1, 1, 1), (1.0, 100.0))]
     race, ran = run(Machine(FLAT), 1, *courses, redundancy=3)
@@ -126,6 +143,23 @@ def test_a_tool_that_fails_makes_room_for_a_spare_or_a_new_session():
     assert (ran.seconds, states(race)) == (3 + 2 + 3 + 2 + 6, ["void", "void", "finished"])
     race, ran = run(Machine(FLAT), 1, void, void)
     assert (ran.seconds, race.result.status, race.result.generated_tokens) == (10, "incomplete", 6)
+
+
+def test_the_tool_of_a_loser_is_forgotten_and_those_of_others_end_in_their_order():
+    loses = [Course((2,), ()), Course((1, 1), (10.0,))]
+    others = [[Course((1, 1), (seconds,))] for seconds in (53.0, 35.0, 51.0, 37.0)]
+    races = [
+        SessionGroup("q", GroupPlan(1, len(courses) - 1), pool(*(2 for _ in courses)), courses=courses)
+        for courses in (others[0], loses, *others[1:])
+    ]
+    run_sessions(Machine(FLAT), races, SessionTerms(tool_tokens=0))
+    assert [race.over_s for race in races] == [55, 2, 37, 53, 39]
+
+
+def test_what_no_kv_cache_holds_is_refused():
+    pools, its = Pools(traced({"q": [40]}, max_tokens=40)), SessionTerms(turns=1000, tool_tokens=10)
+    with pytest.raises(ValueError, match="a candidate of prompt 'q' needs"):
+        replay(pools, Setting(1), Machine(kv_capacity_tokens=100), sessions=its)
 
 
 def test_courses_have_the_stated_means_and_all_their_tokens():

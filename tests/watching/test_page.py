@@ -222,6 +222,77 @@ def test_a_recording_without_times_says_why_there_is_no_timeline(browser: Any) -
         text(page, "A file does not have what was learned")
 
 
+def session(name: str, state: str, *turns: Any, ended_s: float | None = None, **more: Any) -> dict[str, Any]:
+    told = {"id": name, "state": state, "ended_by": None, "num_turns": len(turns), "reward": None, "ended_s": ended_s}
+    return {**told, "num_tokens": sum(num or 0 for *_, num in turns), "turns": turns, **more}
+
+
+def agents(name: str, *sessions: dict[str, Any], **more: Any) -> dict[str, Any]:
+    told = {"name": name, "id": f"id of {name}", "status": "running", "reason": None, "group_size": 2, "began": 1000.0}
+    return {**told, "seconds": None, "num_to_begin": 1, "selected": [], "sessions": sessions, **more}
+
+
+CONVERSATIONS = [
+    session("a", "finished", (0.1, 2.0, 40), (4.0, 6.5, 61), ended_s=7.0, reward=1.0),
+    session("b", "between_turns", (0.2, 3.0, 50)),
+    session("c", "turn", (0.2, 1.0, 9), (5.0, None, None)),
+    session("d", "void", ended_s=3.0),
+]
+
+
+@needs_browser
+def test_sessions_are_rows_of_turns_without_a_rollout_too(browser: Any) -> None:
+    over = {"status": "complete", "seconds": 9.0, "num_to_begin": 0, "selected": [0]}
+    lost = session("e", "surplus", (0.1, 8.0, 99), ended_s=8.0)
+    feed = Feed([SERVER, RANKS, event_of("sessions", agents("over", CONVERSATIONS[0], lost, **over))])
+    with looking(browser, feed) as page:
+        told = text(page, "id of over")
+        assert "No rollout has begun" not in told
+        assert "id of over · complete, 2 wanted, 3 turns; 1 finished, 1 stopped: the race was over; 9.0 s" in told
+        feed.events.append(event_of("sessions", agents("open", *CONVERSATIONS)))
+        told = text(page, "id of open")
+        assert told.index("id of open") < told.index("id of over"), "groups that run stand first"
+        assert (
+            "id of open · running, 2 wanted, 5 turns; 1 generates, 1 waits for its tool, 1 finished, 1 void, "
+            "1 not begun; 12.5 s"
+        ) in told
+        page.click("section summary >> nth=0")
+        assert "a\t2\t101\t1.000\tfinished" in text(page, "waits for its tool\nc")
+        page.focus("section summary >> nth=0")
+        feed.events.append(event_of("sessions", agents("open", *CONVERSATIONS[:3], status="incomplete", reason="why")))
+        text(page, "incomplete (why)")
+        assert page.evaluate("document.activeElement.tagName") == "SUMMARY"
+        feed.events.append(event_of("gone", {"rollout_ids": [], "sessions": ["over"]}))
+        page.wait_for_function("() => !document.body.innerText.includes('id of over')")
+        colors = """() => {
+          const canvas = document.querySelector("section canvas"), pen = canvas.getContext("2d");
+          const { data } = pen.getImageData(0, 0, canvas.width, canvas.height), found = new Set();
+          for (let i = 0; i < data.length; i += 4) if (data[i + 3]) found.add(data.slice(i, i + 3).join());
+          return found.size;
+        }"""
+        assert page.evaluate(colors) >= 3
+
+
+@needs_browser
+def test_what_sessions_are_called_cannot_hurt_and_many_are_bounded(browser: Any) -> None:
+    names = [word[:256] for word in HOSTILE]
+    groups = [
+        agents(f"{i}", *(session(name, "turn", (0.1, None, None)) for name in names), id=names[i % 5])
+        for i in range(20)
+    ]
+    many = agents("many", *(session(f"s{i}", "turn", (0.1, None, None)) for i in range(100)))
+    feed = Feed([*RACE, *(event_of("sessions", group) for group in [*groups, many])])
+    with looking(browser, feed) as page:
+        told = text(page, "5 more groups are not drawn.")
+        assert "100 generates" in told
+        assert "the first 32 are drawn" in told
+        assert page.query_selector("main img") is None
+        assert not {"\x1b", "\x07", "\u202e"} & set(told)
+        page.click("section summary >> nth=1")
+        assert "<img src=x" in text(page, "evil")
+        assert page.query_selector("main img") is None
+
+
 @needs_browser
 def test_two_rollouts_are_compared(browser: Any) -> None:
     longer = [over(i, lengths=[100] * 16) for i in range(2)]

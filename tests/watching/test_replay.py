@@ -38,8 +38,8 @@ def write(path: Path, *rows: Any) -> Path:
 
 
 class Told:
-    def __init__(self, path: Path) -> None:
-        self._feed = Replay(path).feed()
+    def __init__(self, *paths: Path) -> None:
+        self._feed = Replay(*paths).feed()
 
     async def next(self) -> list[tuple[str, Any]]:
         """The events of the next part."""
@@ -110,3 +110,20 @@ async def test_both_pieces_of_a_file_are_told_and_a_new_one_is_followed(tmp_path
         file.append(json.dumps(rollout(name)))
         found += [data["rollout_id"] for _, data in await told.next()]
     assert found == ["d", "e", "f", "g"]
+
+
+async def test_several_files_share_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(replay, "MAX_ROLLOUTS", 4)
+    step = {"prompt_id": "q", "lengths": [3]}
+    one = write(tmp_path / "one.jsonl", *(rollout(f"r{i}") for i in range(5)), step)
+    two = write(tmp_path / "two.jsonl", *(rollout(f"s{i}", setting="2x first") for i in range(5)), step)
+    told = Told(one, two)
+    ((_, server),) = await told.next()
+    assert server["file"] == "one.jsonl, two.jsonl"
+    events = await told.next()
+    assert [data["rollout_id"] for _, data in events] == ["r4", "one.jsonl/step-0", "s4", "two.jsonl/step-0"]
+    assert [data["setting"] for _, data in events[::2]] == [None, "2x first"]
+    write(one, rollout("r5"))
+    assert [data["rollout_id"] for _, data in await told.next()] == ["r5"]
+    write(two, rollout("s5"))
+    assert [data["rollout_id"] for _, data in await told.next()] == ["s5"]

@@ -72,6 +72,8 @@ def has(fact: Fact) -> bool:
     return fact.holds_for(vllm_version)
 
 
+VERIFIER = "vllm.v1.sample.rejection_sampler"
+V1_RUNNER = "vllm.v1.worker.gpu_model_runner.GPUModelRunner"
 COMPLETION = "vllm.outputs.CompletionOutput"
 SPAN = "vllm.outputs.WeightVersionSpan"
 CHAT_STREAM = "vllm.entrypoints.openai.chat_completion.serving.OpenAIServingChat"
@@ -208,6 +210,8 @@ CONTRACT = (
         "vllm.entrypoints.cli.serve.run_multi_api_server",
         "vllm.entrypoints.cli.serve.APIServerProcessManager",
     ),
+    Fact("replaces", f"{VERIFIER}.apply_sampling_constraints", f"{VERIFIER}.expand_batch_to_tokens"),
+    Fact("does", V1_RUNNER, "propose_draft_token_ids", 'spec_config.method == "custom_class"'),
     Fact("takes", "vllm.engine.arg_utils.AsyncEngineArgs", "create_engine_config", "usage_context="),
     Fact("takes", "vllm.entrypoints.openai.models.serving.OpenAIServingModels", "is_base_model", "model_name"),
     Fact("takes", "vllm.entrypoints.openai.models.serving.OpenAIServingModels", "model_name", "lora_request"),
@@ -219,7 +223,7 @@ CONTRACT = (
     ),
     Fact("takes", "vllm.renderers.online_renderer.OnlineRenderer", "render_chat", "request"),
     Fact("takes", "vllm.renderers.online_renderer.OnlineRenderer", "render_completion", "request"),
-    Fact("takes", "vllm.v1.worker.gpu_model_runner.GPUModelRunner", "reload_weights", "weights_path="),
+    Fact("takes", V1_RUNNER, "reload_weights", "weights_path="),
     *(Fact("has", owner, name) for owner, names in ALSO.items() for name in names.split()),
     *(Fact("flag", SERVE, name) for name in FLAGS.split()),
 )

@@ -52,6 +52,8 @@ class ServeOptions:
     """The ratio for requests that learn and name none."""
     draft_memory_bytes: int = DRAFT_MEMORY_BYTES
     """For answers that serve as drafts."""
+    drafts_file: str | None = None
+    """Where a rank keeps them between two starts; its number is added."""
     beside_rust: bool = False
     """vLLM's Rust front end is the engine cores' first client: it knows no groups, ranks on hold or dead ones."""
 

@@ -18,7 +18,9 @@ import httpx
 from typing_extensions import Unpack
 
 from vllm_rollout.client import calls, run_calls
-from vllm_rollout.client.agents import AgentGroup, AgentSession, SessionLost, Void, agents
+from vllm_rollout.client.agent_group import AgentGroup
+from vllm_rollout.client.agent_session import AgentSession, SessionLost, Void
+from vllm_rollout.client.agents import agents
 from vllm_rollout.client.blocking import BlockingTransport, blocking, blocking_generator, finished
 from vllm_rollout.client.body import PromptLike, Redundancy, RolloutOptions, Selection, rollout_body
 from vllm_rollout.client.calls import Call, EventsCall, QualityHead

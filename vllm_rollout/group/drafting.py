@@ -6,8 +6,8 @@ A step of n rows with k drafts makes n tokens and, of each draft, as much as it 
 
 times as long as one without: `slope` is near 0 where the device waits for its memory, and 1 or more where it computes.
 Drafts are taken in the order of their probability for as long as tokens per second grow. Both numbers are learned, for
-each size of the batch, from steps with drafts and from a few without; probabilities are corrected by what became of
-those before them.
+each size of the batch, from steps with drafts and from a few without. How likely a draft is to be accepted together
+with all before it is estimated elsewhere; here estimates, in bins, are held against what became of them.
 
 Invariant: values in, values out; seconds are an argument. Where drafts do not pay, one step in `TRIAL_INTERVAL_STEPS`
 tries a few, so that what is lost there is bounded.
@@ -21,7 +21,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import repeat
+from operator import add
+from typing import NamedTuple
 
 MAX_DRAFT_TOKENS = 12
 """Of one row and step."""
@@ -35,8 +37,10 @@ NUM_FIRST_TRIALS = 4
 """Trials in a row at a size of the batch of which nothing is known."""
 NUM_EMPTY = 8
 """Steps in a row whose drafts were not worth it, after which one in so many looks for some."""
-TRIAL_RATIO = 0.25
-"""Drafts of a trial, for each row."""
+TRIAL_RATIO, LARGEST_TRIAL_RATIO = 0.25, 4.0
+"""Drafts of a trial, for each row: more of them after one that cost next to nothing."""
+CHEAP = 0.1
+"""What a step with drafts takes longer, at most, to be that: as a part of one without."""
 FIRST_FIXED, FIRST_SLOPE = 0.1, 1.0
 """What is believed before anything was seen: a draft costs what a row does, so that none pays."""
 FORGETTING = 0.97
@@ -45,9 +49,9 @@ PRIOR_STEPS = 2.0
 """What was believed before counts like so many steps."""
 MARGIN = 1.02
 """Tokens per second must grow by this much."""
-NUM_BINS = 10
-"""In which probabilities are held against what was accepted."""
-PRIOR_DRAFTS = 8.0
+NUM_BINS = 20
+"""Estimates are told apart by this much: bin b has those from b / NUM_BINS on."""
+PRIOR_DRAFTS = 4.0
 """The estimate itself counts in its bin like so many drafts."""
 
 
@@ -63,6 +67,7 @@ class BatchCost:
     num_trials: int = 0
     since_plain: int = 0
     since_drafts: int = 0
+    trial_ratio: float = TRIAL_RATIO
     num_empty: int = 0
     """Steps in a row whose drafts were not worth it."""
     prior: tuple[float, float] = (FIRST_FIXED, FIRST_SLOPE)
@@ -90,6 +95,8 @@ class BatchCost:
             return
         beyond = min(seconds / self.plain_s, 4 * self.ratio(drafts_per_row)) - 1  # a step that something held up
         new = (1.0, drafts_per_row, beyond, drafts_per_row**2, drafts_per_row * beyond)
+        more = 2 * self.trial_ratio if beyond < CHEAP else self.trial_ratio / 2
+        self.trial_ratio = min(LARGEST_TRIAL_RATIO, max(TRIAL_RATIO, more))
         self.sums = [FORGETTING * old + value for old, value in zip(self.sums, new, strict=True)]
         self._fit()
 
@@ -103,6 +110,32 @@ class BatchCost:
         self.fixed = max(0.0, (y - self.slope * x) / weight)
 
 
+def increasing(sums: Sequence[float], weights: Sequence[float]) -> list[float]:
+    """Means that never decrease: neighbours that would are given their common one.
+
+    Source: isotonic regression by pooling adjacent violators (Ayer et al. 1955).
+    """
+    pools: list[tuple[float, float, int]] = []
+    """Sum, weight and number of members."""
+    for new in zip(sums, weights, repeat(1), strict=False):
+        while pools and pools[-1][0] * new[1] >= new[0] * pools[-1][1]:
+            new = tuple(map(add, pools.pop(), new))
+        pools.append(new)
+    return [total / weight for total, weight, num in pools for _ in range(num)]
+
+
+class Choice(NamedTuple):
+    """Which drafts to verify."""
+
+    least_bin: int
+    """Those of this bin and above."""
+    most: int
+    """But no more than so many in all."""
+
+
+NO_DRAFTS = Choice(NUM_BINS, 0)
+
+
 class DraftingRule:
     """Decides for one engine core, step by step: `longest`, `choose`, and what came of it."""
 
@@ -111,6 +144,7 @@ class DraftingRule:
         """By half octaves of the batch size."""
         self._drafted = [PRIOR_DRAFTS] * NUM_BINS
         self._accepted = [PRIOR_DRAFTS * (bin + 0.5) / NUM_BINS for bin in range(NUM_BINS)]
+        self._ratios = increasing(self._accepted, self._drafted)
 
     def longest(self, num_rows: int) -> int:
         """How many drafts of a row are worth looking for in a step of so many rows; 0: none."""
@@ -123,51 +157,39 @@ class DraftingRule:
             return MAX_DRAFT_TOKENS
         return 0
 
-    def choose(self, probabilities: Sequence[Sequence[float]]) -> list[int]:
-        """How many drafts of each row to verify.
-
-        `probabilities`: for each row of the batch, drafts or not, how likely each of its drafts is accepted together
-        with all before it: never increasing.
-        """
-        num_rows = len(probabilities)
+    def choose(self, num_rows: int, num_drafts: Sequence[int]) -> Choice:
+        """Which drafts to verify. `num_drafts`: how many there are of all rows, by bin of their estimate."""
         cost = self._cost(num_rows)
-        drafts = sorted(
-            (-value, place, row)
-            for row, values in enumerate(probabilities)
-            for place, value in enumerate(accumulate(map(self.accepted_ratio, values), min))
-        )
-        best, num_taken, tokens = MARGIN, 0, float(num_rows)
-        for number, (value, _, _) in enumerate(drafts, start=1):
-            tokens -= value
-            rate = tokens / num_rows / cost.ratio(number / num_rows)
-            if rate > best:
-                best, num_taken = rate, number
-        cost.num_empty = 0 if num_taken else cost.num_empty + 1
-        if drafts and not num_taken and cost.is_trial_due:
-            num_taken = math.ceil(TRIAL_RATIO * num_rows)
+        best, choice = MARGIN, NO_DRAFTS
+        num_taken, tokens = 0, float(num_rows)
+        for bin in reversed(range(NUM_BINS)):
+            num_taken += num_drafts[bin]
+            tokens += num_drafts[bin] * self.accepted_ratio(bin)
+            rate = tokens / num_rows / cost.ratio(num_taken / num_rows)
+            if num_drafts[bin] and rate > best:
+                best, choice = rate, Choice(bin, num_taken)
+        cost.num_empty = 0 if choice.most else cost.num_empty + 1
+        if num_taken and not choice.most and cost.is_trial_due:
+            choice = Choice(0, math.ceil(cost.trial_ratio * num_rows))
             cost.num_trials += 1
-        if num_taken:
+        if choice.most:
             cost.since_drafts = 0
-        lengths = [0] * num_rows
-        for _, _, row in drafts[:num_taken]:
-            lengths[row] += 1
-        return lengths
+        return choice
 
-    def verified(self, probabilities: Sequence[float], num_accepted: int) -> None:
-        """Of one row's drafts, with these estimates, so many were accepted."""
-        for place, value in enumerate(probabilities):
-            bin = _bin(value)
-            self._drafted[bin] += 1
-            self._accepted[bin] += place < num_accepted
+    def verified(self, num_drafts: Sequence[int], num_accepted: Sequence[int]) -> None:
+        """So many drafts of each bin were verified, and so many of them accepted."""
+        for bin, (drafted, accepted) in enumerate(zip(num_drafts, num_accepted, strict=True)):
+            self._drafted[bin] += drafted
+            self._accepted[bin] += accepted
+        self._ratios = increasing(self._accepted, self._drafted)
+
+    def accepted_ratio(self, bin: int) -> float:
+        """How many drafts with such an estimate are accepted: no fewer than with a lower one."""
+        return self._ratios[bin]
 
     def took(self, num_rows: int, num_drafts: int, seconds: float) -> None:
         """A step that only decoded so many rows, with so many drafts in all, took so long."""
         self._cost(num_rows).took(num_drafts / num_rows, seconds)
-
-    def accepted_ratio(self, probability: float) -> float:
-        """How many drafts with such an estimate have been accepted."""
-        bin = _bin(probability)
-        return self._accepted[bin] / self._drafted[bin]
 
     def _cost(self, num_rows: int) -> BatchCost:
         key = round(2 * math.log2(num_rows))
@@ -178,7 +200,3 @@ class DraftingRule:
                 cost.prior = nearest.fixed, nearest.slope
                 cost.fixed, cost.slope = cost.prior
         return cost
-
-
-def _bin(probability: float) -> int:
-    return min(NUM_BINS - 1, int(probability * NUM_BINS))

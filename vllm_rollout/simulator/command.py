@@ -160,6 +160,13 @@ def simulate(
     seed: Annotated[int, typer.Option(help="Of everything that is drawn.")] = 0,
     output: Annotated[Path, typer.Option(help="Where the picture (PNG) goes.")] = Path("simulation.png"),
     output_json: Annotated[Path | None, typer.Option(help="Where all numbers go, for a program.")] = None,
+    output_trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="Where every simulated rollout goes, as `serve --rollout-record` writes it: `vllm-rollout watch "
+            "trace.jsonl whatif.jsonl` shows what would have been beside what was."
+        ),
+    ] = None,
 ) -> None:
     """Say what a setting of groups will save, before GPU hours are spent.
 
@@ -220,6 +227,7 @@ def simulate(
             drafts=drafts, draft_acceptance=draft_acceptance,
             prompts_per_step=prompts_per_step,
             epochs=epochs, skip_broken=skip_broken, seed=seed, output=output, output_json=output_json,
+            output_trace=output_trace,
         )  # fmt: skip
         run(options)
     except FlagError as error:

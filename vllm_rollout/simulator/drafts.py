@@ -7,13 +7,13 @@ itself for long.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from itertools import groupby
-from operator import itemgetter
 from typing import NamedTuple
 
+from vllm_rollout.emulation.drafts import bin_of
 from vllm_rollout.emulation.settings import DraftSettings
-from vllm_rollout.group.drafting import MARGIN, PLAIN_INTERVAL_STEPS
+from vllm_rollout.group.drafting import MARGIN, NUM_BINS, PLAIN_INTERVAL_STEPS
 from vllm_rollout.group.lengths.cost import CostModel, PTLCurve
 
 BATCH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
@@ -40,17 +40,22 @@ def drafted_step(
     """Of a batch of so many rows, whose shares of drafts are `factor` times those of the settings."""
     plain_s = cost.ptl(num_rows, context_tokens)
     plain = best = DraftedStep(0.0, 1.0, plain_s)
-    found = [(p, factor * kind.share) for kind in settings.kinds for p in kind.accepted]
-    drafts, tokens, rate, least = 0.0, 1.0, MARGIN, 1.0
-    for probability, its in groupby(sorted(found, reverse=True), key=itemgetter(0)):
-        share = sum(share for _, share in its)
-        drafts, tokens = drafts + share, tokens + share * probability
+    found = Counter[int]()
+    right = Counter[int]()
+    for kind in settings.kinds:
+        for probability in kind.accepted:
+            bin = bin_of(probability)
+            found[bin] += factor * kind.share
+            right[bin] += factor * kind.share * probability
+    drafts, tokens, rate, least = 0.0, 1.0, MARGIN, NUM_BINS
+    for bin in sorted(found, reverse=True):
+        drafts, tokens = drafts + found[bin], tokens + right[bin]
         seconds = cost.ptl(num_rows * (1 + drafts), context_tokens / (1 + drafts))
         if tokens * plain_s / seconds > rate:
-            best, rate, least = DraftedStep(drafts, tokens, seconds), tokens * plain_s / seconds, probability
+            best, rate, least = DraftedStep(drafts, tokens, seconds), tokens * plain_s / seconds, bin
     if best is plain:
         return plain
-    drafting = factor * sum(kind.share for kind in settings.kinds if kind.accepted[0] >= least)
+    drafting = factor * sum(kind.share for kind in settings.kinds if bin_of(kind.accepted[0]) >= least)
     share = _plain_share(drafting, num_rows)
     return DraftedStep(*(share * one + (1 - share) * other for one, other in zip(plain, best, strict=True)))
 

@@ -91,11 +91,11 @@ class Mover:
 
     def _move(self, seconds: float, moves: Sequence[PlannedMove]) -> None:
         for move in moves:
-            target = self._ranks[move.target]
 
-            def deliver(at_s: float, departed: Departed, target: Rank = target) -> None:
+            def deliver(at_s: float, departed: Departed, number: int = move.target) -> None:
                 self.num_moves += 1
-                target.receive(departed, at_s)
+                departed.race.moves.append((at_s, number))
+                self._ranks[number].receive(departed, at_s)
 
             self._ranks[move.source].send_away(move.group_id, seconds + self._message_s, deliver)
 

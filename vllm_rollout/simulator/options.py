@@ -14,6 +14,7 @@ from vllm_rollout.emulation.settings import Settings
 from vllm_rollout.group.plans.fields import Migration
 from vllm_rollout.group.ranks.load import TransferCost
 from vllm_rollout.simulator.machine import Machine, ScaleDown
+from vllm_rollout.trace.file import pieces
 
 
 class FlagError(ValueError):
@@ -47,6 +48,7 @@ class SimulateOptions:
     seed: int = 0
     output: Path = Path("simulation.png")
     output_json: Path | None = None
+    output_trace: Path | None = None
 
     def __post_init__(self) -> None:
         if (self.trace is None) == (self.generate is None):
@@ -75,7 +77,13 @@ class SimulateOptions:
             raise FlagError("--drafts is for answers: what drafts do for turns of conversations is not simulated")
         if self.output.suffix != ".png":
             raise FlagError(f"--output must end in .png, got {self.output}")
-        for flag, path in (("--output", self.output), ("--output-json", self.output_json)):
+        if self.output_trace is not None and self.rounds:
+            raise FlagError("--output-trace is of single rollouts, not of --rounds")
+        read = [] if self.trace is None else [piece.resolve() for piece in pieces(self.trace)]
+        if self.output_trace is not None and self.output_trace.resolve() in read:
+            raise FlagError(f"--output-trace {self.output_trace} is the trace that is read: name another file")
+        outputs = {"--output": self.output, "--output-json": self.output_json, "--output-trace": self.output_trace}
+        for flag, path in outputs.items():
             if path is not None and not path.parent.is_dir():
                 raise FlagError(f"{flag} {path}: there is no folder {path.parent}")
 

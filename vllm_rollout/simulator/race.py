@@ -123,6 +123,10 @@ class Race:
     """The ending of every candidate, when the group is over."""
     over_s: float = 0.0
     """When that was."""
+    started_s: float | None = None
+    """When its first candidate was admitted."""
+    moves: list[tuple[float, int]] = field(default_factory=list)
+    """When it went to which rank."""
     lost: bool = False
     """It completed after as many others as its race against other groups wanted."""
     num_earlier: int = 0
@@ -169,6 +173,7 @@ class Runner:
     """Up to date when it does not run."""
     num_behind_kv: float | None = None
     """Tokens that it computes when it runs next, since the KV of the others has come along; None: all are computed."""
+    ended_s: float | None = None
 
     @property
     def index(self) -> int:

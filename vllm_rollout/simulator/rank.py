@@ -303,6 +303,8 @@ class Rank:
 
     def _start(self, runner: Runner) -> None:
         race = runner.race
+        if race.started_s is None:
+            race.started_s = self._run.seconds
         runner.start = start = self._step - runner.num_tokens
         self._offset += race.prompt_tokens - start
         self._kv_offset += (race.prompt_tokens if not race.num_holding else 0) - start
@@ -386,6 +388,7 @@ class Rank:
             num_tokens = self._step - start
             if num_tokens == runner.future.num_tokens:
                 self._pause(runner)
+                runner.ended_s = self._run.seconds
                 num_ended += 1
                 self._group_steps.ended(runner.id, race.group, runner.future.end, num_tokens)
             elif num_tokens == runner.detection_length:
@@ -393,6 +396,7 @@ class Rank:
         verdicts = self._group_steps.close_step(due, self._num_tokens)
         for group_id, index in verdicts.stop:
             runner = self._races[group_id].candidates[index]
+            runner.ended_s = self._run.seconds
             if runner.start is not None:
                 self._pause(runner)
         for race, had_cap in touched.items():

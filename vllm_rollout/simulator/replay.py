@@ -18,6 +18,7 @@ from vllm_rollout.simulator.outcome import SimulationOutcome, Sweep
 from vllm_rollout.simulator.planner import Planner
 from vllm_rollout.simulator.race import Pools, Race
 from vllm_rollout.simulator.rank import run_races
+from vllm_rollout.simulator.recording import Ran, Recording
 from vllm_rollout.simulator.sessions import MORE_SESSIONS, SessionTerms, group_of, run_sessions
 from vllm_rollout.simulator.settings import Setting
 from vllm_rollout.trace.rows import TracedRollout
@@ -32,23 +33,32 @@ def replay(
     seed: int = 0,
     sessions: SessionTerms | None = None,
     on_rollout: Callable[[], None] = lambda: None,
+    recording: Recording | None = None,
 ) -> SimulationOutcome:
-    """Run every rollout of the trace, `epochs` times over. `sessions`: candidates are these.
+    """Run every rollout of the trace, `epochs` times over. `sessions`: candidates are these. `recording`: takes each
+    as a row.
 
     Raises: PlanError for a setting that no engine would take; ValueError for a candidate the KV cache cannot hold.
     """
-    return _Replay(pools, setting, machine, seed, sessions).run(epochs, on_rollout)
+    return _Replay(pools, setting, machine, seed, sessions, recording).run(epochs, on_rollout)
 
 
 class _Replay:
     def __init__(
-        self, pools: Pools, setting: Setting, machine: Machine, seed: int, sessions: SessionTerms | None
+        self,
+        pools: Pools,
+        setting: Setting,
+        machine: Machine,
+        seed: int,
+        sessions: SessionTerms | None,
+        recording: Recording | None,
     ) -> None:
         self._pools = pools
         self._setting = setting
         self._machine = machine = machine.with_drafts(setting.drafts)
         self._seed = seed
         self._sessions = sessions
+        self._recording = recording
         self._planner = Planner(setting, machine)
         self._judges = [Judge() for _ in range(machine.num_ranks)]
         self._placement = machine.new_placement()
@@ -89,6 +99,8 @@ class _Replay:
             self._planner.history.observe(prompt.history_key, observed_lengths(results[race].endings))
             self._planner.has_run(prompt.history_key, results[race].endings)
         self._outcome.add_rollout(run, min(race.over_s for race in races))
+        if self._recording is not None:
+            self._recording.add(Ran(self._setting, epoch, number, rollout, ranks, list(results.values()), races, run))
         if self._setting.pruning is not None:
             for judge, own in zip(self._judges, ranks, strict=True):
                 # of a group that moved, the target knows the candidates that ended there
@@ -124,8 +136,9 @@ def sweep(
     seed: int = 0,
     sessions: SessionTerms | None = None,
     on_rollout: Callable[[Setting], None] = lambda setting: None,
+    recording: Recording | None = None,
 ) -> Sweep:
-    """Replay every setting; the first is the baseline of the comparison.
+    """Replay every setting; the first is the baseline of the comparison. `recording`: takes every rollout as a row.
 
     Raises: ValueError, or PlanError, which names the setting's field; before anything is replayed where that is enough.
     """
@@ -140,6 +153,7 @@ def sweep(
             seed=seed,
             sessions=sessions,
             on_rollout=partial(on_rollout, setting),
+            recording=recording,
         )
         for setting in settings
     )

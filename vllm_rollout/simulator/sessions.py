@@ -176,17 +176,13 @@ class SessionRank(Rank):
         self._waiting.append(runner)
 
     def _tool_ends(self, runner: SessionRunner) -> None:
-        runner.tool = None
         if runner.session.num_turns == len(runner.course.turns):
             runner.race.sessions.finish(runner.session, self._between_s, void=True)
+            runner.ended_s = self._between_s
             self._settle(runner.race)
             return
         runner.num_tokens += self._tool_tokens
         self._begin_turn(runner)
-
-    def _admit(self) -> None:
-        self._evict()
-        super()._admit()
 
     def _computed_tokens(self, runner: SessionRunner) -> float:
         if runner not in self._kept:
@@ -234,6 +230,8 @@ class SessionRank(Rank):
         is_last = number == len(course.tools_s)
         is_cut = is_last and runner.future.end == "length"
         runner.race.sessions.end_turn(session, course.turns[number], now_s, cut=is_cut, last=is_last)
+        if is_last:
+            runner.ended_s = now_s
         if not is_last:
             runner.tool = self._send(now_s + course.tools_s[number], partial(self._tool_ends, runner))
 
@@ -248,12 +246,14 @@ class SessionRank(Rank):
             race.close(self._run.seconds)
 
     def _lose(self, runner: SessionRunner) -> None:
+        runner.ended_s = self._run.seconds
         if runner.start is not None:
             self._leave_batch(runner)
         if runner.session.in_turn:
             num_tokens = runner.num_tokens - runner.num_before_turn
             runner.race.sessions.end_turn(runner.session, num_tokens, self._run.seconds)
-        elif runner.tool is not None:
+        else:
+            assert runner.tool is not None
             self._inbox.remove(runner.tool)
             heapify(self._inbox)
 

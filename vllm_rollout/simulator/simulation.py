@@ -21,6 +21,7 @@ from vllm_rollout.simulator.drafts_report import gained_of
 from vllm_rollout.simulator.generate import LengthDistribution, generate, parse_distribution
 from vllm_rollout.simulator.options import Clock, FlagError, SimulateOptions, clock_of, described
 from vllm_rollout.simulator.race import Pools
+from vllm_rollout.simulator.recording import Recording
 from vllm_rollout.simulator.replay import sweep
 from vllm_rollout.simulator.rounds import picture as rounds_picture
 from vllm_rollout.simulator.rounds import report as rounds_report
@@ -95,6 +96,9 @@ def run(options: SimulateOptions) -> None:
         source = {"trace": job.origin, "epochs": options.epochs, "seed": options.seed, **job.clock.source}
         options.output_json.write_text(json.dumps({**source, **report.numbers, "notes": said}, indent=1) + "\n")
         console.print(f"Numbers: [bold]{escape(str(options.output_json.resolve()))}[/]")
+    if options.output_trace is not None:
+        beside = f"{options.trace} " if options.trace is not None else ""
+        console.print(f"Rollouts: [bold]vllm-rollout watch {escape(f'{beside}{options.output_trace}')}[/]")
 
 
 @contextmanager
@@ -129,6 +133,8 @@ def _rollouts(options: SimulateOptions, trace: Trace | None) -> SimulationJob:
 
     def replay(advance: Advance) -> Report:
         pools, seed = Pools(trace, options.seed), options.seed
+        is_ideal = clock.machine.is_ideal
+        recording = None if options.output_trace is None else Recording(trace, in_steps=is_ideal)
         its = sweep(
             pools,
             settings,
@@ -137,12 +143,18 @@ def _rollouts(options: SimulateOptions, trace: Trace | None) -> SimulationJob:
             seed=seed,
             sessions=sessions,
             on_rollout=lambda s: advance(s.name, 1),
+            recording=recording,
         )
         gained = gained_of(clock.machine, settings, group_size, sum(contexts) / max(1, len(contexts)))
+        notes = report.notes(its, trace)
+        if recording is not None:
+            recording.write(options.output_trace)
+            if is_ideal:
+                notes.append(f"{options.output_trace} has no times, since steps have none without a --profile.")
         return Report(
             [*report.tables(its), *gained.tables],
             report.recommendation(its),
-            report.notes(its, trace),
+            notes,
             lambda subtitle, path: picture.draw(its, subtitle, path),
             {
                 "sessions": None if sessions is None else asdict(sessions),

@@ -213,12 +213,18 @@ class _OpenPrompt:
 
 
 @dataclass(slots=True)
+class _OpenRollout:
+    id: str = ""
+    prompts: list[_OpenPrompt] = field(default_factory=list)
+
+
+@dataclass(slots=True)
 class _TraceBuilder:
     """Collects rows; rewards may come any time after their rollout. A row that raises changes nothing."""
 
     is_cut: bool = False
     """Older rows than the first one may have been thrown away."""
-    _rollouts: list[list[_OpenPrompt]] = field(default_factory=list)
+    _rollouts: list[_OpenRollout] = field(default_factory=list)
     _by_id: dict[str, dict[str, _OpenPrompt]] = field(default_factory=dict)
     _models: dict[str, None] = field(default_factory=dict)
     _group_sizes: set[int | None] = field(default_factory=set)
@@ -234,8 +240,8 @@ class _TraceBuilder:
             self._add_rewards(row)
         else:
             if row.step not in self._steps:
-                self._rollouts.append([])
-                self._steps[row.step] = self._rollouts[-1]
+                self._rollouts.append(_OpenRollout())
+                self._steps[row.step] = self._rollouts[-1].prompts
             self._steps[row.step].append(_OpenPrompt(row.prompt_id, row))
 
     def build(self, prompts_per_step: int | None = None, skipped: Sequence[str] = ()) -> Trace:
@@ -245,23 +251,26 @@ class _TraceBuilder:
         """
         rollouts = self._rollouts
         if prompts_per_step is not None:
-            prompts = [prompt for rollout in rollouts for prompt in rollout]
-            rollouts = [prompts[i : i + prompts_per_step] for i in range(0, len(prompts), prompts_per_step)]
+            prompts = [prompt for rollout in rollouts for prompt in rollout.prompts]
+            starts = range(0, len(prompts), prompts_per_step)
+            rollouts = [_OpenRollout(prompts=prompts[start : start + prompts_per_step]) for start in starts]
         for number, rollout in enumerate(rollouts):
-            if (twice := _first_repeated(prompt.id for prompt in rollout)) is not None:
+            if (twice := _first_repeated(prompt.id for prompt in rollout.prompts)) is not None:
                 raise ValueError(
                     f'prompt {twice!r} comes twice in step {number}. Give prompt rows a "step", or cut them with '
                     "--prompts-per-step."
                 )
-        closed = [[prompt.close() for prompt in rollout] for rollout in rollouts]
-        usable = [tuple(prompt for prompt in rollout if prompt.has_tokens) for rollout in closed]
+        closed = [TracedRollout(tuple(prompt.close() for prompt in each.prompts), each.id) for each in rollouts]
+        usable = [
+            TracedRollout(tuple(prompt for prompt in each.prompts if prompt.has_tokens), each.id) for each in closed
+        ]
         return Trace(
-            rollouts=tuple(TracedRollout(prompts) for prompts in usable if prompts),
+            rollouts=tuple(rollout for rollout in usable if rollout.prompts),
             models=tuple(self._models),
             group_size=_only(self._group_sizes),
             detection_length=_only(self._detection_lengths - {None}),
-            num_failed=sum((prompt.row.ends or []).count("failed") for rollout in rollouts for prompt in rollout),
-            num_empty=sum(map(len, closed)) - sum(map(len, usable)),
+            num_failed=sum((prompt.row.ends or []).count("failed") for each in rollouts for prompt in each.prompts),
+            num_empty=sum(len(each.prompts) for each in closed) - sum(len(each.prompts) for each in usable),
             skipped=tuple(skipped),
         )
 
@@ -272,7 +281,7 @@ class _TraceBuilder:
             raise ValueError(f"prompt {twice!r} comes twice in one rollout")
         prompts = [_OpenPrompt(prompt.id, prompt, row.max_tokens) for prompt in row.prompts]
         self._steps = {}
-        self._rollouts.append(prompts)
+        self._rollouts.append(_OpenRollout(row.rollout_id, prompts))
         self._by_id[row.rollout_id] = {prompt.id: prompt for prompt in prompts}
         if row.model is not None:
             self._models[row.model] = None

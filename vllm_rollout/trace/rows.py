@@ -66,6 +66,8 @@ class TracedPrompt:
 @dataclass(frozen=True, slots=True)
 class TracedRollout:
     prompts: tuple[TracedPrompt, ...]
+    id: str = ""
+    """The recorded one; empty: it has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +116,8 @@ class Trace:
 
 
 Length = Annotated[StrictInt, Field(ge=0, le=MAX_TRACED_TOKENS)]
-Name = Annotated[StrictStr, Field(min_length=1, max_length=256)]
+MAX_ROW_NAME_CHARS = 256
+Name = Annotated[StrictStr, Field(min_length=1, max_length=MAX_ROW_NAME_CHARS)]
 Key = Annotated[StrictStr, Field(max_length=HISTORY_KEY_CHARS)]
 
 
@@ -183,6 +186,8 @@ class RolloutRow(_Row):
     run: StrictStr | None = None
     round: StrictInt | None = None
     kind: Literal["short", "long"] | None = None
+    setting: StrictStr | None = None
+    """By which it was simulated; None: it has run."""
     state: RolloutState | None = None
     receipt: Receipt | None = None
     prompts: Annotated[list[RolloutPrompt], Field(min_length=1)]

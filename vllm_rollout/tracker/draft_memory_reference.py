@@ -1,10 +1,6 @@
 """What the prompts of one worker have been answered with, in plain Python: the specification of csrc/draft_memory.cpp.
 
 Invariant: of the same calls both give the same drafts, probabilities, bytes and errors.
-
-A source is a text that tokens are drafted from: a sequence's own tokens, or the stem of a prompt, which is the context
-that it was first begun with; a sequence stores only what differs from it. Every stored token is a place, kept by the
-`min_match` tokens that it follows, also where these are the stem's.
 """
 
 from __future__ import annotations
@@ -13,70 +9,33 @@ import math
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from itertools import islice
 
 import numpy as np
 
-BLOCK_TOKENS = 64
-BLOCK_BYTES = 560
-"""Of the tokens of a source, which are stored in blocks, and of their links to the places before them."""
-SEQUENCE_BYTES = 320
-PROMPT_BYTES = 768
+from vllm_rollout.tracker.draft_sources import (
+    BLOCK_BYTES,
+    BLOCK_TOKENS,
+    PROMPT_BYTES,
+    SEQUENCE_BYTES,
+    Ngram,
+    Place,
+    Prompt,
+    Source,
+    common_tokens,
+    table_bytes,
+)
 
 MAX_VERSIONS_OLD = 30
 """A source that is older counts as one of this age."""
-DOUBT = 2.5
-"""Votes against any draft, divided by the length of the match: 1.04 for two tokens, 0.16 for sixteen. Fitted, with the
-exponent of the share, to 19,000 drafted tokens (benchmarks/draft_memory.py)."""
+DOUBT = 2.6
+"""What speaks against any draft. Fitted by hand, with the exponents, to what recorded answers accepted
+(benchmarks/draft_memory.py)."""
 
-Ngram = tuple[int, ...]
 KeptSequence = tuple[int, int, bytes]
 """Tokens of the stem that it begins with, versions since it ended, its own tokens."""
 KeptPrompt = tuple[bytes, bytes, list[KeptSequence]]
 """Key, stem, sequences."""
-
-
-@dataclass(slots=True, eq=False)
-class Source:
-    """Tokens that follow one another, of which the first `branch` are the stem's."""
-
-    tokens: list[int]
-    branch: int
-    recent: list[int]
-    """All that it consists of, also what there was no room for."""
-    version: int | None = None
-    """Of the weights it ended under; None while it runs, and for a stem."""
-    is_cut: bool = False
-
-    @property
-    def length(self) -> int:
-        return len(self.tokens) - self.branch
-
-    @property
-    def block_bytes(self) -> int:
-        return -(-self.length // BLOCK_TOKENS) * BLOCK_BYTES
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    source: Source
-    position: int
-
-    @property
-    def token(self) -> int:
-        return self.source.tokens[self.position]
-
-
-@dataclass(slots=True, eq=False)
-class Prompt:
-    key: bytes
-    used: int = 0
-    stem: Source | None = None
-    ended: list[Source] = field(default_factory=list)
-    running: list[Source] = field(default_factory=list)
-    places: dict[Ngram, list[Place]] = field(default_factory=lambda: defaultdict(list))
-    """By the tokens that they follow, the most recent last."""
 
 
 class DraftMemoryReference:
@@ -104,7 +63,7 @@ class DraftMemoryReference:
         prompt = self._prompt(key)
         source = self._add_source(prompt)
         self._make_stem(prompt, tokens)
-        branch = _common(prompt, tokens)
+        branch = common_tokens(prompt, tokens)
         self._follow(prompt, source, tokens[:branch], tokens[branch:])
         number = self.next_number
         self.next_number += 1
@@ -171,7 +130,7 @@ class DraftMemoryReference:
         prompt = self._prompt(key)
         context = _tokens(stem)
         self._make_stem(prompt, context)
-        shared = _common(prompt, context)
+        shared = common_tokens(prompt, context)
         for branch, versions_old, tokens in sequences:
             if branch > shared:
                 continue
@@ -233,13 +192,13 @@ class DraftMemoryReference:
         block = 0 if source.length % BLOCK_TOKENS else BLOCK_BYTES
         if len(source.tokens) < self.min_match or self._ngram(source.tokens) in prompt.places:
             return block
-        return block + _table_bytes(len(prompt.places) + 1) - _table_bytes(len(prompt.places))
+        return block + table_bytes(len(prompt.places) + 1) - table_bytes(len(prompt.places))
 
     def _prompt_bytes(self, prompt: Prompt) -> int:
         sources = [*prompt.ended, *prompt.running]
         blocks = sum(source.block_bytes for source in sources) + (prompt.stem.block_bytes if prompt.stem else 0)
         records = len(sources) * self._record_bytes
-        return PROMPT_BYTES + 2 * len(prompt.key) + records + blocks + _table_bytes(len(prompt.places))
+        return PROMPT_BYTES + 2 * len(prompt.key) + records + blocks + table_bytes(len(prompt.places))
 
     @property
     def _record_bytes(self) -> int:
@@ -318,15 +277,17 @@ class DraftMemoryReference:
 
     def _vote(self, places: list[Place], match: int) -> tuple[int, float]:
         """The token with most votes, of equals the one voted for most recently, and how likely it is accepted:
-        share^1.5 x votes / (votes + DOUBT / match). A divided vote is worse than its share says, because the winner
-        was chosen by it."""
+        share^1.5 x support / (support + DOUBT), where the support is (match + 1/2) x the root of all votes. A divided
+        vote is worse than its share says, because the winner was chosen by it; many votes are worse than their number
+        says, because places with many are places with common words."""
         votes: dict[int, float] = defaultdict(float)
         for place in places:
             votes[place.token] += 0.5 ** min(self._versions_old(place.source), MAX_VERSIONS_OLD)
         token = max(votes, key=votes.__getitem__)
         total = sum(votes.values())
         share = votes[token] / total
-        return token, share * math.sqrt(share) * (total / (total + DOUBT / match))
+        support = math.sqrt(total) * (match + 0.5)
+        return token, share * math.sqrt(share) * (support / (support + DOUBT))
 
     def _versions_old(self, source: Source) -> int:
         return 0 if source.version is None else self.version - source.version
@@ -349,23 +310,6 @@ def _check_row(row: int, sampled: list[int]) -> None:
                 f"tokens[{row}] must be tokens, which are not negative, and then -1, got {token} at {column}"
             )
         is_padding = token == -1
-
-
-def _common(prompt: Prompt, tokens: list[int]) -> int:
-    """How many tokens the stem begins with, too."""
-    stem = prompt.stem.tokens if prompt.stem else []
-    pairs = enumerate(zip(tokens, stem, strict=False))
-    return next((i for i, (ours, theirs) in pairs if ours != theirs), min(len(tokens), len(stem)))
-
-
-def _table_bytes(num_ngrams: int) -> int:
-    """A place, four bytes, for each n-gram, in a table of which at most three quarters are taken."""
-    if num_ngrams == 0:
-        return 0
-    capacity = 16
-    while 4 * num_ngrams > 3 * capacity:
-        capacity *= 2
-    return 4 * capacity
 
 
 def _tokens(data: bytes) -> list[int]:

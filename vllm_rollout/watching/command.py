@@ -10,11 +10,22 @@ import typer
 
 
 def watch(
-    file: Annotated[Path, typer.Argument(help="What `serve --rollout-record FILE` wrote, or is writing.")],
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            help="What `serve --rollout-record FILE` wrote, or is writing; or `simulate --output-trace FILE`."
+        ),
+    ],
     port: Annotated[int, typer.Option(min=0, max=65535, help="Of the page; 0 for any that is free.")] = 7790,
     host: Annotated[str, typer.Option(help="Who may look: 127.0.0.1, only this machine.")] = "127.0.0.1",
 ) -> None:
-    """Show recorded rollouts on the page that a server has at /rollouts. It grows with the file."""
+    """Show recorded rollouts on the page that a server has at /rollouts. It grows with the files.
+
+    What a simulation would have done, beside what was:
+
+        vllm-rollout simulate trace.jsonl --profile ptl.json --output-trace whatif.jsonl
+        vllm-rollout watch trace.jsonl whatif.jsonl
+    """
     import uvicorn
     from fastapi import FastAPI
 
@@ -22,9 +33,9 @@ def watch(
     from vllm_rollout.watching.replay import Replay
 
     try:
-        replay = Replay(file)
+        replay = Replay(*files)
     except OSError as error:
-        sys.exit(f"vllm-rollout watch: {file}: {error.strerror}. Name a file that `--rollout-record` wrote.")
+        sys.exit(f"vllm-rollout watch: {error.filename}: {error.strerror}. Name files that `--rollout-record` wrote.")
     app = FastAPI(openapi_url=None)
     app.include_router(replay.router())
     app.include_router(page_router())

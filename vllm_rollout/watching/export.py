@@ -44,8 +44,8 @@ class Point(NamedTuple):
 @dataclass
 class Curves:
     by_run: dict[str, dict[int, Point]] = field(default_factory=lambda: defaultdict(dict))
-    """Per run of rounds, "" for other rollouts: a point per round number, else per number in the file. A round that was
-    interrupted and run again has its last one."""
+    """Per run of rounds, or simulated setting, "" for other rollouts: a point per round number, else per number in
+    the file. A round that was interrupted and run again has its last one."""
     broken: list[str] = field(default_factory=list)
     """What is wrong with each row that was left out."""
 
@@ -64,7 +64,7 @@ def read_curves(path: Path, threshold: float) -> Curves:
             posted[row.rollout_id].append(row)
     for row in _rows(path, "Reading rollouts", curves.broken):
         if isinstance(row, RolloutRow):
-            points = curves.by_run[row.run or ""]
+            points = curves.by_run[row.run or row.setting or ""]
             row = add_rewards(row, posted.get(row.rollout_id, ()))
             lengths = list(known_lengths(row))
             points[len(points) if row.round is None else row.round] = Point(

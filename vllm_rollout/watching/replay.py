@@ -1,4 +1,4 @@
-"""The feed of a file that `--rollout-record` wrote, or still writes. Invariant: it says what a live server would."""
+"""The feed of files that `--rollout-record` wrote, or still writes. Invariant: it says what a live server would."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Iterable, Iterator
+from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,17 +21,18 @@ from vllm_rollout.trace.file import parse_row, pieces
 from vllm_rollout.trace.rows import LengthsRow, PromptRow, RewardRow, RolloutRow
 
 MAX_ROLLOUTS = 64
-"""The last ones of a file that are told."""
+"""The last ones that are told, of all files together."""
 POLL_S, QUIET_S = 0.5, 15.0
 
 
 class Replay:
-    """A file that is read once, and then as it grows."""
+    """Files that are read once, and then as they grow."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, *paths: Path) -> None:
         """Raises: OSError."""
-        self._path = path
-        path.open("rb").close()
+        self._paths = paths
+        for path in paths:
+            path.open("rb").close()
 
     def router(self) -> APIRouter:
         router = APIRouter()
@@ -44,11 +46,14 @@ class Replay:
     async def feed(self) -> AsyncGenerator[bytes, None]:
         """What one viewer is told, without an end."""
         server = {"version": vllm_rollout.__version__, "num_ranks": None, "now": time.time(), "live": False}
-        yield event_of("server", {**server, "file": self._path.name})
-        rows, quiet_s = Rows(), 0.0
-        *older, file = [piece.open("rb") for piece in pieces(self._path)]
-        try:
-            told = await asyncio.to_thread(rows.newest, [*older, file])
+        yield event_of("server", {**server, "file": ", ".join(path.name for path in self._paths)})
+        num_each, quiet_s = max(1, MAX_ROLLOUTS // len(self._paths)), 0.0
+        with ExitStack() as opened:
+            files = [
+                opened.enter_context(GrowingFile(path, path.name if len(self._paths) > 1 else ""))
+                for path in self._paths
+            ]
+            told = [event for file in files for event in await asyncio.to_thread(file.newest, num_each)]
             while True:
                 if told:
                     yield b"".join(told)
@@ -56,20 +61,45 @@ class Replay:
                     yield COMMENT
                     quiet_s = 0.0
                 await asyncio.sleep(POLL_S)
-                is_older = self._path.exists() and not os.path.samestat(os.fstat(file.fileno()), self._path.stat())
-                told = [event for _, event in rows.read(file)]
-                if is_older:  # and all of it has been read
-                    file.close()
-                    file = self._path.open("rb")
-        finally:
-            for each in (*older, file):
-                each.close()
+                told = [event for file in files for event in file.more()]
+
+
+class GrowingFile:
+    """A recording whose rows are read as they come, in both of its pieces. A context manager."""
+
+    def __init__(self, path: Path, name: str = "") -> None:
+        """`name`: as of Rows. Raises: OSError."""
+        self._path = path
+        self._rows = Rows(name)
+        *self._older, self._file = [piece.open("rb") for piece in pieces(path)]
+
+    def __enter__(self) -> GrowingFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in (*self._older, self._file):
+            file.close()
+
+    def newest(self, num_rollouts: int) -> list[bytes]:
+        """Events of the last rollouts that are there; the first thing that is asked."""
+        return self._rows.newest([*self._older, self._file], num_rollouts)
+
+    def more(self) -> list[bytes]:
+        """Events of what has come since."""
+        is_older = self._path.exists() and not os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
+        told = [event for _, event in self._rows.read(self._file)]
+        if is_older:  # and all of it has been read
+            self._file.close()
+            self._file = self._path.open("rb")
+        return told
 
 
 class Rows:
     """Events made of the rows of a file."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "") -> None:
+        """`name`: of the file, where several are told; rollouts that have no id begin with it."""
+        self._name = name
         self.num_broken = 0
         self._part = b""
         """Of a line that is being written."""
@@ -77,13 +107,13 @@ class Rows:
         self._step: tuple[str, int | None, list[PromptRow]] | None = None
         """Prompt rows that follow each other are one rollout: its name, what they say of it, and they."""
 
-    def newest(self, files: Iterable[BinaryIO]) -> list[bytes]:
+    def newest(self, files: Iterable[BinaryIO], num_rollouts: int) -> list[bytes]:
         """Of the last rollouts that are there."""
         by_rollout: OrderedDict[str, dict[str, bytes]] = OrderedDict()
         for number, (rollout_id, event) in enumerate(chain.from_iterable(map(self.read, files))):
             told = by_rollout.setdefault(rollout_id, {})
             told["rollout" if event.startswith(b"event: rollout") else str(number)] = event
-            if len(by_rollout) > MAX_ROLLOUTS:
+            if len(by_rollout) > num_rollouts:
                 by_rollout.popitem(last=False)
         return [event for told in by_rollout.values() for event in told.values()]
 
@@ -113,7 +143,8 @@ class Rows:
     def _prompt(self, row: PromptRow) -> tuple[str, bytes]:
         """A rollout that has one more prompt."""
         if self._step is None or self._step[1] != row.step:
-            self._step = (f"step-{self._num_steps}", row.step, [])
+            name = f"{self._name}/" if self._name else ""
+            self._step = (f"{name}step-{self._num_steps}", row.step, [])
             self._num_steps += 1
         id, _, prompts = self._step
         prompts.append(row)

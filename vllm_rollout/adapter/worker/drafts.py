@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from vllm.config import VllmConfig
@@ -21,9 +21,21 @@ from vllm_rollout.adapter.names import learned_name
 from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.adapter.parcel import MovedCandidate
 from vllm_rollout.adapter.wire import CandidateTag
-from vllm_rollout.group.drafting import DraftingRule
+from vllm_rollout.group.drafting import NUM_BINS, DraftingRule
 from vllm_rollout.group.plans.prompt_key import draft_key
 from vllm_rollout.tracker.draft_memory import DraftMemory
+
+NO_BIN = -1
+"""Where a row has no draft."""
+
+
+class Running(NamedTuple):
+    """A candidate that runs."""
+
+    sequence: int
+    """Its number in the memory."""
+    most_tokens: int
+    """Prompt and output together."""
 
 
 class Drafts:
@@ -34,12 +46,12 @@ class Drafts:
         self.rule = DraftingRule()
         self._clock = clock
         self._most = vllm_config.speculative_config.num_speculative_tokens
-        self._room = vllm_config.model_config.max_model_len
+        self._max_model_len = vllm_config.model_config.max_model_len
         self._batch: Callable[[], InputBatch] | None = None
-        self._sequences: dict[str, int] = {}
-        """By request id: the sequences of running candidates."""
-        self._drafted: dict[str, list[float]] = {}
-        """By request id, the estimates of the drafts that are being verified."""
+        self._running: dict[str, Running] = {}
+        """Candidates, by request id."""
+        self._verifying: dict[int, np.ndarray] = {}
+        """By sequence, the bins of the drafts that are being verified."""
         self._step: tuple[int, int, float] | None = None
         """Rows, drafts and beginning of the step before, which only decoded; None where it did more."""
 
@@ -53,11 +65,14 @@ class Drafts:
     def see_step(self, step: SchedulerOutput) -> None:
         """A step begins: who has come and gone, and how long the one before took."""
         self._learn_cost(step)
-        gone = [self._sequences.pop(id) for id in step.finished_req_ids if id in self._sequences]
+        self._verifying = {  # vLLM may have had room for fewer
+            sequence: self._verifying[sequence][: len(tokens)]
+            for id, tokens in step.scheduled_spec_decode_tokens.items()
+            if id in self._running and (sequence := self._running[id].sequence) in self._verifying
+        }
+        gone = [self._running.pop(id).sequence for id in step.finished_req_ids if id in self._running]
         if gone:
             self.memory.end(gone)
-        for request_id in step.finished_req_ids:
-            self._drafted.pop(request_id, None)
         for request in step.scheduled_new_reqs:
             self._know(request, request.req_id)
 
@@ -76,49 +91,57 @@ class Drafts:
     ) -> list[list[int]]:
         """Drafts of the next step, a list for each row of the batch, empty where there are none."""
         request_ids = self._batch().req_ids
-        rows = [row for row, id in enumerate(request_ids) if id in self._sequences]
+        rows = [row for row, id in enumerate(request_ids) if id in self._running]
         drafts: list[list[int]] = [[] for _ in request_ids]
         if not rows:
             return drafts
-        for row in rows:
-            self._learn_accepted(request_ids[row], len(sampled_token_ids[row]))
+        candidates = [self._running[request_ids[row]] for row in rows]
+        sequences = np.array([candidate.sequence for candidate in candidates], dtype=np.int64)
+        sampled = [sampled_token_ids[row] for row in rows]
+        self._learn_accepted(sequences, np.array(list(map(len, sampled))))
         longest = min(self.rule.longest(len(request_ids)), self._most)
+        # Beside the drafts that are accepted a step makes one token more.
+        room = np.array([candidate.most_tokens for candidate in candidates]) - num_tokens_no_spec[rows] - 1
         found = self.memory.step(
-            np.array([self._sequences[request_ids[row]] for row in rows], dtype=np.int64),
-            _padded([sampled_token_ids[row] for row in rows]),
-            np.array(
-                [
-                    min(longest, self._room - 1 - int(num_tokens_no_spec[row])) if sampled_token_ids[row] else 0
-                    for row in rows
-                ],
-                dtype=np.int64,
-            ).clip(min=0),
+            sequences, _padded(sampled), np.where(list(map(len, sampled)), room.clip(0, longest), 0)
         )
-        if not longest:
+        if not found.tokens.size:
             return drafts
-        estimates: list[list[float]] = [[] for _ in request_ids]
-        for row, tokens, probabilities in zip(rows, found.tokens, found.probabilities, strict=True):
-            num = int((tokens >= 0).sum())
-            drafts[row], estimates[row] = tokens[:num].tolist(), probabilities[:num].tolist()
-        for row, length in enumerate(self.rule.choose(estimates)):
-            del drafts[row][length:], estimates[row][length:]
-            if length:
-                self._drafted[request_ids[row]] = estimates[row]
+        is_draft = found.tokens >= 0
+        bins = np.where(is_draft, (found.probabilities * NUM_BINS).astype(np.int64).clip(max=NUM_BINS - 1), NO_BIN)
+        choice = self.rule.choose(len(request_ids), np.bincount(bins[is_draft], minlength=NUM_BINS).tolist())
+        lengths = (bins >= choice.least_bin).sum(axis=1)
+        lengths = np.diff(np.minimum(np.cumsum(lengths), choice.most), prepend=0)
+        for row, tokens, length in zip(rows, found.tokens, lengths.tolist(), strict=True):
+            drafts[row] = tokens[:length].tolist()
+        self._verifying = {
+            sequence: bins[row, :length]
+            for row, (sequence, length) in enumerate(zip(sequences.tolist(), lengths.tolist(), strict=True))
+            if length
+        }
         return drafts
 
     def _know(self, request: NewRequestData | Request, request_id: str, generated: Sequence[int] = ()) -> None:
         params, prompt = request.sampling_params, request.prompt_token_ids
-        if params is None or prompt is None or request_id in self._sequences:
+        if params is None or prompt is None or request_id in self._running:
             return
         if (tag := CandidateTag.of(params.extra_args)) is not None:
             own = prompt[: len(prompt) - tag.num_resumed]
             key = draft_key(tag.namespace, own, learned_name(request.lora_request))
-            self._sequences[request_id] = self.memory.begin(key, np.array([*prompt, *generated], dtype=np.int32))
+            sequence = self.memory.begin(key, [*prompt, *generated])
+            self._running[request_id] = Running(sequence, min(self._max_model_len, len(prompt) + params.max_tokens))
 
-    def _learn_accepted(self, request_id: str, num_sampled: int) -> None:
-        estimates = self._drafted.pop(request_id, None)
-        if estimates is not None and num_sampled:
-            self.rule.verified(estimates, num_sampled - 1)
+    def _learn_accepted(self, sequences: np.ndarray, num_sampled: np.ndarray) -> None:
+        verifying, self._verifying = self._verifying, {}
+        if not verifying:
+            return
+        drafted, accepted = np.zeros((2, NUM_BINS), dtype=np.int64)
+        for sequence, num in zip(sequences.tolist(), num_sampled.tolist(), strict=True):
+            bins = verifying.get(sequence)
+            if bins is not None and num:
+                np.add.at(drafted, bins, 1)
+                np.add.at(accepted, bins[: num - 1], 1)
+        self.rule.verified(drafted.tolist(), accepted.tolist())
 
     def _learn_cost(self, step: SchedulerOutput) -> None:
         now, before = self._clock(), self._step

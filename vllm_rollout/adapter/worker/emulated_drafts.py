@@ -7,15 +7,15 @@ candidate says there: so drafts change no token.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from vllm.v1.outputs import DraftTokenIds
 
 from vllm_rollout.emulation.device import StepWork
-from vllm_rollout.emulation.drafts import NO_DRAFTS, DrawnDrafts, draw, share_factor
+from vllm_rollout.emulation.drafts import NO_DRAFTS, DrawnDrafts, bin_of, draw, share_factor
 from vllm_rollout.emulation.settings import DraftSettings
-from vllm_rollout.group.drafting import DraftingRule
+from vllm_rollout.group.drafting import NUM_BINS, DraftingRule
 
 MAX_KNOWN_PROMPTS = 2**17
 """Whose answers are counted; a real memory is bounded in bytes."""
@@ -28,6 +28,7 @@ class Speaker(Protocol):
     length: int
     num_prompt: int
     num_before: int
+    max_tokens: int
     newest: int
 
     def token(self, number: int) -> int: ...
@@ -40,6 +41,8 @@ class SaidRow(NamedTuple):
     request: Speaker
     num_said: int
     """Tokens that it has sampled; 0 in a prefill that is not over."""
+    num_drafts: int = 0
+    """That were verified for it."""
 
 
 class EmulatedDrafts:
@@ -55,8 +58,8 @@ class EmulatedDrafts:
         """By prompt, the one that came last at the end: how many candidates each of its groups has had."""
         self._candidates: dict[str, tuple[str, str]] = {}
         """By request id: prompt and group."""
-        self._verified: dict[str, Sequence[float]] = {}
-        """By request id, the probabilities of the drafts that are being verified."""
+        self._verifying: dict[str, Sequence[int]] = {}
+        """By request id, the bins of the drafts that are being verified."""
 
     def begin(self, request_id: str, prompt: str, group_id: str) -> None:
         """A candidate has come."""
@@ -69,7 +72,7 @@ class EmulatedDrafts:
     def end(self, request_id: str) -> None:
         """A request has gone; what it has said stays known."""
         self._candidates.pop(request_id, None)
-        self._verified.pop(request_id, None)
+        self._verifying.pop(request_id, None)
 
     def took(self, work: StepWork, seconds: float) -> None:
         """A step took so long on the device."""
@@ -78,18 +81,33 @@ class EmulatedDrafts:
 
     def propose(self, rows: Sequence[SaidRow]) -> DraftTokenIds:
         """Drafts of the next step, which has these rows again, or fewer."""
-        for row in rows:
-            probabilities = self._verified.pop(row.request_id, None)
-            if probabilities is not None and row.num_said:
-                self._rule.verified(probabilities, row.num_said - 1)
+        self._learn_accepted(rows)
         longest = min(self._rule.longest(len(rows)), self.most)
+        if not longest:
+            return DraftTokenIds([row.request_id for row in rows], [[] for _ in rows])
         drawn = [self._draw(row, longest) for row in rows]
-        lengths = self._rule.choose([its.probabilities for its in drawn]) if longest else [0] * len(rows)
-        for row, its, length in zip(rows, drawn, lengths, strict=True):
+        bins = [list(map(bin_of, its.probabilities)) for its in drawn]
+        choice = self._rule.choose(len(rows), _by_bin(bin for its in bins for bin in its))
+        lengths, left = [], choice.most
+        for its in bins:
+            lengths.append(min(left, sum(bin >= choice.least_bin for bin in its)))
+            left -= lengths[-1]
+        for row, its, length in zip(rows, bins, lengths, strict=True):
             if length:
-                self._verified[row.request_id] = its.probabilities[:length]
+                self._verifying[row.request_id] = its[:length]
         tokens = [_tokens(*each) for each in zip(rows, drawn, lengths, strict=True)]
         return DraftTokenIds([row.request_id for row in rows], tokens)
+
+    def _learn_accepted(self, rows: Sequence[SaidRow]) -> None:
+        drafted: list[int] = []
+        accepted: list[int] = []
+        for row in rows:
+            bins = self._verifying.pop(row.request_id, ())[: row.num_drafts]  # vLLM may have had room for fewer
+            if row.num_said:
+                drafted += bins
+                accepted += bins[: row.num_said - 1]
+        if drafted:
+            self._rule.verified(_by_bin(drafted), _by_bin(accepted))
 
     def _draw(self, row: SaidRow, longest: int) -> DrawnDrafts:
         """What is found for a row: up to the token before its last one, and nothing where it is no candidate."""
@@ -97,6 +115,7 @@ class EmulatedDrafts:
         room = min(
             longest,
             request.length - 1 - request.num_before - request.newest,
+            request.max_tokens - 1 - request.newest,
             self._max_model_len - 1 - request.num_prompt - request.newest,
         )
         if not row.num_said or room < 1 or row.request_id not in self._candidates:
@@ -107,6 +126,11 @@ class EmulatedDrafts:
         factor = share_factor(self._settings, num_siblings, groups.total() - groups[group_id])
         probabilities, num_right = draw(self._settings, factor, request.salt, request.num_before + request.newest + 1)
         return DrawnDrafts(probabilities[:room], min(num_right, room))
+
+
+def _by_bin(bins: Iterable[int]) -> list[int]:
+    counted = Counter(bins)
+    return [counted[bin] for bin in range(NUM_BINS)]
 
 
 def _tokens(row: SaidRow, drawn: DrawnDrafts, length: int) -> list[int]:

@@ -32,6 +32,7 @@ class EmulatedRequest:
         "is_final",
         "last_token",
         "length",
+        "max_tokens",
         "newest",
         "num_before",
         "num_prompt",
@@ -63,6 +64,7 @@ class EmulatedRequest:
         self.salt, self.cycle = self.fate.salt, vocabulary.cycle
         self.tail = marker if self.fate.asks else (vocabulary.verdict(self.salt, self.fate.succeeds),)
         self.num_prompt = len(prompt_token_ids)
+        self.max_tokens = ENDLESS if params.max_tokens is None else params.max_tokens
         stops = [] if params.eos_token_id is None else [params.eos_token_id]
         stops += params.stop_token_ids or []
         self.last_token = stops[0] if stops else 0

@@ -146,7 +146,7 @@ class EmulatedRunner:
                 first = number + request.num_before
                 due += [(request_id, at) for at in request.scored_at if first <= at < first + len(said)]
             tokens.append(said)
-            rows.append(SaidRow(request_id, request, len(said)))
+            rows.append(SaidRow(request_id, request, len(said), len(its)))
         output = ModelRunnerOutput(ids, {request_id: row for row, request_id in enumerate(ids)}, tokens)
         if self._logprobs:
             output.logprobs = made_up_logprobs(tokens, 1 + max(self._logprobs.values()), self._vocab_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
@@ -9,8 +10,10 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from vllm_rollout.adapter.options import ServeOptions, observing_refusal
+from vllm_rollout.adapter.worker.drafts_file import DraftsFile
 from vllm_rollout.adapter.worker.kv_calls import KVCalls
 from vllm_rollout.adapter.worker.runner import observe_runner
+from vllm_rollout.adapter.worker.verification import mend_expansion
 from vllm_rollout.adapter.worker.worker_calls import WorkerCalls
 from vllm_rollout.tracker.feature_ring import FeatureRing
 from vllm_rollout.tracker.ops import active_implementation
@@ -29,8 +32,8 @@ STEP_OPERATORS = ("token_confidence", "update_confidence", "quality_head")
 
 
 class RolloutWorker(WorkerCalls, KVCalls, PlatformWorker):
-    """Overrides: init_device. Adds the methods of `WorkerCalls` and `KVCalls`, for `collective_rpc`.
-    `worker_extension_cls` stays free for the trainer.
+    """Overrides: init_device, reload_weights, finish_weight_update. Adds the methods of `WorkerCalls` and `KVCalls`,
+    for `collective_rpc`. `worker_extension_cls` stays free for the trainer.
     """
 
     def init_device(self, *args: Any, **kwargs: Any) -> None:
@@ -44,6 +47,7 @@ class RolloutWorker(WorkerCalls, KVCalls, PlatformWorker):
         seen_by = ring if refusal is None else None
         num_stages = self.vllm_config.parallel_config.pipeline_parallel_size
         num_in_flight = self.vllm_config.scheduler_config.async_scheduling + num_stages - 1
+        num_in_flight += self.vllm_config.num_speculative_tokens  # a step may make more than a candidate had left
         observe_runner(
             self.model_runner,
             seen_by,
@@ -51,6 +55,9 @@ class RolloutWorker(WorkerCalls, KVCalls, PlatformWorker):
             cpu=current_platform.is_cpu(),
             num_in_flight=num_in_flight,
         )
+        if current_platform.is_cpu() and self.vllm_config.speculative_config is not None:
+            mend_expansion()
+        self.drafts_file = self._kept_drafts(ServeOptions.of(self.vllm_config).drafts_file)
         say_what_serves("V2" if self.use_v2_model_runner else "V1", self.device.type)
         if refusal is not None:
             logger.warning_once("vllm_rollout worker: candidates are not observed, because %s", refusal)
@@ -71,6 +78,28 @@ class RolloutWorker(WorkerCalls, KVCalls, PlatformWorker):
             hidden_size,
             round(ring.capacity * hidden_size * dtype.itemsize / 2**20),
         )
+
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        super().reload_weights(*args, **kwargs)
+        self._age_drafts()
+
+    def finish_weight_update(self, *args: Any, **kwargs: Any) -> None:
+        super().finish_weight_update(*args, **kwargs)
+        self._age_drafts()
+
+    def _kept_drafts(self, path: str | None) -> DraftsFile | None:
+        """The file of this rank's drafts, read."""
+        drafts = self.model_runner.drafts
+        if path is None or drafts is None or get_tp_group().rank_in_group:
+            return None
+        rank = self.vllm_config.parallel_config.data_parallel_rank
+        file = DraftsFile(Path(f"{path}-{rank}"), drafts.memory, self.model_config)
+        file.load()
+        return file
+
+    def _age_drafts(self) -> None:
+        if (drafts := self.model_runner.drafts) is not None:
+            drafts.memory.age()
 
 
 def say_what_serves(runner: str, device_type: str) -> None:

@@ -88,6 +88,10 @@ class WorkerCalls:
         """States by adapter. Answers what the heads are for."""
         return None if self.quality_heads is None else _answer(self.quality_heads.restore, states, known, only_check)
 
+    def rollout_keep_drafts(self) -> None:
+        if self.drafts_file is not None:
+            self.drafts_file.save()
+
     def rollout_detach(self, request_ids: list[str]) -> dict[str, WorkerState] | None:
         """What this worker knows of candidates that leave; None on a worker whose outputs nobody reads."""
         return self.moving_runner.detach(request_ids)

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 from vllm_rollout.group.lengths.censoring import NORMAL, bounded_log_std, fit_log_lengths, log_length
 from vllm_rollout.group.lengths.life_table import LEFT, NUM_BINS, PRIOR_LOG_STD, STEP, SurvivalCurve
 from vllm_rollout.group.lengths.moments import LengthMoments
+from vllm_rollout.group.lengths.ran_steps import RanCandidates, bubble, step_cost, tail_step_s
 from vllm_rollout.group.types import STOP_STATES, EndReason, StopState
 
 PRIOR_RISK = 8.0
@@ -35,8 +36,6 @@ NUM_POINTS = 24
 """At which the distribution of the end of waiting is looked at: twice as many change its mean by less than 1 %."""
 NEGLIGIBLE = 1e-6
 """Chance that counts as none."""
-LATE_GROUPS = 1 / 3
-"""Share of the groups, the last ones to be over, that say what a step of the tail takes."""
 
 
 class RanGroup(NamedTuple):
@@ -293,14 +292,17 @@ def receipt_of(groups: Sequence[RanGroup], seconds: float | None = None) -> Rece
     ]
     timed = seconds is not None and all(group.started_s is not None and group.ended_s for group in groups)
     saved: list[float] | None = [] if not stopped else None
+    ran = [RanCandidates(its.started_s or 0.0, its.ended_s, its.generated) for its in groups] if timed else []
     waiting_s = seconds if timed and not stopped else None
     if stopped and any(group.has_length for group in groups):
         lengths = Lengths(groups)
         saved = [
             its.num * lengths.remaining(its.group, its.num_tokens, groups[its.group].max_tokens) for its in stopped
         ]
-        if timed and seconds is not None and (step_s := _tail_step_s(groups)):
-            waiting_s = seconds + _longer_s(groups, stopped, lengths, step_s)
+        if timed and seconds is not None and (step_s := tail_step_s(ran)):
+            cost = step_cost(ran, step_s)
+            num_steps = _longer_steps(groups, stopped, lengths, step_s)
+            waiting_s = seconds + cost.own_s * num_steps + cost.candidate_s * math.fsum(saved)
     generated, resumed = sum(sum(group.generated) for group in groups), sum(sum(group.resumed) for group in groups)
     returned = sum(group.tokens[index] for group in groups for index in group.selected)
     deferred = (
@@ -319,7 +321,7 @@ def receipt_of(groups: Sequence[RanGroup], seconds: float | None = None) -> Rece
         **_checked(groups),
         waiting_seconds=waiting_s,
         saved_seconds=None if waiting_s is None or seconds is None else waiting_s - seconds,
-        bubble=_bubble(groups, seconds) if timed and seconds else None,
+        bubble=bubble(ran, seconds) if timed and seconds else None,
     )
 
 
@@ -343,26 +345,8 @@ def _checked(groups: Sequence[RanGroup]) -> dict[str, Any]:
     }
 
 
-def _tail_step_s(groups: Sequence[RanGroup]) -> float | None:
-    """Seconds per token of a candidate, in the second half of the groups that were over last; None where no two
-    candidates of them differ."""
-    slopes: list[tuple[float, float, int]] = []
-    for group in groups:
-        ran = sorted((at, num) for at, num in zip(group.ended_s, group.generated, strict=True) if num)
-        if not ran:
-            continue
-        last_s, most = ran[-1]
-        at, num = next((at, num) for at, num in ran if 2 * num >= most)
-        slopes.append((last_s, last_s - at, most - num))
-    slopes.sort(reverse=True)
-    late = slopes[: max(1, math.ceil(LATE_GROUPS * len(slopes)))]
-    late = late if any(num > 0 for *_, num in late) else slopes
-    num_tokens = sum(max(num, 0) for *_, num in late)
-    return math.fsum(took_s for _, took_s, num in late if num > 0) / num_tokens if num_tokens else None
-
-
-def _longer_s(groups: Sequence[RanGroup], stopped: Sequence[_Stopped], lengths: Lengths, step_s: float) -> float:
-    """The expected seconds from the last ending on until the last of the stopped candidates would have ended too.
+def _longer_steps(groups: Sequence[RanGroup], stopped: Sequence[_Stopped], lengths: Lengths, step_s: float) -> float:
+    """The expected steps from the last ending on until the last of the stopped candidates would have ended too.
 
     They go on from their stops, a token per step; until t all of them are over with the product of their chances.
     """
@@ -385,18 +369,6 @@ def _longer_s(groups: Sequence[RanGroup], stopped: Sequence[_Stopped], lengths: 
             if each.most >= step:
                 over *= (1 - min(lengths.survival(each.group, each.now + step) / each.reach, 1.0)) ** each.num
         late.append(1 - over if late[-1] < 1 - NEGLIGIBLE else 1.0)
-    return step_s * math.fsum(
+    return math.fsum(
         (b - a) * (x + y) / 2 for (a, b), (x, y) in zip(pairwise(steps), pairwise(late[:0:-1]), strict=True)
     )
-
-
-def _bubble(groups: Sequence[RanGroup], seconds: float) -> float:
-    changes = [
-        (at, change)
-        for group in groups
-        for end in group.ended_s
-        for at, change in ((group.started_s or 0.0, 1), (end, -1))
-    ]
-    places = max(accumulate(change for _, change in sorted(changes)), default=0)
-    ran_s = math.fsum(-change * at for at, change in changes)
-    return min(max(1 - ran_s / (places * seconds), 0.0), 1.0) if places else 0.0

@@ -79,6 +79,8 @@ class OpenTurn:
     waited_s: float
     began_s: float
     is_scored: bool
+    number: int
+    """Among the turns of its session, from 1."""
     index: int = -1
     """By which the engine knows it, among the turns of the group; from its beginning on."""
 

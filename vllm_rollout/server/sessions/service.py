@@ -41,6 +41,7 @@ from vllm_rollout.server.sessions.body import (
     TrajectoryAnswer,
 )
 from vllm_rollout.server.sessions.groups import Event, Key, OpenGroup, OpenTurn, Terms, limits_of
+from vllm_rollout.server.sessions.seen import SeenSessions
 from vllm_rollout.server.sessions.trajectory import Continuation, Conversation, Decode, Turn
 
 logger = logging.getLogger(__name__)
@@ -78,6 +79,7 @@ class SessionService:
         self._decode = decode
         self._alone = alone
         self._clock = clock
+        self.seen = SeenSessions(clock)
         self._groups: dict[Key, OpenGroup] = {}
         self._of_session: dict[Key, OpenGroup] = {}
         self._ended: OrderedDict[Key, OpenGroup] = OrderedDict()
@@ -92,6 +94,10 @@ class SessionService:
         """Of all trajectories."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._ticker: asyncio.Task[None] | None = None
+        self._stopping: list[OpenTurn] = []
+        """Turns of sessions that have ended, which the engine is told to stop."""
+        self._more_to_stop = asyncio.Event()
+        self._stopper: asyncio.Task[None] | None = None
 
     # What requests say.
 
@@ -163,8 +169,9 @@ class SessionService:
         except SessionRefused as refusal:
             raise _conflict(str(refusal)) from refusal
         waited_s = max(0.0, now_s - session.since_s)
-        is_scored = group.terms.pruning is not None and session.num_turns + 1 == group.terms.pruning_turn
-        return OpenTurn(group, session, most, continuation, said.last, waited_s, now_s, is_scored)
+        number = session.num_turns + 1
+        is_scored = group.terms.pruning is not None and number == group.terms.pruning_turn
+        return OpenTurn(group, session, most, continuation, said.last, waited_s, now_s, is_scored, number)
 
     def begin(self, turn: OpenTurn) -> bool:
         """The turn is sent to the engine. False: its session has ended meanwhile.
@@ -173,6 +180,11 @@ class SessionService:
         """
         if not turn.session.is_open:
             return False
+        if turn.session.num_turns + 1 != turn.number:
+            raise _conflict(
+                f"session {turn.session.id!r} has had another turn since this one was asked for, which does not go on "
+                "from it. One may run at a time: wait for its answer."
+            )
         try:
             turn.group.race.begin_turn(turn.session)
         except SessionRefused as refusal:
@@ -182,6 +194,7 @@ class SessionService:
         turn.group.running[turn.session.id] = turn
         if turn.is_scored:
             turn.group.scored[turn.session.id] = turn.index
+        self.seen.changed(turn.group)
         return True
 
     def end(
@@ -203,6 +216,7 @@ class SessionService:
             session, len(token_ids), now_s, cut=finish_reason == "length", last=turn.is_last, pruned=pruned
         )
         self._metrics.turn_over()
+        self.seen.turn_over(turn, len(token_ids))
         conversation = group.conversations.get(session.id)
         if conversation is not None:  # else its group was cancelled
             before = conversation.num_held_tokens
@@ -219,6 +233,7 @@ class SessionService:
         """It has no end: its client left, or it failed. A turn that has ended is left as it is."""
         if turn.group.running.pop(turn.session.id, None) is not None:
             turn.group.race.leave_turn(turn.session, self._clock())
+            self.seen.changed(turn.group)
             self._account(turn.group)
 
     async def finish(self, session_id: str, request: FinishRequest) -> FinishAnswer:
@@ -226,13 +241,13 @@ class SessionService:
 
         A declared session may be void before it has begun: its sandbox did not start.
         """
-        unbegun = self._of_session.get((client_namespace(), session_id)) if request.void else None
-        if unbegun is not None and session_id not in unbegun.race.sessions:
-            self._enter(unbegun, session_id, self._clock())
-        group, session = self._session(session_id)
         reward, void, status = request.reward, request.void, None
         if reward is not None and void:
             raise RequestError(f"reward: a void session has none, got {reward:g}. Send one of them.", param="reward")
+        unbegun = self._of_session.get((client_namespace(), session_id)) if void else None
+        if unbegun is not None and session_id not in unbegun.race.sessions:
+            self._enter(unbegun, session_id, self._clock())
+        group, session = self._session(session_id)
         try:
             group.race.check_finish(session)
             if group.reward is not None and reward is None and not void and group.race.state(session) in _GRADED:
@@ -263,6 +278,7 @@ class SessionService:
             group.tell_ends()
             self._stop_turns_of(group, settled.lost)
             self._over(group)
+            self.seen.settled(group)
         self._forget(group)
 
     def read(self, session_id: str) -> TrajectoryAnswer:
@@ -284,22 +300,31 @@ class SessionService:
             group.tell_wanted(self._declare(group, settled.num_wanted))
         if group.race.is_over and group.seconds is None:
             self._over(group)
+        self.seen.settled(group)
         return settled.num_wanted
 
     def _stop_turns_of(self, group: OpenGroup, lost: Iterable[Session]) -> None:
         turns = [group.running[session.id] for session in lost if session.id in group.running]
         if turns:
-            self._start(self._stop(group, turns))
+            self._stopping += turns
+            self._more_to_stop.set()
+            if self._stopper is None:
+                self._stopper = self._start(self._stop())
 
-    async def _stop(self, group: OpenGroup, turns: list[OpenTurn]) -> None:
-        """Again and again: a stop may overtake a turn that is on its way to the engine."""
+    async def _stop(self) -> None:
+        """Those of all groups at once, since the engine answers a call in its next step; and again and again: a stop
+        may overtake a turn that is on its way to the engine."""
         with suppress(RequestError):  # the engine is dead, and says so elsewhere
-            while turns := [turn for turn in turns if group.running.get(turn.session.id) is turn]:
+            while turns := [turn for turn in self._stopping if turn.group.running.get(turn.session.id) is turn]:
+                self._stopping = turns
+                self._more_to_stop.clear()
                 indices: dict[str, list[int]] = defaultdict(list)
                 for turn in turns:
                     indices[turn.engine_id].append(turn.index)
                 await self._stop_turns(indices)
-                await asyncio.sleep(STOP_AGAIN_S)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._more_to_stop.wait(), STOP_AGAIN_S)
+        self._stopping, self._stopper = [], None
 
     def _over(self, group: OpenGroup) -> None:
         group.over(self._clock())
@@ -483,6 +508,7 @@ class SessionService:
         now_s = self._clock()
         group = OpenGroup(key, terms, SessionRace(plan, terms.limits, until, most, now_s), now_s, most)
         self._groups[key] = group
+        self.seen.begun(group)
         self._num_open_sessions += most
         if self._ticker is None:
             self._ticker = self._start(self._tick())
@@ -495,6 +521,7 @@ class SessionService:
         except SessionRefused as refusal:
             raise _conflict(str(refusal)) from refusal
         group.conversations[session_id] = Conversation()
+        self.seen.changed(group)
         self._of_session[group.key[0], session_id] = group
         return session
 

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from vllm_rollout.trace.rows import End
 
-NAMES = ("server", "rollout", "group", "rewards", "ranks", "round", "gone")
+NAMES = ("server", "rollout", "group", "rewards", "ranks", "round", "sessions", "gone")
 COMMENT = b": \n\n"
 """Says nothing but that the connection is there."""
 SCHEMA: dict[str, Any] = {

@@ -20,6 +20,7 @@ from vllm_rollout.server.answers import RoundSummary
 from vllm_rollout.server.engine import Engine, RequestError
 from vllm_rollout.server.engines.body import EngineAnswer
 from vllm_rollout.server.rollout import Rollout
+from vllm_rollout.server.sessions.seen import SeenSessions
 from vllm_rollout.server.watch.events import COMMENT, CandidateText, GroupTexts, event_of
 from vllm_rollout.trace.rows import end_of
 
@@ -87,6 +88,8 @@ class Viewers:
         """Since the last tick; without what groups did."""
         self._ranks = b""
         """The last event about them."""
+        self.sessions: SeenSessions | None = None
+        """Groups of sessions; None: this server has none."""
 
     def begun(self, rollout: Rollout) -> None:
         rollout.seen.begin()
@@ -205,7 +208,8 @@ class Viewers:
         server = {"version": vllm_rollout.__version__, "num_ranks": self._engine.moves.num_ranks, "now": time.time()}
         running = [event_of("rollout", rollout.row(running=True)) for rollout in self._running.values()]
         first = event_of("server", {**server, "live": True})
-        return b"".join([first, *self._over.values(), *running, *self._rounds.values(), self._ranks])
+        sessions = [] if self.sessions is None else [event_of("sessions", row) for row in self.sessions.rows()]
+        return b"".join([first, *self._over.values(), *running, *self._rounds.values(), *sessions, self._ranks])
 
     async def _tick(self) -> None:
         while True:
@@ -219,6 +223,8 @@ class Viewers:
             for rollout in self._running.values():
                 events += [_group(rollout, position) for position in sorted(rollout.seen.changed)]
                 rollout.seen.changed.clear()
+            if self._viewers and self.sessions is not None:
+                events += _sessions(self.sessions)
             tick = b"".join([*events, self._ranks])
             for viewer in self._viewers:
                 viewer.tell(tick)
@@ -244,3 +250,10 @@ class Viewers:
 def _group(rollout: Rollout, position: int) -> bytes:
     row = rollout.seen.groups[position].row()
     return event_of("group", {"rollout_id": rollout.id, "position": position, "prompt": row})
+
+
+def _sessions(seen: SeenSessions) -> list[bytes]:
+    """What has changed of them."""
+    rows, gone = seen.news()
+    told = [event_of("sessions", row) for row in rows]
+    return told + ([event_of("gone", {"rollout_ids": [], "sessions": gone})] if gone else [])

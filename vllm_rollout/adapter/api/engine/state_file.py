@@ -48,6 +48,7 @@ class StateFile(Unkept):
 
     def __init__(self, path: Path, learning: EngineLearning, calls: EngineCalls, client: RolloutAsyncLLM) -> None:
         self._path = path
+        self._client = client
         self._learning = learning
         self._loop = asyncio.get_running_loop()
         self._lock = asyncio.Lock()
@@ -188,13 +189,18 @@ class StateFile(Unkept):
                 logger.warning("vllm_rollout: --rollout-state %s was not written: %s", self._path, error)
             await asyncio.sleep(SAVE_INTERVAL_S)
 
+    async def _save_with_drafts(self) -> None:
+        await self.save()
+        if self._client.vllm_config.speculative_config is not None:
+            await self._client.collective_rpc("rollout_keep_drafts")
+
     def _save_at_shutdown(self) -> None:
         """Called on a thread of its own, before the engine is told to stop."""
         if not self._loop.is_running():  # the engine died, and the server ended because of it
             logger.warning("vllm_rollout: %s is the one of the last training: the engine is dead", self._path)
             return
         try:
-            asyncio.run_coroutine_threadsafe(self.save(), self._loop).result(SAVE_TIMEOUT_S)
+            asyncio.run_coroutine_threadsafe(self._save_with_drafts(), self._loop).result(SAVE_TIMEOUT_S)
             logger.info("vllm_rollout: kept what was learned in %s", self._path)
         except Exception as error:  # the server is going, with or without us
             logger.warning("vllm_rollout: %s is the one of the last training: %r", self._path, error)

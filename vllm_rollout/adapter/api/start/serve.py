@@ -296,6 +296,7 @@ def switch_on(args: argparse.Namespace, default_model: str) -> None:
         moves_kv_by_nixl=args.rollout_move_kv == "nixl",
         audit_ratio=args.rollout_audit_ratio,
         draft_memory_bytes=int(args.rollout_draft_memory_mb * 2**20),
+        drafts_file=None if args.rollout_state is None else str(Path(args.rollout_state).resolve() / "drafts"),
         beside_rust=args.rust_front_end is not None,
     )
     if args.rollout_drafts == "on":

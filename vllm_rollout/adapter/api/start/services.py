@@ -83,6 +83,7 @@ async def build_services(client: RolloutAsyncLLM, state: State, settings: Namesp
         alone=client.num_api_processes == 1,
     )
     client.sessions = state.session_service = sessions
+    service.viewers.sessions = sessions.seen
     parallelism = parallelism_of(settings, client, engine)
     state.run_service = RunService(service, engine, store, metrics, client.num_api_processes, parallelism)
     return engine

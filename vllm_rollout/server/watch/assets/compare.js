@@ -1,12 +1,20 @@
-// Two rollouts beside each other, or two runs.
+// Two rollouts beside each other, or two runs; or what has run, and what a simulation says of another setting.
 import { chart, palette } from "./draw.js";
 import { el, foreign, number, percent, table } from "./dom.js";
 import { measures, secondsOf } from "./state.js";
+
+const WAS = "all that have run";
 
 function sides(model) {
   const found = new Map([...model.rollouts.values()].map((rollout) => [rollout.rollout_id, [rollout]]));
   for (const rollout of model.rollouts.values()) {
     if (rollout.run) found.set(`run ${rollout.run}`, [...(found.get(`run ${rollout.run}`) ?? []), rollout]);
+  }
+  const all = [...model.rollouts.values()], simulated = all.filter((rollout) => rollout.setting);
+  if (simulated.length && simulated.length < all.length) found.set(WAS, all.filter((rollout) => !rollout.setting));
+  for (const rollout of simulated) {
+    const name = `setting ${rollout.setting}`;
+    found.set(name, [...(found.get(name) ?? []), rollout]);
   }
   return found;
 }
@@ -14,12 +22,12 @@ function sides(model) {
 function told(model, rollouts) {
   const each = rollouts.map(measures), sum = (of) => each.reduce((total, one) => total + of(one), 0);
   const lengths = each.flatMap((one) => one.lengths).sort((a, b) => a - b);
-  const rewards = sum((one) => one.numRewards), generated = sum((one) => one.generated);
+  const seconds = rollouts.map((one) => secondsOf(model, one)), rewards = sum((one) => one.numRewards), generated = sum((one) => one.generated);
   const at = (share) => lengths[Math.min(lengths.length - 1, Math.floor(share * lengths.length))];
   return {
     lengths, rows: [
       ["rollouts", number(rollouts.length)],
-      ["seconds", number(rollouts.reduce((total, one) => total + (secondsOf(model, one) ?? 0), 0), 1)],
+      ["seconds", number(seconds.includes(null) ? null : seconds.reduce((a, b) => a + b, 0), 1)],
       ["groups complete", number(sum((one) => one.complete))], ["tokens", number(generated)],
       ["came back", percent(generated ? sum((one) => one.tokens.returned) / generated : null)],
       ["mean length", number(lengths.length ? lengths.reduce((a, b) => a + b, 0) / lengths.length : null, 1)],
@@ -44,7 +52,7 @@ export function show(root, context) {
 
   return function draw() {
     const found = sides(context.model), names = [...found.keys()];
-    const pair = [context.args[0] ?? names.at(-2), context.args[1] ?? names.at(-1)];
+    const pair = [context.args[0] ?? (found.has(WAS) ? WAS : names.at(-2)), context.args[1] ?? names.at(-1)];
     const state = JSON.stringify([names, pair, context.model.at > 0, root.clientWidth]);
     if (state === drawn) return;
     drawn = state;

@@ -1,6 +1,7 @@
 // Groups that race, as they do it: a cell per group, a bar per candidate.
 import { bar, fit, legend, palette } from "./draw.js";
 import { el, foreign, number, table, tiles } from "./dom.js";
+import { sessionsView } from "./sessions.js";
 import { ENDS, WORDS, measures, secondsOf } from "./state.js";
 
 const CELL = 78, LABEL = 15, GAP = 12, MARKS = 9;
@@ -27,10 +28,10 @@ function toldOf(prompt) {
 export function show(root, context) {
   const summary = el("div"), told = el("p", { className: "told" });
   const canvas = el("canvas", { tabIndex: 0, role: "img", "aria-label": "groups; arrow keys choose, Enter opens" });
-  const listed = el("details", { ontoggle: context.redraw }, el("summary", { textContent: "as a table" }));
-  const beside = el("div");
+  const listed = el("details", { ontoggle: context.redraw }, el("summary", { textContent: "as a table" }), el("div"));
+  const beside = el("div"), sessions = el("div"), drawSessions = sessionsView(sessions, context);
   const marks = legend(WORDS, (pen, end) => bar(pen, 4, 13, 5, 8, end), "● comes back   ▲ right   ▽ wrong");
-  root.append(summary, canvas, told, marks, listed, beside);
+  root.append(summary, canvas, told, marks, listed, beside, sessions);
   let cells = [], chosen = 0, columns = 1, rollout = null;
 
   function choose(place) {
@@ -96,8 +97,11 @@ export function show(root, context) {
   function draw() {
     const { model } = context;
     rollout = context.rollout();
+    drawSessions();
+    for (const part of [canvas, told, listed, beside]) part.hidden = !rollout;
     if (!rollout) {
-      summary.replaceChildren(ranksOf(model), el("p", { textContent: "No rollout has begun yet. This page will show it." }));
+      const empty = el("p", { textContent: "No rollout has begun yet. This page will show it." });
+      summary.replaceChildren(ranksOf(model), ...(model.sessions.size ? [] : [empty]));
       return;
     }
     const { ends, complete, generated, reward } = measures(rollout);
@@ -131,7 +135,7 @@ export function show(root, context) {
     const cell = cells[chosen];
     told.replaceChildren(...(cell ? [foreign(cell.prompt.id), toldOf(cell.prompt)] : ["No group has begun."]));
     if (listed.open) {
-      listed.replaceChildren(listed.firstChild, table(["prompt", "rank", "status", "run", "longest"], prompts.map(([, p]) => [
+      listed.lastChild.replaceChildren(table(["prompt", "rank", "status", "run", "longest"], prompts.map(([, p]) => [
         foreign(p.id), number(p.rank), p.status ?? "over", number(p.ends.filter((end) => end === "running").length),
         number(Math.max(...p.lengths))])));
     }

@@ -8,7 +8,7 @@ export const WORDS = {
 const MOST_ROLLOUTS = 64;
 const MOST_MOVES = 200;
 
-export const newModel = () => ({ server: null, rollouts: new Map(), ranks: [], at: 0, rounds: new Map(), moves: [] });
+export const newModel = () => ({ server: null, rollouts: new Map(), ranks: [], at: 0, rounds: new Map(), moves: [], sessions: new Map() });
 
 function rolloutOf(row) {
   return { ...row, prompts: new Map(row.prompts.map((prompt, place) => [prompt.position ?? place, prompt])) };
@@ -47,8 +47,11 @@ export function take(model, name, data) {
     model.rounds.delete(data.run);
     model.rounds.set(data.run, data);
     if (model.rounds.size > MOST_ROLLOUTS) model.rounds.delete(model.rounds.keys().next().value);
+  } else if (name === "sessions") {
+    model.sessions.set(data.name, data);
   } else if (name === "gone") {
     for (const id of data.rollout_ids) model.rollouts.delete(id);
+    for (const name of data.sessions ?? []) model.sessions.delete(name);
   }
 }
 

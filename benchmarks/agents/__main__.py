@@ -1,0 +1,363 @@
+"""Groups of agents on an emulated device: who waits, who races, and what runs on after a group is over.
+
+Everything but the device and the tools is the real thing. A conversation has 4 turns (geometric) and says 160 tokens
+(log-normal) in the mean; between turns it asks a calculator or a search over six facts, which take 0.5 s in the mean
+(log-normal with sigma 1) and fail in 5 of 100 calls: then the conversation is void. 8 per group are wanted. Ways, in
+turns, with the same conversations:
+
+wait 8         plain requests, 8 conversations; wait for all
+wait 16        plain requests, 16 conversations; wait for all, keep the first 8
+client         plain requests, 16 conversations; when 8 have ended the client cancels the others, which closes their
+               requests
+race           `client.agents`, 8 of 16
+pruned         the same, and half of those that come so far are stopped at the 8th token of turn 2, by the head, which
+               one step of audit groups has taught
+race 10        `client.agents`, 8 of 10; void ones are not replaced, so that a group may lack some
+refill 10      the same, and they are
+
+All but "race 10" replace void conversations by one rule: when too few are left. Tokens are those that the server
+counts. *After*: of turns that began, or went on, after their group was over. Times are stretched by
+--speeds, and told in the device's seconds. *Simulated*: by the replay of `vllm-rollout simulate`, the same
+conversations. Device busy: the share of the time with work in which it did not wait for the host.
+
+stops          of 16 sessions per group 15 are amid long turns when the 16th finishes: tokens that each of the 15 gets
+               from then on, by the step log
+affinity       two ranks, all conversations run to their end: share of prompt tokens found in the prefix cache, turn by
+               turn, with sessions and without. A turn has *moved* when it did not find what its turn before had left
+
+Run from the repository root: python -m benchmarks.agents
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import re
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, get_args
+
+import httpx
+import uvloop
+from rich.console import Console
+
+from benchmarks.agents.simulated import WAYS as SIMULATED
+from benchmarks.agents.simulated import simulate
+from benchmarks.agents.ways import (
+    GROUP_SIZE,
+    LONG_TOKENS,
+    NUM_CANDIDATES,
+    PRUNING,
+    Bench,
+    Way,
+    of_session,
+    plain,
+)
+from benchmarks.agents.world import MEAN_TOKENS, PROMPT_TOKENS, TERMS, TOKENS_SIGMA, Tools
+from benchmarks.common import (
+    arguments_of,
+    median,
+    publish,
+    raise_file_limit,
+    record_of_run,
+    server_process,
+    settled_tokens,
+)
+from benchmarks.tables import columns, number, percent
+from vllm_rollout import AgentSession, AsyncRolloutClient
+from vllm_rollout.emulation.step_log import LoggedStep, Summary, read_steps
+from vllm_rollout.models import DEFAULT_MODEL, resolve
+from vllm_rollout.process import ServerProcess, exit_on_sigterm
+
+WAYS: tuple[Way, ...] = get_args(Way)
+DEVICE: dict[str, Any] = {
+    "step": {"ms": 8.0, "ms_per_request": 0.02, "ms_per_prefilled_token": 0.01},
+    "kv_tokens": 4_000_000,
+    "score": {"auc": 0.8},
+}
+LATE_TURN = 5
+"""This one and those that follow are one row."""
+TAUGHT_GROUPS = 16
+STOPS: tuple[Way, ...] = ("client", "race")
+AFFINITY: tuple[Way, ...] = ("race", "wait 16")
+
+
+class Log:
+    """The device's steps."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def steps(self) -> list[LoggedStep]:
+        return [step for log in read_steps(self._folder) for step in log.steps]
+
+    async def since(self, began: float) -> list[LoggedStep]:
+        """All from then on, when nothing runs any more."""
+        while True:
+            before = self.steps()
+            await asyncio.sleep(1.0)
+            if len(after := self.steps()) == len(before):
+                return [step for step in after if step.start >= began]
+
+
+async def measure(
+    url: str, log: Log, way: Way, seed: int, num_groups: int, speed: float, tools: Tools
+) -> dict[str, Any]:
+    async with AsyncRolloutClient(url) as client, httpx.AsyncClient(base_url=url, timeout=60) as http:
+        before = await settled_tokens(http)
+        bench = Bench(client, tools, seed, num_groups, speed)
+        began = time.perf_counter()
+        cpu = time.process_time()
+        step = await bench.run(way)
+        ended, cpu = time.perf_counter(), time.process_time() - cpu
+        generated = round(await settled_tokens(http) - before)
+        steps = await log.since(began)
+    late_turns, late_tokens = step.after()
+    row = {
+        "way": way, "seed": seed, "seconds": (ended - began) * speed, "generated_tokens": generated,
+        "wasted_tokens": generated - step.kept_tokens, "kept_share": step.num_kept / (GROUP_SIZE * num_groups),
+        "turns_after": late_turns, "tokens_after": round(late_tokens), "client_cpu_s": round(cpu, 3),
+        "device_rows": sum(each.num_sampled for each in steps), "device_busy": round(Summary.of(steps).busy, 4),
+    }  # fmt: skip
+    if way in SIMULATED:
+        simulated = simulate(DEVICE, way, seed, num_groups)
+        row |= {"simulated_seconds": simulated.seconds, "simulated_tokens": simulated.generated_tokens}
+    return row
+
+
+async def teach(url: str, seed: int, speed: float, tools: Tools) -> None:
+    """Audit groups teach the head what a score in turn 2 is worth."""
+    async with AsyncRolloutClient(url) as client:
+        await Bench(client, tools, seed, TAUGHT_GROUPS, speed).run("pruned", audit_ratio=1.0)
+
+
+async def measure_stops(url: str, log: Log, way: Way, num_groups: int, speed: float) -> dict[str, Any]:
+    """How long losers go on amid a turn."""
+    ends: list[float] = []
+    go = asyncio.Event()
+    num_losers = (NUM_CANDIDATES - 1) * num_groups
+    chance = random.Random(num_groups)
+    pauses = [chance.uniform(0, 2) / speed for _ in range(num_groups)]
+
+    async def ends_of(group: int) -> None:
+        await go.wait()
+        await asyncio.sleep(pauses[group])
+        ends.append(time.perf_counter())
+
+    async def run(session: AgentSession) -> float:
+        complete, prompt = of_session(session), [1000 + session.prompt] * 20
+        await complete(prompt, LONG_TOKENS if session.number else 2)
+        await ends_of(session.prompt)
+        return 1.0
+
+    async with AsyncRolloutClient(url) as client:
+
+        async def cancel(group: int) -> None:
+            complete, prompt = plain(client), [1000 + group] * 20
+            losers = [asyncio.create_task(complete(prompt, LONG_TOKENS)) for _ in range(NUM_CANDIDATES - 1)]
+            await ends_of(group)
+            for task in losers:
+                task.cancel()
+
+        async def race() -> None:
+            groups = client.agents(range(num_groups), 1, NUM_CANDIDATES - 1, run=run, max_concurrent=4096)
+            async for _ in groups:
+                pass
+
+        whole = asyncio.gather(*map(cancel, range(num_groups))) if way == "client" else asyncio.create_task(race())
+        while not (steps := log.steps()) or steps[-1].num_requests < num_losers:
+            await asyncio.sleep(0.1)
+        began = time.perf_counter()
+        go.set()
+        await whole
+        steps = await log.since(began)
+    wanted = sum((NUM_CANDIDATES - 1) * sum(step.start < end for step in steps) for end in ends)
+    return {"way": way, "tokens": (sum(step.num_sampled for step in steps) - wanted) / num_losers}
+
+
+@contextmanager
+def server(folder: Path, speed: float, num_ranks: int = 1) -> Iterator[tuple[ServerProcess, Log]]:
+    folder.mkdir()
+    device = folder / "device.json"
+    device.write_text(json.dumps(DEVICE))
+    flags = [
+        "--emulate", str(device), "--emulate-log", str(folder / "steps"), "--emulate-speed", str(speed),
+        "--max-num-seqs", "2048", "--max-model-len", "8192", "--max-num-batched-tokens", "8192",
+        "--data-parallel-size", str(num_ranks), "--api-server-count", "1", "--disable-uvicorn-access-log",
+        "--enable-prompt-tokens-details",
+    ]  # fmt: skip
+    with server_process("rollout", resolve(DEFAULT_MODEL), flags, folder / "server.log") as process:
+        process.wait_until_healthy(lambda seconds, line: None)
+        yield process, Log(folder / "steps")
+
+
+async def measure_affinity(
+    url: str, log: Log, way: Way, seed: int, num_groups: int, speed: float, tools: Tools
+) -> dict[str, Any]:
+    found = re.search(r'block_size="(\d+)"', httpx.get(f"{url}/metrics", timeout=30).text)
+    assert found is not None
+    block = int(found[1])
+    async with AsyncRolloutClient(url) as client:
+        bench = Bench(client, tools, seed, num_groups, speed)
+        began = time.perf_counter()
+        step = await bench.run(way, **({"early_stop": False} if way == "race" else {}))
+        ended = time.perf_counter()
+        await log.since(began)
+    turns = []
+    for place in range(1, LATE_TURN + 1):
+        of_number = [turn for turn in step.turns if min(turn.turn, LATE_TURN) == place]
+        asked = sum(turn.num_prompt_tokens for turn in of_number)
+        hits = sum(turn.answer.num_found for turn in of_number)
+        moved = sum(turn.answer.num_found < max(0, turn.num_before - 1) // block * block for turn in of_number)
+        turns.append({
+            "turn": place, "turns": len(of_number), "hit_share": round(hits / asked, 4), "moved": moved,
+            "computed_tokens_per_turn": round((asked - hits) / len(of_number), 1),
+        })  # fmt: skip
+    way_name = "sessions" if way == "race" else "plain requests"
+    return {"way": way_name, "seed": seed, "seconds": (ended - began) * speed, "turns": turns}
+
+
+def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    say = Console(stderr=True).print
+    runs: list[dict[str, Any]] = []
+    stops: list[dict[str, Any]] = []
+    affinity: list[dict[str, Any]] = []
+    tools = Tools(resolve(DEFAULT_MODEL))
+    sizes = zip(arguments.groups, arguments.speeds, arguments.repeats, strict=True)
+    for num_groups, speed, repeats in sizes:
+        with server(folder / f"{num_groups}", speed) as (process, log):
+            size = {"groups": num_groups, "sessions": num_groups * NUM_CANDIDATES, "speed": speed}
+            ways = tuple(way for way in WAYS if way in arguments.ways)
+            if "pruned" in ways:
+                uvloop.run(teach(process.url, arguments.seed - 1, speed, tools))
+            for repeat in range(repeats):
+                first = 2 * repeat % len(ways)
+                for way in ways[first:] + ways[:first]:
+                    seed = arguments.seed + repeat
+                    row = size | uvloop.run(measure(process.url, log, way, seed, num_groups, speed, tools))
+                    runs.append(row)
+                    say(row, highlight=False)
+            for way in STOPS * min(3, repeats):
+                stops.append(size | uvloop.run(measure_stops(process.url, log, way, num_groups, speed)))
+                say(stops[-1], highlight=False)
+    if ways != WAYS:
+        return {"runs": runs, "stops": stops, "affinity": []}
+    with server(folder / "ranks", arguments.speeds[0], num_ranks=2) as (process, log):
+        for repeat in range(arguments.repeats[0]):
+            for number, way in enumerate(AFFINITY if repeat % 2 else AFFINITY[::-1]):
+                seed = 1000 + 10 * repeat + number  # prompts that no way before had
+                measured = measure_affinity(
+                    process.url, log, way, seed, arguments.groups[0] * 2, arguments.speeds[0], tools
+                )
+                affinity.append(uvloop.run(measured))
+                say(affinity[-1], highlight=False)
+    return {"runs": runs, "stops": stops, "affinity": affinity}
+
+
+def main() -> None:
+    parser = arguments_of(__doc__, "agents")
+    add = parser.add_argument
+    add("--groups", type=int, nargs="+", default=[4, 16, 64], help="at once, of 16 sessions (default %(default)s)")
+    add("--speeds", type=float, nargs="+", default=[0.5, 0.25, 0.125], help="--emulate-speed of each")
+    add("--repeats", type=int, nargs="+", default=[5, 3, 1], help="seeds, of each (default %(default)s)")
+    add("--ways", choices=WAYS, nargs="+", default=WAYS, help="of a step; fewer: without the two ranks, too")
+    arguments = parser.parse_args()
+    exit_on_sigterm()
+    raise_file_limit(8192)
+    workload = {
+        "conditions": __doc__, "group_size": GROUP_SIZE, "candidates": NUM_CANDIDATES, "device": DEVICE,
+        "terms": asdict(TERMS), "mean_tokens": MEAN_TOKENS, "tokens_sigma": TOKENS_SIGMA,
+        "prompt_tokens": PROMPT_TOKENS, "pruning": PRUNING,
+    }  # fmt: skip
+    result = record_of_run(seed=arguments.seed, workload=workload)
+    with tempfile.TemporaryDirectory() as name:
+        result |= run(arguments, Path(name))
+    publish(arguments, result | {"medians": medians(result["runs"])}, tables)
+
+
+def medians(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of each number, by size and way; ratios are of the runs of one seed."""
+    race = {(row["sessions"], row["seed"]): row for row in runs if row["way"] == "race"}
+    found = []
+    for sessions, way in dict.fromkeys((row["sessions"], row["way"]) for row in runs):
+        rows = [row for row in runs if (row["sessions"], row["way"]) == (sessions, way)]
+        numbers = {name: median(row[name] for row in rows) for name in rows[0] if name not in ("way", "seed")}
+        for name in ("seconds", "generated_tokens"):
+            numbers[f"{name}_to_race"] = median(row[name] / race[sessions, row["seed"]][name] for row in rows)
+        if way in SIMULATED:
+            for name, measured in (("simulated_seconds", "seconds"), ("simulated_tokens", "generated_tokens")):
+                numbers[f"{name}_error"] = median(row[name] / row[measured] - 1 for row in rows)
+        found.append({"way": way, **numbers})
+    return found
+
+
+def tables(result: dict[str, Any]) -> str:
+    rows = result["medians"]
+    steps = columns("A step", rows, {
+        "sessions": lambda row: number(int(row["sessions"])),
+        "way": lambda row: row["way"],
+        "s": lambda row: number(row["seconds"], 1),
+        "× race": lambda row: number(row["seconds_to_race"], 2),
+        "tokens": lambda row: number(int(row["generated_tokens"])),
+        "× race ": lambda row: number(row["generated_tokens_to_race"], 2),
+        "wasted": lambda row: number(int(row["wasted_tokens"])),
+        "turns after": lambda row: number(int(row["turns_after"])),
+        "tokens after": lambda row: number(int(row["tokens_after"])),
+        "trajectories": lambda row: percent(row["kept_share"], 1),
+        "client CPU s": lambda row: number(row["client_cpu_s"], 1),
+        "device busy": lambda row: percent(row["device_busy"]),
+    })  # fmt: skip
+    simulated = columns("Simulated", [row for row in rows if row["way"] in SIMULATED], {
+        "sessions": lambda row: number(int(row["sessions"])),
+        "way": lambda row: row["way"],
+        "s": lambda row: number(row["simulated_seconds"], 1),
+        "error": lambda row: percent(row["simulated_seconds_error"], 1),
+        "tokens": lambda row: number(int(row["simulated_tokens"])),
+        "error ": lambda row: percent(row["simulated_tokens_error"], 1),
+    })  # fmt: skip
+    stops = columns("Tokens of a turn after its group was over", medians_of_stops(result["stops"]), {
+        "sessions": lambda row: number(row["sessions"]),
+        "way": lambda row: row["way"],
+        "tokens": lambda row: number(row["tokens"], 2),
+    })  # fmt: skip
+    affinity = columns("Two ranks", by_turn(result["affinity"]), {
+        "turn": lambda row: f"{row['turn']}{' and later' if row['turn'] == LATE_TURN else ''}",
+        "": lambda row: row["way"],
+        "found in the prefix cache": lambda row: percent(row["hit_share"], 1),
+        "computed prompt tokens per turn": lambda row: number(row["computed_tokens_per_turn"], 1),
+        "turns": lambda row: number(row["turns"]),
+        "moved": lambda row: number(row["moved"]),
+    })  # fmt: skip
+    return "\n\n".join((steps, simulated, stops, affinity))
+
+
+def medians_of_stops(stops: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    keys = dict.fromkeys((row["sessions"], row["way"]) for row in stops)
+    return [
+        {"sessions": sessions, "way": way, "tokens": median(
+            row["tokens"] for row in stops if (row["sessions"], row["way"]) == (sessions, way)
+        )}
+        for sessions, way in keys
+    ]  # fmt: skip
+
+
+def by_turn(affinity: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of all seeds: medians of shares, sums of counts."""
+    rows = []
+    for place in range(LATE_TURN):
+        for way in dict.fromkeys(each["way"] for each in affinity):
+            same = [each["turns"][place] for each in affinity if each["way"] == way]
+            shares = {name: median(row[name] for row in same) for name in ("hit_share", "computed_tokens_per_turn")}
+            counts = {name: sum(row[name] for row in same) for name in ("turns", "moved")}
+            rows.append({"turn": place + 1, "way": way, **shares, **counts})
+    return rows
+
+
+if __name__ == "__main__":
+    main()

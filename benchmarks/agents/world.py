@@ -1,0 +1,67 @@
+"""Conversations with a calculator and a search over six facts, the same ones however they are run.
+
+Invariant: a conversation depends on seed, group and number only: what it says, what it asks of its tools, how long
+these take, and whether one of them fails.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from vllm_rollout.simulator.sessions import Course, SessionTerms, draw_course
+
+TERMS = SessionTerms(turns=4, tool_seconds=0.5, tool_sigma=1.0, tool_tokens=40, tool_failures=0.05)
+PROMPT_TOKENS = 200
+MEAN_TOKENS, TOKENS_SIGMA = 160, 0.8
+"""Of what the policy says in all turns of a conversation; log-normal."""
+FACTS = (
+    "Paris has 2 million people.", "Rome has 3 million people.", "Oslo has 0.7 million people.", "A day has 24 hours.",
+    "A week has 7 days.", "A year has 365 days.",
+)  # fmt: skip
+
+
+def course_of(seed: int, group: int, number: int) -> Course:
+    chance = random.Random(f"agents/{seed}/{group}/{number}")
+    drawn = chance.lognormvariate(math.log(MEAN_TOKENS) - TOKENS_SIGMA**2 / 2, TOKENS_SIGMA)
+    return draw_course(TERMS, max(20, min(1600, round(drawn))), chance)
+
+
+def prompt_of(seed: int, group: int) -> list[int]:
+    chance = random.Random(f"agents/{seed}/{group}")
+    return [chance.randrange(1000, 40_000) for _ in range(PROMPT_TOKENS)]
+
+
+def use_tool(call: str) -> str:
+    """What CALC(…) or SEARCH(…) says."""
+    called = re.fullmatch(r"(CALC|SEARCH)\((.*)\)", call)
+    assert called is not None, call
+    if called[1] == "SEARCH":
+        found = [fact for fact in FACTS if any(word.lower() in fact.lower() for word in called[2].split())]
+        return " ".join(found) or "nothing found"
+    numbers = [float(number) for number in re.findall(r"\d+(?:\.\d+)?", called[2])]
+    return str(math.prod(numbers) if "*" in called[2] else sum(numbers))
+
+
+def drawn_call(chance: random.Random) -> str:
+    """The device's words mean nothing, so that what a turn asks for is drawn."""
+    if chance.random() < 0.5:
+        return f"CALC({chance.randrange(100)} {chance.choice('+*')} {chance.randrange(100)})"
+    return f"SEARCH({chance.choice(('Paris', 'Rome', 'hours', 'days', 'Madrid'))})"
+
+
+class Tools:
+    """Their words in a model's tokens, of which they always have as many."""
+
+    def __init__(self, model: str) -> None:
+        self._tokenizer = Tokenizer.from_file(str(Path(model) / "tokenizer.json"))
+
+    def answer(self, seed: int, group: int, number: int, turn: int) -> list[int]:
+        call = drawn_call(random.Random(f"agents/{seed}/{group}/{number}/{turn}"))
+        said = f"\n{call} says: {use_tool(call)}" + "\n." * TERMS.tool_tokens
+        tokens: list[int] = self._tokenizer.encode(said, add_special_tokens=False).ids[: TERMS.tool_tokens]
+        return tokens

@@ -1,0 +1,135 @@
+"""What drafts change in one in-process engine, where all of them are verified, as JSON: `drafting_engine.py MODEL`.
+
+Nothing but the number of steps should: beside each answer is what the same engine says without drafts, or what the
+model says in transformers.
+"""
+
+import json
+import sys
+from collections import Counter
+from itertools import product
+from typing import Any
+
+import torch
+from one_engine import (  # first, since it sets what vLLM reads when it is imported
+    DETECTION_LENGTH,
+    OURS,
+    SETTINGS,
+    WIDE,
+    _logprobs,
+    _publish_head,
+    generate,
+    race,
+    shown,
+)
+from transformers import AutoModelForCausalLM
+from vllm import LLM, SamplingParams
+from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+from vllm_rollout.adapter.options import DRAFTS_CONFIG
+from vllm_rollout.adapter.wire import CandidateTag
+from vllm_rollout.group.drafting import MAX_DRAFT_TOKENS, Choice, DraftingRule
+from vllm_rollout.group.plans.plan import PruningPlan
+from vllm_rollout.group.plans.terms import GroupTerms
+
+ALLOWED = (10, 11, 12, 13)
+NUM_DRAWN = 3
+NUM_DRAWS = 4096
+PROMPT = [3, 4, 5, 6, 7]
+
+
+class Every(DraftingRule):
+    """Every draft there is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_drafted = self.num_accepted = 0
+
+    def longest(self, num_rows: int) -> int:
+        return MAX_DRAFT_TOKENS
+
+    def choose(self, num_rows: int, num_drafts: list[int]) -> Choice:
+        return Choice(0, sum(num_drafts))
+
+    def verified(self, num_drafts: list[int], num_accepted: list[int]) -> None:
+        self.num_drafted += sum(num_drafts)
+        self.num_accepted += sum(num_accepted)
+
+
+def verify_all(worker: Any) -> None:
+    worker.model_runner.drafts.rule = Every()
+
+
+def verified(worker: Any) -> list[int]:
+    rule = worker.model_runner.drafts.rule
+    worker.model_runner.drafts.rule = Every()
+    return [rule.num_drafted, rule.num_accepted]
+
+
+def main(model: str) -> None:
+    result: dict[str, Any] = {}
+    llm = LLM(model, **SETTINGS, **OURS, **WIDE)
+    result["without"] = greedy(llm)
+    del llm
+    cleanup_dist_env_and_memory()
+    llm = LLM(model, **SETTINGS, **OURS, **WIDE, speculative_config=DRAFTS_CONFIG)
+    llm.llm_engine.collective_rpc(verify_all)
+    result["first"] = greedy(llm)
+    result["with"] = greedy(llm)  # now there are earlier answers
+    result["of_greedy"] = llm.llm_engine.collective_rpc(verified)[0]
+    result["whole"] = race(llm, "whole", False, temperature=0)[0]
+    llm.llm_engine.collective_rpc(_publish_head)
+    plan = PruningPlan(DETECTION_LENGTH, mode="shadow", final_score=True)
+    result["scored"], confidences = race(llm, "scored", False, plan, temperature=0)
+    result["shown"] = shown(llm, model, result["scored"], confidences)
+    result["of_scored"] = llm.llm_engine.collective_rpc(verified)[0]
+    result["drawn"], result["expected"] = draws(llm), probabilities(model)
+    result["of_draws"] = llm.llm_engine.collective_rpc(verified)[0]
+    print("RESULT " + json.dumps(result))
+
+
+def greedy(llm: LLM) -> list[list]:
+    """Groups of three: the same greedy answer with another length each, and one that a string stops."""
+    prompts, params = [], []
+    for group in range(12):
+        for index in range(4):
+            tag = CandidateTag(f"greedy-{group}", index, GroupTerms(4, 4), 16)
+            prompts.append([3 + (group * 7 + j * j) % 500 for j in range(5 + group % 5 * 30)])
+            params.append(
+                SamplingParams(
+                    temperature=0, max_tokens=20 + 7 * index, logprobs=1, stop=["e", "s"] if index == 3 else None,
+                    repetition_penalty=1.2 if group % 3 == 2 else 1.0, extra_args=tag.to_extra_args(),
+                )
+            )  # fmt: skip
+    choices = [output.outputs[0] for output in generate(llm, prompts, params)]
+    return [[list(c.token_ids), c.text, c.finish_reason, _logprobs(c)] for c in choices]
+
+
+def draws(llm: LLM) -> list[int]:
+    """How often each sequence of allowed tokens was drawn, in the order of `product`."""
+    prompts, params = [PROMPT] * NUM_DRAWS, []
+    for number in range(NUM_DRAWS):
+        tag = CandidateTag(f"draws-{number // 64}", number % 64, GroupTerms(64, 64), 16)
+        params.append(
+            SamplingParams(
+                temperature=1, seed=number, max_tokens=NUM_DRAWN, allowed_token_ids=list(ALLOWED), ignore_eos=True,
+                extra_args=tag.to_extra_args(),
+            )
+        )  # fmt: skip
+    counts = Counter(tuple(output.outputs[0].token_ids) for output in generate(llm, prompts, params))
+    return [counts[drawn] for drawn in product(ALLOWED, repeat=NUM_DRAWN)]
+
+
+def probabilities(model: str) -> list[float]:
+    """Of each sequence, by transformers."""
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    sequences = list(product(ALLOWED, repeat=NUM_DRAWN))
+    with torch.no_grad():
+        logits = reference(torch.tensor([[*PROMPT, *sequence] for sequence in sequences])).logits
+    of_allowed = logits[:, len(PROMPT) - 1 : -1, list(ALLOWED)].softmax(dim=-1)
+    chosen = torch.tensor([[ALLOWED.index(token) for token in sequence] for sequence in sequences])
+    return of_allowed.gather(2, chosen[:, :, None])[:, :, 0].prod(dim=1).tolist()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

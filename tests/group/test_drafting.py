@@ -1,0 +1,172 @@
+"""When drafts pay: the rule on devices whose costs are known, with estimates that may lie."""
+
+from collections import Counter
+from collections.abc import Callable
+from itertools import chain
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_rollout.group.drafting import MARGIN, MAX_DRAFT_TOKENS, NUM_BINS, BatchCost, DraftingRule
+
+STEP_S = 0.02
+Device = Callable[[int, int], float]
+"""Seconds of a step by rows and drafts."""
+
+
+def bound_by_memory(num_rows: int, num_drafts: int) -> float:
+    """Reading the weights takes as long as computing 200 tokens."""
+    return STEP_S * max(1.0, (num_rows + num_drafts) / 200)
+
+
+def bound_by_arithmetic(num_rows: int, num_drafts: int) -> float:
+    """Each token costs the same."""
+    return STEP_S * (num_rows + num_drafts)
+
+
+def slow_to_verify(num_rows: int, num_drafts: int) -> float:
+    """Tokens are free, and any draft at all costs a third of a step."""
+    return STEP_S * (1.0 + (num_drafts > 0) / 3)
+
+
+def bin_of(probability: float) -> int:
+    return min(NUM_BINS - 1, int(probability * NUM_BINS))
+
+
+def lengths_of(rule: DraftingRule, probabilities: list[list[float]]) -> list[int]:
+    """How many drafts of each row are verified."""
+    bins = [[bin_of(value) for value in values] for values in probabilities]
+    counts = Counter(chain(*bins))
+    least, most = rule.choose(len(bins), [counts[bin] for bin in range(NUM_BINS)])
+    lengths = []
+    for values in bins:
+        lengths.append(min(most, sum(bin >= least for bin in values)))
+        most -= lengths[-1]
+    return lengths
+
+
+def speed_up(
+    device: Device,
+    num_rows: int,
+    true: list[float],
+    said: list[float] | None = None,
+    *,
+    steps: int = 2000,
+    seed: int = 1,
+) -> float:
+    """Tokens per second over those without drafts, where each row always has drafts with these true probabilities."""
+    rule, rng = DraftingRule(), Random(seed)
+    bins = [bin_of(value) for value in said or true]
+    num_tokens, seconds, pending = 0, 0.0, [0] * num_rows
+    for _ in range(steps):
+        took = device(num_rows, sum(pending)) * rng.uniform(0.9, 1.1)
+        drafted, accepted = [0] * NUM_BINS, [0] * NUM_BINS
+        for num in pending:
+            draw = rng.random()
+            num_accepted = sum(draw < value for value in true[:num])
+            for place in range(num):
+                drafted[bins[place]] += 1
+                accepted[bins[place]] += place < num_accepted
+            num_tokens += 1 + num_accepted
+        rule.verified(drafted, accepted)
+        rule.took(num_rows, sum(pending), took)
+        seconds += took
+        longest = rule.longest(num_rows)
+        pending = lengths_of(rule, [(said or true)[:longest]] * num_rows) if longest else [0] * num_rows
+    return num_tokens / seconds * device(num_rows, 0) / num_rows
+
+
+LIKELY = [0.7, 0.5, 0.35, 0.25, 0.15, 0.1]
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 16, 64])
+def test_where_the_device_waits_for_its_memory_drafts_bring_nearly_all_they_can(num_rows):
+    reads = 1 + sum(LIKELY[: 200 // num_rows - 1])
+    assert speed_up(bound_by_memory, num_rows, LIKELY) > 0.85 * reads
+
+
+@pytest.mark.parametrize("device", [bound_by_memory, bound_by_arithmetic, slow_to_verify])
+@pytest.mark.parametrize("num_rows", [1, 2, 8, 32, 100, 256])
+@pytest.mark.parametrize("true", [LIKELY, [0.2, 0.05], [0.02], []])
+def test_drafts_cost_two_percent_at_most_wherever_they_do_not_pay(device, num_rows, true):
+    assert speed_up(device, num_rows, true) > 0.98
+
+
+@pytest.mark.parametrize("device", [bound_by_memory, bound_by_arithmetic, slow_to_verify])
+@pytest.mark.parametrize("num_rows", [1, 16, 128])
+def test_estimates_that_lie_are_found_out(device, num_rows):
+    assert speed_up(device, num_rows, [0.03, 0.0, 0.0], [0.95, 0.9, 0.85]) > 0.98
+    if device is bound_by_memory and num_rows < 128:
+        assert speed_up(device, num_rows, LIKELY, [value / 10 for value in LIKELY]) > 1.3, "the other way round, too"
+
+
+def test_a_device_that_becomes_slow_to_verify_has_no_more_drafts():
+    rule, rng = DraftingRule(), Random(0)
+
+    def drafts_of(device: Device, steps: int) -> list[int]:
+        taken, num = [], 0
+        for _ in range(steps):
+            rule.took(8, num, device(8, num) * rng.uniform(0.95, 1.05))
+            longest = rule.longest(8)
+            num = sum(lengths_of(rule, [LIKELY[:longest]] * 8)) if longest else 0
+            taken.append(num)
+        return taken
+
+    assert sum(drafts_of(bound_by_memory, 400)[-100:]) > 100 * 8
+    assert sum(drafts_of(bound_by_arithmetic, 1000)[-300:]) < 20
+    assert sum(drafts_of(bound_by_memory, 2000)[-100:]) > 100 * 8, "and has them again"
+
+
+def test_a_batch_size_that_is_new_believes_what_its_neighbour_has_seen():
+    rule = DraftingRule()
+    for _ in range(40):
+        rule.took(16, 0, STEP_S)
+        rule.took(16, 32, STEP_S * 1.1)
+    rule.took(8, 0, STEP_S)
+    rule.took(8, 0, STEP_S)
+    assert rule.longest(8) == MAX_DRAFT_TOKENS
+    assert lengths_of(rule, [[0.6, 0.4]] * 8) == [2] * 8
+
+
+@given(
+    st.lists(st.integers(0, 5), min_size=NUM_BINS, max_size=NUM_BINS),
+    st.integers(1, 9),
+    st.floats(0, 0.5),
+    st.floats(0, 2),
+)
+def test_drafts_are_chosen_as_if_all_choices_were_tried(num_drafts, num_rows, fixed, slope):
+    rule = DraftingRule()
+    cost = rule._cost(num_rows)
+    cost.fixed, cost.slope, cost.num_trials, cost.since_drafts = fixed, slope, 99, 0
+
+    def rate(least: int) -> float:
+        taken = sum(num_drafts[least:])
+        tokens = num_rows + sum(num_drafts[bin] * rule.accepted_ratio(bin) for bin in range(least, NUM_BINS))
+        return tokens / num_rows / cost.ratio(taken / num_rows)
+
+    least, most = rule.choose(num_rows, num_drafts)
+    assert most == sum(num_drafts[least:])
+    best = max(map(rate, range(NUM_BINS)))
+    assert rate(least) == pytest.approx(best if best > MARGIN else 1.0)
+
+
+def test_a_higher_estimate_is_never_believed_less():
+    rule = DraftingRule()
+    rule.verified([0] * 5 + [100] + [0] * 14, [0] * 5 + [90] + [0] * 14)
+    ratios = [rule.accepted_ratio(bin) for bin in range(NUM_BINS)]
+    assert ratios == sorted(ratios)
+    assert ratios[6] > 0.7 > 0.3 > ratios[4], "what lies above has not been seen as often"
+
+
+def test_steps_that_something_held_up_do_not_end_drafts():
+    cost = BatchCost()
+    for _ in range(20):
+        cost.took(0, STEP_S)
+        cost.took(2, STEP_S * 1.1)
+    before = cost.ratio(2)
+    cost.took(2, 100 * STEP_S)
+    assert cost.ratio(2) < 1.5 * before
+    cost.took(0, 100 * STEP_S)
+    assert cost.plain_s < 2 * STEP_S

@@ -1,0 +1,299 @@
+"""One prompt's sessions: a call of a user's function for each, cancelled when its session has lost.
+
+Invariant: whatever a function raises is told in its group's result, and a group has one, whatever its functions do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from http import HTTPStatus
+from operator import attrgetter
+from typing import Annotated, Any
+
+import httpx
+from pydantic import Discriminator, TypeAdapter
+
+from vllm_rollout.client.agent_session import (
+    UNWANTED,
+    AgentSession,
+    Sender,
+    SessionLost,
+    Void,
+    as_reward,
+    cancel,
+    cancelled,
+)
+from vllm_rollout.client.calls import Call, typed
+from vllm_rollout.client.connection import POLL_INTERVAL_S, EventData, RolloutError, parse, raise_for_error
+from vllm_rollout.group.racing.sessions import SessionLimits, SessionState
+from vllm_rollout.group.types import GroupStatus
+from vllm_rollout.server.sessions.body import (
+    GroupOverEvent,
+    SegmentAnswer,
+    SessionAnswer,
+    SessionEvent,
+    SessionGroupAnswer,
+    TrajectoryAnswer,
+    TurnAnswer,
+)
+
+logger = logging.getLogger(__name__)
+
+_EVENT: TypeAdapter[SessionEvent | GroupOverEvent] = TypeAdapter(
+    Annotated[SessionEvent | GroupOverEvent, Discriminator("type")]
+)
+RunAgent = Callable[[AgentSession], Awaitable[float | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class AgentResult:
+    """What became of one session."""
+
+    session_id: str
+    number: int
+    state: SessionState
+    reward: float | None
+    num_turns: int
+    num_tokens: int
+    """That the policy generated."""
+    messages: list[dict[str, Any]] | None
+    """Of its last `chat`, and the answer; None where the function used another way."""
+    turns: list[TurnAnswer]
+    """With how each went on from the one before; empty where the group did not return it."""
+    segments: list[SegmentAnswer] | None
+    """Tokens as the engine saw them, with masks and log probabilities; None where the group did not return it."""
+    error: Exception | None
+    """What its function raised."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentGroup:
+    """What became of one prompt."""
+
+    prompt: Any
+    position: int
+    """In `prompts`."""
+    group_id: str
+    status: GroupStatus
+    reason: str | None
+    """Why it is not complete."""
+    trajectories: list[AgentResult]
+    """That it returns: `group_size` of them if it is complete."""
+    others: list[AgentResult]
+    generated_tokens: int
+    returned_tokens: int
+    seconds: float
+
+
+class Shared:
+    """What the groups of one call of `agents` have together."""
+
+    def __init__(self, client: Sender, run: RunAgent, body: Mapping[str, Any], max_concurrent: int) -> None:
+        self.client, self.run, self.body = client, run, body
+        self.places = asyncio.Semaphore(max_concurrent)
+        self.calls: set[asyncio.Task[None]] = set()
+        """Of the user's function, that have not ended."""
+
+
+class RunningGroup:
+    """One prompt's sessions."""
+
+    def __init__(self, its: Shared, position: int, prompt: Any) -> None:
+        self._its, self._client = its, its.client
+        self._position, self._prompt = position, prompt
+        self._id = f"agents-{uuid.uuid4().hex}"
+        self._path = f"/v1/groups/{self._id}"
+        self._sessions: dict[str, AgentSession] = {}
+        self._calls: dict[str, asyncio.Task[None]] = {}
+        self._errors: dict[str, Exception] = {}
+        self.has_begun = asyncio.Event()
+        """Its sessions wait for places."""
+        self._is_over = asyncio.get_running_loop().create_future()
+        """With the event that says so."""
+
+    async def result(self) -> AgentGroup:
+        """Declares it, runs it, and reads what it returns. Its first session has a place. Raises: RolloutError."""
+        listening = None
+        try:
+            try:
+                body = {**self._its.body, "id": self._id}
+                if callable(data := body.get("data")):
+                    body["data"] = data(self._prompt)
+                declared = await self._client.send(Call("POST", "/v1/groups", typed(SessionGroupAnswer), body))
+                self._begin(declared.to_begin)
+            finally:
+                self._its.places.release()  # which its first session takes
+                self.has_begun.set()
+            listening = asyncio.create_task(self._listen())
+            over: GroupOverEvent = await self._is_over
+            return await self._returned(over)
+        finally:
+            if listening is not None:
+                await cancelled([listening])
+            if not self._is_over.done() or self._is_over.cancelled() or self._is_over.exception():
+                await cancelled([*self._calls.values(), *self._turns])
+                with suppress(RolloutError):  # there is none, or no server
+                    await self._client.send(Call("DELETE", self._path, lambda _: None))
+
+    @property
+    def _turns(self) -> list[asyncio.Task[Any]]:
+        """On their way."""
+        return [turn for session in self._sessions.values() for turn in session.turns]
+
+    def _begin(self, ids: Iterable[str]) -> None:
+        for id in ids:
+            if id not in self._sessions:
+                session = AgentSession(self._client, id, self._prompt, len(self._sessions))
+                call = asyncio.create_task(self._call(session))
+                self._sessions[id], self._calls[id] = session, call
+                self._its.calls.add(call)
+                call.add_done_callback(self._its.calls.discard)
+
+    async def _call(self, session: AgentSession) -> None:
+        """The user's function, and what follows from how it ends."""
+        async with self._its.places:
+            void, reward = False, None
+            try:
+                reward = await self._its.run(session)
+                reward = None if reward is None else as_reward(reward)
+            except SessionLost:
+                pass  # or it was cut by a limit, and may be graded
+            except asyncio.CancelledError:
+                if self._calls[session.id].cancelling():
+                    raise
+                self._fail(session, RuntimeError("its function was cancelled by itself"))
+                void = True
+            except Exception as error:
+                self._fail(session, error)
+                void = True
+            except BaseException as error:  # such as SystemExit: it is meant for the whole program
+                if not self._is_over.done():
+                    self._is_over.set_exception(error)
+                return
+            if session.is_ending or self._calls[session.id].cancelling():
+                return
+            try:
+                await cancelled(session.turns)  # that it left behind
+                await self._end(session, reward, void)
+            except Exception as error:  # whatever it is, its group must not wait for ever
+                if self._is_over.done():
+                    self._errors.setdefault(session.id, error)
+                else:
+                    self._is_over.set_exception(error)
+
+    def _fail(self, session: AgentSession, error: Exception) -> None:
+        self._errors[session.id] = error
+        if not isinstance(error, Void):
+            logger.warning("session %s is void, its function raised %r", session.id, error)
+
+    async def _end(self, session: AgentSession, reward: float | None, void: bool) -> None:
+        """Which sessions are wanted for it, events say."""
+        try:
+            await (session.end({"void": True}) if void else session.finish(reward))
+        except RolloutError as error:
+            if error.status == HTTPStatus.CONFLICT:  # by itself, over a client of its own
+                return
+            if error.status != HTTPStatus.NOT_FOUND or void:
+                raise
+            self._errors[session.id] = error  # it never took a turn
+            await session.end({"void": True})
+
+    async def _listen(self) -> None:
+        """What becomes of its sessions. A stream that breaks is opened again, and begins with what has happened."""
+        try:
+            while not self._is_over.done():
+                with suppress(httpx.TransportError):
+                    await self._read_events()
+                if not self._is_over.done():
+                    await self._client._sleep(POLL_INTERVAL_S)
+        except Exception as error:  # whatever it is, its group must not wait for ever
+            if not self._is_over.done():
+                self._is_over.set_exception(error)
+
+    async def _read_events(self) -> None:
+        response = await self._client._open("GET", f"/v1/sessions/events?group={self._id}")
+        try:
+            if response.is_error:
+                await response.aread()
+                raise_for_error(response)
+            reader = EventData()
+            async for chunk in response.aiter_bytes():
+                for data in reader.feed(chunk):
+                    self._hear(parse(_EVENT, data))
+        finally:
+            await response.aclose()
+
+    def _hear(self, event: SessionEvent | GroupOverEvent) -> None:
+        if isinstance(event, GroupOverEvent):
+            if not self._is_over.done():
+                self._is_over.set_result(event)
+        elif event.state == "wanted":
+            self._begin([event.session_id])
+        elif event.state in UNWANTED and event.session_id in self._calls:
+            self._stop(event.session_id)
+
+    def _stop(self, id: str) -> None:
+        """Cancels its function. One that has ended is left to say so."""
+        self._sessions[id].has_lost = True
+        if not self._sessions[id].is_ending:
+            cancel(self._calls[id])
+
+    async def _returned(self, over: GroupOverEvent) -> AgentGroup:
+        """Once the functions of what it returns have ended, which bring rewards; they may take as long as a session may
+        be silent."""
+        for id in self._calls.keys() - over.selected:
+            self._stop(id)
+        lasting = {self._calls[id]: id for id in over.selected} | dict.fromkeys(self._turns, "")
+        if lasting:
+            timeout_s = self._its.body.get("idle_timeout_s") or SessionLimits().idle_timeout_s
+            _, late = await asyncio.wait(lasting, timeout=timeout_s)
+            for task in late:
+                if lasting[task]:
+                    error = TimeoutError(f"its function went on for {timeout_s:g} s when its group was over")
+                    self._errors.setdefault(lasting[task], error)
+            await cancelled(late)
+        answer = await self._client.send(self._read())
+        read = await asyncio.gather(*(self._sessions[id].read() for id in over.selected))
+        known = {each.id: each for each in answer.sessions}
+        others = [self._told(known.get(id) or _unbegun(id)) for id in self._sessions if id not in over.selected]
+        return AgentGroup(
+            prompt=self._prompt,
+            position=self._position,
+            group_id=self._id,
+            status=over.status,
+            reason=answer.reason,
+            trajectories=sorted((self._told(each) for each in read), key=attrgetter("number")),
+            others=others,
+            generated_tokens=answer.generated_tokens,
+            returned_tokens=answer.returned_tokens,
+            seconds=answer.seconds,
+        )
+
+    def _told(self, answer: SessionAnswer) -> AgentResult:
+        session = self._sessions[answer.id]
+        trajectory = answer if isinstance(answer, TrajectoryAnswer) else None
+        return AgentResult(
+            session_id=answer.id,
+            number=session.number,
+            state=answer.state,
+            reward=answer.reward,
+            num_turns=answer.num_turns,
+            num_tokens=answer.num_tokens,
+            messages=session.messages,
+            turns=[] if trajectory is None else trajectory.turns,
+            segments=None if trajectory is None else trajectory.segments,
+            error=self._errors.get(answer.id),
+        )
+
+    def _read(self) -> Call[SessionGroupAnswer]:
+        return Call("GET", self._path, typed(SessionGroupAnswer))
+
+
+def _unbegun(id: str) -> SessionAnswer:
+    """One that lost before its first turn."""
+    return SessionAnswer(id=id, state="surplus", ended_by="race", num_turns=0, num_tokens=0, reward=None)
