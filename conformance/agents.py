@@ -90,9 +90,9 @@ class Sessions:
 
 
 async def race(group: Sessions, ids: Mapping[str, Role], play: Callable[[str, Role, Tool], Awaitable[T]]) -> list[T]:
-    """`play(id, role, tool)` per session: the trainer's agent, which awaits the tool between its turns. Long turns begin
-    when all others have come as far as they are to come, and finishers finish when those have begun: however slow the
-    agents are, no turn is over before it is to be stopped."""
+    """`play(id, role, tool)` per session: the trainer's agent, which awaits the tool between its turns. Long turns
+    begin when all others have come as far as they are to come, and finishers finish when those have begun: however slow
+    the agents are, no turn is over before it is to be stopped."""
     places = {"finishes": ("between_turns", TURNS), "at its tool": ("between_turns", 1), "in a turn": ("turn", 0)}
 
     def are_there(said: Mapping[str, Any], roles: Collection[Role]) -> bool:
