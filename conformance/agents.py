@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any, Literal, TypeVar
 
 import httpx
@@ -47,7 +47,11 @@ class Sessions:
         return said["to_begin"]
 
     def read(self) -> dict[str, Any]:
-        return self._http.get(f"/v1/groups/{self.id}").raise_for_status().json()
+        """The group; without a session before its first turn has declared it."""
+        answer = self._http.get(f"/v1/groups/{self.id}")
+        if answer.status_code == httpx.codes.NOT_FOUND:
+            return {"status": "running", "sessions": []}
+        return answer.raise_for_status().json()
 
     def trajectory(self, session_id: str) -> dict[str, Any]:
         return self._http.get(f"/v1/sessions/{session_id}").raise_for_status().json()
@@ -86,23 +90,25 @@ class Sessions:
 
 
 async def race(group: Sessions, ids: Mapping[str, Role], play: Callable[[str, Role, Tool], Awaitable[T]]) -> list[T]:
-    """`play(id, role, tool)` per session: the trainer's agent, which awaits the tool between its turns. Finishers
-    finish when all others are where they are to lose."""
+    """`play(id, role, tool)` per session: the trainer's agent, which awaits the tool between its turns. Long turns
+    begin when all others have come as far as they are to come, and finishers finish when those have begun: however slow
+    the agents are, no turn is over before it is to be stopped."""
+    places = {"finishes": ("between_turns", TURNS), "at its tool": ("between_turns", 1), "in a turn": ("turn", 0)}
 
-    def all_are_there(said: Mapping[str, Any]) -> bool:
-        of = {session["id"]: session for session in said["sessions"]}
-        states = [(role, of[id]["state"], of[id]["num_turns"]) for id, role in ids.items() if id in of]
-        places = {("in a turn", "turn", 0), ("at its tool", "between_turns", 1)}
-        return len(states) == len(ids) and all(state in places for state in states if state[0] != "finishes")
+    def are_there(said: Mapping[str, Any], roles: Collection[Role]) -> bool:
+        at = {session["id"]: (session["state"], session["num_turns"]) for session in said["sessions"]}
+        return all(at.get(id) == places[role] for id, role in ids.items() if role in roles)
 
     async def agent(id: str, role: Role) -> T:
         async def tool() -> None:
             if role == "at its tool":
                 await group.until(lambda said: said["status"] != "running")
 
+        if role == "in a turn":
+            await group.until(lambda said: are_there(said, ("finishes", "at its tool")))
         result = await play(id, role, tool)
         if role == "finishes":
-            await group.until(all_are_there)
+            await group.until(lambda said: are_there(said, ("in a turn",)))
             group.finish(id, 1.0)
         return result
 
