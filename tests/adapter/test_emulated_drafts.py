@@ -225,6 +225,7 @@ def test_scores_are_those_without_drafts(new_run):
         ended = [StateKey(id, len(run.tokens(id)), at_end=True) for id in notes]
         assert len(run.ring.take(ended)[1]) == 16
     assert max(step.num_sampled for step in run.steps) > 16
+    assert run.runner.num_last_states == 1 + MAX_DRAFT_TOKENS  # a stop string may end it at any of them
     assert seen[0] == seen[1]
     assert sum(scores[0] is not None for scores in seen[1][1].values()) == 14
 
