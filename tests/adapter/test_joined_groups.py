@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 from collections.abc import Callable
+from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.config import MAX_IDLE_S
 from vllm_rollout.group.judging.ledger import LedgerEntry, NamedReward, Reward, request_name
+from vllm_rollout.server import clients
 from vllm_rollout.server.metrics import Metrics
 
 pytestmark = pytest.mark.anyio
@@ -164,6 +166,18 @@ async def test_siblings_without_an_id_meet_by_their_prompt(llm: SteppedLLM) -> N
     assert await race(llm, *[Sibling(llm, f"t{i}", 5 + i, xargs, 1, 2) for i in range(4)]) == [WON, WON, LOST, LOST]
     assert len({tag.group_id for tag, _ in llm.added.values()}) == 4
     assert len(llm._prompt_groups) == 0
+
+
+async def test_candidates_say_whose_they_are_to_those_who_draft(llm: SteppedLLM, monkeypatch) -> None:
+    xargs = {"rollout_group_size": 2, "rollout_num_candidates": 4}
+    for client in ("one key", "another"):
+        monkeypatch.setattr(clients, "_namespace", ContextVar("namespace", default=client))
+        await race(llm, *[Sibling(llm, f"{client}-{i}", 5 + i, xargs) for i in range(4)])
+        await answer(llm, f"{client}-own", [20, 21, 30, 31], {"rollout_redundancy": 2})
+    said: dict[str, set[str]] = {}
+    for request_id, (tag, _) in llm.added.items():
+        said.setdefault(tag.namespace.partition("/")[0], set()).add(request_id.partition("-")[0])
+    assert said == {"one key": {"one key"}, "another": {"another"}}
 
 
 async def test_siblings_that_are_pinned_to_ranks_are_none_of_those_elsewhere(new_run) -> None:

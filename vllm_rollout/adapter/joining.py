@@ -66,7 +66,7 @@ def tag_of(
     terms = GroupTerms(
         join.group_size, join.num_candidates, join.early_stop, pruning=join.pruning, audit_ratio=join.audit_ratio
     )
-    return CandidateTag(group_id, None, terms, output_interval, scoring, observed=False)
+    return CandidateTag(group_id, None, terms, output_interval, scoring, observed=False, namespace=join.namespace)
 
 
 def scoring_of(

@@ -150,7 +150,7 @@ class Drafts:
         num_rows = len(step.num_scheduled_tokens)
         num_drafts = sum(map(len, step.scheduled_spec_decode_tokens.values()))
         only_decodes = num_rows and step.total_num_scheduled_tokens == num_rows + num_drafts
-        self._step = (num_rows, num_drafts, now) if only_decodes and not step.scheduled_new_reqs else None
+        self._step = (num_rows, num_drafts, now) if only_decodes else None
 
 
 def _padded(tokens: Sequence[Sequence[int]]) -> np.ndarray:

@@ -265,11 +265,12 @@ class GroupClient:
         interval = (params.stream_interval or 1) if delta else OUTPUT_INTERVAL_TOKENS
 
         spare_indices = count(plan.num_candidates if beginnings is None else beginnings.next_index)
+        namespace = client_namespace()
 
         async def run(
             index: int, before: Sequence[int] = ()
         ) -> AsyncGenerator[CandidateOutput | CandidateFailed, None]:
-            tag = CandidateTag(group_id, index, plan.terms, interval, scoring, observed, place, len(before))
+            tag = CandidateTag(group_id, index, plan.terms, interval, scoring, observed, place, len(before), namespace)
             child = resumed_params(params, len(before))
             child.n = 1
             child.seed = None if params.seed is None else params.seed + index  # as vLLM seeds the n of a request

@@ -20,7 +20,7 @@ from vllm_rollout.group.judging.ledger import Scoring
 from vllm_rollout.group.plans.rows import PlanError
 from vllm_rollout.group.plans.terms import GroupTerms
 from vllm_rollout.group.plans.xargs import turn_from_xargs
-from vllm_rollout.server.clients import client_session
+from vllm_rollout.server.clients import client_namespace, client_session
 from vllm_rollout.server.engine import RequestError
 from vllm_rollout.server.sessions.groups import OpenTurn
 from vllm_rollout.server.sessions.service import SCORED, SessionService
@@ -65,7 +65,9 @@ def tag_of(turn: OpenTurn, params: SamplingParams) -> CandidateTag:
     if turn.is_scored:
         terms = GroupTerms(plan.group_size, plan.num_candidates, early_stop=False, pruning=plan.pruning)
         scoring = Scoring(turn.group.engine_id, SCORED, turn.group.seed)
-    return CandidateTag(turn.engine_id, turn.index, terms, interval, scoring, observed=False)
+    return CandidateTag(
+        turn.engine_id, turn.index, terms, interval, scoring, observed=False, namespace=client_namespace()
+    )
 
 
 def begin(service: SessionService, turn: OpenTurn) -> bool:
