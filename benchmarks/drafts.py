@@ -26,8 +26,8 @@ from vllm_rollout.models import DEFAULT_MODEL, resolve
 WAYS = ("without", "drafts", "ngram")
 SIZES = (16, 4, 1)
 EPOCHS = ("new", "again")
-MAX_TOKENS = 256
-NUM_PROMPTS = 4
+MAX_TOKENS = 128
+NUM_PROMPTS = 2
 """Of each size and repeat; they run one after the other."""
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
 
