@@ -1,4 +1,4 @@
-"""Drafts on a real model: steps and CPU seconds with drafts, without, and with vLLM's own n-grams.
+"""Drafts on a real model: steps and CPU seconds with drafts and without.
 
 Each way is an engine in a process of its own, in which the same workloads run: 16, 4 and 1 candidates of a prompt at
 once, on prompts that the engine has not seen, and on the same ones again, as a deferred prompt or a second epoch is.
@@ -23,13 +23,12 @@ from benchmarks.prompts import PROMPTS
 from benchmarks.tables import columns, number
 from vllm_rollout.models import DEFAULT_MODEL, resolve
 
-WAYS = ("without", "drafts", "ngram")
+WAYS = ("without", "drafts")
 SIZES = (16, 4, 1)
 EPOCHS = ("new", "again")
 MAX_TOKENS = 128
 NUM_PROMPTS = 2
 """Of each size and repeat; they run one after the other."""
-NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -73,7 +72,7 @@ def measure(way: str, model: str, seed: int, repeats: int) -> list[dict[str, Any
 
     from vllm_rollout.adapter.options import DRAFTS_CONFIG
 
-    config = {"without": None, "drafts": dict(DRAFTS_CONFIG), "ngram": NGRAM}[way]
+    config = dict(DRAFTS_CONFIG) if way == "drafts" else None
     llm = LLM(
         model, max_model_len=1024, max_num_seqs=32, enforce_eager=True, block_size=32, disable_log_stats=True,
         seed=seed, scheduler_cls="vllm_rollout.Scheduler", worker_cls="vllm_rollout.Worker", speculative_config=config,
@@ -147,8 +146,6 @@ def tables(result: dict[str, Any]) -> str:
             "CPU ms per token, without": lambda row: number(row["without"]["cpu_ms_per_token"], 1),
             "drafts: faster": lambda row: number(row["drafts"]["faster"], 2),
             "in steps": lambda row: number(row["drafts"]["tokens_per_row_and_step"], 2),
-            "n-grams: faster": lambda row: number(row["ngram"]["faster"], 2),
-            "n-grams, in steps": lambda row: number(row["ngram"]["tokens_per_row_and_step"], 2),
         },
     )
 
