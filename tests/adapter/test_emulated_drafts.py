@@ -14,9 +14,8 @@ from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, EndingNote
 from vllm_rollout.adapter.worker.emulated_drafts import EmulatedDrafts, SaidRow
 from vllm_rollout.adapter.worker.emulated_request import HIDDEN_SIZE
 from vllm_rollout.emulation.device import StepWork
-from vllm_rollout.emulation.drafts import bin_of
 from vllm_rollout.emulation.settings import DraftSettings, Settings
-from vllm_rollout.group.drafting import MAX_DRAFT_TOKENS
+from vllm_rollout.group.drafting import MAX_DRAFT_TOKENS, bin_of
 from vllm_rollout.group.judging.ledger import Scoring
 from vllm_rollout.group.plans.pruning_plan import PruningPlan
 from vllm_rollout.group.plans.terms import GroupTerms

@@ -270,7 +270,7 @@ def test_what_was_put_is_there_after_a_kill_and_what_was_learned_when_the_server
     with Emulated(tiny_model, tmp_path / "first", *flags) as server:
         server.http.put("/v1/rollouts/state", content=state).raise_for_status()
         os.killpg(server._process.pid, signal.SIGKILL)
-    with Emulated(tiny_model, tmp_path / "second", *flags) as server:
+    with Emulated(tiny_model, tmp_path / "second", *flags, "--rollout-drafts", "on") as server:
         assert server.http.get("/v1/rollouts/state").content == state
         assert server.http.get("/v1/runs/put").json()["is_durable"]
         teach(server, 10)
@@ -282,6 +282,7 @@ def test_what_was_put_is_there_after_a_kill_and_what_was_learned_when_the_server
 
         server.wait_until(has_learned_all)
     assert (tmp_path / "state" / LEARNED).read_bytes() == parse_saved(read[-1]).learned != parse_saved(state).learned
+    assert f"kept what was learned in {tmp_path / 'state'}" in (tmp_path / "second" / "server.log").read_text()
 
 
 def test_steps_are_stretched_and_follow_each_other_as_the_loop_does(emulated, slow):

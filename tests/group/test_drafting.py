@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_rollout.group.drafting import MARGIN, MAX_DRAFT_TOKENS, NUM_BINS, BatchCost, DraftingRule
+from vllm_rollout.group.drafting import MARGIN, MAX_DRAFT_TOKENS, NUM_BINS, BatchCost, DraftingRule, bin_of
 
 STEP_S = 0.02
 Device = Callable[[int, int], float]
@@ -31,20 +31,11 @@ def slow_to_verify(num_rows: int, num_drafts: int) -> float:
     return STEP_S * (1.0 + (num_drafts > 0) / 3)
 
 
-def bin_of(probability: float) -> int:
-    return min(NUM_BINS - 1, int(probability * NUM_BINS))
-
-
 def lengths_of(rule: DraftingRule, probabilities: list[list[float]]) -> list[int]:
     """How many drafts of each row are verified."""
     bins = [[bin_of(value) for value in values] for values in probabilities]
     counts = Counter(chain(*bins))
-    least, most = rule.choose(len(bins), [counts[bin] for bin in range(NUM_BINS)])
-    lengths = []
-    for values in bins:
-        lengths.append(min(most, sum(bin >= least for bin in values)))
-        most -= lengths[-1]
-    return lengths
+    return rule.choose(len(bins), [counts[bin] for bin in range(NUM_BINS)]).lengths(bins)
 
 
 def speed_up(

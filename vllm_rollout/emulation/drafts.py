@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from vllm_rollout.emulation.fate import chances
 from vllm_rollout.emulation.settings import DraftSettings
-from vllm_rollout.group.drafting import NUM_BINS
 
 REFERENCE_SIBLINGS = 15
 """For which the shares of a file hold."""
@@ -28,11 +27,6 @@ class DrawnDrafts(NamedTuple):
 
 
 NO_DRAFTS = DrawnDrafts((), 0)
-
-
-def bin_of(probability: float) -> int:
-    """In which the rule counts a draft that is accepted with this probability."""
-    return min(NUM_BINS - 1, int(probability * NUM_BINS))
 
 
 def share_factor(settings: DraftSettings, num_siblings: int, num_earlier: int) -> float:

@@ -19,10 +19,10 @@ Source: verification as in speculative sampling (Chen et al. 2023); drafts from 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
-from operator import add
+from operator import add, mul
 from typing import NamedTuple
 
 MAX_DRAFT_TOKENS = 12
@@ -124,6 +124,25 @@ def increasing(sums: Sequence[float], weights: Sequence[float]) -> list[float]:
     return [total / weight for total, weight, num in pools for _ in range(num)]
 
 
+def bin_of(probability: float) -> int:
+    """Where an estimate is counted."""
+    return min(NUM_BINS - 1, int(probability * NUM_BINS))
+
+
+def least_worthy(drafts: Sequence[float], accepted: Sequence[float], longer: Callable[[float], float]) -> int:
+    """The bin from which on drafts are verified: tokens per second grow most; NUM_BINS where they do not by `MARGIN`.
+
+    `drafts` and `accepted`: of a row, by bin. `longer`: the factor by which so many drafts per row lengthen a step.
+    """
+    best, least = MARGIN, NUM_BINS
+    taken, tokens = 0.0, 1.0
+    for bin in reversed(range(NUM_BINS)):
+        taken, tokens = taken + drafts[bin], tokens + accepted[bin]
+        if drafts[bin] and (rate := tokens / longer(taken)) > best:
+            best, least = rate, bin
+    return least
+
+
 class Choice(NamedTuple):
     """Which drafts to verify."""
 
@@ -132,8 +151,13 @@ class Choice(NamedTuple):
     most: int
     """But no more than so many in all."""
 
-
-NO_DRAFTS = Choice(NUM_BINS, 0)
+    def lengths(self, rows: Iterable[Sequence[int]]) -> list[int]:
+        """How many drafts of each row; `rows`: their bins, the likeliest first."""
+        lengths, left = [], self.most
+        for bins in rows:
+            lengths.append(min(left, sum(bin >= self.least_bin for bin in bins)))
+            left -= lengths[-1]
+        return lengths
 
 
 class DraftingRule:
@@ -160,16 +184,11 @@ class DraftingRule:
     def choose(self, num_rows: int, num_drafts: Sequence[int]) -> Choice:
         """Which drafts to verify. `num_drafts`: how many there are of all rows, by bin of their estimate."""
         cost = self._cost(num_rows)
-        best, choice = MARGIN, NO_DRAFTS
-        num_taken, tokens = 0, float(num_rows)
-        for bin in reversed(range(NUM_BINS)):
-            num_taken += num_drafts[bin]
-            tokens += num_drafts[bin] * self.accepted_ratio(bin)
-            rate = tokens / num_rows / cost.ratio(num_taken / num_rows)
-            if num_drafts[bin] and rate > best:
-                best, choice = rate, Choice(bin, num_taken)
+        drafts = [num / num_rows for num in num_drafts]
+        least = least_worthy(drafts, list(map(mul, drafts, self._ratios)), cost.ratio)
+        choice = Choice(least, sum(num_drafts[least:]))
         cost.num_empty = 0 if choice.most else cost.num_empty + 1
-        if num_taken and not choice.most and cost.is_trial_due:
+        if any(num_drafts) and not choice.most and cost.is_trial_due:
             choice = Choice(0, math.ceil(cost.trial_ratio * num_rows))
             cost.num_trials += 1
         if choice.most:

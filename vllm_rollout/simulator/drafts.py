@@ -7,13 +7,11 @@ itself for long.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from vllm_rollout.emulation.drafts import bin_of
 from vllm_rollout.emulation.settings import DraftSettings
-from vllm_rollout.group.drafting import MARGIN, NUM_BINS, PLAIN_INTERVAL_STEPS
+from vllm_rollout.group.drafting import NUM_BINS, PLAIN_INTERVAL_STEPS, bin_of, least_worthy
 from vllm_rollout.group.lengths.cost import CostModel, PTLCurve
 
 BATCH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
@@ -39,22 +37,22 @@ def drafted_step(
 ) -> DraftedStep:
     """Of a batch of so many rows, whose shares of drafts are `factor` times those of the settings."""
     plain_s = cost.ptl(num_rows, context_tokens)
-    plain = best = DraftedStep(0.0, 1.0, plain_s)
-    found = Counter[int]()
-    right = Counter[int]()
+    plain = DraftedStep(0.0, 1.0, plain_s)
+    found, right = [0.0] * NUM_BINS, [0.0] * NUM_BINS
     for kind in settings.kinds:
         for probability in kind.accepted:
             bin = bin_of(probability)
             found[bin] += factor * kind.share
             right[bin] += factor * kind.share * probability
-    drafts, tokens, rate, least = 0.0, 1.0, MARGIN, NUM_BINS
-    for bin in sorted(found, reverse=True):
-        drafts, tokens = drafts + found[bin], tokens + right[bin]
-        seconds = cost.ptl(num_rows * (1 + drafts), context_tokens / (1 + drafts))
-        if tokens * plain_s / seconds > rate:
-            best, rate, least = DraftedStep(drafts, tokens, seconds), tokens * plain_s / seconds, bin
-    if best is plain:
+
+    def seconds(drafts: float) -> float:
+        return cost.ptl(num_rows * (1 + drafts), context_tokens / (1 + drafts))
+
+    least = least_worthy(found, right, lambda drafts: seconds(drafts) / plain_s)
+    if least == NUM_BINS:
         return plain
+    drafts = sum(found[least:])
+    best = DraftedStep(drafts, 1 + sum(right[least:]), seconds(drafts))
     drafting = factor * sum(kind.share for kind in settings.kinds if bin_of(kind.accepted[0]) >= least)
     share = _plain_share(drafting, num_rows)
     return DraftedStep(*(share * one + (1 - share) * other for one, other in zip(plain, best, strict=True)))

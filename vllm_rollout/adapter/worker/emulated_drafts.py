@@ -13,9 +13,9 @@ from typing import NamedTuple, Protocol
 from vllm.v1.outputs import DraftTokenIds
 
 from vllm_rollout.emulation.device import StepWork
-from vllm_rollout.emulation.drafts import NO_DRAFTS, DrawnDrafts, bin_of, draw, share_factor
+from vllm_rollout.emulation.drafts import NO_DRAFTS, DrawnDrafts, draw, share_factor
 from vllm_rollout.emulation.settings import DraftSettings
-from vllm_rollout.group.drafting import NUM_BINS, DraftingRule
+from vllm_rollout.group.drafting import NUM_BINS, DraftingRule, bin_of
 
 MAX_KNOWN_PROMPTS = 2**17
 """Whose answers are counted; a real memory is bounded in bytes."""
@@ -88,10 +88,7 @@ class EmulatedDrafts:
         drawn = [self._draw(row, longest) for row in rows]
         bins = [list(map(bin_of, its.probabilities)) for its in drawn]
         choice = self._rule.choose(len(rows), _by_bin(bin for its in bins for bin in its))
-        lengths, left = [], choice.most
-        for its in bins:
-            lengths.append(min(left, sum(bin >= choice.least_bin for bin in its)))
-            left -= lengths[-1]
+        lengths = choice.lengths(bins)
         for row, its, length in zip(rows, bins, lengths, strict=True):
             if length:
                 self._verifying[row.request_id] = its[:length]

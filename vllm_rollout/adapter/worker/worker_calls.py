@@ -11,6 +11,7 @@ from typing import Any
 
 from vllm_rollout.adapter.call_table import Features, Refusal
 from vllm_rollout.adapter.parcel import MovedCandidate, WorkerState
+from vllm_rollout.adapter.worker.drafts_file import DraftsFile
 from vllm_rollout.adapter.worker.features import features_of, states_of
 from vllm_rollout.group.judging.report import HeadInfo
 from vllm_rollout.group.types import HeadKey
@@ -23,6 +24,8 @@ class WorkerCalls:
     """The methods of a worker that begin with `rollout_`, but for those that move KV blocks."""
 
     quality_heads: QualityHeads | None
+    drafts_file: DraftsFile | None = None
+    """Where its memory of drafts is kept, if it has one."""
     moving_runner: Any
     """Its model runner, from which candidates leave and to which they come: `detach`, `attach`."""
 

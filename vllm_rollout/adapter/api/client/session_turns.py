@@ -124,25 +124,22 @@ async def heard(
 ) -> AsyncGenerator[RequestOutput, None]:
     """The same outputs; the session knows its turn's end before its client does."""
     said = Heard(in_deltas=in_deltas)
-    try:
-        async with aclosing(outputs):
-            async for output, note in outputs:
-                said.take(output)
-                if output.finished:
-                    service.end(
-                        turn,
-                        said.prompt,
-                        said.token_ids,
-                        text=said.text,
-                        finish_reason=said.finish_reason,
-                        logprobs=said.logprobs,
-                        pruned=note is not None and note.state == "pruned",
-                    )
-                if in_deltas:
-                    let_stream(output)
-                yield output
-    finally:
-        service.leave(turn)
+    async with aclosing(outputs):
+        async for output, note in outputs:
+            said.take(output)
+            if output.finished:
+                service.end(
+                    turn,
+                    said.prompt,
+                    said.token_ids,
+                    text=said.text,
+                    finish_reason=said.finish_reason,
+                    logprobs=said.logprobs,
+                    pruned=note is not None and note.state == "pruned",
+                )
+            if in_deltas:
+                let_stream(output)
+            yield output
 
 
 def _tokens_of(prompt: Any) -> Sequence[int] | None:
