@@ -37,8 +37,7 @@ class FakeShaping:
 
     async def length_history(self, keys: Sequence[str], adapter: str = BASE_MODEL) -> LengthStatistics:
         self.learning.check_alive()
-        lengths = self.learning.memory(adapter).lengths
-        return LengthStatistics(lengths.dataset(), [lengths.of(key) for key in keys])
+        return self.learning.memory(adapter).lengths.statistics(keys)
 
     async def step_drift(self) -> Sequence[StepDrift]:
         return self.drift

@@ -9,12 +9,16 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
+from vllm_rollout.group.lengths.history import ObservedLength
 from vllm_rollout.server import preparation
+from vllm_rollout.server.answers import Timing
 from vllm_rollout.server.engine import GroupOrder, RequestError
 from vllm_rollout.server.launch import Launcher
 from vllm_rollout.server.metrics import Metrics
 from vllm_rollout.server.protocol import RolloutRequest
+from vllm_rollout.server.runs.request import rollout_request
 from vllm_rollout.server.service import RolloutService
+from vllm_rollout.server.shaping import history_key
 
 from .conftest import DEADLINE_S
 from .fake_engine import FakeEngine
@@ -69,6 +73,42 @@ async def test_no_more_candidates_start_than_there_are_places_and_prompts_keep_t
     assert events.count("group") == 40
     assert engine.most_running <= 16
     assert engine.started == [f"p{i}" for i in range(40)]
+
+
+@pytest.mark.parametrize("fields", [{}, {"redundancy": "auto"}])
+async def test_prompts_whose_answers_were_long_start_first_unless_the_request_says_no(fields):
+    async def started(**more: Any) -> tuple[list[str], Timing]:
+        engine = WatchedEngine(max_num_seqs=8, num_launch_places=16)
+        for i in range(6):
+            lengths = [ObservedLength(100 * (i + 1) + j, False) for j in range(4)]
+            await engine.shaping.observe_lengths(history_key(f"p{i}", ()), lengths)
+        service = service_of(engine)
+        rollout = await service.prepare(request("p", 6, **fields, **more))
+        async with aclosing(service.events(rollout)) as events:
+            (timing,) = [event.timing async for event in events if event.type == "done"]
+        return engine.started, timing
+
+    order, timing = await started(order="prompts")
+    assert order == ["p0", "p1", "p2", "p3", "p4", "p5"]
+    assert timing.started_s == sorted(timing.started_s)
+    order, timing = await started()
+    assert order == ["p5", "p4", "p3", "p2", "p1", "p0"]
+    assert timing.started_s == sorted(timing.started_s, reverse=True)
+    assert timing.started_s[-1] < timing.started_s[0] <= timing.latency_s
+
+
+async def test_where_all_can_run_at_once_nobody_asks_how_long_prompts_are(monkeypatch):
+    engine = WatchedEngine(max_num_seqs=24, num_launch_places=48)
+    monkeypatch.setattr(type(engine.shaping), "length_history", None)
+    await service_of(engine).prepare(request("p", 6))
+    with pytest.raises(TypeError):
+        await service_of(engine).prepare(request("p", 7))
+    await service_of(engine).prepare(request("p", 7, order="prompts"))
+
+
+def test_rounds_start_their_prompts_as_they_come_from_the_queue():
+    body = {"prompts": [{"id": "p", "prompt": "?"}]}
+    assert rollout_request(body, 4, 6).order == "prompts"
 
 
 async def test_a_small_rollout_does_not_wait_behind_a_huge_one():

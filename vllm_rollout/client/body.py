@@ -47,6 +47,7 @@ class GroupOptions(TypedDict, total=False):
 class RolloutOptions(GroupOptions, total=False):
     """Options of `rollout` and `stream` of both clients. `help` says what they mean, in the server's words."""
 
+    order: str
     audit_ratio: float | None
     audit_unit: str
     model: str | None

@@ -209,6 +209,8 @@ class Usage(BaseModel):
 class Timing(BaseModel):
     latency_s: float = 0.0
     time_to_first_group_s: float | None = None
+    started_s: list[float | None] = []
+    """For each prompt, when its group got its places: seconds after the rollout began. None: it did not start."""
 
 
 class FreedRanks(BaseModel):

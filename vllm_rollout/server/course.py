@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 
 from vllm_rollout.group.racing.race import RacePlace
 from vllm_rollout.group.rounds.round_progress import DeferReason
@@ -44,11 +44,11 @@ class Course(ABC):
 
 
 class AllPrompts(Course):
-    """Every prompt starts, in order."""
+    """Every prompt starts, in this order."""
 
-    def __init__(self, num_prompts: int) -> None:
-        self._num_prompts = num_prompts
+    def __init__(self, positions: Sequence[int]) -> None:
+        self._positions = positions
 
     async def positions(self) -> AsyncIterator[int]:
-        for position in range(self._num_prompts):
+        for position in self._positions:
             yield position

@@ -93,17 +93,15 @@ class Preparation:
         adapter = self._engine.adapter_name(request.model)
         pairs = zip(request.prompts, prompts, strict=True)
         keys = await each(pairs, lambda pair: history_key(pair[0].id, pair[1].token_ids))
-        budget = None
         if (tradeoff := _tradeoff(request)) is None:
-            plans = await self._shaping.plans(plan, keys, adapter)
+            shaped = await self._shaping.same(plan, keys, prompts, request.order, adapter)
         else:
-            plans, budget, unshaped = await self._shaping.allocate(
-                plan, keys, prompts, tradeoff, request.early_stop, adapter
+            shaped = await self._shaping.allocate(
+                plan, keys, prompts, tradeoff, request.early_stop, request.order, adapter
             )
-            warnings += unshaped
         seed = request.sampling.get("seed")
         pruning_seed = seed if isinstance(seed, int) else secrets.randbits(62)
-        plans = self._audited(request, adapter, plans, prompts, pruning_seed)
+        plans = self._audited(request, adapter, shaped.plans, prompts, pruning_seed)
         rollout = Rollout(
             id=f"rollout-{uuid.uuid4().hex}",
             created=int(time.time()),
@@ -116,11 +114,11 @@ class Preparation:
             stream_tokens=request.stream_tokens,
             pruning_seed=pruning_seed,
             scoring=None if plan.pruning is None else ScoringLog(plan, plan.pruning),
-            course=AllPrompts(len(prompts)),
+            course=AllPrompts(shaped.positions),
             migration=request.migration,
             on_engine_failure=request.on_engine_failure,
-            budget=budget,
-            warnings=warnings,
+            budget=shaped.budget,
+            warnings=[*warnings, *shaped.warnings],
         )
         if reward is not None:
             rollout.grading = Grading(

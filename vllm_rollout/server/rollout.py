@@ -154,6 +154,12 @@ class Rollout:
         return self.prompts[position] if is_known else None
 
     @property
+    def started_s(self) -> list[float | None]:
+        """When the group of each prompt got its places; None for one that has none yet."""
+        seen = [self.seen.groups.get(position) for position in range(len(self.prompts))]
+        return [group and group.started_s for group in seen]
+
+    @property
     def rewards_decide(self) -> bool:
         """Whether a group is complete: the engine cannot tell."""
         return self.grading is not None and self.grading.until == "variance"

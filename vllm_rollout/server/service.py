@@ -150,6 +150,7 @@ class RolloutService:
                 if event is not None:
                     yield event
             rollout.outcome.timing.latency_s = self._clock() - started
+            rollout.outcome.timing.started_s = rollout.started_s
             await self._shaping.told(rollout.outcome.tellings)
             await self._warn(rollout)
             await write_receipt(rollout)

@@ -9,7 +9,9 @@ from typing import Protocol
 
 from vllm_rollout.group.judging.ledger import Scoring
 from vllm_rollout.group.lengths.history import LengthHistory
+from vllm_rollout.group.lengths.trust import trusted
 from vllm_rollout.group.plans.allocation import BatchPrompt, allocate_batch
+from vllm_rollout.group.plans.launch_order import WaitingGroup, launch_order
 from vllm_rollout.group.plans.plan import GroupPlan
 from vllm_rollout.group.types import Ending
 from vllm_rollout.simulator.machine import Machine
@@ -71,6 +73,18 @@ class Planner:
     def has_run(self, history_key: str, endings: Sequence[Ending]) -> None:
         """A group of this prompt is over: what its candidates have said serves later ones as drafts."""
         self._num_answers[history_key] += sum(ending.num_tokens > 0 for ending in endings)
+
+    def launch_order(self, prompts: Sequence[PlannedPrompt], planned: Sequence[PlannedRollout]) -> Sequence[int]:
+        """Positions of prompts, as a server launches them that has these plans."""
+        slots = self._machine.num_slots
+        if self._setting.order == "prompts" or slots is None:
+            return range(len(prompts))
+        expected = trusted(self.history.statistics(prompt.history_key for prompt in prompts))
+        groups = [
+            WaitingGroup(its.plan, lengths, prompt.max_tokens)
+            for its, lengths, prompt in zip(planned, expected, prompts, strict=True)
+        ]
+        return launch_order(groups, slots * self._machine.num_ranks).positions
 
     def plans(self, prompts: Sequence[PlannedPrompt]) -> list[PlannedRollout]:
         """The plans of one rollout's prompts."""

@@ -89,7 +89,10 @@ class _Replay:
             races.append(
                 race if self._sessions is None else group_of(race, self._sessions, self._seed, key, self._machine)
             )
-        ranks = assigned(races, self._placement)
+        positions: Sequence[int] = range(len(races))
+        if self._sessions is None:
+            positions = self._planner.launch_order(rollout.prompts, planned)
+        ranks = assigned([races[position] for position in positions], self._placement)
         run = self._run(ranks)
         results = {race: race.result for race in races}
         for prompt, its, race in zip(rollout.prompts, planned, races, strict=True):

@@ -19,6 +19,7 @@ from vllm_rollout.group.plans.fields import (
     PLAN_FIELDS,
     ROWS,
     EarlyStop,
+    LaunchRule,
     PruningFields,
     SelectionRule,
 )
@@ -41,6 +42,8 @@ class Setting:
     audit_ratio: float = 0.0
     """Share of groups in which nobody is stopped (`group/judging/audit.py`)."""
     audit_unit: AuditUnit = "rollout"
+    order: LaunchRule = "auto"
+    """In which groups start."""
     drafts: bool = False
     """Answers of a prompt are drafts for each other."""
     label: str = ""
@@ -102,6 +105,8 @@ class Setting:
             words.append(f"tradeoff {self.tradeoff:g}")
         if self.audit_ratio:
             words.append(f"{100 * self.audit_ratio:g} % audited by {self.audit_unit}")
+        if self.order != "auto":
+            words.append("in order of prompts")
         if self.drafts:
             words.append("drafts")
         return words

@@ -58,7 +58,7 @@ def _length_history(core: EngineCore, wanted: LengthsToLookUp) -> LengthStatisti
     memory = core.scheduler.judge.memories.known(wanted.adapter)
     if memory is None:
         return LengthStatistics(None, [None] * len(wanted.keys))
-    return LengthStatistics(memory.lengths.dataset(), [memory.lengths.of(key) for key in wanted.keys])
+    return memory.lengths.statistics(wanted.keys)
 
 
 def _set_cost_model(core: EngineCore, wanted: CostToCompare | None) -> None:

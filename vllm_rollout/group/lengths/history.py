@@ -6,7 +6,7 @@ all lengths, within and between prompts. Censored lengths count as `group/length
 Averages are exponential. The newest of n groups weighs more while n is small, so that weights always sum to 1.
 
 Invariant: what a history says depends on the observed groups and their order only, and is always finite; a restored
-history goes on as the saved one.
+history goes on as the saved one, but for its trust, which begins anew.
 
 Source: DARTS 4.2.2 and Appendix B. The treatment of censored lengths is ours.
 """
@@ -22,8 +22,9 @@ from vllm_rollout.config import HISTORY_KEY_CHARS, LOG_STD_PRIOR_WEIGHT
 from vllm_rollout.group.checks import MAX_COUNT, fields_of, integer, listed, number, text
 from vllm_rollout.group.lengths.censoring import GroupMoments, bounded_log_std, group_moments
 from vllm_rollout.group.lengths.life_table import PRIOR_LOG_STD
-from vllm_rollout.group.lengths.moments import LengthMoments
+from vllm_rollout.group.lengths.moments import LengthMoments, LengthStatistics
 from vllm_rollout.group.lengths.shape import LengthShape
+from vllm_rollout.group.lengths.trust import HistoryTrust
 from vllm_rollout.group.types import Ending
 
 MAX_HISTORY_PROMPTS = 131_072
@@ -82,6 +83,8 @@ class LengthHistory:
         need not look at: a hundred thousand other objects would make its passes long."""
         self._dataset: _Average | None = None
         self._shape = LengthShape(DATASET_DECAY)
+        self._trust = HistoryTrust()
+        """How far it is right, by what came of it; in no state."""
         self._log_squares = 0.0
         self._log_freedom = 0.0
         """Decaying sums over groups: their ratio is the data set's log variance within groups."""
@@ -113,6 +116,9 @@ class LengthHistory:
         self._log_squares = DATASET_DECAY * self._log_squares + group.log_squares
         self._log_freedom = DATASET_DECAY * self._log_freedom + group.log_freedom
         self._dataset = _total(self._dataset, group)
+        known = self.of(key)
+        if known is not None and known.mean > 0 < group.mean:
+            self._trust.observe(known.mean, group.mean)
         self._prompts[key] = tuple(_within(self._prompts.pop(key, UNSEEN), group))
         if len(self._prompts) > self._max_prompts:
             del self._prompts[next(iter(self._prompts))]
@@ -121,6 +127,10 @@ class LengthHistory:
         """Mean and variance within groups of this prompt. None until a group of at least two lengths was seen."""
         num_groups, mean, num_variances, variance = self._prompts.get(key, UNSEEN)
         return LengthMoments(mean, variance, num_groups) if num_variances else None
+
+    def statistics(self, keys: Iterable[str]) -> LengthStatistics:
+        """What is known of these prompts' lengths, and of all."""
+        return LengthStatistics(self.dataset(), [self.of(key) for key in keys], self._trust.slope)
 
     def dataset(self) -> LengthMoments | None:
         """Mean and total variance of lengths, within and between prompts, so that std / mean is rho of DARTS Eq. 7.

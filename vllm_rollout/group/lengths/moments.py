@@ -39,6 +39,12 @@ class LengthMoments:
     def std(self) -> float:
         return math.sqrt(self.variance)
 
+    def log_normal(self) -> LogLengthFit:
+        """The log-normal distribution with these moments."""
+        mean = max(self.mean, 1.0)
+        std = bounded_log_std(math.sqrt(math.log1p(self.variance / mean**2)))
+        return LogLengthFit(math.log(mean) - std**2 / 2, std, 0.0)
+
     def cut(self, max_tokens: int | None) -> LengthMoments:
         """The moments of the same lengths cut at `max_tokens`; None: not cut."""
         if max_tokens is None or self.mean <= 0:
@@ -76,6 +82,8 @@ class LengthStatistics:
     """Lengths of all candidates; None before there were any."""
     prompts: Sequence[LengthMoments | None]
     """Lengths of each prompt asked for; None for one never seen."""
+    trust: float = 1.0
+    """How far prompts' lengths say what their next ones will be (`group/lengths/trust.py`)."""
 
 
 LATE_SHARE = 0.05
@@ -90,7 +98,7 @@ def expected_remaining(num_tokens: int, lengths: LengthMoments | None = None, ma
     if lengths is None:
         remaining = float(num_tokens)
     else:
-        remaining = moments_beyond(_log_normal(lengths), num_tokens)[0] - num_tokens
+        remaining = moments_beyond(lengths.log_normal(), num_tokens)[0] - num_tokens
     return _bounded(remaining, num_tokens, max_tokens)
 
 
@@ -99,16 +107,10 @@ def late_remaining(num_tokens: int, lengths: LengthMoments | None = None, max_to
     if lengths is None:
         remaining = num_tokens * (LATE_SHARE**-0.5 - 1)
     else:
-        remaining = length_beyond(_log_normal(lengths), num_tokens, LATE_SHARE) - num_tokens
+        remaining = length_beyond(lengths.log_normal(), num_tokens, LATE_SHARE) - num_tokens
     return _bounded(remaining, num_tokens, max_tokens)
 
 
 def _bounded(remaining: float, num_tokens: int, max_tokens: int | None) -> float:
     most = math.inf if max_tokens is None else max_tokens - num_tokens
     return max(1.0, min(remaining, most))
-
-
-def _log_normal(lengths: LengthMoments) -> LogLengthFit:
-    mean = max(lengths.mean, 1.0)
-    std = bounded_log_std(math.sqrt(math.log1p(lengths.variance / mean**2)))
-    return LogLengthFit(math.log(mean) - std**2 / 2, std, 0.0)

@@ -44,6 +44,7 @@ OnEngineFailure = Literal["fail", "retry"]
 Until = Literal["complete", "variance"]
 CutTurn = Literal["ends", "goes_on"]
 HistoryRule = Literal["strict", "rewritable"]
+LaunchRule = Literal["auto", "prompts"]
 QueueOrder = Literal["first_in", "shortest", "longest"]
 PruningRule = Literal["gradient", "balance", "paper"]
 PruningMode = Literal["active", "shadow"]
@@ -243,6 +244,13 @@ class GroupFields(RaceFields):
     """What a rollout says of its groups."""
 
     group_size: int = row(_SIZE, "Trajectories you want for each prompt (M, OpenAI's n).", "body", *JOIN)
+    order: LaunchRule = row(
+        Names(get_args(LaunchRule)),
+        'Which groups start first where not all candidates can run at once: "auto", the longest, or the shortest, by '
+        'the lengths of each prompt\'s earlier answers, where that is expected to end the rollout sooner; "prompts", '
+        "as they stand.",
+        default=AUTO,
+    )
     audit_ratio: float | None = row(
         Number(0, 1),
         "Share of groups in which nobody is stopped, so that what is learned stays true. Default: the server's "

@@ -90,7 +90,7 @@ class EngineShaping:
             wanted = LengthsToLookUp(list(keys[start : start + KEYS_PER_CALL]), adapter)
             history = await self._calls.call_first(LENGTH_HISTORY, wanted)
             known += history.prompts
-        return LengthStatistics(history.dataset, known)
+        return replace(history, prompts=known)
 
     async def step_drift(self) -> list[StepDrift]:
         """For each range of batch sizes, the rank that is furthest from its prediction."""

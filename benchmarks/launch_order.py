@@ -1,0 +1,112 @@
+"""In which order groups start, and when the last one ends: `python -m benchmarks.launch_order`.
+
+Simulated on an emulated 7B model: 64 prompts of 16 answers, all of them waited for, with fewer places than candidates.
+Lengths are log-normal between prompts and within them, around 1,000 tokens, 16,384 at most. Three epochs of the same
+prompts; a fourth after an update that gave each prompt another prompt's lengths, so that all histories lie; and one
+more after that. Each number is a rollout's seconds over those of the same rollout in the order of its prompts, the
+median of the seeds; *mean* and *worst seed* are those of epochs whose history is true.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from statistics import fmean
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+
+from benchmarks.common import arguments_of, median, publish, record_of_run
+from benchmarks.tables import columns, number
+from vllm_rollout.emulation.device import cost_of
+from vllm_rollout.emulation.settings import Settings
+from vllm_rollout.group.plans.fields import LaunchRule
+from vllm_rollout.simulator.machine import Machine
+from vllm_rollout.simulator.race import Pools
+from vllm_rollout.simulator.recording import Ran, Recording
+from vllm_rollout.simulator.replay import replay
+from vllm_rollout.simulator.settings import Setting
+from vllm_rollout.trace.rows import Trace, TracedCandidate, TracedPrompt, TracedRollout
+
+DEVICE = {"step": {"ms": 5.2, "ms_per_request": 0.012, "ms_per_context_token": 2e-5, "ms_per_prefilled_token": 0.03}}
+NUM_PROMPTS, GROUP_SIZE, MAX_TOKENS, MEDIAN_TOKENS = 64, 16, 16_384, 1000
+SIGMAS = ((0.5, 0.5), (0.5, 1.0), (1.0, 0.5), (1.0, 1.0), (0.5, 1.4), (1.4, 1.4))
+"""Of log lengths between prompts and within them."""
+PLACES = (512, 256, 64)
+EPOCHS = ("no history", "1 epoch", "2 epochs", "lying", "after lies")
+
+
+def main() -> None:
+    parser = arguments_of(__doc__, "launch_order", seed=1, repeats=20)
+    parser.add_argument("--ranks", type=int, nargs="+", default=(1, 8), help="(default: %(default)s)")
+    arguments = parser.parse_args()
+    workload = {
+        "conditions": __doc__, "device": DEVICE, "prompts": NUM_PROMPTS, "group_size": GROUP_SIZE, "sigmas": SIGMAS,
+        "median_tokens": MEDIAN_TOKENS, "max_tokens": MAX_TOKENS, "places": PLACES, "epochs": EPOCHS,
+    }  # fmt: skip
+    begun = record_of_run(seed=arguments.seed, workload=workload)
+    fitting = [(ranks, places) for ranks in arguments.ranks for places in PLACES if places // ranks >= GROUP_SIZE]
+    cells = [(*fit, sigmas) for fit in fitting for sigmas in SIGMAS]
+    seeds = range(arguments.seed, arguments.seed + arguments.repeats)
+    rows = []
+    for ranks, places, sigmas in track(cells, console=Console(stderr=True)):
+        machine = Machine(cost_of(Settings.model_validate(DEVICE)), ranks, places // ranks)
+        ratios = [ratios_of(machine, trace_of(sigmas, seed)) for seed in seeds]
+        rows.append({"ranks": ranks, "places": places, "sigmas": sigmas, "ratios": ratios})
+    publish(arguments, {**begun, "cells": rows}, tables)
+
+
+def trace_of(sigmas: tuple[float, float], seed: int) -> Trace:
+    between, within = sigmas
+    chance = Random(seed)
+    medians = [MEDIAN_TOKENS * chance.lognormvariate(0, between) for _ in range(NUM_PROMPTS)]
+    others = chance.sample(medians, len(medians))
+
+    def prompt(number: int, median: float) -> TracedPrompt:
+        lengths = [min(MAX_TOKENS, max(1, round(median * chance.lognormvariate(0, within)))) for _ in range(GROUP_SIZE)]
+        candidates = [TracedCandidate(length, "length" if length == MAX_TOKENS else "stop") for length in lengths]
+        return TracedPrompt(str(number), tuple(candidates), prompt_tokens=100, max_tokens=MAX_TOKENS)
+
+    epochs = [medians, medians, medians, others, others]
+    return Trace(tuple(TracedRollout(tuple(prompt(*each) for each in enumerate(epoch))) for epoch in epochs))
+
+
+class Seconds(Recording):
+    """Of each rollout."""
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__(trace, in_steps=False)
+        self.taken: list[float] = []
+
+    def add(self, ran: Ran) -> None:
+        self.taken.append(ran.run.seconds)
+
+
+def ratios_of(machine: Machine, trace: Trace) -> list[float]:
+    def seconds(order: LaunchRule) -> list[float]:
+        recording = Seconds(trace)
+        replay(Pools(trace), Setting(GROUP_SIZE, order=order), machine, recording=recording)
+        return recording.taken
+
+    return [one / other for one, other in zip(seconds("auto"), seconds("prompts"), strict=True)]
+
+
+def tables(result: dict[str, Any]) -> str:
+    def true(cell: dict[str, Any]) -> list[float]:
+        return [ratio for ratios in cell["ratios"] for ratio in ratios[1:3]]
+
+    cells: dict[str, Callable[[dict[str, Any]], str]] = {
+        "ranks": lambda cell: str(cell["ranks"]),
+        "places": lambda cell: str(cell["places"]),
+        "sigma between, within": lambda cell: "{}, {}".format(*cell["sigmas"]),
+    }
+    for number_of_epoch, epoch in enumerate(EPOCHS):
+        cells[epoch] = lambda cell, n=number_of_epoch: number(median(ratios[n] for ratios in cell["ratios"]))
+    cells["mean"] = lambda cell: number(fmean(true(cell)))
+    cells["worst seed"] = lambda cell: number(max(true(cell)))
+    return columns("Seconds of rollouts whose groups start in the order that is chosen", result["cells"], cells)
+
+
+if __name__ == "__main__":
+    main()

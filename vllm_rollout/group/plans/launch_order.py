@@ -1,0 +1,111 @@
+"""In which order the groups of a rollout start, where not all of them can run at once.
+
+Whoever waits for all answers wants the longest ones to begin first. Where answers of one prompt differ so much that
+nobody knows which of them will be long, it counts that all have begun soon, and the shortest go first. Which of the two
+is played beforehand: lengths are drawn from what is known of each prompt, and every order is run with as many places as
+there are, in steps that all take as long.
+
+Invariant: groups start in the order of their prompts where all have places, where nothing tells them apart, and where
+no order is expected to save `MIN_GAIN` of the steps. The same knowledge gives the same order.
+
+Source: longest processing time first (Graham 1969); by lengths of a prompt's earlier answers, Seer (2511.14617).
+Playing each order before one is chosen is ours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from heapq import heapreplace
+from itertools import islice
+from statistics import NormalDist, fmean, stdev
+from typing import Literal, NamedTuple
+
+from vllm_rollout.group.lengths.moments import LengthMoments
+from vllm_rollout.group.plans.plan import GroupPlan
+
+OrderName = Literal["prompts", "longest", "shortest"]
+
+MIN_GAIN = 0.03
+"""Share of the steps that must be saved,"""
+SURE = 3.0
+"""and at least so many standard errors of what the draws say."""
+NUM_DRAWS = 16
+MAX_DRAWN = 65_536
+"""Lengths that are drawn in all, but for rollouts with more candidates, which are drawn twice."""
+NORMAL = NormalDist()
+
+
+class WaitingGroup(NamedTuple):
+    """A group that has not begun."""
+
+    plan: GroupPlan
+    lengths: LengthMoments | None
+    """Of its prompt, else of the data set; None: nothing is known."""
+    max_tokens: int | None
+
+    @property
+    def mean_tokens(self) -> float:
+        return 0.0 if self.lengths is None else self.lengths.cut(self.max_tokens).mean
+
+    def draw(self, uniform: Iterator[float]) -> list[float]:
+        """Tokens of its candidates; those that a race would stop, until then. `uniform`: numbers between 0 and 1."""
+        assert self.lengths is not None
+        location, std, _ = self.lengths.log_normal()
+        each = islice(uniform, self.plan.num_candidates)
+        drawn = [math.exp(location + std * NORMAL.inv_cdf(number)) for number in each]
+        most = math.inf if self.max_tokens is None else self.max_tokens
+        if self.plan.early_stop and self.plan.redundancy:
+            most = min(most, sorted(drawn)[self.plan.group_size - 1])
+        return [min(most, length) for length in drawn]
+
+
+class LaunchOrder(NamedTuple):
+    """Positions of groups, the first one first."""
+
+    positions: Sequence[int]
+    name: OrderName = "prompts"
+    gain: float = 0.0
+    """Share of the steps that it is expected to save."""
+
+
+def launch_order(groups: Sequence[WaitingGroup], num_places: int) -> LaunchOrder:
+    """The order in which the last candidate is expected to end first. `num_places`: candidates that run at once."""
+    as_they_come = LaunchOrder(range(len(groups)))
+    num_candidates = sum(group.plan.num_candidates for group in groups)
+    means = [group.mean_tokens for group in groups]
+    if num_candidates <= num_places or len(set(means)) == 1 or any(group.lengths is None for group in groups):
+        return as_they_come
+    orders: dict[OrderName, Sequence[int]] = {
+        "prompts": as_they_come.positions,
+        "longest": sorted(range(len(groups)), key=lambda position: -means[position]),
+        "shortest": sorted(range(len(groups)), key=lambda position: means[position]),
+    }
+    uniform = uniforms(num_candidates)
+    taken: dict[OrderName, list[float]] = {name: [] for name in orders}
+    for _ in range(max(2, min(NUM_DRAWS, MAX_DRAWN // num_candidates))):
+        drawn = [group.draw(uniform) for group in groups]
+        for name, positions in orders.items():
+            lengths = (length for position in positions for length in drawn[position])
+            taken[name].append(steps(lengths, num_places))
+    best = min(taken, key=lambda name: sum(taken[name]))
+    saved = [1 - own / plain for own, plain in zip(taken[best], taken["prompts"], strict=True)]
+    gain = fmean(saved)
+    is_sure = gain >= max(MIN_GAIN, SURE * stdev(saved) / math.sqrt(len(saved)))
+    return LaunchOrder(orders[best], best, gain) if is_sure else as_they_come
+
+
+def uniforms(seed: int) -> Iterator[float]:
+    """Numbers between 0 and 1, the same for the same seed, by Knuth's linear congruential generator (MMIX)."""
+    state = seed
+    while True:
+        state = (6364136223846793005 * state + 1442695040888963407) % 2**64
+        yield ((state >> 12) + 0.5) / 2**52
+
+
+def steps(lengths: Iterable[float], num_places: int) -> float:
+    """Steps until candidates of these lengths have ended, of which each takes the place that is free first."""
+    ends = [0.0] * num_places
+    for length in lengths:
+        heapreplace(ends, ends[0] + length)
+    return max(ends)
