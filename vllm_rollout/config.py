@@ -56,6 +56,9 @@ died amid a group, and comes back with the same names, must not find it for ever
 RECORD_MAX_MIB = 1024
 """What a recording takes on disk, in MiB: of 2,048 candidates a rollout, some 5,000 rollouts."""
 
+MAX_PRIORITY = 2**31 - 1
+"""Of a rollout, either way; vLLM takes 32 bits."""
+
 MAX_TURNS = 10_000
 MAX_SESSION_TOKENS = 1 << 24
 SESSION_IDLE_S = 600.0

@@ -42,6 +42,7 @@ class AddsToRun(AsyncLLM):
         tag = CandidateTag.of(params.extra_args)
         self.added[request_id] = tag, kwargs.get("data_parallel_rank")
         self.asked[request_id] = prompt, params
+        self.priorities[request_id] = kwargs.get("priority", 0)
         length = prompt["length"] if isinstance(prompt, dict) else prompt[tag.index]
         self.run.add(id, length, extra_args=params.extra_args, logprobs=params.logprobs)
         return collector
@@ -80,6 +81,7 @@ class SteppedLLM(RolloutAsyncLLM, AddsToRun):
         """Tag and data-parallel rank of every candidate, by external request id."""
         self.asked: dict[str, tuple[Any, SamplingParams]] = {}
         """Prompt and parameters of each, likewise."""
+        self.priorities: dict[str, int] = {}
         self._placement = Placement(num_ranks, alone=alone)
         self.begin_groups(GroupRoutes(self._placement), Metrics(CollectorRegistry()))
         self.num_api_processes = 1 if alone else 2

@@ -26,13 +26,14 @@ async def test_a_prompt_of_a_rollout_has_a_seed_of_its_own_and_its_candidates_th
     llm = SteppedLLM(new_run())
     params = SamplingParams(seed=seed, max_tokens=9, detokenize=False)
     prompt = PreparedPrompt("p", [5] * 20, ([3, 4], params, None))
-    events = SteppedEngine(llm).run_group(GroupOrder("g", "r", GroupPlan(2), prompt, "q1", 1))
+    events = SteppedEngine(llm).run_group(GroupOrder("g", "r", GroupPlan(2), prompt, "q1", 1, priority=-3))
     group = asyncio.create_task(_all(events))
     await let_everybody_run()
     await llm.step_to_the_end()
     assert len(await group) == 2
     assert seeds(llm) == ([None, None] if first is None else [first, first + 1])
     assert params.seed == seed, "of other prompts too"
+    assert list(llm.priorities.values()) == [-3, -3], "of the rollout, for vLLM's own queue"
 
 
 async def test_the_n_choices_of_an_openai_request_have_the_seeds_of_vllm(new_run):

@@ -15,11 +15,14 @@ def test_several_api_processes_share_what_waits_and_each_fills_the_ranks_alone()
     assert num_launch_places(1, 1, 4) == 2
 
 
-SIZES = st.lists(st.integers(1, 20), min_size=1, max_size=20)
+SIZES = st.lists(st.tuples(st.integers(1, 20), st.integers(-1, 1)), min_size=1, max_size=20)
+"""Candidates and priority of each group."""
 
 
 @given(st.integers(1, 16), SIZES, st.integers(0, 2**32))
-def test_every_group_starts_once_in_order_and_all_places_come_back(num_places: int, sizes: list[int], seed: int):
+def test_every_group_starts_once_in_order_and_all_places_come_back(
+    num_places: int, sizes: list[tuple[int, int]], seed: int
+):
     rng = Random(seed)
     window = LaunchWindow(num_places)
     to_ask, waiting, running, started = list(sizes), [], [], []
@@ -27,7 +30,8 @@ def test_every_group_starts_once_in_order_and_all_places_come_back(num_places: i
     while to_ask or waiting or running:
         match rng.choice(("ask", "end", "withdraw")):
             case "ask" if to_ask:
-                waiting.append(window.ask(to_ask.pop()))
+                waiting.append(window.ask(*to_ask.pop()))
+                waiting.sort(key=lambda turn: turn.priority)
             case "end" if running:
                 turn = running.pop(rng.randrange(len(running)))
                 window.release(turn.num_candidates)

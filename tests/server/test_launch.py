@@ -34,10 +34,12 @@ class WatchedEngine(FakeEngine):
     def __init__(self, **fields: Any) -> None:
         super().__init__(**fields)
         self.started: list[str] = []
+        self.orders: dict[str, GroupOrder] = {}
         self.most_running = 0
 
     async def run_group(self, order: GroupOrder) -> Any:
         self.started.append(order.prompt.id)
+        self.orders[order.prompt.id] = order
         self.most_running = max(self.most_running, self.num_running + order.plan.num_candidates)
         async with aclosing(super().run_group(order)) as happenings:
             async for happening in happenings:
@@ -121,6 +123,21 @@ async def test_a_small_rollout_does_not_wait_behind_a_huge_one():
     assert engine.started.index("small1") - started <= 6
     assert not huge.done()
     await asyncio.wait_for(huge, DEADLINE_S)
+
+
+async def test_of_those_that_wait_rollouts_with_a_lower_number_start_first():
+    engine = WatchedEngine(num_launch_places=8)
+    service = service_of(engine)
+    busy = asyncio.create_task(run(service, request("busy", 2, sampling=ENDLESS)))
+    await until(lambda: len(engine.started) == 2)
+    waiting = []
+    for name, priority in (("train", 0), ("later", 5), ("eval", -1), ("also-train", 0), ("also-eval", -1)):
+        waiting.append(asyncio.create_task(run(service, request(name, 1, priority=priority))))
+        await until(lambda: service._launcher.num_waiting == len(waiting))
+    busy.cancel()
+    await asyncio.wait([busy, *waiting])
+    assert engine.started[2:] == ["eval0", "also-eval0", "train0", "also-train0", "later0"]
+    assert engine.orders["eval0"].priority == -1
 
 
 async def test_clients_that_go_while_they_wait_leave_no_place_taken():

@@ -48,6 +48,7 @@ class RolloutOptions(GroupOptions, total=False):
     """Options of `rollout` and `stream` of both clients. `help` says what they mean, in the server's words."""
 
     order: str
+    priority: int
     audit_ratio: float | None
     audit_unit: str
     model: str | None

@@ -123,6 +123,8 @@ class GroupOrder:
     without a refusal of its moves."""
     trace_headers: Mapping[str, str] | None = None
     """W3C trace context, of which its candidates are; None: nobody traces."""
+    priority: int = 0
+    """What the engine's own queue goes by, if it goes by priorities: a lower number is earlier."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,9 @@ from vllm_rollout.server.slices import unless
 class Places:
     """The places of one group's candidates, as long as they need them."""
 
-    def __init__(self, launcher: Launcher, num_candidates: int) -> None:
+    def __init__(self, launcher: Launcher, num_candidates: int, priority: int) -> None:
         self._launcher = launcher
+        self._priority = priority
         self.num_held = num_candidates
 
     def release(self, num_candidates: int) -> None:
@@ -28,13 +29,13 @@ class Places:
 
     async def take_more(self, num_candidates: int) -> None:
         """Wait until so many more may start."""
-        places = await self._launcher.take(num_candidates)
+        places = await self._launcher.take(num_candidates, self._priority)
         self.num_held, places.num_held = self.num_held + places.num_held, 0
 
     async def take_again(self, num_candidates: int) -> None:
         """Wait until the group may start once more."""
         self.release_all()
-        places = await self._launcher.take(num_candidates)
+        places = await self._launcher.take(num_candidates, self._priority)
         self.num_held, places.num_held = places.num_held, 0
 
 
@@ -53,9 +54,9 @@ class Launcher:
     def num_waiting(self) -> int:
         return self._window.num_waiting
 
-    async def take(self, num_candidates: int) -> Places:
+    async def take(self, num_candidates: int, priority: int = 0) -> Places:
         """Wait until a group of so many candidates may start. One who is cancelled meanwhile leaves the queue."""
-        turn = self._window.ask(num_candidates)
+        turn = self._window.ask(num_candidates, priority)
         started = self._started[turn] = asyncio.get_running_loop().create_future()
         self._admit()
         try:
@@ -65,11 +66,14 @@ class Launcher:
             self._started.pop(turn, None)
             self._admit()
             raise
-        return Places(self, num_candidates)
+        return Places(self, num_candidates, priority)
 
-    async def take_unless(self, stopped: Awaitable[object] | None, num_candidates: int) -> Places | None:
+    async def take_unless(
+        self, stopped: Awaitable[object] | None, num_candidates: int, priority: int = 0
+    ) -> Places | None:
         """The same; None, and it has left the queue, when `stopped` is done first."""
-        return await (self.take(num_candidates) if stopped is None else unless(self.take(num_candidates), stopped))
+        taking = self.take(num_candidates, priority)
+        return await (taking if stopped is None else unless(taking, stopped))
 
     def release(self, num_candidates: int) -> None:
         self._window.release(num_candidates)

@@ -117,6 +117,7 @@ class Preparation:
             course=AllPrompts(shaped.positions),
             migration=request.migration,
             on_engine_failure=request.on_engine_failure,
+            priority=request.priority,
             budget=shaped.budget,
             warnings=[*warnings, *shaped.warnings],
         )

@@ -127,6 +127,8 @@ class Rollout:
     """What its groups may move for."""
     on_engine_failure: OnEngineFailure = "fail"
     """What becomes of groups that the engine loses."""
+    priority: int = 0
+    """A lower number has places earlier."""
     watch: ScaleDownWatch | None = None
     """Frees ranks while it runs."""
     budget: RedundancyBudget | None = None
@@ -157,7 +159,7 @@ class Rollout:
     def started_s(self) -> list[float | None]:
         """When the group of each prompt got its places; None for one that has none yet."""
         seen = [self.seen.groups.get(position) for position in range(len(self.prompts))]
-        return [group and group.started_s for group in seen]
+        return [None if group is None else group.started_s for group in seen]
 
     @property
     def rewards_decide(self) -> bool:

@@ -220,9 +220,9 @@ class RolloutService:
     async def _places(self, rollout: Rollout, position: int) -> Places | None:
         """Wait until the group of this prompt may start; None when its course does not want it any more."""
         num_candidates, stopped = rollout.plans[position].group.num_candidates, rollout.course.stopped()
-        places = await self._launcher.take_unless(stopped, num_candidates)
+        places = await self._launcher.take_unless(stopped, num_candidates, rollout.priority)
         if rollout.course.starts(position):
-            return places or await self._launcher.take(num_candidates)
+            return places or await self._launcher.take(num_candidates, rollout.priority)
         if places is not None:
             places.release_all()
         return None
@@ -331,6 +331,7 @@ class RolloutService:
             stream_tokens=rollout.stream_tokens,
             place=rollout.course.place(position),
             outlook=self._outlook(rollout, position),
+            priority=rollout.priority,
         )
 
     def _outlook(self, rollout: Rollout, position: int) -> Outlook | None:

@@ -251,6 +251,12 @@ class GroupFields(RaceFields):
         "as they stand.",
         default=AUTO,
     )
+    priority: int = row(
+        Integer(-config.MAX_PRIORITY, config.MAX_PRIORITY),
+        "Of rollouts that wait for places, groups with the lowest number start first, as in vLLM; with "
+        "--scheduling-policy priority they also overtake what waits in the engine, and are preempted last.",
+        default=0,
+    )
     audit_ratio: float | None = row(
         Number(0, 1),
         "Share of groups in which nobody is stopped, so that what is learned stays true. Default: the server's "

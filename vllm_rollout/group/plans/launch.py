@@ -1,12 +1,13 @@
 """When a group may start: as soon as its candidates will run soon, and not before.
 
-A prompt that waits here costs nothing in the engine. Invariant: groups start in the order in which they asked, and no
-more candidates have places than there are, except for a group that is larger than all of them.
+A prompt that waits here costs nothing in the engine. Invariant: groups of one priority start in the order in which they
+asked, and those of a lower number before all others; no more candidates have places than there are, except for a group
+that is larger than all of them.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
 from dataclasses import dataclass
 
 
@@ -25,6 +26,8 @@ class Turn:
     """A group that asks to start."""
 
     num_candidates: int
+    priority: int = 0
+    """As vLLM has it: a lower number is earlier."""
     admitted: bool = False
 
 
@@ -34,16 +37,16 @@ class LaunchWindow:
     def __init__(self, num_places: int) -> None:
         self.num_places = num_places
         self.num_taken = 0
-        self._waiting: deque[Turn] = deque()
+        self._waiting: list[Turn] = []
 
     @property
     def num_waiting(self) -> int:
         """Groups that have asked and not been admitted."""
         return len(self._waiting)
 
-    def ask(self, num_candidates: int) -> Turn:
-        turn = Turn(num_candidates)
-        self._waiting.append(turn)
+    def ask(self, num_candidates: int, priority: int = 0) -> Turn:
+        turn = Turn(num_candidates, priority)
+        insort(self._waiting, turn, key=lambda other: other.priority)
         return turn
 
     def withdraw(self, turn: Turn) -> None:
@@ -58,10 +61,10 @@ class LaunchWindow:
         self.num_taken -= num_candidates
 
     def admit(self) -> list[Turn]:
-        """The groups that may start now. Nobody overtakes: a small group behind a large one waits as the large one."""
+        """The groups that may start now. Size overtakes nobody: a small group behind a large one waits as that does."""
         admitted = []
         while self._waiting and self._has_room(self._waiting[0].num_candidates):
-            turn = self._waiting.popleft()
+            turn = self._waiting.pop(0)
             turn.admitted = True
             self.num_taken += turn.num_candidates
             admitted.append(turn)

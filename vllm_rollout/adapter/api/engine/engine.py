@@ -151,6 +151,7 @@ class VLLMEngine:
             outlook=outlook,
             lora_request=lora,
             trace_headers=order.trace_headers,
+            priority=order.priority,
         )
         lost: GroupLost | None = None
         try:
