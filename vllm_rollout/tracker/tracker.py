@@ -238,11 +238,16 @@ class CandidateTracker:
         device_rows, device_slots, device_positions, *device_due = self._upload(arrays)
         confidence = token_confidence(logits, device_rows)
         statistics = (self._means, self._m2s, self._trace)
-        moments = [
-            update_confidence(device_slots[its], device_positions[its], confidence[its], *statistics)
-            for its in seen.of_each_token
-        ]
-        self.step = StepValues(len(request_ids), seen.rows, seen.tokens, _together(moments))
+        if verified is None:
+            moments = update_confidence(device_slots, device_positions, confidence, *statistics)
+        else:
+            moments = torch.cat(
+                [
+                    update_confidence(device_slots[its], device_positions[its], confidence[its], *statistics)
+                    for its in seen.of_each_token
+                ]
+            )
+        self.step = StepValues(len(request_ids), seen.rows, seen.tokens, moments)
         if verified is not None:
             first = np.full(len(request_ids), NO_POSITION, dtype=np.int64)
             first[rows] = num_computed[rows] - self._prompt_lengths[self._row_slots[rows]]

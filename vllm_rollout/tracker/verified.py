@@ -6,6 +6,7 @@ Invariant: a token that was not accepted is in nothing that leaves here.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,8 +14,7 @@ NO_POSITION = -1
 """Of a row that samples nothing."""
 
 
-@dataclass(frozen=True, slots=True)
-class SeenTokens:
+class SeenTokens(NamedTuple):
     """The tokens that a step's candidates have sampled, all first tokens before all second ones."""
 
     rows: np.ndarray
