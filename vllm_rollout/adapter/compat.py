@@ -93,6 +93,7 @@ STARTUP = Fact("has", "vllm.entrypoints.common.startup", "cli_env_setup", since=
 RETRYABLE = Fact("has", "vllm.exceptions", "RetryableRequestError", since="0.32")
 REJECTS_WHILE_PAUSED = Fact("has", "vllm.v1.engine.core.EngineCoreProc", "reject_new_requests", since="0.33")
 DEFERRED_WAITING = Fact("has", SCHEDULER, "deferred_waiting", since="0.31")
+ACTIVE_LIMIT = Fact("has", SCHEDULER, "max_num_active_reqs", since="0.31")
 ADOPTS_FOUND = Fact("does", KV_MANAGER, "allocate_slots", "and num_new_computed_tokens == 0", since="0.31")
 # Before, each API process made its sockets by itself and told the launcher where.
 RUST_LISTENERS = Fact(
@@ -171,6 +172,7 @@ CONTRACT = (
     RETRYABLE,
     REJECTS_WHILE_PAUSED,
     DEFERRED_WAITING,
+    ACTIVE_LIMIT,
     ADOPTS_FOUND,
     RUST_LISTENERS,
     SKIPS_ZEROING,

@@ -67,6 +67,7 @@ class Planner:
         scoring = plan.pruning and Scoring(rollout_id, prompt.id, seed)
         lengths = self.history.of(prompt.history_key) or self.history.dataset()
         race = Race(prompt.id, plan, pool, prompt.prompt_tokens, scoring, None, lengths, prompt.max_tokens)
+        race.mean_tokens = self.history.mean
         race.num_earlier = self._num_answers[prompt.history_key]
         return race
 

@@ -117,6 +117,8 @@ class Race:
     lengths: LengthMoments | None = None
     """What is known of them: of its prompt, else of the data set."""
     max_tokens: int | None = None
+    mean_tokens: float | None = None
+    """Of all lengths that were seen before it."""
     candidates: list[Runner] = field(default_factory=list)
     group: Group = field(init=False)
     endings: tuple[Ending, ...] = ()

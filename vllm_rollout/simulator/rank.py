@@ -22,6 +22,7 @@ from vllm_rollout.emulation.drafts import share_factor
 from vllm_rollout.group.judging.judge import Judge
 from vllm_rollout.group.lengths.cost import computed_prompt_tokens
 from vllm_rollout.group.ranks.load import GroupLoad
+from vllm_rollout.group.step.admission import most_running
 from vllm_rollout.group.step.moving import DetachedGroup
 from vllm_rollout.group.step.step import GroupSteps
 from vllm_rollout.group.types import CandidateId, Confidence, Observation
@@ -283,7 +284,7 @@ class Rank:
                 self._waiting.popleft()
                 continue
             prompt_tokens = race.prompt_tokens if not race.num_holding else 0
-            if self._running and not self._fits(prompt_tokens + runner.num_tokens):
+            if self._running and not self._fits(prompt_tokens + runner.num_tokens, race.mean_tokens):
                 break
             self._waiting.popleft()
             prefill_tokens += self._computed_tokens(runner)
@@ -353,11 +354,15 @@ class Rank:
             return inf
         return (self._kv_capacity - self._kv_offset) // len(self._running)
 
-    def _fits(self, num_tokens: int) -> bool:
-        """With room for everybody's next block, so that what is admitted is not preempted at once."""
+    def _fits(self, num_tokens: int, mean_tokens: float | None) -> bool:
+        """With room for everybody's next block, so that what is admitted is not preempted at once; and to grow, where
+        it is known how long answers are."""
         batch_size = len(self._running)
         used = self._kv_offset + batch_size * self._step
-        return used + num_tokens + (batch_size + 1) * self._block_size <= self._kv_capacity
+        free = self._kv_capacity - used - num_tokens
+        if mean_tokens is not None and free < inf and batch_size >= most_running(int(free), mean_tokens):
+            return False
+        return (batch_size + 1) * self._block_size <= free
 
     def _spend(self, seconds: float) -> None:
         curve, num_running = self._run.curve, len(self._running)

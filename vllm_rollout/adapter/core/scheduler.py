@@ -30,7 +30,7 @@ from vllm_rollout.adapter.core.readings import Readings
 from vllm_rollout.adapter.core.slots import answer_for_room
 from vllm_rollout.adapter.core.step_times import StepTimes
 from vllm_rollout.adapter.core.stop_strings import StopStringsFactory
-from vllm_rollout.adapter.core.versions import num_deferred
+from vllm_rollout.adapter.core.versions import admitting, num_deferred
 from vllm_rollout.adapter.names import learned_name
 from vllm_rollout.adapter.parcel import MovedCandidate
 from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, CandidateTag, EndingNote, RunnerReport
@@ -38,6 +38,7 @@ from vllm_rollout.group.judging.judge import Judge
 from vllm_rollout.group.plans.xargs import as_written
 from vllm_rollout.group.racing.lifecycle import Group
 from vllm_rollout.group.ranks.load import EngineLoad, RunningGroup
+from vllm_rollout.group.step.admission import most_running
 from vllm_rollout.group.step.moving import DetachedGroup, StayReason
 from vllm_rollout.group.step.step import GroupSteps, LaunchRefused, Verdicts
 from vllm_rollout.group.types import CandidateId, Observation
@@ -48,8 +49,8 @@ logger = init_logger("vllm.vllm_rollout")
 class GroupSchedulerMixin:
     """Obeys group verdicts.
 
-    Overrides: add_request, finish_requests, update_from_output, set_pause_state, reset_prefix_cache, _free_request,
-    _preempt_request.
+    Overrides: add_request, schedule, finish_requests, update_from_output, set_pause_state, reset_prefix_cache,
+    _free_request, _preempt_request.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -209,6 +210,24 @@ class GroupSchedulerMixin:
         candidate.refusal = refusal
         self._candidates[request_id] = candidate
         self.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        most = self._most_running()
+        if most is None:
+            return super().schedule(*args, **kwargs)
+        with admitting(self, most):
+            return super().schedule(*args, **kwargs)
+
+    def _most_running(self) -> int | None:
+        """None: as many as there are places, since nobody waits, or nothing is known of lengths."""
+        if not self.waiting:
+            return None
+        memory = self.judge.memories.known(learned_name(self.waiting.peek_request().lora_request))
+        if memory is None or (mean := memory.lengths.mean) is None:
+            return None
+        num_free = self.kv_cache_manager.block_pool.get_num_free_blocks()
+        free_tokens = num_free * self.block_size // len(self.kv_cache_config.kv_cache_groups)
+        return max(len(self.running), most_running(free_tokens, mean))
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, *args: Any, **kwargs: Any) -> list[Request]:
         finished = super().finish_requests(request_ids, *args, **kwargs)

@@ -5,13 +5,14 @@ Invariant: which way is taken is asked of the contract, and nowhere else in the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
-from vllm_rollout.adapter.compat import ADOPTS_FOUND, DEFERRED_WAITING, SKIPS_ZEROING, has
+from vllm_rollout.adapter.compat import ACTIVE_LIMIT, ADOPTS_FOUND, DEFERRED_WAITING, SKIPS_ZEROING, has
 
 
 def num_deferred(scheduler: Scheduler) -> int:
@@ -25,6 +26,18 @@ def leave_deferred(scheduler: Scheduler, requests: Sequence[Request]) -> None:
         scheduler.deferred_waiting.difference_update(requests)
     else:
         scheduler.skipped_waiting.remove_requests(requests)
+
+
+@contextmanager
+def admitting(scheduler: Scheduler, most: int) -> Iterator[None]:
+    """Meanwhile no request is admitted beside so many that run."""
+    field = "max_num_active_reqs" if has(ACTIVE_LIMIT) else "max_num_running_reqs"
+    before = getattr(scheduler, field)
+    setattr(scheduler, field, min(before, most))
+    try:
+        yield
+    finally:
+        setattr(scheduler, field, before)
 
 
 def holds_what_is_found() -> bool:

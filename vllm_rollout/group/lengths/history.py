@@ -128,6 +128,11 @@ class LengthHistory:
         num_groups, mean, num_variances, variance = self._prompts.get(key, UNSEEN)
         return LengthMoments(mean, variance, num_groups) if num_variances else None
 
+    @property
+    def mean(self) -> float | None:
+        """Of all lengths; None before any was seen."""
+        return None if self._dataset is None else self._dataset.mean
+
     def statistics(self, keys: Iterable[str]) -> LengthStatistics:
         """What is known of these prompts' lengths, and of all."""
         return LengthStatistics(self.dataset(), [self.of(key) for key in keys], self._trust.slope)
