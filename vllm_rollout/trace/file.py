@@ -27,8 +27,13 @@ from vllm_rollout.trace.rows import (
     TracedPrompt,
     TracedRollout,
 )
+from vllm_rollout.trace.session_rows import SessionGroupRow, SessionRewardRow
 
-FORMS = 'a rollout row has "prompts", a reward row "rollout_id" and "rewards", a prompt row "prompt_id" and "lengths"'
+FORMS = (
+    'a rollout row has "prompts", a reward row "rollout_id" and "rewards", a prompt row "prompt_id" and "lengths", a row '
+    'of sessions "sessions"'
+)
+TraceRow = RolloutRow | RewardRow | PromptRow | SessionGroupRow | SessionRewardRow
 MEND_BYTES = 1 << 16
 """That are read at once to find the last row."""
 MAX_REASONS = 3
@@ -155,7 +160,7 @@ def _mend(file: FileIO) -> None:
             _write(file, b"\n", size)
 
 
-def parse_row(line: str) -> RolloutRow | RewardRow | PromptRow:
+def parse_row(line: str) -> TraceRow:
     """Raises: ValueError with what is wrong with it."""
     try:
         fields = json.loads(line)
@@ -165,6 +170,10 @@ def parse_row(line: str) -> RolloutRow | RewardRow | PromptRow:
         raise ValueError(f"not JSON ({error.msg} at column {error.colno})") from error
     if not isinstance(fields, dict):
         raise ValueError(f"a row is a JSON object, got {fields!r:.60}")
+    if "sessions" in fields:
+        return SessionGroupRow.model_validate(fields)
+    if "name" in fields and "rewards" in fields:
+        return SessionRewardRow.model_validate(fields)
     if "prompts" in fields:
         return RolloutRow.model_validate(fields)
     if "rollout_id" in fields:
@@ -229,12 +238,17 @@ class _TraceBuilder:
     _models: dict[str, None] = field(default_factory=dict)
     _group_sizes: set[int | None] = field(default_factory=set)
     _detection_lengths: set[int | None] = field(default_factory=set)
+    _num_session_groups: int = 0
     _steps: dict[int | None, list[_OpenPrompt]] = field(default_factory=dict)
     """The prompt rows that follow each other, by their "step"."""
 
-    def add(self, row: RolloutRow | RewardRow | PromptRow) -> None:
+    def add(self, row: TraceRow) -> None:
         """Raises: ValueError for what contradicts earlier rows."""
-        if isinstance(row, RolloutRow):
+        if isinstance(row, SessionGroupRow):
+            self._num_session_groups += 1
+        elif isinstance(row, SessionRewardRow):
+            pass  # of a group that is only counted
+        elif isinstance(row, RolloutRow):
             self._add_rollout(row)
         elif isinstance(row, RewardRow):
             self._add_rewards(row)
@@ -271,6 +285,7 @@ class _TraceBuilder:
             detection_length=_only(self._detection_lengths - {None}),
             num_failed=sum((prompt.row.ends or []).count("failed") for each in rollouts for prompt in each.prompts),
             num_empty=sum(len(each.prompts) for each in closed) - sum(len(each.prompts) for each in usable),
+            num_session_groups=self._num_session_groups,
             skipped=tuple(skipped),
         )
 

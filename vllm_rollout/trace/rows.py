@@ -83,6 +83,8 @@ class Trace:
     """Candidates left out because they failed."""
     num_empty: int = 0
     """Prompts left out because no candidate had a token."""
+    num_session_groups: int = 0
+    """Groups of sessions left out: `trace/session_rows.py` has them."""
     skipped: tuple[str, ...] = ()
     """What was wrong with each row that was skipped."""
 
@@ -121,11 +123,11 @@ Name = Annotated[StrictStr, Field(min_length=1, max_length=MAX_ROW_NAME_CHARS)]
 Key = Annotated[StrictStr, Field(max_length=HISTORY_KEY_CHARS)]
 
 
-class _Row(BaseModel):
+class Row(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class LengthsRow(_Row):
+class LengthsRow(Row):
     """What rollout rows and prompt rows say of a prompt: one entry per candidate."""
 
     lengths: Annotated[list[Length], Field(min_length=1)]
@@ -170,7 +172,7 @@ class RolloutPrompt(LengthsRow):
     reward_status: list[StrictStr | None] | None = None
 
 
-class RolloutRow(_Row):
+class RolloutRow(Row):
     rollout_id: Name
     model: StrictStr | None = None
     group_size: Annotated[StrictInt, Field(ge=1)] | None = None
@@ -193,13 +195,13 @@ class RolloutRow(_Row):
     prompts: Annotated[list[RolloutPrompt], Field(min_length=1)]
 
 
-class _Reward(_Row):
+class _Reward(Row):
     prompt_id: Name
     index: Annotated[StrictInt, Field(ge=0)]
     reward: FiniteFloat
 
 
-class RewardRow(_Row):
+class RewardRow(Row):
     rollout_id: Name
     rewards: list[_Reward]
 
