@@ -76,7 +76,9 @@ async def test_a_group_is_told_with_the_times_of_its_turns(service, http, clock)
     clock.now = 105.25
     service.end(losing, PROMPT, [110], finish_reason="abort")
     lost = only(service)["sessions"][1]
-    assert (lost["turns"], lost["ended_s"]) == ([(3.5, 5.25, 1, 2, None, "first")], 5.0), "its last turn stops a little later"
+    assert (lost["turns"], lost["ended_s"]) == ([(3.5, 5.25, 1, 2, None, "first")], 5.0), (
+        "its last turn stops a little later"
+    )
     assert service.seen.news() == ([], [])
     assert [row["id"] for row in service.seen.rows()] == [group["id"]]
 

@@ -157,7 +157,10 @@ def test_what_cannot_be_done_says_what_to_do(recording: Path, tmp_path: Path, mo
         assert f"pip install 'vllm-rollout[{target}]'" in run(recording, "--to", target)[1]
     monkeypatch.setattr(export, "find_spec", lambda package: package)
     (tmp_path / "prompts.jsonl").write_text('{"prompt_id": "q", "lengths": [1]}\n{broken\n')
-    for path, reason in (("prompts.jsonl", "holds no rollout; first of 1 broken rows"), ("none.jsonl", "No such file")):
+    for path, reason in (
+        ("prompts.jsonl", "holds no rollout and no sessions; first of 1 broken rows"),
+        ("none.jsonl", "No such file"),
+    ):
         status, said = run(tmp_path / path, "--to", "tensorboard", "--out", tmp_path / "out")
         assert (status, reason in said) == (1, True)
     assert not (tmp_path / "out").exists()

@@ -47,7 +47,7 @@ class TraceRecorder:
             self._append(reward_row(rollout_id, posted))
 
     def sessions_over(self, group: OpenGroup) -> None:
-        """Records a group that is over, cancelled or not, and of which nothing runs; of one without a session nothing."""
+        """Records a group that is over and of which nothing runs, also one that was cancelled, unless it had no session."""
         if group.race.sessions:
             self._append_first(group.engine_id, recorded(group))
 

@@ -30,8 +30,8 @@ from vllm_rollout.trace.rows import (
 from vllm_rollout.trace.session_rows import SessionGroupRow, SessionRewardRow
 
 FORMS = (
-    'a rollout row has "prompts", a reward row "rollout_id" and "rewards", a prompt row "prompt_id" and "lengths", a row '
-    'of sessions "sessions"'
+    'a rollout row has "prompts", a reward row "rollout_id" and "rewards", a prompt row "prompt_id" and "lengths", '
+    'a row of sessions "sessions"'
 )
 TraceRow = RolloutRow | RewardRow | PromptRow | SessionGroupRow | SessionRewardRow
 MEND_BYTES = 1 << 16

@@ -49,7 +49,7 @@ class SessionRow(Row):
     """That the policy generated."""
     reward: FiniteFloat | None = None
     ended_s: FiniteFloat | None = None
-    turns: list[TurnRow] = []
+    turns: list[TurnRow] = Field(default_factory=list)
     """A file has all of them, a feed the last ones."""
 
     @property
@@ -67,8 +67,8 @@ class SessionGroupRow(Row):
     rank: StrictInt | None = None
     """Of its last turn."""
     group_size: Annotated[StrictInt, Field(ge=1)]
-    num_candidates: StrictInt
-    """Sessions that it began with."""
+    num_candidates: StrictInt | None = None
+    """Sessions that it began with; None: a server says it that is older than rows of sessions."""
     max_sessions: StrictInt | None = None
     max_turns: StrictInt | None = None
     max_tokens: StrictInt | None = None
@@ -90,7 +90,7 @@ class SessionGroupRow(Row):
     num_to_begin: StrictInt = 0
     sessions: list[SessionRow]
     """In the order of their indices."""
-    selected: list[Annotated[StrictInt, Field(ge=0)]] = []
+    selected: list[Annotated[StrictInt, Field(ge=0)]] = Field(default_factory=list)
     """Indices of those that are returned."""
 
     @model_validator(mode="after")
