@@ -47,7 +47,7 @@ class TraceRecorder:
             self._append(reward_row(rollout_id, posted))
 
     def sessions_over(self, group: OpenGroup) -> None:
-        """Records a group that is over and of which nothing runs, also one that was cancelled, unless it had no session."""
+        """Records a group that is over, or was cancelled, and of which nothing runs; without a session it is no row."""
         if group.race.sessions:
             self._append_first(group.engine_id, recorded(group))
 

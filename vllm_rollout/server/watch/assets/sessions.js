@@ -11,11 +11,11 @@ const LIKE = {
   turn: "running", between_turns: "running", finished: "stop", truncated: "length", void: "failed", pruned: "pruned",
   surplus: "surplus", deferred: "deferred",
 };
-const MOST_GROUPS = 16, MOST_ROWS = 32, MOST_TURNS = 64, MARK = 12, LEAST_S = 1, AT_ONCE_S = 0.02;
+const MOST_GROUPS = 16, MOST_ROWS = 32, MOST_TURNS = 64, MARK = 12, LEAST_S = 1, INSTANT_S = 0.001, AT_ONCE_S = 0.02;
 const FLAT = { row: 8, high: 6 }, TALL = { row: 14, high: 11, axis: 16 };
 
-const secondsOf = (model, group) => Math.max(LEAST_S, group.seconds ?? model.at - group.began);
-const first = (group) => group.sessions.slice(0, MOST_ROWS).map((session, index) => ({ session, index }));
+const secondsOf = (model, group) => (group.seconds === null ? Math.max(LEAST_S, model.at - group.began) : Math.max(INSTANT_S, group.seconds));
+const drawable = (group) => group.sessions.slice(0, MOST_ROWS).map((session, index) => ({ session, index }));
 const more = (group) => (group.sessions.length > MOST_ROWS ? `; the first ${MOST_ROWS} are drawn` : "");
 
 const told = (group) => {
@@ -26,7 +26,7 @@ const told = (group) => {
 };
 
 function drawGroup(canvas, group, until, { row: pitch, high, axis = 0 }) {
-  const width = canvas.parentElement.clientWidth, colors = palette(), sessions = first(group);
+  const width = canvas.parentElement.clientWidth, colors = palette(), sessions = drawable(group);
   const ground = Math.max(1, sessions.length) * pitch, pen = fit(canvas, width, ground + axis);
   const x = (seconds) => ((width - MARK) * Math.min(seconds, until)) / until;
   const selected = new Set(group.selected);
@@ -152,6 +152,6 @@ export function sessionGroup(root, context) {
         ["tokens of those stopped", number(stopped)], ["of prompts were cached", percent(prompts ? sum(known, (turn) => turn[4]) / prompts : null)],
       ]),
       el("p", { className: "told" }, foreign(group.id), `${words}${group.rank === null || group.rank === undefined ? "" : `; rank ${group.rank}`}${more(group)}`));
-    body.replaceChildren(...first(group).map((each) => session(each, selected)));
+    body.replaceChildren(...drawable(group).map((each) => session(each, selected)));
   };
 }
