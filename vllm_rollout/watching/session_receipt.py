@@ -14,9 +14,9 @@ from vllm_rollout.trace.session_rows import STOPPED_STATES, SessionGroupRow
 
 COLUMNS = (
     *("status", "seconds", "tokens", "returned", "wasted", "sessions", "stopped", "stopped\ntokens", "void"),
-    *("turns", "between\nturns", "prompts", "cached"),
+    *("turns", "tool\nseconds", "cached"),
 )
-MAX_NAME = 32
+MAX_NAME = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +105,5 @@ def _cells(its: SessionReceipt) -> Iterator[str]:
     for count in (its.generated_tokens, its.returned_tokens, its.wasted_tokens, its.num_sessions, its.num_stopped):
         yield f"{count:,}"
     yield from (f"{its.stopped_tokens:,}", f"{its.num_void:,}", f"{its.num_turns:,}")
-    yield "-" if its.tool_seconds is None else f"{its.tool_seconds:,.1f} s"
-    yield "-" if its.prompt_tokens is None else f"{its.prompt_tokens:,}"
+    yield "-" if its.tool_seconds is None else f"{its.tool_seconds:,.1f}"
     yield f"{its.cached_tokens / its.prompt_tokens:.0%}" if its.cached_tokens is not None and its.prompt_tokens else "-"

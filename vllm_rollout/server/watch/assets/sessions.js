@@ -1,6 +1,6 @@
 // Groups of sessions: a row per conversation, its turns over time, with the tools between them.
 import { fit, palette, strip } from "./draw.js";
-import { el, foreign, number, percent, table, tiles } from "./dom.js";
+import { el, foreign, number, percent, safe, table, tiles } from "./dom.js";
 
 export const STATES = {
   turn: "generates", between_turns: "waits for its tool", finished: "finished", truncated: "cut by a limit",
@@ -11,6 +11,7 @@ const LIKE = {
   turn: "running", between_turns: "running", finished: "stop", truncated: "length", void: "failed", pruned: "pruned",
   surplus: "surplus", deferred: "deferred",
 };
+const STOPPED = ["surplus", "pruned", "deferred"];
 const MOST_GROUPS = 16, MOST_ROWS = 32, MOST_TURNS = 64, MARK = 12, LEAST_S = 1, INSTANT_S = 0.001, AT_ONCE_S = 0.02;
 const FLAT = { row: 8, high: 6 }, TALL = { row: 14, high: 11, axis: 16 };
 
@@ -21,7 +22,7 @@ const more = (group) => (group.sessions.length > MOST_ROWS ? `; the first ${MOST
 const told = (group) => {
   const counts = Object.keys(STATES).map((state) => [group.sessions.filter((each) => each.state === state).length, STATES[state]]);
   const turns = group.sessions.reduce((sum, each) => sum + each.num_turns, 0);
-  return ` · ${group.status}${group.reason ? ` (${group.reason})` : ""}, ${number(group.group_size)} wanted, ${number(turns)} turns; `
+  return ` · ${group.status}${group.reason ? ` (${safe(group.reason)})` : ""}, ${number(group.group_size)} wanted, ${number(turns)} turns; `
     + [...counts, [group.num_to_begin, "not begun"]].filter(([count]) => count).map(([count, word]) => `${number(count)} ${word}`).join(", ");
 };
 
@@ -106,7 +107,7 @@ export function sessionsView(root, context) {
 
 // Each turn with the tool before it.
 function turnsOf({ turns, num_turns: all }) {
-  const shown = turns.slice(-MOST_TURNS), before = Math.max(all, turns.length) - shown.length;
+  const shown = turns.slice(-MOST_TURNS), runs = turns.at(-1)[1] === null, before = all + runs - shown.length;
   const rows = shown.map(([from, to, tokens, prompt, cached, history], place) => [
     number(before + place + 1), number(from, 1), number(to === null ? null : to - from, 1),
     number(place ? from - shown[place - 1][1] : null, 1), number(prompt), number(cached), number(tokens), foreign(history ?? "–")]);
@@ -116,8 +117,8 @@ function turnsOf({ turns, num_turns: all }) {
 function session({ session: its, index }, selected) {
   const comesBack = selected.has(index);
   const facts = [
-    STATES[its.state] ?? its.state, its.ended_by && `by ${its.ended_by}`, its.ended_s === null ? null : `at ${number(its.ended_s, 1)} s`,
-    `${number(its.num_turns)} turns`, `${number(its.num_tokens)} tokens`, comesBack ? "comes back" : null,
+    STATES[its.state] ?? its.state, STOPPED.includes(its.state) || !its.ended_by ? null : `by ${its.ended_by}`, its.ended_s === null ? null : `at ${number(its.ended_s, 1)} s`,
+    its.num_turns === 1 ? "1 turn" : `${number(its.num_turns)} turns`, `${number(its.num_tokens)} tokens`, comesBack ? "comes back" : null,
     its.reward === null ? null : `reward ${number(its.reward, 3)}`,
   ].filter(Boolean);
   return el("article", { className: `candidate ${comesBack ? "selected" : ""}` },
@@ -126,15 +127,17 @@ function session({ session: its, index }, selected) {
 
 // One group, with each turn of its sessions: `draw(group)`.
 export function sessionGroup(root, context) {
-  const head = el("div"), canvas = el("canvas", { role: "img" }), body = el("div", { className: "candidates wide" });
-  root.append(head, canvas, body);
+  const head = el("div"), said = el("p", { className: "told" }), canvas = el("canvas", { role: "img" });
+  const body = el("div", { className: "candidates wide" });
+  root.append(head, said, canvas, body);
   let drawn = "";
   return function draw(group) {
     const { model } = context, until = secondsOf(model, group), words = told(group);
     drawGroup(canvas, group, until, TALL);
+    said.textContent = `${words.replace(" · ", "")}; ${number(until, 1)} s${(group.rank ?? null) === null ? "" : `, rank ${group.rank}`}${more(group)}`;
     canvas.setAttribute("aria-label", `${group.id.slice(0, 80)}${words}`);
     const names = [...model.sessions.keys()], place = names.indexOf(group.name), selected = new Set(group.selected);
-    const state = JSON.stringify([group, names, until]);
+    const state = JSON.stringify([group, names]);
     if (state === drawn) return;
     drawn = state;
     const link = (to, word) => to === undefined ? null : el("a", { href: `#group/${encodeURIComponent(to)}`, textContent: word });
@@ -142,16 +145,15 @@ export function sessionGroup(root, context) {
     const turns = group.sessions.flatMap((each) => each.turns), known = turns.filter((turn) => Number.isFinite(turn[4]));
     const generated = sum(group.sessions, (each) => each.num_tokens);
     const returned = sum(group.sessions.filter((_, index) => selected.has(index)), (each) => each.num_tokens);
-    const stopped = sum(group.sessions.filter((each) => ["surplus", "pruned", "deferred"].includes(each.state)), (each) => each.num_tokens);
+    const stopped = sum(group.sessions.filter((each) => STOPPED.includes(each.state)), (each) => each.num_tokens);
     const prompts = sum(known, (turn) => turn[3]);
     head.replaceChildren(
-      el("h2", {}, foreign(group.id), ` · ${group.status}`),
+      el("h2", {}, foreign(group.id)),
       el("p", {}, link(names[place - 1], "before"), " ", link(names[place + 1], "after")),
       tiles([
-        ["seconds", number(until, 1)], ["tokens", number(generated)], ["came back", percent(generated ? returned / generated : null)],
+        ["tokens", number(generated)], ["came back", percent(generated ? returned / generated : null)],
         ["tokens of those stopped", number(stopped)], ["of prompts were cached", percent(prompts ? sum(known, (turn) => turn[4]) / prompts : null)],
-      ]),
-      el("p", { className: "told" }, foreign(group.id), `${words}${group.rank === null || group.rank === undefined ? "" : `; rank ${group.rank}`}${more(group)}`));
+      ]));
     body.replaceChildren(...drawable(group).map((each) => session(each, selected)));
   };
 }
