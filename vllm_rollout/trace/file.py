@@ -74,6 +74,7 @@ def read_trace(path: Path, *, skip_broken: bool = False, prompts_per_step: int |
         raise TraceError(f"{path}: {error}") from error
     if not trace.rollouts:
         said = f"; all {len(broken)} rows are broken, first {broken[0]}" if broken else ""
+        said += f"; it has {trace.others}" if trace.others else ""
         raise TraceError(f"{path}: holds no row that can be replayed{said}. Every line is JSON: {FORMS}.")
     return trace
 
@@ -274,6 +275,7 @@ class _TraceBuilder:
                     f'prompt {twice!r} comes twice in step {number}. Give prompt rows a "step", or cut them with '
                     "--prompts-per-step."
                 )
+        num = self._num_session_groups
         closed = [TracedRollout(tuple(prompt.close() for prompt in each.prompts), each.id) for each in rollouts]
         usable = [
             TracedRollout(tuple(prompt for prompt in each.prompts if prompt.has_tokens), each.id) for each in closed
@@ -285,7 +287,7 @@ class _TraceBuilder:
             detection_length=_only(self._detection_lengths - {None}),
             num_failed=sum((prompt.row.ends or []).count("failed") for each in rollouts for prompt in each.prompts),
             num_empty=sum(len(each.prompts) for each in closed) - sum(len(each.prompts) for each in usable),
-            num_session_groups=self._num_session_groups,
+            others=f"{num:,} group{'s' * (num != 1)} of sessions, which --sessions recorded replays" if num else "",
             skipped=tuple(skipped),
         )
 

@@ -83,8 +83,8 @@ class Trace:
     """Candidates left out because they failed."""
     num_empty: int = 0
     """Prompts left out because no candidate had a token."""
-    num_session_groups: int = 0
-    """Groups of sessions left out: `trace/session_rows.py` has them."""
+    others: str = ""
+    """What else its file has, and how that is replayed."""
     skipped: tuple[str, ...] = ()
     """What was wrong with each row that was skipped."""
 
