@@ -1,4 +1,4 @@
-"""Groups of sessions that were recorded, replayed: what they did is learned, though the longest of them were stopped."""
+"""Groups of sessions that were recorded, replayed: what they did is learned, though the longest were stopped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rollouts -> a trace file for `vllm-rollout simulate`. Invariant: what cannot be written never fails a rollout."""
+"""Rollouts and groups of sessions -> a trace file. Invariant: what cannot be written never fails a rollout."""
 
 from __future__ import annotations
 

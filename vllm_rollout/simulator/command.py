@@ -121,8 +121,8 @@ def simulate(
             "tool_seconds=0 (on average; without a profile, steps), tool_sigma=1 (how heavy the tail of tools is), "
             "tool_tokens=100 (of a tool's answer), tool_failures=0 (chance that a tool fails and its session is void: "
             "a spare or a new one takes its place). Of a trace with groups of sessions these are replayed, and what is "
-            "left out is learned from them; recorded: all of it. Settings of sessions say redundancy, early_stop, group_size, and "
-            "selection first or shortest.",
+            "not said is learned from them; recorded: all of it. Settings of sessions say redundancy, early_stop, "
+            "group_size, and selection first or shortest.",
         ),
     ] = None,
     drafts: Annotated[

@@ -6,7 +6,7 @@ Invariant: a session that was stopped counts as longer than its stop, and so doe
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -45,7 +45,8 @@ def read_session_groups(path: Path) -> tuple[list[SessionGroupRow], int]:
 def trace_of_sessions(
     groups: Sequence[SessionGroupRow], prompts_per_step: int | None = None, num_rollouts: int = 0
 ) -> Trace:
-    """Their rollouts; `num_rollouts` of answers are left out. A group that began when all before it were over begins another rollout, unless `prompts_per_step` says which do.
+    """Each group is a prompt. One that began when all before it were over begins another rollout, unless
+    `prompts_per_step` says which do. num_rollouts: of answers, which are left out.
 
     Raises: ValueError when nothing is left to replay.
     """
@@ -97,13 +98,7 @@ def learned_terms(groups: Sequence[SessionGroupRow], *, in_steps: bool) -> Sessi
     failed, cut = _last_tools(sessions, ("void",)), _last_tools(sessions, STOPPED_STATES)
     num_ended = sum(session.state in ("finished", "truncated") for session in sessions)
     num_tools = len(ran) + len(failed) + len(cut)
-    said = [
-        max(0, after.num_prompt_tokens - turn.num_prompt_tokens - turn.num_tokens)
-        for session in sessions
-        for turn, after in pairwise(session.turns)
-        if after.history in ("extended", "mended")
-        and None not in (turn.num_tokens, *(t.num_prompt_tokens for t in (turn, after)))
-    ]
+    said = [num for session in sessions for num in _tool_tokens(session)]
     default = SessionTerms()
     seconds, sigma = 0.0, default.tool_sigma
     if ran or failed:
@@ -118,6 +113,13 @@ def learned_terms(groups: Sequence[SessionGroupRow], *, in_steps: bool) -> Sessi
         tool_tokens=min(round(fmean(said)), MAX_TRACED_TOKENS) if said else default.tool_tokens,
         tool_failures=min(MOST_FAILURES, len(failed) / num_tools) if num_tools else 0.0,
     )
+
+
+def _tool_tokens(session: SessionRow) -> Iterator[int]:
+    """What each turn's prompt has that the turn before had not seen, where it went on from that."""
+    for (_, _, num, prompt, _, _), after in pairwise(session.turns):
+        if after.history in ("extended", "mended") and None not in (num, prompt, after.num_prompt_tokens):
+            yield max(0, after.num_prompt_tokens - prompt - num)
 
 
 def _last_tools(sessions: Sequence[SessionRow], states: Sequence[SessionState]) -> list[float]:

@@ -7,6 +7,7 @@ A reward row brings rewards that came after it:
     {"rollout_id": "rollout-1", "rewards": [{"prompt_id": "q1", "index": 0, "reward": 1.0}]}
 A prompt row is shorthand; rows that follow each other are one rollout, unless they say otherwise in "step":
     {"prompt_id": "q1", "lengths": [412, 77, 1024]}
+Rows of groups of sessions are in `trace/session_rows.py`.
 """
 
 from __future__ import annotations
