@@ -145,7 +145,7 @@ async def test_a_group_that_is_deleted_is_recorded_when_the_last_of_its_turns_ha
     assert path.read_text() == ""
     service.leave(turns[1])  # its client went away
     (row,) = rows_of(path)
-    assert (row.status, row.reason) == ("deferred", "it was cancelled")
+    assert (row.status, row.reason, row.num_to_begin) == ("deferred", "it was cancelled", 0)
     assert [(each.state, each.num_tokens, len(each.turns)) for each in row.sessions] == [
         ("deferred", 3, 1),
         ("deferred", 1, 1),
@@ -182,3 +182,19 @@ async def test_names_may_be_anything(service, http, path, word):
     play(service, f"{word} ", [*PROMPT, 110, 110, 110, 111], rollout_last=True)
     (row,) = rows_of(path)
     assert (row.id, row.sessions[0].id, len(row.sessions[0].turns)) == (word, f"{word} ", 2)
+
+
+async def test_a_row_that_a_killed_server_was_writing_spoils_no_other(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    for written in ("", "half"):
+        app = make_app(FakeEngine(), TraceRecorder(path))
+        service = app.state.session_service
+        async with http_of(app) as http:
+            for id in (f"{written} is over", f"{written} is amid"):
+                group = await declared(http, id=id)
+                play(service, group["to_begin"][0], rollout_last="over" in id)
+        service._ticker.cancel()
+        path.write_text(path.read_text() + path.read_text()[:100])
+    *rows, half = path.read_text().split("\n")
+    assert [parse_row(row).id for row in rows] == [" is over", "half is over"]
+    assert len(half) == 100

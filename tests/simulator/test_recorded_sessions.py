@@ -75,19 +75,20 @@ def test_groups_that_ran_together_are_a_rollout() -> None:
     rows = [
         group("a", ("finished", 5), ("truncated", 9), ("void", 3), ("surplus", 2), ("finished", 0), seconds=4.0),
         group("b", ("pruned", 4), ("deferred", 0), began=3.0, seconds=6.0, max_tokens=9),
-        group("c", ("finished", 7), id="b", began=8.9),
+        group("c", ("finished", 7), id="b", began=8.5, seconds=0.1),
+        group("f", ("finished", 6), began=8.9),
         group("d", ("finished", 8), began=9.9, group_size=3),
         group("e", ("void", 3), began=20.0),
     ]
     trace = trace_of_sessions(rows)
-    assert [[prompt.id for prompt in rollout.prompts] for rollout in trace.rollouts] == [["a", "b", "c"], ["d"]]
+    assert [[prompt.id for prompt in rollout.prompts] for rollout in trace.rollouts] == [["a", "b", "c", "f"], ["d"]]
     candidates = [TracedCandidate(5), TracedCandidate(9, "length"), TracedCandidate(2, "surplus")]
     assert trace.prompts[0].candidates == tuple(candidates)
     assert [candidate.end for candidate in trace.prompts[1].candidates] == ["pruned", "deferred"]
     assert (trace.prompts[1].max_tokens, trace.num_failed, trace.num_empty, trace.group_size) == (9, 2, 1, None)
     assert trace_of_sessions(rows[:2]).group_size == 2
     by_two = trace_of_sessions(rows, 2)
-    assert [[prompt.id for prompt in rollout.prompts] for rollout in by_two.rollouts] == [["a", "b"], ["b", "d"]]
+    assert [[prompt.id for prompt in rollout.prompts] for rollout in by_two.rollouts] == [["a", "b"], ["b", "f"], ["d"]]
     with pytest.raises(ValueError, match="none of the recorded sessions has generated a token"):
         trace_of_sessions(rows[-1:])
 

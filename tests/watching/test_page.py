@@ -295,9 +295,12 @@ def test_a_group_of_sessions_is_opened_with_each_of_its_turns(browser: Any) -> N
         assert f"{100 * 162 / 365:.1f} %\nof prompts were cached" in told
         assert drawn(page) > 1000
         page.focus("a:has-text('before')")
-        feed.events.append(RANKS)
-        page.wait_for_timeout(300)
-        assert page.evaluate("document.activeElement.textContent") == "before", "nothing has changed"
+        feed.events.append(event_of("ranks", {"at": 1013.5, "ranks": []}))
+        text(page, "13.5 s, rank 1")
+        assert page.evaluate("document.activeElement.textContent") == "before", "nothing but time has changed"
+        feed.events.append(event_of("sessions", {**open_one, "sessions": [{**its, "reward": 0.25}, runs]}))
+        text(page, "reward 0.250")
+        page.focus("a:has-text('before')")
         page.keyboard.press("Enter")
         told = text(page, "99\ntokens of those stopped")
         assert "complete, 2 wanted, 3 turns; 1 finished, 1 stopped: the race was over; 8.0 s" in told

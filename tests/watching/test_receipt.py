@@ -16,7 +16,7 @@ from tests.server.conftest import make_app, serving
 from tests.server.fake_engine import FakeEngine
 from vllm_rollout.cli import app as cli
 
-from .session_rows import LOST, session_group
+from .session_rows import LOST, VOID, session_group
 
 RACED = {"prompts": [{"id": "q", "prompt": "x"}], "group_size": 2, "redundancy": 2}
 
@@ -139,7 +139,7 @@ def test_groups_of_sessions_are_counted_and_their_sum_has_the_time_in_which_any_
     pruned = {**LOST, "state": "pruned", "num_turns": 33}
     rows = [
         session_group("g1"),
-        session_group("g2", pruned, id="[red]\u2028\x1b[2J", status="incomplete", selected=[], began=1006.0),
+        session_group("g2", pruned, VOID, id="[red]\u2028\x1b[2J", status="incomplete", selected=[], began=1006.0),
     ]
     rows[0]["sessions"][2] = {**rows[0]["sessions"][2], "num_tokens": 5}
     reward = {"name": "g1", "rewards": [{"index": 1, "reward": 0.5}]}
@@ -161,7 +161,7 @@ def test_groups_of_sessions_are_counted_and_their_sum_has_the_time_in_which_any_
     assert (second["receipt"]["returned_tokens"], second["receipt"]["stopped_tokens"]) == (0, 30)
     assert (second["receipt"]["tool_seconds"], second["receipt"]["cached_tokens"]) == (None, None), "of some turns only"
     summed = told["sum_of_sessions"]
-    assert [summed[name] for name in ("seconds", "generated_tokens", "num_sessions", "num_turns")] == [15.0, 125, 4, 36]
+    assert [summed[name] for name in ("seconds", "generated_tokens", "num_sessions", "num_turns")] == [15.0, 125, 5, 36]
     status, said = run(trace)
     assert (status, "\x1b" in said, "[red]\\u2028\\x1b[2J" in said) == (0, False, True)
     assert [part in said for part in ("sum of 2", "1 complete", "is not said", "62%", "Next: ")] == [True] * 5
