@@ -11,12 +11,16 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
 
 from benchmarks.kills.ranks import rank_processes
 from tests.engine.conftest import Server, emulating, serve_command
 from tests.engine.run_rounds import make_run, play
+from tests.server.conftest import serving
 from tests.watching.browser import HOSTILE, chromium, drawn, needs_browser, page_at, text
 from vllm_rollout.emulation.tokens import succeeded
+from vllm_rollout.server.watch.page import page_router
+from vllm_rollout.watching.replay import Replay
 
 pytestmark = needs_browser
 DEVICE = {"step": {"ms": 15.0}, "lengths": {"log_normal": {"mean": 100, "sigma": 0.7, "cap": 250}}}
@@ -28,8 +32,10 @@ LINE = "-" * 1_000_000
 def server(default_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("page")
     flags = ["--data-parallel-size", "2", "--api-server-count", "1", "--max-num-seqs", "512"]
-    flags += ["--max-model-len", "32768"]
+    record = folder / "trace.jsonl"
+    flags += ["--max-model-len", "32768", "--rollout-record", str(record)]
     with Server(serve_command(default_model, *flags, *emulating(folder, DEVICE)), folder / "server.log") as server:
+        server.record = record
         yield server
 
 
@@ -132,7 +138,7 @@ def test_a_round_is_shown_with_the_prompts_that_wait(server: Server, page: Any) 
     text(page, "deferred\t")
 
 
-def test_sessions_are_seen_with_their_turns(server: Server, page: Any) -> None:
+def test_sessions_are_seen_with_their_turns(server: Server, browser: Any, page: Any) -> None:
     made = server.http.post("/v1/groups", json={"group_size": 2, "redundancy": 1, "cut_turn": "goes_on"}).json()
     model = server.http.get("/v1/models").json()["data"][0]["id"]
     text(page, f"{made['id']} · running, 2 wanted, 0 turns; 3 not begun")
@@ -154,12 +160,26 @@ def test_sessions_are_seen_with_their_turns(server: Server, page: Any) -> None:
     with ThreadPoolExecutor(1) as pool:
         losing = pool.submit(turn, loser, "Count to a million.", 4000)
         text(page, "3 turns; 1 generates, 2 waits for its tool")
+        page.reload()
+        text(page, "3 turns; 1 generates, 2 waits for its tool")
         for session, reward in ((one, 1.0), (two, 0.0)):
             server.http.post(f"/v1/sessions/{session}/finish", json={"reward": reward}).raise_for_status()
         assert losing.result()["stop_reason"] == "surplus"
-    text(page, f"{made['id']} · complete, 2 wanted, 4 turns; 2 finished, 1 stopped: the race was over; ")
-    page.click("section summary")
-    assert f"{one}\t2\t40\t1.000\tfinished" in text(page, f"{two}\t1\t20\t0.000\tfinished")
+    over = f"{made['id']} · complete, 2 wanted, 4 turns; 2 finished, 1 stopped: the race was over; "
+    of_file = FastAPI()
+    of_file.include_router(Replay(server.record).router())
+    of_file.include_router(page_router())
+    with serving(of_file) as url, page_at(browser, f"{url}/rollouts", timeout_s=60) as recorded:
+        drawings = []
+        for each in (page, recorded):
+            told = text(each, over)
+            each.click("section summary")
+            assert f"{one}\t2\t40\t1.000\tfinished" in text(each, f"{two}\t1\t20\t0.000\tfinished")
+            each.click(f"a:has-text('{made['id']}')")
+            cards = text(each, "its prompt").split("rank ")[1]
+            drawings.append((told.split(over)[1].split("\n")[0], cards, drawn(each)))
+    assert drawings[0] == drawings[1]
+    assert re.search(r"\n2\t[\d.]+\t[\d.]+\t[\d.]+\t\d+\t[1-9]\d*\t20\t(extended|mended)", drawings[0][1])
 
 
 def test_hostile_prompts_of_a_real_server_do_nothing(server: Server, page: Any) -> None:

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import count
+from itertools import count, pairwise
 from random import Random
 from typing import Any
 
@@ -26,6 +26,8 @@ from vllm_rollout.group.plans.plan import GroupPlan
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.race import PoolCandidate
 from vllm_rollout.simulator.sessions import SessionGroup, SessionTerms, draw_course, run_sessions
+from vllm_rollout.trace.file import parse_row
+from vllm_rollout.trace.session_rows import SessionGroupRow
 
 DEVICE = {
     "step": {"ms": 4.0},
@@ -41,8 +43,10 @@ NAMES = count()
 @pytest.fixture(scope="module")
 def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("sessions")
-    flags = ("--max-model-len", "2048", "--data-parallel-size", "2", "--api-server-count", "1", "--max-num-seqs", "64")
+    flags = ["--max-model-len", "2048", "--data-parallel-size", "2", "--api-server-count", "1", "--max-num-seqs", "64"]
+    flags += ["--rollout-record", str(folder / "trace.jsonl")]
     with Server(serve_command(tiny_model, *emulating(folder, DEVICE), *flags), folder / "server.log") as server:
+        server.record = folder / "trace.jsonl"
         yield server
 
 
@@ -127,6 +131,46 @@ def test_when_enough_have_finished_the_others_stop_amid_their_turns_and_are_answ
     assert list(ends.values()) == ["surplus"] * 3
     assert (found["status"], found["selected"], found["returned_tokens"]) == ("complete", [winner.session], 15)
     assert found["generated_tokens"] == 15 + 5 + len(stopped["token_ids"])
+
+
+def recorded(server: Server, id: str) -> SessionGroupRow | None:
+    rows = map(parse_row, server.record.read_text().splitlines())
+    return next((row for row in rows if isinstance(row, SessionGroupRow) and row.id == id), None)
+
+
+def test_what_became_of_a_group_is_recorded_as_its_clients_hear_it(server):
+    id, (winner, amid, void, _) = declared(server, 2, 2, max_tokens=1700)
+    for session in (winner, void, winner, amid, winner):
+        session.turn()
+    void.finish(void=True)
+    winner.finish(reward=0.5)
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(amid.turn, LONG)
+        wait_until(lambda: in_turn(server, id, amid.session))
+        found = group(server, id)
+        heard = [server.http.get(f"/v1/sessions/{each['id']}").json()["turns"] for each in found["sessions"]]
+        assert server.http.delete(f"/v1/groups/{id}").status_code == 204
+        stopped = len(running.result()["token_ids"])
+    wait_until(lambda: recorded(server, id))
+    row = recorded(server, id)
+    assert (row.status, row.reason, row.group_size, row.num_candidates) == ("deferred", "it was cancelled", 2, 4)
+    assert (row.max_tokens, row.rank in (0, 1), row.selected) == (1700, True, [])
+    told = [(each.id, each.state, each.reward) for each in row.sessions]
+    states = {winner.session: "finished", void.session: "void", amid.session: "deferred"}
+    assert told == [(each["id"], states[each["id"]], each["reward"]) for each in found["sessions"]]
+    of_amid = next(each for each in row.sessions if each.id == amid.session)
+    assert (of_amid.num_tokens, of_amid.turns[-1].num_tokens) == (5 + stopped, stopped)
+    assert of_amid.turns.pop().ended_s >= of_amid.ended_s
+    for session, turns in zip(row.sessions, heard, strict=True):
+        times = [time for turn in session.turns for time in turn[:2]]
+        assert times == sorted(times)
+        assert session.ended_s <= row.seconds + 0.001
+        assert session.gaps_s == pytest.approx([turn["waited_s"] for turn in turns[1:]], abs=0.1)
+        assert [(each.num_tokens, each.num_prompt_tokens, each.history) for each in session.turns] == [
+            (turn["num_tokens"], turn["num_prompt_tokens"], turn["history"]) for turn in turns
+        ]
+        for before, after in pairwise(session.turns):
+            assert before.num_prompt_tokens - 16 <= after.num_cached_tokens < after.num_prompt_tokens
 
 
 def test_a_streamed_turn_ends_when_its_session_has_lost(server):

@@ -65,6 +65,7 @@ def make_app(
         app.state.rollout_service.learning,
         metrics,
         lambda tokens: "".join(map(chr, tokens)),
+        recorder=recorder,
         alone=num_processes == 1,
     )
     app.state.rollout_service.viewers.sessions = app.state.session_service.seen

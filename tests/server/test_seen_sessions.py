@@ -9,9 +9,9 @@ import pytest
 from fastapi import FastAPI
 
 from vllm_rollout.server.sessions import seen
-from vllm_rollout.server.sessions.seen import SeenSessions
 from vllm_rollout.server.sessions.service import SessionService
 from vllm_rollout.server.watch import viewers
+from vllm_rollout.trace.session_rows import TurnRow
 
 from .conftest import make_app, serving
 from .fake_engine import FakeEngine
@@ -38,7 +38,7 @@ def clock() -> Clock:
 @pytest.fixture
 def service(app: FastAPI, clock: Clock) -> SessionService:  # noqa: F811
     service: SessionService = app.state.session_service
-    service._clock, service.seen = clock, SeenSessions(clock)
+    service._clock = clock
     return service
 
 
@@ -57,11 +57,15 @@ async def test_a_group_is_told_with_the_times_of_its_turns(service, http, clock)
     clock.now = 101.0
     turn = begin(service, winner)
     (session,) = only(service)["sessions"]
-    assert (session["id"], session["state"], session["turns"]) == (winner, "turn", [(1.0, None, None)])
+    assert (session["id"], session["state"], session["turns"]) == (winner, "turn", [TurnRow(1.0)])
     clock.now = 103.5
     service.end(turn, PROMPT, [110] * 7, finish_reason="stop")
     (session,) = only(service)["sessions"]
-    assert (session["state"], session["turns"], session["num_tokens"]) == ("between_turns", [(1.0, 3.5, 7)], 7)
+    assert (session["state"], session["turns"], session["num_tokens"]) == (
+        "between_turns",
+        [(1.0, 3.5, 7, 2, None, "first")],
+        7,
+    )
     losing = begin(service, loser)
     clock.now = 105.0
     await http.post(f"/v1/sessions/{winner}/finish", json={"reward": 0.5})
@@ -72,7 +76,9 @@ async def test_a_group_is_told_with_the_times_of_its_turns(service, http, clock)
     clock.now = 105.25
     service.end(losing, PROMPT, [110], finish_reason="abort")
     lost = only(service)["sessions"][1]
-    assert (lost["turns"], lost["ended_s"]) == ([(3.5, 5.25, 1)], 5.0), "its last turn stops a little later"
+    assert (lost["turns"], lost["ended_s"]) == ([(3.5, 5.25, 1, 2, None, "first")], 5.0), (
+        "its last turn stops a little later"
+    )
     assert service.seen.news() == ([], [])
     assert [row["id"] for row in service.seen.rows()] == [group["id"]]
 

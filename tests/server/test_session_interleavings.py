@@ -378,7 +378,8 @@ class AnyInterleaving(RuleBasedStateMachine):
         its = self.service
         still = [group for group in its._groups.values() if not group.race.is_over]
         assert its._num_open_sessions == sum(group.max_sessions for group in still) <= BOUNDS["MAX_OPEN_SESSIONS"]
-        assert its._num_held_tokens == sum(group.num_held_tokens for group in its._groups.values())
+        stopping = {known.group for known in self.known if known.group.running}
+        assert its._num_held_tokens == sum(group.num_held_tokens for group in stopping.union(its._groups.values()))
         assert its._num_ended_sessions == sum(group.max_sessions for group in its._ended.values())
         assert its._num_ended_sessions <= BOUNDS["MAX_ENDED_SESSIONS"] or len(its._ended) == 1
         assert set(its._of_session.values()) <= set(its._groups.values())

@@ -20,7 +20,7 @@ def decode(tokens: Sequence[int]) -> str:
 
 
 def turn(history: str = "first", **fields: object) -> Turn:
-    return Turn(history, 0, 0, 0, "stop", 0.0, 0.0)
+    return Turn(history, 0, 0, 0, "stop", 0.0, 0.0, 0.0)
 
 
 def conversation(

@@ -17,6 +17,8 @@ from vllm_rollout.trace.rows import RewardRow, RolloutRow
 from vllm_rollout.watching import export
 from vllm_rollout.watching.scalars import add_rewards, scalars
 
+from .session_rows import VOID, session_group
+
 RACED = {
     "id": "q",
     "lengths": [100, 200, 400, 500, 500],
@@ -150,6 +152,27 @@ def test_trackio_reads_it_back_and_writing_again_replaces_it(recording: Path, tm
     assert len(tell("get", "metric", "--run", "mine", "--metric", "loss")["values"]) == 1
 
 
+def test_groups_of_sessions_have_curves_of_their_own(tmp_path: Path) -> None:
+    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    path, out = tmp_path / "it.jsonl", tmp_path / "out"
+    late = {"name": "g1", "rewards": [{"index": 1, "reward": 0.0}]}
+    rows = [session_group("g1"), row("a", seconds=5.5), late, session_group("g2", VOID, selected=[])]
+    path.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    status, said = run(path, "--to", "tensorboard", "--out", out)
+    assert (status, "1 rollout and 2 groups of sessions written" in said) == (0, True)
+    read = accumulators.EventAccumulator(str(out / "groups_of_sessions")).Reload()
+    told = {tag: [(event.step, event.value) for event in read.Scalars(tag)] for tag in read.Tags()["scalars"]}
+    assert [told[name] for name in ("tokens/generated", "tokens/wasted", "tokens/stopped", "ends/void")] == [
+        [(0, 90), (1, 0)], [(0, 30), (1, 0)], [(0, 30), (1, 0)], [(0, 1), (1, 1)],
+    ]  # fmt: skip
+    only = {"rewards/mean": 0.5, "lengths/median": 60, "sessions/turns": 2, "sessions/seconds_between_turns": 2}
+    assert {name: told[name] for name in only} == {name: [(0, value)] for name, value in only.items()}
+    assert told["tokens/cached_share_of_prompts"] == [(0, pytest.approx(224 / 360))]
+    assert [event.wall_time for event in read.Scalars("time/seconds")] == [1009.0, 1009.0]
+    path.write_text(json.dumps(rows[0]))
+    assert "\n1 group of sessions written" in "\n" + run(path, "--to", "tensorboard", "--out", out)[1]
+
+
 def test_what_cannot_be_done_says_what_to_do(recording: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(recording, "--to", "trackio", "--out", "x")[0] == 2
     monkeypatch.setattr(export, "find_spec", lambda package: None)
@@ -157,7 +180,10 @@ def test_what_cannot_be_done_says_what_to_do(recording: Path, tmp_path: Path, mo
         assert f"pip install 'vllm-rollout[{target}]'" in run(recording, "--to", target)[1]
     monkeypatch.setattr(export, "find_spec", lambda package: package)
     (tmp_path / "prompts.jsonl").write_text('{"prompt_id": "q", "lengths": [1]}\n{broken\n')
-    for path, reason in (("prompts.jsonl", "holds no rollout; first of 1 broken rows"), ("none.jsonl", "No such file")):
+    for path, reason in (
+        ("prompts.jsonl", "holds no rollout and no sessions; first of 1 broken rows"),
+        ("none.jsonl", "No such file"),
+    ):
         status, said = run(tmp_path / path, "--to", "tensorboard", "--out", tmp_path / "out")
         assert (status, reason in said) == (1, True)
     assert not (tmp_path / "out").exists()

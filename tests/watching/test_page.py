@@ -224,7 +224,7 @@ def test_a_recording_without_times_says_why_there_is_no_timeline(browser: Any) -
 
 def session(name: str, state: str, *turns: Any, ended_s: float | None = None, **more: Any) -> dict[str, Any]:
     told = {"id": name, "state": state, "ended_by": None, "num_turns": len(turns), "reward": None, "ended_s": ended_s}
-    return {**told, "num_tokens": sum(num or 0 for *_, num in turns), "turns": turns, **more}
+    return {**told, "num_tokens": sum(turn[2] or 0 for turn in turns), "turns": turns, **more}
 
 
 def agents(name: str, *sessions: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -274,13 +274,67 @@ def test_sessions_are_rows_of_turns_without_a_rollout_too(browser: Any) -> None:
 
 
 @needs_browser
+def test_a_group_of_sessions_is_opened_with_each_of_its_turns(browser: Any) -> None:
+    turns = [(0.1, 2.0, 40, 100, 0, "first"), (4.5, 6.5, 61, 145, 98, "mended")]
+    its = session("a", "finished", *turns, ended_s=7.0, reward=1.0, ended_by="finish")
+    # Of ten turns that have ended the feed has the last two, and one runs.
+    runs = session("b", "turn", (7.0, 8.0, 9, 50, 0, "extended"), (8.5, 9.0, 5, 70, 64, "extended"), (9.5, None, None))
+    open_one = agents("open", its, {**runs, "num_turns": 10}, rank=1)
+    lost = session("c", "surplus", (0.1, 8.0, 99, 10, None, "first"), ended_s=8.0)
+    over = agents("over", CONVERSATIONS[0], lost, status="complete", seconds=8.0, selected=[0], num_to_begin=0)
+    feed = Feed([SERVER, RANKS, *(event_of("sessions", group) for group in (over, open_one))])
+    with looking(browser, feed) as page:
+        text(page, "id of open")
+        page.click("a:has-text('id of open')")
+        told = text(page, "its prompt")
+        assert page.evaluate("location.hash") == "#group/open"
+        assert "running, 2 wanted, 12 turns; 1 generates, 1 finished, 1 not begun; 12.5 s, rank 1" in told
+        assert "0 a · finished · by finish · at 7.0 s · 2 turns · 101 tokens · reward 1.000" in told
+        assert "1\t0.1\t1.9\t–\t100\t0\t40\tfirst\n2\t4.5\t2.0\t2.5\t145\t98\t61\tmended" in told
+        assert "10\t8.5\t0.5\t0.5\t70\t64\t5\textended\n11\t9.5\t–\t0.5\t–\t–\t–\t–" in told
+        assert f"{100 * 162 / 365:.1f} %\nof prompts were cached" in told
+        assert drawn(page) > 1000
+        page.focus("a:has-text('before')")
+        feed.events.append(event_of("ranks", {"at": 1013.5, "ranks": []}))
+        text(page, "13.5 s, rank 1")
+        assert page.evaluate("document.activeElement.textContent") == "before", "nothing but time has changed"
+        feed.events.append(event_of("sessions", {**open_one, "sessions": [{**its, "reward": 0.25}, runs]}))
+        text(page, "reward 0.250")
+        page.focus("a:has-text('before')")
+        page.keyboard.press("Enter")
+        told = text(page, "99\ntokens of those stopped")
+        assert "complete, 2 wanted, 3 turns; 1 finished, 1 stopped: the race was over; 8.0 s" in told
+        assert "comes back" in told.split("1 c")[0]
+        assert "comes back" not in told.split("1 c")[1]
+        assert "50.5 %\ncame back" in told
+        page.reload()
+        text(page, "99\ntokens of those stopped")
+        page.keyboard.press("2")
+        text(page, "Groups of sessions are in the views now and a group.")
+        feed.events.append(event_of("rollout", rollout("race", prompt(0))))
+        text(page, "where tokens went")  # the name of a group is that of no rollout
+    with looking(browser, Feed([SERVER, event_of("sessions", over)]), "#group") as page:
+        text(page, "id of over")
+
+
+@needs_browser
+def test_a_file_with_many_groups_of_sessions_leaves_the_last_ones(browser: Any) -> None:
+    over = [event_of("sessions", agents(f"g{i}", status="complete", seconds=1.0)) for i in range(80)]
+    with looking(browser, Feed([SERVER, event_of("sessions", agents("slow")), *over])) as page:
+        told = text(page, "id of g79")
+        assert "48 more groups are not drawn" in told
+        assert "id of slow" in told, "one that runs stays known"
+
+
+@needs_browser
 def test_what_sessions_are_called_cannot_hurt_and_many_are_bounded(browser: Any) -> None:
     names = [word[:256] for word in HOSTILE]
     groups = [
         agents(f"{i}", *(session(name, "turn", (0.1, None, None)) for name in names), id=names[i % 5])
         for i in range(20)
     ]
-    many = agents("many", *(session(f"s{i}", "turn", (0.1, None, None)) for i in range(100)))
+    hundred = (session(f"s{i}", "turn", (0.1, None, None)) for i in range(100))
+    many = {**agents("many", *hundred), "reason": "\u202e<img src=x onerror=window.hurt=1>"}
     feed = Feed([*RACE, *(event_of("sessions", group) for group in [*groups, many])])
     with looking(browser, feed) as page:
         told = text(page, "5 more groups are not drawn.")
@@ -291,6 +345,14 @@ def test_what_sessions_are_called_cannot_hurt_and_many_are_bounded(browser: Any)
         page.click("section summary >> nth=1")
         assert "<img src=x" in text(page, "evil")
         assert page.query_selector("main img") is None
+        turns = [(0.1, 1.0, 2, 3, 4, "<img src=x onerror=window.hurt=1>\u202e")] * 1000
+        shown = agents("open", *(session(name, "turn", *turns) for name in names), id=names[0], reason=names[2])
+        feed.events.append(event_of("sessions", shown))
+        page.evaluate("location.hash = '#group/open'")
+        told = text(page, "1,000\t0.1")
+        assert page.query_selector("main img") is None
+        assert not {"\x1b", "\x07", "\u202e"} & set(told)
+        assert page.evaluate("document.querySelectorAll('*').length") < 5 * 65 * 10 + 200
 
 
 @needs_browser

@@ -16,6 +16,8 @@ from tests.server.conftest import make_app, serving
 from tests.server.fake_engine import FakeEngine
 from vllm_rollout.cli import app as cli
 
+from .session_rows import LOST, VOID, session_group
+
 RACED = {"prompts": [{"id": "q", "prompt": "x"}], "group_size": 2, "redundancy": 2}
 
 
@@ -131,3 +133,57 @@ def test_what_is_neither(tmp_path: Path, text: str | None, said: str) -> None:
 def test_nobody_at_that_address() -> None:
     code, said = run("http://127.0.0.1:9")
     assert (code, "http://127.0.0.1:9" in said) == (1, True)
+
+
+def test_groups_of_sessions_are_counted_and_their_sum_has_the_time_in_which_any_ran(trace: Path) -> None:
+    pruned = {**LOST, "state": "pruned", "num_turns": 33}
+    rows = [
+        session_group("g1"),
+        session_group("g2", pruned, VOID, id="[red]\u2028\x1b[2J", status="incomplete", selected=[], began=1006.0),
+    ]
+    rows[0]["sessions"][2] = {**rows[0]["sessions"][2], "num_tokens": 5}
+    reward = {"name": "g1", "rewards": [{"index": 1, "reward": 0.5}]}
+    trace.write_text(
+        trace.read_text() + "".join(json.dumps(each, ensure_ascii=False) + "\n" for each in [*rows, reward])
+    )
+    status, said = run(trace, "--json")
+    told = json.loads(said)
+    assert (status, len(told["receipts"]), told["sum"]["num_stopped"]) == (0, 3, 1), (
+        "those of rollouts are as they were"
+    )
+    first, second = told["sessions"]
+    assert (second["id"], second["status"]) == ("[red]\u2028\x1b[2J", "incomplete")
+    assert first["receipt"] == {
+        "seconds": 9.0, "generated_tokens": 95, "returned_tokens": 60, "wasted_tokens": 35, "num_sessions": 3,
+        "num_stopped": 1, "stopped_tokens": 30, "num_void": 1, "num_turns": 3, "tool_seconds": 2.0,
+        "prompt_tokens": 360, "cached_tokens": 224,
+    }  # fmt: skip
+    assert (second["receipt"]["returned_tokens"], second["receipt"]["stopped_tokens"]) == (0, 30)
+    assert (second["receipt"]["tool_seconds"], second["receipt"]["cached_tokens"]) == (None, None), "of some turns only"
+    summed = told["sum_of_sessions"]
+    assert [summed[name] for name in ("seconds", "generated_tokens", "num_sessions", "num_turns")] == [15.0, 125, 5, 36]
+    status, said = run(trace)
+    assert (status, "\x1b" in said, "[red]\\u2028\\x1b[2J" in said) == (0, False, True)
+    assert [part in said for part in ("sum of 2", "1 complete", "is not said", "62%", "Next: ")] == [True] * 5
+
+
+def test_a_recording_of_sessions_alone_has_receipts(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(json.dumps(session_group("g1")) + "\n" + json.dumps(session_group("half"))[:-5])
+    status, said = run(path, "--json")
+    assert (status, "1 broken row was skipped" in said) == (0, True)
+    told, _ = json.JSONDecoder().raw_decode(said[said.index("{\n") :])
+    assert (told["receipts"], told["sum"], told["next"], len(told["sessions"])) == ([], None, None, 1)
+    status, said = run(path)
+    assert (status, "rollout" in said.splitlines()[0], "sum of 1" in said) == (0, False, True)
+
+
+def test_a_server_tells_of_groups_of_sessions_that_are_over() -> None:
+    with serving(make_app(FakeEngine())) as url:
+        for id in ("over", "open"):
+            assert httpx.post(f"{url}/v1/groups", json={"group_size": 1, "redundancy": 1, "id": id}).status_code == 201
+        assert "Ask for a rollout first" in run(url)[1]
+        httpx.post(f"{url}/v1/sessions/over.0/finish", json={"void": True})
+        httpx.delete(f"{url}/v1/groups/over")
+        (told,) = json.loads(run(url, "--json")[1])["sessions"]
+    assert (told["id"], told["status"], told["receipt"]["num_void"]) == ("over", "deferred", 1)

@@ -13,6 +13,8 @@ from vllm_rollout.trace.file import TraceFile, pieces
 from vllm_rollout.watching import replay
 from vllm_rollout.watching.replay import Replay
 
+from .session_rows import session_group
+
 pytestmark = pytest.mark.anyio
 PROMPT = {"id": "q", "lengths": [3, 5], "ends": ["stop", "surplus"]}
 
@@ -127,3 +129,34 @@ async def test_several_files_share_the_page(tmp_path: Path, monkeypatch: pytest.
     assert [data["rollout_id"] for _, data in await told.next()] == ["r5"]
     write(two, rollout("s5"))
     assert [data["rollout_id"] for _, data in await told.next()] == ["s5"]
+
+
+async def test_groups_of_sessions_are_told_with_rewards_that_came_later(tmp_path: Path):
+    late = {"name": "g1", "rewards": [{"index": 1, "reward": 0.5}, {"index": 3, "reward": 9.0}]}
+    lost = {"name": "unknown", "rewards": [{"index": 0, "reward": 1.0}]}
+    rows = [session_group("g1"), rollout("a"), late, lost, session_group("g2", began=1.0)]
+    path = write(tmp_path / "it.jsonl", *rows)
+    told = Told(path)
+    await told.next()
+    events = await told.next()
+    assert [(name, data.get("name")) for name, data in events] == [
+        ("rollout", None),
+        ("sessions", "g1"),
+        ("sessions", "g2"),
+    ]
+    first = events[1][1]
+    assert [session["reward"] for session in first["sessions"]] == [1.0, 0.5, None]
+    assert (first["status"], first["selected"], first["num_to_begin"]) == ("complete", [0], 0)
+    assert first["sessions"][0]["turns"][1] == [5.0, 8.0, 20, 160, 128, "extended"]
+    write(path, {**late, "name": "g2"})
+    ((name, data),) = await told.next()
+    assert (name, data["name"], data["sessions"][1]["reward"]) == ("sessions", "g2", 0.5)
+
+
+async def test_many_groups_of_sessions_take_no_place_of_rollouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(replay, "MAX_ROLLOUTS", 2)
+    rows = [rollout("a"), *(session_group(f"g{i}") for i in range(5)), '{"sessions": []}\n']
+    late = {"name": "g0", "rewards": [{"index": 0, "reward": 0.5}]}
+    told = Told(write(tmp_path / "it.jsonl", *rows, late, json.dumps(session_group("half"))[:-9]))
+    await told.next()
+    assert [data.get("name") for _, data in await told.next()] == [None, "g3", "g4"]

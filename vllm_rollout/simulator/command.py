@@ -115,13 +115,14 @@ def simulate(
     sessions: Annotated[
         str | None,
         typer.Option(
-            metavar="FIELD=VALUE,…",
+            metavar="FIELD=VALUE,…|recorded",
             help="Candidates are conversations with tools: what a candidate generates is spread over turns, and "
             "between two of them a tool runs. Fields with their defaults: turns=3 (on average, geometric), "
             "tool_seconds=0 (on average; without a profile, steps), tool_sigma=1 (how heavy the tail of tools is), "
             "tool_tokens=100 (of a tool's answer), tool_failures=0 (chance that a tool fails and its session is void: "
-            "a spare or a new one takes its place). Settings of sessions say redundancy, early_stop, group_size, and "
-            "selection first or shortest.",
+            "a spare or a new one takes its place). Of a trace with groups of sessions these are replayed, and what is "
+            "not said is learned from them; recorded: all of it. Settings of sessions say redundancy, early_stop, "
+            "group_size, and selection first or shortest.",
         ),
     ] = None,
     drafts: Annotated[

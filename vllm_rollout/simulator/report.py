@@ -191,6 +191,8 @@ def left_out(trace: Trace) -> list[str]:
         said.append(f"{trace.num_failed:,} candidates that failed are left out.")
     if trace.num_empty:
         said.append(f"{trace.num_empty:,} prompts none of whose candidates had a token are left out.")
+    if trace.others:
+        said.append(f"Left out: {trace.others}.")
     return said
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from heapq import heapify, heappop
 from random import Random
@@ -50,12 +50,16 @@ class SessionTerms:
     )
 
 
-def parse_sessions(text: str) -> SessionTerms:
-    """From "turns=4,tool_seconds=5"; what is left out has its default.
+RECORDED = "recorded"
+
+
+def parse_sessions(text: str, others: SessionTerms | None = None) -> SessionTerms:
+    """From "turns=4,tool_seconds=5", or "recorded", which says nothing; what is left out is as in `others`.
 
     Raises: ValueError with field, value and what is allowed.
     """
-    return SessionTerms(**written_fields(text, rows(SessionTerms)))
+    written = {} if text == RECORDED else written_fields(text, rows(SessionTerms))
+    return replace(others or SessionTerms(), **written)
 
 
 class Course(NamedTuple):

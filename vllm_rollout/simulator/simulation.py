@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import product
@@ -21,6 +21,7 @@ from vllm_rollout.simulator.drafts_report import gained_of
 from vllm_rollout.simulator.generate import LengthDistribution, generate, parse_distribution
 from vllm_rollout.simulator.options import Clock, FlagError, SimulateOptions, clock_of, described
 from vllm_rollout.simulator.race import Pools
+from vllm_rollout.simulator.recorded_sessions import learned_terms, read_session_groups, trace_of_sessions
 from vllm_rollout.simulator.recording import Recording
 from vllm_rollout.simulator.replay import sweep
 from vllm_rollout.simulator.rounds import picture as rounds_picture
@@ -29,10 +30,11 @@ from vllm_rollout.simulator.rounds.data import DataSet, GeneratedDataSet, RunCon
 from vllm_rollout.simulator.rounds.outcome import RoundOutcome
 from vllm_rollout.simulator.rounds.replay import sweep_rounds
 from vllm_rollout.simulator.rounds.settings import RoundSetting, default_rounds, parse_rounds, with_baselines
-from vllm_rollout.simulator.sessions import SessionTerms, parse_sessions
+from vllm_rollout.simulator.sessions import RECORDED, SessionTerms, parse_sessions
 from vllm_rollout.simulator.settings import Setting, default_sweep, parse_setting
 from vllm_rollout.trace.file import read_trace
 from vllm_rollout.trace.rows import Trace
+from vllm_rollout.trace.session_rows import SessionGroupRow
 
 PLAIN_WIDTH = 120
 """The width of output that goes to a file."""
@@ -77,9 +79,14 @@ def run(options: SimulateOptions) -> None:
     if not console.is_terminal:
         console.width = PLAIN_WIDTH
     trace = None
-    if options.trace is not None:
+    groups: list[SessionGroupRow] = []
+    if options.trace is not None and options.sessions is not None:
+        groups, num_rollouts = read_session_groups(options.trace)
+    if groups:
+        trace = trace_of_sessions(groups, options.prompts_per_step, num_rollouts)
+    elif options.trace is not None:
         trace = read_trace(options.trace, skip_broken=options.skip_broken, prompts_per_step=options.prompts_per_step)
-    job = _rounds(options, trace) if options.rounds else _rollouts(options, trace)
+    job = _rounds(options, trace) if options.rounds else _rollouts(options, trace, groups)
     subtitle = f"{job.origin}: {job.size} {described(job.clock.machine, job.clock.source)}"
     console.print(f"[bold]vllm-rollout simulate[/] {escape(subtitle)}")
     with _progress(console, job) as advance:
@@ -116,7 +123,7 @@ def _progress(console: Console, job: SimulationJob) -> Iterator[Advance]:
         yield lambda name, count: progress.update(row, advance=count, description=escape(name))
 
 
-def _rollouts(options: SimulateOptions, trace: Trace | None) -> SimulationJob:
+def _rollouts(options: SimulateOptions, trace: Trace | None, groups: Sequence[SessionGroupRow]) -> SimulationJob:
     if trace is None:
         distribution = _distribution(options)
         trace, origin = generate(distribution, options.seed), _told(distribution)
@@ -124,7 +131,7 @@ def _rollouts(options: SimulateOptions, trace: Trace | None) -> SimulationJob:
         origin = options.trace.name
     clock = clock_of(options, trace.models, trace.longest_context)
     group_size = options.group_size or trace.group_size or DEFAULT_GROUP_SIZE
-    sessions = _sessions(options)
+    sessions = _sessions(options, groups, is_ideal=clock.machine.is_ideal)
     settings = _with_drafted(options, _settings(options, trace, group_size, clock.machine.max_candidates))
     contexts = [prompt.prompt_tokens + c.num_tokens / 2 for prompt in trace.prompts for c in prompt.candidates]
     num_rollouts = len(trace.rollouts) * options.epochs
@@ -166,7 +173,7 @@ def _rollouts(options: SimulateOptions, trace: Trace | None) -> SimulationJob:
     size = f"{groups} in {rollouts}, at most {trace.max_tokens:,} tokens."
     if sessions is not None:
         unit = "steps" if clock.machine.is_ideal else "s"
-        size += f" Sessions of {sessions.turns:g} turns on average, tools of {sessions.tool_seconds:g} {unit}."
+        size += f" Sessions of {sessions.turns:.3g} turns on average, tools of {sessions.tool_seconds:.3g} {unit}."
     return SimulationJob(origin, size, clock, "rollouts", len(settings) * num_rollouts, replay)
 
 
@@ -216,10 +223,14 @@ def _distribution(options: SimulateOptions) -> LengthDistribution:
         raise FlagError(f"--generate {options.generate!r}: {error}") from error
 
 
-def _sessions(options: SimulateOptions) -> SessionTerms | None:
-    """What --sessions says. Raises: FlagError."""
+def _sessions(options: SimulateOptions, groups: Sequence[SessionGroupRow], *, is_ideal: bool) -> SessionTerms | None:
+    """What --sessions says; what it does not is learned from groups that were recorded. Raises: FlagError."""
+    if options.sessions is None:
+        return None
+    if options.sessions == RECORDED and not groups:
+        raise FlagError(f"--sessions {RECORDED}: no group of sessions was recorded. Say what they do, as in turns=4.")
     try:
-        return None if options.sessions is None else parse_sessions(options.sessions)
+        return parse_sessions(options.sessions, learned_terms(groups, in_steps=is_ideal) if groups else None)
     except ValueError as error:
         raise FlagError(f"--sessions {options.sessions!r}: {error}") from error
 

@@ -27,8 +27,13 @@ from vllm_rollout.trace.rows import (
     TracedPrompt,
     TracedRollout,
 )
+from vllm_rollout.trace.session_rows import SessionGroupRow, SessionRewardRow
 
-FORMS = 'a rollout row has "prompts", a reward row "rollout_id" and "rewards", a prompt row "prompt_id" and "lengths"'
+FORMS = (
+    'a rollout row has "prompts", a reward row "rollout_id" and "rewards", a prompt row "prompt_id" and "lengths", '
+    'a row of sessions "sessions"'
+)
+TraceRow = RolloutRow | RewardRow | PromptRow | SessionGroupRow | SessionRewardRow
 MEND_BYTES = 1 << 16
 """That are read at once to find the last row."""
 MAX_REASONS = 3
@@ -69,6 +74,7 @@ def read_trace(path: Path, *, skip_broken: bool = False, prompts_per_step: int |
         raise TraceError(f"{path}: {error}") from error
     if not trace.rollouts:
         said = f"; all {len(broken)} rows are broken, first {broken[0]}" if broken else ""
+        said += f"; it has {trace.others}" if trace.others else ""
         raise TraceError(f"{path}: holds no row that can be replayed{said}. Every line is JSON: {FORMS}.")
     return trace
 
@@ -155,7 +161,7 @@ def _mend(file: FileIO) -> None:
             _write(file, b"\n", size)
 
 
-def parse_row(line: str) -> RolloutRow | RewardRow | PromptRow:
+def parse_row(line: str) -> TraceRow:
     """Raises: ValueError with what is wrong with it."""
     try:
         fields = json.loads(line)
@@ -165,6 +171,10 @@ def parse_row(line: str) -> RolloutRow | RewardRow | PromptRow:
         raise ValueError(f"not JSON ({error.msg} at column {error.colno})") from error
     if not isinstance(fields, dict):
         raise ValueError(f"a row is a JSON object, got {fields!r:.60}")
+    if "sessions" in fields:
+        return SessionGroupRow.model_validate(fields)
+    if "name" in fields and "rewards" in fields:
+        return SessionRewardRow.model_validate(fields)
     if "prompts" in fields:
         return RolloutRow.model_validate(fields)
     if "rollout_id" in fields:
@@ -229,12 +239,17 @@ class _TraceBuilder:
     _models: dict[str, None] = field(default_factory=dict)
     _group_sizes: set[int | None] = field(default_factory=set)
     _detection_lengths: set[int | None] = field(default_factory=set)
+    _num_session_groups: int = 0
     _steps: dict[int | None, list[_OpenPrompt]] = field(default_factory=dict)
     """The prompt rows that follow each other, by their "step"."""
 
-    def add(self, row: RolloutRow | RewardRow | PromptRow) -> None:
+    def add(self, row: TraceRow) -> None:
         """Raises: ValueError for what contradicts earlier rows."""
-        if isinstance(row, RolloutRow):
+        if isinstance(row, SessionGroupRow):
+            self._num_session_groups += 1
+        elif isinstance(row, SessionRewardRow):
+            pass  # of a group that is only counted
+        elif isinstance(row, RolloutRow):
             self._add_rollout(row)
         elif isinstance(row, RewardRow):
             self._add_rewards(row)
@@ -260,6 +275,7 @@ class _TraceBuilder:
                     f'prompt {twice!r} comes twice in step {number}. Give prompt rows a "step", or cut them with '
                     "--prompts-per-step."
                 )
+        num = self._num_session_groups
         closed = [TracedRollout(tuple(prompt.close() for prompt in each.prompts), each.id) for each in rollouts]
         usable = [
             TracedRollout(tuple(prompt for prompt in each.prompts if prompt.has_tokens), each.id) for each in closed
@@ -271,6 +287,7 @@ class _TraceBuilder:
             detection_length=_only(self._detection_lengths - {None}),
             num_failed=sum((prompt.row.ends or []).count("failed") for each in rollouts for prompt in each.prompts),
             num_empty=sum(len(each.prompts) for each in closed) - sum(len(each.prompts) for each in usable),
+            others=f"{num:,} group{'s' * (num != 1)} of sessions, which --sessions recorded replays" if num else "",
             skipped=tuple(skipped),
         )
 

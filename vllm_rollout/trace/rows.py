@@ -7,6 +7,7 @@ A reward row brings rewards that came after it:
     {"rollout_id": "rollout-1", "rewards": [{"prompt_id": "q1", "index": 0, "reward": 1.0}]}
 A prompt row is shorthand; rows that follow each other are one rollout, unless they say otherwise in "step":
     {"prompt_id": "q1", "lengths": [412, 77, 1024]}
+Rows of groups of sessions are in `trace/session_rows.py`.
 """
 
 from __future__ import annotations
@@ -83,6 +84,8 @@ class Trace:
     """Candidates left out because they failed."""
     num_empty: int = 0
     """Prompts left out because no candidate had a token."""
+    others: str = ""
+    """What else its file has, and how that is replayed."""
     skipped: tuple[str, ...] = ()
     """What was wrong with each row that was skipped."""
 
@@ -121,11 +124,11 @@ Name = Annotated[StrictStr, Field(min_length=1, max_length=MAX_ROW_NAME_CHARS)]
 Key = Annotated[StrictStr, Field(max_length=HISTORY_KEY_CHARS)]
 
 
-class _Row(BaseModel):
+class Row(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class LengthsRow(_Row):
+class LengthsRow(Row):
     """What rollout rows and prompt rows say of a prompt: one entry per candidate."""
 
     lengths: Annotated[list[Length], Field(min_length=1)]
@@ -170,7 +173,7 @@ class RolloutPrompt(LengthsRow):
     reward_status: list[StrictStr | None] | None = None
 
 
-class RolloutRow(_Row):
+class RolloutRow(Row):
     rollout_id: Name
     model: StrictStr | None = None
     group_size: Annotated[StrictInt, Field(ge=1)] | None = None
@@ -193,13 +196,13 @@ class RolloutRow(_Row):
     prompts: Annotated[list[RolloutPrompt], Field(min_length=1)]
 
 
-class _Reward(_Row):
+class _Reward(Row):
     prompt_id: Name
     index: Annotated[StrictInt, Field(ge=0)]
     reward: FiniteFloat
 
 
-class RewardRow(_Row):
+class RewardRow(Row):
     rollout_id: Name
     rewards: list[_Reward]
 

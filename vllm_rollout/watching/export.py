@@ -19,9 +19,10 @@ import numpy as np
 import rich.progress
 from rich.console import Console
 
-from vllm_rollout.trace.file import parse_row, pieces, reason_of
-from vllm_rollout.trace.rows import PromptRow, RewardRow, RolloutRow
-from vllm_rollout.watching.scalars import add_rewards, known_lengths, scalars
+from vllm_rollout.trace.file import TraceRow, parse_row, pieces, reason_of
+from vllm_rollout.trace.rows import RewardRow, RolloutRow
+from vllm_rollout.trace.session_rows import SessionGroupRow, SessionRewardRow, add_session_rewards
+from vllm_rollout.watching.scalars import add_rewards, known_lengths, scalars, session_scalars
 
 NUM_BINS = 30
 OURS = ".vllm_rollout"
@@ -29,10 +30,12 @@ OURS = ".vllm_rollout"
 CONFIG = {"written_by": "vllm-rollout export"}
 """Of our runs in trackio, by which they are known again."""
 HISTOGRAM = "lengths"
+SESSIONS = "groups of sessions"
+"""The run of their curves: a point per group."""
 
 
 class Point(NamedTuple):
-    """One rollout."""
+    """One rollout, or one group of sessions."""
 
     at: float
     """Unix seconds: its end."""
@@ -45,7 +48,7 @@ class Point(NamedTuple):
 class Curves:
     by_run: dict[str, dict[int, Point]] = field(default_factory=lambda: defaultdict(dict))
     """Per run of rounds, or simulated setting, "" for other rollouts: a point per round number, else per number in
-    the file. A round that was interrupted and run again has its last one."""
+    the file. A round that was interrupted and run again has its last one. SESSIONS: a point per group."""
     broken: list[str] = field(default_factory=list)
     """What is wrong with each row that was left out."""
 
@@ -58,10 +61,12 @@ def check_installed(package: str) -> None:
 
 def read_curves(path: Path, threshold: float) -> Curves:
     """Raises: ValueError when nothing is left to draw; OSError."""
-    curves, posted, now = Curves(), defaultdict(list), time.time()
+    curves, posted, of_sessions, now = Curves(), defaultdict(list), defaultdict(list), time.time()
     for row in _rows(path, "Reading rewards", []):
         if isinstance(row, RewardRow):
             posted[row.rollout_id].append(row)
+        elif isinstance(row, SessionRewardRow):
+            of_sessions[row.name].append(row)
     for row in _rows(path, "Reading rollouts", curves.broken):
         if isinstance(row, RolloutRow):
             points = curves.by_run[row.run or row.setting or ""]
@@ -72,13 +77,16 @@ def read_curves(path: Path, threshold: float) -> Curves:
                 scalars(row, threshold),
                 np.histogram(lengths, bins=NUM_BINS) if lengths else None,
             )
+        elif isinstance(row, SessionGroupRow):
+            points, row = curves.by_run[SESSIONS], add_session_rewards(row, of_sessions.get(row.name, ()))
+            points[len(points)] = Point(row.began + (row.seconds or 0.0), session_scalars(row, threshold), None)
     if not curves.by_run:
         why = f"; first of {len(curves.broken)} broken rows: {curves.broken[0]}" if curves.broken else ""
-        raise ValueError(f"{path}: holds no rollout{why}. Name what `--rollout-record` wrote.")
+        raise ValueError(f"{path}: holds no rollout and no sessions{why}. Name what `--rollout-record` wrote.")
     return curves
 
 
-def _rows(path: Path, doing: str, broken: list[str]) -> Iterator[RolloutRow | RewardRow | PromptRow]:
+def _rows(path: Path, doing: str, broken: list[str]) -> Iterator[TraceRow]:
     console = Console(stderr=True)
     quiet = not console.is_terminal
     for piece in pieces(path):

@@ -36,7 +36,7 @@ def export(
     it again when the file has grown: it replaces what it wrote before.
     """
     from vllm_rollout.trace.file import told_reasons
-    from vllm_rollout.watching.export import check_installed, read_curves, to_tensorboard, to_trackio
+    from vllm_rollout.watching.export import SESSIONS, check_installed, read_curves, to_tensorboard, to_trackio
 
     is_trackio = to is Target.trackio
     if (unused := "--out" if is_trackio and out else "--project" if project and not is_trackio else None) is not None:
@@ -56,5 +56,8 @@ def export(
         sys.exit(130)
     if curves.broken:
         print(f"vllm-rollout export: {told_reasons(tuple(curves.broken))}.", file=sys.stderr)
-    num = sum(map(len, curves.by_run.values()))
-    print(f"{num} rollout{'s' * (num != 1)} written. Look at them with: {look}")
+    num_groups = len(curves.by_run.get(SESSIONS, ()))
+    num = sum(map(len, curves.by_run.values())) - num_groups
+    told = [f"{num} rollout{'s' * (num != 1)}"] if num or not num_groups else []
+    told += [f"{num_groups} group{'s' * (num_groups != 1)} of sessions"] if num_groups else []
+    print(f"{' and '.join(told)} written. Look at them with: {look}")

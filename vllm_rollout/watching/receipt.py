@@ -27,8 +27,10 @@ from vllm_rollout.simulator.options import SimulateOptions, clock_of
 from vllm_rollout.simulator.race import Pools
 from vllm_rollout.simulator.replay import sweep
 from vllm_rollout.simulator.settings import Setting, default_sweep
-from vllm_rollout.trace.file import parse_row, pieces, read_trace, told_reasons
+from vllm_rollout.trace.file import parse_row, pieces, read_trace, reason_of, told_reasons
 from vllm_rollout.trace.rows import RolloutPrompt, RolloutRow, Trace
+from vllm_rollout.trace.session_rows import SessionGroupRow
+from vllm_rollout.watching.session_receipt import receipt_of_sessions, table_of_sessions
 from vllm_rollout.watching.top import feed
 
 MAX_REPLAYED = 8
@@ -42,6 +44,7 @@ COLUMNS = (
     *("seconds", "waiting", "saved", "tokens", "returned", "wasted", "resumed", "stopped", "saved\ntokens", "error"),
     "bubble",
 )
+NOT_SAID = "What stopped sessions would still have taken is not said: it is a matter of their tools."
 
 _WRITTEN = TypeAdapter(Receipt)
 
@@ -74,23 +77,33 @@ def show(source: str, profile: Path | None, api_key: str | None, *, as_json: boo
     """Raises: ValueError, OSError and RolloutError with what to do."""
     following: Next | str | None = None
     if source.startswith(("http://", "https://")):
-        receipts = list(_of_server(source, api_key))
+        receipts, groups = _of_server(source, api_key)
     else:
-        receipts, trace = _of_file(Path(source))
+        receipts, groups, trace, skipped = _of_file(Path(source))
         if trace is not None:
             with Console(stderr=True).status("Replaying the trace with other settings"):
                 following = next_setting(trace, SimulateOptions(Path(source), profile=profile), _sum(receipts).seconds)
-            if trace.skipped:
-                print(f"vllm-rollout receipt: {told_reasons(trace.skipped)}.", file=sys.stderr)
+        if skipped:
+            print(f"vllm-rollout receipt: {told_reasons(skipped)}.", file=sys.stderr)
     if as_json:
         told = [{**each._asdict(), "receipt": asdict(each.receipt)} for each in receipts]
         found = following._asdict() if isinstance(following, Next) else None
-        print(json.dumps({"source": source, "receipts": told, "sum": asdict(_sum(receipts)), "next": found}, indent=1))
+        of_rollouts = {"receipts": told, "sum": asdict(_sum(receipts)) if receipts else None, "next": found}
+        named = [{"id": group.id, "status": group.status, "reason": group.reason} for group in groups]
+        each = [
+            {**its, "receipt": asdict(receipt_of_sessions([group]))} for its, group in zip(named, groups, strict=True)
+        ]
+        summed = asdict(receipt_of_sessions(groups)) if groups else None
+        print(json.dumps({"source": source, **of_rollouts, "sessions": each, "sum_of_sessions": summed}, indent=1))
         return
     console = Console()
     if not console.is_terminal:
         console.width = PLAIN_WIDTH
-    console.print(_table(receipts))
+    if receipts:
+        console.print(_table(receipts))
+    if groups:
+        console.print(table_of_sessions(groups))
+        console.print(NOT_SAID)
     if following is not None:
         console.print(f"[bold]Next:[/] {escape(following if isinstance(following, str) else following.text)}")
 
@@ -99,24 +112,29 @@ def _sum(receipts: Sequence[Told]) -> Receipt:
     return reduce(add, (told.in_sum for told in receipts))
 
 
-def _of_server(url: str, api_key: str | None) -> Iterator[Told]:
-    """Of those it remembers; a rollout that runs has none yet."""
-    found = False
+def _of_server(url: str, api_key: str | None) -> tuple[list[Told], list[SessionGroupRow]]:
+    """Of those it remembers; what runs has none yet."""
+    found, groups = [], []
     for name, row in feed(url, api_key):
         if name == "rollout" and row.get("receipt"):
-            found = True
-            yield Told(row["rollout_id"], _WRITTEN.validate_python(row["receipt"]), *_where(row))
+            found.append(Told(row["rollout_id"], _WRITTEN.validate_python(row["receipt"]), *_where(row)))
+        elif name == "sessions" and row["status"] != "running":
+            groups.append(SessionGroupRow.model_validate(row))
         elif name == "ranks":  # all that was there before has been told
             break
-    if not found:
+    if not found and not groups:
         raise ValueError(
             f"{url} has no receipts: none of its last rollouts is over, or its vllm_rollout is older than receipts. "
             "Ask for a rollout first."
         )
+    return found, groups
 
 
-def _of_file(path: Path) -> tuple[list[Told], Trace | None]:
-    """Raises: ValueError for what is neither a trace nor an answer; OSError."""
+def _of_file(path: Path) -> tuple[list[Told], list[SessionGroupRow], Trace | None, tuple[str, ...]]:
+    """Receipts, groups of sessions, the trace if it has rollouts, and what was skipped of it.
+
+    Raises: ValueError for what is neither a trace nor an answer; OSError.
+    """
     try:
         text = path.read_text(encoding="utf-8", errors="surrogateescape")
     except OSError as error:
@@ -124,19 +142,28 @@ def _of_file(path: Path) -> tuple[list[Told], Trace | None]:
             f"{path}: {error.strerror}. Name what `--rollout-record` wrote, a saved answer, or a server's URL (http://…)."
         ) from error
     if (answer := _answer(path, text)) is not None:
-        return [answer], None
-    trace = read_trace(path, skip_broken=True)
-    rows = []
+        return [answer], [], None, ()
+    rows: list[RolloutRow] = []
+    groups: list[SessionGroupRow] = []
+    broken: list[str] = []
     for piece in pieces(path):
-        for line in filter(str.strip, piece.read_text(encoding="utf-8", errors="surrogateescape").splitlines()):
+        lines = piece.read_text(encoding="utf-8", errors="surrogateescape").split("\n")
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
             try:
                 row = parse_row(line)
-            except ValueError:
-                continue  # the reader has told of it
+            except ValueError as error:
+                broken.append(f"{piece}:{number}: {reason_of(error)}")
+                continue
             rows += [row] if isinstance(row, RolloutRow) else []
+            groups += [row] if isinstance(row, SessionGroupRow) else []
+    if groups and not rows:
+        return [], groups, None, tuple(broken)
+    trace = read_trace(path, skip_broken=True)
     if not rows:
         raise ValueError(f"{path}: holds no rollout, only single prompts. Name what `--rollout-record` wrote.")
-    return [told_of(row) for row in rows], trace
+    return [told_of(row) for row in rows], groups, trace, trace.skipped
 
 
 def _answer(path: Path, text: str) -> Told | None:

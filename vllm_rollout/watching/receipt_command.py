@@ -48,6 +48,8 @@ def receipt(
     same prediction where the remainder did run: in audit groups, and in rollouts that stop nobody. -10 % means that
     a tenth too few were predicted. A dash means that nobody can tell.
 
+    **Groups of sessions** (docs/agents.md) have a table of their own, of what is counted.
+
     **The sum** takes off what long rounds took: waiting for all in the short rounds would have left them nothing to do.
 
     **Next**, of a trace: the one setting that `vllm-rollout simulate` expects to save most. docs/receipts.md says how

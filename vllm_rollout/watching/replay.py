@@ -19,9 +19,10 @@ from vllm_rollout.server.serialised import EventStream
 from vllm_rollout.server.watch.events import COMMENT, event_of
 from vllm_rollout.trace.file import parse_row, pieces
 from vllm_rollout.trace.rows import LengthsRow, PromptRow, RewardRow, RolloutRow
+from vllm_rollout.trace.session_rows import SessionGroupRow, SessionRewardRow, add_session_rewards
 
 MAX_ROLLOUTS = 64
-"""The last ones that are told, of all files together."""
+"""The last ones that are told, of all files together; of groups of sessions as many."""
 POLL_S, QUIET_S = 0.5, 15.0
 
 
@@ -103,22 +104,26 @@ class Rows:
         self.num_broken = 0
         self._part = b""
         """Of a line that is being written."""
+        self._groups: OrderedDict[str, SessionGroupRow] = OrderedDict()
+        """Of sessions, by name."""
         self._num_steps = 0
         self._step: tuple[str, int | None, list[PromptRow]] | None = None
         """Prompt rows that follow each other are one rollout: its name, what they say of it, and they."""
 
     def newest(self, files: Iterable[BinaryIO], num_rollouts: int) -> list[bytes]:
-        """Of the last rollouts that are there."""
-        by_rollout: OrderedDict[str, dict[str, bytes]] = OrderedDict()
-        for number, (rollout_id, event) in enumerate(chain.from_iterable(map(self.read, files))):
-            told = by_rollout.setdefault(rollout_id, {})
-            told["rollout" if event.startswith(b"event: rollout") else str(number)] = event
-            if len(by_rollout) > num_rollouts:
-                by_rollout.popitem(last=False)
-        return [event for told in by_rollout.values() for event in told.values()]
+        """Of the last rollouts that are there, and of as many groups of sessions."""
+        rollouts: OrderedDict[str, dict[str, bytes]] = OrderedDict()
+        groups: OrderedDict[str, dict[str, bytes]] = OrderedDict()
+        for number, (id, event) in enumerate(chain.from_iterable(map(self.read, files))):
+            known = groups if event.startswith(b"event: sessions") else rollouts
+            told = known.setdefault(id, {})
+            told[str(number) if event.startswith(b"event: rewards") else "row"] = event
+            if len(known) > num_rollouts:
+                known.popitem(last=False)
+        return [event for known in (rollouts, groups) for told in known.values() for event in told.values()]
 
     def read(self, file: BinaryIO) -> Iterator[tuple[str, bytes]]:
-        """(rollout id, event) of each whole row that has come."""
+        """(id of a rollout or name of a group of sessions, event) of each whole row that has come."""
         for line in file:
             self._part += line
             if not self._part.endswith(b"\n"):
@@ -139,6 +144,18 @@ class Rows:
                 yield row.rollout_id, event_of("rollout", _told(row.model_dump(exclude={"prompts"}), row.prompts))
             elif isinstance(row, RewardRow):
                 yield row.rollout_id, event_of("rewards", row)
+            elif (group := self._session_group(row)) is not None:
+                yield group.name, event_of("sessions", group)
+
+    def _session_group(self, row: SessionGroupRow | SessionRewardRow) -> SessionGroupRow | None:
+        """With rewards that came after it; None: these are of one that is forgotten."""
+        if isinstance(row, SessionRewardRow):
+            group = self._groups.get(row.name)
+            return group and add_session_rewards(group, [row])
+        self._groups[row.name] = row
+        if len(self._groups) > MAX_ROLLOUTS:
+            self._groups.popitem(last=False)
+        return row
 
     def _prompt(self, row: PromptRow) -> tuple[str, bytes]:
         """A rollout that has one more prompt."""

@@ -1,4 +1,7 @@
-"""One rollout of a recording -> the numbers that curves are drawn of. Invariant: what nobody knows has no number."""
+"""A rollout, or a group of sessions, of a recording -> the numbers that curves are drawn of.
+
+Invariant: what nobody knows has no number.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,12 @@ from typing import get_args
 from vllm_rollout.config import REWARD_THRESHOLD
 from vllm_rollout.group.rewards.estimates import summarize
 from vllm_rollout.trace.rows import End, RewardRow, RolloutRow
+from vllm_rollout.trace.session_rows import STOPPED_STATES, SessionGroupRow
 from vllm_rollout.watching.receipt import told_of
+from vllm_rollout.watching.session_receipt import receipt_of_sessions
 
 TOKENS = ("generated", "returned", "wasted", "resumed", "stopped", "saved")
+ENDED_STATES = ("finished", "truncated", "void", *STOPPED_STATES)
 SECONDS = ("waiting_seconds", "saved_seconds")
 
 
@@ -33,23 +39,55 @@ def _scalars(row: RolloutRow, threshold: float) -> Iterator[tuple[str, float]]:
     told = {"time/seconds": seconds, **timed, "time/bubble": receipt.bubble, **counted}
     told["tokens/saved_error"] = receipt.saved_tokens_error
     yield from ((name, value) for name, value in told.items() if value is not None)
-    if lengths := sorted(known_lengths(row)):
-        yield "lengths/median", median(lengths)
-        yield "lengths/p99", lengths[math.ceil(0.99 * len(lengths)) - 1]
-        yield "lengths/max", lengths[-1]
-    groups = [[reward for reward in prompt.rewards or () if reward is not None] for prompt in row.prompts]
-    if rewards := [reward for group in groups for reward in group]:
-        yield "rewards/mean", math.fsum(rewards) / len(rewards)
-        yield "rewards/std", pstdev(rewards)
-        yield "rewards/success", sum(reward > threshold for reward in rewards) / len(rewards)
-        graded = [summarize(group).teaches for group in groups if group]
-        yield "rewards/groups_that_teach", sum(graded) / len(graded)
+    yield from _of_lengths(known_lengths(row))
+    yield from _of_rewards([prompt.rewards or () for prompt in row.prompts], threshold)
     ends = Counter(end for prompt in row.prompts for end in _ends(prompt.ends, prompt.lengths))
     yield from ((f"ends/{end}", ends[end]) for end in get_args(End))
     yield "ends/num_stopped", receipt.num_stopped
     yield "groups/moves", sum(len(prompt.moves or (0,)) - 1 for prompt in row.prompts)
     statuses = Counter(prompt.status for prompt in row.prompts if prompt.status is not None)
     yield from ((f"groups/{status}", number) for status, number in statuses.items())
+
+
+def session_scalars(row: SessionGroupRow, threshold: float = REWARD_THRESHOLD) -> dict[str, float]:
+    """Likewise, of a group of sessions: lengths are all tokens of a session that nobody stopped."""
+    return dict(_session_scalars(row, threshold))
+
+
+def _session_scalars(row: SessionGroupRow, threshold: float) -> Iterator[tuple[str, float]]:
+    receipt = receipt_of_sessions([row])
+    yield "time/seconds", receipt.seconds
+    yield from ((f"tokens/{name}", getattr(receipt, f"{name}_tokens")) for name in ("generated", "returned", "wasted"))
+    yield "tokens/stopped", receipt.stopped_tokens
+    if receipt.cached_tokens is not None and receipt.prompt_tokens:
+        yield "tokens/cached_share_of_prompts", receipt.cached_tokens / receipt.prompt_tokens
+    ended = [session for session in row.sessions if session.state in ("finished", "truncated")]
+    yield from _of_lengths(session.num_tokens for session in ended)
+    if ended:
+        yield "sessions/turns", sum(session.num_turns for session in ended) / len(ended)
+    if gaps := [gap for session in row.sessions for gap in session.gaps_s]:
+        yield "sessions/seconds_between_turns", math.fsum(gaps) / len(gaps)
+    yield from _of_rewards([[session.reward for session in row.sessions]], threshold)
+    ends = Counter(session.state for session in row.sessions)
+    yield from ((f"ends/{state}", ends[state]) for state in ENDED_STATES)
+    yield "ends/num_stopped", receipt.num_stopped
+
+
+def _of_lengths(known: Iterable[int]) -> Iterator[tuple[str, float]]:
+    if lengths := sorted(known):
+        yield "lengths/median", median(lengths)
+        yield "lengths/p99", lengths[math.ceil(0.99 * len(lengths)) - 1]
+        yield "lengths/max", lengths[-1]
+
+
+def _of_rewards(by_group: Sequence[Sequence[float | None]], threshold: float) -> Iterator[tuple[str, float]]:
+    groups = [[reward for reward in group if reward is not None] for group in by_group]
+    if rewards := [reward for group in groups for reward in group]:
+        yield "rewards/mean", math.fsum(rewards) / len(rewards)
+        yield "rewards/std", pstdev(rewards)
+        yield "rewards/success", sum(reward > threshold for reward in rewards) / len(rewards)
+        graded = [summarize(group).teaches for group in groups if group]
+        yield "rewards/groups_that_teach", sum(graded) / len(graded)
 
 
 def known_lengths(row: RolloutRow) -> Iterator[int]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 import uuid
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -83,6 +84,8 @@ class OpenTurn:
     """Among the turns of its session, from 1."""
     index: int = -1
     """By which the engine knows it, among the turns of the group; from its beginning on."""
+    num_cached_tokens: int | None = None
+    """Of its prompt, whose KV was there; None: not known yet."""
 
     @property
     def engine_id(self) -> str:
@@ -100,6 +103,10 @@ class OpenGroup:
     began_s: float
     max_sessions: int
     """That it may ever have."""
+    began: float = field(default_factory=time.time)
+    """Unix seconds."""
+    rank: int | None = None
+    """Of its last turn."""
     model: str | None = None
     """That its first turn asked for."""
     declared: list[str] | None = None
@@ -121,8 +128,8 @@ class OpenGroup:
     """That it took; None while it runs."""
     is_counted: bool = False
     """It is over, and nothing of it runs any more."""
-    _told: set[str] = field(default_factory=set)
-    """Sessions whose end was told."""
+    ended_s: dict[str, float] = field(default_factory=dict)
+    """When the end of each session was told, in seconds since it began."""
     _readers: list[asyncio.Queue[Event | None]] = field(default_factory=list)
 
     @property
@@ -157,11 +164,15 @@ class OpenGroup:
         self.declared += ids
         return ids
 
-    def tell_ends(self) -> None:
+    def since(self, now_s: float) -> float:
+        """It began, to the millisecond."""
+        return round(now_s - self.began_s, 3)
+
+    def tell_ends(self, now_s: float) -> None:
         """Of the sessions that have ended since the last time."""
         for session in self.race.sessions.values():
-            if not session.is_open and session.id not in self._told:
-                self._told.add(session.id)
+            if not session.is_open and session.id not in self.ended_s:
+                self.ended_s[session.id] = self.since(now_s)
                 self._tell(self._end_of(session))
 
     def tell_wanted(self, ids: Iterable[str]) -> None:
@@ -186,7 +197,7 @@ class OpenGroup:
                 retry_after_s=1,
             )
         queue: asyncio.Queue[Event | None] = asyncio.Queue(MAX_EVENTS)
-        told = [self._end_of(session) for session in self.race.sessions.values() if session.id in self._told]
+        told = [self._end_of(session) for session in self.race.sessions.values() if session.id in self.ended_s]
         told += map(self._wanted, self.to_begin)
         over = None if self.seconds is None else self._over_event
         self._readers.append(queue)

@@ -1,18 +1,20 @@
-"""What viewers are told of groups of sessions: turns over time, and how each session ended. It knows of no viewer.
+"""What viewers and files are told of groups of sessions: turns over time, and how each session ended.
 
-Invariants: what is held is bounded, whatever harnesses do; groups that run are the last ones to be forgotten.
+Invariants: what is held for viewers is bounded, whatever harnesses do; groups that run are the last ones to be
+forgotten.
 """
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm_rollout.group.racing.sessions import Session
-from vllm_rollout.server.sessions.groups import OpenGroup, OpenTurn
+from vllm_rollout.server.sessions.groups import OpenGroup
+from vllm_rollout.server.sessions.trajectory import Turn
+from vllm_rollout.trace.session_rows import SessionGroupRow, TurnRow
 
 MAX_SEEN_GROUPS, MAX_SEEN_SESSIONS = 64, 2048
 """That are told, with the sessions that their groups might have in all."""
@@ -20,59 +22,76 @@ MAX_SEEN_TURNS = 32
 """The last ones of each session."""
 
 
-class SeenTurn(NamedTuple):
-    """A turn that has ended. Seconds are those since its group began."""
+def recorded(group: OpenGroup) -> SessionGroupRow:
+    """The row of a group that is over, with all turns of its sessions."""
+    turns = {id: [_turn(group, turn) for turn in each.turns] for id, each in group.conversations.items()}
+    return SessionGroupRow.model_validate(_row(group, turns))
 
-    began_s: float
-    ended_s: float
-    num_tokens: int
+
+def _row(group: OpenGroup, turns: Mapping[str, Sequence[TurnRow]]) -> dict[str, Any]:
+    """The fields of a SessionGroupRow. `turns`: that have ended, by session."""
+    terms, limits = group.terms, group.terms.limits
+    result = group.race.result if group.race.is_over else None
+    return {
+        "name": group.engine_id,
+        "id": group.id,
+        "model": group.model,
+        "rank": group.rank,
+        "group_size": terms.group_size,
+        "num_candidates": terms.num_candidates,
+        "max_sessions": group.max_sessions,
+        "max_turns": limits.max_turns,
+        "max_tokens": limits.max_tokens,
+        "early_stop": terms.early_stop,
+        "selection": terms.selection,
+        "until": terms.until,
+        "detection_length": None if terms.pruning is None else terms.pruning.detection_length,
+        "pruning_turn": None if terms.pruning is None else terms.pruning_turn,
+        "audit": terms.is_audit,
+        "began": group.began,
+        "seconds": group.seconds,
+        "status": group.status,
+        "reason": None if result is None else result.reason,
+        "num_to_begin": 0 if result is not None else max(0, group.race.num_to_enter),
+        "sessions": [_session(group, each, turns.get(each.id, ())) for each in group.race.sessions.values()],
+        "selected": [] if result is None else list(result.selected),
+    }
+
+
+def _session(group: OpenGroup, session: Session, ended: Sequence[TurnRow]) -> dict[str, Any]:
+    turns = list(ended)
+    if (running := group.running.get(session.id)) is not None:
+        turns.append(TurnRow(group.since(running.began_s)))
+    return {**group.told(session), "turns": turns, "ended_s": group.ended_s.get(session.id)}
+
+
+def _turn(group: OpenGroup, turn: Turn) -> TurnRow:
+    return TurnRow(
+        group.since(turn.began_s),
+        group.since(turn.began_s + turn.seconds),
+        turn.num_tokens,
+        turn.num_prompt_tokens,
+        turn.num_cached_tokens,
+        turn.history,
+    )
 
 
 @dataclass(slots=True)
 class SeenGroup:
-    """What its clients are not told: when what was."""
+    """One of which viewers are told."""
 
     group: OpenGroup
-    began: float
-    """Unix seconds."""
-    turns: dict[str, deque[SeenTurn]] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=MAX_SEEN_TURNS)))
-    """By session."""
-    ended_s: dict[str, float] = field(default_factory=dict)
-    """Likewise, of those that have ended."""
+    turns: dict[str, deque[TurnRow]] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=MAX_SEEN_TURNS)))
+    """By session: those that have ended."""
 
     def row(self) -> dict[str, Any]:
-        group = self.group
-        result = group.race.result if group.race.is_over else None
-        return {
-            "name": group.engine_id,
-            "id": group.id,
-            "status": group.status,
-            "reason": None if result is None else result.reason,
-            "group_size": group.terms.group_size,
-            "began": self.began,
-            "seconds": group.seconds,
-            "num_to_begin": 0 if result is not None else max(0, group.race.num_to_enter),
-            "sessions": [self._session(session) for session in group.race.sessions.values()],
-            "selected": [] if result is None else list(result.selected),
-        }
-
-    def _session(self, session: Session) -> dict[str, Any]:
-        running = self.group.running.get(session.id)
-        turns: list[tuple[float, float | None, int | None]] = list(self.turns.get(session.id, ()))
-        if running is not None:
-            turns.append((self.since(running.began_s), None, None))
-        return {**self.group.told(session), "turns": turns, "ended_s": self.ended_s.get(session.id)}
-
-    def since(self, now_s: float) -> float:
-        """To the millisecond."""
-        return round(now_s - self.group.began_s, 3)
+        return _row(self.group, self.turns)
 
 
 class SeenSessions:
     """The groups that began last."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._seen: OrderedDict[str, SeenGroup] = OrderedDict()
         """By the engine's name of the group: clients may give two the same id."""
         self._num_sessions = 0
@@ -83,7 +102,7 @@ class SeenSessions:
         """Likewise, forgotten."""
 
     def begun(self, group: OpenGroup) -> None:
-        self._seen[group.engine_id] = SeenGroup(group, time.time())
+        self._seen[group.engine_id] = SeenGroup(group)
         self._num_sessions += group.max_sessions
         self._changed.add(group.engine_id)
         while len(self._seen) > MAX_SEEN_GROUPS or (self._num_sessions > MAX_SEEN_SESSIONS and len(self._seen) > 1):
@@ -91,27 +110,17 @@ class SeenSessions:
             self._forget(next(over, next(iter(self._seen))))
 
     def changed(self, group: OpenGroup) -> None:
-        """Something of it has: a turn begins, or is left."""
+        """Something of it has: a turn begins, or is left; sessions have ended."""
         if group.engine_id in self._seen:
             self._changed.add(group.engine_id)
 
-    def turn_over(self, turn: OpenTurn, num_tokens: int) -> None:
-        if (seen := self._seen.get(turn.group.engine_id)) is not None:
-            ended_s = seen.since(self._clock())
-            seen.turns[turn.session.id].append(SeenTurn(seen.since(turn.began_s), ended_s, num_tokens))
-            self.changed(turn.group)
-
-    def settled(self, group: OpenGroup) -> None:
-        """It was decided which of its sessions have ended."""
+    def turn_over(self, group: OpenGroup, session: Session, turn: Turn) -> None:
         if (seen := self._seen.get(group.engine_id)) is not None:
-            now_s = seen.since(self._clock())
-            for session in group.race.sessions.values():
-                if not session.is_open:
-                    seen.ended_s.setdefault(session.id, now_s)
+            seen.turns[session.id].append(_turn(group, turn))
             self.changed(group)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Of all that are known."""
+        """Of all that are known: fields of a SessionGroupRow."""
         return [seen.row() for seen in self._seen.values()]
 
     def news(self) -> tuple[list[dict[str, Any]], list[str]]:

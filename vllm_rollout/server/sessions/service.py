@@ -33,6 +33,7 @@ from vllm_rollout.server.grading.service import GradingService
 from vllm_rollout.server.learning.body import RewardEntry, RewardsRequest
 from vllm_rollout.server.learning.service import LearningService
 from vllm_rollout.server.metrics import Metrics
+from vllm_rollout.server.recorder import TraceRecorder
 from vllm_rollout.server.sessions.body import (
     FinishAnswer,
     FinishRequest,
@@ -65,6 +66,7 @@ class SessionService:
         metrics: Metrics,
         decode: Decode,
         *,
+        recorder: TraceRecorder | None = None,
         audit_ratio: float = 0.0,
         alone: bool = True,
         clock: Callable[[], float] = time.monotonic,
@@ -74,12 +76,13 @@ class SessionService:
         self._stop_turns = stop_turns
         self._grading = grading
         self._learning = learning
+        self._recorder = recorder
         self._audit_ratio = audit_ratio
         self._metrics = metrics
         self._decode = decode
         self._alone = alone
         self._clock = clock
-        self.seen = SeenSessions(clock)
+        self.seen = SeenSessions()
         self._groups: dict[Key, OpenGroup] = {}
         self._of_session: dict[Key, OpenGroup] = {}
         self._ended: OrderedDict[Key, OpenGroup] = OrderedDict()
@@ -216,16 +219,22 @@ class SessionService:
             session, len(token_ids), now_s, cut=finish_reason == "length", last=turn.is_last, pruned=pruned
         )
         self._metrics.turn_over()
-        self.seen.turn_over(turn, len(token_ids))
-        conversation = group.conversations.get(session.id)
-        if conversation is not None:  # else its group was cancelled
-            before = conversation.num_held_tokens
-            history = turn.continuation.history
-            segment = len(conversation.segments) - (history in ("extended", "mended"))
-            seconds = now_s - turn.began_s
-            told = Turn(history, segment, len(prompt), len(token_ids), finish_reason, turn.waited_s, seconds)
-            conversation.add(told, prompt, token_ids, logprobs, text)
-            self._hold(conversation.num_held_tokens - before)
+        conversation = group.conversations[session.id]
+        before = conversation.num_held_tokens
+        told = Turn(
+            history=turn.continuation.history,
+            segment=len(conversation.segments) - (turn.continuation.history in ("extended", "mended")),
+            num_prompt_tokens=len(prompt),
+            num_tokens=len(token_ids),
+            finish_reason=finish_reason,
+            waited_s=turn.waited_s,
+            seconds=now_s - turn.began_s,
+            began_s=turn.began_s,
+            num_cached_tokens=turn.num_cached_tokens,
+        )
+        conversation.add(told, prompt, token_ids, logprobs, text)
+        self._hold(conversation.num_held_tokens - before)
+        self.seen.turn_over(group, session, told)
         self._settle(group)
         self._account(group)
 
@@ -257,6 +266,8 @@ class SessionService:
         except SessionRefused as refusal:
             raise _conflict(str(refusal)) from refusal
         num_wanted = self._settle(group)
+        if self._recorder is not None and group.is_counted:
+            self._recorder.session_rewarded(group, session)
         await self._learn(group, session)
         return FinishAnswer(
             **group.told(session),
@@ -275,10 +286,10 @@ class SessionService:
         group = self._group(group_id)
         if not group.race.is_over:
             settled = group.race.cancel()
-            group.tell_ends()
+            group.tell_ends(self._clock())
             self._stop_turns_of(group, settled.lost)
             self._over(group)
-            self.seen.settled(group)
+            self.seen.changed(group)
         self._forget(group)
 
     def read(self, session_id: str) -> TrajectoryAnswer:
@@ -294,13 +305,13 @@ class SessionService:
     def _settle(self, group: OpenGroup) -> int:
         """Decide, tell, stop. Returns how many sessions are wanted."""
         settled = group.race.settle()
-        group.tell_ends()
+        group.tell_ends(self._clock())
         self._stop_turns_of(group, settled.lost)
         if settled.num_wanted and group.declared is not None:
             group.tell_wanted(self._declare(group, settled.num_wanted))
         if group.race.is_over and group.seconds is None:
             self._over(group)
-        self.seen.settled(group)
+        self.seen.changed(group)
         return settled.num_wanted
 
     def _stop_turns_of(self, group: OpenGroup, lost: Iterable[Session]) -> None:
@@ -337,8 +348,11 @@ class SessionService:
             return
         group.is_counted = True
         self._metrics.group_over(group.race.result, group.seconds)
+        if self._recorder is not None:
+            self._recorder.sessions_over(group)
         if self._groups.get(group.key) is not group:
-            return  # it was cancelled
+            self._let_go(group)  # it was cancelled
+            return
         self._ended[group.key] = group
         self._holding[group.key] = group
         self._num_ended_sessions += group.max_sessions
@@ -348,7 +362,8 @@ class SessionService:
     def _forget(self, group: OpenGroup) -> None:
         if self._ended.pop(group.key, None) is not None:
             self._num_ended_sessions -= group.max_sessions
-        self._let_go(group)
+        if group.is_counted:  # else a turn of it still stops
+            self._let_go(group)
         self._groups.pop(group.key, None)
         for id in [*group.race.sessions, *(group.declared or ())]:
             self._of_session.pop((group.key[0], id), None)

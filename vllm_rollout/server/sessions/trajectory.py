@@ -56,6 +56,10 @@ class Turn:
     waited_s: float
     """Between the end of the turn before and this one: tools, mostly."""
     seconds: float
+    began_s: float
+    """By the clock of its service."""
+    num_cached_tokens: int | None = None
+    """Of its prompt, whose KV was there; None: nobody knows."""
 
 
 @dataclass(slots=True)

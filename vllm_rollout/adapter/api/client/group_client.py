@@ -166,7 +166,7 @@ class GroupClient:
             rank = kwargs.get("data_parallel_rank")
             for engine_id in dict.fromkeys((turn.group.engine_id, turn.engine_id)):
                 routes.append(self.routes.join(engine_id, session_turns.MANY, rank))
-                rank = routes[0].rank
+                turn.group.rank = rank = routes[0].rank
             tag = session_turns.tag_of(turn, params)
             in_deltas = params.output_kind == RequestOutputKind.DELTA
             candidate = self._generate_candidate(tag, prompt, params, request_id, **kwargs)

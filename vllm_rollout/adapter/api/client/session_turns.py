@@ -88,6 +88,7 @@ class Heard:
         self.text = ""
         self.finish_reason: str | None = None
         self.prompt: Sequence[int] = ()
+        self.num_cached_tokens: int | None = None
 
     def take(self, output: RequestOutput) -> None:
         (completion,) = output.outputs
@@ -101,6 +102,7 @@ class Heard:
             chosen = zip(completion.token_ids, completion.logprobs, strict=False)
             self.logprobs += [each[token].logprob for token, each in chosen]
         self.finish_reason = completion.finish_reason
+        self.num_cached_tokens = output.num_cached_tokens
         self.prompt = output.prompt_token_ids or self.prompt
 
 
@@ -128,6 +130,7 @@ async def heard(
         async for output, note in outputs:
             said.take(output)
             if output.finished:
+                turn.num_cached_tokens = said.num_cached_tokens
                 service.end(
                     turn,
                     said.prompt,

@@ -131,7 +131,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--record",
         metavar="FILE",
         help="Append to this file one JSON line per rollout: lengths, ends and scores of its candidates, for "
-        "`vllm-rollout simulate`. No token and no text is in it. Default: off.",
+        "`vllm-rollout simulate`; and one per group of sessions. No token and no text is in it. Default: off.",
     )
     group.add_argument(
         "--rollout-record-max-mib",

@@ -79,6 +79,7 @@ async def build_services(client: RolloutAsyncLLM, state: State, settings: Namesp
         service.learning,
         metrics,
         partial(whole_text, client.model_config),
+        recorder=recorder,
         audit_ratio=ServeOptions.of(client.vllm_config).audit_ratio,
         alone=client.num_api_processes == 1,
     )

@@ -13,13 +13,15 @@ export function el(tag, props = {}, ...children) {
   return element;
 }
 
-// What somebody else wrote: control characters are shown, direction does not leak, the length is bounded.
-export function foreign(text, most = 80) {
+// What somebody else wrote: control characters are shown, the length is bounded.
+export function safe(text, most = 80) {
   const cut = text.length > most ? `${text.slice(0, most)}… (${number(text.length)} characters)` : text;
-  const shown = cut.replace(/[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u202a-\u202e\u2066-\u2069]/g,
+  return cut.replace(/[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u202a-\u202e\u2066-\u2069]/g,
     (character) => `\\u${character.charCodeAt(0).toString(16).padStart(4, "0")}`);
-  return el("span", { className: "isolated", textContent: shown });
 }
+
+// The same, and its direction does not leak.
+export const foreign = (text, most) => el("span", { className: "isolated", textContent: safe(text, most) });
 
 export const number = (value, digits = 0) =>
   value === null || value === undefined ? "–"

@@ -1,6 +1,7 @@
 // A group's candidates side by side: what each said, why it ended, its score, its reward.
 import { MOST_CHARACTERS, el, foreign, number } from "./dom.js";
 import { get } from "./feed.js";
+import { sessionGroup } from "./sessions.js";
 import { WORDS } from "./state.js";
 
 function candidate(prompt, index, told) {
@@ -17,7 +18,23 @@ function candidate(prompt, index, told) {
     told ? el("pre", { tabIndex: 0 }, foreign(told.text, MOST_CHARACTERS)) : null);
 }
 
+// One of sessions, if it is named so, or there is nothing else.
+function sessionsOf({ args, model }) {
+  return model.sessions.get(args[0]) ?? (args.length || model.rollouts.size ? null : [...model.sessions.values()].at(-1));
+}
+
 export function show(root, context) {
+  const parts = [el("div"), el("div")], drawRollout = ofRollout(parts[0], context), drawSessions = sessionGroup(parts[1], context);
+  root.append(...parts);
+  return function draw() {
+    const group = sessionsOf(context);
+    parts[0].hidden = Boolean(group);
+    parts[1].hidden = !group;
+    group ? drawSessions(group) : drawRollout();
+  };
+}
+
+function ofRollout(root, context) {
   const head = el("div"), body = el("div", { className: "candidates" });
   root.append(head, body);
   let texts = null, why = "", asked = "", drawn = "";

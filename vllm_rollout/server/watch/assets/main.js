@@ -20,7 +20,7 @@ const place = (view, words) => `#${[view, ...words.map((word) => encodeURICompon
 const context = {
   model,
   get args() { return args; },
-  rollout: () => (args[0] && name !== "compare" ? model.rollouts.get(args[0]) : current(model)),
+  rollout: () => (args[0] && name !== "compare" && !model.sessions.has(args[0]) ? model.rollouts.get(args[0]) : current(model)),
   go: (view, ...words) => { location.hash = place(view, words); },
   redraw,
 };

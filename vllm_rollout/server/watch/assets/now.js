@@ -1,6 +1,6 @@
 // Groups that race, as they do it: a cell per group, a bar per candidate.
 import { bar, fit, legend, palette } from "./draw.js";
-import { el, foreign, number, table, tiles } from "./dom.js";
+import { el, foreign, number, safe, table, tiles } from "./dom.js";
 import { sessionsView } from "./sessions.js";
 import { ENDS, WORDS, measures, secondsOf } from "./state.js";
 
@@ -20,7 +20,7 @@ function ranksOf(model) {
 function toldOf(prompt) {
   const counts = ENDS.map((end) => [prompt.ends.filter((each) => each === end).length, WORDS[end]]).filter(([n]) => n);
   const where = prompt.rank === null || prompt.rank === undefined ? "" : `, rank ${prompt.rank}`;
-  const why = prompt.reason ? ` (${prompt.reason})` : "";
+  const why = prompt.reason ? ` (${safe(prompt.reason)})` : "";
   return `${where}: ${prompt.status ?? "over"}${why}, longest ${number(Math.max(...prompt.lengths))} tokens; `
     + counts.map(([n, word]) => `${n} ${word}`).join(", ") + (prompt.audit ? "; an audit: nobody is stopped" : "");
 }

@@ -10,6 +10,12 @@ const MOST_MOVES = 200;
 
 export const newModel = () => ({ server: null, rollouts: new Map(), ranks: [], at: 0, rounds: new Map(), moves: [], sessions: new Map() });
 
+// The last ones of them; those that run are the last to go.
+function bound(known, runs) {
+  if (known.size <= MOST_ROLLOUTS) return;
+  known.delete(([...known].find(([, each]) => !runs(each)) ?? [...known][0])[0]);
+}
+
 function rolloutOf(row) {
   return { ...row, prompts: new Map(row.prompts.map((prompt, place) => [prompt.position ?? place, prompt])) };
 }
@@ -20,10 +26,7 @@ export function take(model, name, data) {
     Object.assign(model, newModel(), { server: data, at: data.now });
   } else if (name === "rollout") {
     model.rollouts.set(data.rollout_id, rolloutOf(data));
-    if (model.rollouts.size > MOST_ROLLOUTS) {
-      const known = [...model.rollouts.values()];
-      model.rollouts.delete((known.find((each) => each.state !== "running") ?? known[0]).rollout_id);
-    }
+    bound(model.rollouts, (each) => each.state === "running");
   } else if (name === "group" && rollout) {
     const before = rollout.prompts.get(data.position)?.moves?.length ?? 0;
     for (const [seconds, rank] of (data.prompt.moves ?? []).slice(Math.max(before, 1))) {
@@ -49,6 +52,7 @@ export function take(model, name, data) {
     if (model.rounds.size > MOST_ROLLOUTS) model.rounds.delete(model.rounds.keys().next().value);
   } else if (name === "sessions") {
     model.sessions.set(data.name, data);
+    bound(model.sessions, (each) => each.status === "running");
   } else if (name === "gone") {
     for (const id of data.rollout_ids) model.rollouts.delete(id);
     for (const name of data.sessions ?? []) model.sessions.delete(name);

@@ -85,7 +85,7 @@ export function show(root, context) {
 
   return function draw() {
     const rollout = context.rollout();
-    if (!rollout) return note.replaceChildren("No rollout has begun yet.");
+    if (!rollout) return note.replaceChildren(`No rollout has begun yet.${context.model.sessions.size ? " Groups of sessions are in the views now and a group." : ""}`);
     const seconds = secondsOf(context.model, rollout), all = measures(rollout);
     const state = `${rollout.rollout_id} ${rollout.state} ${all.generated} ${all.numRewards} ${rollout.prompts.size} ${root.clientWidth}`;
     if (state === drawn) return;

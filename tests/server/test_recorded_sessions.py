@@ -1,0 +1,200 @@
+"""What `--rollout-record` leaves behind of groups of sessions: all that became of them, once they are over."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from tests.watching.browser import HOSTILE
+from vllm_rollout.server.recorder import TraceRecorder
+from vllm_rollout.server.sessions import seen
+from vllm_rollout.server.sessions.service import SessionService
+from vllm_rollout.trace import file as trace_file
+from vllm_rollout.trace.file import parse_row
+from vllm_rollout.trace.session_rows import SessionGroupRow, SessionRewardRow, TurnRow, add_session_rewards
+
+from .conftest import http_of, make_app
+from .fake_engine import FakeEngine
+from .test_seen_sessions import Clock
+from .test_sessions import PROMPT, begin, declared, play
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "trace.jsonl"
+
+
+@pytest.fixture
+async def app(path: Path) -> AsyncIterator[FastAPI]:
+    app = make_app(FakeEngine(), TraceRecorder(path))
+    yield app
+    for task in app.state.session_service._tasks:
+        task.cancel()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def service(app: FastAPI, clock: Clock) -> SessionService:
+    service: SessionService = app.state.session_service
+    service._clock = clock
+    return service
+
+
+@pytest.fixture
+async def http(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
+    async with http_of(app) as http:
+        yield http
+
+
+def rows_of(path: Path) -> list[Any]:
+    return [parse_row(line) for line in path.read_text().splitlines()]
+
+
+async def finish(http: httpx.AsyncClient, session: str, **body: Any) -> None:
+    assert (await http.post(f"/v1/sessions/{session}/finish", json=body)).status_code == 200
+
+
+async def test_a_group_that_is_over_is_one_row_with_all_that_became_of_it(service, http, clock, path):
+    options = {"max_turns": 9, "max_tokens": 500, "selection": "shortest", "early_stop": True}
+    group = await declared(http, id="mine", redundancy=2, **options)
+    winner, amid, void = group["to_begin"]
+    clock.now = 101.0
+    turn = begin(service, winner)
+    turn.num_cached_tokens = 1
+    clock.now = 103.5
+    service.end(turn, PROMPT, [110] * 7, finish_reason="stop")
+    clock.now = 104.0
+    play(service, winner, [*PROMPT, *[110] * 7, 111, 112], 2)
+    await finish(http, void, void=True)
+    losing = begin(service, amid)
+    losing.group.rank = 1
+    clock.now = 106.0
+    await finish(http, winner, reward=0.5)
+    assert path.read_text() == "", "a turn of it still stops"
+    clock.now = 106.25
+    service.end(losing, PROMPT, [110] * 4, finish_reason="abort")
+    (row,) = rows_of(path)
+    assert isinstance(row, SessionGroupRow)
+    assert (row.id, row.status, row.seconds, row.rank, row.selected) == ("mine", "complete", 6.0, 1, [0])
+    assert (row.group_size, row.num_candidates, row.max_sessions, row.max_turns, row.max_tokens) == (1, 3, 6, 9, 500)
+    assert (row.selection, row.early_stop, row.until, row.num_to_begin) == ("shortest", True, "complete", 0)
+    told = [(each.id, each.state, each.ended_by, each.num_tokens, each.ended_s, each.reward) for each in row.sessions]
+    assert told == [
+        (winner, "finished", "finish", 9, 6.0, 0.5),
+        (void, "void", "finish", 0, 4.0, None),
+        (amid, "surplus", "race", 4, 6.0, None),
+    ]
+    first, nothing, lost = (each.turns for each in row.sessions)
+    assert first == [TurnRow(1.0, 3.5, 7, 2, 1, "first"), TurnRow(4.0, 4.0, 2, 11, None, "extended")]
+    assert (nothing, lost) == ([], [TurnRow(4.0, 6.25, 4, 2, None, "first")])
+    assert row.sessions[0].gaps_s == [0.5]
+    assert (row.name, row.began) == (losing.group.engine_id, losing.group.began)
+    (live,) = service.seen.rows()
+    assert SessionGroupRow.model_validate(live) == row, "viewers are told the same"
+    assert "token_ids" not in path.read_text()
+
+
+async def test_what_no_viewer_is_told_any_more_is_recorded_with_all_its_turns(service, http, path, monkeypatch):
+    monkeypatch.setattr(seen, "MAX_SEEN_GROUPS", 1)
+    monkeypatch.setattr(seen, "MAX_SEEN_TURNS", 2)
+    group = await declared(http)
+    (id,) = group["to_begin"]
+    for turn in range(5):
+        play(service, id, [*PROMPT, *[110, 111] * turn], 2)
+    await declared(http)
+    await finish(http, id)
+    ((session,),) = (row.sessions for row in rows_of(path))
+    assert (session.num_turns, session.num_tokens, len(session.turns)) == (5, 10, 5)
+
+
+async def test_a_reward_that_comes_after_the_end_is_a_row_of_its_own(service, http, path):
+    group = await declared(http, redundancy=1)
+    first, second = group["to_begin"]
+    play(service, second)
+    play(service, first, rollout_last=True)
+    await finish(http, first, reward=0.25)
+    await finish(http, second)  # it has lost, and says nothing
+    row, reward = rows_of(path)
+    assert [session.reward for session in row.sessions] == [None, None]
+    assert isinstance(reward, SessionRewardRow)
+    assert [session.reward for session in add_session_rewards(row, [reward]).sessions] == [None, 0.25]
+
+
+async def test_a_group_that_is_deleted_is_recorded_when_the_last_of_its_turns_has_stopped(service, http, path):
+    group = await declared(http, redundancy=2)
+    one, two, _ = group["to_begin"]
+    play(service, one)
+    turns = [begin(service, two)]
+    turns.append(begin(service, one, [*PROMPT, *[110] * 3, 111]))
+    await http.delete(f"/v1/groups/{group['id']}")
+    again = await declared(http, id=group["id"])  # another one may have its name at once
+    service.end(turns[0], PROMPT, [110], finish_reason="abort")
+    assert path.read_text() == ""
+    service.leave(turns[1])  # its client went away
+    (row,) = rows_of(path)
+    assert (row.status, row.reason, row.num_to_begin) == ("deferred", "it was cancelled", 0)
+    assert [(each.state, each.num_tokens, len(each.turns)) for each in row.sessions] == [
+        ("deferred", 3, 1),
+        ("deferred", 1, 1),
+    ]
+    assert service._num_held_tokens == 0
+    await http.delete(f"/v1/groups/{again['id']}")
+    assert len(rows_of(path)) == 1, "of a group in which nothing ran there is nothing to tell"
+
+
+async def test_a_full_disk_stops_no_session_and_rewards_of_what_is_missing_are_left_out(
+    service, http, path, caplog, monkeypatch
+):
+    room = 0
+
+    def write(file: FileIO, data: bytes) -> int:
+        if not room:
+            raise OSError(28, "No space left on device")
+        return os.write(file.fileno(), data[:room])
+
+    monkeypatch.setattr(trace_file, "write_some", write)
+    for room in (0, 50):
+        group = await declared(http)
+        play(service, group["to_begin"][0], rollout_last=True)
+        await finish(http, group["to_begin"][0], reward=float(room))
+    assert [type(row) for row in rows_of(path)] == [SessionGroupRow, SessionRewardRow]
+    assert rows_of(path)[1].rewards[0].reward == 50
+    assert [part in caplog.text for part in ("No space left", "goes on; 1 rows are missing")] == [True, True]
+
+
+@pytest.mark.parametrize("word", [word[:200] for word in HOSTILE])
+async def test_names_may_be_anything(service, http, path, word):
+    xargs = {"rollout_group_id": word, "rollout_group_size": 1}
+    play(service, f"{word} ", **xargs)
+    play(service, f"{word} ", [*PROMPT, 110, 110, 110, 111], rollout_last=True)
+    (row,) = rows_of(path)
+    assert (row.id, row.sessions[0].id, len(row.sessions[0].turns)) == (word, f"{word} ", 2)
+
+
+async def test_a_row_that_a_killed_server_was_writing_spoils_no_other(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    for written in ("", "half"):
+        app = make_app(FakeEngine(), TraceRecorder(path))
+        service = app.state.session_service
+        async with http_of(app) as http:
+            for id in (f"{written} is over", f"{written} is amid"):
+                group = await declared(http, id=id)
+                play(service, group["to_begin"][0], rollout_last="over" in id)
+        service._ticker.cancel()
+        path.write_text(path.read_text() + path.read_text()[:100])
+    *rows, half = path.read_text().split("\n")
+    assert [parse_row(row).id for row in rows] == [" is over", "half is over"]
+    assert len(half) == 100

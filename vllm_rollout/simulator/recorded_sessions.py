@@ -1,0 +1,130 @@
+"""Groups of sessions of a recording -> what `--sessions` replays: their tokens as a trace, and what they do beside.
+
+Invariant: a session that was stopped counts as longer than its stop, and so does a tool that ran when it was.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+
+from vllm_rollout.config import MAX_TRACED_TOKENS
+from vllm_rollout.group.lengths.censoring import fit_log_lengths
+from vllm_rollout.group.racing.sessions import SessionState
+from vllm_rollout.simulator.sessions import MAX_TOOL_SECONDS, MAX_TURNS, SessionTerms
+from vllm_rollout.trace.file import parse_row, pieces
+from vllm_rollout.trace.rows import End, RolloutRow, Trace, TracedCandidate, TracedPrompt, TracedRollout
+from vllm_rollout.trace.session_rows import STOPPED_STATES, SessionGroupRow, SessionRow
+
+ENDS: dict[SessionState, End] = {
+    "finished": "stop", "truncated": "length", "surplus": "surplus", "pruned": "pruned", "deferred": "deferred",
+}  # fmt: skip
+"""How a trace names what became of a session. One that is void is left out, as a candidate that failed."""
+MS = 1000
+MOST_FAILURES = 0.99
+
+
+def read_session_groups(path: Path) -> tuple[list[SessionGroupRow], int]:
+    """In the order of their ends, and how many rollouts of answers there are. Raises: OSError."""
+    groups, num_rollouts = [], 0
+    for piece in pieces(path):
+        with piece.open(encoding="utf-8", errors="surrogateescape") as lines:
+            for line in lines:
+                try:
+                    row = parse_row(line)
+                except ValueError:
+                    continue  # one that was being written
+                groups += [row] if isinstance(row, SessionGroupRow) else []
+                num_rollouts += isinstance(row, RolloutRow)
+    return groups, num_rollouts
+
+
+def trace_of_sessions(
+    groups: Sequence[SessionGroupRow], prompts_per_step: int | None = None, num_rollouts: int = 0
+) -> Trace:
+    """Each group is a prompt. One that began when all before it were over begins another rollout, unless
+    `prompts_per_step` says which do. num_rollouts: of answers, which are left out.
+
+    Raises: ValueError when nothing is left to replay.
+    """
+    rollouts: list[dict[str, TracedPrompt]] = []
+    num_empty, over = 0, -math.inf
+    for group in groups:
+        is_full = prompts_per_step is not None and rollouts and len(rollouts[-1]) == prompts_per_step
+        if not rollouts or is_full or (prompts_per_step is None and group.began >= over):
+            rollouts.append({})
+        over = max(over, group.began + (group.seconds or 0.0))
+        id = group.name if group.id in rollouts[-1] else group.id
+        prompt = _prompt(id, group)
+        if prompt.has_tokens:
+            rollouts[-1][id] = prompt
+        else:
+            num_empty += 1
+    whole = tuple(TracedRollout(tuple(each.values()), f"sessions-{n}") for n, each in enumerate(rollouts) if each)
+    if not whole:
+        raise ValueError("none of the recorded sessions has generated a token. Record groups that have.")
+    sizes = {group.group_size for group in groups}
+    num_void = sum(session.state == "void" for group in groups for session in group.sessions)
+    return Trace(
+        whole,
+        group_size=sizes.pop() if len(sizes) == 1 else None,
+        num_failed=num_void,
+        num_empty=num_empty,
+        others=f"{num_rollouts:,} rollout{'s' * (num_rollouts != 1)} of answers: leave --sessions out to replay them"
+        if num_rollouts
+        else "",
+    )
+
+
+def _prompt(id: str, group: SessionGroupRow) -> TracedPrompt:
+    candidates = [
+        TracedCandidate(session.num_tokens, ENDS[session.state], None, session.reward)
+        for session in group.sessions
+        if session.state in ENDS and (session.num_tokens or session.state in STOPPED_STATES)
+    ]
+    first = (session.turns[0].num_prompt_tokens for session in group.sessions if session.turns)
+    return TracedPrompt(id, tuple(candidates), next(first, None) or 0, group.max_tokens)
+
+
+def learned_terms(groups: Sequence[SessionGroupRow], *, in_steps: bool) -> SessionTerms:
+    """What these sessions do. `in_steps`: tools take steps, as a machine without a profile counts: one is what a turn
+    took per token."""
+    sessions = [session for group in groups for session in group.sessions]
+    turns = [turn for session in sessions for turn in session.turns if turn.ended_s is not None]
+    ran = [gap for session in sessions for gap in session.gaps_s]
+    failed, cut = _last_tools(sessions, ("void",)), _last_tools(sessions, STOPPED_STATES)
+    num_ended = sum(session.state in ("finished", "truncated") for session in sessions)
+    num_tools = len(ran) + len(failed) + len(cut)
+    said = [num for session in sessions for num in _tool_tokens(session)]
+    default = SessionTerms()
+    seconds, sigma = 0.0, default.tool_sigma
+    if ran or failed:
+        fit = fit_log_lengths(*([round(MS * gap) for gap in gaps] for gaps in (ran + failed, cut)), default.tool_sigma)
+        seconds, sigma = math.exp(fit.location + fit.std**2 / 2) / MS, fit.std
+    if in_steps and (num_tokens := sum(turn.num_tokens or 0 for turn in turns)):
+        seconds *= num_tokens / max(1 / MS, math.fsum(turn.ended_s - turn.began_s for turn in turns))
+    return SessionTerms(
+        turns=min(MAX_TURNS, 1 + num_tools / num_ended) if num_ended else default.turns,
+        tool_seconds=min(seconds, MAX_TOOL_SECONDS),
+        tool_sigma=sigma,
+        tool_tokens=min(round(fmean(said)), MAX_TRACED_TOKENS) if said else default.tool_tokens,
+        tool_failures=min(MOST_FAILURES, len(failed) / num_tools) if num_tools else 0.0,
+    )
+
+
+def _tool_tokens(session: SessionRow) -> Iterator[int]:
+    """What each turn's prompt has that the turn before had not seen, where it went on from that."""
+    for (_, _, num, prompt, _, _), after in pairwise(session.turns):
+        if after.history in ("extended", "mended") and None not in (num, prompt, after.num_prompt_tokens):
+            yield max(0, after.num_prompt_tokens - prompt - num)
+
+
+def _last_tools(sessions: Sequence[SessionRow], states: Sequence[SessionState]) -> list[float]:
+    """Seconds from the last turn of those that became this until they did, where that was between turns."""
+    ended = ((each.ended_s, each.turns[-1].ended_s) for each in sessions if each.state in states and each.turns)
+    return [
+        over_s - turn_s for over_s, turn_s in ended if over_s is not None and turn_s is not None and over_s > turn_s
+    ]
