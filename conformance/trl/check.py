@@ -12,6 +12,12 @@ import httpx
 from conformance import gain
 from conformance.checks import REAL_MODEL, Kit, Server, Stopped, check, main, metric, refusal
 from conformance.recording import recording
+from conformance.trl.agents import (  # noqa: F401 (checks, by their names here)
+    a_rollout_func_beside_environment_factory_loses_its_mask,
+    environments_get_the_turns_of_stock_vllm,
+    environments_race_by_rollout_func,
+    spare_candidates_race_turn_by_turn,
+)
 from conformance.trl.graded import (  # noqa: F401 (checks, by their names here)
     an_endless_comparison_costs_one_reward,
     reward_functions_grade_as_they_are,

@@ -79,6 +79,8 @@ def train(
     reward: Callable[..., list[float]],
     callbacks: Sequence[Any] = (),
     rollout_func: Callable[..., dict[str, Any]] | None = None,
+    environment_factory: Callable[[], Any] | None = None,
+    chat_template: str | None = None,
     before: Callable[[Any], None] = lambda trainer: None,
     **config: Any,
 ) -> Run:
@@ -127,6 +129,7 @@ def train(
     }
     with weights_by_disk(model_path, folder, run):
         tokenizer = AutoTokenizer.from_pretrained(model_path)
+        tokenizer.chat_template = chat_template or tokenizer.chat_template
         trainer = GRPOTrainer(
             model=AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32),
             reward_funcs=[seen],
@@ -135,6 +138,7 @@ def train(
             processing_class=tokenizer,
             callbacks=[Clock(), *callbacks],
             rollout_func=rollout_func,
+            environment_factory=environment_factory,
         )
         generate = trainer.vllm_generation.vllm_client.generate
 
