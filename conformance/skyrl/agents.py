@@ -8,22 +8,22 @@ from __future__ import annotations
 import asyncio
 import typing
 import uuid
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import typing_extensions
 
 from conformance import calculator
 from conformance.agents import GROUP_SIZE, LONG, QUESTION, ROLES, SHORT, TURNS, Role, Sessions, Tool, race
-from conformance.checks import Kit, check
-from conformance.recording import Recorder
+from conformance.checks import Kit, check, refusal
 
 typing.TypedDict = typing_extensions.TypedDict  # skyrl's own models need it on Python 3.11, or pydantic refuses them
 import skyrl_gym  # noqa: E402
 from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import RemoteInferenceClient  # noqa: E402
 from skyrl.train.config import GeneratorConfig, SkyRLGymConfig  # noqa: E402
-from skyrl.train.generators.base import BatchMetadata, TrajectoryID  # noqa: E402
+from skyrl.train.generators.base import TrajectoryID  # noqa: E402
 from skyrl.train.generators.skyrl_gym_generator import SkyRLGymGenerator  # noqa: E402
 from skyrl.train.generators.utils import prepare_generator_input  # noqa: E402
 from skyrl.train.utils.trainer_utils import validate_generator_output  # noqa: E402
@@ -36,6 +36,8 @@ FLAGS = ("--enable-scale-out",)
 ENVIRONMENT = "conformance_calculator"
 CHAT = [{"role": "user", "content": QUESTION}]
 SAMPLING = {"temperature": 1.0, "logprobs": 0, "skip_special_tokens": True}
+STOPS = [*range(3, 512, 32)]
+"""The tiny model says one of them every 32 tokens."""
 NUM_PROMPTS, SIZE, REDUNDANCY = 2, 2, 2
 
 
@@ -51,12 +53,15 @@ class CalculatorTools(ToolGroup):
 class CalculatorEnvironment(BaseTextEnv):
     """Each turn but the last is a call of its tool. Its reward is 1 for the last one."""
 
+    made: ClassVar[list[CalculatorEnvironment]] = []
+
     def __init__(self, env_config: Any = None, extras: dict[str, Any] | None = None) -> None:
         super().__init__()
         extras = extras or {}
         self.max_turns = extras["max_turns"]
         self.wait: Callable[[], None] = extras.get("wait", lambda: None)
-        self.closed: list[Any] = extras.get("closed", [])
+        self.is_closed = False
+        self.made.append(self)
         self.init_tool_groups([CalculatorTools()])
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
@@ -69,7 +74,7 @@ class CalculatorEnvironment(BaseTextEnv):
         return BaseTextEnvStepOutput(observations=observations, reward=float(done), done=done, metadata={})
 
     def close(self) -> None:
-        self.closed.append(self)
+        self.is_closed = True
 
 
 skyrl_gym.register(ENVIRONMENT, CalculatorEnvironment)
@@ -94,11 +99,10 @@ async def with_generator(
         return await use(kind(config, SkyRLGymConfig(), client, tokenizer, **racing))
 
 
-def batch_of(sampling: dict[str, Any], phase: Any = "train", **extras: Any) -> Any:
+def batch_of(sampling: dict[str, Any], phase: Any = "train") -> Any:
     """As SkyRL's trainer makes it of rows of its data set."""
     rows = [
-        {"prompt": CHAT, "env_class": None, "env_extras": extras, "uid": f"row-{number}"}
-        for number in range(NUM_PROMPTS)
+        {"prompt": CHAT, "env_class": None, "env_extras": {}, "uid": f"row-{number}"} for number in range(NUM_PROMPTS)
     ]
     return prepare_generator_input(rows, SIZE, {**SAMPLING, **sampling}, ENVIRONMENT, phase, 1)[0]
 
@@ -115,11 +119,11 @@ def trajectories_are_those_of_stock_vllm(kit: Kit) -> str:
             )
         validate_generator_output(NUM_PROMPTS * SIZE, output)
         found.append({name: output[name] for name in ("response_ids", "loss_masks", "rewards", "stop_reasons")})
-        names = [request["headers"].get("x-session-id") for request in turns_of(recorder)]
+        turns = [request for request in recorder.requests if request["path"] == "/inference/v1/generate"]
+        names = [request["headers"].get("x-session-id") for request in turns]
         asked = [each.to_string() for each in batch["trajectory_ids"]]
         assert sorted(names) == sorted(asked * TURNS), names
-        finished = [status for request, status in answered(recorder) if request["path"].startswith("/finish_session")]
-        assert finished == [404] * len(asked), finished
+        assert recorder.statuses.count(404) == len(recorder.requests) - len(turns) == len(asked), recorder.statuses
     assert found[0] == found[1]
     num_policy, num_all = (sum(map(sum, found[0]["loss_masks"])), sum(map(len, found[0]["response_ids"])))
     return (
@@ -127,14 +131,6 @@ def trajectories_are_those_of_stock_vllm(kit: Kit) -> str:
         f"{num_policy} are the policy's. Each turn has X-Session-ID, {asked[0]!r} and so on: the same ones in every "
         "epoch. /finish_session, which is of SkyRL's router, is a 404 that it shrugs off"
     )
-
-
-def turns_of(recorder: Recorder) -> list[dict[str, Any]]:
-    return [request for request in recorder.requests if request["path"] == "/inference/v1/generate"]
-
-
-def answered(recorder: Recorder) -> list[tuple[dict[str, Any], int]]:
-    return list(zip(recorder.requests, recorder.statuses, strict=True))
 
 
 @check("on")
@@ -154,35 +150,78 @@ def trajectories_of_a_group_race(kit: Kit) -> dict[str, Any]:
             def blocking() -> None:
                 asyncio.run_coroutine_threadsafe(wait(), loop).result()
 
-            num = LONG if role == "in a turn" else SHORT
-            sampling = {**SAMPLING, "max_tokens": num, "min_tokens": num}
-            sampling["extra_args"] = {**fields, "rollout_cut_turn": "goes_on"}
+            num = {"max_tokens": LONG, "min_tokens": LONG} if role == "in a turn" else {"stop_token_ids": STOPS}
+            sampling = {**SAMPLING, "max_tokens": 400, **num, "extra_args": {**fields, "rollout_cut_turn": "goes_on"}}
             return await generator.agent_loop(
-                CHAT, ENVIRONMENT, {"wait": blocking}, num, 2000, sampling, trajectories[id]
+                CHAT, ENVIRONMENT, {"wait": blocking}, LONG, 2000, sampling, trajectories[id]
             )
 
         return await race(group, ids, play)
 
     outputs = asyncio.run(with_generator(kit, server.url, use, config_of(LONG)))
     numbers = group.assert_raced(ids)
-    print([(o.stop_reason, len(o.response_ids), len(o.loss_mask), len(o.rollout_logprobs or [])) for o in outputs])
-    for id, output in zip(ids, outputs, strict=True):
-        (segment,) = group.trajectory(id)["segments"]
-        start = len(output.prompt_ids)
-        print(id, ids[id], len(segment["token_ids"]) - start, sum(segment["mask"]), sum(output.loss_mask))
-    return {"detail": "", **numbers}
+    for (id, role), output in zip(ids.items(), outputs, strict=True):
+        token_ids, mask = generated(group, id, output.prompt_ids)
+        if role == "finishes":
+            assert (output.response_ids, output.loss_mask) == (token_ids, mask), (id, output)
+            assert len(output.rollout_logprobs) == len(mask)
+        else:  # what was stopped, then words of the tool that nobody answers
+            assert output.response_ids[: len(token_ids)] == token_ids, (id, output)
+            assert sum(output.loss_mask) == sum(mask), (id, output)
+        assert (output.stop_reason == "abort") == (role != "finishes"), (id, output)
+        assert sum(output.reward) == 1.0, "the environment has rewarded losers too, for empty answers"
+    said = refusal(lambda: validate_generator_output(len(outputs), as_batch(outputs)))
+    assert "Response ids and rollout logprobs must have the same length" in said, said
+    advantages = advantages_of(outputs)
+    assert advantages[0] > 1, advantages
+    return {
+        "detail": f"`rollout_group_id`, … in `extra_args`: {GROUP_SIZE} of {len(ROLES)} finish, with the tokens and masks "
+        f"that GET /v1/sessions has. Two were stopped after {numbers['stopped_after_tokens']} of {LONG} tokens of their "
+        "first turn, two asked again after the race, and no later turn of a loser reached the engine; their environments "
+        "went on to the end, and gave them 1. Back come all of them, losers with stop reason abort and fewer log "
+        f"probabilities than tokens, which ends SkyRL's training: {said[:110]!r}. Without log probabilities, with "
+        "zero_reward_on_non_stop, their zeros are in the group's mean: finishers, all rewarded 1, have an advantage of "
+        f"{advantages[0]:.2f} instead of 0",
+        **numbers,
+    }
+
+
+def generated(group: Sessions, id: str, prompt_ids: list[int]) -> tuple[list[int], list[int]]:
+    """Tokens and masks of a session after its prompt."""
+    (segment,) = group.trajectory(id)["segments"]
+    assert segment["token_ids"][: len(prompt_ids)] == prompt_ids
+    return segment["token_ids"][len(prompt_ids) :], segment["mask"][len(prompt_ids) :]
+
+
+def as_batch(outputs: list[Any]) -> dict[str, Any]:
+    """As `SkyRLGymGenerator.generate` puts them together."""
+    names = {"prompt_token_ids": "prompt_ids", "response_ids": "response_ids", "loss_masks": "loss_mask"}
+    names |= {"rewards": "reward", "stop_reasons": "stop_reason", "rollout_logprobs": "rollout_logprobs"}
+    return {name: [getattr(output, field) for output in outputs] for name, field in names.items()}
+
+
+def advantages_of(outputs: list[Any]) -> list[float]:
+    """SkyRL's, of one group, with `generator.zero_reward_on_non_stop`."""
+    import numpy
+    import torch
+    from skyrl.backends.skyrl_train.utils.ppo_utils import compute_grpo_outcome_advantage
+
+    rewards = [[float(sum(output.reward)) if output.stop_reason == "stop" else 0.0] for output in outputs]
+    index = numpy.array(["q"] * len(outputs))
+    return compute_grpo_outcome_advantage(torch.tensor(rewards), torch.ones(len(outputs), 1), index)[0][:, 0].tolist()
 
 
 @check("on")
 def racing_generator_returns_those_that_finish(kit: Kit) -> dict[str, Any]:
     """RacingGymGenerator: SkyRL gets as many trajectories as it asked for, and none that has lost."""
-    server, closed = kit.server(flags=FLAGS), []
+    server, made = kit.server(flags=FLAGS), CalculatorEnvironment.made
+    made.clear()
     max_tokens = 400
 
     async def use(generator: SkyRLGymGenerator) -> tuple[Any, Any]:
-        sampling = {"max_tokens": max_tokens}
-        batches = batch_of(sampling, closed=closed), batch_of({**sampling, "temperature": 0.0}, "eval")
-        return await generator.generate(batches[0], True), await generator.generate(batches[1], True)
+        sampling = {"max_tokens": max_tokens, "stop_token_ids": STOPS}
+        train, evaluate = batch_of(sampling), batch_of({**sampling, "temperature": 0.0}, "eval")
+        return await generator.generate(train, True), await generator.generate(evaluate, True)
 
     with kit.recording(server) as recorder:
         output, evaluated = asyncio.run(
@@ -190,5 +229,23 @@ def racing_generator_returns_those_that_finish(kit: Kit) -> dict[str, Any]:
         )
     for each in (output, evaluated):
         validate_generator_output(NUM_PROMPTS * SIZE, each)
-    print(output["stop_reasons"], recorder.requests[:3])
-    return {"detail": ""}
+        assert set(each["stop_reasons"]) <= {"stop", "length"}, each["stop_reasons"]
+    at_server = Sessions(server.url, api_key=None)
+    groups = list(at_server.declared_by(recorder.requests))
+    assert [group["status"] for group in groups] == ["complete"] * NUM_PROMPTS, groups
+    states = [session["state"] for group in groups for session in group["sessions"]]
+    assert Counter(states) == {"finished": NUM_PROMPTS * SIZE, "surplus": NUM_PROMPTS * REDUNDANCY}, groups
+    prompt_ids = output["prompt_token_ids"][0]
+    expected = [generated(at_server, id, prompt_ids) for group in groups for id in group["selected"]]
+    assert sorted(zip(output["response_ids"], output["loss_masks"], strict=True)) == sorted(expected)
+    rewards = [session["reward"] for group in groups for session in group["sessions"] if session["state"] == "finished"]
+    assert rewards == [1.0] * len(expected) == [sum(reward) for reward in output["rewards"]]
+    assert [environment.is_closed for environment in made] == [True] * (NUM_PROMPTS * (2 * SIZE + REDUNDANCY))
+    lengths = [sum(mask) for mask in output["loss_masks"]]
+    return {
+        "detail": f"`RacingGymGenerator(…, redundancy={REDUNDANCY})`: of {NUM_PROMPTS} prompts {SIZE} of "
+        f"{SIZE + REDUNDANCY} trajectories each, of {lengths} tokens, which with their masks are those that GET "
+        f"/v1/sessions has; rewards reach the server, losers are cancelled and their environments closed. An evaluation "
+        "beside it runs as SkyRL's",
+        "policy_tokens": lengths,
+    }

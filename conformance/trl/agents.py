@@ -7,10 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import httpx
-
 from conformance import calculator
-from conformance.agents import QUESTION, TURNS
+from conformance.agents import QUESTION, TURNS, Sessions
 from conformance.checks import Kit, check, metric, refusal
 from conformance.trl.training import FLAGS, Run, by_variety, train
 from vllm_rollout.integrations.trl_agents import TRLAgents
@@ -127,13 +125,14 @@ def environments_race_by_rollout_func(kit: Kit) -> dict[str, Any]:
         )  # fmt: skip
     assert run.num_syncs == 2
     assert run.generation_s == [], "TRL's own client has generated"
-    groups = groups_of(server.url, recorder.requests)
+    at_server = Sessions(server.url, api_key=None)
+    groups = list(at_server.declared_by(recorder.requests))
     assert [group["status"] for group in groups] == ["complete"] * 4, groups
     returned, stopped = [], []
     for group in groups:
         states = [session["state"] for session in group["sessions"]]
         assert sorted(states) == ["finished"] * SIZE + ["surplus"] * REDUNDANCY, group
-        returned += [trajectory(server.url, id) for id in group["selected"]]
+        returned += [at_server.trajectory(id)["segments"] for id in group["selected"]]
         stopped += [session["num_tokens"] for session in group["sessions"] if session["state"] == "surplus"]
     expected = [(segment["token_ids"], segment["mask"]) for (segment,) in returned]
     got = [
@@ -149,16 +148,6 @@ def environments_race_by_rollout_func(kit: Kit) -> dict[str, Any]:
         "policy_tokens": lengths,
         "stopped_after_tokens": stopped,
     }
-
-
-def groups_of(url: str, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those that were declared by these requests."""
-    names = [request["body"]["id"] for request in requests if request["path"] == "/v1/groups"]
-    return [httpx.get(f"{url}/v1/groups/{name}").raise_for_status().json() for name in names]
-
-
-def trajectory(url: str, id: str) -> list[dict[str, Any]]:
-    return httpx.get(f"{url}/v1/sessions/{id}").raise_for_status().json()["segments"]
 
 
 @check("on")

@@ -6,7 +6,7 @@
                 cfg.generator, cfg.environment.skyrl_gym, inference_engine_client, tokenizer, redundancy=8
             )
 
-Of each prompt's `n_samples_per_prompt + redundancy` trajectories SkyRL gets the `n_samples_per_prompt` that finish first.
+Of each prompt's `n_samples_per_prompt + redundancy` trajectories SkyRL gets the first `n_samples_per_prompt` to finish.
 Evaluation runs as SkyRL runs it.
 
 Invariant: a trajectory that lost reaches nobody, and its environment is closed.
