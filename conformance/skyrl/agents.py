@@ -99,12 +99,12 @@ async def with_generator(
         return await use(kind(config, SkyRLGymConfig(), client, tokenizer, **racing))
 
 
-def batch_of(sampling: dict[str, Any], phase: Any = "train") -> Any:
+def batch_of(sampling: dict[str, Any], phase: Any = "train", n: int = SIZE) -> Any:
     """As SkyRL's trainer makes it of rows of its data set."""
     rows = [
         {"prompt": CHAT, "env_class": None, "env_extras": {}, "uid": f"row-{number}"} for number in range(NUM_PROMPTS)
     ]
-    return prepare_generator_input(rows, SIZE, {**SAMPLING, **sampling}, ENVIRONMENT, phase, 1)[0]
+    return prepare_generator_input(rows, n, {**SAMPLING, **sampling}, ENVIRONMENT, phase, 1)[0]
 
 
 @check("unmodified")
@@ -175,13 +175,13 @@ def trajectories_of_a_group_race(kit: Kit) -> dict[str, Any]:
     advantages = advantages_of(outputs)
     assert advantages[0] > 1, advantages
     return {
-        "detail": f"`rollout_group_id`, … in `extra_args`: {GROUP_SIZE} of {len(ROLES)} finish, with the tokens and masks "
-        f"that GET /v1/sessions has. Two were stopped after {numbers['stopped_after_tokens']} of {LONG} tokens of their "
-        "first turn, two asked again after the race, and no later turn of a loser reached the engine; their environments "
-        "went on to the end, and gave them 1. Back come all of them, losers with stop reason abort and fewer log "
-        f"probabilities than tokens, which ends SkyRL's training: {said[:110]!r}. Without log probabilities, with "
-        "zero_reward_on_non_stop, their zeros are in the group's mean: finishers, all rewarded 1, have an advantage of "
-        f"{advantages[0]:.2f} instead of 0",
+        "detail": f"`rollout_group_id`, … in `extra_args`: {GROUP_SIZE} of {len(ROLES)} finish, with the tokens and "
+        f"masks that GET /v1/sessions has. Two were stopped after {numbers['stopped_after_tokens']} of {LONG} tokens "
+        "of their first turn, two asked again after the race, and no later turn of a loser reached the engine; their "
+        "environments went on to the end, and gave them 1. Back come all of them, losers with stop reason abort and "
+        f"fewer log probabilities than tokens, which SkyRL's trainer refuses: {said[:110]!r}. Without log "
+        "probabilities, with zero_reward_on_non_stop, their zeros are in the group's mean: finishers, all rewarded 1, "
+        f"have an advantage of {advantages[0]:.2f} instead of 0",
         **numbers,
     }
 
@@ -209,6 +209,27 @@ def advantages_of(outputs: list[Any]) -> list[float]:
     rewards = [[float(sum(output.reward)) if output.stop_reason == "stop" else 0.0] for output in outputs]
     index = numpy.array(["q"] * len(outputs))
     return compute_grpo_outcome_advantage(torch.tensor(rewards), torch.ones(len(outputs), 1), index)[0][:, 0].tolist()
+
+
+@check("on")
+def fields_of_joined_groups_race_first_turns_only(kit: Kit) -> dict[str, Any]:
+    """`additional_kwargs={extra_args: {rollout_group_size, rollout_num_candidates}}` where trajectories have turns."""
+    num = SIZE + REDUNDANCY
+    sampling = {"max_tokens": 400, "min_tokens": 8, "stop_token_ids": STOPS}
+    sampling["extra_args"] = {"rollout_group_size": SIZE, "rollout_num_candidates": num}
+    batch = batch_of(sampling, n=num)
+    with kit.recording(kit.server(flags=FLAGS)) as recorder:
+        output = asyncio.run(with_generator(kit, recorder.url, lambda it: it.generate(batch, True), config_of(400)))
+    turns = [request for request in recorder.requests if request["path"] == "/inference/v1/generate"]
+    assert len(turns) == NUM_PROMPTS * num * TURNS
+    assert "abort" not in output["stop_reasons"], output["stop_reasons"]
+    first = [ids[: mask.index(0)] for ids, mask in zip(output["response_ids"], output["loss_masks"], strict=True)]
+    num_cut = sum(ids[-1] not in STOPS for ids in first)
+    assert num_cut > 0, first
+    return {
+        "detail": f"{num_cut} of {len(first)} trajectories have a first turn that lost and was cut, go on with "
+        "their next ones, which race nobody, and end as any other: nothing marks them"
+    }
 
 
 @check("on")
@@ -245,7 +266,7 @@ def racing_generator_returns_those_that_finish(kit: Kit) -> dict[str, Any]:
     return {
         "detail": f"`RacingGymGenerator(…, redundancy={REDUNDANCY})`: of {NUM_PROMPTS} prompts {SIZE} of "
         f"{SIZE + REDUNDANCY} trajectories each, of {lengths} tokens, which with their masks are those that GET "
-        f"/v1/sessions has; rewards reach the server, losers are cancelled and their environments closed. An evaluation "
-        "beside it runs as SkyRL's",
+        "/v1/sessions has; rewards reach the server, losers are cancelled and their environments closed. An "
+        "evaluation after it runs as SkyRL's",
         "policy_tokens": lengths,
     }

@@ -14,6 +14,7 @@ from conformance.checks import CAP, Kit, Server, Stopped, assert_raced, check, m
 from conformance.prime_rl import make_adapter, make_weights
 from conformance.recording import Recorder
 from conformance.skyrl.agents import (  # noqa: F401 (checks, by their names here)
+    fields_of_joined_groups_race_first_turns_only,
     racing_generator_returns_those_that_finish,
     trajectories_are_those_of_stock_vllm,
     trajectories_of_a_group_race,

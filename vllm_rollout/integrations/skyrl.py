@@ -50,7 +50,7 @@ class RacingGymGenerator(SkyRLGymGenerator):
     async def generate(self, input_batch: Any, disable_tqdm: bool = False) -> Any:
         metadata, races = input_batch.get("batch_metadata"), None
         if metadata is not None and metadata.training_phase == "train":
-            sizes = Counter(each.instance_id for each in input_batch["trajectory_ids"])
+            sizes = Counter(each.instance_id for each in input_batch["trajectory_ids"] or ())
             races = {instance: Race(size) for instance, size in sizes.items()}
         token = _races.set(races)
         try:
