@@ -6,6 +6,7 @@ the server is told to load them (`/collective_rpc`, with VLLM_SERVER_DEV_MODE=1)
 
 from __future__ import annotations
 
+import queue
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -157,3 +158,15 @@ def train(
 def by_variety(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
     """A reward that any model can earn: the share of different tokens."""
     return [len(set(ids)) / len(ids) for ids in completion_ids]
+
+
+def next_sample(worker: Any) -> Any:
+    """Raises: RuntimeError when the worker's process has failed, or gives nothing for a minute."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        worker.check_health(60)
+        try:
+            return worker.rollout_buffer.get(timeout=1)
+        except queue.Empty:
+            continue
+    raise RuntimeError("AsyncGRPO's process has given no sample for 60 s")

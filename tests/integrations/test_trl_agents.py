@@ -69,6 +69,7 @@ class Adder:
     made = 0
     quick = 100
     ends = threading.Event()
+    was_waited_for = False
 
     def __init__(self) -> None:
         self.number, Adder.made = Adder.made, Adder.made + 1
@@ -80,7 +81,7 @@ class Adder:
     def add(self, a: int, b: int) -> int:
         self.total += a + b
         if self.number > self.quick:  # the first one was made to see what tools there are
-            assert self.ends.wait(60)
+            Adder.was_waited_for |= not self.ends.wait(20)
         return a + b
 
     async def fails(self) -> None:
@@ -94,15 +95,19 @@ class Adder:
 
 @pytest.fixture(autouse=True)
 def _adder(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name, value in (("made", 0), ("quick", 100), ("ends", threading.Event())):
+    for name, value in (("made", 0), ("quick", 100), ("ends", threading.Event()), ("was_waited_for", False)):
         monkeypatch.setattr(Adder, name, value)
     yield
     Adder.ends.set()
 
 
+def model(training: bool = True, max_position_embeddings: int = 1000) -> SimpleNamespace:
+    return SimpleNamespace(training=training, config=SimpleNamespace(max_position_embeddings=max_position_embeddings))
+
+
 def trainer(rows: list[dict[str, Any]], num_generations: int = 2, **more: Any) -> SimpleNamespace:
     settings: dict[str, Any] = {
-        "model": SimpleNamespace(training=True, config=SimpleNamespace(max_position_embeddings=1000)),
+        "model": model(),
         "train_dataset": rows, "eval_dataset": rows, "num_generations": num_generations, "num_generations_eval": 1,
         "processing_class": Tokenizer(), "tools": [], "chat_template": None, "chat_template_kwargs": {},
         "max_tool_calling_iterations": 3, "max_completion_length": 100, "temperature": 1.0, "top_p": 1.0, "top_k": 0,
@@ -146,7 +151,7 @@ def test_losers_are_stopped_and_their_tools_are_not_waited_for(url):
     output = TRLAgents(url, environment_factory=Adder, redundancy=2)([chat("add 1 2")] * 2, trainer(rows))
     assert [text for text, _ in told(output)] == ["so add 1 2\n3so 3"] * 2
     assert [environment.number for environment in output["environments"]] == [1, 2]
-    assert (Adder.made, Adder.ends.is_set()) == (5, False)
+    assert (Adder.made, Adder.was_waited_for) == (5, False)
 
 
 def test_what_a_tool_raises_and_a_tool_that_is_not_there_are_told_as_trl_tells_them(url):
@@ -156,18 +161,28 @@ def test_what_a_tool_raises_and_a_tool_that_is_not_there_are_told_as_trl_tells_t
 
 
 @pytest.mark.parametrize(
-    ("limits", "text"),
+    ("limits", "text", "reward"),
     [
-        ({"max_tool_calling_iterations": 0}, "so add 1 2"),
-        ({"max_completion_length": 12}, "so add 1 2"),
-        ({"max_completion_length": 13}, "so add 1 2\n3so 3"),
-        ({"model": SimpleNamespace(training=True, config=SimpleNamespace(max_position_embeddings=28))}, "so add 1 2"),
+        ({"max_tool_calling_iterations": 0}, "so add 1 2", 0.0),
+        ({"max_completion_length": 12}, "so add 1 2", 3.0),
+        ({"max_completion_length": 13}, "so add 1 2\n3so 3", 3.0),
+        (
+            {"model": model(max_position_embeddings=28)},
+            "so add 1 2",
+            3.0,
+        ),
     ],
 )
-def test_a_conversation_ends_at_trl_s_limits(url, limits, text):
+def test_a_conversation_ends_at_trl_s_limits(url, limits, text, reward):
     rows = [{"prompt": chat("add 1 2")}]
     output = TRLAgents(url, environment_factory=Adder)([chat("add 1 2")], trainer(rows, 1, **limits))
-    assert told(output)[0][0] == text
+    assert (told(output)[0][0], output["environment_reward"]) == (text, [reward])
+
+
+def test_an_evaluation_has_its_own_rows_and_number_of_generations(url, turns):
+    of = trainer([], model=model(training=False), eval_dataset=[{"prompt": chat("hello"), "bonus": 3.0}])
+    output = TRLAgents(url, environment_factory=Adder)([chat("hello")] * 2, of)
+    assert (output["environment_reward"], turns.num_groups) == ([3.0, 3.0], 2)
 
 
 def test_what_reset_says_is_added_to_the_prompt(url):
