@@ -35,9 +35,11 @@ NUM_GROUPS = 4
 
 def samples_of(kit: Kit, url: str, kind: type, **more: Any) -> list[Any]:
     """Of a rollout worker of TRL's, in its own process."""
+    from accelerate import PartialState
     from transformers import AutoTokenizer
     from trl.chat_template_utils import qwen2_5_chat_template
 
+    PartialState(cpu=True)  # its logger asks for it, which a trainer has
     tokenizer = AutoTokenizer.from_pretrained(kit.model_path())
     tokenizer.chat_template, tokenizer.response_template = qwen2_5_chat_template, ALWAYS_CALLS
     worker = kind(

@@ -52,11 +52,8 @@ class RacingGymGenerator(SkyRLGymGenerator):
         if metadata is not None and metadata.training_phase == "train":
             sizes = Counter(each.instance_id for each in input_batch["trajectory_ids"] or ())
             races = {instance: Race(size) for instance, size in sizes.items()}
-        token = _races.set(races)
-        try:
-            return await super().generate(input_batch, disable_tqdm)
-        finally:
-            _races.reset(token)
+        _races.set(races)
+        return await super().generate(input_batch, disable_tqdm)
 
     async def agent_loop(self, *args: Any, trajectory_id: Any = None, **kwargs: Any) -> Any:
         """Each call for an instance gets one of the trajectories that have won its race. The first call begins it."""
