@@ -132,17 +132,17 @@ def test_conversations_have_their_tools_their_masks_and_their_rewards(url, turns
     rows = [{"prompt": chat("add 1 2;add 3 4"), "bonus": 0.5}, {"prompt": chat("hello"), "bonus": 7.0}]
     agents = TRLAgents(url, environment_factory=Adder)
     of = trainer(rows)
-    output = agents([row["prompt"] for row in rows for _ in range(2)], of)
+    output = agents([rows[place]["prompt"] for place in (0, 0, 1, 1, 1)], of)  # the last of a group that was cut in two
     with_tool = ("so add 1 2;add 3 4\n3;7so 3;7", "so add 1 2;add 3 4....so 3;7")
-    assert told(output) == [with_tool] * 2 + [("so hello", "so hello")] * 2
+    assert told(output) == [with_tool] * 2 + [("so hello", "so hello")] * 3
     assert [decode(ids) for ids in output["prompt_ids"][1:3]] == ["training\nadd 1 2;add 3 4", "training\nhello"]
     assert [logprob == -1.0 for logprob in output["logprobs"][0]] == [bool(m) for m in output["env_mask"][0]]
-    assert agents.rewards(**output) == [10.5, 10.5, 7.0, 7.0]
-    assert [each.get_reward() for each in output["environments"]] == [10.5, 10.5, 7.0, 7.0]
+    assert agents.rewards(**output) == [10.5, 10.5, 7.0, 7.0, 7.0]
+    assert [each.get_reward() for each in output["environments"]] == [10.5, 10.5, 7.0, 7.0, 7.0]
     assert [message["role"] for message in output["messages"][0]] == ["assistant", "tool", "tool", "assistant"]
     assert of.chat_template == "training", "as TRL does for tools of its own"
     assert {body["seed"] for body in turns.bodies} == {3, 4}, "siblings differ"
-    assert sorted(body["max_tokens"] for body in turns.bodies) == [78, 78, 100, 100, 100, 100]
+    assert sorted(body["max_tokens"] for body in turns.bodies) == [78, 78, 100, 100, 100, 100, 100]
 
 
 def test_losers_are_stopped_and_their_tools_are_not_waited_for(url):

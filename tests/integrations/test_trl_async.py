@@ -119,6 +119,13 @@ def test_a_conversation_that_finished_too_late_has_lost(trl, url):
     assert sorted(len(result[1]) for result in asyncio.run(play())) == [0, len("so more")]
 
 
+def test_an_answer_that_was_aborted_for_another_reason_is_trl_s(trl, monkeypatch):
+    answer = {"choices": [{"finish_reason": "abort", "stop_reason": None}]}
+    monkeypatch.setattr(Loop, "_post", lambda *_: asyncio.sleep(0, answer))
+    loop = trl.RacingRolloutLoop(group_size=1, num_generations=1, url="")
+    assert asyncio.run(loop._post("/v1/completions", {}, 1)) == answer
+
+
 @pytest.mark.parametrize("group_size", [0, 4])
 def test_a_group_is_no_larger_than_the_conversations_that_begin(trl, group_size):
     with pytest.raises(ValueError, match=r"group_size must be in \[1, num_generations \(3\)\]"):

@@ -113,7 +113,7 @@ class TRLAgents:
             if not message.get("tool_calls") or turn == trainer.max_tool_calling_iterations:
                 break
             said = [await self._tool(tools, each["function"]) for each in message["tool_calls"]]
-            suffix = self._rendering.of_tools(trainer, said)
+            suffix = trainer._get_tool_suffix_ids(said)
             if its.num_tokens + len(suffix) >= trainer.max_completion_length:
                 break
             if len(its.token_ids) + len(suffix) >= trainer.model.config.max_position_embeddings:
@@ -160,10 +160,6 @@ class Rendering:
         settings = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, **self._settings}
         rendered = self._tokenizer.apply_chat_template(conversation=[messages], tools=self._tools or None, **settings)
         return list(rendered["input_ids"][0])
-
-    def of_tools(self, trainer: Any, messages: list[dict[str, Any]]) -> list[int]:
-        """What follows an answer that has called tools."""
-        return list(trainer._get_tool_suffix_ids(messages))
 
     def parsed(self, token_ids: list[int], before: list[int]) -> dict[str, Any]:
         return self._parse(self._tokenizer, token_ids, prefix=before, tools=self._tools)
