@@ -10,6 +10,7 @@ from typing import Any
 from conformance import calculator
 from conformance.agents import QUESTION, TURNS, Sessions
 from conformance.checks import Kit, check, metric, refusal
+from conformance.trl.graded import reload_first_weights
 from conformance.trl.training import FLAGS, Run, by_variety, train
 from vllm_rollout.integrations.trl_agents import TRLAgents
 
@@ -105,6 +106,28 @@ def environments_get_the_turns_of_stock_vllm(kit: Kit) -> dict[str, Any]:
         "turns, then all their next ones, each request when the longest turn of the one before is over, without a "
         "session id"
     }
+
+
+@check("on")
+def conversations_by_rollout_func_are_those_of_trl(kit: Kit) -> str:
+    """TRLAgents without spare conversations and TRL's own loop, where nothing is left to chance: the same tokens."""
+    server = kit.server(flags=FLAGS)
+    totals = []
+    for max_length in (1000, 200):  # the second one ends amid a turn
+        found = []
+        for name in ("environment_factory", "rollout_func"):
+            ours = name == "rollout_func"
+            agents = TRLAgents(server.url, environment_factory=Calculator)
+            more = {"rollout_func": agents, "reward": agents.rewards} if ours else {"environment_factory": Calculator}
+            settings = {"num_steps": 1, "top_k": 1, "max_completion_length": max_length, **more}
+            _, seen = steps(kit, server.url, f"{name}-{max_length}", **settings)
+            found.append((seen.prompts, seen.completions, seen.masks))
+            reload_first_weights(server.url, kit.model_path())
+        assert found[0] == found[1], found
+        totals.append(sum(map(len, found[0][1])))
+    return (
+        f"4 conversations with tools: the same prompts, {totals[0]} tokens and masks; of {totals[1]} where they are cut"
+    )
 
 
 @check("on")

@@ -13,6 +13,7 @@ from conformance.checks import REAL_MODEL, Kit, Server, Stopped, check, main, me
 from conformance.recording import recording
 from conformance.trl.agents import (  # noqa: F401 (checks, by their names here)
     a_rollout_func_beside_environment_factory_loses_its_mask,
+    conversations_by_rollout_func_are_those_of_trl,
     environments_get_the_turns_of_stock_vllm,
     environments_race_by_rollout_func,
     spare_candidates_race_turn_by_turn,
