@@ -110,7 +110,7 @@ def environments_get_the_turns_of_stock_vllm(kit: Kit) -> dict[str, Any]:
 @check("on")
 def conversations_by_rollout_func_are_those_of_trl(kit: Kit) -> str:
     """TRLAgents without spare conversations and TRL's own loop, where nothing is left to chance: the same tokens."""
-    server = kit.server(flags=FLAGS)
+    server = kit.server(flags=[*FLAGS, "--dtype", "float32"])  # in which no two tokens are as likely
     totals = []
     for max_length in (1000, 200):  # the second one ends amid a turn
         found = []
