@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, Literal, TypeVar
 
 import httpx
@@ -52,6 +52,13 @@ class Sessions:
         if answer.status_code == httpx.codes.NOT_FOUND:
             return {"status": "running", "sessions": []}
         return answer.raise_for_status().json()
+
+    def declared_by(self, requests: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+        """The groups that these requests (`conformance.recording`) have declared, as they are now."""
+        for request in requests:
+            if request["path"] == "/v1/groups":
+                self.id = request["body"]["id"]
+                yield self.read()
 
     def trajectory(self, session_id: str) -> dict[str, Any]:
         return self._http.get(f"/v1/sessions/{session_id}").raise_for_status().json()

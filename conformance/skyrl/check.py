@@ -13,6 +13,12 @@ import typing_extensions
 from conformance.checks import CAP, Kit, Server, Stopped, assert_raced, check, main, metric
 from conformance.prime_rl import make_adapter, make_weights
 from conformance.recording import Recorder
+from conformance.skyrl.agents import (  # noqa: F401 (checks, by their names here)
+    fields_of_joined_groups_race_first_turns_only,
+    racing_generator_returns_those_that_finish,
+    trajectories_are_those_of_stock_vllm,
+    trajectories_of_a_group_race,
+)
 
 typing.TypedDict = typing_extensions.TypedDict  # skyrl's own models need it on Python 3.11, or pydantic refuses them
 from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import (  # noqa: E402

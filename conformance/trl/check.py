@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from typing import Any
@@ -12,12 +11,23 @@ import httpx
 from conformance import gain
 from conformance.checks import REAL_MODEL, Kit, Server, Stopped, check, main, metric, refusal
 from conformance.recording import recording
+from conformance.trl.agents import (  # noqa: F401 (checks, by their names here)
+    a_rollout_func_beside_environment_factory_loses_its_mask,
+    conversations_by_rollout_func_are_those_of_trl,
+    environments_get_the_turns_of_stock_vllm,
+    environments_race_by_rollout_func,
+    spare_candidates_race_turn_by_turn,
+)
+from conformance.trl.async_agents import (  # noqa: F401
+    async_environments_converse_one_by_one,
+    async_environments_race_by_their_worker,
+)
 from conformance.trl.graded import (  # noqa: F401 (checks, by their names here)
     an_endless_comparison_costs_one_reward,
     reward_functions_grade_as_they_are,
     rewards_by_the_server_are_those_of_the_trainer,
 )
-from conformance.trl.training import FLAGS, by_variety, train
+from conformance.trl.training import FLAGS, by_variety, next_sample, train
 
 ALL_FLAGS = (*FLAGS, "--weight-transfer-config", '{"backend": "nccl"}', "--enable-scale-out")
 """As TRL's documentation asks for to send weights, and for prompts with images."""
@@ -257,18 +267,6 @@ def async_grpo_worker_and_client(kit: Kit) -> dict[str, Any]:
         "detail": f"{len(samples)} samples in groups of 4 out of its own process, paused and resumed between; it sends "
         "one request per sample and has no field for ours, so there is nothing to turn on"
     }
-
-
-def next_sample(worker: Any) -> Any:
-    """Raises: RuntimeError when the worker's process has failed, or gives nothing for a minute."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        worker.check_health(60)
-        try:
-            return worker.rollout_buffer.get(timeout=1)
-        except queue.Empty:
-            continue
-    raise RuntimeError("AsyncGRPO's process has given no sample for 60 s")
 
 
 @check("stopped")

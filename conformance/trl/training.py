@@ -6,6 +6,7 @@ the server is told to load them (`/collective_rpc`, with VLLM_SERVER_DEV_MODE=1)
 
 from __future__ import annotations
 
+import queue
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -79,6 +80,8 @@ def train(
     reward: Callable[..., list[float]],
     callbacks: Sequence[Any] = (),
     rollout_func: Callable[..., dict[str, Any]] | None = None,
+    environment_factory: Callable[[], Any] | None = None,
+    chat_template: str | None = None,
     before: Callable[[Any], None] = lambda trainer: None,
     **config: Any,
 ) -> Run:
@@ -127,6 +130,7 @@ def train(
     }
     with weights_by_disk(model_path, folder, run):
         tokenizer = AutoTokenizer.from_pretrained(model_path)
+        tokenizer.chat_template = chat_template or tokenizer.chat_template
         trainer = GRPOTrainer(
             model=AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32),
             reward_funcs=[seen],
@@ -135,6 +139,7 @@ def train(
             processing_class=tokenizer,
             callbacks=[Clock(), *callbacks],
             rollout_func=rollout_func,
+            environment_factory=environment_factory,
         )
         generate = trainer.vllm_generation.vllm_client.generate
 
@@ -153,3 +158,15 @@ def train(
 def by_variety(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
     """A reward that any model can earn: the share of different tokens."""
     return [len(set(ids)) / len(ids) for ids in completion_ids]
+
+
+def next_sample(worker: Any) -> Any:
+    """Raises: RuntimeError when the worker's process has failed, or gives nothing for a minute."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        worker.check_health(60)
+        try:
+            return worker.rollout_buffer.get(timeout=1)
+        except queue.Empty:
+            continue
+    raise RuntimeError("AsyncGRPO's process has given no sample for 60 s")

@@ -2,12 +2,6 @@
 
 from verl.tools.function_tool import function_tool
 
+from conformance.calculator import calculate
 
-@function_tool
-def calculate(terms: str) -> str:
-    """Adds numbers.
-
-    Args:
-        terms: Numbers with a plus between them.
-    """
-    return f"The calculator says {sum(map(int, terms.split('+')))}."
+function_tool(calculate)

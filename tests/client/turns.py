@@ -1,7 +1,7 @@
-"""Turns without an engine: an app whose `/v1/chat/completions` speaks the protocol of sessions.
+"""Turns without an engine: an app whose `/v1/chat/completions` and `/v1/completions` speak the protocol of sessions.
 
-A turn answers at once with "so " and what it was asked; one whose last message is "long" runs until its session has
-lost.
+A turn answers at once with "so " and what it was asked; one whose last message, or line, is "long" runs until its
+session has lost.
 """
 
 from __future__ import annotations
@@ -63,8 +63,9 @@ class Turns:
 
     async def _completions(self, request: Request) -> dict[str, Any]:
         body = await request.json()
-        answer, told = await self._turn(request, body, body["prompt"], body["prompt"])
-        return {"choices": [{"text": answer, **told}]}
+        prompt = body["prompt"] if isinstance(body["prompt"], str) else decode(body["prompt"])
+        answer, told = await self._turn(request, body, prompt, prompt.rpartition("\n")[2])
+        return {"choices": [{"text": answer, "token_ids": list(map(ord, answer)), **told}]}
 
     async def _turn(
         self, request: Request, body: dict[str, Any], prompt: str, asked: str

@@ -20,7 +20,7 @@ import inspect
 import json
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import wraps
 from itertools import groupby
@@ -99,18 +99,10 @@ class TRLRollouts:
             return token_ids
         training = trainer.model.training
         if training not in self._columns:
-            data_set = trainer.train_dataset if training else trainer.eval_dataset
-            rows = [dict(row) for row in data_set]
-            self._columns[training] = {json.dumps(row.pop("prompt")): row for row in rows}
-        columns = self._columns[training]
-        if missing := [prompt for prompt in prompts if json.dumps(prompt) not in columns]:
-            raise ValueError(f"reward needs the columns of each prompt, and the data set has no {missing[0]!r:.80}.")
+            self._columns[training] = columns_by_prompt(trainer.train_dataset if training else trainer.eval_dataset)
         return [
-            {
-                **({"prompt_token_ids": ids} if isinstance(prompt, str) else {"messages": prompt}),
-                "data": columns[json.dumps(prompt)],
-            }
-            for prompt, ids in zip(prompts, token_ids, strict=True)
+            {**({"prompt_token_ids": ids} if isinstance(prompt, str) else {"messages": prompt}), "data": columns}
+            for (prompt, columns), ids in zip(with_columns(prompts, self._columns[training]), token_ids, strict=True)
         ]
 
     def graded(self, **columns: Any) -> Sequence[float | None]:
@@ -182,6 +174,19 @@ def runs_of(prompts: Sequence[Any], num_generations: int) -> list[tuple[Any, int
         sizes = [num_generations] * (count // num_generations) + [count % num_generations]
         runs += [(prompt, size) for size in sizes if size]
     return runs
+
+
+def columns_by_prompt(data_set: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """What TRL does not hand to a `rollout_func`: the other columns of each row."""
+    rows = [dict(row) for row in data_set]
+    return {json.dumps(row.pop("prompt")): row for row in rows}
+
+
+def with_columns(prompts: Sequence[Any], columns: Mapping[str, Any]) -> list[tuple[Any, dict[str, Any]]]:
+    """Raises: ValueError for a prompt that is not in the data set."""
+    if missing := [prompt for prompt in prompts if json.dumps(prompt) not in columns]:
+        raise ValueError(f"the columns of each prompt are needed, and the data set has no {missing[0]!r:.80}.")
+    return [(prompt, columns[json.dumps(prompt)]) for prompt in prompts]
 
 
 def tokenized(prompts: Sequence[Any], trainer: Any) -> list[list[int]]:

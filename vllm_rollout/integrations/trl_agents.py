@@ -1,0 +1,216 @@
+"""TRL's GRPOTrainer: conversations with the tools of an environment that race, each a session (docs/agents.md). The
+environment is given to a `rollout_func` instead of to the trainer:
+
+    agents = TRLAgents("http://127.0.0.1:8000", environment_factory=Calculator, redundancy=8)
+    GRPOTrainer(..., rollout_func=agents, reward_funcs=[agents.rewards])
+
+TRL's own loop (`_tool_call_loop`) sends the turns of all conversations in one request, and waits for the longest. Here
+each conversation goes on by itself, with TRL's template, its parser of tool calls and its limits.
+
+Invariant: what TRL trains on are the tokens that the server has seen, masked where they are a tool's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from typing_extensions import Unpack
+
+from vllm_rollout.client.agent_group import AgentGroup, AgentResult
+from vllm_rollout.client.agent_session import AgentSession
+from vllm_rollout.client.agents import MAX_CONCURRENT, AgentOptions
+from vllm_rollout.client.client import AsyncRolloutClient
+from vllm_rollout.client.connection import DEFAULT_URL
+from vllm_rollout.integrations.trl import columns_by_prompt, runs_of, sampling_of, with_columns
+from vllm_rollout.integrations.whole import whole
+
+NOT_TOOLS = ("reset", "get_reward")
+
+
+class TRLAgents:
+    """Runs a GRPOTrainer's conversations. Its weights are synchronized as ever: `use_vllm=True, vllm_mode="server"`."""
+
+    def __init__(
+        self,
+        url: str = DEFAULT_URL,
+        *,
+        environment_factory: Callable[[], Any],
+        redundancy: int = 0,
+        max_concurrent: int = MAX_CONCURRENT,
+        **options: Unpack[AgentOptions],
+    ) -> None:
+        """`environment_factory`: as TRL takes it, but an environment is made for each conversation. The others are
+        those of `AsyncRolloutClient.agents`."""
+        self._url, self._factory, self._redundancy = url, environment_factory, redundancy
+        self._options: dict[str, Any] = {**options, "max_concurrent": max_concurrent}
+        self._threads = ThreadPoolExecutor(max_concurrent, "tools")
+        """Not asyncio's, for which a loser's tool would have to end first."""
+        self._rendering: Rendering | None = None
+        self._columns: dict[bool, dict[str, Any]] = {}
+
+    def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[Any]]:
+        """What TRL asks of a `rollout_func`: a completion per prompt, siblings in a row as the prompts come.
+
+        Raises: RolloutError with the server's words, RuntimeError when a group could not be completed, ValueError for a
+        trainer that has tools of its own.
+        """
+        if trainer.tools:
+            raise ValueError(
+                "the trainer has tools or an environment_factory beside this rollout_func: TRL would then train on the "
+                "tools' words. Give environment_factory to TRLAgents only."
+            )
+        self._rendering = self._rendering or Rendering(trainer, tools_of(self._factory()))
+        rows = asyncio.run(self._rows(prompts, trainer))
+        return {field: [row[field] for row in rows] for field in rows[0]}
+
+    @staticmethod
+    def rewards(environment_reward: Sequence[float | None], **columns: Any) -> Sequence[float | None]:
+        """A reward function for TRL: what each environment's `get_reward` has said."""
+        return environment_reward
+
+    async def _rows(self, prompts: Sequence[Any], trainer: Any) -> list[dict[str, Any]]:
+        training = trainer.model.training
+        if training not in self._columns:
+            self._columns[training] = columns_by_prompt(trainer.train_dataset if training else trainer.eval_dataset)
+        runs = runs_of(prompts, trainer.num_generations if training else trainer.num_generations_eval)
+        known = with_columns([prompt for prompt, _ in runs], self._columns[training])
+        played: dict[str, Played] = {}
+
+        async def run(session: AgentSession) -> float | None:
+            played[session.id] = Played(self._factory(), *session.prompt)
+            return await self._converse(session, played[session.id], trainer)
+
+        async def race(size: int, client: AsyncRolloutClient) -> list[tuple[int, AgentGroup]]:
+            places = [place for place, (_, count) in enumerate(runs) if count == size]
+            asked = [known[place] for place in places]
+            groups = client.agents(asked, size, self._redundancy, run=run, **self._options)
+            return [(places[group.position], whole(group, size)) async for group in groups]
+
+        async with AsyncRolloutClient(self._url) as client:
+            sizes = {count for _, count in runs}
+            found = [each for part in await asyncio.gather(*(race(size, client) for size in sizes)) for each in part]
+        ordered = [group for _, group in sorted(found, key=lambda each: each[0])]
+        return [played[each.session_id].row(each) for group in ordered for each in group.trajectories]
+
+    async def _converse(self, session: AgentSession, its: Played, trainer: Any) -> float | None:
+        """Turns and tools, until a turn calls none or TRL's limits are reached; then the environment's reward."""
+        assert self._rendering is not None
+        sampling = sampling_of(trainer)
+        if "seed" in sampling:
+            sampling["seed"] += session.number  # as `n` would give each choice its own
+        observation = await self._called(its.environment.reset, prompt=its.prompt, **its.columns)
+        its.begin(self._rendering, observation)
+        tools = {tool.__name__: tool for tool in tools_of(its.environment)}
+        for turn in range(trainer.max_tool_calling_iterations + 1):
+            sampling["max_tokens"] = trainer.max_completion_length - its.num_tokens
+            answer = await session.complete(its.token_ids, return_token_ids=True, **sampling)
+            message = its.say(self._rendering, answer["choices"][0]["token_ids"])
+            if not message.get("tool_calls") or turn == trainer.max_tool_calling_iterations:
+                break
+            said = [await self._tool(tools, each["function"]) for each in message["tool_calls"]]
+            suffix = trainer._get_tool_suffix_ids(said)
+            if its.num_tokens + len(suffix) >= trainer.max_completion_length:
+                break
+            if len(its.token_ids) + len(suffix) >= trainer.model.config.max_position_embeddings:
+                break
+            its.messages += said
+            its.token_ids += suffix
+        if not hasattr(its.environment, "get_reward"):
+            return None
+        return await self._called(its.environment.get_reward)
+
+    async def _tool(self, tools: Mapping[str, Callable[..., Any]], call: Mapping[str, Any]) -> dict[str, Any]:
+        """What a tool says; of what it raises, what TRL makes of it."""
+        name = call["name"]
+        try:
+            if name not in tools:
+                raise ValueError(f"Tool {name} not found.")
+            result = await self._called(tools[name], **call["arguments"])
+        except Exception as error:
+            result = {"error": str(error)}
+        return {"role": "tool", "name": name, "content": str(result)}
+
+    async def _called(self, function: Callable[..., Any], **arguments: Any) -> Any:
+        if inspect.iscoroutinefunction(function):
+            return await function(**arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: function(**arguments))
+
+
+class Rendering:
+    """Chats as tokens and back, as the trainer does it that has the tools itself."""
+
+    def __init__(self, trainer: Any, tools: list[Callable[..., Any]]) -> None:
+        from trl import chat_template_utils as trl
+
+        self._parse = trl.parse_response
+        self._tools = tools
+        self._tokenizer = copy.deepcopy(trainer.processing_class)  # the trainer's goes on reading whole conversations
+        if all(getattr(self._tokenizer, name, None) is None for name in ("response_template", "response_schema")):
+            self._tokenizer = trl.add_response_schema(self._tokenizer)
+        if trainer.chat_template is None and not trl.is_chat_template_prefix_preserving(self._tokenizer):
+            trainer.chat_template = trl.get_training_chat_template(self._tokenizer)
+        self._settings = {"chat_template": trainer.chat_template, **trainer.chat_template_kwargs}
+
+    def of_prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        settings = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, **self._settings}
+        rendered = self._tokenizer.apply_chat_template(conversation=[messages], tools=self._tools or None, **settings)
+        return list(rendered["input_ids"][0])
+
+    def parsed(self, token_ids: list[int], before: list[int]) -> dict[str, Any]:
+        return self._parse(self._tokenizer, token_ids, prefix=before, tools=self._tools)
+
+
+class Played:
+    """A conversation, its environment, and what TRL needs of them."""
+
+    def __init__(self, environment: Any, prompt: list[dict[str, Any]], columns: Mapping[str, Any]) -> None:
+        self.environment, self.prompt, self.columns = environment, prompt, columns
+        self.messages: list[dict[str, Any]] = []
+        """After the prompt."""
+        self.token_ids: list[int] = []
+        """Of the prompt, of all that was said, and of the tools' words."""
+        self._num_prompt_tokens = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """After the prompt."""
+        return len(self.token_ids) - self._num_prompt_tokens
+
+    def begin(self, rendering: Rendering, observation: str | None) -> None:
+        last = self.prompt[-1]
+        messages = [*self.prompt[:-1], {**last, "content": last["content"] + (observation or "")}]
+        self.token_ids = rendering.of_prompt(messages)
+        self._num_prompt_tokens = len(self.token_ids)
+
+    def say(self, rendering: Rendering, token_ids: list[int]) -> dict[str, Any]:
+        message = rendering.parsed(token_ids, self.token_ids)
+        self.messages.append(message)
+        self.token_ids = self.token_ids + token_ids
+        return message
+
+    def row(self, result: AgentResult) -> dict[str, Any]:
+        """Of tokens what the server holds; the rest are columns for reward functions."""
+        assert result.segments is not None
+        (segment,) = result.segments
+        assert segment.logprobs is not None
+        after = slice(self._num_prompt_tokens, None)
+        return {
+            "prompt_ids": segment.token_ids[: self._num_prompt_tokens],
+            "completion_ids": segment.token_ids[after],
+            "logprobs": segment.logprobs[after],
+            "env_mask": segment.mask[after],
+            "environment_reward": result.reward,
+            "environments": self.environment,
+            "messages": self.messages,
+        }
+
+
+def tools_of(environment: Any) -> list[Callable[..., Any]]:
+    """Its public methods but `reset` and `get_reward`, as TRL finds them."""
+    names = [name for name, _ in inspect.getmembers(type(environment), inspect.isfunction)]
+    return [getattr(environment, name) for name in names if not name.startswith("_") and name not in NOT_TOOLS]
