@@ -42,7 +42,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "temperature 1.7": {"temperature": 1.7},
     "top_k": {"top_k": 2},
     "top_p": {"temperature": 1.7, "top_p": 0.8},
-    "penalty": {"repetition_penalty": 1.8},
+    "penalties": {"repetition_penalty": 1.3, "frequency_penalty": 1.5},
 }
 """Of sampling; requests of all kinds are in each batch, and drafts for each other."""
 
@@ -132,14 +132,22 @@ def draws(llm: LLM) -> dict[str, list[int]]:
 
 
 def probabilities(
-    model: str, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, repetition_penalty: float = 1.0
+    model: str,
+    temperature: float = 1.0,
+    top_k: int = len(ALLOWED),
+    top_p: float = 1.0,
+    repetition_penalty: float = 1.0,
+    frequency_penalty: float = 0.0,
 ) -> list[float]:
     """Of each sequence, by transformers."""
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     processors = [
         logits_process.RepetitionPenaltyLogitsProcessor(repetition_penalty),
+        lambda known, scores: scores.scatter_add(
+            1, known[:, len(PROMPT) :], torch.full((len(known), known.shape[1] - len(PROMPT)), -frequency_penalty)
+        ),
         logits_process.TemperatureLogitsWarper(temperature),
-        logits_process.TopKLogitsWarper(top_k or len(ALLOWED)),
+        logits_process.TopKLogitsWarper(top_k),
         logits_process.TopPLogitsWarper(top_p),
     ]
     tokens = torch.tensor([[*PROMPT, *sequence] for sequence in product(ALLOWED, repeat=NUM_DRAWN)])
