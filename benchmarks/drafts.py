@@ -9,9 +9,10 @@ drafts   chosen by what steps take here, as a server on this machine would
 gpu      chosen as where a step takes what examples/emulate_7b.json says, which does not wait for drafts; the tokens are
          this model's, verified here
 
-CPU seconds are the engine process' own, since other programs take the clock's. Tokens of a step are those of one
-candidate. By the same file's seconds a step with its drafts is priced, in all ways: what a device of that kind would
-have taken for these very steps.
+CPU seconds are the engine process' own, since other programs take the clock's. Tokens of each, and drafts of each, are
+those of one candidate in one step. How long answers are is luck, and so is how many candidates run at once: "times as
+fast" is against what the same tokens would have taken in steps of as many candidates without drafts, by the seconds of
+that file, or by a line through the CPU seconds of the runs without: so much a step, and so much a candidate.
 
 Run from the repository root: python -m benchmarks.drafts
 """
@@ -29,6 +30,7 @@ from collections import Counter
 from itertools import product
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 
 from benchmarks.common import arguments_of, median, publish, record_of_run, write_json
@@ -168,23 +170,38 @@ def answer(llm: Any, prompt: str, size: int, group_id: str, rule: Counting, devi
 
 def rows(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Per workload and way: medians over repeats."""
+    plain = [cell for run in runs if run["way"] == "without" for cell in run["cells"]]
+    counts, seconds = [[cell["steps"], cell["rows"]] for cell in plain], [cell["cpu_s"] for cell in plain]
+    line = np.linalg.lstsq(np.array(counts, dtype=float), np.array(seconds), rcond=None)[0].tolist()
+    device = cost_of(Settings.read(DEVICE))
     found = []
     for epoch, size in product(EPOCHS, SIZES):
         row: dict[str, Any] = {"epoch": epoch, "candidates": size}
         for way in WAYS:
             cells = [cell for run in runs if run["way"] == way for cell in run["cells"]]
             its = [cell for cell in cells if (cell["epoch"], cell["candidates"]) == (epoch, size)]
-            row[way] = summary(its) if its else None
+            row[way] = summary(its, line, device) if its else None
         found.append(row)
     return found
 
 
-def summary(cells: list[dict[str, Any]]) -> dict[str, Any]:
+def summary(cells: list[dict[str, Any]], line: tuple[float, float], device: CostModel) -> dict[str, Any]:
+    """`line`: CPU seconds of a step without drafts, and of a candidate in it."""
     drafting = [cell for cell in cells if cell["drafted"]]
+
+    def by_cpu(cell: dict[str, Any]) -> float:
+        plain_s = line[0] * cell["steps"] + line[1] * cell["rows"]
+        return float(cell["tokens"] / cell["rows"] * plain_s / cell["cpu_s"])
+
+    def by_device(cell: dict[str, Any]) -> float:
+        plain_s = cell["steps"] * device.ptl(cell["rows"] / cell["steps"], CONTEXT_TOKENS)
+        return float(cell["tokens"] / cell["rows"] * plain_s / cell["device_s"])
+
     return {
         "runs": len(cells),
         "cpu_ms_per_token": median(1e3 * cell["cpu_s"] / cell["tokens"] for cell in cells),
-        "device_ms_per_token": median(1e3 * cell["device_s"] / cell["tokens"] for cell in cells),
+        "faster_by_cpu": median(map(by_cpu, cells)),
+        "faster_by_device": median(map(by_device, cells)),
         "tokens_per_row": median(cell["tokens"] / cell["rows"] for cell in cells),
         "drafts_per_row": median(cell["drafted"] / cell["rows"] for cell in cells),
         "accepted": median(cell["accepted"] / cell["drafted"] for cell in drafting) if drafting else None,
@@ -196,25 +213,23 @@ def tables(result: dict[str, Any]) -> str:
     def of(way: str, field: str, digits: int = 2) -> Any:
         return lambda row: number((row[way] or {}).get(field), digits)
 
-    def faster(way: str, field: str) -> Any:
-        return lambda row: number(row["without"][field] / row[way][field] if row["without"] and row[way] else None, 2)
-
     shown = columns(
         f"Drafts of {result['workload']['model']}",
         result["rows"],
         {
             "prompts": lambda row: row["epoch"],
             "candidates": lambda row: number(row["candidates"]),
-            "CPU ms per token, without": of("without", "cpu_ms_per_token", 1),
-            "times as fast by CPU": faster("drafts", "cpu_ms_per_token"),
+            "CPU ms a token, without": of("without", "cpu_ms_per_token", 1),
+            "without, against its line": of("without", "faster_by_cpu"),
             "drafts of each": of("drafts", "drafts_per_row"),
             "tokens of each": of("drafts", "tokens_per_row"),
-            "as a GPU: by CPU": faster("gpu", "cpu_ms_per_token"),
-            "its drafts": of("gpu", "drafts_per_row"),
-            "its tokens": of("gpu", "tokens_per_row"),
+            "times as fast, CPU": of("drafts", "faster_by_cpu"),
+            "gpu: drafts of each": of("gpu", "drafts_per_row"),
+            "tokens of each ": of("gpu", "tokens_per_row"),
             "accepted": lambda row: percent((row["gpu"] or {}).get("accepted")),
             "estimated": lambda row: percent((row["gpu"] or {}).get("estimated")),
-            "by that device": faster("gpu", "device_ms_per_token"),
+            "times as fast, that device": of("gpu", "faster_by_device"),
+            "CPU": of("gpu", "faster_by_cpu"),
         },
     )
     faults = [f"{run['way']}, repeat {run['repeat']}: {run['fault']}." for run in result["runs"] if run["fault"]]
