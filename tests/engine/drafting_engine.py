@@ -83,6 +83,8 @@ def main(model: str) -> None:
     cleanup_dist_env_and_memory()
     llm = LLM(model, **SETTINGS, **OURS, **WIDE, speculative_config=DRAFTS_CONFIG)
     llm.llm_engine.collective_rpc(verify_all)
+    alone = generate(llm, [PROMPT], [SamplingParams(top_k=2, max_tokens=4, ignore_eos=True)])
+    result["alone"] = len(alone[0].outputs[0].token_ids)
     result["first"] = greedy(llm)
     result["with"] = greedy(llm)  # now there are earlier answers
     result["of_greedy"] = llm.llm_engine.collective_rpc(verified)[0]

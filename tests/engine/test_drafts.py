@@ -31,6 +31,10 @@ def test_greedy_answers_are_those_without_drafts(engine: dict[str, Any]) -> None
     assert {row[2] for row in engine["with"]} == {"length", "stop"}
 
 
+def test_a_step_without_drafts_has_nothing_to_verify(engine: dict[str, Any]) -> None:
+    assert engine["alone"] == 4, "top_k of no rows at all would have ended vLLM's engine on a CPU"
+
+
 def test_samples_are_distributed_as_the_model_says(engine: dict[str, Any]) -> None:
     drafted, accepted = engine["of_draws"]
     assert drafted > accepted > 5000
