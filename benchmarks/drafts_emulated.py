@@ -252,11 +252,15 @@ def tables(result: dict[str, Any]) -> str:
     def shown(row: dict[str, Any] | None, field: str = "faster") -> str:
         return number(None if row is None else row[field], 2)
 
+    def ranged(row: dict[str, Any] | None) -> str:
+        seeds = (row or {}).get("faster_by_seed", [])
+        return shown(row) + (f" ({min(seeds):.2f} to {max(seeds):.2f})" if len(seeds) > 1 else "")
+
     sigmas = sorted({row["sigma"] for row in rows if row["part"] == "long"})
     sizes = [{"size": size} for size in sorted({row["batch_size"] for row in rows})]
     long = columns("Long rounds, times as fast with drafts, by sigma", sizes, {
         "candidates": lambda row: number(row["size"]),
-        **{f"{sigma:g}": lambda row, s=sigma: shown(cell_of("long", row["size"], sigma=s)) for sigma in sigmas},
+        **{f"{sigma:g}": lambda row, s=sigma: ranged(cell_of("long", row["size"], sigma=s)) for sigma in sigmas},
         "tail, 0.8": lambda row: shown(cell_of("long", row["size"], sigma=0.8), "tail_faster"),
         "simulated, 0.8": lambda row: shown(cell_of("long", row["size"], sigma=0.8), "faster_simulated"),
         "drafts of each, 0": lambda row: shown(cell_of("long", row["size"], sigma=0.0), "drafts_per_row"),
@@ -264,9 +268,9 @@ def tables(result: dict[str, Any]) -> str:
     })  # fmt: skip
     other = columns("Deferred prompts, another device, poor drafts", sizes, {
         "candidates": lambda row: number(row["size"]),
-        "deferred, 0.8": lambda row: shown(cell_of("deferred", row["size"], sigma=0.8, earlier_answer=6.0)),
+        "deferred, 0.8": lambda row: ranged(cell_of("deferred", row["size"], sigma=0.8, earlier_answer=6.0)),
         "its tail": lambda row: shown(cell_of("deferred", row["size"], sigma=0.8, earlier_answer=6.0), "tail_faster"),
-        "cut answers": lambda row: shown(cell_of("deferred", row["size"], sigma=0.8, earlier_answer=3.0)),
+        "cut answers": lambda row: ranged(cell_of("deferred", row["size"], sigma=0.8, earlier_answer=3.0)),
         "overhead, 0.8": lambda row: shown(cell_of("long", row["size"], "overhead", sigma=0.8)),
         "overhead, 0": lambda row: shown(cell_of("long", row["size"], "overhead", sigma=0.0)),
         "poor drafts": lambda row: number((cell_of("poor", row["size"]) or {}).get("faster"), 3),

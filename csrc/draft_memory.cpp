@@ -110,23 +110,6 @@ void DraftMemory::end(int64_t count, const int64_t* sequences, bool keep) {
   for (Prompt* prompt : prompts) drop_if_empty(*prompt);
 }
 
-void DraftMemory::forget(std::string_view key) {
-  const auto found = prompts_.find(std::string(key));
-  if (found != prompts_.end()) forget(*found->second);
-}
-
-void DraftMemory::forget_all() {
-  std::vector<Prompt*> prompts;
-  for (const auto& [key, prompt] : prompts_) prompts.push_back(prompt.get());
-  for (Prompt* prompt : prompts) forget(*prompt);
-}
-
-void DraftMemory::forget(Prompt& prompt) {
-  num_ended_ -= static_cast<int64_t>(prompt.ended.size());
-  remove(prompt, std::exchange(prompt.ended, {}));
-  drop_if_empty(prompt);
-}
-
 std::vector<KeptPrompt> DraftMemory::kept() const {
   std::vector<const Prompt*> prompts;
   for (const auto& [key, prompt] : prompts_) prompts.push_back(prompt.get());

@@ -86,8 +86,6 @@ class DraftMemory {
             int32_t* drafts, float* probabilities);
   void end(int64_t count, const int64_t* sequences, bool keep);
   void age() { ++version_; }
-  void forget(std::string_view key);
-  void forget_all();
   std::vector<KeptPrompt> kept() const;
   void restore(const KeptPrompt& kept);
 
@@ -118,7 +116,6 @@ class DraftMemory {
   void store(Source& source, int32_t token);
   bool evict(int64_t bytes);
   void remove(Prompt& prompt, std::vector<std::unique_ptr<Source>> dead);
-  void forget(Prompt& prompt);
 
   uint64_t hash(const int32_t* ngram) const;
   bool follows(const Prompt& prompt, Place place, const int32_t* ngram) const;

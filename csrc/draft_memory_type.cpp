@@ -167,22 +167,6 @@ PyObject* age(PyObject* self, PyObject*) {
   return Py_NewRef(Py_None);
 }
 
-PyObject* forget(PyObject* self, PyObject* key) {
-  if (key == Py_None) {
-    return guarded([&] {
-      memory_of(self).forget_all();
-      return Py_NewRef(Py_None);
-    });
-  }
-  Values<char> text;
-  if (!values_of(key, &text)) return nullptr;
-  return guarded([&] {
-    memory_of(self).forget(
-        std::string_view{text.data, static_cast<size_t>(text.count)});
-    return Py_NewRef(Py_None);
-  });
-}
-
 // Appends and gives up its reference; false with Python's error set.
 bool append(PyObject* list, PyObject* item) {
   if (item == nullptr) return false;
@@ -274,7 +258,6 @@ bool add_draft_memory_type(PyObject* module) {
       {"step", step, METH_VARARGS, nullptr},
       {"end", end, METH_VARARGS, nullptr},
       {"age", age, METH_NOARGS, nullptr},
-      {"forget", forget, METH_O, nullptr},
       {"kept", kept, METH_NOARGS, nullptr},
       {"restore", restore, METH_VARARGS, nullptr},
       {nullptr, nullptr, 0, nullptr},

@@ -374,6 +374,7 @@ class Verifying(RunnerV1):
         return self.answer()
 
     def _sample(self, logits: torch.Tensor, spec_decode_metadata: Any) -> Any:
+        self.is_verifying = spec_decode_metadata is not None
         sampled = torch.full((len(self.num_drafted), max(self.num_drafted) + 1), -1)
         for row, num in enumerate(self.num_sampled):
             sampled[row, :num] = 5
@@ -399,6 +400,18 @@ def test_of_a_step_s_drafts_those_are_observed_that_are_accepted(cpu):
     assert report.first_positions.tolist() == [3, 1, 1]
     assert [id for id, _ in report.observations()] == ["b"]
     assert torch.equal(ring.take([StateKey("b", 3)])[0][0], runner.hidden[2])
+
+
+@pytest.mark.parametrize("tagged", [True, False])
+def test_a_step_of_no_drafts_is_sampled_as_one_without_them(tagged):
+    runner = Verifying()
+    observe_runner(runner, new_ring(), v2=False, cpu=True)
+    runner.num_drafted, runner.num_sampled = (0,), (1,)
+    step(runner, [Row("a", 3, 3)], (new_request("a", 3, 1, tagged=tagged),))
+    assert not runner.is_verifying
+    runner.num_drafted = (1,)
+    step(runner, [Row("a", 4, 4)])
+    assert runner.is_verifying
 
 
 def test_v2_does_not_observe_drafts():

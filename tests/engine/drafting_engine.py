@@ -23,6 +23,7 @@ from one_engine import (  # first, since it sets what vLLM reads when it is impo
     shown,
 )
 from transformers import AutoModelForCausalLM
+from transformers.generation import logits_process
 from vllm import LLM, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
@@ -32,10 +33,18 @@ from vllm_rollout.group.drafting import MAX_DRAFT_TOKENS, Choice, DraftingRule
 from vllm_rollout.group.plans.plan import PruningPlan
 from vllm_rollout.group.plans.terms import GroupTerms
 
-ALLOWED = (10, 11, 12, 13)
-NUM_DRAWN = 3
-NUM_DRAWS = 4096
-PROMPT = [3, 4, 5, 6, 7]
+ALLOWED = (10, 11, 12)
+NUM_DRAWN = 4
+NUM_DRAWS = 2048
+PROMPT = [3, 4, 10, 6, 7]
+KINDS: dict[str, dict[str, Any]] = {
+    "temperature 1": {},
+    "temperature 1.7": {"temperature": 1.7},
+    "top_k": {"top_k": 2},
+    "top_p": {"temperature": 1.7, "top_p": 0.8},
+    "penalties": {"repetition_penalty": 1.3, "frequency_penalty": 1.5},
+}
+"""Of sampling; requests of all kinds are in each batch, and drafts for each other."""
 
 
 class Every(DraftingRule):
@@ -74,6 +83,8 @@ def main(model: str) -> None:
     cleanup_dist_env_and_memory()
     llm = LLM(model, **SETTINGS, **OURS, **WIDE, speculative_config=DRAFTS_CONFIG)
     llm.llm_engine.collective_rpc(verify_all)
+    alone = generate(llm, [PROMPT], [SamplingParams(top_k=2, max_tokens=4, ignore_eos=True)])
+    result["alone"] = len(alone[0].outputs[0].token_ids)
     result["first"] = greedy(llm)
     result["with"] = greedy(llm)  # now there are earlier answers
     result["of_greedy"] = llm.llm_engine.collective_rpc(verified)[0]
@@ -83,7 +94,7 @@ def main(model: str) -> None:
     result["scored"], confidences = race(llm, "scored", False, plan, temperature=0)
     result["shown"] = shown(llm, model, result["scored"], confidences)
     result["of_scored"] = llm.llm_engine.collective_rpc(verified)[0]
-    result["drawn"], result["expected"] = draws(llm), probabilities(model)
+    result["drawn"], result["expected"] = draws(llm), {kind: probabilities(model, **KINDS[kind]) for kind in KINDS}
     result["of_draws"] = llm.llm_engine.collective_rpc(verified)[0]
     print("RESULT " + json.dumps(result))
 
@@ -105,30 +116,53 @@ def greedy(llm: LLM) -> list[list]:
     return [[list(c.token_ids), c.text, c.finish_reason, _logprobs(c)] for c in choices]
 
 
-def draws(llm: LLM) -> list[int]:
-    """How often each sequence of allowed tokens was drawn, in the order of `product`."""
-    prompts, params = [PROMPT] * NUM_DRAWS, []
-    for number in range(NUM_DRAWS):
-        tag = CandidateTag(f"draws-{number // 64}", number % 64, GroupTerms(64, 64), 16)
+def draws(llm: LLM) -> dict[str, list[int]]:
+    """Of each kind, how often each sequence of allowed tokens was drawn, in the order of `product`."""
+    wanted = [(number, kind) for number in range(NUM_DRAWS) for kind in KINDS]
+    params = []
+    for seed, (number, kind) in enumerate(wanted):
+        tag = CandidateTag(f"draws-{kind}-{number // 64}", number % 64, GroupTerms(64, 64), 16)
         params.append(
             SamplingParams(
-                temperature=1, seed=number, max_tokens=NUM_DRAWN, allowed_token_ids=list(ALLOWED), ignore_eos=True,
-                extra_args=tag.to_extra_args(),
+                seed=seed, max_tokens=NUM_DRAWN, allowed_token_ids=list(ALLOWED), ignore_eos=True,
+                extra_args=tag.to_extra_args(), **KINDS[kind],
             )
         )  # fmt: skip
-    counts = Counter(tuple(output.outputs[0].token_ids) for output in generate(llm, prompts, params))
-    return [counts[drawn] for drawn in product(ALLOWED, repeat=NUM_DRAWN)]
+    outputs = generate(llm, [PROMPT] * len(params), params)
+    counts = Counter((kind, *its.outputs[0].token_ids) for (_, kind), its in zip(wanted, outputs, strict=True))
+    return {kind: [counts[kind, *drawn] for drawn in product(ALLOWED, repeat=NUM_DRAWN)] for kind in KINDS}
 
 
-def probabilities(model: str) -> list[float]:
+def probabilities(
+    model: str,
+    temperature: float = 1.0,
+    top_k: int = len(ALLOWED),
+    top_p: float = 1.0,
+    repetition_penalty: float = 1.0,
+    frequency_penalty: float = 0.0,
+) -> list[float]:
     """Of each sequence, by transformers."""
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    sequences = list(product(ALLOWED, repeat=NUM_DRAWN))
+    processors = [
+        logits_process.RepetitionPenaltyLogitsProcessor(repetition_penalty),
+        lambda known, scores: scores.scatter_add(
+            1, known[:, len(PROMPT) :], torch.full((len(known), known.shape[1] - len(PROMPT)), -frequency_penalty)
+        ),
+        logits_process.TemperatureLogitsWarper(temperature),
+        logits_process.TopKLogitsWarper(top_k),
+        logits_process.TopPLogitsWarper(top_p),
+    ]
+    tokens = torch.tensor([[*PROMPT, *sequence] for sequence in product(ALLOWED, repeat=NUM_DRAWN)])
     with torch.no_grad():
-        logits = reference(torch.tensor([[*PROMPT, *sequence] for sequence in sequences])).logits
-    of_allowed = logits[:, len(PROMPT) - 1 : -1, list(ALLOWED)].softmax(dim=-1)
-    chosen = torch.tensor([[ALLOWED.index(token) for token in sequence] for sequence in sequences])
-    return of_allowed.gather(2, chosen[:, :, None])[:, :, 0].prod(dim=1).tolist()
+        logits = reference(tokens).logits
+    of_sequence = torch.ones(len(tokens))
+    for end in range(len(PROMPT), tokens.shape[1]):
+        scores = torch.full_like(logits[:, end - 1], -torch.inf)
+        scores[:, ALLOWED] = logits[:, end - 1, ALLOWED]
+        for processor in processors:
+            scores = processor(tokens[:, :end], scores)
+        of_sequence *= scores.softmax(dim=-1).gather(1, tokens[:, end, None])[:, 0]
+    return of_sequence.tolist()
 
 
 if __name__ == "__main__":

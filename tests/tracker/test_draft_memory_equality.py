@@ -72,7 +72,7 @@ def test_both_give_the_same_after_any_calls(native, data):
     )
     pair = Pair(native, limits)
     for _ in range(draw(st.integers(1, 25))):
-        call = draw(st.sampled_from(["begin", "begin", "step", "step", "step", "end", "age", "forget", "load"]))
+        call = draw(st.sampled_from(["begin", "begin", "step", "step", "step", "end", "age", "load"]))
         if call == "begin":
             pair.begin(draw(KEYS), draw(st.one_of(TOKENS, TOKENS, LONG_TOKENS)))
         elif call == "step":
@@ -83,8 +83,6 @@ def test_both_give_the_same_after_any_calls(native, data):
             pair.end(draw(st.lists(st.sampled_from(pair.running), unique=True)), draw(st.booleans()))
         elif call == "age":
             pair.call("age")
-        elif call == "forget":
-            pair.call("forget", draw(st.one_of(st.none(), KEYS)))
         elif call == "load":
             kept = load_prompts(dump_prompts(pair.call("kept")))
             if draw(st.booleans()):

@@ -106,11 +106,6 @@ class DraftMemoryReference:
     def age(self) -> None:
         self.version += 1
 
-    def forget(self, key: bytes | None) -> None:
-        for prompt in [prompt for prompt in self.prompts.values() if key in (None, prompt.key)]:
-            self._remove(prompt, prompt.ended)
-            self._drop_if_empty(prompt)
-
     def kept(self) -> list[KeptPrompt]:
         """What is stored of ended and running sequences; the least recently used prompt comes first."""
         result = []

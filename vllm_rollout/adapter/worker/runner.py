@@ -246,6 +246,8 @@ class RunnerV1Mixin(RunnerMixin):
         return super().sample_tokens(*args, **kwargs)
 
     def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any, *args: Any, **kwargs: Any) -> Any:
+        if spec_decode_metadata is not None and not any(spec_decode_metadata.num_draft_tokens):
+            spec_decode_metadata = None  # vLLM from 0.32 on verifies nothing, for which its top_k on a CPU has no rows
         if logits is None or not len(self.candidate_tracker):
             return super()._sample(logits, spec_decode_metadata, *args, **kwargs)
         num_rows = self.input_batch.num_reqs
