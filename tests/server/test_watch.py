@@ -73,7 +73,7 @@ def is_over(name: str, data: Any) -> bool:
 
 
 async def test_a_viewer_sees_groups_begin_run_and_end_and_at_last_what_the_file_has(engine: FakeEngine, tmp_path: Path):
-    engine.step_s, engine.lengths = 0.01, {0: 140, 1: 10, 2: 125, 3: 90}
+    engine.step_s, engine.lengths = 0.02, {0: 40, 1: 5, 2: 38, 3: 30}
     path = tmp_path / "trace.jsonl"
     with serving(make_app(engine, TraceRecorder(path))) as url:
         async with watching(url) as viewer, httpx.AsyncClient(base_url=url, timeout=30) as http:
