@@ -83,6 +83,8 @@ def test_it_pays_on_average_and_costs_nothing_where_it_cannot():
     assert mean_saved(1.0, 0.5, 16) > 0.1
     for between, within in ((0.5, 2.5), (0.1, 1.0), (1.4, 2.5)):
         assert mean_saved(between, within, 64) > -0.01
+    alike = [launch_order(spread(64, 0.1, 1.0, seed), 64) for seed in range(20)]
+    assert {order.name for order in alike} == {"prompts"}, "what is luck of the draws is no gain"
 
 
 def test_a_race_is_as_long_as_its_winners_and_what_is_cut_as_its_limit():
@@ -94,6 +96,16 @@ def test_a_race_is_as_long_as_its_winners_and_what_is_cut_as_its_limit():
         assert max(waiting(100, 80, max_tokens=40).draw(chance)) <= 40
     means = (30, 300, 30, 30, 300, 300)
     assert launch_order([waiting(mean, max_tokens=30) for mean in means], 8).name == "prompts"
+
+
+def test_a_length_counts_as_far_as_it_may_go():
+    groups = [waiting(100), waiting(100), waiting(3000, max_tokens=50), waiting(1000), waiting(90), waiting(90)]
+    assert launch_order(groups, 8).positions == [3, 0, 1, 4, 5, 2]
+
+
+def test_a_rollout_of_very_many_candidates_is_played_all_the_same():
+    groups = [waiting(mean, plan=GroupPlan(20_000)) for mean in (10, 10, 1000, 1000)]
+    assert sorted(launch_order(groups, 50_000).positions) == [0, 1, 2, 3]
 
 
 @given(st.lists(st.builds(waiting, st.floats(1, 1e6), st.floats(0, 1e6)), max_size=12), st.integers(1, 40))

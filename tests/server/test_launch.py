@@ -176,6 +176,22 @@ async def test_more_candidates_than_memory_is_meant_for_are_refused_before_anyth
     assert engine.started == []
 
 
+@pytest.mark.parametrize("name", ["take_more", "take_again"])
+async def test_what_a_group_takes_later_it_takes_by_the_priority_of_its_rollout(name):
+    launcher = Launcher(8)
+    first = await launcher.take(4, -1)
+    second = await launcher.take(4)
+    third = asyncio.create_task(launcher.take(8))
+    await asyncio.sleep(0)
+    again = asyncio.create_task(getattr(first, name)(4))
+    await asyncio.sleep(0)
+    second.release_all()
+    await asyncio.wait_for(again, DEADLINE_S)
+    assert not third.done()
+    first.release_all()
+    assert (await asyncio.wait_for(third, DEADLINE_S)).num_held == 8
+
+
 async def test_a_turn_that_is_cancelled_as_it_comes_goes_to_the_next():
     launcher = Launcher(4)
     first = await launcher.take(4)
