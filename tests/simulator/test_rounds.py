@@ -182,6 +182,7 @@ def test_names_say_what_is_speculated_on():
         ("prompts_per_round=2,queue_order=last", "queue_order: must be one of first_in, shortest, longest, got 'last'"),
         ("prompts_per_round=2,redundancy=2,response_speculation=1.5", "leave one out"),
         ("prompts_per_round=2,group_size=2", "'group_size' is not a field"),
+        ("prompts_per_round=2,order=prompts", "'order' is not a field"),
     ],
 )
 def test_rounds_that_make_no_sense_are_named(text, message):

@@ -82,8 +82,8 @@ def simulate(
             metavar="FIELD=VALUE,…",
             help="Try this beside the baseline instead of the default sweep; repeat it, or write alternatives as "
             "redundancy=2|4|8. Fields are those of a rollout request: redundancy (a number or auto), selection, "
-            "num_longest, patience, early_stop, tradeoff, group_size, and those of pruning: detection_length, "
-            "keep_ratio, …; name labels it.",
+            "num_longest, patience, early_stop, tradeoff, group_size, order (auto, prompts), and those of pruning: "
+            "detection_length, keep_ratio, …; drafts (true, false); name labels it.",
         ),
     ] = None,
     rounds: Annotated[

@@ -14,7 +14,7 @@ from vllm_rollout.simulator.settings import FIELDS as GROUP_FIELDS
 from vllm_rollout.simulator.settings import Setting, setting_of, written_fields
 
 TERMS = {field: row for field, row in rows(RunFields).items() if field != "group_size"}
-FIELDS = {**TERMS, **{field: row for field, row in GROUP_FIELDS.items() if field != "group_size"}}
+FIELDS = {**TERMS, **{field: row for field, row in GROUP_FIELDS.items() if field not in ("group_size", "order")}}
 
 
 @dataclass(frozen=True, slots=True)
