@@ -1,9 +1,9 @@
 """In which order groups start, over HTTP: `python -m benchmarks.launch_order_served`.
 
 Servers on an emulated device with 64 places, one per spread of lengths: 64 prompts of 8 answers, the same ones in each
-epoch, with other seeds. Each epoch runs twice, with the order that is chosen and in that of the prompts, with the same
-lengths, by turns first. From the second epoch on the server knows the prompts. *ratio*: seconds of the chosen order
-over those of the other, the median of these epochs.
+epoch, with other seeds. Each epoch runs twice, with the same lengths: first with the order that is chosen, which so knows
+earlier epochs only, then in that of the prompts. *ratio*: seconds of the chosen order over those of the other, the
+median of the second epoch and later ones.
 """
 
 from __future__ import annotations
@@ -55,8 +55,7 @@ def measure(sigmas: tuple[float, float], arguments: argparse.Namespace, folder: 
         server.wait_until_healthy(lambda seconds, line: None)
         with RolloutClient(server.url) as client:
             for epoch in range(arguments.repeats):
-                orders = ("auto", "prompts") if epoch % 2 else ("prompts", "auto")
-                epochs.append({order: seconds_of(client, epoch, order) for order in orders})
+                epochs.append({order: seconds_of(client, epoch, order) for order in ("auto", "prompts")})
                 Console(stderr=True).print(f"sigma {name}: {epoch + 1} of {arguments.repeats}", highlight=False)
     return epochs
 
