@@ -1,9 +1,9 @@
 """In which order groups start, over HTTP: `python -m benchmarks.launch_order_served`.
 
 Servers on an emulated device with 64 places, one per spread of lengths: 64 prompts of 8 answers, the same ones in each
-epoch, with other seeds. Each epoch runs twice, with the same lengths: first with the order that is chosen, which so knows
-earlier epochs only, then in that of the prompts. *ratio*: seconds of the chosen order over those of the other, the
-median of the second epoch and later ones.
+epoch, with other seeds. Each epoch runs twice, with the same lengths: first with the order that is chosen, which so
+knows earlier epochs only, then in that of the prompts. *ratio*: seconds of the chosen order over those of the other,
+the median of the second epoch and later ones.
 """
 
 from __future__ import annotations
