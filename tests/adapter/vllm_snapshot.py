@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 import inspect
 import re
 from collections.abc import Iterator
@@ -255,7 +256,10 @@ def has(owner: Any, name: str) -> bool:
     except ImportError:
         return False
     if isinstance(owner, ModuleType):
-        return name in owner.__dict__.get("environment_variables", {})
+        if name in owner.__dict__.get("environment_variables", {}):
+            return True
+        is_package = hasattr(owner, "__path__")  # of whose modules those are attributes that somebody has imported
+        return is_package and importlib.util.find_spec(f"{owner.__name__}.{name}") is not None
     if name == "__dict__":
         return hasattr(owner, "__dictoffset__") and owner.__dictoffset__ != 0
     return any(name in inspect.get_annotations(cls) or name in said_in(cls) for cls in owner.__mro__)
