@@ -22,7 +22,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
-from operator import add, mul
+from operator import add
 from typing import NamedTuple
 
 MAX_DRAFT_TOKENS = 12
@@ -185,7 +185,8 @@ class DraftingRule:
         """Which drafts to verify. `num_drafts`: how many there are of all rows, by bin of their estimate."""
         cost = self._cost(num_rows)
         drafts = [num / num_rows for num in num_drafts]
-        least = least_worthy(drafts, list(map(mul, drafts, self._ratios)), cost.ratio)
+        accepted = [num * self.accepted_ratio(bin) for bin, num in enumerate(drafts)]
+        least = least_worthy(drafts, accepted, cost.ratio)
         choice = Choice(least, sum(num_drafts[least:]))
         cost.num_empty = 0 if choice.most else cost.num_empty + 1
         if any(num_drafts) and not choice.most and cost.is_trial_due:
