@@ -13,10 +13,9 @@ from typing import NamedTuple
 from vllm_rollout.config import REPORT_INTERVAL_S
 from vllm_rollout.group.lengths.history import ObservedLength, observed_lengths
 from vllm_rollout.group.lengths.moments import LengthMoments, LengthStatistics
-from vllm_rollout.group.lengths.trust import trusted
 from vllm_rollout.group.plans.allocation import BatchAllocation, BatchPrompt, Budget, PromptAllocation, allocate_batch
 from vllm_rollout.group.plans.fields import EarlyStop, LaunchRule
-from vllm_rollout.group.plans.launch_order import WaitingGroup, launch_order
+from vllm_rollout.group.plans.launch_order import launch_order, waiting_groups
 from vllm_rollout.group.plans.plan import GroupPlan
 from vllm_rollout.group.plans.prompt_key import KEY_OF_TOKENS, digest_of, key_of_id
 from vllm_rollout.group.types import Ending
@@ -139,12 +138,13 @@ class ShapingService:
     ) -> Sequence[int]:
         if order == "prompts":
             return range(len(plans))
-        groups = [
-            WaitingGroup(plan.group, lengths, prompt.max_tokens)
-            for plan, lengths, prompt in zip(plans, trusted(history), prompts, strict=True)
-        ]
-        # Beside the event loop, too: 16,384 groups take a second.
-        return (await asyncio.to_thread(launch_order, groups, self._num_places)).positions
+        num_places = self._num_places
+
+        def positions() -> Sequence[int]:
+            limits = (prompt.max_tokens for prompt in prompts)
+            return launch_order(waiting_groups((plan.group for plan in plans), history, limits), num_places).positions
+
+        return await asyncio.to_thread(positions)  # beside the event loop, too: 16,384 groups take a second
 
     def _budget_warning(self, budget: Budget) -> str | None:
         if budget.upper == budget.lower:

@@ -9,9 +9,8 @@ from typing import Protocol
 
 from vllm_rollout.group.judging.ledger import Scoring
 from vllm_rollout.group.lengths.history import LengthHistory
-from vllm_rollout.group.lengths.trust import trusted
 from vllm_rollout.group.plans.allocation import BatchPrompt, allocate_batch
-from vllm_rollout.group.plans.launch_order import WaitingGroup, launch_order
+from vllm_rollout.group.plans.launch_order import launch_order, waiting_groups
 from vllm_rollout.group.plans.plan import GroupPlan
 from vllm_rollout.group.types import Ending
 from vllm_rollout.simulator.machine import Machine
@@ -80,11 +79,8 @@ class Planner:
         slots = self._machine.num_slots
         if self._setting.order == "prompts" or slots is None:
             return range(len(prompts))
-        expected = trusted(self.history.statistics(prompt.history_key for prompt in prompts))
-        groups = [
-            WaitingGroup(its.plan, lengths, prompt.max_tokens)
-            for its, lengths, prompt in zip(planned, expected, prompts, strict=True)
-        ]
+        history = self.history.statistics(prompt.history_key for prompt in prompts)
+        groups = waiting_groups((its.plan for its in planned), history, (prompt.max_tokens for prompt in prompts))
         return launch_order(groups, slots * self._machine.num_ranks).positions
 
     def plans(self, prompts: Sequence[PlannedPrompt]) -> list[PlannedRollout]:

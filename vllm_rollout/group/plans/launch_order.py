@@ -21,7 +21,8 @@ from itertools import islice
 from statistics import NormalDist, fmean, stdev
 from typing import Literal, NamedTuple
 
-from vllm_rollout.group.lengths.moments import LengthMoments
+from vllm_rollout.group.lengths.moments import LengthMoments, LengthStatistics
+from vllm_rollout.group.lengths.trust import trusted
 from vllm_rollout.group.plans.plan import GroupPlan
 
 OrderName = Literal["prompts", "longest", "shortest"]
@@ -58,6 +59,13 @@ class WaitingGroup(NamedTuple):
         if self.plan.early_stop and self.plan.redundancy:
             most = min(most, sorted(drawn)[self.plan.group_size - 1])
         return [min(most, length) for length in drawn]
+
+
+def waiting_groups(
+    plans: Iterable[GroupPlan], history: LengthStatistics, max_tokens: Iterable[int | None]
+) -> list[WaitingGroup]:
+    """Of the prompts that a history was asked for."""
+    return [WaitingGroup(*each) for each in zip(plans, trusted(history), max_tokens, strict=True)]
 
 
 class LaunchOrder(NamedTuple):
